@@ -119,8 +119,14 @@ class Folder:
             return bytes(fs.cat_file(f"{path}/{name}"))
 
     def read_json(self, name: str) -> Any:
-        """Return the content of a JSON file."""
-        return json.loads(self.read(name))
+        """Return the content of a JSON file; a ValueError names it if it is damaged."""
+        text = self.read(name)
+        try:
+            return json.loads(text)
+        except ValueError as err:
+            raise ValueError(
+                f"expected JSON in {self.url}/{name}, got {text[:40]!r}; try restoring that file"
+            ) from err
 
     def open(self, name: str) -> IO[bytes]:
         """Open a file to read parts of it."""

@@ -87,44 +87,32 @@ OPERATIONS: dict[str, tuple[list[Operation], Operation]] = {
 """What was done before, and what is killed."""
 
 
-SHOWING = {"os.rename", "os.link", "os.remove"}
-"""What gives a file its name, or takes it away: everything else is written under other names."""
+CHANGES = {"os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir"}
+"""What gives a file or folder its name, or takes it away. Files are written under other names:
+whoever is killed before a file gets its name has left it whole beside what was there before."""
 
 
-def count_changes(store: Path, at: Callable[[int], None], every: bool) -> None:
-    """Call ``at`` with the number of each change to the store, before it happens.
-
-    Unless every change is asked for, those that show no file and hide none are left out: beginning
-    a file under a name of its own, making a folder, removing one that is empty. Whoever is killed
-    before a file gets its name has left it whole beside what was there before.
-    """
+def count_changes(store: Path, at: Callable[[int], None]) -> None:
+    """Call ``at`` with the number of each change to the store, before it happens."""
     numbers, root = itertools.count(1), str(store)
-    changes = SHOWING | ({"os.mkdir", "os.rmdir"} if every else set())
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open" and every:
-            path, mode, flags = arguments
-            writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-            if not writes and not (isinstance(mode, str) and set(mode) & set("wax+")):
-                return
-        elif event not in changes:
-            return
-        path = arguments[0]
         # shutil.rmtree removes by names relative to a folder that it holds open.
-        if str(path).startswith(root) or (
-            event in ("os.remove", "os.rmdir") and arguments[-1] >= 0
+        if event in CHANGES and (
+            str(arguments[0]).startswith(root)
+            or (event in ("os.remove", "os.rmdir") and arguments[-1] >= 0)
         ):
             at(next(numbers))
 
     sys.addaudithook(hook)
 
 
-def kill_at(number: int, store: Path, operation: Operation, every: bool) -> None:
+def kill_at(number: int, store: Path, operation: Operation) -> None:
     def at(found: int) -> None:
         if found == number:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    count_changes(store, at, every)
+    count_changes(store, at)
     operation(store)
 
 
@@ -187,7 +175,7 @@ def content(store: Path) -> dict[str, str]:
 BLOCKS = ("feature", "feature_norm", "output", "out_to_loss")
 
 
-def prepare(store: Path, name: str, out: Path, every: bool) -> None:
+def prepare(store: Path, name: str, out: Path) -> None:
     """Make the store as it was before, and say how it looks before and after the operation."""
     before, operation = OPERATIONS[name]
     for each in before:
@@ -197,7 +185,7 @@ def prepare(store: Path, name: str, out: Path, every: bool) -> None:
         shutil.copytree(store, copy)
     looks = {"before": shown(store)}
     changes = [0]
-    count_changes(copy, lambda number: changes.__setitem__(0, number), every)
+    count_changes(copy, lambda number: changes.__setitem__(0, number))
     operation(copy)
     looks |= {"after": shown(copy)}
     known = {
@@ -233,28 +221,25 @@ def look(store: Path, name: str, known: dict[str, Any]) -> None:
     assert hashed(theirs) == known["plain"]
 
 
-def main(folder: Path, name: str, every: bool) -> None:
+def main(folder: Path, name: str) -> None:
     store, out = folder / "f.zarr", folder / "known.json"
-    assert in_child(lambda: prepare(store, name, out, every)) == 0
+    assert in_child(lambda: prepare(store, name, out)) == 0
     known = json.loads(out.read_text())
     numbers = range(1, known["changes"] + 1)
     each = [
-        in_background(lambda n=n: kill_many(folder, name, known, numbers[n::2], every))
-        for n in range(2)
+        in_background(lambda n=n: kill_many(folder, name, known, numbers[n::2])) for n in range(2)
     ]
     assert [os.waitpid(pid, 0)[1] for pid in each] == [0, 0]
-    print(json.dumps({"changes": known["changes"], "kills": len(numbers)}))
+    print(json.dumps({"kills": len(numbers)}))
 
 
-def kill_many(
-    folder: Path, name: str, known: dict[str, Any], numbers: Iterable[int], every: bool
-) -> None:
+def kill_many(folder: Path, name: str, known: dict[str, Any], numbers: Iterable[int]) -> None:
     store = folder / "f.zarr"
     for number in numbers:
         copy = folder / f"killed-{number}"
         if store.exists():
             shutil.copytree(store, copy)
-        ended = in_child(lambda n=number, at=copy: kill_at(n, at, OPERATIONS[name][1], every))
+        ended = in_child(lambda n=number, at=copy: kill_at(n, at, OPERATIONS[name][1]))
         # The order in which zarr's threads write may differ from run to run, the number may not.
         assert os.WIFSIGNALED(ended), f"it made fewer than {number} changes"
         looked = in_child(lambda at=copy: look(at, name, known))
@@ -263,4 +248,4 @@ def kill_many(
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], "every" in sys.argv[3:])
+    main(Path(sys.argv[1]), sys.argv[2])

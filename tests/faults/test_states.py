@@ -184,7 +184,7 @@ def test_store__any_order_of_events() -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
     profile = settings()
-    n = min(200, max(5, profile.max_examples // 4))
+    n = min(50, max(5, profile.max_examples // 4))
     short = settings(max_examples=n, stateful_step_count=10)
     with dask.config.set(scheduler="sync"):
         run_state_machine_as_test(StoreMachine, settings=short)

@@ -56,10 +56,10 @@ def test_append__of_all_checkpoints_only_the_new_are_computed(store: Path) -> No
 
 def test_append__checkpoint_of_samples_in_two_pieces(store: Path) -> None:
     save(features(B, NAMES[:2]), store, append_dim="sample")
-    with pytest.warns(td.errors.UnfinishedAppendWarning, match=r"checkpoints \['c2'\]"):
+    with pytest.warns(td.errors.UnfinishedAppendWarning, match="append_dim='checkpoint'"):
         opened = save(features(A, NAMES[2:]), store, append_dim="checkpoint")
     assert_rows(opened, range(60), 2)  # as it was before
-    with pytest.raises(td.errors.IncompleteFeaturesError, match=r"\['c2'\]"):
+    with pytest.raises(td.errors.IncompleteFeaturesError, match="'c2'"):
         save(features(slice(0, 20), NAMES[:2]), store, append_dim="sample")
     opened = save(features(B, NAMES[2:]), store, append_dim="checkpoint")
     assert_rows(opened, range(60))
@@ -107,7 +107,7 @@ def test_append__to_nothing_is_a_new_store(tmp_path: Path) -> None:
         ),
         (features(B, NAMES[:2]), None, r"differ in source.*append_dim='sample'"),
         (features(A), None, "differ in checkpoints"),
-        (features(B, NAMES[:2]).drop_vars("label"), "sample", r"features.assign_coords\(label="),
+        (features(B, NAMES[:2]).drop_vars("label"), "sample", "'label'"),
     ],
 )
 def test_append__what_does_not_fit_is_refused(store: Path, more, append_dim, words: str) -> None:
@@ -142,7 +142,7 @@ def test_append__is_resumed(store: Path) -> None:
     xr.testing.assert_identical(
         xr.open_zarr(store).load(), xr.open_zarr(store, consolidated=False).load()
     )
-    with pytest.raises(td.errors.IncompleteFeaturesError, match="20 samples"):
+    with pytest.raises(td.errors.IncompleteFeaturesError, match="append_dim='sample'"):
         save(features(slice(20, 40), NAMES[:2]), store, append_dim="sample")
     opened = save(features(B, NAMES[:2]), store, append_dim="sample")
     assert_rows(opened, range(60), 2)

@@ -1,9 +1,8 @@
 """Stores of features: plain zarr groups, written block by block."""
 
-from trakdask.storage.coords import assign_coords
+from trakdask.storage.changes import assign_coords, calibrate, drop
 from trakdask.storage.reading import open
 from trakdask.storage.saving import save
-from trakdask.storage.sums import calibrate, drop
 from trakdask.storage.verification import verify
 
 __all__ = ["assign_coords", "calibrate", "drop", "open", "save", "verify"]

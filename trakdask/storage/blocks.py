@@ -9,7 +9,7 @@ import functools
 import logging
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import dask
@@ -27,6 +27,7 @@ from trakdask.errors import StoreMismatchError
 from trakdask.execution import scheduling
 from trakdask.files import explained
 from trakdask.storage.group import ERROR, SCALE, Group
+from trakdask.storage.reading import lazy_array
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE
 
 _LARGEST_EXPONENT = 15
@@ -45,6 +46,11 @@ _log = logging.getLogger(__name__)
 
 Tasks = tuple[da.Array, list[Key]]
 """An array, and the keys of the blocks of it that are to be computed."""
+
+
+def names_of(features: xr.Dataset) -> list[str]:
+    """Return the names of the checkpoints of features."""
+    return [str(name) for name in features[CHECKPOINT].values]
 
 
 # ------------------------------------------------------------------------------ what is stored
@@ -114,7 +120,7 @@ def save_blocks(
     starts = [rows.start, *range((rows.start // b + 1) * b, rows.stop, b), rows.stop]
     sizes = tuple(np.diff(starts).tolist())
     chunked = features.chunk({SAMPLE: sizes, PROJ_DIM: -1, CHECKPOINT: 1})
-    names = [str(name) for name in features[CHECKPOINT].values]
+    names = names_of(features)
     options = scheduling.gpu_options(features)
     for name, index in columns.items():
         tasks = functools.partial(_missing, group, chunked, rows, names.index(name), index)
@@ -146,7 +152,7 @@ def _missing(
     if not todo:
         return None
     names = [name for name in group.features if name in features]  # out_to_loss is the last
-    arrays = [group.array(name, sparse=name == ERROR) for name in names]
+    arrays = [group.array(name) for name in names]
     scale = group.array(SCALE) if SCALE in group.arrays else None
     pairs = [(features[n].data, "spc" if features[n].ndim == 3 else "sc") for n in names]
     written = da.blockwise(
@@ -200,9 +206,7 @@ def _write_block(
 # ------------------------------------------------------------------------------ the same features
 
 
-def require_same_rows(
-    group: Group, features: xr.Dataset, rows: range, columns: Mapping[str, int]
-) -> None:
+def require_same_rows(group: Group, features: xr.Dataset, rows: range) -> None:
     """Compute a block that is stored again, and compare: code may change under the same name.
 
     The last one, which is the smallest; of those without failures, which this call might raise.
@@ -212,39 +216,33 @@ def require_same_rows(
     StoreMismatchError
         If its rows differ by more than rounding.
     """
-    found = _last_whole(group, rows, columns)
+    found = _last_whole(group, names_of(features), rows)
     if found is None:
         return
     name, index, here = found
-    names = [str(checkpoint) for checkpoint in features[CHECKPOINT].values]
-    selected = features.feature.isel(
-        {SAMPLE: slice(here.start - rows.start, here.stop - rows.start),
-         CHECKPOINT: [names.index(name)]}
-    )  # fmt: skip
-    (new,) = dask.compute(selected.data, **scheduling.gpu_options(features))
-    before = np.asarray(group.array("feature")[here, :, slice(index, index + 1)], new.dtype)
-    if SCALE in group.arrays:
-        before = before * np.asarray(group.array(SCALE)[here, slice(index, index + 1)])[:, None]
-    valid = np.isfinite(new) & np.isfinite(before)
-    off = np.linalg.norm((new - before)[valid])
+    checkpoints = {CHECKPOINT: [names_of(features).index(name)]}
+    again = features.feature.isel({SAMPLE: slice(here.start - rows.start, here.stop - rows.start)})
+    there = lazy_array(group, "feature", complete=False)[here, :, slice(index, index + 1)]
+    new, old = dask.compute(again.isel(checkpoints).data, there, **scheduling.gpu_options(features))
+    valid = np.isfinite(new) & np.isfinite(old)
+    difference, length = (np.linalg.norm(x[valid]) for x in (new - old, old))
     in_16_bits = any("16" in str(features.attrs.get(key)) for key in ("dtype", "autocast"))
-    tolerance = _TOLERANCE_IN_16_BITS if in_16_bits else _TOLERANCE
-    if off > tolerance * np.linalg.norm(before[valid]):
+    if difference > (_TOLERANCE_IN_16_BITS if in_16_bits else _TOLERANCE) * length:
         raise StoreMismatchError(
             f"expected the features that {group.folder.url!r} has, got others when the samples "
             f"{here.start}:{here.stop} of checkpoint {name!r} were computed again (they differ by "
-            f"{off:.2g}, their length is {np.linalg.norm(before[valid]):.2g}); try another store "
-            "if the code of the model or of the task was changed, or if these are other samples"
+            f"{difference:.2g}, their length is {length:.2g}); try another store if the code of "
+            "the model or of the task was changed, or if these are other samples"
         )
 
 
-def _last_whole(
-    group: Group, rows: range, columns: Mapping[str, int]
-) -> tuple[str, int, slice] | None:
-    """Return a checkpoint, its number, and the rows of its last block in which no sample failed."""
+def _last_whole(group: Group, names: Sequence[str], rows: range) -> tuple[str, int, slice] | None:
+    """Return a checkpoint, its number, and the rows of its last block without failures."""
     b, stored = group.block, group.stored_chunks("out_to_loss")
-    for name, index in columns.items():
-        missing = {*missing_blocks(group, rows, index, stored)}
+    for index, name in enumerate(group.checkpoints):
+        if name not in names:
+            continue
+        missing = missing_blocks(group, rows, index, stored)
         for block in reversed(range(rows.start // b, (rows.stop - 1) // b + 1)):
             here = slice(max(b * block, rows.start), min(b * (block + 1), rows.stop))
             if block in missing:

@@ -11,9 +11,8 @@ those before are not named by. They are removed once they do not count.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -30,7 +29,6 @@ from trakdask._version import __version__
 from trakdask.attribution.grams import DERIVED
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.files import UNCACHED, Folder
-from trakdask.storage.lock import lock
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES
 
 METADATA = "zarr.json"
@@ -70,25 +68,15 @@ class Group:
         ValueError
             If its metadata cannot be read.
         """
-        try:
-            text = folder.read(METADATA)
-        except (FileNotFoundError, NotADirectoryError) as err:
-            raise FileNotFoundError(
-                f"expected features in {folder.url!r}, there is no store but "
-                f"{folder.names()[:3] or 'nothing'}; try another path, or td.save(features, store)"
-            ) from err
-        try:
-            metadata = json.loads(text)
-        except ValueError as err:
-            raise ValueError(
-                f"expected the metadata of a zarr group in {folder.url}/{METADATA}, got "
-                f"{text[:40]!r}; try restoring that file from a backup"
-            ) from err
+        metadata: Metadata = {}
+        with suppress(FileNotFoundError, NotADirectoryError):
+            metadata = folder.read_json(METADATA)
         attrs = metadata.get("attributes", {})
         if "sources" not in attrs:
             raise FileNotFoundError(
-                f"expected features in {folder.url!r}, got a zarr group without features, or of an "
-                "earlier version; try xr.open_zarr for it, or td.save(features, another_store)"
+                f"expected features in {folder.url!r}, there is no store of this version but "
+                f"{folder.names()[:3] or 'nothing'}; try td.save(features, store), another path, "
+                "or xr.open_zarr for a group of other programs"
             )
         arrays = metadata["consolidated_metadata"]["metadata"]
         return cls(folder, attrs, dict(arrays), arrays)
@@ -129,22 +117,16 @@ class Group:
         others = {*self.features, *DERIVED}
         return [name for name in self.arrays if name not in others]
 
-    def array(self, name: str, *, sparse: bool = False, read_only: bool = False) -> zarr.Array[Any]:
+    def array(self, name: str, *, read_only: bool = False) -> zarr.Array[Any]:
         """Return an array, which is small when it is pickled; nothing is read.
 
-        Parameters
-        ----------
-        name
-            Of the array.
-        sparse
-            Whether a chunk that equals the fill value is left out. Else it is written, because an
-            absent one counts as lost.
-        read_only
-            Whether nothing is written, not even the folder of the store where that has gone.
+        A chunk is written even if it equals the fill value, because an absent one counts as lost;
+        but for reasons of failures, which there are hardly any. Reading only, nothing is made, not
+        even the folder of a store that has gone.
         """
         path = StorePath(zarr_store(self.folder, read_only=read_only), name)
         array: zarr.Array[Any] = zarr.Array.from_dict(path, self.arrays[name])
-        return array.with_config({"write_empty_chunks": not sparse})
+        return array.with_config({"write_empty_chunks": name != ERROR})
 
     def chunk_path(self, name: str, index: Sequence[int]) -> str:
         """Return the path of a chunk in the store."""
@@ -193,25 +175,59 @@ class Group:
         attrs.pop("unfinished", None)
         attrs["n_samples"] = sum(n for _, n in attrs["sources"])
         sizes = {SAMPLE: attrs["n_samples"], CHECKPOINT: len(attrs["checkpoints"])}
-        larger = {name: with_sizes(self.arrays[name], sizes) for name in self.features}
-        return Group(self.folder, attrs, {**self.arrays, **larger}, self.before)
+        arrays = dict(self.arrays)
+        for name in self.features:
+            pairs = zip(dims_of(arrays[name]), arrays[name]["shape"], strict=True)
+            arrays[name] = {**arrays[name], "shape": [sizes.get(dim, n) for dim, n in pairs]}
+        return Group(self.folder, attrs, arrays, self.before)
 
     def about_unfinished(self) -> str:
         """Say what is unfinished, and how to finish it."""
         target = self.target()
-        names = [name for name in target.checkpoints if name not in self.checkpoints]
-        dim, what = CHECKPOINT, f"checkpoints {names}"
-        if target.n_samples > self.n_samples:
-            dim, what = SAMPLE, f"{target.n_samples - self.n_samples} samples"
+        dim = SAMPLE if target.n_samples > self.n_samples else CHECKPOINT
         return (
-            f"an append of {what} was not finished; call td.save(..., append_dim={dim!r}) with "
-            "these again to finish it, or td.verify(store, repair=True) to give it up"
+            f"an append was not finished, to {target.n_samples} samples of the checkpoints "
+            f"{target.checkpoints}; call td.save(..., append_dim={dim!r}) with these again to "
+            "finish it, or td.verify(store, repair=True) to give it up"
         )
 
     def other_separator(self, name: str) -> str:
         """Return what separates the names of chunks that replace those of an array that counts."""
         is_slash = name in self.before and separator_of(self.before[name]) == "/"
         return "." if is_slash else "/"
+
+    def add(
+        self,
+        name: str,
+        sizes: Mapping[Any, int],
+        dtype: Any,
+        *,
+        block: int = 1,
+        separator: str = ".",
+        attrs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Add the metadata of an array in chunks of a block of samples and a checkpoint.
+
+        Features do not compress, so they are stored as they are, with a checksum.
+        """
+        files: dict[str, Buffer] = {}
+        variable = VARIABLES.get(name)
+        dims = variable.dims if variable else (SAMPLE, CHECKPOINT)
+        chunks = {**sizes, SAMPLE: block, CHECKPOINT: 1}
+        zarr.create_array(
+            MemoryStore(files),
+            name=name,
+            shape=tuple(sizes[dim] for dim in dims),
+            chunks=tuple(max(1, chunks[dim]) for dim in dims),
+            dtype=dtype,
+            compressors=[Crc32cCodec()],
+            chunk_key_encoding=_key_encoding(separator),
+            fill_value="" if name == ERROR else np.nan,
+            dimension_names=dims,
+            attributes={**(variable.attrs if variable else {}), **(attrs or {})},
+            zarr_format=3,
+        )
+        self.arrays[name] = _metadata_in(files, name)
 
     def write_small(self, variables: Mapping[str, xr.Variable]) -> None:
         """Write arrays that are in memory, as xarray encodes them, beside those that count."""
@@ -234,7 +250,7 @@ class Group:
             if not path.endswith(METADATA):
                 self.folder.write(path, data.to_bytes(), durable=False)
         for name in variables:
-            self.arrays[name] = json.loads(files[f"{name}/{METADATA}"].to_bytes())
+            self.arrays[name] = _metadata_in(files, name)
 
     def commit(self) -> None:
         """Let what was written count, from now on, and nothing else."""
@@ -268,26 +284,11 @@ class Group:
             if name not in self.arrays:
                 self.folder.remove(name)
                 continue
-            old = self.other_separator(name)
+            is_nested = separator_of(self.arrays[name]) == "/"
             for file in (self.folder / name).names():
-                if (file == "c") if old == "/" else file.startswith("c."):
+                if file.startswith("c.") if is_nested else file == "c":
                     self.folder.remove(f"{name}/{file}")
         self.folder.sweep()
-
-
-@contextmanager
-def changing(
-    store: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, purpose: str
-) -> Iterator[Group]:
-    """Lock a store, read it, and let count what the block has changed, if that raises nothing."""
-    folder = Folder.at(store, storage_options)
-    Group.read(folder)  # nothing is written where there is no store, not even a lock
-    with lock(folder, purpose) as require_held:
-        group = Group.read(folder)  # again: another writer may have just finished
-        yield group
-        require_held()  # while this process slept, another one may have taken it for dead
-        group.commit()
-        group.sweep()
 
 
 # -------------------------------------------------------------------------- metadata of an array
@@ -295,29 +296,7 @@ def changing(
 _OF_FEATURES = ([SAMPLE, PROJ_DIM, CHECKPOINT], [SAMPLE, CHECKPOINT])
 
 
-def described(
-    name: str, sizes: Mapping[Any, int], block: int, dtype: Any, dims: Sequence[Hashable],
-    separator: str = ".", attrs: Mapping[str, Any] | None = None,
-) -> Metadata:  # fmt: skip
-    """Return the metadata of a new array, in chunks of a block and a checkpoint.
-
-    Features do not compress, so they are stored as they are, with a checksum.
-    """
-    files: dict[str, Buffer] = {}
-    chunks = {**sizes, SAMPLE: block, CHECKPOINT: 1}
-    zarr.create_array(
-        MemoryStore(files),
-        name=name,
-        shape=tuple(sizes[dim] for dim in dims),
-        chunks=tuple(max(1, chunks[dim]) for dim in dims),
-        dtype=dtype,
-        compressors=[Crc32cCodec()],
-        chunk_key_encoding=_key_encoding(separator),
-        fill_value="" if name == ERROR else np.nan,
-        dimension_names=list(map(str, dims)),
-        attributes={**(VARIABLES[name].attrs if name in VARIABLES else {}), **(attrs or {})},
-        zarr_format=3,
-    )
+def _metadata_in(files: Mapping[str, Buffer], name: str) -> Metadata:
     metadata: Metadata = json.loads(files[f"{name}/{METADATA}"].to_bytes())
     return metadata
 
@@ -339,9 +318,3 @@ def chunks_of(metadata: Metadata) -> list[int]:
 def separator_of(metadata: Metadata) -> str:
     """Return what separates the numbers in the name of a chunk."""
     return str(metadata["chunk_key_encoding"]["configuration"]["separator"])
-
-
-def with_sizes(metadata: Metadata, sizes: Mapping[Any, int]) -> Metadata:
-    """Return the metadata of the array with other sizes."""
-    pairs = zip(dims_of(metadata), metadata["shape"], strict=True)
-    return {**metadata, "shape": [sizes.get(dim, size) for dim, size in pairs]}

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import dask.array as da
@@ -21,11 +22,11 @@ import zarr
 from dask.base import tokenize
 
 from trakdask.arrays.stored import Key, Read, reader, stored
-from trakdask.attribution.grams import DAMPING, DERIVED
+from trakdask.attribution.grams import DERIVED
 from trakdask.errors import IncompleteFeaturesError, UnfinishedAppendWarning
 from trakdask.files import Folder
 from trakdask.storage.group import DROPPED, ERROR, SCALE, STORE_ATTRS, Group, dims_of, zarr_store
-from trakdask.variables import SAMPLE, VARIABLES
+from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
 _CRC_BYTES = 4
 _LEAST_MAPPED = 2**20
@@ -106,45 +107,34 @@ def open(
             )
     elif not group.n_samples:
         group = group.target()
-    ds = assembled(group, complete=require_complete, load_coords=load_coords)
+    ds = assembled(group, complete=require_complete)
     ds.encoding["source"] = group.folder.url  # as xarray names what it has opened
-    if ERROR in group.arrays and group.arrays == group.before:
-        # Read when it is asked for; as a Dask array it could not select (ds.where(ds.error == "")).
-        error = _on_disk(group, [ERROR])[ERROR]
-        ds = ds.assign_coords({ERROR: error[: group.n_samples]})
+    ds = ds.assign_coords(read_coords(group, rows=() if load_coords else ds.chunksizes[SAMPLE]))
     if not dropped:
         return without_dropped(ds)
     if DROPPED in ds.coords:
         return ds.drop_vars(DERIVED, errors="ignore")
-    return ds.assign_coords({DROPPED: (SAMPLE, np.zeros(ds.sizes[SAMPLE], bool))})
+    return ds.assign_coords({DROPPED: (SAMPLE, dropped_mask(group))})
 
 
-def assembled(group: Group, *, complete: bool = True, load_coords: bool = True) -> xr.Dataset:
-    """Return all that counts in a store, with lazy arrays."""
+def assembled(group: Group, *, complete: bool = True) -> xr.Dataset:
+    """Return the lazy arrays of a store, with the names of checkpoints, and what was dropped."""
     arrays = {
         name: lazy_array(group, name, complete=complete)
         for name in (*group.features, *DERIVED)
-        if name in group.arrays and name not in (ERROR, DAMPING)
+        if name in group.arrays and name not in (ERROR, SCALE)
     }
-    if SCALE in arrays:
-        arrays["feature"] = decoded(arrays["feature"], arrays.pop(SCALE))
-    if DAMPING in group.arrays:  # so small that it is read
-        values = _whole(group, DAMPING)
-        arrays[DAMPING] = da.from_array(values, chunks=1, name=_name(group, DAMPING))
     data = {
         name: (dims_of(group.arrays[name]), arrays[name], group.arrays[name]["attributes"])
         for name in (*VARIABLES, *arrays)
         if name in arrays
     }
     attrs = {key: value for key, value in group.attrs.items() if key not in STORE_ATTRS}
-    ds = xr.Dataset(data, attrs=attrs)
-    return ds.assign_coords(read_coords(group, rows=() if load_coords else ds.chunksizes[SAMPLE]))
-
-
-def _name(group: Group, name: str, *more: object) -> str:
-    """Return the name of a Dask array: another one after every commit, since content may differ."""
-    token = tokenize(group.folder.url, group.attrs["saved"], group.arrays[name], *more)
-    return f"open-{name.replace('_', '-')}-{token}"
+    names = np.array(group.checkpoints, np.dtypes.StringDType())
+    coords: dict[str, Any] = {CHECKPOINT: names}
+    if DROPPED in group.arrays:
+        coords[DROPPED] = (SAMPLE, dropped_mask(group))
+    return xr.Dataset(data, coords, attrs)
 
 
 def without_dropped(ds: xr.Dataset) -> xr.Dataset:
@@ -158,7 +148,9 @@ def dropped_mask(group: Group) -> np.ndarray:
     """Return which samples of a store are dropped, (sample,) bool."""
     if DROPPED not in group.arrays:
         return np.zeros(group.n_samples, bool)
-    return _whole(group, DROPPED)
+    group.require_chunks(DROPPED)
+    with _named(group.folder, DROPPED):
+        return np.asarray(group.array(DROPPED, read_only=True)[...])
 
 
 # ------------------------------------------------------------------------------------------ coords
@@ -167,35 +159,41 @@ def dropped_mask(group: Group) -> np.ndarray:
 def read_coords(
     group: Group, names: Collection[str] | None = None, *, rows: tuple[int, ...] = ()
 ) -> dict[str, xr.Variable]:
-    """Return coords of a store, decoded by xarray.
+    """Return coords that count in a store, as xarray opens them.
 
     Parameters
     ----------
     group
         The store.
     names
-        Of the coords; all by default.
+        Of the coords; by default all that :func:`assembled` lacks.
     rows
         Numbers of samples in the chunks of those along samples, as Dask arrays; else they are in
-        memory.
+        memory. Why samples failed is always read when it is asked for: as a Dask array it could not
+        select.
     """
+    names = {*group.coords, ERROR} - {CHECKPOINT, DROPPED} if names is None else names
+    names = [n for n, array in group.arrays.items() if n in names and array == group.before.get(n)]
+    if not names:
+        return {}
+    ds = xr.open_zarr(
+        zarr_store(group.folder, read_only=True), consolidated=True, chunks=None, zarr_format=3,
+        drop_variables=[name for name in group.arrays if name not in names],
+    )  # fmt: skip
     coords: dict[str, xr.Variable] = {}
-    lazy = []
-    for name in group.coords:
-        dims, attrs = dims_of(group.arrays[name]), group.arrays[name]["attributes"]
-        if names is not None and name not in names:
+    for name in names:
+        coord = coords[name] = ds[name].variable
+        if name == ERROR:
             continue
-        if rows and dims == [SAMPLE] and name != DROPPED:
-            group.require_chunks(name)
-            lazy.append(name)
+        group.require_chunks(name)
+        if rows and coord.dims == (SAMPLE,):
+            read = functools.partial(_read_coord, coord)
+            coords[name] = coord._replace(
+                data=stored(read, (rows,), coord.dtype, _name(group, name))
+            )
             continue
-        coord = xr.Variable(dims, _whole(group, name), attrs)
-        if coord.dtype.kind != "T":  # times
-            coord = xr.decode_cf(xr.Dataset({name: coord})).variables[name].load()
-        coords[name] = coord
-    for name, coord in _on_disk(group, lazy).items():
-        read = functools.partial(_read_coord, coord[: group.n_samples])
-        coords[name] = coord._replace(data=stored(read, (rows,), coord.dtype, _name(group, name)))
+        with _named(group.folder, name):
+            coord.load()
     return coords
 
 
@@ -203,35 +201,23 @@ def _read_coord(coord: xr.Variable, key: Key) -> np.ndarray:
     return np.asarray(coord[key].values)
 
 
-def _whole(group: Group, name: str) -> np.ndarray:
-    """Return the values of an array; zarr would read a lost chunk as zeros, without a word."""
-    group.require_chunks(name)
+@contextmanager
+def _named(folder: Folder, path: str) -> Iterator[None]:
+    """Let errors of zarr, and of its checksums, say what is damaged."""
     try:
-        return np.asarray(group.array(name, read_only=True)[...])
+        yield
     except ValueError as err:
         raise ValueError(
-            f"expected {name!r} of {group.folder.url!r} as it was written, got other bytes "
-            f"({err}); try td.verify(store, checksums=True)"
+            f"expected {path!r} in {folder.url!r} as it was written, got other bytes ({err}); try "
+            "td.verify(store, checksums=True), which says how to restore it"
         ) from err
-
-
-def _on_disk(group: Group, names: Collection[str]) -> dict[str, xr.Variable]:
-    """Return variables of a store as xarray opens them: read when they are asked for."""
-    if not names:
-        return {}
-    others = [name for name in group.arrays if name not in names]
-    ds = xr.open_zarr(
-        zarr_store(group.folder, read_only=True), consolidated=True, chunks=None, zarr_format=3,
-        drop_variables=others,
-    )  # fmt: skip
-    return {name: ds[name].variable for name in names}
 
 
 # ----------------------------------------------------------------------------------------- numbers
 
 
 def lazy_array(group: Group, name: str, *, complete: bool = True) -> da.Array:
-    """Return an array of numbers, lazy, in its chunks.
+    """Return an array of numbers, lazy, in its chunks; features as float32 or float64.
 
     Parameters
     ----------
@@ -243,7 +229,16 @@ def lazy_array(group: Group, name: str, *, complete: bool = True) -> da.Array:
     array = group.array(name, read_only=True)
     sizes = da.core.normalize_chunks(array.chunks, array.shape)
     read = functools.partial(read_chunk, array, group.folder, complete)
-    return stored(read, sizes, array.dtype, _name(group, name, complete))
+    lazy = stored(read, sizes, array.dtype, _name(group, name, complete))
+    if name == "feature" and SCALE in group.arrays:
+        return decoded(lazy, lazy_array(group, SCALE, complete=complete))
+    return lazy
+
+
+def _name(group: Group, name: str, *more: object) -> str:
+    """Return the name of a Dask array: another one after every commit, since content may differ."""
+    token = tokenize(group.folder.url, group.attrs["saved"], group.arrays[name], *more)
+    return f"open-{name.replace('_', '-')}-{token}"
 
 
 def decoded(halves: da.Array, scale: da.Array) -> da.Array:
@@ -273,13 +268,8 @@ def read_chunk(
         data = _mapped(f"{folder.url}/{path}", array.chunks, array.dtype)
         if data is not None:  # which has rows beyond the last of the array
             return data[tuple(slice(part.stop - part.start) for part in rows)]
-    try:
+    with _named(folder, path):
         block = np.asarray(array[rows])
-    except ValueError as err:
-        raise ValueError(
-            f"expected {path!r} in {folder.url!r} as it was written, got other bytes ({err}); try "
-            "td.verify(store, checksums=True, repair=True), then td.save(features, store)"
-        ) from err
     # zarr reads an absent chunk as NaN, without a word.
     if complete and np.isnan(block).all():
         parent, _, name = path.rpartition("/")

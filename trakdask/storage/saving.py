@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import dask.array as da
@@ -21,15 +21,22 @@ from trakdask.attribution.estimators import (
     resolve_estimator,
 )
 from trakdask.attribution.grams import NORM
-from trakdask.checks import require_choice, require_integer
-from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
+from trakdask.checks import require_choice
 from trakdask.execution.progress import polled_bar
 from trakdask.files import Folder
-from trakdask.provenance import BY_CHECKPOINT, REQUIRED_SPEC, STORE_SPEC, require_same, spec
-from trakdask.storage.blocks import missing_blocks, require_same_rows, save_blocks
-from trakdask.storage.coords import joined, portable_coords, require_names, require_same_coords
-from trakdask.storage.group import ERROR, METADATA, SCALE, STORE_ATTRS, Group, described
+from trakdask.provenance import BY_CHECKPOINT, REQUIRED_SPEC
+from trakdask.storage.blocks import missing_blocks, names_of, save_blocks
+from trakdask.storage.group import ERROR, SCALE, STORE_ATTRS, Group
 from trakdask.storage.lock import lock
+from trakdask.storage.matching import (
+    AppendDim,
+    blockwise,
+    joined,
+    place,
+    portable_coords,
+    require_names,
+    require_same_coords,
+)
 from trakdask.storage.reading import open
 from trakdask.storage.sums import update_derived, weights_of
 from trakdask.variables import (
@@ -41,10 +48,6 @@ from trakdask.variables import (
     load_coords,
     validate,
 )
-
-AppendDim = Literal["sample", "checkpoint"]
-
-_SAME = tuple(name for name in STORE_SPEC if name not in (*BY_CHECKPOINT, "source"))
 
 
 def save(
@@ -148,7 +151,7 @@ def save(
     in a notebook does nothing for a scheduler that runs elsewhere.
     """
     validate(features, ("feature", "output", "out_to_loss"), what="features")
-    _require_options(features, dtype, append_dim, retries)
+    _require_options(features, dtype, append_dim)
     if calibrate is not None:
         if not gram:
             raise ValueError(
@@ -164,8 +167,8 @@ def save(
     with lock(folder, "td.save") as require_held:
         before = Group.read(folder) if _is_store(folder) else _new_group(folder, features, dtype)
         begun = before.attrs.get("unfinished")
-        _add_errors(before, features)
-        rows = _placed(before, features, append_dim, dtype)
+        features = _with_errors(before, features)
+        rows = place(before, features, append_dim, dtype)
         if rows.stop <= before.n_samples:
             require_same_coords(before, features, rows)
         coords = joined(before, features, rows)
@@ -175,7 +178,7 @@ def save(
             before.commit()
         folder.sweep()
         group = before.target()
-        columns = {n: i for i, n in enumerate(group.checkpoints) if n in _names(features)}
+        columns = {n: i for i, n in enumerate(group.checkpoints) if n in names_of(features)}
         first, last = rows.start // group.block, (rows.stop - 1) // group.block
 
         def count() -> int:
@@ -184,7 +187,7 @@ def save(
 
         total = (last - first + 1) * len(columns)
         with polled_bar(f"save {folder.name}", total, count, show=progress):
-            save_blocks(group, _with_errors(group, features), rows, columns, retries)
+            save_blocks(group, features, rows, columns, retries)
         if not _lacks_blocks(group):
             group.attrs.pop("lacking", None)
             group.write_small(coords)
@@ -198,9 +201,7 @@ def save(
         return open(store, storage_options=storage_options)
 
 
-def _require_options(
-    features: xr.Dataset, dtype: object, append_dim: object, retries: object
-) -> None:
+def _require_options(features: xr.Dataset, dtype: object, append_dim: object) -> None:
     if dtype is not None:
         require_choice("dtype", dtype, ("float16",), remedy="try dtype=None for that of features")
         if features.feature.dtype != np.float32:
@@ -211,7 +212,6 @@ def _require_options(
     if append_dim is not None:
         remedy = "try append_dim=None for a new store"
         require_choice("append_dim", append_dim, (SAMPLE, CHECKPOINT), remedy=remedy)
-    require_integer("retries", retries, 0, remedy="try retries=2")
     if not all(features.sizes.values()):
         raise ValueError(
             f"expected features with samples and checkpoints, got {dict(features.sizes)}; try "
@@ -222,16 +222,12 @@ def _require_options(
             f"expected attrs as td.featurize writes them, by which a store is known, got none of "
             f"{missing}; try features.assign_attrs(original.attrs)"
         )
-    names = _names(features)
+    names = names_of(features)
     if len(set(names)) < len(names) or not set(names) <= set(features.attrs["checkpoints"]):
         raise ValueError(
             f"expected checkpoints of {list(features.attrs['checkpoints'])} (attrs), each once, "
             f"got {names}; try another selection of checkpoints"
         )
-
-
-def _names(features: xr.Dataset) -> list[str]:
-    return [str(name) for name in features[CHECKPOINT].values]
 
 
 def _storable(features: xr.Dataset) -> xr.Dataset:
@@ -248,21 +244,16 @@ def _storable(features: xr.Dataset) -> xr.Dataset:
 
 def _is_store(folder: Folder) -> bool:
     """Return whether there is a store; raise if there is something else."""
-    names = [name for name in folder.names() if name != "lock"]
-    if METADATA in names:
+    names = {*folder.names()} - {"lock"}
+    if names:
         try:
             Group.read(folder)
         except FileNotFoundError as err:
-            raise FileExistsError(str(err)) from err
-    elif names:
-        raise FileExistsError(
-            f"expected a new path for the store, got {folder.url!r}, which holds {names[:3]}; try "
-            "another path"
-        )
+            raise FileExistsError(
+                f"expected a new path or a store of features, got {folder.url!r}, which holds "
+                f"{sorted(names)[:3]}; try another path"
+            ) from err
     return bool(names)
-
-
-# -------------------------------------------------------------------------- where features belong
 
 
 def _new_group(folder: Folder, features: xr.Dataset, dtype: str | None) -> Group:
@@ -273,130 +264,23 @@ def _new_group(folder: Folder, features: xr.Dataset, dtype: str | None) -> Group
     attrs |= {"source": "", "n_samples": 0, "sources": [], "checkpoints": {}, "checkpoint_ids": {}}
     group = Group(folder, attrs, {})
     sizes = {SAMPLE: 0, CHECKPOINT: 0, PROJ_DIM: features.sizes[PROJ_DIM]}
-    for name in _blockwise(features):
-        of: Any = dtype if dtype and name == "feature" else features[name].dtype
-        group.arrays[name] = described(name, sizes, block, of, features[name].dims)
+    dtypes = {name: features[name].dtype for name in blockwise(features)}
     if dtype:
-        group.arrays[SCALE] = described(SCALE, sizes, block, "f8", VARIABLES[SCALE].dims)
+        dtypes |= {"feature": np.dtype(dtype), SCALE: np.dtype("f8")}
+    for name, of_array in dtypes.items():
+        group.add(name, sizes, of_array, block=block)
     return group
 
 
-def _blockwise(features: xr.Dataset) -> list[str]:
-    """Return the names of what is stored block by block: all numbers of samples and checkpoints."""
-    variables = {str(n): v for n, v in features.data_vars.items() if v.dims == (SAMPLE, CHECKPOINT)}
-    return ["feature", *(n for n, v in variables.items() if v.dtype.kind == "f")]
-
-
-def _add_errors(group: Group, features: xr.Dataset) -> None:
-    """Let a store have reasons of failures, if the features do."""
-    if ERROR in features and ERROR not in group.arrays:
-        sizes = {SAMPLE: group.n_samples, CHECKPOINT: len(group.checkpoints)}
-        text = np.dtypes.StringDType()
-        group.arrays[ERROR] = described(ERROR, sizes, group.block, text, VARIABLES[ERROR].dims)
-
-
 def _with_errors(group: Group, features: xr.Dataset) -> xr.Dataset:
-    """Return features that say where samples failed, if the store does."""
-    if ERROR not in group.arrays or ERROR in features:
+    """Return features that say where samples failed if the store does, and let it if they do."""
+    if ERROR not in group.arrays and ERROR in features:
+        sizes = {SAMPLE: group.n_samples, CHECKPOINT: len(group.checkpoints)}
+        group.add(ERROR, sizes, np.dtypes.StringDType(), block=group.block)
+    if ERROR in features or ERROR not in group.arrays:
         return features
     none = da.full_like(features.output.data, "", dtype=np.dtypes.StringDType())
     return features.assign({ERROR: (VARIABLES[ERROR].dims, none)})
-
-
-def _placed(
-    before: Group, features: xr.Dataset, append_dim: AppendDim | None, dtype: str | None
-) -> range:
-    """Return the rows of a store at which features belong; note what they add as unfinished.
-
-    Features are at home in a store if they were made in the same way as what is there. Their
-    samples are either a set that was saved before, completely or not, or are appended.
-
-    Raises
-    ------
-    StoreMismatchError
-        If the store holds something else, or what is new is not that which ``append_dim`` adds.
-    IncompleteFeaturesError
-        If they begin an append while another is unfinished.
-    """
-    target, made = before.target(), spec(features)
-    what = f"these features and the store {before.folder.url!r}"
-    names = _names(features)
-    common = [name for name in names if name in target.checkpoints]
-    require_same(made, target.attrs, what=what, names=_SAME)
-    _require_arrays(target, features, dtype)
-    if common:
-        ours, theirs = (_of_checkpoints(attrs, common) for attrs in (made, target.attrs))
-        require_same(ours, theirs, what=what, names=BY_CHECKPOINT)
-    rows = _known_rows(target, features, append_dim)
-    is_known, sources = rows is not None, [*target.attrs["sources"]]
-    if rows is None:
-        rows = range(target.n_samples, target.n_samples + features.sizes[SAMPLE])
-        sources.append([str(made.get("source", "")), len(rows)])
-    elif names == common:
-        return rows
-    if append_dim and "unfinished" in before.attrs:
-        raise IncompleteFeaturesError(
-            f"expected no unfinished append in the store {before.folder.url!r}: "
-            f"{before.about_unfinished()}"
-        )
-    if rows.start and not is_known and append_dim != SAMPLE:
-        raise StoreMismatchError(
-            f"{what} differ in source: expected {target.attrs['sources']} (source, samples), "
-            f"got {made.get('source')!r}, {len(rows)}; try another store, or "
-            "append_dim='sample' if these are more samples of it"
-        )
-    # More samples come with all checkpoints; more checkpoints of samples are to be asked for.
-    may_differ = append_dim == CHECKPOINT if is_known else {*names} == {*target.checkpoints}
-    if target.n_samples and not may_differ:
-        require_same(made, target.attrs, what=what, names=BY_CHECKPOINT)
-    added = _of_checkpoints(made, [name for name in names if name not in common])
-    before.attrs["unfinished"] = {
-        "source": " + ".join(source for source, _ in sources),
-        "sources": sources,
-        **{name: {**target.attrs.get(name, {}), **added[name]} for name in added},
-    }
-    return rows
-
-
-def _of_checkpoints(made: Mapping[str, Any], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    fields = [field for field in BY_CHECKPOINT if field in made]
-    return {field: {name: made[field][name] for name in names} for field in fields}
-
-
-def _known_rows(group: Group, features: xr.Dataset, append_dim: AppendDim | None) -> range | None:
-    """Return where samples are that were begun before, None if these are others.
-
-    Sets of as many samples of the same source, as two selections may be, are told apart by their
-    features.
-    """
-    names = _names(features)
-    columns = {n: group.checkpoints.index(n) for n in names if n in group.checkpoints}
-    other = None
-    for source, rows in group.rows_of_sources():
-        if (source, len(rows)) == (features.attrs.get("source", ""), features.sizes[SAMPLE]):
-            try:
-                require_same_rows(group, features, rows, columns)
-                return rows
-            except StoreMismatchError as err:
-                other = err
-    if other is not None and append_dim != SAMPLE:
-        raise other
-    return None
-
-
-def _require_arrays(group: Group, features: xr.Dataset, dtype: str | None) -> None:
-    """Reject features of another width, dtype, or with other variables."""
-    feature = group.arrays["feature"]
-    for name, ours, theirs in (
-        ("proj_dim", features.sizes[PROJ_DIM], feature["shape"][1]),
-        ("dtype", str(dtype or features.feature.dtype), feature["data_type"]),
-        ("variables", sorted(_blockwise(features)), sorted({*group.features} - {ERROR, SCALE})),
-    ):
-        if ours != theirs:
-            raise StoreMismatchError(
-                f"expected features with the {name} {theirs} of the store {group.folder.url!r}, "
-                f"got {ours}; try featurizing as for the store, or another store"
-            )
 
 
 def _lacks_blocks(group: Group) -> bool:

@@ -5,11 +5,9 @@ They are reduced whenever what they are of changes, and count together with it.
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import dask
@@ -19,7 +17,7 @@ import xarray as xr
 
 from trakdask import arrays
 from trakdask.arrays.spectrum import component_count
-from trakdask.attribution.dampings import describe_damping, regularize, require_calibration
+from trakdask.attribution.dampings import describe_damping, regularize
 from trakdask.attribution.estimators import DEFAULT_POWER, Weights, gather_options
 from trakdask.attribution.grams import (
     DAMPING,
@@ -28,19 +26,20 @@ from trakdask.attribution.grams import (
     EIGENVECTORS,
     GRAM,
     LOSS_GRADIENT,
+    NORM,
 )
 from trakdask.attribution.scores import LOGIT_VARIANCE
 from trakdask.execution import scheduling
-from trakdask.storage.group import (
-    DROPPED,
-    Group,
-    changing,
-    described,
-    separator_of,
-    with_sizes,
+from trakdask.storage.group import Group, separator_of
+from trakdask.storage.reading import assembled, lazy_array, without_dropped
+from trakdask.variables import (
+    CHECKPOINT,
+    COMPONENT,
+    PROJ_DIM,
+    PROJ_DIM_1,
+    SAMPLE,
+    lazy_features,
 )
-from trakdask.storage.reading import assembled, dropped_mask, open, without_dropped
-from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES, lazy_features
 
 _MOST_DIM = 8192
 """Above this proj_dim, :func:`save` leaves the decomposition, which takes 32 p² bytes in one task,
@@ -51,149 +50,6 @@ _ABOUT = ("n_samples", "gram_weights", "power")
 """Attributes of a gram matrix that say what it is the sum of."""
 
 _log = logging.getLogger(__name__)
-
-
-def drop(
-    store: str | os.PathLike[str],
-    *,
-    where: xr.DataArray | Callable[[xr.Dataset], xr.DataArray],
-    storage_options: Mapping[str, Any] | None = None,
-) -> xr.Dataset:
-    """Leave samples out of a store from now on, and out of the gram matrix that it keeps.
-
-    Parameters
-    ----------
-    store
-        Folder or fsspec URL that :func:`save` wrote, complete.
-    where
-        True for the samples to drop: boolean (sample), along what :func:`open` returns; or a
-        function of that Dataset, as in ``where=lambda ds: ds.source == "spam"``.
-    storage_options
-        Given to fsspec with a URL, as xarray does.
-
-    Returns
-    -------
-    What :func:`open` returns from now on.
-
-    Raises
-    ------
-    ValueError
-        If ``where`` is no boolean (sample), or drops all.
-    IncompleteFeaturesError
-        If the store is not complete.
-    StoreBusyError
-        If another process writes the store.
-
-    Notes
-    -----
-    The features stay on the disk; ``td.open(store, dropped=True)`` shows and marks them. What is
-    kept beside them is reduced again from what is left, in one pass over the features. Where λ and
-    the eigenvectors of the gram matrix are stored, they are computed again, with λ chosen by
-    training samples.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> import trakdask as td
-    >>> features = td.testing.simulate_features(n_samples=8, proj_dim=4)
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     saved = td.save(features, f"{folder}/f.zarr", progress=False)
-    ...     left = td.drop(f"{folder}/f.zarr", where=saved.label == 1)
-    ...     left.sizes["sample"]
-    4
-    """
-    with changing(store, storage_options, "td.drop") as group:
-        group.require_complete()
-        chosen = _chosen(open(store, storage_options=storage_options), where)
-        if chosen.any():
-            before, mask = copy.deepcopy(group), dropped_mask(group)
-            mask[np.flatnonzero(~mask)[chosen]] = True
-            group.write_small({DROPPED: xr.Variable(SAMPLE, mask)})
-            update_derived(before, group, weights_of(before))
-    return open(store, storage_options=storage_options)
-
-
-def _chosen(ds: xr.Dataset, where: Any) -> np.ndarray:
-    """Return which of the samples are to be dropped."""
-    mask = where(ds) if callable(where) else where
-    content = f"{mask!r:.60} ({type(mask).__name__})"
-    if isinstance(mask, xr.DataArray):
-        content = f"{mask.dtype} {dict(mask.sizes)}"
-        if mask.dtype == bool and dict(mask.sizes) == {SAMPLE: ds.sizes[SAMPLE]}:
-            chosen = np.asarray(mask.values)
-            if not chosen.all():
-                return chosen
-            content = f"true for all {len(chosen)}"
-    raise ValueError(
-        f"expected where= as a boolean DataArray ({SAMPLE}: {ds.sizes[SAMPLE]}), true for some "
-        f"samples, or a function that returns one, got {content}; try "
-        "where=lambda ds: ds.source == 'spam', with a coord of yours"
-    )
-
-
-def calibrate(
-    store: str | os.PathLike[str],
-    held_out: xr.Dataset | None = None,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-) -> xr.Dataset:
-    """Store λ and the eigenvectors of the gram matrix, so that no query computes them.
-
-    :func:`save` does this, too; this is to choose λ anew, and for a proj_dim above 8192.
-
-    Parameters
-    ----------
-    store
-        Folder or fsspec URL that :func:`save` wrote, complete, with its gram matrix.
-    held_out
-        Features of 50 or more held-out samples whose outputs choose λ, as ``calibrate=`` of
-        :func:`damping`; by default training samples choose.
-    storage_options
-        Given to fsspec with a URL, as xarray does.
-
-    Returns
-    -------
-    What :func:`open` returns from now on.
-
-    Raises
-    ------
-    ValueError
-        If the store has no gram matrix, or ``held_out`` cannot choose λ for its estimator.
-    StoreMismatchError
-        If ``held_out`` was featurized in another way.
-    IncompleteFeaturesError
-        If the store is not complete.
-    StoreBusyError
-        If another process writes the store.
-
-    Notes
-    -----
-    Cost: one eigendecomposition per checkpoint, about 9 p³ flops and 32 p² bytes in a task, unless
-    the store has it already; the features of up to 1000 training samples are read to choose λ. For
-    a store of ``estimator="trak"`` whose λ is chosen by outputs (classification), one pass over the
-    features as well. Features are not computed again.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> import trakdask as td
-    >>> features = td.testing.simulate_features(n_samples=8, proj_dim=4)
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     saved = td.save(features, f"{folder}/f.zarr", progress=False)
-    ...     td.calibrate(f"{folder}/f.zarr").damping.attrs["rule"]
-    '0.03 tr(K^2)/tr(K)'
-    """
-    with changing(store, storage_options, "td.calibrate") as group:
-        group.require_complete()
-        if weights_of(group) is None:
-            raise ValueError(
-                f"expected a store with a gram matrix, got {group.folder.url!r} with "
-                f"{sorted(group.arrays)}; try td.save(features, store) with gram=True"
-            )
-        if held_out is not None:
-            require_calibration(open(store, storage_options=storage_options), held_out)
-        update_factors(copy.deepcopy(group), group, held_out, again=True)
-    return open(store, storage_options=storage_options)
 
 
 def weights_of(group: Group) -> Weights | None:
@@ -210,6 +66,7 @@ def update_derived(
     weights: Weights | None,
     calibrate: xr.Dataset | None = None,
     *,
+    anew: bool = False,
     retries: int = 0,
 ) -> None:
     """Store gram matrix, eigenvectors and λ of a store as it is to be, beside those that count.
@@ -224,79 +81,74 @@ def update_derived(
         Of the sums; None for none.
     calibrate
         Features of held-out samples that choose λ, instead of training samples.
+    anew
+        Choose λ anew if other samples chose the one that is there, and at any proj_dim.
     retries
         Further attempts.
 
     Notes
     -----
     Where scores will be an error anyway (a gram matrix that is not finite, or 0, has no λ), this is
-    logged and none stored: the features are still worth their store.
+    logged and none stored, unless λ is to be chosen anew: the features are still worth their store.
     """
     for name in DERIVED:
         group.arrays.pop(name, None)
     if weights is None:
         return
-    _update_sums(before, group, weights, retries)
-    if group.arrays[GRAM]["shape"][0] > _MOST_DIM:
+    gram_stays = _update_sums(before, group, weights, retries)
+    if group.arrays[GRAM]["shape"][0] > _MOST_DIM and not anew:
         return
     try:
-        update_factors(before, group, calibrate, retries=retries)
+        factors_stay = _update_factors(before, group, gram_stays, retries)
+        _update_damping(before, group, calibrate, factors_stay, anew)
     except (ValueError, np.linalg.LinAlgError) as err:
+        if anew:
+            raise
         _log.warning("λ and the eigenvectors of the gram matrix were not stored: %s", err)
         for name in (*_FACTORS, DAMPING):
             group.arrays.pop(name, None)
 
 
-# ------------------------------------------------------------------------------------------- sums
-
-
-def _update_sums(before: Group, group: Group, weights: Weights, retries: int) -> None:
+def _update_sums(before: Group, group: Group, weights: Weights, retries: int) -> bool:
     """Store the sums over the samples; of a checkpoint that has some, what was appended is added.
 
     If samples were dropped they are reduced again: a difference would be faster, but its rounding
-    is that of the larger sum.
+    is that of the larger sum. Returns whether the gram matrices that are there stay as they are.
     """
     ds = without_dropped(assembled(group))
-    attrs = weights.attrs(ds)
-    known = [name for name in weights.sums if _is_known(before, name, attrs)]
-    if GRAM in before.arrays:
-        n_before = before.arrays[GRAM]["attributes"]["n_samples"]
-        if ds.sizes[SAMPLE] - n_before != group.n_samples - before.n_samples:
-            known = []  # samples were dropped
-    is_grown = group.n_samples > before.n_samples
-    stays = [] if is_grown else known
-    sizes = {**ds.sizes, "proj_dim_1": ds.sizes[PROJ_DIM]}
+    attrs, n_appended = weights.attrs(ds), group.n_samples - before.n_samples
+    n_before = ds.sizes[SAMPLE] - n_appended
+    known = [
+        name for name in weights.sums if _is_known(before, name, {**attrs, "n_samples": n_before})
+    ]
+    stays = [] if n_appended else known
+    sizes = {**ds.sizes, PROJ_DIM_1: ds.sizes[PROJ_DIM]}
     dtype = np.result_type(arrays.gram.accumulation_dtype(ds.sizes[PROJ_DIM]), ds.feature.dtype)
     for name in weights.sums:
-        # Of a sum that stays, only chunks of new checkpoints are added.
-        separator = separator_of(before.arrays[name]) if name in stays else None
-        separator = separator or before.other_separator(name)
-        dims = VARIABLES[name].dims
-        group.arrays[name] = described(name, sizes, 1, dtype, dims, separator, attrs)
-    old = assembled(before) if is_grown and known else None
+        separator = _separator(before, name, stays=name in stays)
+        group.add(name, sizes, dtype, separator=separator, attrs=attrs)
     for index, checkpoint in enumerate(group.checkpoints):
         is_old = checkpoint in before.checkpoints
         names = [name for name in weights.sums if not (is_old and name in stays)]
-        if not names:
-            continue
-        if old is not None and is_old and {*names} <= {*known}:
+        if n_appended and is_old and names == known:
             added = _reduced(ds.isel({SAMPLE: slice(n_before, None)}), weights, names, index)
-            pairs = zip(names, added, strict=True)
-            sums = [old[name].data[..., index : index + 1] + more for name, more in pairs]
-        else:
-            sums = _reduced(ds, weights, names, index)
-        stored = functools.partial(_stored, group, names, sums, index)
-        scheduling.run(stored, retries=retries)
+            old = [lazy_array(before, name)[..., index : index + 1] for name in names]
+            _store(group, names, [a + b for a, b in zip(old, added, strict=True)], index, retries)
+        elif names:
+            _store(group, names, _reduced(ds, weights, names, index), index, retries)
+    return GRAM in stays
 
 
 def _is_known(before: Group, name: str, attrs: dict[str, Any]) -> bool:
-    """Return whether a store has a sum with some weights, of the same checkpoints if it pools."""
-    same = {
-        GRAM: ("gram_weights", "power"),
-        LOSS_GRADIENT: ("loss_weights", "power", "pooled_checkpoints"),
-    }[name]
+    """Return whether a store has a sum of these samples, and checkpoints if it pools them."""
     known = before.arrays.get(name, {}).get("attributes", {})
-    return bool(known) and all(known.get(key) == attrs[key] for key in same)
+    same = (*_ABOUT, *(["pooled_checkpoints"] if name == LOSS_GRADIENT else []))
+    return all(key in known and known[key] == attrs[key] for key in same)
+
+
+def _separator(before: Group, name: str, *, stays: bool) -> str:
+    """Return what the names of chunks have, which are to be beside those that are there, or not."""
+    return separator_of(before.arrays[name]) if stays else before.other_separator(name)
 
 
 def _reduced(
@@ -314,71 +166,53 @@ def _reduced(
     return list(arrays.gram.gram_and_sum(feature, h, g))
 
 
-def _stored(group: Group, names: Sequence[str], values: Sequence[da.Array], index: int) -> Any:
-    """Return the tasks that store arrays of one checkpoint, each in one chunk."""
+def _store(
+    group: Group, names: Sequence[str], values: Sequence[da.Array], index: int, retries: int
+) -> None:
+    """Compute arrays of one checkpoint and store them, each in one chunk."""
     regions = [(*[slice(None)] * (v.ndim - 1), slice(index, index + 1)) for v in values]
     into: Any = [group.array(name) for name in names]
-    return da.store(values, into, regions=regions, lock=False, compute=False)
+    tasks = functools.partial(da.store, values, into, regions=regions, lock=False, compute=False)
+    scheduling.run(tasks, retries=retries)
 
 
-# --------------------------------------------------------------------------- eigenvectors and λ
-
-
-def update_factors(
-    before: Group,
-    group: Group,
-    calibrate: xr.Dataset | None = None,
-    *,
-    again: bool = False,
-    retries: int = 0,
-) -> None:
-    """Store the eigenvectors of the gram matrix, and λ, beside those that count.
-
-    Parameters
-    ----------
-    before, group, calibrate, retries
-        As those of :func:`update_derived`.
-    again
-        Choose λ anew if other samples chose the one that is there.
-    """
-    group.arrays.pop(DAMPING, None)
-    gram = group.arrays[GRAM]["attributes"]
-    about = {name: gram[name] for name in _ABOUT}
-    is_same = (
-        all(name in before.arrays for name in (GRAM, *_FACTORS))
-        # Another separator says that the gram matrix was replaced.
-        and separator_of(before.arrays[GRAM]) == separator_of(group.arrays[GRAM])
-        and before.arrays[EIGENVECTORS]["attributes"].items() >= about.items()
-    )
-    ds = without_dropped(assembled(group))
-    sizes = {**ds.sizes, CHECKPOINT: len(group.checkpoints)}
-    sizes["component"] = component_count(gram["n_samples"], ds.sizes[PROJ_DIM], ds.feature.dtype)
+def _update_factors(before: Group, group: Group, gram_stays: bool, retries: int) -> bool:
+    """Store the eigenvectors of the gram matrices that lack them; return whether some stay."""
+    ds, stays = assembled(group), gram_stays and EIGENVECTORS in before.arrays
+    n, p, matrices = ds[GRAM].attrs["n_samples"], ds.sizes[PROJ_DIM], ds[GRAM].data
+    k = component_count(n, p, ds.feature.dtype)
+    sizes, about = {**ds.sizes, COMPONENT: k}, {name: ds[GRAM].attrs[name] for name in _ABOUT}
     for name in _FACTORS:
-        if is_same:
-            group.arrays[name] = with_sizes(before.arrays[name], sizes)
-        else:
-            dims, separator = VARIABLES[name].dims, before.other_separator(name)
-            group.arrays[name] = described(name, sizes, 1, "f8", dims, separator, about)
-    matrices = lazy_features(ds)[GRAM].data
+        separator = _separator(before, name, stays=stays)
+        group.add(name, sizes, "f8", separator=separator, attrs=about)
     for index, name in enumerate(group.checkpoints):
-        if not is_same or name not in before.checkpoints:
-            matrix = matrices[..., index : index + 1]
-            spectrum = arrays.spectrum.spectrum(
-                matrix, None, gram["n_samples"], [name], n_component=sizes["component"]
-            )
-            factors = arrays.spectrum.eigenvectors(spectrum, len(matrix), sizes["component"])
-            stored = functools.partial(_stored, group, _FACTORS, factors, index)
-            scheduling.run(stored, retries=retries)
+        if stays and name in before.checkpoints:
+            continue
+        matrix = matrices[..., index : index + 1]
+        spectrum = arrays.spectrum.spectrum(matrix, None, n, [name], n_component=k)
+        factors = arrays.spectrum.eigenvectors(spectrum, p, k)
+        _store(group, _FACTORS, factors, index, retries)
+    return stays
+
+
+def _update_damping(
+    before: Group, group: Group, calibrate: xr.Dataset | None, factors_stay: bool, anew: bool
+) -> None:
+    """Choose and store λ, unless that of the same gram matrices is there."""
     chosen_by = None if calibrate is None else str(calibrate.attrs.get("source", ""))
     known = before.arrays.get(DAMPING)
-    if is_same and known and before.checkpoints == group.checkpoints:
-        may_stay = calibrate is None and not again
+    if known and factors_stay and before.checkpoints == group.checkpoints:
+        may_stay = calibrate is None and not anew
         if may_stay or known["attributes"].get("chosen_by") == chosen_by:
             group.arrays[DAMPING] = known
             return
-    values, attrs = _damping(without_dropped(assembled(group)), calibrate)
-    attrs |= {"chosen_by": chosen_by, **about, **VARIABLES[DAMPING].attrs}
-    group.write_small({DAMPING: xr.Variable(VARIABLES[DAMPING].dims, values, attrs)})
+    ds = without_dropped(assembled(group)).drop_vars(NORM)  # these rows need not be compared
+    values, attrs = _damping(ds, calibrate)
+    attrs |= {name: group.arrays[GRAM]["attributes"][name] for name in _ABOUT}
+    attrs["chosen_by"] = chosen_by
+    separator = before.other_separator(DAMPING)
+    group.add(DAMPING, {CHECKPOINT: len(values)}, "f8", separator=separator, attrs=attrs)
+    group.array(DAMPING)[:] = values
 
 
 def _damping(ds: xr.Dataset, calibrate: xr.Dataset | None) -> tuple[np.ndarray, dict[str, Any]]:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import zarr
 
 from trakdask.attribution.grams import DERIVED
 from trakdask.files import Folder
-from trakdask.storage.group import DROPPED, ERROR, Group, changing, chunks_of, dims_of
-from trakdask.storage.reading import VERIFIED, read_chunk
+from trakdask.storage.changes import changing
+from trakdask.storage.group import DROPPED, ERROR, Group, dims_of
+from trakdask.storage.reading import VERIFIED
 from trakdask.variables import CHECKPOINT
 
 _REPAIR = "td.verify(store, repair=True)"
@@ -80,12 +82,9 @@ def _table(rows: Iterator[Row]) -> pd.DataFrame:
 def _faults(group: Group, *, checksums: bool) -> Iterator[Row]:
     VERIFIED.clear()  # bytes may have changed without a new time
     for name in group.arrays:
-        array = group.array(name, read_only=True)
-        read: Callable[[tuple[slice, ...]], object] = array.__getitem__
-        if name != ERROR and name in (*group.features, *DERIVED):
-            read = functools.partial(read_chunk, array, group.folder, False)
         stored = None if name == ERROR else group.stored_chunks(name)
-        fault_of = functools.partial(_fault, group, name, stored, read if checksums else None)
+        array = group.array(name, read_only=True)
+        fault_of = functools.partial(_fault, group, array, stored, checksums)
         with ThreadPoolExecutor() as pool:
             yield from filter(None, pool.map(fault_of, group.chunk_indices(name)))
     if "unfinished" in group.attrs:
@@ -94,19 +93,19 @@ def _faults(group: Group, *, checksums: bool) -> Iterator[Row]:
 
 def _fault(
     group: Group,
-    name: str,
+    array: zarr.Array[Any],
     stored: set[tuple[int, ...]] | None,
-    read: Callable[[tuple[slice, ...]], object] | None,
+    checksums: bool,
     index: tuple[int, ...],
 ) -> Row | None:
     """Return the row of a chunk, if anything is wrong with it."""
-    path, found = group.chunk_path(name, index), ""
+    name, found = array.basename, ""
+    path = group.chunk_path(name, index)
     if stored is not None and index not in stored:
         found = "no such file"
-    elif read:
-        sizes = zip(index, chunks_of(group.arrays[name]), strict=True)
+    elif checksums:
         try:
-            read(tuple(slice(i * size, (i + 1) * size) for i, size in sizes))
+            array.get_block_selection(index)
         except Exception as err:  # of zarr and its codecs, whatever is wrong
             found = f"{type(err).__name__}: {err!s:.200}"
     if not found:
@@ -145,5 +144,5 @@ def _give_up(group: Group) -> None:
             if index[0] >= first or index[-1] >= c:
                 group.folder.remove(group.chunk_path(name, index))
         if n % group.block:  # rows beyond those that count, in the same chunk
-            array = target.array(name, sparse=name == ERROR)
+            array = target.array(name)
             array[n : first * group.block, ..., :c] = "" if name == ERROR else np.nan
