@@ -41,7 +41,7 @@ def weights(ds: xr.Dataset, power: float) -> tuple[np.ndarray, np.ndarray]:
 def totals(train: xr.Dataset, rows: xr.Dataset, rho: float, h, g) -> np.ndarray:
     """Mean over checkpoints of φ(t)ᵀ (K + λI)⁻¹ r, one checkpoint after the other."""
     found = []
-    for c in range(C):
+    for c in range(train.sizes["checkpoint"]):
         x, t = train.feature.values[..., c].astype("f8"), rows.feature.values[..., c]
         k = (x * h[:, [c]]).T @ x
         lam = rho * np.trace(k) / len(x)
@@ -126,6 +126,18 @@ def test_damping__by_a_calibration_set(power: float) -> None:
     np.testing.assert_allclose(found.damping, float(found.relative) * trace / N, rtol=1e-12)
     np.testing.assert_array_equal(found.relative_damping, GRID)
     np.testing.assert_array_equal(found.checkpoint, TRAIN.checkpoint)
+
+
+def test_damping__with_one_checkpoint() -> None:
+    """Never below tr(K)/n, although sums follow the outputs better there."""
+    train, rows = (ds.isel(checkpoint=[0]) for ds in (TRAIN, dataset(M, 1, 25)))
+    h, g = weights(train, 0.5)
+    f = totals(train.compute(), rows.compute(), 0.05, h, g)
+    rows = rows.assign(output=rows.output.copy(data=da.from_array(f[:, None])))
+    assert oracle(curve_of(train, rows, h, g), M) < 1
+    with pytest.warns(UserWarning, match="made from 1 checkpoint"):
+        found = td.damping(train, calibrate=rows, estimator="soft")
+    assert float(found.relative) == 1
 
 
 def test_damping__by_training_rows_left_out() -> None:

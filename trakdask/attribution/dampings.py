@@ -125,12 +125,12 @@ def damping(
     score(z, t) = f(t), if λ is right. So for 17 ρ from 0.01 to 100 these sums are correlated over
     samples with the outputs f (both as means over checkpoints), under soft weights of power ½, and
     ρ is the largest at most half a standard error below the best, ½(1 - max²)/√m. Above 1 it also
-    has to be clearly better than 1, by 0.25 in Fisher's z = artanh(r); or else ρ is 1. For features
-    in the coordinates of the curvature, ρ is at least √10, and the other rules give a λ √10 times
-    as large. No model is retrained and no n × m array made: one more column of the gram matrix and
-    one eigendecomposition per checkpoint, about 9 p³ flops and 32 p² bytes; 17 numbers per sample
-    and checkpoint. For other estimators it needs a gram matrix of these weights too, one more pass
-    over the features.
+    has to be clearly better than 1, by 0.25 in Fisher's z = artanh(r); or else ρ is 1. With one
+    checkpoint it is at least 1. For features in the coordinates of the curvature it is at least
+    √10, and the other rules give a λ √10 times as large. No model is retrained and no n × m array
+    made: one more column of the gram matrix and one eigendecomposition per checkpoint, about 9 p³
+    flops and 32 p² bytes; 17 numbers per sample and checkpoint. For other estimators it needs a
+    gram matrix of these weights too, one more pass over the features.
 
     The samples are those of ``calibrate``, if given; else up to 1000 training samples from up to 8
     blocks, each left out of the sums exactly. So by default λ, and with it the score of a pair,
@@ -277,7 +277,8 @@ def _chosen_by_outputs(
     rules = (*names, _closed_form_name(unit * CLOSED_FORM))
     if not curves:
         return Regularized(features, gram, fallback, rules)
-    least = CURVED if unit == CURVED else 0.0
+    # Below tr(K)/n, sums of one model follow its outputs a little better, but scores predict worse.
+    least = unit if unit == CURVED or len(gram.labels) == 1 else 0.0
     choice = arrays.damping.choose(curves, least=least, quiet=quiet)
     rho = choice["relative"][0]
     lam = da.where(da.isnan(rho), fallback, rho * gram.mean_trace())

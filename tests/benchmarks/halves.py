@@ -1,0 +1,95 @@
+"""Checkpoints trained on random halves of the data, beside those trained on all of it: LDS.
+
+    python tests/benchmarks/halves.py --cache demo-output/quality    # an hour, mostly training
+
+On every task of the quality benchmark, at the default size, λ and estimator of the package, with 1
+and 3 checkpoints, without and with curvature. The halves are others than those of the truth, which
+are halves, too: that favours models of halves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import dask
+import numpy as np
+import pandas as pd
+import torch
+from _quality_tasks import Subject, members
+from _quality_truth import checkpoints
+from curvature import ALL, N_CHECKPOINTS, SKETCH, a_quarter, lds
+
+import trakdask as td
+
+FIRST = 1_000_000  # number of the first half: the truth has the halves 0, 1, ...
+
+
+def half_checkpoints(subject: Subject, cache: Path, n: int) -> list[Path]:
+    """Train what is missing of the models of halves and return their files."""
+    folder = cache / "halves"
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{subject.name}-{subject.digest()}-h{index}.pt" for index in range(n)]
+    n_train = len(subject.data()[0][0])
+    for index, path in enumerate(paths):
+        if not path.exists():
+            partial = path.with_suffix(".partial")
+            torch.save(subject.train(members(FIRST + index, n_train), seed=100 + index), partial)
+            partial.replace(path)
+    return paths
+
+
+def measure(name: str, n: int, cache: Path) -> dict[str, Any]:
+    """Return LDS by checkpoints of all data and of halves, without and with curvature."""
+    subject = ALL[name]
+    train, targets = subject.samples(0), subject.samples(1)
+    row: dict[str, Any] = {"task": name, "checkpoints": n}
+    trained = {"all": checkpoints(subject, cache, n), "halves": half_checkpoints(subject, cache, n)}
+    for data, paths in trained.items():
+        plain = td.Model(subject.build, paths, subject.task)
+        curved = plain.with_curvature(td.curvature(a_quarter(train), plain))
+        for kind, model in (("", plain), (", curvature", curved)):
+            features = [
+                td.featurize(samples, model, projector=SKETCH).compute()
+                for samples in (train, targets)
+            ]
+            row[data + kind] = lds(subject, *features)
+    return row
+
+
+def measured(name: str, n: int, cache: Path) -> dict[str, Any]:
+    """Return what was measured before, or measure it."""
+    path = cache / "halves" / f"{name}-{n}.json"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(measure(name, n, cache)))
+    row: dict[str, Any] = json.loads(path.read_text())
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cache", type=Path, default=Path("demo-output/quality"))
+    parser.add_argument("--tasks", nargs="*", default=list(ALL))
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dask.config.set(scheduler="synchronous")
+
+    rows = [measured(name, n, arguments.cache) for name in arguments.tasks for n in N_CHECKPOINTS]
+    print("\nLDS by td.score at the defaults, proj_dim 2048, by what checkpoints were trained on")
+    for n, part in pd.DataFrame(rows).groupby("checkpoints"):
+        shown = part.drop(columns="checkpoints").set_index("task")
+        shown["gain"] = shown["halves"] - shown["all"]
+        print(f"\n{n} checkpoint{'s' * (n > 1)}")
+        print(shown.round(3).to_string())
+        print(f"mean gain {shown.gain.mean():.3f}, least {shown.gain.min():.3f}, "
+              f"above 0.003 on {np.sum(shown.gain > 0.003)} of {len(shown)} tasks, "
+              f"below -0.003 on {np.sum(shown.gain < -0.003)}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
