@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from trakdask.models.gradient_checks import require_same_as_loop
-from trakdask.models.gradients import ENGINES, choose_engine, vmap_gradients
+from trakdask.models.gradients import ENGINES, vmap_gradients
+from trakdask.models.layers import choose_engine
 from trakdask.models.model import Model
 from trakdask.models.tasks import Batch, Forward, ImageClassification, TrakTask
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import trakdask as td
 from tests.models.token_oracle import contributions
 from trakdask.models.gradients import engine_of, hooks_gradients
-from trakdask.models.hook_plan import require_layers_of_tokens
+from trakdask.models.layers import require_layers_of_tokens
 from trakdask.models.model import Model
 from trakdask.models.tasks import Batch
 

@@ -29,8 +29,6 @@ from trakdask.models.rules import Products
 from trakdask.models.tasks import Batch, Forward
 from trakdask.models.tasks.protocol import SampleError
 
-__all__ = ["BlockCheck", "Checked", "checked_of"]
-
 _ROUGHLY = 0.05
 """Relative error that one sample of a later block may have.
 

@@ -12,8 +12,6 @@ from trakdask.errors import KernelError
 from trakdask.featurization.job import Job, Samples
 from trakdask.models.checkpoints import Checkpoint
 
-__all__ = ["ERROR_DTYPE", "Block", "BlockResults", "ModelError", "is_of_samples"]
-
 Block = tuple[np.ndarray, ...]
 """Feature, output and out_to_loss, followed by error if failures are recorded."""
 
@@ -87,12 +85,11 @@ class BlockResults:
     reasons: dict[int, str] = field(default_factory=dict)
 
     @classmethod
-    def empty(cls, samples: Samples, checkpoint: Checkpoint) -> BlockResults:
+    def empty(cls, samples: Samples, checkpoint: Checkpoint, width: int) -> BlockResults:
         """Return the results of samples of which none has been computed."""
         n = len(samples)
-        feature, output, out_to_loss = (
-            np.full(shape, np.nan, np.float32) for shape in (samples.feature_shape(n), n, n)
-        )
+        shapes = samples.job.feature_shape(n, width), n, n
+        feature, output, out_to_loss = (np.full(shape, np.nan, np.float32) for shape in shapes)
         return cls(samples.job, checkpoint, samples.positions, feature, output, out_to_loss)
 
     def put(self, part: slice, block: Block) -> None:

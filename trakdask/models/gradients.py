@@ -7,15 +7,16 @@ must copy it. Engines never compute gradients of other parameters, and store not
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from trakdask.models.calls import hook_plan
 from trakdask.models.curvature import Rotations, rotated
-from trakdask.models.hook_plan import hook_plan, hookable_layers
-from trakdask.models.hooks import GradientCollector, whole_parameters
+from trakdask.models.hooks import GradientCollector
 from trakdask.models.independence import reads_values, require_same_alone, row_of
 from trakdask.models.tasks import Batch, Forward, Task, TrakTask
 from trakdask.models.tasks.protocol import CachingForward
@@ -29,22 +30,10 @@ class Sink(Protocol):
         """Receive a parameter's gradient, or, in order, a slice that starts at ``first``."""
 
 
-class Engine(Protocol):
-    """A way to compute per-sample gradients."""
-
-    def __call__(
-        self,
-        forward: Forward,
-        task: Task,
-        batch: Batch,
-        names: Sequence[str],
-        sink: Sink,
-        rotations: Rotations | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Pass gradients to the sink; return output and out_to_loss, both (batch,) float32.
-
-        ``rotations`` are other coordinates in which the sink receives the gradients.
-        """
+Engine = Callable[..., tuple[Tensor, Tensor]]
+"""Takes forward, task, batch, names of parameters, a sink, and, by name, ``rotations``: other
+coordinates in which the sink receives gradients. Returns output and out_to_loss, (batch,) float32.
+"""
 
 
 @no_fast_path()
@@ -111,6 +100,7 @@ def vmap_gradients(
     return outputs.float(), out_to_loss_of(forward, task, batch)
 
 
+@no_fast_path()
 def hooks_gradients(
     forward: Forward,
     task: Task,
@@ -118,6 +108,7 @@ def hooks_gradients(
     names: Sequence[str],
     sink: Sink,
     rotations: Rotations | None = None,
+    by_token: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute gradients layer by layer during one batched backward pass.
 
@@ -125,47 +116,16 @@ def hooks_gradients(
     handle come last, from :func:`vmap_gradients`. Cost: about one forward and one backward pass.
     Memory: activations of the batch, and batch × the largest parameter (only 4 MB for linear and
     embedding layers). The model must treat samples independently.
-    """
-    return _recorded_gradients(forward, task, batch, names, sink, rotations)
 
-
-def token_gradients(
-    forward: Forward,
-    task: Task,
-    batch: Batch,
-    names: Sequence[str],
-    sink: Sink,
-    rotations: Rotations | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Compute what each token contributes to the gradients, as :func:`hooks_gradients` does.
-
-    The sink receives (batch * tokens, numel), all tokens of the first sequence first. Their sum is
-    the gradient of the sequence. A sink of :class:`Products` receives products instead.
+    With ``by_token``, the sink receives what each token contributes, (batch * tokens, numel), all
+    tokens of the first sequence first, whose sum is the gradient of the sequence. A sink of
+    :class:`Products` receives products instead.
 
     Raises
     ------
     ValueError
-        If a layer has no axis of tokens.
+        If a layer has no axis of tokens, and they are asked for.
     """
-    n_tokens = number_of_tokens(batch)
-    return _recorded_gradients(forward, task, batch, names, sink, rotations, n_tokens)
-
-
-def number_of_tokens(batch: Batch) -> int:
-    """Return the length of the sequences, which is that of the first input."""
-    return int(next(iter(batch.values())).shape[1])
-
-
-@no_fast_path()
-def _recorded_gradients(
-    forward: Forward,
-    task: Task,
-    batch: Batch,
-    names: Sequence[str],
-    sink: Sink,
-    rotations: Rotations | None,
-    n_tokens: int | None = None,
-) -> tuple[Tensor, Tensor]:
     if isinstance(task, TrakTask):
         raise ValueError(
             "expected a task that runs batches, as gradients='hooks' needs, got one that runs one "
@@ -174,6 +134,7 @@ def _recorded_gradients(
     hookable, axes = hook_plan(forward, task, batch, tuple(names))
     parameters = {name: tensor.detach() for name, tensor in forward.parameters.items()}
     once = CachingForward(forward.with_parameters(parameters))
+    n_tokens = number_of_tokens(batch) if by_token else None
     collector = GradientCollector(
         once, hookable.layers, axes, batch.size, sink, n_tokens, rotations
     )
@@ -205,40 +166,6 @@ def _in_coordinates(
     return rotated(gradient, tuple(forward.parameters[name].shape), rotations[name])
 
 
-def choose_engine(module: torch.nn.Module, task: Task, names: Sequence[str]) -> tuple[str, str]:
-    """Return the engine that ``gradients="auto"`` chooses, and the reason."""
-    if isinstance(task, TrakTask):
-        return "vmap", "the task hands the model one sample at a time"
-    hookable = hookable_layers(module, names)
-    if not hookable.layers:
-        return "vmap", "no selected parameter belongs to a layer of its own"
-    if hookable.rest:
-        return (
-            "hooks",
-            f"{len(hookable.rest)} of {len(names)} parameters by vmap: {hookable.rest[0]}",
-        )
-    return "hooks", "all selected parameters belong to layers"
-
-
-def elements_at_once(engine: str, module: torch.nn.Module, sizes: Mapping[str, int]) -> int:
-    """Return how many gradient elements of a sample an engine holds in memory at once.
-
-    Parameters
-    ----------
-    engine
-        Name of the engine.
-    module
-        The model.
-    sizes
-        Number of elements of each selected parameter.
-    """
-    if engine not in ("hooks", "tokens"):
-        return sum(sizes.values())
-    hookable = hookable_layers(module, tuple(sizes))
-    held = [sizes[name] for name in whole_parameters(module, hookable.layers)]
-    return max([*held, sum(sizes[name] for name in hookable.rest)])
-
-
 ENGINES: dict[str, Engine] = {
     "hooks": hooks_gradients,
     "vmap": vmap_gradients,
@@ -249,7 +176,12 @@ ENGINES: dict[str, Engine] = {
 
 def engine_of(name: str) -> Engine:
     """Return one of the engines, or ``"tokens"``, the one whose gradients are those of tokens."""
-    return token_gradients if name == "tokens" else ENGINES[name]
+    return partial(hooks_gradients, by_token=True) if name == "tokens" else ENGINES[name]
+
+
+def number_of_tokens(batch: Batch) -> int:
+    """Return the length of the sequences, which is that of the first input."""
+    return int(next(iter(batch.values())).shape[1])
 
 
 def out_to_loss_of(forward: Forward, task: Task, batch: Batch) -> Tensor:

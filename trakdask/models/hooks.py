@@ -14,7 +14,7 @@ terms come from the same backward pass as the sum, if batches of tokens are aske
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,19 +23,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trakdask.models.curvature import Rotations, rotated
-from trakdask.models.hook_plan import Axes, Layer, hooked
-from trakdask.models.local_gradients import (
+from trakdask.models.calls import (
+    Axes,
     Call,
     batch_first,
     first_leaf,
+    hooked,
     is_floating,
     local_gradients,
 )
+from trakdask.models.curvature import Rotations, rotated
+from trakdask.models.layers import Layer, whole_parameters
 from trakdask.models.rules import (
     BY_POSITION,
     PRODUCTS,
-    SLICEABLE,
     TURNABLE,
     WRITES_TO,
     Products,
@@ -57,23 +58,6 @@ _SLICE_BYTES = {"cpu": 2**22, "cuda": 2**28}
 # Rounding errors are far below, but can grow from layer to layer, and in half precision a layer's
 # input is known to three digits.
 _ROUGHLY = 0.05
-
-
-def whole_parameters(
-    module: nn.Module, layers: Sequence[Layer], allowed: Collection[Rule] = SLICEABLE
-) -> set[str]:
-    """Return the parameters whose gradients cannot be computed in slices of rows.
-
-    More generally, those whose gradients are not always computed by one of the allowed rules.
-    """
-    whole = set()
-    for layer in layers:
-        rules = rules_of(module.get_submodule(layer.path)) or {}
-        by_rules = set(layer.selected) <= set(rules)
-        for inside, name in layer.selected.items():
-            if not by_rules or rules[inside] not in allowed:
-                whole.add(name)
-    return whole
 
 
 class GradientCollector:
