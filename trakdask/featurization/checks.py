@@ -16,7 +16,7 @@ from trakdask.featurization.devices import activation_bytes
 from trakdask.featurization.failures import ModelError
 from trakdask.featurization.job import Samples
 from trakdask.models.curvature import Rotations, rotated
-from trakdask.models.gradient_checks import (
+from trakdask.models.gradients import (
     WeightedSum,
     require_same_as_loop,
     require_same_sum,

@@ -24,10 +24,10 @@ from trakdask.models.checkpoints import (
     Checkpoint,
     CheckpointLike,
     cached_state,
+    checkpoint_folders,
     folder_at,
     make_checkpoints,
 )
-from trakdask.models.folders import checkpoint_folders
 
 __all__ = ["keep_checkpoints"]
 
