@@ -189,13 +189,6 @@ def test_get__what_was_used_last_stays() -> None:
     assert states.digests() == ["3", "1", "4"]
 
 
-def test_get__an_error_is_not_kept() -> None:
-    states = States()
-    with pytest.raises(ZeroDivisionError):
-        states.get("1", lambda: 1 / 0)  # type: ignore[arg-type,return-value]
-    assert read(states, "1") == ["1"]
-
-
 def test_get__threads_wait_for_the_one_that_reads() -> None:
     states, reads = States(), list[str]()
     ask = lambda: reads.extend(read(states, "1"))  # noqa: E731

@@ -39,15 +39,6 @@ class Tied(nn.Module):
         return self.b(self.a(x)) * self.scale + self.shift
 
 
-def test_forward__equals_the_module() -> None:
-    model = Model(mlp, [state(0), state(1)])
-    x = torch.randn(5, 4)
-    for seed, checkpoint in enumerate(model.checkpoints):
-        module = mlp()
-        module.load_state_dict(state(seed))
-        torch.testing.assert_close(model.forward(checkpoint)(x), module(x), rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("names", [["a.weight", "b.weight"], ["a.weight"], ["b.weight"]])
 def test_forward__tied_weights_and_buffers(names: list[str]) -> None:
     whole = state(build=Tied)

@@ -114,17 +114,16 @@ class GradientCollector:
         self._sink = sink
         self._products = sink if isinstance(sink, Products) and n_tokens else None
         self._n_calls: dict[str, int] = defaultdict(int)
-        # How many uses of a parameter are still to come, and the sum of those that have been.
+        # How many uses of a parameter are still to come, and those that have been.
         self._due = {name: 0 for layer in layers for name in layer.selected.values()}
-        self._sums: dict[str, Tensor] = {}
+        self._uses: dict[str, list[RowsOfGradient]] = {name: [] for name in self._due}
         self._buffer_for = getattr(sink, "buffer_for", None)
-        whole = whole_parameters(forward.module, layers)
         self._copied = whole_parameters(forward.module, layers, WRITES_TO)
-        self._slices: dict[str, list[RowsOfGradient]] = {
-            name: []
+        whole = whole_parameters(forward.module, layers) | self._rotated_last
+        self._sliced = {
+            name
             for name in self._due
-            if name not in whole | self._rotated_last
-            and (self._has_buffer(name) or self._is_large(name))
+            if name not in whole and (self._has_buffer(name) or self._is_large(name))
         }
         # Calls whose gradients are not known yet, by the number of their hook: a layer may be
         # called several times, and autograd finishes calls in another order than they were made.
@@ -177,12 +176,8 @@ class GradientCollector:
         """Run the backward pass of the summed outputs, passing gradients to the sink on the way."""
         if output.requires_grad:
             output.sum().backward()  # also through tensors that the model made require gradients
-        # What remains was not called, or has no effect on the output.
-        for name in list(self._due):
-            if self._slices.get(name):
-                self._deliver_slices(name)
-            else:
-                self._deliver(name, self._sums.pop(name, None))
+        for name in list(self._due):  # not called, or without an effect on the output
+            self._deliver(name)
 
     def release(self) -> None:
         """Release all tensors, which reference cycles of the hooks would keep alive."""
@@ -190,7 +185,7 @@ class GradientCollector:
             handle.remove()
         self._handles.clear()
         self._calls.clear()
-        self._slices.clear()
+        self._uses.clear()
 
     def _hook_of(self, layer: Layer) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -293,11 +288,7 @@ class GradientCollector:
         matrices = {} if name in self._rotated_last else self._rotations.get(name, {})
         if matrices:
             rule, x, delta = turned(rule, call.module, x, delta, matrices)
-        rows_of_gradient = partial(rule, call.module, x, delta, call.buffers)
-        if name in self._slices:
-            self._postpone(name, rows_of_gradient)
-        else:
-            self._add(name, rows_of_gradient())
+        self._use(name, partial(rule, call.module, x, delta, call.buffers))
 
     def _locally(self, call: Call, deltas: Sequence[Tensor | None], axes: Sequence[int]) -> None:
         """Differentiate a module without rules on its own, row by row."""
@@ -311,7 +302,8 @@ class GradientCollector:
                 tensors[name.removeprefix(prefix)] = tensor
         gradients = local_gradients(call, tensors, deltas, axes, self._n_rows)
         for inside, name in layer.selected.items():
-            self._add(name, gradients[inside].reshape(self._n_rows, -1))
+            gradient = gradients[inside].reshape(self._n_rows, -1)
+            self._use(name, lambda gradient=gradient: gradient)
 
     def _by_token(
         self, call: Call, deltas: Sequence[Tensor | None], axes: Sequence[int]
@@ -336,28 +328,38 @@ class GradientCollector:
         parameter = self._forward.parameters[name]
         return self._n_rows * parameter.nbytes > _slice_bytes(parameter)
 
-    def _postpone(self, name: str, rows_of_gradient: RowsOfGradient) -> None:
-        """Postpone a large gradient until all uses of the parameter are known."""
+    def _use(self, name: str, rows_of_gradient: RowsOfGradient) -> None:
+        """Keep what gives the gradient of one use; after the last one, pass on their sum."""
+        if self._products is not None:  # they are linear: no need to wait for the other uses
+            self._products(name, rows_of_gradient())
+            return
+        self._uses[name].append(rows_of_gradient)
         self._due[name] -= 1
-        self._slices[name].append(rows_of_gradient)
         if not self._due[name]:
-            self._deliver_slices(name)
+            self._deliver(name)
 
-    def _deliver_slices(self, name: str) -> None:
-        """Compute the gradients of some rows of a weight after the other, and pass them on."""
-        uses, n_rows = self._slices.pop(name), len(self._forward.parameters[name])
-        width, start = self._forward.parameters[name][0].numel(), 0
+    def _deliver(self, name: str) -> None:
+        """Pass on the gradient of a parameter, or of some of its rows after the other."""
         del self._due[name]
-        while start < n_rows:
-            n, buffer = self._next_rows(name, start)
-            rows = slice(start, min(start + n, n_rows))
-            gradient = uses[0](rows) if buffer is None else uses[0](rows, buffer)
-            if len(uses) > 1:
-                gradient = gradient.clone()  # rules reuse the buffer of a gradient
-            for use in uses[1:]:
-                gradient += use(rows)
-            self._sink(name, gradient, start * width)
-            start = rows.stop
+        uses, parameter = self._uses.pop(name), self._forward.parameters[name]
+        if not uses and isinstance(self._sink, Products):
+            return  # a gradient of zero adds nothing
+        if not uses:
+            zeros = parameter.new_zeros(1).expand(self._n_rows, parameter.numel())
+            self._sink(name, zeros)
+        elif name not in self._sliced:
+            gradient = _summed(uses)
+            if name in self._rotated_last:
+                shape = tuple(parameter.shape)
+                gradient = rotated(gradient, shape, self._rotations[name])
+            self._sink(name, gradient)
+        else:
+            start, width = 0, parameter[0].numel()
+            while start < len(parameter):
+                n, buffer = self._next_rows(name, start)
+                rows = slice(start, min(start + n, len(parameter)))
+                self._sink(name, _summed(uses, rows, buffer), start * width)
+                start = rows.stop
 
     def _has_buffer(self, name: str) -> bool:
         return self._buffer_for is not None and name not in self._copied
@@ -375,30 +377,18 @@ class GradientCollector:
         n = buffer.shape[1] // width
         return (n, buffer[:, : n * width]) if n else (1, None)
 
-    def _add(self, name: str, gradient: Tensor) -> None:
-        """Add the gradient of one use of a parameter, and pass the sum on if it is the last."""
-        if self._products is not None:  # they are linear: no need to wait for the other uses
-            self._products(name, gradient)
-            return
-        self._due[name] -= 1
-        if name in self._sums:
-            gradient = self._sums.pop(name).add_(gradient)
-        if self._due[name]:
-            self._sums[name] = gradient.clone()  # rules reuse the buffer of a gradient
-        else:
-            self._deliver(name, gradient)
 
-    def _deliver(self, name: str, gradient: Tensor | None) -> None:
-        del self._due[name]
-        if gradient is None:
-            if isinstance(self._sink, Products):
-                return  # a gradient of zero adds nothing
-            parameter = self._forward.parameters[name]
-            gradient = parameter.new_zeros(1).expand(self._n_rows, parameter.numel())
-        elif name in self._rotated_last:
-            shape = tuple(self._forward.parameters[name].shape)
-            gradient = rotated(gradient, shape, self._rotations[name])
-        self._sink(name, gradient)
+def _summed(
+    uses: Sequence[RowsOfGradient], rows: slice | None = None, into: Tensor | None = None
+) -> Tensor:
+    """Return the sum of the gradients of all uses, in ``into`` if the first one can write there."""
+    where = () if rows is None else (rows,)
+    gradient = uses[0](*where) if into is None else uses[0](*where, into)
+    if len(uses) > 1:
+        gradient = gradient.clone()  # rules reuse the buffer of a gradient
+    for use in uses[1:]:
+        gradient += use(*where)
+    return gradient
 
 
 def _is_row(call: Call, args: Any, kwargs: Any, row: int, n_samples: int) -> bool:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import OrderedDict
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -61,15 +59,6 @@ def test_task_spec__of_an_object_of_traker() -> None:
     task = resolve_task(_Trak(2.0))
     assert isinstance(task, TrakTask)
     assert task_spec(task) == "_Trak(loss_temperature=2.0)"
-
-
-def test_task__of_a_user_takes_less_than_ten_lines() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "how_to" / "own_model.md").read_text("utf-8")
-    (code,) = re.findall(r"```{code-cell}\n(class SquaredError:.*?)```", page, flags=re.DOTALL)
-    assert len(code.splitlines()) < 10
-    namespace: dict = {}
-    exec(code, namespace)
-    assert isinstance(namespace["SquaredError"](), Task)
 
 
 def margin_by_hand(logits: list[float], label: int) -> float:
