@@ -138,20 +138,16 @@ def test_trak_task__equals_ours(engine: str) -> None:
 
 
 class Counting(nn.Module):
-    """Counts its calls; decides on values of its input if asked to."""
+    """Counts its calls."""
 
-    def __init__(self, decides: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(16, 4)
-        self.decides = decides
         self.sizes: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
         self.sizes.append(len(x))
-        x = x.flatten(1)
-        if self.decides and x.sum() > 0:
-            return self.head(2 * x)
-        return self.head(x)
+        return self.head(x.flatten(1))
 
 
 def test_hooks__one_pass_for_gradients_output_and_q() -> None:
@@ -185,19 +181,6 @@ def test_hooks__leave_nothing_behind() -> None:
         gc.enable()
         for handle in handles:
             handle.remove()
-
-
-def test_hooks__model_that_decides_on_values() -> None:
-    def build() -> nn.Module:
-        return Counting(decides=True)
-
-    model = Model(build, [Counting().state_dict()])
-    data = batch(dtype=torch.float32)
-    same = Batch(data, image=data["image"].abs())
-    torch.testing.assert_close(run(model, same)[0], run(model, same, "loop")[0])
-    data["image"][0], data["image"][1:] = 100.0, -1.0
-    with pytest.raises(ValueError, match=r"gradients='loop'"):
-        run(model, data)
 
 
 class SortsIfPositive(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trakdask.models.torch_internals import few_threads, no_fast_path
+from trakdask.models.torch_internals import no_fast_path
 
 
 def test_no_fast_path__the_last_user_restores_it() -> None:
@@ -17,14 +17,3 @@ def test_no_fast_path__the_last_user_restores_it() -> None:
     assert not get()
     second.__exit__(None, None, None)
     assert get()
-
-
-def test_few_threads__restores_what_was_set() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with few_threads():
-            assert torch.get_num_threads() == 1
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)

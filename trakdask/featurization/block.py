@@ -20,11 +20,11 @@ from trakdask.execution.scheduling import note_start
 from trakdask.featurization.checks import BlockCheck, checked_of
 from trakdask.featurization.devices import (
     budget_bytes,
+    current_worker,
     described,
     device_of_task,
     is_out_of_memory,
     on_device,
-    on_worker,
     states_bytes,
 )
 from trakdask.featurization.failures import Block, BlockResults, is_of_samples
@@ -38,7 +38,7 @@ from trakdask.models.curvature import (
     factors_by_name,
     rotations,
 )
-from trakdask.models.gradients import engine_of, out_to_loss_of
+from trakdask.models.gradients import Sink, engine_of, out_to_loss_of
 from trakdask.models.kept_checkpoints import scales
 from trakdask.models.tasks import Batch, Forward
 from trakdask.models.torch_internals import few_threads, no_fast_path
@@ -125,11 +125,8 @@ def add_up_block(
     return total[None, :, None]
 
 
-class _Stream(Protocol):
+class _Stream(Sink, Protocol):
     """A sink of the gradients of a micro-batch, and what it makes of them."""
-
-    def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
-        """Receive a parameter's gradient, or a slice of it."""
 
     def result(self) -> Tensor:
         """Return a row per sample, once all gradients have been received."""
@@ -303,5 +300,5 @@ def _threads() -> AbstractContextManager[None]:
     A distributed worker takes its number of threads from the environment (1 by default), and a task
     on the main thread can use all cores.
     """
-    is_alone = current_thread() is main_thread() or on_worker()
+    is_alone = current_thread() is main_thread() or current_worker() is not None
     return nullcontext() if is_alone else few_threads()

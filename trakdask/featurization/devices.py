@@ -58,11 +58,8 @@ def on_device(forward: Forward, device: torch.device) -> Forward:
         return forward
     # Non-persistent buffers are not in checkpoints; the module has them on the CPU.
     own = {name: b for name, b in forward.module.named_buffers() if not b.is_meta}
-    parameters, buffers = (
-        {name: tensor.to(device) for name, tensor in tensors.items()}
-        for tensors in (forward.parameters, {**own, **forward.buffers})
-    )
-    return replace(forward, parameters=parameters, buffers=buffers)
+    whole = replace(forward, buffers={**own, **forward.buffers})
+    return whole.mapped(lambda tensor: tensor.to(device))
 
 
 def described(device: torch.device) -> dict[str, Any]:
@@ -128,20 +125,18 @@ def states_bytes() -> int:
 
 
 def _threads_and_memory() -> tuple[int, int]:
-    try:
-        worker: Any = get_worker()
-    except ValueError:
+    worker = current_worker()
+    if worker is None:
         return CPU_COUNT, min(psutil.virtual_memory().available, MEMORY_LIMIT)
     return worker.state.nthreads, worker.memory_manager.memory_limit or MEMORY_LIMIT
 
 
-def on_worker() -> bool:
-    """Return whether this code runs on a distributed worker."""
+def current_worker() -> Any:
+    """Return the distributed worker on which this code runs, or None."""
     try:
-        get_worker()
+        return get_worker()
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def is_out_of_memory(err: Exception) -> bool:

@@ -218,35 +218,18 @@ def local_gradients(
         return total
 
     selected = {inside: tensors[inside] for inside in call.layer.selected}
-    in_dims = (None, call.in_axes, out_axes)
-    every = torch.func.vmap(torch.func.grad(weighted_output), in_dims=in_dims)
+    one = torch.func.grad(weighted_output)
     try:
         with sdpa_kernel(SDPBackend.MATH):  # the only backend that vmap supports
+            every = torch.func.vmap(one, in_dims=(None, call.in_axes, out_axes))
             gradients: dict[str, Tensor] = every(selected, inputs, weights)
             return gradients
     except RuntimeError:  # some operators, such as those of RNNs, cannot be vectorized
-        samples = [
-            (_sample(inputs, call.in_axes, i), _sample(weights, out_axes, i))
+        rows = [
+            one(selected, _sample(inputs, call.in_axes, i), _sample(weights, out_axes, i))
             for i in range(n_samples)
         ]
-        return _looped(weighted_output, selected, samples)
-
-
-def _looped(
-    weighted_output: Callable[..., Tensor],
-    selected: Mapping[str, Tensor],
-    samples: Sequence[tuple[list[Any], list[Any]]],
-) -> dict[str, Tensor]:
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in selected.items()}
-    with torch.enable_grad():
-        rows = [
-            torch.autograd.grad(
-                weighted_output(leaves, *sample), list(leaves.values()), materialize_grads=True
-            )
-            for sample in samples
-        ]
-    stacked = (torch.stack(column) for column in zip(*rows, strict=True))
-    return dict(zip(leaves, stacked, strict=True))
+        return {name: torch.stack([row[name] for row in rows]) for name in selected}
 
 
 def _sample(values: Sequence[Any], axes: Sequence[int | None], i: int) -> list[Any]:

@@ -7,11 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trakdask.models.model import Model
 from trakdask.models.tasks import (
     Batch,
     BinaryClassification,
-    Forward,
     ImageClassification,
     MultiLabel,
     Regression,
@@ -136,16 +134,6 @@ def test_text_classification__gradients(check_gradients) -> None:
     check_gradients(Bag(), TextClassification(), text(), output)
 
 
-def test_classification__equals_image_classification(run) -> None:
-    data, module = numbers(torch.tensor([0, 2, 1])), net(3)
-    found = run(module, "classification", data)
-    expected = run(module, ImageClassification(image="x"), data)
-    for name, gradient in found[0].items():
-        assert torch.equal(gradient, expected[0][name])
-    assert torch.equal(found[1], expected[1])
-    assert torch.equal(found[2], expected[2])
-
-
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
 def test_binary_classification__gradients(check_gradients, dtype: torch.dtype) -> None:
     def output(module: nn.Module, sample: Batch) -> Tensor:
@@ -164,13 +152,6 @@ def test_multi_label__gradients(check_gradients) -> None:
         return (p / (1 - p)).log().sum()
 
     check_gradients(net(3), MultiLabel(), numbers(LABELS), output)
-
-
-def test_variables__are_checked_by_name() -> None:
-    model = Model(net(3), task=MultiLabel(("a", "b"), "c"))
-    assert model.task.variables == ("a", "b", "c")
-    with pytest.raises(ValueError, match="the variable 'a'"):
-        model.task.output(Forward(net(3), {}, {}), Batch(x=torch.ones(1, 3)))
 
 
 @pytest.mark.parametrize("engine", ["hooks", "vmap", "loop"])

@@ -109,11 +109,17 @@ class Forward:
 
     def to(self, dtype: torch.dtype) -> Forward:
         """Return the same model in another precision."""
+        cast = self.mapped(partial(_cast, dtype=dtype))
+        cast.dtype = dtype
+        return cast
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Forward:
+        """Return the same model with a function of each of its tensors."""
         parameters, buffers = (
-            {name: _cast(tensor, dtype) for name, tensor in tensors.items()}
+            {name: function(tensor) for name, tensor in tensors.items()}
             for tensors in (self.parameters, self.buffers)
         )
-        return Forward(self.module, parameters, buffers, self.checkpoint, dtype)
+        return Forward(self.module, parameters, buffers, self.checkpoint, self.dtype)
 
 
 class CachingForward(Forward):
