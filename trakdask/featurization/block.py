@@ -231,7 +231,7 @@ def _run_samples(samples: Samples, checkpoint: Checkpoint, output: _Output) -> B
     check = BlockCheck(checked, samples, forward, output.rotations)
     budget = budget_bytes(forward.parameters, device)
     size = _micro_batch(job, output.width, checked.activation_bytes, budget)
-    rows = BlockResults.empty(samples, checkpoint, output.width)
+    rows = BlockResults(samples, checkpoint, output.width)
     todo = _slices(0, len(samples), size)
     while todo:
         part = todo.pop()
@@ -250,7 +250,7 @@ def _run_samples(samples: Samples, checkpoint: Checkpoint, output: _Output) -> B
                 rows.fail(part.start, samples.named(err, part))
             continue
         rows.put(part, block)
-    check.require_independent(np.flatnonzero(np.isfinite(rows.output)))
+    check.require_independent(np.flatnonzero(np.isfinite(rows.arrays[1])))
     return tuple(array[places] for array in rows.result())
 
 

@@ -40,11 +40,7 @@ def lazy_arrays(job: Job, inputs: Arrays, token: str) -> Arrays:
     """Build the graph: a task per (sample block × checkpoint), and one per variable of it."""
     tasks = _tasks(featurize_block, "sc", job, inputs, token, name=f"featurize-{token}")
     width = job.projector.width(job.row_map.n_rows)
-    feature = da.blockwise(
-        take, "spc", tasks, "sc", 0, None,
-        new_axes={"p": width}, name=f"feature-{token}",
-        dtype=np.float32, meta=np.empty((0, 0, 0), np.float32),
-    )  # fmt: skip
+    feature = _taken(tasks, "sc", "spc", 0, f"feature-{token}", new_axes={"p": width})
     return {"feature": feature} | _others(job, tasks, "sc", token)
 
 
@@ -84,11 +80,8 @@ def lazy_products(job: Job, inputs: Arrays, token: str, vectors: da.Array) -> Ar
     name = f"featurize-{token}"
     tasks = _tasks(multiply_block, "svc", job, inputs, token, back, "vrc", name=name)
     assert job.partition is not None
-    product = da.blockwise(
-        take, "stvc", tasks, "svc", 0, None,
-        new_axes={"t": job.partition.size}, name=f"product-{token}",
-        dtype=np.float32, meta=np.empty((0,) * 4, np.float32),
-    )  # fmt: skip
+    new_axes = {"t": job.partition.size}
+    product = _taken(tasks, "svc", "stvc", 0, f"product-{token}", new_axes=new_axes)
     # All passes of a block give the same outputs.
     return {"product": product} | _others(job, tasks.blocks[:, :1], "svc", token)
 
@@ -205,14 +198,24 @@ def _others(job: Job, tasks: da.Array, index: str, token: str) -> Arrays:
     others |= dict.fromkeys(("output", "out_to_loss"), np.dtype(np.float32))
     if job.on_error == "record":
         others["error"] = ERROR_DTYPE
-    get = take if index == "sc" else _take_of_first
     return {
-        name: da.blockwise(
-            get, "sc", tasks, index, item, None,
-            name=f"{name}-{token}", dtype=dtype, meta=np.empty((0, 0), dtype),
-        )
+        name: _taken(tasks, index, "sc", item, f"{name}-{token}", dtype)
         for item, (name, dtype) in enumerate(others.items(), start=1)
-    }  # fmt: skip
+    }
+
+
+def _taken(
+    tasks: da.Array, index: str, out: str, item: int, name: str, dtype: Any = np.float32,
+    **options: Any,
+) -> da.Array:  # fmt: skip
+    """Return one of the variables that each task returns."""
+    # Of several passes over a block, which axis v counts, one is enough where v is left out.
+    get = take if set(index) <= set(out) else _take_of_first
+    variable: da.Array = da.blockwise(
+        get, out, tasks, index, item, None,
+        name=name, dtype=dtype, meta=np.empty((0,) * len(out), dtype), **options,
+    )  # fmt: skip
+    return variable
 
 
 def _take_of_first(results: Any, key: Any) -> Any:

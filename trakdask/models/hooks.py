@@ -33,10 +33,11 @@ from trakdask.models.calls import (
     local_gradients,
 )
 from trakdask.models.curvature import Rotations, rotated
-from trakdask.models.layers import Layer, whole_parameters
+from trakdask.models.layers import Layer, rules_by_parameter
 from trakdask.models.rules import (
     BY_POSITION,
     PRODUCTS,
+    SLICEABLE,
     TURNABLE,
     WRITES_TO,
     Products,
@@ -98,14 +99,10 @@ class GradientCollector:
     ) -> None:
         self._forward = forward
         self._rotations = rotations or {}
-        grouped = [
-            name
-            for layer in layers
-            for name in layer.selected.values()
-            if getattr(forward.module.get_submodule(layer.path), "groups", 1) > 1
-        ]
-        late = {*whole_parameters(forward.module, layers, TURNABLE), *grouped}
-        self._rotated_last = {name for name in late if self._rotations.get(name)}
+        rules = rules_by_parameter(forward.module, layers)
+        self._rotated_last = {
+            n for n in rules if self._rotations.get(n) and not rules[n] <= TURNABLE
+        }
         self._layers = layers
         self._axes = axes
         self._n_samples = n_samples
@@ -115,15 +112,15 @@ class GradientCollector:
         self._products = sink if isinstance(sink, Products) and n_tokens else None
         self._n_calls: dict[str, int] = defaultdict(int)
         # How many uses of a parameter are still to come, and those that have been.
-        self._due = {name: 0 for layer in layers for name in layer.selected.values()}
+        self._due = dict.fromkeys(rules, 0)
         self._uses: dict[str, list[RowsOfGradient]] = {name: [] for name in self._due}
         self._buffer_for = getattr(sink, "buffer_for", None)
-        self._copied = whole_parameters(forward.module, layers, WRITES_TO)
-        whole = whole_parameters(forward.module, layers) | self._rotated_last
+        direct = {name for name in rules if rules[name] <= WRITES_TO}
+        self._direct = direct if self._buffer_for else set()
         self._sliced = {
             name
-            for name in self._due
-            if name not in whole and (self._has_buffer(name) or self._is_large(name))
+            for name in rules
+            if rules[name] <= SLICEABLE and (name in self._direct or self._is_large(name))
         }
         # Calls whose gradients are not known yet, by the number of their hook: a layer may be
         # called several times, and autograd finishes calls in another order than they were made.
@@ -361,15 +358,12 @@ class GradientCollector:
                 self._sink(name, _summed(uses, rows, buffer), start * width)
                 start = rows.stop
 
-    def _has_buffer(self, name: str) -> bool:
-        return self._buffer_for is not None and name not in self._copied
-
     def _next_rows(self, name: str, start: int) -> tuple[int, Tensor | None]:
         """Return how many rows of a weight to compute next, and where to write their gradient."""
         parameter = self._forward.parameters[name]
         width = parameter[0].numel()
         buffer = None
-        if self._buffer_for is not None and self._has_buffer(name):
+        if self._buffer_for is not None and name in self._direct:
             buffer = self._buffer_for(name, start * width)
         if buffer is None:
             bytes_of_row = self._n_rows * width * parameter.element_size()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -145,21 +146,17 @@ def require_layers_of_tokens(module: nn.Module, names: Sequence[str]) -> None:
         )
 
 
-def whole_parameters(
-    module: nn.Module, layers: Sequence[Layer], allowed: Collection[Rule] = SLICEABLE
-) -> set[str]:
-    """Return the parameters whose gradients cannot be computed in slices of rows.
-
-    More generally, those whose gradients are not always computed by one of the allowed rules.
-    """
-    whole = set()
+def rules_by_parameter(module: nn.Module, layers: Sequence[Layer]) -> dict[str, set[Rule | None]]:
+    """Return the rules for the uses of each parameter; None where there is none that fits."""
+    rules: dict[str, set[Rule | None]] = defaultdict(set)
     for layer in layers:
-        rules = rules_of(module.get_submodule(layer.path)) or {}
-        by_rules = set(layer.selected) <= set(rules)
+        submodule = module.get_submodule(layer.path)
+        of_layer = rules_of(submodule) or {}
+        # In groups, the gradient of a kernel cannot be rotated before it is computed.
+        fits = set(layer.selected) <= set(of_layer) and getattr(submodule, "groups", 1) == 1
         for inside, name in layer.selected.items():
-            if not by_rules or rules[inside] not in allowed:
-                whole.add(name)
-    return whole
+            rules[name].add(of_layer[inside] if fits else None)
+    return rules
 
 
 def choose_engine(module: torch.nn.Module, task: Task, names: Sequence[str]) -> tuple[str, str]:
@@ -192,5 +189,6 @@ def elements_at_once(engine: str, module: torch.nn.Module, sizes: Mapping[str, i
     if engine not in ("hooks", "tokens"):
         return sum(sizes.values())
     hookable = hookable_layers(module, tuple(sizes))
-    held = [sizes[name] for name in whole_parameters(module, hookable.layers)]
+    rules = rules_by_parameter(module, hookable.layers)
+    held = [sizes[name] for name in rules if not rules[name] <= SLICEABLE]
     return max([*held, sum(sizes[name] for name in hookable.rest)])
