@@ -13,7 +13,7 @@ from tests.models.engines import backward, equal, run
 from trakdask.models.gradients import ENGINES, require_same_as_loop, vmap_gradients
 from trakdask.models.layers import choose_engine
 from trakdask.models.model import Model
-from trakdask.models.tasks import Batch, Forward, ImageClassification, TrakTask
+from trakdask.models.tasks import Batch, Forward, ImageClassification
 
 
 class Net(nn.Module):
@@ -109,34 +109,6 @@ def test_engine__never_differentiates_unselected_parameters(engine: str) -> None
         run(Model(Guarded(), parameters="guarded"), data, engine)  # the guard works
 
 
-class TrakStyle:
-    """The margin in the form of the original package: one sample, explicit weights."""
-
-    def get_output(self, model, weights, buffers, image, label):
-        logits = torch.func.functional_call(model, (weights, buffers), (image.unsqueeze(0),))
-        correct = logits[torch.arange(1), label.unsqueeze(0)]
-        others = torch.where(torch.arange(4) == label, -torch.inf, logits[0])
-        return (correct - others.logsumexp(0)).sum()
-
-    def get_out_to_loss_grad(self, model, weights, buffers, batch):
-        image, label = batch
-        logits = torch.func.functional_call(model, (weights, buffers), (image,))
-        p = logits.softmax(1)[torch.arange(len(label)), label]
-        return (1 - p).clone().detach().unsqueeze(-1)
-
-
-@pytest.mark.parametrize("engine", ["vmap", "loop"])
-def test_trak_task__equals_ours(engine: str) -> None:
-    model = Model(net(), task=TrakStyle())
-    assert isinstance(model.task, TrakTask)
-    with pytest.raises(ValueError, match=r"try .*gradients='vmap'"):
-        run(model, batch())
-    ours, theirs = (run(m, batch(), engine) for m in (Model(net()), model))
-    for name in ours[0]:
-        torch.testing.assert_close(ours[0][name], theirs[0][name])
-    torch.testing.assert_close(ours[1:], theirs[1:])
-
-
 class Counting(nn.Module):
     """Counts its calls."""
 
@@ -215,7 +187,6 @@ def test_choose_engine() -> None:
     names = [name for name, _ in module.named_parameters()]
     assert choose_engine(module, task, names)[0] == "hooks"
     assert choose_engine(module, task, ["temperature"])[0] == "vmap"
-    assert choose_engine(module, Model(module, task=TrakStyle()).task, names)[0] == "vmap"
 
 
 @pytest.mark.parametrize("engine", ["hooks", "vmap"])

@@ -78,13 +78,6 @@ def test_model__built_from_a_module_or_a_name(build: nn.Module | str) -> None:
     torch.testing.assert_close(model.forward(model.checkpoints[0])(x), module(x))
 
 
-def test_model__meta_module_holds_no_weights() -> None:
-    model = Model(mlp, [state()])
-    module = model.forward(model.checkpoints[0]).module
-    assert all(p.is_meta for p in module.parameters())
-    assert not module.training
-
-
 def test_model__weights_of_a_module_are_pickled_once_and_apart() -> None:
     big = nn.Linear(1000, 1000)
     model = Model(big)
