@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tests.waiting import Overlap
 from trakdask.examples import digits_mlp
 from trakdask.models.model import Model
+from trakdask.models.torch_internals import no_fast_path
 
 
 def mlp() -> nn.Module:
@@ -102,3 +103,15 @@ def test_model__is_built_by_one_thread_at_a_time() -> None:
         modules = list(pool.map(lambda _: (begun.wait(), model.meta_module()), range(3)))
     assert len({id(module) for _, module in modules}) == 3
     assert overlap.most == 1
+
+
+def test_no_fast_path__the_last_user_restores_it() -> None:
+    """As with two tasks, of which the one that begins first ends first."""
+    get = torch.backends.mha.get_fastpath_enabled
+    first, second = no_fast_path(), no_fast_path()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not get()
+    second.__exit__(None, None, None)
+    assert get()

@@ -169,7 +169,7 @@ def test_expand_tokens__lists_what_is_predicted() -> None:
     assert sequence.dtype == position.dtype == np.int64
 
 
-@pytest.mark.parametrize("dtype", ["uint16", "int64"])
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64", "int64"])
 def test_attention_mask__is_optional(dtype: str) -> None:
     """Samples without one are not padded; their features are those with a mask of ones."""
     ids = {"input_ids": batch()["input_ids"].numpy().astype(dtype)}

@@ -24,15 +24,6 @@ def test_forward__with_parameters_replaces_only_those() -> None:
     assert zero.checkpoint == "c"
 
 
-@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
-def test_batch__unsigned_integers_can_be_computed_with(dtype: torch.dtype) -> None:
-    """They can be stored, but torch neither compares them nor indexes with them."""
-    batch = Batch({"label": torch.tensor([0, 2]).to(dtype)}, x=torch.ones(2, 4))
-    assert batch["label"].dtype == torch.int64
-    assert batch["label"].tolist() == [0, 2]
-    assert batch["x"].dtype == torch.float32
-
-
 @pytest.mark.parametrize("name", TASKS)
 def test_resolve_task__every_name_is_a_frozen_task(name: str) -> None:
     task = resolve_task(name)
