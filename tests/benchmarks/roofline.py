@@ -25,9 +25,8 @@ from _models import SUBJECTS, Subject
 from gradients import PLAIN, run_of
 from torch import Tensor
 
-from trakdask.models.hook_plan import hook_plan
+from trakdask.models.calls import Call, hook_plan
 from trakdask.models.hooks import GradientCollector
-from trakdask.models.local_gradients import Call
 from trakdask.models.model import Model
 from trakdask.models.rules import SLICEABLE, Rule, _conv_weight
 from trakdask.models.tasks.protocol import CachingForward

@@ -51,6 +51,12 @@ def adapter(folder: Path, seed: int = 1, **options: object) -> tuple[Path, nn.Mo
     return path, made
 
 
+def name_base(adapter: Path, base: str) -> None:
+    """Change the configuration of an adapter."""
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": base}))
+
+
 def samples() -> xr.Dataset:
     ids = np.random.default_rng(0).integers(3, VOCABULARY, (4, 6))
     return td.from_arrays({"input_ids": ids, "attention_mask": np.ones_like(ids)}, chunks=2)
@@ -81,46 +87,40 @@ def test_make_checkpoints__folders_at_urls(folder: Path) -> None:
     shards = td.Model(gpt2, ["memory://saved/shards"], task="causal_lm")
     here = td.Model(gpt2, [folder / "shards"], task="causal_lm")
     assert shards.checkpoints[0].name == "shards"
-    xr.testing.assert_equal(features(shards), features(here))
+    for model in (shards, pickle.loads(cloudpickle.dumps(here))):  # as workers get it
+        xr.testing.assert_equal(features(model), features(here))
     run = td.Model(gpt2, "memory://saved/run", task="causal_lm")
     assert [each.name for each in run.checkpoints] == ["checkpoint-2", "checkpoint-10"]
     with pytest.raises(CheckpointError, match="memory://saved/nothing"):
         td.Model(gpt2, ["memory://saved/nothing"], task="causal_lm")
 
 
-def test_make_checkpoints__workers_read_their_own_copies(folder: Path) -> None:
-    made = pickle.loads(cloudpickle.dumps(td.Model(gpt2, [folder / "shards"], task="causal_lm")))
-    xr.testing.assert_equal(
-        features(made), features(td.Model(gpt2, [folder / "shards"], task="causal_lm"))
-    )
-
-
 def test_make_checkpoints__all_steps_of_a_run_in_their_order(folder: Path) -> None:
     for given in (folder / "run", str(folder / "run")):
         model = td.Model(gpt2, given, task="causal_lm")
         assert [each.name for each in model.checkpoints] == ["checkpoint-2", "checkpoint-10"]
-
-
-def test_make_checkpoints__a_run_inside_a_list_says_what_to_type(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"checkpoint-2.*checkpoint-10.*try checkpoints="):
         td.Model(gpt2, [folder / "run"], task="causal_lm")
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"use_dora": True}, {"modules_to_save": ["ln_f"]}, {"targets": ["c_attn", "wte"]}],
+    ("options", "base_is_there"),
+    [
+        ({}, False),
+        ({"use_dora": True}, True),
+        ({"modules_to_save": ["ln_f"]}, True),
+        ({"modules_to_save": ["ln_f"]}, False),
+        ({"targets": ["c_attn", "wte"]}, True),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("base_is_there", [True, False])
 def test_adapter__equals_the_model_in_memory(
     folder: Path, tmp_path: Path, options: dict[str, object], base_is_there: bool
 ) -> None:
     path, made = adapter(folder, **options)
     if not base_is_there:  # the configuration then names a folder that does not exist
         path = Path(shutil.copytree(path, tmp_path / "adapter"))
-        config = json.loads((path / "adapter_config.json").read_text())
-        config["base_model_name_or_path"] = "somebody/some-model"
-        (path / "adapter_config.json").write_text(json.dumps(config))
+        name_base(path, "somebody/some-model")
 
     def build() -> nn.Module:
         base = transformers.GPT2LMHeadModel.from_pretrained(folder / "base")
@@ -161,9 +161,7 @@ def test_adapter__the_base_belongs_to_its_identity(folder: Path, tmp_path: Path)
     other = Path(shutil.copytree(path, tmp_path / "adapter"))
     torch.manual_seed(5)
     gpt2().save_pretrained(tmp_path / "base")
-    config = json.loads((other / "adapter_config.json").read_text())
-    config["base_model_name_or_path"] = str(tmp_path / "base")
-    (other / "adapter_config.json").write_text(json.dumps(config))
+    name_base(other, str(tmp_path / "base"))
     digests = {
         td.Model(lambda: lora(gpt2()), [each], task="causal_lm").checkpoints[0].digest
         for each in (path, other)
@@ -207,31 +205,25 @@ def test_read_folder__damaged(
         td.Model(gpt2, [copy], task="causal_lm")
 
 
-def test_adapter__of_another_base(folder: Path) -> None:
+def two() -> nn.Module:
+    made = lora(gpt2())
+    made.add_adapter("other", made.peft_config["default"])
+    return made
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: lora(gpt2(hidden_size=32)), r"shape"),
+        (lambda: lora(gpt2(), targets=["c_proj"]), r"c_attn.*target modules"),
+        (two, r"lora_A.*default.*other"),
+        (gpt2, r"adapter.*get_peft_model"),
+    ],
+    ids=["another base", "other modules", "two adapters", "no adapter"],
+)
+def test_adapter__of_another_model(
+    folder: Path, build: Callable[[], nn.Module], words: str
+) -> None:
     path, _ = adapter(folder)
-    with pytest.raises(CheckpointError, match=r"shape"):
-        td.Model(lambda: lora(gpt2(hidden_size=32)), [path], task="causal_lm")
-
-
-def test_adapter__of_other_modules(folder: Path) -> None:
-    path, _ = adapter(folder)
-    with pytest.raises(CheckpointError, match=r"c_attn.*target modules"):
-        td.Model(lambda: lora(gpt2(), targets=["c_proj"]), [path], task="causal_lm")
-
-
-def test_adapter__into_a_model_with_two(folder: Path) -> None:
-    path, _ = adapter(folder)
-
-    def two() -> nn.Module:
-        made = lora(gpt2())
-        made.add_adapter("other", made.peft_config["default"])
-        return made
-
-    with pytest.raises(CheckpointError, match=r"lora_A.*default.*other"):
-        td.Model(two, [path], task="causal_lm")
-
-
-def test_adapter__into_the_base_without_adapters(folder: Path) -> None:
-    path, _ = adapter(folder)
-    with pytest.raises(CheckpointError, match=r"adapter.*get_peft_model"):
-        td.Model(gpt2, [path], task="causal_lm")
+    with pytest.raises(CheckpointError, match=words):
+        td.Model(build, [path], task="causal_lm")

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trakdask.models.gradient_checks import require_same_as_loop
-from trakdask.models.gradients import ENGINES, choose_engine, vmap_gradients
+from tests.models.engines import backward, equal, run
+from trakdask.models.gradients import ENGINES, require_same_as_loop, vmap_gradients
+from trakdask.models.layers import choose_engine
 from trakdask.models.model import Model
-from trakdask.models.tasks import Batch, Forward, ImageClassification, TrakTask
+from trakdask.models.tasks import Batch, Forward, ImageClassification
 
 
 class Net(nn.Module):
@@ -50,41 +51,18 @@ def margin(logits: Tensor, label: int) -> Tensor:
     return (p / (1 - p)).log()
 
 
-def oracle(module: nn.Module, data: Batch) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
-    gradients: dict[str, list[Tensor]] = {name: [] for name, _ in module.named_parameters()}
-    outputs = []
-    for image, label in zip(data["image"], data["label"], strict=True):
-        module.zero_grad()
-        output = margin(module(image[None])[0], int(label))
-        output.backward()
-        outputs.append(output.detach())
-        for name, parameter in module.named_parameters():
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            gradients[name].append(gradient.flatten().clone())
-    return gradients, outputs
-
-
-def run(engine: str, model: Model, data: Batch) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    found: dict[str, Tensor] = {}
-    forward = model.forward(model.checkpoints[0])
-
-    def sink(name: str, gradient: Tensor) -> None:
-        found[name] = gradient.clone()  # it may lie in a buffer
-
-    output, q = ENGINES[engine](forward, model.task, data, tuple(model.shapes), sink)
-    return found, output, q
+def output_of(module: nn.Module, sample: Batch) -> Tensor:
+    return margin(module(sample["image"])[0], int(sample["label"]))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("n", [1, 5])
 def test_engine__equals_backward(engine: str, n: int) -> None:
     data = batch(n)
-    found, output, q = run(engine, Model(net()), data)
-    gradients, outputs = oracle(net(), data)
-    assert set(found) == set(gradients)
-    for name, gradient in found.items():
-        torch.testing.assert_close(gradient, torch.stack(gradients[name]), rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(output, torch.stack(outputs).float())
+    found, output, q = run(Model(net()), data, engine)
+    gradients, outputs = backward(net(), output_of, data)
+    equal(found, gradients)
+    torch.testing.assert_close(output, outputs.float())
     p = net()(data["image"]).softmax(1)[torch.arange(n), data["label"]]
     torch.testing.assert_close(q, (1 - p).float().detach())
 
@@ -125,65 +103,33 @@ class Guarded(nn.Module):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_engine__never_differentiates_unselected_parameters(engine: str) -> None:
     data = Batch(image=torch.randn(3, 4), label=torch.arange(3))
-    found, *_ = run(engine, Model(Guarded(), parameters="first.weight"), data)
+    found, *_ = run(Model(Guarded(), parameters="first.weight"), data, engine)
     assert found["first.weight"].shape == (3, 16)
     with pytest.raises(AssertionError, match="unselected"):
-        run(engine, Model(Guarded(), parameters="guarded"), data)  # the guard works
-
-
-class TrakStyle:
-    """The margin in the form of the original package: one sample, explicit weights."""
-
-    def get_output(self, model, weights, buffers, image, label):
-        logits = torch.func.functional_call(model, (weights, buffers), (image.unsqueeze(0),))
-        correct = logits[torch.arange(1), label.unsqueeze(0)]
-        others = torch.where(torch.arange(4) == label, -torch.inf, logits[0])
-        return (correct - others.logsumexp(0)).sum()
-
-    def get_out_to_loss_grad(self, model, weights, buffers, batch):
-        image, label = batch
-        logits = torch.func.functional_call(model, (weights, buffers), (image,))
-        p = logits.softmax(1)[torch.arange(len(label)), label]
-        return (1 - p).clone().detach().unsqueeze(-1)
-
-
-@pytest.mark.parametrize("engine", ["vmap", "loop"])
-def test_trak_task__equals_ours(engine: str) -> None:
-    model = Model(net(), task=TrakStyle())
-    assert isinstance(model.task, TrakTask)
-    with pytest.raises(ValueError, match=r"try .*gradients='vmap'"):
-        run("hooks", model, batch())
-    ours, theirs = (run(engine, m, batch()) for m in (Model(net()), model))
-    for name in ours[0]:
-        torch.testing.assert_close(ours[0][name], theirs[0][name])
-    torch.testing.assert_close(ours[1:], theirs[1:])
+        run(Model(Guarded(), parameters="guarded"), data, engine)  # the guard works
 
 
 class Counting(nn.Module):
-    """Counts its calls; decides on values of its input if asked to."""
+    """Counts its calls."""
 
-    def __init__(self, decides: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(16, 4)
-        self.decides = decides
         self.sizes: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
         self.sizes.append(len(x))
-        x = x.flatten(1)
-        if self.decides and x.sum() > 0:
-            return self.head(2 * x)
-        return self.head(x)
+        return self.head(x.flatten(1))
 
 
 def test_hooks__one_pass_for_gradients_output_and_q() -> None:
     model = Model(Counting, [Counting().state_dict()])
     data = batch(dtype=torch.float32)
-    run("hooks", model, data)
+    run(model, data)
     seen = model.meta_module().sizes
     assert seen.count(5) == 1
     assert sum(seen) <= 5 + 2 + 3 + 2  # and what is found out about the model, once
-    run("hooks", model, data)
+    run(model, data)
     assert seen.count(5) == 2
     assert sum(seen) <= 2 * 5 + 2 + 3 + 2
 
@@ -191,7 +137,7 @@ def test_hooks__one_pass_for_gradients_output_and_q() -> None:
 def test_hooks__leave_nothing_behind() -> None:
     """Cycles would keep a batch's activations until the next garbage collection."""
     model, data = Model(net()), batch()
-    run("hooks", model, data)
+    run(model, data)
     alive: list[weakref.ref[Tensor]] = []
     handles = [
         part.register_forward_hook(lambda part, args, out: alive.append(weakref.ref(out)))
@@ -200,26 +146,13 @@ def test_hooks__leave_nothing_behind() -> None:
     gc.collect()
     gc.disable()
     try:
-        run("hooks", model, data)
+        run(model, data)
         assert len(alive) >= 4
         assert [ref() for ref in alive] == [None] * len(alive)
     finally:
         gc.enable()
         for handle in handles:
             handle.remove()
-
-
-def test_hooks__model_that_decides_on_values() -> None:
-    def build() -> nn.Module:
-        return Counting(decides=True)
-
-    model = Model(build, [Counting().state_dict()])
-    data = batch(dtype=torch.float32)
-    same = Batch(data, image=data["image"].abs())
-    torch.testing.assert_close(run("hooks", model, same)[0], run("loop", model, same)[0])
-    data["image"][0], data["image"][1:] = 100.0, -1.0
-    with pytest.raises(ValueError, match=r"gradients='loop'"):
-        run("hooks", model, data)
 
 
 class SortsIfPositive(nn.Module):
@@ -242,29 +175,18 @@ def test_hooks__rows_of_a_model_that_decides_on_values_are_compared() -> None:
     data = batch(dtype=torch.float32)
     data["image"][:, 0, 0, 0] = torch.arange(5)
     with pytest.raises(ValueError, match=r"same rows.*'loop'"):
-        run("hooks", Model(SortsIfPositive()), data)
+        run(Model(SortsIfPositive()), data)
     data["image"][:, 0, 0, 0] = -torch.arange(5)
     model = Model(SortsIfPositive())
-    expected = run("loop", model, data)[0]
-    torch.testing.assert_close(run("hooks", model, data)[0], expected)
+    expected = run(model, data, "loop")[0]
+    torch.testing.assert_close(run(model, data)[0], expected)
 
 
-def test_choose_engine__says_why() -> None:
-    module = net()
+def test_choose_engine() -> None:
+    module, task = net(), ImageClassification()
     names = [name for name, _ in module.named_parameters()]
-    task = ImageClassification()
-    assert choose_engine(module, task, names) == ("hooks", "2 of 8 parameters by vmap: temperature")
-    layers = [name for name in names if name not in ("temperature", "idle")]
-    assert choose_engine(module, task, layers) == (
-        "hooks",
-        "all selected parameters belong to layers",
-    )
+    assert choose_engine(module, task, names)[0] == "hooks"
     assert choose_engine(module, task, ["temperature"])[0] == "vmap"
-    per_sample = Model(module, task=TrakStyle()).task
-    assert choose_engine(module, per_sample, names) == (
-        "vmap",
-        "the task hands the model one sample at a time",
-    )
 
 
 @pytest.mark.parametrize("engine", ["hooks", "vmap"])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tests.waiting import Overlap
 from trakdask.examples import digits_mlp
 from trakdask.models.model import Model
+from trakdask.models.torch_internals import no_fast_path
 
 
 def mlp() -> nn.Module:
@@ -37,15 +38,6 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.a(x)) * self.scale + self.shift
-
-
-def test_forward__equals_the_module() -> None:
-    model = Model(mlp, [state(0), state(1)])
-    x = torch.randn(5, 4)
-    for seed, checkpoint in enumerate(model.checkpoints):
-        module = mlp()
-        module.load_state_dict(state(seed))
-        torch.testing.assert_close(model.forward(checkpoint)(x), module(x), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("names", [["a.weight", "b.weight"], ["a.weight"], ["b.weight"]])
@@ -87,13 +79,6 @@ def test_model__built_from_a_module_or_a_name(build: nn.Module | str) -> None:
     torch.testing.assert_close(model.forward(model.checkpoints[0])(x), module(x))
 
 
-def test_model__meta_module_holds_no_weights() -> None:
-    model = Model(mlp, [state()])
-    module = model.forward(model.checkpoints[0]).module
-    assert all(p.is_meta for p in module.parameters())
-    assert not module.training
-
-
 def test_model__weights_of_a_module_are_pickled_once_and_apart() -> None:
     big = nn.Linear(1000, 1000)
     model = Model(big)
@@ -118,3 +103,15 @@ def test_model__is_built_by_one_thread_at_a_time() -> None:
         modules = list(pool.map(lambda _: (begun.wait(), model.meta_module()), range(3)))
     assert len({id(module) for _, module in modules}) == 3
     assert overlap.most == 1
+
+
+def test_no_fast_path__the_last_user_restores_it() -> None:
+    """As with two tasks, of which the one that begins first ends first."""
+    get = torch.backends.mha.get_fastpath_enabled
+    first, second = no_fast_path(), no_fast_path()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not get()
+    second.__exit__(None, None, None)
+    assert get()

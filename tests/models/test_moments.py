@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ import trakdask as td
 from trakdask.errors import CheckpointError, StoreMismatchError
 from trakdask.models import hooks
 from trakdask.models.kept_checkpoints import open_moments
-from trakdask.projection import Projector, RowMap, project
 
 N = 7
 
@@ -57,7 +55,7 @@ def model(**options: object) -> td.Model:
     return td.Model(build, [weights(0), weights(1)], task="image_classification", **given)
 
 
-def features(made: td.Model, projector: Projector | None = None, **options) -> xr.Dataset:
+def features(made: td.Model, projector: td.Projector | None = None, **options) -> xr.Dataset:
     found = td.featurize(samples(), made, projector=projector or td.Identity(), **options)
     return found.compute(scheduler="sync")
 
@@ -96,23 +94,6 @@ def test_scaled__equals_backward(
     assert not np.allclose(found.feature, plain.feature)
     for name in ("output", "out_to_loss"):
         np.testing.assert_array_equal(found[name], plain[name])
-
-
-@pytest.mark.parametrize(
-    "projector",
-    [td.SJLT(proj_dim=64), td.Kronecker(left=4, right=4)],
-)
-def test_scaled__before_the_projection(projector: Projector) -> None:
-    made = model(checkpoint_ids=[3, 4])
-    exact = torch.from_numpy(features(made).feature[..., 0].values)
-    sizes = [math.prod(shape) for shape in made.shapes.values()]
-    parts = zip(made.shapes.items(), exact.split(sizes, 1), strict=True)
-    gradients = {name: part.reshape(N, *shape) for (name, shape), part in parts}
-    rows = RowMap.from_shapes(made.shapes, alignment=projector.row_alignment)
-    expected = project(projector, gradients, rows, checkpoint=3)
-    found = features(made, projector).feature[..., 0]
-    assert found.sizes["proj_dim"] > 10
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_open_moments__files_names_and_folders(tmp_path: Path) -> None:

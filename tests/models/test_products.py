@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.models.engines import run
 from tests.models.test_tokens import LENGTH, TASK, drawn, made
 from tests.models.token_oracle import contributions
 from trakdask.models import rules
-from trakdask.models.gradients import engine_of, vmap_gradients
 from trakdask.models.model import Model
 from trakdask.models.rules import PRODUCTS, Products
 from trakdask.models.tasks import Batch
@@ -34,11 +31,9 @@ def expected(gradients: dict[str, Tensor], vectors: dict[str, Tensor]) -> Tensor
 
 
 def found(module: nn.Module, task: object, batch: Batch, vectors: dict[str, Tensor]) -> Tensor:
-    model = Model(lambda: copy.deepcopy(module), [module.state_dict()], task=task)
     n, length = batch["input_ids"].shape
     sink = Products(vectors, n * length)
-    forward = model.forward(model.checkpoints[0])
-    engine_of("tokens")(forward, model.task, batch, tuple(model.shapes), sink)
+    run(Model(module, task=task), batch, "tokens", sink)
     return sink.result().view(n, length, -1).double()
 
 
@@ -77,18 +72,15 @@ def test_products__padding_of_an_embedding_has_none() -> None:
 
 def test_products__by_groups_of_parameters_and_in_slices() -> None:
     module, batch = made(), drawn(2)
-    model = Model(lambda: copy.deepcopy(module), [module.state_dict()], task=TASK)
-    names, vectors = tuple(model.shapes), vectors_of(module)
-    groups = {name: number % 2 for number, name in enumerate(names)}
-    gradients: dict[str, Tensor] = {}
-    run = partial(vmap_gradients, model.forward(model.checkpoints[0]), TASK, batch, names)
-    run(lambda name, gradient, *_: gradients.update({name: gradient}))
+    model, vectors = Model(module, task=TASK), vectors_of(module)
+    groups = {name: number % 2 for number, name in enumerate(model.shapes)}
+    gradients, *_ = run(model, batch, "vmap")
     sink = Products(vectors, 2, groups, 2)
     for name, gradient in gradients.items():
         sink(name, gradient[:, :5], 0)
         sink(name, gradient[:, 5:], 5)
     for group in range(2):
         oracle = sum(
-            gradients[name] @ vectors[name].flatten(1).T for name in names if groups[name] == group
+            gradients[name] @ vectors[name].flatten(1).T for name in groups if groups[name] == group
         )
         torch.testing.assert_close(sink.result()[:, group].double(), oracle, rtol=1e-5, atol=1e-5)

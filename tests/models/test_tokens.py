@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import trakdask as td
+from tests.models.engines import equal, run
 from tests.models.token_oracle import contributions
-from trakdask.models.gradients import engine_of, hooks_gradients
-from trakdask.models.hook_plan import require_layers_of_tokens
+from trakdask.models.layers import require_layers_of_tokens
 from trakdask.models.model import Model
 from trakdask.models.tasks import Batch
 
@@ -71,50 +71,31 @@ def made(build: Callable[[], nn.Module] = Gpt) -> nn.Module:
     return build().double().eval()
 
 
-def by_engine(module: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    model = Model(lambda: copy.deepcopy(module), [module.state_dict()], task=TASK)
-    found: dict[str, Tensor] = {}
-
-    def sink(name: str, gradient: Tensor, first: int | None = None) -> None:
-        assert (first or 0) == (found[name].shape[1] if name in found else 0)
-        found[name] = torch.cat([found[name], gradient], 1) if first else gradient.clone()
-
-    forward = model.forward(model.checkpoints[0])
-    engine_of("tokens")(forward, model.task, batch, tuple(model.shapes), sink)
-    n = len(batch["input_ids"])
-    return {name: gradient.view(n, LENGTH, -1) for name, gradient in found.items()}
+def by_engine(module: nn.Module, batch: Batch, task: object = TASK) -> dict[str, Tensor]:
+    model = Model(lambda: copy.deepcopy(module), [module.state_dict()], task=task)
+    n, length = batch["input_ids"].shape
+    return {name: g.view(n, length, -1) for name, g in run(model, batch, "tokens")[0].items()}
 
 
 @pytest.mark.parametrize("n", [1, 3, LENGTH])
 def test_tokens__each_is_the_gradient_of_its_own_copy_of_the_weights(n: int) -> None:
     module, batch = made(), drawn(n)
-    expected, found = contributions(module, TASK, batch, LENGTH), by_engine(module, batch)
-    assert set(found) == set(expected) == {name for name, _ in module.named_parameters()}
-    for name, gradient in expected.items():
-        assert gradient.any(), name
-        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12)
+    expected = contributions(module, TASK, batch, LENGTH)
+    assert all(gradient.any() for gradient in expected.values())
+    equal(by_engine(module, batch), expected, rtol=1e-9)
 
 
 def test_tokens__large_weights_come_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trakdask.models.hooks._SLICE_BYTES", {"cpu": 2**9})
     module, batch = made(), drawn()
-    expected, found = contributions(module, TASK, batch, LENGTH), by_engine(module, batch)
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12)
+    equal(by_engine(module, batch), contributions(module, TASK, batch, LENGTH), rtol=1e-9)
 
 
 def test_tokens__add_up_to_the_sequence_and_do_not_depend_on_the_batch() -> None:
     module, batch = made(), drawn()
-    model = Model(lambda: copy.deepcopy(module), [module.state_dict()], task=TASK)
-    whole: dict[str, Tensor] = {}
-    forward = model.forward(model.checkpoints[0])
-    hooks_gradients(
-        forward, TASK, batch, tuple(model.shapes), lambda n, g, *_: whole.update({n: g.clone()})
-    )
-    tokens, alone = (
-        by_engine(module, batch),
-        by_engine(module, Batch(input_ids=drawn()["input_ids"][1:2])),
-    )
+    whole, *_ = run(Model(module, task=TASK), batch)
+    tokens = by_engine(module, batch)
+    alone = by_engine(module, Batch(input_ids=batch["input_ids"][1:2]))
     for name, gradient in tokens.items():
         torch.testing.assert_close(gradient.sum(1), whole[name])
         torch.testing.assert_close(alone[name][0], gradient[1])
@@ -128,14 +109,8 @@ def test_tokens__of_transformers(family: str) -> None:
     task = td.tasks.CausalLM()
     ids = torch.randint(0, 40, (2, 5), generator=torch.Generator().manual_seed(1))
     batch = Batch(input_ids=ids, attention_mask=torch.ones_like(ids))
-    model = Model(lambda: copy.deepcopy(module), [module.state_dict()], task=task)
-    found: dict[str, Tensor] = {}
-    forward = model.forward(model.checkpoints[0])
-    engine_of("tokens")(
-        forward, task, batch, tuple(model.shapes), lambda n, g, *_: found.update({n: g.clone()})
-    )
-    for name, gradient in contributions(module, task, batch, 5).items():
-        torch.testing.assert_close(found[name].view(2, 5, -1), gradient, rtol=1e-8, atol=1e-11)
+    expected = contributions(module, task, batch, 5)
+    equal(by_engine(module, batch, task), expected, rtol=1e-8)
 
 
 class Pooled(nn.Module):

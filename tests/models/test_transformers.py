@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import trakdask as td
 from tests.models.language_models import (
-    SMALL,
     VOCABULARY,
     adapted,
     bert,
@@ -21,9 +20,8 @@ from tests.models.language_models import (
     gpt2,
     llama,
     made,
-    transformers,
 )
-from trakdask.models.tasks import Batch, CausalLM, Clip, clip_embeddings, expand_tokens
+from trakdask.models.tasks import Batch, CausalLM, expand_tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
 
@@ -195,50 +193,3 @@ def test_causal_lm__loss_is_that_of_the_model() -> None:
         margins = task.output(model.forward(model.checkpoints[0]), batch)
         loss = module(**given, labels=labels).loss
     torch.testing.assert_close(nn.functional.softplus(-margins).mean(), loss, check_dtype=False)
-
-
-class ClipTowers(nn.Module):
-    """CLIPModel in the form of open_clip: what the task ``clip`` needs of a wrapper."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        vision = {"image_size": 8, "patch_size": 4, "num_channels": 1, "intermediate_size": 24}
-        vision |= {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
-        text = {**SMALL, "eos_token_id": VOCABULARY - 1}
-        config = transformers.CLIPConfig(
-            text_config=text, vision_config=vision, projection_dim=8, attn_implementation="eager"
-        )
-        self.clip = transformers.CLIPModel(config)
-
-    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        found = self.clip(input_ids=text, pixel_values=image)
-        return found.image_embeds, found.text_embeds, self.clip.logit_scale.exp()
-
-
-def test_clip__two_towers() -> None:
-    random = np.random.default_rng(0)
-    arrays = {
-        "image": random.standard_normal((8, 1, 8, 8)),
-        "text": random.integers(3, VOCABULARY - 1, (8, LENGTH)),
-    }
-    data = td.from_arrays(arrays, chunks=3)
-    pairs, pool = data.isel(sample=slice(5)), data.isel(sample=slice(5, 8))
-    module = made(ClipTowers)
-    negatives = clip_embeddings(td.Model(module, task="clip"), pool)
-    model = td.Model(module, task=Clip(negatives, n_negatives=3))
-    found = td.featurize(pairs, model, projector=td.Identity(), gradients="hooks").compute()
-    images, texts, _ = module(*(torch.from_numpy(array) for array in arrays.values()))
-    others = images[5:].detach(), texts[5:].detach()
-    expected = []
-    for i in range(5):
-        module.zero_grad()
-        right, output = images[i] @ texts[i], torch.zeros(())
-        for products in (others[1] @ images[i], others[0] @ texts[i]):
-            p = torch.cat([right[None], products]).softmax(0)[0]
-            output = output + (p / (1 - p)).log()
-        output.backward(retain_graph=True)
-        assert float(found.output[i, 0]) == pytest.approx(output.item(), rel=1e-5)
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters()]
-        expected.append(torch.cat([gradient.flatten() for gradient in gradients]).numpy())
-    close(found.feature[..., 0].values, np.stack(expected), 1e-5)
-    assert ((found.out_to_loss > 0) & (found.out_to_loss < 1)).all()

@@ -2,46 +2,48 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from threading import current_thread, main_thread
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from trakdask.arrays.weights import row_norms
+from trakdask.arrays.weights import gram_weights, row_norms
 from trakdask.errors import BlockError
 from trakdask.execution.scheduling import note_start
 from trakdask.featurization.checks import BlockCheck, checked_of
 from trakdask.featurization.devices import (
     budget_bytes,
+    current_worker,
     described,
     device_of_task,
     is_out_of_memory,
     on_device,
-    on_worker,
     states_bytes,
 )
 from trakdask.featurization.failures import Block, BlockResults, is_of_samples
 from trakdask.featurization.job import Job, Samples
-from trakdask.featurization.streams import Sink, Streams, Sums
 from trakdask.models.checkpoints import Checkpoint, cache_states
 from trakdask.models.curvature import (
     AxisProducts,
+    Curvature,
+    Rotations,
     SquaredCoordinates,
-    factors_of,
+    factors_by_name,
     rotations,
-    whole,
 )
-from trakdask.models.gradients import engine_of
-from trakdask.models.tasks import Forward
+from trakdask.models.gradients import Sink, engine_of, out_to_loss_of
+from trakdask.models.kept_checkpoints import scales
+from trakdask.models.tasks import Batch, Forward
 from trakdask.models.torch_internals import few_threads, no_fast_path
-
-__all__ = ["featurize_block", "multiply_block"]
+from trakdask.projection import ProjectionStream
+from trakdask.projection.leading import LeadingStream
 
 _log = logging.getLogger(__name__)
 
@@ -55,8 +57,8 @@ def featurize_block(
     """
     checkpoint, moments, curvature = weights.item()
     with _task(job, checkpoint, start, arrays) as samples:
-        samples = replace(samples, moments=moments, curvature=curvature)
-        feature, *others = _featurize_samples(samples, checkpoint)
+        output = _projected(job, checkpoint, moments, curvature, samples.device)
+        feature, *others = _run_samples(samples, checkpoint, output)
         return feature, row_norms(feature), *others, described(samples.device)
 
 
@@ -71,59 +73,120 @@ def multiply_block(
     is_finite = flat.isfinite().all(1)
     flat[~is_finite] = 0  # so that samples, which share the pass, are not taken for the cause
     with _task(job, checkpoint, start, arrays) as samples:
-        rows = job.row_map
+        rows, flat = job.row_map, flat.to(samples.device)
         by_name = {
-            name: flat[:, rows.offset(name) : rows.offset(name) + rows.size(name)]
-            .unflatten(1, rows.shape(name) or (1,))
-            .to(samples.device)
+            name: flat[:, rows.offset(name) : rows.offset(name) + rows.size(name)].unflatten(
+                1, rows.shape(name) or (1,)
+            )
             for name in rows.names
         }
-        products, *others = _featurize_samples(replace(samples, vectors=by_name), checkpoint)
+
+        def open_stream(forward: Forward, batch: Batch) -> _Stream:
+            assert job.partition is not None
+            return job.partition.of(batch).products(by_name, batch.size)
+
+        output = _Output(len(flat), open_stream)
+        products, *others = _run_samples(samples, checkpoint, output)
     products[..., ~is_finite.numpy(), :] = np.nan
     return products, *others
 
 
-def axis_products(
-    job: Job, power: float | None, weights: np.ndarray, start: np.ndarray, *arrays: np.ndarray
-) -> np.ndarray:
-    """Return Σ h M Mᵀ of every axis over a block of samples, (1, entry, 1) float64."""
-    shapes = job.model.shapes
-    length = max((place.stop for *_, place in factors_of(shapes)), default=0)
-
-    def collect(h: torch.Tensor, sums: np.ndarray) -> Sink:
-        return whole(shapes, AxisProducts(shapes, h, sums))
-
-    return _summed(job, weights, start, arrays, Sums(np.zeros(length), collect, power))
-
-
-def squared_coordinates(
-    job: Job,
+def add_up_block(
+    kind: type[AxisProducts | SquaredCoordinates],
     power: float | None,
+    length: int,
+    job: Job,
     weights: np.ndarray,
     start: np.ndarray,
-    eigenvectors: np.ndarray,
+    eigenvectors: np.ndarray | None,
     *arrays: np.ndarray,
 ) -> np.ndarray:
-    """Return Σ h g² of every coordinate over a block of samples, (1, coordinate, 1) float64."""
-    shapes = job.model.shapes
-    total = np.zeros(job.row_map.n_parameters)
-    matrices = rotations(eigenvectors[:, 0], shapes, device_of_task(job.device))
-    collect = functools.partial(SquaredCoordinates, shapes)
-    return _summed(job, weights, start, arrays, Sums(total, collect, power, matrices))
-
-
-def _summed(
-    job: Job, weights: np.ndarray, start: np.ndarray, arrays: tuple[np.ndarray, ...], sums: Sums
-) -> np.ndarray:
-    checkpoint, *_ = weights.item()
+    """Return sums over a block, (1, length, 1) float64, with weights q^power (1 - q), or 1."""
+    (checkpoint, *_), total = weights.item(), np.zeros(length)
+    task, shapes = job.model.task, job.model.shapes
     with _task(job, checkpoint, start, arrays) as samples:
-        _featurize_samples(replace(samples, keeps_rows=False), checkpoint, sums)
-        if not np.isfinite(sums.total).all():
+
+        def open_stream(forward: Forward, batch: Batch) -> _Stream:
+            h = torch.ones(batch.size)
+            if power is not None:  # a forward pass of its own, before the gradients
+                q = out_to_loss_of(forward, task, batch).numpy(force=True)
+                h = torch.tensor(gram_weights(q, power), dtype=torch.float32)
+            return kind(shapes, h.to(samples.device), total)
+
+        matrices = None
+        if eigenvectors is not None:
+            matrices = rotations(eigenvectors[:, 0], shapes, samples.device)
+        _run_samples(samples, checkpoint, _Output(0, open_stream, matrices))
+        if not np.isfinite(total).all():
             raise ValueError(
                 "expected finite gradients for the curvature, got NaN or infinity; try "
                 "td.featurize(samples, model, on_error='record'), which says in which samples"
             )
-    return sums.total[None, :, None]
+    return total[None, :, None]
+
+
+class _Stream(Sink, Protocol):
+    """A sink of the gradients of a micro-batch, and what it makes of them."""
+
+    def result(self) -> Tensor:
+        """Return a row per sample, once all gradients have been received."""
+
+
+@dataclass(frozen=True)
+class _Output:
+    """What a task makes of gradients.
+
+    Parameters
+    ----------
+    width
+        Length of the rows of the results.
+    open
+        Returns a stream for a micro-batch.
+    rotations
+        The coordinates in which streams receive gradients.
+    """
+
+    width: int
+    open: Callable[[Forward, Batch], _Stream]
+    rotations: Rotations | None = None
+
+
+def _projected(
+    job: Job,
+    checkpoint: Checkpoint,
+    moments: Checkpoint | None,
+    curvature: Curvature | None,
+    device: torch.device,
+) -> _Output:
+    """Project gradients."""
+    shapes, matrices, factors = job.model.shapes, None, dict[str, Tensor]()
+    if moments:
+        factors = scales(moments, job.row_map.names, device)
+    elif curvature:
+        matrices = rotations(curvature.eigenvectors, shapes, device)
+        factors = factors_by_name(curvature, shapes, device)
+
+    def open_stream(forward: Forward, batch: Batch) -> _Stream:
+        place = job.projector, job.row_map, batch.size, checkpoint.id, device
+        if curvature:
+            return _Scaled(LeadingStream(*place, curvature.leading), factors)
+        stream = ProjectionStream(*place)
+        return _Scaled(stream, factors) if factors else stream
+
+    return _Output(job.projector.width(job.row_map.n_rows), open_stream, matrices)
+
+
+class _Scaled:
+    """Multiplies gradients by the factors of their parameters, and passes them on."""
+
+    def __init__(self, stream: _Stream, factors: Mapping[str, Tensor]) -> None:
+        self.result = stream.result
+        self._stream, self._factors = stream, factors
+
+    def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
+        start = first or 0
+        factor = self._factors[name][start : start + gradient.shape[1]]
+        self._stream(name, gradient * factor.to(gradient.dtype), first)
 
 
 @contextmanager
@@ -155,7 +218,7 @@ def _circumstances(job: Job, arrays: tuple[np.ndarray, ...], err: Exception) -> 
     return f"\nThe inputs of the block were {given}{advice}"
 
 
-def _featurize_samples(samples: Samples, checkpoint: Checkpoint, sums: Sums | None = None) -> Block:
+def _run_samples(samples: Samples, checkpoint: Checkpoint, output: _Output) -> Block:
     job, device = samples.job, samples.device
     forward = job.model.forward(checkpoint)
     if job.precision.dtype is not None:
@@ -165,16 +228,16 @@ def _featurize_samples(samples: Samples, checkpoint: Checkpoint, sums: Sums | No
     checked = checked_of(job.checked_as)
     checked.measure(samples, forward)
     samples = replace(samples, trims=bool(checked.ignores_padding))
-    streams = Streams(samples, forward, checkpoint, sums)
-    check = BlockCheck(checked, samples, forward, streams.rotations)
-    size = _micro_batch(samples, checked.activation_bytes, budget_bytes(forward.parameters, device))
-    rows = BlockResults.empty(samples, checkpoint)
+    check = BlockCheck(checked, samples, forward, output.rotations)
+    budget = budget_bytes(forward.parameters, device)
+    size = _micro_batch(job, output.width, checked.activation_bytes, budget)
+    rows = BlockResults(samples, checkpoint, output.width)
     todo = _slices(0, len(samples), size)
     while todo:
         part = todo.pop()
         n = part.stop - part.start
         try:
-            block = _featurize_micro_batch(samples, forward, part, streams, check)
+            block = _run_micro_batch(samples, forward, part, output, check)
         except Exception as err:
             if n > 1 and is_out_of_memory(err):
                 _log.warning("out of memory: continuing with micro-batches of %d samples", n // 2)
@@ -187,7 +250,7 @@ def _featurize_samples(samples: Samples, checkpoint: Checkpoint, sums: Sums | No
                 rows.fail(part.start, samples.named(err, part))
             continue
         rows.put(part, block)
-    check.require_independent(np.flatnonzero(np.isfinite(rows.output)))
+    check.require_independent(np.flatnonzero(np.isfinite(rows.arrays[1])))
     return tuple(array[places] for array in rows.result())
 
 
@@ -196,40 +259,35 @@ def _slices(start: int, stop: int, size: int) -> list[slice]:
     return [slice(i, min(i + size, stop)) for i in range(start, stop, size)][::-1]
 
 
-def _featurize_micro_batch(
-    samples: Samples,
-    forward: Forward,
-    part: slice,
-    streams: Streams,
-    check: BlockCheck,
+def _run_micro_batch(
+    samples: Samples, forward: Forward, part: slice, output: _Output, check: BlockCheck
 ) -> Block:
     job, n = samples.job, part.stop - part.start
     run, batch = engine_of(job.engine), samples.batch(part)
-    stream, sink = streams.open(batch)
-    sink = check.watched(part, sink)
-    f, q = run(forward, job.model.task, batch, job.row_map.names, sink, streams.rotations)
+    stream = output.open(forward, batch)
+    sink = check.watched(part, stream)
+    f, q = run(forward, job.model.task, batch, job.row_map.names, sink, rotations=output.rotations)
     feature = stream.result().numpy(force=True)
     if job.partition is not None:
         size = job.partition.of(batch).size
         products = feature.reshape(n, size, -1)
-        feature = np.zeros(samples.feature_shape(n), np.float32)
+        feature = np.zeros(job.feature_shape(n, output.width), np.float32)
         feature[:, :size] = products  # those of padding, which was cut, are zero
     block = feature, f.numpy(force=True), q.numpy(force=True)
     check.require_right(part, sink, block)
     return block
 
 
-def _micro_batch(samples: Samples, activations: int | None, budget: int) -> int:
+def _micro_batch(job: Job, width: int, activations: int | None, budget: int) -> int:
     """Return the number of samples whose activations and gradients fit in the budget.
 
     They are limited before anything runs out, because Linux promises a process more memory than
     there is, and kills it later; only GPUs raise an error, whereupon micro-batches are halved.
     """
-    job = samples.job
     if activations is None:
         return job.batch_size
     # Besides activations: gradients, then float64 sums and copies of them.
-    others = 4 * job.elements_at_once + 16 * samples.width * job.rows_of_sample
+    others = 4 * job.elements_at_once + 16 * math.prod(job.feature_shape(1, width))
     fits = max(1, min(job.batch_size, budget // (activations + others)))
     if fits < job.batch_size:
         _log.info("micro-batches of %d samples instead of %d save memory", fits, job.batch_size)
@@ -242,5 +300,5 @@ def _threads() -> AbstractContextManager[None]:
     A distributed worker takes its number of threads from the environment (1 by default), and a task
     on the main thread can use all cores.
     """
-    is_alone = current_thread() is main_thread() or on_worker()
+    is_alone = current_thread() is main_thread() or current_worker() is not None
     return nullcontext() if is_alone else few_threads()

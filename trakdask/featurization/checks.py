@@ -16,7 +16,7 @@ from trakdask.featurization.devices import activation_bytes
 from trakdask.featurization.failures import ModelError
 from trakdask.featurization.job import Samples
 from trakdask.models.curvature import Rotations, rotated
-from trakdask.models.gradient_checks import (
+from trakdask.models.gradients import (
     WeightedSum,
     require_same_as_loop,
     require_same_sum,
@@ -28,8 +28,6 @@ from trakdask.models.padding import ignores_padding
 from trakdask.models.rules import Products
 from trakdask.models.tasks import Batch, Forward
 from trakdask.models.tasks.protocol import SampleError
-
-__all__ = ["BlockCheck", "Checked", "checked_of"]
 
 _ROUGHLY = 0.05
 """Relative error that one sample of a later block may have.

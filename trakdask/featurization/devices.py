@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,44 +16,14 @@ from distributed import get_worker
 from distributed.system import MEMORY_LIMIT
 from torch import Tensor
 
-from trakdask.execution.scheduling import active_client
 from trakdask.models.tasks import Batch, Forward, Task
 from trakdask.projection.cuda import launched, missing
-
-__all__ = [
-    "activation_bytes",
-    "available_bytes",
-    "budget_bytes",
-    "check_device",
-    "described",
-    "device_of_task",
-    "is_out_of_memory",
-    "largest_memory",
-    "on_device",
-    "on_worker",
-    "states_bytes",
-]
 
 _log = logging.getLogger(__name__)
 
 _SHARE_OF_STATES = 0.2
 _LEAST_BUDGET, _BUDGET_OF_WEIGHTS = 96 * 2**20, 8
 _CPU = torch.device("cpu")
-
-
-def check_device(device: object) -> str:
-    """Check that a value names a device that tasks can run on."""
-    if device == "auto":
-        return "auto"
-    try:
-        if isinstance(device, str) and torch.device(device).type in ("cpu", "cuda"):
-            return device
-    except RuntimeError:
-        pass
-    raise ValueError(
-        "expected 'auto', 'cpu', 'cuda', or one GPU of each worker, such as 'cuda:1', as device, "
-        f"got {device!r}; try device='auto'"
-    )
 
 
 def device_of_task(asked: str) -> torch.device:
@@ -87,11 +58,8 @@ def on_device(forward: Forward, device: torch.device) -> Forward:
         return forward
     # Non-persistent buffers are not in checkpoints; the module has them on the CPU.
     own = {name: b for name, b in forward.module.named_buffers() if not b.is_meta}
-    parameters, buffers = (
-        {name: tensor.to(device) for name, tensor in tensors.items()}
-        for tensors in (forward.parameters, {**own, **forward.buffers})
-    )
-    return Forward(forward.module, parameters, buffers, forward.checkpoint, forward.dtype)
+    whole = replace(forward, buffers={**own, **forward.buffers})
+    return whole.mapped(lambda tensor: tensor.to(device))
 
 
 def described(device: torch.device) -> dict[str, Any]:
@@ -157,33 +125,18 @@ def states_bytes() -> int:
 
 
 def _threads_and_memory() -> tuple[int, int]:
-    try:
-        worker: Any = get_worker()
-    except ValueError:
+    worker = current_worker()
+    if worker is None:
         return CPU_COUNT, min(psutil.virtual_memory().available, MEMORY_LIMIT)
     return worker.state.nthreads, worker.memory_manager.memory_limit or MEMORY_LIMIT
 
 
-def largest_memory() -> float:
-    """Return the memory limit of the largest worker of the active client, or of this machine.
-
-    Infinite if the active client has no workers yet, or a worker without a limit.
-    """
-    client = active_client()
-    if client is None:
-        return float(MEMORY_LIMIT)
-    workers: dict[str, Any] = client.scheduler_info(n_workers=-1)["workers"]
-    limits = [worker["memory_limit"] for worker in workers.values()]
-    return float(max(limits)) if limits and all(limits) else math.inf
-
-
-def on_worker() -> bool:
-    """Return whether this code runs on a distributed worker."""
+def current_worker() -> Any:
+    """Return the distributed worker on which this code runs, or None."""
     try:
-        get_worker()
+        return get_worker()
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def is_out_of_memory(err: Exception) -> bool:

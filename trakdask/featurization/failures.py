@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from trakdask.errors import KernelError
-from trakdask.featurization.job import Job, Samples
+from trakdask.featurization.job import Samples
 from trakdask.models.checkpoints import Checkpoint
-
-__all__ = ["ERROR_DTYPE", "Block", "BlockResults", "ModelError", "is_of_samples"]
 
 Block = tuple[np.ndarray, ...]
 """Feature, output and out_to_loss, followed by error if failures are recorded."""
@@ -73,35 +70,25 @@ def not_finite(*arrays: np.ndarray) -> dict[int, str]:
     return {int(row): next(name for name, good in order if not good[row]) for row in bad}
 
 
-@dataclass(frozen=True)
 class BlockResults:
     """The results of a block so far, and the samples of it that failed."""
 
-    job: Job
-    checkpoint: Checkpoint
-    positions: np.ndarray
-    feature: np.ndarray
-    output: np.ndarray
-    out_to_loss: np.ndarray
-    raised: dict[int, Exception] = field(default_factory=dict)
-    reasons: dict[int, str] = field(default_factory=dict)
-
-    @classmethod
-    def empty(cls, samples: Samples, checkpoint: Checkpoint) -> BlockResults:
-        """Return the results of samples of which none has been computed."""
+    def __init__(self, samples: Samples, checkpoint: Checkpoint, width: int) -> None:
         n = len(samples)
-        feature, output, out_to_loss = (
-            np.full(shape, np.nan, np.float32) for shape in (samples.feature_shape(n), n, n)
-        )
-        return cls(samples.job, checkpoint, samples.positions, feature, output, out_to_loss)
+        self._on_error, self._positions = samples.job.on_error, samples.positions
+        self._checkpoint = checkpoint.name
+        shapes = samples.job.feature_shape(n, width), n, n
+        self.arrays = tuple(np.full(shape, np.nan, np.float32) for shape in shapes)
+        """Of feature, output and out_to_loss."""
+        self._raised: list[Exception] = []
+        self._reasons: dict[int, str] = {}
 
     def put(self, part: slice, block: Block) -> None:
         """Store the results of a micro-batch; non-finite samples raise an error or become NaN."""
         bad = not_finite(*block)
-        if bad and self.job.on_error == "raise":
+        if bad and self._on_error == "raise":
             raise self._not_finite(part.start, bad)
-        arrays = (self.feature, self.output, self.out_to_loss)
-        for array, values in zip(arrays, block, strict=True):
+        for array, values in zip(self.arrays, block, strict=True):
             array[part] = values
             array[part][list(bad)] = np.nan
         for row, name in bad.items():
@@ -110,33 +97,33 @@ class BlockResults:
     def fail(self, row: int, err: Exception) -> None:
         """Record the error that the model raised for a sample, whose results stay NaN."""
         # Only the first traceback is stored, because each one keeps the tensors of its frames.
-        self.raised[row] = err.with_traceback(None) if self.raised else err
+        self._raised.append(err.with_traceback(None) if self._raised else err)
         self._record(row, reason(err))
 
     def _record(self, row: int, why: str) -> None:
-        self.reasons[row] = why
-        name = self.checkpoint.name
-        _log.warning("sample %d failed at checkpoint %r: %s", self.positions[row], name, why)
+        self._reasons[row] = why
+        where = self._positions[row], self._checkpoint
+        _log.warning("sample %d failed at checkpoint %r: %s", *where, why)
 
     def _not_finite(self, start: int, bad: dict[int, str]) -> ValueError:
         row, name = next(iter(bad.items()))
-        position = self.positions[start + row]
+        position = self._positions[start + row]
         more = f" and {len(bad) - 1} more of this batch" if len(bad) > 1 else ""
         return ValueError(
             f"expected finite numbers, got NaN or infinity as the {name} of sample {position}"
-            f"{more} at checkpoint {self.checkpoint.name!r}; try on_error='record', which leaves "
+            f"{more} at checkpoint {self._checkpoint!r}; try on_error='record', which leaves "
             f"such samples out, and samples.isel(sample={position}) to inspect it"
         )
 
     def result(self) -> Block:
         """Return the block, or raise the first error if all of several samples failed."""
-        n = len(self.positions)
-        if 1 < n == len(self.raised):
-            raise self.raised[0]
-        block = (self.feature[..., None], self.output[:, None], self.out_to_loss[:, None])
-        if self.job.on_error == "raise":
+        n = len(self._positions)
+        if 1 < n == len(self._raised):
+            raise self._raised[0]
+        block = tuple(array[..., None] for array in self.arrays)
+        if self._on_error == "raise":
             return block
         error = np.full((n, 1), "", ERROR_DTYPE)
-        for row, why in self.reasons.items():
+        for row, why in self._reasons.items():
             error[row] = why
         return *block, error

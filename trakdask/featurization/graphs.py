@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import dask
@@ -13,16 +14,13 @@ import torch
 from dask.base import tokenize
 
 from trakdask.arrays.blocks import take
-from trakdask.featurization.block import (
-    axis_products,
-    featurize_block,
-    multiply_block,
-    squared_coordinates,
-)
+from trakdask.featurization.block import add_up_block, featurize_block, multiply_block
 from trakdask.featurization.failures import ERROR_DTYPE
 from trakdask.featurization.job import Job
 from trakdask.models.curvature import (
+    AxisProducts,
     Shapes,
+    SquaredCoordinates,
     eigenvectors_of,
     factors_by_name,
     factors_of,
@@ -33,27 +31,20 @@ from trakdask.models.kept_checkpoints import scales
 from trakdask.projection.back_projection import back_project
 from trakdask.projection.leading import back_project_leading
 
-__all__ = ["Inputs", "lazy_arrays", "lazy_products"]
-
-Inputs = dict[str, da.Array]
 Arrays = dict[str, da.Array]
 
 _VECTOR_BYTES = 2**28
 
 
-def lazy_arrays(job: Job, inputs: Inputs, token: str) -> Arrays:
+def lazy_arrays(job: Job, inputs: Arrays, token: str) -> Arrays:
     """Build the graph: a task per (sample block × checkpoint), and one per variable of it."""
-    bundle = _bundle(featurize_block, "sc", job, inputs, token)
+    tasks = _tasks(featurize_block, "sc", job, inputs, token, name=f"featurize-{token}")
     width = job.projector.width(job.row_map.n_rows)
-    feature = da.blockwise(
-        take, "spc", bundle, "sc", 0, None,
-        new_axes={"p": width}, name=f"feature-{token}",
-        dtype=np.float32, meta=np.empty((0, 0, 0), np.float32),
-    )  # fmt: skip
-    return {"feature": feature} | _others(job, bundle, "sc", token)
+    feature = _taken(tasks, "sc", "spc", 0, f"feature-{token}", new_axes={"p": width})
+    return {"feature": feature} | _others(job, tasks, "sc", token)
 
 
-def lazy_products(job: Job, inputs: Inputs, token: str, vectors: da.Array) -> Arrays:
+def lazy_products(job: Job, inputs: Arrays, token: str, vectors: da.Array) -> Arrays:
     """Build the graph of products of features with vectors, without the features.
 
     Parameters
@@ -86,44 +77,38 @@ def lazy_products(job: Job, inputs: Inputs, token: str, vectors: da.Array) -> Ar
         new_axes={"r": n_rows}, name=f"back-project-{token}", concatenate=True,
         align_arrays=False, dtype=np.float32, meta=np.empty((0, 0, 0), np.float32),
     )  # fmt: skip
-    bundle = _bundle(multiply_block, "svc", job, inputs, token, back, "vrc")
+    name = f"featurize-{token}"
+    tasks = _tasks(multiply_block, "svc", job, inputs, token, back, "vrc", name=name)
     assert job.partition is not None
-    product = da.blockwise(
-        take, "stvc", bundle, "svc", 0, None,
-        new_axes={"t": job.partition.size}, name=f"product-{token}",
-        dtype=np.float32, meta=np.empty((0,) * 4, np.float32),
-    )  # fmt: skip
+    new_axes = {"t": job.partition.size}
+    product = _taken(tasks, "svc", "stvc", 0, f"product-{token}", new_axes=new_axes)
     # All passes of a block give the same outputs.
-    return {"product": product} | _others(job, bundle.blocks[:, :1], "svc", token)
+    return {"product": product} | _others(job, tasks.blocks[:, :1], "svc", token)
 
 
 def lazy_curvature(
-    job: Job, inputs: Inputs, token: str, power: float | None
+    job: Job, inputs: Arrays, token: str, power: float | None
 ) -> tuple[da.Array, da.Array]:
     """Return eigenvectors (entry, checkpoint) and mean eigenvalues (coordinate, checkpoint).
 
     Two passes over the samples, a task for every block of each; their sums are added up in a tree.
     """
-    shapes = job.model.shapes
-    token = tokenize(token, power)
-    rows = next(iter(inputs.values())).chunks[0]
+    shapes, token = job.model.shapes, tokenize(token, power)
     n_entries = max((place.stop for *_, place in factors_of(shapes)), default=0)
 
-    def summed(run: Callable[..., Any], length: int, title: str, *more: Any) -> da.Array:
-        blocks = da.blockwise(
-            run, "bec",
-            _shared(job, token), None, power, None, _weights(job, token), "c",
-            _starts(rows, token), "b", *more, *_indexed(inputs, "b"),
-            new_axes={"e": length}, adjust_chunks={"b": 1}, name=f"{title}-{token}",
-            dtype=np.float64, meta=np.empty((0, 0, 0)), concatenate=True, align_arrays=False,
+    def summed(kind: Any, length: int, title: str, *eigenvectors: Any) -> da.Array:
+        blocks = _tasks(
+            partial(add_up_block, kind, power, length), "sec", job, inputs, token, *eigenvectors,
+            new_axes={"e": length}, adjust_chunks={"s": 1}, name=f"{title}-{token}",
+            dtype=np.float64,
         )  # fmt: skip
         total: da.Array = blocks.sum(axis=0, split_every=4)
         return total
 
-    sums = summed(axis_products, n_entries, "axis-products")
+    sums = summed(AxisProducts, n_entries, "axis-products", None, None)
     vectors = da.map_blocks(_eigenvectors, sums, shapes, dtype=np.float32)
-    squares = summed(squared_coordinates, job.row_map.n_parameters, "squares", vectors, "xc")
-    return vectors, squares / sum(rows)
+    squares = summed(SquaredCoordinates, job.row_map.n_parameters, "squares", vectors, "xc")
+    return vectors, squares / sum(next(iter(inputs.values())).chunks[0])
 
 
 def _eigenvectors(sums: np.ndarray, shapes: Shapes) -> np.ndarray:
@@ -151,11 +136,12 @@ def _back_project(job: Job, weights: np.ndarray, vectors: np.ndarray) -> np.ndar
     return found.numpy()[..., None]
 
 
-def _bundle(
-    run: Callable[..., Any], index: str, job: Job, inputs: Inputs, token: str, *more: Any
-) -> da.Array:
-    """Return one tuple of results per block of samples and checkpoint."""
-    bundle: da.Array = da.blockwise(
+def _tasks(
+    run: Callable[..., Any], index: str, job: Job, inputs: Arrays, token: str, *more: Any,
+    dtype: Any = object, **options: Any,
+) -> da.Array:  # fmt: skip
+    """Return what ``run`` returns for each block of samples and checkpoint, mostly a tuple."""
+    tasks: da.Array = da.blockwise(
         run,
         index,
         _shared(job, token),
@@ -166,13 +152,13 @@ def _bundle(
         "s",
         *more,
         *_indexed(inputs),
-        name=f"featurize-{token}",
-        dtype=object,
-        meta=np.empty((0,) * len(index), dtype=object),
+        dtype=dtype,
+        meta=np.empty((0,) * len(index), dtype=dtype),
         concatenate=True,
         align_arrays=False,  # all chunks match; aligning would warn about the outer product
+        **options,
     )
-    return bundle
+    return tasks
 
 
 def _shared(job: Job, token: str) -> Any:
@@ -207,26 +193,36 @@ def _start(size: int, block_id: tuple[int, ...]) -> np.ndarray:
     return np.array([block_id[0] * size])
 
 
-def _others(job: Job, bundle: da.Array, index: str, token: str) -> Arrays:
+def _others(job: Job, tasks: da.Array, index: str, token: str) -> Arrays:
     others: dict[str, Any] = {} if job.partition else {"feature_norm": np.dtype(np.float64)}
     others |= dict.fromkeys(("output", "out_to_loss"), np.dtype(np.float32))
     if job.on_error == "record":
         others["error"] = ERROR_DTYPE
-    get = take if index == "sc" else _take_of_first
     return {
-        name: da.blockwise(
-            get, "sc", bundle, index, item, None,
-            name=f"{name}-{token}", dtype=dtype, meta=np.empty((0, 0), dtype),
-        )
+        name: _taken(tasks, index, "sc", item, f"{name}-{token}", dtype)
         for item, (name, dtype) in enumerate(others.items(), start=1)
-    }  # fmt: skip
+    }
+
+
+def _taken(
+    tasks: da.Array, index: str, out: str, item: int, name: str, dtype: Any = np.float32,
+    **options: Any,
+) -> da.Array:  # fmt: skip
+    """Return one of the variables that each task returns."""
+    # Of several passes over a block, which axis v counts, one is enough where v is left out.
+    get = take if set(index) <= set(out) else _take_of_first
+    variable: da.Array = da.blockwise(
+        get, out, tasks, index, item, None,
+        name=name, dtype=dtype, meta=np.empty((0,) * len(out), dtype), **options,
+    )  # fmt: skip
+    return variable
 
 
 def _take_of_first(results: Any, key: Any) -> Any:
     return results[0][key]
 
 
-def _indexed(inputs: Inputs, block: str = "s") -> Iterator[Any]:
+def _indexed(inputs: Arrays) -> Iterator[Any]:
     for name, array in inputs.items():
         yield array
-        yield (block, *(f"{name}.{axis}" for axis in range(1, array.ndim)))
+        yield ("s", *(f"{name}.{axis}" for axis in range(1, array.ndim)))

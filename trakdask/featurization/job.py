@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trakdask.models.checkpoints import Checkpoint
-from trakdask.models.curvature import Curvature
 from trakdask.models.gradients import number_of_tokens
 from trakdask.models.model import Model
 from trakdask.models.padding import order_by_length, trimmed
@@ -20,9 +18,6 @@ from trakdask.models.rules import Products
 from trakdask.models.tasks import Batch
 from trakdask.models.tasks.protocol import SampleError
 from trakdask.projection import Projector, RowMap
-
-__all__ = ["DType", "Job", "OnError", "Partition", "Precision", "Samples"]
-
 
 OnError = Literal["raise", "record"]
 DType = Literal["float64", "float32", "bfloat16", "float16"]
@@ -47,23 +42,6 @@ class Precision:
     dtype: DType | None
     autocast: str | None
     matmul: str
-
-    @classmethod
-    def here(cls, dtype: DType | None) -> Precision:
-        """Return the settings that are active in the caller."""
-        autocast = None
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
-        return cls(dtype, autocast, torch.get_float32_matmul_precision())
-
-    def attrs(self) -> dict[str, str]:
-        """Return the settings as they are recorded in ``attrs``."""
-        return {
-            "dtype": self.dtype or "as given",
-            "autocast": self.autocast or "off",
-            "float32_matmul_precision": self.matmul,
-        }
 
     @contextmanager
     def applied(self, device: str = "cpu") -> Iterator[None]:
@@ -136,10 +114,9 @@ class Job:
     partition: Partition | None = None
     """How gradients are divided into parts; None for whole samples."""
 
-    @property
-    def rows_of_sample(self) -> int:
-        """Number of features of a sample."""
-        return 1 if self.partition is None else self.partition.size
+    def feature_shape(self, n_samples: int, width: int) -> tuple[int, ...]:
+        """Return the shape of the features of some samples at one checkpoint."""
+        return n_samples, *(() if self.partition is None else (self.partition.size,)), width
 
 
 @dataclass(frozen=True)
@@ -150,31 +127,11 @@ class Samples:
     positions: np.ndarray
     arrays: tuple[np.ndarray, ...]
     device: torch.device
-    moments: Checkpoint | None = None
-    """The second moments that scale gradients."""
-    curvature: Curvature | None = None
-    """The coordinates that gradients are projected in."""
-    keeps_rows: bool = True
-    """Whether a sample has features; False where gradients are only added up."""
     trims: bool = False
     """Whether padding that all samples of a batch share is cut."""
-    vectors: Mapping[str, Tensor] | None = None
-    """By parameter, what gradients are multiplied with, (vector, *shape); None to project them."""
 
     def __len__(self) -> int:
         return len(self.positions)
-
-    @property
-    def width(self) -> int:
-        """Length of a feature, or the number of products in its place."""
-        if self.vectors is not None:
-            return len(next(iter(self.vectors.values())))
-        return self.job.projector.width(self.job.row_map.n_rows) if self.keeps_rows else 0
-
-    def feature_shape(self, n_samples: int) -> tuple[int, ...]:
-        """Return the shape of the features of some samples at one checkpoint."""
-        partition = self.job.partition
-        return n_samples, *(() if partition is None else (partition.size,)), self.width
 
     def batch(self, part: slice | np.ndarray) -> Batch:
         """Return some of the samples as tensors."""

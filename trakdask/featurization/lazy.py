@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
+import math
+import re
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import numpy as np
 import torch
 import xarray as xr
+from distributed.system import MEMORY_LIMIT
 from torch import nn
 
 from trakdask._version import __version__
-from trakdask.featurization.devices import check_device, largest_memory
-from trakdask.featurization.graphs import Inputs, lazy_arrays
+from trakdask.checks import require_choice, require_integer, shown
+from trakdask.execution.scheduling import active_client
+from trakdask.featurization.graphs import Arrays, lazy_arrays
 from trakdask.featurization.job import DType, Job, OnError, Partition, Precision
-from trakdask.models.gradients import ENGINES, choose_engine, elements_at_once
+from trakdask.models.gradients import ENGINES
+from trakdask.models.layers import choose_engine, elements_at_once
 from trakdask.models.model import Model
 from trakdask.models.rules import BATCH_NORMS
 from trakdask.models.tasks import task_spec
@@ -27,18 +31,23 @@ from trakdask.provenance import digest
 from trakdask.samples import lazy_variables, normalise_coord, source_of, validate_samples
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
-__all__ = ["Divide", "Gradients", "Prepared", "featurize", "prepare"]
-
 Gradients = Literal["auto", "hooks", "vmap", "loop"]
-Divide = Callable[[Model, Inputs], Partition]
+Divide = Callable[[Model, Arrays], Partition]
 
 _log = logging.getLogger(__name__)
 
-_MOMENTS = "feature = p^-1/2 P^T D grad f, D = (sqrt(v) + 1e-8)^-1/2 with Adam's second moments v"
-_CURVATURE = (
-    "feature = [leading | q^-1/2 P^T others] of (L + d mean(L))^-1/2 U^T grad f, with eigenvalues "
-    "L and eigenvectors U of the curvature; leading coordinates are the first half of the columns"
-)
+_DEFAULT = SJLT(proj_dim=2048, seed=0)
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+_FORMULAS = {
+    (False, False): "feature = p^-1/2 P^T grad f",
+    (True, False): "feature = p^-1/2 P^T D grad f, D = (sqrt(v) + 1e-8)^-1/2 with Adam's second "
+    "moments v",
+    (False, True): "feature = [leading | q^-1/2 P^T others] of (L + d mean(L))^-1/2 U^T grad f, "
+    "with eigenvalues L and eigenvectors U of the curvature; leading coordinates are the first "
+    "half of the columns",
+}
+"""By whether there are second moments, and whether there is a curvature."""
 _MICRO_BATCH_BYTES = 2**28
 _MICRO_BATCH_MOST = 256
 
@@ -48,7 +57,7 @@ class Prepared:
     """What the graph of featurize is built from: all that is known before anything runs."""
 
     job: Job
-    inputs: Inputs
+    inputs: Arrays
     attrs: dict[str, Any]
     coords: dict[Hashable, Any]
 
@@ -193,7 +202,7 @@ def featurize(
         on_error=on_error,
     )
     block = max(next(iter(made.inputs.values())).chunks[0])
-    require_block_fits(made.job.projector, made.job.row_map.n_rows, block, largest_memory())
+    require_block_fits(made.job.projector, made.job.row_map.n_rows, block, _largest_memory())
     arrays = lazy_arrays(made.job, made.inputs, token=made.token)
     data = {n: (VARIABLES[n].dims, array, VARIABLES[n].attrs) for n, array in arrays.items()}
     return xr.Dataset(data, coords=made.coords, attrs=made.attrs)
@@ -203,12 +212,12 @@ def prepare(
     samples: xr.Dataset,
     model: Model,
     *,
-    projector: Projector | None,
-    gradients: Gradients,
-    batch_size: int | Literal["auto"],
-    dtype: DType | None,
-    device: str,
-    on_error: OnError,
+    projector: Projector | None = None,
+    gradients: Gradients = "auto",
+    batch_size: int | Literal["auto"] = "auto",
+    dtype: DType | None = None,
+    device: str = "auto",
+    on_error: OnError = "raise",
     divide: Divide | None = None,
     adds_up: bool = False,
 ) -> Prepared:
@@ -217,8 +226,8 @@ def prepare(
     ``divide`` says how to divide samples into parts, whose gradients are multiplied with vectors
     and not projected; ``adds_up``, that gradients are only added up.
     """
-    _require_options(model, gradients, dtype, on_error)
-    projector = _chosen_projector(projector)
+    projector = _DEFAULT if projector is None else projector
+    _require_options(model, projector, gradients, dtype, device, on_error)
     samples = validate_samples(samples)
     model = model.for_variables({str(n): array.ndim for n, array in samples.variables.items()})
     _require_running_statistics(model)
@@ -230,44 +239,78 @@ def prepare(
     partition = divide(model, inputs) if divide else None
     engine, reason = _engine(gradients, model, partition)
     _log.info("gradients by %s: %s", engine, reason)
-    n_parts = partition.size if partition else 1
-    sizes = {name: row_map.size(name) for name in row_map.names}
+    sizes = dict(zip(model.shapes, map(math.prod, model.shapes.values()), strict=True))
     held = elements_at_once(engine, model.meta_module(), sizes)
     if adds_up:  # the products of its axes take the whole gradient of a weight
         held = max(held, *sizes.values())
-    if engine == "tokens":
-        held *= n_parts
-    size = _batch_size(batch_size, "hooks" if partition else engine, held)
-    precision = Precision.here(dtype)
+    if engine == "tokens" and partition:
+        held *= partition.size
+    precision = _precision(dtype)
+    of_torch = {
+        "dtype": dtype or "as given",
+        "autocast": precision.autocast or "off",
+        "float32_matmul_precision": precision.matmul,
+    }
+    # The model's own token is part of it, because its spec does not tell all models apart: what a
+    # function reads from a closure, for example, is not in the fingerprint of the code.
+    spec = model.spec()
+    run_as = {"model": model.token, **spec, **of_torch, "engine": engine, "device": device}
     job = Job(
         model=model,
         projector=projector,
         row_map=row_map,
         engine=engine,
-        batch_size=size,
+        batch_size=_batch_size(batch_size, "hooks" if partition else engine, held),
         elements_at_once=held,
         inputs={name: (array.shape[1:], array.dtype) for name, array in inputs.items()},
         precision=precision,
-        device=check_device(device),
+        device=device,
         on_error=on_error,
-        checked_as=_checked_as(model, engine, precision, device),
+        checked_as=digest(run_as),
         partition=partition,
     )
-    attrs = {**_attrs(job, samples), "gradients_reason": reason}
+    attrs = {
+        **spec,
+        "projector": projector.spec(),
+        # Identified by what the model reads of them, so that metadata may change.
+        "source": source_of(samples, inputs),
+        "gradients": engine,
+        "batch_size": job.batch_size,
+        **of_torch,
+        "device": device,
+        "on_error": on_error,
+        **({"parts": partition.spec()} if partition else {}),
+        "formula": _FORMULAS["second_moments" in spec, "curvature" in spec],
+        "trakdask_version": __version__,
+        "torch_version": str(torch.__version__),
+        "gradients_reason": reason,
+    }
     names = [checkpoint.name for checkpoint in model.checkpoints]
     checkpoint = normalise_coord(CHECKPOINT, names, len(names))
     coords = {**samples.coords, CHECKPOINT: (CHECKPOINT, checkpoint)}
     return Prepared(job, inputs, attrs, coords)
 
 
-def _checked_as(model: Model, engine: str, precision: Precision, device: str) -> str:
-    """Name what a process finds out about a model, so that it need not do so for every call.
+def _precision(dtype: DType | None) -> Precision:
+    """Return the settings of torch that are active in the caller."""
+    autocast = None
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+    return Precision(dtype, autocast, torch.get_float32_matmul_precision())
 
-    The model's own token is part of it, because its spec does not tell all models apart: what a
-    function reads from a closure, for example, is not in the fingerprint of the code.
+
+def _largest_memory() -> float:
+    """Return the memory limit of the largest worker of the active client, or of this machine.
+
+    Infinite if the active client has no workers yet, or a worker without a limit.
     """
-    how = {"engine": engine, "device": device, **precision.attrs()}
-    return digest({"model": model.token, **model.spec(), **how})
+    client = active_client()
+    if client is None:
+        return float(MEMORY_LIMIT)
+    workers: dict[str, Any] = client.scheduler_info(n_workers=-1)["workers"]
+    limits = [worker["memory_limit"] for worker in workers.values()]
+    return float(max(limits)) if limits and all(limits) else math.inf
 
 
 def _engine(gradients: Gradients, model: Model, partition: Partition | None) -> tuple[str, str]:
@@ -278,7 +321,7 @@ def _engine(gradients: Gradients, model: Model, partition: Partition | None) -> 
     return str(gradients), "as asked"
 
 
-def _inputs(samples: xr.Dataset, model: Model) -> Inputs:
+def _inputs(samples: xr.Dataset, model: Model) -> Arrays:
     """Return lazy arrays of the task's inputs, looked up among the variables, then the coords."""
     names = getattr(model.task, "variables", None) or tuple(map(str, samples.data_vars))
     if missing := [name for name in names if name not in samples]:
@@ -300,70 +343,36 @@ def _batch_size(batch_size: int | Literal["auto"], engine: str, held: int) -> in
             # Below 32 samples, drawing the random matrix costs more than multiplying with it.
             fits = max(fits // 4, min(32, 4 * fits))
         return max(1, min(_MICRO_BATCH_MOST, fits))
-    is_integer = isinstance(batch_size, int | np.integer) and not isinstance(batch_size, bool)
-    if not is_integer or int(batch_size) < 1:
-        raise ValueError(
-            f"expected a positive integer or 'auto' as batch_size, got {batch_size!r}; try "
-            "batch_size='auto'"
-        )
-    return int(batch_size)
+    return require_integer("batch_size", batch_size, 1, remedy="try batch_size='auto'")
 
 
-def _attrs(job: Job, samples: xr.Dataset) -> dict[str, Any]:
-    return {
-        **job.model.spec(),
-        "projector": job.projector.spec(),
-        # Identified by what the model reads of them, so that metadata may change.
-        "source": source_of(samples, job.inputs),
-        "gradients": job.engine,
-        "batch_size": job.batch_size,
-        **job.precision.attrs(),
-        "device": job.device,
-        "on_error": job.on_error,
-        **({"parts": job.partition.spec()} if job.partition else {}),
-        "formula": _formula(job.model),
-        "trakdask_version": __version__,
-        "torch_version": str(torch.__version__),
-    }
-
-
-def _formula(model: Model) -> str:
-    if model.curvature:
-        return _CURVATURE
-    return _MOMENTS if model.second_moments else "feature = p^-1/2 P^T grad f"
-
-
-def _require_options(model: object, gradients: object, dtype: object, on_error: object) -> None:
+def _require_options(
+    model: object,
+    projector: object,
+    gradients: object,
+    dtype: object,
+    device: object,
+    on_error: object,
+) -> None:
     """Reject values that are none of those allowed."""
-    if gradients not in ("auto", *ENGINES):
-        raise ValueError(
-            f"expected one of {['auto', *ENGINES]} as gradients, got {gradients!r}; try "
-            "gradients='auto'"
-        )
-    if dtype not in (None, *get_args(DType)):
-        raise ValueError(
-            f"expected None or one of {get_args(DType)} as dtype, got {dtype!r}; try "
-            "dtype='float32'"
-        )
-    if on_error not in get_args(OnError):
-        raise ValueError(
-            f"expected 'raise' or 'record' as on_error, got {on_error!r}; try on_error='record'"
-        )
     if not isinstance(model, Model):
         raise TypeError(
             f"expected a td.Model as model, got {type(model).__name__}; try td.Model(build, "
             "checkpoints=[...], task=...)"
         )
-
-
-def _chosen_projector(projector: Projector | None) -> Projector:
-    """Return the projector, or the default."""
-    if projector is None:
-        return SJLT(proj_dim=2048, seed=0)
-    if isinstance(projector, type) or not isinstance(projector, Projector):
-        given = projector.__name__ if isinstance(projector, type) else type(projector).__name__
-        raise TypeError(f"expected a projector, got {given}; try projector=td.SJLT(proj_dim=2048)")
-    return projector
+    if not isinstance(projector, Projector):
+        raise TypeError(
+            f"expected a projector, got {shown(projector)}; try projector=td.SJLT(proj_dim=2048)"
+        )
+    require_choice("gradients", gradients, ["auto", *ENGINES], remedy="try gradients='auto'")
+    require_choice("on_error", on_error, get_args(OnError), remedy="try on_error='record'")
+    if dtype is not None:
+        require_choice("dtype", dtype, get_args(DType), remedy="try dtype='float32', or None")
+    if not (isinstance(device, str) and _DEVICE.fullmatch(device)):
+        raise ValueError(
+            "expected 'auto', 'cpu', 'cuda', or one GPU of each worker, such as 'cuda:1', as "
+            f"device, got {shown(device)}; try device='auto'"
+        )
 
 
 def _require_running_statistics(model: Model) -> None:

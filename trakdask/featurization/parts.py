@@ -14,17 +14,15 @@ import xarray as xr
 from dask.base import tokenize
 
 from trakdask.checks import shown
-from trakdask.featurization.graphs import Inputs, lazy_products
+from trakdask.featurization.graphs import Arrays, lazy_products
 from trakdask.featurization.job import DType, OnError, Partition
 from trakdask.featurization.lazy import Prepared, prepare
-from trakdask.models.hook_plan import require_layers_of_tokens
+from trakdask.models.layers import require_layers_of_tokens
 from trakdask.models.model import Model
 from trakdask.models.modules import select_parameters
 from trakdask.models.tasks import TrakTask
 from trakdask.projection import Projector
 from trakdask.variables import CHECKPOINT, MODULE, PROJ_DIM, SAMPLE, TOKEN
-
-__all__ = ["PartProducts", "Parts", "Text", "part_products"]
 
 Parts = Literal["token"] | Sequence[str] | Mapping[str, str | Sequence[str]]
 Text = Callable[[int], str] | Sequence[str]
@@ -74,10 +72,7 @@ def part_products(
         samples,
         model,
         projector=projector,
-        gradients="auto",
-        batch_size="auto",
         dtype=dtype,
-        device="auto",
         on_error=on_error,
         divide=functools.partial(_partition, parts),
     )
@@ -99,14 +94,14 @@ def _is_token(parts: object) -> bool:
     return isinstance(parts, str) and parts == TOKEN
 
 
-def _partition(parts: Parts, model: Model, inputs: Inputs) -> Partition:
+def _partition(parts: Parts, model: Model, inputs: Arrays) -> Partition:
     if _is_token(parts):
         return _tokens(model, inputs)
     groups, names = _groups_of_parameters(model.meta_module(), tuple(model.shapes), parts)
     return Partition(MODULE, len(names), groups, tuple(names))
 
 
-def _tokens(model: Model, inputs: Inputs) -> Partition:
+def _tokens(model: Model, inputs: Arrays) -> Partition:
     name, first = next(iter(inputs.items()))
     if first.ndim < 2 or first.shape[1] < 1:
         raise ValueError(
@@ -127,54 +122,46 @@ def _token_coords(
 ) -> dict[str, tuple[tuple[str, str], da.Array]]:
     """Return ids and texts of tokens, if the first input of the model holds ids."""
     names = getattr(model.task, "variables", None) or tuple(map(str, samples.data_vars))
-    name = str(names[0])
-    ids = samples[name].variable
-    is_ids = ids.ndim == 2 and ids.dtype.kind in "iu"
-    if not is_ids:
-        if text is not None:
-            raise ValueError(
-                f"expected token ids (sample, token) for text=, got {name!r} of {ids.dtype} over "
-                f"{ids.dims}; try leaving text out, and assign_coords(text=...)"
-            )
-        return {}
+    ids = samples[names[0]].variable
+    if ids.ndim != 2 or ids.dtype.kind not in "iu":
+        if text is None:
+            return {}
+        raise ValueError(
+            f"expected token ids (sample, token) for text=, got {names[0]!r} of {ids.dtype} over "
+            f"{ids.dims}; try leaving text out, and assign_coords(text=...)"
+        )
     data = da.asarray(ids.data)
-    coords = {name: ((SAMPLE, TOKEN), data)}
-    if text is not None:
-        coords["text"] = ((SAMPLE, TOKEN), _texts(data, text))
-    return coords
-
-
-def _texts(ids: da.Array, text: Text) -> da.Array:
+    coords = {names[0]: ((SAMPLE, TOKEN), data)}
+    if text is None:
+        return coords
     if not callable(text) and (isinstance(text, str) or not isinstance(text, Sequence)):
         raise TypeError(
             f"expected text as a function of a token id, or a list of all texts, got {shown(text)};"
             " try text=tokenizer.decode"
         )
     texts: da.Array = da.map_blocks(
-        functools.partial(_text_of, text=text), ids,
+        _text_of, data, text=text,
         dtype=_TEXT_DTYPE, meta=np.empty((0, 0), _TEXT_DTYPE),
-        name=f"text-{tokenize(ids.name, text)}",
+        name=f"text-{tokenize(data.name, text)}",
     )  # fmt: skip
-    return texts
+    return coords | {"text": ((SAMPLE, TOKEN), texts)}
 
 
 def _text_of(ids: np.ndarray, text: Text) -> np.ndarray:
     different, place = np.unique(ids, return_inverse=True)
-    words = [_one_text(int(number), text) for number in different]
+    words = []
+    for number in different.tolist():
+        try:
+            word = text(number) if callable(text) else text[number] if number >= 0 else None
+        except IndexError:
+            word = None
+        if not isinstance(word, str):
+            raise ValueError(
+                f"expected text= to give the text of token {number}, got {shown(word)}; try "
+                "text=tokenizer.decode"
+            )
+        words.append(word)
     return np.array(words, _TEXT_DTYPE)[place.reshape(ids.shape)]
-
-
-def _one_text(number: int, text: Text) -> str:
-    try:
-        word = text(number) if callable(text) else text[number] if number >= 0 else None
-    except IndexError:
-        word = None
-    if not isinstance(word, str):
-        raise ValueError(
-            f"expected text= to give the text of token {number}, got {shown(word)}; try "
-            "text=tokenizer.decode"
-        )
-    return word
 
 
 def _groups_of_parameters(
@@ -194,45 +181,41 @@ def _groups_of_parameters(
 
     Raises
     ------
-    TypeError, ValueError
+    ValueError
         If it is none of these, if a part selects nothing, or if two parts share a parameter.
     """
     groups: dict[str, int] = {}
-    titles = _patterns(parts)
-    for number, (title, patterns) in enumerate(titles.items()):
-        for name in set(select_parameters(module, patterns)) & set(names):
+    patterns = _patterns(parts)
+    for number, (title, globs) in enumerate(patterns.items()):
+        selected = set(select_parameters(module, globs)) & set(names)
+        if not selected:
+            raise ValueError(
+                f"expected parameters of the model in each part, got {title!r}: {globs}, which "
+                f"selects none of those that are differentiated; try globs of {list(names)[:4]}"
+            )
+        for name in selected:
             if name in groups:
                 raise ValueError(
                     f"expected each parameter in one part, got {name!r} in {title!r} and in "
-                    f"{list(titles)[groups[name]]!r}; try globs that exclude each other"
+                    f"{list(patterns)[groups[name]]!r}; try globs that exclude each other"
                 )
             groups[name] = number
-        if number not in groups.values():
-            raise ValueError(
-                f"expected parameters of the model in each part, got {title!r}: {patterns}, which "
-                f"selects none of those that are differentiated; try globs of {list(names)[:4]}"
-            )
-    rest = {name: len(titles) for name in names if name not in groups}
-    return groups | rest, [*titles, *([_OTHERS] if rest else [])]
+    rest = {name: len(patterns) for name in names if name not in groups}
+    return groups | rest, [*patterns, *([_OTHERS] if rest else [])]
 
 
-def _patterns(parts: Any) -> dict[str, list[str]]:
-    remedy = "try parts='token', parts=['attn', 'mlp'], or parts={'mlp': '*.mlp.*'}"
-    if isinstance(parts, str) or not isinstance(parts, Sequence | Mapping):
+def _patterns(parts: Any) -> dict[str, str | list[str]]:
+    """Return the globs of each part by its name."""
+    patterns = {}
+    if isinstance(parts, Mapping):
+        patterns = dict(parts)
+    elif isinstance(parts, Sequence) and not isinstance(parts, str):
+        patterns = {word: f"*{word}*" for word in parts}
+    are_names = all(isinstance(name, str) and name for name in patterns)
+    if not patterns or not are_names or _OTHERS in patterns:
         raise ValueError(
-            f"expected parts='token', a list or a mapping, got {shown(parts)}; {remedy}"
-        )
-    named = parts if isinstance(parts, Mapping) else {word: f"*{word}*" for word in parts}
-    patterns = {n: [p] if isinstance(p, str) else p for n, p in named.items()}
-    words: list[Any] = [
-        *patterns,
-        *(p for each in patterns.values() if isinstance(each, list) for p in each),
-    ]
-    if not patterns or not all(isinstance(each, list) and each for each in patterns.values()):
-        raise ValueError(f"expected names or globs for each part, got {shown(parts)}; {remedy}")
-    if not all(isinstance(word, str) and word for word in words) or _OTHERS in patterns:
-        raise ValueError(
-            f"expected names of parts as text, none of them {_OTHERS!r} or empty, got "
-            f"{shown(parts)}; {remedy}"
+            f"expected parts='token', a list of words, or globs by the names of parts, none of "
+            f"which is {_OTHERS!r}, got {shown(parts)}; try parts=['attn', 'mlp'], or "
+            "parts={'mlp': '*.mlp.*'}"
         )
     return patterns

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import socket
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +22,6 @@ from torch import Tensor
 from trakdask.checks import shown
 from trakdask.errors import CheckpointError
 from trakdask.files import Folder, location
-from trakdask.models.folders import checkpoint_folders, require_weight_files, weight_files
 
 State = dict[str, Tensor]
 CheckpointLike = str | Path | Mapping[str, Tensor]
@@ -29,6 +29,10 @@ Accept = Callable[[str, State, "Folder | None"], "Checkpoint | None"]
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
 _FEWEST_STATES = 2
+
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+_STEP = re.compile(r"checkpoint-(\d+)")
 
 
 class States:
@@ -285,6 +289,68 @@ def _open(name: str, value: CheckpointLike, key: str | None, accept: Accept) -> 
 
 def _read_files(places: Iterable[str], key: str | None) -> State:
     return {name: tensor for place in places for name, tensor in read_state(place, key).items()}
+
+
+def checkpoint_folders(folder: Folder) -> list[str]:
+    """Return the folders ``checkpoint-<step>`` that ``Trainer`` wrote, in the order of steps."""
+    steps = [match for name in folder.names() if (match := _STEP.fullmatch(name))]
+    return [f"{folder.url}/{match[0]}" for match in sorted(steps, key=lambda match: int(match[1]))]
+
+
+def weight_files(folder: Folder) -> list[str]:
+    """Return the names of the files with the weights in a folder: one, all shards, or none.
+
+    An adapter comes before a whole model, which PEFT does not write beside it. safetensors comes
+    before pickled files, as in transformers.
+
+    Raises
+    ------
+    CheckpointError
+        If the index of the shards cannot be read, or a shard that it names is missing.
+    """
+    names = folder.names()
+    for name in (*_ADAPTERS, *_WEIGHTS):
+        if name in names:
+            return [name]
+        if f"{name}.index.json" in names:
+            return _shards(folder, f"{name}.index.json", names)
+    return []
+
+
+def _shards(folder: Folder, index: str, present: list[str]) -> list[str]:
+    try:
+        names = sorted(set(folder.read_json(index)["weight_map"].values()))
+    except (ValueError, KeyError) as err:
+        raise CheckpointError(
+            f"expected the files of all tensors in {folder.url}/{index}, which cannot be read "
+            f"({type(err).__name__}: {err}); try copying the folder again"
+        ) from err
+    if missing := [name for name in names if name not in present]:
+        raise CheckpointError(
+            f"expected the {len(names)} files with weights in {folder.url!r} that its index names, "
+            f"got {missing[:3]} missing; try copying the folder again"
+        )
+    return names
+
+
+def require_weight_files(folder: Folder) -> list[str]:
+    """Return the places of the files with weights as :func:`weight_files`; there must be some."""
+    if files := weight_files(folder):
+        return [f"{folder.url}/{name}" for name in files]
+    if steps := checkpoint_folders(folder):
+        raise CheckpointError(
+            f"expected a folder with weights as checkpoint, got {folder.url!r} with the folders "
+            f"{[Path(step).name for step in steps[:3]]} of a run; try checkpoints={folder.url!r}, "
+            f"which takes all of them, or [{steps[-1]!r}]"
+        )
+    inside = folder.names()
+    weights = [name for name in inside if Path(name).suffix in (".pt", ".pth", ".safetensors")]
+    advice = repr(f"{folder.url}/{weights[0]}") if weights else "the folder of save_pretrained"
+    raise CheckpointError(
+        "expected a file, or a folder with model.safetensors, its shards and their index, or "
+        f"adapter_model.safetensors, as checkpoint, got the folder {folder.url!r} with "
+        f"{weights[:5] or inside[:5] or 'nothing inside (or it does not exist)'}; try {advice}"
+    )
 
 
 def folder_at(place: str) -> Folder | None:

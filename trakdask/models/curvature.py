@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -133,27 +133,8 @@ def factors_by_name(
     return {name: scale[place] for name, place in places_of(shapes).items()}
 
 
-def whole(shapes: Shapes, sink: Callable[[str, Tensor], None]) -> Callable[..., None]:
-    """Return a sink that collects the slices of a parameter, and passes on whole gradients only.
-
-    The matrix of an axis is a sum of products of whole gradients.
-    """
-    slices: dict[str, list[Tensor]] = {}
-
-    def add(name: str, gradient: Tensor, first: int | None = None) -> None:
-        if first is None:
-            sink(name, gradient)
-            return
-        # A copy, because engines write the next slice over this one.
-        slices.setdefault(name, []).append(gradient.clone())
-        if first + gradient.shape[1] == math.prod(shapes[name]):
-            sink(name, torch.cat(slices.pop(name), 1))
-
-    return add
-
-
-class AxisProducts:
-    """A sink that adds up Σ h M Mᵀ of every axis, the small matrices of the curvature.
+class Sums:
+    """A sink that adds up something over the gradients of a micro-batch, and keeps no rows.
 
     Parameters
     ----------
@@ -161,18 +142,39 @@ class AxisProducts:
         The selected parameters.
     weights
         h of each sample, (n,).
-    sums
-        (entry,) float64, to which the products are added.
+    total
+        What the sums are added to once all gradients are there: a micro-batch that runs out of
+        memory is divided and starts again.
     """
 
-    def __init__(self, shapes: Shapes, weights: Tensor, sums: np.ndarray) -> None:
-        self._shapes, self._weights, self._sums = shapes, weights, sums
+    def __init__(self, shapes: Shapes, weights: Tensor, total: np.ndarray) -> None:
+        self._shapes, self._weights, self._total = shapes, weights, total
+        self._sums = np.zeros_like(total)
+
+    def result(self) -> Tensor:
+        """Add the sums to the total, and return rows without columns."""
+        self._total += self._sums
+        return torch.empty(len(self._weights), 0)
+
+
+class AxisProducts(Sums):
+    """Adds up Σ h M Mᵀ of every axis, (entry,), the small matrices of the curvature."""
+
+    def __init__(self, shapes: Shapes, weights: Tensor, total: np.ndarray) -> None:
+        super().__init__(shapes, weights, total)
         self._factors: dict[str, list[tuple[int, slice]]] = {name: [] for name in shapes}
         for name, axis, _, place in factors_of(shapes):
             self._factors[name].append((axis, place))
+        self._slices: dict[str, list[Tensor]] = {name: [] for name in shapes}
 
-    def __call__(self, name: str, gradient: Tensor) -> None:
-        """Add the gradients of a parameter, (n, numel)."""
+    def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
+        """Add the gradients of a parameter, (n, numel), or a slice of them."""
+        if first is not None:
+            # The products take whole gradients. A copy, because the next slice overwrites this one.
+            self._slices[name].append(gradient.clone())
+            if first + gradient.shape[1] < math.prod(self._shapes[name]):
+                return
+            gradient = torch.cat(self._slices.pop(name), 1)
         value = wide(gradient).reshape(len(gradient), *axes_of(self._shapes[name]))
         weighted = value * self._weights.sqrt().to(value).view(-1, *[1] * (value.ndim - 1))
         for axis, place in self._factors[name]:
@@ -183,23 +185,12 @@ class AxisProducts:
             self._sums[place] += (rows @ rows.T).flatten().double().numpy(force=True)
 
 
-class SquaredCoordinates:
-    """A sink that adds up Σ h g² of every coordinate, the eigenvalues of the curvature.
+class SquaredCoordinates(Sums):
+    """Adds up Σ h g² of every coordinate, (coordinate,), the eigenvalues of the curvature."""
 
-    Parameters
-    ----------
-    shapes, weights
-        As for :class:`AxisProducts`.
-    sums
-        (coordinate,) float64, to which the squares are added.
-    """
-
-    def __init__(self, shapes: Shapes, weights: Tensor, sums: np.ndarray) -> None:
-        self._weights, self._sums, self._places = weights, sums, places_of(shapes)
-
-    def __call__(self, name: str, gradient: Tensor, first: int | None = None) -> None:
+    def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
         """Add the rotated gradients of a parameter, (n, numel), or a slice of them."""
-        start = self._places[name].start + (first or 0)
+        start = places_of(self._shapes)[name].start + (first or 0)
         squares = self._weights.to(gradient.device) @ gradient.float().square()
         self._sums[start : start + len(squares)] += squares.double().numpy(force=True)
 

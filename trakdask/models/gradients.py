@@ -7,19 +7,28 @@ must copy it. Engines never compute gradients of other parameters, and store not
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from trakdask.models.calls import hook_plan
 from trakdask.models.curvature import Rotations, rotated
-from trakdask.models.hook_plan import hook_plan, hookable_layers
-from trakdask.models.hooks import GradientCollector, whole_parameters
-from trakdask.models.independence import reads_values, require_same_alone, row_of
+from trakdask.models.hooks import GradientCollector
+from trakdask.models.independence import allowed_error, reads_values, require_same_alone, row_of
 from trakdask.models.tasks import Batch, Forward, Task, TrakTask
 from trakdask.models.tasks.protocol import CachingForward
 from trakdask.models.torch_internals import no_fast_path
+
+# Engines to try where another one is wrong.
+_SAFER = {"hooks": "'vmap', or 'loop'", "vmap": "'loop'", "tokens": "'loop'"}
+
+# Samples in a weighted sum: the errors of more would add up to what a wrong gradient looks like,
+# and eight still show a gradient that belongs to another sample.
+_MOST_IN_HALF_PRECISION = 8
 
 
 class Sink(Protocol):
@@ -29,22 +38,10 @@ class Sink(Protocol):
         """Receive a parameter's gradient, or, in order, a slice that starts at ``first``."""
 
 
-class Engine(Protocol):
-    """A way to compute per-sample gradients."""
-
-    def __call__(
-        self,
-        forward: Forward,
-        task: Task,
-        batch: Batch,
-        names: Sequence[str],
-        sink: Sink,
-        rotations: Rotations | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Pass gradients to the sink; return output and out_to_loss, both (batch,) float32.
-
-        ``rotations`` are other coordinates in which the sink receives the gradients.
-        """
+Engine = Callable[..., tuple[Tensor, Tensor]]
+"""Takes forward, task, batch, names of parameters, a sink, and, by name, ``rotations``: other
+coordinates in which the sink receives gradients. Returns output and out_to_loss, (batch,) float32.
+"""
 
 
 @no_fast_path()
@@ -111,6 +108,7 @@ def vmap_gradients(
     return outputs.float(), out_to_loss_of(forward, task, batch)
 
 
+@no_fast_path()
 def hooks_gradients(
     forward: Forward,
     task: Task,
@@ -118,6 +116,7 @@ def hooks_gradients(
     names: Sequence[str],
     sink: Sink,
     rotations: Rotations | None = None,
+    by_token: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute gradients layer by layer during one batched backward pass.
 
@@ -125,47 +124,16 @@ def hooks_gradients(
     handle come last, from :func:`vmap_gradients`. Cost: about one forward and one backward pass.
     Memory: activations of the batch, and batch × the largest parameter (only 4 MB for linear and
     embedding layers). The model must treat samples independently.
-    """
-    return _recorded_gradients(forward, task, batch, names, sink, rotations)
 
-
-def token_gradients(
-    forward: Forward,
-    task: Task,
-    batch: Batch,
-    names: Sequence[str],
-    sink: Sink,
-    rotations: Rotations | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Compute what each token contributes to the gradients, as :func:`hooks_gradients` does.
-
-    The sink receives (batch * tokens, numel), all tokens of the first sequence first. Their sum is
-    the gradient of the sequence. A sink of :class:`Products` receives products instead.
+    With ``by_token``, the sink receives what each token contributes, (batch * tokens, numel), all
+    tokens of the first sequence first, whose sum is the gradient of the sequence. A sink of
+    :class:`Products` receives products instead.
 
     Raises
     ------
     ValueError
-        If a layer has no axis of tokens.
+        If a layer has no axis of tokens, and they are asked for.
     """
-    n_tokens = number_of_tokens(batch)
-    return _recorded_gradients(forward, task, batch, names, sink, rotations, n_tokens)
-
-
-def number_of_tokens(batch: Batch) -> int:
-    """Return the length of the sequences, which is that of the first input."""
-    return int(next(iter(batch.values())).shape[1])
-
-
-@no_fast_path()
-def _recorded_gradients(
-    forward: Forward,
-    task: Task,
-    batch: Batch,
-    names: Sequence[str],
-    sink: Sink,
-    rotations: Rotations | None,
-    n_tokens: int | None = None,
-) -> tuple[Tensor, Tensor]:
     if isinstance(task, TrakTask):
         raise ValueError(
             "expected a task that runs batches, as gradients='hooks' needs, got one that runs one "
@@ -174,6 +142,7 @@ def _recorded_gradients(
     hookable, axes = hook_plan(forward, task, batch, tuple(names))
     parameters = {name: tensor.detach() for name, tensor in forward.parameters.items()}
     once = CachingForward(forward.with_parameters(parameters))
+    n_tokens = number_of_tokens(batch) if by_token else None
     collector = GradientCollector(
         once, hookable.layers, axes, batch.size, sink, n_tokens, rotations
     )
@@ -205,40 +174,6 @@ def _in_coordinates(
     return rotated(gradient, tuple(forward.parameters[name].shape), rotations[name])
 
 
-def choose_engine(module: torch.nn.Module, task: Task, names: Sequence[str]) -> tuple[str, str]:
-    """Return the engine that ``gradients="auto"`` chooses, and the reason."""
-    if isinstance(task, TrakTask):
-        return "vmap", "the task hands the model one sample at a time"
-    hookable = hookable_layers(module, names)
-    if not hookable.layers:
-        return "vmap", "no selected parameter belongs to a layer of its own"
-    if hookable.rest:
-        return (
-            "hooks",
-            f"{len(hookable.rest)} of {len(names)} parameters by vmap: {hookable.rest[0]}",
-        )
-    return "hooks", "all selected parameters belong to layers"
-
-
-def elements_at_once(engine: str, module: torch.nn.Module, sizes: Mapping[str, int]) -> int:
-    """Return how many gradient elements of a sample an engine holds in memory at once.
-
-    Parameters
-    ----------
-    engine
-        Name of the engine.
-    module
-        The model.
-    sizes
-        Number of elements of each selected parameter.
-    """
-    if engine not in ("hooks", "tokens"):
-        return sum(sizes.values())
-    hookable = hookable_layers(module, tuple(sizes))
-    held = [sizes[name] for name in whole_parameters(module, hookable.layers)]
-    return max([*held, sum(sizes[name] for name in hookable.rest)])
-
-
 ENGINES: dict[str, Engine] = {
     "hooks": hooks_gradients,
     "vmap": vmap_gradients,
@@ -249,7 +184,12 @@ ENGINES: dict[str, Engine] = {
 
 def engine_of(name: str) -> Engine:
     """Return one of the engines, or ``"tokens"``, the one whose gradients are those of tokens."""
-    return token_gradients if name == "tokens" else ENGINES[name]
+    return partial(hooks_gradients, by_token=True) if name == "tokens" else ENGINES[name]
+
+
+def number_of_tokens(batch: Batch) -> int:
+    """Return the length of the sequences, which is that of the first input."""
+    return int(next(iter(batch.values())).shape[1])
 
 
 def out_to_loss_of(forward: Forward, task: Task, batch: Batch) -> Tensor:
@@ -268,3 +208,136 @@ def require_per_sample(value: object, size: int, method: str) -> Tensor:
         f"expected shape ({size},) from task.{method}, one number per sample for a batch of "
         f"{size}, got {returned}; try a sum over the other axes, or [:, 0]"
     )
+
+
+# ---------------------------------------------------------------------------------------- checks
+#
+# Gradients are added up, each times a weight of its own, and compared with autograd's gradient of
+# the weighted sum of f. An engine that hands a sample the gradient of another one, or overlooks a
+# use of a parameter, gives another sum.
+
+
+class WeightedSum:
+    """A sink that adds up the gradients of samples, each times a weight, and passes them on.
+
+    Parameters
+    ----------
+    weights
+        Of consecutive samples of a batch.
+    size
+        Number of samples of the batch.
+    first
+        The first sample that has a weight.
+    sink
+        Receives the gradients, too.
+    """
+
+    def __init__(
+        self, weights: Tensor, size: int, first: int = 0, sink: Sink | None = None
+    ) -> None:
+        self.sums: dict[str, list[Tensor]] = defaultdict(list)
+        self.buffer_for = getattr(sink, "buffer_for", None)
+        self._weights, self._size, self._first, self._sink = weights, size, first, sink
+
+    def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
+        """Add the gradients of a parameter, (rows, n), or a slice of them."""
+        k = len(gradient) // self._size  # rows of a sample: its tokens, or 1
+        rows = gradient[self._first * k :][: len(self._weights) * k]
+        weights = self._weights.to(rows.device).repeat_interleave(k)
+        # A gradient of zero is one number expanded to all rows, which a product would copy.
+        is_expanded = rows.stride(0) == 0
+        total = rows[0] * weights.sum() if is_expanded else weights @ rows.to(weights.dtype)
+        self.sums[name].append(total)
+        if self._sink is not None:
+            self._sink(name, gradient, first)  # last, because a sink may overwrite the gradient
+
+
+def summed_gradient(
+    forward: Forward, task: Task, batch: Batch, names: Sequence[str], weights: Tensor
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Return autograd's gradient of the weighted sum of f over a batch, f and Q, by one pass."""
+    selected = {name: forward.parameters[name].detach().requires_grad_() for name in names}
+    once = CachingForward(forward.with_parameters(selected))
+    output = require_per_sample(task.output(once, batch), batch.size, "output")
+    out_to_loss = out_to_loss_of(once, task, batch)
+    once.forget()
+    total = (output * weights.to(output)).sum()
+    gradients = torch.autograd.grad(total, list(selected.values()), materialize_grads=True)
+    return dict(zip(names, gradients, strict=True)), output.detach(), out_to_loss
+
+
+def sample_weights(forward: Forward, size: int) -> Tensor:
+    """Return a different weight for each sample, so that a sum shows which gradient is whose.
+
+    A sum over many samples in half precision would lose the digits that are compared, so there the
+    weights of most of them are zero.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(size, generator=generator, dtype=torch.float64)
+    if any(t.is_floating_point() and t.dtype.itemsize < 4 for t in forward.parameters.values()):
+        weights[_MOST_IN_HALF_PRECISION:] = 0
+    is_double = all(t.dtype == torch.float64 for t in forward.parameters.values())
+    return weights if is_double else weights.float()
+
+
+def require_same_sum(
+    engine: str,
+    sums: Mapping[str, Sequence[Tensor]],
+    expected: Mapping[str, Tensor],
+    least: float = 0.0,
+) -> None:
+    """Compare weighted sums of an engine's gradients with those of autograd.
+
+    Parameters
+    ----------
+    engine
+        Name of the engine.
+    sums
+        Of :class:`WeightedSum`.
+    expected
+        Of :func:`summed_gradient`.
+    least
+        As in :func:`allowed_error`.
+
+    Raises
+    ------
+    ValueError
+        If a sum differs by more, relative to the norm of all parameters together. (A parameter
+        alone may have almost no gradient, and then only rounding errors.)
+    """
+    flat = torch.cat([gradient.flatten() for gradient in expected.values()]).double()
+    errors = torch.cat([part for name in expected for part in sums[name]]) - flat
+    norm, error = flat.norm(), errors.norm()
+    # With weights drawn from a normal distribution, the norm of the sum is about that of a sample's
+    # gradient times the root of their number, so rounding stays as small in the sum as in each.
+    if error > allowed_error(expected.values(), least) * norm:
+        sizes = [gradient.numel() for gradient in expected.values()]
+        of_parameters = torch.stack([part.norm() for part in errors.split(sizes)])
+        name = list(expected)[int(of_parameters.argmax())]
+        raise ValueError(
+            f"gradients={engine!r} gives gradients that differ from those of one backward pass per "
+            f"sample by {float(error / norm):.2g} of their norm, most in {name!r}: the model may "
+            "reorder or mix the samples of a batch, or use a parameter outside its layer; try "
+            f"gradients={_SAFER[engine]}"
+        )
+
+
+def require_same_as_loop(
+    engine: str, forward: Forward, task: Task, batch: Batch, names: Sequence[str]
+) -> None:
+    """Check an engine on a few samples against one backward pass for each.
+
+    Raises
+    ------
+    ValueError
+        If gradients differ by more than rounding error.
+    """
+    size = batch.size
+    weights = sample_weights(forward, size)
+    seen = WeightedSum(weights, size)
+    engine_of(engine)(forward, task, batch, names, seen)
+    alone = [
+        summed_gradient(forward, task, row_of(batch, i), names, weights[i])[0] for i in range(size)
+    ]
+    expected = {name: torch.stack([of_one[name] for of_one in alone]).sum(0) for name in names}
+    require_same_sum(engine, seen.sums, expected)

@@ -14,7 +14,7 @@ terms come from the same backward pass as the sum, if batches of tokens are aske
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,15 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trakdask.models.curvature import Rotations, rotated
-from trakdask.models.hook_plan import Axes, Layer, hooked
-from trakdask.models.local_gradients import (
+from trakdask.models.calls import (
+    Axes,
     Call,
     batch_first,
     first_leaf,
+    hooked,
     is_floating,
     local_gradients,
 )
+from trakdask.models.curvature import Rotations, rotated
+from trakdask.models.layers import Layer, rules_by_parameter
 from trakdask.models.rules import (
     BY_POSITION,
     PRODUCTS,
@@ -57,23 +59,6 @@ _SLICE_BYTES = {"cpu": 2**22, "cuda": 2**28}
 # Rounding errors are far below, but can grow from layer to layer, and in half precision a layer's
 # input is known to three digits.
 _ROUGHLY = 0.05
-
-
-def whole_parameters(
-    module: nn.Module, layers: Sequence[Layer], allowed: Collection[Rule] = SLICEABLE
-) -> set[str]:
-    """Return the parameters whose gradients cannot be computed in slices of rows.
-
-    More generally, those whose gradients are not always computed by one of the allowed rules.
-    """
-    whole = set()
-    for layer in layers:
-        rules = rules_of(module.get_submodule(layer.path)) or {}
-        by_rules = set(layer.selected) <= set(rules)
-        for inside, name in layer.selected.items():
-            if not by_rules or rules[inside] not in allowed:
-                whole.add(name)
-    return whole
 
 
 class GradientCollector:
@@ -114,14 +99,10 @@ class GradientCollector:
     ) -> None:
         self._forward = forward
         self._rotations = rotations or {}
-        grouped = [
-            name
-            for layer in layers
-            for name in layer.selected.values()
-            if getattr(forward.module.get_submodule(layer.path), "groups", 1) > 1
-        ]
-        late = {*whole_parameters(forward.module, layers, TURNABLE), *grouped}
-        self._rotated_last = {name for name in late if self._rotations.get(name)}
+        rules = rules_by_parameter(forward.module, layers)
+        self._rotated_last = {
+            n for n in rules if self._rotations.get(n) and not rules[n] <= TURNABLE
+        }
         self._layers = layers
         self._axes = axes
         self._n_samples = n_samples
@@ -130,17 +111,16 @@ class GradientCollector:
         self._sink = sink
         self._products = sink if isinstance(sink, Products) and n_tokens else None
         self._n_calls: dict[str, int] = defaultdict(int)
-        # How many uses of a parameter are still to come, and the sum of those that have been.
-        self._due = {name: 0 for layer in layers for name in layer.selected.values()}
-        self._sums: dict[str, Tensor] = {}
+        # How many uses of a parameter are still to come, and those that have been.
+        self._due = dict.fromkeys(rules, 0)
+        self._uses: dict[str, list[RowsOfGradient]] = {name: [] for name in self._due}
         self._buffer_for = getattr(sink, "buffer_for", None)
-        whole = whole_parameters(forward.module, layers)
-        self._copied = whole_parameters(forward.module, layers, WRITES_TO)
-        self._slices: dict[str, list[RowsOfGradient]] = {
-            name: []
-            for name in self._due
-            if name not in whole | self._rotated_last
-            and (self._has_buffer(name) or self._is_large(name))
+        direct = {name for name in rules if rules[name] <= WRITES_TO}
+        self._direct = direct if self._buffer_for else set()
+        self._sliced = {
+            name
+            for name in rules
+            if rules[name] <= SLICEABLE and (name in self._direct or self._is_large(name))
         }
         # Calls whose gradients are not known yet, by the number of their hook: a layer may be
         # called several times, and autograd finishes calls in another order than they were made.
@@ -193,12 +173,8 @@ class GradientCollector:
         """Run the backward pass of the summed outputs, passing gradients to the sink on the way."""
         if output.requires_grad:
             output.sum().backward()  # also through tensors that the model made require gradients
-        # What remains was not called, or has no effect on the output.
-        for name in list(self._due):
-            if self._slices.get(name):
-                self._deliver_slices(name)
-            else:
-                self._deliver(name, self._sums.pop(name, None))
+        for name in list(self._due):  # not called, or without an effect on the output
+            self._deliver(name)
 
     def release(self) -> None:
         """Release all tensors, which reference cycles of the hooks would keep alive."""
@@ -206,7 +182,7 @@ class GradientCollector:
             handle.remove()
         self._handles.clear()
         self._calls.clear()
-        self._slices.clear()
+        self._uses.clear()
 
     def _hook_of(self, layer: Layer) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -309,11 +285,7 @@ class GradientCollector:
         matrices = {} if name in self._rotated_last else self._rotations.get(name, {})
         if matrices:
             rule, x, delta = turned(rule, call.module, x, delta, matrices)
-        rows_of_gradient = partial(rule, call.module, x, delta, call.buffers)
-        if name in self._slices:
-            self._postpone(name, rows_of_gradient)
-        else:
-            self._add(name, rows_of_gradient())
+        self._use(name, partial(rule, call.module, x, delta, call.buffers))
 
     def _locally(self, call: Call, deltas: Sequence[Tensor | None], axes: Sequence[int]) -> None:
         """Differentiate a module without rules on its own, row by row."""
@@ -327,7 +299,8 @@ class GradientCollector:
                 tensors[name.removeprefix(prefix)] = tensor
         gradients = local_gradients(call, tensors, deltas, axes, self._n_rows)
         for inside, name in layer.selected.items():
-            self._add(name, gradients[inside].reshape(self._n_rows, -1))
+            gradient = gradients[inside].reshape(self._n_rows, -1)
+            self._use(name, lambda gradient=gradient: gradient)
 
     def _by_token(
         self, call: Call, deltas: Sequence[Tensor | None], axes: Sequence[int]
@@ -352,38 +325,45 @@ class GradientCollector:
         parameter = self._forward.parameters[name]
         return self._n_rows * parameter.nbytes > _slice_bytes(parameter)
 
-    def _postpone(self, name: str, rows_of_gradient: RowsOfGradient) -> None:
-        """Postpone a large gradient until all uses of the parameter are known."""
+    def _use(self, name: str, rows_of_gradient: RowsOfGradient) -> None:
+        """Keep what gives the gradient of one use; after the last one, pass on their sum."""
+        if self._products is not None:  # they are linear: no need to wait for the other uses
+            self._products(name, rows_of_gradient())
+            return
+        self._uses[name].append(rows_of_gradient)
         self._due[name] -= 1
-        self._slices[name].append(rows_of_gradient)
         if not self._due[name]:
-            self._deliver_slices(name)
+            self._deliver(name)
 
-    def _deliver_slices(self, name: str) -> None:
-        """Compute the gradients of some rows of a weight after the other, and pass them on."""
-        uses, n_rows = self._slices.pop(name), len(self._forward.parameters[name])
-        width, start = self._forward.parameters[name][0].numel(), 0
+    def _deliver(self, name: str) -> None:
+        """Pass on the gradient of a parameter, or of some of its rows after the other."""
         del self._due[name]
-        while start < n_rows:
-            n, buffer = self._next_rows(name, start)
-            rows = slice(start, min(start + n, n_rows))
-            gradient = uses[0](rows) if buffer is None else uses[0](rows, buffer)
-            if len(uses) > 1:
-                gradient = gradient.clone()  # rules reuse the buffer of a gradient
-            for use in uses[1:]:
-                gradient += use(rows)
-            self._sink(name, gradient, start * width)
-            start = rows.stop
-
-    def _has_buffer(self, name: str) -> bool:
-        return self._buffer_for is not None and name not in self._copied
+        uses, parameter = self._uses.pop(name), self._forward.parameters[name]
+        if not uses and isinstance(self._sink, Products):
+            return  # a gradient of zero adds nothing
+        if not uses:
+            zeros = parameter.new_zeros(1).expand(self._n_rows, parameter.numel())
+            self._sink(name, zeros)
+        elif name not in self._sliced:
+            gradient = _summed(uses)
+            if name in self._rotated_last:
+                shape = tuple(parameter.shape)
+                gradient = rotated(gradient, shape, self._rotations[name])
+            self._sink(name, gradient)
+        else:
+            start, width = 0, parameter[0].numel()
+            while start < len(parameter):
+                n, buffer = self._next_rows(name, start)
+                rows = slice(start, min(start + n, len(parameter)))
+                self._sink(name, _summed(uses, rows, buffer), start * width)
+                start = rows.stop
 
     def _next_rows(self, name: str, start: int) -> tuple[int, Tensor | None]:
         """Return how many rows of a weight to compute next, and where to write their gradient."""
         parameter = self._forward.parameters[name]
         width = parameter[0].numel()
         buffer = None
-        if self._buffer_for is not None and self._has_buffer(name):
+        if self._buffer_for is not None and name in self._direct:
             buffer = self._buffer_for(name, start * width)
         if buffer is None:
             bytes_of_row = self._n_rows * width * parameter.element_size()
@@ -391,30 +371,18 @@ class GradientCollector:
         n = buffer.shape[1] // width
         return (n, buffer[:, : n * width]) if n else (1, None)
 
-    def _add(self, name: str, gradient: Tensor) -> None:
-        """Add the gradient of one use of a parameter, and pass the sum on if it is the last."""
-        if self._products is not None:  # they are linear: no need to wait for the other uses
-            self._products(name, gradient)
-            return
-        self._due[name] -= 1
-        if name in self._sums:
-            gradient = self._sums.pop(name).add_(gradient)
-        if self._due[name]:
-            self._sums[name] = gradient.clone()  # rules reuse the buffer of a gradient
-        else:
-            self._deliver(name, gradient)
 
-    def _deliver(self, name: str, gradient: Tensor | None) -> None:
-        del self._due[name]
-        if gradient is None:
-            if isinstance(self._sink, Products):
-                return  # a gradient of zero adds nothing
-            parameter = self._forward.parameters[name]
-            gradient = parameter.new_zeros(1).expand(self._n_rows, parameter.numel())
-        elif name in self._rotated_last:
-            shape = tuple(self._forward.parameters[name].shape)
-            gradient = rotated(gradient, shape, self._rotations[name])
-        self._sink(name, gradient)
+def _summed(
+    uses: Sequence[RowsOfGradient], rows: slice | None = None, into: Tensor | None = None
+) -> Tensor:
+    """Return the sum of the gradients of all uses, in ``into`` if the first one can write there."""
+    where = () if rows is None else (rows,)
+    gradient = uses[0](*where) if into is None else uses[0](*where, into)
+    if len(uses) > 1:
+        gradient = gradient.clone()  # rules reuse the buffer of a gradient
+    for use in uses[1:]:
+        gradient += use(*where)
+    return gradient
 
 
 def _is_row(call: Call, args: Any, kwargs: Any, row: int, n_samples: int) -> bool:

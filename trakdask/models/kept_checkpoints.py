@@ -24,15 +24,14 @@ from trakdask.models.checkpoints import (
     Checkpoint,
     CheckpointLike,
     cached_state,
+    checkpoint_folders,
     folder_at,
     make_checkpoints,
 )
-from trakdask.models.folders import checkpoint_folders
 
 __all__ = ["keep_checkpoints"]
 
 MomentsLike = Iterable[CheckpointLike] | Mapping[str, CheckpointLike]
-Sink = Callable[..., None]
 
 EPSILON = 1e-8
 """What Adam adds to the roots of second moments, by default."""
@@ -294,14 +293,3 @@ def scales(moments: Checkpoint, names: Iterable[str], device: torch.device) -> d
         name: ((root if root.dtype == torch.float64 else root.float()) + EPSILON).rsqrt()
         for name, root in roots.items()
     }
-
-
-def scaled(sink: Sink, factors: Mapping[str, Tensor]) -> Sink:
-    """Return a sink of gradients that multiplies them by the factors of their parameters first."""
-
-    def add(name: str, gradient: Tensor, first: int | None = None) -> None:
-        start = first or 0
-        factor = factors[name][start : start + gradient.shape[1]].to(gradient.dtype)
-        sink(name, gradient * factor, first)
-
-    return add

@@ -17,6 +17,7 @@ from trakdask.checks import import_callable, shown
 from trakdask.errors import CheckpointError
 from trakdask.files import Folder
 from trakdask.html_tables import html_table
+from trakdask.models.adapters import base_folder, completed, is_adapter
 from trakdask.models.checkpoints import (
     Checkpoint,
     CheckpointLike,
@@ -25,7 +26,6 @@ from trakdask.models.checkpoints import (
     make_checkpoints,
 )
 from trakdask.models.curvature import Curvature
-from trakdask.models.folders import base_folder, complete_adapter, is_adapter
 from trakdask.models.kept_checkpoints import MomentsLike, open_moments
 from trakdask.models.modules import (
     Selection,
@@ -179,7 +179,7 @@ class Model:
     def forward(self, checkpoint: Checkpoint) -> Forward:
         """Return the model at one checkpoint, on this thread's own copy of the architecture."""
         module = self.meta_module()
-        state = _completed(module, cached_state(checkpoint), checkpoint.base, checkpoint.name)
+        state = completed(module, cached_state(checkpoint), checkpoint.base, checkpoint.name)
         names_of = aliases(module)
         parameters = {
             name: next(state[alias] for alias in names_of[name] if alias in state)
@@ -330,7 +330,7 @@ def _accept(
         if place not in bases:
             bases[place] = _base_model(build, place)
         base = bases[place]
-    _require_fit(module, _completed(module, state, base, name), name)
+    _require_fit(module, completed(module, state, base, name), name)
     return base
 
 
@@ -351,12 +351,6 @@ def _base_state(build: Build) -> Mapping[str, Tensor]:
     unload = getattr(module, "unload", None) or getattr(module, "get_base_model", None)
     base = module if unload is None else unload()
     return cast(Mapping[str, Tensor], base.state_dict())
-
-
-def _completed(module: torch.nn.Module, state: State, base: Checkpoint | None, name: str) -> State:
-    if base is None:
-        return state
-    return complete_adapter(state, cached_state(base), module.state_dict(), name)
 
 
 def _meta_module(build: Build) -> torch.nn.Module:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -110,28 +111,41 @@ def _positions(x: Tensor) -> Tensor:
     return x.reshape(len(x), -1, x.shape[-1])
 
 
-def linear_weight(
-    module: nn.Linear,
-    x: Tensor,
-    delta: Tensor,
-    buffers: Buffers,
-    rows: slice = ALL_ROWS,
-    into: Tensor | None = None,
-) -> Tensor:
-    """Return δᵀx of a linear layer."""
-    return _outer(_positions(delta)[..., rows], _positions(x), into)
+@dataclass(frozen=True)
+class Outer:
+    """The rule of a linear layer's weight: δᵀx, or xᵀδ if the weight is stored transposed."""
+
+    is_transposed: bool = False
+
+    def operands(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the side of the rows of the weight, and that of its columns, or undo that."""
+        return (x, delta) if self.is_transposed else (delta, x)
+
+    def __call__(
+        self,
+        module: Any,
+        x: Tensor,
+        delta: Tensor,
+        buffers: Buffers,
+        rows: slice = ALL_ROWS,
+        into: Tensor | None = None,
+    ) -> Tensor:
+        """Return the gradient of some rows of the weight, in ``into`` if it can be there."""
+        left, right = map(_positions, self.operands(x, delta))
+        return _outer(left[..., rows], right, into)
+
+    def products(self, module: Any, x: Tensor, delta: Tensor, vectors: Tensor) -> Tensor:
+        """Return Σ leftᵀ U right over the positions of each row, (rows, m), for U of (m, a, b)."""
+        left, right = self.operands(x, delta)
+        flat = left.flatten(0, -2), right.flatten(0, -2)
+        # The result of the matrix product is the larger one of the two arrays, so keep it small.
+        left_first = vectors.shape[1] >= vectors.shape[2]
+        near, far = flat if left_first else flat[::-1]
+        sums = [(near @ (u if left_first else u.mT)).mul_(far).sum(1) for u in vectors]
+        return torch.stack(sums, 1).view(len(left), -1, len(vectors)).sum(1)
 
 
-def transposed_linear_weight(
-    module: nn.Module,
-    x: Tensor,
-    delta: Tensor,
-    buffers: Buffers,
-    rows: slice = ALL_ROWS,
-    into: Tensor | None = None,
-) -> Tensor:
-    """Return xᵀδ of a linear layer that stores its weight transposed."""
-    return _outer(_positions(x)[..., rows], _positions(delta), into)
+linear_weight, transposed_linear_weight = Outer(), Outer(is_transposed=True)
 
 
 def _last_bias(module: nn.Module, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
@@ -202,22 +216,19 @@ def embedding_weight(
     return out.view(n, -1)
 
 
+def _layer_norm_bias(module: Any, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
+    shape = module.normalized_shape
+    return delta.reshape(len(delta), -1, math.prod(shape)).sum(1)
+
+
 def _layer_norm_weight(module: nn.LayerNorm, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
     normal = functional.layer_norm(x, module.normalized_shape, eps=module.eps)
-    return _sum_trailing(normal.mul_(delta), module.normalized_shape)
-
-
-def _layer_norm_bias(module: nn.LayerNorm, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
-    return _sum_trailing(delta, module.normalized_shape)
+    return _layer_norm_bias(module, x, normal.mul_(delta), buffers)
 
 
 def _rms_norm_weight(module: nn.RMSNorm, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
     normal = functional.rms_norm(x, module.normalized_shape, eps=module.eps)
-    return _sum_trailing(normal * delta, module.normalized_shape)
-
-
-def _sum_trailing(values: Tensor, shape: Any) -> Tensor:
-    return values.reshape(len(values), -1, math.prod(shape)).sum(1)
+    return _layer_norm_bias(module, x, normal * delta, buffers)
 
 
 def _group_norm_weight(module: nn.GroupNorm, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
@@ -227,9 +238,8 @@ def _group_norm_weight(module: nn.GroupNorm, x: Tensor, delta: Tensor, buffers: 
 
 def _batch_norm_weight(module: Any, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
     """Normalize with the running statistics, since models are attributed in evaluation mode."""
-    normal = functional.batch_norm(
-        x, buffers["running_mean"], buffers["running_var"], training=False, eps=module.eps
-    )
+    statistics = buffers["running_mean"], buffers["running_var"]
+    normal = functional.batch_norm(x, *statistics, training=False, eps=module.eps)
     return _channel_bias(module, x, normal.mul_(delta), buffers)
 
 
@@ -259,18 +269,20 @@ def turned(
             for value, axis in ((x, 1), (delta, 0))
         )
         return partial(_conv_weight, places=matrices.get(2)), x, delta
-    if rule is embedding_weight and 0 in matrices:
-        # A token is a row of the identity matrix, so its coordinates are a row of the rotation.
-        tokens, rule = x, transposed_linear_weight
-        x = matrices.pop(0)[tokens]
-        if module.padding_idx is not None:
-            x[tokens == module.padding_idx] = 0
-    first, second = (delta, x) if rule is linear_weight else (x, delta)
-    first, second = (
-        value @ matrices[axis] if axis in matrices else value
-        for axis, value in enumerate((first, second))
+    if rule is embedding_weight:
+        if 0 in matrices:
+            # A token is a row of the identity matrix: its coordinates are a row of the rotation.
+            tokens, rule = x, transposed_linear_weight
+            x = matrices.pop(0)[tokens]
+            if module.padding_idx is not None:
+                x[tokens == module.padding_idx] = 0
+        return rule, x, delta @ matrices[1] if 1 in matrices else delta
+    assert isinstance(rule, Outer)
+    left, right = (
+        side @ matrices[axis] if axis in matrices else side
+        for axis, side in enumerate(rule.operands(x, delta))
     )
-    return rule, *((second, first) if rule is linear_weight else (first, second))
+    return rule, *rule.operands(left, right)
 
 
 def _mixed_channels(value: Tensor, matrix: Tensor) -> Tensor:
@@ -366,24 +378,6 @@ def wide(value: Tensor) -> Tensor:
     return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
-def _linear(module: nn.Linear, x: Tensor, delta: Tensor, vectors: Tensor) -> Tensor:
-    return _bilinear(delta, x, vectors)
-
-
-def _transposed_linear(module: nn.Module, x: Tensor, delta: Tensor, vectors: Tensor) -> Tensor:
-    return _bilinear(x, delta, vectors)
-
-
-def _bilinear(left: Tensor, right: Tensor, matrices: Tensor) -> Tensor:
-    """Return Σ leftᵀ U right over the positions of each row, (rows, m), for U of (m, a, b)."""
-    flat = left.flatten(0, -2), right.flatten(0, -2)
-    # The result of the matrix product is the larger one of the two arrays, so keep it small.
-    left_first = matrices.shape[1] >= matrices.shape[2]
-    near, far = flat if left_first else flat[::-1]
-    sums = [(near @ (matrix if left_first else matrix.mT)).mul_(far).sum(1) for matrix in matrices]
-    return torch.stack(sums, 1).view(len(left), -1, len(matrices)).sum(1)
-
-
 def _embedding(module: nn.Embedding, x: Tensor, delta: Tensor, vectors: Tensor) -> Tensor:
     ids, delta = x.flatten(), delta.reshape(-1, module.embedding_dim)
     sums = torch.stack([(table[ids] * delta).sum(1) for table in vectors], 1)
@@ -393,8 +387,8 @@ def _embedding(module: nn.Embedding, x: Tensor, delta: Tensor, vectors: Tensor) 
 
 
 PRODUCTS: dict[Rule, Product] = {
-    linear_weight: _linear,
-    transposed_linear_weight: _transposed_linear,
+    linear_weight: linear_weight.products,
+    transposed_linear_weight: transposed_linear_weight.products,
     embedding_weight: _embedding,
 }
 """By the rule that would form the gradient; those of other rules are small, and are formed."""

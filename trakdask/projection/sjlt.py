@@ -190,8 +190,9 @@ def _bags(nonzeros: Nonzeros) -> _Bags:
 
 def _add_bags(bags: _Bags, block: Tensor, out: Tensor) -> None:
     integers, step = quantize(block, _FRACTION_BITS, _scratch)
-    shape = integers.T.shape
-    table = _scratch.take("table", shape, bags.signs.dtype).copy_(integers.T)
+    # Two copies: one that casts and transposes at once takes longer than both.
+    values = _scratch.take("values", integers.shape, bags.signs.dtype).copy_(integers)
+    table = _scratch.take("table", integers.T.shape, bags.signs.dtype).copy_(values.T)
     sums = embedding_bag(bags.rows, table, bags.starts, mode="sum", per_sample_weights=bags.signs)
     out.add_(sums.double().mul_(step).T)
 

@@ -20,8 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trakdask.models.gradient_checks import require_same_as_loop
-from trakdask.models.gradients import Sink, hooks_gradients, vmap_gradients
+from trakdask.models.gradients import (
+    Sink,
+    hooks_gradients,
+    require_same_as_loop,
+    vmap_gradients,
+)
 from trakdask.models.tasks import Batch, Forward, Task, TrakTask
 from trakdask.trak.modelout_functions import (
     TASK_TO_MODELOUT,

@@ -86,17 +86,6 @@ def test_clip__q_is_the_slope_of_the_loss(run, temperature: float | None) -> Non
     torch.testing.assert_close(q, torch.stack(expected).float())
 
 
-def test_clip__output_is_that_of_the_original_package(run) -> None:
-    """traker's expression, as it stands in its CLIPModelOutput.get_output."""
-    _, f, _ = run(towers(), clip(), pairs())
-    image, text, _ = towers()(*pairs().values())
-    images, texts, _ = towers()(*pairs(8, seed=2).values())
-    for i in range(5):
-        by_text = -torch.logsumexp(-image[i] @ (text[i] - texts).T, 0)
-        by_image = -torch.logsumexp(-text[i] @ (image[i] - images).T, 0)
-        assert f[i].item() == pytest.approx((by_text + by_image).item(), rel=1e-6)
-
-
 def drawn(task: Clip, pool: Tensor) -> list[int]:
     images = task.negatives["c"][0]
     return [int((pool == row).all(1).nonzero()) for row in images]

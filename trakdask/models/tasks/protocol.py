@@ -69,6 +69,7 @@ class SampleError(ValueError):
         return type(self), (self.text, self.row)
 
 
+@dataclass(eq=False)
 class Forward:
     """A model at one set of weights, as a function of its inputs.
 
@@ -85,19 +86,11 @@ class Forward:
         are.
     """
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        checkpoint: str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self.module = module
-        self.parameters = dict(parameters)
-        self.buffers = dict(buffers)
-        self.checkpoint = checkpoint
-        self.dtype = dtype
+    module: torch.nn.Module
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    checkpoint: str | None = None
+    dtype: torch.dtype | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on a batch, with the arguments of the module's own ``forward``.
@@ -116,11 +109,17 @@ class Forward:
 
     def to(self, dtype: torch.dtype) -> Forward:
         """Return the same model in another precision."""
+        cast = self.mapped(partial(_cast, dtype=dtype))
+        cast.dtype = dtype
+        return cast
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Forward:
+        """Return the same model with a function of each of its tensors."""
         parameters, buffers = (
-            {name: _cast(tensor, dtype) for name, tensor in tensors.items()}
+            {name: function(tensor) for name, tensor in tensors.items()}
             for tensors in (self.parameters, self.buffers)
         )
-        return Forward(self.module, parameters, buffers, self.checkpoint, dtype)
+        return Forward(self.module, parameters, buffers, self.checkpoint, self.dtype)
 
 
 class CachingForward(Forward):

@@ -1,28 +1,24 @@
-"""Choose the modules to hook, and find out along which axes their inputs hold the samples."""
+"""Choose the modules to hook, and with them the engine and how much of a gradient it holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from trakdask.models.independence import once_per_task, repeated
-from trakdask.models.rules import BATCH_NORMS, CONVOLUTIONS, INSTANCE_NORMS
-from trakdask.models.tasks import Batch, Forward, Task
-from trakdask.models.torch_internals import tree_leaves
-
-CallAxes = tuple[list[int | None], list[int | None]]
-"""The batch axis of each input and of each output of a call; None if it has no batch axis."""
-Axes = dict[str, list[CallAxes]]
-"""The axes of each call of a layer, by the path of the layer."""
-_Shape = tuple[int, ...] | None
-_CallShapes = tuple[list[_Shape], list[_Shape]]
+from trakdask.models.rules import (
+    BATCH_NORMS,
+    CONVOLUTIONS,
+    INSTANCE_NORMS,
+    SLICEABLE,
+    Rule,
+    rules_of,
+)
+from trakdask.models.tasks import Task, TrakTask
 
 # Layers whose result at one token depends on several, or that have no axis of tokens.
 _ACROSS_TOKENS = (
@@ -150,85 +146,49 @@ def require_layers_of_tokens(module: nn.Module, names: Sequence[str]) -> None:
         )
 
 
-def hook_plan(
-    forward: Forward, task: Task, batch: Batch, names: tuple[str, ...]
-) -> tuple[HookableLayers, Axes]:
-    """Return the layers to hook, and the batch axes of all of their inputs and outputs.
+def rules_by_parameter(module: nn.Module, layers: Sequence[Layer]) -> dict[str, set[Rule | None]]:
+    """Return the rules for the uses of each parameter; None where there is none that fits."""
+    rules: dict[str, set[Rule | None]] = defaultdict(set)
+    for layer in layers:
+        submodule = module.get_submodule(layer.path)
+        of_layer = rules_of(submodule) or {}
+        # In groups, the gradient of a kernel cannot be rotated before it is computed.
+        fits = set(layer.selected) <= set(of_layer) and getattr(submodule, "groups", 1) == 1
+        for inside, name in layer.selected.items():
+            rules[name].add(of_layer[inside] if fits else None)
+    return rules
 
-    A batch axis is one whose length changes with the batch size. (A length alone is not enough,
-    since a sequence may be as long as the batch.) So the first sample is run, repeated two and
-    three times, once for each model, task and kind of batch.
+
+def choose_engine(module: torch.nn.Module, task: Task, names: Sequence[str]) -> tuple[str, str]:
+    """Return the engine that ``gradients="auto"`` chooses, and the reason."""
+    if isinstance(task, TrakTask):
+        return "vmap", "the task hands the model one sample at a time"
+    hookable = hookable_layers(module, names)
+    if not hookable.layers:
+        return "vmap", "no selected parameter belongs to a layer of its own"
+    if hookable.rest:
+        return (
+            "hooks",
+            f"{len(hookable.rest)} of {len(names)} parameters by vmap: {hookable.rest[0]}",
+        )
+    return "hooks", "all selected parameters belong to layers"
+
+
+def elements_at_once(engine: str, module: torch.nn.Module, sizes: Mapping[str, int]) -> int:
+    """Return how many gradient elements of a sample an engine holds in memory at once.
+
+    Parameters
+    ----------
+    engine
+        Name of the engine.
+    module
+        The model.
+    sizes
+        Number of elements of each selected parameter.
     """
-
-    def plan() -> tuple[HookableLayers, Axes]:
-        hookable = hookable_layers(forward.module, names)
-        # Not one and two samples: models may squeeze the axis of a single one.
-        runs = (partial(task.output, forward, repeated(batch, n)) for n in (2, 3))
-        two, three = (_call_shapes(run, forward.module, hookable.layers) for run in runs)
-        for path, calls in two.items():
-            if len(calls) != len(three[path]):
-                raise ValueError(
-                    f"expected as many calls of layer {path!r} for a batch of any size, as "
-                    f"gradients='hooks' needs, got {len(calls)} for two samples and "
-                    f"{len(three[path])} for three (does the model loop over samples?); try "
-                    "gradients='loop'"
-                )
-        return hookable, {
-            path: [_batch_axes(*shapes) for shapes in zip(calls, three[path], strict=True)]
-            for path, calls in two.items()
-        }
-
-    return once_per_task("hook plan", forward, task, batch, names, plan)
-
-
-def _call_shapes(
-    run: Callable[[], object], module: nn.Module, layers: Sequence[Layer]
-) -> Mapping[str, list[_CallShapes]]:
-    """Return the shapes of the inputs and outputs of every call of the layers during ``run()``."""
-    shapes: dict[str, list[_CallShapes]] = {layer.path: [] for layer in layers}
-
-    def hook_of(layer: Layer) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            shapes[layer.path].append((_shapes((args, kwargs)), _shapes(output)))
-
-        return hook
-
-    with hooked(module, layers, hook_of), torch.no_grad():
-        run()
-    return shapes
-
-
-def _shapes(values: Any) -> list[_Shape]:
-    leaves = tree_leaves(values)
-    return [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
-
-
-def _batch_axes(two: _CallShapes, three: _CallShapes) -> CallAxes:
-    inputs, outputs = (
-        [_differing(a, b) for a, b in zip(*shapes, strict=True)]
-        for shapes in zip(two, three, strict=True)
-    )
-    return inputs, outputs
-
-
-def _differing(left: _Shape, right: _Shape) -> int | None:
-    """Return the first axis whose length differs, if there is one."""
-    if left is None or right is None or len(left) != len(right):
-        return None
-    return next((axis for axis, (a, b) in enumerate(zip(left, right, strict=True)) if a != b), None)
-
-
-@contextmanager
-def hooked(
-    module: nn.Module, layers: Sequence[Layer], hook_of: Callable[[Layer], Callable[..., Any]]
-) -> Iterator[None]:
-    """Register a hook on the forward pass of each layer while the ``with`` body runs."""
-    handles = [
-        module.get_submodule(layer.path).register_forward_hook(hook_of(layer), with_kwargs=True)
-        for layer in layers
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    if engine not in ("hooks", "tokens"):
+        return sum(sizes.values())
+    hookable = hookable_layers(module, tuple(sizes))
+    rules = rules_by_parameter(module, hookable.layers)
+    held = [sizes[name] for name in rules if not rules[name] <= SLICEABLE]
+    return max([*held, sum(sizes[name] for name in hookable.rest)])

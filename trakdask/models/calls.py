@@ -1,17 +1,112 @@
-"""Compute per-sample gradients of a module without rules by differentiating its recorded call."""
+"""Calls of layers: their batch axes, and gradients of those without rules, call by call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trakdask.models.hook_plan import Layer
+from trakdask.models.independence import once_per_task, repeated
+from trakdask.models.layers import HookableLayers, Layer, hookable_layers
+from trakdask.models.tasks import Batch, Forward, Task
 from trakdask.models.torch_internals import tree_flatten, tree_leaves, tree_unflatten, version_of
+
+CallAxes = tuple[list[int | None], list[int | None]]
+"""The batch axis of each input and of each output of a call; None if it has no batch axis."""
+Axes = dict[str, list[CallAxes]]
+"""The axes of each call of a layer, by the path of the layer."""
+_Shape = tuple[int, ...] | None
+_CallShapes = tuple[list[_Shape], list[_Shape]]
+
+
+def hook_plan(
+    forward: Forward, task: Task, batch: Batch, names: tuple[str, ...]
+) -> tuple[HookableLayers, Axes]:
+    """Return the layers to hook, and the batch axes of all of their inputs and outputs.
+
+    A batch axis is one whose length changes with the batch size. (A length alone is not enough,
+    since a sequence may be as long as the batch.) So the first sample is run, repeated two and
+    three times, once for each model, task and kind of batch.
+    """
+
+    def plan() -> tuple[HookableLayers, Axes]:
+        hookable = hookable_layers(forward.module, names)
+        # Not one and two samples: models may squeeze the axis of a single one.
+        runs = (partial(task.output, forward, repeated(batch, n)) for n in (2, 3))
+        two, three = (_call_shapes(run, forward.module, hookable.layers) for run in runs)
+        for path, calls in two.items():
+            if len(calls) != len(three[path]):
+                raise ValueError(
+                    f"expected as many calls of layer {path!r} for a batch of any size, as "
+                    f"gradients='hooks' needs, got {len(calls)} for two samples and "
+                    f"{len(three[path])} for three (does the model loop over samples?); try "
+                    "gradients='loop'"
+                )
+        return hookable, {
+            path: [_batch_axes(*shapes) for shapes in zip(calls, three[path], strict=True)]
+            for path, calls in two.items()
+        }
+
+    return once_per_task("hook plan", forward, task, batch, names, plan)
+
+
+def _call_shapes(
+    run: Callable[[], object], module: nn.Module, layers: Sequence[Layer]
+) -> Mapping[str, list[_CallShapes]]:
+    """Return the shapes of the inputs and outputs of every call of the layers during ``run()``."""
+    shapes: dict[str, list[_CallShapes]] = {layer.path: [] for layer in layers}
+
+    def hook_of(layer: Layer) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            shapes[layer.path].append((_shapes((args, kwargs)), _shapes(output)))
+
+        return hook
+
+    with hooked(module, layers, hook_of), torch.no_grad():
+        run()
+    return shapes
+
+
+def _shapes(values: Any) -> list[_Shape]:
+    leaves = tree_leaves(values)
+    return [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
+
+
+def _batch_axes(two: _CallShapes, three: _CallShapes) -> CallAxes:
+    inputs, outputs = (
+        [_differing(a, b) for a, b in zip(*shapes, strict=True)]
+        for shapes in zip(two, three, strict=True)
+    )
+    return inputs, outputs
+
+
+def _differing(left: _Shape, right: _Shape) -> int | None:
+    """Return the first axis whose length differs, if there is one."""
+    if left is None or right is None or len(left) != len(right):
+        return None
+    return next((axis for axis, (a, b) in enumerate(zip(left, right, strict=True)) if a != b), None)
+
+
+@contextmanager
+def hooked(
+    module: nn.Module, layers: Sequence[Layer], hook_of: Callable[[Layer], Callable[..., Any]]
+) -> Iterator[None]:
+    """Register a hook on the forward pass of each layer while the ``with`` body runs."""
+    handles = [
+        module.get_submodule(layer.path).register_forward_hook(hook_of(layer), with_kwargs=True)
+        for layer in layers
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def first_leaf(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -123,35 +218,18 @@ def local_gradients(
         return total
 
     selected = {inside: tensors[inside] for inside in call.layer.selected}
-    in_dims = (None, call.in_axes, out_axes)
-    every = torch.func.vmap(torch.func.grad(weighted_output), in_dims=in_dims)
+    one = torch.func.grad(weighted_output)
     try:
         with sdpa_kernel(SDPBackend.MATH):  # the only backend that vmap supports
+            every = torch.func.vmap(one, in_dims=(None, call.in_axes, out_axes))
             gradients: dict[str, Tensor] = every(selected, inputs, weights)
             return gradients
     except RuntimeError:  # some operators, such as those of RNNs, cannot be vectorized
-        samples = [
-            (_sample(inputs, call.in_axes, i), _sample(weights, out_axes, i))
+        rows = [
+            one(selected, _sample(inputs, call.in_axes, i), _sample(weights, out_axes, i))
             for i in range(n_samples)
         ]
-        return _looped(weighted_output, selected, samples)
-
-
-def _looped(
-    weighted_output: Callable[..., Tensor],
-    selected: Mapping[str, Tensor],
-    samples: Sequence[tuple[list[Any], list[Any]]],
-) -> dict[str, Tensor]:
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in selected.items()}
-    with torch.enable_grad():
-        rows = [
-            torch.autograd.grad(
-                weighted_output(leaves, *sample), list(leaves.values()), materialize_grads=True
-            )
-            for sample in samples
-        ]
-    stacked = (torch.stack(column) for column in zip(*rows, strict=True))
-    return dict(zip(leaves, stacked, strict=True))
+        return {name: torch.stack([row[name] for row in rows]) for name in selected}
 
 
 def _sample(values: Sequence[Any], axes: Sequence[int | None], i: int) -> list[Any]:
