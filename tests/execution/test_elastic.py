@@ -18,6 +18,7 @@ from distributed import Client, LocalCluster, Worker, get_task_stream, get_worke
 
 import trakdask as td
 from tests.clusters import local_cluster, workers_with
+from trakdask.execution.scheduling import workers_of
 
 pytestmark = pytest.mark.slow
 
@@ -108,11 +109,11 @@ def test_save__worker_leaves_in_the_middle(
     marker = tmp_path / "marker"
     marker.touch()
     with cluster_of(2) as (_, client):
-        before = set(client.scheduler_info()["workers"])
+        before = {*workers_of(client)}
         stored = td.save(features(marker, act), tmp_path / "f.zarr", progress=False)
         assert not marker.exists()
         require_identical(stored, expected)
-        assert before - set(client.scheduler_info()["workers"])
+        assert before - {*workers_of(client)}
 
 
 def test_save__workers_come_when_there_is_work(
@@ -159,5 +160,5 @@ def test_compute__on_workers_with_resources(
             made = lazy.compute(resources={"MANY": 1})
         for name in ("feature", "output", "out_to_loss"):
             np.testing.assert_array_equal(made[name], expected[0][name])
-        names = {address: w["name"] for address, w in client.scheduler_info()["workers"].items()}
+        names = {address: w["name"] for address, w in workers_of(client).items()}
         assert {names[task["worker"]] for task in stream.data} == {"with"}

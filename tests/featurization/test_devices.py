@@ -22,7 +22,7 @@ import trakdask as td
 from tests.clusters import workers_with
 from tests.projection.cuda.emulator import COMPILER, EmulatedKernels
 from trakdask.errors import KernelError
-from trakdask.execution.scheduling import gpu_options
+from trakdask.execution.scheduling import gpu_options, workers_of
 from trakdask.featurization import block, devices
 from trakdask.featurization.devices import (
     device_of_task,
@@ -134,7 +134,7 @@ class TellsProcess(td.tasks.ImageClassification):
 
 def processes(client: Client) -> dict[str, int]:
     """Return the process of each worker, by its name."""
-    workers = client.scheduler_info(n_workers=-1)["workers"]
+    workers = workers_of(client)
     return {workers[address]["name"]: pid for address, pid in client.run(os.getpid).items()}
 
 
@@ -188,7 +188,7 @@ def test_save__workers_with_and_without_kernels_give_the_same_bits(
     features = td.featurize(samples(40), model(), projector=td.SJLT(8), device="cpu")
     expected = features.compute(scheduler="sync")
     with two_workers.as_current():
-        workers = two_workers.scheduler_info(n_workers=-1)["workers"]
+        workers = workers_of(two_workers)
         two_workers.run(pretend, workers=[a for a, w in workers.items() if w["name"] == "declares"])
         found = td.save(features, tmp_path / "f.zarr", gram=False, progress=False).compute()
     np.testing.assert_array_equal(found.feature, expected.feature)

@@ -15,6 +15,7 @@ import trakdask as td
 from trakdask.errors import CheckpointError, StoreMismatchError
 from trakdask.models import hooks
 from trakdask.models.kept_checkpoints import open_moments
+from trakdask.projection import Projector
 
 N = 7
 
@@ -55,7 +56,7 @@ def model(**options: object) -> td.Model:
     return td.Model(build, [weights(0), weights(1)], task="image_classification", **given)
 
 
-def features(made: td.Model, projector: td.Projector | None = None, **options) -> xr.Dataset:
+def features(made: td.Model, projector: Projector | None = None, **options) -> xr.Dataset:
     found = td.featurize(samples(), made, projector=projector or td.Identity(), **options)
     return found.compute(scheduler="sync")
 

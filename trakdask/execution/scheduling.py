@@ -72,6 +72,17 @@ def active_client() -> Client | None:
     return client if isinstance(client, Client) else None
 
 
+def workers_of(client: Client) -> dict[str, Any]:
+    """Return what the scheduler knows of each worker, by address.
+
+    The scheduler is asked itself: another thread replaces what ``client.scheduler_info`` was told,
+    every few seconds, by an answer without workers.
+    """
+    assert client.scheduler is not None
+    workers: dict[str, Any] = client.sync(client.scheduler.identity, n_workers=-1)["workers"]
+    return workers
+
+
 def gpu_options(features: xr.Dataset) -> dict[str, Any]:
     """Return options of ``compute`` that send gradient tasks to workers that declare a GPU.
 
@@ -87,8 +98,7 @@ def gpu_options(features: xr.Dataset) -> dict[str, Any]:
     client = active_client()
     if client is None or features.attrs.get("device", "cpu") == "cpu":
         return {}
-    workers = client.scheduler_info(n_workers=-1)["workers"].values()
-    declared = any(worker["resources"].get("GPU") for worker in workers)
+    declared = any(worker["resources"].get("GPU") for worker in workers_of(client).values())
     return {"resources": {"GPU": 1}} if declared else {}
 
 
@@ -103,8 +113,7 @@ def n_slots(resources: Mapping[str, int] | None = None) -> int:
     """
     client = active_client()
     if client is not None:
-        workers: dict[str, Any] = client.scheduler_info(n_workers=-1)["workers"]
-        return sum(_slots(worker, resources or {}) for worker in workers.values())
+        return sum(_slots(worker, resources or {}) for worker in workers_of(client).values())
     if get_scheduler() is dask.local.get_sync:
         return 1
     return int(dask.config.get("num_workers", None) or dask.system.CPU_COUNT)
@@ -139,7 +148,7 @@ def _died_of(client: Client | None, n_deaths: int) -> str | None:
     """Return what most of the workers that died last were computing, if they recorded it."""
     if client is None:
         return None
-    alive: dict[str, Any] = client.scheduler_info(n_workers=-1)["workers"]
+    alive = workers_of(client)
     begun: dict[str, str] = {}
     for _, event in client.get_events(_STARTED) or ():
         if event["worker"] not in alive:

@@ -16,7 +16,7 @@ from torch import nn
 
 from trakdask._version import __version__
 from trakdask.checks import require_choice, require_integer, shown
-from trakdask.execution.scheduling import active_client
+from trakdask.execution.scheduling import active_client, workers_of
 from trakdask.featurization.graphs import Arrays, lazy_arrays
 from trakdask.featurization.job import DType, Job, OnError, Partition, Precision
 from trakdask.models.gradients import ENGINES
@@ -308,7 +308,7 @@ def _largest_memory() -> float:
     client = active_client()
     if client is None:
         return float(MEMORY_LIMIT)
-    workers: dict[str, Any] = client.scheduler_info(n_workers=-1)["workers"]
+    workers = workers_of(client)
     limits = [worker["memory_limit"] for worker in workers.values()]
     return float(max(limits)) if limits and all(limits) else math.inf
 
