@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -355,11 +353,6 @@ def test_explore__without_panel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=re.escape("trakdask[explore]")):
         td.explore(data(N, 0), data(M, 1))
-
-
-def test_import__of_trakdask_and_explore_loads_no_panel() -> None:
-    code = "import sys, trakdask as td; td.explore; assert 'panel' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def deadly(block: np.ndarray, switch: str) -> np.ndarray:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import pytest
 from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
-from moto.server import ThreadedMotoServer
 
 import trakdask as td
 from trakdask.explorer import marks as module
@@ -118,26 +116,20 @@ def test_marks__are_a_set_of_pairs_with_undo(tmp_path_factory, changes) -> None:
     assert got == expected
 
 
-def mark_many(path: str, start: int) -> None:
-    marks = Marks(path, who=str(start))
-    for sample in range(start, start + 5):
-        marks.mark([sample, 1000], "duplicate")
+MARK_MANY = """
+marks = Marks(path, who=str(start))
+for sample in range(start, start + 5):
+    marks.mark([sample, 1000], "duplicate")
+"""
 
 
 def test_mark__by_threads_and_processes_at_once_loses_nothing(tmp_path: Path) -> None:
     path = str(tmp_path / "m.parquet")
-    workers = [threading.Thread(target=mark_many, args=(path, start)) for start in (0, 5, 10)]
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            f"from tests.explorer.test_marks import mark_many; mark_many({path!r}, 15)",
-        ]
-    )
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    names = f"from trakdask.explorer.marks import Marks; path, start = {path!r}, 15"
+    process = subprocess.Popen([sys.executable, "-c", f"{names}\n{MARK_MANY}"])
+    with ThreadPoolExecutor(3) as pool:
+        for start in (0, 5, 10):
+            pool.submit(exec, MARK_MANY, {"Marks": Marks, "path": path, "start": start})
     assert process.wait(240) == 0
     assert sorted(Marks(path).samples("duplicate")) == [*range(20), 1000]
 
@@ -280,6 +272,8 @@ def test_marks__of_a_store_at_a_url() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:botocore")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:moto")
 def test_marks__on_s3_are_made_by_several_at_once() -> None:
+    from moto.server import ThreadedMotoServer  # seconds to import
+
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
