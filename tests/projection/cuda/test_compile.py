@@ -19,7 +19,7 @@ import pytest
 from trakdask.projection.cuda.launch import FAMILIES, OPTIONS
 from trakdask.projection.cuda.sources import kernel_files, kernel_program
 
-ARCHITECTURES = ["sm_80", "sm_90a", "sm_100"]
+ARCHITECTURES = ["sm_80", "sm_100"]
 
 pytestmark = pytest.mark.slow
 
