@@ -180,14 +180,6 @@ def declared(array: da.Array) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=named)
-def test_lazy__same_bits_on_sync_and_threads(function: Callable[..., Any]) -> None:
-    for array in results(function):
-        if array.dtype != object:
-            sync, threads = (array.compute(scheduler=name) for name in ("sync", "threads"))
-            assert sync.tobytes() == threads.tobytes()
-
-
-@pytest.mark.parametrize("function", FUNCTIONS, ids=named)
 def test_lazy__equal_inputs_give_equal_names(function: Callable[..., Any]) -> None:
     """Dask then computes once what several results share."""
     again = [array.name for array in results(function)]
