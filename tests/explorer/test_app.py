@@ -7,7 +7,6 @@ import re
 import signal
 import threading
 import warnings
-from collections.abc import Iterator
 from contextlib import suppress
 from html import unescape
 from pathlib import Path
@@ -33,12 +32,6 @@ from trakdask.explorer.view import PAGES
 
 N, M = 60, 30
 SCRIPT = "<script>alert(1)</script>"
-
-
-@pytest.fixture(autouse=True)
-def _no_leftovers() -> Iterator[None]:
-    yield
-    panel.state.kill_all_servers()
 
 
 def data(n: int, seed: int) -> xr.Dataset:
