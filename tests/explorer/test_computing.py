@@ -18,12 +18,7 @@ import xarray as xr
 from distributed import Client, Event, Queue
 
 from tests.waiting import PATIENCE_S
-from trakdask.explorer.computing import (
-    Abandoned,
-    Job,
-    compute,
-    persist,
-)
+from trakdask.explorer.computing import Abandoned, Job, compute, persist
 
 
 def in_job(job: Job, *lazy: da.Array) -> Callable[[], object]:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.projection.test_fast_jl import stand_in_for_fast_jl
-from tests.trak._runs import M, N, Run, built, checkpoints, content, images
+from tests.trak._runs import M, N, Run, checkpoints, content, images
 from trakdask.errors import StoreMismatchError
 from trakdask.trak import TRAKer, projectors
 from trakdask.trak.modelout_functions import ImageClassificationModelOutput
@@ -237,13 +237,7 @@ def test_34__finalizing_twice_and_what_a_custom_projector_returned(tmp_path: Pat
     traker.finalize_features()
 
 
-def test_36__calls_of_the_readme_and_of_the_documentation(tmp_path: Path) -> None:
-    traker, state = finalized(tmp_path), built("mlp").state_dict()
-    readme = {"model_id": 0, "exp_name": "test", "num_targets": M}
-    with pytest.raises(TypeError, match="exp_name"):
-        traker.start_scoring_checkpoint(state, **readme)
-    with pytest.raises(TypeError):
-        traker.start_scoring_checkpoint(state, "test", 0, M)
+def test_36__a_class_as_in_the_documentation(tmp_path: Path) -> None:
     by_class = Run().whole(TRAKer, tmp_path / "class", task=ImageClassificationModelOutput)
     by_name = Run().whole(TRAKer, tmp_path / "name")
     np.testing.assert_array_equal(by_class, by_name)
