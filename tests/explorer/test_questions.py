@@ -102,19 +102,24 @@ def test_top__of_some_checkpoints(
 
 @pytest.mark.parametrize("estimator", ["trak", "soft", "relatif", "grad_dot", "grad_cos", "tracin"])
 def test_top_and_targets_of__are_a_column_and_a_row_of_the_scores(
-    features: xr.Dataset, targets: xr.Dataset, estimator: Any
+    questions: Questions, features: xr.Dataset, targets: xr.Dataset, estimator: Any
 ) -> None:
     options: dict[str, Any] = {"estimator": estimator}
     if estimator == "tracin":
         options["learning_rates"] = {"c0": 0.1, "c1": 0.01, "c2": 1.0}
     elif not estimator.startswith("grad"):
         options["damping"] = td.Absolute(LAMBDA)
-    questions = Questions(features, targets, **options)
+    chosen = Questions(features, targets, **options)
     scores = td.score(features, targets, **options).values
-    top = questions.top(View(target=7, k=5))
+    top = chosen.top(View(target=7, k=5))
     assert top["sample"].tolist() == np.argsort(-scores[:, 7])[:5].tolist()
     np.testing.assert_allclose(top["score"], scores[top["sample"], 7], rtol=1e-5)
-    table = questions.targets_of(View(sample=11, k=4))
+    view = View(sample=11, k=4)
+    if estimator == "tracin":  # whose learning rates no view has
+        questions = chosen
+    else:
+        view = view.replace(estimator=estimator, damping="absolute 2.5")
+    table = questions.targets_of(view)
     order = np.argsort(-scores[11])
     assert table.index.tolist() == [*order[:4], *order[-4:]]
     np.testing.assert_allclose(table["score"], scores[11][table.index], rtol=1e-4)

@@ -23,12 +23,10 @@ from tests.explorer.browser import served
 from trakdask.explorer import Explorer
 from trakdask.explorer.server import server
 
-ABOUT = {"task": "ImageClassification()"}
-
 
 def simulated(seed: int, n_samples: int = 12) -> xr.Dataset:
     made = td.testing.simulate_features(n_samples, 4, 3, chunks=4, seed=seed)
-    return made.assign_attrs(ABOUT)
+    return made.assign_attrs(task="ImageClassification()")
 
 
 def explorer() -> Explorer:
