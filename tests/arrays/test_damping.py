@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import dask.array as da
 import numpy as np
@@ -27,27 +28,31 @@ from trakdask.arrays.spectrum import spectrum
 from trakdask.testing import raise_if_dask_computes
 
 
-def oracle_totals(x: np.ndarray, h: np.ndarray, g: np.ndarray, rows: np.ndarray) -> np.ndarray:
+def oracle_totals(
+    x: np.ndarray, h: np.ndarray, g: np.ndarray, rows: np.ndarray, grid: Sequence[float] = GRID
+) -> np.ndarray:
     """φ(t)ᵀ (K + λI)⁻¹ r by dense solves, (row, ρ, checkpoint); h (n, C), g (n,)."""
-    totals = np.empty((len(rows), len(GRID), x.shape[2]))
+    totals = np.empty((len(rows), len(grid), x.shape[2]))
     for c in range(x.shape[2]):
         k, r = (x[..., c] * h[:, [c]]).T @ x[..., c], g @ x[..., c]
-        for i, rho in enumerate(GRID):
+        for i, rho in enumerate(grid):
             system = k + rho * np.trace(k) / len(x) * np.eye(len(k))
             totals[:, i, c] = rows[..., c] @ np.linalg.solve(system, r)
     return totals
 
 
-def oracle_left_out(x: np.ndarray, h: np.ndarray, g: np.ndarray) -> np.ndarray:
+def oracle_left_out(
+    x: np.ndarray, h: np.ndarray, g: np.ndarray, grid: Sequence[float] = GRID
+) -> np.ndarray:
     """Each row in turn: its weights set to 0, at the λ of the whole."""
-    totals = np.empty((len(x), len(GRID), x.shape[2]))
+    totals = np.empty((len(x), len(grid), x.shape[2]))
     for c in range(x.shape[2]):
         trace = np.trace((x[..., c] * h[:, [c]]).T @ x[..., c])
         for z in range(len(x)):
             others = np.delete(np.arange(len(x)), z)
             a = x[others, :, c]
             k, r = (a * h[others, c][:, None]).T @ a, g[others] @ a
-            for i, rho in enumerate(GRID):
+            for i, rho in enumerate(grid):
                 system = k + rho * trace / len(x) * np.eye(len(k))
                 totals[z, i, c] = x[z, :, c] @ np.linalg.solve(system, r)
     return totals

@@ -50,18 +50,3 @@ def test_score__float_inputs(dtype: str) -> None:
     found = score(lazy(x), lazy(w), lazy(g)).compute()
     assert found.dtype == (np.float64 if dtype == "float64" else np.float32)
     np.testing.assert_allclose(found, oracle(x, w, g).mean(axis=2), atol=3e-6)
-
-
-def test_score__a_selection_reads_only_its_blocks() -> None:
-    x, w, g = arrays()
-    read = []
-
-    def block(block_id: tuple[int, ...]) -> np.ndarray:
-        read.append(block_id)
-        return x[10 * block_id[0] : 10 * block_id[0] + 10, :, block_id[2], None]
-
-    chunks = ((10,) * 6, (8,), (1, 1, 1))
-    feature = da.map_blocks(block, chunks=chunks, dtype="f4", meta=np.empty((0, 0, 0), "f4"))
-    found = score(feature, lazy(w, 5), lazy(g))[22:25].compute(scheduler="sync")
-    np.testing.assert_allclose(found, oracle(x, w, g).mean(axis=2)[22:25], atol=3e-6)
-    assert {b[0] for b in read} == {2}

@@ -20,12 +20,7 @@ from trakdask.arrays.solve import (
     solve,
     solve_in_place,
 )
-from trakdask.arrays.spectrum import (
-    decompose,
-    eigenvectors,
-    from_eigenvectors,
-    spectrum,
-)
+from trakdask.arrays.spectrum import decompose, eigenvectors, from_eigenvectors, spectrum
 from trakdask.testing import raise_if_dask_computes
 
 LAM = np.array([0.5, 2.0])

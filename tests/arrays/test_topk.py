@@ -67,34 +67,6 @@ def test_top_k__float64_scores_rank_as_float32() -> None:
     assert positions.compute().tolist() == [[0, 1]]
 
 
-def counted_features(read: list[int]) -> da.Array:
-    """(60, 4, 2) in blocks of 10 samples that note when they are read."""
-
-    def block(block_id: tuple[int, ...]) -> np.ndarray:
-        read.append(block_id[0])
-        return np.random.default_rng(block_id).standard_normal((10, 4, 1), dtype=np.float32)
-
-    chunks = ((10,) * 6, (4,), (1, 1))
-    return da.map_blocks(block, chunks=chunks, dtype="f4", meta=np.empty((0, 0, 0), "f4"))
-
-
-def solved() -> da.Array:
-    w = np.random.default_rng(7).standard_normal((9, 4, 2), dtype=np.float32)
-    return da.from_array(w, chunks=(9, 4, 1))
-
-
-def test_top_k__mask_without_a_sample_in_a_block_does_not_read_it() -> None:
-    read: list[int] = []
-    lazy = make_score(counted_features(read), solved(), None)
-    s = lazy.compute(scheduler="sync")
-    read.clear()
-    mask = np.zeros(60, bool)
-    mask[[23, 25, 49]] = True
-    check(s, lazy, 5, mask=mask)
-    assert sorted(set(read)) == [2, 4]
-    assert len(read) == 4
-
-
 @pytest.mark.parametrize("mask", [None, np.arange(200) < 150, every(2)])
 def test_top_k__no_task_returns_a_tile(mask: object) -> None:
     rng = np.random.default_rng(0)

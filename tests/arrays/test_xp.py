@@ -16,14 +16,17 @@ from trakdask.arrays.score import score
 from trakdask.arrays.xp import array_module
 
 
-class OnDevice:
+class OnDevice(np.lib.mixins.NDArrayOperatorsMixin):
     """An array of a GPU, as far as the kernels know it: no numpy array may come near."""
 
     def __init__(self, host: np.ndarray) -> None:
         self.host = host
         self.dtype, self.shape = host.dtype, host.shape
 
-    __array_ufunc__ = None  # numpy's operators give up, and its functions raise TypeError
+    def __array_ufunc__(self, ufunc: Any, _: str, *inputs: Any, out: Any = ()) -> OnDevice:
+        """Compute what an operator asks for, with numbers and other arrays of the device."""
+        values = [each if np.isscalar(each) else hosted(each) for each in inputs]
+        return OnDevice(ufunc(*values, out=tuple(map(hosted, out)) or None))
 
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
         raise TypeError("Implicit conversion to a NumPy array is not allowed.")
@@ -43,25 +46,6 @@ class OnDevice:
 
     def __setitem__(self, key: Any, value: OnDevice) -> None:
         self.host[key] = hosted(value)
-
-    def __matmul__(self, other: OnDevice) -> OnDevice:
-        return OnDevice(self.host @ hosted(other))
-
-    def __mul__(self, other: OnDevice) -> OnDevice:
-        return OnDevice(self.host * hosted(other))
-
-    def __iadd__(self, other: OnDevice) -> OnDevice:
-        self.host += hosted(other)
-        return self
-
-    def __imul__(self, other: OnDevice | float) -> OnDevice:
-        self.host *= other if isinstance(other, float) else hosted(other)
-        return self
-
-    def __itruediv__(self, other: np.generic) -> OnDevice:
-        assert isinstance(other, np.generic)
-        self.host /= other
-        return self
 
 
 def hosted(array: Any) -> np.ndarray:

@@ -92,7 +92,7 @@ def tasks(result: xr.Dataset | xr.DataArray) -> dict[Any, Any]:
 @pytest.mark.parametrize("name", LAZY)
 def test_tasks__do_not_grow_with_the_number_of_blocks(name: str) -> None:
     largest = []
-    for n_blocks in (64, 256):  # full trees, whose nodes are alike
+    for n_blocks in (8, 128):  # a node of a tree sums eight
         with raise_if_dask_computes():
             lazy = LAZY[name](read(n_blocks * ROWS))
         # A coord is one task, of which all blocks take rows.
@@ -100,7 +100,7 @@ def test_tasks__do_not_grow_with_the_number_of_blocks(name: str) -> None:
         sizes = {key: len(cloudpickle.dumps(task)) for key, task in blocks.items()}
         largest.append(max(sizes.items(), key=lambda item: item[1]))
     (_, before), (key, after) = largest
-    assert after <= before + 256, f"{key} has {after} bytes, with a quarter of the blocks {before}"
+    assert after <= before + 256, f"{key} has {after} bytes, with fewer blocks {before}"
 
 
 VALUES = simulate_features(200, P, C, chunks=50).assign_coords(metadata(200))
@@ -111,7 +111,7 @@ UNEVEN = (50, 3, 47, 60, 1, 39)
 
 def answers(features: xr.Dataset, targets: xr.Dataset) -> dict[str, xr.DataArray | xr.Dataset]:
     made = {}
-    for estimator in ("trak", "soft", "relatif", "grad_dot", "grad_cos"):
+    for estimator in ("soft", "relatif", "grad_cos"):
         scored = td.score(features, targets, estimator=estimator)
         made[estimator] = scored
         made[f"{estimator}, each"] = td.score(features, targets, estimator=estimator, average=False)

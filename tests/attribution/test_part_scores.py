@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import dask
 import numpy as np
 import pytest
@@ -76,6 +78,20 @@ def ids(ds: xr.Dataset) -> np.ndarray:
     return ds.input_ids.values
 
 
+@functools.cache
+def token_gradients(checkpoint: int, ids: tuple[tuple[int, ...], ...]) -> dict[str, np.ndarray]:
+    """Gradients of each parameter at each token, (sample, token, element)."""
+    module = double_module(checkpoint)
+    found = contributions(module, TASK, Batch(input_ids=torch.tensor(ids)), LENGTH)
+    return {name: gradient.numpy() for name, gradient in found.items()}
+
+
+def double_module(checkpoint: int) -> nn.Module:
+    module = Gpt()
+    module.load_state_dict(state(checkpoint))
+    return module.double().eval()
+
+
 class Oracle:
     """Everything in float64, one checkpoint at a time, with the explicit projection matrix."""
 
@@ -86,15 +102,12 @@ class Oracle:
         matrix = explicit(projector, rows, made.checkpoints[checkpoint].id).numpy()
         spans = [np.arange(rows.size(n)) + rows.offset(n) for n in rows.names]
         self.matrix, self.names = matrix[np.concatenate(spans)], list(shapes)
-        self.module = Gpt()
-        self.module.load_state_dict(state(checkpoint))
-        self.module.double().eval()
+        self.checkpoint = checkpoint
 
     def gradients(self, ds: xr.Dataset) -> np.ndarray:
         """(sample, token, parameter)."""
-        batch = Batch(input_ids=torch.tensor(ids(ds)))
-        found = contributions(self.module, TASK, batch, LENGTH)
-        return np.concatenate([found[name].numpy() for name in self.names], axis=2)
+        found = token_gradients(self.checkpoint, tuple(map(tuple, ids(ds).tolist())))
+        return np.concatenate([found[name] for name in self.names], axis=2)
 
     def tokens(self, ds: xr.Dataset) -> np.ndarray:
         return self.gradients(ds) @ self.matrix
@@ -103,8 +116,8 @@ class Oracle:
         return self.tokens(ds).sum(1)
 
     def q(self, ds: xr.Dataset) -> np.ndarray:
-        own = dict(self.module.named_parameters())
-        forward = Forward(self.module, own, dict(self.module.named_buffers()))
+        module = double_module(self.checkpoint)
+        forward = Forward(module, dict(module.named_parameters()), dict(module.named_buffers()))
         batch = Batch(input_ids=torch.tensor(ids(ds)))
         return TASK.out_to_loss(forward, batch).detach().numpy()
 
@@ -194,12 +207,6 @@ def test_score_parts__modules_against_the_oracle(parts: object) -> None:
     assert_near(found, np.stack(parts_of, 1) * oracle.q(TRAIN)[:, None, None])
 
 
-def assert_adds_up(features, targets, made: td.Model, of=TRAIN, rounding: float = 1e-3) -> None:
-    """The words of documents add up to the scores of the documents."""
-    words = td.score_parts(features, targets, made, of=of, damping=0.1)
-    assert_near(words.sum("token"), td.score(features, targets, damping=0.1).values, rounding)
-
-
 ESTIMATORS = {
     "trak": {"damping": 0.1},
     "soft": {"damping": 0.1, "power": 0.5},
@@ -232,7 +239,7 @@ def test_score_parts__blocks_and_chunks_of_targets_do_not_matter(
     features, targets = sides(td.SJLT(64))
     expected = ask(features, targets, of=TRAIN, parts=parts).compute()
     many = targets.chunk(sample=1)
-    for chunks in (8, 1, 5):
+    for chunks in (1, 5):
         again = ask(features, many, of=TRAIN.chunk(sample=chunks), parts=parts)
         assert_near(again, expected.values, 1e-5)
     monkeypatch.setattr(graphs, "_VECTOR_BYTES", 1)
@@ -268,8 +275,9 @@ def test_score_parts__padding_contributes_nothing() -> None:
     padded = td.from_arrays({"input_ids": values, "attention_mask": mask}, chunks=2)
     made = td.Model(Masked, {"c0": state(0, Masked)}, task=task)
     features = td.featurize(padded, made, projector=td.SJLT(32)).compute()
-    assert (td.score_parts(features, features, made, of=padded)[0, 3:] == 0).all()
-    assert_adds_up(features, features, made, of=padded)
+    words = td.score_parts(features, features, made, of=padded, damping=0.1)
+    assert (words[0, 3:] == 0).all()
+    assert_near(words.sum("token"), td.score(features, features, damping=0.1).values)
 
 
 def test_score_parts__failed_samples_and_targets_are_nan() -> None:

@@ -201,7 +201,7 @@ def taken(values: np.ndarray, group: np.ndarray, fraction: float) -> np.ndarray:
 
 @pytest.mark.parametrize("largest", [True, False])
 @pytest.mark.parametrize("over_targets", ["max", "mean"])
-@pytest.mark.parametrize("fraction", [0.05, 0.3, 1, 0.001])
+@pytest.mark.parametrize("fraction", [0.001, 0.3, 1])
 @pytest.mark.parametrize("by", [None, "source"])
 def test_top_k__over_targets_is_that_of_a_sort(by, fraction, over_targets, largest) -> None:
     scores = tied()

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trakdask as td
+from tests.arrays.test_damping import oracle_choice, oracle_left_out, oracle_totals
+from trakdask.arrays.damping import GRID
 from trakdask.testing import simulate_features
 
-GRID = 10.0 ** np.linspace(-2, 2, 17)
 N, P, C, M = 120, 8, 3, 60
 
 
@@ -39,14 +40,9 @@ def weights(ds: xr.Dataset, power: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def totals(train: xr.Dataset, rows: xr.Dataset, rho: float, h, g) -> np.ndarray:
-    """Mean over checkpoints of φ(t)ᵀ (K + λI)⁻¹ r, one checkpoint after the other."""
-    found = []
-    for c in range(train.sizes["checkpoint"]):
-        x, t = train.feature.values[..., c].astype("f8"), rows.feature.values[..., c]
-        k = (x * h[:, [c]]).T @ x
-        lam = rho * np.trace(k) / len(x)
-        found.append(t @ np.linalg.inv(k + lam * np.eye(P)) @ (g @ x))
-    return np.mean(found, axis=0)
+    """Mean over checkpoints of φ(t)ᵀ (K + λI)⁻¹ r."""
+    x, t = (ds.feature.values.astype("f8") for ds in (train, rows))
+    return oracle_totals(x, h, g, t, [rho])[:, 0].mean(axis=1)
 
 
 def curve_of(train: xr.Dataset, rows: xr.Dataset, h, g) -> np.ndarray:
@@ -57,23 +53,8 @@ def curve_of(train: xr.Dataset, rows: xr.Dataset, h, g) -> np.ndarray:
 
 def totals_left_out(train: xr.Dataset, rho: float, h, g) -> np.ndarray:
     """As totals, of each row under the sums of the others, at the λ of all."""
-    found = np.zeros(len(g))
-    for c in range(C):
-        x = train.feature.values[..., c].astype("f8")
-        lam = rho * np.trace((x * h[:, [c]]).T @ x) / len(x)
-        for z in range(len(x)):
-            o = np.arange(len(x)) != z
-            k = (x[o] * h[o][:, [c]]).T @ x[o] + lam * np.eye(P)
-            found[z] += x[z] @ np.linalg.inv(k) @ (g[o] @ x[o]) / C
-    return found
-
-
-def oracle(curve: np.ndarray, m: int) -> float:
-    best = curve.max()
-    largest = max(
-        r for r, c in zip(GRID, curve, strict=True) if c >= best - (1 - best**2) / m**0.5 / 2
-    )
-    return min(largest, 1) if curve[GRID == 1][0] >= as_good(curve) else largest
+    x = train.feature.values.astype("f8")
+    return oracle_left_out(x, h, g, [rho])[:, 0].mean(axis=1)
 
 
 def as_good(curve: np.ndarray) -> float:
@@ -114,7 +95,7 @@ def test_damping__by_a_calibration_set(power: float) -> None:
     curve = curve_of(TRAIN, TARGETS, h, g)
     found = td.damping(TRAIN, calibrate=TARGETS, estimator="soft", power=power).compute()
     np.testing.assert_allclose(found.curve, curve, atol=1e-10)
-    assert float(found.relative) == oracle(curve, M)
+    assert float(found.relative) == oracle_choice(list(curve), M)
     assert float(found.peak) == pytest.approx(curve.max(), abs=1e-10)
     half = curve.max() - (1 - curve.max() ** 2) / M**0.5 / 2
     is_lowered = (curve[GRID > 1] >= half).any() and found.relative == 1
@@ -148,7 +129,7 @@ def test_damping__by_training_rows_left_out() -> None:
     found = td.damping(train, estimator="soft").compute()
     curve = np.array([np.corrcoef(totals_left_out(train, r, h, g), f)[0, 1] for r in GRID])
     np.testing.assert_allclose(found.curve, curve, atol=1e-10)
-    assert float(found.relative) == oracle(curve, N)
+    assert float(found.relative) == oracle_choice(list(curve), N)
     assert str(found.rule.values) == "completeness, training rows left out"
 
 

@@ -30,10 +30,6 @@ def language(seed: int = 0, task: object = TASK, **options: object) -> td.Model:
     return td.Model(Language(), task=task, **options)  # type: ignore[arg-type]
 
 
-def parts(given: object = "token", **options: object) -> Callable[[], object]:
-    return asked(parts=given, **options)
-
-
 def known_of_fast_jl() -> xr.Dataset:
     spec = FastJL(512, num_sms=1).spec()
     return simulate_features(3, 512, 1).assign_attrs(projector=spec)
@@ -104,8 +100,8 @@ ROWS = [
     row(Q, "a sequence longer than the model", computed(asked(tokens([[1, 2, 3, 4, 5, 6]]))), td.errors.BlockError, "samples 0"),
     row(Q, "an id out of the vocabulary", computed(prompts(tokens([[1, 2], [3, 7]]))), td.errors.BlockError, "samples 0:2"),
     row(Q, "samples without tokens", asked(data().rename(label="input_ids")), ValueError, "'input_ids'", "(4,)"),
-    row(Q, "groups that overlap", parts({"a": "w*", "b": "wte*"}), ValueError, "'wte.weight'", "'a'", "'b'"),
-    row(Q, "text of a word", parts(text="abc"), TypeError, "'abc'"),
+    row(Q, "groups that overlap", asked(parts={"a": "w*", "b": "wte*"}), ValueError, "'wte.weight'", "'a'", "'b'"),
+    row(Q, "text of a word", asked(text="abc"), TypeError, "'abc'"),
     row(Q, "a convolution", asked(model=mixing()), ValueError, "'0', Conv1d"),
     row(C, "neither", lambda: td.combine(T), ValueError, "neither"),
     row(C, "both", lambda: td.combine(KINDS, by="kind", weights={"a": {0: 1}}), ValueError, "both"),

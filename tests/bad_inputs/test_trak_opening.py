@@ -69,35 +69,16 @@ ROWS = [
     row("no such folder", lambda f: open_traker(f / "runs"), FileNotFoundError, "/runs'"),
     row("an empty folder", open_traker, FileNotFoundError, "metadata.json"),
     row("a folder of runs", opened(nested), FileNotFoundError, "metadata.json", "['first']"),
-    row(
-        "no checkpoint",
-        opened(lambda run: [path.unlink() for path in run.glob("id_*.json")]),
-        ValueError, "out of the []",
-    ),
+    row("no checkpoint", opened(lambda run: [path.unlink() for path in run.glob("id_*.json")]), ValueError, "out of the []"),
     row("unknown model id", opened(as_it_is, model_ids=[0, 5]), ValueError, "[0, 1]", "[0, 5]"),
     row("model id twice", opened(as_it_is, model_ids=[0, 0]), ValueError, "[0, 0]"),
     row("no model ids", opened(as_it_is, model_ids=[]), ValueError, "got []"),
     row("a number for exp_name", opened(as_it_is, 1), ValueError, "['test']", "got 1"),
-    row(
-        "array of another run", opened(lambda run: array(run / "1/grads.mmap", (6, 5), "f2")),
-        ValueError, "(6, 4)", "(6, 5)", "grads.mmap",
-    ),
+    row("array of another run", opened(lambda run: array(run / "1/grads.mmap", (6, 5), "f2")), ValueError, "(6, 4)", "(6, 5)", "grads.mmap"),
     row("unknown experiment", opened(as_it_is, "val"), ValueError, "['test']", "'val'"),
-    row(
-        "no experiment at all",
-        opened(lambda run: [path.unlink() for path in run.glob("*/test_grads.mmap")], "test"),
-        ValueError, "'test'", "got 'test'", "without exp_name",
-    ),
-    row(
-        "experiment of one checkpoint",
-        opened(lambda run: (run / "1" / "test_grads.mmap").unlink(), "test"),
-        ValueError, "[0, 1]", "those for [0]", "model_ids=[0]",
-    ),
-    row(
-        "other number of targets",
-        opened(lambda run: array(run / "1/test_grads.mmap", (2, 4), "f2"), "test"),
-        ValueError, "(3, 4)", "(2, 4)", "model_ids=[0]",
-    ),
+    row("no experiment at all", opened(lambda run: [path.unlink() for path in run.glob("*/test_grads.mmap")], "test"), ValueError, "'test'", "got 'test'", "without exp_name"),
+    row("experiment of one checkpoint", opened(lambda run: (run / "1" / "test_grads.mmap").unlink(), "test"), ValueError, "[0, 1]", "those for [0]", "model_ids=[0]"),
+    row("other number of targets", opened(lambda run: array(run / "1/test_grads.mmap", (2, 4), "f2"), "test"), ValueError, "(3, 4)", "(2, 4)", "model_ids=[0]"),
     row("not finalized", opened(write("id_1.json", NOT_FINAL), "test"), ValueError, "[1]", "final"),
 ]  # fmt: skip
 

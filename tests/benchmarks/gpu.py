@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trakdask.projection import SJLT, FastJL, Rademacher
-from trakdask.projection.cuda import kernels_for, layout, missing
+from trakdask.projection import ROW_BLOCK, SJLT, FastJL, Rademacher
+from trakdask.projection.cuda import kernels_for, missing
 
 N_ROWS = 11_700_000
 WIDTHS, BATCHES = (2048, 4096), (8, 32, 128, 512)
-CHUNK = 64 * layout.ROW_BLOCK  # rows of a matrix that fits the memory
+CHUNK = 64 * ROW_BLOCK  # rows of a matrix that fits the memory
 WARM_UP, LEAST_RUNS, MOST_SECONDS = 2, 5, 3.0
 
 Run = Callable[[], object]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import re
 import shutil
 import threading
@@ -23,25 +24,20 @@ PATIENCE_MS = 120_000
 @contextmanager
 def served(explorer: Explorer) -> Iterator[str]:
     """Serve an explorer in a thread of this process; yield its address."""
-    started: list[Any] = []
-    ready = threading.Event()
+    started: queue.Queue[Any] = queue.Queue()
 
     def run() -> None:
         asyncio.set_event_loop(asyncio.new_event_loop())
-        try:
-            made, url = server(explorer.app)
-            made.start()
-            started.extend([made, url])
-        finally:
-            ready.set()
+        made, url = server(explorer.app)
+        made.start()
+        started.put((made, url))
         made.io_loop.start()
         made.stop()
         made.io_loop.close(all_fds=True)
 
     thread = threading.Thread(target=run)
     thread.start()
-    ready.wait()
-    made, url = started
+    made, url = started.get(timeout=PATIENCE_MS / 1000)
     try:
         yield url
     finally:

@@ -18,12 +18,7 @@ import xarray as xr
 from distributed import Client, Event, Queue
 
 from tests.waiting import PATIENCE_S
-from trakdask.explorer.computing import (
-    Abandoned,
-    Job,
-    compute,
-    persist,
-)
+from trakdask.explorer.computing import Abandoned, Job, compute, persist
 
 
 def in_job(job: Job, *lazy: da.Array) -> Callable[[], object]:
@@ -32,10 +27,6 @@ def in_job(job: Job, *lazy: da.Array) -> Callable[[], object]:
             return compute(*lazy)
 
     return run
-
-
-def test_compute__without_job_is_that_of_dask() -> None:
-    assert compute(da.arange(4, chunks=1).sum())[0] == 6
 
 
 def test_job__tells_how_far_it_is() -> None:
@@ -76,25 +67,6 @@ def wait_for_event(x: np.ndarray, name: str) -> np.ndarray:
     return x
 
 
-def test_job__that_is_abandoned_is_cancelled_on_a_cluster(process_client: Client) -> None:
-    # Not the cluster inside this process: an event of a task would make a client that stays.
-    job, name = Job(), "explorer-job"
-    lazy = da.map_blocks(wait_for_event, da.ones(9, chunks=1), name, meta=np.empty(0))
-
-    def run() -> object:
-        with process_client.as_current():
-            return in_job(job, lazy)()
-
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(run)
-        assert Event(f"{name}-started", client=process_client).wait(PATIENCE_S)
-        job.abandon()
-        with pytest.raises(Abandoned):
-            answer.result(PATIENCE_S)
-    Event(name, client=process_client).set()
-    assert compute(da.ones(3).sum())[0] == 3
-
-
 def wait_for_turn(x: np.ndarray, name: str) -> np.ndarray:
     Queue(name).get(timeout=PATIENCE_S)
     return x
@@ -121,6 +93,7 @@ def test_job__tells_how_far_it_is_on_a_cluster(process_client: Client) -> None:
 
 
 def test_job__of_two_users_is_not_cancelled_by_one_of_them(process_client: Client) -> None:
+    # Not the cluster inside this process: an event of a task would make a client that stays.
     name = "explorer-two-users"
     lazy = da.map_blocks(wait_for_event, da.ones(2, chunks=1), name, meta=np.empty(0))
     jobs = Job(), Job()

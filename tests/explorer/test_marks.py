@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import pytest
 from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
-from moto.server import ThreadedMotoServer
 
 import trakdask as td
 from trakdask.explorer import marks as module
@@ -118,26 +116,20 @@ def test_marks__are_a_set_of_pairs_with_undo(tmp_path_factory, changes) -> None:
     assert got == expected
 
 
-def mark_many(path: str, start: int) -> None:
-    marks = Marks(path, who=str(start))
-    for sample in range(start, start + 5):
-        marks.mark([sample, 1000], "duplicate")
+MARK_MANY = """
+marks = Marks(path, who=str(start))
+for sample in range(start, start + 5):
+    marks.mark([sample, 1000], "duplicate")
+"""
 
 
 def test_mark__by_threads_and_processes_at_once_loses_nothing(tmp_path: Path) -> None:
     path = str(tmp_path / "m.parquet")
-    workers = [threading.Thread(target=mark_many, args=(path, start)) for start in (0, 5, 10)]
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            f"from tests.explorer.test_marks import mark_many; mark_many({path!r}, 15)",
-        ]
-    )
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    names = f"from trakdask.explorer.marks import Marks; path, start = {path!r}, 15"
+    process = subprocess.Popen([sys.executable, "-c", f"{names}\n{MARK_MANY}"])
+    with ThreadPoolExecutor(3) as pool:
+        for start in (0, 5, 10):
+            pool.submit(exec, MARK_MANY, {"Marks": Marks, "path": path, "start": start})
     assert process.wait(240) == 0
     assert sorted(Marks(path).samples("duplicate")) == [*range(20), 1000]
 
@@ -183,7 +175,7 @@ def test_where__drops_what_is_marked_also_after_an_earlier_drop(store: Path) -> 
     np.testing.assert_array_equal(left.output, np.delete(outputs, [0, 2, 3, 5, 9], axis=0))
     every = td.open(store, dropped=True)
     assert every.dropped.values[again.samples("remove")].all()
-    assert marks.ids(every).tolist() == list(range(10))
+    assert marks.ids(every).tolist() == marks.ids(every.load()).tolist() == list(range(10))
     same = td.drop(store, where=again.where("remove"))
     assert same.sizes["sample"] == 5
 
@@ -202,20 +194,6 @@ def test_where__by_labels_in_any_order_and_selection(tmp_path: Path) -> None:
     assert names[::-1][mask.values].tolist() == ["g", "b"]
     left = td.drop(store, where=marks.where("wrong label"))
     assert left["sample"].values.tolist() == list("acdefh")
-
-
-def test_ids__of_rows_that_nothing_identifies(store: Path) -> None:
-    opened = td.open(store)
-    for features, marks in [
-        (opened.isel(sample=slice(None, None, -1)), Marks.beside(store)),
-        (opened.isel(sample=slice(5)), Marks.beside(store)),
-        (opened, Marks(store.parent / "m.parquet")),
-        (td.testing.simulate_features(n_samples=10, proj_dim=4), Marks.beside(store)),
-    ]:
-        with pytest.raises(
-            ValueError, match=rf"coord 'sample'.*{features.sizes['sample']} samples"
-        ):
-            marks.ids(features)
 
 
 def rebuilt(store: Path, source: str, order: Any) -> None:
@@ -256,11 +234,6 @@ def test_where__after_samples_were_appended(store: Path) -> None:
     assert td.drop(store, where=Marks.beside(store).where("remove")).sizes["sample"] == 11
 
 
-def test_ids__of_features_in_memory(store: Path) -> None:
-    marks = Marks.beside(store)
-    assert marks.ids(td.open(store).load()).tolist() == list(range(10))
-
-
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"text that is no parquet" * 9])
 def test_table__of_a_file_that_is_none(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "m.parquet"
@@ -280,24 +253,6 @@ def test_table__of_a_parquet_file_of_others(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_mark__after_its_folder_has_vanished(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    marks = Marks(tmp_path / "folder" / "m.parquet")
-    (tmp_path / "folder").rmdir()
-    with pytest.raises(FileNotFoundError, match=r"folder/m\.parquet"):
-        marks.mark(1, "remove")
-    assert not (tmp_path / "folder").exists()
-
-
-def marked_together(path: str, count: int, **options: Any) -> pd.DataFrame:
-    """Mark samples by as many threads at once."""
-    makers = [Marks(path, who=f"user {i}", **options) for i in range(count)]
-    with ThreadPoolExecutor(count) as pool:
-        done = list(pool.map(lambda i: makers[i].mark([i, 100 + i], "remove"), range(count)))
-    assert done == [2] * count
-    return Marks(path, **options).table()
-
-
 def test_marks__of_a_store_at_a_url() -> None:
     store = f"memory://{uuid4().hex}/train.zarr"
     made = td.testing.simulate_features(n_samples=10, proj_dim=4)
@@ -313,15 +268,12 @@ def test_marks__of_a_store_at_a_url() -> None:
     assert marks.table().empty
 
 
-def test_marks__at_a_url_are_made_by_several_at_once() -> None:
-    table = marked_together(f"memory://{uuid4().hex}/m.parquet", 4)
-    assert sorted(table["sample"]) == [0, 1, 2, 3, 100, 101, 102, 103]
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:botocore")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:moto")
-def test_marks__on_s3() -> None:
+def test_marks__on_s3_are_made_by_several_at_once() -> None:
+    from moto.server import ThreadedMotoServer  # seconds to import
+
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -329,8 +281,12 @@ def test_marks__on_s3() -> None:
     try:
         fs, path = Folder("s3://marks", options)._fs()
         fs.mkdir(path)
-        table = marked_together("s3://marks/m.parquet", 3, storage_options=options)
-        assert sorted(table["sample"]) == [0, 1, 2, 100, 101, 102]
+        marks = Marks("s3://marks/m.parquet", storage_options=options)
+        makers = [marks.by(f"user {i}") for i in range(3)]
+        with ThreadPoolExecutor(3) as pool:
+            done = pool.map(lambda i: makers[i].mark([i, 100 + i], "remove"), range(3))
+            assert list(done) == [2] * 3
+        assert sorted(marks.table()["sample"]) == [0, 1, 2, 100, 101, 102]
         assert Folder("s3://marks", options).files() == {"m.parquet"}
     finally:
         server.stop()

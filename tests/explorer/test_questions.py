@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import dask.array as da
@@ -101,17 +100,29 @@ def test_top__of_some_checkpoints(
     assert one["spread"].isna().all()
 
 
-@pytest.mark.parametrize("estimator", ["trak", "soft", "relatif", "grad_dot", "grad_cos"])
-def test_targets_of__is_a_row_of_the_scores(
+@pytest.mark.parametrize("estimator", ["trak", "soft", "relatif", "grad_dot", "grad_cos", "tracin"])
+def test_top_and_targets_of__are_a_column_and_a_row_of_the_scores(
     questions: Questions, features: xr.Dataset, targets: xr.Dataset, estimator: Any
 ) -> None:
-    given = {} if estimator.startswith("grad") else {"damping": td.Absolute(LAMBDA)}
-    scores = td.score(features, targets, estimator=estimator, **given).values[11]
-    text = "absolute 2.5"
-    table = questions.targets_of(View(sample=11, k=4, estimator=estimator, damping=text))
-    order = np.argsort(-scores)
+    options: dict[str, Any] = {"estimator": estimator}
+    if estimator == "tracin":
+        options["learning_rates"] = {"c0": 0.1, "c1": 0.01, "c2": 1.0}
+    elif not estimator.startswith("grad"):
+        options["damping"] = td.Absolute(LAMBDA)
+    chosen = Questions(features, targets, **options)
+    scores = td.score(features, targets, **options).values
+    top = chosen.top(View(target=7, k=5))
+    assert top["sample"].tolist() == np.argsort(-scores[:, 7])[:5].tolist()
+    np.testing.assert_allclose(top["score"], scores[top["sample"], 7], rtol=1e-5)
+    view = View(sample=11, k=4)
+    if estimator == "tracin":  # whose learning rates no view has
+        questions = chosen
+    else:
+        view = view.replace(estimator=estimator, damping="absolute 2.5")
+    table = questions.targets_of(view)
+    order = np.argsort(-scores[11])
     assert table.index.tolist() == [*order[:4], *order[-4:]]
-    np.testing.assert_allclose(table["score"], scores[table.index], rtol=1e-4)
+    np.testing.assert_allclose(table["score"], scores[11][table.index], rtol=1e-4)
 
 
 @pytest.mark.parametrize("where", ["", "length >= 50"])
@@ -139,22 +150,6 @@ def test_conditions__may_compare_samples_with_the_target(
     sums = pd.Series(scores[mask]).groupby(features.source.values[mask]).sum()
     groups = questions.groups(view)
     np.testing.assert_allclose(groups["score"], sums[groups["source"]], rtol=1e-4)
-
-
-@pytest.mark.parametrize("estimator", ["trak", "soft", "relatif", "grad_dot", "grad_cos", "tracin"])
-def test_top__is_that_of_every_estimator(
-    features: xr.Dataset, targets: xr.Dataset, estimator: Any
-) -> None:
-    given = {"estimator": estimator}
-    if estimator == "tracin":
-        given["learning_rates"] = {"c0": 0.1, "c1": 0.01, "c2": 1.0}
-    elif not estimator.startswith("grad"):
-        given["damping"] = td.Absolute(LAMBDA)
-    top = Questions(features, targets, **given).top(View(target=7, k=5))
-    scores = td.score(features, targets, **given).values[:, 7]
-    order = np.argsort(-scores)[:5]
-    assert top["sample"].tolist() == order.tolist()
-    np.testing.assert_allclose(top["score"], scores[order], rtol=1e-5)
 
 
 def test_page_of_a_target__computes_its_scores_once(
@@ -262,12 +257,8 @@ def test_targets_page__searches_filters_and_sorts(
     loss = questions.targets.page(View(sort="loss", ascending=False)).table["loss"]
     q = targets.out_to_loss.values.astype(np.float64).mean(axis=1)
     np.testing.assert_allclose(loss, np.sort(q)[::-1][:ROWS])
-
-
-def test_targets_page__is_a_page(questions: Questions) -> None:
-    assert questions.targets.page(View(first=ROWS, sort="")).table.index.tolist() == [
-        *range(ROWS, M)
-    ]
+    second = questions.targets.page(View(first=ROWS, sort="")).table
+    assert second.index.tolist() == [*range(ROWS, M)]
 
 
 def test_tables__of_metadata() -> None:
@@ -302,16 +293,6 @@ def test_damping__is_that_of_the_setting(questions: Questions, features: xr.Data
     np.testing.assert_allclose(of_trace.damping, 0.5 * (phi(features) ** 2).sum((0, 1)) / N)
 
 
-def test_questions__of_a_store_with_its_factors(
-    features: xr.Dataset, targets: xr.Dataset, tmp_path: Path
-) -> None:
-    stored = td.save(features, tmp_path / "train", progress=False)
-    top = Questions(stored, targets).top(View(target=1, k=5))
-    scores = td.score(features, targets).values[:, 1]
-    assert top["sample"].tolist() == np.argsort(-scores)[:5].tolist()
-    np.testing.assert_allclose(top["score"], np.sort(scores)[::-1][:5], rtol=1e-4)
-
-
 def test_words__are_asked_for_with_the_options_of_the_view(
     features: xr.Dataset, targets: xr.Dataset
 ) -> None:
@@ -329,10 +310,3 @@ def test_words__are_asked_for_with_the_options_of_the_view(
     np.testing.assert_allclose(words.values, scores[:, None] * [0.75, 0.25], rtol=1e-3)
     assert questions.has_words(View())
     assert not questions.has_words(View(estimator="grad_cos"))
-
-
-def test_questions__of_a_position_that_is_not_there(questions: Questions) -> None:
-    with pytest.raises(ValueError, match="40"):
-        questions.top(View(target=40))
-    with pytest.raises(ValueError, match="90"):
-        questions.sample(View(sample=90))

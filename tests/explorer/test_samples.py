@@ -47,19 +47,14 @@ def test_html__undoes_the_normalization_of_images() -> None:
     np.testing.assert_allclose(pixels(html)[..., :3], np.moveaxis(image[1], 0, -1), atol=1 / 255)
 
 
-def test_html__escapes_texts() -> None:
-    samples = xr.Dataset({"words": ("sample", np.array(["plain", SCRIPT], dtype=object))})
-    plain, marked = Samples(samples).html([0, 1])
-    assert "plain" in plain
-    assert ESCAPED in marked
-    assert "<script" not in marked
-
-
-def test_html__escapes_texts_of_tokens_and_names() -> None:
-    ids = np.array([[0, 1, 2]])
-    samples = xr.Dataset({"ids": (("sample", "token"), ids), SCRIPT: ("sample", [2.5])})
+def test_html__escapes_texts_tokens_and_names() -> None:
+    ids, words = np.array([[0, 1, 2]]), np.array([f"plain {SCRIPT}"], object)
+    samples = xr.Dataset(
+        {"ids": (("sample", "token"), ids), "words": ("sample", words), SCRIPT: ("sample", [2.5])}
+    )
     (html,) = Samples(samples, text=["a", SCRIPT, "b"].__getitem__).html([0])
     assert f"a{ESCAPED}b" in html
+    assert f"plain {ESCAPED}" in html
     assert f"{ESCAPED}: 2.5" in html
     assert "<script" not in html
 

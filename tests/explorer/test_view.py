@@ -137,11 +137,3 @@ def test_with_condition__adds_to_the_column_condition_samples_or_targets() -> No
     assert view.where == "label == 3 and label >= 2"
     asked = query(name="label", sign="==", value="2", of="targets_where")
     assert with_condition(asked, View(), TABLE, TABLE).targets_where == "label == 2"
-
-
-def test_with_condition__says_what_is_wrong() -> None:
-    asked = query(name="label", sign="==", value="many", of="where")
-    view = with_condition(asked, View(target=3), TABLE, TABLE)
-    assert view == View(target=3)
-    assert "many" in view.errors["filter_value"]
-    assert with_condition("page=corpus", View(), TABLE, TABLE) == View()

@@ -7,6 +7,7 @@ needed again unless the definition of a matrix changes, which ``DEFINITION_VERSI
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -56,7 +57,8 @@ SCALES = {
 }
 
 
-def gradient(name: str, dtype: torch.dtype, scale: float) -> Tensor:
+@functools.cache
+def gradient(name: str) -> Tensor:
     """Return gradients (sample, *shape): dense ones, zeros, outliers, and one with infinity."""
     size = math.prod(SHAPES[name])
     # From integers, because the streams of random generators may change between versions.
@@ -67,12 +69,12 @@ def gradient(name: str, dtype: torch.dtype, scale: float) -> Tensor:
         values[3, size // 2] *= 100  # an outlier takes accuracy from its block
         values[4, -1] = math.inf if name == "wide" else 0
         values[5:] *= 2.0 ** -np.arange(N_SAMPLES - 5)[:, None]
-    return torch.from_numpy(values * scale).to(dtype).view(N_SAMPLES, *SHAPES[name])
+    return torch.from_numpy(values).view(N_SAMPLES, *SHAPES[name])
 
 
 def digest(projector: Projector, dtype: torch.dtype, scale: float) -> str:
     rows = RowMap.from_shapes(SHAPES, alignment=projector.row_alignment)
-    gradients = {name: gradient(name, dtype, scale) for name in SHAPES}
+    gradients = {name: (gradient(name) * scale).to(dtype) for name in SHAPES}
     features = project(projector, gradients, rows, checkpoint=2**32 - 1).numpy()
     features[np.isnan(features)] = np.nan  # one NaN for all: its sign and payload say nothing
     return hashlib.sha256(features.astype("<f4").tobytes()).hexdigest()[:16]

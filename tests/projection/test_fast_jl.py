@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from types import ModuleType
 from typing import Any
@@ -15,15 +16,15 @@ from trakdask.projection import FastJL, RowMap, project
 SHAPES = {"a": (30, 600), "b": (7,), "c": (3, 5)}
 
 
+@functools.lru_cache(maxsize=1)
 def matrix(n_rows: int, width: int, seed: int, num_sms: int) -> Tensor:
     """Return signs that depend on what those of fast_jl depend on."""
     generator = torch.Generator().manual_seed(seed * 1000 + num_sms)
     return torch.randint(0, 2, (n_rows, width), generator=generator).float() * 2 - 1
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
-    """Stand in for the extension, and take tensors of the CPU for those of a GPU with 132 SMs."""
+def stand_in_for_fast_jl(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """Stand in for the extension, and take tensors of the CPU for those of a GPU; list calls."""
     seen: list[tuple[str, Any]] = []
 
     def stand_in(name: str, size: int) -> Any:
@@ -52,8 +53,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     [(1, [8]), (8, [8]), (9, [16]), (17, [32]), (32, [32]), (70, [32, 32, 8])],
 )
 def test_project__all_rows_at_once_in_padded_batches(
-    n_samples: int, sizes: list[int], entries: str, calls: list[Any]
+    n_samples: int, sizes: list[int], entries: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    calls = stand_in_for_fast_jl(monkeypatch)
     generator = torch.Generator().manual_seed(0)
     gradients = {
         name: torch.randint(-9, 10, (n_samples, *shape), generator=generator).float()

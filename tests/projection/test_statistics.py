@@ -122,12 +122,8 @@ def test_matrix__is_what_its_law_says(kind: str) -> None:
     require_small(scores)
 
 
-OTHERS = [
-    *({"checkpoint": checkpoint} for checkpoint in (1, 2**31)),
-    *({"seed": seed} for seed in (1, 2**32)),
-    # From 2**32, 2**36 or 2**39 on, a row number needs the high counter word.
-    *({"row": row} for row in (2**14, 2**32, 2**36, 2**39)),
-]
+# The words at large addresses have known answers; 2**39 needs the high counter word.
+OTHERS = [{"checkpoint": 1}, {"seed": 2**32}, {"row": 2**14}, {"row": 2**39}]
 
 
 @pytest.mark.parametrize("kind", KINDS)

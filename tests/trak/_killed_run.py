@@ -1,8 +1,8 @@
 """Runs that are killed at every one of their write operations, and jobs that share a folder.
 
-A script, for one process: everything is imported once, and each run is a fork. A run is killed by
-SIGKILL before its k-th write operation, or in the middle of it, and run again. Prints as JSON what
-differs from a run that nobody disturbed, and how the jobs ended.
+A script, for one process: everything is imported once, and a run that is killed is a fork. It ends
+by SIGKILL before its k-th write operation, or in the middle of it, and is run again. Prints as JSON
+what differs from a run that nobody disturbed, and how the jobs ended.
 """
 
 from __future__ import annotations
@@ -51,12 +51,14 @@ class Pixels(AbstractGradientComputer):
 
 
 class Killer:
-    """Count write operations, and die at one of them."""
+    """Counts write operations, and ends its process at one of them, or in the middle of it."""
 
-    def __init__(self, at: int, half: bool) -> None:
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self, at: int = 0, half: bool = False) -> None:
         self.at, self.half = at, half
         self.operations: list[str] = []
-        self.n_before_finalizing = 0
 
     def wrap(self, owner: Any, name: str, halfway: Callable[..., Any] | None = None) -> None:
         original = getattr(owner, name)
@@ -85,42 +87,30 @@ def write_half(original: Any, descriptor: int) -> None:
     os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
 
 
-def run(folder: Path, killer: Killer, del_grads: bool) -> None:
-    # A killed process loses nothing that it has written, so nothing need reach the disk.
-    np.memmap.flush = lambda self: None  # type: ignore[method-assign]
-    os.fsync = lambda descriptor: None  # type: ignore[assignment]
-    killer.wrap(np.memmap, "__setitem__", assign_half)
-    killer.wrap(os, "replace")
-    killer.wrap(os, "unlink")
-    killer.wrap(os, "fsync", write_half)
+KILLER = Killer()
+
+
+def run(folder: Path, del_grads: bool) -> int:
+    """Return how many write operations come before features are finalized."""
     options = {"gradient_computer": Pixels, "projector": NoOpProjector(), "lambda_reg": 0.1}
     job = Run("linear", options=options)
     traker = job.make(TRAKer, folder)
     job.featurize(traker)
-    killer.n_before_finalizing = len(killer.operations)
+    n_before = len(KILLER.operations)
     traker.finalize_features(del_grads=del_grads)
     job.score(traker)
+    return n_before
 
 
-def in_a_fork(
-    folder: Path, at: int = 0, half: bool = False, del_grads: bool = False
-) -> tuple[int, list[str], int]:
-    """Return the signal that ended a run, and if it was not killed its operations.
-
-    And how many of them come before features are finalized.
-    """
-    reader, writer = os.pipe()
+def killed(folder: Path, at: int, half: bool, del_grads: bool) -> int:
+    """Return the signal that ends a run in a process of its own."""
     child = os.fork()
     if child == 0:
-        killer = Killer(at, half)
-        run(folder, killer, del_grads)
-        os.write(writer, json.dumps([killer.operations, killer.n_before_finalizing]).encode())
+        KILLER.begin(at, half)
+        run(folder, del_grads)
         os._exit(0)
-    os.close(writer)
-    with open(reader, "rb") as answer:
-        operations, n_before = json.loads(answer.read() or b"[[], 0]")
     _, status = os.waitpid(child, 0)
-    return os.WTERMSIG(status), operations, n_before
+    return os.WTERMSIG(status)
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -159,25 +149,32 @@ def exit_codes_of_jobs(folder: Path) -> list[int | None]:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    Run().whole(TRAKer, folder / "warm")  # so that forks need not import what a run imports
+    # A killed process loses nothing that it has written, so nothing need reach the disk.
+    np.memmap.flush = lambda self: None  # type: ignore[method-assign]
+    os.fsync = lambda descriptor: None  # type: ignore[assignment]
+    KILLER.wrap(np.memmap, "__setitem__", assign_half)
+    KILLER.wrap(os, "replace")
+    KILLER.wrap(os, "unlink")
+    KILLER.wrap(os, "fsync", write_half)
     here, failed, n_runs = folder / "run", [], 0
     for del_grads in (False, True):
-        _, operations, n_before = in_a_fork(here, del_grads=del_grads)
-        undisturbed = hashes(here)
+        KILLER.begin()
+        n_before = run(here, del_grads)
+        operations, undisturbed = list(KILLER.operations), hashes(here)
         shutil.rmtree(here)
         # Until features are finalized, nothing knows of del_grads.
         first = n_before + 1 if del_grads else 1
         for at, name in enumerate(operations[first - 1 :], first):
             for half in (False, True) if name in ("__setitem__", "fsync") else (False,):
-                signals = [in_a_fork(here, at, half, del_grads)[0]]
-                signals.append(in_a_fork(here, del_grads=del_grads)[0])
+                ended = killed(here, at, half, del_grads)
+                run(here, del_grads)
                 same = hashes(here) == undisturbed
                 shutil.rmtree(here)
                 n_runs += 1
-                if (signals, same) != ([signal.SIGKILL, 0], True):
-                    failed.append([del_grads, at, name, half, signals, same])
-    ended = exit_codes_of_jobs(folder / "jobs")
-    found = {"runs": n_runs, "operations": operations, "failed": failed, "jobs": ended}
+                if (ended, same) != (signal.SIGKILL, True):
+                    failed.append([del_grads, at, name, half, ended, same])
+    ended_jobs = exit_codes_of_jobs(folder / "jobs")
+    found = {"runs": n_runs, "operations": operations, "failed": failed, "jobs": ended_jobs}
     print(json.dumps(found))
 
 

@@ -14,20 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tests.trak._models import Scaled
+
 QUIET = 100
 N, M, BATCH = 48, 6, 16
-
-
-class Scaled(nn.Module):
-    """A model with a 0-d parameter, which is flattened to one column."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(6, 3)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * self.body(x.flatten(1)[:, :6])
 
 
 def normed() -> nn.Module:
@@ -41,7 +31,7 @@ MODELS = {
     "linear": lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 3)),
     "mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 5), nn.GELU(), nn.Linear(5, 3)),
     "normed": normed,
-    "scaled": Scaled,
+    "scaled": lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 12), Scaled()),
 }
 
 

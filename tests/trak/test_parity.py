@@ -84,54 +84,55 @@ def require_same_files(folder: Path, tolerance: float) -> None:
             assert found[name] == value
 
 
-@pytest.mark.parametrize("kind", PROJECTORS)
 @pytest.mark.parametrize(
-    ("model", "n_checkpoints", "by_inds"),
-    [(model, 2, True) for model in MODELS] + [("mlp", 1, False), ("normed", 3, False)],
+    ("kind", "model", "n_checkpoints", "by_inds", "lambda_reg"),
+    [
+        *(("default", model, 2, True, 0.05) for model in MODELS),
+        *((kind, "normed", 3, False, 0.05) for kind in PROJECTORS),
+        *(("default", model, 1, False, 0.0) for model in ("linear", "mlp")),
+    ],
 )
 def test_run__float32_scores_and_files(
-    tmp_path: Path, kind: str, model: str, n_checkpoints: int, by_inds: bool
+    tmp_path: Path, kind: str, model: str, n_checkpoints: int, by_inds: bool, lambda_reg: float
 ) -> None:
-    options = {"use_half_precision": False, "lambda_reg": 0.05}
+    options = {"use_half_precision": False, "lambda_reg": lambda_reg}
     found, expected = both(Run(model, n_checkpoints, by_inds, options), tmp_path, kind)
     assert found.dtype == expected.dtype == np.float32
     assert relative(found, expected) < 1e-5
     require_same_files(tmp_path, 1e-5)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_run__float32_without_lambda(tmp_path: Path, model: str) -> None:
-    found, expected = both(Run(model, options={"use_half_precision": False}), tmp_path)
-    assert relative(found, expected) < 1e-5
-
-
 @pytest.mark.parametrize("kind", PROJECTORS)
-@pytest.mark.parametrize("model", ["mlp", "normed"])
-def test_run__float16_scores_and_files(tmp_path: Path, kind: str, model: str) -> None:
-    run = Run(model, n_checkpoints=2, options={"lambda_reg": 2.0})
+def test_run__float16_scores_and_files(tmp_path: Path, kind: str) -> None:
+    run = Run("normed", n_checkpoints=2, options={"lambda_reg": 2.0})
     found, expected = both(run, tmp_path, kind)
     assert found.dtype == expected.dtype == np.float16
     assert relative(found, expected) < 2e-2
     require_same_files(tmp_path, 2e-2)
 
 
-@pytest.mark.parametrize("grad_wrt", [["1.weight"], ["3.bias", "1.bias"]])
-@pytest.mark.parametrize("seed", [0, 5])
-@pytest.mark.parametrize("task", ["image_classification", "iterative_image_classification"])
-def test_run__options(tmp_path: Path, grad_wrt: list[str], seed: int, task: str) -> None:
-    options = {"projector_seed": seed, "lambda_reg": 0.1, "use_half_precision": False}
-    if task == "image_classification":
-        run = Run(options={**options, "grad_wrt": grad_wrt, "proj_dim": 4})
-        found, expected = both(run, tmp_path)
-    else:
-        run = Run(options={**options, "task": task})
-        expected = run.whole(
-            trak.TRAKer,
-            tmp_path / "old",
-            gradient_computer=trak.gradient_computers.IterativeGradientComputer,
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"grad_wrt": ["1.weight"], "proj_dim": 4},
+        {"grad_wrt": ["3.bias", "1.bias"], "projector_seed": 5},
+    ],
+)
+def test_run__options(tmp_path: Path, options: dict[str, Any]) -> None:
+    run = Run(options={"lambda_reg": 0.1, "use_half_precision": False, **options})
+    assert relative(*both(run, tmp_path)) < 1e-5
+
+
+def test_run__iterative(tmp_path: Path) -> None:
+    options = {"lambda_reg": 0.1, "use_half_precision": False}
+    run = Run(options={**options, "task": "iterative_image_classification"})
+    found, expected = (
+        run.whole(kind, tmp_path / name, gradient_computer=module.IterativeGradientComputer)
+        for kind, name, module in (
+            (ours.TRAKer, "new", gradient_computers),
+            (trak.TRAKer, "old", old_gradient_computers),
         )
-        iterative = ours.gradient_computers.IterativeGradientComputer
-        found = run.whole(ours.TRAKer, tmp_path / "new", gradient_computer=iterative)
+    )
     assert relative(found, expected) < 1e-5
 
 
@@ -156,80 +157,26 @@ GRADIENTS = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
 @pytest.mark.parametrize("name", ["BasicProjector", "BasicSingleBlockProjector"])
 @pytest.mark.parametrize("proj_type", ["normal", "rademacher"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
-@pytest.mark.parametrize(("seed", "model_id"), [(7, 0), (11, 13)])
-@pytest.mark.parametrize("proj_dim", [6, 20])
-@pytest.mark.parametrize("as_dict", [False, True])
+@pytest.mark.parametrize("is_kept", [False, True])
 def test_projector__same_matrix_and_product(
-    name: str,
-    proj_type: str,
-    dtype: torch.dtype,
-    seed: int,
-    model_id: int,
-    proj_dim: int,
-    as_dict: bool,
+    name: str, proj_type: str, dtype: torch.dtype, is_kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old, new = (
-        getattr(m, name)(40, proj_dim, seed, proj_type, "cpu", block_size=6, dtype=dtype)
-        for m in (old_projectors, projectors)
-    )
-    grads: Any = GRADIENTS
-    if as_dict:
-        grads = {"a": GRADIENTS[:, :39].reshape(3, 13, 3), "b": GRADIENTS[:, 39]}
-    assert torch.equal(new.proj_matrix, old.proj_matrix)
-    expected = old.project(grads, model_id=model_id)
-    for _ in range(2):  # the second time from matrices that were kept
-        found = new.project(grads, model_id=model_id)
-        assert found.dtype == expected.dtype
-        assert relative(found, expected) < (3e-3 if dtype == torch.float16 else 1e-6)
-    if name == "BasicProjector":
-        assert (new.seeds, new.num_blocks, new.jl_size) == (old.seeds, old.num_blocks, old.jl_size)
-
-
-@pytest.mark.parametrize("n", [3, 40])
-@pytest.mark.parametrize("lambda_reg", [0.0, 1.5])
-@pytest.mark.parametrize("block", [7, 20_000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_score_computer__same_matrices(
-    n: int, lambda_reg: float, block: int, dtype: torch.dtype
-) -> None:
-    generator = torch.Generator().manual_seed(n)
-    grads, targets = (torch.randn(rows, 3, generator=generator).to(dtype) for rows in (n, 4))
-    old, new = (
-        m.BasicScoreComputer(dtype, "cpu", block, 100, lambda_reg)
-        for m in (old_computers, score_computers)
-    )
-    tolerance = 2e-2 if dtype == torch.float16 else 1e-4
-    features = [each.get_x_xtx_inv(grads, each.get_xtx(grads)) for each in (new, old)]
-    assert features[0].dtype == features[1].dtype
-    assert relative(*features) < tolerance
-    totals = [torch.ones(n, 4), torch.ones(n, 4)]
-    for computer, feature, total in zip((new, old), features, totals, strict=True):
-        computer.get_scores(feature, targets, total)
-    assert relative(*totals) < tolerance
-
-
-@pytest.mark.parametrize("sizes", [(1, 1), (3, 5), (100, 20)])
-@pytest.mark.parametrize("dtype", [None, torch.float16, torch.float64])
-@pytest.mark.parametrize("half", [False, True])
-def test_matrix_mult__same(sizes: tuple[int, int], dtype: Any, half: bool) -> None:
-    a, b = (torch.randn(n, 8, generator=torch.Generator().manual_seed(n)) for n in sizes)
-    a, b = (a.half(), b.half()) if half else (a, b)
-    found, expected = (m.get_matrix_mult(a, b, dtype) for m in (utils, old_utils))
-    assert found.dtype == expected.dtype
-    assert relative(found, expected) < 2e-3
-
-
-@pytest.mark.parametrize("batch_size", [8, 16, 32, 2**28])
-@pytest.mark.parametrize("model", MODELS)
-def test_parameter_chunk_sizes__same_where_the_original_works(batch_size: int, model: str) -> None:
-    found, expected = (
-        m.get_parameter_chunk_sizes(built(model), batch_size) for m in (utils, old_utils)
-    )
-    if 0 in expected[1] or max(p.numel() for p in built(model).parameters()) >= expected[0]:
-        assert sum(found[1]) == width(model)
-        assert 0 < max(found[1]) <= found[0]
-    else:
-        assert (found[0], found[1]) == (expected[0], [int(size) for size in expected[1]])
+    monkeypatch.setattr(projectors, "_fits", lambda n_bytes, device: is_kept)
+    as_dict = {"a": GRADIENTS[:, :39].reshape(3, 13, 3), "b": GRADIENTS[:, 39]}
+    for proj_dim, seed in ((6, 7), (20, 11)):
+        old, new = (
+            getattr(m, name)(40, proj_dim, seed, proj_type, "cpu", block_size=6, dtype=dtype)
+            for m in (old_projectors, projectors)
+        )
+        assert torch.equal(new.proj_matrix, old.proj_matrix)
+        for grads, model_id in ((GRADIENTS, 0), (as_dict, 0), (as_dict, 13), (GRADIENTS, 0)):
+            expected = old.project(grads, model_id=model_id)
+            found = new.project(grads, model_id=model_id)
+            assert found.dtype == expected.dtype
+            assert relative(found, expected) < (3e-3 if dtype == torch.float16 else 1e-6)
+        if name == "BasicProjector":
+            assert (new.seeds, new.num_blocks) == (old.seeds, old.num_blocks)
+            assert new.jl_size == old.jl_size
 
 
 MODULES = [
@@ -261,10 +208,7 @@ def signatures() -> list[tuple[str, Any, Any]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "new", "old"), [pytest.param(*each, id=each[0]) for each in signatures()]
-)
-def test_signature__same_names_order_and_defaults(name: str, new: Any, old: Any) -> None:
+def test_signatures__same_names_order_and_defaults() -> None:
     def described(function: Any) -> list[tuple[str, Any, Any]]:
         parameters = inspect.signature(function).parameters.values()
         return [
@@ -273,7 +217,9 @@ def test_signature__same_names_order_and_defaults(name: str, new: Any, old: Any)
             if p.kind is not p.KEYWORD_ONLY
         ]
 
-    assert described(new) == described(old)
+    assert {name: described(new) for name, new, _ in signatures()} == {
+        name: described(old) for name, _, old in signatures()
+    }
 
 
 QUICKSTART = """

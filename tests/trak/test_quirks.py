@@ -7,7 +7,6 @@ to 26 there and in ``test_gradient_computers.py``; 20, of several jobs, in ``tes
 from __future__ import annotations
 
 import logging
-import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trak._runs import M, N, Run, built, checkpoints, content, images
+from tests.projection.test_fast_jl import stand_in_for_fast_jl
+from tests.trak._runs import M, N, Run, checkpoints, content, images
 from trakdask.errors import StoreMismatchError
-from trakdask.projection import FastJL
 from trakdask.trak import TRAKer, projectors
 from trakdask.trak.modelout_functions import ImageClassificationModelOutput
 from trakdask.trak.projectors import (
@@ -82,15 +81,15 @@ def test_6__no_two_chunks_share_a_seed(n_chunks: int) -> None:
         ]
 
 
-def test_10__batch_sizes_without_a_kernel(cuda_stand_in: list[str]) -> None:
+def test_10__batch_sizes_without_a_kernel(cuda_stand_in: list[tuple[str, Any]]) -> None:
     for most, kernel in ((8, 8), (24, 16), (40, 32), (4, 8)):
         CudaProjector(10, 512, 0, "rademacher", "cuda", most).project(torch.ones(33, 10), 0)
-        assert max(int(name.split("_")[-1]) for name in cuda_stand_in) == kernel
+        assert max(int(name.split("_")[-1]) for name, _ in cuda_stand_in) == kernel
         cuda_stand_in.clear()
 
 
 def test_11__columns_that_fast_jl_cannot_make_fall_back(
-    cuda_stand_in: list[str], monkeypatch: pytest.MonkeyPatch
+    cuda_stand_in: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
     monkeypatch.setattr(projectors, "BasicProjector", lambda *args, **_: made.append(args))
@@ -238,35 +237,17 @@ def test_34__finalizing_twice_and_what_a_custom_projector_returned(tmp_path: Pat
     traker.finalize_features()
 
 
-def test_36__calls_of_the_readme_and_of_the_documentation(tmp_path: Path) -> None:
-    traker, state = finalized(tmp_path), built("mlp").state_dict()
-    readme = {"model_id": 0, "exp_name": "test", "num_targets": M}
-    with pytest.raises(TypeError, match="exp_name"):
-        traker.start_scoring_checkpoint(state, **readme)
-    with pytest.raises(TypeError):
-        traker.start_scoring_checkpoint(state, "test", 0, M)
+def test_36__a_class_as_in_the_documentation(tmp_path: Path) -> None:
     by_class = Run().whole(TRAKer, tmp_path / "class", task=ImageClassificationModelOutput)
     by_name = Run().whole(TRAKer, tmp_path / "name")
     np.testing.assert_array_equal(by_class, by_name)
 
 
 @pytest.fixture
-def cuda_stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let CudaProjector run on the CPU with an extension that returns zeros; list its calls."""
-    calls: list[str] = []
-
-    class FastJl(types.ModuleType):
-        def __getattr__(self, name: str) -> Any:
-            def project(rows: torch.Tensor, proj_dim: int, *_: Any) -> torch.Tensor:
-                calls.append(name)
-                return torch.zeros(len(rows), proj_dim)
-
-            return project
-
-    monkeypatch.setitem(sys.modules, "fast_jl", FastJl("fast_jl"))
+def cuda_stand_in(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """Let CudaProjector run on the CPU with a stand-in for its extension; list its calls."""
     properties = types.SimpleNamespace(multi_processor_count=108, total_memory=2**40)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(FastJL, "_require_device", lambda self, block: None)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *a, **k: zeros(*a, **{**k, "device": "cpu"}))
-    return calls
+    return stand_in_for_fast_jl(monkeypatch)

@@ -88,13 +88,3 @@ def test_chunk_sizes__cuts_what_is_too_large(sizes: list[int]) -> None:
     most, chunks = utils.chunk_sizes(sizes, (2**32 - 1) // 100)
     assert sum(chunks) == sum(sizes)
     assert 0 < min(chunks) <= max(chunks) <= most
-
-
-@pytest.mark.parametrize("use_fast_jl", [False, True])
-def test_test_install__says_what_was_tested(
-    use_fast_jl: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    utils.test_install(use_fast_jl)
-    printed = capsys.readouterr().out
-    assert printed.startswith("TRAK is installed correctly!")
-    assert ("fast_jl was not tested" in printed) == use_fast_jl
