@@ -2,6 +2,7 @@
 from . import errors as errors
 from . import evaluate as evaluate
 from . import examples as examples
+from . import explorer as explorer
 from . import plots as plots
 from . import testing as testing
 from ._version import __version__ as __version__

@@ -375,9 +375,13 @@ def _line(marks: Marks, kind: str) -> str:
     """Return the line of Python that leaves out what is marked."""
     path, store = str(marks.path), marks.store
     if store is None:
-        return f"features.isel(sample=~Marks({path!r}).where({kind!r})(features))"
+        return f"features.isel(sample=~td.explorer.Marks({path!r}).where({kind!r})(features))"
     is_beside = path == str(Marks.beside(store, storage_options=marks.storage_options).path)
-    made = f"Marks.beside({store!r})" if is_beside else f"Marks({path!r}, store={store!r})"
+    made = (
+        f"td.explorer.Marks.beside({store!r})"
+        if is_beside
+        else f"td.explorer.Marks({path!r}, store={store!r})"
+    )
     return f"td.drop({store!r}, where={made}.where({kind!r}))"
 
 
