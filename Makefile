@@ -136,8 +136,6 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@$(PIP_INSTALL) hatchling editables setuptools
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev,demo]'
-# For its pretrained weights, by one test; its own pins forbid every torch of today.
-	@$(PIP_INSTALL) --no-deps facenet-pytorch
 	@touch $@
 
 $(DOCUMENTERS): $(INSTALLED)
