@@ -94,6 +94,7 @@ SAVE = [
     ("foreign zarr", lambda f: td.save(FEATURES, foreign_zarr(f)), FileExistsError, ["mine.zarr"]),
     ("unknown dtype", save(dtype="float8"), ValueError, ["'float8'", "'float16'"]),
     ("unknown append_dim", save(append_dim="target"), ValueError, ["'target'", "'checkpoint'"]),
+    ("negative retries", save(retries=-1), ValueError, ["-1"]),
     ("unknown estimator", save(estimator="trakk"), ValueError, ["'trakk'", "'trak'"]),
     ("calibrate without a matrix", save(calibrate=FEATURES, gram=False), ValueError, ["gram=False"]),
     ("calibrate of few samples", save(calibrate=FEATURES, estimator="soft"), ValueError, ["8", "50"]),

@@ -99,27 +99,45 @@ def print_cost(name: str, cache: Path) -> None:
     )
 
 
-def measured(name: str, n: int, cache: Path) -> dict[str, Any]:
-    """Return what was measured before, or measure it."""
-    path = cache / "curvature" / f"{name}-{n}.json"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(measure(name, n, cache)))
-    row: dict[str, Any] = json.loads(path.read_text())
-    return row
+Measure = Callable[[str, int, Path], dict[str, Any]]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def rows_of(measure: Measure, tasks: list[str], cache: Path, folder: Path) -> pd.DataFrame:
+    """Return a row for each task and number of checkpoints; those in the folder are kept."""
+    rows = []
+    folder.mkdir(parents=True, exist_ok=True)
+    for n in N_CHECKPOINTS:
+        for name in tasks:
+            path = folder / f"{name}-{n}.json"
+            if not path.exists():
+                path.write_text(json.dumps(measure(name, n, cache)))
+            rows.append(json.loads(path.read_text()))
+    return pd.DataFrame(rows)
+
+
+def arguments_of(doc: str | None) -> argparse.Namespace:
+    """Return the options of the script; torch and dask use one thread from now on."""
+    parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--cache", type=Path, default=Path("demo-output/quality"))
     parser.add_argument("--tasks", nargs="*", default=list(ALL))
-    arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dask.config.set(scheduler="synchronous")
+    return parser.parse_args()
 
-    rows = [measured(name, n, arguments.cache) for n in N_CHECKPOINTS for name in arguments.tasks]
-    frame = pd.DataFrame(rows).set_index(["checkpoints", "task"])
+
+def print_gains(gain: pd.Series[float]) -> None:
+    """Print on how many tasks a gain is clear."""
+    print(f"mean gain {gain.mean():.3f}, least {gain.min():.3f}, "
+          f"above 0.003 on {(gain > 0.003).sum()} of {len(gain)} tasks, "
+          f"below -0.003 on {(gain < -0.003).sum()}")  # fmt: skip
+
+
+def main() -> None:
+    arguments = arguments_of(__doc__)
+    folder = arguments.cache / "curvature"
+    frame = rows_of(measure, arguments.tasks, arguments.cache, folder)
+    frame = frame.set_index(["checkpoints", "task"])
     frame["gain"] = frame["curvature"] - frame["default"]
     print(
         "\nLDS by td.score at the defaults, proj_dim 2048; gain by the curvature; EK-FAC of whole"
@@ -129,9 +147,7 @@ def main() -> None:
         shown = part.droplevel("checkpoints")[["default", "curvature", "gain", "exact EK-FAC"]]
         print(f"\n{n} checkpoint{'s' * (n > 1)}")
         print(shown.round(3).to_string())
-        print(f"mean gain {shown.gain.mean():.3f}, least {shown.gain.min():.3f}, "
-              f"above 0.003 on {(shown.gain > 0.003).sum()} of {len(shown)} tasks, "
-              f"below -0.003 on {(shown.gain < -0.003).sum()}")  # fmt: skip
+        print_gains(shown.gain)
     print(f"\nCPU time of {MANY:,} samples, {FITTED} of them fitted, 1 checkpoint; least of three")
     for name in ("cnn", "resnet", "mlp"):
         print_cost(name, arguments.cache)

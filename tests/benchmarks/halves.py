@@ -9,19 +9,13 @@ are halves, too: that favours models of halves.
 
 from __future__ import annotations
 
-import argparse
-import json
-import warnings
 from pathlib import Path
 from typing import Any
 
-import dask
-import numpy as np
-import pandas as pd
 import torch
 from _quality_tasks import Subject, members
 from _quality_truth import checkpoints
-from curvature import ALL, N_CHECKPOINTS, SKETCH, a_quarter, lds
+from curvature import ALL, SKETCH, a_quarter, arguments_of, lds, print_gains, rows_of
 
 import trakdask as td
 
@@ -60,35 +54,16 @@ def measure(name: str, n: int, cache: Path) -> dict[str, Any]:
     return row
 
 
-def measured(name: str, n: int, cache: Path) -> dict[str, Any]:
-    """Return what was measured before, or measure it."""
-    path = cache / "halves" / f"{name}-{n}.json"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(measure(name, n, cache)))
-    row: dict[str, Any] = json.loads(path.read_text())
-    return row
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cache", type=Path, default=Path("demo-output/quality"))
-    parser.add_argument("--tasks", nargs="*", default=list(ALL))
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dask.config.set(scheduler="synchronous")
-
-    rows = [measured(name, n, arguments.cache) for name in arguments.tasks for n in N_CHECKPOINTS]
+    arguments = arguments_of(__doc__)
+    frame = rows_of(measure, arguments.tasks, arguments.cache, arguments.cache / "halves")
     print("\nLDS by td.score at the defaults, proj_dim 2048, by what checkpoints were trained on")
-    for n, part in pd.DataFrame(rows).groupby("checkpoints"):
+    for n, part in frame.groupby("checkpoints"):
         shown = part.drop(columns="checkpoints").set_index("task")
         shown["gain"] = shown["halves"] - shown["all"]
         print(f"\n{n} checkpoint{'s' * (n > 1)}")
         print(shown.round(3).to_string())
-        print(f"mean gain {shown.gain.mean():.3f}, least {shown.gain.min():.3f}, "
-              f"above 0.003 on {np.sum(shown.gain > 0.003)} of {len(shown)} tasks, "
-              f"below -0.003 on {np.sum(shown.gain < -0.003)}")  # fmt: skip
+        print_gains(shown.gain)
 
 
 if __name__ == "__main__":

@@ -184,7 +184,7 @@ def require_group_coord(
     if not isinstance(by, str) or by not in set(known) or by in set(taken):
         raise ValueError(
             f"expected by as the name of a coord of the samples, one of {list(map(str, known))}, "
-            f"that is not the name of a coord of the targets, got {shown(by)}; try "
+            f"each once, and not of a coord of the targets, got {shown(by)}; try "
             "assign_coords(group=('sample', values)), and by='group'"
         )
 

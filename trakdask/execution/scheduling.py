@@ -13,6 +13,7 @@ import xarray as xr
 from dask.base import get_scheduler
 from distributed import Client, KilledWorker, get_worker
 
+from trakdask.checks import require_integer
 from trakdask.errors import BlockError
 
 T = TypeVar("T")
@@ -49,6 +50,7 @@ def run(
     BlockError
         If a block kills every worker process that computes it.
     """
+    require_integer("retries", retries, 0, remedy="try retries=0")
     cluster = active_client()
     attempts = 1 if cluster else retries + 1
     for left in reversed(range(attempts)):
