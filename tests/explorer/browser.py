@@ -14,7 +14,7 @@ from typing import Any, Self
 import pytest
 
 from trakdask.explorer import Explorer
-from trakdask.explorer.server import server
+from trakdask.explorer.app import server
 
 CHROMIUM = "chromium"
 PATIENCE_MS = 120_000

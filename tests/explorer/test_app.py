@@ -127,7 +127,7 @@ def test_session__keeps_the_curve_when_a_bar_of_it_is_chosen() -> None:
         (bar, *_) = [each for each in links(session) if each.damping]
         again = opened(explorer, bar)
     assert bar.damping == "0.01 tr(K)/n"
-    chosen = explorer.questions.damping(bar)
+    chosen = explorer.questions.prepared(bar).damping
     assert chosen is not None
     trace = (explorer.questions.prepared(bar).features.gram.values.diagonal().sum(axis=1)) / 200
     np.testing.assert_allclose(chosen.damping, 0.01 * trace)

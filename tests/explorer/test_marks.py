@@ -13,7 +13,6 @@ from uuid import uuid4
 import numpy as np
 import pandas as pd
 import pytest
-from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +20,7 @@ import trakdask as td
 from trakdask.explorer import marks as module
 from trakdask.explorer.marks import KINDS, Marks
 from trakdask.files import Folder
+from trakdask.storage.lock import lock
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_mark__waits_no_longer_than_ten_seconds(tmp_path: Path, monkeypatch) -> 
     monkeypatch.setattr(module, "_PATIENCE_S", 0.05)
     marks = Marks(tmp_path / "m.parquet")
     with (
-        FileLock(f"{marks.path}.lock"),
+        lock(Folder(str(tmp_path)), "mark samples", name="m.parquet.lock"),
         pytest.raises(td.errors.StoreBusyError, match=r"m\.parquet"),
     ):
         marks.mark(1, "remove")

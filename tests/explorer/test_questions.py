@@ -12,7 +12,7 @@ import xarray as xr
 
 import trakdask as td
 from trakdask.explorer.questions import Questions
-from trakdask.explorer.tables import ROWS, few_values, metadata, searched
+from trakdask.explorer.tables import few_values, metadata, searched
 from trakdask.explorer.view import View
 
 N, M, P, C = 90, 40, 12, 3
@@ -171,7 +171,7 @@ def test_page_of_a_target__computes_its_scores_once(
         questions.top(view)
         questions.top(view, largest=False)
         questions.groups(view.replace(group_by="source"))
-        questions.score_histogram(view)
+        questions.histogram(view, "score")
     assert len(read) == data.npartitions
 
 
@@ -191,10 +191,11 @@ def test_questions__with_other_targets_keep_what_is_known_of_training_samples(
 def test_score_histogram__counts_every_sample(
     questions: Questions, features: xr.Dataset, targets: xr.Dataset
 ) -> None:
-    histogram = questions.score_histogram(View(target=2))
+    bins = questions.histogram(View(target=2), "score")
     scores = expected(features, targets)[:, 2]
-    assert histogram.counts.sum() == N
-    np.testing.assert_allclose(histogram.edges[[0, -1]], [scores.min(), scores.max()], rtol=1e-4)
+    assert bins["samples"].sum() == N
+    ends = [bins["low"].iloc[0], bins["high"].iloc[-1]]
+    np.testing.assert_allclose(ends, [scores.min(), scores.max()], rtol=1e-4)
 
 
 def own_influence(features: xr.Dataset) -> np.ndarray:
@@ -205,14 +206,12 @@ def own_influence(features: xr.Dataset) -> np.ndarray:
 
 def test_ranking__is_by_self_influence(questions: Questions, features: xr.Dataset) -> None:
     influence = own_influence(features)
-    page = questions.ranking(View())
-    assert page.table.index.tolist() == np.argsort(-influence)[:ROWS].tolist()
-    assert page.found == N
-    second = questions.ranking(View(first=ROWS, where='source == "web"'))
+    assert questions.ranking(View()).index.tolist() == np.argsort(-influence).tolist()
+    of_web = questions.ranking(View(where='source == "web"'))
     is_web = features.source.values == "web"
     order = [i for i in np.argsort(-influence) if is_web[i]]
-    assert second.table.index.tolist() == order[ROWS : 2 * ROWS]
-    assert questions.influence_histogram(View()).counts.sum() == N
+    assert of_web.index.tolist() == order
+    assert questions.histogram(View(), "self_influence")["samples"].sum() == N
 
 
 def test_sample__has_its_self_influence(questions: Questions, features: xr.Dataset) -> None:
@@ -237,9 +236,7 @@ def test_heatmap__is_a_mean_over_targets_of_sums_over_samples(
     np.testing.assert_allclose(first.values, scores.values[:, : first.shape[1]], rtol=1e-3)
 
 
-def test_targets_page__searches_filters_and_sorts(
-    questions: Questions, targets: xr.Dataset
-) -> None:
+def test_targets__searches_filters_and_sorts(questions: Questions, targets: xr.Dataset) -> None:
     output = targets.output.values.astype(np.float64)
     view = View(
         search="W",
@@ -247,18 +244,16 @@ def test_targets_page__searches_filters_and_sorts(
         sort="disagreement",
         ascending=True,
     )
-    page = questions.targets.page(view)
+    selected = questions.targets.selected(view)
     is_found = (targets.source.values != "book") & (output.mean(1) < 0.7)
     is_found &= targets.length.values > 10
     spread = output.std(axis=1, ddof=1)
     order = [i for i in np.argsort(spread) if is_found[i]]
-    assert page.table.index.tolist() == order[:ROWS]
-    assert page.found == len(order)
-    loss = questions.targets.page(View(sort="loss", ascending=False)).table["loss"]
+    assert selected.index.tolist() == order
+    loss = questions.targets.selected(View(sort="loss", ascending=False))["loss"]
     q = targets.out_to_loss.values.astype(np.float64).mean(axis=1)
-    np.testing.assert_allclose(loss, np.sort(q)[::-1][:ROWS])
-    second = questions.targets.page(View(first=ROWS, sort="")).table
-    assert second.index.tolist() == [*range(ROWS, M)]
+    np.testing.assert_allclose(loss, np.sort(q)[::-1])
+    assert questions.targets.selected(View(sort="")).index.tolist() == [*range(M)]
 
 
 def test_tables__of_metadata() -> None:
@@ -283,12 +278,12 @@ def test_duplicates__are_found_by_their_features(features: xr.Dataset, targets: 
 
 
 def test_damping__is_that_of_the_setting(questions: Questions, features: xr.Dataset) -> None:
-    chosen = questions.damping(View(damping="0.5"))
+    chosen = questions.prepared(View(damping="0.5")).damping
     assert chosen is not None
     expected_damping = td.damping(features, 0.5, estimator="trak").damping.values
     np.testing.assert_allclose(chosen.damping.values, expected_damping, rtol=1e-5)
-    assert questions.damping(View(estimator="grad_dot")) is None
-    of_trace = questions.damping(View(damping="0.5 tr(K)/n"))
+    assert questions.prepared(View(estimator="grad_dot")).damping is None
+    of_trace = questions.prepared(View(damping="0.5 tr(K)/n")).damping
     assert of_trace is not None
     np.testing.assert_allclose(of_trace.damping, 0.5 * (phi(features) ** 2).sum((0, 1)) / N)
 

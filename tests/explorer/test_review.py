@@ -17,7 +17,7 @@ from trakdask.explorer import Explorer, Marks, View
 from trakdask.explorer.app import Session
 from trakdask.explorer.pages import sections
 from trakdask.explorer.tables import condition_mask
-from trakdask.explorer.view import has_terms, joined
+from trakdask.explorer.view import joined, toggled, without
 
 N, M = 90, 40
 
@@ -64,11 +64,11 @@ def test_predictions__are_those_of_the_model(is_there: bool) -> None:
     table = explorer.questions.targets.whole
     np.testing.assert_array_equal(table["predicted"], expected)
     np.testing.assert_allclose(table["probability"], np.where(is_known, p.max(1), np.nan), 1e-5)
-    page = explorer.questions.targets.page(View(targets_where="predicted != label"))
-    assert sorted(page.table.index) == np.flatnonzero(expected != label).tolist()
+    wrong = explorer.questions.targets.selected(View(targets_where="predicted != label"))
+    assert sorted(wrong.index) == np.flatnonzero(expected != label).tolist()
     found = {text: view for view, text in links(explorer, View(), "targets")}
     name = "wrong or unknown" if np.isnan(expected).any() else "wrong"
-    assert found[f"{name} {page.found}"].targets_where == "predicted != label"
+    assert found[f"{name} {len(wrong)}"].targets_where == "predicted != label"
 
 
 @pytest.mark.parametrize(
@@ -81,10 +81,9 @@ def test_facets__count_what_a_click_shows(explorer: Explorer, where: str) -> Non
     for facet in explorer.questions.facets(view):
         for value, count in facet.counts.items():
             condition = f"{facet.name} == {value!r}"
-            shown = joined(facet.others, condition)
+            shown = joined(without(where, facet.name), condition)
             assert condition_mask(table, shown).sum() == count
-            click = facet.others if has_terms(where, condition) else shown
-            assert (f"{value} {count}", click) in found
+            assert (f"{value} {count}", toggled(where, condition)) in found
             names.append(facet.name)
     assert names.count("label") >= 2
     assert names.count("source") == 3
@@ -94,10 +93,10 @@ def test_facets__count_what_a_click_shows(explorer: Explorer, where: str) -> Non
 def test_histogram__a_bar_shows_its_samples(explorer: Explorer, page: str, name: str) -> None:
     view, questions = View(page=page, target=3, k=100), explorer.questions
     is_target = page == "target"
-    histogram = (questions.score_histogram if is_target else questions.influence_histogram)(view)
+    counts = questions.histogram(view, "score" if is_target else "self_influence")["samples"]
     bars = [bar for bar, _ in links(explorer, view, name)]
-    shown = [len(questions.top(v)) if is_target else questions.ranking(v).found for v in bars]
-    assert shown == histogram.counts[histogram.counts > 0].tolist()
+    shown = [len(questions.top(v) if is_target else questions.ranking(v)) for v in bars]
+    assert shown == counts[counts > 0].tolist()
     assert sum(shown) == N
     assert links(explorer, bars[2], name)[2][0].where == ""  # a second click on the same bar
     assert bars[2].replace(page="sample").where == ""  # where nothing has such a column

@@ -60,10 +60,10 @@ def test_text__html_has_every_token_and_nothing_that_runs(row: str, prefix: str)
 
 def test_text__colours_and_numbers_are_those_of_the_scores() -> None:
     spans = parsed(scores()).spans
-    assert spans[0] == ("+1.000", "background:rgba(26,127,55,0.138)")
-    assert spans[1] == ("-2.000", "background:rgba(198,40,40,0.275)")
-    assert spans[15] == ("-4.000", "background:rgba(198,40,40,0.550)")
-    assert spans[4][1].endswith(",0.000)")
+    assert spans[0] == ("+1.000", "background:#1a7f3723")
+    assert spans[1] == ("-2.000", "background:#c6282846")
+    assert spans[15] == ("-4.000", "background:#c628288c")
+    assert spans[4][1].endswith("00")
     assert "-0.40" in parsed(scores()).text  # the sum of the first row, without the NaN
 
 

@@ -1,18 +1,27 @@
-"""The app of one browser session, on Panel: HTML whose links, forms and buttons change it."""
+"""The app of one browser session, on Panel: HTML whose links, forms and buttons change it.
+
+And its server, whose address nobody can guess.
+"""
 
 from __future__ import annotations
 
+import logging
+import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, ClassVar
 
 import panel as pn
 import param
 from panel.custom import JSComponent
+from panel.io.server import Server, get_server
 from tornado.ioloop import IOLoop
+from tornado.web import RequestHandler
 
+from trakdask.checks import require_integer, shown
 from trakdask.explorer.attributions import Attributions
 from trakdask.explorer.computing import Abandoned, Job
 from trakdask.explorer.html import STYLE, count, plain_message, render
@@ -27,12 +36,15 @@ from trakdask.explorer.pages import (
     sections,
 )
 from trakdask.explorer.view import CONDITION_FIELDS, View, with_condition
+from trakdask.files import explained
 from trakdask.variables import SAMPLE
 
-__all__ = ["Session", "in_notebook"]
+__all__ = ["Session", "in_notebook", "server"]
 
 _PROGRESS_S = 0.25
 """How often the progress of a section is drawn."""
+
+_TOKEN_BYTES = 24
 
 
 class LinkedHTML(JSComponent):
@@ -60,64 +72,6 @@ class LinkedHTML(JSComponent):
             self.told(msg)
 
 
-class SessionMarks:
-    """The marks of one session, which undoes its own changes only, the last one first."""
-
-    def __init__(self, attributions: Attributions) -> None:
-        self._attributions = attributions
-        marks = attributions.marks
-        self._marks = None if marks is None else marks.by(marks.who)
-        self._changed: list[tuple[int, str]] = []
-        """What each change was of: the position of a sample, −1 for several, and words."""
-
-    def set(self, positions: Collection[int], label: str, *, wanted: bool) -> dict[str, Any]:
-        """Let samples have a mark or not, as wanted; return what is so now, in words.
-
-        What is wanted is said, and not that it changes: two who want the same do not undo it.
-        """
-        place = next(iter(positions)) if len(positions) == 1 else -1
-        if self._marks is None:
-            return self._said(place, "No marks are kept here.")
-        try:
-            names = self._attributions.sample_ids[list(positions)]
-            change = self._marks.mark if wanted else self._marks.unmark
-            has_changed = change(names.tolist(), label) > 0
-        except Exception as err:
-            return self._said(place, plain_message(err))
-        what = f"sample {place}" if place >= 0 else count(len(positions), "sample")
-        if has_changed:
-            self._changed.append((place, what))
-        are_marked = f"{'is' if place >= 0 else 'are'} {'' if wanted else 'no longer '}marked"
-        return self._said(place, f"{what.capitalize()} {are_marked} as {label}.")
-
-    def undo(self) -> dict[str, Any]:
-        """Take back the last change of this session; return what was done, in words."""
-        if self._marks is None or not self._changed:
-            return self._said(-1, "There is nothing to undo.")
-        place, what = self._changed[-1]
-        try:
-            changed = self._marks.undo()
-        except Exception as err:
-            return self._said(place, plain_message(err))
-        self._changed.pop()
-        text = f"The last change of {what} is undone."
-        return self._said(place, text if changed else "Somebody else has undone this already.")
-
-    def marked(self) -> list[str]:
-        """Return the positions of marked samples with their marks, such as ``"7 remove"``."""
-        if self._marks is None:
-            return []
-        try:
-            table = self._attributions.marked()
-        except (OSError, ValueError):  # which is said when somebody marks
-            return []
-        pairs = zip(table["position"], table["mark"], strict=True)
-        return [f"{position} {mark}" for position, mark in pairs]
-
-    def _said(self, position: int, text: str) -> dict[str, Any]:
-        return {"sample": position, "text": text, "undo": len(self._changed)}
-
-
 class Session:
     """The state of one browser: its view, the page that shows it, and what computes it.
 
@@ -133,11 +87,14 @@ class Session:
         if view is None:
             view = View.from_query(location.search if location else "")
         self.view = view
-        self.marks = SessionMarks(attributions)
+        marks = attributions.marks
+        self._marks = None if marks is None else marks.by(marks.who)
+        self._changes: list[tuple[int, str]] = []
+        """What each mark was of that is not undone: the position of a sample or −1, and words."""
         self.page = LinkedHTML(  # type: ignore[no-untyped-call]
             sizing_mode="stretch_width",
             follows_address=location is not None,
-            marked=self.marks.marked(),
+            marked=self._marked(),
         )
         self.page.told = self._told
         self._job = Job()
@@ -184,7 +141,7 @@ class Session:
                 parts[i] = frame(self.view, i, section, html, busy=busy) if busy or html else ""
                 self._later(lambda: self._draw(job, parts))
 
-            job.on_progress(_Progress(show))
+            job.on_progress(_progress(show))
             try:
                 with self.attributions.computing(), job.active():
                     job.require_wanted()
@@ -218,30 +175,64 @@ class Session:
         elif "mark" in message:
             self._mark(message)
         elif "undo" in message:
-            self._say(self.marks.undo())
+            self._undo()
         elif 'aria-busy="true"' in self.page.html:
-            self._say({"sample": -1, "text": "This view is not complete yet; save it when it is."})
+            self._say(-1, "This view is not complete yet; save it when it is.")
         else:
             self.page.saved = ""
             self.page.saved = document(self.attributions, self.view, self.page.html)
 
     def _mark(self, message: Mapping[str, Any]) -> None:
-        """Mark one sample, or all of a section."""
-        label, wanted = str(message["mark"]), bool(message["wanted"])
-        if "of" not in message:
-            self._say(self.marks.set([int(message["sample"])], label, wanted=wanted))
-            return
-        try:
-            with self.attributions.computing():
-                positions = samples_of(self.attributions, self.view, str(message["of"])).tolist()
-        except Exception as err:
-            self._say({"sample": -1, "text": plain_message(err)})
-        else:
-            self._say(self.marks.set(positions, label, wanted=wanted))
+        """Let one sample, or all of a section, have a mark or not; say what is so now.
 
-    def _say(self, said: dict[str, Any]) -> None:
-        self.page.marked = self.marks.marked()
-        self.page.said = {**self.page.said, **said}
+        What is wanted is said, and not that it changes: two who want the same do not undo it.
+        """
+        label, wanted = str(message["mark"]), bool(message["wanted"])
+        place, what, be = -1, "", "are"
+        try:
+            if self._marks is None:
+                raise ValueError("No marks are kept here.")
+            with self.attributions.computing():
+                positions = _positions(self.attributions, self.view, message)
+            what = count(len(positions), "sample")
+            if len(positions) == 1:
+                place, what, be = positions[0], f"sample {positions[0]}", "is"
+            change = self._marks.mark if wanted else self._marks.unmark
+            if change(self.attributions.sample_ids[positions].tolist(), label):
+                self._changes.append((place, what))
+        except Exception as err:
+            self._say(place, plain_message(err))
+        else:
+            no_longer = "" if wanted else "no longer "
+            self._say(place, f"{what.capitalize()} {be} {no_longer}marked as {label}.")
+
+    def _undo(self) -> None:
+        """Take back the last change that was made here, and say so."""
+        if self._marks is None or not self._changes:
+            self._say(-1, "There is nothing to undo.")
+            return
+        place, what = self._changes[-1]
+        try:
+            has_changed = self._marks.undo()
+        except Exception as err:
+            self._say(place, plain_message(err))
+            return
+        self._changes.pop()
+        text = f"The last change of {what} is undone."
+        self._say(place, text if has_changed else "Somebody else has undone this already.")
+
+    def _marked(self) -> list[str]:
+        """Return the positions of marked samples with their marks, such as ``"7 remove"``."""
+        try:
+            table = self.attributions.marked()
+        except (OSError, ValueError):  # which is said when somebody marks
+            return []
+        pairs = zip(table["position"], table["mark"], strict=True)
+        return [f"{position} {mark}" for position, mark in pairs]
+
+    def _say(self, position: int, text: str) -> None:
+        self.page.marked = self._marked()
+        self.page.said = {"sample": position, "text": text, "undo": len(self._changes)}
         if self.view.page == "marks":
             self.go(self.view)
 
@@ -288,14 +279,82 @@ def _waiting(view: View, content: Sequence[Section]) -> list[str]:
     return [frame(view, i, section, "", busy=True) for i, section in enumerate(content)]
 
 
-class _Progress:
-    """Tells how far a computation is, not too often."""
+def _positions(attributions: Attributions, view: View, message: Mapping[str, Any]) -> list[int]:
+    """Return the training samples that are to be marked: one, or those of a section."""
+    if "of" not in message:
+        return [int(message["sample"])]
+    positions: list[int] = samples_of(attributions, view, str(message["of"])).tolist()
+    return positions
 
-    def __init__(self, show: Callable[[str], None]) -> None:
-        self._show, self._shown = show, time.monotonic()
 
-    def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if now - self._shown >= _PROGRESS_S and total:
-            self._shown = now
-            self._show(render("progress", done=done, total=total))
+def _progress(show: Callable[[str], None]) -> Callable[[int, int], None]:
+    """Return what tells how far a computation is, not too often."""
+    shown = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal shown
+        if total and time.monotonic() - shown >= _PROGRESS_S:
+            shown = time.monotonic()
+            show(render("progress", done=done, total=total))
+
+    return tell
+
+
+# -------------------------------------------------------------------------------------- server
+
+
+def server(app: Callable[[], Any], *, host: str = "127.0.0.1", port: int = 0) -> tuple[Server, str]:
+    """Return a server of an app that listens, but has not been started, and its address.
+
+    It belongs to the current event loop; see :meth:`trakdask.explorer.Explorer.serve`.
+    """
+    if not isinstance(host, str):
+        raise TypeError(f"expected host as text, got {shown(host)}; try host='127.0.0.1'")
+    port = require_integer("port", port, 0, 2**16, remedy="try port=0, which takes a free one")
+    token = secrets.token_urlsafe(_TOKEN_BYTES)
+    try:
+        listening = get_server(
+            {"/": app}, port, host, title="trakdask", prefix=token, ico_path="none",
+            extra_patterns=[("/favicon.ico", _NoIcon)], default_handler_class=_Refused,
+            log_function=_log,
+        )  # fmt: skip
+    except OSError as err:
+        text = (
+            f"expected an address of this machine and a free port, got {host}:{port} ({err}); try "
+            "host='127.0.0.1', port=0"
+        )
+        raise explained(err, text) from err
+    # The token protects the websocket, under whatever name of this machine a browser knows it.
+    listening._tornado.websocket_origins.add("*")
+    return listening, f"http://{_in_url(host)}:{listening.port}/{token}/"
+
+
+def _in_url(host: str) -> str:
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host
+    if address.is_unspecified:
+        return "127.0.0.1"
+    return f"[{host}]" if address.version == 6 else host
+
+
+class _Refused(RequestHandler):
+    """Answers whatever does not begin with the token."""
+
+    def prepare(self) -> None:
+        self.set_status(403)
+        self.finish("The address lacks the token that the server printed when it was started.\n")
+
+
+class _NoIcon(RequestHandler):
+    def get(self) -> None:
+        self.set_status(204)  # no content
+
+
+def _log(handler: Any) -> None:
+    """Log errors of the server, and not each request that was refused."""
+    if handler.get_status() >= 500:
+        # Without the address, which has the token.
+        what = handler.get_status(), type(handler).__name__
+        logging.getLogger(__name__).error("the status %s was answered by %s", *what)

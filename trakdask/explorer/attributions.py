@@ -87,9 +87,10 @@ class Attributions:
     def marked(self) -> pd.DataFrame:
         """Return all marks with the ``position`` of their samples; absent samples are left out.
 
-        Of samples that share a label, each has its marks.
+        Of samples that share a label, each has its marks. There are none if none are kept.
         """
-        assert self.marks is not None
+        if self.marks is None:
+            return pd.DataFrame({SAMPLE: [], "mark": [], "position": []})
         table = self.marks.table()
         index = pd.Index(self.sample_ids)
         positions = index.isin(table[SAMPLE]).nonzero()[0]

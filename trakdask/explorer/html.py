@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
@@ -22,7 +21,8 @@ from trakdask.errors import BlockError
 from trakdask.explorer.marks import KINDS
 from trakdask.explorer.new_targets import MOST_BYTES
 from trakdask.explorer.tables import ROWS
-from trakdask.explorer.view import SIGNS, has_terms, joined, without
+from trakdask.explorer.view import SIGNS, has_terms, toggled
+from trakdask.plots import power_of_ten
 
 __all__ = ["STYLE", "count", "number", "plain_message", "render", "scaled", "unit_of", "value"]
 
@@ -64,9 +64,7 @@ def unit_of(values: Any) -> int:
     >>> unit_of([-0.0034, float("nan")]), unit_of([250.0]), unit_of([0.05])
     (-3, 0, -3)
     """
-    array = np.asarray(values, np.float64)
-    largest = float(np.max(np.abs(array), where=np.isfinite(array), initial=0.0))
-    return 3 * math.floor(math.log10(largest) / 3) if largest > 0 else 0
+    return 3 * (power_of_ten(values) // 3)
 
 
 def scaled(x: float, unit: int, sign: str = "+") -> str:
@@ -176,9 +174,9 @@ def _templates() -> Environment:
     templates.globals |= {
         "ESTIMATORS": get_args(Estimator), "KINDS": KINDS,
         "MOST_BYTES": MOST_BYTES, "ROWS": ROWS, "RULES": get_args(Rule), "SIGNS": SIGNS,
-        "count": count, "has_terms": has_terms, "identifiers": _identifiers, "joined": joined,
-        "now": partial(datetime.now, UTC), "pairs": _pairs, "rows": _rows, "version": __version__,
-        "without": without,
+        "count": count, "has_terms": has_terms, "identifiers": _identifiers,
+        "now": partial(datetime.now, UTC), "rows": _rows, "toggled": toggled,
+        "version": __version__,
     }  # fmt: skip
     return templates
 
@@ -191,10 +189,6 @@ def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
 def _identifiers(table: pd.DataFrame) -> list[str]:
     """Return the columns that a condition can name."""
     return [str(name) for name in table if str(name).isidentifier()]
-
-
-def _pairs(names: Iterable[str]) -> list[tuple[str, str]]:
-    return [(name, name) for name in names]
 
 
 def _condition(x: Any, name: str) -> str:

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xarray as xr
-from filelock import FileLock, Timeout
 
 from trakdask.checks import require_choice, shown
 from trakdask.errors import StoreBusyError
@@ -69,8 +68,8 @@ class Marks:
 
     Notes
     -----
-    Beside a file at a URL there is a lease while it is changed, as in stores: a request or two
-    more. Leases of processes that ended without giving theirs back are taken over.
+    While the file is changed there is a lock beside it, as in stores: ``train.marks.parquet.lock``.
+    That of a process that has ended without removing it is taken over.
 
     Examples
     --------
@@ -123,11 +122,15 @@ class Marks:
 
         The errors are those of :class:`Marks`.
         """
-        path = location(store).rstrip("/").removesuffix(".zarr") + _SUFFIX
-        return cls(path, store=store, who=who, storage_options=storage_options)
+        return cls(_beside(store), store=store, who=who, storage_options=storage_options)
 
     def __repr__(self) -> str:
-        return f"Marks({str(self.path)!r}, store={self.store!r}, who={self.who!r})"
+        who = f", who={self.who!r}" if self.who else ""
+        if self.store is None:
+            return f"Marks({str(self.path)!r}{who})"
+        if str(self.path) == _beside(self.store):
+            return f"Marks.beside({self.store!r}{who})"
+        return f"Marks({str(self.path)!r}, store={self.store!r}{who})"
 
     def by(self, who: str) -> Marks:
         """Return the marks in the same file for another person, whose ``undo`` is their own."""
@@ -332,24 +335,35 @@ class Marks:
 
     def _change(self, of: Callable[[pd.DataFrame], pd.DataFrame]) -> int:
         """Write what a function makes of the marks, and remember what came and went."""
-        with self._locked():
+        with self._locked() as require_held:
             before, rows_of = self._read()
             after = of(before)
             if before[SAMPLE].dtype.kind == "i":
                 self._require_same_samples(rows_of)
             added, taken = _without(after, before, _KEY), _without(before, after, _KEY)
             if changed := len(added) + len(taken):
+                require_held()
                 self._write(after, rows_of if len(before) else self._rows_of)
                 self._done.append((added, taken))
         return changed
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[Callable[[], None]]:
+        """Be the only writer of the file, after waiting for others; see :func:`lock`."""
         self._require_folder()
-        locked = _file_lock if self._folder.is_local else _url_lock
+        deadline = time.monotonic() + _PATIENCE_S
         try:
-            with locked(self._folder / f"{self._name}.lock"):
-                yield
+            with ExitStack() as stack:
+                while True:
+                    try:
+                        held = lock(self._folder, "mark samples", name=f"{self._name}.lock")
+                        require_held = stack.enter_context(held)
+                        break
+                    except StoreBusyError:
+                        if time.monotonic() > deadline:
+                            raise
+                        time.sleep(_LOOKED_EVERY_S)
+                yield require_held
         except OSError as err:
             raise explained(
                 err,
@@ -382,38 +396,8 @@ class Marks:
         )
 
 
-@contextmanager
-def _file_lock(folder: Folder) -> Iterator[None]:
-    """Be the only writer of a file of this machine, after waiting for others."""
-    file = Path(folder.url)
-    try:
-        with FileLock(file, timeout=_PATIENCE_S):
-            try:
-                yield
-            finally:
-                with suppress(OSError):  # while it is held: waiting processes notice
-                    file.unlink()
-    except Timeout as err:
-        raise StoreBusyError(
-            f"expected to be the only writer of marks, but another process has kept {str(file)!r} "
-            f"for {_PATIENCE_S:g} s; try again"
-        ) from err
-
-
-@contextmanager
-def _url_lock(folder: Folder) -> Iterator[None]:
-    """Be the only writer at a URL, by the lock of stores: that of a dead process is removed."""
-    deadline = time.monotonic() + _PATIENCE_S
-    with ExitStack() as stack:
-        while True:
-            try:
-                stack.enter_context(lock(folder, "mark samples"))
-                break
-            except StoreBusyError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(_LOOKED_EVERY_S)
-        yield
+def _beside(store: str | os.PathLike[str]) -> str:
+    return location(store).rstrip("/").removesuffix(".zarr") + _SUFFIX
 
 
 def _frame(ids: np.ndarray, label: str, who: str) -> pd.DataFrame:

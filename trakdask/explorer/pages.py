@@ -19,9 +19,9 @@ from markupsafe import Markup
 import trakdask as td
 from trakdask.explorer.attributions import Attributions
 from trakdask.explorer.computing import Abandoned
-from trakdask.explorer.html import STYLE, number, plain_message, render, scaled, unit_of, value
+from trakdask.explorer.html import STYLE, number, plain_message, render, unit_of, value
 from trakdask.explorer.marks import KINDS, Marks
-from trakdask.explorer.tables import ROWS, ConditionError, TablePage, condition_mask, facets
+from trakdask.explorer.tables import ROWS, ConditionError, condition_mask, facets
 from trakdask.explorer.view import MeanTrace, View, damping_of
 from trakdask.files import Folder, location
 
@@ -137,25 +137,37 @@ def save_html(attributions: Attributions, path: str | os.PathLike[str], view: Vi
     Folder(str(file.parent)).write(file.name, html.encode())
 
 
-def _checked(attributions: Attributions, view: View, field: str) -> View:
+def _checked(
+    view: View, field: str, table: pd.DataFrame, target: pd.DataFrame | None = None
+) -> View:
     """Return a view with what is wrong with its condition, for the form that it is typed in."""
-    if field in view.errors or not (error := attributions.questions.condition_error(view)):
+    if field in view.errors:
         return view
-    return view.replace(errors={**view.errors, field: plain_message(error)})
+    try:
+        condition_mask(table[:1], getattr(view, field), target)
+    except ConditionError as err:
+        return view.replace(errors={**view.errors, field: plain_message(err)})
+    return view
 
 
 def _target_forms(attributions: Attributions, view: View) -> str:
-    view = _checked(attributions, view, "targets_where")
     targets = attributions.questions.targets
+    view = _checked(view, "targets_where", targets.whole)
     is_wrong = "targets_where" in view.errors
     counts, n_wrong = ([], 0) if is_wrong else (targets.facets(view), targets.wrong_count(view))
     return render("target_forms", attributions, view, facets=counts, n_wrong=n_wrong)
 
 
 def _corpus(attributions: Attributions, view: View) -> str:
-    view = _checked(attributions, view, "where")
+    first = attributions.questions.metadata[:1]
+    view = _checked(view, "where", first.assign(self_influence=0.0))
     counts = [] if "where" in view.errors else attributions.questions.facets(view)
     return render("corpus", attributions, view, facets=counts)
+
+
+def _shown(table: pd.DataFrame, view: View) -> pd.DataFrame:
+    """Return the rows of a table that are on the page of a view."""
+    return table.iloc[view.first : view.first + ROWS]
 
 
 def _grouped(attributions: Attributions, view: View) -> View:
@@ -168,18 +180,23 @@ def _grouped(attributions: Attributions, view: View) -> View:
 
 
 def _target_table(attributions: Attributions, view: View) -> str:
-    page = attributions.questions.targets.page(view)
-    contents = attributions.target_samples.html(list(page.table.index), brief=True)
-    return render("target_table", attributions, view, page=page, contents=contents)
+    selected = attributions.questions.targets.selected(view)
+    table = _shown(selected, view)
+    contents = attributions.target_samples.html(table.index.tolist(), brief=True)
+    return render(
+        "target_table", attributions, view, table=table, found=len(selected), contents=contents
+    )
 
 
 # ------------------------------------------------------------------------------- one target
 
 
 def _target(attributions: Attributions, view: View) -> str:
-    row = attributions.questions.targets.row(view.target)
+    questions = attributions.questions
+    row = questions.targets.row(view.target)
     (content,) = attributions.target_samples.html([view.target])
-    view = _checked(attributions, view, "where")
+    target = questions.targets.metadata.iloc[[view.target]]
+    view = _checked(view, "where", questions.metadata[:1].assign(score=0.0), target)
     verdict = _verdict(attributions, row)
     return render("target", attributions, view, row=row, content=content, verdict=verdict)
 
@@ -227,20 +244,16 @@ def _words(attributions: Attributions, view: View, *, largest: bool) -> str:
     top = questions.top(view.replace(k=min(view.k, _MOST_TEXTS)), largest=largest)
     if top.empty:
         return render("note", text="No training sample meets the condition.")
-    scores, unit = questions.words(view, top["sample"].to_numpy()), unit_of(questions.scores(view))
-    plot = td.plots.text(scores)
-    totals = np.nansum(scores.values, axis=1)
-    rows = tuple(
-        (f"sample {position}   {scaled(total, unit)}", words)
-        for position, total, (_, words) in zip(top["sample"], totals, plot.rows, strict=True)
-    )
-    return dataclasses.replace(plot, rows=rows, unit=unit)._repr_html_()
+    position, unit = top["sample"].to_numpy(), unit_of(questions.scores(view))
+    names = [f"sample {number}" for number in position]
+    scores = questions.words(view, position).assign_coords(row=("sample", names))
+    return dataclasses.replace(td.plots.text(scores, label="row"), unit=unit)._repr_html_()
 
 
 def _groups(attributions: Attributions, view: View) -> str:
     view = _grouped(attributions, view)
     if not view.group_by:
-        return render("groups", attributions, view, table=None, left_out=0, unit=0)
+        return render("group_form", attributions, view)
     table = attributions.questions.groups(view)
     half = _MOST_GROUPS // 2
     ends = table if len(table) <= _MOST_GROUPS else pd.concat([table[:half], table[-half:]])
@@ -252,7 +265,7 @@ def _groups(attributions: Attributions, view: View) -> str:
 def _damping(attributions: Attributions, view: View) -> str:
     """Return λ of each checkpoint, and the curve it was chosen by, if there is one."""
     questions = attributions.questions
-    chosen = questions.damping(view)
+    chosen = questions.prepared(view).damping
     if chosen is None:
         return render("note", text="This estimator has no gram matrix, and so no λ.")
     relative, curve = float(chosen["relative"].values), chosen
@@ -260,7 +273,7 @@ def _damping(attributions: Attributions, view: View) -> str:
         # The curve stays in sight when λ is set by hand.
         asked = damping_of(view.damping)
         relative = asked.value if isinstance(asked, MeanTrace) else np.nan
-        curve = questions.damping(view.replace(damping="")) or chosen
+        curve = questions.prepared(view.replace(damping="")).damping or chosen
     values = ", ".join(number(x) for x in chosen["damping"].values)
     text = f"{values}, in the squared units of the features"
     if np.isfinite(relative):
@@ -275,13 +288,11 @@ def _damping(attributions: Attributions, view: View) -> str:
     )  # fmt: skip
 
 
-def _scores(attributions: Attributions, view: View) -> str:
-    histogram = attributions.questions.score_histogram(view)
-    unit = unit_of(attributions.questions.scores(view))
-    conditions = histogram.conditions("score")
-    return render(
-        "histogram", view, name="score", histogram=histogram, unit=unit, conditions=conditions
-    )
+def _histogram(attributions: Attributions, view: View, *, name: str) -> str:
+    questions = attributions.questions
+    bins = questions.histogram(view, name)
+    unit = unit_of(questions.scores(view) if name == "score" else questions.influences(view))
+    return render("histogram", view, name=name.replace("_", "-"), bins=bins, unit=unit)
 
 
 # ------------------------------------------------------------------------- one training sample
@@ -308,7 +319,7 @@ def _targets_of_sample(attributions: Attributions, view: View) -> str:
 def _heat(attributions: Attributions, view: View) -> str:
     view = _grouped(attributions, view)
     if not view.group_by:
-        return render("heat", attributions, view, heat=None, unit=0, largest=0)
+        return render("group_form", attributions, view)
     names = attributions.questions.targets.groupings
     across = view.group_by if view.group_by in names else (*names, "")[0]
     heat = attributions.questions.heatmap(view, across)
@@ -319,20 +330,13 @@ def _heat(attributions: Attributions, view: View) -> str:
 
 
 def _ranking(attributions: Attributions, view: View) -> str:
-    page = attributions.questions.ranking(view)
-    contents = attributions.samples.html(list(page.table.index), brief=True)
+    ranking = attributions.questions.ranking(view)
+    table = _shown(ranking, view)
+    contents = attributions.samples.html(table.index.tolist(), brief=True)
     unit = unit_of(attributions.questions.influences(view))
-    return render("ranking", attributions, view, page=page, contents=contents, unit=unit)
-
-
-def _influences(attributions: Attributions, view: View) -> str:
-    histogram = attributions.questions.influence_histogram(view)
-    unit = unit_of(attributions.questions.influences(view))
-    conditions = histogram.conditions("self_influence")
     return render(
-        "histogram", view, name="self-influence", histogram=histogram, unit=unit,
-        conditions=conditions,
-    )  # fmt: skip
+        "ranking", attributions, view, table=table, found=len(ranking), contents=contents, unit=unit
+    )
 
 
 def _duplicates(attributions: Attributions, view: View) -> str:
@@ -353,18 +357,16 @@ def _all_marks(attributions: Attributions) -> pd.DataFrame:
 def _marked(attributions: Attributions, view: View) -> pd.DataFrame:
     """Return the marks that a view selects, newest first."""
     table = _all_marks(attributions)
-    return table[condition_mask(table, view.marks_where)] if view.marks_where else table
+    return table[condition_mask(table, view.marks_where)]
 
 
 def _mark_forms(attributions: Attributions, view: View) -> str:
     if attributions.marks is None:
         return render("no_marks")
     table = _all_marks(attributions)
-    try:
-        counts = facets(table, ["mark", "who"], view.marks_where)
-    except ConditionError as err:
-        counts, error = [], plain_message(err)
-        view = view.replace(errors={"marks_where": error, **view.errors})
+    view = _checked(view, "marks_where", table)
+    is_wrong = "marks_where" in view.errors
+    counts = [] if is_wrong else facets(table, ["mark", "who"], view.marks_where)
     kinds = [kind for kind in KINDS if (table["mark"] == kind).any()]
     lines = {kind: _line(attributions.marks, kind) for kind in kinds}
     csv = base64.b64encode(as_csv(attributions.marks.table()).encode()).decode()
@@ -373,25 +375,19 @@ def _mark_forms(attributions: Attributions, view: View) -> str:
 
 def _line(marks: Marks, kind: str) -> str:
     """Return the line of Python that leaves out what is marked."""
-    path, store = str(marks.path), marks.store
-    if store is None:
-        return f"features.isel(sample=~td.explorer.Marks({path!r}).where({kind!r})(features))"
-    is_beside = path == str(Marks.beside(store, storage_options=marks.storage_options).path)
-    made = (
-        f"td.explorer.Marks.beside({store!r})"
-        if is_beside
-        else f"td.explorer.Marks({path!r}, store={store!r})"
-    )
-    return f"td.drop({store!r}, where={made}.where({kind!r}))"
+    where = f"td.explorer.{marks!r}.where({kind!r})"
+    if marks.store is None:
+        return f"features.isel(sample=~{where}(features))"
+    return f"td.drop({marks.store!r}, where={where})"
 
 
 def _marks(attributions: Attributions, view: View) -> str:
     if attributions.marks is None:
         return ""
-    table = _marked(attributions, view)
-    page = TablePage(table.iloc[view.first : view.first + ROWS], len(table))
-    contents = attributions.samples.html(page.table["position"].tolist(), brief=True)
-    return render("marks", attributions, view, page=page, contents=contents)
+    marked = _marked(attributions, view)
+    table = _shown(marked, view)
+    contents = attributions.samples.html(table["position"].tolist(), brief=True)
+    return render("marks", attributions, view, table=table, found=len(marked), contents=contents)
 
 
 def samples_of(attributions: Attributions, view: View, name: str) -> np.ndarray:
@@ -437,14 +433,14 @@ _PAGES: dict[str, dict[str, Callable[[Attributions, View], str]]] = {
         "harmful_words": partial(_words, largest=False),
         "groups": _groups,
         "damping": _damping,
-        "scores": _scores,
+        "scores": partial(_histogram, name="score"),
     },
     "sample": {"sample": _sample, "targets_of_sample": _targets_of_sample},
     "corpus": {
         "corpus": _corpus,
         "heat": _heat,
         "self_influence": _ranking,
-        "influences": _influences,
+        "influences": partial(_histogram, name="self_influence"),
         "duplicates": _duplicates,
     },
     "new": {"new": partial(render, "new_target")},

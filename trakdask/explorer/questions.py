@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
@@ -20,18 +19,16 @@ import xarray as xr
 
 import trakdask as td
 from trakdask import arrays
-from trakdask.attribution.conditions import Condition, selection
 from trakdask.attribution.estimators import gather_options
-from trakdask.attribution.groups import group_codes
 from trakdask.attribution.scores import solver
 from trakdask.explorer import tables
 from trakdask.explorer.computing import compute
 from trakdask.explorer.duplicates import duplicates
 from trakdask.explorer.prepared import Preparation, Prepared
 from trakdask.explorer.view import View
-from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, TARGET, lazy_features
+from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, lazy_features
 
-__all__ = ["Histogram", "Questions", "Words"]
+__all__ = ["Questions", "Words"]
 
 _MOST_GROUPS = 1000
 _MOST_TARGETS = 25
@@ -39,7 +36,7 @@ _MOST_TARGETS = 25
 
 _BINS = 30
 _DIGITS = 6
-"""Of the edges of bins."""
+"""Of the edges of bins, so that a condition can name them."""
 
 _ROWS_KEPT = 2
 """Of how many targets the scores of all training samples are kept: 8 bytes of each sample."""
@@ -51,27 +48,6 @@ _WITHOUT_WORDS = ("grad_cos", "relatif")
 
 _OWN_ESTIMATOR = {"relatif": "trak", "grad_cos": "grad_dot", "tracin": "grad_dot"}
 """Estimators without a self-influence of their own, and whose is taken."""
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """How many values lie between neighbouring edges; one more edge than counts.
-
-    Edges have few digits, so that a condition can name them. A bin has its lower edge.
-    """
-
-    counts: np.ndarray
-    edges: np.ndarray
-
-    @property
-    def heights(self) -> np.ndarray:
-        """Logarithms of the counts."""
-        return np.asarray(np.log1p(self.counts))
-
-    def conditions(self, name: str) -> list[str]:
-        """Return for each bin the condition that a column of this name is in it."""
-        texts = [f"{edge:.{_DIGITS}g}" for edge in self.edges]
-        return [f"{name} >= {low} and {name} < {high}" for low, high in pairwise(texts)]
 
 
 class Questions:
@@ -101,18 +77,21 @@ class Questions:
         **options: Any,
     ) -> None:
         self.features, self._words, self._classifier = features, words, classifier
-        self.targets = tables.TargetTable(targets, features, classifier)
         self.preparation = Preparation(features, **options)
-        self._scores = lru_cache(_ROWS_KEPT)(self._scored)
         self._influences = lru_cache(4)(_self_influences)
         self._duplicates = lru_cache(4)(self._find_duplicates)
+        self._explain(targets)
 
     def with_targets(self, targets: xr.Dataset) -> Questions:
         """Return the same questions to other targets; what is known of training samples is kept."""
         other = copy.copy(self)
-        other.targets = tables.TargetTable(targets, self.features, self._classifier)
-        other._scores = lru_cache(_ROWS_KEPT)(other._scored)
+        other._explain(targets)
         return other
+
+    def _explain(self, targets: xr.Dataset) -> None:
+        self.targets = tables.TargetTable(targets, self.features, self._classifier)
+        self._scores = lru_cache(_ROWS_KEPT)(self._scored)
+        self._masks = lru_cache(_ROWS_KEPT)(self._mask)
 
     @cached_property
     def metadata(self) -> pd.DataFrame:
@@ -133,24 +112,7 @@ class Questions:
         """Return the features under the setting of a view."""
         return self.preparation.of(view)
 
-    def condition_error(self, view: View) -> tables.ConditionError | None:
-        """Return why the condition of a page cannot be evaluated; None if it can.
-
-        Looks at one training sample or target, and at both on the page of a target.
-        """
-        try:
-            if view.page == "targets" and view.targets_where:
-                tables.condition_mask(self.targets.whole[:1], view.targets_where)
-            elif view.page == "target" and view.where:
-                one = self.features.isel({SAMPLE: slice(1)})
-                target = self.targets.one(view.target, self.features[CHECKPOINT].values)
-                _selected(td.score(one, target, estimator="grad_dot"), view.where)
-            elif view.where:
-                first = self.metadata[:1].assign(self_influence=0.0)
-                tables.condition_mask(first, view.where)
-        except tables.ConditionError as err:
-            return err
-        return None
+    # ----------------------------------------------------------------------------------- a target
 
     def top(self, view: View, *, largest: bool = True) -> pd.DataFrame:
         """Return the k training samples that helped or harmed a target most.
@@ -159,16 +121,14 @@ class Questions:
         over checkpoints, NaN for one checkpoint; the coords of the sample. Fewer rows than k if the
         condition of the view selects fewer.
         """
-        scores, spread = self._scores(self.prepared(view), view.target)
-        mask = _selected(scores, view.where)
-        n_selected = int(mask.sum())
-        if n_selected == 0:
-            return self._ranked(np.empty(0, np.int64), np.empty(0), np.empty(0))
-        lazy = td.top_k(scores, min(view.k, n_selected), where=mask, largest=largest)
-        position, score = compute(lazy["position"].data[0], lazy["score"].data[0])
-        is_there = position >= 0
-        position, score = position[is_there], score[is_there]
-        return self._ranked(position, score, spread[position])
+        prepared = self.prepared(view)
+        scores, spread = self._scores(prepared, view.target)
+        selected = pd.Series(scores)[self._masks(prepared, view.target, view.where)].dropna()
+        ranked = selected.nlargest(view.k) if largest else selected.nsmallest(view.k)
+        position = ranked.index.to_numpy()
+        table = pd.DataFrame({SAMPLE: position, "score": ranked, "spread": spread[position]})
+        coords = self.metadata.drop(columns=list(table), errors="ignore")
+        return table.join(coords).reset_index(drop=True)
 
     def words(self, view: View, position: np.ndarray) -> xr.DataArray:
         """Return the scores of the tokens of some training samples for one target.
@@ -194,29 +154,62 @@ class Questions:
         Columns: the coord that the view groups by; ``score``, the sum; ``samples``, how many. Only
         samples that the condition of the view selects are counted.
         """
-        by = view.group_by
-        scores, _ = self._scores(self.prepared(view), view.target)
-        codes, groups = group_codes(np.asarray(self.features[by].values))
-        codes = np.where(_selected(scores, view.where), codes, -1)
-        is_counted = codes >= 0
-        row = np.nan_to_num(scores.values[is_counted, 0].astype(np.float64))
-        sums = np.bincount(codes[is_counted], row, minlength=len(groups))
-        counts = np.bincount(codes[is_counted], minlength=len(groups))
-        table = pd.DataFrame({by: groups, "score": sums, "samples": counts})[counts > 0]
-        return table.sort_values("score", ascending=False, kind="stable", ignore_index=True)
-
-    def score_histogram(self, view: View) -> Histogram:
-        """Return how the scores of one target are distributed over the training samples."""
-        row = self.scores(view)
-        return _histogram(row[np.isfinite(row)], np.linspace)
+        by, scores = view.group_by, self.scores(view).astype(np.float64)
+        table = pd.DataFrame({by: self.metadata[by], "score": scores})
+        table = table[self._masks(self.prepared(view), view.target, view.where)]
+        sums = table.groupby(by).agg(score=("score", "sum"), samples=("score", "size"))
+        return sums.sort_values("score", ascending=False, kind="stable").reset_index()
 
     def scores(self, view: View) -> np.ndarray:
         """Return the scores of all training samples for a target, (sample,)."""
-        return np.asarray(self._scores(self.prepared(view), view.target)[0].values[:, 0])
+        return self._scores(self.prepared(view), view.target)[0]
 
-    def damping(self, view: View) -> xr.Dataset | None:
-        """Return λ and the curve it was chosen by, as :func:`trakdask.damping`, computed."""
-        return self.prepared(view).damping
+    def histogram(self, view: View, name: str) -> pd.DataFrame:
+        """Return how the ``score`` or ``self_influence`` of training samples is distributed.
+
+        A row for each bin: its ends ``low`` and ``high``, how many ``samples`` are in it, their
+        logarithm as ``height``, and the ``condition`` that a sample is in it. Bins have the same
+        width, in the logarithm of self-influence.
+        """
+        is_score = name == "score"
+        values = self.scores(view) if is_score else self.influences(view)
+        values = values[np.isfinite(values) & ((values > 0) | is_score)]
+        edges = _edges(values, is_logarithmic=not is_score) if len(values) else values
+        counts = np.histogram(values, edges)[0] if len(values) else values
+        ends = [f"{edge:.{_DIGITS}g}" for edge in edges]
+        return pd.DataFrame(
+            {
+                "low": edges[:-1],
+                "high": edges[1:],
+                "samples": counts,
+                "height": np.log1p(counts),
+                "condition": [f"{name} >= {x} and {name} < {y}" for x, y in pairwise(ends)],
+            }
+        )
+
+    def _target(self, prepared: Prepared, position: int) -> xr.Dataset:
+        return self.targets.one(position, prepared.features[CHECKPOINT].values)
+
+    def _scored(self, prepared: Prepared, position: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the scores of one target, (sample,), and their standard errors over checkpoints.
+
+        These are NaN for one checkpoint. All that the page of a target shows is taken from them.
+        """
+        target = self._target(prepared, position)
+        apart = td.score(prepared.features, target, average=False, **prepared.options)
+        (values,) = compute(apart.data[:, 0])
+        n = values.shape[1]
+        mean = values.mean(axis=1, dtype=np.float64).astype(values.dtype)
+        if n < 2:
+            return mean, np.full(len(values), np.nan, np.float32)
+        return mean, values.std(axis=1, ddof=1) / np.float32(np.sqrt(n))
+
+    def _mask(self, prepared: Prepared, position: int, where: str) -> np.ndarray:
+        """Return which training samples meet a condition, which may name the target's ``score``."""
+        table = self.metadata.assign(score=self._scores(prepared, position)[0])
+        return tables.condition_mask(table, where, self.targets.metadata.iloc[[position]])
+
+    # ------------------------------------------------------------------------ one training sample
 
     def targets_of(self, view: View) -> pd.DataFrame:
         """Return the targets that a training sample helped most and harmed most, best first.
@@ -224,15 +217,13 @@ class Questions:
         Columns: the coords of the targets, ``output``, ``loss``, ``disagreement`` and ``score``.
         At most 2 k rows.
         """
-        prepared = self.prepared(view)
+        prepared, k = self.prepared(view), view.k
         tables.require_position(view.sample, prepared.features.sizes[SAMPLE], "training sample")
         targets = self.targets.of(prepared.features[CHECKPOINT].values)
         (scores,) = compute(_scores_of_sample(prepared, targets, view.sample))
-        order = np.argsort(-scores, kind="stable")
-        order = order[~np.isnan(scores[order])]
-        ends = order if len(order) <= 2 * view.k else np.r_[order[: view.k], order[-view.k :]]
-        table: pd.DataFrame = self.targets.whole.iloc[ends].assign(score=scores[ends])
-        return table
+        table = self.targets.whole.assign(score=scores).dropna(subset="score")
+        table = table.sort_values("score", ascending=False, kind="stable")
+        return table if len(table) <= 2 * k else pd.concat([table[:k], table[-k:]])
 
     def sample(self, view: View) -> pd.Series:
         """Return the coords of a training sample, its output, Q and self-influence."""
@@ -247,21 +238,19 @@ class Questions:
         whole: pd.Series[Any] = pd.concat([row, pd.Series(facts, dtype=object)])
         return whole
 
-    def ranking(self, view: View) -> tables.TablePage:
-        """Return training samples by self-influence, largest first, a page of them."""
+    # ----------------------------------------------------------------------- all training samples
+
+    def ranking(self, view: View) -> pd.DataFrame:
+        """Return the training samples that a view selects by self-influence, largest first."""
         table = self.metadata.assign(self_influence=self.influences(view))
         table = table.iloc[self.selected(view)]
-        table = table.sort_values("self_influence", ascending=False, kind="stable")
-        page = table.iloc[view.first : view.first + tables.ROWS]
-        return tables.TablePage(page, len(table))
+        return table.sort_values("self_influence", ascending=False, kind="stable")
 
     def selected(self, view: View) -> np.ndarray:
         """Return the positions of the training samples that meet the condition of a view.
 
         It may name ``self_influence``.
         """
-        if not view.where:
-            return np.arange(len(self.metadata))
         return np.flatnonzero(tables.condition_mask(self._table(view), view.where))
 
     def facets(self, view: View) -> list[tables.Facet]:
@@ -275,11 +264,6 @@ class Questions:
             return self.metadata
         return self.metadata.assign(self_influence=self.influences(view))
 
-    def influence_histogram(self, view: View) -> Histogram:
-        """Return how self-influence is distributed, in bins of equal width of its logarithm."""
-        values = self.influences(view)
-        return _histogram(values[np.isfinite(values) & (values > 0)], np.geomspace)
-
     def influences(self, view: View) -> np.ndarray:
         """Return the self-influence of every training sample, (sample,)."""
         return self._influences(self.prepared(view))
@@ -292,9 +276,14 @@ class Questions:
         cosine has no mean over targets, so under ``"grad_cos"`` columns are the first targets.
         """
         prepared = self.prepared(view)
-        across = "" if prepared.estimator.name == "grad_cos" else across
-        of = self.targets.of(prepared.features[CHECKPOINT].values)
-        targets, names = _mean_targets(of, across)
+        targets = self.targets.of(prepared.features[CHECKPOINT].values)
+        if across and prepared.estimator.name != "grad_cos":
+            has_features = self.targets.whole["output"].notna().to_numpy()
+            targets = td.combine(targets.isel({SAMPLE: has_features}), by=across)
+            names = targets[across].values
+        else:
+            across, targets = "", targets.isel({SAMPLE: slice(_MOST_TARGETS)})
+            names = np.arange(targets.sizes[SAMPLE])
         lazy = td.group_score(prepared.features, targets, by=view.group_by, **prepared.options)
         (sums,) = compute(lazy)
         index = pd.Index(sums[view.group_by].values, name=view.group_by)
@@ -311,69 +300,15 @@ class Questions:
     def _find_duplicates(self, checkpoint: str) -> pd.DataFrame:
         return duplicates(lazy_features(self.features.sel({CHECKPOINT: [checkpoint]})))
 
-    def _target(self, prepared: Prepared, position: int) -> xr.Dataset:
-        return self.targets.one(position, prepared.features[CHECKPOINT].values)
 
-    def _scored(self, prepared: Prepared, position: int) -> tuple[xr.DataArray, np.ndarray]:
-        """Return the scores (sample, target) of one target, in memory but chunked as they were.
-
-        And their standard errors over checkpoints (sample,), NaN for one checkpoint. All that the
-        page of a target shows is taken from one such row.
-        """
-        target = self._target(prepared, position)
-        apart = td.score(prepared.features, target, average=False, **prepared.options)
-        (values,) = compute(apart.data[:, 0])
-        scores = td.score(prepared.features, target, **prepared.options)
-        mean = values.mean(axis=1, dtype=np.float64).astype(scores.dtype)
-        kept = da.from_array(mean[:, None], chunks=scores.chunks)
-        n = values.shape[1]
-        if n < 2:
-            return scores.copy(data=kept), np.full(len(values), np.nan, np.float32)
-        return scores.copy(data=kept), values.std(axis=1, ddof=1) / np.float32(np.sqrt(n))
-
-    def _ranked(self, position: np.ndarray, score: np.ndarray, spread: np.ndarray) -> pd.DataFrame:
-        ranked = pd.DataFrame({"sample": position, "score": score, "spread": spread})
-        coords = self.metadata.iloc[position].reset_index(drop=True)
-        taken = [name for name in coords if name in ranked]
-        return pd.concat([ranked, coords.drop(columns=taken)], axis=1)
-
-
-def _selected(scores: xr.DataArray, where: str) -> np.ndarray:
-    """Return which training samples meet a condition, for the only target of the scores.
-
-    It may name ``score``.
-    """
-    if not where:
-        return np.ones(scores.sizes[SAMPLE], bool)
-    if "score" in where and "score" not in scores.coords:
-        scores = scores.assign_coords(score=(scores.dims, scores.values))
-    try:
-        mask = selection(scores, where)
-        if isinstance(mask, Condition):
-            mask = mask(_with_positions(scores)).isel({TARGET: 0}, missing_dims="ignore")
-    except ValueError as err:
-        raise tables.ConditionError(str(err)) from err
-    return np.asarray(mask.values)
-
-
-def _with_positions(scores: xr.DataArray) -> xr.Dataset:
-    """Return the coords of scores, with positions where there are no labels."""
-    coords = scores.coords.to_dataset()
-    missing = [dim for dim in (SAMPLE, TARGET) if dim not in coords.coords]
-    return coords.assign_coords({dim: np.arange(scores.sizes[dim]) for dim in missing})
-
-
-def _histogram(values: np.ndarray, spaced: Callable[..., np.ndarray]) -> Histogram:
-    """Return how values are distributed over bins whose edges a function spaces."""
-    if not len(values):
-        return Histogram(np.zeros(0, np.int64), np.zeros(1))
+def _edges(values: np.ndarray, *, is_logarithmic: bool) -> np.ndarray:
+    """Return edges of bins of equal width around values, of few digits."""
     low, high = float(values.min()), float(values.max())
     margin = 10.0 ** (1 - _DIGITS)  # rounded edges do not leave out the ends
     low, high = low - abs(low) * margin, high + (abs(high) or 1) * margin
-    edges = spaced(low, high, _BINS + 1)
+    edges = (np.geomspace if is_logarithmic else np.linspace)(low, high, _BINS + 1)
     # In the precision of the values, in which conditions compare them.
-    rounded = np.unique([float(f"{x:.{_DIGITS}g}") for x in edges]).astype(values.dtype)
-    return Histogram(np.histogram(values, rounded)[0], rounded)
+    return np.unique([float(f"{x:.{_DIGITS}g}") for x in edges]).astype(values.dtype)
 
 
 def _scores_of_sample(prepared: Prepared, targets: xr.Dataset, position: int) -> da.Array:
@@ -385,13 +320,10 @@ def _scores_of_sample(prepared: Prepared, targets: xr.Dataset, position: int) ->
     if not prepared.estimator.has_gram:
         scores: da.Array = td.score(sample, targets, **prepared.options).data[0]
         return scores
-    options = prepared.options
-    gathered = gather_options(
-        prepared.features, options["estimator"], options["power"], options["damping"], None, None
-    )
-    solved = solver(lazy_features(prepared.features), gathered)
-    rows, one = lazy_features(targets), lazy_features(sample)
-    products = arrays.score.score(rows["feature"].data, solved.vectors(one), None)[:, 0]
+    features, one = lazy_features(prepared.features), lazy_features(sample)
+    solved = solver(features, gather_options(prepared.features, **prepared.options))
+    rows = lazy_features(targets)["feature"].data
+    products = arrays.score.score(rows, solved.vectors(one), None)[:, 0]
     scores = products * solved.weight(one).mean(axis=1)[0]
     return scores
 
@@ -407,27 +339,3 @@ def _self_influences(prepared: Prepared) -> np.ndarray:
     """Return the self-influence of every training sample, (sample,)."""
     (values,) = compute(_self_influence(prepared, prepared.features).data)
     return np.asarray(values)
-
-
-def _mean_targets(targets: xr.Dataset, across: str) -> tuple[xr.Dataset, np.ndarray]:
-    """Return the mean features of groups of targets, as targets, and the names of the groups.
-
-    Scores are linear in the features of the target, so the score of the mean is the mean of the
-    scores. Without a coord to group by, they are the first targets themselves.
-    """
-    if not across:
-        first = targets.isel({SAMPLE: slice(_MOST_TARGETS)})
-        return first, np.arange(first.sizes[SAMPLE])
-    codes, groups = group_codes(targets[across].values)
-    counts = np.bincount(codes[codes >= 0], minlength=len(groups))
-    feature = lazy_features(targets)["feature"].data
-    weight = da.from_array(
-        np.repeat((1 / counts[codes])[:, None], feature.shape[2], axis=1),
-        chunks=(feature.chunks[0], 1),
-    )
-    means = arrays.groups.group_sum(feature, weight, codes, len(groups), pooled=False)
-    (values,) = compute(means)
-    dims = (SAMPLE, PROJ_DIM, CHECKPOINT)
-    data = da.from_array(values.astype(feature.dtype), chunks=(-1, -1, 1))
-    coords = {CHECKPOINT: targets[CHECKPOINT]}
-    return xr.Dataset({"feature": (dims, data)}, coords, targets.attrs), groups

@@ -15,14 +15,13 @@ import xarray as xr
 from trakdask.attribution.conditions import Condition
 from trakdask.explorer.computing import compute
 from trakdask.explorer.view import View, joined, without
-from trakdask.variables import CHECKPOINT, SAMPLE, coords_along
+from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, TARGET_PREFIX, coords_along
 
 __all__ = [
     "ROWS",
     "Classifier",
     "ConditionError",
     "Facet",
-    "TablePage",
     "TargetTable",
     "condition_mask",
     "facets",
@@ -55,24 +54,14 @@ class ConditionError(ValueError):
 
 
 @dataclass(frozen=True)
-class TablePage:
-    """Some rows of a table, indexed by position, and of how many they are."""
-
-    table: pd.DataFrame
-    found: int
-
-
-@dataclass(frozen=True)
 class Facet:
     """The most frequent values of a column, and how many rows have each of them.
 
-    ``others`` is the condition without what it says about this column, and ``left_out`` how many
-    values are not listed.
+    ``left_out`` is how many values are not listed.
     """
 
     name: str
     counts: pd.Series[int]
-    others: str
     left_out: int
 
 
@@ -115,7 +104,7 @@ class TargetTable:
 
     @cached_property
     def whole(self) -> pd.DataFrame:
-        """Metadata of all targets, and what the model says about them; see :meth:`page`."""
+        """Metadata of all targets, and what the model says about them; see :meth:`selected`."""
         output, q = compute(self.features["output"].data, self.features["out_to_loss"].data)
         loss = np.asarray(q, np.float64).mean(axis=1)
         table = self.metadata
@@ -165,20 +154,19 @@ class TargetTable:
         others = without(view.targets_where, "predicted")
         return int(condition_mask(table, joined(others, f"predicted != {self.label}")).sum())
 
-    def page(self, view: View) -> TablePage:
-        """Return the targets that a view searches and filters for, sorted, a page of them.
+    def selected(self, view: View) -> pd.DataFrame:
+        """Return the targets that a view searches and filters for, sorted.
 
         Columns: the coords of the targets; of classifiers ``predicted``, the class with the largest
         mean probability over checkpoints, and this ``probability``, NaN where they are not known;
         ``output``, its mean over checkpoints; ``disagreement``, its standard deviation between
         them; ``loss``, the mean of Q = ∂loss/∂output, which is 1 − p of the label of a classifier.
         """
-        table = searched(self.whole, view.search)
-        if view.targets_where:
-            table = table[condition_mask(self.whole, view.targets_where)[table.index]]
-        if view.sort in table:
-            table = table.sort_values(view.sort, ascending=view.ascending, kind="stable")
-        return TablePage(table.iloc[view.first : view.first + ROWS], len(table))
+        table = self.whole[condition_mask(self.whole, view.targets_where)]
+        table = searched(table, view.search)
+        if view.sort not in table:
+            return table
+        return table.sort_values(view.sort, ascending=view.ascending, kind="stable")
 
     def row(self, position: int) -> pd.Series[Any]:
         """Return what the table has about one target."""
@@ -205,8 +193,12 @@ def metadata(ds: xr.Dataset) -> pd.DataFrame:
     return pd.DataFrame(coords, index=pd.RangeIndex(ds.sizes[SAMPLE]))
 
 
-def condition_mask(table: pd.DataFrame, condition: str) -> np.ndarray:
-    """Return for which rows of a table a condition on its columns is true.
+def condition_mask(
+    table: pd.DataFrame, condition: str, target: pd.DataFrame | None = None
+) -> np.ndarray:
+    """Return for which rows of a table a condition on its columns is true; "" is for all of them.
+
+    It may also name the columns of one target, whose names then begin with ``target_``.
 
     Raises
     ------
@@ -218,15 +210,18 @@ def condition_mask(table: pd.DataFrame, condition: str) -> np.ndarray:
     >>> condition_mask(pd.DataFrame({"label": [1, 3]}), "label == 3").tolist()
     [False, True]
     """
-    coords: dict[Hashable, tuple[str, np.ndarray]] = {
-        name: (SAMPLE, table[name].to_numpy()) for name in table
-    }
-    coords.setdefault(SAMPLE, (SAMPLE, np.arange(len(table))))
+    if not condition:
+        return np.ones(len(table), bool)
+    coords: dict[Hashable, tuple[str, np.ndarray]] = {SAMPLE: (SAMPLE, table.index.to_numpy())}
+    coords |= {name: (SAMPLE, table[name].to_numpy()) for name in table}
+    if target is not None:
+        target = target.add_prefix(TARGET_PREFIX).rename(columns={TARGET_PREFIX + SAMPLE: TARGET})
+        coords |= {name: (TARGET, target[name].to_numpy()) for name in target}
     try:
         mask = Condition(condition)(xr.Dataset(coords=coords))
     except ValueError as err:
         raise ConditionError(str(err)) from err
-    return np.asarray(np.broadcast_to(mask.values, len(table)))
+    return np.broadcast_to(mask.isel({TARGET: 0}, missing_dims="ignore").values, len(table))
 
 
 def searched(table: pd.DataFrame, text: str) -> pd.DataFrame:
@@ -266,13 +261,11 @@ def facets(table: pd.DataFrame, names: Sequence[str], where: str) -> list[Facet]
     """
     found = []
     for name in names:
-        others = without(where, name)
-        rows = table[name][condition_mask(table, others)] if others else table[name]
-        counts = rows.value_counts()
+        counts = table[name][condition_mask(table, without(where, name))].value_counts()
         most = counts[:_MOST_VALUES]
         if most.index.dtype.kind in "biuf":  # texts stay in the order of their counts
             most = most.sort_index()
-        found.append(Facet(name, most, others, len(counts) - len(most)))
+        found.append(Facet(name, most, len(counts) - len(most)))
     return found
 
 

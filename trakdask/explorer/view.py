@@ -6,7 +6,7 @@ import ast
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 from urllib.parse import parse_qs, urlencode
@@ -26,6 +26,7 @@ __all__ = [
     "damping_of",
     "has_terms",
     "joined",
+    "toggled",
     "with_condition",
     "without",
 ]
@@ -33,8 +34,10 @@ __all__ = [
 PAGES = ("targets", "target", "sample", "corpus", "new", "marks")
 _RULES = get_args(Rule)
 _TRACE = "tr(K)/n"
-_MOST_RANKED = 100
+_LIMITS = {"k": (1, 100)}
+"""The smallest and the largest value of a number; of others from 0 on."""
 
+_CHOICES = {"page": PAGES, "estimator": ("", *get_args(Estimator)), "ascending": ("0", "1")}
 _CONDITIONS = ("where", "targets_where", "marks_where")
 
 _COMPUTED = {"score": "target", "self_influence": "corpus"}
@@ -165,14 +168,17 @@ class View:
         fields: dict[str, Any] = {}
         errors = {}
         for name, texts in parse_qs(query.removeprefix("?"), keep_blank_values=True).items():
-            if name in _PARSERS:
+            if name in vars(_DEFAULT) and name != "errors":
                 try:
-                    fields[name] = _PARSERS[name](texts)
+                    fields[name] = _value_of(name, texts)
                 except ValueError as err:
                     errors[name] = str(err)
                     if name in _CONDITIONS:
                         fields[name] = texts[-1]
         return cls(**fields, errors=errors)
+
+
+_DEFAULT = View()
 
 
 def _as_text(value: object) -> list[str]:
@@ -216,72 +222,50 @@ def damping_of(text: str) -> Damping | MeanTrace:
     return Absolute(value) if absolute else value
 
 
-def _integer(low: int, high: float = math.inf) -> Callable[[list[str]], int]:
-    def parse(texts: list[str]) -> int:
-        text = texts[-1]
-        if not text.isdecimal() or not low <= int(text) <= high:
-            allowed = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
-            raise ValueError(f"This must be a whole number {allowed}, not {text!r:.60}.")
-        return int(text)
+def _value_of(name: str, texts: list[str]) -> Any:
+    """Return what the texts of a URL stand for, as a value of a field of a view."""
+    text, default = texts[-1], getattr(_DEFAULT, name)
+    if text not in _CHOICES.get(name, (text,)):
+        names = ", ".join(choice for choice in _CHOICES[name] if choice)
+        raise ValueError(f"This must be one of {names}, not {text!r:.60}.")
+    if name in _CONDITIONS and text:
+        _require_condition(text)
+    if name == "damping" and text:
+        damping_of(text)
+    match default:
+        case tuple():
+            return _ticked(texts)
+        case bool():
+            return text == "1"
+        case int():
+            return _whole_number(text, *_LIMITS.get(name, (0, math.inf)))
+    return text
 
-    return parse
+
+def _whole_number(text: str, low: int, high: float) -> int:
+    if not text.isdecimal() or not low <= int(text) <= high:
+        allowed = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
+        raise ValueError(f"This must be a whole number {allowed}, not {text!r:.60}.")
+    return int(text)
 
 
-def _choice(*allowed: str) -> Callable[[list[str]], str]:
-    def parse(texts: list[str]) -> str:
-        if texts[-1] not in allowed:
-            names = ", ".join(name for name in allowed if name)
-            raise ValueError(f"This must be one of {names}, not {texts[-1]!r:.60}.")
-        return texts[-1]
-
-    return parse
-
-
-def _condition(texts: list[str]) -> str:
-    text = texts[-1]
+def _require_condition(text: str) -> None:
     try:
-        if text:
-            Condition(text)
+        Condition(text)
     except ValueError as err:
         compared = re.sub(r"(?<![=!<>])=(?!=)", "==", text)
         hint = _CONDITION_HINT if compared == text else f"Write == instead of =: {compared}"
         raise ValueError(f"This is not a condition. {hint}") from err
-    return text
 
 
-def _damping(texts: list[str]) -> str:
-    if texts[-1]:
-        damping_of(texts[-1])
-    return texts[-1]
-
-
-def _checkpoints(texts: list[str]) -> tuple[str, ...]:
+def _ticked(texts: list[str]) -> tuple[str, ...]:
     names = tuple(text for text in texts if text)
     if not names:  # the form sends an empty text beside the boxes that are ticked
         raise ValueError("Tick at least one checkpoint. Until then, this page uses all of them.")
     return names
 
 
-def _text(texts: list[str]) -> str:
-    return texts[-1]
-
-
-_PARSERS: Mapping[str, Callable[[list[str]], Any]] = {
-    "page": _choice(*PAGES),
-    "target": _integer(0),
-    "sample": _integer(0),
-    **dict.fromkeys(_CONDITIONS, _condition),
-    "search": _text,
-    "sort": _text,
-    "ascending": lambda texts: _choice("0", "1")(texts) == "1",
-    "first": _integer(0),
-    "k": _integer(1, _MOST_RANKED),
-    "group_by": _text,
-    "estimator": _choice("", *get_args(Estimator)),
-    "damping": _damping,
-    "checkpoints": _checkpoints,
-}
-_DEFAULT = View()
+# --------------------------------------------------------------------------------- conditions
 
 
 def column_condition(table: pd.DataFrame, name: str, sign: str, text: str) -> str:
@@ -303,16 +287,22 @@ def column_condition(table: pd.DataFrame, name: str, sign: str, text: str) -> st
         raise ValueError(f"There is no column {name!r:.60} that a condition can name.")
     if sign == "contains":
         return f"{text!r} in {name}"
-    kind = table[name].dtype.kind
-    if kind == "b":
-        is_true = text.lower() in ("true", "yes", "1")
-        return name if is_true == (sign == "==") else f"not {name}"
-    if kind not in "iuf":
-        return f"{name} {sign} {text!r}"
     try:
-        return f"{name} {sign} {float(text):g}" if kind == "f" else f"{name} {sign} {int(text)}"
+        return f"{name} {sign} {_typed(text, table[name].dtype.kind)!r}"
     except ValueError as err:
         raise ValueError(f"The values of {name} are numbers, and {text!r:.60} is none.") from err
+
+
+def _typed(text: str, kind: str) -> bool | int | float | str:
+    """Return a text as a value of a kind of dtype."""
+    match kind:
+        case "b":
+            return text.lower() in ("true", "yes", "1")
+        case "i" | "u":
+            return int(text)
+        case "f":
+            return float(text)
+    return text
 
 
 def joined(where: str, condition: str) -> str:
@@ -323,26 +313,18 @@ def joined(where: str, condition: str) -> str:
     >>> joined("a == 1 or b == 2", "c == 3")
     '(a == 1 or b == 2) and c == 3'
     """
-    if not where or where == condition:
-        return condition
-    return f"{f'({where})' if ' or ' in where else where} and {condition}"
+    return " and ".join(dict.fromkeys(_terms(where) + _terms(condition)))
 
 
 def without(where: str, name: str) -> str:
-    """Return a condition without those of its terms that compare a column with something.
+    """Return a condition without those of its terms that are about a column.
 
     Examples
     --------
     >>> without("label == 3 and (a == 1 or b == 2) and label < 5", "label")
-    'a == 1 or b == 2'
+    '(a == 1 or b == 2)'
     """
-    terms = _terms(where)
-    kept = [term for term in terms if not _is_about(term, name)]
-    if len(kept) == len(terms):
-        return where
-    if not kept:
-        return ""
-    return ast.unparse(ast.BoolOp(ast.And(), kept) if len(kept) > 1 else kept[0])
+    return " and ".join(term for term in _terms(where) if term.split()[0] != name)
 
 
 def has_terms(where: str, condition: str) -> bool:
@@ -353,26 +335,35 @@ def has_terms(where: str, condition: str) -> bool:
     >>> has_terms('label == 3 and source == "web"', "source == 'web'")
     True
     """
-    return {*map(ast.unparse, _terms(condition))} <= {*map(ast.unparse, _terms(where))}
+    return {*_terms(condition)} <= {*_terms(where)}
 
 
-def _terms(where: str) -> list[ast.expr]:
+def toggled(where: str, condition: str) -> str:
+    """Return a condition that says of a column what another one does, or nothing if it did.
+
+    Examples
+    --------
+    >>> toggled("label == 3 and a == 1", "label == 5")
+    'a == 1 and label == 5'
+    >>> toggled("label == 3 and a == 1", "label == 3")
+    'a == 1'
+    """
+    others = without(where, condition.split()[0])
+    return others if has_terms(where, condition) else joined(others, condition)
+
+
+def _terms(where: str) -> list[str]:
     """Return the conditions that are joined by and; none of what is no condition."""
     try:
         node = ast.parse(where.strip(), mode="eval").body
-    except SyntaxError:
+    except (SyntaxError, ValueError):
         return []
     match node:
         case ast.BoolOp(op=ast.And(), values=values):
-            return values
-    return [node]
-
-
-def _is_about(term: ast.expr, name: str) -> bool:
-    match term:
-        case ast.Compare(left=ast.Name(id=column)):
-            return column == name
-    return False
+            return [term for value in values for term in _terms(ast.unparse(value))]
+        case ast.BoolOp():
+            return [f"({ast.unparse(node)})"]
+    return [ast.unparse(node)]
 
 
 def with_condition(query: str, view: View, samples: pd.DataFrame, targets: pd.DataFrame) -> View:

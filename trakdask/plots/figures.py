@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 import numpy as np
-import xarray as xr
+import numpy.typing as npt
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 GREEN, RED, BLUE = "#1a7f37", "#c62828", "#1565c0"
 
 
-def power_of_ten(*scores: xr.DataArray) -> int:
+def power_of_ten(*scores: npt.ArrayLike) -> int:
     """Return the exponent e for which the largest of ``score / 10**e`` is between 1 and 10.
 
     NaN and infinite scores are ignored.
 
     Examples
     --------
-    >>> power_of_ten(xr.DataArray([-0.00034, 0.00011]))
+    >>> power_of_ten([-0.00034, 0.00011])
     -4
     """
-    values = (np.abs(array.values.astype(np.float64)) for array in scores)
+    values = (np.abs(np.asarray(array, np.float64)) for array in scores)
     largest = max(float(np.max(x, where=np.isfinite(x), initial=0.0)) for x in values)
     return math.floor(math.log10(largest)) if largest > 0 else 0
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import html
+import math
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from html import escape
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,7 +49,7 @@ class TextPlot:
     Parameters
     ----------
     rows
-        Title and tokens of each row.
+        Label and tokens of each row.
     unit
         Scores are written in units of this power of ten.
     """
@@ -57,12 +58,15 @@ class TextPlot:
     unit: int
 
     def __repr__(self) -> str:
-        return "\n\n".join(_plain_row(title, words, self.unit) for title, words in self.rows)
+        return "\n\n".join(self._plain_row(*row) for row in self.rows)
 
     def _repr_html_(self) -> str:
-        rows = "".join(_html_row(title, words, self.unit) for title, words in self.rows)
-        style = "font-family:monospace;line-height:1.6"
-        return f'<div style="{style}">{rows}{_legend(self.unit)}</div>'
+        rows = "".join(self._html_row(*row) for row in self.rows)
+        return (
+            f'<div style="font-family:monospace;line-height:1.6">{rows}'
+            '<div style="margin-top:0.6em;opacity:0.7">scores in units of '
+            f"10<sup>{self.unit}</sup>: green helped, red harmed</div></div>"
+        )
 
     def figure(self) -> Figure:
         """Draw the rows with matplotlib, for a PNG: ``plot.figure().savefig("words.png")``.
@@ -72,7 +76,8 @@ class TextPlot:
         ImportError
             If matplotlib is missing: install ``trakdask[plots]``.
         """
-        cells = list(_cells(self.rows))
+        titled = [(self._title(label, words), words) for label, words in self.rows]
+        cells = list(_cells(titled))
         n_lines = 1 + max((y for y, *_ in cells), default=0)
         width, height = _COLUMNS * _CELL[0] + 2 * _MARGIN, n_lines * _CELL[1] + 2 * _MARGIN
         figure = new_figure(width, height)
@@ -83,6 +88,31 @@ class TextPlot:
         for cell in cells:
             _draw(ax, *cell)
         return figure
+
+    def _title(self, label: str, words: tuple[_Word, ...]) -> str:
+        """Return what is above a row: its label, and the sum of its scores."""
+        total = sum(word.score for word in words if math.isfinite(word.score))
+        return f"{label}   {total / 10.0**self.unit:+.2f}".strip()
+
+    def _plain_row(self, label: str, words: tuple[_Word, ...]) -> str:
+        strongest = sorted(words, key=lambda word: -abs(word.strength))[:_N_STRONGEST]
+        scores = (
+            f"{_visible(w.text).strip()!r} {w.score / 10.0**self.unit:+.2f}" for w in strongest
+        )
+        texts = "".join(_visible(word.text) for word in words).strip()
+        title = self._title(label, words)
+        return f"{title}\n{texts}\nstrongest, in 1e{self.unit}: {', '.join(scores)}"
+
+    def _html_row(self, label: str, words: tuple[_Word, ...]) -> str:
+        spans = "".join(
+            f'<span title="{word.score / 10.0**self.unit:+.3f}" '
+            f'style="background:{_color(word.strength)}">{escape(_visible(word.text))}</span>'
+            for word in words
+        )
+        return (
+            f'<div style="margin-top:0.6em"><b>{escape(self._title(label, words))}</b></div>'
+            f'<div style="white-space:pre-wrap;overflow-wrap:anywhere">{spans}</div>'
+        )
 
 
 def text(scores: xr.DataArray, *, label: str | None = None) -> TextPlot:
@@ -115,51 +145,18 @@ def text(scores: xr.DataArray, *, label: str | None = None) -> TextPlot:
     True
     """
     texts = scores["text" if "text" in scores.coords else f"{TARGET_PREFIX}text"].values
-    titles = [""] * len(scores) if label is None else scores[label].values.tolist()
+    labels = [""] * len(scores) if label is None else map(str, scores[label].values.tolist())
     values = scores.values.astype(np.float64)
     largest = float(np.max(np.abs(values), where=np.isfinite(values), initial=0.0)) or 1.0
     strengths = np.where(np.isfinite(values), values, 0) / largest
-    unit = power_of_ten(scores)
-    rows = [
-        (
-            f"{title}   {np.nansum(row) / 10.0**unit:+.2f}".strip(),
-            tuple(map(_Word, map(str, words), row.tolist(), strength.tolist())),
-        )
-        for title, words, row, strength in zip(titles, texts, values, strengths, strict=True)
-    ]
-    return TextPlot(tuple(rows), unit)
+    rows = zip(texts.astype(str).tolist(), values.tolist(), strengths.tolist(), strict=True)
+    words = [tuple(map(_Word, *row)) for row in rows]
+    return TextPlot(tuple(zip(labels, words, strict=True)), power_of_ten(scores))
 
 
-def _plain_row(title: str, words: tuple[_Word, ...], unit: int) -> str:
-    strongest = sorted(words, key=lambda word: -abs(word.strength))[:_N_STRONGEST]
-    named = (f"{_visible(w.text).strip()!r} {w.score / 10.0**unit:+.2f}" for w in strongest)
-    texts = "".join(_visible(word.text) for word in words).strip()
-    return f"{title}\n{texts}\nstrongest, in 1e{unit}: {', '.join(named)}".strip()
-
-
-def _html_row(title: str, words: tuple[_Word, ...], unit: int) -> str:
-    spans = "".join(
-        f'<span title="{word.score / 10.0**unit:+.3f}" style="background:{_rgba(word.strength)}">'
-        f"{html.escape(_visible(word.text))}</span>"
-        for word in words
-    )
-    return (
-        f'<div style="margin-top:0.6em"><b>{html.escape(title)}</b></div>'
-        f'<div style="white-space:pre-wrap;overflow-wrap:anywhere">{spans}</div>'
-    )
-
-
-def _legend(unit: int) -> str:
-    return (
-        '<div style="margin-top:0.6em;opacity:0.7">scores in units of '
-        f"10<sup>{unit}</sup>: green helped, red harmed</div>"
-    )
-
-
-def _rgba(strength: float) -> str:
-    color = (GREEN if strength > 0 else RED).lstrip("#")
-    red, green, blue = (int(color[i : i + 2], 16) for i in (0, 2, 4))
-    return f"rgba({red},{green},{blue},{abs(strength) * _STRONGEST:.3f})"
+def _color(strength: float) -> str:
+    """Return green or red, the more opaque the stronger, as ``#rrggbbaa``."""
+    return f"{GREEN if strength > 0 else RED}{round(abs(strength) * _STRONGEST * 255):02x}"
 
 
 def _visible(word: str) -> str:
@@ -171,7 +168,7 @@ def _visible(word: str) -> str:
 
 
 def _cells(
-    rows: tuple[tuple[str, tuple[_Word, ...]], ...],
+    rows: Iterable[tuple[str, tuple[_Word, ...]]],
 ) -> Iterator[tuple[int, int, str, float | None]]:
     """Yield line, column, character and strength, None for titles; lines end at the margin."""
     y = 0
@@ -201,9 +198,8 @@ def _draw(ax: Axes, y: int, x: int, character: str, strength: float | None) -> N
     from matplotlib.patches import Rectangle  # optional dependency
 
     if strength is not None:
-        color, alpha = GREEN if strength > 0 else RED, abs(strength) * _STRONGEST
-        cell = (x, y + 0.05), _width(character), 0.9
-        ax.add_patch(Rectangle(*cell, facecolor=color, alpha=alpha, linewidth=0, antialiased=False))
+        cell, color = ((x, y + 0.05), _width(character), 0.9), _color(strength)
+        ax.add_patch(Rectangle(*cell, facecolor=color, linewidth=0, antialiased=False))
     if character != " ":
         ax.text(
             x + 0.5, y + 0.5, character if _has_glyph(character) else "□",

@@ -17,7 +17,6 @@ import psutil
 from trakdask.errors import StoreBusyError
 from trakdask.files import Folder
 
-_NAME = "lock"
 _RENEWED_EVERY_S = 15.0
 _EXPIRES_AFTER_S = 120.0
 
@@ -25,10 +24,10 @@ _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def lock(folder: Folder, purpose: str) -> Iterator[Callable[[], None]]:
+def lock(folder: Folder, purpose: str, name: str = "lock") -> Iterator[Callable[[], None]]:
     """Be the only writer of a folder during the block, or be refused.
 
-    The file ``lock`` is created only if there is none. One whose process is dead, if it ran on this
+    The file ``name`` is created only if there is none. One whose process is dead, if it ran on this
     host, or that was not renewed for two minutes, if it ran elsewhere, is removed first.
 
     Yields
@@ -40,13 +39,13 @@ def lock(folder: Folder, purpose: str) -> Iterator[Callable[[], None]]:
     StoreBusyError
         If another process holds it.
     """
-    own = _acquire(folder, purpose)
+    own = _acquire(folder, purpose, name)
     stop = threading.Event()
-    renewer = threading.Thread(target=_renew, args=(folder, own, stop), daemon=True)
+    renewer = threading.Thread(target=_renew, args=(folder, name, own, stop), daemon=True)
     renewer.start()
 
     def require_held() -> None:
-        if (holder := _read(folder)).get("token") != own["token"]:
+        if (holder := _read(folder, name)).get("token") != own["token"]:
             raise StoreBusyError(
                 f"expected to be the only writer of {folder.url!r}, but its lock was taken away by "
                 f"{_who(holder)}; try again when that is done"
@@ -59,10 +58,10 @@ def lock(folder: Folder, purpose: str) -> Iterator[Callable[[], None]]:
         renewer.join()
         with suppress(OSError, StoreBusyError):  # a full disk must not hide what happened before
             require_held()
-            folder.remove(_NAME)
+            folder.remove(name)
 
 
-def _acquire(folder: Folder, purpose: str) -> dict[str, Any]:
+def _acquire(folder: Folder, purpose: str, name: str) -> dict[str, Any]:
     process = psutil.Process()
     own = {
         "host": socket.gethostname(),
@@ -72,19 +71,19 @@ def _acquire(folder: Folder, purpose: str) -> dict[str, Any]:
         "purpose": purpose,
         "token": uuid4().hex,
     }
-    if (holder := _read(folder)) and _is_free(holder):
+    if (holder := _read(folder, name)) and _is_free(holder):
         _log.warning("%s is dead: its lock of %s is removed", _who(holder), folder.url)
-        folder.remove(_NAME)
+        folder.remove(name)
     # Two processes may come to this point at once, and one may remove what the other has just
     # created: that one finds out before it commits.
     try:
-        folder.create(_NAME, _encoded(own))
+        folder.create(name, _encoded(own))
     except FileExistsError:
-        holder = _read(folder)
+        holder = _read(folder, name)
         if holder.get("token") != own["token"]:  # else a network lost the answer
             raise StoreBusyError(
                 f"expected to be the only writer of {folder.url!r}, which is being written by "
-                f"{_who(holder)}; try again when it is done, or delete {folder.url}/{_NAME} if it "
+                f"{_who(holder)}; try again when it is done, or delete {folder.url}/{name} if it "
                 "is dead"
             ) from None
     return own
@@ -94,10 +93,10 @@ def _encoded(holder: dict[str, Any]) -> bytes:
     return json.dumps({**holder, "renewed": time.time()}).encode()
 
 
-def _read(folder: Folder) -> dict[str, Any]:
+def _read(folder: Folder, name: str) -> dict[str, Any]:
     """Return who holds the lock; empty if nobody does."""
     try:
-        holder: dict[str, Any] = folder.read_json(_NAME)
+        holder: dict[str, Any] = folder.read_json(name)
     except FileNotFoundError:
         return {}
     except ValueError as err:  # whatever it is, somebody means something by it
@@ -127,11 +126,11 @@ def _who(holder: dict[str, Any]) -> str:
     )
 
 
-def _renew(folder: Folder, own: dict[str, Any], stop: threading.Event) -> None:
+def _renew(folder: Folder, name: str, own: dict[str, Any], stop: threading.Event) -> None:
     while not stop.wait(_RENEWED_EVERY_S):
         try:
-            if _read(folder).get("token") != own["token"]:
+            if _read(folder, name).get("token") != own["token"]:
                 return  # taken away: whoever commits will notice
-            folder.write(_NAME, _encoded(own))
+            folder.write(name, _encoded(own))
         except OSError as err:
             _log.warning("could not renew the lock of %s: %s", folder.url, err)
