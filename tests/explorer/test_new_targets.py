@@ -93,12 +93,12 @@ def expected_top(image: np.ndarray, *, label: int, k: int = 10) -> list[int]:
 def test_target__has_the_features_and_scores_of_its_image(explorer: Explorer) -> None:
     image = images(1, 7)[0]
     assert explorer.maker is not None
-    made = explorer.maker.target({"image": upload(image), "label": "2"})
+    made, html = explorer.maker.target({"image": upload(image), "label": "2"})
     whole = td.from_arrays({"image": prepared(image)[None]}, coords={"label": [2]})
     alone = featurized(whole).compute()
     for name in ("feature", "output", "out_to_loss"):
-        np.testing.assert_array_equal(made.features[name], alone[name])
-    grown = explorer.with_target(made)
+        np.testing.assert_array_equal(made[name], alone[name])
+    grown = explorer.with_target(made, html)
     top = grown.questions.top(View(target=M, k=5))
     assert top["sample"].tolist() == expected_top(image, label=2, k=5)
     assert explorer.targets.sizes["sample"] == M  # others do not see it
@@ -114,8 +114,8 @@ def test_target__has_the_class_that_is_predicted_if_none_is_given(explorer: Expl
             module = network()
             module.load_state_dict(state)
             probability = probability + module(x).softmax(1).detach().numpy()[0]
-        made = explorer.maker.target({"image": upload(image), "label": " "})
-        assert made.features.label.values.tolist() == [int(np.argmax(probability))]
+        made, _ = explorer.maker.target({"image": upload(image), "label": " "})
+        assert made.label.values.tolist() == [int(np.argmax(probability))]
 
 
 def test_target__of_some_checkpoints_in_another_order() -> None:
@@ -124,10 +124,10 @@ def test_target__of_some_checkpoints_in_another_order() -> None:
     explorer = td.explore(features, features, model=MODEL, preprocess=prepared)
     assert explorer.maker is not None
     image = images(1, 7)[0]
-    made = explorer.maker.target({"image": upload(image), "label": "1"})
+    made, _ = explorer.maker.target({"image": upload(image), "label": "1"})
     alone = featurized(td.from_arrays({"image": prepared(image)[None]}, coords={"label": [1]}))
     expected = alone.sel(checkpoint=chosen).compute()
-    np.testing.assert_array_equal(made.features.feature, expected.feature)
+    np.testing.assert_array_equal(made.feature, expected.feature)
 
 
 class Words(nn.Module):
@@ -163,11 +163,11 @@ def test_target__of_a_text_of_another_length() -> None:
     features = featurized(train, model)
     explorer = td.explore(features, features, samples=train, model=model, tokenizer=tokens)
     assert explorer.maker is not None
-    made = explorer.maker.target({"text": "quite a long <b>text</b>", "label": "1"})
+    made, html = explorer.maker.target({"text": "quite a long <b>text</b>", "label": "1"})
     alone = texts("", "quite a long <b>text</b>").isel(sample=[1])
     expected = featurized(alone, model).compute()
-    np.testing.assert_allclose(made.features.feature, expected.feature, rtol=1e-5)
-    assert "&lt;b&gt;" in made.html
+    np.testing.assert_allclose(made.feature, expected.feature, rtol=1e-5)
+    assert "&lt;b&gt;" in html
     for text in ("", "  ", "x" * 100_001):
         with pytest.raises(ValueError, match="a text"):
             explorer.maker.target({"text": text})
@@ -175,8 +175,8 @@ def test_target__of_a_text_of_another_length() -> None:
 
 def test_appended__keeps_metadata_and_has_what_is_missing(explorer: Explorer) -> None:
     assert explorer.maker is not None
-    made = explorer.maker.target({"image": upload(images(1, 7)[0]), "label": "2"})
-    grown = appended(explorer.targets, made.features)
+    made, _ = explorer.maker.target({"image": upload(images(1, 7)[0]), "label": "2"})
+    grown = appended(explorer.targets, made)
     assert grown.label.values.tolist() == [*explorer.targets.label.values, 2]
     assert grown.source.values.tolist() == [*explorer.targets.source.values, ""]
     assert grown.year.values[:M].tolist() == explorer.targets.year.values.tolist()
@@ -184,7 +184,7 @@ def test_appended__keeps_metadata_and_has_what_is_missing(explorer: Explorer) ->
     assert np.isnat(grown.day.values[M])
     assert grown.is_old.values.tolist() == [*explorer.targets.is_old.values, False]
     assert grown.new.values.tolist() == [False] * M + [True]
-    again = appended(grown, made.features)
+    again = appended(grown, made)
     assert again.new.values.tolist() == [False] * M + [True, True]
     np.testing.assert_array_equal(again.feature[:M], explorer.targets.feature)
 

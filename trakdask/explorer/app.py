@@ -25,7 +25,6 @@ from trakdask.checks import require_integer, shown
 from trakdask.explorer.attributions import Attributions
 from trakdask.explorer.computing import Abandoned, Job
 from trakdask.explorer.html import STYLE, count, plain_message, render
-from trakdask.explorer.new_targets import NewTarget
 from trakdask.explorer.pages import (
     Section,
     answer,
@@ -252,15 +251,16 @@ class Session:
         job, maker = self._job, self.attributions.maker
         if maker is None:
             raise ValueError("There is no model here that could explain it.")
-        target = maker.target(content)
-        self._later(lambda: self._add(job, target))
-        return ""
+        features, html = maker.target(content)
 
-    def _add(self, job: Job, target: NewTarget) -> None:
-        if not job.is_abandoned:
-            self.attributions = self.attributions.with_target(target)
-            last = int(self.attributions.targets.sizes[SAMPLE]) - 1
-            self.go(View(page="target", target=last))
+        def add() -> None:
+            if not job.is_abandoned:
+                last = int(self.attributions.targets.sizes[SAMPLE])
+                self.attributions = self.attributions.with_target(features, html)
+                self.go(View(page="target", target=last))
+
+        self._later(add)
+        return ""
 
 
 def in_notebook(attributions: Attributions, include: Any, exclude: Any) -> Any:

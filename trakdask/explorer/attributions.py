@@ -15,7 +15,7 @@ import xarray as xr
 from distributed import Client
 
 from trakdask.explorer.marks import Marks
-from trakdask.explorer.new_targets import NewTarget, TargetMaker, appended
+from trakdask.explorer.new_targets import TargetMaker, appended
 from trakdask.explorer.questions import Questions
 from trakdask.explorer.samples import Samples
 from trakdask.variables import SAMPLE
@@ -61,14 +61,13 @@ class Attributions:
         """Features of the targets, new ones at the end."""
         return self.questions.targets.features
 
-    def with_target(self, target: NewTarget) -> Self:
+    def with_target(self, features: xr.Dataset, html: str) -> Self:
         """Return these and one more target; what was computed for the others is kept."""
         position = int(self.targets.sizes[SAMPLE])
-        targets = appended(self.targets, target.features)
         return dataclasses.replace(
             self,
-            questions=self.questions.with_targets(targets),
-            target_samples=self.target_samples.with_added(position, target.html),
+            questions=self.questions.with_targets(appended(self.targets, features)),
+            target_samples=self.target_samples.with_added(position, html),
         )
 
     @contextmanager

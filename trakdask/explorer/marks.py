@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -14,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 import xarray as xr
 
 from trakdask.checks import require_choice, shown
@@ -35,7 +32,6 @@ _KEY = [SAMPLE, "mark"]
 _SUFFIX = ".marks.parquet"
 _PATIENCE_S = 10.0
 _LOOKED_EVERY_S = 0.1
-_ROWS_OF = b"trakdask_rows_of"
 
 
 class Marks:
@@ -206,22 +202,17 @@ class Marks:
         ValueError
             If the file is not one of marks.
         """
-        return self._read()[0]
-
-    def _read(self) -> tuple[pd.DataFrame, dict[str, Any] | None]:
-        """Return all marks, and of which samples their rows are, if that is known."""
         try:
             data = self._folder.read(self._name)
         except FileNotFoundError:
-            return _frame(np.empty(0, np.int64), "", ""), None
+            return _frame(np.empty(0, np.int64), "", "")
         try:
-            table = pq.read_table(io.BytesIO(data))
-        except pa.ArrowException as err:
+            table = pd.read_parquet(io.BytesIO(data))
+        except ValueError as err:
             raise self._foreign(f"{len(data)} bytes that are no parquet ({err})") from err
-        if tuple(table.column_names) != _COLUMNS:
-            raise self._foreign(f"the columns {table.column_names}")
-        rows_of = (table.schema.metadata or {}).get(_ROWS_OF)
-        return table.to_pandas(), None if rows_of is None else json.loads(rows_of)
+        if tuple(table) != _COLUMNS:
+            raise self._foreign(f"the columns {list(table)}")
+        return table
 
     def samples(self, label: str) -> np.ndarray:
         """Return the samples that have a mark: labels, or rows in the store; (marked,).
@@ -252,7 +243,7 @@ class Marks:
         if SAMPLE in features.coords:
             return np.asarray(features[SAMPLE].values)
         if self.store is not None:
-            self._require_same_samples(self._read()[1])
+            self._require_same_samples(self.table().attrs)
             stored = self._opened(self.store)
             for rows in np.arange(stored.sizes[SAMPLE]), np.flatnonzero(~stored["dropped"].values):
                 output = stored["output"].isel({SAMPLE: rows})
@@ -289,23 +280,23 @@ class Marks:
     # ---------------------------------------------------------------------------------- the store
 
     @cached_property
-    def _rows_of(self) -> dict[str, Any] | None:
-        """Of which samples the rows of the store are, dropped ones among them."""
+    def _rows_of(self) -> dict[Any, Any]:
+        """Of which samples the rows of the store are, with dropped ones: attrs of the marks."""
         if self.store is None:
-            return None
+            return {}
         try:
             stored = self._opened(self.store)
         except FileNotFoundError:
-            return None
+            return {}
         source = str(stored.attrs.get("source")).partition(" without ")[0]
         return {"source": source, "samples": stored.sizes[SAMPLE]}
 
     def _opened(self, store: str) -> xr.Dataset:
         return open(store, dropped=True, load_coords=False, storage_options=self.storage_options)
 
-    def _require_same_samples(self, marked: dict[str, Any] | None) -> None:
+    def _require_same_samples(self, marked: dict[Any, Any]) -> None:
         """Reject marks of rows of other samples; samples may have been appended since."""
-        if marked is None or self._rows_of is None:
+        if not marked or not self._rows_of:
             return
         grown = self._rows_of["source"].startswith(f"{marked['source']} + ")
         if (grown or self._rows_of["source"] == marked["source"]) and (
@@ -322,8 +313,8 @@ class Marks:
 
     def _rows(self, samples: Any, label: str) -> pd.DataFrame:
         _require_kind(label)
-        single = isinstance(samples, int | str | np.integer)
-        ids = [samples] if single else list(samples) if np.iterable(samples) else [samples]
+        are_several = np.iterable(samples) and not isinstance(samples, str)
+        ids = list(samples) if are_several else [samples]
         kind = pd.api.types.infer_dtype(ids, skipna=False)
         if kind not in ("integer", "string", "empty"):
             raise TypeError(
@@ -336,14 +327,15 @@ class Marks:
     def _change(self, of: Callable[[pd.DataFrame], pd.DataFrame]) -> int:
         """Write what a function makes of the marks, and remember what came and went."""
         with self._locked() as require_held:
-            before, rows_of = self._read()
+            before = self.table()
             after = of(before)
             if before[SAMPLE].dtype.kind == "i":
-                self._require_same_samples(rows_of)
+                self._require_same_samples(before.attrs)
             added, taken = _without(after, before, _KEY), _without(before, after, _KEY)
             if changed := len(added) + len(taken):
                 require_held()
-                self._write(after, rows_of if len(before) else self._rows_of)
+                after.attrs = before.attrs if len(before) else self._rows_of
+                self._folder.write(self._name, after.to_parquet(index=False))
                 self._done.append((added, taken))
         return changed
 
@@ -377,17 +369,6 @@ class Marks:
                 f"expected marks in a folder that exists, got {str(self.path)!r}; try the path of "
                 "the store, as in Marks.beside('train.zarr')",
             )
-
-    def _write(self, rows: pd.DataFrame, rows_of: dict[str, Any] | None) -> None:
-        kind = pa.string() if rows[SAMPLE].dtype.kind == "O" else pa.int64()
-        texts = [(name, pa.string()) for name in ("mark", "who")]
-        schema = pa.schema(
-            [(SAMPLE, kind), *texts, ("time", pa.timestamp("us", "UTC"))],
-            None if rows_of is None else {_ROWS_OF: json.dumps(rows_of)},
-        )
-        file = io.BytesIO()
-        pq.write_table(pa.Table.from_pandas(rows, schema, preserve_index=False), file)
-        self._folder.write(self._name, file.getvalue())
 
     def _foreign(self, found: str) -> ValueError:
         return ValueError(

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-import dask.array as da
 import numpy as np
 import torch
 import xarray as xr
@@ -22,14 +21,13 @@ from trakdask.explorer.tables import Classifier, metadata
 from trakdask.models.tasks.protocol import call_model
 from trakdask.projection.specs import from_spec
 from trakdask.provenance import FEATURE_SPEC, require_comparable
-from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES
+from trakdask.variables import CHECKPOINT, SAMPLE
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 __all__ = [
     "MOST_BYTES",
-    "NewTarget",
     "TargetMaker",
     "appended",
     "classifier",
@@ -50,24 +48,12 @@ _NEW = "new"
 """The coord that is true for the targets that were added on the spot."""
 
 _ARRAYS = ("feature", "output", "out_to_loss")
-_ENGINES = ("hooks", "vmap", "loop")
 _BESIDE = ("label", "target", "position")
 """Fields of tasks that name a variable which is a number, to be typed beside a text or image."""
 
 _MOST_CHARACTERS = 100_000
 
 Prepare = Callable[[Any], Any]
-
-
-@dataclass(frozen=True, eq=False)
-class NewTarget:
-    """One target: its features in memory, with the numbers that were typed as coords.
-
-    ``html`` is its content, escaped.
-    """
-
-    features: xr.Dataset
-    html: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,13 +86,17 @@ class TargetMaker:
         """Whether the class may be left out: then it is the one that the model predicts."""
         return isinstance(self.model.task, td.tasks.Classification)
 
-    def target(self, given: Mapping[str, str]) -> NewTarget:
+    def target(self, content: Mapping[str, str]) -> tuple[xr.Dataset, str]:
         """Return a target of what somebody has typed and uploaded.
 
         Parameters
         ----------
-        given
+        content
             ``"text"``; ``"image"``, the file in base64; and :attr:`numbers` by name.
+
+        Returns
+        -------
+        Its features in memory, with the numbers that were typed as coords; its content as HTML.
 
         Raises
         ------
@@ -115,32 +105,35 @@ class TargetMaker:
         StoreMismatchError
             If the features are not made as those of the training samples.
         """
-        variables, html = self._content(given)
-        numbers = {name: text for name in self.numbers if (text := given.get(name, "").strip())}
-        typed = {name: _number(name, text) for name, text in numbers.items()}
+        variables, html = self._content(content)
+        texts = {name: content.get(name, "").strip() for name in self.numbers}
+        typed = {name: _number(name, text) for name, text in texts.items() if text}
         if self.finds_class and not typed:
-            typed = {self.numbers[0]: np.asarray(self._predicted(variables))}
-        arrays = {name: value[None] for name, value in variables.items()}
-        arrays |= {name: value[None] for name, value in typed.items() if value.ndim}
-        coords = {name: value[None] for name, value in typed.items() if not value.ndim}
-        samples = td.from_arrays(arrays, coords=coords)
-        return NewTarget(self._featurized(samples), html)
+            (name, *_), one = self.numbers, {n: x[None] for n, x in variables.items()}
+            typed[name] = _probabilities(self.model, self.features, one)[0].argmax()
+        arrays = variables | {name: x for name, x in typed.items() if x.ndim}
+        coords = {name: x for name, x in typed.items() if not x.ndim}
+        samples = td.from_arrays(
+            {name: x[None] for name, x in arrays.items()},
+            coords={name: x[None] for name, x in coords.items()},
+        )
+        return self._featurized(samples), html
 
-    def _content(self, given: Mapping[str, str]) -> tuple[dict[str, np.ndarray], str]:
+    def _content(self, content: Mapping[str, str]) -> tuple[dict[str, np.ndarray], str]:
         """Return the variables of the task, without a dimension of samples, and the content."""
         variables: dict[str, Any] = {}
         html = ""
         if self.preprocess is not None:
-            if size := given.get("too_large"):
+            if size := content.get("too_large"):
                 raise _too_large(f"{int(size) / 1e6:.1f} MB")
-            if not given.get("image"):
+            if not content.get("image"):
                 raise ValueError("Choose the file of an image.")
-            image = decoded_image(given["image"])
+            image = decoded_image(content["image"])
             name = str(getattr(self.model.task, "image", "image"))
             variables |= _by_name(self.preprocess(image), name, "preprocess")
             html += f'<img src="{_thumbnail(image)}" alt="the image that was uploaded">'
         if self.tokenizer is not None:
-            text = given.get("text", "")
+            text = content.get("text", "")
             if not 0 < len(text.strip()) <= _MOST_CHARACTERS:
                 raise ValueError(f"Write a text of 1 to {_MOST_CHARACTERS:,} characters.")
             (name, *_) = getattr(self.model.task, "inputs", ("text",))
@@ -149,21 +142,14 @@ class TargetMaker:
         known = getattr(self.model.task, "variables", None) or tuple(variables)
         return {n: _array(n, value) for n, value in variables.items() if n in known}, html
 
-    def _predicted(self, variables: Mapping[str, np.ndarray]) -> int:
-        """Return the class with the largest mean probability over checkpoints."""
-        one = {name: value[None] for name, value in variables.items()}
-        return int(_probabilities(self.model, self.features, one)[0].argmax())
-
     def _featurized(self, samples: xr.Dataset) -> xr.Dataset:
         attrs = self.features.attrs
-        engine, dtype = attrs.get("gradients"), attrs.get("dtype", "as given")
+        dtype = attrs.get("dtype", "as given")
         lazy = td.featurize(
-            samples,
-            self.model,
-            projector=from_spec(attrs["projector"]),
-            gradients=engine if engine in _ENGINES else "auto",
+            samples, self.model, projector=from_spec(attrs["projector"]),
+            gradients=attrs.get("gradients", "auto"),
             dtype=None if dtype == "as given" else dtype,
-        )
+        )  # fmt: skip
         lazy = lazy.sel({CHECKPOINT: self.features[CHECKPOINT].values})
         require_comparable(self.features, lazy, name="the new target's")
         features: xr.Dataset
@@ -180,13 +166,11 @@ def classifier(
         return None
     bound = model.for_variables({str(n): x.ndim for n, x in samples.variables.items()})
     names = list(getattr(bound.task, "inputs", ()))
-    n = samples.sizes[SAMPLE]
 
     def probabilities(positions: np.ndarray) -> np.ndarray:
-        is_there = positions < n
-        chosen = samples[names].isel({SAMPLE: positions[is_there]})
-        values = compute(*(chosen[name].variable.data for name in names))
-        arrays = {name: _array(name, value) for name, value in zip(names, values, strict=True)}
+        is_there = positions < samples.sizes[SAMPLE]
+        (chosen,) = compute(samples[names].isel({SAMPLE: positions[is_there]}))
+        arrays = {name: _array(name, chosen[name].values) for name in names}
         stored = _probabilities(bound, features, arrays)
         whole = np.full((len(positions), stored.shape[1]), np.nan)
         whole[is_there] = stored
@@ -260,46 +244,34 @@ def _require_same_model(features: xr.Dataset, model: td.Model) -> None:
     """Check that features were made by a model, before anything is featurized."""
     from_spec(features.attrs["projector"])
     others = {n: value for n, value in features.attrs.items() if n not in FEATURE_SPEC}
-    spec = {**others, **model.spec(), "projector": features.attrs["projector"]}
-    shape = (0, features.sizes[PROJ_DIM], features.sizes[CHECKPOINT])
-    as_model = xr.Dataset(
-        {"feature": (VARIABLES["feature"].dims, np.zeros(shape, np.float32))},
-        coords={CHECKPOINT: features[CHECKPOINT]},
-        attrs=spec,
-    )
+    as_model = features.isel({SAMPLE: slice(0)})
+    as_model.attrs = {**others, **model.spec(), "projector": features.attrs["projector"]}
     require_comparable(features, as_model, name="the model's")
 
 
 def appended(targets: xr.Dataset, new: xr.Dataset) -> xr.Dataset:
     """Return targets and one more, with the coord ``new``; metadata that it lacks is missing."""
-    table = metadata(targets)
+    table, new = metadata(targets), new.assign_coords({_NEW: (SAMPLE, [True])})
+    if _NEW not in table:
+        table[_NEW] = False
     coords = {
         name: (SAMPLE, _with_one_more(table[name].to_numpy(), new.get(name))) for name in table
     }
-    if _NEW not in table:
-        coords[_NEW] = SAMPLE, np.r_[np.zeros(len(table), bool), True]
-    elif table[_NEW].dtype == bool:
-        coords[_NEW] = SAMPLE, np.r_[table[_NEW].to_numpy(), True]
     data = {
-        name: da.concatenate([targets[name].data, new[name].data.astype(targets[name].dtype)])
+        name: xr.Variable.concat(
+            [targets[name].variable, new[name].variable.astype(targets[name].dtype)], SAMPLE
+        )
         for name in _ARRAYS
     }
-    return xr.Dataset(
-        {name: (targets[name].dims, array, targets[name].attrs) for name, array in data.items()},
-        coords={**coords, CHECKPOINT: targets[CHECKPOINT]},
-        attrs=targets.attrs,
-    )
+    return xr.Dataset(data, {**coords, CHECKPOINT: targets[CHECKPOINT]}, targets.attrs)
 
 
 def _with_one_more(values: np.ndarray, more: xr.DataArray | None) -> np.ndarray:
     if more is not None:
         return np.append(values, more.values)
-    kind = values.dtype.kind
-    if kind in "iuf":
-        return np.append(values, np.nan)
-    if kind in "Mm":
-        return np.append(values, values.dtype.type("NaT"))
-    return np.append(values, False if kind == "b" else "")
+    missing: dict[str, Any] = {"M": np.datetime64("NaT"), "m": np.timedelta64("NaT"), "b": False}
+    missing |= dict.fromkeys("iuf", np.nan)
+    return np.append(values, missing.get(values.dtype.kind, ""))
 
 
 def _by_name(result: Any, name: str, function: str) -> dict[str, Any]:

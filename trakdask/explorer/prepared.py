@@ -120,13 +120,8 @@ class Preparation:
             name for name in (*grams.DERIVED, "output", "out_to_loss")
             if name in features and name != "loss_gradient"
         ]  # fmt: skip
-        kept = persist(*(features[name].data for name in names))
-        return features.assign(
-            {
-                name: features[name].variable._replace(data=data)
-                for name, data in zip(names, kept, strict=True)
-            }
-        )
+        kept = zip(names, persist(*(features[name].data for name in names)), strict=True)
+        return features.assign({name: features[name].copy(data=data) for name, data in kept})
 
 
 def _of_trace(features: xr.Dataset, value: float) -> xr.DataArray:
@@ -150,7 +145,6 @@ def _with_decomposition(
     labels = [str(name) for name in features[CHECKPOINT].values]
     n, p = features.sizes[SAMPLE], features.sizes[PROJ_DIM]
     matrix = arrays.gram.gram(features["feature"].data, weights.gram_data(features))
-    (matrix,) = persist(matrix)
     k = component_count(n, p, features["feature"].dtype)
     spectrum = arrays.spectrum.spectrum(matrix, None, n, labels, n_component=k)
     values, vectors = arrays.spectrum.eigenvectors(spectrum, p, k)

@@ -7,13 +7,12 @@ from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
-from typing import Any
 
 import numpy as np
 import xarray as xr
 
 from trakdask.explorer.computing import compute
-from trakdask.plots.galleries import Normalize, as_colours
+from trakdask.plots.galleries import Normalize, as_colours, grey_limits
 from trakdask.variables import SAMPLE
 
 __all__ = ["Samples"]
@@ -95,25 +94,21 @@ class Samples:
 
     def _contents(self, name: str, kind: str, values: np.ndarray) -> list[str]:
         if kind == "image":
-            return [
-                f'<img src="{url}" alt="image of the sample">' for url in self._pictures(values)
-            ]
-        if kind == "text":
-            texts = [_joined(value) for value in values]
-            return [f'<p class="text">{escape(_shortened(text))}</p>' for text in texts]
+            urls = self._picture_urls(values)
+            return [f'<img src="{url}" alt="image of the sample">' for url in urls]
+        if kind == "numbers":
+            texts = [f"{name}: {_numbers(value)}" for value in values]
+            return [f'<p class="numbers">{escape(text)}</p>' for text in texts]
         if kind == "tokens" and self.text is not None:
-            words = ["".join(self.text(int(token)) for token in row) for row in values]
-            return [f'<p class="text">{escape(_shortened(text))}</p>' for text in words]
-        return [
-            f'<p class="numbers">{escape(name)}: {escape(_numbers(value))}</p>' for value in values
-        ]
+            texts = ["".join(self.text(int(token)) for token in row) for row in values]
+        else:
+            texts = [_joined(value) for value in values]
+        return [f'<p class="text">{escape(_shortened(text))}</p>' for text in texts]
 
-    def _pictures(self, values: np.ndarray) -> list[str]:
+    def _picture_urls(self, values: np.ndarray) -> list[str]:
         colours = as_colours(list(values), self.normalize)
-        grey = [image[np.isfinite(image)] for image in colours if image.ndim == 2]
-        limits = np.concatenate(grey) if grey else np.zeros(0)
-        low, high = (limits.min(), limits.max()) if len(limits) else (0.0, 1.0)
-        return [_data_url(image, self.cmap, float(low), float(high)) for image in colours]
+        low, high = grey_limits(colours) or (0.0, 1.0)
+        return [_data_url(image, self.cmap, low, high) for image in colours]
 
 
 _BRIEF = ("image", "text", "tokens", "numbers")
@@ -124,10 +119,8 @@ def _data_url(image: np.ndarray, cmap: str, low: float, high: float) -> str:
     from matplotlib.image import imsave  # optional dependency
 
     buffer = io.BytesIO()
-    limits: dict[str, Any] = {}
-    if image.ndim == 2:
-        limits = {"cmap": cmap, "vmin": low, "vmax": high if high > low else low + 1}
-    imsave(buffer, np.nan_to_num(image), format="png", **limits)
+    high = high if high > low else low + 1
+    imsave(buffer, np.nan_to_num(image), format="png", cmap=cmap, vmin=low, vmax=high)
     return f"data:image/png;base64,{b64encode(buffer.getvalue()).decode()}"
 
 

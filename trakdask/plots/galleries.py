@@ -85,7 +85,7 @@ def gallery(
     colours = as_colours([picture.image for picture in pictures], normalize)
     n_lines = max(picture.title.count("\n") + 1 for picture in pictures)
     figure, axes = _grid(len(chosen), n_shown, n_lines, _notes(sides))
-    limits = _limits(colours)
+    limits = grey_limits(colours)
     for picture, image in zip(pictures, colours, strict=True):
         _draw(axes[picture.row, picture.column], picture, image, cmap, limits)
     return figure
@@ -138,7 +138,7 @@ def _with_score(label: str, score: str) -> str:
     return f"{label}   {score}" if fits else f"{_wrapped(label)}\n{score}"
 
 
-def _limits(colours: Sequence[np.ndarray]) -> tuple[float, float] | None:
+def grey_limits(colours: Sequence[np.ndarray]) -> tuple[float, float] | None:
     """Return the smallest and largest value of the grey images: they share a scale."""
     grey = [image[np.isfinite(image)] for image in colours if image.ndim == 2]
     values = np.concatenate(grey) if grey else np.zeros(0)
