@@ -48,11 +48,9 @@ def damping(chosen: xr.Dataset) -> Figure:
         at_choice = float(chosen.curve.sel(relative_damping=relative, method="nearest"))
         ax.plot(relative, at_choice, "o", color=GREEN, markersize=7)
     ax.set_xscale("log")
-    ax.set_xlabel("λ in units of tr(K)/n")
-    ax.set_ylabel("correlation with outputs")
     choice = f"λ = {relative:.3g} tr(K)/n" if np.isfinite(relative) else "λ"
-    ax.set_title(f"{choice} by {chosen.rule.values}", fontsize=9)
-    figure.tight_layout()
+    title = f"{choice} by {chosen.rule.values}"
+    finish(figure, ax, "λ in units of tr(K)/n", "correlation with outputs", title)
     return figure
 
 
@@ -78,8 +76,9 @@ def lds(result: xr.Dataset) -> Figure:
     figure, ax = new_axes(6.4, 3.6)
     ax.plot(result.ceiling, ".", color="0.75", label="noise ceiling")
     ax.plot(result["lds"], ".", color=BLUE, label="LDS")
-    _draw_mean(ax, "LDS", result.lds_mean, result.interval, BLUE)
-    finish(figure, ax, "targets, by LDS", "Spearman over subsets")
+    _draw_mean(ax, result.lds_mean, result.interval, BLUE)
+    title = f"LDS {_with_interval(result.lds_mean, result.interval)}"
+    finish(figure, ax, "targets, by LDS", "Spearman over subsets", title)
     return figure
 
 
@@ -144,10 +143,8 @@ def class_detection(result: xr.Dataset) -> Figure:
     ax.minorticks_off()
     ax.set_ylim(0, 1.03)
     by = result.attrs.get("by", "class")
-    ax.set_title(
-        f"same {by!r}: AUC {_with_interval(result.auc_mean, result.auc_interval)}", fontsize=9
-    )
-    finish(figure, ax, "k", "precision, mean over targets")
+    title = f"same {by!r}: AUC {_with_interval(result.auc_mean, result.auc_interval)}"
+    finish(figure, ax, "k", "precision, mean over targets", title)
     return figure
 
 
@@ -176,10 +173,11 @@ def shortcut_detection(result: xr.Dataset) -> Figure:
         (~is_marked, "0.6", "targets without the mark"), (is_marked, RED, "targets with the mark")
     ):  # fmt: skip
         ax.plot(np.flatnonzero(chosen), result.auprc.values[chosen], ".", color=color, label=label)
-    _draw_mean(ax, "AUPRC", result.auprc_mean, result.interval, RED)
+    _draw_mean(ax, result.auprc_mean, result.interval, RED)
     ax.axhline(float(result.chance), color="0.5", linestyle="--", linewidth=1, label="random order")
     ax.set_ylim(0, 1.03)
-    finish(figure, ax, "targets, by AUPRC", "AUPRC of the marked samples")
+    title = f"AUPRC {_with_interval(result.auprc_mean, result.interval)}"
+    finish(figure, ax, "targets, by AUPRC", "AUPRC of the marked samples", title)
     return figure
 
 
@@ -244,9 +242,10 @@ def randomization_check(result: xr.Dataset) -> Figure:
     ax.axhline(0, color="0.5", linestyle="--", linewidth=1)
     ax.plot(result.correlation, ".", color=BLUE, label="targets")
     mean, interval = result.correlation_mean, result.interval
-    _draw_mean(ax, "correlation with a random model", mean, interval, BLUE)
+    _draw_mean(ax, mean, interval, BLUE)
     ax.set_ylim(-1.03, 1.03)
-    finish(figure, ax, "targets, by correlation", "Spearman over samples")
+    title = f"correlation with a random model {_with_interval(mean, interval)}"
+    finish(figure, ax, "targets, by correlation", "Spearman over samples", title)
     return figure
 
 
@@ -274,9 +273,8 @@ def seed_agreement(result: xr.Dataset) -> Figure:
     _band(ax, result.n_models, result.reliability_interval, GREEN)
     ax.set_xticks(result.n_models.values)
     ax.set_ylim(0, 1.03)
-    value = _with_interval(result.agreement_mean, result.interval)
-    ax.set_title(f"agreement of two models {value}", fontsize=9)
-    finish(figure, ax, "models that are averaged", "correlation with as many others")
+    title = f"agreement of two models {_with_interval(result.agreement_mean, result.interval)}"
+    finish(figure, ax, "models that are averaged", "correlation with as many others", title)
     return figure
 
 
@@ -285,11 +283,10 @@ def _band(ax: Axes, x: Any, interval: xr.DataArray, color: Any) -> None:
     ax.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
 
 
-def _draw_mean(ax: Axes, what: str, mean: xr.DataArray, interval: xr.DataArray, color: str) -> None:
-    """Draw a line at the mean over targets, with its interval, and write both into the title."""
+def _draw_mean(ax: Axes, mean: xr.DataArray, interval: xr.DataArray, color: str) -> None:
+    """Draw a line at the mean over targets, with its interval."""
     ax.axhline(float(mean), color=color, linewidth=1, label="mean")
     ax.axhspan(*interval.values.tolist(), color=color, alpha=0.15, linewidth=0)
-    ax.set_title(f"{what} {_with_interval(mean, interval)}", fontsize=9)
 
 
 def _with_interval(value: xr.DataArray, interval: xr.DataArray) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from html import escape
@@ -33,14 +32,11 @@ _CELL = (0.602 * _POINTS / 72, 1.75 * _POINTS / 72)
 _MARGIN = 0.15
 
 
-@dataclass(frozen=True)
-class _Word:
-    text: str
-    score: float
-    strength: float  # from -1 to 1
+_Row = tuple[str, list[tuple[str, float, float]]]
+"""A title, and the tokens below it: text, score in the unit of the plot, strength from -1 to 1."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class TextPlot:
     """Rows of coloured tokens: HTML in a notebook, and a figure anywhere else.
 
@@ -48,20 +44,24 @@ class TextPlot:
 
     Parameters
     ----------
-    rows
-        Label and tokens of each row.
+    labels
+        What is written above each row, beside the sum of its scores.
+    texts, scores
+        Of the tokens, (row, token).
     unit
         Scores are written in units of this power of ten.
     """
 
-    rows: tuple[tuple[str, tuple[_Word, ...]], ...]
+    labels: list[str]
+    texts: np.ndarray
+    scores: np.ndarray
     unit: int
 
     def __repr__(self) -> str:
-        return "\n\n".join(self._plain_row(*row) for row in self.rows)
+        return "\n\n".join(_plain_row(*row, self.unit) for row in self._rows())
 
     def _repr_html_(self) -> str:
-        rows = "".join(self._html_row(*row) for row in self.rows)
+        rows = "".join(_html_row(*row) for row in self._rows())
         return (
             f'<div style="font-family:monospace;line-height:1.6">{rows}'
             '<div style="margin-top:0.6em;opacity:0.7">scores in units of '
@@ -76,8 +76,7 @@ class TextPlot:
         ImportError
             If matplotlib is missing: install ``trakdask[plots]``.
         """
-        titled = [(self._title(label, words), words) for label, words in self.rows]
-        cells = list(_cells(titled))
+        cells = list(_cells(self._rows()))
         n_lines = 1 + max((y for y, *_ in cells), default=0)
         width, height = _COLUMNS * _CELL[0] + 2 * _MARGIN, n_lines * _CELL[1] + 2 * _MARGIN
         figure = new_figure(width, height)
@@ -89,30 +88,13 @@ class TextPlot:
             _draw(ax, *cell)
         return figure
 
-    def _title(self, label: str, words: tuple[_Word, ...]) -> str:
-        """Return what is above a row: its label, and the sum of its scores."""
-        total = sum(word.score for word in words if math.isfinite(word.score))
-        return f"{label}   {total / 10.0**self.unit:+.2f}".strip()
-
-    def _plain_row(self, label: str, words: tuple[_Word, ...]) -> str:
-        strongest = sorted(words, key=lambda word: -abs(word.strength))[:_N_STRONGEST]
-        scores = (
-            f"{_visible(w.text).strip()!r} {w.score / 10.0**self.unit:+.2f}" for w in strongest
-        )
-        texts = "".join(_visible(word.text) for word in words).strip()
-        title = self._title(label, words)
-        return f"{title}\n{texts}\nstrongest, in 1e{self.unit}: {', '.join(scores)}"
-
-    def _html_row(self, label: str, words: tuple[_Word, ...]) -> str:
-        spans = "".join(
-            f'<span title="{word.score / 10.0**self.unit:+.3f}" '
-            f'style="background:{_color(word.strength)}">{escape(_visible(word.text))}</span>'
-            for word in words
-        )
-        return (
-            f'<div style="margin-top:0.6em"><b>{escape(self._title(label, words))}</b></div>'
-            f'<div style="white-space:pre-wrap;overflow-wrap:anywhere">{spans}</div>'
-        )
+    def _rows(self) -> Iterator[_Row]:
+        known = np.where(np.isfinite(self.scores), self.scores, 0)
+        strengths = known / (np.abs(known).max(initial=0.0) or 1.0)
+        scores, totals = (x / 10.0**self.unit for x in (self.scores, known.sum(axis=1)))
+        tokens = zip(self.texts, scores, strengths, strict=True)
+        for label, total, row in zip(self.labels, totals, tokens, strict=True):
+            yield f"{label}   {total:+.2f}".strip(), list(zip(*row, strict=True))
 
 
 def text(scores: xr.DataArray, *, label: str | None = None) -> TextPlot:
@@ -145,13 +127,27 @@ def text(scores: xr.DataArray, *, label: str | None = None) -> TextPlot:
     True
     """
     texts = scores["text" if "text" in scores.coords else f"{TARGET_PREFIX}text"].values
-    labels = [""] * len(scores) if label is None else map(str, scores[label].values.tolist())
-    values = scores.values.astype(np.float64)
-    largest = float(np.max(np.abs(values), where=np.isfinite(values), initial=0.0)) or 1.0
-    strengths = np.where(np.isfinite(values), values, 0) / largest
-    rows = zip(texts.astype(str).tolist(), values.tolist(), strengths.tolist(), strict=True)
-    words = [tuple(map(_Word, *row)) for row in rows]
-    return TextPlot(tuple(zip(labels, words, strict=True)), power_of_ten(scores))
+    labels = [""] * len(scores) if label is None else scores[label].values.astype(str).tolist()
+    return TextPlot(labels, texts, scores.values.astype(np.float64), power_of_ten(scores))
+
+
+def _plain_row(title: str, tokens: list[tuple[str, float, float]], unit: int) -> str:
+    strongest = sorted(tokens, key=lambda token: -abs(token[2]))[:_N_STRONGEST]
+    scores = ", ".join(f"{_visible(text).strip()!r} {score:+.2f}" for text, score, _ in strongest)
+    texts = "".join(_visible(text) for text, *_ in tokens).strip()
+    return f"{title}\n{texts}\nstrongest, in 1e{unit}: {scores}"
+
+
+def _html_row(title: str, tokens: list[tuple[str, float, float]]) -> str:
+    spans = "".join(
+        f'<span title="{score:+.3f}" style="background:{_color(strength)}">'
+        f"{escape(_visible(text))}</span>"
+        for text, score, strength in tokens
+    )
+    return (
+        f'<div style="margin-top:0.6em"><b>{escape(title)}</b></div>'
+        f'<div style="white-space:pre-wrap;overflow-wrap:anywhere">{spans}</div>'
+    )
 
 
 def _color(strength: float) -> str:
@@ -167,23 +163,21 @@ def _visible(word: str) -> str:
     return shown.replace("\n", "↵\n")
 
 
-def _cells(
-    rows: Iterable[tuple[str, tuple[_Word, ...]]],
-) -> Iterator[tuple[int, int, str, float | None]]:
+def _cells(rows: Iterator[_Row]) -> Iterator[tuple[int, int, str, float | None]]:
     """Yield line, column, character and strength, None for titles; lines end at the margin."""
     y = 0
-    for title, words in rows:
+    for title, tokens in rows:
         yield from ((y, x, character, None) for x, character in enumerate(title[:_COLUMNS]))
         x, y = 0, y + 1
-        for word in words:
-            shown = _visible(word.text)
+        for text, _, strength in tokens:
+            shown = _visible(text)
             if x and x + sum(map(_width, shown.partition("\n")[0])) > _COLUMNS:
                 x, y = 0, y + 1
             for character in shown:
                 if character == "\n" or x + _width(character) > _COLUMNS:
                     x, y = 0, y + 1
                 if character != "\n":
-                    yield y, x, character, word.strength
+                    yield y, x, character, strength
                     x += _width(character)
         y += 2
 
