@@ -10,7 +10,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -330,13 +329,9 @@ def server(app: Callable[[], Any], *, host: str = "127.0.0.1", port: int = 0) ->
 
 
 def _in_url(host: str) -> str:
-    try:
-        address = ip_address(host)
-    except ValueError:
-        return host
-    if address.is_unspecified:
+    if host in ("0.0.0.0", "::"):  # all addresses of this machine
         return "127.0.0.1"
-    return f"[{host}]" if address.version == 6 else host
+    return f"[{host}]" if ":" in host else host
 
 
 class _Refused(RequestHandler):

@@ -375,7 +375,7 @@ def _mark_forms(attributions: Attributions, view: View) -> str:
 
 def _line(marks: Marks, kind: str) -> str:
     """Return the line of Python that leaves out what is marked."""
-    where = f"td.explorer.{marks!r}.where({kind!r})"
+    where = f"td.explorer.{marks.by('')!r}.where({kind!r})"
     if marks.store is None:
         return f"features.isel(sample=~{where}(features))"
     return f"td.drop({marks.store!r}, where={where})"

@@ -16,6 +16,9 @@ import dask.array as da
 import numpy as np
 import pandas as pd
 import xarray as xr
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+from scipy.spatial import cKDTree
 
 import trakdask as td
 from trakdask import arrays
@@ -23,7 +26,6 @@ from trakdask.attribution.estimators import gather_options
 from trakdask.attribution.scores import solver
 from trakdask.explorer import tables
 from trakdask.explorer.computing import compute
-from trakdask.explorer.duplicates import duplicates
 from trakdask.explorer.prepared import Preparation, Prepared
 from trakdask.explorer.view import View
 from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, lazy_features
@@ -40,6 +42,14 @@ _DIGITS = 6
 
 _ROWS_KEPT = 2
 """Of how many targets the scores of all training samples are kept: 8 bytes of each sample."""
+
+_SAME = 0.9999
+"""Samples whose features have a larger cosine are called duplicates."""
+
+_MOST_SAMPLES = 2_000_000
+"""Above this, a search in the memory of one machine takes too long for a page."""
+
+_DIRECTIONS = 16
 
 Words = Callable[..., xr.DataArray]
 
@@ -79,7 +89,7 @@ class Questions:
         self.features, self._words, self._classifier = features, words, classifier
         self.preparation = Preparation(features, **options)
         self._influences = lru_cache(4)(_self_influences)
-        self._duplicates = lru_cache(4)(self._find_duplicates)
+        self._duplicates = lru_cache(4)(self._duplicates_at)
         self._explain(targets)
 
     def with_targets(self, targets: xr.Dataset) -> Questions:
@@ -292,13 +302,18 @@ class Questions:
     def duplicates(self, view: View) -> pd.DataFrame:
         """Return training samples whose features point the same way as those of another one.
 
-        Columns: ``group``, the number of the group of duplicates, and ``sample``.
+        Columns: ``group``, numbered from 0 by the first sample of each, and ``sample``.
+
+        Raises
+        ------
+        ValueError
+            If there are more than two million samples.
         """
         chosen = [name for name in self.checkpoints if name in view.checkpoints]
         return self._duplicates((chosen or self.checkpoints)[0])
 
-    def _find_duplicates(self, checkpoint: str) -> pd.DataFrame:
-        return duplicates(lazy_features(self.features.sel({CHECKPOINT: [checkpoint]})))
+    def _duplicates_at(self, checkpoint: str) -> pd.DataFrame:
+        return _find_duplicates(lazy_features(self.features.sel({CHECKPOINT: [checkpoint]})))
 
 
 def _edges(values: np.ndarray, *, is_logarithmic: bool) -> np.ndarray:
@@ -339,3 +354,69 @@ def _self_influences(prepared: Prepared) -> np.ndarray:
     """Return the self-influence of every training sample, (sample,)."""
     (values,) = compute(_self_influence(prepared, prepared.features).data)
     return np.asarray(values)
+
+
+# -------------------------------------------------------------------------------- duplicates
+
+
+def _find_duplicates(features: xr.Dataset) -> pd.DataFrame:
+    """Return groups of samples whose features, of the first checkpoint, have a cosine above 0.9999.
+
+    A sample is compared with its nearest neighbour in 16 random directions, so of a large group
+    each is found through some other one of it. Two samples of the same content have the same
+    gradient, unless the model is random; samples with the same gradient may differ where the model
+    cannot see it.
+    """
+    feature = features["feature"].data[:, :, 0]
+    n, p = feature.shape
+    if n > _MOST_SAMPLES:
+        raise ValueError(
+            f"expected at most {_MOST_SAMPLES:,} samples to search for duplicates, got {n:,}; try "
+            "td.explore of a selection of them"
+        )
+    directions = np.random.default_rng(0).standard_normal((p, _DIRECTIONS))
+    (sketch,) = compute(
+        feature.map_blocks(_sketch, directions, chunks=(feature.chunks[0], (_DIRECTIONS,)))
+    )
+    pairs = _nearest(sketch)
+    left, right = (feature[rows] for rows in pairs.T)
+    (cosines,) = compute(da.map_blocks(_cosines, left, right, drop_axis=1, dtype=np.float64))
+    return _groups(pairs[cosines > _SAME], n)
+
+
+def _sketch(block: np.ndarray, directions: np.ndarray) -> np.ndarray:
+    """Return unit vectors by their components in some random directions."""
+    norms = np.linalg.norm(block, axis=1, keepdims=True)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        unit = block / norms
+    return np.asarray(unit @ directions)
+
+
+def _nearest(sketch: np.ndarray) -> np.ndarray:
+    """Return pairs (n, 2) of each sample and its nearest neighbour, if that is near at all."""
+    rows = np.flatnonzero(np.isfinite(sketch).all(axis=1))
+    # |a - b|² = 2 (1 - cos); in a random direction a distance varies, hence the factor of 3.
+    reach = 3 * np.sqrt(2 * (1 - _SAME) * _DIRECTIONS)
+    tree = cKDTree(sketch[rows])
+    index = tree.query(sketch[rows], k=2, distance_upper_bound=reach)[1]
+    # Where several are at the same place, a sample need not be its own first neighbour.
+    other = np.where(index[:, 0] == np.arange(len(rows)), index[:, 1], index[:, 0])
+    is_near = other < len(rows)
+    pairs = np.stack([rows[is_near], rows[other[is_near]]], axis=1)
+    return np.unique(np.sort(pairs, axis=1), axis=0)
+
+
+def _cosines(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    left, right = left.astype(np.float64), right.astype(np.float64)
+    norms = np.linalg.norm(left, axis=1) * np.linalg.norm(right, axis=1)
+    return np.asarray(np.einsum("sp,sp->s", left, right) / norms)
+
+
+def _groups(pairs: np.ndarray, n: int) -> pd.DataFrame:
+    """Return the connected samples of two or more."""
+    graph = coo_array((np.ones(len(pairs)), (pairs[:, 0], pairs[:, 1])), shape=(n, n))
+    _, label = connected_components(graph, directed=False)
+    sample = np.flatnonzero(np.bincount(label)[label] > 1)
+    group = pd.factorize(label[sample])[0]
+    table = pd.DataFrame({"group": group.astype(np.int64), "sample": sample})
+    return table.sort_values(["group", "sample"], ignore_index=True)

@@ -127,10 +127,7 @@ def _text(value: xr.DataArray) -> str:
 def _wrapped(text: str) -> str:
     """Return a text in the few short lines that fit above an image."""
     width = int(_IMAGE_IN * _CHARACTERS_PER_IN)
-    lines = textwrap.wrap(text, width)
-    if len(lines) > _LABEL_LINES:
-        lines = [*lines[: _LABEL_LINES - 1], lines[_LABEL_LINES - 1][: width - 1] + "…"]
-    return "\n".join(lines)
+    return "\n".join(textwrap.wrap(text, width, max_lines=_LABEL_LINES, placeholder="…"))
 
 
 def _with_score(label: str, score: str) -> str:
@@ -151,11 +148,9 @@ def _draw(
     low, high = limits or (None, None)
     ax.set_axis_on()
     ax.imshow(image, cmap=cmap, vmin=low, vmax=high, interpolation="nearest")
-    ax.set_xticks([])
-    ax.set_yticks([])
-    for spine in ax.spines.values():
-        spine.set_color(picture.color)
-        spine.set_linewidth(1.6)
+    ax.set(xticks=[], yticks=[])
+    ax.spines[:].set_color(picture.color)
+    ax.spines[:].set_linewidth(1.6)
     ax.set_title(picture.title, fontsize=8, color=picture.color, pad=3, parse_math=False)
 
 
