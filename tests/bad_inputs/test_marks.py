@@ -31,11 +31,6 @@ def drop_marked(folder: Path) -> object:
     return td.drop(marks.store, where=marks.where("remove"))
 
 
-def no_marks(folder: Path) -> Marks:
-    (folder / "m.parquet").write_text("mine")
-    return Marks(folder / "m.parquet")
-
-
 ROWS = [
     BadInput("Marks", "a folder", lambda folder: Marks(folder), ValueError, ["a file"]),
     BadInput("Marks", "a URL of nothing known", lambda folder: Marks("nowhere://m.parquet"), ValueError, ["nowhere"]),
@@ -46,7 +41,6 @@ ROWS = [
     BadInput("Marks", "samples are fractions", mark([1.5]), TypeError, ["got [1.5]"]),
     BadInput("Marks", "samples are a mask", mark([True, False]), TypeError, ["got [True, False]"]),
     BadInput("Marks", "numbers beside text", lambda folder: marked_by_text(folder).mark(7, "remove"), TypeError, ["'a'", "7"]),
-    BadInput("Marks", "a file of others", lambda folder: no_marks(folder).table(), ValueError, ["m.parquet", "4 bytes"]),
     BadInput("Marks", "no such mark to drop", lambda folder: Marks(folder / "m.parquet").where("old"), ValueError, ["'old'"]),
     BadInput("Marks", "features of no store", lambda folder: Marks(folder / "m.parquet").ids(FEATURES), ValueError, ["'sample'", "8 samples"]),
     BadInput("Marks", "features of another store", lambda folder: Marks.beside(store_in(folder)).ids(FEATURES[{"sample": [1, 0, *range(2, 8)]}]), ValueError, ["f.zarr", "8 samples", "assign_coords"]),

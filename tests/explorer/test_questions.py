@@ -229,6 +229,11 @@ def test_heatmap__is_a_mean_over_targets_of_sums_over_samples(
     scores = pd.DataFrame(expected(features, targets)).groupby(features.source.values).sum()
     means = scores.T.groupby(targets.label.values).mean().T
     np.testing.assert_allclose(heat.values, means.values, rtol=1e-3, atol=1e-6)
+    failed = targets.where(xr.DataArray(np.arange(M) != 3, dims="sample"))
+    without = questions.with_targets(failed)
+    means = scores.drop(columns=3).T.groupby(np.delete(targets.label.values, 3)).mean().T
+    heat = without.heatmap(View(group_by="source"), across="label")
+    np.testing.assert_allclose(heat.values, means.values, rtol=1e-3, atol=1e-6)
     cosines = questions.heatmap(View(group_by="source", estimator="grad_cos"), across="label")
     of_first = td.group_score(features, targets, by="source", estimator="grad_cos").values
     np.testing.assert_allclose(cosines.values, of_first[:, : cosines.shape[1]], rtol=1e-3)

@@ -280,12 +280,7 @@ def _damping(attributions: Attributions, view: View) -> str:
         text = f"{number(relative)} tr(K)/n"
     rho = curve["relative_damping"].values
     marked = int(np.argmin(np.abs(np.log(rho / relative)))) if relative > 0 else -1
-    has_curve = bool(np.isfinite(curve["curve"].values).any())
-    return render(
-        "damping", attributions, view, text=text, rho=rho, correlations=curve["curve"].values,
-        marked=marked, has_curve=has_curve, peak=float(curve["peak"].values),
-        rule=str(curve["rule"].values),
-    )  # fmt: skip
+    return render("damping", attributions, view, text=text, chosen=curve, marked=marked)
 
 
 def _histogram(attributions: Attributions, view: View, *, name: str) -> str:
