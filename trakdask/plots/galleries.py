@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from trakdask.plots.figures import BLUE, GREEN, RED, new_figure, power_of_ten
 from trakdask.variables import RANK, TARGET
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -81,43 +79,42 @@ def gallery(
     n_shown = min(n_shown, helpful.sizes[RANK], harmful.sizes[RANK])
     chosen = list(range(min(6, helpful.sizes[TARGET]))) if targets is None else list(targets)
     sides = [r.isel(target=chosen, rank=slice(n_shown)).compute() for r in (helpful, harmful)]
-    pictures = list(_pictures(sides, images, target_images, chosen, label))
-    colours = as_colours([picture.image for picture in pictures], normalize)
-    n_lines = max(picture.title.count("\n") + 1 for picture in pictures)
+    pictures = _pictures(sides, images, target_images, chosen, label)
+    places, stored, titles, colors = zip(*pictures, strict=True)
+    drawn = as_colours(stored, normalize)
+    n_lines = max(title.count("\n") + 1 for title in titles)
     figure, axes = _grid(len(chosen), n_shown, n_lines, _notes(sides))
-    limits = grey_limits(colours)
-    for picture, image in zip(pictures, colours, strict=True):
-        _draw(axes[picture.row, picture.column], picture, image, cmap, limits)
+    low, high = grey_limits(drawn) or (None, None)
+    for place, image, title, color in zip(places, drawn, titles, colors, strict=True):
+        ax = axes[place]
+        ax.set_axis_on()
+        ax.imshow(image, cmap=cmap, vmin=low, vmax=high, interpolation="nearest")
+        ax.set(xticks=[], yticks=[])
+        ax.spines[:].set_color(color)
+        ax.spines[:].set_linewidth(1.6)
+        ax.set_title(title, fontsize=8, color=color, pad=3, parse_math=False)
     return figure
-
-
-@dataclass(frozen=True)
-class _Picture:
-    """An image of the figure, and what is written above it."""
-
-    row: int
-    column: int
-    image: Any
-    title: str
-    color: str
 
 
 def _pictures(
     sides: Sequence[xr.Dataset], images: Any, target_images: Any, chosen: list[int], label: str
-) -> Iterator[_Picture]:
-    """Yield the pictures of a figure: targets, then their most helpful and most harmful samples."""
+) -> Iterator[tuple[tuple[int, int], Any, str, str]]:
+    """Yield targets, then their most helpful and most harmful samples.
+
+    Each with its row and column, its image, what is above that, and the colour of both.
+    """
     unit, n_shown = power_of_ten(*(side.score for side in sides)), sides[0].sizes[RANK]
     of_targets = sides[0].coords.get(f"target_{label}")
     for row, target in enumerate(chosen):
         text = "" if of_targets is None else f"{label} {_text(of_targets[row])}"
-        yield _Picture(row, 0, target_images[target], _wrapped(text), BLUE)
+        yield (row, 0), target_images[target], _wrapped(text), BLUE
     for side, first, color in zip(sides, (2, n_shown + 3), (GREEN, RED), strict=True):
         for row, rank in np.ndindex(side.sizes[TARGET], n_shown):
             one = side.isel({TARGET: row, RANK: rank})
             if (position := int(one.position)) < 0:
                 continue  # there are fewer samples than ranks
             title = _with_score(_text(one[label]), f"{float(one.score) / 10.0**unit:+.2f}")
-            yield _Picture(row, first + rank, images[position], title, color)
+            yield (row, first + rank), images[position], title, color
 
 
 def _text(value: xr.DataArray) -> str:
@@ -140,18 +137,6 @@ def grey_limits(colours: Sequence[np.ndarray]) -> tuple[float, float] | None:
     grey = [image[np.isfinite(image)] for image in colours if image.ndim == 2]
     values = np.concatenate(grey) if grey else np.zeros(0)
     return (float(values.min()), float(values.max())) if len(values) else None
-
-
-def _draw(
-    ax: Axes, picture: _Picture, image: np.ndarray, cmap: str, limits: tuple[float, float] | None
-) -> None:
-    low, high = limits or (None, None)
-    ax.set_axis_on()
-    ax.imshow(image, cmap=cmap, vmin=low, vmax=high, interpolation="nearest")
-    ax.set(xticks=[], yticks=[])
-    ax.spines[:].set_color(picture.color)
-    ax.spines[:].set_linewidth(1.6)
-    ax.set_title(picture.title, fontsize=8, color=picture.color, pad=3, parse_math=False)
 
 
 def _notes(sides: Sequence[xr.Dataset]) -> str:
@@ -220,8 +205,7 @@ def as_colours(images: Sequence[Array | xr.DataArray], normalize: Normalize | No
     colours = [image for image in arranged if image.ndim == 3]
     if not colours:
         return arranged
-    finite = np.concatenate([image[np.isfinite(image)] for image in colours])
-    low, high = _range(finite)
+    low, high = _range(np.concatenate([image[np.isfinite(image)] for image in colours]))
     return [
         np.clip((image - low) / (high - low), 0, 1) if image.ndim == 3 else image
         for image in arranged
