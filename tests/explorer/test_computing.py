@@ -31,7 +31,7 @@ def in_job(job: Job, *lazy: da.Array) -> Callable[[], object]:
 
 def test_job__tells_how_far_it_is() -> None:
     job, told = Job(), []
-    job.on_progress(lambda done, total: told.append((done, total)))
+    job.progress = lambda done, total: told.append((done, total))
     in_job(job, da.map_blocks(np.copy, da.ones(8, chunks=1)))()
     done, totals = zip(*told, strict=True)
     assert list(done) == sorted(done)
@@ -82,7 +82,7 @@ def test_job__tells_how_far_it_is_on_a_cluster(process_client: Client) -> None:
             given.append(1)
             turns.put(1)
 
-    job.on_progress(tell)
+    job.progress = tell
     lazy = da.map_blocks(wait_for_turn, da.ones(5, chunks=1), name, meta=np.empty(0))
     with process_client.as_current():
         np.testing.assert_array_equal(in_job(job, lazy)(), [np.ones(5)])

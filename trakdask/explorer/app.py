@@ -87,8 +87,8 @@ class Session:
         self.view = view
         marks = attributions.marks
         self._marks = None if marks is None else marks.by(marks.who)
+        # Of each change of marks that is not undone: the position of its sample or −1, and words.
         self._changes: list[tuple[int, str]] = []
-        """What each mark was of that is not undone: the position of a sample or −1, and words."""
         self.page = LinkedHTML(  # type: ignore[no-untyped-call]
             sizing_mode="stretch_width",
             follows_address=location is not None,
@@ -139,7 +139,7 @@ class Session:
                 parts[i] = frame(self.view, i, section, html, busy=busy) if busy or html else ""
                 self._later(lambda: self._draw(job, parts))
 
-            job.on_progress(_progress(show))
+            job.progress = _progress(show)
             try:
                 with self.attributions.computing(), job.active():
                     job.require_wanted()

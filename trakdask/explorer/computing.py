@@ -30,24 +30,21 @@ class Abandoned(Exception):
 
 
 class Job:
-    """What one click computes."""
+    """What one click computes.
+
+    ``progress`` is called with the number of tasks that are done and that of all tasks, by the
+    thread that computes. On a cluster these are the tasks that were still to be done when it was
+    first asked.
+    """
 
     def __init__(self) -> None:
-        self._progress: Callable[[int, int], None] | None = None
+        self.progress: Callable[[int, int], None] | None = None
         self._abandoned = threading.Event()
 
     @property
     def is_abandoned(self) -> bool:
         """Whether the answer is no longer wanted."""
         return self._abandoned.is_set()
-
-    def on_progress(self, progress: Callable[[int, int], None]) -> None:
-        """Call a function with the number of tasks that are done and that of all tasks.
-
-        It is called from the thread that computes. On a cluster the tasks are those that were
-        still to be done when it was first asked.
-        """
-        self._progress = progress
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -103,17 +100,17 @@ class Job:
                 return
             left = client.run_on_scheduler(_counter([future.key for future in futures]))
             total = max(total, left)
-            if self._progress is not None and total:
-                self._progress(total - left, total)
+            if self.progress is not None and total:
+                self.progress(total - left, total)
 
     def _before_task(self, key: Any, graph: Any, state: Any) -> None:
         self.require_wanted()
 
     def _after_task(self, key: Any, result: Any, graph: Any, state: Any, worker: Any) -> None:
-        if self._progress is not None:
+        if self.progress is not None:
             done = len(state["finished"])
             total = done + sum(len(state[name]) for name in ("ready", "waiting", "running"))
-            self._progress(done, total)
+            self.progress(done, total)
 
 
 class _OneThread:

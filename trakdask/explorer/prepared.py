@@ -37,22 +37,21 @@ class Prepared:
     damping: xr.Dataset | None
 
 
+@dataclass(eq=False)
 class Preparation:
-    """Prepares features for the settings of views, and keeps the last few."""
+    """Prepares features for the settings of views, and keeps the last few.
 
-    def __init__(
-        self,
-        features: xr.Dataset,
-        *,
-        estimator: estimators.Estimator = estimators.DEFAULT_ESTIMATOR,
-        power: estimators.Power = estimators.DEFAULT_POWER,
-        damping: estimators.Damping = "auto",
-        calibrate: xr.Dataset | None = None,
-        learning_rates: estimators.LearningRates | None = None,
-    ) -> None:
-        self.features = features
-        self.estimator, self.damping, self.learning_rates = estimator, damping, learning_rates
-        self._power, self._calibrate = power, calibrate
+    Its fields are arguments of :func:`trakdask.score`, which hold where a view says nothing.
+    """
+
+    features: xr.Dataset
+    estimator: estimators.Estimator = estimators.DEFAULT_ESTIMATOR
+    power: estimators.Power = estimators.DEFAULT_POWER
+    damping: estimators.Damping = "auto"
+    calibrate: xr.Dataset | None = None
+    learning_rates: estimators.LearningRates | None = None
+
+    def __post_init__(self) -> None:
         self._decomposed = lru_cache(_KEPT)(self._decompose)
         self._prepared = lru_cache(_KEPT)(self._prepare)
 
@@ -82,14 +81,14 @@ class Preparation:
     def estimator_of(self, text: str) -> estimators.ResolvedEstimator:
         """Return the estimator of a view, which says ``""`` for that of the explorer."""
         estimator: Any = text or self.estimator
-        return estimators.resolve_estimator(estimator, self._power, self.features)
+        return estimators.resolve_estimator(estimator, self.power, self.features)
 
     def _prepare(
         self, estimator_text: str, damping_text: str, checkpoints: tuple[str, ...]
     ) -> Prepared:
         damping = damping_of(damping_text) if damping_text else self.damping
         resolved = self.estimator_of(estimator_text)
-        options: dict[str, Any] = {"estimator": resolved.name, "power": self._power}
+        options: dict[str, Any] = {"estimator": resolved.name, "power": self.power}
         if resolved.name == "tracin":
             options["learning_rates"] = self.learning_rates
         if not resolved.has_gram:
@@ -100,9 +99,9 @@ class Preparation:
             damping = _of_trace(features, damping.value)
         rule = damping if isinstance(damping, str) else None
         by_outputs = (resolved.damping if rule == "auto" else rule) == "completeness"
-        calibrate = self._calibrate if by_outputs else None
+        calibrate = self.calibrate if by_outputs else None
         lazy = td.damping(
-            features, damping, estimator=resolved.name, power=self._power,
+            features, damping, estimator=resolved.name, power=self.power,
             calibrate=None if calibrate is None else _selected(calibrate, checkpoints),
         )  # fmt: skip
         (chosen,) = compute(lazy)
