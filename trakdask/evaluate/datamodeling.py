@@ -24,11 +24,12 @@ from trakdask.evaluate.labels import (
     mean_with_interval,
     require_bootstrap,
     require_fraction,
+    require_known,
 )
 from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, coords_along
 
 N_MODELS = "n_models"
-_RANKED = "that differ between samples and are not NaN"
+_RANKED = "that differ between samples, and"
 
 
 def subsets(
@@ -266,7 +267,8 @@ def _evaluate(
     predicted = [arrays.ranks.Ranking.of(flat[:, :, i]) for i in range(flat.shape[2])]
     seeds = [arrays.ranks.Ranking.of(outputs[:, k]) for k in range(outputs.shape[1])]
     truth = arrays.ranks.Ranking.of(outputs.mean(axis=1))
-    _require_defined(prediction, outputs)
+    at_once = arrays.ranks.statistics(truth, predicted, seeds, np.ones(len(outputs)))
+    require_known(at_once[:-1], f"and outputs that differ between {len(outputs)} subsets, and")
     rows, means, draws = arrays.ranks.bootstrap(
         truth, predicted, seeds, repeats=options["resamples"], seed=options["seed"]
     )
@@ -280,17 +282,6 @@ def _evaluate(
         "ceiling_interval": intervals[:, -1],
         "draws": draws[:-1].T.reshape(-1, *more),
     }
-
-
-def _require_defined(prediction: np.ndarray, outputs: np.ndarray) -> None:
-    """Reject data for which the correlation of every target is undefined, and say why."""
-    for name, values in (("outputs", outputs.mean(axis=1)), ("scores", prediction)):
-        if (np.isnan(values).any(axis=0) | (values == values[:1]).all(axis=0)).all():
-            raise ValueError(
-                f"expected {name} that differ between subsets and are not NaN for at least one "
-                f"target, got equal values or NaN for all of {values.shape[1]} targets and "
-                f"{len(values)} subsets; try other subsets, or features without failed samples"
-            )
 
 
 def _size_and_coords(samples: int | xr.Dataset | xr.DataArray) -> tuple[int, dict[Any, Any]]:

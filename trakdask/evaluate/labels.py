@@ -89,14 +89,19 @@ def mean_with_interval(
     Raises
     ------
     ValueError
-        If all statistics are NaN, as no scores are as needed.
+        As :func:`require_known`.
     """
+    require_known(values.T, needed)
+    return intervals.bootstrap_mean(values, **options)
+
+
+def require_known(values: Array, needed: str) -> None:
+    """Reject statistics (..., target) that are all NaN, as no scores are as needed."""
     if np.isnan(values).all():
         raise ValueError(
-            f"expected scores {needed}, for at least one of {len(values)} targets, got none; try "
-            "features without failed samples, whose scores are NaN"
+            f"expected scores {needed} without NaN, for at least one of {values.shape[-1]} "
+            "targets, got none; try features without failed samples, whose scores are NaN"
         )
-    return intervals.bootstrap_mean(values, **options)
 
 
 def require_fraction(name: str, value: object) -> float:

@@ -104,10 +104,9 @@ def brittleness(
     confidence = require_fraction("confidence", confidence)
     threshold = require_number("threshold", threshold, remedy="try threshold=0.0")
     counts = _counts([require_integer("k", k, 1, remedy="try ks=[10]") for k in ks], n)
-    names = [f"all but the top {k} of target {t}" for t in range(m) for k in counts]
-    masks, names = _removals(scores, names, counts, n_random, random_seed, store)
+    masks = _removals(scores, counts, n_random, random_seed, store)
     outputs = train_models(
-        train_fn, masks, names, m, seeds=seeds, store=store, tag=tag, progress=progress
+        train_fn, masks, m, seeds=seeds, store=store, tag=tag, progress=progress
     )
     result = lazy_results(
         _flips, outputs, len(counts), n_random, threshold, confidence, of=scores,
@@ -199,11 +198,10 @@ def removal_curve(
     shares = [require_fraction("every fraction", share) for share in fractions]
     counts = _counts([round(share * n) for share in shares], n)
     kind = "helpful" if helpful else "harmful"
-    names = [f"all but the {k} most {kind}" for k in counts]
     mean = scores.mean(TARGET).expand_dims(TARGET, axis=1)
-    masks, names = _removals(mean, names, counts, n_random, random_seed, store, largest=helpful)
+    masks = _removals(mean, counts, n_random, random_seed, store, largest=helpful)
     outputs = train_models(
-        train_fn, masks, names, m, seeds=seeds, store=store, tag=tag, progress=progress
+        train_fn, masks, m, seeds=seeds, store=store, tag=tag, progress=progress
     )
     result = lazy_results(
         _curve, outputs, len(counts), n_random, confidence, of=scores,
@@ -245,15 +243,14 @@ def _require_ranked(positions: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _removals(
     scores: xr.DataArray,
-    names: list[str],
     counts: list[int],
     n_random: int,
     random_seed: int,
     store: Store | None,
     *,
     largest: bool = True,
-) -> tuple[da.Array, list[str]]:
-    """Return masks (1 + rankings × counts + n_random × counts, sample), and what they are.
+) -> da.Array:
+    """Return masks (1 + rankings × counts + n_random × counts, sample).
 
     First that of all samples, then those without the first of each ranking, then those without
     random samples.
@@ -268,8 +265,7 @@ def _removals(
     orders = (np.random.default_rng([random_seed, draw]).permutation(n) for draw in range(n_random))
     random = da.from_array(np.stack([order[:most] for order in orders]))
     masks = [arrays.subsets.without_first(order, counts, n) for order in (ranked, random)]
-    draws = [f"all but {k} random ones, draw {i}" for i in range(n_random) for k in counts]
-    return da.concatenate([da.ones((1, n), dtype=bool), *masks]), ["all samples", *names, *draws]
+    return da.concatenate([da.ones((1, n), dtype=bool), *masks])
 
 
 def _split(outputs: np.ndarray, n_counts: int, n_random: int) -> tuple[np.ndarray, ...]:

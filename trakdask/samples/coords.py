@@ -47,9 +47,6 @@ def normalise_coords(coords: CoordsLike, names: Container[Any], n: int) -> dict[
     if coords is None:
         return {}
     if isinstance(coords, pd.DataFrame):
-        if not coords.columns.is_unique:
-            twice = list(coords.columns[coords.columns.duplicated()])
-            raise ValueError(f"several columns are named {twice}; try renaming them")
         coords = {name: coords[name] for name in coords.columns}
     if not isinstance(coords, Mapping):
         raise TypeError(
@@ -168,8 +165,8 @@ def _to_numpy(name: str, values: Any) -> np.ndarray[Any, Any]:
         raise TypeError(f"coord {name!r} is lazy, and must be in memory; try {name}.compute()")
     if isinstance(values, torch.Tensor | np.ndarray):
         return to_numpy(f"coord {name!r}", values)
-    if isinstance(values, xr.DataArray | xr.Variable):
-        return np.asarray(values.values)
+    if isinstance(values, xr.DataArray | xr.Variable | pd.DataFrame):  # of columns with one name
+        return np.asarray(values)
     if isinstance(values, pd.Series | pd.Index | pd.Categorical):
         return _from_pandas(pd.Series(values))
     # As objects first: numpy would write [1, "a"] as two strings.
