@@ -6,7 +6,6 @@ import logging
 import shutil
 import sys
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ import dask
 import numpy as np
 import torch
 import xarray as xr
-from distributed import Client, LocalCluster
+from distributed import Client
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -42,12 +41,14 @@ def main() -> None:
     seconds: dict[str, float] = {}
     console.rule("trakdask demo")
     with _timed(seconds, "train (or load) 3 CNNs"):
-        paths = _checkpoints()
+        network = model()
     samples = examples.digits(n_target=N_TARGETS)
-    _print_accuracy(paths)
-    with _client() as client:
+    _print_accuracy()
+    # What would be logged is that connections end with the workers.
+    quiet = {"dashboard_address": ":0", "silence_logs": logging.CRITICAL}
+    with Client(n_workers=2, threads_per_worker=1, **quiet) as client:
         console.print(f"Dask dashboard: {client.dashboard_link}\n")
-        features, target_features = _featurize(samples, seconds)
+        features, target_features = _featurize(samples, network, seconds)
         scores = td.score(features, target_features)
         sizes = " × ".join(f"{dim} {size}" for dim, size in scores.sizes.items())
         console.print(f"\nscores ({sizes}) are lazy; none of them has been computed yet:")
@@ -73,27 +74,12 @@ def _timed(seconds: dict[str, float], what: str) -> Iterator[None]:
     seconds[what] = time.perf_counter() - start
 
 
-@contextmanager
-def _client() -> Iterator[Client]:
-    with warnings.catch_warnings():
-        # The dashboard uses a free port if its default one is taken, and warns about it.
-        warnings.filterwarnings("ignore", message="Port .* is already in use")
-        cluster = LocalCluster(
-            n_workers=2,
-            threads_per_worker=1,
-            processes=True,
-            silence_logs=logging.CRITICAL,  # of connections that end with the workers
-        )
-    with cluster, Client(cluster) as client:
-        yield client
-
-
-def _print_accuracy(paths: list[Path]) -> None:
+def _print_accuracy() -> None:
     _, held_out = examples.digits_arrays(n_target=N_TARGETS)
-    states = (torch.load(path, weights_only=True) for path in paths)
+    states = [torch.load(path, weights_only=True) for path in _checkpoints()]
     build, accuracy = examples.digits_cnn, examples.classifier_accuracy
     shares = ", ".join(f"{accuracy(build, state, *held_out):.1%}" for state in states)
-    console.print(f"{len(paths)} CNNs, accuracy on {N_TARGETS} held-out digits: {shares}")
+    console.print(f"{len(states)} CNNs, accuracy on {N_TARGETS} held-out digits: {shares}")
 
 
 def _checkpoints() -> list[Path]:
@@ -112,8 +98,9 @@ def preprocess(image: Any) -> np.ndarray:
     return 1 - grey[None] / 255
 
 
-def _featurize(datasets: Iterable[xr.Dataset], seconds: dict[str, float]) -> list[xr.Dataset]:
-    network = model()
+def _featurize(
+    datasets: Iterable[xr.Dataset], network: td.Model, seconds: dict[str, float]
+) -> list[xr.Dataset]:
     projector = td.SJLT(proj_dim=PROJ_DIM, seed=0)
     console.print(f"{network}\n{projector}")
     saved = []

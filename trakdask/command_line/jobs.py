@@ -17,14 +17,13 @@ import fsspec
 import numpy as np
 import pandas as pd
 import xarray as xr
-from distributed import Client, LocalCluster
+from distributed import Client
 
 import trakdask as td
 from trakdask import projection
 from trakdask.checks import import_callable, require_choice, require_integer
 from trakdask.command_line.configuration import (
     Configuration,
-    ConfigurationError,
     about,
     keep,
     require_not_kept_by_others,
@@ -59,14 +58,14 @@ def running(configuration: Configuration) -> Iterator[None]:
         with about("folder"):
             stack.enter_context(chdir(folder))
         with about("cluster"):  # without options, the threads of this process
-            if "address" in options:
-                stack.enter_context(Client(**{"timeout": 30, **options}))
-            elif options:
-                stack.enter_context(Client(stack.enter_context(_local_cluster(options))))
+            if options:
+                stack.enter_context(_client(options))
         yield
 
 
-def _local_cluster(options: dict[str, Any]) -> LocalCluster:
+def _client(options: dict[str, Any]) -> Client:
+    if "address" in options:
+        return Client(**{"timeout": 30, **options})
     for name, value in options.items():  # Dask would wait for workers that never start
         require_choice("a key", name, _CLUSTER, remedy="try n_workers: 2")
         if name in _COUNTS and value is not None:
@@ -74,7 +73,7 @@ def _local_cluster(options: dict[str, Any]) -> LocalCluster:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Port .* is already in use")
         # Logs are those of connections that end with the workers.
-        return LocalCluster(processes=True, silence_logs=logging.CRITICAL, **options)
+        return Client(processes=True, silence_logs=logging.CRITICAL, **options)
 
 
 def features(configuration: Configuration, name: str) -> xr.Dataset:
@@ -191,10 +190,7 @@ def result(configuration: Configuration, name: str) -> tuple[Any, str | None]:
     path = _output(configuration, name)
     lazy = functools.partial(_lazy_result, name, configuration)
     stored = saved(configuration, check=lazy)
-    try:
-        found = lazy(**stored)
-    except ConfigurationError as err:  # whose exit code would say that nothing was computed
-        raise ValueError(str(err)) from err
+    found = lazy(**stored)
     if name != "score" and found.nbytes < _IN_MEMORY:
         found = found.compute()
     if path is not None:

@@ -105,9 +105,7 @@ def brittleness(
     threshold = require_number("threshold", threshold, remedy="try threshold=0.0")
     counts = _counts([require_integer("k", k, 1, remedy="try ks=[10]") for k in ks], n)
     masks = _removals(scores, counts, n_random, random_seed, store)
-    outputs = train_models(
-        train_fn, masks, m, seeds=seeds, store=store, tag=tag, progress=progress
-    )
+    outputs = train_models(train_fn, masks, m, seeds=seeds, store=store, tag=tag, progress=progress)
     result = lazy_results(
         _flips, outputs, len(counts), n_random, threshold, confidence, of=scores,
         variables={
@@ -200,9 +198,7 @@ def removal_curve(
     kind = "helpful" if helpful else "harmful"
     mean = scores.mean(TARGET).expand_dims(TARGET, axis=1)
     masks = _removals(mean, counts, n_random, random_seed, store, largest=helpful)
-    outputs = train_models(
-        train_fn, masks, m, seeds=seeds, store=store, tag=tag, progress=progress
-    )
+    outputs = train_models(train_fn, masks, m, seeds=seeds, store=store, tag=tag, progress=progress)
     result = lazy_results(
         _curve, outputs, len(counts), n_random, confidence, of=scores,
         variables={
@@ -265,7 +261,8 @@ def _removals(
     orders = (np.random.default_rng([random_seed, draw]).permutation(n) for draw in range(n_random))
     random = da.from_array(np.stack([order[:most] for order in orders]))
     masks = [arrays.subsets.without_first(order, counts, n) for order in (ranked, random)]
-    return da.concatenate([da.ones((1, n), dtype=bool), *masks])
+    all_masks: da.Array = da.concatenate([da.ones((1, n), dtype=bool), *masks])
+    return all_masks
 
 
 def _split(outputs: np.ndarray, n_counts: int, n_random: int) -> tuple[np.ndarray, ...]:

@@ -11,9 +11,9 @@ import numpy as np
 import xarray as xr
 
 from trakdask.checks import import_callable, require_integer
-from trakdask.samples.sources import assemble, fields_of, lazy_fields, read, require_samples
 from trakdask.samples.coords import CoordsLike, fields_as_coords, to_numpy
 from trakdask.samples.fingerprints import fingerprint
+from trakdask.samples.sources import assemble, fields_of, lazy_fields, read, require_samples
 
 Array = np.ndarray[Any, Any]
 
