@@ -19,12 +19,13 @@ from trakdask.evaluate.labels import (
     SEED,
     SUBSET,
     checked_masks,
+    described_with_mean,
     lazy_data,
     lazy_results,
-    mean_with_interval,
     require_bootstrap,
     require_fraction,
     require_known,
+    with_mean,
 )
 from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, coords_along
 
@@ -245,9 +246,7 @@ def lds(
     result = lazy_results(
         _evaluate, prediction, lazy_data(outputs), options, of=scores,
         variables={
-            "lds": ((TARGET, *more), "Spearman of predicted and retrained outputs"),
-            "lds_mean": (more, "mean of lds over targets"),
-            "interval": ((BOUND, *more), "of lds_mean"),
+            **described_with_mean("lds", "Spearman of predicted and retrained outputs", more),
             "ceiling": ((TARGET,), "Spearman of a perfect prediction, given the noise of seeds"),
             "ceiling_mean": ((), "mean of ceiling over targets, minus the bias"),
             "ceiling_interval": ((BOUND,), "of ceiling_mean"),
@@ -368,11 +367,7 @@ def randomization_check(
     sizes = tuple(randomized.sizes[dim] for dim in more)
     result = lazy_results(
         _randomized, arrays.detection.rank_correlations(both), sizes, options, of=randomized,
-        variables={
-            "correlation": ((TARGET, *more), "Spearman, trained and random model"),
-            "correlation_mean": (more, "mean of correlation over targets"),
-            "interval": ((BOUND, *more), "of correlation_mean"),
-        },
+        variables=described_with_mean("correlation", "Spearman, trained and random model", more),
     )  # fmt: skip
     return result.assign_coords(coords_along(scores, TARGET))
 
@@ -452,9 +447,7 @@ def seed_agreement(
     result = lazy_results(
         _agreed, arrays.detection.rank_correlations(lazy_data(scores)), counts, options, of=scores,
         variables={
-            "agreement": ((TARGET,), "mean Spearman over pairs of models"),
-            "agreement_mean": ((), "mean of agreement over targets"),
-            "interval": ((BOUND,), "of agreement_mean"),
+            **described_with_mean("agreement", "mean Spearman over pairs of models"),
             "reliability": ((N_MODELS,), "correlation of the mean of so many models"),
             "reliability_interval": ((BOUND, N_MODELS), "of reliability"),
             "pairs": ((dim, f"{dim}_1"), "Spearman of two models, mean over targets"),
@@ -468,23 +461,18 @@ def seed_agreement(
 def _randomized(
     correlations: np.ndarray, sizes: tuple[int, ...], options: dict[str, Any]
 ) -> dict[str, np.ndarray]:
-    own = correlations[:, 0, 1:].reshape(-1, *sizes)
-    mean, interval = mean_with_interval(own, options, _RANKED)
-    return {"correlation": own, "correlation_mean": mean, "interval": interval}
+    with_trained = correlations[:, 0, 1:].reshape(-1, *sizes)
+    return with_mean("correlation", with_trained, options, _RANKED)
 
 
 def _agreed(
     correlations: np.ndarray, counts: list[int], options: dict[str, Any]
 ) -> dict[str, np.ndarray]:
     agreement = arrays.detection.mean_of_pairs(correlations)
-    mean, interval = mean_with_interval(agreement, options, _RANKED)
-    pairs = np.moveaxis(correlations, 0, -1)
-    reliability = arrays.ranks.reliability
-    return {
-        "agreement": agreement,
-        "agreement_mean": mean,
-        "interval": interval,
-        "reliability": reliability(mean, np.array(counts)),
-        "reliability_interval": reliability(interval[:, None], np.array(counts)),
-        "pairs": arrays.ranks.mean_of_known(pairs),
+    results = with_mean("agreement", agreement, options, _RANKED)
+    mean, interval, n = results["agreement_mean"], results["interval"], np.array(counts)
+    return results | {
+        "reliability": arrays.ranks.reliability(mean, n),
+        "reliability_interval": arrays.ranks.reliability(interval[:, None], n),
+        "pairs": arrays.ranks.mean_of_known(np.moveaxis(correlations, 0, -1)),
     }

@@ -17,11 +17,12 @@ from trakdask.evaluate.labels import (
     BOUND,
     FRACTION,
     K,
+    described_with_mean,
     lazy_data,
     lazy_results,
-    mean_with_interval,
     require_bootstrap,
     require_fraction,
+    with_mean,
 )
 from trakdask.variables import SAMPLE, TARGET, TARGET_PREFIX
 
@@ -213,9 +214,8 @@ def shortcut_detection(
     result = lazy_results(
         _shortcut, values, is_marked, positive.mean(), options, of=scores,
         variables={
-            "auprc": ((TARGET, *more), "area of finding the marked samples"),
+            **described_with_mean("auprc", "area of finding the marked samples", more),
             "auprc_mean": (more, "mean of auprc over targets that carry the mark"),
-            "interval": ((BOUND, *more), "of auprc_mean"),
             "unmarked_mean": (more, "mean of auprc over the other targets"),
             "unmarked_interval": ((BOUND, *more), "of unmarked_mean"),
             "chance": ((), "share of marked samples, the auprc of a random order"),
@@ -268,9 +268,7 @@ def _detection_variables(more: tuple[Hashable, ...]) -> dict[str, Any]:
         ("precision", (K, *more), "share of the top k that is of the target's class"),
         ("recall", (K, *more), "share of the target's class that is in the top k"),
     ):
-        variables[name] = (TARGET, *dims), description
-        variables[f"{name}_mean"] = dims, f"mean of {name} over targets"
-        variables[f"{name}_interval"] = (BOUND, *dims), f"of {name}_mean"
+        variables |= described_with_mean(name, description, dims, f"{name}_interval")
     return variables
 
 
@@ -278,32 +276,25 @@ def _detected(
     values: np.ndarray, chance: np.ndarray, n_counts: int, options: dict[str, Any]
 ) -> dict[str, np.ndarray]:
     """Compute all results of values (target, ..., statistic)."""
-    values = np.moveaxis(values, -1, 1)
-    means, interval = mean_with_interval(values, options, _NEEDED)
+    together = with_mean("value", np.moveaxis(values, -1, 1), options, _NEEDED)
     parts: dict[str, Any] = {"auc": 0, "reciprocal_rank": 1}
     parts |= {"precision": slice(2, 2 + n_counts), "recall": slice(2 + n_counts, None)}
     results = {"chance": chance}
     for name, part in parts.items():
-        results |= {name: values[:, part], f"{name}_mean": means[part]}
-        results[f"{name}_interval"] = interval[:, part]
+        results |= {name: together["value"][:, part], f"{name}_mean": together["value_mean"][part]}
+        results[f"{name}_interval"] = together["interval"][:, part]
     return results
 
 
 def _shortcut(
     values: np.ndarray, is_marked: np.ndarray, chance: float, options: dict[str, Any]
 ) -> dict[str, np.ndarray]:
-    marked, interval = mean_with_interval(values[is_marked], options, _NEEDED)
+    marked = with_mean("auprc", values[is_marked], options, _NEEDED)
     # Without unmarked targets there is one of which nothing is known.
     others = np.full_like(values[:1], np.nan) if is_marked.all() else values[~is_marked]
-    unmarked, unmarked_interval = arrays.intervals.bootstrap_mean(others, **options)
-    return {
-        "auprc": values,
-        "auprc_mean": marked,
-        "interval": interval,
-        "unmarked_mean": unmarked,
-        "unmarked_interval": unmarked_interval,
-        "chance": np.asarray(chance),
-    }
+    mean, interval = arrays.intervals.bootstrap_mean(others, **options)
+    unmarked = {"unmarked_mean": mean, "unmarked_interval": interval}
+    return marked | unmarked | {"auprc": values, "chance": np.asarray(chance)}
 
 
 def mislabelled_auc(

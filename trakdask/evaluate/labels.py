@@ -12,7 +12,7 @@ import xarray as xr
 
 from trakdask.arrays import intervals
 from trakdask.checks import require_integer, require_number
-from trakdask.variables import SAMPLE, coords_along
+from trakdask.variables import SAMPLE, TARGET, coords_along
 
 Array = np.ndarray[Any, Any]
 
@@ -81,10 +81,21 @@ def checked_masks(masks: xr.DataArray) -> xr.DataArray:
     return masks.transpose(SUBSET, SAMPLE)
 
 
-def mean_with_interval(
-    values: Array, options: Mapping[str, Any], needed: str
-) -> tuple[Array, Array]:
-    """Return means over targets of statistics (target, ...), and bootstrapped intervals.
+def described_with_mean(
+    name: str, description: str, more: tuple[Hashable, ...] = (), interval: str = "interval"
+) -> dict[str, tuple[tuple[Hashable, ...], str]]:
+    """Describe a statistic (target, ...), its mean over targets, and the interval of the mean."""
+    return {
+        name: ((TARGET, *more), description),
+        f"{name}_mean": (more, f"mean of {name} over targets"),
+        interval: ((BOUND, *more), f"of {name}_mean"),
+    }
+
+
+def with_mean(
+    name: str, values: Array, options: Mapping[str, Any], needed: str, interval: str = "interval"
+) -> dict[str, Array]:
+    """Return a statistic (target, ...), its mean over targets, and a bootstrapped interval.
 
     Raises
     ------
@@ -92,7 +103,8 @@ def mean_with_interval(
         As :func:`require_known`.
     """
     require_known(values.T, needed)
-    return intervals.bootstrap_mean(values, **options)
+    mean, bounds = intervals.bootstrap_mean(values, **options)
+    return {name: values, f"{name}_mean": mean, interval: bounds}
 
 
 def require_known(values: Array, needed: str) -> None:
