@@ -170,12 +170,10 @@ def explore(
     """
     from trakdask.explorer import Marks, View  # takes seconds to import
 
-    job: dict[str, Any] = {"folder": "."}
-    options: dict[str, Any] = {}
     with ExitStack() as stack:
         stack.enter_context(_reported(debug))
-        is_configuration = Path(store).suffix in (".yaml", ".yml", ".toml")
-        if is_configuration:
+        job: dict[str, Any] = {"folder": ".", "stores": {"train": store, "targets": targets}}
+        if Path(store).suffix in (".yaml", ".yml", ".toml"):
             job = dict(read(Path(store)))
         elif targets is None:
             raise ConfigurationError(
@@ -185,10 +183,7 @@ def explore(
         if cluster is not None:
             job["cluster"] = {"address": cluster}
         stack.enter_context(cli.jobs.running(job))
-        if is_configuration:
-            store, features, target_features, options = cli.jobs.explored(job)
-        else:
-            features, target_features = td.open(store), td.open(str(targets))
+        store, features, target_features, options = cli.jobs.explored(job)
         if samples is not None:
             with about(f"--samples {samples}"):
                 options["samples"], options["target_samples"] = cli.jobs.named(samples)

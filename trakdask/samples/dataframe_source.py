@@ -146,8 +146,7 @@ def _table(source: Any) -> Any:
 
 def _columns(variables: Any, max_length: Any, truncate: bool) -> Columns:
     """Check the options that say what the variables are made of, but for the names of columns."""
-    is_mapping = isinstance(variables, Mapping) and bool(variables)
-    if not is_mapping or not all(isinstance(c, Sequence) and c for c in variables.values()):
+    if not isinstance(variables, Mapping) or not variables or not all(variables.values()):
         raise TypeError(
             "expected a mapping from the name of a variable to a column, or a list of columns, as "
             f"variables, got variables={variables!r}; try variables={{'x': 'column'}}"

@@ -6,6 +6,7 @@ one task of the graph, and identified by its pickled content.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -30,7 +31,7 @@ from trakdask.samples.coords import (
     to_numpy,
     without_mask,
 )
-from trakdask.samples.fingerprints import fingerprint, mapped
+from trakdask.samples.fingerprints import OpenedByTasks, fingerprint, mapped
 from trakdask.variables import SAMPLE
 
 Array = np.ndarray[Any, Any]
@@ -196,12 +197,11 @@ def _lazy(name: str, array: Any, size: int) -> Any:
     chunks = {0: size} | dict.fromkeys(range(1, array.ndim), -1)
     if isinstance(array, da.Array):
         return array.rechunk(chunks)
-    if isinstance(array, zarr.Array):
-        source: Any = _ZarrRows(array)
-        token = source.token
-    else:
+    source: Any = _opened_by_tasks(array) if isinstance(array, zarr.Array) else None
+    if source is None:
         array = np.asarray(without_mask(what, array))
-        source, token = mapped(array) or array, fingerprint(array)
+        source = mapped(array) or array
+    token = fingerprint(array) if source is array else source.token
     # Of an array in memory, the graph has the blocks; of anything else, one task that opens it.
     lazy = da.from_array(
         source, chunks=tuple(chunks.values()), name=read_name(name, token, size),
@@ -210,24 +210,19 @@ def _lazy(name: str, array: Any, size: int) -> Any:
     return lazy.astype(array.dtype.newbyteorder("="), copy=False)
 
 
-class _ZarrRows:
-    """A zarr array that tasks open themselves: where there is none, zarr returns its fill value."""
+def _opened_by_tasks(array: zarr.Array[Any]) -> OpenedByTasks:
+    identity = [str(array.store_path), array.metadata.to_dict()]
+    token = json.dumps(identity, default=str, sort_keys=True)
+    opened = functools.partial(_open_zarr, array.store_path, array.metadata)
+    return OpenedByTasks(opened, token, array.shape, array.dtype)
 
-    def __init__(self, array: zarr.Array[Any]) -> None:
-        self.where, self.metadata = array.store_path, array.metadata
-        self.shape, self.dtype, self.ndim = array.shape, array.dtype, array.ndim
 
-    @property
-    def token(self) -> str:
-        """Identifies the array by location and metadata; its values may be too large to hash."""
-        identity = [str(self.where), self.metadata.to_dict()]
-        return json.dumps(identity, default=str, sort_keys=True)
-
-    def __getitem__(self, rows: Any) -> Any:
-        array = zarr.open_array(self.where, mode="r")
-        if array.metadata != self.metadata:
-            raise ValueError(f"{self.where} is not the array that the samples were made of")
-        return array[rows]
+def _open_zarr(where: Any, metadata: Any) -> Any:
+    """Open an array anew: of one that is open and is not there, zarr reads the fill value."""
+    array = zarr.open_array(where, mode="r")
+    if array.metadata != metadata:
+        raise ValueError(f"{where} is not the array that the samples were made of")
+    return array
 
 
 class Source(Protocol):
