@@ -13,7 +13,7 @@ import xarray as xr
 
 from trakdask import arrays
 from trakdask.checks import require_integer, shown
-from trakdask.evaluate.labels import (
+from trakdask.evaluate.results import (
     BOUND,
     DRAW,
     SEED,

@@ -13,7 +13,7 @@ from trakdask import arrays
 from trakdask.arrays.detection import Codes, Floats
 from trakdask.attribution.groups import group_codes
 from trakdask.checks import require_integer
-from trakdask.evaluate.labels import (
+from trakdask.evaluate.results import (
     BOUND,
     FRACTION,
     K,

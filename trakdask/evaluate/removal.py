@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from trakdask import arrays
 from trakdask.attribution.ranking import top_k
 from trakdask.checks import require_integer, require_number
-from trakdask.evaluate.labels import BOUND, FRACTION, K, lazy_results, require_fraction
+from trakdask.evaluate.results import BOUND, FRACTION, K, lazy_results, require_fraction
 from trakdask.evaluate.retraining import Seeds, Store, TrainFn, train_models
 from trakdask.variables import SAMPLE, TARGET
 
@@ -117,8 +117,9 @@ def brittleness(
             "random_flip_fraction": ((K,), "the same, k random samples removed"),
             "random_interval": ((BOUND, K), "of random_flip_fraction"),
         },
-        labels={K: counts}, dtypes={"flips": bool},
+        labels={K: counts},
     )  # fmt: skip
+    result = result.assign(flips=result.flips.astype(bool))
     return result if store is None else result.compute()
 
 
@@ -291,7 +292,7 @@ def _flips(
     return {
         "output": output,
         "full_output": full,
-        "flips": flips,
+        "flips": flips.astype(np.float64),
         "flip_fraction": fractions[0],
         "interval": interval,
         "random_flip_fraction": fractions[1],

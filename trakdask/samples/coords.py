@@ -184,20 +184,13 @@ def to_numpy(what: str, values: Any, dtype: Any = None) -> np.ndarray[Any, Any]:
         array = np.asanyarray(values, dtype)
     except (TypeError, RuntimeError, OverflowError, ValueError) as err:
         raise ValueError(f"numpy cannot read the values of {what}: {err}") from err
-    return np.asarray(without_mask(what, array))
-
-
-def without_mask(what: str, array: Any) -> Any:
-    """Return the data of a masked array that masks nothing; reject one with masked values."""
-    if not isinstance(array, np.ma.MaskedArray):
-        return array
-    masked = np.ma.getmaskarray(array).reshape(len(array), -1).any(axis=1)
-    if masked.any():
+    if np.ma.is_masked(array):
+        masked = np.ma.getmaskarray(array).reshape(len(array), -1).any(axis=1)
         raise ValueError(
             f"{what} has masked values in {int(masked.sum())} samples, first in sample "
             f"{int(masked.argmax())}; try array.filled(value), or leaving them out"
         )
-    return array.data
+    return np.asarray(array)
 
 
 def _from_pandas(series: pd.Series[Any]) -> np.ndarray[Any, Any]:

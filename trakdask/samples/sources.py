@@ -29,7 +29,6 @@ from trakdask.samples.coords import (
     fields_as_coords,
     normalise_coords,
     to_numpy,
-    without_mask,
 )
 from trakdask.samples.fingerprints import OpenedByTasks, fingerprint, mapped
 from trakdask.variables import SAMPLE
@@ -186,7 +185,7 @@ def lazy_variables(arrays: Mapping[str, Any], size: int) -> dict[str, da.Array]:
 
 def _lazy(name: str, array: Any, size: int) -> Any:
     what = f"variable {name!r}"
-    if isinstance(array, torch.Tensor | list | tuple | pd.Series):
+    if isinstance(array, np.ndarray | torch.Tensor | list | tuple | pd.Series):
         array = to_numpy(what, array)
     if not isinstance(array, np.ndarray | da.Array | zarr.Array) or array.ndim == 0:
         raise TypeError(
@@ -197,11 +196,8 @@ def _lazy(name: str, array: Any, size: int) -> Any:
     chunks = {0: size} | dict.fromkeys(range(1, array.ndim), -1)
     if isinstance(array, da.Array):
         return array.rechunk(chunks)
-    source: Any = _opened_by_tasks(array) if isinstance(array, zarr.Array) else None
-    if source is None:
-        array = np.asarray(without_mask(what, array))
-        source = mapped(array) or array
-    token = fingerprint(array) if source is array else source.token
+    opened = _opened_by_tasks(array) if isinstance(array, zarr.Array) else mapped(array)
+    source, token = (opened, opened.token) if opened else (array, fingerprint(array))
     # Of an array in memory, the graph has the blocks; of anything else, one task that opens it.
     lazy = da.from_array(
         source, chunks=tuple(chunks.values()), name=read_name(name, token, size),

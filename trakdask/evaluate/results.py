@@ -32,7 +32,6 @@ def lazy_results(
     variables: Mapping[str, tuple[tuple[Hashable, ...], str]],
     labels: Mapping[str, Any] | None = None,
     sizes: Mapping[Hashable, int] | None = None,
-    dtypes: Mapping[str, Any] | None = None,
 ) -> xr.Dataset:
     """Return a lazy Dataset of the arrays that one task computes from all inputs at once.
 
@@ -48,16 +47,14 @@ def lazy_results(
         Dimensions and description of each array.
     labels, sizes
         Of further dimensions, with and without labels.
-    dtypes
-        Of arrays that are not float64.
     """
     results = dask.delayed(function, pure=True)(*inputs)
     labels = {BOUND: BOUNDS, **(labels or {})}
     sizes = {**of.sizes, **{dim: len(values) for dim, values in labels.items()}, **(sizes or {})}
     arrays = {}
     for name, (dims, description) in variables.items():
-        shape, dtype = tuple(sizes[dim] for dim in dims), (dtypes or {}).get(name, np.float64)
-        data = da.from_delayed(results[name], shape, dtype=np.dtype(dtype))
+        shape = tuple(sizes[dim] for dim in dims)
+        data = da.from_delayed(results[name], shape, dtype=np.dtype(np.float64))
         arrays[name] = (dims, data, {"description": description})
     return xr.Dataset(arrays, coords={**coords_along(of, *of.dims[1:]), **labels})
 
