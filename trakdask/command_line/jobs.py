@@ -43,7 +43,6 @@ _CLUSTER = (*_COUNTS, "memory_limit", "local_directory", "dashboard_address")
 _OF_TRAINING = ("gram", "estimator", "power", "calibrate")
 """Options of ``save`` that targets do not need."""
 
-_RESULTS = ("score", "top_k", "groups")
 _WRITERS: Mapping[str, Callable[..., None]] = {".zarr": td.to_zarr, ".parquet": td.to_parquet}
 _IN_MEMORY = 2**30
 
@@ -79,24 +78,24 @@ def _client(options: dict[str, Any]) -> Client:
 def features(configuration: Configuration, name: str) -> xr.Dataset:
     """Return the lazy features of the samples that a section describes."""
     with about(name):
-        samples = _made(section(configuration, name), _KINDS)
+        samples = _of_kind(section(configuration, name), _KINDS)
     with about("model"):
         model = _model(section(configuration, "model"))
     with about("projector"):
         kinds = {kind: getattr(projection, kind) for kind in _PROJECTORS}
-        projector = section(configuration, "projector")
-        made = _made(projector, kinds) if projector else None
+        described = section(configuration, "projector")
+        projector = _of_kind(described, kinds) if described else None
     with about("featurize"):
         options = section(configuration, "featurize")
-        return td.featurize(samples, model=model, projector=made, **options)
+        return td.featurize(samples, model=model, projector=projector, **options)
 
 
-def _made(options: dict[str, Any], kinds: Mapping[str, Callable[..., Any]]) -> Any:
+def _of_kind(options: dict[str, Any], kinds: Mapping[str, Callable[..., Any]]) -> Any:
     """Return what the function returns that ``kind`` names."""
     kind = options.pop("kind", None)
     require_choice("kind", kind, list(kinds), remedy=f"try kind: {next(iter(kinds))}")
     if isinstance(inner := options.get("then"), dict):  # of a mask
-        options["then"] = _made(dict(inner), kinds)
+        options["then"] = _of_kind(dict(inner), kinds)
     return kinds[str(kind)](**options)
 
 
@@ -126,28 +125,25 @@ def saved(
     options, stores = section(configuration, "save"), section(configuration, "stores")
     with about("save"):
         inspect.signature(td.save).bind("features", "store", **options)
-    with about("stores"):
-        for key in stores:
-            require_choice("a key", key, list(_STORES.values()), remedy="try train: train.zarr")
     described = [name for name in _STORES if name in configuration]
-    found = {}
+    both = {}
     for name in _STORES if check else described:
         store: Any = stores.get(_STORES[name])
         with about(f"stores.{_STORES[name]}"):
             if name in described:
                 require_not_kept_by_others(store)
-                found[name] = features(configuration, name)
+                both[name] = features(configuration, name)
             else:
-                found[name] = td.open(store, storage_options=options.get("storage_options"))
+                both[name] = td.open(store, storage_options=options.get("storage_options"))
     if check is not None:
-        check(**found)
+        check(**both)
     for name in described:
-        store, own = stores[_STORES[name]], options
+        store = stores[_STORES[name]]
         if name == "targets":
-            own = {k: v for k, v in options.items() if k not in _OF_TRAINING} | {"gram": False}
-        found[name] = td.save(found[name], store, **_opened(own))
+            options = {k: v for k, v in options.items() if k not in _OF_TRAINING} | {"gram": False}
+        both[name] = td.save(both[name], store, **_opened(options))
         keep(configuration, store)
-    return found
+    return both
 
 
 def explored(
@@ -161,7 +157,7 @@ def explored(
     options: dict[str, Any] = {}
     for name, option in {"data": "samples", "targets": "target_samples"}.items():
         if name in configuration:
-            options[option] = _made(section(configuration, name), _KINDS)
+            options[option] = _of_kind(section(configuration, name), _KINDS)
     if "model" in configuration and "target_samples" in options:
         model = _model(section(configuration, "model"))
         if isinstance(model.task, td.tasks.Classification):  # whose predictions are shown
@@ -190,23 +186,21 @@ def result(configuration: Configuration, name: str) -> tuple[Any, str | None]:
     path = _output(configuration, name)
     lazy = functools.partial(_lazy_result, name, configuration)
     stored = saved(configuration, check=lazy)
-    found = lazy(**stored)
-    if name != "score" and found.nbytes < _IN_MEMORY:
-        found = found.compute()
+    result = lazy(**stored)
+    if name != "score" and result.nbytes < _IN_MEMORY:
+        result = result.compute()
     if path is not None:
-        _WRITERS[Path(path).suffix](found, path, overwrite=True)
+        _WRITERS[Path(path).suffix](result, path, overwrite=True)
         keep(configuration, path)
-    return found, path
+    return result, path
 
 
 def _output(configuration: Configuration, name: str) -> str | None:
     """Return where to write a result, if anywhere, after a check that this is possible."""
-    outputs = section(configuration, "outputs")
+    path = section(configuration, "outputs").get(name)
+    if path is None:
+        return None
     with about("outputs"):
-        for key in outputs:
-            require_choice("a key", key, _RESULTS, remedy="try top_k: top.parquet")
-        if (path := outputs.get(name)) is None:
-            return None
         _require_ending(path, _WRITERS)
         require_replaceable(path)
         require_not_kept_by_others(path)
