@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import dask.base
@@ -20,7 +20,7 @@ CoordsLike = Mapping[str, Any] | pd.DataFrame | Sequence[str] | None
 _RESERVED = {*variables.VARIABLES, SAMPLE, TARGET, CHECKPOINT, PROJ_DIM, PROJ_DIM_1, RANK}
 
 
-def normalise_coords(coords: CoordsLike, names: Container[Any], n: int) -> dict[str, Any]:
+def normalise_coords(coords: CoordsLike, n: int) -> dict[str, Any]:
     """Convert all coords of ``n`` samples as :func:`normalise_coord` does.
 
     Parameters
@@ -28,8 +28,6 @@ def normalise_coords(coords: CoordsLike, names: Container[Any], n: int) -> dict[
     coords
         Mapping from name to values (n,), or a pandas DataFrame whose columns are the coords (its
         index is not used), or None.
-    names
-        Names of the samples' variables, which coords must not have.
     n
         Number of samples.
 
@@ -42,7 +40,7 @@ def normalise_coords(coords: CoordsLike, names: Container[Any], n: int) -> dict[
     TypeError
         If ``coords`` is not a mapping, or the values of a coord have no portable dtype.
     ValueError
-        If a coord has a different length, missing values, or a name that is reserved or in use.
+        If a coord has a different length, missing values, or a name that is reserved.
     """
     if coords is None:
         return {}
@@ -55,11 +53,6 @@ def normalise_coords(coords: CoordsLike, names: Container[Any], n: int) -> dict[
         )
     for name in coords:
         check_name(name, "coord")
-        if name in names:
-            raise ValueError(
-                f"expected different names for variables and coords, got {name!r} for both; try "
-                "it as a coord only, since models can read coords as well"
-            )
     return {name: normalise_coord(name, values, n) for name, values in coords.items()}
 
 

@@ -354,8 +354,7 @@ def dataset_of(
         check_name(name, "variable")
     n = min(len(variable) for variable in variables.values())
     require_samples(n, f"the variables {list(variables)}")
-    values = normalise_coords(coords, variables, n)
-    samples = {name: (SAMPLE, array) for name, array in values.items()}
+    samples = {name: (SAMPLE, array) for name, array in normalise_coords(coords, n).items()}
     ds = xr.Dataset(variables, samples, attrs)
     return ds.assign_attrs(source=source_of(ds))
 
