@@ -280,24 +280,15 @@ def _flips(
     outputs: np.ndarray, n_counts: int, n_random: int, threshold: float, confidence: float
 ) -> dict[str, np.ndarray]:
     full, ranked, random = _split(outputs, n_counts, n_random)
-    own = np.arange(len(full))
-    output = ranked[own, :, own]
-    side = full > threshold
-    flips = (output > threshold) != side[:, None]
-    fractions = flips.mean(axis=0), ((random > threshold) != side).mean(axis=(0, 2))
-    interval, random_interval = (
-        arrays.intervals.proportion_interval(fraction, len(full), confidence)
-        for fraction in fractions
-    )
-    return {
-        "output": output,
-        "full_output": full,
-        "flips": flips.astype(np.float64),
-        "flip_fraction": fractions[0],
-        "interval": interval,
-        "random_flip_fraction": fractions[1],
-        "random_interval": random_interval,
-    }
+    output, is_above = np.diagonal(ranked, axis1=0, axis2=2).T, full > threshold
+    flips = (output > threshold) != is_above[:, None]
+    random_flips = ((random > threshold) != is_above).mean(axis=(0, 2))
+    results = {"output": output, "full_output": full, "flips": flips.astype(np.float64)}
+    for prefix, fraction in (("", flips.mean(axis=0)), ("random_", random_flips)):
+        results[f"{prefix}flip_fraction"] = fraction
+        interval = arrays.intervals.proportion_interval(fraction, len(full), confidence)
+        results[f"{prefix}interval"] = interval
+    return results
 
 
 def _curve(
