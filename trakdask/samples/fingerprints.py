@@ -208,9 +208,9 @@ _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
 
 def _class_state(cls: type) -> Any:
-    own = {
+    content = {
         name: value
         for name, value in sorted(vars(cls).items())
         if name not in _NOT_CONTENT and not isinstance(value, _DESCRIPTORS)
     }
-    return cls.__bases__, own
+    return cls.__bases__, content

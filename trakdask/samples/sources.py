@@ -376,9 +376,9 @@ def source_of(ds: xr.Dataset, inputs: Collection[str] | None = None) -> str:
     names, and of those coords. Strings and times are not included, since models cannot read them,
     so such metadata may be added later.
     """
-    given = ds.attrs.get("source")
-    if given is not None and not _SOURCE.fullmatch(str(given)):
-        return str(given)
+    source = ds.attrs.get("source")
+    if source is not None and not _SOURCE.fullmatch(str(source)):
+        return str(source)
     variables = sorted(
         (str(name), str(array.dtype), array.shape, _content(array.data.name))
         for name, array in ds.data_vars.items()

@@ -91,15 +91,15 @@ def from_torch(
 
 
 def _check_names(names: Any) -> tuple[str | None, ...]:
-    given = (names,) if isinstance(names, str) or not isinstance(names, Iterable) else tuple(names)
-    chosen = [name for name in given if name is not None]
+    fields = (names,) if isinstance(names, str) or not isinstance(names, Iterable) else tuple(names)
+    chosen = [name for name in fields if name is not None]
     are_names = all(isinstance(name, str) for name in chosen)
     if not chosen or not are_names or len(set(chosen)) < len(chosen):
         raise ValueError(
             "expected a name of its own for each field of an item, or None to leave it out, got "
             f"names={names!r}; try names=('image', 'label')"
         )
-    return given
+    return fields
 
 
 class _Items:
