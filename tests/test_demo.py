@@ -17,8 +17,6 @@ from trakdask.command_line.commands import app
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:scores are made from 1 checkpoint:UserWarning")
-# distributed leaves a socket open where the port of its dashboard is taken.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_demo__writes_what_it_says(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -6,7 +6,6 @@ import logging
 import shutil
 import sys
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ import dask
 import numpy as np
 import torch
 import xarray as xr
-from distributed import Client, LocalCluster
+from distributed import Client
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -33,67 +32,56 @@ PROJ_DIM = 2048
 SHOWN = 5
 
 console = Console()
+seconds: dict[str, float] = {}
+"""How long each step took."""
 
 
 def main() -> None:
     """Train, attribute, query and export, on a local cluster of two processes."""
     started = time.perf_counter()
     OUTPUT.mkdir(exist_ok=True)
-    seconds: dict[str, float] = {}
+    seconds.clear()
     console.rule("trakdask demo")
-    with _timed(seconds, "train (or load) 3 CNNs"):
-        paths = _checkpoints()
+    with _timed("train (or load) 3 CNNs"):
+        network = model()
     samples = examples.digits(n_target=N_TARGETS)
-    _print_accuracy(paths)
-    with _client() as client:
+    _print_accuracy()
+    # What would be logged is that connections end with the workers.
+    quiet = {"dashboard_address": ":0", "silence_logs": logging.CRITICAL}
+    with Client(n_workers=2, threads_per_worker=1, **quiet) as client:
         console.print(f"Dask dashboard: {client.dashboard_link}\n")
-        features, target_features = _featurize(samples, seconds)
+        features, target_features = _featurize(samples, network)
         scores = td.score(features, target_features)
         sizes = " × ".join(f"{dim} {size}" for dim, size in scores.sizes.items())
         console.print(f"\nscores ({sizes}) are lazy; none of them has been computed yet:")
         console.print(f"  {scores.attrs['formula']}\n", markup=False)
         lazy = td.top_k(scores, SHOWN), td.top_k(scores, SHOWN, largest=False)
-        with _timed(seconds, f"rank all {N_TARGETS} targets, both ends"):
+        with _timed(f"rank all {N_TARGETS} targets, both ends"):
             ends = dask.compute(*lazy)
         # The targets with the smallest margins, whose attributions are the most informative.
         margins = target_features.output.mean("checkpoint").values
         shown = [int(i) for i in np.argsort(margins)[:6]]
         _print_rankings(ends, shown, target_features)
-        _print_queries(scores, shown, seconds)
+        _print_queries(scores, shown)
         _print_groups(features, target_features, shown)
-        written = _export(scores, ends, samples, shown, seconds)
-    _print_measured(seconds, written, time.perf_counter() - started)
+        written = _export(scores, ends, samples, shown)
+    _print_measured(written, time.perf_counter() - started)
     _print_explore()
 
 
 @contextmanager
-def _timed(seconds: dict[str, float], what: str) -> Iterator[None]:
+def _timed(what: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
     seconds[what] = time.perf_counter() - start
 
 
-@contextmanager
-def _client() -> Iterator[Client]:
-    with warnings.catch_warnings():
-        # The dashboard uses a free port if its default one is taken, and warns about it.
-        warnings.filterwarnings("ignore", message="Port .* is already in use")
-        cluster = LocalCluster(
-            n_workers=2,
-            threads_per_worker=1,
-            processes=True,
-            silence_logs=logging.CRITICAL,  # of connections that end with the workers
-        )
-    with cluster, Client(cluster) as client:
-        yield client
-
-
-def _print_accuracy(paths: list[Path]) -> None:
+def _print_accuracy() -> None:
     _, held_out = examples.digits_arrays(n_target=N_TARGETS)
-    states = (torch.load(path, weights_only=True) for path in paths)
+    states = [torch.load(path, weights_only=True) for path in _checkpoints()]
     build, accuracy = examples.digits_cnn, examples.classifier_accuracy
     shares = ", ".join(f"{accuracy(build, state, *held_out):.1%}" for state in states)
-    console.print(f"{len(paths)} CNNs, accuracy on {N_TARGETS} held-out digits: {shares}")
+    console.print(f"{len(states)} CNNs, accuracy on {N_TARGETS} held-out digits: {shares}")
 
 
 def _checkpoints() -> list[Path]:
@@ -112,8 +100,7 @@ def preprocess(image: Any) -> np.ndarray:
     return 1 - grey[None] / 255
 
 
-def _featurize(datasets: Iterable[xr.Dataset], seconds: dict[str, float]) -> list[xr.Dataset]:
-    network = model()
+def _featurize(datasets: Iterable[xr.Dataset], network: td.Model) -> list[xr.Dataset]:
     projector = td.SJLT(proj_dim=PROJ_DIM, seed=0)
     console.print(f"{network}\n{projector}")
     saved = []
@@ -122,7 +109,7 @@ def _featurize(datasets: Iterable[xr.Dataset], seconds: dict[str, float]) -> lis
         # Without an earlier store, so that the full time is measured: save would resume it.
         shutil.rmtree(store, ignore_errors=True)
         features = td.featurize(samples, network, projector=projector)
-        with _timed(seconds, f"featurize and save {samples.sizes['sample']} {name} digits × 3"):
+        with _timed(f"featurize and save {samples.sizes['sample']} {name} digits × 3"):
             saved.append(td.save(features, store, gram=name == "train"))
     return saved
 
@@ -152,18 +139,14 @@ def _ranked(ranking: xr.Dataset, unit: int) -> str:
     return "  ".join(f"{label:g} {score:+.1f}" for label, score in pairs)
 
 
-def _print_queries(scores: xr.DataArray, shown: list[int], seconds: dict[str, float]) -> None:
+def _print_queries(scores: xr.DataArray, shown: list[int]) -> None:
     """Query by metadata: only training digits of the target's class, or only of other classes."""
     target = shown[0]
     one = scores.isel(target=[target])
     label = int(one.target_label[0])
-    queries = {
-        "label == target_label": lambda tile: tile.label == tile.target_label,
-        "label != target_label": lambda tile: tile.label != tile.target_label,
-        "digit_id >= 500": scores.digit_id >= 500,
-    }
-    lazy = {text: td.top_k(one, SHOWN, where=where) for text, where in queries.items()}
-    with _timed(seconds, f"{len(queries)} queries of one target"):
+    queries = ("label == target_label", "label != target_label", "digit_id >= 500")
+    lazy = {text: td.top_k(one, SHOWN, where=text) for text in queries}
+    with _timed(f"{len(queries)} queries of one target"):
         (rankings,) = dask.compute(lazy)  # computed together, as they share the solve
     unit = td.plots.power_of_ten(*(top.score for top in rankings.values()))
     title = f"Queries by metadata, target {target} (a {label}); score in 1e{unit}"
@@ -187,10 +170,9 @@ def _export(
     ends: Sequence[xr.Dataset],
     samples: Iterable[xr.Dataset],
     shown: list[int],
-    seconds: dict[str, float],
 ) -> list[Path]:
     parquet, zarr, png = (OUTPUT / name for name in ("top.parquet", "scores.zarr", "gallery.png"))
-    with _timed(seconds, "export parquet and zarr"):
+    with _timed("export parquet and zarr"):
         td.to_parquet(td.top_k(scores, 100), parquet, overwrite=True)
         td.to_zarr(scores, zarr, overwrite=True)
     (helpful, harmful), images = ends, [dataset.image.values for dataset in samples]
@@ -198,7 +180,7 @@ def _export(
     return [parquet, zarr, png]
 
 
-def _print_measured(seconds: dict[str, float], written: list[Path], total: float) -> None:
+def _print_measured(written: list[Path], total: float) -> None:
     rows = [(what, f"{spent:.1f}") for what, spent in {**seconds, "everything": total}.items()]
     _print_table("Measured in this run", ("step", "seconds"), rows)
     console.print("Written:")

@@ -316,9 +316,7 @@ def _fit(
         optimizer, max_lr=lr, epochs=epochs, steps_per_epoch=steps
     )
     for _ in range(epochs):
-        order = torch.randperm(len(images))
-        for start in range(0, len(images), batch_size):
-            batch = order[start : start + batch_size]
+        for batch in torch.randperm(len(images)).split(batch_size):
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
             torch.autograd.backward(loss)

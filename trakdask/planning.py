@@ -27,9 +27,6 @@ from trakdask.variables import CHECKPOINT, SAMPLE, validate
 
 __all__ = ["Pilot", "Plan", "PlannedProjection", "plan"]
 
-_NEEDED = ("projector", "parameters")
-_BYTES_OF_FLOAT32 = 4
-
 
 def plan(
     features: xr.Dataset,
@@ -83,10 +80,10 @@ def plan(
     100
     """
     validate(features, ["feature"], what="features")
-    if missing := [name for name in _NEEDED if name not in features.attrs]:
+    if missing := {"projector", "parameters"} - features.attrs.keys():
         raise ValueError(
-            f"expected features with the attrs that td.featurize writes, got none named {missing}; "
-            "try features.assign_attrs(original.attrs)"
+            "expected features with the attrs that td.featurize writes, got none named "
+            f"{sorted(missing)}; try features.assign_attrs(original.attrs)"
         )
     shapes = features.attrs["parameters"]
     n_samples, n_checkpoints = features.sizes[SAMPLE], features.sizes[CHECKPOINT]
@@ -192,12 +189,6 @@ class Pilot:
             f"gram matrix {format_time(self.gram_s)}; all on {_counted(self.n_slots, 'thread')}"
         )
 
-    def estimate(self, n_blocks: int, n_checkpoints: int) -> float:
-        """Return the seconds that all blocks will take, checkpoint after checkpoint."""
-        once = max(self.first_s - self.block_s, 0)
-        waves = n_checkpoints * math.ceil(n_blocks / self.n_slots)
-        return once + waves * (self.block_s + self.gram_s)
-
 
 @dataclass(frozen=True, repr=False)
 class Plan:
@@ -233,9 +224,11 @@ class Plan:
     @property
     def estimated_s(self) -> float | None:
         """Seconds that all tasks will take, estimated from the pilot."""
-        if self.pilot is None:
+        if (pilot := self.pilot) is None:
             return None
-        return self.pilot.estimate(self.n_blocks, self.n_checkpoints)
+        waves = self.n_checkpoints * math.ceil(self.n_blocks / pilot.n_slots)
+        once = max(pilot.first_s - pilot.block_s, 0)
+        return once + waves * (pilot.block_s + pilot.gram_s)
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return one row per projector; columns are the fields of :class:`PlannedProjection`."""
@@ -243,26 +236,20 @@ class Plan:
         return frame.astype({"total_operations": float})  # may exceed 64 bits
 
     def __repr__(self) -> str:
-        numbers = [str(number) for number in range(1, len(self.projections) + 1)]
-        named = zip(numbers, self.projections, strict=True)
-        table = self._table(numbers).T.to_string()
-        return "\n".join([*self._titles(), *(f"{n}: {p.projector}" for n, p in named), "", table])
+        named = [f"{number}: {p.projector}" for number, p in enumerate(self.projections, start=1)]
+        table = self._table().set_axis(range(1, len(named) + 1), axis="columns")
+        return "\n".join([*self._titles(), *named, "", table.to_string()])
 
     def _repr_html_(self) -> str:
         titles = "".join(f"<p>{escape(title)}</p>" for title in self._titles())
-        return titles + self._table([p.projector for p in self.projections]).to_html(border=0)
+        return titles + self._table().T.to_html(border=0)
 
-    def _table(self, names: list[str]) -> pd.DataFrame:
-        """Return one row per projector, in units that people read."""
-        rows = [
-            {
-                name: _readable(name, value)
-                for name, value in asdict(p).items()
-                if name != "projector"
-            }
-            for p in self.projections
-        ]
-        return pd.DataFrame(rows, index=pd.Index(names, name="projector"))
+    def _table(self) -> pd.DataFrame:
+        """Return one column per projector, in units that people read."""
+        table = pd.DataFrame([asdict(p) for p in self.projections]).set_index("projector")
+        for name, column in table.items():
+            table[name] = [_readable(str(name), value) for value in column.tolist()]
+        return table.T
 
     def _titles(self) -> list[str]:
         batches = "" if self.batch_size is None else f" and micro-batches of {self.batch_size}"
@@ -293,10 +280,9 @@ def _planned(
     row_map = RowMap.from_shapes(shapes, alignment=projector.row_alignment)
     bound = projector.bind(row_map)
     cost, width = bound.cost(row_map.n_rows), bound.width(row_map.n_rows)
-    typical, worst = cost.product_error
-    feature_bytes = n_samples * width * n_checkpoints * _BYTES_OF_FLOAT32
+    feature_bytes = 4 * n_samples * width * n_checkpoints
     gram_bytes = width**2 * n_checkpoints * arrays.gram.accumulation_dtype(width).itemsize
-    output_bytes = n_samples * n_checkpoints * (2 * _BYTES_OF_FLOAT32 + 8)  # norms are float64
+    output_bytes = (4 + 4 + 8) * n_samples * n_checkpoints  # norms are float64
     return PlannedProjection(
         projector=repr(projector),
         proj_dim=width,
@@ -307,11 +293,11 @@ def _planned(
         random_bits=cost.random_bits,
         feature_bytes=feature_bytes,
         store_bytes=feature_bytes + output_bytes + gram_bytes,
-        gradient_bytes=row_map.n_rows * _BYTES_OF_FLOAT32,
+        gradient_bytes=4 * row_map.n_rows,
         buffer_bytes=cost.buffer_bytes,
         rounding_error=cost.rounding_error,
-        product_error=typical,
-        worst_product_error=worst,
+        product_error=cost.product_error[0],
+        worst_product_error=cost.product_error[1],
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from hashlib import md5
 from typing import Any, NoReturn
 
 import dask
@@ -13,7 +12,6 @@ import dask.array as da
 import numpy as np
 import xarray as xr
 
-from trakdask.arrays.blocks import take
 from trakdask.checks import require_integer
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
@@ -81,15 +79,17 @@ def simulate_features(
     sizes = {"n_samples": n_samples, "proj_dim": proj_dim, "n_checkpoints": n_checkpoints}
     for name, size in {**sizes, "chunks": chunks}.items():
         require_integer(name, size, 1, remedy=f"try {name}=16")
-    chunk_sizes = da.core.normalize_chunks((chunks, 1), shape=(n_samples, n_checkpoints))
+    by_block = da.core.normalize_chunks((chunks, 1), shape=(n_samples, n_checkpoints))
     token = f"{seed}-{n_samples}-{proj_dim}-{n_checkpoints}-{chunks}"
-    bundle = da.map_blocks(
-        functools.partial(_simulate_block, seed, proj_dim, n_samples, chunks),
-        chunks=chunk_sizes, name=f"simulate-{token}",
-        dtype=object, meta=np.empty((0, 0), object),
-    )  # fmt: skip
-    names = ("feature", "output", "out_to_loss")
-    data = {n: (VARIABLES[n].dims, _item(bundle, i, proj_dim, n)) for i, n in enumerate(names)}
+    data = {}
+    for item, name in enumerate(("feature", "output", "out_to_loss")):
+        dims = VARIABLES[name].dims
+        array = da.map_blocks(
+            functools.partial(_simulate_block, item, seed, proj_dim, n_samples, chunks),
+            chunks=(by_block[0], (proj_dim,), by_block[1]) if item == 0 else by_block,
+            name=f"{name}-simulated-{token}", meta=np.empty((0,) * len(dims), np.float32),
+        )  # fmt: skip
+        data[name] = dims, array
     checkpoints = [f"c{i}" for i in range(n_checkpoints)]
     coords = {
         "label": (SAMPLE, np.arange(n_samples) % 2),
@@ -107,20 +107,12 @@ def simulate_features(
 
 
 def _simulate_block(
-    seed: int, proj_dim: int, n_samples: int, chunks: int, block_id: tuple[int, int]
-) -> tuple[np.ndarray, ...]:
-    rng = np.random.default_rng([seed, *block_id])
-    n = min(chunks, n_samples - block_id[0] * chunks)
+    item: int, seed: int, proj_dim: int, n_samples: int, chunks: int, block_id: tuple[int, ...]
+) -> np.ndarray:
+    """Draw the features of a block, its outputs and Q, one after the other; return one of them."""
+    start, checkpoint = block_id[0], block_id[-1]
+    rng = np.random.default_rng([seed, start, checkpoint])
+    n = min(chunks, n_samples - start * chunks)
     feature = rng.standard_normal((n, proj_dim, 1), dtype=np.float32)
-    return feature, rng.random((n, 1), dtype=np.float32), rng.random((n, 1), dtype=np.float32)
-
-
-def _item(bundle: da.Array, item: int, proj_dim: int, name: str) -> da.Array:
-    is_feature = item == 0
-    item_of: da.Array = da.blockwise(
-        take, "spc" if is_feature else "sc", bundle, "sc", item, None,
-        new_axes={"p": proj_dim} if is_feature else None,
-        name=f"{name}-{md5(bundle.name.encode()).hexdigest()}", dtype=np.float32,
-        meta=np.empty((0,) * (3 if is_feature else 2), np.float32),
-    )  # fmt: skip
-    return item_of
+    others = [rng.random((n, 1), dtype=np.float32) for _ in range(item)]
+    return [feature, *others][item]

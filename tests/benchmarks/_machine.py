@@ -63,6 +63,16 @@ def parser_of(doc: str, **defaults: Any) -> argparse.ArgumentParser:
     return parser
 
 
+def made_once(path: Path, write: Callable[[Path], object]) -> Path:
+    """Let a file be written, as a whole or not at all, unless it is there; return its path."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"partial-{path.name}")
+        write(partial)
+        partial.replace(path)
+    return path
+
+
 def peak_memory() -> int:
     """Return the most bytes that this process held: ``ru_maxrss`` begins with its parent's."""
     status = Path("/proc/self/status").read_text()

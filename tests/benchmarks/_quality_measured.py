@@ -16,8 +16,9 @@ import dask
 import numpy as np
 import torch
 import xarray as xr
+from _machine import made_once
 from _quality_kernels import GRID, Damped, Floats, Kernel, Task, lds, load
-from _quality_scores import AUTO, compact, features, ground, write
+from _quality_scores import AUTO, compact, features, ground
 from _quality_tasks import Subject
 from _quality_truth import checkpoints, truth
 from _quality_wider import Wider, trajectory
@@ -66,12 +67,14 @@ class Measured:
         """Return what the cache has, or measure it, as rows with the name of the task."""
         stem = f"{self.subject.name}-{self.subject.digest()}-{measure.__name__}"
         path = self.cache / "wider" / f"{stem}.json"
-        if not path.exists():
+
+        def write(path: Path) -> None:
             start = time.process_time()
-            write(path, {"rows": measure(self)})
+            path.write_text(json.dumps({"rows": measure(self)}))
             took = time.process_time() - start
-            print(f"  {path.stem}: {took:.0f} CPU seconds", file=sys.stderr, flush=True)
-        rows: list[Row] = json.loads(path.read_text())["rows"]
+            print(f"  {stem}: {took:.0f} CPU seconds", file=sys.stderr, flush=True)
+
+        rows: list[Row] = json.loads(made_once(path, write).read_text())["rows"]
         return [{"task": self.subject.name} | row for row in rows]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import dask
 import numpy as np
 import xarray as xr
+from _machine import made_once
 from _quality_subjects import SUBJECTS
 from _quality_tasks import Subject, members
 from _quality_truth import checkpoints, truth
@@ -55,7 +56,7 @@ class Setting:
 def evaluate(setting: Setting, cache: Path) -> Row:
     """Score a setting and return its LDS at every λ; what the cache has is not made again."""
     subject = SUBJECTS[setting.task]
-    path = cache / "rows" / f"{_digest(asdict(setting), subject.digest())}.json"
+    path = cache / "rows" / f"{digest(asdict(setting), subject.digest())}.json"
     if not path.exists():
         options = ESTIMATORS[setting.estimator]
         if subject.task == "regression" and setting.estimator == "soft":
@@ -77,7 +78,7 @@ def keep_row(path: Path, subject: Subject, scores: xr.DataArray, facts: Row) -> 
     pairs = zip(every.damping.values, every.values, strict=True)
     by_damping = {str(damping): round(float(value), 5) for damping, value in pairs}
     row = {**facts, "best_at": best, "by_damping": by_damping, "entries": list(names)}
-    write(path, row)  # last: a row that is there is complete
+    made_once(path, lambda path: path.write_text(json.dumps(row)))  # last: a row is complete
 
 
 def read_row(path: Path) -> Row:
@@ -117,20 +118,12 @@ def ground(subject: Subject) -> tuple[xr.DataArray, xr.DataArray]:
     return xr.DataArray(drawn, dims=("subset", "sample")), outputs
 
 
-def write(path: Path, row: dict[str, Any]) -> None:
-    """Write at once or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(row))
-    partial.replace(path)
-
-
 def features(
     subject: Subject, projector: Projector, cache: Path, paths: list[Path]
 ) -> tuple[xr.Dataset, xr.Dataset]:
     """Return features of training samples and targets; those of the cache are not made again."""
     model = td.Model(subject.build, checkpoints=paths, task=subject.task)
-    name = f"{subject.name}-{_digest(projector.spec(), [path.name for path in paths])}"
+    name = f"{subject.name}-{digest(projector.spec(), [path.name for path in paths])}"
     parts = []
     for part, role in enumerate(("train", "targets")):
         store = cache / "features" / f"{name}-{role}.zarr"
@@ -139,7 +132,8 @@ def features(
     return parts[0], parts[1]
 
 
-def _digest(*made_of: Any) -> str:
+def digest(*made_of: Any) -> str:
+    """Name a file by what it is made of, and by the version that makes it."""
     text = json.dumps([td.__version__, *made_of], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from _machine import made_once
 from _quality_tasks import Subject, members
 from numpy.typing import NDArray
 
@@ -19,43 +21,39 @@ N_CHECKPOINTS = 10
 
 def checkpoints(subject: Subject, cache: Path, n: int = N_CHECKPOINTS) -> list[Path]:
     """Train what is missing of the full-data models and return their files."""
-    folder = cache / "checkpoints"
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{subject.name}-{subject.digest()}-c{index}.pt" for index in range(n)]
-    for index, path in enumerate(paths):
-        if not path.exists():
-            partial = path.with_suffix(".partial")
-            torch.save(subject.train(None, seed=index), partial)
-            partial.replace(path)
-    return paths
+    stem = cache / "checkpoints" / f"{subject.name}-{subject.digest()}"
+
+    def write(seed: int, path: Path) -> None:
+        torch.save(subject.train(None, seed), path)
+
+    return [made_once(Path(f"{stem}-c{seed}.pt"), partial(write, seed)) for seed in range(n)]
 
 
-def retrain(subject: Subject, cache: Path) -> NDArray[np.float32]:
+def retrain(subject: Subject, cache: Path, n_seeds: int = SEEDS) -> NDArray[np.float32]:
     """Return outputs (subset, seed, target), trained where the cache has them not."""
     folder = cache / f"retrained-{subject.name}-{subject.digest()}"
-    folder.mkdir(parents=True, exist_ok=True)
+
+    def write(subsets: range, path: Path) -> None:
+        np.save(path, _outputs(subject, subsets, n_seeds))
+        print(f"  {subject.name}: {subsets.stop} subsets", file=sys.stderr, flush=True)
+
     found = []
     for start in range(0, subject.n_subsets, CHUNK):
-        path = folder / f"subset{start:04}.npy"
-        if not path.exists():
-            partial = path.with_suffix(".partial.npy")
-            np.save(partial, _chunk(subject, range(start, start + CHUNK)))
-            partial.replace(path)
-            print(f"  {subject.name}: {start + CHUNK} subsets", file=sys.stderr, flush=True)
-        found.append(np.load(path))
+        make = partial(write, range(start, start + CHUNK))
+        found.append(np.load(made_once(folder / f"subset{start:04}.npy", make)))
     return np.concatenate(found)[: subject.n_subsets]
 
 
-def _chunk(subject: Subject, subsets: range) -> NDArray[np.float32]:
+def _outputs(subject: Subject, subsets: range, n_seeds: int) -> NDArray[np.float32]:
     n_train = len(subject.data()[0][0])
     # Seeds of their own: 0, 1, ... are those of the models that are attributed.
     states = [
         subject.train(members(subset, n_train), seed=1_000_000 * (seed + 1) + subset)
         for subset in subsets
-        for seed in range(SEEDS)
+        for seed in range(n_seeds)
     ]
     outputs = np.stack([subject.outputs(state) for state in states]).astype(np.float32)
-    return outputs.reshape(len(subsets), SEEDS, -1)
+    return outputs.reshape(len(subsets), n_seeds, -1)
 
 
 def keep(subject: Subject, outputs: NDArray[np.float32]) -> None:

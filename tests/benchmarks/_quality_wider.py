@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import xarray as xr
+from _machine import made_once
 from _quality_subjects import applied
 from _quality_tasks import (
     N_CLASSES,
@@ -217,15 +218,11 @@ def _copied(model: nn.Module) -> State:
 
 def trajectory(subject: Wider, cache: Path) -> list[Path]:
     """Train the first full-data model once more if its states on the way are not in the cache."""
-    folder = cache / "checkpoints"
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = f"{subject.name}-{subject.digest()}"
-    paths = [folder / f"{stem}-t{index}.pt" for index in range(N_CHECKPOINTS)]
+    stem = cache / "checkpoints" / f"{subject.name}-{subject.digest()}"
+    paths = [Path(f"{stem}-t{index}.pt") for index in range(N_CHECKPOINTS)]
     if not all(path.exists() for path in paths):
         for path, state in zip(paths, subject.trajectory(0, N_CHECKPOINTS), strict=True):
-            partial = path.with_suffix(".partial")
-            torch.save(state, partial)
-            partial.replace(path)
+            made_once(path, functools.partial(torch.save, state))
     return paths
 
 

@@ -7,12 +7,10 @@ median of this run. How to run it, and what the columns mean: README.md in this 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
@@ -22,60 +20,41 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _machine import in_a_process, parser_of
 from _peer_engines import Job, measure, prepare
 from numpy.typing import NDArray
 
-ROOT = Path(__file__).resolve().parents[2]
 # trakdask with its default projector, and with a dense one as the others have.
 ENGINES = ("trakdask", "rademacher", "traker", "dattri")
 MOST_BATCHES = 16
 INSTALL = "Type pip install -e '.[peers]'."
-ONE_THREAD = {
-    name: "1"
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
-}
 
 
-def in_a_process(order: dict[str, Any], core: int | None) -> dict[str, Any]:
+def on_one_core(order: dict[str, Any]) -> Any:
     """Give an order to a fresh interpreter on one core, and return its answer."""
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    env["TRAKDASK_NUMBA"] = "1"  # imported by the warm-up, which is not timed
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
-        order = {**order, "core": core, "answer": str(answer)}
-        command = [sys.executable, __file__, "--order", json.dumps(order)]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{order} failed:\n{done.stderr[-4000:]}")
-        result: dict[str, Any] = json.loads(answer.read_text())
-    return result
+    # Numba is imported by the warm-up, which is not timed.
+    return in_a_process(__file__, "--order", json.dumps(order), TRAKDASK_NUMBA="1")
 
 
-def obey(order: dict[str, Any]) -> None:
-    """Do what :func:`in_a_process` ordered."""
-    if order["core"] is not None:
-        os.sched_setaffinity(0, {order["core"]})
+def obey(order: dict[str, Any]) -> Any:
+    """Do what :func:`on_one_core` ordered."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     if "job" in order:
-        answer = measure(Job(**order["job"]), Path(order["scores"]))
-    else:
-        answer = prepare(Path(order["folder"]), **order["prepare"])
-    Path(order["answer"]).write_text(json.dumps(answer))
+        return measure(Job(**order["job"]), Path(order["scores"]))
+    return prepare(Path(order["folder"]), **order["prepare"])
 
 
 class Comparison:
-    """Runs jobs and remembers what they gave."""
+    """Runs jobs, each in a process of its own."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options = options
         self.folder = folder
-        cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-        self.core = max(cores) if cores else None
-        self.records: list[dict[str, Any]] = []
 
     def prepare(self, build: str, n_checkpoints: int) -> Job:
         wanted = {"build": build, "n_checkpoints": n_checkpoints}
-        made = in_a_process({"prepare": wanted, "folder": str(self.folder)}, self.core)
+        made = on_one_core({"prepare": wanted, "folder": str(self.folder)})
         return Job(
             engine="",
             build=build,
@@ -87,14 +66,13 @@ class Comparison:
             n_target=128,
         )
 
-    def run(self, job: Job) -> NDArray[np.float64]:
-        scores = self.folder / "scores.npy"
-        record = in_a_process({"job": asdict(job), "scores": str(scores)}, self.core)
-        files = [Path(path).name for path in job.checkpoints]
-        self.records.append({"job": {**asdict(job), "checkpoints": files}, **record})
+    def run(self, job: Job) -> dict[str, Any]:
+        """Return what is measured of a job, and its scores."""
+        path = self.folder / "scores.npy"
+        measured = on_one_core({"job": asdict(job), "scores": str(path)})
         what = f"{job.engine:10} {job.build} proj_dim={job.proj_dim} batch_size={job.batch_size}"
-        print(f"  {what}: {record['seconds']['total']:.1f} s", file=sys.stderr)
-        return np.asarray(np.load(scores), dtype=np.float64)
+        print(f"  {what}: {measured['seconds']['total']:.1f} s", file=sys.stderr)
+        return measured | {"scores": np.load(path).astype(np.float64), "n_train": job.n_train}
 
     def speed(self, job: Job) -> list[dict[str, Any]]:
         """Let the engines take turns, each time in another order."""
@@ -106,8 +84,7 @@ class Comparison:
                 n_train = min(job.n_train, MOST_BATCHES * batch_size)
                 sized = replace(job, batch_size=batch_size, n_train=n_train)
                 for engine in engines[turn:] + engines[:turn]:
-                    self.run(replace(sized, engine=engine))
-                    rounds[batch_size, engine].append(self.records[-1])
+                    rounds[batch_size, engine].append(self.run(replace(sized, engine=engine)))
         return [
             summary(
                 batch_size, engine, rounds[batch_size, engine], rounds.get((batch_size, "traker"))
@@ -119,7 +96,7 @@ class Comparison:
     def agreement(self, what: str, job: Job) -> list[dict[str, Any]]:
         """Compare everyone's scores, and with a projection also another seed's, with traker's."""
         job = replace(job, n_train=min(job.n_train, 1024))  # no digit twice
-        reference = self.run(replace(job, engine="traker"))
+        reference = self.run(replace(job, engine="traker"))["scores"]
         others = [replace(job, engine=e) for e in self.options.engines if e != "traker"]
         if job.proj_dim is None:  # without a projection trakdask has but one way
             others = [each for each in others if each.engine != "rademacher"]
@@ -127,7 +104,7 @@ class Comparison:
             others.append(replace(job, engine="traker", seed=1))
         rows = []
         for other in others:
-            scores = self.run(other)
+            scores = self.run(other)["scores"]
             correlations = spearman(scores, reference)
             rows.append(
                 {
@@ -153,7 +130,7 @@ def summary(
         return statistics.median(value(record) for record in records)
 
     def rate(part: str) -> float:
-        return median(lambda r: r["job"]["n_train"] / r["seconds"][part])
+        return median(lambda r: r["n_train"] / r["seconds"][part])
 
     def times_traker(clock: str) -> float | None:
         pairs = zip(traker or [], records, strict=False)
@@ -163,7 +140,7 @@ def summary(
     seconds = [record["seconds"]["featurize"] for record in records]
     return {
         "batch_size": batch_size,
-        "samples": records[0]["job"]["n_train"],
+        "samples": records[0]["n_train"],
         "engine": engine,
         "featurize_per_s": rate("featurize"),
         "times_traker": times_traker("seconds"),
@@ -192,42 +169,30 @@ def difference(scores: NDArray[np.float64], reference: NDArray[np.float64]) -> f
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    import pandas as pd  # for the processes that are measured to stay small
 
-    table = Table(title=title, title_justify="left")
-    for name in rows[0]:
-        table.add_column(name.replace("_", " "), justify="right")
-    for row in rows:
-        table.add_row(*(f"{v:.5g}" if isinstance(v, float) else str(v) for v in row.values()))
-    Console(width=140).print(table)
+    frame = pd.DataFrame(rows).rename(columns=lambda name: name.replace("_", " "))
+    print(f"\n{title}\n{frame.to_string(index=False, float_format='{:.5g}'.format)}", flush=True)
 
 
-def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def compare(options: argparse.Namespace, folder: Path) -> None:
     comparison = Comparison(options, folder)
     cnn = comparison.prepare("digits_cnn", 1)
-    speed = comparison.speed(cnn)
-    show(f"digits_cnn, p = {options.proj_dim}, 1 checkpoint", speed)
-    agreement = []
+    show(f"digits_cnn, p = {options.proj_dim}, 1 checkpoint", comparison.speed(cnn))
     if "traker" in options.engines:
-        agreement += comparison.agreement("digits_cnn, own projection, 1 checkpoint", cnn)
+        agreement = comparison.agreement("digits_cnn, own projection, 1 checkpoint", cnn)
         exact = replace(comparison.prepare("tiny_mlp", 3), proj_dim=None)
         one = replace(exact, checkpoints=exact.checkpoints[:1])
         agreement += comparison.agreement("tiny_mlp, no projection, 1 checkpoint", one)
         agreement += comparison.agreement("tiny_mlp, no projection, 3 checkpoints", exact)
         show("Spearman of the scores with traker's, at equal λ", agreement)
-    return {"speed": speed, "agreement": agreement, "runs": comparison.records}
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    sizes = {"batch_sizes": [32, 128, 512], "n_train": 2048, "proj_dim": 2048}
+    parser = parser_of(__doc__, **sizes, repeats=2)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[32, 128, 512])
-    parser.add_argument("--n-train", type=int, default=2048, help="training samples")
-    parser.add_argument("--proj-dim", type=int, default=2048)
-    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="one repeat of one small batch size")
-    parser.add_argument("--out", type=Path, help="write everything measured as JSON")
     parser.add_argument("--order", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.quick:
@@ -242,12 +207,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     if options.order:
-        obey(options.order)
+        print(json.dumps(obey(options.order)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        result = compare(options, Path(folder))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1))
+        compare(options, Path(folder))
 
 
 if __name__ == "__main__":

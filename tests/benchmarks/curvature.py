@@ -24,6 +24,7 @@ import numpy as np
 import pandas as pd
 import torch
 import xarray as xr
+from _machine import made_once, parser_of
 from _quality_scores import ground
 from _quality_subjects import SUBJECTS
 from _quality_truth import checkpoints
@@ -104,22 +105,20 @@ Measure = Callable[[str, int, Path], dict[str, Any]]
 
 def rows_of(measure: Measure, tasks: list[str], cache: Path, folder: Path) -> pd.DataFrame:
     """Return a row for each task and number of checkpoints; those in the folder are kept."""
-    rows = []
-    folder.mkdir(parents=True, exist_ok=True)
-    for n in N_CHECKPOINTS:
-        for name in tasks:
-            path = folder / f"{name}-{n}.json"
-            if not path.exists():
-                path.write_text(json.dumps(measure(name, n, cache)))
-            rows.append(json.loads(path.read_text()))
-    return pd.DataFrame(rows)
+
+    def row(name: str, n: int) -> dict[str, Any]:
+        made = made_once(
+            folder / f"{name}-{n}.json",
+            lambda path: path.write_text(json.dumps(measure(name, n, cache))),
+        )
+        return json.loads(made.read_text())
+
+    return pd.DataFrame([row(name, n) for n in N_CHECKPOINTS for name in tasks])
 
 
 def arguments_of(doc: str | None) -> argparse.Namespace:
     """Return the options of the script; torch and dask use one thread from now on."""
-    parser = argparse.ArgumentParser(description=doc)
-    parser.add_argument("--cache", type=Path, default=Path("demo-output/quality"))
-    parser.add_argument("--tasks", nargs="*", default=list(ALL))
+    parser = parser_of(doc or "", cache=Path("demo-output/quality"), tasks=list(ALL))
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dask.config.set(scheduler="synchronous")

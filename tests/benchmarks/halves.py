@@ -9,10 +9,12 @@ are halves, too: that favours models of halves.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from _machine import made_once
 from _quality_tasks import Subject, members
 from _quality_truth import checkpoints
 from curvature import ALL, SKETCH, a_quarter, arguments_of, lds, print_gains, rows_of
@@ -24,16 +26,13 @@ FIRST = 1_000_000  # number of the first half: the truth has the halves 0, 1, ..
 
 def half_checkpoints(subject: Subject, cache: Path, n: int) -> list[Path]:
     """Train what is missing of the models of halves and return their files."""
-    folder = cache / "halves"
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{subject.name}-{subject.digest()}-h{index}.pt" for index in range(n)]
+    stem = cache / "halves" / f"{subject.name}-{subject.digest()}"
     n_train = len(subject.data()[0][0])
-    for index, path in enumerate(paths):
-        if not path.exists():
-            partial = path.with_suffix(".partial")
-            torch.save(subject.train(members(FIRST + index, n_train), seed=100 + index), partial)
-            partial.replace(path)
-    return paths
+
+    def write(index: int, path: Path) -> None:
+        torch.save(subject.train(members(FIRST + index, n_train), seed=100 + index), path)
+
+    return [made_once(Path(f"{stem}-h{index}.pt"), partial(write, index)) for index in range(n)]
 
 
 def measure(name: str, n: int, cache: Path) -> dict[str, Any]:

@@ -10,21 +10,21 @@ stay in the cache: a run that was interrupted goes on, and a second one only res
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
+import functools
 import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import dask
 import numpy as np
+import pandas as pd
 import torch
-from _machine import parser_of
-from _quality_tasks import members
+from _machine import made_once, parser_of
+from _quality_scores import digest
+from _quality_tasks import Subject, members
+from _quality_truth import checkpoints, retrain
 from numpy.typing import NDArray
 
 import trakdask as td
@@ -52,123 +52,47 @@ def kinds(mask_rows: int) -> dict[str, Callable[[int, int], Projector]]:
     }
 
 
-# --- truth: models trained on random halves -------------------------------------------------------
+# --- scores ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Retraining:
-    """One model to train: on which half of the digits, from which weights, into which file."""
-
-    subset: int
-    seed: int
-    epochs: int
-    path: Path
+def demo(options: argparse.Namespace) -> Subject:
+    """Return the classifier of the demo, retrained on halves of its training digits."""
+    data = functools.partial(examples.digits_arrays, N_TARGET)
+    return Subject("demo", examples.digits_cnn, data, options.epochs, options.subsets)
 
 
-def retrain(job: Retraining) -> None:
-    """Train on one subset and store the outputs f of all targets; nothing if they are stored."""
-    if job.path.exists():
-        return
-    (images, labels), targets = examples.digits_arrays(N_TARGET)
-    mask = members(job.subset, len(images))
-    # Seeds of their own: 0, 1, ... are those of the checkpoints that are attributed.
-    seed = 1_000_000 * (job.seed + 1) + job.subset
-    state = examples.train_classifier(
-        examples.digits_cnn, images[mask], labels[mask], seed=seed, epochs=job.epochs
-    )
-    partial = job.path.with_suffix(".partial.npz")
-    np.savez(partial, outputs=outputs(state, *targets))
-    partial.replace(job.path)
+def scores(subject: Subject, projector: Projector, options: argparse.Namespace) -> Floats:
+    """Return scores (training sample, target), at the default damping."""
+    paths = checkpoints(subject, options.cache, options.checkpoints)
+    model = td.Model(subject.build, checkpoints=paths)
+
+    def write(path: Path) -> None:
+        features = [td.featurize(subject.samples(i), model, projector=projector) for i in (0, 1)]
+        train, targets = (part.compute() for part in features)
+        published = {"estimator": "trak", "damping": "closed_form"}  # no choices
+        np.save(path, td.score(train, targets, **published).values)
+
+    name = f"scores-{digest(projector.spec(), [path.name for path in paths])}.npy"
+    return np.load(made_once(options.cache / name, write)).astype(np.float64)
 
 
-def outputs(state: dict[str, torch.Tensor], images: Any, labels: Any) -> Floats:
-    """f = log(p / (1 - p)) of the correct class, in float64: what trakdask attributes."""
-    model = examples.digits_cnn().eval()
-    model.load_state_dict(state)
-    with torch.no_grad():
-        logits = model(torch.from_numpy(images)).double()
-    column = torch.from_numpy(labels)[:, None]
-    others = logits.scatter(1, column, -torch.inf)
-    return (logits.gather(1, column)[:, 0] - others.logsumexp(1)).numpy()
-
-
-def retrained_outputs(options: argparse.Namespace) -> Floats:
-    """(subset, seed, target), trained where the cache has them not."""
-    folder = options.cache / f"retrained-e{options.epochs}-t{N_TARGET}"
-    folder.mkdir(parents=True, exist_ok=True)
-    jobs = [
-        Retraining(s, k, options.epochs, folder / f"subset{s:04}-seed{k}.npz")
-        for s in range(options.subsets)
-        for k in range(options.seeds)
-    ]
-    for done, _ in enumerate(_each(retrain, jobs, options.processes), start=1):
-        if done % 50 == 0 or done == len(jobs):
-            print(f"  {done} of {len(jobs)} models", file=sys.stderr, flush=True)
-    found = np.stack([np.load(job.path)["outputs"] for job in jobs])
-    return found.reshape(options.subsets, options.seeds, -1)
-
-
-def _each(function: Callable[[Any], None], jobs: list[Any], processes: int) -> Iterator[None]:
-    if processes == 1:
-        yield from map(function, jobs)
-        return
-    with ProcessPoolExecutor(processes) as pool:
-        yield from pool.map(function, jobs)
-
-
-# --- prediction: sums of scores -------------------------------------------------------------------
-
-
-class Attribution:
-    """Scores of the full-data models by any projector, through the public interface."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
-        self.paths = examples.digits_checkpoints(
-            options.cache / "checkpoints",
-            n_checkpoints=options.checkpoints,
-            n_target=N_TARGET,
-            epochs=options.epochs,
-        )
-        self.model = td.Model(examples.digits_cnn, checkpoints=self.paths)
-        self.samples = examples.digits(n_target=N_TARGET, chunks=512)
-
-    def scores(self, projector: Projector) -> Floats:
-        """(training sample, target), at the default damping."""
-        path = self.options.cache / f"scores-{self._digest(projector)}.npy"
-        if not path.exists():
-            features = (td.featurize(s, self.model, projector=projector) for s in self.samples)
-            train, targets = (part.compute() for part in features)
-            options = {"estimator": "trak", "damping": "closed_form"}  # as published; no choices
-            np.save(path, td.score(train, targets, **options).values)
-        return np.load(path).astype(np.float64)
-
-    def _digest(self, projector: Projector) -> str:
-        made_of = [projector.spec(), [path.name for path in self.paths], td.__version__]
-        return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def predictions(options: argparse.Namespace) -> dict[tuple[str, int], list[Floats]]:
+def predictions(
+    subject: Subject, options: argparse.Namespace
+) -> dict[tuple[str, int], list[Floats]]:
     """(kind, proj_dim) -> one array (subset, target) per seed of the projector."""
-    attribution = Attribution(options)
-    n_train = attribution.samples[0].sizes["sample"]
+    n_train = len(subject.data()[0][0])
     masks = np.stack([members(s, n_train) for s in range(options.subsets)]).astype(np.float64)
     found = {}
     for proj_dim in options.proj_dims:
-        for name, projector in _wanted(options).items():
-            seeds = range(options.projector_seeds)
+        for name, projector in kinds(options.mask_rows).items():
             start = time.perf_counter()
             found[name, proj_dim] = [
-                masks @ attribution.scores(projector(proj_dim, seed)) for seed in seeds
+                masks @ scores(subject, projector(proj_dim, seed), options)
+                for seed in range(options.projector_seeds)
             ]
             seconds = time.perf_counter() - start
             print(f"  {name}, p = {proj_dim}: {seconds:.0f} s", file=sys.stderr, flush=True)
     return found
-
-
-def _wanted(options: argparse.Namespace) -> dict[str, Callable[[int, int], Projector]]:
-    known = kinds(options.mask_rows)
-    return {name: known[name] for name in known if name in {REFERENCE, *options.kinds}}
 
 
 # --- rank correlation, resampled ------------------------------------------------------------------
@@ -190,8 +114,8 @@ def bootstrap(
     return {key: np.array(means) for key, means in found.items()}
 
 
-def interval(draws: Floats) -> list[float]:
-    return [float(q) for q in np.quantile(draws, [0.025, 0.975])]
+def interval(draws: Floats) -> Floats:
+    return np.quantile(draws, [0.025, 0.975])
 
 
 def noise(found: Floats) -> dict[str, float]:
@@ -210,7 +134,7 @@ def noise(found: Floats) -> dict[str, float]:
 
 def evaluate(
     found: Floats, predicted: dict[tuple[str, int], list[Floats]], repeats: int
-) -> list[dict[str, Any]]:
+) -> pd.DataFrame:
     """One row per kind and proj_dim."""
     truth = Ranking.of(found.mean(axis=1))
     rankings = {key: [Ranking.of(one) for one in many] for key, many in predicted.items()}
@@ -219,54 +143,25 @@ def evaluate(
         k: ranks.lds(truth, r, np.ones(len(found))).mean(axis=1) for k, r in rankings.items()
     }
     rows = []
-    for key, values in by_seed.items():
-        reference = REFERENCE, key[1]
+    for (kind, proj_dim), values in by_seed.items():
+        reference = REFERENCE, proj_dim
         low, high = interval(draws[reference])
-        rows.append(
-            {
-                "kind": key[0],
-                "proj_dim": key[1],
-                "lds": float(values.mean()),
-                "interval": interval(draws[key]),
-                "by_seed": values.tolist(),
-                "difference": float(values.mean() - by_seed[reference].mean()),
-                "difference_interval": interval(draws[key] - draws[reference]),
-                # In Rademacher's interval at this proj_dim, seen alone.
-                "within": bool(low <= values.mean() <= high),
-            }
-        )
-    return rows
+        least, most = interval(draws[kind, proj_dim] - draws[reference])
+        row = {"kind": kind, "p": proj_dim, "LDS": values.mean()}
+        row["95 % interval"] = shown(interval(draws[kind, proj_dim]))
+        row["seeds, least to most"] = shown((values.min(), values.max()))
+        if kind != REFERENCE:
+            row["less Rademacher"] = values.mean() - by_seed[reference].mean()
+            row["its interval"] = shown((least, most))
+            row["differs"] = "no" if least <= 0 <= most else "yes"
+            # In Rademacher's interval at this proj_dim, seen alone.
+            row["within"] = "yes" if low <= values.mean() <= high else "no"
+        rows.append(row)
+    return pd.DataFrame(rows)
 
 
-def show(facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    for name, value in facts.items():
-        print(f"{name:>16}: {value}")
-    print(
-        f"\n{'kind':<12}{'p':>6}{'LDS':>8}  {'95 % interval':<18}{'seeds, least to most':<22}",
-        end="",
-    )
-    print(f"{'less Rademacher':>16}  {'95 % interval':<20}{'differs':<9}within")
-    for row in rows:
-        print("".join([*_own_cells(row), *_cells_beside_reference(row)]).rstrip())
-
-
-def _own_cells(row: dict[str, Any]) -> list[str]:
-    low, high = row["interval"]
-    seeds = f"{min(row['by_seed']):.4f} to {max(row['by_seed']):.4f}"
-    return [
-        f"{row['kind']:<12}{row['proj_dim']:>6}{row['lds']:>8.4f}  ",
-        f"{f'{low:.4f} to {high:.4f}':<18}{seeds:<22}",
-    ]
-
-
-def _cells_beside_reference(row: dict[str, Any]) -> list[str]:
-    if row["kind"] == REFERENCE:
-        return []
-    low, high = row["difference_interval"]
-    return [
-        f"{row['difference']:>+16.4f}  {f'{low:+.4f} to {high:+.4f}':<20}",
-        f"{'no' if low <= 0 <= high else 'yes':<9}{'yes' if row['within'] else 'no'}",
-    ]
+def shown(ends: Iterable[float]) -> str:
+    return " to ".join(f"{end:.4f}" for end in ends)
 
 
 def describe(options: argparse.Namespace, found: Floats) -> dict[str, Any]:
@@ -285,27 +180,21 @@ def describe(options: argparse.Namespace, found: Floats) -> dict[str, Any]:
     }
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    names = list(kinds(1))
+def main() -> None:
     parser = parser_of(
         __doc__, proj_dims=[512, 1024], projector_seeds=3, mask_rows=16384, subsets=200, seeds=3,
-        checkpoints=5, epochs=12, processes=1, resamples=2000,
+        checkpoints=5, epochs=12, resamples=2000, cache=Path("demo-output/lds"),
     )  # fmt: skip
-    parser.add_argument("--cache", type=Path, default=Path("demo-output/lds"))
-    parser.add_argument("--kinds", nargs="+", choices=names, default=names)
-    parser.add_argument("--retrain-only", action="store_true", help="fill the cache and stop")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> None:
-    options = arguments(argv)
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    found = retrained_outputs(options)
-    if options.retrain_only:
-        return
+    subject = demo(options)
+    found = retrain(subject, options.cache / f"seeds-{options.seeds}", options.seeds)
     with dask.config.set(scheduler="synchronous"):
-        predicted = predictions(options)
-    show(describe(options, found), evaluate(found, predicted, options.resamples))
+        predicted = predictions(subject, options)
+    for name, value in describe(options, found).items():
+        print(f"{name:>16}: {value}")
+    table = evaluate(found.astype(np.float64), predicted, options.resamples)
+    print(f"\n{table.round(4).to_string(index=False, na_rep='')}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How good are the scores? LDS of estimators × dampings on models retrained on random halves.
 
-    python tests/benchmarks/quality.py --out quality.json
+    python tests/benchmarks/quality.py
 
 Compares plain TRAK and soft weights at the closed-form, the automatic and the best λ, over tasks,
 checkpoints, proj_dim and projectors. The retrained models' outputs are committed; features, scores
@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import os
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import dask
 import numpy as np
 import torch
 import xarray as xr
+from _machine import made_once, parser_of
 from _quality_peers import PEERS, PeerJob
 from _quality_report import comparisons, report, summary, verdicts, without_draws
 from _quality_scores import (
@@ -84,16 +84,14 @@ def settings(options: argparse.Namespace) -> Iterator[Setting]:
 
 def score_peers(options: argparse.Namespace) -> None:
     """Keep the scores of other packages at λ = 0 and at every factor."""
-    for engine, path, job in peer_jobs(options):
-        if path.exists():
-            continue
+
+    def write(engine: str, job: PeerJob, path: Path) -> None:
         start = time.perf_counter()
-        found = np.stack(list(PEERS[engine](job, [0.0, *FACTORS])))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial.npy")
-        np.save(partial, found)
-        partial.replace(path)
+        np.save(path, np.stack(list(PEERS[engine](job, [0.0, *FACTORS]))))
         print(f"  {path.stem}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+
+    for engine, path, job in peer_jobs(options):
+        made_once(path, partial(write, engine, job))
 
 
 def peer_jobs(options: argparse.Namespace) -> Iterator[tuple[str, Path, PeerJob]]:
@@ -161,15 +159,6 @@ def is_classification(task: str) -> bool:
     return SUBJECTS[task].task == "image_classification"
 
 
-def rounded(value: Any) -> Any:
-    """Keep five decimals of every number: more than the intervals tell."""
-    if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [rounded(item) for item in value]
-    return round(value, 5) if isinstance(value, float) else value
-
-
 def facts(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return what the task is."""
     subject = SUBJECTS[name]
@@ -189,25 +178,16 @@ def facts(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    stages = ("train", "peers", "score")
-    parser.add_argument("--stage", choices=stages, default="score")
-    parser.add_argument("--tasks", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
-    parser.add_argument("--proj-dims", nargs="+", type=int, default=[512, 2048])
-    parser.add_argument("--checkpoints", nargs="+", type=int, default=[1, 3, 10])
-    parser.add_argument("--peer-checkpoints", nargs="+", type=int, default=[1, 3])
-    parser.add_argument("--resamples", type=int, default=500)
-    parser.add_argument("--cache", type=Path, default=Path("demo-output/quality"))
-    parser.add_argument("--out", type=Path, help="write everything as JSON")
-    parser.add_argument("--from-results", type=Path, help="print the tables of such a file")
+    parser = parser_of(
+        __doc__, tasks=list(SUBJECTS), proj_dims=[512, 2048], checkpoints=[1, 3, 10],
+        peer_checkpoints=[1, 3], resamples=500, cache=Path("demo-output/quality"),
+    )  # fmt: skip
+    parser.add_argument("--stage", choices=("train", "peers", "score"), default="score")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
-    if options.from_results:
-        print(report(json.loads(options.from_results.read_text())))
-        return
     torch.set_num_threads(1)
     if options.stage == "train":
         train(options)
@@ -216,11 +196,7 @@ def main(argv: list[str] | None = None) -> None:
         score_peers(options)
         return
     with dask.config.set(scheduler="synchronous"):
-        result = rounded(assemble(options, score(options), peer_rows(options)))
-    print(report(result))
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result) + os.linesep)
+        print(report(assemble(options, score(options), peer_rows(options))))
 
 
 if __name__ == "__main__":

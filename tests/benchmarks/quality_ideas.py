@@ -8,13 +8,13 @@ rules by what they lose against that λ. Same checkpoints, features and truth as
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from _machine import parser_of
 from _quality_kernels import GRID, Damped, Floats, Kernel, Task, lds, load
 from _quality_report import table
 from _quality_scores import Setting, ground, selected
@@ -211,37 +211,20 @@ def print_defaults(names: list[str], cache: Path) -> None:
     print(aligned(("task", "λ", *(f"{n} ckpts" for n in CHECKPOINTS)), rows))
 
 
-PARTS: dict[str, Callable[[dict[str, Task]], None]] = {
-    "rules": print_rules,
-    "variants": print_variants,
-    "sharpened": print_sharpened,
-}
-
-
 def _progress(what: str, start: float) -> None:
     print(f"  {what}: {time.process_time() - start:.0f} CPU seconds", file=sys.stderr, flush=True)
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tasks", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
-    parser.add_argument(
-        "--parts", nargs="+", choices=["defaults", *PARTS], default=["defaults", *PARTS]
-    )
-    parser.add_argument("--cache", type=Path, default=Path("demo-output/quality"))
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> None:
-    options = arguments(argv)
-    if "defaults" in options.parts:
-        print_defaults(options.tasks, options.cache)
-    if parts := [PARTS[name] for name in options.parts if name != "defaults"]:
-        most, cache = max(CHECKPOINTS), options.cache
-        subjects = [SUBJECTS[name] for name in options.tasks]
-        tasks = {s.name: load(s, cache, checkpoints(s, cache, most)) for s in subjects}
-        for part in parts:
-            part(tasks)
+def main() -> None:
+    defaults = {"tasks": list(SUBJECTS), "cache": Path("demo-output/quality")}
+    options = parser_of(__doc__, **defaults).parse_args()
+    print_defaults(options.tasks, options.cache)
+    most, cache = max(CHECKPOINTS), options.cache
+    subjects = [SUBJECTS[name] for name in options.tasks]
+    tasks = {s.name: load(s, cache, checkpoints(s, cache, most)) for s in subjects}
+    print_rules(tasks)
+    print_variants(tasks)
+    print_sharpened(tasks)
 
 
 if __name__ == "__main__":

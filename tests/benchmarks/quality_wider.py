@@ -20,6 +20,7 @@ import dask
 import numpy as np
 import pandas as pd
 import torch
+from _machine import parser_of
 from _quality_measured import (
     LOSS_POWERS,
     WITH_Q,
@@ -243,11 +244,9 @@ def timed(run: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    every = [*EARLIER, *WIDER, *HELD_OUT]
+    tasks = [*EARLIER, *WIDER, *HELD_OUT]
+    parser = parser_of(__doc__, tasks=tasks, cache=Path("demo-output/quality"))
     parser.add_argument("--stage", choices=("train", "measure"), default="measure")
-    parser.add_argument("--tasks", nargs="+", choices=every, default=every)
-    parser.add_argument("--cache", type=Path, default=Path("demo-output/quality"))
     return parser.parse_args(argv)
 
 

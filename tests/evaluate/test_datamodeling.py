@@ -1,4 +1,4 @@
-"""LDS against a loop over scipy's spearmanr; its intervals and ceiling against a known truth."""
+"""Masks; LDS against a loop over scipy's spearmanr, its intervals against a known truth."""
 
 from __future__ import annotations
 
@@ -10,9 +10,50 @@ from distributed import Client
 from scipy import stats
 
 import trakdask as td
-from trakdask.testing import raise_if_dask_computes
+from trakdask.testing import raise_if_dask_computes, simulate_features
 
 lds = td.evaluate.lds
+FEATURES = simulate_features(n_samples=30, proj_dim=4)
+
+
+def test_subsets__lazy_seeded_and_labelled() -> None:
+    with raise_if_dask_computes():
+        masks = td.evaluate.subsets(FEATURES, 12, fraction=0.2, seed=3)
+        assert "mask" in repr(masks)
+    assert masks.dims == ("subset", "sample")
+    assert masks.dtype == bool
+    assert (masks.sum("sample") == 6).all()
+    np.testing.assert_array_equal(masks.label, FEATURES.label)
+    plain = td.evaluate.subsets(30, 20, fraction=0.2, seed=3)
+    np.testing.assert_array_equal(plain[:12], masks)
+    assert (td.evaluate.subsets(30, 12, fraction=0.2) != masks).any()
+
+
+def test_subsets__of_scores_take_no_coords_of_targets() -> None:
+    masks = td.evaluate.subsets(td.score(FEATURES, FEATURES), 2)
+    assert set(masks.coords) == {"label"}
+
+
+@pytest.mark.parametrize("form", ["coord", "array", "DataArray"])
+def test_subsets__by_label(form: str) -> None:
+    source = np.array(list("abcdef") * 5, dtype=object)
+    samples = FEATURES.assign_coords(source=("sample", source))
+    by = {"coord": "source", "array": source, "DataArray": samples.source}[form]
+    masks = td.evaluate.subsets(samples, 8, by=by, fraction=1 / 3)
+    inside = masks.values.reshape(8, 5, 6)
+    assert (inside == inside[:, :1]).all()
+    assert (inside[:, 0].sum(axis=1) == 2).all()
+
+
+def test_leave_one_out__each_once_or_some() -> None:
+    with raise_if_dask_computes():
+        masks = td.evaluate.leave_one_out(FEATURES)
+        some = td.evaluate.leave_one_out(30, [7, 7, 2])
+    np.testing.assert_array_equal(~masks, np.eye(30, dtype=bool))
+    assert (~some.values).nonzero()[1].tolist() == some.left_out.values.tolist() == [7, 7, 2]
+
+
+# --- lds -----------------------------------------------------------------------------------------
 
 
 def spearmans(scores: np.ndarray, masks: np.ndarray, outputs: np.ndarray) -> np.ndarray:
@@ -99,7 +140,7 @@ def test_lds__chunks_and_order_of_dimensions_are_invisible() -> None:
 
 
 def test_lds__scheduler_is_invisible(process_client: Client) -> None:
-    scores = td.score(*[td.testing.simulate_features(n_samples=40, proj_dim=8)] * 2)[:, :7]
+    scores = td.score(*[simulate_features(n_samples=40, proj_dim=8)] * 2)[:, :7]
     result = lds(scores, MASKS, OUTPUTS, resamples=20)
     on_cluster = result.compute()
     for scheduler in ("sync", "threads"):
@@ -107,7 +148,7 @@ def test_lds__scheduler_is_invisible(process_client: Client) -> None:
 
 
 def test_lds__lazy_and_labelled() -> None:
-    features = td.testing.simulate_features(n_samples=40, proj_dim=8)
+    features = simulate_features(n_samples=40, proj_dim=8)
     with raise_if_dask_computes():
         scores = td.score(features, features, average=False)
         outputs = xr.DataArray(np.zeros((9, 40)), dims=("subset", "target")).chunk()

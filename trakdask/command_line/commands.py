@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,18 +23,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-
-class _Output(Console):
-    """A console whose reader may leave early, as ``head`` does."""
-
-    def on_broken_pipe(self) -> None:
-        """Print nothing more, also when Python flushes at its end; the job goes on."""
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 # Names and texts of users may look like markup, [bold], or emoji, :on:.
-output = _Output(markup=False, emoji=False)
+output = Console(markup=False, emoji=False)
 errors = Console(stderr=True, markup=False, emoji=False)
 
 File = Annotated[Path, typer.Argument(help="A configuration in YAML or TOML; see `trakdask init`.")]
@@ -182,12 +170,10 @@ def explore(
     """
     from trakdask.explorer import Marks, View  # takes seconds to import
 
-    job: dict[str, Any] = {"folder": "."}
-    options: dict[str, Any] = {}
     with ExitStack() as stack:
         stack.enter_context(_reported(debug))
-        is_configuration = Path(store).suffix in (".yaml", ".yml", ".toml")
-        if is_configuration:
+        job: dict[str, Any] = {"folder": ".", "stores": {"train": store, "targets": targets}}
+        if Path(store).suffix in (".yaml", ".yml", ".toml"):
             job = dict(read(Path(store)))
         elif targets is None:
             raise ConfigurationError(
@@ -197,10 +183,7 @@ def explore(
         if cluster is not None:
             job["cluster"] = {"address": cluster}
         stack.enter_context(cli.jobs.running(job))
-        if is_configuration:
-            store, features, target_features, options = cli.jobs.explored(job)
-        else:
-            features, target_features = td.open(store), td.open(str(targets))
+        store, features, target_features, options = cli.jobs.explored(job)
         if samples is not None:
             with about(f"--samples {samples}"):
                 options["samples"], options["target_samples"] = cli.jobs.named(samples)

@@ -22,6 +22,8 @@ _SECTIONS = (
     *("data", "targets", "model", "projector", "featurize", "save", "stores", "cluster"),
     *("score", "top_k", "groups", "outputs"),
 )
+_KEYS = {"stores": ("train", "targets"), "outputs": ("score", "top_k", "groups")}
+"""The keys of sections that are no arguments of a function, which would check them."""
 _FOLDER = "folder"
 _HEAD = "# By trakdask"
 _SECRETS = "storage_options"
@@ -88,6 +90,8 @@ def read(path: Path, settings: Iterable[str] = ()) -> Configuration:
             require_choice("a section", name, (*_SECTIONS, _FOLDER), remedy="see `trakdask init`")
             if name != _FOLDER and not isinstance(options, dict | None):
                 raise TypeError(f"expected options by name in {name!r}, got {shown(options)}")
+            for key in (options or ()) if name in _KEYS else ():
+                require_choice(f"a key of {name}", key, _KEYS[name], remedy="see `trakdask init`")
     return values
 
 

@@ -17,14 +17,13 @@ import fsspec
 import numpy as np
 import pandas as pd
 import xarray as xr
-from distributed import Client, LocalCluster
+from distributed import Client
 
 import trakdask as td
 from trakdask import projection
 from trakdask.checks import import_callable, require_choice, require_integer
 from trakdask.command_line.configuration import (
     Configuration,
-    ConfigurationError,
     about,
     keep,
     require_not_kept_by_others,
@@ -44,7 +43,6 @@ _CLUSTER = (*_COUNTS, "memory_limit", "local_directory", "dashboard_address")
 _OF_TRAINING = ("gram", "estimator", "power", "calibrate")
 """Options of ``save`` that targets do not need."""
 
-_RESULTS = ("score", "top_k", "groups")
 _WRITERS: Mapping[str, Callable[..., None]] = {".zarr": td.to_zarr, ".parquet": td.to_parquet}
 _IN_MEMORY = 2**30
 
@@ -59,14 +57,14 @@ def running(configuration: Configuration) -> Iterator[None]:
         with about("folder"):
             stack.enter_context(chdir(folder))
         with about("cluster"):  # without options, the threads of this process
-            if "address" in options:
-                stack.enter_context(Client(**{"timeout": 30, **options}))
-            elif options:
-                stack.enter_context(Client(stack.enter_context(_local_cluster(options))))
+            if options:
+                stack.enter_context(_client(options))
         yield
 
 
-def _local_cluster(options: dict[str, Any]) -> LocalCluster:
+def _client(options: dict[str, Any]) -> Client:
+    if "address" in options:
+        return Client(**{"timeout": 30, **options})
     for name, value in options.items():  # Dask would wait for workers that never start
         require_choice("a key", name, _CLUSTER, remedy="try n_workers: 2")
         if name in _COUNTS and value is not None:
@@ -74,30 +72,30 @@ def _local_cluster(options: dict[str, Any]) -> LocalCluster:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Port .* is already in use")
         # Logs are those of connections that end with the workers.
-        return LocalCluster(processes=True, silence_logs=logging.CRITICAL, **options)
+        return Client(processes=True, silence_logs=logging.CRITICAL, **options)
 
 
 def features(configuration: Configuration, name: str) -> xr.Dataset:
     """Return the lazy features of the samples that a section describes."""
     with about(name):
-        samples = _made(section(configuration, name), _KINDS)
+        samples = _of_kind(section(configuration, name), _KINDS)
     with about("model"):
         model = _model(section(configuration, "model"))
     with about("projector"):
         kinds = {kind: getattr(projection, kind) for kind in _PROJECTORS}
-        projector = section(configuration, "projector")
-        made = _made(projector, kinds) if projector else None
+        described = section(configuration, "projector")
+        projector = _of_kind(described, kinds) if described else None
     with about("featurize"):
         options = section(configuration, "featurize")
-        return td.featurize(samples, model=model, projector=made, **options)
+        return td.featurize(samples, model=model, projector=projector, **options)
 
 
-def _made(options: dict[str, Any], kinds: Mapping[str, Callable[..., Any]]) -> Any:
+def _of_kind(options: dict[str, Any], kinds: Mapping[str, Callable[..., Any]]) -> Any:
     """Return what the function returns that ``kind`` names."""
     kind = options.pop("kind", None)
     require_choice("kind", kind, list(kinds), remedy=f"try kind: {next(iter(kinds))}")
     if isinstance(inner := options.get("then"), dict):  # of a mask
-        options["then"] = _made(dict(inner), kinds)
+        options["then"] = _of_kind(dict(inner), kinds)
     return kinds[str(kind)](**options)
 
 
@@ -127,28 +125,25 @@ def saved(
     options, stores = section(configuration, "save"), section(configuration, "stores")
     with about("save"):
         inspect.signature(td.save).bind("features", "store", **options)
-    with about("stores"):
-        for key in stores:
-            require_choice("a key", key, list(_STORES.values()), remedy="try train: train.zarr")
     described = [name for name in _STORES if name in configuration]
-    found = {}
+    both = {}
     for name in _STORES if check else described:
         store: Any = stores.get(_STORES[name])
         with about(f"stores.{_STORES[name]}"):
             if name in described:
                 require_not_kept_by_others(store)
-                found[name] = features(configuration, name)
+                both[name] = features(configuration, name)
             else:
-                found[name] = td.open(store, storage_options=options.get("storage_options"))
+                both[name] = td.open(store, storage_options=options.get("storage_options"))
     if check is not None:
-        check(**found)
+        check(**both)
     for name in described:
-        store, own = stores[_STORES[name]], options
+        store = stores[_STORES[name]]
         if name == "targets":
-            own = {k: v for k, v in options.items() if k not in _OF_TRAINING} | {"gram": False}
-        found[name] = td.save(found[name], store, **_opened(own))
+            options = {k: v for k, v in options.items() if k not in _OF_TRAINING} | {"gram": False}
+        both[name] = td.save(both[name], store, **_opened(options))
         keep(configuration, store)
-    return found
+    return both
 
 
 def explored(
@@ -162,7 +157,7 @@ def explored(
     options: dict[str, Any] = {}
     for name, option in {"data": "samples", "targets": "target_samples"}.items():
         if name in configuration:
-            options[option] = _made(section(configuration, name), _KINDS)
+            options[option] = _of_kind(section(configuration, name), _KINDS)
     if "model" in configuration and "target_samples" in options:
         model = _model(section(configuration, "model"))
         if isinstance(model.task, td.tasks.Classification):  # whose predictions are shown
@@ -191,26 +186,21 @@ def result(configuration: Configuration, name: str) -> tuple[Any, str | None]:
     path = _output(configuration, name)
     lazy = functools.partial(_lazy_result, name, configuration)
     stored = saved(configuration, check=lazy)
-    try:
-        found = lazy(**stored)
-    except ConfigurationError as err:  # whose exit code would say that nothing was computed
-        raise ValueError(str(err)) from err
-    if name != "score" and found.nbytes < _IN_MEMORY:
-        found = found.compute()
+    result = lazy(**stored)
+    if name != "score" and result.nbytes < _IN_MEMORY:
+        result = result.compute()
     if path is not None:
-        _WRITERS[Path(path).suffix](found, path, overwrite=True)
+        _WRITERS[Path(path).suffix](result, path, overwrite=True)
         keep(configuration, path)
-    return found, path
+    return result, path
 
 
 def _output(configuration: Configuration, name: str) -> str | None:
     """Return where to write a result, if anywhere, after a check that this is possible."""
-    outputs = section(configuration, "outputs")
+    path = section(configuration, "outputs").get(name)
+    if path is None:
+        return None
     with about("outputs"):
-        for key in outputs:
-            require_choice("a key", key, _RESULTS, remedy="try top_k: top.parquet")
-        if (path := outputs.get(name)) is None:
-            return None
         _require_ending(path, _WRITERS)
         require_replaceable(path)
         require_not_kept_by_others(path)

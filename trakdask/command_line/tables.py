@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import reprlib
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import xarray as xr
 from rich.table import Table
@@ -14,7 +14,8 @@ from trakdask.variables import RANK, TARGET
 
 _MOST_TARGETS = 5
 _MOST_GROUPS = 20
-_MOST_ITEMS = 4
+_SHORT = reprlib.Repr()
+_SHORT.maxdict, _SHORT.maxstring, _SHORT.maxother = 8, 80, 80
 
 
 def table(frame: pd.DataFrame, title: str) -> Table:
@@ -58,15 +59,7 @@ def _share(data: xr.Dataset | xr.DataArray) -> str:
 
 
 def _brief(value: object) -> str:
-    """Return a value in a few words: the first items, and how many there are."""
-    if isinstance(value, Mapping):
-        return _listed([f"{name}: {_brief(item)}" for name, item in value.items()])
-    if isinstance(value, (list, tuple, np.ndarray)):
-        return _listed([_brief(item) for item in value])
+    """Return a value in a few words: of what has many items, the first."""
+    if isinstance(value, Mapping | list | tuple):
+        return _SHORT.repr(value)
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _listed(items: Iterable[str]) -> str:
-    items = list(items)
-    more = len(items) - _MOST_ITEMS
-    return ", ".join(items[:_MOST_ITEMS]) + (f", ... ({len(items)})" if more > 0 else "")

@@ -1,9 +1,9 @@
 """Evaluation of scores: by retraining without the samples that they name, and by what is known.
 
 ``subsets`` → ``retrain`` → ``lds`` measures how well sums of scores rank models of random subsets;
-``brittleness`` and ``removal_curve`` remove the samples that the scores call important;
-With the masks of ``leave_one_out``, the first chain compares scores with the effect of leaving out
-single samples.
+``brittleness`` and ``removal_curve`` remove the samples that the scores call important. With the
+masks of ``leave_one_out``, the first chain compares scores with the effect of leaving out single
+samples.
 
 Nothing is retrained by the others: ``mislabelled_auc`` and ``mislabelled_curve`` measure whether
 scores find wrong labels, ``class_detection`` and ``shortcut_detection`` whether samples of the
@@ -18,8 +18,12 @@ from trakdask.evaluate.datamodeling import (
     seed_agreement,
     subsets,
 )
-from trakdask.evaluate.detection import class_detection, shortcut_detection
-from trakdask.evaluate.mislabelled import mislabelled_auc, mislabelled_curve
+from trakdask.evaluate.detection import (
+    class_detection,
+    mislabelled_auc,
+    mislabelled_curve,
+    shortcut_detection,
+)
 from trakdask.evaluate.removal import brittleness, removal_curve
 from trakdask.evaluate.retraining import retrain
 

@@ -13,22 +13,24 @@ import xarray as xr
 
 from trakdask import arrays
 from trakdask.checks import require_integer, shown
-from trakdask.evaluate.labels import (
+from trakdask.evaluate.results import (
     BOUND,
     DRAW,
     SEED,
     SUBSET,
     checked_masks,
+    described_with_mean,
     lazy_data,
     lazy_results,
-    mean_with_interval,
     require_bootstrap,
     require_fraction,
+    require_known,
+    with_mean,
 )
 from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, coords_along
 
 N_MODELS = "n_models"
-_RANKED = "that differ between samples and are not NaN"
+_RANKED = "that differ between samples, and"
 
 
 def subsets(
@@ -244,9 +246,7 @@ def lds(
     result = lazy_results(
         _evaluate, prediction, lazy_data(outputs), options, of=scores,
         variables={
-            "lds": ((TARGET, *more), "Spearman of predicted and retrained outputs"),
-            "lds_mean": (more, "mean of lds over targets"),
-            "interval": ((BOUND, *more), "of lds_mean"),
+            **described_with_mean("lds", "Spearman of predicted and retrained outputs", more),
             "ceiling": ((TARGET,), "Spearman of a perfect prediction, given the noise of seeds"),
             "ceiling_mean": ((), "mean of ceiling over targets, minus the bias"),
             "ceiling_interval": ((BOUND,), "of ceiling_mean"),
@@ -266,7 +266,8 @@ def _evaluate(
     predicted = [arrays.ranks.Ranking.of(flat[:, :, i]) for i in range(flat.shape[2])]
     seeds = [arrays.ranks.Ranking.of(outputs[:, k]) for k in range(outputs.shape[1])]
     truth = arrays.ranks.Ranking.of(outputs.mean(axis=1))
-    _require_defined(prediction, outputs)
+    at_once = arrays.ranks.statistics(truth, predicted, seeds, np.ones(len(outputs)))
+    require_known(at_once[:-1], f"and outputs that differ between {len(outputs)} subsets, and")
     rows, means, draws = arrays.ranks.bootstrap(
         truth, predicted, seeds, repeats=options["resamples"], seed=options["seed"]
     )
@@ -280,17 +281,6 @@ def _evaluate(
         "ceiling_interval": intervals[:, -1],
         "draws": draws[:-1].T.reshape(-1, *more),
     }
-
-
-def _require_defined(prediction: np.ndarray, outputs: np.ndarray) -> None:
-    """Reject data for which the correlation of every target is undefined, and say why."""
-    for name, values in (("outputs", outputs.mean(axis=1)), ("scores", prediction)):
-        if (np.isnan(values).any(axis=0) | (values == values[:1]).all(axis=0)).all():
-            raise ValueError(
-                f"expected {name} that differ between subsets and are not NaN for at least one "
-                f"target, got equal values or NaN for all of {values.shape[1]} targets and "
-                f"{len(values)} subsets; try other subsets, or features without failed samples"
-            )
 
 
 def _size_and_coords(samples: int | xr.Dataset | xr.DataArray) -> tuple[int, dict[Any, Any]]:
@@ -377,11 +367,7 @@ def randomization_check(
     sizes = tuple(randomized.sizes[dim] for dim in more)
     result = lazy_results(
         _randomized, arrays.detection.rank_correlations(both), sizes, options, of=randomized,
-        variables={
-            "correlation": ((TARGET, *more), "Spearman, trained and random model"),
-            "correlation_mean": (more, "mean of correlation over targets"),
-            "interval": ((BOUND, *more), "of correlation_mean"),
-        },
+        variables=described_with_mean("correlation", "Spearman, trained and random model", more),
     )  # fmt: skip
     return result.assign_coords(coords_along(scores, TARGET))
 
@@ -461,9 +447,7 @@ def seed_agreement(
     result = lazy_results(
         _agreed, arrays.detection.rank_correlations(lazy_data(scores)), counts, options, of=scores,
         variables={
-            "agreement": ((TARGET,), "mean Spearman over pairs of models"),
-            "agreement_mean": ((), "mean of agreement over targets"),
-            "interval": ((BOUND,), "of agreement_mean"),
+            **described_with_mean("agreement", "mean Spearman over pairs of models"),
             "reliability": ((N_MODELS,), "correlation of the mean of so many models"),
             "reliability_interval": ((BOUND, N_MODELS), "of reliability"),
             "pairs": ((dim, f"{dim}_1"), "Spearman of two models, mean over targets"),
@@ -477,23 +461,18 @@ def seed_agreement(
 def _randomized(
     correlations: np.ndarray, sizes: tuple[int, ...], options: dict[str, Any]
 ) -> dict[str, np.ndarray]:
-    own = correlations[:, 0, 1:].reshape(-1, *sizes)
-    mean, interval = mean_with_interval(own, options, _RANKED)
-    return {"correlation": own, "correlation_mean": mean, "interval": interval}
+    with_trained = correlations[:, 0, 1:].reshape(-1, *sizes)
+    return with_mean("correlation", with_trained, options, _RANKED)
 
 
 def _agreed(
     correlations: np.ndarray, counts: list[int], options: dict[str, Any]
 ) -> dict[str, np.ndarray]:
     agreement = arrays.detection.mean_of_pairs(correlations)
-    mean, interval = mean_with_interval(agreement, options, _RANKED)
-    pairs = np.moveaxis(correlations, 0, -1)
-    reliability = arrays.ranks.reliability
-    return {
-        "agreement": agreement,
-        "agreement_mean": mean,
-        "interval": interval,
-        "reliability": reliability(mean, np.array(counts)),
-        "reliability_interval": reliability(interval[:, None], np.array(counts)),
-        "pairs": arrays.ranks.mean_of_known(pairs),
+    results = with_mean("agreement", agreement, options, _RANKED)
+    mean, interval, n = results["agreement_mean"], results["interval"], np.array(counts)
+    return results | {
+        "reliability": arrays.ranks.reliability(mean, n),
+        "reliability_interval": arrays.ranks.reliability(interval[:, None], n),
+        "pairs": arrays.ranks.mean_of_known(np.moveaxis(correlations, 0, -1)),
     }

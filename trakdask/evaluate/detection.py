@@ -1,4 +1,4 @@
-"""How high samples rank that scores should find: of the target's class, or with its mark."""
+"""Whether scores find what is known: samples of the target's class, its mark, or wrong labels."""
 
 from __future__ import annotations
 
@@ -13,17 +13,22 @@ from trakdask import arrays
 from trakdask.arrays.detection import Codes, Floats
 from trakdask.attribution.groups import group_codes
 from trakdask.checks import require_integer
-from trakdask.evaluate.labels import (
+from trakdask.evaluate.results import (
     BOUND,
+    FRACTION,
     K,
+    described_with_mean,
     lazy_data,
     lazy_results,
-    mean_with_interval,
     require_bootstrap,
+    require_fraction,
+    with_mean,
 )
 from trakdask.variables import SAMPLE, TARGET, TARGET_PREFIX
 
-_NEEDED = "of samples of the target's class and of another, without NaN"
+TWENTIETHS = tuple(i / 20 for i in range(1, 20))
+
+_NEEDED = "of samples of the target's class and of another,"
 
 
 def class_detection(
@@ -209,9 +214,8 @@ def shortcut_detection(
     result = lazy_results(
         _shortcut, values, is_marked, positive.mean(), options, of=scores,
         variables={
-            "auprc": ((TARGET, *more), "area of finding the marked samples"),
+            **described_with_mean("auprc", "area of finding the marked samples", more),
             "auprc_mean": (more, "mean of auprc over targets that carry the mark"),
-            "interval": ((BOUND, *more), "of auprc_mean"),
             "unmarked_mean": (more, "mean of auprc over the other targets"),
             "unmarked_interval": ((BOUND, *more), "of unmarked_mean"),
             "chance": ((), "share of marked samples, the auprc of a random order"),
@@ -264,9 +268,7 @@ def _detection_variables(more: tuple[Hashable, ...]) -> dict[str, Any]:
         ("precision", (K, *more), "share of the top k that is of the target's class"),
         ("recall", (K, *more), "share of the target's class that is in the top k"),
     ):
-        variables[name] = (TARGET, *dims), description
-        variables[f"{name}_mean"] = dims, f"mean of {name} over targets"
-        variables[f"{name}_interval"] = (BOUND, *dims), f"of {name}_mean"
+        variables |= described_with_mean(name, description, dims, f"{name}_interval")
     return variables
 
 
@@ -274,29 +276,217 @@ def _detected(
     values: np.ndarray, chance: np.ndarray, n_counts: int, options: dict[str, Any]
 ) -> dict[str, np.ndarray]:
     """Compute all results of values (target, ..., statistic)."""
-    values = np.moveaxis(values, -1, 1)
-    means, interval = mean_with_interval(values, options, _NEEDED)
+    together = with_mean("value", np.moveaxis(values, -1, 1), options, _NEEDED)
     parts: dict[str, Any] = {"auc": 0, "reciprocal_rank": 1}
     parts |= {"precision": slice(2, 2 + n_counts), "recall": slice(2 + n_counts, None)}
     results = {"chance": chance}
     for name, part in parts.items():
-        results |= {name: values[:, part], f"{name}_mean": means[part]}
-        results[f"{name}_interval"] = interval[:, part]
+        results |= {name: together["value"][:, part], f"{name}_mean": together["value_mean"][part]}
+        results[f"{name}_interval"] = together["interval"][:, part]
     return results
 
 
 def _shortcut(
     values: np.ndarray, is_marked: np.ndarray, chance: float, options: dict[str, Any]
 ) -> dict[str, np.ndarray]:
-    marked, interval = mean_with_interval(values[is_marked], options, _NEEDED)
+    marked = with_mean("auprc", values[is_marked], options, _NEEDED)
     # Without unmarked targets there is one of which nothing is known.
     others = np.full_like(values[:1], np.nan) if is_marked.all() else values[~is_marked]
-    unmarked, unmarked_interval = arrays.intervals.bootstrap_mean(others, **options)
+    mean, interval = arrays.intervals.bootstrap_mean(others, **options)
+    unmarked = {"unmarked_mean": mean, "unmarked_interval": interval}
+    return marked | unmarked | {"auprc": values, "chance": np.asarray(chance)}
+
+
+def mislabelled_auc(
+    values: xr.DataArray,
+    is_mislabelled: np.ndarray | xr.DataArray,
+    *,
+    confidence: float = 0.95,
+) -> xr.Dataset:
+    """Measure how well values separate wrong labels from right ones.
+
+    Parameters
+    ----------
+    values
+        One value per training sample, which is higher the more suspicious its label is, such as the
+        self-influence: (sample), with any further dimensions, whose entries are all evaluated.
+    is_mislabelled
+        Which labels are wrong, bool (sample,).
+    confidence
+        Level of the interval.
+
+    Returns
+    -------
+    Lazy Dataset of ``auc``, the probability that a wrong label has a higher value than a right one
+    (0.5 by chance; ties count half), and ``interval`` (bound): DeLong's, symmetric on the logit
+    scale.
+
+    Raises
+    ------
+    ValueError
+        If sizes do not agree, or all labels are wrong or all are right; when computed, if a value
+        is NaN.
+
+    References
+    ----------
+    DeLong et al. 1988; Koh and Liang 2017, section 5.4.
+
+    Examples
+    --------
+    >>> import trakdask as td
+    >>> values = xr.DataArray([0.1, 0.9, 0.2, 0.8], dims="sample")
+    >>> td.evaluate.mislabelled_auc(values, [False, True, False, True]).auc.values.item()
+    1.0
+    """
+    values, wrong = _checked(values, is_mislabelled)
+    confidence = require_fraction("confidence", confidence)
+    more = values.dims[1:]
+    return lazy_results(
+        _auc, lazy_data(values), wrong, confidence, of=values,
+        variables={
+            "auc": (more, "probability that a wrong label has the higher value"),
+            "interval": ((BOUND, *more), "of auc"),
+        },
+    )  # fmt: skip
+
+
+def mislabelled_curve(
+    values: xr.DataArray,
+    is_mislabelled: np.ndarray | xr.DataArray,
+    fractions: Sequence[float] = TWENTIETHS,
+    *,
+    confidence: float = 0.95,
+) -> xr.Dataset:
+    """Measure which share of the wrong labels is found by inspecting the most suspicious samples.
+
+    Parameters
+    ----------
+    values
+        As in :func:`mislabelled_auc`: (sample), higher the more suspicious. A further dimension
+        compares several methods, such as the self-influence and the loss.
+    is_mislabelled
+        Which labels are wrong, bool (sample,).
+    fractions
+        Shares of the samples that are inspected, between 0 and 1; every twentieth by default.
+    confidence
+        Level of the intervals.
+
+    Returns
+    -------
+    Lazy Dataset of float64 variables. Further dimensions of ``values`` follow those named here:
+
+    - ``found`` (fraction): share of the wrong labels that is among the inspected samples, with
+      ``interval`` (bound, fraction), Wilson's, of as many trials as there are wrong labels;
+    - ``area``: the area under this curve for fractions from 0 to 1, with ``area_interval`` (bound),
+      which follow from those of :func:`mislabelled_auc`: ½ for a random order;
+    - ``random_interval`` (bound, fraction): where the share found in a random order lies, whose
+      expectation is the fraction itself;
+    - ``best`` (fraction): the share found if all wrong labels came first. The area of that curve is
+      1 - ½ the share of wrong labels.
+
+    Raises
+    ------
+    ValueError
+        If sizes do not agree, all labels are wrong or all are right, or fractions are not between 0
+        and 1; when computed, if a value is NaN.
+
+    Notes
+    -----
+    The loss of a classification follows from its features: with f = log p / (1 - p),
+    ``numpy.logaddexp(0, -features.output.mean("checkpoint"))`` is -log p. It is the method to beat.
+
+    Equal values count as if in random order. :func:`trakdask.plots.mislabelled_curve` draws it.
+
+    References
+    ----------
+    Koh and Liang 2017, section 5.4; Kwon et al. 2024, "DataInf". Quanda (Bareeva et al. 2024) calls
+    this mislabeling detection.
+
+    Examples
+    --------
+    >>> import trakdask as td
+    >>> values = xr.DataArray([0.1, 0.9, 0.2, 0.8], dims="sample")
+    >>> curve = td.evaluate.mislabelled_curve(values, [False, True, False, True], [0.25, 0.5])
+    >>> curve.found.values.tolist(), float(curve.area)
+    ([0.5, 1.0], 0.75)
+    """
+    values, wrong = _checked(values, is_mislabelled)
+    confidence = require_fraction("confidence", confidence)
+    shares = [require_fraction("every fraction", share) for share in fractions]
+    more = values.dims[1:]
+    return lazy_results(
+        _found_curve, lazy_data(values), wrong, shares, confidence, of=values,
+        variables={
+            "found": ((FRACTION, *more), "share of the wrong labels that is found"),
+            "interval": ((BOUND, FRACTION, *more), "of found"),
+            "area": (more, "area under found, for fractions from 0 to 1"),
+            "area_interval": ((BOUND, *more), "of area"),
+            "random_interval": ((BOUND, FRACTION), "of found in a random order"),
+            "best": ((FRACTION,), "found if all wrong labels came first"),
+        },
+        labels={FRACTION: shares},
+    )  # fmt: skip
+
+
+def _checked(values: xr.DataArray, is_mislabelled: object) -> tuple[xr.DataArray, np.ndarray]:
+    values, wrong = values.transpose(SAMPLE, ...), np.asarray(is_mislabelled)
+    n = values.sizes[SAMPLE]
+    if wrong.dtype != bool or wrong.shape != (n,) or wrong.all() or not wrong.any():
+        raise ValueError(
+            f"expected is_mislabelled to be bool ({n},), with right and wrong labels, got "
+            f"{wrong.dtype} {wrong.shape} with {np.count_nonzero(wrong)} wrong ones; try "
+            "is_mislabelled=(given_label != true_label)"
+        )
+    return values, wrong
+
+
+def _auc(values: np.ndarray, wrong: np.ndarray, confidence: float) -> dict[str, np.ndarray]:
+    more, columns = values.shape[1:], values.reshape(len(values), -1).T
+    if (unknown := np.isnan(columns).any(axis=0)).any():
+        raise ValueError(
+            f"expected values without NaN, got NaN in {int(unknown.sum())} of {len(wrong)} "
+            f"samples, the first at sample {int(np.argmax(unknown))}; try values.dropna('sample')"
+        )
+    results = [arrays.intervals.roc_auc(column, wrong, confidence) for column in columns]
     return {
-        "auprc": values,
-        "auprc_mean": marked,
-        "interval": interval,
-        "unmarked_mean": unmarked,
-        "unmarked_interval": unmarked_interval,
-        "chance": np.asarray(chance),
+        "auc": np.array([area for area, _ in results]).reshape(more),
+        "interval": np.stack([bounds for _, bounds in results], axis=1).reshape(2, *more),
     }
+
+
+def _found_curve(
+    values: np.ndarray, wrong: np.ndarray, shares: list[float], confidence: float
+) -> dict[str, np.ndarray]:
+    area = _auc(values, wrong, confidence)
+    n, n_wrong, more = len(wrong), int(wrong.sum()), values.shape[1:]
+    inspected = np.array(shares) * n
+    columns = values.reshape(n, -1).T
+    found = np.stack([_found(column, wrong, inspected) for column in columns], axis=1) / n_wrong
+    found = found.reshape(-1, *more)
+    # Of the pairs of a wrong label and any sample, those with a right one count as in the AUC.
+    of_wrong = n_wrong / n / 2
+    return {
+        "found": found,
+        "interval": arrays.intervals.proportion_interval(found, n_wrong, confidence),
+        "area": of_wrong + (1 - n_wrong / n) * area["auc"],
+        "area_interval": of_wrong + (1 - n_wrong / n) * area["interval"],
+        "random_interval": _random_interval(inspected, n, n_wrong, confidence),
+        "best": np.minimum(inspected / n_wrong, 1),
+    }
+
+
+def _found(values: np.ndarray, wrong: np.ndarray, inspected: np.ndarray) -> np.ndarray:
+    """Return how many wrong labels are expected among the highest values, equal ones shuffled."""
+    order = np.argsort(-values, kind="stable")
+    ordered = values[order]
+    last_of_equal = np.flatnonzero(np.append(ordered[1:] != ordered[:-1], True))
+    hits = np.cumsum(wrong[order])[last_of_equal]
+    return np.asarray(np.interp(inspected, [0, *(last_of_equal + 1)], [0, *hits]))
+
+
+def _random_interval(inspected: np.ndarray, n: int, n_wrong: int, confidence: float) -> np.ndarray:
+    from scipy.stats import hypergeom  # takes a second to import, and only evaluation needs it
+
+    quantiles = np.array([[(1 - confidence) / 2], [(1 + confidence) / 2]])
+    drawn = hypergeom.ppf(quantiles, n, n_wrong, np.round(inspected))
+    return np.asarray(drawn / n_wrong)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from trakdask import arrays
 from trakdask.attribution.ranking import top_k
 from trakdask.checks import require_integer, require_number
-from trakdask.evaluate.labels import BOUND, FRACTION, K, lazy_results, require_fraction
+from trakdask.evaluate.results import BOUND, FRACTION, K, lazy_results, require_fraction
 from trakdask.evaluate.retraining import Seeds, Store, TrainFn, train_models
 from trakdask.variables import SAMPLE, TARGET
 
@@ -104,11 +104,8 @@ def brittleness(
     confidence = require_fraction("confidence", confidence)
     threshold = require_number("threshold", threshold, remedy="try threshold=0.0")
     counts = _counts([require_integer("k", k, 1, remedy="try ks=[10]") for k in ks], n)
-    names = [f"all but the top {k} of target {t}" for t in range(m) for k in counts]
-    masks, names = _removals(scores, names, counts, n_random, random_seed, store)
-    outputs = train_models(
-        train_fn, masks, names, m, seeds=seeds, store=store, tag=tag, progress=progress
-    )
+    masks = _removals(scores, counts, n_random, random_seed, store)
+    outputs = train_models(train_fn, masks, m, seeds=seeds, store=store, tag=tag, progress=progress)
     result = lazy_results(
         _flips, outputs, len(counts), n_random, threshold, confidence, of=scores,
         variables={
@@ -120,8 +117,9 @@ def brittleness(
             "random_flip_fraction": ((K,), "the same, k random samples removed"),
             "random_interval": ((BOUND, K), "of random_flip_fraction"),
         },
-        labels={K: counts}, dtypes={"flips": bool},
+        labels={K: counts},
     )  # fmt: skip
+    result = result.assign(flips=result.flips.astype(bool))
     return result if store is None else result.compute()
 
 
@@ -199,12 +197,9 @@ def removal_curve(
     shares = [require_fraction("every fraction", share) for share in fractions]
     counts = _counts([round(share * n) for share in shares], n)
     kind = "helpful" if helpful else "harmful"
-    names = [f"all but the {k} most {kind}" for k in counts]
     mean = scores.mean(TARGET).expand_dims(TARGET, axis=1)
-    masks, names = _removals(mean, names, counts, n_random, random_seed, store, largest=helpful)
-    outputs = train_models(
-        train_fn, masks, names, m, seeds=seeds, store=store, tag=tag, progress=progress
-    )
+    masks = _removals(mean, counts, n_random, random_seed, store, largest=helpful)
+    outputs = train_models(train_fn, masks, m, seeds=seeds, store=store, tag=tag, progress=progress)
     result = lazy_results(
         _curve, outputs, len(counts), n_random, confidence, of=scores,
         variables={
@@ -245,15 +240,14 @@ def _require_ranked(positions: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _removals(
     scores: xr.DataArray,
-    names: list[str],
     counts: list[int],
     n_random: int,
     random_seed: int,
     store: Store | None,
     *,
     largest: bool = True,
-) -> tuple[da.Array, list[str]]:
-    """Return masks (1 + rankings × counts + n_random × counts, sample), and what they are.
+) -> da.Array:
+    """Return masks (1 + rankings × counts + n_random × counts, sample).
 
     First that of all samples, then those without the first of each ranking, then those without
     random samples.
@@ -268,8 +262,8 @@ def _removals(
     orders = (np.random.default_rng([random_seed, draw]).permutation(n) for draw in range(n_random))
     random = da.from_array(np.stack([order[:most] for order in orders]))
     masks = [arrays.subsets.without_first(order, counts, n) for order in (ranked, random)]
-    draws = [f"all but {k} random ones, draw {i}" for i in range(n_random) for k in counts]
-    return da.concatenate([da.ones((1, n), dtype=bool), *masks]), ["all samples", *names, *draws]
+    all_masks: da.Array = da.concatenate([da.ones((1, n), dtype=bool), *masks])
+    return all_masks
 
 
 def _split(outputs: np.ndarray, n_counts: int, n_random: int) -> tuple[np.ndarray, ...]:
@@ -286,24 +280,15 @@ def _flips(
     outputs: np.ndarray, n_counts: int, n_random: int, threshold: float, confidence: float
 ) -> dict[str, np.ndarray]:
     full, ranked, random = _split(outputs, n_counts, n_random)
-    own = np.arange(len(full))
-    output = ranked[own, :, own]
-    side = full > threshold
-    flips = (output > threshold) != side[:, None]
-    fractions = flips.mean(axis=0), ((random > threshold) != side).mean(axis=(0, 2))
-    interval, random_interval = (
-        arrays.intervals.proportion_interval(fraction, len(full), confidence)
-        for fraction in fractions
-    )
-    return {
-        "output": output,
-        "full_output": full,
-        "flips": flips,
-        "flip_fraction": fractions[0],
-        "interval": interval,
-        "random_flip_fraction": fractions[1],
-        "random_interval": random_interval,
-    }
+    output, is_above = np.diagonal(ranked, axis1=0, axis2=2).T, full > threshold
+    flips = (output > threshold) != is_above[:, None]
+    random_flips = ((random > threshold) != is_above).mean(axis=(0, 2))
+    results = {"output": output, "full_output": full, "flips": flips.astype(np.float64)}
+    for prefix, fraction in (("", flips.mean(axis=0)), ("random_", random_flips)):
+        results[f"{prefix}flip_fraction"] = fraction
+        interval = arrays.intervals.proportion_interval(fraction, len(full), confidence)
+        results[f"{prefix}interval"] = interval
+    return results
 
 
 def _curve(

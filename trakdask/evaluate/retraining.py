@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from trakdask.checks import require_integer, shown
 from trakdask.errors import BlockError
-from trakdask.evaluate.labels import SEED, SUBSET, checked_masks, lazy_data
+from trakdask.evaluate.results import SEED, SUBSET, checked_masks, lazy_data
 from trakdask.execution.progress import polled_bar
 from trakdask.files import Folder, location
 from trakdask.provenance import require_same
@@ -119,9 +119,8 @@ def retrain(
     if isinstance(targets, xr.DataArray):
         coords |= coords_along(targets, TARGET)
         targets = targets.sizes[TARGET]
-    names = [f"subset {index}" for index in range(masks.sizes[SUBSET])]
     data = train_models(
-        train_fn, lazy_data(masks), names, operator.index(targets),
+        train_fn, lazy_data(masks), operator.index(targets),
         seeds=seeds, store=store, tag=tag, progress=progress,
     )  # fmt: skip
     attrs = {"description": "output of a model trained on the subset"}
@@ -144,7 +143,6 @@ def _seed_numbers(seeds: Seeds) -> NDArray[np.int64]:
 def train_models(
     train_fn: TrainFn,
     masks: da.Array,
-    names: Sequence[str],
     n_targets: int,
     *,
     seeds: Seeds,
@@ -152,13 +150,10 @@ def train_models(
     tag: str | None,
     progress: bool,
 ) -> da.Array | np.ndarray:
-    """Return outputs (model, seed, target) of masks (model, sample): lazy without a store.
-
-    ``names`` identify the models in messages.
-    """
+    """Return outputs (subset, seed, target) of masks (subset, sample): lazy without a store."""
     numbers = _seed_numbers(seeds)
     if store is None:
-        return _lazy_outputs(train_fn, masks, names, numbers, n_targets, None)
+        return _lazy_outputs(train_fn, masks, numbers, n_targets, None)
     spec = {"tag": tag or _tag(train_fn), "samples": masks.shape[1], "targets": n_targets}
     folder = _open_store(store, spec)
     models = folder / "models"
@@ -166,7 +161,7 @@ def train_models(
     rows = masks.rechunk({1: -1}).to_delayed().ravel()
     (keys,) = dask.compute([dask.delayed(_files)(block, numbers) for block in rows])
     wanted = set().union(*keys)
-    data = _lazy_outputs(train_fn, masks, names, numbers, n_targets, models)
+    data = _lazy_outputs(train_fn, masks, numbers, n_targets, models)
     with polled_bar(
         f"train {folder.name}", len(wanted), lambda: len(wanted.intersection(models.names())),
         show=progress,
@@ -226,18 +221,16 @@ def _tag(train_fn: TrainFn) -> str:
 def _lazy_outputs(
     train_fn: TrainFn,
     masks: da.Array,
-    names: Sequence[str],
     seeds: NDArray[np.int64],
     n_targets: int,
     models: Folder | None,
 ) -> da.Array:
     """Build the graph: one task per (mask, seed); each worker receives the function once."""
-    token = tokenize(train_fn, masks.name, names, seeds, n_targets, models)
+    token = tokenize(train_fn, masks.name, seeds, n_targets, models)
     function = dask.delayed(train_fn, name=f"train-fn-{token}", traverse=False)
     outputs: da.Array = da.blockwise(
         functools.partial(_train_block, n_targets, models), "mst",
-        masks.rechunk((1, -1)), "mn",
-        da.from_array(np.array(names, dtype=object), chunks=1, name=f"model-name-{token}"), "m",
+        masks.rechunk((1, -1)), "mn", da.arange(len(masks), chunks=1), "m",
         da.from_array(seeds, chunks=1, name=f"seed-{token}"), "s",
         new_axes={"t": n_targets}, name=f"train-{token}", concatenate=True, align_arrays=False,
         dtype=np.float64, meta=np.empty((0, 0, 0)), train_fn=function,
@@ -249,13 +242,13 @@ def _train_block(
     n_targets: int,
     models: Folder | None,
     masks: NDArray[np.bool_],
-    names: np.ndarray,
+    subsets: NDArray[np.int64],
     seeds: NDArray[np.int64],
     *,
     train_fn: TrainFn,
 ) -> NDArray[np.float64]:
     """Read the outputs of one model, or train it and store them."""
-    (mask,), (name,), seed = masks, names, int(seeds[0])
+    (mask,), seed = masks, int(seeds[0])
     key = model_key(mask, seed)
     outputs = None if models is None else _stored(models, f"{key}.npy")
     if outputs is None:
@@ -263,8 +256,8 @@ def _train_block(
             outputs = _train(train_fn, np.flatnonzero(mask), key, n_targets)
         except Exception as err:
             raise BlockError(
-                f"training on {name} ({int(mask.sum())} samples), seed {seed}, failed: "
-                f"{type(err).__name__}: {err}"
+                f"training on subset {subsets[0]} ({mask.sum()} of {len(mask)} samples) with seed "
+                f"{seed} failed: {type(err).__name__}: {err}"
             ) from err
         if models is not None:
             with models.writing(f"{key}.npy") as file:

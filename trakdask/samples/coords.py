@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import dask.base
@@ -20,7 +20,7 @@ CoordsLike = Mapping[str, Any] | pd.DataFrame | Sequence[str] | None
 _RESERVED = {*variables.VARIABLES, SAMPLE, TARGET, CHECKPOINT, PROJ_DIM, PROJ_DIM_1, RANK}
 
 
-def normalise_coords(coords: CoordsLike, names: Container[Any], n: int) -> dict[str, Any]:
+def normalise_coords(coords: CoordsLike, n: int) -> dict[str, Any]:
     """Convert all coords of ``n`` samples as :func:`normalise_coord` does.
 
     Parameters
@@ -28,8 +28,6 @@ def normalise_coords(coords: CoordsLike, names: Container[Any], n: int) -> dict[
     coords
         Mapping from name to values (n,), or a pandas DataFrame whose columns are the coords (its
         index is not used), or None.
-    names
-        Names of the samples' variables, which coords must not have.
     n
         Number of samples.
 
@@ -42,14 +40,11 @@ def normalise_coords(coords: CoordsLike, names: Container[Any], n: int) -> dict[
     TypeError
         If ``coords`` is not a mapping, or the values of a coord have no portable dtype.
     ValueError
-        If a coord has a different length, missing values, or a name that is reserved or in use.
+        If a coord has a different length, missing values, or a name that is reserved.
     """
     if coords is None:
         return {}
     if isinstance(coords, pd.DataFrame):
-        if not coords.columns.is_unique:
-            twice = list(coords.columns[coords.columns.duplicated()])
-            raise ValueError(f"several columns are named {twice}; try renaming them")
         coords = {name: coords[name] for name in coords.columns}
     if not isinstance(coords, Mapping):
         raise TypeError(
@@ -58,11 +53,6 @@ def normalise_coords(coords: CoordsLike, names: Container[Any], n: int) -> dict[
         )
     for name in coords:
         check_name(name, "coord")
-        if name in names:
-            raise ValueError(
-                f"expected different names for variables and coords, got {name!r} for both; try "
-                "it as a coord only, since models can read coords as well"
-            )
     return {name: normalise_coord(name, values, n) for name, values in coords.items()}
 
 
@@ -168,8 +158,8 @@ def _to_numpy(name: str, values: Any) -> np.ndarray[Any, Any]:
         raise TypeError(f"coord {name!r} is lazy, and must be in memory; try {name}.compute()")
     if isinstance(values, torch.Tensor | np.ndarray):
         return to_numpy(f"coord {name!r}", values)
-    if isinstance(values, xr.DataArray | xr.Variable):
-        return np.asarray(values.values)
+    if isinstance(values, xr.DataArray | xr.Variable | pd.DataFrame):  # of columns with one name
+        return np.asarray(values)
     if isinstance(values, pd.Series | pd.Index | pd.Categorical):
         return _from_pandas(pd.Series(values))
     # As objects first: numpy would write [1, "a"] as two strings.
@@ -187,20 +177,13 @@ def to_numpy(what: str, values: Any, dtype: Any = None) -> np.ndarray[Any, Any]:
         array = np.asanyarray(values, dtype)
     except (TypeError, RuntimeError, OverflowError, ValueError) as err:
         raise ValueError(f"numpy cannot read the values of {what}: {err}") from err
-    return np.asarray(without_mask(what, array))
-
-
-def without_mask(what: str, array: Any) -> Any:
-    """Return the data of a masked array that masks nothing; reject one with masked values."""
-    if not isinstance(array, np.ma.MaskedArray):
-        return array
-    masked = np.ma.getmaskarray(array).reshape(len(array), -1).any(axis=1)
-    if masked.any():
+    if np.ma.is_masked(array):
+        masked = np.ma.getmaskarray(array).reshape(len(array), -1).any(axis=1)
         raise ValueError(
             f"{what} has masked values in {int(masked.sum())} samples, first in sample "
             f"{int(masked.argmax())}; try array.filled(value), or leaving them out"
         )
-    return array.data
+    return np.asarray(array)
 
 
 def _from_pandas(series: pd.Series[Any]) -> np.ndarray[Any, Any]:

@@ -15,17 +15,17 @@ import pyarrow as pa
 import xarray as xr
 
 from trakdask.checks import require_integer
-from trakdask.samples.array_source import lazy_variables
-from trakdask.samples.blocks import (
+from trakdask.samples.sources import (
     Array,
     assemble,
     check_field,
     fields_of,
     lazy_fields,
+    lazy_variables,
     require_samples,
     unpacked,
 )
-from trakdask.samples.tables import Columns, Files, HuggingFace, Table, columns_of_pandas
+from trakdask.samples.tables import Columns, Files, HuggingFace, Table
 
 __all__ = ["from_dataframe"]
 
@@ -118,9 +118,7 @@ def from_dataframe(
     _check_columns([*columns.names, *names.values()], table.columns)
     metadata = list(dict.fromkeys(names.values()))
     if isinstance(table, pd.DataFrame):
-        require_samples(len(table), "the table")
-        arrays = columns.arrays(columns_of_pandas(table[columns.names]), 0)
-        lazy, loaded = lazy_variables(arrays, size), table
+        lazy, loaded = lazy_variables(columns.arrays(table, 0), size), table
     elif isinstance(table, dd.DataFrame):
         lazy, loaded = _from_dask(table, columns, metadata, size)
     else:
@@ -148,8 +146,7 @@ def _table(source: Any) -> Any:
 
 def _columns(variables: Any, max_length: Any, truncate: bool) -> Columns:
     """Check the options that say what the variables are made of, but for the names of columns."""
-    is_mapping = isinstance(variables, Mapping) and bool(variables)
-    if not is_mapping or not all(isinstance(c, Sequence) and c for c in variables.values()):
+    if not isinstance(variables, Mapping) or not variables or not all(variables.values()):
         raise TypeError(
             "expected a mapping from the name of a variable to a column, or a list of columns, as "
             f"variables, got variables={variables!r}; try variables={{'x': 'column'}}"
@@ -193,7 +190,7 @@ def _from_dask(
 ) -> tuple[dict[str, da.Array], pd.DataFrame]:
     # Delayed objects, because dask may fuse partitions of a DataFrame differently for each column.
     parts = frame[columns.names].to_delayed()
-    heads = [dask.delayed(_length_and_head, pure=True)(part) for part in parts]
+    heads = [(part.shape[0], part.head(1)) for part in parts]
     computed, loaded = dask.compute(heads, frame[metadata].to_delayed() if metadata else [])
     lengths = [length for length, _ in computed]
     require_samples(sum(lengths), "the table")
@@ -205,7 +202,7 @@ def _from_dask(
                 f"{value[:40]!r}, since dask turns lists of a pandas DataFrame into text; try "
                 "dask.config.set({'dataframe.convert-string': False}) before from_pandas(...)"
             )
-    fields = fields_of(columns.arrays(columns_of_pandas(first), 0))
+    fields = fields_of(columns.arrays(first, 0))
     starts = np.cumsum([0, *lengths]).tolist()
     convert = dask.delayed(_convert, pure=True)
     blocks = [
@@ -220,14 +217,10 @@ def _from_dask(
     return lazy, pd.concat(loaded) if metadata else pd.DataFrame()
 
 
-def _length_and_head(part: pd.DataFrame) -> tuple[int, pd.DataFrame]:
-    return len(part), part.head(1)
-
-
 def _convert(
     part: pd.DataFrame, columns: Columns, fields: dict[str, Array], start: int
 ) -> dict[str, Array]:
-    arrays = columns.arrays(columns_of_pandas(part), start)
+    arrays = columns.arrays(part, start)
     for name, values in arrays.items():
         check_field(name, fields[name], start, values)
     return {n: values.astype(fields[n].dtype, copy=False) for n, values in arrays.items()}

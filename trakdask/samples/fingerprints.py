@@ -13,6 +13,7 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -64,37 +65,33 @@ def fingerprint(obj: Any) -> str:
 
 
 @dataclass(frozen=True)
-class MappedFile:
-    """Where a read-only memory map, or a contiguous slice of one, has its bytes."""
+class OpenedByTasks:
+    """An array that is not sent: the tasks that need some of it open it, where it lies.
 
-    path: str
-    dtype: np.dtype[Any]
-    offset: int
+    Parameters
+    ----------
+    open
+        Returns the array.
+    token
+        Identifies its content, by where it lies and when it was changed.
+    """
+
+    open: Callable[[], Any]
+    token: str
     shape: tuple[int, ...]
-    version: tuple[int, int]
-    """Size in bytes, and time of the last change in microseconds: some disks keep no more."""
+    dtype: np.dtype[Any]
 
     @property
     def ndim(self) -> int:
         """Number of dimensions."""
         return len(self.shape)
 
-    @property
-    def token(self) -> str:
-        """Identifies the content by the file."""
-        return repr((self.path, self.dtype.str, self.offset, self.shape, self.version))
-
     def __getitem__(self, rows: Any) -> np.ndarray[Any, Any]:
-        if (version := _version(self.path)) != self.version:
-            raise OSError(
-                f"{self.path!r} has changed since it was mapped: its size and time are {version}, "
-                f"not {self.version}; try opening it again"
-            )
-        whole = np.memmap(self.path, self.dtype, "r", self.offset, self.shape)
-        return np.array(whole[rows])
+        # What is mapped, and cannot be written to, is copied.
+        return np.require(self.open()[rows], requirements=["ENSUREARRAY", "WRITEABLE"])
 
 
-def mapped(array: np.ndarray[Any, Any]) -> MappedFile | None:
+def mapped(array: np.ndarray[Any, Any]) -> OpenedByTasks | None:
     """Return the file of a read-only memory map, or of a slice of one; None for any other array."""
     root: Any = array
     while isinstance(root.base, np.ndarray):
@@ -107,10 +104,21 @@ def mapped(array: np.ndarray[Any, Any]) -> MappedFile | None:
         return None
     path = os.path.abspath(root.filename)
     offset = root.offset + array.ctypes.data - root.ctypes.data
-    return MappedFile(path, array.dtype, offset, array.shape, _version(path))
+    where = path, array.dtype.str, offset, array.shape, _version(path)
+    return OpenedByTasks(partial(_map, *where), repr(where), array.shape, array.dtype)
+
+
+def _map(path: str, dtype: str, offset: int, shape: tuple[int, ...], version: Any) -> Any:
+    if (found := _version(path)) != version:
+        raise OSError(
+            f"{path!r} has changed since it was mapped: its size and time are {found}, not "
+            f"{version}; try opening it again"
+        )
+    return np.memmap(path, dtype, "r", offset, shape)
 
 
 def _version(path: str) -> tuple[int, int]:
+    """Return the size in bytes, and the time of the last change as exactly as all disks keep it."""
     status = os.stat(path)
     return status.st_size, status.st_mtime_ns // 1000
 
@@ -200,9 +208,9 @@ _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
 
 def _class_state(cls: type) -> Any:
-    own = {
+    content = {
         name: value
         for name, value in sorted(vars(cls).items())
         if name not in _NOT_CONTENT and not isinstance(value, _DESCRIPTORS)
     }
-    return cls.__bases__, own
+    return cls.__bases__, content

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from fsspec.core import get_fs_token_paths
 
-from trakdask.samples.blocks import Array, fields_of
+from trakdask.samples.sources import Array, fields_of
 
 _ARROW = (".arrow", ".feather", ".ipc")
 _SUFFIXES = (".parquet", ".parq", *_ARROW)
@@ -50,21 +50,20 @@ class Columns:
     @property
     def names(self) -> list[str]:
         """Names of all columns that are read, once each."""
-        several = [[c] if isinstance(c, str) else c for c in self.variables.values()]
-        return list(dict.fromkeys(itertools.chain.from_iterable(several)))
+        return list(dict.fromkeys(np.hstack([*self.variables.values()]).tolist()))
 
-    def arrays(self, table: Mapping[str, Any], start: int) -> dict[str, Array]:
+    def arrays(self, table: pa.Table | pd.DataFrame, start: int) -> dict[str, Array]:
         """Return the variables of the rows of a table, whose first row is sample ``start``."""
         arrays: dict[str, Array] = {}
-        masks: list[Array | None] = []
+        masks: list[Array] = []
         for name, columns in self.variables.items():
             several = [columns] if isinstance(columns, str) else columns
-            values, found = zip(*(self._array(name, table[c], start) for c in several), strict=True)
-            masks += found
+            converted = [self._array(name, _column_of(table, c), start) for c in several]
+            values = [array for array, _ in converted]
+            masks += [mask for _, mask in converted if mask is not None]
             arrays[name] = values[0] if isinstance(columns, str) else np.stack(values, axis=1)
-        padded = [mask for mask in masks if mask is not None]
-        if padded and _MASK not in arrays:
-            arrays[_MASK] = padded[0].astype(np.int64)
+        if masks and _MASK not in arrays:
+            arrays[_MASK] = masks[0].astype(np.int64)
         return arrays
 
     def _array(self, name: str, column: Any, start: int) -> tuple[Array, Array | None]:
@@ -91,20 +90,13 @@ class Columns:
         return padded, mask
 
 
-def columns_of_arrow(table: pa.Table) -> dict[str, Any]:
-    """Return the columns of an Arrow table by name."""
-    return {name: table.column(name).combine_chunks() for name in table.column_names}
-
-
-def columns_of_pandas(frame: pd.DataFrame) -> dict[str, Any]:
-    """Return the columns of a DataFrame by name: numbers as numpy arrays, all others in Arrow."""
-    return {str(name): _column_of_pandas(column) for name, column in frame.items()}
-
-
-def _column_of_pandas(series: pd.Series[Any]) -> Any:
-    if not isinstance(series.dtype, np.dtype):
-        return pa.array(series.array, from_pandas=False)
-    values = series.to_numpy()
+def _column_of(table: pa.Table | pd.DataFrame, name: str) -> Any:
+    """Return a column: numbers of pandas as a numpy array, everything else in Arrow."""
+    if isinstance(table, pa.Table):
+        return table.column(name).combine_chunks()
+    if not isinstance(table[name].dtype, np.dtype):
+        return pa.array(table[name].array, from_pandas=False)
+    values = table[name].to_numpy()
     if values.dtype.kind != "O":
         return values
     if len(values) and isinstance(values[0], np.ndarray) and values[0].ndim > 1:
@@ -150,9 +142,7 @@ def _complete(name: str, column: Any, samples: Array) -> Any:
 
 
 def _is_list(kind: Any) -> bool:
-    return bool(
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    )
+    return isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
 
 
 class Table:
@@ -161,7 +151,7 @@ class Table:
     def __init__(self, table: Files | HuggingFace, columns: Columns) -> None:
         self.table, self.columns = table, columns
         _, row = next(table.parts(0, 1, columns.names))
-        self.fields = fields_of(columns.arrays(columns_of_arrow(row), 0))
+        self.fields = fields_of(columns.arrays(row, 0))
 
     def __len__(self) -> int:
         return len(self.table)
@@ -169,7 +159,7 @@ class Table:
     def rows(self, start: int, stop: int) -> Iterator[tuple[int, dict[str, Array]]]:
         """Yield the rows ``start:stop`` of every variable, part by part."""
         for first, part in self.table.parts(start, stop, self.columns.names):
-            yield first, self.columns.arrays(columns_of_arrow(part), first)
+            yield first, self.columns.arrays(part, first)
 
 
 class Files:

@@ -11,9 +11,9 @@ import numpy as np
 import xarray as xr
 
 from trakdask.checks import import_callable, require_integer
-from trakdask.samples.blocks import assemble, fields_of, lazy_fields, read, require_samples
 from trakdask.samples.coords import CoordsLike, fields_as_coords, to_numpy
 from trakdask.samples.fingerprints import fingerprint
+from trakdask.samples.sources import assemble, fields_of, lazy_fields, read, require_samples
 
 Array = np.ndarray[Any, Any]
 
@@ -91,15 +91,15 @@ def from_torch(
 
 
 def _check_names(names: Any) -> tuple[str | None, ...]:
-    given = (names,) if isinstance(names, str) or not isinstance(names, Iterable) else tuple(names)
-    chosen = [name for name in given if name is not None]
+    fields = (names,) if isinstance(names, str) or not isinstance(names, Iterable) else tuple(names)
+    chosen = [name for name in fields if name is not None]
     are_names = all(isinstance(name, str) for name in chosen)
     if not chosen or not are_names or len(set(chosen)) < len(chosen):
         raise ValueError(
             "expected a name of its own for each field of an item, or None to leave it out, got "
             f"names={names!r}; try names=('image', 'label')"
         )
-    return given
+    return fields
 
 
 class _Items:
@@ -118,10 +118,10 @@ class _Items:
                 f"expected shapes of some of {list(item)}, got {sorted(unknown)}; try "
                 f"shapes={{{next(iter(item))!r}: ...}}"
             )
-        self.fields = {
-            name: np.empty((0, *shapes.get(name, field.shape[1:])), field.dtype)
-            for name, field in fields_of({n: value[None] for n, value in item.items()}).items()
-        }
+        self.fields = fields_of({
+            name: np.empty((0, *shapes.get(name, value.shape)), value.dtype)
+            for name, value in item.items()
+        })  # fmt: skip
         # The code of a function alone does not determine what it returns.
         self.first = "" if self._dataset is given else fingerprint((self._n, item))
 
@@ -194,18 +194,19 @@ def _open(given: Any) -> Any:
 
 
 def _named(item: Any, names: tuple[str | None, ...], index: int) -> dict[str, Any]:
-    wanted = [name for name in names if name is not None]
-    if isinstance(item, Mapping):
-        if missing := [name for name in wanted if name not in item]:
+    """Return the fields of an item that have a name."""
+    if not isinstance(item, Mapping):
+        fields = item if isinstance(item, tuple | list) else (item,)
+        if len(fields) != len(names):
             raise ValueError(
-                f"expected the key {missing[0]!r} in sample {index}, got {list(item)}; try one of "
-                "these as names="
+                f"expected {len(names)} fields in sample {index}, for the names {names}, got "
+                f"{len(fields)}; try a name for every field, or None to leave a field out"
             )
-        return {name: item[name] for name in wanted}
-    fields = item if isinstance(item, tuple | list) else (item,)
-    if len(fields) != len(names):
+        item = dict(zip(names, fields, strict=True))
+    wanted = [name for name in names if name is not None]
+    if missing := [name for name in wanted if name not in item]:
         raise ValueError(
-            f"expected {len(names)} fields in sample {index}, for the names {names}, got "
-            f"{len(fields)}; try a name for every field, or None to leave a field out"
+            f"expected the key {missing[0]!r} in sample {index}, got {list(item)}; try one of "
+            "these as names="
         )
-    return {name: field for name, field in zip(names, fields, strict=True) if name is not None}
+    return {name: item[name] for name in wanted}

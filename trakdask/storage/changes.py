@@ -250,7 +250,7 @@ def _of_all(name: str, values: Any, dropped: np.ndarray, group: Group) -> xr.Var
         )
     n_all, n_shown = len(dropped), int((~dropped).sum())
     is_whole = not dropped.any() or (hasattr(values, "__len__") and len(values) == n_all)
-    new = normalise_coords({name: values}, (), n_all if is_whole else n_shown)[name]
+    new = normalise_coords({name: values}, n_all if is_whole else n_shown)[name]
     if is_whole:
         return xr.Variable((SAMPLE,), new)
     before = read_coords(group, {name}).get(name)  # only here: what is damaged can be assigned anew

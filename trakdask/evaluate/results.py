@@ -12,7 +12,7 @@ import xarray as xr
 
 from trakdask.arrays import intervals
 from trakdask.checks import require_integer, require_number
-from trakdask.variables import SAMPLE, coords_along
+from trakdask.variables import SAMPLE, TARGET, coords_along
 
 Array = np.ndarray[Any, Any]
 
@@ -32,7 +32,6 @@ def lazy_results(
     variables: Mapping[str, tuple[tuple[Hashable, ...], str]],
     labels: Mapping[str, Any] | None = None,
     sizes: Mapping[Hashable, int] | None = None,
-    dtypes: Mapping[str, Any] | None = None,
 ) -> xr.Dataset:
     """Return a lazy Dataset of the arrays that one task computes from all inputs at once.
 
@@ -48,16 +47,14 @@ def lazy_results(
         Dimensions and description of each array.
     labels, sizes
         Of further dimensions, with and without labels.
-    dtypes
-        Of arrays that are not float64.
     """
     results = dask.delayed(function, pure=True)(*inputs)
     labels = {BOUND: BOUNDS, **(labels or {})}
     sizes = {**of.sizes, **{dim: len(values) for dim, values in labels.items()}, **(sizes or {})}
     arrays = {}
     for name, (dims, description) in variables.items():
-        shape, dtype = tuple(sizes[dim] for dim in dims), (dtypes or {}).get(name, np.float64)
-        data = da.from_delayed(results[name], shape, dtype=np.dtype(dtype))
+        shape = tuple(sizes[dim] for dim in dims)
+        data = da.from_delayed(results[name], shape, dtype=np.dtype(np.float64))
         arrays[name] = (dims, data, {"description": description})
     return xr.Dataset(arrays, coords={**coords_along(of, *of.dims[1:]), **labels})
 
@@ -81,22 +78,39 @@ def checked_masks(masks: xr.DataArray) -> xr.DataArray:
     return masks.transpose(SUBSET, SAMPLE)
 
 
-def mean_with_interval(
-    values: Array, options: Mapping[str, Any], needed: str
-) -> tuple[Array, Array]:
-    """Return means over targets of statistics (target, ...), and bootstrapped intervals.
+def described_with_mean(
+    name: str, description: str, more: tuple[Hashable, ...] = (), interval: str = "interval"
+) -> dict[str, tuple[tuple[Hashable, ...], str]]:
+    """Describe a statistic (target, ...), its mean over targets, and the interval of the mean."""
+    return {
+        name: ((TARGET, *more), description),
+        f"{name}_mean": (more, f"mean of {name} over targets"),
+        interval: ((BOUND, *more), f"of {name}_mean"),
+    }
+
+
+def with_mean(
+    name: str, values: Array, options: Mapping[str, Any], needed: str, interval: str = "interval"
+) -> dict[str, Array]:
+    """Return a statistic (target, ...), its mean over targets, and a bootstrapped interval.
 
     Raises
     ------
     ValueError
-        If all statistics are NaN, as no scores are as needed.
+        As :func:`require_known`.
     """
+    require_known(values.T, needed)
+    mean, bounds = intervals.bootstrap_mean(values, **options)
+    return {name: values, f"{name}_mean": mean, interval: bounds}
+
+
+def require_known(values: Array, needed: str) -> None:
+    """Reject statistics (..., target) that are all NaN, as no scores are as needed."""
     if np.isnan(values).all():
         raise ValueError(
-            f"expected scores {needed}, for at least one of {len(values)} targets, got none; try "
-            "features without failed samples, whose scores are NaN"
+            f"expected scores {needed} without NaN, for at least one of {values.shape[-1]} "
+            "targets, got none; try features without failed samples, whose scores are NaN"
         )
-    return intervals.bootstrap_mean(values, **options)
 
 
 def require_fraction(name: str, value: object) -> float:
