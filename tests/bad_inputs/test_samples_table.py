@@ -119,6 +119,7 @@ ROWS = [
     BadInput(A, "objects", arrays(x=np.array([{}, 1])), TypeError, ["'x'", "object"]),
     BadInput(A, "times", arrays(x=np.array(["2020"], "M8[Y]")), TypeError, ["'x'", "datetime64"]),
     BadInput(A, "masked", arrays(x=HIDDEN), ValueError, ["'x'", "sample 2"]),
+    BadInput(A, "masked, lazy", arrays(x=da.from_array(HIDDEN)), ValueError, ["'x'"]),
     BadInput(A, "jagged lists", arrays(x=[[1], [1, 2]]), ValueError, ["'x'"]),
     BadInput(A, "list of tensors", arrays(x=[torch.ones(2), torch.ones(3)]), ValueError, ["'x'"]),
     BadInput(A, "sparse tensor", arrays(x=torch.eye(4).to_sparse()), ValueError, ["'x'"]),

@@ -274,7 +274,7 @@ def test_process__that_cannot_print_has_written(tmp_path: Path, name: str) -> No
     line = [sys.executable, "-m", "trakdask", "init"]
     done = subprocess.run(line, stdout=printed, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     os.close(printed)
-    assert done.returncode == 1, done.stderr
+    assert (done.returncode == 0) == (name == "closed pipe"), done.stderr
     assert "Traceback" not in done.stderr
     assert read(tmp_path / "trakdask.yaml")["projector"]["kind"] == "SJLT"
 

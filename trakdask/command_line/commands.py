@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,8 +25,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
+class _Output(Console):
+    """A console whose reader may leave early, as ``head`` does."""
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing more, also when Python flushes at its end; the job goes on."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 # Names and texts of users may look like markup, [bold], or emoji, :on:.
-output = Console(markup=False, emoji=False)
+output = _Output(markup=False, emoji=False)
 errors = Console(stderr=True, markup=False, emoji=False)
 
 File = Annotated[Path, typer.Argument(help="A configuration in YAML or TOML; see `trakdask init`.")]

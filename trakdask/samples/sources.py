@@ -20,6 +20,7 @@ import pandas as pd
 import torch
 import xarray as xr
 import zarr
+from dask.array.utils import meta_from_array
 
 from trakdask.arrays.blocks import take
 from trakdask.checks import require_integer
@@ -195,6 +196,11 @@ def _lazy(name: str, array: Any, size: int) -> Any:
     check_dtype(name, array.dtype)
     chunks = {0: size} | dict.fromkeys(range(1, array.ndim), -1)
     if isinstance(array, da.Array):
+        if np.ma.isMaskedArray(meta_from_array(array)):
+            raise ValueError(
+                f"expected {what} without a mask, whose hidden values would be used; try "
+                "dask.array.ma.filled(array, value)"
+            )
         return array.rechunk(chunks)
     opened = _opened_by_tasks(array) if isinstance(array, zarr.Array) else mapped(array)
     source, token = (opened, opened.token) if opened else (array, fingerprint(array))
