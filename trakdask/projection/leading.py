@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from trakdask.checks import shown
-from trakdask.projection.back_projection import back_project
 from trakdask.projection.protocol import Identity, Projector, RowMap
 from trakdask.projection.stream import ProjectionStream
 
@@ -98,10 +97,10 @@ class LeadingStream:
 def back_project_leading(
     projector: Projector, row_map: RowMap, checkpoint: int, vectors: Tensor, leading: np.ndarray
 ) -> Tensor:
-    """Return what :func:`back_project` returns, for features of a :class:`LeadingStream`."""
+    """Return what ``back_project`` of the projector does, for features of a LeadingStream."""
     split = _Split(projector, row_map, leading)
     kept, sketched = vectors[:, : split.n_kept], vectors[:, split.n_kept :]
-    rows = back_project(split.rest.bind(row_map), row_map, checkpoint, sketched)
+    rows = split.rest.bind(row_map).back_project(row_map, checkpoint, sketched)
     for name in row_map.names:
         # The rows of kept elements meet zeros in the sketch; here they are those of their columns.
         rows[:, row_map.offset(name) + split.elements[name]] = kept[:, split.columns[name]]
