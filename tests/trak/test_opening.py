@@ -131,7 +131,7 @@ def test_open_traker__rows_never_featurized_are_nan(tmp_path: Path) -> None:
 
 def test_open_traker__chunks_do_not_change_the_values(written: Path, monkeypatch) -> None:
     whole, whole_targets = open_traker(written, "test")
-    monkeypatch.setattr("trakdask.trak.opening._BLOCK_BYTES", 4 * PROJ_DIM * 9)
+    monkeypatch.setattr("trakdask.trak.savers._BLOCK_BYTES", 4 * PROJ_DIM * 9)
     parts, parts_targets = open_traker(written, "test")
     assert parts.feature.chunks == ((9,) * 6 + (6,), (PROJ_DIM,), (1, 1, 1))
     xr.testing.assert_equal(whole.compute(), parts.compute())

@@ -23,9 +23,8 @@ from trakdask.trak.gradient_computers import (
     selected_parameters,
 )
 from trakdask.trak.modelout_functions import TASK_TO_MODELOUT, AbstractModelOutput
-from trakdask.trak.opening import open_traker
 from trakdask.trak.projectors import AbstractProjector, StreamProjector, default_projector
-from trakdask.trak.savers import EXTRA, AbstractSaver, MmapSaver, ModelIDException
+from trakdask.trak.savers import EXTRA, AbstractSaver, MmapSaver, ModelIDException, open_traker
 from trakdask.trak.score_computers import AbstractScoreComputer, BasicScoreComputer
 from trakdask.trak.utils import get_num_params
 
