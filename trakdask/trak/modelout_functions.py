@@ -8,7 +8,7 @@ whose gradients take one backward pass for a whole batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, ClassVar
@@ -87,8 +87,8 @@ class _Classification(AbstractModelOutput):
     ) -> Tensor:
         """Return 1 - p of a batch of inputs and labels, (batch, 1), float32 or float64."""
         task = self.with_temperature()
-        inputs = Batch(zip(task.variables, batch, strict=True))
-        return task.out_to_loss(Forward(model, weights or {}, buffers or {}), inputs)[:, None]
+        forward: Any = model if weights is None else Forward(model, weights, buffers or {})
+        return task.out_to_loss(forward, Batch(zip(task.variables, batch, strict=True)))[:, None]
 
     def with_temperature(self) -> Classification:
         """Return the task of whole batches."""
@@ -178,7 +178,8 @@ class IterativeImageClassificationModelOutput(_Classification):
         labels: Tensor,
     ) -> Tensor:
         """Return the margins of a batch, (batch,)."""
-        return _IMAGES.output(Forward(model, {}, {}), Batch(image=images, label=labels))
+        forward: Any = model
+        return _IMAGES.output(forward, Batch(image=images, label=labels))
 
 
 class _static_or_of_instance(staticmethod):  # type: ignore[type-arg]
@@ -299,9 +300,8 @@ class CLIPModelOutput(AbstractModelOutput):
         label: Tensor,
     ) -> Tensor:
         """Return the output of one image and text (without a batch axis), a scalar."""
-        inputs = {"image": image.unsqueeze(0), "text": label.unsqueeze(0)}
-        embeddings = torch.func.functional_call(model, (weights, buffers), (), inputs)
-        return _matches(self, embeddings[0], embeddings[1]).sum()
+        batch = Batch(image=image[None], text=label[None])
+        return _Pairs(self).output(Forward(model, weights, buffers), batch)[0]
 
     @torch.no_grad()
     def get_out_to_loss_grad(  # type: ignore[override]
@@ -316,16 +316,8 @@ class CLIPModelOutput(AbstractModelOutput):
         p is the softmax over the pairs of this batch.
         """
         image, text = batch
-        inputs = {"image": image, "text": text}
-        return self.one_minus_p(torch.func.functional_call(model, (weights, buffers), (), inputs))
-
-    def one_minus_p(self, returned: Sequence[Tensor]) -> Tensor:
-        """Return 1 - p, (batch, 1), from the values that the model returned."""
-        image, text, logit_scale = returned
-        scale = logit_scale if self.temperature is None else self.temperature
-        products = scale * image @ text.T
-        p: Tensor = (self.softmax(products) + self.softmax(products.T)).diag() / 2
-        return (1 - p).unsqueeze(-1)
+        pairs = Batch(image=image, text=text)
+        return _Pairs(self).out_to_loss(Forward(model, weights, buffers), pairs)[:, None]
 
     def is_of_other_weights(self, model: nn.Module) -> bool:
         """Return whether the embeddings were computed with other weights than the model has."""
@@ -357,33 +349,38 @@ def batched_task(modelout: object) -> Task | None:
 class _Pairs:
     """The output for pairs of images and texts, of whole batches."""
 
-    modelout: CLIPModelOutput
+    modelout: Any  # an instance, or the class
     variables = ("image", "text")
 
     def output(self, forward: Forward, batch: Batch) -> Tensor:
+        """Compare pairs with other images and texts, (batch,)."""
+        images, texts = self._others()
         image, text, _ = forward(**batch)
-        return _matches(self.modelout, image, text)
+        right = (image * text).sum(1)
+        by_text = right - (image @ texts.to(image).T).logsumexp(1)
+        matches: Tensor = by_text + right - (text @ images.to(text).T).logsumexp(1)
+        return matches
 
     def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
-        return self.modelout.one_minus_p(forward(**batch))[:, 0]
+        """Return 1 - p, (batch,), among the pairs of the batch."""
+        image, text, logit_scale = forward(**batch)
+        temperature = self.modelout.temperature
+        products = (logit_scale if temperature is None else temperature) * image @ text.T
+        p: Tensor = (products.softmax(-1) + products.T.softmax(-1)).diag() / 2
+        return 1 - p
 
-
-def _matches(holder: Any, image: Tensor, text: Tensor) -> Tensor:
-    """Compare pairs, (batch, embedding), with other images and texts; return (batch,)."""
-    if holder.image_embeddings is None:
-        raise AssertionError(
-            "expected embeddings of other images and texts, got none; try "
-            "traker.task.get_embeddings(model, loader, ...) before traker.featurize"
-        )
-    n, size = len(holder.image_embeddings), holder.sim_batch_size
-    if not 0 < size <= n:
-        raise ValueError(
-            f"expected simulated_batch_size in 1..{n} ({n} embeddings), got {size}; try "
-            f"CLIPModelOutput(simulated_batch_size={n}), or embed more pairs"
-        )
-    rows = random_rows(n, size, _SEED)
-    images, texts = holder.image_embeddings[rows], holder.text_embeddings[rows]
-    right = (image * text).sum(1)
-    by_text = right - (image @ texts.to(image).T).logsumexp(1)
-    matches: Tensor = by_text + right - (text @ images.to(text).T).logsumexp(1)
-    return matches
+    def _others(self) -> tuple[Tensor, Tensor]:
+        images, texts = self.modelout.image_embeddings, self.modelout.text_embeddings
+        if images is None:
+            raise AssertionError(
+                "expected embeddings of other images and texts, got none; try "
+                "traker.task.get_embeddings(model, loader, ...) before traker.featurize"
+            )
+        n, size = len(images), self.modelout.sim_batch_size
+        if not 0 < size <= n:
+            raise ValueError(
+                f"expected simulated_batch_size in 1..{n} ({n} embeddings), got {size}; try "
+                f"CLIPModelOutput(simulated_batch_size={n}), or embed more pairs"
+            )
+        rows = random_rows(n, size, _SEED)
+        return images[rows], texts[rows]
