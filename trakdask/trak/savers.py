@@ -193,13 +193,7 @@ class MmapSaver(AbstractSaver):
         logging_level: int,
         use_half_precision: bool,
     ) -> None:
-        super().__init__(
-            save_dir=save_dir,
-            metadata=metadata,
-            load_from_save_dir=load_from_save_dir,
-            logging_level=logging_level,
-            use_half_precision=use_half_precision,
-        )
+        super().__init__(save_dir, metadata, load_from_save_dir, logging_level, use_half_precision)
         self.train_set_size = train_set_size
         self.proj_dim = proj_dim
         self._n_leading = 0
