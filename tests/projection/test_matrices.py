@@ -218,6 +218,3 @@ def test_back_project__is_the_product_with_the_explicit_matrix(
             found[1:, rows].double(), expected[:, rows], rtol=1e-5, atol=1e-6 * size
         )
     assert 0 < size < math.inf
-
-
-# -------------------------------------------------------------------------------------------- cost
