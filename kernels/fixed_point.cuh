@@ -1,7 +1,7 @@
 // Block fixed point: gradients as integers times a power of two per (sample, row block).
 //
 // Inputs    float32, float16 or bfloat16 values; a block of threads works on one sample of one row block.
-// Exactness bit for bit what trakdask/projection/quantize.py gives. Factors are powers of two, so each
+// Exactness bit for bit what trakdask/projection/fixed_point.py gives. Factors are powers of two, so each
 //           value is rounded once, half to even; compiled without contraction and without flushing to zero.
 
 struct Half {

@@ -9,7 +9,7 @@
 //           steps (n_blocks, n_samples): the value of one unit; NaN for a sample that is not finite.
 // Grid      (lines - (n_digits - 1) * n_samples, n_blocks): one block of threads per sample, then one
 //           per line of zeros. Threads: a power of two; shared memory: 8 bytes per thread.
-// Exactness bit for bit what quantize of trakdask/projection/quantize.py gives.
+// Exactness bit for bit what quantize of trakdask/projection/fixed_point.py gives.
 
 #include "philox.cuh"
 #include "fixed_point.cuh"

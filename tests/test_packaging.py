@@ -16,11 +16,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 PROBE = """
 import json, trakdask
-from trakdask.projection.cuda import sources
+from trakdask.projection.cuda.launch import kernel_folder
 print(json.dumps({
     "package": trakdask.__file__,
     "version": trakdask.__version__,
-    "kernels": {name: sources.kernel_source(name) for name in sources.kernel_files()},
+    "kernels": {file.name: file.read_text("utf-8") for file in kernel_folder().iterdir()},
 }))
 """
 

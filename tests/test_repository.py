@@ -110,7 +110,7 @@ def test_constraints__pin_everything_the_two_commands_install() -> None:
 def test_import__takes_what_xarray_takes_and_nothing_optional() -> None:
     """The arithmetic needs no cluster and no store; the public modules are there at once."""
     code = (
-        "import sys, trakdask as td, trakdask.projection.cuda.sources, trakdask.models.model\n"
+        "import sys, trakdask as td, trakdask.projection.cuda, trakdask.models.model\n"
         f"print([name for name in {HEAVY + OPTIONAL} if name in sys.modules])\n"
         "td.tasks.Task, td.plots, td.examples, td.testing\n"
         "import xarray; xarray.DataArray([1]).trak, xarray.Dataset().trak"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ import yaml
 
 from trakdask._version import __version__
 from trakdask.provenance import digest
+from trakdask.samples.fingerprints import mapped
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
 __all__ = ["open_bergson"]
@@ -110,7 +110,7 @@ def open_bergson(stores: PathLike | Sequence[PathLike] | Mapping[str, PathLike])
         "source": f"bergson-{digest({'paths': folders})[:32]}",
         "stored_dtype": {name: store.dtype for name, store in opened.items()},
     }
-    feature = _lazy(tuple(opened.values()))
+    feature = da.stack([store.feature() for store in opened.values()], axis=-1)
     one, unknown = (da.full_like(feature[:, 0], value, dtype=np.float32) for value in (1.0, np.nan))
     arrays = {"feature": feature, "output": unknown, "out_to_loss": one}
     data = {n: (VARIABLES[n].dims, array, VARIABLES[n].attrs) for n, array in arrays.items()}
@@ -144,9 +144,17 @@ class _Store:
         token = np.arange(self.n_rows) - offsets[document]
         return {"document": (SAMPLE, document), "token": (SAMPLE, token)}
 
-    def mapped(self) -> np.ndarray:
+    def feature(self) -> da.Array:
+        """Return the lazy array (sample, proj_dim) float32."""
         shape = (self.n_rows, self.width)
-        return np.memmap(self.file, _STORED[self.dtype], "r", shape=shape)
+        stored = np.memmap(self.file, _STORED[self.dtype], "r", shape=shape)
+        rows = max(1, _BLOCK_BYTES // (4 * self.width))
+        file = mapped(stored) or stored
+        values = da.from_array(file, chunks=(rows, -1), inline_array=True)
+        if self.dtype == "bfloat16":
+            values = (values.astype(np.uint32) << 16).view(np.float32)
+        array: da.Array = values.astype(np.float32)
+        return array
 
 
 def _store(path: PathLike) -> _Store:
@@ -163,7 +171,7 @@ def _store(path: PathLike) -> _Store:
             "try running bergson again"
         )
     info = json.loads((folder / "info.json").read_bytes())
-    store = _Store(
+    return _Store(
         file=folder / "gradients.bin",
         n_rows=info["num_grads"],
         sizes=info["grad_sizes"],
@@ -171,8 +179,6 @@ def _store(path: PathLike) -> _Store:
         settings=_settings(folder),
         has_tokens=bool(info.get("attribute_tokens")),
     )
-    store.mapped()  # is the file there, and whole?
-    return store
 
 
 def _settings(folder: Path) -> str:
@@ -186,28 +192,3 @@ def _settings(folder: Path) -> str:
         index = build.get("index_cfg", {})
         build["index_cfg"] = {k: v for k, v in index.items() if k not in _NOT_OF_THE_GRADIENTS}
     return digest({"build": builds})[:32] if builds else "unknown"
-
-
-def _lazy(stores: tuple[_Store, ...]) -> da.Array:
-    """Build the lazy array (sample, proj_dim, checkpoint)."""
-    n, width = stores[0].n_rows, stores[0].width
-    rows = da.core.normalize_chunks((max(1, _BLOCK_BYTES // (4 * width)),), shape=(n,))[0]
-    states = [[str(s.file), s.file.stat().st_size, s.file.stat().st_mtime_ns] for s in stores]
-    array: da.Array = da.map_blocks(
-        functools.partial(_read, stores),
-        chunks=(rows, (width,), (1,) * len(stores)),
-        # The state of the files is part of the name: a run that goes on is another array.
-        name=f"feature-{digest({'files': states, 'rows': rows[:1]})[:32]}",
-        dtype=np.float32,
-        meta=np.empty((0, 0, 0), np.float32),
-    )
-    return array
-
-
-def _read(stores: tuple[_Store, ...], block_info: dict[Any, Any]) -> np.ndarray:
-    (start, stop), _, (checkpoint, _) = block_info[None]["array-location"]
-    store = stores[checkpoint]
-    values = store.mapped()[start:stop]
-    if store.dtype == "bfloat16":
-        values = (values.astype(np.uint32) << 16).view(np.float32)
-    return np.array(values, np.float32)[:, :, None]

@@ -22,7 +22,7 @@ from trakdask.checks import shown
 from trakdask.execution.scheduling import gpu_options, n_slots
 from trakdask.projection import Projector, RowMap
 from trakdask.projection.acceleration import stop_waiting
-from trakdask.projection.specs import from_spec
+from trakdask.projection.protocol import from_spec
 from trakdask.variables import CHECKPOINT, SAMPLE, validate
 
 __all__ = ["Pilot", "Plan", "PlannedProjection", "plan"]

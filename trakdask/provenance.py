@@ -127,7 +127,7 @@ def require_same(
 
 def _remedy(name: str, expected: Any) -> str:
     """Return how to make two specs agree; a projector is written out, as it is to be passed."""
-    from trakdask.projection.specs import from_spec  # imports torch, which reading a store need not
+    from trakdask.projection.protocol import from_spec  # imports torch, which open need not
 
     if name == "projector":
         with contextlib.suppress(TypeError, ValueError):  # of another version, or simulated

@@ -32,7 +32,7 @@ from trakdask.projection import (
     Projector,
     Rademacher,
     RowMap,
-    integer_products,
+    fixed_point,
     project,
 )
 
@@ -201,10 +201,8 @@ def exact(projector: Rademacher, gradients: Tensor) -> Tensor:
     for first in range(0, n_rows, ROW_BLOCK):
         block = gradients[:, first : first + ROW_BLOCK].double()
         size = block.shape[1]
-        packed = integer_products.sign_bits(
-            first, size, 0, width, seed=projector.seed, checkpoint=0, stream=0
-        )
-        sums += block @ integer_products.signs_of(packed, first, size).T
+        address = {"seed": projector.seed, "checkpoint": 0, "stream": 0}
+        sums += block @ fixed_point.signs(first, size, 0, width, **address).T
     return sums * projector.scale(n_rows)
 
 
@@ -271,7 +269,7 @@ def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     torch.set_num_threads(1)
     # What the package measured to be the fastest on this machine.
-    dense = "int8" if integer_products.int8_matmul_is_usable() else "float32"
+    dense = "int8" if fixed_point.int8_matmul_is_usable() else "float32"
     print(f"{'dense products':>14}: {dense}")
     for name in options.engines:
         print(f"{name:>14}  {'its BasicProjector' if name == PEER else ENGINES[name].what}")

@@ -32,7 +32,7 @@ from trakdask.models import gradients
 from trakdask.models.tasks import Batch, Forward, supervised
 from trakdask.projection import Projector, stream
 from trakdask.projection.cuda import launch
-from trakdask.projection.cuda import projector as with_kernels
+from trakdask.projection.cuda import products as with_kernels
 
 META = torch.device("meta")
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
@@ -174,9 +174,9 @@ def pretend() -> None:
 
 
 class Counting(EmulatedKernels):
-    def launch(self, one: launch.Launch) -> None:
-        launch.launched.add(one.name)
-        super().launch(one)
+    def launch(self, name: str, *arguments: Any) -> None:
+        launch.launched.add(name)
+        super().launch(name, *arguments)
 
 
 @pytest.mark.slow

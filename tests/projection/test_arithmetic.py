@@ -11,19 +11,17 @@ import torch
 from torch import Tensor
 
 from tests.projection.reference import normal, project_block, rounded, signs
-from trakdask.projection import Rademacher, acceleration, integer_products, sjlt
-from trakdask.projection.integer_products import (
+from trakdask.projection import SJLT, Rademacher, acceleration, fixed_point, sjlt
+from trakdask.projection.fixed_point import (
     int8_matmul_is_usable,
     integer_matmul,
+    quantize,
     sign_bits,
     signed_sums,
-    signs_of,
     split_digits,
 )
-from trakdask.projection.memory import Scratch
 from trakdask.projection.protocol import ARITHMETIC, ROUNDING_ERROR
-from trakdask.projection.quantize import quantize
-from trakdask.projection.sjlt import SparseMatrix, nonzeros_of, sort_nonzeros
+from trakdask.projection.sjlt import sort_nonzeros
 
 ADDRESS = {"seed": 5, "checkpoint": 9}
 
@@ -38,7 +36,7 @@ def test_quantize__as_by_hand(
 ) -> None:
     block = normal(3, n_rows).clamp(-3, 3) * magnitude
     block[2] = block[2].sign() * magnitude  # at a power of two, and half-way cases below it
-    found, step = quantize(block, fraction_bits, Scratch())
+    found, step = quantize(block, fraction_bits)
     assert torch.equal(found * step[:, None], rounded(block, fraction_bits))
     largest = found.abs().amax(1)[block.any(1)]
     assert ((largest >= 2 ** (fraction_bits - 1)) & (largest <= 2**fraction_bits)).all()
@@ -48,17 +46,17 @@ def test_quantize__as_by_hand(
 def test_quantize__half_to_even_and_the_largest(fraction_bits: int, backend: str) -> None:
     unit, below = 2.0 ** (1 - fraction_bits), 1 - 2.0**-24
     halves = torch.tensor([[1.0, *(half * unit for half in (0.5, 1.5, 2.5, -0.5, -1.5, -2.5))]])
-    assert quantize(halves, fraction_bits, Scratch())[0][0, 1:].tolist() == [0, 2, 2, 0, -2, -2]
+    assert quantize(halves, fraction_bits)[0][0, 1:].tolist() == [0, 2, 2, 0, -2, -2]
     block = torch.tensor([[below, -below, 127 / 128, 0.5 + 2.0**-24]])
     expected = (block.double() * 2**fraction_bits).round()
-    assert torch.equal(quantize(block, fraction_bits, Scratch())[0].double(), expected)
+    assert torch.equal(quantize(block, fraction_bits)[0].double(), expected)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_quantize__flags_only_the_sample_that_is_not_finite(bad: float, backend: str) -> None:
     block = torch.ones(3, 5)
     block[1, 4], block[2] = bad, 0
-    found, step = quantize(block, 14, Scratch())
+    found, step = quantize(block, 14)
     assert step.isnan().tolist() == [False, True, False]
     assert not found[2].any()
 
@@ -88,7 +86,7 @@ def test_signed_sums__are_the_matrix_product(row: int, n_rows: int, n_digits: in
     found = signed_sums(packed, split_digits(integers, n_digits, row), n_digits)
     matrix = torch.from_numpy(signs(row, n_rows, 7, 40, **ADDRESS)).T
     assert torch.equal(found, matrix @ integers.flatten(0, 1).double().T)
-    assert torch.equal(signs_of(packed, row, n_rows), matrix)
+    assert torch.equal(fixed_point.signs(row, n_rows, 7, 40, **ADDRESS, stream=0), matrix)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 128), (3, 5, 16384), (17, 33, 256)])
@@ -98,7 +96,7 @@ def test_integer_matmul__exact_at_the_extremes(
 ) -> None:
     if usable and not int8_matmul_is_usable():
         pytest.skip("torch multiplies int8 matrices wrongly or slowly here")
-    monkeypatch.setattr(integer_products, "int8_matmul_is_usable", lambda: usable)
+    monkeypatch.setattr(fixed_point, "int8_matmul_is_usable", lambda: usable)
     n, m, k = shape
     rng = np.random.default_rng(k)
     bits = torch.from_numpy(rng.integers(0, 2, (n, k), dtype=np.int8))
@@ -123,28 +121,28 @@ def missing(*_: Tensor) -> None:
 def test_int8_matmul_is_usable__only_where_it_is_there_and_exact(
     product: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(integer_products, "int8_matmul", product)
+    monkeypatch.setattr(fixed_point, "int8_matmul", product)
     assert int8_matmul_is_usable.__wrapped__() is False
 
 
 # ------------------------------------------------------------ nonzeros, which are sorted and kept
 
-MATRIX = SparseMatrix(proj_dim=12, sparsity=5, seed=2**40 + 3, checkpoint=7)
+PROJECTOR = SJLT(proj_dim=12, sparsity=5, seed=2**40 + 3)
 
 
 def test_kept__blocks_are_drawn_once_and_older_matrices_make_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    size = sort_nonzeros(np.zeros((2, 100, 4), np.uint32), MATRIX).nbytes
+    size = sort_nonzeros(PROJECTOR, np.zeros((2, 100, 4), np.uint32)).nbytes
     kept = sjlt._Kept(3 * size + 1)
     monkeypatch.setattr(sjlt, "_kept", kept)
-    other = MATRIX._replace(checkpoint=8)
-    first, *_ = [nonzeros_of(MATRIX, row, 100) for row in range(0, 1000, 100)]
-    assert nonzeros_of(MATRIX, 0, 100) is first
-    assert [row for row in range(0, 1000, 100) if kept.get(MATRIX, (row, 100))] == [0, 100, 200]
-    nonzeros_of(other, 300, 100)
-    assert kept.get(MATRIX, (0, 100)) is None
-    assert kept.get(other, (300, 100)) is not None
+    first, *_ = [PROJECTOR.nonzeros(7, row, 100) for row in range(0, 1000, 100)]
+    assert PROJECTOR.nonzeros(7, 0, 100) is first
+    blocks = [row for row in range(0, 1000, 100) if kept.get((PROJECTOR, 7), (row, 100))]
+    assert blocks == [0, 100, 200]
+    PROJECTOR.nonzeros(8, 300, 100)
+    assert kept.get((PROJECTOR, 7), (0, 100)) is None
+    assert kept.get((PROJECTOR, 8), (300, 100)) is not None
 
 
 # ------------------------------------------------------------------------------------------- numba

@@ -19,7 +19,7 @@ from trakdask.projection import (
     Rademacher,
     RowMap,
 )
-from trakdask.projection.specs import from_spec
+from trakdask.projection.protocol import from_spec
 
 PROJECTORS = [
     Identity(),

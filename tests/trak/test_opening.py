@@ -3,83 +3,34 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import xarray as xr
 
 import trakdask as td
+from tests.trak._runs import BATCH, N, Run
 from trakdask.testing import raise_if_dask_computes
 from trakdask.trak import open_traker
 
 trak = pytest.importorskip("trak")
 
-N, M, PROJ_DIM = 60, 7, 16
-N_PIXELS, N_CLASSES = 12, 4
+PROJ_DIM, WRITTEN = 8, 2 * BATCH
+SINGLE = {"use_half_precision": False, "lambda_reg": 0.5}
+INTERRUPTED = range(0, WRITTEN, BATCH)
 
 
-def model(seed: int) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(
-        torch.nn.Linear(N_PIXELS, 9), torch.nn.ReLU(), torch.nn.Linear(9, N_CLASSES)
-    )
-
-
-def batch_of(n: int, seed: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, N_PIXELS, generator=generator)
-    return [x, torch.randint(N_CLASSES, (n,), generator=generator)]
-
-
-TRAIN, TARGETS = batch_of(N, 1), batch_of(M, 2)
-
-
-def traker_of(folder: Path, half: bool = False, lambda_reg: float = 0.5) -> trak.TRAKer:
-    return trak.TRAKer(
-        model=model(0),
-        task="image_classification",
-        train_set_size=N,
-        save_dir=folder,
-        device="cpu",
-        proj_dim=PROJ_DIM,
-        use_half_precision=half,
-        lambda_reg=lambda_reg,
-        logging_level=logging.CRITICAL,
-    )
-
-
-def write_features(traker: trak.TRAKer, ids: tuple[int, ...], rows: int = N) -> None:
-    for id in ids:
-        traker.load_checkpoint(model(id).state_dict(), model_id=id)
-        for start in range(0, rows, 20):
-            inds = np.arange(start, min(start + 20, rows))
-            traker.featurize([part[inds] for part in TRAIN], inds=inds)
-
-
-def write_targets(traker: trak.TRAKer, ids: tuple[int, ...], exp_name: str, n: int = M) -> None:
-    for id in ids:
-        traker.start_scoring_checkpoint(exp_name, model(id).state_dict(), id, num_targets=n)
-        traker.score([part[:n] for part in TARGETS], num_samples=n)
-
-
-def run_of(folder: Path, ids: tuple[int, ...] = (0, 1, 2), **options: object) -> np.ndarray:
-    """Write a whole run of the original and return its scores."""
-    traker = traker_of(folder, **options)
-    write_features(traker, ids)
-    traker.finalize_features()
-    traker = traker_of(folder, **options)  # the original cannot score with the one that finalized
-    write_targets(traker, ids, "test")
-    return np.array(traker.finalize_scores("test"))
+def run_of(*ids: int, **options: Any) -> Run:
+    return Run(ids=ids, options={**SINGLE, **options})
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    run_of(folder)
+    run_of(0, 1, 2).whole(trak.TRAKer, folder)
     return folder
 
 
@@ -95,7 +46,7 @@ def on_disk(folder: Path, id: int, file: str) -> np.ndarray:
 
 @pytest.mark.parametrize("half", [False, True])
 def test_open_traker__features_are_the_stored_gradients(tmp_path: Path, half: bool) -> None:
-    run_of(tmp_path, ids=(3, 10), half=half)
+    run_of(3, 10, use_half_precision=half, lambda_reg=3.0).whole(trak.TRAKer, tmp_path)
     features, targets = open_traker(tmp_path, "test")
     assert features.checkpoint.values.tolist() == ["3", "10"]
     assert features.attrs["checkpoint_ids"] == {"3": 3, "10": 10}
@@ -115,15 +66,15 @@ def test_open_traker__features_are_the_stored_gradients(tmp_path: Path, half: bo
 
 
 def test_open_traker__rows_never_featurized_are_nan(tmp_path: Path) -> None:
-    traker = traker_of(tmp_path)
-    write_features(traker, ids=(0,))
-    write_features(traker, ids=(1,), rows=40)
+    traker = run_of(0).make(trak.TRAKer, tmp_path)
+    run_of(0).featurize(traker)
+    run_of(1).featurize(traker, INTERRUPTED)
     features = open_traker(tmp_path)
     is_nan = np.isnan(features.feature).all("proj_dim").compute()
     assert not is_nan.sel(checkpoint="0").any()
-    assert is_nan.sel(checkpoint="1").values.nonzero()[0].tolist() == list(range(40, N))
+    assert is_nan.sel(checkpoint="1").values.nonzero()[0].tolist() == list(range(WRITTEN, N))
     assert (np.isnan(features.out_to_loss) == is_nan).all()
-    done = features.isel(sample=slice(40))
+    done = features.isel(sample=slice(WRITTEN))
     xr.testing.assert_allclose(
         td.gram(features).sel(checkpoint="1"), td.gram(done).sel(checkpoint="1")
     )
@@ -131,9 +82,9 @@ def test_open_traker__rows_never_featurized_are_nan(tmp_path: Path) -> None:
 
 def test_open_traker__chunks_do_not_change_the_values(written: Path, monkeypatch) -> None:
     whole, whole_targets = open_traker(written, "test")
-    monkeypatch.setattr("trakdask.trak.opening._BLOCK_BYTES", 4 * PROJ_DIM * 9)
+    monkeypatch.setattr("trakdask.trak.savers._BLOCK_BYTES", 4 * PROJ_DIM * 9)
     parts, parts_targets = open_traker(written, "test")
-    assert parts.feature.chunks == ((9,) * 6 + (6,), (PROJ_DIM,), (1, 1, 1))
+    assert parts.feature.chunks == ((9,) * 5 + (3,), (PROJ_DIM,), (1, 1, 1))
     xr.testing.assert_equal(whole.compute(), parts.compute())
     xr.testing.assert_equal(whole_targets.compute(), parts_targets.compute())
 
@@ -157,7 +108,7 @@ def test_open_traker__scores_are_those_of_finalize_scores(
     tmp_path: Path, ids: tuple[int, ...], lambda_reg: float
 ) -> None:
     """Up to one factor per checkpoint: the mean absolute entry of the inverse gram matrix."""
-    expected = run_of(tmp_path, ids=ids, lambda_reg=lambda_reg)
+    expected = run_of(*ids, lambda_reg=lambda_reg).whole(trak.TRAKer, tmp_path)
     features, targets = open_traker(tmp_path, "test")
     apart = td.score(
         features, targets, estimator="trak", damping=td.Absolute(lambda_reg), average=False
@@ -172,29 +123,28 @@ def test_open_traker__scores_are_those_of_finalize_scores(
 
 def test_open_traker__rows_never_featurized_take_no_part_in_scores(tmp_path: Path) -> None:
     """A run that stopped: its scores are those of a run with fewer training samples."""
-    traker = traker_of(tmp_path)
-    write_features(traker, ids=(0,), rows=40)
+    run_of(0).featurize(run_of(0).make(trak.TRAKer, tmp_path), INTERRUPTED)
     features = open_traker(tmp_path)
     features = features.assign_coords(label=("sample", np.arange(N) % 2))
-    done = features.isel(sample=slice(40))
+    done = features.isel(sample=slice(WRITTEN))
     targets, options = done.isel(sample=slice(5)), {"damping": td.Absolute(0.5)}
     scores = td.score(features, targets, **options)
-    assert np.isnan(scores[40:]).all()
-    np.testing.assert_allclose(scores[:40], td.score(done, targets, **options), rtol=1e-5)
+    assert np.isnan(scores[WRITTEN:]).all()
+    np.testing.assert_allclose(scores[:WRITTEN], td.score(done, targets, **options), rtol=1e-5)
     np.testing.assert_allclose(
         td.group_score(features, targets, by="label", **options),
         td.group_score(done, targets, by="label", **options),
         rtol=1e-5,
     )
-    assert int(td.top_k(scores, 5).position.max()) < 40
+    assert int(td.top_k(scores, 5).position.max()) < WRITTEN
 
 
 def test_open_traker__an_appended_checkpoint_goes_into_the_store(tmp_path: Path) -> None:
     run, store = tmp_path / "run", tmp_path / "features.zarr"
-    traker = traker_of(run)
-    write_features(traker, ids=(0, 1))
+    traker = run_of(0).make(trak.TRAKer, run)
+    run_of(0, 1).featurize(traker)
     td.save(open_traker(run), store, progress=False)
-    write_features(traker, ids=(2,))
+    run_of(2).featurize(traker)
     both = td.save(open_traker(run, model_ids=[2]), store, append_dim="checkpoint", progress=False)
     xr.testing.assert_equal(both.feature.compute(), open_traker(run).feature.compute())
 

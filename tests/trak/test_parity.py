@@ -40,13 +40,6 @@ pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore::Deprecatio
 PROJECTORS = ("default", "normal", "rademacher", "single", "noop")
 
 
-@pytest.fixture(autouse=True)
-def _matrices_of_the_original_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its matrices of one block are lost in finalize_features, so that scoring fails (quirk 3)."""
-    for name in ("BasicProjector", "BasicSingleBlockProjector"):
-        monkeypatch.setattr(getattr(old_projectors, name), "free_memory", lambda self: None)
-
-
 def width(model: str) -> int:
     return sum(parameter.numel() for parameter in built(model).parameters())
 

@@ -25,8 +25,7 @@ from trakdask.featurization.failures import ERROR_DTYPE
 from trakdask.featurization.job import OnError
 from trakdask.featurization.parts import PartProducts, Parts, Text, part_products
 from trakdask.models.model import Model
-from trakdask.projection.back_projection import require_back_projection
-from trakdask.projection.specs import from_spec
+from trakdask.projection.protocol import from_spec
 from trakdask.provenance import require_comparable
 from trakdask.variables import (
     CHECKPOINT,
@@ -211,7 +210,7 @@ def _divided(
 ) -> PartProducts:
     """Divide samples as they are to be multiplied with vectors of some features."""
     projector = from_spec(features.attrs.get("projector", {}))
-    require_back_projection(projector)
+    projector.require_back_projection()
     dtype = features.attrs.get("dtype", "as given")  # the precision that the model ran in
     divided = part_products(
         samples,

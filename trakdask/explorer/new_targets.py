@@ -19,7 +19,7 @@ from trakdask.checks import shown
 from trakdask.explorer.computing import compute
 from trakdask.explorer.tables import Classifier, metadata
 from trakdask.models.tasks.protocol import call_model
-from trakdask.projection.specs import from_spec
+from trakdask.projection.protocol import from_spec
 from trakdask.provenance import FEATURE_SPEC, require_comparable
 from trakdask.variables import CHECKPOINT, SAMPLE
 

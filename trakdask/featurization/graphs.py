@@ -28,7 +28,6 @@ from trakdask.models.curvature import (
     rotations,
 )
 from trakdask.models.kept_checkpoints import scales
-from trakdask.projection.back_projection import back_project
 from trakdask.projection.leading import back_project_leading
 
 Arrays = dict[str, da.Array]
@@ -128,7 +127,7 @@ def _back_project(job: Job, weights: np.ndarray, vectors: np.ndarray) -> np.ndar
             back = {axis: matrix.T for axis, matrix in matrices[name].items()}
             found[:, place] = rotated(found[:, place] * scale, rows.shape(name), back)
     else:
-        found = back_project(job.projector.bind(rows), rows, checkpoint.id, flat)
+        found = job.projector.bind(rows).back_project(rows, checkpoint.id, flat)
     if moments:
         factors = scales(moments, rows.names, torch.device("cpu"))
         for name, factor in factors.items():

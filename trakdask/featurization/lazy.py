@@ -26,7 +26,7 @@ from trakdask.models.rules import BATCH_NORMS
 from trakdask.models.tasks import task_spec
 from trakdask.projection import SJLT, Projector, RowMap
 from trakdask.projection.leading import n_leading
-from trakdask.projection.memory import require_block_fits
+from trakdask.projection.protocol import require_block_fits
 from trakdask.provenance import digest
 from trakdask.samples import lazy_variables, normalise_coord, source_of, validate_samples
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES

@@ -1,4 +1,4 @@
-"""Choose faster implementations with the same results: numba if it is installed, and GPUs.
+"""What makes projections fast: numba if it is installed, GPUs, and buffers that threads reuse.
 
 Importing numba and reading its machine code takes most of a second, and compiling it after an
 installation takes several. A process therefore projects with numpy until its threads have spent
@@ -10,13 +10,16 @@ than twice the time of the better choice. Other programs on the machine do not p
 from __future__ import annotations
 
 import importlib
+import math
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 PATIENCE_S = 0.7
@@ -68,3 +71,24 @@ def _load() -> Any:
     except ImportError:  # also raised by a numba that does not support this numpy
         return None
     return importlib.import_module("trakdask.projection.compiled")
+
+
+class Scratch(threading.local):
+    """Named buffers that a thread reuses between blocks, because new memory costs page faults.
+
+    Each grows to the largest request.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a contiguous buffer of this shape; its content is undefined."""
+        # By dtype, too: a view of other numbers would be an alias that nobody sees.
+        n = math.prod(shape)
+        buffer = self._buffers.get((name, dtype))
+        if buffer is None or buffer.numel() < n:
+            # A tensor created in inference mode could not be modified outside of it later.
+            with torch.inference_mode(False):
+                buffer = self._buffers[name, dtype] = torch.empty(n, dtype=dtype)
+        return buffer[:n].view(*shape)

@@ -11,8 +11,16 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from trakdask.projection.integer_products import sign_bits, signed_sums, signs_of, split_digits
-from trakdask.projection.memory import Scratch
+from trakdask.projection.acceleration import Scratch
+from trakdask.projection.fixed_point import (
+    FRACTION_BITS,
+    multiply_signs,
+    quantize,
+    sign_bits,
+    signed_sums,
+    signs,
+    split_digits,
+)
 from trakdask.projection.philox import (
     ROWS_PER_COUNTER,
     STREAM_KRONECKER_LEFT,
@@ -28,13 +36,11 @@ from trakdask.projection.protocol import (
     RowMap,
     allowed,
 )
-from trakdask.projection.quantize import FRACTION_BITS, quantize
 
 # Sizes of buffers. They do not affect results, since all sums within a row block are exact.
 _SAMPLE_TILE = 32
-_COLUMN_TILE = 1 << 16
 _SIGNS_TILE = 1 << 21
-_BUFFER_BYTES = 64 * 2**20
+_BUFFER_BYTES = 48 * 2**20
 
 _N_DIGITS = 2
 _scratch = Scratch()
@@ -129,10 +135,11 @@ class Kronecker(Projector):
         """
         side = math.isqrt(n_rows)
         shapes = self._row_map.shapes if self._row_map else ((side, side),)
+        operations, random_bits = map(sum, zip(*map(self._work, shapes), strict=True))
         return Cost(
-            operations=sum(self._operations(shape) for shape in shapes),
-            random_bits=sum(self._random_bits(shape) for shape in shapes),
-            buffer_bytes=_BUFFER_BYTES,
+            operations=operations,
+            random_bits=random_bits,
+            buffer_bytes=_BUFFER_BYTES + 8 * _SAMPLE_TILE * self.left * self.right,
             rounding_error=ROUNDING_ERROR[f"int8x{_N_DIGITS}"],
             product_error=(
                 (self.left * self.right) ** -0.5,
@@ -140,21 +147,17 @@ class Kronecker(Projector):
             ),
         )
 
-    def _operations(self, shape: tuple[int, ...]) -> int:
-        size = math.prod(shape)
+    def _work(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Return operations and random bits for a parameter."""
+        size, width = math.prod(shape), self.left * self.right
         if len(shape) < 2 or not size:
-            return 2 * _N_DIGITS * size * self.left * self.right
+            return 2 * _N_DIGITS * size * width, size * width
         n_rows, n_columns = shape[0], size // shape[0]
-        right_first = _right_first(n_rows, n_columns, self.left, self.right)
+        right_first = self._right_first(n_rows, n_columns)
         near, n_halves = (self.right, n_rows) if right_first else (self.left, n_columns)
-        return 2 * _N_DIGITS * size * near + 2 * n_halves * self.left * self.right
-
-    def _random_bits(self, shape: tuple[int, ...]) -> int:
-        size = math.prod(shape)
-        if len(shape) < 2 or not size:
-            return size * self.left * self.right
         # L is drawn in parts, R again for every block.
-        return self.left * shape[0] + self.right * (size // shape[0]) * -(-size // ROW_BLOCK)
+        random_bits = self.left * n_rows + self.right * n_columns * -(-size // ROW_BLOCK)
+        return 2 * _N_DIGITS * size * near + 2 * n_halves * width, random_bits
 
     def bind(self, row_map: RowMap) -> Self:
         """Return the projector for the shapes of a row map."""
@@ -170,25 +173,31 @@ class Kronecker(Projector):
         Cost per sample: for m x n elements of a matrix, 4 * m * n * right integer operations and
         2 * m * left * right float64 operations, or the same with the sides exchanged, whichever is
         less; for n elements of a vector, 4 * n * left * right integer operations. Working memory is
-        at most about 64 MB for every batch and width. A block on another device is copied to the
-        CPU and multiplied there, and the sums are copied back.
+        at most about 48 MB and 256 bytes per column, for every batch. A block on another device is
+        copied to the CPU and multiplied there, and the sums are copied back.
         """
         parts = list(self._parts(row_offset, row_offset + block.shape[1]))
-        block, left_tile = block.cpu(), max(1, _COLUMN_TILE // self.right)
+        block = block.cpu()
         for start in range(0, len(block), _SAMPLE_TILE):
             samples = slice(start, start + _SAMPLE_TILE)
-            integers, step = quantize(block[samples], FRACTION_BITS[_N_DIGITS], _scratch)
+            integers, step = quantize(block[samples], FRACTION_BITS[_N_DIGITS])
             # Sums stay integers, held by float64, until they are multiplied with the step.
-            for first in range(0, self.left, left_tile):
-                tile = _Tile(self, checkpoint, first, min(left_tile, self.left - first), integers)
-                for part in parts:
-                    tile.add(part)
-                signed = tile.sums.flatten(0, 1).mul_(step).T.to(out.device)
-                columns = slice(first * self.right, first * self.right + signed.shape[1])
-                out[samples, columns].add_(signed)
+            shape = (self.left, self.right, len(integers))
+            sums = _scratch.take("sums", shape, torch.float64).zero_()
+            for columns, parameter, first, n_columns in parts:
+                part = integers[:, columns]
+                if n_columns is None:
+                    self._add_vector(sums.flatten(0, 1), part, parameter + first, checkpoint)
+                else:
+                    self._add_elements(sums, part, parameter, first, n_columns, checkpoint)
+            out[samples].add_(sums.flatten(0, 1).mul_(step).T.to(out.device))
 
-    def _parts(self, first: int, last: int) -> Iterator[_Part]:
-        """Split the rows [first, last) of the row map by parameter, without padding."""
+    def _parts(self, first: int, last: int) -> Iterator[tuple[slice, int, int, int | None]]:
+        """Split the rows [first, last) of the row map by parameter, without padding.
+
+        Yields the place of a part among these rows, the first row of its parameter, its first
+        element, and the columns of the parameter as a matrix, or None for a vector.
+        """
         assert self._row_map is not None, "bind comes first"
         offsets, shapes = self._row_map.offsets, self._row_map.shapes
         for i in range(max(0, bisect_right(offsets, first) - 1), bisect_right(offsets, last - 1)):
@@ -196,108 +205,87 @@ class Kronecker(Projector):
             start, stop = max(first, offsets[i]), min(last, offsets[i] + size)
             if start < stop:
                 n_columns = size // shapes[i][0] if len(shapes[i]) > 1 else None
-                yield _Part(offsets[i], start - offsets[i], stop - start, start - first, n_columns)
+                yield slice(start - first, stop - first), offsets[i], start - offsets[i], n_columns
 
-
-@dataclass(frozen=True)
-class _Part:
-    """The elements of one parameter that lie in one row block.
-
-    Parameters
-    ----------
-    offset
-        First row of the parameter in the row map.
-    start, size
-        The elements [start, start + size) of the parameter.
-    position
-        Position of the first of them in the block.
-    n_columns
-        Columns of the parameter as a matrix; None for a vector.
-    """
-
-    offset: int
-    start: int
-    size: int
-    position: int
-    n_columns: int | None
-
-
-class _Tile:
-    """Exact sums of one row block, for some samples and some columns of L.
-
-    Parameters
-    ----------
-    projector
-        The projector, for its seed and the number of columns of R.
-    checkpoint
-        Checkpoint id.
-    first, left
-        The columns [first, first + left) of L.
-    integers
-        The block, shape (B, rows), int32, with magnitudes of at most 2**14.
-    """
-
-    def __init__(
-        self, projector: Kronecker, checkpoint: int, first: int, left: int, integers: Tensor
-    ) -> None:
-        self._address = {"seed": projector.seed, "checkpoint": checkpoint}
-        self._first, self._left, self._right = first, left, projector.right
-        self._integers = integers
-        shape = (left, projector.right, len(integers))
-        self.sums = _scratch.take("sums", shape, torch.float64).zero_()
-
-    def add(self, part: _Part) -> None:
-        """Add the contribution of one parameter."""
-        integers = self._integers[:, part.position : part.position + part.size]
-        if part.n_columns is None:
-            self._add_vector(integers, part.offset + part.start)
-            return
-        done = 0
-        for row, n_rows, column, n_columns in _rectangles(part.start, part.size, part.n_columns):
-            size = n_rows * n_columns
-            matrix = integers[:, done : done + size].unflatten(1, (n_rows, n_columns))
-            done += size
-            for u, v in _tiles(n_rows, n_columns, self._left, self._right):
-                self._add_matrix(matrix[:, u, v], part.offset + row + u.start,
-                                 part.offset + column + v.start)  # fmt: skip
-
-    def _add_vector(self, integers: Tensor, row: int) -> None:
+    def _add_vector(self, sums: Tensor, integers: Tensor, row: int, checkpoint: int) -> None:
         """Add (B, n) elements, the first of them in row ``row``, by a dense product."""
-        sums, n_rows = self.sums.flatten(0, 1), integers.shape[1]
+        n_rows = integers.shape[1]
         slabs = split_digits(integers, _N_DIGITS, row)
         width = max(1, _SIGNS_TILE // (n_rows + ROWS_PER_COUNTER))
-        for start in range(0, len(sums), width):
-            target = sums[start : start + width]
-            column = self._first * self._right + start
-            address = self._address | {"stream": STREAM_RADEMACHER}
+        for column in range(0, len(sums), width):
+            target = sums[column : column + width]
+            address = self._at(checkpoint, STREAM_RADEMACHER)
             packed = sign_bits(row, n_rows, column, len(target), **address)
             target.add_(signed_sums(packed, slabs, _N_DIGITS))
 
-    def _add_matrix(self, matrix: Tensor, left_row: int, right_row: int) -> None:
+    def _add_elements(
+        self,
+        sums: Tensor,
+        integers: Tensor,
+        parameter: int,
+        first: int,
+        n_columns: int,
+        checkpoint: int,
+    ) -> None:
+        """Add consecutive elements of a matrix, (B, n), one rectangle of it after the other."""
+        done = 0
+        for row, m, column, n in _rectangles(first, integers.shape[1], n_columns):
+            matrix = integers[:, done : done + m * n].unflatten(1, (m, n))
+            done += m * n
+            # Tiles whose signs fit in the buffers, usually one; at least 512 rows of the other
+            # factor count, because a tile is padded to whole counters.
+            height, width = (max(1, _SIGNS_TILE // max(512, k)) for k in (self.left, self.right))
+            for u in range(0, m, height):
+                for v in range(0, n, width):
+                    tile = matrix[:, u : u + height, v : v + width]
+                    self._add_matrix(
+                        sums, tile, parameter + row + u, parameter + column + v, checkpoint
+                    )
+
+    def _add_matrix(
+        self, sums: Tensor, matrix: Tensor, left_row: int, right_row: int, checkpoint: int
+    ) -> None:
         """Add (B, m, n) elements, the first of them in these rows of L and R."""
         n_samples, m, n = matrix.shape
-        left = left_row, m, self._first, self._left
-        right = right_row, n, 0, self._right
-        streams = STREAM_KRONECKER_LEFT, STREAM_KRONECKER_RIGHT
-        of_left, of_right = (self._address | {"stream": stream} for stream in streams)
-        # The first product is one of integers, the second one of float64; both are exact. Bits are
-        # valid until the next are drawn.
-        if _right_first(m, n, self._left, self._right):
+        left, right = (left_row, m, 0, self.left), (right_row, n, 0, self.right)
+        of_left = self._at(checkpoint, STREAM_KRONECKER_LEFT)
+        of_right = self._at(checkpoint, STREAM_KRONECKER_RIGHT)
+        # The first product is one of integers, the second one of float64; both are exact.
+        if self._right_first(m, n):
             slabs = split_digits(matrix, _N_DIGITS, right_row)
             half = signed_sums(sign_bits(*right, **of_right), slabs, _N_DIGITS).view(-1, m)
-            signs = signs_of(sign_bits(*left, **of_left), left_row, m)
-            self.sums.flatten(1).addmm_(signs, half.T)
+            sums.flatten(1).addmm_(signs(*left, **of_left), half.T)
         else:
             slabs = split_digits(matrix.mT, _N_DIGITS, left_row)
             half = signed_sums(sign_bits(*left, **of_left), slabs, _N_DIGITS)
-            signs = signs_of(sign_bits(*right, **of_right), right_row, n)
             halves = half.view(-1, n_samples, n)
-            self.sums.baddbmm_(signs.expand(len(halves), -1, -1), halves.mT)
+            sums.baddbmm_(signs(*right, **of_right).expand(len(halves), -1, -1), halves.mT)
 
+    def _right_first(self, n_rows: int, n_columns: int) -> bool:
+        """Return whether multiplying with R first takes fewer operations."""
+        with_right = n_rows * self.right * (n_columns + self.left)
+        return with_right <= n_columns * self.left * (n_rows + self.right)
 
-def _right_first(n_rows: int, n_columns: int, left: int, right: int) -> bool:
-    """Return whether multiplying with R first takes fewer operations."""
-    return n_rows * right * (n_columns + left) <= n_columns * left * (n_rows + right)
+    def _at(self, checkpoint: int, stream: int) -> dict[str, int]:
+        return {"seed": self.seed, "checkpoint": checkpoint, "stream": stream}
+
+    def multiply_vectors(self, row_map: RowMap, checkpoint: int, vectors: Tensor) -> Tensor:
+        """Return the product with the matrix from the other side; see ``Projector``."""
+        out = vectors.new_zeros(len(vectors), row_map.n_rows)
+        core = vectors.unflatten(1, (self.left, self.right))
+        for offset, shape in zip(row_map.offsets, row_map.shapes, strict=True):
+            size = math.prod(shape)
+            if len(shape) < 2 or not size:
+                address = self._at(checkpoint, STREAM_RADEMACHER)
+                values = multiply_signs(vectors, offset, size, **address)
+            else:
+                of_left = self._at(checkpoint, STREAM_KRONECKER_LEFT)
+                of_right = self._at(checkpoint, STREAM_KRONECKER_RIGHT)
+                left = signs(offset, shape[0], 0, self.left, **of_left).float()
+                right = signs(offset, size // shape[0], 0, self.right, **of_right).float()
+                values = (left.T @ core @ right).flatten(1)
+            out[:, offset : offset + size] = values
+        return out
 
 
 def _rectangles(start: int, size: int, n_columns: int) -> Iterator[tuple[int, int, int, int]]:
@@ -312,12 +300,3 @@ def _rectangles(start: int, size: int, n_columns: int) -> Iterator[tuple[int, in
         width = min(n_columns - column, stop - start)
         yield row, n_rows, column, width
         start += n_rows * width
-
-
-def _tiles(n_rows: int, n_columns: int, left: int, right: int) -> Iterator[tuple[slice, slice]]:
-    """Split a rectangle so that the signs for a tile fit in the buffers; usually into one tile."""
-    # At least 512, because the other side of a tile is padded to whole counters.
-    height, width = (max(1, _SIGNS_TILE // max(512, n)) for n in (left, right))
-    for u in range(0, n_rows, height):
-        for v in range(0, n_columns, width):
-            yield slice(u, min(u + height, n_rows)), slice(v, min(v + width, n_columns))

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from trakdask.checks import shown
-from trakdask.projection.back_projection import back_project
 from trakdask.projection.protocol import Identity, Projector, RowMap
 from trakdask.projection.stream import ProjectionStream
 
@@ -33,25 +32,18 @@ def n_leading(projector: Projector, n_parameters: int) -> int:
     return min(projector.width(n_parameters) // 2, n_parameters)
 
 
-class _Split:
-    """Which coordinates are kept, by parameter, and the projector of the others."""
-
-    def __init__(self, projector: Projector, row_map: RowMap, leading: np.ndarray) -> None:
-        self.n_kept = n_leading(projector, row_map.n_parameters)
-        changes: dict[str, Any] = {}
-        if self.n_kept:
-            changes["proj_dim"] = projector.width(row_map.n_rows) - self.n_kept
-        self.rest = replace(projector, **changes)
-        kept = leading[: self.n_kept]
-        # Coordinates are numbered without the padding between parameters that rows have.
-        edges = np.cumsum([0, *(row_map.size(name) for name in row_map.names)])
-        owners = np.searchsorted(edges, kept, side="right") - 1
-        self.columns: dict[str, Tensor] = {}
-        self.elements: dict[str, Tensor] = {}
-        for i, name in enumerate(row_map.names):
-            columns = np.flatnonzero(owners == i)
-            self.columns[name] = torch.from_numpy(columns)
-            self.elements[name] = torch.from_numpy(kept[columns] - edges[i])
+def _split(
+    projector: Projector, row_map: RowMap, leading: np.ndarray
+) -> tuple[np.ndarray, Projector]:
+    """Return the rows of the coordinates that are kept, and the projector of the others."""
+    n_kept = n_leading(projector, row_map.n_parameters)
+    changes: dict[str, Any] = {}
+    if n_kept:
+        changes["proj_dim"] = projector.width(row_map.n_rows) - n_kept
+    # Coordinates are numbered without the padding between parameters that rows have.
+    edges, kept = np.cumsum([0, *map(row_map.size, row_map.names)]), leading[:n_kept]
+    owners = np.searchsorted(edges, kept, side="right") - 1
+    return kept - edges[owners] + np.array(row_map.offsets)[owners], replace(projector, **changes)
 
 
 class LeadingStream:
@@ -77,15 +69,19 @@ class LeadingStream:
         device: torch.device,
         leading: np.ndarray,
     ) -> None:
-        self._split = split = _Split(projector, row_map, leading)
-        self._rest = ProjectionStream(split.rest, row_map, n_samples, checkpoint, device)
-        self._kept = torch.zeros(n_samples, split.n_kept, device=device)
+        rows, rest = _split(projector, row_map, leading)
+        self._columns = np.argsort(rows)
+        self._rows = rows[self._columns]
+        self._row_map = row_map
+        self._rest = ProjectionStream(rest, row_map, n_samples, checkpoint, device)
+        self._kept = torch.zeros(n_samples, len(rows), device=device)
 
     def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
         """Project the gradient of a parameter, (B, n), as a sink; it is changed in place."""
-        places = self._split.elements[name] - (first or 0)
-        here = (places >= 0) & (places < gradient.shape[1])
-        places, columns = places[here], self._split.columns[name][here]
+        start = self._row_map.offset(name) + (first or 0)
+        here = slice(*np.searchsorted(self._rows, (start, start + gradient.shape[1])))
+        columns = torch.from_numpy(self._columns[here])
+        places = torch.from_numpy(self._rows[here] - start)
         self._kept[:, columns] = gradient[:, places].to(self._kept.dtype)
         gradient[:, places] = 0
         self._rest.add(name, gradient, first)
@@ -98,11 +94,9 @@ class LeadingStream:
 def back_project_leading(
     projector: Projector, row_map: RowMap, checkpoint: int, vectors: Tensor, leading: np.ndarray
 ) -> Tensor:
-    """Return what :func:`back_project` returns, for features of a :class:`LeadingStream`."""
-    split = _Split(projector, row_map, leading)
-    kept, sketched = vectors[:, : split.n_kept], vectors[:, split.n_kept :]
-    rows = back_project(split.rest.bind(row_map), row_map, checkpoint, sketched)
-    for name in row_map.names:
-        # The rows of kept elements meet zeros in the sketch; here they are those of their columns.
-        rows[:, row_map.offset(name) + split.elements[name]] = kept[:, split.columns[name]]
-    return rows
+    """Return what ``back_project`` of the projector does, for features of a LeadingStream."""
+    rows, rest = _split(projector, row_map, leading)
+    found = rest.bind(row_map).back_project(row_map, checkpoint, vectors[:, len(rows) :])
+    # The rows of kept elements meet zeros in the sketch; here they are those of their columns.
+    found[:, torch.from_numpy(rows)] = vectors[:, : len(rows)]
+    return found

@@ -151,8 +151,7 @@ class Mask(Projector):
                 f"{row_map.n_rows - row_map.n_parameters} rows of padding; try "
                 "RowMap.from_shapes(shapes, alignment=1)"
             )
-        inner = RowMap.from_shapes({"kept": (self.keep,)}, alignment=self.then.row_alignment)
-        bound = replace(self, then=self.then.bind(inner))
+        bound = replace(self, then=self.then.bind(self._kept_rows()))
         object.__setattr__(bound, "_n_rows", row_map.n_rows)
         return bound
 
@@ -177,6 +176,24 @@ class Mask(Projector):
             super().project_rows(rows, row_offset, checkpoint, out)
         else:
             self.then.project_rows(rows, row_offset, checkpoint, out)
+
+    def multiply_vectors(self, row_map: RowMap, checkpoint: int, vectors: Tensor) -> Tensor:
+        """Return the product with the matrix from the other side; see ``Projector``."""
+        rows, ranks = select_rows(row_map.n_rows, self.keep, self.seed, checkpoint)
+        if isinstance(self.then, Identity):  # columns are in the order of keys, not of rows
+            values = vectors[:, torch.from_numpy(ranks)]
+        else:
+            values = self.then.multiply_vectors(self._kept_rows(), checkpoint, vectors)
+        out = vectors.new_zeros(len(vectors), row_map.n_rows)
+        out[:, torch.tensor(rows)] = values
+        return out
+
+    def require_back_projection(self) -> None:
+        """Check that the matrix of ``then`` can be multiplied from both sides."""
+        self.then.require_back_projection()
+
+    def _kept_rows(self) -> RowMap:
+        return RowMap.from_shapes({"kept": (self.keep,)}, alignment=self.then.row_alignment)
 
     def _selected(self, checkpoint: int) -> tuple[Int64Array, Int64Array]:
         assert self._n_rows is not None, "bind comes first"

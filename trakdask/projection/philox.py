@@ -27,8 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trakdask.projection.acceleration import numba_kernels
-from trakdask.projection.memory import Scratch
+from trakdask.projection.acceleration import Scratch, numba_kernels
 
 STREAM_RADEMACHER = 0
 STREAM_SJLT = 1

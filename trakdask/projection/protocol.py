@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trakdask.checks import require_choice, require_integer
+from trakdask.checks import require_choice, require_integer, shown
 from trakdask.html_tables import HtmlTable
 
 ROW_ALIGNMENT = 512
@@ -34,6 +34,8 @@ ARITHMETIC = {"int8x1": 1, "int8x2": 2, "int8x3": 3}
 
 ROUNDING_ERROR = {"int8x1": 1.1e-2, "int8x2": 9e-5, "int8x3": 4e-7}
 """Relative error of the features of Gaussian gradients, by arithmetic."""
+
+_KINDS: dict[str, type[Projector]] = {}  # class of projectors, by the kind in a spec
 
 
 def allowed(values: range | tuple[str, ...], example: object) -> Mapping[str, Any]:
@@ -175,19 +177,20 @@ class Projector(HtmlTable, ABC):
     takes_all_rows: ClassVar[bool] = False
     """Whether all rows form a single block, which must then fit in memory."""
 
+    def __init_subclass__(cls) -> None:
+        if "kind" in vars(cls):
+            _KINDS[cls.kind] = cls
+
     def __post_init__(self) -> None:
         for field in fields(self):
-            if "allowed" in field.metadata:
-                self._check(field.name, field.metadata["allowed"], field.metadata["example"])
-
-    def _check(self, name: str, allowed: range | tuple[str, ...], example: object) -> None:
-        value, remedy = getattr(self, name), f"try {name}={example!r}"
-        if isinstance(allowed, range):
-            # NumPy's integers become Python's: a spec is JSON.
-            value = require_integer(name, value, allowed.start, allowed.stop, remedy=remedy)
-            object.__setattr__(self, name, value)
-        else:
-            require_choice(name, value, allowed, remedy=remedy)
+            name, limits = field.name, field.metadata.get("allowed")
+            value, remedy = getattr(self, name), f"try {name}={field.metadata.get('example')!r}"
+            if isinstance(limits, range):
+                # NumPy's integers become Python's: a spec is JSON.
+                value = require_integer(name, value, limits.start, limits.stop, remedy=remedy)
+                object.__setattr__(self, name, value)
+            elif limits:
+                require_choice(name, value, limits, remedy=remedy)
 
     def width(self, n_rows: int) -> int:
         """Return the number of feature columns: ``proj_dim``, for kinds that have this field."""
@@ -272,6 +275,124 @@ class Projector(HtmlTable, ABC):
         """
         return None
 
+    def back_project(self, row_map: RowMap, checkpoint: int, vectors: Tensor) -> Tensor:
+        """Multiply the matrix from the other side: return P w for some vectors w.
+
+        For every gradient g, ``project(g) @ w`` is ``g @ back_project(w)``, up to the rounding of
+        the features. So whoever wants nothing but products with a few known vectors projects these
+        back once, and never projects a gradient.
+
+        Parameters
+        ----------
+        row_map
+            Rows of the parameters.
+        checkpoint
+            Checkpoint id in [0, 2**32).
+        vectors
+            Shape (m, width), float, on the CPU.
+
+        Returns
+        -------
+        Shape (m, n_rows), float32, with the scale of the features; rows of padding have no meaning.
+
+        Raises
+        ------
+        ValueError
+            If the matrix of the projector cannot be multiplied from this side.
+
+        Notes
+        -----
+        Exactness: the matrix is the one that gradients are multiplied with; products are summed in
+        float32. Cost: m multiplications and additions for every nonzero entry of the matrix, and
+        its random bits, which are drawn once for all vectors.
+
+        Examples
+        --------
+        >>> rows = RowMap.from_shapes({"weight": (2, 3)}, alignment=1)
+        >>> Identity().back_project(rows, 0, torch.ones(1, 6)).shape
+        torch.Size([1, 6])
+        """
+        self.require_back_projection()
+        scaled = vectors.double() * self.scale(row_map.n_rows)
+        return self.multiply_vectors(row_map, checkpoint, scaled.float())
+
+    def multiply_vectors(self, row_map: RowMap, checkpoint: int, vectors: Tensor) -> Tensor:
+        """Return the product with the matrix before it is scaled; see :meth:`back_project`."""
+        raise NotImplementedError
+
+    def require_back_projection(self) -> None:
+        """Check that the matrix can be multiplied from both sides, or raise a ValueError."""
+        if type(self).multiply_vectors is Projector.multiply_vectors:
+            raise ValueError(
+                "expected features of a projector whose matrix can be multiplied from both sides, "
+                f"got {type(self).__name__}; try td.SJLT, or another projector that has one"
+            )
+
+
+def from_spec(spec: Mapping[str, Any]) -> Projector:
+    """Rebuild the projector that a spec describes.
+
+    Parameters
+    ----------
+    spec
+        The result of ``Projector.spec``, also after a round trip through JSON.
+
+    Returns
+    -------
+    The projector, not bound to a row map.
+
+    Raises
+    ------
+    ValueError
+        If the kind is unknown, the matrix was defined in another version, or the spec differs from
+        that of the projector rebuilt from it.
+    TypeError
+        If the spec is not a mapping, or a field has another type.
+
+    Examples
+    --------
+    >>> from_spec(Identity().spec())
+    Identity()
+    """
+    remedy = "try the version named in attrs['trakdask_version'], or featurize again"
+    require_choice("kind of the projector's spec", spec.get("kind"), sorted(_KINDS), remedy=remedy)
+    kind = _KINDS[spec["kind"]]
+    values = {field.name: spec.get(field.name) for field in fields(kind) if field.init}
+    inner = {name: from_spec(v) for name, v in values.items() if isinstance(v, Mapping)}
+    projector = kind(**values | inner)
+    rebuilt = projector.spec()
+    for name in (*rebuilt, *spec):
+        if rebuilt.get(name) != spec.get(name):
+            raise ValueError(
+                f"expected {name}={rebuilt.get(name)!r} in the spec of the {kind.kind} projector, "
+                f"got {shown(spec.get(name))}; {remedy}"
+            )
+    return projector
+
+
+def require_block_fits(projector: Projector, n_rows: int, n_samples: int, limit: float) -> None:
+    """Reject a block of samples whose features cannot fit in ``limit`` bytes.
+
+    This counts the float32 features of the block, the sums of a micro-batch of one sample (float64,
+    and float32 as a result), and the buffers of the projector.
+
+    Raises
+    ------
+    ValueError
+        If they cannot fit; the message says how many bytes they would take.
+    """
+    # The buffers of a projector that takes all rows grow with the micro-batch, which can shrink.
+    buffers = 0 if projector.takes_all_rows else projector.cost(n_rows).buffer_bytes
+    width = projector.width(n_rows)
+    needed = 4 * n_samples * width + (8 + 4) * width + buffers
+    if needed > limit:
+        raise ValueError(
+            f"expected features that fit in {limit / 2**30:.1f} GiB of memory, got "
+            f"{needed / 2**30:.1f} GiB ({needed} bytes) for {n_samples} samples with {width} "
+            f"columns each, by {projector}; try td.SJLT(proj_dim=2048), or fewer samples per "
+            "block: samples.chunk(sample=...)"
+        )
+
 
 @dataclass(frozen=True)
 class Identity(Projector):
@@ -297,3 +418,7 @@ class Identity(Projector):
         out[:, row_offset : row_offset + block.shape[1]].add_(block)
         # As with other projectors, one value that is not finite spoils all columns of its sample.
         out.masked_fill_(~torch.isfinite(block).all(1, keepdim=True), torch.nan)
+
+    def multiply_vectors(self, row_map: RowMap, checkpoint: int, vectors: Tensor) -> Tensor:
+        """Return the vectors; see ``Projector``."""
+        return vectors

@@ -5,12 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from trakdask.projection.cuda import GpuProjector, Kernels
-from trakdask.projection.cuda.products import add_rademacher
-from trakdask.projection.integer_products import sign_bits, signed_sums, split_digits
-from trakdask.projection.memory import Scratch
+from trakdask.projection.cuda import GpuProjector, Kernels, products
+from trakdask.projection.fixed_point import (
+    FRACTION_BITS,
+    int8_matmul,
+    multiply_signs,
+    quantize,
+    sign_bits,
+    signed_sums,
+    split_digits,
+)
 from trakdask.projection.philox import STREAM_RADEMACHER
 from trakdask.projection.protocol import (
     ARITHMETIC,
@@ -18,12 +25,11 @@ from trakdask.projection.protocol import (
     ROW_ALIGNMENT,
     ROW_BLOCK,
     Cost,
+    RowMap,
     allowed,
 )
-from trakdask.projection.quantize import FRACTION_BITS, quantize
 
 _COLUMN_TILE = 2048
-_scratch = Scratch()
 
 
 @dataclass(frozen=True)
@@ -101,12 +107,11 @@ class Rademacher(GpuProjector):
         Cost: 2 * n_digits * B * rows * proj_dim integer operations and rows * proj_dim random bits,
         which are never held all at once.
         """
-        integers, step = quantize(block, FRACTION_BITS[self.n_digits], _scratch)
+        integers, step = quantize(block, FRACTION_BITS[self.n_digits])
         if self.n_digits == 1:
             integers.clamp_(-127, 127)  # 2**7 is no signed digit
         # Digits are split once, for all tiles of columns.
-        slabs = split_digits(integers, self.n_digits, row_offset)
-        address = {"seed": self.seed, "checkpoint": checkpoint, "stream": STREAM_RADEMACHER}
+        slabs, address = split_digits(integers, self.n_digits, row_offset), self._at(checkpoint)
         for column in range(0, self.proj_dim, _COLUMN_TILE):
             n_columns = min(_COLUMN_TILE, self.proj_dim - column)
             packed = sign_bits(row_offset, block.shape[1], column, n_columns, **address)
@@ -116,13 +121,34 @@ class Rademacher(GpuProjector):
     def project_on_gpu(
         self, kernels: Kernels, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor
     ) -> None:
-        """Add the projection of consecutive row blocks to ``out``, on their GPU."""
-        add_rademacher(
-            kernels,
-            rows,
-            row_offset,
-            seed=self.seed,
-            checkpoint=checkpoint,
-            n_digits=self.n_digits,
-            out=out,
-        )
+        """Add the projection of consecutive row blocks to ``out``; see ``GpuProjector``.
+
+        Notes
+        -----
+        Cost: 2 * n_digits * B * rows * proj_dim integer operations and one byte written and read in
+        the cache per entry of the matrix, once for all samples. Memory in addition to ``rows`` and
+        ``out``: about 64 MB of digits and sums, at least those of one block, and a tile.
+        """
+        tile = products.tile_columns(self.proj_dim, kernels.cache_bytes)
+        # Of the digits and of the sums of a row block.
+        block_bytes = products.lines(len(rows), self.n_digits) * max(ROW_BLOCK, 4 * tile)
+        for run in products.runs(rows.shape[1], block_bytes):
+            digits, totals, steps = products.quantize(kernels, rows, run, self.n_digits)
+            for column in range(0, self.proj_dim, tile):
+                target = out[:, column : min(column + tile, self.proj_dim)]
+                n_columns = products.padded_columns(target.shape[1])
+                sums = digits.new_empty((*digits.shape[:2], n_columns), dtype=torch.int32)
+                bits = digits.new_empty(n_columns, run.depth)
+                # One product per block, since only sums within a block are integers of one scale.
+                for block in range(run.n_blocks):
+                    row = row_offset + run.first + block * run.n_rows
+                    products.fill_bits(kernels, bits, row, column, self.seed, checkpoint)
+                    int8_matmul(digits[block], bits, sums[block])
+                products.combine(kernels, sums, steps, target, totals, self.n_digits)
+
+    def multiply_vectors(self, row_map: RowMap, checkpoint: int, vectors: Tensor) -> Tensor:
+        """Return the product with the matrix from the other side; see ``Projector``."""
+        return multiply_signs(vectors, 0, row_map.n_rows, **self._at(checkpoint))
+
+    def _at(self, checkpoint: int) -> dict[str, int]:
+        return {"seed": self.seed, "checkpoint": checkpoint, "stream": STREAM_RADEMACHER}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
@@ -14,19 +13,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from trakdask.projection.acceleration import numba_kernels
-from trakdask.projection.cuda import GpuProjector, Kernels
-from trakdask.projection.cuda.products import add_sjlt
-from trakdask.projection.memory import Scratch
+from trakdask.projection.acceleration import Scratch, numba_kernels
+from trakdask.projection.cuda import Argument, GpuProjector, Kernels, products
+from trakdask.projection.fixed_point import FRACTION_BITS, compiled_scales, flatten, quantize
 from trakdask.projection.philox import STREAM_SJLT, fill_words
-from trakdask.projection.protocol import ROUNDING_ERROR, ROW_BLOCK, Cost, allowed
-from trakdask.projection.quantize import FRACTION_BITS, compiled_scales, flatten, quantize
+from trakdask.projection.protocol import ROUNDING_ERROR, ROW_BLOCK, Cost, RowMap, allowed
 
 _KEPT_BYTES = 2**27  # nonzeros that a process keeps: those of 15 million rows at sparsity 4
 _FRACTION_BITS = FRACTION_BITS[2]
 
 # Chosen so that the sums of a tile of samples fit in a cache; they do not affect results.
 _MOST_SAMPLES, _LEAST_SAMPLES, _TILE_SUMS = 32, 8, 2**19
+
+# On a GPU: shared memory of a block of threads, which every GPU that torch supports has, and the
+# samples that share drawn words, as many as the kernel holds in registers.
+_SHARED_BYTES, _MOST_GROUP = 64 * 2**10, 4
 
 _scratch = Scratch()
 
@@ -126,28 +127,86 @@ class SJLT(GpuProjector):
         Cost: B * rows * sparsity integer additions and B * proj_dim float64 additions; see
         :func:`nonzeros_of` for the matrix.
         """
-        matrix = SparseMatrix(self.proj_dim, self.sparsity, self.seed, checkpoint)
-        nonzeros = nonzeros_of(matrix, row_offset, block.shape[1])
+        nonzeros = self.nonzeros(checkpoint, row_offset, block.shape[1])
         if (kernels := numba_kernels()) is not None:
             tile, add = kernels.LANES, partial(_add_compiled, kernels, nonzeros)
         else:
-            tile, add = _tile_samples(self.proj_dim), partial(_add_bags, _bags(nonzeros))
+            tile, add = _tile_samples(self.proj_dim), partial(_add_bags, *_bags(nonzeros))
         for start in range(0, len(block), tile):
             add(block[start : start + tile], out[start : start + tile])
 
     def project_on_gpu(
         self, kernels: Kernels, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor
     ) -> None:
-        """Add the projection of consecutive row blocks to ``out``, on their GPU."""
-        add_sjlt(
-            kernels,
-            rows,
-            row_offset,
-            seed=self.seed,
-            checkpoint=checkpoint,
-            sparsity=self.sparsity,
-            out=out,
-        )
+        """Add the projection of consecutive row blocks to ``out``; see ``GpuProjector``.
+
+        Notes
+        -----
+        Cost: B * rows * sparsity additions in shared memory; the gradients are read twice (the
+        second time from the cache), and again for every 16384 columns (8192 from a sparsity of 8
+        on). Memory in addition to ``rows`` and ``out``: about 64 MB of sums, at least those of one
+        block.
+        """
+        n_samples = len(rows)
+        # |sums| <= 2**14 * 16384 * sparsity = 2**28 * sparsity.
+        dtype = torch.int32 if self.sparsity < 8 else torch.int64
+        n_sums = _SHARED_BYTES // dtype.itemsize
+        tile = min(self.proj_dim, n_sums)
+        group = max(1, min(_MOST_GROUP, n_samples, n_sums // tile))
+        shared_bytes = max(4 * products.THREADS, group * tile * dtype.itemsize)
+        name = f"sjlt_{products.dtype_name(rows.dtype)}_{products.dtype_name(dtype)}"
+        for run in products.runs(rows.shape[1], n_samples * tile * dtype.itemsize):
+            part = rows[:, run.first : run.stop]
+            steps = rows.new_empty((run.n_blocks, n_samples), dtype=torch.float64)
+            numbers = tuple(map(np.int32, (run.n_rows, n_samples, group)))
+            address = map(np.uint64, (row_offset + run.first, self.seed))
+            head: list[Argument] = [part, np.int64(part.stride(0)), *numbers, *address]
+            for column in range(0, self.proj_dim, tile):
+                target = out[:, column : min(column + tile, self.proj_dim)]
+                n_columns = target.shape[1]
+                sums = rows.new_empty((run.n_blocks, n_samples, n_columns), dtype=dtype)
+                columns = map(np.uint32, (self.proj_dim, column, n_columns))
+                matrix = (np.uint32(checkpoint), np.int32(self.sparsity), *columns)
+                grid = -(-n_samples // group), run.n_blocks
+                arguments = [*head, *matrix, sums, steps]
+                kernels.launch(name, grid, products.THREADS, arguments, shared_bytes)
+                products.combine(kernels, sums, steps, target)
+
+    def multiply_vectors(self, row_map: RowMap, checkpoint: int, vectors: Tensor) -> Tensor:
+        """Return the product with the matrix from the other side; see ``Projector``."""
+        table = vectors.T.contiguous()
+        out = vectors.new_empty(len(vectors), row_map.n_rows)
+        for row in range(0, row_map.n_rows, ROW_BLOCK):
+            n_rows = min(ROW_BLOCK, row_map.n_rows - row)
+            buckets, is_negative = _buckets(self, self._words(checkpoint, row, n_rows))
+            signs = torch.from_numpy(1 - 2 * is_negative.astype(np.float32))
+            columns = torch.from_numpy(buckets.astype(np.int64))
+            sums = embedding_bag(columns, table, mode="sum", per_sample_weights=signs)
+            out[:, row : row + n_rows] = sums.T
+        return out
+
+    def nonzeros(self, checkpoint: int, row_offset: int, n_rows: int) -> Nonzeros:
+        """Return the nonzeros of one row block, drawn and sorted unless they have been kept.
+
+        Notes
+        -----
+        Cost: one call of the random number generator for each row and four nonzeros, and sorting by
+        counting. A process keeps the nonzeros of recent blocks, up to 128 MiB in all.
+        """
+        matrix, block = (self, checkpoint), (row_offset, n_rows)
+        if (kept := _kept.get(matrix, block)) is not None:
+            return kept
+        # Sorted by column, the sum of a column stays in registers while its rows are read.
+        nonzeros = sort_nonzeros(self, self._words(checkpoint, row_offset, n_rows))
+        _kept.add(matrix, block, nonzeros)
+        return nonzeros
+
+    def _words(self, checkpoint: int, row: int, n_rows: int) -> npt.NDArray[np.uint32]:
+        """Return random words, (counters, rows, 4), valid until the next call in this thread."""
+        shape = (_n_counters(self.sparsity), n_rows, 2)
+        words = _scratch.take("words", shape, torch.int64).numpy().view(np.uint64)
+        fill_words(words, row, 0, seed=self.seed, checkpoint=checkpoint, stream=STREAM_SJLT)
+        return words.view(np.uint32)
 
 
 def _tile_samples(proj_dim: int) -> int:
@@ -170,45 +229,29 @@ def _add_compiled(kernels: Any, nonzeros: Nonzeros, block: Tensor, out: Tensor) 
     kernels.add_sums(values, *nonzeros, step, out.numpy())
 
 
-class _Bags(NamedTuple):
-    """The nonzeros of a row block by bucket: rows, signs, and the start of each bucket."""
-
-    rows: Tensor
-    signs: Tensor
-    starts: Tensor
-
-
-def _bags(nonzeros: Nonzeros) -> _Bags:
+def _bags(nonzeros: Nonzeros) -> tuple[Tensor, ...]:
+    """Return the nonzeros of a row block by bucket: rows, signs, and the start of each bucket."""
     sizes = np.diff(nonzeros.starts)
     # float32 holds sums up to 2**24 exactly. Only few columns have larger bags than that.
     exact = (sizes[::2] + sizes[1::2]).max() <= 2 ** (24 - _FRACTION_BITS)
     plus_and_minus = np.array([1, -1], np.float32 if exact else np.float64)
     signs = np.repeat(np.tile(plus_and_minus, len(sizes) // 2), sizes)
     arrays = (nonzeros.rows.astype(np.int64), signs, nonzeros.starts[:-1:2].astype(np.int64))
-    return _Bags(*map(torch.from_numpy, arrays))
+    return tuple(map(torch.from_numpy, arrays))
 
 
-def _add_bags(bags: _Bags, block: Tensor, out: Tensor) -> None:
-    integers, step = quantize(block, _FRACTION_BITS, _scratch)
+def _add_bags(rows: Tensor, signs: Tensor, starts: Tensor, block: Tensor, out: Tensor) -> None:
+    integers, step = quantize(block, _FRACTION_BITS)
     # Two copies: one that casts and transposes at once takes longer than both.
-    values = _scratch.take("values", integers.shape, bags.signs.dtype).copy_(integers)
-    table = _scratch.take("table", integers.T.shape, bags.signs.dtype).copy_(values.T)
-    sums = embedding_bag(bags.rows, table, bags.starts, mode="sum", per_sample_weights=bags.signs)
+    values = _scratch.take("values", integers.shape, signs.dtype).copy_(integers)
+    table = _scratch.take("table", integers.T.shape, signs.dtype).copy_(values.T)
+    sums = embedding_bag(rows, table, starts, mode="sum", per_sample_weights=signs)
     out.add_(sums.double().mul_(step).T)
 
 
 def _n_counters(sparsity: int) -> int:
     """Return the counters of a row; each has four nonzeros."""
     return -(-sparsity // 4)
-
-
-class SparseMatrix(NamedTuple):
-    """What determines the nonzeros of an SJLT at one checkpoint."""
-
-    proj_dim: int
-    sparsity: int
-    seed: int
-    checkpoint: int
 
 
 class Nonzeros(NamedTuple):
@@ -232,54 +275,32 @@ class Nonzeros(NamedTuple):
         return self.rows.nbytes + self.starts.nbytes
 
 
-def nonzeros_of(matrix: SparseMatrix, row_offset: int, n_rows: int) -> Nonzeros:
-    """Return the nonzeros of one row block, drawn and sorted unless they have been kept.
-
-    Parameters
-    ----------
-    matrix
-        The matrix.
-    row_offset
-        First row of the block, in [0, 2**47).
-    n_rows
-        Number of rows, at most 16384.
-
-    Notes
-    -----
-    Cost: one call of the random number generator for each row and four nonzeros, and sorting by
-    counting. A process keeps the nonzeros of recent blocks, up to 128 MiB in all.
-    """
-    block = row_offset, n_rows
-    if (kept := _kept.get(matrix, block)) is not None:
-        return kept
-    shape = (_n_counters(matrix.sparsity), n_rows, 2)
-    words = _scratch.take("words", shape, torch.int64).numpy().view(np.uint64)
-    address = {"seed": matrix.seed, "checkpoint": matrix.checkpoint}
-    fill_words(words, row_offset, 0, stream=STREAM_SJLT, **address)
-    # Sorted by column, the sum of a column stays in registers while its rows are read.
-    nonzeros = sort_nonzeros(words.view(np.uint32), matrix)
-    _kept.add(matrix, block, nonzeros)
-    return nonzeros
-
-
-def sort_nonzeros(words: npt.NDArray[np.uint32], matrix: SparseMatrix) -> Nonzeros:
-    """Return the nonzeros that random words (counters, rows, 4) stand for.
-
-    Nonzero j has word j & 3 of counter j >> 2.
-    """
-    proj_dim, sparsity = matrix.proj_dim, matrix.sparsity
+def sort_nonzeros(projector: SJLT, words: npt.NDArray[np.uint32]) -> Nonzeros:
+    """Return the nonzeros that random words (counters, rows, 4) stand for."""
+    proj_dim, sparsity = projector.proj_dim, projector.sparsity
     if (kernels := numba_kernels()) is not None:
         rows = np.empty(words.shape[1] * sparsity, np.uint16)
         starts = np.empty(2 * proj_dim + 2, np.int32)
         kernels.sort_nonzeros(words, sparsity, proj_dim, rows, starts)
         return Nonzeros(rows, starts[:-1])
-    # mulhi(w, proj_dim): the high 32 bits of a product are uniform on the columns.
-    chosen = words.swapaxes(0, 1).reshape(words.shape[1], -1)[:, :sparsity].ravel()
-    buckets = (chosen.astype(np.uint64) * np.uint64(proj_dim)) >> np.uint64(32)
-    places = 2 * buckets + (chosen & 1)
+    buckets, is_negative = _buckets(projector, words)
+    places = (2 * buckets + is_negative).ravel()
     sizes = np.bincount(places.astype(np.int64), minlength=2 * proj_dim)
     starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
     return Nonzeros((_order(places, proj_dim) // sparsity).astype(np.uint16), starts)
+
+
+def _buckets(
+    projector: SJLT, words: npt.NDArray[np.uint32]
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]:
+    """Return columns and lowest bits of all nonzeros, both (rows, sparsity).
+
+    Nonzero j has word j & 3 of counter j >> 2.
+    """
+    chosen = words.swapaxes(0, 1).reshape(words.shape[1], -1)[:, : projector.sparsity]
+    # mulhi(w, proj_dim): the high 32 bits of a product are uniform on the columns.
+    buckets = (chosen.astype(np.uint64) * np.uint64(projector.proj_dim)) >> np.uint64(32)
+    return buckets, chosen & np.uint32(1)
 
 
 def _order(places: npt.NDArray[np.uint64], proj_dim: int) -> npt.NDArray[np.int64]:
@@ -302,26 +323,19 @@ class _Kept:
     def __init__(self, budget: int) -> None:
         self._budget = budget
         self._bytes = 0
-        self._matrices: OrderedDict[SparseMatrix, dict[tuple[int, int], Nonzeros]] = OrderedDict()
+        self._matrices: dict[tuple[SJLT, int], dict[tuple[int, int], Nonzeros]] = {}
         self._lock = Lock()
 
-    def get(self, matrix: SparseMatrix, block: tuple[int, int]) -> Nonzeros | None:
-        with self._lock:
-            if matrix not in self._matrices:
-                return None
-            self._matrices.move_to_end(matrix)
-            return self._matrices[matrix].get(block)
+    def get(self, matrix: tuple[SJLT, int], block: tuple[int, int]) -> Nonzeros | None:
+        return self._matrices.get(matrix, {}).get(block)
 
-    def add(self, matrix: SparseMatrix, block: tuple[int, int], nonzeros: Nonzeros) -> None:
+    def add(self, matrix: tuple[SJLT, int], block: tuple[int, int], nonzeros: Nonzeros) -> None:
         with self._lock:
             blocks = self._matrices.setdefault(matrix, {})
-            while self._bytes + nonzeros.nbytes > self._budget:
-                oldest = next(iter(self._matrices))
-                if oldest == matrix:
-                    return
-                dropped = self._matrices.pop(oldest).values()
-                self._bytes -= sum(nonzeros.nbytes for nonzeros in dropped)
-            if block not in blocks:
+            if self._bytes + nonzeros.nbytes > self._budget and len(self._matrices) > 1:
+                self._matrices = {matrix: blocks}
+                self._bytes = sum(kept.nbytes for kept in blocks.values())
+            if block not in blocks and self._bytes + nonzeros.nbytes <= self._budget:
                 blocks[block] = nonzeros
                 self._bytes += nonzeros.nbytes
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from trakdask.checks import require_integer
 from trakdask.projection.acceleration import on_gpu, timed
-from trakdask.projection.memory import require_sums_fit
 from trakdask.projection.protocol import ROW_BLOCK, Projector, RowMap
 
 _PROBE_STEP = 512
@@ -45,8 +44,7 @@ class ProjectionStream:
     Raises
     ------
     TypeError, ValueError
-        If the row map is not aligned as the projector requires, a number is out of range, or the
-        sums cannot fit in memory.
+        If the row map is not aligned as the projector requires, or a number is out of range.
 
     Notes
     -----
@@ -78,7 +76,6 @@ class ProjectionStream:
                 f"expected a row map aligned to a multiple of {projector.row_alignment} rows for "
                 f"{projector}, got {row_map.alignment}; try alignment=projector.row_alignment"
             )
-        require_sums_fit(projector, row_map.n_rows, n_samples, torch.device(device))
         self._projector = projector = projector.bind(row_map)
         self._row_map = row_map
         self._checkpoint = checkpoint
@@ -150,20 +147,6 @@ class ProjectionStream:
         block, position = divmod(start, self._block)
         return self._buffer(block)[:, position : position + size - first]
 
-    def skip(self, name: str) -> None:
-        """Leave a parameter out whose gradients are all zero; the result is as if they were added.
-
-        Parameters
-        ----------
-        name
-            A name of the row map, of which nothing has been added.
-        """
-        self._checked(name, self._zeros(self._row_map.size(name)), None)
-        for start, stop in _cut(*self._spans[name], self._block, runs=False):
-            # Whole blocks of zeros add nothing; others wait for the rows of other parameters.
-            if stop - start < self._length(start // self._block):
-                self._add_rows(start, self._zeros(stop - start))
-
     def result(self) -> Tensor:
         """Return the features: shape (B, width), float32, scaled.
 
@@ -182,9 +165,6 @@ class ProjectionStream:
 
     def _incomplete(self) -> list[str]:
         return [name for name, end in self._next.items() if end < self._row_map.size(name)]
-
-    def _zeros(self, length: int) -> Tensor:
-        return self._sums.new_zeros(1, dtype=torch.float32).expand(len(self._sums), length)
 
     def _length(self, block: int) -> int:
         """Return the number of rows of a block; the last one may be short."""

@@ -90,7 +90,40 @@ class AbstractGradientComputer(ABC):
         """Return the derivative of the loss with respect to the model output, (batch, 1)."""
 
 
-class FunctionalGradientComputer(AbstractGradientComputer):
+class _GradientComputer(AbstractGradientComputer):
+    """What both gradient computers share."""
+
+    func_weights: Any = None  # those of the model itself
+    func_buffers: Any = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: AbstractModelOutput,
+        grad_dim: int | None,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        grad_wrt: Iterable[str] | None = None,
+    ) -> None:
+        super().__init__(model, task, grad_dim, dtype, device)
+        _require_output_for(self)
+        self.num_params = sum(parameter.numel() for parameter in model.parameters())
+        self.grad_wrt = None if grad_wrt is None else list(grad_wrt)
+        self.load_model_params(model)
+        self._selected(dict(model.named_parameters()))  # do they exist?
+
+    def compute_loss_grad(self, batch: Iterable[Tensor]) -> Tensor:  # type: ignore[override]
+        """Return the derivative of the loss as the model output defines it, (batch, 1)."""
+        gradient: Tensor = self.modelout_fn.get_out_to_loss_grad(
+            self.model, self.func_weights, self.func_buffers, batch
+        )
+        return gradient.detach()
+
+    def _selected(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return selected_parameters(weights, self.grad_wrt)
+
+
+class FunctionalGradientComputer(_GradientComputer):
     """Gradients of all samples of a batch at once.
 
     Parameters
@@ -127,26 +160,10 @@ class FunctionalGradientComputer(AbstractGradientComputer):
     # Of the class as well, since subclasses may replace load_model_params.
     _hooks_agree, _n_checked, _is_new_checkpoint = True, 0, True
 
-    def __init__(
-        self,
-        model: nn.Module,
-        task: AbstractModelOutput,
-        grad_dim: int | None,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        grad_wrt: Iterable[str] | None = None,
-    ) -> None:
-        super().__init__(model, task, grad_dim, dtype, device)
-        _require_output_for(self)
-        self.num_params = sum(parameter.numel() for parameter in model.parameters())
-        self.grad_wrt = None if grad_wrt is None else list(grad_wrt)
-        self.load_model_params(model)
-        selected_parameters(self.func_weights, self.grad_wrt)  # do they exist?
-
     def load_model_params(self, model: nn.Module) -> None:
         """Use the parameters and buffers of a model."""
-        self.func_weights: dict[str, Tensor] = dict(model.named_parameters())
-        self.func_buffers: dict[str, Tensor] = dict(model.named_buffers())
+        self.func_weights = dict(model.named_parameters())
+        self.func_buffers = dict(model.named_buffers())
         self._hooks_agree, self._n_checked, self._is_new_checkpoint = True, 0, True
 
     def compute_per_sample_grad(self, batch: Iterable[Tensor]) -> dict[str, Tensor]:
@@ -162,19 +179,12 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         (batch, *shape) by name, in the order of the model and in the dtype of the parameter.
         """
         flat, _ = self.flat_per_sample_grad(batch)
-        selected = selected_parameters(self.func_weights, self.grad_wrt)
+        selected = self._selected(self.func_weights)
         parts = flat.split([tensor.numel() for tensor in selected.values()], dim=1)
         return {
             name: part.reshape(-1, *tensor.shape).to(tensor.dtype)
             for (name, tensor), part in zip(selected.items(), parts, strict=True)
         }
-
-    def compute_loss_grad(self, batch: Iterable[Tensor]) -> Tensor:  # type: ignore[override]
-        """Return the derivative of the loss as the model output defines it, (batch, 1)."""
-        gradient: Tensor = self.modelout_fn.get_out_to_loss_grad(
-            self.model, self.func_weights, self.func_buffers, batch
-        )
-        return gradient.detach()
 
     def flat_per_sample_grad(self, batch: Iterable[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return all gradients in one array, and the result of :meth:`stream_per_sample_grad`.
@@ -182,7 +192,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         The array is (batch, parameters), in the order of ``model.named_parameters()`` and in the
         widest dtype among the parameters, so that the copy does not overflow.
         """
-        selected = selected_parameters(self.func_weights, self.grad_wrt)
+        selected = self._selected(self.func_weights)
         starts, width = {}, 0
         for name, tensor in selected.items():
             starts[name] = width
@@ -222,7 +232,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         self._warn_of_other_embeddings()
         weights = {name: tensor.detach() for name, tensor in self.func_weights.items()}
         forward = Forward(self.model, weights, self.func_buffers)
-        names = tuple(selected_parameters(self.func_weights, self.grad_wrt))
+        names = tuple(self._selected(self.func_weights))
         task = batched_task(self.modelout_fn)
         if task is None:
             one_by_one = Batch({str(i): tensor for i, tensor in enumerate(batch)})
@@ -280,7 +290,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         self._is_new_checkpoint = False
 
 
-class IterativeGradientComputer(AbstractGradientComputer):
+class IterativeGradientComputer(_GradientComputer):
     """Gradients of one sample after the other, by autograd, for outputs that take whole batches.
 
     For outputs whose ``get_output`` calls the model with the whole batch, and for models that
@@ -307,25 +317,11 @@ class IterativeGradientComputer(AbstractGradientComputer):
         If ``grad_wrt`` names a parameter that the model lacks, or none.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        task: AbstractModelOutput,
-        grad_dim: int | None,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        grad_wrt: Iterable[str] | None = None,
-    ) -> None:
-        super().__init__(model, task, grad_dim, dtype, device)
-        _require_output_for(self)
-        self.grad_wrt = None if grad_wrt is None else list(grad_wrt)
-        self.load_model_params(model)
-
     def load_model_params(self, model: nn.Module) -> None:
         """Use a model and its parameters."""
         self.model = model
-        weights = dict(model.named_parameters())
-        self.model_params: list[Tensor] = list(selected_parameters(weights, self.grad_wrt).values())
+        selected = self._selected(dict(model.named_parameters()))
+        self.model_params: list[Tensor] = list(selected.values())
 
     def compute_per_sample_grad(self, batch: Iterable[Tensor]) -> Tensor:
         """Return the gradient of every sample's model output.
@@ -353,11 +349,6 @@ class IterativeGradientComputer(AbstractGradientComputer):
                 )
                 gradients[i] = torch.cat([gradient.reshape(-1).to(dtype) for gradient in of_sample])
         return gradients
-
-    def compute_loss_grad(self, batch: Iterable[Tensor]) -> Tensor:  # type: ignore[override]
-        """Return the derivative of the loss as the model output defines it, (batch, 1)."""
-        gradient: Tensor = self.modelout_fn.get_out_to_loss_grad(self.model, None, None, batch)
-        return gradient.detach()
 
 
 class _OutputOnly(TrakTask):

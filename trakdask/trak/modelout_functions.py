@@ -8,10 +8,10 @@ whose gradients take one backward pass for a whole batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from trakdask.models.checkpoints import digest_state
 from trakdask.models.tasks import Batch, Classification, Forward, Task
 from trakdask.models.tasks.clip import random_rows
-from trakdask.models.tasks.protocol import at_least_float32, margin
 
 _SEED = 0
-_INPUTS_OF_TEXTS = ("input_ids", "token_type_ids", "attention_mask")
+_IMAGES = Classification(("image",))
+_TEXTS = Classification(("input_ids", "token_type_ids", "attention_mask"), positional=False)
 
 
 class AbstractModelOutput(ABC):
@@ -62,7 +62,7 @@ class AbstractModelOutput(ABC):
 
 
 class _Classification(AbstractModelOutput):
-    """The out-to-loss gradient that the three outputs of classifiers share.
+    """What the three outputs of classifiers share, which is a task of trakdask.
 
     Parameters
     ----------
@@ -70,15 +70,12 @@ class _Classification(AbstractModelOutput):
         Divides the logits in the out-to-loss gradient, but not in the margin.
     """
 
+    _task: ClassVar[Classification] = _IMAGES
+
     def __init__(self, temperature: float = 1.0) -> None:
         super().__init__()
         self.softmax = nn.Softmax(-1)
         self.loss_temperature = temperature
-
-    @staticmethod
-    @abstractmethod
-    def _logits(model: nn.Module, weights: Any, buffers: Any, *inputs: Any) -> Tensor:
-        """Return the logits of a batch, (batch, classes)."""
 
     @torch.no_grad()
     def get_out_to_loss_grad(  # type: ignore[override]
@@ -88,14 +85,22 @@ class _Classification(AbstractModelOutput):
         buffers: dict[str, Tensor] | None,
         batch: Iterable[Tensor],
     ) -> Tensor:
-        """Return 1 - p of a batch of inputs and labels, (batch, 1)."""
-        *inputs, labels = batch
-        return self.one_minus_p(self._logits(model, weights, buffers, *inputs), labels)
+        """Return 1 - p of a batch of inputs and labels, (batch, 1), float32 or float64."""
+        task = self.with_temperature()
+        forward: Any = model if weights is None else Forward(model, weights, buffers or {})
+        return task.out_to_loss(forward, Batch(zip(task.variables, batch, strict=True)))[:, None]
 
-    def one_minus_p(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return 1 - p of the labelled class, (batch, 1), in the dtype of the logits."""
-        p: Tensor = self.softmax(logits / self.loss_temperature).gather(-1, labels.long()[:, None])
-        return 1 - p
+    def with_temperature(self) -> Classification:
+        """Return the task of whole batches."""
+        return replace(self._task, temperature=self.loss_temperature)
+
+
+def _margin(
+    task: Classification, model: nn.Module, weights: Any, buffers: Any, *sample: Tensor
+) -> Tensor:
+    """Return the margin of one sample, a scalar."""
+    batch = Batch(zip(task.variables, (part[None] for part in sample), strict=True))
+    return task.output(Forward(model, weights, buffers), batch)[0]
 
 
 class ImageClassificationModelOutput(_Classification):
@@ -120,26 +125,22 @@ class ImageClassificationModelOutput(_Classification):
         label: Tensor,
     ) -> Tensor:
         """Return the margin of one image (without a batch axis), a scalar."""
-        logits = ImageClassificationModelOutput._logits(model, weights, buffers, image[None])
-        return _margins(logits, label[None]).sum()
-
-    @staticmethod
-    def _logits(model: nn.Module, weights: Any, buffers: Any, *inputs: Any) -> Tensor:
-        logits: Tensor = torch.func.functional_call(model, (weights, buffers), inputs)
-        return logits
+        return _margin(_IMAGES, model, weights, buffers, image, label)
 
 
 class TextClassificationModelOutput(_Classification):
     """Margin of a text classifier, log p/(1 - p) of the correct class.
 
     A sample is (input_ids, token_type_ids, attention_mask, label); the model takes the first three
-    by name, and returns logits (batch, classes), not an object that holds them.
+    by name, and returns logits (batch, classes).
 
     Parameters
     ----------
     temperature
         Divides the logits in the out-to-loss gradient 1 - p, but not in the margin.
     """
+
+    _task = _TEXTS
 
     @staticmethod
     def get_output(  # type: ignore[override]
@@ -152,22 +153,15 @@ class TextClassificationModelOutput(_Classification):
         label: Tensor,
     ) -> Tensor:
         """Return the margin of one text (without a batch axis), a scalar."""
-        text = (input_id[None], token_type_id[None], attention_mask[None])
-        logits = TextClassificationModelOutput._logits(model, weights, buffers, *text)
-        return _margins(logits, label[None]).sum()
-
-    @staticmethod
-    def _logits(model: nn.Module, weights: Any, buffers: Any, *texts: Tensor) -> Tensor:
-        inputs = dict(zip(_INPUTS_OF_TEXTS, texts, strict=True))
-        logits: Tensor = torch.func.functional_call(model, (weights, buffers), (), inputs)
-        return logits
+        text = (input_id, token_type_id, attention_mask)
+        return _margin(_TEXTS, model, weights, buffers, *text, label)
 
 
 class IterativeImageClassificationModelOutput(_Classification):
     """Margin of an image classifier, for :class:`.IterativeGradientComputer`.
 
-    The model is called with whole batches and its own weights; ``weights`` and ``buffers`` are not
-    used.
+    The model is called with whole batches and its own weights; ``weights`` and ``buffers`` may be
+    None.
 
     Parameters
     ----------
@@ -184,12 +178,8 @@ class IterativeImageClassificationModelOutput(_Classification):
         labels: Tensor,
     ) -> Tensor:
         """Return the margins of a batch, (batch,)."""
-        return _margins(model(images), labels)
-
-    @staticmethod
-    def _logits(model: nn.Module, weights: Any, buffers: Any, *inputs: Any) -> Tensor:
-        logits: Tensor = model(*inputs)
-        return logits
+        forward: Any = model
+        return _IMAGES.output(forward, Batch(image=images, label=labels))
 
 
 class _static_or_of_instance(staticmethod):  # type: ignore[type-arg]
@@ -310,9 +300,8 @@ class CLIPModelOutput(AbstractModelOutput):
         label: Tensor,
     ) -> Tensor:
         """Return the output of one image and text (without a batch axis), a scalar."""
-        inputs = {"image": image.unsqueeze(0), "text": label.unsqueeze(0)}
-        embeddings = torch.func.functional_call(model, (weights, buffers), (), inputs)
-        return _matches(self, embeddings[0], embeddings[1]).sum()
+        batch = Batch(image=image[None], text=label[None])
+        return _Pairs(self).output(Forward(model, weights, buffers), batch)[0]
 
     @torch.no_grad()
     def get_out_to_loss_grad(  # type: ignore[override]
@@ -327,16 +316,8 @@ class CLIPModelOutput(AbstractModelOutput):
         p is the softmax over the pairs of this batch.
         """
         image, text = batch
-        inputs = {"image": image, "text": text}
-        return self.one_minus_p(torch.func.functional_call(model, (weights, buffers), (), inputs))
-
-    def one_minus_p(self, returned: Sequence[Tensor]) -> Tensor:
-        """Return 1 - p, (batch, 1), from the values that the model returned."""
-        image, text, logit_scale = returned
-        scale = logit_scale if self.temperature is None else self.temperature
-        products = scale * image @ text.T
-        p: Tensor = (self.softmax(products) + self.softmax(products.T)).diag() / 2
-        return (1 - p).unsqueeze(-1)
+        pairs = Batch(image=image, text=text)
+        return _Pairs(self).out_to_loss(Forward(model, weights, buffers), pairs)[:, None]
 
     def is_of_other_weights(self, model: nn.Module) -> bool:
         """Return whether the embeddings were computed with other weights than the model has."""
@@ -359,11 +340,8 @@ def batched_task(modelout: object) -> Task | None:
     """
     if {"get_output", "get_out_to_loss_grad"} & set(vars(modelout)):
         return None
-    if type(modelout) is ImageClassificationModelOutput:
-        return Classification(("image",), temperature=modelout.loss_temperature)
-    if type(modelout) is TextClassificationModelOutput:
-        temperature = modelout.loss_temperature
-        return Classification(_INPUTS_OF_TEXTS, temperature=temperature, positional=False)
+    if type(modelout) in (ImageClassificationModelOutput, TextClassificationModelOutput):
+        return modelout.with_temperature()  # type: ignore[attr-defined, no-any-return]
     return _Pairs(modelout) if type(modelout) is CLIPModelOutput else None
 
 
@@ -371,38 +349,38 @@ def batched_task(modelout: object) -> Task | None:
 class _Pairs:
     """The output for pairs of images and texts, of whole batches."""
 
-    modelout: CLIPModelOutput
+    modelout: Any  # an instance, or the class
     variables = ("image", "text")
 
     def output(self, forward: Forward, batch: Batch) -> Tensor:
+        """Compare pairs with other images and texts, (batch,)."""
+        images, texts = self._others()
         image, text, _ = forward(**batch)
-        return _matches(self.modelout, image, text)
+        right = (image * text).sum(1)
+        by_text = right - (image @ texts.to(image).T).logsumexp(1)
+        matches: Tensor = by_text + right - (text @ images.to(text).T).logsumexp(1)
+        return matches
 
     def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
-        return self.modelout.one_minus_p(forward(**batch))[:, 0]
+        """Return 1 - p, (batch,), among the pairs of the batch."""
+        image, text, logit_scale = forward(**batch)
+        temperature = self.modelout.temperature
+        products = (logit_scale if temperature is None else temperature) * image @ text.T
+        p: Tensor = (products.softmax(-1) + products.T.softmax(-1)).diag() / 2
+        return 1 - p
 
-
-def _margins(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return each sample's margin in the dtype of the logits, computed in at least float32."""
-    return margin(at_least_float32(logits), labels.long()).to(logits.dtype)
-
-
-def _matches(holder: Any, image: Tensor, text: Tensor) -> Tensor:
-    """Compare pairs, (batch, embedding), with other images and texts; return (batch,)."""
-    if holder.image_embeddings is None:
-        raise AssertionError(
-            "expected embeddings of other images and texts, got none; try "
-            "traker.task.get_embeddings(model, loader, ...) before traker.featurize"
-        )
-    n, size = len(holder.image_embeddings), holder.sim_batch_size
-    if not 0 < size <= n:
-        raise ValueError(
-            f"expected simulated_batch_size in 1..{n} ({n} embeddings), got {size}; try "
-            f"CLIPModelOutput(simulated_batch_size={n}), or embed more pairs"
-        )
-    rows = random_rows(n, size, _SEED)
-    images, texts = holder.image_embeddings[rows], holder.text_embeddings[rows]
-    right = (image * text).sum(1)
-    by_text = right - (image @ texts.to(image).T).logsumexp(1)
-    matches: Tensor = by_text + right - (text @ images.to(text).T).logsumexp(1)
-    return matches
+    def _others(self) -> tuple[Tensor, Tensor]:
+        images, texts = self.modelout.image_embeddings, self.modelout.text_embeddings
+        if images is None:
+            raise AssertionError(
+                "expected embeddings of other images and texts, got none; try "
+                "traker.task.get_embeddings(model, loader, ...) before traker.featurize"
+            )
+        n, size = len(images), self.modelout.sim_batch_size
+        if not 0 < size <= n:
+            raise ValueError(
+                f"expected simulated_batch_size in 1..{n} ({n} embeddings), got {size}; try "
+                f"CLIPModelOutput(simulated_batch_size={n}), or embed more pairs"
+            )
+        rows = random_rows(n, size, _SEED)
+        return images[rows], texts[rows]

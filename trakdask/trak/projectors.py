@@ -19,7 +19,7 @@ import torch
 from distributed.system import MEMORY_LIMIT
 from torch import Tensor
 
-from trakdask.projection import FastJL, ProjectionStream, Projector, RowMap
+from trakdask.projection import FastJL, ProjectionStream, Projector, RowMap, project
 from trakdask.trak.utils import chunk_sizes, vectorize
 
 Gradients = Mapping[str, Tensor] | Tensor
@@ -106,41 +106,16 @@ class NoOpProjector(AbstractProjector):
         return _flat(grads)
 
 
-class _DrawnProjector(AbstractProjector):
-    """What projectors with a matrix of torch's generator share."""
-
-    dtype: torch.dtype
-    proj_matrix_available: bool
-
-    def free_memory(self) -> None:
-        """Release the matrix."""
-        self.proj_matrix_available = False
-        vars(self).pop("proj_matrix", None)
-
-    def _draw(self, generator: torch.Generator, n_columns: int) -> None:
-        matrix = torch.empty(self.grad_dim, n_columns, dtype=self.dtype, device=self.device)
-        if ProjectionType(self.proj_type) is ProjectionType.normal:
-            matrix.normal_(generator=generator)
-        else:
-            matrix.bernoulli_(p=0.5, generator=generator).mul_(2).sub_(1)
-        self.proj_matrix = matrix
-        self.proj_matrix_available = True
-
-    def _operand(self, tensor: Tensor) -> Tensor:
-        """Return a factor of the product; CPUs multiply float16 in float32, and round the sums."""
-        is_narrow = self.dtype.itemsize < 4 and tensor.device.type == "cpu"
-        return tensor.to(torch.float32 if is_narrow else self.dtype)
-
-
-class BasicSingleBlockProjector(_DrawnProjector):
-    """Multiply with one matrix of shape (grad_dim, proj_dim), which stays in memory.
+class BasicProjector(AbstractProjector):
+    """Multiply with a matrix that is drawn in blocks of columns, each from a seed of its own.
 
     Parameters
     ----------
     grad_dim, proj_dim, seed, proj_type, device
-        As in :class:`AbstractProjector`. The generator's seed is ``seed + 10_000 * model_id``, so
-        seed 10,000 with model id 0 gives the matrix of seed 0 with model id 1; use seeds below
-        10,000. (This is as in the original, so that scores agree.)
+        As in :class:`AbstractProjector`. Block b of columns has the seed
+        ``seed + 1000 * b + 100_000 * model_id``, so seeds that differ by 1000 share matrices.
+    block_size
+        Columns of a block. The matrix depends on it.
     dtype
         Dtype of the matrix and the result.
     model_id
@@ -150,50 +125,6 @@ class BasicSingleBlockProjector(_DrawnProjector):
     ------
     ValueError
         If ``proj_type`` is neither ``"normal"`` nor ``"rademacher"``.
-    """
-
-    def __init__(
-        self,
-        grad_dim: int,
-        proj_dim: int,
-        seed: int,
-        proj_type: ProjectionType,
-        device: str | torch.device,
-        dtype: torch.dtype = torch.float32,
-        model_id: int = 0,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(grad_dim, proj_dim, seed, proj_type, device)
-        self.model_id = model_id
-        self.dtype = dtype
-        self.generator = torch.Generator(device=self.device)
-        self.generate_sketch_matrix()
-
-    def generate_sketch_matrix(self) -> None:
-        """Draw ``proj_matrix`` of the current model id."""
-        self.generator.manual_seed(int(self.seed + 10_000 * self.model_id))
-        self._draw(self.generator, self.proj_dim)
-
-    def project(self, grads: Gradients, model_id: int) -> Tensor:
-        """Return the projection, (batch, proj_dim), in the dtype of the matrix."""
-        if model_id != self.model_id or not self.proj_matrix_available:
-            self.model_id = model_id
-            self.generate_sketch_matrix()
-        product = self._operand(_flat(grads)) @ self._operand(self.proj_matrix)
-        return product.to(self.dtype)
-
-
-class BasicProjector(_DrawnProjector):
-    """Multiply with a matrix that is drawn in blocks of columns, each from a seed of its own.
-
-    Parameters
-    ----------
-    grad_dim, proj_dim, seed, proj_type, device, dtype, model_id
-        As in :class:`BasicSingleBlockProjector`, except that block b of columns has the seed
-        ``seed + 1000 * b + 100_000 * model_id``, so seeds that differ by 1000 share matrices.
-    block_size
-        Columns of a block. The matrix depends on it.
 
     Notes
     -----
@@ -229,26 +160,25 @@ class BasicProjector(_DrawnProjector):
         self.generator = torch.Generator(device=self.device)
         self._kept: dict[int, Tensor] = {}
         self.get_generator_states()
-        self.generate_sketch_matrix(self.generator_states[0])
+        self._draw(self.generator_states[0])
 
     def free_memory(self) -> None:
-        """Release all blocks."""
-        super().free_memory()
+        """Release the matrix."""
+        self.proj_matrix_available = False
+        vars(self).pop("proj_matrix", None)
         self._kept.clear()
 
     def get_generator_states(self) -> None:
         """Set ``seeds`` and ``generator_states``, one per block, to those of the model id."""
         self.jl_size = self.grad_dim * self.block_size
-        first = self.seed + 100_000 * self.model_id
-        self.seeds = [int(first + _seed_of_block(block)) for block in range(self.num_blocks)]
+        self.seeds = self._seeds()
         self.generator_states = [
             self.generator.manual_seed(seed).get_state() for seed in self.seeds
         ]
 
     def generate_sketch_matrix(self, generator_state: Tensor) -> None:
         """Draw ``proj_matrix``, (grad_dim, block_size), from one of ``generator_states``."""
-        self.generator.set_state(generator_state)
-        self._draw(self.generator, self.block_size)
+        self._draw(generator_state)
 
     def project(self, grads: Gradients, model_id: int) -> Tensor:
         """Return the projection, (batch, proj_dim), in the dtype of the matrix."""
@@ -258,17 +188,71 @@ class BasicProjector(_DrawnProjector):
             self.get_generator_states()
         flat = self._operand(_flat(grads))
         n_bytes = flat.element_size() * self.jl_size * self.num_blocks
-        keeps = bool(self._kept) or _fits(n_bytes, flat.device)
+        keeps = bool(self._kept) or self.num_blocks == 1 or _fits(n_bytes, flat.device)
         sketch = torch.empty(len(flat), self.proj_dim, dtype=self.dtype, device=flat.device)
         for block, into in enumerate(sketch.split(self.block_size, dim=1)):
             drawn = self._kept.get(block)
             if drawn is None:
-                self.generate_sketch_matrix(self.generator_states[block])
+                self._draw(self.generator_states[block])
                 drawn = self._operand(self.proj_matrix)
             if keeps:
                 self._kept[block] = drawn
             into.copy_(flat @ drawn[:, : into.shape[1]])
         return sketch
+
+    def _seeds(self) -> list[int]:
+        first = self.seed + 100_000 * self.model_id
+        return [int(first + _seed_of_block(block)) for block in range(self.num_blocks)]
+
+    def _draw(self, generator_state: Tensor) -> None:
+        self.generator.set_state(generator_state)
+        matrix = torch.empty(self.grad_dim, self.block_size, dtype=self.dtype, device=self.device)
+        if ProjectionType(self.proj_type) is ProjectionType.normal:
+            matrix.normal_(generator=self.generator)
+        else:
+            matrix.bernoulli_(p=0.5, generator=self.generator).mul_(2).sub_(1)
+        self.proj_matrix = matrix
+        self.proj_matrix_available = True
+
+    def _operand(self, tensor: Tensor) -> Tensor:
+        """Return a factor of the product; CPUs multiply float16 in float32, and round the sums."""
+        is_narrow = self.dtype.itemsize < 4 and tensor.device.type == "cpu"
+        return tensor.to(torch.float32 if is_narrow else self.dtype)
+
+
+class BasicSingleBlockProjector(BasicProjector):
+    """Multiply with one matrix of shape (grad_dim, proj_dim), which stays in memory.
+
+    Parameters
+    ----------
+    grad_dim, proj_dim, seed, proj_type, device, dtype, model_id
+        As in :class:`BasicProjector`, but the generator's seed is ``seed + 10_000 * model_id``, so
+        seed 10,000 with model id 0 gives the matrix of seed 0 with model id 1; use seeds below
+        10,000. (This is as in the original, so that scores agree.)
+    """
+
+    def __init__(
+        self,
+        grad_dim: int,
+        proj_dim: int,
+        seed: int,
+        proj_type: ProjectionType,
+        device: str | torch.device,
+        dtype: torch.dtype = torch.float32,
+        model_id: int = 0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(grad_dim, proj_dim, seed, proj_type, device, proj_dim, dtype, model_id)
+
+    def generate_sketch_matrix(self) -> None:  # type: ignore[override]
+        """Draw ``proj_matrix`` of the current model id."""
+        self.free_memory()
+        self.get_generator_states()
+        self._draw(self.generator_states[0])
+
+    def _seeds(self) -> list[int]:
+        return [int(self.seed + 10_000 * self.model_id)]
 
 
 class CudaProjector(AbstractProjector):
@@ -426,11 +410,7 @@ class StreamProjector(AbstractProjector):
         if isinstance(grads, Tensor):
             parts = grads.split([self.row_map.size(name) for name in names], dim=1)
             grads = dict(zip(names, parts, strict=True))
-        first = grads[names[0]]
-        stream = self.stream(len(first), model_id, first.device)
-        for name in names:
-            stream.add(name, grads[name])
-        return stream.result()
+        return project(self.projector, grads, self.row_map, int(model_id))
 
     def stream(self, n_samples: int, model_id: int, device: torch.device) -> ProjectionStream:
         """Return a stream that takes gradients parameter by parameter and projects them."""

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from trakdask.trak.utils import get_matrix_mult
-
-_logger = logging.getLogger("ScoreComputer")
 
 
 class AbstractScoreComputer(ABC):
@@ -48,48 +45,6 @@ class AbstractScoreComputer(ABC):
         """Add ``features @ target_grads.T`` to ``accumulator``, (n, m), in host memory."""
 
 
-class BasicSingleBlockScoreComputer(AbstractScoreComputer):
-    """The plain formula in single matrix products, for small data.
-
-    The inverse is not divided by its mean absolute entry, so scores differ from those of
-    :class:`BasicScoreComputer` by one factor per checkpoint, as in the original. (The original's
-    class cannot be instantiated, and has no λ.)
-
-    Parameters
-    ----------
-    dtype, device
-        As in :class:`AbstractScoreComputer`.
-    logging_level
-        Level of the logger ``ScoreComputer``.
-    lambda_reg
-        λ that is added to the diagonal of the Gram matrix.
-    """
-
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        logging_level: int = logging.INFO,
-        lambda_reg: float = 0.0,
-    ) -> None:
-        super().__init__(dtype, device)
-        _logger.setLevel(logging_level)
-        self.lambda_reg = lambda_reg
-
-    def get_xtx(self, grads: Tensor) -> Tensor:
-        """Return the Gram matrix, (p, p) float32."""
-        wide = grads.float()
-        return wide.T @ wide
-
-    def get_x_xtx_inv(self, grads: Tensor, xtx: Tensor) -> Tensor:
-        """Return G (GᵀG + λI)⁻¹, (n, p), in the dtype of the computer."""
-        return (grads.float() @ _inverse(xtx, self.lambda_reg)).to(self.dtype)
-
-    def get_scores(self, features: Tensor, target_grads: Tensor, accumulator: Tensor) -> None:
-        """Add ``features @ target_grads.T`` to ``accumulator``."""
-        accumulator += _product(features, target_grads)
-
-
 class BasicScoreComputer(AbstractScoreComputer):
     """Features G (GᵀG + λI)⁻¹ divided by the mean absolute entry of that inverse.
 
@@ -111,6 +66,8 @@ class BasicScoreComputer(AbstractScoreComputer):
     the TRAK package; ``TRAKer(..., mode="trakdask")`` omits it.
     """
 
+    _divides = True
+
     def __init__(
         self,
         dtype: torch.dtype,
@@ -121,7 +78,7 @@ class BasicScoreComputer(AbstractScoreComputer):
     ) -> None:
         super().__init__(dtype, device)
         self.CUDA_MAX_DIM_SIZE = CUDA_MAX_DIM_SIZE
-        self.logger = _logger
+        self.logger = logging.getLogger("ScoreComputer")
         self.logger.setLevel(logging_level)
         self.lambda_reg = lambda_reg
 
@@ -143,8 +100,10 @@ class BasicScoreComputer(AbstractScoreComputer):
 
     def get_x_xtx_inv(self, grads: Tensor, xtx: Tensor) -> Tensor:
         """Return the features, (n, p), in the dtype of the computer and on its device."""
-        inverted = _inverse(xtx, self.lambda_reg)
-        inverted /= inverted.abs().mean()
+        damped = xtx.float() + self.lambda_reg * torch.eye(len(xtx), device=xtx.device)
+        inverted = torch.linalg.inv(damped)
+        if self._divides:
+            inverted /= inverted.abs().mean()
         result = torch.empty(len(grads), len(inverted), dtype=self.dtype, device=self.device)
         blocks = (m.split(self.CUDA_MAX_DIM_SIZE) for m in (grads, result))
         for block, into in zip(*blocks, strict=True):
@@ -154,16 +113,31 @@ class BasicScoreComputer(AbstractScoreComputer):
     def get_scores(self, features: Tensor, target_grads: Tensor, accumulator: Tensor) -> None:
         """Add ``features @ target_grads.T`` to ``accumulator``."""
         self.logger.debug("scores of %d samples, %d targets", len(features), len(target_grads))
-        accumulator += _product(features, target_grads)
+        # In host memory, and in float32 also for float16 matrices.
+        product = get_matrix_mult(features, target_grads, torch.float32)
+        accumulator += product.detach().cpu()
 
 
-def _inverse(xtx: Tensor, lambda_reg: float) -> Tensor:
-    """Return (XᵀX + λI)⁻¹ in float32, as the TRAK package computes it."""
-    damped = xtx.float() + lambda_reg * torch.eye(len(xtx), device=xtx.device)
-    inverse: Tensor = torch.linalg.inv(damped)
-    return inverse
+class BasicSingleBlockScoreComputer(BasicScoreComputer):
+    """The plain formula in single matrix products, for small data.
 
+    The inverse is not divided by its mean absolute entry, so scores differ from those of
+    :class:`BasicScoreComputer` by one factor per checkpoint, as in the original. (The original's
+    class cannot be instantiated, and has no λ.)
 
-def _product(features: Tensor, target_grads: Tensor) -> Any:
-    """Return the product in host memory, in float32 also for float16 matrices."""
-    return get_matrix_mult(features, target_grads, torch.float32).detach().cpu()
+    Parameters
+    ----------
+    dtype, device, logging_level, lambda_reg
+        As in :class:`BasicScoreComputer`.
+    """
+
+    _divides = False
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        logging_level: int = logging.INFO,
+        lambda_reg: float = 0.0,
+    ) -> None:
+        super().__init__(dtype, device, 2**62, logging_level, lambda_reg)

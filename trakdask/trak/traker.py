@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from trakdask._version import __version__
 from trakdask.attribution import Absolute, score
-from trakdask.projection import ProjectionStream, Projector, Rademacher
+from trakdask.checks import require_choice
+from trakdask.projection import Projector, Rademacher
 from trakdask.trak import projectors
 from trakdask.trak.gradient_computers import (
     AbstractGradientComputer,
@@ -23,9 +24,8 @@ from trakdask.trak.gradient_computers import (
     selected_parameters,
 )
 from trakdask.trak.modelout_functions import TASK_TO_MODELOUT, AbstractModelOutput
-from trakdask.trak.opening import open_traker
 from trakdask.trak.projectors import AbstractProjector, StreamProjector, default_projector
-from trakdask.trak.savers import EXTRA, AbstractSaver, MmapSaver, ModelIDException
+from trakdask.trak.savers import EXTRA, AbstractSaver, MmapSaver, ModelIDException, open_traker
 from trakdask.trak.score_computers import AbstractScoreComputer, BasicScoreComputer
 from trakdask.trak.utils import get_num_params
 
@@ -133,10 +133,7 @@ class TRAKer:
         *,
         mode: Mode = "traker",
     ) -> None:
-        if mode not in ("traker", "trakdask"):
-            raise ValueError(
-                f"expected mode 'traker' or 'trakdask', got {mode!r}; try mode='traker'"
-            )
+        require_choice("mode", mode, get_args(Mode), remedy="try mode='traker'")
         self.model = model
         self.mode = mode
         self.train_set_size = train_set_size
@@ -213,14 +210,11 @@ class TRAKer:
             projector = Rademacher(proj_dim, self.proj_seed)
         if isinstance(projector, Projector):
             projector = StreamProjector(projector, self._shapes, self.device)
-        made: Any = projector
+        self.projector: Any = projector
         if projector is None:
             sizes = [math.prod(shape) for shape in self._shapes.values()]
-            where = torch.device(self.device)
-            made = default_projector(
-                sizes, proj_dim, self.proj_seed, self.dtype, where, proj_max_batch_size
-            )
-        self.projector: Any = made
+            options = (self.dtype, torch.device(self.device), proj_max_batch_size)
+            self.projector = default_projector(sizes, proj_dim, self.proj_seed, *options)
         self.proj_dim = self.projector.proj_dim or self.num_params_for_grad
 
     def load_checkpoint(
@@ -496,15 +490,10 @@ class TRAKer:
         computer, projector, out_to_loss = self.gradient_computer, self.projector, None
         can_stream = getattr(computer, "can_stream", False)
         if can_stream and isinstance(projector, StreamProjector):
-            streams: list[ProjectionStream] = []
-
-            def sink(name: str, gradient: Tensor, first: int | None = None, /) -> None:
-                if not streams:
-                    streams.append(projector.stream(len(gradient), model_id, gradient.device))
-                streams[0].add(name, gradient, first)
-
-            out_to_loss = computer.stream_per_sample_grad(batch, sink)
-            features = streams[0].result()
+            device = next(self.model.parameters()).device
+            stream = projector.stream(len(next(iter(batch))), model_id, device)
+            out_to_loss = computer.stream_per_sample_grad(batch, stream)
+            features = stream.result()
         elif can_stream and type(projector).__module__ == projectors.__name__:  # takes one tensor
             flat, out_to_loss = computer.flat_per_sample_grad(batch)
             features = projector.project(flat, model_id=model_id)

@@ -14,8 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-from trakdask.projection.cuda.launch import FAMILIES, Launch, family_of, packed
-from trakdask.projection.cuda.sources import kernel_program
+from trakdask.projection.cuda.launch import (
+    FAMILIES,
+    Argument,
+    family_of,
+    kernel_program,
+    packed,
+)
 
 HEADER = Path(__file__).with_name("emulator.hpp")
 COMPILER = shutil.which("g++")
@@ -56,17 +61,23 @@ class EmulatedKernels:
         self.reverse = reverse
         self.launched: list[str] = []
 
-    def launch(self, launch: Launch) -> None:
+    def launch(
+        self,
+        name: str,
+        grid: tuple[int, int],
+        threads: int,
+        arguments: Sequence[Argument],
+        shared_bytes: int = 0,
+    ) -> None:
         # The limits of a GPU.
-        assert 0 < launch.grid[0] < 2**31
-        assert 0 < launch.grid[1] < 2**16
-        assert 0 < launch.threads <= 1024
-        assert launch.shared_bytes <= 2**16
+        assert 0 < grid[0] < 2**31
+        assert 0 < grid[1] < 2**16
+        assert 0 < threads <= 1024
+        assert shared_bytes <= 2**16
         with _one_at_a_time:
-            self.launched.append(launch.name)
-            shape = (*launch.grid, launch.threads)
-            error = self._run(launch.name, shape, packed(launch.arguments))
-        assert error is None, f"{launch.name}: {error.decode()}"
+            self.launched.append(name)
+            error = self._run(name, (*grid, threads), packed(arguments))
+        assert error is None, f"{name}: {error.decode()}"
 
     def _run(
         self, name: str, shape: tuple[int, int, int], arguments: Sequence[np.generic]

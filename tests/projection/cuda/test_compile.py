@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from trakdask.projection.cuda.launch import FAMILIES, OPTIONS
-from trakdask.projection.cuda.sources import kernel_files, kernel_program
+from trakdask.projection.cuda.launch import FAMILIES, OPTIONS, kernel_folder, kernel_program
 
 ARCHITECTURES = ["sm_80", "sm_100"]
 
@@ -86,5 +85,6 @@ def test_kernels__no_subnormal_becomes_zero(family: str) -> None:
 
 
 def test_families__are_the_files_of_the_folder() -> None:
-    files = {name.removesuffix(".cu") for name in kernel_files() if name.endswith(".cu")}
+    names = [file.name for file in kernel_folder().iterdir()]
+    files = {name.removesuffix(".cu") for name in names if name.endswith(".cu")}
     assert files == set(FAMILIES)

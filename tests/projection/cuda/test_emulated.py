@@ -16,13 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.projection.cuda.emulator import COMPILER, EmulatedKernels
-from trakdask.projection import SJLT, Rademacher, integer_products
-from trakdask.projection.cuda import products
+from trakdask.projection import SJLT, Rademacher, fixed_point, rademacher
+from trakdask.projection.cuda import GpuProjector, products
 from trakdask.projection.cuda.launch import FAMILIES
 from trakdask.projection.cuda.products import Run
-from trakdask.projection.cuda.projector import GpuProjector
-from trakdask.projection.memory import Scratch
-from trakdask.projection.quantize import FRACTION_BITS, quantize
+from trakdask.projection.fixed_point import FRACTION_BITS, quantize
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 
@@ -78,9 +76,9 @@ def _strict_product(monkeypatch: pytest.MonkeyPatch) -> None:
         for operand in (digits, bits, out):  # the one layout that products of all GPUs take
             assert operand.is_contiguous()
             assert not operand.data_ptr() % 16
-        integer_products.int8_matmul(digits, bits, out)
+        fixed_point.int8_matmul(digits, bits, out)
 
-    monkeypatch.setattr(products, "int8_matmul", multiply)
+    monkeypatch.setattr(rademacher, "int8_matmul", multiply)
 
 
 # ------------------------------------------------------------------------------- kernel by kernel
@@ -101,19 +99,20 @@ def test_quantize__as_on_a_cpu(
     around[:, 3:-2] = gradients(n_samples, n_blocks * n_rows, dtype)
     rows = around[:, 3:-2]
     run = Run(0, n_blocks, n_rows)
-    found = products.quantize(EmulatedKernels(reverse=reverse), rows, run, n_digits)
+    kernels = EmulatedKernels(reverse=reverse)
+    digits, totals, steps = products.quantize(kernels, rows, run, n_digits)
     for block in range(n_blocks):
         part = rows[:, block * n_rows : (block + 1) * n_rows]
-        integers, step = quantize(part, FRACTION_BITS[n_digits], Scratch())
+        integers, step = quantize(part, FRACTION_BITS[n_digits])
         integers = integers.clamp(-127, 127) if n_digits == 1 else integers
-        assert torch.equal(found.steps[block].nan_to_num(7), step.nan_to_num(7))
+        assert torch.equal(steps[block].nan_to_num(7), step.nan_to_num(7))
         finite = ~step.isnan()
-        lines = found.digits[block, : n_digits * n_samples].view(n_digits, n_samples, -1).long()
-        values = sum(256**d * digits for d, digits in enumerate(lines))[finite]
+        lines = digits[block, : n_digits * n_samples].view(n_digits, n_samples, -1).long()
+        values = sum(256**d * line for d, line in enumerate(lines))[finite]
         assert torch.equal(values[:, :n_rows], integers[finite].long())
         assert not values[:, n_rows:].any()
-        assert not found.digits[block, n_digits * n_samples :].any()
-        assert torch.equal(found.totals[block][finite], integers[finite].sum(1))
+        assert not digits[block, n_digits * n_samples :].any()
+        assert torch.equal(totals[block][finite], integers[finite].sum(1))
 
 
 # ---------------------------------------------------------------------------------- the whole path

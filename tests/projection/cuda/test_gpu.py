@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from trakdask.projection import SJLT, Mask, Projector, Rademacher, RowMap
-from trakdask.projection.cuda import kernels_for
-from trakdask.projection.cuda.projector import GpuProjector
+from trakdask.projection.cuda import GpuProjector, kernels_for
 from trakdask.projection.stream import project
 
 pytestmark = pytest.mark.gpu

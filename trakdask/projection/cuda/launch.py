@@ -1,11 +1,14 @@
-"""Compile kernels once per device, and launch them on torch's stream and memory."""
+"""Compile kernels of ``kernels/`` once per device, and launch them on torch's stream and memory."""
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
@@ -15,7 +18,6 @@ import torch
 from torch import Tensor
 
 from trakdask.errors import KernelError
-from trakdask.projection.cuda.sources import kernel_program
 
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false")
 """Options of NVRTC: no product is fused with a sum, and no subnormal becomes zero."""
@@ -39,31 +41,8 @@ launched: set[str] = set()
 
 Argument = Tensor | np.generic | None
 
+_INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
 _MOST_SHARED_BYTES = 48 * 2**10  # a function must request more explicitly
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One start of a kernel.
-
-    Parameters
-    ----------
-    name
-        One of :data:`FAMILIES`.
-    grid, threads
-        Blocks of threads, and threads per block.
-    arguments
-        Tensors are passed as addresses, None as the null address, and numbers as they are; numbers
-        must have the types that the kernel declares.
-    shared_bytes
-        Shared memory per block of threads.
-    """
-
-    name: str
-    grid: tuple[int, int]
-    threads: int
-    arguments: Sequence[Argument]
-    shared_bytes: int = 0
 
 
 class Kernels(Protocol):
@@ -75,8 +54,28 @@ class Kernels(Protocol):
     cache_bytes: int
     """Size of the second-level cache, in which operands made on the fly should stay."""
 
-    def launch(self, launch: Launch) -> None:
-        """Start a kernel, to run after the work that torch has started on the device."""
+    def launch(
+        self,
+        name: str,
+        grid: tuple[int, int],
+        threads: int,
+        arguments: Sequence[Argument],
+        shared_bytes: int = 0,
+    ) -> None:
+        """Start a kernel, to run after the work that torch has started on the device.
+
+        Parameters
+        ----------
+        name
+            One of :data:`FAMILIES`.
+        grid, threads
+            Blocks of threads, and threads per block.
+        arguments
+            Tensors are passed as addresses, None as the null address, and numbers as they are;
+            numbers must have the types that the kernel declares.
+        shared_bytes
+            Shared memory per block of threads.
+        """
 
 
 def kernels_for(device: torch.device) -> Kernels:
@@ -141,7 +140,14 @@ class CupyKernels:
             f"torch {torch.__version__}, CuPy {self._cupy.__version__})"
         )
 
-    def launch(self, launch: Launch) -> None:
+    def launch(
+        self,
+        name: str,
+        grid: tuple[int, int],
+        threads: int,
+        arguments: Sequence[Argument],
+        shared_bytes: int = 0,
+    ) -> None:
         """Start a kernel; see :class:`Kernels`.
 
         Raises
@@ -152,19 +158,17 @@ class CupyKernels:
         cuda, current = self._cupy.cuda, torch.cuda.current_stream(self._index)
         stream = _Stream(current.cuda_stream)
         with cuda.Device(self._index), cuda.Stream.from_external(stream):
-            function = self._function(launch.name)
-            n_bytes = launch.shared_bytes
+            function = self._function(name)
             try:
-                if n_bytes > max(_MOST_SHARED_BYTES, function.max_dynamic_shared_size_bytes):
-                    function.max_dynamic_shared_size_bytes = n_bytes
-                arguments = packed(launch.arguments)
-                function((*launch.grid, 1), (launch.threads,), arguments, shared_mem=n_bytes)
+                if shared_bytes > max(_MOST_SHARED_BYTES, function.max_dynamic_shared_size_bytes):
+                    function.max_dynamic_shared_size_bytes = shared_bytes
+                function((*grid, 1), (threads,), packed(arguments), shared_mem=shared_bytes)
             except self._cupy.cuda.driver.CUDADriverError as err:
                 raise KernelError(
-                    f"expected kernel {launch.name} with grid {launch.grid} and {n_bytes} bytes of "
-                    f"shared memory to start on {self.description}, got {err}; try device='cpu'"
+                    f"expected kernel {name} with grid {grid} and {shared_bytes} bytes of shared "
+                    f"memory to start on {self.description}, got {err}; try device='cpu'"
                 ) from err
-        launched.add(launch.name)
+        launched.add(name)
 
     def _function(self, name: str) -> Any:
         with self._compiling:
@@ -244,3 +248,41 @@ def _cupy() -> Any:
             f"try pip install 'trakdask[{extra}]', or device='cpu'"
         ) from err
     return cupy
+
+
+def kernel_program(name: str) -> str:
+    """Read a file of the kernel folder, with the files of the folder that it includes in place.
+
+    Returns
+    -------
+    One text that can be compiled without reading other files, so the wheel may be a zip file.
+
+    Examples
+    --------
+    >>> "#include" in kernel_program("quantize.cu")
+    False
+    """
+    source = (kernel_folder() / name).read_text(encoding="utf-8")
+    return _INCLUDE.sub(lambda match: kernel_program(match[1]), source)
+
+
+def kernel_folder() -> Traversable:
+    """Return ``trakdask/_kernels`` of a wheel, or ``kernels`` of a checkout or editable install.
+
+    Raises
+    ------
+    FileNotFoundError
+        If neither folder exists.
+    """
+    packaged = files("trakdask") / "_kernels"
+    if packaged.is_dir():
+        return packaged
+    root = Path(__file__).resolve().parents[3]
+    # In site-packages a folder of this name would be another distribution's.
+    if (root / "pyproject.toml").is_file() and (root / "kernels").is_dir():
+        return root / "kernels"
+    raise FileNotFoundError(
+        "expected the kernel sources, which every wheel carries, got no _kernels folder in "
+        f"{packaged} and no checkout around it; try pip install --force-reinstall --no-deps "
+        "trakdask"
+    )

@@ -1,214 +1,199 @@
-"""Products on a GPU: dense ones tile by tile through the cache, sparse ones in shared memory.
+"""The base of projectors with CUDA kernels, and the steps that their products consist of.
 
 The bits are those of a CPU, because gradients are rounded in the same way and added up as integers,
 and only the sums of blocks are added in float64, in order. The size of the cache determines tiles,
-and memory determines how many row blocks are processed together; neither affects results.
+and memory determines how many row blocks are processed together; neither affects results. Every
+kernel is compared with the CPU before it is first used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import threading
+from abc import abstractmethod
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trakdask.projection.cuda.launch import Kernels, Launch
-from trakdask.projection.integer_products import int8_matmul
+from trakdask.errors import KernelError
+from trakdask.projection.acceleration import on_gpu
+from trakdask.projection.cuda.launch import Argument, Kernels, kernels_for
+from trakdask.projection.fixed_point import FRACTION_BITS
 from trakdask.projection.philox import ROWS_PER_COUNTER
-from trakdask.projection.protocol import ROW_BLOCK
-from trakdask.projection.quantize import FRACTION_BITS
+from trakdask.projection.protocol import ROW_BLOCK, Projector
 
 THREADS = 512
 """Threads of a block that works on one sample of one row block; a power of two."""
 
-TILE_THREADS = 256
-"""Threads of a block that fills or combines a tile."""
-
+_TILE_THREADS = 256  # of a block that fills or combines a tile
 _RUN_BYTES = 2**26  # most memory for digits, and for sums, at a time
 _MOST_BLOCKS = 2**15  # a grid has at most 65535 in y
 _DEPTH_STEP = 128
 _LINE_STEP, _LEAST_LINES = 8, 24  # torch._int_mm needs a multiple of 8, more than 16
 _COLUMN_STEP = 8
-_SHARED_BYTES = 64 * 2**10  # per block of threads, on every GPU that torch supports
-_MOST_GROUP = 4  # of samples that share the drawn words; the kernel holds as many in registers
+
+_PROOF_ROWS = 2 * ROW_BLOCK + 300  # two whole blocks, processed together, and a short one
+_PROOF_WIDTH = 77
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+_proven: set[Hashable] = set()
+_proving = threading.Lock()
 
 
 @dataclass(frozen=True)
-class _Quantized:
-    """The row blocks of one run as integers; see ``kernels/quantize.cu``."""
+class GpuProjector(Projector):
+    """A projector with CUDA kernels, which project blocks that are on an NVIDIA GPU."""
 
-    digits: Tensor
-    totals: Tensor
-    steps: Tensor
-    n_digits: int
+    rounds_row_blocks: ClassVar[bool] = True
+
+    proj_dim: int
+
+    @abstractmethod
+    def project_on_gpu(
+        self, kernels: Kernels, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor
+    ) -> None:
+        """Add the projection of consecutive row blocks to ``out``, with the bits of a CPU.
+
+        Parameters
+        ----------
+        kernels
+            The kernels of the device that the tensors are on. No call waits for the device.
+        rows
+            Shape (B, rows): float32, float16 or bfloat16, with adjacent columns. Only the last
+            block may be short.
+        row_offset, checkpoint
+            First row, and address of the matrix.
+        out
+            Sums (B, proj_dim), float64, with adjacent columns, which the product is added to.
+        """
+
+    def project_rows(self, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
+        """Add the projection of consecutive row blocks to ``out``; see ``Projector``.
+
+        CUDA kernels project rows that are on an NVIDIA GPU, with the same bits as a CPU. (They have
+        not run on a GPU yet.)
+
+        Raises
+        ------
+        ImportError
+            If the rows are on a GPU and CuPy is missing.
+        KernelError
+            If the kernels cannot run on that GPU, or give other bits than the CPU.
+        """
+        if not on_gpu(rows):
+            super().project_rows(rows, row_offset, checkpoint, out)
+            return
+        # Kernels read 16 or 32 bits, and columns that lie side by side.
+        rows = rows if rows.dtype in _DTYPES else rows.float()
+        rows = rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+        kernels = kernels_for(rows.device)
+        require_proven(self, kernels, rows)
+        self.project_on_gpu(kernels, rows, row_offset, checkpoint, out)
 
 
-def add_rademacher(
-    kernels: Kernels,
-    rows: Tensor,
-    row_offset: int,
-    *,
-    seed: int,
-    checkpoint: int,
-    n_digits: int,
-    out: Tensor,
-) -> None:
-    """Add the product of consecutive row blocks with the Rademacher matrix to ``out``.
+def require_proven(projector: GpuProjector, kernels: Kernels, rows: Tensor) -> None:
+    """Project a small tile on the GPU and on the CPU, once per process, device and kernel.
 
-    Parameters
-    ----------
-    kernels
-        The kernels of the device that the tensors are on.
-    rows
-        Shape (B, rows): float32, float16 or bfloat16, with adjacent columns. Only the last block
-        may be short.
-    row_offset, seed, checkpoint, n_digits, out
-        First row; address of the matrix; 8-bit digits per element; and sums (B, width), float64,
-        with adjacent columns, which the product is added to.
-
-    Notes
-    -----
-    Exactness: the same bits as on a CPU. Cost: 2 * n_digits * B * rows * width integer operations
-    and one byte written and read in the cache per entry of the matrix, once for all samples. Memory
-    in addition to ``rows`` and ``out``: about 64 MB of digits and sums, at least those of one
-    block, and a tile. No call waits for the device.
+    Raises
+    ------
+    KernelError
+        If any bit differs.
     """
-    tiles = list(dense_columns(out.shape[1], kernels.cache_bytes))
-    for run in runs(rows.shape[1], dense_block_bytes(len(rows), n_digits, tiles[0])):
-        quantized = quantize(kernels, rows[:, run.first : run.stop], run, n_digits)
-        digits = quantized.digits
-        for columns in tiles:
-            sums = digits.new_empty((*digits.shape[:2], columns.padded), dtype=torch.int32)
-            bits = digits.new_empty(columns.padded, run.depth)
-            # One product per block, since only sums within a block are integers of one scale.
-            for block in range(run.n_blocks):
-                row = row_offset + run.first + block * run.n_rows
-                fill_bits(kernels, bits, row, columns, seed=seed, checkpoint=checkpoint)
-                int8_matmul(digits[block], bits, sums[block])
-            target = out[:, columns.first : columns.first + columns.n]
-            combine(kernels, sums, quantized.totals, quantized.steps, n_digits, target)
+    # Few columns suffice: a wrong kernel, option or compiler changes the bits of all of them.
+    small = replace(projector, proj_dim=min(projector.proj_dim, _PROOF_WIDTH))
+    key = (kernels.description, rows.device, rows.dtype, small)
+    with _proving:
+        if key in _proven:
+            return
+        tile = _proof_tile(rows.dtype)
+        expected = torch.zeros(len(tile), small.proj_dim, dtype=torch.float64)
+        for row in range(0, _PROOF_ROWS, ROW_BLOCK):
+            small.project_block(tile[:, row : row + ROW_BLOCK], row, 1, expected)
+        on_device = torch.zeros_like(expected, device=rows.device)
+        small.project_on_gpu(kernels, tile.to(rows.device), 0, 1, on_device)
+        actual = on_device.cpu()
+        wrong = (actual != expected) & ~(actual.isnan() & expected.isnan())
+        if wrong.any():
+            raise KernelError(
+                f"expected the kernels of {small} to give the bits of the CPU, "
+                f"got other bits in {int(wrong.sum())} of {wrong.numel()} sums for {rows.dtype} "
+                f"gradients on {kernels.description}; try device='cpu', and report this message"
+            )
+        _proven.add(key)
 
 
-def fill_bits(
-    kernels: Kernels, into: Tensor, row: int, columns: Columns, *, seed: int, checkpoint: int
-) -> None:
-    """Write a window of the bits of the Rademacher matrix, (columns, rows), from ``row`` on."""
-    n_counters = into.shape[1] // ROWS_PER_COUNTER
-    counters = np.uint64(row // ROWS_PER_COUNTER), np.int32(n_counters)
-    window = np.uint32(columns.first), np.int32(columns.padded)
-    arguments = (*counters, *window, np.uint64(seed), np.uint32(checkpoint), into)
-    grid = fill_grid(columns.padded, n_counters)
-    kernels.launch(
-        Launch("rademacher_bits", grid, TILE_THREADS, arguments, shared_bytes=16 * TILE_THREADS)
-    )
+def _proof_tile(dtype: torch.dtype) -> Tensor:
+    """Return gradients of five samples: dense, tiny, zero, not finite, and an outlier."""
+    # Without a generator, because this must neither use torch's nor depend on its version.
+    steps = torch.arange(5 * _PROOF_ROWS, dtype=torch.int64).view(5, -1)
+    tile = ((steps * 7919 + steps * steps % 613) % 2003 - 1001).to(dtype) / 1024
+    tile[1] *= torch.finfo(dtype).tiny / 8  # subnormal
+    tile[2] = 0
+    tile[3, 99] = torch.nan
+    tile[4, -1] = 1000
+    return tile
 
 
-def quantize(kernels: Kernels, rows: Tensor, run: Run, n_digits: int) -> _Quantized:
-    """Round the row blocks of a run to digits."""
-    n_samples = len(rows)
-    n_lines = lines(n_samples, n_digits)
+# ---------------------------------------------------------------------------- steps of the products
+
+
+def quantize(
+    kernels: Kernels, rows: Tensor, run: Run, n_digits: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Round the row blocks of a run; return digits, totals and steps: see ``quantize.cu``."""
+    n_samples, n_lines = len(rows), lines(len(rows), n_digits)
+    part = rows[:, run.first : run.stop]
     digits = rows.new_empty((run.n_blocks, n_lines, run.depth), dtype=torch.int8)
     totals = rows.new_empty((run.n_blocks, n_samples), dtype=torch.int64)
     steps = rows.new_empty((run.n_blocks, n_samples), dtype=torch.float64)
     numbers = (run.n_rows, n_samples, FRACTION_BITS[n_digits], n_lines, run.depth)
-    kernels.launch(
-        Launch(
-            f"quantize_{dtype_name(rows)}_{n_digits}",
-            quantize_grid(n_samples, n_digits, run.n_blocks),
-            THREADS,
-            (rows, np.int64(rows.stride(0)), *map(np.int32, numbers), digits, totals, steps),
-            shared_bytes=8 * THREADS,
-        )
-    )
-    return _Quantized(digits, totals, steps, n_digits)
+    # One block of threads per sample, and one per line of zeros.
+    grid = n_lines - (n_digits - 1) * n_samples, run.n_blocks
+    arguments: list[Argument] = [part, np.int64(part.stride(0)), *map(np.int32, numbers)]
+    name = f"quantize_{dtype_name(rows.dtype)}_{n_digits}"
+    kernels.launch(name, grid, THREADS, [*arguments, digits, totals, steps], 8 * THREADS)
+    return digits, totals, steps
 
 
-def add_sjlt(
-    kernels: Kernels,
-    rows: Tensor,
-    row_offset: int,
-    *,
-    seed: int,
-    checkpoint: int,
-    sparsity: int,
-    out: Tensor,
+def fill_bits(
+    kernels: Kernels, bits: Tensor, row: int, column: int, seed: int, checkpoint: int
 ) -> None:
-    """Add the sums by bucket of consecutive row blocks to ``out``.
-
-    Parameters
-    ----------
-    kernels
-        The kernels of the device that the tensors are on.
-    rows
-        Shape (B, rows): float32, float16 or bfloat16, with adjacent columns. Only the last block
-        may be short.
-    row_offset, seed, checkpoint, sparsity, out
-        First row; address of the matrix; nonzeros per row; and sums (B, proj_dim), float64, with
-        adjacent columns, which the product is added to.
-
-    Notes
-    -----
-    Exactness: the same bits as on a CPU. Cost: B * rows * sparsity additions in shared memory; the
-    gradients are read twice (the second time from the cache), and again for every 16384 columns
-    (8192 from a sparsity of 8 on). Memory in addition to ``rows`` and ``out``: about 64 MB of sums,
-    at least those of one block.
-    """
-    n_samples, proj_dim = out.shape
-    tile = sparse_tile(proj_dim, sparsity, n_samples)
-    dtype = torch.int32 if tile.item_bytes == 4 else torch.int64
-    name = f"sjlt_{dtype_name(rows)}_{str(dtype).removeprefix('torch.')}"
-    for run in runs(rows.shape[1], n_samples * tile.n_columns * tile.item_bytes):
-        shape = (run.n_blocks, n_samples)
-        steps = rows.new_empty(shape, dtype=torch.float64)
-        for columns in tile.columns(proj_dim):
-            sums = rows.new_empty((*shape, columns.n), dtype=dtype)
-            part = rows[:, run.first : run.stop]
-            head = (part, np.int64(part.stride(0)))
-            address = (np.uint64(row_offset + run.first), np.uint64(seed), np.uint32(checkpoint))
-            column_range = map(np.uint32, (proj_dim, columns.first, columns.n))
-            numbers = map(np.int32, (run.n_rows, n_samples, tile.group))
-            kernels.launch(
-                Launch(
-                    name,
-                    (-(-n_samples // tile.group), run.n_blocks),
-                    THREADS,
-                    (*head, *numbers, *address, np.int32(sparsity), *column_range, sums, steps),
-                    tile.shared_bytes,
-                )
-            )
-            target = out[:, columns.first : columns.first + columns.n]
-            combine(kernels, sums, None, steps, 1, target)
+    """Write a window of the bits of the Rademacher matrix, (columns, rows)."""
+    n_columns, n_counters = len(bits), bits.shape[1] // ROWS_PER_COUNTER
+    counters = np.uint64(row // ROWS_PER_COUNTER), np.int32(n_counters)
+    window = np.uint32(column), np.int32(n_columns)
+    arguments = (*counters, *window, np.uint64(seed), np.uint32(checkpoint), bits)
+    grid = -(-n_columns * n_counters // _TILE_THREADS), 1  # a thread per counter
+    kernels.launch("rademacher_bits", grid, _TILE_THREADS, arguments, 16 * _TILE_THREADS)
 
 
 def combine(
     kernels: Kernels,
     sums: Tensor,
-    totals: Tensor | None,
     steps: Tensor,
-    n_digits: int,
     out: Tensor,
+    totals: Tensor | None = None,
+    n_digits: int = 1,
 ) -> None:
     """Add the sums of row blocks, (blocks, lines, columns), to features, in the order of blocks."""
     n_blocks, n_lines, pitch = sums.shape
-    numbers = (n_blocks, len(out), n_digits, n_lines, pitch, out.shape[1])
-    kernels.launch(
-        Launch(
-            f"combine_{dtype_name(sums)}",
-            combine_grid(*out.shape),
-            TILE_THREADS,
-            (sums, totals, steps, *map(np.int32, numbers), out, np.int64(out.stride(0))),
-        )
-    )
+    n_samples, n_columns = out.shape
+    numbers = map(np.int32, (n_blocks, n_samples, n_digits, n_lines, pitch, n_columns))
+    grid = n_samples, -(-n_columns // _TILE_THREADS)  # a thread per sum
+    arguments = (sums, totals, steps, *numbers, out, np.int64(out.stride(0)))
+    kernels.launch(f"combine_{dtype_name(sums.dtype)}", grid, _TILE_THREADS, arguments)
 
 
-def dtype_name(tensor: Tensor) -> str:
-    """Return the name of a tensor's dtype in the names of kernels."""
-    return str(tensor.dtype).removeprefix("torch.")
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in the names of kernels."""
+    return str(dtype).removeprefix("torch.")
 
 
-# -------------------------------------------------- tiles and grids, which depend on the data alone
+# ---------------------------------------------------------- tiles, which depend on the data alone
 
 
 @dataclass(frozen=True)
@@ -240,15 +225,6 @@ class Run:
         return _up(self.n_rows, _DEPTH_STEP)
 
 
-@dataclass(frozen=True)
-class Columns:
-    """A tile of columns: ``n`` from ``first`` on are needed, ``padded`` are computed."""
-
-    first: int
-    n: int
-    padded: int
-
-
 def runs(n_rows: int, block_bytes: int) -> Iterator[Run]:
     """Cut consecutive rows, the first of which starts a block, into runs.
 
@@ -272,74 +248,15 @@ def lines(n_samples: int, n_digits: int) -> int:
     return max(_LEAST_LINES, _up(n_digits * n_samples, _LINE_STEP))
 
 
-def quantize_grid(n_samples: int, n_digits: int, n_blocks: int) -> tuple[int, int]:
-    """Return the grid of ``quantize``: one block of threads per sample and per line of zeros."""
-    return lines(n_samples, n_digits) - (n_digits - 1) * n_samples, n_blocks
-
-
-def dense_columns(width: int, cache_bytes: int) -> Iterator[Columns]:
-    """Cut columns so that a tile of a row block's entries, one byte each, fills half a cache."""
+def tile_columns(width: int, cache_bytes: int) -> int:
+    """Return how many columns to multiply at once: entries of one byte that fill half a cache."""
     most = max(_COLUMN_STEP, cache_bytes // 2 // ROW_BLOCK)
-    tile = _up(-(-width // -(-width // most)), _COLUMN_STEP)
-    for first in range(0, width, tile):
-        n = min(tile, width - first)
-        yield Columns(first, n, _up(n, _COLUMN_STEP))
+    return _up(-(-width // -(-width // most)), _COLUMN_STEP)
 
 
-def dense_block_bytes(n_samples: int, n_digits: int, columns: Columns) -> int:
-    """Return the bytes of the digits and sums of a row block."""
-    return lines(n_samples, n_digits) * max(ROW_BLOCK, 4 * columns.padded)
-
-
-def fill_grid(n_columns: int, n_counters: int) -> tuple[int, int]:
-    """Return the grid of a kernel that fills a tile, one thread per counter."""
-    return -(-n_columns * n_counters // TILE_THREADS), 1
-
-
-def combine_grid(n_samples: int, n_columns: int) -> tuple[int, int]:
-    """Return the grid of ``combine``: a thread per sum."""
-    return n_samples, -(-n_columns // TILE_THREADS)
-
-
-@dataclass(frozen=True)
-class SparseTile:
-    """How sums by bucket are split into tiles.
-
-    Parameters
-    ----------
-    group
-        Samples whose sums one block of threads computes.
-    n_columns
-        Columns of a tile.
-    item_bytes
-        Bytes of a sum.
-    """
-
-    group: int
-    n_columns: int
-    item_bytes: int
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a block of threads."""
-        return max(4 * THREADS, self.group * self.n_columns * self.item_bytes)
-
-    def columns(self, proj_dim: int) -> Iterator[Columns]:
-        """Cut all columns into tiles."""
-        for first in range(0, proj_dim, self.n_columns):
-            n = min(self.n_columns, proj_dim - first)
-            yield Columns(first, n, n)
-
-
-def sparse_tile(proj_dim: int, sparsity: int, n_samples: int) -> SparseTile:
-    """Return the tile that fits the shared memory of a thread block: all columns if possible."""
-    # |sums| <= 2**14 * 16384 * sparsity = 2**28 * sparsity.
-    item_bytes = 4 if sparsity < 8 else 8
-    n_sums = _SHARED_BYTES // item_bytes
-    n_columns = min(proj_dim, n_sums)
-    return SparseTile(
-        max(1, min(_MOST_GROUP, n_samples, n_sums // n_columns)), n_columns, item_bytes
-    )
+def padded_columns(n_columns: int) -> int:
+    """Return the columns of a tile as an operand, padded as the product requires."""
+    return _up(n_columns, _COLUMN_STEP)
 
 
 def _up(number: int, step: int) -> int:
