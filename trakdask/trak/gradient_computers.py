@@ -117,7 +117,8 @@ class _GradientComputer(AbstractGradientComputer):
         gradient: Tensor = self.modelout_fn.get_out_to_loss_grad(
             self.model, self.func_weights, self.func_buffers, batch
         )
-        return gradient.detach()
+        # The package's tasks compute it in float32; the original, in the precision of the model.
+        return gradient.detach().to(next(self.model.parameters()).dtype)
 
     def _selected(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return selected_parameters(weights, self.grad_wrt)
