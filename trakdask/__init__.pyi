@@ -12,6 +12,7 @@ from .attribution import curvature as curvature
 from .attribution import damping as damping
 from .attribution import gram as gram
 from .attribution import group_score as group_score
+from .attribution import principal_components as principal_components
 from .attribution import score as score
 from .attribution import score_parts as score_parts
 from .attribution import self_influence as self_influence

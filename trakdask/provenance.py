@@ -15,14 +15,17 @@ from trakdask.checks import shown
 from trakdask.errors import StoreMismatchError, warn_once
 from trakdask.variables import CHECKPOINT, PROJ_DIM
 
-REQUIRED_SPEC = ("projector", "checkpoints", "checkpoint_ids", "parameters", "task")
+REQUIRED_SPEC = ("checkpoints", "checkpoint_ids", "projector", "parameters", "task")
 """Attrs that all features have."""
 
-BY_CHECKPOINT = ("checkpoints", "checkpoint_ids", "second_moments", "curvature")
+BY_CHECKPOINT = ("checkpoints", "checkpoint_ids", "second_moments", "curvature", "components")
 """Attrs that map the names of checkpoints to what they are."""
 
-FEATURE_SPEC = (*REQUIRED_SPEC, "second_moments", "curvature", "code")
-"""Attrs that training and target features must share for their product to be meaningful."""
+FEATURE_SPEC = ("components", *REQUIRED_SPEC, "second_moments", "curvature", "code")
+"""Attrs that training and target features must share for their product to be meaningful.
+
+Components come first, because features without them have another projector, too.
+"""
 
 PRECISION = ("dtype", "autocast", "float32_matmul_precision")
 STORE_SPEC = (*FEATURE_SPEC, "source", *PRECISION)
@@ -43,6 +46,8 @@ _REMEDY = {
     "have, in the same order: ds.sel(checkpoint=[...])",
     "curvature": "the same model for both, model.with_curvature(fitted), where td.curvature was "
     "called once",
+    "components": "the same model for both, model.with_components(fitted), where "
+    "td.principal_components was called once",
     "code": "featurizing both again with the code of today, or, if the change does not alter the "
     "model's output, features.attrs['code'] = other.attrs['code']",
     "source": "another store, append_dim='sample' if these are more samples of it, or setting "

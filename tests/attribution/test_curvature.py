@@ -1,4 +1,4 @@
-"""Curvature: the coordinates of features, against explicit Kronecker products in float64."""
+"""Curvature and principal components, against explicit products and SVD in float64."""
 
 from __future__ import annotations
 
@@ -270,3 +270,92 @@ def test_honest_mistakes_have_clear_errors() -> None:
     broken = td.from_arrays({"image": values, "label": LABELS}, chunks=8)
     with pytest.raises(td.errors.BlockError, match="0:8"):
         td.curvature(broken, model)
+
+
+# ------------------------------------------------------------------------- principal components
+
+
+def rows_along(features: xr.Dataset) -> np.ndarray:
+    return features.feature.values[:, :, 0].astype(float)
+
+
+@pytest.mark.parametrize("is_curved", [False, True])
+def test_components_are_the_right_singular_vectors(is_curved: bool) -> None:
+    samples, model = case("cnn")
+    if is_curved:
+        model = model.with_curvature(fitted("cnn"))
+    projector = td.SJLT(256)
+    wide = rows_along(td.featurize(samples, model, projector=projector))
+    components = td.principal_components(samples, model, 5, projector=projector)
+    _, singular, rows = np.linalg.svd(wide)
+    share = singular**2 / (singular**2).sum()
+    np.testing.assert_allclose(components.share.values[:, 0], share[:5], rtol=1e-4)
+    vectors = components.component.values[:, :, 0]
+    np.testing.assert_allclose(np.abs(rows[:5] @ vectors), np.eye(5), atol=1e-3)
+
+    features = td.featurize(samples, model.with_components(components))
+    expected = wide @ vectors.astype(float)
+    np.testing.assert_allclose(rows_along(features), expected, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(features.feature_norm.values[:, 0], (expected**2).sum(1), rtol=1e-4)
+
+
+def test_all_components_keep_all_products() -> None:
+    samples, model = case("cnn")
+    for n in (24, 100):  # there are no more than samples
+        components = td.principal_components(samples, model, n, projector=td.Identity())
+        assert components.sizes["proj_dim"] == 24
+        np.testing.assert_allclose(components.share.sum("proj_dim"), 1, rtol=1e-6)
+    reduced = rows_along(td.featurize(samples, model.with_components(components)))
+    whole = rows_along(td.featurize(samples, model, projector=td.Identity()))
+    expected = whole @ whole.T
+    np.testing.assert_allclose(reduced @ reduced.T, expected, atol=1e-4 * np.abs(expected).max())
+
+
+def test_equal_samples_have_one_component() -> None:
+    samples, model = case("cnn")
+    equal = samples.isel(sample=[0] * 6)
+    components = td.principal_components(equal, model, 3)
+    np.testing.assert_allclose(components.share.values[:, 0], [1, 0, 0], atol=1e-6)
+    features = td.featurize(equal, model.with_components(components)).compute()
+    assert np.isfinite(features.feature).all()
+    assert not features.feature[:, 1:].any()
+
+
+@pytest.mark.filterwarnings("ignore:scores are made from 2 checkpoints")
+def test_everything_works_on_components(tmp_path: Any, process_cluster: Any) -> None:
+    samples, model = case("words")
+    curved = model.with_curvature(fitted("words"))
+    components = td.principal_components(samples, curved, 12, projector=td.SJLT(512))
+    components.to_zarr(tmp_path / "components.zarr", consolidated=False)
+    stored = xr.open_zarr(tmp_path / "components.zarr", consolidated=False)
+    reduced = curved.with_components(stored)
+    features = td.featurize(samples, reduced)
+    with process_cluster.get_client():
+        some = samples.isel(sample=slice(16)).chunk(sample=5)
+        store = td.save(td.featurize(some, reduced), tmp_path / "train.zarr")
+        more = td.featurize(samples.isel(sample=slice(16, 24)), reduced)
+        store = td.save(more, tmp_path / "train.zarr", append_dim="sample")
+    targets = features.isel(sample=[0, 3])
+    scores = td.score(store, targets)
+    np.testing.assert_allclose(scores, td.score(features, targets), rtol=1e-3, atol=1e-6)
+    parts = td.score_parts(store, targets, reduced, of=samples, parts={"out": "head.*"})
+    np.testing.assert_allclose(
+        parts.sum("module"), scores, rtol=1e-2, atol=1e-3 * float(abs(scores).max())
+    )
+
+
+@pytest.mark.filterwarnings("ignore:scores are made from 2 checkpoints")
+def test_mistakes_with_components_have_clear_errors() -> None:
+    samples, model = case("cnn")
+    components = td.principal_components(samples, model, 4)
+    with pytest.raises(ValueError, match="curvature"):
+        model.with_curvature(fitted("cnn")).with_components(components)
+    with pytest.raises(ValueError, match="'b'"):
+        model.with_components(components.sel(checkpoint=["a"]))
+    reduced = model.with_components(components)
+    with pytest.raises(ValueError, match="8192"):
+        td.featurize(samples, reduced, projector=td.SJLT(64))
+    with pytest.raises(td.errors.StoreMismatchError, match="components"):
+        td.score(td.featurize(samples, reduced), td.featurize(samples, model))
+    with pytest.raises(ValueError, match="proj_dim"):
+        td.principal_components(samples, model, 0)

@@ -1,5 +1,6 @@
 """Attribution: from features to the gram matrix, its damping, scores and rankings."""
 
+from trakdask.attribution.components import principal_components
 from trakdask.attribution.curvatures import curvature
 from trakdask.attribution.dampings import damping
 from trakdask.attribution.estimators import Absolute
@@ -16,6 +17,7 @@ __all__ = [
     "damping",
     "gram",
     "group_score",
+    "principal_components",
     "score",
     "score_parts",
     "self_influence",

@@ -32,6 +32,7 @@ from trakdask.featurization.job import Job, Samples
 from trakdask.models.checkpoints import Checkpoint, cache_states
 from trakdask.models.curvature import (
     AxisProducts,
+    Components,
     Curvature,
     Rotations,
     SquaredCoordinates,
@@ -55,9 +56,10 @@ def featurize_block(
 
     And last a mapping that says on what device, and by what kernels, they were computed.
     """
-    checkpoint, moments, curvature = weights.item()
+    checkpoint, moments, curvature, components = weights.item()
     with _task(job, checkpoint, start, arrays) as samples:
-        output = _projected(job, checkpoint, moments, curvature, samples.device)
+        fits = moments, curvature, components
+        output = _projected(job, checkpoint, *fits, samples.device)
         feature, *others = _run_samples(samples, checkpoint, output)
         return feature, row_norms(feature), *others, described(samples.device)
 
@@ -156,24 +158,28 @@ def _projected(
     checkpoint: Checkpoint,
     moments: Checkpoint | None,
     curvature: Curvature | None,
+    components: Components | None,
     device: torch.device,
 ) -> _Output:
-    """Project gradients."""
+    """Project gradients, and reduce what was projected to its principal components."""
     shapes, matrices, factors = job.model.shapes, None, dict[str, Tensor]()
     if moments:
         factors = scales(moments, job.row_map.names, device)
     elif curvature:
         matrices = rotations(curvature.eigenvectors, shapes, device)
         factors = factors_by_name(curvature, shapes, device)
+    matrix = torch.tensor(components.matrix, device=device) if components else None
 
     def open_stream(forward: Forward, batch: Batch) -> _Stream:
         place = job.projector, job.row_map, batch.size, checkpoint.id, device
-        if curvature:
-            return _Scaled(LeadingStream(*place, curvature.leading), factors)
-        stream = ProjectionStream(*place)
-        return _Scaled(stream, factors) if factors else stream
+        stream: _Stream = (
+            LeadingStream(*place, curvature.leading) if curvature else ProjectionStream(*place)
+        )
+        if factors:
+            stream = _Scaled(stream, factors)
+        return stream if matrix is None else _Reduced(stream, matrix)
 
-    return _Output(job.projector.width(job.row_map.n_rows), open_stream, matrices)
+    return _Output(job.proj_dim, open_stream, matrices)
 
 
 class _Scaled:
@@ -187,6 +193,20 @@ class _Scaled:
         start = first or 0
         factor = self._factors[name][start : start + gradient.shape[1]]
         self._stream(name, gradient * factor.to(gradient.dtype), first)
+
+
+class _Reduced:
+    """Passes gradients on, and multiplies what was made of them with principal components."""
+
+    def __init__(self, stream: _Stream, matrix: Tensor) -> None:
+        self._stream, self._matrix = stream, matrix
+
+    def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
+        self._stream(name, gradient, first)
+
+    def result(self) -> Tensor:
+        with torch.autocast(self._matrix.device.type, enabled=False):  # features are float32
+            return self._stream.result() @ self._matrix
 
 
 @contextmanager
@@ -287,6 +307,7 @@ def _micro_batch(job: Job, width: int, activations: int | None, budget: int) -> 
     if activations is None:
         return job.batch_size
     # Besides activations: gradients, then float64 sums and copies of them.
+    width = max(width, job.projector.width(job.row_map.n_rows))  # features may be reduced later
     others = 4 * job.elements_at_once + 16 * math.prod(job.feature_shape(1, width))
     fits = max(1, min(job.batch_size, budget // (activations + others)))
     if fits < job.batch_size:

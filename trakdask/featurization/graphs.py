@@ -38,8 +38,7 @@ _VECTOR_BYTES = 2**28
 def lazy_arrays(job: Job, inputs: Arrays, token: str) -> Arrays:
     """Build the graph: a task per (sample block × checkpoint), and one per variable of it."""
     tasks = _tasks(featurize_block, "sc", job, inputs, token, name=f"featurize-{token}")
-    width = job.projector.width(job.row_map.n_rows)
-    feature = _taken(tasks, "sc", "spc", 0, f"feature-{token}", new_axes={"p": width})
+    feature = _taken(tasks, "sc", "spc", 0, f"feature-{token}", new_axes={"p": job.proj_dim})
     return {"feature": feature} | _others(job, tasks, "sc", token)
 
 
@@ -116,8 +115,10 @@ def _eigenvectors(sums: np.ndarray, shapes: Shapes) -> np.ndarray:
 
 def _back_project(job: Job, weights: np.ndarray, vectors: np.ndarray) -> np.ndarray:
     """Return what gradients are to be multiplied with, (vector, row, 1)."""
-    (checkpoint, moments, curvature), rows = weights.item(), job.row_map
+    (checkpoint, moments, curvature, components), rows = weights.item(), job.row_map
     flat = torch.tensor(vectors[..., 0])
+    if components:  # for every projected gradient g and vector v, (C'g)·v = g·(C v)
+        flat = flat @ torch.tensor(components.matrix).to(flat.dtype).T
     if curvature:
         found = back_project_leading(job.projector, rows, checkpoint.id, flat, curvature.leading)
         # For every gradient g and vector v, (s U'g)·v = g·(U s v), s being the scale.
@@ -167,14 +168,14 @@ def _shared(job: Job, token: str) -> Any:
 
 
 def _weights(job: Job, token: str) -> da.Array:
-    """Return each checkpoint, with its second moments and its curvature, as one task.
+    """Return each checkpoint, with what was fitted to it, as one task.
 
     They may be in memory, and large.
     """
     weights = np.empty(len(job.model.checkpoints), object)
     for i, checkpoint in enumerate(job.model.checkpoints):
-        name = checkpoint.name
-        weights[i] = checkpoint, job.model.second_moments.get(name), job.model.curvature.get(name)
+        fits = job.model.second_moments, job.model.curvature, job.model.components
+        weights[i] = checkpoint, *(fit.get(checkpoint.name) for fit in fits)
     array: da.Array = da.from_array(weights, chunks=1, name=f"checkpoint-{token}")
     return array
 

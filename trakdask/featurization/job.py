@@ -102,6 +102,7 @@ class Job:
     model: Model
     projector: Projector
     row_map: RowMap
+    proj_dim: int
     engine: str
     batch_size: int
     elements_at_once: int

@@ -26,7 +26,7 @@ from trakdask.models.rules import BATCH_NORMS
 from trakdask.models.tasks import task_spec
 from trakdask.projection import SJLT, Projector, RowMap
 from trakdask.projection.leading import n_leading
-from trakdask.projection.protocol import require_block_fits
+from trakdask.projection.protocol import from_spec, require_block_fits
 from trakdask.provenance import digest
 from trakdask.samples import lazy_variables, normalise_coord, source_of, validate_samples
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
@@ -226,13 +226,14 @@ def prepare(
     ``divide`` says how to divide samples into parts, whose gradients are multiplied with vectors
     and not projected; ``adds_up``, that gradients are only added up.
     """
-    projector = _DEFAULT if projector is None else projector
     _require_options(model, projector, gradients, dtype, device, on_error)
+    projector = _projector(model, projector)
     samples = validate_samples(samples)
     model = model.for_variables({str(n): array.ndim for n, array in samples.variables.items()})
     _require_running_statistics(model)
     row_map = RowMap.from_shapes(model.shapes, alignment=projector.row_alignment)
     projector = projector.bind(row_map)
+    columns = [components.matrix.shape[1] for components in model.components.values()]
     if model.curvature:
         n_leading(projector, row_map.n_parameters)
     inputs = _inputs(samples, model)
@@ -259,6 +260,7 @@ def prepare(
         model=model,
         projector=projector,
         row_map=row_map,
+        proj_dim=columns[0] if columns else projector.width(row_map.n_rows),
         engine=engine,
         batch_size=_batch_size(batch_size, "hooks" if partition else engine, held),
         elements_at_once=held,
@@ -280,7 +282,8 @@ def prepare(
         "device": device,
         "on_error": on_error,
         **({"parts": partition.spec()} if partition else {}),
-        "formula": _FORMULAS["second_moments" in spec, "curvature" in spec],
+        "formula": _FORMULAS["second_moments" in spec, "curvature" in spec]
+        + ("; then C^T feature, with principal components C" if model.components else ""),
         "trakdask_version": __version__,
         "torch_version": str(torch.__version__),
         "gradients_reason": reason,
@@ -289,6 +292,19 @@ def prepare(
     checkpoint = normalise_coord(CHECKPOINT, names, len(names))
     coords = {**samples.coords, CHECKPOINT: (CHECKPOINT, checkpoint)}
     return Prepared(job, inputs, attrs, coords)
+
+
+def _projector(model: Model, projector: Projector | None) -> Projector:
+    """Return the projector that was asked for, or that of the model's principal components."""
+    for components in model.components.values():
+        fitted = from_spec(components.projector)
+        if projector not in (None, fitted):
+            raise ValueError(
+                f"expected the projector of the model's principal components, {fitted!r}, got "
+                f"{projector!r}; try leaving it out, or td.principal_components(..., projector=)"
+            )
+        return fitted
+    return _DEFAULT if projector is None else projector
 
 
 def _precision(dtype: DType | None) -> Precision:
@@ -360,7 +376,7 @@ def _require_options(
             f"expected a td.Model as model, got {type(model).__name__}; try td.Model(build, "
             "checkpoints=[...], task=...)"
         )
-    if not isinstance(projector, Projector):
+    if not isinstance(projector, Projector | None):
         raise TypeError(
             f"expected a projector, got {shown(projector)}; try projector=td.SJLT(proj_dim=2048)"
         )

@@ -78,8 +78,7 @@ def part_products(
     )
     job, rows = made.job, next(iter(made.inputs.values())).chunks[0]
     assert job.partition is not None
-    width, n = job.projector.width(job.row_map.n_rows), len(job.model.checkpoints)
-    shape = (sum(rows), job.partition.size, width, n)
+    shape = (sum(rows), job.partition.size, job.proj_dim, len(job.model.checkpoints))
     zeros = da.zeros(shape, dtype=np.float32, chunks=(rows, -1, -1, 1))
     dims = (SAMPLE, job.partition.dim, PROJ_DIM, CHECKPOINT)
     like = xr.Dataset({"feature": (dims, zeros)}, coords=made.coords, attrs=made.attrs)

@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -99,6 +100,27 @@ class Curvature:
         for array in (self.eigenvectors, self.scale, self.leading):
             content.update(array.tobytes())
         return content.hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Components:
+    """The principal components of projected gradients at one checkpoint.
+
+    Parameters
+    ----------
+    matrix
+        (wide_dim, proj_dim) float32, orthonormal columns.
+    projector
+        What the gradients were projected with, as JSON values.
+    """
+
+    matrix: np.ndarray
+    projector: Mapping[str, Any]
+
+    @cached_property
+    def digest(self) -> str:
+        """Identifies the values."""
+        return hashlib.sha256(self.matrix.tobytes()).hexdigest()
 
 
 Rotations = dict[str, dict[int, Tensor]]

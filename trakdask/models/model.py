@@ -25,7 +25,7 @@ from trakdask.models.checkpoints import (
     cached_state,
     make_checkpoints,
 )
-from trakdask.models.curvature import Curvature
+from trakdask.models.curvature import Components, Curvature
 from trakdask.models.kept_checkpoints import MomentsLike, open_moments
 from trakdask.models.modules import (
     Selection,
@@ -131,6 +131,8 @@ class Model:
     """By the name of the checkpoint; empty if gradients are not scaled."""
     curvature: dict[str, Curvature]
     """By the name of the checkpoint; empty if gradients keep the coordinates of parameters."""
+    components: dict[str, Components]
+    """By the name of the checkpoint; empty if features are what the projector returns."""
     token: str
     """Identifies this model in all processes."""
 
@@ -175,6 +177,7 @@ class Model:
         of = [checkpoint.name for checkpoint in self.checkpoints]
         self.second_moments = open_moments(second_moments, of, self.shapes)
         self.curvature = {}
+        self.components = {}
 
     def forward(self, checkpoint: Checkpoint) -> Forward:
         """Return the model at one checkpoint, on this thread's own copy of the architecture."""
@@ -235,42 +238,90 @@ class Model:
                 "expected a model without second_moments, which are a curvature of their own; try "
                 "td.Model(...) without them"
             )
-        parameters = {name: list(shape) for name, shape in self.shapes.items()}
-        names = [checkpoint.name for checkpoint in self.checkpoints]
-        found = curvature.attrs["parameters"]
-        if found != parameters:
-            raise ValueError(
-                f"expected the curvature of the parameters {shown(parameters)}, got that of "
-                f"{shown(found)}; try td.curvature(samples, model) with this model"
-            )
-        fitted = {
-            n: curvature.attrs["checkpoints"][n] for n in curvature.checkpoint.values.tolist()
-        }
-        for checkpoint in self.checkpoints:
-            if fitted.get(checkpoint.name) != checkpoint.digest:
-                raise ValueError(
-                    f"expected the curvature at checkpoint {checkpoint.name!r} with the weights of "
-                    f"this model, got that of {shown(fitted)}; try td.curvature(samples, model) "
-                    "with this model"
-                )
+        self._require_fitted_here(curvature, "curvature")
         fields = ("eigenvectors", "scale", "leading")
         curved = copy.copy(self)
         curved.curvature = {
             name: Curvature(*(curvature[f].sel(checkpoint=name).values for f in fields))
-            for name in names
+            for name in self._names
         }
+        curved.components = {}  # they belong to the coordinates in which they were fitted
         return curved
+
+    def with_components(self, components: Any) -> Model:
+        """Return the model whose features are principal components of projected gradients.
+
+        They have few columns, and everything else works with them as before. Training samples and
+        targets need the same components, which is compared.
+
+        Parameters
+        ----------
+        components
+            What :func:`trakdask.principal_components` returned for this model, or the same Dataset
+            read from a store.
+
+        Raises
+        ------
+        ValueError
+            If they are of other parameters or of another curvature, or lack a checkpoint.
+
+        Examples
+        --------
+        >>> import numpy as np, torch, trakdask as td
+        >>> samples = td.from_arrays({"image": np.eye(4, dtype="f4"), "label": np.arange(4) % 3})
+        >>> model = td.Model(torch.nn.Linear(4, 3), task="image_classification")
+        >>> model = model.with_components(td.principal_components(samples, model, 2))
+        >>> td.featurize(samples, model).sizes["proj_dim"]
+        2
+        """
+        self._require_fitted_here(components, "principal_components")
+        if (got := components.attrs.get("curvature", {})) != self._digests(self.curvature):
+            raise ValueError(
+                "expected principal components of a model with the same curvature, got that of "
+                f"{shown(got)}; try td.principal_components(samples, model) with this model"
+            )
+        reduced, projector = copy.copy(self), components.attrs["projector"]
+        reduced.components = {
+            name: Components(components.component.sel(checkpoint=name).values, projector)
+            for name in self._names
+        }
+        return reduced
+
+    @property
+    def _names(self) -> list[str]:
+        return [checkpoint.name for checkpoint in self.checkpoints]
+
+    def _require_fitted_here(self, fitted: Any, function: str) -> None:
+        """Reject what was fitted to other parameters, or lacks a checkpoint of this model."""
+        parameters = {name: list(shape) for name, shape in self.shapes.items()}
+        remedy = f"try td.{function}(samples, model) with this model"
+        if (got := fitted.attrs["parameters"]) != parameters:
+            raise ValueError(
+                f"expected a fit to the parameters {shown(parameters)}, got one to {shown(got)}; "
+                f"{remedy}"
+            )
+        digests = {n: fitted.attrs["checkpoints"][n] for n in fitted.checkpoint.values.tolist()}
+        for checkpoint in self.checkpoints:
+            if digests.get(checkpoint.name) != checkpoint.digest:
+                raise ValueError(
+                    f"expected a fit at checkpoint {checkpoint.name!r} with the weights of this "
+                    f"model, got one at {shown(digests)}; {remedy}"
+                )
 
     def without_checkpoints(self) -> Model:
         """Return what all blocks share: the architecture, the task and the parameters."""
         shared = copy.copy(self)
-        shared.checkpoints, shared.second_moments, shared.curvature = (), {}, {}
+        shared.checkpoints, shared.second_moments = (), {}
+        shared.curvature, shared.components = {}, {}
         return shared
 
     def spec(self) -> dict[str, Any]:
         """Return everything that determines the gradients, as plain JSON values."""
-        moments = {name: each.digest for name, each in self.second_moments.items()}
-        curvature = {name: each.digest for name, each in self.curvature.items()}
+        fits = {
+            "second_moments": self._digests(self.second_moments),
+            "curvature": self._digests(self.curvature),
+            "components": self._digests(self.components),
+        }
         task = self.task.modelout if isinstance(self.task, TrakTask) else self.task
         build = import_callable(self.build, "build") if isinstance(self.build, str) else self.build
         return {
@@ -279,9 +330,12 @@ class Model:
             "checkpoints": {c.name: c.digest for c in self.checkpoints},
             "checkpoint_ids": {c.name: c.id for c in self.checkpoints},
             "parameters": {name: list(shape) for name, shape in self.shapes.items()},
-            **({"second_moments": moments} if moments else {}),
-            **({"curvature": curvature} if curvature else {}),
+            **{name: digests for name, digests in fits.items() if digests},
         }
+
+    @staticmethod
+    def _digests(fits: Mapping[str, Any]) -> dict[str, str]:
+        return {name: fit.digest for name, fit in fits.items()}
 
     def meta_module(self) -> torch.nn.Module:
         """Return this thread's own copy of the architecture, without weights."""

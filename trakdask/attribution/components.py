@@ -1,0 +1,126 @@
+"""Principal components of projected gradients, which features need few columns for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trakdask.checks import require_integer
+from trakdask.featurization.lazy import featurize
+from trakdask.models.model import Model
+from trakdask.projection import SJLT, Projector
+from trakdask.variables import CHECKPOINT, PROJ_DIM
+
+WIDE_DIM = "wide_dim"
+
+_WIDE = SJLT(proj_dim=8192, seed=0)
+
+_LEAST = 1e-10
+"""Smaller eigenvalues, as a share of the largest, are rounding of the features."""
+
+
+def principal_components(
+    samples: xr.Dataset,
+    model: Model,
+    proj_dim: int = 512,
+    *,
+    projector: Projector | None = None,
+    **options: Any,
+) -> xr.Dataset:
+    """Find the directions in which gradients differ most, for :meth:`Model.with_components`.
+
+    A random projection treats all directions alike, and adds noise to every product of two
+    features that falls only with the root of their number of columns. Gradients of one model have
+    most of their length in few directions, though. Features in these directions predict better than
+    random ones with several times as many columns, so the store is smaller and queries are faster.
+
+    Parameters
+    ----------
+    samples
+        Training samples, as in :func:`featurize`: at least ``proj_dim`` of them, and better two or
+        four times as many, drawn at random.
+    model
+        The model, at all checkpoints that features are to be computed for; with
+        :meth:`Model.with_curvature` if it shall have both.
+    proj_dim
+        Columns of the features, at most as many as there are samples.
+    projector
+        What gradients are projected with first: ``SJLT(proj_dim=8192, seed=0)`` by default. The
+        wider, the less noise is left; :class:`Identity` leaves none.
+    **options
+        ``gradients``, ``batch_size``, ``dtype`` and ``device``, as in :func:`featurize`.
+
+    Returns
+    -------
+    Dataset in memory, to keep with ``to_zarr``, with
+
+    - ``component`` (wide_dim, proj_dim, checkpoint) float32: orthonormal columns, that with the
+      largest share first, so that ``.isel(proj_dim=slice(256))`` are the best 256;
+    - ``share`` (proj_dim, checkpoint) float64: the part of the squared length of all features of
+      these samples that lies in this direction. Its sum says how much ``proj_dim`` columns keep.
+
+    Raises
+    ------
+    TypeError, ValueError, BlockError
+        As :func:`featurize`.
+
+    Notes
+    -----
+    It is computed at once, since features of training samples and of targets need the same values.
+    Cost: one pass over the n samples, and 4 n² w + 9 n³ flops for each checkpoint, with the width w
+    of the projector. Memory of this process: 16 n w bytes, one checkpoint at a time. Each sample
+    that is featurized later costs 2 w ``proj_dim`` flops more than its projection.
+
+    Features are equal up to rounding, and not bit by bit, on other processors and in other batches,
+    since they are a product of floating-point numbers.
+
+    References
+    ----------
+    Choe et al. 2024, "What is Your Data Worth to GPT?", whose LoGra starts from principal
+    components of each layer; here they are those of the whole gradient.
+
+    Examples
+    --------
+    >>> import numpy as np, torch, trakdask as td
+    >>> samples = td.from_arrays({"image": np.eye(4, dtype="f4"), "label": np.arange(4) % 3})
+    >>> model = td.Model(torch.nn.Linear(4, 3), task="image_classification")
+    >>> components = td.principal_components(samples, model, 3)
+    >>> dict(components.sizes)
+    {'wide_dim': 8192, 'proj_dim': 3, 'checkpoint': 1}
+    """
+    require_integer("proj_dim", proj_dim, 1, remedy="try proj_dim=512")
+    wide = featurize(samples, model, projector=projector or _WIDE, **options)
+    found = [
+        _principal(np.asarray(wide.feature.data[:, :, i]), proj_dim)
+        for i in range(wide.sizes[CHECKPOINT])
+    ]
+    matrices, shares = (np.stack(arrays, -1) for arrays in zip(*found, strict=True))
+    names = ("task", "parameters", "checkpoints", "curvature", "source", "projector")
+    return xr.Dataset(
+        {
+            "component": ((WIDE_DIM, PROJ_DIM, CHECKPOINT), matrices),
+            "share": ((PROJ_DIM, CHECKPOINT), shares),
+        },
+        coords={CHECKPOINT: wide[CHECKPOINT]},
+        attrs={name: wide.attrs[name] for name in names if name in wide.attrs},
+    )
+
+
+def _principal(
+    x: npt.NDArray[np.float32], n_components: int
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]:
+    """Return the right singular vectors of the largest singular values, and their shares.
+
+    By the products of samples, X Xᵀ = U diag(s) Uᵀ, of which there are fewer than columns:
+    V = Xᵀ U diag(s)^-½. A direction without any length has the column 0.
+    """
+    wide = x.astype(np.float64)
+    values, vectors = np.linalg.eigh(wide @ wide.T)
+    values, vectors = values[: -n_components - 1 : -1], vectors[:, : -n_components - 1 : -1]
+    is_kept = values > _LEAST * values[0]
+    scale = np.where(is_kept, 1 / np.sqrt(np.where(is_kept, values, 1)), 0)
+    matrix = wide.T @ (vectors * scale)
+    return matrix.astype(np.float32), np.where(is_kept, values, 0) / np.square(wide).sum()
