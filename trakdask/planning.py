@@ -23,7 +23,7 @@ from trakdask.execution.scheduling import gpu_options, n_slots
 from trakdask.projection import Projector, RowMap
 from trakdask.projection.acceleration import stop_waiting
 from trakdask.projection.protocol import from_spec
-from trakdask.variables import CHECKPOINT, SAMPLE, validate
+from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, validate
 
 __all__ = ["Pilot", "Plan", "PlannedProjection", "plan"]
 
@@ -87,7 +87,9 @@ def plan(
         )
     shapes = features.attrs["parameters"]
     n_samples, n_checkpoints = features.sizes[SAMPLE], features.sizes[CHECKPOINT]
-    all_projectors = [from_spec(features.attrs["projector"]), *_checked(projectors)]
+    own, others = from_spec(features.attrs["projector"]), _checked(projectors)
+    # Principal components are fewer than the columns of the projector that comes before them.
+    widths = [(own, features.sizes[PROJ_DIM]), *((projector, None) for projector in others)]
     return Plan(
         n_samples=n_samples,
         n_blocks=len(features.feature.variable.chunksizes.get(SAMPLE, (n_samples,))),
@@ -95,7 +97,8 @@ def plan(
         n_parameters=RowMap.from_shapes(shapes, alignment=1).n_parameters,
         batch_size=features.attrs.get("batch_size"),
         projections=tuple(
-            _planned(projector, shapes, n_samples, n_checkpoints) for projector in all_projectors
+            _planned(projector, width, shapes, n_samples, n_checkpoints)
+            for projector, width in widths
         ),
         pilot=_run_pilot(features) if pilot else None,
     )
@@ -275,11 +278,15 @@ def _checked(projectors: Projector | Iterable[Projector] | None) -> list[Project
 
 
 def _planned(
-    projector: Projector, shapes: Mapping[str, Any], n_samples: int, n_checkpoints: int
+    projector: Projector,
+    width: int | None,
+    shapes: Mapping[str, Any],
+    n_samples: int,
+    n_checkpoints: int,
 ) -> PlannedProjection:
     row_map = RowMap.from_shapes(shapes, alignment=projector.row_alignment)
     bound = projector.bind(row_map)
-    cost, width = bound.cost(row_map.n_rows), bound.width(row_map.n_rows)
+    cost, width = bound.cost(row_map.n_rows), width or bound.width(row_map.n_rows)
     feature_bytes = 4 * n_samples * width * n_checkpoints
     gram_bytes = width**2 * n_checkpoints * arrays.gram.accumulation_dtype(width).itemsize
     output_bytes = (4 + 4 + 8) * n_samples * n_checkpoints  # norms are float64
