@@ -21,8 +21,7 @@ from dask.base import get_scheduler, tokenize
 from dask.typing import Key
 from distributed import as_completed
 
-from trakdask.arrays.block_arguments import Bounds
-from trakdask.arrays.blocks import Blocks, flat
+from trakdask.arrays.blocks import Blocks, Bounds, flat
 from trakdask.errors import StoreMismatchError
 from trakdask.execution import scheduling
 from trakdask.files import explained

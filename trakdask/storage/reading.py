@@ -21,7 +21,7 @@ import xarray as xr
 import zarr
 from dask.base import tokenize
 
-from trakdask.arrays.stored import Key, Read, reader, stored
+from trakdask.arrays.blocks import Key, Read, reader, stored
 from trakdask.attribution.grams import DERIVED
 from trakdask.errors import IncompleteFeaturesError, UnfinishedAppendWarning
 from trakdask.files import Folder
