@@ -144,8 +144,8 @@ def failed_rows(block: Block) -> npt.NDArray[np.bool_]:
 
 def mean_weight(weights: Blocks) -> Block:
     """Return the mean over checkpoints of (rows, 1) blocks as float64 (rows,)."""
-    mean: Block = np.mean([block[:, 0] for block in flat(weights)], axis=0, dtype=np.float64)
-    return mean
+    columns = [block[:, 0] for block in flat(weights)]
+    return np.asarray(np.mean(columns, axis=0, dtype=np.float64))
 
 
 def tree(

@@ -21,9 +21,9 @@ from dask.base import get_scheduler, tokenize
 from dask.typing import Key
 from distributed import as_completed
 
+from trakdask import execution
 from trakdask.arrays.blocks import Blocks, Bounds, flat
 from trakdask.errors import StoreMismatchError
-from trakdask.execution import scheduling
 from trakdask.files import explained
 from trakdask.storage.group import ERROR, SCALE, Group
 from trakdask.storage.reading import lazy_array
@@ -120,10 +120,10 @@ def save_blocks(
     sizes = tuple(np.diff(starts).tolist())
     chunked = features.chunk({SAMPLE: sizes, PROJ_DIM: -1, CHECKPOINT: 1})
     names = names_of(features)
-    options = scheduling.gpu_options(features)
+    options = execution.gpu_options(features)
     for name, index in columns.items():
         tasks = functools.partial(_missing, group, chunked, rows, names.index(name), index)
-        scheduling.run(tasks, retries=retries, compute=functools.partial(_compute, **options))
+        execution.run(tasks, retries=retries, compute=functools.partial(_compute, **options))
 
 
 def _compute(tasks: Tasks, **options: Any) -> None:
@@ -133,7 +133,7 @@ def _compute(tasks: Tasks, **options: Any) -> None:
     """
     array, keys = tasks
     graph = da.optimize(array.dask, keys)
-    client = scheduling.active_client()
+    client = execution.active_client()
     if client is None:
         get_scheduler(collections=[array])(graph, keys)
         return
@@ -222,7 +222,7 @@ def require_same_rows(group: Group, features: xr.Dataset, rows: range) -> None:
     checkpoints = {CHECKPOINT: [names_of(features).index(name)]}
     again = features.feature.isel({SAMPLE: slice(here.start - rows.start, here.stop - rows.start)})
     there = lazy_array(group, "feature", complete=False)[here, :, slice(index, index + 1)]
-    new, old = dask.compute(again.isel(checkpoints).data, there, **scheduling.gpu_options(features))
+    new, old = dask.compute(again.isel(checkpoints).data, there, **execution.gpu_options(features))
     valid = np.isfinite(new) & np.isfinite(old)
     difference, length = (np.linalg.norm(x[valid]) for x in (new - old, old))
     in_16_bits = any("16" in str(features.attrs.get(key)) for key in ("dtype", "autocast"))

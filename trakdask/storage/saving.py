@@ -22,7 +22,7 @@ from trakdask.attribution.estimators import (
 )
 from trakdask.attribution.grams import NORM
 from trakdask.checks import require_choice
-from trakdask.execution.progress import polled_bar
+from trakdask.execution import polled_bar
 from trakdask.files import Folder
 from trakdask.provenance import BY_CHECKPOINT, REQUIRED_SPEC
 from trakdask.storage.blocks import missing_blocks, names_of, save_blocks

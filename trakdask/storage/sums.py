@@ -15,7 +15,7 @@ import dask.array as da
 import numpy as np
 import xarray as xr
 
-from trakdask import arrays
+from trakdask import arrays, execution
 from trakdask.arrays.spectrum import component_count
 from trakdask.attribution.dampings import describe_damping, regularize
 from trakdask.attribution.estimators import DEFAULT_POWER, Weights, gather_options
@@ -29,7 +29,6 @@ from trakdask.attribution.grams import (
     NORM,
 )
 from trakdask.attribution.scores import LOGIT_VARIANCE
-from trakdask.execution import scheduling
 from trakdask.storage.group import Group, separator_of
 from trakdask.storage.reading import assembled, lazy_array, without_dropped
 from trakdask.variables import (
@@ -173,7 +172,7 @@ def _store(
     regions = [(*[slice(None)] * (v.ndim - 1), slice(index, index + 1)) for v in values]
     into: Any = [group.array(name) for name in names]
     tasks = functools.partial(da.store, values, into, regions=regions, lock=False, compute=False)
-    scheduling.run(tasks, retries=retries)
+    execution.run(tasks, retries=retries)
 
 
 def _update_factors(before: Group, group: Group, gram_stays: bool, retries: int) -> bool:
