@@ -158,7 +158,7 @@ def to_parquet(
     store, its folder contains a file ``unfinished.parquet`` until the end.
     """
     ds = _as_table(data)
-    dims = [str(dim) for dim in ds.score.dims]
+    dims = [TARGET, *(str(dim) for dim in ds.dims if dim != TARGET)]
     coords = (str(name) for name, coord in ds.coords.items() if coord.ndim and name not in dims)
     columns = [*dims, *map(str, ds.data_vars), *coords]
     dtypes = [ds[name].dtype for name in columns]
@@ -268,8 +268,7 @@ def _as_table(data: object) -> xr.Dataset:
     chunked = data.map(lambda array: array.copy(data=array.variable.chunk().data), keep_attrs=True)
     if is_ranking:
         chunked = chunked.chunk({RANK: -1})
-    others = (dim for dim in chunked.dims if dim != TARGET)
-    return chunked.transpose(TARGET, *others).unify_chunks()
+    return chunked.transpose(TARGET, ...).unify_chunks()
 
 
 def _numbered(ds: xr.Dataset) -> xr.Dataset:

@@ -118,14 +118,14 @@ SAVE = [
 ]  # fmt: skip
 
 OPEN = [
-    ("lost mask of dropped samples", opened(without("dropped/c/0")), td.errors.IncompleteFeaturesError, ["dropped/c/0"]),
+    ("lost mask of dropped samples", opened(without("dropped/c.0")), td.errors.IncompleteFeaturesError, ["dropped/c.0"]),
     ("features", opened(lambda _: FEATURES), TypeError, ["Dataset"]),
     ("nothing there", opened(lambda f: f / "f.zarr"), FileNotFoundError, ["f.zarr"]),
     ("foreign folder", opened(foreign_folder), FileNotFoundError, ["notes.txt"]),
     ("foreign zarr", opened(foreign_zarr), FileNotFoundError, ["mine.zarr"]),
     ("file", opened(file), NotADirectoryError, ["notes.txt"]),
-    ("lost chunk of a coord", opened(without("label/c/0")), td.errors.IncompleteFeaturesError, ["label/c/0"]),
-    ("flipped bit in a coord", opened(flipped("label/c/0")), ValueError, ["'label'"]),
+    ("lost chunk of a coord", opened(without("label/c.0")), td.errors.IncompleteFeaturesError, ["label/c.0"]),
+    ("flipped bit in a coord", opened(flipped("label/c.0")), ValueError, ["'label'"]),
 ]  # fmt: skip
 
 VERIFY = [

@@ -161,6 +161,28 @@ def test_append__is_given_up_for_another(store: Path) -> None:
     assert td.open(store).sizes == opened.sizes
 
 
+@pytest.mark.parametrize("rows", [A, B])
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_append__what_was_there_is_saved_again_before_it_is_finished(
+    store: Path, rows: slice, is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of samples and of checkpoints, also if all that was missing was the commit."""
+    names, dim = (NAMES, "checkpoint") if rows == A else (NAMES[:2], "sample")
+    if is_whole:
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr("trakdask.storage.saving.update_derived", interrupt)
+            save(features(rows, names), store, append_dim=dim)
+    else:
+        interrupted(store, rows, names, dim)
+    with pytest.warns(td.errors.UnfinishedAppendWarning, match=dim):
+        assert_rows(save(features(A, NAMES[:2]), store), range(40), 2)
+    assert_rows(save(features(rows, names), store, append_dim=dim), range(rows.stop), len(names))
+
+
+def interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_append__other_changes_need_not_wait_for_it(store: Path) -> None:
     interrupted(store, B, NAMES[:2], "sample")
     with pytest.warns(td.errors.UnfinishedAppendWarning):

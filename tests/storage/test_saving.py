@@ -186,7 +186,9 @@ def test_save__float16(tmp_path: Path) -> None:
     np.testing.assert_array_equal(opened.output, FEATURES.output)
     np.testing.assert_allclose(opened.gram, td.gram(opened), rtol=1e-12)
     assert td.verify(tmp_path / "f.zarr", checksums=True).empty
-    with pytest.raises(td.errors.StoreMismatchError, match=r"dtype float16.*got float32"):
+    with pytest.raises(
+        td.errors.StoreMismatchError, match=r"stored_dtype: expected .float16., got .float32"
+    ):
         save(FEATURES, tmp_path / "f.zarr")
 
 

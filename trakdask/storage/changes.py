@@ -14,10 +14,10 @@ import xarray as xr
 from trakdask.attribution.dampings import require_calibration
 from trakdask.files import Folder
 from trakdask.samples import normalise_coords
-from trakdask.storage.group import DROPPED, Group
+from trakdask.storage.group import DROPPED, Group, kind
 from trakdask.storage.lock import lock
-from trakdask.storage.matching import kind, require_names
 from trakdask.storage.reading import dropped_mask, open, read_coords
+from trakdask.storage.saving import require_names
 from trakdask.storage.sums import update_derived, weights_of
 from trakdask.variables import SAMPLE
 

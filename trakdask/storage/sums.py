@@ -29,7 +29,7 @@ from trakdask.attribution.grams import (
     NORM,
 )
 from trakdask.attribution.scores import LOGIT_VARIANCE
-from trakdask.storage.group import Group, separator_of
+from trakdask.storage.group import Group
 from trakdask.storage.reading import assembled, lazy_array, without_dropped
 from trakdask.variables import (
     CHECKPOINT,
@@ -124,8 +124,7 @@ def _update_sums(before: Group, group: Group, weights: Weights, retries: int) ->
     sizes = {**ds.sizes, PROJ_DIM_1: ds.sizes[PROJ_DIM]}
     dtype = np.result_type(arrays.gram.accumulation_dtype(ds.sizes[PROJ_DIM]), ds.feature.dtype)
     for name in weights.sums:
-        separator = _separator(before, name, stays=name in stays)
-        group.add(name, sizes, dtype, separator=separator, attrs=attrs)
+        group.add(name, sizes, dtype, grows=name in stays, attrs=attrs)
     for index, checkpoint in enumerate(group.checkpoints):
         is_old = checkpoint in before.checkpoints
         names = [name for name in weights.sums if not (is_old and name in stays)]
@@ -143,11 +142,6 @@ def _is_known(before: Group, name: str, attrs: dict[str, Any]) -> bool:
     known = before.arrays.get(name, {}).get("attributes", {})
     same = (*_ABOUT, *(["pooled_checkpoints"] if name == LOSS_GRADIENT else []))
     return all(key in known and known[key] == attrs[key] for key in same)
-
-
-def _separator(before: Group, name: str, *, stays: bool) -> str:
-    """Return what the names of chunks have, which are to be beside those that are there, or not."""
-    return separator_of(before.arrays[name]) if stays else before.other_separator(name)
 
 
 def _reduced(
@@ -182,8 +176,7 @@ def _update_factors(before: Group, group: Group, gram_stays: bool, retries: int)
     k = component_count(n, p, ds.feature.dtype)
     sizes, about = {**ds.sizes, COMPONENT: k}, {name: ds[GRAM].attrs[name] for name in _ABOUT}
     for name in _FACTORS:
-        separator = _separator(before, name, stays=stays)
-        group.add(name, sizes, "f8", separator=separator, attrs=about)
+        group.add(name, sizes, "f8", grows=stays, attrs=about)
     for index, name in enumerate(group.checkpoints):
         if stays and name in before.checkpoints:
             continue
@@ -209,8 +202,7 @@ def _update_damping(
     values, attrs = _damping(ds, calibrate)
     attrs |= {name: group.arrays[GRAM]["attributes"][name] for name in _ABOUT}
     attrs["chosen_by"] = chosen_by
-    separator = before.other_separator(DAMPING)
-    group.add(DAMPING, {CHECKPOINT: len(values)}, "f8", separator=separator, attrs=attrs)
+    group.add(DAMPING, {CHECKPOINT: len(values)}, "f8", attrs=attrs)
     group.array(DAMPING)[:] = values
 
 

@@ -100,7 +100,7 @@ def _fault(
 ) -> Row | None:
     """Return the row of a chunk, if anything is wrong with it."""
     name, found = array.basename, ""
-    path = group.chunk_path(name, index)
+    path = f"{name}/{group.chunk_key(name, index)}"
     if stored is not None and index not in stored:
         found = "no such file"
     elif checksums:
@@ -126,7 +126,7 @@ def _remove(group: Group, name: str, block: int, checkpoint: int) -> None:
     if name in group.features:
         for damaged in {name, "out_to_loss"}:  # without the latter a block does not count
             middle = (0,) * (len(group.arrays[damaged]["shape"]) - 2)
-            group.folder.remove(group.chunk_path(damaged, (block, *middle, checkpoint)))
+            (group.folder / damaged).remove(group.chunk_key(damaged, (block, *middle, checkpoint)))
         group.attrs["lacking"] = True
     elif name in (*DERIVED, DROPPED):
         # What is left would be of other samples, or of another gram matrix.
@@ -140,9 +140,9 @@ def _give_up(group: Group) -> None:
     del group.attrs["unfinished"]
     first = -(-n // group.block)
     for name in group.features:
-        for index in group.stored_chunks(name):
+        for index in target.stored_chunks(name):
             if index[0] >= first or index[-1] >= c:
-                group.folder.remove(group.chunk_path(name, index))
+                (group.folder / name).remove(group.chunk_key(name, index))
         if n % group.block:  # rows beyond those that count, in the same chunk
             array = target.array(name)
             array[n : first * group.block, ..., :c] = "" if name == ERROR else np.nan
