@@ -47,7 +47,6 @@ from trakdask.variables import (
 AppendDim = Literal["sample", "checkpoint"]
 
 _TAKEN = {METADATA, "lock", DROPPED, SCALE, *VARIABLES} - {ERROR}
-_LAYOUT = ("proj_dim", "stored_dtype", "variables")
 _SAME = tuple(name for name in STORE_SPEC if name not in (*BY_CHECKPOINT, "source"))
 
 
@@ -315,21 +314,23 @@ def _place(
         name: {**target.attrs.get(name, {}), **ours[name]} for name in BY_CHECKPOINT if name in ours
     }
     common = {
-        name: {key: value for key, value in values.items() if key in target.attrs.get(name, ())}
+        name: {key: value for key, value in values.items() if key in target.checkpoints}
         for name, values in checkpoints.items()
     }
     array = target.arrays["feature"]
-    layouts = (
-        (features.sizes[PROJ_DIM], dtype or str(features.feature.dtype), _blockwise(features)),
-        (array["shape"][1], array["data_type"], [*{*target.features} - {ERROR, SCALE}]),
-    )
-    layout, stored_layout = (
-        dict(zip(_LAYOUT, (*sizes, sorted(variables)), strict=True))
-        for *sizes, variables in layouts
-    )
+    layout = {
+        "proj_dim": features.sizes[PROJ_DIM],
+        "stored_dtype": dtype or str(features.feature.dtype),
+        "variables": sorted(_blockwise(features)),
+    }
+    stored_layout = {
+        "proj_dim": array["shape"][1],
+        "stored_dtype": array["data_type"],
+        "variables": sorted({*target.features} - {ERROR, SCALE}),
+    }
     require_same(
-        {**ours, **common, **layout}, {**target.attrs, **stored_layout}, what=what,
-        names=(*_SAME, *_LAYOUT, *BY_CHECKPOINT),
+        {**ours, **layout, **common}, {**target.attrs, **stored_layout}, what=what,
+        names=(*_SAME, *layout, *BY_CHECKPOINT),
     )  # fmt: skip
     rows, added = _known_rows(target, features, append_dim), {*names} - {*target.checkpoints}
     if rows is not None and not added:
