@@ -250,11 +250,9 @@ def decoded(halves: da.Array, scale: da.Array) -> da.Array:
 
 
 def _read_decoded(halves: Read, scales: Read, key: tuple[slice, ...]) -> np.ndarray:
-    scale = scales((key[0], key[2]))
-    is_missing = np.isnan(scale)  # a block that was never stored
-    _, exponent = np.frexp(np.where(is_missing, 1, scale))
-    feature: np.ndarray = np.ldexp(halves(key).astype(np.float32), exponent[:, None, :] - 1)
-    feature[is_missing[:, 0]] = np.nan
+    mantissa, exponent = np.frexp(scales((key[0], key[2]))[:, None, :])
+    # The mantissa is 1/2, or NaN in a block that was never stored.
+    feature: np.ndarray = np.ldexp(halves(key) * mantissa.astype(np.float32), exponent)
     return feature
 
 

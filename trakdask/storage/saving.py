@@ -163,9 +163,9 @@ def save(
     weights = resolve_estimator(estimator, power, features).weights if gram else None
     features = _storable(features)
     folder = Folder.at(store, storage_options)
-    _is_store(folder)  # nothing is written into what is no store, not even a lock
+    _read(folder)  # nothing is written into what is no store, not even a lock
     with lock(folder, "td.save") as require_held:
-        before = Group.read(folder) if _is_store(folder) else _new_group(folder, features, dtype)
+        before = _read(folder) or _new_group(folder, features, dtype)
         begun = before.attrs.get("unfinished")
         features = _with_errors(before, features)
         group, rows = _place(before, features, append_dim, dtype)
@@ -231,18 +231,18 @@ def _storable(features: xr.Dataset) -> xr.Dataset:
     return _portable_coords(features)
 
 
-def _is_store(folder: Folder) -> bool:
-    """Return whether there is a store; raise if there is something else."""
+def _read(folder: Folder) -> Group | None:
+    """Return what counts in a store, None if there is none; raise if there is something else."""
     names = {*folder.names()} - {"lock"}
-    if names:
-        try:
-            Group.read(folder)
-        except FileNotFoundError as err:
-            raise FileExistsError(
-                f"expected a new path or a store of features, got {folder.url!r}, which holds "
-                f"{sorted(names)[:3]}; try another path"
-            ) from err
-    return bool(names)
+    if not names:
+        return None
+    try:
+        return Group.read(folder)
+    except FileNotFoundError as err:
+        raise FileExistsError(
+            f"expected a new path or a store of features, got {folder.url!r}, which holds "
+            f"{sorted(names)[:3]}; try another path"
+        ) from err
 
 
 def _new_group(folder: Folder, features: xr.Dataset, dtype: str | None) -> Group:
