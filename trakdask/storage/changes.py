@@ -325,7 +325,7 @@ def verify(
         if "unfinished" in group.attrs:
             _give_up(group)
         for path, _, block, checkpoint, _ in table.itertuples(index=False):
-            _remove(group, path.partition("/")[0], block, checkpoint)
+            _remove(group, path, block, checkpoint)
     return table
 
 
@@ -372,16 +372,17 @@ def _about(group: Group, name: str) -> tuple[tuple[int, int], str]:
     return (0, 0), f"td.assign_coords(store, {{{name!r}: values}})"
 
 
-def _remove(group: Group, name: str, block: int, checkpoint: int) -> None:
+def _remove(group: Group, path: str, block: int, checkpoint: int) -> None:
     """Remove a chunk, and let the store know what it lacks."""
+    name = path.partition("/")[0]
     if name in group.features:
-        for damaged in {name, "out_to_loss"}:  # without the latter a block does not count
-            middle = (0,) * (len(group.arrays[damaged]["shape"]) - 2)
-            (group.folder / damaged).remove(group.chunk_key(damaged, (block, *middle, checkpoint)))
+        group.folder.remove(path)
+        # Without this chunk a block does not count.
+        (group.folder / "out_to_loss").remove(group.chunk_key("out_to_loss", (block, checkpoint)))
         group.attrs["lacking"] = True
     elif name in (*DERIVED, DROPPED):
         # What is left would be of other samples, or of another gram matrix.
-        for derived in (*DERIVED, *((DROPPED,) if name == DROPPED else ())):
+        for derived in {*DERIVED, name}:
             group.arrays.pop(derived, None)
 
 

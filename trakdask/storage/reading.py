@@ -119,15 +119,10 @@ def open(
 
 def assembled(group: Group, *, complete: bool = True) -> xr.Dataset:
     """Return the lazy arrays of a store, with the names of checkpoints, and what was dropped."""
-    arrays = {
-        name: lazy_array(group, name, complete=complete)
-        for name in (*group.features, *DERIVED)
-        if name in group.arrays and name not in (ERROR, SCALE)
-    }
     data = {
-        name: (dims_of(group.arrays[name]), arrays[name], group.arrays[name]["attributes"])
-        for name in (*VARIABLES, *arrays)
-        if name in arrays
+        name: (dims_of(array), lazy_array(group, name, complete=complete), array["attributes"])
+        for name in dict.fromkeys((*VARIABLES, *group.features))
+        if (array := group.arrays.get(name)) and name not in (ERROR, SCALE)
     }
     attrs = {key: value for key, value in group.attrs.items() if key not in STORE_ATTRS}
     names = np.array(group.checkpoints, np.dtypes.StringDType())
