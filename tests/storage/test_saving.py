@@ -224,21 +224,6 @@ def test_save__urls(tmp_path: Path, url: str) -> None:
     assert calls == [1]  # to compare
 
 
-CALLS = {
-    "open": td.open,
-    "verify": td.verify,
-    "repair": lambda store: td.verify(store, repair=True),
-    "drop": lambda store: td.drop(store, where=lambda ds: ds.label == 1),
-}
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_store__nothing_is_made_where_there_is_none(tmp_path: Path, call: str) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no store"):
-        CALLS[call](tmp_path / "f.zarr")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_save__store_that_a_worker_does_not_see(tmp_path: Path) -> None:
     """As on a machine with another disk: the store is gone before the first block is written."""
     store = tmp_path / "f.zarr"

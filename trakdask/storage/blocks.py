@@ -215,9 +215,10 @@ def difference_of_block(group: Group, features: xr.Dataset, rows: range) -> str 
     -------
     How its rows differ by more than rounding; None if they do not, or none are stored.
     """
-    here, index = _last_block(group, features, rows)
-    if here is None:
+    last = _last_block(group, features, rows)
+    if last is None:
         return None
+    here, index = last
     name = group.checkpoints[index]
     checkpoints = {CHECKPOINT: [names_of(features).index(name)]}
     again = features.feature.isel({SAMPLE: slice(here.start - rows.start, here.stop - rows.start)})
@@ -237,7 +238,7 @@ def difference_of_block(group: Group, features: xr.Dataset, rows: range) -> str 
     )
 
 
-def _last_block(group: Group, features: xr.Dataset, rows: range) -> tuple[slice | None, int]:
+def _last_block(group: Group, features: xr.Dataset, rows: range) -> tuple[slice, int] | None:
     """Return the rows of the last stored block without failures, and the number of a checkpoint."""
     b, names = group.block, names_of(features)
     for block, index in sorted(group.stored_chunks("out_to_loss"), reverse=True):
@@ -246,7 +247,7 @@ def _last_block(group: Group, features: xr.Dataset, rows: range) -> tuple[slice 
         # Rows of ours that are not stored yet are NaN.
         if is_ours and np.isfinite(np.asarray(group.array("out_to_loss")[here, index])).all():
             return here, index
-    return None, 0
+    return None
 
 
 # --------------------------------------------------------------------------------------- float16

@@ -176,7 +176,8 @@ def save(
             before.commit()
             group = before.target()
         folder.sweep()
-        save_blocks(group, features, rows, retries, progress=progress)
+        # With all rows that chunks have: those of an unfinished append are to stay in them.
+        save_blocks(before.target(), features, rows, retries, progress=progress)
         if not _lacks_blocks(group):
             group.attrs.pop("lacking", None)
             group.write_small(coords)
