@@ -309,30 +309,10 @@ def _place(
     IncompleteFeaturesError
         If they begin an append while another is unfinished.
     """
-    target, ours, names = before.target(), spec(features), names_of(features)
+    target, names = before.target(), names_of(features)
     what = f"these features and the store {before.folder.url!r}"
-    checkpoints = {
-        name: {**target.attrs.get(name, {}), **ours[name]} for name in BY_CHECKPOINT if name in ours
-    }
-    common = {
-        name: {key: value for key, value in values.items() if key in target.checkpoints}
-        for name, values in checkpoints.items()
-    }
-    array = target.arrays["feature"]
-    layout = {
-        "proj_dim": features.sizes[PROJ_DIM],
-        "stored_dtype": dtype or str(features.feature.dtype),
-        "variables": sorted(_blockwise(features)),
-    }
-    stored_layout = {
-        "proj_dim": array["shape"][1],
-        "stored_dtype": array["data_type"],
-        "variables": sorted({*target.features} - {ERROR, SCALE}),
-    }
-    require_same(
-        {**ours, **layout, **common}, {**target.attrs, **stored_layout}, what=what,
-        names=(*_SAME, *layout, *BY_CHECKPOINT),
-    )  # fmt: skip
+    checkpoints = _joined_checkpoints(target, features, dtype, what)
+    ours = spec(features)
     rows, added = _known_rows(target, features, append_dim), {*names} - {*target.checkpoints}
     if rows is not None and not added:
         if rows.stop <= before.n_samples and {*names} <= {*before.checkpoints}:
@@ -358,6 +338,35 @@ def _place(
     joined = " + ".join(name for name, _ in sources)
     before.attrs["unfinished"] = {"source": joined, "sources": sources, **checkpoints}
     return before.target(), rows
+
+
+def _joined_checkpoints(
+    target: Group, features: xr.Dataset, dtype: str | None, what: str
+) -> dict[str, dict[str, Any]]:
+    """Return attrs of checkpoints of a store and of features that were made in the same way."""
+    ours, array = spec(features), target.arrays["feature"]
+    joined = {
+        name: {**target.attrs.get(name, {}), **ours[name]} for name in BY_CHECKPOINT if name in ours
+    }
+    common = {
+        name: {key: value for key, value in values.items() if key in target.checkpoints}
+        for name, values in joined.items()
+    }
+    layout = {
+        "proj_dim": features.sizes[PROJ_DIM],
+        "stored_dtype": dtype or str(features.feature.dtype),
+        "variables": sorted(_blockwise(features)),
+    }
+    stored_layout = {
+        "proj_dim": array["shape"][1],
+        "stored_dtype": array["data_type"],
+        "variables": sorted({*target.features} - {ERROR, SCALE}),
+    }
+    require_same(
+        {**ours, **layout, **common}, {**target.attrs, **stored_layout}, what=what,
+        names=(*_SAME, *layout, *BY_CHECKPOINT),
+    )  # fmt: skip
+    return joined
 
 
 def _known_rows(group: Group, features: xr.Dataset, append_dim: AppendDim | None) -> range | None:
