@@ -25,7 +25,7 @@ from trakdask.arrays.blocks import Blocks, Bounds, flat
 from trakdask.files import explained
 from trakdask.storage.group import ERROR, SCALE, Group
 from trakdask.storage.reading import lazy_array
-from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE
+from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES
 
 _LARGEST_EXPONENT = 15
 """The largest element of a row comes to lie in [2^14, 2^15): float16 ends at 65504."""
@@ -52,7 +52,17 @@ def names_of(features: xr.Dataset) -> list[str]:
 # ------------------------------------------------------------------------------ what is stored
 
 
-def missing_blocks(
+def lacks_blocks(group: Group) -> bool:
+    """Return whether blocks are missing of what a store is to have."""
+    stored, columns = group.stored_chunks("out_to_loss"), range(len(group.checkpoints))
+    return any(
+        _missing_blocks(group, rows, index, stored)
+        for _, rows in group.rows_of_sources()
+        for index in columns
+    )
+
+
+def _missing_blocks(
     group: Group, rows: range, index: int, stored: set[tuple[int, ...]]
 ) -> list[int]:
     """Return the blocks that lack some of the rows at a checkpoint.
@@ -89,6 +99,17 @@ def _has_row(group: Group, row: int, index: int) -> bool:
 
 
 # ------------------------------------------------------------------------------------- writing
+
+
+def with_errors(group: Group, features: xr.Dataset) -> xr.Dataset:
+    """Return features that say where samples failed if the store does, and let it if they do."""
+    if ERROR not in group.arrays and ERROR in features:
+        sizes = {SAMPLE: group.n_samples, CHECKPOINT: len(group.checkpoints)}
+        group.add(ERROR, sizes, np.dtypes.StringDType(), block=group.block)
+    if ERROR in features or ERROR not in group.arrays:
+        return features
+    none = da.full_like(features.output.data, "", dtype=np.dtypes.StringDType())
+    return features.assign({ERROR: (VARIABLES[ERROR].dims, none)})
 
 
 def save_blocks(
@@ -148,7 +169,7 @@ def _missing(
     group: Group, features: xr.Dataset, rows: range, position: int, index: int
 ) -> Tasks | None:
     """Return the tasks of the missing blocks of one of the checkpoints of some features."""
-    todo = missing_blocks(group, rows, index, group.stored_chunks("out_to_loss"))
+    todo = _missing_blocks(group, rows, index, group.stored_chunks("out_to_loss"))
     if not todo:
         return None
     names = [name for name in group.features if name in features]  # out_to_loss is the last

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-import dask.array as da
 import numpy as np
 import pandas as pd
 import xarray as xr
@@ -29,7 +28,13 @@ from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
 from trakdask.files import Folder
 from trakdask.provenance import BY_CHECKPOINT, REQUIRED_SPEC, STORE_SPEC, require_same, spec
 from trakdask.samples import normalise_coord
-from trakdask.storage.blocks import difference_of_block, missing_blocks, names_of, save_blocks
+from trakdask.storage.blocks import (
+    difference_of_block,
+    lacks_blocks,
+    names_of,
+    save_blocks,
+    with_errors,
+)
 from trakdask.storage.group import DROPPED, ERROR, METADATA, SCALE, STORE_ATTRS, Group, kind
 from trakdask.storage.lock import lock
 from trakdask.storage.reading import open, read_coords
@@ -167,7 +172,7 @@ def save(
     with lock(folder, "td.save") as require_held:
         before = _read(folder) or _new_group(folder, features, dtype)
         begun = before.attrs.get("unfinished")
-        features = _with_errors(before, features)
+        features = with_errors(before, features)
         group, rows = _place(before, features, append_dim, dtype)
         coords = _coords(before, group, features, rows)
         if before.attrs.get("unfinished") != begun:
@@ -178,7 +183,7 @@ def save(
         folder.sweep()
         # With all rows that chunks have: those of an unfinished append are to stay in them.
         save_blocks(before.target(), features, rows, retries, progress=progress)
-        if not _lacks_blocks(group):
+        if not lacks_blocks(group):
             group.attrs.pop("lacking", None)
             group.write_small(coords)
             is_same = (group.n_samples, group.checkpoints) == (before.n_samples, before.checkpoints)
@@ -261,27 +266,6 @@ def _new_group(folder: Folder, features: xr.Dataset, dtype: str | None) -> Group
     for name, of_array in dtypes.items():
         group.add(name, sizes, of_array, block=block)
     return group
-
-
-def _with_errors(group: Group, features: xr.Dataset) -> xr.Dataset:
-    """Return features that say where samples failed if the store does, and let it if they do."""
-    if ERROR not in group.arrays and ERROR in features:
-        sizes = {SAMPLE: group.n_samples, CHECKPOINT: len(group.checkpoints)}
-        group.add(ERROR, sizes, np.dtypes.StringDType(), block=group.block)
-    if ERROR in features or ERROR not in group.arrays:
-        return features
-    none = da.full_like(features.output.data, "", dtype=np.dtypes.StringDType())
-    return features.assign({ERROR: (VARIABLES[ERROR].dims, none)})
-
-
-def _lacks_blocks(group: Group) -> bool:
-    """Return whether blocks are missing of what a store is to have."""
-    stored, columns = group.stored_chunks("out_to_loss"), range(len(group.checkpoints))
-    return any(
-        missing_blocks(group, rows, index, stored)
-        for _, rows in group.rows_of_sources()
-        for index in columns
-    )
 
 
 def _blockwise(features: xr.Dataset) -> list[str]:
