@@ -187,12 +187,6 @@ def test_to_zarr__blocks_of_different_sizes(tmp_path: Path, sizes: tuple[int, ..
     np.testing.assert_array_equal(again.label, scores.label)
 
 
-def with_notes_beside(folder: Path) -> Path:
-    td.to_zarr(SCORES, folder / "scores.zarr")
-    (folder / "scores.zarr/notes.txt").write_text("mine")
-    return folder / "scores.zarr"
-
-
 def made_from_ours(folder: Path) -> Path:
     """attrs travel with a Dataset: what others made of a result is theirs."""
     td.to_zarr(SCORES, folder / "scores.zarr")
@@ -204,8 +198,8 @@ def made_from_ours(folder: Path) -> Path:
 @pytest.mark.parametrize("scheme", ["", "file://"])
 @pytest.mark.parametrize("export", [td.to_zarr, td.to_parquet])
 @pytest.mark.parametrize(
-    "there", [store_in, foreign_zarr, foreign_parquet, text_as_parquet, with_notes_beside,
-              made_from_ours, older_zarr, foreign_folder],
+    "there", [store_in, foreign_zarr, foreign_parquet, text_as_parquet, made_from_ours,
+              older_zarr, foreign_folder],
 )  # fmt: skip
 def test_overwrite__never_what_another_wrote(
     tmp_path: Path, there: Callable[[Path], Path], export: Callable[..., None], scheme: str

@@ -7,18 +7,16 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
-import dask
 import dask.array as da
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xarray as xr
 import zarr
-from dask.base import tokenize
 from dask.utils import format_bytes, parse_bytes
 
 from trakdask.files import Folder
@@ -28,16 +26,17 @@ from trakdask.variables import RANK, TARGET
 __all__ = ["to_parquet", "to_zarr"]
 
 _MAX_BYTES = "10 GiB"
-_WRITER = {"_NCProperties": "trakdask.to_zarr"}
-"""Attribute of stores that to_zarr writes. xarray does not read attributes that begin with _NC, so
-that what others make of a result and store elsewhere does not have it."""
+_WRITER = {"_NCProperties": "trakdask"}
+"""Attribute by which a result is known for one. xarray does not read attributes that begin with
+_NC, so that what others make of a result and store elsewhere does not have it."""
 _UNFINISHED = json.dumps(
     {"zarr_format": 3, "node_type": "unfinished", "attributes": _WRITER}
 ).encode()
 """Content of a file that nobody can open, neither as a zarr group nor as parquet."""
+_ZARR, _PARQUET = "zarr.json", "unfinished.parquet"
+"""The files that have this content."""
 _METADATA = "trakdask"
 """Key of the metadata of each parquet file that to_parquet writes."""
-_MARKER = "unfinished.parquet"
 _ROWS_AT_ONCE = 2**20
 
 
@@ -60,8 +59,8 @@ def to_zarr(
         Raise an error instead of writing more than this, a number of bytes or a string such as
         ``"60 GB"``. Scores of a million samples for ten thousand targets take 40 GB.
     overwrite
-        Replace an earlier result of this function. Nothing else is ever removed, in particular no
-        store of features.
+        Replace an earlier result of this function, with all that lies in its folder. What is not
+        such a result is never removed, in particular no store of features.
 
     Raises
     ------
@@ -91,7 +90,7 @@ def to_zarr(
     }
     # How coords are stored elsewhere, as those of a store that was opened say, need not fit here.
     marked = _with_equal_chunks(ds).drop_encoding().assign_attrs(_WRITER)
-    with _replacing(store, overwrite, _is_our_zarr, "zarr.json") as folder:
+    with _replacing(store, _ZARR, overwrite=overwrite) as folder:
         chunks = marked.to_zarr(
             folder.url,
             mode="w", compute=False, consolidated=False, zarr_format=3, encoding=encoding,
@@ -100,10 +99,10 @@ def to_zarr(
             # xarray warns about a store without consolidated metadata, zarr about one with them.
             warnings.filterwarnings("ignore", message="Consolidated metadata is currently not part")
             zarr.consolidate_metadata(folder.url, zarr_format=3)
-        metadata = folder.read("zarr.json")
-        folder.write("zarr.json", _UNFINISHED)
+        metadata = folder.read(_ZARR)
+        folder.write(_ZARR, _UNFINISHED)
         chunks.compute()
-        folder.write("zarr.json", metadata)
+        folder.write(_ZARR, metadata)
 
 
 def _with_equal_chunks(ds: xr.Dataset) -> xr.Dataset:
@@ -137,14 +136,15 @@ def to_parquet(
         Raise an error instead of writing more than this, before compression: a number of bytes or a
         string such as ``"60 GB"``.
     overwrite
-        Replace an earlier result of this function. Nothing else is ever removed.
+        Replace an earlier result of this function, with all that lies in its folder. What is not
+        such a result is never removed.
 
     Raises
     ------
     ValueError
         If ``data`` is not such a result, or takes more than ``max_bytes``.
     FileExistsError
-        If the folder exists and ``overwrite`` is false, or if something else is in it.
+        If the folder exists and ``overwrite`` is false, or if it is no such result.
 
     Notes
     -----
@@ -158,12 +158,19 @@ def to_parquet(
     store, its folder contains a file ``unfinished.parquet`` until the end.
     """
     ds = _as_table(data)
-    columns = _columns(ds)
-    width = sum(4 if array.dtype.kind in "OTU" else array.dtype.itemsize for _, array in columns)
+    dims = [TARGET, *(str(dim) for dim in ds.dims if dim != TARGET)]
+    coords = (str(name) for name, coord in ds.coords.items() if coord.ndim and name not in dims)
+    columns = [*dims, *map(str, ds.data_vars), *coords]
+    dtypes = [ds[name].dtype for name in columns]
+    width = sum(4 if dtype.kind in "OTU" else dtype.itemsize for dtype in dtypes)
     _require_size(ds, width * math.prod(ds.sizes.values()), max_bytes)
-    with _replacing(path, overwrite, _is_our_parquet, _MARKER) as folder:
-        dask.compute(_written(ds, columns, folder))
-        folder.remove(_MARKER)
+    attrs = {_METADATA: json.dumps(as_values(ds.attrs), default=str)}
+    with _replacing(path, _PARQUET, overwrite=overwrite) as folder:
+        write = functools.partial(_write_file, folder, columns, attrs)
+        shape = [len(ds.chunksizes[dim]) for dim in dims]
+        written = xr.DataArray(da.zeros(shape, chunks=1), dims=dims)
+        xr.map_blocks(write, _numbered(ds), template=written).compute()
+        folder.remove(_PARQUET)
 
 
 def _require_size(ds: xr.Dataset, n_bytes: int, max_bytes: int | str) -> None:
@@ -185,19 +192,17 @@ def require_replaceable(path: str) -> None:
     FileExistsError
         If there is; ``.zarr`` at the end says that :func:`to_zarr` will write there.
     """
-    _free_folder(path, True, _is_our_zarr if path.endswith(".zarr") else _is_our_parquet)
+    _free_folder(path, _ZARR if path.endswith(".zarr") else _PARQUET, overwrite=True)
 
 
 @contextmanager
-def _replacing(
-    path: str | os.PathLike[str], overwrite: bool, is_ours: Callable[[Folder], bool], marker: str
-) -> Iterator[Folder]:
+def _replacing(path: str | os.PathLike[str], marker: str, *, overwrite: bool) -> Iterator[Folder]:
     """Yield an empty folder that cannot be opened; what is in it at the end gets the path."""
-    target = _free_folder(path, overwrite, is_ours)
+    target = _free_folder(path, marker, overwrite=overwrite)
     if not target.is_local:
-        others = set(target.names()) - {marker}
+        earlier = {*target.names()} - {marker}
         target.write(marker, _UNFINISHED)
-        for name in others:
+        for name in earlier:
             target.remove(name)
         yield target
         return
@@ -217,9 +222,7 @@ def _replacing(
     old.remove()
 
 
-def _free_folder(
-    path: str | os.PathLike[str], overwrite: bool, is_ours: Callable[[Folder], bool]
-) -> Folder:
+def _free_folder(path: str | os.PathLike[str], marker: str, *, overwrite: bool) -> Folder:
     """Return the folder of a path at which there is nothing, or what may be overwritten."""
     folder = Folder.at(path)
     names = folder.names()
@@ -228,7 +231,7 @@ def _free_folder(
             f"expected a new path, got {folder.url!r}, which exists; try overwrite=True to replace "
             "it"
         )
-    if names and not is_ours(folder):
+    if names and not _is_ours(folder, marker):
         raise FileExistsError(
             f"expected an earlier result of the same function to overwrite, got {folder.url!r}, "
             f"which contains {names[:3]}; try another path, or deleting the folder yourself"
@@ -236,30 +239,15 @@ def _free_folder(
     return folder
 
 
-def _is_our_zarr(folder: Folder) -> bool:
-    """Return whether to_zarr wrote a store, or began to, and nothing else is in the folder."""
+def _is_ours(folder: Folder, marker: str) -> bool:
+    """Return whether the same function wrote a folder, or began to."""
+    names = folder.names()
     try:
-        attrs = folder.read_json("zarr.json")["attributes"]
-    except (OSError, ValueError, KeyError):  # no group of zarr, or a damaged one
-        return False
-    files = [set((folder / name).names()) for name in folder.names() if name != "zarr.json"]
-    return _WRITER.items() <= attrs.items() and all(
-        names and names <= {"zarr.json", "c"} for names in files
-    )
-
-
-def _is_our_parquet(folder: Folder) -> bool:
-    """Return whether to_parquet wrote all files of a folder, by their metadata."""
-    return all(_is_our_file(folder, name) for name in folder.names())
-
-
-def _is_our_file(folder: Folder, name: str) -> bool:
-    if name == _MARKER:
-        return folder.read(name) == _UNFINISHED
-    try:
-        with folder.open(name) as file:
+        if marker == _ZARR or marker in names:
+            return bool(_WRITER.items() <= folder.read_json(marker)["attributes"].items())
+        with folder.open(names[-1]) as file:
             return _METADATA.encode() in (pq.read_schema(file).metadata or {})
-    except (OSError, ValueError):  # not a parquet file
+    except (OSError, ValueError, KeyError):  # neither a result of ours, nor a part of one
         return False
 
 
@@ -280,82 +268,57 @@ def _as_table(data: object) -> xr.Dataset:
     chunked = data.map(lambda array: array.copy(data=array.variable.chunk().data), keep_attrs=True)
     if is_ranking:
         chunked = chunked.chunk({RANK: -1})
-    return chunked.transpose(*_dims(chunked)).unify_chunks()
+    return chunked.transpose(TARGET, ...).unify_chunks()
 
 
-def _dims(ds: xr.Dataset) -> list[Hashable]:
-    return [TARGET, *(dim for dim in ds.dims if dim != TARGET)]
-
-
-def _columns(ds: xr.Dataset) -> list[tuple[str, da.Array]]:
-    """Return the columns' names, and their arrays over one or both dimensions, chunked alike."""
-    names = [*_dims(ds), *ds.data_vars, *(name for name in ds.coords if name not in ds.dims)]
-    columns = []
-    for name in names:
-        array = ds[name]  # of a dimension without an index: 0, 1, ...
-        if array.ndim:
-            chunks = tuple(ds.chunksizes[dim] for dim in array.dims)
-            lazy = isinstance(array.data, da.Array)
-            columns.append((str(name), array.data if lazy else da.from_array(array.values, chunks)))
-    return columns
-
-
-def _written(ds: xr.Dataset, columns: list[tuple[str, da.Array]], folder: Folder) -> da.Array:
-    """Return tasks that write one file each, (block of targets, block of the other dimension)."""
-    dims = dict(zip(_dims(ds), "to", strict=True))
-    axes = ["".join(dims[dim] for dim in ds[name].dims) for name, _ in columns]
-    numbers = [da.arange(len(ds.chunksizes[dim]), chunks=1) for dim in dims]
-    token = tokenize(folder.url, [(name, array.name) for name, array in columns])
-    written: da.Array = da.blockwise(
-        functools.partial(_write_file, folder, [name for name, _ in columns], axes, ds.attrs), "to",
-        *(item for (_, array), axis in zip(columns, axes, strict=True) for item in (array, axis)),
-        numbers[0], "t", numbers[1], "o",
-        name=f"to-parquet-{token}", align_arrays=False, concatenate=True,
-        adjust_chunks={"t": 1, "o": 1}, dtype=bool, meta=np.empty((0, 0), bool),
-    )  # fmt: skip
-    return written
+def _numbered(ds: xr.Dataset) -> xr.Dataset:
+    """Return results with the numbers of blocks, and positions where there are no labels."""
+    numbers = {
+        f"{dim}_block": (dim, np.repeat(np.arange(len(sizes)), sizes))
+        for dim, sizes in ds.chunksizes.items()
+    }
+    positions = {dim: np.arange(n) for dim, n in ds.sizes.items() if dim not in ds.coords}
+    return ds.drop_attrs().assign_coords({**numbers, **positions})
 
 
 def _write_file(
-    folder: Folder, names: list[str], axes: list[str], attrs: dict[str, Any], *blocks: np.ndarray
-) -> np.ndarray:
-    *values, (target_block,), (other_block,) = blocks
-    n_targets, n_other = values[axes.index("to")].shape
-    columns = dict(zip(names, values, strict=True))
-    step = max(1, _ROWS_AT_ONCE // max(n_other, 1))  # rows of whole targets
-    schema = _table(columns, axes, slice(0, 0), n_other).schema
-    schema = schema.with_metadata({_METADATA: json.dumps(as_values(attrs), default=str)})
-    with (
-        folder.writing(f"part-{target_block:05d}-{other_block:05d}.parquet") as file,
-        pq.ParquetWriter(file, schema) as writer,
-    ):
-        for start in range(0, n_targets, step):
-            targets = slice(start, min(start + step, n_targets))
-            writer.write_table(_table(columns, axes, targets, n_other))
-    return np.ones((1, 1), bool)
+    folder: Folder, columns: list[str], attrs: dict[str, str], block: xr.Dataset
+) -> xr.DataArray:
+    """Write the rows of a block, some targets at a time."""
+    dims = columns[:2]
+    n_targets, n_others = (block.sizes[dim] for dim in dims)
+    if n_targets and n_others:
+        numbers = (block[f"{dim}_block"].values[0] for dim in dims)
+        name = "part-{:05d}-{:05d}.parquet".format(*numbers)
+        block, words = _encoded(block)
+        schema = _table(block.isel({TARGET: slice(1)}), columns, words).schema.with_metadata(attrs)
+        step = max(1, _ROWS_AT_ONCE // n_others)
+        with folder.writing(name) as file, pq.ParquetWriter(file, schema) as writer:
+            for start in range(0, n_targets, step):
+                rows = block.isel({TARGET: slice(start, start + step)})
+                writer.write_table(_table(rows, columns, words))
+    return xr.DataArray(np.zeros((1, 1)), dims=dims)
 
 
-def _table(
-    columns: dict[str, np.ndarray], axes: list[str], targets: slice, n_other: int
-) -> pa.Table:
-    """Return the rows of some targets of a block."""
-    n_targets = targets.stop - targets.start
-    rows = {
-        "t": pa.array(np.repeat(np.arange(n_targets), n_other)),
-        "o": pa.array(np.tile(np.arange(n_other), n_targets)),
-    }
-    missing = columns["position"][targets].ravel() < 0 if "position" in columns else None
+def _encoded(block: xr.Dataset) -> tuple[xr.Dataset, dict[str, pa.Array]]:
+    """Return text as positions in the words of its column, -1 where a rank has no sample."""
+    words, codes = {}, {}
+    for name, text in block.variables.items():
+        if text.dtype.kind in "OTU":
+            positions, unique = pd.factorize(text.values.astype(object).ravel())
+            codes[name] = text.copy(data=positions.astype(np.int32).reshape(text.shape))
+            if "position" in block and text.ndim == 2:
+                codes[name] = codes[name].where(block.position.variable >= 0, np.int32(-1))
+            words[str(name)] = pa.array(unique, pa.string())
+    return block.assign(codes), words
+
+
+def _table(block: xr.Dataset, columns: list[str], words: Mapping[str, pa.Array]) -> pa.Table:
     table = {}
-    for (name, values), axis in zip(columns.items(), axes, strict=True):
-        if axis == "to":
-            table[name] = _arrow(values[targets].ravel(), missing)
-        else:
-            table[name] = _arrow(values[targets] if axis == "t" else values).take(rows[axis])
+    for name in columns:
+        variable = block[name].variable.set_dims({dim: block.sizes[dim] for dim in columns[:2]})
+        values = variable.values.ravel()
+        table[name] = pa.array(values, mask=values < 0 if name in words else None)
+        if name in words:
+            table[name] = pa.DictionaryArray.from_arrays(table[name], words[name])
     return pa.table(table)
-
-
-def _arrow(values: np.ndarray, missing: np.ndarray | None = None) -> pa.Array:
-    """Return an arrow array; text as a dictionary, null where it is missing."""
-    if values.dtype.kind not in "OTU":
-        return pa.array(np.ascontiguousarray(values))
-    return pa.array(values.astype(object), pa.string(), mask=missing).dictionary_encode()

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,11 +159,8 @@ class Folder:
         A local file with another name, ``file.name``, to be written as it is or by that name.
         """
         if self.is_local:
-            target = f"{self.url}/{name}"
-            with _partial(target) as file:
+            with _partial(f"{self.url}/{name}", os.replace, durable=durable) as file:
                 yield file
-                _finish(file, durable=durable)
-                os.replace(file.name, target)
         else:  # object stores show a file when it has been sent as a whole
             fs, path = self._fs()
             with tempfile.NamedTemporaryFile() as file:
@@ -182,10 +179,8 @@ class Folder:
         """
         fs, path = self._fs()
         if self.is_local:
-            with _partial(f"{path}/{name}") as file:
+            with _partial(f"{path}/{name}", os.link, durable=True) as file:
                 file.write(data)
-                _finish(file, durable=True)
-                os.link(file.name, f"{path}/{name}")
         else:
             fs.pipe_file(f"{path}/{name}", data, mode="create")
 
@@ -238,19 +233,19 @@ def explained(err: OSError, text: str) -> OSError:
 
 
 @contextmanager
-def _partial(target: str) -> Iterator[IO[bytes]]:
-    """Open a new file beside its target, which is removed at the end if it still has its name."""
+def _partial(
+    target: str, give_name: Callable[[str, str], None], *, durable: bool
+) -> Iterator[IO[bytes]]:
+    """Open a new file beside its target, whose name it gets at the end, unless the block raises."""
     os.makedirs(os.path.dirname(target), exist_ok=True)
     partial = f"{target}.{uuid4().hex}.partial"
     try:
         with builtins.open(partial, "xb") as file:
             yield file
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        give_name(partial, target)
     finally:
         with suppress(FileNotFoundError):
             os.unlink(partial)
-
-
-def _finish(file: IO[bytes], *, durable: bool) -> None:
-    file.flush()
-    if durable:
-        os.fsync(file.fileno())

@@ -19,7 +19,7 @@ from dask.utils import format_bytes, format_time
 
 from trakdask import arrays
 from trakdask.checks import shown
-from trakdask.execution.scheduling import gpu_options, n_slots
+from trakdask.execution import gpu_options, n_slots
 from trakdask.projection import Projector, RowMap
 from trakdask.projection.acceleration import stop_waiting
 from trakdask.projection.protocol import from_spec

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from trakdask.arrays.stored import reader
+from trakdask.arrays.blocks import reader
 from trakdask.checks import shown
 
 SAMPLE = "sample"

@@ -12,11 +12,18 @@ from hypothesis import strategies as st
 
 from tests.stored_arrays import stored
 from trakdask.arrays import blocks
-from trakdask.arrays.block_arguments import PackedRows, Slices
-from trakdask.arrays.blocks import add, block_starts, flat
+from trakdask.arrays.blocks import (
+    PackedRows,
+    Slices,
+    add,
+    block_of,
+    block_starts,
+    flat,
+    map_stored,
+    read_in_task,
+)
 from trakdask.arrays.gram import pooled
 from trakdask.arrays.score import checked
-from trakdask.arrays.stored import block_of, map_stored, read_in_task
 from trakdask.arrays.weights import squared_norm
 
 _sizes = st.lists(st.integers(0, 20), min_size=1, max_size=6).map(tuple)

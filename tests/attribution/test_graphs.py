@@ -17,7 +17,7 @@ from distributed import Client
 
 import trakdask as td
 from tests.stored_arrays import ShapeOfArray, as_stored, stored
-from trakdask.arrays.stored import reader
+from trakdask.arrays.blocks import reader
 from trakdask.testing import raise_if_dask_computes, simulate_features
 
 P, C, ROWS = 4, 2, 64
@@ -140,7 +140,7 @@ def test_results__same_bits_whoever_reads_the_blocks(
 ) -> None:
     """Also where a task reads several blocks, as it does where there are very many."""
     monkeypatch.setattr("trakdask.arrays.gram._ROWS_PER_DIM", 1)
-    monkeypatch.setattr("trakdask.arrays.stored._MOST_GROUPS", 1)
+    monkeypatch.setattr("trakdask.arrays.blocks._MOST_GROUPS", 1)
     chunks = {"sample": UNEVEN}
     shared = answers(VALUES.map(lambda x: x.chunk(chunks)), TARGETS)
     reading = answers(as_stored(VALUES, UNEVEN), TARGETS)

@@ -18,7 +18,7 @@ from distributed import Client, LocalCluster, Worker, get_task_stream, get_worke
 
 import trakdask as td
 from tests.clusters import local_cluster, workers_with
-from trakdask.execution.scheduling import workers_of
+from trakdask.execution import workers_of
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import trakdask as td
-from trakdask.execution import progress
+from trakdask import execution
 
 
 @pytest.mark.parametrize("scheduler", ["threads", "cluster"])
@@ -28,6 +28,6 @@ def test_save__the_same_bar_with_and_without_a_client(
 
 def test_polled_bar__says_what_is_resumed(capsys: pytest.CaptureFixture[str]) -> None:
     for done in (0, 3, 5):
-        with progress.polled_bar("title", 5, lambda: done):  # noqa: B023
+        with execution.polled_bar("title", 5, lambda: done):  # noqa: B023
             pass
         assert ("3 of 5 were stored before" in capsys.readouterr().out) == (done == 3)

@@ -19,7 +19,7 @@ from distributed import Client, get_worker, worker_client
 import trakdask as td
 from tests.clusters import local_cluster
 from tests.waiting import wait_until
-from trakdask.execution.scheduling import _STARTED
+from trakdask.execution import _STARTED
 
 FEATURES = td.testing.simulate_features(n_samples=40, proj_dim=8, chunks=16)
 

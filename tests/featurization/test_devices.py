@@ -22,7 +22,7 @@ import trakdask as td
 from tests.clusters import workers_with
 from tests.projection.cuda.emulator import COMPILER, EmulatedKernels
 from trakdask.errors import KernelError
-from trakdask.execution.scheduling import gpu_options, workers_of
+from trakdask.execution import gpu_options, workers_of
 from trakdask.featurization import block, devices
 from trakdask.featurization.devices import (
     device_of_task,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import dask
@@ -11,20 +10,10 @@ import pytest
 import xarray as xr
 
 import trakdask as td
-from tests.storage.integers import NAMES, VALUES, A, B, assert_rows, features, save
+from tests.storage.integers import NAMES, VALUES, A, B, assert_rows, counted, features, save
 from trakdask.testing import raise_if_dask_computes
 
 WHOLE = slice(0, 60)
-
-
-def counted(rows: slice, names: tuple[str, ...], calls: list[slice], **options) -> xr.Dataset:
-    """Return features of which each block that is computed is counted."""
-
-    def count(block: np.ndarray) -> np.ndarray:
-        calls.append(rows)
-        return block
-
-    return features(rows, names, each=count, **options)
 
 
 @pytest.fixture
@@ -35,9 +24,9 @@ def store(tmp_path: Path) -> Path:
 
 
 def test_append__samples(store: Path) -> None:
-    calls: list[slice] = []
-    opened = save(counted(B, NAMES[:2], calls), store, append_dim="sample")
-    assert set(map(str, calls)) == {str(B)}
+    more, calls = counted(features(B, NAMES[:2]))
+    opened = save(more, store, append_dim="sample")
+    assert len(calls) == 2 * 2
     assert_rows(opened, range(60), 2)
     assert opened.feature.chunks[0] == (16, 16, 16, 12)
     assert opened.attrs["source"] == "0:40 + 40:60"
@@ -46,8 +35,8 @@ def test_append__samples(store: Path) -> None:
 
 def test_append__of_all_checkpoints_only_the_new_are_computed(store: Path) -> None:
     for n_computed in (3 + 1, 1):  # one to compare
-        calls: list[slice] = []
-        opened = save(counted(A, NAMES, calls), store, append_dim="checkpoint")
+        more, calls = counted(features(A))
+        opened = save(more, store, append_dim="checkpoint")
         assert len(calls) == n_computed
         assert_rows(opened, range(40))
     assert list(opened.attrs["checkpoints"]) == list(NAMES)
@@ -116,22 +105,10 @@ def test_append__what_does_not_fit_is_refused(store: Path, more, append_dim, wor
     assert_rows(td.open(store), range(40), 2)
 
 
-def second_fails() -> Callable[[np.ndarray], np.ndarray]:
-    calls: list[int] = []
-
-    def fail(block: np.ndarray) -> np.ndarray:
-        calls.append(1)
-        if len(calls) > 1:
-            raise OSError("not today")
-        return block
-
-    return fail
-
-
 def interrupted(store: Path, rows: slice, names: tuple[str, ...], append_dim: str) -> None:
     """Append until the second block fails."""
-    given = features(rows, names, each=second_fails())
-    with dask.config.set(scheduler="sync"), pytest.raises(OSError, match="not today"):
+    given, _ = counted(features(rows, names), limit=1)
+    with dask.config.set(scheduler="sync"), pytest.raises(RuntimeError, match="out of budget"):
         save(given, store, append_dim=append_dim)
 
 
@@ -159,6 +136,29 @@ def test_append__is_given_up_for_another(store: Path) -> None:
     interrupted(store, A, NAMES[2:], "checkpoint")
     td.verify(store, repair=True)
     assert td.open(store).sizes == opened.sizes
+
+
+@pytest.mark.parametrize("rows", [A, B])
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_append__what_was_there_is_saved_again_before_it_is_finished(
+    store: Path, rows: slice, is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of samples and of checkpoints, also if all that was missing was the commit."""
+    names, dim = (NAMES, "checkpoint") if rows == A else (NAMES[:2], "sample")
+    if is_whole:
+        monkeypatch.setattr("trakdask.storage.saving.update_derived", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            save(features(rows, names), store, append_dim=dim)
+        monkeypatch.undo()
+    else:
+        interrupted(store, rows, names, dim)
+    with pytest.warns(td.errors.UnfinishedAppendWarning, match=dim):
+        assert_rows(save(features(A, NAMES[:2]), store), range(40), 2)
+    assert_rows(save(features(rows, names), store, append_dim=dim), range(rows.stop), len(names))
+
+
+def interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_append__other_changes_need_not_wait_for_it(store: Path) -> None:

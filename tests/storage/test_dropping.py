@@ -70,7 +70,7 @@ def test_drop__without_a_gram(tmp_path: Path) -> None:
 
 
 def test_drop__a_lost_mask_brings_nothing_back_without_a_word(store: Path) -> None:
-    (chunk,) = (path for path in store.glob("dropped/c*/**/*") if path.is_file())
+    (chunk,) = store.glob("dropped/c*")
     chunk.unlink()
     with pytest.raises(td.errors.IncompleteFeaturesError, match="dropped"):
         td.open(store)

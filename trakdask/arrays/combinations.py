@@ -6,8 +6,7 @@ import dask.array as da
 import numpy as np
 from scipy import sparse
 
-from trakdask.arrays.block_arguments import Bounds
-from trakdask.arrays.blocks import Block, blockwise, tree_sum
+from trakdask.arrays.blocks import Block, Bounds, blockwise, tree_sum
 
 
 def combine_rows(data: da.Array, weights: sparse.csr_array) -> da.Array:

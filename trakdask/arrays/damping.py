@@ -16,8 +16,15 @@ import dask.array as da
 import numpy as np
 import numpy.typing as npt
 
-from trakdask.arrays.block_arguments import Labels
-from trakdask.arrays.blocks import Block, Blocks, align_weights, block_starts, blockwise, flat
+from trakdask.arrays.blocks import (
+    Block,
+    Blocks,
+    Labels,
+    align_weights,
+    block_starts,
+    blockwise,
+    flat,
+)
 from trakdask.arrays.gram import pooled
 from trakdask.arrays.spectrum import Inverse, Spectrum
 from trakdask.errors import warn_once

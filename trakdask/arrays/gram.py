@@ -13,6 +13,8 @@ from dask.base import tokenize
 from trakdask.arrays.blocks import (
     Block,
     Blocks,
+    Key,
+    Read,
     Unread,
     align_weights,
     block_starts,
@@ -21,9 +23,11 @@ from trakdask.arrays.blocks import (
     flat,
     mean_weight,
     product_dtype,
+    read_in_task,
+    reader,
+    stored,
     tree_sum,
 )
-from trakdask.arrays.stored import Key, Read, read_in_task, reader, stored
 from trakdask.arrays.xp import array_module, asnumpy
 
 #: Above this proj_dim, two float64 matrices do not fit in memory beside the features of a task.

@@ -11,11 +11,11 @@ import numpy.typing as npt
 from scipy import sparse
 
 from trakdask.arrays import gram
-from trakdask.arrays.block_arguments import PackedRows
 from trakdask.arrays.blocks import (
     SPLIT_EVERY,
     Block,
     Blocks,
+    PackedRows,
     align_weights,
     block_starts,
     blocks_with,
@@ -24,9 +24,10 @@ from trakdask.arrays.blocks import (
     flat,
     matrix,
     product_dtype,
+    read_in_task,
+    reader,
     tree_sum,
 )
-from trakdask.arrays.stored import read_in_task, reader
 
 
 def group_sum(

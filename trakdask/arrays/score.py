@@ -13,14 +13,18 @@ from dask.base import tokenize
 from trakdask.arrays.blocks import (
     Block,
     Blocks,
+    Key,
+    Read,
     align_weights,
     blockwise,
     flat,
     matrix,
     mean_weight,
     product_dtype,
+    read_in_task,
+    reader,
+    stored,
 )
-from trakdask.arrays.stored import Key, Read, read_in_task, reader, stored
 from trakdask.arrays.weights import row_norms
 from trakdask.arrays.xp import array_module, asnumpy
 

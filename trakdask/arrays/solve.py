@@ -15,11 +15,18 @@ import dask.array as da
 import numpy as np
 from scipy.linalg import blas, lapack
 
-from trakdask.arrays.block_arguments import Labels
-from trakdask.arrays.blocks import Block, Blocks, blockwise, flat, product_dtype
+from trakdask.arrays.blocks import (
+    Block,
+    Blocks,
+    Labels,
+    blockwise,
+    coarse_groups,
+    flat,
+    product_dtype,
+    read_in_task,
+)
 from trakdask.arrays.gram import require_finite
 from trakdask.arrays.spectrum import Inverse, Matrix, Spectrum
-from trakdask.arrays.stored import coarse_groups, read_in_task
 
 #: Of the matrix, LAPACK factorizes blocks of this size only: 0.7 million operations, for which it
 #: holds the lock. From p of about 1000 on, nearly all others are those of NumPy's products.

@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.linalg import lapack
 
-from trakdask.arrays.block_arguments import Labels
-from trakdask.arrays.blocks import Block, Blocks, blockwise, flat
+from trakdask.arrays.blocks import Block, Blocks, Labels, blockwise, flat
 from trakdask.arrays.gram import require_finite
 
 Matrix = npt.NDArray[np.float64]

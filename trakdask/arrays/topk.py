@@ -11,9 +11,19 @@ import dask.array as da
 import numpy as np
 import numpy.typing as npt
 
-from trakdask.arrays.block_arguments import Bounds, PackedRows, Slices
-from trakdask.arrays.blocks import Block, Blocks, blocks_with, blockwise, flat, tree
-from trakdask.arrays.stored import block_of, read_in_task
+from trakdask.arrays.blocks import (
+    Block,
+    Blocks,
+    Bounds,
+    PackedRows,
+    Slices,
+    block_of,
+    blocks_with,
+    blockwise,
+    flat,
+    read_in_task,
+    tree,
+)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,17 @@ import dask.array as da
 import numpy as np
 from dask.base import tokenize
 
-from trakdask.arrays.blocks import Block, Blocks, blockwise, flat, mean_weight
+from trakdask.arrays.blocks import (
+    Block,
+    Blocks,
+    blockwise,
+    coarse_groups,
+    flat,
+    map_stored,
+    mean_weight,
+    read_in_task,
+)
 from trakdask.arrays.gram import pooled
-from trakdask.arrays.stored import coarse_groups, map_stored, read_in_task
 
 #: Tolerance for values of 1 - p that rounding puts outside [0, 1].
 _ROUNDING = 1e-6

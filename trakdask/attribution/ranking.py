@@ -14,7 +14,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.arrays.stored import Read, reader
+from trakdask.arrays.blocks import Read, reader
 from trakdask.arrays.topk import TileMask
 from trakdask.attribution.conditions import selection
 from trakdask.attribution.groups import group_codes, require_group_coord

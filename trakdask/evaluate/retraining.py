@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from trakdask.checks import require_integer, shown
 from trakdask.errors import BlockError
 from trakdask.evaluate.results import SEED, SUBSET, checked_masks, lazy_data
-from trakdask.execution.progress import polled_bar
+from trakdask.execution import polled_bar
 from trakdask.files import Folder, location
 from trakdask.provenance import require_same
 from trakdask.variables import TARGET, coords_along

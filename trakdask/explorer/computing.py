@@ -17,7 +17,7 @@ import xarray as xr
 from dask.base import get_scheduler
 from distributed import Client, Future, futures_of, wait
 
-from trakdask.execution.scheduling import active_client
+from trakdask.execution import active_client
 
 __all__ = ["Abandoned", "Job", "compute", "persist", "released_if_failed"]
 

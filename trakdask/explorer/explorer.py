@@ -21,7 +21,7 @@ from trakdask.attribution.estimators import (
     gather_options,
 )
 from trakdask.checks import shown
-from trakdask.execution.scheduling import active_client
+from trakdask.execution import active_client
 from trakdask.explorer.attributions import Attributions
 from trakdask.explorer.marks import Marks
 from trakdask.explorer.new_targets import classifier, target_maker

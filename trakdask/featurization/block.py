@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trakdask.arrays.weights import gram_weights, row_norms
 from trakdask.errors import BlockError
-from trakdask.execution.scheduling import note_start
+from trakdask.execution import note_start
 from trakdask.featurization.checks import BlockCheck, checked_of
 from trakdask.featurization.devices import (
     budget_bytes,

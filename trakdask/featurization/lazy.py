@@ -16,7 +16,7 @@ from torch import nn
 
 from trakdask._version import __version__
 from trakdask.checks import require_choice, require_integer, shown
-from trakdask.execution.scheduling import active_client, workers_of
+from trakdask.execution import active_client, workers_of
 from trakdask.featurization.graphs import Arrays, lazy_arrays
 from trakdask.featurization.job import DType, Job, OnError, Partition, Precision
 from trakdask.models.gradients import ENGINES

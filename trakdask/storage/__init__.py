@@ -1,8 +1,7 @@
 """Stores of features: plain zarr groups, written block by block."""
 
-from trakdask.storage.changes import assign_coords, calibrate, drop
+from trakdask.storage.changes import assign_coords, calibrate, drop, verify
 from trakdask.storage.reading import open
 from trakdask.storage.saving import save
-from trakdask.storage.verification import verify
 
 __all__ = ["assign_coords", "calibrate", "drop", "open", "save", "verify"]

@@ -9,7 +9,6 @@ import functools
 import logging
 import socket
 import time
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import dask
@@ -21,18 +20,15 @@ from dask.base import get_scheduler, tokenize
 from dask.typing import Key
 from distributed import as_completed
 
-from trakdask.arrays.block_arguments import Bounds
-from trakdask.arrays.blocks import Blocks, flat
-from trakdask.errors import StoreMismatchError
-from trakdask.execution import scheduling
+from trakdask import execution
+from trakdask.arrays.blocks import Blocks, Bounds, flat
 from trakdask.files import explained
 from trakdask.storage.group import ERROR, SCALE, Group
 from trakdask.storage.reading import lazy_array
-from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE
+from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES
 
 _LARGEST_EXPONENT = 15
 """The largest element of a row comes to lie in [2^14, 2^15): float16 ends at 65504."""
-_LAST_EXPONENT = 128 - _LARGEST_EXPONENT  # of rows that go up to the end of float32
 _BELOW_LARGEST = 2**_LARGEST_EXPONENT - 16  # the largest float16 below 2^15
 
 _TOLERANCE, _TOLERANCE_IN_16_BITS = 0.01, 0.1
@@ -56,7 +52,17 @@ def names_of(features: xr.Dataset) -> list[str]:
 # ------------------------------------------------------------------------------ what is stored
 
 
-def missing_blocks(
+def lacks_blocks(group: Group) -> bool:
+    """Return whether blocks are missing of what a store is to have."""
+    stored, columns = group.stored_chunks("out_to_loss"), range(len(group.checkpoints))
+    return any(
+        _missing_blocks(group, rows, index, stored)
+        for _, rows in group.rows_of_sources()
+        for index in columns
+    )
+
+
+def _missing_blocks(
     group: Group, rows: range, index: int, stored: set[tuple[int, ...]]
 ) -> list[int]:
     """Return the blocks that lack some of the rows at a checkpoint.
@@ -72,33 +78,42 @@ def missing_blocks(
     stored
         What ``group.stored_chunks("out_to_loss")`` returns.
     """
-    b, total = group.block, group.arrays["out_to_loss"]["shape"][0]
+    b, total = group.block, group.target().n_samples
     blocks = range(rows.start // b, (rows.stop - 1) // b + 1)
-    missing = [block for block in blocks if (block, index) not in stored]
-    for block in {blocks[0], blocks[-1]} - {*missing}:
-        # The first and the last chunk may hold rows of other samples, too, which were saved before
-        # or after these: that it is there says nothing of ours. Then the last of our rows in it
-        # tells, since all rows of a set are put at once.
-        start, stop = block * b, min((block + 1) * b, total)
-        ours = slice(max(rows.start, start), min(rows.stop, stop))
-        if (ours.start, ours.stop) != (start, stop) and not _has_row(group, ours.stop - 1, index):
-            missing.append(block)
+    missing = {block for block in blocks if (block, index) not in stored}
+    # The first and the last chunk may hold rows of other samples, too, which were saved before or
+    # after these: that it is there says nothing of ours. Then the last of our rows in it tells,
+    # since all rows of a set are put at once.
+    if rows.start % b and not _has_row(group, min((blocks[0] + 1) * b, rows.stop) - 1, index):
+        missing.add(blocks[0])
+    if rows.stop % b and rows.stop < total and not _has_row(group, rows.stop - 1, index):
+        missing.add(blocks[-1])
     return sorted(missing)
 
 
 def _has_row(group: Group, row: int, index: int) -> bool:
     """Return whether a row has a value, or an error in its place."""
-    at = slice(row, row + 1), slice(index, index + 1)
-    if not np.isnan(np.asarray(group.array("out_to_loss")[at])).any():
+    if not np.isnan(np.asarray(group.array("out_to_loss")[row, index])):
         return True
-    return ERROR in group.arrays and bool(np.asarray(group.array(ERROR)[at] != "").all())
+    return ERROR in group.arrays and bool(np.asarray(group.array(ERROR)[row, index]) != "")
 
 
 # ------------------------------------------------------------------------------------- writing
 
 
+def with_errors(group: Group, features: xr.Dataset) -> xr.Dataset:
+    """Return features that say where samples failed if the store does, and let it if they do."""
+    if ERROR not in group.arrays and ERROR in features:
+        sizes = {SAMPLE: group.n_samples, CHECKPOINT: len(group.checkpoints)}
+        group.add(ERROR, sizes, np.dtypes.StringDType(), block=group.block)
+    if ERROR in features or ERROR not in group.arrays:
+        return features
+    none = da.full_like(features.output.data, "", dtype=np.dtypes.StringDType())
+    return features.assign({ERROR: (VARIABLES[ERROR].dims, none)})
+
+
 def save_blocks(
-    group: Group, features: xr.Dataset, rows: range, columns: Mapping[str, int], retries: int
+    group: Group, features: xr.Dataset, rows: range, retries: int, *, progress: bool
 ) -> None:
     """Compute and store the blocks that are missing, one checkpoint after the other.
 
@@ -110,21 +125,27 @@ def save_blocks(
         Lazy, in any chunks.
     rows
         Where their samples belong.
-    columns
-        Where their checkpoints belong, by their names.
     retries
         Further attempts.
+    progress
+        Show a bar.
     """
     b = group.block
     # In blocks of the store, of which the first is partial if it begins within a chunk.
     starts = [rows.start, *range((rows.start // b + 1) * b, rows.stop, b), rows.stop]
     sizes = tuple(np.diff(starts).tolist())
     chunked = features.chunk({SAMPLE: sizes, PROJ_DIM: -1, CHECKPOINT: 1})
-    names = names_of(features)
-    options = scheduling.gpu_options(features)
-    for name, index in columns.items():
-        tasks = functools.partial(_missing, group, chunked, rows, names.index(name), index)
-        scheduling.run(tasks, retries=retries, compute=functools.partial(_compute, **options))
+    columns = [group.checkpoints.index(name) for name in names_of(features)]
+
+    def count() -> int:
+        stored, last = group.stored_chunks("out_to_loss"), (rows.stop - 1) // b
+        return sum(c in columns and rows.start // b <= block <= last for block, c in stored)
+
+    options, total = execution.gpu_options(features), len(sizes) * len(columns)
+    with execution.polled_bar(f"save {group.folder.name}", total, count, show=progress):
+        for position, index in enumerate(columns):
+            tasks = functools.partial(_missing, group, chunked, rows, position, index)
+            execution.run(tasks, retries=retries, compute=functools.partial(_compute, **options))
 
 
 def _compute(tasks: Tasks, **options: Any) -> None:
@@ -134,7 +155,7 @@ def _compute(tasks: Tasks, **options: Any) -> None:
     """
     array, keys = tasks
     graph = da.optimize(array.dask, keys)
-    client = scheduling.active_client()
+    client = execution.active_client()
     if client is None:
         get_scheduler(collections=[array])(graph, keys)
         return
@@ -148,7 +169,7 @@ def _missing(
     group: Group, features: xr.Dataset, rows: range, position: int, index: int
 ) -> Tasks | None:
     """Return the tasks of the missing blocks of one of the checkpoints of some features."""
-    todo = missing_blocks(group, rows, index, group.stored_chunks("out_to_loss"))
+    todo = _missing_blocks(group, rows, index, group.stored_chunks("out_to_loss"))
     if not todo:
         return None
     names = [name for name in group.features if name in features]  # out_to_loss is the last
@@ -206,49 +227,47 @@ def _write_block(
 # ------------------------------------------------------------------------------ the same features
 
 
-def require_same_rows(group: Group, features: xr.Dataset, rows: range) -> None:
+def difference_of_block(group: Group, features: xr.Dataset, rows: range) -> str | None:
     """Compute a block that is stored again, and compare: code may change under the same name.
 
     The last one, which is the smallest; of those without failures, which this call might raise.
 
-    Raises
-    ------
-    StoreMismatchError
-        If its rows differ by more than rounding.
+    Returns
+    -------
+    How its rows differ by more than rounding; None if they do not, or none are stored.
     """
-    found = _last_whole(group, names_of(features), rows)
-    if found is None:
-        return
-    name, index, here = found
+    last = _last_block(group, features, rows)
+    if last is None:
+        return None
+    here, index = last
+    name = group.checkpoints[index]
     checkpoints = {CHECKPOINT: [names_of(features).index(name)]}
     again = features.feature.isel({SAMPLE: slice(here.start - rows.start, here.stop - rows.start)})
     there = lazy_array(group, "feature", complete=False)[here, :, slice(index, index + 1)]
-    new, old = dask.compute(again.isel(checkpoints).data, there, **scheduling.gpu_options(features))
+    options = execution.gpu_options(features)
+    new, old = dask.compute(again.isel(checkpoints).data, there, **options)
     valid = np.isfinite(new) & np.isfinite(old)
     difference, length = (np.linalg.norm(x[valid]) for x in (new - old, old))
     in_16_bits = any("16" in str(features.attrs.get(key)) for key in ("dtype", "autocast"))
-    if difference > (_TOLERANCE_IN_16_BITS if in_16_bits else _TOLERANCE) * length:
-        raise StoreMismatchError(
-            f"expected the features that {group.folder.url!r} has, got others when the samples "
-            f"{here.start}:{here.stop} of checkpoint {name!r} were computed again (they differ by "
-            f"{difference:.2g}, their length is {length:.2g}); try another store if the code of "
-            "the model or of the task was changed, or if these are other samples"
-        )
+    if difference <= (_TOLERANCE_IN_16_BITS if in_16_bits else _TOLERANCE) * length:
+        return None
+    return (
+        f"expected the features that {group.folder.url!r} has, got others when the samples "
+        f"{here.start}:{here.stop} of checkpoint {name!r} were computed again (they differ by "
+        f"{difference:.2g}, their length is {length:.2g}); try another store if the code of "
+        "the model or of the task was changed, or if these are other samples"
+    )
 
 
-def _last_whole(group: Group, names: Sequence[str], rows: range) -> tuple[str, int, slice] | None:
-    """Return a checkpoint, its number, and the rows of its last block without failures."""
-    b, stored = group.block, group.stored_chunks("out_to_loss")
-    for index, name in enumerate(group.checkpoints):
-        if name not in names:
-            continue
-        missing = missing_blocks(group, rows, index, stored)
-        for block in reversed(range(rows.start // b, (rows.stop - 1) // b + 1)):
-            here = slice(max(b * block, rows.start), min(b * (block + 1), rows.stop))
-            if block in missing:
-                continue
-            if np.isfinite(np.asarray(group.array("out_to_loss")[here, index])).all():
-                return name, index, here
+def _last_block(group: Group, features: xr.Dataset, rows: range) -> tuple[slice, int] | None:
+    """Return the rows of the last stored block without failures, and the number of a checkpoint."""
+    b, names = group.block, names_of(features)
+    for block, index in sorted(group.stored_chunks("out_to_loss"), reverse=True):
+        here = slice(max(b * block, rows.start), min(b * (block + 1), rows.stop))
+        is_ours = here.start < here.stop and group.checkpoints[index] in names
+        # Rows of ours that are not stored yet are NaN.
+        if is_ours and np.isfinite(np.asarray(group.array("out_to_loss")[here, index])).all():
+            return here, index
     return None
 
 
@@ -268,12 +287,11 @@ def encoded(feature: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     >>> (stored[..., 0].astype("f4") * scale).tolist()
     [[3.0, -0.75], [0.0, inf]]
     """
-    finite = np.where(np.isfinite(feature), feature, feature.dtype.type(0))
-    _, exponent = np.frexp(np.abs(finite).max(axis=1, initial=0))  # largest = m 2^e, m in [½, 1)
+    is_finite = np.isfinite(feature)
+    largest = np.abs(np.where(is_finite, feature, feature.dtype.type(0))).max(axis=1, initial=0)
+    _, exponent = np.frexp(largest)  # largest = m 2^e, m in [½, 1)
     exponent = exponent - _LARGEST_EXPONENT
-    halves = np.ldexp(feature, -exponent[:, None, :]).astype(np.float16)
-    if (is_last := exponent == _LAST_EXPONENT).any():  # rounded up, it would overflow float32
-        is_bounded = is_last[:, None, :] & np.isfinite(feature)
-        bound = np.where(is_bounded, _BELOW_LARGEST, np.inf).astype(np.float16)
-        halves = np.clip(halves, -bound, bound)
-    return halves, np.ldexp(1.0, exponent)
+    scaled = np.ldexp(feature, -exponent[:, None, :])
+    # Rounded up to 2^15, the largest elements of all would overflow float32 when they are read.
+    bounded = np.clip(scaled, -_BELOW_LARGEST, _BELOW_LARGEST)
+    return np.where(is_finite, bounded, scaled).astype(np.float16), np.ldexp(1.0, exponent)

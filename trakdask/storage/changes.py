@@ -1,29 +1,38 @@
-"""Change a store: leave samples out, choose λ anew, assign coords."""
+"""Change a store: leave samples out, choose λ anew, assign coords, find and remove damage."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import xarray as xr
+import zarr
 
 from trakdask.attribution.dampings import require_calibration
+from trakdask.attribution.grams import DERIVED
 from trakdask.files import Folder
 from trakdask.samples import normalise_coords
-from trakdask.storage.group import DROPPED, Group
+from trakdask.storage.group import DROPPED, ERROR, Group, kind
 from trakdask.storage.lock import lock
-from trakdask.storage.matching import kind, require_names
-from trakdask.storage.reading import dropped_mask, open, read_coords
+from trakdask.storage.reading import VERIFIED, dropped_mask, open, read_coords
+from trakdask.storage.saving import require_names
 from trakdask.storage.sums import update_derived, weights_of
 from trakdask.variables import SAMPLE
 
+_REPAIR = "td.verify(store, repair=True)"
+_REMEDY = f"{_REPAIR}, then td.save(features, store)"
+Row = tuple[str, str, int, int, str]
+
 
 @contextmanager
-def changing(
+def _changing(
     store: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, purpose: str
 ) -> Iterator[Group]:
     """Lock a store, read it, and let count what the block has changed, if that raises nothing."""
@@ -86,7 +95,7 @@ def drop(
     ...     left.sizes["sample"]
     4
     """
-    with changing(store, storage_options, "td.drop") as group:
+    with _changing(store, storage_options, "td.drop") as group:
         group.require_complete()
         chosen = _chosen(open(store, storage_options=storage_options), where)
         if chosen.any():
@@ -167,7 +176,7 @@ def calibrate(
     ...     td.calibrate(f"{folder}/f.zarr").damping.attrs["rule"]
     '0.03 tr(K^2)/tr(K)'
     """
-    with changing(store, storage_options, "td.calibrate") as group:
+    with _changing(store, storage_options, "td.calibrate") as group:
         group.require_complete()
         weights = weights_of(group)
         if weights is None:
@@ -232,7 +241,7 @@ def assign_coords(
     ['cat', 'dog', 'dog', 'cat']
     """
     require_names(coords)
-    with changing(store, storage_options, "td.assign_coords") as group:
+    with _changing(store, storage_options, "td.assign_coords") as group:
         group.require_complete()
         dropped = dropped_mask(group)
         group.write_small(
@@ -264,3 +273,128 @@ def _of_all(name: str, values: Any, dropped: np.ndarray, group: Group) -> xr.Var
     joint = before.values.astype(np.result_type(before.dtype, new.dtype))
     joint[~dropped] = new
     return xr.Variable((SAMPLE,), joint, before.attrs)
+
+
+# ------------------------------------------------------------------------------------------ damage
+
+
+def verify(
+    store: str | os.PathLike[str],
+    *,
+    checksums: bool = False,
+    repair: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> pd.DataFrame:
+    """Look for chunks of a store that are damaged or lost.
+
+    Parameters
+    ----------
+    store
+        Folder or fsspec URL that :func:`save` wrote.
+    checksums
+        Read every chunk, which compares its CRC-32C. Else only look whether it is there.
+    repair
+        Remove what cannot be read, so that :func:`save` computes these blocks again, and no other.
+        Damaged coords stay, until :func:`assign_coords` is given their values; sums are removed,
+        until :func:`save` reduces them again; without a readable mask of dropped samples, these are
+        shown again. An append that was cut short is given up.
+    storage_options
+        Given to fsspec with a URL, as xarray does.
+
+    Returns
+    -------
+    DataFrame with one row per fault: ``path`` in the store, what was ``found``, ``block`` and
+    ``checkpoint`` (their numbers; -1 if it belongs to none), and the ``remedy`` to type. Empty if
+    nothing is wrong.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such store.
+    StoreBusyError
+        With ``repair``, if another process writes the store.
+
+    Notes
+    -----
+    One listing of each array; with ``checksums``, one pass over its bytes, chunk by chunk.
+    """
+    if not repair:
+        return _table(_faults(Group.read(Folder.at(store, storage_options)), checksums=checksums))
+    with _changing(store, storage_options, "td.verify") as group:
+        table = _table(_faults(group, checksums=checksums))
+        if "unfinished" in group.attrs:
+            _give_up(group)
+        for path, _, block, checkpoint, _ in table.itertuples(index=False):
+            _remove(group, path, block, checkpoint)
+    return table
+
+
+def _table(rows: Iterator[Row]) -> pd.DataFrame:
+    return pd.DataFrame(rows, columns=["path", "found", "block", "checkpoint", "remedy"])
+
+
+def _faults(group: Group, *, checksums: bool) -> Iterator[Row]:
+    VERIFIED.clear()  # bytes may have changed without a new time
+    for name in group.arrays:
+        array, indices = group.array(name, read_only=True), [*group.chunk_indices(name)]
+        stored = {*indices} if name == ERROR else group.stored_chunks(name)
+        faults = {index: "no such file" for index in indices if index not in stored}
+        if checksums:
+            with ThreadPoolExecutor() as pool:
+                damage = pool.map(functools.partial(_damage, array), stored)
+                faults |= zip(stored, damage, strict=True)
+        (block, checkpoint), remedy = _about(group, name)
+        for index in filter(faults.get, indices):
+            path = f"{name}/{group.chunk_key(name, index)}"
+            numbers = (-1, *index)
+            yield path, faults[index], numbers[block], numbers[checkpoint], remedy
+    if "unfinished" in group.attrs:
+        yield "", group.about_unfinished(), -1, -1, "the same td.save(...) again"
+
+
+def _damage(array: zarr.Array[Any], index: tuple[int, ...]) -> str:
+    """Return what is wrong with a chunk; nothing if it can be read."""
+    try:
+        array.get_block_selection(index)
+    except Exception as err:  # of zarr and its codecs, whatever is wrong
+        return f"{type(err).__name__}: {err!s:.200}"
+    return ""
+
+
+def _about(group: Group, name: str) -> tuple[tuple[int, int], str]:
+    """Return where in (-1, *index) block and checkpoint of a chunk are, and how to restore it."""
+    if name in group.features:
+        return (1, -1), _REMEDY
+    if name in DERIVED:
+        return (0, -1), _REMEDY
+    if name == DROPPED:
+        return (0, 0), f"{_REPAIR}, which shows all samples, then td.drop(store, ...)"
+    return (0, 0), f"td.assign_coords(store, {{{name!r}: values}})"
+
+
+def _remove(group: Group, path: str, block: int, checkpoint: int) -> None:
+    """Remove a chunk, and let the store know what it lacks."""
+    name = path.partition("/")[0]
+    if name in group.features:
+        group.folder.remove(path)
+        # Without this chunk a block does not count.
+        (group.folder / "out_to_loss").remove(group.chunk_key("out_to_loss", (block, checkpoint)))
+        group.attrs["lacking"] = True
+    elif name in (*DERIVED, DROPPED):
+        # What is left would be of other samples, or of another gram matrix.
+        for derived in {*DERIVED, name}:
+            group.arrays.pop(derived, None)
+
+
+def _give_up(group: Group) -> None:
+    """Remove what an unfinished append has stored."""
+    target, n, c = group.target(), group.n_samples, len(group.checkpoints)
+    del group.attrs["unfinished"]
+    first = -(-n // group.block)
+    for name in group.features:
+        for index in target.stored_chunks(name):
+            if index[0] >= first or index[-1] >= c:
+                (group.folder / name).remove(group.chunk_key(name, index))
+        if n % group.block:  # rows beyond those that count, in the same chunk
+            array = target.array(name)
+            array[n : first * group.block, ..., :c] = "" if name == ERROR else np.nan

@@ -128,9 +128,9 @@ class Group:
         array: zarr.Array[Any] = zarr.Array.from_dict(path, self.arrays[name])
         return array.with_config({"write_empty_chunks": name != ERROR})
 
-    def chunk_path(self, name: str, index: Sequence[int]) -> str:
-        """Return the path of a chunk in the store."""
-        return f"{name}/{separator_of(self.arrays[name]).join(['c', *map(str, index)])}"
+    def chunk_key(self, name: str, index: Sequence[int]) -> str:
+        """Return the path of a chunk in the folder of its array."""
+        return separator_of(self.arrays[name]).join(["c", *map(str, index)])
 
     def chunk_indices(self, name: str) -> Iterator[tuple[int, ...]]:
         """Return the numbers of all chunks of an array, in order."""
@@ -140,23 +140,18 @@ class Group:
 
     def stored_chunks(self, name: str) -> set[tuple[int, ...]]:
         """Return the numbers of the chunks that are in the store, from one listing."""
-        separator = separator_of(self.arrays[name])
-        keys = (file.split(separator) for file in (self.folder / name).files())
-        return {
-            tuple(map(int, index))
-            for first, *index in keys
-            if first == "c" and all(map(str.isdecimal, index))
-        }
+        files = (self.folder / name).files()
+        indices = self.chunk_indices(name)
+        return {index for index in indices if self.chunk_key(name, index) in files}
 
     def require_chunks(self, name: str) -> None:
         """Raise if an array lacks chunks: zarr would read fill values in their place."""
-        stored = self.stored_chunks(name)
-        for index in self.chunk_indices(name):
-            if index not in stored:
-                raise IncompleteFeaturesError(
-                    f"expected {self.chunk_path(name, index)!r} in the store {self.folder.url!r}, "
-                    "but it was lost; try td.verify(store), which says how to restore it"
-                )
+        for index in {*self.chunk_indices(name)} - self.stored_chunks(name):
+            raise IncompleteFeaturesError(
+                f"expected '{name}/{self.chunk_key(name, index)}' in the store "
+                f"{self.folder.url!r}, but it was lost; try td.verify(store), which says how to "
+                "restore it"
+            )
 
     def require_complete(self) -> None:
         """Raise if blocks are missing of what counts."""
@@ -191,11 +186,6 @@ class Group:
             "finish it, or td.verify(store, repair=True) to give it up"
         )
 
-    def other_separator(self, name: str) -> str:
-        """Return what separates the names of chunks that replace those of an array that counts."""
-        is_slash = name in self.before and separator_of(self.before[name]) == "/"
-        return "." if is_slash else "/"
-
     def add(
         self,
         name: str,
@@ -203,12 +193,13 @@ class Group:
         dtype: Any,
         *,
         block: int = 1,
-        separator: str = ".",
+        grows: bool = False,
         attrs: Mapping[str, Any] | None = None,
     ) -> None:
         """Add the metadata of an array in chunks of a block of samples and a checkpoint.
 
-        Features do not compress, so they are stored as they are, with a checksum.
+        Features do not compress, so they are stored as they are, with a checksum. An array that
+        grows keeps its chunks; else it is beside the one that counts.
         """
         files: dict[str, Buffer] = {}
         variable = VARIABLES.get(name)
@@ -221,7 +212,7 @@ class Group:
             chunks=tuple(max(1, chunks[dim]) for dim in dims),
             dtype=dtype,
             compressors=[Crc32cCodec()],
-            chunk_key_encoding=_key_encoding(separator),
+            chunk_key_encoding=self._key_encoding(name, grows=grows),
             fill_value="" if name == ERROR else np.nan,
             dimension_names=dims,
             attributes={**(variable.attrs if variable else {}), **(attrs or {})},
@@ -229,11 +220,16 @@ class Group:
         )
         self.arrays[name] = _metadata_in(files, name)
 
+    def _key_encoding(self, name: str, *, grows: bool = False) -> dict[str, Any]:
+        """Return how chunks are named: by another separator than those that count."""
+        is_dotted = name in self.before and separator_of(self.before[name]) == "."
+        return {"name": "default", "separator": "." if is_dotted == grows else "/"}
+
     def write_small(self, variables: Mapping[str, xr.Variable]) -> None:
         """Write arrays that are in memory, as xarray encodes them, beside those that count."""
         encoding = {
             name: {
-                "chunk_key_encoding": _key_encoding(self.other_separator(name)),
+                "chunk_key_encoding": self._key_encoding(name),
                 "compressors": [ZstdCodec(), Crc32cCodec()],
                 "_FillValue": None,  # NaN is NaN
             }
@@ -284,7 +280,7 @@ class Group:
             if name not in self.arrays:
                 self.folder.remove(name)
                 continue
-            is_nested = separator_of(self.arrays[name]) == "/"
+            is_nested = separator_of(self.arrays[name]) == "/" or not self.arrays[name]["shape"]
             for file in (self.folder / name).names():
                 if file.startswith("c.") if is_nested else file == "c":
                     self.folder.remove(f"{name}/{file}")
@@ -301,10 +297,6 @@ def _metadata_in(files: Mapping[str, Buffer], name: str) -> Metadata:
     return metadata
 
 
-def _key_encoding(separator: str) -> dict[str, Any]:
-    return {"name": "default", "separator": separator}
-
-
 def dims_of(metadata: Metadata) -> list[str]:
     """Return the dimensions of an array."""
     return list(metadata.get("dimension_names") or [])
@@ -318,3 +310,8 @@ def chunks_of(metadata: Metadata) -> list[int]:
 def separator_of(metadata: Metadata) -> str:
     """Return what separates the numbers in the name of a chunk."""
     return str(metadata["chunk_key_encoding"]["configuration"]["separator"])
+
+
+def kind(dtype: np.dtype[Any]) -> str:
+    """Return what values of a dtype are, whatever their width."""
+    return "number" if dtype.kind in "iuf" else dtype.type.__name__

@@ -39,7 +39,29 @@ def lock(folder: Folder, purpose: str, name: str = "lock") -> Iterator[Callable[
     StoreBusyError
         If another process holds it.
     """
-    own = _acquire(folder, purpose, name)
+    process = psutil.Process()
+    own = {
+        "host": socket.gethostname(),
+        "process": process.pid,
+        "process_started": process.create_time(),
+        "since": time.time(),
+        "purpose": purpose,
+        "token": uuid4().hex,
+    }
+    if (holder := _read(folder, name)) and _is_free(holder):
+        _log.warning("%s is dead: its lock of %s is removed", _who(holder), folder.url)
+        folder.remove(name)
+    # Two processes may come to this point at once, and one may remove what the other has just
+    # created: that one finds out before it commits.
+    try:
+        folder.create(name, _encoded(own))
+    except FileExistsError:
+        if (holder := _read(folder, name)).get("token") != own["token"]:  # else a network lost the answer
+            raise StoreBusyError(
+                f"expected to be the only writer of {folder.url!r}, which is being written by "
+                f"{_who(holder)}; try again when it is done, or delete {folder.url}/{name} if it "
+                "is dead"
+            ) from None
     stop = threading.Event()
     renewer = threading.Thread(target=_renew, args=(folder, name, own, stop), daemon=True)
     renewer.start()
@@ -59,34 +81,6 @@ def lock(folder: Folder, purpose: str, name: str = "lock") -> Iterator[Callable[
         with suppress(OSError, StoreBusyError):  # a full disk must not hide what happened before
             require_held()
             folder.remove(name)
-
-
-def _acquire(folder: Folder, purpose: str, name: str) -> dict[str, Any]:
-    process = psutil.Process()
-    own = {
-        "host": socket.gethostname(),
-        "process": process.pid,
-        "process_started": process.create_time(),
-        "since": time.time(),
-        "purpose": purpose,
-        "token": uuid4().hex,
-    }
-    if (holder := _read(folder, name)) and _is_free(holder):
-        _log.warning("%s is dead: its lock of %s is removed", _who(holder), folder.url)
-        folder.remove(name)
-    # Two processes may come to this point at once, and one may remove what the other has just
-    # created: that one finds out before it commits.
-    try:
-        folder.create(name, _encoded(own))
-    except FileExistsError:
-        holder = _read(folder, name)
-        if holder.get("token") != own["token"]:  # else a network lost the answer
-            raise StoreBusyError(
-                f"expected to be the only writer of {folder.url!r}, which is being written by "
-                f"{_who(holder)}; try again when it is done, or delete {folder.url}/{name} if it "
-                "is dead"
-            ) from None
-    return own
 
 
 def _encoded(holder: dict[str, Any]) -> bytes:

@@ -21,7 +21,7 @@ import xarray as xr
 import zarr
 from dask.base import tokenize
 
-from trakdask.arrays.stored import Key, Read, reader, stored
+from trakdask.arrays.blocks import Key, Read, reader, stored
 from trakdask.attribution.grams import DERIVED
 from trakdask.errors import IncompleteFeaturesError, UnfinishedAppendWarning
 from trakdask.files import Folder
@@ -119,15 +119,10 @@ def open(
 
 def assembled(group: Group, *, complete: bool = True) -> xr.Dataset:
     """Return the lazy arrays of a store, with the names of checkpoints, and what was dropped."""
-    arrays = {
-        name: lazy_array(group, name, complete=complete)
-        for name in (*group.features, *DERIVED)
-        if name in group.arrays and name not in (ERROR, SCALE)
-    }
     data = {
-        name: (dims_of(group.arrays[name]), arrays[name], group.arrays[name]["attributes"])
-        for name in (*VARIABLES, *arrays)
-        if name in arrays
+        name: (dims_of(array), lazy_array(group, name, complete=complete), array["attributes"])
+        for name in dict.fromkeys((*VARIABLES, *group.features))
+        if (array := group.arrays.get(name)) and name not in (ERROR, SCALE)
     }
     attrs = {key: value for key, value in group.attrs.items() if key not in STORE_ATTRS}
     names = np.array(group.checkpoints, np.dtypes.StringDType())
@@ -250,11 +245,9 @@ def decoded(halves: da.Array, scale: da.Array) -> da.Array:
 
 
 def _read_decoded(halves: Read, scales: Read, key: tuple[slice, ...]) -> np.ndarray:
-    scale = scales((key[0], key[2]))
-    is_missing = np.isnan(scale)  # a block that was never stored
-    _, exponent = np.frexp(np.where(is_missing, 1, scale))
-    feature: np.ndarray = np.ldexp(halves(key).astype(np.float32), exponent[:, None, :] - 1)
-    feature[is_missing[:, 0]] = np.nan
+    mantissa, exponent = np.frexp(scales((key[0], key[2]))[:, None, :])
+    # The mantissa is 1/2, or NaN in a block that was never stored.
+    feature: np.ndarray = np.ldexp(halves(key) * mantissa.astype(np.float32), exponent)
     return feature
 
 

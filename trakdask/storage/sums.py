@@ -15,10 +15,10 @@ import dask.array as da
 import numpy as np
 import xarray as xr
 
-from trakdask import arrays
+from trakdask import arrays, execution
 from trakdask.arrays.spectrum import component_count
 from trakdask.attribution.dampings import describe_damping, regularize
-from trakdask.attribution.estimators import DEFAULT_POWER, Weights, gather_options
+from trakdask.attribution.estimators import DEFAULT_POWER, Estimator, Weights, gather_options
 from trakdask.attribution.grams import (
     DAMPING,
     DERIVED,
@@ -29,8 +29,7 @@ from trakdask.attribution.grams import (
     NORM,
 )
 from trakdask.attribution.scores import LOGIT_VARIANCE
-from trakdask.execution import scheduling
-from trakdask.storage.group import Group, separator_of
+from trakdask.storage.group import Group
 from trakdask.storage.reading import assembled, lazy_array, without_dropped
 from trakdask.variables import (
     CHECKPOINT,
@@ -46,8 +45,6 @@ _MOST_DIM = 8192
 to :func:`calibrate`."""
 
 _FACTORS = (EIGENVALUES, EIGENVECTORS)
-_ABOUT = ("n_samples", "gram_weights", "power")
-"""Attributes of a gram matrix that say what it is the sum of."""
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +97,14 @@ def update_derived(
         return
     try:
         factors_stay = _update_factors(before, group, gram_stays, retries)
-        _update_damping(before, group, calibrate, factors_stay, anew)
+        chosen_by = None if calibrate is None else str(calibrate.attrs.get("source", ""))
+        known = before.arrays.get(DAMPING, {})
+        is_same = known and factors_stay and before.checkpoints == group.checkpoints
+        is_asked = anew or calibrate is not None
+        if is_same and (not is_asked or known["attributes"]["chosen_by"] == chosen_by):
+            group.arrays[DAMPING] = known
+        else:
+            _update_damping(group, calibrate, chosen_by)
     except (ValueError, np.linalg.LinAlgError) as err:
         if anew:
             raise
@@ -117,38 +121,31 @@ def _update_sums(before: Group, group: Group, weights: Weights, retries: int) ->
     """
     ds = without_dropped(assembled(group))
     attrs, n_appended = weights.attrs(ds), group.n_samples - before.n_samples
-    n_before = ds.sizes[SAMPLE] - n_appended
-    known = [
-        name for name in weights.sums if _is_known(before, name, {**attrs, "n_samples": n_before})
-    ]
-    stays = [] if n_appended else known
+    appended = ds.isel({SAMPLE: slice(ds.sizes[SAMPLE] - n_appended, None)})
+    about = {**attrs, "n_samples": ds.sizes[SAMPLE] - n_appended}
+    known = [name for name in weights.sums if _is_known(before, name, about)]
     sizes = {**ds.sizes, PROJ_DIM_1: ds.sizes[PROJ_DIM]}
     dtype = np.result_type(arrays.gram.accumulation_dtype(ds.sizes[PROJ_DIM]), ds.feature.dtype)
     for name in weights.sums:
-        separator = _separator(before, name, stays=name in stays)
-        group.add(name, sizes, dtype, separator=separator, attrs=attrs)
+        stays = name in known and not n_appended
+        group.add(name, sizes, dtype, grows=stays, attrs=attrs)
     for index, checkpoint in enumerate(group.checkpoints):
-        is_old = checkpoint in before.checkpoints
-        names = [name for name in weights.sums if not (is_old and name in stays)]
-        if n_appended and is_old and names == known:
-            added = _reduced(ds.isel({SAMPLE: slice(n_before, None)}), weights, names, index)
-            old = [lazy_array(before, name)[..., index : index + 1] for name in names]
-            _store(group, names, [a + b for a, b in zip(old, added, strict=True)], index, retries)
-        elif names:
-            _store(group, names, _reduced(ds, weights, names, index), index, retries)
-    return GRAM in stays
+        old = known if checkpoint in before.checkpoints else []
+        new = [name for name in weights.sums if name not in old]
+        if new:
+            _store(group, new, _reduced(ds, weights, new, index), index, retries)
+        if old and n_appended:
+            there = [lazy_array(before, name)[..., index : index + 1] for name in old]
+            added = _reduced(appended, weights, old, index)
+            _store(group, old, [a + b for a, b in zip(there, added, strict=True)], index, retries)
+    return GRAM in known and not n_appended
 
 
 def _is_known(before: Group, name: str, attrs: dict[str, Any]) -> bool:
     """Return whether a store has a sum of these samples, and checkpoints if it pools them."""
     known = before.arrays.get(name, {}).get("attributes", {})
-    same = (*_ABOUT, *(["pooled_checkpoints"] if name == LOSS_GRADIENT else []))
+    same = ["n_samples", "gram_weights", *(["pooled_checkpoints"] if name == LOSS_GRADIENT else [])]
     return all(key in known and known[key] == attrs[key] for key in same)
-
-
-def _separator(before: Group, name: str, *, stays: bool) -> str:
-    """Return what the names of chunks have, which are to be beside those that are there, or not."""
-    return separator_of(before.arrays[name]) if stays else before.other_separator(name)
 
 
 def _reduced(
@@ -173,7 +170,7 @@ def _store(
     regions = [(*[slice(None)] * (v.ndim - 1), slice(index, index + 1)) for v in values]
     into: Any = [group.array(name) for name in names]
     tasks = functools.partial(da.store, values, into, regions=regions, lock=False, compute=False)
-    scheduling.run(tasks, retries=retries)
+    execution.run(tasks, retries=retries)
 
 
 def _update_factors(before: Group, group: Group, gram_stays: bool, retries: int) -> bool:
@@ -181,48 +178,40 @@ def _update_factors(before: Group, group: Group, gram_stays: bool, retries: int)
     ds, stays = assembled(group), gram_stays and EIGENVECTORS in before.arrays
     n, p, matrices = ds[GRAM].attrs["n_samples"], ds.sizes[PROJ_DIM], ds[GRAM].data
     k = component_count(n, p, ds.feature.dtype)
-    sizes, about = {**ds.sizes, COMPONENT: k}, {name: ds[GRAM].attrs[name] for name in _ABOUT}
     for name in _FACTORS:
-        separator = _separator(before, name, stays=stays)
-        group.add(name, sizes, "f8", separator=separator, attrs=about)
+        group.add(name, {**ds.sizes, COMPONENT: k}, "f8", grows=stays, attrs=_about(group))
     for index, name in enumerate(group.checkpoints):
-        if stays and name in before.checkpoints:
-            continue
-        matrix = matrices[..., index : index + 1]
-        spectrum = arrays.spectrum.spectrum(matrix, None, n, [name], n_component=k)
-        factors = arrays.spectrum.eigenvectors(spectrum, p, k)
-        _store(group, _FACTORS, factors, index, retries)
+        if not (stays and name in before.checkpoints):
+            matrix = matrices[..., index : index + 1]
+            spectrum = arrays.spectrum.spectrum(matrix, None, n, [name], n_component=k)
+            factors = arrays.spectrum.eigenvectors(spectrum, p, k)
+            _store(group, _FACTORS, factors, index, retries)
     return stays
 
 
-def _update_damping(
-    before: Group, group: Group, calibrate: xr.Dataset | None, factors_stay: bool, anew: bool
-) -> None:
-    """Choose and store λ, unless that of the same gram matrices is there."""
-    chosen_by = None if calibrate is None else str(calibrate.attrs.get("source", ""))
-    known = before.arrays.get(DAMPING)
-    if known and factors_stay and before.checkpoints == group.checkpoints:
-        may_stay = calibrate is None and not anew
-        if may_stay or known["attributes"].get("chosen_by") == chosen_by:
-            group.arrays[DAMPING] = known
-            return
+def _about(group: Group) -> dict[str, Any]:
+    """Return the attributes that say which gram matrix something is of."""
+    attrs = group.arrays[GRAM]["attributes"]
+    return {name: attrs[name] for name in ("n_samples", "gram_weights", "power")}
+
+
+def _update_damping(group: Group, calibrate: xr.Dataset | None, chosen_by: str | None) -> None:
+    """Choose and store λ."""
     ds = without_dropped(assembled(group)).drop_vars(NORM)  # these rows need not be compared
     values, attrs = _damping(ds, calibrate)
-    attrs |= {name: group.arrays[GRAM]["attributes"][name] for name in _ABOUT}
-    attrs["chosen_by"] = chosen_by
-    separator = before.other_separator(DAMPING)
-    group.add(DAMPING, {CHECKPOINT: len(values)}, "f8", separator=separator, attrs=attrs)
+    attrs |= {**_about(group), "chosen_by": chosen_by}
+    group.add(DAMPING, {CHECKPOINT: len(values)}, "f8", attrs=attrs)
     group.array(DAMPING)[:] = values
 
 
 def _damping(ds: xr.Dataset, calibrate: xr.Dataset | None) -> tuple[np.ndarray, dict[str, Any]]:
     """Choose λ, from the stored eigenvectors; return its values and attrs."""
-    features, power = lazy_features(ds), ds[GRAM].attrs.get("power")
-    if power is None:
-        options, variance = gather_options(ds, "trak", DEFAULT_POWER, "auto", calibrate), None
-    else:
-        options = gather_options(ds, "soft", power, "auto", calibrate)
-        variance = arrays.weights.logit_variance(features.out_to_loss.data)
+    features, power, variance = lazy_features(ds), ds[GRAM].attrs.get("power"), None
+    estimator: Estimator = "trak"
+    if power is not None:
+        estimator, variance = "soft", arrays.weights.logit_variance(features.out_to_loss.data)
+    power = DEFAULT_POWER if power is None else power
+    options = gather_options(ds, estimator, power, "auto", calibrate)
     regularized = regularize(features, options, quiet=True)
     chosen, variance = dask.compute(describe_damping(features, regularized), variance)
     attrs: dict[str, Any] = {

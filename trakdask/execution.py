@@ -1,11 +1,13 @@
-"""Submit work to the active scheduler: retries, resources, and errors that name the block."""
+"""Run work on the active scheduler: retries, resources, errors that name a block, a bar."""
 
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import dask
@@ -19,6 +21,9 @@ from trakdask.errors import BlockError
 T = TypeVar("T")
 
 _STARTED = "trakdask-started"
+_INTERVAL_S = 0.5
+_SHARE = 20
+"""Times as long as counting takes, the bar waits."""
 
 _log = logging.getLogger(__name__)
 
@@ -162,3 +167,68 @@ def _died_of(client: Client | None, n_deaths: int) -> str | None:
         if 2 * count > n_deaths:
             return what
     return None
+
+
+@contextmanager
+def polled_bar(
+    title: str, total: int, count: Callable[[], int], *, show: bool = True
+) -> Iterator[None]:
+    """Show ``count()`` out of ``total`` while the ``with`` body runs, updated twice a second.
+
+    The count is of completed work in the store, so the bar is the same on threads, processes and a
+    cluster, and is correct after a restart. Counting takes at most a twentieth of the time: if
+    listing the store is slow, the bar is updated less often. The remaining time is estimated from
+    the work completed since the bar appeared. The title says what is resumed.
+    """
+    if not show:
+        yield
+        return
+    done = count()
+    title = f"{title} ({done} of {total} were stored before)" if 0 < done < total else title
+    stop = threading.Event()
+    with _bar(title, total, done) as update:
+        poller = threading.Thread(target=_poll, args=(update, count, stop), daemon=True)
+        poller.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            poller.join()
+            update(count())
+
+
+def _poll(update: Callable[[int], object], count: Callable[[], int], stop: threading.Event) -> None:
+    wait = _INTERVAL_S
+    while not stop.wait(wait):
+        start = time.monotonic()
+        try:
+            update(count())
+        except Exception as err:  # if it persists, the computation itself fails, too
+            _log.info("could not count the completed work: %s", err)
+        wait = max(_INTERVAL_S, _SHARE * (time.monotonic() - start))
+
+
+@contextmanager
+def _bar(title: str, total: int, done: int) -> Iterator[Callable[[int], object]]:
+    """Show a bar, and give the function that updates it."""
+    # Here, because tasks on workers show no bar, and need not import this.
+    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+
+    columns = *Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn()
+    progress = Progress(*columns)
+    # Set here and not by an update: earlier work would distort the estimated speed.
+    task = progress.add_task(title, total=total, completed=done)
+    if not progress.console.is_jupyter:
+        with progress:
+            yield lambda done: progress.update(task, completed=done)
+        return
+    from IPython.display import display  # always installed in a notebook
+
+    # Displayed here, because rich would need ipywidgets for a bar that moves.
+    shown = display(progress.make_tasks_table(progress.tasks), display_id=True)
+
+    def update(done: int) -> None:
+        progress.update(task, completed=done)
+        shown.update(progress.make_tasks_table(progress.tasks))
+
+    yield update
