@@ -25,8 +25,8 @@ from _models import SUBJECTS, Subject
 from gradients import PLAIN, run_of
 from torch import Tensor
 
-from trakdask.models.calls import Call, hook_plan
 from trakdask.models.hooks import GradientCollector
+from trakdask.models.layers import Call, hook_plan
 from trakdask.models.model import Model
 from trakdask.models.rules import SLICEABLE, Rule, _conv_weight
 from trakdask.models.tasks.protocol import CachingForward
@@ -89,9 +89,9 @@ class TimedCollector(GradientCollector):
 def recorded(model: Model, batch: Any) -> dict[str, Work]:
     """Form all gradients once."""
     forward, names = model.forward(model.checkpoints[0]), tuple(model.shapes)
-    hookable, axes = hook_plan(forward, model.task, batch, names)
+    hookable = hook_plan(forward, model.task, batch, names)
     once = CachingForward(forward)
-    collector = TimedCollector(once, hookable.layers, axes, batch.size, lambda *_: None)
+    collector = TimedCollector(once, hookable.layers, batch.size, lambda *_: None)
     collector.work = defaultdict(Work)
     with collector.listening():
         output = model.task.output(once, batch)

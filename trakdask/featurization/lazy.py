@@ -12,7 +12,6 @@ from typing import Any, Literal, get_args
 import torch
 import xarray as xr
 from distributed.system import MEMORY_LIMIT
-from torch import nn
 
 from trakdask._version import __version__
 from trakdask.checks import require_choice, require_integer, shown
@@ -22,7 +21,6 @@ from trakdask.featurization.job import DType, Job, OnError, Partition, Precision
 from trakdask.models.gradients import ENGINES
 from trakdask.models.layers import choose_engine, elements_at_once
 from trakdask.models.model import Model
-from trakdask.models.rules import BATCH_NORMS
 from trakdask.models.tasks import task_spec
 from trakdask.projection import SJLT, Projector, RowMap
 from trakdask.projection.leading import n_leading
@@ -151,9 +149,8 @@ def featurize(
     Raises
     ------
     TypeError, ValueError
-        If the samples lack a variable that the task needs, the model normalizes by statistics of
-        the batch, the features of one block cannot fit in the memory of a worker, or an option is
-        invalid.
+        If the samples lack a variable that the task needs, the features of one block cannot fit in
+        the memory of a worker, or an option is invalid.
     BlockError
         When computed, naming the samples and the checkpoint that failed: labels that are out of
         range, inputs that a layer cannot process, gradients that are not finite, or a model that
@@ -230,7 +227,6 @@ def prepare(
     _require_options(model, projector, gradients, dtype, device, on_error)
     samples = validate_samples(samples)
     model = model.for_variables({str(n): array.ndim for n, array in samples.variables.items()})
-    _require_running_statistics(model)
     row_map = RowMap.from_shapes(model.shapes, alignment=projector.row_alignment)
     projector = projector.bind(row_map)
     if model.curvature:
@@ -373,16 +369,3 @@ def _require_options(
             "expected 'auto', 'cpu', 'cuda', or one GPU of each worker, such as 'cuda:1', as "
             f"device, got {shown(device)}; try device='auto'"
         )
-
-
-def _require_running_statistics(model: Model) -> None:
-    """Reject batch normalization by statistics of the batch, which mixes samples."""
-    for path, module in model.meta_module().named_modules():
-        is_norm = isinstance(module, (*BATCH_NORMS, nn.SyncBatchNorm))
-        if is_norm and module.running_mean is None:
-            raise ValueError(
-                "expected batch normalization with running statistics, got layer "
-                f"{path or type(module).__name__!r} with track_running_stats=False, which "
-                "normalizes by the other samples of a batch; try training the model with "
-                "track_running_stats=True, or nn.GroupNorm"
-            )

@@ -15,10 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trakdask.models.calls import hook_plan
 from trakdask.models.curvature import Rotations, rotated
 from trakdask.models.hooks import GradientCollector
 from trakdask.models.independence import allowed_error, reads_values, require_same_alone, row_of
+from trakdask.models.layers import hook_plan
 from trakdask.models.tasks import Batch, Forward, Task, TrakTask
 from trakdask.models.tasks.protocol import CachingForward
 from trakdask.models.torch_internals import no_fast_path
@@ -139,13 +139,11 @@ def hooks_gradients(
             "expected a task that runs batches, as gradients='hooks' needs, got one that runs one "
             "sample at a time; try gradients='vmap'"
         )
-    hookable, axes = hook_plan(forward, task, batch, tuple(names))
+    hookable = hook_plan(forward, task, batch, tuple(names))
     parameters = {name: tensor.detach() for name, tensor in forward.parameters.items()}
     once = CachingForward(forward.with_parameters(parameters))
     n_tokens = number_of_tokens(batch) if by_token else None
-    collector = GradientCollector(
-        once, hookable.layers, axes, batch.size, sink, n_tokens, rotations
-    )
+    collector = GradientCollector(once, hookable.layers, batch.size, sink, n_tokens, rotations)
     try:
         with collector.listening():
             output = require_per_sample(task.output(once, batch), batch.size, "output")

@@ -7,9 +7,8 @@ would depend on the batch size, so such a model is rejected.
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -18,50 +17,35 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from trakdask.models.tasks import Batch, Forward, Task
+from trakdask.models.tasks import Batch, Forward, Task, task_spec
 from trakdask.models.tasks.protocol import CachingForward, SampleError
 from trakdask.models.torch_internals import TorchDispatchMode, fake_tensor_mode
 
 T = TypeVar("T")
 
-_answers: WeakKeyDictionary[torch.nn.Module, list[tuple[Any, Any]]] = WeakKeyDictionary()
-
-# Per module: in one session, few tasks and selections of parameters use the same module.
-_MOST_ANSWERS = 8
+_answers: WeakKeyDictionary[torch.nn.Module, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
 def once_per_task(
-    purpose: str, forward: Forward, task: Task, batch: Batch, also: Any, find: Callable[[], T]
+    purpose: str, forward: Forward, task: Task, batch: Batch, also: Hashable, find: Callable[[], T]
 ) -> T:
     """Return what has been found out about a module as a task uses it, or find it out now.
 
     Threads have a module each, but all models of one ``build`` share it, whatever their tasks. So
     the key is all that decides how the module is called: the class of the task and its settings,
-    and the variables of the batch. The class is compared itself and not by name, because a
+    and the variables of the batch. The class is compared itself and not by name alone, because a
     notebook may define it again. Neither shapes nor weights belong to it: the axes of the samples,
     and whether values are read, are taken to be the same for all; the checks of every block notice
     if they are not.
     """
-    variables = {name: value.ndim for name, value in batch.items()}
-    key = [purpose, type(task), getattr(task, "__dict__", task), variables, also]
-    # A list and no dictionary, since settings of a task need not be hashable. By module and weakly:
-    # an answer goes with its module, and no module is kept alive.
-    answers = _answers.setdefault(forward.module, [])
-    for earlier, answer in answers:
-        if _are_equal(earlier, key):
-            return cast(T, answer)
-    answer = find()
-    key[2] = copy.copy(key[2])  # settings of a task may change later
-    answers.append((key, answer))
-    del answers[:-_MOST_ANSWERS]
-    return answer
-
-
-def _are_equal(left: Any, right: Any) -> bool:
-    try:
-        return bool(left == right)
-    except Exception:  # tensors among the settings cannot be compared; find out again
-        return False
+    variables = tuple((name, value.ndim) for name, value in batch.items())
+    kind = type(getattr(task, "modelout", task))
+    key = purpose, kind, task_spec(task), variables, also
+    # By module and weakly: an answer goes with its module, and no module is kept alive.
+    answers = _answers.setdefault(forward.module, {})
+    if key not in answers:
+        answers[key] = find()
+    return cast(T, answers[key])
 
 
 def reads_values(forward: Forward, task: Task, batch: Batch) -> bool:
