@@ -213,9 +213,13 @@ def _circumstances(job: Job, arrays: tuple[np.ndarray, ...], err: Exception) -> 
     if isinstance(err, ValueError):
         return ""
     inputs = zip(job.inputs, arrays, strict=True)
-    given = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in inputs)
-    advice = "" if job.engine == "loop" else "; if the model itself runs, try gradients='loop'"
-    return f"\nThe inputs of the block were {given}{advice}"
+    described = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in inputs)
+    advice = (
+        "; if the model itself runs, try gradients='loop', or a model of transformers that is "
+        "built with attn_implementation='eager'"
+    )
+    advice = "" if job.engine == "loop" else advice
+    return f"\nThe inputs of the block were {described}{advice}"
 
 
 def _run_samples(samples: Samples, checkpoint: Checkpoint, output: _Output) -> Block:

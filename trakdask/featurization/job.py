@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from trakdask.models.gradients import number_of_tokens
+from trakdask.models.independence import order_by_length, trimmed
 from trakdask.models.model import Model
-from trakdask.models.padding import order_by_length, trimmed
 from trakdask.models.rules import Products
 from trakdask.models.tasks import Batch
 from trakdask.models.tasks.protocol import SampleError

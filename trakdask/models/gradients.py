@@ -20,7 +20,6 @@ from trakdask.models.hooks import GradientCollector
 from trakdask.models.independence import allowed_error, reads_values, require_same_alone, row_of
 from trakdask.models.layers import hook_plan
 from trakdask.models.tasks import Batch, Forward, Task, TrakTask
-from trakdask.models.tasks.protocol import CachingForward
 from trakdask.models.torch_internals import no_fast_path
 
 # Engines to try where another one is wrong.
@@ -141,7 +140,7 @@ def hooks_gradients(
         )
     hookable = hook_plan(forward, task, batch, tuple(names))
     parameters = {name: tensor.detach() for name, tensor in forward.parameters.items()}
-    once = CachingForward(forward.with_parameters(parameters))
+    once = forward.with_parameters(parameters).caching()
     n_tokens = number_of_tokens(batch) if by_token else None
     collector = GradientCollector(once, hookable.layers, batch.size, sink, n_tokens, rotations)
     try:
@@ -255,7 +254,7 @@ def summed_gradient(
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Return autograd's gradient of the weighted sum of f over a batch, f and Q, by one pass."""
     selected = {name: forward.parameters[name].detach().requires_grad_() for name in names}
-    once = CachingForward(forward.with_parameters(selected))
+    once = forward.with_parameters(selected).caching()
     output = require_per_sample(task.output(once, batch), batch.size, "output")
     out_to_loss = out_to_loss_of(once, task, batch)
     once.forget()

@@ -17,12 +17,14 @@ from trakdask.checks import import_callable, shown
 from trakdask.errors import CheckpointError
 from trakdask.files import Folder
 from trakdask.html_tables import html_table
-from trakdask.models.adapters import base_folder, completed, is_adapter
 from trakdask.models.checkpoints import (
     Checkpoint,
     CheckpointLike,
     State,
+    base_folder,
     cached_state,
+    completed,
+    is_adapter,
     make_checkpoints,
 )
 from trakdask.models.curvature import Curvature
