@@ -21,9 +21,9 @@ from trakdask.attribution.scores import (
     score_attrs,
     solver,
 )
-from trakdask.featurization.failures import ERROR_DTYPE
-from trakdask.featurization.job import OnError
-from trakdask.featurization.parts import PartProducts, Parts, Text, part_products
+from trakdask.featurization.graphs import Prepared, lazy_products
+from trakdask.featurization.job import ERROR_DTYPE, OnError
+from trakdask.featurization.parts import Parts, Text, divide
 from trakdask.models.model import Model
 from trakdask.projection.back_projection import require_back_projection
 from trakdask.projection.specs import from_spec
@@ -174,13 +174,12 @@ def score_parts(
         needed = ["feature", "out_to_loss"] if divides_targets else ["feature"]
         validate(undivided, needed, what="of" if divides_targets else "targets")
         require_comparable(features, undivided, "training" if divides_targets else "target")
-    divided = _divided(samples, model, features, parts=parts, text=text, on_error=on_error)
-    like = divided.like
+    prepared, like = _divided(samples, model, features, parts=parts, text=text, on_error=on_error)
     operands = solver(lazy_features(features), gathered)
     if divides_targets:
         training = operands.features if of is None else lazy_features(of)
         (dims, coords), vectors = _weighted_samples(operands, training, like, by)
-        results = divided.arrays(vectors)
+        results = lazy_products(prepared, vectors)
         data = da.moveaxis(results["product"], 2, 0)
         coords |= _errors(results, TARGET, f"{TARGET_PREFIX}error")
         attrs = score_attrs(features, like, operands.attrs)
@@ -188,7 +187,7 @@ def score_parts(
     else:
         explained = lazy_features(targets)
         dims, coords = labels_of_scores(like, explained)
-        results = divided.arrays(operands.vectors(explained))
+        results = lazy_products(prepared, operands.vectors(explained))
         q = like[[]].assign(out_to_loss=((SAMPLE, CHECKPOINT), results["out_to_loss"]))
         weight = _pooled(operands, operands.weight(q)).astype(results["product"].dtype)
         data = results["product"] * weight[:, None, None, :]
@@ -208,12 +207,12 @@ def _divided(
     parts: Parts,
     text: Text | None,
     on_error: OnError,
-) -> PartProducts:
+) -> tuple[Prepared, xr.Dataset]:
     """Divide samples as they are to be multiplied with vectors of some features."""
     projector = from_spec(features.attrs.get("projector", {}))
     require_back_projection(projector)
     dtype = features.attrs.get("dtype", "as given")  # the precision that the model ran in
-    divided = part_products(
+    prepared, like = divide(
         samples,
         _at_checkpoints(model, features),
         parts=parts,
@@ -222,8 +221,8 @@ def _divided(
         dtype=None if dtype == "as given" else dtype,
         on_error=on_error,
     )
-    require_comparable(features, divided.like, name="parts'")
-    return divided
+    require_comparable(features, like, name="parts'")
+    return prepared, like
 
 
 def _weighted_samples(

@@ -17,8 +17,9 @@ from torch import Tensor
 from trakdask.arrays.weights import gram_weights, row_norms
 from trakdask.errors import BlockError
 from trakdask.execution.scheduling import note_start
-from trakdask.featurization.checks import BlockCheck, checked_of
+from trakdask.featurization.checks import Checked, CheckedEngine
 from trakdask.featurization.devices import (
+    applied,
     budget_bytes,
     current_worker,
     described,
@@ -27,8 +28,7 @@ from trakdask.featurization.devices import (
     on_device,
     states_bytes,
 )
-from trakdask.featurization.failures import Block, BlockResults, is_of_samples
-from trakdask.featurization.job import Job, Samples
+from trakdask.featurization.job import Block, BlockResults, Job, Samples, is_of_samples
 from trakdask.models.checkpoints import Checkpoint, cache_states
 from trakdask.models.curvature import (
     AxisProducts,
@@ -38,7 +38,8 @@ from trakdask.models.curvature import (
     factors_by_name,
     rotations,
 )
-from trakdask.models.gradients import Sink, engine_of, out_to_loss_of
+from trakdask.models.gradients import Sink, out_to_loss_of
+from trakdask.models.independence import once_per_task
 from trakdask.models.kept_checkpoints import scales
 from trakdask.models.tasks import Batch, Forward
 from trakdask.models.torch_internals import few_threads, no_fast_path
@@ -200,7 +201,7 @@ def _task(
     cache_states(states_bytes())
     try:
         device = device_of_task(job.device)
-        with _threads(), no_fast_path(), job.precision.applied(device.type):
+        with _threads(), no_fast_path(), applied(job.torch_settings, device):
             yield Samples(job, positions, arrays, device)
     except Exception as err:
         raise BlockError(
@@ -213,26 +214,29 @@ def _circumstances(job: Job, arrays: tuple[np.ndarray, ...], err: Exception) -> 
     if isinstance(err, ValueError):
         return ""
     inputs = zip(job.inputs, arrays, strict=True)
-    described = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in inputs)
+    sizes = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in inputs)
     advice = (
         "; if the model itself runs, try gradients='loop', or a model of transformers that is "
         "built with attn_implementation='eager'"
     )
     advice = "" if job.engine == "loop" else advice
-    return f"\nThe inputs of the block were {described}{advice}"
+    return f"\nThe inputs of the block were {sizes}{advice}"
 
 
 def _run_samples(samples: Samples, checkpoint: Checkpoint, output: _Output) -> Block:
     job, device = samples.job, samples.device
     forward = job.model.forward(checkpoint)
-    if job.precision.dtype is not None:
-        forward = forward.to(getattr(torch, job.precision.dtype))
+    if job.torch_settings["dtype"] != "as given":
+        forward = forward.to(getattr(torch, job.torch_settings["dtype"]))
     forward = on_device(forward, device)
     samples, places = samples.by_length()
-    checked = checked_of(job.checked_as)
+    is_rotated, settings = output.rotations is not None, tuple(job.torch_settings.values())
+    run_as = job.engine, job.row_map.names, settings, device, is_rotated
+    first = samples.batch(slice(1))
+    checked = once_per_task("checks", forward, job.model.task, first, run_as, Checked)
     checked.measure(samples, forward)
-    samples = replace(samples, trims=bool(checked.ignores_padding))
-    check = BlockCheck(checked, samples, forward, output.rotations)
+    samples = replace(samples, trims=checked.ignores_padding)
+    engine = CheckedEngine(checked, samples, forward, output.rotations)
     budget = budget_bytes(forward.parameters, device)
     size = _micro_batch(job, output.width, checked.activation_bytes, budget)
     rows = BlockResults(samples, checkpoint, output.width)
@@ -241,7 +245,7 @@ def _run_samples(samples: Samples, checkpoint: Checkpoint, output: _Output) -> B
         part = todo.pop()
         n = part.stop - part.start
         try:
-            block = _run_micro_batch(samples, forward, part, output, check)
+            block = _run_micro_batch(samples, forward, part, output, engine)
         except Exception as err:
             if n > 1 and is_out_of_memory(err):
                 _log.warning("out of memory: continuing with micro-batches of %d samples", n // 2)
@@ -254,7 +258,7 @@ def _run_samples(samples: Samples, checkpoint: Checkpoint, output: _Output) -> B
                 rows.fail(part.start, samples.named(err, part))
             continue
         rows.put(part, block)
-    check.require_independent(np.flatnonzero(np.isfinite(rows.arrays[1])))
+    engine.require_independent(np.flatnonzero(np.isfinite(rows.arrays[1])))
     return tuple(array[places] for array in rows.result())
 
 
@@ -264,22 +268,18 @@ def _slices(start: int, stop: int, size: int) -> list[slice]:
 
 
 def _run_micro_batch(
-    samples: Samples, forward: Forward, part: slice, output: _Output, check: BlockCheck
+    samples: Samples, forward: Forward, part: slice, output: _Output, engine: CheckedEngine
 ) -> Block:
-    job, n = samples.job, part.stop - part.start
-    run, batch = engine_of(job.engine), samples.batch(part)
+    job, n, batch = samples.job, part.stop - part.start, samples.batch(part)
     stream = output.open(forward, batch)
-    sink = check.watched(part, stream)
-    f, q = run(forward, job.model.task, batch, job.row_map.names, sink, rotations=output.rotations)
+    f, q = engine.run(part, batch, stream)
     feature = stream.result().numpy(force=True)
     if job.partition is not None:
         size = job.partition.of(batch).size
         products = feature.reshape(n, size, -1)
         feature = np.zeros(job.feature_shape(n, output.width), np.float32)
         feature[:, :size] = products  # those of padding, which was cut, are zero
-    block = feature, f.numpy(force=True), q.numpy(force=True)
-    check.require_right(part, sink, block)
-    return block
+    return feature, f.numpy(force=True), q.numpy(force=True)
 
 
 def _micro_batch(job: Job, width: int, activations: int | None, budget: int) -> int:

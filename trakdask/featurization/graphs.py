@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import dask
@@ -15,8 +15,7 @@ from dask.base import tokenize
 
 from trakdask.arrays.blocks import take
 from trakdask.featurization.block import add_up_block, featurize_block, multiply_block
-from trakdask.featurization.failures import ERROR_DTYPE
-from trakdask.featurization.job import Job
+from trakdask.featurization.job import ERROR_DTYPE, Job
 from trakdask.models.curvature import (
     AxisProducts,
     Shapes,
@@ -30,31 +29,54 @@ from trakdask.models.curvature import (
 from trakdask.models.kept_checkpoints import scales
 from trakdask.projection.back_projection import back_project
 from trakdask.projection.leading import back_project_leading
+from trakdask.provenance import digest
 
 Arrays = dict[str, da.Array]
 
 _VECTOR_BYTES = 2**28
 
 
-def lazy_arrays(job: Job, inputs: Arrays, token: str) -> Arrays:
+@dataclass(frozen=True)
+class Prepared:
+    """What a graph is built from: all that is known before anything runs."""
+
+    job: Job
+    inputs: Arrays
+    attrs: dict[str, Any]
+    coords: dict[Hashable, Any]
+
+    @cached_property
+    def token(self) -> str:
+        """Name of the graph's layers: a digest of everything that could change a block."""
+        arrays = {
+            name: [array.name, [list(sizes) for sizes in array.chunks]]
+            for name, array in self.inputs.items()
+        }
+        return digest({"attrs": self.attrs, "arrays": arrays})[:32]
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Number of samples of each block."""
+        rows: tuple[int, ...] = next(iter(self.inputs.values())).chunks[0]
+        return rows
+
+
+def lazy_arrays(prepared: Prepared) -> Arrays:
     """Build the graph: a task per (sample block × checkpoint), and one per variable of it."""
-    tasks = _tasks(featurize_block, "sc", job, inputs, token, name=f"featurize-{token}")
+    job, token = prepared.job, prepared.token
+    tasks = _tasks(featurize_block, "sc", prepared, token, name=f"featurize-{token}")
     width = job.projector.width(job.row_map.n_rows)
     feature = _taken(tasks, "sc", "spc", 0, f"feature-{token}", new_axes={"p": width})
     return {"feature": feature} | _others(job, tasks, "sc", token)
 
 
-def lazy_products(job: Job, inputs: Arrays, token: str, vectors: da.Array) -> Arrays:
+def lazy_products(prepared: Prepared, vectors: da.Array) -> Arrays:
     """Build the graph of products of features with vectors, without the features.
 
     Parameters
     ----------
-    job
-        The settings, with a partition.
-    inputs
-        Of the model, by name.
-    token
-        Of the features.
+    prepared
+        Samples and settings, with a partition.
     vectors
         What features are multiplied with, (vector, proj_dim, checkpoint), chunks (rows, p, 1).
 
@@ -69,7 +91,8 @@ def lazy_products(job: Job, inputs: Arrays, token: str, vectors: da.Array) -> Ar
     samples and checkpoint runs the model. Vectors take 4 bytes per parameter; of more than 256 MiB,
     the model runs once for each 256 MiB.
     """
-    token, n_rows = tokenize(token, vectors.name), job.row_map.n_rows
+    job, token = prepared.job, tokenize(prepared.token, vectors.name)
+    n_rows = job.row_map.n_rows
     chunked = vectors.rechunk({0: max(1, _VECTOR_BYTES // (4 * n_rows))})
     back = da.blockwise(
         _back_project, "vrc",
@@ -78,7 +101,7 @@ def lazy_products(job: Job, inputs: Arrays, token: str, vectors: da.Array) -> Ar
         align_arrays=False, dtype=np.float32, meta=np.empty((0, 0, 0), np.float32),
     )  # fmt: skip
     name = f"featurize-{token}"
-    tasks = _tasks(multiply_block, "svc", job, inputs, token, back, "vrc", name=name)
+    tasks = _tasks(multiply_block, "svc", prepared, token, back, "vrc", name=name)
     assert job.partition is not None
     new_axes = {"t": job.partition.size}
     product = _taken(tasks, "svc", "stvc", 0, f"product-{token}", new_axes=new_axes)
@@ -86,19 +109,18 @@ def lazy_products(job: Job, inputs: Arrays, token: str, vectors: da.Array) -> Ar
     return {"product": product} | _others(job, tasks.blocks[:, :1], "svc", token)
 
 
-def lazy_curvature(
-    job: Job, inputs: Arrays, token: str, power: float | None
-) -> tuple[da.Array, da.Array]:
+def lazy_curvature(prepared: Prepared, power: float | None) -> tuple[da.Array, da.Array]:
     """Return eigenvectors (entry, checkpoint) and mean eigenvalues (coordinate, checkpoint).
 
     Two passes over the samples, a task for every block of each; their sums are added up in a tree.
     """
-    shapes, token = job.model.shapes, tokenize(token, power)
+    job, token = prepared.job, tokenize(prepared.token, power)
+    shapes, n_coordinates = job.model.shapes, job.row_map.n_parameters
     n_entries = max((place.stop for *_, place in factors_of(shapes)), default=0)
 
     def summed(kind: Any, length: int, title: str, *eigenvectors: Any) -> da.Array:
         blocks = _tasks(
-            partial(add_up_block, kind, power, length), "sec", job, inputs, token, *eigenvectors,
+            partial(add_up_block, kind, power, length), "sec", prepared, token, *eigenvectors,
             new_axes={"e": length}, adjust_chunks={"s": 1}, name=f"{title}-{token}",
             dtype=np.float64,
         )  # fmt: skip
@@ -107,8 +129,10 @@ def lazy_curvature(
 
     sums = summed(AxisProducts, n_entries, "axis-products", None, None)
     vectors = da.map_blocks(_eigenvectors, sums, shapes, dtype=np.float32)
-    squares = summed(SquaredCoordinates, job.row_map.n_parameters, "squares", vectors, "xc")
-    return vectors, squares / sum(next(iter(inputs.values())).chunks[0])
+    squares = summed(
+        SquaredCoordinates, prepared.job.row_map.n_parameters, "squares", vectors, "xc"
+    )
+    return vectors, squares / sum(prepared.rows)
 
 
 def _eigenvectors(sums: np.ndarray, shapes: Shapes) -> np.ndarray:
@@ -137,21 +161,21 @@ def _back_project(job: Job, weights: np.ndarray, vectors: np.ndarray) -> np.ndar
 
 
 def _tasks(
-    run: Callable[..., Any], index: str, job: Job, inputs: Arrays, token: str, *more: Any,
+    run: Callable[..., Any], index: str, prepared: Prepared, token: str, *more: Any,
     dtype: Any = object, **options: Any,
 ) -> da.Array:  # fmt: skip
     """Return what ``run`` returns for each block of samples and checkpoint, mostly a tuple."""
     tasks: da.Array = da.blockwise(
         run,
         index,
-        _shared(job, token),
+        _shared(prepared.job, token),
         None,
-        _weights(job, token),
+        _weights(prepared.job, token),
         "c",
-        _starts(next(iter(inputs.values())).chunks[0], token),  # so that errors can name samples
+        _starts(prepared.rows, token),  # so that errors can name samples
         "s",
         *more,
-        *_indexed(inputs),
+        *_indexed(prepared.inputs),
         dtype=dtype,
         meta=np.empty((0,) * len(index), dtype=dtype),
         concatenate=True,

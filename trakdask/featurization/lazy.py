@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from collections.abc import Callable
+from typing import Literal, get_args
 
 import torch
 import xarray as xr
@@ -16,8 +15,9 @@ from distributed.system import MEMORY_LIMIT
 from trakdask._version import __version__
 from trakdask.checks import require_choice, require_integer, shown
 from trakdask.execution.scheduling import active_client, workers_of
-from trakdask.featurization.graphs import Arrays, lazy_arrays
-from trakdask.featurization.job import DType, Job, OnError, Partition, Precision
+from trakdask.featurization.devices import torch_settings
+from trakdask.featurization.graphs import Arrays, Prepared, lazy_arrays
+from trakdask.featurization.job import DType, Job, OnError, Partition
 from trakdask.models.gradients import ENGINES
 from trakdask.models.layers import choose_engine, elements_at_once
 from trakdask.models.model import Model
@@ -25,7 +25,6 @@ from trakdask.models.tasks import task_spec
 from trakdask.projection import SJLT, Projector, RowMap
 from trakdask.projection.leading import n_leading
 from trakdask.projection.memory import require_block_fits
-from trakdask.provenance import digest
 from trakdask.samples import lazy_variables, normalise_coord, source_of, validate_samples
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
@@ -48,25 +47,6 @@ _FORMULAS = {
 """By whether there are second moments, and whether there is a curvature."""
 _MICRO_BATCH_BYTES = 2**28
 _MICRO_BATCH_MOST = 256
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What the graph of featurize is built from: all that is known before anything runs."""
-
-    job: Job
-    inputs: Arrays
-    attrs: dict[str, Any]
-    coords: dict[Hashable, Any]
-
-    @property
-    def token(self) -> str:
-        """Name of the graph's layers: a digest of everything that could change a block."""
-        arrays = {
-            name: [array.name, [list(sizes) for sizes in array.chunks]]
-            for name, array in self.inputs.items()
-        }
-        return digest({"attrs": self.attrs, "arrays": arrays})[:32]
 
 
 def featurize(
@@ -188,7 +168,7 @@ def featurize(
     >>> error[error != ""].values.tolist()
     ['the output is NaN or infinite']
     """
-    made = prepare(
+    prepared = prepare(
         samples,
         model,
         projector=projector,
@@ -198,11 +178,14 @@ def featurize(
         device=device,
         on_error=on_error,
     )
-    block = max(next(iter(made.inputs.values())).chunks[0])
-    require_block_fits(made.job.projector, made.job.row_map.n_rows, block, _largest_memory())
-    arrays = lazy_arrays(made.job, made.inputs, token=made.token)
-    data = {n: (VARIABLES[n].dims, array, VARIABLES[n].attrs) for n, array in arrays.items()}
-    return xr.Dataset(data, coords=made.coords, attrs=made.attrs)
+    job, n_samples = prepared.job, max(prepared.rows)
+    require_block_fits(job.projector, job.row_map.n_rows, n_samples, _largest_memory())
+    arrays = lazy_arrays(prepared)
+    data = {
+        name: (VARIABLES[name].dims, array, {"description": VARIABLES[name].description})
+        for name, array in arrays.items()
+    }
+    return xr.Dataset(data, coords=prepared.coords, attrs=prepared.attrs)
 
 
 def prepare(
@@ -241,16 +224,7 @@ def prepare(
         held = max(held, *sizes.values())
     if engine == "tokens" and partition:
         held *= partition.size
-    precision = _precision(dtype)
-    of_torch = {
-        "dtype": dtype or "as given",
-        "autocast": precision.autocast or "off",
-        "float32_matmul_precision": precision.matmul,
-    }
-    # The model's own token is part of it, because its spec does not tell all models apart: what a
-    # function reads from a closure, for example, is not in the fingerprint of the code.
-    spec = model.spec()
-    run_as = {"model": model.token, **spec, **of_torch, "engine": engine, "device": device}
+    settings, spec = torch_settings(dtype), model.spec()
     job = Job(
         model=model,
         projector=projector,
@@ -258,11 +232,10 @@ def prepare(
         engine=engine,
         batch_size=_batch_size(batch_size, "hooks" if partition else engine, held),
         elements_at_once=held,
-        inputs={name: (array.shape[1:], array.dtype) for name, array in inputs.items()},
-        precision=precision,
+        inputs=tuple(inputs),
+        torch_settings=settings,
         device=device,
         on_error=on_error,
-        checked_as=digest(run_as),
         partition=partition,
     )
     attrs = {
@@ -272,7 +245,7 @@ def prepare(
         "source": source_of(samples, inputs),
         "gradients": engine,
         "batch_size": job.batch_size,
-        **of_torch,
+        **settings,
         "device": device,
         "on_error": on_error,
         **({"parts": partition.spec()} if partition else {}),
@@ -285,15 +258,6 @@ def prepare(
     checkpoint = normalise_coord(CHECKPOINT, names, len(names))
     coords = {**samples.coords, CHECKPOINT: (CHECKPOINT, checkpoint)}
     return Prepared(job, inputs, attrs, coords)
-
-
-def _precision(dtype: DType | None) -> Precision:
-    """Return the settings of torch that are active in the caller."""
-    autocast = None
-    for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device):
-            autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
-    return Precision(dtype, autocast, torch.get_float32_matmul_precision())
 
 
 def _largest_memory() -> float:

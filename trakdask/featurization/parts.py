@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import dask.array as da
@@ -14,9 +13,9 @@ import xarray as xr
 from dask.base import tokenize
 
 from trakdask.checks import shown
-from trakdask.featurization.graphs import Arrays, lazy_products
+from trakdask.featurization.graphs import Arrays, Prepared
 from trakdask.featurization.job import DType, OnError, Partition
-from trakdask.featurization.lazy import Prepared, prepare
+from trakdask.featurization.lazy import prepare
 from trakdask.models.layers import require_layers_of_tokens
 from trakdask.models.model import Model
 from trakdask.models.modules import select_parameters
@@ -32,27 +31,7 @@ _OTHERS = "others"
 _TEXT_DTYPE = np.dtypes.StringDType()
 
 
-@dataclass(frozen=True)
-class PartProducts:
-    """Samples divided into parts, whose features can be multiplied without being computed.
-
-    Parameters
-    ----------
-    made
-        What the graph is built from.
-    like
-        A Dataset with the coords and attrs of features of the parts, with zeros as ``feature``.
-    """
-
-    made: Prepared
-    like: xr.Dataset
-
-    def arrays(self, vectors: da.Array) -> dict[str, da.Array]:
-        """Return products with vectors and more, see :func:`lazy_products`."""
-        return lazy_products(self.made.job, self.made.inputs, self.made.token, vectors)
-
-
-def part_products(
+def divide(
     samples: xr.Dataset,
     model: Model,
     *,
@@ -61,14 +40,20 @@ def part_products(
     text: Text | None,
     dtype: DType | None,
     on_error: OnError,
-) -> PartProducts:
-    """Divide samples into parts."""
+) -> tuple[Prepared, xr.Dataset]:
+    """Divide samples into parts, whose features can be multiplied without being computed.
+
+    Returns
+    -------
+    What a graph is built from, and a Dataset with the coords and attrs of features of the parts,
+    with zeros as ``feature``.
+    """
     if text is not None and not _is_token(parts):
         raise ValueError(
             f"expected text= with parts='token' only, got it with parts={shown(parts)}; try "
             "leaving text out"
         )
-    made = prepare(
+    prepared = prepare(
         samples,
         model,
         projector=projector,
@@ -76,18 +61,18 @@ def part_products(
         on_error=on_error,
         divide=functools.partial(_partition, parts),
     )
-    job, rows = made.job, next(iter(made.inputs.values())).chunks[0]
+    job, rows = prepared.job, prepared.rows
     assert job.partition is not None
     width, n = job.projector.width(job.row_map.n_rows), len(job.model.checkpoints)
     shape = (sum(rows), job.partition.size, width, n)
     zeros = da.zeros(shape, dtype=np.float32, chunks=(rows, -1, -1, 1))
     dims = (SAMPLE, job.partition.dim, PROJ_DIM, CHECKPOINT)
-    like = xr.Dataset({"feature": (dims, zeros)}, coords=made.coords, attrs=made.attrs)
+    like = xr.Dataset({"feature": (dims, zeros)}, coords=prepared.coords, attrs=prepared.attrs)
     if job.partition.names:
         coords: Any = {MODULE: (MODULE, np.array(job.partition.names, dtype=object))}
     else:
         coords = _token_coords(samples, model, text)
-    return PartProducts(made, like.assign_coords(coords))
+    return prepared, like.assign_coords(coords)
 
 
 def _is_token(parts: object) -> bool:
