@@ -42,9 +42,9 @@ from trakdask.models.gradients import Sink, out_to_loss_of
 from trakdask.models.independence import once_per_task
 from trakdask.models.kept_checkpoints import scales
 from trakdask.models.tasks import Batch, Forward
-from trakdask.models.torch_internals import few_threads, no_fast_path
 from trakdask.projection import ProjectionStream
 from trakdask.projection.leading import LeadingStream
+from trakdask.torch_internals import few_threads, no_fast_path
 
 _log = logging.getLogger(__name__)
 
@@ -152,6 +152,17 @@ class _Output:
     rotations: Rotations | None = None
 
 
+def scaling(
+    job: Job, moments: Checkpoint | None, curvature: Curvature | None, device: torch.device
+) -> tuple[Rotations | None, dict[str, Tensor]]:
+    """Return the coordinates of gradients, and what each parameter's are multiplied by there."""
+    shapes = job.model.shapes
+    if curvature:
+        matrices = rotations(curvature.eigenvectors, shapes, device)
+        return matrices, factors_by_name(curvature, shapes, device)
+    return None, scales(moments, job.row_map.names, device) if moments else {}
+
+
 def _projected(
     job: Job,
     checkpoint: Checkpoint,
@@ -160,18 +171,13 @@ def _projected(
     device: torch.device,
 ) -> _Output:
     """Project gradients."""
-    shapes, matrices, factors = job.model.shapes, None, dict[str, Tensor]()
-    if moments:
-        factors = scales(moments, job.row_map.names, device)
-    elif curvature:
-        matrices = rotations(curvature.eigenvectors, shapes, device)
-        factors = factors_by_name(curvature, shapes, device)
+    matrices, factors = scaling(job, moments, curvature, device)
 
     def open_stream(forward: Forward, batch: Batch) -> _Stream:
         place = job.projector, job.row_map, batch.size, checkpoint.id, device
+        stream: _Stream = ProjectionStream(*place)
         if curvature:
-            return _Scaled(LeadingStream(*place, curvature.leading), factors)
-        stream = ProjectionStream(*place)
+            stream = LeadingStream(*place, curvature.leading)
         return _Scaled(stream, factors) if factors else stream
 
     return _Output(job.projector.width(job.row_map.n_rows), open_stream, matrices)
@@ -214,13 +220,11 @@ def _circumstances(job: Job, arrays: tuple[np.ndarray, ...], err: Exception) -> 
     if isinstance(err, ValueError):
         return ""
     inputs = zip(job.inputs, arrays, strict=True)
-    sizes = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in inputs)
-    advice = (
-        "; if the model itself runs, try gradients='loop', or a model of transformers that is "
-        "built with attn_implementation='eager'"
+    shapes = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in inputs)
+    return (
+        f"\nThe inputs of the block were {shapes}; if the model itself runs, try gradients='loop', "
+        "or a model of transformers that is built with attn_implementation='eager'"
     )
-    advice = "" if job.engine == "loop" else advice
-    return f"\nThe inputs of the block were {sizes}{advice}"
 
 
 def _run_samples(samples: Samples, checkpoint: Checkpoint, output: _Output) -> Block:

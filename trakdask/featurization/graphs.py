@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import dask
@@ -14,19 +15,21 @@ import torch
 from dask.base import tokenize
 
 from trakdask.arrays.blocks import take
-from trakdask.featurization.block import add_up_block, featurize_block, multiply_block
+from trakdask.featurization.block import (
+    add_up_block,
+    featurize_block,
+    multiply_block,
+    scaling,
+)
 from trakdask.featurization.job import ERROR_DTYPE, Job
 from trakdask.models.curvature import (
     AxisProducts,
     Shapes,
     SquaredCoordinates,
     eigenvectors_of,
-    factors_by_name,
     factors_of,
     rotated,
-    rotations,
 )
-from trakdask.models.kept_checkpoints import scales
 from trakdask.projection.back_projection import back_project
 from trakdask.projection.leading import back_project_leading
 from trakdask.provenance import digest
@@ -129,9 +132,7 @@ def lazy_curvature(prepared: Prepared, power: float | None) -> tuple[da.Array, d
 
     sums = summed(AxisProducts, n_entries, "axis-products", None, None)
     vectors = da.map_blocks(_eigenvectors, sums, shapes, dtype=np.float32)
-    squares = summed(
-        SquaredCoordinates, prepared.job.row_map.n_parameters, "squares", vectors, "xc"
-    )
+    squares = summed(SquaredCoordinates, n_coordinates, "squares", vectors, "xc")
     return vectors, squares / sum(prepared.rows)
 
 
@@ -145,18 +146,14 @@ def _back_project(job: Job, weights: np.ndarray, vectors: np.ndarray) -> np.ndar
     flat = torch.tensor(vectors[..., 0])
     if curvature:
         found = back_project_leading(job.projector, rows, checkpoint.id, flat, curvature.leading)
-        # For every gradient g and vector v, (s U'g)·v = g·(U s v), s being the scale.
-        matrices = rotations(curvature.eigenvectors, job.model.shapes, flat.device)
-        for name, scale in factors_by_name(curvature, job.model.shapes, flat.device).items():
-            place = slice(rows.offset(name), rows.offset(name) + rows.size(name))
-            back = {axis: matrix.T for axis, matrix in matrices[name].items()}
-            found[:, place] = rotated(found[:, place] * scale, rows.shape(name), back)
     else:
         found = back_project(job.projector.bind(rows), rows, checkpoint.id, flat)
-    if moments:
-        factors = scales(moments, rows.names, torch.device("cpu"))
-        for name, factor in factors.items():
-            found[:, rows.offset(name) : rows.offset(name) + len(factor)] *= factor
+    # For every gradient g and vector v, (s U'g)·v = g·(U s v), s being the factors.
+    matrices, factors = scaling(job, moments, curvature, flat.device)
+    for name, factor in factors.items():
+        place = slice(rows.offset(name), rows.offset(name) + rows.size(name))
+        back = {axis: matrix.T for axis, matrix in matrices[name].items()} if matrices else {}
+        found[:, place] = rotated(found[:, place] * factor, rows.shape(name), back)
     return found.numpy()[..., None]
 
 
@@ -165,23 +162,20 @@ def _tasks(
     dtype: Any = object, **options: Any,
 ) -> da.Array:  # fmt: skip
     """Return what ``run`` returns for each block of samples and checkpoint, mostly a tuple."""
+    inputs = [
+        (array, ("s", *(f"{name}.{axis}" for axis in range(1, array.ndim))))
+        for name, array in prepared.inputs.items()
+    ]
     tasks: da.Array = da.blockwise(
-        run,
-        index,
-        _shared(prepared.job, token),
-        None,
-        _weights(prepared.job, token),
-        "c",
-        _starts(prepared.rows, token),  # so that errors can name samples
-        "s",
-        *more,
-        *_indexed(prepared.inputs),
-        dtype=dtype,
-        meta=np.empty((0,) * len(index), dtype=dtype),
-        concatenate=True,
+        run, index,
+        _shared(prepared.job, token), None,
+        _weights(prepared.job, token), "c",
+        _starts(prepared.rows, token), "s",  # so that errors can name samples
+        *more, *chain.from_iterable(inputs),
+        dtype=dtype, meta=np.empty((0,) * len(index), dtype=dtype), concatenate=True,
         align_arrays=False,  # all chunks match; aligning would warn about the outer product
         **options,
-    )
+    )  # fmt: skip
     return tasks
 
 
@@ -244,9 +238,3 @@ def _taken(
 
 def _take_of_first(results: Any, key: Any) -> Any:
     return results[0][key]
-
-
-def _indexed(inputs: Arrays) -> Iterator[Any]:
-    for name, array in inputs.items():
-        yield array
-        yield ("s", *(f"{name}.{axis}" for axis in range(1, array.ndim)))

@@ -207,7 +207,11 @@ def prepare(
     and not projected; ``adds_up``, that gradients are only added up.
     """
     projector = _DEFAULT if projector is None else projector
-    _require_options(model, projector, gradients, dtype, device, on_error)
+    _require_options(model, projector, device)
+    require_choice("gradients", gradients, ["auto", *ENGINES], remedy="try gradients='auto'")
+    require_choice("on_error", on_error, get_args(OnError), remedy="try on_error='record'")
+    if dtype is not None:
+        require_choice("dtype", dtype, get_args(DType), remedy="try dtype='float32', or None")
     samples = validate_samples(samples)
     model = model.for_variables({str(n): array.ndim for n, array in samples.variables.items()})
     row_map = RowMap.from_shapes(model.shapes, alignment=projector.row_alignment)
@@ -306,14 +310,7 @@ def _batch_size(batch_size: int | Literal["auto"], engine: str, held: int) -> in
     return require_integer("batch_size", batch_size, 1, remedy="try batch_size='auto'")
 
 
-def _require_options(
-    model: object,
-    projector: object,
-    gradients: object,
-    dtype: object,
-    device: object,
-    on_error: object,
-) -> None:
+def _require_options(model: object, projector: object, device: object) -> None:
     """Reject values that are none of those allowed."""
     if not isinstance(model, Model):
         raise TypeError(
@@ -324,10 +321,6 @@ def _require_options(
         raise TypeError(
             f"expected a projector, got {shown(projector)}; try projector=td.SJLT(proj_dim=2048)"
         )
-    require_choice("gradients", gradients, ["auto", *ENGINES], remedy="try gradients='auto'")
-    require_choice("on_error", on_error, get_args(OnError), remedy="try on_error='record'")
-    if dtype is not None:
-        require_choice("dtype", dtype, get_args(DType), remedy="try dtype='float32', or None")
     if not (isinstance(device, str) and _DEVICE.fullmatch(device)):
         raise ValueError(
             "expected 'auto', 'cpu', 'cuda', or one GPU of each worker, such as 'cuda:1', as "

@@ -20,7 +20,7 @@ from trakdask.models.hooks import GradientCollector
 from trakdask.models.independence import allowed_error, reads_values, require_same_alone, row_of
 from trakdask.models.layers import hook_plan
 from trakdask.models.tasks import Batch, Forward, Task, TrakTask
-from trakdask.models.torch_internals import no_fast_path
+from trakdask.torch_internals import no_fast_path
 
 # Engines to try where another one is wrong.
 _SAFER = {"hooks": "'vmap', or 'loop'", "vmap": "'loop'", "tokens": "'loop'"}

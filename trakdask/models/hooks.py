@@ -46,7 +46,7 @@ from trakdask.models.rules import (
     wide,
 )
 from trakdask.models.tasks import Forward
-from trakdask.models.torch_internals import tree_flatten, tree_unflatten, version_of
+from trakdask.torch_internals import tree_flatten, tree_unflatten, version_of
 
 RowsOfGradient = Callable[..., Tensor]
 """Computes the gradient of some rows of a weight, from one of its uses."""

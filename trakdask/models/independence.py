@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from trakdask.models.tasks import Batch, Forward, Task, task_spec
 from trakdask.models.tasks.protocol import MASK, SampleError, call_model
-from trakdask.models.torch_internals import TorchDispatchMode, fake_tensor_mode
+from trakdask.torch_internals import TorchDispatchMode, fake_tensor_mode
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from trakdask.models.independence import once_per_task, repeated
 from trakdask.models.rules import CHANNEL_NORMS, CONVOLUTIONS, SLICEABLE, Rule, rules_of
 from trakdask.models.tasks import Batch, Forward, Task, TrakTask
-from trakdask.models.torch_internals import tree_flatten, tree_leaves, tree_unflatten, version_of
+from trakdask.torch_internals import tree_flatten, tree_leaves, tree_unflatten, version_of
 
 # Layers whose result at one token depends on several, or that have no axis of tokens.
 _ACROSS_TOKENS = (

@@ -39,7 +39,7 @@ from trakdask.models.modules import (
     without_weights,
 )
 from trakdask.models.tasks import Forward, Task, TrakTask, resolve_task, task_spec
-from trakdask.models.torch_internals import uncompiled
+from trakdask.torch_internals import uncompiled
 
 __all__ = ["Model"]
 

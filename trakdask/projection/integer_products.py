@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trakdask.projection.memory import Scratch
 from trakdask.projection.philox import ROWS_PER_COUNTER, fill_words
+from trakdask.torch_internals import int8_matmul
 
 SLAB_ROWS = 2048
 """Rows of one product, so that a tile of bits fits in the cache; no effect on results."""
@@ -129,12 +130,6 @@ def integer_matmul(bits: Tensor, digits: Tensor, out: Tensor) -> None:
         int8_matmul(bits, digits, out)
     else:
         out.copy_(torch.mm(bits.float(), digits.float().T))
-
-
-def int8_matmul(bits: Tensor, digits: Tensor, out: Tensor) -> None:
-    """Do the same by the int8 product of this torch, whatever it does."""
-    # A private name, for which torch has no public one; hence the checks of its results.
-    torch._int_mm(bits, digits.T, out=out)
 
 
 @cache

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trakdask.checks import require_number
 from trakdask.html_tables import HtmlTable
-from trakdask.models.torch_internals import tree_leaves, tree_map
+from trakdask.torch_internals import tree_leaves, tree_map
 
 MASK = "attention_mask"
 """Name of the variable that marks the padding of sequences, as in transformers."""

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from trakdask.projection.cuda.launch import Kernels, Launch
-from trakdask.projection.integer_products import int8_matmul
 from trakdask.projection.philox import ROWS_PER_COUNTER
 from trakdask.projection.protocol import ROW_BLOCK
 from trakdask.projection.quantize import FRACTION_BITS
+from trakdask.torch_internals import int8_matmul
 
 THREADS = 512
 """Threads of a block that works on one sample of one row block; a power of two."""
