@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import dask.array as da
 import numpy as np
-import torch
 import xarray as xr
 from dask.base import tokenize
 
@@ -48,7 +47,8 @@ def divide(
     What a graph is built from, and a Dataset with the coords and attrs of features of the parts,
     with zeros as ``feature``.
     """
-    if text is not None and not _is_token(parts):
+    by_token = isinstance(parts, str) and parts == TOKEN
+    if text is not None and not by_token:
         raise ValueError(
             f"expected text= with parts='token' only, got it with parts={shown(parts)}; try "
             "leaving text out"
@@ -59,7 +59,7 @@ def divide(
         projector=projector,
         dtype=dtype,
         on_error=on_error,
-        divide=functools.partial(_partition, parts),
+        divide=_tokens if by_token else functools.partial(_modules, parts),
     )
     job, rows = prepared.job, prepared.rows
     assert job.partition is not None
@@ -71,22 +71,12 @@ def divide(
     if job.partition.names:
         coords: Any = {MODULE: (MODULE, np.array(job.partition.names, dtype=object))}
     else:
-        coords = _token_coords(samples, model, text)
+        coords = _token_coords(prepared, text)
     return prepared, like.assign_coords(coords)
 
 
-def _is_token(parts: object) -> bool:
-    return isinstance(parts, str) and parts == TOKEN
-
-
-def _partition(parts: Parts, model: Model, inputs: Arrays) -> Partition:
-    if _is_token(parts):
-        return _tokens(model, inputs)
-    groups, names = _groups_of_parameters(model.meta_module(), tuple(model.shapes), parts)
-    return Partition(MODULE, len(names), groups, tuple(names))
-
-
 def _tokens(model: Model, inputs: Arrays) -> Partition:
+    """Divide sequences into tokens."""
     name, first = next(iter(inputs.items()))
     if first.ndim < 2 or first.shape[1] < 1:
         raise ValueError(
@@ -103,20 +93,18 @@ def _tokens(model: Model, inputs: Arrays) -> Partition:
 
 
 def _token_coords(
-    samples: xr.Dataset, model: Model, text: Text | None
+    prepared: Prepared, text: Text | None
 ) -> dict[str, tuple[tuple[str, str], da.Array]]:
     """Return ids and texts of tokens, if the first input of the model holds ids."""
-    names = getattr(model.task, "variables", None) or tuple(map(str, samples.data_vars))
-    ids = samples[names[0]].variable
+    name, ids = next(iter(prepared.inputs.items()))
     if ids.ndim != 2 or ids.dtype.kind not in "iu":
         if text is None:
             return {}
         raise ValueError(
-            f"expected token ids (sample, token) for text=, got {names[0]!r} of {ids.dtype} over "
-            f"{ids.dims}; try leaving text out, and assign_coords(text=...)"
+            f"expected token ids (sample, token) for text=, got {name!r} of {ids.dtype} and shape "
+            f"{ids.shape}; try leaving text out, and assign_coords(text=...)"
         )
-    data = da.asarray(ids.data)
-    coords = {names[0]: ((SAMPLE, TOKEN), data)}
+    coords = {name: ((SAMPLE, TOKEN), ids)}
     if text is None:
         return coords
     if not callable(text) and (isinstance(text, str) or not isinstance(text, Sequence)):
@@ -125,68 +113,49 @@ def _token_coords(
             " try text=tokenizer.decode"
         )
     texts: da.Array = da.map_blocks(
-        _text_of, data, text=text,
+        _text_of, ids, text=text,
         dtype=_TEXT_DTYPE, meta=np.empty((0, 0), _TEXT_DTYPE),
-        name=f"text-{tokenize(data.name, text)}",
+        name=f"text-{tokenize(ids.name, text)}",
     )  # fmt: skip
     return coords | {"text": ((SAMPLE, TOKEN), texts)}
 
 
 def _text_of(ids: np.ndarray, text: Text) -> np.ndarray:
     different, place = np.unique(ids, return_inverse=True)
-    words = []
-    for number in different.tolist():
-        try:
-            word = text(number) if callable(text) else text[number] if number >= 0 else None
-        except IndexError:
-            word = None
+    words = [text(number) if callable(text) else text[number] for number in different.tolist()]
+    for number, word in zip(different.tolist(), words, strict=True):
         if not isinstance(word, str):
             raise ValueError(
                 f"expected text= to give the text of token {number}, got {shown(word)}; try "
                 "text=tokenizer.decode"
             )
-        words.append(word)
     return np.array(words, _TEXT_DTYPE)[place.reshape(ids.shape)]
 
 
-def _groups_of_parameters(
-    module: torch.nn.Module, names: Sequence[str], parts: Any
-) -> tuple[dict[str, int], list[str]]:
-    """Return the number of the part of each parameter, and the names of the parts.
-
-    Parameters
-    ----------
-    module
-        The model.
-    names
-        The selected parameters.
-    parts
-        A mapping from the name of a part to a name or glob of parameters, or several of these; or a
-        list of words, each of which stands for all parameters whose names contain it.
-
-    Raises
-    ------
-    ValueError
-        If it is none of these, if a part selects nothing, or if two parts share a parameter.
-    """
-    groups: dict[str, int] = {}
-    patterns = _patterns(parts)
-    for number, (title, globs) in enumerate(patterns.items()):
-        selected = set(select_parameters(module, globs)) & set(names)
-        if not selected:
+def _modules(parts: Any, model: Model, inputs: Arrays) -> Partition:
+    """Divide parameters among parts, by globs or words, and those that no part has."""
+    names, patterns = tuple(model.shapes), _patterns(parts)
+    chosen = {
+        title: set(select_parameters(model.meta_module(), globs)) & set(names)
+        for title, globs in patterns.items()
+    }
+    titles = {name: [t for t, inside in chosen.items() if name in inside] for name in names}
+    for title, inside in chosen.items():
+        if not inside:
             raise ValueError(
-                f"expected parameters of the model in each part, got {title!r}: {globs}, which "
-                f"selects none of those that are differentiated; try globs of {list(names)[:4]}"
+                f"expected parameters of the model in each part, got {title!r}: {patterns[title]}, "
+                "which selects none of those that are differentiated; try globs of "
+                f"{list(names)[:4]}"
             )
-        for name in selected:
-            if name in groups:
-                raise ValueError(
-                    f"expected each parameter in one part, got {name!r} in {title!r} and in "
-                    f"{list(patterns)[groups[name]]!r}; try globs that exclude each other"
-                )
-            groups[name] = number
-    rest = {name: len(patterns) for name in names if name not in groups}
-    return groups | rest, [*patterns, *([_OTHERS] if rest else [])]
+    for name, found in titles.items():
+        if len(found) > 1:
+            raise ValueError(
+                f"expected each parameter in one part, got {name!r} in {found[0]!r} and in "
+                f"{found[1]!r}; try globs that exclude each other"
+            )
+    parts = [*patterns, *([_OTHERS] if [] in titles.values() else [])]
+    groups = {name: parts.index((found or [_OTHERS])[0]) for name, found in titles.items()}
+    return Partition(MODULE, len(parts), groups, tuple(parts))
 
 
 def _patterns(parts: Any) -> dict[str, str | list[str]]:
