@@ -203,7 +203,7 @@ def test_featurize__compute_reads_the_weights_of_each_checkpoint_once(
         torch.manual_seed(seed)
         torch.save(build().state_dict(), path)
     made = td.Model(build, paths)
-    checkpoints._states.clear()
+    checkpoints._states.by_digest.clear()
     reads = []
     read = checkpoints.read_state
     monkeypatch.setattr(

@@ -46,31 +46,22 @@ class States:
     def __init__(self) -> None:
         self.most_bytes = 0
         """What all of them together may take, beyond the last two."""
-        self._states: OrderedDict[str, State] = OrderedDict()
+        self.by_digest: OrderedDict[str, State] = OrderedDict()
         self._lock = Lock()
 
     def get(self, digest: str, read: Callable[[], State]) -> State:
         """Return a state dict; one thread reads it, and the others wait for the same tensors."""
         with self._lock:
-            if digest not in self._states:
-                self._states[digest] = read()
-            self._states.move_to_end(digest)
-            while len(self._states) > _FEWEST_STATES and self._n_bytes() > self.most_bytes:
-                self._states.popitem(last=False)
-            return self._states[digest]
+            if digest not in self.by_digest:
+                self.by_digest[digest] = read()
+            self.by_digest.move_to_end(digest)
+            while len(self.by_digest) > _FEWEST_STATES and self._n_bytes() > self.most_bytes:
+                self.by_digest.popitem(last=False)
+            return self.by_digest[digest]
 
     def _n_bytes(self) -> int:
-        states = self._states.values()
+        states = self.by_digest.values()
         return sum(tensor.nbytes for state in states for tensor in state.values())
-
-    def digests(self) -> list[str]:
-        """Return which state dicts are in memory, the most recently used last."""
-        return list(self._states)
-
-    def clear(self) -> None:
-        """Forget all of them."""
-        with self._lock:
-            self._states.clear()
 
 
 _states = States()
@@ -304,50 +295,25 @@ def weight_files(folder: Folder) -> list[str]:
 
     An adapter comes before a whole model, which PEFT does not write beside it. safetensors comes
     before pickled files, as in transformers.
-
-    Raises
-    ------
-    CheckpointError
-        If the index of the shards cannot be read, or a shard that it names is missing.
     """
     names = folder.names()
     for name in (*_ADAPTERS, *_WEIGHTS):
         if name in names:
             return [name]
         if f"{name}.index.json" in names:
-            return _shards(folder, f"{name}.index.json", names)
+            return sorted(set(folder.read_json(f"{name}.index.json")["weight_map"].values()))
     return []
-
-
-def _shards(folder: Folder, index: str, present: list[str]) -> list[str]:
-    try:
-        names = sorted(set(folder.read_json(index)["weight_map"].values()))
-    except (ValueError, KeyError) as err:
-        raise CheckpointError(
-            f"expected the files of all tensors in {folder.url}/{index}, which cannot be read "
-            f"({type(err).__name__}: {err}); try copying the folder again"
-        ) from err
-    if missing := [name for name in names if name not in present]:
-        raise CheckpointError(
-            f"expected the {len(names)} files with weights in {folder.url!r} that its index names, "
-            f"got {missing[:3]} missing; try copying the folder again"
-        )
-    return names
 
 
 def require_weight_files(folder: Folder) -> list[str]:
     """Return the places of the files with weights as :func:`weight_files`; there must be some."""
     if files := weight_files(folder):
         return [f"{folder.url}/{name}" for name in files]
-    if steps := checkpoint_folders(folder):
-        raise CheckpointError(
-            f"expected a folder with weights as checkpoint, got {folder.url!r} with the folders "
-            f"{[Path(step).name for step in steps[:3]]} of a run; try checkpoints={folder.url!r}, "
-            f"which takes all of them, or [{steps[-1]!r}]"
-        )
     inside = folder.names()
     weights = [name for name in inside if Path(name).suffix in (".pt", ".pth", ".safetensors")]
     advice = repr(f"{folder.url}/{weights[0]}") if weights else "the folder of save_pretrained"
+    if checkpoint_folders(folder):
+        advice = f"checkpoints={folder.url!r}, which takes all checkpoints of the run"
     raise CheckpointError(
         "expected a file, or a folder with model.safetensors, its shards and their index, or "
         f"adapter_model.safetensors, as checkpoint, got the folder {folder.url!r} with "

@@ -20,6 +20,7 @@ from trakdask.models.hooks import GradientCollector
 from trakdask.models.independence import allowed_error, reads_values, require_same_alone, row_of
 from trakdask.models.layers import hook_plan
 from trakdask.models.tasks import Batch, Forward, Task, TrakTask
+from trakdask.models.tasks.protocol import shape_of
 from trakdask.torch_internals import no_fast_path
 
 # Engines to try where another one is wrong.
@@ -166,9 +167,8 @@ def _in_coordinates(
     gradient: Tensor, name: str, forward: Forward, rotations: Rotations | None
 ) -> Tensor:
     """Return gradients of a parameter, (batch, numel), in the coordinates of its rotation."""
-    if not rotations:
-        return gradient
-    return rotated(gradient, tuple(forward.parameters[name].shape), rotations[name])
+    shape = tuple(forward.parameters[name].shape)
+    return rotated(gradient, shape, rotations[name]) if rotations else gradient
 
 
 ENGINES: dict[str, Engine] = {
@@ -200,10 +200,9 @@ def require_per_sample(value: object, size: int, method: str) -> Tensor:
     """Return what a task's method returned, which must be one number per sample."""
     if isinstance(value, Tensor) and value.shape == (size,):
         return value
-    returned = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     raise ValueError(
         f"expected shape ({size},) from task.{method}, one number per sample for a batch of "
-        f"{size}, got {returned}; try a sum over the other axes, or [:, 0]"
+        f"{size}, got {shape_of(value)}; try a sum over the other axes, or [:, 0]"
     )
 
 

@@ -265,10 +265,10 @@ def repeated(batch: Batch, n: int) -> Batch:
 # on it. Padding on the left stays: without it, tokens would have other positions.
 
 
-def token_variables(task: Task) -> tuple[str, ...]:
-    """Return the variables (batch, tokens) of a task that an attention mask says the padding of."""
+def token_variables(task: Task, arrays: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the variables (batch, tokens) of which a mask (batch, tokens) says the padding."""
     names: tuple[str, ...] = getattr(task, "token_variables", ())
-    return names if MASK in names else ()
+    return names if MASK in names and arrays[MASK].ndim == 2 else ()
 
 
 def order_by_length(task: Task, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Any:
@@ -276,7 +276,7 @@ def order_by_length(task: Task, arrays: Mapping[str, np.ndarray[Any, Any]]) -> A
 
     None if the task has no mask of padding.
     """
-    if not token_variables(task) or arrays[MASK].ndim != 2:
+    if not token_variables(task, arrays):
         return None
     used = arrays[MASK] != 0
     lengths = np.where(used.any(1), used.shape[1] - used[:, ::-1].argmax(1), 0)
@@ -285,8 +285,8 @@ def order_by_length(task: Task, arrays: Mapping[str, np.ndarray[Any, Any]]) -> A
 
 def trimmed(task: Task, batch: Batch) -> Batch:
     """Return the batch without the last tokens that are padding in all of its samples."""
-    names = token_variables(task)
-    if not names or batch[MASK].ndim != 2:
+    names = token_variables(task, batch)
+    if not names:
         return batch
     used = (batch[MASK] != 0).any(0).nonzero()
     return _cut(batch, names, int(used[-1]) + 1 if len(used) else 0)
@@ -309,8 +309,8 @@ def ignores_padding(forward: Forward, task: Task, batch: Batch) -> bool:
     matter whether any sequence is padded. A model that ignores its attention mask gives other
     logits without the padding.
     """
-    names = token_variables(task)
-    if not names or batch[MASK].ndim != 2:
+    names = token_variables(task, batch)
+    if not names:
         return False
     used = batch[MASK] != 0
     row = int(used.sum(1).argmax())

@@ -237,29 +237,23 @@ class Model:
                 "expected a model without second_moments, which are a curvature of their own; try "
                 "td.Model(...) without them"
             )
-        parameters = {name: list(shape) for name, shape in self.shapes.items()}
-        names = [checkpoint.name for checkpoint in self.checkpoints]
-        found = curvature.attrs["parameters"]
-        if found != parameters:
-            raise ValueError(
-                f"expected the curvature of the parameters {shown(parameters)}, got that of "
-                f"{shown(found)}; try td.curvature(samples, model) with this model"
-            )
-        fitted = {
-            n: curvature.attrs["checkpoints"][n] for n in curvature.checkpoint.values.tolist()
+        spec, attrs = self.spec(), curvature.attrs
+        digests = {n: attrs["checkpoints"][n] for n in curvature.checkpoint.values.tolist()}
+        found = {
+            "parameters": attrs["parameters"],
+            "checkpoints": {name: digests.get(name) for name in spec["checkpoints"]},
         }
-        for checkpoint in self.checkpoints:
-            if fitted.get(checkpoint.name) != checkpoint.digest:
+        for what, values in found.items():
+            if values != spec[what]:
                 raise ValueError(
-                    f"expected the curvature at checkpoint {checkpoint.name!r} with the weights of "
-                    f"this model, got that of {shown(fitted)}; try td.curvature(samples, model) "
-                    "with this model"
+                    f"expected the curvature of the {what} {shown(spec[what])}, got that of "
+                    f"{shown(values)}; try td.curvature(samples, model) with this model's weights"
                 )
         fields = ("eigenvectors", "scale", "leading")
         curved = copy.copy(self)
         curved.curvature = {
             name: Curvature(*(curvature[f].sel(checkpoint=name).values for f in fields))
-            for name in names
+            for name in spec["checkpoints"]
         }
         return curved
 
