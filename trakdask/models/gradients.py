@@ -55,26 +55,21 @@ def loop_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Differentiate sample by sample with ``torch.autograd.grad``; the reference for other engines.
 
-    Q is computed for the whole batch, or sample by sample if the model branches on values of its
-    input. Cost: one forward and backward pass per sample. Memory: batch × parameters.
+    f and Q are those of each sample alone, too. Cost: one forward and backward pass per sample.
+    Memory: batch × parameters.
     """
-    selected = {name: forward.parameters[name].detach().requires_grad_() for name in names}
-    here = forward.with_parameters(selected)
-    size = batch.size
-    gradients = {n: t.new_empty(size, t.numel(), requires_grad=False) for n, t in selected.items()}
-    outputs = torch.empty(size)
-    for i in range(size):
-        output = require_per_sample(task.output(here, row_of(batch, i)), 1, "output")
-        of_sample = torch.autograd.grad(output[0], list(selected.values()), materialize_grads=True)
-        for name, gradient in zip(names, of_sample, strict=True):
-            gradients[name][i] = gradient.reshape(-1)
-        outputs[i] = output.detach()[0]
+    rows: dict[str, list[Tensor]] = {name: [] for name in names}
+    values = []
+    for i in range(batch.size):
+        alone = row_of(batch, i)
+        gradients, *f_and_q = summed_gradient(forward, task, alone, names, torch.ones(1))
+        for name, gradient in gradients.items():
+            rows[name].append(gradient.flatten())
+        values.append(torch.cat(f_and_q))
     for name in names:
-        sink(name, _in_coordinates(gradients.pop(name), name, forward, rotations))
-    if reads_values(forward, task, batch):  # samples of a batch might share a branch
-        alone = [out_to_loss_of(forward, task, row_of(batch, i)) for i in range(size)]
-        return outputs, torch.cat(alone)
-    return outputs, out_to_loss_of(forward, task, batch)
+        sink(name, _in_coordinates(torch.stack(rows.pop(name)), name, forward, rotations))
+    f, q = torch.stack(values).float().unbind(1)
+    return f, q
 
 
 @no_fast_path()

@@ -175,8 +175,9 @@ class GradientCollector:
             axes = next(self._axes[layer.path], None)  # calls are told apart by their order
             if axes is None:
                 raise RuntimeError(
-                    f"expected the same number of calls of layer {layer.path!r} for every sample, "
-                    "got more for some samples than for others; try gradients='loop'"
+                    f"expected as many calls of layer {layer.path!r} for a batch of any size, as "
+                    f"gradients='hooks' needs, got more for {self._n_samples} samples than for two "
+                    "(does the model loop over samples?); try gradients='loop'"
                 )
             # The backward pass reads the input, which must still be the one that was used.
             version = version_of(first_leaf(args, kwargs))

@@ -29,6 +29,7 @@ _ACROSS_TOKENS = (
 CallAxes = tuple[list[int | None], list[int | None]]
 """The batch axis of each input and of each output of a call; None if it has no batch axis."""
 _Shapes = list[tuple[int, ...]]
+_CallShapes = tuple[_Shapes, _Shapes]
 
 
 @dataclass(frozen=True)
@@ -215,23 +216,11 @@ def hook_plan(forward: Forward, task: Task, batch: Batch, names: tuple[str, ...]
         # Not one and two samples: models may squeeze the axis of a single one.
         runs = (partial(task.output, forward, repeated(batch, n)) for n in (2, 3))
         two, three = (_call_shapes(run, forward.module, hookable.layers) for run in runs)
-        layers = []
-        for layer in hookable.layers:
-            calls, others = two[layer.path], three[layer.path]
-            if len(calls) != len(others):
-                raise ValueError(
-                    f"expected as many calls of layer {layer.path!r} for a batch of any size, as "
-                    f"gradients='hooks' needs, got {len(calls)} for two samples and "
-                    f"{len(others)} for three (does the model loop over samples?); try "
-                    "gradients='loop'"
-                )
-            axes = (
-                (_batch_axes(inputs, other_inputs), _batch_axes(outputs, other_outputs))
-                for (inputs, outputs), (other_inputs, other_outputs) in zip(
-                    calls, others, strict=True
-                )
-            )
-            layers.append(replace(layer, calls=tuple(axes)))
+        # Whether a layer is called more often for more samples, the collector notices.
+        layers = [
+            replace(layer, calls=tuple(map(_call_axes, two[layer.path], three[layer.path])))
+            for layer in hookable.layers
+        ]
         return replace(hookable, layers=tuple(layers))
 
     return once_per_task("hook plan", forward, task, batch, names, plan)
@@ -239,9 +228,9 @@ def hook_plan(forward: Forward, task: Task, batch: Batch, names: tuple[str, ...]
 
 def _call_shapes(
     run: Callable[[], object], module: nn.Module, layers: Sequence[Layer]
-) -> Mapping[str, list[tuple[_Shapes, _Shapes]]]:
+) -> Mapping[str, list[_CallShapes]]:
     """Return the shapes of the inputs and outputs of every call of the layers during ``run()``."""
-    shapes: dict[str, list[tuple[_Shapes, _Shapes]]] = {layer.path: [] for layer in layers}
+    shapes: dict[str, list[_CallShapes]] = {layer.path: [] for layer in layers}
 
     def hook_of(layer: Layer) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -258,12 +247,16 @@ def _shapes(values: Any) -> _Shapes:
     return [tuple(getattr(leaf, "shape", ())) for leaf in tree_leaves(values)]
 
 
-def _batch_axes(two: _Shapes, three: _Shapes) -> list[int | None]:
-    """Return the first axis of each tensor whose length differs, if there is one."""
-    return [
-        next((axis for axis, (a, b) in enumerate(zip(*pair, strict=False)) if a != b), None)
-        for pair in zip(two, three, strict=True)
-    ]
+def _call_axes(two: _CallShapes, three: _CallShapes) -> CallAxes:
+    """Return the first axis of each tensor of a call whose length differs, if there is one."""
+    inputs, outputs = (
+        [
+            next((axis for axis, (a, b) in enumerate(zip(*pair, strict=False)) if a != b), None)
+            for pair in zip(*shapes, strict=True)
+        ]
+        for shapes in zip(two, three, strict=True)
+    )
+    return inputs, outputs
 
 
 @contextmanager
