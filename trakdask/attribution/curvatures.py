@@ -16,9 +16,8 @@ from trakdask.attribution.estimators import (
     Power,
     resolve_estimator,
 )
-from trakdask.featurization.graphs import lazy_curvature
 from trakdask.featurization.job import DType
-from trakdask.featurization.lazy import Gradients, prepare
+from trakdask.featurization.lazy import Gradients, lazy_curvature, prepare
 from trakdask.models.curvature import leading_coordinates, scaling
 from trakdask.models.model import Model
 from trakdask.projection import Identity

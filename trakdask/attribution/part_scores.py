@@ -21,9 +21,9 @@ from trakdask.attribution.scores import (
     score_attrs,
     solver,
 )
-from trakdask.featurization.graphs import Prepared, lazy_products
 from trakdask.featurization.job import ERROR_DTYPE, OnError
-from trakdask.featurization.parts import Parts, Text, divide
+from trakdask.featurization.lazy import Prepared
+from trakdask.featurization.parts import Parts, Text, divide, lazy_products
 from trakdask.models.model import Model
 from trakdask.projection.back_projection import require_back_projection
 from trakdask.projection.specs import from_spec

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from threading import current_thread, main_thread
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from trakdask.featurization.devices import (
     applied,
     budget_bytes,
     current_worker,
-    described,
     device_of_task,
     is_out_of_memory,
     on_device,
@@ -49,47 +48,13 @@ from trakdask.torch_internals import few_threads, no_fast_path
 _log = logging.getLogger(__name__)
 
 
-def featurize_block(
-    job: Job, weights: np.ndarray, start: np.ndarray, *arrays: np.ndarray
-) -> tuple[Any, ...]:
-    """Return feature, its squared norm, output and out_to_loss (and error) of a block of samples.
-
-    And last a mapping that says on what device, and by what kernels, they were computed.
-    """
+def featurize_block(job: Job, weights: np.ndarray, start: np.ndarray, *arrays: np.ndarray) -> Block:
+    """Return feature, its squared norm, output, out_to_loss (and error) of a block of samples."""
     checkpoint, moments, curvature = weights.item()
-    with _task(job, checkpoint, start, arrays) as samples:
+    with running(job, checkpoint, start, arrays) as samples:
         output = _projected(job, checkpoint, moments, curvature, samples.device)
-        feature, *others = _run_samples(samples, checkpoint, output)
-        return feature, row_norms(feature), *others, described(samples.device)
-
-
-def multiply_block(
-    job: Job, weights: np.ndarray, start: np.ndarray, vectors: np.ndarray, *arrays: np.ndarray
-) -> Block:
-    """Return products of gradients with vectors (vector, row, 1), in the place of features.
-
-    Otherwise as :func:`featurize_block`. Products with a vector that is not finite are NaN.
-    """
-    (checkpoint, *_), flat = weights.item(), torch.tensor(vectors[..., 0])
-    is_finite = flat.isfinite().all(1)
-    flat[~is_finite] = 0  # so that samples, which share the pass, are not taken for the cause
-    with _task(job, checkpoint, start, arrays) as samples:
-        rows, flat = job.row_map, flat.to(samples.device)
-        by_name = {
-            name: flat[:, rows.offset(name) : rows.offset(name) + rows.size(name)].unflatten(
-                1, rows.shape(name) or (1,)
-            )
-            for name in rows.names
-        }
-
-        def open_stream(forward: Forward, batch: Batch) -> _Stream:
-            assert job.partition is not None
-            return job.partition.of(batch).products(by_name, batch.size)
-
-        output = _Output(len(flat), open_stream)
-        products, *others = _run_samples(samples, checkpoint, output)
-    products[..., ~is_finite.numpy(), :] = np.nan
-    return products, *others
+        feature, *others = run_samples(samples, checkpoint, output)
+        return feature, row_norms(feature), *others
 
 
 def add_up_block(
@@ -105,9 +70,9 @@ def add_up_block(
     """Return sums over a block, (1, length, 1) float64, with weights q^power (1 - q), or 1."""
     (checkpoint, *_), total = weights.item(), np.zeros(length)
     task, shapes = job.model.task, job.model.shapes
-    with _task(job, checkpoint, start, arrays) as samples:
+    with running(job, checkpoint, start, arrays) as samples:
 
-        def open_stream(forward: Forward, batch: Batch) -> _Stream:
+        def open_stream(forward: Forward, batch: Batch) -> Stream:
             h = torch.ones(batch.size)
             if power is not None:  # a forward pass of its own, before the gradients
                 q = out_to_loss_of(forward, task, batch).numpy(force=True)
@@ -117,7 +82,7 @@ def add_up_block(
         matrices = None
         if eigenvectors is not None:
             matrices = rotations(eigenvectors[:, 0], shapes, samples.device)
-        _run_samples(samples, checkpoint, _Output(0, open_stream, matrices))
+        run_samples(samples, checkpoint, Output(0, open_stream, matrices))
         if not np.isfinite(total).all():
             raise ValueError(
                 "expected finite gradients for the curvature, got NaN or infinity; try "
@@ -126,7 +91,7 @@ def add_up_block(
     return total[None, :, None]
 
 
-class _Stream(Sink, Protocol):
+class Stream(Sink, Protocol):
     """A sink of the gradients of a micro-batch, and what it makes of them."""
 
     def result(self) -> Tensor:
@@ -134,7 +99,7 @@ class _Stream(Sink, Protocol):
 
 
 @dataclass(frozen=True)
-class _Output:
+class Output:
     """What a task makes of gradients.
 
     Parameters
@@ -148,7 +113,7 @@ class _Output:
     """
 
     width: int
-    open: Callable[[Forward, Batch], _Stream]
+    open: Callable[[Forward, Batch], Stream]
     rotations: Rotations | None = None
 
 
@@ -169,24 +134,24 @@ def _projected(
     moments: Checkpoint | None,
     curvature: Curvature | None,
     device: torch.device,
-) -> _Output:
+) -> Output:
     """Project gradients."""
     matrices, factors = scaling(job, moments, curvature, device)
 
-    def open_stream(forward: Forward, batch: Batch) -> _Stream:
+    def open_stream(forward: Forward, batch: Batch) -> Stream:
         place = job.projector, job.row_map, batch.size, checkpoint.id, device
-        stream: _Stream = ProjectionStream(*place)
+        stream: Stream = ProjectionStream(*place)
         if curvature:
             stream = LeadingStream(*place, curvature.leading)
         return _Scaled(stream, factors) if factors else stream
 
-    return _Output(job.projector.width(job.row_map.n_rows), open_stream, matrices)
+    return Output(job.projector.width(job.row_map.n_rows), open_stream, matrices)
 
 
 class _Scaled:
     """Multiplies gradients by the factors of their parameters, and passes them on."""
 
-    def __init__(self, stream: _Stream, factors: Mapping[str, Tensor]) -> None:
+    def __init__(self, stream: Stream, factors: Mapping[str, Tensor]) -> None:
         self.result = stream.result
         self._stream, self._factors = stream, factors
 
@@ -197,7 +162,7 @@ class _Scaled:
 
 
 @contextmanager
-def _task(
+def running(
     job: Job, checkpoint: Checkpoint, start: np.ndarray, arrays: tuple[np.ndarray, ...]
 ) -> Iterator[Samples]:
     """Give the samples of a task, whose errors say which samples they are."""
@@ -227,7 +192,8 @@ def _circumstances(job: Job, arrays: tuple[np.ndarray, ...], err: Exception) -> 
     )
 
 
-def _run_samples(samples: Samples, checkpoint: Checkpoint, output: _Output) -> Block:
+def run_samples(samples: Samples, checkpoint: Checkpoint, output: Output) -> Block:
+    """Run the samples of a block in micro-batches, which are halved where memory runs out."""
     job, device = samples.job, samples.device
     forward = job.model.forward(checkpoint)
     if job.torch_settings["dtype"] != "as given":
@@ -272,7 +238,7 @@ def _slices(start: int, stop: int, size: int) -> list[slice]:
 
 
 def _run_micro_batch(
-    samples: Samples, forward: Forward, part: slice, output: _Output, engine: CheckedEngine
+    samples: Samples, forward: Forward, part: slice, output: Output, engine: CheckedEngine
 ) -> Block:
     job, n, batch = samples.job, part.stop - part.start, samples.batch(part)
     stream = output.open(forward, batch)

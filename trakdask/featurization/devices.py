@@ -21,7 +21,7 @@ from distributed.system import MEMORY_LIMIT
 from torch import Tensor
 
 from trakdask.models.tasks import Batch, Forward, Task
-from trakdask.projection.cuda import launched, missing
+from trakdask.projection.cuda import missing
 
 _log = logging.getLogger(__name__)
 
@@ -56,25 +56,6 @@ def _automatic() -> torch.device:
     return torch.device("cpu" if why else "cuda")
 
 
-def torch_settings(dtype: str | None) -> dict[str, str]:
-    """Return the settings of torch that affect gradients, as they are active in the caller.
-
-    ``dtype`` is that to which weights and inputs are cast, ``"as given"`` if they are not.
-    ``autocast`` is the dtype of ``torch.autocast`` for GPUs or else for the CPU, which applies on
-    any device that tasks run on. ``float32_matmul_precision`` is ``"highest"``, or one that allows
-    TF32 or bfloat16 inside float32 products.
-    """
-    autocast = "off"
-    for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device):
-            autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
-    return {
-        "dtype": dtype or "as given",
-        "autocast": autocast,
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-    }
-
-
 @contextmanager
 def applied(settings: Mapping[str, str], device: torch.device) -> Iterator[None]:
     """Apply settings of torch while the ``with`` body runs, except for the dtype."""
@@ -100,13 +81,6 @@ def on_device(forward: Forward, device: torch.device) -> Forward:
     own = {name: b for name, b in forward.module.named_buffers() if not b.is_meta}
     whole = replace(forward, buffers={**own, **forward.buffers})
     return whole.mapped(lambda tensor: tensor.to(device))
-
-
-def described(device: torch.device) -> dict[str, Any]:
-    """Return the metadata of a device for records: its name, and the kernels launched so far."""
-    if device.type == "cpu":
-        return {"device": "cpu"}
-    return {"device": torch.cuda.get_device_name(device), "kernels": sorted(launched.copy())}
 
 
 def activation_bytes(forward: Forward, task: Task, batch: Batch) -> int:

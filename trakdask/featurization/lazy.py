@@ -5,19 +5,33 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable
-from typing import Literal, get_args
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import chain
+from typing import Any, Literal, get_args
 
+import dask
+import dask.array as da
+import numpy as np
 import torch
 import xarray as xr
+from dask.base import tokenize
 from distributed.system import MEMORY_LIMIT
 
 from trakdask._version import __version__
+from trakdask.arrays.blocks import take
 from trakdask.checks import require_choice, require_integer, shown
 from trakdask.execution.scheduling import active_client, workers_of
-from trakdask.featurization.devices import torch_settings
-from trakdask.featurization.graphs import Arrays, Prepared, lazy_arrays
-from trakdask.featurization.job import DType, Job, OnError, Partition
+from trakdask.featurization.block import add_up_block, featurize_block
+from trakdask.featurization.job import ERROR_DTYPE, DType, Job, OnError, Partition
+from trakdask.models.curvature import (
+    AxisProducts,
+    Shapes,
+    SquaredCoordinates,
+    eigenvectors_of,
+    factors_of,
+)
 from trakdask.models.gradients import ENGINES
 from trakdask.models.layers import choose_engine, elements_at_once
 from trakdask.models.model import Model
@@ -25,10 +39,12 @@ from trakdask.models.tasks import task_spec
 from trakdask.projection import SJLT, Projector, RowMap
 from trakdask.projection.leading import n_leading
 from trakdask.projection.memory import require_block_fits
+from trakdask.provenance import digest
 from trakdask.samples import lazy_variables, normalise_coord, source_of, validate_samples
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
 Gradients = Literal["auto", "hooks", "vmap", "loop"]
+Arrays = dict[str, da.Array]
 Divide = Callable[[Model, Arrays], Partition]
 
 _log = logging.getLogger(__name__)
@@ -47,6 +63,31 @@ _FORMULAS = {
 """By whether there are second moments, and whether there is a curvature."""
 _MICRO_BATCH_BYTES = 2**28
 _MICRO_BATCH_MOST = 256
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a graph is built from: all that is known before anything runs."""
+
+    job: Job
+    inputs: Arrays
+    attrs: dict[str, Any]
+    coords: dict[Hashable, Any]
+
+    @cached_property
+    def token(self) -> str:
+        """Name of the graph's layers: a digest of everything that could change a block."""
+        arrays = {
+            name: [array.name, [list(sizes) for sizes in array.chunks]]
+            for name, array in self.inputs.items()
+        }
+        return digest({"attrs": self.attrs, "arrays": arrays})[:32]
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Number of samples of each block."""
+        rows: tuple[int, ...] = next(iter(self.inputs.values())).chunks[0]
+        return rows
 
 
 def featurize(
@@ -145,10 +186,9 @@ def featurize(
     If some workers have a GPU and others do not, the projection of equal gradients has the same
     bits on both (:class:`Kronecker` multiplies on the CPU in either case). The gradients themselves
     come from torch and differ by rounding: on GPUs, torch uses TF32 for convolutions by default.
-    ``attrs["device"]`` is the device that was requested; each completion record in a store has the
-    actual device and the kernels. If workers declare ``resources={"GPU": 1}``, :func:`save`
-    computes gradients only on these. ``features.compute()`` does not do so by itself: call
-    ``features.compute(resources={"GPU": 1})``.
+    ``attrs["device"]`` is the device that was requested. If workers declare
+    ``resources={"GPU": 1}``, :func:`save` computes gradients only on these. ``features.compute()``
+    does not do so by itself: call ``features.compute(resources={"GPU": 1})``.
 
     References
     ----------
@@ -228,7 +268,7 @@ def prepare(
         held = max(held, *sizes.values())
     if engine == "tokens" and partition:
         held *= partition.size
-    settings, spec = torch_settings(dtype), model.spec()
+    settings, spec = _torch_settings(dtype), model.spec()
     job = Job(
         model=model,
         projector=projector,
@@ -262,6 +302,25 @@ def prepare(
     checkpoint = normalise_coord(CHECKPOINT, names, len(names))
     coords = {**samples.coords, CHECKPOINT: (CHECKPOINT, checkpoint)}
     return Prepared(job, inputs, attrs, coords)
+
+
+def _torch_settings(dtype: str | None) -> dict[str, str]:
+    """Return the settings of torch that affect gradients, as they are active in the caller.
+
+    ``dtype`` is that to which weights and inputs are cast, ``"as given"`` if they are not.
+    ``autocast`` is the dtype of ``torch.autocast`` for GPUs or else for the CPU, which applies on
+    any device that tasks run on. ``float32_matmul_precision`` is ``"highest"``, or one that allows
+    TF32 or bfloat16 inside float32 products.
+    """
+    autocast = "off"
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+    return {
+        "dtype": dtype or "as given",
+        "autocast": autocast,
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }
 
 
 def _largest_memory() -> float:
@@ -326,3 +385,127 @@ def _require_options(model: object, projector: object, device: object) -> None:
             "expected 'auto', 'cpu', 'cuda', or one GPU of each worker, such as 'cuda:1', as "
             f"device, got {shown(device)}; try device='auto'"
         )
+
+
+# ---------------------------------------------------------------------------------------- graphs
+
+
+def lazy_arrays(prepared: Prepared) -> Arrays:
+    """Build the graph: a task per (sample block × checkpoint), and one per variable of it."""
+    job, token = prepared.job, prepared.token
+    tasks = block_tasks(featurize_block, "sc", prepared, token, name=f"featurize-{token}")
+    width = job.projector.width(job.row_map.n_rows)
+    feature = variable_of(tasks, "sc", "spc", 0, f"feature-{token}", new_axes={"p": width})
+    return {"feature": feature} | other_variables(job, tasks, "sc", token)
+
+
+def lazy_curvature(prepared: Prepared, power: float | None) -> tuple[da.Array, da.Array]:
+    """Return eigenvectors (entry, checkpoint) and mean eigenvalues (coordinate, checkpoint).
+
+    Two passes over the samples, a task for every block of each; their sums are added up in a tree.
+    """
+    job, token = prepared.job, tokenize(prepared.token, power)
+    shapes, n_coordinates = job.model.shapes, job.row_map.n_parameters
+    n_entries = max((place.stop for *_, place in factors_of(shapes)), default=0)
+
+    def summed(kind: Any, length: int, title: str, *eigenvectors: Any) -> da.Array:
+        blocks = block_tasks(
+            partial(add_up_block, kind, power, length), "sec", prepared, token, *eigenvectors,
+            new_axes={"e": length}, adjust_chunks={"s": 1}, name=f"{title}-{token}",
+            dtype=np.float64,
+        )  # fmt: skip
+        total: da.Array = blocks.sum(axis=0, split_every=4)
+        return total
+
+    sums = summed(AxisProducts, n_entries, "axis-products", None, None)
+    vectors = da.map_blocks(_eigenvectors, sums, shapes, dtype=np.float32)
+    squares = summed(SquaredCoordinates, n_coordinates, "squares", vectors, "xc")
+    return vectors, squares / sum(prepared.rows)
+
+
+def _eigenvectors(sums: np.ndarray, shapes: Shapes) -> np.ndarray:
+    return eigenvectors_of(sums[:, 0], shapes)[:, None]
+
+
+def block_tasks(
+    run: Callable[..., Any], index: str, prepared: Prepared, token: str, *more: Any,
+    dtype: Any = object, **options: Any,
+) -> da.Array:  # fmt: skip
+    """Return what ``run`` returns for each block of samples and checkpoint, mostly a tuple."""
+    inputs = [
+        (array, ("s", *(f"{name}.{axis}" for axis in range(1, array.ndim))))
+        for name, array in prepared.inputs.items()
+    ]
+    tasks: da.Array = da.blockwise(
+        run, index,
+        shared_task(prepared.job, token), None,
+        weights_of(prepared.job, token), "c",
+        _starts(prepared.rows, token), "s",  # so that errors can name samples
+        *more, *chain.from_iterable(inputs),
+        dtype=dtype, meta=np.empty((0,) * len(index), dtype=dtype), concatenate=True,
+        align_arrays=False,  # all chunks match; aligning would warn about the outer product
+        **options,
+    )  # fmt: skip
+    return tasks
+
+
+def shared_task(job: Job, token: str) -> Any:
+    """Return what all blocks share as one task, so that a graph does not grow with their number."""
+    shared = replace(job, model=job.model.without_checkpoints())
+    return dask.delayed(shared, name=f"job-{token}", traverse=False)
+
+
+def weights_of(job: Job, token: str) -> da.Array:
+    """Return each checkpoint, with its second moments and its curvature, as one task.
+
+    They may be in memory, and large.
+    """
+    weights = np.empty(len(job.model.checkpoints), object)
+    for i, checkpoint in enumerate(job.model.checkpoints):
+        name = checkpoint.name
+        weights[i] = checkpoint, job.model.second_moments.get(name), job.model.curvature.get(name)
+    array: da.Array = da.from_array(weights, chunks=1, name=f"checkpoint-{token}")
+    return array
+
+
+def _starts(sizes: tuple[int, ...], token: str) -> da.Array:
+    """Return the position of the first sample of each block; all but the last are equally large."""
+    starts: da.Array = da.map_blocks(
+        _start, sizes[0], chunks=(sizes,), name=f"start-{token}",
+        dtype=np.int64, meta=np.empty(0, np.int64),
+    )  # fmt: skip
+    return starts
+
+
+def _start(size: int, block_id: tuple[int, ...]) -> np.ndarray:
+    return np.array([block_id[0] * size])
+
+
+def other_variables(job: Job, tasks: da.Array, index: str, token: str) -> Arrays:
+    """Return all variables but the first one of those that each task returns."""
+    others: dict[str, Any] = {} if job.partition else {"feature_norm": np.dtype(np.float64)}
+    others |= dict.fromkeys(("output", "out_to_loss"), np.dtype(np.float32))
+    if job.on_error == "record":
+        others["error"] = ERROR_DTYPE
+    return {
+        name: variable_of(tasks, index, "sc", item, f"{name}-{token}", dtype)
+        for item, (name, dtype) in enumerate(others.items(), start=1)
+    }
+
+
+def variable_of(
+    tasks: da.Array, index: str, out: str, item: int, name: str, dtype: Any = np.float32,
+    **options: Any,
+) -> da.Array:  # fmt: skip
+    """Return one of the variables that each task returns."""
+    # Of several passes over a block, which axis v counts, one is enough where v is left out.
+    get = take if set(index) <= set(out) else _take_of_first
+    variable: da.Array = da.blockwise(
+        get, out, tasks, index, item, None,
+        name=name, dtype=dtype, meta=np.empty((0,) * len(out), dtype), **options,
+    )  # fmt: skip
+    return variable
+
+
+def _take_of_first(results: Any, key: Any) -> Any:
+    return results[0][key]

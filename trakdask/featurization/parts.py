@@ -8,18 +8,31 @@ from typing import Any, Literal
 
 import dask.array as da
 import numpy as np
+import torch
 import xarray as xr
 from dask.base import tokenize
 
 from trakdask.checks import shown
-from trakdask.featurization.graphs import Arrays, Prepared
-from trakdask.featurization.job import DType, OnError, Partition
-from trakdask.featurization.lazy import prepare
+from trakdask.featurization.block import Output, Stream, run_samples, running, scaling
+from trakdask.featurization.job import Block, DType, Job, OnError, Partition
+from trakdask.featurization.lazy import (
+    Arrays,
+    Prepared,
+    block_tasks,
+    other_variables,
+    prepare,
+    shared_task,
+    variable_of,
+    weights_of,
+)
+from trakdask.models.curvature import rotated
 from trakdask.models.layers import require_layers_of_tokens
 from trakdask.models.model import Model
 from trakdask.models.modules import select_parameters
-from trakdask.models.tasks import TrakTask
+from trakdask.models.tasks import Batch, Forward, TrakTask
 from trakdask.projection import Projector
+from trakdask.projection.back_projection import back_project
+from trakdask.projection.leading import back_project_leading
 from trakdask.variables import CHECKPOINT, MODULE, PROJ_DIM, SAMPLE, TOKEN
 
 Parts = Literal["token"] | Sequence[str] | Mapping[str, str | Sequence[str]]
@@ -28,6 +41,7 @@ Text = Callable[[int], str] | Sequence[str]
 _OTHERS = "others"
 """Name of the part with the parameters that no given part has."""
 _TEXT_DTYPE = np.dtypes.StringDType()
+_VECTOR_BYTES = 2**28
 
 
 def divide(
@@ -173,3 +187,91 @@ def _patterns(parts: Any) -> dict[str, str | list[str]]:
             "parts={'mlp': '*.mlp.*'}"
         )
     return patterns
+
+
+# -------------------------------------------------------------------------------------- products
+
+
+def lazy_products(prepared: Prepared, vectors: da.Array) -> Arrays:
+    """Build the graph of products of features with vectors, without the features.
+
+    Parameters
+    ----------
+    prepared
+        Samples and settings, with a partition.
+    vectors
+        What features are multiplied with, (vector, proj_dim, checkpoint), chunks (rows, p, 1).
+
+    Returns
+    -------
+    ``product`` (sample, part, vector, checkpoint) and, as for features, ``output``,
+    ``out_to_loss`` and, if failures are recorded, ``error``.
+
+    Notes
+    -----
+    One task per checkpoint projects the vectors back to the parameters, and one per block of
+    samples and checkpoint runs the model. Vectors take 4 bytes per parameter; of more than 256 MiB,
+    the model runs once for each 256 MiB.
+    """
+    job, token = prepared.job, tokenize(prepared.token, vectors.name)
+    n_rows = job.row_map.n_rows
+    chunked = vectors.rechunk({0: max(1, _VECTOR_BYTES // (4 * n_rows))})
+    back = da.blockwise(
+        _back_project, "vrc",
+        shared_task(job, token), None, weights_of(job, token), "c", chunked, "vpc",
+        new_axes={"r": n_rows}, name=f"back-project-{token}", concatenate=True,
+        align_arrays=False, dtype=np.float32, meta=np.empty((0, 0, 0), np.float32),
+    )  # fmt: skip
+    name = f"featurize-{token}"
+    tasks = block_tasks(_multiply_block, "svc", prepared, token, back, "vrc", name=name)
+    assert job.partition is not None
+    new_axes = {"t": job.partition.size}
+    product = variable_of(tasks, "svc", "stvc", 0, f"product-{token}", new_axes=new_axes)
+    # All passes of a block give the same outputs.
+    return {"product": product} | other_variables(job, tasks.blocks[:, :1], "svc", token)
+
+
+def _back_project(job: Job, weights: np.ndarray, vectors: np.ndarray) -> np.ndarray:
+    """Return what gradients are to be multiplied with, (vector, row, 1)."""
+    (checkpoint, moments, curvature), rows = weights.item(), job.row_map
+    flat = torch.tensor(vectors[..., 0])
+    if curvature:
+        found = back_project_leading(job.projector, rows, checkpoint.id, flat, curvature.leading)
+    else:
+        found = back_project(job.projector.bind(rows), rows, checkpoint.id, flat)
+    # For every gradient g and vector v, (s U'g)·v = g·(U s v), s being the factors.
+    matrices, factors = scaling(job, moments, curvature, flat.device)
+    for name, factor in factors.items():
+        place = slice(rows.offset(name), rows.offset(name) + rows.size(name))
+        back = {axis: matrix.T for axis, matrix in matrices[name].items()} if matrices else {}
+        found[:, place] = rotated(found[:, place] * factor, rows.shape(name), back)
+    return found.numpy()[..., None]
+
+
+def _multiply_block(
+    job: Job, weights: np.ndarray, start: np.ndarray, vectors: np.ndarray, *arrays: np.ndarray
+) -> Block:
+    """Return products of gradients with vectors (vector, row, 1), in the place of features.
+
+    Otherwise as ``featurize_block``. Products with a vector that is not finite are NaN.
+    """
+    (checkpoint, *_), flat = weights.item(), torch.tensor(vectors[..., 0])
+    is_finite = flat.isfinite().all(1)
+    flat[~is_finite] = 0  # so that samples, which share the pass, are not taken for the cause
+    with running(job, checkpoint, start, arrays) as samples:
+        rows, flat = job.row_map, flat.to(samples.device)
+        by_name = {
+            name: flat[:, rows.offset(name) : rows.offset(name) + rows.size(name)].unflatten(
+                1, rows.shape(name) or (1,)
+            )
+            for name in rows.names
+        }
+
+        def open_stream(forward: Forward, batch: Batch) -> Stream:
+            assert job.partition is not None
+            return job.partition.of(batch).products(by_name, batch.size)
+
+        output = Output(len(flat), open_stream)
+        products, *others = run_samples(samples, checkpoint, output)
+    products[..., ~is_finite.numpy(), :] = np.nan
+    return products, *others
