@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 import dask.array as da
@@ -21,9 +21,10 @@ from trakdask.attribution.scores import (
     score_attrs,
     solver,
 )
+from trakdask.checks import shown
 from trakdask.featurization.job import ERROR_DTYPE, OnError
 from trakdask.featurization.lazy import Prepared
-from trakdask.featurization.parts import Parts, Text, divide, lazy_products
+from trakdask.featurization.parts import Parts, by_token, divide, lazy_products
 from trakdask.models.model import Model
 from trakdask.projection.back_projection import require_back_projection
 from trakdask.projection.specs import from_spec
@@ -33,9 +34,13 @@ from trakdask.variables import (
     SAMPLE,
     TARGET,
     TARGET_PREFIX,
+    TOKEN,
     lazy_features,
     validate,
 )
+
+Text = Callable[[int], str] | Sequence[str]
+_TEXT_DTYPE = np.dtypes.StringDType()
 
 
 class ScoreOptions(TypedDict, total=False):
@@ -209,6 +214,11 @@ def _divided(
     on_error: OnError,
 ) -> tuple[Prepared, xr.Dataset]:
     """Divide samples as they are to be multiplied with vectors of some features."""
+    if text is not None and not by_token(parts):
+        raise ValueError(
+            f"expected text= with parts='token' only, got it with parts={shown(parts)}; try "
+            "leaving text out"
+        )
     projector = from_spec(features.attrs.get("projector", {}))
     require_back_projection(projector)
     dtype = features.attrs.get("dtype", "as given")  # the precision that the model ran in
@@ -217,12 +227,51 @@ def _divided(
         _at_checkpoints(model, features),
         parts=parts,
         projector=projector,
-        text=text,
         dtype=None if dtype == "as given" else dtype,
         on_error=on_error,
     )
     require_comparable(features, like, name="parts'")
-    return prepared, like
+    return prepared, like.assign_coords(_token_coords(prepared, text) if by_token(parts) else {})
+
+
+def _token_coords(
+    prepared: Prepared, text: Text | None
+) -> dict[str, tuple[tuple[str, str], da.Array]]:
+    """Return ids and texts of tokens, if the first input of the model holds ids."""
+    name, ids = next(iter(prepared.inputs.items()))
+    if ids.ndim != 2 or ids.dtype.kind not in "iu":
+        if text is None:
+            return {}
+        raise ValueError(
+            f"expected token ids (sample, token) for text=, got {name!r} of {ids.dtype} and shape "
+            f"{ids.shape}; try leaving text out, and assign_coords(text=...)"
+        )
+    coords = {name: ((SAMPLE, TOKEN), ids)}
+    if text is None:
+        return coords
+    if not callable(text) and (isinstance(text, str) or not isinstance(text, Sequence)):
+        raise TypeError(
+            f"expected text as a function of a token id, or a list of all texts, got {shown(text)};"
+            " try text=tokenizer.decode"
+        )
+    texts: da.Array = da.map_blocks(
+        _text_of, ids, text=text,
+        dtype=_TEXT_DTYPE, meta=np.empty((0, 0), _TEXT_DTYPE),
+        name=f"text-{tokenize(ids.name, text)}",
+    )  # fmt: skip
+    return coords | {"text": ((SAMPLE, TOKEN), texts)}
+
+
+def _text_of(ids: np.ndarray, text: Text) -> np.ndarray:
+    different, place = np.unique(ids, return_inverse=True)
+    words = [text(number) if callable(text) else text[number] for number in different.tolist()]
+    for number, word in zip(different.tolist(), words, strict=True):
+        if not isinstance(word, str):
+            raise ValueError(
+                f"expected text= to give the text of token {number}, got {shown(word)}; try "
+                "text=tokenizer.decode"
+            )
+    return np.array(words, _TEXT_DTYPE)[place.reshape(ids.shape)]
 
 
 def _weighted_samples(

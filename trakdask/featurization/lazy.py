@@ -25,13 +25,7 @@ from trakdask.checks import require_choice, require_integer, shown
 from trakdask.execution.scheduling import active_client, workers_of
 from trakdask.featurization.block import add_up_block, featurize_block
 from trakdask.featurization.job import ERROR_DTYPE, DType, Job, OnError, Partition
-from trakdask.models.curvature import (
-    AxisProducts,
-    Shapes,
-    SquaredCoordinates,
-    eigenvectors_of,
-    factors_of,
-)
+from trakdask.models.curvature import AxisProducts, SquaredCoordinates, eigenvectors_of, factors_of
 from trakdask.models.gradients import ENGINES
 from trakdask.models.layers import choose_engine, elements_at_once
 from trakdask.models.model import Model
@@ -312,10 +306,8 @@ def _torch_settings(dtype: str | None) -> dict[str, str]:
     any device that tasks run on. ``float32_matmul_precision`` is ``"highest"``, or one that allows
     TF32 or bfloat16 inside float32 products.
     """
-    autocast = "off"
-    for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device):
-            autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+    active = [device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)]
+    autocast = str(torch.get_autocast_dtype(active[0])).removeprefix("torch.") if active else "off"
     return {
         "dtype": dtype or "as given",
         "autocast": autocast,
@@ -418,13 +410,9 @@ def lazy_curvature(prepared: Prepared, power: float | None) -> tuple[da.Array, d
         return total
 
     sums = summed(AxisProducts, n_entries, "axis-products", None, None)
-    vectors = da.map_blocks(_eigenvectors, sums, shapes, dtype=np.float32)
+    vectors = da.map_blocks(eigenvectors_of, sums, shapes, dtype=np.float32)
     squares = summed(SquaredCoordinates, n_coordinates, "squares", vectors, "xc")
     return vectors, squares / sum(prepared.rows)
-
-
-def _eigenvectors(sums: np.ndarray, shapes: Shapes) -> np.ndarray:
-    return eigenvectors_of(sums[:, 0], shapes)[:, None]
 
 
 def block_tasks(

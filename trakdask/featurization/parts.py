@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import dask.array as da
@@ -29,18 +29,16 @@ from trakdask.models.curvature import rotated
 from trakdask.models.layers import require_layers_of_tokens
 from trakdask.models.model import Model
 from trakdask.models.modules import select_parameters
-from trakdask.models.tasks import Batch, Forward, TrakTask
+from trakdask.models.tasks import Batch, Forward
 from trakdask.projection import Projector
 from trakdask.projection.back_projection import back_project
 from trakdask.projection.leading import back_project_leading
 from trakdask.variables import CHECKPOINT, MODULE, PROJ_DIM, SAMPLE, TOKEN
 
 Parts = Literal["token"] | Sequence[str] | Mapping[str, str | Sequence[str]]
-Text = Callable[[int], str] | Sequence[str]
 
 _OTHERS = "others"
 """Name of the part with the parameters that no given part has."""
-_TEXT_DTYPE = np.dtypes.StringDType()
 _VECTOR_BYTES = 2**28
 
 
@@ -50,7 +48,6 @@ def divide(
     *,
     parts: Parts,
     projector: Projector,
-    text: Text | None,
     dtype: DType | None,
     on_error: OnError,
 ) -> tuple[Prepared, xr.Dataset]:
@@ -61,19 +58,13 @@ def divide(
     What a graph is built from, and a Dataset with the coords and attrs of features of the parts,
     with zeros as ``feature``.
     """
-    by_token = isinstance(parts, str) and parts == TOKEN
-    if text is not None and not by_token:
-        raise ValueError(
-            f"expected text= with parts='token' only, got it with parts={shown(parts)}; try "
-            "leaving text out"
-        )
     prepared = prepare(
         samples,
         model,
         projector=projector,
         dtype=dtype,
         on_error=on_error,
-        divide=_tokens if by_token else functools.partial(_modules, parts),
+        divide=_tokens if by_token(parts) else functools.partial(_modules, parts),
     )
     job, rows = prepared.job, prepared.rows
     assert job.partition is not None
@@ -82,11 +73,13 @@ def divide(
     zeros = da.zeros(shape, dtype=np.float32, chunks=(rows, -1, -1, 1))
     dims = (SAMPLE, job.partition.dim, PROJ_DIM, CHECKPOINT)
     like = xr.Dataset({"feature": (dims, zeros)}, coords=prepared.coords, attrs=prepared.attrs)
-    if job.partition.names:
-        coords: Any = {MODULE: (MODULE, np.array(job.partition.names, dtype=object))}
-    else:
-        coords = _token_coords(prepared, text)
-    return prepared, like.assign_coords(coords)
+    names = {MODULE: (MODULE, np.array(job.partition.names, dtype=object))}
+    return prepared, like if by_token(parts) else like.assign_coords(names)
+
+
+def by_token(parts: object) -> bool:
+    """Return whether the parts of samples are their tokens."""
+    return isinstance(parts, str) and parts == TOKEN
 
 
 def _tokens(model: Model, inputs: Arrays) -> Partition:
@@ -97,53 +90,8 @@ def _tokens(model: Model, inputs: Arrays) -> Partition:
             f"expected sequences (sample, token) as the first input, as parts='token' needs, got "
             f"{name!r} of shape {first.shape}; try parts= with names of modules"
         )
-    if isinstance(model.task, TrakTask):
-        raise ValueError(
-            "expected a task that runs batches, as parts='token' needs, got one that runs one "
-            "sample at a time; try td.tasks.CausalLM()"
-        )
     require_layers_of_tokens(model.meta_module(), tuple(model.shapes))
     return Partition(TOKEN, int(first.shape[1]))
-
-
-def _token_coords(
-    prepared: Prepared, text: Text | None
-) -> dict[str, tuple[tuple[str, str], da.Array]]:
-    """Return ids and texts of tokens, if the first input of the model holds ids."""
-    name, ids = next(iter(prepared.inputs.items()))
-    if ids.ndim != 2 or ids.dtype.kind not in "iu":
-        if text is None:
-            return {}
-        raise ValueError(
-            f"expected token ids (sample, token) for text=, got {name!r} of {ids.dtype} and shape "
-            f"{ids.shape}; try leaving text out, and assign_coords(text=...)"
-        )
-    coords = {name: ((SAMPLE, TOKEN), ids)}
-    if text is None:
-        return coords
-    if not callable(text) and (isinstance(text, str) or not isinstance(text, Sequence)):
-        raise TypeError(
-            f"expected text as a function of a token id, or a list of all texts, got {shown(text)};"
-            " try text=tokenizer.decode"
-        )
-    texts: da.Array = da.map_blocks(
-        _text_of, ids, text=text,
-        dtype=_TEXT_DTYPE, meta=np.empty((0, 0), _TEXT_DTYPE),
-        name=f"text-{tokenize(ids.name, text)}",
-    )  # fmt: skip
-    return coords | {"text": ((SAMPLE, TOKEN), texts)}
-
-
-def _text_of(ids: np.ndarray, text: Text) -> np.ndarray:
-    different, place = np.unique(ids, return_inverse=True)
-    words = [text(number) if callable(text) else text[number] for number in different.tolist()]
-    for number, word in zip(different.tolist(), words, strict=True):
-        if not isinstance(word, str):
-            raise ValueError(
-                f"expected text= to give the text of token {number}, got {shown(word)}; try "
-                "text=tokenizer.decode"
-            )
-    return np.array(words, _TEXT_DTYPE)[place.reshape(ids.shape)]
 
 
 def _modules(parts: Any, model: Model, inputs: Arrays) -> Partition:

@@ -131,8 +131,8 @@ def hooks_gradients(
     """
     if isinstance(task, TrakTask):
         raise ValueError(
-            "expected a task that runs batches, as gradients='hooks' needs, got one that runs one "
-            "sample at a time; try gradients='vmap'"
+            "expected a task that runs batches, as gradients='hooks' and parts='token' need, got "
+            "one that runs one sample at a time; try gradients='vmap', or td.tasks.CausalLM()"
         )
     hookable = hook_plan(forward, task, batch, tuple(names))
     parameters = {name: tensor.detach() for name, tensor in forward.parameters.items()}

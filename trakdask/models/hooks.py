@@ -215,8 +215,8 @@ class GradientCollector:
         # Where rows of a sample were folded into the batch axis, only rules that treat all
         # positions alike are right: to others, the axis behind the samples would be channels.
         is_folded = leaves[0].shape[axes[0]] != self._n_samples
-        by_position = all(rules[inside] in BY_POSITION for inside in call.layer.selected if rules)
-        if rules and (by_position or not is_folded):
+        needed = [rules[inside] for inside in call.layer.selected] if rules else []
+        if needed and (BY_POSITION.issuperset(needed) or not is_folded):
             return leaves[0].register_hook(
                 lambda delta: self._by_rules(self._calls.pop(key), delta, axes[0])
             )
@@ -229,11 +229,14 @@ class GradientCollector:
         alone = value if value.shape[:1] == (1,) else value[None]
         return alone.expand(self._n_samples, *alone.shape[1:])
 
-    def _as_rows(self, call: Call, value: Tensor) -> Tensor:
-        """Return a value that a layer took or returned, (batch, ...), with an entry per row.
+    def _rows(self, call: Call, value: Any, axis: int | None) -> Any:
+        """Return a value that a layer took or returned, (rows, ...), rows being samples or tokens.
 
         (batch, tokens, ...) becomes (batch * tokens, 1, ...), a batch of single tokens.
         """
+        if not isinstance(value, Tensor):
+            return value
+        value = self._expanded(value) if axis is None else batch_first(value, axis, self._n_samples)
         if self._n_tokens is None:
             return value
         if tuple(value.shape[:2]) != (self._n_samples, self._n_tokens):
@@ -246,9 +249,8 @@ class GradientCollector:
         return value.reshape(-1, 1, *value.shape[2:])
 
     def _by_rules(self, call: Call, delta: Tensor, axis: int) -> None:
-        x = call.input(self._n_samples)
-        x = self._as_rows(call, x if call.in_axes[0] is not None else self._expanded(x))
-        delta = self._as_rows(call, batch_first(delta, axis, self._n_samples))
+        x = self._rows(call, call.input(), call.in_axes[0])
+        delta = self._rows(call, delta, axis)
         if x.is_floating_point() and x.dtype != delta.dtype:
             x = x.to(delta.dtype)  # as autocast does inside the layer
         for inside, name in call.layer.selected.items():
@@ -295,18 +297,10 @@ class GradientCollector:
         self, call: Call, deltas: Sequence[Tensor | None], axes: Sequence[int]
     ) -> tuple[Call, list[Tensor | None], list[int]]:
         """Return the call, and the gradients of its outputs, as if of a batch of single tokens."""
-
-        def rows(value: Any, axis: int | None) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            if axis is None:
-                return self._as_rows(call, self._expanded(value))
-            return self._as_rows(call, batch_first(value, axis, self._n_samples))
-
         leaves, spec = tree_flatten(call.inputs)
-        leaves = [rows(leaf, axis) for leaf, axis in zip(leaves, call.in_axes, strict=True)]
+        leaves = [self._rows(call, *pair) for pair in zip(leaves, call.in_axes, strict=True)]
         in_axes = [0 if isinstance(leaf, Tensor) else None for leaf in leaves]
-        deltas = [rows(delta, axis) for delta, axis in zip(deltas, axes, strict=True)]
+        deltas = [self._rows(call, *pair) for pair in zip(deltas, axes, strict=True)]
         inputs = tree_unflatten(leaves, spec)
         return replace(call, inputs=inputs, in_axes=in_axes), deltas, [0] * len(deltas)
 
@@ -331,11 +325,9 @@ class GradientCollector:
         """Pass on the gradient of a parameter, or of some of its rows after the other."""
         del self._due[name]
         uses, parameter = self._uses.pop(name), self._forward.parameters[name]
-        if not uses and isinstance(self._sink, Products):
-            return  # a gradient of zero adds nothing
         if not uses:
-            zeros = parameter.new_zeros(1).expand(self._n_rows, parameter.numel())
-            self._sink(name, zeros)
+            if self._products is None:  # a gradient of zero, which would add no product
+                self._sink(name, parameter.new_zeros(1).expand(self._n_rows, parameter.numel()))
         elif not self._is_sliced(name):
             self._sink(name, _summed(uses))
         else:
@@ -378,7 +370,7 @@ def _is_row(call: Call, args: Any, kwargs: Any, row: int, n_samples: int) -> boo
     axis = call.in_axes[0]
     if axis is None:
         return True
-    in_batch = call.input(n_samples)[row].detach()
+    in_batch = batch_first(call.input(), axis, n_samples)[row].detach()
     alone = batch_first(first_leaf(args, kwargs), axis, 1)[0]
     if alone.shape != in_batch.shape:
         return False

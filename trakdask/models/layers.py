@@ -299,17 +299,16 @@ class Call:
     in_axes: list[int | None]
     out_axes: list[int | None]
 
-    def input(self, n_samples: int) -> Tensor:
-        """Return the first input, with the batch axis first, or as it is if it has none."""
+    def input(self) -> Tensor:
+        """Return the first input, which must be what the layer used."""
         leaf: Tensor = first_leaf(*self.inputs)
-        axis = self.in_axes[0]
         if version_of(leaf) != self.version:
             raise RuntimeError(
                 f"expected the input of layer {self.layer.path!r} as the layer used it, got one "
                 "that was changed in place afterwards; try x = x + y instead of x += y, or "
                 "gradients='vmap'"
             )
-        return leaf if axis is None else batch_first(leaf, axis, n_samples)
+        return leaf
 
 
 def batch_first(value: Tensor, axis: int, n_samples: int) -> Tensor:

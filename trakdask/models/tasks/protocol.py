@@ -288,13 +288,11 @@ def as_tensors(arrays: Mapping[Any, Any], names: Sequence[str]) -> Batch:
             f"expected the variable {missing[0]!r} in samples, got {list(map(str, arrays))}; try "
             "renaming a variable of the samples, or passing its name to the task"
         )
-    values = {name: arrays[name] for name in names}
-    return Batch(
-        {
-            name: value if isinstance(value, Tensor) else torch.tensor(np.asarray(value))
-            for name, value in values.items()
-        }
-    )
+    return Batch({name: _as_tensor(arrays[name]) for name in names})
+
+
+def _as_tensor(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.tensor(np.asarray(value))
 
 
 def without_absent_mask(inputs: tuple[str, ...], present: Collection[str]) -> tuple[str, ...]:
