@@ -20,7 +20,7 @@ from trakdask.models.hooks import GradientCollector
 from trakdask.models.independence import allowed_error, reads_values, require_same_alone, row_of
 from trakdask.models.layers import hook_plan
 from trakdask.models.tasks import Batch, Forward, Task, TrakTask
-from trakdask.models.tasks.protocol import shape_of
+from trakdask.models.tasks.protocol import SampleError, shape_of
 from trakdask.torch_internals import no_fast_path
 
 # Engines to try where another one is wrong.
@@ -62,7 +62,10 @@ def loop_gradients(
     values = []
     for i in range(batch.size):
         alone = row_of(batch, i)
-        gradients, *f_and_q = summed_gradient(forward, task, alone, names, torch.ones(1))
+        try:
+            gradients, *f_and_q = summed_gradient(forward, task, alone, names, torch.ones(1))
+        except SampleError as err:  # which knows the sample as the first of its batch
+            raise SampleError(err.text, i) from err.__cause__
         for name, gradient in gradients.items():
             rows[name].append(gradient.flatten())
         values.append(torch.cat(f_and_q))
