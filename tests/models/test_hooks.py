@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from tests.models.engines import Collected, backward, equal, run
 from trakdask.models import hooks
+from trakdask.models.curvature import factors_of, rotations
+from trakdask.models.gradients import ENGINES
 from trakdask.models.model import Model
 from trakdask.models.rules import rules_of
 from trakdask.models.tasks import Batch, Forward
@@ -375,6 +377,21 @@ def test_hooks__gradients_written_where_the_sink_says(layer: str) -> None:
     assert bool(sink.n_written) == (layer not in ("conv2d", "embedding", "tied weights"))
 
 
+@pytest.mark.parametrize(
+    "layer", ["linear", "conv2d", "conv2d, groups", "rows flattened, channels", "lstm", "embedding"]
+)
+def test_hooks__coordinates_are_those_of_the_loop(layer: str) -> None:
+    build, x = LAYERS[layer]
+    model = Model(made(build), task=Total())
+    places = [place for *_, place in factors_of(model.shapes)]
+    matrices = rotations(normal(places[-1].stop).numpy(), model.shapes, torch.device("cpu"))
+    found = {engine: Collected() for engine in ("hooks", "loop")}
+    for engine, sink in found.items():
+        forward, names = model.forward(model.checkpoints[0]), list(model.shapes)
+        ENGINES[engine](forward, model.task, Batch(x=x), names, sink, rotations=matrices)
+    equal(found["hooks"], found["loop"])
+
+
 def test_hooks__no_part_is_larger_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(hooks._SLICE_BYTES, "cpu", 400)
     sizes: list[int] = []
@@ -384,7 +401,6 @@ def test_hooks__no_part_is_larger_than_allowed(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_rules_of__no_rule_for_what_it_does_not_know() -> None:
-    assert not rules_of(Doubled(6, 4))
     assert not rules_of(nn.Embedding(5, 3, scale_grad_by_freq=True))
     assert rules_of(nn.Linear(2, 2)) is rules_of(Initialised(2, 2))
     assert not rules_of(Standardised(2, 2, 1))

@@ -144,7 +144,7 @@ class CheckedEngine:
 
     def _require_same_alone(self, batch: Batch, *values: Tensor) -> None:
         if self._engine == "loop" and reads_values(self._forward, self._task, batch):
-            return  # the loop runs every sample alone then, for f and for Q
+            return  # alone, as in the loop, a sample may take another branch than in a batch
         if self._engine not in ("hooks", "tokens") or not values:  # which take f of the batch
             with torch.no_grad():
                 values = (

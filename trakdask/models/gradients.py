@@ -61,7 +61,7 @@ def loop_gradients(
     rows: dict[str, list[Tensor]] = {name: [] for name in names}
     values = []
     for i in range(batch.size):
-        alone = row_of(batch, i)
+        alone = row_of(batch, i)  # a batch of one, as models expect an axis of samples
         try:
             gradients, *f_and_q = summed_gradient(forward, task, alone, names, torch.ones(1))
         except SampleError as err:  # which knows the sample as the first of its batch
@@ -143,7 +143,7 @@ def hooks_gradients(
     n_tokens = number_of_tokens(batch) if by_token else None
     collector = GradientCollector(once, hookable.layers, batch.size, sink, n_tokens, rotations)
     try:
-        with collector.listening():
+        with collector.listening():  # f runs the model, and Q takes the same result
             output = require_per_sample(task.output(once, batch), batch.size, "output")
         out_to_loss = out_to_loss_of(once, task, batch)
         if reads_values(forward, task, batch):
@@ -156,7 +156,7 @@ def hooks_gradients(
     finally:
         collector.release()
         once.forget()
-    if hookable.rest:
+    if hookable.rest:  # in a pass of their own, after the tensors of the first one are released
         vmap_gradients(forward, task, batch, hookable.rest, sink, rotations)
     return output.detach().float(), out_to_loss
 

@@ -1,4 +1,7 @@
-"""Which modules to hook, what of them is batched, and how much of a gradient they hold at once."""
+"""The layers of a model: which modules to hook, and what is batched in their calls.
+
+Layers without a rule of their own are differentiated here, one call at a time.
+"""
 
 from __future__ import annotations
 
@@ -244,7 +247,9 @@ def _call_shapes(
 
 
 def _shapes(values: Any) -> _Shapes:
-    return [tuple(getattr(leaf, "shape", ())) for leaf in tree_leaves(values)]
+    # What is no tensor has no axes, and is passed to all samples alike.
+    leaves = tree_leaves(values)
+    return [tuple(leaf.shape) if isinstance(leaf, Tensor) else () for leaf in leaves]
 
 
 def _call_axes(two: _CallShapes, three: _CallShapes) -> CallAxes:
@@ -390,6 +395,7 @@ def local_gradients(
             gradients: dict[str, Tensor] = every(selected, inputs, weights)
             return gradients
     except RuntimeError:  # some operators, such as those of RNNs, cannot be vectorized
+        # Slower, but of this layer alone; errors of the layer itself are raised again here.
         rows = [
             one(selected, _sample(inputs, call.in_axes, i), _sample(weights, out_axes, i))
             for i in range(n_samples)
