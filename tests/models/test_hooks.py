@@ -171,6 +171,12 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "an output made from another": (lambda: TwoOutputs(), normal(5, 6)),
     "activation as a child": (lambda: gain(), normal(5, 3, 6)),
     "output made to require gradients": (lambda: Requires(), normal(5, 6)),
+    "groups called twice": (
+        lambda: Net(
+            lambda m, x: m.layer(m.layer(x).tanh()), layer=nn.Conv1d(4, 4, 3, padding=1, groups=2)
+        ),
+        normal(5, 4, 6),
+    ),
     "module called twice": (
         lambda: Net(
             lambda m, x: m.norm(m.layer(m.norm(m.layer(x).tanh()))),
@@ -378,7 +384,8 @@ def test_hooks__gradients_written_where_the_sink_says(layer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "layer", ["linear", "conv2d", "conv2d, groups", "rows flattened, channels", "lstm", "embedding"]
+    "layer",
+    ["linear", "conv2d", "groups called twice", "rows flattened, channels", "lstm", "embedding"],
 )
 def test_hooks__coordinates_are_those_of_the_loop(layer: str) -> None:
     build, x = LAYERS[layer]

@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trakdask.models.curvature import Rotations, rotated
-from trakdask.models.hooks import GradientCollector
+from trakdask.models.curvature import Rotations
+from trakdask.models.hooks import GradientCollector, in_coordinates
 from trakdask.models.independence import allowed_error, reads_values, require_same_alone, row_of
 from trakdask.models.layers import hook_plan
 from trakdask.models.tasks import Batch, Forward, Task, TrakTask
@@ -70,7 +70,7 @@ def loop_gradients(
             rows[name].append(gradient.flatten())
         values.append(torch.cat(f_and_q))
     for name in names:
-        sink(name, _in_coordinates(torch.stack(rows.pop(name)), name, forward, rotations))
+        sink(name, in_coordinates(torch.stack(rows.pop(name)), name, forward, rotations))
     f, q = torch.stack(values).float().unbind(1)
     return f, q
 
@@ -102,7 +102,7 @@ def vmap_gradients(
     size = batch.size
     for name in names:
         gradient = gradients.pop(name).reshape(size, -1)
-        sink(name, _in_coordinates(gradient, name, forward, rotations))
+        sink(name, in_coordinates(gradient, name, forward, rotations))
     return outputs.float(), out_to_loss_of(forward, task, batch)
 
 
@@ -159,14 +159,6 @@ def hooks_gradients(
     if hookable.rest:  # in a pass of their own, after the tensors of the first one are released
         vmap_gradients(forward, task, batch, hookable.rest, sink, rotations)
     return output.detach().float(), out_to_loss
-
-
-def _in_coordinates(
-    gradient: Tensor, name: str, forward: Forward, rotations: Rotations | None
-) -> Tensor:
-    """Return gradients of a parameter, (batch, numel), in the coordinates of its rotation."""
-    shape = tuple(forward.parameters[name].shape)
-    return rotated(gradient, shape, rotations[name]) if rotations else gradient
 
 
 ENGINES: dict[str, Engine] = {

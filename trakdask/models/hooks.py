@@ -269,8 +269,11 @@ class GradientCollector:
         is_turnable = rule in TURNABLE and getattr(call.module, "groups", 1) == 1
         if matrices and is_turnable:
             rule, x, delta = turned(rule, call.module, x, delta, matrices)
-        gradient = partial(rule, call.module, x, delta, call.buffers)
-        self._use(name, gradient if is_turnable else lambda: self._rotated(name, gradient()))
+        gradient: RowsOfGradient = partial(rule, call.module, x, delta, call.buffers)
+        if matrices and not is_turnable:  # at once: the next rule overwrites what this one returns
+            whole = in_coordinates(gradient(), name, self._forward, self._rotations)
+            gradient = lambda: whole  # noqa: E731
+        self._use(name, gradient)
 
     def _locally(self, call: Call, deltas: Sequence[Tensor | None], axes: Sequence[int]) -> None:
         """Differentiate a module without rules on its own, row by row."""
@@ -284,14 +287,9 @@ class GradientCollector:
                 tensors[name.removeprefix(prefix)] = tensor
         gradients = local_gradients(call, tensors, deltas, axes, self._n_rows)
         for inside, name in layer.selected.items():
-            gradient = self._rotated(name, gradients[inside].reshape(self._n_rows, -1))
+            rows = gradients[inside].reshape(self._n_rows, -1)
+            gradient = in_coordinates(rows, name, forward, self._rotations)
             self._use(name, lambda gradient=gradient: gradient)
-
-    def _rotated(self, name: str, gradient: Tensor) -> Tensor:
-        """Return a gradient, (rows, numel), in the coordinates that the sink wants."""
-        matrices = self._rotations.get(name)
-        shape = tuple(self._forward.parameters[name].shape)
-        return rotated(gradient, shape, matrices) if matrices else gradient
 
     def _by_token(
         self, call: Call, deltas: Sequence[Tensor | None], axes: Sequence[int]
@@ -350,6 +348,15 @@ class GradientCollector:
             return max(1, _slice_bytes(parameter) // bytes_of_row), None
         n = buffer.shape[1] // width
         return (n, buffer[:, : n * width]) if n else (1, None)
+
+
+def in_coordinates(
+    gradient: Tensor, name: str, forward: Forward, rotations: Rotations | None
+) -> Tensor:
+    """Return gradients of a parameter, (rows, numel), in the coordinates that a sink wants."""
+    matrices = rotations.get(name) if rotations else None
+    shape = tuple(forward.parameters[name].shape)
+    return rotated(gradient, shape, matrices) if matrices else gradient
 
 
 def _summed(
