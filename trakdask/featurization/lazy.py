@@ -115,7 +115,7 @@ def featurize(
         Engine of the per-sample gradients: ``"hooks"``, one batched backward pass in the memory of
         one layer; ``"vmap"``, ``torch.func`` on single samples; ``"loop"``, one backward pass per
         sample, for models that the others cannot run. ``"auto"`` chooses hooks if they can handle
-        a selected parameter; the choice and the reason for it are in ``attrs``. Each process checks
+        a selected parameter; the choice and the reason for it are in ``attrs``. Each thread checks
         the gradients of its first (and of any larger) micro-batch by a random weighted sum, which
         one plain backward pass gives, too. Of every later block, it compares f, Q and the gradient
         of one sample with those of the sample alone, which costs a backward pass of one sample.

@@ -269,11 +269,12 @@ class GradientCollector:
         is_turnable = rule in TURNABLE and getattr(call.module, "groups", 1) == 1
         if matrices and is_turnable:
             rule, x, delta = turned(rule, call.module, x, delta, matrices)
-        gradient: RowsOfGradient = partial(rule, call.module, x, delta, call.buffers)
+        gradient = partial(rule, call.module, x, delta, call.buffers)
         if matrices and not is_turnable:  # at once: the next rule overwrites what this one returns
             whole = in_coordinates(gradient(), name, self._forward, self._rotations)
-            gradient = lambda: whole  # noqa: E731
-        self._use(name, gradient)
+            self._use(name, lambda: whole)
+        else:
+            self._use(name, gradient)
 
     def _locally(self, call: Call, deltas: Sequence[Tensor | None], axes: Sequence[int]) -> None:
         """Differentiate a module without rules on its own, row by row."""
