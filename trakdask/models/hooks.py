@@ -355,7 +355,7 @@ def in_coordinates(
     gradient: Tensor, name: str, forward: Forward, rotations: Rotations | None
 ) -> Tensor:
     """Return gradients of a parameter, (rows, numel), in the coordinates that a sink wants."""
-    matrices = rotations.get(name) if rotations else None
+    matrices = (rotations or {}).get(name)
     shape = tuple(forward.parameters[name].shape)
     return rotated(gradient, shape, matrices) if matrices else gradient
 

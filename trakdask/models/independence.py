@@ -110,8 +110,7 @@ def _runs_without_values(forward: Forward, task: Task, batch: Batch) -> bool:
     Whatever error a pass raises, it is safe to assume that values are read.
     """
     no_values = _NoValues()  # type: ignore[no-untyped-call]
-    generators = torch.random.fork_rng(devices=[])
-    with suppress(Exception), torch.no_grad(), generators, _NoArrays(), no_values:
+    with suppress(Exception), torch.no_grad(), torch.random.fork_rng([]), _NoArrays(), no_values:
         task.output(forward, batch)
         return True
     with suppress(Exception), fake_tensor_mode() as mode, torch.no_grad():

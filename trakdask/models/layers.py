@@ -179,10 +179,8 @@ def choose_engine(module: nn.Module, task: Task, names: Sequence[str]) -> tuple[
     if not hookable.layers:
         return "vmap", "no selected parameter belongs to a layer of its own"
     if hookable.rest:
-        return (
-            "hooks",
-            f"{len(hookable.rest)} of {len(names)} parameters by vmap: {hookable.rest[0]}",
-        )
+        others = f"{len(hookable.rest)} of {len(names)} parameters"
+        return "hooks", f"{others} by vmap: {hookable.rest[0]}"
     return "hooks", "all selected parameters belong to layers"
 
 
