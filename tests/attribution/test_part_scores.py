@@ -16,7 +16,7 @@ import trakdask as td
 from tests.models.test_tokens import LENGTH, TASK, VOCABULARY, Gpt
 from tests.models.token_oracle import contributions
 from tests.projection.reference import explicit
-from trakdask.featurization import graphs
+from trakdask.featurization import parts as divided
 from trakdask.models.tasks import Batch, Forward
 from trakdask.projection import Projector, RowMap
 from trakdask.testing import raise_if_dask_computes
@@ -242,7 +242,7 @@ def test_score_parts__blocks_and_chunks_of_targets_do_not_matter(
     for chunks in (1, 5):
         again = ask(features, many, of=TRAIN.chunk(sample=chunks), parts=parts)
         assert_near(again, expected.values, 1e-5)
-    monkeypatch.setattr(graphs, "_VECTOR_BYTES", 1)
+    monkeypatch.setattr(divided, "_VECTOR_BYTES", 1)
     apart = ask(features, targets, of=TRAIN, parts=parts)
     assert apart.chunks[2] == (1, 1, 1)
     assert_near(apart, expected.values, 1e-5)

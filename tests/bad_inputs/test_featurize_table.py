@@ -42,7 +42,7 @@ ROWS = [
     BadInput(F, "on_error", options(on_error="skip"), ValueError, ["'skip'", "'record'"]),
     *[BadInput(F, f"batch_size {size!r}", options(batch_size=size), ValueError, ["batch_size", repr(size)]) for size in (0, -1)],
     *[BadInput(F, f"batch_size {size!r}", options(batch_size=size), TypeError, ["batch_size", repr(size)]) for size in (2.5, "big", None, True)],
-    BadInput(F, "batch statistics", computed(nn.Sequential(NET, nn.BatchNorm1d(3, track_running_stats=False))), ValueError, ["'1'", "track_running_stats"]),
+    BadInput(F, "batch statistics", computed(nn.Sequential(NET, nn.BatchNorm1d(3, track_running_stats=False))), RuntimeError, ["samples 0:"]),
     BadInput(F, "label too large", labelled(BIG), RuntimeError, ["label in 0..2 (3 classes)", "got 7 at sample 2"]),
     BadInput(F, "label negative", labelled(NEGATIVE), RuntimeError, ["got -1 at sample 2"]),
     *[BadInput(F, f"label with {engine}", labelled(BIG, gradients=engine), RuntimeError, ["got 7 at sample 2"]) for engine in ("hooks", "vmap", "loop")],
@@ -58,7 +58,7 @@ ROWS = [
     BadInput(F, "softmax over the batch", computed(After(lambda y: y.softmax(0)), gradients="loop", batch_size=1), RuntimeError, ["sample 0"]),
     BadInput(F, "dropout", computed(After(lambda y: nn.functional.dropout(y, 0.5))), RuntimeError, ["dropout"]),
     BadInput(F, "in place", computed(After(lambda y: y.sigmoid().mul_(y.sigmoid_()))), RuntimeError, ["inplace operation"]),
-    BadInput(F, "task without samples", computed(After(), task=Mean()), RuntimeError, ["task.output", "shape ()"]),
+    BadInput(F, "task without samples", computed(After(), task=Mean()), RuntimeError, ["task.output", "()"]),
     BadInput(F, "arguments", computed(TwoTowers()), RuntimeError, ["TypeError", "'text'"]),
 ]  # fmt: skip
 

@@ -25,11 +25,10 @@ from _models import SUBJECTS, Subject
 from gradients import PLAIN, run_of
 from torch import Tensor
 
-from trakdask.models.calls import Call, hook_plan
 from trakdask.models.hooks import GradientCollector
+from trakdask.models.layers import Call, hook_plan
 from trakdask.models.model import Model
 from trakdask.models.rules import SLICEABLE, Rule, _conv_weight
-from trakdask.models.tasks.protocol import CachingForward
 
 PASSES = "passes"
 _CACHED = 2**20  # float32 elements: a slice of 4 MB, as the hooks write it
@@ -89,9 +88,9 @@ class TimedCollector(GradientCollector):
 def recorded(model: Model, batch: Any) -> dict[str, Work]:
     """Form all gradients once."""
     forward, names = model.forward(model.checkpoints[0]), tuple(model.shapes)
-    hookable, axes = hook_plan(forward, model.task, batch, names)
-    once = CachingForward(forward)
-    collector = TimedCollector(once, hookable.layers, axes, batch.size, lambda *_: None)
+    hookable = hook_plan(forward, model.task, batch, names)
+    once = forward.caching()
+    collector = TimedCollector(once, hookable.layers, batch.size, lambda *_: None)
     collector.work = defaultdict(Work)
     with collector.listening():
         output = model.task.output(once, batch)
@@ -106,7 +105,7 @@ def passes(model: Model, batch: Any) -> None:
     parameters = {name: forward.parameters[name].detach() for name in names}
     first = next(name for name in names if parameters[name].ndim == 1)
     parameters[first].requires_grad_()
-    once = CachingForward(forward.with_parameters(parameters))
+    once = forward.with_parameters(parameters).caching()
     output = model.task.output(once, batch)
     with torch.no_grad():
         model.task.out_to_loss(once, batch)

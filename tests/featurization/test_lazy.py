@@ -203,7 +203,7 @@ def test_featurize__compute_reads_the_weights_of_each_checkpoint_once(
         torch.manual_seed(seed)
         torch.save(build().state_dict(), path)
     made = td.Model(build, paths)
-    checkpoints._states.clear()
+    checkpoints._states.by_digest.clear()
     reads = []
     read = checkpoints.read_state
     monkeypatch.setattr(
@@ -249,7 +249,7 @@ def test_featurize__error_arrives_from_a_worker_process(process_client: Client) 
 
 
 class _Branches(nn.Module):
-    """Decides on the value of its input, which vmap cannot follow."""
+    """Decides on the values of its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,16 +258,6 @@ class _Branches(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.flatten(1)
         return self.head(x if x.sum() > 0 else -x)
-
-
-def test_featurize__model_that_vmap_cannot_run() -> None:
-    branching = td.Model(_Branches())
-    for gradients in ("auto", "hooks", "vmap"):
-        with pytest.raises(td.errors.BlockError, match="try gradients='loop'"):
-            td.featurize(samples(), branching, gradients=gradients).compute(scheduler="sync")
-    features = td.featurize(samples(), branching, gradients="loop").compute(scheduler="sync")
-    assert np.isfinite(features.feature).all()
-    assert features.attrs["gradients"] == "loop"
 
 
 @pytest.mark.parametrize("gradients", ["hooks", "vmap", "loop"])
@@ -344,6 +334,7 @@ class _UsesWeightTwice(nn.Module):
     [
         (_OneByOne, "calls of layer 'head'.*try gradients='loop'", "loop"),
         (_Experts, "try gradients='loop'", "loop"),
+        (_Branches, "try gradients='loop'", "loop"),
         (_UsesWeightTwice, "'inner.weight'.*try gradients='vmap'", "vmap"),
     ],
 )

@@ -90,7 +90,7 @@ def test_make_checkpoints__wrapped_state_dict(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"w\.pt.*key='state_dict'"):
         make_checkpoints([tmp_path / "w.pt"])
     (made,) = make_checkpoints([tmp_path / "w.pt"], key="state_dict")
-    module._states.clear()
+    module._states.by_digest.clear()
     assert digest_state(cached_state(made)) == digest_state(state())
 
 
@@ -124,7 +124,7 @@ def test_make_checkpoints__at_a_url(folder: Path, bucket: str, name: str) -> Non
     fsspec.filesystem("memory").put_file(str(folder / name), f"/checkpoints/{name}")
     (local,), (remote,) = make_checkpoints([folder / name]), make_checkpoints([f"{bucket}/{name}"])
     assert (remote.name, remote.digest, remote.id) == (local.name, local.digest, local.id)
-    module._states.clear()
+    module._states.by_digest.clear()
     assert digest_state(cached_state(pickle.loads(pickle.dumps(remote)))) == local.digest
 
 
@@ -132,7 +132,7 @@ def test_cached_state__another_file_at_the_path(folder: Path) -> None:
     """As on another host: features of other weights would have the old name."""
     (checkpoint,) = make_checkpoints([folder / "c0.pt"])
     torch.save(state(5), folder / "c0.pt")
-    module._states.clear()
+    module._states.by_digest.clear()
     expected = rf"'c0'.*{checkpoint.digest[:12]}.*{socket.gethostname()}"
     with pytest.raises(CheckpointError, match=expected):
         cached_state(checkpoint)
@@ -166,7 +166,7 @@ def test_get__keeps_what_fits_and_the_last_two(most_bytes: int, kept: str) -> No
     states = States()
     states.most_bytes = most_bytes
     assert [read(states, digest) for digest in "1234"] == [["1"], ["2"], ["3"], ["4"]]
-    assert states.digests() == list(kept)
+    assert list(states.by_digest) == list(kept)
     assert read(states, "4") == read(states, "3") == []
 
 
@@ -176,7 +176,7 @@ def test_get__what_was_used_last_stays() -> None:
     for digest in "1231":
         read(states, digest)
     assert read(states, "4") == ["4"]
-    assert states.digests() == ["3", "1", "4"]
+    assert list(states.by_digest) == ["3", "1", "4"]
 
 
 def test_get__threads_wait_for_the_one_that_reads() -> None:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from tests.models.engines import Collected, backward, equal, run
 from trakdask.models import hooks
+from trakdask.models.curvature import factors_of, rotations
+from trakdask.models.gradients import ENGINES
 from trakdask.models.model import Model
 from trakdask.models.rules import rules_of
 from trakdask.models.tasks import Batch, Forward
@@ -169,6 +171,12 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "an output made from another": (lambda: TwoOutputs(), normal(5, 6)),
     "activation as a child": (lambda: gain(), normal(5, 3, 6)),
     "output made to require gradients": (lambda: Requires(), normal(5, 6)),
+    "groups called twice": (
+        lambda: Net(
+            lambda m, x: m.layer(m.layer(x).tanh()), layer=nn.Conv1d(4, 4, 3, padding=1, groups=2)
+        ),
+        normal(5, 4, 6),
+    ),
     "module called twice": (
         lambda: Net(
             lambda m, x: m.norm(m.layer(m.norm(m.layer(x).tanh()))),
@@ -375,6 +383,22 @@ def test_hooks__gradients_written_where_the_sink_says(layer: str) -> None:
     assert bool(sink.n_written) == (layer not in ("conv2d", "embedding", "tied weights"))
 
 
+@pytest.mark.parametrize(
+    "layer",
+    ["linear", "conv2d", "groups called twice", "rows flattened, channels", "lstm", "embedding"],
+)
+def test_hooks__coordinates_are_those_of_the_loop(layer: str) -> None:
+    build, x = LAYERS[layer]
+    model = Model(made(build), task=Total())
+    places = [place for *_, place in factors_of(model.shapes)]
+    matrices = rotations(normal(places[-1].stop).numpy(), model.shapes, torch.device("cpu"))
+    found = {engine: Collected() for engine in ("hooks", "loop")}
+    for engine, sink in found.items():
+        forward, names = model.forward(model.checkpoints[0]), list(model.shapes)
+        ENGINES[engine](forward, model.task, Batch(x=x), names, sink, rotations=matrices)
+    equal(found["hooks"], found["loop"])
+
+
 def test_hooks__no_part_is_larger_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(hooks._SLICE_BYTES, "cpu", 400)
     sizes: list[int] = []
@@ -384,11 +408,9 @@ def test_hooks__no_part_is_larger_than_allowed(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_rules_of__no_rule_for_what_it_does_not_know() -> None:
-    assert rules_of(Doubled(6, 4)) is None
-    assert rules_of(nn.Embedding(5, 3, scale_grad_by_freq=True)) is None
-    assert rules_of(nn.InstanceNorm2d(3, affine=True, track_running_stats=True)) is None
-    assert rules_of(nn.Linear(2, 2)) is rules_of(Initialised(2, 2)) is not None
-    assert rules_of(Standardised(2, 2, 1)) is None
+    assert not rules_of(nn.Embedding(5, 3, scale_grad_by_freq=True))
+    assert rules_of(nn.Linear(2, 2)) is rules_of(Initialised(2, 2))
+    assert not rules_of(Standardised(2, 2, 1))
 
 
 def test_hooks__input_changed_in_place() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.waiting import Overlap
 from trakdask.examples import digits_mlp
 from trakdask.models.model import Model
-from trakdask.models.torch_internals import no_fast_path
+from trakdask.torch_internals import no_fast_path
 
 
 def mlp() -> nn.Module:

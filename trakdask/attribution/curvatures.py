@@ -16,9 +16,8 @@ from trakdask.attribution.estimators import (
     Power,
     resolve_estimator,
 )
-from trakdask.featurization.graphs import lazy_curvature
 from trakdask.featurization.job import DType
-from trakdask.featurization.lazy import Gradients, prepare
+from trakdask.featurization.lazy import Gradients, lazy_curvature, prepare
 from trakdask.models.curvature import leading_coordinates, scaling
 from trakdask.models.model import Model
 from trakdask.projection import Identity
@@ -106,7 +105,7 @@ def curvature(
     """
     if not damping >= 0:
         raise ValueError(f"expected damping >= 0, got {damping!r}; try damping=100")
-    made = prepare(
+    prepared = prepare(
         samples,
         model,
         projector=Identity(),
@@ -117,12 +116,10 @@ def curvature(
         on_error="raise",
         adds_up=True,
     )
-    weights = resolve_estimator(estimator, power, xr.Dataset(attrs=made.attrs)).weights
+    weights = resolve_estimator(estimator, power, xr.Dataset(attrs=prepared.attrs)).weights
     assert not isinstance(weights.power, da.Array)
-    vectors, values = dask.compute(
-        *lazy_curvature(made.job, made.inputs, made.token, weights.power)
-    )
-    shapes = made.job.model.shapes
+    vectors, values = dask.compute(*lazy_curvature(prepared, weights.power))
+    shapes = prepared.job.model.shapes
     columns = [values[:, i] for i in range(values.shape[1])]
     scale = np.stack([scaling(each, shapes, damping) for each in columns], 1)
     leading = [leading_coordinates(each, scale[:, i]) for i, each in enumerate(columns)]
@@ -133,13 +130,13 @@ def curvature(
         "leading": np.stack(leading, 1),
     }
     names = ("task", "parameters", "checkpoints", "source", "trakdask_version")
-    attrs: dict[str, Any] = {name: made.attrs[name] for name in names}
+    attrs: dict[str, Any] = {name: prepared.attrs[name] for name in names}
     attrs |= {"damping": float(damping), "gram_weights": weights.gram}
     return xr.Dataset(
         {
             name: ((dim, CHECKPOINT), data[name], {"description": description})
             for name, (dim, description) in _VARIABLES.items()
         },
-        coords={CHECKPOINT: made.coords[CHECKPOINT]},
+        coords={CHECKPOINT: prepared.coords[CHECKPOINT]},
         attrs=attrs,
     )

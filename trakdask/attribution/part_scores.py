@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 import dask.array as da
@@ -21,9 +21,10 @@ from trakdask.attribution.scores import (
     score_attrs,
     solver,
 )
-from trakdask.featurization.failures import ERROR_DTYPE
-from trakdask.featurization.job import OnError
-from trakdask.featurization.parts import PartProducts, Parts, Text, part_products
+from trakdask.checks import shown
+from trakdask.featurization.job import ERROR_DTYPE, OnError
+from trakdask.featurization.lazy import Prepared
+from trakdask.featurization.parts import Parts, by_token, divide, lazy_products
 from trakdask.models.model import Model
 from trakdask.projection.protocol import from_spec
 from trakdask.provenance import require_comparable
@@ -32,9 +33,13 @@ from trakdask.variables import (
     SAMPLE,
     TARGET,
     TARGET_PREFIX,
+    TOKEN,
     lazy_features,
     validate,
 )
+
+Text = Callable[[int], str] | Sequence[str]
+_TEXT_DTYPE = np.dtypes.StringDType()
 
 
 class ScoreOptions(TypedDict, total=False):
@@ -173,13 +178,12 @@ def score_parts(
         needed = ["feature", "out_to_loss"] if divides_targets else ["feature"]
         validate(undivided, needed, what="of" if divides_targets else "targets")
         require_comparable(features, undivided, "training" if divides_targets else "target")
-    divided = _divided(samples, model, features, parts=parts, text=text, on_error=on_error)
-    like = divided.like
+    prepared, like = _divided(samples, model, features, parts=parts, text=text, on_error=on_error)
     operands = solver(lazy_features(features), gathered)
     if divides_targets:
         training = operands.features if of is None else lazy_features(of)
         (dims, coords), vectors = _weighted_samples(operands, training, like, by)
-        results = divided.arrays(vectors)
+        results = lazy_products(prepared, vectors)
         data = da.moveaxis(results["product"], 2, 0)
         coords |= _errors(results, TARGET, f"{TARGET_PREFIX}error")
         attrs = score_attrs(features, like, operands.attrs)
@@ -187,7 +191,7 @@ def score_parts(
     else:
         explained = lazy_features(targets)
         dims, coords = labels_of_scores(like, explained)
-        results = divided.arrays(operands.vectors(explained))
+        results = lazy_products(prepared, operands.vectors(explained))
         q = like[[]].assign(out_to_loss=((SAMPLE, CHECKPOINT), results["out_to_loss"]))
         weight = _pooled(operands, operands.weight(q)).astype(results["product"].dtype)
         data = results["product"] * weight[:, None, None, :]
@@ -207,22 +211,66 @@ def _divided(
     parts: Parts,
     text: Text | None,
     on_error: OnError,
-) -> PartProducts:
+) -> tuple[Prepared, xr.Dataset]:
     """Divide samples as they are to be multiplied with vectors of some features."""
+    if text is not None and not by_token(parts):
+        raise ValueError(
+            f"expected text= with parts='token' only, got it with parts={shown(parts)}; try "
+            "leaving text out"
+        )
     projector = from_spec(features.attrs.get("projector", {}))
     projector.require_back_projection()
     dtype = features.attrs.get("dtype", "as given")  # the precision that the model ran in
-    divided = part_products(
+    prepared, like = divide(
         samples,
         _at_checkpoints(model, features),
         parts=parts,
         projector=projector,
-        text=text,
         dtype=None if dtype == "as given" else dtype,
         on_error=on_error,
     )
-    require_comparable(features, divided.like, name="parts'")
-    return divided
+    require_comparable(features, like, name="parts'")
+    return prepared, like.assign_coords(_token_coords(prepared, text) if by_token(parts) else {})
+
+
+def _token_coords(
+    prepared: Prepared, text: Text | None
+) -> dict[str, tuple[tuple[str, str], da.Array]]:
+    """Return ids and texts of tokens, if the first input of the model holds ids."""
+    name, ids = next(iter(prepared.inputs.items()))
+    if ids.ndim != 2 or ids.dtype.kind not in "iu":
+        if text is None:
+            return {}
+        raise ValueError(
+            f"expected token ids (sample, token) for text=, got {name!r} of {ids.dtype} and shape "
+            f"{ids.shape}; try leaving text out, and assign_coords(text=...)"
+        )
+    coords = {name: ((SAMPLE, TOKEN), ids)}
+    if text is None:
+        return coords
+    if not callable(text) and (isinstance(text, str) or not isinstance(text, Sequence)):
+        raise TypeError(
+            f"expected text as a function of a token id, or a list of all texts, got {shown(text)};"
+            " try text=tokenizer.decode"
+        )
+    texts: da.Array = da.map_blocks(
+        _text_of, ids, text=text,
+        dtype=_TEXT_DTYPE, meta=np.empty((0, 0), _TEXT_DTYPE),
+        name=f"text-{tokenize(ids.name, text)}",
+    )  # fmt: skip
+    return coords | {"text": ((SAMPLE, TOKEN), texts)}
+
+
+def _text_of(ids: np.ndarray, text: Text) -> np.ndarray:
+    different, place = np.unique(ids, return_inverse=True)
+    words = [text(number) if callable(text) else text[number] for number in different.tolist()]
+    for number, word in zip(different.tolist(), words, strict=True):
+        if not isinstance(word, str):
+            raise ValueError(
+                f"expected text= to give the text of token {number}, got {shown(word)}; try "
+                "text=tokenizer.decode"
+            )
+    return np.array(words, _TEXT_DTYPE)[place.reshape(ids.shape)]
 
 
 def _weighted_samples(

@@ -20,6 +20,7 @@ from trakdask.attribution.estimators import (
     Power,
     gather_options,
 )
+from trakdask.attribution.part_scores import Text
 from trakdask.checks import shown
 from trakdask.execution import active_client
 from trakdask.explorer.attributions import Attributions
@@ -29,7 +30,6 @@ from trakdask.explorer.pages import save_html
 from trakdask.explorer.questions import Questions, Words
 from trakdask.explorer.samples import Samples
 from trakdask.explorer.view import View
-from trakdask.featurization.parts import Text
 from trakdask.models.model import Model
 from trakdask.plots.galleries import Normalize
 from trakdask.provenance import require_comparable

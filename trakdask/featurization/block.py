@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from threading import current_thread, main_thread
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,18 +17,17 @@ from torch import Tensor
 from trakdask.arrays.weights import gram_weights, row_norms
 from trakdask.errors import BlockError
 from trakdask.execution import note_start
-from trakdask.featurization.checks import BlockCheck, checked_of
+from trakdask.featurization.checks import Checked, CheckedEngine
 from trakdask.featurization.devices import (
+    applied,
     budget_bytes,
     current_worker,
-    described,
     device_of_task,
     is_out_of_memory,
     on_device,
     states_bytes,
 )
-from trakdask.featurization.failures import Block, BlockResults, is_of_samples
-from trakdask.featurization.job import Job, Samples
+from trakdask.featurization.job import Block, BlockResults, Job, Samples, is_of_samples
 from trakdask.models.checkpoints import Checkpoint, cache_states
 from trakdask.models.curvature import (
     AxisProducts,
@@ -39,58 +38,24 @@ from trakdask.models.curvature import (
     factors_by_name,
     rotations,
 )
-from trakdask.models.gradients import Sink, engine_of, out_to_loss_of
+from trakdask.models.gradients import Sink, out_to_loss_of
+from trakdask.models.independence import once_per_task
 from trakdask.models.kept_checkpoints import scales
 from trakdask.models.tasks import Batch, Forward
-from trakdask.models.torch_internals import few_threads, no_fast_path
 from trakdask.projection import ProjectionStream
 from trakdask.projection.leading import LeadingStream
+from trakdask.torch_internals import few_threads, no_fast_path
 
 _log = logging.getLogger(__name__)
 
 
-def featurize_block(
-    job: Job, weights: np.ndarray, start: np.ndarray, *arrays: np.ndarray
-) -> tuple[Any, ...]:
-    """Return feature, its squared norm, output and out_to_loss (and error) of a block of samples.
-
-    And last a mapping that says on what device, and by what kernels, they were computed.
-    """
+def featurize_block(job: Job, weights: np.ndarray, start: np.ndarray, *arrays: np.ndarray) -> Block:
+    """Return feature, its squared norm, output, out_to_loss (and error) of a block of samples."""
     checkpoint, moments, curvature, components = weights.item()
-    with _task(job, checkpoint, start, arrays) as samples:
-        fits = moments, curvature, components
-        output = _projected(job, checkpoint, *fits, samples.device)
-        feature, *others = _run_samples(samples, checkpoint, output)
-        return feature, row_norms(feature), *others, described(samples.device)
-
-
-def multiply_block(
-    job: Job, weights: np.ndarray, start: np.ndarray, vectors: np.ndarray, *arrays: np.ndarray
-) -> Block:
-    """Return products of gradients with vectors (vector, row, 1), in the place of features.
-
-    Otherwise as :func:`featurize_block`. Products with a vector that is not finite are NaN.
-    """
-    (checkpoint, *_), flat = weights.item(), torch.tensor(vectors[..., 0])
-    is_finite = flat.isfinite().all(1)
-    flat[~is_finite] = 0  # so that samples, which share the pass, are not taken for the cause
-    with _task(job, checkpoint, start, arrays) as samples:
-        rows, flat = job.row_map, flat.to(samples.device)
-        by_name = {
-            name: flat[:, rows.offset(name) : rows.offset(name) + rows.size(name)].unflatten(
-                1, rows.shape(name) or (1,)
-            )
-            for name in rows.names
-        }
-
-        def open_stream(forward: Forward, batch: Batch) -> _Stream:
-            assert job.partition is not None
-            return job.partition.of(batch).products(by_name, batch.size)
-
-        output = _Output(len(flat), open_stream)
-        products, *others = _run_samples(samples, checkpoint, output)
-    products[..., ~is_finite.numpy(), :] = np.nan
-    return products, *others
+    with running(job, checkpoint, start, arrays) as samples:
+        output = _projected(job, checkpoint, moments, curvature, components, samples.device)
+        feature, *others = run_samples(samples, checkpoint, output)
+        return feature, row_norms(feature), *others
 
 
 def add_up_block(
@@ -106,9 +71,9 @@ def add_up_block(
     """Return sums over a block, (1, length, 1) float64, with weights q^power (1 - q), or 1."""
     (checkpoint, *_), total = weights.item(), np.zeros(length)
     task, shapes = job.model.task, job.model.shapes
-    with _task(job, checkpoint, start, arrays) as samples:
+    with running(job, checkpoint, start, arrays) as samples:
 
-        def open_stream(forward: Forward, batch: Batch) -> _Stream:
+        def open_stream(forward: Forward, batch: Batch) -> Stream:
             h = torch.ones(batch.size)
             if power is not None:  # a forward pass of its own, before the gradients
                 q = out_to_loss_of(forward, task, batch).numpy(force=True)
@@ -118,7 +83,7 @@ def add_up_block(
         matrices = None
         if eigenvectors is not None:
             matrices = rotations(eigenvectors[:, 0], shapes, samples.device)
-        _run_samples(samples, checkpoint, _Output(0, open_stream, matrices))
+        run_samples(samples, checkpoint, Output(0, open_stream, matrices))
         if not np.isfinite(total).all():
             raise ValueError(
                 "expected finite gradients for the curvature, got NaN or infinity; try "
@@ -127,7 +92,7 @@ def add_up_block(
     return total[None, :, None]
 
 
-class _Stream(Sink, Protocol):
+class Stream(Sink, Protocol):
     """A sink of the gradients of a micro-batch, and what it makes of them."""
 
     def result(self) -> Tensor:
@@ -135,7 +100,7 @@ class _Stream(Sink, Protocol):
 
 
 @dataclass(frozen=True)
-class _Output:
+class Output:
     """What a task makes of gradients.
 
     Parameters
@@ -149,8 +114,19 @@ class _Output:
     """
 
     width: int
-    open: Callable[[Forward, Batch], _Stream]
+    open: Callable[[Forward, Batch], Stream]
     rotations: Rotations | None = None
+
+
+def scaling(
+    job: Job, moments: Checkpoint | None, curvature: Curvature | None, device: torch.device
+) -> tuple[Rotations | None, dict[str, Tensor]]:
+    """Return the coordinates of gradients, and what each parameter's are multiplied by there."""
+    shapes = job.model.shapes
+    if curvature:
+        matrices = rotations(curvature.eigenvectors, shapes, device)
+        return matrices, factors_by_name(curvature, shapes, device)
+    return None, scales(moments, job.row_map.names, device) if moments else {}
 
 
 def _projected(
@@ -160,32 +136,27 @@ def _projected(
     curvature: Curvature | None,
     components: Components | None,
     device: torch.device,
-) -> _Output:
+) -> Output:
     """Project gradients, and reduce what was projected to its principal components."""
-    shapes, matrices, factors = job.model.shapes, None, dict[str, Tensor]()
-    if moments:
-        factors = scales(moments, job.row_map.names, device)
-    elif curvature:
-        matrices = rotations(curvature.eigenvectors, shapes, device)
-        factors = factors_by_name(curvature, shapes, device)
-    matrix = torch.tensor(components.matrix, device=device) if components else None
+    matrices, factors = scaling(job, moments, curvature, device)
+    components_matrix = torch.tensor(components.matrix, device=device) if components else None
 
-    def open_stream(forward: Forward, batch: Batch) -> _Stream:
+    def open_stream(forward: Forward, batch: Batch) -> Stream:
         place = job.projector, job.row_map, batch.size, checkpoint.id, device
-        stream: _Stream = (
-            LeadingStream(*place, curvature.leading) if curvature else ProjectionStream(*place)
-        )
+        stream: Stream = ProjectionStream(*place)
+        if curvature:
+            stream = LeadingStream(*place, curvature.leading)
         if factors:
             stream = _Scaled(stream, factors)
-        return stream if matrix is None else _Reduced(stream, matrix)
+        return stream if components_matrix is None else _Reduced(stream, components_matrix)
 
-    return _Output(job.proj_dim, open_stream, matrices)
+    return Output(job.proj_dim, open_stream, matrices)
 
 
 class _Scaled:
     """Multiplies gradients by the factors of their parameters, and passes them on."""
 
-    def __init__(self, stream: _Stream, factors: Mapping[str, Tensor]) -> None:
+    def __init__(self, stream: Stream, factors: Mapping[str, Tensor]) -> None:
         self.result = stream.result
         self._stream, self._factors = stream, factors
 
@@ -198,7 +169,7 @@ class _Scaled:
 class _Reduced:
     """Passes gradients on, and multiplies what was made of them with principal components."""
 
-    def __init__(self, stream: _Stream, matrix: Tensor) -> None:
+    def __init__(self, stream: Stream, matrix: Tensor) -> None:
         self._stream, self._matrix = stream, matrix
 
     def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
@@ -210,7 +181,7 @@ class _Reduced:
 
 
 @contextmanager
-def _task(
+def running(
     job: Job, checkpoint: Checkpoint, start: np.ndarray, arrays: tuple[np.ndarray, ...]
 ) -> Iterator[Samples]:
     """Give the samples of a task, whose errors say which samples they are."""
@@ -220,7 +191,7 @@ def _task(
     cache_states(states_bytes())
     try:
         device = device_of_task(job.device)
-        with _threads(), no_fast_path(), job.precision.applied(device.type):
+        with _threads(), no_fast_path(), applied(job.torch_settings, device):
             yield Samples(job, positions, arrays, device)
     except Exception as err:
         raise BlockError(
@@ -233,22 +204,28 @@ def _circumstances(job: Job, arrays: tuple[np.ndarray, ...], err: Exception) -> 
     if isinstance(err, ValueError):
         return ""
     inputs = zip(job.inputs, arrays, strict=True)
-    given = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in inputs)
-    advice = "" if job.engine == "loop" else "; if the model itself runs, try gradients='loop'"
-    return f"\nThe inputs of the block were {given}{advice}"
+    shapes = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in inputs)
+    return (
+        f"\nThe inputs of the block were {shapes}; if the model itself runs, try gradients='loop', "
+        "or a model of transformers that is built with attn_implementation='eager'"
+    )
 
 
-def _run_samples(samples: Samples, checkpoint: Checkpoint, output: _Output) -> Block:
+def run_samples(samples: Samples, checkpoint: Checkpoint, output: Output) -> Block:
+    """Run the samples of a block in micro-batches, which are halved where memory runs out."""
     job, device = samples.job, samples.device
     forward = job.model.forward(checkpoint)
-    if job.precision.dtype is not None:
-        forward = forward.to(getattr(torch, job.precision.dtype))
+    if job.torch_settings["dtype"] != "as given":
+        forward = forward.to(getattr(torch, job.torch_settings["dtype"]))
     forward = on_device(forward, device)
     samples, places = samples.by_length()
-    checked = checked_of(job.checked_as)
+    is_rotated, settings = output.rotations is not None, tuple(job.torch_settings.values())
+    run_as = job.engine, job.row_map.names, settings, device, is_rotated
+    first = samples.batch(slice(1))
+    checked = once_per_task("checks", forward, job.model.task, first, run_as, Checked)
     checked.measure(samples, forward)
-    samples = replace(samples, trims=bool(checked.ignores_padding))
-    check = BlockCheck(checked, samples, forward, output.rotations)
+    samples = replace(samples, trims=checked.ignores_padding)
+    engine = CheckedEngine(checked, samples, forward, output.rotations)
     budget = budget_bytes(forward.parameters, device)
     size = _micro_batch(job, output.width, checked.activation_bytes, budget)
     rows = BlockResults(samples, checkpoint, output.width)
@@ -257,7 +234,7 @@ def _run_samples(samples: Samples, checkpoint: Checkpoint, output: _Output) -> B
         part = todo.pop()
         n = part.stop - part.start
         try:
-            block = _run_micro_batch(samples, forward, part, output, check)
+            block = _run_micro_batch(samples, forward, part, output, engine)
         except Exception as err:
             if n > 1 and is_out_of_memory(err):
                 _log.warning("out of memory: continuing with micro-batches of %d samples", n // 2)
@@ -270,7 +247,7 @@ def _run_samples(samples: Samples, checkpoint: Checkpoint, output: _Output) -> B
                 rows.fail(part.start, samples.named(err, part))
             continue
         rows.put(part, block)
-    check.require_independent(np.flatnonzero(np.isfinite(rows.arrays[1])))
+    engine.require_independent(np.flatnonzero(np.isfinite(rows.arrays[1])))
     return tuple(array[places] for array in rows.result())
 
 
@@ -280,22 +257,18 @@ def _slices(start: int, stop: int, size: int) -> list[slice]:
 
 
 def _run_micro_batch(
-    samples: Samples, forward: Forward, part: slice, output: _Output, check: BlockCheck
+    samples: Samples, forward: Forward, part: slice, output: Output, engine: CheckedEngine
 ) -> Block:
-    job, n = samples.job, part.stop - part.start
-    run, batch = engine_of(job.engine), samples.batch(part)
+    job, n, batch = samples.job, part.stop - part.start, samples.batch(part)
     stream = output.open(forward, batch)
-    sink = check.watched(part, stream)
-    f, q = run(forward, job.model.task, batch, job.row_map.names, sink, rotations=output.rotations)
+    f, q = engine.run(part, batch, stream)
     feature = stream.result().numpy(force=True)
     if job.partition is not None:
         size = job.partition.of(batch).size
         products = feature.reshape(n, size, -1)
         feature = np.zeros(job.feature_shape(n, output.width), np.float32)
         feature[:, :size] = products  # those of padding, which was cut, are zero
-    block = feature, f.numpy(force=True), q.numpy(force=True)
-    check.require_right(part, sink, block)
-    return block
+    return feature, f.numpy(force=True), q.numpy(force=True)
 
 
 def _micro_batch(job: Job, width: int, activations: int | None, budget: int) -> int:

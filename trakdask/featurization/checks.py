@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,18 +13,22 @@ import torch
 from torch import Tensor
 
 from trakdask.featurization.devices import activation_bytes
-from trakdask.featurization.failures import ModelError
-from trakdask.featurization.job import Samples
+from trakdask.featurization.job import ModelError, Samples
 from trakdask.models.curvature import Rotations, rotated
 from trakdask.models.gradients import (
     WeightedSum,
+    engine_of,
     require_same_as_loop,
     require_same_sum,
     sample_weights,
     summed_gradient,
 )
-from trakdask.models.independence import reads_values, require_close, require_same_alone
-from trakdask.models.padding import ignores_padding
+from trakdask.models.independence import (
+    ignores_padding,
+    reads_values,
+    require_close,
+    require_same_alone,
+)
 from trakdask.models.rules import Products
 from trakdask.models.tasks import Batch, Forward
 from trakdask.models.tasks.protocol import SampleError
@@ -40,7 +44,7 @@ is on in a batch and off for the sample alone.
 
 @dataclass
 class Checked:
-    """What a process has found out about a model, run by one engine in one precision.
+    """What a thread has found out about a model, run by one engine with some settings.
 
     Parameters
     ----------
@@ -49,12 +53,12 @@ class Checked:
     activation_bytes
         Memory of the activations of one sample; None until a sample has passed the model.
     ignores_padding
-        Whether padding of sequences can be cut; None until it is known.
+        Whether padding of sequences can be cut.
     """
 
     n_samples: int = 0
     activation_bytes: int | None = None
-    ignores_padding: bool | None = None
+    ignores_padding: bool = False
 
     def measure(self, samples: Samples, forward: Forward) -> None:
         """Run the first two samples that the model can process, if that has not been done."""
@@ -70,14 +74,11 @@ class Checked:
                     return
 
 
-@lru_cache(maxsize=64)
-def checked_of(checked_as: str) -> Checked:
-    """Return what this process has found out about a model, by ``Job.checked_as``."""
-    return Checked()
+class CheckedEngine:
+    """Runs the micro-batches of a block, and compares their gradients, f and Q with others.
 
-
-class BlockCheck:
-    """Checks the micro-batches of a block: wholly if larger than any before, else one sample.
+    A micro-batch that is larger than any before is compared as a whole with one backward pass, and
+    otherwise one sample of the block with the same sample alone.
 
     Parameters
     ----------
@@ -88,52 +89,45 @@ class BlockCheck:
     forward
         The model.
     rotations
-        The coordinates of the gradients that are checked.
+        The coordinates of gradients.
     """
 
     def __init__(
-        self,
-        checked: Checked,
-        samples: Samples,
-        forward: Forward,
-        rotations: Rotations | None = None,
+        self, checked: Checked, samples: Samples, forward: Forward, rotations: Rotations | None
     ) -> None:
         self._checked, self._samples, self._forward = checked, samples, forward
         self._task, self._engine = samples.job.model.task, samples.job.engine
-        self._names = samples.job.row_map.names
-        self._rotations = rotations
+        self._names, self._rotations = samples.job.row_map.names, rotations
         # Drawn from the place of the block, so that a task that runs again checks the same sample.
         draw = np.random.default_rng(int(samples.positions[0]))
         self._spot = int(draw.integers(len(samples)))
-        self._is_whole = False
 
-    def watched(self, part: slice, sink: Any) -> Any:
-        """Return a sink that also adds up the gradients that this micro-batch is checked by."""
-        n = part.stop - part.start
-        # Decided here and not after the pass: meanwhile, other threads check micro-batches, too.
-        self._is_whole = n > self._checked.n_samples
-        if self._engine == "loop" or (isinstance(sink, Products) and self._engine == "tokens"):
-            return sink
-        if self._is_whole:
-            return WeightedSum(sample_weights(self._forward, n), n, sink=sink)
-        if part.start <= self._spot < part.stop:
-            return WeightedSum(torch.ones(1), n, self._spot - part.start, sink)
-        return sink
-
-    def require_right(self, part: slice, sink: Any, block: Sequence[np.ndarray]) -> None:
-        """Compare the results of a micro-batch, if it is one to be checked.
+    def run(self, part: slice, batch: Batch, stream: Any) -> tuple[Tensor, Tensor]:
+        """Pass the gradients of a micro-batch to a stream, and return its f and Q.
 
         Raises
         ------
         ModelError
             If f, Q or the gradient of a sample is another one in the batch than alone.
         """
+        n, row = part.stop - part.start, self._spot - part.start
+        is_whole, has_spot = n > self._checked.n_samples, 0 <= row < n
+        weights = sample_weights(self._forward, n) if is_whole else torch.ones(1)
+        # The loop is what others are compared with, and products of tokens are not gradients.
+        has_sums = self._engine != "loop" and not self._multiplies_tokens(stream)
+        sink = stream
+        if has_sums and (is_whole or has_spot):
+            sink = WeightedSum(weights, n, 0 if is_whole else row, stream)
+        run = engine_of(self._engine)
+        forward, names = self._forward, self._names
+        f, q = run(forward, self._task, batch, names, sink, rotations=self._rotations)
         with _of_model(self._samples.positions[part]):
-            if self._is_whole:
-                self._require_whole(part, sink, block)
-                self._checked.n_samples = max(self._checked.n_samples, part.stop - part.start)
-            elif part.start <= self._spot < part.stop:
-                self._require_spot(part, sink, block)
+            if is_whole:
+                self._require_whole(batch, weights, sink, f, q)
+                self._checked.n_samples = n
+            elif has_spot:
+                self._require_spot(row, weights, sink, f, q)
+        return f, q
 
     def require_independent(self, rows: np.ndarray) -> None:
         """Compare two samples that ran alone so far with both in a batch.
@@ -145,10 +139,13 @@ class BlockCheck:
             with _of_model(self._samples.positions[rows[:2]]):
                 self._require_same_alone(self._samples.batch(rows[:2]))
 
+    def _multiplies_tokens(self, stream: Any) -> bool:
+        return isinstance(stream, Products) and self._engine == "tokens"
+
     def _require_same_alone(self, batch: Batch, *values: Tensor) -> None:
         if self._engine == "loop" and reads_values(self._forward, self._task, batch):
-            return  # the loop runs every sample alone then, for f and for Q
-        if not values:
+            return  # alone, as in the loop, a sample may take another branch than in a batch
+        if self._engine not in ("hooks", "tokens") or not values:  # which take f of the batch
             with torch.no_grad():
                 values = (
                     self._task.output(self._forward, batch),
@@ -156,31 +153,25 @@ class BlockCheck:
                 )
         require_same_alone(self._forward, self._task, batch, values[0], values[1])
 
-    def _require_whole(self, part: slice, sink: Any, block: Sequence[np.ndarray]) -> None:
-        batch = self._samples.batch(part)
-        # Other engines take f of each sample alone.
-        is_of_batch = self._engine in ("hooks", "tokens")
-        self._require_same_alone(batch, *(map(torch.from_numpy, block[1:]) if is_of_batch else ()))
-        if isinstance(sink, WeightedSum) and all(np.isfinite(array).all() for array in block):
-            weights = sample_weights(self._forward, part.stop - part.start)
+    def _require_whole(
+        self, batch: Batch, weights: Tensor, sink: Any, f: Tensor, q: Tensor
+    ) -> None:
+        self._require_same_alone(batch, f, q)
+        if isinstance(sink, WeightedSum) and _are_finite(f, q, sink):
             expected, *_ = self._summed_gradient(batch, weights)
             require_same_sum(self._engine, sink.sums, expected)
-        elif isinstance(sink, Products) and self._checked.n_samples == 0:
-            few = self._samples.batch(slice(part.start, min(part.start + 2, part.stop)))
+        elif self._multiplies_tokens(sink) and self._checked.n_samples == 0:
+            few = Batch({name: value[:2] for name, value in batch.items()})
             require_same_as_loop(self._engine, self._forward, self._task, few, self._names)
 
-    def _require_spot(self, part: slice, sink: Any, block: Sequence[np.ndarray]) -> None:
-        row = self._spot - part.start
-        if not all(np.isfinite(array[row]).all() for array in block):
-            return
+    def _require_spot(self, row: int, weights: Tensor, sink: Any, f: Tensor, q: Tensor) -> None:
+        if not _are_finite(f[row], q[row], sink):
+            return  # the sample fails, and says why
         one = self._samples.batch(slice(self._spot, self._spot + 1))
-        expected, *alone = self._summed_gradient(one, torch.ones(1))
+        expected, *alone = self._summed_gradient(one, weights)
         if isinstance(sink, WeightedSum):
             require_same_sum(self._engine, sink.sums, expected, _ROUGHLY)
-        output, out_to_loss = map(torch.from_numpy, block[1:])
-        f, q = map(float, alone)
-        in_batch = output, out_to_loss
-        require_close(self._forward, row, in_batch, (f, q), _ROUGHLY)
+        require_close(self._forward, row, (f, q), (float(alone[0]), float(alone[1])), _ROUGHLY)
 
     def _summed_gradient(
         self, batch: Batch, weights: Tensor
@@ -190,6 +181,11 @@ class BlockCheck:
             flat = expected[name].reshape(1, -1)
             expected[name] = rotated(flat, tuple(expected[name].shape), matrices)[0]
         return expected, f, q
+
+
+def _are_finite(f: Tensor, q: Tensor, sink: Any) -> bool:
+    sums = sink.sums.values() if isinstance(sink, WeightedSum) else ()
+    return all(bool(tensor.isfinite().all()) for tensor in chain((f, q), *sums))
 
 
 @contextmanager

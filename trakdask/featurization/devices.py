@@ -1,10 +1,14 @@
-"""Where a task runs, and in how much memory: the GPU of its worker if it has one, else the CPU."""
+"""Where a task runs, by which settings of torch, and in how much memory.
+
+It runs on the GPU of its worker if that has one, else on the CPU.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -17,7 +21,7 @@ from distributed.system import MEMORY_LIMIT
 from torch import Tensor
 
 from trakdask.models.tasks import Batch, Forward, Task
-from trakdask.projection.cuda import launched, missing
+from trakdask.projection.cuda import missing
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +56,23 @@ def _automatic() -> torch.device:
     return torch.device("cpu" if why else "cuda")
 
 
+@contextmanager
+def applied(settings: Mapping[str, str], device: torch.device) -> Iterator[None]:
+    """Apply settings of torch while the ``with`` body runs, except for the dtype."""
+    autocast, precision = settings["autocast"], settings["float32_matmul_precision"]
+    dtype = None if autocast == "off" else getattr(torch, autocast)
+    before = torch.get_float32_matmul_precision()
+    # This is a setting of the whole process, so it is changed only if necessary.
+    if before != precision:
+        torch.set_float32_matmul_precision(precision)
+    try:
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+            yield
+    finally:
+        if before != precision:
+            torch.set_float32_matmul_precision(before)
+
+
 def on_device(forward: Forward, device: torch.device) -> Forward:
     """Return the model on a device; for the CPU the same object, since its tensors are there."""
     if device.type == "cpu":
@@ -60,13 +81,6 @@ def on_device(forward: Forward, device: torch.device) -> Forward:
     own = {name: b for name, b in forward.module.named_buffers() if not b.is_meta}
     whole = replace(forward, buffers={**own, **forward.buffers})
     return whole.mapped(lambda tensor: tensor.to(device))
-
-
-def described(device: torch.device) -> dict[str, Any]:
-    """Return the metadata of a device for records: its name, and the kernels launched so far."""
-    if device.type == "cpu":
-        return {"device": "cpu"}
-    return {"device": torch.cuda.get_device_name(device), "kernels": sorted(launched.copy())}
 
 
 def activation_bytes(forward: Forward, task: Task, batch: Batch) -> int:
@@ -90,33 +104,24 @@ def activation_bytes(forward: Forward, task: Task, batch: Batch) -> int:
     return math.ceil(sum(saved.values()) / len(next(iter(batch.values()))))
 
 
-def available_bytes(device: torch.device = _CPU) -> int:
-    """Return the memory of a task: the share of its thread in that of the worker or the machine.
+def budget_bytes(parameters: Mapping[str, Tensor], device: torch.device = _CPU) -> int:
+    """Return the memory that activations and gradients of a micro-batch may take.
 
-    On a GPU, it is the share in the memory that is free there.
+    It is at most half of what the task has, which is the share of its thread in the memory of the
+    worker or the machine (or in that which is free on a GPU): the rest is for weights, inputs and
+    features, and for what activations take beyond the measured ones.
     """
     n_threads, limit = _threads_and_memory()
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        limit = free + cached  # torch caches memory that it has freed, and can use it again
-    return int(limit // n_threads)
-
-
-def budget_bytes(parameters: Mapping[str, Tensor], device: torch.device = _CPU) -> int:
-    """Return the memory that activations and gradients of a micro-batch may take.
-
-    It is at most half of what the task has: the rest is for weights, inputs and features, and for
-    what activations take beyond the measured ones.
-    """
-    half = available_bytes(device) // 2
-    if device.type == "cuda":
-        return half
+        # torch caches memory that it has freed, and can use it again
+        return int((free + cached) // n_threads // 2)
     # On a CPU, more samples at a time are hardly faster once they leave the caches. Small models
     # need few bytes per sample; large ones read all weights and draw their random matrices once per
     # micro-batch, which only pays if activations outweigh them.
     weights = sum(tensor.nbytes for tensor in parameters.values())
-    return min(half, max(_LEAST_BUDGET, _BUDGET_OF_WEIGHTS * weights))
+    return min(limit // n_threads // 2, max(_LEAST_BUDGET, _BUDGET_OF_WEIGHTS * weights))
 
 
 def states_bytes() -> int:

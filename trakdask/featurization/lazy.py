@@ -6,23 +6,29 @@ import logging
 import math
 import re
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import chain
 from typing import Any, Literal, get_args
 
+import dask
+import dask.array as da
+import numpy as np
 import torch
 import xarray as xr
+from dask.base import tokenize
 from distributed.system import MEMORY_LIMIT
-from torch import nn
 
 from trakdask._version import __version__
+from trakdask.arrays.blocks import take
 from trakdask.checks import require_choice, require_integer, shown
 from trakdask.execution import active_client, workers_of
-from trakdask.featurization.graphs import Arrays, lazy_arrays
-from trakdask.featurization.job import DType, Job, OnError, Partition, Precision
+from trakdask.featurization.block import add_up_block, featurize_block
+from trakdask.featurization.job import ERROR_DTYPE, DType, Job, OnError, Partition
+from trakdask.models.curvature import AxisProducts, SquaredCoordinates, eigenvectors_of, factors_of
 from trakdask.models.gradients import ENGINES
 from trakdask.models.layers import choose_engine, elements_at_once
 from trakdask.models.model import Model
-from trakdask.models.rules import BATCH_NORMS
 from trakdask.models.tasks import task_spec
 from trakdask.projection import SJLT, Projector, RowMap
 from trakdask.projection.leading import n_leading
@@ -32,6 +38,7 @@ from trakdask.samples import lazy_variables, normalise_coord, source_of, validat
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
 Gradients = Literal["auto", "hooks", "vmap", "loop"]
+Arrays = dict[str, da.Array]
 Divide = Callable[[Model, Arrays], Partition]
 
 _log = logging.getLogger(__name__)
@@ -54,14 +61,14 @@ _MICRO_BATCH_MOST = 256
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the graph of featurize is built from: all that is known before anything runs."""
+    """What a graph is built from: all that is known before anything runs."""
 
     job: Job
     inputs: Arrays
     attrs: dict[str, Any]
     coords: dict[Hashable, Any]
 
-    @property
+    @cached_property
     def token(self) -> str:
         """Name of the graph's layers: a digest of everything that could change a block."""
         arrays = {
@@ -69,6 +76,12 @@ class Prepared:
             for name, array in self.inputs.items()
         }
         return digest({"attrs": self.attrs, "arrays": arrays})[:32]
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Number of samples of each block."""
+        rows: tuple[int, ...] = next(iter(self.inputs.values())).chunks[0]
+        return rows
 
 
 def featurize(
@@ -102,7 +115,7 @@ def featurize(
         Engine of the per-sample gradients: ``"hooks"``, one batched backward pass in the memory of
         one layer; ``"vmap"``, ``torch.func`` on single samples; ``"loop"``, one backward pass per
         sample, for models that the others cannot run. ``"auto"`` chooses hooks if they can handle
-        a selected parameter; the choice and the reason for it are in ``attrs``. Each process checks
+        a selected parameter; the choice and the reason for it are in ``attrs``. Each thread checks
         the gradients of its first (and of any larger) micro-batch by a random weighted sum, which
         one plain backward pass gives, too. Of every later block, it compares f, Q and the gradient
         of one sample with those of the sample alone, which costs a backward pass of one sample.
@@ -151,9 +164,8 @@ def featurize(
     Raises
     ------
     TypeError, ValueError
-        If the samples lack a variable that the task needs, the model normalizes by statistics of
-        the batch, the features of one block cannot fit in the memory of a worker, or an option is
-        invalid.
+        If the samples lack a variable that the task needs, the features of one block cannot fit in
+        the memory of a worker, or an option is invalid.
     BlockError
         When computed, naming the samples and the checkpoint that failed: labels that are out of
         range, inputs that a layer cannot process, gradients that are not finite, or a model that
@@ -168,10 +180,9 @@ def featurize(
     If some workers have a GPU and others do not, the projection of equal gradients has the same
     bits on both (:class:`Kronecker` multiplies on the CPU in either case). The gradients themselves
     come from torch and differ by rounding: on GPUs, torch uses TF32 for convolutions by default.
-    ``attrs["device"]`` is the device that was requested; each completion record in a store has the
-    actual device and the kernels. If workers declare ``resources={"GPU": 1}``, :func:`save`
-    computes gradients only on these. ``features.compute()`` does not do so by itself: call
-    ``features.compute(resources={"GPU": 1})``.
+    ``attrs["device"]`` is the device that was requested. If workers declare
+    ``resources={"GPU": 1}``, :func:`save` computes gradients only on these. ``features.compute()``
+    does not do so by itself: call ``features.compute(resources={"GPU": 1})``.
 
     References
     ----------
@@ -191,7 +202,7 @@ def featurize(
     >>> error[error != ""].values.tolist()
     ['the output is NaN or infinite']
     """
-    made = prepare(
+    prepared = prepare(
         samples,
         model,
         projector=projector,
@@ -201,11 +212,14 @@ def featurize(
         device=device,
         on_error=on_error,
     )
-    block = max(next(iter(made.inputs.values())).chunks[0])
-    require_block_fits(made.job.projector, made.job.row_map.n_rows, block, _largest_memory())
-    arrays = lazy_arrays(made.job, made.inputs, token=made.token)
-    data = {n: (VARIABLES[n].dims, array, VARIABLES[n].attrs) for n, array in arrays.items()}
-    return xr.Dataset(data, coords=made.coords, attrs=made.attrs)
+    job, n_samples = prepared.job, max(prepared.rows)
+    require_block_fits(job.projector, job.row_map.n_rows, n_samples, _largest_memory())
+    arrays = lazy_arrays(prepared)
+    data = {
+        name: (VARIABLES[name].dims, array, {"description": VARIABLES[name].description})
+        for name, array in arrays.items()
+    }
+    return xr.Dataset(data, coords=prepared.coords, attrs=prepared.attrs)
 
 
 def prepare(
@@ -226,11 +240,14 @@ def prepare(
     ``divide`` says how to divide samples into parts, whose gradients are multiplied with vectors
     and not projected; ``adds_up``, that gradients are only added up.
     """
-    _require_options(model, projector, gradients, dtype, device, on_error)
+    _require_options(model, projector, device)
+    require_choice("gradients", gradients, ["auto", *ENGINES], remedy="try gradients='auto'")
+    require_choice("on_error", on_error, get_args(OnError), remedy="try on_error='record'")
+    if dtype is not None:
+        require_choice("dtype", dtype, get_args(DType), remedy="try dtype='float32', or None")
     projector = _projector(model, projector)
     samples = validate_samples(samples)
     model = model.for_variables({str(n): array.ndim for n, array in samples.variables.items()})
-    _require_running_statistics(model)
     row_map = RowMap.from_shapes(model.shapes, alignment=projector.row_alignment)
     projector = projector.bind(row_map)
     columns = [components.matrix.shape[1] for components in model.components.values()]
@@ -246,16 +263,7 @@ def prepare(
         held = max(held, *sizes.values())
     if engine == "tokens" and partition:
         held *= partition.size
-    precision = _precision(dtype)
-    of_torch = {
-        "dtype": dtype or "as given",
-        "autocast": precision.autocast or "off",
-        "float32_matmul_precision": precision.matmul,
-    }
-    # The model's own token is part of it, because its spec does not tell all models apart: what a
-    # function reads from a closure, for example, is not in the fingerprint of the code.
-    spec = model.spec()
-    run_as = {"model": model.token, **spec, **of_torch, "engine": engine, "device": device}
+    settings, spec = _torch_settings(dtype), model.spec()
     job = Job(
         model=model,
         projector=projector,
@@ -264,11 +272,10 @@ def prepare(
         engine=engine,
         batch_size=_batch_size(batch_size, "hooks" if partition else engine, held),
         elements_at_once=held,
-        inputs={name: (array.shape[1:], array.dtype) for name, array in inputs.items()},
-        precision=precision,
+        inputs=tuple(inputs),
+        torch_settings=settings,
         device=device,
         on_error=on_error,
-        checked_as=digest(run_as),
         partition=partition,
     )
     attrs = {
@@ -278,7 +285,7 @@ def prepare(
         "source": source_of(samples, inputs),
         "gradients": engine,
         "batch_size": job.batch_size,
-        **of_torch,
+        **settings,
         "device": device,
         "on_error": on_error,
         **({"parts": partition.spec()} if partition else {}),
@@ -307,13 +314,21 @@ def _projector(model: Model, projector: Projector | None) -> Projector:
     return _DEFAULT if projector is None else projector
 
 
-def _precision(dtype: DType | None) -> Precision:
-    """Return the settings of torch that are active in the caller."""
-    autocast = None
-    for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device):
-            autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
-    return Precision(dtype, autocast, torch.get_float32_matmul_precision())
+def _torch_settings(dtype: str | None) -> dict[str, str]:
+    """Return the settings of torch that affect gradients, as they are active in the caller.
+
+    ``dtype`` is that to which weights and inputs are cast, ``"as given"`` if they are not.
+    ``autocast`` is the dtype of ``torch.autocast`` for GPUs or else for the CPU, which applies on
+    any device that tasks run on. ``float32_matmul_precision`` is ``"highest"``, or one that allows
+    TF32 or bfloat16 inside float32 products.
+    """
+    active = [device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)]
+    autocast = str(torch.get_autocast_dtype(active[0])).removeprefix("torch.") if active else "off"
+    return {
+        "dtype": dtype or "as given",
+        "autocast": autocast,
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }
 
 
 def _largest_memory() -> float:
@@ -362,14 +377,7 @@ def _batch_size(batch_size: int | Literal["auto"], engine: str, held: int) -> in
     return require_integer("batch_size", batch_size, 1, remedy="try batch_size='auto'")
 
 
-def _require_options(
-    model: object,
-    projector: object,
-    gradients: object,
-    dtype: object,
-    device: object,
-    on_error: object,
-) -> None:
+def _require_options(model: object, projector: object, device: object) -> None:
     """Reject values that are none of those allowed."""
     if not isinstance(model, Model):
         raise TypeError(
@@ -380,10 +388,6 @@ def _require_options(
         raise TypeError(
             f"expected a projector, got {shown(projector)}; try projector=td.SJLT(proj_dim=2048)"
         )
-    require_choice("gradients", gradients, ["auto", *ENGINES], remedy="try gradients='auto'")
-    require_choice("on_error", on_error, get_args(OnError), remedy="try on_error='record'")
-    if dtype is not None:
-        require_choice("dtype", dtype, get_args(DType), remedy="try dtype='float32', or None")
     if not (isinstance(device, str) and _DEVICE.fullmatch(device)):
         raise ValueError(
             "expected 'auto', 'cpu', 'cuda', or one GPU of each worker, such as 'cuda:1', as "
@@ -391,14 +395,121 @@ def _require_options(
         )
 
 
-def _require_running_statistics(model: Model) -> None:
-    """Reject batch normalization by statistics of the batch, which mixes samples."""
-    for path, module in model.meta_module().named_modules():
-        is_norm = isinstance(module, (*BATCH_NORMS, nn.SyncBatchNorm))
-        if is_norm and module.running_mean is None:
-            raise ValueError(
-                "expected batch normalization with running statistics, got layer "
-                f"{path or type(module).__name__!r} with track_running_stats=False, which "
-                "normalizes by the other samples of a batch; try training the model with "
-                "track_running_stats=True, or nn.GroupNorm"
-            )
+# ---------------------------------------------------------------------------------------- graphs
+
+
+def lazy_arrays(prepared: Prepared) -> Arrays:
+    """Build the graph: a task per (sample block × checkpoint), and one per variable of it."""
+    job, token = prepared.job, prepared.token
+    tasks = block_tasks(featurize_block, "sc", prepared, token, name=f"featurize-{token}")
+    width = job.projector.width(job.row_map.n_rows)
+    feature = variable_of(tasks, "sc", "spc", 0, f"feature-{token}", new_axes={"p": width})
+    return {"feature": feature} | other_variables(job, tasks, "sc", token)
+
+
+def lazy_curvature(prepared: Prepared, power: float | None) -> tuple[da.Array, da.Array]:
+    """Return eigenvectors (entry, checkpoint) and mean eigenvalues (coordinate, checkpoint).
+
+    Two passes over the samples, a task for every block of each; their sums are added up in a tree.
+    """
+    job, token = prepared.job, tokenize(prepared.token, power)
+    shapes, n_coordinates = job.model.shapes, job.row_map.n_parameters
+    n_entries = max((place.stop for *_, place in factors_of(shapes)), default=0)
+
+    def summed(kind: Any, length: int, title: str, *eigenvectors: Any) -> da.Array:
+        blocks = block_tasks(
+            partial(add_up_block, kind, power, length), "sec", prepared, token, *eigenvectors,
+            new_axes={"e": length}, adjust_chunks={"s": 1}, name=f"{title}-{token}",
+            dtype=np.float64,
+        )  # fmt: skip
+        total: da.Array = blocks.sum(axis=0, split_every=4)
+        return total
+
+    sums = summed(AxisProducts, n_entries, "axis-products", None, None)
+    vectors = da.map_blocks(eigenvectors_of, sums, shapes, dtype=np.float32)
+    squares = summed(SquaredCoordinates, n_coordinates, "squares", vectors, "xc")
+    return vectors, squares / sum(prepared.rows)
+
+
+def block_tasks(
+    run: Callable[..., Any], index: str, prepared: Prepared, token: str, *more: Any,
+    dtype: Any = object, **options: Any,
+) -> da.Array:  # fmt: skip
+    """Return what ``run`` returns for each block of samples and checkpoint, mostly a tuple."""
+    inputs = [
+        (array, ("s", *(f"{name}.{axis}" for axis in range(1, array.ndim))))
+        for name, array in prepared.inputs.items()
+    ]
+    tasks: da.Array = da.blockwise(
+        run, index,
+        shared_task(prepared.job, token), None,
+        weights_of(prepared.job, token), "c",
+        _starts(prepared.rows, token), "s",  # so that errors can name samples
+        *more, *chain.from_iterable(inputs),
+        dtype=dtype, meta=np.empty((0,) * len(index), dtype=dtype), concatenate=True,
+        align_arrays=False,  # all chunks match; aligning would warn about the outer product
+        **options,
+    )  # fmt: skip
+    return tasks
+
+
+def shared_task(job: Job, token: str) -> Any:
+    """Return what all blocks share as one task, so that a graph does not grow with their number."""
+    shared = replace(job, model=job.model.without_checkpoints())
+    return dask.delayed(shared, name=f"job-{token}", traverse=False)
+
+
+def weights_of(job: Job, token: str) -> da.Array:
+    """Return each checkpoint, with what was fitted to it, as one task.
+
+    They may be in memory, and large.
+    """
+    weights = np.empty(len(job.model.checkpoints), object)
+    for i, checkpoint in enumerate(job.model.checkpoints):
+        fits = job.model.second_moments, job.model.curvature, job.model.components
+        weights[i] = checkpoint, *(fit.get(checkpoint.name) for fit in fits)
+    array: da.Array = da.from_array(weights, chunks=1, name=f"checkpoint-{token}")
+    return array
+
+
+def _starts(sizes: tuple[int, ...], token: str) -> da.Array:
+    """Return the position of the first sample of each block; all but the last are equally large."""
+    starts: da.Array = da.map_blocks(
+        _start, sizes[0], chunks=(sizes,), name=f"start-{token}",
+        dtype=np.int64, meta=np.empty(0, np.int64),
+    )  # fmt: skip
+    return starts
+
+
+def _start(size: int, block_id: tuple[int, ...]) -> np.ndarray:
+    return np.array([block_id[0] * size])
+
+
+def other_variables(job: Job, tasks: da.Array, index: str, token: str) -> Arrays:
+    """Return all variables but the first one of those that each task returns."""
+    others: dict[str, Any] = {} if job.partition else {"feature_norm": np.dtype(np.float64)}
+    others |= dict.fromkeys(("output", "out_to_loss"), np.dtype(np.float32))
+    if job.on_error == "record":
+        others["error"] = ERROR_DTYPE
+    return {
+        name: variable_of(tasks, index, "sc", item, f"{name}-{token}", dtype)
+        for item, (name, dtype) in enumerate(others.items(), start=1)
+    }
+
+
+def variable_of(
+    tasks: da.Array, index: str, out: str, item: int, name: str, dtype: Any = np.float32,
+    **options: Any,
+) -> da.Array:  # fmt: skip
+    """Return one of the variables that each task returns."""
+    # Of several passes over a block, which axis v counts, one is enough where v is left out.
+    get = take if set(index) <= set(out) else _take_of_first
+    variable: da.Array = da.blockwise(
+        get, out, tasks, index, item, None,
+        name=name, dtype=dtype, meta=np.empty((0,) * len(out), dtype), **options,
+    )  # fmt: skip
+    return variable
+
+
+def _take_of_first(results: Any, key: Any) -> Any:
+    return results[0][key]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import dask.array as da
@@ -14,193 +13,109 @@ import xarray as xr
 from dask.base import tokenize
 
 from trakdask.checks import shown
-from trakdask.featurization.graphs import Arrays, lazy_products
-from trakdask.featurization.job import DType, OnError, Partition
-from trakdask.featurization.lazy import Prepared, prepare
+from trakdask.featurization.block import Output, Stream, run_samples, running, scaling
+from trakdask.featurization.job import Block, DType, Job, OnError, Partition
+from trakdask.featurization.lazy import (
+    Arrays,
+    Prepared,
+    block_tasks,
+    other_variables,
+    prepare,
+    shared_task,
+    variable_of,
+    weights_of,
+)
+from trakdask.models.curvature import rotated
 from trakdask.models.layers import require_layers_of_tokens
 from trakdask.models.model import Model
 from trakdask.models.modules import select_parameters
-from trakdask.models.tasks import TrakTask
+from trakdask.models.tasks import Batch, Forward
 from trakdask.projection import Projector
+from trakdask.projection.leading import back_project_leading
 from trakdask.variables import CHECKPOINT, MODULE, PROJ_DIM, SAMPLE, TOKEN
 
 Parts = Literal["token"] | Sequence[str] | Mapping[str, str | Sequence[str]]
-Text = Callable[[int], str] | Sequence[str]
 
 _OTHERS = "others"
 """Name of the part with the parameters that no given part has."""
-_TEXT_DTYPE = np.dtypes.StringDType()
+_VECTOR_BYTES = 2**28
 
 
-@dataclass(frozen=True)
-class PartProducts:
-    """Samples divided into parts, whose features can be multiplied without being computed.
-
-    Parameters
-    ----------
-    made
-        What the graph is built from.
-    like
-        A Dataset with the coords and attrs of features of the parts, with zeros as ``feature``.
-    """
-
-    made: Prepared
-    like: xr.Dataset
-
-    def arrays(self, vectors: da.Array) -> dict[str, da.Array]:
-        """Return products with vectors and more, see :func:`lazy_products`."""
-        return lazy_products(self.made.job, self.made.inputs, self.made.token, vectors)
-
-
-def part_products(
+def divide(
     samples: xr.Dataset,
     model: Model,
     *,
     parts: Parts,
     projector: Projector,
-    text: Text | None,
     dtype: DType | None,
     on_error: OnError,
-) -> PartProducts:
-    """Divide samples into parts."""
-    if text is not None and not _is_token(parts):
-        raise ValueError(
-            f"expected text= with parts='token' only, got it with parts={shown(parts)}; try "
-            "leaving text out"
-        )
-    made = prepare(
+) -> tuple[Prepared, xr.Dataset]:
+    """Divide samples into parts, whose features can be multiplied without being computed.
+
+    Returns
+    -------
+    What a graph is built from, and a Dataset with the coords and attrs of features of the parts,
+    with zeros as ``feature``.
+    """
+    prepared = prepare(
         samples,
         model,
         projector=projector,
         dtype=dtype,
         on_error=on_error,
-        divide=functools.partial(_partition, parts),
+        divide=_tokens if by_token(parts) else functools.partial(_modules, parts),
     )
-    job, rows = made.job, next(iter(made.inputs.values())).chunks[0]
+    job, rows = prepared.job, prepared.rows
     assert job.partition is not None
     shape = (sum(rows), job.partition.size, job.proj_dim, len(job.model.checkpoints))
     zeros = da.zeros(shape, dtype=np.float32, chunks=(rows, -1, -1, 1))
     dims = (SAMPLE, job.partition.dim, PROJ_DIM, CHECKPOINT)
-    like = xr.Dataset({"feature": (dims, zeros)}, coords=made.coords, attrs=made.attrs)
-    if job.partition.names:
-        coords: Any = {MODULE: (MODULE, np.array(job.partition.names, dtype=object))}
-    else:
-        coords = _token_coords(samples, model, text)
-    return PartProducts(made, like.assign_coords(coords))
+    like = xr.Dataset({"feature": (dims, zeros)}, coords=prepared.coords, attrs=prepared.attrs)
+    names = {MODULE: (MODULE, np.array(job.partition.names, dtype=object))}
+    return prepared, like if by_token(parts) else like.assign_coords(names)
 
 
-def _is_token(parts: object) -> bool:
+def by_token(parts: object) -> bool:
+    """Return whether the parts of samples are their tokens."""
     return isinstance(parts, str) and parts == TOKEN
 
 
-def _partition(parts: Parts, model: Model, inputs: Arrays) -> Partition:
-    if _is_token(parts):
-        return _tokens(model, inputs)
-    groups, names = _groups_of_parameters(model.meta_module(), tuple(model.shapes), parts)
-    return Partition(MODULE, len(names), groups, tuple(names))
-
-
 def _tokens(model: Model, inputs: Arrays) -> Partition:
+    """Divide sequences into tokens."""
     name, first = next(iter(inputs.items()))
     if first.ndim < 2 or first.shape[1] < 1:
         raise ValueError(
             f"expected sequences (sample, token) as the first input, as parts='token' needs, got "
             f"{name!r} of shape {first.shape}; try parts= with names of modules"
         )
-    if isinstance(model.task, TrakTask):
-        raise ValueError(
-            "expected a task that runs batches, as parts='token' needs, got one that runs one "
-            "sample at a time; try td.tasks.CausalLM()"
-        )
     require_layers_of_tokens(model.meta_module(), tuple(model.shapes))
     return Partition(TOKEN, int(first.shape[1]))
 
 
-def _token_coords(
-    samples: xr.Dataset, model: Model, text: Text | None
-) -> dict[str, tuple[tuple[str, str], da.Array]]:
-    """Return ids and texts of tokens, if the first input of the model holds ids."""
-    names = getattr(model.task, "variables", None) or tuple(map(str, samples.data_vars))
-    ids = samples[names[0]].variable
-    if ids.ndim != 2 or ids.dtype.kind not in "iu":
-        if text is None:
-            return {}
-        raise ValueError(
-            f"expected token ids (sample, token) for text=, got {names[0]!r} of {ids.dtype} over "
-            f"{ids.dims}; try leaving text out, and assign_coords(text=...)"
-        )
-    data = da.asarray(ids.data)
-    coords = {names[0]: ((SAMPLE, TOKEN), data)}
-    if text is None:
-        return coords
-    if not callable(text) and (isinstance(text, str) or not isinstance(text, Sequence)):
-        raise TypeError(
-            f"expected text as a function of a token id, or a list of all texts, got {shown(text)};"
-            " try text=tokenizer.decode"
-        )
-    texts: da.Array = da.map_blocks(
-        _text_of, data, text=text,
-        dtype=_TEXT_DTYPE, meta=np.empty((0, 0), _TEXT_DTYPE),
-        name=f"text-{tokenize(data.name, text)}",
-    )  # fmt: skip
-    return coords | {"text": ((SAMPLE, TOKEN), texts)}
-
-
-def _text_of(ids: np.ndarray, text: Text) -> np.ndarray:
-    different, place = np.unique(ids, return_inverse=True)
-    words = []
-    for number in different.tolist():
-        try:
-            word = text(number) if callable(text) else text[number] if number >= 0 else None
-        except IndexError:
-            word = None
-        if not isinstance(word, str):
+def _modules(parts: Any, model: Model, inputs: Arrays) -> Partition:
+    """Divide parameters among parts, by globs or words, and those that no part has."""
+    names, patterns = tuple(model.shapes), _patterns(parts)
+    chosen = {
+        title: set(select_parameters(model.meta_module(), globs)) & set(names)
+        for title, globs in patterns.items()
+    }
+    titles = {name: [t for t, inside in chosen.items() if name in inside] for name in names}
+    for title, inside in chosen.items():
+        if not inside:
             raise ValueError(
-                f"expected text= to give the text of token {number}, got {shown(word)}; try "
-                "text=tokenizer.decode"
+                f"expected parameters of the model in each part, got {title!r}: {patterns[title]}, "
+                "which selects none of those that are differentiated; try globs of "
+                f"{list(names)[:4]}"
             )
-        words.append(word)
-    return np.array(words, _TEXT_DTYPE)[place.reshape(ids.shape)]
-
-
-def _groups_of_parameters(
-    module: torch.nn.Module, names: Sequence[str], parts: Any
-) -> tuple[dict[str, int], list[str]]:
-    """Return the number of the part of each parameter, and the names of the parts.
-
-    Parameters
-    ----------
-    module
-        The model.
-    names
-        The selected parameters.
-    parts
-        A mapping from the name of a part to a name or glob of parameters, or several of these; or a
-        list of words, each of which stands for all parameters whose names contain it.
-
-    Raises
-    ------
-    ValueError
-        If it is none of these, if a part selects nothing, or if two parts share a parameter.
-    """
-    groups: dict[str, int] = {}
-    patterns = _patterns(parts)
-    for number, (title, globs) in enumerate(patterns.items()):
-        selected = set(select_parameters(module, globs)) & set(names)
-        if not selected:
+    for name, found in titles.items():
+        if len(found) > 1:
             raise ValueError(
-                f"expected parameters of the model in each part, got {title!r}: {globs}, which "
-                f"selects none of those that are differentiated; try globs of {list(names)[:4]}"
+                f"expected each parameter in one part, got {name!r} in {found[0]!r} and in "
+                f"{found[1]!r}; try globs that exclude each other"
             )
-        for name in selected:
-            if name in groups:
-                raise ValueError(
-                    f"expected each parameter in one part, got {name!r} in {title!r} and in "
-                    f"{list(patterns)[groups[name]]!r}; try globs that exclude each other"
-                )
-            groups[name] = number
-    rest = {name: len(patterns) for name in names if name not in groups}
-    return groups | rest, [*patterns, *([_OTHERS] if rest else [])]
+    parts = [*patterns, *([_OTHERS] if [] in titles.values() else [])]
+    groups = {name: parts.index((found or [_OTHERS])[0]) for name, found in titles.items()}
+    return Partition(MODULE, len(parts), groups, tuple(parts))
 
 
 def _patterns(parts: Any) -> dict[str, str | list[str]]:
@@ -218,3 +133,93 @@ def _patterns(parts: Any) -> dict[str, str | list[str]]:
             "parts={'mlp': '*.mlp.*'}"
         )
     return patterns
+
+
+# -------------------------------------------------------------------------------------- products
+
+
+def lazy_products(prepared: Prepared, vectors: da.Array) -> Arrays:
+    """Build the graph of products of features with vectors, without the features.
+
+    Parameters
+    ----------
+    prepared
+        Samples and settings, with a partition.
+    vectors
+        What features are multiplied with, (vector, proj_dim, checkpoint), chunks (rows, p, 1).
+
+    Returns
+    -------
+    ``product`` (sample, part, vector, checkpoint) and, as for features, ``output``,
+    ``out_to_loss`` and, if failures are recorded, ``error``.
+
+    Notes
+    -----
+    One task per checkpoint projects the vectors back to the parameters, and one per block of
+    samples and checkpoint runs the model. Vectors take 4 bytes per parameter; of more than 256 MiB,
+    the model runs once for each 256 MiB.
+    """
+    job, token = prepared.job, tokenize(prepared.token, vectors.name)
+    n_rows = job.row_map.n_rows
+    chunked = vectors.rechunk({0: max(1, _VECTOR_BYTES // (4 * n_rows))})
+    back = da.blockwise(
+        _back_project, "vrc",
+        shared_task(job, token), None, weights_of(job, token), "c", chunked, "vpc",
+        new_axes={"r": n_rows}, name=f"back-project-{token}", concatenate=True,
+        align_arrays=False, dtype=np.float32, meta=np.empty((0, 0, 0), np.float32),
+    )  # fmt: skip
+    name = f"featurize-{token}"
+    tasks = block_tasks(_multiply_block, "svc", prepared, token, back, "vrc", name=name)
+    assert job.partition is not None
+    new_axes = {"t": job.partition.size}
+    product = variable_of(tasks, "svc", "stvc", 0, f"product-{token}", new_axes=new_axes)
+    # All passes of a block give the same outputs.
+    return {"product": product} | other_variables(job, tasks.blocks[:, :1], "svc", token)
+
+
+def _back_project(job: Job, weights: np.ndarray, vectors: np.ndarray) -> np.ndarray:
+    """Return what gradients are to be multiplied with, (vector, row, 1)."""
+    (checkpoint, moments, curvature, components), rows = weights.item(), job.row_map
+    flat = torch.tensor(vectors[..., 0])
+    if components:  # for every projected gradient g and vector v, (C'g)·v = g·(C v)
+        flat = flat @ torch.tensor(components.matrix).to(flat.dtype).T
+    if curvature:
+        found = back_project_leading(job.projector, rows, checkpoint.id, flat, curvature.leading)
+    else:
+        found = job.projector.bind(rows).back_project(rows, checkpoint.id, flat)
+    # For every gradient g and vector v, (s U'g)·v = g·(U s v), s being the factors.
+    matrices, factors = scaling(job, moments, curvature, flat.device)
+    for name, factor in factors.items():
+        place = slice(rows.offset(name), rows.offset(name) + rows.size(name))
+        back = {axis: matrix.T for axis, matrix in matrices[name].items()} if matrices else {}
+        found[:, place] = rotated(found[:, place] * factor, rows.shape(name), back)
+    return found.numpy()[..., None]
+
+
+def _multiply_block(
+    job: Job, weights: np.ndarray, start: np.ndarray, vectors: np.ndarray, *arrays: np.ndarray
+) -> Block:
+    """Return products of gradients with vectors (vector, row, 1), in the place of features.
+
+    Otherwise as ``featurize_block``. Products with a vector that is not finite are NaN.
+    """
+    (checkpoint, *_), flat = weights.item(), torch.tensor(vectors[..., 0])
+    is_finite = flat.isfinite().all(1)
+    flat[~is_finite] = 0  # so that samples, which share the pass, are not taken for the cause
+    with running(job, checkpoint, start, arrays) as samples:
+        rows, flat = job.row_map, flat.to(samples.device)
+        by_name = {
+            name: flat[:, rows.offset(name) : rows.offset(name) + rows.size(name)].unflatten(
+                1, rows.shape(name) or (1,)
+            )
+            for name in rows.names
+        }
+
+        def open_stream(forward: Forward, batch: Batch) -> Stream:
+            assert job.partition is not None
+            return job.partition.of(batch).products(by_name, batch.size)
+
+        output = Output(len(flat), open_stream)
+        products, *others = run_samples(samples, checkpoint, output)
+    products[..., ~is_finite.numpy(), :] = np.nan
+    return products, *others

@@ -17,7 +17,7 @@ import fsspec
 import numpy as np
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trakdask.checks import shown
 from trakdask.errors import CheckpointError
@@ -32,6 +32,8 @@ _FEWEST_STATES = 2
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+_ADAPTER_CONFIG = "adapter_config.json"
+_OF_BASE = ("base_layer", "original_module")
 _STEP = re.compile(r"checkpoint-(\d+)")
 
 
@@ -44,31 +46,22 @@ class States:
     def __init__(self) -> None:
         self.most_bytes = 0
         """What all of them together may take, beyond the last two."""
-        self._states: OrderedDict[str, State] = OrderedDict()
+        self.by_digest: OrderedDict[str, State] = OrderedDict()
         self._lock = Lock()
 
     def get(self, digest: str, read: Callable[[], State]) -> State:
         """Return a state dict; one thread reads it, and the others wait for the same tensors."""
         with self._lock:
-            if digest not in self._states:
-                self._states[digest] = read()
-            self._states.move_to_end(digest)
-            while len(self._states) > _FEWEST_STATES and self._n_bytes() > self.most_bytes:
-                self._states.popitem(last=False)
-            return self._states[digest]
+            if digest not in self.by_digest:
+                self.by_digest[digest] = read()
+            self.by_digest.move_to_end(digest)
+            while len(self.by_digest) > _FEWEST_STATES and self._n_bytes() > self.most_bytes:
+                self.by_digest.popitem(last=False)
+            return self.by_digest[digest]
 
     def _n_bytes(self) -> int:
-        states = self._states.values()
+        states = self.by_digest.values()
         return sum(tensor.nbytes for state in states for tensor in state.values())
-
-    def digests(self) -> list[str]:
-        """Return which state dicts are in memory, the most recently used last."""
-        return list(self._states)
-
-    def clear(self) -> None:
-        """Forget all of them."""
-        with self._lock:
-            self._states.clear()
 
 
 _states = States()
@@ -302,50 +295,25 @@ def weight_files(folder: Folder) -> list[str]:
 
     An adapter comes before a whole model, which PEFT does not write beside it. safetensors comes
     before pickled files, as in transformers.
-
-    Raises
-    ------
-    CheckpointError
-        If the index of the shards cannot be read, or a shard that it names is missing.
     """
     names = folder.names()
     for name in (*_ADAPTERS, *_WEIGHTS):
         if name in names:
             return [name]
         if f"{name}.index.json" in names:
-            return _shards(folder, f"{name}.index.json", names)
+            return sorted(set(folder.read_json(f"{name}.index.json")["weight_map"].values()))
     return []
-
-
-def _shards(folder: Folder, index: str, present: list[str]) -> list[str]:
-    try:
-        names = sorted(set(folder.read_json(index)["weight_map"].values()))
-    except (ValueError, KeyError) as err:
-        raise CheckpointError(
-            f"expected the files of all tensors in {folder.url}/{index}, which cannot be read "
-            f"({type(err).__name__}: {err}); try copying the folder again"
-        ) from err
-    if missing := [name for name in names if name not in present]:
-        raise CheckpointError(
-            f"expected the {len(names)} files with weights in {folder.url!r} that its index names, "
-            f"got {missing[:3]} missing; try copying the folder again"
-        )
-    return names
 
 
 def require_weight_files(folder: Folder) -> list[str]:
     """Return the places of the files with weights as :func:`weight_files`; there must be some."""
     if files := weight_files(folder):
         return [f"{folder.url}/{name}" for name in files]
-    if steps := checkpoint_folders(folder):
-        raise CheckpointError(
-            f"expected a folder with weights as checkpoint, got {folder.url!r} with the folders "
-            f"{[Path(step).name for step in steps[:3]]} of a run; try checkpoints={folder.url!r}, "
-            f"which takes all of them, or [{steps[-1]!r}]"
-        )
     inside = folder.names()
     weights = [name for name in inside if Path(name).suffix in (".pt", ".pth", ".safetensors")]
     advice = repr(f"{folder.url}/{weights[0]}") if weights else "the folder of save_pretrained"
+    if checkpoint_folders(folder):
+        advice = f"checkpoints={folder.url!r}, which takes all checkpoints of the run"
     raise CheckpointError(
         "expected a file, or a folder with model.safetensors, its shards and their index, or "
         f"adapter_model.safetensors, as checkpoint, got the folder {folder.url!r} with "
@@ -373,3 +341,105 @@ def _ids(digests: list[str], ids: Iterable[int] | None) -> list[int]:
             "content (two checkpoints with one id would share a projection matrix)"
         )
     return [int(n) for n in numbers]
+
+
+# -------------------------------------------------------------------------------------- adapters
+#
+# A file of a PEFT adapter has only the adapter's own tensors, which those of its base model
+# complete. Nothing of a hub is contacted: the base model is in the folder that the adapter's
+# configuration names, or in the model as it was built.
+
+
+def is_adapter(state: Iterable[str], needed: Iterable[str]) -> bool:
+    """Tell whether tensors are those of a PEFT adapter alone, without the weights of its base.
+
+    Parameters
+    ----------
+    state
+        Names of the tensors.
+    needed
+        Names in the ``state_dict`` of the model.
+    """
+    names, all_names = set(state), set(needed)
+    of_peft = bool(names) and all(name.startswith("base_model.") for name in names)
+    return of_peft and any(name.startswith("base_model.") for name in all_names - names)
+
+
+def base_folder(adapter: Folder) -> str | None:
+    """Return where the base model is that an adapter names, if that is a folder with weights."""
+    if _ADAPTER_CONFIG not in adapter.names():
+        return None
+    name = adapter.read_json(_ADAPTER_CONFIG).get("base_model_name_or_path")
+    folder = Folder(location(name)) if name else None
+    return folder.url if folder and weight_files(folder) else None
+
+
+def completed(module: nn.Module, adapter: State, base: Checkpoint | None, name: str) -> State:
+    """Return the weights of a PEFT model, from those of an adapter and those of its base model.
+
+    Parameters
+    ----------
+    module
+        The PEFT model. What is missing in both (the second name of tied weights) is missing in the
+        result.
+    adapter
+        Tensors as PEFT saves them, whose names do not say which adapter of the model they are, or
+        as ``state_dict()`` names them.
+    base
+        The base model; None for weights that are complete.
+    name
+        Name of the checkpoint, for messages.
+
+    Raises
+    ------
+    CheckpointError
+        If a tensor of the adapter belongs nowhere in the model, or to two adapters of the model.
+    """
+    if base is None:
+        return adapter
+    weights = cached_state(base)
+    owners: dict[str, str] = {}
+    state: State = {}
+    for own in module.state_dict():
+        saved = _saved_name(own, adapter, weights)
+        if saved is None:
+            if (of_base := _base_name(own)) in weights:
+                state[own] = weights[of_base]
+        elif saved in owners:
+            raise CheckpointError(
+                f"expected a model with one adapter, got two that {saved!r} of checkpoint {name!r} "
+                f"may belong to: {owners[saved]!r} and {own!r}; try a build function that adds one "
+                "adapter, or the model's whole state_dict()."
+            )
+        else:
+            owners[saved], state[own] = own, adapter[saved]
+    if strange := [each for each in adapter if each not in owners]:
+        raise CheckpointError(
+            f"expected the adapter of the model in checkpoint {name!r}, got {len(strange)} tensors "
+            f"that belong to none of its modules, the first is {strange[0]!r}; try a build "
+            "function with the configuration that the adapter was trained with (same target "
+            "modules)."
+        )
+    return state
+
+
+def _saved_name(own: str, adapter: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> str | None:
+    """Return the name that a tensor of a PEFT model has in the file of an adapter, if it is there.
+
+    The file leaves out the adapter's name (``lora_A.default.weight`` is ``lora_A.weight`` there),
+    and the name of the wrapper around a module that was trained as a whole.
+    """
+    parts = own.split(".")
+    names = [own]
+    if "modules_to_save" in parts:
+        at = parts.index("modules_to_save")
+        names.append(".".join(parts[:at] + parts[at + 2 :]))
+    elif _base_name(own) not in base and not any(part in _OF_BASE for part in parts):
+        for at in range(len(parts) - 1, 1, -1):  # of DoRA also "….default.weight"
+            names += [".".join(parts[:at] + parts[at + n :]) for n in (1, 2)]
+    return next((each for each in names if each in adapter), None)
+
+
+def _base_name(own: str) -> str:
+    parts = own.removeprefix("base_model.").removeprefix("model.").split(".")
+    return ".".join(part for part in parts if part not in _OF_BASE)

@@ -224,7 +224,7 @@ def signs(n_rows: int) -> Tensor:
 
 
 def eigenvectors_of(sums: np.ndarray, shapes: Shapes) -> np.ndarray:
-    """Return the eigenvectors of the matrix of every axis, (entry,) float32.
+    """Return the eigenvectors of the matrix of every axis, (entry, ...) float32.
 
     Examples
     --------
@@ -232,9 +232,10 @@ def eigenvectors_of(sums: np.ndarray, shapes: Shapes) -> np.ndarray:
     >>> eigenvectors_of(sums, {"weight": (2, 2)}).tolist()
     [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0]
     """
-    vectors = np.empty(len(sums), np.float32)
+    vectors = np.empty(sums.shape, np.float32)
     for _, _, length, place in factors_of(shapes):
-        vectors[place] = np.linalg.eigh(sums[place].reshape(length, length))[1].ravel()
+        _, columns = np.linalg.eigh(sums[place].reshape(length, length))
+        vectors[place] = columns.reshape(sums[place].shape)
     return vectors
 
 

@@ -15,13 +15,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trakdask.models.calls import hook_plan
-from trakdask.models.curvature import Rotations, rotated
-from trakdask.models.hooks import GradientCollector
+from trakdask.models.curvature import Rotations
+from trakdask.models.hooks import GradientCollector, in_coordinates
 from trakdask.models.independence import allowed_error, reads_values, require_same_alone, row_of
+from trakdask.models.layers import hook_plan
 from trakdask.models.tasks import Batch, Forward, Task, TrakTask
-from trakdask.models.tasks.protocol import CachingForward
-from trakdask.models.torch_internals import no_fast_path
+from trakdask.models.tasks.protocol import SampleError, shape_of
+from trakdask.torch_internals import no_fast_path
 
 # Engines to try where another one is wrong.
 _SAFER = {"hooks": "'vmap', or 'loop'", "vmap": "'loop'", "tokens": "'loop'"}
@@ -55,26 +55,24 @@ def loop_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Differentiate sample by sample with ``torch.autograd.grad``; the reference for other engines.
 
-    Q is computed for the whole batch, or sample by sample if the model branches on values of its
-    input. Cost: one forward and backward pass per sample. Memory: batch × parameters.
+    f and Q are those of each sample alone, too. Cost: one forward and backward pass per sample.
+    Memory: batch × parameters.
     """
-    selected = {name: forward.parameters[name].detach().requires_grad_() for name in names}
-    here = forward.with_parameters(selected)
-    size = batch.size
-    gradients = {n: t.new_empty(size, t.numel(), requires_grad=False) for n, t in selected.items()}
-    outputs = torch.empty(size)
-    for i in range(size):
-        output = require_per_sample(task.output(here, row_of(batch, i)), 1, "output")
-        of_sample = torch.autograd.grad(output[0], list(selected.values()), materialize_grads=True)
-        for name, gradient in zip(names, of_sample, strict=True):
-            gradients[name][i] = gradient.reshape(-1)
-        outputs[i] = output.detach()[0]
+    rows: dict[str, list[Tensor]] = {name: [] for name in names}
+    values = []
+    for i in range(batch.size):
+        alone = row_of(batch, i)  # a batch of one, as models expect an axis of samples
+        try:
+            gradients, *f_and_q = summed_gradient(forward, task, alone, names, torch.ones(1))
+        except SampleError as err:  # which knows the sample as the first of its batch
+            raise SampleError(err.text, i) from err.__cause__
+        for name, gradient in gradients.items():
+            rows[name].append(gradient.flatten())
+        values.append(torch.cat(f_and_q))
     for name in names:
-        sink(name, _in_coordinates(gradients.pop(name), name, forward, rotations))
-    if reads_values(forward, task, batch):  # samples of a batch might share a branch
-        alone = [out_to_loss_of(forward, task, row_of(batch, i)) for i in range(size)]
-        return outputs, torch.cat(alone)
-    return outputs, out_to_loss_of(forward, task, batch)
+        sink(name, in_coordinates(torch.stack(rows.pop(name)), name, forward, rotations))
+    f, q = torch.stack(values).float().unbind(1)
+    return f, q
 
 
 @no_fast_path()
@@ -104,7 +102,7 @@ def vmap_gradients(
     size = batch.size
     for name in names:
         gradient = gradients.pop(name).reshape(size, -1)
-        sink(name, _in_coordinates(gradient, name, forward, rotations))
+        sink(name, in_coordinates(gradient, name, forward, rotations))
     return outputs.float(), out_to_loss_of(forward, task, batch)
 
 
@@ -136,18 +134,16 @@ def hooks_gradients(
     """
     if isinstance(task, TrakTask):
         raise ValueError(
-            "expected a task that runs batches, as gradients='hooks' needs, got one that runs one "
-            "sample at a time; try gradients='vmap'"
+            "expected a task that runs batches, as gradients='hooks' and parts='token' need, got "
+            "one that runs one sample at a time; try gradients='vmap', or td.tasks.CausalLM()"
         )
-    hookable, axes = hook_plan(forward, task, batch, tuple(names))
+    hookable = hook_plan(forward, task, batch, tuple(names))
     parameters = {name: tensor.detach() for name, tensor in forward.parameters.items()}
-    once = CachingForward(forward.with_parameters(parameters))
+    once = forward.with_parameters(parameters).caching()
     n_tokens = number_of_tokens(batch) if by_token else None
-    collector = GradientCollector(
-        once, hookable.layers, axes, batch.size, sink, n_tokens, rotations
-    )
+    collector = GradientCollector(once, hookable.layers, batch.size, sink, n_tokens, rotations)
     try:
-        with collector.listening():
+        with collector.listening():  # f runs the model, and Q takes the same result
             output = require_per_sample(task.output(once, batch), batch.size, "output")
         out_to_loss = out_to_loss_of(once, task, batch)
         if reads_values(forward, task, batch):
@@ -160,18 +156,9 @@ def hooks_gradients(
     finally:
         collector.release()
         once.forget()
-    if hookable.rest:
+    if hookable.rest:  # in a pass of their own, after the tensors of the first one are released
         vmap_gradients(forward, task, batch, hookable.rest, sink, rotations)
     return output.detach().float(), out_to_loss
-
-
-def _in_coordinates(
-    gradient: Tensor, name: str, forward: Forward, rotations: Rotations | None
-) -> Tensor:
-    """Return gradients of a parameter, (batch, numel), in the coordinates of its rotation."""
-    if not rotations:
-        return gradient
-    return rotated(gradient, tuple(forward.parameters[name].shape), rotations[name])
 
 
 ENGINES: dict[str, Engine] = {
@@ -203,10 +190,9 @@ def require_per_sample(value: object, size: int, method: str) -> Tensor:
     """Return what a task's method returned, which must be one number per sample."""
     if isinstance(value, Tensor) and value.shape == (size,):
         return value
-    returned = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     raise ValueError(
         f"expected shape ({size},) from task.{method}, one number per sample for a batch of "
-        f"{size}, got {returned}; try a sum over the other axes, or [:, 0]"
+        f"{size}, got {shape_of(value)}; try a sum over the other axes, or [:, 0]"
     )
 
 
@@ -257,7 +243,7 @@ def summed_gradient(
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Return autograd's gradient of the weighted sum of f over a batch, f and Q, by one pass."""
     selected = {name: forward.parameters[name].detach().requires_grad_() for name in names}
-    once = CachingForward(forward.with_parameters(selected))
+    once = forward.with_parameters(selected).caching()
     output = require_per_sample(task.output(once, batch), batch.size, "output")
     out_to_loss = out_to_loss_of(once, task, batch)
     once.forget()

@@ -14,7 +14,7 @@ terms come from the same backward pass as the sum, if batches of tokens are aske
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,17 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trakdask.models.calls import (
-    Axes,
+from trakdask.models.curvature import Rotations, rotated
+from trakdask.models.layers import (
     Call,
+    Layer,
     batch_first,
     first_leaf,
     hooked,
     is_floating,
     local_gradients,
+    rules_by_parameter,
 )
-from trakdask.models.curvature import Rotations, rotated
-from trakdask.models.layers import Layer, rules_by_parameter
 from trakdask.models.rules import (
     BY_POSITION,
     PRODUCTS,
@@ -42,12 +42,11 @@ from trakdask.models.rules import (
     WRITES_TO,
     Products,
     Rule,
-    rules_of,
     turned,
     wide,
 )
 from trakdask.models.tasks import Forward
-from trakdask.models.torch_internals import tree_flatten, tree_unflatten, version_of
+from trakdask.torch_internals import tree_flatten, tree_unflatten, version_of
 
 RowsOfGradient = Callable[..., Tensor]
 """Computes the gradient of some rows of a weight, from one of its uses."""
@@ -69,9 +68,7 @@ class GradientCollector:
     forward
         The model; its parameters must not require gradients.
     layers
-        The modules to hook.
-    axes
-        Batch axes of each layer's calls.
+        The modules to hook, with the batch axes of their calls.
     n_samples
         Batch size.
     sink
@@ -91,7 +88,6 @@ class GradientCollector:
         self,
         forward: Forward,
         layers: Sequence[Layer],
-        axes: Axes,
         n_samples: int,
         sink: Callable[..., None],
         n_tokens: int | None = None,
@@ -99,29 +95,19 @@ class GradientCollector:
     ) -> None:
         self._forward = forward
         self._rotations = rotations or {}
-        rules = rules_by_parameter(forward.module, layers)
-        self._rotated_last = {
-            n for n in rules if self._rotations.get(n) and not rules[n] <= TURNABLE
-        }
         self._layers = layers
-        self._axes = axes
+        self._rules = rules_by_parameter(layers)
+        # The plan knows the batch axes of the i-th call of each layer, by the path of the layer.
+        self._axes = {layer.path: iter(layer.calls) for layer in layers}
         self._n_samples = n_samples
         self._n_tokens = n_tokens
         self._n_rows = n_samples * (n_tokens or 1)
         self._sink = sink
-        self._products = sink if isinstance(sink, Products) and n_tokens else None
-        self._n_calls: dict[str, int] = defaultdict(int)
-        # How many uses of a parameter are still to come, and those that have been.
-        self._due = dict.fromkeys(rules, 0)
-        self._uses: dict[str, list[RowsOfGradient]] = {name: [] for name in self._due}
         self._buffer_for = getattr(sink, "buffer_for", None)
-        direct = {name for name in rules if rules[name] <= WRITES_TO}
-        self._direct = direct if self._buffer_for else set()
-        self._sliced = {
-            name
-            for name in rules
-            if rules[name] <= SLICEABLE and (name in self._direct or self._is_large(name))
-        }
+        self._products = sink if isinstance(sink, Products) and n_tokens else None
+        # How many uses of a parameter are still to come, and those that have been.
+        self._due = dict.fromkeys(self._rules, 0)
+        self._uses: dict[str, list[RowsOfGradient]] = {name: [] for name in self._due}
         # Calls whose gradients are not known yet, by the number of their hook: a layer may be
         # called several times, and autograd finishes calls in another order than they were made.
         # A hook takes its call out of here, so that the inputs of a layer are released as soon as
@@ -186,21 +172,18 @@ class GradientCollector:
 
     def _hook_of(self, layer: Layer) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            # Calls are told apart by their order: the plan knows the batch axes of the i-th call of
-            # each layer, by the path of the layer, as it was when the plan was made.
-            i = self._n_calls[layer.path]
-            self._n_calls[layer.path] += 1
-            if i >= len(self._axes[layer.path]):
+            axes = next(self._axes[layer.path], None)  # calls are told apart by their order
+            if axes is None:
                 raise RuntimeError(
-                    f"expected the same number of calls of layer {layer.path!r} for every sample, "
-                    "got more for some samples than for others; try gradients='loop'"
+                    f"expected as many calls of layer {layer.path!r} for a batch of any size, as "
+                    f"gradients='hooks' needs, got more for {self._n_samples} samples than for two "
+                    "(does the model loop over samples?); try gradients='loop'"
                 )
             # The backward pass reads the input, which must still be the one that was used.
             version = version_of(first_leaf(args, kwargs))
             # Those of this checkpoint, which are taken out of the module after the forward pass.
             buffers = dict(module.named_buffers(recurse=False))
-            call = Call(layer, module, (args, kwargs), version, buffers, *self._axes[layer.path][i])
-            return self._tap(call, output)
+            return self._tap(Call(layer, module, (args, kwargs), version, buffers, *axes), output)
 
         return hook
 
@@ -227,18 +210,15 @@ class GradientCollector:
         # The number of hooks so far is a key that no other call has: handles are only added until
         # the backward pass is over. It is not the path of the layer, which may be called again
         # before autograd has finished its first call.
-        rules, key = rules_of(call.module), len(self._handles)
+        key, rules = len(self._handles), call.layer.rules
         self._calls[key] = call
         # Where rows of a sample were folded into the batch axis, only rules that treat all
         # positions alike are right: to others, the axis behind the samples would be channels.
         is_folded = leaves[0].shape[axes[0]] != self._n_samples
-        if (
-            rules is not None
-            and set(call.layer.selected) <= set(rules)
-            and not (is_folded and any(rules[i] not in BY_POSITION for i in call.layer.selected))
-        ):
+        needed = [rules[inside] for inside in call.layer.selected] if rules else []
+        if needed and (BY_POSITION.issuperset(needed) or not is_folded):
             return leaves[0].register_hook(
-                lambda delta: self._by_rules(self._calls.pop(key), rules, delta, axes[0])
+                lambda delta: self._by_rules(self._calls.pop(key), delta, axes[0])
             )
         return torch.autograd.graph.register_multi_grad_hook(
             leaves, lambda deltas: self._locally(self._calls.pop(key), deltas, axes)
@@ -249,11 +229,14 @@ class GradientCollector:
         alone = value if value.shape[:1] == (1,) else value[None]
         return alone.expand(self._n_samples, *alone.shape[1:])
 
-    def _as_rows(self, call: Call, value: Tensor) -> Tensor:
-        """Return a value that a layer took or returned, (batch, ...), with an entry per row.
+    def _rows(self, call: Call, value: Any, axis: int | None) -> Any:
+        """Return a value that a layer took or returned, (rows, ...), rows being samples or tokens.
 
         (batch, tokens, ...) becomes (batch * tokens, 1, ...), a batch of single tokens.
         """
+        if not isinstance(value, Tensor):
+            return value
+        value = self._expanded(value) if axis is None else batch_first(value, axis, self._n_samples)
         if self._n_tokens is None:
             return value
         if tuple(value.shape[:2]) != (self._n_samples, self._n_tokens):
@@ -265,14 +248,13 @@ class GradientCollector:
             )
         return value.reshape(-1, 1, *value.shape[2:])
 
-    def _by_rules(self, call: Call, rules: Mapping[str, Rule], delta: Tensor, axis: int) -> None:
-        x = call.input(self._n_samples)
-        x = self._as_rows(call, x if call.in_axes[0] is not None else self._expanded(x))
-        delta = self._as_rows(call, batch_first(delta, axis, self._n_samples))
+    def _by_rules(self, call: Call, delta: Tensor, axis: int) -> None:
+        x = self._rows(call, call.input(), call.in_axes[0])
+        delta = self._rows(call, delta, axis)
         if x.is_floating_point() and x.dtype != delta.dtype:
             x = x.to(delta.dtype)  # as autocast does inside the layer
         for inside, name in call.layer.selected.items():
-            self._receive(call, name, rules[inside], x, delta)
+            self._receive(call, name, call.layer.rules[inside], x, delta)
 
     def _receive(self, call: Call, name: str, rule: Rule, x: Tensor, delta: Tensor) -> None:
         """Compute the gradient of a parameter from one of its uses, or postpone it."""
@@ -282,10 +264,17 @@ class GradientCollector:
             vectors = self._products.vectors(name, delta.dtype)
             self._products.add(name, PRODUCTS[rule](call.module, x, delta, vectors))
             return
-        matrices = {} if name in self._rotated_last else self._rotations.get(name, {})
-        if matrices:
+        matrices = self._rotations.get(name, {})
+        # The channels of groups are apart, so that they cannot be rotated before they meet.
+        is_turnable = rule in TURNABLE and getattr(call.module, "groups", 1) == 1
+        if matrices and is_turnable:
             rule, x, delta = turned(rule, call.module, x, delta, matrices)
-        self._use(name, partial(rule, call.module, x, delta, call.buffers))
+        gradient = partial(rule, call.module, x, delta, call.buffers)
+        if matrices and not is_turnable:  # at once: the next rule overwrites what this one returns
+            whole = in_coordinates(gradient(), name, self._forward, self._rotations)
+            self._use(name, lambda: whole)
+        else:
+            self._use(name, gradient)
 
     def _locally(self, call: Call, deltas: Sequence[Tensor | None], axes: Sequence[int]) -> None:
         """Differentiate a module without rules on its own, row by row."""
@@ -299,31 +288,27 @@ class GradientCollector:
                 tensors[name.removeprefix(prefix)] = tensor
         gradients = local_gradients(call, tensors, deltas, axes, self._n_rows)
         for inside, name in layer.selected.items():
-            gradient = gradients[inside].reshape(self._n_rows, -1)
+            rows = gradients[inside].reshape(self._n_rows, -1)
+            gradient = in_coordinates(rows, name, forward, self._rotations)
             self._use(name, lambda gradient=gradient: gradient)
 
     def _by_token(
         self, call: Call, deltas: Sequence[Tensor | None], axes: Sequence[int]
     ) -> tuple[Call, list[Tensor | None], list[int]]:
         """Return the call, and the gradients of its outputs, as if of a batch of single tokens."""
-
-        def rows(value: Any, axis: int | None) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            if axis is None:
-                return self._as_rows(call, self._expanded(value))
-            return self._as_rows(call, batch_first(value, axis, self._n_samples))
-
         leaves, spec = tree_flatten(call.inputs)
-        leaves = [rows(leaf, axis) for leaf, axis in zip(leaves, call.in_axes, strict=True)]
+        leaves = [self._rows(call, *pair) for pair in zip(leaves, call.in_axes, strict=True)]
         in_axes = [0 if isinstance(leaf, Tensor) else None for leaf in leaves]
-        deltas = [rows(delta, axis) for delta, axis in zip(deltas, axes, strict=True)]
+        deltas = [self._rows(call, *pair) for pair in zip(deltas, axes, strict=True)]
         inputs = tree_unflatten(leaves, spec)
         return replace(call, inputs=inputs, in_axes=in_axes), deltas, [0] * len(deltas)
 
-    def _is_large(self, name: str) -> bool:
-        parameter = self._forward.parameters[name]
-        return self._n_rows * parameter.nbytes > _slice_bytes(parameter)
+    def _is_sliced(self, name: str) -> bool:
+        """Return whether a gradient is computed in slices: because it is large, or written."""
+        parameter, rules = self._forward.parameters[name], self._rules[name]
+        is_large = self._n_rows * parameter.nbytes > _slice_bytes(parameter)
+        is_written = self._buffer_for is not None and rules <= WRITES_TO
+        return rules <= SLICEABLE and (is_large or is_written)
 
     def _use(self, name: str, rows_of_gradient: RowsOfGradient) -> None:
         """Keep what gives the gradient of one use; after the last one, pass on their sum."""
@@ -339,17 +324,11 @@ class GradientCollector:
         """Pass on the gradient of a parameter, or of some of its rows after the other."""
         del self._due[name]
         uses, parameter = self._uses.pop(name), self._forward.parameters[name]
-        if not uses and isinstance(self._sink, Products):
-            return  # a gradient of zero adds nothing
         if not uses:
-            zeros = parameter.new_zeros(1).expand(self._n_rows, parameter.numel())
-            self._sink(name, zeros)
-        elif name not in self._sliced:
-            gradient = _summed(uses)
-            if name in self._rotated_last:
-                shape = tuple(parameter.shape)
-                gradient = rotated(gradient, shape, self._rotations[name])
-            self._sink(name, gradient)
+            if self._products is None:  # a gradient of zero, which would add no product
+                self._sink(name, parameter.new_zeros(1).expand(self._n_rows, parameter.numel()))
+        elif not self._is_sliced(name):
+            self._sink(name, _summed(uses))
         else:
             start, width = 0, parameter[0].numel()
             while start < len(parameter):
@@ -363,13 +342,22 @@ class GradientCollector:
         parameter = self._forward.parameters[name]
         width = parameter[0].numel()
         buffer = None
-        if self._buffer_for is not None and name in self._direct:
+        if self._buffer_for is not None and self._rules[name] <= WRITES_TO:
             buffer = self._buffer_for(name, start * width)
         if buffer is None:
             bytes_of_row = self._n_rows * width * parameter.element_size()
             return max(1, _slice_bytes(parameter) // bytes_of_row), None
         n = buffer.shape[1] // width
         return (n, buffer[:, : n * width]) if n else (1, None)
+
+
+def in_coordinates(
+    gradient: Tensor, name: str, forward: Forward, rotations: Rotations | None
+) -> Tensor:
+    """Return gradients of a parameter, (rows, numel), in the coordinates that a sink wants."""
+    matrices = (rotations or {}).get(name)
+    shape = tuple(forward.parameters[name].shape)
+    return rotated(gradient, shape, matrices) if matrices else gradient
 
 
 def _summed(
@@ -390,7 +378,7 @@ def _is_row(call: Call, args: Any, kwargs: Any, row: int, n_samples: int) -> boo
     axis = call.in_axes[0]
     if axis is None:
         return True
-    in_batch = call.input(n_samples)[row].detach()
+    in_batch = batch_first(call.input(), axis, n_samples)[row].detach()
     alone = batch_first(first_leaf(args, kwargs), axis, 1)[0]
     if alone.shape != in_batch.shape:
         return False

@@ -1,4 +1,4 @@
-"""Check that a model computes the same f and Q for a sample in a batch as for the sample alone.
+"""What a model computes for a sample must not depend on other samples, nor on padding.
 
 Features are properties of single samples. With a model or a task that mixes the samples of a batch
 (by a softmax over the batch axis, by subtracting the mean of the batch, by batch statistics), they
@@ -7,61 +7,49 @@ would depend on the batch size, so such a model is rejected.
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from trakdask.models.tasks import Batch, Forward, Task
-from trakdask.models.tasks.protocol import CachingForward, SampleError
-from trakdask.models.torch_internals import TorchDispatchMode, fake_tensor_mode
+from trakdask.models.tasks import Batch, Forward, Task, task_spec
+from trakdask.models.tasks.protocol import MASK, SampleError, call_model
+from trakdask.torch_internals import TorchDispatchMode, fake_tensor_mode
 
 T = TypeVar("T")
 
-_answers: WeakKeyDictionary[torch.nn.Module, list[tuple[Any, Any]]] = WeakKeyDictionary()
+# Tokens that are left of a batch of empty sequences; a next token needs two.
+_LEAST = 2
 
-# Per module: in one session, few tasks and selections of parameters use the same module.
-_MOST_ANSWERS = 8
+_answers: WeakKeyDictionary[torch.nn.Module, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
 def once_per_task(
-    purpose: str, forward: Forward, task: Task, batch: Batch, also: Any, find: Callable[[], T]
+    purpose: str, forward: Forward, task: Task, batch: Batch, also: Hashable, find: Callable[[], T]
 ) -> T:
     """Return what has been found out about a module as a task uses it, or find it out now.
 
     Threads have a module each, but all models of one ``build`` share it, whatever their tasks. So
     the key is all that decides how the module is called: the class of the task and its settings,
-    and the variables of the batch. The class is compared itself and not by name, because a
+    and the variables of the batch. The class is compared itself and not by name alone, because a
     notebook may define it again. Neither shapes nor weights belong to it: the axes of the samples,
     and whether values are read, are taken to be the same for all; the checks of every block notice
     if they are not.
     """
-    variables = {name: value.ndim for name, value in batch.items()}
-    key = [purpose, type(task), getattr(task, "__dict__", task), variables, also]
-    # A list and no dictionary, since settings of a task need not be hashable. By module and weakly:
-    # an answer goes with its module, and no module is kept alive.
-    answers = _answers.setdefault(forward.module, [])
-    for earlier, answer in answers:
-        if _are_equal(earlier, key):
-            return cast(T, answer)
-    answer = find()
-    key[2] = copy.copy(key[2])  # settings of a task may change later
-    answers.append((key, answer))
-    del answers[:-_MOST_ANSWERS]
-    return answer
-
-
-def _are_equal(left: Any, right: Any) -> bool:
-    try:
-        return bool(left == right)
-    except Exception:  # tensors among the settings cannot be compared; find out again
-        return False
+    variables = tuple((name, value.ndim) for name, value in batch.items())
+    kind = type(getattr(task, "modelout", task))
+    key = purpose, kind, task_spec(task), variables, also
+    # By module and weakly: an answer goes with its module, and no module is kept alive.
+    answers = _answers.setdefault(forward.module, {})
+    if key not in answers:
+        answers[key] = find()
+    return cast(T, answers[key])
 
 
 def reads_values(forward: Forward, task: Task, batch: Batch) -> bool:
@@ -122,8 +110,7 @@ def _runs_without_values(forward: Forward, task: Task, batch: Batch) -> bool:
     Whatever error a pass raises, it is safe to assume that values are read.
     """
     no_values = _NoValues()  # type: ignore[no-untyped-call]
-    generators = torch.random.fork_rng(devices=[])
-    with suppress(Exception), torch.no_grad(), generators, _NoArrays(), no_values:
+    with suppress(Exception), torch.no_grad(), torch.random.fork_rng([]), _NoArrays(), no_values:
         task.output(forward, batch)
         return True
     with suppress(Exception), fake_tensor_mode() as mode, torch.no_grad():
@@ -169,7 +156,7 @@ def require_same_alone(
         return
     for row in sorted({0, size - 1}) if rows is None else rows:
         # One pass, if both call the model in the same way.
-        once, one = CachingForward(forward), row_of(batch, row)
+        once, one = forward.caching(), row_of(batch, row)
         with torch.no_grad():
             alone = float(task.output(once, one)[0]), float(task.out_to_loss(once, one)[0])
         require_close(forward, row, (output, out_to_loss), alone)
@@ -269,3 +256,78 @@ def row_of(batch: Batch, row: int) -> Batch:
 def repeated(batch: Batch, n: int) -> Batch:
     """Return the first sample n times."""
     return Batch({name: value[:1].expand(n, *value.shape[1:]) for name, value in batch.items()})
+
+
+# --------------------------------------------------------------------------------------- padding
+#
+# The padding on the right that all sequences of a batch share is cut, so that nothing is computed
+# on it. Padding on the left stays: without it, tokens would have other positions.
+
+
+def token_variables(task: Task, arrays: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the variables (batch, tokens) of which a mask (batch, tokens) says the padding."""
+    names: tuple[str, ...] = getattr(task, "token_variables", ())
+    return names if MASK in names and arrays[MASK].ndim == 2 else ()
+
+
+def order_by_length(task: Task, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Any:
+    """Return the order in which samples are computed: the longest first, (sample,) integers.
+
+    None if the task has no mask of padding.
+    """
+    if not token_variables(task, arrays):
+        return None
+    used = arrays[MASK] != 0
+    lengths = np.where(used.any(1), used.shape[1] - used[:, ::-1].argmax(1), 0)
+    return np.lexsort((-used.sum(1), -lengths))  # stable; by tokens where padding is on the left
+
+
+def trimmed(task: Task, batch: Batch) -> Batch:
+    """Return the batch without the last tokens that are padding in all of its samples."""
+    names = token_variables(task, batch)
+    if not names:
+        return batch
+    used = (batch[MASK] != 0).any(0).nonzero()
+    return _cut(batch, names, int(used[-1]) + 1 if len(used) else 0)
+
+
+def _cut(batch: Batch, names: tuple[str, ...], length: int) -> Batch:
+    whole, length = batch[MASK].shape[1], max(length, _LEAST)
+
+    def part(name: str, value: Tensor) -> Tensor:
+        has_tokens = name in names and value.ndim > 1 and value.shape[1] == whole
+        return value[:, :length] if has_tokens else value
+
+    return Batch({name: part(name, value) for name, value in batch.items()})
+
+
+def ignores_padding(forward: Forward, task: Task, batch: Batch) -> bool:
+    """Return whether the logits of a model stay the same if padding is cut.
+
+    The second half of the longest sequence is declared to be padding for that, so that it does not
+    matter whether any sequence is padded. A model that ignores its attention mask gives other
+    logits without the padding.
+    """
+    names = token_variables(task, batch)
+    if not names:
+        return False
+    used = batch[MASK] != 0
+    row = int(used.sum(1).argmax())
+    places = used[row].nonzero()[:, 0]
+    if len(places) < 2 * _LEAST:
+        return False
+    half = int(places[len(places) // 2])
+    shorter = row_of(batch, row)
+    shorter[MASK] = shorter[MASK].clone()
+    shorter[MASK][:, half:] = 0
+    whole, cut = (_logits(forward, task, part) for part in (shorter, _cut(shorter, names, half)))
+    if cut.ndim == 3:  # of tokens; what is computed at padding on the left does not matter
+        kept = used[row, : cut.shape[1]]
+        whole, cut = whole[:, : cut.shape[1]][:, kept], cut[:, kept]
+    allowed = tolerance(cut.dtype, cut.device.type) * float(cut.abs().max())
+    return bool(((whole - cut).abs() <= allowed).all())
+
+
+def _logits(forward: Forward, task: Any, batch: Batch) -> Tensor:
+    with torch.no_grad():
+        return call_model(forward, batch, task.inputs, task.positional)

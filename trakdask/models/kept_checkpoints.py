@@ -28,6 +28,7 @@ from trakdask.models.checkpoints import (
     folder_at,
     make_checkpoints,
 )
+from trakdask.models.tasks.protocol import at_least_float32
 
 __all__ = ["keep_checkpoints"]
 
@@ -289,7 +290,4 @@ def scales(moments: Checkpoint, names: Iterable[str], device: torch.device) -> d
     """Return (√v + ε)^-1/2 of each parameter, (numel,), in float32 or float64."""
     state = cached_state(moments)
     roots = {name: state[name].to(device).flatten().sqrt() for name in names}
-    return {
-        name: ((root if root.dtype == torch.float64 else root.float()) + EPSILON).rsqrt()
-        for name, root in roots.items()
-    }
+    return {name: (at_least_float32(root) + EPSILON).rsqrt() for name, root in roots.items()}

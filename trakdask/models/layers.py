@@ -1,31 +1,38 @@
-"""Choose the modules to hook, and with them the engine and how much of a gradient it holds."""
+"""The layers of a model: which modules to hook, and what is batched in their calls.
+
+Layers without a rule of their own are differentiated here, one call at a time.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.parametrize import ParametrizationList
 
-from trakdask.models.rules import (
-    BATCH_NORMS,
-    CONVOLUTIONS,
-    INSTANCE_NORMS,
-    SLICEABLE,
-    Rule,
-    rules_of,
-)
-from trakdask.models.tasks import Task, TrakTask
+from trakdask.models.independence import once_per_task, repeated
+from trakdask.models.rules import CHANNEL_NORMS, CONVOLUTIONS, SLICEABLE, Rule, rules_of
+from trakdask.models.tasks import Batch, Forward, Task, TrakTask
+from trakdask.torch_internals import tree_flatten, tree_leaves, tree_unflatten, version_of
 
 # Layers whose result at one token depends on several, or that have no axis of tokens.
 _ACROSS_TOKENS = (
-    *(nn.MultiheadAttention, nn.RNNBase, nn.GroupNorm, nn.SyncBatchNorm),
+    *(nn.MultiheadAttention, nn.RNNBase, nn.SyncBatchNorm),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-    *(CONVOLUTIONS + BATCH_NORMS + INSTANCE_NORMS),
+    *(CONVOLUTIONS + CHANNEL_NORMS),
 )
+
+CallAxes = tuple[list[int | None], list[int | None]]
+"""The batch axis of each input and of each output of a call; None if it has no batch axis."""
+_Shapes = list[tuple[int, ...]]
+_CallShapes = tuple[_Shapes, _Shapes]
 
 
 @dataclass(frozen=True)
@@ -43,11 +50,17 @@ class Layer:
         Selected parameters of the module: name inside the module -> name in the model.
     parameters
         All parameters of the module, likewise.
+    rules
+        The rule of each selected parameter, by its name inside; empty if one of them has none.
+    calls
+        The batch axes of each call, in order, once they are known.
     """
 
     path: str
     selected: dict[str, str]
     parameters: dict[str, str]
+    rules: Mapping[str, Rule]
+    calls: tuple[CallAxes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,23 +86,26 @@ def hookable_layers(module: nn.Module, names: Sequence[str]) -> HookableLayers:
     canonical: dict[int, str] = {}
     for name, tensor in module.named_parameters():
         canonical.setdefault(id(tensor), name)
-    layers, rest = [], set()
+    hookable: list[tuple[str, nn.Module, dict[str, str]]] = []
+    rest = set()
     for path, submodule, whole in _submodules(module):
         all_names = {
             inside: canonical[id(tensor)]
             for inside, tensor in submodule.named_parameters(recurse=whole, remove_duplicate=False)
         }
-        selected = {inside: name for inside, name in all_names.items() if name in names}
-        if selected and not whole and _is_mixed(submodule):
-            rest |= set(selected.values())
-        elif selected:
-            layers.append(Layer(path, selected, all_names))
-    hooked = [
-        replace(layer, selected={i: name for i, name in layer.selected.items() if name not in rest})
-        for layer in layers
-    ]
-    selected_layers = tuple(layer for layer in hooked if layer.selected)
-    return HookableLayers(selected_layers, tuple(name for name in names if name in rest))
+        if not whole and _is_mixed(submodule):
+            rest |= set(all_names.values()) & set(names)
+        else:
+            hookable.append((path, submodule, all_names))
+    layers = []
+    for path, submodule, all_names in hookable:
+        # A weight that is tied to one that hooks cannot handle is not handled by them either.
+        selected = {i: name for i, name in all_names.items() if name in names and name not in rest}
+        rules = rules_of(submodule)
+        if selected:
+            fits = set(selected) <= set(rules)
+            layers.append(Layer(path, selected, all_names, rules if fits else {}))
+    return HookableLayers(tuple(layers), tuple(name for name in names if name in rest))
 
 
 def _submodules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, bool]]:
@@ -146,20 +162,16 @@ def require_layers_of_tokens(module: nn.Module, names: Sequence[str]) -> None:
         )
 
 
-def rules_by_parameter(module: nn.Module, layers: Sequence[Layer]) -> dict[str, set[Rule | None]]:
+def rules_by_parameter(layers: Sequence[Layer]) -> dict[str, set[Rule | None]]:
     """Return the rules for the uses of each parameter; None where there is none that fits."""
     rules: dict[str, set[Rule | None]] = defaultdict(set)
     for layer in layers:
-        submodule = module.get_submodule(layer.path)
-        of_layer = rules_of(submodule) or {}
-        # In groups, the gradient of a kernel cannot be rotated before it is computed.
-        fits = set(layer.selected) <= set(of_layer) and getattr(submodule, "groups", 1) == 1
         for inside, name in layer.selected.items():
-            rules[name].add(of_layer[inside] if fits else None)
+            rules[name].add(layer.rules.get(inside))
     return rules
 
 
-def choose_engine(module: torch.nn.Module, task: Task, names: Sequence[str]) -> tuple[str, str]:
+def choose_engine(module: nn.Module, task: Task, names: Sequence[str]) -> tuple[str, str]:
     """Return the engine that ``gradients="auto"`` chooses, and the reason."""
     if isinstance(task, TrakTask):
         return "vmap", "the task hands the model one sample at a time"
@@ -167,14 +179,12 @@ def choose_engine(module: torch.nn.Module, task: Task, names: Sequence[str]) -> 
     if not hookable.layers:
         return "vmap", "no selected parameter belongs to a layer of its own"
     if hookable.rest:
-        return (
-            "hooks",
-            f"{len(hookable.rest)} of {len(names)} parameters by vmap: {hookable.rest[0]}",
-        )
+        others = f"{len(hookable.rest)} of {len(names)} parameters"
+        return "hooks", f"{others} by vmap: {hookable.rest[0]}"
     return "hooks", "all selected parameters belong to layers"
 
 
-def elements_at_once(engine: str, module: torch.nn.Module, sizes: Mapping[str, int]) -> int:
+def elements_at_once(engine: str, module: nn.Module, sizes: Mapping[str, int]) -> int:
     """Return how many gradient elements of a sample an engine holds in memory at once.
 
     Parameters
@@ -189,6 +199,207 @@ def elements_at_once(engine: str, module: torch.nn.Module, sizes: Mapping[str, i
     if engine not in ("hooks", "tokens"):
         return sum(sizes.values())
     hookable = hookable_layers(module, tuple(sizes))
-    rules = rules_by_parameter(module, hookable.layers)
+    rules = rules_by_parameter(hookable.layers)
     held = [sizes[name] for name in rules if not rules[name] <= SLICEABLE]
     return max([*held, sum(sizes[name] for name in hookable.rest)])
+
+
+def hook_plan(forward: Forward, task: Task, batch: Batch, names: tuple[str, ...]) -> HookableLayers:
+    """Return the layers to hook, with the batch axes of all inputs and outputs of their calls.
+
+    A batch axis is one whose length changes with the batch size. (A length alone is not enough,
+    since a sequence may be as long as the batch.) So the first sample is run, repeated two and
+    three times, once for each model, task and kind of batch.
+    """
+
+    def plan() -> HookableLayers:
+        hookable = hookable_layers(forward.module, names)
+        # Not one and two samples: models may squeeze the axis of a single one.
+        runs = (partial(task.output, forward, repeated(batch, n)) for n in (2, 3))
+        two, three = (_call_shapes(run, forward.module, hookable.layers) for run in runs)
+        # Whether a layer is called more often for more samples, the collector notices.
+        layers = [
+            replace(layer, calls=tuple(map(_call_axes, two[layer.path], three[layer.path])))
+            for layer in hookable.layers
+        ]
+        return replace(hookable, layers=tuple(layers))
+
+    return once_per_task("hook plan", forward, task, batch, names, plan)
+
+
+def _call_shapes(
+    run: Callable[[], object], module: nn.Module, layers: Sequence[Layer]
+) -> Mapping[str, list[_CallShapes]]:
+    """Return the shapes of the inputs and outputs of every call of the layers during ``run()``."""
+    shapes: dict[str, list[_CallShapes]] = {layer.path: [] for layer in layers}
+
+    def hook_of(layer: Layer) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            shapes[layer.path].append((_shapes((args, kwargs)), _shapes(output)))
+
+        return hook
+
+    with hooked(module, layers, hook_of), torch.no_grad():
+        run()
+    return shapes
+
+
+def _shapes(values: Any) -> _Shapes:
+    # What is no tensor has no axes, and is passed to all samples alike.
+    leaves = tree_leaves(values)
+    return [tuple(leaf.shape) if isinstance(leaf, Tensor) else () for leaf in leaves]
+
+
+def _call_axes(two: _CallShapes, three: _CallShapes) -> CallAxes:
+    """Return the first axis of each tensor of a call whose length differs, if there is one."""
+    inputs, outputs = (
+        [
+            next((axis for axis, (a, b) in enumerate(zip(*pair, strict=False)) if a != b), None)
+            for pair in zip(*shapes, strict=True)
+        ]
+        for shapes in zip(two, three, strict=True)
+    )
+    return inputs, outputs
+
+
+@contextmanager
+def hooked(
+    module: nn.Module, layers: Sequence[Layer], hook_of: Callable[[Layer], Callable[..., Any]]
+) -> Iterator[None]:
+    """Register a hook on the forward pass of each layer while the ``with`` body runs."""
+    handles = [
+        module.get_submodule(layer.path).register_forward_hook(hook_of(layer), with_kwargs=True)
+        for layer in layers
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def first_leaf(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the first of the inputs of a module, or None; mostly without torch's slow search."""
+    if args and isinstance(args[0], Tensor):
+        return args[0]
+    return next(iter(tree_leaves((args, kwargs))), None)
+
+
+def is_floating(value: object) -> bool:
+    """Return whether a value is a tensor that can have a gradient."""
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+@dataclass(frozen=True)
+class Call:
+    """One recorded call of a layer: its inputs, buffers and batch axes."""
+
+    layer: Layer
+    module: nn.Module
+    inputs: Any  # (args, kwargs)
+    version: int
+    buffers: Mapping[str, Tensor]
+    in_axes: list[int | None]
+    out_axes: list[int | None]
+
+    def input(self) -> Tensor:
+        """Return the first input, which must be what the layer used."""
+        leaf: Tensor = first_leaf(*self.inputs)
+        if version_of(leaf) != self.version:
+            raise RuntimeError(
+                f"expected the input of layer {self.layer.path!r} as the layer used it, got one "
+                "that was changed in place afterwards; try x = x + y instead of x += y, or "
+                "gradients='vmap'"
+            )
+        return leaf
+
+
+def batch_first(value: Tensor, axis: int, n_samples: int) -> Tensor:
+    """Return a tensor with one entry per sample along its first axis.
+
+    Models flatten batch and positions into one axis, for example in front of experts.
+
+    Examples
+    --------
+    >>> batch_first(torch.zeros(6, 4), 0, 2).shape, batch_first(torch.zeros(4, 2), 1, 2).shape
+    (torch.Size([2, 3, 4]), torch.Size([2, 4]))
+    """
+    if value.shape[axis] != n_samples:
+        value = _split(value, axis, n_samples)
+    return value.movedim(axis, 0) if axis else value
+
+
+def _split(value: Tensor, axis: int, n_samples: int) -> Tensor:
+    """Split the batch axis into two: the samples, and the rows of each sample, mostly one."""
+    if value.shape[axis] % n_samples:
+        raise RuntimeError(
+            f"expected as many rows of a layer's input or output for every sample, got "
+            f"{value.shape[axis]} rows for {n_samples} samples; try gradients='loop'"
+        )
+    split: Tensor = value.unflatten(axis, (n_samples, -1))
+    return split
+
+
+def local_gradients(
+    call: Call,
+    tensors: Mapping[str, Tensor],
+    deltas: Sequence[Tensor | None],
+    axes: Sequence[int],
+    n_samples: int,
+) -> dict[str, Tensor]:
+    """Differentiate one module sample by sample, for modules of any kind.
+
+    Parameters
+    ----------
+    call
+        The recorded call of the module.
+    tensors
+        The parameters and buffers of the module by name.
+    deltas, axes
+        The gradient of the model output with respect to each tensor that the module returned (None
+        for a tensor without effect on the output), and the batch axes of these gradients.
+    n_samples
+        Batch size.
+
+    Returns
+    -------
+    The gradient of each selected parameter, (batch, *shape).
+    """
+    used = {i: delta for i, delta in enumerate(deltas) if delta is not None}
+    out_axes = [axes[i] for i in used]
+    leaves, spec = tree_flatten(call.inputs)
+    # A sample that is taken out along an axis that was split keeps this axis, as the module needs.
+    inputs = [
+        leaf if axis is None else _split(leaf, axis, n_samples)
+        for leaf, axis in zip(leaves, call.in_axes, strict=True)
+    ]
+    weights = [_split(delta, axes[i], n_samples) for i, delta in used.items()]
+
+    def weighted_output(
+        selected: Mapping[str, Tensor], inputs: list[Any], weights: list[Tensor]
+    ) -> Tensor:
+        args, kwargs = tree_unflatten(inputs, spec)
+        returned = torch.func.functional_call(call.module, {**tensors, **selected}, args, kwargs)
+        outputs = [y for y in tree_leaves(returned) if is_floating(y)]
+        terms = [(outputs[i] * weight).sum() for i, weight in zip(used, weights, strict=True)]
+        total: Tensor = torch.stack(terms).sum()
+        return total
+
+    selected = {inside: tensors[inside] for inside in call.layer.selected}
+    one = torch.func.grad(weighted_output)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):  # the only backend that vmap supports
+            every = torch.func.vmap(one, in_dims=(None, call.in_axes, out_axes))
+            gradients: dict[str, Tensor] = every(selected, inputs, weights)
+            return gradients
+    except RuntimeError:  # some operators, such as those of RNNs, cannot be vectorized
+        # Slower, but of this layer alone; errors of the layer itself are raised again here.
+        rows = [
+            one(selected, _sample(inputs, call.in_axes, i), _sample(weights, out_axes, i))
+            for i in range(n_samples)
+        ]
+        return {name: torch.stack([row[name] for row in rows]) for name in selected}
+
+
+def _sample(values: Sequence[Any], axes: Sequence[int | None], i: int) -> list[Any]:
+    return [x if a is None else x.select(a, i) for x, a in zip(values, axes, strict=True)]

@@ -17,12 +17,14 @@ from trakdask.checks import import_callable, shown
 from trakdask.errors import CheckpointError
 from trakdask.files import Folder
 from trakdask.html_tables import html_table
-from trakdask.models.adapters import base_folder, completed, is_adapter
 from trakdask.models.checkpoints import (
     Checkpoint,
     CheckpointLike,
     State,
+    base_folder,
     cached_state,
+    completed,
+    is_adapter,
     make_checkpoints,
 )
 from trakdask.models.curvature import Components, Curvature
@@ -37,7 +39,7 @@ from trakdask.models.modules import (
     without_weights,
 )
 from trakdask.models.tasks import Forward, Task, TrakTask, resolve_task, task_spec
-from trakdask.models.torch_internals import uncompiled
+from trakdask.torch_internals import uncompiled
 
 __all__ = ["Model"]
 
@@ -238,12 +240,12 @@ class Model:
                 "expected a model without second_moments, which are a curvature of their own; try "
                 "td.Model(...) without them"
             )
-        self._require_fitted_here(curvature, "curvature")
+        self._require_fitted_here(curvature, "curvature", "parameters", "checkpoints")
         fields = ("eigenvectors", "scale", "leading")
         curved = copy.copy(self)
         curved.curvature = {
             name: Curvature(*(curvature[f].sel(checkpoint=name).values for f in fields))
-            for name in self._names
+            for name in self.spec()["checkpoints"]
         }
         curved.components = {}  # they belong to the coordinates in which they were fitted
         return curved
@@ -274,38 +276,25 @@ class Model:
         >>> td.featurize(samples, model).sizes["proj_dim"]
         2
         """
-        self._require_fitted_here(components, "principal_components")
-        if (got := components.attrs.get("curvature", {})) != self._digests(self.curvature):
-            raise ValueError(
-                "expected principal components of a model with the same curvature, got that of "
-                f"{shown(got)}; try td.principal_components(samples, model) with this model"
-            )
+        fields = "parameters", "checkpoints", "curvature"
+        self._require_fitted_here(components, "principal_components", *fields)
         reduced, projector = copy.copy(self), components.attrs["projector"]
         reduced.components = {
             name: Components(components.component.sel(checkpoint=name).values, projector)
-            for name in self._names
+            for name in self.spec()["checkpoints"]
         }
         return reduced
 
-    @property
-    def _names(self) -> list[str]:
-        return [checkpoint.name for checkpoint in self.checkpoints]
-
-    def _require_fitted_here(self, fitted: Any, function: str) -> None:
-        """Reject what was fitted to other parameters, or lacks a checkpoint of this model."""
-        parameters = {name: list(shape) for name, shape in self.shapes.items()}
-        remedy = f"try td.{function}(samples, model) with this model"
-        if (got := fitted.attrs["parameters"]) != parameters:
-            raise ValueError(
-                f"expected a fit to the parameters {shown(parameters)}, got one to {shown(got)}; "
-                f"{remedy}"
-            )
-        digests = {n: fitted.attrs["checkpoints"][n] for n in fitted.checkpoint.values.tolist()}
-        for checkpoint in self.checkpoints:
-            if digests.get(checkpoint.name) != checkpoint.digest:
+    def _require_fitted_here(self, fitted: Any, function: str, *fields: str) -> None:
+        """Reject what was fitted to another model, or lacks one of its checkpoints."""
+        spec, found = self.spec(), dict(fitted.attrs)
+        digests = {n: found["checkpoints"][n] for n in fitted.checkpoint.values.tolist()}
+        found["checkpoints"] = {name: digests.get(name) for name in spec["checkpoints"]}
+        for field in fields:
+            if (got := found.get(field, {})) != (wanted := spec.get(field, {})):
                 raise ValueError(
-                    f"expected a fit at checkpoint {checkpoint.name!r} with the weights of this "
-                    f"model, got one at {shown(digests)}; {remedy}"
+                    f"expected a fit to a model with the {field} {shown(wanted)}, got one to "
+                    f"{shown(got)}; try td.{function}(samples, model) with this model"
                 )
 
     def without_checkpoints(self) -> Model:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-Buffers = Mapping[str, Tensor | None]
+Buffers = Mapping[str, Tensor]
 Rule = Callable[..., Tensor]
 ALL_ROWS = slice(None)
 
@@ -48,25 +48,26 @@ _PATCH_ELEMENTS = 1 << 21  # elements of the patches extracted at once: 8 MB
 
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+CHANNEL_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
 
 # Methods that a subclass of a layer may replace without changing what the layer computes.
 _HARMLESS = {"reset_parameters", "extra_repr"}
 
 
-def rules_of(module: Any) -> Mapping[str, Rule] | None:
-    """Return the rules of a layer by parameter, or None if no rules apply."""
+def rules_of(module: Any) -> Mapping[str, Rule]:
+    """Return the rules of a layer by parameter; none if no rules apply."""
     kind: Any = type(module)
-    layer = _layer_of(kind)
-    if layer is not None:
-        return None if _is_special(module) else _RULES[layer]
     # Conv1D of transformers is a linear layer that stores its weight transposed.
-    return (
-        _CONV1D
-        if (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
-        else None
-    )
+    if (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"):
+        return _CONV1D
+    layer = _layer_of(kind)
+    # These embeddings divide gradients by counts, or change their weight in the forward pass.
+    if layer is nn.Embedding and (module.scale_grad_by_freq or module.max_norm is not None):
+        return {}
+    return _RULES.get(layer, {})
 
 
 @lru_cache(maxsize=1024)
@@ -79,16 +80,6 @@ def _layer_of(kind: Any) -> Any:
     names = {name for base in below for name, value in vars(base).items() if callable(value)}
     replaced = {name for name in names - _HARMLESS if hasattr(layer, name)}
     return None if any(not name.startswith("__") for name in replaced) else layer
-
-
-def _is_special(module: Any) -> bool:
-    """Return whether a layer of a known class has settings that its rules do not support."""
-    if isinstance(module, nn.Embedding):
-        return module.scale_grad_by_freq or module.max_norm is not None
-    if isinstance(module, BATCH_NORMS):  # these normalise with statistics of the batch
-        return module.running_mean is None
-    # These normalise with running statistics, and not with those of the sample.
-    return isinstance(module, INSTANCE_NORMS) and module.running_mean is not None
 
 
 def _outer(delta: Tensor, x: Tensor, into: Tensor | None) -> Tensor:
@@ -221,31 +212,20 @@ def _layer_norm_bias(module: Any, x: Tensor, delta: Tensor, buffers: Buffers) ->
     return delta.reshape(len(delta), -1, math.prod(shape)).sum(1)
 
 
-def _layer_norm_weight(module: nn.LayerNorm, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
-    normal = functional.layer_norm(x, module.normalized_shape, eps=module.eps)
-    return _layer_norm_bias(module, x, normal.mul_(delta), buffers)
+def _layer_norm_weight(module: Any, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
+    return _layer_norm_bias(module, x, _normalized(module, x, buffers).mul_(delta), buffers)
 
 
-def _rms_norm_weight(module: nn.RMSNorm, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
-    normal = functional.rms_norm(x, module.normalized_shape, eps=module.eps)
-    return _layer_norm_bias(module, x, normal * delta, buffers)
+def _channel_norm_weight(module: Any, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
+    return _channel_bias(module, x, _normalized(module, x, buffers).mul_(delta), buffers)
 
 
-def _group_norm_weight(module: nn.GroupNorm, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
-    normal = functional.group_norm(x, module.num_groups, eps=module.eps)
-    return _channel_bias(module, x, normal.mul_(delta), buffers)
-
-
-def _batch_norm_weight(module: Any, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
-    """Normalize with the running statistics, since models are attributed in evaluation mode."""
-    statistics = buffers["running_mean"], buffers["running_var"]
-    normal = functional.batch_norm(x, *statistics, training=False, eps=module.eps)
-    return _channel_bias(module, x, normal.mul_(delta), buffers)
-
-
-def _instance_norm_weight(module: Any, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
-    normal = functional.instance_norm(x, eps=module.eps)
-    return _channel_bias(module, x, normal.mul_(delta), buffers)
+def _normalized(module: nn.Module, x: Tensor, buffers: Buffers) -> Tensor:
+    """Return what a layer makes of x before its weight and bias: as for a one and a zero."""
+    parameters = module.named_parameters(recurse=False)
+    neutral = {name: x.new_full(p.shape, float(name == "weight")) for name, p in parameters}
+    normal: Tensor = torch.func.functional_call(module, {**neutral, **buffers}, x)
+    return normal
 
 
 def turned(
@@ -295,11 +275,9 @@ _RULES: dict[Any, Mapping[str, Rule]] = {
     nn.Linear: {"weight": linear_weight, "bias": _last_bias},
     nn.Embedding: {"weight": embedding_weight},
     nn.LayerNorm: {"weight": _layer_norm_weight, "bias": _layer_norm_bias},
-    nn.RMSNorm: {"weight": _rms_norm_weight},
-    nn.GroupNorm: {"weight": _group_norm_weight, "bias": _channel_bias},
+    nn.RMSNorm: {"weight": _layer_norm_weight},
     **{kind: {"weight": _conv_weight, "bias": _channel_bias} for kind in CONVOLUTIONS},
-    **{kind: {"weight": _batch_norm_weight, "bias": _channel_bias} for kind in BATCH_NORMS},
-    **{kind: {"weight": _instance_norm_weight, "bias": _channel_bias} for kind in INSTANCE_NORMS},
+    **{kind: {"weight": _channel_norm_weight, "bias": _channel_bias} for kind in CHANNEL_NORMS},
 }
 
 WRITES_TO: frozenset[Rule] = frozenset({linear_weight, transposed_linear_weight})
@@ -309,9 +287,7 @@ SLICEABLE: frozenset[Rule] = frozenset({*WRITES_TO, embedding_weight})
 TURNABLE: frozenset[Rule] = frozenset({*SLICEABLE, _conv_weight})
 """Rules whose gradients are products of two sides that can be rotated first."""
 
-BY_POSITION = frozenset(
-    {*SLICEABLE, _last_bias, _layer_norm_weight, _layer_norm_bias, _rms_norm_weight}
-)
+BY_POSITION = frozenset({*SLICEABLE, _last_bias, _layer_norm_weight, _layer_norm_bias})
 """Rules of layers that treat all positions alike, whatever the axes between batch and features."""
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from trakdask.projection.acceleration import Scratch, numba_kernels
 from trakdask.projection.philox import ROWS_PER_COUNTER, fill_words
+from trakdask.torch_internals import int8_matmul
 
 FRACTION_BITS = {1: 7, 2: 14, 3: 22}
 """Exponent t by number of 8-bit digits: the largest element of a block is at most 2**t units."""
@@ -225,12 +226,6 @@ def integer_matmul(bits: Tensor, digits: Tensor, out: Tensor) -> None:
     """
     product = int8_matmul if int8_matmul_is_usable() else _float_matmul
     product(bits, digits, out)
-
-
-def int8_matmul(bits: Tensor, digits: Tensor, out: Tensor) -> None:
-    """Do the same by the int8 product of this torch, whatever it does."""
-    # A private name, for which torch has no public one; hence the checks of its results.
-    torch._int_mm(bits, digits.T, out=out)
 
 
 @cache

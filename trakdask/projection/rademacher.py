@@ -11,7 +11,6 @@ from torch import Tensor
 from trakdask.projection.cuda import GpuProjector, Kernels, products
 from trakdask.projection.fixed_point import (
     FRACTION_BITS,
-    int8_matmul,
     multiply_signs,
     quantize,
     sign_bits,

@@ -169,7 +169,7 @@ class CausalLM(ModelTask):
         most = getattr(getattr(forward.module, "config", None), "max_position_embeddings", None)
         if not isinstance(most, int) or most < 1:
             most = labels.shape[1]  # the model names no limit
-        name = self.inputs[0] if self.labels is None else self.labels
+        name = self.labels or self.inputs[0]
 
         def no_token(row: int) -> str:
             ignored = int((labels[row] == self.ignore_index).sum())
@@ -204,7 +204,7 @@ class CausalLM(ModelTask):
         reject_samples(lengths > most, too_long)
 
     def _labels(self, batch: Mapping[str, Tensor]) -> Tensor:
-        name = self.inputs[0] if self.labels is None else self.labels
+        name = self.labels or self.inputs[0]
         labels = batch[name]
         if labels.ndim != 2 or labels.shape[1] < 2 or labels.is_floating_point():
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trakdask.checks import require_number
 from trakdask.html_tables import HtmlTable
-from trakdask.models.torch_internals import tree_leaves, tree_map
+from trakdask.torch_internals import tree_leaves, tree_map
 
 MASK = "attention_mask"
 """Name of the variable that marks the padding of sequences, as in transformers."""
@@ -104,14 +104,11 @@ class Forward:
 
     def with_parameters(self, parameters: Mapping[str, Tensor]) -> Forward:
         """Return the same model with some parameters replaced."""
-        replaced = {**self.parameters, **parameters}
-        return Forward(self.module, replaced, self.buffers, self.checkpoint, self.dtype)
+        return replace(self, parameters={**self.parameters, **parameters})
 
     def to(self, dtype: torch.dtype) -> Forward:
         """Return the same model in another precision."""
-        cast = self.mapped(partial(_cast, dtype=dtype))
-        cast.dtype = dtype
-        return cast
+        return replace(self.mapped(partial(_cast, dtype=dtype)), dtype=dtype)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Forward:
         """Return the same model with a function of each of its tensors."""
@@ -119,22 +116,20 @@ class Forward:
             {name: function(tensor) for name, tensor in tensors.items()}
             for tensors in (self.parameters, self.buffers)
         )
-        return Forward(self.module, parameters, buffers, self.checkpoint, self.dtype)
+        return replace(self, parameters=parameters, buffers=buffers)
+
+    def caching(self) -> CachingForward:
+        """Return the same model, which returns its last result again for the same inputs."""
+        return CachingForward(
+            self.module, self.parameters, self.buffers, self.checkpoint, self.dtype
+        )
 
 
+@dataclass(eq=False)
 class CachingForward(Forward):
-    """A model that returns its last result again for the same inputs, so f and Q share one pass.
+    """A model that returns its last result again for the same inputs, so f and Q share one pass."""
 
-    Parameters
-    ----------
-    forward
-        The model.
-    """
-
-    def __init__(self, forward: Forward) -> None:
-        tensors = forward.parameters, forward.buffers
-        super().__init__(forward.module, *tensors, forward.checkpoint, forward.dtype)
-        self._last: tuple[list[Any], Any, Any] | None = None
+    _last: tuple[list[Any], Any, Any] | None = field(default=None, init=False, repr=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on a batch, or return the last result if the inputs are the same."""
@@ -293,19 +288,11 @@ def as_tensors(arrays: Mapping[Any, Any], names: Sequence[str]) -> Batch:
             f"expected the variable {missing[0]!r} in samples, got {list(map(str, arrays))}; try "
             "renaming a variable of the samples, or passing its name to the task"
         )
-    return Batch({name: _as_tensor(name, arrays[name]) for name in names})
+    return Batch({name: _as_tensor(arrays[name]) for name in names})
 
 
-def _as_tensor(name: str, value: Any) -> Tensor:
-    if isinstance(value, Tensor):
-        return value
-    try:
-        return torch.from_numpy(np.array(value))
-    except (TypeError, ValueError) as err:
-        raise TypeError(
-            f"expected numbers in {name!r}, got {type(value).__name__} ({err}); try "
-            "numpy.asarray(...) with numbers or booleans, padded to one shape"
-        ) from err
+def _as_tensor(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.tensor(np.asarray(value))
 
 
 def without_absent_mask(inputs: tuple[str, ...], present: Collection[str]) -> tuple[str, ...]:
@@ -345,21 +332,9 @@ def call_model(forward: Forward, batch: Batch, inputs: tuple[str, ...], position
     ValueError
         If the model returns neither a tensor, nor an object with ``logits``, nor a tuple that
         begins with logits.
-    RuntimeError
-        If it cannot run under vmap; the message also says what to do with models of transformers.
     """
-    given = {name: batch[name] for name in inputs}
-    try:
-        output = forward(*given.values()) if positional else forward(**given)
-    except RuntimeError as err:
-        if "vmap" not in str(err):
-            raise
-        raise RuntimeError(
-            "expected a model that does not branch on values of its input, since vmap cannot run "
-            f"one that does, got an error ({str(err).splitlines()[0][:120]}...); try "
-            "gradients='loop', or build models of transformers with attn_implementation='eager' "
-            "(encoders such as BERT still branch on an attention mask)"
-        ) from err
+    arguments = {name: batch[name] for name in inputs}
+    output = forward(*arguments.values()) if positional else forward(**arguments)
     return at_least_float32(_logits_of(output))
 
 

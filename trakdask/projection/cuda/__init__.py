@@ -6,7 +6,7 @@ thread.
 
 from __future__ import annotations
 
-from trakdask.projection.cuda.launch import Argument, Kernels, kernels_for, launched, missing
+from trakdask.projection.cuda.launch import Argument, Kernels, kernels_for, missing
 from trakdask.projection.cuda.products import GpuProjector
 
-__all__ = ["Argument", "GpuProjector", "Kernels", "kernels_for", "launched", "missing"]
+__all__ = ["Argument", "GpuProjector", "Kernels", "kernels_for", "missing"]

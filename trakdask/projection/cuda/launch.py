@@ -36,9 +36,6 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 }
 """File of ``kernels/`` without its suffix -> the kernels in it."""
 
-launched: set[str] = set()
-"""The names of the kernels that this process has started."""
-
 Argument = Tensor | np.generic | None
 
 _INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
@@ -168,7 +165,6 @@ class CupyKernels:
                     f"expected kernel {name} with grid {grid} and {shared_bytes} bytes of shared "
                     f"memory to start on {self.description}, got {err}; try device='cpu'"
                 ) from err
-        launched.add(name)
 
     def _function(self, name: str) -> Any:
         with self._compiling:

@@ -22,6 +22,7 @@ __all__ = [
     "TorchDispatchMode",
     "fake_tensor_mode",
     "few_threads",
+    "int8_matmul",
     "no_fast_path",
     "tree_flatten",
     "tree_leaves",
@@ -41,6 +42,14 @@ def fake_tensor_mode() -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to import
 
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def int8_matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Write left rightᵀ, the product of int8 matrices, to an int32 tensor.
+
+    torch has no public name for it, and what it does may change: results are to be checked.
+    """
+    torch._int_mm(left, right.T, out=out)
 
 
 def version_of(value: object) -> int:
