@@ -402,8 +402,8 @@ def lazy_arrays(prepared: Prepared) -> Arrays:
     """Build the graph: a task per (sample block × checkpoint), and one per variable of it."""
     job, token = prepared.job, prepared.token
     tasks = block_tasks(featurize_block, "sc", prepared, token, name=f"featurize-{token}")
-    width = job.projector.width(job.row_map.n_rows)
-    feature = variable_of(tasks, "sc", "spc", 0, f"feature-{token}", new_axes={"p": width})
+    new_axes = {"p": job.proj_dim}
+    feature = variable_of(tasks, "sc", "spc", 0, f"feature-{token}", new_axes=new_axes)
     return {"feature": feature} | other_variables(job, tasks, "sc", token)
 
 

@@ -294,7 +294,7 @@ class Model:
             if (got := found.get(field, {})) != (wanted := spec.get(field, {})):
                 raise ValueError(
                     f"expected a fit to a model with the {field} {shown(wanted)}, got one to "
-                    f"{shown(got)}; try td.{function}(samples, model) with this model"
+                    f"{shown(got)}; try td.{function}(samples, model) with these weights"
                 )
 
     def without_checkpoints(self) -> Model:

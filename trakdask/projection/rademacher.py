@@ -27,6 +27,7 @@ from trakdask.projection.protocol import (
     RowMap,
     allowed,
 )
+from trakdask.torch_internals import int8_matmul
 
 _COLUMN_TILE = 2048
 

@@ -56,9 +56,8 @@ def lock(folder: Folder, purpose: str, name: str = "lock") -> Iterator[Callable[
     try:
         folder.create(name, _encoded(own))
     except FileExistsError:
-        if (holder := _read(folder, name)).get("token") != own[
-            "token"
-        ]:  # else a network lost the answer
+        holder = _read(folder, name)
+        if holder.get("token") != own["token"]:  # else a network lost the answer
             raise StoreBusyError(
                 f"expected to be the only writer of {folder.url!r}, which is being written by "
                 f"{_who(holder)}; try again when it is done, or delete {folder.url}/{name} if it "
