@@ -147,6 +147,7 @@ NOT_LAZY = {
     "assign_coords": "writes to a store",
     "calibrate": "writes to a store",
     "curvature": "runs the computation, since features need its values",
+    "principal_components": "runs the computation, since features need its values",
     "drop": "writes to a store",
     "examples.digits": "returns arrays that are bundled",
     "from_dataframe": "has a test of its own above",
