@@ -223,6 +223,11 @@ def coords_along(array: xr.DataArray | xr.Dataset, *dims: Hashable) -> dict[Hash
     }
 
 
+def checkpoint_names(ds: xr.Dataset) -> list[str]:
+    """Return the names of the checkpoints of features."""
+    return [str(name) for name in ds[CHECKPOINT].values]
+
+
 def load_coords(ds: xr.Dataset) -> xr.Dataset:
     """Return the Dataset with all of its coords loaded."""
     return _load(ds, [name for name, coord in ds.coords.items() if coord.chunks is not None])

@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 from sklearn.metrics import average_precision_score, roc_auc_score
 
-from trakdask.arrays.detection import average_precision, class_ranks, rank_correlations
+from trakdask.arrays.evaluation import average_precision, class_ranks, rank_correlations
 
 N, M, COUNTS = 40, 6, [1, 4, 40]
 RNG = np.random.default_rng(0)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from trakdask.arrays import intervals
+from trakdask.arrays import evaluation
 
 
 def auc(values: np.ndarray, positive: np.ndarray) -> float:
@@ -23,18 +23,18 @@ def delong(values: np.ndarray, positive: np.ndarray) -> float:
 @pytest.mark.parametrize("n", [1, 20, 500])
 def test_proportion_interval__equals_scipy(n: int) -> None:
     for count in {0, 1, n // 3, n}:
-        found = intervals.proportion_interval(np.array(count / n), n, 0.9)
+        found = evaluation.proportion_interval(np.array(count / n), n, 0.9)
         expected = stats.binomtest(count, n).proportion_ci(0.9, method="wilson")
         np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
 def test_mean_interval__equals_scipy() -> None:
     x = np.random.default_rng(0).standard_normal((2, 12))
-    found = intervals.mean_interval(x, 0.9)
+    found = evaluation.mean_interval(x, 0.9)
     expected = stats.t.interval(0.9, 11, loc=x.mean(axis=1), scale=stats.sem(x, axis=1))
     np.testing.assert_allclose(found, expected)
-    np.testing.assert_array_equal(intervals.mean_interval(x[:, None], 0.9)[..., 0], found)
-    assert np.isnan(intervals.mean_interval(x[:, :1], 0.9)).all()
+    np.testing.assert_array_equal(evaluation.mean_interval(x[:, None], 0.9)[..., 0], found)
+    assert np.isnan(evaluation.mean_interval(x[:, :1], 0.9)).all()
 
 
 @pytest.mark.parametrize("distinct", [3, 10**9])
@@ -42,7 +42,7 @@ def test_roc_auc__equals_all_pairs(distinct: int) -> None:
     rng = np.random.default_rng(0)
     positive = rng.random(60) < 0.3
     values = rng.integers(distinct, size=60) + 0.6 * positive * distinct
-    area, (low, high) = intervals.roc_auc(values, positive, 0.95)
+    area, (low, high) = evaluation.roc_auc(values, positive, 0.95)
     assert area == pytest.approx(auc(values, positive))
     error = 1.959964 * delong(values, positive) ** 0.5 / (area * (1 - area))
     logits = np.log([low / (1 - low), area / (1 - area), high / (1 - high)])
@@ -51,9 +51,9 @@ def test_roc_auc__equals_all_pairs(distinct: int) -> None:
 
 def test_roc_auc__perfect_and_unknown() -> None:
     positive = np.array([False, False, True, True])
-    area, bounds = intervals.roc_auc(np.arange(4.0), positive, 0.95)
+    area, bounds = evaluation.roc_auc(np.arange(4.0), positive, 0.95)
     assert (area, bounds.tolist()) == (1.0, [1.0, 1.0])
-    area, bounds = intervals.roc_auc(np.array([0, np.nan, 1, 2]), positive, 0.95)
+    area, bounds = evaluation.roc_auc(np.array([0, np.nan, 1, 2]), positive, 0.95)
     assert np.isnan([area, *bounds]).all()
 
 
@@ -64,14 +64,14 @@ def test_roc_auc__interval_covers() -> None:
     covered = 0
     for _ in range(300):
         values = rng.standard_normal(200) + positive
-        low, high = intervals.roc_auc(values, positive, 0.95)[1]
+        low, high = evaluation.roc_auc(values, positive, 0.95)[1]
         covered += low <= truth <= high
     assert 0.92 <= covered / 300 <= 0.98
 
 
 def test_bootstrap_mean__as_in_scipy() -> None:
     values = np.random.default_rng(0).exponential(size=(40, 3, 2))
-    means, bounds = intervals.bootstrap_mean(values, resamples=4000, seed=0, confidence=0.9)
+    means, bounds = evaluation.bootstrap_mean(values, resamples=4000, seed=0, confidence=0.9)
     np.testing.assert_allclose(means, values.mean(axis=0))
     expected = stats.bootstrap(
         (values,), np.mean, axis=0, n_resamples=4000, confidence_level=0.9, method="percentile",

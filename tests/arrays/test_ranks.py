@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from trakdask.arrays import ranks
-from trakdask.arrays.ranks import Ranking
+from trakdask.arrays import evaluation
+from trakdask.arrays.evaluation import Ranking
 
 
 def spearman(a: np.ndarray, b: np.ndarray, counts: np.ndarray) -> list[float]:
@@ -25,7 +25,7 @@ def test_correlation__equals_scipy_of_the_resample(seed: int, n: int, distinct: 
     for counts in (np.ones(n, int), 1 + rng.multinomial(n, np.full(n, 1 / n))):
         weights = counts.astype(np.float64)
         centred = (Ranking.of(x).centred(weights) for x in (a, b))
-        found = ranks.correlation(*centred, weights)
+        found = evaluation.correlation(*centred, weights)
         np.testing.assert_allclose(found, spearman(a, b, counts), atol=1e-12)
 
 
@@ -33,14 +33,14 @@ def test_correlation__unknown_and_constant_targets() -> None:
     a = np.array([[1.0, np.nan, 7.0], [2.0, 1.0, 7.0], [3.0, 2.0, 7.0]])
     centred = Ranking.of(a).centred(np.ones(3))
     np.testing.assert_array_equal(
-        ranks.correlation(centred, centred, np.ones(3)), [1, np.nan, np.nan]
+        evaluation.correlation(centred, centred, np.ones(3)), [1, np.nan, np.nan]
     )
 
 
 def test_lds__each_prediction_with_the_truth() -> None:
     rng = np.random.default_rng(0)
     truth, first, second = rng.standard_normal((3, 30, 4))
-    found = ranks.lds(Ranking.of(truth), [Ranking.of(first), Ranking.of(second)], np.ones(30))
+    found = evaluation.lds(Ranking.of(truth), [Ranking.of(first), Ranking.of(second)], np.ones(30))
     ones = np.ones(30, int)
     expected = [spearman(truth, first, ones), spearman(truth, second, ones)]
     np.testing.assert_allclose(found, expected, atol=1e-12)
@@ -50,9 +50,9 @@ def test_between_seeds__mean_over_pairs() -> None:
     x = np.random.default_rng(0).standard_normal((3, 30, 4))
     ones = np.ones(30, int)
     pairs = [spearman(x[i], x[j], ones) for i, j in ((0, 1), (0, 2), (1, 2))]
-    found = ranks.between_seeds([Ranking.of(one) for one in x], np.ones(30))
+    found = evaluation.between_seeds([Ranking.of(one) for one in x], np.ones(30))
     np.testing.assert_allclose(found, np.mean(pairs, axis=0), atol=1e-12)
-    assert np.isnan(ranks.between_seeds([Ranking.of(x[0])], np.ones(30))).all()
+    assert np.isnan(evaluation.between_seeds([Ranking.of(x[0])], np.ones(30))).all()
 
 
 def test_ceiling__is_what_a_perfect_prediction_reaches() -> None:
@@ -62,10 +62,10 @@ def test_ceiling__is_what_a_perfect_prediction_reaches() -> None:
     seeds = [signal + rng.standard_normal(signal.shape) for _ in range(3)]
     ones = np.ones(len(signal), int)
     reached = spearman(signal, np.mean(seeds, axis=0), ones)[0]
-    between = ranks.between_seeds([Ranking.of(one) for one in seeds], np.ones(len(signal)))
+    between = evaluation.between_seeds([Ranking.of(one) for one in seeds], np.ones(len(signal)))
     # Exact for Pearson's correlation; of ranks within 0.01.
-    assert ranks.ceiling(between, 3)[0] == pytest.approx(reached, abs=0.01)
-    assert ranks.ceiling(np.array([0.5]), 3)[0] == pytest.approx(0.75**0.5)
+    assert evaluation.ceiling(between, 3)[0] == pytest.approx(reached, abs=0.01)
+    assert evaluation.ceiling(np.array([0.5]), 3)[0] == pytest.approx(0.75**0.5)
 
 
 def test_bootstrap__same_resamples_for_all_predictions() -> None:
@@ -75,7 +75,9 @@ def test_bootstrap__same_resamples_for_all_predictions() -> None:
     truth += predicted
     rankings = [Ranking.of(predicted), Ranking.of(other), Ranking.of(predicted)]
     seeds = [Ranking.of(truth), Ranking.of(predicted)]
-    found, means, draws = ranks.bootstrap(Ranking.of(truth), rankings, seeds, repeats=3, seed=4)
+    found, means, draws = evaluation.bootstrap(
+        Ranking.of(truth), rankings, seeds, repeats=3, seed=4
+    )
     np.testing.assert_array_equal(draws[0], draws[2])
     rng, rows = np.random.default_rng(4), []
     for _ in range(3):
@@ -85,8 +87,8 @@ def test_bootstrap__same_resamples_for_all_predictions() -> None:
     assert found[0] == means[0] == pytest.approx(whole)
     expected = np.array(rows) - 2 * (np.mean(rows) - whole)
     np.testing.assert_allclose(draws[0], np.minimum(expected, 1))
-    reached = ranks.ceiling(np.array(rows), 2)
-    bias = reached.mean() - ranks.ceiling(whole, 2)
+    reached = evaluation.ceiling(np.array(rows), 2)
+    bias = reached.mean() - evaluation.ceiling(whole, 2)
     assert means[-1] == pytest.approx(min(found[-1, 0] - bias, 1))
 
 
@@ -98,7 +100,7 @@ def test_bootstrap__targets_that_differ_widen_the_draws_by_as_much() -> None:
     truth = np.random.default_rng(0).standard_normal((50, 40))
     sign = np.where(np.arange(40) % 4 == 0, -1, 1)
     same = [Ranking.of(truth)] * 2
-    _, means, draws = ranks.bootstrap(
+    _, means, draws = evaluation.bootstrap(
         Ranking.of(truth), [Ranking.of(truth * sign)], same, repeats=4000, seed=0
     )
     assert means[0] == pytest.approx(0.5)

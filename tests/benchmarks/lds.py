@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 import trakdask as td
 from trakdask import examples
 from trakdask.arrays import ranks
-from trakdask.arrays.ranks import Ranking
+from trakdask.arrays.evaluation import Ranking
 from trakdask.projection import SJLT, Kronecker, Mask, Projector, Rademacher
 
 REFERENCE = "Rademacher"

@@ -1,9 +1,8 @@
 """Attribution: from features to the gram matrix, its damping, scores and rankings."""
 
 from trakdask.attribution.curvatures import curvature
-from trakdask.attribution.dampings import damping
 from trakdask.attribution.estimators import Absolute
-from trakdask.attribution.grams import gram
+from trakdask.attribution.grams import damping, gram
 from trakdask.attribution.groups import combine
 from trakdask.attribution.part_scores import score_parts
 from trakdask.attribution.ranking import top_k

@@ -14,7 +14,7 @@ from trakdask.attribution.estimators import (
     DEFAULT_POWER,
     Estimator,
     Power,
-    resolve_estimator,
+    gather_options,
 )
 from trakdask.featurization.graphs import lazy_curvature
 from trakdask.featurization.job import DType
@@ -117,7 +117,7 @@ def curvature(
         on_error="raise",
         adds_up=True,
     )
-    weights = resolve_estimator(estimator, power, xr.Dataset(attrs=made.attrs)).weights
+    weights = gather_options(xr.Dataset(attrs=made.attrs), estimator, power).weights
     assert not isinstance(weights.power, da.Array)
     vectors, values = dask.compute(
         *lazy_curvature(made.job, made.inputs, made.token, weights.power)

@@ -102,7 +102,7 @@ def combine(
     data = {
         name: (
             VARIABLES[name].dims,
-            arrays.combinations.combine_rows(lazy[name].data, matrix),
+            arrays.groups.combine_rows(lazy[name].data, matrix),
             VARIABLES[name].attrs,
         )
         for name in ("feature", "output")

@@ -162,8 +162,9 @@ def score_parts(
     """
     validate(features, ["feature", "out_to_loss"], what="features")
     divides_targets = _divides_targets(targets, of, by)
-    gathered = gather_options(features, **options)
-    name = gathered.estimator.name
+    training = lazy_features(features)
+    gathered = gather_options(training, **options)
+    name = gathered.estimator
     if name == "grad_cos" or (name == "relatif" and not divides_targets):
         raise ValueError(
             "expected an estimator whose scores need no norms of the samples that are divided, got "
@@ -176,10 +177,10 @@ def score_parts(
         require_comparable(features, undivided, "training" if divides_targets else "target")
     divided = _divided(samples, model, features, parts=parts, text=text, on_error=on_error)
     like = divided.like
-    operands = solver(lazy_features(features), gathered)
+    operands = solver(training, gathered)
     if divides_targets:
-        training = operands.features if of is None else lazy_features(of)
-        (dims, coords), vectors = _weighted_samples(operands, training, like, by)
+        asked = operands.features if of is None else lazy_features(of)
+        (dims, coords), vectors = _weighted_samples(operands, asked, like, by)
         results = divided.arrays(vectors)
         data = da.moveaxis(results["product"], 2, 0)
         coords |= _errors(results, TARGET, f"{TARGET_PREFIX}error")

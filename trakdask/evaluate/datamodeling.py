@@ -263,14 +263,14 @@ def _evaluate(
     """Compute all results of predictions (subset, target, ...), outputs (subset, seed, target)."""
     more = prediction.shape[2:]
     flat = prediction.reshape(*prediction.shape[:2], -1)
-    predicted = [arrays.ranks.Ranking.of(flat[:, :, i]) for i in range(flat.shape[2])]
-    seeds = [arrays.ranks.Ranking.of(outputs[:, k]) for k in range(outputs.shape[1])]
-    truth = arrays.ranks.Ranking.of(outputs.mean(axis=1))
+    predicted = [arrays.evaluation.Ranking.of(flat[:, :, i]) for i in range(flat.shape[2])]
+    seeds = [arrays.evaluation.Ranking.of(outputs[:, k]) for k in range(outputs.shape[1])]
+    truth = arrays.evaluation.Ranking.of(outputs.mean(axis=1))
     _require_defined(prediction, outputs)
-    rows, means, draws = arrays.ranks.bootstrap(
+    rows, means, draws = arrays.evaluation.bootstrap(
         truth, predicted, seeds, repeats=options["resamples"], seed=options["seed"]
     )
-    intervals = arrays.ranks.percentiles(draws, options["confidence"])
+    intervals = arrays.evaluation.percentiles(draws, options["confidence"])
     return {
         "lds": rows[:-1].T.reshape(-1, *more),
         "lds_mean": means[:-1].reshape(more),
@@ -376,7 +376,7 @@ def randomization_check(
     options = require_bootstrap(resamples, seed, confidence)
     sizes = tuple(randomized.sizes[dim] for dim in more)
     result = lazy_results(
-        _randomized, arrays.detection.rank_correlations(both), sizes, options, of=randomized,
+        _randomized, arrays.evaluation.rank_correlations(both), sizes, options, of=randomized,
         variables={
             "correlation": ((TARGET, *more), "Spearman, trained and random model"),
             "correlation_mean": (more, "mean of correlation over targets"),
@@ -459,7 +459,7 @@ def seed_agreement(
     counts = list(n_models)
     options = require_bootstrap(resamples, seed, confidence)
     result = lazy_results(
-        _agreed, arrays.detection.rank_correlations(lazy_data(scores)), counts, options, of=scores,
+        _agreed, arrays.evaluation.rank_correlations(lazy_data(scores)), counts, options, of=scores,
         variables={
             "agreement": ((TARGET,), "mean Spearman over pairs of models"),
             "agreement_mean": ((), "mean of agreement over targets"),
@@ -485,15 +485,15 @@ def _randomized(
 def _agreed(
     correlations: np.ndarray, counts: list[int], options: dict[str, Any]
 ) -> dict[str, np.ndarray]:
-    agreement = arrays.detection.mean_of_pairs(correlations)
+    agreement = arrays.evaluation.mean_of_pairs(correlations)
     mean, interval = mean_with_interval(agreement, options, _RANKED)
     pairs = np.moveaxis(correlations, 0, -1)
-    reliability = arrays.ranks.reliability
+    reliability = arrays.evaluation.reliability
     return {
         "agreement": agreement,
         "agreement_mean": mean,
         "interval": interval,
         "reliability": reliability(mean, np.array(counts)),
         "reliability_interval": reliability(interval[:, None], np.array(counts)),
-        "pairs": arrays.ranks.mean_of_known(pairs),
+        "pairs": arrays.evaluation.mean_of_known(pairs),
     }

@@ -10,7 +10,7 @@ import pandas as pd
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.arrays.detection import Codes, Floats
+from trakdask.arrays.evaluation import Codes, Floats
 from trakdask.attribution.groups import group_codes
 from trakdask.checks import require_integer
 from trakdask.evaluate.labels import (
@@ -118,7 +118,7 @@ def class_detection(
     counts = [require_integer("every k", k, 1, n + 1, remedy="try ks=[1]") for k in ks]
     codes, target_codes = _class_codes(scores, by, within)
     chance = _class_shares(codes, target_codes, by)
-    values = arrays.detection.class_ranks(lazy_data(scores), codes, target_codes, counts)
+    values = arrays.evaluation.class_ranks(lazy_data(scores), codes, target_codes, counts)
     options = require_bootstrap(resamples, seed, confidence)
     result = lazy_results(
         _detected, values, chance, len(counts), options, of=scores,
@@ -204,7 +204,7 @@ def shortcut_detection(
             f"{np.count_nonzero(is_marked)} of {len(is_marked)} targets ({is_marked.dtype}); try "
             "comparing with one value, and targets that carry the mark"
         )
-    values, more = arrays.detection.average_precision(lazy_data(scores), positive), scores.dims[2:]
+    values, more = arrays.evaluation.average_precision(lazy_data(scores), positive), scores.dims[2:]
     options = require_bootstrap(resamples, seed, confidence)
     result = lazy_results(
         _shortcut, values, is_marked, positive.mean(), options, of=scores,
@@ -291,7 +291,7 @@ def _shortcut(
     marked, interval = mean_with_interval(values[is_marked], options, _NEEDED)
     # Without unmarked targets there is one of which nothing is known.
     others = np.full_like(values[:1], np.nan) if is_marked.all() else values[~is_marked]
-    unmarked, unmarked_interval = arrays.intervals.bootstrap_mean(others, **options)
+    unmarked, unmarked_interval = arrays.evaluation.bootstrap_mean(others, **options)
     return {
         "auprc": values,
         "auprc_mean": marked,

@@ -10,7 +10,7 @@ import dask.array as da
 import numpy as np
 import xarray as xr
 
-from trakdask.arrays import intervals
+from trakdask.arrays import evaluation
 from trakdask.checks import require_integer, require_number
 from trakdask.variables import SAMPLE, coords_along
 
@@ -96,7 +96,7 @@ def mean_with_interval(
             f"expected scores {needed}, for at least one of {len(values)} targets, got none; try "
             "features without failed samples, whose scores are NaN"
         )
-    return intervals.bootstrap_mean(values, **options)
+    return evaluation.bootstrap_mean(values, **options)
 
 
 def require_fraction(name: str, value: object) -> float:

@@ -164,7 +164,7 @@ def _auc(values: np.ndarray, wrong: np.ndarray, confidence: float) -> dict[str, 
             f"expected values without NaN, got NaN in {int(unknown.sum())} of {len(wrong)} "
             f"samples, the first at sample {int(np.argmax(unknown))}; try values.dropna('sample')"
         )
-    results = [arrays.intervals.roc_auc(column, wrong, confidence) for column in columns]
+    results = [arrays.evaluation.roc_auc(column, wrong, confidence) for column in columns]
     return {
         "auc": np.array([area for area, _ in results]).reshape(more),
         "interval": np.stack([bounds for _, bounds in results], axis=1).reshape(2, *more),
@@ -184,7 +184,7 @@ def _found_curve(
     of_wrong = n_wrong / n / 2
     return {
         "found": found,
-        "interval": arrays.intervals.proportion_interval(found, n_wrong, confidence),
+        "interval": arrays.evaluation.proportion_interval(found, n_wrong, confidence),
         "area": of_wrong + (1 - n_wrong / n) * area["auc"],
         "area_interval": of_wrong + (1 - n_wrong / n) * area["interval"],
         "random_interval": _random_interval(inspected, n, n_wrong, confidence),

@@ -292,7 +292,7 @@ def _flips(
     flips = (output > threshold) != side[:, None]
     fractions = flips.mean(axis=0), ((random > threshold) != side).mean(axis=(0, 2))
     interval, random_interval = (
-        arrays.intervals.proportion_interval(fraction, len(full), confidence)
+        arrays.evaluation.proportion_interval(fraction, len(full), confidence)
         for fraction in fractions
     )
     return {
@@ -314,5 +314,5 @@ def _curve(
     for prefix, values in (("", ranked), ("random_", random.mean(axis=0))):
         results[f"{prefix}output"] = values.T
         results[f"mean_{prefix}output"] = values.mean(axis=1)
-        results[f"{prefix}interval"] = arrays.intervals.mean_interval(values, confidence)
+        results[f"{prefix}interval"] = arrays.evaluation.mean_interval(values, confidence)
     return results

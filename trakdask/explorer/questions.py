@@ -185,8 +185,8 @@ class Questions:
 
     def has_words(self, view: View) -> bool:
         """Return whether words have scores under the estimator of a view."""
-        estimator = self.preparation.estimator_of(view.estimator)
-        return self._words is not None and estimator.name not in _WITHOUT_WORDS
+        estimator = view.estimator or self.preparation.estimator
+        return self._words is not None and estimator not in _WITHOUT_WORDS
 
     def groups(self, view: View) -> pd.DataFrame:
         """Return the sum of a target's scores by group of training samples, largest sum first.
@@ -292,7 +292,7 @@ class Questions:
         cosine has no mean over targets, so under ``"grad_cos"`` columns are the first targets.
         """
         prepared = self.prepared(view)
-        across = "" if prepared.estimator.name == "grad_cos" else across
+        across = "" if prepared.estimator.estimator == "grad_cos" else across
         of = self.targets.of(prepared.features[CHECKPOINT].values)
         targets, names = _mean_targets(of, across)
         lazy = td.group_score(prepared.features, targets, by=view.group_by, **prepared.options)
@@ -398,7 +398,7 @@ def _scores_of_sample(prepared: Prepared, targets: xr.Dataset, position: int) ->
 
 def _self_influence(prepared: Prepared, features: xr.Dataset) -> xr.DataArray:
     """Return the lazy self-influence of some samples, under the gram matrix of all."""
-    name = _OWN_ESTIMATOR.get(prepared.estimator.name, prepared.estimator.name)
+    name = _OWN_ESTIMATOR.get(prepared.estimator.estimator, prepared.estimator.estimator)
     options = {name: value for name, value in prepared.options.items() if name != "learning_rates"}
     return td.self_influence(features, **{**options, "estimator": name})
 

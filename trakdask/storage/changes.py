@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from trakdask.attribution.dampings import require_calibration
+from trakdask.attribution.grams import require_calibration
 from trakdask.files import Folder
 from trakdask.samples import normalise_coords
 from trakdask.storage.group import DROPPED, Group
