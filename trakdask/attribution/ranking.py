@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, get_args
 from uuid import uuid4
 
@@ -238,10 +238,11 @@ def _mask(scores: xr.DataArray, where: Where | None) -> np.ndarray | TileMask | 
     if where is None:
         return None
     if callable(where) and not isinstance(where, (xr.DataArray, np.ndarray)):
-        of_samples, of_targets = (_columns_along(scores, dim) for dim in (SAMPLE, TARGET))
-        function = functools.partial(_mask_of_coords, where, list(of_samples), list(of_targets))
-        pairs = [(values, "s") for values in of_samples.values()]
-        return TileMask(function, (*pairs, *((values, "t") for values in of_targets.values())))
+        columns = {dim: _columns_along(scores, dim) for dim in (SAMPLE, TARGET)}
+        dims = {name: dim for dim, of_dim in columns.items() for name in of_dim}
+        axes = {SAMPLE: "s", TARGET: "t"}
+        pairs = ((values, axes[dim]) for dim in columns for values in columns[dim].values())
+        return TileMask(functools.partial(_mask_of_coords, where, dims), tuple(pairs))
     if not isinstance(where, xr.DataArray):  # which makes NaN of what a masked array hides
         n_dims = np.ndim(where)
         where = xr.DataArray(where, dims=(SAMPLE, TARGET, *range(2, n_dims))[:n_dims])
@@ -263,24 +264,20 @@ def _mask(scores: xr.DataArray, where: Where | None) -> np.ndarray | TileMask | 
 
 def _mask_of_coords(
     where: Callable[[xr.Dataset], xr.DataArray],
-    names: Sequence[Hashable],
-    target_names: Sequence[Hashable],
+    dims: Mapping[Hashable, str],
     samples: range,
     targets: range,
     *coords: np.ndarray,
 ) -> np.ndarray:
-    dims = [SAMPLE] * len(names) + [TARGET] * len(target_names)
-    pairs = zip(dims, coords, strict=True)
-    named: dict[Hashable, Any] = dict(zip((*names, *target_names), pairs, strict=True))
-    for dim, positions in {SAMPLE: samples, TARGET: targets}.items():
-        named.setdefault(dim, (dim, np.array(positions)))  # where there are no labels
-    tile = xr.Dataset(coords=named)
+    """Return a function of the coords of a tile, (sample, target)."""
+    pairs = zip(dims.values(), coords, strict=True)
+    positions = {SAMPLE: (SAMPLE, np.array(samples)), TARGET: (TARGET, np.array(targets))}
+    tile = xr.Dataset(coords=positions | dict(zip(dims, pairs, strict=True)))
     mask = where(tile)
     is_mask = isinstance(mask, xr.DataArray) and mask.dtype == bool
     if not is_mask or any(tile.sizes.get(dim) != size for dim, size in mask.sizes.items()):
-        actual = type(mask).__name__
-        if isinstance(mask, xr.DataArray):
-            actual = f"{mask.dtype} over {dict(mask.sizes)}"
+        is_array = isinstance(mask, xr.DataArray)
+        actual = f"{mask.dtype} over {dict(mask.sizes)}" if is_array else type(mask).__name__
         raise ValueError(
             f"expected the function where= to return a boolean DataArray over the tile's "
             f"{dict(tile.sizes)}, got {actual}; try lambda tile: tile.label == tile.target_label"
@@ -321,12 +318,12 @@ def _column(values: np.ndarray | da.Array) -> Any:
 def _gather(position: np.ndarray, column: np.ndarray | Read, dtype: np.dtype[Any]) -> np.ndarray:
     missing = position < 0
     # Never row -1: that is the last sample.
-    known = np.where(missing, 0, position)
+    rows = np.where(missing, 0, position)
     if isinstance(column, np.ndarray):
-        gathered = column[known].astype(dtype)
+        gathered = column[rows].astype(dtype)
     else:
-        rows, inverse = np.unique(known, return_inverse=True)
-        gathered = column((rows,))[inverse].astype(dtype).reshape(known.shape)
+        to_read, inverse = np.unique(rows, return_inverse=True)
+        gathered = column((to_read,))[inverse].astype(dtype).reshape(rows.shape)
     if missing.any():
         gathered[missing] = _missing_value(dtype)
     return gathered
