@@ -106,7 +106,7 @@ def curvature(
     """
     if not damping >= 0:
         raise ValueError(f"expected damping >= 0, got {damping!r}; try damping=100")
-    made = prepare(
+    prepared = prepare(
         samples,
         model,
         projector=Identity(),
@@ -117,29 +117,21 @@ def curvature(
         on_error="raise",
         adds_up=True,
     )
-    weights = gather_options(xr.Dataset(attrs=made.attrs), estimator, power).weights
+    weights = gather_options(xr.Dataset(attrs=prepared.attrs), estimator, power).weights
     assert not isinstance(weights.power, da.Array)
     vectors, values = dask.compute(
-        *lazy_curvature(made.job, made.inputs, made.token, weights.power)
+        *lazy_curvature(prepared.job, prepared.inputs, prepared.token, weights.power)
     )
-    shapes = made.job.model.shapes
-    columns = [values[:, i] for i in range(values.shape[1])]
-    scale = np.stack([scaling(each, shapes, damping) for each in columns], 1)
-    leading = [leading_coordinates(each, scale[:, i]) for i, each in enumerate(columns)]
-    data = {
-        "eigenvectors": vectors,
-        "eigenvalue": values,
-        "scale": scale,
-        "leading": np.stack(leading, 1),
-    }
+    scale = np.apply_along_axis(scaling, 0, values, prepared.job.model.shapes, damping)
+    leading = np.stack(list(map(leading_coordinates, values.T, scale.T)), 1)
+    pairs = zip(_VARIABLES.items(), (vectors, values, scale, leading), strict=True)
     names = ("task", "parameters", "checkpoints", "source", "trakdask_version")
-    attrs: dict[str, Any] = {name: made.attrs[name] for name in names}
-    attrs |= {"damping": float(damping), "gram_weights": weights.gram}
+    attrs: dict[str, Any] = {name: prepared.attrs[name] for name in names}
     return xr.Dataset(
         {
-            name: ((dim, CHECKPOINT), data[name], {"description": description})
-            for name, (dim, description) in _VARIABLES.items()
+            name: ((dim, CHECKPOINT), data, {"description": text})
+            for (name, (dim, text)), data in pairs
         },
-        coords={CHECKPOINT: made.coords[CHECKPOINT]},
-        attrs=attrs,
+        coords={CHECKPOINT: prepared.coords[CHECKPOINT]},
+        attrs=attrs | {"damping": float(damping), "gram_weights": weights.gram},
     )

@@ -304,17 +304,13 @@ def gram_weights(features: xr.Dataset, weights: xr.DataArray) -> da.Array:
             f"{sizes} of {getattr(weights, 'dtype', 'objects')}; try xr.DataArray(h, dims='sample')"
         )
     if weights.chunks is None:
-        _require_positive(weights)
+        bad = np.argwhere(~(np.isfinite(weights.values) & (weights.values >= 0)))
+        if len(bad):
+            where = dict(zip(weights.dims, bad[0].tolist(), strict=True))
+            raise ValueError(
+                "expected finite weights >= 0, since the gram matrix must stay positive, got "
+                f"{weights.values[tuple(bad[0])]} at {where}; try weights.clip(min=0).fillna(0)"
+            )
     chunks = {dim: features.feature.variable.chunksizes[dim] for dim in shape}
     data: da.Array = weights.variable.set_dims(shape).chunk(chunks).data
     return data
-
-
-def _require_positive(weights: xr.DataArray) -> None:
-    bad = np.argwhere(~(np.isfinite(weights.values) & (weights.values >= 0)))
-    if len(bad):
-        where = dict(zip(weights.dims, bad[0].tolist(), strict=True))
-        raise ValueError(
-            f"expected finite weights >= 0, since the gram matrix must stay positive, got "
-            f"{weights.values[tuple(bad[0])]} at {where}; try weights.clip(min=0).fillna(0)"
-        )

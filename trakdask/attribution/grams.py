@@ -287,8 +287,10 @@ def regularize(features: xr.Dataset, options: Options, *, quiet: bool = False) -
     )
     if by_outputs and not chooses_itself:
         chooses = gram_matrix(features, options.choosing, chooses_damping=True)
-    if gram.is_stored or chooses.is_stored:
-        features = compared_with_norms(features)
+    if NORM in features and (gram.is_stored or chooses.is_stored):
+        feature = features["feature"].variable
+        data = arrays.score.checked(feature.data, features[NORM].data)
+        features = features.assign(feature=(feature.dims, data, feature.attrs))
     if by_outputs:
         chosen = _chosen_by_outputs(features, options, gram, chooses, quiet=quiet)
     else:
@@ -333,12 +335,18 @@ def gram_matrix(
     matrix = stored_matrix(features, GRAM, weights) if h is None else None
     is_stored, loss_gradient, factors = matrix is not None, None, None
     if is_stored:
-        n, factors = _n_samples(features), _decomposition(features)
+        n, factors = _n_samples(features), stored_decomposition(features, weights)
         if chooses_damping:
             loss_gradient = stored_matrix(features, LOSS_GRADIENT, weights)
     # Without it, other checkpoints are pooled than when it was stored.
-    if h is None and (matrix is None or (chooses_damping and loss_gradient is None)):
-        _require_all_samples(features)
+    needs_sums = h is None and (matrix is None or (chooses_damping and loss_gradient is None))
+    if needs_sums and features.sizes[SAMPLE] < (total := _n_samples(features)):
+        raise ValueError(
+            f"expected all {total} samples, to add up what the features do not hold (a gram matrix "
+            "with other weights, or the 'loss_gradient' of these checkpoints), got "
+            f"{features.sizes[SAMPLE]}; try selecting from the scores of all, or {_REMEDY} for "
+            "sums of these samples alone"
+        )
     h = weights.gram_data(features) if h is None else h
     if matrix is None and not chooses_damping:
         matrix = arrays.gram.gram(x, h)
@@ -351,15 +359,6 @@ def gram_matrix(
         factors = arrays.solve.eigenvectors(matrix, labels, k)
     spectrum = factors and arrays.solve.spectrum(*factors, loss_gradient, n, labels)
     return GramMatrix(matrix, n, labels, is_stored, h, spectrum)
-
-
-def compared_with_norms(features: xr.Dataset) -> xr.Dataset:
-    """Return features that are compared with their norms when read, as a stored matrix needs."""
-    if NORM not in features:
-        return features
-    feature = features["feature"].variable
-    data = arrays.score.checked(feature.data, features[NORM].data)
-    return features.assign(feature=feature._replace(data=data))
 
 
 def stored_matrix(features: xr.Dataset, name: str, weights: Weights) -> da.Array | None:
@@ -397,27 +396,12 @@ def stored_matrix(features: xr.Dataset, name: str, weights: Weights) -> da.Array
     return data
 
 
-def _require_all_samples(features: xr.Dataset) -> None:
-    """Refuse to reduce another matrix of selected rows: all others are of all samples."""
-    n, total = features.sizes[SAMPLE], _n_samples(features)
-    if n < total:
-        raise ValueError(
-            f"expected all {total} samples, to add up what the features do not hold (a gram matrix "
-            f"with other weights, or the 'loss_gradient' of these checkpoints), got {n}; try "
-            f"selecting from the scores of all, or {_REMEDY} for sums of these samples alone"
-        )
-
-
 def stored_decomposition(
     features: xr.Dataset, weights: Weights
 ) -> tuple[da.Array, da.Array] | None:
     """Return the stored eigenvalues and eigenvectors of the gram matrix of some weights."""
-    gram = stored_matrix(features, GRAM, weights)
-    return None if gram is None else _decomposition(features)
-
-
-def _decomposition(features: xr.Dataset) -> tuple[da.Array, da.Array] | None:
-    """Return the eigenvalues and eigenvectors of the gram matrix of features, if they hold them."""
+    if stored_matrix(features, GRAM, weights) is None:
+        return None
     if EIGENVALUES not in features or not _is_of_gram(features, EIGENVECTORS):
         return None
     validate(features, [EIGENVALUES, EIGENVECTORS], what="features")
@@ -513,8 +497,16 @@ def _chosen_by_outputs(
         totals = arrays.damping.held_out(chooses.spectrum, rows.feature.data)
         curves["calibration set"] = arrays.damping.curve(totals, rows.output.data)
     if features.sizes[SAMPLE] >= _LEAST_ROWS:
-        unless, g = list(curves.values()), options.choosing.loss_data(features)
-        curves["training rows left out"] = _curve_left_out(features, chooses, g, unless)
+        some_rows = arrays.damping.spread_rows(features.feature.data.chunks[0], _LEFT_OUT_ROWS)
+        totals = arrays.damping.left_out(
+            chooses.spectrum,
+            _taken(features.feature.data, some_rows),
+            None if chooses.h is None else _taken(chooses.h, some_rows),
+            _taken(options.choosing.loss_data(features), some_rows),
+            unless=list(curves.values()),
+        )
+        outputs = _taken(features.output.data, some_rows)
+        curves["training rows left out"] = arrays.damping.curve(totals, outputs)
     unit = _unit(features)
     fallback, names = _closed_form(gram, unit * CLOSED_FORM)
     rules = (*(f"completeness, {name}" for name in curves), *names)
@@ -526,22 +518,6 @@ def _chosen_by_outputs(
     rho = choice["relative"][0]
     mean_trace = arrays.gram.mean_trace(gram.data, gram.n_samples, gram.labels)
     return da.where(da.isnan(rho), fallback, rho * mean_trace), rules, choice
-
-
-def _curve_left_out(
-    features: xr.Dataset, gram: GramMatrix, g: da.Array, unless: list[da.Array]
-) -> da.Array:
-    """Return the curve of training rows, each of which is left out of the sums, exactly."""
-    assert gram.spectrum is not None
-    rows = arrays.damping.spread_rows(features.feature.data.chunks[0], _LEFT_OUT_ROWS)
-    totals = arrays.damping.left_out(
-        gram.spectrum,
-        _taken(features.feature.data, rows),
-        None if gram.h is None else _taken(gram.h, rows),
-        _taken(g, rows),
-        unless=unless,
-    )
-    return arrays.damping.curve(totals, _taken(features.output.data, rows))
 
 
 def _taken(data: da.Array, rows: list[slice]) -> da.Array:

@@ -9,7 +9,6 @@ from typing import Any, TypedDict, Unpack
 import dask.array as da
 import numpy as np
 import xarray as xr
-from dask.base import tokenize
 
 from trakdask.attribution.estimators import Damping, Estimator, Power, gather_options
 from trakdask.attribution.scores import (
@@ -23,7 +22,7 @@ from trakdask.attribution.scores import (
 )
 from trakdask.featurization.failures import ERROR_DTYPE
 from trakdask.featurization.job import OnError
-from trakdask.featurization.parts import PartProducts, Parts, Text, part_products
+from trakdask.featurization.parts import Parts, Text, part_products
 from trakdask.models.model import Model
 from trakdask.projection.back_projection import require_back_projection
 from trakdask.projection.specs import from_spec
@@ -33,6 +32,7 @@ from trakdask.variables import (
     SAMPLE,
     TARGET,
     TARGET_PREFIX,
+    checkpoint_names,
     lazy_features,
     validate,
 )
@@ -175,8 +175,20 @@ def score_parts(
         needed = ["feature", "out_to_loss"] if divides_targets else ["feature"]
         validate(undivided, needed, what="of" if divides_targets else "targets")
         require_comparable(features, undivided, "training" if divides_targets else "target")
-    divided = _divided(samples, model, features, parts=parts, text=text, on_error=on_error)
+    projector = from_spec(features.attrs.get("projector", {}))
+    require_back_projection(projector)
+    dtype = features.attrs.get("dtype", "as given")  # the precision that the model ran in
+    divided = part_products(
+        samples,
+        _at_checkpoints(model, features),
+        parts=parts,
+        projector=projector,
+        text=text,
+        dtype=None if dtype == "as given" else dtype,
+        on_error=on_error,
+    )
     like = divided.like
+    require_comparable(features, like, name="parts'")
     operands = solver(training, gathered)
     if divides_targets:
         asked = operands.features if of is None else lazy_features(of)
@@ -201,32 +213,6 @@ def score_parts(
     return labelled("score", (dims, coords), data, attrs, None if average else like[CHECKPOINT])
 
 
-def _divided(
-    samples: Any,
-    model: Model,
-    features: xr.Dataset,
-    *,
-    parts: Parts,
-    text: Text | None,
-    on_error: OnError,
-) -> PartProducts:
-    """Divide samples as they are to be multiplied with vectors of some features."""
-    projector = from_spec(features.attrs.get("projector", {}))
-    require_back_projection(projector)
-    dtype = features.attrs.get("dtype", "as given")  # the precision that the model ran in
-    divided = part_products(
-        samples,
-        _at_checkpoints(model, features),
-        parts=parts,
-        projector=projector,
-        text=text,
-        dtype=None if dtype == "as given" else dtype,
-        on_error=on_error,
-    )
-    require_comparable(features, divided.like, name="parts'")
-    return divided
-
-
 def _weighted_samples(
     operands: Solver, training: xr.Dataset, targets: xr.Dataset, by: str | None
 ) -> tuple[Labels, da.Array]:
@@ -248,12 +234,8 @@ def _errors(results: dict[str, da.Array], dim: str, name: str) -> dict[Hashable,
     """Return why samples failed, if this is recorded: at the first checkpoint where they did."""
     if "error" not in results:
         return {}
-    error = results["error"]
-    first = da.blockwise(
-        _first_error, "s", error, "sc",
-        concatenate=True, dtype=ERROR_DTYPE, meta=np.empty(0, ERROR_DTYPE),
-        name=f"first-error-{tokenize(error.name)}",
-    )  # fmt: skip
+    error, meta = results["error"].rechunk({1: -1}), np.empty(0, ERROR_DTYPE)
+    first = da.map_blocks(_first_error, error, drop_axis=1, dtype=ERROR_DTYPE, meta=meta)
     return {name: (dim, first)}
 
 
@@ -282,10 +264,10 @@ def _divides_targets(targets: object, of: object, by: object) -> bool:
 
 def _at_checkpoints(model: Model, features: xr.Dataset) -> Model:
     """Return the model at the checkpoints that were selected from the features, if it has them."""
-    known = {each.name: each for each in getattr(model, "checkpoints", ())}
-    names = [str(name) for name in features[CHECKPOINT].values]
-    if not set(names) <= set(known):
+    by_name = {checkpoint.name: checkpoint for checkpoint in getattr(model, "checkpoints", ())}
+    names = checkpoint_names(features)
+    if not set(names) <= set(by_name):
         return model
     selected = copy.copy(model)
-    selected.checkpoints = type(model.checkpoints)(known[name] for name in names)
+    selected.checkpoints = type(model.checkpoints)(by_name[name] for name in names)
     return selected

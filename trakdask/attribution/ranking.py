@@ -32,6 +32,9 @@ from trakdask.variables import (
 Where = str | xr.DataArray | np.ndarray | Callable[[xr.Dataset], xr.DataArray]
 Over = Literal["max", "mean"]
 
+_MISSING = {"f": np.nan, "M": np.datetime64("NaT"), "m": np.timedelta64("NaT")}
+"""What coords of a kind of dtype have where there is no sample; others have ``""``."""
+
 
 def top_k(
     scores: xr.DataArray,
@@ -125,12 +128,18 @@ def top_k(
         of_one_target = scores.expand_dims(TARGET, axis=1)
         top = top_k(of_one_target, k, fraction=fraction, where=where, largest=largest, by=by)
         return top.isel({TARGET: 0})
-    _require_scores(scores)
+    if (dims := getattr(scores, "dims", None)) != (SAMPLE, TARGET):
+        raise ValueError(
+            f"expected scores (sample, target), got {dims or type(scores).__name__}; try what "
+            "td.score returns, scores.transpose('sample', 'target'), scores.isel(target=[0]) with "
+            "a list, scores.mean('checkpoint'), or scores.sum('token')"
+        )
     if not isinstance(scores.data, da.Array):
         scores = scores.copy(data=scores.variable.chunk().data)
     mask = _mask(scores, selection(scores, where) if isinstance(where, str) else where)
     if over_targets is not None:
-        return _top_over_targets(scores, k, fraction, mask, over_targets, by, largest=largest)
+        counts = functools.partial(_counts, k=k, fraction=fraction)
+        return _top_over_targets(scores, mask, counts, over_targets, by, largest=largest)
     if by is not None:
         raise ValueError(
             f"expected over_targets with by, which ranks all targets together, got by={by!r} "
@@ -139,7 +148,7 @@ def top_k(
     n = int(mask.sum()) if isinstance(mask, np.ndarray) else scores.sizes[SAMPLE]
     (k,) = _counts([n], k, fraction)
     value, position = arrays.topk.top_k(scores.data, k, largest=largest, mask=mask)
-    dims = (TARGET, RANK)
+    shape = (TARGET, RANK)
     attrs = {**scores.attrs, "order": "descending" if largest else "ascending"}
     may_pad = isinstance(mask, TileMask) or scores.attrs.get("target_on_error") == "record"
     coords = _gathered_coords(scores, position, may_pad=may_pad)
@@ -147,8 +156,8 @@ def top_k(
     # A copy, as dask.compute (2026.8) misses an array of a Dataset that only one other is made of.
     return xr.Dataset(
         {
-            "score": (dims, value, VARIABLES["score"].attrs),
-            "position": (dims, da.map_blocks(np.copy, position), VARIABLES["position"].attrs),
+            "score": (shape, value, VARIABLES["score"].attrs),
+            "position": (shape, da.map_blocks(np.copy, position), VARIABLES["position"].attrs),
         },
         coords={**coords, RANK: np.arange(k)},
         attrs=attrs,
@@ -157,9 +166,8 @@ def top_k(
 
 def _top_over_targets(
     scores: xr.DataArray,
-    k: int | None,
-    fraction: float | None,
     mask: np.ndarray | TileMask | None,
+    counts_of: Callable[[Sequence[int]], list[int]],
     over_targets: Over,
     by: str | None,
     *,
@@ -182,7 +190,7 @@ def _top_over_targets(
     if mask is not None:
         codes = np.where(mask, codes, -1)
     sizes = np.bincount(codes[codes >= 0])
-    counts = np.array(_counts(sizes.tolist(), k, fraction), np.int64)
+    counts = np.array(counts_of(sizes.tolist()), np.int64)
     selected = arrays.topk.among_best(best if largest else -best, codes, counts)
     attrs = {"over_targets": over_targets, "by": by or ""}
     attrs["order"] = "descending" if largest else "ascending"
@@ -213,15 +221,6 @@ def _counts(sizes: Sequence[int], k: int | None, fraction: float | None) -> list
             f"(0, 1] of them, got {asked}; try fewer, or a mask that selects more"
         )
     return counts
-
-
-def _require_scores(scores: object) -> None:
-    if (dims := getattr(scores, "dims", None)) != (SAMPLE, TARGET):
-        raise ValueError(
-            f"expected scores (sample, target), got {dims or type(scores).__name__}; try what "
-            "td.score returns, scores.transpose('sample', 'target'), scores.isel(target=[0]) with "
-            "a list, scores.mean('checkpoint'), or scores.sum('token')"
-        )
 
 
 def _columns_along(scores: xr.DataArray, dim: str) -> dict[Hashable, np.ndarray | da.Array]:
@@ -300,19 +299,17 @@ def _gathered_coords(
         dtype = values.dtype
         if may_pad and dtype.kind in "iub":
             dtype = np.dtype(np.float64)
+        # One task; others take the rows that they need, from it or from the store.
+        column = dask.delayed(
+            reader(values) or values, name=f"column-{uuid4().hex}", traverse=False
+        )
         data = da.map_blocks(
-            functools.partial(_gather, dtype=dtype), position, column=_column(values),
+            functools.partial(_gather, dtype=dtype), position, column=column,
             dtype=dtype, meta=np.empty((0, 0), dtype),
             name=f"{name}-{uuid4().hex}",
         )  # fmt: skip
         coords[name] = ((TARGET, RANK), data)
     return coords
-
-
-def _column(values: np.ndarray | da.Array) -> Any:
-    """Return all values as one task, or how to read them; others take the rows that they need."""
-    column = reader(values) or values
-    return dask.delayed(column, name=f"column-{uuid4().hex}", traverse=False)
 
 
 def _gather(position: np.ndarray, column: np.ndarray | Read, dtype: np.dtype[Any]) -> np.ndarray:
@@ -324,16 +321,11 @@ def _gather(position: np.ndarray, column: np.ndarray | Read, dtype: np.dtype[Any
     else:
         to_read, inverse = np.unique(rows, return_inverse=True)
         gathered = column((to_read,))[inverse].astype(dtype).reshape(rows.shape)
-    if missing.any():
-        gathered[missing] = _missing_value(dtype)
-    return gathered
-
-
-def _missing_value(dtype: np.dtype[Any]) -> Any:
-    if dtype.kind in "iub":
+    if missing.any() and dtype.kind in "iub":
         raise ValueError(
             "expected k samples with a score that is not NaN for every target, since integer "
             "coords cannot be missing, got fewer; try a smaller k, or leaving such targets out "
             "with scores.isel(target=...)"
         )
-    return {"f": np.nan, "M": np.datetime64("NaT"), "m": np.timedelta64("NaT")}.get(dtype.kind, "")
+    gathered[missing] = _MISSING.get(dtype.kind, "")
+    return gathered

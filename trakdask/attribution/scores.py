@@ -405,26 +405,16 @@ def loss_weights(options: Options, features: xr.Dataset) -> Weights:
     """
     if not options.is_adaptive:
         return options.weights
-    variance = _stored_variance(features)
-    if variance is None:
-        return Weights(arrays.weights.adaptive_power(features.out_to_loss.data))
-    return Weights(arrays.weights.power_of(variance))
-
-
-def _stored_variance(features: xr.Dataset) -> np.ndarray[Any, Any] | None:
-    """Return what :func:`trakdask.save` stored of these checkpoints.
-
-    Rows selected from the store have the power of the whole, as they have its gram matrix.
-    """
-    if DAMPING not in features or GRAM not in features:
-        return None
-    attrs = features[DAMPING].attrs
-    variances = attrs.get(LOGIT_VARIANCE, ())  # stores of "trak" have none
+    names, attrs = checkpoint_names(features), {}
+    if DAMPING in features and GRAM in features:
+        attrs = features[DAMPING].attrs
+    # Of stores; those of "trak" have none. Rows that were selected from the store have the power of
+    # the whole, as they have its gram matrix.
+    variances = attrs.get(LOGIT_VARIANCE, ())
     by_name = dict(zip(attrs.get("pooled_checkpoints", ()), variances, strict=False))
-    names = checkpoint_names(features)
-    if not set(names) <= set(by_name) or features.sizes[SAMPLE] > attrs[N_SAMPLES]:
-        return None
-    return np.array([by_name[name] for name in names])
+    if set(names) <= set(by_name) and features.sizes[SAMPLE] <= attrs[N_SAMPLES]:
+        return Weights(arrays.weights.power_of(np.array([by_name[name] for name in names])))
+    return Weights(arrays.weights.adaptive_power(features.out_to_loss.data))
 
 
 def _inverse_norm(features: xr.Dataset) -> da.Array:
@@ -473,8 +463,7 @@ def labels_of_scores(samples: xr.Dataset, targets: xr.Dataset) -> Labels:
     ValueError
         If coords of training samples have the names of the targets' coords.
     """
-    parts = _part_dims(samples)
-    coords = coords_along(samples, SAMPLE) | _coords_of(samples, parts)
+    parts, coords = _labels_of_samples(samples)
     target_dims, target_coords = _labels_of_targets(targets)
     if both := [name for name in coords if name in target_coords]:
         raise ValueError(
@@ -510,28 +499,23 @@ def labels_of_groups(
     return ((*names, *dims), coords), codes, sizes
 
 
+def _labels_of_samples(ds: xr.Dataset) -> Labels:
+    """Return the dimension of tokens or modules, if there is one, and all coords of samples."""
+    parts = tuple(dim for dim in (TOKEN, MODULE) if dim in ds.variables["feature"].dims)
+    coords = ds.coords.variables.items()
+    dims = {SAMPLE, *parts}
+    return parts, {name: coord for name, coord in coords if coord.dims and set(coord.dims) <= dims}
+
+
 def _labels_of_targets(targets: xr.Dataset) -> Labels:
     """Return the dimensions and coords of targets, with their prefix."""
-    coords: dict[Hashable, Any] = {
-        f"{TARGET_PREFIX}{name}": (TARGET, coord.values)
-        for name, coord in coords_along(targets, SAMPLE).items()
-    }
-    parts = _part_dims(targets)
-    for name, coord in _coords_of(targets, parts).items():
+    parts, coords = _labels_of_samples(targets)
+    labels: dict[Hashable, Any] = {}
+    for name, coord in coords.items():
         dims = [TARGET if dim == SAMPLE else dim for dim in coord.dims]
-        prefix = "" if name in parts else TARGET_PREFIX
-        coords[f"{prefix}{name}"] = xr.Variable(dims, coord.data, coord.attrs)
-    return (TARGET, *parts), coords
-
-
-def _part_dims(ds: xr.Dataset) -> tuple[str, ...]:
-    """Return the dimension of tokens or modules, if samples are divided into these."""
-    return tuple(dim for dim in (TOKEN, MODULE) if dim in ds.variables["feature"].dims)
-
-
-def _coords_of(ds: xr.Dataset, dims: tuple[str, ...]) -> dict[Hashable, xr.Variable]:
-    """Return the coords that run along some dimensions, such as the text of tokens."""
-    return {n: c.variable for n, c in ds.coords.items() if set(dims) & set(c.dims)}
+        data = coord.values if coord.dims == (SAMPLE,) else coord.data
+        labels[name if name in parts else f"{TARGET_PREFIX}{name}"] = dims, data, coord.attrs
+    return (TARGET, *parts), labels
 
 
 def score_attrs(
