@@ -224,12 +224,12 @@ def row_norms(feature: Block) -> Block:
     return norms
 
 
-def own_influence(own: da.Array, weight: da.Array, *, average: bool) -> da.Array:
-    """Return own_c(z) · mean_c[g_c(z)]², lazy, in the chunks of ``own``.
+def self_influence(forms: da.Array, weight: da.Array, *, average: bool) -> da.Array:
+    """Return form_c(z) · mean_c[g_c(z)]², lazy, in the chunks of ``forms``.
 
     Parameters
     ----------
-    own
+    forms
         (sample, checkpoint), of :func:`trakdask.arrays.solve.leverage`, or :func:`squared_norm`.
     weight
         g, (sample, checkpoint), chunks (rows, 1).
@@ -238,26 +238,26 @@ def own_influence(own: da.Array, weight: da.Array, *, average: bool) -> da.Array
 
     Examples
     --------
-    >>> own = da.from_array(np.array([[1.0, 3.0]]), chunks=(1, 1))
+    >>> forms = da.from_array(np.array([[1.0, 3.0]]), chunks=(1, 1))
     >>> weight = da.from_array(np.array([[0.5, 1.5]]), chunks=(1, 1))
-    >>> own_influence(3 * own, weight, average=True).compute().tolist()
+    >>> self_influence(3 * forms, weight, average=True).compute().tolist()
     [6.0]
-    >>> own_influence(3 * own, weight, average=False).compute().tolist()
+    >>> self_influence(3 * forms, weight, average=False).compute().tolist()
     [[3.0, 9.0]]
     """
     mean = pooled(weight)
     read = read_in_task(mean, groups=coarse_groups(mean.numblocks[0]))
-    if read is None or read[0].chunks != own.chunks[:1]:  # own is not of stored features
-        read = mean.rechunk({0: own.chunks[0]}, method="tasks"), "s"
+    if read is None or read[0].chunks != forms.chunks[:1]:  # forms are not of stored features
+        read = mean.rechunk({0: forms.chunks[0]}, method="tasks"), "s"
     return blockwise(
-        _mean_influence if average else _influence, "s" if average else "sc", own, "sc", *read,
-        concatenate=False, name="own-influence", dtype=np.float64,
+        _mean_influence if average else _influence, "s" if average else "sc", forms, "sc", *read,
+        concatenate=False, name="self-influence", dtype=np.float64,
     )  # fmt: skip
 
 
-def _mean_influence(own: Blocks, mean: Blocks) -> Block:
-    return np.asarray(mean_weight(own) * np.concatenate(list(flat(mean))) ** 2)
+def _mean_influence(forms: Blocks, mean: Blocks) -> Block:
+    return np.asarray(mean_weight(forms) * np.concatenate(list(flat(mean))) ** 2)
 
 
-def _influence(own: Block, mean: Blocks) -> Block:
-    return np.asarray(own * np.concatenate(list(flat(mean)))[:, None] ** 2)
+def _influence(forms: Block, mean: Blocks) -> Block:
+    return np.asarray(forms * np.concatenate(list(flat(mean)))[:, None] ** 2)

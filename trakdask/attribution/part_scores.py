@@ -161,7 +161,7 @@ def score_parts(
     True
     """
     validate(features, ["feature", "out_to_loss"], what="features")
-    divides_targets = _divides_targets(targets, of, by)
+    divides_targets = _divides_targets(features, targets, of, by)
     training = lazy_features(features)
     gathered = gather_options(training, **options)
     name = gathered.estimator
@@ -170,16 +170,11 @@ def score_parts(
             "expected an estimator whose scores need no norms of the samples that are divided, got "
             f"{name!r}; try estimator='trak'"
         )
-    samples, undivided = (targets, of) if divides_targets else (of, targets)
-    if undivided is not None:
-        needed = ["feature", "out_to_loss"] if divides_targets else ["feature"]
-        validate(undivided, needed, what="of" if divides_targets else "targets")
-        require_comparable(features, undivided, "training" if divides_targets else "target")
     projector = from_spec(features.attrs.get("projector", {}))
     require_back_projection(projector)
     dtype = features.attrs.get("dtype", "as given")  # the precision that the model ran in
     divided = part_products(
-        samples,
+        targets if divides_targets or of is None else of,
         _at_checkpoints(model, features),
         parts=parts,
         projector=projector,
@@ -244,8 +239,10 @@ def _first_error(errors: np.ndarray) -> np.ndarray:
     return first
 
 
-def _divides_targets(targets: object, of: object, by: object) -> bool:
-    """Return whether the targets are the side that is given as samples, and check that one is."""
+def _divides_targets(
+    features: xr.Dataset, targets: xr.Dataset, of: xr.Dataset | None, by: str | None
+) -> bool:
+    """Return whether the targets are samples, to be divided, and check the side that is not."""
     sides: dict[str, Any] = {"targets": targets} | ({} if of is None else {"of": of})
     are_samples = [name for name, side in sides.items() if "feature" not in side]
     if len(are_samples) != 1:
@@ -259,6 +256,12 @@ def _divides_targets(targets: object, of: object, by: object) -> bool:
             f"expected by= with samples as targets, got it with samples as of=, by={by!r}; try "
             f"td.combine(targets, by=...), or scores.groupby({by!r}).sum()"
         )
+    if are_samples == ["of"]:
+        validate(targets, ["feature"], what="targets")
+        require_comparable(features, targets)
+    elif of is not None:
+        validate(of, ["feature", "out_to_loss"], what="of")
+        require_comparable(features, of, "training")
     return are_samples == ["targets"]
 
 

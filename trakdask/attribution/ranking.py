@@ -327,5 +327,6 @@ def _gather(position: np.ndarray, column: np.ndarray | Read, dtype: np.dtype[Any
             "coords cannot be missing, got fewer; try a smaller k, or leaving such targets out "
             "with scores.isel(target=...)"
         )
-    gathered[missing] = _MISSING.get(dtype.kind, "")
+    if missing.any():
+        gathered[missing] = _MISSING.get(dtype.kind, "")
     return gathered

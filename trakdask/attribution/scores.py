@@ -298,11 +298,11 @@ def self_influence(
     )
     if options.has_gram:
         matrix = regularize(features, options)
-        own = arrays.solve.leverage(matrix.inverse, matrix.features.feature.data)
+        forms = arrays.solve.leverage(matrix.inverse, matrix.features.feature.data)
     else:
-        own = arrays.weights.squared_norm(features.feature.data)
+        forms = arrays.weights.squared_norm(features.feature.data)
     g = loss_weights(options, features).loss_data(features)
-    data = arrays.weights.own_influence(own, g, average=average)
+    data = arrays.weights.self_influence(forms, g, average=average)
     variable = VARIABLES["self_influence"]
     labels = (SAMPLE,), coords_along(features, SAMPLE)
     checkpoint = None if average else features[CHECKPOINT]
@@ -319,9 +319,8 @@ def _operands(features: xr.Dataset, targets: xr.Dataset) -> tuple[xr.Dataset, xr
     require_comparable(features, targets)
     targets = lazy_features(targets)
     feature = targets["feature"].variable
-    sizes = feature.chunksizes[SAMPLE]
-    if max(sizes, default=0) > _MOST_TARGETS:
-        sizes = divided(sizes, _MOST_TARGETS)
+    sizes = divided(feature.chunksizes[SAMPLE], _MOST_TARGETS)
+    if sizes != feature.chunksizes[SAMPLE]:
         targets = targets.assign(feature=feature.chunk({SAMPLE: sizes}))
     return lazy_features(features), targets
 
@@ -355,19 +354,22 @@ class Solver:
         """Return what features are multiplied with, for some targets."""
         solved = self.solve(targets.feature.data)
         if self.options.estimator == "grad_cos":
-            solved = solved * _inverse_norm(targets).astype(solved.dtype)[:, None, :]
+            inverse = _inverse_root(arrays.weights.squared_norm(targets.feature.data))
+            solved = solved * inverse.astype(solved.dtype)[:, None, :]
         return solved
 
     def weight(self, of: xr.Dataset) -> da.Array:
         """Return the weight of each sample, (sample, checkpoint)."""
-        name, q = self.options.estimator, of.out_to_loss.data
-        if name == "grad_cos":
-            return _with_nan_spread(_sign(q) * _inverse_norm(of))
-        if (rates := self.options.learning_rates) is not None:
-            # The product is a mean over checkpoints; TracIn is a sum.
-            return _with_nan_spread(q * (len(rates) * rates)[None, :])
-        weight = self.loss.loss_data(of)
-        if name == "relatif" and self.matrix is not None:
+        weight, rates = self.loss.loss_data(of), self.options.learning_rates
+        if not self.pooled:
+            if rates is None:
+                norm = arrays.weights.squared_norm(of.feature.data)
+                weight = _sign(weight) * _inverse_root(norm)
+            else:  # the product is a mean over checkpoints; TracIn is a sum
+                weight = weight * (len(rates) * rates)
+            # A sample that failed at one checkpoint has no mean over them.
+            weight = weight + 0 * weight.mean(axis=1, keepdims=True)
+        elif self.options.estimator == "relatif" and self.matrix is not None:
             leverage = arrays.solve.leverage(self.matrix.inverse, of.feature.data)
             weight = _sign(weight) * _inverse_root(leverage.mean(axis=1, keepdims=True))
         return weight
@@ -417,10 +419,6 @@ def loss_weights(options: Options, features: xr.Dataset) -> Weights:
     return Weights(arrays.weights.adaptive_power(features.out_to_loss.data))
 
 
-def _inverse_norm(features: xr.Dataset) -> da.Array:
-    return _inverse_root(arrays.weights.squared_norm(features.feature.data))
-
-
 def _inverse_root(x: da.Array) -> da.Array:
     """Return 1/√x, NaN where x is 0."""
     root: da.Array = 1 / da.sqrt(da.where(x > 0, x, np.nan))
@@ -431,12 +429,6 @@ def _sign(q: da.Array) -> da.Array:
     """Return the sign of the mean of Q over checkpoints, (sample, 1); that of 0 is +1."""
     sign: da.Array = da.where(q.mean(axis=1, keepdims=True) < 0, -1.0, 1.0)
     return sign
-
-
-def _with_nan_spread(weight: da.Array) -> da.Array:
-    """Spread NaN: a sample that failed at one checkpoint has no mean over them."""
-    whole: da.Array = weight + 0 * weight.mean(axis=1, keepdims=True)
-    return whole
 
 
 # ----------------------------------------------------------------------------------- the labels
@@ -487,9 +479,9 @@ def labels_of_groups(
     """
     dims, coords = _labels_of_targets(targets)
     names: list[Any] = list(by) if by and isinstance(by, list | tuple) else [by]
-    codes, sizes, known = np.zeros((), np.int8), [], coords_along(samples, SAMPLE)
+    codes, sizes = np.zeros((), np.int8), []
     for name in names:
-        require_group_coord(name, known, [TARGET, *coords])
+        require_group_coord(name, coords_along(samples, SAMPLE), [TARGET, *coords])
         numbers, groups = group_codes(samples[name].values)
         coords[name] = name, groups
         sizes.append(len(groups))
