@@ -178,7 +178,7 @@ def bootstrap(
     truth: Ranking, predicted: dict[Any, list[Ranking]], repeats: int
 ) -> dict[Any, Floats]:
     """Mean LDS of every entry in ``repeats`` resamples, the same for all of subsets and targets."""
-    n_targets, n_subsets = truth.order.shape
+    n_targets, n_subsets = truth.places.shape
     rng = np.random.default_rng(0)
     found: dict[Any, list[float]] = {key: [] for key in predicted}
     for _ in range(repeats):

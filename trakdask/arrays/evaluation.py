@@ -26,17 +26,13 @@ Statistics = Callable[[Floats, Bools], Floats]
 
 @dataclass(frozen=True)
 class Ranking:
-    """Values (subset, target), sorted once, so that a cumulative sum ranks any resample.
+    """Values (subset, target), sorted once, so that counting them ranks any resample.
 
     Attributes
     ----------
-    order
-        Subsets of each target in ascending order of value, (target, subset).
-    positions
-        Position of each value in ``order.ravel()``, (target, subset).
-    ties
-        First and last position, as in ``positions``, of the run of equal values at each position of
-        ``order``; None if no two values of a target are equal.
+    places
+        Of each value, (target, subset): how many smaller values the target has, equal ones counted
+        once, plus the number of subsets for each target before it.
     unknown
         Targets that have a NaN, and whose ranks are therefore NaN.
 
@@ -47,52 +43,28 @@ class Ranking:
     [[0.5, -1.0, 0.5]]
     """
 
-    order: NDArray[np.intp]
-    positions: NDArray[np.intp]
-    ties: tuple[NDArray[np.intp], NDArray[np.intp]] | None
+    places: NDArray[np.intp]
     unknown: NDArray[np.bool_]
 
     @classmethod
     def of(cls, values: Floats) -> Ranking:
         """Sort the values (subset, target) of each target."""
-        rows = np.ascontiguousarray(values.T)
-        order = np.argsort(rows, axis=1, kind="stable")
-        unknown: NDArray[np.bool_] = np.any(np.isnan(rows), axis=1)
-        start = np.arange(rows.shape[0])[:, None] * rows.shape[1]
-        ties = _ties(np.take_along_axis(rows, order, axis=1), start)
-        return cls(order, np.argsort(order, axis=1) + start, ties, unknown)
+        unknown: NDArray[np.bool_] = np.any(np.isnan(values), axis=0)
+        places = [np.unique(column, return_inverse=True)[1] for column in values.T]
+        return cls(np.stack(places) + len(values) * np.arange(len(places))[:, None], unknown)
 
     def centred(self, counts: Floats) -> Floats:
         """Return the centred average ranks if subset s occurs ``counts[s]`` times.
 
         (target, subset). They are multiples of ½, so sums of their products are exact in any order.
         """
-        occurrences = counts[self.order]
-        upto = np.cumsum(occurrences, axis=1)
-        if self.ties is None:
-            sorted_ranks = upto - (occurrences - 1) / 2
-        else:
-            first, last = self.ties
-            sorted_ranks = (np.take(upto - occurrences, first) + np.take(upto, last) + 1) / 2
-        ranks = np.take(sorted_ranks, self.positions)
+        shape = self.places.shape
+        repeated = np.broadcast_to(counts, shape).ravel()
+        occurrences = np.bincount(self.places.ravel(), repeated, repeated.size).reshape(shape)
+        ranks = np.take(np.cumsum(occurrences, axis=1) - (occurrences - 1) / 2, self.places)
         ranks[self.unknown] = np.nan
         ranks -= (counts.sum() + 1) / 2
         return ranks
-
-
-def _ties(
-    ordered: Floats, start: NDArray[np.intp]
-) -> tuple[NDArray[np.intp], NDArray[np.intp]] | None:
-    begins = np.ones(ordered.shape, bool)
-    begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    if begins.all():
-        return None
-    position, n = np.arange(ordered.shape[1]), ordered.shape[1]
-    first = np.maximum.accumulate(np.where(begins, position, 0), axis=1)
-    # A run ends where the next one begins; the roll works since the first position begins a run.
-    ends = np.roll(begins, -1, axis=1)
-    last = np.minimum.accumulate(np.where(ends, position, n)[:, ::-1], axis=1)[:, ::-1]
-    return first + start, last + start
 
 
 def correlation(a: Floats, b: Floats, counts: Floats) -> Floats:
@@ -148,11 +120,11 @@ def ceiling(between: Floats, n_seeds: int) -> Floats:
     return np.asarray(np.sqrt(reliability(between, n_seeds)))
 
 
-def mean_of_known(values: Floats) -> Floats:
+def mean_without_nan(values: Floats) -> Floats:
     """Return the mean of the values that are not NaN along the last axis; NaN if all are NaN."""
-    known = ~np.isnan(values)
+    present = ~np.isnan(values)
     with np.errstate(invalid="ignore"):
-        return np.asarray(np.where(known, values, 0).sum(axis=-1) / known.sum(axis=-1))
+        return np.asarray(np.where(present, values, 0).sum(axis=-1) / present.sum(axis=-1))
 
 
 def less_bias(draws: Floats, estimate: Floats) -> tuple[Floats, Floats]:
@@ -166,7 +138,7 @@ def less_bias(draws: Floats, estimate: Floats) -> tuple[Floats, Floats]:
     ----------
     Efron and Tibshirani 1993, section 10.6.
     """
-    bias = mean_of_known(draws) - estimate
+    bias = mean_without_nan(draws) - estimate
     return draws - 2 * bias[..., None], np.minimum(estimate - bias, 1)
 
 
@@ -179,8 +151,8 @@ def percentiles(draws: Floats, confidence: float) -> Floats:
     [[0.5, nan], [1.5, nan]]
     """
     bounds = [(1 - confidence) / 2, (1 + confidence) / 2]
-    known = (row[~np.isnan(row)] for row in draws.reshape(-1, draws.shape[-1]))
-    intervals = [np.quantile(row, bounds) if len(row) else np.full(2, np.nan) for row in known]
+    present = (row[~np.isnan(row)] for row in draws.reshape(-1, draws.shape[-1]))
+    intervals = [np.quantile(row, bounds) if len(row) else np.full(2, np.nan) for row in present]
     return np.stack(intervals, axis=1).reshape(2, *draws.shape[:-1])
 
 
@@ -220,15 +192,15 @@ def bootstrap(
     ----------
     Owen 2007, "The pigeonhole bootstrap".
     """
-    rng, n_subsets = np.random.default_rng(seed), truth.order.shape[1]
+    rng, n_subsets = np.random.default_rng(seed), truth.places.shape[1]
     observed = statistics(truth, predicted, seeds, np.ones(n_subsets))
     draws, noise = np.empty((len(observed), repeats)), np.zeros((len(observed), len(observed)))
     for i in range(repeats):
         counts = rng.multinomial(n_subsets, np.full(n_subsets, 1 / n_subsets)).astype(np.float64)
         drawn = statistics(truth, predicted, seeds, counts)
-        draws[:, i] = mean_of_known(drawn)
+        draws[:, i] = mean_without_nan(drawn)
         noise += _covariance(drawn - observed) / repeats
-    means = mean_of_known(observed)
+    means = mean_without_nan(observed)
     draws, unbiased = less_bias(draws, means)
     means[-1] = unbiased[-1]
     between = (_covariance(observed) - noise) * _shared(observed)
@@ -238,16 +210,16 @@ def bootstrap(
 
 def _covariance(values: Floats) -> Floats:
     """Return the covariances of rows, (row, row), over the targets that neither row has as NaN."""
-    known = (~np.isnan(values)).astype(np.float64)
-    centred = np.nan_to_num(values - mean_of_known(values)[:, None])
-    return np.asarray(centred @ centred.T / np.maximum(known @ known.T - 1, 1))
+    present = (~np.isnan(values)).astype(np.float64)
+    centred = np.nan_to_num(values - mean_without_nan(values)[:, None])
+    return np.asarray(centred @ centred.T / np.maximum(present @ present.T - 1, 1))
 
 
 def _shared(values: Floats) -> Floats:
     """Return the factors, (row, row), from covariances over targets to covariances of means."""
-    known = (~np.isnan(values)).astype(np.float64)
-    counts = np.maximum(known.sum(axis=1), 1)
-    return np.asarray(known @ known.T / np.outer(counts, counts))
+    present = (~np.isnan(values)).astype(np.float64)
+    counts = np.maximum(present.sum(axis=1), 1)
+    return np.asarray(present @ present.T / np.outer(counts, counts))
 
 
 def _student(rng: np.random.Generator, covariance: Floats, n: int, freedom: int) -> Floats:
@@ -362,9 +334,9 @@ def _class_ranks(values: Floats, relevant: Bools, *, counts: tuple[int, ...]) ->
     n, n_relevant, k = len(values), int(relevant.sum()), np.array(counts)
     above = rankdata(values)[relevant].sum() - n_relevant * (n_relevant + 1) / 2
     hits = np.cumsum(relevant[np.lexsort((relevant, -values))])
-    found = hits[np.minimum(k, n) - 1]
+    hits_in_top = hits[np.minimum(k, n) - 1]
     area, first = above / (n_relevant * (n - n_relevant)), 1 / (np.argmax(hits > 0) + 1)
-    return np.array([area, first, *(found / k), *(found / n_relevant)])
+    return np.array([area, first, *(hits_in_top / k), *(hits_in_top / n_relevant)])
 
 
 def _average_precision(values: Floats, positive: Bools) -> Floats:
@@ -422,11 +394,9 @@ def _correlations(score: Floats) -> Floats:
 
 def _correlations_of_target(score: Floats) -> Floats:
     """Return the correlations between the columns of (sample, model)."""
-    from scipy.stats import rankdata  # takes a second to import, and only evaluation needs it
-
-    known = score[~np.isnan(score).any(axis=1)]
-    ranks = rankdata(known, axis=0) - (len(known) + 1) / 2
-    covariance = ranks.T @ ranks
+    present = score[~np.isnan(score).any(axis=1)]
+    ranks = Ranking.of(present).centred(np.ones(len(present)))
+    covariance = ranks @ ranks.T
     scale = np.sqrt(np.diag(covariance))
     with np.errstate(invalid="ignore"):
         return np.asarray(np.clip(covariance / scale[:, None] / scale, -1, 1))
@@ -485,15 +455,15 @@ def bootstrap_mean(
     (0.5, [0.0, 1.0])
     """
     flat = values.reshape(len(values), -1)
-    known = (~np.isnan(flat)).astype(np.float64)
+    present = (~np.isnan(flat)).astype(np.float64)
     filled = np.nan_to_num(flat)
     rng, n = np.random.default_rng(seed), len(flat)
     draws = np.empty((flat.shape[1], resamples))
     with np.errstate(invalid="ignore"):
         for i in range(resamples):
             counts = np.bincount(rng.integers(n, size=n), minlength=n).astype(np.float64)
-            draws[:, i] = (counts @ filled) / (counts @ known)
-        means = filled.sum(axis=0) / known.sum(axis=0)
+            draws[:, i] = (counts @ filled) / (counts @ present)
+        means = filled.sum(axis=0) / present.sum(axis=0)
     more = values.shape[1:]
     return means.reshape(more), percentiles(draws, confidence).reshape(2, *more)
 

@@ -259,8 +259,8 @@ def _partial(features: Blocks, weights: Blocks | None, sum_weights: Blocks | Non
                 product *= 0.5
             total[:, :p] += product
             if g is not None:
-                known = np.where(np.isnan(g[chosen]), 0, g[chosen]).astype(dtype)
-                total[:, p] += xp.asarray(known) @ a
+                weights_of_rows = np.where(np.isnan(g[chosen]), 0, g[chosen]).astype(dtype)
+                total[:, p] += xp.asarray(weights_of_rows) @ a
     return asnumpy(total).reshape(1, *total.shape, 1)
 
 

@@ -152,15 +152,15 @@ def _checked(feature: Block, norm: Block) -> Block:
     # Multiples of the golden ratio are spread evenly, and unlike every k-th row, they are not all
     # in the same half of rows that alternate.
     some = np.arange(n) if n <= _ROWS_COMPARED else (_MULTIPLES * n).astype(np.intp)
-    found, expected = row_norms(feature[some]), norm[some]
+    actual, expected = row_norms(feature[some]), norm[some]
     with np.errstate(invalid="ignore"):  # infinity less infinity
-        differs = np.abs(found - expected) > _HALF_PRECISION * expected
-    differs |= np.isnan(found) != np.isnan(expected)
+        differs = np.abs(actual - expected) > _HALF_PRECISION * expected
+    differs |= np.isnan(actual) != np.isnan(expected)
     if differs.any():
         row, column = np.argwhere(differs)[0]
         raise ValueError(
             "expected 'feature' as it was when 'gram' was reduced from it, got a row with "
-            f"‖φ‖² = {found[row, column]:.6g} where 'feature_norm' is "
+            f"‖φ‖² = {actual[row, column]:.6g} where 'feature_norm' is "
             f"{expected[row, column]:.6g}; try features.drop_vars(['gram', 'feature_norm'], "
             "errors='ignore'), which reduces a new gram matrix of the features as they are now"
         )

@@ -495,5 +495,5 @@ def _agreed(
         "interval": interval,
         "reliability": reliability(mean, np.array(counts)),
         "reliability_interval": reliability(interval[:, None], np.array(counts)),
-        "pairs": arrays.evaluation.mean_of_known(pairs),
+        "pairs": arrays.evaluation.mean_without_nan(pairs),
     }
