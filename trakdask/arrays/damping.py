@@ -1,4 +1,4 @@
-"""Damping: rules for λ that look at the gram matrix alone, and one that looks at outputs.
+"""Choose the damping λ by the outputs of the model, of rows that the gram matrix leaves out.
 
 Completeness: in the linearised model the total of a target's attributions, Σ_z score(z, t) =
 φ(t)ᵀ (K + λI)⁻¹ r, is the output that one regularised Newton step gives it. The right λ is the one
@@ -69,7 +69,7 @@ def held_out(spectrum: da.Array, feature: da.Array) -> da.Array:
     Parameters
     ----------
     spectrum
-        Of :func:`trakdask.arrays.spectrum.spectrum`, with r.
+        Of :func:`trakdask.arrays.solve.spectrum`, with r.
     feature
         (row, proj_dim, checkpoint), float, chunks (rows, p, 1).
 
