@@ -332,15 +332,16 @@ def gram_matrix(
         or if rows were selected and another matrix of all samples is needed than the one at hand.
     """
     x, n, labels = features["feature"].data, features.sizes[SAMPLE], checkpoint_names(features)
+    total = int(features[GRAM].attrs.get(N_SAMPLES, n)) if GRAM in features else n
     matrix = stored_matrix(features, GRAM, weights) if h is None else None
     is_stored, loss_gradient, factors = matrix is not None, None, None
     if is_stored:
-        n, factors = _n_samples(features), stored_decomposition(features, weights)
+        n, factors = total, stored_decomposition(features, weights)
         if chooses_damping:
             loss_gradient = stored_matrix(features, LOSS_GRADIENT, weights)
     # Without it, other checkpoints are pooled than when it was stored.
     needs_sums = h is None and (matrix is None or (chooses_damping and loss_gradient is None))
-    if needs_sums and features.sizes[SAMPLE] < (total := _n_samples(features)):
+    if needs_sums and features.sizes[SAMPLE] < total:
         raise ValueError(
             f"expected all {total} samples, to add up what the features do not hold (a gram matrix "
             "with other weights, or the 'loss_gradient' of these checkpoints), got "
@@ -430,11 +431,6 @@ def stored_damping(features: xr.Dataset, options: Options) -> xr.DataArray | Non
     attrs = features[DAMPING].attrs
     is_whole = set(attrs["pooled_checkpoints"]) == set(checkpoint_names(features))
     return features[DAMPING] if attrs["asked"] == options.rule and is_whole else None
-
-
-def _n_samples(features: xr.Dataset) -> int:
-    """Return of how many samples the gram matrix of features is; their own if they hold none."""
-    return int(features[GRAM].attrs[N_SAMPLES]) if GRAM in features else features.sizes[SAMPLE]
 
 
 # --------------------------------------------------------------------------------- how λ is chosen
