@@ -117,11 +117,6 @@ def decompose(matrix: Matrix, n_component: int) -> tuple[Matrix, Matrix]:
     -------
     (component,) and (p, component). If there are less than p, eigenvectors of eigenvalue 0 are 0.
 
-    Raises
-    ------
-    ValueError
-        If the rank of K is larger.
-
     Notes
     -----
     Cost: 9 p³ flops for all components. For n of them, with K = L Lᵀ by a pivoted Cholesky
@@ -158,13 +153,6 @@ def _pivoted_factor(matrix: Matrix, rank: int) -> tuple[Matrix, npt.NDArray[np.i
     lower = whole[:, :rank]
     lower[:rank] = np.tril(lower[:rank])  # above the diagonal are numbers of K
     lower[:, rank_of_matrix:] = 0
-    left = np.trace(matrix) - float(np.vdot(lower.T, lower.T))
-    if left > 1e-3 * np.trace(matrix):
-        raise ValueError(
-            f"expected a gram matrix of {rank} samples, whose rank is at most {rank}, got one with "
-            f"{left / np.trace(matrix):.2g} of its trace beyond that; try reducing it anew, with "
-            "features.drop_vars(['gram', 'loss_gradient'], errors='ignore')"
-        )
     return lower, pivots - 1
 
 

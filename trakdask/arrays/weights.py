@@ -67,18 +67,13 @@ def adaptive_power(out_to_loss: da.Array) -> da.Array:
     >>> adaptive_power(da.from_array(np.array([[0.1], [0.2], [0.3]]))).compute().item()
     1.0
     """
-    variance = logit_variance(out_to_loss)
     return blockwise(
-        _power_of_block, "", variance, "c",
+        power_of, "", logit_variance(out_to_loss), "c",
         concatenate=True, name="adaptive-power", dtype=np.float64,
     )  # fmt: skip
 
 
-def _power_of_block(variance: Block) -> Block:
-    return np.array(power_of(variance))
-
-
-def power_of(variance: Block) -> float:
+def power_of(variance: Block) -> np.float64:
     """Return the power for margins that vary so much at each checkpoint: from 1 down to ½.
 
     Where a model is about equally sure of all samples, Q is what they weigh in its loss. Where it
@@ -87,11 +82,11 @@ def power_of(variance: Block) -> float:
 
     Examples
     --------
-    >>> [round(power_of(np.array([deviation**2])), 3) for deviation in (0.5, 1.1, 3.0)]
+    >>> [float(round(power_of(np.array([deviation**2])), 3)) for deviation in (0.5, 1.1, 3.0)]
     [1.0, 0.75, 0.5]
     """
-    deviation = float(np.sqrt(variance.mean()))
-    return float(np.interp(deviation, (_EQUALLY_SURE, _UNEQUALLY_SURE), (1.0, 0.5)))
+    deviation = np.sqrt(variance.mean())
+    return np.float64(np.interp(deviation, (_EQUALLY_SURE, _UNEQUALLY_SURE), (1.0, 0.5)))
 
 
 def soft_loss_weights(out_to_loss: da.Array, power: float | da.Array) -> da.Array:
