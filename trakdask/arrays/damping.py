@@ -257,18 +257,17 @@ def choose(curves: Mapping[str, da.Array], *, least: float = 0.0, quiet: bool = 
 
 def _choose(*curves: Block, names: tuple[str, ...], least: float, quiet: bool) -> Block:
     for index, (curve, name) in enumerate(zip(curves, names, strict=True)):
-        largest, values = peak(curve), curve["correlation"][0]
-        if is_followed(curve):
-            chosen, threshold = _chosen(values, largest, curve["n_rows"][0])
+        values, n_rows = curve[0]
+        largest, followed, rho, threshold = peak(curve), is_followed(curve), np.nan, np.nan
+        if followed:
+            chosen, threshold = _chosen(values, largest, n_rows)
             rho = GRID[max(chosen, int(np.searchsorted(GRID, least)))]
-            choice = (rho, index, largest, threshold, values)
-        else:
-            choice = (np.nan, len(names), largest, np.nan, values)
         if not quiet:
-            warn_of_choice(choice[0], largest, name, *names[index + 1 :])
-        if is_followed(curve):
+            warn_of_choice(rho, largest, name, *names[index + 1 :])
+        if followed:
             break
-    return np.array([choice], CHOICE)
+    candidate = index if followed else len(names)
+    return np.array([(rho, candidate, largest, threshold, values)], CHOICE)
 
 
 def _chosen(correlation: Block, largest: float, n_rows: int) -> tuple[int, float]:
@@ -315,7 +314,7 @@ def warn_of_choice(rho: float, peak: float, name: str, *others: str) -> None:
         )
     else:
         return
-    warn_once(("damping", name, message), message, _warn)
+    warn_once(message, message, _warn)
 
 
 def _warn(message: str) -> None:
