@@ -50,15 +50,9 @@ def require_integer(
     if number is None or isinstance(value, bool):
         raise TypeError(f"expected an integer for {name}, got {shown(value)}; {remedy}")
     if number < low or (high is not None and number >= high):
-        allowed = f">= {low}" if high is None else f"in [{low}, {_readable(high)})"
+        allowed = f">= {low}" if high is None else f"in [{low}, {high})"
         raise ValueError(f"expected {name} {allowed}, got {number}; {remedy}")
     return number
-
-
-def _readable(bound: int) -> str:
-    """Return a bound as text: large powers of two as such."""
-    is_power = bound > 2**16 and bound & (bound - 1) == 0
-    return f"2**{bound.bit_length() - 1}" if is_power else str(bound)
 
 
 def require_number(

@@ -13,7 +13,7 @@ import xarray as xr
 
 from trakdask.checks import shown
 from trakdask.errors import StoreMismatchError, warn_once
-from trakdask.variables import CHECKPOINT, PROJ_DIM
+from trakdask.variables import CHECKPOINT, PROJ_DIM, checkpoint_names
 
 REQUIRED_SPEC = ("checkpoints", "checkpoint_ids", "projector", "parameters", "task")
 """Attrs that all features have."""
@@ -44,6 +44,7 @@ _TASKS = (
 _REMEDY = {
     "checkpoints": "the same checkpoints for both, in one td.Model, or selecting those that both "
     "have, in the same order: ds.sel(checkpoint=[...])",
+    "checkpoint": "selecting the same checkpoints, in the same order, from both",
     "curvature": "the same model for both, model.with_curvature(fitted), where td.curvature was "
     "called once",
     "components": "the same model for both, model.with_components(fitted), where "
@@ -62,7 +63,7 @@ def spec(ds: xr.Dataset) -> dict[str, Any]:
     Only the selected checkpoints are included; xarray leaves ``attrs`` unchanged by a selection.
     """
     attrs = {name: ds.attrs[name] for name in STORE_SPEC if name in ds.attrs}
-    names = [str(name) for name in ds[CHECKPOINT].values] if CHECKPOINT in ds.coords else []
+    names = checkpoint_names(ds) if CHECKPOINT in ds.coords else []
     for field in BY_CHECKPOINT:
         if set(names) <= set(attrs.get(field, ())):
             attrs[field] = {name: attrs[field][name] for name in names}
@@ -132,11 +133,12 @@ def require_same(
 
 def _remedy(name: str, expected: Any) -> str:
     """Return how to make two specs agree; a projector is written out, as it is to be passed."""
-    from trakdask.projection.protocol import from_spec  # imports torch, which open need not
-
     if name == "projector":
+        # It imports torch, which reading a store need not.
+        from trakdask.projection.protocol import from_spec
+
         with contextlib.suppress(TypeError, ValueError):  # of another version, or simulated
-            return f"featurizing with projector=td.{from_spec(expected)!r}"
+            return f"featurizing with projector={from_spec(expected)!r} of trakdask.projection"
     return _REMEDY.get(name, f"the same {name} for both")
 
 
@@ -168,9 +170,9 @@ def _task_fields(task: Any) -> Any:
         call = ast.parse(task, mode="eval").body
     except (SyntaxError, TypeError, ValueError):
         return task
-    if not isinstance(call, ast.Call) or call.args or any(not each.arg for each in call.keywords):
+    if not isinstance(call, ast.Call) or call.args or not all(field.arg for field in call.keywords):
         return task
-    fields = {str(each.arg): _literal(each.value) for each in call.keywords}
+    fields = {str(field.arg): _literal(field.value) for field in call.keywords}
     last = {name: fields.pop(name) for name in _NAMES_OF_VARIABLES if name in fields}
     return {"class": ast.unparse(call.func), **fields, **last}
 
@@ -200,22 +202,13 @@ def require_comparable(features: xr.Dataset, other: xr.Dataset, name: str = "tar
         At the first difference between the two.
     """
     what = f"{name} and training features"
-    ours, theirs = spec(features), spec(other)
+    ours, theirs = (
+        spec(ds) | {CHECKPOINT: checkpoint_names(ds), PROJ_DIM: ds.sizes[PROJ_DIM]}
+        for ds in (features, other)
+    )
     if _defining(theirs.get("task")) == _defining(ours.get("task")):
         theirs["task"] = ours.get("task")
-    require_same(theirs, ours, what=what)
-    names, others = (ds[CHECKPOINT].values.tolist() for ds in (features, other))
-    if names != others:
-        raise StoreMismatchError(
-            f"{what} differ in checkpoint: expected {names}, got {others}; try selecting the same "
-            "checkpoints, in the same order, from both"
-        )
-    p, expected = other.sizes[PROJ_DIM], features.sizes[PROJ_DIM]
-    if p != expected:
-        raise StoreMismatchError(
-            f"{what} differ in proj_dim: expected {expected}, got {p}; try the same proj_dim slice "
-            "of both"
-        )
+    require_same(theirs, ours, what=what, names=(*FEATURE_SPEC, CHECKPOINT, PROJ_DIM))
     _warn_of_precision(ours, theirs, what)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-import dask.array as da
 import numpy as np
 import pandas as pd
 import xarray as xr
@@ -42,20 +41,12 @@ class Variable:
 
 
 _ALL = (
-    Variable(
-        "feature",
-        (SAMPLE, PROJ_DIM, CHECKPOINT),
-        "projected gradient of the model output with respect to the parameters",
-    ),
+    Variable("feature", (SAMPLE, PROJ_DIM, CHECKPOINT), "projected gradient of the model output f"),
     Variable("feature_norm", (SAMPLE, CHECKPOINT), "squared norm of feature"),
     Variable("output", (SAMPLE, CHECKPOINT), "model output f, the scalar that is attributed"),
     Variable("out_to_loss", (SAMPLE, CHECKPOINT), "Q = -dloss/df; 1 - p for classification"),
     Variable("error", (SAMPLE, CHECKPOINT), "why a sample failed and is NaN; '' where it did not"),
-    Variable(
-        "scale",
-        (SAMPLE, CHECKPOINT),
-        "a power of two: feature is what is stored as float16, times this",
-    ),
+    Variable("scale", (SAMPLE, CHECKPOINT), "power of two: feature is this times what is stored"),
     Variable("gram", (PROJ_DIM, PROJ_DIM_1, CHECKPOINT), "sum over samples of h φ φᵀ"),
     Variable("loss_gradient", (PROJ_DIM, CHECKPOINT), "sum over samples of mean_c[g] φ"),
     Variable("gram_eigenvalues", (COMPONENT, CHECKPOINT), "eigenvalues of gram, ascending"),
@@ -152,59 +143,32 @@ def aligned(array: xr.DataArray, to: xr.Dataset | xr.DataArray, *, what: str) ->
     >>> aligned(array, to, what="weights").values.tolist()
     [2, 1]
     """
-    for dim in map(str, array.dims):
-        if dim in array.indexes:
-            array = _by_labels(array, to, dim, what)
-        _require_equal_coords(array, to, dim, what)
-    return array
-
-
-def _by_labels(
-    array: xr.DataArray, to: xr.Dataset | xr.DataArray, dim: str, what: str
-) -> xr.DataArray:
-    theirs = array.indexes[dim]
-    if dim not in to.indexes:
-        if theirs.equals(pd.RangeIndex(len(theirs))):
-            return array
-        raise ValueError(
-            f"expected {what} without labels along {dim!r}, since the scored arrays have none "
-            f"there, got the labels {shown(theirs.tolist())}; try .drop_vars({dim!r}) to match "
-            f"entries by position, or assign_coords({dim}=...) on both"
-        )
-    ours = to.indexes[dim]
-    if ours.equals(theirs):
-        return array
-    positions = theirs.get_indexer(ours)
-    if (positions < 0).any():
-        raise ValueError(
-            f"expected {what} for each {dim} of {shown(ours.tolist())}, got "
-            f"{shown(theirs.tolist())} without {ours[positions < 0][0]!r}; try .sel({dim}=...) "
-            "with the same labels on both"
-        )
-    return array.isel({dim: positions})
-
-
-def _require_equal_coords(
-    array: xr.DataArray, to: xr.Dataset | xr.DataArray, dim: str, what: str
-) -> None:
-    for name, coord in array.coords.items():
-        other = to.coords.get(name)
-        if other is None or not coord.dims == other.dims == (dim,) or len(coord) != len(other):
+    for dim in set(array.dims) & set(array.indexes):
+        labels, wanted = array.indexes[dim], to.indexes.get(dim, pd.RangeIndex(array.sizes[dim]))
+        if labels.equals(wanted):
             continue
-        is_same = coord.data is other.data  # lazy ones are compared by their names
-        if isinstance(coord.data, da.Array) and isinstance(other.data, da.Array):
-            is_same = coord.data.name == other.data.name
-        if name == "error" or is_same:
-            continue
-        left, right = coord.values, other.values
-        different = np.asarray(~((left == right) | (pd.isna(left) & pd.isna(right))))
-        if different.any():
-            i = int(np.flatnonzero(different)[0])
+        positions = labels.get_indexer(wanted)
+        missing = wanted[positions < 0]
+        if len(missing) or dim not in to.indexes:
             raise ValueError(
-                f"expected {what} in the order of the scored arrays, which have {right[i]} for "
-                f"the coord {name!r} at {dim} {i}, got {left[i]}; try selecting and sorting both "
-                f"in the same way, or {what}.reset_coords(drop=True) to match by position"
+                f"expected {what} with the labels {shown(wanted.tolist())} along {dim!r}, got "
+                f"{shown(labels.tolist())}, where {len(missing)} are missing, the first of them "
+                f"{missing.tolist()[:1]}; try .sel({dim}=...) with the same labels on both, or "
+                f".drop_vars({dim!r}) to match entries by position"
             )
+        array = array.isel({dim: positions})
+    for name, coord in coords_along(array, *array.dims).items():
+        other = to.coords.variables.get(name, coord)
+        is_alike = coord.sizes == other.sizes and name != "error"
+        if is_alike and not coord.equals(other):  # lazy ones are compared by their names
+            i = int(np.flatnonzero(coord.values != other.values)[0])
+            raise ValueError(
+                f"expected {what} in the order of the scored arrays, which have {other.values[i]} "
+                f"for the coord {name!r} at {coord.dims[0]} {i}, got {coord.values[i]}; try "
+                f"selecting and sorting both in the same way, or {what}.reset_coords(drop=True) "
+                "to match by position"
+            )
+    return array
 
 
 def coords_along(array: xr.DataArray | xr.Dataset, *dims: Hashable) -> dict[Hashable, xr.Variable]:
@@ -221,6 +185,11 @@ def coords_along(array: xr.DataArray | xr.Dataset, *dims: Hashable) -> dict[Hash
         for name, coord in array.coords.variables.items()
         if len(coord.dims) == 1 and coord.dims[0] in dims
     }
+
+
+def checkpoint_names(ds: xr.Dataset) -> list[str]:
+    """Return the names of the checkpoints of features."""
+    return [str(name) for name in ds[CHECKPOINT].values]
 
 
 def load_coords(ds: xr.Dataset) -> xr.Dataset:
@@ -285,7 +254,5 @@ def may_have_failed(features: xr.Dataset) -> bool:
     >>> may_have_failed(xr.Dataset({"error": (("sample", "checkpoint"), [["", "too long"]])}))
     True
     """
-    if "error" not in features:
-        return False
-    error = features.error
-    return error.chunks is not None or bool((error.values != "").any())
+    error = features.get("error")
+    return error is not None and (error.chunks is not None or bool((error.values != "").any()))

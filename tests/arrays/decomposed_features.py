@@ -6,7 +6,7 @@ import dask.array as da
 import numpy as np
 
 from trakdask.arrays.gram import gram_and_sum
-from trakdask.arrays.spectrum import spectrum
+from trakdask.arrays.solve import eigenvectors, spectrum
 
 LABELS = ["a", "b"]
 
@@ -23,4 +23,4 @@ def lazy(x: np.ndarray, rows: int = 7) -> da.Array:
 
 def decomposed(x: np.ndarray, h: np.ndarray | None, g: np.ndarray) -> da.Array:
     k, r = gram_and_sum(lazy(x), None if h is None else lazy(h), lazy(g))
-    return spectrum(k, r, len(x), LABELS)
+    return spectrum(*eigenvectors(k, LABELS), r, len(x), LABELS)

@@ -17,14 +17,12 @@ from trakdask.arrays.damping import (
     CURVE,
     GRID,
     choose,
-    closed_form,
     curve,
     held_out,
     left_out,
-    mean_trace,
 )
-from trakdask.arrays.gram import gram_and_sum
-from trakdask.arrays.spectrum import spectrum
+from trakdask.arrays.gram import closed_form, gram_and_sum, mean_trace
+from trakdask.arrays.solve import eigenvectors, spectrum
 from trakdask.testing import raise_if_dask_computes
 
 
@@ -144,7 +142,7 @@ def test_totals__of_fewer_samples_than_dimensions() -> None:
     x, h, g, rows = data(20, 64)
     x, h[4:6] = x.astype("f4"), 0  # some are not in K, yet in r
     k, r = gram_and_sum(lazy(x), lazy(h), lazy(g))
-    few = spectrum(k, r, 20, LABELS, n_component=20)
+    few = spectrum(*eigenvectors(k, LABELS, 20), r, 20, LABELS)
     exact = x.astype("f8")
     for found, expected in (
         (held_out(few, lazy(rows)), oracle_totals(exact, h, g.mean(1), rows)),

@@ -50,7 +50,7 @@ def half(seed: int) -> da.Array:
 
 
 WEIGHTS = (
-    "weights", "weight", "sum_weights", "loss_weight", "out_to_loss", "own", "squared", "outputs"
+    "weights", "weight", "sum_weights", "loss_weight", "out_to_loss", "forms", "outputs"
 )  # fmt: skip
 """Parameters with a number for each sample and checkpoint."""
 
@@ -65,8 +65,8 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     "loss_gradient": lambda seed: lazy(np.random.default_rng(seed).random((P, C)), P),
     "damping": lambda seed: da.from_array(np.array([0.5, 1 + seed]), chunks=1),
     "spectrum": decomposition,
-    "from_eigenvectors.values": lambda seed: lazy(np.random.default_rng(seed).random((P, C)), P),
-    "from_eigenvectors.vectors": positive_definite,
+    "spectrum.values": lambda seed: lazy(np.random.default_rng(seed).random((P, C)), P),
+    "vectors": positive_definite,
     "inverse": lambda seed: cholesky(
         positive_definite(seed), da.from_array(np.array([0.5, 0.5]), chunks=1), LABELS
     ),

@@ -15,12 +15,14 @@ from trakdask.arrays.gram import gram_and_sum
 from trakdask.arrays.solve import (
     cholesky,
     cholesky_in_place,
+    decompose,
+    eigenvectors,
     inverse,
     leverage,
     solve,
     solve_in_place,
+    spectrum,
 )
-from trakdask.arrays.spectrum import decompose, eigenvectors, from_eigenvectors, spectrum
 from trakdask.testing import raise_if_dask_computes
 
 LAM = np.array([0.5, 2.0])
@@ -52,23 +54,19 @@ def oracle(x: np.ndarray, h: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def by_eigenvectors(k: da.Array, n: int) -> da.Array:
-    return inverse(spectrum(k, None, n, LABELS), lam(*LAM))
-
-
-def by_known_eigenvectors(k: da.Array, n: int) -> da.Array:
-    values, vectors = eigenvectors(spectrum(k, None, n, LABELS), k.shape[0])
-    return inverse(from_eigenvectors(values, vectors, None, n, LABELS), lam(*LAM))
+    return inverse(spectrum(*eigenvectors(k, LABELS), None, n, LABELS), lam(*LAM))
 
 
 def by_few_eigenvectors(k: da.Array, n: int) -> da.Array:
-    return inverse(spectrum(k, None, n, LABELS, n_component=min(n, k.shape[0])), lam(*LAM))
+    factors = eigenvectors(k, LABELS, min(n, k.shape[0]))
+    return inverse(spectrum(*factors, None, n, LABELS), lam(*LAM))
 
 
 def by_cholesky(k: da.Array, n: int) -> da.Array:
     return cholesky(k, lam(*LAM), LABELS)
 
 
-SOLVERS = [by_eigenvectors, by_known_eigenvectors, by_few_eigenvectors, by_cholesky]
+SOLVERS = [by_eigenvectors, by_few_eigenvectors, by_cholesky]
 
 
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
@@ -110,7 +108,7 @@ def test_singular__names_checkpoint_and_damping() -> None:
     for features in ((x, h, g, rows), few_rows()):
         k, _ = gram_and_sum(*map(lazy, features[:3]))
         n, p = features[0].shape[:2]
-        few = spectrum(k, None, n, LABELS, n_component=min(n, p))
+        few = spectrum(*eigenvectors(k, LABELS, min(n, p)), None, n, LABELS)
         for made in (cholesky(k, lam(0, 0), LABELS), inverse(few, lam(0, 0))):
             with pytest.raises(np.linalg.LinAlgError, match=r"checkpoint '[ab]' .*λ = 0"):
                 solve(made, lazy(features[3])).compute(scheduler="sync")

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 import trakdask as td
 from trakdask import examples
 from trakdask.arrays import ranks
-from trakdask.arrays.ranks import Ranking
+from trakdask.arrays.evaluation import Ranking
 from trakdask.projection import SJLT, Kronecker, Mask, Projector, Rademacher
 
 REFERENCE = "Rademacher"
@@ -102,7 +102,7 @@ def bootstrap(
     truth: Ranking, predicted: dict[Any, list[Ranking]], repeats: int
 ) -> dict[Any, Floats]:
     """Mean LDS of every entry in ``repeats`` resamples, the same for all of subsets and targets."""
-    n_targets, n_subsets = truth.order.shape
+    n_targets, n_subsets = truth.places.shape
     rng = np.random.default_rng(0)
     found: dict[Any, list[float]] = {key: [] for key in predicted}
     for _ in range(repeats):

@@ -27,7 +27,7 @@ from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
 
 import trakdask as td
-from trakdask.arrays.intervals import mean_interval
+from trakdask.arrays.evaluation import mean_interval
 
 Rows = NDArray[np.float32]
 WIDTHS = (10, 128, 128, 128, 1)

@@ -1,18 +1,4 @@
 """Plain numpy blocks and dask arrays: the arithmetic of attribution, without labels."""
 # ruff: noqa: F401
 
-from trakdask.arrays import (
-    combinations,
-    damping,
-    detection,
-    gram,
-    groups,
-    intervals,
-    ranks,
-    score,
-    solve,
-    spectrum,
-    subsets,
-    topk,
-    weights,
-)
+from trakdask.arrays import damping, evaluation, gram, groups, score, solve, subsets, topk, weights

@@ -1,4 +1,4 @@
-"""Damping: rules for λ that look at the gram matrix alone, and one that looks at outputs.
+"""Choose the damping λ by the outputs of the model, of rows that the gram matrix leaves out.
 
 Completeness: in the linearised model the total of a target's attributions, Σ_z score(z, t) =
 φ(t)ᵀ (K + λI)⁻¹ r, is the output that one regularised Newton step gives it. The right λ is the one
@@ -19,14 +19,13 @@ import numpy.typing as npt
 from trakdask.arrays.blocks import (
     Block,
     Blocks,
-    Labels,
     align_weights,
     block_starts,
     blockwise,
     flat,
 )
-from trakdask.arrays.gram import pooled
-from trakdask.arrays.spectrum import Inverse, Spectrum
+from trakdask.arrays.solve import Inverse, Spectrum
+from trakdask.arrays.weights import pooled
 from trakdask.errors import warn_once
 
 #: The default factor of the closed form of λ, which was fitted by tests/benchmarks/quality.py:
@@ -66,95 +65,6 @@ CHOICE = np.dtype(
 )
 
 
-# --------------------------------------------------------------------------- of the matrix alone
-
-
-def mean_trace(gram: da.Array, n_sample: int, labels: Sequence[object]) -> da.Array:
-    """Return tr(K_c)/n, (checkpoint,) float64, lazy: the unit of relative damping.
-
-    Computing it raises a ValueError that names the checkpoint, if K is all 0.
-
-    Examples
-    --------
-    >>> mean_trace(da.ones((2, 2, 1), chunks=(2, 2, 1)), 4, ["c0"]).compute().tolist()
-    [0.5]
-    """
-    return blockwise(
-        _mean_trace, "c", gram, "pqc", Labels(labels), "c",
-        concatenate=False, name="mean-trace", dtype=np.float64, n_sample=n_sample,
-    )  # fmt: skip
-
-
-def _mean_trace(gram: Blocks, label: str, *, n_sample: int) -> Block:
-    (block,) = flat(gram)
-    return np.array([_trace(block, label) / n_sample])
-
-
-def _trace(gram: Block, label: str) -> float:
-    trace = float(np.trace(gram[:, :, 0], dtype=np.float64))
-    if not trace:  # K is a sum of squares, so all of K is 0, too
-        raise ValueError(
-            f"expected a gram matrix with a positive trace, got 0 at checkpoint {label!r}, where "
-            "all features are 0 or failed, or all weights are 0 (estimator='soft' gives weight 0 "
-            "where out_to_loss is 0 or 1); try estimator='trak', and inspect features.feature and "
-            "features.out_to_loss"
-        )
-    return trace
-
-
-def closed_form(gram: da.Array, factor: float, labels: Sequence[object]) -> da.Array:
-    """Return the damping λ_c = factor · tr(K_c²) / tr(K_c).
-
-    tr(K²)/tr(K) is the mean of the eigenvalues of K, weighted by the eigenvalues themselves, so λ
-    scales with the gradients and the same factor is suitable for all checkpoints.
-
-    Parameters
-    ----------
-    gram
-        (proj_dim, proj_dim, checkpoint), float, chunks (p, p, 1), symmetric.
-    factor
-        At least 0.
-    labels
-        The checkpoints' names, for errors.
-
-    Returns
-    -------
-    (checkpoint,) float64, lazy, chunks of 1, in the units of ``gram``; not finite for a checkpoint
-    whose ``gram`` is not finite.
-
-    Raises
-    ------
-    ValueError
-        When computed, if ``gram`` is all 0, so that K + λI would be singular; the message names the
-        checkpoint.
-
-    Notes
-    -----
-    Cost: one pass over ``gram`` in float64, with 8 p bytes of additional memory.
-
-    Examples
-    --------
-    >>> k = da.ones((2, 2, 1), chunks=(2, 2, 1))
-    >>> closed_form(k, 0.5, ["c0"]).compute().tolist()
-    [1.0]
-    """
-    return blockwise(
-        _closed_form, "c", gram, "pqc", Labels(labels), "c",
-        concatenate=False, name="closed-form-damping", dtype=np.float64, factor=float(factor),
-    )  # fmt: skip
-
-
-def _closed_form(gram: Blocks, label: str, *, factor: float) -> Block:
-    (block,) = flat(gram)
-    trace = _trace(block, label)
-    # Row by row, because a float64 copy of the whole matrix would double the task's memory.
-    square = sum(float(np.vdot(row, row)) for row in (r.astype(np.float64) for r in block))
-    return np.array([factor * square / trace])
-
-
-# ---------------------------------------------------------------------------------- by outputs
-
-
 def _inverse(spectrum: Spectrum) -> Inverse:
     """Return (K + λI)⁻¹ for every λ = ρ tr(K)/n of the grid; NaN where K is all 0."""
     return spectrum.inverse(GRID * (spectrum.mean if spectrum.mean > 0 else np.nan))
@@ -166,7 +76,7 @@ def held_out(spectrum: da.Array, feature: da.Array) -> da.Array:
     Parameters
     ----------
     spectrum
-        Of :func:`trakdask.arrays.spectrum.spectrum`, with r.
+        Of :func:`trakdask.arrays.solve.spectrum`, with r.
     feature
         (row, proj_dim, checkpoint), float, chunks (rows, p, 1).
 
@@ -190,9 +100,10 @@ def held_out(spectrum: da.Array, feature: da.Array) -> da.Array:
 
 
 def _directions(spectrum: Spectrum) -> Block:
-    inverse = _inverse(spectrum)
-    along = spectrum.vectors @ (inverse.along * spectrum.loss[:, None])
-    return (along + spectrum.total[:, None] * inverse.rest)[:, :, None]
+    """Return (K + λI)⁻¹ r, (p, ρ, 1)."""
+    inverse, r = _inverse(spectrum), spectrum.loss_gradient[:, None]
+    along = inverse.vectors @ (inverse.along * (inverse.vectors.T @ r))
+    return np.asarray(along + r * inverse.rest)[:, :, None]
 
 
 def _totals(feature: Blocks, directions: Blocks) -> Block:
@@ -241,12 +152,8 @@ def left_out(
 def _left_out(phi: Block, g: Block, spectrum: Spectrum, h: Block | None, *curves: Block) -> Block:
     if any(is_followed(curve) for curve in curves):
         return np.full((len(phi), len(GRID), 1), np.nan)
-    rows, inverse = phi[:, :, 0].astype(np.float64, copy=False), _inverse(spectrum)
-    along = rows @ spectrum.vectors
-    total = along @ (inverse.along * spectrum.loss[:, None])
-    total += np.outer(rows @ spectrum.total, inverse.rest)
-    leverage = np.square(along, out=along) @ inverse.along
-    leverage += np.outer(np.einsum("sp,sp->s", rows, rows), inverse.rest)
+    rows = phi[:, :, 0].astype(np.float64, copy=False)
+    total, leverage = rows @ _directions(spectrum)[:, :, 0], _inverse(spectrum).forms(rows)
     weight = 1.0 if h is None else h
     result = (total - g[:, None] * leverage) / (1 - weight * leverage)
     return np.asarray(result)[:, :, None]
@@ -357,16 +264,17 @@ def choose(curves: Mapping[str, da.Array], *, least: float = 0.0, quiet: bool = 
 
 def _choose(*curves: Block, names: tuple[str, ...], least: float, quiet: bool) -> Block:
     for index, (curve, name) in enumerate(zip(curves, names, strict=True)):
-        largest, values = peak(curve), curve["correlation"][0]
-        if is_followed(curve):
-            chosen, threshold = _chosen(values, largest, curve["n_rows"][0])
-            chosen = max(chosen, int(np.searchsorted(GRID, least)))
-            if not quiet:
-                _warn_at_the_end(GRID[chosen], name)
-            return np.array([(GRID[chosen], index, largest, threshold, values)], CHOICE)
+        values, n_rows = curve[0]
+        largest, followed, rho, threshold = peak(curve), is_followed(curve), np.nan, np.nan
+        if followed:
+            chosen, threshold = _chosen(values, largest, n_rows)
+            rho = GRID[max(chosen, int(np.searchsorted(GRID, least)))]
         if not quiet:
-            _warn(_too_weak(largest, name, names[index + 1 :]))
-    return np.array([(np.nan, len(names), largest, np.nan, values)], CHOICE)
+            warn_of_choice(rho, largest, name, *names[index + 1 :])
+        if followed:
+            break
+    candidate = index if followed else len(names)
+    return np.array([(rho, candidate, largest, threshold, values)], CHOICE)
 
 
 def _chosen(correlation: Block, largest: float, n_rows: int) -> tuple[int, float]:
@@ -379,8 +287,8 @@ def _chosen(correlation: Block, largest: float, n_rows: int) -> tuple[int, float
     return (_ONE, least) if is_one else (chosen, threshold)
 
 
-def warn_of_choice(rho: float, peak: float, name: str) -> None:
-    """Warn of what :func:`choose` warns of, given what it chose and the name of the last samples.
+def warn_of_choice(rho: float, peak: float, name: str, *others: str) -> None:
+    """Warn if outputs did not follow the totals, or ρ is an end of the grid; once for each case.
 
     Parameters
     ----------
@@ -390,35 +298,30 @@ def warn_of_choice(rho: float, peak: float, name: str) -> None:
         The largest correlation.
     name
         What warnings call the samples whose outputs chose, or failed to.
+    others
+        The samples that are asked next.
     """
     if np.isnan(rho):
-        warn_once(("too weak", name), _too_weak(peak, name, ()), _warn)
-    else:
-        _warn_at_the_end(rho, name)
-
-
-def _warn_at_the_end(rho: float, name: str) -> None:
-    if rho in (GRID[0], GRID[-1]):
+        defect = (
+            f"outputs of the {name} correlate at most {peak:.2f} with their attribution totals"
+            if np.isfinite(peak)
+            else f"outputs of the {name} or their attribution totals are constant, so their "
+            "correlation is undefined"
+        )
+        instead = f"the {others[0]}" if others else f"the closed form {CLOSED_FORM} tr(K²)/tr(K)"
+        message = (
+            f"{defect} ({LEAST_PEAK} or more is needed to choose λ by them). λ comes from "
+            f"{instead} instead. Try other outputs: calibrate=td.featurize(held_out, model, ...)."
+        )
+    elif rho in (GRID[0], GRID[-1]):
         message = (
             f"the damping chosen by the {name} is {rho:g} tr(K)/n, an end of the grid "
             f"[{GRID[0]:g}, {GRID[-1]:g}]; the best one may lie beyond it. Look at "
             "td.plots.damping(td.damping(features)), or type damping='closed_form'."
         )
-        warn_once(("end of the grid", name), message, _warn)
-
-
-def _too_weak(largest: float, name: str, rest: Sequence[str]) -> str:
-    defect = (
-        f"outputs of the {name} correlate at most {largest:.2f} with their attribution totals"
-        if np.isfinite(largest)
-        else f"outputs of the {name} or their attribution totals are constant, so their "
-        "correlation is undefined"
-    )
-    instead = f"the {rest[0]}" if rest else f"the closed form {CLOSED_FORM} tr(K²)/tr(K)"
-    return (
-        f"{defect} ({LEAST_PEAK} or more is needed to choose λ by them). λ comes from {instead} "
-        "instead. Try other outputs: calibrate=td.featurize(held_out, model, ...)."
-    )
+    else:
+        return
+    warn_once(message, message, _warn)
 
 
 def _warn(message: str) -> None:

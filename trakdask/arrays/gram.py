@@ -1,33 +1,30 @@
-"""Compute the Gram matrix of the features, XᵀX, and their weighted sum by a tree reduction."""
+"""Compute the Gram matrix of the features, XᵀX, their weighted sum, and rules for λ from it."""
 
 from __future__ import annotations
 
-import functools
 import itertools
+from collections.abc import Sequence
 from itertools import pairwise
 
 import dask.array as da
 import numpy as np
-from dask.base import tokenize
 
 from trakdask.arrays.blocks import (
     Block,
     Blocks,
-    Key,
-    Read,
+    Labels,
     Unread,
     align_weights,
     block_starts,
     blockwise,
     failed_rows,
     flat,
-    mean_weight,
     product_dtype,
     read_in_task,
-    reader,
-    stored,
     tree_sum,
 )
+from trakdask.arrays.groups import group_sum
+from trakdask.arrays.weights import pooled
 from trakdask.arrays.xp import array_module, asnumpy
 
 #: Above this proj_dim, two float64 matrices do not fit in memory beside the features of a task.
@@ -148,37 +145,9 @@ def loss_gradient(feature: da.Array, sum_weights: da.Array) -> da.Array:
     >>> loss_gradient(x, da.full((6, 1), 0.5)).compute().ravel().tolist()
     [3.0, 3.0]
     """
-    parts = blockwise(
-        _weighted_sum, "spc", feature, "spc", pooled(align_weights(sum_weights, feature)), "s",
-        adjust_chunks={"s": (1,) * feature.numblocks[0]}, name="loss-gradient", dtype=np.float64,
-    )  # fmt: skip
-    total: da.Array = parts.sum(axis=0)
+    every_sample = np.zeros(len(feature), np.int8)
+    total: da.Array = group_sum(feature, sum_weights, every_sample, 1)[0]
     return total
-
-
-def _weighted_sum(phi: Block, g: Block) -> Block:
-    here = ~(failed_rows(phi) | np.isnan(g))
-    return np.asarray(g[here] @ phi[here, :, 0])[None, :, None]
-
-
-def pooled(weights: da.Array) -> da.Array:
-    """Return the mean over checkpoints of (sample, checkpoint) weights, (sample,) float64, lazy.
-
-    Examples
-    --------
-    >>> pooled(da.from_array(np.array([[0.5, 1.0]]), chunks=(1, 1))).compute().tolist()
-    [0.75]
-    """
-    if read := reader(weights):
-        read = functools.partial(_read_pooled, read, weights.shape[1])
-        return stored(read, weights.chunks[:1], np.float64, "pooled-" + tokenize(weights))
-    return blockwise(
-        mean_weight, "s", weights, "sc", concatenate=False, name="pooled", dtype=np.float64
-    )
-
-
-def _read_pooled(read: Read, n_checkpoints: int, key: Key) -> Block:
-    return mean_weight([read((*key, slice(i, i + 1))) for i in range(n_checkpoints)])
 
 
 def _reduced(feature: da.Array, weights: da.Array | None, sum_weights: da.Array | None) -> da.Array:
@@ -290,17 +259,83 @@ def _partial(features: Blocks, weights: Blocks | None, sum_weights: Blocks | Non
                 product *= 0.5
             total[:, :p] += product
             if g is not None:
-                known = np.where(np.isnan(g[chosen]), 0, g[chosen]).astype(dtype)
-                total[:, p] += xp.asarray(known) @ a
+                weights_of_rows = np.where(np.isnan(g[chosen]), 0, g[chosen]).astype(dtype)
+                total[:, p] += xp.asarray(weights_of_rows) @ a
     return asnumpy(total).reshape(1, *total.shape, 1)
 
 
-def require_finite(gram: Block, label: str) -> None:
-    """Check that a matrix is finite; the error names its checkpoint."""
-    if not all(np.isfinite(row).all() for row in gram):
+def mean_trace(gram: da.Array, n_sample: int, labels: Sequence[object]) -> da.Array:
+    """Return tr(K_c)/n, (checkpoint,) float64, lazy: the unit of relative damping.
+
+    Computing it raises a ValueError that names the checkpoint, if K is all 0.
+
+    Examples
+    --------
+    >>> mean_trace(da.ones((2, 2, 1), chunks=(2, 2, 1)), 4, ["c0"]).compute().tolist()
+    [0.5]
+    """
+    mean: da.Array = _traces(gram, labels)[0] / n_sample
+    return mean
+
+
+def closed_form(gram: da.Array, factor: float, labels: Sequence[object]) -> da.Array:
+    """Return the damping λ_c = factor · tr(K_c²) / tr(K_c).
+
+    tr(K²)/tr(K) is the mean of the eigenvalues of K, weighted by the eigenvalues themselves, so λ
+    scales with the gradients and the same factor is suitable for all checkpoints.
+
+    Parameters
+    ----------
+    gram
+        (proj_dim, proj_dim, checkpoint), float, chunks (p, p, 1), symmetric.
+    factor
+        At least 0.
+    labels
+        The checkpoints' names, for errors.
+
+    Returns
+    -------
+    (checkpoint,) float64, lazy, chunks of 1, in the units of ``gram``; not finite for a checkpoint
+    whose ``gram`` is not finite.
+
+    Raises
+    ------
+    ValueError
+        When computed, if ``gram`` is all 0, so that K + λI would be singular; the message names the
+        checkpoint.
+
+    Notes
+    -----
+    Cost: one pass over ``gram`` in float64, with 8 p bytes of additional memory.
+
+    Examples
+    --------
+    >>> k = da.ones((2, 2, 1), chunks=(2, 2, 1))
+    >>> closed_form(k, 0.5, ["c0"]).compute().tolist()
+    [1.0]
+    """
+    damping: da.Array = factor * _traces(gram, labels)[1]
+    return damping
+
+
+def _traces(gram: da.Array, labels: Sequence[object]) -> da.Array:
+    """Return tr(K) and tr(K²)/tr(K), (2, checkpoint)."""
+    return blockwise(
+        _traces_of_block, "tc", gram, "pqc", Labels(labels), "c",
+        new_axes={"t": 2}, concatenate=False, name="traces", dtype=np.float64,
+    )  # fmt: skip
+
+
+def _traces_of_block(gram: Blocks, label: str) -> Block:
+    (block,) = flat(gram)
+    trace = float(np.trace(block[:, :, 0], dtype=np.float64))
+    if not trace:  # K is a sum of squares, so all of K is 0, too
         raise ValueError(
-            f"expected a finite Gram matrix, got one that is not finite for checkpoint {label!r}: "
-            "its features have rows that are infinite or partly NaN (rows that are entirely NaN "
-            "were recorded as failed and are left out anyway); try leaving out the samples where "
-            "~np.isfinite(features.feature).all('proj_dim')"
+            f"expected a gram matrix with a positive trace, got 0 at checkpoint {label!r}, where "
+            "all features are 0 or failed, or all weights are 0 (estimator='soft' gives weight 0 "
+            "where out_to_loss is 0 or 1); try estimator='trak', and inspect features.feature and "
+            "features.out_to_loss"
         )
+    # Row by row, because a float64 copy of the whole matrix would double the task's memory.
+    square = sum(float(np.vdot(row, row)) for row in (r.astype(np.float64) for r in block))
+    return np.array([[trace], [square / trace]])

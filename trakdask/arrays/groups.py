@@ -1,4 +1,4 @@
-"""Sum the features of each group of samples."""
+"""Sum the features of groups of samples, and combine rows linearly."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 from scipy import sparse
 
-from trakdask.arrays import gram
 from trakdask.arrays.blocks import (
     SPLIT_EVERY,
     Block,
     Blocks,
+    Bounds,
     PackedRows,
     align_weights,
     block_starts,
@@ -28,6 +28,7 @@ from trakdask.arrays.blocks import (
     reader,
     tree_sum,
 )
+from trakdask.arrays.weights import pooled as pooled_weights
 
 
 def group_sum(
@@ -88,7 +89,7 @@ def group_sum(
         return empty
     g = None if weight is None else align_weights(weight, feature)
     if g is not None and pooled:
-        g = gram.pooled(g)
+        g = pooled_weights(g)
     inputs: list[tuple[Any, str]] = [(feature, "spc")]
     if g is not None:
         inputs.append((g, "sc"[: g.ndim]))
@@ -137,3 +138,44 @@ def _block_sums(block: Block, weight: Block | None, groups: Block, n_groups: int
     entries = (g[member].astype(x.dtype), (groups[member], member))
     sums = sparse.csr_array(entries, shape=(n_groups, len(x))) @ x
     return np.asarray(sums, np.float64)
+
+
+def combine_rows(data: da.Array, weights: sparse.csr_array) -> da.Array:
+    """Return Σ_i w_ki x_i for each row k of some weights.
+
+    Parameters
+    ----------
+    data
+        (sample, ...), float, in any chunks.
+    weights
+        (combination, sample), sparse. Where a weight is 0, the sample is not read into the sum,
+        whatever it holds.
+
+    Returns
+    -------
+    (combination, ...) in the dtype of ``data``, lazy, in one chunk along combinations.
+
+    Notes
+    -----
+    Exactness: products and sums in float64, blocks added in order, rounded once at the end.
+
+    Examples
+    --------
+    >>> x = da.from_array(np.array([[1.0, 2.0], [3.0, 5.0], [np.nan, 0.0]]), chunks=(2, 2))
+    >>> combine_rows(x, sparse.csr_array([[-1.0, 1.0, 0.0]])).compute().tolist()
+    [[2.0, 3.0]]
+    """
+    index = "sxyz"[: data.ndim]
+    parts = blockwise(
+        _combined, "sk" + index[1:], data, index, Bounds(data.chunks[0]), "s",
+        new_axes={"k": weights.shape[0]}, adjust_chunks={"s": (1,) * data.numblocks[0]},
+        name="combine-blocks", dtype=np.float64, weights=weights.tocsc(),
+    )  # fmt: skip
+    return tree_sum(parts, name="combine", dtype=data.dtype)
+
+
+def _combined(block: Block, bounds: tuple[int, int], *, weights: sparse.csc_array) -> Block:
+    """Return (1, combination, ...): the sums over the rows of one block."""
+    of_block = weights[:, slice(*bounds)]
+    sums = of_block @ block.reshape(len(block), -1).astype(np.float64)
+    return np.asarray(sums).reshape(1, weights.shape[0], *block.shape[1:])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import itertools
 from typing import Any
 
 import dask.array as da
@@ -102,7 +102,7 @@ def score(
     # concatenate=None passes lists of blocks, as False would. But dask fuses this layer with the
     # one that consumes its tiles (top_k) only if both are None.
     return blockwise(
-        _apart if not average else _averaged if pooled else _averaged_apart_weights,
+        functools.partial(_averaged, pooled=pooled) if average else _apart,
         "st" if average else "stc",
         *arrays,
         concatenate=None,
@@ -156,51 +156,42 @@ def _checked(feature: Block, norm: Block) -> Block:
     # Multiples of the golden ratio are spread evenly, and unlike every k-th row, they are not all
     # in the same half of rows that alternate.
     some = np.arange(n) if n <= _ROWS_COMPARED else (_MULTIPLES * n).astype(np.intp)
-    found, expected = row_norms(feature[some]), norm[some]
+    actual, expected = row_norms(feature[some]), norm[some]
     with np.errstate(invalid="ignore"):  # infinity less infinity
-        differs = np.abs(found - expected) > _HALF_PRECISION * expected
-    differs |= np.isnan(found) != np.isnan(expected)
+        differs = np.abs(actual - expected) > _HALF_PRECISION * expected
+    differs |= np.isnan(actual) != np.isnan(expected)
     if differs.any():
         row, column = np.argwhere(differs)[0]
         raise ValueError(
             "expected 'feature' as it was when 'gram' was reduced from it, got a row with "
-            f"‖φ‖² = {found[row, column]:.6g} where 'feature_norm' is "
+            f"‖φ‖² = {actual[row, column]:.6g} where 'feature_norm' is "
             f"{expected[row, column]:.6g}; try features.drop_vars(['gram', 'feature_norm'], "
             "errors='ignore'), which reduces a new gram matrix of the features as they are now"
         )
     return feature
 
 
-def _averaged(feature: Blocks, solved: Blocks, weight: Blocks | None = None) -> Block:
+def _averaged(
+    feature: Blocks, solved: Blocks, weight: Blocks | None = None, *, pooled: bool
+) -> Block:
     """Return one (rows, targets) tile from lists of blocks, one block per checkpoint."""
-    xp = array_module()
-    pairs = zip(flat(feature), flat(solved), strict=True)
-    total, count = _sum_in_place(_product(xp, x, w) for x, w in pairs)
-    if weight is None:
-        total /= total.dtype.type(count)
-    else:
-        total *= xp.asarray((mean_weight(weight) / count).astype(total.dtype)[:, None])
-    return asnumpy(total)
-
-
-def _averaged_apart_weights(feature: Blocks, solved: Blocks, weight: Blocks) -> Block:
-    """Return one (rows, targets) tile in which each checkpoint's product has its own weights."""
-    blocks = zip(flat(feature), flat(solved), flat(weight), strict=True)
-    total, count = _sum_in_place(_apart(*each)[:, :, 0] for each in blocks)
-    total /= total.dtype.type(count)
-    return asnumpy(total)
-
-
-def _sum_in_place(products: Iterable[Any]) -> tuple[Any, int]:
-    total, count = None, 0
-    for product in products:
+    xp, total, count = array_module(), None, 0
+    apart = itertools.repeat(None) if weight is None or pooled else flat(weight)
+    for x, w, g in zip(flat(feature), flat(solved), apart, strict=False):
+        product = _product(xp, x, w)
+        if g is not None:
+            product *= xp.asarray(g.astype(product.dtype))
         if total is None:
             total = product
         else:
             total += product
         count += 1
     assert total is not None
-    return total, count
+    if weight is None or not pooled:
+        total /= total.dtype.type(count)
+    else:
+        total *= xp.asarray((mean_weight(weight) / count).astype(total.dtype)[:, None])
+    return asnumpy(total)
 
 
 def _apart(feature: Blocks, solved: Blocks, weight: Blocks | None = None) -> Block:

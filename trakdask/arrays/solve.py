@@ -1,4 +1,7 @@
-"""Solve with K + λI: by its eigenvectors, or by Cholesky for a λ that is given without them.
+"""Solve with K + λI: by eigenvectors of K, or by Cholesky for a λ that is given without them.
+
+A gram matrix of n samples with n < p has rank n at most. Then only n eigenvectors are computed: all
+others have the eigenvalue 0, so that (K + λI)⁻¹ divides what is orthogonal to the n by λ.
 
 SciPy's LAPACK wrappers hold Python's global interpreter lock for the whole factorization. At large
 p that takes minutes, during which a Dask worker cannot answer its scheduler. NumPy's Cholesky
@@ -8,11 +11,12 @@ matrix products, in place, and LAPACK is called for small blocks only.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import dask.array as da
 import numpy as np
+import numpy.typing as npt
 from scipy.linalg import blas, lapack
 
 from trakdask.arrays.blocks import (
@@ -25,12 +29,244 @@ from trakdask.arrays.blocks import (
     product_dtype,
     read_in_task,
 )
-from trakdask.arrays.gram import require_finite
-from trakdask.arrays.spectrum import Inverse, Matrix, Spectrum
 
+Matrix = npt.NDArray[np.float64]
+
+#: SciPy holds Python's lock while it factorizes; a worker can do without it for a second or two.
+_MOST_FLOPS = 5e10
+#: Fewer eigenvectors than this share of p are made faster than all of them.
+_SMALL_SHARE = 0.75
+#: Smaller eigenvalues, as a share of the largest, are rounding of the float32 products in K; and
+#: eigenvectors that are computed from a factor of K are orthogonal to this precision at least.
+_LEAST = float(np.sqrt(np.finfo(np.float64).eps))
 #: Of the matrix, LAPACK factorizes blocks of this size only: 0.7 million operations, for which it
 #: holds the lock. From p of about 1000 on, nearly all others are those of NumPy's products.
 _BLOCK = 128
+
+
+class Inverse(NamedTuple):
+    """(K + λI)⁻¹ = V diag(along) Vᵀ + rest · I for some λ: ``along`` (component, λ), ``rest`` (λ).
+
+    What V spans is divided by s + λ. What is orthogonal to it has the eigenvalue 0 and is divided
+    by λ; with V Vᵀ as the projection on the span, x/λ - V (Vᵀ x)/λ + V diag(1/(s + λ)) Vᵀ x. So
+    ``along`` is 1/(s + λ) - 1/λ = -s/(λ (s + λ)), and ``rest`` is 1/λ. If V has all columns,
+    nothing is orthogonal to it, and λ may be 0: ``along`` is 1/(s + λ), and ``rest`` is 0.
+    """
+
+    along: Matrix
+    rest: Matrix
+    vectors: Matrix
+
+    def solve(self, rows: npt.NDArray[Any]) -> Matrix:
+        """Return (K + λI)⁻¹ of each row, for the first λ. A row that is NaN stays so, alone."""
+        with np.errstate(invalid="ignore"):
+            solved = ((rows @ self.vectors) * self.along[:, 0]) @ self.vectors.T
+            solved += rows * self.rest[0]
+        return np.asarray(solved)
+
+    def forms(self, rows: npt.NDArray[Any]) -> Matrix:
+        """Return φᵀ (K + λI)⁻¹ φ of each row, (row, λ)."""
+        vectors = self.vectors
+        if not self.rest.any():  # a sum of squares: products as exact as the features are enough
+            vectors = vectors.astype(rows.dtype, copy=False)
+        with np.errstate(invalid="ignore"):  # that of a failed sample is NaN
+            forms = np.square(rows @ vectors, dtype=np.float64) @ self.along
+            forms += np.outer(np.einsum("sp,sp->s", rows, rows, dtype=np.float64), self.rest)
+        return np.asarray(forms)
+
+
+class Spectrum(NamedTuple):
+    """K = V diag(s) Vᵀ of one checkpoint, with r = Σ_z mean_c[g] φ, NaN if unknown, and tr(K)/n.
+
+    V is (p, component); where it has fewer columns than rows, what it lacks has the eigenvalue 0.
+    """
+
+    values: Matrix
+    vectors: Matrix
+    loss_gradient: Matrix
+    mean: float
+    label: str
+
+    def inverse(self, damping: npt.ArrayLike) -> Inverse:
+        """Return (K + λI)⁻¹ for one or several λ."""
+        lam = np.atleast_1d(np.asarray(damping, np.float64))
+        s = self.values[:, None]
+        if len(self.vectors) == len(s):
+            return Inverse(1 / (s + lam), np.zeros_like(lam), self.vectors)
+        return Inverse(-s / (lam * (s + lam)), 1 / lam, self.vectors)
+
+
+def component_count(n_sample: int, proj_dim: int, dtype: np.dtype[np.floating]) -> int:
+    """Return how many eigenvectors to make of the gram matrix of some features: n, or all p.
+
+    All p if the features are float64, because the n are less precise.
+
+    Examples
+    --------
+    >>> [component_count(n, 2048, np.dtype("float32")) for n in (1200, 10_000)]
+    [1200, 2048]
+    """
+    is_small = n_sample <= _SMALL_SHARE * proj_dim and proj_dim * n_sample**2 <= _MOST_FLOPS
+    return n_sample if is_small and dtype.itemsize < 8 else proj_dim
+
+
+def decompose(matrix: Matrix, n_component: int) -> tuple[Matrix, Matrix]:
+    """Return eigenvalues, ascending, at least 0, and eigenvectors of a gram matrix.
+
+    Parameters
+    ----------
+    matrix
+        K, (p, p) float64, symmetric.
+    n_component
+        p, or a number that the rank of K does not exceed.
+
+    Returns
+    -------
+    (component,) and (p, component). If there are less than p, eigenvectors of eigenvalue 0 are 0.
+
+    Notes
+    -----
+    Cost: 9 p³ flops for all components. For n of them, with K = L Lᵀ by a pivoted Cholesky
+    factorization and Lᵀ L = U diag(s) Uᵀ, V = L U diag(s)^-½: about 4 p n² + 9 n³. NumPy's routine
+    releases Python's lock; SciPy's drivers hold it and are no faster.
+
+    Examples
+    --------
+    >>> values, vectors = decompose(np.full((3, 3), 2.0), 1)
+    >>> values.round(12).tolist(), (vectors * values @ vectors.T).round(12)[0].tolist()
+    ([6.0], [2.0, 2.0, 2.0])
+    """
+    if n_component >= len(matrix):
+        values, vectors = np.linalg.eigh(matrix)
+        return np.maximum(values, 0), vectors
+    # For an eigenvector u of Lᵀ L, K (L u) = L (Lᵀ L u) = s L u, and |L u|² = uᵀ Lᵀ L u = s: so L u
+    # divided by √s is one of K, of the same eigenvalue. What is left of K has the eigenvalue 0.
+    lower, pivots = _pivoted_factor(matrix, n_component)
+    values, factors = np.linalg.eigh(lower.T @ lower)
+    is_kept = values > _LEAST * values.max(initial=0)
+    values = np.where(is_kept, values, 0)
+    scale = np.where(is_kept, 1 / np.sqrt(np.where(is_kept, values, 1)), 0)
+    vectors = np.empty(lower.shape)
+    vectors[pivots] = lower @ (factors * scale)
+    return values, vectors
+
+
+def _pivoted_factor(matrix: Matrix, rank: int) -> tuple[Matrix, npt.NDArray[np.intp]]:
+    """Return L (p, rank) and pivots with K[pivots][:, pivots] = L Lᵀ.
+
+    Columns beyond K's own rank are 0.
+    """
+    whole, pivots, rank_of_matrix, _ = lapack.dpstrf(matrix.T, lower=1)
+    lower = whole[:, :rank]
+    lower[:rank] = np.tril(lower[:rank])  # above the diagonal are numbers of K
+    lower[:, rank_of_matrix:] = 0
+    return lower, pivots - 1
+
+
+def eigenvectors(
+    gram: da.Array, labels: Sequence[object], n_component: int | None = None
+) -> tuple[da.Array, da.Array]:
+    """Decompose the Gram matrix of every checkpoint, once for all λ.
+
+    Parameters
+    ----------
+    gram
+        K, (proj_dim, proj_dim, checkpoint), float, chunks (p, p, 1), symmetric.
+    labels
+        The checkpoints' names, for errors.
+    n_component
+        Of :func:`component_count`; None for p.
+
+    Returns
+    -------
+    Eigenvalues (component, checkpoint), ascending, and eigenvectors (proj_dim, component,
+    checkpoint), float64, lazy, one chunk per checkpoint.
+
+    Raises
+    ------
+    ValueError
+        When computed, if ``gram`` is not finite; names the checkpoint.
+
+    Notes
+    -----
+    Cost: that of :func:`decompose`, and 32 p² bytes in a task whose result has 8 p² bytes.
+    Eigenvalues that rounding made negative count as 0.
+
+    Examples
+    --------
+    >>> values, vectors = eigenvectors(da.eye(2, chunks=2)[:, :, None], ["c0"])
+    >>> values.compute()[:, 0].tolist(), vectors.shape
+    ([1.0, 1.0], (2, 2, 1))
+    """
+    p = gram.shape[0]
+    axes = {"p": p, "k": n_component or p}
+    factors = blockwise(
+        _factors, "c", gram, "pqc", Labels(labels), "c",
+        concatenate=False, name="decomposition", dtype=object, n_component=axes["k"],
+    )  # fmt: skip
+    values = blockwise(
+        _values, "kc", factors, "c", new_axes={"k": axes["k"]}, name="eigenvalues", dtype="f8"
+    )
+    return values, blockwise(
+        _vectors, "pkc", factors, "c", new_axes=axes, name="eigenvectors", dtype="f8"
+    )
+
+
+def _factors(gram: Blocks, label: str, *, n_component: int) -> tuple[Matrix, Matrix]:
+    (block,) = flat(gram)
+    _require_finite(block, label)
+    return decompose(block[:, :, 0].astype(np.float64, copy=False), n_component)
+
+
+def _values(factors: tuple[Matrix, Matrix]) -> Block:
+    return factors[0][:, None]
+
+
+def _vectors(factors: tuple[Matrix, Matrix]) -> Block:
+    return factors[1][:, :, None]
+
+
+def spectrum(
+    values: da.Array,
+    vectors: da.Array,
+    loss_gradient: da.Array | None,
+    n_sample: int,
+    labels: Sequence[object],
+) -> da.Array:
+    """Put what is known of the Gram matrix of every checkpoint into one object.
+
+    Parameters
+    ----------
+    values, vectors
+        Of :func:`eigenvectors`.
+    loss_gradient
+        r_c = Σ_z mean_c[ g_c(z) ] φ_c(z), (proj_dim, checkpoint), chunks (p, 1). Without it the
+        result is for :func:`inverse` only.
+    n_sample
+        Samples that the matrix is a sum over.
+    labels
+        The checkpoints' names, for errors.
+
+    Returns
+    -------
+    (checkpoint,) lazy, one :class:`Spectrum` per chunk, for :func:`inverse` and
+    :mod:`trakdask.arrays.damping`.
+    """
+    gradient = (None, None) if loss_gradient is None else (loss_gradient, "pc")
+    return blockwise(
+        _spectrum, "c", values, "kc", vectors, "pkc", *gradient, Labels(labels), "c",
+        concatenate=False, name="spectrum", dtype=object, n_sample=n_sample,
+    )  # fmt: skip
+
+
+def _spectrum(
+    values: Blocks, vectors: Blocks, loss_gradient: Blocks | None, label: str, *, n_sample: int
+) -> Spectrum:
+    (s,), (v,) = flat(values), flat(vectors)
+    r = np.full((len(v), 1), np.nan)
+    if loss_gradient is not None:
+        (r,) = flat(loss_gradient)
+    return Spectrum(s[:, 0], v[:, :, 0], r[:, 0], float(s.sum()) / n_sample, label)
 
 
 def inverse(spectrum: da.Array, damping: da.Array) -> da.Array:
@@ -39,13 +275,13 @@ def inverse(spectrum: da.Array, damping: da.Array) -> da.Array:
     Parameters
     ----------
     spectrum
-        Of :func:`trakdask.arrays.spectrum.spectrum`.
+        Of :func:`spectrum`.
     damping
         λ, (checkpoint,).
 
     Returns
     -------
-    (checkpoint,) lazy, one :class:`trakdask.arrays.spectrum.Inverse` per chunk.
+    (checkpoint,) lazy, one :class:`Inverse` per chunk.
 
     Raises
     ------
@@ -82,11 +318,11 @@ class Factor(NamedTuple):
         return solved
 
     def forms(self, rows: Block) -> Matrix:
-        """Return φᵀ (K + λI)⁻¹ φ of each row."""
-        return np.asarray(np.einsum("sp,sp->s", rows, self.solve(rows)))
+        """Return φᵀ (K + λI)⁻¹ φ of each row, (row, 1)."""
+        return np.asarray(np.einsum("sp,sp->s", rows, self.solve(rows)))[:, None]
 
 
-def cholesky(gram: da.Array, damping: da.Array, labels: Sequence[Hashable]) -> da.Array:
+def cholesky(gram: da.Array, damping: da.Array, labels: Sequence[object]) -> da.Array:
     """Factorize K_c + λ_c I, for :func:`solve`.
 
     Parameters
@@ -129,7 +365,7 @@ def cholesky(gram: da.Array, damping: da.Array, labels: Sequence[Hashable]) -> d
 
 def _cholesky(gram: Block, damping: Block, label: str) -> Factor:
     lam = float(damping[0])
-    require_finite(gram, label)
+    _require_finite(gram, label)
     if not (np.isfinite(lam) and lam >= 0):
         raise ValueError(
             f"expected damping as a finite number of at least 0, got {lam} for checkpoint "
@@ -141,6 +377,17 @@ def _cholesky(gram: Block, damping: Block, label: str) -> Factor:
         smallest = float(np.diagonal(gram).min())
         raise _not_definite(label, lam, f"smallest diagonal of K = {smallest:.3g}")
     return Factor(system)
+
+
+def _require_finite(gram: Block, label: str) -> None:
+    """Check that a matrix is finite; the error names its checkpoint."""
+    if not all(np.isfinite(row).all() for row in gram):
+        raise ValueError(
+            f"expected a finite Gram matrix, got one that is not finite for checkpoint {label!r}: "
+            "its features have rows that are infinite or partly NaN (rows that are entirely NaN "
+            "were recorded as failed and are left out anyway); try leaving out the samples where "
+            "~np.isfinite(features.feature).all('proj_dim')"
+        )
 
 
 def _not_definite(label: str, damping: float, about: str) -> np.linalg.LinAlgError:
@@ -306,4 +553,4 @@ def leverage(inverse: da.Array, feature: da.Array) -> da.Array:
 
 
 def _leverage_block(feature: Blocks, inverse: Inverse | Factor) -> Block:
-    return np.concatenate([inverse.forms(phi[:, :, 0]) for phi in flat(feature)])[:, None]
+    return np.concatenate([inverse.forms(phi[:, :, 0]) for phi in flat(feature)])

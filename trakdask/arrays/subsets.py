@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import dask.array as da
 import numpy as np
-from dask.base import tokenize
 from numpy.typing import NDArray
+
+from trakdask.arrays.blocks import blockwise
 
 _BYTES_PER_BLOCK = 2**24
 Mask = NDArray[np.bool_]
@@ -41,15 +42,19 @@ def random_subsets(
     >>> random_subsets(6, 3, 2, seed=0).compute().sum(axis=1).tolist()
     [2, 2, 2]
     """
-    row = functools.partial(_random_row, n, size, seed, groups)
-    return _rows(row, n_subsets, n, name="subsets-" + tokenize(n, n_subsets, size, seed, groups))
+    numbers = da.arange(n_subsets, chunks=max(1, _BYTES_PER_BLOCK // max(n, 1)))
+    masks = functools.partial(_random_masks, n=n, size=size, seed=seed, groups=groups)
+    return blockwise(masks, "sn", numbers, "s", new_axes={"n": n}, name="subsets", dtype=bool)
 
 
-def _random_row(n: int, size: int, seed: int, groups: NDArray[np.int64] | None, index: int) -> Mask:
+def _random_masks(
+    numbers: NDArray[np.int64], *, n: int, size: int, seed: int, groups: NDArray[np.int64] | None
+) -> Mask:
     n_drawn = n if groups is None else int(groups.max()) + 1
-    drawn = np.zeros(n_drawn, bool)
-    drawn[np.random.default_rng([seed, index]).permutation(n_drawn)[:size]] = True
-    return drawn if groups is None else drawn[groups]
+    drawn = np.zeros((len(numbers), n_drawn), bool)
+    for mask, number in zip(drawn, numbers.tolist(), strict=True):
+        mask[np.random.default_rng([seed, number]).permutation(n_drawn)[:size]] = True
+    return drawn if groups is None else drawn[:, groups]
 
 
 def leave_out_each(n: int, positions: NDArray[np.int64]) -> da.Array:
@@ -60,31 +65,8 @@ def leave_out_each(n: int, positions: NDArray[np.int64]) -> da.Array:
     >>> leave_out_each(3, np.array([2, 0])).compute().tolist()
     [[True, True, False], [False, True, True]]
     """
-    row = functools.partial(_all_but, n, positions)
-    return _rows(row, len(positions), n, name="leave-out-" + tokenize(n, positions))
-
-
-def _all_but(n: int, positions: NDArray[np.int64], index: int) -> Mask:
-    mask = np.ones(n, bool)
-    mask[positions[index]] = False
-    return mask
-
-
-def _rows(row: Callable[[int], Mask], n_rows: int, n: int, *, name: str) -> da.Array:
-    size = max(1, _BYTES_PER_BLOCK // max(n, 1))
-    masks: da.Array = da.map_blocks(
-        functools.partial(_row_block, row, n_rows, size),
-        chunks=da.core.normalize_chunks((size, -1), shape=(n_rows, n)),
-        name=name, dtype=bool, meta=np.empty((0, 0), bool),
-    )  # fmt: skip
-    return masks
-
-
-def _row_block(
-    row: Callable[[int], Mask], n_rows: int, size: int, block_id: tuple[int, ...]
-) -> Mask:
-    first = block_id[0] * size
-    return np.stack([row(index) for index in range(first, min(first + size, n_rows))])
+    chunks = (max(1, _BYTES_PER_BLOCK // max(n, 1)), 1)
+    return without_first(da.from_array(positions[:, None], chunks=chunks), [1], n)
 
 
 def without_first(ranked: da.Array, counts: Sequence[int], n: int) -> da.Array:
@@ -109,17 +91,14 @@ def without_first(ranked: da.Array, counts: Sequence[int], n: int) -> da.Array:
     >>> without_first(ranked, [1, 2], 3).compute().tolist()
     [[True, True, False], [False, True, False]]
     """
-    ranked = ranked.rechunk({1: -1})
-    masks: da.Array = da.map_blocks(
-        _without_first, ranked, tuple(counts), n,
-        chunks=(tuple(len(counts) * size for size in ranked.chunks[0]), (n,)),
-        name="without-first-" + tokenize(ranked.name, counts, n),
-        dtype=bool, meta=np.empty((0, 0), bool),
+    sizes = tuple(len(counts) * size for size in ranked.chunks[0])
+    return blockwise(
+        _without_first, "sn", ranked, "sr", new_axes={"n": n}, adjust_chunks={"s": sizes},
+        concatenate=True, name="without-first", dtype=bool, counts=tuple(counts), n=n,
     )  # fmt: skip
-    return masks
 
 
-def _without_first(ranked: NDArray[np.int64], counts: tuple[int, ...], n: int) -> Mask:
+def _without_first(ranked: NDArray[np.int64], *, counts: tuple[int, ...], n: int) -> Mask:
     masks = np.ones((len(ranked), len(counts), n), bool)
     for of_ranking, positions in zip(masks, ranked, strict=True):
         for mask, k in zip(of_ranking, counts, strict=True):

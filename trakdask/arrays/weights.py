@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import dask.array as da
 import numpy as np
@@ -12,14 +11,17 @@ from dask.base import tokenize
 from trakdask.arrays.blocks import (
     Block,
     Blocks,
+    Key,
+    Read,
     blockwise,
     coarse_groups,
     flat,
     map_stored,
     mean_weight,
     read_in_task,
+    reader,
+    stored,
 )
-from trakdask.arrays.gram import pooled
 
 #: Tolerance for values of 1 - p that rounding puts outside [0, 1].
 _ROUNDING = 1e-6
@@ -51,28 +53,14 @@ def logit_variance(out_to_loss: da.Array) -> da.Array:
     >>> logit_variance(da.from_array(np.array([[0.5], [1 / (1 + np.e**2)]]))).compute().tolist()
     [1.0]
     """
-    moments = blockwise(
-        _moments, "scm", out_to_loss, "sc",
-        new_axes={"m": 3}, adjust_chunks={"s": (1,) * out_to_loss.numblocks[0]},
-        name="logit-moments", dtype=np.float64,
-    )  # fmt: skip
-    return blockwise(
-        _variance, "c", moments.sum(axis=0), "cm",
-        concatenate=True, name="logit-variance", dtype=np.float64,
-    )  # fmt: skip
+    logit = blockwise(_logit, "sc", out_to_loss, "sc", name="logit", dtype=np.float64)
+    variance: da.Array = da.nanvar(logit, axis=0)
+    return variance
 
 
-def _moments(q: Block) -> Block:
-    """Return the number, sum and sum of squares of margins of a block, (1, checkpoint, 3)."""
+def _logit(q: Block) -> Block:
     q = np.clip(q.astype(np.float64), _SMALLEST, _LARGEST)
-    logit = np.log1p(-q) - np.log(q)
-    sums = [(~np.isnan(logit)).sum(axis=0), np.nansum(logit, axis=0), np.nansum(logit**2, axis=0)]
-    return np.stack(sums, axis=-1)[None]
-
-
-def _variance(moments: Block) -> Block:
-    n = np.maximum(moments[:, 0], 1)
-    return np.maximum(moments[:, 2] / n - (moments[:, 1] / n) ** 2, 0)
+    return np.asarray(np.log1p(-q) - np.log(q))
 
 
 def adaptive_power(out_to_loss: da.Array) -> da.Array:
@@ -83,18 +71,13 @@ def adaptive_power(out_to_loss: da.Array) -> da.Array:
     >>> adaptive_power(da.from_array(np.array([[0.1], [0.2], [0.3]]))).compute().item()
     1.0
     """
-    variance = logit_variance(out_to_loss)
     return blockwise(
-        _power_of_block, "", variance, "c",
+        power_of, "", logit_variance(out_to_loss), "c",
         concatenate=True, name="adaptive-power", dtype=np.float64,
     )  # fmt: skip
 
 
-def _power_of_block(variance: Block) -> Block:
-    return np.array(power_of(variance))
-
-
-def power_of(variance: Block) -> float:
+def power_of(variance: Block) -> np.float64:
     """Return the power for margins that vary so much at each checkpoint: from 1 down to ½.
 
     Where a model is about equally sure of all samples, Q is what they weigh in its loss. Where it
@@ -103,11 +86,11 @@ def power_of(variance: Block) -> float:
 
     Examples
     --------
-    >>> [round(power_of(np.array([deviation**2])), 3) for deviation in (0.5, 1.1, 3.0)]
+    >>> [float(round(power_of(np.array([deviation**2])), 3)) for deviation in (0.5, 1.1, 3.0)]
     [1.0, 0.75, 0.5]
     """
-    deviation = float(np.sqrt(variance.mean()))
-    return float(np.interp(deviation, (_EQUALLY_SURE, _UNEQUALLY_SURE), (1.0, 0.5)))
+    deviation = np.sqrt(variance.mean())
+    return np.float64(np.interp(deviation, (_EQUALLY_SURE, _UNEQUALLY_SURE), (1.0, 0.5)))
 
 
 def soft_loss_weights(out_to_loss: da.Array, power: float | da.Array) -> da.Array:
@@ -140,7 +123,9 @@ def soft_loss_weights(out_to_loss: da.Array, power: float | da.Array) -> da.Arra
             _loss_weights, "sc", out_to_loss, "sc", power, "",
             name="soft-loss-weights", dtype=np.float64,
         )  # fmt: skip
-    return _elementwise(_loss_weights, out_to_loss, power)
+    weights = functools.partial(_loss_weights, power=power)
+    name = "soft-loss-weights-" + tokenize(out_to_loss, power)
+    return map_stored(weights, out_to_loss, dtype=np.float64, name=name)
 
 
 def soft_gram_weights(out_to_loss: da.Array, power: float) -> da.Array:
@@ -153,13 +138,8 @@ def soft_gram_weights(out_to_loss: da.Array, power: float) -> da.Array:
     >>> soft_gram_weights(da.from_array(np.array([[0.25, 1.0]])), 0.5).compute().tolist()
     [[0.375, 0.0]]
     """
-    return _elementwise(gram_weights, out_to_loss, power)
-
-
-def _elementwise(function: Callable[..., Block], out_to_loss: da.Array, power: float) -> da.Array:
-    title = function.__name__.strip("_").replace("_", "-")
-    name = f"soft-{title}-{tokenize(out_to_loss, float(power))}"
-    weights = functools.partial(function, power=float(power))
+    weights = functools.partial(gram_weights, power=power)
+    name = "soft-gram-weights-" + tokenize(out_to_loss, power)
     return map_stored(weights, out_to_loss, dtype=np.float64, name=name)
 
 
@@ -182,6 +162,26 @@ def _probability(q: Block) -> Block:
             "damping='closed_form' or a number"
         )
     return np.clip(q.astype(np.float64), 0, 1)
+
+
+def pooled(weights: da.Array) -> da.Array:
+    """Return the mean over checkpoints of (sample, checkpoint) weights, (sample,) float64, lazy.
+
+    Examples
+    --------
+    >>> pooled(da.from_array(np.array([[0.5, 1.0]]), chunks=(1, 1))).compute().tolist()
+    [0.75]
+    """
+    if read := reader(weights):
+        read = functools.partial(_read_pooled, read, weights.shape[1])
+        return stored(read, weights.chunks[:1], np.float64, "pooled-" + tokenize(weights))
+    return blockwise(
+        mean_weight, "s", weights, "sc", concatenate=False, name="pooled", dtype=np.float64
+    )
+
+
+def _read_pooled(read: Read, n_checkpoints: int, key: Key) -> Block:
+    return mean_weight([read((*key, slice(i, i + 1))) for i in range(n_checkpoints)])
 
 
 def squared_norm(feature: da.Array) -> da.Array:
@@ -223,12 +223,12 @@ def row_norms(feature: Block) -> Block:
     return norms
 
 
-def own_influence(own: da.Array, weight: da.Array, *, average: bool) -> da.Array:
-    """Return own_c(z) · mean_c[g_c(z)]², lazy, in the chunks of ``own``.
+def self_influence(forms: da.Array, weight: da.Array, *, average: bool) -> da.Array:
+    """Return form_c(z) · mean_c[g_c(z)]², lazy, in the chunks of ``forms``.
 
     Parameters
     ----------
-    own
+    forms
         (sample, checkpoint), of :func:`trakdask.arrays.solve.leverage`, or :func:`squared_norm`.
     weight
         g, (sample, checkpoint), chunks (rows, 1).
@@ -237,44 +237,26 @@ def own_influence(own: da.Array, weight: da.Array, *, average: bool) -> da.Array
 
     Examples
     --------
-    >>> own = da.from_array(np.array([[1.0, 3.0]]), chunks=(1, 1))
+    >>> forms = da.from_array(np.array([[1.0, 3.0]]), chunks=(1, 1))
     >>> weight = da.from_array(np.array([[0.5, 1.5]]), chunks=(1, 1))
-    >>> own_influence(3 * own, weight, average=True).compute().tolist()
+    >>> self_influence(3 * forms, weight, average=True).compute().tolist()
     [6.0]
-    >>> own_influence(3 * own, weight, average=False).compute().tolist()
+    >>> self_influence(3 * forms, weight, average=False).compute().tolist()
     [[3.0, 9.0]]
     """
     mean = pooled(weight)
     read = read_in_task(mean, groups=coarse_groups(mean.numblocks[0]))
-    if read is None or read[0].chunks != own.chunks[:1]:  # own is not of stored features
-        read = mean.rechunk({0: own.chunks[0]}, method="tasks"), "s"
+    if read is None or read[0].chunks != forms.chunks[:1]:  # forms are not of stored features
+        read = mean.rechunk({0: forms.chunks[0]}, method="tasks"), "s"
     return blockwise(
-        _mean_influence if average else _influence, "s" if average else "sc", own, "sc", *read,
-        concatenate=False, name="own-influence", dtype=np.float64,
+        _mean_influence if average else _influence, "s" if average else "sc", forms, "sc", *read,
+        concatenate=False, name="self-influence", dtype=np.float64,
     )  # fmt: skip
 
 
-def _mean_influence(own: Blocks, mean: Blocks) -> Block:
-    return np.asarray(mean_weight(own) * np.concatenate(list(flat(mean))) ** 2)
+def _mean_influence(forms: Blocks, mean: Blocks) -> Block:
+    return np.asarray(mean_weight(forms) * np.concatenate(list(flat(mean))) ** 2)
 
 
-def _influence(own: Block, mean: Blocks) -> Block:
-    return np.asarray(own * np.concatenate(list(flat(mean)))[:, None] ** 2)
-
-
-def inverse_norm(squared: da.Array) -> da.Array:
-    """Return 1/√x, lazy, NaN where x is 0.
-
-    Examples
-    --------
-    >>> inverse_norm(da.from_array(np.array([4.0, 0.0]))).compute().tolist()
-    [0.5, nan]
-    """
-    return map_stored(
-        _inverse_root, squared, dtype=np.float64, name="inverse-norm-" + tokenize(squared)
-    )
-
-
-def _inverse_root(x: Block) -> Block:
-    positive = x > 0
-    return np.where(positive, 1 / np.sqrt(np.where(positive, x, 1)), np.nan)
+def _influence(forms: Block, mean: Blocks) -> Block:
+    return np.asarray(forms * np.concatenate(list(flat(mean)))[:, None] ** 2)

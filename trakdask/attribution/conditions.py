@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -53,18 +53,19 @@ class Condition:
     text: str
 
     def __post_init__(self) -> None:
-        if not isinstance(self.text, str):
-            raise ValueError(f"expected the condition as text, got {self.text!r:.60}; {_EXAMPLE}")
         self._parsed()
 
     def __call__(self, tile: xr.Dataset) -> xr.DataArray:
         """Return for which samples and targets of a tile the condition is true."""
-        return _Evaluation(self.text, tile).mask(self._parsed())
+        mask = _Evaluation(self.text, tile).mask(self._parsed())
+        if not isinstance(mask, xr.DataArray) or mask.dtype != bool:
+            raise ValueError(f"expected comparisons of coords, got {self.text!r:.200}; {_EXAMPLE}")
+        return mask
 
     def _parsed(self) -> ast.expr:
         try:
             return ast.parse(self.text.strip(), mode="eval").body
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as err:
+        except (AttributeError, SyntaxError, ValueError, RecursionError, MemoryError) as err:
             raise ValueError(f"expected a condition, got {self.text!r:.200}; {_EXAMPLE}") from err
 
 
@@ -87,7 +88,7 @@ def selection(scores: xr.DataArray, text: str) -> xr.DataArray | Condition:
 
 
 def _with_positions(coords: xr.Dataset, sizes: Mapping[Any, int]) -> xr.Dataset:
-    """Return the coords with those that tiles have where there are no labels."""
+    """Return the coords of scores, with positions where samples or targets have no labels."""
     missing = [dim for dim in (SAMPLE, TARGET) if dim not in coords.coords]
     sizes = {**coords.sizes, **sizes}
     return coords.assign_coords({dim: np.arange(sizes.get(dim, 1)) for dim in missing})
@@ -98,8 +99,8 @@ class _Evaluation:
     text: str
     tile: xr.Dataset
 
-    def mask(self, node: ast.expr) -> xr.DataArray:
-        """Return the part of a condition that is true or false for each sample."""
+    def mask(self, node: ast.expr) -> Any:
+        """Return the value of a part of a condition, a mask if the condition is one."""
         match node:
             case ast.BoolOp(op=ast.And(), values=values):
                 return functools.reduce(operator.and_, map(self.mask, values))
@@ -110,11 +111,9 @@ class _Evaluation:
             case ast.Compare(left=left, ops=signs, comparators=others):
                 pairs = zip(signs, pairwise([left, *others]), strict=True)
                 return functools.reduce(operator.and_, (self._compared(s, *p) for s, p in pairs))
-            case ast.Name(id=name) if (value := self._coord(name)).dtype == bool:
-                return value
-        raise self._refused("comparisons of coords, joined by and, or and not", node)
+        return self._value(node)
 
-    def _compared(self, sign: ast.cmpop, left: ast.expr, right: ast.expr) -> xr.DataArray:
+    def _compared(self, sign: ast.cmpop, left: ast.expr, right: ast.expr) -> Any:
         match sign, right:
             case ast.NotIn(), _:
                 return ~self._compared(ast.In(), left, right)
@@ -125,12 +124,9 @@ class _Evaluation:
         if type(sign) not in _COMPARISONS:
             raise self._refused("one of == != < <= > >=, or in before a list such as [1, 2]", right)
         values = self._alike(left, right)
-        if not any(isinstance(value, xr.DataArray) for value in values):
-            raise self._refused("the name of a coord in each comparison", left)
         if isinstance(sign, (ast.Eq, ast.NotEq)):
             values = _coded(*values)
-        result: xr.DataArray = _COMPARISONS[type(sign)](*values)
-        return result
+        return _COMPARISONS[type(sign)](*values)
 
     def _contains(self, name: ast.Name, text: ast.expr) -> xr.DataArray:
         coord, part = self._coord(name.id), self._value(text)
@@ -139,15 +135,12 @@ class _Evaluation:
         texts = pd.Series(coord.values, dtype=object).astype(str)
         return coord.copy(data=texts.str.contains(part, regex=False).to_numpy(bool))
 
-    def _among(self, left: ast.expr, others: list[ast.expr]) -> xr.DataArray:
+    def _among(self, left: ast.expr, others: list[ast.expr]) -> Any:
         """Return where a coord is one of several values, or of the values of other coords."""
-        coords = [other for other in others if isinstance(other, ast.Name)]
-        masks = [self._compared(ast.Eq(), left, other) for other in coords]
-        pairs = [self._alike(left, other) for other in others if other not in coords]
-        if pairs:
-            if not isinstance(coord := pairs[0][0], xr.DataArray):
-                raise self._refused("the name of a coord before in", left)
-            masks.append(_isin(coord, [value for _, value in pairs]))
+        coords, values = zip(*(self._alike(left, other) for other in others), strict=True)
+        if _is_coord(coords[0]) and not any(map(_is_coord, values)):
+            return _isin(coords[0], values)
+        masks = (self._compared(ast.Eq(), left, other) for other in others)
         return functools.reduce(operator.or_, masks)
 
     def _alike(self, left: ast.expr, right: ast.expr) -> tuple[Any, Any]:
@@ -186,11 +179,11 @@ class _Evaluation:
         )
 
 
-def _isin(coord: xr.DataArray, values: list[Any]) -> xr.DataArray:
+def _isin(coord: xr.DataArray, values: Sequence[Any]) -> xr.DataArray:
     """Return where a coord is one of some values, as == has it: at once for all of them."""
     if _kind(coord) == "text":
         texts = pd.Series(coord.values, dtype=object)
-        return coord.copy(data=texts.isin(values).to_numpy(bool))
+        return coord.copy(data=texts.isin(list(values)).to_numpy(bool))
     if coord.dtype.kind in "iu":  # as floats, which they would become beside one, ids are mixed up
         info = np.iinfo(coord.dtype)
         values = [int(v) for v in values if v // 1 == v and info.min <= v <= info.max]
@@ -203,15 +196,19 @@ def _coded(left: Any, right: Any) -> tuple[Any, Any]:
 
     n + m texts are sorted, and n × m numbers compared.
     """
-    are_arrays = isinstance(left, xr.DataArray) and isinstance(right, xr.DataArray)
-    if not are_arrays or _kind(left) != "text" or left.dims == right.dims:
+    are_coords = _is_coord(left) and _is_coord(right)
+    if not are_coords or _kind(left) != "text" or left.dims == right.dims:
         return left, right
     texts = np.concatenate([left.values, right.values])
     codes = np.unique(texts, return_inverse=True)[1]
     return left.copy(data=codes[: left.size]), right.copy(data=codes[left.size :])
 
 
+def _is_coord(value: Any) -> bool:
+    return isinstance(value, xr.DataArray)
+
+
 def _kind(value: Any) -> str:
-    if isinstance(value, xr.DataArray):
+    if _is_coord(value):
         return _KINDS.get(value.dtype.kind, str(value.dtype))
     return "text" if isinstance(value, str) else "number"

@@ -14,7 +14,7 @@ from trakdask.attribution.estimators import (
     DEFAULT_POWER,
     Estimator,
     Power,
-    resolve_estimator,
+    gather_options,
 )
 from trakdask.featurization.job import DType
 from trakdask.featurization.lazy import Gradients, lazy_curvature, prepare
@@ -116,27 +116,19 @@ def curvature(
         on_error="raise",
         adds_up=True,
     )
-    weights = resolve_estimator(estimator, power, xr.Dataset(attrs=prepared.attrs)).weights
+    weights = gather_options(xr.Dataset(attrs=prepared.attrs), estimator, power).weights
     assert not isinstance(weights.power, da.Array)
     vectors, values = dask.compute(*lazy_curvature(prepared, weights.power))
-    shapes = prepared.job.model.shapes
-    columns = [values[:, i] for i in range(values.shape[1])]
-    scale = np.stack([scaling(each, shapes, damping) for each in columns], 1)
-    leading = [leading_coordinates(each, scale[:, i]) for i, each in enumerate(columns)]
-    data = {
-        "eigenvectors": vectors,
-        "eigenvalue": values,
-        "scale": scale,
-        "leading": np.stack(leading, 1),
-    }
+    scale = np.apply_along_axis(scaling, 0, values, prepared.job.model.shapes, damping)
+    leading = np.stack(list(map(leading_coordinates, values.T, scale.T)), 1)
+    pairs = zip(_VARIABLES.items(), (vectors, values, scale, leading), strict=True)
     names = ("task", "parameters", "checkpoints", "source", "trakdask_version")
     attrs: dict[str, Any] = {name: prepared.attrs[name] for name in names}
-    attrs |= {"damping": float(damping), "gram_weights": weights.gram}
     return xr.Dataset(
         {
-            name: ((dim, CHECKPOINT), data[name], {"description": description})
-            for name, (dim, description) in _VARIABLES.items()
+            name: ((dim, CHECKPOINT), data, {"description": text})
+            for (name, (dim, text)), data in pairs
         },
         coords={CHECKPOINT: prepared.coords[CHECKPOINT]},
-        attrs=attrs,
+        attrs=attrs | {"damping": float(damping), "gram_weights": weights.gram},
     )

@@ -16,7 +16,6 @@ from trakdask.html_tables import HtmlTable
 from trakdask.variables import CHECKPOINT, SAMPLE, aligned
 
 Estimator = Literal["auto", "trak", "soft", "relatif", "grad_dot", "grad_cos", "tracin"]
-AutomaticDamping = Literal["completeness", "trace", "closed_form"]
 DEFAULT_ESTIMATOR: Estimator = "auto"
 
 Power = float | Literal["auto"]
@@ -41,22 +40,25 @@ _QUADRATIC_TASKS = ("Regression",)
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of the gram matrix (h) and of the scores (g) as names, and where they come from.
+    """Weights of samples in the gram matrix (h) and in scores (g), by the power of soft ones.
 
-    The names are formulas in q = out_to_loss. They are recorded in the
-    ``attrs`` of stored matrices, which are used for the same name and no other. ``power`` is a of
-    soft weights, None for others. It is lazy where it depends on outputs that are not computed yet.
+    With q = out_to_loss and the power a, h = q^a (1 - q) and g = q^a; without a power, h = 1 and
+    g = q. The power is lazy where it depends on outputs that are not computed yet.
     """
 
-    gram: str = "1"
-    loss: str = "Q"
     power: float | da.Array | None = None
 
-    @classmethod
-    def soft(cls, power: float) -> Weights:
-        """Return soft weights of power a: h = q^a (1 - q), g = q^a."""
-        a = f"q^{float(power)!r}"
-        return cls(gram=f"{a} (1 - q)", loss=a, power=float(power))
+    @property
+    def gram(self) -> str:
+        """The formula of h, which the ``attrs`` of stored matrices record."""
+        return "1" if self.power is None else f"{self.loss} (1 - q)"
+
+    @property
+    def loss(self) -> str:
+        """The formula of g."""
+        if isinstance(self.power, da.Array):
+            return "q^b, b in [0.5, 1] by the spread of log((1 - q)/q)"
+        return "Q" if self.power is None else f"q^{self.power:g}"
 
     @property
     def sums(self) -> tuple[str, ...]:
@@ -88,93 +90,6 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class ResolvedEstimator:
-    """An estimator with everything that follows from its name, its power and the features.
-
-    Parameters
-    ----------
-    name
-        The estimator; never ``"auto"``.
-    weights
-        The weights of its gram matrix and of its scores.
-    choosing
-        The weights under which outputs choose λ: its own, or soft ones of power ½.
-    damping
-        The rule that ``damping="auto"`` stands for.
-    is_adaptive
-        Whether the outputs of training samples choose the power of its weights in scores.
-    has_gram
-        Whether its scores are products with the inverse of a gram matrix.
-    """
-
-    name: Estimator
-    weights: Weights
-    choosing: Weights
-    damping: AutomaticDamping
-    is_adaptive: bool
-    has_gram: bool
-
-
-def resolve_estimator(
-    estimator: Estimator,
-    power: Power,
-    features: xr.Dataset,
-    *,
-    allowed: tuple[str, ...] = get_args(Estimator),
-) -> ResolvedEstimator:
-    """Resolve an estimator for the task that the features were made with.
-
-    ``"auto"`` is ``"soft"`` where that was measured to be the best, and ``"trak"`` for other tasks.
-
-    Raises
-    ------
-    ValueError
-        If the estimator is not one of those allowed; if its ``power`` is not in [0, 1], or not 1
-        for a quadratic loss.
-    """
-    if not isinstance(estimator, str) or estimator not in allowed:
-        raise ValueError(
-            f"expected estimator as one of {list(allowed)}, got {estimator!r}; "
-            f"try estimator={DEFAULT_ESTIMATOR!r}"
-        )
-    task = str(features.attrs.get("task", "")).partition("(")[0]
-    was_measured = task in _MEASURED_TASKS
-    if estimator == "auto":
-        estimator = "soft" if was_measured else "trak"
-    is_quadratic = task in _QUADRATIC_TASKS
-    is_automatic = isinstance(power, str) and power == "auto"
-    weights = Weights()
-    if estimator == "soft":
-        if not is_automatic:
-            _require_power(power, features.attrs["task"] if is_quadratic else None)
-        if not is_quadratic:
-            weights = Weights.soft(GRAM_POWER if is_automatic else float(power))
-    choosing = weights if is_quadratic else Weights.soft(GRAM_POWER)
-    by_outputs = estimator == "soft" or was_measured
-    without_outputs: AutomaticDamping = "trace" if task in _TRACE_TASKS else "closed_form"
-    return ResolvedEstimator(
-        name=estimator,
-        weights=weights,
-        choosing=choosing,
-        damping="completeness" if by_outputs else without_outputs,
-        is_adaptive=is_automatic and weights.power is not None,
-        has_gram=estimator not in _WITHOUT_GRAM,
-    )
-
-
-def _require_power(power: Any, quadratic_task: object) -> None:
-    if not _is_positive(power) or power > 1:
-        raise ValueError(
-            f"expected power='auto' or a number in [0, 1], got {power!r}; try power='auto'"
-        )
-    if quadratic_task is not None and power != 1:
-        raise ValueError(
-            f"expected power=1 for the task {quadratic_task}, whose loss is a squared error, got "
-            f"power={power}; try power=1, or estimator='trak', which gives the same scores"
-        )
-
-
-@dataclass(frozen=True)
 class Absolute(HtmlTable):
     """A damping λ in the units of the gram matrix, the same for all checkpoints.
 
@@ -202,24 +117,44 @@ LearningRates = Mapping[str, float] | xr.DataArray
 
 @dataclass(frozen=True)
 class Options:
-    """The options that :func:`score`, :func:`group_score` and others share, checked.
+    """The options that :func:`score`, :func:`group_score` and others share, checked and resolved.
 
-    ``damping`` is as given, but a Dataset is replaced by its λ, in the order of the checkpoints.
-    ``rule`` is what chooses λ, with ``"auto"`` resolved; None if λ is a number, or given.
-    ``learning_rates`` has a rate for each checkpoint, for ``"tracin"`` only.
+    Parameters
+    ----------
+    estimator
+        Its name; never ``"auto"``.
+    weights
+        The weights of its gram matrix and of its scores.
+    choosing
+        The weights under which outputs choose λ: those of the estimator, or soft ones of power ½.
+    is_adaptive
+        Whether the outputs of training samples choose the power of its weights in scores.
+    damping
+        As it was passed, but a Dataset is replaced by its λ, in the order of the checkpoints.
+    rule
+        What chooses λ, with ``"auto"`` resolved; None if λ is a number, or was passed.
+    calibrate
+        Features of held-out samples whose outputs choose λ.
+    gram_weights
+        h (sample, checkpoint) in place of that of the estimator.
+    learning_rates
+        A rate for each checkpoint, for ``"tracin"`` only.
     """
 
-    estimator: ResolvedEstimator
+    estimator: Estimator
+    weights: Weights
+    choosing: Weights
+    is_adaptive: bool
     damping: str | float | Absolute | xr.DataArray
     rule: str | None
-    calibrate: xr.Dataset | None
-    weights: xr.DataArray | None
-    learning_rates: np.ndarray | None
+    calibrate: xr.Dataset | None = None
+    gram_weights: da.Array | None = None
+    learning_rates: np.ndarray | None = None
 
     @property
-    def is_damped_by_outputs(self) -> bool:
-        """Whether λ is chosen by the outputs of the model."""
-        return self.rule == "completeness"
+    def has_gram(self) -> bool:
+        """Whether scores are products with the inverse of a gram matrix."""
+        return self.estimator not in _WITHOUT_GRAM
 
 
 def gather_options(
@@ -233,7 +168,10 @@ def gather_options(
     *,
     allowed: tuple[str, ...] = get_args(Estimator),
 ) -> Options:
-    """Resolve the estimator for the features, and check that the other options go with it.
+    """Resolve options for the task that the features were made with, and check them.
+
+    The estimator ``"auto"`` is ``"soft"`` where that was measured to be the best, else ``"trak"``.
+    Weights of samples need chunked features.
 
     Raises
     ------
@@ -241,30 +179,68 @@ def gather_options(
         If the estimator is not one of those allowed, if an option is out of range, or has no effect
         with this estimator and damping.
     """
-    resolved = resolve_estimator(estimator, power, features, allowed=allowed)
-    asked = damping if isinstance(damping, str) else None
-    rule = resolved.damping if asked == "auto" else asked
+    if not isinstance(estimator, str) or estimator not in allowed:
+        raise ValueError(
+            f"expected estimator as one of {list(allowed)}, got {estimator!r}; "
+            f"try estimator={DEFAULT_ESTIMATOR!r}"
+        )
+    task = str(features.attrs.get("task", "")).partition("(")[0]
+    was_measured = task in _MEASURED_TASKS
+    quadratic_task = features.attrs["task"] if task in _QUADRATIC_TASKS else None
+    if estimator == "auto":
+        estimator = "soft" if was_measured else "trak"
+    rule: str | None = damping if isinstance(damping, str) else None
+    if rule == "auto":
+        without_outputs = "trace" if task in _TRACE_TASKS else "closed_form"
+        rule = "completeness" if estimator == "soft" or was_measured else without_outputs
+    _require_effects(estimator, damping, rule, calibrate, weights, learning_rates)
+    return Options(
+        estimator=estimator,
+        weights=Weights(_soft_power(power, quadratic_task) if estimator == "soft" else None),
+        choosing=Weights(GRAM_POWER if quadratic_task is None else None),
+        damping=_checked_damping(features, damping),
+        is_adaptive=estimator == "soft" and power == "auto" and quadratic_task is None,
+        rule=rule,
+        calibrate=calibrate,
+        gram_weights=None if weights is None else gram_weights(features, weights),
+        learning_rates=_rates(features, learning_rates) if estimator == "tracin" else None,
+    )
+
+
+def _require_effects(
+    estimator: Estimator, damping: Any, rule: str | None, calibrate: Any, weights: Any, rates: Any
+) -> None:
+    """Reject options that have no effect with an estimator and a rule for λ."""
+    has_gram = estimator not in _WITHOUT_GRAM
     has_effect = {
-        "damping": resolved.has_gram or asked == "auto",
-        "weights": resolved.has_gram or weights is None,
-        "calibrate": (resolved.has_gram and rule == "completeness") or calibrate is None,
-        "learning_rates": resolved.name == "tracin" or learning_rates is None,
+        "damping": has_gram or (isinstance(damping, str) and damping == "auto"),
+        "weights": has_gram or weights is None,
+        "calibrate": (has_gram and rule == "completeness") or calibrate is None,
+        "learning_rates": estimator == "tracin" or rates is None,
     }
     if not all(has_effect.values()):
         useless = ", ".join(name for name, is_used in has_effect.items() if not is_used)
         raise ValueError(
-            f"expected only options that have an effect with estimator={resolved.name!r} and "
+            f"expected only options that have an effect with estimator={estimator!r} and "
             f"damping={shown(damping)}, got {useless}; try leaving them out, or "
             "damping='completeness' with calibrate, or estimator='tracin' with learning_rates"
         )
-    return Options(
-        estimator=resolved,
-        damping=_checked_damping(features, damping),
-        rule=rule,
-        calibrate=calibrate,
-        weights=weights,
-        learning_rates=_rates(features, learning_rates) if resolved.name == "tracin" else None,
-    )
+
+
+def _soft_power(power: Any, quadratic_task: str | None) -> float | None:
+    """Return a of the gram matrix, None for a squared error, whose weights are those of "trak"."""
+    if isinstance(power, str) and power == "auto":
+        return GRAM_POWER if quadratic_task is None else None
+    if not _is_positive(power) or power > 1:
+        raise ValueError(
+            f"expected power='auto' or a number in [0, 1], got {power!r}; try power='auto'"
+        )
+    if quadratic_task is not None and power != 1:
+        raise ValueError(
+            f"expected power=1 for the task {quadratic_task}, whose loss is a squared error, got "
+            f"power={power}; try power=1, or estimator='trak', which gives the same scores"
+        )
+    return float(power) if quadratic_task is None else None
 
 
 def _checked_damping(features: xr.Dataset, damping: Any) -> Any:
@@ -311,3 +287,30 @@ def _is_positive(value: Any) -> bool:
     """Return whether a value is a finite number of at least 0."""
     is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
     return bool(is_number and 0 <= value < np.inf)
+
+
+def gram_weights(features: xr.Dataset, weights: xr.DataArray) -> da.Array:
+    """Return weights that were passed, (sample, checkpoint), in the chunks of the features.
+
+    By their labels where both sides have them: see :func:`trakdask.variables.aligned`.
+    """
+    shape = {dim: features.sizes[dim] for dim in (SAMPLE, CHECKPOINT)}
+    if isinstance(weights, xr.DataArray) and set(weights.dims) <= set(shape):
+        weights = aligned(weights, features, what="weights")
+    sizes = dict(weights.sizes) if isinstance(weights, xr.DataArray) else type(weights).__name__
+    if sizes not in ({SAMPLE: shape[SAMPLE]}, shape) or weights.dtype.kind not in "fiub":
+        raise ValueError(
+            f"expected weights as a DataArray of numbers, {shape} with or without checkpoint, got "
+            f"{sizes} of {getattr(weights, 'dtype', 'objects')}; try xr.DataArray(h, dims='sample')"
+        )
+    if weights.chunks is None:
+        bad = np.argwhere(~(np.isfinite(weights.values) & (weights.values >= 0)))
+        if len(bad):
+            where = dict(zip(weights.dims, bad[0].tolist(), strict=True))
+            raise ValueError(
+                "expected finite weights >= 0, since the gram matrix must stay positive, got "
+                f"{weights.values[tuple(bad[0])]} at {where}; try weights.clip(min=0).fillna(0)"
+            )
+    chunks = {dim: features.feature.variable.chunksizes[dim] for dim in shape}
+    data: da.Array = weights.variable.set_dims(shape).chunk(chunks).data
+    return data

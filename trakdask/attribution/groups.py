@@ -102,7 +102,7 @@ def combine(
     data = {
         name: (
             VARIABLES[name].dims,
-            arrays.combinations.combine_rows(lazy[name].data, matrix),
+            arrays.groups.combine_rows(lazy[name].data, matrix),
             VARIABLES[name].attrs,
         )
         for name in ("feature", "output")
@@ -130,28 +130,22 @@ def _grouped(targets: xr.Dataset, by: str, how: How) -> tuple[str, np.ndarray, s
 
 def _weighted(targets: xr.Dataset, weights: Any) -> tuple[str, np.ndarray, sparse.csr_array]:
     n = targets.sizes[SAMPLE]
+    rows: Iterable[Any]
     if isinstance(weights, Mapping) and weights:
-        title, names = COMBINATION, np.array(list(weights), dtype=object)
-        dense = np.stack([_row(n, name, row) for name, row in weights.items()])
+        title, names, rows = COMBINATION, np.array(list(weights), dtype=object), weights.values()
     elif isinstance(weights, xr.DataArray) and weights.sizes.get(SAMPLE) == n and weights.ndim == 2:
         weights = weights.transpose(..., SAMPLE)
         title = str(weights.dims[0])
-        names = weights[title].values
-        unnamed = weights.drop_vars(title, errors="ignore")
-        dense = aligned(unnamed, targets, what="weights").values.astype(np.float64)
+        names, unnamed = weights[title].values, weights.drop_vars(title, errors="ignore")
+        rows = aligned(unnamed, targets, what="weights").values
     else:
         raise ValueError(
             f"expected weights as a mapping of names to weights, or as a DataArray (combination, "
             f"sample) of {n} targets, got {shown(weights)}; try weights={{'first - second': {{0: 1,"
             " 1: -1}}"
         )
-    for name, row in zip(names, dense, strict=True):
-        if not np.isfinite(row).all() or not row.any():
-            raise ValueError(
-                f"expected finite weights of {name!r}, not all of them 0, got {shown(row.tolist())}"
-                "; try 1 and -1"
-            )
-    return title, names, sparse.csr_array(dense)
+    dense = [_row(n, name, row) for name, row in zip(names, rows, strict=True)]
+    return title, names, sparse.csr_array(np.stack(dense))
 
 
 def _row(n: int, name: str, weights: Any) -> np.ndarray:
@@ -161,29 +155,30 @@ def _row(n: int, name: str, weights: Any) -> np.ndarray:
         for position, weight in weights.items():
             what = f"the position of each target in {name!r}"
             row[require_integer(what, position, 0, n, remedy="try {0: 1, 1: -1}")] = weight
-        return row
-    row = np.asarray(weights, np.float64)
-    if row.shape != (n,):
+    else:
+        row = np.asarray(weights, np.float64)
+    if row.shape != (n,) or not np.isfinite(row).all() or not row.any():
         raise ValueError(
-            f"expected a weight for each of {n} targets in {name!r}, got shape {row.shape}; "
-            "try a mapping from positions to weights"
+            f"expected finite weights of {n} targets in {name!r}, not all of them 0, got "
+            f"{shown(row.tolist())} of shape {row.shape}; try a mapping from positions to weights, "
+            "such as {0: 1, 1: -1}"
         )
     return row
 
 
 def require_group_coord(
-    by: object, known: Iterable[Hashable], taken: Iterable[Hashable] = ()
+    by: object, coords: Iterable[Hashable], of_targets: Iterable[Hashable] = ()
 ) -> None:
-    """Check that ``by`` is the name of a known coord, and is not taken by another dimension.
+    """Check that ``by`` is the name of a coord of samples, and not of one of targets.
 
     Raises
     ------
     ValueError
-        If it is not one of those known, or is taken.
+        If it is not.
     """
-    if not isinstance(by, str) or by not in set(known) or by in set(taken):
+    if not isinstance(by, str) or by not in set(coords) or by in set(of_targets):
         raise ValueError(
-            f"expected by as the name of a coord of the samples, one of {list(map(str, known))}, "
+            f"expected by as the name of a coord of the samples, one of {list(map(str, coords))}, "
             f"each once, and not of a coord of the targets, got {shown(by)}; try "
             "assign_coords(group=('sample', values)), and by='group'"
         )

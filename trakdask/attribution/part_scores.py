@@ -34,6 +34,7 @@ from trakdask.variables import (
     TARGET,
     TARGET_PREFIX,
     TOKEN,
+    checkpoint_names,
     lazy_features,
     validate,
 )
@@ -165,24 +166,21 @@ def score_parts(
     True
     """
     validate(features, ["feature", "out_to_loss"], what="features")
-    divides_targets = _divides_targets(targets, of, by)
-    gathered = gather_options(features, **options)
-    name = gathered.estimator.name
+    divides_targets = _divides_targets(features, targets, of, by)
+    training = lazy_features(features)
+    gathered = gather_options(training, **options)
+    name = gathered.estimator
     if name == "grad_cos" or (name == "relatif" and not divides_targets):
         raise ValueError(
             "expected an estimator whose scores need no norms of the samples that are divided, got "
             f"{name!r}; try estimator='trak'"
         )
-    samples, undivided = (targets, of) if divides_targets else (of, targets)
-    if undivided is not None:
-        needed = ["feature", "out_to_loss"] if divides_targets else ["feature"]
-        validate(undivided, needed, what="of" if divides_targets else "targets")
-        require_comparable(features, undivided, "training" if divides_targets else "target")
+    samples = targets if divides_targets or of is None else of
     prepared, like = _divided(samples, model, features, parts=parts, text=text, on_error=on_error)
-    operands = solver(lazy_features(features), gathered)
+    operands = solver(training, gathered)
     if divides_targets:
-        training = operands.features if of is None else lazy_features(of)
-        (dims, coords), vectors = _weighted_samples(operands, training, like, by)
+        asked = operands.features if of is None else lazy_features(of)
+        (dims, coords), vectors = _weighted_samples(operands, asked, like, by)
         results = lazy_products(prepared, vectors)
         data = da.moveaxis(results["product"], 2, 0)
         coords |= _errors(results, TARGET, f"{TARGET_PREFIX}error")
@@ -294,12 +292,8 @@ def _errors(results: dict[str, da.Array], dim: str, name: str) -> dict[Hashable,
     """Return why samples failed, if this is recorded: at the first checkpoint where they did."""
     if "error" not in results:
         return {}
-    error = results["error"]
-    first = da.blockwise(
-        _first_error, "s", error, "sc",
-        concatenate=True, dtype=ERROR_DTYPE, meta=np.empty(0, ERROR_DTYPE),
-        name=f"first-error-{tokenize(error.name)}",
-    )  # fmt: skip
+    error, meta = results["error"].rechunk({1: -1}), np.empty(0, ERROR_DTYPE)
+    first = da.map_blocks(_first_error, error, drop_axis=1, dtype=ERROR_DTYPE, meta=meta)
     return {name: (dim, first)}
 
 
@@ -308,8 +302,10 @@ def _first_error(errors: np.ndarray) -> np.ndarray:
     return first
 
 
-def _divides_targets(targets: object, of: object, by: object) -> bool:
-    """Return whether the targets are the side that is given as samples, and check that one is."""
+def _divides_targets(
+    features: xr.Dataset, targets: xr.Dataset, of: xr.Dataset | None, by: str | None
+) -> bool:
+    """Return whether the targets are samples, to be divided, and check the side that is not."""
     sides: dict[str, Any] = {"targets": targets} | ({} if of is None else {"of": of})
     are_samples = [name for name, side in sides.items() if "feature" not in side]
     if len(are_samples) != 1:
@@ -323,15 +319,21 @@ def _divides_targets(targets: object, of: object, by: object) -> bool:
             f"expected by= with samples as targets, got it with samples as of=, by={by!r}; try "
             f"td.combine(targets, by=...), or scores.groupby({by!r}).sum()"
         )
+    if are_samples == ["of"]:
+        validate(targets, ["feature"], what="targets")
+        require_comparable(features, targets)
+    elif of is not None:
+        validate(of, ["feature", "out_to_loss"], what="of")
+        require_comparable(features, of, "training")
     return are_samples == ["targets"]
 
 
 def _at_checkpoints(model: Model, features: xr.Dataset) -> Model:
     """Return the model at the checkpoints that were selected from the features, if it has them."""
-    known = {each.name: each for each in getattr(model, "checkpoints", ())}
-    names = [str(name) for name in features[CHECKPOINT].values]
-    if not set(names) <= set(known):
+    by_name = {checkpoint.name: checkpoint for checkpoint in getattr(model, "checkpoints", ())}
+    names = checkpoint_names(features)
+    if not set(names) <= set(by_name):
         return model
     selected = copy.copy(model)
-    selected.checkpoints = type(model.checkpoints)(known[name] for name in names)
+    selected.checkpoints = type(model.checkpoints)(by_name[name] for name in names)
     return selected

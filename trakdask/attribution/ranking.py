@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, get_args
 from uuid import uuid4
 
@@ -31,6 +31,9 @@ from trakdask.variables import (
 
 Where = str | xr.DataArray | np.ndarray | Callable[[xr.Dataset], xr.DataArray]
 Over = Literal["max", "mean"]
+
+_MISSING = {"f": np.nan, "M": np.datetime64("NaT"), "m": np.timedelta64("NaT")}
+"""What coords of a kind of dtype have where there is no sample; others have ``""``."""
 
 
 def top_k(
@@ -125,12 +128,18 @@ def top_k(
         of_one_target = scores.expand_dims(TARGET, axis=1)
         top = top_k(of_one_target, k, fraction=fraction, where=where, largest=largest, by=by)
         return top.isel({TARGET: 0})
-    _require_scores(scores)
+    if (dims := getattr(scores, "dims", None)) != (SAMPLE, TARGET):
+        raise ValueError(
+            f"expected scores (sample, target), got {dims or type(scores).__name__}; try what "
+            "td.score returns, scores.transpose('sample', 'target'), scores.isel(target=[0]) with "
+            "a list, scores.mean('checkpoint'), or scores.sum('token')"
+        )
     if not isinstance(scores.data, da.Array):
         scores = scores.copy(data=scores.variable.chunk().data)
     mask = _mask(scores, selection(scores, where) if isinstance(where, str) else where)
     if over_targets is not None:
-        return _top_over_targets(scores, k, fraction, mask, over_targets, by, largest=largest)
+        counts = functools.partial(_counts, k=k, fraction=fraction)
+        return _top_over_targets(scores, mask, counts, over_targets, by, largest=largest)
     if by is not None:
         raise ValueError(
             f"expected over_targets with by, which ranks all targets together, got by={by!r} "
@@ -139,7 +148,7 @@ def top_k(
     n = int(mask.sum()) if isinstance(mask, np.ndarray) else scores.sizes[SAMPLE]
     (k,) = _counts([n], k, fraction)
     value, position = arrays.topk.top_k(scores.data, k, largest=largest, mask=mask)
-    dims = (TARGET, RANK)
+    shape = (TARGET, RANK)
     attrs = {**scores.attrs, "order": "descending" if largest else "ascending"}
     may_pad = isinstance(mask, TileMask) or scores.attrs.get("target_on_error") == "record"
     coords = _gathered_coords(scores, position, may_pad=may_pad)
@@ -147,8 +156,8 @@ def top_k(
     # A copy, as dask.compute (2026.8) misses an array of a Dataset that only one other is made of.
     return xr.Dataset(
         {
-            "score": (dims, value, VARIABLES["score"].attrs),
-            "position": (dims, da.map_blocks(np.copy, position), VARIABLES["position"].attrs),
+            "score": (shape, value, VARIABLES["score"].attrs),
+            "position": (shape, da.map_blocks(np.copy, position), VARIABLES["position"].attrs),
         },
         coords={**coords, RANK: np.arange(k)},
         attrs=attrs,
@@ -157,9 +166,8 @@ def top_k(
 
 def _top_over_targets(
     scores: xr.DataArray,
-    k: int | None,
-    fraction: float | None,
     mask: np.ndarray | TileMask | None,
+    counts_of: Callable[[Sequence[int]], list[int]],
     over_targets: Over,
     by: str | None,
     *,
@@ -182,7 +190,7 @@ def _top_over_targets(
     if mask is not None:
         codes = np.where(mask, codes, -1)
     sizes = np.bincount(codes[codes >= 0])
-    counts = np.array(_counts(sizes.tolist(), k, fraction), np.int64)
+    counts = np.array(counts_of(sizes.tolist()), np.int64)
     selected = arrays.topk.among_best(best if largest else -best, codes, counts)
     attrs = {"over_targets": over_targets, "by": by or ""}
     attrs["order"] = "descending" if largest else "ascending"
@@ -215,15 +223,6 @@ def _counts(sizes: Sequence[int], k: int | None, fraction: float | None) -> list
     return counts
 
 
-def _require_scores(scores: object) -> None:
-    if (dims := getattr(scores, "dims", None)) != (SAMPLE, TARGET):
-        raise ValueError(
-            f"expected scores (sample, target), got {dims or type(scores).__name__}; try what "
-            "td.score returns, scores.transpose('sample', 'target'), scores.isel(target=[0]) with "
-            "a list, scores.mean('checkpoint'), or scores.sum('token')"
-        )
-
-
 def _columns_along(scores: xr.DataArray, dim: str) -> dict[Hashable, np.ndarray | da.Array]:
     """Return the values of coords: in memory, or as lazy arrays if they stay in a store."""
     sizes = scores.variable.chunksizes[SAMPLE]
@@ -238,10 +237,11 @@ def _mask(scores: xr.DataArray, where: Where | None) -> np.ndarray | TileMask | 
     if where is None:
         return None
     if callable(where) and not isinstance(where, (xr.DataArray, np.ndarray)):
-        of_samples, of_targets = (_columns_along(scores, dim) for dim in (SAMPLE, TARGET))
-        function = functools.partial(_mask_of_coords, where, list(of_samples), list(of_targets))
-        pairs = [(values, "s") for values in of_samples.values()]
-        return TileMask(function, (*pairs, *((values, "t") for values in of_targets.values())))
+        columns = {dim: _columns_along(scores, dim) for dim in (SAMPLE, TARGET)}
+        dims = {name: dim for dim, of_dim in columns.items() for name in of_dim}
+        axes = {SAMPLE: "s", TARGET: "t"}
+        pairs = ((values, axes[dim]) for dim in columns for values in columns[dim].values())
+        return TileMask(functools.partial(_mask_of_coords, where, dims), tuple(pairs))
     if not isinstance(where, xr.DataArray):  # which makes NaN of what a masked array hides
         n_dims = np.ndim(where)
         where = xr.DataArray(where, dims=(SAMPLE, TARGET, *range(2, n_dims))[:n_dims])
@@ -263,24 +263,20 @@ def _mask(scores: xr.DataArray, where: Where | None) -> np.ndarray | TileMask | 
 
 def _mask_of_coords(
     where: Callable[[xr.Dataset], xr.DataArray],
-    names: Sequence[Hashable],
-    target_names: Sequence[Hashable],
+    dims: Mapping[Hashable, str],
     samples: range,
     targets: range,
     *coords: np.ndarray,
 ) -> np.ndarray:
-    dims = [SAMPLE] * len(names) + [TARGET] * len(target_names)
-    pairs = zip(dims, coords, strict=True)
-    named: dict[Hashable, Any] = dict(zip((*names, *target_names), pairs, strict=True))
-    for dim, positions in {SAMPLE: samples, TARGET: targets}.items():
-        named.setdefault(dim, (dim, np.array(positions)))  # where there are no labels
-    tile = xr.Dataset(coords=named)
+    """Return a function of the coords of a tile, (sample, target)."""
+    pairs = zip(dims.values(), coords, strict=True)
+    positions = {SAMPLE: (SAMPLE, np.array(samples)), TARGET: (TARGET, np.array(targets))}
+    tile = xr.Dataset(coords=positions | dict(zip(dims, pairs, strict=True)))
     mask = where(tile)
     is_mask = isinstance(mask, xr.DataArray) and mask.dtype == bool
     if not is_mask or any(tile.sizes.get(dim) != size for dim, size in mask.sizes.items()):
-        actual = type(mask).__name__
-        if isinstance(mask, xr.DataArray):
-            actual = f"{mask.dtype} over {dict(mask.sizes)}"
+        is_array = isinstance(mask, xr.DataArray)
+        actual = f"{mask.dtype} over {dict(mask.sizes)}" if is_array else type(mask).__name__
         raise ValueError(
             f"expected the function where= to return a boolean DataArray over the tile's "
             f"{dict(tile.sizes)}, got {actual}; try lambda tile: tile.label == tile.target_label"
@@ -303,8 +299,12 @@ def _gathered_coords(
         dtype = values.dtype
         if may_pad and dtype.kind in "iub":
             dtype = np.dtype(np.float64)
+        # One task; others take the rows that they need, from it or from the store.
+        column = dask.delayed(
+            reader(values) or values, name=f"column-{uuid4().hex}", traverse=False
+        )
         data = da.map_blocks(
-            functools.partial(_gather, dtype=dtype), position, column=_column(values),
+            functools.partial(_gather, dtype=dtype), position, column=column,
             dtype=dtype, meta=np.empty((0, 0), dtype),
             name=f"{name}-{uuid4().hex}",
         )  # fmt: skip
@@ -312,31 +312,21 @@ def _gathered_coords(
     return coords
 
 
-def _column(values: np.ndarray | da.Array) -> Any:
-    """Return all values as one task, or how to read them; others take the rows that they need."""
-    column = reader(values) or values
-    return dask.delayed(column, name=f"column-{uuid4().hex}", traverse=False)
-
-
 def _gather(position: np.ndarray, column: np.ndarray | Read, dtype: np.dtype[Any]) -> np.ndarray:
     missing = position < 0
     # Never row -1: that is the last sample.
-    known = np.where(missing, 0, position)
+    rows = np.where(missing, 0, position)
     if isinstance(column, np.ndarray):
-        gathered = column[known].astype(dtype)
+        gathered = column[rows].astype(dtype)
     else:
-        rows, inverse = np.unique(known, return_inverse=True)
-        gathered = column((rows,))[inverse].astype(dtype).reshape(known.shape)
-    if missing.any():
-        gathered[missing] = _missing_value(dtype)
-    return gathered
-
-
-def _missing_value(dtype: np.dtype[Any]) -> Any:
-    if dtype.kind in "iub":
+        to_read, inverse = np.unique(rows, return_inverse=True)
+        gathered = column((to_read,))[inverse].astype(dtype).reshape(rows.shape)
+    if missing.any() and dtype.kind in "iub":
         raise ValueError(
             "expected k samples with a score that is not NaN for every target, since integer "
             "coords cannot be missing, got fewer; try a smaller k, or leaving such targets out "
             "with scores.isel(target=...)"
         )
-    return {"f": np.nan, "M": np.datetime64("NaT"), "m": np.timedelta64("NaT")}.get(dtype.kind, "")
+    if missing.any():
+        gathered[missing] = _MISSING.get(dtype.kind, "")
+    return gathered

@@ -6,7 +6,6 @@ target. :class:`Solver` makes either, for each estimator.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ import xarray as xr
 from trakdask import arrays
 from trakdask._version import __version__
 from trakdask.arrays.blocks import divided
-from trakdask.attribution.dampings import Regularized, regularize
 from trakdask.attribution.estimators import (
     DEFAULT_ESTIMATOR,
     DEFAULT_POWER,
@@ -28,11 +26,10 @@ from trakdask.attribution.estimators import (
     Estimator,
     Options,
     Power,
-    ResolvedEstimator,
     Weights,
     gather_options,
 )
-from trakdask.attribution.grams import DAMPING, GRAM, N_SAMPLES
+from trakdask.attribution.grams import DAMPING, GRAM, N_SAMPLES, Regularized, regularize
 from trakdask.attribution.groups import group_codes, require_group_coord
 from trakdask.provenance import FEATURE_SPEC, as_text, require_comparable
 from trakdask.variables import (
@@ -43,6 +40,7 @@ from trakdask.variables import (
     TARGET_PREFIX,
     TOKEN,
     VARIABLES,
+    checkpoint_names,
     coords_along,
     lazy_features,
     may_have_failed,
@@ -183,7 +181,7 @@ def score(
     """
     training, explained = _operands(features, targets)
     options = gather_options(
-        features, estimator, power, damping, calibrate, weights, learning_rates
+        training, estimator, power, damping, calibrate, weights, learning_rates
     )
     labels = labels_of_scores(training, explained)
     operands = solver(training, options)
@@ -294,17 +292,17 @@ def self_influence(
     """
     validate(features, ["feature", "out_to_loss"], what="features")
     allowed = ("auto", "trak", "soft", "grad_dot")
+    features = lazy_features(features)
     options = gather_options(
         features, estimator, power, damping, calibrate, weights, allowed=allowed
     )
-    features = lazy_features(features)
-    if options.estimator.has_gram:
+    if options.has_gram:
         matrix = regularize(features, options)
-        own = matrix.leverage(matrix.features.feature.data)
+        forms = arrays.solve.leverage(matrix.inverse, matrix.features.feature.data)
     else:
-        own = arrays.weights.squared_norm(features.feature.data)
-    g = loss_weights(options.estimator, features).loss_data(features)
-    data = arrays.weights.own_influence(own, g, average=average)
+        forms = arrays.weights.squared_norm(features.feature.data)
+    g = loss_weights(options, features).loss_data(features)
+    data = arrays.weights.self_influence(forms, g, average=average)
     variable = VARIABLES["self_influence"]
     labels = (SAMPLE,), coords_along(features, SAMPLE)
     checkpoint = None if average else features[CHECKPOINT]
@@ -321,9 +319,8 @@ def _operands(features: xr.Dataset, targets: xr.Dataset) -> tuple[xr.Dataset, xr
     require_comparable(features, targets)
     targets = lazy_features(targets)
     feature = targets["feature"].variable
-    sizes = feature.chunksizes[SAMPLE]
-    if max(sizes, default=0) > _MOST_TARGETS:
-        sizes = divided(sizes, _MOST_TARGETS)
+    sizes = divided(feature.chunksizes[SAMPLE], _MOST_TARGETS)
+    if sizes != feature.chunksizes[SAMPLE]:
         targets = targets.assign(feature=feature.chunk({SAMPLE: sizes}))
     return lazy_features(features), targets
 
@@ -334,8 +331,7 @@ class Solver:
 
     ``features`` are those of all training samples, which are compared with their norms as they are
     read if their gram matrix is stored. ``matrix`` is None where there is no gram matrix; ``attrs``
-    say how scores are made; ``loss`` are the weights of samples. Where ``pooled``, those of
-    checkpoints are replaced by their mean.
+    say how scores are made; ``loss`` are the weights of samples.
     """
 
     features: xr.Dataset
@@ -343,33 +339,39 @@ class Solver:
     matrix: Regularized | None
     attrs: dict[str, str]
     loss: Weights
-    pooled: bool = True
+
+    @property
+    def pooled(self) -> bool:
+        """Whether the weights of a sample are replaced by their mean over checkpoints."""
+        return self.options.estimator not in ("grad_cos", "tracin")
 
     def solve(self, vectors: da.Array) -> da.Array:
         """Return (K + λ)⁻¹ of vectors, (row, proj_dim, checkpoint); them where there is no K."""
-        return vectors if self.matrix is None else self.matrix.solve(vectors)
+        matrix = self.matrix
+        return vectors if matrix is None else arrays.solve.solve(matrix.inverse, vectors)
 
     def vectors(self, targets: xr.Dataset) -> da.Array:
         """Return what features are multiplied with, for some targets."""
         solved = self.solve(targets.feature.data)
-        if self.options.estimator.name != "grad_cos":
-            return solved
-        unit: da.Array = solved * _inverse_norm(targets).astype(solved.dtype)[:, None, :]
-        return unit
+        if self.options.estimator == "grad_cos":
+            inverse = _inverse_root(arrays.weights.squared_norm(targets.feature.data))
+            solved = solved * inverse.astype(solved.dtype)[:, None, :]
+        return solved
 
     def weight(self, of: xr.Dataset) -> da.Array:
         """Return the weight of each sample, (sample, checkpoint)."""
-        name, q = self.options.estimator.name, of.out_to_loss.data
-        if name == "grad_cos":
-            return _with_nan_spread(_sign(q) * _inverse_norm(of))
-        if (rates := self.options.learning_rates) is not None:
-            # The product is a mean over checkpoints; TracIn is a sum.
-            return _with_nan_spread(q * (len(rates) * rates)[None, :])
-        weight = self.loss.loss_data(of)
-        if name == "relatif" and self.matrix is not None:
-            own = self.matrix.leverage(of.feature.data).mean(axis=1, keepdims=True)
-            norm = arrays.weights.inverse_norm(da.broadcast_to(own, weight.shape))
-            weight = _sign(weight) * norm
+        weight, rates = self.loss.loss_data(of), self.options.learning_rates
+        if not self.pooled:
+            if rates is None:
+                norm = arrays.weights.squared_norm(of.feature.data)
+                weight = _sign(weight) * _inverse_root(norm)
+            else:  # the product is a mean over checkpoints; TracIn is a sum
+                weight = weight * (len(rates) * rates)
+            # A sample that failed at one checkpoint has no mean over them.
+            weight = weight + 0 * weight.mean(axis=1, keepdims=True)
+        elif self.options.estimator == "relatif" and self.matrix is not None:
+            leverage = arrays.solve.leverage(self.matrix.inverse, of.feature.data)
+            weight = _sign(weight) * _inverse_root(leverage.mean(axis=1, keepdims=True))
         return weight
 
     def group_sums(self, of: xr.Dataset, codes: np.ndarray, n_groups: int) -> da.Array:
@@ -381,69 +383,52 @@ class Solver:
 
 def solver(features: xr.Dataset, options: Options) -> Solver:
     """Return the solver of an estimator; features are those of all training samples, chunked."""
-    name, loss = options.estimator.name, loss_weights(options.estimator, features)
+    name, loss = options.estimator, loss_weights(options, features)
     attrs: dict[str, str] = {"estimator": name}
-    if not options.estimator.has_gram:
+    if not options.has_gram:
         attrs["formula"] = _FORMULAS[name]
         if options.learning_rates is not None:
             attrs["learning_rates"] = ", ".join(f"{rate:g}" for rate in options.learning_rates)
-        return Solver(features, options, None, attrs, loss, pooled=name == "grad_dot")
+        return Solver(features, options, None, attrs, loss)
     matrix, damping = regularize(features, options), options.damping
     rule = f"{damping.value}" if isinstance(damping, Absolute) else matrix.rules[-1]
     attrs |= {
         "formula": _FORMULAS.get(name, f"mean_c[{_PRODUCT} phi_c(t)] mean_c[{loss.loss}]"),
         "damping": rule if matrix.choice is None else "completeness",
-        "gram_weights": loss.gram if options.weights is None else "given",
+        "gram_weights": options.weights.gram if options.gram_weights is None else "given",
     }
     return Solver(matrix.features, options, matrix, attrs, loss)
 
 
-def loss_weights(estimator: ResolvedEstimator, features: xr.Dataset) -> Weights:
+def loss_weights(options: Options, features: xr.Dataset) -> Weights:
     """Return the weights of an estimator; features are those of all training samples, chunked.
 
     Where the estimator leaves the power to the outputs, it is that of scores.
     """
-    if not estimator.is_adaptive:
-        return estimator.weights
-    variance = _stored_variance(features)
-    if variance is not None:
-        power = arrays.weights.power_of(variance)
-        return dataclasses.replace(estimator.weights, loss=f"q^{power:.3g}", power=power)
-    formula = "q^b, b in [0.5, 1] by the spread of log((1 - q)/q)"
-    lazy = arrays.weights.adaptive_power(features.out_to_loss.data)
-    return dataclasses.replace(estimator.weights, loss=formula, power=lazy)
-
-
-def _stored_variance(features: xr.Dataset) -> np.ndarray[Any, Any] | None:
-    """Return what :func:`trakdask.save` stored of these checkpoints.
-
-    Rows selected from the store have the power of the whole, as they have its gram matrix.
-    """
-    if DAMPING not in features or GRAM not in features:
-        return None
-    attrs = features[DAMPING].attrs
-    variances = attrs.get(LOGIT_VARIANCE, ())  # stores of "trak" have none
+    if not options.is_adaptive:
+        return options.weights
+    names, attrs = checkpoint_names(features), {}
+    if DAMPING in features and GRAM in features:
+        attrs = features[DAMPING].attrs
+    # Of stores; those of "trak" have none. Rows that were selected from the store have the power of
+    # the whole, as they have its gram matrix.
+    variances = attrs.get(LOGIT_VARIANCE, ())
     by_name = dict(zip(attrs.get("pooled_checkpoints", ()), variances, strict=False))
-    names = [str(name) for name in features[CHECKPOINT].values]
-    if not set(names) <= set(by_name) or features.sizes[SAMPLE] > attrs[N_SAMPLES]:
-        return None
-    return np.array([by_name[name] for name in names])
+    if set(names) <= set(by_name) and features.sizes[SAMPLE] <= attrs[N_SAMPLES]:
+        return Weights(arrays.weights.power_of(np.array([by_name[name] for name in names])))
+    return Weights(arrays.weights.adaptive_power(features.out_to_loss.data))
 
 
-def _inverse_norm(features: xr.Dataset) -> da.Array:
-    return arrays.weights.inverse_norm(arrays.weights.squared_norm(features.feature.data))
+def _inverse_root(x: da.Array) -> da.Array:
+    """Return 1/√x, NaN where x is 0."""
+    root: da.Array = 1 / da.sqrt(da.where(x > 0, x, np.nan))
+    return root
 
 
 def _sign(q: da.Array) -> da.Array:
     """Return the sign of the mean of Q over checkpoints, (sample, 1); that of 0 is +1."""
     sign: da.Array = da.where(q.mean(axis=1, keepdims=True) < 0, -1.0, 1.0)
     return sign
-
-
-def _with_nan_spread(weight: da.Array) -> da.Array:
-    """Spread NaN: a sample that failed at one checkpoint has no mean over them."""
-    whole: da.Array = weight + 0 * weight.mean(axis=1, keepdims=True)
-    return whole
 
 
 # ----------------------------------------------------------------------------------- the labels
@@ -470,8 +455,7 @@ def labels_of_scores(samples: xr.Dataset, targets: xr.Dataset) -> Labels:
     ValueError
         If coords of training samples have the names of the targets' coords.
     """
-    parts = _part_dims(samples)
-    coords = coords_along(samples, SAMPLE) | _coords_of(samples, parts)
+    parts, coords = _labels_of_samples(samples)
     target_dims, target_coords = _labels_of_targets(targets)
     if both := [name for name in coords if name in target_coords]:
         raise ValueError(
@@ -495,9 +479,9 @@ def labels_of_groups(
     """
     dims, coords = _labels_of_targets(targets)
     names: list[Any] = list(by) if by and isinstance(by, list | tuple) else [by]
-    codes, sizes, known = np.zeros((), np.int8), [], coords_along(samples, SAMPLE)
+    codes, sizes = np.zeros((), np.int8), []
     for name in names:
-        require_group_coord(name, known, [TARGET, *coords])
+        require_group_coord(name, coords_along(samples, SAMPLE), [TARGET, *coords])
         numbers, groups = group_codes(samples[name].values)
         coords[name] = name, groups
         sizes.append(len(groups))
@@ -507,28 +491,23 @@ def labels_of_groups(
     return ((*names, *dims), coords), codes, sizes
 
 
+def _labels_of_samples(ds: xr.Dataset) -> Labels:
+    """Return the dimension of tokens or modules, if there is one, and all coords of samples."""
+    parts = tuple(dim for dim in (TOKEN, MODULE) if dim in ds.variables["feature"].dims)
+    coords = ds.coords.variables.items()
+    dims = {SAMPLE, *parts}
+    return parts, {name: coord for name, coord in coords if coord.dims and set(coord.dims) <= dims}
+
+
 def _labels_of_targets(targets: xr.Dataset) -> Labels:
     """Return the dimensions and coords of targets, with their prefix."""
-    coords: dict[Hashable, Any] = {
-        f"{TARGET_PREFIX}{name}": (TARGET, coord.values)
-        for name, coord in coords_along(targets, SAMPLE).items()
-    }
-    parts = _part_dims(targets)
-    for name, coord in _coords_of(targets, parts).items():
+    parts, coords = _labels_of_samples(targets)
+    labels: dict[Hashable, Any] = {}
+    for name, coord in coords.items():
         dims = [TARGET if dim == SAMPLE else dim for dim in coord.dims]
-        prefix = "" if name in parts else TARGET_PREFIX
-        coords[f"{prefix}{name}"] = xr.Variable(dims, coord.data, coord.attrs)
-    return (TARGET, *parts), coords
-
-
-def _part_dims(ds: xr.Dataset) -> tuple[str, ...]:
-    """Return the dimension of tokens or modules, if samples are divided into these."""
-    return tuple(dim for dim in (TOKEN, MODULE) if dim in ds.variables["feature"].dims)
-
-
-def _coords_of(ds: xr.Dataset, dims: tuple[str, ...]) -> dict[Hashable, xr.Variable]:
-    """Return the coords that run along some dimensions, such as the text of tokens."""
-    return {n: c.variable for n, c in ds.coords.items() if set(dims) & set(c.dims)}
+        data = coord.values if coord.dims == (SAMPLE,) else coord.data
+        labels[name if name in parts else f"{TARGET_PREFIX}{name}"] = dims, data, coord.attrs
+    return (TARGET, *parts), labels
 
 
 def score_attrs(

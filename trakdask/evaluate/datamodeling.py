@@ -263,15 +263,15 @@ def _evaluate(
     """Compute all results of predictions (subset, target, ...), outputs (subset, seed, target)."""
     more = prediction.shape[2:]
     flat = prediction.reshape(*prediction.shape[:2], -1)
-    predicted = [arrays.ranks.Ranking.of(flat[:, :, i]) for i in range(flat.shape[2])]
-    seeds = [arrays.ranks.Ranking.of(outputs[:, k]) for k in range(outputs.shape[1])]
-    truth = arrays.ranks.Ranking.of(outputs.mean(axis=1))
-    at_once = arrays.ranks.statistics(truth, predicted, seeds, np.ones(len(outputs)))
+    predicted = [arrays.evaluation.Ranking.of(flat[:, :, i]) for i in range(flat.shape[2])]
+    seeds = [arrays.evaluation.Ranking.of(outputs[:, k]) for k in range(outputs.shape[1])]
+    truth = arrays.evaluation.Ranking.of(outputs.mean(axis=1))
+    at_once = arrays.evaluation.statistics(truth, predicted, seeds, np.ones(len(outputs)))
     require_known(at_once[:-1], f"and outputs that differ between {len(outputs)} subsets, and")
-    rows, means, draws = arrays.ranks.bootstrap(
+    rows, means, draws = arrays.evaluation.bootstrap(
         truth, predicted, seeds, repeats=options["resamples"], seed=options["seed"]
     )
-    intervals = arrays.ranks.percentiles(draws, options["confidence"])
+    intervals = arrays.evaluation.percentiles(draws, options["confidence"])
     return {
         "lds": rows[:-1].T.reshape(-1, *more),
         "lds_mean": means[:-1].reshape(more),
@@ -366,7 +366,7 @@ def randomization_check(
     options = require_bootstrap(resamples, seed, confidence)
     sizes = tuple(randomized.sizes[dim] for dim in more)
     result = lazy_results(
-        _randomized, arrays.detection.rank_correlations(both), sizes, options, of=randomized,
+        _randomized, arrays.evaluation.rank_correlations(both), sizes, options, of=randomized,
         variables=described_with_mean("correlation", "Spearman, trained and random model", more),
     )  # fmt: skip
     return result.assign_coords(coords_along(scores, TARGET))
@@ -445,7 +445,7 @@ def seed_agreement(
     counts = list(n_models)
     options = require_bootstrap(resamples, seed, confidence)
     result = lazy_results(
-        _agreed, arrays.detection.rank_correlations(lazy_data(scores)), counts, options, of=scores,
+        _agreed, arrays.evaluation.rank_correlations(lazy_data(scores)), counts, options, of=scores,
         variables={
             **described_with_mean("agreement", "mean Spearman over pairs of models"),
             "reliability": ((N_MODELS,), "correlation of the mean of so many models"),
@@ -468,11 +468,11 @@ def _randomized(
 def _agreed(
     correlations: np.ndarray, counts: list[int], options: dict[str, Any]
 ) -> dict[str, np.ndarray]:
-    agreement = arrays.detection.mean_of_pairs(correlations)
+    agreement = arrays.evaluation.mean_of_pairs(correlations)
     results = with_mean("agreement", agreement, options, _RANKED)
     mean, interval, n = results["agreement_mean"], results["interval"], np.array(counts)
     return results | {
-        "reliability": arrays.ranks.reliability(mean, n),
-        "reliability_interval": arrays.ranks.reliability(interval[:, None], n),
-        "pairs": arrays.ranks.mean_of_known(np.moveaxis(correlations, 0, -1)),
+        "reliability": arrays.evaluation.reliability(mean, n),
+        "reliability_interval": arrays.evaluation.reliability(interval[:, None], n),
+        "pairs": arrays.evaluation.mean_without_nan(np.moveaxis(correlations, 0, -1)),
     }

@@ -10,7 +10,7 @@ import pandas as pd
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.arrays.detection import Codes, Floats
+from trakdask.arrays.evaluation import Codes, Floats
 from trakdask.attribution.groups import group_codes
 from trakdask.checks import require_integer
 from trakdask.evaluate.results import (
@@ -123,7 +123,7 @@ def class_detection(
     counts = [require_integer("every k", k, 1, n + 1, remedy="try ks=[1]") for k in ks]
     codes, target_codes = _class_codes(scores, by, within)
     chance = _class_shares(codes, target_codes, by)
-    values = arrays.detection.class_ranks(lazy_data(scores), codes, target_codes, counts)
+    values = arrays.evaluation.class_ranks(lazy_data(scores), codes, target_codes, counts)
     options = require_bootstrap(resamples, seed, confidence)
     result = lazy_results(
         _detected, values, chance, len(counts), options, of=scores,
@@ -209,7 +209,7 @@ def shortcut_detection(
             f"{np.count_nonzero(is_marked)} of {len(is_marked)} targets ({is_marked.dtype}); try "
             "comparing with one value, and targets that carry the mark"
         )
-    values, more = arrays.detection.average_precision(lazy_data(scores), positive), scores.dims[2:]
+    values, more = arrays.evaluation.average_precision(lazy_data(scores), positive), scores.dims[2:]
     options = require_bootstrap(resamples, seed, confidence)
     result = lazy_results(
         _shortcut, values, is_marked, positive.mean(), options, of=scores,
@@ -292,7 +292,7 @@ def _shortcut(
     marked = with_mean("auprc", values[is_marked], options, _NEEDED)
     # Without unmarked targets there is one of which nothing is known.
     others = np.full_like(values[:1], np.nan) if is_marked.all() else values[~is_marked]
-    mean, interval = arrays.intervals.bootstrap_mean(others, **options)
+    mean, interval = arrays.evaluation.bootstrap_mean(others, **options)
     unmarked = {"unmarked_mean": mean, "unmarked_interval": interval}
     return marked | unmarked | {"auprc": values, "chance": np.asarray(chance)}
 
@@ -447,7 +447,7 @@ def _auc(values: np.ndarray, wrong: np.ndarray, confidence: float) -> dict[str, 
             f"expected values without NaN, got NaN in {int(unknown.sum())} of {len(wrong)} "
             f"samples, the first at sample {int(np.argmax(unknown))}; try values.dropna('sample')"
         )
-    results = [arrays.intervals.roc_auc(column, wrong, confidence) for column in columns]
+    results = [arrays.evaluation.roc_auc(column, wrong, confidence) for column in columns]
     return {
         "auc": np.array([area for area, _ in results]).reshape(more),
         "interval": np.stack([bounds for _, bounds in results], axis=1).reshape(2, *more),
@@ -467,7 +467,7 @@ def _found_curve(
     of_wrong = n_wrong / n / 2
     return {
         "found": found,
-        "interval": arrays.intervals.proportion_interval(found, n_wrong, confidence),
+        "interval": arrays.evaluation.proportion_interval(found, n_wrong, confidence),
         "area": of_wrong + (1 - n_wrong / n) * area["auc"],
         "area_interval": of_wrong + (1 - n_wrong / n) * area["interval"],
         "random_interval": _random_interval(inspected, n, n_wrong, confidence),

@@ -286,7 +286,7 @@ def _flips(
     results = {"output": output, "full_output": full, "flips": flips.astype(np.float64)}
     for prefix, fraction in (("", flips.mean(axis=0)), ("random_", random_flips)):
         results[f"{prefix}flip_fraction"] = fraction
-        interval = arrays.intervals.proportion_interval(fraction, len(full), confidence)
+        interval = arrays.evaluation.proportion_interval(fraction, len(full), confidence)
         results[f"{prefix}interval"] = interval
     return results
 
@@ -299,5 +299,5 @@ def _curve(
     for prefix, values in (("", ranked), ("random_", random.mean(axis=0))):
         results[f"{prefix}output"] = values.T
         results[f"mean_{prefix}output"] = values.mean(axis=1)
-        results[f"{prefix}interval"] = arrays.intervals.mean_interval(values, confidence)
+        results[f"{prefix}interval"] = arrays.evaluation.mean_interval(values, confidence)
     return results

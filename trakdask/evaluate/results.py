@@ -10,7 +10,7 @@ import dask.array as da
 import numpy as np
 import xarray as xr
 
-from trakdask.arrays import intervals
+from trakdask.arrays import evaluation
 from trakdask.checks import require_integer, require_number
 from trakdask.variables import SAMPLE, TARGET, coords_along
 
@@ -100,7 +100,7 @@ def with_mean(
         As :func:`require_known`.
     """
     require_known(values.T, needed)
-    mean, bounds = intervals.bootstrap_mean(values, **options)
+    mean, bounds = evaluation.bootstrap_mean(values, **options)
     return {name: values, f"{name}_mean": mean, interval: bounds}
 
 

@@ -11,7 +11,7 @@ import xarray as xr
 
 import trakdask as td
 from trakdask import arrays
-from trakdask.arrays.spectrum import component_count
+from trakdask.arrays.solve import component_count
 from trakdask.attribution import estimators, grams
 from trakdask.explorer.computing import compute, persist, released_if_failed
 from trakdask.explorer.view import MeanTrace, View, damping_of
@@ -32,7 +32,7 @@ class Prepared:
     """
 
     features: xr.Dataset
-    estimator: estimators.ResolvedEstimator
+    estimator: estimators.Options
     options: Mapping[str, Any]
     damping: xr.Dataset | None
 
@@ -78,18 +78,19 @@ class Preparation:
         is_short = isinstance(self.damping, (str, int, float))
         return str(self.damping) if is_short else "one for each checkpoint"
 
-    def estimator_of(self, text: str) -> estimators.ResolvedEstimator:
+    def estimator_of(self, text: str) -> estimators.Options:
         """Return the estimator of a view, which says ``""`` for that of the explorer."""
         estimator: Any = text or self.estimator
-        return estimators.resolve_estimator(estimator, self.power, self.features)
+        rates = self.learning_rates if estimator == "tracin" else None
+        return estimators.gather_options(self.features, estimator, self.power, learning_rates=rates)
 
     def _prepare(
         self, estimator_text: str, damping_text: str, checkpoints: tuple[str, ...]
     ) -> Prepared:
         damping = damping_of(damping_text) if damping_text else self.damping
         resolved = self.estimator_of(estimator_text)
-        options: dict[str, Any] = {"estimator": resolved.name, "power": self.power}
-        if resolved.name == "tracin":
+        options: dict[str, Any] = {"estimator": resolved.estimator, "power": self.power}
+        if resolved.estimator == "tracin":
             options["learning_rates"] = self.learning_rates
         if not resolved.has_gram:
             features = _selected(self.features, checkpoints)
@@ -98,19 +99,17 @@ class Preparation:
         if isinstance(damping, MeanTrace):
             damping = _of_trace(features, damping.value)
         rule = damping if isinstance(damping, str) else None
-        by_outputs = (resolved.damping if rule == "auto" else rule) == "completeness"
+        by_outputs = (resolved.rule if rule == "auto" else rule) == "completeness"
         calibrate = self.calibrate if by_outputs else None
         lazy = td.damping(
-            features, damping, estimator=resolved.name, power=self.power,
+            features, damping, estimator=resolved.estimator, power=self.power,
             calibrate=None if calibrate is None else _selected(calibrate, checkpoints),
         )  # fmt: skip
         (chosen,) = compute(lazy)
         options["damping"] = chosen["damping"]
         return Prepared(features, resolved, options, chosen)
 
-    def _decompose(
-        self, estimator: estimators.ResolvedEstimator, checkpoints: tuple[str, ...]
-    ) -> xr.Dataset:
+    def _decompose(self, estimator: estimators.Options, checkpoints: tuple[str, ...]) -> xr.Dataset:
         """Return the features with gram matrix and eigenvectors in memory."""
         features = lazy_features(_selected(self.features, checkpoints))
         if grams.stored_decomposition(features, estimator.weights) is None:
@@ -127,7 +126,7 @@ def _of_trace(features: xr.Dataset, value: float) -> xr.DataArray:
     """Return λ of each checkpoint, from a number in units of tr(K)/n."""
     n = features["gram"].attrs[grams.N_SAMPLES]
     labels = [str(name) for name in features[CHECKPOINT].values]
-    data = value * arrays.damping.mean_trace(features["gram"].data, n, labels)
+    data = value * arrays.gram.mean_trace(features["gram"].data, n, labels)
     (values,) = compute(data)
     return xr.DataArray(values, coords={CHECKPOINT: features[CHECKPOINT]}, name="damping")
 
@@ -136,17 +135,14 @@ def _selected(ds: xr.Dataset, checkpoints: tuple[str, ...]) -> xr.Dataset:
     return ds.sel({CHECKPOINT: list(checkpoints)}) if checkpoints else ds
 
 
-def _with_decomposition(
-    features: xr.Dataset, estimator: estimators.ResolvedEstimator
-) -> xr.Dataset:
+def _with_decomposition(features: xr.Dataset, estimator: estimators.Options) -> xr.Dataset:
     features = features.drop_vars(grams.DERIVED, errors="ignore")
     weights = estimator.weights
     labels = [str(name) for name in features[CHECKPOINT].values]
     n, p = features.sizes[SAMPLE], features.sizes[PROJ_DIM]
     matrix = arrays.gram.gram(features["feature"].data, weights.gram_data(features))
     k = component_count(n, p, features["feature"].dtype)
-    spectrum = arrays.spectrum.spectrum(matrix, None, n, labels, n_component=k)
-    values, vectors = arrays.spectrum.eigenvectors(spectrum, p, k)
+    values, vectors = arrays.solve.eigenvectors(matrix, labels, k)
     derived = {"gram": matrix, grams.EIGENVALUES: values, grams.EIGENVECTORS: vectors}
     attrs = weights.attrs(features)
     variables = {name: (VARIABLES[name].dims, data, attrs) for name, data in derived.items()}

@@ -155,8 +155,8 @@ class Questions:
 
     def has_words(self, view: View) -> bool:
         """Return whether words have scores under the estimator of a view."""
-        estimator = self.preparation.estimator_of(view.estimator)
-        return self._words is not None and estimator.name not in _WITHOUT_WORDS
+        estimator = view.estimator or self.preparation.estimator
+        return self._words is not None and estimator not in _WITHOUT_WORDS
 
     def groups(self, view: View) -> pd.DataFrame:
         """Return the sum of a target's scores by group of training samples, largest sum first.
@@ -287,7 +287,7 @@ class Questions:
         """
         prepared = self.prepared(view)
         targets = self.targets.of(prepared.features[CHECKPOINT].values)
-        if across and prepared.estimator.name != "grad_cos":
+        if across and prepared.estimator.estimator != "grad_cos":
             has_features = self.targets.whole["output"].notna().to_numpy()
             targets = td.combine(targets.isel({SAMPLE: has_features}), by=across)
             names = targets[across].values
@@ -345,7 +345,7 @@ def _scores_of_sample(prepared: Prepared, targets: xr.Dataset, position: int) ->
 
 def _self_influence(prepared: Prepared, features: xr.Dataset) -> xr.DataArray:
     """Return the lazy self-influence of some samples, under the gram matrix of all."""
-    name = _OWN_ESTIMATOR.get(prepared.estimator.name, prepared.estimator.name)
+    name = _OWN_ESTIMATOR.get(prepared.estimator.estimator, prepared.estimator.estimator)
     options = {name: value for name, value in prepared.options.items() if name != "learning_rates"}
     return td.self_influence(features, **{**options, "estimator": name})
 

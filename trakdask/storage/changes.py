@@ -15,8 +15,7 @@ import pandas as pd
 import xarray as xr
 import zarr
 
-from trakdask.attribution.dampings import require_calibration
-from trakdask.attribution.grams import DERIVED
+from trakdask.attribution.grams import DERIVED, require_calibration
 from trakdask.files import Folder
 from trakdask.samples import normalise_coords
 from trakdask.storage.group import DROPPED, ERROR, Group, kind

@@ -13,16 +13,14 @@ import pandas as pd
 import xarray as xr
 
 from trakdask.arrays.weights import squared_norm
-from trakdask.attribution.dampings import require_calibration
 from trakdask.attribution.estimators import (
     DEFAULT_ESTIMATOR,
     DEFAULT_POWER,
     Estimator,
     Power,
     gather_options,
-    resolve_estimator,
 )
-from trakdask.attribution.grams import NORM
+from trakdask.attribution.grams import NORM, require_calibration
 from trakdask.checks import require_choice
 from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
 from trakdask.files import Folder
@@ -165,7 +163,7 @@ def save(
             )
         gather_options(features, estimator, power, "auto", calibrate)
         require_calibration(features, calibrate)
-    weights = resolve_estimator(estimator, power, features).weights if gram else None
+    weights = gather_options(features, estimator, power).weights if gram else None
     features = _storable(features)
     folder = Folder.at(store, storage_options)
     _read(folder)  # nothing is written into what is no store, not even a lock

@@ -16,8 +16,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays, execution
-from trakdask.arrays.spectrum import component_count
-from trakdask.attribution.dampings import describe_damping, regularize
+from trakdask.arrays.solve import component_count
 from trakdask.attribution.estimators import DEFAULT_POWER, Estimator, Weights, gather_options
 from trakdask.attribution.grams import (
     DAMPING,
@@ -27,6 +26,8 @@ from trakdask.attribution.grams import (
     GRAM,
     LOSS_GRADIENT,
     NORM,
+    describe_damping,
+    regularize,
 )
 from trakdask.attribution.scores import LOGIT_VARIANCE
 from trakdask.storage.group import Group
@@ -54,7 +55,7 @@ def weights_of(group: Group) -> Weights | None:
     if GRAM not in group.arrays:
         return None
     attrs = group.arrays[GRAM]["attributes"]
-    return Weights(attrs["gram_weights"], attrs["loss_weights"], attrs.get("power"))
+    return Weights(attrs["power"])
 
 
 def update_derived(
@@ -157,7 +158,7 @@ def _reduced(
     h = None if h is None else h[:, index : index + 1]
     if LOSS_GRADIENT not in names:
         return [arrays.gram.gram(feature, h)]
-    g = arrays.gram.pooled(weights.loss_data(features))[:, None]
+    g = arrays.weights.pooled(weights.loss_data(features))[:, None]
     if GRAM not in names:
         return [arrays.gram.loss_gradient(feature, g)]
     return list(arrays.gram.gram_and_sum(feature, h, g))
@@ -183,8 +184,7 @@ def _update_factors(before: Group, group: Group, gram_stays: bool, retries: int)
     for index, name in enumerate(group.checkpoints):
         if not (stays and name in before.checkpoints):
             matrix = matrices[..., index : index + 1]
-            spectrum = arrays.spectrum.spectrum(matrix, None, n, [name], n_component=k)
-            factors = arrays.spectrum.eigenvectors(spectrum, p, k)
+            factors = arrays.solve.eigenvectors(matrix, [name], k)
             _store(group, _FACTORS, factors, index, retries)
     return stays
 
@@ -213,7 +213,7 @@ def _damping(ds: xr.Dataset, calibrate: xr.Dataset | None) -> tuple[np.ndarray, 
     power = DEFAULT_POWER if power is None else power
     options = gather_options(ds, estimator, power, "auto", calibrate)
     regularized = regularize(features, options, quiet=True)
-    chosen, variance = dask.compute(describe_damping(features, regularized), variance)
+    chosen, variance = dask.compute(describe_damping(regularized), variance)
     attrs: dict[str, Any] = {
         "asked": options.rule,
         "rule": str(chosen.rule.values),
@@ -221,7 +221,7 @@ def _damping(ds: xr.Dataset, calibrate: xr.Dataset | None) -> tuple[np.ndarray, 
     }
     if variance is not None:
         attrs[LOGIT_VARIANCE] = variance.tolist()
-    if options.is_damped_by_outputs:
+    if options.rule == "completeness":
         attrs |= {name: float(chosen[name]) for name in ("relative", "peak", "threshold")}
         attrs["curve"] = chosen.curve.values.tolist()
         attrs["tried"] = [text.removeprefix("completeness, ") for text in regularized.rules[:-1]]

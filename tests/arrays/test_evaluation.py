@@ -1,0 +1,278 @@
+"""Statistics of evaluation, by scikit-learn, scipy and counting by hand."""
+
+from __future__ import annotations
+
+import dask.array as da
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+from sklearn.metrics import average_precision_score, roc_auc_score
+
+from trakdask.arrays import evaluation
+from trakdask.arrays.evaluation import (
+    Ranking,
+    average_precision,
+    class_ranks,
+    rank_correlations,
+)
+
+
+def spearman(a: np.ndarray, b: np.ndarray, counts: np.ndarray) -> list[float]:
+    """scipy, target by target, on rows that are written out as often as they count."""
+    rows = np.repeat(np.arange(len(a)), counts)
+    return [stats.spearmanr(a[rows, t], b[rows, t]).statistic for t in range(a.shape[1])]
+
+
+@given(st.integers(0, 2**32), st.integers(3, 40), st.sampled_from([2, 5, 10**9]))
+def test_correlation__equals_scipy_of_the_resample(seed: int, n: int, distinct: int) -> None:
+    """With ties (few distinct values) and without, whole and resampled."""
+    rng = np.random.default_rng(seed)
+    a, b = rng.integers(distinct, size=(2, n, 4)).astype(np.float64)
+    a[:2], b[1:3] = [[0], [1]], [[0], [1]]
+    for counts in (np.ones(n, int), 1 + rng.multinomial(n, np.full(n, 1 / n))):
+        weights = counts.astype(np.float64)
+        centred = (Ranking.of(x).centred(weights) for x in (a, b))
+        found = evaluation.correlation(*centred, weights)
+        np.testing.assert_allclose(found, spearman(a, b, counts), atol=1e-12)
+
+
+def test_correlation__unknown_and_constant_targets() -> None:
+    a = np.array([[1.0, np.nan, 7.0], [2.0, 1.0, 7.0], [3.0, 2.0, 7.0]])
+    centred = Ranking.of(a).centred(np.ones(3))
+    np.testing.assert_array_equal(
+        evaluation.correlation(centred, centred, np.ones(3)), [1, np.nan, np.nan]
+    )
+
+
+def test_lds__each_prediction_with_the_truth() -> None:
+    rng = np.random.default_rng(0)
+    truth, first, second = rng.standard_normal((3, 30, 4))
+    found = evaluation.lds(Ranking.of(truth), [Ranking.of(first), Ranking.of(second)], np.ones(30))
+    ones = np.ones(30, int)
+    expected = [spearman(truth, first, ones), spearman(truth, second, ones)]
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+def test_between_seeds__mean_over_pairs() -> None:
+    x = np.random.default_rng(0).standard_normal((3, 30, 4))
+    ones = np.ones(30, int)
+    pairs = [spearman(x[i], x[j], ones) for i, j in ((0, 1), (0, 2), (1, 2))]
+    found = evaluation.between_seeds([Ranking.of(one) for one in x], np.ones(30))
+    np.testing.assert_allclose(found, np.mean(pairs, axis=0), atol=1e-12)
+    assert np.isnan(evaluation.between_seeds([Ranking.of(x[0])], np.ones(30))).all()
+
+
+def test_ceiling__is_what_a_perfect_prediction_reaches() -> None:
+    """Signal and noise of equal size: the mean of three has correlation √(3/4) with the signal."""
+    rng = np.random.default_rng(0)
+    signal = rng.standard_normal((200_000, 1))
+    seeds = [signal + rng.standard_normal(signal.shape) for _ in range(3)]
+    ones = np.ones(len(signal), int)
+    reached = spearman(signal, np.mean(seeds, axis=0), ones)[0]
+    between = evaluation.between_seeds([Ranking.of(one) for one in seeds], np.ones(len(signal)))
+    # Exact for Pearson's correlation; of ranks within 0.01.
+    assert evaluation.ceiling(between, 3)[0] == pytest.approx(reached, abs=0.01)
+    assert evaluation.ceiling(np.array([0.5]), 3)[0] == pytest.approx(0.75**0.5)
+
+
+def test_bootstrap__same_resamples_for_all_predictions() -> None:
+    """Of one target, so that only subsets are drawn: each draw is that of written-out rows."""
+    rng = np.random.default_rng(1)
+    truth, other, predicted = rng.standard_normal((3, 20, 1))
+    truth += predicted
+    rankings = [Ranking.of(predicted), Ranking.of(other), Ranking.of(predicted)]
+    seeds = [Ranking.of(truth), Ranking.of(predicted)]
+    found, means, draws = evaluation.bootstrap(
+        Ranking.of(truth), rankings, seeds, repeats=3, seed=4
+    )
+    np.testing.assert_array_equal(draws[0], draws[2])
+    rng, rows = np.random.default_rng(4), []
+    for _ in range(3):
+        counts = rng.multinomial(20, np.full(20, 1 / 20))
+        rows.append(spearman(truth, predicted, counts)[0])
+    whole = spearman(truth, predicted, np.ones(20, int))[0]
+    assert found[0] == means[0] == pytest.approx(whole)
+    expected = np.array(rows) - 2 * (np.mean(rows) - whole)
+    np.testing.assert_allclose(draws[0], np.minimum(expected, 1))
+    reached = evaluation.ceiling(np.array(rows), 2)
+    bias = reached.mean() - evaluation.ceiling(whole, 2)
+    assert means[-1] == pytest.approx(min(found[-1, 0] - bias, 1))
+
+
+def test_bootstrap__targets_that_differ_widen_the_draws_by_as_much() -> None:
+    """Without noise of subsets, what is left is the spread of targets, over √40.
+
+    A prediction is the truth or its negative: ±1 for every resample.
+    """
+    truth = np.random.default_rng(0).standard_normal((50, 40))
+    sign = np.where(np.arange(40) % 4 == 0, -1, 1)
+    same = [Ranking.of(truth)] * 2
+    _, means, draws = evaluation.bootstrap(
+        Ranking.of(truth), [Ranking.of(truth * sign)], same, repeats=4000, seed=0
+    )
+    assert means[0] == pytest.approx(0.5)
+    student = (39 / 37) ** 0.5  # the spread of t with 39 degrees of freedom
+    expected = student * np.std(sign, ddof=1) / 40**0.5
+    assert draws[0].std() == pytest.approx(expected, rel=0.05)
+    np.testing.assert_allclose(draws[1], 1)
+
+
+N, M, COUNTS = 40, 6, [1, 4, 40]
+RNG = np.random.default_rng(0)
+CODES = np.stack([RNG.integers(3, size=N), RNG.integers(2, size=N)], axis=1)
+TARGET_CODES = np.stack([RNG.integers(3, size=M), RNG.integers(2, size=M)], axis=1)
+SCORES = {
+    "distinct": RNG.standard_normal((N, M, 2)),
+    "ties": RNG.integers(4, size=(N, M, 2)).astype("f4"),
+    "infinite": np.where(RNG.random((N, M, 2)) < 0.2, np.inf, RNG.standard_normal((N, M, 2))),
+    "unknown": np.where(RNG.random((N, M, 2)) < 0.2, np.nan, RNG.integers(9, size=(N, M, 2))),
+}
+
+
+def by_hand(values: np.ndarray, relevant: np.ndarray) -> list[float]:
+    """AUC of scikit-learn; ranks by counting, samples of other classes first among equals."""
+    finite = np.unique(values, return_inverse=True)[1]  # scikit-learn refuses inf
+    rank = [
+        1 + sum(v > own for v in values[relevant]) + sum(values[~relevant] >= own) + before
+        for own, before in zip(values[relevant], ties_before(values[relevant]), strict=True)
+    ]
+    found = [sum(r <= k for r in rank) for k in COUNTS]
+    precision = [n / k for n, k in zip(found, COUNTS, strict=True)]
+    recall = [n / relevant.sum() for n in found]
+    return [roc_auc_score(relevant, finite), 1 / min(rank), *precision, *recall]
+
+
+def ties_before(values: np.ndarray) -> list[int]:
+    return [int((values[:i] == values[i]).sum()) for i in range(len(values))]
+
+
+@pytest.mark.parametrize("case", SCORES)
+@pytest.mark.parametrize("chunks", [(7, 4, 1), (40, 1, 2), (1, 6, 2)])
+def test_class_ranks__by_hand(case: str, chunks: tuple[int, ...]) -> None:
+    scores = SCORES[case]
+    result = class_ranks(da.from_array(scores, chunks), CODES, TARGET_CODES, COUNTS).compute()
+    assert result.shape == (M, 2, 2 + 2 * len(COUNTS))
+    for t in range(M):
+        for e in range(2):
+            column = scores[:, t, e]
+            ranked = (CODES[:, 1] == TARGET_CODES[t, 1]) & ~np.isnan(column)
+            relevant = CODES[ranked, 0] == TARGET_CODES[t, 0]
+            np.testing.assert_allclose(result[t, e], by_hand(column[ranked], relevant))
+
+
+@pytest.mark.parametrize("case", SCORES)
+def test_average_precision__as_in_scikit_learn(case: str) -> None:
+    scores, positive = SCORES[case], np.arange(N) % 5 == 0
+    result = average_precision(da.from_array(scores, (7, 4, 1)), positive).compute()
+    for t in range(M):
+        for e in range(2):
+            known = ~np.isnan(scores[:, t, e])
+            finite = np.unique(scores[known, t, e], return_inverse=True)[1]
+            expected = average_precision_score(positive[known], finite)
+            np.testing.assert_allclose(result[t, e], expected)
+
+
+MODELS = RNG.standard_normal((30, 5, 1)) + RNG.standard_normal((30, 5, 4))
+AGREEMENT = {
+    "distinct": MODELS,
+    "ties": np.round(MODELS).astype("f4"),
+    "unknown": np.where(RNG.random(MODELS.shape) < 0.1, np.nan, MODELS),
+}
+
+
+@pytest.mark.parametrize("case", AGREEMENT)
+@pytest.mark.parametrize("chunks", [(7, 2, 1), (30, 5, 4), (1, 3, 2)])
+def test_rank_correlations__of_every_pair(case: str, chunks: tuple[int, ...]) -> None:
+    score = AGREEMENT[case]
+    result = rank_correlations(da.from_array(score, chunks)).compute()
+    for t in range(5):
+        known = ~np.isnan(score[:, t]).any(axis=1)
+        expected = stats.spearmanr(score[known, t]).statistic
+        np.testing.assert_allclose(result[t], expected)
+
+
+def test_rank_correlations__undefined() -> None:
+    score = MODELS.copy()
+    score[:, 0, 1] = 3  # a constant
+    score[1:, 1, 2] = np.nan  # one sample left
+    score[:, 2] = np.nan
+    result = rank_correlations(da.from_array(score)).compute()
+    assert np.isnan(result[0, 1]).all()
+    assert result[0, 0, 2] == pytest.approx(stats.spearmanr(score[:, 0, 0], score[:, 0, 2])[0])
+    assert np.isnan(result[1:3]).all()
+    assert not np.isnan(result[3:]).any()
+
+
+def auc(values: np.ndarray, positive: np.ndarray) -> float:
+    """Share of pairs in which the positive one is higher; ties count half."""
+    above = values[positive][:, None] - values[~positive]
+    return float(np.mean((above > 0) + 0.5 * (above == 0)))
+
+
+def delong(values: np.ndarray, positive: np.ndarray) -> float:
+    """Variance of the area, from the pairs."""
+    above = values[positive][:, None] - values[~positive]
+    wins = (above > 0) + 0.5 * (above == 0)
+    return sum(wins.mean(axis=a).var(ddof=1) / wins.shape[1 - a] for a in (0, 1))
+
+
+@pytest.mark.parametrize("n", [1, 20, 500])
+def test_proportion_interval__equals_scipy(n: int) -> None:
+    for count in {0, 1, n // 3, n}:
+        found = evaluation.proportion_interval(np.array(count / n), n, 0.9)
+        expected = stats.binomtest(count, n).proportion_ci(0.9, method="wilson")
+        np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+def test_mean_interval__equals_scipy() -> None:
+    x = np.random.default_rng(0).standard_normal((2, 12))
+    found = evaluation.mean_interval(x, 0.9)
+    expected = stats.t.interval(0.9, 11, loc=x.mean(axis=1), scale=stats.sem(x, axis=1))
+    np.testing.assert_allclose(found, expected)
+    np.testing.assert_array_equal(evaluation.mean_interval(x[:, None], 0.9)[..., 0], found)
+    assert np.isnan(evaluation.mean_interval(x[:, :1], 0.9)).all()
+
+
+@pytest.mark.parametrize("distinct", [3, 10**9])
+def test_roc_auc__equals_all_pairs(distinct: int) -> None:
+    rng = np.random.default_rng(0)
+    positive = rng.random(60) < 0.3
+    values = rng.integers(distinct, size=60) + 0.6 * positive * distinct
+    area, (low, high) = evaluation.roc_auc(values, positive, 0.95)
+    assert area == pytest.approx(auc(values, positive))
+    error = 1.959964 * delong(values, positive) ** 0.5 / (area * (1 - area))
+    logits = np.log([low / (1 - low), area / (1 - area), high / (1 - high)])
+    np.testing.assert_allclose(np.diff(logits), error, rtol=1e-6)
+
+
+def test_roc_auc__perfect_and_unknown() -> None:
+    positive = np.array([False, False, True, True])
+    area, bounds = evaluation.roc_auc(np.arange(4.0), positive, 0.95)
+    assert (area, bounds.tolist()) == (1.0, [1.0, 1.0])
+    area, bounds = evaluation.roc_auc(np.array([0, np.nan, 1, 2]), positive, 0.95)
+    assert np.isnan([area, *bounds]).all()
+
+
+def test_roc_auc__interval_covers() -> None:
+    """300 experiments, 25 of 200 positives, of an area that is known: normals, 1 apart."""
+    truth, rng = stats.norm.cdf(1 / 2**0.5), np.random.default_rng(0)
+    positive = np.arange(200) < 25
+    covered = 0
+    for _ in range(300):
+        values = rng.standard_normal(200) + positive
+        low, high = evaluation.roc_auc(values, positive, 0.95)[1]
+        covered += low <= truth <= high
+    assert 0.92 <= covered / 300 <= 0.98
+
+
+def test_bootstrap_mean__as_in_scipy() -> None:
+    values = np.random.default_rng(0).exponential(size=(40, 3, 2))
+    means, bounds = evaluation.bootstrap_mean(values, resamples=4000, seed=0, confidence=0.9)
+    np.testing.assert_allclose(means, values.mean(axis=0))
+    expected = stats.bootstrap(
+        (values,), np.mean, axis=0, n_resamples=4000, confidence_level=0.9, method="percentile",
+        rng=np.random.default_rng(1),
+    ).confidence_interval  # fmt: skip
+    np.testing.assert_allclose(bounds, [expected.low, expected.high], atol=0.025)
