@@ -187,7 +187,7 @@ ROWS = [
     ),
     *[
         BadInput(
-            M, f"ids {ids}", model(checkpoint_ids=ids), ValueError, ["checkpoint_ids", "4294967296"]
+            M, f"ids {ids}", model(checkpoint_ids=ids), ValueError, ["checkpoint_ids", "2**32"]
         )
         for ids in ([], [1, 2], [-1], [2**32], [0.5], [True], "a", 3.5)
     ],
