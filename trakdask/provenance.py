@@ -138,7 +138,7 @@ def _remedy(name: str, expected: Any) -> str:
         from trakdask.projection.protocol import from_spec
 
         with contextlib.suppress(TypeError, ValueError):  # of another version, or simulated
-            return f"featurizing with projector={from_spec(expected)!r} of trakdask.projection"
+            return f"featurizing with projector=td.projection.{from_spec(expected)!r}"
     return _REMEDY.get(name, f"the same {name} for both")
 
 

@@ -1,13 +1,24 @@
 """Attribution: from features to the gram matrix, its damping, scores and rankings."""
 
-from trakdask.attribution.components import principal_components as principal_components
-from trakdask.attribution.curvatures import curvature as curvature
-from trakdask.attribution.estimators import Absolute as Absolute
-from trakdask.attribution.grams import damping as damping
-from trakdask.attribution.grams import gram as gram
-from trakdask.attribution.groups import combine as combine
-from trakdask.attribution.part_scores import score_parts as score_parts
-from trakdask.attribution.ranking import top_k as top_k
-from trakdask.attribution.scores import group_score as group_score
-from trakdask.attribution.scores import score as score
-from trakdask.attribution.scores import self_influence as self_influence
+from trakdask.attribution.components import principal_components
+from trakdask.attribution.curvatures import curvature
+from trakdask.attribution.estimators import Absolute
+from trakdask.attribution.grams import damping, gram
+from trakdask.attribution.groups import combine
+from trakdask.attribution.part_scores import score_parts
+from trakdask.attribution.ranking import top_k
+from trakdask.attribution.scores import group_score, score, self_influence
+
+__all__ = [
+    "Absolute",
+    "combine",
+    "curvature",
+    "damping",
+    "gram",
+    "group_score",
+    "principal_components",
+    "score",
+    "score_parts",
+    "self_influence",
+    "top_k",
+]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import dask.array as da
 import numpy as np
 import xarray as xr
+from dask.array.utils import meta_from_array
 
 from trakdask import arrays
 from trakdask.arrays.damping import CLOSED_FORM
@@ -518,7 +519,10 @@ def _chosen_by_outputs(
 
 def _taken(data: da.Array, rows: list[slice]) -> da.Array:
     """Return some rows; copies, since views would keep their blocks in memory until λ is known."""
-    parts = [data[some].map_blocks(np.copy, dtype=data.dtype, meta=data._meta) for some in rows]
+    parts = [
+        data[some].map_blocks(np.copy, dtype=data.dtype, meta=meta_from_array(data))
+        for some in rows
+    ]
     taken: da.Array = da.concatenate(parts)
     return taken
 
