@@ -300,6 +300,19 @@ def test_components_are_the_right_singular_vectors(is_curved: bool) -> None:
     np.testing.assert_allclose(features.feature_norm.values[:, 0], (expected**2).sum(1), rtol=1e-4)
 
 
+def test_fits_of_a_fitted_model_are_those_of_the_model() -> None:
+    """As when a cell of a notebook runs twice."""
+    samples, model = case("cnn")
+    components = td.principal_components(samples, model, 4)
+    again = td.principal_components(samples, model.with_components(components), 4)
+    xr.testing.assert_identical(again, components)
+    curved = model.with_curvature(fitted("cnn")).with_components(
+        td.principal_components(samples, model.with_curvature(fitted("cnn")), 4)
+    )
+    xr.testing.assert_identical(td.curvature(samples, curved), fitted("cnn"))
+    assert td.featurize(samples, curved.with_curvature(fitted("cnn"))).sizes["proj_dim"] == 2048
+
+
 def test_all_components_keep_all_products() -> None:
     samples, model = case("cnn")
     for n in (24, 100):  # there are no more than samples

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
 from trakdask.checks import require_integer
-from trakdask.featurization.lazy import featurize
+from trakdask.featurization.job import DType
+from trakdask.featurization.lazy import Gradients, featurize
 from trakdask.models.model import Model
 from trakdask.projection import SJLT, Projector
 from trakdask.variables import CHECKPOINT, PROJ_DIM
@@ -28,7 +29,10 @@ def principal_components(
     proj_dim: int = 512,
     *,
     projector: Projector | None = None,
-    **options: Any,
+    gradients: Gradients = "auto",
+    batch_size: int | Literal["auto"] = "auto",
+    dtype: DType | None = None,
+    device: str = "auto",
 ) -> xr.Dataset:
     """Find the directions in which gradients differ most, for :meth:`Model.with_components`.
 
@@ -50,8 +54,8 @@ def principal_components(
     projector
         What gradients are projected with first: ``SJLT(proj_dim=8192, seed=0)`` by default. The
         wider, the less noise is left; :class:`Identity` leaves none.
-    **options
-        ``gradients``, ``batch_size``, ``dtype`` and ``device``, as in :func:`featurize`.
+    gradients, batch_size, dtype, device
+        As in :func:`featurize`.
 
     Returns
     -------
@@ -92,7 +96,15 @@ def principal_components(
     {'wide_dim': 8192, 'proj_dim': 3, 'checkpoint': 1}
     """
     require_integer("proj_dim", proj_dim, 1, remedy="try proj_dim=512")
-    wide = featurize(samples, model, projector=projector or _WIDE, **options)
+    wide = featurize(
+        samples,
+        model.without_components(),
+        projector=projector or _WIDE,
+        gradients=gradients,
+        batch_size=batch_size,
+        dtype=dtype,
+        device=device,
+    )
     found = [
         _principal(np.asarray(wide.feature.data[:, :, i]), proj_dim)
         for i in range(wide.sizes[CHECKPOINT])

@@ -107,7 +107,7 @@ def curvature(
         raise ValueError(f"expected damping >= 0, got {damping!r}; try damping=100")
     prepared = prepare(
         samples,
-        model,
+        model.without_components(),
         projector=Identity(),
         gradients=gradients,
         batch_size=batch_size,

@@ -247,8 +247,7 @@ class Model:
             name: Curvature(*(curvature[f].sel(checkpoint=name).values for f in fields))
             for name in self.spec()["checkpoints"]
         }
-        curved.components = {}  # they belong to the coordinates in which they were fitted
-        return curved
+        return curved.without_components()  # which belong to the coordinates of their fit
 
     def with_components(self, components: Any) -> Model:
         """Return the model whose features are principal components of projected gradients.
@@ -284,6 +283,12 @@ class Model:
             for name in self.spec()["checkpoints"]
         }
         return reduced
+
+    def without_components(self) -> Model:
+        """Return the model whose features are what the projector returns."""
+        whole = copy.copy(self)
+        whole.components = {}
+        return whole
 
     def _require_fitted_here(self, fitted: Any, function: str, *fields: str) -> None:
         """Reject what was fitted to another model, or lacks one of its checkpoints."""
