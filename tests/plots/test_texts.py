@@ -21,7 +21,7 @@ VALUES = np.array([[1, -2, 0, 0.5, np.nan, 0, 0.1, 0, 0, 0], [0, 0, 0.2, 0, 0, -
 def scores(row: str = "sample", prefix: str = "") -> xr.DataArray:
     coords = {
         f"{prefix}text": ((row, "token"), np.array(WORDS, object)),
-        f"{prefix}source": (row, ["a<b", "c"]),
+        f"{prefix}source": (row, np.array(["a<b", "c"], np.dtypes.StringDType())),  # as stored
     }
     return xr.DataArray(VALUES * 1e-3, dims=(row, "token"), coords=coords, name="score")
 

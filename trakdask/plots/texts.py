@@ -127,7 +127,7 @@ def text(scores: xr.DataArray, *, label: str | None = None) -> TextPlot:
     True
     """
     texts = scores["text" if "text" in scores.coords else f"{TARGET_PREFIX}text"].values
-    labels = [""] * len(scores) if label is None else scores[label].values.astype(str).tolist()
+    labels = [""] * len(scores) if label is None else [str(value) for value in scores[label].values]
     return TextPlot(labels, texts, scores.values.astype(np.float64), power_of_ten(scores))
 
 
