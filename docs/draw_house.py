@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).parent
-WIDTH, LEFT, INNER, ROW = 700, 130, 520, 34
+WIDTH, LEFT, INNER, ROW = 780, 130, 600, 34
 
 # The floor that begins with a layer: what is written beside it, its fill and its stroke.
 FLOORS = {

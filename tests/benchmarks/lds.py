@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 import trakdask as td
 from trakdask import examples
-from trakdask.arrays import ranks
+from trakdask.arrays import evaluation
 from trakdask.arrays.evaluation import Ranking
 from trakdask.projection import SJLT, Kronecker, Mask, Projector, Rademacher
 
@@ -110,7 +110,9 @@ def bootstrap(
         targets = rng.integers(n_targets, size=n_targets)
         for key, rankings in predicted.items():
             seeds = rng.integers(len(rankings), size=len(rankings))
-            found[key].append(float(ranks.lds(truth, rankings, counts)[seeds][:, targets].mean()))
+            found[key].append(
+                float(evaluation.lds(truth, rankings, counts)[seeds][:, targets].mean())
+            )
     return {key: np.array(means) for key, means in found.items()}
 
 
@@ -124,8 +126,8 @@ def noise(found: Floats) -> dict[str, float]:
     if n_seeds == 1:
         return {}
     rankings = [Ranking.of(found[:, k]) for k in range(n_seeds)]
-    between = ranks.between_seeds(rankings, np.ones(n_subsets))
-    ceiling = ranks.ceiling(between, n_seeds)
+    between = evaluation.between_seeds(rankings, np.ones(n_subsets))
+    ceiling = evaluation.ceiling(between, n_seeds)
     return {"between_seeds": float(between.mean()), "ceiling": float(ceiling.mean())}
 
 
@@ -140,7 +142,7 @@ def evaluate(
     rankings = {key: [Ranking.of(one) for one in many] for key, many in predicted.items()}
     draws = bootstrap(truth, rankings, repeats)
     by_seed = {
-        k: ranks.lds(truth, r, np.ones(len(found))).mean(axis=1) for k, r in rankings.items()
+        k: evaluation.lds(truth, r, np.ones(len(found))).mean(axis=1) for k, r in rankings.items()
     }
     rows = []
     for (kind, proj_dim), values in by_seed.items():
