@@ -15,16 +15,20 @@ from trakdask.checks import shown
 from trakdask.errors import StoreMismatchError, warn_once
 from trakdask.variables import CHECKPOINT, PROJ_DIM, checkpoint_names
 
-REQUIRED_SPEC = ("checkpoints", "checkpoint_ids", "projector", "parameters", "task")
+_CHECKPOINTS = ("checkpoints", "checkpoint_ids")
+REQUIRED_SPEC = (*_CHECKPOINTS, "projector", "parameters", "task")
 """Attrs that all features have."""
 
-BY_CHECKPOINT = ("checkpoints", "checkpoint_ids", "second_moments", "curvature", "components")
+BY_CHECKPOINT = (*_CHECKPOINTS, "second_moments", "curvature", "components")
 """Attrs that map the names of checkpoints to what they are."""
 
-FEATURE_SPEC = ("components", *REQUIRED_SPEC, "second_moments", "curvature", "code")
+FEATURE_SPEC = (
+    *(*_CHECKPOINTS, "components", "projector", "parameters", "task"),
+    *("second_moments", "curvature", "code"),
+)
 """Attrs that training and target features must share for their product to be meaningful.
 
-Components come first, because features without them have another projector, too.
+Components come before the projector, because features without them have another one, too.
 """
 
 PRECISION = ("dtype", "autocast", "float32_matmul_precision")

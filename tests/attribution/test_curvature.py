@@ -366,6 +366,9 @@ def test_mistakes_with_components_have_clear_errors() -> None:
         model.with_curvature(fitted("cnn")).with_components(components)
     with pytest.raises(ValueError, match="'b'"):
         model.with_components(components.sel(checkpoint=["a"]))
+    for no_components in (fitted("cnn"), np.eye(4)):
+        with pytest.raises(ValueError, match="component"):
+            model.with_components(no_components)
     reduced = model.with_components(components)
     with pytest.raises(ValueError, match="8192"):
         td.featurize(samples, reduced, projector=td.SJLT(64))

@@ -225,8 +225,9 @@ class BlockResults:
         more = f" and {len(bad) - 1} more of this batch" if len(bad) > 1 else ""
         return ValueError(
             f"expected finite numbers, got NaN or infinity as the {name} of sample {position}"
-            f"{more} at checkpoint {self._checkpoint!r}; try on_error='record', which leaves "
-            f"such samples out, and samples.isel(sample={position}) to inspect it"
+            f"{more} at checkpoint {self._checkpoint!r}; try td.featurize(..., "
+            "on_error='record'), which leaves such samples out, and "
+            f"samples.isel(sample={position}) to inspect it"
         )
 
     def result(self) -> Block:

@@ -240,8 +240,9 @@ class Model:
                 "expected a model without second_moments, which are a curvature of their own; try "
                 "td.Model(...) without them"
             )
-        self._require_fitted_here(curvature, "curvature", "parameters", "checkpoints")
         fields = ("eigenvectors", "scale", "leading")
+        _require_result(curvature, "curvature", fields)
+        self._require_fitted_here(curvature, "curvature", "parameters", "checkpoints")
         curved = copy.copy(self)
         curved.curvature = {
             name: Curvature(*(curvature[f].sel(checkpoint=name).values for f in fields))
@@ -275,6 +276,7 @@ class Model:
         >>> td.featurize(samples, model).sizes["proj_dim"]
         2
         """
+        _require_result(components, "principal_components", ("component", "share"))
         fields = "parameters", "checkpoints", "curvature"
         self._require_fitted_here(components, "principal_components", *fields)
         reduced, projector = copy.copy(self), components.attrs["projector"]
@@ -357,6 +359,15 @@ class Model:
             f"<trakdask.Model: {n} checkpoint{'s' * (n != 1)}, "
             f"{task_spec(self.task).split('(')[0]}, "
             f"{chosen} of {self._n_parameters} parameters>"
+        )
+
+
+def _require_result(fitted: object, function: str, names: tuple[str, ...]) -> None:
+    """Reject what is not the Dataset that a function returns."""
+    if missing := set(names) - set(getattr(fitted, "data_vars", ())):
+        raise ValueError(
+            f"expected what td.{function} returned, got {shown(fitted)} without "
+            f"{sorted(missing)}; try td.{function}(samples, model)"
         )
 
 
