@@ -81,6 +81,10 @@ top_k: {k: 3}
 groups: {by: source}
 outputs: {score: scores.zarr, top_k: top.parquet, groups: groups.parquet}
 """
+FITS = """
+curvature: {store: curvature.zarr, every: 2, damping: 50}
+components: {store: components.zarr, proj_dim: 5}
+"""
 
 
 @pytest.fixture
@@ -155,6 +159,23 @@ def test_every_command__of_one_job(job: Path, run: Run) -> None:
     web = np.arange(60) % 2 == 1
     np.testing.assert_allclose(sums["web"], scores.values[web].sum(0), rtol=1e-4, atol=1e-6)
     assert "[books]" in printed["groups"]
+
+
+def test_top_k__of_curved_components(job: Path, run: Run) -> None:
+    text = job.read_text().replace("projector: {kind: Rademacher, proj_dim: 8}", FITS)
+    job.write_text(text)
+    assert (done := run("top-k", job)).exit_code == 0, done.output
+    stores = [job.parent / name for name in ("curvature.zarr", "components.zarr", "train.zarr")]
+    curvature, components, train = map(xr.open_zarr, stores)
+    assert curvature.attrs["damping"] == 50
+    assert components.sizes["proj_dim"] == train.sizes["proj_dim"] == 5
+    assert train.attrs["components"] == td.open(job.parent / "targets.zarr").attrs["components"]
+    made = stores[0].stat().st_mtime_ns
+    assert run("groups", job).exit_code == 0
+    assert stores[0].stat().st_mtime_ns == made  # fitted once
+    refused = run("top-k", job, "--set", "components.proj_dim=4")
+    assert refused.exit_code == 2
+    assert "components" in refused.output
 
 
 def test_plan__projector_of_two(job: Path, run: Run) -> None:

@@ -19,8 +19,8 @@ from trakdask.files import Folder, location
 Configuration = Mapping[str, Any]
 
 _SECTIONS = (
-    *("data", "targets", "model", "projector", "featurize", "save", "stores", "cluster"),
-    *("score", "top_k", "groups", "outputs"),
+    *("data", "targets", "model", "curvature", "components", "projector", "featurize", "save"),
+    *("stores", "cluster", "score", "top_k", "groups", "outputs"),
 )
 _KEYS = {"stores": ("train", "targets"), "outputs": ("score", "top_k", "groups")}
 """The keys of sections that are no arguments of a function, which would check them."""

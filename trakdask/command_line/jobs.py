@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import logging
 import os
 import sys
@@ -32,6 +33,14 @@ from trakdask.command_line.configuration import (
 from trakdask.export import require_replaceable
 
 _PROJECTORS = ("SJLT", "Rademacher", "Mask", "Kronecker", "FastJL", "Identity")
+
+_FITS: Mapping[str, tuple[Callable[..., xr.Dataset], Callable[..., td.Model]]] = {
+    "curvature": (td.curvature, td.Model.with_curvature),
+    "components": (td.principal_components, td.Model.with_components),
+}
+"""Sections of what is fitted to the model, in order, and how a model takes it."""
+_SECTION = "section"
+"""The attribute of a fit that holds its section, so that a changed section is not overlooked."""
 
 _STORES = {"data": "train", "targets": "targets"}
 """The sections of samples, and the names of their stores."""
@@ -81,6 +90,9 @@ def features(configuration: Configuration, name: str) -> xr.Dataset:
         samples = _of_kind(section(configuration, name), _KINDS)
     with about("model"):
         model = _model(section(configuration, "model"))
+    for fit in [name for name in _FITS if name in configuration]:
+        with about(fit):
+            model = _fitted(configuration, fit, model)
     with about("projector"):
         kinds = {kind: getattr(projection, kind) for kind in _PROJECTORS}
         described = section(configuration, "projector")
@@ -108,6 +120,23 @@ def _model(options: dict[str, Any]) -> td.Model:
     if isinstance(task, str) and ":" in task:
         options["task"] = import_callable(task, "task")()
     return td.Model(**options)
+
+
+def _fitted(configuration: Configuration, name: str, model: td.Model) -> td.Model:
+    """Return the model with what a section describes, which is fitted unless it is stored."""
+    fit, with_fit = _FITS[name]
+    described = section(configuration, name)
+    options, record = dict(described), json.dumps(described, sort_keys=True)
+    store, every = options.pop("store"), options.pop("every", 1)
+    try:
+        fitted = xr.open_zarr(store)
+    except FileNotFoundError:
+        samples = _of_kind(section(configuration, "data"), _KINDS)
+        fitted = fit(samples.isel(sample=slice(None, None, every)), model, **options)
+        td.to_zarr(fitted.assign_attrs({_SECTION: record}), store)
+    if (stored := fitted.attrs.get(_SECTION, record)) != record:
+        raise ValueError(f"expected a fit by {record}, got {store} by {stored}; try another store")
+    return with_fit(model, fitted)
 
 
 def saved(
