@@ -111,8 +111,8 @@ def score(
     )
 
 
-def checked(feature: da.Array, norm: da.Array) -> da.Array:
-    """Return features that raise an error when computed if they are not those of their norms.
+def checked(feature: da.Array, norm: da.Array, out_to_loss: da.Array) -> tuple[da.Array, da.Array]:
+    """Return arrays that raise an error when computed if features are not those of their norms.
 
     Parameters
     ----------
@@ -120,10 +120,12 @@ def checked(feature: da.Array, norm: da.Array) -> da.Array:
         (sample, proj_dim, checkpoint), float, chunks (rows, p, 1).
     norm
         ‖φ_c(z)‖² as it was when the features were made, (sample, checkpoint).
+    out_to_loss
+        Q, (sample, checkpoint), which every score of a sample is multiplied with.
 
     Returns
     -------
-    ``feature``, in the same chunks. Of each block, 24 rows that are spread over it are compared, up
+    ``feature`` and ``out_to_loss``. Of each block, 24 rows that are spread over it are compared, up
     to the rounding of float16; of a smaller one, all.
 
     Notes
@@ -133,22 +135,32 @@ def checked(feature: da.Array, norm: da.Array) -> da.Array:
 
     Examples
     --------
-    >>> x = da.ones((3, 2, 1), chunks=(2, 2, 1))
-    >>> checked(x, da.full((3, 1), 2.0)).compute().sum().item()
-    6.0
+    >>> x, q = da.ones((3, 2, 1), chunks=(2, 2, 1)), da.ones((3, 1), chunks=(2, 1))
+    >>> [array.compute().sum().item() for array in checked(x, 2 * q, q)]
+    [6.0, 3.0]
     """
     if (rows := reader(feature)) and (norms := reader(norm)):
         name = "checked-" + tokenize(feature, norm)
         read = functools.partial(_read_checked, rows, norms)
-        return stored(read, feature.chunks, feature.dtype, name)
-    return blockwise(
-        _checked, "spc", feature, "spc", align_weights(norm, feature), "sc",
-        name="checked", dtype=feature.dtype,
+        return stored(read, feature.chunks, feature.dtype, name), out_to_loss
+    # Blocks in the memory of workers stay what they are, since every result of a task would be sent
+    # again to where the blocks of a sample's other checkpoints are.
+    small = [align_weights(out_to_loss, feature), "sc", align_weights(norm, feature), "sc"]
+    guarded = blockwise(
+        _guarded, "sc", *small, feature, "spc",
+        concatenate=None, name="guarded", dtype=out_to_loss.dtype,
     )  # fmt: skip
+    return feature, guarded
 
 
 def _read_checked(feature: Read, norm: Read, key: Key) -> Block:
     return _checked(feature(key), norm((key[0], key[2])))
+
+
+def _guarded(out_to_loss: Block, norm: Block, feature: Blocks) -> Block:
+    for block in flat(feature):
+        _checked(block, norm)
+    return out_to_loss
 
 
 def _checked(feature: Block, norm: Block) -> Block:

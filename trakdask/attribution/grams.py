@@ -289,9 +289,12 @@ def regularize(features: xr.Dataset, options: Options, *, quiet: bool = False) -
     if by_outputs and not chooses_itself:
         chooses = gram_matrix(features, options.choosing, chooses_damping=True)
     if NORM in features and (gram.is_stored or chooses.is_stored):
-        feature = features["feature"].variable
-        data = arrays.score.checked(feature.data, features[NORM].data)
-        features = features.assign(feature=(feature.dims, data, feature.attrs))
+        names = "feature", "out_to_loss"
+        small = features[NORM].data, features["out_to_loss"].data
+        checked = arrays.score.checked(features["feature"].data, *small)
+        features = features.assign(
+            {name: features[name].copy(data=x) for name, x in zip(names, checked, strict=True)}
+        )
     if by_outputs:
         chosen = _chosen_by_outputs(features, options, gram, chooses, quiet=quiet)
     else:

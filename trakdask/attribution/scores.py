@@ -298,7 +298,8 @@ def self_influence(
     )
     if options.has_gram:
         matrix = regularize(features, options)
-        forms = arrays.solve.leverage(matrix.inverse, matrix.features.feature.data)
+        features = matrix.features
+        forms = arrays.solve.leverage(matrix.inverse, features.feature.data)
     else:
         forms = arrays.weights.squared_norm(features.feature.data)
     g = loss_weights(options, features).loss_data(features)
