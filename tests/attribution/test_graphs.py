@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import dask
 import dask.array as da
 import numpy as np
 import pytest
@@ -170,6 +172,19 @@ def test_stored_blocks__never_leave_their_task(name: str) -> None:
     }[name]
     with Callback(posttask=lambda key, result, *_: sizes.append(getattr(result, "nbytes", 0))):
         lazy.compute(scheduler="sync")
+    assert max(sizes) < 500 * p * 4
+
+
+def test_persisted_blocks__are_no_results_of_tasks(tmp_path: Path) -> None:
+    """Which workers would send to each other with every query."""
+    n, p = 1000, 16
+    features = simulate_features(n, p, C, chunks=500).assign_coords(metadata(n))
+    opened = td.save(features, tmp_path / "train.zarr", progress=False).persist(scheduler="sync")
+    targets, sizes = simulate_features(3, p, C, chunks=3), []
+    scored = td.score(opened, targets)
+    lazy = td.top_k(scored, 3), td.group_score(opened, targets, by="label")
+    with Callback(posttask=lambda key, result, *_: sizes.append(getattr(result, "nbytes", 0))):
+        dask.compute(scored, *lazy, scheduler="sync")
     assert max(sizes) < 500 * p * 4
 
 

