@@ -67,6 +67,7 @@ data:
   kind: torch
   dataset: tiny:Samples
   names: [image, label]
+  collate_fn: torch.utils.data:default_collate
   coords: samples.csv
   chunks: 20
 targets: {kind: function, function: tiny:targets, arguments: {kind: six}}
