@@ -51,19 +51,18 @@ def labelled() -> tuple[xr.Dataset, xr.Dataset]:
     return features, TARGETS.assign_coords(author=("sample", SOURCES[np.arange(10) % 2]))
 
 
-def rows(data: xr.DataArray | xr.Dataset, other: str) -> pd.DataFrame:
+def rows(data: xr.DataArray | xr.Dataset, dims: list[str]) -> pd.DataFrame:
     """The table, by loops: one dict per number."""
     ds = data.to_dataset() if isinstance(data, xr.DataArray) else data
-    ds = ds.compute().transpose("target", other)
+    ds = ds.compute()
     found = []
-    for t in range(ds.sizes["target"]):
-        for o in range(ds.sizes[other]):
-            row = {"target": t, other: ds[other].values[o]}
-            for name, array in {**ds.data_vars, **ds.coords}.items():
-                if name not in ds.dims:
-                    at = tuple({"target": t, other: o}[dim] for dim in array.dims)
-                    row[str(name)] = array.values[at]
-            found.append(row)
+    for index in np.ndindex(*(ds.sizes[dim] for dim in dims)):
+        at = dict(zip(dims, index, strict=True))
+        row = {dim: ds[dim].values[at[dim]] for dim in dims}
+        for name, array in {**ds.data_vars, **ds.coords}.items():
+            if name not in ds.dims:
+                row[str(name)] = array.values[tuple(at[dim] for dim in array.dims)]
+        found.append(row)
     return pd.DataFrame(found)
 
 
@@ -91,22 +90,24 @@ READERS = [read_by_pandas, read_by_polars, read_by_duckdb]
 
 
 @pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)
-@pytest.mark.parametrize("kind", ["top", "score", "group_score"])
+@pytest.mark.parametrize("kind", ["top", "score", "group_score", "groups_of_two", "self"])
 def test_to_parquet__reread(
     kind: str, read: Callable[[Path], pd.DataFrame], tmp_path: Path
 ) -> None:
     features, targets = labelled()
     scores = td.score(features, targets)
-    data, other, files = {
-        "top": (td.top_k(scores, 3), "rank", 3),
-        "score": (scores, "sample", 3 * 3),
-        "group_score": (td.group_score(features, targets, by="source"), "source", 3),
+    both = ["source", "clean"]
+    data, by, files = {
+        "top": (td.top_k(scores, 3), ["target", "rank"], 3),
+        "score": (scores, ["target", "sample"], 3 * 3),
+        "group_score": (td.group_score(features, targets, by="source"), ["target", "source"], 3),
+        "groups_of_two": (td.group_score(features, targets, by=both), ["target", *both], 3),
+        "self": (td.top_k(td.self_influence(features), 3, where="label == 0"), ["rank"], 1),
     }[kind]
     td.to_parquet(data, tmp_path / "p.parquet")
     assert len(list((tmp_path / "p.parquet").iterdir())) == files
-    by = ["target", other]
     found = read(tmp_path / "p.parquet").sort_values(by, ignore_index=True)
-    expected = rows(data, other).sort_values(by, ignore_index=True)
+    expected = rows(data, by).sort_values(by, ignore_index=True)
     assert list(found) == [*by, *(name for name in expected if name not in by)]
     for name in expected:
         np.testing.assert_array_equal(found[name], expected[name], err_msg=name)

@@ -127,11 +127,11 @@ def to_parquet(
     Parameters
     ----------
     data
-        Lazy Dataset (target, rank) of :func:`top_k`, scores (sample, target) of :func:`score`, or
-        scores by group of :func:`group_score`.
+        Dataset of :func:`top_k`, or a DataArray: scores of :func:`score`, sums by one or several
+        groups of :func:`group_score`, or :func:`self_influence`.
     path
-        Folder or fsspec URL. There is one file per block of targets (for scores, per block of
-        targets and samples), so that nothing larger than a block is in memory.
+        Folder or fsspec URL. There is one file per block (of a ranking, per block of targets), so
+        that nothing larger than a block is in memory.
     max_bytes
         Raise an error instead of writing more than this, before compression: a number of bytes or a
         string such as ``"60 GB"``.
@@ -148,7 +148,7 @@ def to_parquet(
 
     Notes
     -----
-    Columns are ``target``, then ``rank``, ``sample`` or the group (positions from 0 if there is no
+    Columns are ``target``, then ``rank``, ``sample`` or the groups (positions from 0 if there is no
     index); ``score``; for a ranking, the ``position`` of the training sample; and the coords, those
     of targets with the prefix ``target_``. Text is categorical (a dictionary of arrow), and null
     where a rank has no sample. ``attrs`` are in the metadata of each file, under ``trakdask``, as
@@ -158,7 +158,7 @@ def to_parquet(
     store, its folder contains a file ``unfinished.parquet`` until the end.
     """
     ds = _as_table(data)
-    dims = [TARGET, *(str(dim) for dim in ds.dims if dim != TARGET)]
+    dims = [str(dim) for dim in next(iter(ds.data_vars.values())).dims]
     coords = (str(name) for name, coord in ds.coords.items() if coord.ndim and name not in dims)
     columns = [*dims, *map(str, ds.data_vars), *coords]
     dtypes = [ds[name].dtype for name in columns]
@@ -166,7 +166,7 @@ def to_parquet(
     _require_size(ds, width * math.prod(ds.sizes.values()), max_bytes)
     attrs = {_METADATA: json.dumps(as_values(ds.attrs), default=str)}
     with _replacing(path, _PARQUET, overwrite=overwrite) as folder:
-        write = functools.partial(_write_file, folder, columns, attrs)
+        write = functools.partial(_write_file, folder, dims, columns, attrs)
         shape = [len(ds.chunksizes[dim]) for dim in dims]
         written = xr.DataArray(da.zeros(shape, chunks=1), dims=dims)
         xr.map_blocks(write, _numbered(ds), template=written).compute()
@@ -252,23 +252,19 @@ def _is_ours(folder: Folder, marker: str) -> bool:
 
 
 def _as_table(data: object) -> xr.Dataset:
-    """Return a chunked Dataset of two dimensions, ``target`` first."""
-    is_ranking = isinstance(data, xr.Dataset) and set(data.dims) == {TARGET, RANK}
-    is_scores = isinstance(data, xr.DataArray) and data.ndim == 2 and TARGET in data.dims
-    if isinstance(data, xr.DataArray) and is_scores:
+    """Return a chunked Dataset, ``target`` first."""
+    if isinstance(data, xr.DataArray):
         data = data.to_dataset(name=data.name or "score")
-    elif not is_ranking:
-        given = tuple(data.dims) if isinstance(data, (xr.DataArray, xr.Dataset)) else type(data)
+    elif not isinstance(data, xr.Dataset) or RANK not in data.dims:
+        given = tuple(data.dims) if isinstance(data, xr.Dataset) else type(data)
         raise ValueError(
-            "expected the Dataset (target, rank) of td.top_k, or a DataArray with two dimensions, "
-            f"one of them target, got {given}; try scores.mean('checkpoint') for an ensemble, or "
-            "td.to_zarr(data, path)"
+            "expected the Dataset of td.top_k, or a DataArray such as td.score returns, got "
+            f"{given}; try a variable of a Dataset, or td.to_zarr(data, path)"
         )
-    assert isinstance(data, xr.Dataset)
     chunked = data.map(lambda array: array.copy(data=array.variable.chunk().data), keep_attrs=True)
-    if is_ranking:
+    if RANK in chunked.dims:
         chunked = chunked.chunk({RANK: -1})
-    return chunked.transpose(TARGET, ...).unify_chunks()
+    return chunked.transpose(TARGET, ..., missing_dims="ignore").unify_chunks()
 
 
 def _numbered(ds: xr.Dataset) -> xr.Dataset:
@@ -282,22 +278,21 @@ def _numbered(ds: xr.Dataset) -> xr.Dataset:
 
 
 def _write_file(
-    folder: Folder, columns: list[str], attrs: dict[str, str], block: xr.Dataset
+    folder: Folder, dims: list[str], columns: list[str], attrs: dict[str, str], block: xr.Dataset
 ) -> xr.DataArray:
     """Write the rows of a block, some targets at a time."""
-    dims = columns[:2]
-    n_targets, n_others = (block.sizes[dim] for dim in dims)
-    if n_targets and n_others:
+    sizes = [block.sizes[dim] for dim in dims]
+    if math.prod(sizes):
         numbers = (block[f"{dim}_block"].values[0] for dim in dims)
-        name = "part-{:05d}-{:05d}.parquet".format(*numbers)
+        name = "-".join(["part", *(f"{number:05d}" for number in numbers)]) + ".parquet"
         block, words = _encoded(block)
-        schema = _table(block.isel({TARGET: slice(1)}), columns, words).schema.with_metadata(attrs)
-        step = max(1, _ROWS_AT_ONCE // n_others)
+        table = functools.partial(_table, dims=dims, columns=columns, words=words)
+        schema = table(block.isel({dims[0]: slice(1)})).schema.with_metadata(attrs)
+        step = max(1, _ROWS_AT_ONCE // math.prod(sizes[1:]))
         with folder.writing(name) as file, pq.ParquetWriter(file, schema) as writer:
-            for start in range(0, n_targets, step):
-                rows = block.isel({TARGET: slice(start, start + step)})
-                writer.write_table(_table(rows, columns, words))
-    return xr.DataArray(np.zeros((1, 1)), dims=dims)
+            for start in range(0, sizes[0], step):
+                writer.write_table(table(block.isel({dims[0]: slice(start, start + step)})))
+    return xr.DataArray(np.zeros([1] * len(dims)), dims=dims)
 
 
 def _encoded(block: xr.Dataset) -> tuple[xr.Dataset, dict[str, pa.Array]]:
@@ -307,16 +302,18 @@ def _encoded(block: xr.Dataset) -> tuple[xr.Dataset, dict[str, pa.Array]]:
         if text.dtype.kind in "OTU":
             positions, unique = pd.factorize(text.values.astype(object).ravel())
             codes[name] = text.copy(data=positions.astype(np.int32).reshape(text.shape))
-            if "position" in block and text.ndim == 2:
+            if "position" in block and RANK in text.dims:
                 codes[name] = codes[name].where(block.position.variable >= 0, np.int32(-1))
             words[str(name)] = pa.array(unique, pa.string())
     return block.assign(codes), words
 
 
-def _table(block: xr.Dataset, columns: list[str], words: Mapping[str, pa.Array]) -> pa.Table:
+def _table(
+    block: xr.Dataset, dims: list[str], columns: list[str], words: Mapping[str, pa.Array]
+) -> pa.Table:
     table = {}
     for name in columns:
-        variable = block[name].variable.set_dims({dim: block.sizes[dim] for dim in columns[:2]})
+        variable = block[name].variable.set_dims({dim: block.sizes[dim] for dim in dims})
         values = variable.values.ravel()
         table[name] = pa.array(values, mask=values < 0 if name in words else None)
         if name in words:

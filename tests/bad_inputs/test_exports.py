@@ -52,8 +52,6 @@ TO_PARQUET = [
     ("twice", exported_twice(td.to_parquet), FileExistsError, ["overwrite"]),
     ("too large", to_parquet(max_bytes=50), ValueError, ["50 B"]),
     ("features", to_parquet(FEATURES), ValueError, ["proj_dim"]),
-    ("scores of one target", lambda f: td.to_parquet(scores().isel(target=0), f / "s"), ValueError, ["'sample'", "target"]),
-    ("scores without targets", lambda f: td.to_parquet(scores().rename(target="query"), f / "s"), ValueError, ["'query'", "target"]),
 ]  # fmt: skip
 
 ROWS = [

@@ -67,6 +67,11 @@ class Broken(list):
         return super().__getitem__(index)
 
 
+def longest(items: list[Any]) -> Any:
+    x, y = zip(*items, strict=True)
+    return torch.nn.utils.rnn.pad_sequence(list(map(torch.tensor, x)), batch_first=True), list(y)
+
+
 def unpicklable() -> Any:
     class Open(list):
         def __reduce__(self) -> Any:
@@ -160,6 +165,9 @@ ROWS = [
     BadInput(T, "shapes unknown", dataset(ITEMS, shapes={"z": ()}), ValueError, ["'z'", "'x'"]),
     BadInput(T, "coords", dataset(ITEMS, coords={"c": [1]}), ValueError, ["'c'", "(1,)", "(4,)"]),
     BadInput(T, "other shape", computed([*ITEMS, (np.zeros(3), 1)]), ValueError, ["'x'", "(3,)", "sample 4"]),
+    BadInput(T, "collate_fn to the longest", computed([([1], 0), ([1, 2], 0)], collate_fn=longest), ValueError, ["'x'", "(1,)", "(2,)", "sample 1", "max_length"]),
+    BadInput(T, "collate_fn of no batch", dataset(ITEMS, collate_fn=lambda items: items[0]), ValueError, ["collate_fn", "'x'", "(2,)", "sample 0"]),
+    BadInput(T, "collate_fn fails", dataset(ITEMS, collate_fn=lambda items: items[7]), RuntimeError, ["collate_fn", "sample 0", "IndexError"]),
     BadInput(T, "other dtype", computed([*ITEMS, (np.zeros(2), 1.5)]), ValueError, ["'y'", "int64", "float32", "sample 4"]),
     BadInput(T, "unreadable", computed(Broken(ITEMS)), RuntimeError, ["sample 2", "img_2.png"]),
     BadInput(T, "coords no field", dataset(ITEMS, coords=["z"]), ValueError, ["'z'", "['x', 'y']"]),

@@ -67,6 +67,7 @@ data:
   kind: torch
   dataset: tiny:Samples
   names: [image, label]
+  collate_fn: torch.utils.data:default_collate
   coords: samples.csv
   chunks: 20
 targets: {kind: function, function: tiny:targets, arguments: {kind: six}}
@@ -222,17 +223,23 @@ def test_info_verify_export__of_a_store(job: Path, run: Run) -> None:
     found = run("verify", folder / "train.zarr", "--checksums")
     assert found.exit_code == 1
     assert chunk.relative_to(folder / "train.zarr").as_posix() in found.output
-    for name in ("copy.parquet", "copy.nc"):
+    for name in ("copy.parquet", "copy.nc", "copy.csv"):
         assert run("export", folder / "top.zarr", folder / name).exit_code == 0, name
+    assert run("export", folder / "copy.parquet", folder / "again.csv").exit_code == 0
     copied = xr.open_dataset(folder / "copy.nc")
     top = xr.open_zarr(folder / "top.zarr")
     np.testing.assert_array_equal(copied.score, top.score)
-    assert len(pd.read_parquet(folder / "copy.parquet")) == 6 * 3
+    frame = pd.read_parquet(folder / "copy.parquet")
+    assert len(frame) == 6 * 3
+    for name in ("copy.csv", "again.csv"):
+        read = pd.read_csv(folder / name, dtype={"score": "f4"})
+        pd.testing.assert_frame_equal(read, frame, check_dtype=False, check_categorical=False)
     (folder / "precious.nc").write_text("mine")
-    for name in ("copy.xlsx", "precious.nc"):
-        refused = run("export", folder / "top.zarr", folder / name)
+    refusals = {"copy.xlsx": "top.zarr", "precious.nc": "top.zarr", "none.parquet": "none.parquet"}
+    for word, result in refusals.items():
+        refused = run("export", folder / result, folder / word.replace("parquet", "csv"))
         assert refused.exit_code == 2
-        assert name in refused.output
+        assert word in refused.output
     assert (folder / "precious.nc").read_text() == "mine"
 
 

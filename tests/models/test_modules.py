@@ -71,7 +71,9 @@ def test_model__predicate_sees_which_parameters_are_frozen(build) -> None:
     state = [plain().state_dict()]
     model = Model(build, state, parameters=lambda _, parameter: parameter.requires_grad)
     assert list(model.shapes) == ["2.weight", "2.bias"]
-    assert len(Model(build, state).shapes) == 4
+    whole = Model(build, state)
+    assert len(whole.shapes) == 4
+    assert ["frozen" in repr(each) for each in (model, whole)] == [False, True]
 
 
 class SumOfEmbeddings(nn.Module):

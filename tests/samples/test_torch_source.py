@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 import torch
 from distributed import Client
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 import trakdask as td
 from tests.waiting import Overlap
@@ -55,11 +55,15 @@ def make_items() -> Items:
 
 
 @pytest.mark.parametrize("kind", ["tuple", "list", "dict"])
-@pytest.mark.parametrize("chunks", [1, 5, 23, 99])
-def test_from_torch__values_whatever_the_chunks_and_items(kind: str, chunks: int) -> None:
+@pytest.mark.parametrize("chunks", [1, 5, 99])
+@pytest.mark.parametrize("collate", [None, default_collate])
+def test_from_torch__values_whatever_the_chunks_and_items(
+    kind: str, chunks: int, collate: Any
+) -> None:
+    names = ("image", "label")
     with raise_if_dask_computes():
         ds = from_torch(
-            Items(kind=kind), names=("image", "label"), coords={"i": range(N)}, chunks=chunks
+            Items(kind=kind), names=names, coords={"i": range(N)}, chunks=chunks, collate_fn=collate
         )
     images, labels = stacked()
     assert ds.image.chunks == da.core.normalize_chunks((chunks, -1, -1), images.shape)
@@ -68,6 +72,34 @@ def test_from_torch__values_whatever_the_chunks_and_items(kind: str, chunks: int
     assert (ds.image.dtype, ds.label.dtype) == (np.float32, np.int64)
     assert ds.i.values.tolist() == list(range(N))
     assert not ds.xindexes
+
+
+TEXTS = ["a b", "c", "b c a a", "c c c"]
+
+
+def padded_texts(length: int, chunks: int) -> tuple[Any, Any]:
+    """Texts as tokenized dicts, padded by a collator; and the tokenizer."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({word: i for i, word in enumerate("?abc_")}, "?")
+    fast = tokenizers.Tokenizer(words)
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=fast, pad_token="_")
+    items = [{**tokenizer(text), "label": i % 2} for i, text in enumerate(TEXTS)]
+    collate = transformers.DataCollatorWithPadding(tokenizer, "max_length", length)
+    names = ["input_ids", "attention_mask", "labels"]
+    return from_torch(items, names=names, chunks=chunks, collate_fn=collate), tokenizer
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_from_torch__texts_that_a_collator_pads(chunks: int) -> None:
+    ds, tokenizer = padded_texts(5, chunks)
+    expected = tokenizer(TEXTS, padding="max_length", max_length=5, return_tensors="np")
+    for name in ("input_ids", "attention_mask"):
+        np.testing.assert_array_equal(ds[name], expected[name])
+    assert ds.labels.values.tolist() == [0, 1, 0, 1]
+    others = [padded_texts(length, 4)[0].attrs["source"] for length in (5, 6)]
+    assert [source == ds.attrs["source"] for source in others] == [True, False]
 
 
 def test_from_torch__python_numbers() -> None:

@@ -81,7 +81,9 @@ def selection(scores: xr.DataArray, text: str) -> xr.DataArray | Condition:
         If the text is no condition on the coords of these scores.
     """
     condition = Condition(text)
-    first = scores.coords.to_dataset().isel({SAMPLE: slice(1), TARGET: slice(1)})
+    first = scores.coords.to_dataset().isel(
+        {SAMPLE: slice(1), TARGET: slice(1)}, missing_dims="ignore"
+    )
     if condition(_with_positions(first, {})).dims != (SAMPLE,):
         return condition
     return condition(_with_positions(scores.coords.to_dataset(), scores.sizes))

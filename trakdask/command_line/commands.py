@@ -124,11 +124,11 @@ def verify(
 
 @app.command()
 def export(
-    result: Annotated[str, typer.Argument(help="A .zarr that score, top-k or groups wrote.")],
-    to: Annotated[str, typer.Argument(help="A new .parquet folder or .nc file.")],
+    result: Annotated[str, typer.Argument(help="A .zarr or .parquet of score, top-k or groups.")],
+    to: Annotated[str, typer.Argument(help="A new .parquet folder, .nc or .csv file.")],
     debug: Debug = False,
 ) -> None:
-    """Copy a result from zarr to parquet or netCDF, for other programs."""
+    """Copy a result to parquet, netCDF or CSV, for other programs."""
     with _reported(debug):
         cli.jobs.export(result, to)
         _say(f"{to} is written")

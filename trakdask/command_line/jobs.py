@@ -12,11 +12,13 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, chdir, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import fsspec
 import numpy as np
 import pandas as pd
+import pyarrow.dataset
 import xarray as xr
 from distributed import Client
 
@@ -259,22 +261,44 @@ def _lazy_result(
 
 
 def export(result: str, path: str) -> None:
-    """Copy a result that :func:`result` wrote as zarr to parquet or netCDF.
+    """Copy a result that :func:`result` wrote: zarr to parquet, netCDF or CSV, parquet to CSV.
 
     Raises
     ------
     ConfigurationError
         If this is no such result, or the path exists or has another ending.
     """
+    is_table = Path(result).suffix == ".parquet"
     with about("export"):
-        ds = xr.open_zarr(result)
-        _require_ending(path, (".parquet", ".nc"))
-        if path.endswith(".nc") and os.path.exists(path):
+        opened = _parquet(result) if is_table else xr.open_zarr(result)
+        _require_ending(path, (".csv",) if is_table else (".csv", ".parquet", ".nc"))
+        if not path.endswith(".parquet") and os.path.exists(path):
             raise FileExistsError(f"expected a new file, got {path!r}, which exists")
-    data = ds["score"] if list(ds.data_vars) == ["score"] else ds
+    if is_table:
+        return _to_csv(opened, path)
+    data = opened["score"] if list(opened.data_vars) == ["score"] else opened
+    data = data.assign_attrs(opened.attrs)
     if path.endswith(".parquet"):
-        return td.to_parquet(data.assign_attrs(ds.attrs), path)
+        return td.to_parquet(data, path)
+    if path.endswith(".csv"):
+        with TemporaryDirectory() as folder:
+            td.to_parquet(data, table := f"{folder}/table.parquet")
+            return _to_csv(_parquet(table), path)
     data.to_netcdf(f"{path}.unfinished")
+    os.rename(f"{path}.unfinished", path)
+
+
+def _parquet(result: str) -> Any:
+    """Open all files of a folder, or of a URL, as one table."""
+    system, folder = fsspec.core.url_to_fs(result)
+    return pyarrow.dataset.dataset(folder, filesystem=system)
+
+
+def _to_csv(table: Any, path: str) -> None:
+    """Write a table as text, some rows at a time."""
+    with open(f"{path}.unfinished", "w", encoding="utf-8", newline="") as file:
+        for number, rows in enumerate(table.to_batches()):
+            rows.to_pandas().to_csv(file, index=False, header=number == 0)
     os.rename(f"{path}.unfinished", path)
 
 
@@ -354,6 +378,8 @@ def _from_torch(
     dataset: str, *, names: str | Sequence[str | None], coords: str | None = None, **options: Any
 ) -> xr.Dataset:
     """Return samples of the torch Dataset that a function returns, and a table of metadata."""
+    if "collate_fn" in options:
+        options["collate_fn"] = import_callable(options["collate_fn"], "collate_fn")
     return td.from_torch(dataset, names=names, coords=_table(coords), **options)
 
 

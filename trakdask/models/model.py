@@ -170,6 +170,7 @@ class Model:
         names = select_parameters(module, parameters)
         self.shapes = {name: tuple(own[name].shape) for name in names}
         self._n_parameters = sum(tensor.numel() for tensor in own.values())
+        self._n_frozen = sum(own[name].numel() for name in names if not own[name].requires_grad)
         self.checkpoints = make_checkpoints(
             checkpoints,
             checkpoint_ids,
@@ -355,10 +356,11 @@ class Model:
     def __repr__(self) -> str:
         n = len(self.checkpoints)
         chosen = sum(torch.Size(shape).numel() for shape in self.shapes.values())
+        frozen = f" ({self._n_frozen} of them frozen)" if self._n_frozen else ""
         return (
             f"<trakdask.Model: {n} checkpoint{'s' * (n != 1)}, "
             f"{task_spec(self.task).split('(')[0]}, "
-            f"{chosen} of {self._n_parameters} parameters>"
+            f"{chosen} of {self._n_parameters} parameters{frozen}>"
         )
 
 

@@ -255,8 +255,9 @@ def check_field(name: str, field: Array, first: int, values: Array) -> None:
     if values.shape[1:] != field.shape[1:]:
         raise ValueError(
             f"expected shape {field.shape[1:]} in variable {name!r}, as sample 0 has, got "
-            f"{values.shape[1:]} for sample {first}; try padding or cropping all samples to one "
-            "shape, or td.from_dataframe(..., max_length=128), which pads lists such as tokens"
+            f"{values.shape[1:]} for sample {first}; try padding all samples to one shape: "
+            "padding='max_length' in a tokenizer or in the collate_fn of td.from_torch, or "
+            "td.from_dataframe(..., max_length=128)"
         )
     # Floating-point values may be rounded, but integers must not overflow.
     casting: Literal["safe", "same_kind"] = "safe" if field.dtype.kind in "biu" else "same_kind"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ def from_torch(
     coords: CoordsLike = None,
     chunks: int = 512,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> xr.Dataset:
     """Create a Dataset of samples from a map-style torch Dataset, read inside tasks.
 
@@ -45,6 +46,11 @@ def from_torch(
         Samples per block, and thus per task.
     shapes
         Shape of one item by name, for fields whose shape in item 0 is not the right one.
+    collate_fn
+        As of :class:`torch.utils.data.DataLoader`: from a list of items to a batch, whose fields
+        ``names`` are then about. It is called with one item at a time, so that a sample does not
+        depend on its neighbours, and must return the same shapes for all. So it pads texts to one
+        length: ``DataCollatorWithPadding(tokenizer, "max_length", 128)`` of transformers.
 
     Returns
     -------
@@ -56,11 +62,12 @@ def from_torch(
         If the dataset is iterable only, cannot be pickled, or has fields that are not numeric, or
         ``chunks`` is not an integer.
     ValueError
-        If it is empty, its items do not have the named fields, or for the reasons given in
-        :func:`from_arrays`. When computed, if an item's shape or dtype differs from that of item 0
-        (:func:`from_dataframe` pads lists that differ in length).
+        If it is empty, its items do not have the named fields, ``collate_fn`` returns fields that
+        are not of one sample, or for the reasons given in :func:`from_arrays`. When computed, if
+        an item's shape or dtype differs from that of item 0.
     RuntimeError
-        If reading a sample fails, item 0 here and all of them when computed; the message names it.
+        If reading or collating a sample fails, item 0 here and all of them when computed; the
+        message names it.
 
     Notes
     -----
@@ -69,8 +76,10 @@ def from_torch(
     for all variables that are computed together. A process reads one sample at a time, because
     datasets need not be thread-safe. Items must not be random, so turn augmentation off. (Item 0 is
     read repeatedly to check this, and a ``UserWarning`` is issued if it differs.) In
-    ``attrs["source"]`` a dataset is identified by its pickled content, and a callable by its code
-    or name and the length and first item of the dataset that it returns.
+    ``attrs["source"]`` a dataset and ``collate_fn`` are identified by their pickled content, and a
+    callable that returns a dataset by its code or name and the dataset's length and first item.
+    Tokenizers change when they are used: set ``attrs["source"]`` to a name of your own if the
+    samples are to be recognised although something else was tokenized before.
 
     Examples
     --------
@@ -80,9 +89,21 @@ def from_torch(
     >>> train = from_torch(dataset, names=("x", "label"), chunks=2)
     >>> train.x.chunks, train.label.values.tolist()
     (((2, 2, 1), (3,)), [0, 1, 2, 3, 4])
+
+    Items that differ in length, and a function that pads them:
+
+    >>> def pad(items):
+    ...     ids = torch.zeros(len(items), 4, dtype=int)
+    ...     for row, item in zip(ids, items):
+    ...         row[: len(item["ids"])] = torch.tensor(item["ids"])
+    ...     return {"input_ids": ids, "attention_mask": ids > 0}
+    >>> texts = [{"ids": [5, 7]}, {"ids": [6, 9, 8]}]
+    >>> train = from_torch(texts, names=["input_ids", "attention_mask"], collate_fn=pad)
+    >>> train.input_ids.values.tolist()
+    [[5, 7, 0, 0], [6, 9, 8, 0]]
     """
     size = require_integer("chunks", chunks, 1, remedy="try chunks=512")
-    source = _Items(dataset, _check_names(names), shapes or {})
+    source = _Items(dataset, _check_names(names), shapes or {}, collate_fn)
     chosen = fields_as_coords(coords, source.fields)
     variables = {n: lazy for n, lazy in lazy_fields(source, size).items() if n not in chosen}
     source.warn_if_random()  # after hashing the content, because reading may change a dataset
@@ -106,9 +127,13 @@ class _Items:
     """A dataset that each process opens once, and reads in one thread at a time."""
 
     def __init__(
-        self, given: Any, names: tuple[str | None, ...], shapes: Mapping[str, tuple[int, ...]]
+        self,
+        given: Any,
+        names: tuple[str | None, ...],
+        shapes: Mapping[str, tuple[int, ...]],
+        collate_fn: Callable[[list[Any]], Any] | None,
     ) -> None:
-        self.given, self.names = given, names
+        self.given, self.names, self.collate_fn = given, names, collate_fn
         self._lock, self._dataset = threading.Lock(), _open(given)
         self._n = len(self._dataset)
         require_samples(self._n, "the dataset")
@@ -119,7 +144,7 @@ class _Items:
                 f"shapes={{{next(iter(item))!r}: ...}}"
             )
         self.fields = fields_of({
-            name: np.empty((0, *shapes.get(name, value.shape)), value.dtype)
+            name: np.empty((0, *shapes.get(name, value.shape[1:])), value.dtype)
             for name, value in item.items()
         })  # fmt: skip
         # The code of a function alone does not determine what it returns.
@@ -141,7 +166,7 @@ class _Items:
         for index in range(start, stop):
             with self._lock:
                 item = self._item(index)
-            yield index, {name: value[None] for name, value in item.items()}
+            yield index, item
 
     def warn_if_random(self) -> None:
         """Warn if item 0 differs when it is read again, as with random augmentation.
@@ -161,17 +186,30 @@ class _Items:
             )
 
     def _item(self, index: int) -> dict[str, Array]:
+        """Return the fields of a sample, each (1, ...)."""
+        how = f"dataset[{index}]" if self.collate_fn is None else f"collate_fn([dataset[{index}]])"
         try:
             item = self._dataset[index]
+            item = item if self.collate_fn is None else self.collate_fn([item])
         except Exception as err:
             raise RuntimeError(
                 f"expected an item for every index below len(dataset), got an error for sample "
-                f"{index} of the {type(self._dataset).__name__}: {err!r}; try dataset[{index}]"
+                f"{index} of the {type(self._dataset).__name__}: {err!r}; try {how}"
             ) from err
-        return {
+        arrays = {
             name: to_numpy(f"variable {name!r} of sample {index}", value, _DTYPES.get(type(value)))
             for name, value in _named(item, self.names, index).items()
         }
+        if self.collate_fn is None:
+            return {name: array[None] for name, array in arrays.items()}
+        for name, array in arrays.items():
+            if array.shape[:1] != (1,):
+                raise ValueError(
+                    f"expected a batch of one sample from collate_fn, got shape {array.shape} in "
+                    f"variable {name!r} of sample {index}; try a function such as "
+                    "torch.utils.data.default_collate"
+                )
+        return arrays
 
 
 _DTYPES: Mapping[type, type] = {bool: np.bool_, int: np.int64, float: np.float32}
