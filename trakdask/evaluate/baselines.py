@@ -16,9 +16,6 @@ from trakdask.arrays.blocks import blockwise
 from trakdask.attribution.scores import score, self_influence
 from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, TARGET_PREFIX
 
-_SATURATION, _LENGTH = 1.5, 0.75
-"""k₁ and b of BM25."""
-
 
 def baselines(
     features: xr.Dataset,
@@ -144,6 +141,7 @@ def _unit(rows: Any, sizes: tuple[int, ...]) -> da.Array:
 
 def _bm25(texts: Any, target_texts: Any) -> tuple[sparse.csr_array, sparse.csr_array]:
     """Return the weights of words, (sample, word), and their numbers in the targets' texts."""
+    k_1, b = 1.5, 0.75
     both = pd.Series([*texts, *target_texts])
     words = both.str.lower().str.findall(r"\w+").explode().dropna()
     columns, vocabulary = words.factorize()
@@ -153,8 +151,8 @@ def _bm25(texts: Any, target_texts: Any) -> tuple[sparse.csr_array, sparse.csr_a
     n_with = np.bincount(counts.indices, minlength=len(vocabulary))
     rarity = np.log1p((len(texts) - n_with + 0.5) / (n_with + 0.5))
     length = np.repeat(counts.sum(axis=1) / counts.sum(axis=1).mean(), np.diff(counts.indptr))
-    half = _SATURATION * (1 - _LENGTH + _LENGTH * length)
-    counts.data *= rarity[counts.indices] * (_SATURATION + 1) / (counts.data + half)
+    saturation = k_1 * (1 - b + b * length)
+    counts.data *= rarity[counts.indices] * (k_1 + 1) / (counts.data + saturation)
     return counts, of_targets
 
 
