@@ -45,7 +45,10 @@ def nan_at(array: xr.DataArray, *where: object) -> xr.DataArray:
     return copied
 
 
+FEATURES = td.testing.simulate_features(n_samples=N, proj_dim=4)
+TEXTS = ["a sea"] * N
 GOOD = {
+    "baselines": {"features": FEATURES, "targets": FEATURES, "texts": (TEXTS, TEXTS)},
     "lds": {"scores": SCORES, "masks": MASKS, "outputs": OUTPUTS, "resamples": 2},
     "subsets": {"samples": N, "n_subsets": 4},
     "leave_one_out": {"samples": N},
@@ -91,6 +94,13 @@ TURNED = {
 FAILED = td.errors.BlockError
 ROWS = [
     *rows(
+        "baselines",
+        ("texts of fewer targets", {"texts": (TEXTS, TEXTS[1:])}, ValueError, ["texts", "11"]),
+        ("one matrix", {"embeddings": (np.eye(N),)}, ValueError, ["embeddings", "(12,)"]),
+        ("dimensions differ", {"embeddings": (np.eye(N), np.eye(N)[:, 1:])}, ValueError, ["11"]),
+        ("unknown coord", {"texts": "body"}, KeyError, ["body"]),
+    ),
+    *rows(
         "lds",
         *BOOTSTRAP,
         ("scores of one target", {"scores": SCORES[:, 0]}, ValueError, ["target"]),
@@ -98,7 +108,7 @@ ROWS = [
         ("masks of other samples", {"masks": MASKS[:, :9]}, ValueError, ["sample", "9", "12"]),
         ("outputs of fewer subsets", {"outputs": OUTPUTS[:4]}, ValueError, ["subset", "4", "6"]),
         ("targets in another order", TURNED, ValueError, ["'target'"]),
-        ("one subset", {"masks": MASKS[:1], "outputs": OUTPUTS[:1]}, ValueError, ["1"]),
+        ("one subset", {"masks": MASKS[:1], "outputs": OUTPUTS[:1]}, ValueError, ["3 targets"]),
         ("a sample is NaN", {"scores": nan_at(SCORES, 5)}, ValueError, ["scores", "3 targets"]),
         ("constant outputs", {"outputs": OUTPUTS * 0}, ValueError, ["outputs", "3 targets"]),
     ),
@@ -140,7 +150,6 @@ ROWS = [
     ),
     *rows(
         "brittleness",
-        ("scores of an ensemble", {"scores": RUNS}, ValueError, ["'run'"]),
         ("remove none", {"ks": [0]}, ValueError, ["k", "0"]),
         ("remove all", {"ks": [12]}, ValueError, ["11", "12"]),
         ("remove a share", {"ks": [0.1]}, TypeError, ["k", "0.1"]),

@@ -117,10 +117,8 @@ def test_lds__ceiling_of_each_target() -> None:
 
 
 def test_lds__further_dimensions_share_their_resamples() -> None:
-    both = xr.concat([SCORES, -SCORES, SCORES], dim="estimator").assign_coords(
-        estimator=["plain", "minus", "again"]
-    )
-    result = lds(both, MASKS, OUTPUTS, resamples=50).compute()
+    several = {"plain": SCORES, "minus": -SCORES, "again": SCORES}
+    result = lds(several, MASKS, OUTPUTS, resamples=50).compute()
     alone = lds(SCORES, MASKS, OUTPUTS, resamples=50)
     assert result.lds.dims == ("target", "estimator")
     for name in ("plain", "again"):

@@ -77,18 +77,6 @@ def test_class_detection__schedulers_and_chunks_are_invisible() -> None:
         xr.testing.assert_identical(result.compute(scheduler=scheduler), on_cluster)
 
 
-def test_class_detection__of_several_estimators() -> None:
-    several = xr.concat([SCORES, -SCORES, SCORES], xr.Variable("estimator", ["a", "b", "c"]))
-    result = td.evaluate.class_detection(several, resamples=20).compute()
-    assert result.auc.dims == ("target", "estimator")
-    assert result.precision_interval.dims == ("bound", "k", "estimator")
-    a, b, c = (result.sel(estimator=name).drop_vars("estimator") for name in "abc")
-    xr.testing.assert_identical(a, c)
-    np.testing.assert_allclose(b.auc, 1 - a.auc)
-    alone = td.evaluate.class_detection(SCORES, resamples=20).compute()
-    xr.testing.assert_identical(a, alone)
-
-
 def test_class_detection__subclass_within_the_class() -> None:
     """Scores of the labels alone find the subclass, unless one looks within the class."""
     of_labels = labelled(SAME_LABEL * 10 + RNG.standard_normal((N, M)))

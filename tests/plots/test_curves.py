@@ -15,17 +15,22 @@ def lds_result() -> xr.Dataset:
     masks = td.evaluate.subsets(30, 20)
     clean = xr.dot(masks, scores, dim="sample").expand_dims(seed=2)
     noise = rng.standard_normal((2, 20, 8))
-    return td.evaluate.lds(scores, masks, clean + noise, resamples=20)
+    both = {"good": scores, "worse": scores + rng.standard_normal((30, 8))}
+    return td.evaluate.lds(both, masks, clean + noise, resamples=20)
 
 
-def test_lds__draws_every_target_in_order() -> None:
+@pytest.mark.parametrize("methods", [["worse", "good"], ["good"]])
+def test_lds__draws_every_target_in_order(methods: list[str]) -> None:
     result = lds_result().compute()
-    (ax,) = td.plots.lds(result).axes
-    ceiling, scores, mean = (line.get_ydata() for line in ax.lines)
-    order = np.argsort(result["lds"].values)
-    np.testing.assert_array_equal(scores, result["lds"].values[order])
-    np.testing.assert_array_equal(ceiling, result.ceiling.values[order])
-    assert mean[0] == float(result.lds_mean)
+    shown = result.sel(estimator=methods if len(methods) > 1 else methods[0])
+    (ax,) = td.plots.lds(shown).axes
+    for i, name in enumerate(methods):
+        one = result.sel(estimator=name).sortby("lds")
+        for line, expected in zip(ax.lines[3 * i :], (one.ceiling, one["lds"]), strict=False):
+            np.testing.assert_array_equal(line.get_ydata(), expected)
+        assert ax.lines[3 * i + 2].get_ydata()[0] == float(one.lds_mean)
+        assert f"{float(one.lds_mean):.2f}" in ax.get_xticklabels()[i].get_text()
+    assert len(ax.get_legend().get_texts()) == 3
 
 
 def test_removal_curve__starts_with_all_samples() -> None:
@@ -35,9 +40,11 @@ def test_removal_curve__starts_with_all_samples() -> None:
     def train(positions: np.ndarray, seed: int) -> np.ndarray:
         return effect[positions].sum() * np.array([1, 2])
 
-    curve = td.evaluate.removal_curve(train, scores, [0.2, 0.1])
+    both = {"right": scores, "wrong": -scores}
+    curve = td.evaluate.removal_curve(train, both, [0.2, 0.1])
     (ax,) = td.plots.removal_curve(curve).axes
-    ranked, random = ax.lines
+    ranked, wrong, random = ax.lines
+    np.testing.assert_allclose(wrong.get_ydata(), 1.5 * np.array([45, 45, 44]))
     np.testing.assert_allclose(ranked.get_xdata(), [0, 0.1, 0.2])
     np.testing.assert_allclose(ranked.get_ydata(), 1.5 * np.array([45, 36, 28]))
     assert random.get_ydata()[0] == 1.5 * 45
@@ -91,16 +98,17 @@ def test_class_detection__precision_at_each_k() -> None:
     expected = result.precision_mean.sortby("k").values
     np.testing.assert_array_equal(points.get_ydata(), expected)
     assert chance.get_ydata()[0] == float(result.chance.mean())
-    assert f"{float(result.auc_mean):.2f}" in ax.get_title()
+    assert f"{float(result.auc_mean):.2f}" in ax.get_legend().get_texts()[1].get_text()
     assert "'label'" in ax.get_title()
 
 
 def test_shortcut_detection__marked_targets_apart() -> None:
     result = td.evaluate.shortcut_detection(SCORES, "marked").compute()
     (ax,) = td.plots.shortcut_detection(result).axes
-    others, marked, mean, chance = (line.get_ydata() for line in ax.lines)
-    np.testing.assert_array_equal(marked, np.sort(result.auprc.values[MARKED]))
-    np.testing.assert_array_equal(others, np.sort(result.auprc.values[~MARKED]))
+    others, marked, mean, chance = (np.asarray(line.get_ydata()) for line in ax.lines)
+    for drawn, carries_it in ((others, ~MARKED), (marked, MARKED)):
+        expected = np.sort(result.auprc.values[carries_it])
+        np.testing.assert_array_equal(drawn[np.isfinite(drawn)], expected)
     assert mean[0] == float(result.auprc_mean)
     assert chance[0] == float(result.chance)
 

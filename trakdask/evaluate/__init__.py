@@ -9,8 +9,11 @@ Nothing is retrained by the others: ``mislabelled_auc`` and ``mislabelled_curve`
 scores find wrong labels, ``class_detection`` and ``shortcut_detection`` whether samples of the
 target's class, or with its mark, rank first, ``randomization_check`` whether scores change when the
 model forgets, and ``seed_agreement`` whether those of other seeds are the same.
+
+``baselines`` makes simple scores, which tell in all of these whether attribution was needed.
 """
 
+from trakdask.evaluate.baselines import baselines
 from trakdask.evaluate.datamodeling import (
     lds,
     leave_one_out,
@@ -28,6 +31,7 @@ from trakdask.evaluate.removal import brittleness, removal_curve
 from trakdask.evaluate.retraining import retrain
 
 __all__ = [
+    "baselines",
     "brittleness",
     "class_detection",
     "lds",

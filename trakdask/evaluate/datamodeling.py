@@ -14,10 +14,8 @@ import xarray as xr
 from trakdask import arrays
 from trakdask.checks import require_integer, shown
 from trakdask.evaluate.results import (
-    BOUND,
-    DRAW,
-    SEED,
-    SUBSET,
+    Scores,
+    as_array,
     checked_masks,
     described_with_mean,
     lazy_data,
@@ -28,9 +26,6 @@ from trakdask.evaluate.results import (
     with_mean,
 )
 from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, coords_along
-
-N_MODELS = "n_models"
-_RANKED = "that differ between samples, and"
 
 
 def subsets(
@@ -98,7 +93,7 @@ def subsets(
         )
     data = arrays.subsets.random_subsets(n, n_subsets, size, seed, groups=groups)
     attrs = {"description": "trained on", "fraction": fraction, "seed": seed}
-    return xr.DataArray(data, dims=(SUBSET, SAMPLE), coords=coords, name="mask", attrs=attrs)
+    return xr.DataArray(data, dims=("subset", SAMPLE), coords=coords, name="mask", attrs=attrs)
 
 
 def leave_one_out(
@@ -147,12 +142,12 @@ def leave_one_out(
         )
     data = arrays.subsets.leave_out_each(n, chosen.astype(np.int64))
     attrs = {"description": "trained on: all but one"}
-    coords |= {"left_out": (SUBSET, chosen)}
-    return xr.DataArray(data, dims=(SUBSET, SAMPLE), coords=coords, name="mask", attrs=attrs)
+    coords |= {"left_out": ("subset", chosen)}
+    return xr.DataArray(data, dims=("subset", SAMPLE), coords=coords, name="mask", attrs=attrs)
 
 
 def lds(
-    scores: xr.DataArray,
+    scores: Scores,
     masks: xr.DataArray,
     outputs: xr.DataArray,
     *,
@@ -168,8 +163,10 @@ def lds(
     Parameters
     ----------
     scores
-        Scores (sample, target) of :func:`trakdask.score`, with any further dimensions, such as an
-        estimator or a checkpoint. Every entry along these is evaluated, on the same resamples.
+        Scores (sample, target) of :func:`trakdask.score`, with any further dimensions, such as a
+        checkpoint. Every entry along these is evaluated, on the same resamples. A mapping from
+        names to such scores, as of :func:`baselines`, has the further dimension ``estimator``, and
+        the coords of the first.
     masks
         Samples that the models were trained on, bool (subset, sample), as from :func:`subsets`. At
         least two subsets.
@@ -193,7 +190,7 @@ def lds(
     - ``draws`` (draw): ``lds_mean`` of each resample, minus the bias. Draws of one call are paired,
       so the interval of a difference is that of the difference of draws::
 
-          (result.draws.sel(estimator="soft") - result.draws.sel(estimator="trak")).quantile(
+          (result.draws.sel(estimator="soft") - result.draws.sel(estimator="embedding")).quantile(
               [0.025, 0.975], "draw"
           )
 
@@ -235,12 +232,12 @@ def lds(
     >>> float(result.lds_mean)
     1.0
     """
-    scores, masks = scores.transpose(SAMPLE, TARGET, ...), checked_masks(masks)
-    if SEED not in outputs.dims:
-        outputs = outputs.expand_dims(SEED)
-    outputs = outputs.transpose(SUBSET, SEED, TARGET)
+    scores, masks = as_array(scores, SAMPLE, TARGET), checked_masks(masks)
+    if "seed" not in outputs.dims:
+        outputs = outputs.expand_dims("seed")
+    outputs = outputs.transpose("subset", "seed", TARGET)
     more = scores.dims[2:]
-    xr.align(scores, masks, outputs, join="exact", copy=False, exclude={SEED, *more})
+    xr.align(scores, masks, outputs, join="exact", copy=False, exclude={"seed", *more})
     options = require_bootstrap(resamples, seed, confidence)
     prediction = arrays.subsets.subset_sums(lazy_data(masks), lazy_data(scores))
     result = lazy_results(
@@ -249,10 +246,10 @@ def lds(
             **described_with_mean("lds", "Spearman of predicted and retrained outputs", more),
             "ceiling": ((TARGET,), "Spearman of a perfect prediction, given the noise of seeds"),
             "ceiling_mean": ((), "mean of ceiling over targets, minus the bias"),
-            "ceiling_interval": ((BOUND,), "of ceiling_mean"),
-            "draws": ((DRAW, *more), "lds_mean of each bootstrap sample, minus the bias"),
+            "ceiling_interval": (("bound",), "of ceiling_mean"),
+            "draws": (("draw", *more), "lds_mean of each bootstrap sample, minus the bias"),
         },
-        sizes={DRAW: resamples},
+        sizes={"draw": resamples},
     )  # fmt: skip
     return result.assign_attrs(options)
 
@@ -266,11 +263,10 @@ def _evaluate(
     predicted = [arrays.evaluation.Ranking.of(flat[:, :, i]) for i in range(flat.shape[2])]
     seeds = [arrays.evaluation.Ranking.of(outputs[:, k]) for k in range(outputs.shape[1])]
     truth = arrays.evaluation.Ranking.of(outputs.mean(axis=1))
-    at_once = arrays.evaluation.statistics(truth, predicted, seeds, np.ones(len(outputs)))
-    require_known(at_once[:-1], f"and outputs that differ between {len(outputs)} subsets, and")
     rows, means, draws = arrays.evaluation.bootstrap(
         truth, predicted, seeds, repeats=options["resamples"], seed=options["seed"]
     )
+    require_known(rows[:-1])
     intervals = arrays.evaluation.percentiles(draws, options["confidence"])
     return {
         "lds": rows[:-1].T.reshape(-1, *more),
@@ -448,11 +444,11 @@ def seed_agreement(
         _agreed, arrays.evaluation.rank_correlations(lazy_data(scores)), counts, options, of=scores,
         variables={
             **described_with_mean("agreement", "mean Spearman over pairs of models"),
-            "reliability": ((N_MODELS,), "correlation of the mean of so many models"),
-            "reliability_interval": ((BOUND, N_MODELS), "of reliability"),
+            "reliability": (("n_models",), "correlation of the mean of so many models"),
+            "reliability_interval": (("bound", "n_models"), "of reliability"),
             "pairs": ((dim, f"{dim}_1"), "Spearman of two models, mean over targets"),
         },
-        labels={N_MODELS: counts}, sizes={f"{dim}_1": scores.sizes[dim]},
+        labels={"n_models": counts}, sizes={f"{dim}_1": scores.sizes[dim]},
     )  # fmt: skip
     others = {f"{n}_1": (f"{dim}_1", c.values) for n, c in coords_along(scores, dim).items()}
     return result.assign_coords(others)
@@ -462,14 +458,14 @@ def _randomized(
     correlations: np.ndarray, sizes: tuple[int, ...], options: dict[str, Any]
 ) -> dict[str, np.ndarray]:
     with_trained = correlations[:, 0, 1:].reshape(-1, *sizes)
-    return with_mean("correlation", with_trained, options, _RANKED)
+    return with_mean("correlation", with_trained, options)
 
 
 def _agreed(
     correlations: np.ndarray, counts: list[int], options: dict[str, Any]
 ) -> dict[str, np.ndarray]:
     agreement = arrays.evaluation.mean_of_pairs(correlations)
-    results = with_mean("agreement", agreement, options, _RANKED)
+    results = with_mean("agreement", agreement, options)
     mean, interval, n = results["agreement_mean"], results["interval"], np.array(counts)
     return results | {
         "reliability": arrays.evaluation.reliability(mean, n),

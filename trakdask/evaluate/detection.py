@@ -14,9 +14,8 @@ from trakdask.arrays.evaluation import Codes, Floats
 from trakdask.attribution.groups import group_codes
 from trakdask.checks import require_integer
 from trakdask.evaluate.results import (
-    BOUND,
-    FRACTION,
-    K,
+    Scores,
+    as_array,
     described_with_mean,
     lazy_data,
     lazy_results,
@@ -28,11 +27,9 @@ from trakdask.variables import SAMPLE, TARGET, TARGET_PREFIX
 
 TWENTIETHS = tuple(i / 20 for i in range(1, 20))
 
-_NEEDED = "of samples of the target's class and of another,"
-
 
 def class_detection(
-    scores: xr.DataArray,
+    scores: Scores,
     by: str = "label",
     *,
     within: str | None = None,
@@ -46,8 +43,8 @@ def class_detection(
     Parameters
     ----------
     scores
-        Scores (sample, target), with any further dimensions, such as an estimator; every entry
-        along these is evaluated, on the same resamples.
+        Scores (sample, target), with any further dimensions, or a mapping from names to scores, as
+        in :func:`lds`; every entry along these is evaluated, on the same resamples.
     by
         Name of the coord of the samples that holds their class; that of the targets has the prefix
         ``target_``, as :func:`trakdask.score` names it. The name of a finer label, which the model
@@ -93,7 +90,7 @@ def class_detection(
     A high number says that the ranking is plausible, and no more: scores that only look at the
     labels are perfect here, and a model may owe its output to samples of other classes.
 
-    Scores of different estimators differ by
+    Scores of a mapping differ by
     ``result.auc.sel(estimator="a") - result.auc.sel(estimator="b")``, target by target.
 
     Cost: one pass over the scores and a sort per target. Memory: all scores of one chunk of targets
@@ -118,7 +115,7 @@ def class_detection(
     >>> float(result.auc_mean), result.precision.values.tolist()
     (1.0, [[1.0, 1.0], [1.0, 0.5]])
     """
-    scores = scores.transpose(SAMPLE, TARGET, ...)
+    scores = as_array(scores, SAMPLE, TARGET)
     n = scores.sizes[SAMPLE]
     counts = [require_integer("every k", k, 1, n + 1, remedy="try ks=[1]") for k in ks]
     codes, target_codes = _class_codes(scores, by, within)
@@ -127,13 +124,13 @@ def class_detection(
     options = require_bootstrap(resamples, seed, confidence)
     result = lazy_results(
         _detected, values, chance, len(counts), options, of=scores,
-        variables=_detection_variables(scores.dims[2:]), labels={K: counts},
+        variables=_detection_variables(scores.dims[2:]), labels={"k": counts},
     )  # fmt: skip
     return result.assign_attrs(by=by, within=within or "")
 
 
 def shortcut_detection(
-    scores: xr.DataArray,
+    scores: Scores,
     by: str,
     *,
     resamples: int = 1000,
@@ -145,7 +142,7 @@ def shortcut_detection(
     Parameters
     ----------
     scores
-        Scores (sample, target), with any further dimensions, as in :func:`class_detection`.
+        As in :func:`class_detection`.
     by
         Name of the bool coord of the samples that carry the mark, such as a watermark or a trigger;
         that of the targets has the prefix ``target_``.
@@ -199,7 +196,7 @@ def shortcut_detection(
     >>> float(result.auprc_mean), float(result.unmarked_mean)
     (1.0, 0.3333)
     """
-    scores = scores.transpose(SAMPLE, TARGET, ...)
+    scores = as_array(scores, SAMPLE, TARGET)
     positive, is_marked = scores[by].values, scores[f"{TARGET_PREFIX}{by}"].values
     are_bool = positive.dtype == is_marked.dtype == bool
     if not are_bool or not is_marked.any() or positive.all() or not positive.any():
@@ -217,7 +214,7 @@ def shortcut_detection(
             **described_with_mean("auprc", "area of finding the marked samples", more),
             "auprc_mean": (more, "mean of auprc over targets that carry the mark"),
             "unmarked_mean": (more, "mean of auprc over the other targets"),
-            "unmarked_interval": ((BOUND, *more), "of unmarked_mean"),
+            "unmarked_interval": (("bound", *more), "of unmarked_mean"),
             "chance": ((), "share of marked samples, the auprc of a random order"),
         },
     )  # fmt: skip
@@ -265,8 +262,8 @@ def _detection_variables(more: tuple[Hashable, ...]) -> dict[str, Any]:
     for name, dims, description in (
         ("auc", more, "probability that a sample of the target's class has the higher score"),
         ("reciprocal_rank", more, "1 / rank of the first sample of the target's class"),
-        ("precision", (K, *more), "share of the top k that is of the target's class"),
-        ("recall", (K, *more), "share of the target's class that is in the top k"),
+        ("precision", ("k", *more), "share of the top k that is of the target's class"),
+        ("recall", ("k", *more), "share of the target's class that is in the top k"),
     ):
         variables |= described_with_mean(name, description, dims, f"{name}_interval")
     return variables
@@ -276,20 +273,18 @@ def _detected(
     values: np.ndarray, chance: np.ndarray, n_counts: int, options: dict[str, Any]
 ) -> dict[str, np.ndarray]:
     """Compute all results of values (target, ..., statistic)."""
-    together = with_mean("value", np.moveaxis(values, -1, 1), options, _NEEDED)
     parts: dict[str, Any] = {"auc": 0, "reciprocal_rank": 1}
     parts |= {"precision": slice(2, 2 + n_counts), "recall": slice(2 + n_counts, None)}
-    results = {"chance": chance}
+    results, statistics = {"chance": chance}, np.moveaxis(values, -1, 1)
     for name, part in parts.items():
-        results |= {name: together["value"][:, part], f"{name}_mean": together["value_mean"][part]}
-        results[f"{name}_interval"] = together["interval"][:, part]
+        results |= with_mean(name, statistics[:, part], options, f"{name}_interval")
     return results
 
 
 def _shortcut(
     values: np.ndarray, is_marked: np.ndarray, chance: float, options: dict[str, Any]
 ) -> dict[str, np.ndarray]:
-    marked = with_mean("auprc", values[is_marked], options, _NEEDED)
+    marked = with_mean("auprc", values[is_marked], options)
     # Without unmarked targets there is one of which nothing is known.
     others = np.full_like(values[:1], np.nan) if is_marked.all() else values[~is_marked]
     mean, interval = arrays.evaluation.bootstrap_mean(others, **options)
@@ -298,7 +293,7 @@ def _shortcut(
 
 
 def mislabelled_auc(
-    values: xr.DataArray,
+    values: Scores,
     is_mislabelled: np.ndarray | xr.DataArray,
     *,
     confidence: float = 0.95,
@@ -309,7 +304,8 @@ def mislabelled_auc(
     ----------
     values
         One value per training sample, which is higher the more suspicious its label is, such as the
-        self-influence: (sample), with any further dimensions, whose entries are all evaluated.
+        self-influence: (sample), with any further dimensions, whose entries are all evaluated; or
+        a mapping from names to values, which has the further dimension ``estimator``.
     is_mislabelled
         Which labels are wrong, bool (sample,).
     confidence
@@ -345,13 +341,13 @@ def mislabelled_auc(
         _auc, lazy_data(values), wrong, confidence, of=values,
         variables={
             "auc": (more, "probability that a wrong label has the higher value"),
-            "interval": ((BOUND, *more), "of auc"),
+            "interval": (("bound", *more), "of auc"),
         },
     )  # fmt: skip
 
 
 def mislabelled_curve(
-    values: xr.DataArray,
+    values: Scores,
     is_mislabelled: np.ndarray | xr.DataArray,
     fractions: Sequence[float] = TWENTIETHS,
     *,
@@ -362,8 +358,7 @@ def mislabelled_curve(
     Parameters
     ----------
     values
-        As in :func:`mislabelled_auc`: (sample), higher the more suspicious. A further dimension
-        compares several methods, such as the self-influence and the loss.
+        As in :func:`mislabelled_auc`: (sample), higher the more suspicious.
     is_mislabelled
         Which labels are wrong, bool (sample,).
     fractions
@@ -417,19 +412,19 @@ def mislabelled_curve(
     return lazy_results(
         _found_curve, lazy_data(values), wrong, shares, confidence, of=values,
         variables={
-            "found": ((FRACTION, *more), "share of the wrong labels that is found"),
-            "interval": ((BOUND, FRACTION, *more), "of found"),
+            "found": (("fraction", *more), "share of the wrong labels that is found"),
+            "interval": (("bound", "fraction", *more), "of found"),
             "area": (more, "area under found, for fractions from 0 to 1"),
-            "area_interval": ((BOUND, *more), "of area"),
-            "random_interval": ((BOUND, FRACTION), "of found in a random order"),
-            "best": ((FRACTION,), "found if all wrong labels came first"),
+            "area_interval": (("bound", *more), "of area"),
+            "random_interval": (("bound", "fraction"), "of found in a random order"),
+            "best": (("fraction",), "found if all wrong labels came first"),
         },
-        labels={FRACTION: shares},
+        labels={"fraction": shares},
     )  # fmt: skip
 
 
-def _checked(values: xr.DataArray, is_mislabelled: object) -> tuple[xr.DataArray, np.ndarray]:
-    values, wrong = values.transpose(SAMPLE, ...), np.asarray(is_mislabelled)
+def _checked(values: Scores, is_mislabelled: object) -> tuple[xr.DataArray, np.ndarray]:
+    values, wrong = as_array(values, SAMPLE), np.asarray(is_mislabelled)
     n = values.sizes[SAMPLE]
     if wrong.dtype != bool or wrong.shape != (n,) or wrong.all() or not wrong.any():
         raise ValueError(

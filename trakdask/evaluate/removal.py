@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from trakdask import arrays
 from trakdask.attribution.ranking import top_k
 from trakdask.checks import require_integer, require_number
-from trakdask.evaluate.results import BOUND, FRACTION, K, lazy_results, require_fraction
+from trakdask.evaluate.results import Scores, as_array, lazy_data, lazy_results, require_fraction
 from trakdask.evaluate.retraining import Seeds, Store, TrainFn, train_models
 from trakdask.variables import SAMPLE, TARGET
 
 
 def brittleness(
     train_fn: TrainFn,
-    scores: xr.DataArray,
+    scores: Scores,
     ks: Sequence[int],
     *,
     seeds: Seeds = 1,
@@ -38,7 +38,9 @@ def brittleness(
     train_fn
         As in :func:`retrain`: (positions, seed) -> outputs of all targets of ``scores``.
     scores
-        Scores (sample, target).
+        Scores (sample, target), with any further dimensions, or a mapping from names to scores, as
+        in :func:`lds`: models are trained for every entry along these, and compared with the same
+        random removals.
     ks
         Numbers of samples to remove.
     seeds
@@ -56,7 +58,8 @@ def brittleness(
 
     Returns
     -------
-    Dataset, lazy unless there is a store:
+    Dataset, lazy unless there is a store. Further dimensions of ``scores`` follow those of
+    ``output``, ``flips``, ``flip_fraction`` and ``interval``:
 
     - ``output`` (target, k), ``full_output`` (target): trained without the k samples, and with all;
     - ``flips`` (target, k): whether these two are on different sides of the threshold;
@@ -68,16 +71,16 @@ def brittleness(
     BlockError, StoreMismatchError
         As :func:`retrain`.
     ValueError
-        If scores have other dimensions or ks are not between 1 and the number of samples minus 1;
-        when computed, if fewer than k scores of a target are not NaN.
+        If ks are not between 1 and the number of samples minus 1; when computed, if fewer than k
+        scores of a target are not NaN.
 
     Notes
     -----
-    Cost: (targets × ks + n_random × ks + 1) × seeds trainings, and one pass over the scores. Select
-    a few dozen targets, in ``scores`` and in ``train_fn``. With a store, models that
-    :func:`retrain` or an evaluation of other scores has already trained are not trained again. If
-    a target is misclassified with all samples, removing helpful samples cannot flip it, so select
-    targets that are classified correctly.
+    Cost: (targets × ks + n_random × ks + 1) × seeds trainings, and one pass over the scores; the
+    first term once for each estimator. Select a few dozen targets, in ``scores`` and in
+    ``train_fn``. With a store, models that :func:`retrain` or an evaluation of other scores has
+    already trained are not trained again. If a target is misclassified with all samples, removing
+    helpful samples cannot flip it, so select targets that are classified correctly.
 
     References
     ----------
@@ -99,25 +102,26 @@ def brittleness(
     >>> result.flips.values.tolist()
     [[True, True]]
     """
-    scores = scores.transpose(SAMPLE, TARGET)
-    n, m = scores.sizes[SAMPLE], scores.sizes[TARGET]
+    scores = as_array(scores, SAMPLE, TARGET)
+    n, m, *sizes = scores.shape
+    more = scores.dims[2:]
     confidence = require_fraction("confidence", confidence)
     threshold = require_number("threshold", threshold, remedy="try threshold=0.0")
     counts = _counts([require_integer("k", k, 1, remedy="try ks=[10]") for k in ks], n)
-    masks = _removals(scores, counts, n_random, random_seed, store)
+    masks = _removals(lazy_data(scores), counts, n_random, random_seed, store)
     outputs = train_models(train_fn, masks, m, seeds=seeds, store=store, tag=tag, progress=progress)
     result = lazy_results(
-        _flips, outputs, len(counts), n_random, threshold, confidence, of=scores,
+        _flips, outputs, [m, *sizes, len(counts)], n_random, threshold, confidence, of=scores,
         variables={
-            "output": ((TARGET, K), "mean over seeds, without the target's top k samples"),
+            "output": ((TARGET, "k", *more), "mean over seeds, without the target's top k samples"),
             "full_output": ((TARGET,), "mean over seeds, trained on all samples"),
-            "flips": ((TARGET, K), "output and full_output are on different sides"),
-            "flip_fraction": ((K,), "share of targets that flip"),
-            "interval": ((BOUND, K), "of flip_fraction"),
-            "random_flip_fraction": ((K,), "the same, k random samples removed"),
-            "random_interval": ((BOUND, K), "of random_flip_fraction"),
+            "flips": ((TARGET, "k", *more), "output and full_output are on different sides"),
+            "flip_fraction": (("k", *more), "share of targets that flip"),
+            "interval": (("bound", "k", *more), "of flip_fraction"),
+            "random_flip_fraction": (("k",), "the same, k random samples removed"),
+            "random_interval": (("bound", "k"), "of random_flip_fraction"),
         },
-        labels={K: counts},
+        labels={"k": counts},
     )  # fmt: skip
     result = result.assign(flips=result.flips.astype(bool))
     return result if store is None else result.compute()
@@ -125,7 +129,7 @@ def brittleness(
 
 def removal_curve(
     train_fn: TrainFn,
-    scores: xr.DataArray,
+    scores: Scores,
     fractions: Sequence[float],
     *,
     helpful: bool = True,
@@ -144,7 +148,8 @@ def removal_curve(
     train_fn
         As in :func:`retrain`: (positions, seed) -> outputs of all targets.
     scores
-        Scores (sample, target): one ranking of the samples, by the mean over all targets.
+        As in :func:`brittleness`; one ranking of the samples for each entry along the further
+        dimensions, by the mean over all targets.
     fractions
         Shares of the samples to remove, between 0 and 1.
     helpful
@@ -158,7 +163,8 @@ def removal_curve(
 
     Returns
     -------
-    Dataset, lazy unless there is a store:
+    Dataset, lazy unless there is a store. Further dimensions of ``scores`` follow those of
+    ``output``, ``mean_output`` and ``interval``:
 
     - ``output`` (target, fraction), ``random_output`` (target, fraction), ``full_output``
       (target): means over seeds;
@@ -171,12 +177,11 @@ def removal_curve(
     BlockError, StoreMismatchError
         As :func:`retrain`.
     ValueError
-        If scores have other dimensions, or fractions are not between 0 and 1; when computed, if too
-        many scores are NaN.
+        If fractions are not between 0 and 1; when computed, if too many scores are NaN.
 
     Notes
     -----
-    Cost: (fractions × (1 + n_random) + 1) × seeds trainings, and one pass over the scores.
+    Cost: (fractions × (estimators + n_random) + 1) × seeds trainings, and one pass over the scores.
     :func:`trakdask.plots.removal_curve` draws it.
 
     Examples
@@ -191,28 +196,28 @@ def removal_curve(
     >>> curve.mean_output.values.tolist()
     [6.0, 3.0]
     """
-    scores = scores.transpose(SAMPLE, TARGET)
-    n, m = scores.sizes[SAMPLE], scores.sizes[TARGET]
+    scores = as_array(scores, SAMPLE, TARGET)
+    n, m, *sizes = scores.shape
+    more = scores.dims[2:]
     confidence = require_fraction("confidence", confidence)
     shares = [require_fraction("every fraction", share) for share in fractions]
     counts = _counts([round(share * n) for share in shares], n)
-    kind = "helpful" if helpful else "harmful"
-    mean = scores.mean(TARGET).expand_dims(TARGET, axis=1)
+    mean = lazy_data(scores.mean(TARGET))
     masks = _removals(mean, counts, n_random, random_seed, store, largest=helpful)
     outputs = train_models(train_fn, masks, m, seeds=seeds, store=store, tag=tag, progress=progress)
     result = lazy_results(
-        _curve, outputs, len(counts), n_random, confidence, of=scores,
+        _curve, outputs, [*sizes, len(counts)], n_random, confidence, of=scores,
         variables={
             "full_output": ((TARGET,), "mean over seeds, trained on all samples"),
             "mean_full_output": ((), "mean of full_output over targets"),
-            "output": ((TARGET, FRACTION), f"mean over seeds, the most {kind} samples removed"),
-            "mean_output": ((FRACTION,), "mean of output over targets"),
-            "interval": ((BOUND, FRACTION), "of mean_output"),
-            "random_output": ((TARGET, FRACTION), "mean over seeds, random samples removed"),
-            "mean_random_output": ((FRACTION,), "mean of random_output over targets"),
-            "random_interval": ((BOUND, FRACTION), "of mean_random_output"),
+            "output": ((TARGET, "fraction", *more), "mean over seeds, first samples removed"),
+            "mean_output": (("fraction", *more), "mean of output over targets"),
+            "interval": (("bound", "fraction", *more), "of mean_output"),
+            "random_output": ((TARGET, "fraction"), "mean over seeds, random samples removed"),
+            "mean_random_output": (("fraction",), "mean of random_output over targets"),
+            "random_interval": (("bound", "fraction"), "of mean_random_output"),
         },
-        labels={FRACTION: shares},
+        labels={"fraction": shares},
     )  # fmt: skip
     return result if store is None else result.compute()
 
@@ -239,7 +244,7 @@ def _require_ranked(positions: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _removals(
-    scores: xr.DataArray,
+    scores: da.Array,
     counts: list[int],
     n_random: int,
     random_seed: int,
@@ -247,14 +252,15 @@ def _removals(
     *,
     largest: bool = True,
 ) -> da.Array:
-    """Return masks (1 + rankings × counts + n_random × counts, sample).
+    """Return masks (1 + rankings × counts + n_random × counts, sample) of scores (sample, ...).
 
     First that of all samples, then those without the first of each ranking, then those without
     random samples.
     """
-    n, most = scores.sizes[SAMPLE], max(counts)
+    n, most = len(scores), max(counts)
     n_random = require_integer("n_random", n_random, 1, remedy="try n_random=3")
-    ranked = top_k(scores, most, largest=largest).position.data
+    columns = xr.DataArray(scores.reshape(n, -1), dims=(SAMPLE, TARGET))
+    ranked = top_k(columns, most, largest=largest).position.data
     ranked = da.map_blocks(_require_ranked, ranked, dtype=np.int64, meta=np.empty((0, 0), np.int64))
     if store is not None:  # all masks are then made twice, from scores that are computed once
         ranked = da.from_array(ranked.compute())
@@ -266,24 +272,29 @@ def _removals(
     return all_masks
 
 
-def _split(outputs: np.ndarray, n_counts: int, n_random: int) -> tuple[np.ndarray, ...]:
+def _split(outputs: np.ndarray, shape: list[int], n_random: int) -> tuple[np.ndarray, ...]:
     """Return means over seeds: of all samples (target,), and of ranked and of random removals.
 
-    The latter two are (..., count, target).
+    The latter two are (*shape, target) and (draw, count, target), where a shape ends with counts.
     """
-    means = outputs.mean(axis=1)
-    parts = means[1 : -n_random * n_counts], means[-n_random * n_counts :]
-    return means[0], *(part.reshape(-1, n_counts, means.shape[1]) for part in parts)
+    means, n_counts = outputs.mean(axis=1), shape[-1]
+    ranked, random = means[1 : -n_random * n_counts], means[-n_random * n_counts :]
+    return means[0], ranked.reshape(*shape, -1), random.reshape(-1, n_counts, means.shape[1])
+
+
+def _targets_first(values: np.ndarray) -> np.ndarray:
+    """Return (..., count, target) as (target, count, ...)."""
+    return np.moveaxis(values, (-1, -2), (0, 1))
 
 
 def _flips(
-    outputs: np.ndarray, n_counts: int, n_random: int, threshold: float, confidence: float
+    outputs: np.ndarray, shape: list[int], n_random: int, threshold: float, confidence: float
 ) -> dict[str, np.ndarray]:
-    full, ranked, random = _split(outputs, n_counts, n_random)
-    output, is_above = np.diagonal(ranked, axis1=0, axis2=2).T, full > threshold
-    flips = (output > threshold) != is_above[:, None]
+    full, ranked, random = _split(outputs, shape, n_random)
+    output, is_above = np.diagonal(ranked, axis1=0, axis2=-1), full > threshold
+    flips = _targets_first((output > threshold) != is_above).astype(np.float64)
     random_flips = ((random > threshold) != is_above).mean(axis=(0, 2))
-    results = {"output": output, "full_output": full, "flips": flips.astype(np.float64)}
+    results = {"output": _targets_first(output), "full_output": full, "flips": flips}
     for prefix, fraction in (("", flips.mean(axis=0)), ("random_", random_flips)):
         results[f"{prefix}flip_fraction"] = fraction
         interval = arrays.evaluation.proportion_interval(fraction, len(full), confidence)
@@ -292,12 +303,13 @@ def _flips(
 
 
 def _curve(
-    outputs: np.ndarray, n_counts: int, n_random: int, confidence: float
+    outputs: np.ndarray, shape: list[int], n_random: int, confidence: float
 ) -> dict[str, np.ndarray]:
-    full, (ranked,), random = _split(outputs, n_counts, n_random)
+    full, ranked, random = _split(outputs, shape, n_random)
     results = {"full_output": full, "mean_full_output": full.mean()}
     for prefix, values in (("", ranked), ("random_", random.mean(axis=0))):
-        results[f"{prefix}output"] = values.T
-        results[f"mean_{prefix}output"] = values.mean(axis=1)
-        results[f"{prefix}interval"] = arrays.evaluation.mean_interval(values, confidence)
+        output = results[f"{prefix}output"] = _targets_first(values)
+        results[f"mean_{prefix}output"] = output.mean(axis=0)
+        interval = arrays.evaluation.mean_interval(np.moveaxis(output, 0, -1), confidence)
+        results[f"{prefix}interval"] = interval
     return results

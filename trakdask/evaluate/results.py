@@ -1,4 +1,4 @@
-"""What evaluations share: dimensions of results, lazy results, means and checks."""
+"""What evaluations share: scores of several estimators, lazy results, means and checks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,7 @@ from trakdask.arrays import evaluation
 from trakdask.checks import require_integer, require_number
 from trakdask.variables import SAMPLE, TARGET, coords_along
 
-Array = np.ndarray[Any, Any]
-
-SUBSET = "subset"
-SEED = "seed"
-DRAW = "draw"
-BOUND = "bound"
-BOUNDS = np.array(["low", "high"])
-K = "k"
-FRACTION = "fraction"
+Scores = xr.DataArray | Mapping[str, xr.DataArray]
 
 
 def lazy_results(
@@ -49,7 +41,7 @@ def lazy_results(
         Of further dimensions, with and without labels.
     """
     results = dask.delayed(function, pure=True)(*inputs)
-    labels = {BOUND: BOUNDS, **(labels or {})}
+    labels = {"bound": np.array(["low", "high"]), **(labels or {})}
     sizes = {**of.sizes, **{dim: len(values) for dim, values in labels.items()}, **(sizes or {})}
     arrays = {}
     for name, (dims, description) in variables.items():
@@ -57,6 +49,22 @@ def lazy_results(
         data = da.from_delayed(results[name], shape, dtype=np.dtype(np.float64))
         arrays[name] = (dims, data, {"description": description})
     return xr.Dataset(arrays, coords={**coords_along(of, *of.dims[1:]), **labels})
+
+
+def as_array(scores: Scores, *dims: Hashable) -> xr.DataArray:
+    """Return scores with these dimensions first; those of a mapping along ``estimator``.
+
+    Their coords are those of the first: others may be bare numbers.
+    """
+    if isinstance(scores, Mapping):
+        first = next(iter(scores.values()))
+        together = xr.concat(
+            [one.reset_coords(drop=True) for one in scores.values()],
+            xr.Variable("estimator", list(scores)),
+            coords="minimal", compat="override", join="exact", combine_attrs="drop",
+        )  # fmt: skip
+        scores = together.assign_coords(coords_along(first, *first.dims))
+    return scores.transpose(*dims, ...)
 
 
 def lazy_data(array: xr.DataArray) -> da.Array:
@@ -75,7 +83,7 @@ def checked_masks(masks: xr.DataArray) -> xr.DataArray:
     """
     if masks.dtype != bool:
         raise ValueError(f"expected masks of dtype bool, got {masks.dtype}; try masks.astype(bool)")
-    return masks.transpose(SUBSET, SAMPLE)
+    return masks.transpose("subset", SAMPLE)
 
 
 def described_with_mean(
@@ -85,13 +93,13 @@ def described_with_mean(
     return {
         name: ((TARGET, *more), description),
         f"{name}_mean": (more, f"mean of {name} over targets"),
-        interval: ((BOUND, *more), f"of {name}_mean"),
+        interval: (("bound", *more), f"of {name}_mean"),
     }
 
 
 def with_mean(
-    name: str, values: Array, options: Mapping[str, Any], needed: str, interval: str = "interval"
-) -> dict[str, Array]:
+    name: str, values: np.ndarray, options: Mapping[str, Any], interval: str = "interval"
+) -> dict[str, np.ndarray]:
     """Return a statistic (target, ...), its mean over targets, and a bootstrapped interval.
 
     Raises
@@ -99,17 +107,18 @@ def with_mean(
     ValueError
         As :func:`require_known`.
     """
-    require_known(values.T, needed)
+    require_known(values.T)
     mean, bounds = evaluation.bootstrap_mean(values, **options)
     return {name: values, f"{name}_mean": mean, interval: bounds}
 
 
-def require_known(values: Array, needed: str) -> None:
-    """Reject statistics (..., target) that are all NaN, as no scores are as needed."""
+def require_known(values: np.ndarray) -> None:
+    """Reject statistics (..., target) that are all NaN."""
     if np.isnan(values).all():
         raise ValueError(
-            f"expected scores {needed} without NaN, for at least one of {values.shape[-1]} "
-            "targets, got none; try features without failed samples, whose scores are NaN"
+            "expected scores, and outputs or labels, that differ and are not NaN, for at least one "
+            f"of {values.shape[-1]} targets, got none; try features without failed samples, whose "
+            "scores are NaN"
         )
 
 

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from trakdask.checks import require_integer, shown
 from trakdask.errors import BlockError
-from trakdask.evaluate.results import SEED, SUBSET, checked_masks, lazy_data
+from trakdask.evaluate.results import checked_masks, lazy_data
 from trakdask.execution import polled_bar
 from trakdask.files import Folder, location
 from trakdask.provenance import require_same
@@ -115,7 +115,7 @@ def retrain(
     True
     """
     masks = checked_masks(masks)
-    coords: dict[Any, Any] = {**coords_along(masks, SUBSET), SEED: _seed_numbers(seeds)}
+    coords: dict[Any, Any] = {**coords_along(masks, "subset"), "seed": _seed_numbers(seeds)}
     if isinstance(targets, xr.DataArray):
         coords |= coords_along(targets, TARGET)
         targets = targets.sizes[TARGET]
@@ -125,7 +125,7 @@ def retrain(
     )  # fmt: skip
     attrs = {"description": "output of a model trained on the subset"}
     return xr.DataArray(
-        data, dims=(SUBSET, SEED, TARGET), coords=coords, name="output", attrs=attrs
+        data, dims=("subset", "seed", TARGET), coords=coords, name="output", attrs=attrs
     )
 
 

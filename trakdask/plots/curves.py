@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,8 +51,7 @@ def damping(chosen: xr.Dataset) -> Figure:
     ax.set_xscale("log")
     choice = f"λ = {relative:.3g} tr(K)/n" if np.isfinite(relative) else "λ"
     title = f"{choice} by {chosen.rule.values}"
-    finish(figure, ax, "λ in units of tr(K)/n", "correlation with outputs", title)
-    return figure
+    return finish(figure, ax, "λ in units of tr(K)/n", "correlation with outputs", title)
 
 
 def lds(result: xr.Dataset) -> Figure:
@@ -60,26 +60,22 @@ def lds(result: xr.Dataset) -> Figure:
     Parameters
     ----------
     result
-        Dataset of :func:`trakdask.evaluate.lds`, of one kind of scores; computed here.
+        Dataset of :func:`trakdask.evaluate.lds`, with at most one further dimension, such as
+        ``estimator``; computed here.
 
     Returns
     -------
     Figure with a dot per target, its ceiling in grey where there is one, and the mean with its
-    interval.
+    interval; estimators are side by side.
 
     Raises
     ------
     ImportError
         If matplotlib is missing: install ``trakdask[plots]``.
     """
-    result = result.sortby("lds").compute()
-    figure, ax = new_axes(6.4, 3.6)
-    ax.plot(result.ceiling, ".", color="0.75", label="noise ceiling")
-    ax.plot(result["lds"], ".", color=BLUE, label="LDS")
-    _draw_mean(ax, result.lds_mean, result.interval, BLUE)
-    title = f"LDS {_with_interval(result.lds_mean, result.interval)}"
-    finish(figure, ax, "targets, by LDS", "Spearman over subsets", title)
-    return figure
+    dots = {"ceiling": ("0.75", "noise ceiling"), "lds": (BLUE, "LDS")}
+    figure, ax = _draw_targets(result, "lds_mean", dots)
+    return finish(figure, ax, "targets, by LDS", "Spearman over subsets")
 
 
 def removal_curve(curve: xr.Dataset) -> Figure:
@@ -88,26 +84,29 @@ def removal_curve(curve: xr.Dataset) -> Figure:
     Parameters
     ----------
     curve
-        Dataset of :func:`trakdask.evaluate.removal_curve`; computed here.
+        Dataset of :func:`trakdask.evaluate.removal_curve`, with at most one further dimension, such
+        as ``estimator``; computed here.
 
     Returns
     -------
-    Figure with the mean output over targets against the removed fraction, with intervals.
+    Figure with the mean output over targets against the removed fraction, with intervals: a line
+    for each estimator, and one for random removal.
 
     Raises
     ------
     ImportError
         If matplotlib is missing: install ``trakdask[plots]``.
     """
-    curve = curve.transpose("bound", ...).sortby("fraction").compute()
+    curve = curve.transpose("bound", ..., "fraction").sortby("fraction").compute()
     figure, ax = new_axes(5.2, 3.6)
     full = float(curve.mean_full_output)
     fractions = np.array([0, *curve.fraction.values])
-    for prefix, label, color in (("", "ranked by score", RED), ("random_", "random", "0.5")):
-        ax.plot(fractions, [full, *curve[f"mean_{prefix}output"].values], color=color, label=label)
-        _band(ax, fractions[1:], curve[f"{prefix}interval"], color)
-    finish(figure, ax, "fraction of samples removed", "mean output of the targets")
-    return figure
+    for name, one in _estimators(curve, curve.mean_output.dims[:-1], "ranked by score"):
+        (line,) = ax.plot(fractions, [full, *one.mean_output.values], label=name)
+        _band(ax, fractions[1:], one.interval, line.get_color())
+    ax.plot(fractions, [full, *curve.mean_random_output.values], color="0.5", label="random order")
+    _band(ax, fractions[1:], curve.random_interval, "0.5")
+    return finish(figure, ax, "fraction of samples removed", "mean output of the targets")
 
 
 def class_detection(result: xr.Dataset) -> Figure:
@@ -116,12 +115,13 @@ def class_detection(result: xr.Dataset) -> Figure:
     Parameters
     ----------
     result
-        Dataset of :func:`trakdask.evaluate.class_detection`, of one kind of scores; computed here.
+        Dataset of :func:`trakdask.evaluate.class_detection`, with at most one further dimension,
+        such as ``estimator``; computed here.
 
     Returns
     -------
-    Figure with the mean precision at each k with its interval, and the area under the ROC curve in
-    its title.
+    Figure with the mean precision at each k with its interval, and the area under the ROC curve, of
+    each estimator.
 
     Raises
     ------
@@ -130,22 +130,21 @@ def class_detection(result: xr.Dataset) -> Figure:
     """
     result = result.transpose("bound", ...).sortby("k").compute()
     figure, ax = new_axes(5.2, 3.4)
-    values = result.precision_mean.values
-    low, high = result.precision_interval.values
-    ax.errorbar(
-        result.k, values, [values - low, high - values], fmt="o-", color=BLUE, markersize=4,
-        linewidth=1.2, capsize=3, label="top k of the ranking",
-    )  # fmt: skip
+    for name, one in _estimators(result, result.auc_mean.dims, "ranked by score"):
+        low, high = abs(one.precision_interval - one.precision_mean).values
+        label = f"{name}, AUC {_with_interval(one.auc_mean, one.auc_interval)}"
+        ax.errorbar(
+            one.k, one.precision_mean, [low, high], fmt="o-", markersize=4, linewidth=1.2,
+            capsize=3, label=label,
+        )  # fmt: skip
     chance = float(result.chance.mean())
     ax.axhline(chance, color="0.5", linestyle="--", linewidth=1, label="random order")
     ax.set_xscale("log")
     ax.set_xticks(result.k.values, map(str, result.k.values.tolist()))
     ax.minorticks_off()
     ax.set_ylim(0, 1.03)
-    by = result.attrs.get("by", "class")
-    title = f"same {by!r}: AUC {_with_interval(result.auc_mean, result.auc_interval)}"
-    finish(figure, ax, "k", "precision, mean over targets", title)
-    return figure
+    title = f"samples of the target's {result.attrs.get('by', 'class')!r}"
+    return finish(figure, ax, "k", "precision, mean over targets", title)
 
 
 def shortcut_detection(result: xr.Dataset) -> Figure:
@@ -154,31 +153,27 @@ def shortcut_detection(result: xr.Dataset) -> Figure:
     Parameters
     ----------
     result
-        Dataset of :func:`trakdask.evaluate.shortcut_detection`, of one kind of scores; computed
-        here. Its coord ``target_`` + ``result.by`` tells which targets carry the mark.
+        Dataset of :func:`trakdask.evaluate.shortcut_detection`, with at most one further dimension,
+        such as ``estimator``; computed here. Its coord ``target_`` + ``result.by`` tells which
+        targets carry the mark.
 
     Returns
     -------
-    Figure with a dot per target, in red if it carries the mark, and the mean of these.
+    Figure with a dot per target, in red if it carries the mark, and the mean of these; estimators
+    are side by side.
 
     Raises
     ------
     ImportError
         If matplotlib is missing: install ``trakdask[plots]``.
     """
-    result = result.sortby("auprc").compute()
-    is_marked = result[f"target_{result.attrs['by']}"].values.astype(bool)
-    figure, ax = new_axes(6.4, 3.6)
-    for chosen, color, label in (
-        (~is_marked, "0.6", "targets without the mark"), (is_marked, RED, "targets with the mark")
-    ):  # fmt: skip
-        ax.plot(np.flatnonzero(chosen), result.auprc.values[chosen], ".", color=color, label=label)
-    _draw_mean(ax, result.auprc_mean, result.interval, RED)
+    is_marked, auprc = result[f"target_{result.attrs['by']}"], result.auprc
+    result = result.assign(marked=auprc.where(is_marked), others=auprc.where(~is_marked))
+    dots = {"others": ("0.6", "targets without the mark"), "marked": (RED, "targets with the mark")}
+    figure, ax = _draw_targets(result, "auprc_mean", dots)
     ax.axhline(float(result.chance), color="0.5", linestyle="--", linewidth=1, label="random order")
     ax.set_ylim(0, 1.03)
-    title = f"AUPRC {_with_interval(result.auprc_mean, result.interval)}"
-    finish(figure, ax, "targets, by AUPRC", "AUPRC of the marked samples", title)
-    return figure
+    return finish(figure, ax, "targets, by AUPRC", "AUPRC of the marked samples")
 
 
 def mislabelled_curve(curve: xr.Dataset) -> Figure:
@@ -187,26 +182,23 @@ def mislabelled_curve(curve: xr.Dataset) -> Figure:
     Parameters
     ----------
     curve
-        Dataset of :func:`trakdask.evaluate.mislabelled_curve`; computed here. A line is drawn for
-        each entry along a further dimension, of which there may be one.
+        Dataset of :func:`trakdask.evaluate.mislabelled_curve`, with at most one further dimension,
+        such as ``estimator``; computed here.
 
     Returns
     -------
-    Figure with a line and an interval per method, the interval of a random order in grey, and the
-    best possible curve as a dotted line.
+    Figure with a line and an interval per estimator, the interval of a random order in grey, and
+    the best possible curve as a dotted line.
 
     Raises
     ------
     ImportError
         If matplotlib is missing: install ``trakdask[plots]``.
     """
-    more = [str(dim) for dim in curve.found.dims if dim != "fraction"]
     curve = curve.transpose("bound", ..., "fraction").sortby("fraction").compute()
-    methods = [curve.isel({more[0]: i}) for i in range(curve.sizes[more[0]])] if more else [curve]
     figure, ax = new_axes(5.2, 3.8)
     fractions = np.array([0, *curve.fraction.values, 1])
-    for one in methods:
-        name = str(one[more[0]].values) if more else "ranked"
+    for name, one in _estimators(curve, curve.area.dims, "ranked"):
         label = f"{name}, area {float(one.area):.2f}"
         (line,) = ax.plot(fractions, [0, *one.found.values, 1], linewidth=1.4, label=label)
         _band(ax, fractions[1:-1], one.interval, line.get_color())
@@ -215,8 +207,7 @@ def mislabelled_curve(curve: xr.Dataset) -> Figure:
     ax.plot(
         fractions, [0, *curve.best.values, 1], color="0.3", linestyle=":", linewidth=1, label="best"
     )
-    finish(figure, ax, "share of samples inspected", "share of wrong labels found")
-    return figure
+    return finish(figure, ax, "share of samples inspected", "share of wrong labels found")
 
 
 def randomization_check(result: xr.Dataset) -> Figure:
@@ -225,28 +216,23 @@ def randomization_check(result: xr.Dataset) -> Figure:
     Parameters
     ----------
     result
-        Dataset of :func:`trakdask.evaluate.randomization_check`, of one random model; computed
-        here.
+        Dataset of :func:`trakdask.evaluate.randomization_check`; computed here.
 
     Returns
     -------
-    Figure with a dot per target, and the mean with its interval.
+    Figure with a dot per target, and the mean with its interval; random models are side by side.
 
     Raises
     ------
     ImportError
         If matplotlib is missing: install ``trakdask[plots]``.
     """
-    result = result.sortby("correlation").compute()
-    figure, ax = new_axes(6.4, 3.6)
+    figure, ax = _draw_targets(result, "correlation_mean", {"correlation": (BLUE, "targets")})
     ax.axhline(0, color="0.5", linestyle="--", linewidth=1)
-    ax.plot(result.correlation, ".", color=BLUE, label="targets")
-    mean, interval = result.correlation_mean, result.interval
-    _draw_mean(ax, mean, interval, BLUE)
     ax.set_ylim(-1.03, 1.03)
-    title = f"correlation with a random model {_with_interval(mean, interval)}"
-    finish(figure, ax, "targets, by correlation", "Spearman over samples", title)
-    return figure
+    return finish(
+        figure, ax, "targets, by correlation with a random model", "Spearman over samples"
+    )
 
 
 def seed_agreement(result: xr.Dataset) -> Figure:
@@ -274,8 +260,17 @@ def seed_agreement(result: xr.Dataset) -> Figure:
     ax.set_xticks(result.n_models.values)
     ax.set_ylim(0, 1.03)
     title = f"agreement of two models {_with_interval(result.agreement_mean, result.interval)}"
-    finish(figure, ax, "models that are averaged", "correlation with as many others", title)
-    return figure
+    return finish(figure, ax, "models that are averaged", "correlation with as many others", title)
+
+
+def _estimators(
+    result: xr.Dataset, more: tuple[Hashable, ...], name: str
+) -> list[tuple[str, xr.Dataset]]:
+    """Return the results of each entry of a further dimension; the name is for that of none."""
+    if not more:
+        return [(name, result)]
+    (dim,) = more
+    return [(str(entry), result.isel({dim: i})) for i, entry in enumerate(result[dim].values)]
 
 
 def _band(ax: Axes, x: Any, interval: xr.DataArray, color: Any) -> None:
@@ -283,10 +278,27 @@ def _band(ax: Axes, x: Any, interval: xr.DataArray, color: Any) -> None:
     ax.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
 
 
-def _draw_mean(ax: Axes, mean: xr.DataArray, interval: xr.DataArray, color: str) -> None:
-    """Draw a line at the mean over targets, with its interval."""
-    ax.axhline(float(mean), color=color, linewidth=1, label="mean")
-    ax.axhspan(*interval.values.tolist(), color=color, alpha=0.15, linewidth=0)
+def _draw_targets(
+    result: xr.Dataset, mean: str, dots: dict[str, tuple[str, str]]
+) -> tuple[Figure, Axes]:
+    """Draw dots for each target, lowest first, and their mean; of several estimators side by side.
+
+    ``dots`` are the color and the label of variables; the last are those of which there is a mean.
+    """
+    result = result.compute()
+    estimators = _estimators(result, result[mean].dims, "")
+    figure, ax = new_axes(max(6.4, 1.05 * len(estimators)), 3.6)
+    for i, (_, one) in enumerate(estimators):
+        one = one.sortby(mean.removesuffix("_mean"))
+        x = i + np.linspace(-0.45, 0.45, one.sizes["target"])
+        for name, (color, label) in dots.items():  # a legend leaves out what begins with _
+            ax.plot(x, one[name], ".", color=color, label="_" * i + label)
+        ends, height = x[[0, -1]], [float(one[mean])] * 2
+        ax.plot(ends, height, color=color, linewidth=1, label="_" * i + "mean")
+        _band(ax, ends, one.interval, color)
+    names = [f"{name}\n{_with_interval(one[mean], one.interval)}" for name, one in estimators]
+    ax.set_xticks(range(len(names)), [name.replace(" (", "\n(") for name in names], fontsize=7)
+    return figure, ax
 
 
 def _with_interval(value: xr.DataArray, interval: xr.DataArray) -> str:

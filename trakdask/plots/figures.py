@@ -57,11 +57,12 @@ def new_axes(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
-def finish(figure: Figure, ax: Axes, x: str, y: str, title: str = "") -> None:
-    """Label the axes, show the legend without a frame, and fit everything into the figure."""
+def finish(figure: Figure, ax: Axes, x: str, y: str, title: str = "") -> Figure:
+    """Label the axes, show the legend without a frame, fit all into the figure, and return it."""
     ax.set(xlabel=x, ylabel=y)
     ax.set_title(title, fontsize=9)
     if ax.get_legend_handles_labels()[0]:
         ax.legend(frameon=False, fontsize=8)
     ax.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
+    return figure

@@ -1,0 +1,161 @@
+"""Scores that take no attribution: by chance, label, loss, gradient, embedding, and words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import dask
+import dask.array as da
+import numpy as np
+import pandas as pd
+import xarray as xr
+from scipy import sparse
+
+from trakdask.arrays.blocks import blockwise
+from trakdask.attribution.scores import score, self_influence
+from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, TARGET_PREFIX
+
+
+def baselines(
+    features: xr.Dataset,
+    targets: xr.Dataset,
+    *,
+    label: str = "label",
+    embeddings: tuple[Any, Any] | None = None,
+    texts: str | tuple[Sequence[str], Sequence[str]] | None = None,
+    seed: int = 0,
+) -> xr.Dataset:
+    """Make simple scores, by which every evaluation shows whether attribution was needed.
+
+    Pass them to an evaluation beside the scores: ``lds({"soft": scores, **baselines}, ...)``.
+
+    Parameters
+    ----------
+    features, targets
+        As in :func:`trakdask.score`.
+    label
+        Name of the coord of classes, which baselines use if both sides have it.
+    embeddings
+        Of the training samples (sample, dim) and of the targets (target, dim), such as the last
+        hidden layer of the model, or of another model.
+    texts
+        Of the training samples and of the targets; or the name of a coord that holds them.
+    seed
+        Of ``random``.
+
+    Returns
+    -------
+    Lazy Dataset of scores (sample, target), float32, with the coords of :func:`trakdask.score`.
+    High is what should have raised the output of a target:
+
+    - ``random``: standard normal numbers, a function of the seed and the two sizes;
+    - ``loss``: -|mean_c[Q_c(z)]|, the same for every target. |Q| rises with the loss of the sample,
+      and is 1 - p in a classification: what the model finds hard is counted as harmful;
+    - ``gradient_norm``: -|mean_c[Q_c(z)]| (mean_c[‖φ_c(z)‖²])^½, minus the norm of the gradient of
+      the loss, likewise;
+    - ``gradient_cosine``: mean_c[cos(φ_c(z), φ_c(t))] times the sign of Q, without a gram matrix;
+    - ``same_label``, or how the coord is called: 1 for samples of the target's class, else -1;
+    - ``embedding``: the cosine of embeddings;
+    - ``bm25``: how many words of the target the text of the sample has, weighted by their rarity,
+      with k₁ = 1.5 and b = 0.75. Words are runs of letters and digits, in lower case.
+
+    If there are classes, the last two are negative for samples of another one: what looks like the
+    target, but is called something else, lowers its output.
+
+    Raises
+    ------
+    StoreMismatchError
+        If features and targets were made differently.
+    ValueError
+        If embeddings or texts are not one for each sample and target, or embeddings differ in size.
+
+    Notes
+    -----
+    Samples with a high loss are either wrong, and lower the outputs of others, or rare, and raise
+    those of their like. Which of these prevails depends on the data; a result that is clearly
+    negative says that it is the latter.
+
+    Cost: ``gradient_norm`` and ``gradient_cosine`` read the features, the others do not. The words
+    of all texts are in memory on one worker.
+
+    References
+    ----------
+    Robertson and Zaragoza 2009, "The probabilistic relevance framework: BM25 and beyond"; Akyürek
+    et al. 2022, "Towards tracing knowledge in language models back to the training data", where
+    BM25 is better than attribution; Hanawa et al. 2021 (similarity of embeddings); Paul et al.
+    2021, "Deep learning on a data diet" (loss and gradient norm).
+
+    Examples
+    --------
+    >>> import trakdask as td
+    >>> features = td.testing.simulate_features(n_samples=3, proj_dim=4)
+    >>> targets = features.isel(sample=[0, 1])
+    >>> texts = ["a red fox", "a blue sea", "the red sea"], ["red", "a sea"]
+    >>> simple = td.evaluate.baselines(features, targets, texts=texts)
+    >>> list(simple)
+    ['random', 'loss', 'gradient_norm', 'gradient_cosine', 'same_label', 'bm25']
+    >>> simple.bm25.values.round(2).tolist()
+    [[0.47, -0.47], [-0.0, 0.94], [0.47, -0.47]]
+    """
+    cosine = score(features, targets, estimator="grad_cos")
+    zero, (rows, columns) = xr.zeros_like(cosine).drop_attrs(), cosine.data.chunks
+    normal = da.random.default_rng(seed).standard_normal(cosine.shape, chunks=4096)
+    simple = {
+        "random": zero.copy(data=normal.rechunk(cosine.chunks)),
+        "loss": zero - abs(features.out_to_loss.variable.mean(CHECKPOINT)),
+        "gradient_norm": zero - self_influence(features, estimator="grad_dot").variable ** 0.5,
+        "gradient_cosine": cosine,
+    }
+    sign: Any = 1
+    if {label, f"{TARGET_PREFIX}{label}"} <= set(cosine.coords):
+        of_sample = cosine[label].variable.chunk({SAMPLE: rows})
+        of_target = cosine[f"{TARGET_PREFIX}{label}"].variable.chunk({TARGET: columns})
+        simple[f"same_{label}"] = sign = 2 * zero.copy(data=(of_sample == of_target).data) - 1
+    if isinstance(texts, str):
+        texts = features[texts].data, targets[texts].data
+    for name, pair in {"embeddings": embeddings, "texts": texts}.items():
+        if pair is not None and (lengths := tuple(map(len, pair))) != zero.shape:
+            raise ValueError(
+                f"expected {name} of {zero.shape} samples and targets, got {lengths}; try those of "
+                "the samples that were featurized"
+            )
+    if embeddings is not None:
+        cosines = _unit(embeddings[0], rows) @ _unit(embeddings[1], columns).T
+        simple["embedding"] = sign * zero.copy(data=cosines)
+    if texts is not None:
+        data = blockwise(
+            _bm25_block, "st", da.arange(len(zero), chunks=(rows,)), "s", name="bm25",
+            new_axes={"t": zero.sizes[TARGET]}, dtype=np.float64, words=dask.delayed(_bm25)(*texts),
+        )  # fmt: skip
+        simple["bm25"] = sign * zero.copy(data=data)
+    return xr.Dataset(simple).astype(np.float32)
+
+
+def _unit(rows: Any, sizes: tuple[int, ...]) -> da.Array:
+    """Return the rows of a matrix, divided by their norms, in chunks of these sizes."""
+    data = da.asarray(rows).rechunk((sizes, -1))
+    unit: da.Array = data / da.linalg.norm(data, axis=1, keepdims=True)
+    return unit
+
+
+def _bm25(texts: Any, target_texts: Any) -> tuple[sparse.csr_array, sparse.csr_array]:
+    """Return the weights of words, (sample, word), and their numbers in the targets' texts."""
+    k_1, b = 1.5, 0.75
+    both = pd.Series([*texts, *target_texts])
+    words = both.str.lower().str.findall(r"\w+").explode().dropna()
+    columns, vocabulary = words.factorize()
+    shape = len(both), len(vocabulary)
+    counts = sparse.csr_array((np.ones(len(words)), (words.index, columns)), shape)
+    counts, of_targets = counts[: len(texts)], counts[len(texts) :]
+    n_with = np.bincount(counts.indices, minlength=len(vocabulary))
+    rarity = np.log1p((len(texts) - n_with + 0.5) / (n_with + 0.5))
+    length = np.repeat(counts.sum(axis=1) / counts.sum(axis=1).mean(), np.diff(counts.indptr))
+    saturation = k_1 * (1 - b + b * length)
+    counts.data *= rarity[counts.indices] * (k_1 + 1) / (counts.data + saturation)
+    return counts, of_targets
+
+
+def _bm25_block(positions: np.ndarray, *, words: tuple[Any, Any]) -> np.ndarray:
+    weights, of_targets = words
+    return np.asarray((weights[positions] @ of_targets.T).toarray())
