@@ -20,6 +20,9 @@ from typer.testing import CliRunner, Result
 import trakdask as td
 from trakdask.command_line.commands import app
 from trakdask.command_line.configuration import ConfigurationError, read
+from trakdask.command_line.jobs import explored
+from trakdask.explorer import View
+from trakdask.explorer.pages import page
 
 Run = Callable[..., Result]
 RunProcess = Callable[..., subprocess.CompletedProcess[str]]
@@ -361,8 +364,8 @@ def test_explore__shows_the_files_of_the_job_that_wrote_a_store_and_runs_nothing
     data = (
         "kind: csv, source: rows.csv, variables: {image: [a, b, b, a], label: label}, coords: [row]"
     )
-    targets = JOB.partition("targets:")[2].replace("by: source", "by: row")
-    job.write_text(f"data: {{{data}}}\ntargets:{targets}")
+    others = JOB.partition("targets:")[2].replace("by: source", "by: row")
+    job.write_text(f"data: {{{data}}}\ntargets:{others}")
     assert run("featurize", job).exit_code == 0
 
     def has_content(row: int, position: int, *stores: str) -> bool:
@@ -384,6 +387,10 @@ def test_explore__shows_the_files_of_the_job_that_wrote_a_store_and_runs_nothing
     kept.write_text(text)
     rows.write_text(rows.read_text().partition("\n59")[0])
     assert not has_content(57, 47, *stores)
+    described = {"folder": ".", "stores": dict(zip(("train", "targets"), stores, strict=True))}
+    _, features, targets, options = explored(described)
+    html = page(td.explore(features, targets, **options), View(), [])
+    assert f"<code>trakdask explore {kept.absolute()}</code>" in html
 
 
 @pytest.mark.parametrize(
