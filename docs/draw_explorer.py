@@ -28,6 +28,7 @@ SHOTS = {
     "explorer": ("page=target&target=48&k=8&where=label+%21%3D+2", 960),
     "explorer_targets": ("", 600),
     "explorer_corpus": ("page=corpus&group_by=label", 1000),
+    "explorer_map": ("page=map&where=map_x+%3E%3D+50", 1120),
     "explorer_sample": ("page=sample&sample=467&k=4", 700),
     "explorer_marks": ("page=marks", 620),
     "explorer_new": ("page=new", 800),
@@ -53,13 +54,14 @@ def main() -> None:
         command = [sys.executable, "-m", "trakdask", "explore", *stores, *options]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             try:
-                take(server.stdout.readline().strip())  # type: ignore[union-attr]
+                take(server.stdout.readline().strip(), copy)  # type: ignore[union-attr]
             finally:
                 server.terminate()
 
 
-def take(url: str) -> None:
-    """Take all pictures in one browser."""
+def take(url: str, folder: str) -> None:
+    """Take all pictures in one browser; the folder of the copy is not to be seen in them."""
+    hide = "(all, folder) => all.forEach(e => e.innerHTML = e.innerHTML.replaceAll(folder, ''))"
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox"]
@@ -72,6 +74,7 @@ def take(url: str) -> None:
             wait(page)
             if name == "explorer_new":
                 upload(page)
+            page.locator(".line code, .note").evaluate_all(hide, f"{folder}/")
             write(page, name)
         browser.close()
 

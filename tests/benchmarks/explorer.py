@@ -75,6 +75,8 @@ CLICKS: Mapping[str, Callable[[int], View]] = {
     "target, sums by group": lambda i: View(page="target", target=i, group_by="source"),
     "sample": lambda i: View(page="sample", sample=i),
     "corpus": lambda i: View(page="corpus", group_by="source", first=25 * i),
+    "map": lambda i: View(page="map", colour="source", where=f"map_x > {10 * i}"),
+    "map, by score": lambda i: View(page="map", colour="score", target=i),
 }
 
 IN_PARTS = ("target", "corpus")

@@ -20,6 +20,9 @@ from typer.testing import CliRunner, Result
 import trakdask as td
 from trakdask.command_line.commands import app
 from trakdask.command_line.configuration import ConfigurationError, read
+from trakdask.command_line.jobs import explored
+from trakdask.explorer import View
+from trakdask.explorer.pages import page
 
 Run = Callable[..., Result]
 RunProcess = Callable[..., subprocess.CompletedProcess[str]]
@@ -375,6 +378,47 @@ def test_explore__of_a_configuration_computes_what_is_missing(job: Path, run: Ru
     refused = run("explore", job.parent / "train.zarr")
     assert refused.exit_code == 2
     assert "trakdask.yaml" in refused.output
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # too few checkpoints and samples for a good λ
+def test_explore__shows_the_files_of_the_job_that_wrote_a_store_and_runs_nothing(
+    job: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(job.parent)
+    rows = Path("rows.csv")
+    rows.write_text(
+        "\n".join(["row,label,a,b", *(f"{i},{i % 3},{i / 7},{i / 9}" for i in range(60))])
+    )
+    data = (
+        "kind: csv, source: rows.csv, variables: {image: [a, b, b, a], label: label}, coords: [row]"
+    )
+    others = JOB.partition("targets:")[2].replace("by: source", "by: row")
+    job.write_text(f"data: {{{data}}}\ntargets:{others}")
+    assert run("featurize", job).exit_code == 0
+
+    def has_content(row: int, position: int, *stores: str) -> bool:
+        view = f"page=sample&sample={position}&damping=0.1"
+        done = run("explore", *stores, "--view", view, "--save", "v.html")
+        assert done.exit_code == 0, done.output
+        return f"image: {row / 7:.4g}, {row / 9:.4g}" in Path("v.html").read_text()
+
+    stores = "train.zarr", "targets.zarr"
+    assert has_content(57, 57, *stores)
+    assert "tiny" not in sys.modules  # whose function returns the targets
+    td.drop("train.zarr", where=lambda features: features.row < 10)
+    assert has_content(57, 47, *stores)
+    assert has_content(57, 47, "job.yaml")
+    kept = Path("train.zarr.yaml")
+    text = kept.read_text()
+    kept.write_text(text.replace("rows.csv", f"file://{rows.absolute()}"))
+    assert not has_content(57, 47, *stores)  # no URL is opened, which could be any
+    kept.write_text(text)
+    rows.write_text(rows.read_text().partition("\n59")[0])
+    assert not has_content(57, 47, *stores)
+    described = {"folder": ".", "stores": dict(zip(("train", "targets"), stores, strict=True))}
+    _, features, targets, options = explored(described)
+    html = page(td.explore(features, targets, **options), View(), [])
+    assert f"<code>trakdask explore {kept.absolute()}</code>" in html
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,30 @@ def test_marks__are_in_the_file_and_undone_in_any_number_of_steps_also_on_anothe
     assert explorer.marks.table().empty
 
 
+def test_map__is_brushed(explorer: Explorer, url: str, tab: Tab) -> None:
+    tab.open(f"{url}?page=map&colour=score&target=8&where=source+%21%3D+%22web%22", "Map")
+    box = tab.page.locator("svg.map").bounding_box()
+    x, y, width, height = (box[name] for name in ("x", "y", "width", "height"))
+    tab.page.mouse.move(x + 0.2 * width, y + 0.2 * height)
+    tab.page.mouse.down()
+    tab.page.mouse.move(x + 0.5 * width, y + 0.6 * height)
+    tab.page.mouse.up()
+    tab.page.wait_for_url(re.compile("map_x"))
+    tab.wait("Map")
+    view = View.from_query(tab.page.url.partition("?")[2])
+    low, high = (float(text) for text in re.findall(r"map_x [<>]= ([\d.]+)", view.where))
+    assert (low, high) == pytest.approx((0.2 * 102 - 1, 0.5 * 102 - 1), abs=1)
+    place, source = explorer.questions.map(view), explorer.questions.metadata["source"]
+    low_y, high_y = (float(text) for text in re.findall(r"map_y [<>]= ([\d.]+)", view.where))
+    is_in = place["map_x"].between(low, high) & place["map_y"].between(low_y, high_y)
+    scores = explorer.questions.scores(view)
+    inside = np.flatnonzero(is_in & (source != "web"))
+    assert tab.cards("Selected samples") == sorted(inside, key=lambda i: -scores[i])[:25]
+    tab.page.click("text=Select the whole map")
+    tab.wait("Map")
+    assert len(tab.cards("Selected samples")) == 25
+
+
 def test_forms__stay_when_something_in_them_is_wrong(url: str, tab: Tab) -> None:
     page = tab.page
     tab.open(url, "Targets")
@@ -172,7 +196,7 @@ def test_pages__are_legible_and_run_nothing_of_the_metadata(
     url: str, browser: Any, width: int, scheme: str
 ) -> None:
     with Tab(browser, width=width, color_scheme=scheme) as tab:
-        for page in ("targets", "target", "sample", "corpus", "marks"):
+        for page in ("targets", "target", "sample", "corpus", "map", "marks"):
             tab.open(f"{url}?{View(page=page, sample=1, target=1, search='no. 1').to_query()}")
             is_there = "<script>window.hacked" in tab.page.inner_text(".trakdask")
             assert is_there == (page != "marks")

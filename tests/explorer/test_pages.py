@@ -16,6 +16,7 @@ import pytest
 import trakdask as td
 from trakdask.explorer import Explorer, Marks, View
 from trakdask.explorer.html import render
+from trakdask.explorer.maps import layers
 from trakdask.explorer.pages import as_csv, sections
 
 EVIL = "</style><script>alert(1)</script><form>\"'&"
@@ -72,16 +73,16 @@ def sent(html: str) -> list[View]:
     return views
 
 
-@pytest.mark.parametrize("name", ["targets", "target", "corpus", "sample"])
+@pytest.mark.parametrize("name", ["targets", "target", "corpus", "map", "sample"])
 def test_forms__keep_the_view(explorer: Explorer, name: str) -> None:
     where = f"note != {EVIL!r}"
     view = View(
         page=name, target=3, sample=5, where=where, targets_where="label < 9", k=5,
-        checkpoints=("c0", "c2"), estimator="trak", damping="0.5", group_by="label",
+        checkpoints=("c0", "c2"), estimator="trak", damping="0.5", group_by="label", colour="score",
     )  # fmt: skip
     views = sent(html_of(explorer, view))
     assert views == [view] * len(views)
-    assert len(views) == {"targets": 3, "target": 5, "corpus": 4, "sample": 2}[name]
+    assert len(views) == {"targets": 3, "target": 5, "corpus": 4, "map": 4, "sample": 2}[name]
 
 
 def test_links__lead_to_their_views() -> None:
@@ -107,6 +108,35 @@ def test_target__links_filter_and_bars_are_as_long_as_their_sums(explorer: Explo
     assert {"label == 0", "label == 1", f"note == {best!r}"} <= conditions
 
 
+@pytest.mark.parametrize("colour", ["label", "score", "mark"])
+def test_map__draws_every_sample_once_in_its_colour(explorer: Explorer, colour: str) -> None:
+    ids = explorer.sample_ids
+    explorer.marks.mark([ids[4], ids[6]], "remove")
+    view = View(page="map", target=3, colour=colour, where="label == 0")
+    drawn = {name: [] for name in ("pale", "other", "value", "helpful", "harmful")}
+    place = explorer.questions.map(view)
+    at = {f"{x:g} {y:g}": i for i, (x, y) in enumerate(place.values)}
+    for layer in layers(explorer, view):
+        drawn[layer.kind] += [at[point] for point in re.findall(r"M(.*?)h0", layer.path)]
+    label = explorer.features.label.values
+    zero, scores = np.flatnonzero(label == 0), explorer.questions.scores(view)
+    strong = np.abs(scores) > np.abs(scores[zero]).max() / 4
+    expected = {
+        "label": {"value": zero},
+        "mark": {"value": [4, 6], "other": np.setdiff1d(zero, [4, 6])},
+        "score": {"helpful": zero[(scores > 0)[zero]], "harmful": zero[(scores < 0)[zero]]},
+    }[colour]
+    if colour == "score":  # weak ones are grey, whatever their sign
+        drawn = {
+            kind: [i for i in found if strong[i] or kind == "pale"] for kind, found in drawn.items()
+        }
+        expected = {kind: [i for i in found if strong[i]] for kind, found in expected.items()}
+    expected["pale"] = np.flatnonzero(label != 0)
+    assert {kind: sorted(found) for kind, found in drawn.items() if found} == {
+        kind: list(found) for kind, found in expected.items()
+    }
+
+
 def test_pages__show_scores_in_one_unit(explorer: Explorer) -> None:
     view = View(page="target", target=3, k=4)
     html = html_of(explorer, view)
@@ -121,12 +151,12 @@ def test_pages__show_scores_in_one_unit(explorer: Explorer) -> None:
     np.testing.assert_allclose(shown, expected, atol=0.006 * unit)
 
 
-@pytest.mark.parametrize("name", ["targets", "target", "sample", "corpus", "marks"])
+@pytest.mark.parametrize("name", ["targets", "target", "sample", "corpus", "map", "marks"])
 def test_save_html__shows_text_and_asks_nobody(
     explorer: Explorer, tmp_path: Path, name: str
 ) -> None:
     explorer.marks.mark([f"{EVIL} 7"], "remove")
-    explorer.save_html(tmp_path / "v.html", View(page=name, target=3))
+    explorer.save_html(tmp_path / "v.html", View(page=name, target=3, where="label < 9"))
     html = (tmp_path / "v.html").read_text("utf-8")
     tags = Tags(html)
     tag_names = {tag for tag, _ in tags.elements}

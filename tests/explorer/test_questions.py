@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
+from scipy.spatial.distance import pdist
 
 import trakdask as td
 from trakdask.explorer.questions import Questions
@@ -280,6 +281,28 @@ def test_duplicates__are_found_by_their_features(features: xr.Dataset, targets: 
     found = table.groupby("group")["sample"].apply(list).tolist()
     assert found == [[5, 40, 60, 61], [20, 77]]
     assert Questions(features, targets).duplicates(View()).empty
+
+
+def test_map__has_the_distances_of_the_leading_principal_components(
+    questions: Questions, features: xr.Dataset, targets: xr.Dataset
+) -> None:
+    unit = phi(features)[:, :, 1]
+    unit = unit / np.linalg.norm(unit, axis=1, keepdims=True)
+    left, sizes, _ = np.linalg.svd(unit - unit.mean(axis=0))
+    view = View(page="map", checkpoints=("c1", "c2"))
+    place = questions.map(view)
+    distances = pdist(left[:, :2] * sizes[:2])
+    np.testing.assert_allclose(
+        pdist(place) / pdist(place).max(), distances / distances.max(), atol=1e-3
+    )
+    assert place.min().tolist() == [0, 0]
+    assert place.max().max() == 100
+    mask = (place["map_x"] > 40) & (place["map_y"] <= 50) & (features.label.values == 1)
+    where = "map_x > 40 and map_y <= 50 and label == 1"
+    assert questions.selected(view.replace(where=where)).tolist() == np.flatnonzero(mask).tolist()
+    failed = features.where(xr.DataArray(np.arange(N) != 3, dims="sample"))
+    missing = Questions(failed, targets).map(View()).isna().any(axis=1)
+    assert np.flatnonzero(missing).tolist() == [3]
 
 
 def test_damping__is_that_of_the_setting(questions: Questions, features: xr.Dataset) -> None:

@@ -184,7 +184,8 @@ def explore(
 
     with ExitStack() as stack:
         stack.enter_context(_reported(debug))
-        job: dict[str, Any] = {"folder": ".", "stores": {"train": store, "targets": targets}}
+        stores = {"train": store, "targets": targets}
+        job: dict[str, Any] = {"folder": os.getcwd(), "stores": stores}
         if Path(store).suffix in (".yaml", ".yml", ".toml"):
             job = dict(read(Path(store)))
         elif targets is None:
@@ -195,10 +196,7 @@ def explore(
         if cluster is not None:
             job["cluster"] = {"address": cluster}
         stack.enter_context(cli.jobs.running(job))
-        store, features, target_features, options = cli.jobs.explored(job)
-        if samples is not None:
-            with about(f"--samples {samples}"):
-                options["samples"], options["target_samples"] = cli.jobs.named(samples)
+        store, features, target_features, options = cli.jobs.explored(job, samples)
         for name, text in (("model", model), ("tokenizer", tokenizer), ("preprocess", preprocess)):
             if text is not None:
                 with about(f"--{name} {text}"):

@@ -121,6 +121,16 @@ def keep(configuration: Configuration, written: str | os.PathLike[str]) -> None:
     folder.write(name, (head + text).encode())
 
 
+def kept(written: str | os.PathLike[str]) -> Configuration:
+    """Return the configuration that :func:`keep` wrote beside something; empty if there is none."""
+    folder, name = _beside(written)
+    with suppress(FileNotFoundError):
+        if (text := folder.read(name)).startswith(_HEAD.encode()):
+            values: Configuration = yaml.load(text, _Loader)
+            return values
+    return {}
+
+
 def require_not_kept_by_others(written: str | os.PathLike[str]) -> None:
     """Reject a path beside which :func:`keep` would overwrite a file that it did not write.
 

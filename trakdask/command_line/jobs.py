@@ -10,7 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, chdir, contextmanager
+from contextlib import ExitStack, chdir, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,8 +27,10 @@ from trakdask import projection
 from trakdask.checks import import_callable, require_choice, require_integer
 from trakdask.command_line.configuration import (
     Configuration,
+    ConfigurationError,
     about,
     keep,
+    kept,
     require_not_kept_by_others,
     section,
 )
@@ -46,6 +48,9 @@ _SECTION = "section"
 
 _STORES = {"data": "train", "targets": "targets"}
 """The sections of samples, and the names of their stores."""
+
+_OF_FILES = ("table", "csv", "arrays")
+"""Kinds of samples that come from files, which are read without running anything."""
 
 _COUNTS = ("n_workers", "threads_per_worker")
 _CLUSTER = (*_COUNTS, "memory_limit", "local_directory", "dashboard_address")
@@ -178,23 +183,60 @@ def saved(
 
 
 def explored(
-    configuration: Configuration,
+    configuration: Configuration, samples: str | None = None
 ) -> tuple[str, xr.Dataset, xr.Dataset, dict[str, Any]]:
     """Return the store of training samples, both features, and what :func:`explore` shows of them.
 
-    Computes the features that are missing.
+    Computes the features that are missing. Samples are those that a text names, see :func:`named`,
+    or else those of the configuration or, for a store, of the job that wrote it.
     """
     stored = saved(configuration, check=lambda data, targets: None)
+    stores = section(configuration, "stores")
+    storage_options = section(configuration, "save").get("storage_options")
+    contents: tuple[xr.Dataset | None, ...]
+    if samples is not None:
+        with about(f"--samples {samples}"):
+            contents = named(samples)
+    else:
+        contents = tuple(_samples_of(configuration, name, stored[name]) for name in _STORES)
     options: dict[str, Any] = {}
-    for name, option in {"data": "samples", "targets": "target_samples"}.items():
-        if name in configuration:
-            options[option] = _of_kind(section(configuration, name), _KINDS)
-    if "model" in configuration and "target_samples" in options:
+    for (name, store), content in zip(_STORES.items(), contents, strict=True):
+        if content is not None and content.sizes.get("sample") != stored[name].sizes["sample"]:
+            whole = td.open(
+                stores[store], dropped=True, load_coords=False, storage_options=storage_options
+            )
+            if content.sizes.get("sample") == whole.sizes["sample"]:
+                content = content.isel(sample=~whole["dropped"].values)
+            elif samples is None and name not in configuration:
+                content = None  # the files have other rows by now
+        options["samples" if name == "data" else "target_samples"] = content
+    if "model" in configuration and options["target_samples"] is not None:
         model = _model(section(configuration, "model"))
         if isinstance(model.task, td.tasks.Classification):  # whose predictions are shown
             options["model"] = model
-    store = str(section(configuration, "stores")["train"])
-    return store, stored["data"], stored["targets"], options
+    return str(stores["train"]), stored["data"], stored["targets"], options
+
+
+def _samples_of(configuration: Configuration, name: str, features: xr.Dataset) -> xr.Dataset | None:
+    """Return the samples of a section or, without it, of the job that wrote the features.
+
+    Nobody has asked for that job: what it names is neither imported nor fetched, and its samples
+    are shown only if they are read from files of this machine. How to ask for it is noted in
+    ``encoding["job"]``.
+    """
+    if name in configuration:
+        samples: xr.Dataset = _of_kind(section(configuration, name), _KINDS)
+        return samples
+    with suppress(ConfigurationError), about(name):
+        job = kept(features.encoding["source"])
+        options = section(job, name)
+        features.encoding["job"] = f"{features.encoding['source']}.yaml" if job else None
+        is_local = not any(sign in str(options) for sign in ("://", "::"))
+        if options.get("kind") in _OF_FILES and is_local:
+            with chdir(job["folder"]):
+                samples = _of_kind(options, _KINDS)
+            return samples
+    return None
 
 
 def _opened(options: dict[str, Any]) -> dict[str, Any]:

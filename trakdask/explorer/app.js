@@ -165,6 +165,35 @@ export function render({ model }) {
     go(link.getAttribute("href"))
     if (!link.closest(".pager, .bars, .facets, dl, thead")) window.scrollTo(0, 0)
   })
+  // A rectangle that is dragged over the map becomes a condition; so do the surroundings of a click.
+  root.addEventListener("pointerdown", (event) => {
+    const map = event.target.closest("svg[data-where]")
+    if (!map || event.button) return
+    event.preventDefault()
+    const place = ({ clientX, clientY }) => {
+      const { x, y } = new DOMPoint(clientX, clientY).matrixTransform(map.getScreenCTM().inverse())
+      return [x, y]
+    }
+    const start = place(event)
+    const sides = (now) => place(now).map((to, i) => [Math.min(start[i], to), Math.max(start[i], to)])
+    map.setPointerCapture(event.pointerId)
+    map.onpointermove = (moved) => {
+      const [[x, right], [y, bottom]] = sides(moved)
+      const places = Object.entries({ x, y, width: right - x, height: bottom - y })
+      for (const [name, at] of places) map.querySelector("rect").setAttribute(name, at)
+    }
+    map.onpointerup = (ended) => {
+      map.onpointermove = null
+      const box = sides(ended)
+      const margin = box.every(([low, high]) => high - low < 1) ? 1.5 : 0
+      const terms = box.map(([low, high], i) => {
+        const ends = [Math.max(low - margin, 0), Math.max(high + margin, 0)].map((end) => end.toFixed(1))
+        return `map_${"xy"[i]} >= ${ends[0]} and map_${"xy"[i]} <= ${ends[1]}`
+      })
+      const where = [map.dataset.where, ...terms].filter((term) => term).join(" and ")
+      go(`?${map.dataset.query}&where=${encodeURIComponent(where)}`)
+    }
+  })
   root.addEventListener("submit", (event) => {
     event.preventDefault()
     if ("new" in event.target.dataset) explain(event.target)

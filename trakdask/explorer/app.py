@@ -191,7 +191,11 @@ class Session:
             if self._marks is None:
                 raise ValueError("No marks are kept here.")
             with self.attributions.computing():
-                positions = _positions(self.attributions, self.view, message)
+                positions = (
+                    samples_of(self.attributions, self.view, str(message["of"])).tolist()
+                    if "of" in message
+                    else [int(message["sample"])]
+                )
             what = count(len(positions), "sample")
             if len(positions) == 1:
                 place, what, be = positions[0], f"sample {positions[0]}", "is"
@@ -276,14 +280,6 @@ def in_notebook(attributions: Attributions, include: Any, exclude: Any) -> Any:
 
 def _waiting(view: View, content: Sequence[Section]) -> list[str]:
     return [frame(view, i, section, "", busy=True) for i, section in enumerate(content)]
-
-
-def _positions(attributions: Attributions, view: View, message: Mapping[str, Any]) -> list[int]:
-    """Return the training samples that are to be marked: one, or those of a section."""
-    if "of" not in message:
-        return [int(message["sample"])]
-    positions: list[int] = samples_of(attributions, view, str(message["of"])).tolist()
-    return positions
 
 
 def _progress(show: Callable[[str], None]) -> Callable[[int, int], None]:

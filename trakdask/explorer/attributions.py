@@ -1,12 +1,18 @@
-"""What the pages are made of: questions to scores, contents of samples, marks, new targets."""
+"""What the pages are made of: questions to scores, contents of samples, marks, new targets.
+
+All that comes from data is escaped.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import io
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from html import escape
 from typing import Self
 
 import numpy as np
@@ -14,13 +20,22 @@ import pandas as pd
 import xarray as xr
 from distributed import Client
 
+from trakdask.explorer.computing import compute
 from trakdask.explorer.marks import Marks
 from trakdask.explorer.new_targets import TargetMaker, appended
 from trakdask.explorer.questions import Questions
-from trakdask.explorer.samples import Samples
+from trakdask.plots.galleries import Normalize, as_colours, grey_limits
 from trakdask.variables import SAMPLE
 
-__all__ = ["Attributions"]
+__all__ = ["Attributions", "Samples"]
+
+_LEAST_SIDE = 4
+"""Arrays with fewer rows or columns are no images."""
+
+_MOST_CHARACTERS = 2000
+_MOST_NUMBERS = 12
+_BRIEF = ("image", "text", "tokens", "numbers")
+"""What is shown of a sample in brief: the first of these."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,11 +78,11 @@ class Attributions:
 
     def with_target(self, features: xr.Dataset, html: str) -> Self:
         """Return these and one more target; what was computed for the others is kept."""
-        position = int(self.targets.sizes[SAMPLE])
+        added = {**self.target_samples.added, int(self.targets.sizes[SAMPLE]): html}
         return dataclasses.replace(
             self,
             questions=self.questions.with_targets(appended(self.targets, features)),
-            target_samples=self.target_samples.with_added(position, html),
+            target_samples=dataclasses.replace(self.target_samples, added=added),
         )
 
     @contextmanager
@@ -97,3 +112,111 @@ class Attributions:
             return table.iloc[:0].assign(position=[])
         places = pd.DataFrame({SAMPLE: index[positions], "position": positions})
         return table.merge(places, on=SAMPLE)
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Samples as HTML, by position.
+
+    Parameters
+    ----------
+    samples
+        What was featurized; None if it is not at hand.
+    text
+        The text of a token id.
+    normalize
+        Mean and standard deviation that images were normalized with.
+    cmap
+        Colour map of grey images.
+    added
+        Contents of samples that were added after these, as escaped HTML, by position.
+    """
+
+    samples: xr.Dataset | None
+    text: Callable[[int], str] | None = None
+    normalize: Normalize | None = None
+    cmap: str = "gray_r"
+    added: Mapping[int, str] = field(default_factory=dict)
+
+    def html(self, positions: Sequence[int], *, brief: bool = False) -> list[str]:
+        """Return the content of some samples as escaped HTML, "" where there is nothing to show.
+
+        ``brief`` leaves out everything but the first image or text. Reads these samples only.
+        """
+        stored = [position for position in positions if position not in self.added]
+        contents = iter(self._stored(stored, brief=brief))
+        return [
+            self.added[position] if position in self.added else next(contents)
+            for position in positions
+        ]
+
+    def _stored(self, positions: Sequence[int], *, brief: bool) -> list[str]:
+        if self.samples is None or not len(positions):
+            return [""] * len(positions)
+        names = [str(n) for n, v in self.samples.data_vars.items() if v.dims[:1] == (SAMPLE,)]
+        kinds = {name: self._kind(name) for name in names}
+        if brief:
+            ranked = sorted(names, key=lambda name: _BRIEF.index(kinds[name]))
+            names = [name for name in ranked[:1] if kinds[name] != "numbers"]
+        if not names:
+            return [""] * len(positions)
+        chosen = self.samples[names].isel({SAMPLE: np.asarray(positions)})
+        values = compute(*(chosen[name].variable.data for name in names))
+        columns = [self._contents(n, kinds[n], x) for n, x in zip(names, values, strict=True)]
+        return ["".join(row) for row in zip(*columns, strict=True)]
+
+    def _kind(self, name: str) -> str:
+        """Return how a variable is shown; from its shape and dtype, without reading it."""
+        assert self.samples is not None
+        variable = self.samples[name].variable
+        shape, kind = variable.shape[1:], variable.dtype.kind
+        sides = [size for size in shape if size >= _LEAST_SIDE]
+        is_image = len(shape) == 2 or (len(shape) == 3 and {shape[0], shape[-1]} & {1, 3})
+        if is_image and len(sides) == 2 and kind in "fiub":
+            return "image"
+        if kind in "TUO":
+            return "text"
+        return "tokens" if len(shape) == 1 and kind in "iu" and self.text is not None else "numbers"
+
+    def _contents(self, name: str, kind: str, values: np.ndarray) -> list[str]:
+        if kind == "image":
+            urls = self._picture_urls(values)
+            return [f'<img src="{url}" alt="image of the sample">' for url in urls]
+        if kind == "numbers":
+            texts = [f"{name}: {_numbers(value)}" for value in values]
+            return [f'<p class="numbers">{escape(text)}</p>' for text in texts]
+        if kind == "tokens" and self.text is not None:
+            texts = ["".join(self.text(int(token)) for token in row) for row in values]
+        else:
+            texts = [_joined(value) for value in values]
+        return [f'<p class="text">{escape(_shortened(text))}</p>' for text in texts]
+
+    def _picture_urls(self, values: np.ndarray) -> list[str]:
+        colours = as_colours(list(values), self.normalize)
+        low, high = grey_limits(colours) or (0.0, 1.0)
+        return [_data_url(image, self.cmap, low, high) for image in colours]
+
+
+def _data_url(image: np.ndarray, cmap: str, low: float, high: float) -> str:
+    """Return an image, (h, w) between limits or (h, w, 3) between 0 and 1, as a PNG in a URL."""
+    from matplotlib.image import imsave  # optional dependency
+
+    buffer = io.BytesIO()
+    high = high if high > low else low + 1
+    imsave(buffer, np.nan_to_num(image), format="png", cmap=cmap, vmin=low, vmax=high)
+    return f"data:image/png;base64,{b64encode(buffer.getvalue()).decode()}"
+
+
+def _joined(value: object) -> str:
+    is_list = isinstance(value, (list, tuple, np.ndarray))
+    return " ".join(map(str, value)) if is_list else str(value)  # type: ignore[call-overload]
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}…"
+
+
+def _numbers(value: np.ndarray) -> str:
+    flat = np.asarray(value).ravel()
+    first = ", ".join(f"{number:.4g}" for number in flat[:_MOST_NUMBERS])
+    return f"{first}, … ({flat.size:,} numbers)" if flat.size > _MOST_NUMBERS else first

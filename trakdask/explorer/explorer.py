@@ -23,12 +23,11 @@ from trakdask.attribution.estimators import (
 from trakdask.attribution.part_scores import Text
 from trakdask.checks import shown
 from trakdask.execution import active_client
-from trakdask.explorer.attributions import Attributions
+from trakdask.explorer.attributions import Attributions, Samples
 from trakdask.explorer.marks import Marks
 from trakdask.explorer.new_targets import classifier, target_maker
 from trakdask.explorer.pages import save_html
 from trakdask.explorer.questions import Questions, Words
-from trakdask.explorer.samples import Samples
 from trakdask.explorer.view import View
 from trakdask.models.model import Model
 from trakdask.plots.galleries import Normalize
@@ -146,7 +145,7 @@ def explore(
     The pages: a table of all targets; one target, with the training samples that helped and harmed
     it most, sums by group and the curve by which λ was chosen; one training sample, with the
     targets that it helped and harmed; all training samples, by self-influence, by groups against
-    targets, and what is duplicated; and what people have marked.
+    targets, and what is duplicated; a map of their features; and what people have marked.
 
     Parameters
     ----------

@@ -21,7 +21,7 @@ from trakdask.errors import BlockError
 from trakdask.explorer.marks import KINDS
 from trakdask.explorer.new_targets import MOST_BYTES
 from trakdask.explorer.tables import ROWS
-from trakdask.explorer.view import SIGNS, has_terms, toggled
+from trakdask.explorer.view import SIGNS, has_terms, toggled, without
 from trakdask.plots import power_of_ten
 
 __all__ = ["STYLE", "count", "number", "plain_message", "render", "scaled", "unit_of", "value"]
@@ -176,7 +176,7 @@ def _templates() -> Environment:
         "MOST_BYTES": MOST_BYTES, "ROWS": ROWS, "RULES": get_args(Rule), "SIGNS": SIGNS,
         "count": count, "has_terms": has_terms, "identifiers": _identifiers,
         "now": partial(datetime.now, UTC), "rows": _rows, "toggled": toggled,
-        "version": __version__,
+        "version": __version__, "without": without,
     }  # fmt: skip
     return templates
 

@@ -20,6 +20,7 @@ import trakdask as td
 from trakdask.explorer.attributions import Attributions
 from trakdask.explorer.computing import Abandoned
 from trakdask.explorer.html import STYLE, number, plain_message, render, unit_of, value
+from trakdask.explorer.maps import chosen_colour, colours, layers
 from trakdask.explorer.marks import KINDS, Marks
 from trakdask.explorer.tables import ROWS, ConditionError, condition_mask, facets
 from trakdask.explorer.view import MeanTrace, View, damping_of
@@ -48,6 +49,7 @@ _FIELDS = {
     "target": {"where", "filter_value", "k", "estimator", "damping", "checkpoints"},
     "sample": {"k", "estimator", "damping", "checkpoints"},
     "corpus": {"where", "filter_value", "estimator", "damping", "checkpoints"},
+    "map": {"where", "filter_value", "target", "estimator", "damping", "checkpoints"},
     "new": set[str](),
     "marks": {"marks_where"},
 }
@@ -77,6 +79,7 @@ def sections(attributions: Attributions, view: View) -> list[Section]:
     """Return the sections of the page of a view; nothing is computed before their ``html()``."""
     has_words = attributions.questions.has_words(view)
     absent = set() if has_words else {"helpful_words", "harmful_words"}
+    absent |= set() if view.where else {"mapped"}
     return [
         Section(name, partial(html, attributions, view))
         for name, html in _PAGES[view.page].items()
@@ -160,7 +163,7 @@ def _target_forms(attributions: Attributions, view: View) -> str:
 
 def _corpus(attributions: Attributions, view: View) -> str:
     first = attributions.questions.metadata[:1]
-    view = _checked(view, "where", first.assign(self_influence=0.0))
+    view = _checked(view, "where", first.assign(self_influence=0.0, map_x=0.0, map_y=0.0))
     counts = [] if "where" in view.errors else attributions.questions.facets(view)
     return render("corpus", attributions, view, facets=counts)
 
@@ -286,7 +289,7 @@ def _damping(attributions: Attributions, view: View) -> str:
 def _histogram(attributions: Attributions, view: View, *, name: str) -> str:
     questions = attributions.questions
     bins = questions.histogram(view, name)
-    unit = unit_of(questions.scores(view) if name == "score" else questions.influences(view))
+    unit = unit_of(questions.values(view, name))
     return render("histogram", view, name=name.replace("_", "-"), bins=bins, unit=unit)
 
 
@@ -325,19 +328,38 @@ def _heat(attributions: Attributions, view: View) -> str:
 
 
 def _ranking(attributions: Attributions, view: View) -> str:
-    ranking = attributions.questions.ranking(view)
+    is_by_score = chosen_colour(attributions, view) == "score"
+    name = "self_influence" if view.page == "corpus" else "score" if is_by_score else ""
+    ranking = attributions.questions.ranking(view, name)
     table = _shown(ranking, view)
     contents = attributions.samples.html(table.index.tolist(), brief=True)
-    unit = unit_of(attributions.questions.influences(view))
+    unit = unit_of(attributions.questions.values(view, name)) if name else 0
     return render(
-        "ranking", attributions, view, table=table, found=len(ranking), contents=contents, unit=unit
-    )
+        "ranking", attributions, view, table=table, found=len(ranking), contents=contents,
+        unit=unit, name=name,
+    )  # fmt: skip
 
 
 def _duplicates(attributions: Attributions, view: View) -> str:
     table = attributions.questions.duplicates(view)
     groups = [group.tolist() for _, group in table[:_MOST_DUPLICATES].groupby("group")["sample"]]
     return render("duplicates", attributions, view, table=table, groups=groups)
+
+
+# -------------------------------------------------------------------------------------- the map
+
+
+def _map(attributions: Attributions, view: View) -> str:
+    questions = attributions.questions
+    first = questions.metadata[:1]
+    view = _checked(view, "where", first.assign(self_influence=0.0, map_x=0.0, map_y=0.0))
+    selected = view.replace(where="") if "where" in view.errors else view
+    return render(
+        "map", attributions, view, layers=[*layers(attributions, selected)],
+        colours=colours(attributions), colour=chosen_colour(attributions, view),
+        checkpoint=questions.first_checkpoint(view), facets=questions.facets(selected),
+        height=questions.map(view)["map_y"].max(),
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------- marks
@@ -438,6 +460,7 @@ _PAGES: dict[str, dict[str, Callable[[Attributions, View], str]]] = {
         "influences": partial(_histogram, name="self_influence"),
         "duplicates": _duplicates,
     },
+    "map": {"map": _map, "mapped": _ranking},
     "new": {"new": partial(render, "new_target")},
     "marks": {"marks": _mark_forms, "marked": _marks},
 }

@@ -46,6 +46,12 @@ _ROWS_KEPT = 2
 _SAME = 0.9999
 """Samples whose features have a larger cosine are called duplicates."""
 
+_MOST_POINTS = 5000
+"""How many samples are drawn on the map."""
+
+_OF_AXES = 1000
+"""How many of them its two directions are found from."""
+
 _MOST_SAMPLES = 2_000_000
 """Above this, a search in the memory of one machine takes too long for a page."""
 
@@ -89,7 +95,8 @@ class Questions:
         self.features, self._words, self._classifier = features, words, classifier
         self.preparation = Preparation(features, **options)
         self._influences = lru_cache(4)(_self_influences)
-        self._duplicates = lru_cache(4)(self._duplicates_at)
+        self._duplicates = lru_cache(4)(lambda name: _find_duplicates(self._features_at(name)))
+        self._map = lru_cache(4)(lambda name: _find_places(self._features_at(name), self.points))
         self._explain(targets)
 
     def with_targets(self, targets: xr.Dataset) -> Questions:
@@ -112,6 +119,11 @@ class Questions:
     def groupings(self) -> list[str]:
         """The coords of the training samples that have from 2 to 1,000 different values."""
         return tables.few_values(self.metadata, _MOST_GROUPS)
+
+    @cached_property
+    def facet_names(self) -> list[str]:
+        """Those of them whose values are shared by two samples or more, on average."""
+        return [n for n in self.groupings if 2 * self.metadata[n].nunique() <= len(self.metadata)]
 
     @cached_property
     def checkpoints(self) -> list[str]:
@@ -174,6 +186,10 @@ class Questions:
         """Return the scores of all training samples for a target, (sample,)."""
         return self._scores(self.prepared(view), view.target)[0]
 
+    def values(self, view: View, name: str) -> np.ndarray:
+        """Return the ``score`` for a target, or ``self_influence``, of every training sample."""
+        return self.scores(view) if name == "score" else self.influences(view)
+
     def histogram(self, view: View, name: str) -> pd.DataFrame:
         """Return how the ``score`` or ``self_influence`` of training samples is distributed.
 
@@ -181,8 +197,7 @@ class Questions:
         logarithm as ``height``, and the ``condition`` that a sample is in it. Bins have the same
         width, in the logarithm of self-influence.
         """
-        is_score = name == "score"
-        values = self.scores(view) if is_score else self.influences(view)
+        is_score, values = name == "score", self.values(view, name)
         values = values[np.isfinite(values) & ((values > 0) | is_score)]
         edges = _edges(values, is_logarithmic=not is_score) if len(values) else values
         counts = np.histogram(values, edges)[0] if len(values) else values
@@ -250,29 +265,34 @@ class Questions:
 
     # ----------------------------------------------------------------------- all training samples
 
-    def ranking(self, view: View) -> pd.DataFrame:
-        """Return the training samples that a view selects by self-influence, largest first."""
-        table = self.metadata.assign(self_influence=self.influences(view))
-        table = table.iloc[self.selected(view)]
-        return table.sort_values("self_influence", ascending=False, kind="stable")
+    def ranking(self, view: View, name: str = "self_influence") -> pd.DataFrame:
+        """Return the training samples that a view selects, largest ``values`` of a name first.
+
+        Without a name in their order.
+        """
+        table = self.metadata.iloc[self.selected(view)]
+        if not name:
+            return table
+        table = table.assign(**{name: self.values(view, name)[table.index]})
+        return table.sort_values(name, ascending=False, kind="stable")
 
     def selected(self, view: View) -> np.ndarray:
         """Return the positions of the training samples that meet the condition of a view.
 
-        It may name ``self_influence``.
+        It may name ``self_influence``, ``map_x`` and ``map_y``.
         """
         return np.flatnonzero(tables.condition_mask(self._table(view), view.where))
 
     def facets(self, view: View) -> list[tables.Facet]:
         """Return how many training samples, of those that a view selects, have which metadata."""
-        names = [n for n in self.groupings if 2 * self.metadata[n].nunique() <= len(self.metadata)]
-        return tables.facets(self._table(view), names, view.where)
+        return tables.facets(self._table(view), self.facet_names, view.where)
 
     def _table(self, view: View) -> pd.DataFrame:
         """Return the columns that a condition on all training samples may name."""
-        if "self_influence" not in view.where:
-            return self.metadata
-        return self.metadata.assign(self_influence=self.influences(view))
+        table = self.metadata
+        if "self_influence" in view.where:
+            table = table.assign(self_influence=self.influences(view))
+        return table.assign(**self.map(view)) if "map_" in view.where else table
 
     def influences(self, view: View) -> np.ndarray:
         """Return the self-influence of every training sample, (sample,)."""
@@ -309,11 +329,31 @@ class Questions:
         ValueError
             If there are more than two million samples.
         """
-        chosen = [name for name in self.checkpoints if name in view.checkpoints]
-        return self._duplicates((chosen or self.checkpoints)[0])
+        return self._duplicates(self.first_checkpoint(view))
 
-    def _duplicates_at(self, checkpoint: str) -> pd.DataFrame:
-        return _find_duplicates(lazy_features(self.features.sel({CHECKPOINT: [checkpoint]})))
+    def map(self, view: View) -> pd.DataFrame:
+        """Return where training samples lie in the two directions in which they differ most.
+
+        Columns: ``map_x`` and ``map_y``, from 0 to 100. These are components of features of length
+        one, at one checkpoint, so that samples are near each other whose gradients point the same
+        way. NaN for samples without features.
+        """
+        return self._map(self.first_checkpoint(view))
+
+    @cached_property
+    def points(self) -> np.ndarray:
+        """The positions of the training samples that are drawn on the map, at random."""
+        n = self.features.sizes[SAMPLE]
+        return np.random.default_rng(0).choice(n, min(n, _MOST_POINTS), replace=False)
+
+    def first_checkpoint(self, view: View) -> str:
+        """Return the first checkpoint of a view, for what is found from one alone."""
+        return next(c for c in self.checkpoints if c in (view.checkpoints or self.checkpoints))
+
+    def _features_at(self, checkpoint: str) -> da.Array:
+        one = lazy_features(self.features.sel({CHECKPOINT: [checkpoint]}))
+        feature: da.Array = one["feature"].data[:, :, 0]
+        return feature
 
 
 def _edges(values: np.ndarray, *, is_logarithmic: bool) -> np.ndarray:
@@ -356,18 +396,31 @@ def _self_influences(prepared: Prepared) -> np.ndarray:
     return np.asarray(values)
 
 
-# -------------------------------------------------------------------------------- duplicates
+# ----------------------------------------------------------------------- the map, duplicates
 
 
-def _find_duplicates(features: xr.Dataset) -> pd.DataFrame:
-    """Return groups of samples whose features, of the first checkpoint, have a cosine above 0.9999.
+def _find_places(feature: da.Array, rows: np.ndarray) -> pd.DataFrame:
+    """Return the leading principal components of unit vectors, found from some rows, 0 to 100."""
+    (some,) = compute(feature[np.sort(rows[:_OF_AXES])])
+    unit = _unit(some.astype(np.float64))
+    unit = unit[np.isfinite(unit).all(axis=1)]
+    unit -= unit.mean(axis=0)
+    # Of few rows and many columns, whose eigenvectors have the same span.
+    weights = np.linalg.eigh(unit @ unit.T)[1][:, :-3:-1]
+    place = _components(feature, np.linalg.qr(unit.T @ weights)[0])
+    place -= np.nanmin(place, axis=0)
+    place *= 100 / np.nanmax(place)
+    return pd.DataFrame(place.round(2), columns=["map_x", "map_y"])
+
+
+def _find_duplicates(feature: da.Array) -> pd.DataFrame:
+    """Return groups of samples whose features, (sample, proj_dim), have a cosine above 0.9999.
 
     A sample is compared with its nearest neighbour in 16 random directions, so of a large group
     each is found through some other one of it. Two samples of the same content have the same
     gradient, unless the model is random; samples with the same gradient may differ where the model
     cannot see it.
     """
-    feature = features["feature"].data[:, :, 0]
     n, p = feature.shape
     if n > _MOST_SAMPLES:
         raise ValueError(
@@ -375,21 +428,26 @@ def _find_duplicates(features: xr.Dataset) -> pd.DataFrame:
             "td.explore of a selection of them"
         )
     directions = np.random.default_rng(0).standard_normal((p, _DIRECTIONS))
-    (sketch,) = compute(
-        feature.map_blocks(_sketch, directions, chunks=(feature.chunks[0], (_DIRECTIONS,)))
-    )
-    pairs = _nearest(sketch)
+    pairs = _nearest(_components(feature, directions))
     left, right = (feature[rows] for rows in pairs.T)
     (cosines,) = compute(da.map_blocks(_cosines, left, right, drop_axis=1, dtype=np.float64))
     return _groups(pairs[cosines > _SAME], n)
 
 
-def _sketch(block: np.ndarray, directions: np.ndarray) -> np.ndarray:
-    """Return unit vectors by their components in some random directions."""
+def _components(feature: da.Array, directions: np.ndarray) -> np.ndarray:
+    """Return the components of unit vectors in some directions, (sample, direction)."""
+    chunks = feature.chunks[0], directions.shape[1:]
+    lazy = da.map_blocks(_unit, feature, directions, chunks=chunks, dtype=np.float64)
+    (components,) = compute(lazy)
+    return np.asarray(components)
+
+
+def _unit(block: np.ndarray, directions: np.ndarray | None = None) -> np.ndarray:
+    """Return vectors divided by their lengths, or the components of these in some directions."""
     norms = np.linalg.norm(block, axis=1, keepdims=True)
     with np.errstate(invalid="ignore", divide="ignore"):
         unit = block / norms
-    return np.asarray(unit @ directions)
+    return np.asarray(unit if directions is None else unit @ directions)
 
 
 def _nearest(sketch: np.ndarray) -> np.ndarray:

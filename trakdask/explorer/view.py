@@ -31,7 +31,7 @@ __all__ = [
     "without",
 ]
 
-PAGES = ("targets", "target", "sample", "corpus", "new", "marks")
+PAGES = ("targets", "target", "sample", "corpus", "map", "new", "marks")
 _RULES = get_args(Rule)
 _TRACE = "tr(K)/n"
 _LIMITS = {"k": (1, 100)}
@@ -40,8 +40,11 @@ _LIMITS = {"k": (1, 100)}
 _CHOICES = {"page": PAGES, "estimator": ("", *get_args(Estimator)), "ascending": ("0", "1")}
 _CONDITIONS = ("where", "targets_where", "marks_where")
 
-_COMPUTED = {"score": "target", "self_influence": "corpus"}
-"""Columns that conditions on training samples may name on one page only."""
+_COMPUTED = {
+    "score": ("target",),
+    **dict.fromkeys(("self_influence", "map_x", "map_y"), ("corpus", "map")),
+}
+"""Columns that conditions on training samples may name on some pages only."""
 
 CONDITION_FIELDS = ("filter_name", "filter_sign", "filter_value", "filter_of")
 """Inputs of a form that adds a condition to a view."""
@@ -71,12 +74,14 @@ class View:
     Parameters
     ----------
     page
-        One of ``"targets"``, ``"target"``, ``"sample"``, ``"corpus"``, ``"new"`` and ``"marks"``.
+        One of ``"targets"``, ``"target"``, ``"sample"``, ``"corpus"``, ``"map"``, ``"new"`` and
+        ``"marks"``.
     target, sample
         Positions of the target and of the training sample that are looked at.
     where
         A condition on the metadata of training samples, such as ``label == 3``. It may name
-        ``score`` on the page of a target, and ``self_influence`` on that of all training samples.
+        ``score`` on the page of a target; on that of all training samples and on the map
+        ``self_influence``, and the place on the map as ``map_x`` and ``map_y``.
     targets_where
         A condition on the table of targets: their metadata, by their own names, and what the model
         says about them, as in ``predicted != label``.
@@ -93,6 +98,9 @@ class View:
         How many training samples are ranked.
     group_by
         The coord of the training samples by which scores are summed, ``""`` for none.
+    colour
+        What colours the map: a coord of the training samples, ``"score"`` for the target, or
+        ``"mark"``; ``""`` is the label of a classifier, or else the first coord that is fit for it.
     estimator, damping
         As in :func:`trakdask.score`; λ as a text, see :func:`damping_of`. ``""`` is what the
         explorer was opened with.
@@ -115,6 +123,7 @@ class View:
     first: int = 0
     k: int = 10
     group_by: str = ""
+    colour: str = ""
     estimator: str = ""
     damping: str = ""
     checkpoints: tuple[str, ...] = ()
@@ -129,7 +138,7 @@ class View:
         if page != self.page:
             where = changes.get("where", self.where)
             names = re.findall(r"\w+", where)
-            is_foreign = any(name in names and page != of for name, of in _COMPUTED.items())
+            is_foreign = any(name in names and page not in of for name, of in _COMPUTED.items())
             changes = {"first": 0, **changes, "where": "" if is_foreign else where}
         return dataclasses.replace(self, **{"errors": {}, **changes})
 

@@ -1,0 +1,96 @@
+"""What is drawn on the map: points of training samples, by colour."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from trakdask.explorer import tables
+from trakdask.explorer.attributions import Attributions
+from trakdask.explorer.marks import KINDS
+from trakdask.explorer.view import View
+
+__all__ = ["Layer", "chosen_colour", "colours", "layers"]
+
+_LEVELS = 4
+"""How many strengths of colour helpful and harmful scores have."""
+
+_LARGEST = 0.98
+"""The share of points whose scores the strongest colour is beyond."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Points of one colour.
+
+    Parameters
+    ----------
+    path
+        The points, as the path of an SVG.
+    kind, style
+        Class and style of its colour.
+    value
+        What the samples share; None for all other values.
+    count
+        How many points there are.
+    """
+
+    path: str
+    kind: str
+    style: str = ""
+    value: object = None
+    count: int = 0
+
+
+def colours(attributions: Attributions) -> list[str]:
+    """Return what can colour the map: coords with few values, the label first; scores; marks."""
+    questions = attributions.questions
+    names = sorted(questions.facet_names, key=lambda name: name != questions.targets.label)
+    return [*names, "score", *(["mark"] if attributions.marks else [])]
+
+
+def chosen_colour(attributions: Attributions, view: View) -> str:
+    """Return what colours the map of a view."""
+    names = colours(attributions)
+    return view.colour if view.colour in names else names[0]
+
+
+def layers(attributions: Attributions, view: View) -> Iterator[Layer]:
+    """Yield the points of the map, those below others first; pale ones are not selected."""
+    questions, colour = attributions.questions, chosen_colour(attributions, view)
+    if colour == "score":
+        values = _strengths(questions.scores(view))
+        known = sorted(values.dropna().unique(), key=abs)
+        looks = {x: ("helpful" if x > 0 else "harmful", f"--strength:{abs(x)}") for x in known}
+    else:
+        if colour == "mark":
+            marked, known = attributions.marked(), list(KINDS)
+            values = marked.drop_duplicates("position", keep="last").set_index("position")["mark"]
+        else:
+            values = questions.metadata[colour]
+            known = tables.facets(questions.metadata, [colour], "")[0].counts.index.tolist()
+        looks = {x: ("value", f"--hue:{360 * i // len(known)}") for i, x in enumerate(known)}
+    table = questions.map(view).iloc[questions.points].dropna()
+    is_selected = np.isin(table.index, questions.selected(view))
+    yield Layer(_path(table[~is_selected]), "pale")
+    table = table[is_selected]
+    values = values.reindex(table.index)
+    points = table[~values.isin(known)]
+    yield Layer(_path(points), "other", count=len(points))
+    for x, (kind, style) in looks.items():
+        points = table[values == x]
+        yield Layer(_path(points), kind, style, x, len(points))
+
+
+def _strengths(scores: np.ndarray) -> pd.Series[float]:
+    """Return how strong the colour of each sample's score is, from -1 to 1, in a few steps."""
+    largest = np.nanquantile(np.abs(scores), _LARGEST) or 1.0
+    return pd.Series(np.rint(_LEVELS * np.clip(scores / largest, -1, 1)) / _LEVELS)
+
+
+def _path(points: pd.DataFrame) -> str:
+    """Return lines without length, which are drawn as points."""
+    return "".join(f"M{x:g} {y:g}h0" for x, y in points.itertuples(index=False))
