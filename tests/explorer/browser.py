@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 
 from trakdask.explorer import Explorer
 from trakdask.explorer.app import server
@@ -123,14 +124,15 @@ class Tab:
                 return
         raise AssertionError(f"the keyboard does not reach {kind} {text!r}")
 
-    def contrast(self) -> float:
-        """Return the contrast of text and background, from 1 to 21 (WCAG 2)."""
-        colours = self.page.evaluate(
-            f"() => {{ {ROOT}; const style = getComputedStyle(root);"
-            " return [style.color, style.backgroundColor] }"
-        )
-        dark, light = sorted(map(_luminance, colours))
-        return (light + 0.05) / (dark + 0.05)
+    def violations(self) -> list[str]:
+        """Return what axe-core calls critical or serious, such as text of too little contrast."""
+        found = Axe().run(self.page).response["violations"]
+        return [
+            f"{rule['id']}: {node['html']}"
+            for rule in found
+            if rule["impact"] in ("critical", "serious")
+            for node in rule["nodes"]
+        ]
 
 
 ROOT = """
@@ -144,9 +146,3 @@ const find = node => {
 const root = find(document)
 """
 """Finds the page, which is inside the shadow trees of Panel."""
-
-
-def _luminance(colour: str) -> float:
-    values = [int(each) / 255 for each in re.findall(r"\d+", colour)[:3]]
-    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in values]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
