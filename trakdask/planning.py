@@ -282,8 +282,9 @@ class Plan:
     def memory_bytes(self, n_threads: int = 1) -> int | None:
         """Return the most memory that a process with some threads will hold, by the pilot.
 
-        All of its threads compute blocks, and in the end one decomposes the gram matrix. Dask stops
-        giving tasks to a worker at 80 % of its ``memory_limit``.
+        All of its threads compute blocks, and in the end one decomposes the gram matrix. Weights of
+        further checkpoints, which a worker keeps in up to a fifth of its memory, are not counted.
+        Dask stops giving tasks to a worker at 80 % of its ``memory_limit``.
         """
         if (pilot := self.pilot) is None:
             return None
