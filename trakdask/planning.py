@@ -1,4 +1,4 @@
-"""The cost of computing features, before all of it is paid."""
+"""The cost of computing features, before all of it is paid: bytes, operations, memory, time."""
 
 from __future__ import annotations
 
@@ -415,7 +415,7 @@ def _run_pilot(features: xr.Dataset) -> dict[str, Any]:
             "expected lazy features for pilot=True, got features that are already computed; try "
             "td.plan(features), or td.plan(td.featurize(samples, model), pilot=True)"
         )
-    lazy = {
+    lazy = {"feature": data} | {
         str(name): variable.data
         for name, variable in features.data_vars.items()
         if {SAMPLE, CHECKPOINT} <= {*variable.dims} and isinstance(variable.data, da.Array)
@@ -483,7 +483,7 @@ def _measured(
     phi = results[0][0][:, :, 0]
     start = time.perf_counter()
     np.matmul(phi.T, phi)
-    return results, {
+    return results if scheduler is None else [], {  # too large to be sent by a worker
         "first_s": seconds[0],
         "block_s": seconds[-1],
         "gram_s": time.perf_counter() - start,
