@@ -467,6 +467,7 @@ def _measured(
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
+    stop_waiting()  # numba is imported for the first block, so that the second is like the others
     try:
         for block in blocks:
             start = time.perf_counter()
@@ -476,7 +477,6 @@ def _measured(
             with suppress(AttributeError, OSError):
                 ctypes.CDLL("libc.so.6").malloc_trim(0)
             held.append(memory().rss)
-            stop_waiting()  # the second block is as fast as the others will be
     finally:
         is_done.set()
         watcher.join()
