@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import dask
 import numpy as np
 import pytest
 import torch
@@ -40,12 +41,16 @@ def by_hand(projector: td.Rademacher) -> dict[str, Any]:
         "sample_operations": 2 * digits * entries,
         "total_operations": 2 * digits * entries * features,
         "gram_operations": features * projector.proj_dim**2,
+        # As many eigenvectors as samples: there are more columns.
+        "decomposition_operations": features * (4 * projector.proj_dim + 9 * N_SAMPLES) * N_SAMPLES,
         "random_bits": entries,
         "feature_bytes": 4 * features * projector.proj_dim,
         "store_bytes": features * (4 * (projector.proj_dim + 2) + 8)
-        + 8 * N_CHECKPOINTS * projector.proj_dim**2,
+        + 8 * N_CHECKPOINTS * projector.proj_dim**2
+        + 8 * features * (projector.proj_dim + 1),
         "gradient_bytes": 4 * n_rows,
         "buffer_bytes": projector.cost(n_rows).buffer_bytes,
+        "decomposition_bytes": 32 * projector.proj_dim**2,
         "rounding_error": {1: 1.1e-2, 2: 9e-5, 3: 4e-7}[digits],
         "product_error": pytest.approx((1 / projector.proj_dim) ** 0.5),
         "worst_product_error": pytest.approx((2 / projector.proj_dim) ** 0.5),
@@ -120,7 +125,15 @@ def test_plan__store_bytes_are_those_on_disk(tmp_path: Path) -> None:
     td.save(FEATURES, tmp_path / "f.zarr", progress=False)
     sizes = [
         file.stat().st_size
-        for name in ("feature", "feature_norm", "output", "out_to_loss", "gram")
+        for name in (
+            "feature",
+            "feature_norm",
+            "output",
+            "out_to_loss",
+            "gram",
+            "gram_eigenvalues",
+            "gram_eigenvectors",
+        )
         for file in (tmp_path / "f.zarr" / name).rglob("*")
         if file.is_file() and file.name != "zarr.json"
     ]
@@ -129,7 +142,49 @@ def test_plan__store_bytes_are_those_on_disk(tmp_path: Path) -> None:
     assert sum(sizes) == plan(FEATURES).projections[0].store_bytes + padding + checks
 
 
+@pytest.mark.parametrize(("rank", "widths"), [(64, []), (65, [64, 128])])
+def test_plan__compares_more_columns_where_they_are_few(rank: int, widths: list[int]) -> None:
+    wide = td.Model(nn.Linear(100, 3), task="image_classification")
+    samples = td.from_arrays({"image": np.zeros((rank, 100), "f4"), "label": np.zeros(rank, int)})
+    found = plan(td.featurize(samples, wide, projector=OWN))
+    assert [p.proj_dim for p in found.projections] == [32, *widths]
+    assert ("td.principal_components" in repr(found)) == bool(widths)
+
+
+class Counted(nn.Sequential):
+    """Counts the samples that pass it, and needs 200 MB for those that are not 0."""
+
+    n_samples = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Counted.n_samples += len(x)
+        return super().forward(x) + torch.ones(50_000_000 * bool(x.any())).sum() * 0
+
+
+@pytest.mark.parametrize(("n_samples", "share"), [(8, 0), (20, 0.6), (176, 1)])
+def test_plan__pilot_keeps_its_blocks_of_a_small_job(n_samples: int, share: float) -> None:
+    x, label = np.zeros((n_samples, 6), "f4"), np.arange(n_samples) % 3
+    x[0] = 1
+    samples = td.from_arrays({"image": x, "label": label}, chunks=8)
+    states = {f"c{i}": Counted(nn.Linear(6, 3)).state_dict() for i in range(2)}
+    model = td.Model(lambda: Counted(nn.Linear(6, 3)), states, task="image_classification")
+
+    def passed(of: xr.Dataset) -> int:
+        before = Counted.n_samples
+        xr.testing.assert_identical(of.compute(), expected)
+        return Counted.n_samples - before
+
+    with dask.config.set(scheduler="sync"):
+        lazy = td.featurize(samples, model, projector=OWN, gradients="loop")
+        expected = lazy.compute()
+        found = plan(lazy, pilot=True)
+        assert passed(found.features) == pytest.approx(share * passed(lazy), rel=0.1)
+    assert 2e8 < found.pilot.task_bytes < 4e8
+    assert found.memory_bytes(3) - found.memory_bytes(1) == 2 * found.pilot.task_bytes
+
+
 def test_plan__pilot_on_a_client(client: Client) -> None:
-    pilot = plan(FEATURES, pilot=True).pilot
-    assert pilot.n_slots == 2
-    assert pilot.block_s > 0
+    found = plan(FEATURES, pilot=True)
+    assert found.pilot.n_slots == 2
+    assert found.pilot.block_s > 0
+    assert found.memory_bytes() > found.pilot.process_bytes > 0

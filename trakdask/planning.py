@@ -1,11 +1,14 @@
-"""The cost of computing features, before all of it is paid."""
+"""The cost of computing features, before all of it is paid: bytes, operations, memory, time."""
 
 from __future__ import annotations
 
+import ctypes
 import math
+import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from typing import Any
 
@@ -13,19 +16,28 @@ import dask
 import dask.array as da
 import numpy as np
 import pandas as pd
+import psutil
+import torch
 import xarray as xr
-from dask.base import tokenize
 from dask.utils import format_bytes, format_time
 
 from trakdask import arrays
 from trakdask.checks import shown
-from trakdask.execution import gpu_options, n_slots
+from trakdask.execution import active_client, gpu_options, n_slots
 from trakdask.projection import Projector, RowMap
 from trakdask.projection.acceleration import stop_waiting
 from trakdask.projection.protocol import from_spec
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, validate
 
 __all__ = ["Pilot", "Plan", "PlannedProjection", "plan"]
+
+_MOST_PER_COLUMN = 2
+"""With more samples than this per random column, every task that was measured lost 0.04 or more of
+its linear datamodeling score with one checkpoint (``tests/benchmarks/columns.py``)."""
+_MOST_COLUMNS = 8192
+"""Of more, :func:`trakdask.save` makes no eigenvectors."""
+_FEW_TASKS = 20
+_SAMPLING_S = 0.001
 
 
 def plan(
@@ -42,10 +54,14 @@ def plan(
         Dataset of :func:`featurize` or :func:`open`. Its samples and checkpoints are counted, so a
         selection can be planned, too.
     projectors
-        One or more other projectors to compare with, on the same samples and model.
+        One or more other projectors to compare with, on the same samples and model. By default
+        those with two and four times as many columns, where there are more than two samples per
+        random column.
     pilot
-        Compute the first block of the first checkpoint, twice, on the active client or on threads,
-        and estimate from it how long :func:`~trakdask.save` will take.
+        Compute the first two blocks, on the active client or on threads, and estimate from them how
+        long :func:`~trakdask.save` will take, and how much memory. Of a job of less than 20 tasks,
+        ``plan.features`` keeps these blocks, so that ``td.save(plan.features, store)`` does not
+        compute them again.
 
     Returns
     -------
@@ -67,7 +83,8 @@ def plan(
     Without a pilot nothing is computed or read: all numbers follow from shapes and ``attrs``.
     Errors are those expected from theory and arithmetic, not measurements of these features. A
     pilot's estimate assumes that all threads are as fast as the one that ran it, and leaves out
-    the time for storing.
+    the time for storing. Memory is that of the process in which the pilot runs, with whatever else
+    that holds: run it where nothing was computed before.
 
     Examples
     --------
@@ -87,20 +104,24 @@ def plan(
         )
     shapes = features.attrs["parameters"]
     n_samples, n_checkpoints = features.sizes[SAMPLE], features.sizes[CHECKPOINT]
-    own, others = from_spec(features.attrs["projector"]), _checked(projectors)
+    n_parameters = RowMap.from_shapes(shapes, alignment=1).n_parameters
+    own = from_spec(features.attrs["projector"])
+    wider = _wider(own, min(n_samples, n_parameters))
+    others = wider if projectors is None else _checked(projectors)
     # Principal components are fewer than the columns of the projector that comes before them.
     widths = [(own, features.sizes[PROJ_DIM]), *((projector, None) for projector in others)]
     return Plan(
         n_samples=n_samples,
         n_blocks=len(features.feature.variable.chunksizes.get(SAMPLE, (n_samples,))),
         n_checkpoints=n_checkpoints,
-        n_parameters=RowMap.from_shapes(shapes, alignment=1).n_parameters,
+        n_parameters=n_parameters,
         batch_size=features.attrs.get("batch_size"),
         projections=tuple(
             _planned(projector, width, shapes, n_samples, n_checkpoints)
             for projector, width in widths
         ),
-        pilot=_run_pilot(features) if pilot else None,
+        has_few_columns=bool(wider),
+        **(_run_pilot(features) if pilot else {}),
     )
 
 
@@ -125,16 +146,20 @@ class PlannedProjection:
         Bits of the random matrix, drawn once per micro-batch and checkpoint.
     gram_operations
         Operations for the gram matrices of all checkpoints; twice as many with weights.
+    decomposition_operations
+        Operations for their eigenvectors.
     feature_bytes
         Bytes of all features, float32: samples × proj_dim × checkpoints × 4.
     store_bytes
         Bytes that :func:`~trakdask.save` writes, without metadata: features, their norms, output,
-        out_to_loss and gram matrices.
+        out_to_loss, gram matrices and their eigenvectors.
     gradient_bytes
         Bytes of one gradient, float32: rows × 4.
     buffer_bytes
         Working memory of one thread, in addition to gradients and features, for micro-batches of
         512 samples.
+    decomposition_bytes
+        Memory of the task that decomposes the gram matrix of a checkpoint.
     rounding_error
         Relative error of the features of Gaussian gradients against exact arithmetic.
     product_error
@@ -150,11 +175,13 @@ class PlannedProjection:
     sample_operations: int
     total_operations: int
     gram_operations: int
+    decomposition_operations: int
     random_bits: int
     feature_bytes: int
     store_bytes: int
     gradient_bytes: int
     buffer_bytes: int
+    decomposition_bytes: int
     rounding_error: float
     product_error: float
     worst_product_error: float
@@ -162,21 +189,29 @@ class PlannedProjection:
 
 @dataclass(frozen=True)
 class Pilot:
-    """Measurements of one block of samples at one checkpoint.
+    """Measurements of two blocks of samples, one after the other.
 
     Parameters
     ----------
     n_samples
-        Samples of the block.
+        Samples of each block.
     first_s
-        Seconds of the first run, which includes what a process does once: loading the model and
+        Seconds of the first, which includes what a process does once: loading the model and
         checking the gradients.
     block_s
-        Seconds of the second run, which estimates those of every other block.
+        Seconds of the second, which estimates those of every other block. The first again, if there
+        is no second one of the same size.
     gram_s
         Seconds of the product φᵀφ alone.
     n_slots
         Number of tasks that the scheduler runs at once.
+    process_bytes
+        Memory of the process between the blocks: what it has imported, the weights of the model,
+        and whatever else it holds.
+    task_bytes
+        The most memory that the process held while it computed the blocks, less ``process_bytes``.
+    gpu_bytes
+        The most memory that torch held on the GPU; 0 without one.
     """
 
     n_samples: int
@@ -184,12 +219,17 @@ class Pilot:
     block_s: float
     gram_s: float
     n_slots: int
+    process_bytes: int
+    task_bytes: int
+    gpu_bytes: int
 
     def __str__(self) -> str:
+        on_gpu = f", {format_bytes(self.gpu_bytes)} on the GPU" if self.gpu_bytes else ""
         return (
             f"Pilot: {_counted(self.n_samples, 'sample')} at 1 checkpoint took "
-            f"{format_time(self.block_s)} ({format_time(self.first_s)} the first time), their "
-            f"gram matrix {format_time(self.gram_s)}; all on {_counted(self.n_slots, 'thread')}"
+            f"{format_time(self.block_s)} ({format_time(self.first_s)} the first time){on_gpu}, "
+            f"their gram matrix {format_time(self.gram_s)}; all on "
+            f"{_counted(self.n_slots, 'thread')}"
         )
 
 
@@ -207,8 +247,12 @@ class Plan:
         Samples per micro-batch, if the features' ``attrs`` name it.
     projections
         The features' own projector, then those to compare with.
+    has_few_columns
+        Whether there are more than two samples (and parameters) per random column.
     pilot
-        The measured block, if one was requested.
+        The measured blocks, if they were requested.
+    features
+        The planned features after a pilot, with its blocks in memory if there are few others.
     """
 
     n_samples: int
@@ -217,7 +261,9 @@ class Plan:
     n_parameters: int
     batch_size: int | None
     projections: tuple[PlannedProjection, ...]
+    has_few_columns: bool = False
     pilot: Pilot | None = None
+    features: xr.Dataset | None = field(default=None, compare=False)
 
     @property
     def n_tasks(self) -> int:
@@ -232,6 +278,18 @@ class Plan:
         waves = self.n_checkpoints * math.ceil(self.n_blocks / pilot.n_slots)
         once = max(pilot.first_s - pilot.block_s, 0)
         return once + waves * (pilot.block_s + pilot.gram_s)
+
+    def memory_bytes(self, n_threads: int = 1) -> int | None:
+        """Return the most memory that a process with some threads will hold, by the pilot.
+
+        All of its threads compute blocks, and in the end one decomposes the gram matrix. Weights of
+        further checkpoints, which a worker keeps in up to a fifth of its memory, are not counted.
+        Dask stops giving tasks to a worker at 80 % of its ``memory_limit``.
+        """
+        if (pilot := self.pilot) is None:
+            return None
+        last = self.projections[0].decomposition_bytes
+        return pilot.process_bytes + max(n_threads * pilot.task_bytes, last)
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return one row per projector; columns are the fields of :class:`PlannedProjection`."""
@@ -261,9 +319,20 @@ class Plan:
             f"{batches}, {_counted(self.n_checkpoints, 'checkpoint')}, "
             f"{_counted(self.n_parameters, 'parameter')}: {_counted(self.n_tasks, 'task')}"
         )
-        if self.pilot is None or self.estimated_s is None:
-            return [title]
-        return [title, f"{self.pilot}: about {format_time(self.estimated_s)}"]
+        titles = [title]
+        if self.pilot is not None:
+            one, two = (format_bytes(self.memory_bytes(n) or 0) for n in (1, 2))
+            titles += [
+                f"{self.pilot}: about {format_time(self.estimated_s or 0)}",
+                f"Memory: about {one} in a process with 1 thread, {two} with 2",
+            ]
+        if self.has_few_columns:
+            titles.append(
+                f"More than {_MOST_PER_COLUMN} samples per random column: where this was measured, "
+                "it cost 0.04 to 0.10 of LDS with 1 checkpoint, up to 0.08 with 3; try more "
+                "columns, as in the table, or td.principal_components"
+            )
+        return titles
 
 
 def _checked(projectors: Projector | Iterable[Projector] | None) -> list[Projector]:
@@ -275,6 +344,15 @@ def _checked(projectors: Projector | Iterable[Projector] | None) -> list[Project
                 "projectors=[td.SJLT(proj_dim=2048)]"
             )
     return listed
+
+
+def _wider(projector: Projector, rank: int) -> list[Projector]:
+    """Return projectors with more columns, if a gram matrix of this rank has too few."""
+    columns: int | None = getattr(projector, "proj_dim", None)
+    if columns is None or rank <= _MOST_PER_COLUMN * columns:
+        return []
+    widths = [factor * columns for factor in (2, 4) if factor * columns <= _MOST_COLUMNS]
+    return [replace(projector, proj_dim=width) for width in widths]  # type: ignore[call-arg]
 
 
 def _planned(
@@ -290,6 +368,11 @@ def _planned(
     feature_bytes = 4 * n_samples * width * n_checkpoints
     gram_bytes = width**2 * n_checkpoints * arrays.gram.accumulation_dtype(width).itemsize
     output_bytes = (4 + 4 + 8) * n_samples * n_checkpoints  # norms are float64
+    k = 0
+    if width <= _MOST_COLUMNS:
+        k = arrays.solve.component_count(n_samples, width, np.dtype(np.float32))
+    eigenvector_bytes = 8 * (width + 1) * k * n_checkpoints  # and eigenvalues
+    decomposition = 9 * width**3 if k == width else 4 * width * k**2 + 9 * k**3
     return PlannedProjection(
         projector=repr(projector),
         proj_dim=width,
@@ -297,11 +380,13 @@ def _planned(
         sample_operations=cost.operations,
         total_operations=cost.operations * n_samples * n_checkpoints,
         gram_operations=n_samples * width**2 * n_checkpoints,
+        decomposition_operations=decomposition * n_checkpoints,
         random_bits=cost.random_bits,
         feature_bytes=feature_bytes,
-        store_bytes=feature_bytes + output_bytes + gram_bytes,
+        store_bytes=feature_bytes + output_bytes + gram_bytes + eigenvector_bytes,
         gradient_bytes=4 * row_map.n_rows,
         buffer_bytes=cost.buffer_bytes,
+        decomposition_bytes=32 * width**2 if k else 0,
         rounding_error=cost.rounding_error,
         product_error=cost.product_error[0],
         worst_product_error=cost.product_error[1],
@@ -322,34 +407,87 @@ def _readable(name: str, value: Any) -> str:
     return str(value)
 
 
-def _run_pilot(features: xr.Dataset) -> Pilot:
-    """Run the first block of the first checkpoint twice, on the active scheduler."""
+def _run_pilot(features: xr.Dataset) -> dict[str, Any]:
+    """Run the first block, and the next one of its size, on the active scheduler."""
     data = features.feature.variable.data
     if not isinstance(data, da.Array):
         raise ValueError(
             "expected lazy features for pilot=True, got features that are already computed; try "
             "td.plan(features), or td.plan(td.featurize(samples, model), pilot=True)"
         )
-    n = data.chunks[0][0]
-    first = [features[name].data[:n, ..., :1] for name in ("feature", "output", "out_to_loss")]
-    options = gpu_options(features)
-    seconds, gram_s = [], 0.0
-    for attempt in range(2):
-        task = da.blockwise(
-            _gram_seconds, "s", first[0], "spc", first[1], "sc", first[2], "sc",
-            name=f"pilot-{attempt}-{tokenize(data.name)}", concatenate=True, align_arrays=False,
-            adjust_chunks={"s": 1}, dtype=np.float64, meta=np.empty(0),
-        )  # fmt: skip
-        start = time.perf_counter()
-        ((gram_s,),) = dask.compute(task, **options)
-        seconds.append(time.perf_counter() - start - gram_s)
-    first_s, block_s = map(float, seconds)
-    return Pilot(n, first_s, block_s, float(gram_s), n_slots(options.get("resources")))
+    lazy = {"feature": data} | {
+        str(name): variable.data
+        for name, variable in features.data_vars.items()
+        if {SAMPLE, CHECKPOINT} <= {*variable.dims} and isinstance(variable.data, da.Array)
+    }
+    sizes, n_checkpoints = data.chunks[0], data.numblocks[-1]
+    places = [(0, 0)]
+    if sizes[1:2] == sizes[:1]:
+        places.append((1, 0))
+    elif n_checkpoints > 1:
+        places.append((0, 1))
+    blocks = [[array.blocks[i, ..., j] for array in lazy.values()] for i, j in places]
+    options, client = gpu_options(features), active_client()
+    if client is None:
+        results, measured = _measured(blocks, None)
+        if len(sizes) * n_checkpoints < _FEW_TASKS:
+            axis = 0 if places[-1][0] else -1
+            heads = [np.concatenate(both, axis) for both in zip(*results, strict=True)]
+            features = features.assign({
+                name: features[name].copy(data=_with_head(lazy[name], head))
+                for name, head in zip(lazy, heads, strict=True)
+            })  # fmt: skip
+    else:
+        future = client.submit(_measured, blocks, "sync", pure=False, **options)
+        _, measured = future.result()
+    pilot = Pilot(sizes[0], n_slots=n_slots(options.get("resources")), **measured)
+    return {"pilot": pilot, "features": features}
 
 
-def _gram_seconds(feature: np.ndarray, *others: np.ndarray) -> np.ndarray:
-    stop_waiting()  # the second run is as fast as the others will be
+def _with_head(array: da.Array, head: np.ndarray) -> da.Array:
+    """Return an array whose first blocks have been computed."""
+    n, c = head.shape[0], head.shape[-1]
+    known = da.from_array(head, chunks=array[:n, ..., :c].chunks)
+    rows = da.concatenate([known, array[:n, ..., c:]], axis=-1)
+    whole: da.Array = da.concatenate([rows, array[n:]])
+    return whole
+
+
+def _measured(
+    blocks: list[list[da.Array]], scheduler: str | None
+) -> tuple[list[tuple[np.ndarray, ...]], dict[str, Any]]:
+    """Compute blocks in this process, and return them and the fields of :class:`Pilot`."""
+    memory, results, seconds, held = psutil.Process().memory_info, [], [], []
+    most, is_done = 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not is_done.wait(_SAMPLING_S):
+            most = max(most, memory().rss)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    stop_waiting()  # numba is imported for the first block, so that the second is like the others
+    try:
+        for block in blocks:
+            start = time.perf_counter()
+            results.append(dask.compute(*block, scheduler=scheduler, num_workers=1))
+            seconds.append(time.perf_counter() - start)
+            # glibc keeps freed memory for the next task, which must not count twice.
+            with suppress(AttributeError, OSError):
+                ctypes.CDLL("libc.so.6").malloc_trim(0)
+            held.append(memory().rss)
+    finally:
+        is_done.set()
+        watcher.join()
+    phi = results[0][0][:, :, 0]
     start = time.perf_counter()
-    phi = feature[:, :, 0]
     np.matmul(phi.T, phi)
-    return np.array([time.perf_counter() - start])
+    return results if scheduler is None else [], {  # too large to be sent by a worker
+        "first_s": seconds[0],
+        "block_s": seconds[-1],
+        "gram_s": time.perf_counter() - start,
+        "process_bytes": held[0],
+        "task_bytes": max(most - held[0], 0),
+        "gpu_bytes": torch.cuda.max_memory_allocated(),
+    }

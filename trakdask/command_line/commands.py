@@ -65,7 +65,7 @@ def init(
 def plan(
     file: File,
     settings: Settings = None,
-    pilot: Annotated[bool, typer.Option(help="Time the first block.")] = False,
+    pilot: Annotated[bool, typer.Option(help="Measure time and memory of two blocks.")] = False,
     debug: Debug = False,
 ) -> None:
     """Print what the features will cost, before anything runs."""
