@@ -26,9 +26,12 @@ def shape_of(text: str) -> list[str]:
 def test_readme__first_screen_prints_what_it_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Shorter trainings and features, for the time; the page on the first attribution has longer.
-    train = functools.partial(examples.digits_checkpoints, epochs=1)
-    monkeypatch.setattr(examples, "digits_checkpoints", train)
+    # Fewer digits, epochs and dimensions, for the time; the page on the first attribution has more.
+    load, train = examples.mnist, functools.partial(examples.mnist_checkpoints, epochs=1)
+    monkeypatch.setattr(
+        examples, "mnist", lambda **n: [s.isel(sample=slice(999)) for s in load(**n)]
+    )
+    monkeypatch.setattr(examples, "mnist_checkpoints", train)
     monkeypatch.chdir(tmp_path)
     exec(block("python").replace("proj_dim=2048", "proj_dim=128"), {})
     printed = capsys.readouterr().out
