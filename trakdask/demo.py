@@ -93,9 +93,7 @@ def _print_accuracy(targets: xr.Dataset) -> None:
 
 
 def _checkpoints() -> list[Path]:
-    return examples.mnist_checkpoints(
-        OUTPUT / "checkpoints", n_checkpoints=N_CHECKPOINTS, n_target=N_TARGETS
-    )
+    return examples.mnist_checkpoints(OUTPUT / "checkpoints", n_checkpoints=N_CHECKPOINTS)
 
 
 def model() -> td.Model:

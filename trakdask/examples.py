@@ -171,14 +171,9 @@ def digits_cnn() -> nn.Module:
 def mnist_cnn() -> nn.Module:
     """Build a convolutional network for (B, 1, 28, 28) images, 57k parameters, random weights."""
     return nn.Sequential(
-        nn.Conv2d(1, 16, kernel_size=5, stride=2),
-        nn.ReLU(),
-        nn.Conv2d(16, 32, kernel_size=3, stride=2),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(800, 64),
-        nn.ReLU(),
-        nn.Linear(64, 10),
+        *(nn.Conv2d(1, 16, kernel_size=5, stride=2), nn.ReLU()),
+        *(nn.Conv2d(16, 32, kernel_size=3, stride=2), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(800, 64), nn.ReLU(), nn.Linear(64, 10)),
     )
 
 
@@ -187,6 +182,7 @@ def digits_checkpoints(
     build: Callable[[], nn.Module] = digits_cnn,
     n_checkpoints: int = 3,
     *,
+    load: Callable[..., tuple[xr.Dataset, xr.Dataset]] = digits,
     n_target: int = 200,
     seed: int = 0,
     epochs: int = 12,
@@ -203,6 +199,8 @@ def digits_checkpoints(
         Returns the untrained model.
     n_checkpoints
         Size of the ensemble: models trained with the seeds 0, 1, ...
+    load
+        Returns training samples and targets: :func:`digits` or :func:`mnist`.
     n_target
         Number of digits that are held out as targets.
     seed
@@ -226,9 +224,23 @@ def digits_checkpoints(
     The file names contain the settings and a digest of the architecture, and a file appears only
     when it is complete, so a second call with the same settings trains nothing.
     """
-    samples, _ = digits_arrays(n_target, seed)
-    split, training = f"t{n_target}-s{seed}", {"epochs": epochs, "batch_size": batch_size, "lr": lr}
-    return _ensemble(folder, build, n_checkpoints, samples, split, training)
+    n_checkpoints = require_integer("n_checkpoints", n_checkpoints, 1, remedy="try n_checkpoints=3")
+    train, _ = load(n_target=n_target, seed=seed)
+    images, labels = train.image.values, train.label.values
+    architecture = _architecture(build)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    name = getattr(build, "__name__", type(build).__name__).strip("<>")
+    settings = f"{name}-{architecture}-e{epochs}-b{batch_size}-lr{lr:g}-t{n_target}-s{seed}"
+    paths = [folder / f"{settings}-c{index}.pt" for index in range(n_checkpoints)]
+    for index, path in enumerate(paths):
+        if not path.exists():
+            state = train_classifier(
+                build, images, labels, seed=index, epochs=epochs, batch_size=batch_size, lr=lr
+            )
+            with Folder(str(folder.absolute())).writing(path.name) as file:
+                torch.save(state, file)
+    return paths
 
 
 def mnist_checkpoints(
@@ -263,9 +275,9 @@ def mnist_checkpoints(
     ValueError
         If a number is out of range.
     """
-    train, _ = mnist(n_target=n_target, seed=seed)
-    samples, split = (train.image.values, train.label.values), f"t{n_target}-s{seed}"
-    return _ensemble(folder, mnist_cnn, n_checkpoints, samples, split, {"epochs": epochs})
+    return digits_checkpoints(
+        folder, mnist_cnn, n_checkpoints, load=mnist, n_target=n_target, seed=seed, epochs=epochs
+    )
 
 
 def train_classifier(
@@ -392,30 +404,6 @@ def _split(labels: Labels, n_target: int, seed: int) -> tuple[NDArray[np.int64],
     is_target = np.zeros(labels.size, dtype=bool)
     is_target[np.argsort(quantile, kind="stable")[:n_target]] = True
     return order[~is_target], order[is_target]
-
-
-def _ensemble(
-    folder: str | os.PathLike[str],
-    build: Callable[[], nn.Module],
-    n_checkpoints: int,
-    samples: tuple[Images, Labels],
-    split: str,
-    training: dict[str, Any],
-) -> list[Path]:
-    """Train what is missing, one model per seed; the names of the files contain the settings."""
-    n_checkpoints = require_integer("n_checkpoints", n_checkpoints, 1, remedy="try n_checkpoints=3")
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    name = getattr(build, "__name__", type(build).__name__).strip("<>")
-    settings = "-".join(f"{key}{value:g}" for key, value in training.items())
-    stem = f"{name}-{_architecture(build)}-{settings}-{split}"
-    paths = [folder / f"{stem}-c{index}.pt" for index in range(n_checkpoints)]
-    for index, path in enumerate(paths):
-        if not path.exists():
-            state = train_classifier(build, *samples, seed=index, **training)
-            with Folder(str(folder.absolute())).writing(path.name) as file:
-                torch.save(state, file)
-    return paths
 
 
 def _architecture(build: Callable[[], nn.Module]) -> str:
