@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import shlex
 from pathlib import Path
 
@@ -24,13 +23,10 @@ def test_demo__writes_what_it_says(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     # One model of three, fewer digits and dimensions, for the time; `make demo` runs it as it is.
-    load, train = examples.mnist, functools.partial(examples.mnist_checkpoints, epochs=2)
-    monkeypatch.setattr(
-        examples, "mnist", lambda **n: [s.isel(sample=slice(1200)) for s in load(**n)]
-    )
-    monkeypatch.setattr(examples, "mnist_checkpoints", train)
+    first = [samples.isel(sample=slice(1200)) for samples in examples.mnist()]
+    monkeypatch.setattr(examples, "mnist", lambda **_: first)
     monkeypatch.setattr(demo, "N_CHECKPOINTS", 1)
-    monkeypatch.setattr(demo, "PROJ_DIM", 256)
+    monkeypatch.setattr(demo, "PROJ_DIM", 512)
     monkeypatch.chdir(tmp_path)
     demo.main()
     printed = capsys.readouterr().out
