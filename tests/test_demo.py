@@ -23,7 +23,7 @@ def test_demo__writes_what_it_says(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     # One model of three, fewer digits and dimensions, for the time; `make demo` runs it as it is.
-    first = [samples.isel(sample=slice(1200)) for samples in examples.mnist()]
+    first = tuple(samples.isel(sample=slice(1200)) for samples in examples.mnist())
     monkeypatch.setattr(examples, "mnist", lambda **_: first)
     monkeypatch.setattr(demo, "N_CHECKPOINTS", 1)
     monkeypatch.setattr(demo, "PROJ_DIM", 512)
