@@ -1,6 +1,7 @@
 """The program of ``make demo``: find the training digits behind the predictions of small CNNs.
 
-It also draws the training digits whose labels look wrong to these CNNs. Nobody has changed a label.
+It also draws the training digits with the most influence on themselves: those that are unusual,
+ambiguous or mislabelled. Nobody has changed a label.
 """
 
 from __future__ import annotations
