@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 
@@ -78,7 +77,7 @@ def test_compact__scores_stay(load: Any) -> None:
 def test_products__equal_a_direct_solve(load: Any) -> None:
     ideas, measured = load("quality_ideas"), load("_quality_measured")
     x, t, q = RNG.standard_normal((2, 12, 5)), RNG.standard_normal((2, 4, 5)), RNG.random((12, 2))
-    task = ideas.Task("tiny", x, t, q, q, False, q, q)
+    task = ideas.Task("tiny", x, t, q, False, q, q)
     for power in (None, 0.5):
         h = np.ones_like(q) if power is None else q**power * (1 - q)
         for c, found in enumerate(measured.products(task, power, [0, 1], 5)):
@@ -108,26 +107,3 @@ def test_rules__of_eigenvalues(load: Any) -> None:
     lam = chosen["0.1 n dims"] * np.trace(k) / 12
     dims = np.trace(k @ np.linalg.inv(k + lam * np.eye(5)))
     assert dims == pytest.approx(0.1 * 12, rel=0.1)
-
-
-def test_losses__of_rules_by_hand(load: Any) -> None:
-    wider, names = load("quality_wider"), pd.Index(["resnet", "a"], name="task")
-    found = pd.DataFrame(
-        {"trak": [0.5, 0.1], "soft": [0.4, 0.3], "Gauss-Newton": [0.45, 0.2],
-         "soft, with Q": [0.42, 0.22], "default": [0.41, 0.29],
-         "totals of soft": [0.9, 0.9], "totals of Gauss-Newton": [0.88, 0.5]}, index=names,
-    )  # fmt: skip
-    spreads = {"spread of Q": [2.0, 0.5], "spread of f": [0.5, 2.0], "deviation": [0.5, 2.0]}
-    best = pd.DataFrame({"trak": [0.6, 0.2], "soft": [0.45, 0.35]}, index=names)
-    lost = wider.losses(wider.rules(found, pd.DataFrame(spreads, index=names)), best)
-    by_hand = {
-        "default": [0.19, 0.06],
-        "soft, always": [0.2, 0.05],
-        "soft, with Q if deviation < 1.2": [0.18, 0.05],
-        "trak if BatchNorm": [0.1, 0.05],
-        "trak if spread of Q < 1.0": [0.2, 0.25],
-        "trak if totals fall by < 0.05": [0.1, 0.05],
-    }
-    for name, each in by_hand.items():
-        assert lost.loc[name, "mean"] == pytest.approx(np.mean(each))
-        assert lost.loc[name, "most"] == pytest.approx(max(each))
