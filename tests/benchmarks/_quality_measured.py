@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import xarray as xr
 from _machine import made_once
-from _quality_kernels import GRID, Damped, Floats, Kernel, Task, lds, load
+from _quality_kernels import Damped, Floats, Kernel, Task, lds, load
 from _quality_scores import AUTO, compact, features, ground
 from _quality_tasks import Subject
 from _quality_truth import checkpoints, truth
@@ -136,18 +136,6 @@ def by_loss_power(measured: Measured) -> list[Row]:
     }
     trak = np.mean(products(task, None, chosen, 2048), axis=0)
     return [powers | {"trak": best(task, weighted(trak, loss_weights(task, None, chosen)))}]
-
-
-def by_trace(measured: Measured) -> list[Row]:
-    """Score 3 checkpoints with λ = tr(K)/n."""
-    task, chosen = measured.seeds, [0, 1, 2]
-    at = int(np.abs(np.log(GRID)).argmin())
-    found = {}
-    for name in ("trak", "soft"):
-        each = [one[at : at + 1] for one in products(task, POWERS[name], chosen, 2048)]
-        scores = weighted(np.mean(each, axis=0), loss_weights(task, POWERS[name], chosen))
-        found[f"{name}, tr(K)/n"] = best(task, scores)
-    return [found]
 
 
 # --- of the data ----------------------------------------------------------------------------------

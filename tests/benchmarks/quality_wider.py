@@ -26,7 +26,6 @@ from _quality_measured import (
     Measured,
     by_loss_power,
     by_package,
-    by_trace,
     ensembles,
     estimators,
     of_data,
@@ -66,17 +65,14 @@ def print_facts(measured: list[Measured]) -> None:
 def print_defaults(measured: list[Measured]) -> None:
     rows = []
     for each in measured:
-        (row,), (trace,) = each.once(by_package), each.once(by_trace)
+        (row,) = each.once(by_package)
         low, high, gain = row["low"], row["high"], row["default"] - row["trak, best λ"]
         names = ("task", "is", "default", "trak", "soft", WITH_Q, "Gauss-Newton", "trak, best λ",
                  "ceiling")  # fmt: skip
         compared = {"default - trak, best λ": {"value": gain, "interval": [low, high]}}
-        rows.append({name: row[name] for name in names} | compared | trace)
+        rows.append({name: row[name] for name in names} | compared)
     print("\nLDS by td.score, 3 checkpoints, proj_dim 2048: the default, then estimators with λ by")
-    print(
-        "completeness; the default less trak at its best λ with a paired interval of 95 %; and two"
-    )
-    print("estimators with λ = tr(K)/n")
+    print("completeness; the default less trak at its best λ with a paired interval of 95 %")
     print(table(rows))
 
 

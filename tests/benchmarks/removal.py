@@ -88,10 +88,10 @@ def train(subject: Subject, removed: float, cache: Path) -> None:
         for seed in range(N_SEEDS[subject.name])
     ]
     outputs = np.stack(of_seeds, axis=1).astype(np.float32)
-    np.savez_compressed(_file(subject, removed), outputs=outputs, digest=subject.digest())
+    np.savez_compressed(file_of(subject, removed), outputs=outputs, digest=subject.digest())
 
 
-def _file(subject: Subject, removed: float) -> Path:
+def file_of(subject: Subject, removed: float) -> Path:
     return TRUTH / f"{subject.name}-without-{removed:g}.npz"
 
 
@@ -155,7 +155,7 @@ def without_some(subject: Subject, cache: Path) -> pd.DataFrame:
     scores = by_size(subject, cache, 3) | others(subject, cache, 3)
     tables = []
     for removed in REMOVED:
-        outputs = np.load(_file(subject, removed))["outputs"].astype(np.float64)
+        outputs = np.load(file_of(subject, removed))["outputs"].astype(np.float64)
         of_models = xr.DataArray(outputs, dims=("subset", "seed", "target"))
         tables.append(lds(scores, removed, kept_samples(subject, removed), of_models))
     return pd.concat([*tables, lds(scores, 0.5, *ground(subject))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,6 +53,20 @@ def test_subject__digests_name_data_and_settings(load: Any) -> None:
     assert len({subject.digest() for subject in subjects.values()}) == len(subjects)
     for name in wider.SUBJECTS:
         assert len(load("_quality_truth").truth(subjects[name])) > 50
+    removal = load("removal")
+    for name, removed in itertools.product(removal.N_SEEDS, removal.REMOVED):
+        stored = np.load(removal.file_of(subjects[name], removed))
+        assert stored["digest"] == subjects[name].digest()
+        assert stored["outputs"].shape[:2] == (removal.N_SUBSETS, removal.N_SEEDS[name])
+
+
+@pytest.mark.parametrize("name", ["mlp", "language"])
+def test_train_without__nothing_left_out_is_the_usual_training(load: Any, name: str) -> None:
+    subject, every = small(load("quality_wider"), name), np.ones(40, bool)
+    train, usual = load("removal").train_without, subject.train(None, 5)
+    found, other = train(subject, every, 5), train(subject, np.arange(40) != 3, 5)
+    assert all(torch.equal(found[key], usual[key]) for key in usual)
+    assert not all(torch.equal(other[key], usual[key]) for key in usual)
 
 
 def test_subject__trajectory_ends_with_what_training_returns(load: Any) -> None:
