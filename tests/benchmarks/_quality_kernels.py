@@ -21,12 +21,11 @@ LEAST_WEIGHT = 1e-9  # weights are divided by
 
 @dataclass(frozen=True)
 class Task:
-    """Features (checkpoint, sample, p), outputs and Q (sample, checkpoint), and the truth."""
+    """Features (checkpoint, sample, p), Q (sample, checkpoint), and the truth."""
 
     name: str
     train: Floats
     targets: Floats
-    output: Floats
     q: Floats
     is_regression: bool
     members: Floats
@@ -41,7 +40,6 @@ def load(subject: Subject, cache: Path, paths: list[Path]) -> Task:
         subject.name,
         np.moveaxis(train.feature.values, 2, 0).astype(np.float32),
         np.moveaxis(targets.feature.values, 2, 0).astype(np.float32),
-        train.output.values.astype(np.float64),
         train.out_to_loss.values.astype(np.float64),
         subject.task == "regression",
         drawn.values.astype(np.float32),

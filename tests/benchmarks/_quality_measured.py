@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import xarray as xr
 from _machine import made_once
-from _quality_kernels import GRID, Damped, Floats, Kernel, Task, lds, load
+from _quality_kernels import Damped, Floats, Kernel, Task, lds, load
 from _quality_scores import AUTO, compact, features, ground
 from _quality_tasks import Subject
 from _quality_truth import checkpoints, truth
@@ -34,8 +34,6 @@ POWERS = {"trak": None, "soft, a = 0.25": 0.25, "soft": 0.5, "soft, a = 0.75": 0
 #: Powers of Q in scores under the gram matrix of soft, with a = ½.
 LOSS_POWERS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SHARPNESS = (1.125, 1.25)
-#: Estimators whose totals are compared with the outputs of the targets.
-TOTALLED = ("trak", "soft", "Gauss-Newton")
 #: soft with Q in scores, where it has its root.
 WITH_Q = "soft, with Q"
 #: Which of ten states of the second half of a training: always with the last.
@@ -140,18 +138,6 @@ def by_loss_power(measured: Measured) -> list[Row]:
     return [powers | {"trak": best(task, weighted(trak, loss_weights(task, None, chosen)))}]
 
 
-def by_trace(measured: Measured) -> list[Row]:
-    """Score 3 checkpoints with λ = tr(K)/n."""
-    task, chosen = measured.seeds, [0, 1, 2]
-    at = int(np.abs(np.log(GRID)).argmin())
-    found = {}
-    for name in ("trak", "soft"):
-        each = [one[at : at + 1] for one in products(task, POWERS[name], chosen, 2048)]
-        scores = weighted(np.mean(each, axis=0), loss_weights(task, POWERS[name], chosen))
-        found[f"{name}, tr(K)/n"] = best(task, scores)
-    return [found]
-
-
 # --- of the data ----------------------------------------------------------------------------------
 
 
@@ -168,8 +154,6 @@ def of_data(measured: Measured) -> list[Row]:
             "on targets": subject.skill_of(state, 1),
             "mean Q": float(q.mean()),
             "spread of Q": float(q.std() / q.mean()),
-            "spread of log Q": float(np.log(q.clip(1e-12)).std()),
-            "spread of f": float(measured.seeds.output[:, :3].mean(axis=1).std()),
             "deviation": _deviation(measured.seeds.q[:, :3]),
         }
     ]
@@ -214,16 +198,8 @@ def by_package(measured: Measured) -> list[Row]:
     judged = td.evaluate.lds(stacked, *ground(subject), resamples=RESAMPLES).compute()
     draws = judged.draws.transpose("entry", ...).values
     low, high = np.quantile(draws[0] - draws[-1], (0.025, 0.975))
-    followed = {f"totals of {name}": _followed(found[name], targets) for name in TOTALLED}
     return [
         dict(zip((*found, "trak, best λ"), judged.lds_mean.values.tolist(), strict=True))
         | {"low": float(low), "high": float(high), "ceiling": float(judged.ceiling_mean)}
         | {"is": f"{default.attrs['estimator']}, {default.attrs['damping']}"}
-        | followed
     ]
-
-
-def _followed(scores: xr.DataArray, targets: xr.Dataset) -> float:
-    """Return how well the outputs of targets follow the totals of their scores."""
-    totals, outputs = scores.sum("sample"), targets.output.mean("checkpoint")
-    return float(np.corrcoef(totals.values, outputs.values)[0, 1])

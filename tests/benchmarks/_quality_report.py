@@ -54,12 +54,6 @@ def difference(a: Row, b: Row) -> Row:
     return {"value": a["lds"] - b["lds"], "interval": np.quantile(draws, [0.025, 0.975]).tolist()}
 
 
-def without_draws(row: Row) -> Row:
-    """Drop what only differences need."""
-    at = {name: {k: v for k, v in one.items() if k != "draws"} for name, one in row["at"].items()}
-    return row | {"at": at}
-
-
 # --- summary --------------------------------------------------------------------------------------
 
 

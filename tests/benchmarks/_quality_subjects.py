@@ -139,11 +139,11 @@ def fit(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = subject.build().train()
-        _steps(model, subject, lambda batch: loss_of(model, inputs[batch], values[batch]), inputs)
+        steps(model, subject, lambda batch: loss_of(model, inputs[batch], values[batch]), inputs)
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-def _steps(
+def steps(
     model: nn.Module, subject: Subject, loss_of: Callable[[Tensor], Tensor], inputs: Tensor
 ) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=subject.lr)

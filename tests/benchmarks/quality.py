@@ -25,7 +25,7 @@ import torch
 import xarray as xr
 from _machine import made_once, parser_of
 from _quality_peers import PEERS, PeerJob
-from _quality_report import comparisons, report, summary, verdicts, without_draws
+from _quality_report import comparisons, report, summary, verdicts
 from _quality_scores import (
     ESTIMATORS,
     FACTORS,
@@ -129,7 +129,7 @@ def peer_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
 def assemble(
     options: argparse.Namespace, rows: list[dict[str, Any]], peers: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return everything that is kept, without the draws."""
+    """Return everything that is printed."""
     tasks = []
     for name in options.tasks:
         of_task = [row for row in (*rows, *peers) if row["task"] == name]
@@ -144,9 +144,9 @@ def assemble(
             "resamples": options.resamples,
         },
         "tasks": tasks,
-        "rows": [without_draws(row) for row in rows],
+        "rows": rows,
         "comparisons": compared,
-        "peers": [without_draws(row) for row in peers],
+        "peers": peers,
         "verdicts": {name: verdicts(compared, name) for name in names},
         "summary": {
             kind: summary([row for row in rows if is_classification(row["task"]) == wanted])

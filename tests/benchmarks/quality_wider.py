@@ -1,4 +1,4 @@
-"""Do the defaults hold on other tasks, and what buys LDS for a CPU second?
+"""Do the defaults hold on other tasks, and what raises LDS?
 
     python tests/benchmarks/quality_wider.py --stage train    # half an hour
     python tests/benchmarks/quality_wider.py                  # as much again if nothing is cached
@@ -10,9 +10,8 @@ classification tasks of quality.py. The outputs of retrained models are committe
 from __future__ import annotations
 
 import argparse
-import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from _quality_measured import (
     Measured,
     by_loss_power,
     by_package,
-    by_trace,
     ensembles,
     estimators,
     of_data,
@@ -37,18 +35,11 @@ from _quality_subjects import SUBJECTS
 from _quality_truth import checkpoints, keep, retrain
 from _quality_wider import HELD_OUT, ON_ONE_RUN, WIDER, trajectory
 
-import trakdask as td
 from trakdask.arrays.weights import power_of
 
 EARLIER = ("resnet", "mlp", "cnn", "transformer", "cancer", "noisy", "early")
-HAS_BATCH_NORM = ("resnet", "mlp-bn", "cnn-bn", "deep-bn")
-#: Estimators with Q itself, where soft has its root.
-SHARP = ("trak", WITH_Q)
-NARROW = 1.0  # spread of Q
-CLOSE = 1.2  # spread of f, which is a logit
 #: Deviations from which and to which the power falls; the last two are Q always, and its root.
 RAMPS = ((0.8, 1.4), (0.6, 1.4), (0.7, 1.3), (0.5, 1.5), (1.2, 1.2), (0.8, 2.0), (9, 10), (0, 0))
-LITTLE = 0.05  # what totals lose in correlation with Q in place of its root
 ALL = SUBJECTS | WIDER | HELD_OUT
 
 
@@ -66,27 +57,22 @@ def train(tasks: Iterable[str], cache: Path) -> None:
 
 def print_facts(measured: list[Measured]) -> None:
     rows = [row for each in measured for row in each.once(of_data)]
-    print(
-        "\nTasks; Q of training samples, mean of 3 checkpoints: mean, deviation over mean; then the"
-    )
-    print("deviations of log Q and f, the output, and that of log((1 - Q)/Q) at one checkpoint")
+    print("\nTasks; Q of training samples, mean of 3 checkpoints: mean, deviation over mean; then")
+    print("the deviation of log((1 - Q)/Q) at one checkpoint")
     print(table(rows))
 
 
 def print_defaults(measured: list[Measured]) -> None:
     rows = []
     for each in measured:
-        (row,), (trace,) = each.once(by_package), each.once(by_trace)
+        (row,) = each.once(by_package)
         low, high, gain = row["low"], row["high"], row["default"] - row["trak, best λ"]
         names = ("task", "is", "default", "trak", "soft", WITH_Q, "Gauss-Newton", "trak, best λ",
                  "ceiling")  # fmt: skip
         compared = {"default - trak, best λ": {"value": gain, "interval": [low, high]}}
-        rows.append({name: row[name] for name in names} | compared | trace)
+        rows.append({name: row[name] for name in names} | compared)
     print("\nLDS by td.score, 3 checkpoints, proj_dim 2048: the default, then estimators with λ by")
-    print(
-        "completeness; the default less trak at its best λ with a paired interval of 95 %; and two"
-    )
-    print("estimators with λ = tr(K)/n")
+    print("completeness; the default less trak at its best λ with a paired interval of 95 %")
     print(table(rows))
 
 
@@ -146,68 +132,6 @@ def print_changes(frame: pd.DataFrame) -> None:
         print(whole.map("{:+.3f}".format).to_string())
 
 
-def print_switch(measured: list[Measured], frame: pd.DataFrame) -> None:
-    """Show what could choose between estimators, and what every rule loses."""
-    found, about = (
-        pd.DataFrame([row for each in measured for row in each.once(of)]).set_index("task")
-        for of in (by_package, of_data)
-    )
-    here = frame[(frame.checkpoints == 3) & (frame.change == "none")]
-    best = here.pivot(index="task", columns="estimator", values="lds").loc[found.index]
-    best[WITH_Q] = [each.once(by_loss_power)[0]["Q^1"] for each in measured]
-    print("\nWhat could tell when Q itself (Gauss-Newton) is better than its root (soft). Totals:")
-    print("the correlation, over targets, of their outputs with the sums of their scores")
-    print(evidence(found, about, best).round(3).to_string())
-    print("\nLDS that rules lose, λ by completeness, against the best estimator at its best λ; and")
-    print("how far they are below trak at its best λ, at most")
-    print(losses(rules(found, about), best).round(3).to_string())
-
-
-def evidence(found: pd.DataFrame, about: pd.DataFrame, best: pd.DataFrame) -> pd.DataFrame:
-    return pd.DataFrame(
-        {
-            "best": best.idxmax(axis=1),
-            "soft - Gauss-Newton": best["soft"] - best["Gauss-Newton"],
-            "spread of Q": about["spread of Q"],
-            "spread of log Q": about["spread of log Q"],
-            "spread of f": about["spread of f"],
-            "totals of soft": found["totals of soft"],
-            "- Gauss-Newton": found["totals of soft"] - found["totals of Gauss-Newton"],
-        }
-    )
-
-
-def rules(found: pd.DataFrame, about: pd.DataFrame) -> dict[str, pd.Series]:
-    """Return the LDS of what each rule chooses, with λ by completeness."""
-    fall = found["totals of soft"] - found["totals of Gauss-Newton"]
-    conditions = {
-        "BatchNorm": pd.Series(found.index.isin(HAS_BATCH_NORM), found.index),
-        f"spread of Q < {NARROW}": about["spread of Q"] < NARROW,
-        f"spread of f < {CLOSE}": about["spread of f"] < CLOSE,
-        f"totals fall by < {LITTLE}": fall < LITTLE,
-        f"deviation < {CLOSE}": about["deviation"] < CLOSE,
-    }
-    chosen = {"default": found["default"]}
-    chosen |= {f"{name}, always": found[name] for name in ("soft", *SHARP, "Gauss-Newton")}
-    for name, condition in conditions.items():
-        chosen |= {f"{one} if {name}": found[one].where(condition, found.soft) for one in SHARP}
-    return chosen
-
-
-def losses(chosen: dict[str, pd.Series], best: pd.DataFrame) -> pd.DataFrame:
-    most = best.max(axis=1)
-    rows = {
-        name: {
-            "mean": (most - lds).mean(),
-            "most": (most - lds).max(),
-            "in": (most - lds).idxmax(),
-            "below trak": (best["trak"] - lds).max(),
-        }
-        for name, lds in chosen.items()
-    }
-    return pd.DataFrame(rows).T.infer_objects()
-
-
 def print_ensembles(measured: list[Measured]) -> None:
     chosen = [each for each in measured if each.subject.name in ON_ONE_RUN]
     frame = pd.DataFrame([row for each in chosen for row in each.once(ensembles)])
@@ -216,28 +140,6 @@ def print_ensembles(measured: list[Measured]) -> None:
     wide.insert(0, "mean", wide.mean(axis=1))
     print("\nLDS of soft at the best λ: checkpoints of seeds, or of the second half of one run")
     print(wide.round(3).to_string())
-
-
-def print_seconds(measured: list[Measured]) -> None:
-    """Of this machine, and never kept: they are for the proportions."""
-    rows = []
-    for each in (each for each in measured if each.subject.name in ON_ONE_RUN):
-        subject, row = each.subject, {"task": each.subject.name}
-        state, row["one training"] = timed(lambda subject=subject: subject.train(None, 100))
-        model = td.Model(subject.build, [state], task=subject.task)
-        for p in (512, 2048):
-            lazy = [td.featurize(subject.samples(i), model, projector=td.SJLT(p)) for i in (0, 1)]
-            parts, row[f"features, {p}"] = timed(lambda lazy=lazy: dask.compute(*lazy))
-            scores = td.score(*parts, damping="completeness")
-            _, row[f"scores, {p}"] = timed(scores.compute)
-        rows.append(row)
-    print("\nCPU seconds per checkpoint: training, features of samples and targets, λ and scores")
-    print(table(rows))
-
-
-def timed(run: Callable[[], Any]) -> tuple[Any, float]:
-    start = time.process_time()
-    return run(), time.process_time() - start
 
 
 # --- command line ---------------------------------------------------------------------------------
@@ -264,10 +166,8 @@ def main(argv: list[str] | None = None) -> None:
         print_defaults(measured)
         print_powers(measured)
         print_estimators(frame)
-        print_switch([each for each in measured if each.subject.name != "strokes"], frame)
         print_changes(frame)
         print_ensembles(measured)
-        print_seconds(measured)
 
 
 if __name__ == "__main__":

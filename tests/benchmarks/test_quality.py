@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 
@@ -53,6 +53,20 @@ def test_subject__digests_name_data_and_settings(load: Any) -> None:
     assert len({subject.digest() for subject in subjects.values()}) == len(subjects)
     for name in wider.SUBJECTS:
         assert len(load("_quality_truth").truth(subjects[name])) > 50
+    removal = load("removal")
+    for name, removed in itertools.product(removal.N_SEEDS, removal.REMOVED):
+        stored = np.load(removal.file_of(subjects[name], removed))
+        assert stored["digest"] == subjects[name].digest()
+        assert stored["outputs"].shape[:2] == (removal.N_SUBSETS, removal.N_SEEDS[name])
+
+
+@pytest.mark.parametrize("name", ["mlp", "language"])
+def test_train_without__nothing_left_out_is_the_usual_training(load: Any, name: str) -> None:
+    subject, every = small(load("quality_wider"), name), np.ones(40, bool)
+    train, usual = load("removal").train_without, subject.train(None, 5)
+    found, other = train(subject, every, 5), train(subject, np.arange(40) != 3, 5)
+    assert all(torch.equal(found[key], usual[key]) for key in usual)
+    assert not all(torch.equal(other[key], usual[key]) for key in usual)
 
 
 def test_subject__trajectory_ends_with_what_training_returns(load: Any) -> None:
@@ -78,7 +92,7 @@ def test_compact__scores_stay(load: Any) -> None:
 def test_products__equal_a_direct_solve(load: Any) -> None:
     ideas, measured = load("quality_ideas"), load("_quality_measured")
     x, t, q = RNG.standard_normal((2, 12, 5)), RNG.standard_normal((2, 4, 5)), RNG.random((12, 2))
-    task = ideas.Task("tiny", x, t, q, q, False, q, q)
+    task = ideas.Task("tiny", x, t, q, False, q, q)
     for power in (None, 0.5):
         h = np.ones_like(q) if power is None else q**power * (1 - q)
         for c, found in enumerate(measured.products(task, power, [0, 1], 5)):
@@ -108,26 +122,3 @@ def test_rules__of_eigenvalues(load: Any) -> None:
     lam = chosen["0.1 n dims"] * np.trace(k) / 12
     dims = np.trace(k @ np.linalg.inv(k + lam * np.eye(5)))
     assert dims == pytest.approx(0.1 * 12, rel=0.1)
-
-
-def test_losses__of_rules_by_hand(load: Any) -> None:
-    wider, names = load("quality_wider"), pd.Index(["resnet", "a"], name="task")
-    found = pd.DataFrame(
-        {"trak": [0.5, 0.1], "soft": [0.4, 0.3], "Gauss-Newton": [0.45, 0.2],
-         "soft, with Q": [0.42, 0.22], "default": [0.41, 0.29],
-         "totals of soft": [0.9, 0.9], "totals of Gauss-Newton": [0.88, 0.5]}, index=names,
-    )  # fmt: skip
-    spreads = {"spread of Q": [2.0, 0.5], "spread of f": [0.5, 2.0], "deviation": [0.5, 2.0]}
-    best = pd.DataFrame({"trak": [0.6, 0.2], "soft": [0.45, 0.35]}, index=names)
-    lost = wider.losses(wider.rules(found, pd.DataFrame(spreads, index=names)), best)
-    by_hand = {
-        "default": [0.19, 0.06],
-        "soft, always": [0.2, 0.05],
-        "soft, with Q if deviation < 1.2": [0.18, 0.05],
-        "trak if BatchNorm": [0.1, 0.05],
-        "trak if spread of Q < 1.0": [0.2, 0.25],
-        "trak if totals fall by < 0.05": [0.1, 0.05],
-    }
-    for name, each in by_hand.items():
-        assert lost.loc[name, "mean"] == pytest.approx(np.mean(each))
-        assert lost.loc[name, "most"] == pytest.approx(max(each))
