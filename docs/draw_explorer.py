@@ -25,17 +25,17 @@ HERE = Path(__file__).parent
 WIDTH, COLOURS = 1280, 128
 
 SHOTS = {
-    "explorer": ("page=target&target=48&k=8&where=label+%21%3D+2", 960),
+    "explorer": ("page=target&target=120&k=8&where=label+%21%3D+7", 960),
     "explorer_targets": ("", 600),
     "explorer_corpus": ("page=corpus&group_by=label", 1000),
     "explorer_map": ("page=map&where=map_x+%3E%3D+50", 1120),
-    "explorer_sample": ("page=sample&sample=467&k=4", 700),
+    "explorer_sample": ("page=sample&sample=4403&k=4", 700),
     "explorer_marks": ("page=marks", 620),
     "explorer_new": ("page=new", 800),
 }
 """Name of the picture: the view, and its height in pixels."""
 
-MARKED = {"Ada": ("wrong label", [312, 500, 1435]), "Grace": ("remove", [327])}
+MARKED = {"Ada": ("wrong label", [2808, 4403, 3714]), "Grace": ("remove", [1122])}
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
         stores = [f"{copy}/{name}.zarr" for name in ("train", "targets")]
         for store in stores:
             shutil.copytree(folder / Path(store).name, store)
-        options = ["--samples", "trakdask.examples:digits"]
+        options = ["--samples", "trakdask.examples:mnist"]
         options += ["--model", "trakdask.demo:model", "--preprocess", "trakdask.demo:preprocess"]
         for who, (kind, samples) in MARKED.items():
             Marks.beside(stores[0], who=who).mark(samples, kind)
