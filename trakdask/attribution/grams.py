@@ -153,12 +153,12 @@ def wrong_classes(samples: xr.Dataset, model: Model, **options: Any) -> xr.DataA
 
     Notes
     -----
-    With r as the distribution over the wrong classes and v as the derivative of the logits, the
-    loss whose gradient is q^a ∇f has the Hessian a q^a (1 - q) ∇f ∇fᵀ + q^a vᵀ (diag r - r rᵀ) v.
+    With r as the distribution over the wrong classes, and logits with a constant derivative v, the
+    loss with the gradient -q^a ∇f has the Hessian a q^a (1 - q) ∇f ∇fᵀ + q^a vᵀ (diag r - r rᵀ) v.
     Divided by a, the first term is that of the gram matrix of ``"soft"``. In the second one,
     diag r - r rᵀ = E_k[(e_k - r)(e_k - r)ᵀ] for k drawn from r, and vᵀ (e_k - r) = ∇ log r_k. Here
-    k is the most likely class instead, which predicts as well as a drawn one and needs no seed:
-    the sum of 2 √q ψ ψᵀ, where ψ is the projection of ∇ log r_k. It is 0 for two classes.
+    k is the most likely wrong class, not a drawn one, so that no seed matters: the matrix is the
+    sum of 2 √q ψ ψᵀ, where ψ is the projection of ∇ log r_k. It is 0 for two classes.
 
     λ is chosen without this matrix, by the rule of :func:`damping`.
     Cost: that of :func:`featurize` once more, and of :func:`gram`; no features are kept. A query
