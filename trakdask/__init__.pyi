@@ -17,6 +17,7 @@ from .attribution import score as score
 from .attribution import score_parts as score_parts
 from .attribution import self_influence as self_influence
 from .attribution import top_k as top_k
+from .attribution import wrong_classes as wrong_classes
 from .explorer import explore as explore
 from .export import to_parquet as to_parquet
 from .export import to_zarr as to_zarr

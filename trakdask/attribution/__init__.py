@@ -3,7 +3,7 @@
 from trakdask.attribution.components import principal_components
 from trakdask.attribution.curvatures import curvature
 from trakdask.attribution.estimators import Absolute
-from trakdask.attribution.grams import damping, gram
+from trakdask.attribution.grams import damping, gram, wrong_classes
 from trakdask.attribution.groups import combine
 from trakdask.attribution.part_scores import score_parts
 from trakdask.attribution.ranking import top_k
@@ -21,4 +21,5 @@ __all__ = [
     "score_parts",
     "self_influence",
     "top_k",
+    "wrong_classes",
 ]

@@ -21,6 +21,7 @@ from trakdask.arrays.blocks import divided
 from trakdask.attribution.estimators import (
     DEFAULT_ESTIMATOR,
     DEFAULT_POWER,
+    GRAM_POWER,
     Absolute,
     Damping,
     Estimator,
@@ -29,7 +30,14 @@ from trakdask.attribution.estimators import (
     Weights,
     gather_options,
 )
-from trakdask.attribution.grams import DAMPING, GRAM, N_SAMPLES, Regularized, regularize
+from trakdask.attribution.grams import (
+    DAMPING,
+    GRAM,
+    N_SAMPLES,
+    Regularized,
+    adds_wrong_classes,
+    regularize,
+)
 from trakdask.attribution.groups import group_codes, require_group_coord
 from trakdask.provenance import FEATURE_SPEC, as_text, require_comparable
 from trakdask.variables import (
@@ -398,6 +406,8 @@ def solver(features: xr.Dataset, options: Options) -> Solver:
         "damping": rule if matrix.choice is None else "completeness",
         "gram_weights": options.weights.gram if options.gram_weights is None else "given",
     }
+    if adds_wrong_classes(features, options):
+        attrs["gram_weights"] += f", and {1 / GRAM_POWER:g} q^{GRAM_POWER:g} between wrong classes"
     return Solver(matrix.features, options, matrix, attrs, loss)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from trakdask.models.tasks.protocol import (
@@ -78,6 +79,20 @@ class Classification(ModelTask):
         """Return the logits (batch, classes) and the checked labels (batch,)."""
         logits = call_model(forward, batch, self.inputs, self.positional)
         return logits, _require_classes(logits, batch[self.label], self.label)
+
+
+class WrongClass(Classification):
+    """How likely the likeliest wrong class is among the wrong ones; :class:`Classification`'s Q.
+
+    The output is log r_k = logit_k - logsumexp(logits of wrong classes), for the wrong class k with
+    the largest logit. It is 0 for two classes.
+    """
+
+    def output(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return log r of the likeliest wrong class, (batch,)."""
+        logits, label = self._logits(forward, batch)
+        wrong = logits.scatter(-1, label[..., None], -torch.inf)
+        return wrong.amax(-1) - wrong.logsumexp(-1)
 
 
 class ImageClassification(Classification):
