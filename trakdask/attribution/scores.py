@@ -107,15 +107,16 @@ def score(
         ``"auto"``: ``"soft"`` for classification into one of several classes, or by several labels,
         else ``"trak"``. ``"trak"``: h = 1, g = Q, as published. ``"soft"``: with q = Q in [0, 1]
         and a = ``power``, h = q^a (1 - q), g = q^a: the curvature and the gradient of one loss,
-        flatter than the real one; a = 1 is the Gauss-Newton influence function.
+        flatter than the real one; a = 1 is the Gauss-Newton influence function. K also has the
+        variable ``wrong_classes`` of the features, if that is there (:func:`wrong_classes`).
         ``"relatif"``: TRAK's score by the square root of the sample's self-influence. Without a
         gram matrix: ``"grad_dot"``, mean_c[φ_c(z)·φ_c(t)] · mean_c[Q_c(z)]; ``"grad_cos"``,
         mean_c[cos(φ_c(z), φ_c(t))] times the sign of Q; ``"tracin"``, Σ_c η_c Q_c(z) φ_c(z)·φ_c(t).
     power
-        a of ``"soft"``, in [0, 1]; lower for models whose training was stopped early, nearer 1
-        where few samples are removed. ``"auto"``: ½ in h; in g it rises from ½ to 1 as the model's
-        confidence becomes more uniform (by the standard deviation of log((1 - q)/q) over training
-        samples: ½ from 1.4 on, 1 up to 0.8). A squared error needs 1, which there is ``"trak"``.
+        a of ``"soft"``, in [0, 1]; lower for models whose training was stopped early. ``"auto"``: ½
+        in h; in g it rises from ½ to 1 as the model's confidence becomes more uniform (by the
+        standard deviation of log((1 - q)/q) over training samples: ½ from 1.4 on, 1 up to 0.8). A
+        squared error needs 1, which there is ``"trak"``.
     damping
         λ, see :func:`damping`.
     calibrate
