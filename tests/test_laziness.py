@@ -152,6 +152,7 @@ NOT_LAZY = {
     "principal_components": "runs the computation, since features need its values",
     "drop": "writes to a store",
     "examples.digits": "returns arrays that are bundled",
+    "examples.mnist": "returns arrays that are bundled",
     "from_dataframe": "has a test of its own above",
     "open": "has a test of its own above",
     "save": "runs the computation",

@@ -90,9 +90,11 @@ def test_read_in_task__what_is_made_of_stored_blocks() -> None:
     x = np.random.default_rng(0).standard_normal((10, 3, 2))
     norm = squared_norm(da.from_array(x, chunks=(5, 3, 1))).compute()
     feature, norms = stored(x, (5, 3, 1)), stored(norm, (5, 1))
-    np.testing.assert_array_equal(blocks_of(checked(feature, norms))[1][0], x[5:, :, :1])
+    read, _ = checked(feature, norms, norms)
+    np.testing.assert_array_equal(blocks_of(read)[1][0], x[5:, :, :1])
+    read, _ = checked(feature, stored(norm + 1, (5, 1)), norms)
     with pytest.raises(ValueError, match="feature_norm"):
-        blocks_of(checked(feature, stored(norm + 1, (5, 1))))
+        blocks_of(read)
 
 
 def test_add__sums_in_list_order_without_changing_its_inputs() -> None:
