@@ -113,9 +113,10 @@ $(RESULTS)-%.txt: | $(PEERS)
 	@mv $@.part $@
 	@cat $@
 
+# In one process: kernels that run the pages now and then lose their sockets where it was forked.
 docs: $(DOCUMENTERS)
 	$(call heading,documentation: sphinx$(comma) which runs the code on its pages)
-	@$(PY) -m sphinx -j $(JOBS) -W --keep-going --nitpicky -q -b html docs docs/_build/html
+	@$(PY) -m sphinx -W --keep-going --nitpicky -q -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
 
 clean:

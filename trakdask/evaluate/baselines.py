@@ -50,10 +50,10 @@ def baselines(
     High is what should have raised the output of a target:
 
     - ``random``: standard normal numbers, a function of the seed and the two sizes;
-    - ``loss``: -|mean_c[Q_c(z)]|, the same for every target. |Q| rises with the loss of the sample,
-      and is 1 - p in a classification: what the model finds hard is counted as harmful;
-    - ``gradient_norm``: -|mean_c[Q_c(z)]| (mean_c[‖φ_c(z)‖²])^½, minus the norm of the gradient of
-      the loss, likewise;
+    - ``loss``: minus the size of mean_c[Q_c(z)], the same for every target. Q rises with the loss
+      of the sample, and is 1 - p in a classification: what is hard is counted as harmful;
+    - ``gradient_norm``: the same times (mean_c[‖φ_c(z)‖²])^½, minus the norm of the gradient of the
+      loss;
     - ``gradient_cosine``: mean_c[cos(φ_c(z), φ_c(t))] times the sign of Q, without a gram matrix;
     - ``same_label``, or how the coord is called: 1 for samples of the target's class, else -1;
     - ``embedding``: the cosine of embeddings;
