@@ -1,9 +1,9 @@
 """Attribution: from features to the gram matrix, its damping, scores and rankings."""
 
 from trakdask.attribution.components import principal_components
-from trakdask.attribution.curvatures import curvature
+from trakdask.attribution.curvatures import curvature, wrong_classes
 from trakdask.attribution.estimators import Absolute
-from trakdask.attribution.grams import damping, gram, wrong_classes
+from trakdask.attribution.grams import damping, gram
 from trakdask.attribution.groups import combine
 from trakdask.attribution.part_scores import score_parts
 from trakdask.attribution.ranking import top_k
