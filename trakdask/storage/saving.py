@@ -20,7 +20,7 @@ from trakdask.attribution.estimators import (
     Power,
     gather_options,
 )
-from trakdask.attribution.grams import NORM, require_calibration
+from trakdask.attribution.grams import NORM, WRONG_CLASSES, require_calibration
 from trakdask.checks import require_choice
 from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
 from trakdask.files import Folder
@@ -124,7 +124,8 @@ def save(
     IncompleteFeaturesError
         If an append is asked for while another is unfinished.
     ValueError
-        If a coord has a name that cannot be that of a folder.
+        If a coord has a name that cannot be that of a folder, or features have ``wrong_classes``,
+        which no store keeps.
     TypeError
         If ``features`` is no Dataset, or a coord is of a kind that cannot be stored.
     BlockError
@@ -214,6 +215,11 @@ def _require_options(features: xr.Dataset, dtype: object, append_dim: object) ->
         raise ValueError(
             f"expected attrs as td.featurize writes them, by which a store is known, got none of "
             f"{missing}; try features.assign_attrs(original.attrs)"
+        )
+    if WRONG_CLASSES in features:
+        raise ValueError(
+            f"expected features without {WRONG_CLASSES!r}, which is not part of a store; try "
+            f"features.drop_vars({WRONG_CLASSES!r}), and features.{WRONG_CLASSES}.to_zarr(path)"
         )
     names = names_of(features)
     if len(set(names)) < len(names) or not set(names) <= set(features.attrs["checkpoints"]):
