@@ -26,8 +26,8 @@ from trakdask.checks import shown
 from trakdask.execution import active_client, gpu_options, n_slots
 from trakdask.projection import Projector, RowMap
 from trakdask.projection.acceleration import stop_waiting
-from trakdask.projection.protocol import from_spec
-from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, validate
+from trakdask.projection.fitted import Fitted
+from trakdask.variables import CHECKPOINT, FITTED, SAMPLE, validate
 
 __all__ = ["Pilot", "Plan", "PlannedProjection", "plan"]
 
@@ -105,11 +105,11 @@ def plan(
     shapes = features.attrs["parameters"]
     n_samples, n_checkpoints = features.sizes[SAMPLE], features.sizes[CHECKPOINT]
     n_parameters = RowMap.from_shapes(shapes, alignment=1).n_parameters
-    own = from_spec(features.attrs["projector"])
-    wider = _wider(own, min(n_samples, n_parameters))
+    own = Fitted.from_spec(features.attrs["projector"])
+    # A fitted projector chooses its columns: they are not random.
+    wider = _wider(own.projector, min(n_samples, n_parameters)) if own.is_random else []
     others = wider if projectors is None else _checked(projectors)
-    # Principal components are fewer than the columns of the projector that comes before them.
-    widths = [(own, features.sizes[PROJ_DIM]), *((projector, None) for projector in others)]
+    fit_bytes = sum(features[name].nbytes for name in FITTED if name in features)
     return Plan(
         n_samples=n_samples,
         n_blocks=len(features.feature.variable.chunksizes.get(SAMPLE, (n_samples,))),
@@ -117,8 +117,8 @@ def plan(
         n_parameters=n_parameters,
         batch_size=features.attrs.get("batch_size"),
         projections=tuple(
-            _planned(projector, width, shapes, n_samples, n_checkpoints)
-            for projector, width in widths
+            _planned(projector, shapes, n_samples, n_checkpoints, n_bytes)
+            for projector, n_bytes in [(own, fit_bytes), *((Fitted.of(p), 0) for p in others)]
         ),
         has_few_columns=bool(wider),
         **(_run_pilot(features) if pilot else {}),
@@ -152,7 +152,7 @@ class PlannedProjection:
         Bytes of all features, float32: samples × proj_dim × checkpoints × 4.
     store_bytes
         Bytes that :func:`~trakdask.save` writes, without metadata: features, their norms, output,
-        out_to_loss, gram matrices and their eigenvectors.
+        out_to_loss, gram matrices and their eigenvectors, and what the projector was fitted with.
     gradient_bytes
         Bytes of one gradient, float32: rows × 4.
     buffer_bytes
@@ -356,15 +356,15 @@ def _wider(projector: Projector, rank: int) -> list[Projector]:
 
 
 def _planned(
-    projector: Projector,
-    width: int | None,
+    projector: Fitted,
     shapes: Mapping[str, Any],
     n_samples: int,
     n_checkpoints: int,
+    fit_bytes: int,
 ) -> PlannedProjection:
-    row_map = RowMap.from_shapes(shapes, alignment=projector.row_alignment)
+    row_map = RowMap.from_shapes(shapes, alignment=projector.projector.row_alignment)
     bound = projector.bind(row_map)
-    cost, width = bound.cost(row_map.n_rows), width or bound.width(row_map.n_rows)
+    cost, width = bound.projector.cost(row_map.n_rows), bound.width(row_map.n_rows)
     feature_bytes = 4 * n_samples * width * n_checkpoints
     gram_bytes = width**2 * n_checkpoints * arrays.gram.accumulation_dtype(width).itemsize
     output_bytes = (4 + 4 + 8) * n_samples * n_checkpoints  # norms are float64
@@ -383,7 +383,7 @@ def _planned(
         decomposition_operations=decomposition * n_checkpoints,
         random_bits=cost.random_bits,
         feature_bytes=feature_bytes,
-        store_bytes=feature_bytes + output_bytes + gram_bytes + eigenvector_bytes,
+        store_bytes=feature_bytes + output_bytes + gram_bytes + eigenvector_bytes + fit_bytes,
         gradient_bytes=4 * row_map.n_rows,
         buffer_bytes=cost.buffer_bytes,
         decomposition_bytes=32 * width**2 if k else 0,

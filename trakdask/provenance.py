@@ -19,17 +19,11 @@ _CHECKPOINTS = ("checkpoints", "checkpoint_ids")
 REQUIRED_SPEC = (*_CHECKPOINTS, "projector", "parameters", "task")
 """Attrs that all features have."""
 
-BY_CHECKPOINT = (*_CHECKPOINTS, "second_moments", "curvature", "components")
+BY_CHECKPOINT = (*_CHECKPOINTS, "fit")
 """Attrs that map the names of checkpoints to what they are."""
 
-FEATURE_SPEC = (
-    *(*_CHECKPOINTS, "components", "projector", "parameters", "task"),
-    *("second_moments", "curvature", "code"),
-)
-"""Attrs that training and target features must share for their product to be meaningful.
-
-Components come before the projector, because features without them have another one, too.
-"""
+FEATURE_SPEC = (*_CHECKPOINTS, "projector", "fit", "parameters", "task", "code")
+"""Attrs that training and target features must share for their product to be meaningful."""
 
 PRECISION = ("dtype", "autocast", "float32_matmul_precision")
 STORE_SPEC = (*FEATURE_SPEC, "source", *PRECISION)
@@ -49,10 +43,8 @@ _REMEDY = {
     "checkpoints": "the same checkpoints for both, in one td.Model, or selecting those that both "
     "have, in the same order: ds.sel(checkpoint=[...])",
     "checkpoint": "selecting the same checkpoints, in the same order, from both",
-    "curvature": "the same model for both, model.with_curvature(fitted), where td.curvature was "
-    "called once",
-    "components": "the same model for both, model.with_components(fitted), where "
-    "td.principal_components was called once",
+    "projector": "td.featurize(samples, model, like=features), which makes others as these were",
+    "fit": "td.featurize(samples, model, like=features), which takes what was fitted from these",
     "code": "featurizing both again with the code of today, or, if the change does not alter the "
     "model's output, features.attrs['code'] = other.attrs['code']",
     "source": "another store, append_dim='sample' if these are more samples of it, or setting "
@@ -131,19 +123,8 @@ def require_same(
         key, got, wanted = _first_difference(got, wanted)
         raise StoreMismatchError(
             f"{what} differ in {name}{key}: expected {shown(wanted)}, got {shown(got)}; "
-            f"try {_remedy(name, expected.get(name))}"
+            f"try {_REMEDY.get(name, f'the same {name} for both')}"
         )
-
-
-def _remedy(name: str, expected: Any) -> str:
-    """Return how to make two specs agree; a projector is written out, as it is to be passed."""
-    if name == "projector":
-        # It imports torch, which reading a store need not.
-        from trakdask.projection.protocol import from_spec
-
-        with contextlib.suppress(TypeError, ValueError):  # of another version, or simulated
-            return f"featurizing with projector=td.projection.{from_spec(expected)!r}"
-    return _REMEDY.get(name, f"the same {name} for both")
 
 
 def _comparable_code(

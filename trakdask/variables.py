@@ -51,6 +51,32 @@ _ALL = (
     Variable("loss_gradient", (PROJ_DIM, CHECKPOINT), "sum over samples of mean_c[g] φ"),
     Variable("gram_eigenvalues", (COMPONENT, CHECKPOINT), "eigenvalues of gram, ascending"),
     Variable("gram_eigenvectors", (PROJ_DIM, COMPONENT, CHECKPOINT), "eigenvectors of gram"),
+    Variable("moment_scale", ("coordinate", CHECKPOINT), "(√v + 10⁻⁸)^-1/2, Adam's v"),
+    Variable(
+        "curvature_eigenvectors",
+        ("entry", CHECKPOINT),
+        "eigenvectors of every axis of every parameter, row by row",
+    ),
+    Variable(
+        "curvature_scale",
+        ("coordinate", CHECKPOINT),
+        "what gradients are multiplied by in the coordinates of the eigenvectors",
+    ),
+    Variable(
+        "curvature_leading",
+        ("leading", CHECKPOINT),
+        "coordinates with most of the scaled curvature, the first columns of what is projected",
+    ),
+    Variable(
+        "principal_components",
+        ("sketch_dim", PROJ_DIM, CHECKPOINT),
+        "orthonormal columns that reduce what is projected",
+    ),
+    Variable(
+        "principal_shares",
+        (PROJ_DIM, CHECKPOINT),
+        "part of the squared length of the fitted samples that a component has",
+    ),
     Variable(
         "self_influence", (SAMPLE,), "how much training on a sample lowered its own loss; >= 0"
     ),
@@ -64,6 +90,12 @@ _ALL = (
 )
 
 VARIABLES: dict[str, Variable] = {variable.name: variable for variable in _ALL}
+
+FITTED = (
+    *("moment_scale", "curvature_eigenvectors", "curvature_scale", "curvature_leading"),
+    *("principal_components", "principal_shares"),
+)
+"""What a projector was fitted to samples with; features hold it, so that others can be made."""
 
 
 def validate(ds: xr.Dataset, names: Iterable[str], *, what: str = "dataset") -> None:
@@ -226,7 +258,8 @@ def lazy_features(features: xr.Dataset) -> xr.Dataset:
     if "error" in features.coords:
         features = features.drop_vars("error")
     # Variables, one at a time: Dataset.chunk would make coords lazy, and Dataset.map copies them.
-    data = {name: features.variables[name] for name in features.data_vars}
+    # What was fitted is not asked for, and may be large.
+    data = {n: features.variables[n] for n in features.data_vars if n not in FITTED}
     others = {
         name: _lazy(variable)
         for name, variable in data.items()

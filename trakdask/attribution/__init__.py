@@ -1,7 +1,5 @@
 """Attribution: from features to the gram matrix, its damping, scores and rankings."""
 
-from trakdask.attribution.components import principal_components
-from trakdask.attribution.curvatures import curvature, wrong_classes
 from trakdask.attribution.estimators import Absolute
 from trakdask.attribution.grams import damping, gram
 from trakdask.attribution.groups import combine
@@ -12,14 +10,11 @@ from trakdask.attribution.scores import group_score, score, self_influence
 __all__ = [
     "Absolute",
     "combine",
-    "curvature",
     "damping",
     "gram",
     "group_score",
-    "principal_components",
     "score",
     "score_parts",
     "self_influence",
     "top_k",
-    "wrong_classes",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
@@ -23,10 +22,9 @@ from trakdask.attribution.scores import (
 )
 from trakdask.checks import shown
 from trakdask.featurization.job import ERROR_DTYPE, OnError
-from trakdask.featurization.lazy import Prepared
+from trakdask.featurization.lazy import Prepared, projector_of
 from trakdask.featurization.parts import Parts, by_token, divide, lazy_products
 from trakdask.models.model import Model
-from trakdask.projection.protocol import from_spec
 from trakdask.provenance import require_comparable
 from trakdask.variables import (
     CHECKPOINT,
@@ -34,7 +32,6 @@ from trakdask.variables import (
     TARGET,
     TARGET_PREFIX,
     TOKEN,
-    checkpoint_names,
     lazy_features,
     validate,
 )
@@ -216,17 +213,8 @@ def _divided(
             f"expected text= with parts='token' only, got it with parts={shown(parts)}; try "
             "leaving text out"
         )
-    projector = from_spec(features.attrs.get("projector", {}))
-    projector.require_back_projection()
-    dtype = features.attrs.get("dtype", "as given")  # the precision that the model ran in
-    prepared, like = divide(
-        samples,
-        _at_checkpoints(model, features),
-        parts=parts,
-        projector=projector,
-        dtype=None if dtype == "as given" else dtype,
-        on_error=on_error,
-    )
+    projector_of(features).projector.require_back_projection()
+    prepared, like = divide(samples, model, parts=parts, features=features, on_error=on_error)
     require_comparable(features, like, name="parts'")
     return prepared, like.assign_coords(_token_coords(prepared, text) if by_token(parts) else {})
 
@@ -326,14 +314,3 @@ def _divides_targets(
         validate(of, ["feature", "out_to_loss"], what="of")
         require_comparable(features, of, "training")
     return are_samples == ["targets"]
-
-
-def _at_checkpoints(model: Model, features: xr.Dataset) -> Model:
-    """Return the model at the checkpoints that were selected from the features, if it has them."""
-    by_name = {checkpoint.name: checkpoint for checkpoint in getattr(model, "checkpoints", ())}
-    names = checkpoint_names(features)
-    if not set(names) <= set(by_name):
-        return model
-    selected = copy.copy(model)
-    selected.checkpoints = type(model.checkpoints)(by_name[name] for name in names)
-    return selected

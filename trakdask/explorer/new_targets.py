@@ -18,9 +18,9 @@ import trakdask as td
 from trakdask.checks import shown
 from trakdask.explorer.computing import compute
 from trakdask.explorer.tables import Classifier, metadata
+from trakdask.featurization.lazy import projector_of
 from trakdask.models.tasks.protocol import call_model
-from trakdask.projection.protocol import from_spec
-from trakdask.provenance import FEATURE_SPEC, require_comparable
+from trakdask.provenance import require_comparable
 from trakdask.variables import CHECKPOINT, SAMPLE
 
 if TYPE_CHECKING:
@@ -143,17 +143,9 @@ class TargetMaker:
         return {n: _array(n, value) for n, value in variables.items() if n in known}, html
 
     def _featurized(self, samples: xr.Dataset) -> xr.Dataset:
-        attrs = self.features.attrs
-        dtype = attrs.get("dtype", "as given")
-        lazy = td.featurize(
-            samples, self.model, projector=from_spec(attrs["projector"]),
-            gradients=attrs.get("gradients", "auto"),
-            dtype=None if dtype == "as given" else dtype,
-        )  # fmt: skip
-        lazy = lazy.sel({CHECKPOINT: self.features[CHECKPOINT].values})
-        require_comparable(self.features, lazy, name="the new target's")
+        lazy = td.featurize(samples, self.model, like=self.features)
         features: xr.Dataset
-        (features,) = compute(lazy)
+        (features,) = compute(lazy[list(_ARRAYS)])
         return features
 
 
@@ -242,10 +234,9 @@ def target_maker(
 
 def _require_same_model(features: xr.Dataset, model: td.Model) -> None:
     """Check that features were made by a model, before anything is featurized."""
-    from_spec(features.attrs["projector"])
-    others = {n: value for n, value in features.attrs.items() if n not in FEATURE_SPEC}
+    projector_of(features)
     as_model = features.isel({SAMPLE: slice(0)})
-    as_model.attrs = {**others, **model.spec(), "projector": features.attrs["projector"]}
+    as_model.attrs = features.attrs | model.spec()
     require_comparable(features, as_model, name="the model's")
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from threading import current_thread, main_thread
-from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from trakdask.arrays.weights import gram_weights, row_norms
+from trakdask.arrays.weights import row_norms
 from trakdask.errors import BlockError
 from trakdask.execution import note_start
 from trakdask.featurization.checks import Checked, CheckedEngine
@@ -29,21 +27,10 @@ from trakdask.featurization.devices import (
 )
 from trakdask.featurization.job import Block, BlockResults, Job, Samples, is_of_samples
 from trakdask.models.checkpoints import Checkpoint, cache_states
-from trakdask.models.curvature import (
-    AxisProducts,
-    Components,
-    Curvature,
-    Rotations,
-    SquaredCoordinates,
-    factors_by_name,
-    rotations,
-)
-from trakdask.models.gradients import Sink, out_to_loss_of
 from trakdask.models.independence import once_per_task
-from trakdask.models.kept_checkpoints import scales
 from trakdask.models.tasks import Batch, Forward
-from trakdask.projection import ProjectionStream
-from trakdask.projection.leading import LeadingStream
+from trakdask.projection.axes import Rotations
+from trakdask.projection.fitted import Stream
 from trakdask.torch_internals import few_threads, no_fast_path
 
 _log = logging.getLogger(__name__)
@@ -51,52 +38,12 @@ _log = logging.getLogger(__name__)
 
 def featurize_block(job: Job, weights: np.ndarray, start: np.ndarray, *arrays: np.ndarray) -> Block:
     """Return feature, its squared norm, output, out_to_loss (and error) of a block of samples."""
-    checkpoint, moments, curvature, components = weights.item()
+    checkpoint, fit = weights.item()
     with running(job, checkpoint, start, arrays) as samples:
-        output = _projected(job, checkpoint, moments, curvature, components, samples.device)
+        maps = job.projector.at(job.row_map, checkpoint.id, fit, samples.device)
+        output = Output(job.proj_dim, lambda _, batch: maps.open(batch.size), maps.rotations)
         feature, *others = run_samples(samples, checkpoint, output)
         return feature, row_norms(feature), *others
-
-
-def add_up_block(
-    kind: type[AxisProducts | SquaredCoordinates],
-    power: float | None,
-    length: int,
-    job: Job,
-    weights: np.ndarray,
-    start: np.ndarray,
-    eigenvectors: np.ndarray | None,
-    *arrays: np.ndarray,
-) -> np.ndarray:
-    """Return sums over a block, (1, length, 1) float64, with weights q^power (1 - q), or 1."""
-    (checkpoint, *_), total = weights.item(), np.zeros(length)
-    task, shapes = job.model.task, job.model.shapes
-    with running(job, checkpoint, start, arrays) as samples:
-
-        def open_stream(forward: Forward, batch: Batch) -> Stream:
-            h = torch.ones(batch.size)
-            if power is not None:  # a forward pass of its own, before the gradients
-                q = out_to_loss_of(forward, task, batch).numpy(force=True)
-                h = torch.tensor(gram_weights(q, power), dtype=torch.float32)
-            return kind(shapes, h.to(samples.device), total)
-
-        matrices = None
-        if eigenvectors is not None:
-            matrices = rotations(eigenvectors[:, 0], shapes, samples.device)
-        run_samples(samples, checkpoint, Output(0, open_stream, matrices))
-        if not np.isfinite(total).all():
-            raise ValueError(
-                "expected finite gradients for the curvature, got NaN or infinity; try "
-                "td.featurize(samples, model, on_error='record'), which says in which samples"
-            )
-    return total[None, :, None]
-
-
-class Stream(Sink, Protocol):
-    """A sink of the gradients of a micro-batch, and what it makes of them."""
-
-    def result(self) -> Tensor:
-        """Return a row per sample, once all gradients have been received."""
 
 
 @dataclass(frozen=True)
@@ -116,68 +63,6 @@ class Output:
     width: int
     open: Callable[[Forward, Batch], Stream]
     rotations: Rotations | None = None
-
-
-def scaling(
-    job: Job, moments: Checkpoint | None, curvature: Curvature | None, device: torch.device
-) -> tuple[Rotations | None, dict[str, Tensor]]:
-    """Return the coordinates of gradients, and what each parameter's are multiplied by there."""
-    shapes = job.model.shapes
-    if curvature:
-        matrices = rotations(curvature.eigenvectors, shapes, device)
-        return matrices, factors_by_name(curvature, shapes, device)
-    return None, scales(moments, job.row_map.names, device) if moments else {}
-
-
-def _projected(
-    job: Job,
-    checkpoint: Checkpoint,
-    moments: Checkpoint | None,
-    curvature: Curvature | None,
-    components: Components | None,
-    device: torch.device,
-) -> Output:
-    """Project gradients, and reduce what was projected to its principal components."""
-    matrices, factors = scaling(job, moments, curvature, device)
-    components_matrix = torch.tensor(components.matrix, device=device) if components else None
-
-    def open_stream(forward: Forward, batch: Batch) -> Stream:
-        place = job.projector, job.row_map, batch.size, checkpoint.id, device
-        stream: Stream = ProjectionStream(*place)
-        if curvature:
-            stream = LeadingStream(*place, curvature.leading)
-        if factors:
-            stream = _Scaled(stream, factors)
-        return stream if components_matrix is None else _Reduced(stream, components_matrix)
-
-    return Output(job.proj_dim, open_stream, matrices)
-
-
-class _Scaled:
-    """Multiplies gradients by the factors of their parameters, and passes them on."""
-
-    def __init__(self, stream: Stream, factors: Mapping[str, Tensor]) -> None:
-        self.result = stream.result
-        self._stream, self._factors = stream, factors
-
-    def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
-        start = first or 0
-        factor = self._factors[name][start : start + gradient.shape[1]]
-        self._stream(name, gradient * factor.to(gradient.dtype), first)
-
-
-class _Reduced:
-    """Passes gradients on, and multiplies what was made of them with principal components."""
-
-    def __init__(self, stream: Stream, matrix: Tensor) -> None:
-        self._stream, self._matrix = stream, matrix
-
-    def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
-        self._stream(name, gradient, first)
-
-    def result(self) -> Tensor:
-        with torch.autocast(self._matrix.device.type, enabled=False):  # features are float32
-            return self._stream.result() @ self._matrix
 
 
 @contextmanager
@@ -280,7 +165,7 @@ def _micro_batch(job: Job, width: int, activations: int | None, budget: int) -> 
     if activations is None:
         return job.batch_size
     # Besides activations: gradients, then float64 sums and copies of them.
-    width = max(width, job.projector.width(job.row_map.n_rows))  # features may be reduced later
+    width = max(width, job.projector.sketch_width(job.row_map.n_rows))  # before it is reduced
     others = 4 * job.elements_at_once + 16 * math.prod(job.feature_shape(1, width))
     fits = max(1, min(job.batch_size, budget // (activations + others)))
     if fits < job.batch_size:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from trakdask.featurization.devices import activation_bytes
 from trakdask.featurization.job import ModelError, Samples
-from trakdask.models.curvature import Rotations, rotated
 from trakdask.models.gradients import (
     WeightedSum,
     engine_of,
@@ -32,6 +31,7 @@ from trakdask.models.independence import (
 from trakdask.models.rules import Products
 from trakdask.models.tasks import Batch, Forward
 from trakdask.models.tasks.protocol import SampleError
+from trakdask.projection.axes import Rotations, rotated
 
 _ROUGHLY = 0.05
 """Relative error that one sample of a later block may have.

@@ -19,7 +19,8 @@ from trakdask.models.model import Model
 from trakdask.models.rules import Products
 from trakdask.models.tasks import Batch
 from trakdask.models.tasks.protocol import SampleError
-from trakdask.projection import Projector, RowMap
+from trakdask.projection import RowMap
+from trakdask.projection.fitted import Fitted
 
 OnError = Literal["raise", "record"]
 DType = Literal["float64", "float32", "bfloat16", "float16"]
@@ -77,7 +78,7 @@ class Job:
     """The settings of featurize that all tasks share."""
 
     model: Model
-    projector: Projector
+    projector: Fitted
     row_map: RowMap
     proj_dim: int
     engine: str

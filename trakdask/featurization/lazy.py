@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from typing import Any, Literal, get_args
 
@@ -16,26 +16,24 @@ import dask.array as da
 import numpy as np
 import torch
 import xarray as xr
-from dask.base import tokenize
 from distributed.system import MEMORY_LIMIT
 
 from trakdask._version import __version__
 from trakdask.arrays.blocks import take
 from trakdask.checks import require_choice, require_integer, shown
 from trakdask.execution import active_client, workers_of
-from trakdask.featurization.block import add_up_block, featurize_block
+from trakdask.featurization.block import featurize_block
 from trakdask.featurization.job import ERROR_DTYPE, DType, Job, OnError, Partition
-from trakdask.models.curvature import AxisProducts, SquaredCoordinates, eigenvectors_of, factors_of
 from trakdask.models.gradients import ENGINES
 from trakdask.models.layers import choose_engine, elements_at_once
 from trakdask.models.model import Model
 from trakdask.models.tasks import task_spec
 from trakdask.projection import SJLT, Projector, RowMap
-from trakdask.projection.leading import n_leading
-from trakdask.projection.protocol import from_spec, require_block_fits
-from trakdask.provenance import digest
+from trakdask.projection.fitted import Components, Curvature, Fitted, SecondMoments
+from trakdask.projection.protocol import require_block_fits
+from trakdask.provenance import REQUIRED_SPEC, digest, require_comparable, require_same
 from trakdask.samples import lazy_variables, normalise_coord, source_of, validate_samples
-from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
+from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, checkpoint_names
 
 Gradients = Literal["auto", "hooks", "vmap", "loop"]
 Arrays = dict[str, da.Array]
@@ -47,14 +45,11 @@ _DEFAULT = SJLT(proj_dim=2048, seed=0)
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 _FORMULAS = {
-    (False, False): "feature = p^-1/2 P^T grad f",
-    (True, False): "feature = p^-1/2 P^T D grad f, D = (sqrt(v) + 1e-8)^-1/2 with Adam's second "
-    "moments v",
-    (False, True): "feature = [leading | q^-1/2 P^T others] of (L + d mean(L))^-1/2 U^T grad f, "
-    "with eigenvalues L and eigenvectors U of the curvature; leading coordinates are the first "
-    "half of the columns",
+    SecondMoments: "D grad f, D = (sqrt(v) + 1e-8)^-1/2 with Adam's second moments v",
+    Curvature: "(L + d mean(L))^-1/2 U^T grad f, with eigenvalues L and eigenvectors U of the "
+    "curvature; the first columns are leading coordinates, which P^T takes as 0",
+    Components: "then C^T feature, with principal components C",
 }
-"""By whether there are second moments, and whether there is a curvature."""
 _MICRO_BATCH_BYTES = 2**28
 _MICRO_BATCH_MOST = 256
 
@@ -67,6 +62,8 @@ class Prepared:
     inputs: Arrays
     attrs: dict[str, Any]
     coords: dict[Hashable, Any]
+    fit: Arrays
+    """What was fitted, (..., checkpoint), in a chunk per checkpoint."""
 
     @cached_property
     def token(self) -> str:
@@ -87,8 +84,9 @@ class Prepared:
 def featurize(
     samples: xr.Dataset,
     model: Model,
+    projector: Projector | Fitted | None = None,
     *,
-    projector: Projector | None = None,
+    like: xr.Dataset | None = None,
     gradients: Gradients = "auto",
     batch_size: int | Literal["auto"] = "auto",
     dtype: DType | None = None,
@@ -97,8 +95,8 @@ def featurize(
 ) -> xr.Dataset:
     """Compute the projected gradient of the model output for every sample and checkpoint.
 
-    φ_c(z) = p^-1/2 · P_cᵀ ∇_θ f(z; θ_c): the features of TRAK. Use the same call for training
-    samples and for targets.
+    φ_c(z) = p^-1/2 · P_cᵀ ∇_θ f(z; θ_c): the features of TRAK. Targets are made ``like`` the
+    features of the training samples.
 
     Parameters
     ----------
@@ -109,8 +107,12 @@ def featurize(
     model
         The model whose outputs are attributed.
     projector
-        ``SJLT(proj_dim=2048, seed=0)`` by default: four random signs per gradient element. For
-        another size of the features, ``td.SJLT(proj_dim=4096)``.
+        What :func:`fit` returned; or a random one, ``SJLT(proj_dim=2048, seed=0)`` by default: four
+        random signs per gradient element. For another size, ``td.SJLT(proj_dim=4096)``.
+    like
+        Features that these are to be multiplied with, as :func:`open` returns them, in the place of
+        a projector: the same one, with what was fitted, is taken from them, and so are their
+        checkpoints, ``gradients`` and ``dtype``.
     gradients
         Engine of the per-sample gradients: ``"hooks"``, one batched backward pass in the memory of
         one layer; ``"vmap"``, ``torch.func`` on single samples; ``"loop"``, one backward pass per
@@ -157,7 +159,8 @@ def featurize(
     - ``output`` (sample, checkpoint): f itself;
     - ``out_to_loss`` (sample, checkpoint): Q, 1 - p for classification;
     - with ``on_error="record"``, ``error`` (sample, checkpoint): text, "" for samples that
-      did not fail. :func:`open` returns it as a coord.
+      did not fail. :func:`open` returns it as a coord;
+    - what the projector was fitted with, (..., checkpoint), which ``like=`` takes from here.
 
     Its ``attrs`` record how it was computed.
 
@@ -166,6 +169,8 @@ def featurize(
     TypeError, ValueError
         If the samples lack a variable that the task needs, the features of one block cannot fit in
         the memory of a worker, or an option is invalid.
+    StoreMismatchError
+        If the projector was fitted to another model, or the model is not that of ``like``.
     BlockError
         When computed, naming the samples and the checkpoint that failed: labels that are out of
         range, inputs that a layer cannot process, gradients that are not finite, or a model that
@@ -206,6 +211,7 @@ def featurize(
         samples,
         model,
         projector=projector,
+        like=like,
         gradients=gradients,
         batch_size=batch_size,
         dtype=dtype,
@@ -213,20 +219,25 @@ def featurize(
         on_error=on_error,
     )
     job, n_samples = prepared.job, max(prepared.rows)
-    require_block_fits(job.projector, job.row_map.n_rows, n_samples, _largest_memory())
-    arrays = lazy_arrays(prepared)
+    limit = _largest_memory()
+    require_block_fits(job.projector.projector, job.row_map.n_rows, n_samples, limit)
+    arrays = lazy_arrays(prepared) | prepared.fit
     data = {
         name: (VARIABLES[name].dims, array, {"description": VARIABLES[name].description})
         for name, array in arrays.items()
     }
-    return xr.Dataset(data, coords=prepared.coords, attrs=prepared.attrs)
+    features = xr.Dataset(data, coords=prepared.coords, attrs=prepared.attrs)
+    if like is not None:
+        require_comparable(like, features, "these")
+    return features
 
 
 def prepare(
     samples: xr.Dataset,
     model: Model,
     *,
-    projector: Projector | None = None,
+    projector: Projector | Fitted | None = None,
+    like: xr.Dataset | None = None,
     gradients: Gradients = "auto",
     batch_size: int | Literal["auto"] = "auto",
     dtype: DType | None = None,
@@ -245,14 +256,30 @@ def prepare(
     require_choice("on_error", on_error, get_args(OnError), remedy="try on_error='record'")
     if dtype is not None:
         require_choice("dtype", dtype, get_args(DType), remedy="try dtype='float32', or None")
-    projector = _projector(model, projector)
+    if like is not None:
+        if projector is not None:
+            raise ValueError(
+                f"expected like= without a projector, which is that of its features, got "
+                f"{projector!r}; try leaving it out"
+            )
+        projector, model = projector_of(like), model.at_checkpoints(checkpoint_names(like))
+        if gradients == "auto" and (engine := like.attrs.get("gradients")) in ENGINES:
+            gradients = engine
+        if dtype is None and (stored := like.attrs.get("dtype")) in get_args(DType):
+            dtype = stored
     samples = validate_samples(samples)
     model = model.for_variables({str(n): array.ndim for n, array in samples.variables.items()})
-    row_map = RowMap.from_shapes(model.shapes, alignment=projector.row_alignment)
-    projector = projector.bind(row_map)
-    columns = [components.matrix.shape[1] for components in model.components.values()]
-    if model.curvature:
-        n_leading(projector, row_map.n_parameters)
+    spec, names = model.spec(), [checkpoint.name for checkpoint in model.checkpoints]
+    fitted = Fitted.of(projector or _DEFAULT)
+    if fitted.digests:
+        what = "the projector and the model that it was fitted to"
+        of = {name: fitted.model["checkpoints"].get(name) for name in names}
+        require_same(
+            {**fitted.model, "checkpoints": of}, spec, what=what, names=tuple(fitted.model)
+        )
+    fitted = fitted.at_checkpoints(names)
+    row_map = RowMap.from_shapes(model.shapes, alignment=fitted.projector.row_alignment)
+    bound = fitted.bind(row_map)
     inputs = _inputs(samples, model)
     partition = divide(model, inputs) if divide else None
     engine, reason = _engine(gradients, model, partition)
@@ -263,12 +290,12 @@ def prepare(
         held = max(held, *sizes.values())
     if engine == "tokens" and partition:
         held *= partition.size
-    settings, spec = _torch_settings(dtype), model.spec()
+    settings = _torch_settings(dtype)
     job = Job(
         model=model,
-        projector=projector,
+        projector=bound.without_arrays(),
         row_map=row_map,
-        proj_dim=columns[0] if columns else projector.width(row_map.n_rows),
+        proj_dim=bound.width(row_map.n_rows),
         engine=engine,
         batch_size=_batch_size(batch_size, "hooks" if partition else engine, held),
         elements_at_once=held,
@@ -280,7 +307,8 @@ def prepare(
     )
     attrs = {
         **spec,
-        "projector": projector.spec(),
+        "projector": bound.spec(),
+        **({"fit": dict(bound.digests)} if bound.digests else {}),
         # Identified by what the model reads of them, so that metadata may change.
         "source": source_of(samples, inputs),
         "gradients": engine,
@@ -289,29 +317,58 @@ def prepare(
         "device": device,
         "on_error": on_error,
         **({"parts": partition.spec()} if partition else {}),
-        "formula": _FORMULAS["second_moments" in spec, "curvature" in spec]
-        + ("; then C^T feature, with principal components C" if model.components else ""),
+        "formula": _formula(bound),
         "trakdask_version": __version__,
         "torch_version": str(torch.__version__),
         "gradients_reason": reason,
     }
-    names = [checkpoint.name for checkpoint in model.checkpoints]
     checkpoint = normalise_coord(CHECKPOINT, names, len(names))
     coords = {**samples.coords, CHECKPOINT: (CHECKPOINT, checkpoint)}
-    return Prepared(job, inputs, attrs, coords)
+    return Prepared(job, inputs, attrs, coords, _lazy_fit(bound))
 
 
-def _projector(model: Model, projector: Projector | None) -> Projector:
-    """Return the projector that was asked for, or that of the model's principal components."""
-    for components in model.components.values():
-        fitted = from_spec(components.projector)
-        if projector not in (None, fitted):
-            raise ValueError(
-                f"expected the projector of the model's principal components, {fitted!r}, got "
-                f"{projector!r}; try leaving it out, or td.principal_components(..., projector=)"
-            )
-        return fitted
-    return _DEFAULT if projector is None else projector
+def projector_of(features: xr.Dataset) -> Fitted:
+    """Return the projector that features were made with, and what it was fitted with."""
+    attrs, names = features.attrs, checkpoint_names(features)
+    if missing := [name for name in REQUIRED_SPEC if name not in attrs]:
+        raise ValueError(
+            f"expected features with the attrs of td.featurize, got none named {missing}; try "
+            "features.assign_attrs(original.attrs)"
+        )
+    fitted = Fitted.from_spec(attrs["projector"])
+    wanted = [name for step in fitted.steps for name in getattr(step, "arrays", ())]
+    if missing := [name for name in wanted if name not in features]:
+        raise ValueError(
+            f"expected what the projector was fitted with in the features, got none of {missing}; "
+            "try td.open(store), which has all of it"
+        )
+    return replace(
+        fitted,
+        arrays={name: features[name].data for name in wanted},
+        digests={name: attrs["fit"][name] for name in names} if wanted else {},
+        model={
+            "parameters": attrs["parameters"],
+            "checkpoints": {name: attrs["checkpoints"][name] for name in names},
+        },
+    )
+
+
+def _lazy_fit(fitted: Fitted) -> Arrays:
+    """Return what was fitted as Dask arrays, in a chunk per checkpoint."""
+    chunked = {}
+    for name, array in fitted.arrays.items():
+        token = f"{name.replace('_', '-')}-{digest(dict(fitted.digests))}"
+        lazy = array if isinstance(array, da.Array) else da.from_array(array, name=token)
+        chunked[name] = lazy.rechunk((*[-1] * (lazy.ndim - 1), 1))
+    return chunked
+
+
+def _formula(fitted: Fitted) -> str:
+    """Say what the steps compute."""
+    texts = {type(step): _FORMULAS[type(step)] for step in fitted.steps if type(step) in _FORMULAS}
+    reduction = texts.pop(Components, None)
+    scaled = next(iter(texts.values()), "grad f")
+    return f"feature = p^-1/2 P^T {scaled}" + (f"; {reduction}" if reduction else "")
 
 
 def _torch_settings(dtype: str | None) -> dict[str, str]:
@@ -384,7 +441,7 @@ def _require_options(model: object, projector: object, device: object) -> None:
             f"expected a td.Model as model, got {type(model).__name__}; try td.Model(build, "
             "checkpoints=[...], task=...)"
         )
-    if not isinstance(projector, Projector | None):
+    if not isinstance(projector, Projector | Fitted | None):
         raise TypeError(
             f"expected a projector, got {shown(projector)}; try projector=td.SJLT(proj_dim=2048)"
         )
@@ -407,30 +464,6 @@ def lazy_arrays(prepared: Prepared) -> Arrays:
     return {"feature": feature} | other_variables(job, tasks, "sc", token)
 
 
-def lazy_curvature(prepared: Prepared, power: float | None) -> tuple[da.Array, da.Array]:
-    """Return eigenvectors (entry, checkpoint) and mean eigenvalues (coordinate, checkpoint).
-
-    Two passes over the samples, a task for every block of each; their sums are added up in a tree.
-    """
-    job, token = prepared.job, tokenize(prepared.token, power)
-    shapes, n_coordinates = job.model.shapes, job.row_map.n_parameters
-    n_entries = max((place.stop for *_, place in factors_of(shapes)), default=0)
-
-    def summed(kind: Any, length: int, title: str, *eigenvectors: Any) -> da.Array:
-        blocks = block_tasks(
-            partial(add_up_block, kind, power, length), "sec", prepared, token, *eigenvectors,
-            new_axes={"e": length}, adjust_chunks={"s": 1}, name=f"{title}-{token}",
-            dtype=np.float64,
-        )  # fmt: skip
-        total: da.Array = blocks.sum(axis=0, split_every=4)
-        return total
-
-    sums = summed(AxisProducts, n_entries, "axis-products", None, None)
-    vectors = da.map_blocks(eigenvectors_of, sums, shapes, dtype=np.float32)
-    squares = summed(SquaredCoordinates, n_coordinates, "squares", vectors, "xc")
-    return vectors, squares / sum(prepared.rows)
-
-
 def block_tasks(
     run: Callable[..., Any], index: str, prepared: Prepared, token: str, *more: Any,
     dtype: Any = object, **options: Any,
@@ -443,7 +476,7 @@ def block_tasks(
     tasks: da.Array = da.blockwise(
         run, index,
         shared_task(prepared.job, token), None,
-        weights_of(prepared.job, token), "c",
+        weights_of(prepared, token), "c",
         _starts(prepared.rows, token), "s",  # so that errors can name samples
         *more, *chain.from_iterable(inputs),
         dtype=dtype, meta=np.empty((0,) * len(index), dtype=dtype), concatenate=True,
@@ -459,17 +492,31 @@ def shared_task(job: Job, token: str) -> Any:
     return dask.delayed(shared, name=f"job-{token}", traverse=False)
 
 
-def weights_of(job: Job, token: str) -> da.Array:
+def weights_of(prepared: Prepared, token: str) -> da.Array:
     """Return each checkpoint, with what was fitted to it, as one task.
 
     They may be in memory, and large.
     """
-    weights = np.empty(len(job.model.checkpoints), object)
-    for i, checkpoint in enumerate(job.model.checkpoints):
-        fits = job.model.second_moments, job.model.curvature, job.model.components
-        weights[i] = checkpoint, *(fit.get(checkpoint.name) for fit in fits)
+    checkpoints, fit = prepared.job.model.checkpoints, prepared.fit
+    weights = np.empty(len(checkpoints), object)
+    for i, checkpoint in enumerate(checkpoints):
+        weights[i] = checkpoint, {}
     array: da.Array = da.from_array(weights, chunks=1, name=f"checkpoint-{token}")
-    return array
+    if not fit:
+        return array
+    fitted = [(a, (*(f"{n}.{axis}" for axis in range(a.ndim - 1)), "c")) for n, a in fit.items()]
+    with_fit: da.Array = da.blockwise(
+        _with_fit, "c", array, "c", tuple(fit), None, *chain.from_iterable(fitted),
+        name=f"fit-{token}", dtype=object, meta=np.empty(0, object), concatenate=True,
+        align_arrays=False,
+    )  # fmt: skip
+    return with_fit
+
+
+def _with_fit(weights: np.ndarray, names: tuple[str, ...], *arrays: np.ndarray) -> np.ndarray:
+    (checkpoint, _), with_fit = weights.item(), np.empty(1, object)
+    with_fit[0] = checkpoint, {n: a[..., 0] for n, a in zip(names, arrays, strict=True)}
+    return with_fit
 
 
 def _starts(sizes: tuple[int, ...], token: str) -> da.Array:

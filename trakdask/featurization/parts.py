@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import dask.array as da
@@ -13,8 +14,8 @@ import xarray as xr
 from dask.base import tokenize
 
 from trakdask.checks import shown
-from trakdask.featurization.block import Output, Stream, run_samples, running, scaling
-from trakdask.featurization.job import Block, DType, Job, OnError, Partition
+from trakdask.featurization.block import Output, run_samples, running
+from trakdask.featurization.job import Block, Job, OnError, Partition
 from trakdask.featurization.lazy import (
     Arrays,
     Prepared,
@@ -25,13 +26,11 @@ from trakdask.featurization.lazy import (
     variable_of,
     weights_of,
 )
-from trakdask.models.curvature import rotated
 from trakdask.models.layers import require_layers_of_tokens
 from trakdask.models.model import Model
 from trakdask.models.modules import select_parameters
 from trakdask.models.tasks import Batch, Forward
-from trakdask.projection import Projector
-from trakdask.projection.leading import back_project_leading
+from trakdask.projection.fitted import Stream
 from trakdask.variables import CHECKPOINT, MODULE, PROJ_DIM, SAMPLE, TOKEN
 
 Parts = Literal["token"] | Sequence[str] | Mapping[str, str | Sequence[str]]
@@ -46,8 +45,7 @@ def divide(
     model: Model,
     *,
     parts: Parts,
-    projector: Projector,
-    dtype: DType | None,
+    features: xr.Dataset,
     on_error: OnError,
 ) -> tuple[Prepared, xr.Dataset]:
     """Divide samples into parts, whose features can be multiplied without being computed.
@@ -60,8 +58,7 @@ def divide(
     prepared = prepare(
         samples,
         model,
-        projector=projector,
-        dtype=dtype,
+        like=features,
         on_error=on_error,
         divide=_tokens if by_token(parts) else functools.partial(_modules, parts),
     )
@@ -164,12 +161,13 @@ def lazy_products(prepared: Prepared, vectors: da.Array) -> Arrays:
     chunked = vectors.rechunk({0: max(1, _VECTOR_BYTES // (4 * n_rows))})
     back = da.blockwise(
         _back_project, "vrc",
-        shared_task(job, token), None, weights_of(job, token), "c", chunked, "vpc",
+        shared_task(job, token), None, weights_of(prepared, token), "c", chunked, "vpc",
         new_axes={"r": n_rows}, name=f"back-project-{token}", concatenate=True,
         align_arrays=False, dtype=np.float32, meta=np.empty((0, 0, 0), np.float32),
     )  # fmt: skip
     name = f"featurize-{token}"
-    tasks = block_tasks(_multiply_block, "svc", prepared, token, back, "vrc", name=name)
+    unfitted = replace(prepared, fit={})  # the vectors are back in the coordinates of parameters
+    tasks = block_tasks(_multiply_block, "svc", unfitted, token, back, "vrc", name=name)
     assert job.partition is not None
     new_axes = {"t": job.partition.size}
     product = variable_of(tasks, "svc", "stvc", 0, f"product-{token}", new_axes=new_axes)
@@ -179,21 +177,9 @@ def lazy_products(prepared: Prepared, vectors: da.Array) -> Arrays:
 
 def _back_project(job: Job, weights: np.ndarray, vectors: np.ndarray) -> np.ndarray:
     """Return what gradients are to be multiplied with, (vector, row, 1)."""
-    (checkpoint, moments, curvature, components), rows = weights.item(), job.row_map
-    flat = torch.tensor(vectors[..., 0])
-    if components:  # for every projected gradient g and vector v, (C'g)·v = g·(C v)
-        flat = flat @ torch.tensor(components.matrix).to(flat.dtype).T
-    if curvature:
-        found = back_project_leading(job.projector, rows, checkpoint.id, flat, curvature.leading)
-    else:
-        found = job.projector.bind(rows).back_project(rows, checkpoint.id, flat)
-    # For every gradient g and vector v, (s U'g)·v = g·(U s v), s being the factors.
-    matrices, factors = scaling(job, moments, curvature, flat.device)
-    for name, factor in factors.items():
-        place = slice(rows.offset(name), rows.offset(name) + rows.size(name))
-        back = {axis: matrix.T for axis, matrix in matrices[name].items()} if matrices else {}
-        found[:, place] = rotated(found[:, place] * factor, rows.shape(name), back)
-    return found.numpy()[..., None]
+    checkpoint, fit = weights.item()
+    maps = job.projector.at(job.row_map, checkpoint.id, fit, torch.device("cpu"))
+    return maps.back(torch.tensor(vectors[..., 0])).numpy()[..., None]
 
 
 def _multiply_block(

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trakdask.models.curvature import Rotations, rotated
 from trakdask.models.layers import (
     Call,
     Layer,
@@ -46,6 +45,7 @@ from trakdask.models.rules import (
     wide,
 )
 from trakdask.models.tasks import Forward
+from trakdask.projection.axes import Rotations, rotated
 from trakdask.torch_internals import tree_flatten, tree_unflatten, version_of
 
 RowsOfGradient = Callable[..., Tensor]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,28 +18,17 @@ from safetensors.torch import save_file, save_model
 from torch import Tensor
 
 from trakdask.checks import require_integer, shown
-from trakdask.errors import CheckpointError
-from trakdask.files import Folder, location
+from trakdask.files import Folder
 from trakdask.models.checkpoints import (
-    Checkpoint,
-    CheckpointLike,
-    cached_state,
     checkpoint_folders,
-    folder_at,
-    make_checkpoints,
 )
-from trakdask.models.tasks.protocol import at_least_float32
 
 __all__ = ["keep_checkpoints"]
 
-MomentsLike = Iterable[CheckpointLike] | Mapping[str, CheckpointLike]
-
-EPSILON = 1e-8
-"""What Adam adds to the roots of second moments, by default."""
-_MOMENTS_FILE = "second_moments.safetensors"
+MOMENTS_FILE = "second_moments.safetensors"
 _RATES_FILE = "learning_rates.json"
 _SHARDED = ("deepspeed", "fsdp")
-_REMEDY = "try td.keep_checkpoints(folder, second_moments=True) while you train"
+REMEDY = "try td.keep_checkpoints(folder, second_moments=True) while you train"
 
 
 def keep_checkpoints(
@@ -59,7 +48,7 @@ def keep_checkpoints(
         of each epoch; or a number of steps.
     second_moments
         Whether to keep Adam's second moments as well, corrected for their bias, by the names of
-        the parameters: ``td.Model(build, checkpoints=folder, second_moments=folder)``.
+        the parameters, for :func:`second_moments`.
 
     Returns
     -------
@@ -184,7 +173,7 @@ class _Keeper:
         else:
             save_model(model, str(partial / "model.safetensors"))
         if self.second_moments:
-            save_file(_moments(model, optimizer), partial / _MOMENTS_FILE)
+            save_file(_moments(model, optimizer), partial / MOMENTS_FILE)
         self._rates[name] = sum(rates) / len(rates)
         shutil.rmtree(self.folder / name, ignore_errors=True)  # of the run that this one continues
         partial.rename(self.folder / name)
@@ -209,85 +198,3 @@ def _moments(model: Any, optimizer: Any) -> dict[str, Tensor]:
             "in TrainingArguments, or second_moments=False"
         )
     return by_name
-
-
-def open_moments(
-    given: MomentsLike | None, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, Checkpoint]:
-    """Read and hash the second moments of each checkpoint.
-
-    Parameters
-    ----------
-    given
-        One for each checkpoint, in their order or by their names: paths or URLs of files, or of
-        folders of :func:`keep_checkpoints`, or mappings from names of parameters to tensors. One
-        path of a run's folder stands for all ``checkpoint-<step>`` in it. None for no moments.
-    names
-        Names of the checkpoints.
-    shapes
-        The selected parameters.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If there is not one for each checkpoint.
-    FileNotFoundError, CheckpointError
-        If a file is missing or cannot be read, or moments are missing, negative or not finite.
-    """
-    if given is None:
-        return {}
-    names = list(names)
-
-    def check(name: str, state: Mapping[str, Tensor], folder: object) -> None:
-        for parameter, shape in shapes.items():
-            value = state.get(parameter)
-            got = None if value is None else tuple(value.shape)
-            if value is None or got != shape or not (value.isfinite() & (value >= 0)).all():
-                raise CheckpointError(
-                    f"expected finite second moments >= 0 of {parameter!r}, of shape {shape}, for "
-                    f"checkpoint {name!r}, got {f'shape {got}' if got != shape else 'others'}; "
-                    + _REMEDY
-                )
-
-    return {
-        name: make_checkpoints({name: _file(value)}, accept=check)[0]
-        for name, value in _by_name(given, names).items()
-    }
-
-
-def _by_name(given: MomentsLike, names: list[str]) -> dict[str, CheckpointLike]:
-    if isinstance(given, str | Path):
-        given = checkpoint_folders(Folder(location(given))) or [given]
-    elif not isinstance(given, Iterable) or isinstance(given, Tensor):
-        raise TypeError(
-            "expected a list with the second moments of each checkpoint, or a mapping from their "
-            f"names, as second_moments, got {shown(given)}; {_REMEDY}"
-        )
-    values = list(given)
-    is_named = isinstance(given, Mapping)
-    if set(values) != set(names) if is_named else len(values) != len(names):
-        raise ValueError(
-            f"expected second_moments of each of the checkpoints {names}, got {shown(values)} "
-            f"({len(values)}); try second_moments={{{names[0]!r}: ..., ...}}"
-        )
-    return dict(given) if isinstance(given, Mapping) else dict(zip(names, values, strict=True))
-
-
-def _file(value: CheckpointLike) -> CheckpointLike:
-    """Return the file of a folder, and anything else as it is."""
-    if not isinstance(value, str | Path):
-        return value
-    place = location(value)
-    if place.endswith("optimizer.pt"):
-        raise CheckpointError(
-            f"expected second moments by the names of parameters, got {place!r}, where Trainer "
-            f"numbers them in the order of the optimizer, which the file does not say; {_REMEDY}"
-        )
-    return f"{place}/{_MOMENTS_FILE}" if folder_at(place) else place
-
-
-def scales(moments: Checkpoint, names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
-    """Return (√v + ε)^-1/2 of each parameter, (numel,), in float32 or float64."""
-    state = cached_state(moments)
-    roots = {name: state[name].to(device).flatten().sqrt() for name in names}
-    return {name: (at_least_float32(root) + EPSILON).rsqrt() for name, root in roots.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 from uuid import uuid4
@@ -27,8 +27,6 @@ from trakdask.models.checkpoints import (
     is_adapter,
     make_checkpoints,
 )
-from trakdask.models.curvature import Components, Curvature
-from trakdask.models.kept_checkpoints import MomentsLike, open_moments
 from trakdask.models.modules import (
     Selection,
     aliases,
@@ -86,10 +84,6 @@ class Model:
     checkpoint_ids
         Integers that select the projection matrices; by default the first 32 bits of each
         checkpoint's content hash, so that features computed separately can be joined.
-    second_moments
-        Adam's v at each checkpoint: gradients are multiplied by (√v + 10⁻⁸)^-1/2 before they are
-        projected. A list or mapping of files (tensors by the names of parameters) or folders of
-        :func:`keep_checkpoints`, or the folder of a run.
 
     Raises
     ------
@@ -101,20 +95,10 @@ class Model:
 
     Notes
     -----
-    **Second moments.** A step of Adam moves parameters by g/(√v + ε), so the influence of a
-    training sample on a target is the product of their gradients with 1/(√v + ε) in between. LESS
-    scales training gradients only; here both sides get the root of the scale. Products are the
-    same, but all features are of one kind, so that their gram matrix is symmetric. Parameters that
-    were never updated (v = 0) get a very large weight, so select others with ``parameters``.
-
     Cost: builds the module once and reads every checkpoint once, to hash it. A path is read by each
     process that needs it, once. A state dict, or the weights of a module, is one task of a graph,
     which is sent once: for weights of more than a few hundred megabytes, pass a path or URL that
     the workers of a cluster can read.
-
-    References
-    ----------
-    Xia et al. 2024, "LESS: Selecting Influential Data for Targeted Instruction Tuning", section 3.
 
     Examples
     --------
@@ -129,12 +113,6 @@ class Model:
     checkpoints: tuple[Checkpoint, ...]
     task: Task
     shapes: dict[str, tuple[int, ...]]
-    second_moments: dict[str, Checkpoint]
-    """By the name of the checkpoint; empty if gradients are not scaled."""
-    curvature: dict[str, Curvature]
-    """By the name of the checkpoint; empty if gradients keep the coordinates of parameters."""
-    components: dict[str, Components]
-    """By the name of the checkpoint; empty if features are what the projector returns."""
     token: str
     """Identifies this model in all processes."""
 
@@ -147,7 +125,6 @@ class Model:
         *,
         key: str | None = None,
         checkpoint_ids: Iterable[int] | None = None,
-        second_moments: MomentsLike | None = None,
     ) -> None:
         if not callable(build) and not isinstance(build, str):
             raise TypeError(
@@ -177,10 +154,6 @@ class Model:
             key=key,
             accept=functools.partial(_accept, build, module, {}),
         )
-        of = [checkpoint.name for checkpoint in self.checkpoints]
-        self.second_moments = open_moments(second_moments, of, self.shapes)
-        self.curvature = {}
-        self.components = {}
 
     def forward(self, checkpoint: Checkpoint) -> Forward:
         """Return the model at one checkpoint, on this thread's own copy of the architecture."""
@@ -211,114 +184,23 @@ class Model:
         bound.task = bind(n_dims)
         return bound
 
-    def with_curvature(self, curvature: Any) -> Model:
-        """Return the model whose gradients are scaled by the curvature of its loss.
-
-        Features of this model predict better from few checkpoints, and everything else works with
-        them as before. Training samples and targets need the same curvature, which is compared.
-
-        Parameters
-        ----------
-        curvature
-            What :func:`trakdask.curvature` returned, or the same Dataset read from a store.
-
-        Raises
-        ------
-        ValueError
-            If it is of other parameters, or lacks a checkpoint.
-
-        Examples
-        --------
-        >>> import numpy as np, torch, trakdask as td
-        >>> samples = td.from_arrays({"image": np.eye(4, dtype="f4"), "label": np.arange(4) % 3})
-        >>> model = td.Model(torch.nn.Linear(4, 3), task="image_classification")
-        >>> curved = model.with_curvature(td.curvature(samples, model))
-        >>> td.featurize(samples, curved, projector=td.SJLT(8)).sizes["proj_dim"]
-        8
-        """
-        if self.second_moments:
-            raise ValueError(
-                "expected a model without second_moments, which are a curvature of their own; try "
-                "td.Model(...) without them"
-            )
-        fields = ("eigenvectors", "scale", "leading")
-        _require_result(curvature, "curvature", fields)
-        self._require_fitted_here(curvature, "curvature", "parameters", "checkpoints")
-        curved = copy.copy(self)
-        curved.curvature = {
-            name: Curvature(*(curvature[f].sel(checkpoint=name).values for f in fields))
-            for name in self.spec()["checkpoints"]
-        }
-        return curved.without_components()  # which belong to the coordinates of their fit
-
-    def with_components(self, components: Any) -> Model:
-        """Return the model whose features are principal components of projected gradients.
-
-        They have few columns, and everything else works with them as before. Training samples and
-        targets need the same components, which is compared.
-
-        Parameters
-        ----------
-        components
-            What :func:`trakdask.principal_components` returned for this model, or the same Dataset
-            read from a store.
-
-        Raises
-        ------
-        ValueError
-            If they are of other parameters or of another curvature, or lack a checkpoint.
-
-        Examples
-        --------
-        >>> import numpy as np, torch, trakdask as td
-        >>> samples = td.from_arrays({"image": np.eye(4, dtype="f4"), "label": np.arange(4) % 3})
-        >>> model = td.Model(torch.nn.Linear(4, 3), task="image_classification")
-        >>> model = model.with_components(td.principal_components(samples, model, 2))
-        >>> td.featurize(samples, model).sizes["proj_dim"]
-        2
-        """
-        _require_result(components, "principal_components", ("component", "share"))
-        fields = "parameters", "checkpoints", "curvature"
-        self._require_fitted_here(components, "principal_components", *fields)
-        reduced, projector = copy.copy(self), components.attrs["projector"]
-        reduced.components = {
-            name: Components(components.component.sel(checkpoint=name).values, projector)
-            for name in self.spec()["checkpoints"]
-        }
-        return reduced
-
-    def without_components(self) -> Model:
-        """Return the model whose features are what the projector returns."""
-        whole = copy.copy(self)
-        whole.components = {}
-        return whole
-
-    def _require_fitted_here(self, fitted: Any, function: str, *fields: str) -> None:
-        """Reject what was fitted to another model, or lacks one of its checkpoints."""
-        spec, found = self.spec(), dict(fitted.attrs)
-        digests = {n: found["checkpoints"][n] for n in fitted.checkpoint.values.tolist()}
-        found["checkpoints"] = {name: digests.get(name) for name in spec["checkpoints"]}
-        for field in fields:
-            if (got := found.get(field, {})) != (wanted := spec.get(field, {})):
-                raise ValueError(
-                    f"expected a fit to a model with the {field} {shown(wanted)}, got one to "
-                    f"{shown(got)}; try td.{function}(samples, model) with these weights"
-                )
+    def at_checkpoints(self, names: Sequence[str]) -> Model:
+        """Return the model at some of its checkpoints, in their order; itself if it lacks one."""
+        by_name = {checkpoint.name: checkpoint for checkpoint in self.checkpoints}
+        if not set(names) <= set(by_name):
+            return self
+        selected = copy.copy(self)
+        selected.checkpoints = tuple(by_name[name] for name in names)
+        return selected
 
     def without_checkpoints(self) -> Model:
         """Return what all blocks share: the architecture, the task and the parameters."""
         shared = copy.copy(self)
-        shared.checkpoints, shared.second_moments = (), {}
-        shared.curvature, shared.components = {}, {}
+        shared.checkpoints = ()
         return shared
 
     def spec(self) -> dict[str, Any]:
         """Return everything that determines the gradients, as plain JSON values."""
-        fits = {
-            "second_moments": self._digests(self.second_moments),
-            "curvature": self._digests(self.curvature),
-            "components": self._digests(self.components),
-        }
         task = self.task.modelout if isinstance(self.task, TrakTask) else self.task
         build = import_callable(self.build, "build") if isinstance(self.build, str) else self.build
         return {
@@ -327,12 +209,7 @@ class Model:
             "checkpoints": {c.name: c.digest for c in self.checkpoints},
             "checkpoint_ids": {c.name: c.id for c in self.checkpoints},
             "parameters": {name: list(shape) for name, shape in self.shapes.items()},
-            **{name: digests for name, digests in fits.items() if digests},
         }
-
-    @staticmethod
-    def _digests(fits: Mapping[str, Any]) -> dict[str, str]:
-        return {name: fit.digest for name, fit in fits.items()}
 
     def meta_module(self) -> torch.nn.Module:
         """Return this thread's own copy of the architecture, without weights."""
@@ -361,15 +238,6 @@ class Model:
             f"<trakdask.Model: {n} checkpoint{'s' * (n != 1)}, "
             f"{task_spec(self.task).split('(')[0]}, "
             f"{chosen} of {self._n_parameters} parameters{frozen}>"
-        )
-
-
-def _require_result(fitted: object, function: str, names: tuple[str, ...]) -> None:
-    """Reject what is not the Dataset that a function returns."""
-    if missing := set(names) - set(getattr(fitted, "data_vars", ())):
-        raise ValueError(
-            f"expected what td.{function} returned, got {shown(fitted)} without "
-            f"{sorted(missing)}; try td.{function}(samples, model)"
         )
 
 

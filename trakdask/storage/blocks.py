@@ -25,7 +25,7 @@ from trakdask.arrays.blocks import Blocks, Bounds, flat
 from trakdask.files import explained
 from trakdask.storage.group import ERROR, SCALE, Group
 from trakdask.storage.reading import lazy_array
-from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES
+from trakdask.variables import CHECKPOINT, FITTED, PROJ_DIM, SAMPLE, VARIABLES
 
 _LARGEST_EXPONENT = 15
 """The largest element of a row comes to lie in [2^14, 2^15): float16 ends at 65504."""
@@ -110,6 +110,16 @@ def with_errors(group: Group, features: xr.Dataset) -> xr.Dataset:
         return features
     none = da.full_like(features.output.data, "", dtype=np.dtypes.StringDType())
     return features.assign({ERROR: (VARIABLES[ERROR].dims, none)})
+
+
+def save_fit(group: Group, features: xr.Dataset) -> None:
+    """Store what the projector was fitted with, of the checkpoints that lack it."""
+    for name in [name for name in FITTED if name in features]:
+        array, stored = group.array(name), group.stored_chunks(name)
+        for position, checkpoint in enumerate(names_of(features)):
+            index = group.checkpoints.index(checkpoint)
+            if (*[0] * (array.ndim - 1), index) not in stored:
+                array[..., index] = features[name][..., position].values
 
 
 def save_blocks(

@@ -23,7 +23,7 @@ from trakdask.storage.lock import lock
 from trakdask.storage.reading import VERIFIED, dropped_mask, open, read_coords
 from trakdask.storage.saving import require_names
 from trakdask.storage.sums import update_derived, weights_of
-from trakdask.variables import SAMPLE
+from trakdask.variables import FITTED, SAMPLE
 
 _REPAIR = "td.verify(store, repair=True)"
 _REMEDY = f"{_REPAIR}, then td.save(features, store)"
@@ -364,6 +364,8 @@ def _about(group: Group, name: str) -> tuple[tuple[int, int], str]:
     """Return where in (-1, *index) block and checkpoint of a chunk are, and how to restore it."""
     if name in group.features:
         return (1, -1), _REMEDY
+    if name in FITTED:
+        return (0, -1), _REMEDY
     if name in DERIVED:
         return (0, -1), _REMEDY
     if name == DROPPED:
@@ -378,6 +380,9 @@ def _remove(group: Group, path: str, block: int, checkpoint: int) -> None:
         group.folder.remove(path)
         # Without this chunk a block does not count.
         (group.folder / "out_to_loss").remove(group.chunk_key("out_to_loss", (block, checkpoint)))
+        group.attrs["lacking"] = True
+    elif name in FITTED:
+        group.folder.remove(path)
         group.attrs["lacking"] = True
     elif name in (*DERIVED, DROPPED):
         # What is left would be of other samples, or of another gram matrix.

@@ -29,7 +29,7 @@ from trakdask._version import __version__
 from trakdask.attribution.grams import DERIVED
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.files import UNCACHED, Folder
-from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES
+from trakdask.variables import CHECKPOINT, FITTED, PROJ_DIM, SAMPLE, VARIABLES
 
 METADATA = "zarr.json"
 DROPPED, ERROR, SCALE = "dropped", "error", "scale"
@@ -114,7 +114,7 @@ class Group:
     @property
     def coords(self) -> list[str]:
         """Names of the coords, ``dropped`` among them."""
-        others = {*self.features, *DERIVED}
+        others = {*self.features, *FITTED, *DERIVED}
         return [name for name in self.arrays if name not in others]
 
     def array(self, name: str, *, read_only: bool = False) -> zarr.Array[Any]:
@@ -171,7 +171,7 @@ class Group:
         attrs["n_samples"] = sum(n for _, n in attrs["sources"])
         sizes = {SAMPLE: attrs["n_samples"], CHECKPOINT: len(attrs["checkpoints"])}
         arrays = dict(self.arrays)
-        for name in self.features:
+        for name in {*self.features, *FITTED} & {*arrays}:
             pairs = zip(dims_of(arrays[name]), arrays[name]["shape"], strict=True)
             arrays[name] = {**arrays[name], "shape": [sizes.get(dim, n) for dim, n in pairs]}
         return Group(self.folder, attrs, arrays, self.before)
@@ -213,7 +213,7 @@ class Group:
             dtype=dtype,
             compressors=[Crc32cCodec()],
             chunk_key_encoding=self._key_encoding(name, grows=grows),
-            fill_value="" if name == ERROR else np.nan,
+            fill_value={"T": "", "i": -1}.get(np.dtype(dtype).kind, np.nan),
             dimension_names=dims,
             attributes={**(variable.attrs if variable else {}), **(attrs or {})},
             zarr_format=3,

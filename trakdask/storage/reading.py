@@ -263,8 +263,9 @@ def read_chunk(
             return data[tuple(slice(part.stop - part.start) for part in rows)]
     with _named(folder, path):
         block = np.asarray(array[rows])
-    # zarr reads an absent chunk as NaN, without a word.
-    if complete and np.isnan(block).all():
+    # zarr reads an absent chunk as the fill value, without a word.
+    is_filled = np.isnan(block) if block.dtype.kind == "f" else block == array.fill_value
+    if complete and is_filled.all():
         parent, _, name = path.rpartition("/")
         if name not in (folder / parent).names():
             raise IncompleteFeaturesError(

@@ -31,6 +31,7 @@ from trakdask.storage.blocks import (
     lacks_blocks,
     names_of,
     save_blocks,
+    save_fit,
     with_errors,
 )
 from trakdask.storage.group import DROPPED, ERROR, METADATA, SCALE, STORE_ATTRS, Group, kind
@@ -39,6 +40,7 @@ from trakdask.storage.reading import open, read_coords
 from trakdask.storage.sums import update_derived, weights_of
 from trakdask.variables import (
     CHECKPOINT,
+    FITTED,
     PROJ_DIM,
     SAMPLE,
     VARIABLES,
@@ -180,6 +182,7 @@ def save(
             before.commit()
             group = before.target()
         folder.sweep()
+        save_fit(before.target(), features)
         # With all rows that chunks have: those of an unfinished append are to stay in them.
         save_blocks(before.target(), features, rows, retries, progress=progress)
         if not lacks_blocks(group):
@@ -263,8 +266,9 @@ def _new_group(folder: Folder, features: xr.Dataset, dtype: str | None) -> Group
     attrs |= {"source": "", "n_samples": 0, "sources": []}
     attrs |= {name: {} for name in BY_CHECKPOINT if name in attrs}
     group = Group(folder, attrs, {})
-    sizes = {SAMPLE: 0, CHECKPOINT: 0, PROJ_DIM: features.sizes[PROJ_DIM]}
-    dtypes = {name: features[name].dtype for name in _blockwise(features)}
+    sizes = {**features.sizes, SAMPLE: 0, CHECKPOINT: 0}
+    stored = [*_blockwise(features), *(name for name in FITTED if name in features)]
+    dtypes = {name: features[name].dtype for name in stored}
     if dtype:
         dtypes |= {"feature": np.dtype(dtype), SCALE: np.dtype("f8")}
     for name, of_array in dtypes.items():

@@ -1,4 +1,4 @@
-"""Principal components of projected gradients, which features need few columns for."""
+"""Fit the principal components of projected gradients, which features need few columns for."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import xarray as xr
 from trakdask.checks import require_integer
 from trakdask.featurization.job import DType
 from trakdask.featurization.lazy import Gradients, featurize
+from trakdask.fits.curvatures import model_of
 from trakdask.models.model import Model
 from trakdask.projection import SJLT, Projector
-from trakdask.variables import CHECKPOINT, PROJ_DIM
+from trakdask.projection.fitted import Components, Fitted
+from trakdask.variables import CHECKPOINT
 
-WIDE_DIM = "wide_dim"
-
-_WIDE = SJLT(proj_dim=8192, seed=0)
+WIDE = SJLT(proj_dim=8192, seed=0)
 
 _LEAST = 1e-10
 """Smaller eigenvalues, as a share of the largest, are rounding of the features."""
@@ -28,13 +28,13 @@ def principal_components(
     model: Model,
     proj_dim: int = 512,
     *,
-    projector: Projector | None = None,
+    projector: Projector | Fitted = WIDE,
     gradients: Gradients = "auto",
     batch_size: int | Literal["auto"] = "auto",
     dtype: DType | None = None,
     device: str = "auto",
-) -> xr.Dataset:
-    """Find the directions in which gradients differ most, for :meth:`Model.with_components`.
+) -> Fitted:
+    """Fit the directions in which projected gradients differ most: the last step of a projector.
 
     A random projection treats all directions alike, and adds noise to every product of two
     features that falls only with the root of their number of columns. Gradients of one model have
@@ -47,24 +47,25 @@ def principal_components(
         Training samples, as in :func:`featurize`: at least ``proj_dim`` of them, and better two or
         four times as many, drawn at random.
     model
-        The model, at all checkpoints that features are to be computed for; with
-        :meth:`Model.with_curvature` if it shall have both.
+        The model, at all checkpoints that features are to be computed for.
     proj_dim
         Columns of the features, at most as many as there are samples.
     projector
-        What gradients are projected with first: ``SJLT(proj_dim=8192, seed=0)`` by default. The
-        wider, the less noise is left; :class:`Identity` leaves none.
+        What gradients are projected with first. The wider, the less noise is left;
+        :class:`Identity` leaves none. With a curvature:
+        ``td.curvature(samples, model, leading=4096).then(td.SJLT(4096))``.
     gradients, batch_size, dtype, device
         As in :func:`featurize`.
 
     Returns
     -------
-    Dataset in memory, to keep with ``to_zarr``, with
+    The projector with one more step, in memory. It holds, and features of it have as variables,
 
-    - ``component`` (wide_dim, proj_dim, checkpoint) float32: orthonormal columns, that with the
-      largest share first, so that ``.isel(proj_dim=slice(256))`` are the best 256;
-    - ``share`` (proj_dim, checkpoint) float64: the part of the squared length of all features of
-      these samples that lies in this direction. Its sum says how much ``proj_dim`` columns keep.
+    - ``principal_components`` (sketch_dim, proj_dim, checkpoint) float32: orthonormal columns, that
+      with the largest share first;
+    - ``principal_shares`` (proj_dim, checkpoint) float64: the part of the squared length of all
+      features of these samples that lies in this direction. Its sum says how much ``proj_dim``
+      columns keep.
 
     Raises
     ------
@@ -91,15 +92,14 @@ def principal_components(
     >>> import numpy as np, torch, trakdask as td
     >>> samples = td.from_arrays({"image": np.eye(4, dtype="f4"), "label": np.arange(4) % 3})
     >>> model = td.Model(torch.nn.Linear(4, 3), task="image_classification")
-    >>> components = td.principal_components(samples, model, 3)
-    >>> dict(components.sizes)
-    {'wide_dim': 8192, 'proj_dim': 3, 'checkpoint': 1}
+    >>> td.principal_components(samples, model, 3)
+    Fitted(SJLT(proj_dim=8192, s=4, seed=0), Components(proj_dim=3))
     """
-    require_integer("proj_dim", proj_dim, 1, remedy="try proj_dim=512")
+    proj_dim = require_integer("proj_dim", proj_dim, 1, remedy="try proj_dim=512")
     wide = featurize(
         samples,
-        model.without_components(),
-        projector=projector or _WIDE,
+        model,
+        projector,
         gradients=gradients,
         batch_size=batch_size,
         dtype=dtype,
@@ -110,15 +110,9 @@ def principal_components(
         for i in range(wide.sizes[CHECKPOINT])
     ]
     matrices, shares = (np.stack(arrays, -1) for arrays in zip(*found, strict=True))
-    names = ("task", "parameters", "checkpoints", "curvature", "source", "projector")
-    return xr.Dataset(
-        {
-            "component": ((WIDE_DIM, PROJ_DIM, CHECKPOINT), matrices),
-            "share": ((PROJ_DIM, CHECKPOINT), shares),
-        },
-        coords={CHECKPOINT: wide[CHECKPOINT]},
-        attrs={name: wide.attrs[name] for name in names if name in wide.attrs},
-    )
+    arrays = {"principal_components": matrices, "principal_shares": shares}
+    fitted, step = Fitted.of(projector), Components(matrices.shape[1])
+    return fitted.with_arrays(step, arrays, model_of(wide.attrs))
 
 
 def _principal(

@@ -1,0 +1,8 @@
+"""Fit projectors to samples: their curvature, their principal components, Adam's second moments."""
+
+from trakdask.fits.components import principal_components
+from trakdask.fits.curvatures import curvature
+from trakdask.fits.moments import second_moments
+from trakdask.fits.wrong_classes import wrong_classes
+
+__all__ = ["curvature", "principal_components", "second_moments", "wrong_classes"]

@@ -1,0 +1,125 @@
+"""Adam's second moments, which scale gradients as the training has scaled them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from trakdask.checks import shown
+from trakdask.errors import CheckpointError
+from trakdask.files import Folder, location
+from trakdask.fits.curvatures import model_of
+from trakdask.models.checkpoints import (
+    CheckpointLike,
+    cached_state,
+    checkpoint_folders,
+    folder_at,
+    make_checkpoints,
+)
+from trakdask.models.kept_checkpoints import MOMENTS_FILE, REMEDY
+from trakdask.models.model import Model
+from trakdask.projection.fitted import Fitted, SecondMoments
+
+MomentsLike = Iterable[CheckpointLike] | Mapping[str, CheckpointLike]
+
+EPSILON = 1e-8
+"""What Adam adds to the roots of second moments, by default."""
+
+
+def second_moments(model: Model, moments: MomentsLike) -> Fitted:
+    """Scale gradients by Adam's second moments: the first step of a projector.
+
+    A step of Adam moves parameters by g/(√v + ε), so the influence of a training sample on a target
+    is the product of their gradients with 1/(√v + ε) in between. LESS scales training gradients
+    only; here both sides get the root of the scale. Products are the same, but all features are of
+    one kind, so that their gram matrix is symmetric.
+
+    Parameters
+    ----------
+    model
+        The model, at all checkpoints that features are to be computed for. Parameters that were
+        never updated (v = 0) get a very large weight, so select others with ``parameters``.
+    moments
+        Adam's v at each checkpoint, in their order or by their names: files (tensors by the names
+        of parameters) or folders of :func:`keep_checkpoints`, or mappings from names of parameters
+        to tensors. One path of a run's folder stands for all ``checkpoint-<step>`` in it.
+
+    Returns
+    -------
+    The first step of a projector, in memory; ``.then(td.SJLT(2048))`` makes a projector of it. It
+    holds, and features of it have as a variable, ``moment_scale`` (coordinate, checkpoint) float32:
+    (√v + 10⁻⁸)^-1/2.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If there is not one for each checkpoint.
+    FileNotFoundError, CheckpointError
+        If a file is missing or cannot be read, or moments are missing, negative or not finite.
+
+    References
+    ----------
+    Xia et al. 2024, "LESS: Selecting Influential Data for Targeted Instruction Tuning", section 3.
+
+    Examples
+    --------
+    >>> import torch, trakdask as td
+    >>> model = td.Model(torch.nn.Linear(2, 1, bias=False), task="regression")
+    >>> td.second_moments(model, [{"weight": torch.tensor([[4.0, 1.0]])}]).then(td.Identity())
+    Fitted(SecondMoments(), Identity())
+    """
+    names = [checkpoint.name for checkpoint in model.checkpoints]
+
+    def check(name: str, state: Mapping[str, Tensor], folder: object) -> None:
+        for parameter, shape in model.shapes.items():
+            value = state.get(parameter)
+            got = None if value is None else tuple(value.shape)
+            if value is None or got != shape or not (value.isfinite() & (value >= 0)).all():
+                raise CheckpointError(
+                    f"expected finite second moments >= 0 of {parameter!r}, of shape {shape}, for "
+                    f"checkpoint {name!r}, got {f'shape {got}' if got != shape else 'others'}; "
+                    + REMEDY
+                )
+
+    scales = []
+    for name, value in _by_name(moments, names).items():
+        (read,) = make_checkpoints({name: _file(value)}, accept=check)
+        state = cached_state(read)
+        flat = np.concatenate([state[n].double().flatten().numpy() for n in model.shapes])
+        scales.append(((np.sqrt(flat) + EPSILON) ** -0.5).astype(np.float32))
+    arrays = {"moment_scale": np.stack(scales, 1)}
+    return Fitted(()).with_arrays(SecondMoments(), arrays, model_of(model.spec()))
+
+
+def _by_name(given: MomentsLike, names: list[str]) -> dict[str, CheckpointLike]:
+    if isinstance(given, str | Path):
+        given = checkpoint_folders(Folder(location(given))) or [given]
+    elif not isinstance(given, Iterable) or isinstance(given, Tensor):
+        raise TypeError(
+            "expected a list with the second moments of each checkpoint, or a mapping from their "
+            f"names, got {shown(given)}; {REMEDY}"
+        )
+    values = list(given)
+    is_named = isinstance(given, Mapping)
+    if set(values) != set(names) if is_named else len(values) != len(names):
+        raise ValueError(
+            f"expected second moments of each of the checkpoints {names}, got {shown(values)} "
+            f"({len(values)}); try {{{names[0]!r}: ..., ...}}"
+        )
+    return dict(given) if isinstance(given, Mapping) else dict(zip(names, values, strict=True))
+
+
+def _file(value: CheckpointLike) -> CheckpointLike:
+    """Return the file of a folder, and anything else as it is."""
+    if not isinstance(value, str | Path):
+        return value
+    place = location(value)
+    if place.endswith("optimizer.pt"):
+        raise CheckpointError(
+            f"expected second moments by the names of parameters, got {place!r}, where Trainer "
+            f"numbers them in the order of the optimizer, which the file does not say; {REMEDY}"
+        )
+    return f"{place}/{MOMENTS_FILE}" if folder_at(place) else place

@@ -1,0 +1,78 @@
+"""The axes of a parameter, and gradients in other coordinates of each axis.
+
+A gradient of a linear layer is a matrix, and the sum of the products of such matrices over samples
+is close to a Kronecker product of one small matrix per axis. Its eigenvectors are therefore those
+of the small matrices, which takes a few hundred columns where the curvature itself would have as
+many as there are parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+LONGEST_AXIS = 4096
+"""A longer axis, such as that of a vocabulary, keeps its coordinates: eigenvectors cost d³."""
+
+Rotations = dict[str, dict[int, Tensor]]
+"""The matrix of each axis that has one, by parameter."""
+
+
+def axes_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the lengths of a parameter's axes: of a kernel, out, in, and all places together.
+
+    Examples
+    --------
+    >>> axes_of((32, 16, 3, 3)), axes_of((10, 64)), axes_of((10,))
+    ((32, 16, 9), (10, 64), (10,))
+    """
+    return (*shape[:2], math.prod(shape[2:])) if len(shape) > 2 else shape
+
+
+def factors_of(shapes: Shapes) -> Iterator[tuple[str, int, int, slice]]:
+    """Return, for every axis with eigenvectors, its parameter, number, length and place.
+
+    The place is that of its matrix, row by row, among the matrices of all axes. Biases and other
+    vectors have none: the matrix of their only axis would be their whole curvature.
+    """
+    start = 0
+    for name, shape in shapes.items():
+        lengths = axes_of(shape)
+        for axis, length in enumerate(lengths):
+            if len(lengths) > 1 and 1 < length <= LONGEST_AXIS:
+                yield name, axis, length, slice(start, start + length**2)
+                start += length**2
+
+
+def places_of(shapes: Shapes) -> dict[str, slice]:
+    """Return the place of every parameter among the elements of all."""
+    ends = np.cumsum([math.prod(shape) for shape in shapes.values()]).tolist()
+    starts = [0, *ends[:-1]]
+    return {name: slice(*ends) for name, *ends in zip(shapes, starts, ends, strict=True)}
+
+
+def rotations(eigenvectors: np.ndarray, shapes: Shapes, device: torch.device) -> Rotations:
+    """Return the matrix of each axis by parameter."""
+    matrices: Rotations = {name: {} for name in shapes}
+    for name, axis, length, place in factors_of(shapes):
+        matrix = torch.tensor(eigenvectors[place], device=device)
+        matrices[name][axis] = matrix.view(length, length)
+    return matrices
+
+
+def rotated(gradient: Tensor, shape: tuple[int, ...], matrices: Mapping[int, Tensor]) -> Tensor:
+    """Return gradients of a parameter, (n, numel), in the coordinates of its axes.
+
+    Cost: 2 flops for each element and each column of a matrix.
+    """
+    value = gradient.reshape(len(gradient), *axes_of(shape))
+    for axis, matrix in matrices.items():
+        moved = value.movedim(axis + 1, -1) @ matrix.to(value.dtype)
+        value = moved.movedim(-1, axis + 1)
+    return value.reshape(len(gradient), -1)
