@@ -6,6 +6,7 @@ from . import explorer as explorer
 from . import plots as plots
 from . import testing as testing
 from ._version import __version__ as __version__
+from .attribute import attribute as attribute
 from .attribution import Absolute as Absolute
 from .attribution import combine as combine
 from .attribution import damping as damping
@@ -20,6 +21,7 @@ from .export import to_parquet as to_parquet
 from .export import to_zarr as to_zarr
 from .featurization import featurize as featurize
 from .fits import curvature as curvature
+from .fits import fit as fit
 from .fits import principal_components as principal_components
 from .fits import second_moments as second_moments
 from .fits import wrong_classes as wrong_classes

@@ -19,7 +19,7 @@ from trakdask.files import Folder, location
 Configuration = Mapping[str, Any]
 
 _SECTIONS = (
-    *("data", "targets", "model", "curvature", "components", "projector", "featurize", "save"),
+    *("data", "targets", "model", "projector", "featurize", "save"),
     *("stores", "cluster", "score", "top_k", "groups", "outputs"),
 )
 _KEYS = {"stores": ("train", "targets"), "outputs": ("score", "top_k", "groups")}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import logging
 import os
 import sys
@@ -35,16 +34,16 @@ from trakdask.command_line.configuration import (
     section,
 )
 from trakdask.export import require_replaceable
+from trakdask.fits.components import WIDE
+from trakdask.projection.fitted import Components, Fitted
 
 _PROJECTORS = ("SJLT", "Rademacher", "Mask", "Kronecker", "FastJL", "Identity")
 
-_FITS: Mapping[str, tuple[Callable[..., xr.Dataset], Callable[..., td.Model]]] = {
-    "curvature": (td.curvature, td.Model.with_curvature),
-    "components": (td.principal_components, td.Model.with_components),
-}
-"""Sections of what is fitted to the model, in order, and how a model takes it."""
-_SECTION = "section"
-"""The attribute of a fit that holds its section, so that a changed section is not overlooked."""
+_FIT = "fit"
+"""The kind of a projector that is fitted to the training samples."""
+_OF_FITS = ("gradients", "batch_size", "dtype", "device")
+"""Options of ``featurize`` that a fit has, too."""
+_COLUMNS = inspect.signature(td.fit).parameters["proj_dim"].default
 
 _STORES = {"data": "train", "targets": "targets"}
 """The sections of samples, and the names of their stores."""
@@ -91,22 +90,58 @@ def _client(options: dict[str, Any]) -> Client:
         return Client(processes=True, silence_logs=logging.CRITICAL, **options)
 
 
-def features(configuration: Configuration, name: str) -> xr.Dataset:
-    """Return the lazy features of the samples that a section describes."""
+def features(
+    configuration: Configuration, name: str, like: xr.Dataset | None = None, *, fits: bool = True
+) -> xr.Dataset:
+    """Return the lazy features of the samples that a section describes.
+
+    Parameters
+    ----------
+    configuration, name
+        The sections.
+    like
+        Features of training samples, whose projector those of targets have.
+    fits
+        Whether a projector that is fitted may be: else, to plan, it is only described.
+    """
     with about(name):
         samples = _of_kind(section(configuration, name), _KINDS)
     with about("model"):
         model = _model(section(configuration, "model"))
-    for fit in [name for name in _FITS if name in configuration]:
-        with about(fit):
-            model = _fitted(configuration, fit, model)
     with about("projector"):
-        kinds = {kind: getattr(projection, kind) for kind in _PROJECTORS}
-        described = section(configuration, "projector")
-        projector = _of_kind(described, kinds) if described else None
+        projector: Any = None
+        if like is None:
+            projector = _projector(configuration, samples, model, fits)
     with about("featurize"):
         options = section(configuration, "featurize")
-        return td.featurize(samples, model=model, projector=projector, **options)
+        lazy = td.featurize(samples, model, projector, like=like, **options)
+    described = section(configuration, "projector")
+    if described.get("kind") == _FIT and not fits:  # the columns that it will have
+        steps = projector, Components(described.get("proj_dim", _COLUMNS))
+        lazy.attrs["projector"] = Fitted(steps).spec()
+    return lazy
+
+
+def _projector(
+    configuration: Configuration, samples: xr.Dataset, model: td.Model, fits: bool
+) -> Any:
+    """Return the projector of a section, which is fitted unless the store of features has it."""
+    described = section(configuration, "projector")
+    if not described:
+        return None
+    kinds = {kind: getattr(projection, kind) for kind in _PROJECTORS}
+    if described.get("kind") != _FIT:
+        return _of_kind(described, {_FIT: td.fit, **kinds})
+    del described["kind"]
+    if isinstance(sketch := described.get("sketch"), dict):
+        described["sketch"] = _of_kind(dict(sketch), kinds)
+    if not fits:
+        return described.get("sketch", WIDE)
+    options: dict[str, Any] = {"store": section(configuration, "stores")["train"], **described}
+    options["storage_options"] = section(configuration, "save").get("storage_options")
+    of_features = section(configuration, "featurize")
+    options |= {name: of_features[name] for name in _OF_FITS if name in of_features}
+    return td.fit(samples, model, **options)
 
 
 def _of_kind(options: dict[str, Any], kinds: Mapping[str, Callable[..., Any]]) -> Any:
@@ -129,23 +164,6 @@ def _model(options: dict[str, Any]) -> td.Model:
     return td.Model(**options)
 
 
-def _fitted(configuration: Configuration, name: str, model: td.Model) -> td.Model:
-    """Return the model with what a section describes, which is fitted unless it is stored."""
-    fit, with_fit = _FITS[name]
-    described = section(configuration, name)
-    options, record = dict(described), json.dumps(described, sort_keys=True)
-    store, every = options.pop("store"), options.pop("every", 1)
-    try:
-        fitted = xr.open_zarr(store)
-    except FileNotFoundError:
-        samples = _of_kind(section(configuration, "data"), _KINDS)
-        fitted = fit(samples.isel(sample=slice(None, None, every)), model, **options)
-        td.to_zarr(fitted.assign_attrs({_SECTION: record}), store)
-    if (stored := fitted.attrs.get(_SECTION, record)) != record:
-        raise ValueError(f"expected a fit by {record}, got {store} by {stored}; try another store")
-    return with_fit(model, fitted)
-
-
 def saved(
     configuration: Configuration, check: Callable[..., object] | None = None
 ) -> dict[str, xr.Dataset]:
@@ -162,13 +180,16 @@ def saved(
     with about("save"):
         inspect.signature(td.save).bind("features", "store", **options)
     described = [name for name in _STORES if name in configuration]
-    both = {}
+    both: dict[str, xr.Dataset] = {}
+    like = None
+    if "data" not in described and section(configuration, "projector").get("kind") == _FIT:
+        like = td.open(stores["train"], storage_options=options.get("storage_options"))
     for name in _STORES if check else described:
         store: Any = stores.get(_STORES[name])
         with about(f"stores.{_STORES[name]}"):
             if name in described:
                 require_not_kept_by_others(store)
-                both[name] = features(configuration, name)
+                both[name] = features(configuration, name, both.get("data", like))
             else:
                 both[name] = td.open(store, storage_options=options.get("storage_options"))
     if check is not None:

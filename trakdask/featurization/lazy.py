@@ -309,6 +309,7 @@ def prepare(
         **spec,
         "projector": bound.spec(),
         **({"fit": dict(bound.digests)} if bound.digests else {}),
+        **({"fitted_to": bound.origin} if bound.origin else {}),
         # Identified by what the model reads of them, so that metadata may change.
         "source": source_of(samples, inputs),
         "gradients": engine,
@@ -350,6 +351,7 @@ def projector_of(features: xr.Dataset) -> Fitted:
             "parameters": attrs["parameters"],
             "checkpoints": {name: attrs["checkpoints"][name] for name in names},
         },
+        origin=attrs.get("fitted_to", ""),
     )
 
 

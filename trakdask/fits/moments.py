@@ -84,9 +84,9 @@ def second_moments(model: Model, moments: MomentsLike) -> Fitted:
                     + REMEDY
                 )
 
-    scales = []
-    for name, value in _by_name(moments, names).items():
-        (read,) = make_checkpoints({name: _file(value)}, accept=check)
+    scales, by_name = [], _by_name(moments, names)
+    for name in names:
+        (read,) = make_checkpoints({name: _file(by_name[name])}, accept=check)
         state = cached_state(read)
         flat = np.concatenate([state[n].double().flatten().numpy() for n in model.shapes])
         scales.append(((np.sqrt(flat) + EPSILON) ** -0.5).astype(np.float32))

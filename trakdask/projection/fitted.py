@@ -104,12 +104,15 @@ class Fitted(HtmlTable):
     model
         The ``checkpoints`` and ``parameters`` of the model that it was fitted to, as in the attrs
         of features.
+    origin
+        What :func:`trakdask.fit` was asked for, and the samples, for those who compare it.
     """
 
     steps: tuple[Step, ...]
     arrays: Mapping[str, Any] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
+    origin: str = ""
 
     def __post_init__(self) -> None:
         places = [_place(step) for step in self.steps]
@@ -163,7 +166,7 @@ class Fitted(HtmlTable):
         >>> samples = td.from_arrays({"image": np.eye(4, dtype="f4"), "label": np.arange(4) % 3})
         >>> model = td.Model(torch.nn.Linear(4, 3), task="image_classification")
         >>> td.curvature(samples, model, leading=2).then(td.SJLT(8))
-        Fitted(Curvature(damping=100.0, power=0.5, leading=2), SJLT(proj_dim=8, s=4, seed=0))
+        Fitted(Curvature(damping=100.0, power=0.5, leading=2), SJLT(proj_dim=8, sparsity=4, seed=0))
         """
         return replace(self, steps=(*self.steps, projector))
 
@@ -190,7 +193,23 @@ class Fitted(HtmlTable):
 
     def without_arrays(self) -> Self:
         """Return the steps alone, which are small."""
-        return replace(self, arrays={}, digests={}, model={})
+        return replace(self, arrays={}, digests={}, model={}, origin="")
+
+    @classmethod
+    def joined(cls, parts: Sequence[Fitted]) -> Fitted:
+        """Return the fits of several checkpoints, each with the same steps, as one."""
+        first = parts[0]
+        digests: dict[str, str] = {}
+        checkpoints: dict[str, str] = {}
+        for part in parts:
+            digests |= part.digests
+            checkpoints |= part.model["checkpoints"]
+        return replace(
+            first,
+            arrays={n: np.concatenate([p.arrays[n] for p in parts], -1) for n in first.arrays},
+            digests=digests,
+            model={**first.model, "checkpoints": checkpoints},
+        )
 
     @property
     def projector(self) -> Projector:
@@ -320,9 +339,9 @@ class Maps:
         if "curvature_eigenvectors" in arrays:
             self.rotations = rotations(arrays["curvature_eigenvectors"], shapes, device)
         scale = arrays.get("curvature_scale", arrays.get("moment_scale"))
-        self._before: list[_Map] = (
-            [] if scale is None else [_Scale(row_map, scale, device, self.rotations)]
-        )
+        self._before: list[_Map] = []
+        if scale is not None:
+            self._before = [_Scale(row_map, scale, device, self.rotations)]
         leading = arrays.get("curvature_leading")
         self._sketch = _Sketch(fitted.projector, row_map, checkpoint, leading, device)
         matrix = arrays.get("principal_components")
@@ -349,8 +368,11 @@ class Maps:
         -------
         Shape (m, n_rows), float32; rows of padding have no meaning.
         """
-        for step in (*self._after, self._sketch, *self._before):
-            vectors = step.back(vectors)
+        for after in self._after:
+            vectors = after.back(vectors)
+        vectors = self._sketch.back(vectors)
+        for before in self._before:
+            vectors = before.back(vectors)
         return vectors
 
 

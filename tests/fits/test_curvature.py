@@ -12,8 +12,10 @@ import xarray as xr
 from torch import nn
 
 import trakdask as td
-from trakdask.models.curvature import SKETCHED_COLUMNS, axes_of, factors_of, places_of, signs
+from trakdask.fits.sums import SKETCHED_COLUMNS, signs
 from trakdask.projection import RowMap, project
+from trakdask.projection.axes import axes_of, factors_of, places_of
+from trakdask.projection.fitted import Fitted
 
 # Attention has no rule of vmap in torch, which says so once in a process.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -71,7 +73,7 @@ def case(name: str) -> tuple[xr.Dataset, td.Model]:
 
 
 @functools.cache
-def fitted(name: str, **options: Any) -> xr.Dataset:
+def fitted(name: str, **options: Any) -> Fitted:
     return td.curvature(*case(name), **options)
 
 
@@ -85,12 +87,12 @@ def gradients(name: str, checkpoint: int) -> tuple[dict[str, np.ndarray], np.nda
     return parts, identity.out_to_loss.values[:, checkpoint].astype(float)
 
 
-def kronecker(curvature: xr.Dataset, shapes: Any, name: str, checkpoint: int) -> np.ndarray:
+def kronecker(curvature: Fitted, shapes: Any, name: str, checkpoint: int) -> np.ndarray:
     """Return the eigenvectors of a parameter as one explicit matrix."""
     matrices = [np.eye(length) for length in axes_of(shapes[name])]
     for parameter, axis, length, place in factors_of(shapes):
         if parameter == name:
-            vectors = curvature.eigenvectors.values[place, checkpoint]
+            vectors = curvature.arrays["curvature_eigenvectors"][place, checkpoint]
             matrices[axis] = vectors.reshape(length, length).astype(float)
     return functools.reduce(np.kron, matrices)
 
@@ -111,7 +113,7 @@ def test_eigenvectors_and_eigenvalues_are_those_of_explicit_sums(
             if m.shape[1] > SKETCHED_COLUMNS:
                 m = m @ signs(m.shape[1]).numpy()
             total += weight * m @ m.T
-        u = curvature.eigenvectors.values[place, checkpoint].reshape(length, length)
+        u = curvature.arrays["curvature_eigenvectors"][place, checkpoint].reshape(length, length)
         np.testing.assert_allclose(u.T @ u, np.eye(length), atol=1e-5)
         turned = u.T @ total @ u
         off_diagonal = turned - np.diag(np.diag(turned))
@@ -119,10 +121,9 @@ def test_eigenvectors_and_eigenvalues_are_those_of_explicit_sums(
     for parameter, place in places_of(shapes).items():
         rotated = parts[parameter] @ kronecker(curvature, shapes, parameter, checkpoint)
         expected = (h[:, None] * rotated**2).mean(0)
-        actual = curvature.eigenvalue.values[place, checkpoint]
-        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5 * expected.max())
-        scale = 1 / np.sqrt(actual + 100 * actual.mean())
-        np.testing.assert_allclose(curvature.scale.values[place, checkpoint], scale, rtol=1e-6)
+        scale = 1 / np.sqrt(expected + 100 * expected.mean())
+        actual = curvature.arrays["curvature_scale"][place, checkpoint]
+        np.testing.assert_allclose(actual, scale, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["cnn", "words"])
@@ -130,26 +131,23 @@ def test_eigenvectors_and_eigenvalues_are_those_of_explicit_sums(
 @pytest.mark.parametrize("batch_size", [24, 5])
 def test_features_are_those_of_explicit_rotations(name: str, engine: Any, batch_size: int) -> None:
     samples, model = case(name)
-    curvature = fitted(name)
-    projector, n_kept = td.SJLT(64), 32
+    n_kept = 32
+    curvature = fitted(name, leading=n_kept)
     features = td.featurize(
-        samples, model.with_curvature(curvature),
-        projector=projector, gradients=engine, batch_size=batch_size,
-    ).compute()  # fmt: skip
+        samples, model, curvature.then(td.SJLT(32)), gradients=engine, batch_size=batch_size
+    ).compute()
     rows = RowMap.from_shapes(model.shapes, alignment=td.SJLT.row_alignment)
     for c, checkpoint in enumerate(model.checkpoints):
         parts, _ = gradients(name, c)
         rotated = np.concatenate(
             [parts[n] @ kronecker(curvature, model.shapes, n, c) for n in model.shapes], 1
         )
-        scaled = rotated * curvature.scale.values[:, c]
-        order = np.argsort(-curvature.eigenvalue.values[:, c] * curvature.scale.values[:, c] ** 2)
-        kept = order[:n_kept]
-        np.testing.assert_array_equal(curvature.leading.values[:n_kept, c], kept)
+        scaled = rotated * curvature.arrays["curvature_scale"][:, c]
+        kept = curvature.arrays["curvature_leading"][:, c]
         rest = scaled.copy()
         rest[:, kept] = 0
         others = project(
-            td.SJLT(64 - n_kept),
+            td.SJLT(32),
             {n: torch.from_numpy(rest[:, s]) for n, s in places_of(model.shapes).items()},
             rows,
             checkpoint.id,
@@ -166,13 +164,13 @@ def test_weights_whose_gradients_come_in_slices() -> None:
     image = RNG.normal(size=(24, 200)).astype("f4")
     samples = td.from_arrays({"image": image, "label": LABELS}, chunks=24)
     model = td.Model(net, task="image_classification")
-    by_hooks, by_loop = (td.curvature(samples, model, gradients=g) for g in ("hooks", "loop"))
-    np.testing.assert_allclose(
-        by_hooks.eigenvalue.values.sum(), by_loop.eigenvalue.values.sum(), rtol=1e-4
+    by_hooks, by_loop = (
+        td.curvature(samples, model, leading=32, gradients=g) for g in ("hooks", "loop")
     )
-    curved = model.with_curvature(by_loop)
+    one, other = (f.arrays["curvature_scale"] for f in (by_hooks, by_loop))
+    np.testing.assert_allclose(one, other, rtol=1e-4)
     one, other = (
-        td.featurize(samples, curved, projector=td.SJLT(64), gradients=g).feature.compute()
+        td.featurize(samples, model, by_loop.then(td.SJLT(32)), gradients=g).feature.compute()
         for g in ("hooks", "loop")
     )
     np.testing.assert_allclose(one, other, atol=2e-4 * float(abs(other).max()))
@@ -180,31 +178,31 @@ def test_weights_whose_gradients_come_in_slices() -> None:
 
 def test_the_whole_gradient_keeps_products_of_the_inverse_curvature() -> None:
     samples, model = case("cnn")
-    curvature = fitted("cnn", damping=1.0)
-    features = td.featurize(
-        samples, model.with_curvature(curvature), projector=td.Identity()
-    ).compute()
+    curvature = fitted("cnn", damping=1.0, leading=0)
+    features = td.featurize(samples, model, curvature.then(td.Identity())).compute()
     phi = features.feature.values[:, :, 0].astype(float)
     expected = np.zeros((24, 24))
     parts, _ = gradients("cnn", 0)
     for name, place in places_of(model.shapes).items():
         u = kronecker(curvature, model.shapes, name, 0)
-        inverse = u * curvature.scale.values[place, 0].astype(float) ** 2 @ u.T
+        scale = curvature.arrays["curvature_scale"][place, 0].astype(float)
+        inverse = u * scale**2 @ u.T
         expected += parts[name] @ inverse @ parts[name].T
     np.testing.assert_allclose(phi @ phi.T, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
 def test_chunks_and_workers_are_invisible(process_cluster: Any) -> None:
     samples, model = case("cnn")
-    first = fitted("cnn")
+    first = fitted("cnn", leading=16)
     again = td.curvature(samples.chunk(sample=5), model)
+    projector = first.then(td.SJLT(16))
     with process_cluster.get_client():
         remote = td.curvature(samples, model)
-        curved = model.with_curvature(first)
-        far = td.featurize(samples.chunk(sample=7), curved, projector=td.SJLT(32)).compute()
+        far = td.featurize(samples.chunk(sample=7), model, projector).compute()
     for other in (again, remote):
-        np.testing.assert_allclose(other.eigenvalue, first.eigenvalue, rtol=1e-3, atol=1e-9)
-    near = td.featurize(samples, curved, projector=td.SJLT(32)).compute()
+        scale = other.arrays["curvature_scale"]
+        np.testing.assert_allclose(scale, first.arrays["curvature_scale"], rtol=1e-3)
+    near = td.featurize(samples, model, projector).compute()
     np.testing.assert_allclose(far.feature, near.feature, atol=1e-4 * abs(near.feature).max())
 
 
@@ -213,25 +211,29 @@ def test_weights_are_those_of_the_estimator() -> None:
     equal = td.curvature(samples, model, estimator="trak")
     parts, _ = gradients("cnn", 0)
     rotated = parts["7.weight"] @ kronecker(equal, model.shapes, "7.weight", 0)
-    actual = equal.eigenvalue.values[places_of(model.shapes)["7.weight"], 0]
+    actual = equal.arrays["curvature_scale"][places_of(model.shapes)["7.weight"], 0]
     expected = (rotated**2).mean(0)
-    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5 * expected.max())
+    np.testing.assert_allclose(actual, (expected + 100 * expected.mean()) ** -0.5, rtol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:scores are made from 2 checkpoints")
-def test_everything_works_on_top(tmp_path: Any) -> None:
+@pytest.mark.parametrize("has_components", [False, True])
+def test_everything_works_on_top(tmp_path: Any, process_cluster: Any, has_components: bool) -> None:
     samples, model = case("words")
-    fitted("words").to_zarr(tmp_path / "curvature.zarr", consolidated=False)
-    stored = xr.open_zarr(tmp_path / "curvature.zarr", consolidated=False)
-    curved = model.with_curvature(stored)
-    features = td.featurize(samples, curved, projector=td.SJLT(32))
-    store = td.save(features.isel(sample=slice(16)), tmp_path / "train.zarr")
-    more = td.featurize(samples.isel(sample=slice(16, 24)), curved, projector=td.SJLT(32))
-    store = td.save(more, tmp_path / "train.zarr", append_dim="sample")
-    targets = features.isel(sample=[0, 3])
+    projector = fitted("words", leading=16).then(td.SJLT(16))
+    if has_components:
+        projector = td.principal_components(samples, model, 12, projector=projector)
+    features = td.featurize(samples, model, projector)
+    with process_cluster.get_client():
+        some = td.featurize(samples.isel(sample=slice(16)).chunk(sample=5), model, projector)
+        store = td.save(some, tmp_path / "train.zarr")
+        more = td.featurize(samples.isel(sample=slice(16, 24)), model, like=store)
+        store = td.save(more, tmp_path / "train.zarr", append_dim="sample")
+    targets = td.featurize(samples.isel(sample=[0, 3]), model, like=store)
     scores = td.score(store, targets)
-    np.testing.assert_allclose(scores, td.score(features, targets), rtol=1e-3, atol=1e-6)
-    parts = td.score_parts(store, targets, curved, of=samples, parts={"out": "head.*"})
+    expected = td.score(features, features.isel(sample=[0, 3]))
+    np.testing.assert_allclose(scores, expected, rtol=1e-3, atol=1e-6)
+    parts = td.score_parts(store, targets, model, of=samples, parts={"out": "head.*"})
     np.testing.assert_allclose(
         parts.sum("module"), scores, rtol=1e-2, atol=1e-3 * float(abs(scores).max())
     )
@@ -240,36 +242,55 @@ def test_everything_works_on_top(tmp_path: Any) -> None:
 @pytest.mark.filterwarnings("ignore:scores are made from 2 checkpoints")
 def test_features_of_other_coordinates_are_refused() -> None:
     samples, model = case("cnn")
-    curved = model.with_curvature(fitted("cnn"))
-    other = model.with_curvature(fitted("cnn", damping=1.0))
-    features = td.featurize(samples, curved, projector=td.SJLT(16))
-    for targets in (model, other):
-        with pytest.raises(td.errors.StoreMismatchError, match="curvature"):
-            td.score(features, td.featurize(samples, targets, projector=td.SJLT(16)))
+    projector, other = (fitted("cnn", damping=d, leading=8).then(td.SJLT(8)) for d in (100, 1))
+    features = td.featurize(samples, model, projector)
+    for targets, field in ((td.SJLT(16), "projector"), (other, "projector.*damping")):
+        with pytest.raises(td.errors.StoreMismatchError, match=field):
+            td.score(features, td.featurize(samples, model, targets))
+    half = td.curvature(samples.isel(sample=slice(12)), model, leading=8).then(td.SJLT(8))
+    with pytest.raises(td.errors.StoreMismatchError, match=r"fit\['a'\].*like=features"):
+        td.score(features, td.featurize(samples, model, half))
 
 
 def test_honest_mistakes_have_clear_errors() -> None:
     samples, model = case("cnn")
-    words = case("words")[1]
-    curvature = fitted("cnn")
-    with pytest.raises(ValueError, match="parameters"):
-        words.with_curvature(curvature)
-    with pytest.raises(ValueError, match="'b'"):
-        model.with_curvature(curvature.sel(checkpoint=["a"]))
+    projector = fitted("cnn", leading=8).then(td.SJLT(8))
+    with pytest.raises(td.errors.StoreMismatchError, match="parameters"):
+        td.featurize(case("words")[0], case("words")[1], projector)
+    of_a = model.at_checkpoints(["a"])
+    with pytest.raises(td.errors.StoreMismatchError, match=r"checkpoints\['b'\]"):
+        td.featurize(samples, model, td.curvature(samples, of_a).then(td.SJLT(8)))
     other = td.Model(small_cnn, {"a": small_cnn().state_dict()}, task="image_classification")
-    with pytest.raises(ValueError, match="weights"):
-        other.with_curvature(curvature)
-    with pytest.raises(ValueError, match="damping"):
-        td.curvature(samples, model, damping=-1)
-    curved = model.with_curvature(curvature)
-    with pytest.raises(ValueError, match="Kronecker"):
-        td.featurize(samples, curved, projector=td.Kronecker(4, 4))
-    broken = samples.copy(deep=True)
+    with pytest.raises(td.errors.StoreMismatchError, match="checkpoints"):
+        td.featurize(samples, other, projector)
+    for damping in (-1, np.inf):
+        with pytest.raises(ValueError, match="damping"):
+            td.curvature(samples, model, damping=damping)
+    with pytest.raises(ValueError, match="SJLT"):
+        td.featurize(samples, model, fitted("cnn"))
+    with pytest.raises(ValueError, match="in this order"):
+        projector.then(td.SJLT(8))
+    with pytest.raises(ValueError, match="without a projector"):
+        td.featurize(samples, model, td.SJLT(8), like=td.featurize(samples, model))
     values = samples.image.values.copy()
     values[3] = np.nan
     broken = td.from_arrays({"image": values, "label": LABELS}, chunks=8)
     with pytest.raises(td.errors.BlockError, match="0:8"):
         td.curvature(broken, model)
+
+
+def test_a_checkpoint_of_a_fit_of_three() -> None:
+    """What was fitted belongs to checkpoints, and can be used for one of them, in any order."""
+    samples, model = case("cnn")
+    projector = td.principal_components(
+        samples, model, 4, projector=fitted("cnn", leading=8).then(td.SJLT(8))
+    )
+    both = td.featurize(samples, model, projector).compute()
+    for names in (["b"], ["b", "a"]):
+        some = td.featurize(samples, model.at_checkpoints(names), projector)
+        xr.testing.assert_equal(some.feature, both.feature.sel(checkpoint=names))
+        like = td.featurize(samples, model, like=both.sel(checkpoint=names))
+        xr.testing.assert_equal(like.feature, both.feature.sel(checkpoint=names))
 
 
 # ------------------------------------------------------------------------- principal components
@@ -282,44 +303,32 @@ def rows_along(features: xr.Dataset) -> np.ndarray:
 @pytest.mark.parametrize("is_curved", [False, True])
 def test_components_are_the_right_singular_vectors(is_curved: bool) -> None:
     samples, model = case("cnn")
+    projector: Any = td.SJLT(256)
     if is_curved:
-        model = model.with_curvature(fitted("cnn"))
-    projector = td.SJLT(256)
-    wide = rows_along(td.featurize(samples, model, projector=projector))
+        projector = fitted("cnn", leading=128).then(td.SJLT(128))
+    wide = rows_along(td.featurize(samples, model, projector))
     components = td.principal_components(samples, model, 5, projector=projector)
     _, singular, rows = np.linalg.svd(wide)
     share = singular**2 / (singular**2).sum()
-    np.testing.assert_allclose(components.share.values[:, 0], share[:5], rtol=1e-4)
-    vectors = components.component.values[:, :, 0]
+    shares = components.arrays["principal_shares"][:, 0]
+    np.testing.assert_allclose(shares, share[:5], rtol=1e-4)
+    vectors = components.arrays["principal_components"][:, :, 0]
     np.testing.assert_allclose(np.abs(rows[:5] @ vectors), np.eye(5), atol=1e-3)
 
-    features = td.featurize(samples, model.with_components(components))
+    features = td.featurize(samples, model, components)
     assert td.plan(features).projections[0].proj_dim == 5
     expected = wide @ vectors.astype(float)
     np.testing.assert_allclose(rows_along(features), expected, atol=1e-5 * np.abs(expected).max())
     np.testing.assert_allclose(features.feature_norm.values[:, 0], (expected**2).sum(1), rtol=1e-4)
 
 
-def test_fits_of_a_fitted_model_are_those_of_the_model() -> None:
-    """As when a cell of a notebook runs twice."""
-    samples, model = case("cnn")
-    components = td.principal_components(samples, model, 4)
-    again = td.principal_components(samples, model.with_components(components), 4)
-    xr.testing.assert_identical(again, components)
-    curved = model.with_curvature(fitted("cnn")).with_components(
-        td.principal_components(samples, model.with_curvature(fitted("cnn")), 4)
-    )
-    xr.testing.assert_identical(td.curvature(samples, curved), fitted("cnn"))
-    assert td.featurize(samples, curved.with_curvature(fitted("cnn"))).sizes["proj_dim"] == 2048
-
-
 def test_all_components_keep_all_products() -> None:
     samples, model = case("cnn")
     for n in (24, 100):  # there are no more than samples
         components = td.principal_components(samples, model, n, projector=td.Identity())
-        assert components.sizes["proj_dim"] == 24
-        np.testing.assert_allclose(components.share.sum("proj_dim"), 1, rtol=1e-6)
-    reduced = rows_along(td.featurize(samples, model.with_components(components)))
+        assert components.steps[-1].proj_dim == 24
+        np.testing.assert_allclose(components.arrays["principal_shares"].sum(0), 1, rtol=1e-6)
+    reduced = rows_along(td.featurize(samples, model, components))
     whole = rows_along(td.featurize(samples, model, projector=td.Identity()))
     expected = whole @ whole.T
     np.testing.assert_allclose(reduced @ reduced.T, expected, atol=1e-4 * np.abs(expected).max())
@@ -329,50 +338,25 @@ def test_equal_samples_have_one_component() -> None:
     samples, model = case("cnn")
     equal = samples.isel(sample=[0] * 6)
     components = td.principal_components(equal, model, 3)
-    np.testing.assert_allclose(components.share.values[:, 0], [1, 0, 0], atol=1e-6)
-    features = td.featurize(equal, model.with_components(components)).compute()
+    shares = components.arrays["principal_shares"][:, 0]
+    np.testing.assert_allclose(shares, [1, 0, 0], atol=1e-6)
+    features = td.featurize(equal, model, components).compute()
     assert np.isfinite(features.feature).all()
     assert not features.feature[:, 1:].any()
 
 
-@pytest.mark.filterwarnings("ignore:scores are made from 2 checkpoints")
-def test_everything_works_on_components(tmp_path: Any, process_cluster: Any) -> None:
-    samples, model = case("words")
-    curved = model.with_curvature(fitted("words"))
-    components = td.principal_components(samples, curved, 12, projector=td.SJLT(512))
-    components.to_zarr(tmp_path / "components.zarr", consolidated=False)
-    stored = xr.open_zarr(tmp_path / "components.zarr", consolidated=False)
-    reduced = curved.with_components(stored)
-    features = td.featurize(samples, reduced)
-    with process_cluster.get_client():
-        some = samples.isel(sample=slice(16)).chunk(sample=5)
-        store = td.save(td.featurize(some, reduced), tmp_path / "train.zarr")
-        more = td.featurize(samples.isel(sample=slice(16, 24)), reduced)
-        store = td.save(more, tmp_path / "train.zarr", append_dim="sample")
-    targets = features.isel(sample=[0, 3])
-    scores = td.score(store, targets)
-    np.testing.assert_allclose(scores, td.score(features, targets), rtol=1e-3, atol=1e-6)
-    parts = td.score_parts(store, targets, reduced, of=samples, parts={"out": "head.*"})
-    np.testing.assert_allclose(
-        parts.sum("module"), scores, rtol=1e-2, atol=1e-3 * float(abs(scores).max())
-    )
-
-
-@pytest.mark.filterwarnings("ignore:scores are made from 2 checkpoints")
 def test_mistakes_with_components_have_clear_errors() -> None:
     samples, model = case("cnn")
     components = td.principal_components(samples, model, 4)
-    with pytest.raises(ValueError, match="curvature"):
-        model.with_curvature(fitted("cnn")).with_components(components)
-    with pytest.raises(ValueError, match="'b'"):
-        model.with_components(components.sel(checkpoint=["a"]))
-    for no_components in (fitted("cnn"), np.eye(4)):
-        with pytest.raises(ValueError, match="component"):
-            model.with_components(no_components)
-    reduced = model.with_components(components)
-    with pytest.raises(ValueError, match="8192"):
-        td.featurize(samples, reduced, projector=td.SJLT(64))
-    with pytest.raises(td.errors.StoreMismatchError, match="components"):
-        td.score(td.featurize(samples, reduced), td.featurize(samples, model))
+    for no_projector in (np.eye(4), td.featurize(samples, model, components)):
+        with pytest.raises(TypeError, match="projector"):
+            td.featurize(samples, model, no_projector)
+    with pytest.raises(td.errors.StoreMismatchError, match="projector"):
+        td.score(td.featurize(samples, model, components), td.featurize(samples, model))
     with pytest.raises(ValueError, match="proj_dim"):
         td.principal_components(samples, model, 0)
+    features = td.featurize(samples, model, components)
+    with pytest.raises(ValueError, match="principal_components"):
+        td.featurize(samples, model, like=features.drop_vars("principal_components"))
+    with pytest.raises(ValueError, match="sketch_dim"):
+        td.featurize(samples, model, like=features.transpose())

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 import trakdask as td
 from trakdask.errors import CheckpointError, StoreMismatchError
 from trakdask.models import hooks
-from trakdask.models.kept_checkpoints import open_moments
-from trakdask.projection import Projector
 
 N = 7
 
@@ -52,13 +50,17 @@ def samples() -> xr.Dataset:
 
 
 def model(**options: object) -> td.Model:
-    given = {"second_moments": [moments(0), moments(1)], **options}
-    return td.Model(build, [weights(0), weights(1)], task="image_classification", **given)
+    return td.Model(build, [weights(0), weights(1)], task="image_classification", **options)
 
 
-def features(made: td.Model, projector: Projector | None = None, **options) -> xr.Dataset:
-    found = td.featurize(samples(), made, projector=projector or td.Identity(), **options)
-    return found.compute(scheduler="sync")
+BOTH = [moments(0), moments(1)]
+
+
+def features(made: td.Model, given: object = BOTH, **options: object) -> xr.Dataset:
+    projector = td.Identity()
+    if given is not None:
+        projector = td.second_moments(made, given).then(projector)
+    return td.featurize(samples(), made, projector, **options).compute(scheduler="sync")
 
 
 def backward(seed: int) -> np.ndarray:
@@ -91,7 +93,7 @@ def test_scaled__equals_backward(
     assert "Adam" in found.attrs["formula"]
     for seed in (0, 1):
         np.testing.assert_allclose(found.feature[..., seed], backward(seed), rtol=1e-5, atol=1e-8)
-    plain = features(model(second_moments=None), gradients=gradients)
+    plain = features(model(), None, gradients=gradients)
     assert not np.allclose(found.feature, plain.feature)
     for name in ("output", "out_to_loss"):
         np.testing.assert_array_equal(found[name], plain[name])
@@ -108,21 +110,21 @@ def test_open_moments__files_names_and_folders(tmp_path: Path) -> None:
     folders = [run / "checkpoint-9", run / "checkpoint-10"]
     named = {"checkpoint-10": str(folders[1]), "checkpoint-9": tmp_path / "v.pt"}
     for given in (str(run), run, folders, named):
-        made = td.Model(build, run, task="image_classification", second_moments=given)
-        np.testing.assert_array_equal(features(made).feature, expected)
+        made = td.Model(build, run, task="image_classification")
+        np.testing.assert_array_equal(features(made, given).feature, expected)
 
 
 def test_spec__moments_belong_to_the_identity_only_if_given() -> None:
-    assert "second_moments" not in features(model(second_moments=None)).attrs
-    one, other = features(model()), features(model(second_moments=[moments(0), moments(2)]))
-    assert list(one.attrs["second_moments"]) == ["0", "1"]
-    plain = features(model(second_moments=None))
-    for different in (other, plain):
-        with pytest.raises(StoreMismatchError, match=r"second_moments.*same second_moments"):
+    plain = features(model(), None)
+    assert "fit" not in plain.attrs
+    one, other = features(model()), features(model(), [moments(0), moments(2)])
+    assert list(one.attrs["fit"]) == ["0", "1"]
+    for different, field in ((other, "fit"), (plain, "projector")):
+        with pytest.raises(StoreMismatchError, match=rf"{field}.*like=features"):
             td.score(one, different, estimator="grad_dot")
     first = [each.isel(checkpoint=[0]) for each in (one, other)]
     scores = td.score(*first, estimator="grad_dot")  # of this checkpoint they are the same
-    assert "second_moments" in scores.attrs
+    assert "fit" in scores.attrs
 
 
 @pytest.mark.parametrize("damage", ["missing", "shape", "negative", "nan"])
@@ -135,11 +137,11 @@ def test_open_moments__bad_values(damage: str) -> None:
     if damage in ("negative", "nan"):
         state["2.weight"][0, 0] = -1 if damage == "negative" else np.nan
     with pytest.raises(CheckpointError, match=r"'2.weight'.*\(5, 18\).*'1'.*keep_checkpoints"):
-        model(second_moments=[moments(0), state])
-    head = {"parameters": "4.head.*"}
-    assert model(second_moments=[moments(0), state], **head).second_moments  # not needed there
+        td.second_moments(model(), [moments(0), state])
+    head = model(parameters="4.head.*")
+    assert td.second_moments(head, [moments(0), state]).digests  # not needed there
 
 
 def test_open_moments__trainers_own_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"optimizer\.pt.*numbers them.*keep_checkpoints"):
-        open_moments([tmp_path / "optimizer.pt"], ["0"], {})
+        td.second_moments(model().at_checkpoints(["0"]), [tmp_path / "optimizer.pt"])

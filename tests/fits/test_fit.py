@@ -1,0 +1,175 @@
+"""The front door: fits that go on after a kill, are kept by features, and do not change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from torch import nn
+
+import trakdask as td
+from trakdask.fits import fitting
+
+# Of λ, which 64 samples of noise say little about.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+RNG = np.random.default_rng(0)
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def states() -> dict[str, dict[str, torch.Tensor]]:
+    made = {}
+    for seed, name in enumerate("ab"):
+        torch.manual_seed(seed)
+        made[name] = {n: torch.randn_like(t) for n, t in build().state_dict().items()}
+    return made
+
+
+SAMPLES = td.from_arrays(
+    {"image": RNG.normal(size=(64, 6)).astype("f4"), "label": np.arange(64) % 3}, chunks=16
+)
+MODEL = td.Model(build, states(), task="image_classification")
+SMALL: dict[str, Any] = {"proj_dim": 6, "sketch": td.SJLT(24), "progress": False}
+
+
+def test_fit__is_the_chain_of_its_steps() -> None:
+    front = td.fit(SAMPLES, MODEL, **SMALL)
+    sketch = td.curvature(SAMPLES, MODEL, leading=12).then(td.SJLT(12))
+    by_hand = td.principal_components(SAMPLES, MODEL, 6, projector=sketch)
+    assert front.steps == by_hand.steps
+    one, other = (td.featurize(SAMPLES, MODEL, p).feature.compute() for p in (front, by_hand))
+    products = [np.einsum("ipc,jpc->cij", x.values, x.values) for x in (one, other)]
+    np.testing.assert_allclose(*products, rtol=1e-3, atol=1e-4 * products[0].max())
+    for options, steps in (
+        ({"curvature": False}, "SJLT(proj_dim=24, sparsity=4, seed=0), Components(proj_dim=6)"),
+        ({"components": False}, "leading=3), SJLT(proj_dim=3, sparsity=4, seed=0)"),
+    ):
+        assert steps in repr(td.fit(SAMPLES, MODEL, **SMALL, **options))
+    moments = [{n: t.abs() for n, t in state.items()} for state in states().values()]
+    scaled = td.fit(SAMPLES, MODEL, moments=moments, **SMALL)
+    assert repr(scaled).startswith("Fitted(SecondMoments(), SJLT(proj_dim=24")
+
+
+def test_fit__draws_the_same_part_of_the_samples_in_any_chunks() -> None:
+    fits = [
+        td.fit(samples, MODEL, n_samples=40, **SMALL)
+        for samples in (SAMPLES, SAMPLES.chunk(sample=7))
+    ]
+    rows = np.sort(np.random.default_rng(0).permutation(64)[:40])
+    whole = td.fit(SAMPLES.isel(sample=rows), MODEL, **SMALL)
+    for other in (fits[1], whole):
+        np.testing.assert_allclose(
+            other.arrays["principal_shares"], fits[0].arrays["principal_shares"], rtol=1e-3
+        )
+
+
+def test_fit__goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: Any) -> None:
+    store, fitted_to = tmp_path / "train.zarr", []
+    curvature = fitting.fit_curvature
+
+    def dying(samples: xr.Dataset, model: td.Model, **options: Any) -> Any:
+        names = list(model.spec()["checkpoints"])
+        if names == ["b"] and not fitted_to.count("b"):
+            fitted_to.append("b")
+            raise KeyboardInterrupt
+        fitted_to.extend(names)
+        return curvature(samples, model, **options)
+
+    monkeypatch.setattr(fitting, "fit_curvature", dying)
+    with pytest.raises(KeyboardInterrupt):
+        td.fit(SAMPLES, MODEL, store=store, **SMALL)
+    projector = td.fit(SAMPLES, MODEL, store=store, **SMALL)
+    assert fitted_to == ["a", "b", "b"]
+    (kept, other) = sorted((tmp_path / "train.zarr.fit").iterdir())
+    again = td.fit(SAMPLES, MODEL, store=store, **SMALL)
+    assert again.digests == projector.digests
+    kept.write_bytes(kept.read_bytes()[:-300])  # damaged: that checkpoint is fitted again
+    content = other.read_bytes()
+    other.write_bytes(content[:200] + bytes([content[200] ^ 1]) + content[201:])
+    assert td.fit(SAMPLES, MODEL, store=store, **SMALL).digests.keys() == {"a", "b"}
+    assert len(fitted_to) == 5
+
+    features = td.save(td.featurize(SAMPLES, MODEL, again), store, progress=False)
+    stored = td.fit(SAMPLES, MODEL, store=store, **SMALL)
+    assert stored.digests == again.digests
+    assert len(fitted_to) == 5
+    assert not (tmp_path / "train.zarr.fit").exists()
+    like = td.featurize(SAMPLES.isel(sample=[2]), MODEL, stored)
+    xr.testing.assert_allclose(like.feature, features.feature.isel(sample=[2]), atol=1e-5)
+    with pytest.raises(td.errors.StoreMismatchError, match="proj_dim"):
+        td.fit(SAMPLES, MODEL, **{**SMALL, "proj_dim": 5}, store=store)
+    with pytest.raises(td.errors.StoreMismatchError, match="samples"):
+        td.fit(SAMPLES.isel(sample=slice(9)), MODEL, **SMALL, store=store)
+
+
+def test_attribute__is_the_lines_of_its_docstring(tmp_path: Path) -> None:
+    test = SAMPLES.isel(sample=slice(3))
+    scores = td.attribute(SAMPLES, test, MODEL, tmp_path / "one.zarr", **SMALL)
+    features = td.featurize(SAMPLES, MODEL, td.fit(SAMPLES, MODEL, **SMALL))
+    features = td.save(features, tmp_path / "other.zarr", progress=False)
+    expected = td.score(features, td.featurize(test, MODEL, like=features))
+    np.testing.assert_allclose(scores, expected, rtol=1e-3, atol=1e-4 * abs(expected).max())
+    assert [path.name for path in tmp_path.iterdir() if "fit" in path.name] == []
+    again = td.attribute(SAMPLES, test, MODEL, tmp_path / "one.zarr", **SMALL)
+    np.testing.assert_array_equal(again, scores)
+
+
+def test_store__has_what_was_fitted_with_checksums(tmp_path: Path) -> None:
+    store = tmp_path / "train.zarr"
+    projector = td.fit(SAMPLES, MODEL, **SMALL)
+    features = td.featurize(SAMPLES, MODEL, projector)
+    whole = td.save(features, store, progress=False)
+    plain = xr.open_zarr(store)
+    for name, array in projector.arrays.items():
+        np.testing.assert_array_equal(whole[name].values, array)
+        np.testing.assert_array_equal(plain[name].values, array)
+    for name in projector.arrays:
+        (chunk,) = [p for p in (store / name).rglob("*") if p.name.endswith("1") and p.is_file()]
+        content = chunk.read_bytes()
+        for damaged, found in ((content[:-9] + b"x" + content[-8:], "Checksum"), (None, "no such")):
+            chunk.unlink() if damaged is None else chunk.write_bytes(damaged)
+            faults = td.verify(store, checksums=True)
+            assert [path.split("/")[0] for path in faults.path] == [name]
+            assert faults.checkpoint.tolist() == [1]
+            assert faults.found.str.contains(found, case=False).all()
+            with pytest.raises((ValueError, td.errors.IncompleteFeaturesError), match=name):
+                td.featurize(SAMPLES, MODEL, like=td.open(store)).compute()
+            chunk.write_bytes(content)
+    td.verify(store, checksums=True, repair=True)
+    chunk.write_bytes(b"")
+    td.verify(store, checksums=True, repair=True)
+    with pytest.raises(td.errors.IncompleteFeaturesError):
+        td.open(store)
+    again = td.save(features, store, progress=False)
+    xr.testing.assert_identical(again.load(), whole.load().assign_attrs(again.attrs))
+
+
+def test_store__grows_in_both_directions(tmp_path: Path) -> None:
+    store = tmp_path / "train.zarr"
+    projector = td.fit(SAMPLES, MODEL, **SMALL)
+    first, last = (SAMPLES.isel(sample=rows) for rows in (slice(40), slice(40, None)))
+    of_a = MODEL.at_checkpoints(["a"])
+    opened = td.save(td.featurize(first, of_a, projector), store, progress=False)
+    more = td.featurize(last, MODEL, like=opened)
+    opened = td.save(more, store, append_dim="sample", progress=False)
+    assert opened.sizes["checkpoint"] == 1
+    with pytest.warns(td.errors.UnfinishedAppendWarning):
+        td.save(
+            td.featurize(first, MODEL, projector), store, append_dim="checkpoint", progress=False
+        )
+    opened = td.save(
+        td.featurize(last, MODEL, projector), store, append_dim="checkpoint", progress=False
+    )
+    whole = td.featurize(SAMPLES, MODEL, projector)
+    for name in ("feature", *projector.arrays):
+        np.testing.assert_allclose(opened[name], whole[name], atol=1e-5, err_msg=name)
+    assert not len(td.verify(store, checksums=True))
+    with pytest.raises(td.errors.StoreMismatchError, match="projector"):
+        td.save(td.featurize(last, MODEL, td.SJLT(6)), store, append_dim="sample")

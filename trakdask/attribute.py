@@ -1,0 +1,79 @@
+"""Attribution in one call: fit, featurize, save, score."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import xarray as xr
+
+from trakdask.attribution import score
+from trakdask.featurization import featurize
+from trakdask.fits import fit
+from trakdask.fits.fitting import kept_beside
+from trakdask.models.model import Model
+from trakdask.storage import save
+
+__all__ = ["attribute"]
+
+
+def attribute(
+    train: xr.Dataset,
+    test: xr.Dataset,
+    model: Model,
+    store: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> xr.DataArray:
+    """Score training samples for test samples, with features that a store keeps.
+
+    Does what these lines do, and goes on where an earlier call stopped::
+
+        projector = td.fit(train, model, store=store)
+        features = td.save(td.featurize(train, model, projector), store)
+        targets = td.featurize(test, model, like=features).persist()
+        scores = td.score(features, targets)
+
+    Parameters
+    ----------
+    train, test
+        Training samples, and the samples whose outputs are attributed, as in :func:`featurize`.
+    model
+        The model, with its checkpoints.
+    store, storage_options
+        Where the features of the training samples are kept, as in :func:`save`.
+    progress
+        Show bars.
+    **options
+        Those of :func:`fit`.
+
+    Returns
+    -------
+    Lazy DataArray ``score`` (sample, target), as :func:`score` returns it. The features of the
+    targets are computed already, so that questions do not run the model again.
+
+    Raises
+    ------
+    StoreMismatchError, StoreBusyError, FileExistsError, BlockError, OSError
+        As :func:`fit` and :func:`save`.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import numpy as np, torch, trakdask as td
+    >>> samples = td.from_arrays({"x": np.eye(4, dtype="f4"), "y": np.arange(4, dtype="f4")})
+    >>> model = td.Model(torch.nn.Linear(4, 1), task=td.tasks.Regression(inputs="x", target="y"))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     scores = td.attribute(samples, samples, model, f"{folder}/f.zarr", progress=False)
+    ...     scores.dims
+    ('sample', 'target')
+    """
+    where: dict[str, Any] = {"storage_options": storage_options, "progress": progress}
+    projector = fit(train, model, store=store, **where, **options)
+    features = save(featurize(train, model, projector), store, **where)
+    kept_beside(store, storage_options).remove()
+    targets = featurize(test, model, like=features).persist()
+    return score(features, targets)

@@ -1,0 +1,210 @@
+"""Fit a projector to a model: its curvature, and the principal components of what is sketched."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import zipfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import xarray as xr
+
+from trakdask.checks import require_integer
+from trakdask.errors import IncompleteFeaturesError
+from trakdask.execution import polled_bar
+from trakdask.featurization.lazy import projector_of
+from trakdask.files import Folder
+from trakdask.fits.components import WIDE, principal_components
+from trakdask.fits.curvatures import curvature as fit_curvature
+from trakdask.fits.moments import MomentsLike, second_moments
+from trakdask.models.model import Model
+from trakdask.projection import Projector
+from trakdask.projection.fitted import Fitted
+from trakdask.provenance import digest, require_same
+from trakdask.samples import source_of, validate_samples
+from trakdask.storage import open
+from trakdask.variables import SAMPLE
+
+
+def fit(
+    samples: xr.Dataset,
+    model: Model,
+    proj_dim: int = 512,
+    *,
+    curvature: bool | Literal["auto"] = "auto",
+    components: bool = True,
+    sketch: Projector = WIDE,
+    moments: MomentsLike | None = None,
+    n_samples: int = 2000,
+    store: str | os.PathLike[str] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> Fitted:
+    """Fit a projector to a model, which makes features of few columns that predict well.
+
+    A random projection treats all directions of a gradient alike. A fitted one scales gradients by
+    the curvature of the loss, sketches them, and keeps the directions in which the gradients of
+    your samples differ most. Features take a quarter of the space and predict better. They keep
+    what was fitted, so that targets are made by ``td.featurize(test, model, like=features)``.
+
+    Parameters
+    ----------
+    samples
+        Training samples, as in :func:`featurize`.
+    model
+        The model, at all checkpoints that features are to be computed for.
+    proj_dim
+        Columns of the features; at most as many as there are samples.
+    curvature
+        Whether gradients are scaled by :func:`curvature`, half of the sketch being leading
+        coordinates; ``"auto"`` unless there are ``moments``.
+    components
+        Whether the sketch is reduced by :func:`principal_components`. Without it, the sketch itself
+        gets ``proj_dim`` columns.
+    sketch
+        What gradients are projected with first.
+    moments
+        Adam's second moments at each checkpoint, as in :func:`second_moments`.
+    n_samples
+        How many of the samples are used: they are drawn at random, always the same ones.
+    store, storage_options
+        Where the features will be saved, as in :func:`save`. If they are, the projector is theirs,
+        and nothing is computed. Else the fit of each checkpoint is kept beside, in a folder whose
+        name ends in ``.fit``, so that the same call goes on after a kill.
+    progress
+        Show a bar of fitted checkpoints.
+    **options
+        ``gradients``, ``batch_size``, ``dtype`` and ``device`` of :func:`featurize`.
+
+    Returns
+    -------
+    The projector, in memory.
+
+    Raises
+    ------
+    TypeError, ValueError, BlockError
+        As :func:`featurize` and the functions of its steps.
+    StoreMismatchError
+        If the features of the store were made by a projector that was fitted in another way.
+
+    Notes
+    -----
+    It is computed at once, checkpoint by checkpoint, on the active client or on threads. Cost:
+    three passes over ``n_samples`` samples, two of them for the curvature, and the eigenvectors of
+    the products of these samples. Memory does not grow with the number of all samples.
+
+    Examples
+    --------
+    >>> import numpy as np, torch, trakdask as td
+    >>> samples = td.from_arrays({"image": np.eye(4, dtype="f4"), "label": np.arange(4) % 3})
+    >>> model = td.Model(torch.nn.Linear(4, 3), task="image_classification")
+    >>> projector = td.fit(samples, model, 3, sketch=td.SJLT(8), progress=False)
+    >>> td.featurize(samples, model, projector).sizes["proj_dim"]
+    3
+    """
+    n_samples = require_integer("n_samples", n_samples, 1, remedy="try n_samples=2000")
+    if curvature == "auto":
+        curvature = moments is None
+    if not components:
+        sketch = replace(sketch, proj_dim=proj_dim)  # type: ignore[call-arg]
+    part = _part(validate_samples(samples), n_samples)
+    asked = {
+        "proj_dim": proj_dim, "curvature": curvature, "components": components,
+        "sketch": sketch.spec(), "n_samples": n_samples, "moments": moments is not None,
+        "samples": source_of(part), **options,
+    }  # fmt: skip
+
+    origin = json.dumps(asked, sort_keys=True)
+    folder = None
+    if store is not None:
+        folder = kept_beside(store, storage_options)
+        if (stored := _stored(store, storage_options, origin)) is not None:
+            folder.remove()
+            return stored
+
+    def fitted(one: Model) -> Fitted:
+        steps = Fitted(())
+        if moments is not None:
+            steps = second_moments(model, moments).at_checkpoints(list(one.spec()["checkpoints"]))
+        if not curvature:
+            steps = steps.then(sketch)
+        else:
+            n_leading, rest = _halves(sketch)
+            steps = fit_curvature(part, one, leading=n_leading, **options).then(rest)
+        if components:
+            steps = principal_components(part, one, proj_dim, projector=steps, **options)
+        return steps
+
+    parts: list[Fitted] = []
+    names = [checkpoint.name for checkpoint in model.checkpoints]
+    with polled_bar("fit", len(names), lambda: len(parts), show=progress):
+        for name in names:
+            one = model.at_checkpoints([name])
+            key = digest({**asked, "model": one.spec()})[:32]
+            parts.append(_kept(folder, f"{key}.npz", partial(fitted, one)))
+    return replace(Fitted.joined(parts), origin=origin)
+
+
+def kept_beside(
+    store: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> Folder:
+    """Return the folder where the fit of each checkpoint is kept until the features are saved."""
+    whole = Folder.at(store, storage_options)
+    return replace(whole, url=f"{whole.url}.fit")
+
+
+def _stored(
+    store: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, origin: str
+) -> Fitted | None:
+    """Return the projector of the features in a store, None if they are not complete."""
+    try:
+        features = open(store, load_coords=False, storage_options=storage_options)
+    except (FileNotFoundError, IncompleteFeaturesError):
+        return None
+    what = f"the projector that is asked for and that of {os.fspath(store)!r}"
+    actual, expected = json.loads(origin), json.loads(features.attrs.get("fitted_to", "{}"))
+    require_same(actual, expected, what=what, names=tuple(actual))
+    return projector_of(features)
+
+
+def _halves(sketch: Projector) -> tuple[int, Projector]:
+    """Return how many columns are leading coordinates, and what projects the others."""
+    columns: int | None = getattr(sketch, "proj_dim", None)
+    if columns is None:  # the whole gradient has room for all
+        return 0, sketch
+    return columns // 2, replace(sketch, proj_dim=columns - columns // 2)  # type: ignore[call-arg]
+
+
+def _part(samples: xr.Dataset, n_samples: int) -> xr.Dataset:
+    """Return samples that are drawn at random, in their order and in blocks of their size."""
+    n = samples.sizes[SAMPLE]
+    if n <= n_samples:
+        return samples
+    rows = np.sort(np.random.default_rng(0).permutation(n)[:n_samples])
+    return samples.isel({SAMPLE: rows}).chunk({SAMPLE: samples.chunksizes[SAMPLE][0]})
+
+
+def _kept(folder: Folder | None, name: str, fitted: Callable[[], Fitted]) -> Fitted:
+    """Return the fit that a folder has under a name, which is computed and written if it lacks it.
+
+    Checksums of the file find what is damaged, which is computed again.
+    """
+    if folder is None:
+        return fitted()
+    with suppress(FileNotFoundError, zipfile.BadZipFile):
+        content = dict(np.load(io.BytesIO(folder.read(name))))
+        about = json.loads(str(content.pop("about")))
+        return Fitted.from_spec(about.pop("projector"), arrays=content, **about)
+    fit = fitted()
+    about = {"projector": fit.spec(), "digests": fit.digests, "model": fit.model}
+    file = io.BytesIO()
+    np.savez(file, about=np.array(json.dumps(about)), **fit.arrays)
+    folder.write(name, file.getvalue())
+    return fit
