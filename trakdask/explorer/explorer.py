@@ -20,7 +20,6 @@ from trakdask.attribution.estimators import (
     Power,
     gather_options,
 )
-from trakdask.attribution.part_scores import Text
 from trakdask.checks import shown
 from trakdask.execution import active_client
 from trakdask.explorer.attributions import Attributions, Samples
@@ -30,6 +29,7 @@ from trakdask.explorer.pages import save_html
 from trakdask.explorer.questions import Questions, Words
 from trakdask.explorer.view import View
 from trakdask.models.model import Model
+from trakdask.parts.scores import Text
 from trakdask.plots.galleries import Normalize
 from trakdask.provenance import require_comparable
 from trakdask.variables import SAMPLE, validate
