@@ -11,15 +11,12 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 import xarray as xr
 
 import trakdask as td
-from trakdask.checks import shown
+from trakdask.checks import is_tensor, shown
 from trakdask.explorer.computing import compute
 from trakdask.explorer.tables import Classifier, metadata
-from trakdask.models.tasks.protocol import call_model
-from trakdask.projection.protocol import from_spec
 from trakdask.provenance import FEATURE_SPEC, require_comparable
 from trakdask.variables import CHECKPOINT, SAMPLE
 
@@ -143,6 +140,8 @@ class TargetMaker:
         return {n: _array(n, value) for n, value in variables.items() if n in known}, html
 
     def _featurized(self, samples: xr.Dataset) -> xr.Dataset:
+        from trakdask.projection.protocol import from_spec  # imports torch, which takes a second
+
         attrs = self.features.attrs
         dtype = attrs.get("dtype", "as given")
         lazy = td.featurize(
@@ -161,8 +160,9 @@ def classifier(
     features: xr.Dataset, model: td.Model | None, samples: xr.Dataset | None
 ) -> Classifier | None:
     """Return what a model predicts for some samples; None if it is no classifier or not there."""
-    is_classifier = isinstance(model, td.Model) and isinstance(model.task, td.tasks.Classification)
-    if model is None or samples is None or not is_classifier:
+    if model is None or samples is None:
+        return None
+    if not isinstance(model, td.Model) or not isinstance(model.task, td.tasks.Classification):
         return None
     bound = model.for_variables({str(n): x.ndim for n, x in samples.variables.items()})
     names = list(getattr(bound.task, "inputs", ()))
@@ -183,6 +183,10 @@ def _probabilities(
     model: td.Model, features: xr.Dataset, variables: Mapping[str, np.ndarray]
 ) -> np.ndarray:
     """Return the mean probabilities over the checkpoints of some features, (sample, class)."""
+    import torch  # a second, which pages without a model need not wait
+
+    from trakdask.models.tasks.protocol import call_model
+
     task: Any = model.task
     batch = td.tasks.Batch({n: torch.as_tensor(x) for n, x in variables.items()})
     known = {str(name) for name in features[CHECKPOINT].values}
@@ -242,6 +246,8 @@ def target_maker(
 
 def _require_same_model(features: xr.Dataset, model: td.Model) -> None:
     """Check that features were made by a model, before anything is featurized."""
+    from trakdask.projection.protocol import from_spec  # imports torch, which takes a second
+
     from_spec(features.attrs["projector"])
     others = {n: value for n, value in features.attrs.items() if n not in FEATURE_SPEC}
     as_model = features.isel({SAMPLE: slice(0)})
@@ -282,7 +288,7 @@ def _by_name(result: Any, name: str, function: str) -> dict[str, Any]:
 
 
 def _array(name: str, value: Any) -> np.ndarray:
-    array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+    array = np.asarray(value.detach().cpu() if is_tensor(value) else value)
     if array.dtype.kind not in "fiub":
         raise TypeError(
             f"expected numbers in {name!r}, got {shown(value)}; try returning an array of them"
