@@ -34,9 +34,9 @@ from .projection import Rademacher as Rademacher
 from .samples import from_arrays as from_arrays
 from .samples import from_torch as from_torch
 from .samples.dataframe_source import from_dataframe as from_dataframe
+from .saving import calibrate as calibrate
+from .saving import drop as drop
+from .saving import save as save
 from .storage import assign_coords as assign_coords
-from .storage import calibrate as calibrate
-from .storage import drop as drop
 from .storage import open as open
-from .storage import save as save
 from .storage import verify as verify

@@ -18,7 +18,7 @@ from trakdask.attribution.estimators import (
     Power,
     gather_options,
 )
-from trakdask.attribution.grams import WRONG_CLASSES, gram
+from trakdask.attribution.grams import gram
 from trakdask.featurization.job import DType
 from trakdask.featurization.lazy import Gradients, featurize, lazy_curvature, prepare
 from trakdask.models.curvature import leading_coordinates, scaling
@@ -28,7 +28,7 @@ from trakdask.models.tasks.supervised import Classification, WrongClass
 from trakdask.projection import Identity
 from trakdask.provenance import FEATURE_SPEC
 from trakdask.samples import validate_samples
-from trakdask.variables import CHECKPOINT
+from trakdask.variables import CHECKPOINT, WRONG_CLASSES
 
 _VARIABLES = {
     "eigenvectors": ("entry", "eigenvectors of every axis of every parameter, row by row"),
