@@ -12,8 +12,9 @@ WIDTH, LEFT, INNER, ROW = 780, 130, 600, 34
 
 # The floor that begins with a layer: what is written beside it, its fill and its stroke.
 FLOORS = {
-    "evaluate": ("questions", "#e7f0fb", "#1565c0"),
-    "planning": ("features", "#e8f4ea", "#1a7f37"),
+    "fits": ("features", "#e8f4ea", "#1a7f37"),
+    "attribution": ("questions", "#e7f0fb", "#1565c0"),
+    "export": ("data", "#e0f5f5", "#00796b"),
     "provenance": ("labels", "#fdf3dc", "#b7791f"),
     "arrays": ("arithmetic", "#fbe9e7", "#c62828"),
     "execution": ("ground", "#eeeeee", "#666666"),

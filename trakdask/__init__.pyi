@@ -13,7 +13,6 @@ from .attribution import damping as damping
 from .attribution import gram as gram
 from .attribution import group_score as group_score
 from .attribution import score as score
-from .attribution import score_parts as score_parts
 from .attribution import self_influence as self_influence
 from .attribution import top_k as top_k
 from .explorer import explore as explore
@@ -28,6 +27,7 @@ from .fits import wrong_classes as wrong_classes
 from .models import tasks as tasks
 from .models.kept_checkpoints import keep_checkpoints as keep_checkpoints
 from .models.model import Model as Model
+from .parts import score_parts as score_parts
 from .planning import plan as plan
 from .projection import SJLT as SJLT
 from .projection import Identity as Identity
@@ -37,9 +37,9 @@ from .projection import Rademacher as Rademacher
 from .samples import from_arrays as from_arrays
 from .samples import from_torch as from_torch
 from .samples.dataframe_source import from_dataframe as from_dataframe
+from .saving import calibrate as calibrate
+from .saving import drop as drop
+from .saving import save as save
 from .storage import assign_coords as assign_coords
-from .storage import calibrate as calibrate
-from .storage import drop as drop
 from .storage import open as open
-from .storage import save as save
 from .storage import verify as verify

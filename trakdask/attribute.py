@@ -13,7 +13,7 @@ from trakdask.featurization import featurize
 from trakdask.fits import fit
 from trakdask.fits.fitting import kept_beside
 from trakdask.models.model import Model
-from trakdask.storage import save
+from trakdask.saving import save
 
 __all__ = ["attribute"]
 

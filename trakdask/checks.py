@@ -6,6 +6,7 @@ import math
 import operator
 import pkgutil
 import reprlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -23,6 +24,17 @@ def shown(value: object) -> str:
     text = reprlib.repr(value) if isinstance(value, (list, dict, set, tuple)) else repr(value)
     text = " ".join(text.split())
     return text if len(text) <= 80 else f"{text[:76]} ..."
+
+
+def is_tensor(value: object) -> bool:
+    """Return whether a value is a tensor; without importing torch, which takes a second.
+
+    Examples
+    --------
+    >>> is_tensor([1.0])
+    False
+    """
+    return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
 
 
 def require_integer(

@@ -21,6 +21,18 @@ COMPONENT = "component"
 RANK = "rank"
 TOKEN = "token"
 MODULE = "module"
+
+NORM = "feature_norm"
+GRAM, LOSS_GRADIENT, DAMPING = "gram", "loss_gradient", "damping"
+EIGENVALUES, EIGENVECTORS = "gram_eigenvalues", "gram_eigenvectors"
+WRONG_CLASSES = "wrong_classes"
+
+DERIVED = (GRAM, LOSS_GRADIENT, EIGENVALUES, EIGENVECTORS, DAMPING)
+"""All that :func:`trakdask.save` computes from features and stores beside them."""
+
+N_SAMPLES = "n_samples"
+"""In the attrs of derived arrays: of how many samples they are."""
+
 _ROWS_OF_UNCHUNKED = 4096
 TARGET_PREFIX = "target_"
 """Prefix of the targets' coords in scores; xarray would drop a name that both sides share."""

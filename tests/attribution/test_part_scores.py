@@ -16,8 +16,8 @@ import trakdask as td
 from tests.models.test_tokens import LENGTH, TASK, VOCABULARY, Gpt
 from tests.models.token_oracle import contributions
 from tests.projection.reference import explicit
-from trakdask.featurization import parts as divided
 from trakdask.models.tasks import Batch, Forward
+from trakdask.parts import products as divided
 from trakdask.projection import Projector, RowMap
 from trakdask.testing import raise_if_dask_computes
 

@@ -146,7 +146,7 @@ def test_append__what_was_there_is_saved_again_before_it_is_finished(
     """Of samples and of checkpoints, also if all that was missing was the commit."""
     names, dim = (NAMES, "checkpoint") if rows == A else (NAMES[:2], "sample")
     if is_whole:
-        monkeypatch.setattr("trakdask.storage.saving.update_derived", interrupt)
+        monkeypatch.setattr("trakdask.saving.update_derived", interrupt)
         with pytest.raises(KeyboardInterrupt):
             save(features(rows, names), store, append_dim=dim)
         monkeypatch.undo()

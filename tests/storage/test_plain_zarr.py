@@ -13,7 +13,7 @@ import zarr
 import trakdask as td
 from tests.storage.integers import NAMES, VALUES, gram, save
 from tests.storage.integers import features as integers
-from trakdask.attribution.grams import DERIVED
+from trakdask.variables import DERIVED
 
 N, BLOCK = 70, 20
 DAYS = np.datetime64("2026-01-01", "ns") + np.arange(N) * np.timedelta64(1, "D")

@@ -3,7 +3,6 @@
 from trakdask.attribution.estimators import Absolute
 from trakdask.attribution.grams import damping, gram
 from trakdask.attribution.groups import combine
-from trakdask.attribution.part_scores import score_parts
 from trakdask.attribution.ranking import top_k
 from trakdask.attribution.scores import group_score, score, self_influence
 
@@ -14,7 +13,6 @@ __all__ = [
     "gram",
     "group_score",
     "score",
-    "score_parts",
     "self_influence",
     "top_k",
 ]

@@ -30,26 +30,22 @@ from trakdask.errors import warn_once
 from trakdask.provenance import FEATURE_SPEC, require_comparable, require_same, spec
 from trakdask.variables import (
     CHECKPOINT,
+    DAMPING,
+    EIGENVALUES,
+    EIGENVECTORS,
+    GRAM,
+    LOSS_GRADIENT,
+    N_SAMPLES,
+    NORM,
     PROJ_DIM,
     PROJ_DIM_1,
     SAMPLE,
     VARIABLES,
+    WRONG_CLASSES,
     checkpoint_names,
     lazy_features,
     validate,
 )
-
-GRAM, LOSS_GRADIENT, DAMPING = "gram", "loss_gradient", "damping"
-WRONG_CLASSES = "wrong_classes"
-EIGENVALUES, EIGENVECTORS = "gram_eigenvalues", "gram_eigenvectors"
-
-DERIVED = (GRAM, LOSS_GRADIENT, EIGENVALUES, EIGENVECTORS, DAMPING)
-"""All that :func:`trakdask.save` computes from features and stores beside them."""
-
-NORM = "feature_norm"
-
-N_SAMPLES = "n_samples"
-"""In the attrs of derived arrays: of how many samples they are."""
 
 _REMEDY = f"features.drop_vars({[GRAM, LOSS_GRADIENT]}, errors='ignore')"
 

@@ -30,19 +30,15 @@ from trakdask.attribution.estimators import (
     Weights,
     gather_options,
 )
-from trakdask.attribution.grams import (
-    DAMPING,
-    GRAM,
-    N_SAMPLES,
-    Regularized,
-    adds_wrong_classes,
-    regularize,
-)
+from trakdask.attribution.grams import Regularized, adds_wrong_classes, regularize
 from trakdask.attribution.groups import group_codes, require_group_coord
 from trakdask.provenance import FEATURE_SPEC, as_text, require_comparable
 from trakdask.variables import (
     CHECKPOINT,
+    DAMPING,
+    GRAM,
     MODULE,
+    N_SAMPLES,
     SAMPLE,
     TARGET,
     TARGET_PREFIX,

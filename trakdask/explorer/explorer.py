@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xarray as xr
 
@@ -20,7 +20,6 @@ from trakdask.attribution.estimators import (
     Power,
     gather_options,
 )
-from trakdask.attribution.part_scores import Text
 from trakdask.checks import shown
 from trakdask.execution import active_client
 from trakdask.explorer.attributions import Attributions, Samples
@@ -29,10 +28,13 @@ from trakdask.explorer.new_targets import classifier, target_maker
 from trakdask.explorer.pages import save_html
 from trakdask.explorer.questions import Questions, Words
 from trakdask.explorer.view import View
-from trakdask.models.model import Model
 from trakdask.plots.galleries import Normalize
 from trakdask.provenance import require_comparable
 from trakdask.variables import SAMPLE, validate
+
+if TYPE_CHECKING:
+    from trakdask.models.model import Model
+    from trakdask.parts.scores import Text
 
 __all__ = ["Explorer", "explore"]
 

@@ -11,15 +11,12 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 import xarray as xr
 
 import trakdask as td
-from trakdask.checks import shown
+from trakdask.checks import is_tensor, shown
 from trakdask.explorer.computing import compute
 from trakdask.explorer.tables import Classifier, metadata
-from trakdask.featurization.lazy import projector_of
-from trakdask.models.tasks.protocol import call_model
 from trakdask.provenance import require_comparable
 from trakdask.variables import CHECKPOINT, SAMPLE
 
@@ -153,8 +150,9 @@ def classifier(
     features: xr.Dataset, model: td.Model | None, samples: xr.Dataset | None
 ) -> Classifier | None:
     """Return what a model predicts for some samples; None if it is no classifier or not there."""
-    is_classifier = isinstance(model, td.Model) and isinstance(model.task, td.tasks.Classification)
-    if model is None or samples is None or not is_classifier:
+    if model is None or samples is None:
+        return None
+    if not isinstance(model, td.Model) or not isinstance(model.task, td.tasks.Classification):
         return None
     bound = model.for_variables({str(n): x.ndim for n, x in samples.variables.items()})
     names = list(getattr(bound.task, "inputs", ()))
@@ -175,6 +173,10 @@ def _probabilities(
     model: td.Model, features: xr.Dataset, variables: Mapping[str, np.ndarray]
 ) -> np.ndarray:
     """Return the mean probabilities over the checkpoints of some features, (sample, class)."""
+    import torch  # a second, which pages without a model need not wait
+
+    from trakdask.models.tasks.protocol import call_model
+
     task: Any = model.task
     batch = td.tasks.Batch({n: torch.as_tensor(x) for n, x in variables.items()})
     known = {str(name) for name in features[CHECKPOINT].values}
@@ -234,6 +236,8 @@ def target_maker(
 
 def _require_same_model(features: xr.Dataset, model: td.Model) -> None:
     """Check that features were made by a model, before anything is featurized."""
+    from trakdask.featurization.lazy import projector_of  # imports torch, which takes a second
+
     projector_of(features)
     as_model = features.isel({SAMPLE: slice(0)})
     as_model.attrs = features.attrs | model.spec()
@@ -273,7 +277,7 @@ def _by_name(result: Any, name: str, function: str) -> dict[str, Any]:
 
 
 def _array(name: str, value: Any) -> np.ndarray:
-    array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+    array = np.asarray(value.detach().cpu() if is_tensor(value) else value)
     if array.dtype.kind not in "fiub":
         raise TypeError(
             f"expected numbers in {name!r}, got {shown(value)}; try returning an array of them"

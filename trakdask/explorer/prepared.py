@@ -15,7 +15,17 @@ from trakdask.arrays.solve import component_count
 from trakdask.attribution import estimators, grams
 from trakdask.explorer.computing import compute, persist, released_if_failed
 from trakdask.explorer.view import MeanTrace, View, damping_of
-from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES, lazy_features
+from trakdask.variables import (
+    CHECKPOINT,
+    DERIVED,
+    EIGENVALUES,
+    EIGENVECTORS,
+    N_SAMPLES,
+    PROJ_DIM,
+    SAMPLE,
+    VARIABLES,
+    lazy_features,
+)
 
 __all__ = ["Preparation", "Prepared"]
 
@@ -115,7 +125,7 @@ class Preparation:
         if grams.stored_decomposition(features, estimator.weights) is None:
             features = _with_decomposition(features, estimator)
         names = [
-            name for name in (*grams.DERIVED, "output", "out_to_loss")
+            name for name in (*DERIVED, "output", "out_to_loss")
             if name in features and name != "loss_gradient"
         ]  # fmt: skip
         kept = zip(names, persist(*(features[name].data for name in names)), strict=True)
@@ -124,7 +134,7 @@ class Preparation:
 
 def _of_trace(features: xr.Dataset, value: float) -> xr.DataArray:
     """Return λ of each checkpoint, from a number in units of tr(K)/n."""
-    n = features["gram"].attrs[grams.N_SAMPLES]
+    n = features["gram"].attrs[N_SAMPLES]
     labels = [str(name) for name in features[CHECKPOINT].values]
     data = value * arrays.gram.mean_trace(features["gram"].data, n, labels)
     (values,) = compute(data)
@@ -136,14 +146,14 @@ def _selected(ds: xr.Dataset, checkpoints: tuple[str, ...]) -> xr.Dataset:
 
 
 def _with_decomposition(features: xr.Dataset, estimator: estimators.Options) -> xr.Dataset:
-    features = features.drop_vars(grams.DERIVED, errors="ignore")
+    features = features.drop_vars(DERIVED, errors="ignore")
     weights = estimator.weights
     labels = [str(name) for name in features[CHECKPOINT].values]
     n, p = features.sizes[SAMPLE], features.sizes[PROJ_DIM]
     matrix = arrays.gram.gram(features["feature"].data, weights.gram_data(features))
     k = component_count(n, p, features["feature"].dtype)
     values, vectors = arrays.solve.eigenvectors(matrix, labels, k)
-    derived = {"gram": matrix, grams.EIGENVALUES: values, grams.EIGENVECTORS: vectors}
+    derived = {"gram": matrix, EIGENVALUES: values, EIGENVECTORS: vectors}
     attrs = weights.attrs(features)
     variables = {name: (VARIABLES[name].dims, data, attrs) for name, data in derived.items()}
     return features.assign(variables)

@@ -28,7 +28,7 @@ from trakdask.projection import Projector
 from trakdask.projection.fitted import Fitted
 from trakdask.provenance import digest, require_same
 from trakdask.samples import source_of, validate_samples
-from trakdask.storage import open
+from trakdask.storage.reading import open
 from trakdask.variables import SAMPLE
 
 

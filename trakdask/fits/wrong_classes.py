@@ -8,13 +8,14 @@ from typing import Any
 import xarray as xr
 
 from trakdask.attribution.estimators import GRAM_POWER
-from trakdask.attribution.grams import WRONG_CLASSES, gram
+from trakdask.attribution.grams import gram
 from trakdask.featurization.lazy import featurize
 from trakdask.models.model import Model
 from trakdask.models.tasks import task_spec
 from trakdask.models.tasks.supervised import Classification, WrongClass
 from trakdask.provenance import FEATURE_SPEC
 from trakdask.samples import validate_samples
+from trakdask.variables import WRONG_CLASSES
 
 
 def wrong_classes(samples: xr.Dataset, model: Model, **options: Any) -> xr.DataArray:

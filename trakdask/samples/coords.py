@@ -8,10 +8,10 @@ from typing import Any
 import dask.base
 import numpy as np
 import pandas as pd
-import torch
 import xarray as xr
 
 from trakdask import variables
+from trakdask.checks import is_tensor
 from trakdask.variables import CHECKPOINT, PROJ_DIM, PROJ_DIM_1, RANK, SAMPLE, TARGET
 
 CoordsLike = Mapping[str, Any] | pd.DataFrame | Sequence[str] | None
@@ -156,7 +156,7 @@ def check_name(name: object, what: str) -> None:
 def _to_numpy(name: str, values: Any) -> np.ndarray[Any, Any]:
     if dask.base.is_dask_collection(values):
         raise TypeError(f"coord {name!r} is lazy, and must be in memory; try {name}.compute()")
-    if isinstance(values, torch.Tensor | np.ndarray):
+    if is_tensor(values) or isinstance(values, np.ndarray):
         return to_numpy(f"coord {name!r}", values)
     if isinstance(values, xr.DataArray | xr.Variable | pd.DataFrame):  # of columns with one name
         return np.asarray(values)
@@ -169,9 +169,9 @@ def _to_numpy(name: str, values: Any) -> np.ndarray[Any, Any]:
 def to_numpy(what: str, values: Any, dtype: Any = None) -> np.ndarray[Any, Any]:
     """Convert a tensor, a number or (nested) lists; bfloat16, which numpy lacks, to float32."""
     try:
-        if isinstance(values, torch.Tensor):
+        if is_tensor(values):
             values = values.detach().cpu().resolve_conj().resolve_neg()
-            values = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+            values = (values.float() if str(values.dtype) == "torch.bfloat16" else values).numpy()
         elif isinstance(values, list | tuple) and any(map(np.ma.isMaskedArray, values)):
             values = np.ma.stack(values)
         array = np.asanyarray(values, dtype)

@@ -18,7 +18,8 @@ from typing import Any
 
 import cloudpickle
 import numpy as np
-import torch
+
+from trakdask.checks import is_tensor
 
 
 def fingerprint(obj: Any) -> str:
@@ -139,7 +140,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor):
+        if is_tensor(obj):
+            import torch  # there is a tensor, so it is loaded
+
             flat = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             return _reduced("tensor", (str(obj.dtype), tuple(obj.shape), _array_state(flat)))
         if type(obj) in (np.ndarray, np.memmap) and obj.dtype.kind in "biufcmMSU":

@@ -17,13 +17,12 @@ import dask
 import dask.array as da
 import numpy as np
 import pandas as pd
-import torch
 import xarray as xr
 import zarr
 from dask.array.utils import meta_from_array
 
 from trakdask.arrays.blocks import take
-from trakdask.checks import require_integer
+from trakdask.checks import is_tensor, require_integer
 from trakdask.samples.coords import (
     CoordsLike,
     check_name,
@@ -186,7 +185,7 @@ def lazy_variables(arrays: Mapping[str, Any], size: int) -> dict[str, da.Array]:
 
 def _lazy(name: str, array: Any, size: int) -> Any:
     what = f"variable {name!r}"
-    if isinstance(array, np.ndarray | torch.Tensor | list | tuple | pd.Series):
+    if is_tensor(array) or isinstance(array, np.ndarray | list | tuple | pd.Series):
         array = to_numpy(what, array)
     if not isinstance(array, np.ndarray | da.Array | zarr.Array) or array.ndim == 0:
         raise TypeError(

@@ -1,7 +1,6 @@
-"""Stores of features: plain zarr groups, written block by block."""
+"""Stores of features: plain zarr groups, written block by block. They know no estimator."""
 
-from trakdask.storage.changes import assign_coords, calibrate, drop, verify
+from trakdask.storage.changes import assign_coords, verify
 from trakdask.storage.reading import open
-from trakdask.storage.saving import save
 
-__all__ = ["assign_coords", "calibrate", "drop", "open", "save", "verify"]
+__all__ = ["assign_coords", "open", "verify"]

@@ -9,6 +9,7 @@ import functools
 import logging
 import socket
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import dask
@@ -232,6 +233,16 @@ def _write_block(
         rows.start, rows.stop, index, socket.gethostname(), time.time() - began,
     )  # fmt: skip
     return np.ones((1, 1), bool)
+
+
+def save_sums(
+    group: Group, names: Sequence[str], values: Sequence[da.Array], index: int, retries: int
+) -> None:
+    """Compute arrays of one checkpoint and store them, each in one chunk."""
+    regions = [(*[slice(None)] * (v.ndim - 1), slice(index, index + 1)) for v in values]
+    into: Any = [group.array(name) for name in names]
+    tasks = functools.partial(da.store, values, into, regions=regions, lock=False, compute=False)
+    execution.run(tasks, retries=retries)
 
 
 # ------------------------------------------------------------------------------ the same features

@@ -26,10 +26,9 @@ from zarr.codecs import Crc32cCodec, ZstdCodec
 from zarr.storage import FsspecStore, LocalStore, MemoryStore, StorePath
 
 from trakdask._version import __version__
-from trakdask.attribution.grams import DERIVED
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.files import UNCACHED, Folder
-from trakdask.variables import CHECKPOINT, FITTED, PROJ_DIM, SAMPLE, VARIABLES
+from trakdask.variables import CHECKPOINT, DERIVED, FITTED, PROJ_DIM, SAMPLE, VARIABLES
 
 METADATA = "zarr.json"
 DROPPED, ERROR, SCALE = "dropped", "error", "scale"

@@ -22,11 +22,10 @@ import zarr
 from dask.base import tokenize
 
 from trakdask.arrays.blocks import Key, Read, reader, stored
-from trakdask.attribution.grams import DERIVED
 from trakdask.errors import IncompleteFeaturesError, UnfinishedAppendWarning
 from trakdask.files import Folder
 from trakdask.storage.group import DROPPED, ERROR, SCALE, STORE_ATTRS, Group, dims_of, zarr_store
-from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
+from trakdask.variables import CHECKPOINT, DERIVED, SAMPLE, VARIABLES
 
 _CRC_BYTES = 4
 _LEAST_MAPPED = 2**20

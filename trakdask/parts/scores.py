@@ -23,8 +23,8 @@ from trakdask.attribution.scores import (
 from trakdask.checks import shown
 from trakdask.featurization.job import ERROR_DTYPE, OnError
 from trakdask.featurization.lazy import Prepared, projector_of
-from trakdask.featurization.parts import Parts, by_token, divide, lazy_products
 from trakdask.models.model import Model
+from trakdask.parts.products import Parts, by_token, divide, lazy_products
 from trakdask.provenance import require_comparable
 from trakdask.variables import (
     CHECKPOINT,

@@ -1,11 +1,11 @@
-"""Compute features into a store, block by block; go on where an earlier call stopped."""
+"""Write features into a store: where they belong, their blocks and coords, and the commit."""
 
 from __future__ import annotations
 
 import copy
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -13,14 +13,6 @@ import pandas as pd
 import xarray as xr
 
 from trakdask.arrays.weights import squared_norm
-from trakdask.attribution.estimators import (
-    DEFAULT_ESTIMATOR,
-    DEFAULT_POWER,
-    Estimator,
-    Power,
-    gather_options,
-)
-from trakdask.attribution.grams import NORM, WRONG_CLASSES, require_calibration
 from trakdask.checks import require_choice
 from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
 from trakdask.files import Folder
@@ -36,17 +28,17 @@ from trakdask.storage.blocks import (
 )
 from trakdask.storage.group import DROPPED, ERROR, METADATA, SCALE, STORE_ATTRS, Group, kind
 from trakdask.storage.lock import lock
-from trakdask.storage.reading import open, read_coords
-from trakdask.storage.sums import update_derived, weights_of
+from trakdask.storage.reading import read_coords
 from trakdask.variables import (
     CHECKPOINT,
     FITTED,
+    NORM,
     PROJ_DIM,
     SAMPLE,
     VARIABLES,
+    WRONG_CLASSES,
     lazy_features,
     load_coords,
-    validate,
 )
 
 AppendDim = Literal["sample", "checkpoint"]
@@ -55,118 +47,28 @@ _TAKEN = {METADATA, "lock", DROPPED, SCALE, *VARIABLES} - {ERROR}
 _SAME = tuple(name for name in STORE_SPEC if name not in (*BY_CHECKPOINT, "source"))
 
 
-def save(
+def write(
     features: xr.Dataset,
     store: str | os.PathLike[str],
+    derive: Callable[[Group, Group], None],
     *,
-    gram: bool = True,
-    estimator: Estimator = DEFAULT_ESTIMATOR,
-    power: Power = DEFAULT_POWER,
-    calibrate: xr.Dataset | None = None,
-    append_dim: AppendDim | None = None,
-    dtype: Literal["float16"] | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    progress: bool = True,
-    retries: int = 0,
-) -> xr.Dataset:
-    """Compute features into a zarr store, block by block; go on where an earlier call stopped.
-
-    Runs on the active Dask client, or on threads. Each checkpoint is one submission, and each task
-    stores its block, so that killing anything loses the blocks in flight and nothing else, and
-    calling again computes only what is missing.
+    append_dim: AppendDim | None,
+    dtype: str | None,
+    storage_options: Mapping[str, Any] | None,
+    progress: bool,
+    retries: int,
+) -> None:
+    """Compute features into a store; go on where an earlier call stopped.
 
     Parameters
     ----------
-    features
-        Lazy Dataset of :func:`featurize`.
-    store
-        Folder or fsspec URL; all workers must reach it.
-    gram
-        Also store what every score of these (training) samples needs: the gram matrix of each
-        checkpoint, its eigenvectors, and the damping λ. Targets need none of these.
-    estimator, power
-        Which :func:`score` the gram matrix is for; for ``"soft"`` the sum of the weighted features,
-        ``loss_gradient``, is stored beside it. Other estimators can still be scored: they reduce
-        theirs from the features.
-    calibrate
-        Features of 50 or more held-out samples whose outputs choose λ, as in :func:`damping`, for
-        all scores of this store from now on. :func:`calibrate` does it afterwards.
-    append_dim
-        ``"sample"`` adds these samples to a store, ``"checkpoint"`` these checkpoints of samples
-        that it has (those that it has already are left out), as xarray's ``append_dim`` does. The
-        gram matrix is that of the first plus that of the new. Appending a checkpoint to several
-        sets of samples takes one call for each: until the last, :func:`open` shows the store
-        without it, with a warning. An append that was cut short has to be finished, by the same
-        call, before another begins.
-    dtype
-        ``"float16"`` stores features in half the bytes, each row scaled by a power of two: no
-        element is off by more than 2^-11 of the largest of its row. :func:`open` gives float32
-        again.
-    storage_options
-        Given to fsspec with a URL, as xarray does.
-    progress
-        Show a bar of completed blocks.
-    retries
-        Further attempts at a block or a sum after an error, such as one of a network file system.
-
-    Returns
-    -------
-    What :func:`open` returns: the saved features, lazy.
-
-    Raises
-    ------
-    StoreMismatchError
-        If the store holds features that were made differently, or coords with other values; the
-        differing field or coord is named. :func:`assign_coords` changes coords of a store. Also if
-        a block that is stored comes out differently when it is computed again.
-    StoreBusyError
-        If another process writes the store.
-    FileExistsError
-        If the store holds something else.
-    IncompleteFeaturesError
-        If an append is asked for while another is unfinished.
-    ValueError
-        If a coord has a name that cannot be that of a folder, or features have ``wrong_classes``,
-        which no store keeps.
-    TypeError
-        If ``features`` is no Dataset, or a coord is of a kind that cannot be stored.
-    BlockError
-        If a block fails, or ends every worker process that it comes to; completed blocks stay.
-    OSError
-        If a block cannot be stored, with the reason; completed blocks stay.
-
-    Notes
-    -----
-    zarr v3, uncompressed (features do not compress), one chunk per block with a CRC-32C that every
-    reader checks, NaN fill.
-
-    Resuming lists the store once. Any workers, scheduler, blocks and micro-batch may resume it. One
-    block that is stored is computed again, the last, and compared: within 1 % of the length of its
-    rows (10 % in 16 bits), because gradients may differ in their last digits between machines and
-    batches. Chunks are not forced onto the disk: after a power failure, type
-    ``td.verify(store, checksums=True)``.
-
-    λ and the eigenvectors are computed once, after the gram matrices: one eigendecomposition per
-    checkpoint, about 9 p³ flops and 32 p² bytes in a task, and 8 p² bytes in the store (above
-    proj_dim 8192 :func:`calibrate` makes them). A query then costs two small products instead, and
-    no λ is chosen anew. An append or a drop renews them, those of checkpoints that changed.
-
-    Dask counts a worker's death against the task it was running, and gives the task up after
-    ``distributed.scheduler.allowed-failures`` (3) of them. Where machines are taken away at any
-    time, set it to 10 or more in the configuration of the scheduler, before that starts; setting it
-    in a notebook does nothing for a scheduler that runs elsewhere.
+    derive
+        Is called when all blocks are stored, with the store as it counts, and as it is to be; adds
+        what is kept of all samples. Everything counts together.
+    features, store, append_dim, dtype, storage_options, progress, retries
+        As in :func:`trakdask.save`, which has the errors, too.
     """
-    validate(features, ("feature", "output", "out_to_loss"), what="features")
     _require_options(features, dtype, append_dim)
-    if calibrate is not None:
-        if not gram:
-            raise ValueError(
-                "expected gram=True with calibrate, which chooses the λ of the gram matrix, got "
-                "gram=False; try leaving calibrate out"
-            )
-        gather_options(features, estimator, power, "auto", calibrate)
-        require_calibration(features, calibrate)
-    weights = gather_options(features, estimator, power).weights if gram else None
     features = _storable(features)
     folder = Folder.at(store, storage_options)
     _read(folder)  # nothing is written into what is no store, not even a lock
@@ -188,14 +90,11 @@ def save(
         if not lacks_blocks(group):
             group.attrs.pop("lacking", None)
             group.write_small(coords)
-            is_same = (group.n_samples, group.checkpoints) == (before.n_samples, before.checkpoints)
-            weights = weights or (weights_of(before) if is_same else None)
-            update_derived(before, group, weights, calibrate, retries=retries)
+            derive(before, group)
             if (group.arrays, group.attrs) != (before.arrays, before.attrs):
                 require_held()  # while this process slept, another one may have taken it for dead
                 group.commit()
                 group.sweep()
-        return open(store, storage_options=storage_options)
 
 
 def _require_options(features: xr.Dataset, dtype: object, append_dim: object) -> None:

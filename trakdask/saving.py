@@ -1,0 +1,461 @@
+"""Save features with all that their scores need: gram matrices, their eigenvectors and λ.
+
+These are reduced whenever what they are of changes, and count together with it.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import xarray as xr
+
+from trakdask import arrays
+from trakdask.arrays.solve import component_count
+from trakdask.attribution.derived import chosen_damping, sums
+from trakdask.attribution.estimators import (
+    DEFAULT_ESTIMATOR,
+    DEFAULT_POWER,
+    Estimator,
+    Power,
+    Weights,
+    gather_options,
+)
+from trakdask.attribution.grams import require_calibration
+from trakdask.storage.blocks import save_sums
+from trakdask.storage.changes import changing
+from trakdask.storage.group import DROPPED, Group
+from trakdask.storage.reading import assembled, dropped_mask, lazy_array, open, without_dropped
+from trakdask.storage.writing import AppendDim, write
+from trakdask.variables import (
+    CHECKPOINT,
+    COMPONENT,
+    DAMPING,
+    DERIVED,
+    EIGENVALUES,
+    EIGENVECTORS,
+    GRAM,
+    LOSS_GRADIENT,
+    NORM,
+    PROJ_DIM,
+    PROJ_DIM_1,
+    SAMPLE,
+    validate,
+)
+
+__all__ = ["calibrate", "drop", "save"]
+
+_MOST_DIM = 8192
+"""Above this proj_dim, :func:`save` leaves the decomposition, which takes 32 p² bytes in one task,
+to :func:`calibrate`."""
+
+_FACTORS = (EIGENVALUES, EIGENVECTORS)
+
+_log = logging.getLogger(__name__)
+
+
+def save(
+    features: xr.Dataset,
+    store: str | os.PathLike[str],
+    *,
+    gram: bool = True,
+    estimator: Estimator = DEFAULT_ESTIMATOR,
+    power: Power = DEFAULT_POWER,
+    calibrate: xr.Dataset | None = None,
+    append_dim: AppendDim | None = None,
+    dtype: Literal["float16"] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: bool = True,
+    retries: int = 0,
+) -> xr.Dataset:
+    """Compute features into a zarr store, block by block; go on where an earlier call stopped.
+
+    Runs on the active Dask client, or on threads. Each checkpoint is one submission, and each task
+    stores its block, so that killing anything loses the blocks in flight and nothing else, and
+    calling again computes only what is missing.
+
+    Parameters
+    ----------
+    features
+        Lazy Dataset of :func:`featurize`.
+    store
+        Folder or fsspec URL; all workers must reach it.
+    gram
+        Also store what every score of these (training) samples needs: the gram matrix of each
+        checkpoint, its eigenvectors, and the damping λ. Targets need none of these.
+    estimator, power
+        Which :func:`score` the gram matrix is for; for ``"soft"`` the sum of the weighted features,
+        ``loss_gradient``, is stored beside it. Other estimators can still be scored: they reduce
+        theirs from the features.
+    calibrate
+        Features of 50 or more held-out samples whose outputs choose λ, as in :func:`damping`, for
+        all scores of this store from now on. :func:`calibrate` does it afterwards.
+    append_dim
+        ``"sample"`` adds these samples to a store, ``"checkpoint"`` these checkpoints of samples
+        that it has (those that it has already are left out), as xarray's ``append_dim`` does. The
+        gram matrix is that of the first plus that of the new. Appending a checkpoint to several
+        sets of samples takes one call for each: until the last, :func:`open` shows the store
+        without it, with a warning. An append that was cut short has to be finished, by the same
+        call, before another begins.
+    dtype
+        ``"float16"`` stores features in half the bytes, each row scaled by a power of two: no
+        element is off by more than 2^-11 of the largest of its row. :func:`open` gives float32
+        again.
+    storage_options
+        Given to fsspec with a URL, as xarray does.
+    progress
+        Show a bar of completed blocks.
+    retries
+        Further attempts at a block or a sum after an error, such as one of a network file system.
+
+    Returns
+    -------
+    What :func:`open` returns: the saved features, lazy.
+
+    Raises
+    ------
+    StoreMismatchError
+        If the store holds features that were made differently, or coords with other values; the
+        differing field or coord is named. :func:`assign_coords` changes coords of a store. Also if
+        a block that is stored comes out differently when it is computed again.
+    StoreBusyError
+        If another process writes the store.
+    FileExistsError
+        If the store holds something else.
+    IncompleteFeaturesError
+        If an append is asked for while another is unfinished.
+    ValueError
+        If a coord has a name that cannot be that of a folder, or features have ``wrong_classes``,
+        which no store keeps.
+    TypeError
+        If ``features`` is no Dataset, or a coord is of a kind that cannot be stored.
+    BlockError
+        If a block fails, or ends every worker process that it comes to; completed blocks stay.
+    OSError
+        If a block cannot be stored, with the reason; completed blocks stay.
+
+    Notes
+    -----
+    zarr v3, uncompressed (features do not compress), one chunk per block with a CRC-32C that every
+    reader checks, NaN fill.
+
+    Resuming lists the store once. Any workers, scheduler, blocks and micro-batch may resume it. One
+    block that is stored is computed again, the last, and compared: within 1 % of the length of its
+    rows (10 % in 16 bits), because gradients may differ in their last digits between machines and
+    batches. Chunks are not forced onto the disk: after a power failure, type
+    ``td.verify(store, checksums=True)``.
+
+    λ and the eigenvectors are computed once, after the gram matrices: one eigendecomposition per
+    checkpoint, about 9 p³ flops and 32 p² bytes in a task, and 8 p² bytes in the store (above
+    proj_dim 8192 :func:`calibrate` makes them). A query then costs two small products instead, and
+    no λ is chosen anew. An append or a drop renews them, those of checkpoints that changed.
+
+    Dask counts a worker's death against the task it was running, and gives the task up after
+    ``distributed.scheduler.allowed-failures`` (3) of them. Where machines are taken away at any
+    time, set it to 10 or more in the configuration of the scheduler, before that starts; setting it
+    in a notebook does nothing for a scheduler that runs elsewhere.
+    """
+    validate(features, ("feature", "output", "out_to_loss"), what="features")
+    if calibrate is not None:
+        if not gram:
+            raise ValueError(
+                "expected gram=True with calibrate, which chooses the λ of the gram matrix, got "
+                "gram=False; try leaving calibrate out"
+            )
+        gather_options(features, estimator, power, "auto", calibrate)
+        require_calibration(features, calibrate)
+    weights = gather_options(features, estimator, power).weights if gram else None
+
+    def derive(before: Group, group: Group) -> None:
+        is_same = (group.n_samples, group.checkpoints) == (before.n_samples, before.checkpoints)
+        kept = weights or (weights_of(before) if is_same else None)
+        update_derived(before, group, kept, calibrate, retries=retries)
+
+    write(
+        features, store, derive,
+        append_dim=append_dim, dtype=dtype, storage_options=storage_options,
+        progress=progress, retries=retries,
+    )  # fmt: skip
+    return open(store, storage_options=storage_options)
+
+
+def drop(
+    store: str | os.PathLike[str],
+    *,
+    where: xr.DataArray | Callable[[xr.Dataset], xr.DataArray],
+    storage_options: Mapping[str, Any] | None = None,
+) -> xr.Dataset:
+    """Leave samples out of a store from now on, and out of the gram matrix that it keeps.
+
+    Parameters
+    ----------
+    store
+        Folder or fsspec URL that :func:`save` wrote, complete.
+    where
+        True for the samples to drop: boolean (sample), along what :func:`open` returns; or a
+        function of that Dataset, as in ``where=lambda ds: ds.source == "spam"``.
+    storage_options
+        Given to fsspec with a URL, as xarray does.
+
+    Returns
+    -------
+    What :func:`open` returns from now on.
+
+    Raises
+    ------
+    ValueError
+        If ``where`` is no boolean (sample), or drops all.
+    IncompleteFeaturesError
+        If the store is not complete.
+    StoreBusyError
+        If another process writes the store.
+
+    Notes
+    -----
+    The features stay on the disk; ``td.open(store, dropped=True)`` shows and marks them. What is
+    kept beside them is reduced again from what is left, in one pass over the features. Where λ and
+    the eigenvectors of the gram matrix are stored, they are computed again, with λ chosen by
+    training samples.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import trakdask as td
+    >>> features = td.testing.simulate_features(n_samples=8, proj_dim=4)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saved = td.save(features, f"{folder}/f.zarr", progress=False)
+    ...     left = td.drop(f"{folder}/f.zarr", where=saved.label == 1)
+    ...     left.sizes["sample"]
+    4
+    """
+    with changing(store, storage_options, "td.drop") as group:
+        group.require_complete()
+        chosen = _chosen(open(store, storage_options=storage_options), where)
+        if chosen.any():
+            before, mask = copy.deepcopy(group), dropped_mask(group)
+            mask[np.flatnonzero(~mask)[chosen]] = True
+            group.write_small({DROPPED: xr.Variable(SAMPLE, mask)})
+            update_derived(before, group, weights_of(before))
+    return open(store, storage_options=storage_options)
+
+
+def _chosen(ds: xr.Dataset, where: Any) -> np.ndarray:
+    """Return which of the samples are to be dropped."""
+    mask = where(ds) if callable(where) else where
+    content = f"{mask!r:.60} ({type(mask).__name__})"
+    if isinstance(mask, xr.DataArray):
+        content = f"{mask.dtype} {dict(mask.sizes)}"
+        if mask.dtype == bool and dict(mask.sizes) == {SAMPLE: ds.sizes[SAMPLE]}:
+            chosen = np.asarray(mask.values)
+            if not chosen.all():
+                return chosen
+            content = f"true for all {len(chosen)}"
+    raise ValueError(
+        f"expected where= as a boolean DataArray ({SAMPLE}: {ds.sizes[SAMPLE]}), true for some "
+        f"samples, or a function that returns one, got {content}; try "
+        "where=lambda ds: ds.source == 'spam', with a coord of yours"
+    )
+
+
+def calibrate(
+    store: str | os.PathLike[str],
+    held_out: xr.Dataset | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> xr.Dataset:
+    """Store λ and the eigenvectors of the gram matrix, so that no query computes them.
+
+    :func:`save` does this, too; this is to choose λ anew, and for a proj_dim above 8192.
+
+    Parameters
+    ----------
+    store
+        Folder or fsspec URL that :func:`save` wrote, complete, with its gram matrix.
+    held_out
+        Features of 50 or more held-out samples whose outputs choose λ, as ``calibrate=`` of
+        :func:`damping`; by default training samples choose.
+    storage_options
+        Given to fsspec with a URL, as xarray does.
+
+    Returns
+    -------
+    What :func:`open` returns from now on.
+
+    Raises
+    ------
+    ValueError
+        If the store has no gram matrix, or ``held_out`` cannot choose λ for its estimator.
+    StoreMismatchError
+        If ``held_out`` was featurized in another way.
+    IncompleteFeaturesError
+        If the store is not complete.
+    StoreBusyError
+        If another process writes the store.
+
+    Notes
+    -----
+    Cost: one eigendecomposition per checkpoint, about 9 p³ flops and 32 p² bytes in a task, unless
+    the store has it already; the features of up to 1000 training samples are read to choose λ. For
+    a store of ``estimator="trak"`` whose λ is chosen by outputs (classification), one pass over the
+    features as well. Features are not computed again.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import trakdask as td
+    >>> features = td.testing.simulate_features(n_samples=8, proj_dim=4)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saved = td.save(features, f"{folder}/f.zarr", progress=False)
+    ...     td.calibrate(f"{folder}/f.zarr").damping.attrs["rule"]
+    '0.03 tr(K^2)/tr(K)'
+    """
+    with changing(store, storage_options, "td.calibrate") as group:
+        group.require_complete()
+        weights = weights_of(group)
+        if weights is None:
+            raise ValueError(
+                f"expected a store with a gram matrix, got {group.folder.url!r} with "
+                f"{sorted(group.arrays)}; try td.save(features, store) with gram=True"
+            )
+        if held_out is not None:
+            require_calibration(open(store, storage_options=storage_options), held_out)
+        update_derived(copy.deepcopy(group), group, weights, held_out, anew=True)
+    return open(store, storage_options=storage_options)
+
+
+# ---------------------------------------------------------- what is kept of all samples
+
+
+def weights_of(group: Group) -> Weights | None:
+    """Return the weights of the gram matrix of a store, None if it has none."""
+    if GRAM not in group.arrays:
+        return None
+    attrs = group.arrays[GRAM]["attributes"]
+    return Weights(attrs["power"])
+
+
+def update_derived(
+    before: Group,
+    group: Group,
+    weights: Weights | None,
+    calibrate: xr.Dataset | None = None,
+    *,
+    anew: bool = False,
+    retries: int = 0,
+) -> None:
+    """Store gram matrix, eigenvectors and λ of a store as it is to be, beside those that count.
+
+    Parameters
+    ----------
+    before
+        The store as it counts.
+    group
+        As it is to be, with its blocks stored; the metadata of the new arrays are added.
+    weights
+        Of the sums; None for none.
+    calibrate
+        Features of held-out samples that choose λ, instead of training samples.
+    anew
+        Choose λ anew if other samples chose the one that is there, and at any proj_dim.
+    retries
+        Further attempts.
+
+    Notes
+    -----
+    Where scores will be an error anyway (a gram matrix that is not finite, or 0, has no λ), this is
+    logged and none stored, unless λ is to be chosen anew: the features are still worth their store.
+    """
+    for name in DERIVED:
+        group.arrays.pop(name, None)
+    if weights is None:
+        return
+    gram_stays = _update_sums(before, group, weights, retries)
+    if group.arrays[GRAM]["shape"][0] > _MOST_DIM and not anew:
+        return
+    try:
+        factors_stay = _update_factors(before, group, gram_stays, retries)
+        chosen_by = None if calibrate is None else str(calibrate.attrs.get("source", ""))
+        known = before.arrays.get(DAMPING, {})
+        is_same = known and factors_stay and before.checkpoints == group.checkpoints
+        is_asked = anew or calibrate is not None
+        if is_same and (not is_asked or known["attributes"]["chosen_by"] == chosen_by):
+            group.arrays[DAMPING] = known
+        else:
+            _update_damping(group, calibrate, chosen_by)
+    except (ValueError, np.linalg.LinAlgError) as err:
+        if anew:
+            raise
+        _log.warning("λ and the eigenvectors of the gram matrix were not stored: %s", err)
+        for name in (*_FACTORS, DAMPING):
+            group.arrays.pop(name, None)
+
+
+def _update_sums(before: Group, group: Group, weights: Weights, retries: int) -> bool:
+    """Store the sums over the samples; of a checkpoint that has some, what was appended is added.
+
+    If samples were dropped they are reduced again: a difference would be faster, but its rounding
+    is that of the larger sum. Returns whether the gram matrices that are there stay as they are.
+    """
+    ds = without_dropped(assembled(group))
+    attrs, n_appended = weights.attrs(ds), group.n_samples - before.n_samples
+    appended = ds.isel({SAMPLE: slice(ds.sizes[SAMPLE] - n_appended, None)})
+    about = {**attrs, "n_samples": ds.sizes[SAMPLE] - n_appended}
+    known = [name for name in weights.sums if _is_known(before, name, about)]
+    sizes = {**ds.sizes, PROJ_DIM_1: ds.sizes[PROJ_DIM]}
+    dtype = np.result_type(arrays.gram.accumulation_dtype(ds.sizes[PROJ_DIM]), ds.feature.dtype)
+    for name in weights.sums:
+        stays = name in known and not n_appended
+        group.add(name, sizes, dtype, grows=stays, attrs=attrs)
+    for index, checkpoint in enumerate(group.checkpoints):
+        old = known if checkpoint in before.checkpoints else []
+        new = [name for name in weights.sums if name not in old]
+        if new:
+            save_sums(group, new, sums(ds, weights, new, index), index, retries)
+        if old and n_appended:
+            there = [lazy_array(before, name)[..., index : index + 1] for name in old]
+            added = sums(appended, weights, old, index)
+            save_sums(
+                group, old, [a + b for a, b in zip(there, added, strict=True)], index, retries
+            )
+    return GRAM in known and not n_appended
+
+
+def _is_known(before: Group, name: str, attrs: dict[str, Any]) -> bool:
+    """Return whether a store has a sum of these samples, and checkpoints if it pools them."""
+    known = before.arrays.get(name, {}).get("attributes", {})
+    same = ["n_samples", "gram_weights", *(["pooled_checkpoints"] if name == LOSS_GRADIENT else [])]
+    return all(key in known and known[key] == attrs[key] for key in same)
+
+
+def _update_factors(before: Group, group: Group, gram_stays: bool, retries: int) -> bool:
+    """Store the eigenvectors of the gram matrices that lack them; return whether some stay."""
+    ds, stays = assembled(group), gram_stays and EIGENVECTORS in before.arrays
+    n, p, matrices = ds[GRAM].attrs["n_samples"], ds.sizes[PROJ_DIM], ds[GRAM].data
+    k = component_count(n, p, ds.feature.dtype)
+    for name in _FACTORS:
+        group.add(name, {**ds.sizes, COMPONENT: k}, "f8", grows=stays, attrs=_about(group))
+    for index, name in enumerate(group.checkpoints):
+        if not (stays and name in before.checkpoints):
+            matrix = matrices[..., index : index + 1]
+            factors = arrays.solve.eigenvectors(matrix, [name], k)
+            save_sums(group, _FACTORS, factors, index, retries)
+    return stays
+
+
+def _about(group: Group) -> dict[str, Any]:
+    """Return the attributes that say which gram matrix something is of."""
+    attrs = group.arrays[GRAM]["attributes"]
+    return {name: attrs[name] for name in ("n_samples", "gram_weights", "power")}
+
+
+def _update_damping(group: Group, calibrate: xr.Dataset | None, chosen_by: str | None) -> None:
+    """Choose and store λ."""
+    ds = without_dropped(assembled(group)).drop_vars(NORM)  # these rows need not be compared
+    values, attrs = chosen_damping(ds, calibrate)
+    attrs |= {**_about(group), "chosen_by": chosen_by}
+    group.add(DAMPING, {CHECKPOINT: len(values)}, "f8", attrs=attrs)
+    group.array(DAMPING)[:] = values
