@@ -146,10 +146,9 @@ def test_open__computes_nothing_but_coords(tmp_path: Path) -> None:
 
 
 NOT_LAZY = {
+    "attribute": "writes to a store",
     "assign_coords": "writes to a store",
     "calibrate": "writes to a store",
-    "curvature": "runs the computation, since features need its values",
-    "principal_components": "runs the computation, since features need its values",
     "drop": "writes to a store",
     "examples.digits": "returns arrays that are bundled",
     "examples.mnist": "returns arrays that are bundled",

@@ -148,7 +148,7 @@ def test_plan__compares_more_columns_where_they_are_few(rank: int, widths: list[
     samples = td.from_arrays({"image": np.zeros((rank, 100), "f4"), "label": np.zeros(rank, int)})
     found = plan(td.featurize(samples, wide, projector=OWN))
     assert [p.proj_dim for p in found.projections] == [32, *widths]
-    assert ("td.principal_components" in repr(found)) == bool(widths)
+    assert ("td.fit" in repr(found)) == bool(widths)
 
 
 class Counted(nn.Sequential):

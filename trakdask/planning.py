@@ -330,7 +330,7 @@ class Plan:
             titles.append(
                 f"More than {_MOST_PER_COLUMN} samples per random column: where this was measured, "
                 "it cost 0.04 to 0.10 of LDS with 1 checkpoint, up to 0.08 with 3; try more "
-                "columns, as in the table, or td.principal_components"
+                "columns, as in the table, or td.fit"
             )
         return titles
 

@@ -23,6 +23,10 @@ def model(*arguments: Any, **options: Any) -> Callable[[Path], object]:
     return lambda _: td.Model(*(arguments or (NET,)), **options)
 
 
+def moments(given: Any) -> Callable[[Path], object]:
+    return lambda _: td.second_moments(td.Model(NET), given)
+
+
 def checkpoint(make: Callable[[Path], Any]) -> Callable[[Path], object]:
     return lambda folder: td.Model(NET, [make(folder)])
 
@@ -88,7 +92,7 @@ ROWS = [
         ("parameters of numbers", model(parameters=[0, 1]), "[0, 1]"),
         ("predicate of one argument", model(parameters=lambda name: True), "1 positional argument"),
         ("parallel", model(nn.Sequential(nn.DataParallel(NET))), "'0' of class DataParallel"),
-        ("moments a number", model(second_moments=3), "second_moments", "3"),
+        ("moments a number", moments(3), "moments", "3"),
         (
             "quantised",
             model(nn.Sequential(QUANTISED), task="causal_lm"),
@@ -160,15 +164,15 @@ ROWS = [
         ("parameters misspelled", model(parameters="wieght"), "'wieght'", "'weight'"),
         ("parameters of no class", model(parameters=nn.Conv2d), "Conv2d", "'Linear'"),
         ("parameters of no predicate", model(parameters=lambda name, _: False), "none of 2"),
-        ("moments too many", model(second_moments=[STATE, STATE]), "['0']", "(2)", "{'0'"),
-        ("moments of others", model(second_moments={"last": STATE}), "['0']", "'last'"),
+        ("moments too many", moments([STATE, STATE]), "['0']", "(2)", "{'0'"),
+        ("moments of others", moments({"last": STATE}), "['0']", "'last'"),
     ),
     *rows(
         M,
         FileNotFoundError,
         ("no such file", model(NET, ["no_such.pt"]), "no_such.pt"),
         ("URL of nothing", model(NET, ["memory://none/c0.pt"]), "none/c0.pt"),
-        ("moments of no file", model(second_moments=["no.pt"]), "no.pt"),
+        ("moments of no file", moments(["no.pt"]), "no.pt"),
     ),
     *rows(M, OSError, ("loop of links", checkpoint(loop_of_links), "a.pt")),
     *rows(
@@ -183,7 +187,7 @@ ROWS = [
     *rows(
         M,
         td.errors.CheckpointError,
-        ("moments empty", model(second_moments=[{}]), "state dict", "[]"),
+        ("moments empty", moments([{}]), "state dict", "[]"),
     ),
     *[
         BadInput(

@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 import trakdask as td
 from trakdask.command_line.commands import app
 from trakdask.command_line.configuration import ConfigurationError, read
-from trakdask.command_line.jobs import explored
+from trakdask.command_line.jobs import explored, running
 from trakdask.explorer import View
 from trakdask.explorer.pages import page
 
@@ -85,10 +85,7 @@ top_k: {k: 3}
 groups: {by: source}
 outputs: {score: scores.zarr, top_k: top.parquet, groups: groups.parquet}
 """
-FITS = """
-curvature: {store: curvature.zarr, every: 2, damping: 50}
-components: {store: components.zarr, proj_dim: 5}
-"""
+FIT = "projector: {kind: fit, proj_dim: 5, n_samples: 30, sketch: {kind: SJLT, proj_dim: 64}}"
 
 
 @pytest.fixture
@@ -165,21 +162,30 @@ def test_every_command__of_one_job(job: Path, run: Run) -> None:
     assert "[books]" in printed["groups"]
 
 
-def test_top_k__of_curved_components(job: Path, run: Run) -> None:
-    text = job.read_text().replace("projector: {kind: Rademacher, proj_dim: 8}", FITS)
-    job.write_text(text)
+def test_commands__of_a_fitted_projector(job: Path, run: Run) -> None:
+    job.write_text(job.read_text().replace("projector: {kind: Rademacher, proj_dim: 8}", FIT))
+    planned = run("plan", job)
+    assert "Components(proj_dim=5)" in planned.output
+    assert not list(job.parent.glob("*.zarr*"))  # nothing was fitted
     assert (done := run("top-k", job)).exit_code == 0, done.output
-    stores = [job.parent / name for name in ("curvature.zarr", "components.zarr", "train.zarr")]
-    curvature, components, train = map(xr.open_zarr, stores)
-    assert curvature.attrs["damping"] == 50
-    assert components.sizes["proj_dim"] == train.sizes["proj_dim"] == 5
-    assert train.attrs["components"] == td.open(job.parent / "targets.zarr").attrs["components"]
-    made = stores[0].stat().st_mtime_ns
+    train, targets = (td.open(job.parent / f"{name}.zarr") for name in ("train", "targets"))
+    assert train.sizes["proj_dim"] == targets.sizes["proj_dim"] == 5
+    assert train.attrs["fit"] == targets.attrs["fit"]
+    made = {path: path.stat().st_mtime_ns for path in (job.parent / "train.zarr").rglob("c*")}
     assert run("groups", job).exit_code == 0
-    assert stores[0].stat().st_mtime_ns == made  # fitted once
-    refused = run("top-k", job, "--set", "components.proj_dim=4")
+    with running(read(job)):
+        assert explored(read(job))[1].sizes["proj_dim"] == 5
+    assert made == {path: path.stat().st_mtime_ns for path in made}
+    refused = run("top-k", job, "--set", "projector.proj_dim=4")
     assert refused.exit_code == 2
-    assert "components" in refused.output
+    assert "proj_dim" in refused.output
+    no_data = yaml.safe_load(job.read_text())
+    del no_data["data"]
+    job.write_text(yaml.safe_dump(no_data))
+    (job.parent / "targets.zarr").rename(job.parent / "before.zarr")
+    assert (done := run("top-k", job)).exit_code == 0, done.output
+    again = td.open(job.parent / "targets.zarr")
+    np.testing.assert_allclose(again.feature, targets.feature, atol=1e-5)
 
 
 def test_plan__projector_of_two(job: Path, run: Run) -> None:

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from tests.models.engines import Collected, backward, equal, run
 from trakdask.models import hooks
-from trakdask.models.curvature import factors_of, rotations
 from trakdask.models.gradients import ENGINES
 from trakdask.models.model import Model
 from trakdask.models.rules import rules_of
 from trakdask.models.tasks import Batch, Forward
+from trakdask.projection.axes import factors_of, rotations
 
 
 class Total:
