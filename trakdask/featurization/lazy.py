@@ -25,7 +25,13 @@ from trakdask.checks import require_choice, require_integer, shown
 from trakdask.execution import active_client, workers_of
 from trakdask.featurization.block import add_up_block, featurize_block
 from trakdask.featurization.job import ERROR_DTYPE, DType, Job, OnError, Partition
-from trakdask.models.curvature import AxisProducts, SquaredCoordinates, eigenvectors_of, factors_of
+from trakdask.models.curvature import (
+    DAMPING_PRIOR,
+    AxisProducts,
+    SquaredCoordinates,
+    eigenvectors_of,
+    factors_of,
+)
 from trakdask.models.gradients import ENGINES
 from trakdask.models.layers import choose_engine, elements_at_once
 from trakdask.models.model import Model
@@ -291,6 +297,7 @@ def prepare(
         **({"parts": partition.spec()} if partition else {}),
         "formula": _FORMULAS["second_moments" in spec, "curvature" in spec]
         + ("; then C^T feature, with principal components C" if model.components else ""),
+        **({"damping_prior": DAMPING_PRIOR} if model.curvature else {}),
         "trakdask_version": __version__,
         "torch_version": str(torch.__version__),
         "gradients_reason": reason,
