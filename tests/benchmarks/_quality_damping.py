@@ -17,16 +17,15 @@ from _quality_kernels import LEAST_WEIGHT, Floats, unit_ranks
 from _quality_scores import ground
 from _quality_tasks import Subject, members
 from _quality_truth import checkpoints
+from curvature import SKETCH, a_quarter
 
 import trakdask as td
-from trakdask.arrays.weights import adaptive_power
+from trakdask.arrays.damping import GRID
 from trakdask.attribution.estimators import Weights, gather_options
+from trakdask.attribution.scores import loss_weights
 
 FIRST = 1_000_000  # number of the first half: the truth has the halves 0, 1, ...
 N_CHECKPOINTS = 10
-SKETCH = td.SJLT(proj_dim=2048)
-#: ρ = λ n / tr(K), a quarter of a decade apart, beyond both ends of the package's.
-RHO = 10.0 ** np.linspace(-2, 3, 21)
 #: Which of ten checkpoints are scored together: all, and several draws of fewer.
 TOGETHER = [[0], [1], [2], [0, 1, 2], [3, 4, 5], [*range(5)], [*range(5, 10)], [*range(10)]]
 
@@ -44,17 +43,12 @@ def half_checkpoints(subject: Subject, cache: Path, n: int) -> list[Path]:
     return [made_once(Path(f"{stem}-h{index}.pt"), partial(write, index)) for index in range(n)]
 
 
-def a_quarter(samples: xr.Dataset) -> xr.Dataset:
-    n = samples.sizes["sample"]
-    return samples.isel(sample=np.sort(np.random.default_rng(0).choice(n, n // 4, replace=False)))
-
-
 def curves(subject: Subject, cache: Path) -> list[Row]:
     """Return a row for each kind of features and checkpoints; those of the cache are kept."""
     path = cache / "dampings" / f"{subject.name}-{subject.digest()}.json"
-    rows = made_once(path, lambda path: path.write_text(json.dumps(list(_rows(subject, cache)))))
-    found: list[Row] = json.loads(rows.read_text())
-    return found
+    made_once(path, lambda path: path.write_text(json.dumps(list(_rows(subject, cache)))))
+    rows: list[Row] = json.loads(path.read_text())
+    return rows
 
 
 def _rows(subject: Subject, cache: Path) -> Iterator[Row]:
@@ -63,9 +57,7 @@ def _rows(subject: Subject, cache: Path) -> Iterator[Row]:
         plain = td.Model(subject.build, train(subject, cache, N_CHECKPOINTS), subject.task)
         curved = plain.with_curvature(td.curvature(a_quarter(parts[0]), plain))
         for kind, model in (("plain", plain), ("curvature", curved)):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                made = [td.featurize(one, model, projector=SKETCH).compute() for one in parts]
+            made = [td.featurize(one, model, projector=SKETCH).compute() for one in parts]
             for row in _of_features(subject, *made):
                 yield {"task": subject.name, "data": data, "features": kind} | row
 
@@ -73,46 +65,36 @@ def _rows(subject: Subject, cache: Path) -> Iterator[Row]:
 def _of_features(subject: Subject, train: xr.Dataset, targets: xr.Dataset) -> Iterator[Row]:
     drawn, outputs = ground(subject)
     drawn, truth = drawn.values.astype(np.float32), unit_ranks(outputs.mean("seed").values)
-    options = gather_options(train.chunk(), "auto")
-    scoring = list(_kernels(train, targets, options.weights))
-    choosing = scoring
+    options = gather_options(train.chunk())
+    scoring = choosing = list(_kernels(train, targets, options.weights))
     if options.choosing.gram != options.weights.gram:
         choosing = list(_kernels(train, targets, options.choosing))
     for together in TOGETHER:
         some = train.isel(checkpoint=together).chunk()
-        power = options.is_adaptive and float(adaptive_power(some.out_to_loss.data).compute())
-        weights = Weights(power) if power else options.weights
-        g = weights.loss_data(some).compute().mean(axis=1).astype(np.float32)
+        g = loss_weights(options, some).loss_data(some).compute().mean(axis=1).astype(np.float32)
         products = sum(scoring[c][0] for c in together)
         predicted = [drawn @ (g[:, None] * each) for each in products]
         lds = [(unit_ranks(each) * truth).sum(axis=0).mean() for each in predicted]
-        r = options.choosing.loss_data(some).compute().mean(axis=1)
+        r, f = options.choosing.loss_data(some).compute().mean(axis=1), some.output.mean("checkpoint")
         totals = sum(_left_out(*choosing[c][1:], r) for c in together)
-        held_out = sum(np.einsum("pzt,z->pt", choosing[c][0], r) for c in together)
+        sums = np.array([[(choosing[c][1] ** k).sum() for k in (1, 2)] for c in together])
         yield {
-            "n": len(together), "first": together[0],
+            "n": len(together), "first": together[0], "samples": len(f),
             "lds": np.round(lds, 5).tolist(),
-            "curve": _correlations(totals, some), "rows": some.sizes["sample"],
-            "targets": _correlations(held_out, targets.isel(checkpoint=together)),
-            "q": np.quantile(some.out_to_loss, np.linspace(0, 1, 21)).tolist(),
-            "mean q": float(some.out_to_loss.mean()),
-            "f": [float(some.output.mean()), float(some.output.std()), float(some.output.mean("checkpoint").std())],
-            "eff": [float(np.mean([(choosing[c][1] / (choosing[c][1] + lam)).sum() for c in together])) for lam in RHO * 0 + 1] if False else [],
-            "moments": [[float((choosing[c][1] ** k).sum()) for k in (1, 2)] for c in together],
-            "dims": [float(np.mean([(choosing[c][1] / (choosing[c][1] + choosing[c][4][i])).sum() for c in together])) for i in range(len(RHO))],
+            "curve": [round(float(np.corrcoef(each, f)[0, 1]), 5) for each in totals],
+            "closed form": float((0.03 * len(f) * sums[:, 1] / sums[:, 0] ** 2).mean()),
         }  # fmt: skip
 
 
 def _kernels(train: xr.Dataset, targets: xr.Dataset, weights: Weights) -> Iterator[tuple[Any, ...]]:
     """Yield φ(z)ᵀ(K + λI)⁻¹φ(t) (ρ, z, t), and what leaves rows out, of each checkpoint."""
     h = weights.gram_data(train.chunk())
-    q = train.out_to_loss.values
-    h = np.ones_like(q) if h is None else h.compute()
+    h = np.ones(train.output.shape) if h is None else h.compute()
     for c in range(train.sizes["checkpoint"]):
         x, t = (ds.feature.values[:, :, c].astype(np.float64) for ds in (train, targets))
         root = np.sqrt(np.maximum(h[:, c], LEAST_WEIGHT))
         values, vectors = np.linalg.eigh((x @ x.T) * np.outer(root, root))
-        values, lam = values.clip(min=0), RHO * values.mean()
+        values, lam = values.clip(min=0), GRID * values.mean()
         along = (vectors.T @ (root[:, None] * (x @ t.T))).astype(np.float32)
         back = (vectors / root[:, None]).astype(np.float32)
         shrunk = [(1 / (values + each)).astype(np.float32)[:, None] for each in lam]
@@ -126,8 +108,3 @@ def _left_out(values: Floats, vectors: Floats, root: Floats, lam: Floats, g: Flo
     total = (vectors @ (kept.T * (vectors.T @ (g / root))[:, None])) / root[:, None]
     leverage = share / np.square(root)[:, None]
     return np.asarray(((total - g[:, None] * leverage) / (1 - share)).T)
-
-
-def _correlations(totals: Floats, rows: xr.Dataset) -> list[float]:
-    f = rows.output.values.mean(axis=1)
-    return [round(float(np.corrcoef(each, f)[0, 1]), 5) for each in totals]
