@@ -43,11 +43,11 @@ def load(subject: Subject, cache: Path, paths: list[Path]) -> Task:
         train.out_to_loss.values.astype(np.float64),
         subject.task == "regression",
         drawn.values.astype(np.float32),
-        _unit_ranks(outputs.mean("seed").values),
+        unit_ranks(outputs.mean("seed").values),
     )
 
 
-def _unit_ranks(values: Floats) -> Floats:
+def unit_ranks(values: Floats) -> Floats:
     ranks = rankdata(values, axis=0)
     ranks -= ranks.mean(axis=0)
     norm = np.linalg.norm(ranks, axis=0)
@@ -57,7 +57,7 @@ def _unit_ranks(values: Floats) -> Floats:
 def lds(task: Task, scores: Floats) -> Floats:
     """Return the LDS of every set of scores (ρ, sample, target)."""
     predicted = (task.members @ each.astype(np.float32) for each in scores)
-    return np.array([(_unit_ranks(p) * task.truth_ranks).sum(axis=0).mean() for p in predicted])
+    return np.array([(unit_ranks(p) * task.truth_ranks).sum(axis=0).mean() for p in predicted])
 
 
 @dataclass(frozen=True)
