@@ -95,7 +95,9 @@ def test_curve__pearson_of_means_over_checkpoints() -> None:
     totals, outputs = rng.standard_normal((30, len(GRID), 3)), rng.standard_normal((30, 3))
     totals[4, 3, 1] = outputs[9, 2] = np.nan
     with raise_if_dask_computes():
-        found = curve(da.from_array(totals, chunks=(8, len(GRID), 1)), da.from_array(outputs, chunks=5))
+        found = curve(
+            da.from_array(totals, chunks=(8, len(GRID), 1)), da.from_array(outputs, chunks=5)
+        )
     good = np.delete(np.arange(30), [4, 9])
     expected = [
         np.corrcoef(totals[good, i].mean(1), outputs[good].mean(1))[0, 1] for i in range(len(GRID))
@@ -155,9 +157,9 @@ def test_choose__never_below_the_prior() -> None:
 
 def test_choose__totals_of_noise_do_not_choose() -> None:
     assert choice(np.full(21, 0.43), m=50) == 1
-    for curve, text in ((np.full(21, 0.40), "at most 0.40"), (np.full(21, np.nan), "undefined")):
+    for values, text in ((np.full(21, 0.40), "at most 0.40"), (np.full(21, np.nan), "undefined")):
         with pytest.warns(UserWarning, match=text):
-            assert np.isnan(choice(curve, m=50))
+            assert np.isnan(choice(values, m=50))
 
 
 def test_choose__warns_at_the_end_of_the_grid() -> None:
