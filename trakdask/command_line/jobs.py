@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import json
 import logging
 import os
@@ -91,15 +92,19 @@ def _client(options: dict[str, Any]) -> Client:
         return Client(processes=True, silence_logs=logging.CRITICAL, **options)
 
 
-def features(configuration: Configuration, name: str) -> xr.Dataset:
-    """Return the lazy features of the samples that a section describes."""
+def features(configuration: Configuration, name: str, *, fits: bool = True) -> xr.Dataset:
+    """Return the lazy features of the samples that a section describes.
+
+    Without ``fits``, nothing is fitted: sections whose fit is not stored are left out, and named in
+    a warning.
+    """
     with about(name):
         samples = _of_kind(section(configuration, name), _KINDS)
     with about("model"):
         model = _model(section(configuration, "model"))
     for fit in [name for name in _FITS if name in configuration]:
         with about(fit):
-            model = _fitted(configuration, fit, model)
+            model = _fitted(configuration, fit, model, fits=fits, **section(configuration, fit))
     with about("projector"):
         kinds = {kind: getattr(projection, kind) for kind in _PROJECTORS}
         described = section(configuration, "projector")
@@ -129,15 +134,29 @@ def _model(options: dict[str, Any]) -> td.Model:
     return td.Model(**options)
 
 
-def _fitted(configuration: Configuration, name: str, model: td.Model) -> td.Model:
+def _fitted(
+    configuration: Configuration,
+    name: str,
+    model: td.Model,
+    *,
+    store: str,
+    every: int = 1,
+    fits: bool,
+    **options: Any,
+) -> td.Model:
     """Return the model with what a section describes, which is fitted unless it is stored."""
     fit, with_fit = _FITS[name]
-    described = section(configuration, name)
-    options, record = dict(described), json.dumps(described, sort_keys=True)
-    store, every = options.pop("store"), options.pop("every", 1)
+    record = json.dumps(section(configuration, name), sort_keys=True)
     try:
         fitted = xr.open_zarr(store)
     except FileNotFoundError:
+        if not fits:
+            warnings.warn(
+                f"{name} is left out, because {store} is not there yet; try `trakdask featurize`, "
+                "which fits it, and then plan again",
+                stacklevel=2,
+            )
+            return model
         samples = _of_kind(section(configuration, "data"), _KINDS)
         fitted = fit(samples.isel(sample=slice(None, None, every)), model, **options)
         td.to_zarr(fitted.assign_attrs({_SECTION: record}), store)
@@ -402,10 +421,34 @@ def _from_csv(
     source: str, *, variables: Mapping[str, str | list[str]], **options: Any
 ) -> xr.Dataset:
     """Return samples of the rows of one or several files, which are read into memory."""
-    rows = pd.concat(map(pd.read_csv, expanded(source)), ignore_index=True)
-    inputs = rows.filter(np.hstack([*variables.values()])).select_dtypes("float64")
-    rows = rows.astype(dict.fromkeys(inputs, "float32"))  # text has no dtype; models have this one
+    inputs = [[names] if isinstance(names, str) else names for names in variables.values()]
+    read = functools.partial(_read_csv, numbers=[*itertools.chain(*inputs)])
+    rows = pd.concat(map(read, expanded(source)), ignore_index=True)
+    for names in inputs:
+        if np.result_type(*rows[names].dtypes) == np.float64:
+            # Text has no dtype; models have this one, also for the integers beside decimals.
+            rows = rows.astype(dict.fromkeys(names, "float32"))
     return td.from_dataframe(rows, variables=variables, **options)
+
+
+def _read_csv(path: str, numbers: Iterable[str] = ()) -> pd.DataFrame:
+    """Return the rows of a file, in which some columns must have a number in every row."""
+    try:
+        rows = pd.read_csv(path)
+        for name in numbers:
+            if name not in rows:
+                raise ValueError(f"expected a column {name!r}, got {list(rows)}; try one of them")
+            values = pd.to_numeric(rows[name], errors="coerce")
+            if len(bad := np.flatnonzero(values.isna())):
+                raise ValueError(
+                    f"expected a number in every row of column {name!r}, got "
+                    f"{rows[name][bad[0]]!s:.40} in row {bad[0] + 1}; try to correct the file, or "
+                    "to leave such rows out"
+                )
+            rows[name] = values
+    except ValueError as err:
+        raise ValueError(f"{path}: {err}") from err
+    return rows
 
 
 def _from_npy(
@@ -428,7 +471,7 @@ def _from_torch(
 def _table(path: str | None) -> pd.DataFrame | None:
     if path is None:
         return None
-    return pd.read_csv(path) if path.endswith(".csv") else pd.read_parquet(path)
+    return _read_csv(path) if path.endswith(".csv") else pd.read_parquet(path)
 
 
 _KINDS: Mapping[str, Callable[..., xr.Dataset]] = {
