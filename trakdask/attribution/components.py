@@ -10,7 +10,7 @@ import xarray as xr
 
 from trakdask.checks import require_integer
 from trakdask.featurization.job import DType
-from trakdask.featurization.lazy import Gradients, featurize
+from trakdask.featurization.lazy import Gradients, featurize, require_model
 from trakdask.models.model import Model
 from trakdask.projection import SJLT, Projector
 from trakdask.variables import CHECKPOINT, PROJ_DIM
@@ -96,6 +96,7 @@ def principal_components(
     {'wide_dim': 8192, 'proj_dim': 3, 'checkpoint': 1}
     """
     require_integer("proj_dim", proj_dim, 1, remedy="try proj_dim=512")
+    require_model(model)
     wide = featurize(
         samples,
         model.without_components(),

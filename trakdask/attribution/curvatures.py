@@ -20,7 +20,7 @@ from trakdask.attribution.estimators import (
 )
 from trakdask.attribution.grams import WRONG_CLASSES, gram
 from trakdask.featurization.job import DType
-from trakdask.featurization.lazy import Gradients, featurize, lazy_curvature, prepare
+from trakdask.featurization.lazy import Gradients, featurize, lazy_curvature, prepare, require_model
 from trakdask.models.curvature import leading_coordinates, scaling
 from trakdask.models.model import Model
 from trakdask.models.tasks import task_spec
@@ -112,6 +112,7 @@ def curvature(
     """
     if not damping >= 0:
         raise ValueError(f"expected damping >= 0, got {damping!r}; try damping=100")
+    require_model(model)
     prepared = prepare(
         samples,
         model.without_components(),
@@ -194,6 +195,7 @@ def wrong_classes(samples: xr.Dataset, model: Model, **options: Any) -> xr.DataA
     >>> td.score(features, features, damping="trace").attrs["gram_weights"]
     'q^0.5 (1 - q), and 2 q^0.5 between wrong classes'
     """
+    require_model(model)
     samples = validate_samples(samples)
     model = model.for_variables({str(n): array.ndim for n, array in samples.variables.items()})
     task, between = model.task, copy.copy(model)
