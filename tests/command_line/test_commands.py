@@ -542,20 +542,3 @@ def test_import__loads_nothing_that_a_shell_would_wait_for(run_python, tmp_path:
         "print([n for n in ('torch', 'dask', 'distributed') if n in sys.modules])"
     )
     assert run_python("-c", code, cwd=tmp_path).strip() == "[]"
-
-
-@pytest.mark.slow
-def test_process__example_does_the_job_of_the_demo(
-    tmp_path: Path, run_process: RunProcess, digits_folder: Path
-) -> None:
-    assert run_process("init").returncode == 0
-    arguments = f"{{n_checkpoints: 1, folder: '{digits_folder}'}}"
-    settings = ("projector.proj_dim=256", f"model.checkpoints.arguments={arguments}")
-    done = run_process("top-k", "trakdask.yaml", *(f"--set={each}" for each in settings))
-    assert done.returncode == 0, done.stderr
-    frame = pd.read_parquet(tmp_path / "top.parquet")
-    assert len(frame) == 200 * 5
-    best = frame[frame["rank"] == 0]
-    # Digits are helped by digits of their own class: a wrong sign or order would show here.
-    assert (best["label"] == best["target_label"]).mean() > 0.7
-    assert "Error" not in done.stderr + done.stdout
