@@ -300,8 +300,6 @@ def test_score_parts__failed_samples_and_targets_are_nan() -> None:
     assert_near(apart[..., [0, 2]], good.values[..., [0, 2]], 1e-5)
     prompts = ask(features, broken, on_error="record").compute()
     assert prompts[:, 3].isnull().all()
-    assert prompts.attrs["target_on_error"] == "record"
-    assert "target_on_error" not in found.attrs
     assert (prompts.target_error != "").values.tolist() == [i == 3 for i in range(8)]
 
 

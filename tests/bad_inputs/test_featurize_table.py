@@ -35,6 +35,7 @@ ROWS = [
     BadInput(F, "missing variable", options(data().rename(image="pixels")), ValueError, ["'image'", "'pixels'"]),
     BadInput(F, "swapped", lambda _: td.featurize(fine(), data()), TypeError, ["Dataset", "td.Model", "Model"]),
     BadInput(F, "a module", lambda _: td.featurize(data(), NET), TypeError, ["td.Model", "Linear"]),
+    *[BadInput(fit.__name__, "a module", lambda _, fit=fit: fit(data(), NET), TypeError, ["td.Model", "Linear"]) for fit in (td.fit, td.curvature, td.principal_components)],
     BadInput(F, "projector a number", options(projector=512), TypeError, ["projector", "512"]),
     BadInput(F, "gradients", options(gradients="hook"), ValueError, ["'hook'", "'hooks'"]),
     BadInput(F, "dtype", options(dtype="fp8"), ValueError, ["'fp8'", "float32"]),

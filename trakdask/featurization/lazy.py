@@ -437,13 +437,18 @@ def _batch_size(batch_size: int | Literal["auto"], engine: str, held: int) -> in
     return require_integer("batch_size", batch_size, 1, remedy="try batch_size='auto'")
 
 
-def _require_options(model: object, projector: object, device: object) -> None:
-    """Reject values that are none of those allowed."""
+def require_model(model: object) -> None:
+    """Reject what is no :class:`Model`, such as the module itself."""
     if not isinstance(model, Model):
         raise TypeError(
             f"expected a td.Model as model, got {type(model).__name__}; try td.Model(build, "
             "checkpoints=[...], task=...)"
         )
+
+
+def _require_options(model: object, projector: object, device: object) -> None:
+    """Reject values that are none of those allowed."""
+    require_model(model)
     if not isinstance(projector, Projector | Fitted | None):
         raise TypeError(
             f"expected a projector, got {shown(projector)}; try projector=td.SJLT(proj_dim=2048)"

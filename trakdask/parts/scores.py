@@ -182,7 +182,6 @@ def score_parts(
         data = da.moveaxis(results["product"], 2, 0)
         coords |= _errors(results, TARGET, f"{TARGET_PREFIX}error")
         attrs = score_attrs(features, like, operands.attrs)
-        attrs |= {"target_on_error": "record"} if on_error == "record" else {}
     else:
         explained = lazy_features(targets)
         dims, coords = labels_of_scores(like, explained)
@@ -249,6 +248,11 @@ def _token_coords(
 
 def _text_of(ids: np.ndarray, text: Text) -> np.ndarray:
     different, place = np.unique(ids, return_inverse=True)
+    if not callable(text) and different[-1] >= len(text):
+        raise ValueError(
+            f"expected text= with the texts of all token ids, up to {different[-1]} here, got "
+            f"{len(text)} texts; try text=tokenizer.decode"
+        )
     words = [text(number) if callable(text) else text[number] for number in different.tolist()]
     for number, word in zip(different.tolist(), words, strict=True):
         if not isinstance(word, str):
