@@ -52,9 +52,7 @@ def test_get_x_xtx_inv__float16_keeps_a_small_lambda() -> None:
     np.testing.assert_allclose(found.get_x_xtx_inv(g, found.get_xtx(g)), expected, rtol=2e-3)
 
 
-@pytest.mark.parametrize(
-    "g", [G[:3], G @ T.T], ids=["few samples", "rank 4 of 5"]
-)
+@pytest.mark.parametrize("g", [G[:3], G @ T.T], ids=["few samples", "rank 4 of 5"])
 def test_get_x_xtx_inv__a_singular_matrix_is_logged(
     g: torch.Tensor, caplog: pytest.LogCaptureFixture
 ) -> None:

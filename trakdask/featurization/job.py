@@ -91,6 +91,8 @@ class Job:
     on_error: OnError
     partition: Partition | None = None
     """How gradients are divided into parts; None for whole samples."""
+    falls_back: bool = False
+    """Whether vmap replaces the engine where this fails from the first sample on."""
 
     def feature_shape(self, n_samples: int, width: int) -> tuple[int, ...]:
         """Return the shape of the features of some samples at one checkpoint."""
@@ -119,6 +121,12 @@ class Samples:
             {name: torch.tensor(array[part], device=self.device) for name, array in inputs}
         )
         return trimmed(self.job.model.task, batch) if self.trims else batch
+
+    def by_vmap(self) -> Samples:
+        """Return the samples, to be run by vmap, which holds whole gradients."""
+        held = self.job.row_map.n_parameters
+        job = replace(self.job, engine="vmap", falls_back=False, elements_at_once=held)
+        return replace(self, job=job)
 
     def by_length(self) -> tuple[Samples, np.ndarray]:
         """Return the samples with the longest sequences first, and where each of them now is."""

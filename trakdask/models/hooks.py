@@ -177,8 +177,10 @@ class GradientCollector:
                 raise RuntimeError(
                     f"expected as many calls of layer {layer.path!r} for a batch of any size, as "
                     f"gradients='hooks' needs, got more for {self._n_samples} samples than for two "
-                    "(does the model loop over samples?); try gradients='loop'"
+                    "(does the model loop over samples?); try gradients='vmap', or 'loop'"
                 )
+            if not torch.is_grad_enabled():  # the model switched it off: this call has no gradient
+                return output
             # The backward pass reads the input, which must still be the one that was used.
             version = version_of(first_leaf(args, kwargs))
             # Those of this checkpoint, which are taken out of the module after the forward pass.

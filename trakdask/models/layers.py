@@ -334,7 +334,7 @@ def _split(value: Tensor, axis: int, n_samples: int) -> Tensor:
     if value.shape[axis] % n_samples:
         raise RuntimeError(
             f"expected as many rows of a layer's input or output for every sample, got "
-            f"{value.shape[axis]} rows for {n_samples} samples; try gradients='loop'"
+            f"{value.shape[axis]} rows for {n_samples} samples; try gradients='vmap', or 'loop'"
         )
     split: Tensor = value.unflatten(axis, (n_samples, -1))
     return split
