@@ -12,6 +12,7 @@ import xarray as xr
 from torch import nn
 
 import trakdask as td
+from trakdask.errors import forget_warnings
 from trakdask.models.curvature import SKETCHED_COLUMNS, axes_of, factors_of, places_of, signs
 from trakdask.projection import RowMap, project
 
@@ -315,14 +316,24 @@ def test_fits_of_a_fitted_model_are_those_of_the_model() -> None:
 
 def test_all_components_keep_all_products() -> None:
     samples, model = case("cnn")
-    for n in (24, 100):  # there are no more than samples
-        components = td.principal_components(samples, model, n, projector=td.Identity())
-        assert components.sizes["proj_dim"] == 24
-        np.testing.assert_allclose(components.share.sum("proj_dim"), 1, rtol=1e-6)
+    components = td.principal_components(samples, model, 24, projector=td.Identity())
+    np.testing.assert_allclose(components.share.sum("proj_dim"), 1, rtol=1e-6)
     reduced = rows_along(td.featurize(samples, model.with_components(components)))
     whole = rows_along(td.featurize(samples, model, projector=td.Identity()))
     expected = whole @ whole.T
     np.testing.assert_allclose(reduced @ reduced.T, expected, atol=1e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(("n", "width", "expected"), [(100, 512, 24), (20, 16, 16)])
+def test_columns_that_there_are_not_are_cut_with_both_numbers(
+    n: int, width: int, expected: int
+) -> None:
+    samples, model = case("cnn")
+    forget_warnings()
+    with pytest.warns(UserWarning, match=f"expected {n} columns.*got {expected}: 24 samples and"):
+        found = td.principal_components(samples, model, n, projector=td.SJLT(width))
+    assert found.sizes["proj_dim"] == expected
+    np.testing.assert_allclose(found.share.sum("proj_dim"), 1, rtol=1e-6)
 
 
 def test_equal_samples_have_one_component() -> None:
