@@ -306,7 +306,9 @@ def _run_micro_batch(
         size = job.partition.of(batch).size
         products = feature.reshape(n, size, -1)
         feature = np.zeros(job.feature_shape(n, output.width), np.float32)
-        feature[:, :size] = products  # those of padding, which was cut, are zero
+        n_tokens = size - job.partition.has_others
+        feature[:, :n_tokens] = products[:, :n_tokens]  # those of padding, which was cut, are zero
+        feature[:, feature.shape[1] - size + n_tokens :] = products[:, n_tokens:]
     return feature, f.numpy(force=True), q.numpy(force=True)
 
 

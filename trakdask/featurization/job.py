@@ -50,21 +50,26 @@ class Partition:
         Number of the part of each parameter; None if every parameter has a term for every part.
     names
         Names of the parts, if they have some.
+    has_others
+        Whether the last part is that of the layers that do not see tokens.
     """
 
     dim: str
     size: int
     groups: Mapping[str, int] | None = None
     names: tuple[str, ...] = ()
+    has_others: bool = False
 
     def of(self, batch: Batch) -> Partition:
         """Return the parts of a batch, of which padding may have been cut."""
-        return self if self.groups else replace(self, size=number_of_tokens(batch))
+        size = number_of_tokens(batch) + self.has_others
+        return self if self.groups else replace(self, size=size)
 
     def products(self, vectors: Mapping[str, Tensor], n_samples: int) -> Products:
         """Return what multiplies the gradients of some samples with vectors."""
         if self.groups is None:
-            return Products(vectors, n_samples * self.size)
+            n_others = n_samples if self.has_others else 0
+            return Products(vectors, n_samples * self.size - n_others, n_others=n_others)
         return Products(vectors, n_samples, self.groups, self.size)
 
     def spec(self) -> dict[str, Any]:
