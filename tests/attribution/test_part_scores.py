@@ -323,7 +323,7 @@ def test_score_parts__pooled_layers_are_the_last_part(divides: str) -> None:
     head = ask(parts={"head": ["pooler*", "head*"]}).sel(module="head")
     assert_near(words.isel(token=-1), head.values)
     texts, shown = words[f"{prefix}text"].values, words[f"{prefix}attention_mask"].values
-    assert texts[1].tolist() == [*(f"<{i}>" for i in padded.input_ids.values[1]), "others"]
+    assert texts[1].tolist() == [*(f"<{i}>" for i in padded.input_ids.values[1]), "[others]"]
     assert (words[f"{prefix}input_ids"].values[:, -1] == -1).all()
     np.testing.assert_array_equal(shown, np.c_[mask, np.ones(5)])
 

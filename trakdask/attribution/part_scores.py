@@ -114,7 +114,7 @@ def score_parts(
     for groups of modules; and ``checkpoint`` with ``average=False``. Coords are those of
     :func:`score`, and ``module``, the names of the groups; or, lazy and (sample, token), the token
     ids, under the name of the variable that they come from, ``attention_mask``, if the model takes
-    one, and ``text``. The last part of a pooled head has the id -1 and the text ``"others"``.
+    one, and ``text``. The last part of a pooled head has the id -1 and the text ``"[others]"``.
 
     Raises
     ------
@@ -272,7 +272,7 @@ def _token_coords(
         dtype=_TEXT_DTYPE, meta=np.empty((0, 0), _TEXT_DTYPE),
         name=f"text-{tokenize(ids.name, text)}",
     )  # fmt: skip
-    return coords | {"text": coord(texts, OTHERS)}
+    return coords | {"text": coord(texts, f"[{OTHERS}]")}
 
 
 def _with_other(values: np.ndarray, other: Any) -> np.ndarray:
