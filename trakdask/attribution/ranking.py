@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 from uuid import uuid4
 
 import dask
@@ -16,7 +16,7 @@ import xarray as xr
 from trakdask import arrays
 from trakdask.arrays.blocks import Read, reader
 from trakdask.arrays.topk import TileMask
-from trakdask.attribution.conditions import selection
+from trakdask.attribution.conditions import Condition, selection
 from trakdask.attribution.groups import group_codes, require_group_coord
 from trakdask.checks import require_choice, require_integer, require_number
 from trakdask.variables import (
@@ -34,6 +34,31 @@ Over = Literal["max", "mean"]
 
 _MISSING = {"f": np.nan, "M": np.datetime64("NaT"), "m": np.timedelta64("NaT")}
 """What coords of a kind of dtype have where there is no sample; others have ``""``."""
+
+
+#: The attribute of a Dask array of coords: how to look them up, by positions of which name.
+_LOOK_UP = "trakdask_look_up"
+
+
+class Ranking(xr.Dataset):
+    """Ranked samples, whose coords are looked up here if they are in memory here.
+
+    The graphs of these coords hold the values of all samples, which a client would send to its
+    workers with every query. They are for those who select from a lazy ranking.
+    """
+
+    __slots__ = ()
+
+    def load(self, **options: Any) -> Self:
+        """Compute scores and positions together, and then look up the coords."""
+        position = getattr(self.get("position"), "data", None)
+        found = {name: getattr(v.data, _LOOK_UP, ("",)) for name, v in self.variables.items()}
+        here = {n: f for n, (of, *f) in found.items() if of == getattr(position, "name", None)}
+        # Of which all variables are those of this Dataset.
+        super(Ranking, self.drop_vars(here)).load(**options)
+        for name, (look_up,) in here.items():
+            self.variables[name].data = look_up(self["position"].values)
+        return super().load(**options)
 
 
 def top_k(
@@ -124,10 +149,9 @@ def top_k(
     >>> selection.selected.groupby("label").sum().values.tolist()
     [2, 2]
     """
-    if getattr(scores, "dims", None) == (SAMPLE,) and over_targets is None:
-        of_one_target = scores.expand_dims(TARGET, axis=1)
-        top = top_k(of_one_target, k, fraction=fraction, where=where, largest=largest, by=by)
-        return top.isel({TARGET: 0})
+    of_samples = getattr(scores, "dims", None) == (SAMPLE,) and over_targets is None
+    if of_samples:
+        scores = scores.expand_dims(TARGET, axis=1)
     if (dims := getattr(scores, "dims", None)) != (SAMPLE, TARGET):
         raise ValueError(
             f"expected scores (sample, target), got {dims or type(scores).__name__}; try what "
@@ -148,16 +172,22 @@ def top_k(
     n = int(mask.sum()) if isinstance(mask, np.ndarray) else scores.sizes[SAMPLE]
     (k,) = _counts([n], k, fraction)
     value, position = arrays.topk.top_k(scores.data, k, largest=largest, mask=mask)
-    shape = (TARGET, RANK)
+    shape: tuple[str, ...] = (TARGET, RANK)
+    if of_samples:
+        value, position, shape = value[0], position[0], (RANK,)
+    # A copy, as dask.compute (2026.8) misses an array of a Dataset that only one other is made of.
+    shown = da.map_blocks(np.copy, position)
     attrs = {**scores.attrs, "order": "descending" if largest else "ascending"}
     may_pad = isinstance(mask, TileMask) or scores.attrs.get("target_on_error") == "record"
-    coords = _gathered_coords(scores, position, may_pad=may_pad)
+    coords: dict[Hashable, Any] = {
+        name: (shape, data)
+        for name, data in _gathered(scores, position, shown.name, may_pad=may_pad).items()
+    }
     coords |= {name: (TARGET, c) for name, c in _columns_along(scores, TARGET).items()}
-    # A copy, as dask.compute (2026.8) misses an array of a Dataset that only one other is made of.
-    return xr.Dataset(
+    return Ranking(
         {
             "score": (shape, value, VARIABLES["score"].attrs),
-            "position": (shape, da.map_blocks(np.copy, position), VARIABLES["position"].attrs),
+            "position": (shape, shown, VARIABLES["position"].attrs),
         },
         coords={**coords, RANK: np.arange(k)},
         attrs=attrs,
@@ -238,6 +268,11 @@ def _mask(scores: xr.DataArray, where: Where | None) -> np.ndarray | TileMask | 
         return None
     if callable(where) and not isinstance(where, (xr.DataArray, np.ndarray)):
         columns = {dim: _columns_along(scores, dim) for dim in (SAMPLE, TARGET)}
+        if isinstance(where, Condition):
+            columns = {
+                dim: {name: values for name, values in of_dim.items() if name in where.names}
+                for dim, of_dim in columns.items()
+            }
         dims = {name: dim for dim, of_dim in columns.items() for name in of_dim}
         axes = {SAMPLE: "s", TARGET: "t"}
         pairs = ((values, axes[dim]) for dim in columns for values in columns[dim].values())
@@ -290,26 +325,28 @@ def _broadcast(samples: range, targets: range, mask: np.ndarray) -> np.ndarray:
     return np.broadcast_to(mask, (len(samples), len(targets)))
 
 
-def _gathered_coords(
-    scores: xr.DataArray, position: da.Array, *, may_pad: bool
-) -> dict[Hashable, Any]:
+def _gathered(
+    scores: xr.DataArray, position: da.Array, shown: str, *, may_pad: bool
+) -> dict[Hashable, da.Array]:
     """Return the metadata of the ranked samples, looked up once their positions are known."""
-    coords: dict[Hashable, Any] = {}
+    gathered = {}
     for name, values in _columns_along(scores, SAMPLE).items():
         dtype = values.dtype
         if may_pad and dtype.kind in "iub":
             dtype = np.dtype(np.float64)
+        gather = functools.partial(_gather, dtype=dtype)
         # One task; others take the rows that they need, from it or from the store.
         column = dask.delayed(
             reader(values) or values, name=f"column-{uuid4().hex}", traverse=False
         )
-        data = da.map_blocks(
-            functools.partial(_gather, dtype=dtype), position, column=column,
-            dtype=dtype, meta=np.empty((0, 0), dtype),
+        data = gathered[name] = da.map_blocks(
+            gather, position, column=column,
+            dtype=dtype, meta=np.empty((0,) * position.ndim, dtype),
             name=f"{name}-{uuid4().hex}",
         )  # fmt: skip
-        coords[name] = ((TARGET, RANK), data)
-    return coords
+        if isinstance(values, np.ndarray):
+            setattr(data, _LOOK_UP, (shown, functools.partial(gather, column=values)))
+    return gathered
 
 
 def _gather(position: np.ndarray, column: np.ndarray | Read, dtype: np.dtype[Any]) -> np.ndarray:
