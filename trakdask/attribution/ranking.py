@@ -36,7 +36,7 @@ _MISSING = {"f": np.nan, "M": np.datetime64("NaT"), "m": np.timedelta64("NaT")}
 """What coords of a kind of dtype have where there is no sample; others have ``""``."""
 
 
-#: The attribute of a Dask array of coords: how to look them up, by positions of which name.
+#: The attribute of a Dask array of coords: the positions of their samples, and how to look them up.
 _LOOK_UP = "trakdask_look_up"
 
 
@@ -51,14 +51,14 @@ class Ranking(xr.Dataset):
 
     def load(self, **options: Any) -> Self:
         """Compute scores and positions together, and then look up the coords."""
-        position = getattr(self.get("position"), "data", None)
-        found = {name: getattr(v.data, _LOOK_UP, ("",)) for name, v in self.variables.items()}
-        here = {n: f for n, (of, *f) in found.items() if of == getattr(position, "name", None)}
-        # Of which all variables are those of this Dataset.
+        positions = self["position"].data if "position" in self else None
+        found = {name: getattr(v.data, _LOOK_UP, None) for name, v in self.variables.items()}
+        here = {name: pair[1] for name, pair in found.items() if pair and pair[0] is positions}
+        # Which has the same variables, and not copies of them.
         super(Ranking, self.drop_vars(here)).load(**options)
-        for name, (look_up,) in here.items():
+        for name, look_up in here.items():
             self.variables[name].data = look_up(self["position"].values)
-        return super().load(**options)
+        return self
 
 
 def top_k(
@@ -125,7 +125,10 @@ def top_k(
     Notes
     -----
     Compute all variables together, as in ``top.compute().to_dataframe()``: xarray would compute
-    those of a lazy Dataset one after the other, and each would repeat the query.
+    those of a lazy Dataset one after the other, and each would repeat the query. ``top.compute()``
+    also looks up coords that are in memory in this process, so that a cluster gets none but those
+    that ``where`` needs: of text those that it names, of a function all. ``client.compute(top)``
+    and what is selected from a lazy ``top`` send the workers the coords of all samples.
 
     Local ranking is fused with the score tiles and merged by a tree: n × m scores never exist.
     Exact and independent of chunks. Means over targets are computed in float64 and rounded once.
@@ -181,7 +184,7 @@ def top_k(
     may_pad = isinstance(mask, TileMask) or scores.attrs.get("target_on_error") == "record"
     coords: dict[Hashable, Any] = {
         name: (shape, data)
-        for name, data in _gathered(scores, position, shown.name, may_pad=may_pad).items()
+        for name, data in _gathered(scores, position, shown, may_pad=may_pad).items()
     }
     coords |= {name: (TARGET, c) for name, c in _columns_along(scores, TARGET).items()}
     return Ranking(
@@ -326,7 +329,7 @@ def _broadcast(samples: range, targets: range, mask: np.ndarray) -> np.ndarray:
 
 
 def _gathered(
-    scores: xr.DataArray, position: da.Array, shown: str, *, may_pad: bool
+    scores: xr.DataArray, position: da.Array, shown: da.Array, *, may_pad: bool
 ) -> dict[Hashable, da.Array]:
     """Return the metadata of the ranked samples, looked up once their positions are known."""
     gathered = {}
