@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import dask.array as da
@@ -74,7 +75,8 @@ def score(
     8 bytes per entry of the tile; the sum over checkpoints is computed in place. If the targets are
     in one chunk, stored features are read inside these tasks, one checkpoint at a time: there is
     one task per block of samples, with C p (rows of the targets) + p (rows of the samples) numbers
-    in memory.
+    in memory. Blocks that tasks share, such as persisted ones, are each multiplied by a task of its
+    own if there are fewer targets than p: workers then send each other products, and not features.
 
     Exactness: products and sums are in the dtype of the result, with checkpoints added in order, so
     the bits are the same on any scheduler for given chunks and BLAS (a worker with
@@ -95,6 +97,17 @@ def score(
     reads = solved.numblocks[0] == 1
     read = read_in_task(feature, by_checkpoint=not average) if reads else None
     arrays: list[object] = [*(read or (feature, "spc")), solved, "tpc"]
+    function: Callable[..., Block] = _apart
+    if average:
+        function = functools.partial(_averaged, pooled=pooled)
+    dtype = product_dtype(feature, solved)
+    is_small = solved.shape[0] < feature.shape[1] and feature.numblocks[2] > 1
+    if average and is_small and reader(feature) is None:
+        # dask would fuse layers with the same value of concatenate.
+        products = blockwise(
+            _apart, "stc", *arrays, concatenate=False, name="products", dtype=dtype
+        )
+        arrays, function = [products, "stc"], functools.partial(function, None)
     if loss_weight is not None:
         weight = align_weights(loss_weight, feature)
         read = read_in_task(weight, by_checkpoint=not (average or pooled)) if reads else None
@@ -102,13 +115,9 @@ def score(
     # concatenate=None passes lists of blocks, as False would. But dask fuses this layer with the
     # one that consumes its tiles (top_k) only if both are None.
     return blockwise(
-        functools.partial(_averaged, pooled=pooled) if average else _apart,
-        "st" if average else "stc",
-        *arrays,
-        concatenate=None,
-        name="score",
-        dtype=product_dtype(feature, solved),
-    )
+        function, "st" if average else "stc", *arrays,
+        concatenate=None, name="score", dtype=dtype,
+    )  # fmt: skip
 
 
 def checked(feature: da.Array, norm: da.Array, out_to_loss: da.Array) -> tuple[da.Array, da.Array]:
@@ -184,13 +193,20 @@ def _checked(feature: Block, norm: Block) -> Block:
 
 
 def _averaged(
-    feature: Blocks, solved: Blocks, weight: Blocks | None = None, *, pooled: bool
+    feature: Blocks | None, factor: Blocks, weight: Blocks | None = None, *, pooled: bool
 ) -> Block:
-    """Return one (rows, targets) tile from lists of blocks, one block per checkpoint."""
+    """Return one (rows, targets) tile from lists of blocks, one block per checkpoint.
+
+    ``factor`` are the solved targets; or their products with the features, which are then None.
+    """
     xp, total, count = array_module(), None, 0
     apart = itertools.repeat(None) if weight is None or pooled else flat(weight)
-    for x, w, g in zip(flat(feature), flat(solved), apart, strict=False):
-        product = _product(xp, x, w)
+    if feature is None:  # copies, as the scheduler owns these blocks
+        products = (xp.array(block[:, :, 0]) for block in flat(factor))
+    else:
+        pairs = zip(flat(feature), flat(factor), strict=False)
+        products = (_product(xp, x, w) for x, w in pairs)
+    for product, g in zip(products, apart, strict=False):
         if g is not None:
             product *= xp.asarray(g.astype(product.dtype))
         if total is None:
