@@ -149,8 +149,8 @@ class Group:
         for index in {*self.chunk_indices(name)} - self.stored_chunks(name):
             raise IncompleteFeaturesError(
                 f"expected '{name}/{self.chunk_key(name, index)}' in the store "
-                f"{self.folder.url!r}, but it was lost; try td.verify(store), which says how to "
-                "restore it"
+                f"{self.folder.url!r}, but it is gone; try td.open(store) again if the store was "
+                "changed since, or td.verify(store), which says how to restore it"
             )
 
     def require_complete(self) -> None:
