@@ -178,11 +178,14 @@ class Folder:
             answer of a network was lost: look at the content.
         """
         fs, path = self._fs()
-        if self.is_local:
+        if not self.is_local:
+            fs.pipe_file(f"{path}/{name}", data, mode="create")
+            return
+        try:
             with _partial(f"{path}/{name}", os.link, durable=True) as file:
                 file.write(data)
-        else:
-            fs.pipe_file(f"{path}/{name}", data, mode="create")
+        except FileNotFoundError:  # another process has just swept the partial file
+            self.create(name, data)
 
     def remove(self, name: str = "") -> None:
         """Remove a file or folder in it, or the folder itself, if it exists."""
