@@ -236,6 +236,21 @@ def explained(err: OSError, text: str) -> OSError:
 
 
 @contextmanager
+def naming(path: str, remedy: str) -> Iterator[None]:
+    """Let errors of a disk or a network say which path they are about, if they do not.
+
+    A full disk says nothing but that it is full.
+    """
+    try:
+        yield
+    except OSError as err:
+        if err.filename is not None or path in str(err):
+            raise
+        text = f"expected to write {path}, but could not ({type(err).__name__}: {err}); {remedy}"
+        raise explained(err, text) from err
+
+
+@contextmanager
 def _partial(
     target: str, give_name: Callable[[str, str], None], *, durable: bool
 ) -> Iterator[IO[bytes]]:

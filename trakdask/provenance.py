@@ -19,7 +19,8 @@ _CHECKPOINTS = ("checkpoints", "checkpoint_ids")
 REQUIRED_SPEC = (*_CHECKPOINTS, "projector", "parameters", "task")
 """Attrs that all features have."""
 
-BY_CHECKPOINT = (*_CHECKPOINTS, "second_moments", "curvature", "components")
+_FITS = ("second_moments", "curvature", "components")
+BY_CHECKPOINT = (*_CHECKPOINTS, *_FITS)
 """Attrs that map the names of checkpoints to what they are."""
 
 FEATURE_SPEC = (
@@ -128,9 +129,14 @@ def require_same(
             continue
         if name == "task":
             got, wanted = _task_fields(got), _task_fields(wanted)
-        key, got, wanted = _first_difference(got, wanted)
+        if name in _FITS and None in (got, wanted):
+            with_fit, without = "features with it", "features without it"
+            key, wanted, got = "", *((with_fit, without) if wanted else (without, with_fit))
+        else:
+            key, got, wanted = _first_difference(got, wanted)
+            got, wanted = shown(got), shown(wanted)
         raise StoreMismatchError(
-            f"{what} differ in {name}{key}: expected {shown(wanted)}, got {shown(got)}; "
+            f"{what} differ in {name}{key}: expected {wanted}, got {got}; "
             f"try {_remedy(name, expected.get(name))}"
         )
 

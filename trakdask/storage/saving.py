@@ -23,14 +23,14 @@ from trakdask.attribution.estimators import (
 from trakdask.attribution.grams import NORM, WRONG_CLASSES, require_calibration
 from trakdask.checks import require_choice
 from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
-from trakdask.files import Folder
+from trakdask.files import Folder, naming
 from trakdask.provenance import BY_CHECKPOINT, REQUIRED_SPEC, STORE_SPEC, require_same, spec
 from trakdask.samples import normalise_coord
 from trakdask.storage.blocks import (
     difference_of_block,
-    lacks_blocks,
     names_of,
     save_blocks,
+    sources_that_lack_blocks,
     with_errors,
 )
 from trakdask.storage.group import DROPPED, ERROR, METADATA, SCALE, STORE_ATTRS, Group, kind
@@ -168,7 +168,8 @@ def save(
     features = _storable(features)
     folder = Folder.at(store, storage_options)
     _read(folder)  # nothing is written into what is no store, not even a lock
-    with lock(folder, "td.save") as require_held:
+    remedy = "stored blocks are safe: try the same td.save(...) again when the cause is gone"
+    with naming(folder.url, remedy), lock(folder, "td.save") as require_held:
         before = _read(folder) or _new_group(folder, features, dtype)
         begun = before.attrs.get("unfinished")
         features = with_errors(before, features)
@@ -182,7 +183,13 @@ def save(
         folder.sweep()
         # With all rows that chunks have: those of an unfinished append are to stay in them.
         save_blocks(before.target(), features, rows, retries, progress=progress)
-        if not lacks_blocks(group):
+        lacking = sources_that_lack_blocks(group)
+        if lacking and "lacking" in group.attrs:
+            raise IncompleteFeaturesError(
+                f"expected all blocks in the store {folder.url!r}, but the samples of {lacking} "
+                "still lack some; these features were saved, now try td.save with the others"
+            )
+        if not lacking:
             group.attrs.pop("lacking", None)
             group.write_small(coords)
             is_same = (group.n_samples, group.checkpoints) == (before.n_samples, before.checkpoints)
@@ -317,6 +324,11 @@ def _place(
     if rows is None:
         rows = range(target.n_samples, target.n_samples + features.sizes[SAMPLE])
         source = [str(ours.get("source", "")), len(rows)]
+        if len(sources) > 1 and append_dim == CHECKPOINT:
+            raise StoreMismatchError(
+                f"expected one of the sets of samples {sources} that the store has, got {source}; "
+                f"try one td.save(..., append_dim={CHECKPOINT!r}) per set"
+            )
         if rows.start and append_dim != SAMPLE:
             require_same({"source": source}, {"source": sources}, what=what, names=("source",))
         sources.append(source)
@@ -352,7 +364,7 @@ def _joined_checkpoints(
     }
     require_same(
         {**ours, **layout, **common}, {**target.attrs, **stored_layout}, what=what,
-        names=(*_SAME, *layout, *BY_CHECKPOINT),
+        names=(*BY_CHECKPOINT, *_SAME, *layout),
     )  # fmt: skip
     return joined
 
