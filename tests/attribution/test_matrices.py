@@ -142,6 +142,27 @@ def test_score__changed_features_are_refused(stores, options, change, form) -> N
             scores(rows, TARGETS, **options)
 
 
+TRANSPOSED: dict[str, Callable[[xr.Dataset, xr.Dataset], object]] = {
+    "score": lambda ds, targets: td.score(ds, targets, **SOFT),
+    "scores of each checkpoint": lambda ds, targets: td.score(ds, targets, average=False),
+    "self_influence": lambda ds, _: td.self_influence(ds, estimator="soft"),
+    "gram": lambda ds, _: td.gram(ds),
+    "damping": lambda ds, _: td.damping(ds, estimator="soft").damping,
+    "calibrate": lambda ds, targets: td.damping(ds, estimator="soft", calibrate=targets).damping,
+    "combine": lambda _, targets: td.combine(targets, by="label").feature,
+    "group_score": lambda ds, targets: td.group_score(ds, targets, by="label"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("function", TRANSPOSED.values(), ids=TRANSPOSED)
+def test_score__the_order_of_dimensions_does_not_matter(stores, function) -> None:
+    opened = stores("saved", "soft")
+    dims = ("checkpoint", "proj_dim_1", "proj_dim", "sample", "component")
+    turned = (ds.transpose(*dims, missing_dims="ignore") for ds in (opened, TARGETS))
+    xr.testing.assert_allclose(function(*turned), function(opened, TARGETS))
+
+
 SELECTIONS = {
     "rows": lambda ds: ds.isel(sample=[3, 150, 7]),
     "mask": lambda ds: ds.isel(sample=(ds.label == 1).values),

@@ -32,7 +32,7 @@ from trakdask.explorer.view import View
 from trakdask.models.model import Model
 from trakdask.plots.galleries import Normalize
 from trakdask.provenance import require_comparable
-from trakdask.variables import SAMPLE, validate
+from trakdask.variables import SAMPLE, ordered, validate
 
 __all__ = ["Explorer", "explore"]
 
@@ -223,6 +223,7 @@ def explore(
     validate(features, _NEEDED, what="features")
     validate(targets, _NEEDED, what="targets")
     require_comparable(features, targets)
+    features, targets = ordered(features), ordered(targets)
     gather_options(features, estimator, power, damping, calibrate, None, learning_rates)
     _require_samples(samples, features, "samples")
     _require_samples(target_samples, targets, "target_samples")
