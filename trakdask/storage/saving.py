@@ -8,11 +8,13 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+import dask.array as da
 import numpy as np
 import pandas as pd
 import xarray as xr
 
-from trakdask.arrays.weights import squared_norm
+from trakdask.arrays.blocks import align_weights
+from trakdask.arrays.weights import squared_norm, with_digest
 from trakdask.attribution.estimators import (
     DEFAULT_ESTIMATOR,
     DEFAULT_POWER,
@@ -241,9 +243,11 @@ def _storable(features: xr.Dataset) -> xr.Dataset:
     # Why samples failed is among the variables, as featurize has it.
     features = features.reset_coords(ERROR) if ERROR in features.coords else features
     features = load_coords(lazy_features(features))
-    if NORM not in features:
-        norm = squared_norm(features.feature.data)
-        features = features.assign({NORM: (VARIABLES[NORM].dims, norm)})
+    feature = features.feature.data
+    norm = features[NORM].data if NORM in features else squared_norm(feature)
+    small = (align_weights(array, feature) for array in (norm, features.out_to_loss.data))
+    marked = da.map_blocks(with_digest, *small, dtype=np.float64)
+    features = features.assign({NORM: (VARIABLES[NORM].dims, marked, VARIABLES[NORM].attrs)})
     require_names(features.coords)
     return _portable_coords(features)
 
