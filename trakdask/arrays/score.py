@@ -26,7 +26,7 @@ from trakdask.arrays.blocks import (
     reader,
     stored,
 )
-from trakdask.arrays.weights import row_norms
+from trakdask.arrays.weights import row_norms, with_digest
 from trakdask.arrays.xp import array_module, asnumpy
 
 #: Of a block, whose norms are compared with those that they had.
@@ -120,7 +120,9 @@ def score(
     )  # fmt: skip
 
 
-def checked(feature: da.Array, norm: da.Array, out_to_loss: da.Array) -> tuple[da.Array, da.Array]:
+def checked(
+    feature: da.Array, norm: da.Array, out_to_loss: da.Array, *, weighted: bool = False
+) -> tuple[da.Array, da.Array]:
     """Return arrays that raise an error when computed if features are not those of their norms.
 
     Parameters
@@ -131,6 +133,9 @@ def checked(feature: da.Array, norm: da.Array, out_to_loss: da.Array) -> tuple[d
         ‖φ_c(z)‖² as it was when the features were made, (sample, checkpoint).
     out_to_loss
         Q, (sample, checkpoint), which every score of a sample is multiplied with.
+    weighted
+        Whether the gram matrix was weighted by Q, so that Q must be as it was, too. The norms are
+        those of :func:`trakdask.arrays.weights.with_digest`.
 
     Returns
     -------
@@ -148,16 +153,20 @@ def checked(feature: da.Array, norm: da.Array, out_to_loss: da.Array) -> tuple[d
     >>> [array.compute().sum().item() for array in checked(x, 2 * q, q)]
     [6.0, 3.0]
     """
+    small = [align_weights(out_to_loss, feature), "sc", align_weights(norm, feature), "sc"]
     if (rows := reader(feature)) and (norms := reader(norm)):
         name = "checked-" + tokenize(feature, norm)
         read = functools.partial(_read_checked, rows, norms)
+        if weighted and reader(out_to_loss) is None:  # else its checksum is enough
+            out_to_loss = blockwise(
+                _weighted, "sc", *small, name="weighted", dtype=out_to_loss.dtype
+            )
         return stored(read, feature.chunks, feature.dtype, name), out_to_loss
     # Blocks in the memory of workers stay what they are, since every result of a task would be sent
     # again to where the blocks of a sample's other checkpoints are.
-    small = [align_weights(out_to_loss, feature), "sc", align_weights(norm, feature), "sc"]
     guarded = blockwise(
         _guarded, "sc", *small, feature, "spc",
-        concatenate=None, name="guarded", dtype=out_to_loss.dtype,
+        concatenate=None, name="guarded", dtype=out_to_loss.dtype, weighted=weighted,
     )  # fmt: skip
     return feature, guarded
 
@@ -166,17 +175,34 @@ def _read_checked(feature: Read, norm: Read, key: Key) -> Block:
     return _checked(feature(key), norm((key[0], key[2])))
 
 
-def _guarded(out_to_loss: Block, norm: Block, feature: Blocks) -> Block:
+def _guarded(out_to_loss: Block, norm: Block, feature: Blocks, *, weighted: bool) -> Block:
     for block in flat(feature):
         _checked(block, norm)
+    return _weighted(out_to_loss, norm) if weighted else out_to_loss
+
+
+def _weighted(out_to_loss: Block, norm: Block) -> Block:
+    some = _some_rows(len(norm))
+    changed = (with_digest(norm[some], out_to_loss[some]) != norm[some]) & np.isfinite(norm[some])
+    if changed.any() and norm.dtype == np.float64:  # other precisions have lost the digest
+        row, column = np.argwhere(changed)[0]
+        raise ValueError(
+            "expected 'out_to_loss' as it was when 'gram' was weighted by it, got "
+            f"{out_to_loss[some][row, column]:.6g} where it was another; try "
+            "features.drop_vars(['gram', 'feature_norm'], errors='ignore'), which reduces a new "
+            "gram matrix with the values as they are now"
+        )
     return out_to_loss
 
 
-def _checked(feature: Block, norm: Block) -> Block:
-    n = len(feature)
+def _some_rows(n: int) -> np.ndarray:
     # Multiples of the golden ratio are spread evenly, and unlike every k-th row, they are not all
     # in the same half of rows that alternate.
-    some = np.arange(n) if n <= _ROWS_COMPARED else (_MULTIPLES * n).astype(np.intp)
+    return np.arange(n) if n <= _ROWS_COMPARED else (_MULTIPLES * n).astype(np.intp)
+
+
+def _checked(feature: Block, norm: Block) -> Block:
+    some = _some_rows(len(feature))
     actual, expected = row_norms(feature[some]), norm[some]
     with np.errstate(invalid="ignore"):  # infinity less infinity
         differs = np.abs(actual - expected) > _HALF_PRECISION * expected
