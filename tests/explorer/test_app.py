@@ -299,6 +299,16 @@ def test_session__says_why_it_cannot_mark(tmp_path: Path, explorer: Explorer) ->
     assert marks.path.read_text() == "mine"
 
 
+@pytest.mark.parametrize("sample", [-1, N, 1.7, "1", None, True])
+def test_session__marks_no_other_sample_than_was_named(tmp_path: Path, sample: object) -> None:
+    marks = Marks(tmp_path / "m.parquet")
+    features = data(N, 0).assign_coords(sample=range(N))
+    session = opened(td.explore(features, data(M, 1), marks=marks), View())
+    session.page._handle_msg({"mark": "remove", "sample": sample, "wanted": True})
+    assert marks.table().empty
+    assert f"got {sample!r}" in session.page.said["text"]
+
+
 def test_session__that_is_left_adds_no_target() -> None:
     started, go_on = threading.Event(), threading.Event()
 

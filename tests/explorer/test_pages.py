@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import base64
 import re
 from html import unescape
@@ -106,6 +107,19 @@ def test_target__links_filter_and_bars_are_as_long_as_their_sums(explorer: Explo
     conditions = {View.from_query(attrs["href"]).where for attrs in Tags(html).all("a")}
     best = explorer.questions.top(view)["note"][0]
     assert {"label == 0", "label == 1", f"note == {best!r}"} <= conditions
+
+
+@pytest.mark.parametrize("name", ["target", "corpus"])
+def test_pages__read_a_long_condition_once_and_not_for_each_link(
+    explorer: Explorer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    where = " and ".join(f"label != {i + 5}" for i in range(300))
+    written: list[object] = []
+    unparse = ast.unparse
+    monkeypatch.setattr(ast, "unparse", lambda node: written.append(node) or unparse(node))
+    html = html_of(explorer, View(page=name, target=3, where=where))
+    assert html.count("where=") > 20
+    assert len(written) < 2000
 
 
 @pytest.mark.parametrize("colour", ["label", "score", "mark"])

@@ -194,7 +194,7 @@ class Session:
                 positions = (
                     samples_of(self.attributions, self.view, str(message["of"])).tolist()
                     if "of" in message
-                    else [int(message["sample"])]
+                    else [self._position(message["sample"])]
                 )
             what = count(len(positions), "sample")
             if len(positions) == 1:
@@ -207,6 +207,12 @@ class Session:
         else:
             no_longer = "" if wanted else "no longer "
             self._say(place, f"{what.capitalize()} {be} {no_longer}marked as {label}.")
+
+    def _position(self, sample: object) -> int:
+        n = self.attributions.features.sizes[SAMPLE]
+        return require_integer(
+            "the position of a sample", sample, 0, n, remedy="try one of this page"
+        )
 
     def _undo(self) -> None:
         """Take back the last change that was made here, and say so."""

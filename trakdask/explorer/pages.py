@@ -183,7 +183,8 @@ def _grouped(attributions: Attributions, view: View) -> View:
 
 
 def _target_table(attributions: Attributions, view: View) -> str:
-    selected = attributions.questions.targets.selected(view)
+    targets = attributions.questions.targets
+    selected, view = targets.selected(view), view.replace(sort=targets.sorted_by(view))
     table = _shown(selected, view)
     contents = attributions.target_samples.html(table.index.tolist(), brief=True)
     return render(
@@ -200,19 +201,20 @@ def _target(attributions: Attributions, view: View) -> str:
     (content,) = attributions.target_samples.html([view.target])
     target = questions.targets.metadata.iloc[[view.target]]
     view = _checked(view, "where", questions.metadata[:1].assign(score=0.0), target)
-    verdict = _verdict(attributions, row)
+    verdict = _verdict(attributions, view, row)
     return render("target", attributions, view, row=row, content=content, verdict=verdict)
 
 
-def _verdict(attributions: Attributions, row: pd.Series) -> str:
-    """Return what a classifier says about a target: 1 − p is its loss; "" for other models."""
-    name = attributions.questions.targets.label
-    if not name or not np.isfinite(row["loss"]):
+def _verdict(attributions: Attributions, view: View, row: pd.Series) -> str:
+    """Return what a classifier says about a target; "" for other models."""
+    targets = attributions.questions.targets
+    name, label_p = targets.label, targets.label_probability[view.target]
+    if not name or not np.isfinite(label_p):
         return ""
     label, predicted, p = value(row[name]), row["predicted"], row["probability"]
     if np.isfinite(predicted):
         return f"Label {label}, model says {value(predicted)} ({100 * p:.0f} %)"
-    return f"Label {label}, to which the model gives {100 * (1 - row['loss']):.0f} %"
+    return f"Label {label}, to which the model gives {100 * label_p:.0f} %"
 
 
 def _ranked(attributions: Attributions, view: View, *, largest: bool) -> str:

@@ -239,8 +239,7 @@ class Questions:
     def targets_of(self, view: View) -> pd.DataFrame:
         """Return the targets that a training sample helped most and harmed most, best first.
 
-        Columns: the coords of the targets, ``output``, ``loss``, ``disagreement`` and ``score``.
-        At most 2 k rows.
+        Columns: those of the table of targets, and ``score``. At most 2 k rows.
         """
         prepared, k = self.prepared(view), view.k
         tables.require_position(view.sample, prepared.features.sizes[SAMPLE], "training sample")
@@ -251,14 +250,15 @@ class Questions:
         return table if len(table) <= 2 * k else pd.concat([table[:k], table[-k:]])
 
     def sample(self, view: View) -> pd.Series:
-        """Return the coords of a training sample, its output, Q and self-influence."""
+        """Return the coords of a training sample, its output, loss and self-influence."""
         prepared = self.prepared(view)
         tables.require_position(view.sample, prepared.features.sizes[SAMPLE], "training sample")
         one = prepared.features.isel({SAMPLE: [view.sample]})
         influence, output, q = compute(
             _self_influence(prepared, one).data, one["output"].data, one["out_to_loss"].data
         )
-        facts = {"output": output.mean(), "loss": q.mean(), "self_influence": influence[0]}
+        name, loss = tables.mean_loss(self.features.attrs.get("task"), output, q)
+        facts = {"output": output.mean(), name: loss[0], "self_influence": influence[0]}
         row = tables.row_of(self.metadata, view.sample)
         whole: pd.Series[Any] = pd.concat([row, pd.Series(facts, dtype=object)])
         return whole
