@@ -267,6 +267,7 @@ def test_session__marks_samples_and_takes_it_back_step_by_step(tmp_path: Path) -
         assert session.page.said["sample"] == position
         assert session.page.said["text"] == f"Sample {position} is marked as {label}."
     assert sorted(session.page.marked) == ["59 remove", "7 remove", "7 wrong label", "8 remove"]
+    marks.by("Bob").mark(names[7], "duplicate")
     other.page._handle_msg({"mark": "duplicate", "sample": 7, "wanted": True})
     marks.mark(["of another store"], "remove")
     session.go(View(page="sample", sample=3))  # what can be undone is not lost on the way
@@ -278,11 +279,11 @@ def test_session__marks_samples_and_takes_it_back_step_by_step(tmp_path: Path) -
     assert left == [(7, 2), (8, 1), (7, 0)]
     session.page._handle_msg({"undo": True})
     assert "nothing" in session.page.said["text"]
-    assert session.page.marked == ["7 duplicate"]
+    assert session.page.marked == {"7 duplicate": ["Bob", ""]}
     assert other.page.said["undo"] == 1
     session.page._handle_msg({"mark": "duplicate", "sample": 7, "wanted": False})
-    assert session.page.marked == []
-    assert session.page.said["text"] == "Sample 7 is no longer marked as duplicate."
+    assert session.page.marked == {"7 duplicate": ["Bob"]}
+    assert session.page.said["text"] == "Sample 7 is no longer marked as duplicate by you."
 
 
 def test_session__says_why_it_cannot_mark(tmp_path: Path, explorer: Explorer) -> None:

@@ -5,14 +5,18 @@ export function render({ model }) {
   root.className = "trakdask"
 
   const mark = () => {
-    const marked = new Set(model.marked)
-    for (const button of root.querySelectorAll("button[data-sample]")) {
-      const key = `${button.dataset.sample} ${button.dataset.mark}`
-      button.setAttribute("aria-pressed", marked.has(key))
+    const keys = Object.keys(model.marked)
+    for (const button of root.querySelectorAll("button[data-key]")) {
+      const people = model.marked[`${button.dataset.sample} ${button.dataset.mark}`] ?? []
+      const others = people.filter((who) => who !== model.who)
+      button.setAttribute("aria-pressed", people.includes(model.who))
+      button.dataset.others = others.length ? ` +${others.length}` : ""
+      const names = others.map((who) => who || "somebody without a name").join(", ")
+      button.title = `Key ${button.dataset.key}${names && `; also marked by ${names}`}`
     }
     for (const count of root.querySelectorAll("[data-count]")) {
-      count.textContent = new Set(model.marked.map((key) => key.split(" ")[0])).size
-      count.hidden = !model.marked.length
+      count.textContent = new Set(keys.map((key) => key.split(" ")[0])).size
+      count.hidden = !keys.length
     }
   }
 
@@ -139,8 +143,8 @@ export function render({ model }) {
     const button = event.target.closest("button[data-mark]")
     if (button) {
       const { mark, sample, of, wanted } = button.dataset
-      if (of) model.send_msg({ mark, of, wanted: wanted === "1" })
-      else model.send_msg({ mark, sample: Number(sample), wanted: button.getAttribute("aria-pressed") !== "true" })
+      const isWanted = wanted ? wanted === "1" : button.getAttribute("aria-pressed") !== "true"
+      model.send_msg({ mark, wanted: isWanted, ...(of ? { of } : { sample: Number(sample) }) })
       return
     }
     const copy = event.target.closest("button[data-copy]")

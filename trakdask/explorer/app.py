@@ -10,6 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -55,7 +56,8 @@ class LinkedHTML(JSComponent):
     html = param.String(doc="Escaped HTML; each section of it is replaced on its own.")
     query = param.String(doc="The view, as the part of a URL after '?'.")
     names = param.List([*vars(View()), *CONDITION_FIELDS], doc="Parameters of a URL that are ours.")
-    marked = param.List([], doc="Samples with their marks, such as '7 wrong label'.")
+    marked = param.Dict({}, doc="Who has made which marks, by '7 wrong label'.")
+    who = param.String(doc="Whose marks the buttons make and take back.")
     said = param.Dict({}, doc="What happened to which mark, and what can be undone.")
     saved = param.String(doc="What a browser is to save as an HTML file.")
     follows_address = param.Boolean(False, doc="Whether the address of the page is the view's.")
@@ -93,6 +95,7 @@ class Session:
             sizing_mode="stretch_width",
             follows_address=location is not None,
             marked=self._marked(),
+            who="" if marks is None else marks.who,
         )
         self.page.told = self._told
         self._job = Job()
@@ -181,12 +184,13 @@ class Session:
             self.page.saved = document(self.attributions, self.view, self.page.html)
 
     def _mark(self, message: Mapping[str, Any]) -> None:
-        """Let one sample, or all of a section, have a mark or not; say what is so now.
+        """Let one sample, or all of a section, have a mark of this person or not; say so.
 
-        What is wanted is said, and not that it changes: two who want the same do not undo it.
+        What is wanted is told, and not that it changes: it may be told twice.
         """
         label, wanted = str(message["mark"]), bool(message["wanted"])
         place, what, be = -1, "", "are"
+        n = self.attributions.features.sizes[SAMPLE]
         try:
             if self._marks is None:
                 raise ValueError("No marks are kept here.")
@@ -194,7 +198,9 @@ class Session:
                 positions = (
                     samples_of(self.attributions, self.view, str(message["of"])).tolist()
                     if "of" in message
-                    else [self._position(message["sample"])]
+                    else [
+                        require_integer("a sample", message["sample"], 0, n, remedy="try another")
+                    ]
                 )
             what = count(len(positions), "sample")
             if len(positions) == 1:
@@ -205,14 +211,8 @@ class Session:
         except Exception as err:
             self._say(place, plain_message(err))
         else:
-            no_longer = "" if wanted else "no longer "
-            self._say(place, f"{what.capitalize()} {be} {no_longer}marked as {label}.")
-
-    def _position(self, sample: object) -> int:
-        n = self.attributions.features.sizes[SAMPLE]
-        return require_integer(
-            "the position of a sample", sample, 0, n, remedy="try one of this page"
-        )
+            marked = f"marked as {label}" if wanted else f"no longer marked as {label} by you"
+            self._say(place, f"{what.capitalize()} {be} {marked}.")
 
     def _undo(self) -> None:
         """Take back the last change that was made here, and say so."""
@@ -229,14 +229,14 @@ class Session:
         text = f"The last change of {what} is undone."
         self._say(place, text if has_changed else "Somebody else has undone this already.")
 
-    def _marked(self) -> list[str]:
-        """Return the positions of marked samples with their marks, such as ``"7 remove"``."""
-        try:
+    def _marked(self) -> dict[str, list[str]]:
+        """Return who has made which mark, by the position of the sample and the mark."""
+        people: dict[str, list[str]] = {}
+        with suppress(OSError, ValueError):  # which is said when somebody marks
             table = self.attributions.marked()
-        except (OSError, ValueError):  # which is said when somebody marks
-            return []
-        pairs = zip(table["position"], table["mark"], strict=True)
-        return [f"{position} {mark}" for position, mark in pairs]
+            for position, mark, who in table[["position", "mark", "who"]].values:
+                people.setdefault(f"{position} {mark}", []).append(who)
+        return people
 
     def _say(self, position: int, text: str) -> None:
         self.page.marked = self._marked()
