@@ -205,21 +205,38 @@ def test_pages__are_accessible_and_run_nothing_of_the_metadata(
             assert tab.violations() == [], page
 
 
+def drawn(tab: Tab) -> list[tuple[float, float]]:
+    """Return the heights of the bars of all charts, and of the cells of tables of colours."""
+    return tab.page.locator(".columns [style], .heat td").evaluate_all(
+        "all => all.map(each => each.getBoundingClientRect().height)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("view", "name", "titles"),
+    [
+        (View(page="target", target=8, k=2), "trakdask-target-8.html", ["Most helpful", "Most harmful"]),
+        (View(page="corpus", group_by="source"), "trakdask-corpus.html", ["Self-influence"]),
+    ],
+)  # fmt: skip
 def test_saved_view__is_what_was_seen_and_needs_no_server_and_no_network(
-    url: str, tab: Tab, browser: Any, tmp_path: Path
+    url: str, tab: Tab, browser: Any, tmp_path: Path, view: View, name: str, titles: list[str]
 ) -> None:
-    tab.open(f"{url}?{View(page='target', target=8, k=2).to_query()}", "Target 8")
+    tab.open(f"{url}?{view.to_query()}", "Target 8" if view.page == "target" else "")
     with tab.page.expect_download() as download:
         tab.page.click("text=Save this view")
-    assert download.value.suggested_filename == "trakdask.html"
-    saved = Path(download.value.path()).rename(tmp_path / "trakdask.html")
+    assert download.value.suggested_filename == name
+    saved = Path(download.value.path()).rename(tmp_path / name)
     with Tab(browser, offline=True) as other:
         other.page.goto(f"file://{saved}")
-        for title in ("Most helpful", "Most harmful"):
-            assert other.cards(title) == tab.cards(title)
+        for title in titles:
+            assert other.cards(title) == tab.cards(title) != []
+        assert drawn(other) == pytest.approx(drawn(tab), abs=0.5)
+        assert max(drawn(other)) > 30
         assert other.page.locator("article img").first.evaluate("image => image.naturalWidth") > 0
         assert other.page.locator("a, button, input, form").count() == 0
         assert other.page.evaluate("window.hacked") is None
+        assert other.violations() == []
         assert [url for url in other.requests if not url.startswith("data:")] == [other.page.url]
 
 

@@ -207,12 +207,13 @@ export function render({ model }) {
     if (event.target.matches("[data-at-once]")) event.target.form.requestSubmit()
   })
   const save = () => {
-    if (!model.saved) return
-    const link = document.createElement("a")
-    link.href = URL.createObjectURL(new Blob([model.saved], { type: "text/html" }))
-    link.download = "trakdask.html"
-    link.click()
-    URL.revokeObjectURL(link.href)
+    for (const [name, html] of Object.entries(model.saved)) {
+      const link = document.createElement("a")
+      link.href = URL.createObjectURL(new Blob([html], { type: "text/html" }))
+      link.download = name
+      link.click()
+      URL.revokeObjectURL(link.href)
+    }
   }
   const back = () => go(window.location.search)
   const press = (event) => {

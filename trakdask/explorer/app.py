@@ -59,7 +59,7 @@ class LinkedHTML(JSComponent):
     marked = param.Dict({}, doc="Who has made which marks, by '7 wrong label'.")
     who = param.String(doc="Whose marks the buttons make and take back.")
     said = param.Dict({}, doc="What happened to which mark, and what can be undone.")
-    saved = param.String(doc="What a browser is to save as an HTML file.")
+    saved = param.Dict({}, doc="What a browser is to save: a file by its name.")
     follows_address = param.Boolean(False, doc="Whether the address of the page is the view's.")
 
     _esm: ClassVar[Any] = Path(__file__).parent / "app.js"
@@ -180,8 +180,9 @@ class Session:
         elif 'aria-busy="true"' in self.page.html:
             self._say(-1, "This view is not complete yet; save it when it is.")
         else:
-            self.page.saved = ""
-            self.page.saved = document(self.attributions, self.view, self.page.html)
+            name = f"trakdask {self.view.name}.html".replace(" ", "-")
+            self.page.saved = {}
+            self.page.saved = {name: document(self.attributions, self.view, self.page.html)}
 
     def _mark(self, message: Mapping[str, Any]) -> None:
         """Let one sample, or all of a section, have a mark of this person or not; say so.
@@ -198,9 +199,7 @@ class Session:
                 positions = (
                     samples_of(self.attributions, self.view, str(message["of"])).tolist()
                     if "of" in message
-                    else [
-                        require_integer("a sample", message["sample"], 0, n, remedy="try another")
-                    ]
+                    else [require_integer("sample", message["sample"], 0, n, remedy="try 0")]
                 )
             what = count(len(positions), "sample")
             if len(positions) == 1:

@@ -196,8 +196,8 @@ class Marks:
 
         Returns
         -------
-        One row for each sample, mark and person, with the columns ``sample`` (int64 or text), ``mark``,
-        ``who`` and ``time`` (UTC).
+        One row for each sample, mark and person, with the columns ``sample`` (int64 or text),
+        ``mark``, ``who`` and ``time`` (UTC).
 
         Raises
         ------
@@ -217,7 +217,7 @@ class Marks:
         return table
 
     def samples(self, label: str) -> np.ndarray:
-        """Return the samples that have a mark from anybody: labels, or rows in the store; (marked,).
+        """Return the samples that anybody has marked so: labels, or rows in the store; (marked,).
 
         Raises
         ------

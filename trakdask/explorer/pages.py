@@ -56,8 +56,7 @@ _FIELDS = {
 """The fields that a page has a form for, beside which their errors are shown."""
 
 _CLICKED = re.compile(
-    r'<(form|nav|button|details)\b.*?</\1>|<div class="(?:marks|forms)"[^>]*>\s*</div>'
-    r'|<p class="note (?:keys|missing)">.*?</p>',
+    r'<(form|nav|button|details|x-live)\b.*?</\1>|<div class="(?:marks|forms)"[^>]*>\s*</div>',
     re.DOTALL,
 )
 """Forms, buttons, links to other pages, and advice. Values are escaped, so that none matches."""

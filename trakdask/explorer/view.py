@@ -130,6 +130,18 @@ class View:
     checkpoints: tuple[str, ...] = ()
     errors: Mapping[str, str] = field(default_factory=dict, compare=False)
 
+    @property
+    def name(self) -> str:
+        """What is shown, in a word or two: the page, and which target or sample.
+
+        Examples
+        --------
+        >>> View(page="target", target=3).name
+        'target 3'
+        """
+        position = {"target": self.target, "sample": self.sample}.get(self.page)
+        return self.page if position is None else f"{self.page} {position}"
+
     def replace(self, **changes: Any) -> View:
         """Return a view with some fields changed, and without errors.
 
