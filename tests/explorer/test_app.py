@@ -247,6 +247,43 @@ def test_session__a_click_abandons_what_runs() -> None:
     assert len(run) <= lazy.npartitions
 
 
+def cards(session: Session) -> list[int]:
+    return [int(i) for i in re.findall(r"<a [^>]*>sample (\d+)</a></header>", session.page.html)]
+
+
+def test_session__shows_samples_in_their_order_until_self_influence_is_there() -> None:
+    started, go_on = threading.Event(), threading.Event()
+
+    def slow(block: np.ndarray) -> np.ndarray:
+        started.set()
+        assert go_on.wait(PATIENCE_S)
+        return block
+
+    features = data(N, 0)
+    x = features.feature.data
+    lazy = da.map_blocks(slow, x, dtype=x.dtype, meta=x._meta)
+    explorer = td.explore(
+        features.assign(feature=(features.feature.dims, lazy)), data(M, 1), damping=0.1
+    )
+    view = View(page="corpus", where="label == 1", estimator="trak")
+    session = Session(explorer, view)
+    assert started.wait(PATIENCE_S)
+    assert cards(session) == [*range(1, 50, 2)]
+    assert "computing" in session.page.html
+    go_on.set()
+    session.wait(PATIENCE_S)
+    influence = td.self_influence(features, estimator="trak", damping=0.1).values
+    ranked = [i for i in np.argsort(-influence) if i % 2]
+    assert cards(session) == ranked[:25]
+    assert "In the order of the store" not in session.page.html
+    seen: list[str] = []
+    session.page.param.watch(lambda event: seen.append(event.new), "html")
+    session.go(view.replace(first=25))
+    session.wait(PATIENCE_S)
+    assert cards(session) == ranked[25:]
+    assert not [html for html in seen if "In the order of the store" in html]
+
+
 def test_session__on_the_client_that_was_active(client: Client) -> None:
     explorer = td.explore(data(N, 0), data(M, 1), estimator="trak", damping=0.1)
     assert explorer.client is client

@@ -213,23 +213,24 @@ def drawn(tab: Tab) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(
-    ("view", "name", "titles"),
+    ("view", "name"),
     [
-        (View(page="target", target=8, k=2), "trakdask-target-8.html", ["Most helpful", "Most harmful"]),
-        (View(page="corpus", group_by="source"), "trakdask-corpus.html", ["Self-influence"]),
+        (View(page="target", target=8, k=2), "trakdask-target-8.html"),
+        (View(page="corpus", group_by="source"), "trakdask-corpus.html"),
     ],
-)  # fmt: skip
+)
 def test_saved_view__is_what_was_seen_and_needs_no_server_and_no_network(
-    url: str, tab: Tab, browser: Any, tmp_path: Path, view: View, name: str, titles: list[str]
+    url: str, tab: Tab, browser: Any, tmp_path: Path, view: View, name: str
 ) -> None:
-    tab.open(f"{url}?{view.to_query()}", "Target 8" if view.page == "target" else "")
+    is_target = view.page == "target"
+    tab.open(f"{url}?{view.to_query()}", "Target 8" if is_target else "Training samples")
     with tab.page.expect_download() as download:
         tab.page.click("text=Save this view")
     assert download.value.suggested_filename == name
     saved = Path(download.value.path()).rename(tmp_path / name)
     with Tab(browser, offline=True) as other:
         other.page.goto(f"file://{saved}")
-        for title in titles:
+        for title in ("Most helpful", "Most harmful") if is_target else ("Self-influence",):
             assert other.cards(title) == tab.cards(title) != []
         assert drawn(other) == pytest.approx(drawn(tab), abs=0.5)
         assert max(drawn(other)) > 30

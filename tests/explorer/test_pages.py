@@ -185,7 +185,9 @@ def test_save_html__shows_text_and_asks_nobody(
     assert outside == []
     assert (EVIL in tags.text) == (name != "targets")
     assert f"trakdask: {View(page=name, target=3).name}" in tags.text
-    dead = "Choose|Drag|Keys:|button|Clear|Rank all|See its|Select|type a|Take back|To see|change"
+    dead = (
+        "Choose|Drag|Keys:|button|Clear|Rank all|See its|Select the|type a|Take back|To see|change"
+    )
     assert re.findall(dead, Tags(html.partition("<body>")[2]).text) == []
     assert "30 training samples" in tags.text
     policy = next(a["content"] for a in tags.all("meta") if "http-equiv" in a)

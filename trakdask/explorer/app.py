@@ -136,20 +136,27 @@ class Session:
 
     def _answer(self, job: Job, content: list[Section], parts: list[str]) -> None:
         told: set[str] = set()
-        for i, section in enumerate(content):
+        early = [""] * len(content)
+        steps = [(i, section, section.early) for i, section in enumerate(content) if section.early]
+        steps += [(i, section, section.html) for i, section in enumerate(content)]
+        for i, section, html_of in steps:
+            is_early = html_of is section.early
 
             def show(html: str, i: int = i, section: Section = section, busy: bool = True) -> None:
-                parts[i] = frame(self.view, i, section, html, busy=busy) if busy or html else ""
+                made = frame(self.view, i, section, html, busy=busy, early=early[i] * busy)
+                parts[i] = made if busy or html else ""
                 self._later(lambda: self._draw(job, parts))
 
             job.progress = _progress(show)
             try:
                 with self.attributions.computing(), job.active():
                     job.require_wanted()
-                    html = answer(section, told)
+                    html = answer(html_of, set() if is_early else told)
             except Abandoned:
                 return
-            show(html, busy=False)
+            if is_early:
+                early[i] = html
+            show("" if is_early else html, busy=is_early)
 
     def _draw(self, job: Job, parts: list[str]) -> None:
         if not job.is_abandoned:
