@@ -17,6 +17,7 @@ import trakdask as td
 from tests.explorer import test_new_targets as new_targets
 from tests.explorer.browser import ROOT, Tab, chromium, served
 from trakdask.explorer import Explorer, Marks, View
+from trakdask.explorer.app import Session
 
 EVIL = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
 N, M = 150, 60
@@ -137,6 +138,47 @@ def test_marks__are_in_the_file_and_undone_in_any_number_of_steps_also_on_anothe
         )
     assert "sample 5 is undone" in tab.page.inner_text("[data-said]")
     assert explorer.marks.table().empty
+
+
+def test_server_that_stops__is_told_of_and_marks_are_sent_when_it_is_back(
+    explorer: Explorer, browser: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trakdask.explorer.app.secrets.token_urlsafe", lambda n: "a-token")
+    with Tab(browser) as tab:
+        with served(explorer) as url:
+            tab.open(f"{url}?page=sample&sample=7", "Training sample 7")
+            tab.page.click("button[data-mark='duplicate']")
+            tab.page.wait_for_selector("text=Sample 7 is marked as duplicate.")
+            with monkeypatch.context() as patched:  # it stops before it has read what is sent
+                patched.setattr(Session, "_mark", lambda *_: None)
+                tab.page.click("button[data-mark='remove']")
+                tab.page.click("button[data-mark='duplicate']")
+                tab.page.wait_for_timeout(500)
+        tab.page.wait_for_selector("[role=alert]")
+        text = tab.page.inner_text("[role=alert]")
+        assert "The server has stopped; nothing is kept from here on." in text
+        assert "sample 7 as remove, sample 7 no longer as duplicate." in text
+        assert tab.violations() == []
+        tab.page.keyboard.press("1")  # marks nothing
+        tab.page.keyboard.press("Tab")
+        with pytest.raises(AssertionError):
+            tab.press_until("button", "remove")
+        assert explorer.marks.table()["mark"].tolist() == ["duplicate"]
+        assert {error for error in tab.errors if "CONNECTION_REFUSED" not in error} == set()
+        with served(explorer, int(re.search(r":(\d+)/", url)[1])):
+            tab.page.wait_for_selector("[role=alert]", state="detached")
+            tab.wait("Training sample 7")
+            tab.page.wait_for_selector("text=no longer marked as duplicate by you")
+            assert explorer.marks.table()[["sample", "mark"]].values.tolist() == [[7, "remove"]]
+            pressed = tab.page.locator("button[aria-pressed=true]").all_inner_texts()
+            assert pressed == ["remove"]
+            tab.page.click("button[data-mark='remove']")
+            tab.page.wait_for_selector("text=no longer marked as remove")
+            tab.page.reload()  # after which nothing is left to send
+            tab.wait("Training sample 7")
+            assert tab.page.locator("button[aria-pressed=true]").count() == 0
+            assert explorer.marks.table().empty
+        tab.errors.clear()
 
 
 def test_map__is_brushed(explorer: Explorer, url: str, tab: Tab) -> None:

@@ -91,6 +91,7 @@ class Session:
         self._marks = None if marks is None else marks.by(marks.who)
         # Of each change of marks that is not undone: the position of its sample or −1, and words.
         self._changes: list[tuple[int, str]] = []
+        self._answered = 0  # when the browser sent the last mark, by its clock
         self.page = LinkedHTML(  # type: ignore[no-untyped-call]
             sizing_mode="stretch_width",
             follows_address=location is not None,
@@ -181,6 +182,7 @@ class Session:
         elif "new" in message:
             self.explain({str(name): str(text) for name, text in message["new"].items()})
         elif "mark" in message:
+            self._answered = message.get("at", 0)
             self._mark(message)
         elif "undo" in message:
             self._undo()
@@ -246,7 +248,8 @@ class Session:
 
     def _say(self, position: int, text: str) -> None:
         self.page.marked = self._marked()
-        self.page.said = {"sample": position, "text": text, "undo": len(self._changes)}
+        undo, answered = len(self._changes), self._answered
+        self.page.said = {"sample": position, "text": text, "undo": undo, "answered": answered}
         if self.view.page == "marks":
             self.go(self.view)
 
