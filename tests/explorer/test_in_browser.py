@@ -140,6 +140,25 @@ def test_marks__are_in_the_file_and_undone_in_any_number_of_steps_also_on_anothe
     assert explorer.marks.table().empty
 
 
+def test_marks__of_another_person_are_a_number_on_my_button(
+    explorer: Explorer, url: str, tab: Tab
+) -> None:
+    bob = explorer.marks.by("Bob")
+    bob.mark([9], "remove")
+    tab.open(f"{url}?page=sample&sample=9", "Training sample 9")
+    button = tab.page.locator("button[data-mark='remove']")
+    for is_mine in ("false", "true"):
+        assert button.get_attribute("aria-pressed") == is_mine
+        after = button.evaluate("each => getComputedStyle(each, '::after').content")
+        assert after == '" +1"'
+        assert "also marked by Bob" in button.get_attribute("title")
+        button.click()
+        tab.page.wait_for_selector("text=marked as remove")
+    tab.page.wait_for_selector("text=no longer marked as remove by you")
+    assert explorer.marks.table()["who"].tolist() == ["Bob"]
+    bob.unmark([9], "remove")
+
+
 def test_server_that_stops__is_told_of_and_marks_are_sent_when_it_is_back(
     explorer: Explorer, browser: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
