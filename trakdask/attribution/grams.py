@@ -130,8 +130,8 @@ def damping(
         several labels, and for ``estimator="soft"``, ``"trace"`` for regression and causal language
         models, as was measured to be best, else ``"closed_form"``.
         ``"completeness"``: one ρ for all checkpoints, λ_c = ρ tr(K_c)/n, chosen by the outputs;
-        see Notes. ``"trace"``: tr(K_c)/n, so ρ = 1, or the prior; n counts samples that failed, too.
-        ``"closed_form"``: 0.03 tr(K_c²)/tr(K_c); a number replaces 0.03.
+        see Notes. ``"trace"``: ρ is the prior there; n counts samples that failed, too.
+        ``"closed_form"``: the prior times 0.03 tr(K_c²)/tr(K_c); a number replaces both factors.
         ``Absolute(x)`` is x itself. What this function returned before is taken as it is. Where
         :func:`save` or :func:`calibrate` stored λ and ``"auto"`` or the rule that chose it is asked
         for, it is the stored one, as long as the features are those of the store.
@@ -174,10 +174,10 @@ def damping(
     Fisher's z = artanh(r), or by 0.2 if that at the prior is below 0.57 or there are fewer than 500
     samples, as after a short training, where ρ has to be 10 to 300 times as large.
 
-    ``"trace"`` and ``"closed_form"`` are multiplied by the prior. No model is retrained and no n × m array made:
-    one more column of the gram matrix and one eigendecomposition per checkpoint, about 9 p³ flops
-    and 32 p² bytes; 21 numbers per sample and checkpoint. For other estimators it needs a gram
-    matrix of these weights too, one more pass over the features.
+    No model is retrained and no n × m array made: one more column of the gram matrix and one
+    eigendecomposition per checkpoint, about 9 p³ flops and 32 p² bytes; 21 numbers per sample and
+    checkpoint. For other estimators it needs a gram matrix of these weights too, one more pass over
+    the features.
 
     The samples are those of ``calibrate``, if given; else up to 1000 training samples from up to 8
     blocks, each left out of the sums exactly. So by default λ, and with it the score of a pair,
