@@ -23,7 +23,6 @@ from .fits import curvature as curvature
 from .fits import fit as fit
 from .fits import principal_components as principal_components
 from .fits import second_moments as second_moments
-from .fits import wrong_classes as wrong_classes
 from .models import tasks as tasks
 from .models.kept_checkpoints import keep_checkpoints as keep_checkpoints
 from .models.model import Model as Model

@@ -64,6 +64,11 @@ _ALL = (
     Variable("loss_gradient", (PROJ_DIM, CHECKPOINT), "sum over samples of mean_c[g] φ"),
     Variable("gram_eigenvalues", (COMPONENT, CHECKPOINT), "eigenvalues of gram, ascending"),
     Variable("gram_eigenvectors", (PROJ_DIM, COMPONENT, CHECKPOINT), "eigenvectors of gram"),
+    Variable(
+        WRONG_CLASSES,
+        (PROJ_DIM, PROJ_DIM_1, CHECKPOINT),
+        "mean of 2 √q ψ ψᵀ over a part of the samples, ψ of the likeliest wrong class",
+    ),
     Variable("moment_scale", ("coordinate", CHECKPOINT), "(√v + 10⁻⁸)^-1/2, Adam's v"),
     Variable(
         "curvature_eigenvectors",
@@ -106,7 +111,7 @@ VARIABLES: dict[str, Variable] = {variable.name: variable for variable in _ALL}
 
 FITTED = (
     *("moment_scale", "curvature_eigenvectors", "curvature_scale", "curvature_leading"),
-    *("principal_components", "principal_shares"),
+    *("principal_components", "principal_shares", WRONG_CLASSES),
 )
 """What a projector was fitted to samples with; features hold it, so that others can be made."""
 

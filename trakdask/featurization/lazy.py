@@ -24,6 +24,12 @@ from trakdask.checks import require_choice, require_integer, shown
 from trakdask.execution import active_client, workers_of
 from trakdask.featurization.block import featurize_block
 from trakdask.featurization.job import ERROR_DTYPE, DType, Job, OnError, Partition
+from trakdask.featurization.wrong_classes import (
+    between,
+    has_wrong_classes,
+    mean_matrix,
+    part_of,
+)
 from trakdask.models.gradients import ENGINES
 from trakdask.models.layers import choose_engine, elements_at_once
 from trakdask.models.model import Model
@@ -33,7 +39,7 @@ from trakdask.projection.fitted import Components, Curvature, Fitted, SecondMome
 from trakdask.projection.protocol import require_block_fits
 from trakdask.provenance import REQUIRED_SPEC, digest, require_comparable, require_same
 from trakdask.samples import lazy_variables, normalise_coord, source_of, validate_samples
-from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, checkpoint_names
+from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, WRONG_CLASSES, checkpoint_names
 
 Gradients = Literal["auto", "hooks", "vmap", "loop"]
 Arrays = dict[str, da.Array]
@@ -162,7 +168,11 @@ def featurize(
     - ``out_to_loss`` (sample, checkpoint): Q, 1 - p for classification;
     - with ``on_error="record"``, ``error`` (sample, checkpoint): text, "" for samples that
       did not fail. :func:`open` returns it as a coord;
-    - what the projector was fitted with, (..., checkpoint), which ``like=`` takes from here.
+    - what the projector was fitted with, (..., checkpoint), which ``like=`` takes from here;
+    - ``wrong_classes`` (proj_dim, proj_dim_1, checkpoint), float64, of training samples for a
+      classifier of several classes: how the loss curves between the wrong classes, which
+      :class:`Soft` adds to the gram matrix. It is computed from a quarter of the samples, and only
+      if it is asked for: it takes a quarter more time.
 
     Its ``attrs`` record how it was computed.
 
@@ -209,21 +219,21 @@ def featurize(
     >>> error[error != ""].values.tolist()
     ['the output is NaN or infinite']
     """
-    prepared = prepare(
-        samples,
-        model,
-        projector=projector,
-        like=like,
-        gradients=gradients,
-        batch_size=batch_size,
-        dtype=dtype,
-        device=device,
-        on_error=on_error,
-    )
+    options: dict[str, Any] = {
+        "gradients": gradients, "batch_size": batch_size, "dtype": dtype, "device": device,
+        "on_error": on_error,
+    }  # fmt: skip
+    prepared = prepare(samples, model, projector=projector, like=like, **options)
     job, n_samples = prepared.job, max(prepared.rows)
     limit = _largest_memory()
     require_block_fits(job.projector.projector, job.row_map.n_rows, n_samples, limit)
     arrays = lazy_arrays(prepared) | prepared.fit
+    if like is None and has_wrong_classes(job):
+        some = prepare(
+            part_of(samples, n_samples), between(job.model), projector=projector, **options
+        )
+        of_some = lazy_arrays(some)
+        arrays[WRONG_CLASSES] = mean_matrix(of_some["feature"], of_some["out_to_loss"])
     data = {
         name: (VARIABLES[name].dims, array, {"description": VARIABLES[name].description})
         for name, array in arrays.items()

@@ -4,6 +4,5 @@ from trakdask.fits.components import principal_components
 from trakdask.fits.curvatures import curvature
 from trakdask.fits.fitting import fit
 from trakdask.fits.moments import second_moments
-from trakdask.fits.wrong_classes import wrong_classes
 
-__all__ = ["curvature", "fit", "principal_components", "second_moments", "wrong_classes"]
+__all__ = ["curvature", "fit", "principal_components", "second_moments"]
