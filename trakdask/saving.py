@@ -365,8 +365,7 @@ def update_derived(
         chosen_by = None if calibrate is None else str(calibrate.attrs.get("source", ""))
         known = before.arrays.get(DAMPING, {})
         is_same = known and factors_stay and before.checkpoints == group.checkpoints
-        is_asked = anew or calibrate is not None
-        if is_same and (not is_asked or known["attributes"]["chosen_by"] == chosen_by):
+        if is_same and (not anew or known["attributes"]["chosen_by"] == chosen_by):
             group.arrays[DAMPING] = known
         else:
             _update_damping(group, estimator, calibrate, chosen_by)

@@ -128,7 +128,7 @@ def features(
     for part, role in enumerate(("train", "targets")):
         store = cache / "features" / f"{name}-{role}.zarr"
         lazy = td.featurize(subject.samples(part), model, projector=projector)
-        parts.append(td.save(lazy, store, gram=False, progress=False).load())
+        parts.append(td.save(lazy, store, estimator=None, progress=False).load())
     return parts[0], parts[1]
 
 
@@ -192,7 +192,7 @@ def score_all(
         # Of few checkpoints and of λ at an end of the grid: the choice reports both.
         warnings.simplefilter("ignore", UserWarning)
         lazy = [td.score(train, targets, **options, **each) for each in given]
-        found = td.damping(train, AUTO, **options)
+        found = td.damping(train, td.Trak(damping=AUTO), **options)
         found, *scores = dask.compute(found, *lazy)  # at once: they share the gram matrix
     choice = {
         "rho": float(found.relative),
