@@ -44,7 +44,6 @@ from distributed.protocol import deserialize, serialize, to_serialize
 
 import trakdask as td
 import trakdask.arrays.blocks
-from trakdask.attribution.estimators import Weights
 from trakdask.testing import raise_if_dask_computes
 from trakdask.variables import VARIABLES
 
@@ -181,7 +180,7 @@ def features(n: int, coords: Mapping[str, Any], *, gram: bool = True) -> xr.Data
     )
     if not gram:
         return ds
-    attrs = {**VARIABLES["gram"].attrs, **Weights().attrs(ds)}
+    attrs = {**VARIABLES["gram"].attrs, **td.Trak().attrs(ds)}
     matrix = (VARIABLES["gram"].dims, stored("gram", (p, p, c), (p, p, 1)), attrs)
     return ds.assign(gram=matrix)
 

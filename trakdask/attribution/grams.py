@@ -607,5 +607,5 @@ def _warn_of_few_checkpoints(n: int) -> None:
             f"scores are made from {n} checkpoint{'s' * (n > 1)}; 3 or more are worth their cost: "
             "from 1 to 3 to 10 the linear datamodeling score rose from 0.58 to 0.62 to 0.65 and "
             "from 0.43 to 0.51 to 0.55, measured on two small models. Train the model again with "
-            "other seeds, or set damping= yourself to silence this.",
+            "other seeds, or set the estimator's damping= yourself to silence this.",
         )

@@ -11,6 +11,7 @@ import trakdask as td
 from trakdask import arrays
 from trakdask.arrays.solve import component_count
 from trakdask.attribution.estimators import (
+    GIVEN,
     Absolute,
     Damping,
     Estimator,
@@ -109,7 +110,10 @@ class Preparation:
         estimator = self.chosen(estimator_text)
         if not isinstance(estimator, GramEstimator):
             return Prepared(_selected(self.features, checkpoints), estimator, None)
-        features = self._decomposed(estimator.resolved(self.features).of_sums(), checkpoints)
+        if "gram" in self.features and self.features["gram"].attrs.get("gram_weights") == GIVEN:
+            features = lazy_features(_selected(self.features, checkpoints))
+        else:
+            features = self._decomposed(estimator.resolved(self.features).of_sums(), checkpoints)
         if isinstance(damping, MeanTrace):
             damping = _of_trace(features, damping.value)
         (chosen,) = compute(td.damping(features, estimator.with_damping(damping)))
