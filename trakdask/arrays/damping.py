@@ -315,7 +315,7 @@ def warn_of_choice(rho: float, peak: float, name: str, *others: str) -> None:
         instead = f"the {others[0]}" if others else "the gram matrix alone, as by damping='trace'"
         message = (
             f"{defect} (3 standard errors above 0 are needed to choose λ by them). λ comes from "
-            f"{instead}. Try other outputs: calibrate=td.featurize(held_out, model, ...)."
+            f"{instead}. Try held-out samples: td.damping(features, calibrate=held_out)."
         )
     elif rho == GRID[-1]:
         message = (

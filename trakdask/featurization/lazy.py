@@ -37,7 +37,7 @@ from trakdask.models.tasks import task_spec
 from trakdask.projection import SJLT, Projector, RowMap
 from trakdask.projection.fitted import Components, Curvature, Fitted, SecondMoments
 from trakdask.projection.protocol import require_block_fits
-from trakdask.provenance import REQUIRED_SPEC, digest, require_comparable, require_same
+from trakdask.provenance import DEFAULTS, REQUIRED_SPEC, digest, require_comparable, require_same
 from trakdask.samples import lazy_variables, normalise_coord, source_of, validate_samples
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, WRONG_CLASSES, checkpoint_names
 
@@ -332,6 +332,7 @@ def prepare(
         "device": device,
         "on_error": on_error,
         **({"parts": partition.spec()} if partition else {}),
+        **{name: getattr(model.task, name) for name in DEFAULTS if hasattr(model.task, name)},
         "formula": _formula(bound),
         **({"damping_prior": bound.damping_prior} if bound.damping_prior != 1 else {}),
         "trakdask_version": __version__,

@@ -13,13 +13,7 @@ import xarray as xr
 from dask.base import tokenize
 
 from trakdask.arrays.weights import gram_weights
-from trakdask.attribution.estimators import (
-    DEFAULT_ESTIMATOR,
-    DEFAULT_POWER,
-    Estimator,
-    Power,
-    gather_options,
-)
+from trakdask.attribution.estimators import EstimatorLike, with_gram
 from trakdask.checks import require_integer
 from trakdask.featurization.block import Output, run_samples, running
 from trakdask.featurization.job import DType, Job
@@ -45,8 +39,7 @@ def curvature(
     *,
     damping: float = 100.0,
     leading: int = 1024,
-    estimator: Estimator = DEFAULT_ESTIMATOR,
-    power: Power = DEFAULT_POWER,
+    estimator: EstimatorLike = "auto",
     gradients: Gradients = "auto",
     batch_size: int | Literal["auto"] = "auto",
     dtype: DType | None = None,
@@ -73,7 +66,7 @@ def curvature(
     leading
         How many of the coordinates with most of the scaled curvature become columns of their own,
         beside those of the projector that follows. 0 before :class:`Identity`.
-    estimator, power
+    estimator
         As in :func:`score`; samples have the weights h that they have in its gram matrix.
     gradients, batch_size, dtype, device
         As in :func:`featurize`.
@@ -130,8 +123,7 @@ def curvature(
         on_error="raise",
         adds_up=True,
     )
-    weights = gather_options(xr.Dataset(attrs=prepared.attrs), estimator, power).weights
-    assert not isinstance(weights.power, da.Array)
+    weights = with_gram(xr.Dataset(attrs=prepared.attrs), estimator).of_sums()
     vectors, values = dask.compute(*_lazy_curvature(prepared, weights.power))
     scale = np.apply_along_axis(scaling, 0, values, prepared.job.model.shapes, damping)
     columns = zip(values.T, scale.T, strict=True)
