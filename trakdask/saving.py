@@ -9,6 +9,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -43,6 +44,7 @@ from trakdask.variables import (
     PROJ_DIM,
     PROJ_DIM_1,
     SAMPLE,
+    WRONG_CLASSES,
     validate,
 )
 
@@ -121,8 +123,7 @@ def save(
     IncompleteFeaturesError
         If an append is asked for while another is unfinished.
     ValueError
-        If a coord has a name that cannot be that of a folder, or features have ``wrong_classes``,
-        which no store keeps.
+        If a coord has a name that cannot be that of a folder.
     TypeError
         If ``features`` is no Dataset, or a coord is of a kind that cannot be stored.
     BlockError
@@ -153,10 +154,14 @@ def save(
     """
     validate(features, ("feature", "output", "out_to_loss"), what="features")
     asked = None if estimator is None else with_gram(features, estimator).of_sums()
+    if not (isinstance(asked, Soft) and asked.wrong_classes):  # they would be computed for nothing
+        features = features.drop_vars(WRONG_CLASSES, errors="ignore")
 
     def derive(before: Group, group: Group) -> None:
         is_same = (group.n_samples, group.checkpoints) == (before.n_samples, before.checkpoints)
         kept = asked or (estimator_of(before) if is_same else None)
+        if isinstance(kept, Soft):  # what is appended, like features of the store, has none
+            kept = replace(kept, wrong_classes=WRONG_CLASSES in group.arrays)
         update_derived(before, group, kept, retries=retries)
 
     write(
@@ -318,8 +323,10 @@ def estimator_of(group: Group) -> GramEstimator | None:
     """Return the estimator that the gram matrix of a store is of, None if it has none."""
     if GRAM not in group.arrays:
         return None
-    power = group.arrays[GRAM]["attributes"]["power"]
-    return Trak() if power is None else Soft(power)
+    attrs = group.arrays[GRAM]["attributes"]
+    if attrs["power"] is None:
+        return Trak()
+    return Soft(attrs["power"], wrong_classes=attrs["wrong_classes"])
 
 
 def update_derived(
@@ -361,7 +368,7 @@ def update_derived(
     if group.arrays[GRAM]["shape"][0] > _MOST_DIM and not anew:
         return
     try:
-        factors_stay = _update_factors(before, group, gram_stays, retries)
+        factors_stay = _update_factors(before, group, estimator, gram_stays, retries)
         chosen_by = None if calibrate is None else str(calibrate.attrs.get("source", ""))
         known = before.arrays.get(DAMPING, {})
         is_same = known and factors_stay and before.checkpoints == group.checkpoints
@@ -414,11 +421,13 @@ def _is_known(before: Group, name: str, attrs: dict[str, Any]) -> bool:
     return all(key in known and known[key] == attrs[key] for key in same)
 
 
-def _update_factors(before: Group, group: Group, gram_stays: bool, retries: int) -> bool:
+def _update_factors(
+    before: Group, group: Group, estimator: GramEstimator, gram_stays: bool, retries: int
+) -> bool:
     """Store the eigenvectors of the gram matrices that lack them; return whether some stay."""
     ds, stays = assembled(group), gram_stays and EIGENVECTORS in before.arrays
     n, p, matrices = ds[GRAM].attrs["n_samples"], ds.sizes[PROJ_DIM], ds[GRAM].data
-    k = component_count(n, p, ds.feature.dtype)
+    k = component_count(estimator.rank(n, ds), p, ds.feature.dtype)
     for name in _FACTORS:
         group.add(name, {**ds.sizes, COMPONENT: k}, "f8", grows=stays, attrs=_about(group))
     for index, name in enumerate(group.checkpoints):
@@ -432,7 +441,7 @@ def _update_factors(before: Group, group: Group, gram_stays: bool, retries: int)
 def _about(group: Group) -> dict[str, Any]:
     """Return the attributes that say which gram matrix something is of."""
     attrs = group.arrays[GRAM]["attributes"]
-    return {name: attrs[name] for name in ("n_samples", "gram_weights", "power")}
+    return {name: attrs[name] for name in ("n_samples", "gram_weights", "power", "wrong_classes")}
 
 
 def _update_damping(

@@ -13,7 +13,7 @@ import xarray as xr
 from trakdask import arrays
 from trakdask.attribution.estimators import LOGIT_VARIANCE, GramEstimator, Soft
 from trakdask.attribution.grams import describe_damping, regularize
-from trakdask.variables import GRAM, LOSS_GRADIENT, checkpoint_names, lazy_features
+from trakdask.variables import CHECKPOINT, GRAM, LOSS_GRADIENT, checkpoint_names, lazy_features
 
 
 def sums(
@@ -23,12 +23,14 @@ def sums(
     feature = features.feature.data[:, :, index : index + 1]
     h = estimator.h(features)
     h = None if h is None else h[:, index : index + 1]
+    at_one = features.isel({CHECKPOINT: slice(index, index + 1)})
     if LOSS_GRADIENT not in names:
-        return [arrays.gram.gram(feature, h)]
+        return [estimator.completed(arrays.gram.gram(feature, h), at_one)]
     g = arrays.weights.pooled(estimator.g(features))[:, None]
     if GRAM not in names:
         return [arrays.gram.loss_gradient(feature, g)]
-    return list(arrays.gram.gram_and_sum(feature, h, g))
+    matrix, gradient = arrays.gram.gram_and_sum(feature, h, g)
+    return [estimator.completed(matrix, at_one), gradient]
 
 
 def chosen_damping(

@@ -27,6 +27,7 @@ from trakdask.variables import (
     N_SAMPLES,
     SAMPLE,
     TARGET,
+    WRONG_CLASSES,
     aligned,
     checkpoint_names,
 )
@@ -183,12 +184,21 @@ class GramEstimator(Estimator):
         """Return the weights of samples in the gram matrix, (sample, checkpoint); None for 1."""
         return None
 
+    def completed(self, matrix: da.Array, features: xr.Dataset) -> da.Array:
+        """Return the gram matrix with what it has besides the sum of products of features."""
+        return matrix
+
+    def rank(self, n_samples: int, features: xr.Dataset) -> int:
+        """Return what the rank of a gram matrix of so many samples cannot exceed."""
+        return n_samples
+
     def attrs(self, features: xr.Dataset) -> dict[str, Any]:
         """Return the ``attrs`` of matrices that are reduced from these features."""
         return {
             "gram_weights": self.gram_weights,
             "loss_weights": self.loss_weights,
             "power": self.power,
+            "wrong_classes": getattr(self, "wrong_classes", False),
             "n_samples": features.sizes[SAMPLE],
             "source": features.attrs.get("source", ""),
             "pooled_checkpoints": checkpoint_names(features),
@@ -226,9 +236,9 @@ class Soft(GramEstimator):
     """The curvature and the gradient of one loss that is flatter than the real one.
 
     With q = Q in [0, 1] and a = ``power``, h = q^a (1 - q) and g = q^a. a = 1 is the Gauss-Newton
-    influence function. K also has the variable ``wrong_classes`` of the training features, if that
-    is there (:func:`trakdask.wrong_classes`). The loss of a squared error has the same curvature
-    everywhere, so that there this is :class:`Trak`.
+    influence function. For a classifier of several classes, K also has the curvature between the
+    wrong classes. The loss of a squared error has the same curvature everywhere, so that there this
+    is :class:`Trak`.
 
     Parameters
     ----------
@@ -243,6 +253,11 @@ class Soft(GramEstimator):
         0.03. ``Absolute(x)`` is x itself. What :func:`trakdask.damping` returned is taken as it is.
         Where a store keeps λ, and the rule that chose it is asked for, it is the stored one, as
         long as the features are those of the store.
+
+    wrong_classes
+        Whether K has n times the variable ``wrong_classes`` of the training features, if they have
+        it: see :func:`trakdask.featurize`. It is in K before λ is chosen, and in a stored K, so
+        that a query costs what it costs without.
 
     Raises
     ------
@@ -270,6 +285,7 @@ class Soft(GramEstimator):
     sums: ClassVar[tuple[str, ...]] = (GRAM, LOSS_GRADIENT)
     power: float | Literal["auto"] | da.Array = "auto"  # lazy only as `of_scores` returns it
     damping: Damping = "auto"
+    wrong_classes: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -284,7 +300,8 @@ class Soft(GramEstimator):
     @property
     def gram_weights(self) -> str:
         """The formula of h."""
-        return f"{self.loss_weights} (1 - q)"
+        between = ", and 2 q^0.5 between wrong classes" if self.wrong_classes else ""
+        return f"{self.loss_weights} (1 - q){between}"
 
     @property
     def loss_weights(self) -> str:
@@ -296,7 +313,8 @@ class Soft(GramEstimator):
     def resolved(self, features: xr.Dataset) -> GramEstimator:
         """Return the estimator with a rule for λ; that of TRAK for a squared error."""
         if not has_squared_error(features):
-            return super().resolved(features)
+            here = replace(self, wrong_classes=self.wrong_classes and WRONG_CLASSES in features)
+            return super(Soft, here).resolved(features)
         if not isinstance(self.power, str) and self.power != 1:
             raise ValueError(
                 f"expected power=1 for the task {features.attrs['task']}, whose loss is a squared "
@@ -334,6 +352,20 @@ class Soft(GramEstimator):
         """Return q^a (1 - q)."""
         assert isinstance(self.power, float), "a power of sums"
         return arrays.weights.soft_gram_weights(features.out_to_loss.data, self.power)
+
+    def completed(self, matrix: da.Array, features: xr.Dataset) -> da.Array:
+        """Return the matrix plus n times the mean curvature between wrong classes."""
+        if not self.wrong_classes:
+            return matrix
+        mean = features.variables[WRONG_CLASSES].chunk({CHECKPOINT: 1}).data
+        both: da.Array = matrix + features.sizes[SAMPLE] * mean
+        return both
+
+    def rank(self, n_samples: int, features: xr.Dataset) -> int:
+        """Return what the rank cannot exceed; wrong classes are those of some samples."""
+        if not self.wrong_classes:
+            return n_samples
+        return n_samples + int(features[WRONG_CLASSES].attrs[N_SAMPLES])
 
     def g(self, features: xr.Dataset) -> da.Array:
         """Return q^a."""
@@ -518,7 +550,9 @@ def has_squared_error(features: xr.Dataset) -> bool:
 
 def choosing(features: xr.Dataset) -> GramEstimator:
     """Return the estimator under whose weights outputs choose λ for any other."""
-    return Trak() if has_squared_error(features) else Soft(power=0.5)
+    if has_squared_error(features):
+        return Trak()
+    return Soft(power=0.5, wrong_classes=WRONG_CLASSES in features)
 
 
 def _of_checkpoints(features: xr.Dataset, values: Any, what: str) -> xr.DataArray:

@@ -25,7 +25,7 @@ from trakdask.attribution.estimators import (
     with_gram,
 )
 from trakdask.errors import warn_once
-from trakdask.provenance import FEATURE_SPEC, require_comparable, require_same, spec
+from trakdask.provenance import require_comparable
 from trakdask.variables import (
     CHECKPOINT,
     DAMPING,
@@ -36,10 +36,8 @@ from trakdask.variables import (
     N_SAMPLES,
     NORM,
     PROJ_DIM,
-    PROJ_DIM_1,
     SAMPLE,
     VARIABLES,
-    WRONG_CLASSES,
     aligned,
     checkpoint_names,
     lazy_features,
@@ -310,7 +308,7 @@ def regularize(
     if NORM in features and (gram.is_stored or chooses.is_stored):
         names = "feature", "out_to_loss"
         small = features[NORM].data, features["out_to_loss"].data
-        weighted = any(matrix.is_stored and matrix.h is not None for matrix in (gram, chooses))
+        weighted = isinstance(weights, Soft) or isinstance(by, Soft)
         checked = arrays.score.checked(features["feature"].data, *small, weighted=weighted)
         features = features.assign(
             {name: features[name].copy(data=x) for name, x in zip(names, checked, strict=True)}
@@ -320,11 +318,7 @@ def regularize(
     else:
         chosen = _by_rule(features, gram, estimator) if stored is None else _chosen_before(stored)
     about = weights.gram_weights
-    if WRONG_CLASSES in features and isinstance(estimator, Soft):
-        about += ", and 2 q^0.5 between wrong classes"
-        both = gram.data + _wrong_classes(features)
-        inverse = arrays.solve.cholesky(both, chosen[0], gram.labels)
-    elif gram.spectrum is None:
+    if gram.spectrum is None:
         inverse = arrays.solve.cholesky(gram.data, chosen[0], gram.labels)
     else:
         inverse = arrays.solve.inverse(gram.spectrum, chosen[0])
@@ -351,16 +345,6 @@ def _weights(features: xr.Dataset, estimator: GramEstimator) -> GramEstimator:
     """Return the estimator with the weights of its gram matrix."""
     is_given = GRAM in features and features[GRAM].attrs.get("gram_weights") == GIVEN
     return _Given() if is_given else estimator.of_sums()
-
-
-def _wrong_classes(features: xr.Dataset) -> da.Array:
-    """Return the curvature between wrong classes, if it is of the model of the features."""
-    matrix = features[[WRONG_CLASSES]].assign_attrs(features[WRONG_CLASSES].attrs)
-    what = "the curvature between wrong classes and training features"
-    require_same(spec(matrix), spec(features), what=what, names=FEATURE_SPEC)
-    sizes = {PROJ_DIM: -1, PROJ_DIM_1: -1, CHECKPOINT: 1}
-    data: da.Array = matrix[WRONG_CLASSES].variable.chunk(sizes).data
-    return data
 
 
 def gram_matrix(
@@ -406,13 +390,14 @@ def gram_matrix(
     if matrix is None or chooses_damping:
         h = weights.h(features)
     if matrix is None and not chooses_damping:
-        matrix = arrays.gram.gram(x, h)
+        matrix = weights.completed(arrays.gram.gram(x, h), features)
     elif matrix is None:
         matrix, loss_gradient = arrays.gram.gram_and_sum(x, h, weights.g(features))
+        matrix = weights.completed(matrix, features)
     elif chooses_damping and loss_gradient is None:
         loss_gradient = arrays.gram.loss_gradient(x, weights.g(features))
     if chooses_damping and factors is None:
-        k = arrays.solve.component_count(n, x.shape[1], x.dtype)
+        k = arrays.solve.component_count(weights.rank(n, features), x.shape[1], x.dtype)
         factors = arrays.solve.eigenvectors(matrix, labels, k)
     spectrum = factors and arrays.solve.spectrum(*factors, loss_gradient, n, labels)
     return GramMatrix(matrix, n, labels, is_stored, h, spectrum)

@@ -39,7 +39,14 @@ from trakdask.projection.fitted import Components, Curvature, Fitted, SecondMome
 from trakdask.projection.protocol import require_block_fits
 from trakdask.provenance import DEFAULTS, REQUIRED_SPEC, digest, require_comparable, require_same
 from trakdask.samples import lazy_variables, normalise_coord, source_of, validate_samples
-from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, WRONG_CLASSES, checkpoint_names
+from trakdask.variables import (
+    CHECKPOINT,
+    N_SAMPLES,
+    SAMPLE,
+    VARIABLES,
+    WRONG_CLASSES,
+    checkpoint_names,
+)
 
 Gradients = Literal["auto", "hooks", "vmap", "loop"]
 Arrays = dict[str, da.Array]
@@ -229,9 +236,8 @@ def featurize(
     require_block_fits(job.projector.projector, job.row_map.n_rows, n_samples, limit)
     arrays = lazy_arrays(prepared) | prepared.fit
     if like is None and has_wrong_classes(job):
-        some = prepare(
-            part_of(samples, n_samples), between(job.model), projector=projector, **options
-        )
+        part = part_of(samples, n_samples)
+        some = prepare(part, between(job.model), projector=projector, **options)
         of_some = lazy_arrays(some)
         arrays[WRONG_CLASSES] = mean_matrix(of_some["feature"], of_some["out_to_loss"])
     data = {
@@ -239,6 +245,8 @@ def featurize(
         for name, array in arrays.items()
     }
     features = xr.Dataset(data, coords=prepared.coords, attrs=prepared.attrs)
+    if WRONG_CLASSES in features:
+        features[WRONG_CLASSES].attrs[N_SAMPLES] = sum(some.rows)
     if like is not None:
         require_comparable(like, features, "these")
     return features

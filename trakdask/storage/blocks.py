@@ -23,6 +23,7 @@ from distributed import as_completed
 
 from trakdask import execution
 from trakdask.arrays.blocks import Blocks, Bounds, flat
+from trakdask.errors import StoreMismatchError
 from trakdask.files import explained
 from trakdask.storage.group import ERROR, SCALE, Group
 from trakdask.storage.reading import lazy_array
@@ -113,14 +114,29 @@ def with_errors(group: Group, features: xr.Dataset) -> xr.Dataset:
     return features.assign({ERROR: (VARIABLES[ERROR].dims, none)})
 
 
-def save_fit(group: Group, features: xr.Dataset) -> None:
-    """Store what the projector was fitted with, of the checkpoints that lack it."""
-    for name in [name for name in FITTED if name in features]:
-        array, stored = group.array(name), group.stored_chunks(name)
-        for position, checkpoint in enumerate(names_of(features)):
-            index = group.checkpoints.index(checkpoint)
-            if (*[0] * (array.ndim - 1), index) not in stored:
-                array[..., index] = features[name][..., position].values
+def save_fit(group: Group, features: xr.Dataset, retries: int) -> None:
+    """Store what was fitted to samples, of the checkpoints that lack it.
+
+    Raises
+    ------
+    StoreMismatchError
+        If the features do not have what the store lacks.
+    """
+    names = names_of(features)
+    for variable in [name for name in FITTED if name in group.arrays]:
+        stored = {index[-1] for index in group.stored_chunks(variable)}
+        lacking = [name for i, name in enumerate(group.checkpoints) if i not in stored]
+        if variable not in features and set(lacking) & set(names):
+            raise StoreMismatchError(
+                f"expected {variable!r} in features of the checkpoints {lacking}, which the store "
+                f"{group.folder.url!r} lacks, got {sorted(map(str, features.data_vars))}; try "
+                "td.featurize(samples, model, projector) without like="
+            )
+        for name in lacking if variable in features else ():
+            if name in names:
+                position = names.index(name)
+                value = da.asarray(features[variable].data[..., position : position + 1])
+                save_sums(group, [variable], [value], group.checkpoints.index(name), retries)
 
 
 def save_blocks(

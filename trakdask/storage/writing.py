@@ -38,7 +38,6 @@ from trakdask.variables import (
     PROJ_DIM,
     SAMPLE,
     VARIABLES,
-    WRONG_CLASSES,
     lazy_features,
     load_coords,
 )
@@ -87,7 +86,7 @@ def write(
             before.commit()
             group = before.target()
         folder.sweep()
-        save_fit(before.target(), features)
+        save_fit(before.target(), features, retries)
         # With all rows that chunks have: those of an unfinished append are to stay in them.
         save_blocks(before.target(), features, rows, retries, progress=progress)
         lacking = sources_that_lack_blocks(group)
@@ -126,11 +125,6 @@ def _require_options(features: xr.Dataset, dtype: object, append_dim: object) ->
         raise ValueError(
             f"expected attrs as td.featurize writes them, by which a store is known, got none of "
             f"{missing}; try features.assign_attrs(original.attrs)"
-        )
-    if WRONG_CLASSES in features:
-        raise ValueError(
-            f"expected features without {WRONG_CLASSES!r}, which is not part of a store; try "
-            f"features.drop_vars({WRONG_CLASSES!r}), and features.{WRONG_CLASSES}.to_zarr(path)"
         )
     names = names_of(features)
     if len(set(names)) < len(names) or not set(names) <= set(features.attrs["checkpoints"]):
@@ -182,7 +176,8 @@ def _new_group(folder: Folder, features: xr.Dataset, dtype: str | None) -> Group
     if dtype:
         dtypes |= {"feature": np.dtype(dtype), SCALE: np.dtype("f8")}
     for name, of_array in dtypes.items():
-        group.add(name, sizes, of_array, block=block)
+        about = features[name].attrs if name in FITTED else {}
+        group.add(name, sizes, of_array, block=block, attrs=about)
     return group
 
 

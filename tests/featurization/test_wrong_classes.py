@@ -1,0 +1,182 @@
+"""The curvature between wrong classes, against explicit Jacobians and solves in float64."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from torch import nn
+
+import trakdask as td
+
+RNG = np.random.default_rng(0)
+N_CLASSES = 5
+EXACT = {"projector": td.Identity(), "dtype": "float64"}
+
+
+def arrays(n: int) -> dict[str, np.ndarray]:
+    return {"x": RNG.normal(size=(n, 4)), "label": np.arange(n) % N_CLASSES}
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, N_CLASSES)).double()
+
+
+SAMPLES = td.from_arrays(arrays(60), chunks=16)
+STATES = []
+for seed in range(3):
+    torch.manual_seed(seed)
+    STATES.append({name: 2 * tensor for name, tensor in net().state_dict().items()})
+MODEL = td.Model(net, dict(zip("abc", STATES, strict=True)), task="classification")
+
+
+@functools.cache
+def features() -> xr.Dataset:
+    return td.featurize(SAMPLES, MODEL, **EXACT).compute()
+
+
+@functools.cache
+def targets() -> xr.Dataset:
+    return td.featurize(td.from_arrays(arrays(7)), MODEL, **EXACT).compute()
+
+
+def rows_of_part() -> np.ndarray:
+    return np.sort(np.random.default_rng(0).permutation(60)[:15])
+
+
+def jacobians(state: dict[str, torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    """Return logits (sample, class) and their derivative (sample, class, parameter)."""
+    module = net()
+
+    def logits(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(module, weights, (x[None],))[0]
+
+    x = torch.tensor(SAMPLES.x.values)
+    by_name = torch.func.vmap(torch.func.jacrev(logits), in_dims=(None, 0))(state, x)
+    flat = torch.cat([by_name[name].flatten(2) for name in state], 2)
+    return torch.func.vmap(logits, in_dims=(None, 0))(state, x).detach().numpy(), flat.numpy()
+
+
+def explicit(state: dict[str, torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    """Return K with h = √q (1 - q), and the mean of 2 √q ψ ψᵀ, ψ = vᵀ (e_k - r), of a quarter."""
+    total, between = 0.0, 0.0
+    triples = zip(*jacobians(state), SAMPLES.label.values, strict=True)
+    for row, (z, v, y) in enumerate(triples):
+        p = np.exp(z) / np.exp(z).sum()
+        r = np.where(np.arange(N_CLASSES) == y, 0, p) / (1 - p[y])
+        margin, wrong = np.eye(N_CLASSES)[y] - r, np.eye(N_CLASSES)[r.argmax()] - r
+        total += np.sqrt(1 - p[y]) * p[y] * np.outer(margin @ v, margin @ v)
+        if row in rows_of_part():
+            between += 2 * np.sqrt(1 - p[y]) * np.outer(wrong @ v, wrong @ v) / 15
+        # What the outer product stands for: over all k, its mean is the covariance of classes.
+        drawn = np.einsum("k,ki,kj->ij", r, np.eye(N_CLASSES) - r, np.eye(N_CLASSES) - r)
+        np.testing.assert_allclose(drawn, np.diag(r) - np.outer(r, r), atol=1e-12)
+    return np.asarray(total), np.asarray(between)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_scores__have_both_matrices_in_k_before_lambda(is_stored: bool, tmp_path: Path) -> None:
+    train, soft = features(), td.Soft(power=0.5)
+    if is_stored:
+        train = td.save(train, tmp_path / "f.zarr", estimator=soft, progress=False)
+    scores = td.score(train, targets(), soft, average=False)
+    influence = td.self_influence(train, soft, average=False)
+    lam = td.damping(train, soft).damping.values
+    assert "wrong classes" in scores.attrs["gram_weights"]
+    g = np.sqrt(features().out_to_loss.values.astype(float)).mean(1)
+    for c, state in enumerate(STATES):
+        total, between = explicit(state)
+        np.testing.assert_allclose(train.wrong_classes[..., c], between, rtol=1e-4, atol=1e-7)
+        k = total + 60 * between
+        if is_stored:
+            np.testing.assert_allclose(train.gram[..., c], k, rtol=1e-4, atol=1e-6)
+        phi, psi = (ds.feature.values[:, :, c].astype(float) for ds in (features(), targets()))
+        inverse = np.linalg.inv(k + lam[c] * np.eye(len(k)))
+        expected = g[:, None] * (phi @ inverse @ psi.T)
+        np.testing.assert_allclose(scores[..., c], expected, rtol=1e-4, atol=1e-6)
+        forms = np.einsum("ij,jk,ik->i", phi, inverse, phi)
+        np.testing.assert_allclose(influence[:, c], g**2 * forms, rtol=1e-4, atol=1e-6)
+        trace = td.damping(train, td.Soft(power=0.5, damping="trace")).damping.values[c]
+        np.testing.assert_allclose(trace, np.trace(k) / 60, rtol=1e-5)
+    without = features().drop_vars("wrong_classes")
+    for estimator in ("trak", td.Trak(damping=0.1)):
+        np.testing.assert_allclose(
+            td.score(train, targets(), estimator), td.score(without, targets(), estimator),
+            rtol=1e-4, atol=1e-6,
+        )  # fmt: skip
+    left_out = td.score(train, targets(), td.Soft(wrong_classes=False))
+    np.testing.assert_allclose(left_out, td.score(without, targets()), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_store__keeps_the_mean_when_samples_come_and_go(tmp_path: Path) -> None:
+    store, soft = tmp_path / "f.zarr", td.Soft(power=0.5)
+    first, last = (SAMPLES.isel(sample=rows) for rows in (slice(40), slice(40, None)))
+    opened = td.save(td.featurize(first, MODEL, **EXACT), store, progress=False)
+    mean = opened.wrong_classes.values
+    more = td.featurize(last, MODEL, like=opened)
+    assert "wrong_classes" not in more
+    opened = td.save(more, store, append_dim="sample", progress=False)
+    np.testing.assert_array_equal(opened.wrong_classes, mean)
+    h = features().out_to_loss ** 0.5 * (1 - features().out_to_loss)
+
+    def expected(rows: slice) -> np.ndarray:
+        some, weights = features().isel(sample=rows), h.isel(sample=rows)
+        n = some.sizes["sample"]
+        return td.gram(some, weights=weights).values + n * mean
+
+    np.testing.assert_allclose(opened.gram, expected(slice(None)), rtol=1e-5, atol=1e-6)
+    left = td.drop(store, where=lambda ds: ds.label < 1)
+    keep = np.flatnonzero(SAMPLES.label.values >= 1)
+    np.testing.assert_allclose(left.gram, expected(keep), rtol=1e-5, atol=1e-6)
+    whole = left.isel(sample=[3, 11])  # rows keep the matrices of all
+    np.testing.assert_allclose(
+        td.score(whole, targets(), soft), td.score(left, targets(), soft)[[3, 11]], rtol=1e-6
+    )
+    assert not len(td.verify(store, checksums=True))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_store__of_more_checkpoints(tmp_path: Path) -> None:
+    store, of_a = tmp_path / "f.zarr", MODEL.at_checkpoints(["a"])
+    td.save(td.featurize(SAMPLES, of_a, **EXACT), store, progress=False)
+    lazy = td.featurize(SAMPLES, MODEL, **EXACT)
+    with pytest.raises(td.errors.StoreMismatchError, match=r"'wrong_classes'.*\['b', 'c'\]"):
+        td.save(lazy.drop_vars("wrong_classes"), store, append_dim="checkpoint", progress=False)
+    opened = td.save(lazy, store, append_dim="checkpoint", progress=False)
+    once = td.save(lazy, tmp_path / "once.zarr", progress=False)
+    for name in ("wrong_classes", "gram", "damping"):
+        np.testing.assert_allclose(opened[name], once[name], rtol=1e-9)
+
+
+def test_features__without_wrong_classes(tmp_path: Path) -> None:
+    regression = td.Model(nn.Linear(4, 1).double(), task="regression")
+    samples = td.from_arrays({"x": np.ones((8, 4)), "y": np.ones(8)})
+    assert "wrong_classes" not in td.featurize(samples, regression)
+    for estimator in (None, "trak", td.Soft(wrong_classes=False)):
+        path = tmp_path / f"{estimator!r:.6}.zarr"
+        lazy = td.featurize(SAMPLES, MODEL, **EXACT)
+        saved = td.save(lazy, path, estimator=estimator, progress=False)
+        assert "wrong_classes" not in saved
+
+
+def test_matrix__of_two_classes_is_zero() -> None:
+    model = td.Model(nn.Linear(4, 2).double(), task="classification")
+    samples = SAMPLES.assign(label=SAMPLES.label % 2)
+    assert not td.featurize(samples, model, **EXACT).wrong_classes.values.any()
+
+
+def test_matrix__leaves_out_samples_that_failed() -> None:
+    x = SAMPLES.x.values.copy()
+    bad = rows_of_part()[4]
+    x[bad] = np.nan
+    broken = td.from_arrays({"x": x, "label": SAMPLES.label.values}, chunks=16)
+    found = td.featurize(broken, MODEL, **EXACT, on_error="record").wrong_classes.values
+    assert np.isfinite(found).all()
+    whole = features().wrong_classes.values
+    assert 0 < np.abs(found - whole).max() < np.abs(whole).max()
