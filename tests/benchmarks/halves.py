@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _fits import ALL, SKETCH, a_quarter, arguments_of, lds, print_gains, rows_of
 from _machine import made_once
 from _quality_tasks import Subject, members
 from _quality_truth import checkpoints
-from curvature import ALL, SKETCH, a_quarter, arguments_of, lds, print_gains, rows_of
 
 import trakdask as td
 
@@ -39,15 +39,14 @@ def measure(name: str, n: int, cache: Path) -> dict[str, Any]:
     """Return LDS by checkpoints of all data and of halves, without and with curvature."""
     subject = ALL[name]
     train, targets = subject.samples(0), subject.samples(1)
-    row: dict[str, Any] = {"task": name, "checkpoints": n}
+    row: dict[str, Any] = {}
     trained = {"all": checkpoints(subject, cache, n), "halves": half_checkpoints(subject, cache, n)}
     for data, paths in trained.items():
-        plain = td.Model(subject.build, paths, subject.task)
-        curved = plain.with_curvature(td.curvature(a_quarter(train), plain))
-        for kind, model in (("", plain), (", curvature", curved)):
+        model = td.Model(subject.build, paths, subject.task)
+        curved = td.curvature(a_quarter(train), model).then(td.SJLT(proj_dim=1024))
+        for kind, projector in (("", SKETCH), (", curvature", curved)):
             features = [
-                td.featurize(samples, model, projector=SKETCH).compute()
-                for samples in (train, targets)
+                td.featurize(samples, model, projector).compute() for samples in (train, targets)
             ]
             row[data + kind] = lds(subject, *features)
     return row

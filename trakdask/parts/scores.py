@@ -138,9 +138,9 @@ def score_parts(
     token is formed, and none is projected.
 
     Cost: a forward and a backward pass, and about one more forward pass for each w; see
-    ``tests/benchmarks/tokens.py``. Memory: 4 bytes per parameter for each w, at most 256 MiB at
-    once per checkpoint, unless a single w is larger. The model runs in the precision of the
-    features.
+    ``tests/benchmarks/results/2026-11-23-tokens.txt``. Memory: 4 bytes per parameter for each w, at
+    most 256 MiB at once per checkpoint, unless a single w is larger. The model runs in the
+    precision of the features.
 
     Features are rounded when they are projected, and products here are not, so sums differ from the
     scores of whole samples by this rounding: a relative 1e-4 of the features with the default
