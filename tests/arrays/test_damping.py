@@ -56,23 +56,28 @@ def oracle_left_out(
     return totals
 
 
-def oracle_choice(values: list[float], m: int) -> float:
-    """The largest at most ½(1 - max²)/√m below the best; or 1, if that is as good."""
-    best, chosen = max(values), 0.0
-    for rho, value in zip(GRID, values, strict=True):
-        if value >= best - (1 - best**2) / m**0.5 / 2:
-            chosen = rho
-    z = [np.log((1 + r) / (1 - r)) / 2 if abs(r) < 1 else np.sign(r) * np.inf for r in values]
-    is_as_good = best == values[8] or max(z) - z[8] <= 0.25
-    return min(chosen, 1) if is_as_good else chosen
+def oracle_choice(values: Sequence[float], prior: float = 1.0, n_samples: int = 1000) -> float:
+    """The ρ of the largest correlation above the prior, if it is clearly better than the prior."""
+    above = {rho: z for rho, z in zip(GRID, np.arctanh(values), strict=True) if rho >= prior}
+    best = max(above, key=above.__getitem__)
+    needed = 0.2 if np.tanh(above[prior]) < 0.57 or n_samples < 500 else 0.6
+    return best if above[best] - above[prior] > needed else prior
 
 
 def made(values: list[float] | np.ndarray, m: int = 100) -> da.Array:
     return da.from_array(np.array([(values, m)], CURVE))
 
 
-def bump(peak: float, at: int, width: float = 1.0) -> np.ndarray:
-    return peak - width * (np.arange(17) - at) ** 2 / 100
+def choice(values: Sequence[float], m: int = 1000, prior: float = 1.0, n: int = 1000) -> float:
+    """Return the ρ that a curve chooses, NaN if the totals do not follow the outputs."""
+    chosen = choose({"targets": made(values, m)}, prior=prior, n_samples=n)
+    return float(chosen.compute(scheduler="sync")["relative"][0])
+
+
+def rising(at_prior: float, peak: float, prior: float = 1.0) -> np.ndarray:
+    """A curve with its peak at ρ = 31.6."""
+    points = np.log([0.01, prior, 10**1.5, 1000])
+    return np.interp(np.log(GRID), points, [-0.5, at_prior, peak, -0.5])
 
 
 @pytest.mark.parametrize("weighted", [True, False])
@@ -87,38 +92,86 @@ def test_left_out__dense_solves_without_each_row(weighted: bool) -> None:
 
 def test_curve__pearson_of_means_over_checkpoints() -> None:
     rng = np.random.default_rng(0)
-    totals, outputs = rng.standard_normal((30, 17, 3)), rng.standard_normal((30, 3))
+    totals, outputs = rng.standard_normal((30, len(GRID), 3)), rng.standard_normal((30, 3))
     totals[4, 3, 1] = outputs[9, 2] = np.nan
     with raise_if_dask_computes():
-        found = curve(da.from_array(totals, chunks=(8, 17, 1)), da.from_array(outputs, chunks=5))
+        found = curve(
+            da.from_array(totals, chunks=(8, len(GRID), 1)), da.from_array(outputs, chunks=5)
+        )
     good = np.delete(np.arange(30), [4, 9])
     expected = [
-        np.corrcoef(totals[good, i].mean(1), outputs[good].mean(1))[0, 1] for i in range(17)
+        np.corrcoef(totals[good, i].mean(1), outputs[good].mean(1))[0, 1] for i in range(len(GRID))
     ]
     np.testing.assert_allclose(found["correlation"][0], expected, rtol=1e-12)
     assert found["n_rows"].compute() == 28
 
 
-@given(st.lists(st.floats(-1, 1), min_size=17, max_size=17), st.integers(50, 10_000))
-def test_choose__largest_within_one_standard_error(values: list[float], m: int) -> None:
+@given(
+    st.lists(st.floats(-0.999, 0.999), min_size=21, max_size=21),
+    st.integers(50, 10_000),
+    st.sampled_from([1.0, 10**0.5]),
+    st.sampled_from([499, 500]),
+)
+def test_choose__as_the_oracle(values: list[float], m: int, prior: float, n: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = choose({"targets": made(values, m)}).compute(scheduler="sync")
-    if max(values) < 0.4:
+        found = choose({"targets": made(values, m)}, prior=prior, n_samples=n)
+        found = found.compute(scheduler="sync")
+    if max(values) * m**0.5 < 3:
         assert np.isnan(found["relative"])
         assert found["candidate"] == 1
     else:
-        assert found["relative"] == oracle_choice(values, m)
+        assert found["relative"] == oracle_choice(values, prior, n)
         assert found["candidate"] == 0
         assert found["peak"] == max(values)
     np.testing.assert_array_equal(found["correlation"][0], values)
+
+
+def test_choose__a_gain_that_halves_of_the_data_have_is_not_enough() -> None:
+    assert choice(rising(0.80, 0.92)) == 1  # artanh(0.92) - artanh(0.80) = 0.49
+    assert choice(rising(0.76, 0.89, 10**0.5), prior=10**0.5) == 10**0.5
+
+
+def test_choose__a_clear_gain_is_enough() -> None:
+    assert choice(rising(0.94, 0.99)) == choice(rising(0.94, 1.0)) == 10**1.5
+    assert choice(rising(0.94, 0.99, 10**0.5), prior=10**0.5) == 10**1.5
+
+
+def test_choose__a_small_gain_is_enough_where_the_prior_hardly_follows() -> None:
+    assert choice(rising(0.52, 0.70)) == choice(rising(-0.3, 0.2)) == 10**1.5
+    assert choice(rising(0.60, 0.70)) == choice(rising(0.52, 0.60)) == 1
+
+
+def test_choose__a_small_gain_is_enough_with_few_samples() -> None:
+    assert choice(rising(0.90, 0.95), m=128, n=128) == 10**1.5
+    assert choice(rising(0.90, 0.95), m=128, n=1000) == 1  # 128 held-out samples, not training ones
+    assert choice(rising(0.90, 0.91), m=128, n=128) == 1
+
+
+def test_choose__never_below_the_prior() -> None:
+    falling = np.linspace(0.95, 0.1, 21)
+    assert choice(falling) == 1
+    assert choice(falling, n=100) == 1
+    assert choice(np.full(21, 1.0)) == 1
+
+
+def test_choose__totals_of_noise_do_not_choose() -> None:
+    assert choice(np.full(21, 0.43), m=50) == 1
+    for curve, text in ((np.full(21, 0.40), "at most 0.40"), (np.full(21, np.nan), "undefined")):
+        with pytest.warns(UserWarning, match=text):
+            assert np.isnan(choice(curve, m=50))
+
+
+def test_choose__warns_at_the_end_of_the_grid() -> None:
+    with pytest.warns(UserWarning, match="hardly trained"):
+        assert choice(np.linspace(-0.5, 0.9, 21)) == 1000
 
 
 @pytest.mark.slow
 def test_choose__warns_the_client_of_a_worker(process_client: object) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        choose({"targets": made(bump(0.2, 8))}).compute()
+        choose({"targets": made(np.full(21, 0.2))}, prior=1.0, n_samples=1000).compute()
         wait_until(lambda: any("0.20" in str(w.message) for w in caught), "the worker's warning")
 
 

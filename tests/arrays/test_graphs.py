@@ -41,7 +41,7 @@ def decomposition(seed: int) -> da.Array:
 
 
 def peaked(seed: int) -> da.Array:
-    values = 0.5 + seed / 10 - np.abs(np.arange(17) - 8) / 50
+    values = 0.5 + seed / 10 - np.abs(np.arange(len(GRID)) - 8) / 50
     return da.from_array(np.array([(values, 100)], CURVE))
 
 
@@ -93,7 +93,8 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     "n_sample": lambda seed: N + seed,
     "n_component": lambda seed: P - seed,
     "proj_dim": lambda seed: P + seed,
-    "least": lambda seed: [0.0, 10**0.5][seed],
+    "prior": lambda seed: [1.0, 10**0.5][seed],
+    "n_samples": lambda seed: [N, 1000][seed],
     "quiet": lambda seed: bool(seed),
     "n": lambda seed: N + seed,
     "labels": lambda seed: [LABELS, ["a", "c"]][seed],

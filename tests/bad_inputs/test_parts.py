@@ -81,7 +81,7 @@ ROWS = [
     row(Q, "of numbers", asked([1, 2]), TypeError, "list"),
     row(Q, "samples as features", lambda: td.score_parts(tokens(IDS), known(), language(), of=tokens(IDS)), ValueError, "'feature'"),
     row(Q, "a module as model", asked(model=Language()), TypeError, "Language"),
-    row(Q, "features that were not featurized", lambda: td.score_parts(X.drop_attrs(), T.drop_attrs(), language(), of=tokens(IDS), **FEW), ValueError, "kind"),  # type: ignore[arg-type]
+    row(Q, "features that were not featurized", lambda: td.score_parts(X.drop_attrs(), T.drop_attrs(), language(), of=tokens(IDS), **FEW), ValueError, "attrs"),  # type: ignore[arg-type]
     row(Q, "features of some columns", lambda: td.score_parts(known().isel(proj_dim=slice(4)), known().isel(proj_dim=slice(4)), language(), of=tokens(IDS), **FEW), td.errors.StoreMismatchError, "proj_dim", "4"),  # type: ignore[arg-type]
     row(Q, "targets of another projector", lambda: td.score_parts(known(), td.featurize(tokens(IDS), language(), projector=td.SJLT(8, seed=1)), language(), of=tokens(IDS)), td.errors.StoreMismatchError, "seed"),
     row(Q, "training features of another projector", lambda: td.score_parts(known(), tokens(IDS), language(), of=td.featurize(tokens(IDS), language(), projector=td.SJLT(8, seed=1))), td.errors.StoreMismatchError, "seed"),

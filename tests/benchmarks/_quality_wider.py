@@ -231,3 +231,18 @@ HELD_OUT = {
         Wider("wine", perceptron((13, 32, 32, 3)), functools.cache(wine), 30, N_SUBSETS),
     )
 }
+
+#: Too short or too small: completeness has to take a λ far above tr(K)/n there.
+UNDERFITTED = {
+    subject.name: subject
+    for subject in (
+        Wider("barely", _MLP, _DIGITS, 2, N_SUBSETS),
+        Wider("barely-cnn", cnn, _DIGITS, 2, N_SUBSETS),
+        Wider("barely-overlapping", perceptron((20, 128, 64, 5)), functools.cache(overlapping), 3,
+              N_SUBSETS, lr=1e-3),
+        Wider("narrow", perceptron((64, 6, N_CLASSES)), _DIGITS, 20, N_SUBSETS),
+        Wider("linear", perceptron((20, 5)), functools.cache(overlapping), 60, N_SUBSETS,
+              lr=0.03),
+        Wider("linear-digits", perceptron((64, N_CLASSES)), _DIGITS, 3, N_SUBSETS),
+    )
+}  # fmt: skip

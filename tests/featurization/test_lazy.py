@@ -86,10 +86,9 @@ def test_save__store_of_another_projector_says_what_to_pass(tmp_path: Path) -> N
     """Such as a store that was begun when the default was another one."""
     begun, store = td.Rademacher(proj_dim=16, seed=3), tmp_path / "features.zarr"
     td.save(td.featurize(samples(), model(), projector=begun), store)
-    with pytest.raises(td.errors.StoreMismatchError) as caught:
+    with pytest.raises(td.errors.StoreMismatchError, match="like=features"):
         td.save(td.featurize(samples(), model()), store)
-    remedy = str(caught.value).partition("try featurizing with projector=")[2]
-    td.save(td.featurize(samples(), model(), projector=eval(remedy)), store)
+    td.save(td.featurize(samples(), model(), like=td.open(store)), store)
 
 
 def test_featurize__variables_may_be_coords_or_variables() -> None:

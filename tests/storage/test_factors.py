@@ -239,6 +239,6 @@ def test_score__factors_are_never_those_of_other_arrays(store: Path, change: str
 
 def test_damping__stored_choice_warns_as_the_choice_did(tmp_path: Path) -> None:
     saved = save(images().assign(output=(images().output * 1e3) % 1), tmp_path / "f.zarr")
-    assert saved.damping.attrs["rule"] == "0.03 tr(K^2)/tr(K)"
+    assert saved.damping.attrs["rule"] == "tr(K)/n"
     with pytest.warns(UserWarning, match="training rows left out"):
         td.damping(saved)

@@ -32,28 +32,27 @@ from trakdask.errors import warn_once
 #: tr(K²)/tr(K) is of the size of the largest eigenvalues, and λ has to be well below these.
 CLOSED_FORM = 0.03
 #: Candidates for ρ, a quarter of a decade apart, which scores hardly notice.
-GRID: npt.NDArray[np.float64] = 10.0 ** np.linspace(-2, 2, 17)
-#: Totals that correlate less than this with the outputs do not determine λ. Peaks were 0.66 to 0.99
-#: where the linearised model follows the real one, and 0.34 where the projection was too small.
-LEAST_PEAK = 0.4
+GRID: npt.NDArray[np.float64] = 10.0 ** np.linspace(-2, 3, 21)
+#: Totals follow the outputs if their correlation is this many standard errors, 1/√m, above 0.
+FOLLOWED = 3.0
 #: A few rows of a block take as long to read as all of it. Rows of eight blocks are not of one
 #: class or source alone where samples are sorted.
 _LEFT_OUT_BLOCKS = 8
-#: By how many standard errors the correlation at the chosen ρ may be below the largest one. All
-#: points of a curve are of the same rows, so they differ by less than one, which is too lenient.
-STANDARD_ERRORS = 0.5
-#: How much larger than that at ρ = 1 a correlation must be, in Fisher's z, to choose a larger ρ. On
-#: a flat curve the largest ρ would win for no reason. Chosen by tests/benchmarks/quality_wider.py;
-#: in Fisher's z because near 1 a correlation grows by ever less: from 0.9 to 0.94 is as far as
-#: from 0 to 0.25.
-CLEARLY_LARGER = 0.25
-
-_ONE = int(np.flatnonzero(GRID == 1)[0])
+#: How much larger than that at the prior a correlation must be, in Fisher's z, to choose its ρ.
+#: Checkpoints of halves of the data gain up to 0.5 at a ρ that makes scores worse. This and the
+#: next constants were chosen by tests/benchmarks/halves.py; in Fisher's z because near 1 a
+#: correlation grows by ever less: from 0.9 to 0.94 is as far as from 0 to 0.25.
+CLEARLY_LARGER = 0.6
+#: The same where the totals at the prior explain less than a third of the outputs, or samples are
+#: few, so that a training has few steps: a gain there comes from a short training.
+LARGER = 0.2
+HARDLY_FOLLOWED = 0.57
+FEW_SAMPLES = 500
 
 #: The correlation for every ρ of the grid, and the number of rows that it is computed from.
 CURVE = np.dtype([("correlation", np.float64, GRID.shape), ("n_rows", np.int64)])
-#: How λ was chosen: ρ; the index of the candidate that chose it; the largest correlation; the least
-#: one that may be chosen; and all correlations.
+#: How λ was chosen: ρ; the index of the candidate that chose it; the largest correlation; the one
+#: that the prior needs to be chosen; and all correlations.
 CHOICE = np.dtype(
     [
         ("relative", np.float64),
@@ -216,7 +215,7 @@ def _correlation(x: Block, y: Block) -> Block:
 
 def is_followed(curve: Block) -> bool:
     """Return whether a computed curve's peak is high enough to choose λ by."""
-    return peak(curve) >= LEAST_PEAK
+    return peak(curve) * float(curve["n_rows"][0]) ** 0.5 >= FOLLOWED
 
 
 def peak(curve: Block) -> float:
@@ -225,15 +224,19 @@ def peak(curve: Block) -> float:
     return float(np.nanmax(values)) if np.isfinite(values).any() else np.nan
 
 
-def choose(curves: Mapping[str, da.Array], *, least: float = 0.0, quiet: bool = False) -> da.Array:
+def choose(
+    curves: Mapping[str, da.Array], *, prior: float, n_samples: int, quiet: bool = False
+) -> da.Array:
     """Choose ρ by the first set of samples whose totals follow their outputs.
 
     Parameters
     ----------
     curves
         Of each candidate, by :func:`curve`, in order of preference; with what warnings call them.
-    least
-        The smallest ρ that may be chosen.
+    prior
+        The ρ of models that were trained to the end.
+    n_samples
+        How many samples K is a sum over.
     quiet
         Does not warn; the caller does, by :func:`warn_of_choice`.
 
@@ -245,50 +248,50 @@ def choose(curves: Mapping[str, da.Array], *, least: float = 0.0, quiet: bool = 
     Warns
     -----
     UserWarning
-        When computed, in the process that asked for it: if a candidate's peak is below 0.4 or
-        undefined, or ρ is an end of the grid.
+        When computed, in the process that asked for it: if a candidate's peak is less than three
+        standard errors above 0, or undefined, or ρ is the end of the grid.
 
     Notes
     -----
-    ρ is the largest whose curve is at most half a standard error, (1 - peak²)/√m of m rows, below
-    the peak: the points of a curve are of the same rows, so that a whole one would be too lenient.
-    If that is above 1, it has to be clearly better, artanh(peak) - artanh(curve at 1) > 0.25;
-    otherwise ρ is 1. Below ``least``, it is that.
+    ρ is that of the largest correlation at or above the prior, if artanh of it exceeds artanh of
+    the correlation at the prior by 0.6, or by 0.2 where the latter is below 0.57 or K is of fewer
+    than 500 samples. Otherwise it is the prior.
     """
     inputs = [item for curve in curves.values() for item in (curve, "k")]
     return blockwise(
         _choose, "k", *inputs, concatenate=True, name="completeness-choice", dtype=CHOICE,
-        names=tuple(curves), least=least, quiet=quiet,
+        names=tuple(curves), prior=prior, n_samples=n_samples, quiet=quiet,
     )  # fmt: skip
 
 
-def _choose(*curves: Block, names: tuple[str, ...], least: float, quiet: bool) -> Block:
+def _choose(
+    *curves: Block, names: tuple[str, ...], prior: float, n_samples: int, quiet: bool
+) -> Block:
     for index, (curve, name) in enumerate(zip(curves, names, strict=True)):
-        values, n_rows = curve[0]
-        largest, followed, rho, threshold = peak(curve), is_followed(curve), np.nan, np.nan
+        followed, rho, threshold = is_followed(curve), np.nan, np.nan
         if followed:
-            chosen, threshold = _chosen(values, largest, n_rows)
-            rho = GRID[max(chosen, int(np.searchsorted(GRID, least)))]
+            rho, threshold = _chosen(curve, prior, n_samples)
         if not quiet:
-            warn_of_choice(rho, largest, name, *names[index + 1 :])
+            warn_of_choice(rho, peak(curve), name, *names[index + 1 :])
         if followed:
             break
     candidate = index if followed else len(names)
-    return np.array([(rho, candidate, largest, threshold, values)], CHOICE)
+    return np.array([(rho, candidate, peak(curve), threshold, curve["correlation"][0])], CHOICE)
 
 
-def _chosen(correlation: Block, largest: float, n_rows: int) -> tuple[int, float]:
-    """Return the position of ρ in the grid, and the least correlation that might be chosen."""
-    threshold = largest - STANDARD_ERRORS * (1 - largest**2) / np.sqrt(n_rows)
-    chosen = int(np.flatnonzero(correlation >= threshold)[-1])
+def _chosen(curve: Block, prior: float, n_samples: int) -> tuple[float, float]:
+    """Return ρ, and the correlation that the prior needs to be chosen."""
+    at = int(np.abs(np.log(GRID / prior)).argmin())
+    larger = curve["correlation"][0, at:]
+    is_easy = larger[0] < HARDLY_FOLLOWED or n_samples < FEW_SAMPLES
     with np.errstate(divide="ignore"):  # of a correlation of exactly 1
-        least = float(np.tanh(np.arctanh(largest) - CLEARLY_LARGER))
-    is_one = chosen > _ONE and correlation[_ONE] >= least
-    return (_ONE, least) if is_one else (chosen, threshold)
+        z = np.arctanh(np.nanmax(larger)) - (LARGER if is_easy else CLEARLY_LARGER)
+    rho = GRID[at + np.nanargmax(larger)] if larger[0] < np.tanh(z) else prior
+    return float(rho), float(np.tanh(z))
 
 
 def warn_of_choice(rho: float, peak: float, name: str, *others: str) -> None:
-    """Warn if outputs did not follow the totals, or ρ is an end of the grid; once for each case.
+    """Warn if outputs did not follow the totals, or ρ is the end of the grid; once for each case.
 
     Parameters
     ----------
@@ -308,16 +311,16 @@ def warn_of_choice(rho: float, peak: float, name: str, *others: str) -> None:
             else f"outputs of the {name} or their attribution totals are constant, so their "
             "correlation is undefined"
         )
-        instead = f"the {others[0]}" if others else f"the closed form {CLOSED_FORM} tr(K²)/tr(K)"
+        instead = f"the {others[0]}" if others else "the gram matrix alone, as by damping='trace'"
         message = (
-            f"{defect} ({LEAST_PEAK} or more is needed to choose λ by them). λ comes from "
-            f"{instead} instead. Try other outputs: calibrate=td.featurize(held_out, model, ...)."
+            f"{defect} ({FOLLOWED:g} standard errors above 0 are needed to choose λ by them). λ "
+            f"comes from {instead}. Try other outputs: calibrate=td.featurize(held_out, model, ...)."
         )
-    elif rho in (GRID[0], GRID[-1]):
+    elif rho == GRID[-1]:
         message = (
-            f"the damping chosen by the {name} is {rho:g} tr(K)/n, an end of the grid "
-            f"[{GRID[0]:g}, {GRID[-1]:g}]; the best one may lie beyond it. Look at "
-            "td.plots.damping(td.damping(features)), or type damping='closed_form'."
+            f"the damping chosen by the {name} is {rho:g} tr(K)/n, the end of the grid: the model "
+            "was hardly trained, and its scores are nearly those of estimator='grad_dot'. Look at "
+            "td.plots.damping(td.damping(features))."
         )
     else:
         return

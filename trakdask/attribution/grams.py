@@ -50,10 +50,7 @@ from trakdask.variables import (
 _REMEDY = f"features.drop_vars({[GRAM, LOSS_GRADIENT]}, errors='ignore')"
 
 
-#: How much larger λ is for features in the coordinates of the curvature, whose gram matrix is
-#: flatter; and the least ρ. What scores are with it, tests/benchmarks/curvature.py measures.
-CURVED = 10**0.5
-#: Of 50 rows without any correlation, one set in 500 reaches the 0.4 that chooses λ.
+#: Of fewer rows, a correlation three standard errors above 0 is above 0.42.
 _LEAST_ROWS = 50
 #: Half a standard error of their correlation is below 0.016, and 2 p² flops for each are less than
 #: the 9 p³ of the eigendecomposition, from p of a few hundred on.
@@ -145,8 +142,8 @@ def damping(
     -------
     Lazy Dataset with ``damping`` (checkpoint), float64, in units of the gram matrix; ``relative``
     (), ρ; ``curve`` (relative_damping), the correlations; ``peak`` (), their largest, which says
-    how well the linearised model follows the real one; ``threshold`` (), the least that might be
-    chosen; ``rule`` (), what chose λ in the end. All but ``damping`` and ``rule`` are NaN where
+    how well the linearised model follows the real one; ``threshold`` (), the least that suffices
+    for the prior; ``rule`` (), what chose λ in the end. All but ``damping`` and ``rule`` are NaN where
     outputs were not asked; :func:`trakdask.plots.damping` draws them.
 
     Raises
@@ -165,20 +162,24 @@ def damping(
     Notes
     -----
     Completeness. In the linearised model the attributions of a target add up to its output, Σ_z
-    score(z, t) = f(t), if λ is right. So for 17 ρ from 0.01 to 100 these sums are correlated over
-    samples with the outputs f (both as means over checkpoints), under soft weights of power ½, and
-    ρ is the largest at most half a standard error below the best, ½(1 - max²)/√m. Above 1 it also
-    has to be clearly better than 1, by 0.25 in Fisher's z = artanh(r); or else ρ is 1. With one
-    checkpoint it is at least 1. For features in the coordinates of the curvature it is at least
-    √10, and the other rules give a λ √10 times as large. No model is retrained and no n × m array
-    made: one more column of the gram matrix and one eigendecomposition per checkpoint, about 9 p³
-    flops and 32 p² bytes; 17 numbers per sample and checkpoint. For other estimators it needs a
-    gram matrix of these weights too, one more pass over the features.
+    score(z, t) = f(t), if λ is right. So for 21 ρ from 0.01 to 1000 these sums are correlated over
+    samples with the outputs f (both as means over checkpoints), under soft weights of power ½. The
+    prior is the features' ``attrs["damping_prior"]`` (1 if missing, √10 in the coordinates of a
+    curvature), which is best for models that were trained to the end. A larger ρ, that of the
+    largest correlation, is chosen if it exceeds the correlation at the prior clearly: by 0.6 in
+    Fisher's z = artanh(r), or by 0.2 if that at the prior is below 0.57 or there are fewer than 500
+    samples, as after a short training, where ρ has to be 10 to 300 times as large.
+
+    The other rules are relative to the prior, too. No model is retrained and no n × m array made:
+    one more column of the gram matrix and one eigendecomposition per checkpoint, about 9 p³ flops
+    and 32 p² bytes; 21 numbers per sample and checkpoint. For other estimators it needs a gram
+    matrix of these weights too, one more pass over the features.
 
     The samples are those of ``calibrate``, if given; else up to 1000 training samples from up to 8
     blocks, each left out of the sums exactly. So by default λ, and with it the score of a pair,
-    depends on the training features alone. If the correlation stays below 0.4, the next rule
-    decides: training samples after ``calibrate``, and the closed form last.
+    depends on the training features alone. If the correlation is less than three standard errors
+    (1/√m) above 0, the next rule decides: training samples after ``calibrate``, and ``"trace"``
+    last.
 
     ρ is free of the scale of the gradients of any checkpoint. Measured by
     ``tests/benchmarks/quality.py`` on seven small classification tasks: completeness lost 0.007 of
@@ -214,7 +215,7 @@ def describe_damping(regularized: Regularized) -> xr.Dataset:
     numbers = {
         "relative": "λ in units of tr(K)/n",
         "peak": "largest correlation of the curve",
-        "threshold": "least correlation that might be chosen",
+        "threshold": "least correlation that suffices for the prior",
     }
     curve = {"description": "correlation of outputs with totals of attributions"}
     return xr.Dataset(
@@ -463,29 +464,29 @@ Chosen = tuple[da.Array, tuple[str, ...], da.Array | None]
 """λ, the names of what may have chosen it, and how outputs chose it, as in :class:`Regularized`."""
 
 
-def _unit(features: xr.Dataset) -> float:
-    """Return what λ is multiplied by where outputs are not asked."""
-    return CURVED if "curvature" in features.attrs else 1.0
+def _prior(features: xr.Dataset) -> float:
+    """Return ρ where outputs are not asked, or see no reason for another one."""
+    return float(features.attrs.get("damping_prior", 1.0))
 
 
 def _by_rule(features: xr.Dataset, gram: GramMatrix, options: Options) -> Chosen:
     """Return λ by a rule that asks no outputs, and the name of the rule."""
-    damping, unit = options.damping, _unit(features)
+    damping, prior = options.damping, _prior(features)
     if isinstance(damping, xr.DataArray):
         return damping.variable.chunk({CHECKPOINT: 1}).data, ("given",), None
     if isinstance(damping, Absolute):
         lam = da.full(len(gram.labels), float(damping.value), chunks=1)
         return lam, ("absolute",), None
     if options.rule == "trace":
-        lam = unit * arrays.gram.mean_trace(gram.data, gram.n_samples, gram.labels)
-        return lam, ("tr(K)/n" if unit == 1 else f"{unit:.3g} tr(K)/n",), None
-    factor = unit * CLOSED_FORM if options.rule == "closed_form" else float(damping)
-    return *_closed_form(gram, factor), None
-
-
-def _closed_form(gram: GramMatrix, factor: float) -> tuple[da.Array, tuple[str]]:
+        return *_by_trace(gram, prior), None
+    factor = prior * CLOSED_FORM if options.rule == "closed_form" else float(damping)
     lam = arrays.gram.closed_form(gram.data, factor, gram.labels)
-    return lam, (f"{factor:.3g} tr(K^2)/tr(K)",)
+    return lam, (f"{factor:.3g} tr(K^2)/tr(K)",), None
+
+
+def _by_trace(gram: GramMatrix, prior: float) -> tuple[da.Array, tuple[str]]:
+    lam = prior * arrays.gram.mean_trace(gram.data, gram.n_samples, gram.labels)
+    return lam, ("tr(K)/n" if prior == 1 else f"{prior:.3g} tr(K)/n",)
 
 
 def _chosen_before(damping: xr.DataArray) -> Chosen:
@@ -526,17 +527,14 @@ def _chosen_by_outputs(
         )
         outputs = _taken(features.output.data, some_rows)
         curves["training rows left out"] = arrays.damping.curve(totals, outputs)
-    unit = _unit(features)
-    fallback, names = _closed_form(gram, unit * CLOSED_FORM)
+    prior = _prior(features)
+    by_trace, names = _by_trace(gram, prior)
     rules = (*(f"completeness, {name}" for name in curves), *names)
     if not curves:
-        return fallback, rules, None
-    # Below tr(K)/n, sums of one model follow its outputs a little better, but scores predict worse.
-    least = unit if unit == CURVED or len(gram.labels) == 1 else 0.0
-    choice = arrays.damping.choose(curves, least=least, quiet=quiet)
+        return by_trace, rules, None
+    choice = arrays.damping.choose(curves, prior=prior, n_samples=chooses.n_samples, quiet=quiet)
     rho = choice["relative"][0]
-    mean_trace = arrays.gram.mean_trace(gram.data, gram.n_samples, gram.labels)
-    return da.where(da.isnan(rho), fallback, rho * mean_trace), rules, choice
+    return by_trace * da.where(da.isnan(rho), 1, rho / prior), rules, choice
 
 
 def _taken(data: da.Array, rows: list[slice]) -> da.Array:

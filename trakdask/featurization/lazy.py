@@ -319,6 +319,7 @@ def prepare(
         "on_error": on_error,
         **({"parts": partition.spec()} if partition else {}),
         "formula": _formula(bound),
+        **({"damping_prior": bound.damping_prior} if bound.damping_prior != 1 else {}),
         "trakdask_version": __version__,
         "torch_version": str(torch.__version__),
         "gradients_reason": reason,
