@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,14 @@ shutil.copytree(
     dirs_exist_ok=True,
 )
 
-# Kernels read no settings of whoever builds, and do not warn of local ports at every start.
+# Kernels read no settings of whoever builds, and do not warn of local ports at every start. A
+# command that fails stops the build; commands are those of this environment.
 profile = Path(__file__).parent / "_build" / "ipython" / "profile_default"
-profile.mkdir(parents=True, exist_ok=True)
+(profile / "startup").mkdir(parents=True, exist_ok=True)
 (profile / "ipython_kernel_config.py").write_text("c.IPKernelApp.log_level = 40\n")
+shutil.copy(Path(__file__).parent / "exit_codes.py", profile / "startup")
 os.environ["IPYTHONDIR"] = str(profile.parent)
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 project = "trakdask"
 author = "trakdask contributors"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +43,29 @@ def test_house__is_drawn_from_the_layers_that_the_page_on_design_explains() -> N
     rows = re.findall(r"^\| (`.*?) \|", text, flags=re.MULTILINE)
     explained = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert {name for layer in names["layers"]() for name in layer} <= explained
+
+
+RUN_CELL = """
+import runpy, sys
+import nbformat
+from nbclient import NotebookClient
+runpy.run_path(sys.argv[1])
+NotebookClient(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(sys.argv[2])])).execute()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "code"), [("python -m trakdask init", 0), ("python -m trakdask plan none", 2)]
+)
+def test_pages__are_not_built_with_a_command_that_fails(
+    command: str, code: int, tmp_path: Path
+) -> None:
+    line = [sys.executable, "-c", RUN_CELL, str(DOCS / "conf.py"), f"!{command}"]
+    environment = os.environ | {"PATH": os.defpath}  # in which there is another Python, or none
+    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode == 0) == (code == 0), done.stderr
+    assert (f"returned non-zero exit status {code}." in done.stderr) == (code != 0)
 
 
 # ----------------------------------------------------------------------------- tables of results

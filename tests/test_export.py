@@ -128,6 +128,9 @@ def test_to_parquet__ranks_without_a_sample_are_null(tmp_path: Path) -> None:
     top = td.top_k(td.score(features, targets), 2, where=where)
     td.to_parquet(top, tmp_path / "p.parquet")
     frame = pd.read_parquet(tmp_path / "p.parquet")
+    assert (
+        parquet.read_schema(next((tmp_path / "p.parquet").iterdir())).field("label").type == "int64"
+    )
     missing = frame.position == -1
     assert missing.tolist() == [True, True, False, True] + [False] * 16
     for name in ("score", "source", "day", "length", "label"):

@@ -1,20 +1,27 @@
-"""The README is short, and its example runs as it stands and prints what it shows."""
+"""The README is short, and its lines run in order, as they are printed, and print what it shows."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
+import sys
+from importlib.metadata import metadata
 from pathlib import Path
+from urllib.request import urlopen
 
+import pandas as pd
 import pytest
 
-from trakdask import examples
+from tests.waiting import PATIENCE_S
 
 README = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
-
-
-def block(language: str, section: str = "# trakdask") -> str:
-    text = README[README.index(f"{section}\n") :]
-    return re.search(rf"```{language}\n(.*?)```", text, flags=re.DOTALL).group(1)
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.DOTALL)
+ENVIRONMENT = os.environ | {
+    "COLUMNS": "200",
+    "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+}
 
 
 def shape_of(text: str) -> list[str]:
@@ -22,19 +29,55 @@ def shape_of(text: str) -> list[str]:
     return re.sub(r"-?\d+(\.\d+)?(e-?\d+)?", "#", text).split()
 
 
-def test_readme__first_screen_prints_what_it_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # Fewer digits and dimensions, for the time; the page on the first attribution has more.
-    first = [samples.isel(sample=slice(1000)) for samples in examples.mnist()]
-    monkeypatch.setattr(examples, "mnist", lambda **_: first)
-    monkeypatch.chdir(tmp_path)
-    exec(block("python").replace("proj_dim=2048", "proj_dim=128"), {})
-    printed = capsys.readouterr().out
-    table = printed[printed.index("target_label") :]
-    assert shape_of(table) == shape_of(block("text"))
+def run(line: list[str], folder: Path) -> str:
+    done = subprocess.run(line, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Error" not in done.stdout + done.stderr
+    return done.stdout
+
+
+def explore(line: str, folder: Path) -> None:
+    """Ask the server for its page, and end it by Ctrl-C; a saved view has the pictures."""
+    with subprocess.Popen(
+        ["bash", "-ec", f"exec {line}"], cwd=folder, env=ENVIRONMENT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as server:  # fmt: skip
+        try:
+            printed = server.stdout.readline()
+            assert printed.startswith("http://"), server.communicate(timeout=PATIENCE_S)
+            with urlopen(printed.strip(), timeout=PATIENCE_S) as answer:
+                assert b"trakdask" in answer.read()
+            server.send_signal(signal.SIGINT)
+            assert server.wait(PATIENCE_S) in (0, 130), server.stderr.read()
+        finally:
+            server.kill()
+    run(["bash", "-ec", f"{line} --view 'page=target&target=120' --save view.html"], folder)
+    assert (folder / "view.html").read_text("utf-8").count("<img src") > 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_readme__lines_run_in_order(tmp_path: Path) -> None:
+    printed = ""
+    for language, text in BLOCKS:
+        if text.startswith("pip install"):  # which was done before tests could run
+            extras = re.search(r"\[(.*)\]", text).group(1).split(",")
+            assert set(extras) <= set(metadata("trakdask").get_all("Provides-Extra"))
+        elif text.startswith("trakdask explore"):
+            explore(text.strip(), tmp_path)
+        elif language == "text":
+            assert shape_of(printed[printed.index("target_label") :]) == shape_of(text)
+        else:
+            interpreter = {"python": [sys.executable, "-c"], "console": ["bash", "-ec"]}[language]
+            printed = run([*interpreter, text], tmp_path)
+    frame = pd.read_parquet(tmp_path / "digits" / "top.parquet")
+    assert len(frame) == 200 * 5
+    best = frame[frame["rank"] == 0]
+    # Digits are helped by digits of their own class: a wrong sign or order would show here.
+    assert (best["label"] == best["target_label"]).mean() > 0.7
 
 
 def test_readme__is_short() -> None:
-    assert len(README.splitlines()) <= 80
-    assert len([line for line in block("python").splitlines() if line.strip()]) <= 15
+    assert len(README.splitlines()) <= 92
+    example = next(text for language, text in BLOCKS if language == "python")
+    assert len([line for line in example.splitlines() if line.strip()]) <= 15

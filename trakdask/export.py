@@ -150,9 +150,9 @@ def to_parquet(
     -----
     Columns are ``target``, then ``rank``, ``sample`` or the groups (positions from 0 if there is no
     index); ``score``; for a ranking, the ``position`` of the training sample; and the coords, those
-    of targets with the prefix ``target_``. Text is categorical (a dictionary of arrow), and null
-    where a rank has no sample. ``attrs`` are in the metadata of each file, under ``trakdask``, as
-    JSON.
+    of targets with the prefix ``target_``. Text is categorical (a dictionary of arrow). Where a
+    rank has no sample, its coords are null. ``attrs`` are in the metadata of each file, under
+    ``trakdask``, as JSON.
 
     As with :func:`to_zarr`, a result that is not finished cannot be opened: at the URL of an object
     store, its folder contains a file ``unfinished.parquet`` until the end.
@@ -296,14 +296,12 @@ def _write_file(
 
 
 def _encoded(block: xr.Dataset) -> tuple[xr.Dataset, dict[str, pa.Array]]:
-    """Return text as positions in the words of its column, -1 where a rank has no sample."""
+    """Return text as positions in the words of its column, -1 where it is null."""
     words, codes = {}, {}
     for name, text in block.variables.items():
         if text.dtype.kind in "OTU":
             positions, unique = pd.factorize(text.values.astype(object).ravel())
             codes[name] = text.copy(data=positions.astype(np.int32).reshape(text.shape))
-            if "position" in block and RANK in text.dims:
-                codes[name] = codes[name].where(block.position.variable >= 0, np.int32(-1))
             words[str(name)] = pa.array(unique, pa.string())
     return block.assign(codes), words
 
@@ -311,11 +309,14 @@ def _encoded(block: xr.Dataset) -> tuple[xr.Dataset, dict[str, pa.Array]]:
 def _table(
     block: xr.Dataset, dims: list[str], columns: list[str], words: Mapping[str, pa.Array]
 ) -> pa.Table:
-    table = {}
+    table, of_samples = {}, {name for name in block.coords if RANK in block[name].dims} - {RANK}
     for name in columns:
         variable = block[name].variable.set_dims({dim: block.sizes[dim] for dim in dims})
         values = variable.values.ravel()
-        table[name] = pa.array(values, mask=values < 0 if name in words else None)
+        null = values < 0 if name in words else np.zeros(values.shape, bool)
+        if name in of_samples and "position" in block:
+            null |= block.position.values.ravel() < 0
+        table[name] = pa.array(values, mask=null)
         if name in words:
             table[name] = pa.DictionaryArray.from_arrays(table[name], words[name])
     return pa.table(table)

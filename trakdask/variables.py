@@ -289,15 +289,3 @@ def _lazy(variable: xr.Variable) -> xr.Variable:
     if variable.chunks is None:
         sizes[SAMPLE] = _ROWS_OF_UNCHUNKED
     return variable.chunk({dim: size for dim, size in sizes.items() if dim in variable.dims})
-
-
-def may_have_failed(features: xr.Dataset) -> bool:
-    """Return whether samples have failed, or may fail when the features are computed.
-
-    Examples
-    --------
-    >>> may_have_failed(xr.Dataset({"error": (("sample", "checkpoint"), [["", "too long"]])}))
-    True
-    """
-    error = features.get("error")
-    return error is not None and (error.chunks is not None or bool((error.values != "").any()))

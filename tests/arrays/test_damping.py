@@ -157,9 +157,9 @@ def test_choose__never_below_the_prior() -> None:
 
 def test_choose__totals_of_noise_do_not_choose() -> None:
     assert choice(np.full(21, 0.43), m=50) == 1
-    for curve, text in ((np.full(21, 0.40), "at most 0.40"), (np.full(21, np.nan), "undefined")):
+    for values, text in ((np.full(21, 0.40), "at most 0.40"), (np.full(21, np.nan), "undefined")):
         with pytest.warns(UserWarning, match=text):
-            assert np.isnan(choice(curve, m=50))
+            assert np.isnan(choice(values, m=50))
 
 
 def test_choose__warns_at_the_end_of_the_grid() -> None:

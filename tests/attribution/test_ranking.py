@@ -73,12 +73,33 @@ def test_top_k__mask_of_pairs(k: int) -> None:
         np.testing.assert_array_equal(top.position, expected)
         missing = expected < 0
         assert np.isnan(top.score.values[missing]).all()
-        assert np.isnan(top.label.values[missing]).all()
+        assert (top.label.values[missing] == -1).all()
         assert np.isnat(top.day.values[missing]).all()
         assert np.isnan(top["size"].values[missing]).all()
         assert (top.name.values[missing] == "").all()
         found = np.broadcast_to(top.target_label.values[:, None], missing.shape)
         np.testing.assert_array_equal(top.label.values[~missing], found[~missing])
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_top_k__coords_keep_their_dtype_where_ranks_are_missing(large: bool) -> None:
+    """Ids above 2⁵³ would be others as float64."""
+    values = {
+        "i8": np.arange(50) + 2**60 + 1,
+        "i2": np.arange(50, dtype="i2"),
+        "u1": np.arange(50, dtype="u1"),
+        "bool": np.arange(50) % 2 == 0,
+        "time": np.arange(50).astype("m8[s]"),
+    }
+    scores = SCORES.assign_coords({name: ("sample", data) for name, data in values.items()})
+    top = td.top_k(scores, 20 if large else 2, where="label == target_label").compute()
+    position, missing = top.position.values, top.position.values < 0
+    assert missing.any() == large
+    nothing = {"i8": -1, "i2": -1, "u1": 255, "bool": False, "time": np.timedelta64("NaT")}
+    for name, data in values.items():
+        assert top[name].dtype == data.dtype
+        expected = np.where(missing, nothing[name], data[position])
+        np.testing.assert_array_equal(top[name], expected.astype(data.dtype), err_msg=name)
 
 
 def test_top_k__condition_as_text() -> None:
@@ -108,8 +129,9 @@ def test_top_k__nan_scores_never_rank() -> None:
     top = td.top_k(scores, 3)
     mask = ALL & (FEATURES["size"].values > 0.5)[:, None]
     np.testing.assert_array_equal(top.position, argsorted(mask, 3))
-    with pytest.raises(ValueError, match=r"integer coords"):
-        td.top_k(SCORES.where(SCORES["size"] > 2), 3).compute(scheduler="sync")
+    none = td.top_k(SCORES.where(SCORES["size"] > 2), 3)
+    assert (none.position == -1).all()
+    assert (none.label == -1).all()
 
 
 @pytest.mark.parametrize("form", ["variable", "coord", "lazy coord"])
@@ -125,7 +147,7 @@ def test_top_k__target_that_failed_has_no_samples(form: str) -> None:
         targets = targets.set_coords("error")
     top = td.top_k(td.score(FEATURES, targets, damping=0.1), 3)
     assert (top.position[4] == -1).all()
-    assert np.isnan(top.label[4]).all()
+    assert (top.label[4] == -1).all()
     others = np.arange(9) != 4
     expected = td.top_k(td.score(FEATURES, TARGETS, damping=0.1), 3)
     np.testing.assert_array_equal(top.position[others], expected.position[others])

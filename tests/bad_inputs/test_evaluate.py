@@ -47,6 +47,7 @@ def nan_at(array: xr.DataArray, *where: object) -> xr.DataArray:
 
 FEATURES = td.testing.simulate_features(n_samples=N, proj_dim=4)
 TEXTS = ["a sea"] * N
+PROMPTS = FEATURES.assign_coords(text=("sample", TEXTS))
 GOOD = {
     "baselines": {"features": FEATURES, "targets": FEATURES, "texts": (TEXTS, TEXTS)},
     "lds": {"scores": SCORES, "masks": MASKS, "outputs": OUTPUTS, "resamples": 2},
@@ -98,11 +99,18 @@ ROWS = [
         ("texts of fewer targets", {"texts": (TEXTS, TEXTS[1:])}, ValueError, ["texts", "11"]),
         ("one matrix", {"embeddings": (np.eye(N),)}, ValueError, ["embeddings", "(12,)"]),
         ("dimensions differ", {"embeddings": (np.eye(N), np.eye(N)[:, 1:])}, ValueError, ["11"]),
-        ("unknown coord", {"texts": "body"}, KeyError, ["body"]),
+        ("unknown coord", {"texts": "body"}, ValueError, ["features", "'body'", "'label'"]),
+        (
+            "coord of one side",
+            {"features": PROMPTS, "texts": "text"},
+            ValueError,
+            ["targets", "'text'", "texts="],
+        ),
     ),
     *rows(
         "lds",
         *BOOTSTRAP,
+        ("scores of no estimator", {"scores": {}}, ValueError, ["none", "'soft'"]),
         ("scores of one target", {"scores": SCORES[:, 0]}, ValueError, ["target"]),
         ("masks are numbers", {"masks": MASKS.astype(int)}, ValueError, ["masks", "int64"]),
         ("masks of other samples", {"masks": MASKS[:, :9]}, ValueError, ["sample", "9", "12"]),

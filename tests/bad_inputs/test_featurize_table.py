@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import torch
 import xarray as xr
 from torch import nn
 
@@ -35,6 +36,7 @@ ROWS = [
     BadInput(F, "missing variable", options(data().rename(image="pixels")), ValueError, ["'image'", "'pixels'"]),
     BadInput(F, "swapped", lambda _: td.featurize(fine(), data()), TypeError, ["Dataset", "td.Model", "Model"]),
     BadInput(F, "a module", lambda _: td.featurize(data(), NET), TypeError, ["td.Model", "Linear"]),
+    *[BadInput(fit.__name__, "a module", lambda _, fit=fit: fit(data(), NET), TypeError, ["td.Model", "Linear"]) for fit in (td.fit, td.curvature, td.principal_components)],
     BadInput(F, "projector a number", options(projector=512), TypeError, ["projector", "512"]),
     BadInput(F, "gradients", options(gradients="hook"), ValueError, ["'hook'", "'hooks'"]),
     BadInput(F, "dtype", options(dtype="fp8"), ValueError, ["'fp8'", "float32"]),
@@ -51,7 +53,12 @@ ROWS = [
     BadInput(F, "label one-hot", labelled(np.eye(4, 3, dtype=int)), RuntimeError, ["'label'", "int64", "3)"]),
     BadInput(F, "not finite", computed(After(), td.from_arrays(NAN)), RuntimeError, ["sample 1", "NaN"]),
     BadInput(F, "wrong width", computed(After(), data(image=np.ones((4, 5), "f4"))), RuntimeError, ["shapes", "(4, 5)"]),
-    BadInput(F, "float64 images", computed(After(), data(image=np.ones((4, 4)))), RuntimeError, ["image float64"]),
+    BadInput(F, "float64 images", computed(After(), data(image=np.ones((4, 4)))), RuntimeError, ["weights are float32", "image float64", "try dtype='float32'"]),
+    *[BadInput(F, f"float64 weights, {engine}", computed(After().double(), gradients=engine), RuntimeError, ["weights are float64", "image float32", "try dtype='float32'"]) for engine in ("hooks", "vmap", "loop")],
+    *[BadInput(F, f"{kind} weights", computed(After().to(kind)), RuntimeError, ["image float32", "try dtype='float32'"]) for kind in (torch.bfloat16, torch.float16)],
+    BadInput(F, "integer images", computed(After(), data(image=np.ones((4, 4), "u1"))), RuntimeError, ["weights are float32", "image uint8", "samples.assign(image=samples['image'].astype('float32'))"]),
+    BadInput(F, "integer images, cast", computed(After(), data(image=np.ones((4, 4), int)), dtype="float32"), RuntimeError, ["image int64", "try samples.assign("]),
+    BadInput(F, "integer images, float64 weights", computed(After().double(), data(image=np.ones((4, 4), int))), RuntimeError, ["weights are float64", "try dtype='float32' with samples.assign("]),
     BadInput(F, "fewer rows", computed(After(lambda y: y[1:])), RuntimeError, ["(2, classes)", "(1, 3)"]),
     BadInput(F, "raises", computed(After(lambda y: y[:, 10])), RuntimeError, ["IndexError", "float32"]),
     BadInput(F, "mean of the batch", computed(After(lambda y: y - y.mean(0).detach())), RuntimeError, ["sample 0"]),

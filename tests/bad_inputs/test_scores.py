@@ -28,6 +28,9 @@ def scores() -> xr.DataArray:
     return td.score(X, T, damping=0.1)
 
 
+MANY = X.assign_coords({f"c{i}": ("sample", np.arange(20)) for i in range(30)})
+
+
 def changed(name: str, row: int, value: float) -> xr.Dataset:
     """The features with one value at all of a row, or at one element of it, of one checkpoint."""
     values = X[name].values.copy()
@@ -128,6 +131,8 @@ GROUPS = [
     *((f"by {by!r}", lambda by=by: td.group_score(X, T, by=by), ValueError, [repr(by), "'label'"])
       for by in ("lable", [], "target", "target_label", None, "checkpoint")),
     ("by two, of which one is not there", lambda: td.group_score(X, T, by=["label", "lable"]), ValueError, ["'lable'"]),
+    *((f"{n} coords of 20 values", lambda n=n: td.group_score(MANY, T, by=[*MANY.drop_vars(["label", "checkpoint"]).coords][:n]), ValueError, ["by", f"{20**5:,}", "assign_coords"])
+      for n in (5, 30)),
 ]  # fmt: skip
 
 OTHERS = {

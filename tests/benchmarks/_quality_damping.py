@@ -76,10 +76,8 @@ def _of_features(subject: Subject, train: xr.Dataset, targets: xr.Dataset) -> It
         products = sum(scoring[c][0] for c in together)
         predicted = [drawn @ (g[:, None] * each) for each in products]
         lds = [(unit_ranks(each) * truth).sum(axis=0).mean() for each in predicted]
-        r, f = (
-            options.choosing.loss_data(some).compute().mean(axis=1),
-            some.output.mean("checkpoint"),
-        )
+        r = options.choosing.loss_data(some).compute().mean(axis=1)
+        f = some.output.mean("checkpoint")
         totals = sum(_left_out(*choosing[c][1:], r) for c in together)
         sums = np.array([[(choosing[c][1] ** k).sum() for k in (1, 2)] for c in together])
         yield {

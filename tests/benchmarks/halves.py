@@ -133,9 +133,7 @@ def main() -> None:
         print_lds(frame, n)
     counted = frame[(frame.data == "all") | (frame.n > 1)]
     n_tasks, n = counted.task.nunique(), len(counted)
-    print(
-        f"\nRegret of λ, mean and worst, {n_tasks} tasks, {n} settings: before, at the prior, now"
-    )
+    print(f"\nRegret of λ, mean and worst, {n_tasks} tasks, {n} settings")
     print_regret(counted, ["data", "features"])
     print("\nBy number of checkpoints")
     print_regret(counted, ["data", "n"])

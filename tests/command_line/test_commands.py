@@ -164,9 +164,6 @@ def test_every_command__of_one_job(job: Path, run: Run) -> None:
 
 def test_commands__of_a_fitted_projector(job: Path, run: Run) -> None:
     job.write_text(job.read_text().replace("projector: {kind: Rademacher, proj_dim: 8}", FIT))
-    planned = run("plan", job)
-    assert "Components(proj_dim=5)" in planned.output
-    assert not list(job.parent.glob("*.zarr*"))  # nothing was fitted
     assert (done := run("top-k", job)).exit_code == 0, done.output
     train, targets = (td.open(job.parent / f"{name}.zarr") for name in ("train", "targets"))
     assert train.sizes["proj_dim"] == targets.sizes["proj_dim"] == 5
@@ -186,6 +183,15 @@ def test_commands__of_a_fitted_projector(job: Path, run: Run) -> None:
     assert (done := run("top-k", job)).exit_code == 0, done.output
     again = td.open(job.parent / "targets.zarr")
     np.testing.assert_allclose(again.feature, targets.feature, atol=1e-5)
+
+
+def test_plan__fits_nothing(job: Path, run: Run) -> None:
+    job.write_text(job.read_text().replace("projector: {kind: Rademacher, proj_dim: 8}", FIT))
+    done = run("plan", job)
+    assert done.exit_code == 0, done.output
+    assert "60 samples" in done.output
+    assert "Components(proj_dim=5)" in done.output
+    assert not list(job.parent.glob("*.zarr*"))
 
 
 def test_plan__projector_of_two(job: Path, run: Run) -> None:
@@ -208,17 +214,57 @@ def test_top_k__where_and_settings(job: Path, run: Run) -> None:
     assert again.output == done.output
 
 
-def test_featurize__of_csv_files_equals_that_of_the_dataset(job: Path, run: Run) -> None:
-    assert run("featurize", job).exit_code == 0
-    values = np.random.default_rng(0).standard_normal((60, 4)).astype("f4")
-    rows = pd.DataFrame(values, columns=list("abcd")).assign(label=np.arange(60) % 3)
-    for name, part in (("p0.csv", rows[:37]), ("p1.csv", rows[37:])):
-        part.to_csv(job.parent / name, index=False)
-    data = {"kind": "csv", "source": "p*.csv", "variables": {"image": [*"abcd"], "label": "label"}}
-    done = run("featurize", job, "--set", f"data={data}", "--set", "stores.train=csv.zarr")
+ROWS = pd.DataFrame(np.random.default_rng(1).standard_normal((60, 4)), columns=[*"abcd"])
+ROWS = ROWS.assign(c=range(60), label=np.arange(60) % 3)
+CSV = {"kind": "csv", "source": "p*.csv", "variables": {"image": [*"abcd"], "label": "label"}}
+
+
+def featurize_csv(job: Path, run: Run, *texts: str | bytes, **data: object) -> Result:
+    for i, text in enumerate(texts):
+        (job.parent / f"p{i}.csv").write_bytes(text.encode() if isinstance(text, str) else text)
+    return run("featurize", job, "--set", f"data={CSV | data}")
+
+
+def test_featurize__of_csv_files_equals_that_of_arrays(job: Path, run: Run) -> None:
+    """One column is of integers, and one file of its header alone."""
+    parts = (part.to_csv(index=False) for part in (ROWS[:37], ROWS[:0], ROWS[37:]))
+    done = featurize_csv(job, run, *parts)
     assert done.exit_code == 0, done.output
-    expected = td.open(job.parent / "train.zarr").feature
-    np.testing.assert_allclose(td.open(job.parent / "csv.zarr").feature, expected, rtol=1e-5)
+    np.save(job.parent / "x.npy", ROWS[[*"abcd"]].to_numpy("f4"))
+    np.save(job.parent / "label.npy", ROWS.label)
+    data = "data={kind: arrays, arrays: {image: x.npy, label: label.npy}}"
+    assert run("featurize", job, "--set", data, "--set", "stores.train=npy.zarr").exit_code == 0
+    expected = td.open(job.parent / "npy.zarr").feature
+    np.testing.assert_allclose(td.open(job.parent / "train.zarr").feature, expected, rtol=1e-5)
+
+
+TEXT = ROWS[:9].to_csv(index=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "No columns"),
+        (TEXT.encode("utf-16"), "utf-8"),
+        (TEXT + "1,2,3,4,5,6,7\n", "line 11"),
+        (TEXT + '"1,2,3,4,5\n', "EOF"),
+        (TEXT[:-3], "column 'label', got nan in row 9"),
+        (TEXT.replace("0.345584192064786", "O.3"), "'a', got O.3 in row 1"),
+        (ROWS.drop(columns="b").to_csv(index=False), "'b'"),
+    ],
+    ids=["empty", "encoding", "more fields", "open quote", "cut", "no number", "no column"],
+)
+def test_featurize__damaged_csv_is_named(
+    job: Path, run: Run, text: str | bytes, words: str
+) -> None:
+    done = featurize_csv(job, run, TEXT, text)
+    refused(job, done, words)
+    assert f"in data: {job.parent}/p1.csv: " in done.output
+
+
+def test_featurize__damaged_metadata_are_named(job: Path, run: Run) -> None:
+    (job.parent / "samples.csv").write_text('source,row\n"a,b\n')
+    refused(job, run("featurize", job), "in data: samples.csv: ")
 
 
 def test_info_verify_export__of_a_store(job: Path, run: Run) -> None:
@@ -272,6 +318,9 @@ def test_info_verify_export__of_a_store(job: Path, run: Run) -> None:
         ("top_k.k=61", "got 61"),
         ("outputs.topk=top.parquet", "'topk'"),
         ("folder=/none/such", "folder"),
+        ("projector={kind: fit, columns: 5}", "'columns'"),
+        ("data={kind: torch, dataset: 'tiny:Samples'}", "'names'"),
+        ("data=null", "train.zarr"),
     ],
 )
 def test_top_k__configuration_refused(job: Path, run: Run, setting: str, words: str) -> None:
@@ -284,6 +333,22 @@ def refused(job: Path, done: Result, words: str) -> None:
     assert words in done.output
     assert "Traceback" not in done.output
     assert not (job.parent / "train.zarr").exists()  # nothing was computed
+
+
+@pytest.mark.parametrize("text", ["", "# nothing", "- data", "train.zarr"])
+def test_top_k__file_without_sections_refused(job: Path, run: Run, text: str) -> None:
+    job.write_text(text)
+    refused(job, run("top-k", job), "trakdask init")
+
+
+def test_set__null_removes_a_section(job: Path, run: Run) -> None:
+    job.write_text(job.read_text().replace("projector: {kind: Rademacher, proj_dim: 8}", FIT))
+    removed = [f"--set={name}=null" for name in ("projector", "outputs")]
+    done = run("top-k", job, *removed)
+    assert done.exit_code == 0, done.output
+    kept = yaml.safe_load((job.parent / "train.zarr.yaml").read_text())
+    assert kept.keys() == {"folder", *yaml.safe_load(JOB)} - {"outputs", "projector"}
+    assert not (job.parent / "top.parquet").exists()
 
 
 def test_groups__names_are_checked_before_anything_is_computed(job: Path, run: Run) -> None:
@@ -477,20 +542,3 @@ def test_import__loads_nothing_that_a_shell_would_wait_for(run_python, tmp_path:
         "print([n for n in ('torch', 'dask', 'distributed') if n in sys.modules])"
     )
     assert run_python("-c", code, cwd=tmp_path).strip() == "[]"
-
-
-@pytest.mark.slow
-def test_process__example_does_the_job_of_the_demo(
-    tmp_path: Path, run_process: RunProcess, digits_folder: Path
-) -> None:
-    assert run_process("init").returncode == 0
-    arguments = f"{{n_checkpoints: 1, folder: '{digits_folder}'}}"
-    settings = ("projector.proj_dim=256", f"model.checkpoints.arguments={arguments}")
-    done = run_process("top-k", "trakdask.yaml", *(f"--set={each}" for each in settings))
-    assert done.returncode == 0, done.stderr
-    frame = pd.read_parquet(tmp_path / "top.parquet")
-    assert len(frame) == 200 * 5
-    best = frame[frame["rank"] == 0]
-    # Digits are helped by digits of their own class: a wrong sign or order would show here.
-    assert (best["label"] == best["target_label"]).mean() > 0.7
-    assert "Error" not in done.stderr + done.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import cloudpickle
 import dask
@@ -331,21 +332,79 @@ class _UsesWeightTwice(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("module", "words", "engine"),
+    ("module", "words"),
     [
-        (_OneByOne, "calls of layer 'head'.*try gradients='loop'", "loop"),
-        (_Experts, "try gradients='loop'", "loop"),
-        (_Branches, "try gradients='loop'", "loop"),
-        (_UsesWeightTwice, "'inner.weight'.*try gradients='vmap'", "vmap"),
+        (_OneByOne, "calls of layer 'head'.*try gradients='vmap', or 'loop'"),
+        (_Experts, "try gradients='vmap', or 'loop'"),
+        (_Branches, "try gradients='loop'"),
+        (_UsesWeightTwice, "'inner.weight'.*try gradients='vmap', or 'loop'"),
     ],
 )
-def test_featurize__model_that_hooks_cannot_follow(module, words: str, engine: str) -> None:
+def test_featurize__model_that_hooks_cannot_follow(module, words: str) -> None:
     model = td.Model(module())
     with pytest.raises(td.errors.BlockError, match=f"(?s){words}"):
-        td.featurize(samples(), model, projector=td.Identity()).compute(scheduler="sync")
-    for name in {engine, "loop"}:
-        features = td.featurize(samples(), model, projector=td.Identity(), gradients=name)
-        assert np.isfinite(features.compute(scheduler="sync").feature).all()
+        compute(model, gradients="hooks")
+    assert np.isfinite(compute(model, gradients="loop").feature).all()
+
+
+class _FixedNegatives(nn.Module):
+    """Compares pictures with texts, and with texts that all samples share."""
+
+    def __init__(self, grad: bool = True) -> None:
+        super().__init__()
+        self.tower, self.negatives = nn.Linear(6, 3), torch.randn(50, 6)
+        self.grad = grad
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.tower(x.flatten(1))
+        with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
+            negatives = self.tower(self.negatives)
+        return torch.stack([x[:, 0], x[:, 1], (x @ negatives.T).logsumexp(1)], 1)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "record"])
+@pytest.mark.parametrize("module", [_OneByOne, _UsesWeightTwice, _FixedNegatives])
+def test_featurize__vmap_replaces_hooks_that_fail(
+    module, on_error: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = td.Model(module())
+    found = compute(model, on_error=on_error)
+    assert "gradients by vmap, which is slower, because hooks failed" in caplog.text
+    expected = compute(model, gradients="loop").feature
+    np.testing.assert_allclose(found.feature, expected, atol=1e-5 * abs(expected).max())
+    caplog.clear()
+    with pytest.raises(td.errors.BlockError):  # what was asked for is not replaced
+        compute(model, gradients="hooks")
+
+
+def test_featurize__vmap_does_not_replace_hooks_because_of_a_bad_sample(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data = samples()
+    data.label[0] = 99
+    found = compute(td.Model(nn.Sequential(nn.Flatten(), nn.Linear(6, 3))), data, on_error="record")
+    assert (found.error.values[:, 0] != "").tolist() == [True] + [False] * (len(found.error) - 1)
+    assert "by vmap" not in caplog.text
+
+
+def test_curvature__by_vmap_counts_every_sample_once() -> None:
+    module, data = _FixedNegatives(), samples()
+    found = td.curvature(data, td.Model(module)).compute(scheduler="sync")
+    with mock.patch("trakdask.featurization.lazy.choose_engine", return_value=("vmap", "")):
+        expected = td.curvature(data, td.Model(module)).compute(scheduler="sync")
+    np.testing.assert_allclose(found.scale, expected.scale, rtol=1e-3)
+
+
+def test_hooks__of_calls_without_gradients() -> None:
+    model = td.Model(_FixedNegatives(grad=False))
+    expected = compute(model, gradients="loop").feature
+    found = compute(model, gradients="hooks").feature
+    np.testing.assert_allclose(found, expected, atol=1e-5 * abs(expected).max())
+
+
+def compute(model: td.Model, data: xr.Dataset | None = None, **options) -> xr.Dataset:
+    data = samples() if data is None else data
+    return td.featurize(data, model, projector=td.Identity(), **options).compute(scheduler="sync")
 
 
 def test_featurize__torch_threads_are_given_back() -> None:

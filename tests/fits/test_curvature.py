@@ -12,10 +12,11 @@ import xarray as xr
 from torch import nn
 
 import trakdask as td
+from trakdask.errors import forget_warnings
 from trakdask.fits.sums import SKETCHED_COLUMNS, signs
 from trakdask.projection import RowMap, project
 from trakdask.projection.axes import axes_of, factors_of, places_of
-from trakdask.projection.fitted import Fitted
+from trakdask.projection.fitted import Components, Fitted
 
 # Attention has no rule of vmap in torch, which says so once in a process.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -229,6 +230,9 @@ def test_everything_works_on_top(tmp_path: Any, process_cluster: Any, has_compon
         store = td.save(some, tmp_path / "train.zarr")
         more = td.featurize(samples.isel(sample=slice(16, 24)), model, like=store)
         store = td.save(more, tmp_path / "train.zarr", append_dim="sample")
+    assert store.attrs["damping_prior"] == 10**0.5
+    assert td.damping(store, "trace").rule.item() == "3.16 tr(K)/n"
+    assert "damping_prior" not in td.featurize(samples, model, td.SJLT(32)).attrs
     targets = td.featurize(samples.isel(sample=[0, 3]), model, like=store)
     scores = td.score(store, targets)
     expected = td.score(features, features.isel(sample=[0, 3]))
@@ -324,14 +328,24 @@ def test_components_are_the_right_singular_vectors(is_curved: bool) -> None:
 
 def test_all_components_keep_all_products() -> None:
     samples, model = case("cnn")
-    for n in (24, 100):  # there are no more than samples
-        components = td.principal_components(samples, model, n, projector=td.Identity())
-        assert components.steps[-1].proj_dim == 24
-        np.testing.assert_allclose(components.arrays["principal_shares"].sum(0), 1, rtol=1e-6)
+    components = td.principal_components(samples, model, 24, projector=td.Identity())
+    np.testing.assert_allclose(components.arrays["principal_shares"].sum(0), 1, rtol=1e-6)
     reduced = rows_along(td.featurize(samples, model, components))
     whole = rows_along(td.featurize(samples, model, projector=td.Identity()))
     expected = whole @ whole.T
     np.testing.assert_allclose(reduced @ reduced.T, expected, atol=1e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(("n", "width", "expected"), [(100, 512, 24), (20, 16, 16)])
+def test_columns_that_there_are_not_are_cut_with_both_numbers(
+    n: int, width: int, expected: int
+) -> None:
+    samples, model = case("cnn")
+    forget_warnings()
+    with pytest.warns(UserWarning, match=f"expected {n} columns.*got {expected}: 24 samples and"):
+        found = td.principal_components(samples, model, n, projector=td.SJLT(width))
+    assert found.steps[-1] == Components(expected)
+    np.testing.assert_allclose(found.arrays["principal_shares"].sum(0), 1, rtol=1e-6)
 
 
 def test_equal_samples_have_one_component() -> None:

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 import trakdask as td
 from tests.models.engines import equal, run
 from tests.models.token_oracle import contributions
-from trakdask.models.layers import require_layers_of_tokens
+from trakdask.models.gradients import engine_of
+from trakdask.models.layers import has_pooled_layers, require_layers_of_tokens
 from trakdask.models.model import Model
+from trakdask.models.rules import Products
 from trakdask.models.tasks import Batch
 
 VOCABULARY, LENGTH, WIDTH = 11, 7, 6
@@ -124,9 +126,42 @@ class Pooled(nn.Module):
         return self.head(self.wte(input_ids).mean(1))[:, None].expand(-1, LENGTH, -1)
 
 
-def test_tokens__layer_without_tokens_is_named() -> None:
+def test_tokens__layer_without_tokens_has_gradients_of_samples() -> None:
+    module, batch = made(Pooled), drawn(2)
+    whole, *_ = run(Model(module, task=TASK), batch)
+    found = by_engine(module, batch)
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient.sum(1), whole[name])
+    assert found["wte.weight"].any(2).all()
+    assert not found["head.weight"][:, 1:].any()
+
+
+class ReadsValues(Pooled):
+    """A model that does not run on tensors without values."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids) * int(input_ids.max() >= 0)
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"), [(Gpt, False), (Pooled, True), (ReadsValues, False)]
+)
+def test_has_pooled_layers(build: type[nn.Module], expected: bool) -> None:
+    model = Model(made(build), task=TASK)
+    one = {"input_ids": torch.zeros(1, LENGTH, dtype=torch.long)}
+    found = has_pooled_layers(model.meta_module(), TASK, one, tuple(model.shapes))
+    assert found == expected
+
+
+def test_products__layer_without_tokens_that_was_not_foreseen_is_named() -> None:
+    module, batch = made(Pooled), drawn(2)
+    vectors = {name: tensor[None] for name, tensor in module.named_parameters()}
+    forward = Model(module, task=TASK)
     with pytest.raises(ValueError, match=r"each of 7 tokens at layer 'head'.*\(2, 6\)"):
-        by_engine(made(Pooled), drawn(2))
+        engine_of("tokens")(
+            forward.forward(forward.checkpoints[0]), TASK, batch, tuple(vectors),
+            Products(vectors, 2 * LENGTH),
+        )  # fmt: skip
 
 
 ACROSS = {

@@ -40,6 +40,15 @@ def test_gallery__draws_target_helpful_harmful(form: str) -> None:
     assert drawn(figure) == expected
 
 
+@pytest.mark.parametrize(("targets", "n_drawn"), [(None, 6), (range(8), 8), ([1], 1)])
+def test_gallery__says_which_targets_it_leaves_out(targets: list[int] | None, n_drawn: int) -> None:
+    top = td.top_k(SCORES, 1)
+    figure = td.plots.gallery(top, top, IMAGES, IMAGES, targets=targets)
+    assert len(drawn(figure)) == 3 * n_drawn
+    title = figure.texts[0].get_text()
+    assert ("the first 6 of 8 targets" in title.replace("\n", " ")) == (targets is None)
+
+
 def test_gallery__leaves_missing_ranks_empty() -> None:
     top = td.top_k(SCORES, 20, where=lambda tile: tile.label == tile.target_label)
     figure = td.plots.gallery(top, top, IMAGES, IMAGES, targets=[0], n_shown=20)

@@ -49,6 +49,17 @@ def parsed(given: xr.DataArray, **options) -> Parser:
 
 
 @pytest.mark.parametrize(("row", "prefix"), [("sample", ""), ("target", "target_")])
+def test_text__padding_is_left_out(row: str, prefix: str) -> None:
+    mask = np.arange(10) < np.array([[8], [3]])
+    given = scores(row, prefix).assign_coords({f"{prefix}attention_mask": ((row, "token"), mask)})
+    assert len(parsed(given).spans) == 11
+    plot = td.plots.text(given)
+    drawn = {text.get_text() for text in plot.figure().axes[0].texts}
+    assert "日本" not in repr(plot)
+    assert {"a", "日"} - drawn == {"日"}
+
+
+@pytest.mark.parametrize(("row", "prefix"), [("sample", ""), ("target", "target_")])
 def test_text__html_has_every_token_and_nothing_that_runs(row: str, prefix: str) -> None:
     found = parsed(scores(row, prefix), label=f"{prefix}source")
     assert set(found.tags) <= {"div", "span", "b", "sup"}

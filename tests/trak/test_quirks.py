@@ -168,6 +168,22 @@ def test_17__targets_can_be_scored_before_features_are_finalized(tmp_path: Path)
     np.testing.assert_array_equal(traker.finalize_scores("test"), expected)
 
 
+def test_17__checkpoints_that_are_not_finalized_are_skipped_only_where_this_is_allowed(
+    tmp_path: Path,
+) -> None:
+    run = Run(n_checkpoints=2, options={"lambda_reg": 0.1})
+    traker = run.make(TRAKer, tmp_path)
+    run.featurize(traker)
+    traker.finalize_features(model_ids=[0])
+    for model_id, state in enumerate(checkpoints("mlp", 2)):
+        traker.start_scoring_checkpoint("test", state, model_id, M)
+        traker.score(targets(), num_samples=M)
+    with pytest.raises(ModelIDException, match="got 1, which is not"):
+        traker.finalize_scores("test")
+    found = np.array(traker.finalize_scores("test", allow_skip=True))
+    np.testing.assert_array_equal(found, traker.finalize_scores("test", model_ids=[0]))
+
+
 def test_27__an_id_without_gradients_can_be_opened_and_scored(tmp_path: Path) -> None:
     expected = np.array(one_id(finalized(tmp_path / "expected")))
     run = Run(options={"lambda_reg": 0.1})

@@ -52,9 +52,23 @@ def test_get_x_xtx_inv__float16_keeps_a_small_lambda() -> None:
     np.testing.assert_allclose(found.get_x_xtx_inv(g, found.get_xtx(g)), expected, rtol=2e-3)
 
 
-def test_get_xtx__a_singular_matrix_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    BasicScoreComputer(torch.float32, "cpu", logging_level=logging.WARNING).get_xtx(G[:3])
-    assert "3 samples and 4 columns" in caplog.text
+@pytest.mark.parametrize("g", [G[:3], G @ T.T], ids=["few samples", "rank 4 of 5"])
+def test_get_x_xtx_inv__a_singular_matrix_is_logged(
+    g: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = BasicScoreComputer(torch.float32, "cpu", logging_level=logging.WARNING)
+    found.get_x_xtx_inv(g, found.get_xtx(g))
+    assert f"{len(g)} samples and {g.shape[1]} columns is singular" in caplog.text
+
+
+@pytest.mark.parametrize("lambda_reg", [0.0, 1e-3])
+def test_get_x_xtx_inv__a_regular_matrix_is_not_logged(
+    lambda_reg: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = BasicScoreComputer(torch.float32, "cpu", lambda_reg=lambda_reg)
+    g = G if lambda_reg == 0 else G[:3]
+    found.get_x_xtx_inv(g, found.get_xtx(g))
+    assert "singular" not in caplog.text
 
 
 def test_vectorize__takes_the_widest_dtype() -> None:

@@ -8,6 +8,7 @@ all checkpoints.
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -215,7 +216,7 @@ def _correlation(x: Block, y: Block) -> Block:
 
 def is_followed(curve: Block) -> bool:
     """Return whether a computed curve's peak is high enough to choose λ by."""
-    return peak(curve) * float(curve["n_rows"][0]) ** 0.5 >= FOLLOWED
+    return peak(curve) * math.sqrt(curve["n_rows"][0]) >= FOLLOWED
 
 
 def peak(curve: Block) -> float:
@@ -313,8 +314,8 @@ def warn_of_choice(rho: float, peak: float, name: str, *others: str) -> None:
         )
         instead = f"the {others[0]}" if others else "the gram matrix alone, as by damping='trace'"
         message = (
-            f"{defect} ({FOLLOWED:g} standard errors above 0 are needed to choose λ by them). λ "
-            f"comes from {instead}. Try other outputs: calibrate=td.featurize(held_out, model, ...)."
+            f"{defect} (3 standard errors above 0 are needed to choose λ by them). λ comes from "
+            f"{instead}. Try other outputs: calibrate=td.featurize(held_out, model, ...)."
         )
     elif rho == GRID[-1]:
         message = (

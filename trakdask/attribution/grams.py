@@ -143,8 +143,8 @@ def damping(
     Lazy Dataset with ``damping`` (checkpoint), float64, in units of the gram matrix; ``relative``
     (), ρ; ``curve`` (relative_damping), the correlations; ``peak`` (), their largest, which says
     how well the linearised model follows the real one; ``threshold`` (), the least that suffices
-    for the prior; ``rule`` (), what chose λ in the end. All but ``damping`` and ``rule`` are NaN where
-    outputs were not asked; :func:`trakdask.plots.damping` draws them.
+    for the prior; ``rule`` (), what chose λ in the end. All but ``damping`` and ``rule`` are NaN
+    where outputs were not asked; :func:`trakdask.plots.damping` draws them.
 
     Raises
     ------

@@ -32,8 +32,8 @@ from trakdask.variables import (
 Where = str | xr.DataArray | np.ndarray | Callable[[xr.Dataset], xr.DataArray]
 Over = Literal["max", "mean"]
 
-_MISSING = {"f": np.nan, "M": np.datetime64("NaT"), "m": np.timedelta64("NaT")}
-"""What coords of a kind of dtype have where there is no sample; others have ``""``."""
+_MISSING = {"f": np.nan, "M": "NaT", "m": "NaT", "i": -1, "b": False}
+"""What coords of a kind of dtype have where there is no sample; text has ``""``."""
 
 
 def top_k(
@@ -83,8 +83,9 @@ def top_k(
     Lazy Dataset (target, rank), or (rank) for one number per sample, with ``score`` float32,
     ``position`` int64 of the training sample, and the samples' coords at those positions. Equal
     scores rank by position; NaN never ranks. Where ``where`` depends on the target and leaves fewer
-    than k samples, or where a target failed (``featurize(..., on_error="record")``), the rest is
-    position -1 and NaN (integer coords then become float64, strings "").
+    than k samples, or where scores of a target are NaN, the rest is position -1 and score NaN;
+    coords keep their dtype, and are NaN, NaT, -1 (of unsigned integers the largest number), False
+    or "" there.
 
     With ``over_targets`` a lazy Dataset (sample) with the samples' coords: ``score``, float32, that
     maximum or mean, and ``selected``, bool, so that ``train.isel(sample=top.selected)`` is the
@@ -150,8 +151,7 @@ def top_k(
     value, position = arrays.topk.top_k(scores.data, k, largest=largest, mask=mask)
     shape = (TARGET, RANK)
     attrs = {**scores.attrs, "order": "descending" if largest else "ascending"}
-    may_pad = isinstance(mask, TileMask) or scores.attrs.get("target_on_error") == "record"
-    coords = _gathered_coords(scores, position, may_pad=may_pad)
+    coords = _gathered_coords(scores, position)
     coords |= {name: (TARGET, c) for name, c in _columns_along(scores, TARGET).items()}
     # A copy, as dask.compute (2026.8) misses an array of a Dataset that only one other is made of.
     return xr.Dataset(
@@ -290,43 +290,34 @@ def _broadcast(samples: range, targets: range, mask: np.ndarray) -> np.ndarray:
     return np.broadcast_to(mask, (len(samples), len(targets)))
 
 
-def _gathered_coords(
-    scores: xr.DataArray, position: da.Array, *, may_pad: bool
-) -> dict[Hashable, Any]:
+def _gathered_coords(scores: xr.DataArray, position: da.Array) -> dict[Hashable, Any]:
     """Return the metadata of the ranked samples, looked up once their positions are known."""
     coords: dict[Hashable, Any] = {}
     for name, values in _columns_along(scores, SAMPLE).items():
-        dtype = values.dtype
-        if may_pad and dtype.kind in "iub":
-            dtype = np.dtype(np.float64)
         # One task; others take the rows that they need, from it or from the store.
         column = dask.delayed(
             reader(values) or values, name=f"column-{uuid4().hex}", traverse=False
         )
         data = da.map_blocks(
-            functools.partial(_gather, dtype=dtype), position, column=column,
-            dtype=dtype, meta=np.empty((0, 0), dtype),
+            _gather, position, column=column,
+            dtype=values.dtype, meta=np.empty((0, 0), values.dtype),
             name=f"{name}-{uuid4().hex}",
         )  # fmt: skip
         coords[name] = ((TARGET, RANK), data)
     return coords
 
 
-def _gather(position: np.ndarray, column: np.ndarray | Read, dtype: np.dtype[Any]) -> np.ndarray:
+def _gather(position: np.ndarray, column: np.ndarray | Read) -> np.ndarray:
     missing = position < 0
     # Never row -1: that is the last sample.
     rows = np.where(missing, 0, position)
     if isinstance(column, np.ndarray):
-        gathered = column[rows].astype(dtype)
+        gathered = column[rows]
     else:
         to_read, inverse = np.unique(rows, return_inverse=True)
-        gathered = column((to_read,))[inverse].astype(dtype).reshape(rows.shape)
-    if missing.any() and dtype.kind in "iub":
-        raise ValueError(
-            "expected k samples with a score that is not NaN for every target, since integer "
-            "coords cannot be missing, got fewer; try a smaller k, or leaving such targets out "
-            "with scores.isel(target=...)"
-        )
+        gathered = column((to_read,))[inverse].reshape(rows.shape)
     if missing.any():
-        gathered[missing] = _MISSING.get(dtype.kind, "")
+        kind = gathered.dtype.kind
+        none = np.iinfo(gathered.dtype).max if kind == "u" else _MISSING.get(kind, "")
+        gathered[missing] = none
     return gathered

@@ -47,7 +47,6 @@ from trakdask.variables import (
     checkpoint_names,
     coords_along,
     lazy_features,
-    may_have_failed,
     validate,
 )
 
@@ -65,6 +64,9 @@ LOGIT_VARIANCE = "logit_variance"
 
 _MOST_TARGETS = 4096
 """In a block. More would make large tiles, of which a selection of targets needs little."""
+
+_MOST_COMBINATIONS = 2**20
+"""Of the values of several coords. Each is a row of the sums, although few may have samples."""
 
 Labels = tuple[tuple[str, ...], dict[Hashable, Any]]
 """Dimensions, and coords along them."""
@@ -230,7 +232,8 @@ def group_score(
     Raises
     ------
     ValueError
-        If there is no such coord, or the result has a coord of the targets of that name.
+        If there is no such coord, the result has a coord of the targets of that name, or there are
+        more combinations than samples, and more than a million.
 
     Examples
     --------
@@ -483,7 +486,8 @@ def labels_of_groups(
     Raises
     ------
     ValueError
-        If the samples have no such coord, or the targets have one of that name.
+        If the samples have no such coord, the targets have one of that name, or combinations are
+        too many.
     """
     dims, coords = _labels_of_targets(targets)
     names: list[Any] = list(by) if by and isinstance(by, list | tuple) else [by]
@@ -493,6 +497,13 @@ def labels_of_groups(
         numbers, groups = group_codes(samples[name].values)
         coords[name] = name, groups
         sizes.append(len(groups))
+        if len(sizes) > 1 and math.prod(sizes) > max(_MOST_COMBINATIONS, samples.sizes[SAMPLE]):
+            raise ValueError(
+                f"expected up to {_MOST_COMBINATIONS:,} combinations of the values of by, or one "
+                f"for each sample, got {math.prod(sizes):,} of {names[: len(sizes)]}; try fewer "
+                "coords, or one whose values are the combinations that occur: "
+                "assign_coords(group=('sample', values)), and by='group'"
+            )
         kind = np.min_scalar_type(-math.prod(sizes) - 1)  # a byte or two for each of 10⁸ samples
         product = codes.astype(kind) * kind.type(len(groups)) + numbers.astype(kind)
         codes = np.where((codes < 0) | (numbers < 0), kind.type(-1), product)
@@ -529,6 +540,5 @@ def score_attrs(
         **how,
         "source": attrs.get("source", ""),
         "target_source": targets.attrs.get("source", ""),
-        **({"target_on_error": "record"} if may_have_failed(targets) else {}),
         "trakdask_version": __version__,
     }

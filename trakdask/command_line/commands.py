@@ -70,7 +70,7 @@ def plan(
 ) -> None:
     """Print what the features will cost, before anything runs."""
     with _job(file, settings, debug) as values:
-        output.print(td.plan(cli.jobs.features(values, "data", fits=pilot), pilot=pilot))
+        output.print(td.plan(cli.jobs.features(values, "data", fits=False), pilot=pilot))
 
 
 @app.command()

@@ -81,6 +81,11 @@ def read(path: Path, settings: Iterable[str] = ()) -> Configuration:
     with about(str(path)):
         text = path.read_text("utf-8")
         parsed = tomllib.loads(text) if path.suffix.lower() == ".toml" else yaml.load(text, _Loader)
+        if not isinstance(parsed, dict):
+            raise TypeError(
+                f"expected sections such as data and model, got {shown(parsed)}; see `trakdask "
+                "init`"
+            )
         values = {_FOLDER: str(path.absolute().parent), **parsed}
     for setting in settings:
         with about(f"--set {setting}"):
@@ -92,7 +97,7 @@ def read(path: Path, settings: Iterable[str] = ()) -> Configuration:
                 raise TypeError(f"expected options by name in {name!r}, got {shown(options)}")
             for key in (options or ()) if name in _KEYS else ():
                 require_choice(f"a key of {name}", key, _KEYS[name], remedy="see `trakdask init`")
-    return values
+    return {n: options for n, options in values.items() if options is not None or n == _FOLDER}
 
 
 def _apply(values: dict[str, Any], setting: str) -> None:

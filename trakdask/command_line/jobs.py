@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import logging
 import os
 import sys
@@ -423,10 +424,34 @@ def _from_csv(
     source: str, *, variables: Mapping[str, str | list[str]], **options: Any
 ) -> xr.Dataset:
     """Return samples of the rows of one or several files, which are read into memory."""
-    rows = pd.concat(map(pd.read_csv, expanded(source)), ignore_index=True)
-    inputs = rows.filter(np.hstack([*variables.values()])).select_dtypes("float64")
-    rows = rows.astype(dict.fromkeys(inputs, "float32"))  # text has no dtype; models have this one
+    inputs = [[names] if isinstance(names, str) else names for names in variables.values()]
+    read = functools.partial(_read_csv, numbers=[*itertools.chain(*inputs)])
+    rows = pd.concat(map(read, expanded(source)), ignore_index=True)
+    for names in inputs:
+        if np.result_type(*rows[names].dtypes) == np.float64:
+            # Text has no dtype; models have this one, also for the integers beside decimals.
+            rows = rows.astype(dict.fromkeys(names, "float32"))
     return td.from_dataframe(rows, variables=variables, **options)
+
+
+def _read_csv(path: str, numbers: Iterable[str] = ()) -> pd.DataFrame:
+    """Return the rows of a file, in which some columns must have a number in every row."""
+    try:
+        rows = pd.read_csv(path)
+        for name in numbers:
+            if name not in rows:
+                raise ValueError(f"expected a column {name!r}, got {list(rows)}; try one of them")
+            values = pd.to_numeric(rows[name], errors="coerce")
+            if len(bad := np.flatnonzero(values.isna())):
+                raise ValueError(
+                    f"expected a number in every row of column {name!r}, got "
+                    f"{rows[name][bad[0]]!s:.40} in row {bad[0] + 1}; try to correct the file, or "
+                    "to leave such rows out"
+                )
+            rows[name] = values
+    except ValueError as err:
+        raise ValueError(f"{path}: {err}") from err
+    return rows
 
 
 def _from_npy(
@@ -449,7 +474,7 @@ def _from_torch(
 def _table(path: str | None) -> pd.DataFrame | None:
     if path is None:
         return None
-    return pd.read_csv(path) if path.endswith(".csv") else pd.read_parquet(path)
+    return _read_csv(path) if path.endswith(".csv") else pd.read_parquet(path)
 
 
 _KINDS: Mapping[str, Callable[..., xr.Dataset]] = {

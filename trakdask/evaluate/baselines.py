@@ -68,7 +68,8 @@ def baselines(
     StoreMismatchError
         If features and targets were made differently.
     ValueError
-        If embeddings or texts are not one for each sample and target, or embeddings differ in size.
+        If embeddings or texts are not one for each sample and target, embeddings differ in size, or
+        there is no coord of that name.
 
     Notes
     -----
@@ -113,6 +114,12 @@ def baselines(
         of_target = cosine[f"{TARGET_PREFIX}{label}"].variable.chunk({TARGET: columns})
         simple[f"same_{label}"] = sign = 2 * zero.copy(data=(of_sample == of_target).data) - 1
     if isinstance(texts, str):
+        for side, given in {"features": features, "targets": targets}.items():
+            if texts not in given.coords:
+                raise ValueError(
+                    f"expected {side} with the coord {texts!r}, got {list(given.coords)}; try "
+                    "texts=(features['text'].values, targets['prompt'].values)"
+                )
         texts = features[texts].data, targets[texts].data
     for name, pair in {"embeddings": embeddings, "texts": texts}.items():
         if pair is not None and (lengths := tuple(map(len, pair))) != zero.shape:

@@ -57,6 +57,10 @@ def as_array(scores: Scores, *dims: Hashable) -> xr.DataArray:
     Their coords are those of the first: others may be bare numbers.
     """
     if isinstance(scores, Mapping):
+        if not scores:
+            raise ValueError(
+                "expected at least one array of scores, got none; try {'soft': scores}"
+            )
         first = next(iter(scores.values()))
         together = xr.concat(
             [one.reset_coords(drop=True) for one in scores.values()],

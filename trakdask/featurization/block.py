@@ -27,6 +27,7 @@ from trakdask.featurization.devices import (
 )
 from trakdask.featurization.job import Block, BlockResults, Job, Samples, is_of_samples
 from trakdask.models.checkpoints import Checkpoint, cache_states
+from trakdask.models.gradients import SAFER
 from trakdask.models.independence import once_per_task
 from trakdask.models.tasks import Batch, Forward
 from trakdask.projection.axes import Rotations
@@ -80,19 +81,39 @@ def running(
             yield Samples(job, positions, arrays, device)
     except Exception as err:
         raise BlockError(
-            f"{what} failed: {type(err).__name__}: {err}{_circumstances(job, arrays, err)}"
+            f"{what} failed: {type(err).__name__}: {err}"
+            f"{_circumstances(job, checkpoint, arrays, err)}"
         ) from err
 
 
-def _circumstances(job: Job, arrays: tuple[np.ndarray, ...], err: Exception) -> str:
+def _circumstances(
+    job: Job, checkpoint: Checkpoint, arrays: tuple[np.ndarray, ...], err: Exception
+) -> str:
     """Describe the inputs of the model, for errors that torch raised and not this package."""
     if isinstance(err, ValueError):
         return ""
-    inputs = zip(job.inputs, arrays, strict=True)
-    shapes = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in inputs)
+    inputs = dict(zip(job.inputs, arrays, strict=True))
+    shapes = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in inputs.items())
+    if isinstance(err, RuntimeError) and "type" in str(err):  # which torch words in many ways
+        weights, remedies = {job.torch_settings["dtype"]}, []
+        floats = {str(array.dtype) for array in arrays if array.dtype.kind == "f"}
+        if weights == {"as given"}:
+            tensors = job.model.forward(checkpoint).parameters.values()
+            weights = {str(t.dtype)[len("torch.") :] for t in tensors if t.is_floating_point()}
+            remedies += ["dtype='float32'"] if (floats or {"float32"}) - weights else []
+        if not floats:  # only these are cast
+            first = job.inputs[0]
+            cast = f"samples.assign({first}=samples[{first!r}].astype('float32'))"
+            remedies.append(f"{cast}, unless these are ids")
+        if remedies:
+            return (
+                f"\nThe weights are {' and '.join(sorted(weights))}, the inputs {shapes}; try "
+                + " with ".join(remedies)
+            )
+    engines = f"{SAFER[job.engine]}, or " if job.engine in SAFER else ""
     return (
-        f"\nThe inputs of the block were {shapes}; if the model itself runs, try gradients='loop', "
-        "or a model of transformers that is built with attn_implementation='eager'"
+        f"\nThe inputs of the block were {shapes}; if the model itself runs, try {engines}"
+        "a model of transformers that is built with attn_implementation='eager'"
     )
 
 
@@ -103,16 +124,31 @@ def run_samples(samples: Samples, checkpoint: Checkpoint, output: Output) -> Blo
     if job.torch_settings["dtype"] != "as given":
         forward = forward.to(getattr(torch, job.torch_settings["dtype"]))
     forward = on_device(forward, device)
-    samples, places = samples.by_length()
+    given, (samples, places) = samples, samples.by_length()
     is_rotated, settings = output.rotations is not None, tuple(job.torch_settings.values())
     run_as = job.engine, job.row_map.names, settings, device, is_rotated
     first = samples.batch(slice(1))
     checked = once_per_task("checks", forward, job.model.task, first, run_as, Checked)
+    if job.falls_back and checked.needs_vmap:
+        return run_samples(given.by_vmap(), checkpoint, output)
     checked.measure(samples, forward)
     samples = replace(samples, trims=checked.ignores_padding)
     engine = CheckedEngine(checked, samples, forward, output.rotations)
     budget = budget_bytes(forward.parameters, device)
     size = _micro_batch(job, output.width, checked.activation_bytes, budget)
+
+    def vmap_runs(part: slice) -> bool:  # all samples of a micro-batch that hooks failed for
+        other = samples.by_vmap()
+        size = _micro_batch(other.job, output.width, checked.activation_bytes, budget)
+        once = CheckedEngine(Checked(), other, forward, None)
+        try:
+            for few in _slices(part.start, part.stop, size):
+                once.run(few, other.batch(few), lambda *gradient: None)
+        except Exception as err:  # that of the hooks is raised
+            _log.info("vmap fails as well: %s", err)
+            return False
+        return True
+
     rows = BlockResults(samples, checkpoint, output.width)
     todo = _slices(0, len(samples), size)
     while todo:
@@ -124,6 +160,10 @@ def run_samples(samples: Samples, checkpoint: Checkpoint, output: Output) -> Blo
             if n > 1 and is_out_of_memory(err):
                 _log.warning("out of memory: continuing with micro-batches of %d samples", n // 2)
                 todo = _slices(part.start, len(samples), n // 2)
+            elif job.falls_back and not checked.n_samples and vmap_runs(part):
+                _log.warning("gradients by vmap, which is slower, because hooks failed: %s", err)
+                checked.needs_vmap = True
+                return run_samples(given, checkpoint, output)
             elif job.on_error == "raise" or not is_of_samples(err):
                 raise samples.named(err, part) from err.__cause__
             elif n > 1:
@@ -152,7 +192,9 @@ def _run_micro_batch(
         size = job.partition.of(batch).size
         products = feature.reshape(n, size, -1)
         feature = np.zeros(job.feature_shape(n, output.width), np.float32)
-        feature[:, :size] = products  # those of padding, which was cut, are zero
+        n_tokens = size - job.partition.has_others
+        feature[:, :n_tokens] = products[:, :n_tokens]  # those of padding, which was cut, are zero
+        feature[:, feature.shape[1] - size + n_tokens :] = products[:, n_tokens:]
     return feature, f.numpy(force=True), q.numpy(force=True)
 
 

@@ -54,11 +54,14 @@ class Checked:
         Memory of the activations of one sample; None until a sample has passed the model.
     ignores_padding
         Whether padding of sequences can be cut.
+    needs_vmap
+        Whether vmap replaces hooks, which failed.
     """
 
     n_samples: int = 0
     activation_bytes: int | None = None
     ignores_padding: bool = False
+    needs_vmap: bool = False
 
     def measure(self, samples: Samples, forward: Forward) -> None:
         """Run the first two samples that the model can process, if that has not been done."""

@@ -51,21 +51,26 @@ class Partition:
         Number of the part of each parameter; None if every parameter has a term for every part.
     names
         Names of the parts, if they have some.
+    has_others
+        Whether the last part is that of the layers that do not see tokens.
     """
 
     dim: str
     size: int
     groups: Mapping[str, int] | None = None
     names: tuple[str, ...] = ()
+    has_others: bool = False
 
     def of(self, batch: Batch) -> Partition:
         """Return the parts of a batch, of which padding may have been cut."""
-        return self if self.groups else replace(self, size=number_of_tokens(batch))
+        size = number_of_tokens(batch) + self.has_others
+        return self if self.groups else replace(self, size=size)
 
     def products(self, vectors: Mapping[str, Tensor], n_samples: int) -> Products:
         """Return what multiplies the gradients of some samples with vectors."""
         if self.groups is None:
-            return Products(vectors, n_samples * self.size)
+            n_others = n_samples if self.has_others else 0
+            return Products(vectors, n_samples * self.size - n_others, n_others=n_others)
         return Products(vectors, n_samples, self.groups, self.size)
 
     def spec(self) -> dict[str, Any]:
@@ -92,6 +97,8 @@ class Job:
     on_error: OnError
     partition: Partition | None = None
     """How gradients are divided into parts; None for whole samples."""
+    falls_back: bool = False
+    """Whether vmap replaces the engine where this fails from the first sample on."""
 
     def feature_shape(self, n_samples: int, width: int) -> tuple[int, ...]:
         """Return the shape of the features of some samples at one checkpoint."""
@@ -120,6 +127,12 @@ class Samples:
             {name: torch.tensor(array[part], device=self.device) for name, array in inputs}
         )
         return trimmed(self.job.model.task, batch) if self.trims else batch
+
+    def by_vmap(self) -> Samples:
+        """Return the samples, to be run by vmap, which holds whole gradients."""
+        held = self.job.row_map.n_parameters
+        job = replace(self.job, engine="vmap", falls_back=False, elements_at_once=held)
+        return replace(self, job=job)
 
     def by_length(self) -> tuple[Samples, np.ndarray]:
         """Return the samples with the longest sequences first, and where each of them now is."""

@@ -117,10 +117,12 @@ def featurize(
         Engine of the per-sample gradients: ``"hooks"``, one batched backward pass in the memory of
         one layer; ``"vmap"``, ``torch.func`` on single samples; ``"loop"``, one backward pass per
         sample, for models that the others cannot run. ``"auto"`` chooses hooks if they can handle
-        a selected parameter; the choice and the reason for it are in ``attrs``. Each thread checks
-        the gradients of its first (and of any larger) micro-batch by a random weighted sum, which
-        one plain backward pass gives, too. Of every later block, it compares f, Q and the gradient
-        of one sample with those of the sample alone, which costs a backward pass of one sample.
+        a selected parameter; the choice and the reason for it are in ``attrs``. A thread whose
+        first micro-batch fails by hooks and not by vmap goes on by vmap, and logs a warning; the
+        gradients are the same but for rounding. Each thread checks the gradients of its first (and
+        of any larger) micro-batch by a random weighted sum, which one plain backward pass gives,
+        too. Of every later block, it compares f, Q and the gradient of one sample with those of the
+        sample alone, which costs a backward pass of one sample.
     batch_size
         Most samples per micro-batch inside a task. With ``"auto"`` the gradients of a micro-batch
         fit in 256 MB (with hooks: those of the largest parameter fit in 64 MB, or it has 32 samples
@@ -263,7 +265,8 @@ def prepare(
                 f"{projector!r}; try leaving it out"
             )
         projector, model = projector_of(like), model.at_checkpoints(checkpoint_names(like))
-        if gradients == "auto" and (engine := like.attrs.get("gradients")) in ENGINES:
+        # "auto" chooses hooks again, and may leave them again where they fail.
+        if gradients == "auto" and (engine := like.attrs.get("gradients")) in ("vmap", "loop"):
             gradients = engine
         if dtype is None and (stored := like.attrs.get("dtype")) in get_args(DType):
             dtype = stored
@@ -304,6 +307,7 @@ def prepare(
         device=device,
         on_error=on_error,
         partition=partition,
+        falls_back=gradients == "auto" and engine == "hooks",
     )
     attrs = {
         **spec,
@@ -437,13 +441,18 @@ def _batch_size(batch_size: int | Literal["auto"], engine: str, held: int) -> in
     return require_integer("batch_size", batch_size, 1, remedy="try batch_size='auto'")
 
 
-def _require_options(model: object, projector: object, device: object) -> None:
-    """Reject values that are none of those allowed."""
+def require_model(model: object) -> None:
+    """Reject what is no :class:`Model`, such as the module itself."""
     if not isinstance(model, Model):
         raise TypeError(
             f"expected a td.Model as model, got {type(model).__name__}; try td.Model(build, "
             "checkpoints=[...], task=...)"
         )
+
+
+def _require_options(model: object, projector: object, device: object) -> None:
+    """Reject values that are none of those allowed."""
+    require_model(model)
     if not isinstance(projector, Projector | Fitted | None):
         raise TypeError(
             f"expected a projector, got {shown(projector)}; try projector=td.SJLT(proj_dim=2048)"

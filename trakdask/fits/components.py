@@ -9,13 +9,14 @@ import numpy.typing as npt
 import xarray as xr
 
 from trakdask.checks import require_integer
+from trakdask.errors import warn_once
 from trakdask.featurization.job import DType
 from trakdask.featurization.lazy import Gradients, featurize
 from trakdask.fits.curvatures import model_of
 from trakdask.models.model import Model
 from trakdask.projection import SJLT, Projector
 from trakdask.projection.fitted import Components, Fitted
-from trakdask.variables import CHECKPOINT
+from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE
 
 WIDE = SJLT(proj_dim=8192, seed=0)
 
@@ -49,7 +50,8 @@ def principal_components(
     model
         The model, at all checkpoints that features are to be computed for.
     proj_dim
-        Columns of the features, at most as many as there are samples.
+        Columns of the features: at most as many as there are samples, and columns of the projector.
+        If it is more, there are fewer columns, with a warning that has both numbers.
     projector
         What gradients are projected with first. The wider, the less noise is left;
         :class:`Identity` leaves none. With a curvature:
@@ -105,8 +107,16 @@ def principal_components(
         dtype=dtype,
         device=device,
     )
+    n_columns = min(proj_dim, wide.sizes[SAMPLE], wide.sizes[PROJ_DIM])
+    if n_columns < proj_dim:
+        warn_once(
+            ("principal_components", proj_dim, n_columns),
+            f"expected {proj_dim} columns, as proj_dim says, got {n_columns}: {wide.sizes[SAMPLE]} "
+            f"samples and {wide.sizes[PROJ_DIM]} columns of the projector have no more components; "
+            "try more samples, or a wider projector=",
+        )
     found = [
-        _principal(np.asarray(wide.feature.data[:, :, i]), proj_dim)
+        _principal(np.asarray(wide.feature.data[:, :, i]), n_columns)
         for i in range(wide.sizes[CHECKPOINT])
     ]
     matrices, shares = (np.stack(arrays, -1) for arrays in zip(*found, strict=True))

@@ -18,7 +18,7 @@ import xarray as xr
 from trakdask.checks import require_integer
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.execution import polled_bar
-from trakdask.featurization.lazy import projector_of
+from trakdask.featurization.lazy import projector_of, require_model
 from trakdask.files import Folder
 from trakdask.fits.components import WIDE, principal_components
 from trakdask.fits.curvatures import curvature as fit_curvature
@@ -109,6 +109,7 @@ def fit(
     >>> td.featurize(samples, model, projector).sizes["proj_dim"]
     3
     """
+    require_model(model)
     n_samples = require_integer("n_samples", n_samples, 1, remedy="try n_samples=2000")
     if curvature == "auto":
         curvature = moments is None

@@ -23,8 +23,12 @@ from trakdask.models.tasks.protocol import SampleError, shape_of
 from trakdask.projection.axes import Rotations
 from trakdask.torch_internals import no_fast_path
 
-# Engines to try where another one is wrong.
-_SAFER = {"hooks": "'vmap', or 'loop'", "vmap": "'loop'", "tokens": "'loop'"}
+SAFER = {
+    "hooks": "gradients='vmap', or 'loop'",
+    "vmap": "gradients='loop'",
+    "tokens": "names of modules as parts=",
+}
+"""What to try where an engine is wrong, or fails."""
 
 # Samples in a weighted sum: the errors of more would add up to what a wrong gradient looks like,
 # and eight still show a gradient that belongs to another sample.
@@ -304,7 +308,7 @@ def require_same_sum(
             f"gradients={engine!r} gives gradients that differ from those of one backward pass per "
             f"sample by {float(error / norm):.2g} of their norm, most in {name!r}: the model may "
             "reorder or mix the samples of a batch, or use a parameter outside its layer; try "
-            f"gradients={_SAFER[engine]}"
+            + SAFER[engine]
         )
 
 

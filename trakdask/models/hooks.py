@@ -27,8 +27,10 @@ from trakdask.models.layers import (
     Call,
     Layer,
     batch_first,
+    by_sample,
     first_leaf,
     hooked,
+    is_by_token,
     is_floating,
     local_gradients,
     rules_by_parameter,
@@ -105,6 +107,7 @@ class GradientCollector:
         self._sink = sink
         self._buffer_for = getattr(sink, "buffer_for", None)
         self._products = sink if isinstance(sink, Products) and n_tokens else None
+        self._has_others = self._products is None or self._products.has_others
         # How many uses of a parameter are still to come, and those that have been.
         self._due = dict.fromkeys(self._rules, 0)
         self._uses: dict[str, list[RowsOfGradient]] = {name: [] for name in self._due}
@@ -177,8 +180,10 @@ class GradientCollector:
                 raise RuntimeError(
                     f"expected as many calls of layer {layer.path!r} for a batch of any size, as "
                     f"gradients='hooks' needs, got more for {self._n_samples} samples than for two "
-                    "(does the model loop over samples?); try gradients='loop'"
+                    "(does the model loop over samples?); try gradients='vmap', or 'loop'"
                 )
+            if not torch.is_grad_enabled():  # the model switched it off: this call has no gradient
+                return output
             # The backward pass reads the input, which must still be the one that was used.
             version = version_of(first_leaf(args, kwargs))
             # Those of this checkpoint, which are taken out of the module after the forward pass.
@@ -193,7 +198,7 @@ class GradientCollector:
         taps = []
         for i, (leaf, axis) in enumerate(zip(leaves, call.out_axes, strict=True)):
             if is_floating(leaf):
-                leaf = leaf if axis is not None else self._expanded(leaf)
+                leaf = leaf if axis is not None else by_sample(leaf, axis, self._n_samples)
                 leaf = leaf if leaf.requires_grad else leaf + self._anchor
                 # A view if the layer may have made another output from this one: the gradient has
                 # to be that of the uses outside the layer alone.
@@ -202,6 +207,12 @@ class GradientCollector:
         for name in call.layer.selected.values():
             self._due[name] += 1
         if taps:
+            if self._n_tokens is not None:
+                x, sizes = first_leaf(*call.inputs), (self._n_samples, self._n_tokens)
+                of_tokens = is_by_token(*taps[0], *sizes) and (
+                    not isinstance(x, Tensor) or is_by_token(x, call.in_axes[0], *sizes)
+                )
+                call = replace(call, by_token=of_tokens or not self._has_others)
             self._handles.append(self._call_back(call, *zip(*taps, strict=True)))
         return leaves[0] if spec is None else tree_unflatten(leaves, spec)
 
@@ -224,11 +235,6 @@ class GradientCollector:
             leaves, lambda deltas: self._locally(self._calls.pop(key), deltas, axes)
         )
 
-    def _expanded(self, value: Tensor) -> Tensor:
-        """Expand a tensor that all samples share, such as position embeddings, to a batch."""
-        alone = value if value.shape[:1] == (1,) else value[None]
-        return alone.expand(self._n_samples, *alone.shape[1:])
-
     def _rows(self, call: Call, value: Any, axis: int | None) -> Any:
         """Return a value that a layer took or returned, (rows, ...), rows being samples or tokens.
 
@@ -236,8 +242,8 @@ class GradientCollector:
         """
         if not isinstance(value, Tensor):
             return value
-        value = self._expanded(value) if axis is None else batch_first(value, axis, self._n_samples)
-        if self._n_tokens is None:
+        value = by_sample(value, axis, self._n_samples)
+        if not call.by_token:
             return value
         if tuple(value.shape[:2]) != (self._n_samples, self._n_tokens):
             raise ValueError(
@@ -272,13 +278,13 @@ class GradientCollector:
         gradient = partial(rule, call.module, x, delta, call.buffers)
         if matrices and not is_turnable:  # at once: the next rule overwrites what this one returns
             whole = in_coordinates(gradient(), name, self._forward, self._rotations)
-            self._use(name, lambda: whole)
+            self._use(call, name, lambda: whole)
         else:
-            self._use(name, gradient)
+            self._use(call, name, gradient)
 
     def _locally(self, call: Call, deltas: Sequence[Tensor | None], axes: Sequence[int]) -> None:
         """Differentiate a module without rules on its own, row by row."""
-        if self._n_tokens is not None:
+        if call.by_token:
             call, deltas, axes = self._by_token(call, deltas, axes)
         forward, layer = self._forward, call.layer
         tensors = {i: forward.parameters[name] for i, name in layer.parameters.items()}
@@ -286,11 +292,12 @@ class GradientCollector:
         for name, tensor in forward.buffers.items():
             if name.startswith(prefix):
                 tensors[name.removeprefix(prefix)] = tensor
-        gradients = local_gradients(call, tensors, deltas, axes, self._n_rows)
+        n_rows = self._n_rows if call.by_token else self._n_samples
+        gradients = local_gradients(call, tensors, deltas, axes, n_rows)
         for inside, name in layer.selected.items():
-            rows = gradients[inside].reshape(self._n_rows, -1)
+            rows = gradients[inside].reshape(n_rows, -1)
             gradient = in_coordinates(rows, name, forward, self._rotations)
-            self._use(name, lambda gradient=gradient: gradient)
+            self._use(call, name, lambda gradient=gradient: gradient)
 
     def _by_token(
         self, call: Call, deltas: Sequence[Tensor | None], axes: Sequence[int]
@@ -310,11 +317,13 @@ class GradientCollector:
         is_written = self._buffer_for is not None and rules <= WRITES_TO
         return rules <= SLICEABLE and (is_large or is_written)
 
-    def _use(self, name: str, rows_of_gradient: RowsOfGradient) -> None:
+    def _use(self, call: Call, name: str, rows_of_gradient: RowsOfGradient) -> None:
         """Keep what gives the gradient of one use; after the last one, pass on their sum."""
         if self._products is not None:  # they are linear: no need to wait for the other uses
             self._products(name, rows_of_gradient())
             return
+        if self._n_tokens and not call.by_token:
+            rows_of_gradient = partial(_at_first_token, rows_of_gradient, self._n_tokens)
         self._uses[name].append(rows_of_gradient)
         self._due[name] -= 1
         if not self._due[name]:
@@ -371,6 +380,14 @@ def _summed(
     for use in uses[1:]:
         gradient += use(*where)
     return gradient
+
+
+def _at_first_token(rows_of_gradient: RowsOfGradient, n_tokens: int, *where: Any) -> Tensor:
+    """Return the gradient of whole samples as that of their first tokens, (tokens, numel)."""
+    gradient = rows_of_gradient(*where)
+    rows = gradient.new_zeros(len(gradient) * n_tokens, gradient.shape[1])
+    rows[::n_tokens] = gradient
+    return rows
 
 
 def _is_row(call: Call, args: Any, kwargs: Any, row: int, n_samples: int) -> bool:

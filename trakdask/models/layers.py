@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,13 @@ from torch.nn.utils.parametrize import ParametrizationList
 from trakdask.models.independence import once_per_task, repeated
 from trakdask.models.rules import CHANNEL_NORMS, CONVOLUTIONS, SLICEABLE, Rule, rules_of
 from trakdask.models.tasks import Batch, Forward, Task, TrakTask
-from trakdask.torch_internals import tree_flatten, tree_leaves, tree_unflatten, version_of
+from trakdask.torch_internals import (
+    fake_tensor_mode,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    version_of,
+)
 
 # Layers whose result at one token depends on several, or that have no axis of tokens.
 _ACROSS_TOKENS = (
@@ -162,6 +168,46 @@ def require_layers_of_tokens(module: nn.Module, names: Sequence[str]) -> None:
         )
 
 
+def has_pooled_layers(
+    module: nn.Module, task: Task, inputs: Mapping[str, Tensor], names: Sequence[str]
+) -> bool:
+    """Return whether a layer takes or returns something else than a value per token.
+
+    The model runs on tensors without values. If it cannot, the answer is False.
+
+    Parameters
+    ----------
+    module
+        The architecture.
+    task, names
+        What is differentiated, with respect to which parameters.
+    inputs
+        Tensors without values, of one sample each; sequences are the first of them.
+    """
+    layers, found = hookable_layers(module, names).layers, {}
+    n_tokens = next(iter(inputs.values())).shape[1]
+    with suppress(Exception), fake_tensor_mode():
+        state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        state = {name: torch.empty_like(t, device="cpu") for name, t in state.items() if t.is_meta}
+        for n in (2, 3):
+            each = {k: torch.zeros((n, *v.shape[1:]), dtype=v.dtype) for k, v in inputs.items()}
+            run = partial(task.output, Forward(module, state, {}), Batch(each))
+            found[n] = _call_shapes(run, module, layers)
+        return any(
+            not is_by_token(torch.empty(shapes[0], device="meta"), axes[0], 3, n_tokens)
+            for layer in layers
+            for two, three in zip(found[2][layer.path], found[3][layer.path], strict=True)
+            for axes, shapes in zip(_call_axes(two, three), three, strict=True)
+            if shapes and shapes[0]
+        )
+    return False
+
+
+def is_by_token(value: Tensor, axis: int | None, n_samples: int, n_tokens: int) -> bool:
+    """Return whether a tensor that a layer took or returned has a value for each token."""
+    return by_sample(value, axis, n_samples).shape[:2] == (n_samples, n_tokens)
+
+
 def rules_by_parameter(layers: Sequence[Layer]) -> dict[str, set[Rule | None]]:
     """Return the rules for the uses of each parameter; None where there is none that fits."""
     rules: dict[str, set[Rule | None]] = defaultdict(set)
@@ -301,6 +347,8 @@ class Call:
     buffers: Mapping[str, Tensor]
     in_axes: list[int | None]
     out_axes: list[int | None]
+    by_token: bool = False
+    """Whether its gradients are divided among the tokens."""
 
     def input(self) -> Tensor:
         """Return the first input, which must be what the layer used."""
@@ -312,6 +360,14 @@ class Call:
                 "gradients='vmap'"
             )
         return leaf
+
+
+def by_sample(value: Tensor, axis: int | None, n_samples: int) -> Tensor:
+    """Return a tensor of a call, (samples, ...); one that all samples share is expanded."""
+    if axis is not None:
+        return batch_first(value, axis, n_samples)
+    alone = value if value.shape[:1] == (1,) else value[None]
+    return alone.expand(n_samples, *alone.shape[1:])
 
 
 def batch_first(value: Tensor, axis: int, n_samples: int) -> Tensor:
@@ -334,7 +390,7 @@ def _split(value: Tensor, axis: int, n_samples: int) -> Tensor:
     if value.shape[axis] % n_samples:
         raise RuntimeError(
             f"expected as many rows of a layer's input or output for every sample, got "
-            f"{value.shape[axis]} rows for {n_samples} samples; try gradients='loop'"
+            f"{value.shape[axis]} rows for {n_samples} samples; try gradients='vmap', or 'loop'"
         )
     split: Tensor = value.unflatten(axis, (n_samples, -1))
     return split

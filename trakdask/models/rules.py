@@ -316,6 +316,9 @@ class Products:
         Number of the part of each parameter; None if all parameters belong to one.
     n_groups
         Number of parts that parameters are divided into.
+    n_others
+        Number of samples, if layers that do not see tokens have gradients of whole samples, which
+        are a part of their own, behind the tokens.
     """
 
     def __init__(
@@ -324,11 +327,14 @@ class Products:
         n_rows: int,
         groups: Mapping[str, int] | None = None,
         n_groups: int = 1,
+        n_others: int = 0,
     ) -> None:
         self._vectors, self._groups = vectors, groups or {}
         first = next(iter(vectors.values()))
         shape = (n_rows, n_groups, len(first))
         self._sums = torch.zeros(shape, dtype=torch.float64, device=first.device)
+        self._others = self._sums.new_zeros(n_others, 1, len(first))
+        self.has_others = n_others > 0
 
     def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
         """Add the products of a parameter's gradients, (rows, n), or of a slice of them."""
@@ -338,15 +344,19 @@ class Products:
 
     def add(self, name: str, products: Tensor) -> None:
         """Add products of a parameter, (rows, m), that are known already."""
-        self._sums[:, self._groups.get(name, 0)] += products
+        sums = self._sums if len(products) == len(self._sums) else self._others
+        sums[:, self._groups.get(name, 0)] += products
 
     def vectors(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return the vectors of a parameter, (m, *shape)."""
         return self._vectors[name].to(dtype)
 
     def result(self) -> Tensor:
-        """Return the sums, (rows, groups, m) float32."""
-        return self._sums.float()
+        """Return the sums, (rows, groups, m) float32; with others, (samples, parts, m)."""
+        if not self.has_others:
+            return self._sums.float()
+        tokens = self._sums.view(len(self._others), -1, self._sums.shape[2])
+        return torch.cat([tokens, self._others], 1).float()
 
 
 def wide(value: Tensor) -> Tensor:

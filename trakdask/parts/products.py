@@ -26,7 +26,7 @@ from trakdask.featurization.lazy import (
     variable_of,
     weights_of,
 )
-from trakdask.models.layers import require_layers_of_tokens
+from trakdask.models.layers import has_pooled_layers, require_layers_of_tokens
 from trakdask.models.model import Model
 from trakdask.models.modules import select_parameters
 from trakdask.models.tasks import Batch, Forward
@@ -35,7 +35,7 @@ from trakdask.variables import CHECKPOINT, MODULE, PROJ_DIM, SAMPLE, TOKEN
 
 Parts = Literal["token"] | Sequence[str] | Mapping[str, str | Sequence[str]]
 
-_OTHERS = "others"
+OTHERS = "others"
 """Name of the part with the parameters that no given part has."""
 _VECTOR_BYTES = 2**28
 
@@ -85,8 +85,11 @@ def _tokens(model: Model, inputs: Arrays) -> Partition:
             f"expected sequences (sample, token) as the first input, as parts='token' needs, got "
             f"{name!r} of shape {first.shape}; try parts= with names of modules"
         )
-    require_layers_of_tokens(model.meta_module(), tuple(model.shapes))
-    return Partition(TOKEN, int(first.shape[1]))
+    module, names = model.meta_module(), tuple(model.shapes)
+    require_layers_of_tokens(module, names)
+    one = {name: torch.tensor(np.zeros((1, *a.shape[1:]), a.dtype)) for name, a in inputs.items()}
+    has_others = has_pooled_layers(module, model.task, one, names)
+    return Partition(TOKEN, int(first.shape[1]) + has_others, has_others=has_others)
 
 
 def _modules(parts: Any, model: Model, inputs: Arrays) -> Partition:
@@ -110,8 +113,8 @@ def _modules(parts: Any, model: Model, inputs: Arrays) -> Partition:
                 f"expected each parameter in one part, got {name!r} in {found[0]!r} and in "
                 f"{found[1]!r}; try globs that exclude each other"
             )
-    parts = [*patterns, *([_OTHERS] if [] in titles.values() else [])]
-    groups = {name: parts.index((found or [_OTHERS])[0]) for name, found in titles.items()}
+    parts = [*patterns, *([OTHERS] if [] in titles.values() else [])]
+    groups = {name: parts.index((found or [OTHERS])[0]) for name, found in titles.items()}
     return Partition(MODULE, len(parts), groups, tuple(parts))
 
 
@@ -123,10 +126,10 @@ def _patterns(parts: Any) -> dict[str, str | list[str]]:
     elif isinstance(parts, Sequence) and not isinstance(parts, str):
         patterns = {word: f"*{word}*" for word in parts}
     are_names = all(isinstance(name, str) and name for name in patterns)
-    if not patterns or not are_names or _OTHERS in patterns:
+    if not patterns or not are_names or OTHERS in patterns:
         raise ValueError(
             f"expected parts='token', a list of words, or globs by the names of parts, none of "
-            f"which is {_OTHERS!r}, got {shown(parts)}; try parts=['attn', 'mlp'], or "
+            f"which is {OTHERS!r}, got {shown(parts)}; try parts=['attn', 'mlp'], or "
             "parts={'mlp': '*.mlp.*'}"
         )
     return patterns

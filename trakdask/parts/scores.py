@@ -24,7 +24,8 @@ from trakdask.checks import shown
 from trakdask.featurization.job import ERROR_DTYPE, OnError
 from trakdask.featurization.lazy import Prepared, projector_of
 from trakdask.models.model import Model
-from trakdask.parts.products import Parts, by_token, divide, lazy_products
+from trakdask.models.tasks.protocol import MASK
+from trakdask.parts.products import OTHERS, Parts, by_token, divide, lazy_products
 from trakdask.provenance import require_comparable
 from trakdask.variables import (
     CHECKPOINT,
@@ -85,13 +86,14 @@ def score_parts(
         If targets are divided: name of a coord of the training samples, for the sums of the scores
         of each group of them, as in :func:`group_score`.
     parts
-        ``"token"``: one part per token. Or groups of modules: a mapping from names to names or
-        globs of parameters, such as ``{"mlp": "*.mlp.*"}``, or a list of words, such as ``["attn",
-        "mlp"]``, each of which stands for the parameters whose names contain it. Parameters of no
-        group are the part ``"others"``.
+        ``"token"``: one part per token and, if the model has layers that do not see tokens, such as
+        the head of a classifier on a pooled vector, a last part for these. Or groups of modules: a
+        mapping from names to names or globs of parameters, such as ``{"mlp": "*.mlp.*"}``, or a
+        list of words, such as ``["attn", "mlp"]``, each of which stands for the parameters whose
+        names contain it. Parameters of no group are the part ``"others"``.
     text
-        For tokens: the text of a token id, as a function (``tokenizer.decode``) or a list of all
-        texts. It becomes a coord.
+        For tokens: the text of a token id, as a tokenizer of transformers, a function, or a list of
+        all texts. It becomes a coord.
     average
         ``False`` keeps ``checkpoint``.
     on_error
@@ -107,8 +109,9 @@ def score_parts(
     Lazy DataArray ``score``, float32: (sample, token, target) if ``of`` is divided, (sample,
     target, token) or (``by``, target, token) if targets are; ``module`` in the place of ``token``
     for groups of modules; and ``checkpoint`` with ``average=False``. Coords are those of
-    :func:`score`, and ``module``, the names of the groups; or the token ids (sample, token), under
-    the name of the variable that they come from, and ``text`` (sample, token), both lazy.
+    :func:`score`, and ``module``, the names of the groups; or, lazy and (sample, token), the token
+    ids, under the name of the variable that they come from, ``attention_mask``, if the model takes
+    one, and ``text``. The last part of a pooled head has the id -1 and the text ``"[others]"``.
 
     Raises
     ------
@@ -121,8 +124,9 @@ def score_parts(
     StoreMismatchError
         If the model is not the one that the features were made with; the field is named.
     BlockError
-        When computed, as :func:`featurize`; also if a layer gets something else than one value per
-        token, or the terms of the tokens do not add up to the gradient.
+        When computed, as :func:`featurize`; also if the terms of the tokens do not add up to the
+        gradient, or a layer gets something else than one value per token and this could not be
+        foreseen, since the model does not run on tensors without values.
 
     Notes
     -----
@@ -142,9 +146,11 @@ def score_parts(
     most 256 MiB at once per checkpoint, unless a single w is larger. The model runs in the
     precision of the features.
 
-    Features are rounded when they are projected, and products here are not, so sums differ from the
-    scores of whole samples by this rounding: a relative 1e-4 of the features with the default
-    arithmetic, which a small λ amplifies in both.
+    Gradients are rounded when they are projected, to 14 bits by default, and products here are not.
+    This is all by which sums differ from the scores of whole samples: a relative 1e-4 of the
+    features. A solved vector is much longer than its product with a feature, and more so for small
+    λ. The difference is therefore several times larger with ``"soft"`` and ``"trak"`` than with
+    ``"grad_dot"``. ``td.Rademacher(arithmetic="int8x3")`` rounds to 22 bits.
 
     Examples
     --------
@@ -182,7 +188,6 @@ def score_parts(
         data = da.moveaxis(results["product"], 2, 0)
         coords |= _errors(results, TARGET, f"{TARGET_PREFIX}error")
         attrs = score_attrs(features, like, operands.attrs)
-        attrs |= {"target_on_error": "record"} if on_error == "record" else {}
     else:
         explained = lazy_features(targets)
         dims, coords = labels_of_scores(like, explained)
@@ -231,9 +236,21 @@ def _token_coords(
             f"expected token ids (sample, token) for text=, got {name!r} of {ids.dtype} and shape "
             f"{ids.shape}; try leaving text out, and assign_coords(text=...)"
         )
-    coords = {name: ((SAMPLE, TOKEN), ids)}
+    assert prepared.job.partition is not None
+    n_others = prepared.job.partition.size - ids.shape[1]
+
+    def coord(values: da.Array, other: Any) -> Any:
+        if n_others:
+            chunks, meta = (values.chunks[0], values.shape[1] + 1), values._meta
+            values = da.map_blocks(_with_other, values, other, chunks=chunks, meta=meta)
+        return (SAMPLE, TOKEN), values
+
+    coords = {name: coord(ids.astype(np.int64) if n_others else ids, -1)}
+    if MASK in prepared.inputs:
+        coords[MASK] = coord(prepared.inputs[MASK], 1)
     if text is None:
         return coords
+    text = getattr(text, "decode", text)  # of a tokenizer
     if not callable(text) and (isinstance(text, str) or not isinstance(text, Sequence)):
         raise TypeError(
             f"expected text as a function of a token id, or a list of all texts, got {shown(text)};"
@@ -244,11 +261,20 @@ def _token_coords(
         dtype=_TEXT_DTYPE, meta=np.empty((0, 0), _TEXT_DTYPE),
         name=f"text-{tokenize(ids.name, text)}",
     )  # fmt: skip
-    return coords | {"text": ((SAMPLE, TOKEN), texts)}
+    return coords | {"text": coord(texts, f"[{OTHERS}]")}
+
+
+def _with_other(values: np.ndarray, other: Any) -> np.ndarray:
+    return np.concatenate([values, np.full((len(values), 1), other, values.dtype)], 1)
 
 
 def _text_of(ids: np.ndarray, text: Text) -> np.ndarray:
     different, place = np.unique(ids, return_inverse=True)
+    if not callable(text) and different[-1] >= len(text):
+        raise ValueError(
+            f"expected text= with the texts of all token ids, up to {different[-1]} here, got "
+            f"{len(text)} texts; try text=tokenizer.decode"
+        )
     words = [text(number) if callable(text) else text[number] for number in different.tolist()]
     for number, word in zip(different.tolist(), words, strict=True):
         if not isinstance(word, str):

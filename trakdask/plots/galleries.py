@@ -52,7 +52,7 @@ def gallery(
         Grey or RGB images by position, (n, h, w), (n, 1, h, w), (n, 3, h, w) or (n, h, w, 3).
         Colours may lie in [0, 1], in [-1, 1], or be bytes.
     targets
-        Positions of the targets to draw; the first six by default.
+        Positions of the targets to draw; the first six by default, as the title then says.
     label
         Name of the coord whose values are written above the images; long texts are shortened.
     n_shown
@@ -83,7 +83,10 @@ def gallery(
     places, stored, titles, colors = zip(*pictures, strict=True)
     drawn = as_colours(stored, normalize)
     n_lines = max(title.count("\n") + 1 for title in titles)
-    figure, axes = _grid(len(chosen), n_shown, n_lines, _notes(sides))
+    n_targets, notes = helpful.sizes[TARGET], _notes(sides)
+    if targets is None and len(chosen) < n_targets:
+        notes = f"the first {len(chosen)} of {n_targets} targets; {notes}"
+    figure, axes = _grid(len(chosen), n_shown, n_lines, notes)
     low, high = grey_limits(drawn) or (None, None)
     for place, image, title, color in zip(places, drawn, titles, colors, strict=True):
         ax = axes[place]

@@ -31,6 +31,8 @@ _CELL = (0.602 * _POINTS / 72, 1.75 * _POINTS / 72)
 
 _MARGIN = 0.15
 
+_MASK = "attention_mask"
+
 
 _Row = tuple[str, list[tuple[str, float, float]]]
 """A title, and the tokens below it: text, score in the unit of the plot, strength from -1 to 1."""
@@ -48,6 +50,8 @@ class TextPlot:
         What is written above each row, beside the sum of its scores.
     texts, scores
         Of the tokens, (row, token).
+    mask
+        Which of the tokens are shown, likewise.
     unit
         Scores are written in units of this power of ten.
     """
@@ -55,6 +59,7 @@ class TextPlot:
     labels: list[str]
     texts: np.ndarray
     scores: np.ndarray
+    mask: np.ndarray
     unit: int
 
     def __repr__(self) -> str:
@@ -93,8 +98,9 @@ class TextPlot:
         strengths = known / (np.abs(known).max(initial=0.0) or 1.0)
         scores, totals = (x / 10.0**self.unit for x in (self.scores, known.sum(axis=1)))
         tokens = zip(self.texts, scores, strengths, strict=True)
-        for label, total, row in zip(self.labels, totals, tokens, strict=True):
-            yield f"{label}   {total:+.2f}".strip(), list(zip(*row, strict=True))
+        for label, total, row, shown in zip(self.labels, totals, tokens, self.mask, strict=True):
+            columns = (column[shown] for column in row)
+            yield f"{label}   {total:+.2f}".strip(), list(zip(*columns, strict=True))
 
 
 def text(scores: xr.DataArray, *, label: str | None = None) -> TextPlot:
@@ -105,6 +111,7 @@ def text(scores: xr.DataArray, *, label: str | None = None) -> TextPlot:
     scores
         Scores of tokens, (sample, token) or (target, token), with the coord ``text`` (or
         ``target_text``) of :func:`~trakdask.score_parts`: one sequence per row. Computed here.
+        Tokens that the coord ``attention_mask`` marks as padding are left out.
     label
         Name of a coord of the sequences, written above each row.
 
@@ -126,9 +133,12 @@ def text(scores: xr.DataArray, *, label: str | None = None) -> TextPlot:
     >>> "&lt;b&gt;" in text(words)._repr_html_()
     True
     """
-    texts = scores["text" if "text" in scores.coords else f"{TARGET_PREFIX}text"].values
+    prefix = "" if "text" in scores.coords else TARGET_PREFIX
+    texts, mask = scores[f"{prefix}text"].values, np.ones(scores.shape, bool)
+    if f"{prefix}{_MASK}" in scores.coords:
+        mask = scores[f"{prefix}{_MASK}"].values != 0
     labels = [""] * len(scores) if label is None else [str(value) for value in scores[label].values]
-    return TextPlot(labels, texts, scores.values.astype(np.float64), power_of_ten(scores))
+    return TextPlot(labels, texts, scores.values.astype(np.float64), mask, power_of_ten(scores))
 
 
 def _plain_row(title: str, tokens: list[tuple[str, float, float]], unit: int) -> str:

@@ -2,7 +2,7 @@
 
 The interface is that of the TRAK package, and :class:`BasicScoreComputer` returns the same numbers,
 with two corrections: float16 gradients are summed in float32 (the original's sums overflow beyond
-65504, and it rounds λ below 6e-8 to 0), and a singular Gram matrix is logged.
+65504, and it rounds λ below 6e-8 to 0), and a Gram matrix that is singular in float32 is logged.
 """
 
 from __future__ import annotations
@@ -89,19 +89,20 @@ class BasicScoreComputer(AbstractScoreComputer):
         for block in grads.split(self.CUDA_MAX_DIM_SIZE):
             rows = block.to(self.device, torch.float32)
             total += rows.T @ rows
-        if len(grads) < self.proj_dim and self.lambda_reg == 0:
-            self.logger.warning(
-                "the Gram matrix of %d samples and %d columns is singular, so that its inverse is "
-                "not determined; try lambda_reg > 0 or a smaller proj_dim",
-                len(grads),
-                self.proj_dim,
-            )
         return total
 
     def get_x_xtx_inv(self, grads: Tensor, xtx: Tensor) -> Tensor:
         """Return the features, (n, p), in the dtype of the computer and on its device."""
         damped = xtx.float() + self.lambda_reg * torch.eye(len(xtx), device=xtx.device)
         inverted = torch.linalg.inv(damped)
+        condition = torch.linalg.matrix_norm(damped, 1) * torch.linalg.matrix_norm(inverted, 1)
+        if condition > 1 / torch.finfo(torch.float32).eps:  # whatever the number of samples
+            self.logger.warning(
+                "the Gram matrix of %d samples and %d columns is singular in float32 (condition "
+                "number %.0e), so that its inverse is not determined; try a larger lambda_reg than "
+                "%s, or a smaller proj_dim",
+                *(len(grads), len(damped), condition, self.lambda_reg),
+            )
         if self._divides:
             inverted /= inverted.abs().mean()
         result = torch.empty(len(grads), len(inverted), dtype=self.dtype, device=self.device)

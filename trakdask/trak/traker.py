@@ -409,10 +409,10 @@ class TRAKer:
         exp_name
             The experiment.
         model_ids
-            Checkpoints to average over; by default all in ``save_dir``. Those that are not
-            finalized are left out, with a warning.
+            Checkpoints to average over; by default all in ``save_dir``.
         allow_skip
-            Whether to leave out checkpoints without target gradients, too.
+            Whether to leave out checkpoints that are not finalized, or have no target gradients,
+            with a warning. (The original always leaves out those that are not finalized.)
 
         Returns
         -------
@@ -427,7 +427,8 @@ class TRAKer:
         FileNotFoundError
             If a checkpoint has no target gradients, unless ``allow_skip``.
         ModelIDException
-            If a model id is unknown, or no checkpoint can be used.
+            If a model id is unknown, if a checkpoint is not finalized, unless ``allow_skip``, or if
+            no checkpoint can be used.
         """
         self._last_ind_target = 0
         if exp_name not in self.saver.experiments:
@@ -537,6 +538,11 @@ class TRAKer:
             self.logger.warning("No target gradients of model ID %s. Skipping.", model_id)
             return False
         if self.saver.model_ids[model_id]["is_finalized"] == 0:
+            if not allow_skip:
+                raise ModelIDException(
+                    f"expected finalized model ids, got {model_id}, which is not; try "
+                    "finalize_features, or allow_skip=True"
+                )
             self.logger.warning("Model ID %s not finalized, cannot score", model_id)
             return False
         return True
