@@ -46,15 +46,10 @@ def lds(subject: Any, train: xr.Dataset, targets: xr.Dataset, **options: Any) ->
     return float(td.evaluate.lds(scores, *ground(subject), resamples=1).lds_mean.compute())
 
 
-def least_cpu_seconds(call: Callable[[], Any]) -> float:
-    """Return the least CPU seconds of three calls, after one that does what a process does once."""
+def cpu_seconds(call: Callable[[], Any]) -> float:
+    start = time.process_time()
     call()
-    seconds = []
-    for _ in range(3):
-        start = time.process_time()
-        call()
-        seconds.append(time.process_time() - start)
-    return min(seconds)
+    return time.process_time() - start
 
 
 def rows_of(measure: Measure, tasks: list[str], cache: Path, folder: Path) -> pd.DataFrame:
