@@ -19,7 +19,7 @@ import xarray as xr
 import zarr
 from dask.utils import format_bytes, parse_bytes
 
-from trakdask.files import Folder
+from trakdask.files import Folder, naming
 from trakdask.provenance import as_values
 from trakdask.variables import RANK, TARGET
 
@@ -210,8 +210,9 @@ def _replacing(path: str | os.PathLike[str], marker: str, *, overwrite: bool) ->
     new, old = (Folder(f"{parent}/.{name}.trakdask-{state}") for state in ("new", "old"))
     new.remove()
     try:
-        new.write(marker, _UNFINISHED)
-        yield new
+        with naming(target.url, "try again when the cause is gone, or another path"):
+            new.write(marker, _UNFINISHED)
+            yield new
     except BaseException:
         new.remove()  # the disk may be full
         raise

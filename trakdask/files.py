@@ -178,11 +178,14 @@ class Folder:
             answer of a network was lost: look at the content.
         """
         fs, path = self._fs()
-        if self.is_local:
+        if not self.is_local:
+            fs.pipe_file(f"{path}/{name}", data, mode="create")
+            return
+        try:
             with _partial(f"{path}/{name}", os.link, durable=True) as file:
                 file.write(data)
-        else:
-            fs.pipe_file(f"{path}/{name}", data, mode="create")
+        except FileNotFoundError:  # another process has just swept the partial file
+            self.create(name, data)
 
     def remove(self, name: str = "") -> None:
         """Remove a file or folder in it, or the folder itself, if it exists."""
@@ -230,6 +233,21 @@ def location(path: str | os.PathLike[str]) -> str:
 def explained(err: OSError, text: str) -> OSError:
     """Return the error with another text, of the same built-in class where it has one."""
     return OSError(err.errno, text) if err.errno else OSError(text)
+
+
+@contextmanager
+def naming(path: str, remedy: str) -> Iterator[None]:
+    """Let errors of a disk or a network say which path they are about, if they do not.
+
+    A full disk says nothing but that it is full.
+    """
+    try:
+        yield
+    except OSError as err:
+        if err.filename is not None or path in str(err):
+            raise
+        text = f"expected to write {path}, but could not ({type(err).__name__}: {err}); {remedy}"
+        raise explained(err, text) from err
 
 
 @contextmanager

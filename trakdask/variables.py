@@ -113,6 +113,8 @@ FITTED = (
 def validate(ds: xr.Dataset, names: Iterable[str], *, what: str = "dataset") -> None:
     """Check that a Dataset has the named variables with their dimensions, reading metadata only.
 
+    Dimensions may be in any order, which :func:`lazy_features` does not keep.
+
     Parameters
     ----------
     ds
@@ -147,10 +149,17 @@ def _validate_variable(ds: xr.Dataset, variable: Variable, what: str) -> None:
             f"{list(map(str, ds.data_vars))}; try td.featurize(samples, model)"
         )
     array = ds.variables[name]
-    if array.dims != variable.dims:
+    missing = [dim for dim in variable.dims if dim not in array.dims]
+    others = [str(dim) for dim in array.dims if dim not in variable.dims]
+    if missing or others:
+        remedy = f"ds.rename({dict(zip(others, missing, strict=False))})"
+        if len(missing) > len(others):
+            remedy = f"ds.isel({missing[-1]}=[0]), with a list, which keeps the dimension"
+        elif len(others) > len(missing):
+            remedy = f"ds.isel({others[-1]}=0)"
         raise ValueError(
             f"expected {name!r} of {what} with the dimensions {variable.dims}, got {array.dims}; "
-            f"try ds.transpose{variable.dims!r}, and isel({CHECKPOINT}=[0]) for one checkpoint"
+            f"try {remedy}"
         )
     if array.dtype.kind != "f":
         raise ValueError(
@@ -260,8 +269,16 @@ def _load(ds: xr.Dataset, names: Iterable[Hashable]) -> xr.Dataset:
     return ds.assign_coords(loaded) if loaded else ds
 
 
+def ordered(features: xr.Dataset) -> xr.Dataset:
+    """Return features with all dimensions in the order in which :data:`VARIABLES` has them."""
+    order = (SAMPLE, PROJ_DIM, PROJ_DIM_1, COMPONENT, ..., CHECKPOINT)
+    return features.transpose(*order, missing_dims="ignore")
+
+
 def lazy_features(features: xr.Dataset) -> xr.Dataset:
     """Return features with lazy arrays, one checkpoint per chunk, and coords in memory.
+
+    Dimensions are in the order of :func:`ordered`.
 
     Coords that are lazy, as ``Dataset.chunk`` makes all of them, are loaded, unless tasks can read
     them in a store. The coord ``error`` is dropped, because :func:`open` loads it lazily and failed
@@ -269,6 +286,7 @@ def lazy_features(features: xr.Dataset) -> xr.Dataset:
     """
     if "error" in features.coords:
         features = features.drop_vars("error")
+    features = ordered(features)
     # Variables, one at a time: Dataset.chunk would make coords lazy, and Dataset.map copies them.
     # What was fitted is not asked for, and may be large.
     data = {n: features.variables[n] for n in features.data_vars if n not in FITTED}

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import dask
 import dask.array as da
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.stored_arrays import stored
 from trakdask.arrays.score import score
 
 
@@ -42,6 +44,19 @@ def test_score__exact_for_any_chunks(
     np.testing.assert_array_equal(score(*lazies, average=False).compute(scheduler="sync"), expected)
     without = score(*lazies[:2], None).compute(scheduler="sync")
     np.testing.assert_array_equal(without, oracle(x, w, np.ones_like(g)).mean(axis=2))
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("m", [3, 14])
+def test_score__same_bits_of_shared_and_of_stored_blocks(m: int, pooled: bool) -> None:
+    """Of few targets the products of shared blocks are computed apart, and then added."""
+    x, w, g = arrays(m=m)
+    shared = score(lazy(x), lazy(w, m), lazy(g), pooled=pooled)
+    read = score(stored(x, (10, -1, 1)), lazy(w, m), stored(g, (10, 1)), pooled=pooled)
+    np.testing.assert_array_equal(shared.compute(), read.compute())
+    again = score(lazy(x), lazy(w, m), lazy(g), pooled=pooled)
+    first, second = dask.compute(shared, again * 1)  # which get the same blocks
+    np.testing.assert_array_equal(first, second)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])

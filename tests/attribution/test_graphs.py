@@ -188,6 +188,67 @@ def test_persisted_blocks__are_no_results_of_tasks(tmp_path: Path) -> None:
     assert max(sizes) < 500 * p * 4
 
 
+def test_persisted_blocks__of_several_checkpoints_are_in_no_task(tmp_path: Path) -> None:
+    """They may be on several workers, which would send each other features with every query."""
+    n, p = 1000, 16
+    opened = td.save(simulate_features(n, p, C, chunks=500), tmp_path / "f.zarr", progress=False)
+    features = opened.persist(scheduler="sync")
+    top = td.top_k(td.score(features, simulate_features(3, p, C, chunks=3)), 3)
+    name = features.feature.data.name
+    graph = tasks(top)
+    used = [[key for key in task.dependencies if key[0] == name] for task in graph.values()]
+    assert max(map(len, used)) == 1
+
+
+QUERIES: dict[str, Callable[[xr.Dataset, xr.Dataset], xr.Dataset | xr.DataArray]] = {
+    "top_k": lambda f, t: td.top_k(td.score(f, t), 3),
+    "top_k of one target": lambda f, t: td.top_k(td.score(f, t).isel(target=0), 3),
+    "top_k, text": lambda f, t: td.top_k(td.score(f, t), 3, where="label == 1"),
+    "top_k, text of pairs": lambda f, t: td.top_k(td.score(f, t), 3, where="label == target_label"),
+    "score": td.score,
+    "group_score": lambda f, t: td.group_score(f, t, by="label"),
+}
+
+
+def sent(lazy: xr.Dataset | xr.DataArray) -> int:
+    """Return the bytes of the graphs that ``compute`` gives to a scheduler."""
+    sizes = []
+
+    def schedule(graph: Any, keys: Any, **_: object) -> Any:
+        sizes.append(len(cloudpickle.dumps(graph)))
+        return dask.get(graph, keys)
+
+    lazy.compute(scheduler=schedule)
+    return sum(sizes)
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[int, xr.Dataset]:
+    """Features of few and of many samples, in two blocks."""
+    folder, opened = tmp_path_factory.mktemp("stores"), {}
+    for n in (2_000, 20_000):
+        features = simulate_features(n, P, C, chunks=n // 2).assign_coords(metadata(n))
+        opened[n] = td.save(features, folder / f"{n}.zarr", progress=False)
+    return opened
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", QUERIES)
+def test_queries__send_no_coords_that_they_do_not_name(
+    name: str, stores: dict[int, xr.Dataset]
+) -> None:
+    of_all, of_named = [], []
+    for features in stores.values():
+        targets = simulate_features(2, P, C, chunks=2)
+        of_all.append(sent(QUERIES[name](features, targets)))
+        named = features.drop_vars(["source", "day", "size"])
+        of_named.append(sent(QUERIES[name](named, targets)))
+    growth, expected = of_all[1] - of_all[0], of_named[1] - of_named[0]
+    assert growth <= expected + 256
+    if "pairs" not in name:  # of which tasks compare the labels
+        assert growth <= 20_000
+
+
 @pytest.mark.parametrize("chunks", [60, 7])
 def test_score__reads_each_stored_block_once(chunks: int) -> None:
     features = as_stored(VALUES, UNEVEN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dask
 import dask.array as da
 import numpy as np
 import pandas as pd
@@ -122,6 +123,22 @@ def test_top_k__of_one_number_per_sample() -> None:
     np.testing.assert_allclose(top.score, np.sort(values)[::-1][:5], rtol=1e-6)
     assert top.score.dims == ("rank",)
     assert (top.label != 0).all()
+
+
+def test_top_k__coords_are_those_of_the_positions_however_they_are_computed() -> None:
+    top = td.top_k(SCORES, 3)
+    expected = top.compute()
+    (together,) = dask.compute(top)
+    xr.testing.assert_identical(together, expected)
+    xr.testing.assert_identical(top.label.compute(), expected.label)
+    some = {"rank": slice(1, None), "target": [4, 0]}
+    xr.testing.assert_identical(top.isel(some).compute(), expected.isel(some))
+    xr.testing.assert_identical(top.drop_vars("position").compute().label, expected.score.label)
+    turned = top.assign(position=top.position[:, ::-1]).compute()
+    np.testing.assert_array_equal(turned.label, expected.label)
+    again = top.copy()
+    assert again.load() is again
+    xr.testing.assert_identical(again.load(), expected)
 
 
 def test_top_k__nan_scores_never_rank() -> None:

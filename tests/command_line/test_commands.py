@@ -289,6 +289,9 @@ def test_info_verify_export__of_a_store(job: Path, run: Run) -> None:
     for name in ("copy.csv", "again.csv"):
         read = pd.read_csv(folder / name, dtype={"score": "f4"})
         pd.testing.assert_frame_equal(read, frame, check_dtype=False, check_categorical=False)
+    refused = run("export", folder / "copy.parquet", folder / "table.nc")
+    assert refused.exit_code == 2
+    assert "try result.csv" in refused.output
     (folder / "precious.nc").write_text("mine")
     refusals = {"copy.xlsx": "top.zarr", "precious.nc": "top.zarr", "none.parquet": "none.parquet"}
     for word, result in refusals.items():

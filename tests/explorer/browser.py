@@ -23,13 +23,13 @@ PATIENCE_MS = 120_000
 
 
 @contextmanager
-def served(explorer: Explorer) -> Iterator[str]:
+def served(explorer: Explorer, port: int = 0) -> Iterator[str]:
     """Serve an explorer in a thread of this process; yield its address."""
     started: queue.Queue[Any] = queue.Queue()
 
     def run() -> None:
         asyncio.set_event_loop(asyncio.new_event_loop())
-        made, url = server(explorer.app)
+        made, url = server(explorer.app, port=port)
         made.start()
         started.put((made, url))
         made.io_loop.start()

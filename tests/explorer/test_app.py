@@ -247,6 +247,43 @@ def test_session__a_click_abandons_what_runs() -> None:
     assert len(run) <= lazy.npartitions
 
 
+def cards(session: Session) -> list[int]:
+    return [int(i) for i in re.findall(r"<a [^>]*>sample (\d+)</a></header>", session.page.html)]
+
+
+def test_session__shows_samples_in_their_order_until_self_influence_is_there() -> None:
+    started, go_on = threading.Event(), threading.Event()
+
+    def slow(block: np.ndarray) -> np.ndarray:
+        started.set()
+        assert go_on.wait(PATIENCE_S)
+        return block
+
+    features = data(N, 0)
+    x = features.feature.data
+    lazy = da.map_blocks(slow, x, dtype=x.dtype, meta=x._meta)
+    explorer = td.explore(
+        features.assign(feature=(features.feature.dims, lazy)), data(M, 1), damping=0.1
+    )
+    view = View(page="corpus", where="label == 1", estimator="trak")
+    session = Session(explorer, view)
+    assert started.wait(PATIENCE_S)
+    assert cards(session) == [*range(1, 50, 2)]
+    assert "computing" in session.page.html
+    go_on.set()
+    session.wait(PATIENCE_S)
+    influence = td.self_influence(features, estimator="trak", damping=0.1).values
+    ranked = [i for i in np.argsort(-influence) if i % 2]
+    assert cards(session) == ranked[:25]
+    assert "In the order of the store" not in session.page.html
+    seen: list[str] = []
+    session.page.param.watch(lambda event: seen.append(event.new), "html")
+    session.go(view.replace(first=25))
+    session.wait(PATIENCE_S)
+    assert cards(session) == ranked[25:]
+    assert not [html for html in seen if "In the order of the store" in html]
+
+
 def test_session__on_the_client_that_was_active(client: Client) -> None:
     explorer = td.explore(data(N, 0), data(M, 1), estimator="trak", damping=0.1)
     assert explorer.client is client
@@ -267,6 +304,7 @@ def test_session__marks_samples_and_takes_it_back_step_by_step(tmp_path: Path) -
         assert session.page.said["sample"] == position
         assert session.page.said["text"] == f"Sample {position} is marked as {label}."
     assert sorted(session.page.marked) == ["59 remove", "7 remove", "7 wrong label", "8 remove"]
+    marks.by("Bob").mark(names[7], "duplicate")
     other.page._handle_msg({"mark": "duplicate", "sample": 7, "wanted": True})
     marks.mark(["of another store"], "remove")
     session.go(View(page="sample", sample=3))  # what can be undone is not lost on the way
@@ -278,11 +316,11 @@ def test_session__marks_samples_and_takes_it_back_step_by_step(tmp_path: Path) -
     assert left == [(7, 2), (8, 1), (7, 0)]
     session.page._handle_msg({"undo": True})
     assert "nothing" in session.page.said["text"]
-    assert session.page.marked == ["7 duplicate"]
+    assert session.page.marked == {"7 duplicate": ["Bob", ""]}
     assert other.page.said["undo"] == 1
     session.page._handle_msg({"mark": "duplicate", "sample": 7, "wanted": False})
-    assert session.page.marked == []
-    assert session.page.said["text"] == "Sample 7 is no longer marked as duplicate."
+    assert session.page.marked == {"7 duplicate": ["Bob"]}
+    assert session.page.said["text"] == "Sample 7 is no longer marked as duplicate by you."
 
 
 def test_session__says_why_it_cannot_mark(tmp_path: Path, explorer: Explorer) -> None:
@@ -297,6 +335,16 @@ def test_session__says_why_it_cannot_mark(tmp_path: Path, explorer: Explorer) ->
     assert "m.parquet" in session.page.said["text"]
     assert session.page.said["undo"] == 0
     assert marks.path.read_text() == "mine"
+
+
+@pytest.mark.parametrize("sample", [-1, N, 1.7, "1", None, True])
+def test_session__marks_no_other_sample_than_was_named(tmp_path: Path, sample: object) -> None:
+    marks = Marks(tmp_path / "m.parquet")
+    features = data(N, 0).assign_coords(sample=range(N))
+    session = opened(td.explore(features, data(M, 1), marks=marks), View())
+    session.page._handle_msg({"mark": "remove", "sample": sample, "wanted": True})
+    assert marks.table().empty
+    assert f"got {sample!r}" in session.page.said["text"]
 
 
 def test_session__that_is_left_adds_no_target() -> None:

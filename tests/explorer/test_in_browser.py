@@ -17,6 +17,7 @@ import trakdask as td
 from tests.explorer import test_new_targets as new_targets
 from tests.explorer.browser import ROOT, Tab, chromium, served
 from trakdask.explorer import Explorer, Marks, View
+from trakdask.explorer.app import Session
 
 EVIL = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
 N, M = 150, 60
@@ -139,6 +140,66 @@ def test_marks__are_in_the_file_and_undone_in_any_number_of_steps_also_on_anothe
     assert explorer.marks.table().empty
 
 
+def test_marks__of_another_person_are_a_number_on_my_button(
+    explorer: Explorer, url: str, tab: Tab
+) -> None:
+    bob = explorer.marks.by("Bob")
+    bob.mark([9], "remove")
+    tab.open(f"{url}?page=sample&sample=9", "Training sample 9")
+    button = tab.page.locator("button[data-mark='remove']")
+    for is_mine in ("false", "true"):
+        assert button.get_attribute("aria-pressed") == is_mine
+        after = button.evaluate("each => getComputedStyle(each, '::after').content")
+        assert after == '" +1"'
+        assert "also marked by Bob" in button.get_attribute("title")
+        button.click()
+        tab.page.wait_for_selector("text=marked as remove")
+    tab.page.wait_for_selector("text=no longer marked as remove by you")
+    assert explorer.marks.table()["who"].tolist() == ["Bob"]
+    bob.unmark([9], "remove")
+
+
+def test_server_that_stops__is_told_of_and_marks_are_sent_when_it_is_back(
+    explorer: Explorer, browser: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trakdask.explorer.app.secrets.token_urlsafe", lambda n: "a-token")
+    with Tab(browser) as tab:
+        with served(explorer) as url:
+            tab.open(f"{url}?page=sample&sample=7", "Training sample 7")
+            tab.page.click("button[data-mark='duplicate']")
+            tab.page.wait_for_selector("text=Sample 7 is marked as duplicate.")
+            with monkeypatch.context() as patched:  # it stops before it has read what is sent
+                patched.setattr(Session, "_mark", lambda *_: None)
+                tab.page.click("button[data-mark='remove']")
+                tab.page.click("button[data-mark='duplicate']")
+                tab.page.wait_for_timeout(500)
+        tab.page.wait_for_selector("[role=alert]")
+        text = tab.page.inner_text("[role=alert]")
+        assert "The server has stopped; nothing is kept from here on." in text
+        assert "sample 7 as remove, sample 7 no longer as duplicate." in text
+        assert tab.violations() == []
+        tab.page.keyboard.press("1")  # marks nothing
+        tab.page.keyboard.press("Tab")
+        with pytest.raises(AssertionError):
+            tab.press_until("button", "remove")
+        assert explorer.marks.table()["mark"].tolist() == ["duplicate"]
+        assert {error for error in tab.errors if "CONNECTION_REFUSED" not in error} == set()
+        with served(explorer, int(re.search(r":(\d+)/", url)[1])):
+            tab.page.wait_for_selector("[role=alert]", state="detached")
+            tab.wait("Training sample 7")
+            tab.page.wait_for_selector("text=no longer marked as duplicate by you")
+            assert explorer.marks.table()[["sample", "mark"]].values.tolist() == [[7, "remove"]]
+            pressed = tab.page.locator("button[aria-pressed=true]").all_inner_texts()
+            assert pressed == ["remove"]
+            tab.page.click("button[data-mark='remove']")
+            tab.page.wait_for_selector("text=no longer marked as remove")
+            tab.page.reload()  # after which nothing is left to send
+            tab.wait("Training sample 7")
+            assert tab.page.locator("button[aria-pressed=true]").count() == 0
+            assert explorer.marks.table().empty
+        tab.errors.clear()
+
+
 def test_map__is_brushed(explorer: Explorer, url: str, tab: Tab) -> None:
     tab.open(f"{url}?page=map&colour=score&target=8&where=source+%21%3D+%22web%22", "Map")
     box = tab.page.locator("svg.map").bounding_box()
@@ -205,21 +266,39 @@ def test_pages__are_accessible_and_run_nothing_of_the_metadata(
             assert tab.violations() == [], page
 
 
+def drawn(tab: Tab) -> list[tuple[float, float]]:
+    """Return the heights of the bars of all charts, and of the cells of tables of colours."""
+    return tab.page.locator(".columns [style], .heat td").evaluate_all(
+        "all => all.map(each => each.getBoundingClientRect().height)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("view", "name"),
+    [
+        (View(page="target", target=8, k=2), "trakdask-target-8.html"),
+        (View(page="corpus", group_by="source"), "trakdask-corpus.html"),
+    ],
+)
 def test_saved_view__is_what_was_seen_and_needs_no_server_and_no_network(
-    url: str, tab: Tab, browser: Any, tmp_path: Path
+    url: str, tab: Tab, browser: Any, tmp_path: Path, view: View, name: str
 ) -> None:
-    tab.open(f"{url}?{View(page='target', target=8, k=2).to_query()}", "Target 8")
+    is_target = view.page == "target"
+    tab.open(f"{url}?{view.to_query()}", "Target 8" if is_target else "Training samples")
     with tab.page.expect_download() as download:
         tab.page.click("text=Save this view")
-    assert download.value.suggested_filename == "trakdask.html"
-    saved = Path(download.value.path()).rename(tmp_path / "trakdask.html")
+    assert download.value.suggested_filename == name
+    saved = Path(download.value.path()).rename(tmp_path / name)
     with Tab(browser, offline=True) as other:
         other.page.goto(f"file://{saved}")
-        for title in ("Most helpful", "Most harmful"):
-            assert other.cards(title) == tab.cards(title)
+        for title in ("Most helpful", "Most harmful") if is_target else ("Self-influence",):
+            assert other.cards(title) == tab.cards(title) != []
+        assert drawn(other) == pytest.approx(drawn(tab), abs=0.5)
+        assert max(drawn(other)) > 30
         assert other.page.locator("article img").first.evaluate("image => image.naturalWidth") > 0
         assert other.page.locator("a, button, input, form").count() == 0
         assert other.page.evaluate("window.hacked") is None
+        assert other.violations() == []
         assert [url for url in other.requests if not url.startswith("data:")] == [other.page.url]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import base64
 import re
 from html import unescape
@@ -108,6 +109,19 @@ def test_target__links_filter_and_bars_are_as_long_as_their_sums(explorer: Explo
     assert {"label == 0", "label == 1", f"note == {best!r}"} <= conditions
 
 
+@pytest.mark.parametrize("name", ["target", "corpus"])
+def test_pages__read_a_long_condition_once_and_not_for_each_link(
+    explorer: Explorer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    where = " and ".join(f"label != {i + 5}" for i in range(300))
+    written: list[object] = []
+    unparse = ast.unparse
+    monkeypatch.setattr(ast, "unparse", lambda node: written.append(node) or unparse(node))
+    html = html_of(explorer, View(page=name, target=3, where=where))
+    assert html.count("where=") > 20
+    assert len(written) < 2000
+
+
 @pytest.mark.parametrize("colour", ["label", "score", "mark"])
 def test_map__draws_every_sample_once_in_its_colour(explorer: Explorer, colour: str) -> None:
     ids = explorer.sample_ids
@@ -170,6 +184,11 @@ def test_save_html__shows_text_and_asks_nobody(
     ]  # fmt: skip
     assert outside == []
     assert (EVIL in tags.text) == (name != "targets")
+    assert f"trakdask: {View(page=name, target=3).name}" in tags.text
+    dead = (
+        "Choose|Drag|Keys:|button|Clear|Rank all|See its|Select the|type a|Take back|To see|change"
+    )
+    assert re.findall(dead, Tags(html.partition("<body>")[2]).text) == []
     assert "30 training samples" in tags.text
     policy = next(a["content"] for a in tags.all("meta") if "http-equiv" in a)
     assert "default-src 'none'" in policy

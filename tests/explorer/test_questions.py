@@ -8,6 +8,8 @@ import dask.array as da
 import numpy as np
 import pandas as pd
 import pytest
+import torch
+import torch.nn.functional as F
 import xarray as xr
 from scipy.spatial.distance import pdist
 
@@ -256,10 +258,48 @@ def test_targets__searches_filters_and_sorts(questions: Questions, targets: xr.D
     spread = output.std(axis=1, ddof=1)
     order = [i for i in np.argsort(spread) if is_found[i]]
     assert selected.index.tolist() == order
-    loss = questions.targets.selected(View(sort="loss", ascending=False))["loss"]
-    q = targets.out_to_loss.values.astype(np.float64).mean(axis=1)
-    np.testing.assert_allclose(loss, np.sort(q)[::-1])
     assert questions.targets.selected(View(sort="")).index.tolist() == [*range(M)]
+
+
+NUMBER = np.arange(12) % 2 * 1.0
+LOSSES = [
+    ("loss", td.tasks.Classification(temperature=3.0), np.arange(12) % 3,
+     lambda z, y: F.cross_entropy(z, y, reduction="none")),
+    ("loss", td.tasks.BinaryClassification(), NUMBER,
+     lambda z, y: F.binary_cross_entropy_with_logits(z[:, 0], y, reduction="none")),
+    ("loss", td.tasks.Regression(target="label"), NUMBER, lambda z, y: (y - z[:, 0]) ** 2 / 2),
+    ("Q", td.tasks.MultiLabel(), np.stack([NUMBER, 1 - NUMBER], axis=1),
+     lambda z, y: (z * (1 - 2 * y)).sigmoid().mean(dim=1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "task", "label", "loss"), LOSSES)
+def test_targets__have_the_loss_of_their_task_or_else_q(name, task, label, loss) -> None:
+    torch.manual_seed(0)
+    x = 3 * torch.randn(12, 3)
+    nets = [torch.nn.Linear(3, 3 if label.dtype == int else label[0].size) for _ in range(2)]
+    states = {name: net.state_dict() for name, net in zip("ab", nets, strict=True)}
+    model = td.Model(nets[0], states, task=task)
+    samples = td.from_arrays({"x": x.numpy(), "label": label})
+    features = td.featurize(samples, model, projector=td.SJLT(4)).compute()
+    each = [loss(net(x).detach().double(), torch.from_numpy(label)) for net in nets]
+    expected = np.mean(each, axis=0)
+    questions = Questions(features, features, damping=0.1)
+    table = questions.targets.selected(View())
+    assert table.index.tolist() == np.argsort(-expected).tolist()
+    np.testing.assert_allclose(table[name], np.sort(expected)[::-1], rtol=1e-4)
+    assert {"loss", "Q"} & {*table} == {name}
+    assert questions.sample(View(sample=5))[name] == pytest.approx(expected[5], rel=1e-4)
+
+
+def test_targets__without_a_loss_are_sorted_by_the_size_of_q(
+    features: xr.Dataset, targets: xr.Dataset
+) -> None:
+    signed = targets.assign(out_to_loss=targets.out_to_loss - 0.5)
+    q = signed.out_to_loss.values.astype(np.float64).mean(axis=1)
+    table = Questions(features, signed).targets.selected(View())
+    assert table.index.tolist() == np.argsort(-np.abs(q)).tolist()
+    np.testing.assert_allclose(table["Q"], q[table.index])
 
 
 def test_tables__of_metadata() -> None:

@@ -123,8 +123,12 @@ def test_marks__of_many_samples_and_people(explorer: Explorer) -> None:
     session.go(View(page="marks", marks_where="who == 'Bob'"))
     session.wait(60)
     assert (session.page.html.count("<td>Bob<"), session.page.html.count("<td>Ada<")) == (2, 0)
-    session.page._handle_msg({"mark": "remove", "of": "marks", "wanted": False})
-    assert explorer.marks.samples("remove").tolist() == []
+    assert "Take back" not in session.page.html
+    for wanted in (False, True):  # Ada has not marked them; then both have
+        session.page._handle_msg({"mark": "remove", "of": "marks", "wanted": wanted})
+        table = explorer.marks.table()
+        assert table["who"].tolist() == ["Bob"] * 2 + ["Ada"] * (4 + 2 * wanted)
+    assert session.page.marked["5 remove"] == ["Bob", "Ada"]
     for _ in range(2):
         session.page._handle_msg({"undo": True})
     session.wait(60)

@@ -6,6 +6,7 @@ The oracle is the features themselves, and the count of blocks that are computed
 from __future__ import annotations
 
 import itertools
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,8 @@ from tests.storage.integers import counted
 from trakdask.testing import simulate_features
 
 LARGE = simulate_features(n_samples=2048, proj_dim=128, n_checkpoints=1, chunks=256)  # 8 × 128 KiB
+SCORES = td.score(LARGE, LARGE, damping=0.1)
+NOISE = np.random.default_rng(0).random(2048)
 SMALL = simulate_features(n_samples=40, proj_dim=8, chunks=16)
 
 
@@ -56,6 +59,32 @@ def test_save__disk_full(tmp_path: Path) -> None:
         assert len(calls) == 8 - done + 1  # to compare
         np.testing.assert_array_equal(opened.feature, LARGE.feature)
         assert td.verify(tmp_path / "f.zarr", checksums=True).empty
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (lambda f: td.drop(f / "f.zarr", where=lambda ds: ds.label == 1), "f.zarr"),
+        (lambda f: td.assign_coords(f / "f.zarr", {"mine": NOISE}), "f.zarr"),
+        (lambda f: td.to_zarr(SCORES, f / "s.zarr"), "s.zarr"),
+        (lambda f: td.to_parquet(SCORES, f / "s.parquet"), "s.parquet"),
+    ],
+    ids=["drop", "assign_coords", "to_zarr", "to_parquet"],
+)
+def test_changes_and_exports__disk_full_names_the_path(
+    tmp_path: Path, write: Callable[[Path], object], name: str
+) -> None:
+    with tmpfs(tmp_path, "size=4m"), dask.config.set(scheduler="sync"):
+        td.save(LARGE, tmp_path / "f.zarr", progress=False)
+        before = td.open(tmp_path / "f.zarr").load()
+        left = shutil.disk_usage(tmp_path).free
+        (tmp_path / "filled").write_bytes(bytes(left - left % 4096 - 5 * 4096))
+        with pytest.raises(OSError, match="No space left") as caught:
+            write(tmp_path)
+        assert caught.value.errno == 28
+        assert str(tmp_path / name) in str(caught.value)
+        assert "try " in str(caught.value)
+        assert td.open(tmp_path / "f.zarr").load().identical(before)
 
 
 def test_save__read_only_disk(tmp_path: Path) -> None:

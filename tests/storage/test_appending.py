@@ -105,6 +105,27 @@ def test_append__what_does_not_fit_is_refused(store: Path, more, append_dim, wor
     assert_rows(td.open(store), range(40), 2)
 
 
+def test_append__checkpoint_of_two_sets_at_once_says_one_call_per_set(store: Path) -> None:
+    save(features(B, NAMES[:2]), store, append_dim="sample")
+    with pytest.raises(
+        td.errors.StoreMismatchError, match=r"'40:60'.*append_dim='checkpoint'.*per set"
+    ):
+        save(features(slice(0, 60), NAMES[2:]), store, append_dim="checkpoint")
+    assert_rows(td.open(store), range(60), 2)
+
+
+@pytest.mark.parametrize("first", [{}, {"curvature": {"c0": "1", "c1": "2"}}])
+def test_append__features_with_and_without_a_fit_are_told_apart_in_words(
+    tmp_path: Path, first: dict[str, object]
+) -> None:
+    second = {} if first else {"curvature": {"c0": "1"}, "projector": "another"}
+    save(features(A, NAMES[:2]).assign_attrs(first), tmp_path / "f.zarr")
+    expected, got = ("with it", "without it") if first else ("without it", "with it")
+    words = f"differ in curvature: expected features {expected}, got features {got}; try"
+    with pytest.raises(td.errors.StoreMismatchError, match=words):
+        save(features(A, NAMES[:2]).assign_attrs(second), tmp_path / "f.zarr")
+
+
 def interrupted(store: Path, rows: slice, names: tuple[str, ...], append_dim: str) -> None:
     """Append until the second block fails."""
     given, _ = counted(features(rows, names), limit=1)
@@ -185,7 +206,7 @@ def test_append__damaged_blocks_are_computed_from_the_features_that_they_are_of(
         with pytest.raises(td.errors.IncompleteFeaturesError):
             td.open(store)
         if rows != needed[-1]:
-            with pytest.raises(td.errors.IncompleteFeaturesError):
+            with pytest.raises(td.errors.IncompleteFeaturesError, match=r"samples of \['40:60'\]"):
                 save(features(rows, NAMES[:2]), store)
     assert_rows(save(features(needed[-1], NAMES[:2]), store), range(60), 2)
 

@@ -102,3 +102,24 @@ def test_lock__is_noticed_when_it_is_taken_away(folder: Folder) -> None:
         with pytest.raises(td.errors.StoreBusyError, match="theirs"):
             require_held()
     assert folder.read_json("lock")["token"] == "theirs"
+
+
+def test_lock__while_another_writer_sweeps(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one has the lock, and sweeps the file that is to become the lock of this one."""
+    link, n_sweeps = os.link, 2
+
+    def swept(partial: str, target: str) -> None:
+        nonlocal n_sweeps
+        if n_sweeps:
+            n_sweeps -= 1
+            folder.sweep()
+        link(partial, target)
+
+    monkeypatch.setattr(os, "link", swept)
+    with lock(folder, "this"):
+        assert folder.read_json("lock")["process"] == os.getpid()
+    holder(folder)
+    n_sweeps = 1
+    with pytest.raises(td.errors.StoreBusyError, match="another"), lock(folder, "this"):
+        pass
+    assert os.listdir(folder.url) == ["lock"]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import google_crc32c
 import numpy as np
 import pytest
+import xarray as xr
 import zarr
 
 import trakdask as td
+from trakdask.attribution.grams import DERIVED
 from trakdask.files import Folder
 from trakdask.storage import reading
 from trakdask.storage.group import Group
@@ -98,3 +101,62 @@ def test_lazy_array__writing_to_a_block_leaves_the_file(group: Group) -> None:
     block += 1
     assert file(group, 0).read_bytes() == before
     np.testing.assert_array_equal(block, source(group)[:4] + 1)
+
+
+N = 4
+FEATURES = simulate_features(N, 3, chunks=2).assign_coords(number=("sample", np.arange(N) + 1))
+MORE = simulate_features(N, 3, chunks=2, seed=1).assign_attrs(source="more")
+MORE = MORE.assign_coords(number=("sample", np.arange(N) + 5))
+
+
+def append(store: Path) -> None:
+    td.save(MORE, store, append_dim="sample", progress=False)
+
+
+def assign(store: Path) -> None:
+    td.assign_coords(store, {"number": np.arange(N) + 11, "mine": np.ones(N)})
+
+
+def drop(store: Path) -> None:
+    td.drop(store, where=lambda ds: ds.number == 2)
+
+
+def shown(store: Path) -> xr.Dataset:
+    """Return what is not computed from all samples, which is an error once it was replaced."""
+    return td.open(store).drop_vars(DERIVED, errors="ignore").load()
+
+
+@pytest.mark.parametrize("change", [append, assign, drop])
+@pytest.mark.parametrize("function", ["assembled", "read_coords", "dropped_mask"])
+def test_open__while_another_writer_commits_shows_the_store_before_or_after(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Path], None],
+    function: str,
+) -> None:
+    """Its commit comes before the first call of a function that reads more than ``zarr.json``."""
+    store = tmp_path / "f.zarr"
+    td.save(FEATURES, store, progress=False)
+    td.drop(store, where=lambda ds: ds.number == 1)
+    before, read = shown(store), getattr(reading, function)
+
+    def overtaken(*args: object, **options: object) -> object:
+        monkeypatch.setattr(reading, function, read)
+        change(store)
+        return read(*args, **options)
+
+    monkeypatch.setattr(reading, function, overtaken)
+    opened, after = shown(store), shown(store)
+    assert any(opened.identical(state) for state in (before, after))
+
+
+@pytest.mark.parametrize("change", [append, assign])
+def test_open__lazy_coords_that_were_replaced_are_an_error(
+    tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    store = tmp_path / "f.zarr"
+    td.save(FEATURES, store, progress=False)
+    opened = td.open(store, load_coords=False)
+    change(store)
+    with pytest.raises(td.errors.IncompleteFeaturesError, match="number/c"):
+        opened.number.variable.compute()

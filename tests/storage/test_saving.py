@@ -43,6 +43,15 @@ def test_save__values_coords_and_attrs_survive(tmp_path: Path) -> None:
     np.testing.assert_allclose(opened.gram, expected, rtol=1e-5, atol=1e-4)
 
 
+def test_save__dimensions_in_any_order_make_the_same_store(tmp_path: Path) -> None:
+    features, calls = counted(FEATURES)
+    opened = save(features.transpose("checkpoint", "proj_dim", "sample"), tmp_path / "f.zarr")
+    assert len(calls) == 6
+    xr.testing.assert_equal(opened[[*FEATURES]], FEATURES)
+    save(features, tmp_path / "f.zarr")
+    assert len(calls) == 7  # one to compare
+
+
 def test_save__resumes_and_computes_only_what_is_missing(tmp_path: Path) -> None:
     broken, first = counted(FEATURES, limit=2)
     with (

@@ -13,6 +13,7 @@ import xarray as xr
 
 import trakdask as td
 from tests.storage.integers import counted, save
+from trakdask.attribution.grams import DERIVED
 from trakdask.testing import simulate_features
 
 DAYS = pd.date_range("2026-01-01", periods=40).values
@@ -94,6 +95,18 @@ def test_verify__sums(store: Path, name: str, damage: Callable[[Path], None]) ->
     assert fault["path"].startswith(f"{name}/")
     assert save_and_count(store) == 0
     np.testing.assert_allclose(td.open(store)[name], before[name], rtol=1e-6)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("name", DERIVED)
+def test_open__damaged_sums_are_no_numbers(
+    tmp_path: Path, name: str, damage: Callable[[Path], None]
+) -> None:
+    td.save(FEATURES, tmp_path / "f.zarr", estimator="soft", progress=False)
+    damage(chunk_of(tmp_path / "f.zarr", name))
+    with pytest.raises((ValueError, td.errors.IncompleteFeaturesError), match=f"{name}/c"):
+        td.open(tmp_path / "f.zarr")[name].compute()
+    assert td.verify(tmp_path / "f.zarr", checksums=True).path.str.startswith(f"{name}/").all()
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import dask.array as da
@@ -25,7 +26,7 @@ from trakdask.arrays.blocks import (
     reader,
     stored,
 )
-from trakdask.arrays.weights import row_norms
+from trakdask.arrays.weights import row_norms, with_digest
 from trakdask.arrays.xp import array_module, asnumpy
 
 #: Of a block, whose norms are compared with those that they had.
@@ -74,7 +75,8 @@ def score(
     8 bytes per entry of the tile; the sum over checkpoints is computed in place. If the targets are
     in one chunk, stored features are read inside these tasks, one checkpoint at a time: there is
     one task per block of samples, with C p (rows of the targets) + p (rows of the samples) numbers
-    in memory.
+    in memory. Blocks that tasks share, such as persisted ones, are each multiplied by a task of its
+    own if there are fewer targets than p: workers then send each other products, and not features.
 
     Exactness: products and sums are in the dtype of the result, with checkpoints added in order, so
     the bits are the same on any scheduler for given chunks and BLAS (a worker with
@@ -95,6 +97,17 @@ def score(
     reads = solved.numblocks[0] == 1
     read = read_in_task(feature, by_checkpoint=not average) if reads else None
     arrays: list[object] = [*(read or (feature, "spc")), solved, "tpc"]
+    function: Callable[..., Block] = _apart
+    if average:
+        function = functools.partial(_averaged, pooled=pooled)
+    dtype = product_dtype(feature, solved)
+    is_small = solved.shape[0] < feature.shape[1] and feature.numblocks[2] > 1
+    if average and is_small and reader(feature) is None:
+        # dask would fuse layers with the same value of concatenate.
+        products = blockwise(
+            _apart, "stc", *arrays, concatenate=False, name="products", dtype=dtype
+        )
+        arrays, function = [products, "stc"], functools.partial(function, None)
     if loss_weight is not None:
         weight = align_weights(loss_weight, feature)
         read = read_in_task(weight, by_checkpoint=not (average or pooled)) if reads else None
@@ -102,16 +115,14 @@ def score(
     # concatenate=None passes lists of blocks, as False would. But dask fuses this layer with the
     # one that consumes its tiles (top_k) only if both are None.
     return blockwise(
-        functools.partial(_averaged, pooled=pooled) if average else _apart,
-        "st" if average else "stc",
-        *arrays,
-        concatenate=None,
-        name="score",
-        dtype=product_dtype(feature, solved),
-    )
+        function, "st" if average else "stc", *arrays,
+        concatenate=None, name="score", dtype=dtype,
+    )  # fmt: skip
 
 
-def checked(feature: da.Array, norm: da.Array, out_to_loss: da.Array) -> tuple[da.Array, da.Array]:
+def checked(
+    feature: da.Array, norm: da.Array, out_to_loss: da.Array, *, weighted: bool = False
+) -> tuple[da.Array, da.Array]:
     """Return arrays that raise an error when computed if features are not those of their norms.
 
     Parameters
@@ -122,6 +133,9 @@ def checked(feature: da.Array, norm: da.Array, out_to_loss: da.Array) -> tuple[d
         ‖φ_c(z)‖² as it was when the features were made, (sample, checkpoint).
     out_to_loss
         Q, (sample, checkpoint), which every score of a sample is multiplied with.
+    weighted
+        Whether the gram matrix was weighted by Q, so that Q must be as it was, too. The norms are
+        those of :func:`trakdask.arrays.weights.with_digest`.
 
     Returns
     -------
@@ -139,16 +153,20 @@ def checked(feature: da.Array, norm: da.Array, out_to_loss: da.Array) -> tuple[d
     >>> [array.compute().sum().item() for array in checked(x, 2 * q, q)]
     [6.0, 3.0]
     """
+    small = [align_weights(out_to_loss, feature), "sc", align_weights(norm, feature), "sc"]
     if (rows := reader(feature)) and (norms := reader(norm)):
         name = "checked-" + tokenize(feature, norm)
         read = functools.partial(_read_checked, rows, norms)
+        if weighted and reader(out_to_loss) is None:  # else its checksum is enough
+            out_to_loss = blockwise(
+                _weighted, "sc", *small, name="weighted", dtype=out_to_loss.dtype
+            )
         return stored(read, feature.chunks, feature.dtype, name), out_to_loss
     # Blocks in the memory of workers stay what they are, since every result of a task would be sent
     # again to where the blocks of a sample's other checkpoints are.
-    small = [align_weights(out_to_loss, feature), "sc", align_weights(norm, feature), "sc"]
     guarded = blockwise(
         _guarded, "sc", *small, feature, "spc",
-        concatenate=None, name="guarded", dtype=out_to_loss.dtype,
+        concatenate=None, name="guarded", dtype=out_to_loss.dtype, weighted=weighted,
     )  # fmt: skip
     return feature, guarded
 
@@ -157,17 +175,34 @@ def _read_checked(feature: Read, norm: Read, key: Key) -> Block:
     return _checked(feature(key), norm((key[0], key[2])))
 
 
-def _guarded(out_to_loss: Block, norm: Block, feature: Blocks) -> Block:
+def _guarded(out_to_loss: Block, norm: Block, feature: Blocks, *, weighted: bool) -> Block:
     for block in flat(feature):
         _checked(block, norm)
+    return _weighted(out_to_loss, norm) if weighted else out_to_loss
+
+
+def _weighted(out_to_loss: Block, norm: Block) -> Block:
+    some = _some_rows(len(norm))
+    changed = (with_digest(norm[some], out_to_loss[some]) != norm[some]) & np.isfinite(norm[some])
+    if changed.any() and norm.dtype == np.float64:  # other precisions have lost the digest
+        row, column = np.argwhere(changed)[0]
+        raise ValueError(
+            "expected 'out_to_loss' as it was when 'gram' was weighted by it, got "
+            f"{out_to_loss[some][row, column]:.6g} where it was another; try "
+            "features.drop_vars(['gram', 'feature_norm'], errors='ignore'), which reduces a new "
+            "gram matrix with the values as they are now"
+        )
     return out_to_loss
 
 
-def _checked(feature: Block, norm: Block) -> Block:
-    n = len(feature)
+def _some_rows(n: int) -> np.ndarray:
     # Multiples of the golden ratio are spread evenly, and unlike every k-th row, they are not all
     # in the same half of rows that alternate.
-    some = np.arange(n) if n <= _ROWS_COMPARED else (_MULTIPLES * n).astype(np.intp)
+    return np.arange(n) if n <= _ROWS_COMPARED else (_MULTIPLES * n).astype(np.intp)
+
+
+def _checked(feature: Block, norm: Block) -> Block:
+    some = _some_rows(len(feature))
     actual, expected = row_norms(feature[some]), norm[some]
     with np.errstate(invalid="ignore"):  # infinity less infinity
         differs = np.abs(actual - expected) > _HALF_PRECISION * expected
@@ -184,13 +219,20 @@ def _checked(feature: Block, norm: Block) -> Block:
 
 
 def _averaged(
-    feature: Blocks, solved: Blocks, weight: Blocks | None = None, *, pooled: bool
+    feature: Blocks | None, factor: Blocks, weight: Blocks | None = None, *, pooled: bool
 ) -> Block:
-    """Return one (rows, targets) tile from lists of blocks, one block per checkpoint."""
+    """Return one (rows, targets) tile from lists of blocks, one block per checkpoint.
+
+    ``factor`` are the solved targets; or their products with the features, which are then None.
+    """
     xp, total, count = array_module(), None, 0
     apart = itertools.repeat(None) if weight is None or pooled else flat(weight)
-    for x, w, g in zip(flat(feature), flat(solved), apart, strict=False):
-        product = _product(xp, x, w)
+    if feature is None:  # copies, as the scheduler owns these blocks
+        products = (xp.array(block[:, :, 0]) for block in flat(factor))
+    else:
+        pairs = zip(flat(feature), flat(factor), strict=False)
+        products = (_product(xp, x, w) for x, w in pairs)
+    for product, g in zip(products, apart, strict=False):
         if g is not None:
             product *= xp.asarray(g.astype(product.dtype))
         if total is None:

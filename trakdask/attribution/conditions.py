@@ -62,6 +62,11 @@ class Condition:
             raise ValueError(f"expected comparisons of coords, got {self.text!r:.200}; {_EXAMPLE}")
         return mask
 
+    @property
+    def names(self) -> set[str]:
+        """The coords that the condition looks at."""
+        return {node.id for node in ast.walk(self._parsed()) if isinstance(node, ast.Name)}
+
     def _parsed(self) -> ast.expr:
         try:
             return ast.parse(self.text.strip(), mode="eval").body

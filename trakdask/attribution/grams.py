@@ -290,7 +290,8 @@ def regularize(features: xr.Dataset, options: Options, *, quiet: bool = False) -
     if NORM in features and (gram.is_stored or chooses.is_stored):
         names = "feature", "out_to_loss"
         small = features[NORM].data, features["out_to_loss"].data
-        checked = arrays.score.checked(features["feature"].data, *small)
+        weighted = any(matrix.is_stored and matrix.h is not None for matrix in (gram, chooses))
+        checked = arrays.score.checked(features["feature"].data, *small, weighted=weighted)
         features = features.assign(
             {name: features[name].copy(data=x) for name, x in zip(names, checked, strict=True)}
         )

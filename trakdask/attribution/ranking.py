@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 from uuid import uuid4
 
 import dask
@@ -16,7 +16,7 @@ import xarray as xr
 from trakdask import arrays
 from trakdask.arrays.blocks import Read, reader
 from trakdask.arrays.topk import TileMask
-from trakdask.attribution.conditions import selection
+from trakdask.attribution.conditions import Condition, selection
 from trakdask.attribution.groups import group_codes, require_group_coord
 from trakdask.checks import require_choice, require_integer, require_number
 from trakdask.variables import (
@@ -34,6 +34,40 @@ Over = Literal["max", "mean"]
 
 _MISSING = {"f": np.nan, "M": "NaT", "m": "NaT", "i": -1, "b": False}
 """What coords of a kind of dtype have where there is no sample; text has ``""``."""
+
+
+class Ranking(xr.Dataset):
+    """Ranked samples, whose coords are looked up here if they are in memory here.
+
+    The graphs of these coords hold the values of all samples, which a client would send to its
+    workers with every query. They are for those who select from a lazy ranking.
+    """
+
+    __slots__ = ("_look_up",)
+
+    _look_up: Mapping[Hashable, tuple[da.Array, Callable[[np.ndarray], np.ndarray]]]
+    """By the name of a coord, its array as it was made, and what gives its values at positions; a
+    Dataset that is made from this one has none."""
+
+    def load(self, **options: Any) -> Self:
+        """Compute scores and positions together, and then look up the coords."""
+        known = getattr(self, "_look_up", {})
+        same = {
+            n
+            for n, (array, _) in known.items()
+            if n in self.variables and self.variables[n].data is array
+        }
+        # This has the same variables, and not copies of them.
+        super(Ranking, self.drop_vars(same)).load(**options)
+        for name in same:
+            self.variables[name].data = known[name][1](self["position"].values)
+        return self
+
+    def compute(self, **options: Any) -> Self:
+        """Return a loaded copy."""
+        copy = self.copy(deep=False)
+        copy._look_up = getattr(self, "_look_up", {})
+        return copy.load(**options)
 
 
 def top_k(
@@ -101,7 +135,10 @@ def top_k(
     Notes
     -----
     Compute all variables together, as in ``top.compute().to_dataframe()``: xarray would compute
-    those of a lazy Dataset one after the other, and each would repeat the query.
+    those of a lazy Dataset one after the other, and each would repeat the query. ``top.compute()``
+    also looks up coords that are in memory in this process, so that a cluster gets none but those
+    that ``where`` needs: of text those that it names, of a function all. ``client.compute(top)``
+    and what is selected from a lazy ``top`` send the workers the coords of all samples.
 
     Local ranking is fused with the score tiles and merged by a tree: n × m scores never exist.
     Exact and independent of chunks. Means over targets are computed in float64 and rounded once.
@@ -125,10 +162,9 @@ def top_k(
     >>> selection.selected.groupby("label").sum().values.tolist()
     [2, 2]
     """
-    if getattr(scores, "dims", None) == (SAMPLE,) and over_targets is None:
-        of_one_target = scores.expand_dims(TARGET, axis=1)
-        top = top_k(of_one_target, k, fraction=fraction, where=where, largest=largest, by=by)
-        return top.isel({TARGET: 0})
+    of_samples = getattr(scores, "dims", None) == (SAMPLE,) and over_targets is None
+    if of_samples:
+        scores = scores.expand_dims(TARGET, axis=1)
     if (dims := getattr(scores, "dims", None)) != (SAMPLE, TARGET):
         raise ValueError(
             f"expected scores (sample, target), got {dims or type(scores).__name__}; try what "
@@ -149,19 +185,30 @@ def top_k(
     n = int(mask.sum()) if isinstance(mask, np.ndarray) else scores.sizes[SAMPLE]
     (k,) = _counts([n], k, fraction)
     value, position = arrays.topk.top_k(scores.data, k, largest=largest, mask=mask)
-    shape = (TARGET, RANK)
-    attrs = {**scores.attrs, "order": "descending" if largest else "ascending"}
-    coords = _gathered_coords(scores, position)
-    coords |= {name: (TARGET, c) for name, c in _columns_along(scores, TARGET).items()}
+    shape: tuple[str, ...] = (TARGET, RANK)
+    if of_samples:
+        value, position, shape = value[0], position[0], (RANK,)
     # A copy, as dask.compute (2026.8) misses an array of a Dataset that only one other is made of.
-    return xr.Dataset(
+    shown = da.map_blocks(np.copy, position)
+    attrs = {**scores.attrs, "order": "descending" if largest else "ascending"}
+    coords: dict[Hashable, Any] = {}
+    look_up: dict[Hashable, Any] = {}
+    for name, values in _columns_along(scores, SAMPLE).items():
+        gathered = _gathered(name, values, position)
+        coords[name] = shape, gathered
+        if isinstance(values, np.ndarray):
+            look_up[name] = gathered, functools.partial(_gather, column=values)
+    coords |= {name: (TARGET, c) for name, c in _columns_along(scores, TARGET).items()}
+    top = Ranking(
         {
             "score": (shape, value, VARIABLES["score"].attrs),
-            "position": (shape, da.map_blocks(np.copy, position), VARIABLES["position"].attrs),
+            "position": (shape, shown, VARIABLES["position"].attrs),
         },
         coords={**coords, RANK: np.arange(k)},
         attrs=attrs,
     )
+    top._look_up = look_up
+    return top
 
 
 def _top_over_targets(
@@ -238,6 +285,11 @@ def _mask(scores: xr.DataArray, where: Where | None) -> np.ndarray | TileMask | 
         return None
     if callable(where) and not isinstance(where, (xr.DataArray, np.ndarray)):
         columns = {dim: _columns_along(scores, dim) for dim in (SAMPLE, TARGET)}
+        if isinstance(where, Condition):
+            columns = {
+                dim: {name: values for name, values in of_dim.items() if name in where.names}
+                for dim, of_dim in columns.items()
+            }
         dims = {name: dim for dim, of_dim in columns.items() for name in of_dim}
         axes = {SAMPLE: "s", TARGET: "t"}
         pairs = ((values, axes[dim]) for dim in columns for values in columns[dim].values())
@@ -290,21 +342,16 @@ def _broadcast(samples: range, targets: range, mask: np.ndarray) -> np.ndarray:
     return np.broadcast_to(mask, (len(samples), len(targets)))
 
 
-def _gathered_coords(scores: xr.DataArray, position: da.Array) -> dict[Hashable, Any]:
+def _gathered(name: Hashable, values: Any, position: da.Array) -> da.Array:
     """Return the metadata of the ranked samples, looked up once their positions are known."""
-    coords: dict[Hashable, Any] = {}
-    for name, values in _columns_along(scores, SAMPLE).items():
-        # One task; others take the rows that they need, from it or from the store.
-        column = dask.delayed(
-            reader(values) or values, name=f"column-{uuid4().hex}", traverse=False
-        )
-        data = da.map_blocks(
-            _gather, position, column=column,
-            dtype=values.dtype, meta=np.empty((0, 0), values.dtype),
-            name=f"{name}-{uuid4().hex}",
-        )  # fmt: skip
-        coords[name] = ((TARGET, RANK), data)
-    return coords
+    # One task; others take the rows that they need, from it or from the store.
+    column = dask.delayed(reader(values) or values, name=f"column-{uuid4().hex}", traverse=False)
+    gathered: da.Array = da.map_blocks(
+        _gather, position, column=column,
+        dtype=values.dtype, meta=np.empty((0,) * position.ndim, values.dtype),
+        name=f"{name}-{uuid4().hex}",
+    )  # fmt: skip
+    return gathered
 
 
 def _gather(position: np.ndarray, column: np.ndarray | Read) -> np.ndarray:

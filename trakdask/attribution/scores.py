@@ -153,9 +153,10 @@ def score(
     Only the targets' side is solved: p × m numbers per checkpoint; the n × m scores exist in tiles.
     With the eigenvectors that :func:`save` stores this takes 4 p² flops per target and checkpoint;
     without them the gram matrix is decomposed for each query. For many queries, type
-    ``features = td.open(store).persist()`` first, on a cluster or on threads: then λ, eigenvectors
+    ``features = td.open(store).persist()`` first, on threads or on a cluster: then λ, eigenvectors
     and features are in memory, and only the targets are read. Chunks of a local store are mapped
-    there: other processes of the machine share them, and they take no memory of their own.
+    there: other processes of the machine share them, and they take no memory of their own. So a
+    cluster of one machine reads a local store as fast without ``persist``.
     Samples and targets that failed (``featurize(..., on_error="record")``) have NaN scores. They do
     not affect the scores of others, except that n in tr(K)/n still counts failed samples.
     ``"relatif"`` also solves for each training sample, 2 p² flops. Its self-influence is that of

@@ -296,15 +296,15 @@ def _output(configuration: Configuration, name: str) -> str | None:
     if path is None:
         return None
     with about("outputs"):
-        _require_ending(path, _WRITERS)
+        _require_ending(path, [*_WRITERS])
         require_replaceable(path)
         require_not_kept_by_others(path)
     return str(path)
 
 
-def _require_ending(path: str, endings: Iterable[str]) -> None:
+def _require_ending(path: str, endings: Sequence[str]) -> None:
     name = f"the ending of {path!r}"
-    require_choice(name, Path(path).suffix, list(endings), remedy="try result.parquet")
+    require_choice(name, Path(path).suffix, endings, remedy=f"try result{endings[0]}")
 
 
 def _lazy_result(

@@ -5,14 +5,18 @@ export function render({ model }) {
   root.className = "trakdask"
 
   const mark = () => {
-    const marked = new Set(model.marked)
-    for (const button of root.querySelectorAll("button[data-sample]")) {
-      const key = `${button.dataset.sample} ${button.dataset.mark}`
-      button.setAttribute("aria-pressed", marked.has(key))
+    const keys = Object.keys(model.marked)
+    for (const button of root.querySelectorAll("button[data-key]")) {
+      const people = model.marked[`${button.dataset.sample} ${button.dataset.mark}`] ?? []
+      const others = people.filter((who) => who !== model.who)
+      button.setAttribute("aria-pressed", people.includes(model.who))
+      button.dataset.others = others.length ? ` +${others.length}` : ""
+      const names = others.map((who) => who || "somebody without a name").join(", ")
+      button.title = `Key ${button.dataset.key}${names && `; also marked by ${names}`}`
     }
     for (const count of root.querySelectorAll("[data-count]")) {
-      count.textContent = new Set(model.marked.map((key) => key.split(" ")[0])).size
-      count.hidden = !model.marked.length
+      count.textContent = new Set(keys.map((key) => key.split(" ")[0])).size
+      count.hidden = !keys.length
     }
   }
 
@@ -38,6 +42,38 @@ export function render({ model }) {
     button.title = "Ctrl-Z"
     button.dataset.undo = ""
     place.append(" ", button)
+  }
+
+  // Marks that the server has not answered are kept by this tab, also while it loads the page again.
+  const place = `trakdask ${window.location.pathname}`
+  const unanswered = () => JSON.parse(window.sessionStorage.getItem(place) ?? "[]")
+  const sendMark = (message) => {
+    const marks = [...unanswered(), { ...message, at: Date.now() }]
+    if (model.follows_address) window.sessionStorage.setItem(place, JSON.stringify(marks))
+    model.send_msg(marks.at(-1))
+  }
+  const forget = () => {
+    const left = unanswered().filter(({ at }) => at > model.said.answered)
+    window.sessionStorage.setItem(place, JSON.stringify(left))
+  }
+
+  let isLost = false
+  const lose = () => {
+    isLost = true
+    for (const part of root.children) part.inert = true
+    const banner = Object.assign(document.createElement("div"), { className: "message error lost" })
+    banner.setAttribute("role", "alert")
+    const marks = unanswered().map(({ sample, mark, wanted }) => (
+      `${sample === undefined ? "several samples" : `sample ${sample}`} ${wanted ? "as" : "no longer as"} ${mark}`
+    ))
+    banner.textContent = "The server has stopped; nothing is kept from here on. This page goes on when it is back "
+      + "at this address. If it was started again, it has printed a new address."
+      + (marks.length ? ` Not kept yet, but sent when it is back: ${marks.join(", ")}.` : "")
+    root.prepend(banner)
+    setInterval(async () => {
+      const answer = await fetch("favicon.ico", { cache: "no-store" }).catch(() => null)
+      if (answer?.ok) window.location.reload()
+    }, 2000)
   }
 
   // Only what has changed is replaced, so that what somebody types elsewhere stays.
@@ -139,8 +175,8 @@ export function render({ model }) {
     const button = event.target.closest("button[data-mark]")
     if (button) {
       const { mark, sample, of, wanted } = button.dataset
-      if (of) model.send_msg({ mark, of, wanted: wanted === "1" })
-      else model.send_msg({ mark, sample: Number(sample), wanted: button.getAttribute("aria-pressed") !== "true" })
+      const isWanted = wanted ? wanted === "1" : button.getAttribute("aria-pressed") !== "true"
+      sendMark({ mark, wanted: isWanted, ...(of ? { of } : { sample: Number(sample) }) })
       return
     }
     const copy = event.target.closest("button[data-copy]")
@@ -203,17 +239,18 @@ export function render({ model }) {
     if (event.target.matches("[data-at-once]")) event.target.form.requestSubmit()
   })
   const save = () => {
-    if (!model.saved) return
-    const link = document.createElement("a")
-    link.href = URL.createObjectURL(new Blob([model.saved], { type: "text/html" }))
-    link.download = "trakdask.html"
-    link.click()
-    URL.revokeObjectURL(link.href)
+    for (const [name, html] of Object.entries(model.saved)) {
+      const link = document.createElement("a")
+      link.href = URL.createObjectURL(new Blob([html], { type: "text/html" }))
+      link.download = name
+      link.click()
+      URL.revokeObjectURL(link.href)
+    }
   }
   const back = () => go(window.location.search)
   const press = (event) => {
     const isTyping = event.composedPath()[0].matches?.("input:not([type=checkbox]), textarea, select")
-    if (isTyping || event.shiftKey || event.altKey) return
+    if (isLost || isTyping || event.shiftKey || event.altKey) return
     let isUsed = false
     if (event.ctrlKey || event.metaKey) {
       isUsed = event.key === "z" && model.said.undo > 0
@@ -226,6 +263,7 @@ export function render({ model }) {
   keys.addEventListener("keydown", press)
   if (model.follows_address) {
     window.addEventListener("popstate", back)
+    model.document.on_event("connection_lost", lose)
     document.body.style.margin = "0"
     document.documentElement.style.colorScheme = "light dark"
     document.body.style.background = "light-dark(#ffffff, #16181c)"
@@ -237,9 +275,11 @@ export function render({ model }) {
   model.on("html", draw)
   model.on("marked", mark)
   model.on("said", say)
+  model.on("said", forget)
   model.on("saved", save)
   model.on("query", navigate)
   draw()
   model.send_msg({ shown: true })
+  if (model.follows_address) unanswered().forEach((message) => model.send_msg(message))
   return root
 }

@@ -10,6 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -55,9 +56,10 @@ class LinkedHTML(JSComponent):
     html = param.String(doc="Escaped HTML; each section of it is replaced on its own.")
     query = param.String(doc="The view, as the part of a URL after '?'.")
     names = param.List([*vars(View()), *CONDITION_FIELDS], doc="Parameters of a URL that are ours.")
-    marked = param.List([], doc="Samples with their marks, such as '7 wrong label'.")
+    marked = param.Dict({}, doc="Who has made which marks, by '7 wrong label'.")
+    who = param.String(doc="Whose marks the buttons make and take back.")
     said = param.Dict({}, doc="What happened to which mark, and what can be undone.")
-    saved = param.String(doc="What a browser is to save as an HTML file.")
+    saved = param.Dict({}, doc="What a browser is to save: a file by its name.")
     follows_address = param.Boolean(False, doc="Whether the address of the page is the view's.")
 
     _esm: ClassVar[Any] = Path(__file__).parent / "app.js"
@@ -89,10 +91,12 @@ class Session:
         self._marks = None if marks is None else marks.by(marks.who)
         # Of each change of marks that is not undone: the position of its sample or −1, and words.
         self._changes: list[tuple[int, str]] = []
+        self._answered = 0  # when the browser sent the last mark, by its clock
         self.page = LinkedHTML(  # type: ignore[no-untyped-call]
             sizing_mode="stretch_width",
             follows_address=location is not None,
             marked=self._marked(),
+            who="" if marks is None else marks.who,
         )
         self.page.told = self._told
         self._job = Job()
@@ -133,20 +137,27 @@ class Session:
 
     def _answer(self, job: Job, content: list[Section], parts: list[str]) -> None:
         told: set[str] = set()
-        for i, section in enumerate(content):
+        early = [""] * len(content)
+        steps = [(i, section, section.early) for i, section in enumerate(content) if section.early]
+        steps += [(i, section, section.html) for i, section in enumerate(content)]
+        for i, section, html_of in steps:
+            is_early = html_of is section.early
 
             def show(html: str, i: int = i, section: Section = section, busy: bool = True) -> None:
-                parts[i] = frame(self.view, i, section, html, busy=busy) if busy or html else ""
+                made = frame(self.view, i, section, html, busy=busy, early=early[i] * busy)
+                parts[i] = made if busy or html else ""
                 self._later(lambda: self._draw(job, parts))
 
             job.progress = _progress(show)
             try:
                 with self.attributions.computing(), job.active():
                     job.require_wanted()
-                    html = answer(section, told)
+                    html = answer(html_of, set() if is_early else told)
             except Abandoned:
                 return
-            show(html, busy=False)
+            if is_early:
+                early[i] = html
+            show("" if is_early else html, busy=is_early)
 
     def _draw(self, job: Job, parts: list[str]) -> None:
         if not job.is_abandoned:
@@ -171,22 +182,25 @@ class Session:
         elif "new" in message:
             self.explain({str(name): str(text) for name, text in message["new"].items()})
         elif "mark" in message:
+            self._answered = message.get("at", 0)
             self._mark(message)
         elif "undo" in message:
             self._undo()
         elif 'aria-busy="true"' in self.page.html:
             self._say(-1, "This view is not complete yet; save it when it is.")
         else:
-            self.page.saved = ""
-            self.page.saved = document(self.attributions, self.view, self.page.html)
+            name = f"trakdask {self.view.name}.html".replace(" ", "-")
+            self.page.saved = {}
+            self.page.saved = {name: document(self.attributions, self.view, self.page.html)}
 
     def _mark(self, message: Mapping[str, Any]) -> None:
-        """Let one sample, or all of a section, have a mark or not; say what is so now.
+        """Let one sample, or all of a section, have a mark of this person or not; say so.
 
-        What is wanted is said, and not that it changes: two who want the same do not undo it.
+        What is wanted is told, and not that it changes: it may be told twice.
         """
         label, wanted = str(message["mark"]), bool(message["wanted"])
         place, what, be = -1, "", "are"
+        n = self.attributions.features.sizes[SAMPLE]
         try:
             if self._marks is None:
                 raise ValueError("No marks are kept here.")
@@ -194,7 +208,7 @@ class Session:
                 positions = (
                     samples_of(self.attributions, self.view, str(message["of"])).tolist()
                     if "of" in message
-                    else [int(message["sample"])]
+                    else [require_integer("sample", message["sample"], 0, n, remedy="try 0")]
                 )
             what = count(len(positions), "sample")
             if len(positions) == 1:
@@ -205,8 +219,8 @@ class Session:
         except Exception as err:
             self._say(place, plain_message(err))
         else:
-            no_longer = "" if wanted else "no longer "
-            self._say(place, f"{what.capitalize()} {be} {no_longer}marked as {label}.")
+            marked = f"marked as {label}" if wanted else f"no longer marked as {label} by you"
+            self._say(place, f"{what.capitalize()} {be} {marked}.")
 
     def _undo(self) -> None:
         """Take back the last change that was made here, and say so."""
@@ -223,18 +237,19 @@ class Session:
         text = f"The last change of {what} is undone."
         self._say(place, text if has_changed else "Somebody else has undone this already.")
 
-    def _marked(self) -> list[str]:
-        """Return the positions of marked samples with their marks, such as ``"7 remove"``."""
-        try:
+    def _marked(self) -> dict[str, list[str]]:
+        """Return who has made which mark, by the position of the sample and the mark."""
+        people: dict[str, list[str]] = {}
+        with suppress(OSError, ValueError):  # which is said when somebody marks
             table = self.attributions.marked()
-        except (OSError, ValueError):  # which is said when somebody marks
-            return []
-        pairs = zip(table["position"], table["mark"], strict=True)
-        return [f"{position} {mark}" for position, mark in pairs]
+            for position, mark, who in table[["position", "mark", "who"]].values:
+                people.setdefault(f"{position} {mark}", []).append(who)
+        return people
 
     def _say(self, position: int, text: str) -> None:
         self.page.marked = self._marked()
-        self.page.said = {"sample": position, "text": text, "undo": len(self._changes)}
+        undo, answered = len(self._changes), self._answered
+        self.page.said = {"sample": position, "text": text, "undo": undo, "answered": answered}
         if self.view.page == "marks":
             self.go(self.view)
 

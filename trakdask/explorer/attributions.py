@@ -104,7 +104,7 @@ class Attributions:
         Of samples that share a label, each has its marks. There are none if none are kept.
         """
         if self.marks is None:
-            return pd.DataFrame({SAMPLE: [], "mark": [], "position": []})
+            return pd.DataFrame({SAMPLE: [], "mark": [], "who": [], "position": []})
         table = self.marks.table()
         index = pd.Index(self.sample_ids)
         positions = index.isin(table[SAMPLE]).nonzero()[0]

@@ -30,7 +30,7 @@ from trakdask.explorer.questions import Questions, Words
 from trakdask.explorer.view import View
 from trakdask.plots.galleries import Normalize
 from trakdask.provenance import require_comparable
-from trakdask.variables import SAMPLE, validate
+from trakdask.variables import SAMPLE, ordered, validate
 
 if TYPE_CHECKING:
     from trakdask.models.model import Model
@@ -225,6 +225,7 @@ def explore(
     validate(features, _NEEDED, what="features")
     validate(targets, _NEEDED, what="targets")
     require_comparable(features, targets)
+    features, targets = ordered(features), ordered(targets)
     gather_options(features, estimator, power, damping, calibrate, None, learning_rates)
     _require_samples(samples, features, "samples")
     _require_samples(target_samples, targets, "target_samples")

@@ -28,7 +28,7 @@ KINDS = ("wrong label", "duplicate", "remove")
 """The marks that a sample may have, one or more of them."""
 
 _COLUMNS = (SAMPLE, "mark", "who", "time")
-_KEY = [SAMPLE, "mark"]
+_KEY = [SAMPLE, "mark", "who"]
 _SUFFIX = ".marks.parquet"
 _PATIENCE_S = 10.0
 _LOOKED_EVERY_S = 0.1
@@ -37,7 +37,7 @@ _LOOKED_EVERY_S = 0.1
 class Marks:
     """What people say about samples of a store: wrong label, duplicate, or to be removed.
 
-    The marks are one small parquet file with a row for each sample and mark, which
+    The marks are one small parquet file with a row for each sample, mark and person, which
     :func:`pandas.read_parquet` reads. Several people and processes may change it at the same time.
 
     Parameters
@@ -51,7 +51,8 @@ class Marks:
         are the rows is written into the file, so that those of a store that was made again, of
         other samples or in another order, are not taken for them.
     who
-        The name that is written beside each mark; by default none.
+        The name that is written beside each mark; by default none. Marks of others are left as
+        they are.
     storage_options
         What fsspec opens URLs with, those of the file and of the store.
 
@@ -136,7 +137,7 @@ class Marks:
     # ------------------------------------------------------------------------------------ changes
 
     def mark(self, samples: Any, label: str) -> int:
-        """Mark samples; a sample that has this mark keeps it as it is.
+        """Mark samples; a sample that this person has marked so keeps its mark as it is.
 
         Parameters
         ----------
@@ -147,7 +148,7 @@ class Marks:
 
         Returns
         -------
-        How many samples have it that had not.
+        How many samples have it from this person that had not.
 
         Raises
         ------
@@ -164,9 +165,10 @@ class Marks:
         return self._change(lambda before: _joined(before, wanted))
 
     def unmark(self, samples: Any, label: str) -> int:
-        """Take a mark from samples, whoever made it; return how many had it.
+        """Take this person's mark from samples; return how many had it.
 
-        Arguments and errors are those of :meth:`mark`.
+        Arguments and errors are those of :meth:`mark`. To take that of another person, call
+        ``marks.by("Bob").unmark(...)``.
         """
         wanted = self._rows(samples, label)
         return self._change(lambda before: _without(before, wanted, _KEY))
@@ -194,8 +196,8 @@ class Marks:
 
         Returns
         -------
-        One row for each sample and mark, with the columns ``sample`` (int64 or text), ``mark``,
-        ``who`` and ``time`` (UTC).
+        One row for each sample, mark and person, with the columns ``sample`` (int64 or text),
+        ``mark``, ``who`` and ``time`` (UTC).
 
         Raises
         ------
@@ -215,7 +217,7 @@ class Marks:
         return table
 
     def samples(self, label: str) -> np.ndarray:
-        """Return the samples that have a mark: labels, or rows in the store; (marked,).
+        """Return the samples that anybody has marked so: labels, or rows in the store; (marked,).
 
         Raises
         ------
@@ -224,7 +226,7 @@ class Marks:
         """
         _require_kind(label)
         table = self.table()
-        return table.loc[table["mark"] == label, SAMPLE].to_numpy()
+        return table.loc[table["mark"] == label, SAMPLE].drop_duplicates().to_numpy()
 
     def ids(self, features: xr.Dataset) -> np.ndarray:
         """Return by what each sample of these features is known here; (sample,).
@@ -387,7 +389,7 @@ def _frame(ids: np.ndarray, label: str, who: str) -> pd.DataFrame:
 
 
 def _joined(rows: pd.DataFrame, more: pd.DataFrame) -> pd.DataFrame:
-    """Return rows, and those of others whose sample does not have the mark among them."""
+    """Return rows, and those of others that are not among them."""
     if not len(rows) or not len(more):
         return rows if len(rows) else more
     _require_same_kind(rows[SAMPLE].to_numpy(), more[SAMPLE].to_numpy())

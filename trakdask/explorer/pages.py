@@ -56,8 +56,7 @@ _FIELDS = {
 """The fields that a page has a form for, beside which their errors are shown."""
 
 _CLICKED = re.compile(
-    r'<(form|nav|button|details)\b.*?</\1>|<div class="(?:marks|forms)"[^>]*>\s*</div>'
-    r'|<p class="note (?:keys|missing)">.*?</p>',
+    r'<(form|nav|button|details|x-live)\b.*?</\1>|<div class="(?:marks|forms)"[^>]*>\s*</div>',
     re.DOTALL,
 )
 """Forms, buttons, links to other pages, and advice. Values are escaped, so that none matches."""
@@ -69,10 +68,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: its name, by which templates know its title, and what writes its HTML."""
+    """A part of a page: its name, by which templates know its title, and what writes its HTML.
+
+    ``early`` writes what is shown until then, where that takes long.
+    """
 
     name: str
     html: Callable[[], str]
+    early: Callable[[], str] | None = None
 
 
 def sections(attributions: Attributions, view: View) -> list[Section]:
@@ -80,17 +83,22 @@ def sections(attributions: Attributions, view: View) -> list[Section]:
     has_words = attributions.questions.has_words(view)
     absent = set() if has_words else {"helpful_words", "harmful_words"}
     absent |= set() if view.where else {"mapped"}
-    return [
-        Section(name, partial(html, attributions, view))
+    found = {
+        name: Section(name, partial(html, attributions, view))
         for name, html in _PAGES[view.page].items()
         if name not in absent
-    ]
+    }
+    is_known = attributions.questions.has_influences(view) or "self_influence" in view.where
+    if "self_influence" in found and not is_known:
+        early = partial(_ranking, attributions, view, in_order=True)
+        found["self_influence"] = dataclasses.replace(found["self_influence"], early=early)
+    return [*found.values()]
 
 
-def answer(section: Section, told: set[str]) -> str:
+def answer(html: Callable[[], str], told: set[str]) -> str:
     """Return the HTML of a section, or what went wrong; "" if the page was told so already."""
     try:
-        return section.html()
+        return html()
     except Abandoned:
         raise
     except ConditionError:
@@ -104,10 +112,12 @@ def answer(section: Section, told: set[str]) -> str:
         return render("error", text=message)
 
 
-def frame(view: View, i: int, section: Section, body: str, *, busy: bool = False) -> str:
+def frame(
+    view: View, i: int, section: Section, body: str, *, busy: bool = False, early: str = ""
+) -> str:
     """Return the i-th section of a page around escaped HTML or, if busy, its progress."""
-    level = 2 if i else 1
-    return render("frame", view, name=section.name, body=Markup(body), busy=busy, level=level)
+    contents = {"body": Markup(body), "early": Markup(early)}
+    return render("frame", view, name=section.name, busy=busy, level=2 if i else 1, **contents)
 
 
 def page(attributions: Attributions, view: View, parts: Iterable[str]) -> str:
@@ -183,7 +193,8 @@ def _grouped(attributions: Attributions, view: View) -> View:
 
 
 def _target_table(attributions: Attributions, view: View) -> str:
-    selected = attributions.questions.targets.selected(view)
+    targets = attributions.questions.targets
+    selected, view = targets.selected(view), view.replace(sort=targets.sorted_by(view))
     table = _shown(selected, view)
     contents = attributions.target_samples.html(table.index.tolist(), brief=True)
     return render(
@@ -200,19 +211,20 @@ def _target(attributions: Attributions, view: View) -> str:
     (content,) = attributions.target_samples.html([view.target])
     target = questions.targets.metadata.iloc[[view.target]]
     view = _checked(view, "where", questions.metadata[:1].assign(score=0.0), target)
-    verdict = _verdict(attributions, row)
+    verdict = _verdict(attributions, view, row)
     return render("target", attributions, view, row=row, content=content, verdict=verdict)
 
 
-def _verdict(attributions: Attributions, row: pd.Series) -> str:
-    """Return what a classifier says about a target: 1 − p is its loss; "" for other models."""
-    name = attributions.questions.targets.label
-    if not name or not np.isfinite(row["loss"]):
+def _verdict(attributions: Attributions, view: View, row: pd.Series) -> str:
+    """Return what a classifier says about a target; "" for other models."""
+    targets = attributions.questions.targets
+    name, label_p = targets.label, targets.label_probability[view.target]
+    if not name or not np.isfinite(label_p):
         return ""
     label, predicted, p = value(row[name]), row["predicted"], row["probability"]
     if np.isfinite(predicted):
         return f"Label {label}, model says {value(predicted)} ({100 * p:.0f} %)"
-    return f"Label {label}, to which the model gives {100 * (1 - row['loss']):.0f} %"
+    return f"Label {label}, to which the model gives {100 * label_p:.0f} %"
 
 
 def _ranked(attributions: Attributions, view: View, *, largest: bool) -> str:
@@ -327,16 +339,17 @@ def _heat(attributions: Attributions, view: View) -> str:
     return render("heat", attributions, view, heat=heat, unit=unit_of(heat), largest=largest)
 
 
-def _ranking(attributions: Attributions, view: View) -> str:
+def _ranking(attributions: Attributions, view: View, *, in_order: bool = False) -> str:
     is_by_score = chosen_colour(attributions, view) == "score"
     name = "self_influence" if view.page == "corpus" else "score" if is_by_score else ""
+    name = "" if in_order else name
     ranking = attributions.questions.ranking(view, name)
     table = _shown(ranking, view)
     contents = attributions.samples.html(table.index.tolist(), brief=True)
     unit = unit_of(attributions.questions.values(view, name)) if name else 0
     return render(
         "ranking", attributions, view, table=table, found=len(ranking), contents=contents,
-        unit=unit, name=name,
+        unit=unit, name=name, in_order=in_order,
     )  # fmt: skip
 
 

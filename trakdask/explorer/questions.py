@@ -43,6 +43,9 @@ _DIGITS = 6
 _ROWS_KEPT = 2
 """Of how many targets the scores of all training samples are kept: 8 bytes of each sample."""
 
+_SETTINGS_KEPT = 4
+"""Of how many settings the self-influence of all training samples is kept."""
+
 _SAME = 0.9999
 """Samples whose features have a larger cosine are called duplicates."""
 
@@ -94,7 +97,7 @@ class Questions:
     ) -> None:
         self.features, self._words, self._classifier = features, words, classifier
         self.preparation = Preparation(features, **options)
-        self._influences = lru_cache(4)(_self_influences)
+        self._influences: dict[tuple[Any, ...], np.ndarray] = {}
         self._duplicates = lru_cache(4)(lambda name: _find_duplicates(self._features_at(name)))
         self._map = lru_cache(4)(lambda name: _find_places(self._features_at(name), self.points))
         self._explain(targets)
@@ -239,8 +242,7 @@ class Questions:
     def targets_of(self, view: View) -> pd.DataFrame:
         """Return the targets that a training sample helped most and harmed most, best first.
 
-        Columns: the coords of the targets, ``output``, ``loss``, ``disagreement`` and ``score``.
-        At most 2 k rows.
+        Columns: those of the table of targets, and ``score``. At most 2 k rows.
         """
         prepared, k = self.prepared(view), view.k
         tables.require_position(view.sample, prepared.features.sizes[SAMPLE], "training sample")
@@ -251,14 +253,15 @@ class Questions:
         return table if len(table) <= 2 * k else pd.concat([table[:k], table[-k:]])
 
     def sample(self, view: View) -> pd.Series:
-        """Return the coords of a training sample, its output, Q and self-influence."""
+        """Return the coords of a training sample, its output, loss and self-influence."""
         prepared = self.prepared(view)
         tables.require_position(view.sample, prepared.features.sizes[SAMPLE], "training sample")
         one = prepared.features.isel({SAMPLE: [view.sample]})
         influence, output, q = compute(
             _self_influence(prepared, one).data, one["output"].data, one["out_to_loss"].data
         )
-        facts = {"output": output.mean(), "loss": q.mean(), "self_influence": influence[0]}
+        name, loss = tables.mean_loss(self.features.attrs.get("task"), output, q)
+        facts = {"output": output.mean(), name: loss[0], "self_influence": influence[0]}
         row = tables.row_of(self.metadata, view.sample)
         whole: pd.Series[Any] = pd.concat([row, pd.Series(facts, dtype=object)])
         return whole
@@ -296,7 +299,18 @@ class Questions:
 
     def influences(self, view: View) -> np.ndarray:
         """Return the self-influence of every training sample, (sample,)."""
-        return self._influences(self.prepared(view))
+        setting = _setting(view)
+        if (values := self._influences.get(setting)) is None:
+            prepared = self.prepared(view)
+            (values,) = compute(_self_influence(prepared, prepared.features).data)
+            self._influences[setting] = values
+            for old in list(self._influences)[:-_SETTINGS_KEPT]:
+                self._influences.pop(old, None)
+        return np.asarray(values)
+
+    def has_influences(self, view: View) -> bool:
+        """Return whether :meth:`influences` are at hand, without a computation."""
+        return _setting(view) in self._influences
 
     def heatmap(self, view: View, across: str = "") -> pd.DataFrame:
         """Return mean scores of groups of training samples (rows) and of targets (columns).
@@ -390,10 +404,8 @@ def _self_influence(prepared: Prepared, features: xr.Dataset) -> xr.DataArray:
     return td.self_influence(features, **{**options, "estimator": name})
 
 
-def _self_influences(prepared: Prepared) -> np.ndarray:
-    """Return the self-influence of every training sample, (sample,)."""
-    (values,) = compute(_self_influence(prepared, prepared.features).data)
-    return np.asarray(values)
+def _setting(view: View) -> tuple[Any, ...]:
+    return view.estimator, view.damping, view.checkpoints
 
 
 # ----------------------------------------------------------------------- the map, duplicates

@@ -26,6 +26,7 @@ __all__ = [
     "condition_mask",
     "facets",
     "few_values",
+    "mean_loss",
     "metadata",
     "require_position",
     "row_of",
@@ -40,7 +41,10 @@ _MOST_VALUES = 12
 """How many values of a column are listed with their counts."""
 
 _MOST_UNSURE = 256
-"""How many targets the model is asked about, those with the largest loss."""
+"""How many targets the model is asked about, those whose labels are the least likely."""
+
+_WITH_MARGINS = re.compile(r"(Image|Text|Binary)?Classification\(|CausalLM\(.*\bposition='")
+"""Tasks whose output is the margin log p / (1 − p) of one answer."""
 
 Classifier = Callable[[np.ndarray], np.ndarray]
 """Returns the probabilities of all classes, (target, class), for the targets at some positions.
@@ -105,25 +109,35 @@ class TargetTable:
     @cached_property
     def whole(self) -> pd.DataFrame:
         """Metadata of all targets, and what the model says about them; see :meth:`selected`."""
-        output, q = compute(self.features["output"].data, self.features["out_to_loss"].data)
-        loss = np.asarray(q, np.float64).mean(axis=1)
+        output, q = self._outputs
         table = self.metadata
         if self.label:
-            predicted, probability = self._predictions(loss)
+            predicted, probability = self._predictions()
             table = table.assign(predicted=predicted, probability=probability)
-        table = table.assign(output=np.asarray(output, np.float64).mean(axis=1))
+        table = table.assign(output=output.mean(axis=1))
         if output.shape[1] > 1:
-            table["disagreement"] = np.std(output, axis=1, ddof=1, dtype=np.float64)
-        return table.assign(loss=loss)
+            table["disagreement"] = np.std(output, axis=1, ddof=1)
+        name, loss = mean_loss(self.features.attrs.get("task"), output, q)
+        return table.assign(**{name: loss})
 
-    def _predictions(self, loss: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    @cached_property
+    def _outputs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Output and Q of all targets, both (target, checkpoint)."""
+        output, q = compute(self.features["output"].data, self.features["out_to_loss"].data)
+        return np.asarray(output, np.float64), np.asarray(q, np.float64)
+
+    @property
+    def label_probability(self) -> np.ndarray:
+        """The probability of the label of a classifier, the mean over checkpoints: 1 − Q."""
+        return np.asarray(1 - self._outputs[1].mean(axis=1))
+
+    def _predictions(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the class that is predicted for each target and its probability, NaN if unknown.
 
-        The loss is 1 − p of the label. So a label with p ≥ ½ is the class that is predicted, and of
-        two classes it is the other one below that; of more, only the model knows.
+        A label with p ≥ ½ is the class that is predicted, and of two classes it is the other one
+        below that; of more, only the model knows.
         """
-        label = self.metadata[self.label].to_numpy(np.float64)
-        p = 1 - loss
+        label, p = self.metadata[self.label].to_numpy(np.float64), self.label_probability
         predicted = np.where(p >= 0.5, label, np.nan)
         probability = np.where(p >= 0.5, p, np.nan)
         classes = np.unique(self._training.get(self.label, ()))
@@ -132,7 +146,7 @@ class TargetTable:
             predicted[is_other] = classes.sum() - label[is_other]
             probability[is_other] = 1 - p[is_other]
         elif self._classifier is not None:
-            unsure = np.argsort(-loss, kind="stable")[:_MOST_UNSURE]
+            unsure = np.argsort(p, kind="stable")[:_MOST_UNSURE]
             unsure = unsure[p[unsure] < 0.5]
             if len(unsure):
                 probabilities = self._classifier(unsure)
@@ -160,13 +174,18 @@ class TargetTable:
         Columns: the coords of the targets; of classifiers ``predicted``, the class with the largest
         mean probability over checkpoints, and this ``probability``, NaN where they are not known;
         ``output``, its mean over checkpoints; ``disagreement``, its standard deviation between
-        them; ``loss``, the mean of Q = ∂loss/∂output, which is 1 − p of the label of a classifier.
+        them; ``loss`` or ``Q``, see :func:`mean_loss`. Targets are sorted by the size of Q.
         """
         table = self.whole[condition_mask(self.whole, view.targets_where)]
-        table = searched(table, view.search)
-        if view.sort not in table:
+        table, name = searched(table, view.search), self.sorted_by(view)
+        if name not in table:
             return table
-        return table.sort_values(view.sort, ascending=view.ascending, kind="stable")
+        key = np.abs if name == "Q" else None
+        return table.sort_values(name, ascending=view.ascending, kind="stable", key=key)
+
+    def sorted_by(self, view: View) -> str:
+        """Return the column by which a view sorts: Q in place of a loss that is not known."""
+        return "Q" if view.sort == "loss" and "loss" not in self.whole else view.sort
 
     def row(self, position: int) -> pd.Series[Any]:
         """Return what the table has about one target."""
@@ -181,6 +200,24 @@ class TargetTable:
     def of(self, checkpoints: np.ndarray) -> xr.Dataset:
         """Return the features of all targets at some checkpoints."""
         return self.features.sel({CHECKPOINT: checkpoints})
+
+
+def mean_loss(task: object, output: np.ndarray, q: np.ndarray) -> tuple[str, np.ndarray]:
+    """Return ``"loss"`` and the loss of samples, (sample, checkpoint), averaged over checkpoints.
+
+    A margin has the cross-entropy log(1 + exp(−output)), and half the squared error of a regression
+    is Q²/2. The loss of other tasks is no function of what is stored: it is ``"Q"`` and its mean.
+
+    Examples
+    --------
+    >>> mean_loss("Regression(inputs=('x',))", np.array([[7.0]]), np.array([[-3.0]]))
+    ('loss', array([4.5]))
+    """
+    if _WITH_MARGINS.match(str(task)):
+        return "loss", np.logaddexp(0, -output).mean(axis=1)
+    if str(task).startswith("Regression("):
+        return "loss", (q**2).mean(axis=1) / 2
+    return "Q", q.mean(axis=1)
 
 
 def metadata(ds: xr.Dataset) -> pd.DataFrame:

@@ -6,8 +6,9 @@ import ast
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, get_args
 from urllib.parse import parse_qs, urlencode
 
@@ -128,6 +129,18 @@ class View:
     damping: str = ""
     checkpoints: tuple[str, ...] = ()
     errors: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def name(self) -> str:
+        """What is shown, in a word or two: the page, and which target or sample.
+
+        Examples
+        --------
+        >>> View(page="target", target=3).name
+        'target 3'
+        """
+        position = {"target": self.target, "sample": self.sample}.get(self.page)
+        return self.page if position is None else f"{self.page} {position}"
 
     def replace(self, **changes: Any) -> View:
         """Return a view with some fields changed, and without errors.
@@ -361,18 +374,24 @@ def toggled(where: str, condition: str) -> str:
     return others if has_terms(where, condition) else joined(others, condition)
 
 
-def _terms(where: str) -> list[str]:
+@lru_cache(64)  # each link of a page asks for those of the same condition
+def _terms(where: str) -> tuple[str, ...]:
     """Return the conditions that are joined by and; none of what is no condition."""
     try:
-        node = ast.parse(where.strip(), mode="eval").body
+        return tuple(_joined_by_and(ast.parse(where.strip(), mode="eval").body))
     except (SyntaxError, ValueError):
-        return []
+        return ()
+
+
+def _joined_by_and(node: ast.expr) -> Iterator[str]:
     match node:
         case ast.BoolOp(op=ast.And(), values=values):
-            return [term for value in values for term in _terms(ast.unparse(value))]
+            for value in values:
+                yield from _joined_by_and(value)
         case ast.BoolOp():
-            return [f"({ast.unparse(node)})"]
-    return [ast.unparse(node)]
+            yield f"({ast.unparse(node)})"
+        case _:
+            yield ast.unparse(node)
 
 
 def with_condition(query: str, view: View, samples: pd.DataFrame, targets: pd.DataFrame) -> View:

@@ -53,14 +53,14 @@ def names_of(features: xr.Dataset) -> list[str]:
 # ------------------------------------------------------------------------------ what is stored
 
 
-def lacks_blocks(group: Group) -> bool:
-    """Return whether blocks are missing of what a store is to have."""
+def sources_that_lack_blocks(group: Group) -> list[str]:
+    """Return the sets of samples that lack blocks of what a store is to have."""
     stored, columns = group.stored_chunks("out_to_loss"), range(len(group.checkpoints))
-    return any(
-        _missing_blocks(group, rows, index, stored)
-        for _, rows in group.rows_of_sources()
-        for index in columns
-    )
+    return [
+        source
+        for source, rows in group.rows_of_sources()
+        if any(_missing_blocks(group, rows, index, stored) for index in columns)
+    ]
 
 
 def _missing_blocks(

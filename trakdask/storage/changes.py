@@ -14,7 +14,7 @@ import pandas as pd
 import xarray as xr
 import zarr
 
-from trakdask.files import Folder
+from trakdask.files import Folder, naming
 from trakdask.samples import normalise_coords
 from trakdask.storage.group import DROPPED, ERROR, Group, kind
 from trakdask.storage.lock import lock
@@ -34,7 +34,8 @@ def changing(
     """Lock a store, read it, and let count what the block has changed, if that raises nothing."""
     folder = Folder.at(store, storage_options)
     Group.read(folder)  # nothing is written where there is no store, not even a lock
-    with lock(folder, purpose) as require_held:
+    remedy = f"the store is as it was before: try {purpose} again when the cause is gone"
+    with naming(folder.url, remedy), lock(folder, purpose) as require_held:
         group = Group.read(folder)  # again: another writer may have just finished
         yield group
         require_held()  # while this process slept, another one may have taken it for dead

@@ -1,11 +1,12 @@
 """The zarr group of a store, and the one file that says what counts.
 
-``zarr.json`` of the group holds its attributes and, as zarr's consolidated metadata, those of every
-array: readers look nowhere else. So a writer first writes chunks, and then this file, which is
+``zarr.json`` of the group holds its attributes, one of which, ``arrays``, is the metadata of every
+array: trakdask looks nowhere else. So a writer first writes chunks, and then this file, which is
 replaced in one piece, so that a reader sees the store as it was before or as it is after. New rows
-lie in chunks of their own, or in one whose rows so far stay the same. What replaces other values
-(coords, sums) would overwrite them; so its chunks are named by the separator, ``/`` or ``.``, that
-those before are not named by. They are removed once they do not count.
+lie in chunks of their own, or in one whose rows so far stay the same. New coords and sums must not
+overwrite the old ones before the commit. The two versions therefore have different names of chunks:
+their numbers are separated by ``/`` or by ``.``. Arrays of two names would not do, since each name
+is a variable of ``xr.open_zarr``. The old chunks are removed once they do not count.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from trakdask.variables import CHECKPOINT, DERIVED, FITTED, PROJ_DIM, SAMPLE, VA
 
 METADATA = "zarr.json"
 DROPPED, ERROR, SCALE = "dropped", "error", "scale"
-STORE_ATTRS = ("coordinates", "n_samples", "sources", "unfinished", "lacking")
+STORE_ATTRS = ("arrays", "coordinates", "n_samples", "sources", "unfinished", "lacking")
 """Attributes by which the store knows what it holds; not those of features."""
 
 Metadata = dict[str, Any]
@@ -71,13 +72,13 @@ class Group:
         with suppress(FileNotFoundError, NotADirectoryError):
             metadata = folder.read_json(METADATA)
         attrs = metadata.get("attributes", {})
-        if "sources" not in attrs:
+        if "arrays" not in attrs:
             raise FileNotFoundError(
                 f"expected features in {folder.url!r}, there is no store of this version but "
                 f"{folder.names()[:3] or 'nothing'}; try td.save(features, store), another path, "
                 "or xr.open_zarr for a group of other programs"
             )
-        arrays = metadata["consolidated_metadata"]["metadata"]
+        arrays = attrs.pop("arrays")
         return cls(folder, attrs, dict(arrays), arrays)
 
     # ------------------------------------------------------------------------------- what it holds
@@ -148,8 +149,8 @@ class Group:
         for index in {*self.chunk_indices(name)} - self.stored_chunks(name):
             raise IncompleteFeaturesError(
                 f"expected '{name}/{self.chunk_key(name, index)}' in the store "
-                f"{self.folder.url!r}, but it was lost; try td.verify(store), which says how to "
-                "restore it"
+                f"{self.folder.url!r}, but it is gone; try td.open(store) again if the store was "
+                "changed since, or td.verify(store), which says how to restore it"
             )
 
     def require_complete(self) -> None:
@@ -253,20 +254,23 @@ class Group:
             "at": datetime.now(UTC).isoformat(), "versions": {"trakdask": __version__}
         }  # fmt: skip
         self.attrs["coordinates"] = " ".join(sorted({*self.coords, ERROR} & {*self.arrays}))
-        metadata = {"kind": "inline", "must_understand": False, "metadata": self.arrays}
         files = {
             f"{name}/{METADATA}": array
             for name, array in self.arrays.items()
             if array != self.before.get(name)
         }
-        # The metadata of each array are for readers that do not know consolidated ones, and count
-        # for nothing else. Before there is a store, its own file is first: by it a folder is known
-        # for a store. Later it is last, because it is what commits.
+        # Consolidated metadata, and those of each array, are for other readers. They count for
+        # nothing else, because tools rewrite them. Before there is a store, its own file is first:
+        # by it a folder is known for a store. Later it is last, because it is what commits.
         files[METADATA] = {
             "zarr_format": 3,
             "node_type": "group",
-            "attributes": self.attrs,
-            "consolidated_metadata": metadata,
+            "attributes": {**self.attrs, "arrays": self.arrays},
+            "consolidated_metadata": {
+                "kind": "inline",
+                "must_understand": False,
+                "metadata": self.arrays,
+            },
         }
         for path in sorted(files, key=lambda path: (path == METADATA) == bool(self.before)):
             self.folder.write(path, json.dumps(files[path]).encode())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ import numpy as np
 import xarray as xr
 import zarr
 from dask.base import tokenize
+from zarr.storage import StorePath
 
 from trakdask.arrays.blocks import Key, Read, reader, stored
 from trakdask.errors import IncompleteFeaturesError, UnfinishedAppendWarning
@@ -94,16 +95,30 @@ def open(
         If an append was cut short, or goes on in another process: what is shown is the store as it
         was before.
     """
-    group = Group.read(Folder.at(store, storage_options))
+    folder = Folder.at(store, storage_options)
+    group = Group.read(folder)
+    while True:
+        try:
+            ds = _opened(group, require_complete, dropped, load_coords)
+            break
+        except (IncompleteFeaturesError, ValueError):
+            # What a writer has replaced since the group was read is gone.
+            before, group = group, Group.read(folder)
+            if group.attrs["saved"] == before.attrs["saved"]:
+                raise
+    if require_complete and "unfinished" in group.attrs:
+        warnings.warn(
+            f"expected no unfinished append in the store {folder.url!r}, which is shown as it was "
+            f"before: {group.about_unfinished()}",
+            UnfinishedAppendWarning,
+            stacklevel=2,
+        )
+    return ds
+
+
+def _opened(group: Group, require_complete: bool, dropped: bool, load_coords: bool) -> xr.Dataset:
     if require_complete:
         group.require_complete()
-        if "unfinished" in group.attrs:
-            warnings.warn(
-                f"expected no unfinished append in the store {group.folder.url!r}, which is shown "
-                f"as it was before: {group.about_unfinished()}",
-                UnfinishedAppendWarning,
-                stacklevel=2,
-            )
     elif not group.n_samples:
         group = group.target()
     ds = assembled(group, complete=require_complete)
@@ -142,9 +157,10 @@ def dropped_mask(group: Group) -> np.ndarray:
     """Return which samples of a store are dropped, (sample,) bool."""
     if DROPPED not in group.arrays:
         return np.zeros(group.n_samples, bool)
-    group.require_chunks(DROPPED)
     with _named(group.folder, DROPPED):
-        return np.asarray(group.array(DROPPED, read_only=True)[...])
+        mask = np.asarray(group.array(DROPPED, read_only=True)[...])
+    group.require_chunks(DROPPED)
+    return mask
 
 
 # ------------------------------------------------------------------------------------------ coords
@@ -170,29 +186,35 @@ def read_coords(
     names = [n for n, array in group.arrays.items() if n in names and array == group.before.get(n)]
     if not names:
         return {}
-    ds = xr.open_zarr(
-        zarr_store(group.folder, read_only=True), consolidated=True, chunks=None, zarr_format=3,
-        drop_variables=[name for name in group.arrays if name not in names],
-    )  # fmt: skip
+    # Of what was read of the store so far, and not of what a writer has put there since.
+    arrays = {"kind": "inline", "metadata": {name: group.arrays[name] for name in names}}
+    metadata = {"zarr_format": 3, "node_type": "group", "consolidated_metadata": arrays}
+    path = StorePath(zarr_store(group.folder, read_only=True))
+    root = zarr.Group(zarr.AsyncGroup.from_dict(path, metadata))
+    ds = xr.open_dataset(xr.backends.ZarrStore(root, mode="r"), chunks=None)
     coords: dict[str, xr.Variable] = {}
     for name in names:
         coord = coords[name] = ds[name].variable
         if name == ERROR:
             continue
-        group.require_chunks(name)
         if rows and coord.dims == (SAMPLE,):
-            read = functools.partial(_read_coord, coord)
+            read = functools.partial(
+                _read_coord, coord, functools.partial(group.require_chunks, name)
+            )
             coords[name] = coord._replace(
                 data=stored(read, (rows,), coord.dtype, _name(group, name))
             )
             continue
         with _named(group.folder, name):
             coord.load()
+        group.require_chunks(name)
     return coords
 
 
-def _read_coord(coord: xr.Variable, key: Key) -> np.ndarray:
-    return np.asarray(coord[key].values)
+def _read_coord(coord: xr.Variable, require_chunks: Callable[[], None], key: Key) -> np.ndarray:
+    values = np.asarray(coord[key].values)
+    require_chunks()
+    return values
 
 
 @contextmanager

@@ -8,22 +8,24 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
+import dask.array as da
 import numpy as np
 import pandas as pd
 import xarray as xr
 
-from trakdask.arrays.weights import squared_norm
+from trakdask.arrays.blocks import align_weights
+from trakdask.arrays.weights import squared_norm, with_digest
 from trakdask.checks import require_choice
 from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
-from trakdask.files import Folder
+from trakdask.files import Folder, naming
 from trakdask.provenance import BY_CHECKPOINT, REQUIRED_SPEC, STORE_SPEC, require_same, spec
 from trakdask.samples import normalise_coord
 from trakdask.storage.blocks import (
     difference_of_block,
-    lacks_blocks,
     names_of,
     save_blocks,
     save_fit,
+    sources_that_lack_blocks,
     with_errors,
 )
 from trakdask.storage.group import DROPPED, ERROR, METADATA, SCALE, STORE_ATTRS, Group, kind
@@ -72,7 +74,8 @@ def write(
     features = _storable(features)
     folder = Folder.at(store, storage_options)
     _read(folder)  # nothing is written into what is no store, not even a lock
-    with lock(folder, "td.save") as require_held:
+    remedy = "stored blocks are safe: try the same td.save(...) again when the cause is gone"
+    with naming(folder.url, remedy), lock(folder, "td.save") as require_held:
         before = _read(folder) or _new_group(folder, features, dtype)
         begun = before.attrs.get("unfinished")
         features = with_errors(before, features)
@@ -87,7 +90,13 @@ def write(
         save_fit(before.target(), features)
         # With all rows that chunks have: those of an unfinished append are to stay in them.
         save_blocks(before.target(), features, rows, retries, progress=progress)
-        if not lacks_blocks(group):
+        lacking = sources_that_lack_blocks(group)
+        if lacking and "lacking" in group.attrs:
+            raise IncompleteFeaturesError(
+                f"expected all blocks in the store {folder.url!r}, but the samples of {lacking} "
+                "still lack some; these features were saved, now try td.save with the others"
+            )
+        if not lacking:
             group.attrs.pop("lacking", None)
             group.write_small(coords)
             derive(before, group)
@@ -136,9 +145,11 @@ def _storable(features: xr.Dataset) -> xr.Dataset:
     # Why samples failed is among the variables, as featurize has it.
     features = features.reset_coords(ERROR) if ERROR in features.coords else features
     features = load_coords(lazy_features(features))
-    if NORM not in features:
-        norm = squared_norm(features.feature.data)
-        features = features.assign({NORM: (VARIABLES[NORM].dims, norm)})
+    feature = features.feature.data
+    norm = features[NORM].data if NORM in features else squared_norm(feature)
+    small = (align_weights(array, feature) for array in (norm, features.out_to_loss.data))
+    marked = da.map_blocks(with_digest, *small, dtype=np.float64)
+    features = features.assign({NORM: (VARIABLES[NORM].dims, marked, VARIABLES[NORM].attrs)})
     require_names(features.coords)
     return _portable_coords(features)
 
@@ -220,6 +231,11 @@ def _place(
     if rows is None:
         rows = range(target.n_samples, target.n_samples + features.sizes[SAMPLE])
         source = [str(ours.get("source", "")), len(rows)]
+        if len(sources) > 1 and append_dim == CHECKPOINT:
+            raise StoreMismatchError(
+                f"expected one of the sets of samples {sources} that the store has, got {source}; "
+                f"try one td.save(..., append_dim={CHECKPOINT!r}) per set"
+            )
         if rows.start and append_dim != SAMPLE:
             require_same({"source": source}, {"source": sources}, what=what, names=("source",))
         sources.append(source)
@@ -255,7 +271,7 @@ def _joined_checkpoints(
     }
     require_same(
         {**ours, **layout, **common}, {**target.attrs, **stored_layout}, what=what,
-        names=(*_SAME, *layout, *BY_CHECKPOINT),
+        names=(*BY_CHECKPOINT, *_SAME, *layout),
     )  # fmt: skip
     return joined
 
