@@ -18,6 +18,7 @@ CHECKPOINT = "checkpoint"
 PROJ_DIM = "proj_dim"
 PROJ_DIM_1 = "proj_dim_1"
 COMPONENT = "component"
+SKETCH_DIM = "sketch_dim"
 RANK = "rank"
 TOKEN = "token"
 MODULE = "module"
@@ -81,7 +82,7 @@ _ALL = (
     ),
     Variable(
         "principal_components",
-        ("sketch_dim", PROJ_DIM, CHECKPOINT),
+        (SKETCH_DIM, PROJ_DIM, CHECKPOINT),
         "orthonormal columns that reduce what is projected",
     ),
     Variable(
@@ -271,7 +272,7 @@ def _load(ds: xr.Dataset, names: Iterable[Hashable]) -> xr.Dataset:
 
 def ordered(features: xr.Dataset) -> xr.Dataset:
     """Return features with all dimensions in the order in which :data:`VARIABLES` has them."""
-    order = (SAMPLE, PROJ_DIM, PROJ_DIM_1, COMPONENT, ..., CHECKPOINT)
+    order = (SAMPLE, SKETCH_DIM, PROJ_DIM, PROJ_DIM_1, COMPONENT, ..., CHECKPOINT)
     return features.transpose(*order, missing_dims="ignore")
 
 

@@ -171,5 +171,5 @@ def test_store__grows_in_both_directions(tmp_path: Path) -> None:
     for name in ("feature", *projector.arrays):
         np.testing.assert_allclose(opened[name], whole[name], atol=1e-5, err_msg=name)
     assert not len(td.verify(store, checksums=True))
-    with pytest.raises(td.errors.StoreMismatchError, match="projector"):
+    with pytest.raises(td.errors.StoreMismatchError, match=r"fit.*like=features"):
         td.save(td.featurize(last, MODEL, td.SJLT(6)), store, append_dim="sample")

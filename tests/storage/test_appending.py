@@ -114,18 +114,6 @@ def test_append__checkpoint_of_two_sets_at_once_says_one_call_per_set(store: Pat
     assert_rows(td.open(store), range(60), 2)
 
 
-@pytest.mark.parametrize("first", [{}, {"curvature": {"c0": "1", "c1": "2"}}])
-def test_append__features_with_and_without_a_fit_are_told_apart_in_words(
-    tmp_path: Path, first: dict[str, object]
-) -> None:
-    second = {} if first else {"curvature": {"c0": "1"}, "projector": "another"}
-    save(features(A, NAMES[:2]).assign_attrs(first), tmp_path / "f.zarr")
-    expected, got = ("with it", "without it") if first else ("without it", "with it")
-    words = f"differ in curvature: expected features {expected}, got features {got}; try"
-    with pytest.raises(td.errors.StoreMismatchError, match=words):
-        save(features(A, NAMES[:2]).assign_attrs(second), tmp_path / "f.zarr")
-
-
 def interrupted(store: Path, rows: slice, names: tuple[str, ...], append_dim: str) -> None:
     """Append until the second block fails."""
     given, _ = counted(features(rows, names), limit=1)

@@ -12,12 +12,12 @@ import xarray as xr
 import zarr
 
 import trakdask as td
-from trakdask.attribution.grams import DERIVED
 from trakdask.files import Folder
 from trakdask.storage import reading
 from trakdask.storage.group import Group
 from trakdask.storage.reading import lazy_array, read_chunk
 from trakdask.testing import simulate_features
+from trakdask.variables import DERIVED
 
 ROWS, WIDE = 10, 2**17  # chunks of 2 MiB, which are mapped; those of 4 rows of 3 are read
 

@@ -13,8 +13,8 @@ import xarray as xr
 
 import trakdask as td
 from tests.storage.integers import counted, save
-from trakdask.attribution.grams import DERIVED
 from trakdask.testing import simulate_features
+from trakdask.variables import DERIVED
 
 DAYS = pd.date_range("2026-01-01", periods=40).values
 FEATURES = simulate_features(n_samples=40, proj_dim=8, chunks=16).assign_coords(

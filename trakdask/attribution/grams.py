@@ -52,7 +52,7 @@ _REMEDY = f"features.drop_vars({[GRAM, LOSS_GRADIENT]}, errors='ignore')"
 
 #: Of fewer rows, a correlation three standard errors above 0 is above 0.42.
 _LEAST_ROWS = 50
-#: Half a standard error of their correlation is below 0.016, and 2 p² flops for each are less than
+#: A standard error of their correlation is below 0.032, and 2 p² flops for each are less than
 #: the 9 p³ of the eigendecomposition, from p of a few hundred on.
 _LEFT_OUT_ROWS = 1000
 _NO_CHOICE = np.array([(np.nan, -1, np.nan, np.nan, np.nan)], arrays.damping.CHOICE)
@@ -126,8 +126,8 @@ def damping(
         several labels, and for ``estimator="soft"``, ``"trace"`` for regression and causal language
         models, as was measured to be best, else ``"closed_form"``.
         ``"completeness"``: one ρ for all checkpoints, λ_c = ρ tr(K_c)/n, chosen by the outputs;
-        see Notes. ``"trace"``: tr(K_c)/n, so ρ = 1; n counts samples that failed, too.
-        ``"closed_form"``: 0.03 tr(K_c²)/tr(K_c); a number replaces 0.03.
+        see Notes. ``"trace"``: ρ is the prior there; n counts samples that failed, too.
+        ``"closed_form"``: the prior times 0.03 tr(K_c²)/tr(K_c); a number replaces both factors.
         ``Absolute(x)`` is x itself. What this function returned before is taken as it is. Where
         :func:`save` or :func:`calibrate` stored λ and ``"auto"`` or the rule that chose it is asked
         for, it is the stored one, as long as the features are those of the store.
@@ -156,7 +156,7 @@ def damping(
     -----
     UserWarning
         If there are fewer than 3 checkpoints (completeness only). When computed: if outputs do not
-        follow the totals, or ρ is an end of the grid. The first and the last are shown once in a
+        follow the totals, or ρ is the end of the grid. The first and the last are shown once in a
         process, not for every query.
 
     Notes
@@ -170,10 +170,10 @@ def damping(
     Fisher's z = artanh(r), or by 0.2 if that at the prior is below 0.57 or there are fewer than 500
     samples, as after a short training, where ρ has to be 10 to 300 times as large.
 
-    The other rules are relative to the prior, too. No model is retrained and no n × m array made:
-    one more column of the gram matrix and one eigendecomposition per checkpoint, about 9 p³ flops
-    and 32 p² bytes; 21 numbers per sample and checkpoint. For other estimators it needs a gram
-    matrix of these weights too, one more pass over the features.
+    No model is retrained and no n × m array made: one more column of the gram matrix and one
+    eigendecomposition per checkpoint, about 9 p³ flops and 32 p² bytes; 21 numbers per sample and
+    checkpoint. For other estimators it needs a gram matrix of these weights too, one more pass over
+    the features.
 
     The samples are those of ``calibrate``, if given; else up to 1000 training samples from up to 8
     blocks, each left out of the sums exactly. So by default λ, and with it the score of a pair,
@@ -181,12 +181,8 @@ def damping(
     (1/√m) above 0, the next rule decides: training samples after ``calibrate``, and ``"trace"``
     last.
 
-    ρ is free of the scale of the gradients of any checkpoint. Measured by
-    ``tests/benchmarks/quality.py`` on seven small classification tasks: completeness lost 0.007 of
-    the linear datamodeling score on average against the best λ, 0.035 in the worst of 56 settings
-    (chosen by the targets 0.007, and 0.038 in the worst); the closed form 0.037 with TRAK's
-    weights, 0.051 with soft ones. Nineteen further tasks, regression and language models are on the
-    page "Quality".
+    ρ is free of the scale of the gradients of any checkpoint. What λ loses against the best one was
+    measured by ``tests/benchmarks/halves.py`` and is on the page "Estimator and λ".
 
     Examples
     --------

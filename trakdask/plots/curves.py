@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def damping(chosen: xr.Dataset) -> Figure:
-    """Draw how the damping was chosen: the curve, what of it might be chosen, and the choice.
+    """Draw how the damping was chosen: the curve, what suffices for the prior, and the choice.
 
     Parameters
     ----------
