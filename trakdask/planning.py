@@ -33,7 +33,7 @@ __all__ = ["Pilot", "Plan", "PlannedProjection", "plan"]
 
 _MOST_PER_COLUMN = 2
 """With more samples than this per random column, every task that was measured lost 0.04 or more of
-its linear datamodeling score with one checkpoint (``tests/benchmarks/columns.py``)."""
+its LDS with one checkpoint (``tests/benchmarks/results/2026-11-23-columns.txt``)."""
 _MOST_COLUMNS = 8192
 """Of more, :func:`trakdask.save` makes no eigenvectors."""
 _FEW_TASKS = 20

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 import xarray as xr
+from _fits import SKETCH, a_quarter, featurized
 from _machine import made_once
-from _quality_kernels import LEAST_WEIGHT, Floats, unit_ranks
 from _quality_scores import ground
 from _quality_tasks import Subject, members
 from _quality_truth import checkpoints
-from curvature import SKETCH, a_quarter
+from numpy.typing import NDArray
+from scipy.stats import rankdata
 
 import trakdask as td
 from trakdask.arrays.damping import GRID
@@ -25,10 +26,12 @@ from trakdask.attribution.scores import loss_weights
 
 FIRST = 1_000_000  # number of the first half: the truth has the halves 0, 1, ...
 N_CHECKPOINTS = 10
+LEAST_WEIGHT = 1e-9  # weights are divided by
 #: Which of ten checkpoints are scored together: all, and several draws of fewer.
 TOGETHER = [[0], [1], [2], [0, 1, 2], [3, 4, 5], [*range(5)], [*range(5, 10)], [*range(10)]]
 
 Row = dict[str, Any]
+Floats = NDArray[np.floating]
 
 
 def half_checkpoints(subject: Subject, cache: Path, n: int) -> list[Path]:
@@ -53,11 +56,10 @@ def curves(subject: Subject, cache: Path) -> list[Row]:
 def _rows(subject: Subject, cache: Path) -> Iterator[Row]:
     parts = subject.samples(0), subject.samples(1)
     for data, train in (("all", checkpoints), ("halves", half_checkpoints)):
-        plain = td.Model(subject.build, train(subject, cache, N_CHECKPOINTS), subject.task)
-        curved = plain.with_curvature(td.curvature(a_quarter(parts[0]), plain))
-        for kind, model in (("plain", plain), ("curvature", curved)):
-            made = [td.featurize(one, model, projector=SKETCH).compute() for one in parts]
-            for row in _of_features(subject, *made):
+        model = td.Model(subject.build, train(subject, cache, N_CHECKPOINTS), subject.task)
+        curved = td.curvature(a_quarter(parts[0]), model).then(td.SJLT(proj_dim=1024))
+        for kind, projector in (("plain", SKETCH), ("curvature", curved)):
+            for row in _of_features(subject, *featurized(model, *parts, projector)):
                 yield {"task": subject.name, "data": data, "features": kind} | row
 
 
@@ -84,6 +86,13 @@ def _of_features(subject: Subject, train: xr.Dataset, targets: xr.Dataset) -> It
             "curve": [round(float(np.corrcoef(each, f)[0, 1]), 5) for each in totals],
             "closed form": float((0.03 * len(f) * sums[:, 1] / sums[:, 0] ** 2).mean()),
         }  # fmt: skip
+
+
+def unit_ranks(values: Floats) -> Floats:
+    ranks = rankdata(values, axis=0)
+    ranks -= ranks.mean(axis=0)
+    norm = np.linalg.norm(ranks, axis=0)
+    return np.asarray(ranks / np.where(norm > 0, norm, 1))
 
 
 def _kernels(train: xr.Dataset, targets: xr.Dataset, weights: Weights) -> Iterator[tuple[Any, ...]]:

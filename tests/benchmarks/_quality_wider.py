@@ -1,17 +1,14 @@
-"""Tasks of quality_wider.py: how the training, the network or the labels change what is best."""
+"""More tasks: how the training, the network or the labels change what is best."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import xarray as xr
-from _machine import made_once
 from _quality_subjects import applied
 from _quality_tasks import (
     N_CLASSES,
@@ -24,7 +21,6 @@ from _quality_tasks import (
     standardised,
     text,
 )
-from _quality_truth import N_CHECKPOINTS
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -144,19 +140,6 @@ class Wider(Subject):
     smoothing: float = 0.0
 
     def train(self, mask: NDArray[np.bool_] | None, seed: int) -> State:
-        *_, last = self.steps(mask, seed)
-        return _copied(last)
-
-    def trajectory(self, seed: int, n: int) -> list[State]:
-        """Return states at even distances in the second half of one training, the last is last."""
-        batches = -(-len(self.data()[0][0]) // self.batch_size)
-        at = np.linspace(0.5, 1, n + 1)[1:] * self.epochs * batches
-        kept = set(at.round().astype(int) - 1)
-        steps = enumerate(self.steps(None, seed))
-        return [_copied(model) for step, model in steps if step in kept]
-
-    def steps(self, mask: NDArray[np.bool_] | None, seed: int) -> Iterator[nn.Module]:
-        """Yield the model after every step."""
         rows = slice(None) if mask is None else mask
         inputs, labels = (torch.from_numpy(array[rows]) for array in self.data()[0])
         with torch.random.fork_rng(devices=[]):
@@ -169,7 +152,7 @@ class Wider(Subject):
                     torch.autograd.backward(self.loss(model(inputs[batch]), labels[batch]))
                     optimizer.step()
                     schedule.step()
-                    yield model
+        return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
     def _optimizer(self, model: nn.Module, n: int) -> tuple[Any, Any]:
         made = model.parameters(), self.lr
@@ -212,24 +195,8 @@ class Strokes(Wider):
         return applied(self, state, part) * torch.from_numpy(2 * self.data()[part][1] - 1)
 
 
-def _copied(model: nn.Module) -> State:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-
-def trajectory(subject: Wider, cache: Path) -> list[Path]:
-    """Train the first full-data model once more if its states on the way are not in the cache."""
-    stem = cache / "checkpoints" / f"{subject.name}-{subject.digest()}"
-    paths = [Path(f"{stem}-t{index}.pt") for index in range(N_CHECKPOINTS)]
-    if not all(path.exists() for path in paths):
-        for path, state in zip(paths, subject.trajectory(0, N_CHECKPOINTS), strict=True):
-            made_once(path, functools.partial(torch.save, state))
-    return paths
-
-
 _DIGITS = functools.cache(digits)
 _MLP = examples.digits_mlp
-#: Tasks of which states of one run are compared with several seeds.
-ON_ONE_RUN = ("plain", "sgd", "decay", "overlapping")
 N_SUBSETS = 100
 
 WIDER = {

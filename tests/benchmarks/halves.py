@@ -20,13 +20,13 @@ import dask.array as da
 import numpy as np
 import pandas as pd
 import torch
+from _fits import ALL, print_gains
 from _machine import parser_of
 from _quality_damping import Row, curves
 from _quality_wider import UNDERFITTED
-from curvature import ALL, print_gains
 
 from trakdask.arrays import damping
-from trakdask.models.curvature import DAMPING_PRIOR
+from trakdask.projection.fitted import Curvature
 
 TASKS = ALL | UNDERFITTED
 OF_NETWORKS = {
@@ -47,7 +47,7 @@ def group_of(task: str) -> str:
 
 
 def prior(row: Row) -> float:
-    return DAMPING_PRIOR if row["features"] == "curvature" else 1.0
+    return Curvature.damping_prior if row["features"] == "curvature" else 1.0
 
 
 def package(row: Row) -> float:

@@ -3,7 +3,7 @@
     pip install -c constraints.txt -e '.[demo,peers]'
     python tests/benchmarks/peer_kronfluence.py --cache demo-output/quality    # half an hour
 
-The same checkpoints, samples and targets as in components.py. Factors are those of the true Fisher
+The same checkpoints, samples and targets as in fits.py. Factors are those of the true Fisher
 matrix, with labels drawn from the model. The measurement is the margin, as for td.score. A mean
 over checkpoints is one of scores, as in td.score. Only weights of linear layers and convolutions
 count, which is all that kronfluence analyses, so tasks with attention are left out.
@@ -21,9 +21,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import xarray as xr
+from _fits import ALL, N_CHECKPOINTS, arguments_of
 from _quality_scores import ground
 from _quality_truth import checkpoints
-from curvature import ALL, N_CHECKPOINTS, arguments_of
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 

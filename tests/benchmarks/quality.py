@@ -23,6 +23,7 @@ import dask
 import numpy as np
 import torch
 import xarray as xr
+from _fits import ALL
 from _machine import made_once, parser_of
 from _quality_peers import PEERS, PeerJob
 from _quality_report import comparisons, report, summary, verdicts
@@ -48,8 +49,8 @@ POWERS = tuple(name for name in ESTIMATORS if name not in ("trak", "soft"))
 def train(options: argparse.Namespace) -> None:
     """Train the models to attribute, and the truth that is committed."""
     for name in options.tasks:
-        checkpoints(SUBJECTS[name], options.cache, max(options.checkpoints))
-        keep(SUBJECTS[name], retrain(SUBJECTS[name], options.cache))
+        checkpoints(ALL[name], options.cache, max(options.checkpoints))
+        keep(ALL[name], retrain(ALL[name], options.cache))
 
 
 def score(options: argparse.Namespace) -> list[dict[str, Any]]:

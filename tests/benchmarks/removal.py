@@ -23,12 +23,12 @@ import numpy as np
 import pandas as pd
 import torch
 import xarray as xr
+from _fits import ALL, EXACT_DAMPING, SKETCH, a_quarter, featurized
 from _machine import made_once, parser_of
 from _quality_scores import ground
 from _quality_subjects import next_word, steps
 from _quality_tasks import N_WORDS, Subject
 from _quality_truth import TRUTH, checkpoints
-from curvature import ALL, EXACT_DAMPING, SKETCH, a_quarter
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -101,34 +101,32 @@ def file_of(subject: Subject, removed: float) -> Path:
 def scores_of(
     subject: Subject, model: td.Model, projector: Any, estimator: Any = "auto"
 ) -> xr.DataArray:
-    train, targets = (
-        td.featurize(subject.samples(part), model, projector=projector).compute() for part in (0, 1)
-    )
-    return td.score(train, targets, estimator).drop_attrs().compute()
+    features = featurized(model, subject.samples(0), subject.samples(1), projector)
+    return td.score(*features, estimator).drop_attrs().compute()
 
 
 def by_size(subject: Subject, cache: Path, n: int) -> dict[str, xr.DataArray]:
     """Return scores by n checkpoints, at the default λ."""
     model = td.Model(subject.build, checkpoints(subject, cache, n), subject.task)
     train = subject.samples(0)
-    curved = model.with_curvature(td.curvature(a_quarter(train), model))
-    reduced = [of.with_components(td.principal_components(train, of)) for of in (model, curved)]
+    curved = td.curvature(a_quarter(train), model, leading=4096).then(td.SJLT(proj_dim=4096))
     return {
         "2,048 random": scores_of(subject, model, SKETCH),
         "512 random": scores_of(subject, model, td.SJLT(proj_dim=512)),
-        "512 components": scores_of(subject, reduced[0], None),
-        "components, curvature": scores_of(subject, reduced[1], None),
+        "512 components": scores_of(subject, model, td.principal_components(train, model)),
+        "components, curvature": scores_of(
+            subject, model, td.principal_components(train, model, projector=curved)
+        ),
     }
 
 
 def others(subject: Subject, cache: Path, n: int) -> dict[str, xr.DataArray]:
     """Return scores of baselines, EK-FAC on whole gradients, and soft weights of power 1."""
     model = td.Model(subject.build, checkpoints(subject, cache, n), subject.task)
-    fitted = td.curvature(subject.samples(0), model, damping=EXACT_DAMPING)
-    curved = model.with_curvature(fitted)
+    curved = td.curvature(subject.samples(0), model, damping=EXACT_DAMPING, leading=0)
     found = {
-        "EK-FAC": scores_of(subject, curved, td.Identity(), "grad_dot"),
-        "cosine": scores_of(subject, model, SKETCH, "grad_cos"),
+        "EK-FAC": scores_of(subject, model, curved.then(td.Identity()), estimator="grad_dot"),
+        "cosine": scores_of(subject, model, SKETCH, estimator="grad_cos"),
     }
     if subject.name == "language":
         return found | {"BM25": bm25(subject)}

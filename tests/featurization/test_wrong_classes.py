@@ -131,7 +131,7 @@ def test_store__keeps_the_mean_when_samples_come_and_go(tmp_path: Path) -> None:
         return td.gram(some, weights=weights).values + n * mean
 
     np.testing.assert_allclose(opened.gram, expected(slice(None)), rtol=1e-5, atol=1e-6)
-    left = td.drop(store, where=lambda ds: ds.label < 1)
+    left = td.drop(store, where=xr.DataArray(SAMPLES.label.values < 1, dims="sample"))
     keep = np.flatnonzero(SAMPLES.label.values >= 1)
     np.testing.assert_allclose(left.gram, expected(keep), rtol=1e-5, atol=1e-6)
     whole = left.isel(sample=[3, 11])  # rows keep the matrices of all

@@ -27,7 +27,7 @@ from trakdask.arrays.blocks import (
 _ROUNDING = 1e-6
 
 #: Standard deviations of log((1 - q)/q) up to which Q is the best weight of samples, and from which
-#: its root is. Chosen by tests/benchmarks/quality_wider.py.
+#: its root is. Chosen by tests/benchmarks/results/2026-11-23-quality_wider.txt.
 _EQUALLY_SURE, _UNEQUALLY_SURE = 0.8, 1.4
 
 _ROWS_AT_ONCE = 64

@@ -130,9 +130,9 @@ def score_parts(
     token is formed, and none is projected.
 
     Cost: a forward and a backward pass, and about one more forward pass for each w; see
-    ``tests/benchmarks/tokens.py``. Memory: 4 bytes per parameter for each w, at most 256 MiB at
-    once per checkpoint, unless a single w is larger. The model runs in the precision of the
-    features.
+    ``tests/benchmarks/results/2026-11-23-tokens.txt``. Memory: 4 bytes per parameter for each w, at
+    most 256 MiB at once per checkpoint, unless a single w is larger. The model runs in the
+    precision of the features.
 
     Gradients are rounded when they are projected, to 14 bits by default, and products here are not.
     This is all by which sums differ from the scores of whole samples: a relative 1e-4 of the

@@ -1,0 +1,82 @@
+"""What benchmarks of scores share: tasks, LDS, and rows that a run which was interrupted keeps."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import dask
+import numpy as np
+import pandas as pd
+import torch
+import xarray as xr
+from _machine import made_once, parser_of
+from _quality_scores import ground
+from _quality_subjects import SUBJECTS
+from _quality_wider import HELD_OUT, WIDER
+
+import trakdask as td
+
+ALL = SUBJECTS | WIDER | HELD_OUT
+N_CHECKPOINTS = (1, 3)
+SKETCH = td.SJLT(proj_dim=2048)
+EXACT_DAMPING = 1.0
+
+Measure = Callable[[str, int, Path], dict[str, Any]]
+
+
+def a_quarter(samples: xr.Dataset) -> xr.Dataset:
+    n = samples.sizes["sample"]
+    return samples.isel(sample=np.sort(np.random.default_rng(0).choice(n, n // 4, replace=False)))
+
+
+def featurized(
+    model: td.Model, train: xr.Dataset, targets: xr.Dataset, projector: Any
+) -> list[xr.Dataset]:
+    return [td.featurize(samples, model, projector).compute() for samples in (train, targets)]
+
+
+def lds(subject: Any, train: xr.Dataset, targets: xr.Dataset, **options: Any) -> float:
+    scores = td.score(train, targets, **options)
+    return float(td.evaluate.lds(scores, *ground(subject), resamples=1).lds_mean.compute())
+
+
+def cpu_seconds(call: Callable[[], Any]) -> float:
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+def rows_of(measure: Measure, tasks: list[str], cache: Path, folder: Path) -> pd.DataFrame:
+    """Return a row for each task and number of checkpoints; those in the folder are kept."""
+
+    def row(name: str, n: int) -> dict[str, Any]:
+        made = made_once(
+            folder / f"{name}-{n}.json",
+            lambda path: path.write_text(json.dumps(measure(name, n, cache))),
+        )
+        found = {"task": name, "checkpoints": n}
+        return found | json.loads(made.read_text())
+
+    return pd.DataFrame([row(name, n) for n in N_CHECKPOINTS for name in tasks])
+
+
+def arguments_of(doc: str | None) -> argparse.Namespace:
+    """Return the options of the script; torch and dask use one thread from now on."""
+    parser = parser_of(doc or "", cache=Path("demo-output/quality"), tasks=list(ALL))
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dask.config.set(scheduler="synchronous")
+    return parser.parse_args()
+
+
+def print_gains(gain: pd.Series[float]) -> None:
+    """Print on how many tasks a gain is clear."""
+    print(f"mean gain {gain.mean():.3f}, least {gain.min():.3f}, "
+          f"above 0.003 on {(gain > 0.003).sum()} of {len(gain)} tasks, "
+          f"below -0.003 on {(gain < -0.003).sum()}")  # fmt: skip
