@@ -18,13 +18,7 @@ import xarray as xr
 from trakdask import arrays
 from trakdask.arrays.solve import component_count
 from trakdask.attribution.derived import chosen_damping, sums
-from trakdask.attribution.estimators import (
-    EstimatorLike,
-    GramEstimator,
-    Soft,
-    Trak,
-    with_gram,
-)
+from trakdask.attribution.estimators import EstimatorLike, GramEstimator, Soft, Trak, with_gram
 from trakdask.attribution.grams import require_calibration
 from trakdask.storage.blocks import save_sums
 from trakdask.storage.changes import changing
@@ -83,11 +77,11 @@ def save(
     store
         Folder or fsspec URL; all workers must reach it.
     estimator
-        Which :func:`score` to store beside the features what it needs of all of these (training)
-        samples for: the gram matrix of each checkpoint, its eigenvectors and the damping λ, which
-        the rule of ``damping="auto"`` chooses; for :class:`Soft` also the sum of the weighted
-        features, ``loss_gradient``. Other estimators can still be scored: they reduce theirs from
-        the features. ``None`` stores features alone, as targets need.
+        As in :func:`score`. The store also keeps what scores with this estimator need of all of
+        these (training) samples: the gram matrix of each checkpoint, its eigenvectors, and λ as
+        ``damping="auto"`` chooses it; for :class:`Soft` also the sum of the weighted features,
+        ``loss_gradient``. Other estimators can still be used: they reduce theirs from the features.
+        ``None`` stores features alone, which is enough for targets.
     append_dim
         ``"sample"`` adds these samples to a store, ``"checkpoint"`` these checkpoints of samples
         that it has (those that it has already are left out), as xarray's ``append_dim`` does. The

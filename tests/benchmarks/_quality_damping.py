@@ -21,8 +21,8 @@ from scipy.stats import rankdata
 
 import trakdask as td
 from trakdask.arrays.damping import GRID
-from trakdask.attribution.estimators import Weights, gather_options
-from trakdask.attribution.scores import loss_weights
+from trakdask.attribution.estimators import GramEstimator, with_gram
+from trakdask.attribution.estimators import choosing as choosing_of
 
 FIRST = 1_000_000  # number of the first half: the truth has the halves 0, 1, ...
 N_CHECKPOINTS = 10
@@ -66,17 +66,18 @@ def _rows(subject: Subject, cache: Path) -> Iterator[Row]:
 def _of_features(subject: Subject, train: xr.Dataset, targets: xr.Dataset) -> Iterator[Row]:
     drawn, outputs = ground(subject)
     drawn, truth = drawn.values.astype(np.float32), unit_ranks(outputs.mean("seed").values)
-    options = gather_options(train.chunk())
-    scoring = choosing = list(_kernels(train, targets, options.weights))
-    if options.choosing.gram != options.weights.gram:
-        choosing = list(_kernels(train, targets, options.choosing))
+    train = train.drop_vars("wrong_classes", errors="ignore")
+    estimator, chooser = with_gram(train.chunk(), "auto"), choosing_of(train)
+    scoring = choosing = list(_kernels(train, targets, estimator.of_sums()))
+    if chooser.gram_weights != estimator.of_sums().gram_weights:
+        choosing = list(_kernels(train, targets, chooser))
     for together in TOGETHER:
         some = train.isel(checkpoint=together).chunk()
-        g = loss_weights(options, some).loss_data(some).compute().mean(axis=1).astype(np.float32)
+        g = estimator.of_scores(some).g(some).compute().mean(axis=1).astype(np.float32)
         products = sum(scoring[c][0] for c in together)
         predicted = [drawn @ (g[:, None] * each) for each in products]
         lds = [(unit_ranks(each) * truth).sum(axis=0).mean() for each in predicted]
-        r = options.choosing.loss_data(some).compute().mean(axis=1)
+        r = chooser.g(some).compute().mean(axis=1)
         f = some.output.mean("checkpoint")
         totals = sum(_left_out(*choosing[c][1:], r) for c in together)
         sums = np.array([[(choosing[c][1] ** k).sum() for k in (1, 2)] for c in together])
@@ -95,9 +96,11 @@ def unit_ranks(values: Floats) -> Floats:
     return np.asarray(ranks / np.where(norm > 0, norm, 1))
 
 
-def _kernels(train: xr.Dataset, targets: xr.Dataset, weights: Weights) -> Iterator[tuple[Any, ...]]:
+def _kernels(
+    train: xr.Dataset, targets: xr.Dataset, weights: GramEstimator
+) -> Iterator[tuple[Any, ...]]:
     """Yield φ(z)ᵀ(K + λI)⁻¹φ(t) (ρ, z, t), and what leaves rows out, of each checkpoint."""
-    h = weights.gram_data(train.chunk())
+    h = weights.h(train.chunk())
     h = np.ones(train.output.shape) if h is None else h.compute()
     for c in range(train.sizes["checkpoint"]):
         x, t = (ds.feature.values[:, :, c].astype(np.float64) for ds in (train, targets))

@@ -41,7 +41,6 @@ from _quality_large import LARGE
 from _quality_truth import checkpoints
 
 import trakdask as td
-from trakdask.models.tasks.supervised import Classification
 
 MANY = 8000
 WIDTHS = 512, 1024, 2000
@@ -76,19 +75,12 @@ def measure(name: str, n: int, cache: Path) -> dict[str, float]:
     for kind, fit in FITS.items():
         projector = fit(samples[0], model)
         features, targets = featurized(model, *samples, projector)
-        row[kind] = lds(subject, features, targets)
-    if has_wrong_classes(model.task):
-        features["wrong_classes"] = td.wrong_classes(
-            samples[0], model, projector=projector
-        ).compute()
+        row[kind] = lds(subject, features.drop_vars("wrong_classes", errors="ignore"), targets)
+    if "wrong_classes" in features:
         row["wrong classes"] = lds(subject, features, targets)
     exact = td.curvature(samples[0], model, damping=EXACT_DAMPING, leading=0).then(td.Identity())
     row["exact EK-FAC"] = lds(subject, *featurized(model, *samples, exact), estimator="grad_dot")
     return row
-
-
-def has_wrong_classes(task: Any) -> bool:
-    return isinstance(task, Classification) and type(task).output is Classification.output
 
 
 def measure_large(name: str, n: int, cache: Path) -> dict[str, float]:

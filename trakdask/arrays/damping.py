@@ -17,14 +17,7 @@ import dask.array as da
 import numpy as np
 import numpy.typing as npt
 
-from trakdask.arrays.blocks import (
-    Block,
-    Blocks,
-    align_weights,
-    block_starts,
-    blockwise,
-    flat,
-)
+from trakdask.arrays.blocks import Block, Blocks, align_weights, block_starts, blockwise, flat
 from trakdask.arrays.solve import Inverse, Spectrum
 from trakdask.arrays.weights import pooled
 from trakdask.errors import warn_once

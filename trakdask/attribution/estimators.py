@@ -166,15 +166,12 @@ class GramEstimator(Estimator):
         """Return the estimator with a rule in place of "auto", or with λ of these checkpoints."""
         damping = self.damping
         if self.rule == "auto":
-            damping = self._automatic(features)
+            default = features.attrs.get("default_damping", "closed_form")
+            is_soft = Soft.name in (self.name, features.attrs.get("default_estimator"))
+            damping = "completeness" if is_soft else default
         elif isinstance(damping, xr.DataArray):
             damping = _of_checkpoints(features, damping, "damping")
         return self.with_damping(damping)
-
-    def _automatic(self, features: xr.Dataset) -> Rule:
-        if features.attrs.get("default_estimator") == Soft.name:
-            return "completeness"
-        return features.attrs.get("default_damping", "closed_form")  # type: ignore[no-any-return]
 
     def of_sums(self) -> GramEstimator:
         """Return the estimator with the weights that it has in sums over all samples."""
@@ -312,20 +309,16 @@ class Soft(GramEstimator):
 
     def resolved(self, features: xr.Dataset) -> GramEstimator:
         """Return the estimator with a rule for λ; that of TRAK for a squared error."""
+        resolved = super().resolved(features)
         if not has_squared_error(features):
-            here = replace(self, wrong_classes=self.wrong_classes and WRONG_CLASSES in features)
-            return super(Soft, here).resolved(features)
+            wrong_classes = self.wrong_classes and WRONG_CLASSES in features
+            return replace(resolved, wrong_classes=wrong_classes)  # type: ignore[call-arg]
         if not isinstance(self.power, str) and self.power != 1:
             raise ValueError(
                 f"expected power=1 for the task {features.attrs['task']}, whose loss is a squared "
                 f"error, got power={self.power}; try Trak(), which gives the same scores as power=1"
             )
-        return Trak(self._automatic(features) if self.rule == "auto" else self.damping).resolved(
-            features
-        )
-
-    def _automatic(self, features: xr.Dataset) -> Rule:
-        return "completeness"
+        return Trak(resolved.damping)
 
     def of_sums(self) -> Soft:
         """Return the estimator with the power that it has in sums over all samples."""

@@ -22,13 +22,7 @@ from scipy.spatial import cKDTree
 
 import trakdask as td
 from trakdask import arrays
-from trakdask.attribution.estimators import (
-    EstimatorLike,
-    GradDot,
-    GramEstimator,
-    Trak,
-    resolve,
-)
+from trakdask.attribution.estimators import EstimatorLike, GradDot, GramEstimator, Trak, resolve
 from trakdask.attribution.scores import solver
 from trakdask.explorer import tables
 from trakdask.explorer.computing import compute
