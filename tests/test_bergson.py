@@ -69,7 +69,7 @@ def test_open_bergson__scores_are_those_of_the_gradients(tmp_path: Path) -> None
     unit = g / np.linalg.norm(g, axis=1, keepdims=True)
     found = td.score(features, targets, estimator="grad_cos")
     np.testing.assert_allclose(found, unit @ unit[:2].T, rtol=1e-5, atol=1e-6)
-    found = td.score(features, targets, estimator="trak", damping=td.Absolute(0.5))
+    found = td.score(features, targets, td.Trak(damping=td.Absolute(0.5)))
     expected = g @ np.linalg.solve(g.T @ g + 0.5 * np.eye(16), g[:2].T)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 

@@ -180,7 +180,7 @@ def test_to_zarr__scores_and_rankings(tmp_path: Path) -> None:
 def test_to_zarr__blocks_of_different_sizes(tmp_path: Path, sizes: tuple[int, ...]) -> None:
     """As in a store to which samples were appended."""
     rows = FEATURES.isel(sample=slice(sum(sizes)))
-    scores = td.score(rows.chunk(sample=sizes), TARGETS, damping=0.1)
+    scores = td.score(rows.chunk(sample=sizes), TARGETS, td.Trak(damping=0.1))
     td.to_zarr(scores, tmp_path / "s.zarr")
     again = xr.open_zarr(tmp_path / "s.zarr").score
     np.testing.assert_array_equal(again, scores)

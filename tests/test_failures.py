@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -110,41 +110,41 @@ def partly_failed(n: int = 60, proj_dim: int = 8) -> tuple[xr.Dataset, xr.Datase
 
 
 ESTIMATORS = [
-    {"estimator": "trak"},
-    {"estimator": "relatif"},
-    {"estimator": "soft", "damping": "closed_form"},
-    {"estimator": "grad_dot"},
-    {"estimator": "grad_cos"},
-    {"estimator": "tracin", "learning_rates": {"c0": 0.1, "c1": 0.2, "c2": 0.3}},
+    td.Trak(),
+    td.RelatIF(),
+    td.Soft(damping="closed_form"),
+    td.GradDot(),
+    td.GradCos(),
+    td.TracIn({"c0": 0.1, "c1": 0.2, "c2": 0.3}),
 ]
 TARGETS = td.testing.simulate_features(60, 8, 3, seed=1)
 
 
-@pytest.mark.parametrize("options", ESTIMATORS, ids=lambda options: options["estimator"])
-def test_score__failed_samples_are_nan_and_the_others_right(options: dict) -> None:
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda each: each.name)
+def test_score__failed_samples_are_nan_and_the_others_right(estimator: Any) -> None:
     features, rest = partly_failed()
     failed = (features.error != "").compute()
     features = features.drop_vars("error").where(~failed.any("checkpoint"))
-    scores = td.score(features, TARGETS, **options).compute()
-    expected = td.score(rest, TARGETS, **options)
+    scores = td.score(features, TARGETS, estimator).compute()
+    expected = td.score(rest, TARGETS, estimator)
     bad = failed.any("checkpoint").values
     assert np.isnan(scores[bad]).all()
     np.testing.assert_allclose(scores[~bad], expected, rtol=1e-4, atol=1e-7)
     top = td.top_k(scores, 57 - 2).compute()
     assert not np.isin(top.position, np.flatnonzero(bad)).any()
-    groups = td.group_score(features, TARGETS, by="label", **options)
+    groups = td.group_score(features, TARGETS, estimator, by="label")
     np.testing.assert_allclose(groups, scores.groupby("label").sum(), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", ESTIMATORS, ids=lambda options: options["estimator"])
-def test_score__failure_at_one_checkpoint(options: dict) -> None:
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda each: each.name)
+def test_score__failure_at_one_checkpoint(estimator: Any) -> None:
     """Such a sample has no score; the gram matrices of the other checkpoints keep it."""
     features, _ = partly_failed()
     failed = (features.error != "").any("checkpoint").values
-    scores = td.score(features, TARGETS, **options).compute()
+    scores = td.score(features, TARGETS, estimator).compute()
     assert (np.isnan(scores).all("target").values == failed).all()
     assert np.isfinite(scores[~failed]).all()
-    groups = td.group_score(features, TARGETS, by="label", **options)
+    groups = td.group_score(features, TARGETS, estimator, by="label")
     np.testing.assert_allclose(groups, scores.groupby("label").sum(), rtol=1e-4, atol=1e-6)
     gram = td.gram(features)
     known = features.feature.fillna(0).astype("f8").values
@@ -160,8 +160,8 @@ def test_save__failures_are_a_coord_of_the_store(tmp_path: Path) -> None:
     assert sorted({position for position, _ in failed.index}) == BAD
     assert np.isfinite(opened.gram).all()
     targets = oracle(projector=td.Identity()).isel(sample=slice(4))
-    expected = td.score(oracle(projector=td.Identity()), targets, damping="closed_form")
-    scores = td.score(opened, targets, damping="closed_form")
+    expected = td.score(oracle(projector=td.Identity()), targets, td.Trak(damping="closed_form"))
+    scores = td.score(opened, targets, td.Trak(damping="closed_form"))
     np.testing.assert_allclose(scores[GOOD], expected, rtol=1e-3, atol=1e-9)
     good = opened.where((opened.error == "").all("checkpoint"), drop=True)
     assert good.sizes["sample"] == len(GOOD)

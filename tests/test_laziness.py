@@ -44,7 +44,7 @@ def from_torch() -> xr.Dataset:
 
 def score_parts() -> xr.DataArray:
     features = td.featurize(from_arrays(), model(), projector=td.SJLT(8))
-    options = {"parts": ["weight"], "damping": 0.1}
+    options = {"parts": ["weight"], "estimator": td.Trak(damping=0.1)}
     return td.score_parts(features, features, model(), of=from_arrays(), **options)
 
 
@@ -79,9 +79,7 @@ PUBLIC = {
     "score_soft": lambda: td.score(MANY, MANY_TARGETS, estimator="soft"),
     "score_relatif": lambda: td.score(FEATURES, TARGETS, estimator="relatif"),
     "score_grad_cos": lambda: td.score(FEATURES, TARGETS, estimator="grad_cos"),
-    "score_tracin": lambda: td.score(
-        FEATURES, TARGETS, estimator="tracin", learning_rates={"c0": 0.1, "c1": 0.2}
-    ),
+    "score_tracin": lambda: td.score(FEATURES, TARGETS, td.TracIn({"c0": 0.1, "c1": 0.2})),
     "self_influence": lambda: td.self_influence(MANY, estimator="soft"),
     "score_ensemble": lambda: td.score(FEATURES, TARGETS, average=False),
     "group_score": lambda: td.group_score(FEATURES, TARGETS, by="label"),

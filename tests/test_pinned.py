@@ -16,25 +16,26 @@ import pytest
 import xarray as xr
 
 import trakdask as td
+from trakdask.provenance import DEFAULTS
 
 RECORDED = Path(__file__).with_name("pinned.json")
 N_TRAIN, N_TARGET, P = 160, 9, 48
 NAMES = ("a", "b", "c")
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "soft, power 0.5": {"estimator": "soft", "power": 0.5},
-    "soft, power 1": {"estimator": "soft", "power": 1.0},
-    "soft, closed form": {"estimator": "soft", "damping": "closed_form"},
-    "soft, λ 0.1": {"estimator": "soft", "damping": 0.1},
-    "trak": {"estimator": "trak"},
-    "trak, closed form": {"estimator": "trak", "damping": "closed_form"},
-    "trak, trace": {"estimator": "trak", "damping": "trace"},
-    "trak, λ absolute": {"estimator": "trak", "damping": td.Absolute(0.3)},
-    "relatif": {"estimator": "relatif"},
-    "grad_dot": {"estimator": "grad_dot"},
-    "grad_cos": {"estimator": "grad_cos"},
-    "tracin": {"estimator": "tracin", "learning_rates": {"a": 0.1, "b": 0.2, "c": 0.4}},
+ESTIMATORS: dict[str, Any] = {
+    "default": "auto",
+    "soft, power 0.5": td.Soft(power=0.5),
+    "soft, power 1": td.Soft(power=1.0),
+    "soft, closed form": td.Soft(damping="closed_form"),
+    "soft, λ 0.1": td.Soft(damping=0.1),
+    "trak": "trak",
+    "trak, closed form": td.Trak(damping="closed_form"),
+    "trak, trace": td.Trak(damping="trace"),
+    "trak, λ absolute": td.Trak(damping=td.Absolute(0.3)),
+    "relatif": "relatif",
+    "grad_dot": "grad_dot",
+    "grad_cos": td.GradCos(),
+    "tracin": td.TracIn({"a": 0.1, "b": 0.2, "c": 0.4}),
 }
 TASKS = ("Classification", "Regression", "CausalLM")
 
@@ -48,6 +49,7 @@ def features_of(n: int, task: str, seed: int, chunks: int = 40) -> xr.Dataset:
     feature = np.einsum("nk,kpc->npc", mixture, directions) / np.sqrt(P) + noise / np.sqrt(P)
     output = mixture[:, :1] + 0.3 * rng.standard_normal((n, len(NAMES)))
     q = 1 / (1 + np.exp(output)) if task != "Regression" else 0.1 * output
+    kind = getattr(td.tasks, task)
     attrs = {
         "projector": {"kind": "simulated", "proj_dim": P},
         "checkpoints": dict(zip(NAMES, NAMES, strict=True)),
@@ -55,6 +57,7 @@ def features_of(n: int, task: str, seed: int, chunks: int = 40) -> xr.Dataset:
         "parameters": {},
         "task": f"{task}()",
         "source": f"pinned-{seed}",
+        **{name: getattr(kind, name) for name in DEFAULTS if hasattr(kind, name)},
     }
     ds = xr.Dataset(
         {
@@ -71,13 +74,13 @@ def features_of(n: int, task: str, seed: int, chunks: int = 40) -> xr.Dataset:
     return ds.chunk(sample=chunks, proj_dim=-1, checkpoint=1)
 
 
-def numbers(task: str, options: dict[str, Any], store: Path | None = None) -> dict[str, Any]:
+def numbers(task: str, estimator: Any, store: Path | None = None) -> dict[str, Any]:
     """What users look at: a corner of the scores, their size, λ, a ranking, sums of groups."""
     features, targets = features_of(N_TRAIN, task, 1), features_of(N_TARGET, task, 2, 4)
     if store is not None:
         features = td.save(features, store, progress=False)
-    scores = td.score(features, targets, **options)
-    groups = td.group_score(features, targets, by="label", **options)
+    scores = td.score(features, targets, estimator)
+    groups = td.group_score(features, targets, estimator, by="label")
     top = td.top_k(scores, k=3, where=scores.label != 1).compute()
     values = scores.values.astype(np.float64)
     return {
@@ -102,7 +105,7 @@ def of_all(kind: str) -> list[tuple[str, str]]:
     """Return the combinations of task and options, those of a store only at the defaults."""
     if kind == "store":
         return [(task, "default") for task in TASKS]
-    soft = [("Classification", name) for name in OPTIONS]
+    soft = [("Classification", name) for name in ESTIMATORS]
     return soft + [(task, name) for task in TASKS[1:] for name in ("default", "trak, closed form")]
 
 
@@ -123,7 +126,7 @@ def recorded() -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of λ that was chosen by few outputs
 @pytest.mark.parametrize(("task", "name"), of_all("lazy"))
 def test_scores__are_those_of_before(task: str, name: str, recorded: dict[str, Any]) -> None:
-    assert_close(numbers(task, OPTIONS[name]), recorded[f"{task}: {name}"])
+    assert_close(numbers(task, ESTIMATORS[name]), recorded[f"{task}: {name}"])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -131,7 +134,7 @@ def test_scores__are_those_of_before(task: str, name: str, recorded: dict[str, A
 def test_scores__of_a_store_are_those_of_before(
     task: str, name: str, recorded: dict[str, Any], tmp_path: Path
 ) -> None:
-    found = numbers(task, OPTIONS[name], tmp_path / "store.zarr")
+    found = numbers(task, ESTIMATORS[name], tmp_path / "store.zarr")
     assert_close(found, recorded[f"{task}: {name}, stored"])
 
 
@@ -149,11 +152,11 @@ def main() -> None:
     warnings.simplefilter("ignore")
     made: dict[str, Any] = {}
     for task, name in of_all("lazy"):
-        made[f"{task}: {name}"] = numbers(task, OPTIONS[name])
+        made[f"{task}: {name}"] = numbers(task, ESTIMATORS[name])
     for task, name in of_all("store"):
         with tempfile.TemporaryDirectory() as folder:
             store = Path(folder, "store.zarr")
-            made[f"{task}: {name}, stored"] = numbers(task, OPTIONS[name], store)
+            made[f"{task}: {name}, stored"] = numbers(task, ESTIMATORS[name], store)
     made |= {f"{task}: λ": dampings(task) for task in TASKS}
     RECORDED.write_text(json.dumps(made, indent=1) + "\n")
 

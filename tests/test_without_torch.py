@@ -64,7 +64,12 @@ def test_process_that_only_asks__needs_no_torch(tmp_path: Path) -> None:
     some = {"train": slice(60), "targets": slice(60, None)}
     for name, rows in some.items():
         path = tmp_path / f"{name}.zarr"
-        td.save(features.isel(sample=rows), path, gram=name == "train", progress=False)
+        td.save(
+            features.isel(sample=rows),
+            path,
+            estimator="auto" if name == "train" else None,
+            progress=False,
+        )
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", ASKS], cwd=tmp_path, capture_output=True, text=True
     )

@@ -7,6 +7,12 @@ from . import plots as plots
 from . import testing as testing
 from ._version import __version__ as __version__
 from .attribution import Absolute as Absolute
+from .attribution import GradCos as GradCos
+from .attribution import GradDot as GradDot
+from .attribution import RelatIF as RelatIF
+from .attribution import Soft as Soft
+from .attribution import TracIn as TracIn
+from .attribution import Trak as Trak
 from .attribution import combine as combine
 from .attribution import damping as damping
 from .attribution import gram as gram

@@ -68,7 +68,7 @@ def open_bergson(stores: PathLike | Sequence[PathLike] | Mapping[str, PathLike])
     The gradients are those of the loss, not of a model output f. They already contain Q, so
     ``out_to_loss`` is 1, and scores attribute the target's loss (> 0 where training on the sample
     lowered it). The stores have no outputs, so ``output`` is NaN and ``damping="auto"`` is the
-    closed form. ``score(features, targets, estimator="grad_cos")`` compares gradients as
+    closed form. ``score(features, targets, "grad_cos")`` compares gradients as
     ``bergson query`` with ``unit_normalize`` does.
 
     A row that was never written looks like a zero gradient. Since ``bergson`` renames a folder

@@ -119,7 +119,7 @@ def _featurize(datasets: Iterable[xr.Dataset], network: td.Model) -> list[xr.Dat
         shutil.rmtree(store, ignore_errors=True)
         features = td.featurize(samples, network, projector=projector)
         with _timed(f"featurize and save {samples.sizes['sample']} {name} digits × 3"):
-            saved.append(td.save(features, store, gram=name == "train"))
+            saved.append(td.save(features, store, estimator="auto" if name == "train" else None))
     return saved
 
 

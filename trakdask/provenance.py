@@ -35,6 +35,9 @@ PRECISION = ("dtype", "autocast", "float32_matmul_precision")
 STORE_SPEC = (*FEATURE_SPEC, "source", *PRECISION)
 """Attrs that all blocks of a store must share: the same samples and the same precision, too."""
 
+DEFAULTS = ("default_estimator", "default_damping", "loss_kind")
+"""Attrs by which a task says how scores are made if nobody else does. They are not compared."""
+
 _NAMES_OF_VARIABLES = (
     *("image", "text", "inputs", "label", "labels", "target", "ignore_index", "position"),
 )

@@ -17,14 +17,7 @@ import xarray as xr
 from trakdask import arrays
 from trakdask.arrays.solve import component_count
 from trakdask.attribution.derived import chosen_damping, sums
-from trakdask.attribution.estimators import (
-    DEFAULT_ESTIMATOR,
-    DEFAULT_POWER,
-    Estimator,
-    Power,
-    Weights,
-    gather_options,
-)
+from trakdask.attribution.estimators import EstimatorLike, GramEstimator, Soft, Trak, with_gram
 from trakdask.attribution.grams import require_calibration
 from trakdask.storage.blocks import save_sums
 from trakdask.storage.changes import changing
@@ -62,10 +55,7 @@ def save(
     features: xr.Dataset,
     store: str | os.PathLike[str],
     *,
-    gram: bool = True,
-    estimator: Estimator = DEFAULT_ESTIMATOR,
-    power: Power = DEFAULT_POWER,
-    calibrate: xr.Dataset | None = None,
+    estimator: EstimatorLike | None = "auto",
     append_dim: AppendDim | None = None,
     dtype: Literal["float16"] | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -84,16 +74,12 @@ def save(
         Lazy Dataset of :func:`featurize`.
     store
         Folder or fsspec URL; all workers must reach it.
-    gram
-        Also store what every score of these (training) samples needs: the gram matrix of each
-        checkpoint, its eigenvectors, and the damping λ. Targets need none of these.
-    estimator, power
-        Which :func:`score` the gram matrix is for; for ``"soft"`` the sum of the weighted features,
-        ``loss_gradient``, is stored beside it. Other estimators can still be scored: they reduce
-        theirs from the features.
-    calibrate
-        Features of 50 or more held-out samples whose outputs choose λ, as in :func:`damping`, for
-        all scores of this store from now on. :func:`calibrate` does it afterwards.
+    estimator
+        As in :func:`score`. The store also keeps what scores with this estimator need of all of
+        these (training) samples: the gram matrix of each checkpoint, its eigenvectors, and λ as
+        ``damping="auto"`` chooses it; for :class:`Soft` also the sum of the weighted features,
+        ``loss_gradient``. Other estimators can still be used: they reduce theirs from the features.
+        ``None`` stores features alone, which is enough for targets.
     append_dim
         ``"sample"`` adds these samples to a store, ``"checkpoint"`` these checkpoints of samples
         that it has (those that it has already are left out), as xarray's ``append_dim`` does. The
@@ -160,20 +146,12 @@ def save(
     in a notebook does nothing for a scheduler that runs elsewhere.
     """
     validate(features, ("feature", "output", "out_to_loss"), what="features")
-    if calibrate is not None:
-        if not gram:
-            raise ValueError(
-                "expected gram=True with calibrate, which chooses the λ of the gram matrix, got "
-                "gram=False; try leaving calibrate out"
-            )
-        gather_options(features, estimator, power, "auto", calibrate)
-        require_calibration(features, calibrate)
-    weights = gather_options(features, estimator, power).weights if gram else None
+    asked = None if estimator is None else with_gram(features, estimator).of_sums()
 
     def derive(before: Group, group: Group) -> None:
         is_same = (group.n_samples, group.checkpoints) == (before.n_samples, before.checkpoints)
-        kept = weights or (weights_of(before) if is_same else None)
-        update_derived(before, group, kept, calibrate, retries=retries)
+        kept = asked or (estimator_of(before) if is_same else None)
+        update_derived(before, group, kept, retries=retries)
 
     write(
         features, store, derive,
@@ -239,7 +217,7 @@ def drop(
             before, mask = copy.deepcopy(group), dropped_mask(group)
             mask[np.flatnonzero(~mask)[chosen]] = True
             group.write_small({DROPPED: xr.Variable(SAMPLE, mask)})
-            update_derived(before, group, weights_of(before))
+            update_derived(before, group, estimator_of(before))
     return open(store, storage_options=storage_options)
 
 
@@ -315,33 +293,33 @@ def calibrate(
     """
     with changing(store, storage_options, "td.calibrate") as group:
         group.require_complete()
-        weights = weights_of(group)
-        if weights is None:
+        estimator = estimator_of(group)
+        if estimator is None:
             raise ValueError(
                 f"expected a store with a gram matrix, got {group.folder.url!r} with "
-                f"{sorted(group.arrays)}; try td.save(features, store) with gram=True"
+                f"{sorted(group.arrays)}; try td.save(features, store) without estimator=None"
             )
         if held_out is not None:
             require_calibration(open(store, storage_options=storage_options), held_out)
-        update_derived(copy.deepcopy(group), group, weights, held_out, anew=True)
+        update_derived(copy.deepcopy(group), group, estimator, held_out, anew=True)
     return open(store, storage_options=storage_options)
 
 
 # ---------------------------------------------------------- what is kept of all samples
 
 
-def weights_of(group: Group) -> Weights | None:
-    """Return the weights of the gram matrix of a store, None if it has none."""
+def estimator_of(group: Group) -> GramEstimator | None:
+    """Return the estimator that the gram matrix of a store is of, None if it has none."""
     if GRAM not in group.arrays:
         return None
-    attrs = group.arrays[GRAM]["attributes"]
-    return Weights(attrs["power"])
+    power = group.arrays[GRAM]["attributes"]["power"]
+    return Trak() if power is None else Soft(power)
 
 
 def update_derived(
     before: Group,
     group: Group,
-    weights: Weights | None,
+    estimator: GramEstimator | None,
     calibrate: xr.Dataset | None = None,
     *,
     anew: bool = False,
@@ -355,8 +333,8 @@ def update_derived(
         The store as it counts.
     group
         As it is to be, with its blocks stored; the metadata of the new arrays are added.
-    weights
-        Of the sums; None for none.
+    estimator
+        Whose weights the sums have; None for none.
     calibrate
         Features of held-out samples that choose λ, instead of training samples.
     anew
@@ -371,9 +349,9 @@ def update_derived(
     """
     for name in DERIVED:
         group.arrays.pop(name, None)
-    if weights is None:
+    if estimator is None:
         return
-    gram_stays = _update_sums(before, group, weights, retries)
+    gram_stays = _update_sums(before, group, estimator, retries)
     if group.arrays[GRAM]["shape"][0] > _MOST_DIM and not anew:
         return
     try:
@@ -381,11 +359,10 @@ def update_derived(
         chosen_by = None if calibrate is None else str(calibrate.attrs.get("source", ""))
         known = before.arrays.get(DAMPING, {})
         is_same = known and factors_stay and before.checkpoints == group.checkpoints
-        is_asked = anew or calibrate is not None
-        if is_same and (not is_asked or known["attributes"]["chosen_by"] == chosen_by):
+        if is_same and (not anew or known["attributes"]["chosen_by"] == chosen_by):
             group.arrays[DAMPING] = known
         else:
-            _update_damping(group, calibrate, chosen_by)
+            _update_damping(group, estimator, calibrate, chosen_by)
     except (ValueError, np.linalg.LinAlgError) as err:
         if anew:
             raise
@@ -394,30 +371,30 @@ def update_derived(
             group.arrays.pop(name, None)
 
 
-def _update_sums(before: Group, group: Group, weights: Weights, retries: int) -> bool:
+def _update_sums(before: Group, group: Group, estimator: GramEstimator, retries: int) -> bool:
     """Store the sums over the samples; of a checkpoint that has some, what was appended is added.
 
     If samples were dropped they are reduced again: a difference would be faster, but its rounding
     is that of the larger sum. Returns whether the gram matrices that are there stay as they are.
     """
     ds = without_dropped(assembled(group))
-    attrs, n_appended = weights.attrs(ds), group.n_samples - before.n_samples
+    attrs, n_appended = estimator.attrs(ds), group.n_samples - before.n_samples
     appended = ds.isel({SAMPLE: slice(ds.sizes[SAMPLE] - n_appended, None)})
     about = {**attrs, "n_samples": ds.sizes[SAMPLE] - n_appended}
-    known = [name for name in weights.sums if _is_known(before, name, about)]
+    known = [name for name in estimator.sums if _is_known(before, name, about)]
     sizes = {**ds.sizes, PROJ_DIM_1: ds.sizes[PROJ_DIM]}
     dtype = np.result_type(arrays.gram.accumulation_dtype(ds.sizes[PROJ_DIM]), ds.feature.dtype)
-    for name in weights.sums:
+    for name in estimator.sums:
         stays = name in known and not n_appended
         group.add(name, sizes, dtype, grows=stays, attrs=attrs)
     for index, checkpoint in enumerate(group.checkpoints):
         old = known if checkpoint in before.checkpoints else []
-        new = [name for name in weights.sums if name not in old]
+        new = [name for name in estimator.sums if name not in old]
         if new:
-            save_sums(group, new, sums(ds, weights, new, index), index, retries)
+            save_sums(group, new, sums(ds, estimator, new, index), index, retries)
         if old and n_appended:
             there = [lazy_array(before, name)[..., index : index + 1] for name in old]
-            added = sums(appended, weights, old, index)
+            added = sums(appended, estimator, old, index)
             save_sums(
                 group, old, [a + b for a, b in zip(there, added, strict=True)], index, retries
             )
@@ -452,10 +429,12 @@ def _about(group: Group) -> dict[str, Any]:
     return {name: attrs[name] for name in ("n_samples", "gram_weights", "power")}
 
 
-def _update_damping(group: Group, calibrate: xr.Dataset | None, chosen_by: str | None) -> None:
+def _update_damping(
+    group: Group, estimator: GramEstimator, calibrate: xr.Dataset | None, chosen_by: str | None
+) -> None:
     """Choose and store λ."""
     ds = without_dropped(assembled(group)).drop_vars(NORM)  # these rows need not be compared
-    values, attrs = chosen_damping(ds, calibrate)
+    values, attrs = chosen_damping(ds, estimator, calibrate)
     attrs |= {**_about(group), "chosen_by": chosen_by}
     group.add(DAMPING, {CHECKPOINT: len(values)}, "f8", attrs=attrs)
     group.array(DAMPING)[:] = values

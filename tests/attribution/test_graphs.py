@@ -51,9 +51,11 @@ def read(n: int) -> xr.Dataset:
     return template.assign(data)
 
 
-def scores(features: xr.Dataset, **options: Any) -> xr.DataArray:
-    options = {"estimator": "trak", "damping": 0.03, **options}
-    return td.score(features, simulated(3), **options)
+TRAK = td.Trak(damping=0.03)
+
+
+def scores(features: xr.Dataset, estimator: Any = TRAK, **options: Any) -> xr.DataArray:
+    return td.score(features, simulated(3), estimator, **options)
 
 
 LAZY: dict[str, Callable[[xr.Dataset], xr.Dataset | xr.DataArray]] = {
@@ -61,10 +63,10 @@ LAZY: dict[str, Callable[[xr.Dataset], xr.Dataset | xr.DataArray]] = {
     "gram, weights": lambda f: td.gram(f, weights=f.out_to_loss),
     "score": scores,
     "score, each checkpoint": lambda f: scores(f, average=False),
-    "score, relatif": lambda f: scores(f, estimator="relatif"),
+    "score, relatif": lambda f: scores(f, td.RelatIF(damping=0.03)),
     "score, grad_cos": lambda f: td.score(f, simulated(3), estimator="grad_cos"),
     "score, rows": lambda f: scores(f).isel(sample=slice(10, 20)),
-    "score, soft": lambda f: scores(f, estimator="soft", damping="completeness"),
+    "score, soft": lambda f: scores(f, "soft"),
     "top_k": lambda f: td.top_k(scores(f), 3),
     "top_k, mask": lambda f: td.top_k(scores(f), 3, where=f.label == 1),
     "top_k, tile mask": lambda f: td.top_k(
@@ -73,12 +75,10 @@ LAZY: dict[str, Callable[[xr.Dataset], xr.Dataset | xr.DataArray]] = {
     "top_k, mask of pairs": lambda f: td.top_k(
         scores(f), 3, where=np.ones((f.sizes["sample"], 3), bool)
     ),
-    "group_score": lambda f: td.group_score(
-        f, simulated(3), by="source", estimator="trak", damping=0.03
-    ),
-    "self_influence": lambda f: td.self_influence(f, estimator="trak", damping=0.03),
+    "group_score": lambda f: td.group_score(f, simulated(3), TRAK, by="source"),
+    "self_influence": lambda f: td.self_influence(f, TRAK),
     "damping": lambda f: td.damping(f, estimator="trak"),
-    "damping, completeness": lambda f: td.damping(f, damping="completeness"),
+    "damping, completeness": lambda f: td.damping(f, td.Trak(damping="completeness")),
 }
 
 
@@ -166,9 +166,7 @@ def test_stored_blocks__never_leave_their_task(name: str) -> None:
         "gram, weights": td.gram(features, weights=features.out_to_loss),
         "score": scores_of(features, targets),
         "top_k": td.top_k(scores_of(features, targets), 3),
-        "group_score": td.group_score(
-            features, targets, by="label", estimator="trak", damping=0.03
-        ),
+        "group_score": td.group_score(features, targets, td.Trak(damping=0.03), by="label"),
     }[name]
     with Callback(posttask=lambda key, result, *_: sizes.append(getattr(result, "nbytes", 0))):
         lazy.compute(scheduler="sync")
@@ -198,7 +196,7 @@ def test_score__reads_each_stored_block_once(chunks: int) -> None:
 
 
 def scores_of(features: xr.Dataset, targets: xr.Dataset) -> xr.DataArray:
-    return td.score(features, targets, estimator="trak", damping=0.03)
+    return td.score(features, targets, td.Trak(damping=0.03))
 
 
 def test_top_k__coords_in_processes_that_do_not_have_them(process_client: Client) -> None:

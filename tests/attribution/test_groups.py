@@ -51,19 +51,19 @@ KIND = np.array(["b", "a", "b", "", "a", "b", "c"], object)
 KIND[3] = None
 NAMED = T.assign_coords(kind=("sample", KIND))
 ESTIMATORS = [
-    {"estimator": "trak", "damping": 0.1},
-    {"estimator": "soft", "damping": 0.1},
-    {"estimator": "relatif", "damping": 0.1},
-    {"estimator": "grad_dot"},
+    td.Trak(damping=0.1),
+    td.Soft(damping=0.1),
+    td.RelatIF(damping=0.1),
+    td.GradDot(),
 ]
 
 
-@pytest.mark.parametrize("options", ESTIMATORS, ids=lambda o: o["estimator"])
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=repr)
 @pytest.mark.parametrize("how", ["mean", "sum"])
-def test_combine__scores_of_a_group_are_those_of_its_members(how: str, options) -> None:
-    found = td.score(X, td.combine(NAMED, by="kind", how=how), **options)
+def test_combine__scores_of_a_group_are_those_of_its_members(how: str, estimator) -> None:
+    found = td.score(X, td.combine(NAMED, by="kind", how=how), estimator)
     assert found.target_kind.values.tolist() == ["a", "b", "c"]
-    apart = td.score(X, T, **options).values
+    apart = td.score(X, T, estimator).values
     for column, kind in enumerate("abc"):
         expected = getattr(apart[:, kind == KIND], how)(1)
         np.testing.assert_allclose(found[:, column], expected, rtol=1e-8, atol=1e-12)
@@ -92,8 +92,8 @@ CONTRASTS = {
 
 @pytest.mark.parametrize("weights", CONTRASTS.values(), ids=CONTRASTS)
 def test_combine__weights_may_have_any_form(weights) -> None:
-    scores = td.score(X, td.combine(T, weights=weights), damping=0.1)
-    apart = td.score(X, T, damping=0.1).values
+    scores = td.score(X, td.combine(T, weights=weights), td.Trak(damping=0.1))
+    apart = td.score(X, T, td.Trak(damping=0.1)).values
     assert scores.target_combination.values.tolist() == ["a - b", "all"]
     np.testing.assert_allclose(scores[:, 0], apart[:, 0] - apart[:, 1], rtol=1e-7, atol=1e-10)
     np.testing.assert_allclose(scores[:, 1], apart.sum(1), rtol=1e-7, atol=1e-10)

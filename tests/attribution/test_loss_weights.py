@@ -10,8 +10,7 @@ import pytest
 import xarray as xr
 
 import trakdask as td
-from trakdask.attribution.estimators import gather_options
-from trakdask.attribution.scores import loss_weights
+from trakdask.attribution.estimators import resolve
 from trakdask.testing import simulate_features
 
 N, P = 120, 4
@@ -27,11 +26,11 @@ def features(seed: int = 0) -> xr.Dataset:
     output = da.from_array(logit.astype("f4"), chunks=(32, 1), name=f"f-{seed}")
     dims = ("sample", "checkpoint")
     made = made.assign(out_to_loss=(dims, q), output=(dims, output))
-    return made.assign_attrs(task="ImageClassification()")
+    return made.assign_attrs(default_estimator="soft")
 
 
 def power(ds: xr.Dataset) -> float | None:
-    found = loss_weights(gather_options(ds), ds).power
+    found = resolve(ds, "auto").of_scores(ds).power
     return float(found.compute()) if isinstance(found, da.Array) else found
 
 
@@ -47,11 +46,11 @@ def test_power__is_that_of_the_mean_variance() -> None:
 
 def test_power__of_a_store_needs_no_outputs(tmp_path: Path) -> None:
     saved = td.save(features(), tmp_path / "f.zarr", progress=False)
-    stored = loss_weights(gather_options(saved), saved).power
+    stored = resolve(saved, "auto").of_scores(saved).power
     assert stored == pytest.approx(expected(0.7, 1.0, 1.3), rel=1e-6)  # not lazy
-    scores = td.score(saved, features(1).isel(sample=[0]), damping=td.Absolute(1.0))
+    scores = td.score(saved, features(1).isel(sample=[0]), td.Soft(damping=td.Absolute(1.0)))
     assert f"q^{stored:g}" in scores.attrs["formula"]
-    lazily = td.score(features(), features(1).isel(sample=[0]), damping=td.Absolute(1.0))
+    lazily = td.score(features(), features(1).isel(sample=[0]), td.Soft(damping=td.Absolute(1.0)))
     assert "q^b" in lazily.attrs["formula"]
     np.testing.assert_allclose(scores, lazily, rtol=1e-4, atol=1e-6)
 
@@ -61,8 +60,8 @@ def test_power__of_selected_rows_is_that_of_all(tmp_path: Path) -> None:
     sure = np.flatnonzero(saved.output.mean("checkpoint") > 3)
     assert power(saved.isel(sample=sure)) == power(saved)
     targets = features(1).isel(sample=slice(5))
-    found = td.score(saved.isel(sample=sure), targets, damping=td.Absolute(1.0))
-    expected = td.score(saved, targets, damping=td.Absolute(1.0))[sure]
+    found = td.score(saved.isel(sample=sure), targets, td.Soft(damping=td.Absolute(1.0)))
+    expected = td.score(saved, targets, td.Soft(damping=td.Absolute(1.0)))[sure]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 

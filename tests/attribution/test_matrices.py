@@ -14,16 +14,17 @@ import pytest
 import xarray as xr
 
 import trakdask as td
+from trakdask.attribution.estimators import KINDS
 from trakdask.testing import simulate_features
 
-SOFT = {"estimator": "soft", "damping": "completeness"}
+SOFT, TRAK = td.Soft(damping="completeness"), td.Trak(damping=0.03)
 
 
-def scores(features: xr.Dataset, targets: xr.Dataset, **options) -> np.ndarray:
+def scores(features: xr.Dataset, targets: xr.Dataset, estimator) -> np.ndarray:
     """Scores, without a word on simulated outputs, which follow nothing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return td.score(features, targets, **options).compute(scheduler="sync").values
+        return td.score(features, targets, estimator).compute(scheduler="sync").values
 
 
 def save(features: xr.Dataset, path: Path, **options) -> xr.Dataset:
@@ -60,7 +61,7 @@ def reduced(opened: xr.Dataset) -> xr.Dataset:
 
 
 def test_save__soft_keeps_matrices_by_definition(tmp_path: Path) -> None:
-    opened = save(MADE, tmp_path / "f.zarr", estimator="soft", power=0.25)
+    opened = save(MADE, tmp_path / "f.zarr", estimator=td.Soft(power=0.25))
     x, q = (opened[name].values.astype("f8") for name in ("feature", "out_to_loss"))
     gram = np.einsum("npc,nqc,nc->pqc", x, x, q**0.25 * (1 - q))
     np.testing.assert_allclose(opened.gram, gram, rtol=1e-5, atol=1e-4)
@@ -74,42 +75,35 @@ def test_score__kept_matrices_give_the_same_scores_and_spare_the_features(
     tmp_path: Path,
 ) -> None:
     opened = save(MADE, tmp_path / "f.zarr", estimator="soft")
-    expected = scores(opened, TARGETS, **SOFT)
-    np.testing.assert_array_equal(expected, scores(reduced(opened), TARGETS, **SOFT))
+    expected = scores(opened, TARGETS, SOFT)
+    np.testing.assert_array_equal(expected, scores(reduced(opened), TARGETS, SOFT))
     chunks = [path for path in (tmp_path / "f.zarr" / "feature").rglob("c*") if path.is_file()]
     others = [path for path in chunks if not re.search(r"c[./]0[./]\d[./]\d$", str(path))]
     assert len(others) == 9
     for path in others:
         path.unlink()
     row = td.open(tmp_path / "f.zarr").isel(sample=[5])
-    np.testing.assert_allclose(scores(row, TARGETS, **SOFT), expected[5:6], rtol=1e-5)
+    np.testing.assert_allclose(scores(row, TARGETS, SOFT), expected[5:6], rtol=1e-5)
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"estimator": "trak", "damping": 0.03},
-        {"estimator": "soft", "power": 0.75, "damping": 0.03},
-        {"estimator": "soft", "damping": 0.03, "weights": xr.ones_like(MADE.label, float)},
-    ],
-    ids=["trak", "power", "weights"],
+    "estimator", [TRAK, td.Soft(power=0.75, damping=0.03)], ids=["trak", "power"]
 )
-def test_score__kept_matrices_are_never_used_for_anything_else(stores, options) -> None:
+def test_score__kept_matrices_are_never_used_for_anything_else(stores, estimator) -> None:
     saved = stores("saved", "soft").drop_vars(["gram_eigenvalues", "gram_eigenvectors", "damping"])
     opened = saved.assign(gram=saved.gram * np.nan, loss_gradient=saved.loss_gradient * np.nan)
     opened.gram.attrs.update(saved.gram.attrs)
     opened.loss_gradient.attrs.update(saved.loss_gradient.attrs)
     with pytest.raises(ValueError, match="not finite"):
-        scores(opened, TARGETS, **SOFT)
+        scores(opened, TARGETS, SOFT)
     few = {"proj_dim": slice(4)}
-    assert np.isfinite(scores(opened.isel(few), TARGETS.isel(few), **SOFT)).all()
+    assert np.isfinite(scores(opened.isel(few), TARGETS.isel(few), SOFT)).all()
     for columns in ({}, few):
-        found = scores(opened.isel(columns), TARGETS.isel(columns), **options)
-        expected = scores(MADE.isel(columns), TARGETS.isel(columns), **options)
+        found = scores(opened.isel(columns), TARGETS.isel(columns), estimator)
+        expected = scores(MADE.isel(columns), TARGETS.isel(columns), estimator)
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
-TRAK = {"estimator": "trak", "damping": 0.03}
 CHANGES = {
     "scaled a little": lambda ds: ds.assign(feature=ds.feature * 1.001),
     "of unit length": lambda ds: ds.assign(feature=ds.feature / ds.feature_norm**0.5),
@@ -129,17 +123,17 @@ FORMS = {
 
 
 @pytest.mark.parametrize(
-    ("change", "form", "options"),
+    ("change", "form", "estimator"),
     [
         *itertools.product(CHANGES, ["lazy"], [SOFT]),
         *itertools.product(["some rows zero"], FORMS, [TRAK]),
     ],
 )
-def test_score__changed_features_are_refused(stores, options, change, form) -> None:
-    changed = CHANGES[change](FORMS[form](stores("saved", options["estimator"])))
+def test_score__changed_features_are_refused(stores, estimator, change, form) -> None:
+    changed = CHANGES[change](FORMS[form](stores("saved", estimator.name)))
     for rows in (changed, changed.isel(sample=slice(5, 9))):
         with pytest.raises(ValueError, match=r"'feature_norm'.*drop_vars"):
-            scores(rows, TARGETS, **options)
+            scores(rows, TARGETS, estimator)
 
 
 SELECTIONS = {
@@ -197,7 +191,7 @@ def test_score__lazy_selections_keep_the_matrices_of_all(
         solved = np.linalg.solve(k, TARGETS.feature.values[..., c].T)
         expected = expected + values[..., i] @ solved
     targets = TARGETS.isel(checkpoint=picked)
-    found = scores(part, targets, estimator=estimator, damping=lam)
+    found = scores(part, targets, KINDS[estimator](damping=lam))
     np.testing.assert_allclose(found, expected / len(picked) * g[:, None], rtol=1e-3, atol=1e-5)
 
 
@@ -209,11 +203,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED)
-@pytest.mark.parametrize("options", [TRAK, SOFT], ids=["trak", "soft"])
-def test_score__other_selections_are_refused(stores, options, change) -> None:
-    changed = change(stores("saved", options["estimator"]))
-    for call in (td.self_influence, lambda ds, **k: td.score(ds, TARGETS, **k), td.damping):
-        allowed = {"damping": "closed_form", "estimator": options["estimator"]}
+@pytest.mark.parametrize("kind", [td.Trak, td.Soft])
+def test_score__other_selections_are_refused(stores, kind, change) -> None:
+    changed = change(stores("saved", kind.name))
+    for call in (td.self_influence, lambda ds, each: td.score(ds, TARGETS, each), td.damping):
         with pytest.raises(ValueError, match=r"isel\(sample=.*drop_vars"):
-            call(changed, **allowed)
+            call(changed, kind(damping="closed_form"))
     td.score(changed, TARGETS, estimator="grad_dot").compute(scheduler="sync")

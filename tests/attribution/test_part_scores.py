@@ -134,8 +134,8 @@ def sides(projector: Projector, n: int = 2) -> tuple[xr.Dataset, xr.Dataset]:
 
 
 def ask(features: xr.Dataset, targets: xr.Dataset, n: int = 2, **options: object) -> xr.DataArray:
-    options = {"damping": td.Absolute(DAMPING)} | options
-    return td.score_parts(features, targets, model(n), **options)  # type: ignore[arg-type]
+    estimator = td.Trak(damping=td.Absolute(DAMPING))
+    return td.score_parts(features, targets, model(n), estimator, **options)  # type: ignore[arg-type]
 
 
 def assert_near(found: xr.DataArray, expected: np.ndarray, rounding: float = 1e-3) -> None:
@@ -161,7 +161,7 @@ def test_score_parts__words_of_training_samples_against_the_oracle(
         weights.append(oracle.q(TRAIN.isel(sample=top)))
     expected = np.mean(products, 0) * np.mean(weights, 0)[:, None, None]
     assert_near(found, expected)
-    whole = td.score(features, targets, damping=td.Absolute(DAMPING)).isel(sample=top)
+    whole = td.score(features, targets, td.Trak(damping=td.Absolute(DAMPING))).isel(sample=top)
     assert_near(found.sum("token"), whole.values)
 
 
@@ -183,7 +183,7 @@ def test_score_parts__words_of_targets_against_the_oracle() -> None:
     assert_near(found, every[[6, 1]])
     assert_near(by_source, np.stack([every[::2].sum(0), every[1::2].sum(0)]))
     assert by_source.source.values.tolist() == ["a", "b"]
-    whole = td.score(features, targets, damping=td.Absolute(DAMPING))
+    whole = td.score(features, targets, td.Trak(damping=td.Absolute(DAMPING)))
     assert_near(ask(features, ASKED).sum("token"), whole.values)
 
 
@@ -208,18 +208,18 @@ def test_score_parts__modules_against_the_oracle(parts: object) -> None:
 
 
 ESTIMATORS = {
-    "trak": {"damping": 0.1},
-    "soft": {"damping": 0.1, "power": 0.5},
-    "grad_dot": {},
-    "tracin": {"learning_rates": {"c0": 0.1, "c1": 0.3}},
-    "relatif": {"damping": 0.1},
+    "trak": td.Trak(damping=0.1),
+    "soft": td.Soft(damping=0.1, power=0.5),
+    "grad_dot": "grad_dot",
+    "tracin": td.TracIn({"c0": 0.1, "c1": 0.3}),
+    "relatif": td.RelatIF(damping=0.1),
 }
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_score_parts__every_estimator_adds_up_to_its_scores(name: str) -> None:
     projector = td.SJLT(64)
-    options = {"estimator": name, "average": False} | ESTIMATORS[name]
+    options = {"estimator": ESTIMATORS[name], "average": False}
     features, targets = sides(projector)
     made, some = model(), [2, 3]
     if name != "relatif":
@@ -275,9 +275,9 @@ def test_score_parts__padding_contributes_nothing() -> None:
     padded = td.from_arrays({"input_ids": values, "attention_mask": mask}, chunks=2)
     made = td.Model(Masked, {"c0": state(0, Masked)}, task=task)
     features = td.featurize(padded, made, projector=td.SJLT(32)).compute()
-    words = td.score_parts(features, features, made, of=padded, damping=0.1)
+    words = td.score_parts(features, features, made, td.Trak(damping=0.1), of=padded)
     assert (words[0, 3:] == 0).all()
-    assert_near(words.sum("token"), td.score(features, features, damping=0.1).values)
+    assert_near(words.sum("token"), td.score(features, features, td.Trak(damping=0.1)).values)
 
 
 def test_score_parts__failed_samples_and_targets_are_nan() -> None:
@@ -309,7 +309,7 @@ def test_score_parts__a_layer_that_mixes_tokens_is_found_by_its_sum() -> None:
     mixed = td.Model(Mixed, [state(0, Mixed)], task=TASK)
     features = td.featurize(TRAIN, mixed, projector=td.SJLT(16)).compute()
     with pytest.raises(td.errors.BlockError, match=r"own\.weight"):
-        td.score_parts(features, features, mixed, of=TRAIN, damping=0.1).compute()
+        td.score_parts(features, features, mixed, td.Trak(damping=0.1), of=TRAIN).compute()
 
 
 @pytest.mark.slow

@@ -123,11 +123,11 @@ def test_top_k__target_that_failed_has_no_samples(form: str) -> None:
     targets = TARGETS.assign(feature=feature).assign({"error": lazy})
     if form != "variable":
         targets = targets.set_coords("error")
-    top = td.top_k(td.score(FEATURES, targets, damping=0.1), 3)
+    top = td.top_k(td.score(FEATURES, targets, td.Trak(damping=0.1)), 3)
     assert (top.position[4] == -1).all()
     assert np.isnan(top.label[4]).all()
     others = np.arange(9) != 4
-    expected = td.top_k(td.score(FEATURES, TARGETS, damping=0.1), 3)
+    expected = td.top_k(td.score(FEATURES, TARGETS, td.Trak(damping=0.1)), 3)
     np.testing.assert_array_equal(top.position[others], expected.position[others])
 
 

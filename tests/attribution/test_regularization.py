@@ -20,7 +20,7 @@ from trakdask.testing import simulate_features
 N, P, C, M = 120, 8, 3, 60
 
 
-def dataset(n: int, seed: int, chunks: int = 32, task: str = "simulated") -> xr.Dataset:
+def dataset(n: int, seed: int, chunks: int = 32) -> xr.Dataset:
     """Float64 features with falling eigenvalues, shaped as those of featurize."""
     made = simulate_features(n, P, C, chunks=chunks)
     rng = np.random.default_rng(seed)
@@ -31,7 +31,7 @@ def dataset(n: int, seed: int, chunks: int = 32, task: str = "simulated") -> xr.
             name: made[name].copy(data=da.from_array(v, chunks=made[name].data.chunks))
             for name, v in values.items()
         }
-    ).assign_attrs(source=f"{seed}", task=task)
+    ).assign_attrs(source=f"{seed}")
 
 
 def weights(ds: xr.Dataset, power: float) -> tuple[np.ndarray, np.ndarray]:
@@ -93,7 +93,7 @@ def test_damping__by_a_calibration_set(power: float) -> None:
     """The outputs choose under weights of power ½; ρ is then one of the estimator's own matrix."""
     h, g = weights(TRAIN, 0.5)
     curve = curve_of(TRAIN, TARGETS, h, g)
-    found = td.damping(TRAIN, calibrate=TARGETS, estimator="soft", power=power).compute()
+    found = td.damping(TRAIN, td.Soft(power=power), calibrate=TARGETS).compute()
     np.testing.assert_allclose(found.curve, curve, atol=1e-10)
     assert float(found.relative) == oracle_choice(list(curve), M)
     assert float(found.peak) == pytest.approx(curve.max(), abs=1e-10)
@@ -133,16 +133,15 @@ def test_damping__by_training_rows_left_out() -> None:
     assert str(found.rule.values) == "completeness, training rows left out"
 
 
-@pytest.mark.parametrize("task", ["Regression(inputs=('x',), target='y')", "CausalLM()"])
-def test_damping__trace_of_tasks_without_a_margin(task: str) -> None:
-    train = TRAIN.assign_attrs(task=task)
+def test_damping__trace_of_tasks_that_name_it() -> None:
+    train = TRAIN.assign_attrs(default_damping="trace")
     found = td.damping(train).compute()
     assert str(found.rule.values) == "tr(K)/n"
     norms = np.square(TRAIN.feature.values).sum(axis=1)
     np.testing.assert_allclose(found.damping, norms.mean(axis=0), rtol=1e-12)
     assert np.isnan(found.relative)
     h = weights(TRAIN, 0.5)[0]
-    soft = td.damping(TRAIN, "trace", estimator="soft").compute()
+    soft = td.damping(TRAIN, td.Soft(damping="trace")).compute()
     np.testing.assert_allclose(soft.damping, (h * norms).mean(axis=0), rtol=1e-12)
     few = td.damping(train.isel(sample=slice(30))).compute()
     np.testing.assert_allclose(few.damping, norms[:30].mean(axis=0), rtol=1e-12)
@@ -152,12 +151,11 @@ def test_damping__given_weights_of_the_gram_matrix() -> None:
     h = np.random.default_rng(3).random((N, C))
     given = xr.DataArray(h, dims=("sample", "checkpoint"))
     soft_h, g = weights(TRAIN, 0.5)
-    # Those of "trak" are no weights to choose by: it is chosen under soft ones.
-    for estimator, by in (("soft", h), ("trak", soft_h)):
-        found = td.damping(
-            TRAIN, "completeness", calibrate=TARGETS, estimator=estimator, weights=given
-        ).compute()
-        np.testing.assert_allclose(found.curve, curve_of(TRAIN, TARGETS, by, g), atol=1e-10)
+    # It is chosen under soft weights: others are not known once the matrix is reduced.
+    train = TRAIN.assign(gram=td.gram(TRAIN, weights=given))
+    for kind in (td.Soft, td.Trak):
+        found = td.damping(train, kind(damping="completeness"), calibrate=TARGETS).compute()
+        np.testing.assert_allclose(found.curve, curve_of(TRAIN, TARGETS, soft_h, g), atol=1e-10)
         trace = np.einsum("spc,spc,sc->c", *[TRAIN.feature.values] * 2, h)
         np.testing.assert_allclose(found.damping, float(found.relative) * trace / N, rtol=1e-12)
 
@@ -184,19 +182,20 @@ def test_damping__free_of_chunks_scheduler_and_gradient_scales(
     np.testing.assert_allclose(found.damping, expected.damping * np.square(scales), rtol=1e-9)
 
 
-def test_damping__calibrate_means_the_same_in_every_function() -> None:
+def test_damping__of_held_out_samples_is_that_of_every_function() -> None:
     calibrate = following(TRAIN, dataset(70, 2), 0.1)
     chosen = td.damping(TRAIN, estimator="soft", calibrate=calibrate)
-    other = td.damping(TRAIN, estimator="soft", damping=0.5)
+    other = td.damping(TRAIN, td.Soft(damping=0.5))
     functions = (
         functools.partial(td.score, TRAIN, TARGETS),
         functools.partial(td.group_score, TRAIN, TARGETS, by="label"),
         functools.partial(td.self_influence, TRAIN),
     )
     for function in functions:
-        found = function(estimator="soft", calibrate=calibrate)
-        np.testing.assert_allclose(found, function(estimator="soft", damping=chosen), rtol=1e-9)
-        assert not np.allclose(found, function(estimator="soft", damping=other), rtol=0.01)
+        found = function(estimator=td.Soft(damping=chosen))
+        known = td.Soft(damping=chosen.compute())
+        np.testing.assert_allclose(found, function(estimator=known), rtol=1e-9)
+        assert not np.allclose(found, function(estimator=td.Soft(damping=other)), rtol=0.01)
 
 
 def test_damping__closed_form_is_last() -> None:
@@ -222,16 +221,15 @@ def test_damping__few_samples() -> None:
 
 
 def test_damping__quadratic_loss_has_weights_one() -> None:
-    task = "Regression(inputs=('x',), target='y', positional=True)"
-    train = dataset(N, 0, task=task)
+    train = dataset(N, 0).assign_attrs(loss_kind="squared error", default_damping="trace")
     signed = train.assign(out_to_loss=train.out_to_loss - 0.5)
     r = signed.out_to_loss.values.mean(1)
     f = totals(signed, TARGETS, 0.5, np.ones((N, C)), r)
-    targets = with_outputs(TARGETS, f).assign_attrs(task=task)
-    found = td.damping(signed, "completeness", calibrate=targets).compute()
+    targets = with_outputs(TARGETS, f)
+    found = td.damping(signed, td.Trak(damping="completeness"), calibrate=targets).compute()
     curve = curve_of(signed, targets, np.ones((N, C)), r)
     np.testing.assert_allclose(found.curve, curve, atol=1e-10)
-    soft = td.damping(signed, estimator="soft", power=1, calibrate=targets).compute()
+    soft = td.damping(signed, td.Soft(power=1), calibrate=targets).compute()
     np.testing.assert_array_equal(soft.damping, found.damping)
 
 
@@ -244,10 +242,12 @@ def test_damping__scores_do_not_depend_on_the_other_targets() -> None:
     chosen = td.damping(train, estimator="soft").compute()
     np.testing.assert_allclose(alone, among, rtol=1e-12, atol=1e-15)
     np.testing.assert_allclose(
-        among, td.score(train, TARGETS, estimator="soft", damping=chosen).isel(target=[4])
+        among, td.score(train, TARGETS, td.Soft(damping=chosen)).isel(target=[4])
     )
     by_targets = td.damping(train, estimator="soft", calibrate=TARGETS).compute()
     assert float(by_targets.relative) != float(chosen.relative)
-    calibrated = td.score(train, TARGETS, estimator="soft", calibrate=TARGETS).isel(target=[4])
-    expected = td.score(train, TARGETS, estimator="soft", damping=by_targets).isel(target=[4])
+    calibrated = td.score(
+        train, TARGETS, td.Soft(damping=td.damping(train, "soft", calibrate=TARGETS))
+    ).isel(target=[4])
+    expected = td.score(train, TARGETS, td.Soft(damping=by_targets)).isel(target=[4])
     np.testing.assert_allclose(calibrated, expected, rtol=1e-12, atol=1e-15)

@@ -11,6 +11,7 @@ import pytest
 import xarray as xr
 
 import trakdask as td
+from trakdask.provenance import DEFAULTS
 from trakdask.testing import simulate_features
 
 N, M, P, C = 60, 11, 5, 3
@@ -48,6 +49,13 @@ def kernels(train: xr.Dataset, h: np.ndarray, lam: float = 2.0) -> tuple[np.ndar
     return np.stack(across, -1), np.stack(own, -1)
 
 
+def of_task(ds: xr.Dataset, task: str) -> xr.Dataset:
+    """Return features with the attrs that those of a task have."""
+    kind = getattr(td.tasks, task)
+    defaults = {name: getattr(kind, name) for name in DEFAULTS if hasattr(kind, name)}
+    return ds.assign_attrs(task=f"{task}()", **defaults)
+
+
 def oracle(train: xr.Dataset, estimator: str, power: float | None = None) -> np.ndarray:
     """Per-checkpoint scores (n, m, C) whose mean is the score."""
     x, t, q = parts(train)
@@ -73,13 +81,15 @@ def oracle(train: xr.Dataset, estimator: str, power: float | None = None) -> np.
     return C * dot * q[:, None] * np.array(list(RATES.values()))
 
 
-def options(estimator: str) -> dict[str, object]:
-    if estimator == "tracin":
-        return {"learning_rates": RATES}
-    return {} if estimator.startswith("grad") else {"damping": td.Absolute(2.0)}
-
-
-ESTIMATORS = ["trak", "soft", "relatif", "grad_dot", "grad_cos", "tracin"]
+LAMBDA = td.Absolute(2.0)
+ESTIMATORS = {
+    "trak": td.Trak(LAMBDA),
+    "soft": td.Soft(damping=LAMBDA),
+    "relatif": td.RelatIF(LAMBDA),
+    "grad_dot": td.GradDot(),
+    "grad_cos": td.GradCos(),
+    "tracin": td.TracIn(RATES),
+}
 
 
 @pytest.mark.parametrize(
@@ -89,17 +99,17 @@ ESTIMATORS = ["trak", "soft", "relatif", "grad_dot", "grad_cos", "tracin"]
 )
 def test_score__float64_equals_dense_numpy(estimator: str, train: xr.Dataset) -> None:
     expected = oracle(train, estimator)
-    found = td.score(train, TARGETS, estimator=estimator, **options(estimator))
+    found = td.score(train, TARGETS, ESTIMATORS[estimator])
     assert found.dtype == np.float64
     np.testing.assert_allclose(found, expected.mean(-1), rtol=1e-10, atol=1e-12)
-    apart = td.score(train, TARGETS, estimator=estimator, average=False, **options(estimator))
+    apart = td.score(train, TARGETS, ESTIMATORS[estimator], average=False)
     np.testing.assert_allclose(apart, expected, rtol=1e-10, atol=1e-12)
     assert apart.dims == ("sample", "target", "checkpoint")
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_group_score__float64_equals_sums_of_dense_numpy(estimator: str) -> None:
-    found = td.group_score(TRAIN, TARGETS, by="label", estimator=estimator, **options(estimator))
+    found = td.group_score(TRAIN, TARGETS, ESTIMATORS[estimator], by="label")
     dense = oracle(TRAIN, estimator).mean(-1)
     expected = [dense[TRAIN.label.values == label].sum(0) for label in (0, 1)]
     np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
@@ -109,15 +119,16 @@ def test_group_score__of_combinations_equals_sums_of_dense_numpy() -> None:
     source = np.array(["web", "wiki", None, "book"] * N, object)[:N]
     source[TRAIN.label.values == 0] = "web"
     train = TRAIN.assign_coords(source=("sample", source))
-    found = td.group_score(train, TARGETS, by=["source", "label"], damping=td.Absolute(2))
+    found = td.group_score(train, TARGETS, td.Trak(damping=td.Absolute(2)), by=["source", "label"])
     assert found.dims == ("source", "label", "target")
     assert found.source.values.tolist() == ["book", "web", "wiki"]
-    dense = td.score(train, TARGETS, damping=td.Absolute(2)).values
+    dense = td.score(train, TARGETS, td.Trak(damping=td.Absolute(2))).values
     for i, j in np.ndindex(3, 2):
         chosen = (source == found.source.values[i]) & (TRAIN.label.values == j)
         np.testing.assert_allclose(found[i, j], dense[chosen].sum(0), rtol=1e-10, atol=1e-12)
     one, same = (
-        td.group_score(train, TARGETS, by=by, damping=td.Absolute(2)) for by in (["label"], "label")
+        td.group_score(train, TARGETS, td.Trak(damping=td.Absolute(2)), by=by)
+        for by in (["label"], "label")
     )
     xr.testing.assert_identical(one, same)
 
@@ -127,13 +138,13 @@ def test_score__power_follows_how_sure_the_model_is(narrow: float) -> None:
     q = TRAIN.out_to_loss
     logit = narrow * np.log((1 - q) / q) + 1
     train = TRAIN.assign(out_to_loss=1 / (1 + np.exp(logit)))
-    found = td.score(train, TARGETS, estimator="soft", damping=td.Absolute(2))
+    found = td.score(train, TARGETS, td.Soft(damping=td.Absolute(2)))
     expected = oracle(train, "soft")
     np.testing.assert_allclose(found, expected.mean(-1), rtol=1e-10)
     h = (train.out_to_loss**0.5 * (1 - train.out_to_loss)).values
     across, leverage = kernels(train, h)
     g = (expected / across)[:, 0]
-    own = td.self_influence(train, estimator="soft", damping=td.Absolute(2))
+    own = td.self_influence(train, td.Soft(damping=td.Absolute(2)))
     np.testing.assert_allclose(own, leverage.mean(1) * g.mean(1) ** 2, rtol=1e-10)
 
 
@@ -148,8 +159,8 @@ def test_score__grad_cos_of_a_zero_feature_is_nan_without_warning() -> None:
 
 def test_score__learning_rates_as_array_in_any_order() -> None:
     rates = xr.DataArray([0.02, 0.1, 0.3], coords={"checkpoint": ["c2", "c0", "c1"]})
-    found = td.score(TRAIN, TARGETS, estimator="tracin", learning_rates=rates)
-    expected = td.score(TRAIN, TARGETS, estimator="tracin", learning_rates=RATES)
+    found = td.score(TRAIN, TARGETS, td.TracIn(rates))
+    expected = td.score(TRAIN, TARGETS, td.TracIn(RATES))
     np.testing.assert_array_equal(found, expected)
     assert found.attrs["learning_rates"] == "0.1, 0.3, 0.02"
 
@@ -161,9 +172,9 @@ def test_self_influence__equals_dense_numpy(estimator: str) -> None:
     own = np.square(x).sum(1)
     if estimator != "grad_dot":
         own = kernels(TRAIN, np.sqrt(q) * (1 - q) if estimator == "soft" else np.ones_like(q))[1]
-    found = td.self_influence(TRAIN, estimator=estimator, **options(estimator))
+    found = td.self_influence(TRAIN, ESTIMATORS[estimator])
     np.testing.assert_allclose(found, (own * g**2).mean(1), rtol=1e-10)
-    apart = td.self_influence(TRAIN, estimator=estimator, average=False, **options(estimator))
+    apart = td.self_influence(TRAIN, ESTIMATORS[estimator], average=False)
     np.testing.assert_allclose(apart, own * g**2, rtol=1e-10)
     assert (found >= 0).all()
     assert found.dims == ("sample",)
@@ -171,31 +182,30 @@ def test_self_influence__equals_dense_numpy(estimator: str) -> None:
 
 
 def test_score__soft_for_regression_is_trak() -> None:
-    task = "Regression(inputs=('x',), target='y', positional=True)"
-    train, targets = (ds.assign_attrs(task=task) for ds in (SIGNED, TARGETS))
+    train, targets = (of_task(ds, "Regression") for ds in (SIGNED, TARGETS))
     for power in (1, "auto"):
-        soft = td.score(train, targets, estimator="soft", power=power, damping="trace")
+        soft = td.score(train, targets, td.Soft(power=power, damping="trace"))
         np.testing.assert_array_equal(soft, td.score(train, targets, estimator="trak"))
     with pytest.raises(ValueError, match=r"task Regression.*got power=0.5"):
-        td.score(train, targets, estimator="soft", power=0.5, damping="closed_form")
+        td.score(train, targets, td.Soft(power=0.5, damping="closed_form"))
 
 
 @pytest.mark.parametrize(
     ("task", "asked", "estimator", "damping"),
     [
-        ("ImageClassification(image='x')", "auto", "soft", "completeness"),
-        ("TextClassification()", "auto", "soft", "completeness"),
-        ("Classification()", "trak", "trak", "completeness"),
-        ("MultiLabel()", "auto", "soft", "completeness"),
-        ("CausalLM()", "auto", "trak", "tr(K)/n"),
-        ("CausalLM()", "soft", "soft", "completeness"),
-        ("Regression()", "auto", "trak", "tr(K)/n"),
-        ("simulated", "auto", "trak", "0.03 tr(K^2)/tr(K)"),
-        ("simulated", "relatif", "relatif", "0.03 tr(K^2)/tr(K)"),
+        ("ImageClassification", "auto", "soft", "completeness"),
+        ("TextClassification", "auto", "soft", "completeness"),
+        ("Classification", "trak", "trak", "completeness"),
+        ("MultiLabel", "auto", "soft", "completeness"),
+        ("CausalLM", "auto", "trak", "tr(K)/n"),
+        ("CausalLM", "soft", "soft", "completeness"),
+        ("Regression", "auto", "trak", "tr(K)/n"),
+        ("BinaryClassification", "auto", "trak", "0.03 tr(K^2)/tr(K)"),
+        ("Clip", "relatif", "relatif", "0.03 tr(K^2)/tr(K)"),
     ],
 )
 def test_score__automatic_estimator_and_damping(task, asked, estimator, damping) -> None:
-    train, targets = (ds.assign_attrs(task=task) for ds in (TRAIN, TARGETS))
+    train, targets = (of_task(ds, task) for ds in (TRAIN, TARGETS))
     attrs = td.score(train, targets, estimator=asked).attrs
     assert (attrs["estimator"], attrs["damping"]) == (estimator, damping)
     assert attrs["gram_weights"] == ("q^0.5 (1 - q)" if estimator == "soft" else "1")
@@ -203,11 +213,11 @@ def test_score__automatic_estimator_and_damping(task, asked, estimator, damping)
 
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_score__damping_that_was_chosen_before(chunks: int) -> None:
-    chosen = td.damping(TRAIN, damping=0.2, estimator="soft").compute()
-    expected = td.score(TRAIN, TARGETS, estimator="soft", damping=0.2)
+    chosen = td.damping(TRAIN, td.Soft(damping=0.2)).compute()
+    expected = td.score(TRAIN, TARGETS, td.Soft(damping=0.2))
     turned = chosen.isel(checkpoint=[2, 0, 1])
     for given in (turned, turned.damping, turned.damping.chunk(checkpoint=chunks)):
-        found = td.score(TRAIN, TARGETS, estimator="soft", damping=given)
+        found = td.score(TRAIN, TARGETS, td.Soft(damping=given))
         np.testing.assert_array_equal(found, expected)
         assert found.attrs["damping"] == "given"
 
@@ -217,7 +227,11 @@ def test_score__weights_of_the_gram_matrix(dims: tuple[str, ...]) -> None:
     h = np.random.default_rng(0).random((N, C)[: len(dims)])
     across, _ = kernels(TRAIN, h if h.ndim == 2 else np.stack([h] * C, axis=1))
     weights, q = xr.DataArray(h, dims=dims), TRAIN.out_to_loss.values
-    found = td.score(TRAIN, TARGETS, weights=weights, damping=td.Absolute(2.0))
+    found = td.score(
+        TRAIN.assign(gram=td.gram(TRAIN, weights=weights)),
+        TARGETS,
+        td.Trak(damping=td.Absolute(2.0)),
+    )
     np.testing.assert_allclose(found, across.mean(-1) * q.mean(1)[:, None], rtol=1e-10)
 
 
@@ -235,26 +249,21 @@ def test_score__labels_of_both_sides() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "other"),
+    ("estimator", "other"),
     [
-        ({"estimator": "soft", "damping": 0.1, "power": 0.3}, 0.9),
-        ({"damping": 0.5}, 0.05),
-        ({"weights": xr.DataArray(np.linspace(0, 1, N), dims="sample")}, None),
-        (
-            {"estimator": "tracin", "learning_rates": {"c0": 1, "c1": 2, "c2": 3}},
-            {"c0": 3, "c1": 2, "c2": 1},
-        ),
-        ({"estimator": "relatif"}, "trak"),
+        (td.Soft(damping=0.1, power=0.3), td.Soft(damping=0.1, power=0.9)),
+        (td.Trak(damping=0.5), td.Trak(damping=0.05)),
+        (td.TracIn({"c0": 1, "c1": 2, "c2": 3}), td.TracIn({"c0": 3, "c1": 2, "c2": 1})),
+        ("relatif", "trak"),
     ],
 )
-def test_group_score__every_option_is_that_of_score(options: dict[str, Any], other: Any) -> None:
-    found = td.group_score(TRAIN, TARGETS, by="label", **options)
-    expected = td.score(TRAIN, TARGETS, **options).compute().groupby("label").sum()
+def test_group_score__every_option_is_that_of_score(estimator: Any, other: Any) -> None:
+    found = td.group_score(TRAIN, TARGETS, estimator, by="label")
+    expected = td.score(TRAIN, TARGETS, estimator).compute().groupby("label").sum()
     np.testing.assert_allclose(found, expected.transpose("label", "target"), rtol=1e-3, atol=1e-5)
     assert found.dims == ("label", "target")
     np.testing.assert_array_equal(found.label, [0, 1])
-    changed = options | {list(options)[-1]: other}
-    assert not np.allclose(found, td.group_score(TRAIN, TARGETS, by="label", **changed), rtol=0.02)
+    assert not np.allclose(found, td.group_score(TRAIN, TARGETS, other, by="label"), rtol=0.02)
 
 
 NAMES = [f"s{i}" for i in range(N)]
@@ -275,10 +284,15 @@ def test_score__weights_in_another_order_are_aligned_by_label(with_checkpoint, c
         )
     if chunked:
         turned = turned.chunk(sample=7)
-    expected = td.score(NAMED, TARGETS, weights=weights)
-    np.testing.assert_array_equal(td.score(NAMED, TARGETS, weights=turned), expected)
+    expected = td.score(NAMED.assign(gram=td.gram(NAMED, weights=weights)), TARGETS)
+    np.testing.assert_array_equal(
+        td.score(NAMED.assign(gram=td.gram(NAMED, weights=turned)), TARGETS), expected
+    )
     np.testing.assert_array_equal(td.gram(NAMED, weights=turned), td.gram(NAMED, weights=weights))
-    plain = td.score(TRAIN, TARGETS, weights=xr.DataArray(weights.values, dims=weights.dims))
+    plain = td.score(
+        TRAIN.assign(gram=td.gram(TRAIN, weights=xr.DataArray(weights.values, dims=weights.dims))),
+        TARGETS,
+    )
     np.testing.assert_array_equal(plain, expected)
 
 
@@ -286,6 +300,6 @@ def test_score__weights_in_another_order_are_aligned_by_label(with_checkpoint, c
 def test_score__precisions_that_differ_are_warned_of_once(field: str) -> None:
     sides = [ds.assign_attrs({field: v}) for ds, v in ((TRAIN, "bfloat16"), (TARGETS, "off"))]
     with pytest.warns(UserWarning, match=f"{field} 'bfloat16' and 'off'"):
-        found = td.score(*sides, damping=0.1)
-    np.testing.assert_array_equal(found, td.score(*sides, damping=0.1))
+        found = td.score(*sides, estimator=td.Trak(damping=0.1))
+    np.testing.assert_array_equal(found, td.score(*sides, estimator=td.Trak(damping=0.1)))
     td.score(TRAIN, TARGETS.assign_attrs({field: "off"}))

@@ -80,8 +80,8 @@ def explicit(state: dict[str, torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_scores__are_those_of_the_sum_of_both_matrices_with_the_lambda_of_one() -> None:
     with_matrix = features().assign(wrong_classes=matrix())
-    scores = td.score(with_matrix, targets(), power=0.5, average=False)
-    influence = td.self_influence(with_matrix, power=0.5, average=False)
+    scores = td.score(with_matrix, targets(), td.Soft(power=0.5), average=False)
+    influence = td.self_influence(with_matrix, td.Soft(power=0.5), average=False)
     lam = td.damping(features()).damping.values
     assert "wrong classes" in scores.attrs["gram_weights"]
     g = np.sqrt(features().out_to_loss.values.astype(float)).mean(1)
@@ -111,19 +111,19 @@ def test_matrix__kept_beside_a_store_that_grows(tmp_path: Path) -> None:
     expected = td.score(features().assign(wrong_classes=matrix()), targets())
     np.testing.assert_allclose(td.score(opened, targets()), expected, rtol=1e-5, atol=1e-6)
     some = opened.isel(sample=[3, 40], checkpoint=slice(2))
-    picked = td.score(some, targets().isel(checkpoint=slice(2)), damping=td.Absolute(1.0))
+    picked = td.score(some, targets().isel(checkpoint=slice(2)), td.Soft(damping=td.Absolute(1.0)))
     whole = [ds.isel(checkpoint=slice(2)) for ds in (opened, targets())]
-    of_all = td.score(*whole, damping=td.Absolute(1.0))
+    of_all = td.score(*whole, estimator=td.Soft(damping=td.Absolute(1.0)))
     np.testing.assert_allclose(picked, of_all.isel(sample=[3, 40]), rtol=1e-5)
 
 
 def test_matrix__of_another_model_or_task_is_refused() -> None:
     other = matrix().assign_attrs(projector={"kind": "SJLT"})
     with pytest.raises(td.errors.StoreMismatchError, match="projector"):
-        td.score(features().assign(wrong_classes=other), targets(), damping=0.1)
+        td.score(features().assign(wrong_classes=other), targets(), td.Soft(damping=0.1))
     fewer = features().assign(wrong_classes=matrix().isel(checkpoint=slice(2)))
     with pytest.raises((td.errors.StoreMismatchError, ValueError), match="finite"):
-        td.score(fewer, targets(), damping=0.1).compute()
+        td.score(fewer, targets(), td.Soft(damping=0.1)).compute()
     model = td.Model(nn.Linear(4, 1).double(), task="regression")
     with pytest.raises(TypeError, match="Regression"):
         td.wrong_classes(SAMPLES, model)

@@ -30,7 +30,7 @@ def template() -> Path:
 
 @functools.cache
 def scores() -> xr.DataArray:
-    return td.score(FEATURES, TARGETS, damping=0.1).compute()
+    return td.score(FEATURES, TARGETS, td.Trak(damping=0.1)).compute()
 
 
 def store_in(folder: Path) -> Path:

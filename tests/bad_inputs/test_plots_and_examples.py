@@ -14,13 +14,13 @@ IMAGES = np.zeros((20, 4, 4))
 
 
 def gallery(**options: object) -> object:
-    top = td.top_k(td.score(FEATURES, FEATURES[{"sample": slice(4)}], damping=1.0), 3)
+    top = td.top_k(td.score(FEATURES, FEATURES[{"sample": slice(4)}], td.Trak(damping=1.0)), 3)
     given = {"helpful": top, "harmful": top, "images": IMAGES, "target_images": IMAGES, **options}
     return td.plots.gallery(**given)
 
 
 def damping_without_curve() -> object:
-    return td.plots.damping(td.damping(FEATURES, damping=td.Absolute(1.0)))
+    return td.plots.damping(td.damping(FEATURES, td.Trak(damping=td.Absolute(1.0))))
 
 
 SPLIT = (

@@ -25,7 +25,7 @@ MISMATCH = td.errors.StoreMismatchError
 
 @functools.cache
 def scores() -> xr.DataArray:
-    return td.score(X, T, damping=0.1)
+    return td.score(X, T, td.Trak(damping=0.1))
 
 
 def changed(name: str, row: int, value: float) -> xr.Dataset:
@@ -53,12 +53,16 @@ def weights(values: Any, **coords: Any) -> xr.DataArray:
     return xr.DataArray(values, dims=("sample", "checkpoint")[: np.ndim(values)], coords=coords)
 
 
-def score(features: Any = X, targets: Any = T, **options: Any) -> Any:
-    return td.score(features, targets, **options)
+def score(features: Any = X, targets: Any = T, estimator: Any = "auto") -> Any:
+    return td.score(features, targets, estimator)
+
+
+def damped(damping: Any) -> object:
+    return score(estimator=td.Trak(damping=damping))
 
 
 def tracin(rates: Any) -> object:
-    return score(estimator="tracin", learning_rates=rates)
+    return score(estimator=td.TracIn(rates))
 
 
 FEATURES = [
@@ -71,31 +75,31 @@ FEATURES = [
     ("features in chunks of proj_dim", lambda: score(X.chunk(proj_dim=2)), ValueError, ["2 (2, 2)"]),
     ("features of no samples", lambda: score(X.isel(sample=slice(0))), ValueError, ["0 samples"]),
     ("weights of a list", lambda: td.gram(X, weights=[1.0] * 20), ValueError, ["list"]),
-    ("weights of other samples", lambda: score(weights=weights(H[:7])), ValueError, ["{'sample': 7}", "'sample': 20"]),
-    ("negative weights", lambda: td.damping(X, weights=weights(H - 2)), ValueError, ["-1.0", "'sample': 0"]),
-    ("weights with NaN", lambda: score(weights=weights(np.where(np.arange(20) == 5, np.nan, 1))), ValueError, ["nan", "'sample': 5"]),
-    ("weights of unknown samples", lambda: score(X.assign_coords(sample=NAMES), weights=weights(H, sample=[*NAMES[1:], "x"])), ValueError, ["'s0'", "weights"]),
-    ("weights with labels of their own", lambda: score(weights=weights(H, sample=NAMES)), ValueError, ["'s0'"]),
-    ("weights of unknown checkpoints", lambda: score(weights=weights(np.ones((20, 3)), checkpoint=["c0", "c1", "C2"])), ValueError, ["'c2'", "'C2'"]),
-    ("weights of sorted samples", lambda: score(weights=xr.ones_like(X.sortby("label").label)), ValueError, ["'label'", "sample 1"]),
+    ("weights of other samples", lambda: td.gram(X, weights=weights(H[:7])), ValueError, ["{'sample': 7}", "'sample': 20"]),
+    ("negative weights", lambda: td.gram(X, weights=weights(H - 2)), ValueError, ["-1.0", "'sample': 0"]),
+    ("weights with NaN", lambda: td.gram(X, weights=weights(np.where(np.arange(20) == 5, np.nan, 1))), ValueError, ["nan", "'sample': 5"]),
+    ("weights of unknown samples", lambda: td.gram(X.assign_coords(sample=NAMES), weights=weights(H, sample=[*NAMES[1:], "x"])), ValueError, ["'s0'", "weights"]),
+    ("weights with labels of their own", lambda: td.gram(X, weights=weights(H, sample=NAMES)), ValueError, ["'s0'"]),
+    ("weights of unknown checkpoints", lambda: td.gram(X, weights=weights(np.ones((20, 3)), checkpoint=["c0", "c1", "C2"])), ValueError, ["'c2'", "'C2'"]),
+    ("weights of sorted samples", lambda: td.gram(X, weights=xr.ones_like(X.sortby("label").label)), ValueError, ["'label'", "sample 1"]),
 ]  # fmt: skip
 
 LAMBDA = [
-    *((f"damping of {bad!r}", lambda bad=bad: score(damping=bad), ValueError, [repr(bad)])
+    *((f"damping of {bad!r}", lambda bad=bad: damped(bad), ValueError, [repr(bad)])
       for bad in ("closed-form", -0.1, np.nan, np.inf, None, [0.1, 0.1], True)),
-    ("damping without checkpoints", lambda: score(damping=xr.DataArray(np.ones(3), dims="c")), ValueError, ["damping"]),
-    ("damping of unknown checkpoints", lambda: score(damping=xr.DataArray(np.ones(3), coords={"checkpoint": ["c0", "c1", "x"]})), ValueError, ["'c2'"]),
-    ("negative damping of an array", lambda: score(damping=xr.DataArray([1.0, -1, 1], coords={"checkpoint": CHECKPOINTS})), ValueError, ["'c1': -1.0"]),
+    ("damping without checkpoints", lambda: damped(xr.DataArray(np.ones(3), dims="c")), ValueError, ["damping"]),
+    ("damping of unknown checkpoints", lambda: damped(xr.DataArray(np.ones(3), coords={"checkpoint": ["c0", "c1", "x"]})), ValueError, ["'c2'"]),
+    ("negative damping of an array", lambda: damped(xr.DataArray([1.0, -1, 1], coords={"checkpoint": CHECKPOINTS})), ValueError, ["'c1': -1.0"]),
     *((f"estimator of {bad!r}", lambda bad=bad: score(estimator=bad), ValueError, [repr(bad)]) for bad in ("sfot", None, ["trak"])),
-    *((f"power of {bad!r}", lambda bad=bad: score(estimator="soft", power=bad), ValueError, [repr(bad)]) for bad in (2, -0.1, "half", np.nan, True)),
-    ("power of a squared error", lambda: score(*(ds.assign_attrs(task="Regression()") for ds in (X, T)), estimator="soft", power=0.5), ValueError, ["Regression()", "0.5"]),
-    ("calibrate without a rule for it", lambda: score(damping=0.1, calibrate=T), ValueError, ["0.1", "calibrate"]),
-    ("calibrate of few samples", lambda: score(damping="completeness", calibrate=T), ValueError, ["5", "50"]),
-    ("calibrate without outputs", lambda: score(damping="completeness", calibrate=T.drop_vars("output")), ValueError, ["calibrate", "'output'"]),
-    ("calibrate of other checkpoints", lambda: score(damping="completeness", calibrate=T.isel(checkpoint=[1, 0, 2])), MISMATCH, ["calibration", "checkpoint"]),
-    ("damping without gram matrix", lambda: score(estimator="grad_dot", damping=0.1), ValueError, ["'grad_dot'", "damping"]),
-    ("weights without gram matrix", lambda: score(estimator="grad_cos", weights=weights(H)), ValueError, ["'grad_cos'", "weights"]),
-    ("learning rates for trak", lambda: score(estimator="trak", learning_rates={"c0": 1}), ValueError, ["'trak'", "learning_rates"]),
+    *((f"power of {bad!r}", lambda bad=bad: td.Soft(power=bad), ValueError, [repr(bad)]) for bad in (2, -0.1, "half", np.nan, True)),
+    ("power of a squared error", lambda: score(*(ds.assign_attrs(task="Regression()", loss_kind="squared error") for ds in (X, T)), td.Soft(power=0.5)), ValueError, ["Regression()", "0.5"]),
+    ("calibrate without a rule for it", lambda: td.damping(X, td.Trak(damping=0.1), calibrate=T), ValueError, ["0.1", "calibrate"]),
+    ("calibrate of few samples", lambda: td.damping(X, "soft", calibrate=T), ValueError, ["5", "50"]),
+    ("calibrate without outputs", lambda: td.damping(X, "soft", calibrate=T.drop_vars("output")), ValueError, ["calibrate", "'output'"]),
+    ("calibrate of other checkpoints", lambda: td.damping(X, "soft", calibrate=T.isel(checkpoint=[1, 0, 2])), MISMATCH, ["calibration", "checkpoint"]),
+    ("an estimator by its class", lambda: score(estimator=td.Soft), ValueError, ["Soft", "td.Soft(power=1)"]),
+    ("tracin without rates", lambda: score(estimator="tracin"), ValueError, ["'tracin'", "td.TracIn(learning_rates)"]),
+    ("a default estimator that is none", lambda: score(X.assign_attrs(default_estimator="best")), ValueError, ["'best'"]),
     ("no learning rates", lambda: tracin(None), ValueError, ["None", "'c0'"]),
     ("a learning rate too few", lambda: tracin({"c0": 0.1, "c1": 0.1}), ValueError, ["'c2'"]),
     *((f"a learning rate of {bad!r}", lambda bad=bad: tracin({**dict.fromkeys(CHECKPOINTS, 0.1), "c1": bad}), ValueError, [repr(bad), "'c1'"])
@@ -116,11 +120,11 @@ SCORE = [
     ("targets of other weights", lambda: score(X, T.assign_attrs(checkpoints=dict.fromkeys(CHECKPOINTS, "ff"))), MISMATCH, ["checkpoints['c0']", "'ff'"]),
     ("targets of other ids", lambda: score(X, T.assign_attrs(checkpoint_ids={"c0": 5, "c1": 1, "c2": 2})), MISMATCH, ["checkpoint_ids['c0']", "5"]),
     ("coords of one name on both sides", lambda: score(X.assign_coords(target_label=X.label)), ValueError, ["'target_label'"]),
-    ("Q outside of 0 to 1", lambda: computed(score, changed("out_to_loss", 3, 2.5), estimator="soft", damping=0.1), ValueError, ["2.5"]),
-    ("a feature of infinity", lambda: computed(score, changed("feature", 3, np.inf), damping=0.1), ValueError, ["'c1'", "not finite"]),
-    ("features of zero", lambda: computed(score, X.assign(feature=X.feature * 0), damping=0.1), ValueError, ["'c"]),
-    ("Q of 1 for all", lambda: computed(score, X.assign(out_to_loss=X.out_to_loss * 0 + 1), estimator="soft", damping=0.1), ValueError, ["'c", "'trak'"]),
-    ("no damping of few samples", lambda: computed(score, X.isel(sample=slice(2)), damping=0), np.linalg.LinAlgError, ["'c"]),
+    ("Q outside of 0 to 1", lambda: computed(score, changed("out_to_loss", 3, 2.5), T, td.Soft(damping=0.1)), ValueError, ["2.5"]),
+    ("a feature of infinity", lambda: computed(score, changed("feature", 3, np.inf), T, td.Trak(damping=0.1)), ValueError, ["'c1'", "not finite"]),
+    ("features of zero", lambda: computed(score, X.assign(feature=X.feature * 0), T, td.Trak(damping=0.1)), ValueError, ["'c"]),
+    ("Q of 1 for all", lambda: computed(score, X.assign(out_to_loss=X.out_to_loss * 0 + 1), T, td.Soft(damping=0.1)), ValueError, ["'c", "'trak'"]),
+    ("no damping of few samples", lambda: computed(score, X.isel(sample=slice(2)), T, td.Trak(damping=0)), np.linalg.LinAlgError, ["'c"]),
 ]  # fmt: skip
 
 GROUPS = [
@@ -132,13 +136,14 @@ GROUPS = [
 
 OTHERS = {
     "self_influence": [
-        ("another estimator", lambda: td.self_influence(X, estimator="relatif"), ValueError, ["'relatif'"]),
+        ("another estimator", lambda: td.self_influence(X, "relatif"), ValueError, ["RelatIF("]),
         ("features without Q", lambda: td.self_influence(X.drop_vars("out_to_loss")), ValueError, ["'out_to_loss'"]),
     ],
     "damping": [
-        ("targets instead of a rule", lambda: td.damping(X, T), ValueError, ["damping"]),
-        ("estimator without damping", lambda: td.damping(X, estimator="tracin"), ValueError, ["'tracin'"]),
-        ("features without outputs", lambda: td.damping(X.drop_vars("output"), "completeness"), ValueError, ["'output'"]),
+        ("targets instead of a rule", lambda: td.damping(X, td.Soft(damping=T)), ValueError, ["damping"]),
+        ("targets instead of an estimator", lambda: td.damping(X, T), ValueError, ["estimator", "Dataset"]),
+        ("estimator without damping", lambda: td.damping(X, "grad_cos"), ValueError, ["GradCos()"]),
+        ("features without outputs", lambda: td.damping(X.drop_vars("output"), td.Trak(damping="completeness")), ValueError, ["'output'"]),
     ],
     "Absolute": [
         (repr(bad), lambda bad=bad: td.Absolute(bad), ValueError, [repr(bad)])
@@ -164,7 +169,7 @@ RANKED = [
       for bad in (X, None, np.ones((20, 5)))),
     ("scores transposed", lambda: td.top_k(scores().T, 3), ValueError, ["('target', 'sample')"]),
     ("scores of one sample", lambda: td.top_k(scores().isel(sample=0), 3), ValueError, ["('target',)"]),
-    ("scores of an ensemble", lambda: td.top_k(score(average=False), 3), ValueError, ["'checkpoint'"]),
+    ("scores of an ensemble", lambda: td.top_k(td.score(X, T, average=False), 3), ValueError, ["'checkpoint'"]),
     *((f"k of {bad!r}", lambda bad=bad: top(bad), ValueError, ["k", repr(bad)]) for bad in (0, -3, 21, None)),
     *((f"k of {bad!r}", lambda bad=bad: top(bad), TypeError, ["k", repr(bad)]) for bad in (3.0, "3", True)),
     *((f"fraction of {bad!r}", lambda bad=bad: top(None, fraction=bad), ValueError, ["fraction", repr(bad)]) for bad in (0, 5, np.nan)),

@@ -97,9 +97,7 @@ SAVE = [
     ("unknown append_dim", save(append_dim="target"), ValueError, ["'target'", "'checkpoint'"]),
     ("negative retries", save(retries=-1), ValueError, ["-1"]),
     ("unknown estimator", save(estimator="trakk"), ValueError, ["'trakk'", "'trak'"]),
-    ("calibrate without a matrix", save(calibrate=FEATURES, gram=False), ValueError, ["gram=False"]),
-    ("calibrate of few samples", save(calibrate=FEATURES, estimator="soft"), ValueError, ["8", "50"]),
-    ("calibrate where no outputs choose", save(calibrate=FEATURES), ValueError, ["'trak'"]),
+    ("an estimator without a gram matrix", save(estimator=td.GradDot()), ValueError, ["GradDot()", "gram matrix"]),
     ("no samples", save(FEATURES.isel(sample=[])), ValueError, ["sample", "0"]),
     ("checkpoint twice", save(FEATURES.isel(checkpoint=[0, 0])), ValueError, ["'c0', 'c0'"]),
     ("unknown checkpoints", save(FEATURES.assign_coords(checkpoint=["a", "b"])), ValueError, ["'a', 'b'", "'c0', 'c1'"]),
@@ -166,7 +164,7 @@ CALIBRATE = [
 
 
 def without_gram(folder: Path) -> Path:
-    td.save(FEATURES, folder / "f.zarr", gram=False, progress=False)
+    td.save(FEATURES, folder / "f.zarr", estimator=None, progress=False)
     return folder / "f.zarr"
 
 

@@ -121,14 +121,14 @@ def run_trakdask(job: Job, digits: Digits, folder: Path, watch: Stopwatch) -> ND
         with watch("featurize"), _trakdask_parts(watch):
             train = samples(digits.images, digits.labels)
             store = folder / "train.zarr"
-            features = td.save(td.featurize(train, model, **options), store, gram=False)
+            features = td.save(td.featurize(train, model, **options), store, estimator=None)
         with watch("targets"):
             queries = samples(digits.target_images, digits.target_labels)
             store = folder / "targets.zarr"
-            targets = td.save(td.featurize(queries, model, **options), store, gram=False)
+            targets = td.save(td.featurize(queries, model, **options), store, estimator=None)
         with watch("finalize_score"):  # with the gram matrix, as the peers
             damping = td.Absolute(job.damping)
-            scores = td.score(features, targets, estimator="trak", damping=damping).values
+            scores = td.score(features, targets, td.Trak(damping=damping)).values
     return scores
 
 

@@ -181,11 +181,14 @@ def by_package(measured: Measured) -> list[Row]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # λ at an end of the grid
         default = td.score(train, targets)
+        kinds = {
+            "trak": td.Trak(AUTO),
+            "soft": td.Soft(0.5, AUTO),
+            "Gauss-Newton": td.Soft(1, AUTO),
+        }
         lazy = {"default": default} | {
-            name: td.score(train, targets, damping=AUTO, estimator="trak" if a is None else "soft",
-                           **({} if a is None else {"power": a}))
-            for name, a in POWERS.items() if name in ("trak", "soft", "Gauss-Newton")
-        }  # fmt: skip
+            name: td.score(train, targets, kind) for name, kind in kinds.items()
+        }
         (found,) = dask.compute(lazy)
     task = measured.seeds
     q = task.q[:, :3]

@@ -23,12 +23,12 @@ import trakdask as td
 from trakdask.projection import SJLT, Projector, Rademacher
 
 PROJECTORS: dict[str, type[Rademacher] | type[SJLT]] = {"Rademacher": Rademacher, "SJLT": SJLT}
-ESTIMATORS: dict[str, dict[str, Any]] = {
-    "trak": {"estimator": "trak"},
-    "soft": {"estimator": "soft"},
-    "soft a=0.5": {"estimator": "soft", "power": 0.5},
-    "soft a=0.75": {"estimator": "soft", "power": 0.75},
-    "Gauss-Newton": {"estimator": "soft", "power": 1.0},
+ESTIMATORS: dict[str, Any] = {
+    "trak": td.Trak(),
+    "soft": td.Soft(),
+    "soft a=0.5": td.Soft(power=0.5),
+    "soft a=0.75": td.Soft(power=0.75),
+    "Gauss-Newton": td.Soft(power=1.0),
 }
 #: Multiples of tr(K²)/tr(K): two decades on either side of the closed form, a quarter apart.
 FACTORS = 0.03 * 10.0 ** np.linspace(-2, 2, 17)
@@ -58,10 +58,7 @@ def evaluate(setting: Setting, cache: Path) -> Row:
     subject = SUBJECTS[setting.task]
     path = cache / "rows" / f"{digest(asdict(setting), subject.digest())}.json"
     if not path.exists():
-        options = ESTIMATORS[setting.estimator]
-        if subject.task == "regression" and setting.estimator == "soft":
-            options = {"estimator": "soft", "power": 1.0}  # the only one that it has
-        scores, choice = score_all(*selected(setting, cache), options)
+        scores, choice = score_all(*selected(setting, cache), ESTIMATORS[setting.estimator])
         keep_row(path, subject, scores, asdict(setting) | choice)
     return read_row(path)
 
@@ -128,7 +125,7 @@ def features(
     for part, role in enumerate(("train", "targets")):
         store = cache / "features" / f"{name}-{role}.zarr"
         lazy = td.featurize(subject.samples(part), model, projector=projector)
-        parts.append(td.save(lazy, store, gram=False, progress=False).load())
+        parts.append(td.save(lazy, store, estimator=None, progress=False).load())
     return parts[0], parts[1]
 
 
@@ -179,20 +176,20 @@ def _replaced(ds: xr.Dataset, values: Floats) -> xr.Dataset:
 
 
 def score_all(
-    train: xr.Dataset, targets: xr.Dataset, options: dict[str, Any]
+    train: xr.Dataset, targets: xr.Dataset, estimator: Any
 ) -> tuple[xr.DataArray, dict[str, Any]]:
     """Return scores (sample, target, damping), of every rule, then of every factor; and the choice.
 
     The choice is what the rule took for λ, and how well outputs follow totals there.
     """
-    given: list[dict[str, Any]] = [{"damping": "closed_form"}, {"damping": AUTO}]
-    given += [{"damping": AUTO, "calibrate": targets}]
-    given += [{"damping": factor} for factor in FACTORS.tolist()]
+    automatic = estimator.with_damping(AUTO)
+    by_targets = td.damping(train, automatic, calibrate=targets)
+    given: list[Any] = ["closed_form", AUTO, by_targets, *FACTORS.tolist()]
     with warnings.catch_warnings():
         # Of few checkpoints and of λ at an end of the grid: the choice reports both.
         warnings.simplefilter("ignore", UserWarning)
-        lazy = [td.score(train, targets, **options, **each) for each in given]
-        found = td.damping(train, AUTO, **options)
+        lazy = [td.score(train, targets, estimator.with_damping(each)) for each in given]
+        found = td.damping(train, automatic)
         found, *scores = dask.compute(found, *lazy)  # at once: they share the gram matrix
     choice = {
         "rho": float(found.relative),

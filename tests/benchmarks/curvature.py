@@ -44,8 +44,8 @@ def a_quarter(samples: xr.Dataset) -> xr.Dataset:
     return samples.isel(sample=np.sort(np.random.default_rng(0).choice(n, n // 4, replace=False)))
 
 
-def lds(subject: Any, train: xr.Dataset, targets: xr.Dataset, **options: Any) -> float:
-    scores = td.score(train, targets, **options)
+def lds(subject: Any, train: xr.Dataset, targets: xr.Dataset, estimator: Any = "auto") -> float:
+    scores = td.score(train, targets, estimator)
     return float(td.evaluate.lds(scores, *ground(subject), resamples=1).lds_mean.compute())
 
 
@@ -70,7 +70,7 @@ def measure(name: str, n: int, cache: Path) -> dict[str, Any]:
     return {
         "task": name,
         "checkpoints": n,
-        "exact EK-FAC": lds(subject, *whole, estimator="grad_dot"),
+        "exact EK-FAC": lds(subject, *whole, "grad_dot"),
         "default": lds(subject, features(model, train), features(model, targets)),
         "curvature": lds(subject, features(curved, train), features(curved, targets)),
     }

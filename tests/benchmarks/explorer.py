@@ -64,7 +64,12 @@ def write(args: argparse.Namespace, folder: Path) -> None:
             made = queries.simulated(args, n, seed).assign_coords(
                 {key: ("sample", values) for key, values in coords.items()}
             )
-            td.save(made, folder / f"{name}.zarr", gram=name == "train", progress=False)
+            td.save(
+                made,
+                folder / f"{name}.zarr",
+                estimator="auto" if name == "train" else None,
+                progress=False,
+            )
 
 
 CLICKS: Mapping[str, Callable[[int], View]] = {

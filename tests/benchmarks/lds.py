@@ -69,8 +69,8 @@ def scores(subject: Subject, projector: Projector, options: argparse.Namespace) 
     def write(path: Path) -> None:
         features = [td.featurize(subject.samples(i), model, projector=projector) for i in (0, 1)]
         train, targets = (part.compute() for part in features)
-        published = {"estimator": "trak", "damping": "closed_form"}  # no choices
-        np.save(path, td.score(train, targets, **published).values)
+        published = td.Trak(damping="closed_form")  # no choices
+        np.save(path, td.score(train, targets, published).values)
 
     name = f"scores-{digest(projector.spec(), [path.name for path in paths])}.npy"
     return np.load(made_once(options.cache / name, write)).astype(np.float64)

@@ -78,7 +78,7 @@ def write(args: argparse.Namespace) -> None:
             n, args.proj_dim, args.checkpoints, chunks=args.chunks, seed=len(name)
         )
         with dask.config.set(scheduler="threads", num_workers=2):
-            td.save(features, args.folder / f"{name}.zarr", gram=False, progress=False)
+            td.save(features, args.folder / f"{name}.zarr", estimator=None, progress=False)
 
 
 def measure(args: argparse.Namespace) -> None:

@@ -70,7 +70,12 @@ def write(args: argparse.Namespace, folder: Path) -> None:
         step = newton_step(lazy["train"])
         for name, features in lazy.items():
             made = features.assign(output=followed(features, step))
-            td.save(made, folder / f"{name}.zarr", gram=name == "train", progress=False)
+            td.save(
+                made,
+                folder / f"{name}.zarr",
+                estimator="auto" if name == "train" else None,
+                progress=False,
+            )
 
 
 def simulated(args: argparse.Namespace, n: int, seed: int) -> xr.Dataset:

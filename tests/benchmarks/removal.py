@@ -98,11 +98,13 @@ def file_of(subject: Subject, removed: float) -> Path:
 # --- scores ---------------------------------------------------------------------------------------
 
 
-def scores_of(subject: Subject, model: td.Model, projector: Any, **options: Any) -> xr.DataArray:
+def scores_of(
+    subject: Subject, model: td.Model, projector: Any, estimator: Any = "auto"
+) -> xr.DataArray:
     train, targets = (
         td.featurize(subject.samples(part), model, projector=projector).compute() for part in (0, 1)
     )
-    return td.score(train, targets, **options).drop_attrs().compute()
+    return td.score(train, targets, estimator).drop_attrs().compute()
 
 
 def by_size(subject: Subject, cache: Path, n: int) -> dict[str, xr.DataArray]:
@@ -125,12 +127,12 @@ def others(subject: Subject, cache: Path, n: int) -> dict[str, xr.DataArray]:
     fitted = td.curvature(subject.samples(0), model, damping=EXACT_DAMPING)
     curved = model.with_curvature(fitted)
     found = {
-        "EK-FAC": scores_of(subject, curved, td.Identity(), estimator="grad_dot"),
-        "cosine": scores_of(subject, model, SKETCH, estimator="grad_cos"),
+        "EK-FAC": scores_of(subject, curved, td.Identity(), "grad_dot"),
+        "cosine": scores_of(subject, model, SKETCH, "grad_cos"),
     }
     if subject.name == "language":
         return found | {"BM25": bm25(subject)}
-    return found | {"power 1": scores_of(subject, model, SKETCH, power=1.0)}
+    return found | {"power 1": scores_of(subject, model, SKETCH, td.Soft(power=1))}
 
 
 def bm25(subject: Subject, k: float = 1.2) -> xr.DataArray:

@@ -5,7 +5,7 @@
 The protocol is that of pyDVL's notebook on the wine data: its splits, network (13-16-16-3, tanh),
 training, number of flipped labels, and regularization (0.1 on the Hessian of the mean loss). The
 exact influences are computed here from the definition, in float64, with each of three matrices.
-trakdask's are those of ``estimator="soft", power=1`` with ``Identity`` at the same regularization.
+trakdask's are those of ``td.Soft(power=1)`` with ``Identity`` at the same regularization.
 """
 
 from __future__ import annotations
@@ -143,12 +143,12 @@ def influences(net: nn.Module, data: Wine) -> tuple[xr.DataArray, xr.DataArray, 
     )
     n = len(data.y)
     # The gram matrix is a sum over samples, the Hessian of the notebook a mean.
-    options = {"estimator": "soft", "power": 1, "damping": td.Absolute(REGULARIZATION * n)}
+    estimator = td.Soft(power=1, damping=td.Absolute(REGULARIZATION * n))
     # A score is the effect on f of the target; its loss falls by 1 - p for every unit of f.
-    effect = td.score(train, test, **options) * test.out_to_loss.mean("checkpoint").rename(
+    effect = td.score(train, test, estimator) * test.out_to_loss.mean("checkpoint").rename(
         sample="target"
     )
-    own = td.self_influence(train, **options)
+    own = td.self_influence(train, estimator)
     loss = np.logaddexp(0, -train.output.mean("checkpoint"))
     return n * effect.compute(), n * own.compute(), loss.compute()
 

@@ -90,9 +90,9 @@ def counted(
     store, with_gram = (f"s3://blocks-{n}-{gram}/f.zarr".lower() for gram in (False, True))
     save = {"storage_options": options, "progress": False}
     steps: dict[str, Callable[[], Any]] = {
-        "save": lambda: td.save(features, store, gram=False, **save),
+        "save": lambda: td.save(features, store, estimator=None, **save),
         "save, with gram": lambda: td.save(features, with_gram, **save),
-        "resume": lambda: td.save(features, store, gram=False, **save),
+        "resume": lambda: td.save(features, store, estimator=None, **save),
         "open": lambda: td.open(store, storage_options=options),
         "read": lambda: td.open(store, storage_options=options).compute(),
     }

@@ -44,7 +44,6 @@ from distributed.protocol import deserialize, serialize, to_serialize
 
 import trakdask as td
 import trakdask.arrays.blocks
-from trakdask.attribution.estimators import Weights
 from trakdask.testing import raise_if_dask_computes
 from trakdask.variables import VARIABLES
 
@@ -181,21 +180,19 @@ def features(n: int, coords: Mapping[str, Any], *, gram: bool = True) -> xr.Data
     )
     if not gram:
         return ds
-    attrs = {**VARIABLES["gram"].attrs, **Weights().attrs(ds)}
+    attrs = {**VARIABLES["gram"].attrs, **td.Trak().attrs(ds)}
     matrix = (VARIABLES["gram"].dims, stored("gram", (p, p, c), (p, p, 1)), attrs)
     return ds.assign(gram=matrix)
 
 
 def scores(n: int, coords: Mapping[str, Any]) -> xr.DataArray:
     targets = features(_TARGETS, metadata(_TARGETS), gram=False)
-    return td.score(features(n, coords), targets, estimator="trak", damping="closed_form")
+    return td.score(features(n, coords), targets, td.Trak(damping="closed_form"))
 
 
 def group_score(n: int, coords: Mapping[str, Any], by: str = "label") -> xr.DataArray:
     targets = features(_TARGETS, metadata(_TARGETS), gram=False)
-    return td.group_score(
-        features(n, coords), targets, by=by, estimator="trak", damping="closed_form"
-    )
+    return td.group_score(features(n, coords), targets, td.Trak(damping="closed_form"), by=by)
 
 
 def featurize(n: int, coords: Mapping[str, Any]) -> xr.Dataset:
@@ -235,7 +232,7 @@ _QUERIES: dict[str, Callable[[int, Mapping[str, Any]], Any]] = {
     "group_score": group_score,
     "group_score of text": lambda n, coords: group_score(n, coords, by="source"),
     "self_influence": lambda n, coords: td.self_influence(
-        features(n, coords), estimator="trak", damping="closed_form"
+        features(n, coords), td.Trak(damping="closed_form")
     ),
     "featurize": featurize,
 }

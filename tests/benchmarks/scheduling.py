@@ -65,12 +65,12 @@ def save(n_tasks: int, store: Path) -> xr.Dataset:
         n_samples=n_blocks * ROWS, proj_dim=PROJ_DIM, n_checkpoints=1, chunks=ROWS
     )
     with dask.config.set({"distributed.admin.large-graph-warning-threshold": "1TB"}):
-        return td.save(features, store, gram=False, progress=False)
+        return td.save(features, store, estimator=None, progress=False)
 
 
 def top_k(features: xr.Dataset) -> xr.Dataset:
     targets = features.isel(sample=slice(N_TARGETS)).compute().chunk(sample=N_TARGETS)
-    scores = td.score(features, targets, damping=td.Absolute(1.0), estimator="trak")
+    scores = td.score(features, targets, td.Trak(damping=td.Absolute(1.0)))
     return td.top_k(scores, k=3).compute()
 
 

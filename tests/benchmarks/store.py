@@ -44,7 +44,7 @@ def measure(args: argparse.Namespace, store: Path) -> None:
     dask.config.set(scheduler="sync")
 
     def save(features: Any) -> None:
-        td.save(features, store, gram=False, progress=False)
+        td.save(features, store, estimator=None, progress=False)
 
     plain = timed("the same chunks by zarr alone", lambda: write_plainly(args, store.parent))
     saved = timed("save", lambda: save(features))

@@ -137,7 +137,7 @@ def run_process(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str
 
 def score_of(folder: Path) -> xr.DataArray:
     train, targets = (td.open(folder / f"{name}.zarr") for name in ("train", "targets"))
-    return td.score(train, targets, estimator="trak", damping=0.1)
+    return td.score(train, targets, td.Trak(damping=0.1))
 
 
 def test_every_command__of_one_job(job: Path, run: Run) -> None:
@@ -360,7 +360,9 @@ def test_explore__saves_a_view_of_two_stores(saved: Path, run: Run, samples: str
     assert done.exit_code == 0, done.output
     assert "v.html is written" in done.output
     page = (saved / "v.html").read_text()
-    scores = td.score(td.open("train.zarr"), td.open("targets.zarr"), damping=0.1).isel(target=[4])
+    scores = td.score(td.open("train.zarr"), td.open("targets.zarr"), td.Trak(damping=0.1)).isel(
+        target=[4]
+    )
     top = td.top_k(scores, 2, where=scores.source == "[books]").compute()
     for position in top.position.values.ravel():
         assert f"{position:g}" in page

@@ -61,7 +61,7 @@ def model() -> td.Model:
 def top(stored: xr.Dataset) -> xr.Dataset:
     targets = td.from_arrays({"image": X[:9] + 1, "label": LABEL[:9]}, chunks=3)
     targets = td.featurize(targets, model(), projector=td.Rademacher(proj_dim=32, seed=0))
-    scores = td.score(stored, targets, damping=td.Absolute(1.0))
+    scores = td.score(stored, targets, td.Trak(damping=td.Absolute(1.0)))
     return td.top_k(scores, k=4, where=scores.group != 1)
 
 

@@ -46,7 +46,7 @@ def explorer() -> Explorer:
     return td.explore(
         data(N, 0), data(M, 1),
         samples=images[0].assign(words=("sample", [f"{SCRIPT} {i}" for i in range(N)])),
-        target_samples=images[1], damping=0.1, estimator="trak",
+        target_samples=images[1], estimator=td.Trak(damping=0.1),
     )  # fmt: skip
 
 
@@ -62,9 +62,12 @@ def links(session: Session) -> list[View]:
     return [View.from_query(unescape(href)) for href in hrefs]
 
 
-def best(features: xr.Dataset, target: int, estimator: Any = "trak") -> list[int]:
+TRAK = td.Trak(damping=0.1)
+
+
+def best(features: xr.Dataset, target: int, estimator: Any = TRAK) -> list[int]:
     """Return the ten samples that helped a target most."""
-    scores = td.score(features, data(M, 1), estimator=estimator, damping=0.1).values[:, target]
+    scores = td.score(features, data(M, 1), estimator).values[:, target]
     return [int(i) for i in np.argsort(-scores)[:10]]
 
 
@@ -103,12 +106,14 @@ def test_session__shows_words_with_their_scores() -> None:
     texts = [SCRIPT, *"bcdefghi"]
     explorer = td.explore(
         features, features.isel(sample=slice(M)), samples=samples, model=model,
-        text=texts, damping=0.1,
+        text=texts, estimator=td.Trak(damping=0.1),
     )  # fmt: skip
     html = opened(explorer, View(page="target")).page.html
     assert "Words that helped" in html
     assert "<script" not in html
-    without = td.explore(features, features, samples=samples, text=texts.__getitem__, damping=0.1)
+    without = td.explore(
+        features, features, samples=samples, text=texts.__getitem__, estimator=td.Trak(damping=0.1)
+    )
     assert "Words that helped" not in opened(without, View(page="target")).page.html
 
 
@@ -117,7 +122,7 @@ def test_session__keeps_the_curve_when_a_bar_of_it_is_chosen() -> None:
     shifted = features.feature + np.float32(1)
     output = shifted.sum("proj_dim") + features.output
     features = features.assign(feature=shifted, output=output).assign_attrs(
-        task="ImageClassification()"
+        task="ImageClassification()", default_estimator="soft"
     )
     explorer = td.explore(features, features.isel(sample=slice(M)), estimator="soft")
     view = View(page="target")
@@ -181,11 +186,14 @@ def test_session__says_beside_the_fields_what_it_did_not_understand(explorer: Ex
 @pytest.mark.parametrize(("label", "q"), [(1, 0.25), (1, 0.75), (7, 0.75), (7, 0.125)])
 def test_session__says_what_the_model_makes_of_a_target(label: int, q: float) -> None:
     features, targets = (
-        data(n, seed).assign_attrs(task="ImageClassification()") for n, seed in ((N, 0), (M, 1))
+        data(n, seed).assign_attrs(task="ImageClassification()", default_estimator="soft")
+        for n, seed in ((N, 0), (M, 1))
     )
     targets = targets.isel(sample=[0]).assign_coords(label=("sample", [label]))
     targets = targets.assign(out_to_loss=targets.out_to_loss * 0 + q)
-    html = opened(td.explore(features, targets, damping=0.1), View(page="target")).page.html
+    html = opened(
+        td.explore(features, targets, estimator=td.Trak(damping=0.1)), View(page="target")
+    ).page.html
     expected = {
         (1, 0.25): "Label 1, model says 1 (75 %)", (1, 0.75): "Label 1, model says 0 (75 %)",
         (7, 0.75): "Label 7, to which the model gives 25 %",  # none of the two of training
@@ -196,7 +204,7 @@ def test_session__says_what_the_model_makes_of_a_target(label: int, q: float) ->
 
 def test_session__says_how_much_the_ranked_samples_are(explorer: Explorer) -> None:
     html = opened(explorer, View(page="target", target=4, k=7)).page.html
-    scores = td.score(explorer.features, explorer.targets, estimator="trak", damping=0.1).values
+    scores = td.score(explorer.features, explorer.targets, td.Trak(damping=0.1)).values
     row, label = scores[:, 4], explorer.features.label.values
     for sign, verb in ((1, "raised"), (-1, "lowered")):
         order = np.argsort(-sign * row)[:7]
@@ -248,7 +256,7 @@ def test_session__a_click_abandons_what_runs() -> None:
 
 
 def test_session__on_the_client_that_was_active(client: Client) -> None:
-    explorer = td.explore(data(N, 0), data(M, 1), estimator="trak", damping=0.1)
+    explorer = td.explore(data(N, 0), data(M, 1), estimator=td.Trak(damping=0.1))
     assert explorer.client is client
     session = opened(explorer, View(page="target", target=2))
     samples = [view.sample for view in links(session) if view.page == "sample"]
@@ -259,7 +267,7 @@ def test_session__marks_samples_and_takes_it_back_step_by_step(tmp_path: Path) -
     names = [f"id {i}" for i in range(N - 1)]
     features = data(N, 0).assign_coords(sample=[*names, "id 8"])  # two share a label
     marks = Marks(tmp_path / "marks.parquet")
-    explorer = td.explore(features, data(M, 1), marks=marks, estimator="trak", damping=0.1)
+    explorer = td.explore(features, data(M, 1), marks=marks, estimator=td.Trak(damping=0.1))
     session, other = (opened(explorer, View(page="target")) for _ in range(2))
     assert 'data-mark="wrong label"' in session.page.html
     for position, label in ((7, "wrong label"), (8, "remove"), (7, "remove"), (7, "remove")):
@@ -358,7 +366,9 @@ def deadly(block: np.ndarray, switch: str) -> np.ndarray:
 
 def test_session__works_again_when_a_store_that_vanished_is_back(tmp_path: Path) -> None:
     made, store, away = data(N, 0), tmp_path / "train.zarr", tmp_path / "away"
-    explorer = td.explore(td.save(made, store, progress=False), data(M, 1), damping=0.1)
+    explorer = td.explore(
+        td.save(made, store, progress=False), data(M, 1), estimator=td.Trak(damping=0.1)
+    )
     store.rename(away)
     session = opened(explorer, View(page="target", target=1))
     assert "does not exist" in session.page.html
@@ -367,7 +377,7 @@ def test_session__works_again_when_a_store_that_vanished_is_back(tmp_path: Path)
     session.go(View(page="target", target=2))
     session.wait(PATIENCE_S)
     samples = [view.sample for view in links(session) if view.page == "sample"]
-    assert samples[:10] == best(made, target=2, estimator="auto")
+    assert samples[:10] == best(made, target=2, estimator=TRAK)
 
 
 def test_session__works_again_when_what_killed_a_worker_is_gone(tmp_path: Path) -> None:
@@ -379,7 +389,7 @@ def test_session__works_again_when_what_killed_a_worker_is_gone(tmp_path: Path) 
         Client(cluster),
     ):
         lazy = made.assign(feature=(made.feature.dims, mortal))
-        explorer = td.explore(lazy, data(M, 1), estimator="trak", damping=0.1)
+        explorer = td.explore(lazy, data(M, 1), estimator=td.Trak(damping=0.1))
         switch.touch()
         session = opened(explorer, View(page="target", target=1))
         assert "A worker process ended" in session.page.html

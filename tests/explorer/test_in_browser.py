@@ -26,7 +26,7 @@ def features(n: int, seed: int) -> xr.Dataset:
     made = td.testing.simulate_features(n, 8, 3, chunks=64, seed=seed)
     note = np.array([f"{EVIL} no. {i}" if i % 2 else f"plain no. {i}" for i in range(n)], object)
     source = np.array(["web", "book", EVIL], object)[np.arange(n) % 3]
-    about = {"task": "ImageClassification()"}
+    about = {"task": "ImageClassification()", "default_estimator": "soft"}
     return made.assign_coords(source=("sample", source), note=("sample", note)).assign_attrs(about)
 
 
@@ -45,12 +45,21 @@ def browser() -> Iterator[Any]:
 def explorer(tmp_path_factory: pytest.TempPathFactory) -> Explorer:
     folder = tmp_path_factory.mktemp("stores")
     saved = [
-        td.save(features(n, seed), folder / f"{name}.zarr", gram=seed == 0, progress=False)
+        td.save(
+            features(n, seed),
+            folder / f"{name}.zarr",
+            estimator="auto" if seed == 0 else None,
+            progress=False,
+        )
         for seed, (name, n) in enumerate({"train": N, "targets": M}.items())
     ]
     marks = Marks.beside(folder / "train.zarr", who="Ada")
     return td.explore(
-        *saved, samples=samples(N, 0), target_samples=samples(M, 1), marks=marks, damping=0.1
+        *saved,
+        samples=samples(N, 0),
+        target_samples=samples(M, 1),
+        marks=marks,
+        estimator=td.Trak(damping=0.1),
     )
 
 
@@ -69,7 +78,7 @@ def tab(browser: Any) -> Iterator[Tab]:
 def top(explorer: Explorer, view: View, *, largest: bool = True) -> list[int]:
     """Return the positions that the function ranks: it has an oracle of its own."""
     target = explorer.targets.isel(sample=[view.target])
-    scores = td.score(explorer.features, target, damping=0.1)
+    scores = td.score(explorer.features, target, td.Trak(damping=0.1))
     where = scores.source == "web" if view.where else None
     ranked = td.top_k(scores, view.k, where=where, largest=largest).compute()
     return [int(position) for position in ranked.position.values[0]]
@@ -264,7 +273,7 @@ def test_pages__of_a_million_samples_and_many_targets(browser: Any, tmp_path: Pa
         for seed, size in enumerate((n, m))
     ]
     td.save(made[0], tmp_path / "train.zarr", progress=False)
-    explorer = td.explore(td.open(tmp_path / "train.zarr"), made[1], damping=0.1)
+    explorer = td.explore(td.open(tmp_path / "train.zarr"), made[1], estimator=td.Trak(damping=0.1))
     with served(explorer) as url, Tab(browser) as tab:
         tab.open(url)
         assert "1–25 of 100,000" in tab.page.inner_text("nav.pager >> nth=0")

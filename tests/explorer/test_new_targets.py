@@ -73,7 +73,7 @@ def explorer_of_images(preprocess: Callable[[Any], Any] = prepared) -> Explorer:
     train, targets = samples(N, 0), samples(M, 1)
     return td.explore(
         featurized(train).compute(), featurized(targets).compute(), samples=train,
-        target_samples=targets, estimator="trak", damping=0.1, model=MODEL, preprocess=preprocess,
+        target_samples=targets, estimator=td.Trak(damping=0.1), model=MODEL, preprocess=preprocess,
     )  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def expected_top(image: np.ndarray, *, label: int, k: int = 10) -> list[int]:
     """Return the training samples that helped an image most, by the functions of the library."""
     whole = td.from_arrays({"image": prepared(image)[None]}, coords={"label": [label]})
     train = featurized(samples(N, 0)).compute()
-    scores = td.score(train, featurized(whole).compute(), estimator="trak", damping=0.1)
+    scores = td.score(train, featurized(whole).compute(), td.Trak(damping=0.1))
     return [int(i) for i in np.argsort(-scores.values[:, 0], kind="stable")[:k]]
 
 

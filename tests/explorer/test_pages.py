@@ -48,7 +48,9 @@ def explorer(tmp_path: Path) -> Explorer:
     features = train.assign_coords(note=("sample", notes), sample=("sample", notes))
     images = td.from_arrays({"image": np.ones((30, 1, 4, 4), "f4")})
     marks = Marks(tmp_path / "marks.parquet", who=EVIL)
-    return td.explore(features, targets, samples=images, marks=marks, estimator="trak", damping=0.1)
+    return td.explore(
+        features, targets, samples=images, marks=marks, estimator=td.Trak(damping=0.1)
+    )
 
 
 def html_of(explorer: Explorer, view: View) -> str:
@@ -145,7 +147,7 @@ def test_pages__show_scores_in_one_unit(explorer: Explorer) -> None:
     unit = 10.0 ** int(exponent.translate(str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")))
     numbers = re.findall(r"<strong>([+−][\d.,]+)</strong>", html)
     shown = [float(x.replace("−", "-").replace(",", "")) * unit for x in numbers]
-    scores = td.score(explorer.features, explorer.targets, estimator="trak", damping=0.1).values
+    scores = td.score(explorer.features, explorer.targets, td.Trak(damping=0.1)).values
     order = np.argsort(scores[:, 3])
     expected = scores[[*order[:-5:-1], *order[:4]], 3]
     np.testing.assert_allclose(shown, expected, atol=0.006 * unit)
@@ -178,7 +180,9 @@ def test_save_html__shows_text_and_asks_nobody(
 def test_save_html__says_of_what_it_is(tmp_path: Path) -> None:
     store = tmp_path / "train.zarr"
     saved = td.save(td.testing.simulate_features(60, 4, 3), store, progress=False)
-    explorer = td.explore(saved, td.testing.simulate_features(8, 4, 3, seed=1), damping=0.1)
+    explorer = td.explore(
+        saved, td.testing.simulate_features(8, 4, 3, seed=1), estimator=td.Trak(damping=0.1)
+    )
     view = View(page="target", target=3, where="label == 1", estimator="trak", damping="0.5")
     explorer.save_html(tmp_path / "v.html", view)
     text = Tags((tmp_path / "v.html").read_text("utf-8")).text
@@ -188,7 +192,7 @@ def test_save_html__says_of_what_it_is(tmp_path: Path) -> None:
     assert f"{pd.Timestamp.now('UTC'):%Y-%m-%d}" in about
     explorer.save_html(tmp_path / "v.html")
     text = Tags((tmp_path / "v.html").read_text("utf-8")).text
-    assert re.search(r"Estimator\s*auto\s*Damping λ\s*0\.1", text)
+    assert re.search(r"Estimator\s*trak\s*Damping λ\s*0\.1", text)
 
 
 @pytest.mark.parametrize("path", [".", "memory://v.html"])

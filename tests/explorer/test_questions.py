@@ -41,7 +41,7 @@ def targets() -> xr.Dataset:
 
 @pytest.fixture
 def questions(features: xr.Dataset, targets: xr.Dataset) -> Questions:
-    return Questions(features, targets, estimator="trak", damping=td.Absolute(LAMBDA))
+    return Questions(features, targets, estimator=td.Trak(damping=td.Absolute(LAMBDA)))
 
 
 def phi(ds: xr.Dataset) -> np.ndarray:
@@ -101,25 +101,27 @@ def test_top__of_some_checkpoints(
     assert one["spread"].isna().all()
 
 
-@pytest.mark.parametrize("estimator", ["trak", "soft", "relatif", "grad_dot", "grad_cos", "tracin"])
+OTHERS = [td.GradDot(), td.GradCos(), td.TracIn({"c0": 0.1, "c1": 0.01, "c2": 1.0})]
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [*(kind(damping=td.Absolute(LAMBDA)) for kind in (td.Trak, td.Soft, td.RelatIF)), *OTHERS],
+    ids=lambda estimator: estimator.name,
+)
 def test_top_and_targets_of__are_a_column_and_a_row_of_the_scores(
     questions: Questions, features: xr.Dataset, targets: xr.Dataset, estimator: Any
 ) -> None:
-    options: dict[str, Any] = {"estimator": estimator}
-    if estimator == "tracin":
-        options["learning_rates"] = {"c0": 0.1, "c1": 0.01, "c2": 1.0}
-    elif not estimator.startswith("grad"):
-        options["damping"] = td.Absolute(LAMBDA)
-    chosen = Questions(features, targets, **options)
-    scores = td.score(features, targets, **options).values
+    chosen = Questions(features, targets, estimator)
+    scores = td.score(features, targets, estimator).values
     top = chosen.top(View(target=7, k=5))
     assert top["sample"].tolist() == np.argsort(-scores[:, 7])[:5].tolist()
     np.testing.assert_allclose(top["score"], scores[top["sample"], 7], rtol=1e-5)
     view = View(sample=11, k=4)
-    if estimator == "tracin":  # whose learning rates no view has
+    if estimator.name == "tracin":  # whose learning rates no view has
         questions = chosen
     else:
-        view = view.replace(estimator=estimator, damping="absolute 2.5")
+        view = view.replace(estimator=estimator.name, damping="absolute 2.5")
     table = questions.targets_of(view)
     order = np.argsort(-scores[11])
     assert table.index.tolist() == [*order[:4], *order[-4:]]
@@ -165,7 +167,7 @@ def test_page_of_a_target__computes_its_scores_once(
     data = features.feature.data
     lazy = da.map_blocks(counted, data, dtype=data.dtype, meta=data._meta)
     features = features.assign(feature=(features.feature.dims, lazy))
-    questions = Questions(features, targets, estimator="trak", damping=td.Absolute(LAMBDA))
+    questions = Questions(features, targets, estimator=td.Trak(damping=td.Absolute(LAMBDA)))
     questions.prepared(View())
     read.clear()
     for view in (View(target=3, group_by="source"), View(target=3, where="length > 50", k=3)):
@@ -308,7 +310,7 @@ def test_map__has_the_distances_of_the_leading_principal_components(
 def test_damping__is_that_of_the_setting(questions: Questions, features: xr.Dataset) -> None:
     chosen = questions.prepared(View(damping="0.5")).damping
     assert chosen is not None
-    expected_damping = td.damping(features, 0.5, estimator="trak").damping.values
+    expected_damping = td.damping(features, td.Trak(damping=0.5)).damping.values
     np.testing.assert_allclose(chosen.damping.values, expected_damping, rtol=1e-5)
     assert questions.prepared(View(estimator="grad_dot")).damping is None
     of_trace = questions.prepared(View(damping="0.5 tr(K)/n")).damping
@@ -316,17 +318,28 @@ def test_damping__is_that_of_the_setting(questions: Questions, features: xr.Data
     np.testing.assert_allclose(of_trace.damping, 0.5 * (phi(features) ** 2).sum((0, 1)) / N)
 
 
+def test_scores__under_a_gram_matrix_that_was_given(
+    features: xr.Dataset, targets: xr.Dataset
+) -> None:
+    h = xr.DataArray(np.linspace(0, 1, N), dims="sample")
+    given = features.assign(gram=td.gram(features, weights=h))
+    for estimator in (td.Trak(damping=0.5), td.Soft(damping=td.Absolute(LAMBDA))):
+        expected = td.score(given, targets, estimator).values[:, 3]
+        found = Questions(given, targets, estimator).scores(View(target=3))
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_words__are_asked_for_with_the_options_of_the_view(
     features: xr.Dataset, targets: xr.Dataset
 ) -> None:
-    def words_of(known, target, at, **options):
-        scores = td.score(known, target, **options).isel(sample=at)
+    def words_of(known, target, at, estimator):
+        scores = td.score(known, target, estimator).isel(sample=at)
         return (scores * xr.DataArray([0.75, 0.25], dims="token")).transpose(
             "sample", ..., "target"
         )
 
     questions = Questions(
-        features, targets, estimator="trak", damping=td.Absolute(LAMBDA), words=words_of
+        features, targets, estimator=td.Trak(damping=td.Absolute(LAMBDA)), words=words_of
     )
     words = questions.words(View(target=7), np.array([5, 2]))
     scores = expected(features, targets)[[5, 2], 7]

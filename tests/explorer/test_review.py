@@ -30,10 +30,12 @@ def explorer(tmp_path: Path) -> Explorer:
         source = np.array(["web", "it's", "book"], object)[np.arange(n) % 3]
         features = features.assign_coords(source=("sample", source))
         path = tmp_path / f"{name}.zarr"
-        stored.append(td.save(features, path, gram=name == "train", progress=False))
+        stored.append(
+            td.save(features, path, estimator="auto" if name == "train" else None, progress=False)
+        )
     images = td.from_arrays({"image": np.random.default_rng(0).random((N, 8, 8))})
     marks = Marks.beside(tmp_path / "train.zarr", who="Ada")
-    return td.explore(*stored, samples=images, marks=marks, estimator="trak", damping=0.1)
+    return td.explore(*stored, samples=images, marks=marks, estimator=td.Trak(damping=0.1))
 
 
 def links(explorer: Explorer, view: View, name: str) -> list[tuple[View, str]]:
@@ -51,7 +53,7 @@ def test_predictions__are_those_of_the_model(is_there: bool) -> None:
     explorer = new_targets.explorer_of_images()
     samples = new_targets.samples(new_targets.M, 1)
     if not is_there:
-        explorer = td.explore(explorer.features, explorer.targets, damping=0.1)
+        explorer = td.explore(explorer.features, explorer.targets, estimator=td.Trak(damping=0.1))
     p = np.zeros((new_targets.M, new_targets.CLASSES))
     for state in new_targets.states().values():
         net = new_targets.network()
@@ -134,7 +136,9 @@ def test_marks__of_many_samples_and_people(explorer: Explorer) -> None:
 
 
 def test_pages__say_what_to_add_where_samples_are_missing(explorer: Explorer) -> None:
-    alone = Session(td.explore(explorer.features, explorer.targets, damping=0.1), View())
+    alone = Session(
+        td.explore(explorer.features, explorer.targets, estimator=td.Trak(damping=0.1)), View()
+    )
     assert re.search(r"trakdask explore \S*train.zarr \S*targets.zarr --samples", alone.page.html)
     assert "--samples" not in Session(explorer, View()).page.html
 

@@ -26,11 +26,11 @@ from trakdask.explorer.app import server
 
 def simulated(seed: int, n_samples: int = 12) -> xr.Dataset:
     made = td.testing.simulate_features(n_samples, 4, 3, chunks=4, seed=seed)
-    return made.assign_attrs(task="ImageClassification()")
+    return made.assign_attrs(task="ImageClassification()", default_estimator="soft")
 
 
 def explorer() -> Explorer:
-    return td.explore(simulated(0), simulated(1), damping=0.1)
+    return td.explore(simulated(0), simulated(1), estimator=td.Trak(damping=0.1))
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_server__of_an_address_of_no_machine() -> None:
 @pytest.mark.slow
 def test_explore__prints_one_address_and_ends_by_ctrl_c(tmp_path: Path) -> None:
     td.save(simulated(0), tmp_path / "train.zarr", progress=False)
-    td.save(simulated(1), tmp_path / "targets.zarr", gram=False, progress=False)
+    td.save(simulated(1), tmp_path / "targets.zarr", estimator=None, progress=False)
     process = subprocess.Popen(
         [sys.executable, "-m", "trakdask", "explore", "train.zarr", "targets.zarr"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trakdask as td
-from trakdask.attribution.estimators import Estimator, Rule
+from trakdask.attribution.estimators import KINDS, Rule
 from trakdask.explorer.tables import condition_mask
 from trakdask.explorer.view import (
     PAGES,
@@ -32,7 +32,7 @@ views = st.builds(
     targets_where=st.sampled_from(["", 'text == "ü%+"']),
     search=st.text(), sort=st.text(), ascending=st.booleans(),
     k=st.integers(1, 100), group_by=st.text(), colour=st.text(),
-    estimator=st.sampled_from(["", *get_args(Estimator)]),
+    estimator=st.sampled_from(["", "auto", *KINDS]),
     damping=st.sampled_from(["", "auto", "0.5", "absolute 2.5", "0.5 tr(K)/n"]),
     checkpoints=st.lists(st.text(min_size=1), max_size=3).map(tuple),
 )  # fmt: skip

@@ -45,14 +45,14 @@ def test_save__disk_full(tmp_path: Path) -> None:
     with tmpfs(tmp_path, "size=768k"), dask.config.set(scheduler="sync"):
         features, calls = counted(LARGE)
         with pytest.raises(OSError, match="No space left") as caught:
-            td.save(features, tmp_path / "f.zarr", gram=False, progress=False)
+            td.save(features, tmp_path / "f.zarr", estimator=None, progress=False)
         assert caught.value.errno == 28
         done = len(list(tmp_path.glob("f.zarr/out_to_loss/c.*")))
         assert 1 <= done < 8
         assert list(tmp_path.rglob("*.partial")) == []
         subprocess.run(["mount", "-o", "remount,size=8m", tmp_path], check=True)
         features, calls = counted(LARGE)
-        opened = td.save(features, tmp_path / "f.zarr", gram=False, progress=False)
+        opened = td.save(features, tmp_path / "f.zarr", estimator=None, progress=False)
         assert len(calls) == 8 - done + 1  # to compare
         np.testing.assert_array_equal(opened.feature, LARGE.feature)
         assert td.verify(tmp_path / "f.zarr", checksums=True).empty

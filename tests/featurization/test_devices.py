@@ -151,7 +151,7 @@ def test_save__gradients_go_to_the_workers_that_declare_a_gpu(
     many = td.Model(Net, [Net().state_dict(), Net().state_dict()], task=TellsProcess())
     features = td.featurize(samples(), many, projector=td.Rademacher(8))
     with two_workers.as_current():
-        found = td.save(features, tmp_path / "f.zarr", gram=False, progress=False)
+        found = td.save(features, tmp_path / "f.zarr", estimator=None, progress=False)
         of = processes(two_workers)
         assert (found.out_to_loss == of["declares"]).all()  # 3 blocks of 2 checkpoints
         # Nothing is asked for where gradients are taken on a CPU.
@@ -179,7 +179,7 @@ def test_save__workers_with_and_without_kernels_give_the_same_bits(
     with two_workers.as_current():
         workers = workers_of(two_workers)
         two_workers.run(pretend, workers=[a for a, w in workers.items() if w["name"] == "declares"])
-        found = td.save(features, tmp_path / "f.zarr", gram=False, progress=False).compute()
+        found = td.save(features, tmp_path / "f.zarr", estimator=None, progress=False).compute()
     np.testing.assert_array_equal(found.feature, expected.feature)
 
 

@@ -77,7 +77,7 @@ def test_featurize__every_projector_is_saved_and_scored(
     features = td.save(lazy, tmp_path / "features.zarr")
     assert features.feature.notnull().all()
     targets = td.featurize(samples(4), model(), projector=projector)
-    assert td.score(features, targets, damping=0.1).compute().shape == (20, 4)
+    assert td.score(features, targets, td.Trak(damping=0.1)).compute().shape == (20, 4)
     with pytest.raises(td.errors.StoreMismatchError, match="projector"):
         td.score(features, td.featurize(samples(4), model(), projector=td.Rademacher(16)))
 

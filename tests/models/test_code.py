@@ -158,11 +158,11 @@ def test_save__changed_code(before: str, after: str, key: str, tmp_path: Path) -
     corrected.attrs["code"] = stored.attrs["code"]
     with pytest.raises(td.errors.StoreMismatchError, match="computed again"):
         td.save(corrected, tmp_path / "f.zarr")
-    assert td.score(stored, corrected, damping=1.0).shape == (6, 6)
+    assert td.score(stored, corrected, td.Trak(damping=1.0)).shape == (6, 6)
 
 
 def test_score__code_of_another_version_of_python() -> None:
     """Instructions of two versions cannot be compared, and need not agree."""
     features, targets = featurized(SOURCE), featurized(SOURCE)
     targets.attrs["code"] = {**features.attrs["code"], "python": "3.0", "Net": "other"}
-    assert td.score(features, targets, damping=1.0).shape == (6, 6)
+    assert td.score(features, targets, td.Trak(damping=1.0)).shape == (6, 6)

@@ -65,7 +65,7 @@ def test_append__checkpoints_in_another_order(store: Path) -> None:
 
 def test_append__soft_sums(tmp_path: Path) -> None:
     """Those of appended samples are added; those of checkpoints pool others than before."""
-    options = {"estimator": "soft", "power": 0.5}
+    options = {"estimator": td.Soft(power=0.5)}
     at_once = save(features(WHOLE), tmp_path / "g.zarr", **options)
     steps = {
         "sample": [(A, NAMES, None), (B, NAMES, "sample")],

@@ -10,7 +10,7 @@ import xarray as xr
 
 import trakdask as td
 from tests.storage.integers import NAMES, VALUES, A, B, assert_rows, features, save
-from trakdask.attribution.estimators import Weights
+from trakdask.attribution.estimators import Trak
 from trakdask.attribution.grams import stored_matrix
 
 LEFT = range(5, 40)
@@ -22,7 +22,7 @@ def store(tmp_path: Path) -> Path:
     save(features(A, NAMES[:2]), tmp_path / "f.zarr")
     opened = td.drop(tmp_path / "f.zarr", where=lambda ds: ds.number < 5)
     assert_rows(opened, LEFT, 2)
-    assert stored_matrix(opened, "gram", Weights()) is not None
+    assert stored_matrix(opened, "gram", Trak()) is not None
     assert td.verify(tmp_path / "f.zarr", checksums=True).empty
     return tmp_path / "f.zarr"
 
@@ -62,7 +62,7 @@ def test_drop__shown(store: Path) -> None:
 
 
 def test_drop__without_a_gram(tmp_path: Path) -> None:
-    opened = save(features(), tmp_path / "f.zarr", gram=False)
+    opened = save(features(), tmp_path / "f.zarr", estimator=None)
     assert not td.open(tmp_path / "f.zarr", dropped=True).dropped.any()
     opened = td.drop(tmp_path / "f.zarr", where=lambda ds: ds.number < 5)
     assert opened.sizes["sample"] == 35

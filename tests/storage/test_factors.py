@@ -15,7 +15,6 @@ from trakdask.testing import simulate_features
 
 N, P, C = 120, 12, 3
 FACTORS = ["gram_eigenvalues", "gram_eigenvectors", "damping"]
-SOFT = {"estimator": "soft"}
 
 
 def shifted(n: int, seed: int) -> xr.Dataset:
@@ -48,7 +47,7 @@ def images(n: int = N, seed: int = 0, checkpoints: tuple[int, ...] = (0, 1, 2)) 
     made = made.compute(scheduler="synchronous").chunk(sample=32, checkpoint=1)
     names = [f"c{index}" for index in checkpoints]
     return made.assign_attrs(
-        task="ImageClassification()",
+        default_estimator="soft",
         source=f"images {n} {seed}",
         checkpoints={name: name for name in names},
         checkpoint_ids={f"c{index}": index for index in checkpoints},
@@ -107,18 +106,18 @@ def test_save__damping_is_that_of_the_function(store: Path) -> None:
 @pytest.mark.parametrize("damping", ["auto", "closed_form", 0.001, td.Absolute(0.7)])
 def test_score__by_stored_factors_equals_the_float64_solve(store: Path, damping) -> None:
     opened = td.open(store)
-    lam = td.damping(opened.drop_vars(FACTORS), damping).damping.values
-    found = td.score(opened, TARGETS, damping=damping).values
+    lam = td.damping(opened.drop_vars(FACTORS), td.Soft(damping=damping)).damping.values
+    found = td.score(opened, TARGETS, td.Soft(damping=damping)).values
     expected = oracle(opened, TARGETS, lam)
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6 * np.abs(expected).max())
-    own = td.self_influence(opened, damping=damping).values
-    without = td.self_influence(opened.drop_vars(FACTORS), damping=damping)
+    own = td.self_influence(opened, td.Soft(damping=damping)).values
+    without = td.self_influence(opened.drop_vars(FACTORS), td.Soft(damping=damping))
     np.testing.assert_allclose(own, without, rtol=2e-6)  # products in float32, as the features
 
 
 def test_open__factors_of_several_stores_are_computed_together(tmp_path: Path) -> None:
     for seed in (0, 1):
-        td.save(images(seed=seed), tmp_path / f"{seed}.zarr", **SOFT, progress=False)
+        td.save(images(seed=seed), tmp_path / f"{seed}.zarr", progress=False)
     stores = [td.open(tmp_path / f"{seed}.zarr") for seed in (0, 1)]
     for name in FACTORS:
         together = dask.compute(*(ds[name].data for ds in stores))
@@ -177,12 +176,10 @@ def test_open__before_a_change_says_to_open_again(store: Path, change: str) -> N
     td.score(td.open(store), TARGETS).compute()
 
 
-def test_save__calibrate_chooses(tmp_path: Path) -> None:
-    held_out = images(60, seed=9)
-    saved = save(images(), tmp_path / "f.zarr", calibrate=held_out)
-    assert saved.damping.attrs["rule"] == "completeness, calibration set"
-    save(images(), tmp_path / "f.zarr")  # nothing to do, and λ stays as it was chosen
-    assert td.open(tmp_path / "f.zarr").damping.attrs["rule"] == "completeness, calibration set"
+def test_save__again_leaves_what_calibrate_chose(store: Path) -> None:
+    td.calibrate(store, images(60, seed=9))
+    opened = save(images(), store)  # nothing to do
+    assert opened.damping.attrs["rule"] == "completeness, calibration set"
 
 
 def test_save__of_a_gram_matrix_of_trak_chooses_under_soft_weights(tmp_path: Path) -> None:

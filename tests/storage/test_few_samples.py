@@ -13,8 +13,8 @@ from trakdask.testing import simulate_features
 
 N, P, C = 60, 96, 3
 
-OPTIONS = {"estimator": "soft"}
 
+SOFT = {"estimator": "soft", "progress": False}
 pytestmark = pytest.mark.filterwarnings("ignore:outputs of the training rows", "ignore:λ")
 
 
@@ -45,27 +45,27 @@ def assert_scores(ds: xr.Dataset, found: xr.DataArray, lam: np.ndarray, rtol: fl
 
 @pytest.mark.parametrize("damping", ["auto", "completeness", 0.01, td.Absolute(0.02)])
 def test_score__equals_the_float64_solve(tmp_path: Path, damping: object) -> None:
-    saved = td.save(features(), tmp_path / "f.zarr", **OPTIONS, progress=False)
+    saved = td.save(features(), tmp_path / "f.zarr", **SOFT)
     assert saved.sizes["component"] == N
-    lam = td.damping(saved, damping, **OPTIONS).damping.values
-    dense = td.damping(features(), damping, **OPTIONS).damping.values
+    lam = td.damping(saved, td.Soft(damping=damping)).damping.values
+    dense = td.damping(features(), td.Soft(damping=damping)).damping.values
     np.testing.assert_allclose(lam, dense, rtol=1e-6)
-    assert_scores(saved, td.score(saved, TARGETS, damping=damping, **OPTIONS), lam)
+    assert_scores(saved, td.score(saved, TARGETS, td.Soft(damping=damping)), lam)
     loaded = saved.compute()
-    assert_scores(saved, td.score(loaded, TARGETS, damping=damping, **OPTIONS), lam)
-    one = td.score(saved.isel(sample=[5, 9]), TARGETS, damping=damping, **OPTIONS)
+    assert_scores(saved, td.score(loaded, TARGETS, td.Soft(damping=damping)), lam)
+    one = td.score(saved.isel(sample=[5, 9]), TARGETS, td.Soft(damping=damping))
     np.testing.assert_allclose(one, oracle(saved, lam)[[5, 9]], rtol=1e-3, atol=1e-4)
 
 
 def test_save__append_and_drop_renew_the_eigenvectors(tmp_path: Path) -> None:
     path = tmp_path / "f.zarr"
-    td.save(features(48), path, **OPTIONS, progress=False)
-    after = td.save(features(16, seed=1), path, append_dim="sample", **OPTIONS, progress=False)
+    td.save(features(48), path, **SOFT)
+    after = td.save(features(16, seed=1), path, append_dim="sample", **SOFT)
     assert after.sizes["component"] == 64
-    assert_scores(after, td.score(after, TARGETS, **OPTIONS), after.damping.values)
-    after = td.save(features(48, seed=2), path, append_dim="sample", **OPTIONS, progress=False)
+    assert_scores(after, td.score(after, TARGETS, "soft"), after.damping.values)
+    after = td.save(features(48, seed=2), path, append_dim="sample", **SOFT)
     assert after.sizes["component"] == P
-    assert_scores(after, td.score(after, TARGETS, **OPTIONS), after.damping.values)
+    assert_scores(after, td.score(after, TARGETS, "soft"), after.damping.values)
     left = td.drop(path, where=lambda ds: ds.label % 2 == 1)
     assert left.sizes["component"] == left.sizes["sample"] < P
-    assert_scores(left, td.score(left, TARGETS, **OPTIONS), left.damping.values, rtol=1e-4)
+    assert_scores(left, td.score(left, TARGETS, "soft"), left.damping.values, rtol=1e-4)

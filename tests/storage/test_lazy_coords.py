@@ -61,7 +61,7 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def score(ds: xr.Dataset) -> xr.DataArray:
-    return td.score(ds, TARGETS, damping=td.Absolute(1.0))
+    return td.score(ds, TARGETS, td.Trak(damping=td.Absolute(1.0)))
 
 
 QUERIES: dict[str, Callable[[xr.Dataset], Any]] = {
@@ -81,11 +81,11 @@ QUERIES: dict[str, Callable[[xr.Dataset], Any]] = {
     ),
     "top_k of other chunks": lambda ds: td.top_k(score(ds.chunk(sample=5)), K),
     "group_score": lambda ds: td.group_score(
-        ds, TARGETS.drop_vars("source"), by="source", damping=td.Absolute(1.0)
+        ds, TARGETS.drop_vars("source"), td.Trak(damping=td.Absolute(1.0)), by="source"
     ),
-    "self_influence": lambda ds: td.self_influence(ds, damping=td.Absolute(1.0)),
+    "self_influence": lambda ds: td.self_influence(ds, td.Trak(damping=td.Absolute(1.0))),
     "persisted": lambda ds: td.top_k(score(ds.persist()), K),
-    "as targets": lambda ds: td.top_k(td.score(ds, ds, damping=td.Absolute(1.0)), 2),
+    "as targets": lambda ds: td.top_k(td.score(ds, ds, td.Trak(damping=td.Absolute(1.0))), 2),
 }
 
 

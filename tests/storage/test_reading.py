@@ -22,7 +22,7 @@ ROWS, WIDE = 10, 2**17  # chunks of 2 MiB, which are mapped; those of 4 rows of 
 @pytest.fixture(params=[WIDE, 3])
 def group(request: pytest.FixtureRequest, tmp_path: Path) -> Group:
     features = simulate_features(ROWS, request.param, 1, chunks=4)
-    td.save(features, tmp_path / "f.zarr", gram=False, progress=False)
+    td.save(features, tmp_path / "f.zarr", estimator=None, progress=False)
     return Group.read(Folder(str(tmp_path / "f.zarr")))
 
 

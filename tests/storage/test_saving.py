@@ -101,14 +101,14 @@ def test_save__rounding_is_no_change_of_the_code(tmp_path: Path) -> None:
 
 
 def test_save__gram_asked_for_later(tmp_path: Path) -> None:
-    assert "gram" not in save(FEATURES, tmp_path / "f.zarr", gram=False)
+    assert "gram" not in save(FEATURES, tmp_path / "f.zarr", estimator=None)
     opened = save(FEATURES, tmp_path / "f.zarr", estimator="soft")
     assert opened.gram.attrs["power"] is not None
     assert "loss_gradient" in opened
     opened = save(FEATURES, tmp_path / "f.zarr", estimator="trak")
     assert "loss_gradient" not in opened
     np.testing.assert_allclose(opened.gram, td.gram(FEATURES), rtol=1e-12)
-    assert "gram" in save(FEATURES, tmp_path / "f.zarr", gram=False)
+    assert "gram" in save(FEATURES, tmp_path / "f.zarr", estimator=None)
 
 
 def test_save__other_blocks_go_on(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_query__reads_only_the_blocks_it_needs(
     train = train.assign_coords(source=("sample", sources))
     targets = simulate_features(n_samples=40, proj_dim=8, chunks=10, seed=1)
     features = save(train, tmp_path / "train.zarr")
-    saved_targets = save(targets, tmp_path / "targets.zarr", gram=False)
+    saved_targets = save(targets, tmp_path / "targets.zarr", estimator=None)
     read: set[str] = set()
     mapped = reading._mapped
     monkeypatch.setattr(

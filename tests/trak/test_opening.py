@@ -92,7 +92,7 @@ def test_open_traker__chunks_do_not_change_the_values(written: Path, monkeypatch
 def test_open_traker__computes_nothing(written: Path) -> None:
     with raise_if_dask_computes():
         features, targets = open_traker(written, "test")
-        td.top_k(td.score(features, targets, damping=td.Absolute(1.0)), 3)
+        td.top_k(td.score(features, targets, td.Trak(damping=td.Absolute(1.0))), 3)
 
 
 @pytest.mark.slow
@@ -110,9 +110,7 @@ def test_open_traker__scores_are_those_of_finalize_scores(
     """Up to one factor per checkpoint: the mean absolute entry of the inverse gram matrix."""
     expected = run_of(*ids, lambda_reg=lambda_reg).whole(trak.TRAKer, tmp_path)
     features, targets = open_traker(tmp_path, "test")
-    apart = td.score(
-        features, targets, estimator="trak", damping=td.Absolute(lambda_reg), average=False
-    )
+    apart = td.score(features, targets, td.Trak(damping=td.Absolute(lambda_reg)), average=False)
     factors = []
     for id in ids:
         g = on_disk(tmp_path, id, "grads.mmap").astype("f8")
@@ -127,7 +125,7 @@ def test_open_traker__rows_never_featurized_take_no_part_in_scores(tmp_path: Pat
     features = open_traker(tmp_path)
     features = features.assign_coords(label=("sample", np.arange(N) % 2))
     done = features.isel(sample=slice(WRITTEN))
-    targets, options = done.isel(sample=slice(5)), {"damping": td.Absolute(0.5)}
+    targets, options = done.isel(sample=slice(5)), {"estimator": td.Trak(damping=td.Absolute(0.5))}
     scores = td.score(features, targets, **options)
     assert np.isnan(scores[WRITTEN:]).all()
     np.testing.assert_allclose(scores[:WRITTEN], td.score(done, targets, **options), rtol=1e-5)
@@ -155,4 +153,4 @@ def test_open_traker__a_moved_directory_opens(run: Path) -> None:
     assert Path(scores_path).parent.parent != run
     shutil.rmtree(run / "scores")
     features, targets = open_traker(run, "test")
-    assert np.isfinite(td.score(features, targets, damping=td.Absolute(1.0))).all()
+    assert np.isfinite(td.score(features, targets, td.Trak(damping=td.Absolute(1.0)))).all()

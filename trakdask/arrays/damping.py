@@ -16,14 +16,7 @@ import dask.array as da
 import numpy as np
 import numpy.typing as npt
 
-from trakdask.arrays.blocks import (
-    Block,
-    Blocks,
-    align_weights,
-    block_starts,
-    blockwise,
-    flat,
-)
+from trakdask.arrays.blocks import Block, Blocks, align_weights, block_starts, blockwise, flat
 from trakdask.arrays.solve import Inverse, Spectrum
 from trakdask.arrays.weights import pooled
 from trakdask.errors import warn_once
@@ -311,13 +304,13 @@ def warn_of_choice(rho: float, peak: float, name: str, *others: str) -> None:
         instead = f"the {others[0]}" if others else f"the closed form {CLOSED_FORM} tr(K²)/tr(K)"
         message = (
             f"{defect} ({LEAST_PEAK} or more is needed to choose λ by them). λ comes from "
-            f"{instead} instead. Try other outputs: calibrate=td.featurize(held_out, model, ...)."
+            f"{instead} instead. Try held-out samples: td.damping(features, calibrate=held_out)."
         )
     elif rho in (GRID[0], GRID[-1]):
         message = (
             f"the damping chosen by the {name} is {rho:g} tr(K)/n, an end of the grid "
             f"[{GRID[0]:g}, {GRID[-1]:g}]; the best one may lie beyond it. Look at "
-            "td.plots.damping(td.damping(features)), or type damping='closed_form'."
+            "td.plots.damping(td.damping(features)), or td.Soft(damping='closed_form')."
         )
     else:
         return

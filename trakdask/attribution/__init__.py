@@ -1,6 +1,6 @@
 """Attribution: from features to the gram matrix, its damping, scores and rankings."""
 
-from trakdask.attribution.estimators import Absolute
+from trakdask.attribution.estimators import Absolute, GradCos, GradDot, RelatIF, Soft, TracIn, Trak
 from trakdask.attribution.grams import damping, gram
 from trakdask.attribution.groups import combine
 from trakdask.attribution.ranking import top_k
@@ -8,6 +8,12 @@ from trakdask.attribution.scores import group_score, score, self_influence
 
 __all__ = [
     "Absolute",
+    "GradCos",
+    "GradDot",
+    "RelatIF",
+    "Soft",
+    "TracIn",
+    "Trak",
     "combine",
     "damping",
     "gram",

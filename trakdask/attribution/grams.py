@@ -15,16 +15,14 @@ from dask.array.utils import meta_from_array
 from trakdask import arrays
 from trakdask.arrays.damping import CLOSED_FORM
 from trakdask.attribution.estimators import (
-    DEFAULT_ESTIMATOR,
-    DEFAULT_POWER,
+    GIVEN,
     Absolute,
-    Damping,
-    Estimator,
-    Options,
-    Power,
-    Weights,
-    gather_options,
-    gram_weights,
+    EstimatorLike,
+    GramEstimator,
+    Soft,
+    Trak,
+    choosing,
+    with_gram,
 )
 from trakdask.errors import warn_once
 from trakdask.provenance import FEATURE_SPEC, require_comparable, require_same, spec
@@ -42,6 +40,7 @@ from trakdask.variables import (
     SAMPLE,
     VARIABLES,
     WRONG_CLASSES,
+    aligned,
     checkpoint_names,
     lazy_features,
     validate,
@@ -100,23 +99,47 @@ def gram(features: xr.Dataset, *, weights: xr.DataArray | None = None) -> xr.Dat
     """
     validate(features, ["feature"], what="features")
     features = lazy_features(features)
-    h = None if weights is None else gram_weights(features, weights)
+    h = None if weights is None else _checked_weights(features, weights)
     data = arrays.gram.gram(features.feature.data, h)
-    attrs = VARIABLES["gram"].attrs | Weights().attrs(features)
+    attrs = VARIABLES["gram"].attrs | Trak().attrs(features)
     if weights is not None:
-        attrs["gram_weights"] = "given"
+        attrs["gram_weights"] = GIVEN
     coords = {CHECKPOINT: features[CHECKPOINT]}
     return xr.DataArray(data, dims=VARIABLES["gram"].dims, coords=coords, name="gram", attrs=attrs)
 
 
+def _checked_weights(features: xr.Dataset, weights: xr.DataArray) -> da.Array:
+    """Return weights that were passed, (sample, checkpoint), in the chunks of the features.
+
+    By their labels where both sides have them: see :func:`trakdask.variables.aligned`.
+    """
+    shape = {dim: features.sizes[dim] for dim in (SAMPLE, CHECKPOINT)}
+    if isinstance(weights, xr.DataArray) and set(weights.dims) <= set(shape):
+        weights = aligned(weights, features, what="weights")
+    sizes = dict(weights.sizes) if isinstance(weights, xr.DataArray) else type(weights).__name__
+    if sizes not in ({SAMPLE: shape[SAMPLE]}, shape) or weights.dtype.kind not in "fiub":
+        raise ValueError(
+            f"expected weights as a DataArray of numbers, {shape} with or without checkpoint, got "
+            f"{sizes} of {getattr(weights, 'dtype', 'objects')}; try xr.DataArray(h, dims='sample')"
+        )
+    if weights.chunks is None:
+        bad = np.argwhere(~(np.isfinite(weights.values) & (weights.values >= 0)))
+        if len(bad):
+            where = dict(zip(weights.dims, bad[0].tolist(), strict=True))
+            raise ValueError(
+                "expected finite weights >= 0, since the gram matrix must stay positive, got "
+                f"{weights.values[tuple(bad[0])]} at {where}; try weights.clip(min=0).fillna(0)"
+            )
+    chunks = {dim: features.feature.variable.chunksizes[dim] for dim in shape}
+    data: da.Array = weights.variable.set_dims(shape).chunk(chunks).data
+    return data
+
+
 def damping(
     features: xr.Dataset,
-    damping: Damping = "auto",
+    estimator: EstimatorLike = "auto",
     *,
-    estimator: Estimator = DEFAULT_ESTIMATOR,
-    power: Power = DEFAULT_POWER,
     calibrate: xr.Dataset | None = None,
-    weights: xr.DataArray | None = None,
 ) -> xr.Dataset:
     """Return the damping λ_c that :func:`score` adds to the gram matrix, and how it was chosen.
 
@@ -124,22 +147,13 @@ def damping(
     ----------
     features
         Training features.
-    damping
-        ``"auto"``: ``"completeness"`` for classification into one of several classes, or by
-        several labels, and for ``estimator="soft"``, ``"trace"`` for regression and causal language
-        models, as was measured to be best, else ``"closed_form"``.
-        ``"completeness"``: one ρ for all checkpoints, λ_c = ρ tr(K_c)/n, chosen by the outputs;
-        see Notes. ``"trace"``: tr(K_c)/n, so ρ = 1; n counts samples that failed, too.
-        ``"closed_form"``: 0.03 tr(K_c²)/tr(K_c); a number replaces 0.03.
-        ``Absolute(x)`` is x itself. What this function returned before is taken as it is. Where
-        :func:`save` or :func:`calibrate` stored λ and ``"auto"`` or the rule that chose it is asked
-        for, it is the stored one, as long as the features are those of the store.
-    estimator, power, weights
-        As in :func:`score`.
+    estimator
+        As in :func:`score`, with a gram matrix; its ``damping`` says what chooses λ, see
+        :class:`Soft`.
     calibrate
         Features of 50 or more held-out samples whose outputs choose λ, instead of those of training
-        samples. They may be the samples to explain (``calibrate=targets``); then scores depend on
-        which targets are asked for together.
+        samples; ``Soft(damping=td.damping(features, calibrate=held_out))`` has it. They may be the
+        samples to explain; then scores depend on which targets are asked for together.
 
     Returns
     -------
@@ -152,8 +166,9 @@ def damping(
     Raises
     ------
     ValueError
-        If an option does not make sense, or ``calibrate`` has fewer than 50 samples. When computed:
-        if a gram matrix is all 0, whose λ would be 0, too; the checkpoint is named.
+        If the estimator has no gram matrix; if ``calibrate`` has fewer than 50 samples, or outputs
+        do not choose λ. When computed: if a gram matrix is all 0, whose λ would be 0, too; the
+        checkpoint is named.
 
     Warns
     -----
@@ -191,16 +206,13 @@ def damping(
     --------
     >>> import trakdask as td
     >>> features = td.testing.simulate_features(n_samples=8, proj_dim=4)
-    >>> chosen = td.damping(features, damping=td.Absolute(2.5))
+    >>> chosen = td.damping(features, td.Trak(damping=td.Absolute(2.5)))
     >>> chosen.damping.values.tolist(), str(chosen.rule.values)
     ([2.5, 2.5], 'absolute')
     """
     validate(features, ["feature"], what="features")
-    features, allowed = lazy_features(features), ("auto", "trak", "soft", "relatif")
-    options = gather_options(
-        features, estimator, power, damping, calibrate, weights, allowed=allowed
-    )
-    return describe_damping(regularize(features, options))
+    features = lazy_features(features)
+    return describe_damping(regularize(features, with_gram(features, estimator), calibrate))
 
 
 def describe_damping(regularized: Regularized) -> xr.Dataset:
@@ -266,26 +278,38 @@ class Regularized:
 
     features: xr.Dataset
     inverse: da.Array
+    gram_weights: str
     damping: da.Array
     rules: tuple[str, ...]
     choice: da.Array | None
 
 
-def regularize(features: xr.Dataset, options: Options, *, quiet: bool = False) -> Regularized:
+def regularize(
+    features: xr.Dataset,
+    estimator: GramEstimator,
+    calibrate: xr.Dataset | None = None,
+    *,
+    quiet: bool = False,
+) -> Regularized:
     """Return the inverse of the gram matrix of an estimator and its λ; features are chunked.
 
     ``quiet`` leaves warnings of how λ is chosen to those who will use what is stored.
     """
-    stored = stored_damping(features, options)
-    by_outputs = options.rule == "completeness" and stored is None
+    if calibrate is not None and estimator.rule != "completeness":
+        raise ValueError(
+            f"expected an estimator whose λ outputs choose with calibrate, got {estimator}; try "
+            "damping='completeness', or leaving calibrate out"
+        )
+    weights = _weights(features, estimator)
+    stored = stored_damping(features, estimator, weights) if calibrate is None else None
+    by_outputs = estimator.rule == "completeness" and stored is None
     if by_outputs:
         validate(features, ["output", "out_to_loss"], what="features")
-    chooses_itself = by_outputs and options.choosing == options.weights
-    gram = chooses = gram_matrix(
-        features, options.weights, options.gram_weights, chooses_damping=chooses_itself
-    )
+    by = choosing(features)
+    chooses_itself = by_outputs and by.gram_weights == weights.gram_weights
+    gram = chooses = gram_matrix(features, weights, chooses_damping=chooses_itself)
     if by_outputs and not chooses_itself:
-        chooses = gram_matrix(features, options.choosing, chooses_damping=True)
+        chooses = gram_matrix(features, by, chooses_damping=True)
     if NORM in features and (gram.is_stored or chooses.is_stored):
         names = "feature", "out_to_loss"
         small = features[NORM].data, features["out_to_loss"].data
@@ -294,25 +318,41 @@ def regularize(features: xr.Dataset, options: Options, *, quiet: bool = False) -
             {name: features[name].copy(data=x) for name, x in zip(names, checked, strict=True)}
         )
     if by_outputs:
-        chosen = _chosen_by_outputs(features, options, gram, chooses, quiet=quiet)
+        chosen = _chosen_by_outputs(features, by, calibrate, gram, chooses, quiet=quiet)
     else:
-        chosen = _by_rule(features, gram, options) if stored is None else _chosen_before(stored)
-    if adds_wrong_classes(features, options):
+        chosen = _by_rule(features, gram, estimator) if stored is None else _chosen_before(stored)
+    about = weights.gram_weights
+    if WRONG_CLASSES in features and isinstance(estimator, Soft):
+        about += ", and 2 q^0.5 between wrong classes"
         both = gram.data + _wrong_classes(features)
         inverse = arrays.solve.cholesky(both, chosen[0], gram.labels)
     elif gram.spectrum is None:
         inverse = arrays.solve.cholesky(gram.data, chosen[0], gram.labels)
     else:
         inverse = arrays.solve.inverse(gram.spectrum, chosen[0])
-    return Regularized(features, inverse, *chosen)
+    return Regularized(features, inverse, about, *chosen)
 
 
-def adds_wrong_classes(features: xr.Dataset, options: Options) -> bool:
-    """Return whether features have the curvature between wrong classes, and the estimator uses it.
+class _Given(Trak):
+    """The weights of a gram matrix that somebody gave the features, for any estimator."""
 
-    The gram matrix of "trak" is no curvature that it could be added to.
-    """
-    return WRONG_CLASSES in features and options.weights.power is not None
+    @property
+    def gram_weights(self) -> str:
+        """What ``attrs`` say of them."""
+        return GIVEN
+
+    def h(self, features: xr.Dataset) -> da.Array:
+        """Raise: they are not known."""
+        raise ValueError(
+            f"expected {GRAM!r} with the {features.sizes[PROJ_DIM]} columns of the features, as "
+            "td.gram(features, weights=...) returns it, got another shape; try making it anew"
+        )
+
+
+def _weights(features: xr.Dataset, estimator: GramEstimator) -> GramEstimator:
+    """Return the estimator with the weights of its gram matrix."""
+    is_given = GRAM in features and features[GRAM].attrs.get("gram_weights") == GIVEN
+    return _Given() if is_given else estimator.of_sums()
 
 
 def _wrong_classes(features: xr.Dataset) -> da.Array:
@@ -326,11 +366,7 @@ def _wrong_classes(features: xr.Dataset) -> da.Array:
 
 
 def gram_matrix(
-    features: xr.Dataset,
-    weights: Weights,
-    h: da.Array | None = None,
-    *,
-    chooses_damping: bool = False,
+    features: xr.Dataset, weights: GramEstimator, *, chooses_damping: bool = False
 ) -> GramMatrix:
     """Return the gram matrix that features hold, or reduce it; features are chunked already.
 
@@ -342,9 +378,7 @@ def gram_matrix(
     features
         Features of all training samples, or rows of them with the gram matrix of all.
     weights
-        Those of the estimator, or those under which outputs choose λ.
-    h
-        In place of that of ``weights``, (sample, checkpoint), of which no matrix is stored.
+        The estimator whose weights they are: the one of scores, or of the choice of λ.
     chooses_damping
         Whether λ is to be chosen with it.
 
@@ -356,14 +390,14 @@ def gram_matrix(
     """
     x, n, labels = features["feature"].data, features.sizes[SAMPLE], checkpoint_names(features)
     total = int(features[GRAM].attrs.get(N_SAMPLES, n)) if GRAM in features else n
-    matrix = stored_matrix(features, GRAM, weights) if h is None else None
-    is_stored, loss_gradient, factors = matrix is not None, None, None
+    matrix = stored_matrix(features, GRAM, weights)
+    is_stored, loss_gradient, factors, h = matrix is not None, None, None, None
     if is_stored:
         n, factors = total, stored_decomposition(features, weights)
         if chooses_damping:
             loss_gradient = stored_matrix(features, LOSS_GRADIENT, weights)
     # Without it, other checkpoints are pooled than when it was stored.
-    needs_sums = h is None and (matrix is None or (chooses_damping and loss_gradient is None))
+    needs_sums = matrix is None or (chooses_damping and loss_gradient is None)
     if needs_sums and features.sizes[SAMPLE] < total:
         raise ValueError(
             f"expected all {total} samples, to add up what the features do not hold (a gram matrix "
@@ -371,13 +405,14 @@ def gram_matrix(
             f"{features.sizes[SAMPLE]}; try selecting from the scores of all, or {_REMEDY} for "
             "sums of these samples alone"
         )
-    h = weights.gram_data(features) if h is None else h
+    if matrix is None or chooses_damping:
+        h = weights.h(features)
     if matrix is None and not chooses_damping:
         matrix = arrays.gram.gram(x, h)
     elif matrix is None:
-        matrix, loss_gradient = arrays.gram.gram_and_sum(x, h, weights.loss_data(features))
+        matrix, loss_gradient = arrays.gram.gram_and_sum(x, h, weights.g(features))
     elif chooses_damping and loss_gradient is None:
-        loss_gradient = arrays.gram.loss_gradient(x, weights.loss_data(features))
+        loss_gradient = arrays.gram.loss_gradient(x, weights.g(features))
     if chooses_damping and factors is None:
         k = arrays.solve.component_count(n, x.shape[1], x.dtype)
         factors = arrays.solve.eigenvectors(matrix, labels, k)
@@ -385,7 +420,7 @@ def gram_matrix(
     return GramMatrix(matrix, n, labels, is_stored, h, spectrum)
 
 
-def stored_matrix(features: xr.Dataset, name: str, weights: Weights) -> da.Array | None:
+def stored_matrix(features: xr.Dataset, name: str, weights: GramEstimator) -> da.Array | None:
     """Return the matrix that features hold, if it is that of these weights and columns.
 
     It is the one of all samples that the features were selected from. ``loss_gradient`` pools the
@@ -421,7 +456,7 @@ def stored_matrix(features: xr.Dataset, name: str, weights: Weights) -> da.Array
 
 
 def stored_decomposition(
-    features: xr.Dataset, weights: Weights
+    features: xr.Dataset, weights: GramEstimator
 ) -> tuple[da.Array, da.Array] | None:
     """Return the stored eigenvalues and eigenvectors of the gram matrix of some weights."""
     if stored_matrix(features, GRAM, weights) is None:
@@ -440,20 +475,19 @@ def _is_of_gram(features: xr.Dataset, name: str) -> bool:
     )
 
 
-def stored_damping(features: xr.Dataset, options: Options) -> xr.DataArray | None:
-    """Return the λ that features hold beside the gram matrix, if the options ask for its rule.
+def stored_damping(
+    features: xr.Dataset, estimator: GramEstimator, weights: GramEstimator
+) -> xr.DataArray | None:
+    """Return the λ that features hold beside the gram matrix, if the estimator asks for its rule.
 
     λ is that of all checkpoints together.
     """
-    is_rule = isinstance(options.damping, str)
-    if not is_rule or options.calibrate is not None or options.gram_weights is not None:
-        return None
-    is_at_hand = stored_matrix(features, GRAM, options.weights) is not None
+    is_at_hand = estimator.rule is not None and stored_matrix(features, GRAM, weights) is not None
     if not is_at_hand or not _is_of_gram(features, DAMPING):
         return None
     attrs = features[DAMPING].attrs
     is_whole = set(attrs["pooled_checkpoints"]) == set(checkpoint_names(features))
-    return features[DAMPING] if attrs["asked"] == options.rule and is_whole else None
+    return features[DAMPING] if attrs["asked"] == estimator.rule and is_whole else None
 
 
 # --------------------------------------------------------------------------------- how λ is chosen
@@ -468,18 +502,18 @@ def _unit(features: xr.Dataset) -> float:
     return CURVED if "curvature" in features.attrs else 1.0
 
 
-def _by_rule(features: xr.Dataset, gram: GramMatrix, options: Options) -> Chosen:
+def _by_rule(features: xr.Dataset, gram: GramMatrix, estimator: GramEstimator) -> Chosen:
     """Return λ by a rule that asks no outputs, and the name of the rule."""
-    damping, unit = options.damping, _unit(features)
+    damping, unit = estimator.damping, _unit(features)
     if isinstance(damping, xr.DataArray):
         return damping.variable.chunk({CHECKPOINT: 1}).data, ("given",), None
     if isinstance(damping, Absolute):
         lam = da.full(len(gram.labels), float(damping.value), chunks=1)
         return lam, ("absolute",), None
-    if options.rule == "trace":
+    if damping == "trace":
         lam = unit * arrays.gram.mean_trace(gram.data, gram.n_samples, gram.labels)
         return lam, ("tr(K)/n" if unit == 1 else f"{unit:.3g} tr(K)/n",), None
-    factor = unit * CLOSED_FORM if options.rule == "closed_form" else float(damping)
+    factor = damping if isinstance(damping, float) else unit * CLOSED_FORM
     return *_closed_form(gram, factor), None
 
 
@@ -503,16 +537,22 @@ def _chosen_before(damping: xr.DataArray) -> Chosen:
 
 
 def _chosen_by_outputs(
-    features: xr.Dataset, options: Options, gram: GramMatrix, chooses: GramMatrix, *, quiet: bool
+    features: xr.Dataset,
+    by: GramEstimator,
+    calibrate: xr.Dataset | None,
+    gram: GramMatrix,
+    chooses: GramMatrix,
+    *,
+    quiet: bool,
 ) -> Chosen:
     """Let outputs choose λ of a gram matrix, in units of tr(K)/n, under the weights of another."""
     if not quiet:
         _warn_of_few_checkpoints(len(gram.labels))
     assert chooses.spectrum is not None
     curves: dict[str, da.Array] = {}
-    if options.calibrate is not None:
-        require_calibration(features, options.calibrate)
-        rows = lazy_features(options.calibrate)
+    if calibrate is not None:
+        require_calibration(features, calibrate)
+        rows = lazy_features(calibrate)
         totals = arrays.damping.held_out(chooses.spectrum, rows.feature.data)
         curves["calibration set"] = arrays.damping.curve(totals, rows.output.data)
     if features.sizes[SAMPLE] >= _LEAST_ROWS:
@@ -521,7 +561,7 @@ def _chosen_by_outputs(
             chooses.spectrum,
             _taken(features.feature.data, some_rows),
             None if chooses.h is None else _taken(chooses.h, some_rows),
-            _taken(options.choosing.loss_data(features), some_rows),
+            _taken(by.g(features), some_rows),
             unless=list(curves.values()),
         )
         outputs = _taken(features.output.data, some_rows)
@@ -567,5 +607,5 @@ def _warn_of_few_checkpoints(n: int) -> None:
             f"scores are made from {n} checkpoint{'s' * (n > 1)}; 3 or more are worth their cost: "
             "from 1 to 3 to 10 the linear datamodeling score rose from 0.58 to 0.62 to 0.65 and "
             "from 0.43 to 0.51 to 0.55, measured on two small models. Train the model again with "
-            "other seeds, or set damping= yourself to silence this.",
+            "other seeds, or set the estimator's damping= yourself to silence this.",
         )

@@ -40,7 +40,7 @@ def combine(
     """Combine targets linearly before anything is solved: one target per group or contrast.
 
     The output of a combination is Σ_t w_t f(t), and its feature Σ_t w_t φ(t). Scores are linear in
-    φ(t) (but for ``estimator="grad_cos"``), so the score of a combination is that combination of
+    φ(t) (but for :class:`GradCos`), so the score of a combination is that combination of
     scores, at the price of one target.
 
     Parameters
@@ -84,7 +84,7 @@ def combine(
     >>> features = td.testing.simulate_features(n_samples=8, proj_dim=4)
     >>> targets = td.testing.simulate_features(n_samples=3, proj_dim=4, seed=1)
     >>> contrast = td.combine(targets, weights={"first - second": {0: 1, 1: -1}})
-    >>> td.score(features, contrast, damping=0.1).target_combination.values.tolist()
+    >>> td.score(features, contrast).target_combination.values.tolist()
     ['first - second']
     """
     validate(targets, ["feature"], what="targets")

@@ -19,49 +19,29 @@ from trakdask import arrays
 from trakdask._version import __version__
 from trakdask.arrays.blocks import divided
 from trakdask.attribution.estimators import (
-    DEFAULT_ESTIMATOR,
-    DEFAULT_POWER,
-    GRAM_POWER,
     Absolute,
-    Damping,
     Estimator,
-    Options,
-    Power,
-    Weights,
-    gather_options,
+    EstimatorLike,
+    GramEstimator,
+    TracIn,
+    resolve,
 )
-from trakdask.attribution.grams import Regularized, adds_wrong_classes, regularize
+from trakdask.attribution.grams import Regularized, regularize
 from trakdask.attribution.groups import group_codes, require_group_coord
 from trakdask.provenance import FEATURE_SPEC, as_text, require_comparable
 from trakdask.variables import (
     CHECKPOINT,
-    DAMPING,
-    GRAM,
     MODULE,
-    N_SAMPLES,
     SAMPLE,
     TARGET,
     TARGET_PREFIX,
     TOKEN,
     VARIABLES,
-    checkpoint_names,
     coords_along,
     lazy_features,
     may_have_failed,
     validate,
 )
-
-_PRODUCT = "phi_c(z) (K_c + damping_c I)^-1"
-_FORMULAS = {
-    "trak": f"mean_c[{_PRODUCT} phi_c(t)] mean_c[Q_c(z)]",
-    "relatif": f"mean_c[{_PRODUCT} phi_c(t)] sign(Q(z)) / sqrt(mean_c[{_PRODUCT} phi_c(z)])",
-    "grad_dot": "mean_c[phi_c(z) phi_c(t)] mean_c[Q_c(z)]",
-    "grad_cos": "mean_c[cos(phi_c(z), phi_c(t))] sign(Q(z))",
-    "tracin": "sum_c[learning_rate_c Q_c(z) phi_c(z) phi_c(t)]",
-}
-
-LOGIT_VARIANCE = "logit_variance"
-"""In the attrs of the stored λ: how much log((1 - q)/q) varies at each checkpoint."""
 
 _MOST_TARGETS = 4096
 """In a block. More would make large tiles, of which a selection of targets needs little."""
@@ -73,19 +53,14 @@ Labels = tuple[tuple[str, ...], dict[Hashable, Any]]
 def score(
     features: xr.Dataset,
     targets: xr.Dataset,
+    estimator: EstimatorLike = "auto",
     *,
-    estimator: Estimator = DEFAULT_ESTIMATOR,
-    power: Power = DEFAULT_POWER,
-    damping: Damping = "auto",
-    calibrate: xr.Dataset | None = None,
-    weights: xr.DataArray | None = None,
-    learning_rates: Mapping[str, float] | xr.DataArray | None = None,
     average: bool = True,
 ) -> xr.DataArray:
     """Attribute the output of every target to every training sample.
 
-    Positive, for every estimator: training on z raised the output of t. With λ_c of
-    :func:`damping`, weights h and g, and K_c = Σ_z h_c(z) φ_c(z) φ_c(z)ᵀ,
+    A positive score means that training on z raised the output of t. This holds for every
+    estimator. With λ_c of :func:`damping`, weights h and g, and K_c = Σ_z h_c(z) φ_c(z) φ_c(z)ᵀ,
 
         score(z, t) = mean_c[ φ_c(z)ᵀ (K_c + λ_c I)⁻¹ φ_c(t) ] · mean_c[ g_c(z) ].
 
@@ -96,31 +71,17 @@ def score(
         :func:`save` keeps it, it is used: rows that were selected from them are scored under the
         gram matrix of all samples, and only their blocks are read. Otherwise it is reduced from
         these features: those of :func:`open` are read twice, and others stay in memory until
-        they are scored.
+        they are scored. ``features.assign(gram=td.gram(features, weights=h))`` has weights h of
+        your own in K.
     targets
         Features of the samples to explain, made with the same model and projector.
     estimator
-        ``"auto"``: ``"soft"`` for classification into one of several classes, or by several labels,
-        else ``"trak"``. ``"trak"``: h = 1, g = Q, as published. ``"soft"``: with q = Q in [0, 1]
-        and a = ``power``, h = q^a (1 - q), g = q^a: the curvature and the gradient of one loss,
-        flatter than the real one; a = 1 is the Gauss-Newton influence function. K also has the
-        variable ``wrong_classes`` of the features, if that is there (:func:`wrong_classes`).
-        ``"relatif"``: TRAK's score by the square root of the sample's self-influence. Without a
-        gram matrix: ``"grad_dot"``, mean_c[φ_c(z)·φ_c(t)] · mean_c[Q_c(z)]; ``"grad_cos"``,
-        mean_c[cos(φ_c(z), φ_c(t))] times the sign of Q; ``"tracin"``, Σ_c η_c Q_c(z) φ_c(z)·φ_c(t).
-    power
-        a of ``"soft"``, in [0, 1]; lower for models whose training was stopped early. ``"auto"``: ½
-        in h; in g it rises from ½ to 1 as the model's confidence becomes more uniform (by the
-        standard deviation of log((1 - q)/q) over training samples: ½ from 1.4 on, 1 up to 0.8). A
-        squared error needs 1, which there is ``"trak"``.
-    damping
-        λ, see :func:`damping`.
-    calibrate
-        Features of held-out samples whose outputs choose λ, see :func:`damping`.
-    weights
-        h (sample) or (sample, checkpoint), instead of the estimator's.
-    learning_rates
-        η of ``"tracin"`` by name of checkpoint, a mapping or a DataArray (checkpoint).
+        A value: :class:`Soft`, :class:`Trak`, :class:`RelatIF`, :class:`GradDot`, :class:`GradCos`
+        or :class:`TracIn`, which say what they are, and have λ among their options. Or a short form
+        of one with its defaults: ``"soft"``, ``"trak"``, ``"relatif"``, ``"grad_dot"``,
+        ``"grad_cos"``. ``"auto"`` is the one that the task names as its ``default_estimator``:
+        ``"soft"`` for classification into one of several classes, or by several labels, else
+        ``"trak"``.
     average
         ``False`` keeps the ensemble: (sample, target, checkpoint), whose mean is the score.
 
@@ -156,20 +117,10 @@ def score(
     there: other processes of the machine share them, and they take no memory of their own.
     Samples and targets that failed (``featurize(..., on_error="record")``) have NaN scores. They do
     not affect the scores of others, except that n in tr(K)/n still counts failed samples.
-    ``"relatif"`` also solves for each training sample, 2 p² flops. Its self-influence is that of
-    :func:`self_influence`, so the size of Q cancels. Cosines with a zero feature are NaN.
-
-    Measured by ``tests/benchmarks/quality.py`` on seven small classification tasks, half of the
-    samples removed: ``"soft"`` at the automatic λ and power had a linear datamodeling score above
-    that of ``"trak"`` at the best λ in hindsight, or the same. Nineteen further tasks, regression
-    and language models are on the page "Quality".
 
     References
     ----------
-    Park et al. 2023, equation 17 (TRAK; traker's ``TRAKer.finalize_scores``, whose scores are those
-    of ``damping=Absolute(lambda_reg)`` up to one factor per checkpoint). Koh & Liang 2017
-    (influence functions). Barshan et al. 2020 (ℓ-RelatIF). Pruthi et al. 2020 (TracInCP). Charpiat
-    et al. 2019 (gradient similarity, cosine).
+    Park et al. 2023, equation 17.
 
     Examples
     --------
@@ -185,14 +136,12 @@ def score(
     True
     """
     training, explained = _operands(features, targets)
-    options = gather_options(
-        training, estimator, power, damping, calibrate, weights, learning_rates
-    )
     labels = labels_of_scores(training, explained)
-    operands = solver(training, options)
+    operands = solver(training, resolve(training, estimator))
     feature, weight = operands.features.feature.data, operands.weight(operands.features)
+    pooled = operands.estimator.pooled
     data = arrays.score.score(
-        feature, operands.vectors(explained), weight, average=average, pooled=operands.pooled
+        feature, operands.vectors(explained), weight, average=average, pooled=pooled
     )
     attrs = score_attrs(training, targets, operands.attrs)
     return labelled("score", labels, data, attrs, None if average else features[CHECKPOINT])
@@ -201,20 +150,15 @@ def score(
 def group_score(
     features: xr.Dataset,
     targets: xr.Dataset,
+    estimator: EstimatorLike = "auto",
     *,
     by: str | Sequence[str],
-    estimator: Estimator = DEFAULT_ESTIMATOR,
-    power: Power = DEFAULT_POWER,
-    damping: Damping = "auto",
-    calibrate: xr.Dataset | None = None,
-    weights: xr.DataArray | None = None,
-    learning_rates: Mapping[str, float] | xr.DataArray | None = None,
 ) -> xr.DataArray:
     """Sum the scores of the training samples of each group, without forming the scores.
 
     Parameters
     ----------
-    features, targets, estimator, power, damping, calibrate, weights, learning_rates
+    features, targets, estimator
         As in :func:`score`.
     by
         Name of a coord of the training samples, or a list of several: then there is a group for
@@ -237,15 +181,12 @@ def group_score(
     >>> import trakdask as td
     >>> features = td.testing.simulate_features(n_samples=8, proj_dim=4)
     >>> features = features.assign_coords(source=("sample", ["web", "web", "wiki", "book"] * 2))
-    >>> td.group_score(features, features, by=["source", "label"], damping=0.1).shape
+    >>> td.group_score(features, features, by=["source", "label"]).shape
     (3, 2, 8)
     """
     training, explained = _operands(features, targets)
     labels, codes, n_groups = labels_of_groups(training, explained, by)
-    options = gather_options(
-        features, estimator, power, damping, calibrate, weights, learning_rates
-    )
-    operands = solver(training, options)
+    operands = solver(training, resolve(training, estimator))
     sums = operands.group_sums(operands.features, codes, math.prod(n_groups))
     data = arrays.score.score(sums, operands.vectors(explained), None)
     data = data.reshape((*n_groups, *data.shape[1:]))
@@ -254,12 +195,8 @@ def group_score(
 
 def self_influence(
     features: xr.Dataset,
+    estimator: EstimatorLike = "auto",
     *,
-    estimator: Estimator = DEFAULT_ESTIMATOR,
-    power: Power = DEFAULT_POWER,
-    damping: Damping = "auto",
-    calibrate: xr.Dataset | None = None,
-    weights: xr.DataArray | None = None,
     average: bool = True,
 ) -> xr.DataArray:
     """Return how much training on each sample lowered its own loss: g(z) · score(z, z), not < 0.
@@ -269,10 +206,10 @@ def self_influence(
 
     Parameters
     ----------
-    features, power, damping, calibrate, weights
+    features
         As in :func:`score`.
     estimator
-        ``"trak"`` or ``"soft"``; ``"grad_dot"`` is mean_c ‖φ_c(z)‖² · mean_c[Q_c(z)]².
+        :class:`Trak` or :class:`Soft`; :class:`GradDot` is mean_c ‖φ_c(z)‖² · mean_c[Q_c(z)]².
     average
         ``False`` keeps ``checkpoint``.
 
@@ -296,18 +233,20 @@ def self_influence(
     ('sample',)
     """
     validate(features, ["feature", "out_to_loss"], what="features")
-    allowed = ("auto", "trak", "soft", "grad_dot")
     features = lazy_features(features)
-    options = gather_options(
-        features, estimator, power, damping, calibrate, weights, allowed=allowed
-    )
-    if options.has_gram:
-        matrix = regularize(features, options)
-        features = matrix.features
-        forms = arrays.solve.leverage(matrix.inverse, features.feature.data)
+    resolved = resolve(features, estimator)
+    if resolved.norms or not resolved.pooled:
+        raise ValueError(
+            f"expected an estimator with a self-influence, got {resolved}; try estimator='trak', "
+            "'soft' or 'grad_dot'"
+        )
+    operands = solver(features, resolved)
+    if operands.matrix is not None:
+        data = operands.features.feature.data
+        forms = arrays.solve.leverage(operands.matrix.inverse, data)
     else:
         forms = arrays.weights.squared_norm(features.feature.data)
-    g = loss_weights(options, features).loss_data(features)
+    g = operands.estimator.g(operands.features)
     data = arrays.weights.self_influence(forms, g, average=average)
     variable = VARIABLES["self_influence"]
     labels = (SAMPLE,), coords_along(features, SAMPLE)
@@ -336,20 +275,14 @@ class Solver:
     """The two operands of an estimator's product, each of which can be asked for alone.
 
     ``features`` are those of all training samples, which are compared with their norms as they are
-    read if their gram matrix is stored. ``matrix`` is None where there is no gram matrix; ``attrs``
-    say how scores are made; ``loss`` are the weights of samples.
+    read if their gram matrix is stored. ``estimator`` has the weights that it has in scores.
+    ``matrix`` is None where there is no gram matrix; ``attrs`` say how scores are made.
     """
 
     features: xr.Dataset
-    options: Options
+    estimator: Estimator
     matrix: Regularized | None
     attrs: dict[str, str]
-    loss: Weights
-
-    @property
-    def pooled(self) -> bool:
-        """Whether the weights of a sample are replaced by their mean over checkpoints."""
-        return self.options.estimator not in ("grad_cos", "tracin")
 
     def solve(self, vectors: da.Array) -> da.Array:
         """Return (K + λ)⁻¹ of vectors, (row, proj_dim, checkpoint); them where there is no K."""
@@ -358,85 +291,32 @@ class Solver:
 
     def vectors(self, targets: xr.Dataset) -> da.Array:
         """Return what features are multiplied with, for some targets."""
-        solved = self.solve(targets.feature.data)
-        if self.options.estimator == "grad_cos":
-            inverse = _inverse_root(arrays.weights.squared_norm(targets.feature.data))
-            solved = solved * inverse.astype(solved.dtype)[:, None, :]
-        return solved
+        return self.estimator.vectors(self.solve(targets.feature.data), targets)
 
     def weight(self, of: xr.Dataset) -> da.Array:
         """Return the weight of each sample, (sample, checkpoint)."""
-        weight, rates = self.loss.loss_data(of), self.options.learning_rates
-        if not self.pooled:
-            if rates is None:
-                norm = arrays.weights.squared_norm(of.feature.data)
-                weight = _sign(weight) * _inverse_root(norm)
-            else:  # the product is a mean over checkpoints; TracIn is a sum
-                weight = weight * (len(rates) * rates)
-            # A sample that failed at one checkpoint has no mean over them.
-            weight = weight + 0 * weight.mean(axis=1, keepdims=True)
-        elif self.options.estimator == "relatif" and self.matrix is not None:
-            leverage = arrays.solve.leverage(self.matrix.inverse, of.feature.data)
-            weight = _sign(weight) * _inverse_root(leverage.mean(axis=1, keepdims=True))
-        return weight
+        return self.estimator.weight(of, None if self.matrix is None else self.matrix.inverse)
 
     def group_sums(self, of: xr.Dataset, codes: np.ndarray, n_groups: int) -> da.Array:
         """Return the weighted sum of the features of each group of samples."""
         return arrays.groups.group_sum(
-            of.feature.data, self.weight(of), codes, n_groups, pooled=self.pooled
+            of.feature.data, self.weight(of), codes, n_groups, pooled=self.estimator.pooled
         )
 
 
-def solver(features: xr.Dataset, options: Options) -> Solver:
-    """Return the solver of an estimator; features are those of all training samples, chunked."""
-    name, loss = options.estimator, loss_weights(options, features)
-    attrs: dict[str, str] = {"estimator": name}
-    if not options.has_gram:
-        attrs["formula"] = _FORMULAS[name]
-        if options.learning_rates is not None:
-            attrs["learning_rates"] = ", ".join(f"{rate:g}" for rate in options.learning_rates)
-        return Solver(features, options, None, attrs, loss)
-    matrix, damping = regularize(features, options), options.damping
+def solver(features: xr.Dataset, estimator: Estimator) -> Solver:
+    """Return the solver of a resolved estimator; features are all training samples', chunked."""
+    of_scores = estimator.of_scores(features)
+    attrs = {"estimator": estimator.name, "formula": of_scores.formula}
+    if not isinstance(estimator, GramEstimator):
+        if isinstance(estimator, TracIn):
+            attrs["learning_rates"] = ", ".join(f"{rate:g}" for rate in estimator.rates)
+        return Solver(features, of_scores, None, attrs)
+    matrix, damping = regularize(features, estimator), estimator.damping
     rule = f"{damping.value}" if isinstance(damping, Absolute) else matrix.rules[-1]
-    attrs |= {
-        "formula": _FORMULAS.get(name, f"mean_c[{_PRODUCT} phi_c(t)] mean_c[{loss.loss}]"),
-        "damping": rule if matrix.choice is None else "completeness",
-        "gram_weights": options.weights.gram if options.gram_weights is None else "given",
-    }
-    if adds_wrong_classes(features, options):
-        attrs["gram_weights"] += f", and {1 / GRAM_POWER:g} q^{GRAM_POWER:g} between wrong classes"
-    return Solver(matrix.features, options, matrix, attrs, loss)
-
-
-def loss_weights(options: Options, features: xr.Dataset) -> Weights:
-    """Return the weights of an estimator; features are those of all training samples, chunked.
-
-    Where the estimator leaves the power to the outputs, it is that of scores.
-    """
-    if not options.is_adaptive:
-        return options.weights
-    names, attrs = checkpoint_names(features), {}
-    if DAMPING in features and GRAM in features:
-        attrs = features[DAMPING].attrs
-    # Of stores; those of "trak" have none. Rows that were selected from the store have the power of
-    # the whole, as they have its gram matrix.
-    variances = attrs.get(LOGIT_VARIANCE, ())
-    by_name = dict(zip(attrs.get("pooled_checkpoints", ()), variances, strict=False))
-    if set(names) <= set(by_name) and features.sizes[SAMPLE] <= attrs[N_SAMPLES]:
-        return Weights(arrays.weights.power_of(np.array([by_name[name] for name in names])))
-    return Weights(arrays.weights.adaptive_power(features.out_to_loss.data))
-
-
-def _inverse_root(x: da.Array) -> da.Array:
-    """Return 1/√x, NaN where x is 0."""
-    root: da.Array = 1 / da.sqrt(da.where(x > 0, x, np.nan))
-    return root
-
-
-def _sign(q: da.Array) -> da.Array:
-    """Return the sign of the mean of Q over checkpoints, (sample, 1); that of 0 is +1."""
-    sign: da.Array = da.where(q.mean(axis=1, keepdims=True) < 0, -1.0, 1.0)
-    return sign
+    attrs["damping"] = rule if matrix.choice is None else "completeness"
+    attrs["gram_weights"] = matrix.gram_weights
+    return Solver(matrix.features, of_scores, matrix, attrs)
 
 
 # ----------------------------------------------------------------------------------- the labels

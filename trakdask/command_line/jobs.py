@@ -24,6 +24,7 @@ from distributed import Client
 
 import trakdask as td
 from trakdask import projection
+from trakdask.attribution import estimators
 from trakdask.checks import import_callable, require_choice, require_integer
 from trakdask.command_line.configuration import (
     Configuration,
@@ -56,8 +57,8 @@ _COUNTS = ("n_workers", "threads_per_worker")
 _CLUSTER = (*_COUNTS, "memory_limit", "local_directory", "dashboard_address")
 """Options of a cluster on this machine; the client of another knows its own."""
 
-_OF_TRAINING = ("gram", "estimator", "power", "calibrate")
-"""Options of ``save`` that targets do not need."""
+_OF_ESTIMATORS = ("power", "damping", "learning_rates")
+"""Keys beside ``estimator`` that are options of its value."""
 
 _WRITERS: Mapping[str, Callable[..., None]] = {".zarr": td.to_zarr, ".parquet": td.to_parquet}
 _IN_MEMORY = 2**30
@@ -160,7 +161,8 @@ def saved(
     """
     options, stores = section(configuration, "save"), section(configuration, "stores")
     with about("save"):
-        inspect.signature(td.save).bind("features", "store", **options)
+        others = {name: v for name, v in options.items() if name not in _OF_ESTIMATORS}
+        inspect.signature(td.save).bind("features", "store", **others)
     described = [name for name in _STORES if name in configuration]
     both = {}
     for name in _STORES if check else described:
@@ -175,9 +177,10 @@ def saved(
         check(**both)
     for name in described:
         store = stores[_STORES[name]]
+        of_store = _with_estimator(options, both[name])
         if name == "targets":
-            options = {k: v for k, v in options.items() if k not in _OF_TRAINING} | {"gram": False}
-        both[name] = td.save(both[name], store, **_opened(options))
+            of_store["estimator"] = None
+        both[name] = td.save(both[name], store, **of_store)
         keep(configuration, store)
     return both
 
@@ -239,14 +242,19 @@ def _samples_of(configuration: Configuration, name: str, features: xr.Dataset) -
     return None
 
 
-def _opened(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options with the features that a path stands for, and a λ that is absolute."""
-    options = dict(options)
-    if isinstance(store := options.get("calibrate"), str):
-        options["calibrate"] = td.open(store)
-    if isinstance(damping := options.get("damping"), dict):
-        options["damping"] = td.Absolute(**damping)
-    return options
+def _with_estimator(options: Mapping[str, Any], features: xr.Dataset) -> dict[str, Any]:
+    """Return options with the estimator that its name and its own options describe, as a value."""
+    others = {name: value for name, value in options.items() if name not in _OF_ESTIMATORS}
+    own = {name: options[name] for name in _OF_ESTIMATORS if name in options}
+    if isinstance(damping := own.get("damping"), dict):
+        own["damping"] = td.Absolute(**damping)
+    name, store = others.get("estimator", "auto"), others.pop("calibrate", None)
+    if name is not None:
+        others["estimator"] = estimator = estimators.named(features, name, **own)
+    if store is not None:
+        chosen = td.damping(features, estimator, calibrate=td.open(store))
+        others["estimator"] = estimators.named(features, name, **{**own, "damping": chosen})
+    return others
 
 
 def result(configuration: Configuration, name: str) -> tuple[Any, str | None]:
@@ -293,9 +301,9 @@ def _lazy_result(
         options.pop("average", None)
         with about("groups"):
             options |= section(configuration, "groups")
-            return td.group_score(data, targets, **_opened(options))
+            return td.group_score(data, targets, **_with_estimator(options, data))
     with about("score"):
-        scores = td.score(data, targets, **_opened(options))
+        scores = td.score(data, targets, **_with_estimator(options, data))
     if name == "score":
         return scores
     with about("top_k"):

@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Any
 import xarray as xr
 
 import trakdask as td
-from trakdask.attribution.estimators import (
-    DEFAULT_ESTIMATOR,
-    DEFAULT_POWER,
-    Damping,
-    Estimator,
-    LearningRates,
-    Power,
-    gather_options,
-)
+from trakdask.attribution.estimators import EstimatorLike, resolve
 from trakdask.checks import shown
 from trakdask.execution import active_client
 from trakdask.explorer.attributions import Attributions, Samples
@@ -130,11 +122,7 @@ def explore(
     samples: xr.Dataset | None = None,
     target_samples: xr.Dataset | None = None,
     marks: Marks | str | os.PathLike[str] | None = None,
-    estimator: Estimator = DEFAULT_ESTIMATOR,
-    power: Power = DEFAULT_POWER,
-    damping: Damping = "auto",
-    calibrate: xr.Dataset | None = None,
-    learning_rates: LearningRates | None = None,
+    estimator: EstimatorLike = "auto",
     text: Text | None = None,
     normalize: Normalize | None = None,
     cmap: str = "gray_r",
@@ -160,7 +148,7 @@ def explore(
     marks
         What people say about training samples, which pages then have buttons for:
         ``Marks.beside("train.zarr")``, or the path of another file for samples with labels.
-    estimator, power, damping, calibrate, learning_rates
+    estimator
         As in :func:`score`. A page can change estimator, λ and checkpoints.
     text
         The text of a token id, as a function (``tokenizer.decode``) or a list of all texts, as in
@@ -225,7 +213,7 @@ def explore(
     validate(features, _NEEDED, what="features")
     validate(targets, _NEEDED, what="targets")
     require_comparable(features, targets)
-    gather_options(features, estimator, power, damping, calibrate, None, learning_rates)
+    resolve(features, estimator)
     _require_samples(samples, features, "samples")
     _require_samples(target_samples, targets, "target_samples")
     text_of = _text_function(text)
@@ -239,12 +227,8 @@ def explore(
         marks = Marks(marks)
     if marks is not None:
         marks.ids(features)  # now, rather than when somebody opens a page
-    questions = Questions(
-        features, targets,
-        estimator=estimator, power=power, damping=damping, calibrate=calibrate,
-        learning_rates=learning_rates, words=_words_of(features, samples, model, text),
-        classifier=predicts,
-    )  # fmt: skip
+    words = _words_of(features, samples, model, text)
+    questions = Questions(features, targets, estimator, words=words, classifier=predicts)
     contents, target_contents = (
         Samples(ds, text_of, normalize, cmap) for ds in (samples, target_samples)
     )
@@ -279,8 +263,8 @@ def _words_of(
         words(features, features.isel(first), of=samples.isel(first), estimator="grad_dot")
     except (TypeError, ValueError):
         return None
-    return lambda features, target, at, **options: words(
-        features, target, of=samples.isel({SAMPLE: at}), **options
+    return lambda features, target, at, estimator: words(
+        features, target, of=samples.isel({SAMPLE: at}), estimator=estimator
     )
 
 

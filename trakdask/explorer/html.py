@@ -16,7 +16,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from trakdask._version import __version__
-from trakdask.attribution.estimators import Estimator, Rule
+from trakdask.attribution.estimators import KINDS as ESTIMATORS
+from trakdask.attribution.estimators import Rule
 from trakdask.errors import BlockError
 from trakdask.explorer.marks import KINDS
 from trakdask.explorer.new_targets import MOST_BYTES
@@ -172,7 +173,7 @@ def _templates() -> Environment:
         "share": _share, "value": value,
     }  # fmt: skip
     templates.globals |= {
-        "ESTIMATORS": get_args(Estimator), "KINDS": KINDS,
+        "ESTIMATORS": ("auto", *ESTIMATORS), "KINDS": KINDS,
         "MOST_BYTES": MOST_BYTES, "ROWS": ROWS, "RULES": get_args(Rule), "SIGNS": SIGNS,
         "count": count, "has_terms": has_terms, "identifiers": _identifiers,
         "now": partial(datetime.now, UTC), "rows": _rows, "toggled": toggled,

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import xarray as xr
 
 import trakdask as td
 from trakdask import arrays
 from trakdask.arrays.solve import component_count
-from trakdask.attribution import estimators, grams
+from trakdask.attribution.estimators import (
+    GIVEN,
+    Absolute,
+    Damping,
+    Estimator,
+    EstimatorLike,
+    GramEstimator,
+    named,
+)
+from trakdask.attribution.grams import stored_decomposition
 from trakdask.explorer.computing import compute, persist, released_if_failed
 from trakdask.explorer.view import MeanTrace, View, damping_of
 from trakdask.variables import (
@@ -35,15 +42,13 @@ _KEPT = 4
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """Features under one setting, with options that make every question cheap.
+    """Features under one setting, with an estimator that makes every question cheap.
 
-    ``options`` are those of :func:`trakdask.score`. ``damping`` says how λ was chosen; None for
-    estimators without a gram matrix.
+    ``damping`` says how its λ was chosen; None for estimators without a gram matrix.
     """
 
     features: xr.Dataset
-    estimator: estimators.Options
-    options: Mapping[str, Any]
+    estimator: Estimator
     damping: xr.Dataset | None
 
 
@@ -55,13 +60,11 @@ class Preparation:
     """
 
     features: xr.Dataset
-    estimator: estimators.Estimator = estimators.DEFAULT_ESTIMATOR
-    power: estimators.Power = estimators.DEFAULT_POWER
-    damping: estimators.Damping = "auto"
-    calibrate: xr.Dataset | None = None
-    learning_rates: estimators.LearningRates | None = None
+    estimator: EstimatorLike = "auto"
 
     def __post_init__(self) -> None:
+        given = self.estimator
+        self.opened = given if isinstance(given, Estimator) else named(self.features, given)
         self._decomposed = lru_cache(_KEPT)(self._decompose)
         self._prepared = lru_cache(_KEPT)(self._prepare)
 
@@ -81,48 +84,45 @@ class Preparation:
         return prepared
 
     @property
+    def damping(self) -> Damping:
+        """The damping λ of the explorer."""
+        return self.opened.damping if isinstance(self.opened, GramEstimator) else "auto"
+
+    @property
     def damping_text(self) -> str:
         """The damping λ of the explorer, as a view would write it."""
-        if isinstance(self.damping, estimators.Absolute):
-            return f"absolute {self.damping.value:g}"
-        is_short = isinstance(self.damping, (str, int, float))
-        return str(self.damping) if is_short else "one for each checkpoint"
+        damping = self.damping
+        if isinstance(damping, Absolute):
+            return f"absolute {damping.value:g}"
+        return str(damping) if isinstance(damping, str | float) else "one for each checkpoint"
 
-    def estimator_of(self, text: str) -> estimators.Options:
+    def chosen(self, text: str) -> Estimator:
         """Return the estimator of a view, which says ``""`` for that of the explorer."""
-        estimator: Any = text or self.estimator
-        rates = self.learning_rates if estimator == "tracin" else None
-        return estimators.gather_options(self.features, estimator, self.power, learning_rates=rates)
+        if text in ("", self.opened.name):
+            return self.opened
+        other = named(self.features, text)
+        return self.opened if type(other) is type(self.opened) else other
 
     def _prepare(
         self, estimator_text: str, damping_text: str, checkpoints: tuple[str, ...]
     ) -> Prepared:
         damping = damping_of(damping_text) if damping_text else self.damping
-        resolved = self.estimator_of(estimator_text)
-        options: dict[str, Any] = {"estimator": resolved.estimator, "power": self.power}
-        if resolved.estimator == "tracin":
-            options["learning_rates"] = self.learning_rates
-        if not resolved.has_gram:
-            features = _selected(self.features, checkpoints)
-            return Prepared(features, resolved, options, None)
-        features = self._decomposed(resolved, checkpoints)
+        estimator = self.chosen(estimator_text)
+        if not isinstance(estimator, GramEstimator):
+            return Prepared(_selected(self.features, checkpoints), estimator, None)
+        if "gram" in self.features and self.features["gram"].attrs.get("gram_weights") == GIVEN:
+            features = lazy_features(_selected(self.features, checkpoints))
+        else:
+            features = self._decomposed(estimator.resolved(self.features).of_sums(), checkpoints)
         if isinstance(damping, MeanTrace):
             damping = _of_trace(features, damping.value)
-        rule = damping if isinstance(damping, str) else None
-        by_outputs = (resolved.rule if rule == "auto" else rule) == "completeness"
-        calibrate = self.calibrate if by_outputs else None
-        lazy = td.damping(
-            features, damping, estimator=resolved.estimator, power=self.power,
-            calibrate=None if calibrate is None else _selected(calibrate, checkpoints),
-        )  # fmt: skip
-        (chosen,) = compute(lazy)
-        options["damping"] = chosen["damping"]
-        return Prepared(features, resolved, options, chosen)
+        (chosen,) = compute(td.damping(features, estimator.with_damping(damping)))
+        return Prepared(features, estimator.with_damping(chosen), chosen)
 
-    def _decompose(self, estimator: estimators.Options, checkpoints: tuple[str, ...]) -> xr.Dataset:
+    def _decompose(self, estimator: GramEstimator, checkpoints: tuple[str, ...]) -> xr.Dataset:
         """Return the features with gram matrix and eigenvectors in memory."""
         features = lazy_features(_selected(self.features, checkpoints))
-        if grams.stored_decomposition(features, estimator.weights) is None:
+        if stored_decomposition(features, estimator) is None:
             features = _with_decomposition(features, estimator)
         names = [
             name for name in (*DERIVED, "output", "out_to_loss")
@@ -145,15 +145,14 @@ def _selected(ds: xr.Dataset, checkpoints: tuple[str, ...]) -> xr.Dataset:
     return ds.sel({CHECKPOINT: list(checkpoints)}) if checkpoints else ds
 
 
-def _with_decomposition(features: xr.Dataset, estimator: estimators.Options) -> xr.Dataset:
+def _with_decomposition(features: xr.Dataset, estimator: GramEstimator) -> xr.Dataset:
     features = features.drop_vars(DERIVED, errors="ignore")
-    weights = estimator.weights
     labels = [str(name) for name in features[CHECKPOINT].values]
     n, p = features.sizes[SAMPLE], features.sizes[PROJ_DIM]
-    matrix = arrays.gram.gram(features["feature"].data, weights.gram_data(features))
+    matrix = arrays.gram.gram(features["feature"].data, estimator.h(features))
     k = component_count(n, p, features["feature"].dtype)
     values, vectors = arrays.solve.eigenvectors(matrix, labels, k)
     derived = {"gram": matrix, EIGENVALUES: values, EIGENVECTORS: vectors}
-    attrs = weights.attrs(features)
+    attrs = estimator.attrs(features)
     variables = {name: (VARIABLES[name].dims, data, attrs) for name, data in derived.items()}
     return features.assign(variables)

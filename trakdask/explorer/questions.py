@@ -22,7 +22,7 @@ from scipy.spatial import cKDTree
 
 import trakdask as td
 from trakdask import arrays
-from trakdask.attribution.estimators import gather_options
+from trakdask.attribution.estimators import EstimatorLike, GradDot, GramEstimator, Trak, resolve
 from trakdask.attribution.scores import solver
 from trakdask.explorer import tables
 from trakdask.explorer.computing import compute
@@ -59,12 +59,6 @@ _DIRECTIONS = 16
 
 Words = Callable[..., xr.DataArray]
 
-_WITHOUT_WORDS = ("grad_cos", "relatif")
-"""Estimators whose scores need norms of whole samples."""
-
-_OWN_ESTIMATOR = {"relatif": "trak", "grad_cos": "grad_dot", "tracin": "grad_dot"}
-"""Estimators without a self-influence of their own, and whose is taken."""
-
 
 class Questions:
     """Answers about features and targets.
@@ -73,27 +67,26 @@ class Questions:
     ----------
     features, targets
         As in :func:`trakdask.score`.
+    estimator
+        As in :func:`trakdask.score`; a view may ask for another one, and for another λ.
     words
         Returns the scores of tokens, given features, a target, positions of training samples and
-        the options of a score; None if words are to have none.
+        an estimator; None if words are to have none.
     classifier
         Says what the model predicts; None if it is not at hand, or no classifier.
-    **options
-        ``estimator``, ``power``, ``damping``, ``calibrate`` and ``learning_rates``, as in
-        :func:`trakdask.score`; a view may ask for another estimator and λ.
     """
 
     def __init__(
         self,
         features: xr.Dataset,
         targets: xr.Dataset,
+        estimator: EstimatorLike = "auto",
         *,
         words: Words | None = None,
         classifier: tables.Classifier | None = None,
-        **options: Any,
     ) -> None:
         self.features, self._words, self._classifier = features, words, classifier
-        self.preparation = Preparation(features, **options)
+        self.preparation = Preparation(features, estimator)
         self._influences = lru_cache(4)(_self_influences)
         self._duplicates = lru_cache(4)(lambda name: _find_duplicates(self._features_at(name)))
         self._map = lru_cache(4)(lambda name: _find_places(self._features_at(name), self.points))
@@ -160,15 +153,15 @@ class Questions:
         assert self._words is not None
         prepared = self.prepared(view)
         target = self._target(prepared, view.target)
-        lazy = self._words(prepared.features, target, position, **prepared.options)
+        lazy = self._words(prepared.features, target, position, prepared.estimator)
         scores: xr.DataArray
         (scores,) = compute(lazy.isel({TARGET: 0}))
         return scores
 
     def has_words(self, view: View) -> bool:
         """Return whether words have scores under the estimator of a view."""
-        estimator = view.estimator or self.preparation.estimator
-        return self._words is not None and estimator not in _WITHOUT_WORDS
+        estimator = self.preparation.chosen(view.estimator)
+        return self._words is not None and SAMPLE not in estimator.norms
 
     def groups(self, view: View) -> pd.DataFrame:
         """Return the sum of a target's scores by group of training samples, largest sum first.
@@ -221,7 +214,7 @@ class Questions:
         These are NaN for one checkpoint. All that the page of a target shows is taken from them.
         """
         target = self._target(prepared, position)
-        apart = td.score(prepared.features, target, average=False, **prepared.options)
+        apart = td.score(prepared.features, target, prepared.estimator, average=False)
         (values,) = compute(apart.data[:, 0])
         n = values.shape[1]
         mean = values.mean(axis=1, dtype=np.float64).astype(values.dtype)
@@ -307,14 +300,14 @@ class Questions:
         """
         prepared = self.prepared(view)
         targets = self.targets.of(prepared.features[CHECKPOINT].values)
-        if across and prepared.estimator.estimator != "grad_cos":
+        if across and TARGET not in prepared.estimator.norms:
             has_features = self.targets.whole["output"].notna().to_numpy()
             targets = td.combine(targets.isel({SAMPLE: has_features}), by=across)
             names = targets[across].values
         else:
             across, targets = "", targets.isel({SAMPLE: slice(_MOST_TARGETS)})
             names = np.arange(targets.sizes[SAMPLE])
-        lazy = td.group_score(prepared.features, targets, by=view.group_by, **prepared.options)
+        lazy = td.group_score(prepared.features, targets, prepared.estimator, by=view.group_by)
         (sums,) = compute(lazy)
         index = pd.Index(sums[view.group_by].values, name=view.group_by)
         return pd.DataFrame(sums.values, index=index, columns=pd.Index(names, name=across))
@@ -372,11 +365,11 @@ def _scores_of_sample(prepared: Prepared, targets: xr.Dataset, position: int) ->
     With a gram matrix the sample's side is solved, one vector, instead of all targets'.
     """
     sample = prepared.features.isel({SAMPLE: [position]})
-    if not prepared.estimator.has_gram:
-        scores: da.Array = td.score(sample, targets, **prepared.options).data[0]
+    if not isinstance(prepared.estimator, GramEstimator):
+        scores: da.Array = td.score(sample, targets, prepared.estimator).data[0]
         return scores
     features, one = lazy_features(prepared.features), lazy_features(sample)
-    solved = solver(features, gather_options(prepared.features, **prepared.options))
+    solved = solver(features, resolve(features, prepared.estimator))
     rows = lazy_features(targets)["feature"].data
     products = arrays.score.score(rows, solved.vectors(one), None)[:, 0]
     scores = products * solved.weight(one).mean(axis=1)[0]
@@ -385,9 +378,10 @@ def _scores_of_sample(prepared: Prepared, targets: xr.Dataset, position: int) ->
 
 def _self_influence(prepared: Prepared, features: xr.Dataset) -> xr.DataArray:
     """Return the lazy self-influence of some samples, under the gram matrix of all."""
-    name = _OWN_ESTIMATOR.get(prepared.estimator.estimator, prepared.estimator.estimator)
-    options = {name: value for name, value in prepared.options.items() if name != "learning_rates"}
-    return td.self_influence(features, **{**options, "estimator": name})
+    estimator = prepared.estimator
+    if estimator.norms or not estimator.pooled:  # it has no self-influence of its own
+        estimator = Trak(estimator.damping) if isinstance(estimator, GramEstimator) else GradDot()
+    return td.self_influence(features, estimator)
 
 
 def _self_influences(prepared: Prepared) -> np.ndarray:

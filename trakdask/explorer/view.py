@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlencode
 import pandas as pd
 
 from trakdask.attribution.conditions import Condition
-from trakdask.attribution.estimators import Absolute, Damping, Estimator, Rule
+from trakdask.attribution.estimators import KINDS, Absolute, Damping, Rule
 
 __all__ = [
     "CONDITION_FIELDS",
@@ -37,7 +37,7 @@ _TRACE = "tr(K)/n"
 _LIMITS = {"k": (1, 100)}
 """The smallest and the largest value of a number; of others from 0 on."""
 
-_CHOICES = {"page": PAGES, "estimator": ("", *get_args(Estimator)), "ascending": ("0", "1")}
+_CHOICES = {"page": PAGES, "estimator": ("", "auto", *KINDS), "ascending": ("0", "1")}
 _CONDITIONS = ("where", "targets_where", "marks_where")
 
 _COMPUTED = {

@@ -33,7 +33,7 @@ from trakdask.models.tasks import task_spec
 from trakdask.projection import SJLT, Projector, RowMap
 from trakdask.projection.leading import n_leading
 from trakdask.projection.protocol import from_spec, require_block_fits
-from trakdask.provenance import digest
+from trakdask.provenance import DEFAULTS, digest
 from trakdask.samples import lazy_variables, normalise_coord, source_of, validate_samples
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
@@ -289,6 +289,7 @@ def prepare(
         "device": device,
         "on_error": on_error,
         **({"parts": partition.spec()} if partition else {}),
+        **{name: getattr(model.task, name) for name in DEFAULTS if hasattr(model.task, name)},
         "formula": _FORMULAS["second_moments" in spec, "curvature" in spec]
         + ("; then C^T feature, with principal components C" if model.components else ""),
         "trakdask_version": __version__,

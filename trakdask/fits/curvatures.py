@@ -6,18 +6,10 @@ import copy
 from typing import Any, Literal
 
 import dask
-import dask.array as da
 import numpy as np
 import xarray as xr
 
-from trakdask.attribution.estimators import (
-    DEFAULT_ESTIMATOR,
-    DEFAULT_POWER,
-    GRAM_POWER,
-    Estimator,
-    Power,
-    gather_options,
-)
+from trakdask.attribution.estimators import EstimatorLike, with_gram
 from trakdask.attribution.grams import gram
 from trakdask.featurization.job import DType
 from trakdask.featurization.lazy import Gradients, featurize, lazy_curvature, prepare
@@ -43,8 +35,7 @@ def curvature(
     model: Model,
     *,
     damping: float = 100.0,
-    estimator: Estimator = DEFAULT_ESTIMATOR,
-    power: Power = DEFAULT_POWER,
+    estimator: EstimatorLike = "auto",
     gradients: Gradients = "auto",
     batch_size: int | Literal["auto"] = "auto",
     dtype: DType | None = None,
@@ -68,7 +59,7 @@ def curvature(
         δ: each eigenvalue Λ becomes Λ + δ times the mean of its parameter. The smaller, the more
         even are the directions that are projected together; ``1`` suits features of the whole
         gradient (:class:`Identity`).
-    estimator, power
+    estimator
         As in :func:`score`; samples have the weights h that they have in its gram matrix.
     gradients, batch_size, dtype, device
         As in :func:`featurize`.
@@ -123,8 +114,7 @@ def curvature(
         on_error="raise",
         adds_up=True,
     )
-    weights = gather_options(xr.Dataset(attrs=prepared.attrs), estimator, power).weights
-    assert not isinstance(weights.power, da.Array)
+    weights = with_gram(xr.Dataset(attrs=prepared.attrs), estimator).of_sums()
     vectors, values = dask.compute(*lazy_curvature(prepared, weights.power))
     scale = np.apply_along_axis(scaling, 0, values, prepared.job.model.shapes, damping)
     leading = np.stack(list(map(leading_coordinates, values.T, scale.T)), 1)
@@ -137,7 +127,7 @@ def curvature(
             for (name, (dim, text)), data in pairs
         },
         coords={CHECKPOINT: prepared.coords[CHECKPOINT]},
-        attrs=attrs | {"damping": float(damping), "gram_weights": weights.gram},
+        attrs=attrs | {"damping": float(damping), "gram_weights": weights.gram_weights},
     )
 
 
@@ -191,7 +181,7 @@ def wrong_classes(samples: xr.Dataset, model: Model, **options: Any) -> xr.DataA
     >>> model = td.Model(torch.nn.Linear(4, 3), task="image_classification")
     >>> features = td.featurize(samples, model, projector=td.SJLT(8))
     >>> features["wrong_classes"] = td.wrong_classes(samples, model, projector=td.SJLT(8))
-    >>> td.score(features, features, damping="trace").attrs["gram_weights"]
+    >>> td.score(features, features, td.Soft(damping="trace")).attrs["gram_weights"]
     'q^0.5 (1 - q), and 2 q^0.5 between wrong classes'
     """
     samples = validate_samples(samples)
@@ -204,7 +194,7 @@ def wrong_classes(samples: xr.Dataset, model: Model, **options: Any) -> xr.DataA
         )
     between.task = WrongClass(task.inputs, task.label, task.temperature, task.positional)
     features = featurize(samples, between, **options)
-    matrix = gram(features, weights=features.out_to_loss**GRAM_POWER / GRAM_POWER)
+    matrix = gram(features, weights=2 * features.out_to_loss**0.5)
     how = features.attrs | model.spec()
     matrix.attrs = {name: how[name] for name in FEATURE_SPEC if name in how}
     return matrix.rename(WRONG_CLASSES)

@@ -69,7 +69,7 @@ def keep_checkpoints(
       of its adapter), without the state of the optimizer, and therefore a third of the bytes that
       ``Trainer`` writes with Adam;
     - ``learning_rates.json``: by checkpoint, the mean learning rate of the steps since the one
-      before it, for ``estimator="tracin"``.
+      before it, for :class:`TracIn`.
 
     Raises
     ------
@@ -100,7 +100,7 @@ def keep_checkpoints(
 
         model = td.Model(build, checkpoints="run", task="causal_lm")
         rates = json.loads(Path("run/learning_rates.json").read_text())
-        td.score(features, targets, estimator="tracin", learning_rates=rates)
+        td.score(features, targets, td.TracIn(rates))
     """
     if not isinstance(folder, str | os.PathLike) or not str(folder):
         raise TypeError(f"expected a path as folder, got {shown(folder)}; try folder='run'")

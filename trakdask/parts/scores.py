@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypedDict, Unpack
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import dask.array as da
 import numpy as np
 import xarray as xr
 from dask.base import tokenize
 
-from trakdask.attribution.estimators import Damping, Estimator, Power, gather_options
+from trakdask.attribution.estimators import EstimatorLike, resolve
 from trakdask.attribution.scores import (
     Labels,
     Solver,
@@ -43,21 +43,11 @@ Text = Callable[[int], str] | Sequence[str]
 _TEXT_DTYPE = np.dtypes.StringDType()
 
 
-class ScoreOptions(TypedDict, total=False):
-    """The options of :func:`trakdask.score`."""
-
-    estimator: Estimator
-    power: Power
-    damping: Damping
-    calibrate: xr.Dataset | None
-    weights: xr.DataArray | None
-    learning_rates: Mapping[str, float] | xr.DataArray | None
-
-
 def score_parts(
     features: xr.Dataset,
     targets: xr.Dataset,
     model: Model,
+    estimator: EstimatorLike = "auto",
     *,
     of: xr.Dataset | None = None,
     by: str | None = None,
@@ -65,7 +55,6 @@ def score_parts(
     text: Text | None = None,
     average: bool = True,
     on_error: OnError = "raise",
-    **options: Unpack[ScoreOptions],
 ) -> xr.DataArray:
     """Divide scores among the words of sequences, or among the modules of the model.
 
@@ -81,6 +70,9 @@ def score_parts(
         Features of targets, if ``of`` is divided; else the samples to divide.
     model
         The model that the samples to divide are run through: the one of their features.
+    estimator
+        As in :func:`score`; but not ``"grad_cos"``, nor ``"relatif"`` if training samples are
+        divided, which need whole features of what is divided.
     of
         The training samples to divide. Or, if targets are divided, features of the training samples
         whose scores are asked for: all by default, but few of them cost less.
@@ -100,10 +92,6 @@ def score_parts(
     on_error
         As in :func:`featurize`. Scores of samples that failed are NaN, and the coord ``error`` (for
         targets ``target_error``) says why.
-    **options
-        ``estimator``, ``power``, ``damping``, ``calibrate``, ``weights`` and ``learning_rates``,
-        as in :func:`score`; but not ``"grad_cos"``, nor ``"relatif"`` if training
-        samples are divided, which need whole features of what is divided.
 
     Returns
     -------
@@ -168,16 +156,15 @@ def score_parts(
     validate(features, ["feature", "out_to_loss"], what="features")
     divides_targets = _divides_targets(features, targets, of, by)
     training = lazy_features(features)
-    gathered = gather_options(training, **options)
-    name = gathered.estimator
-    if name == "grad_cos" or (name == "relatif" and not divides_targets):
+    resolved = resolve(training, estimator)
+    if (TARGET if divides_targets else SAMPLE) in resolved.norms:
         raise ValueError(
             "expected an estimator whose scores need no norms of the samples that are divided, got "
-            f"{name!r}; try estimator='trak'"
+            f"{resolved.name!r}; try estimator='trak'"
         )
     samples = targets if divides_targets or of is None else of
     prepared, like = _divided(samples, model, features, parts=parts, text=text, on_error=on_error)
-    operands = solver(training, gathered)
+    operands = solver(training, resolved)
     if divides_targets:
         asked = operands.features if of is None else lazy_features(of)
         (dims, coords), vectors = _weighted_samples(operands, asked, like, by)
@@ -285,7 +272,7 @@ def _weighted_samples(
 
 def _pooled(operands: Solver, weight: da.Array) -> da.Array:
     """Return the weights of samples, (sample, 1), or (sample, checkpoint) if not pooled."""
-    return weight.mean(axis=1, keepdims=True) if operands.pooled else weight
+    return weight.mean(axis=1, keepdims=True) if operands.estimator.pooled else weight
 
 
 def _errors(results: dict[str, da.Array], dim: str, name: str) -> dict[Hashable, Any]:

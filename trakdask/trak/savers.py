@@ -474,7 +474,7 @@ def open_traker(
     classification, the outputs follow from Q, so the damping can be chosen by them after
     ``features.assign(output=np.log(1 / features.out_to_loss - 1))``.
 
-    ``score(features, targets, estimator="trak", damping=td.Absolute(lambda_reg))`` is what
+    ``score(features, targets, td.Trak(td.Absolute(lambda_reg)))`` is what
     ``finalize_scores`` returns up to one factor per checkpoint, the mean absolute entry of the
     inverse gram matrix, by which the package divides. (Not so with ``mode="trakdask"``, whose
     estimator and damping are those of :func:`~trakdask.score`.)

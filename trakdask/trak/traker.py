@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from trakdask._version import __version__
-from trakdask.attribution import Absolute, score
+from trakdask.attribution import Absolute, Soft, Trak, score
+from trakdask.attribution.estimators import Damping
 from trakdask.checks import require_choice
 from trakdask.projection import Projector, Rademacher
 from trakdask.trak import projectors
@@ -560,9 +561,9 @@ class TRAKer:
     def _scores_of_trakdask(self, exp_name: str, model_ids: list[int]) -> np.ndarray:
         features, targets = open_traker(self.save_dir, exp_name, model_ids=model_ids)
         classifiers = {kind for name, kind in TASK_TO_MODELOUT.items() if name != "clip"}
-        estimator: Any = "soft" if type(self.task) in classifiers else "trak"
-        damping: Any = Absolute(self.lambda_reg) if self.lambda_reg else "closed_form"
-        scores = score(features, targets, estimator=estimator, damping=damping)
+        kind = Soft if type(self.task) in classifiers else Trak
+        damping: Damping = Absolute(self.lambda_reg) if self.lambda_reg else "closed_form"
+        scores = score(features, targets, kind(damping=damping))
         return scores.compute(scheduler="threads").to_numpy()
 
     def _as_stored(self, values: Tensor) -> Tensor:

@@ -179,4 +179,4 @@ def test_attention_mask__is_optional(dtype: str) -> None:
         for more in ({}, {"attention_mask": np.ones((4, 6), int)})
     )
     np.testing.assert_array_equal(alone.feature, masked.feature)
-    assert td.score(alone, masked, damping=1.0).shape == (4, 4)
+    assert td.score(alone, masked, td.Trak(damping=1.0)).shape == (4, 4)

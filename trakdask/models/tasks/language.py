@@ -86,6 +86,7 @@ class CausalLM(ModelTask):
     ``trak`` has the same Q.
     """
 
+    default_damping: ClassVar[str] = "trace"
     inputs: tuple[str, ...] = ("input_ids", MASK)
     labels: str | None = None
     position: str | None = None

@@ -179,7 +179,10 @@ class Task(Protocol):
     """The contract of a task: two functions of a *batched* forward.
 
     A task may also have an attribute ``variables``, the names of the samples' variables that it
-    reads, so that they are checked before anything runs.
+    reads, so that they are checked before anything runs; and ``default_estimator``, ``"soft"`` or
+    another short form, which is what ``"auto"`` stands for in :func:`trakdask.score`. Without it,
+    that is ``"trak"``. ``default_damping`` is its rule for λ, and ``loss_kind = "squared error"``
+    says that the loss has the same curvature everywhere.
 
     Examples
     --------

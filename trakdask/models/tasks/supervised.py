@@ -56,6 +56,7 @@ class Classification(ModelTask):
     Park et al. 2023, section 3.3.
     """
 
+    default_estimator: ClassVar[str] = "soft"
     inputs: tuple[str, ...] = ("x",)
     label: str = "label"
     temperature: float = 1.0
@@ -213,6 +214,7 @@ class MultiLabel(ModelTask):
     Park et al. 2023, section 3, for a single label.
     """
 
+    default_estimator: ClassVar[str] = "soft"
     inputs: tuple[str, ...] = ("x",)
     label: str = "label"
     positional: bool = True
@@ -278,6 +280,8 @@ class BinaryClassification(MultiLabel):
     Park et al. 2023, section 3 (logistic regression).
     """
 
+    default_estimator: ClassVar[str] = "trak"
+
     def _shaped(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
         logits, label = super()._shaped(forward, batch)
         return (
@@ -318,6 +322,8 @@ class Regression(ModelTask):
     it.
     """
 
+    default_damping: ClassVar[str] = "trace"
+    loss_kind: ClassVar[str] = "squared error"
     inputs: tuple[str, ...] = ("x",)
     target: str = "y"
     positional: bool = True

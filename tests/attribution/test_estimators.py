@@ -1,0 +1,110 @@
+"""Estimators are values: how they look, which are equal, and what "auto" stands for."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from dask.base import tokenize
+
+import trakdask as td
+from trakdask.attribution.estimators import KINDS, Estimator, resolve
+from trakdask.testing import simulate_features
+
+FEATURES = simulate_features(60, 4, 3)
+LAMBDA = xr.DataArray([1.0, 2.0, 3.0], coords={"checkpoint": ["c0", "c1", "c2"]}, name="damping")
+VALUES = [
+    td.Soft(),
+    td.Soft(power=1),
+    td.Soft(damping=0.1),
+    td.Soft(damping=td.Absolute(0.1)),
+    td.Soft(damping=LAMBDA),
+    td.Soft(damping=2 * LAMBDA),
+    td.Trak(),
+    td.Trak(damping="trace"),
+    td.RelatIF(),
+    td.GradDot(),
+    td.GradCos(),
+    td.TracIn({"c0": 1, "c1": 2, "c2": 3}),
+    td.TracIn({"c0": 3, "c1": 2, "c2": 1}),
+]
+
+
+def test_estimators__are_equal_if_their_options_are() -> None:
+    for i, one in enumerate(VALUES):
+        same = [copy.deepcopy(one), pickle.loads(pickle.dumps(one)), replace(one)]
+        assert all(other == one and hash(other) == hash(one) for other in same)
+        assert len({tokenize(other) for other in (one, *same)}) == 1
+        assert [one == other for other in VALUES] == [i == j for j in range(len(VALUES))]
+    assert td.Soft(1, 0) == td.Soft(power=1.0, damping=0.0) == td.Soft(np.float64(1), np.int64(0))
+    assert td.Soft(damping=LAMBDA.to_dataset(name="damping")) == td.Soft(damping=LAMBDA)
+    assert td.Trak() != "trak"
+
+
+def test_estimators__are_shown_as_they_are_typed() -> None:
+    assert repr(td.Soft()) == "Soft(power='auto', damping='auto')"
+    assert repr(td.GradDot()) == "GradDot()"
+    assert "\n" not in repr(td.Soft(damping=LAMBDA))
+    for value in VALUES[:4] + VALUES[6:]:
+        names = {kind.__name__: kind for kind in (*KINDS.values(), td.Absolute)}
+        assert eval(repr(value), names) == value
+    assert "<th>power</th>" in td.Soft()._repr_html_()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", ["soft", "trak", "relatif", "grad_dot", "grad_cos"])
+def test_score__of_a_short_form_is_that_of_the_value(name: str) -> None:
+    targets = FEATURES.isel(sample=slice(3))
+    found, expected = (td.score(FEATURES, targets, each) for each in (name, KINDS[name]()))
+    xr.testing.assert_identical(found.compute(), expected.compute())
+
+
+class OwnTask:
+    variables = ("x", "y")
+    default_estimator = "soft"
+
+    def output(self, forward, batch):
+        return forward(batch["x"])[:, 0]
+
+    def out_to_loss(self, forward, batch):
+        return torch.sigmoid(-forward(batch["x"])[:, 0])
+
+
+def test_auto__is_the_estimator_that_the_task_names() -> None:
+    x = np.random.default_rng(0).random((6, 3), np.float32)
+    samples = td.from_arrays({"x": x, "y": x[:, 0]})
+    kinds: dict[object, Estimator] = {
+        OwnTask(): td.Soft(damping="completeness"),
+        td.tasks.Classification(label="y"): td.Soft(damping="completeness"),
+        td.tasks.Regression(): td.Trak(damping="trace"),
+    }
+    for task, expected in kinds.items():
+        model = td.Model(torch.nn.Linear(3, 2), task=task)
+        features = td.featurize(samples, model, projector=td.Identity())
+        assert resolve(features, "auto") == expected
+    assert resolve(FEATURES, "auto") == td.Trak(damping="closed_form")
+
+
+def test_soft__of_a_squared_error_is_trak() -> None:
+    features = FEATURES.assign_attrs(loss_kind="squared error", default_damping="trace")
+    assert resolve(features, "soft") == td.Trak(damping="completeness")
+    assert resolve(features, td.Soft(power=1, damping=0.1)) == td.Trak(damping=0.1)
+
+
+def test_gram__with_weights_of_ones_own_belongs_to_all_samples() -> None:
+    h = xr.DataArray(np.linspace(0, 1, 60), dims="sample")
+    given = FEATURES.assign(gram=td.gram(FEATURES, weights=h))
+    estimator, targets = td.Trak(damping=0.1), FEATURES.isel(sample=slice(3))
+    whole = td.score(given, targets, estimator)
+    assert whole.attrs["gram_weights"] == "given"
+    assert not np.allclose(whole, td.score(FEATURES, targets, estimator), rtol=0.1)
+    some = td.score(given.isel(sample=[4, 50]), targets, estimator)
+    np.testing.assert_allclose(some, whole.isel(sample=[4, 50]), rtol=1e-5)
+    few = {"proj_dim": slice(2)}
+    with pytest.raises(ValueError, match="2 columns"):
+        td.score(given.isel(few), targets.isel(few), estimator)
