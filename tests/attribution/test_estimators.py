@@ -47,7 +47,7 @@ def test_estimators__are_equal_if_their_options_are() -> None:
 
 
 def test_estimators__are_shown_as_they_are_typed() -> None:
-    assert repr(td.Soft()) == "Soft(power='auto', damping='auto')"
+    assert repr(td.Soft()) == "Soft(power='auto', damping='auto', wrong_classes=True)"
     assert repr(td.GradDot()) == "GradDot()"
     assert "\n" not in repr(td.Soft(damping=LAMBDA))
     for value in VALUES[:4] + VALUES[6:]:
@@ -79,7 +79,7 @@ def test_auto__is_the_estimator_that_the_task_names() -> None:
     x = np.random.default_rng(0).random((6, 3), np.float32)
     samples = td.from_arrays({"x": x, "y": x[:, 0]})
     kinds: dict[object, Estimator] = {
-        OwnTask(): td.Soft(damping="completeness"),
+        OwnTask(): td.Soft(damping="completeness", wrong_classes=False),
         td.tasks.Classification(label="y"): td.Soft(damping="completeness"),
         td.tasks.Regression(): td.Trak(damping="trace"),
     }

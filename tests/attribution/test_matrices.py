@@ -154,15 +154,15 @@ def test_score__changed_weights_of_a_soft_matrix_are_refused(
     changed = WEIGHTS[change](soft)
     for rows in (changed, changed.isel(sample=slice(5, 90))):
         with pytest.raises(ValueError, match=r"'out_to_loss'.*drop_vars"):
-            scores(rows, TARGETS, **SOFT)
+            scores(rows, TARGETS, SOFT)
         with pytest.raises(ValueError, match=r"'out_to_loss'.*drop_vars"):
             td.self_influence(rows, estimator="soft").compute(scheduler="sync")
     fresh = changed.drop_vars(["gram", "feature_norm"])
-    assert np.isfinite(scores(fresh, TARGETS, **SOFT)).all()
+    assert np.isfinite(scores(fresh, TARGETS, SOFT)).all()
     # A matrix without weights is that of any Q.
     changed = WEIGHTS[change](trak)
-    expected = scores(WEIGHTS[change](MADE), TARGETS, **TRAK)
-    np.testing.assert_allclose(scores(changed, TARGETS, **TRAK), expected, rtol=1e-4, atol=1e-6)
+    expected = scores(WEIGHTS[change](MADE), TARGETS, TRAK)
+    np.testing.assert_allclose(scores(changed, TARGETS, TRAK), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_save__weights_of_a_soft_matrix_are_those_that_were_saved(tmp_path: Path) -> None:
@@ -171,11 +171,11 @@ def test_save__weights_of_a_soft_matrix_are_those_that_were_saved(tmp_path: Path
     changed = changed.assign(out_to_loss=1 - changed.out_to_loss)
     opened = save(changed, tmp_path / "g.zarr", estimator="soft")
     for rows in (opened, opened.load(), opened.isel(sample=[3, 4])):
-        assert np.isfinite(scores(rows, TARGETS, **SOFT)).all()
+        assert np.isfinite(scores(rows, TARGETS, SOFT)).all()
 
 
 TRANSPOSED: dict[str, Callable[[xr.Dataset, xr.Dataset], object]] = {
-    "score": lambda ds, targets: td.score(ds, targets, **SOFT),
+    "score": lambda ds, targets: td.score(ds, targets, SOFT),
     "scores of each checkpoint": lambda ds, targets: td.score(ds, targets, average=False),
     "self_influence": lambda ds, _: td.self_influence(ds, estimator="soft"),
     "gram": lambda ds, _: td.gram(ds),

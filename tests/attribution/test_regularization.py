@@ -119,15 +119,15 @@ def test_damping__in_coordinates_that_name_their_prior() -> None:
     )
     h = weights(TRAIN, 0.5)[0]
     found = td.damping(train, calibrate=rows, estimator="soft").compute()
-    plain = td.damping(TRAIN, "trace", estimator="soft").damping
+    plain = td.damping(TRAIN, td.Soft(damping="trace")).damping
     assert float(found.relative) == prior
     np.testing.assert_allclose(found.damping, prior * plain, rtol=1e-12)
-    trace = td.damping(train, "trace", estimator="soft").compute()
+    trace = td.damping(train, td.Soft(damping="trace")).compute()
     np.testing.assert_allclose(trace.damping, prior * plain, rtol=1e-12)
     assert str(trace.rule.values) == "3.16 tr(K)/n"
-    form = td.damping(train, "closed_form", estimator="soft")
+    form = td.damping(train, td.Soft(damping="closed_form"))
     np.testing.assert_allclose(form.damping, prior * closed_form(TRAIN, h))
-    number = td.damping(train, 0.03, estimator="soft")
+    number = td.damping(train, td.Soft(damping=0.03))
     np.testing.assert_allclose(number.damping, closed_form(TRAIN, h))
 
 
@@ -228,7 +228,7 @@ def test_damping__trace_is_last() -> None:
     assert str(found.rule.values) == "tr(K)/n"
     assert np.isnan(found.relative)
     np.testing.assert_allclose(
-        found.damping, td.damping(TRAIN, "trace", estimator="soft").damping, rtol=1e-12
+        found.damping, td.damping(TRAIN, td.Soft(damping="trace")).damping, rtol=1e-12
     )
 
 

@@ -143,7 +143,7 @@ def influences(net: nn.Module, data: Wine) -> tuple[xr.DataArray, xr.DataArray, 
     )
     n = len(data.y)
     # The gram matrix is a sum over samples, the Hessian of the notebook a mean.
-    estimator = td.Soft(power=1, damping=td.Absolute(REGULARIZATION * n))
+    estimator = td.Soft(1, td.Absolute(REGULARIZATION * n), wrong_classes=False)
     # A score is the effect on f of the target; its loss falls by 1 - p for every unit of f.
     effect = td.score(train, test, estimator) * test.out_to_loss.mean("checkpoint").rename(
         sample="target"

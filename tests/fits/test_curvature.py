@@ -231,7 +231,7 @@ def test_everything_works_on_top(tmp_path: Any, process_cluster: Any, has_compon
         more = td.featurize(samples.isel(sample=slice(16, 24)), model, like=store)
         store = td.save(more, tmp_path / "train.zarr", append_dim="sample")
     assert store.attrs["damping_prior"] == 10**0.5
-    assert str(td.damping(store, "trace").rule.values) == "3.16 tr(K)/n"
+    assert str(td.damping(store, td.Soft(damping="trace")).rule.values) == "3.16 tr(K)/n"
     assert "damping_prior" not in td.featurize(samples, model, td.SJLT(32)).attrs
     targets = td.featurize(samples.isel(sample=[0, 3]), model, like=store)
     scores = td.score(store, targets)

@@ -309,10 +309,10 @@ class Soft(GramEstimator):
 
     def resolved(self, features: xr.Dataset) -> GramEstimator:
         """Return the estimator with a rule for λ; that of TRAK for a squared error."""
-        resolved = super().resolved(features)
+        here = replace(self, wrong_classes=self.wrong_classes and WRONG_CLASSES in features)
+        resolved = super(Soft, here).resolved(features)
         if not has_squared_error(features):
-            wrong_classes = self.wrong_classes and WRONG_CLASSES in features
-            return replace(resolved, wrong_classes=wrong_classes)  # type: ignore[call-arg]
+            return resolved
         if not isinstance(self.power, str) and self.power != 1:
             raise ValueError(
                 f"expected power=1 for the task {features.attrs['task']}, whose loss is a squared "

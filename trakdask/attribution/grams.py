@@ -308,7 +308,8 @@ def regularize(
     if NORM in features and (gram.is_stored or chooses.is_stored):
         names = "feature", "out_to_loss"
         small = features[NORM].data, features["out_to_loss"].data
-        weighted = isinstance(weights, Soft) or isinstance(by, Soft)
+        pairs = (gram, weights), (chooses, weights if chooses is gram else by)
+        weighted = any(matrix.is_stored and isinstance(of, Soft) for matrix, of in pairs)
         checked = arrays.score.checked(features["feature"].data, *small, weighted=weighted)
         features = features.assign(
             {name: features[name].copy(data=x) for name, x in zip(names, checked, strict=True)}
