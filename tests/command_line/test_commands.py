@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 import trakdask as td
 from trakdask.command_line.commands import app
 from trakdask.command_line.configuration import ConfigurationError, read
-from trakdask.command_line.jobs import explored
+from trakdask.command_line.jobs import explored, with_estimator
 from trakdask.explorer import View
 from trakdask.explorer.pages import page
 
@@ -490,3 +490,32 @@ def test_process__example_does_the_job_of_the_demo(
     # Digits are helped by digits of their own class: a wrong sign or order would show here.
     assert (best["label"] == best["target_label"]).mean() > 0.7
     assert "Error" not in done.stderr + done.stdout
+
+
+def test_job__options_of_an_estimator_make_its_value() -> None:
+    features = td.testing.simulate_features(60, 4, 3)
+    described = {
+        td.Trak(): {"average": False},
+        td.Trak(damping="trace"): {"damping": "trace"},
+        td.Soft(0.25, td.Absolute(2)): {
+            "estimator": "soft",
+            "power": 0.25,
+            "damping": {"value": 2},
+        },
+        td.TracIn({"c0": 1}): {"estimator": "tracin", "learning_rates": {"c0": 1}},
+        None: {"estimator": None, "power": 1},
+    }
+    for expected, options in described.items():
+        made = with_estimator(options, features)
+        assert made.pop("estimator") == expected
+        assert made == ({"average": False} if "average" in options else {})
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_job__held_out_samples_choose_the_damping(tmp_path: Path) -> None:
+    features, held_out = (td.testing.simulate_features(60, 4, 3, seed=seed) for seed in (0, 1))
+    td.save(held_out, tmp_path / "held_out.zarr", progress=False)
+    options = {"estimator": "soft", "calibrate": str(tmp_path / "held_out.zarr")}
+    made = with_estimator(options, features)["estimator"]
+    expected = td.damping(features, "soft", calibrate=held_out).damping
+    np.testing.assert_array_equal(made.damping, expected)
