@@ -61,7 +61,8 @@ def spec(ds: xr.Dataset) -> dict[str, Any]:
 
     Only the selected checkpoints are included; xarray leaves ``attrs`` unchanged by a selection.
     """
-    attrs = {name: ds.attrs[name] for name in STORE_SPEC if name in ds.attrs}
+    values = as_values(ds.attrs)
+    attrs = {name: values[name] for name in STORE_SPEC if name in values}
     names = checkpoint_names(ds) if CHECKPOINT in ds.coords else []
     for field in BY_CHECKPOINT:
         if set(names) <= set(attrs.get(field, ())):

@@ -19,6 +19,7 @@ import trakdask as td
 from trakdask.arrays.weights import row_norms
 from trakdask.models import checkpoints
 from trakdask.projection import Projector
+from trakdask.provenance import as_values
 
 
 def build() -> nn.Module:
@@ -50,7 +51,7 @@ def test_featurize__labels_chunks_and_provenance() -> None:
     assert features.checkpoint.values.tolist() == ["c0", "c1"]
     np.testing.assert_array_equal(features.label, np.arange(20) % 3)
     assert "sample" not in features.indexes
-    attrs = features.attrs
+    attrs = as_values(features.attrs)
     assert attrs["projector"] == projector.spec()
     assert attrs["task"] == repr(td.tasks.ImageClassification())
     assert list(attrs["parameters"]) == ["1.weight", "1.bias", "3.weight", "3.bias"]
@@ -74,7 +75,7 @@ def test_featurize__every_projector_is_saved_and_scored(
     projector: Projector, tmp_path: Path
 ) -> None:
     lazy = td.featurize(samples(), model(), projector=projector)
-    assert lazy.attrs["projector"] == projector.spec()
+    assert as_values(lazy.attrs)["projector"] == projector.spec()
     features = td.save(lazy, tmp_path / "features.zarr")
     assert features.feature.notnull().all()
     targets = td.featurize(samples(4), model(), projector=projector)

@@ -38,6 +38,7 @@ from trakdask.command_line.configuration import (
 from trakdask.export import require_replaceable
 from trakdask.fits.components import WIDE
 from trakdask.projection.fitted import Components, Fitted
+from trakdask.provenance import as_text
 
 _PROJECTORS = ("SJLT", "Rademacher", "Mask", "Kronecker", "FastJL", "Identity")
 
@@ -120,7 +121,7 @@ def features(
     described = section(configuration, "projector")
     if described.get("kind") == _FIT and not fits:  # the columns that it will have
         steps = projector, Components(described.get("proj_dim", _COLUMNS))
-        lazy.attrs["projector"] = Fitted(steps).spec()
+        lazy.attrs |= as_text({"projector": Fitted(steps).spec()})
     return lazy
 
 

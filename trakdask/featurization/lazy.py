@@ -37,7 +37,15 @@ from trakdask.models.tasks import task_spec
 from trakdask.projection import SJLT, Projector, RowMap
 from trakdask.projection.fitted import Components, Curvature, Fitted, SecondMoments
 from trakdask.projection.protocol import require_block_fits
-from trakdask.provenance import DEFAULTS, REQUIRED_SPEC, digest, require_comparable, require_same
+from trakdask.provenance import (
+    DEFAULTS,
+    REQUIRED_SPEC,
+    as_text,
+    as_values,
+    digest,
+    require_comparable,
+    require_same,
+)
 from trakdask.samples import lazy_variables, normalise_coord, source_of, validate_samples
 from trakdask.variables import (
     CHECKPOINT,
@@ -244,7 +252,7 @@ def featurize(
         name: (VARIABLES[name].dims, array, {"description": VARIABLES[name].description})
         for name, array in arrays.items()
     }
-    features = xr.Dataset(data, coords=prepared.coords, attrs=prepared.attrs)
+    features = xr.Dataset(data, coords=prepared.coords, attrs=as_text(prepared.attrs))
     if WRONG_CLASSES in features:
         features[WRONG_CLASSES].attrs[N_SAMPLES] = sum(some.rows)
     if like is not None:
@@ -354,7 +362,7 @@ def prepare(
 
 def projector_of(features: xr.Dataset) -> Fitted:
     """Return the projector that features were made with, and what it was fitted with."""
-    attrs, names = features.attrs, checkpoint_names(features)
+    attrs, names = as_values(features.attrs), checkpoint_names(features)
     if missing := [name for name in REQUIRED_SPEC if name not in attrs]:
         raise ValueError(
             f"expected features with the attrs of td.featurize, got none named {missing}; try "
@@ -375,7 +383,7 @@ def projector_of(features: xr.Dataset) -> Fitted:
             "parameters": attrs["parameters"],
             "checkpoints": {name: attrs["checkpoints"][name] for name in names},
         },
-        origin=attrs.get("fitted_to", ""),
+        origin=features.attrs.get("fitted_to", ""),
     )
 
 

@@ -21,13 +21,13 @@ from __future__ import annotations
 import copy
 
 import dask.array as da
-import numpy as np
 import xarray as xr
 
 from trakdask import arrays
 from trakdask.featurization.job import Job
 from trakdask.models.model import Model
 from trakdask.models.tasks.supervised import Classification, WrongClass
+from trakdask.samples import drawn, validate_samples
 from trakdask.variables import SAMPLE
 
 _SHARE = 4
@@ -49,10 +49,9 @@ def has_wrong_classes(job: Job) -> bool:
 
 
 def part_of(samples: xr.Dataset, block: int) -> xr.Dataset:
-    """Return samples that are drawn at random, always the same ones, in as many blocks."""
-    n = samples.sizes[SAMPLE]
-    rows = np.random.default_rng(0).permutation(n)[: -(-n // _SHARE)]
-    return samples.isel({SAMPLE: np.sort(rows)}).chunk({SAMPLE: -(-block // _SHARE)})
+    """Return the samples that the matrix is computed from, in as many blocks."""
+    n = -(-samples.sizes[SAMPLE] // _SHARE)
+    return drawn(validate_samples(samples), n, -(-block // _SHARE))
 
 
 def between(model: Model) -> Model:

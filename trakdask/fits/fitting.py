@@ -27,7 +27,7 @@ from trakdask.models.model import Model
 from trakdask.projection import Projector
 from trakdask.projection.fitted import Fitted
 from trakdask.provenance import digest, require_same
-from trakdask.samples import source_of, validate_samples
+from trakdask.samples import drawn, source_of, validate_samples
 from trakdask.storage.reading import open
 from trakdask.variables import SAMPLE
 
@@ -115,7 +115,8 @@ def fit(
         curvature = moments is None
     if not components:
         sketch = replace(sketch, proj_dim=proj_dim)  # type: ignore[call-arg]
-    part = _part(validate_samples(samples), n_samples)
+    samples = validate_samples(samples)
+    part = drawn(samples, n_samples, samples.chunksizes[SAMPLE][0])
     asked = {
         "proj_dim": proj_dim, "curvature": curvature, "components": components,
         "sketch": sketch.spec(), "n_samples": n_samples, "moments": moments is not None,
@@ -181,15 +182,6 @@ def _halves(sketch: Projector) -> tuple[int, Projector]:
     if columns is None:  # the whole gradient has room for all
         return 0, sketch
     return columns // 2, replace(sketch, proj_dim=columns - columns // 2)  # type: ignore[call-arg]
-
-
-def _part(samples: xr.Dataset, n_samples: int) -> xr.Dataset:
-    """Return samples that are drawn at random, in their order and in blocks of their size."""
-    n = samples.sizes[SAMPLE]
-    if n <= n_samples:
-        return samples
-    rows = np.sort(np.random.default_rng(0).permutation(n)[:n_samples])
-    return samples.isel({SAMPLE: rows}).chunk({SAMPLE: samples.chunksizes[SAMPLE][0]})
 
 
 def _kept(folder: Folder | None, name: str, fitted: Callable[[], Fitted]) -> Fitted:

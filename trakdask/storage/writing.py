@@ -18,7 +18,14 @@ from trakdask.arrays.weights import squared_norm, with_digest
 from trakdask.checks import require_choice
 from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
 from trakdask.files import Folder, naming
-from trakdask.provenance import BY_CHECKPOINT, REQUIRED_SPEC, STORE_SPEC, require_same, spec
+from trakdask.provenance import (
+    BY_CHECKPOINT,
+    REQUIRED_SPEC,
+    STORE_SPEC,
+    as_values,
+    require_same,
+    spec,
+)
 from trakdask.samples import normalise_coord
 from trakdask.storage.blocks import (
     difference_of_block,
@@ -126,10 +133,10 @@ def _require_options(features: xr.Dataset, dtype: object, append_dim: object) ->
             f"expected attrs as td.featurize writes them, by which a store is known, got none of "
             f"{missing}; try features.assign_attrs(original.attrs)"
         )
-    names = names_of(features)
-    if len(set(names)) < len(names) or not set(names) <= set(features.attrs["checkpoints"]):
+    names, checkpoints = names_of(features), as_values(features.attrs)["checkpoints"]
+    if len(set(names)) < len(names) or not set(names) <= set(checkpoints):
         raise ValueError(
-            f"expected checkpoints of {list(features.attrs['checkpoints'])} (attrs), each once, "
+            f"expected checkpoints of {list(checkpoints)} (attrs), each once, "
             f"got {names}; try another selection of checkpoints"
         )
 
@@ -166,7 +173,7 @@ def _new_group(folder: Folder, features: xr.Dataset, dtype: str | None) -> Group
     """Return the group of a new store: all arrays of features, without a sample."""
     block = max(features.feature.variable.chunksizes[SAMPLE])
     dropped = {*STORE_ATTRS, "saved"}
-    attrs = {k: v for k, v in features.attrs.items() if k not in dropped}
+    attrs = {k: v for k, v in as_values(features.attrs).items() if k not in dropped}
     attrs |= {"source": "", "n_samples": 0, "sources": []}
     attrs |= {name: {} for name in BY_CHECKPOINT if name in attrs}
     group = Group(folder, attrs, {})
