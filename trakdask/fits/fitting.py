@@ -22,14 +22,16 @@ from trakdask.featurization.lazy import projector_of, require_model
 from trakdask.files import Folder
 from trakdask.fits.components import WIDE, principal_components
 from trakdask.fits.curvatures import curvature as fit_curvature
+from trakdask.fits.curvatures import model_of
 from trakdask.fits.moments import MomentsLike, second_moments
+from trakdask.fits.wrong_classes import wrong_classes
 from trakdask.models.model import Model
 from trakdask.projection import Projector
 from trakdask.projection.fitted import Fitted
 from trakdask.provenance import digest, require_same
 from trakdask.samples import drawn, source_of, validate_samples
 from trakdask.storage.reading import open
-from trakdask.variables import SAMPLE
+from trakdask.variables import SAMPLE, WRONG_CLASSES
 
 
 def fit(
@@ -51,8 +53,10 @@ def fit(
 
     A random projection treats all directions of a gradient alike. A fitted one scales gradients by
     the curvature of the loss, sketches them, and keeps the directions in which the gradients of
-    your samples differ most. Features take a quarter of the space and predict better. They keep
-    what was fitted, so that targets are made by ``td.featurize(test, model, like=features)``.
+    your samples differ most. Features take a quarter of the space and predict better. For a
+    classifier of several classes the fit also measures how the loss curves between the wrong
+    classes, which :class:`Soft` adds to the gram matrix. Features keep what was fitted, so that
+    targets are made by ``td.featurize(test, model, like=features)``.
 
     Parameters
     ----------
@@ -97,8 +101,9 @@ def fit(
     Notes
     -----
     It is computed at once, checkpoint by checkpoint, on the active client or on threads. Cost:
-    three passes over ``n_samples`` samples, two of them for the curvature, and the eigenvectors of
-    the products of these samples. Memory does not grow with the number of all samples.
+    four passes over ``n_samples`` samples, two of them for the curvature and one for the wrong
+    classes, and the eigenvectors of the products of these samples. Memory does not grow with the
+    number of all samples.
 
     Examples
     --------
@@ -113,7 +118,7 @@ def fit(
     n_samples = require_integer("n_samples", n_samples, 1, remedy="try n_samples=2000")
     if curvature == "auto":
         curvature = moments is None
-    if not components:
+    if not components and hasattr(sketch, "proj_dim"):
         sketch = replace(sketch, proj_dim=proj_dim)  # type: ignore[call-arg]
     samples = validate_samples(samples)
     part = drawn(samples, n_samples, samples.chunksizes[SAMPLE][0])
@@ -142,7 +147,11 @@ def fit(
             steps = fit_curvature(part, one, leading=n_leading, **options).then(rest)
         if components:
             steps = principal_components(part, one, proj_dim, projector=steps, **options)
-        return steps
+        matrix = wrong_classes(part, one, steps, **options)
+        if matrix is None:
+            return steps
+        model_of_fit = model_of(one.spec())
+        return replace(steps, arrays={**steps.arrays, WRONG_CLASSES: matrix}, model=model_of_fit)
 
     parts: list[Fitted] = []
     names = [checkpoint.name for checkpoint in model.checkpoints]

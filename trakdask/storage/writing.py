@@ -183,8 +183,7 @@ def _new_group(folder: Folder, features: xr.Dataset, dtype: str | None) -> Group
     if dtype:
         dtypes |= {"feature": np.dtype(dtype), SCALE: np.dtype("f8")}
     for name, of_array in dtypes.items():
-        about = features[name].attrs if name in FITTED else {}
-        group.add(name, sizes, of_array, block=block, attrs=about)
+        group.add(name, sizes, of_array, block=block)
     return group
 
 
