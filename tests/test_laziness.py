@@ -72,7 +72,6 @@ PUBLIC = {
     "score_parts": score_parts,
     "gram": lambda: td.gram(FEATURES),
     "gram_weighted": lambda: td.gram(FEATURES, weights=xr.DataArray(np.ones(40), dims="sample")),
-    "wrong_classes": lambda: td.wrong_classes(from_arrays(), model()),
     "damping": lambda: td.damping(FEATURES),
     "damping_by_outputs": lambda: td.damping(MANY, estimator="soft", calibrate=MANY_TARGETS),
     "score": lambda: td.score(FEATURES, TARGETS),

@@ -67,7 +67,8 @@ def attribute(
     >>> samples = td.from_arrays({"x": np.eye(4, dtype="f4"), "y": np.arange(4, dtype="f4")})
     >>> model = td.Model(torch.nn.Linear(4, 1), task=td.tasks.Regression(inputs="x", target="y"))
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     scores = td.attribute(samples, samples, model, f"{folder}/f.zarr", progress=False)
+    ...     store = f"{folder}/f.zarr"
+    ...     scores = td.attribute(samples, samples, model, store, proj_dim=3, progress=False)
     ...     scores.dims
     ('sample', 'target')
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def test_save__values_coords_and_attrs_survive(tmp_path: Path) -> None:
         assert opened[name].chunks[0] == (16, 16, 8)
     for name in ("label", "name", "day", "checkpoint"):
         np.testing.assert_array_equal(opened[name].values, features[name].values)
-    saved = opened.attrs.pop("saved")
+    saved = json.loads(opened.attrs.pop("saved"))
     assert opened.attrs == features.attrs
     assert saved["at"] < pd.Timestamp.now("UTC").isoformat()
     assert saved["versions"]["trakdask"] == td.__version__
