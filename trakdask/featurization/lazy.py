@@ -43,6 +43,8 @@ from trakdask.provenance import (
 from trakdask.samples import lazy_variables, normalise_coord, source_of, validate_samples
 from trakdask.variables import (
     CHECKPOINT,
+    COLUMN,
+    PROJ_DIM,
     SAMPLE,
     VARIABLES,
     WRONG_CLASSES,
@@ -243,7 +245,8 @@ def featurize(
         name: (VARIABLES[name].dims, array, {"description": VARIABLES[name].description})
         for name, array in arrays.items()
     }
-    features = xr.Dataset(data, coords=prepared.coords, attrs=as_text(prepared.attrs))
+    coords = {**prepared.coords, COLUMN: (PROJ_DIM, np.arange(job.proj_dim))}
+    features = xr.Dataset(data, coords=coords, attrs=as_text(prepared.attrs))
     if like is not None:
         require_comparable(like, features, "these")
     return features
