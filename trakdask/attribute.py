@@ -11,7 +11,6 @@ import xarray as xr
 from trakdask.attribution import score
 from trakdask.featurization import featurize
 from trakdask.fits import fit
-from trakdask.fits.fitting import kept_beside
 from trakdask.models.model import Model
 from trakdask.saving import save
 
@@ -75,6 +74,5 @@ def attribute(
     where: dict[str, Any] = {"storage_options": storage_options, "progress": progress}
     projector = fit(train, model, store=store, **where, **options)
     features = save(featurize(train, model, projector), store, **where)
-    kept_beside(store, storage_options).remove()
     targets = featurize(test, model, like=features).persist()
     return score(features, targets)

@@ -31,6 +31,7 @@ from trakdask.projection.fitted import Fitted
 from trakdask.provenance import digest, require_same
 from trakdask.samples import drawn, source_of, validate_samples
 from trakdask.storage.reading import open
+from trakdask.storage.writing import kept_beside
 from trakdask.variables import SAMPLE, WRONG_CLASSES
 
 
@@ -79,9 +80,9 @@ def fit(
     n_samples
         How many of the samples are used: they are drawn at random, always the same ones.
     store, storage_options
-        Where the features will be saved, as in :func:`save`. If they are, the projector is theirs,
-        and nothing is computed. Else the fit of each checkpoint is kept beside, in a folder whose
-        name ends in ``.fit``, so that the same call goes on after a kill.
+        Where the features will be saved, as in :func:`save`. The fit of checkpoints whose features
+        it has is taken from there. That of others is kept beside, in a folder whose name ends in
+        ``.fit``, until :func:`save` has stored it, so that the same call goes on after a kill.
     progress
         Show a bar of fitted checkpoints.
     **options
@@ -122,24 +123,17 @@ def fit(
         sketch = replace(sketch, proj_dim=proj_dim)  # type: ignore[call-arg]
     samples = validate_samples(samples)
     part = drawn(samples, n_samples, samples.chunksizes[SAMPLE][0])
+    scaling = Fitted(()) if moments is None else second_moments(model, moments)
     asked = {
         "proj_dim": proj_dim, "curvature": curvature, "components": components,
-        "sketch": sketch.spec(), "n_samples": n_samples, "moments": moments is not None,
-        "samples": source_of(part), **options,
+        "sketch": sketch.spec(), "n_samples": n_samples, "samples": source_of(part), **options,
     }  # fmt: skip
-
     origin = json.dumps(asked, sort_keys=True)
-    folder = None
-    if store is not None:
-        folder = kept_beside(store, storage_options)
-        if (stored := _stored(store, storage_options, origin)) is not None:
-            folder.remove()
-            return stored
+    folder = None if store is None else kept_beside(Folder.at(store, storage_options))
+    stored = None if store is None else _stored(store, storage_options, json.loads(origin))
 
     def fitted(one: Model) -> Fitted:
-        steps = Fitted(())
-        if moments is not None:
-            steps = second_moments(model, moments).at_checkpoints(list(one.spec()["checkpoints"]))
+        steps = scaling.at_checkpoints(list(one.spec()["checkpoints"]))
         if not curvature:
             steps = steps.then(sketch)
         else:
@@ -158,21 +152,18 @@ def fit(
     with polled_bar("fit", len(names), lambda: len(parts), show=progress):
         for name in names:
             one = model.at_checkpoints([name])
-            key = digest({**asked, "model": one.spec()})[:32]
-            parts.append(_kept(folder, f"{key}.npz", partial(fitted, one)))
+            if stored is not None and name in stored.model["checkpoints"]:
+                parts.append(stored.at_checkpoints([name]))
+                continue
+            of = {**asked, "model": one.spec(), "moments": scaling.digests.get(name)}
+            parts.append(_kept(folder, f"{digest(of)[:32]}.npz", partial(fitted, one)))
     return replace(Fitted.joined(parts), origin=origin)
 
 
-def kept_beside(
-    store: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
-) -> Folder:
-    """Return the folder where the fit of each checkpoint is kept until the features are saved."""
-    whole = Folder.at(store, storage_options)
-    return replace(whole, url=f"{whole.url}.fit")
-
-
 def _stored(
-    store: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, origin: str
+    store: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None,
+    asked: Mapping[str, Any],
 ) -> Fitted | None:
     """Return the projector of the features in a store, None if they are not complete."""
     try:
@@ -180,8 +171,8 @@ def _stored(
     except (FileNotFoundError, IncompleteFeaturesError):
         return None
     what = f"the projector that is asked for and that of {os.fspath(store)!r}"
-    actual, expected = json.loads(origin), json.loads(features.attrs.get("fitted_to", "{}"))
-    require_same(actual, expected, what=what, names=tuple(actual))
+    before = json.loads(features.attrs.get("fitted_to", "{}"))
+    require_same(asked, before, what=what, names=tuple(asked))
     return projector_of(features)
 
 

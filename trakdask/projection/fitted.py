@@ -208,7 +208,7 @@ class Fitted(HtmlTable):
             checkpoints |= part.model["checkpoints"]
         return replace(
             first,
-            arrays={n: np.concatenate([p.arrays[n] for p in parts], -1) for n in first.arrays},
+            arrays={n: _concatenated([part.arrays[n] for part in parts]) for n in first.arrays},
             digests=digests,
             model={**first.model, "checkpoints": checkpoints},
         )
@@ -274,6 +274,11 @@ class Fitted(HtmlTable):
 
     def _repr_html_(self) -> str:
         return f"<code>{self!r}</code>"
+
+
+def _concatenated(arrays: Sequence[Any]) -> Any:
+    """Join along checkpoints; one array alone may be lazy, and stays it."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(list(map(np.asarray, arrays)), -1)
 
 
 def _place(step: Step) -> int:

@@ -6,6 +6,7 @@ import copy
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import dask.array as da
@@ -110,6 +111,13 @@ def write(
                 require_held()  # while this process slept, another one may have taken it for dead
                 group.commit()
                 group.sweep()
+    if any(name in features for name in FITTED):
+        kept_beside(folder).remove()
+
+
+def kept_beside(folder: Folder) -> Folder:
+    """Return the folder where a fit is kept until the features that hold it are saved."""
+    return replace(folder, url=f"{folder.url}.fit")
 
 
 def _require_options(features: xr.Dataset, dtype: object, append_dim: object) -> None:
