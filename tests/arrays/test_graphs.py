@@ -85,7 +85,6 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     ),
     "among_best.score": lambda seed: da.from_array(np.random.default_rng(seed).random(N), chunks=7),
     "among_best.counts": lambda seed: np.array([2, 3, 1 + seed]),
-    "rank_correlations.score": lambda seed: random(seed, N, P, C),
     "class_ranks.codes": lambda seed: np.stack([np.arange(N) % (3 + seed), np.zeros(N, int)], 1),
     "target_codes": lambda seed: np.stack([np.arange(9) % (3 + seed), np.zeros(9, int)], 1),
     "positive": lambda seed: np.arange(N) % (3 + seed) == 0,
