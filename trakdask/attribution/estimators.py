@@ -251,7 +251,6 @@ class Soft(GramEstimator):
         0.03. ``Absolute(x)`` is x itself. What :func:`trakdask.damping` returned is taken as it is.
         Where a store keeps λ, and the rule that chose it is asked for, it is the stored one, as
         long as the features are those of the store.
-
     wrong_classes
         Whether K has n times the variable ``wrong_classes`` of the training features, if they have
         it, as features of :func:`trakdask.fit` do. It is in K before λ is chosen, and in a stored

@@ -27,7 +27,7 @@ from trakdask.errors import StoreMismatchError
 from trakdask.files import explained
 from trakdask.storage.group import ERROR, SCALE, Group
 from trakdask.storage.reading import lazy_array
-from trakdask.variables import CHECKPOINT, FITTED, PROJ_DIM, SAMPLE, VARIABLES
+from trakdask.variables import CHECKPOINT, FITTED, PROJ_DIM, SAMPLE, VARIABLES, checkpoint_names
 
 _LARGEST_EXPONENT = 15
 """The largest element of a row comes to lie in [2^14, 2^15): float16 ends at 65504."""
@@ -44,11 +44,6 @@ _log = logging.getLogger(__name__)
 
 Tasks = tuple[da.Array, list[Key]]
 """An array, and the keys of the blocks of it that are to be computed."""
-
-
-def names_of(features: xr.Dataset) -> list[str]:
-    """Return the names of the checkpoints of features."""
-    return [str(name) for name in features[CHECKPOINT].values]
 
 
 # ------------------------------------------------------------------------------ what is stored
@@ -122,7 +117,7 @@ def save_fit(group: Group, features: xr.Dataset, retries: int) -> None:
     StoreMismatchError
         If the features do not have what the store lacks.
     """
-    names = names_of(features)
+    names = checkpoint_names(features)
     for variable in [name for name in FITTED if name in group.arrays]:
         stored = {index[-1] for index in group.stored_chunks(variable)}
         lacking = [name for i, name in enumerate(group.checkpoints) if i not in stored]
@@ -162,7 +157,7 @@ def save_blocks(
     starts = [rows.start, *range((rows.start // b + 1) * b, rows.stop, b), rows.stop]
     sizes = tuple(np.diff(starts).tolist())
     chunked = features.chunk({SAMPLE: sizes, PROJ_DIM: -1, CHECKPOINT: 1})
-    columns = [group.checkpoints.index(name) for name in names_of(features)]
+    columns = [group.checkpoints.index(name) for name in checkpoint_names(features)]
 
     def count() -> int:
         stored, last = group.stored_chunks("out_to_loss"), (rows.stop - 1) // b
@@ -278,7 +273,7 @@ def difference_of_block(group: Group, features: xr.Dataset, rows: range) -> str 
         return None
     here, index = last
     name = group.checkpoints[index]
-    checkpoints = {CHECKPOINT: [names_of(features).index(name)]}
+    checkpoints = {CHECKPOINT: [checkpoint_names(features).index(name)]}
     again = features.feature.isel({SAMPLE: slice(here.start - rows.start, here.stop - rows.start)})
     there = lazy_array(group, "feature", complete=False)[here, :, slice(index, index + 1)]
     options = execution.gpu_options(features)
@@ -298,7 +293,7 @@ def difference_of_block(group: Group, features: xr.Dataset, rows: range) -> str 
 
 def _last_block(group: Group, features: xr.Dataset, rows: range) -> tuple[slice, int] | None:
     """Return the rows of the last stored block without failures, and the number of a checkpoint."""
-    b, names = group.block, names_of(features)
+    b, names = group.block, checkpoint_names(features)
     for block, index in sorted(group.stored_chunks("out_to_loss"), reverse=True):
         here = slice(max(b * block, rows.start), min(b * (block + 1), rows.stop))
         is_ours = here.start < here.stop and group.checkpoints[index] in names

@@ -30,7 +30,6 @@ from trakdask.provenance import (
 from trakdask.samples import normalise_coord
 from trakdask.storage.blocks import (
     difference_of_block,
-    names_of,
     save_blocks,
     save_fit,
     sources_that_lack_blocks,
@@ -46,6 +45,7 @@ from trakdask.variables import (
     PROJ_DIM,
     SAMPLE,
     VARIABLES,
+    checkpoint_names,
     lazy_features,
     load_coords,
 )
@@ -141,7 +141,7 @@ def _require_options(features: xr.Dataset, dtype: object, append_dim: object) ->
             f"expected attrs as td.featurize writes them, by which a store is known, got none of "
             f"{missing}; try features.assign_attrs(original.attrs)"
         )
-    names, checkpoints = names_of(features), as_values(features.attrs)["checkpoints"]
+    names, checkpoints = checkpoint_names(features), as_values(features.attrs)["checkpoints"]
     if len(set(names)) < len(names) or not set(names) <= set(checkpoints):
         raise ValueError(
             f"expected checkpoints of {list(checkpoints)} (attrs), each once, "
@@ -220,7 +220,7 @@ def _place(
     IncompleteFeaturesError
         If they begin an append while another is unfinished.
     """
-    target, names = before.target(), names_of(features)
+    target, names = before.target(), checkpoint_names(features)
     what = f"these features and the store {before.folder.url!r}"
     checkpoints = _joined_checkpoints(target, features, dtype, what)
     ours = spec(features)
@@ -371,7 +371,7 @@ def _coords(
         if before.n_samples:
             _require_same_kinds(of_samples, old, url)
     if new := group.checkpoints[len(before.checkpoints) :]:
-        names = names_of(features)
+        names = checkpoint_names(features)
         columns = [names.index(name) for name in new]
         of_checkpoints = {name: c for name, c in ours.items() if c.dims == (CHECKPOINT,)}
         text = xr.Variable(CHECKPOINT, np.array(names, np.dtypes.StringDType()))
