@@ -100,7 +100,6 @@ PUBLIC = {
         td.evaluate.retrain(train, td.evaluate.subsets(FEATURES, 4), 10),
     ),
     "baselines": lambda: td.evaluate.baselines(FEATURES, TARGETS),
-    "brittleness": lambda: td.evaluate.brittleness(train, td.score(FEATURES, TARGETS), [1]),
     "removal_curve": lambda: td.evaluate.removal_curve(train, td.score(FEATURES, TARGETS), [0.1]),
     "mislabelled_auc": lambda: td.evaluate.mislabelled_auc(FEATURES.output, LABEL_IS_WRONG),
     "mislabelled_curve": lambda: td.evaluate.mislabelled_curve(FEATURES.output, LABEL_IS_WRONG),

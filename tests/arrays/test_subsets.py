@@ -12,15 +12,6 @@ from hypothesis import strategies as st
 from trakdask.arrays import subsets
 
 
-def without_first(ranked: np.ndarray, counts: list[int], n: int) -> np.ndarray:
-    """Every ranking and every k, one by one."""
-    rows = []
-    for positions in ranked.tolist():
-        for k in counts:
-            rows.append([i not in positions[:k] for i in range(n)])
-    return np.array(rows)
-
-
 def test_random_subsets__equal_sizes_and_any_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     few = subsets.random_subsets(50, 7, 20, seed=3)
     monkeypatch.setattr(subsets, "_BYTES_PER_BLOCK", 100)  # two rows per block
@@ -38,17 +29,6 @@ def test_random_subsets__groups_stay_together() -> None:
     for mask in masks:
         assert len(set(groups[mask])) == 2
         assert not set(groups[mask]) & set(groups[~mask])
-
-
-@given(st.integers(0, 1000), st.integers(1, 3))
-def test_without_first__every_ranking_and_k(seed: int, rows: int) -> None:
-    rng = np.random.default_rng(seed)
-    ranked = np.stack([rng.permutation(9)[:4] for _ in range(5)])
-    ranked[1, 2:] = -1  # fewer than asked for
-    found = subsets.without_first(da.from_array(ranked, chunks=(rows, 2)), [0, 1, 4], 9)
-    np.testing.assert_array_equal(
-        found.compute(scheduler="sync"), without_first(ranked, [0, 1, 4], 9)
-    )
 
 
 @given(st.integers(1, 7), st.integers(1, 9), st.integers(1, 5))

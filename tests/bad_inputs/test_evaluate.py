@@ -56,7 +56,6 @@ GOOD = {
     "mislabelled_auc": {"values": SCORES[:, 0], "is_mislabelled": WRONG},
     "mislabelled_curve": {"values": SCORES[:, 0], "is_mislabelled": WRONG},
     "retrain": {"train_fn": train, "masks": MASKS, "targets": M, "progress": False},
-    "brittleness": {"train_fn": train, "scores": SCORES, "ks": [2], "n_random": 1},
     "removal_curve": {"train_fn": train, "scores": SCORES, "fractions": [0.2], "n_random": 1},
     "class_detection": {"scores": LABELLED, "ks": [1], "resamples": 2},
 }
@@ -154,17 +153,8 @@ ROWS = [
         ("no name", {**returning(0), "store": "s"}, ValueError, ["train_fn", "lambda"]),
     ),
     *rows(
-        "brittleness",
-        ("remove none", {"ks": [0]}, ValueError, ["k", "0"]),
-        ("remove all", {"ks": [12]}, ValueError, ["11", "12"]),
-        ("remove a share", {"ks": [0.1]}, TypeError, ["k", "0.1"]),
-        ("n_random 0", {"n_random": 0}, ValueError, ["n_random", "0"]),
-        ("threshold is NaN", {"threshold": float("nan")}, ValueError, ["threshold", "nan"]),
-        # Fewer samples than k would be removed, without a word.
-        ("NaN", {"scores": nan_at(SCORES, slice(1, N), 1)}, ValueError, ["2 scores", "1"]),
-    ),
-    *rows(
         "removal_curve",
+        ("n_random 0", {"n_random": 0}, ValueError, ["n_random", "0"]),
         ("percent", {"fractions": [20]}, ValueError, ["fraction", "20"]),
         ("less than a sample", {"fractions": [0.01]}, ValueError, ["[0]"]),
         ("almost all", {"fractions": [0.99]}, ValueError, ["[12]"]),

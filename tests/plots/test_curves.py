@@ -33,24 +33,6 @@ def test_lds__draws_every_target_in_order(methods: list[str]) -> None:
     assert len(ax.get_legend().get_texts()) == 3
 
 
-def test_removal_curve__starts_with_all_samples() -> None:
-    effect = np.arange(10.0)
-    scores = xr.DataArray(effect[:, None] * [1, 2], dims=("sample", "target"))
-
-    def train(positions: np.ndarray, seed: int) -> np.ndarray:
-        return effect[positions].sum() * np.array([1, 2])
-
-    both = {"right": scores, "wrong": -scores}
-    curve = td.evaluate.removal_curve(train, both, [0.2, 0.1])
-    (ax,) = td.plots.removal_curve(curve).axes
-    ranked, wrong, random = ax.lines
-    np.testing.assert_allclose(wrong.get_ydata(), 1.5 * np.array([45, 45, 44]))
-    np.testing.assert_allclose(ranked.get_xdata(), [0, 0.1, 0.2])
-    np.testing.assert_allclose(ranked.get_ydata(), 1.5 * np.array([45, 36, 28]))
-    assert random.get_ydata()[0] == 1.5 * 45
-    assert (random.get_ydata()[1:] > ranked.get_ydata()[1:]).all()
-
-
 def chosen(curve: np.ndarray, relative: float) -> xr.Dataset:
     values = {"relative": relative, "peak": curve.max(), "threshold": curve.max() - 0.02}
     return xr.Dataset(
@@ -74,32 +56,9 @@ def test_damping__curve_and_choice() -> None:
     assert "3.16 tr(K)/n by completeness, targets" in ax.get_title()
 
 
-N, M = 40, 9
+N = 40
 RNG = np.random.default_rng(0)
-LABEL, TARGET_LABEL = RNG.integers(2, size=N), RNG.integers(2, size=M)
-MARKED = TARGET_LABEL == 1
-SCORES = xr.DataArray(
-    RNG.standard_normal((N, M)) + (LABEL[:, None] == TARGET_LABEL),
-    dims=("sample", "target"),
-    coords={
-        "label": ("sample", LABEL),
-        "target_label": ("target", TARGET_LABEL),
-        "marked": ("sample", LABEL == 1),
-        "target_marked": ("target", MARKED),
-    },
-)
-
-
-def test_class_detection__precision_at_each_k() -> None:
-    result = td.evaluate.class_detection(SCORES, ks=[5, 1, 20])
-    (ax,) = td.plots.class_detection(result).axes
-    points, chance = ax.lines[0], ax.lines[-1]
-    assert points.get_xdata().tolist() == [1, 5, 20]
-    expected = result.precision_mean.sortby("k").values
-    np.testing.assert_array_equal(points.get_ydata(), expected)
-    assert chance.get_ydata()[0] == float(result.chance.mean())
-    assert f"{float(result.auc_mean):.2f}" in ax.get_legend().get_texts()[1].get_text()
-    assert "'label'" in ax.get_title()
+LABEL = RNG.integers(2, size=N)
 
 
 @pytest.mark.parametrize("methods", [["self-influence", "loss"], None])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import dask.array as da
 import numpy as np
@@ -65,46 +64,9 @@ def leave_out_each(n: int, positions: NDArray[np.int64]) -> da.Array:
     >>> leave_out_each(3, np.array([2, 0])).compute().tolist()
     [[True, True, False], [False, True, True]]
     """
-    chunks = (max(1, _BYTES_PER_BLOCK // max(n, 1)), 1)
-    return without_first(da.from_array(positions[:, None], chunks=chunks), [1], n)
-
-
-def without_first(ranked: da.Array, counts: Sequence[int], n: int) -> da.Array:
-    """Return masks that leave out the first k ranked samples, for every ranking and every k.
-
-    Parameters
-    ----------
-    ranked
-        Positions (ranking, rank), in the order in which they are left out; -1 for no sample.
-    counts
-        The values of k.
-    n
-        Number of samples.
-
-    Returns
-    -------
-    (ranking × k, sample) bool, k varying fastest, lazy, in the row chunks of ``ranked``.
-
-    Examples
-    --------
-    >>> ranked = da.from_array(np.array([[2, 0]]), chunks=-1)
-    >>> without_first(ranked, [1, 2], 3).compute().tolist()
-    [[True, True, False], [False, True, False]]
-    """
-    sizes = tuple(len(counts) * size for size in ranked.chunks[0])
-    return blockwise(
-        _without_first, "sn", ranked, "sr", new_axes={"n": n}, adjust_chunks={"s": sizes},
-        concatenate=True, name="without-first", dtype=bool, counts=tuple(counts), n=n,
-    )  # fmt: skip
-
-
-def _without_first(ranked: NDArray[np.int64], *, counts: tuple[int, ...], n: int) -> Mask:
-    masks = np.ones((len(ranked), len(counts), n), bool)
-    for of_ranking, positions in zip(masks, ranked, strict=True):
-        for mask, k in zip(of_ranking, counts, strict=True):
-            first = positions[:k]
-            mask[first[first >= 0]] = False
-    return masks.reshape(-1, n)
+    left_out = da.from_array(positions[:, None], chunks=(max(1, _BYTES_PER_BLOCK // max(n, 1)), 1))
+    masks: da.Array = left_out != da.arange(n, chunks=-1)
+    return masks
 
 
 def subset_sums(masks: da.Array, values: da.Array) -> da.Array:

@@ -1,9 +1,8 @@
 """Evaluation of scores: by retraining without the samples that they name, and by what is known.
 
 ``subsets`` → ``retrain`` → ``lds`` measures how well sums of scores rank models of random subsets;
-``brittleness`` and ``removal_curve`` remove the samples that the scores call important. With the
-masks of ``leave_one_out``, the first chain compares scores with the effect of leaving out single
-samples.
+``removal_curve`` removes the samples that the scores call important. With the masks of
+``leave_one_out``, the first chain compares scores with the effect of leaving out single samples.
 
 Nothing is retrained by the others: ``mislabelled_auc`` and ``mislabelled_curve`` measure whether
 scores find wrong labels, and ``class_detection`` whether samples of the target's class rank first.
@@ -12,22 +11,13 @@ scores find wrong labels, and ``class_detection`` whether samples of the target'
 """
 
 from trakdask.evaluate.baselines import baselines
-from trakdask.evaluate.datamodeling import (
-    lds,
-    leave_one_out,
-    subsets,
-)
-from trakdask.evaluate.detection import (
-    class_detection,
-    mislabelled_auc,
-    mislabelled_curve,
-)
-from trakdask.evaluate.removal import brittleness, removal_curve
+from trakdask.evaluate.datamodeling import lds, leave_one_out, subsets
+from trakdask.evaluate.detection import class_detection, mislabelled_auc, mislabelled_curve
+from trakdask.evaluate.removal import removal_curve
 from trakdask.evaluate.retraining import retrain
 
 __all__ = [
     "baselines",
-    "brittleness",
     "class_detection",
     "lds",
     "leave_one_out",

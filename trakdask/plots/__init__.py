@@ -1,24 +1,16 @@
 """Plots of results; each function takes labelled data and returns a matplotlib Figure."""
 
-from trakdask.plots.curves import (
-    class_detection,
-    damping,
-    lds,
-    mislabelled_curve,
-    removal_curve,
-)
+from trakdask.plots.curves import damping, lds, mislabelled_curve
 from trakdask.plots.figures import power_of_ten
 from trakdask.plots.galleries import gallery
 from trakdask.plots.texts import text
 
 __all__ = [
-    "class_detection",
     "damping",
     "gallery",
     "lds",
     "mislabelled_curve",
     "power_of_ten",
-    "removal_curve",
     "text",
 ]
 
