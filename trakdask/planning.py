@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
@@ -37,7 +37,6 @@ _MOST_PER_COLUMN = 2
 its LDS with one checkpoint (``tests/benchmarks/results/2026-11-23-columns.txt``)."""
 _MOST_COLUMNS = 8192
 """Of more, :func:`trakdask.save` makes no eigenvectors."""
-_FEW_TASKS = 20
 _SAMPLING_S = 0.001
 
 
@@ -59,10 +58,8 @@ def plan(
         those with two and four times as many columns, where there are more than two samples per
         random column.
     pilot
-        Compute the first two blocks, on the active client or on threads, and estimate from them how
-        long :func:`~trakdask.save` will take, and how much memory. Of a job of less than 20 tasks,
-        ``plan.features`` keeps these blocks, so that ``td.save(plan.features, store)`` does not
-        compute them again.
+        Compute the first two blocks, on the active client or on a thread, and estimate from them
+        how long :func:`~trakdask.save` will take, and how much memory.
 
     Returns
     -------
@@ -123,7 +120,7 @@ def plan(
             for projector, n_bytes in [(own, fit_bytes), *((Fitted.of(p), 0) for p in others)]
         ),
         has_few_columns=bool(wider),
-        **(_run_pilot(features) if pilot else {}),
+        pilot=_run_pilot(features) if pilot else None,
     )
 
 
@@ -142,8 +139,6 @@ class PlannedProjection:
     sample_operations
         Arithmetic operations of the projection per sample and checkpoint; a multiplication and an
         addition count as two.
-    total_operations
-        The same for all samples and checkpoints.
     random_bits
         Bits of the random matrix, drawn once per micro-batch and checkpoint.
     gram_operations
@@ -155,8 +150,6 @@ class PlannedProjection:
     store_bytes
         Bytes that :func:`~trakdask.save` writes, without metadata: features, their norms, output,
         out_to_loss, gram matrices and their eigenvectors, and what the projector was fitted with.
-    gradient_bytes
-        Bytes of one gradient, float32: rows × 4.
     buffer_bytes
         Working memory of one thread, in addition to gradients and features, for micro-batches of
         512 samples.
@@ -175,13 +168,11 @@ class PlannedProjection:
     proj_dim: int
     n_rows: int
     sample_operations: int
-    total_operations: int
     gram_operations: int
     decomposition_operations: int
     random_bits: int
     feature_bytes: int
     store_bytes: int
-    gradient_bytes: int
     buffer_bytes: int
     decomposition_bytes: int
     rounding_error: float
@@ -201,8 +192,8 @@ class Pilot:
         Seconds of the first, which includes what a process does once: loading the model and
         checking the gradients.
     block_s
-        Seconds of the second, which estimates those of every other block. The first again, if there
-        is no second one of the same size.
+        Seconds of the second, which estimates those of every other block. It is the first block
+        again if there is no other.
     gram_s
         Seconds of the product φᵀφ alone.
     n_slots
@@ -253,8 +244,6 @@ class Plan:
         Whether there are more than two samples (and parameters) per random column.
     pilot
         The measured blocks, if they were requested.
-    features
-        The planned features after a pilot, with its blocks in memory if there are few others.
     """
 
     n_samples: int
@@ -265,7 +254,6 @@ class Plan:
     projections: tuple[PlannedProjection, ...]
     has_few_columns: bool = False
     pilot: Pilot | None = None
-    features: xr.Dataset | None = field(default=None, compare=False)
 
     @property
     def n_tasks(self) -> int:
@@ -295,8 +283,7 @@ class Plan:
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return one row per projector; columns are the fields of :class:`PlannedProjection`."""
-        frame = pd.DataFrame([asdict(projection) for projection in self.projections])
-        return frame.astype({"total_operations": float})  # may exceed 64 bits
+        return pd.DataFrame(list(self.projections))
 
     def __repr__(self) -> str:
         named = [f"{number}: {p.projector}" for number, p in enumerate(self.projections, start=1)]
@@ -309,7 +296,7 @@ class Plan:
 
     def _table(self) -> pd.DataFrame:
         """Return one column per projector, in units that people read."""
-        table = pd.DataFrame([asdict(p) for p in self.projections]).set_index("projector")
+        table = self.to_dataframe().set_index("projector")
         for name, column in table.items():
             table[name] = [_readable(str(name), value) for value in column.tolist()]
         return table.T
@@ -380,13 +367,11 @@ def _planned(
         proj_dim=width,
         n_rows=row_map.n_rows,
         sample_operations=cost.operations,
-        total_operations=cost.operations * n_samples * n_checkpoints,
         gram_operations=n_samples * width**2 * n_checkpoints,
         decomposition_operations=decomposition * n_checkpoints,
         random_bits=cost.random_bits,
         feature_bytes=feature_bytes,
         store_bytes=feature_bytes + output_bytes + gram_bytes + eigenvector_bytes + fit_bytes,
-        gradient_bytes=4 * row_map.n_rows,
         buffer_bytes=cost.buffer_bytes,
         decomposition_bytes=32 * width**2 if k else 0,
         rounding_error=cost.rounding_error,
@@ -409,57 +394,33 @@ def _readable(name: str, value: Any) -> str:
     return str(value)
 
 
-def _run_pilot(features: xr.Dataset) -> dict[str, Any]:
-    """Run the first block, and the next one of its size, on the active scheduler."""
-    data = features.feature.variable.data
-    if not isinstance(data, da.Array):
+def _run_pilot(features: xr.Dataset) -> Pilot:
+    """Compute the first two blocks on the active scheduler, one after the other."""
+    if not isinstance(features.feature.data, da.Array):
         raise ValueError(
             "expected lazy features for pilot=True, got features that are already computed; try "
             "td.plan(features), or td.plan(td.featurize(samples, model), pilot=True)"
         )
-    lazy = {"feature": data} | {
-        str(name): variable.data
+    arrays = [features.feature.data] + [
+        variable.data
         for name, variable in features.data_vars.items()
-        if {SAMPLE, CHECKPOINT} <= {*variable.dims} and isinstance(variable.data, da.Array)
-    }
-    sizes, n_checkpoints = data.chunks[0], data.numblocks[-1]
-    places = [(0, 0)]
-    if sizes[1:2] == sizes[:1]:
-        places.append((1, 0))
-    elif n_checkpoints > 1:
-        places.append((0, 1))
-    blocks = [[array.blocks[i, ..., j] for array in lazy.values()] for i, j in places]
+        if {SAMPLE, CHECKPOINT} <= {*variable.dims} and name != "feature"
+    ]
+    n_blocks, _, n_checkpoints = arrays[0].numblocks
+    second = (1, 0) if n_blocks > 1 else (0, n_checkpoints - 1)
+    blocks = [[array.blocks[i, ..., j] for array in arrays] for i, j in ((0, 0), second)]
     options, client = gpu_options(features), active_client()
     if client is None:
-        results, measured = _measured(blocks, None)
-        if len(sizes) * n_checkpoints < _FEW_TASKS:
-            axis = 0 if places[-1][0] else -1
-            heads = [np.concatenate(both, axis) for both in zip(*results, strict=True)]
-            features = features.assign({
-                name: features[name].copy(data=_with_head(lazy[name], head))
-                for name, head in zip(lazy, heads, strict=True)
-            })  # fmt: skip
+        measured = _measured(blocks, None)
     else:
-        future = client.submit(_measured, blocks, "sync", pure=False, **options)
-        _, measured = future.result()
-    pilot = Pilot(sizes[0], n_slots=n_slots(options.get("resources")), **measured)
-    return {"pilot": pilot, "features": features}
+        measured = client.submit(_measured, blocks, "sync", pure=False, **options).result()
+    n_samples, slots = arrays[0].chunks[0][0], n_slots(options.get("resources"))
+    return Pilot(n_samples, n_slots=slots, **measured)
 
 
-def _with_head(array: da.Array, head: np.ndarray) -> da.Array:
-    """Return an array whose first blocks have been computed."""
-    n, c = head.shape[0], head.shape[-1]
-    known = da.from_array(head, chunks=array[:n, ..., :c].chunks)
-    rows = da.concatenate([known, array[:n, ..., c:]], axis=-1)
-    whole: da.Array = da.concatenate([rows, array[n:]])
-    return whole
-
-
-def _measured(
-    blocks: list[list[da.Array]], scheduler: str | None
-) -> tuple[list[tuple[np.ndarray, ...]], dict[str, Any]]:
-    """Compute blocks in this process, and return them and the fields of :class:`Pilot`."""
-    memory, results, seconds, held = psutil.Process().memory_info, [], [], []
+def _measured(blocks: list[list[da.Array]], scheduler: str | None) -> dict[str, Any]:
+    """Compute blocks in this process, and return the measured fields of :class:`Pilot`."""
+    memory, seconds, held = psutil.Process().memory_info, [], []
     most, is_done = 0, threading.Event()
 
     def watch() -> None:
@@ -473,7 +434,7 @@ def _measured(
     try:
         for block in blocks:
             start = time.perf_counter()
-            results.append(dask.compute(*block, scheduler=scheduler, num_workers=1))
+            feature, *_ = dask.compute(*block, scheduler=scheduler, num_workers=1)
             seconds.append(time.perf_counter() - start)
             # glibc keeps freed memory for the next task, which must not count twice.
             with suppress(AttributeError, OSError):
@@ -482,12 +443,12 @@ def _measured(
     finally:
         is_done.set()
         watcher.join()
-    phi = results[0][0][:, :, 0]
+    phi = feature[:, :, 0]
     start = time.perf_counter()
     np.matmul(phi.T, phi)
-    return results if scheduler is None else [], {  # too large to be sent by a worker
+    return {
         "first_s": seconds[0],
-        "block_s": seconds[-1],
+        "block_s": seconds[1],
         "gram_s": time.perf_counter() - start,
         "process_bytes": held[0],
         "task_bytes": max(most - held[0], 0),
