@@ -159,7 +159,7 @@ class Counted(nn.Sequential):
         return super().forward(x) + torch.ones(50_000_000 * bool(x.any())).sum() * 0
 
 
-@pytest.mark.parametrize("n_samples", [8, 20])
+@pytest.mark.parametrize("n_samples", [8, 40])
 def test_plan__pilot_computes_two_blocks(n_samples: int) -> None:
     x, label = np.zeros((n_samples, 6), "f4"), np.arange(n_samples) % 3
     x[0] = 1
@@ -167,12 +167,9 @@ def test_plan__pilot_computes_two_blocks(n_samples: int) -> None:
     states = {f"c{i}": Counted(nn.Linear(6, 3)).state_dict() for i in range(2)}
     model = td.Model(lambda: Counted(nn.Linear(6, 3)), states, task="image_classification")
     lazy = td.featurize(samples, model, projector=OWN, gradients="loop", batch_size=8)
-    lazy.isel(sample=slice(8), checkpoint=[0]).compute(scheduler="sync")  # gradients are checked
     before = Counted.n_samples
-    lazy.isel(sample=slice(8), checkpoint=[1]).compute(scheduler="sync")
-    of_a_block, before = Counted.n_samples - before, Counted.n_samples
     found = plan(lazy, pilot=True)
-    assert Counted.n_samples - before == pytest.approx(2 * of_a_block, rel=0.1)
+    assert 2 * 8 <= Counted.n_samples - before <= 4 * 8  # some more check the gradients
     assert 2e8 < found.pilot.task_bytes < 4e8
     assert found.memory_bytes(3) - found.memory_bytes(1) == 2 * found.pilot.task_bytes
 
