@@ -314,7 +314,6 @@ def test_info_verify_export__of_a_store(job: Path, run: Run) -> None:
         ("featurize.model=x", "'model'"),
         ("save.stor=x", "'stor'"),
         ("stores.train=null", "stores.train"),
-        ("cluster.n_workers=-1", "got -1"),
         ("cluster.workers=2", "'workers'"),
         ("top_k.where=label ==", "label =="),
         ("outputs.top_k=top.csv", "'top.csv'"),

@@ -77,7 +77,9 @@ def plan(
 def featurize(file: File, settings: Settings = None, debug: Debug = False) -> None:
     """Compute the features of training samples and targets that their stores lack."""
     with _job(file, settings, debug) as values:
-        for name, features in cli.jobs.saved(values).items():
+        names = [name for name in ("data", "targets") if name in values or name == "data"]
+        both = cli.jobs.described_or_stored(values, names)
+        for name, features in cli.jobs.saved(values, both).items():
             output.print(cli.tables.summary(features, f"features of {name}"))
 
 

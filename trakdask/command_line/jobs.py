@@ -25,7 +25,7 @@ from distributed import Client
 import trakdask as td
 from trakdask import projection
 from trakdask.attribution import estimators
-from trakdask.checks import import_callable, require_choice, require_integer
+from trakdask.checks import import_callable, require_choice
 from trakdask.command_line.configuration import (
     Configuration,
     ConfigurationError,
@@ -36,12 +36,15 @@ from trakdask.command_line.configuration import (
     section,
 )
 from trakdask.export import require_replaceable
+from trakdask.files import Folder
 from trakdask.fits.components import WIDE
 from trakdask.projection.fitted import Components, Fitted
 from trakdask.provenance import as_text
 
-_PROJECTORS = ("SJLT", "Rademacher", "Mask", "Kronecker", "FastJL", "Identity")
-
+_PROJECTORS = {
+    kind: getattr(projection, kind)
+    for kind in ("SJLT", "Rademacher", "Mask", "Kronecker", "FastJL", "Identity")
+}
 _FIT = "fit"
 """The kind of a projector that is fitted to the training samples."""
 _OF_FITS = ("gradients", "batch_size", "dtype", "device")
@@ -54,8 +57,10 @@ _STORES = {"data": "train", "targets": "targets"}
 _OF_FILES = ("table", "csv", "arrays")
 """Kinds of samples that come from files, which are read without running anything."""
 
-_COUNTS = ("n_workers", "threads_per_worker")
-_CLUSTER = (*_COUNTS, "memory_limit", "local_directory", "dashboard_address")
+_CLUSTER = (
+    *("n_workers", "threads_per_worker", "memory_limit"),
+    *("local_directory", "dashboard_address"),
+)
 """Options of a cluster on this machine; the client of another knows its own."""
 
 _OF_ESTIMATORS = ("power", "damping", "learning_rates")
@@ -83,13 +88,11 @@ def running(configuration: Configuration) -> Iterator[None]:
 def _client(options: dict[str, Any]) -> Client:
     if "address" in options:
         return Client(**{"timeout": 30, **options})
-    for name, value in options.items():  # Dask would wait for workers that never start
+    for name in options:  # Dask would wait for workers that never start
         require_choice("a key", name, _CLUSTER, remedy="try n_workers: 2")
-        if name in _COUNTS and value is not None:
-            require_integer(name, value, 1, remedy=f"try {name}: 2")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Port .* is already in use")
-        # Logs are those of connections that end with the workers.
+        # The only logs would be of connections that end with the workers.
         return Client(processes=True, silence_logs=logging.CRITICAL, **options)
 
 
@@ -132,12 +135,11 @@ def _projector(
     described = section(configuration, "projector")
     if not described:
         return None
-    kinds = {kind: getattr(projection, kind) for kind in _PROJECTORS}
     if described.get("kind") != _FIT:
-        return _of_kind(described, {_FIT: td.fit, **kinds})
+        return _of_kind(described, {_FIT: td.fit, **_PROJECTORS})
     del described["kind"]
     if isinstance(sketch := described.get("sketch"), dict):
-        described["sketch"] = _of_kind(dict(sketch), kinds)
+        described["sketch"] = _of_kind(dict(sketch), _PROJECTORS)
     if not fits:
         return described.get("sketch", WIDE)
     options: dict[str, Any] = {"store": section(configuration, "stores")["train"], **described}
@@ -167,45 +169,41 @@ def _model(options: dict[str, Any]) -> td.Model:
     return td.Model(**options)
 
 
-def saved(
-    configuration: Configuration, check: Callable[..., object] | None = None
+def described_or_stored(
+    configuration: Configuration, names: Iterable[str] = _STORES
 ) -> dict[str, xr.Dataset]:
-    """Return the stored features of training samples and targets, after computing what is missing.
+    """Return the lazy features of training samples and targets, before anything is computed.
 
-    Parameters
-    ----------
-    configuration
-        Where it has no section of samples, the store of that name is opened as it is.
-    check
-        Called with the lazy features of both, before anything is computed.
+    Where there is no section of samples, the store of that name is opened as it is.
     """
     options, stores = section(configuration, "save"), section(configuration, "stores")
     with about("save"):
         others = {name: v for name, v in options.items() if name not in _OF_ESTIMATORS}
         inspect.signature(td.save).bind("features", "store", **others)
-    described = [name for name in _STORES if name in configuration]
     both: dict[str, xr.Dataset] = {}
-    like = None
-    if "data" not in described and section(configuration, "projector").get("kind") == _FIT:
-        like = td.open(stores["train"], storage_options=options.get("storage_options"))
-    for name in _STORES if check else described:
+    for name in names:
         store: Any = stores.get(_STORES[name])
         with about(f"stores.{_STORES[name]}"):
-            if name in described:
+            if name in configuration:
                 require_not_kept_by_others(store)
-                both[name] = features(configuration, name, both.get("data", like))
+                both[name] = features(configuration, name, both.get("data"))
             else:
                 both[name] = td.open(store, storage_options=options.get("storage_options"))
-    if check is not None:
-        check(**both)
-    for name in described:
-        store = stores[_STORES[name]]
-        of_store = with_estimator(options, both[name])
-        if name == "targets":
-            of_store["estimator"] = None
-        both[name] = td.save(both[name], store, **of_store)
-        keep(configuration, store)
     return both
+
+
+def saved(configuration: Configuration, both: Mapping[str, xr.Dataset]) -> dict[str, xr.Dataset]:
+    """Store the features that sections of samples describe, and return those of both stores."""
+    options, stores = section(configuration, "save"), section(configuration, "stores")
+    results = dict(both)
+    for name, lazy in both.items():
+        if name in configuration:
+            of_store = with_estimator(options, lazy)
+            if name == "targets":
+                of_store["estimator"] = None
+            results[name] = td.save(lazy, stores[_STORES[name]], **of_store)
+            keep(configuration, stores[_STORES[name]])
+    return results
 
 
 def explored(
@@ -216,7 +214,7 @@ def explored(
     Computes the features that are missing. Samples are those that a text names, see :func:`named`,
     or else those of the configuration or, for a store, of the job that wrote it.
     """
-    stored = saved(configuration, check=lambda data, targets: None)
+    stored = saved(configuration, described_or_stored(configuration))
     stores = section(configuration, "stores")
     storage_options = section(configuration, "save").get("storage_options")
     contents: tuple[xr.Dataset | None, ...]
@@ -289,9 +287,9 @@ def result(configuration: Configuration, name: str) -> tuple[Any, str | None]:
     The result, lazy where it may not fit in memory, and its path, if it was written.
     """
     path = _output(configuration, name)
-    lazy = functools.partial(_lazy_result, name, configuration)
-    stored = saved(configuration, check=lazy)
-    result = lazy(**stored)
+    both = described_or_stored(configuration)
+    _lazy_result(name, configuration, **both)  # raises errors before anything is computed
+    result = _lazy_result(name, configuration, **saved(configuration, both))
     if name != "score" and result.nbytes < _IN_MEMORY:
         result = result.compute()
     if path is not None:
@@ -348,32 +346,27 @@ def export(result: str, path: str) -> None:
         _require_ending(path, (".csv",) if is_table else (".csv", ".parquet", ".nc"))
         if not path.endswith(".parquet") and os.path.exists(path):
             raise FileExistsError(f"expected a new file, got {path!r}, which exists")
-    if is_table:
-        return _to_csv(opened, path)
-    data = opened["score"] if list(opened.data_vars) == ["score"] else opened
-    data = data.assign_attrs(opened.attrs)
+    data = opened
+    if not is_table:
+        data = opened["score"] if list(opened.data_vars) == ["score"] else opened
+        data = data.assign_attrs(opened.attrs)
     if path.endswith(".parquet"):
         return td.to_parquet(data, path)
-    if path.endswith(".csv"):
-        with TemporaryDirectory() as folder:
-            td.to_parquet(data, table := f"{folder}/table.parquet")
-            return _to_csv(_parquet(table), path)
-    data.to_netcdf(f"{path}.unfinished")
-    os.rename(f"{path}.unfinished", path)
+    parent, name = os.path.split(os.path.abspath(path))
+    with Folder(parent).writing(name) as file, TemporaryDirectory() as folder:
+        if path.endswith(".nc"):
+            return data.to_netcdf(file.name)
+        if not is_table:
+            td.to_parquet(data, f"{folder}/table.parquet")
+            data = _parquet(f"{folder}/table.parquet")
+        for number, rows in enumerate(data.to_batches()):  # some rows at a time
+            rows.to_pandas().to_csv(file, index=False, header=number == 0)
 
 
 def _parquet(result: str) -> Any:
     """Open all files of a folder, or of a URL, as one table."""
     system, folder = fsspec.core.url_to_fs(result)
     return pyarrow.dataset.dataset(folder, filesystem=system)
-
-
-def _to_csv(table: Any, path: str) -> None:
-    """Write a table as text, some rows at a time."""
-    with open(f"{path}.unfinished", "w", encoding="utf-8", newline="") as file:
-        for number, rows in enumerate(table.to_batches()):
-            rows.to_pandas().to_csv(file, index=False, header=number == 0)
-    os.rename(f"{path}.unfinished", path)
 
 
 # --------------------------------------------------------------------------------------- samples
@@ -452,11 +445,11 @@ def _read_csv(path: str, numbers: Iterable[str] = ()) -> pd.DataFrame:
             if name not in rows:
                 raise ValueError(f"expected a column {name!r}, got {list(rows)}; try one of them")
             values = pd.to_numeric(rows[name], errors="coerce")
-            if len(bad := np.flatnonzero(values.isna())):
+            if values.isna().any():
+                row = int(values.isna().argmax())
                 raise ValueError(
                     f"expected a number in every row of column {name!r}, got "
-                    f"{rows[name][bad[0]]!s:.40} in row {bad[0] + 1}; try to correct the file, or "
-                    "to leave such rows out"
+                    f"{rows[name][row]!s:.40} in row {row + 1}; try to leave such rows out"
                 )
             rows[name] = values
     except ValueError as err:
