@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -16,9 +15,7 @@ from scipy import special
 from trakdask.arrays.blocks import blockwise, whole_columns
 
 Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 Codes = NDArray[np.signedinteger[Any]]
-Statistics = Callable[[Floats, Bools], Floats]
 
 
 # ------------------------------------------------------------ rank correlations of many targets
@@ -77,12 +74,6 @@ def correlation(a: Floats, b: Floats, counts: Floats) -> Floats:
         return np.asarray(covariance / np.sqrt(variances[0] * variances[1]))
 
 
-def lds(truth: Ranking, predicted: Sequence[Ranking], counts: Floats) -> Floats:
-    """Return the Spearman correlations of the truth with each prediction, (prediction, target)."""
-    reference = truth.centred(counts)
-    return np.stack([correlation(reference, r.centred(counts), counts) for r in predicted])
-
-
 def between_seeds(seeds: Sequence[Ranking], counts: Floats) -> Floats:
     """Return the mean Spearman correlation over pairs of seeds, (target,); NaN for one seed."""
     ranks = [ranking.centred(counts) for ranking in seeds]
@@ -92,32 +83,20 @@ def between_seeds(seeds: Sequence[Ranking], counts: Floats) -> Floats:
     return np.asarray(np.mean([correlation(b, a, counts) for a, b in pairs], axis=0))
 
 
-def reliability(between: Floats, n_seeds: int | Floats) -> Floats:
-    """Return the correlation of a mean of k = ``n_seeds`` models with that of k other ones.
-
-    By the Spearman-Brown formula k r / (1 + (k - 1) r), where r is the correlation between single
-    models. A negative r is treated as 0.
-
-    Examples
-    --------
-    >>> reliability(np.array([1.0, 0.5, -0.1]), 2).round(3).tolist()
-    [1.0, 0.667, 0.0]
-    """
-    clipped = np.clip(between, 0, 1)
-    return np.asarray(n_seeds * clipped / (1 + (n_seeds - 1) * clipped))
-
-
 def ceiling(between: Floats, n_seeds: int) -> Floats:
     """Return the Spearman correlation of a perfect prediction with a mean of noisy models.
 
-    The correlation of the mean with its own expectation is the square root of its reliability.
+    By the Spearman-Brown formula, means of k = ``n_seeds`` models correlate by k r / (1 + (k - 1)
+    r), where r is the correlation between single models. The correlation of such a mean with its
+    own expectation is the square root of that. A negative r is treated as 0.
 
     Examples
     --------
     >>> ceiling(np.array([1.0, 0.5, -0.1]), 2).round(3).tolist()
     [1.0, 0.816, 0.0]
     """
-    return np.asarray(np.sqrt(reliability(between, n_seeds)))
+    clipped = np.clip(between, 0, 1)
+    return np.asarray(np.sqrt(n_seeds * clipped / (1 + (n_seeds - 1) * clipped)))
 
 
 def mean_without_nan(values: Floats) -> Floats:
@@ -160,8 +139,9 @@ def statistics(
     truth: Ranking, predicted: Sequence[Ranking], seeds: Sequence[Ranking], counts: Floats
 ) -> Floats:
     """Return the LDS of each prediction and, last, the ceiling, (prediction + 1, target)."""
-    reached = ceiling(between_seeds(seeds, counts), len(seeds))
-    return np.vstack([lds(truth, predicted, counts), reached])
+    reference = truth.centred(counts)
+    lds = [correlation(reference, r.centred(counts), counts) for r in predicted]
+    return np.stack([*lds, ceiling(between_seeds(seeds, counts), len(seeds))])
 
 
 def bootstrap(
@@ -251,63 +231,49 @@ def class_ranks(
 
     Returns
     -------
-    (target, ..., 2 + 2 × counts) float64, lazy: the area under the ROC curve, the reciprocal rank,
-    then the precision at each k, then the recall at each k. NaN where no sample, or every sample,
-    is of the target's class.
+    (target, ..., 1 + counts) float64, lazy: the area under the ROC curve, then the precision at
+    each k. NaN where no sample, or every sample, is of the target's class.
 
     Notes
     -----
-    Equal scores count half in the area. Elsewhere samples of other classes rank first among equal
-    scores, so that nothing depends on the order of the samples.
+    Equal scores count half in the area. In the precision samples of other classes rank first among
+    equal scores, so that nothing depends on the order of the samples.
 
     Examples
     --------
     >>> score = da.from_array(np.array([[3.0], [2.0], [1.0]]))
     >>> of_samples, of_targets = np.array([[0, 0], [1, 0], [1, 0]]), np.array([[1, 0]])
     >>> class_ranks(score, of_samples, of_targets, [2]).compute().tolist()
-    [[0.0, 0.5, 0.5, 0.5]]
+    [[0.0, 0.5]]
     """
-    function = functools.partial(_class_ranks, counts=tuple(counts))
-    return _per_column(score, codes, target_codes, function, 2 + 2 * len(counts))
-
-
-def _per_column(
-    score: da.Array, codes: Codes, target_codes: Codes, function: Statistics, n_results: int
-) -> da.Array:
-    """Return the results of each column's candidates, (target, ..., result)."""
     columns, more = whole_columns(score), "xyz"[: score.ndim - 2]
     of_targets = da.from_array(target_codes, chunks=(columns.chunks[1], 2))
     return blockwise(
-        _of_block, f"t{more}r",
+        _class_ranks, f"t{more}r",
         columns, f"st{more}", da.from_array(codes, chunks=-1), "sp", of_targets, "tp",
-        new_axes={"r": n_results}, concatenate=True, name="ranks-of-class", dtype=np.float64,
-        statistics=function, n_results=n_results,
+        new_axes={"r": 1 + len(counts)}, concatenate=True, name="ranks-of-class", dtype=np.float64,
+        counts=tuple(counts),
     )  # fmt: skip
 
 
-def _of_block(
-    score: Floats, codes: Codes, target_codes: Codes, *, statistics: Statistics, n_results: int
+def _class_ranks(
+    score: Floats, codes: Codes, target_codes: Codes, *, counts: tuple[int, ...]
 ) -> Floats:
-    results = np.full((*score.shape[1:], n_results), np.nan)
-    for t, (own_class, own_group) in enumerate(target_codes):
-        candidates, relevant = codes[:, 1] == own_group, codes[:, 0] == own_class
-        for entry in np.ndindex(score.shape[2:]):
-            column = score[(slice(None), t, *entry)]
-            ranked = candidates & ~np.isnan(column)
-            if relevant[ranked].any() and not relevant[ranked].all():
-                results[(t, *entry)] = statistics(column[ranked], relevant[ranked])
-    return results
-
-
-def _class_ranks(values: Floats, relevant: Bools, *, counts: tuple[int, ...]) -> Floats:
     from scipy.stats import rankdata  # takes a second to import, and only evaluation needs it
 
-    n, n_relevant, k = len(values), int(relevant.sum()), np.array(counts)
-    above = rankdata(values)[relevant].sum() - n_relevant * (n_relevant + 1) / 2
-    hits = np.cumsum(relevant[np.lexsort((relevant, -values))])
-    hits_in_top = hits[np.minimum(k, n) - 1]
-    area, first = above / (n_relevant * (n - n_relevant)), 1 / (np.argmax(hits > 0) + 1)
-    return np.array([area, first, *(hits_in_top / k), *(hits_in_top / n_relevant)])
+    k, results = np.array(counts), np.full((*score.shape[1:], 1 + len(counts)), np.nan)
+    for t, (target_class, target_group) in enumerate(target_codes):
+        for entry in np.ndindex(score.shape[2:]):
+            values = score[(slice(None), t, *entry)]
+            is_ranked = (codes[:, 1] == target_group) & ~np.isnan(values)
+            values, relevant = values[is_ranked], codes[is_ranked, 0] == target_class
+            n, n_relevant = len(values), int(relevant.sum())
+            if 0 < n_relevant < n:
+                above = rankdata(values)[relevant].sum() - n_relevant * (n_relevant + 1) / 2
+                hits = np.cumsum(relevant[np.lexsort((relevant, -values))])
+                area = above / (n_relevant * (n - n_relevant))
+                results[(t, *entry)] = [area, *(hits[np.minimum(k, n) - 1] / k)]
+    return results
 
 
 # ---------------------------------------------------------------------------- intervals

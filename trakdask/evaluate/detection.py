@@ -1,8 +1,8 @@
-"""Whether scores find what is known: samples of the target's class, its mark, or wrong labels."""
+"""Whether scores find what is known: samples of the target's class, or wrong labels."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,7 @@ def class_detection(
         ranked. With ``by="subclass", within="label"``, scores that merely separate the classes do
         not look good.
     ks
-        Numbers of top samples, k, for precision and recall.
+        Numbers of top samples, k, for the precision.
     resamples, seed, confidence
         Of the bootstrap over targets that makes the intervals.
 
@@ -64,13 +64,11 @@ def class_detection(
 
     - ``auc`` (target): the probability that a sample of the target's class has a higher score than
       another one; 0.5 by chance;
-    - ``reciprocal_rank`` (target): 1 / rank of the first sample of the class;
     - ``precision`` (target, k): share of the top k that is of the class; at k = 1 it is 1 or 0;
-    - ``recall`` (target, k): share of the class that is in the top k;
     - ``chance`` (target): share of the ranked samples that is of the class, which is the precision
       of a random order;
-    - ``auc_mean``, ``reciprocal_rank_mean``, ``precision_mean`` (k), ``recall_mean`` (k): means
-      over targets, with ``auc_interval`` (bound), and so on.
+    - ``auc_mean`` with ``auc_interval`` (bound), ``precision_mean`` (k) with
+      ``precision_interval`` (bound, k): means over targets.
 
     Raises
     ------
@@ -99,8 +97,7 @@ def class_detection(
     References
     ----------
     Hanawa et al. 2021, "Evaluation of similarity-based explanations" (the class and the subclass of
-    the top sample); Kwon et al. 2024, "DataInf" (area under the ROC curve, and recall with k the
-    number of samples of a class). Quanda (Bareeva et al. 2024) calls these class detection and
+    the top sample); Kwon et al. 2024, "DataInf" (area under the ROC curve). Quanda (Bareeva et al. 2024) calls these class detection and
     subclass detection.
 
     Examples
@@ -122,9 +119,17 @@ def class_detection(
     chance = _class_shares(codes, target_codes, by)
     values = arrays.evaluation.class_ranks(lazy_data(scores), codes, target_codes, counts)
     options = require_bootstrap(resamples, seed, confidence)
+    more = scores.dims[2:]
+    auc = "probability that a sample of the target's class has the higher score"
+    precision = "share of the top k that is of the target's class"
     result = lazy_results(
-        _detected, values, chance, len(counts), options, of=scores,
-        variables=_detection_variables(scores.dims[2:]), labels={"k": counts},
+        _detected, values, chance, options, of=scores,
+        variables={
+            "chance": ((TARGET,), "share of the ranked samples that is of the target's class"),
+            **described_with_mean("auc", auc, more, "auc_interval"),
+            **described_with_mean("precision", precision, ("k", *more), "precision_interval"),
+        },
+        labels={"k": counts},
     )  # fmt: skip
     return result.assign_attrs(by=by, within=within or "")
 
@@ -164,29 +169,16 @@ def _class_shares(of_samples: Codes, of_targets: Codes, by: str) -> Floats:
     return np.asarray(n_relevant / np.maximum(n_ranked, 1))
 
 
-def _detection_variables(more: tuple[Hashable, ...]) -> dict[str, Any]:
-    random = "share of the ranked samples that is of the target's class"
-    variables: dict[str, Any] = {"chance": ((TARGET,), random)}
-    for name, dims, description in (
-        ("auc", more, "probability that a sample of the target's class has the higher score"),
-        ("reciprocal_rank", more, "1 / rank of the first sample of the target's class"),
-        ("precision", ("k", *more), "share of the top k that is of the target's class"),
-        ("recall", ("k", *more), "share of the target's class that is in the top k"),
-    ):
-        variables |= described_with_mean(name, description, dims, f"{name}_interval")
-    return variables
-
-
 def _detected(
-    values: np.ndarray, chance: np.ndarray, n_counts: int, options: dict[str, Any]
+    values: np.ndarray, chance: np.ndarray, options: dict[str, Any]
 ) -> dict[str, np.ndarray]:
-    """Compute all results of values (target, ..., statistic)."""
-    parts: dict[str, Any] = {"auc": 0, "reciprocal_rank": 1}
-    parts |= {"precision": slice(2, 2 + n_counts), "recall": slice(2 + n_counts, None)}
-    results, statistics = {"chance": chance}, np.moveaxis(values, -1, 1)
-    for name, part in parts.items():
-        results |= with_mean(name, statistics[:, part], options, f"{name}_interval")
-    return results
+    """Compute all results of values (target, ..., statistic): the area, and the precisions."""
+    auc, precision = values[..., 0], np.moveaxis(values[..., 1:], -1, 1)
+    return {
+        "chance": chance,
+        **with_mean("auc", auc, options, "auc_interval"),
+        **with_mean("precision", precision, options, "precision_interval"),
+    }
 
 
 def mislabelled_auc(

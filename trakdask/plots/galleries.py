@@ -155,9 +155,7 @@ def _grid(n_rows: int, n_shown: int, n_lines: int, notes: str) -> tuple[Figure, 
     widths = [1.25, 0.2, *[1] * n_shown, 0.2, *[1] * n_shown]
     width, gap = _IMAGE_IN * sum(widths) * 1.06, _LINE_IN * n_lines + 0.12
     notes = textwrap.fill(notes, int(width * _CHARACTERS_PER_IN))
-    headings = _headings(n_shown)
-    head_lines = max(text.count("\n") + 1 for text in headings)
-    head = 0.08 + _LINE_IN * (notes.count("\n") + 1) + 0.18 * head_lines + 0.06
+    head = 0.32 + _LINE_IN * (notes.count("\n") + 1)
     height = head + n_rows * (_IMAGE_IN + gap) + 0.08
     figure = new_figure(width, height)
     grid = {"width_ratios": widths, "left": 0.02, "right": 0.98, "bottom": 0.08 / height}
@@ -167,21 +165,14 @@ def _grid(n_rows: int, n_shown: int, n_lines: int, notes: str) -> tuple[Figure, 
         ax.set_axis_off()
     figure.text(0.02, 1 - 0.05 / height, notes, va="top", fontsize=8, color="0.35")
     columns = ((0, 0), (2, 1 + n_shown), (3 + n_shown, 2 + 2 * n_shown))
-    for (first, last), text, color in zip(columns, headings, (BLUE, GREEN, RED), strict=True):
+    headings = ("target", BLUE), ("helpful", GREEN), ("harmful", RED)
+    for (first, last), (text, color) in zip(columns, headings, strict=True):
         x = (axes[0, first].get_position().x0 + axes[0, last].get_position().x1) / 2
         figure.text(
             x, 1 - head / height, text, ha="center", va="bottom", fontsize=10, color=color,
             weight="bold",
         )  # fmt: skip
     return figure, axes
-
-
-def _headings(n_shown: int) -> tuple[str, str, str]:
-    """Return headings that are no wider than the images below them."""
-    if n_shown == 1:
-        return "target", "most\nhelpful", "most\nharmful"
-    samples = " training samples" if n_shown > 2 else ""
-    return "target", f"most helpful{samples}", f"most harmful{samples}"
 
 
 def as_colours(images: Sequence[Array | xr.DataArray], normalize: Normalize | None) -> list[Array]:
