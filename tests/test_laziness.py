@@ -52,11 +52,6 @@ def train(positions: np.ndarray, seed: int) -> np.ndarray:
     raise AssertionError("a model was trained")
 
 
-def marked_scores() -> xr.DataArray:
-    marks = {"marked": ("sample", LABEL_IS_WRONG), "target_marked": ("target", [True] * 10)}
-    return td.score(FEATURES, TARGETS).assign_coords(marks)
-
-
 LABEL_IS_WRONG = np.arange(40) % 4 == 0
 FEATURES = simulate_features(n_samples=40, proj_dim=8, chunks=16)
 TARGETS = simulate_features(n_samples=10, proj_dim=8, chunks=16, seed=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -86,19 +85,6 @@ def test_tests__wait_for_conditions() -> None:
         and "benchmarks" not in path.parts
     }
     assert sleeping <= SLEEPS
-
-
-def test_ci_run__is_the_test_command() -> None:
-    script = ROOT / ".ci" / "run"
-    assert os.access(script, os.X_OK)
-    assert re.search(r"^exec make test\b", script.read_text("utf-8"), flags=re.MULTILINE)
-
-
-def test_constraints__pin_exact_public_versions() -> None:
-    pins = pinned()
-    assert pins
-    bad = {k: v for k, v in pins.items() if not re.fullmatch(r"\d[0-9a-z.]*", v)}
-    assert bad == {}
 
 
 def test_constraints__pin_everything_the_two_commands_install() -> None:

@@ -71,7 +71,6 @@ def main() -> None:
         shown = [int(i) for i in np.argsort(margins)[:6]]
         _print_rankings(ends, shown, target_features)
         _print_queries(scores, shown)
-        _print_groups(features, target_features, shown)
         written = _export(scores, ends, samples, shown)
         written.append(_draw_suspicious(suspicion, samples[0]))
     _print_measured(written, time.perf_counter() - started)
@@ -162,17 +161,6 @@ def _print_queries(scores: xr.DataArray, shown: list[int]) -> None:
     title = f"Queries by metadata, target {target} (a {label}); score in 1e{unit}"
     rows = [(text, _ranked(top.isel(target=0), unit)) for text, top in rankings.items()]
     _print_table(title, ("where", f"top {SHOWN}: digit score"), rows)
-
-
-def _print_groups(features: xr.Dataset, targets: xr.Dataset, shown: list[int]) -> None:
-    some = targets.isel(sample=shown)
-    groups = td.group_score(features, some, by="label").compute()
-    unit = td.plots.power_of_ten(groups)
-    title = f"Sum of scores by class of the training digits (group_score), in 1e{unit}"
-    names = [f"{target} (a {int(groups.target_label[i])})" for i, target in enumerate(shown)]
-    sums = groups.transpose("target", "label").values / 10.0**unit
-    rows = [(name, *(f"{x:+.1f}" for x in row)) for name, row in zip(names, sums, strict=True)]
-    _print_table(title, ("target", *(f"{label}s" for label in groups.label.values)), rows)
 
 
 def _export(

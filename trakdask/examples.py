@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -221,17 +220,16 @@ def digits_checkpoints(
 
     Notes
     -----
-    The file names contain the settings and a digest of the architecture, and a file appears only
-    when it is complete, so a second call with the same settings trains nothing.
+    The file names contain the name of ``build`` and the settings, and a file appears only when it
+    is complete, so a second call with the same settings trains nothing.
     """
     n_checkpoints = require_integer("n_checkpoints", n_checkpoints, 1, remedy="try n_checkpoints=3")
     train, _ = load(n_target=n_target, seed=seed)
     images, labels = train.image.values, train.label.values
-    architecture = _architecture(build)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     name = getattr(build, "__name__", type(build).__name__).strip("<>")
-    settings = f"{name}-{architecture}-e{epochs}-b{batch_size}-lr{lr:g}-t{n_target}-s{seed}"
+    settings = f"{name}-e{epochs}-b{batch_size}-lr{lr:g}-t{n_target}-s{seed}"
     paths = [folder / f"{settings}-c{index}.pt" for index in range(n_checkpoints)]
     for index, path in enumerate(paths):
         if not path.exists():
@@ -404,13 +402,6 @@ def _split(labels: Labels, n_target: int, seed: int) -> tuple[NDArray[np.int64],
     is_target = np.zeros(labels.size, dtype=bool)
     is_target[np.argsort(quantile, kind="stable")[:n_target]] = True
     return order[~is_target], order[is_target]
-
-
-def _architecture(build: Callable[[], nn.Module]) -> str:
-    with torch.random.fork_rng(devices=[]):
-        model = build()
-    shapes = [(name, tuple(tensor.shape)) for name, tensor in model.state_dict().items()]
-    return hashlib.sha256(f"{model}{shapes}".encode()).hexdigest()[:8]
 
 
 def _fit(

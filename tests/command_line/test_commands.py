@@ -146,6 +146,8 @@ def test_every_command__of_one_job(job: Path, run: Run) -> None:
         printed[command] = done.output
     assert "60 samples" in printed["plan"]
     assert "Rademacher(proj_dim=8" in printed["plan"]
+    other = run("plan", job, "--set", "projector={kind: Mask, keep: 9, then: {kind: Identity}}")
+    assert "Mask(keep=9, then=Identity(" in other.output
     assert "[c1]" in printed["featurize"]
     scores = score_of(folder)
     np.testing.assert_array_equal(xr.open_zarr(folder / "scores.zarr").score, scores)
@@ -194,14 +196,10 @@ def test_plan__fits_nothing(job: Path, run: Run) -> None:
     assert not list(job.parent.glob("*.zarr*"))
 
 
-def test_plan__projector_of_two(job: Path, run: Run) -> None:
-    done = run("plan", job, "--set", "projector={kind: Mask, keep: 9, then: {kind: Identity}}")
-    assert "Mask(keep=9, then=Identity(" in done.output
-
-
 def test_top_k__where_and_settings(job: Path, run: Run) -> None:
     where = 'source == "web" and row < 30'
-    done = run("top-k", job, "--set", f"top_k.where='{where}'", "--set", "top_k.k=2")
+    settings = f"top_k.where='{where}'", "top_k.k=2", "projector=null"
+    done = run("top-k", job, *(f"--set={setting}" for setting in settings))
     assert done.exit_code == 0, done.output
     table = pd.read_parquet(job.parent / "top.parquet")
     assert len(table) == 6 * 2
@@ -209,6 +207,7 @@ def test_top_k__where_and_settings(job: Path, run: Run) -> None:
     assert table.row.max() < 30
     kept = yaml.safe_load((job.parent / "top.parquet.yaml").read_text())
     assert kept["top_k"] == {"k": 2, "where": where}
+    assert "projector" not in kept
     (job.parent / "top.parquet.yaml").rename(job.parent.parent / "elsewhere.yaml")
     again = run("top-k", job.parent.parent / "elsewhere.yaml")
     assert again.output == done.output
@@ -260,11 +259,6 @@ def test_featurize__damaged_csv_is_named(
     done = featurize_csv(job, run, TEXT, text)
     refused(job, done, words)
     assert f"in data: {job.parent}/p1.csv: " in done.output
-
-
-def test_featurize__damaged_metadata_are_named(job: Path, run: Run) -> None:
-    (job.parent / "samples.csv").write_text('source,row\n"a,b\n')
-    refused(job, run("featurize", job), "in data: samples.csv: ")
 
 
 def test_info_verify_export__of_a_store(job: Path, run: Run) -> None:
@@ -323,10 +317,17 @@ def test_info_verify_export__of_a_store(job: Path, run: Run) -> None:
         ("projector={kind: fit, columns: 5}", "'columns'"),
         ("data={kind: torch, dataset: 'tiny:Samples'}", "'names'"),
         ("data=null", "train.zarr"),
+        ("groups.by=sources", "'sources'"),
+        ("groups.buy=source", "'buy'"),
+        ("data.coords=cut.csv", "in data: cut.csv: "),
     ],
 )
-def test_top_k__configuration_refused(job: Path, run: Run, setting: str, words: str) -> None:
-    refused(job, run("top-k", job, "--set", setting), words)
+def test_configuration__refused_before_anything_is_computed(
+    job: Path, run: Run, setting: str, words: str
+) -> None:
+    (job.parent / "cut.csv").write_text('source,row\n"a,b\n')
+    command = "groups" if setting.startswith("groups") else "top-k"
+    refused(job, run(command, job, "--set", setting), words)
 
 
 def refused(job: Path, done: Result, words: str) -> None:
@@ -335,27 +336,6 @@ def refused(job: Path, done: Result, words: str) -> None:
     assert words in done.output
     assert "Traceback" not in done.output
     assert not (job.parent / "train.zarr").exists()  # nothing was computed
-
-
-@pytest.mark.parametrize("text", ["", "# nothing", "- data", "train.zarr"])
-def test_top_k__file_without_sections_refused(job: Path, run: Run, text: str) -> None:
-    job.write_text(text)
-    refused(job, run("top-k", job), "trakdask init")
-
-
-def test_set__null_removes_a_section(job: Path, run: Run) -> None:
-    job.write_text(job.read_text().replace("projector: {kind: Rademacher, proj_dim: 8}", FIT))
-    removed = [f"--set={name}=null" for name in ("projector", "outputs")]
-    done = run("top-k", job, *removed)
-    assert done.exit_code == 0, done.output
-    kept = yaml.safe_load((job.parent / "train.zarr.yaml").read_text())
-    assert kept.keys() == {"folder", *yaml.safe_load(JOB)} - {"outputs", "projector"}
-    assert not (job.parent / "top.parquet").exists()
-
-
-def test_groups__names_are_checked_before_anything_is_computed(job: Path, run: Run) -> None:
-    refused(job, run("groups", job, "--set", "groups.by=sources"), "'sources'")
-    refused(job, run("groups", job, "--set", "groups.buy=source"), "'buy'")
 
 
 @pytest.mark.parametrize("name", ["train.zarr.yaml", "top.parquet.yaml", "top.parquet/notes.txt"])
@@ -389,6 +369,7 @@ def test_init__does_not_overwrite(tmp_path: Path, run: Run) -> None:
     path.write_text("mine")
     assert run("init", path).exit_code == 2
     assert path.read_text() == "mine"
+    assert isinstance(run("init", path, "--debug").exception, ConfigurationError)
 
 
 PAIR = """
@@ -536,33 +517,12 @@ def test_process__that_is_killed_is_resumed_by_the_same_line(
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_plan__debug_shows_the_traceback(run: Run) -> None:
-    assert isinstance(run("plan", "none.yaml", "--debug").exception, ConfigurationError)
-
-
 def test_import__loads_nothing_that_a_shell_would_wait_for(run_python, tmp_path: Path) -> None:
     code = (
         "import sys, trakdask.command_line.commands\n"
         "print([n for n in ('torch', 'dask', 'distributed') if n in sys.modules])"
     )
     assert run_python("-c", code, cwd=tmp_path).strip() == "[]"
-
-
-@pytest.mark.slow
-def test_process__example_does_the_job_of_the_demo(
-    tmp_path: Path, run_process: RunProcess, digits_folder: Path
-) -> None:
-    assert run_process("init").returncode == 0
-    arguments = f"{{n_checkpoints: 1, folder: '{digits_folder}'}}"
-    settings = ("projector.proj_dim=256", f"model.checkpoints.arguments={arguments}")
-    done = run_process("top-k", "trakdask.yaml", *(f"--set={each}" for each in settings))
-    assert done.returncode == 0, done.stderr
-    frame = pd.read_parquet(tmp_path / "top.parquet")
-    assert len(frame) == 200 * 5
-    best = frame[frame["rank"] == 0]
-    # Digits are helped by digits of their own class: a wrong sign or order would show here.
-    assert (best["label"] == best["target_label"]).mean() > 0.7
-    assert "Error" not in done.stderr + done.stdout
 
 
 def test_job__options_of_an_estimator_make_its_value() -> None:

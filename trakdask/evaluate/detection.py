@@ -97,8 +97,8 @@ def class_detection(
     References
     ----------
     Hanawa et al. 2021, "Evaluation of similarity-based explanations" (the class and the subclass of
-    the top sample); Kwon et al. 2024, "DataInf" (area under the ROC curve). Quanda (Bareeva et al. 2024) calls these class detection and
-    subclass detection.
+    the top sample); Kwon et al. 2024, "DataInf" (area under the ROC curve). Quanda (Bareeva et al.
+    2024) calls these class detection and subclass detection.
 
     Examples
     --------
