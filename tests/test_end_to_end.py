@@ -155,27 +155,20 @@ def given_features(chunks: int, projector, batch_size, gradients="vmap") -> xr.D
 
 
 @pytest.mark.parametrize("projector", [td.Identity(), td.Rademacher(proj_dim=77, seed=5)])
-def test_featurize__no_bit_depends_on_how_it_is_cut(projector) -> None:
+def test_featurize__no_bit_depends_on_how_it_is_cut_or_where(
+    projector, process_client: Client
+) -> None:
     names = ["feature", "output", "out_to_loss"]
-    with dask.config.set(scheduler="sync"):
-        reference = given_features(N_GIVEN, projector, N_GIVEN)[names].compute()
-    cuts = [(7, 3, "sync"), (16, 64, "threads"), (1, 1, "threads"), (30, "auto", "threads")]
+    reference = given_features(N_GIVEN, projector, N_GIVEN)[names].compute(scheduler="sync")
+    cuts = [(7, 3, "sync"), (16, 64, "threads"), (1, 1, "threads"), (30, "auto", process_client)]
     for chunks, batch_size, scheduler in cuts:
         with dask.config.set(scheduler=scheduler, num_workers=2):
             found = given_features(chunks, projector, batch_size)[names].compute()
         np.testing.assert_array_equal(found.feature, reference.feature)
         np.testing.assert_array_equal(found.out_to_loss, reference.out_to_loss)
         np.testing.assert_allclose(found.output, reference.output, rtol=1e-5, atol=1e-6)
-    looped = given_features(20, projector, 10, gradients="loop")[names].compute()
-    np.testing.assert_array_equal(looped.feature, reference.feature)
-
-
-def test_featurize__no_bit_depends_on_the_cluster(process_client: Client) -> None:
-    projector = td.Rademacher(proj_dim=77, seed=5)
-    with dask.config.set(scheduler="sync"):
-        reference = given_features(N_GIVEN, projector, N_GIVEN).feature.values
-    found = given_features(16, projector, 5).feature.compute()
-    np.testing.assert_array_equal(found, reference)
+    looped = given_features(20, projector, 10, gradients="loop").feature
+    np.testing.assert_array_equal(looped.compute(scheduler="sync"), reference.feature)
 
 
 def test_pipeline__same_scores_on_every_scheduler(

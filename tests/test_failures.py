@@ -52,8 +52,9 @@ def oracle(**options) -> xr.Dataset:
     return td.featurize(good, model(), **options)
 
 
-@pytest.mark.parametrize("gradients", ["hooks", "vmap", "loop"])
-@pytest.mark.parametrize("batch_size", ["auto", 1, 3])
+@pytest.mark.parametrize(
+    ("gradients", "batch_size"), [("hooks", "auto"), ("hooks", 3), ("vmap", 3), ("loop", 1)]
+)
 def test_featurize__failures_are_recorded_and_the_rest_is_right(
     gradients: str, batch_size: int | str
 ) -> None:
@@ -120,35 +121,29 @@ ESTIMATORS = [
 TARGETS = td.testing.simulate_features(60, 8, 3, seed=1)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda each: each.name)
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda estimator: estimator.name)
 def test_score__failed_samples_are_nan_and_the_others_right(estimator: Any) -> None:
     features, rest = partly_failed()
-    failed = (features.error != "").compute()
-    features = features.drop_vars("error").where(~failed.any("checkpoint"))
-    scores = td.score(features, TARGETS, estimator).compute()
+    failed = (features.error != "").any("checkpoint").compute()
+    # A sample that failed at one checkpoint has no score, but the other gram matrices keep it.
+    everywhere = features.drop_vars("error").where(~failed)
+    for some in (features, everywhere):
+        scores = td.score(some, TARGETS, estimator).compute()
+        assert np.isnan(scores[failed.values]).all()
+        assert np.isfinite(scores[~failed.values]).all()
+        groups = td.group_score(some, TARGETS, estimator, by="label")
+        np.testing.assert_allclose(groups, scores.groupby("label").sum(), rtol=1e-4, atol=1e-6)
     expected = td.score(rest, TARGETS, estimator)
-    bad = failed.any("checkpoint").values
-    assert np.isnan(scores[bad]).all()
-    np.testing.assert_allclose(scores[~bad], expected, rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(scores[~failed.values], expected, rtol=1e-4, atol=1e-7)
     top = td.top_k(scores, 57 - 2).compute()
-    assert not np.isin(top.position, np.flatnonzero(bad)).any()
-    groups = td.group_score(features, TARGETS, estimator, by="label")
-    np.testing.assert_allclose(groups, scores.groupby("label").sum(), rtol=1e-4, atol=1e-6)
+    assert not np.isin(top.position, np.flatnonzero(failed)).any()
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda each: each.name)
-def test_score__failure_at_one_checkpoint(estimator: Any) -> None:
-    """Such a sample has no score; the gram matrices of the other checkpoints keep it."""
+def test_gram__keeps_the_checkpoints_at_which_a_sample_did_not_fail() -> None:
     features, _ = partly_failed()
-    failed = (features.error != "").any("checkpoint").values
-    scores = td.score(features, TARGETS, estimator).compute()
-    assert (np.isnan(scores).all("target").values == failed).all()
-    assert np.isfinite(scores[~failed]).all()
-    groups = td.group_score(features, TARGETS, estimator, by="label")
-    np.testing.assert_allclose(groups, scores.groupby("label").sum(), rtol=1e-4, atol=1e-6)
-    gram = td.gram(features)
     known = features.feature.fillna(0).astype("f8").values
-    np.testing.assert_allclose(gram, np.einsum("spc,sqc->pqc", known, known), rtol=1e-4, atol=1e-4)
+    expected = np.einsum("spc,sqc->pqc", known, known)
+    np.testing.assert_allclose(td.gram(features), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_save__failures_are_a_coord_of_the_store(tmp_path: Path) -> None:

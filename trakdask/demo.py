@@ -9,9 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 import sys
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +36,16 @@ SHOWN = 5
 N_SUSPICIOUS = 30
 
 console = Console()
-seconds: dict[str, float] = {}
-"""How long each step took."""
 
 
 def main() -> None:
     """Train, attribute, query and export, on a local cluster of two processes."""
-    started = time.perf_counter()
     OUTPUT.mkdir(exist_ok=True)
-    seconds.clear()
     console.rule("trakdask demo")
-    with _timed("train (or load) 3 CNNs"):
-        network = model()
+    network = model()
     samples = examples.mnist(n_target=N_TARGETS)
     _print_accuracy(samples[1])
-    # What would be logged is that connections end with the workers.
+    # Dask would only log that connections end with the workers.
     quiet = {"dashboard_address": ":0", "silence_logs": logging.CRITICAL}
     with Client(n_workers=2, threads_per_worker=1, **quiet) as client:
         console.print(f"Dask dashboard: {client.dashboard_link}\n")
@@ -62,10 +55,8 @@ def main() -> None:
         console.print(f"\nscores ({sizes}) are lazy; none of them has been computed yet:")
         console.print(f"  {scores.attrs['formula']}\n", markup=False)
         lazy = td.top_k(scores, SHOWN), td.top_k(scores, SHOWN, largest=False)
-        with _timed(f"rank all {N_TARGETS} targets, both ends"):
-            ends = dask.compute(*lazy)
-        with _timed("rank all training digits by self-influence"):
-            suspicion = td.self_influence(features).compute()
+        ends = dask.compute(*lazy)
+        suspicion = td.self_influence(features).compute()
         # The targets with the smallest margins, whose attributions are the most informative.
         margins = target_features.output.mean("checkpoint").values
         shown = [int(i) for i in np.argsort(margins)[:6]]
@@ -73,15 +64,8 @@ def main() -> None:
         _print_queries(scores, shown)
         written = _export(scores, ends, samples, shown)
         written.append(_draw_suspicious(suspicion, samples[0]))
-    _print_measured(written, time.perf_counter() - started)
+    console.print("Written:", *(f"  {path}" for path in written), sep="\n")
     _print_explore()
-
-
-@contextmanager
-def _timed(what: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    seconds[what] = time.perf_counter() - start
 
 
 def _print_accuracy(targets: xr.Dataset) -> None:
@@ -114,12 +98,11 @@ def _featurize(datasets: Iterable[xr.Dataset], network: td.Model) -> list[xr.Dat
     saved: list[xr.Dataset] = []
     for name, samples in zip(("train", "targets"), datasets, strict=True):
         store = OUTPUT / f"{name}.zarr"
-        # Without an earlier store, so that the full time is measured: save would resume it.
+        # Without this, save would find everything done where the demo has run before.
         shutil.rmtree(store, ignore_errors=True)
         how = {"like": saved[0]} if saved else {"projector": projector}
         features = td.featurize(samples, network, **how)
-        with _timed(f"featurize and save {samples.sizes['sample']} {name} digits × 3"):
-            saved.append(td.save(features, store, estimator=None if saved else "auto"))
+        saved.append(td.save(features, store, estimator=None if saved else "auto"))
     return saved
 
 
@@ -155,8 +138,7 @@ def _print_queries(scores: xr.DataArray, shown: list[int]) -> None:
     label = int(one.target_label[0])
     queries = ("label == target_label", "label != target_label", "label in [4, 9]")
     lazy = {text: td.top_k(one, SHOWN, where=text) for text in queries}
-    with _timed(f"{len(queries)} queries of one target"):
-        (rankings,) = dask.compute(lazy)  # computed together, as they share the solve
+    (rankings,) = dask.compute(lazy)  # computed together, as they share the solve
     unit = td.plots.power_of_ten(*(top.score for top in rankings.values()))
     title = f"Queries by metadata, target {target} (a {label}); score in 1e{unit}"
     rows = [(text, _ranked(top.isel(target=0), unit)) for text, top in rankings.items()]
@@ -170,9 +152,8 @@ def _export(
     shown: list[int],
 ) -> list[Path]:
     parquet, zarr, png = (OUTPUT / name for name in ("top.parquet", "scores.zarr", "gallery.png"))
-    with _timed("export parquet and zarr"):
-        td.to_parquet(td.top_k(scores, 100), parquet, overwrite=True)
-        td.to_zarr(scores, zarr, overwrite=True)
+    td.to_parquet(td.top_k(scores, 100), parquet, overwrite=True)
+    td.to_zarr(scores, zarr, overwrite=True)
     (helpful, harmful), images = ends, [dataset.image.values for dataset in samples]
     td.plots.gallery(helpful, harmful, *images, targets=shown[:3]).savefig(png, dpi=160)
     return [parquet, zarr, png]
@@ -193,14 +174,6 @@ def _draw_suspicious(suspicion: xr.DataArray, train: xr.Dataset) -> Path:
     return png
 
 
-def _print_measured(written: list[Path], total: float) -> None:
-    rows = [(what, f"{spent:.1f}") for what, spent in {**seconds, "everything": total}.items()]
-    _print_table("Measured in this run", ("step", "seconds"), rows)
-    console.print("Written:")
-    for path in [OUTPUT / "train.zarr", OUTPUT / "targets.zarr", *written]:
-        console.print(f"  {path}  ({_size(path) / 1e6:.1f} MB)")
-
-
 def _print_explore() -> None:
     """Print the line that opens the explorer on what the demo has written.
 
@@ -212,10 +185,6 @@ def _print_explore() -> None:
     line = f"{sys.executable} -m trakdask explore {stores} {options}"
     console.print("Look at them in a browser:")
     console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _size(path: Path) -> int:
-    return sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def to_zarr(
     encoding = {
         str(n): {"compressors": None} for n, v in ds.data_vars.items() if v.dtype.kind == "f"
     }
-    # How coords are stored elsewhere, as those of a store that was opened say, need not fit here.
+    # Coords of an opened store carry the encoding of that store, which need not fit here.
     marked = _with_equal_chunks(ds).drop_encoding().assign_attrs(_WRITER)
     with _replacing(store, _ZARR, overwrite=overwrite) as folder:
         chunks = marked.to_zarr(
@@ -106,7 +106,7 @@ def to_zarr(
 
 
 def _with_equal_chunks(ds: xr.Dataset) -> xr.Dataset:
-    """Return results with chunks that zarr has; those of an appended store may differ in size."""
+    """Return results with chunks of equal size, as zarr needs: an appended store has others."""
     chunks = {
         dim: max(sizes)
         for dim, sizes in ds.chunks.items()
@@ -257,10 +257,10 @@ def _as_table(data: object) -> xr.Dataset:
     if isinstance(data, xr.DataArray):
         data = data.to_dataset(name=data.name or "score")
     elif not isinstance(data, xr.Dataset) or RANK not in data.dims:
-        given = tuple(data.dims) if isinstance(data, xr.Dataset) else type(data)
+        got = tuple(data.dims) if isinstance(data, xr.Dataset) else type(data)
         raise ValueError(
             "expected the Dataset of td.top_k, or a DataArray such as td.score returns, got "
-            f"{given}; try a variable of a Dataset, or td.to_zarr(data, path)"
+            f"{got}; try a variable of a Dataset, or td.to_zarr(data, path)"
         )
     chunked = data.map(lambda array: array.copy(data=array.variable.chunk().data), keep_attrs=True)
     if RANK in chunked.dims:

@@ -97,11 +97,11 @@ class Folder:
         """Return the relative paths of all files below it, without partial ones."""
         fs, path = self._fs()
         if self.is_local:  # fsspec would ask for the size of each
-            found = [f"{at}/{name}" for at, _, names in os.walk(path) for name in names]
+            paths = [f"{at}/{name}" for at, _, names in os.walk(path) for name in names]
         else:
             fs.invalidate_cache()
-            found = fs.find(path)
-        return {file[len(path) + 1 :] for file in found if not _PARTIAL.search(file)}
+            paths = fs.find(path)
+        return {file[len(path) + 1 :] for file in paths if not _PARTIAL.search(file)}
 
     def sweep(self) -> None:
         """Remove partial files that killed writers have left anywhere below it."""

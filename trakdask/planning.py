@@ -81,8 +81,8 @@ def plan(
     Without a pilot nothing is computed or read: all numbers follow from shapes and ``attrs``.
     Errors are those expected from theory and arithmetic, not measurements of these features. A
     pilot's estimate assumes that all threads are as fast as the one that ran it, and leaves out
-    the time for storing. Memory is that of the process in which the pilot runs, with whatever else
-    that holds: run it where nothing was computed before.
+    the time for storing. Memory is measured in the process in which the pilot runs, and includes
+    whatever else that holds: run it where nothing was computed before.
 
     Examples
     --------
@@ -104,9 +104,9 @@ def plan(
     shapes = attrs["parameters"]
     n_samples, n_checkpoints = features.sizes[SAMPLE], features.sizes[CHECKPOINT]
     n_parameters = RowMap.from_shapes(shapes, alignment=1).n_parameters
-    own = Fitted.from_spec(attrs["projector"])
+    used = Fitted.from_spec(attrs["projector"])
     # A fitted projector chooses its columns: they are not random.
-    wider = _wider(own.projector, min(n_samples, n_parameters)) if own.is_random else []
+    wider = _wider(used.projector, min(n_samples, n_parameters)) if used.is_random else []
     others = wider if projectors is None else _checked(projectors)
     fit_bytes = sum(features[name].nbytes for name in FITTED if name in features)
     return Plan(
@@ -117,7 +117,7 @@ def plan(
         batch_size=features.attrs.get("batch_size"),
         projections=tuple(
             _planned(projector, shapes, n_samples, n_checkpoints, n_bytes)
-            for projector, n_bytes in [(own, fit_bytes), *((Fitted.of(p), 0) for p in others)]
+            for projector, n_bytes in [(used, fit_bytes), *((Fitted.of(p), 0) for p in others)]
         ),
         has_few_columns=bool(wider),
         pilot=_run_pilot(features) if pilot else None,
@@ -192,7 +192,7 @@ class Pilot:
         Seconds of the first, which includes what a process does once: loading the model and
         checking the gradients.
     block_s
-        Seconds of the second, which estimates those of every other block. It is the first block
+        Seconds of the second, which estimates the time of every other block. It is the first block
         again if there is no other.
     gram_s
         Seconds of the product φᵀφ alone.

@@ -30,11 +30,8 @@ def test_mislabelled_auc__of_every_entry() -> None:
     np.testing.assert_allclose(result.auc, expected)
     assert result.checkpoint.values.tolist() == ["a", "b", "c"]
     low, high = result.interval.values
-    assert (low < result.auc).all()
-    assert (result.auc < high).all()
     wider = td.evaluate.mislabelled_auc(VALUES, WRONG, confidence=0.99).interval.values
-    assert (wider[0] < low).all()
-    assert (wider[1] > high).all()
+    assert (np.diff([wider[0], low, result.auc, high, wider[1]], axis=0) > 0).all()
 
 
 def found_by_hand(values: np.ndarray, n_inspected: int) -> float:
@@ -57,9 +54,6 @@ def test_mislabelled_curve__of_every_entry() -> None:
             found = curve.found.isel(checkpoint=c).sel(fraction=share)
             assert float(found) == pytest.approx(expected, abs=0.02)
     assert curve.checkpoint.values.tolist() == ["a", "b", "c"]
-    low, high = curve.interval.sel(fraction=[0.1, 0.26]).transpose("bound", ...).values
-    assert (low < curve.found.values[:2]).all()
-    assert (high > curve.found.values[:2]).all()
     assert (curve.found <= curve.best + 1e-12).all()
     wilson = stats.binomtest(1, int(WRONG.sum())).proportion_ci(method="wilson")
     one = td.evaluate.mislabelled_curve(first_is_wrong(), WRONG, [0.02]).interval.values
@@ -102,5 +96,5 @@ def test_mislabelled_curve__random_orders_are_in_the_random_interval() -> None:
     low, high = (curve.random_interval.sel(bound=bound) for bound in ("low", "high"))
     inside = ((curve.found >= low) & (curve.found <= high)).mean("draw").values
     assert (inside > 0.87).all()
-    below = ((curve.found > low) & (curve.found < high)).mean("draw").values
-    assert (below < 0.93).all()
+    between = ((curve.found > low) & (curve.found < high)).mean("draw").values
+    assert (between < 0.93).all()

@@ -28,7 +28,7 @@ class Ranking:
     Attributes
     ----------
     places
-        Of each value, (target, subset): how many smaller values the target has, equal ones counted
+        (target, subset): how many smaller values than this one the target has, equal ones counted
         once, plus the number of subsets for each target before it.
     unknown
         Targets that have a NaN, and whose ranks are therefore NaN.
@@ -163,8 +163,8 @@ def bootstrap(
     Notes
     -----
     Subsets are resampled, identically for all rows and targets. The variation over targets is drawn
-    from a Student distribution, whose covariance is that of the statistics over targets minus the
-    noise due to subsets, which the resamples estimate. Resampling targets as well would count that
+    from a Student distribution. Its covariance is the covariance of the statistics over targets
+    minus the noise due to subsets, which the resamples estimate. Resampling targets as well would count that
     noise up to three times (Owen 2007), and make intervals of differences between predictions,
     which are mostly noise, too wide.
 

@@ -106,7 +106,7 @@ def features(
     configuration, name
         The sections.
     like
-        Features of training samples, whose projector those of targets have.
+        Features of training samples; the targets get the same projector.
     fits
         Whether a projector that is fitted may be: else, to plan, it is only described.
     """
@@ -193,7 +193,7 @@ def described_or_stored(
 
 
 def saved(configuration: Configuration, both: Mapping[str, xr.Dataset]) -> dict[str, xr.Dataset]:
-    """Store the features that sections of samples describe, and return those of both stores."""
+    """Store the features that sections describe, and return the contents of both stores."""
     options, stores = section(configuration, "save"), section(configuration, "stores")
     results = dict(both)
     for name, lazy in both.items():
@@ -212,7 +212,7 @@ def explored(
     """Return the store of training samples, both features, and what :func:`explore` shows of them.
 
     Computes the features that are missing. Samples are those that a text names, see :func:`named`,
-    or else those of the configuration or, for a store, of the job that wrote it.
+    or else the samples of the configuration or, for a store, of the job that wrote it.
     """
     stored = saved(configuration, described_or_stored(configuration))
     stores = section(configuration, "stores")
@@ -266,16 +266,16 @@ def _samples_of(configuration: Configuration, name: str, features: xr.Dataset) -
 def with_estimator(options: Mapping[str, Any], features: xr.Dataset) -> dict[str, Any]:
     """Return options with the estimator that its name and its own options describe, as a value."""
     others = dict(options)
-    own = {name: others.pop(name) for name in _OF_ESTIMATORS if name in others}
-    if isinstance(damping := own.get("damping"), dict):
-        own["damping"] = td.Absolute(**damping)
+    fields = {name: others.pop(name) for name in _OF_ESTIMATORS if name in others}
+    if isinstance(damping := fields.get("damping"), dict):
+        fields["damping"] = td.Absolute(**damping)
     name, store = others.pop("estimator", "auto"), others.pop("calibrate", None)
     if name is None:
         return {**others, "estimator": None}
-    estimator = estimators.named(features, name, **own)
+    estimator = estimators.named(features, name, **fields)
     if store is not None:
-        own["damping"] = td.damping(features, estimator, calibrate=td.open(store))
-        estimator = estimators.named(features, name, **own)
+        fields["damping"] = td.damping(features, estimator, calibrate=td.open(store))
+        estimator = estimators.named(features, name, **fields)
     return {**others, "estimator": estimator}
 
 
@@ -378,7 +378,7 @@ def _called(function: str, arguments: Mapping[str, Any] | None = None) -> Any:
 
 
 def named(text: str) -> tuple[xr.Dataset, xr.Dataset | None]:
-    """Return the samples that a text names, and those of the targets where it names both.
+    """Return the training samples that a text names, and the targets where it names both.
 
     Parameters
     ----------

@@ -37,12 +37,13 @@ def baselines(
     label
         Name of the coord of classes, which baselines use if both sides have it.
     embeddings
-        Of the training samples (sample, dim) and of the targets (target, dim), such as the last
-        hidden layer of the model, or of another model.
+        One matrix of the training samples (sample, dim) and one of the targets (target, dim), such
+        as the last hidden layer of the model, or of another model.
     texts
-        Of the training samples and of the targets; or the name of a coord that holds them.
+        The texts of the training samples and of the targets, or the name of a coord that holds
+        them.
     seed
-        Of ``random``.
+        Seed of ``random``.
 
     Returns
     -------
@@ -74,8 +75,8 @@ def baselines(
     Notes
     -----
     Samples with a high loss are either wrong, and lower the outputs of others, or rare, and raise
-    those of their like. Which of these prevails depends on the data; a result that is clearly
-    negative says that it is the latter.
+    the outputs of similar samples. Which kind prevails depends on the data. A clearly negative
+    result says that the rare ones do.
 
     Cost: ``gradient_norm`` and ``gradient_cosine`` read the features, the others do not. The words
     of all texts are in memory on one worker.
@@ -114,18 +115,18 @@ def baselines(
         of_target = cosine[f"{TARGET_PREFIX}{label}"].variable.chunk({TARGET: columns})
         simple[f"same_{label}"] = sign = 2 * zero.copy(data=(of_sample == of_target).data) - 1
     if isinstance(texts, str):
-        for side, given in {"features": features, "targets": targets}.items():
-            if texts not in given.coords:
+        for side, ds in {"features": features, "targets": targets}.items():
+            if texts not in ds.coords:
                 raise ValueError(
-                    f"expected {side} with the coord {texts!r}, got {list(given.coords)}; try "
+                    f"expected {side} with the coord {texts!r}, got {list(ds.coords)}; try "
                     "texts=(features['text'].values, targets['prompt'].values)"
                 )
         texts = features[texts].data, targets[texts].data
     for name, pair in {"embeddings": embeddings, "texts": texts}.items():
         if pair is not None and (lengths := tuple(map(len, pair))) != zero.shape:
             raise ValueError(
-                f"expected {name} of {zero.shape} samples and targets, got {lengths}; try those of "
-                "the samples that were featurized"
+                f"expected {name} of {zero.shape} samples and targets, got {lengths}; try "
+                f"{name} of the samples that were featurized"
             )
     if embeddings is not None:
         cosines = _unit(embeddings[0], rows) @ _unit(embeddings[1], columns).T

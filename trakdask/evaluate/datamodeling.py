@@ -185,7 +185,7 @@ def lds(
       have, by the Spearman-Brown formula from the seeds, NaN with a single seed; ``ceiling_mean``
       and ``ceiling_interval`` (bound);
     - ``draws`` (draw): ``lds_mean`` of each resample, minus the bias. Draws of one call are paired,
-      so the interval of a difference is that of the difference of draws::
+      so the difference of draws gives the interval of a difference::
 
           (result.draws.sel(estimator="soft") - result.draws.sel(estimator="embedding")).quantile(
               [0.025, 0.975], "draw"
@@ -208,8 +208,8 @@ def lds(
     The intervals account for the choice of subsets and of targets: they are percentiles of a
     bootstrap over subsets, corrected for its bias, with a Student draw for how targets differ
     beyond their noise. ``tests/evaluate/test_datamodeling.py`` measures their coverage: with about
-    20 targets they are too narrow, most of all that of the ceiling. They do not account for the
-    choice of checkpoints or projections. ``lds`` and ``ceiling`` are plain estimates, which are
+    20 targets they are too narrow, the interval of the ceiling most of all. They do not account for
+    the choice of checkpoints or projections. ``lds`` and ``ceiling`` are plain estimates, which are
     biased towards 0 if there are few subsets; ``ceiling_mean`` is corrected for the bias that the
     bootstrap shows.
 
@@ -287,7 +287,7 @@ def _groups(by: object, n: int) -> np.ndarray:
     codes = np.asarray(pd.factorize(np.asarray(by))[0], np.int64)
     if codes.shape != (n,) or (codes < 0).any():
         raise ValueError(
-            f"expected a label for each of the {n} samples in by, got {len(codes)}, of which "
+            f"expected a label for each of the {n} samples in by, got {len(codes)}, and "
             f"{(codes < 0).sum()} are missing; try labels.fillna('none')"
         )
     return codes

@@ -46,9 +46,9 @@ def class_detection(
         Scores (sample, target), with any further dimensions, or a mapping from names to scores, as
         in :func:`lds`; every entry along these is evaluated, on the same resamples.
     by
-        Name of the coord of the samples that holds their class; that of the targets has the prefix
-        ``target_``, as :func:`trakdask.score` names it. The name of a finer label, which the model
-        was not trained on, makes this subclass detection.
+        Name of the coord of the samples that holds their class. The coord of the targets has the
+        prefix ``target_``, as :func:`trakdask.score` names it. The name of a finer label, which the
+        model was not trained on, makes this subclass detection.
     within
         Name of a coord of the samples and targets; only samples that share it with the target are
         ranked. With ``by="subclass", within="label"``, scores that merely separate the classes do
@@ -56,7 +56,7 @@ def class_detection(
     ks
         Numbers of top samples, k, for the precision.
     resamples, seed, confidence
-        Of the bootstrap over targets that makes the intervals.
+        Options of the bootstrap over targets that makes the intervals.
 
     Returns
     -------
@@ -163,8 +163,8 @@ def _class_shares(of_samples: Codes, of_targets: Codes, by: str) -> Floats:
     if not ((n_relevant > 0) & (n_relevant < n_ranked)).any():
         raise ValueError(
             f"expected samples with the {by!r} of a target and samples with another one, got "
-            f"{n_relevant.min()} to {n_relevant.max()} of {len(of_samples)} with that of a target; "
-            "try a coord that has the same labels for samples and targets"
+            f"{n_relevant.min()} to {n_relevant.max()} of {len(of_samples)} with the one of a "
+            "target; try a coord that has the same labels for samples and targets"
         )
     return np.asarray(n_relevant / np.maximum(n_ranked, 1))
 
@@ -261,8 +261,8 @@ def mislabelled_curve(
 
     - ``found`` (fraction): share of the wrong labels that is among the inspected samples, with
       ``interval`` (bound, fraction), Wilson's, of as many trials as there are wrong labels;
-    - ``area``: the area under this curve for fractions from 0 to 1, with ``area_interval`` (bound),
-      which follow from those of :func:`mislabelled_auc`: ½ for a random order;
+    - ``area``: the area under this curve for fractions from 0 to 1, with ``area_interval`` (bound).
+      Both follow from the results of :func:`mislabelled_auc`. A random order has ½;
     - ``random_interval`` (bound, fraction): where the share found in a random order lies, whose
       expectation is the fraction itself;
     - ``best`` (fraction): the share found if all wrong labels came first. The area of that curve is
@@ -347,7 +347,8 @@ def _found_curve(
     columns = values.reshape(n, -1).T
     found = np.stack([_found(column, wrong, inspected) for column in columns], axis=1) / n_wrong
     found = found.reshape(-1, *more)
-    # Of the pairs of a wrong label and any sample, those with a right one count as in the AUC.
+    # The area counts pairs of a wrong label and any sample. Pairs of a wrong and a right label are
+    # those that the AUC counts; in pairs of wrong labels one comes first, which is ½.
     of_wrong = n_wrong / n / 2
     return {
         "found": found,

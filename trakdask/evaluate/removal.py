@@ -57,8 +57,8 @@ def removal_curve(
 
     Returns
     -------
-    Dataset, lazy unless there is a store. Further dimensions of ``scores`` follow those of
-    ``output``, ``mean_output`` and ``interval``:
+    Dataset, lazy unless there is a store. ``output``, ``mean_output`` and ``interval`` also have
+    the further dimensions of ``scores``, as their last ones:
 
     - ``output`` (target, fraction), ``random_output`` (target, fraction), ``full_output``
       (target): means over seeds;

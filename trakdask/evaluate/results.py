@@ -32,13 +32,13 @@ def lazy_results(
     function
         Returns the arrays by name.
     *inputs
-        Its arguments, of which some are lazy.
+        Its arguments; some are lazy.
     of
-        What is evaluated, (sample, ...): results have its coords along other dimensions.
+        The evaluated array, (sample, ...): results have its coords along other dimensions.
     variables
         Dimensions and description of each array.
     labels, sizes
-        Of further dimensions, with and without labels.
+        Labels of further dimensions, and the sizes of dimensions without labels.
     """
     results = dask.delayed(function, pure=True)(*inputs)
     labels = {"bound": np.array(["low", "high"]), **(labels or {})}
@@ -52,9 +52,9 @@ def lazy_results(
 
 
 def as_array(scores: Scores, *dims: Hashable) -> xr.DataArray:
-    """Return scores with these dimensions first; those of a mapping along ``estimator``.
+    """Return scores with these dimensions first; a mapping gets the dimension ``estimator``.
 
-    Their coords are those of the first: others may be bare numbers.
+    All entries of a mapping have the coords of the first one: others may be bare numbers.
     """
     if isinstance(scores, Mapping):
         if not scores:

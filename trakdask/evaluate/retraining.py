@@ -180,7 +180,7 @@ def _open_store(store: Store, spec: dict[str, Any]) -> Folder:
     folder = Folder(location(store))
     names = folder.names()
     if _SPEC in names:
-        what = f"these models and those of the store {folder.url!r}"
+        what = f"these models and the models in the store {folder.url!r}"
         require_same(spec, folder.read_json(_SPEC), what=what, names=tuple(spec))
     elif names:
         raise FileExistsError(

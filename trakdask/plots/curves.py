@@ -127,7 +127,7 @@ def mislabelled_curve(curve: xr.Dataset) -> Figure:
 def _estimators(
     result: xr.Dataset, more: tuple[Hashable, ...], name: str
 ) -> list[tuple[str, xr.Dataset]]:
-    """Return the results of each entry of a further dimension; the name is for that of none."""
+    """Return the results of each entry of a further dimension; without one, under this name."""
     if not more:
         return [(name, result)]
     (dim,) = more

@@ -73,7 +73,7 @@ def gallery(
     ImportError
         If matplotlib is missing: install ``trakdask[plots]``.
     IndexError
-        If there is no image of a ranked sample: give those of all training samples, in their order.
+        If there is no image of a ranked sample: give the images of all training samples, in order.
     """
     n_shown = require_integer("n_shown", n_shown, 1, remedy="try n_shown=5")
     n_shown = min(n_shown, helpful.sizes[RANK], harmful.sizes[RANK])
@@ -146,8 +146,8 @@ def _notes(sides: Sequence[xr.Dataset]) -> str:
     """Return how the scores were made, as far as is known, and what is above the images."""
     attrs, unit = sides[0].attrs, power_of_ten(*(side.score for side in sides))
     names = {"estimator": "estimator ", "damping": "λ: "}
-    made = ", ".join(f"{text}{attrs[name]}" for name, text in names.items() if name in attrs)
-    return f"{made}{'; ' * bool(made)}above each image: label, score in 1e{unit}"
+    how = ", ".join(f"{text}{attrs[name]}" for name, text in names.items() if name in attrs)
+    return f"{how}{'; ' * bool(how)}above each image: label, score in 1e{unit}"
 
 
 def _grid(n_rows: int, n_shown: int, n_lines: int, notes: str) -> tuple[Figure, np.ndarray]:

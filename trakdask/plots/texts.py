@@ -94,9 +94,9 @@ class TextPlot:
         return figure
 
     def _rows(self) -> Iterator[_Row]:
-        known = np.where(np.isfinite(self.scores), self.scores, 0)
-        strengths = known / (np.abs(known).max(initial=0.0) or 1.0)
-        scores, totals = (x / 10.0**self.unit for x in (self.scores, known.sum(axis=1)))
+        finite = np.where(np.isfinite(self.scores), self.scores, 0)
+        strengths = finite / (np.abs(finite).max(initial=0.0) or 1.0)
+        scores, totals = (x / 10.0**self.unit for x in (self.scores, finite.sum(axis=1)))
         tokens = zip(self.texts, scores, strengths, strict=True)
         for label, total, row, shown in zip(self.labels, totals, tokens, self.mask, strict=True):
             columns = (column[shown] for column in row)
@@ -193,7 +193,7 @@ def _cells(rows: Iterator[_Row]) -> Iterator[tuple[int, int, str, float | None]]
 
 
 def _width(character: str) -> int:
-    """Return the number of columns of a character; those of East Asia take two."""
+    """Return the number of columns of a character; characters of East Asia take two."""
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
