@@ -61,10 +61,6 @@ def scores_by_formula(phi: list, target: list, q: list, factor: float = 0.03) ->
     return total / len(phi) * np.mean(q, axis=0)[:, None]
 
 
-def relative_error(found: xr.DataArray, expected: np.ndarray) -> float:
-    return float(np.linalg.norm(found.values - expected) / np.linalg.norm(expected))
-
-
 @pytest.fixture(scope="module")
 def mlp_paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("mlp")
@@ -77,49 +73,40 @@ def data() -> tuple[xr.Dataset, xr.Dataset]:
     return train.isel(sample=slice(N_TRAIN)), targets
 
 
-def oracle(build, paths: list[Path], data: tuple[xr.Dataset, xr.Dataset]) -> list[list[tuple]]:
-    """What the gradients are of, for samples and targets: by checkpoint."""
-    states = [torch.load(path, weights_only=True) for path in paths]
-    return [[gradients_by_backward(build, state, ds) for state in states] for ds in data]
-
-
 def small_mlp() -> torch.nn.Module:
     return torch.nn.Sequential(
         torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.ReLU(), torch.nn.Linear(16, 10)
     )
 
 
-def test_score__identity_equals_the_formula(tmp_path: Path, data) -> None:
-    """All 1,210 parameters of a small network: its gram matrix is not projected."""
-    paths = examples.digits_checkpoints(tmp_path, small_mlp, n_checkpoints=2, epochs=3)
-    model = td.Model(small_mlp, paths)
-    features, targets = (td.featurize(ds, model, projector=td.Identity()) for ds in data)
-    found = td.score(features, targets, td.Trak(damping="closed_form")).compute()
-    of_train, of_targets = oracle(small_mlp, paths, data)
-    expected = scores_by_formula(
-        [gradients for gradients, *_ in of_train],
-        [gradients for gradients, *_ in of_targets],
-        [q for _, q, _ in of_train],
-    )
-    assert relative_error(found, expected) <= 1e-4
-
-
-def test_score__rademacher_equals_the_formula_with_the_same_matrix(mlp_paths, data) -> None:
-    projector = td.Rademacher(proj_dim=256, seed=11)
-    model = td.Model(examples.digits_mlp, mlp_paths)
+@pytest.mark.parametrize(
+    ("build", "projector", "error"),
+    [
+        # All 1,210 parameters of a small network: its gram matrix is not projected.
+        (small_mlp, td.Identity(), 1e-4),
+        (examples.digits_mlp, td.Rademacher(proj_dim=256, seed=11), 2e-3),
+    ],
+    ids=["identity", "rademacher"],
+)
+def test_score__equals_the_formula(tmp_path: Path, data, build, projector, error: float) -> None:
+    paths = examples.digits_checkpoints(tmp_path, build, n_checkpoints=2, epochs=3)
+    model = td.Model(build, paths)
     features, targets = (td.featurize(ds, model, projector=projector) for ds in data)
     found = td.score(features, targets, td.Trak(damping="closed_form")).compute()
-    of_train, of_targets = oracle(examples.digits_mlp, mlp_paths, data)
+    states = [torch.load(path, weights_only=True) for path in paths]
+    of_train, of_targets = (
+        [gradients_by_backward(build, state, ds) for state in states] for ds in data
+    )
     matrices = [
-        matrix_of(projector, shapes, checkpoint.id)
+        1 if projector == td.Identity() else matrix_of(projector, shapes, checkpoint.id)
         for (_, _, shapes), checkpoint in zip(of_train, model.checkpoints, strict=True)
     ]
-    expected = scores_by_formula(
-        [gradients @ m for (gradients, *_), m in zip(of_train, matrices, strict=True)],
-        [gradients @ m for (gradients, *_), m in zip(of_targets, matrices, strict=True)],
-        [q for _, q, _ in of_train],
+    phi, phi_of_targets = (
+        [np.dot(gradients, matrix) for (gradients, *_), matrix in zip(side, matrices, strict=True)]
+        for side in (of_train, of_targets)
     )
-    assert relative_error(found, expected) <= 2e-3
+    expected = scores_by_formula(phi, phi_of_targets, [q for _, q, _ in of_train])
+    assert np.linalg.norm(found.values - expected) <= error * np.linalg.norm(expected)
 
 
 class Given(nn.Module):

@@ -100,6 +100,9 @@ def test_create__only_once(folder: Folder) -> None:
         folder.create("a", b"second")
     assert folder.files() == {"a"}
     assert folder.read("a") == b"first"
+    if folder.is_local:
+        with pytest.raises(NotADirectoryError, match=f"got the file '{folder.url}/a'"):
+            Folder.at(f"{folder.url}/a")
 
 
 def test_location__local_paths_are_absolute_and_other_urls_unchanged(
@@ -120,9 +123,3 @@ def test_location__local_paths_are_absolute_and_other_urls_unchanged(
 def test_location__refused(path: object) -> None:
     with pytest.raises((TypeError, ValueError), match="foo" if "foo" in str(path) else repr(path)):
         location(path)  # type: ignore[arg-type]
-
-
-def test_at__a_file_in_the_way(tmp_path: Path) -> None:
-    (tmp_path / "a").touch()
-    with pytest.raises(NotADirectoryError, match=f"got the file '{tmp_path}/a'"):
-        Folder.at(tmp_path / "a")

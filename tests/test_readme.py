@@ -1,4 +1,4 @@
-"""The README is short, and its lines run in order, as they are printed, and print what it shows."""
+"""The lines of the README run in order, as they are printed, and print what it shows."""
 
 from __future__ import annotations
 
@@ -75,9 +75,3 @@ def test_readme__lines_run_in_order(tmp_path: Path) -> None:
     best = frame[frame["rank"] == 0]
     # Digits are helped by digits of their own class: a wrong sign or order would show here.
     assert (best["label"] == best["target_label"]).mean() > 0.7
-
-
-def test_readme__is_short() -> None:
-    assert len(README.splitlines()) <= 92
-    example = next(text for language, text in BLOCKS if language == "python")
-    assert len([line for line in example.splitlines() if line.strip()]) <= 15

@@ -1,16 +1,20 @@
-"""What holds for the repository as a whole: its top level, its commands, its pins, its imports."""
+"""What holds for the whole repository: its top level, commands, versions, pins and imports."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+import trakdask as td
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -59,13 +63,38 @@ def test_top_level__holds_only_the_agreed_names() -> None:
     assert {line.split("/")[0] for line in listed.stdout.splitlines()} <= TOP_LEVEL
 
 
-def test_makefile__has_every_target_that_the_pages_name() -> None:
-    pages = [".github/CONTRIBUTING.md", "docs/developers/contributing.md", "docs/start/install.md"]
-    text = "\n".join(map(read, ["README.md", *pages]))
+def test_makefile__has_every_target_that_pages_and_workflows_name() -> None:
+    pages = ["README.md", ".github/CONTRIBUTING.md", "docs/developers/contributing.md"]
+    text = "\n".join(map(read, [*pages, "docs/start/install.md"]))
     named = set(re.findall(r"(?:`|^)make ([a-z-]+)\b", text, flags=re.MULTILINE))
-    targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), flags=re.MULTILINE))
-    assert {"demo", "test"} <= targets
-    assert named <= targets
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        steps = path.read_text("utf-8")
+        assert yaml.safe_load(steps)["jobs"]
+        named |= set(re.findall(r"\bmake ([a-z-]+)$", steps, re.MULTILINE))
+        for file in re.findall(r"\.ci/[\w./]*\w", steps):
+            assert (ROOT / file).exists(), f"{path.name} names {file}"
+    assert named <= set(re.findall(r"^([a-z-]+):", read("Makefile"), flags=re.MULTILINE))
+
+
+IN_CONDA = {"torch": "pytorch", "dask": "dask-core"}
+"""Names of packages in conda-forge, where they differ."""
+
+
+def test_recipe__agrees_with_pyproject_and_the_citation() -> None:
+    recipe = yaml.safe_load(read(".ci/conda/recipe.yaml"))
+    settings, cited = tomllib.loads(read("pyproject.toml")), yaml.safe_load(read("CITATION.cff"))
+    project = settings["project"]
+    needed = {
+        IN_CONDA.get(requirement.name, requirement.name): str(requirement.specifier)
+        for requirement in map(Requirement, project["dependencies"])
+    }
+    run = dict(line.split(" ", 1) for line in recipe["requirements"]["run"])
+    assert run == {"python": ">=${{ python_min }}", **needed}
+    assert project["requires-python"] == f">={recipe['context']['python_min']}"
+    (build,) = settings["build-system"]["requires"]
+    assert build.replace(">=", " >=") in recipe["requirements"]["host"]
+    assert cited["version"] == recipe["context"]["version"] == td.__version__
+    assert cited["license"] == recipe["about"]["license"] == project["license"]
 
 
 SLEEPS = {

@@ -64,6 +64,18 @@ def targets(kind=""):
 
 def not_samples(kind):
     return 3
+
+
+def one():
+    return td.from_arrays({"x": np.ones((60, 2), "f4")})
+
+
+def pair():
+    return one(), one().isel(sample=slice(6))
+
+
+def three():
+    return (*pair(), 3)
 '''
 JOB = """
 data:
@@ -166,6 +178,8 @@ def test_every_command__of_one_job(job: Path, run: Run) -> None:
 
 def test_commands__of_a_fitted_projector(job: Path, run: Run) -> None:
     job.write_text(job.read_text().replace("projector: {kind: Rademacher, proj_dim: 8}", FIT))
+    assert "Components(proj_dim=5)" in run("plan", job).output
+    assert not list(job.parent.glob("*.zarr*"))  # a plan fits nothing
     assert (done := run("top-k", job)).exit_code == 0, done.output
     train, targets = (td.open(job.parent / f"{name}.zarr") for name in ("train", "targets"))
     assert train.sizes["proj_dim"] == targets.sizes["proj_dim"] == 5
@@ -185,15 +199,6 @@ def test_commands__of_a_fitted_projector(job: Path, run: Run) -> None:
     assert (done := run("top-k", job)).exit_code == 0, done.output
     again = td.open(job.parent / "targets.zarr")
     np.testing.assert_allclose(again.feature, targets.feature, atol=1e-5)
-
-
-def test_plan__fits_nothing(job: Path, run: Run) -> None:
-    job.write_text(job.read_text().replace("projector: {kind: Rademacher, proj_dim: 8}", FIT))
-    done = run("plan", job)
-    assert done.exit_code == 0, done.output
-    assert "60 samples" in done.output
-    assert "Components(proj_dim=5)" in done.output
-    assert not list(job.parent.glob("*.zarr*"))
 
 
 def test_top_k__where_and_settings(job: Path, run: Run) -> None:
@@ -372,28 +377,10 @@ def test_init__does_not_overwrite(tmp_path: Path, run: Run) -> None:
     assert isinstance(run("init", path, "--debug").exception, ConfigurationError)
 
 
-PAIR = """
-import numpy as np, trakdask as td
-
-
-def samples():
-    return tuple(td.from_arrays({"x": np.ones((n, 2), "f4")}) for n in (60, 6))
-
-
-def one():
-    return samples()[0]
-
-
-def three():
-    return (*samples(), 3)
-"""
-
-
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     job = job_in(tmp_path_factory.mktemp("stores"))
     assert CliRunner().invoke(app, ["featurize", str(job)]).exit_code == 0
-    (job.parent / "pair.py").write_text(PAIR)
     return job.parent
 
 
@@ -404,7 +391,7 @@ def saved(stores: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # too few checkpoints and samples for a good λ
-@pytest.mark.parametrize("samples", ["pair:samples", "pair:one"])
+@pytest.mark.parametrize("samples", ["tiny:pair", "tiny:one"])
 def test_explore__saves_a_view_of_two_stores(saved: Path, run: Run, samples: str) -> None:
     where = urlencode(
         {"page": "target", "target": 4, "where": 'source == "[books]"', "k": 2, "damping": 0.1}
@@ -480,10 +467,10 @@ def test_explore__shows_the_files_of_the_job_that_wrote_a_store_and_runs_nothing
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
-        ("--samples pair:three", 2, "pair:three"),
+        ("--samples tiny:three", 2, "tiny:three"),
         ("--view page=start", 2, "'start'"),
         ("--model none:model", 2, "none:model"),
-        ("--preprocess pair:samples", 1, "model=td.Model"),
+        ("--preprocess tiny:pair", 1, "model=td.Model"),
     ],
 )
 def test_explore__refused(saved: Path, run: Run, options: str, code: int, words: str) -> None:

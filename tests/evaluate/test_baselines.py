@@ -88,8 +88,6 @@ SCORES = xr.DataArray(
     coords={
         "label": ("sample", np.arange(N) % 2),
         "target_label": ("target", np.arange(M) % 2),
-        "marked": ("sample", np.arange(N) < 9),
-        "target_marked": ("target", np.arange(M) < 3),
     },
 )
 

@@ -1,4 +1,4 @@
-"""Detection of classes, subclasses and marks: labels, means, intervals, and what they tell."""
+"""Detection of classes and subclasses: areas, precisions, means, intervals, and what they tell."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ N, M = 60, 12
 RNG = np.random.default_rng(1)
 DIGIT, TARGET_DIGIT = RNG.integers(4, size=N), RNG.integers(4, size=M)
 LABEL, TARGET_LABEL = DIGIT // 2, TARGET_DIGIT // 2
-MARKED, TARGET_MARKED = RNG.random(N) < 0.2, RNG.random(M) < 0.5
 COORDS = {
     "digit": ("sample", DIGIT),
     "target_digit": ("target", TARGET_DIGIT),
     "label": ("sample", LABEL.astype(str)),
     "target_label": ("target", TARGET_LABEL.astype(str)),
-    "marked": ("sample", MARKED),
-    "target_marked": ("target", TARGET_MARKED),
     "name": ("target", [f"t{i}" for i in range(M)]),
 }
 SAME_LABEL = LABEL[:, None] == TARGET_LABEL
@@ -45,9 +42,6 @@ def of_order(scores: np.ndarray, same: np.ndarray, k: int) -> np.ndarray:
     """The share of the top k of each target that is of its class."""
     top = np.argsort(-scores, axis=0)[:k]
     return np.take_along_axis(same, top, axis=0).mean(axis=0)
-
-
-# --- class_detection ------------------------------------------------------------------------------
 
 
 def test_class_detection__of_every_target() -> None:

@@ -164,9 +164,9 @@ def bootstrap(
     -----
     Subsets are resampled, identically for all rows and targets. The variation over targets is drawn
     from a Student distribution. Its covariance is the covariance of the statistics over targets
-    minus the noise due to subsets, which the resamples estimate. Resampling targets as well would count that
-    noise up to three times (Owen 2007), and make intervals of differences between predictions,
-    which are mostly noise, too wide.
+    minus the noise due to subsets, which the resamples estimate. Resampling targets as well would
+    count that noise up to three times (Owen 2007), and make intervals of differences between
+    predictions, which are mostly noise, too wide.
 
     References
     ----------
