@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trakdask.arrays.blocks import Block, Blocks, align_weights, block_starts, blockwise, flat
+from trakdask.arrays.evaluation import correlation
 from trakdask.arrays.solve import Inverse, Spectrum
 from trakdask.arrays.weights import pooled
 from trakdask.errors import warn_once
@@ -200,11 +201,10 @@ def _correlation(x: Block, y: Block) -> Block:
     if len(y) < 2:
         return np.full(x.shape[1], np.nan)
     varies = (np.ptp(x, axis=0) > 0) & (np.ptp(y) > 0)
-    x, y = x - x.mean(axis=0), y - y.mean()
-    scale = np.sqrt(np.square(x).sum(axis=0) * np.square(y).sum())
-    correlation = (y @ x) / np.where(varies, scale, 1)
+    columns, values = (x - x.mean(axis=0)).T, y - y.mean()
     # Rounding may put it beyond 1, where no point of a curve reaches the threshold.
-    return np.where(varies, np.clip(correlation, -1, 1), np.nan)
+    clipped = np.clip(correlation(columns, values, np.ones(len(y))), -1, 1)
+    return np.where(varies, clipped, np.nan)
 
 
 def is_followed(curve: Block) -> bool:

@@ -65,9 +65,9 @@ class Ranking:
 
 
 def correlation(a: Floats, b: Floats, counts: Floats) -> Floats:
-    """Return the Spearman correlation of each target from centred ranks (target, subset).
+    """Return the correlation of each row of centred values (target, subset), as often as counted.
 
-    NaN where all ranks are equal.
+    Pearson's correlation, which of ranks is Spearman's. NaN where all values of a row are 0.
     """
     covariance, *variances = ((x * y) @ counts for x, y in ((a, b), (a, a), (b, b)))
     with np.errstate(invalid="ignore"):

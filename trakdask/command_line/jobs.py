@@ -355,7 +355,8 @@ def export(result: str, path: str) -> None:
     parent, name = os.path.split(os.path.abspath(path))
     with Folder(parent).writing(name) as file, TemporaryDirectory() as folder:
         if path.endswith(".nc"):
-            return data.to_netcdf(file.name)
+            data.to_netcdf(file.name)
+            return
         if not is_table:
             td.to_parquet(data, f"{folder}/table.parquet")
             data = _parquet(f"{folder}/table.parquet")
