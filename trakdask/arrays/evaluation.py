@@ -74,6 +74,12 @@ def correlation(a: Floats, b: Floats, counts: Floats) -> Floats:
         return np.asarray(covariance / np.sqrt(variances[0] * variances[1]))
 
 
+def lds(truth: Ranking, predicted: Sequence[Ranking], counts: Floats) -> Floats:
+    """Return the Spearman correlations of the truth with each prediction, (prediction, target)."""
+    reference = truth.centred(counts)
+    return np.stack([correlation(reference, r.centred(counts), counts) for r in predicted])
+
+
 def between_seeds(seeds: Sequence[Ranking], counts: Floats) -> Floats:
     """Return the mean Spearman correlation over pairs of seeds, (target,); NaN for one seed."""
     ranks = [ranking.centred(counts) for ranking in seeds]
@@ -139,9 +145,8 @@ def statistics(
     truth: Ranking, predicted: Sequence[Ranking], seeds: Sequence[Ranking], counts: Floats
 ) -> Floats:
     """Return the LDS of each prediction and, last, the ceiling, (prediction + 1, target)."""
-    reference = truth.centred(counts)
-    lds = [correlation(reference, r.centred(counts), counts) for r in predicted]
-    return np.stack([*lds, ceiling(between_seeds(seeds, counts), len(seeds))])
+    reached = ceiling(between_seeds(seeds, counts), len(seeds))
+    return np.vstack([lds(truth, predicted, counts), reached])
 
 
 def bootstrap(
