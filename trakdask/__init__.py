@@ -1,7 +1,7 @@
 """Training-data attribution as array programs on Dask, xarray and torch.
 
-Importing this loads xarray, to register the accessor ``.trak``. Public names load on first use:
-those that need torch take a second. ``__init__.pyi`` lists them by module.
+Importing this loads xarray, to register the accessor ``.trak``. Public names load on first use;
+names that need torch take a second. ``__init__.pyi`` lists them by module.
 """
 
 import lazy_loader

@@ -1,6 +1,6 @@
 """The program of ``make demo``: find the training digits behind the predictions of small CNNs.
 
-It also draws the training digits with the most influence on themselves: those that are unusual,
+It also draws the training digits with the most influence on themselves, which are unusual,
 ambiguous or mislabelled. Nobody has changed a label.
 """
 

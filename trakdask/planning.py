@@ -36,7 +36,7 @@ _MOST_PER_COLUMN = 2
 """With more samples than this per random column, every task that was measured lost 0.04 or more of
 its LDS with one checkpoint (``tests/benchmarks/results/2026-11-23-columns.txt``)."""
 _MOST_COLUMNS = 8192
-"""Of more, :func:`trakdask.save` makes no eigenvectors."""
+"""With more columns, :func:`trakdask.save` makes no eigenvectors."""
 _SAMPLING_S = 0.001
 
 

@@ -211,8 +211,8 @@ def explored(
 ) -> tuple[str, xr.Dataset, xr.Dataset, dict[str, Any]]:
     """Return the store of training samples, both features, and what :func:`explore` shows of them.
 
-    Computes the features that are missing. Samples are those that a text names, see :func:`named`,
-    or else the samples of the configuration or, for a store, of the job that wrote it.
+    Computes the features that are missing. A text may name the samples, see :func:`named`.
+    Otherwise they come from the configuration or, for a store, from the job that wrote it.
     """
     stored = saved(configuration, described_or_stored(configuration))
     stores = section(configuration, "stores")

@@ -149,7 +149,7 @@ def _shared_codes(scores: xr.DataArray, name: str) -> np.ndarray:
     if n_missing := (codes < 0).sum():
         raise ValueError(
             f"expected a label for every sample and target in {name!r}, got {n_missing} without "
-            "one; try selecting those that have one"
+            "one; try selecting the others"
         )
     return codes
 
@@ -347,8 +347,8 @@ def _found_curve(
     columns = values.reshape(n, -1).T
     found = np.stack([_found(column, wrong, inspected) for column in columns], axis=1) / n_wrong
     found = found.reshape(-1, *more)
-    # The area counts pairs of a wrong label and any sample. Pairs of a wrong and a right label are
-    # those that the AUC counts; in pairs of wrong labels one comes first, which is ½.
+    # The area counts pairs of a wrong label and any sample. The AUC counts the pairs of a wrong and
+    # a right label; of two wrong labels either may come first, which is ½.
     of_wrong = n_wrong / n / 2
     return {
         "found": found,

@@ -25,7 +25,7 @@ _CHANNELS = (1, 3)
 _IMAGE_IN = 0.92
 _LINE_IN = 0.135
 _CHARACTERS_PER_IN = 16
-"""Of the small type above the images."""
+"""The small type above the images has as many."""
 _LABEL_LINES = 2
 
 

@@ -49,9 +49,9 @@ class TextPlot:
     labels
         What is written above each row, beside the sum of its scores.
     texts, scores
-        Of the tokens, (row, token).
+        Text and score of each token, (row, token).
     mask
-        Which of the tokens are shown, likewise.
+        Which tokens are shown, (row, token).
     unit
         Scores are written in units of this power of ten.
     """
