@@ -36,7 +36,6 @@ from trakdask.command_line.configuration import (
     section,
 )
 from trakdask.export import require_replaceable
-from trakdask.files import Folder
 from trakdask.fits.components import WIDE
 from trakdask.projection.fitted import Components, Fitted
 from trakdask.provenance import as_text
@@ -346,28 +345,32 @@ def export(result: str, path: str) -> None:
         _require_ending(path, (".csv",) if is_table else (".csv", ".parquet", ".nc"))
         if not path.endswith(".parquet") and os.path.exists(path):
             raise FileExistsError(f"expected a new file, got {path!r}, which exists")
-    data = opened
-    if not is_table:
-        data = opened["score"] if list(opened.data_vars) == ["score"] else opened
-        data = data.assign_attrs(opened.attrs)
+    if is_table:
+        return _to_csv(opened, path)
+    data = opened["score"] if list(opened.data_vars) == ["score"] else opened
+    data = data.assign_attrs(opened.attrs)
     if path.endswith(".parquet"):
         return td.to_parquet(data, path)
-    parent, name = os.path.split(os.path.abspath(path))
-    with Folder(parent).writing(name) as file, TemporaryDirectory() as folder:
-        if path.endswith(".nc"):
-            data.to_netcdf(file.name)
-            return
-        if not is_table:
-            td.to_parquet(data, f"{folder}/table.parquet")
-            data = _parquet(f"{folder}/table.parquet")
-        for number, rows in enumerate(data.to_batches()):  # some rows at a time
-            rows.to_pandas().to_csv(file, index=False, header=number == 0)
+    if path.endswith(".csv"):
+        with TemporaryDirectory() as folder:
+            td.to_parquet(data, table := f"{folder}/table.parquet")
+            return _to_csv(_parquet(table), path)
+    data.to_netcdf(f"{path}.unfinished")
+    os.rename(f"{path}.unfinished", path)
 
 
 def _parquet(result: str) -> Any:
     """Open all files of a folder, or of a URL, as one table."""
     system, folder = fsspec.core.url_to_fs(result)
     return pyarrow.dataset.dataset(folder, filesystem=system)
+
+
+def _to_csv(table: Any, path: str) -> None:
+    """Write a table as text, some rows at a time."""
+    with open(f"{path}.unfinished", "w", encoding="utf-8", newline="") as file:
+        for number, rows in enumerate(table.to_batches()):
+            rows.to_pandas().to_csv(file, index=False, header=number == 0)
+    os.rename(f"{path}.unfinished", path)
 
 
 # --------------------------------------------------------------------------------------- samples
