@@ -62,21 +62,12 @@ def spearmans(scores: np.ndarray, masks: np.ndarray, outputs: np.ndarray) -> np.
     return found
 
 
-def experiment(
-    n: int = 40, m: int = 7, n_subsets: int = 30, n_seeds: int = 2, distinct: int = 9
-) -> tuple[xr.DataArray, xr.DataArray, xr.DataArray]:
-    """Integers, so that sums are exact and many predictions and outputs are equal."""
-    rng = np.random.default_rng(0)
-    scores = xr.DataArray(
-        rng.integers(distinct, size=(n, m)).astype(np.float32), dims=("sample", "target")
-    )
-    masks = td.evaluate.subsets(n, n_subsets).compute(scheduler="synchronous")
-    noise = rng.integers(3 * distinct, size=(n_subsets, n_seeds, m))
-    outputs = xr.dot(masks, scores, dim="sample").expand_dims(seed=n_seeds, axis=1) + noise
-    return scores, masks, outputs.transpose("subset", "seed", "target")
-
-
-SCORES, MASKS, OUTPUTS = experiment()
+# Integers, so that sums are exact and many predictions and outputs are equal.
+RNG = np.random.default_rng(0)
+SCORES = xr.DataArray(RNG.integers(9, size=(40, 7)).astype(np.float32), dims=("sample", "target"))
+MASKS = td.evaluate.subsets(40, 30).compute(scheduler="synchronous")
+OUTPUTS = xr.dot(MASKS, SCORES, dim="sample").expand_dims(seed=2, axis=1)
+OUTPUTS = OUTPUTS + RNG.integers(27, size=(30, 2, 7))
 
 
 def test_lds__equals_a_loop_over_scipy() -> None:
@@ -166,7 +157,7 @@ class World:
     6/π arcsin(r/2), with Pearson's r of the sums.
     """
 
-    def __init__(self, n: int = 60, m: int = 4000, noise: float = 1.0) -> None:
+    def __init__(self, n: int = 60, m: int = 4000) -> None:
         rng = np.random.default_rng(99)
         self.theta = 0.7 * rng.standard_normal((n, 1)) + rng.standard_normal((n, m))
         errors = np.exp(0.5 * rng.standard_normal(m))
@@ -174,7 +165,7 @@ class World:
         self.worse = self.scores + 0.5 * rng.standard_normal((n, m))
         centred = self.theta - self.theta.mean(axis=0)
         self.spread = np.sqrt((centred**2).sum(axis=0) * n / (4 * (n - 1)))
-        self.noise = noise * self.spread * np.exp(0.5 * rng.standard_normal(m))
+        self.noise = self.spread * np.exp(0.5 * rng.standard_normal(m))
 
     def truth(self, n_seeds: int) -> list[np.ndarray]:
         """LDS of both scores, and ceiling, of every target, had it infinitely many subsets."""
