@@ -61,15 +61,9 @@ def test_process_that_only_asks__needs_no_torch(tmp_path: Path) -> None:
         weights.append(torch.nn.Linear(8, 3).state_dict())
     model = td.Model(torch.nn.Linear(8, 3), weights)
     features = td.featurize(samples, model, projector=td.SJLT(16))
-    some = {"train": slice(60), "targets": slice(60, None)}
-    for name, rows in some.items():
-        path = tmp_path / f"{name}.zarr"
-        td.save(
-            features.isel(sample=rows),
-            path,
-            estimator="auto" if name == "train" else None,
-            progress=False,
-        )
+    train, targets = features.isel(sample=slice(60)), features.isel(sample=slice(60, None))
+    td.save(train, tmp_path / "train.zarr", progress=False)
+    td.save(targets, tmp_path / "targets.zarr", estimator=None, progress=False)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", ASKS], cwd=tmp_path, capture_output=True, text=True
     )
