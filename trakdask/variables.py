@@ -29,6 +29,7 @@ NORM = "feature_norm"
 GRAM, LOSS_GRADIENT, DAMPING = "gram", "loss_gradient", "damping"
 EIGENVALUES, EIGENVECTORS = "gram_eigenvalues", "gram_eigenvectors"
 WRONG_CLASSES = "wrong_classes"
+TRAINED_ON = "trained_on"
 
 DERIVED = (GRAM, LOSS_GRADIENT, EIGENVALUES, EIGENVECTORS, DAMPING)
 """All that :func:`trakdask.save` computes from features and stores beside them."""
@@ -48,6 +49,8 @@ class Variable:
     name: str
     dims: tuple[str, ...]
     description: str
+    kind: str = "f"
+    """Of its dtype: floating point, or ``"b"`` for bool."""
 
     @property
     def attrs(self) -> dict[str, str]:
@@ -60,6 +63,12 @@ _ALL = (
     Variable("feature_norm", (SAMPLE, CHECKPOINT), "squared norm of feature"),
     Variable("output", (SAMPLE, CHECKPOINT), "model output f, the scalar that is attributed"),
     Variable("out_to_loss", (SAMPLE, CHECKPOINT), "Q = -dloss/df; 1 - p for classification"),
+    Variable(
+        TRAINED_ON,
+        (SAMPLE, CHECKPOINT),
+        "whether the checkpoint was trained on the sample",
+        kind="b",
+    ),
     Variable("error", (SAMPLE, CHECKPOINT), "why a sample failed and is NaN; '' where it did not"),
     Variable("scale", (SAMPLE, CHECKPOINT), "power of two: feature is this times what is stored"),
     Variable("gram", (PROJ_DIM, PROJ_DIM_1, CHECKPOINT), "sum over samples of h φ φᵀ"),
@@ -169,10 +178,13 @@ def _validate_variable(ds: xr.Dataset, variable: Variable, what: str) -> None:
             f"expected {name!r} of {what} with the dimensions {variable.dims}, got {array.dims}; "
             f"try {remedy}"
         )
-    if array.dtype.kind != "f":
+    if array.dtype.kind != variable.kind:
+        wanted, dtype = (
+            ("as bool", "bool") if variable.kind == "b" else ("in floating point", "float32")
+        )
         raise ValueError(
-            f"expected {name!r} of {what} in floating point, got {array.dtype}; "
-            f"try ds.assign({name}=ds.{name}.astype('float32'))"
+            f"expected {name!r} of {what} {wanted}, got {array.dtype}; "
+            f"try ds.assign({name}=ds.{name}.astype({dtype!r}))"
         )
     for dim in {PROJ_DIM, PROJ_DIM_1} & set(variable.dims):
         chunks = array.chunksizes.get(dim, ())

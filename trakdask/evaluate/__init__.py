@@ -12,6 +12,7 @@ scores find wrong labels, and ``class_detection`` whether samples of the target'
 """
 
 from trakdask.evaluate.baselines import baselines
+from trakdask.evaluate.cross_validation import cross_validate
 from trakdask.evaluate.datamodeling import (
     lds,
     leave_one_out,
@@ -29,6 +30,7 @@ __all__ = [
     "baselines",
     "brittleness",
     "class_detection",
+    "cross_validate",
     "lds",
     "leave_one_out",
     "mislabelled_auc",

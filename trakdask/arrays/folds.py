@@ -1,0 +1,174 @@
+"""Leave one checkpoint out: what the others predict of it, and how well that follows its outputs.
+
+A checkpoint that was trained on a known part of the samples is a retrained model. The scores of the
+other checkpoints, added up over its samples, predict its outputs.
+"""
+
+from __future__ import annotations
+
+import dask.array as da
+import numpy as np
+import numpy.typing as npt
+from scipy.stats import rankdata
+
+from trakdask.arrays.blocks import (
+    SPLIT_EVERY,
+    Block,
+    Blocks,
+    blockwise,
+    failed_rows,
+    flat,
+    matrix,
+    product_dtype,
+    read_in_task,
+    tree_sum,
+)
+
+Floats = npt.NDArray[np.float64]
+
+
+def fold_sums(feature: da.Array, weights: da.Array) -> da.Array:
+    """Return Σ_z w_jc(z) φ_c(z) for every fold j, in one pass over the features.
+
+    Parameters
+    ----------
+    feature
+        (sample, proj_dim, checkpoint), float, chunks (rows, p, 1).
+    weights
+        w, (sample, fold) if they are the same for all checkpoints, or (sample, fold, checkpoint).
+
+    Returns
+    -------
+    (fold, proj_dim, checkpoint) float64, lazy, chunks (folds, p, 1).
+
+    Notes
+    -----
+    Cost: 2 n p C flops per fold. Rows of failed samples, which are entirely NaN, are left out of all
+    folds, and a row with a weight that is NaN of that fold. Products in the dtype of the features, sums in float64.
+
+    Examples
+    --------
+    >>> x = da.ones((4, 2, 1), chunks=(2, 2, 1), dtype="float32")
+    >>> fold_sums(x, da.from_array(np.array([[1, 0], [1, 1], [0, 1], [0, 3]]))).compute()[:, 0, 0]
+    array([2., 5.])
+    """
+    sizes, index = feature.chunks[0], "sfc"[: weights.ndim]
+    n = len(sizes)
+    groups = [range(i, min(i + SPLIT_EVERY, n)) for i in range(0, n, SPLIT_EVERY)]
+    if read := read_in_task(feature, groups=groups, by_checkpoint=True):
+        sizes = tuple(sum(sizes[i] for i in group) for group in groups)
+    chunks = (sizes, -1, *(1,) * (weights.ndim - 2))
+    parts = blockwise(
+        _partial, "sfpc", *(read or (feature, "spc")), weights.rechunk(chunks), index,
+        new_axes={"p": feature.shape[1]}, adjust_chunks={"s": (1,) * len(sizes)},
+        concatenate=False, name="fold-sum-blocks", dtype=np.float64,
+    )  # fmt: skip
+    return tree_sum(parts, name="fold-sum", dtype=np.float64)
+
+
+def _partial(feature: Blocks, weights: Blocks) -> Block:
+    (w,), start, total = flat(weights), 0, None
+    w = w.reshape(*w.shape[:2])
+    for block in flat(feature):
+        part = np.array(w[start : start + len(block)], product_dtype(block))
+        part[np.isnan(part)] = 0
+        x, failed = matrix(block), failed_rows(block)
+        if failed.any():
+            x = np.where(failed[:, None], 0, x)
+        start += len(block)
+        product = (part.T @ x).astype(np.float64)
+        total = product if total is None else total + product
+    assert total is not None
+    return np.asarray(total)[None, :, :, None]
+
+
+def predicted(sums: da.Array, solved: da.Array) -> da.Array:
+    """Return the mean over the other checkpoints of the products of sums and solved features.
+
+    Parameters
+    ----------
+    sums
+        Of :func:`fold_sums`, with a fold for each checkpoint, in their order.
+    solved
+        Of :func:`trakdask.arrays.solve.solve`, (target, proj_dim, checkpoint).
+
+    Returns
+    -------
+    (target, checkpoint) float64, lazy: what the others predict of each checkpoint, but for a
+    constant of each target.
+    """
+    products = blockwise(
+        _products, "tfc", solved, "tpc", sums, "fpc",
+        concatenate=True, name="fold-products", dtype=np.float64,
+    )  # fmt: skip
+    n = sums.shape[2]
+    mean: da.Array = da.where(np.eye(n, dtype=bool), 0, products).sum(axis=2) / (n - 1)
+    return mean
+
+
+def _products(solved: Block, sums: Block) -> Block:
+    product = solved[:, :, 0].astype(np.float64) @ sums[:, :, 0].T
+    return np.asarray(product)[:, :, None]
+
+
+def agreement(prediction: Floats, output: Floats) -> tuple[Floats, Floats]:
+    """Correlate predictions with outputs over checkpoints, of all of them and without each.
+
+    Parameters
+    ----------
+    prediction, output
+        (target, ..., checkpoint) and (target, checkpoint).
+
+    Returns
+    -------
+    Spearman's correlation of each target, (target, ...), NaN where a side is constant or NaN; and
+    its mean over targets without each checkpoint in turn, (checkpoint, ...), for a jackknife.
+
+    Examples
+    --------
+    >>> f = np.array([[1.0, 2.0, 3.0, 4.0]])
+    >>> [x.round(3).tolist() for x in agreement(f + [0, 0, 3, 0], f)]
+    [[0.8], [0.5, 0.5, 1.0, 1.0]]
+    """
+    n = output.shape[-1]
+    every = np.arange(n)
+    return _spearman(prediction, output), np.array(
+        [_mean(_spearman(prediction[..., every != j], output[:, every != j])) for j in every]
+    )
+
+
+def _mean(correlation: Floats) -> Floats:
+    known = ~np.isnan(correlation)
+    total = np.where(known, correlation, 0).sum(axis=0)
+    return np.asarray(total / np.maximum(known.sum(axis=0), 1))
+
+
+def _spearman(x: Floats, y: Floats) -> Floats:
+    ranks = [_unit_ranks(values) for values in (x, y)]
+    shape = (len(y), *(1,) * (x.ndim - y.ndim), y.shape[-1])
+    return np.asarray((ranks[0] * ranks[1].reshape(shape)).sum(axis=-1))
+
+
+def _unit_ranks(values: Floats) -> Floats:
+    """Return centred ranks along the last axis, of length 1; NaN where all are equal or one NaN."""
+    ranks = rankdata(values, axis=-1, nan_policy="propagate")
+    ranks -= ranks.mean(axis=-1, keepdims=True)
+    length = np.linalg.norm(ranks, axis=-1, keepdims=True)
+    return np.asarray(ranks / np.where(length > 0, length, np.nan))
+
+
+def jackknife_error(values: npt.ArrayLike) -> Floats:
+    """Return the standard error of a statistic from its values without each of n parts, (n, ...).
+
+    References
+    ----------
+    Efron & Stein 1981.
+
+    Examples
+    --------
+    >>> mean_without = (10 - np.array([1.0, 2.0, 3.0, 4.0])) / 3
+    >>> float(jackknife_error(mean_without).round(4))  # √(s²/n) of 1, 2, 3, 4
+    0.6455
+    """
+    x = np.asarray(values, np.float64)
+    return np.asarray(np.sqrt((len(x) - 1) * x.var(axis=0)))

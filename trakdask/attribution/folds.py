@@ -1,0 +1,92 @@
+"""What checkpoints predict of one that was left out, where it is known what it was trained on."""
+
+from __future__ import annotations
+
+import dask.array as da
+import xarray as xr
+
+from trakdask import arrays
+from trakdask.attribution.estimators import Estimator, EstimatorLike, resolve
+from trakdask.attribution.scores import operands_of, solver
+from trakdask.variables import CHECKPOINT, GRAM, N_SAMPLES, SAMPLE, TRAINED_ON, validate
+
+LEAST_CHECKPOINTS = 3
+"""Of two, one would predict the other, and a rank correlation of two numbers is 1 or -1."""
+
+
+def predictions_of_left_out(
+    features: xr.Dataset, targets: xr.Dataset, estimator: EstimatorLike = "auto"
+) -> da.Array:
+    """Return Σ_z m_zj s_j(z, t), where s_j are the scores of all checkpoints but j.
+
+    Parameters
+    ----------
+    features
+        Features of all training samples, with ``trained_on``, m.
+    targets, estimator
+        As in :func:`trakdask.score`. K and λ stay as they are, whichever checkpoint is left out.
+
+    Returns
+    -------
+    (target, checkpoint) float64, lazy.
+
+    Raises
+    ------
+    ValueError
+        If ``trained_on`` is missing, there are too few checkpoints, or samples were selected.
+    """
+    training, explained = operands_of(features, targets)
+    require_folds(training)
+    operands = solver(training, resolve(training, estimator))
+    inverse = None if operands.matrix is None else operands.matrix.inverse
+    weights = fold_weights(operands.features, estimator, inverse)
+    sums = arrays.folds.fold_sums(operands.features.feature.data, weights)
+    return arrays.folds.predicted(sums, operands.vectors(explained))
+
+
+def require_folds(features: xr.Dataset) -> None:
+    """Check that features say what their checkpoints were trained on, and of all samples."""
+    if TRAINED_ON not in features:
+        raise ValueError(
+            f"expected {TRAINED_ON!r} in the features, which says what each checkpoint was trained "
+            f"on, got {sorted(map(str, features.data_vars))}; try featurizing "
+            "samples.assign_coords(trained_on=masks), or td.assign_coords(store, "
+            "{'trained_on': masks}), with masks (checkpoint, sample)"
+        )
+    validate(features, [TRAINED_ON], what="features")
+    if (n := features.sizes[CHECKPOINT]) < LEAST_CHECKPOINTS:
+        raise ValueError(
+            f"expected {LEAST_CHECKPOINTS} or more checkpoints to leave one out, got {n}; try "
+            "training more, on other halves of the samples"
+        )
+    total = features[GRAM].attrs[N_SAMPLES] if GRAM in features else features.sizes[SAMPLE]
+    if features.sizes[SAMPLE] < total:
+        raise ValueError(
+            f"expected all {total} training samples, since what a checkpoint predicts is a sum "
+            f"over them, got {features.sizes[SAMPLE]}; try the features as td.open returns them"
+        )
+
+
+def fold_weights(
+    features: xr.Dataset, estimator: EstimatorLike, inverse: da.Array | None
+) -> da.Array:
+    """Return what samples are multiplied by where checkpoint j is left out, 0 if j lacks them.
+
+    (sample, fold) for an estimator that pools its weights, else (sample, fold, checkpoint).
+    """
+    n = features.sizes[CHECKPOINT]
+    columns = []
+    for j in range(n):
+        others = [c for c in range(n) if c != j]
+        rest = features.isel({CHECKPOINT: others}).chunk({CHECKPOINT: 1})
+        of_rest: Estimator = resolve(rest, estimator).of_scores(rest)
+        weight = of_rest.weight(rest, None if inverse is None else inverse.blocks[others])
+        knows = features[TRAINED_ON].data[:, j].rechunk(weight.chunks[0])
+        if of_rest.pooled:
+            columns.append(da.where(knows, arrays.weights.pooled(weight), 0))
+            continue
+        zero = da.zeros_like(weight[:, :1])
+        whole = da.concatenate([weight[:, :j], zero, weight[:, j:]], axis=1)
+        columns.append(da.where(knows[:, None], whole, 0))
+    stacked: da.Array = da.stack(columns, axis=1)
+    return stacked
