@@ -23,8 +23,20 @@ from trakdask.arrays.blocks import (
     read_in_task,
     tree_sum,
 )
+from trakdask.arrays.damping import GRID
+from trakdask.arrays.solve import Spectrum
 
 Floats = npt.NDArray[np.float64]
+
+#: Candidates for ρ are this many decades around the start, with the ends.
+_NEAR = 1.01
+
+#: ρ; whether it is another than the start; the gain of the best candidate, its error; and the mean
+#: correlation for every ρ of the grid.
+CHOICE = np.dtype([
+    ("relative", np.float64), ("has_moved", np.bool_), ("gain", np.float64), ("error", np.float64),
+    ("correlation", np.float64, GRID.shape),
+])  # fmt: skip
 
 
 def fold_sums(feature: da.Array, weights: da.Array) -> da.Array:
@@ -43,8 +55,9 @@ def fold_sums(feature: da.Array, weights: da.Array) -> da.Array:
 
     Notes
     -----
-    Cost: 2 n p C flops per fold. Rows of failed samples, which are entirely NaN, are left out of all
-    folds, and a row with a weight that is NaN of that fold. Products in the dtype of the features, sums in float64.
+    Cost: 2 n p C flops per fold; products in the dtype of the features, sums in float64. Rows of
+    failed samples, which are entirely NaN, are left out of all folds, and a row with a weight that
+    is NaN of that fold.
 
     Examples
     --------
@@ -101,14 +114,98 @@ def predicted(sums: da.Array, solved: da.Array) -> da.Array:
         _products, "tfc", solved, "tpc", sums, "fpc",
         concatenate=True, name="fold-products", dtype=np.float64,
     )  # fmt: skip
-    n = sums.shape[2]
-    mean: da.Array = da.where(np.eye(n, dtype=bool), 0, products).sum(axis=2) / (n - 1)
+    return _without_own(products)
+
+
+def _without_own(parts: da.Array) -> da.Array:
+    """Return the mean of (..., fold, checkpoint) over the checkpoints that are not the fold's."""
+    n = parts.shape[-1]
+    mean: da.Array = da.where(np.eye(n, dtype=bool), 0, parts).sum(axis=-1) / (n - 1)
     return mean
 
 
 def _products(solved: Block, sums: Block) -> Block:
     product = solved[:, :, 0].astype(np.float64) @ sums[:, :, 0].T
     return np.asarray(product)[:, :, None]
+
+
+def totals(spectrum: da.Array, sums: da.Array, feature: da.Array) -> da.Array:
+    """Return :func:`predicted` of some rows for every ρ of the grid of λ.
+
+    Parameters
+    ----------
+    spectrum
+        Of :func:`trakdask.arrays.solve.spectrum`.
+    sums
+        Of :func:`fold_sums`.
+    feature
+        φ of the rows, (row, proj_dim, checkpoint), chunks (rows, p, 1).
+
+    Returns
+    -------
+    (row, ρ, checkpoint) float64, lazy, λ = ρ tr(K_c)/n.
+
+    Notes
+    -----
+    Cost: 2 p k flops per row and fold, with k eigenvectors, and 2 k per ρ.
+    """
+    parts = blockwise(
+        _totals, "sgfc", feature, "spc", sums, "fpc", spectrum, "c",
+        new_axes={"g": len(GRID)}, concatenate=True, name="fold-totals", dtype=np.float64,
+    )  # fmt: skip
+    return _without_own(parts)
+
+
+def _totals(phi: Block, sums: Block, spectrum: Spectrum) -> Block:
+    inverse, rows = spectrum.inverse(GRID * spectrum.mean), phi[:, :, 0].astype(np.float64)
+    v = sums[:, :, 0]
+    along = np.einsum(
+        "rk,kg,fk->rgf", rows @ inverse.vectors, inverse.along, v @ inverse.vectors, optimize=True
+    )
+    rest = inverse.rest[:, None] * (rows @ v.T)[:, None]
+    return np.asarray(along + rest)[..., None]
+
+
+def choose(totals: da.Array, outputs: da.Array, start: da.Array) -> da.Array:
+    """Choose ρ by what rows say of checkpoints that were left out.
+
+    Parameters
+    ----------
+    totals
+        Of :func:`totals`.
+    outputs
+        f of the rows, (row, checkpoint).
+    start
+        The ρ that is kept unless another one is better, (), lazy.
+
+    Returns
+    -------
+    (1,) of dtype :data:`CHOICE`, lazy.
+
+    Notes
+    -----
+    ρ is the one within a decade of the start with the largest mean of Spearman's correlations over
+    rows, if that exceeds the mean at the start by more than one standard error of the difference.
+    Both are means over the same rows and checkpoints, so the error, a jackknife over checkpoints,
+    is that of the difference. Ten points for each row are noisy among neighbours.
+    """
+    return blockwise(
+        _choose, "k", totals, "sgf", outputs.rechunk((totals.chunks[0], -1)), "sf", start, "",
+        new_axes={"k": 1}, concatenate=True, name="fold-choice", dtype=CHOICE,
+    )  # fmt: skip
+
+
+def _choose(totals: Block, outputs: Block, start: Block) -> Block:
+    rho = float(start)
+    each, without = agreement(totals, outputs.astype(np.float64))
+    curve = _mean(each)
+    distance = np.abs(np.log10(GRID / rho))
+    at, near = int(distance.argmin()), np.flatnonzero(distance < _NEAR)
+    best = int(near[np.argmax(curve[near])])
+    gain, error = curve[best] - curve[at], jackknife_error(without[:, best] - without[:, at])
+    if gain > error:
+        rho = float(GRID[best])
+    return np.array([(rho, rho != float(start), gain, error, curve)], CHOICE)
 
 
 def agreement(prediction: Floats, output: Floats) -> tuple[Floats, Floats]:

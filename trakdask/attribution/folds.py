@@ -7,41 +7,10 @@ import xarray as xr
 
 from trakdask import arrays
 from trakdask.attribution.estimators import Estimator, EstimatorLike, resolve
-from trakdask.attribution.scores import operands_of, solver
 from trakdask.variables import CHECKPOINT, GRAM, N_SAMPLES, SAMPLE, TRAINED_ON, validate
 
 LEAST_CHECKPOINTS = 3
 """Of two, one would predict the other, and a rank correlation of two numbers is 1 or -1."""
-
-
-def predictions_of_left_out(
-    features: xr.Dataset, targets: xr.Dataset, estimator: EstimatorLike = "auto"
-) -> da.Array:
-    """Return Σ_z m_zj s_j(z, t), where s_j are the scores of all checkpoints but j.
-
-    Parameters
-    ----------
-    features
-        Features of all training samples, with ``trained_on``, m.
-    targets, estimator
-        As in :func:`trakdask.score`. K and λ stay as they are, whichever checkpoint is left out.
-
-    Returns
-    -------
-    (target, checkpoint) float64, lazy.
-
-    Raises
-    ------
-    ValueError
-        If ``trained_on`` is missing, there are too few checkpoints, or samples were selected.
-    """
-    training, explained = operands_of(features, targets)
-    require_folds(training)
-    operands = solver(training, resolve(training, estimator))
-    inverse = None if operands.matrix is None else operands.matrix.inverse
-    weights = fold_weights(operands.features, estimator, inverse)
-    sums = arrays.folds.fold_sums(operands.features.feature.data, weights)
-    return arrays.folds.predicted(sums, operands.vectors(explained))
 
 
 def require_folds(features: xr.Dataset) -> None:

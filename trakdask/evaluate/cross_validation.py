@@ -7,12 +7,14 @@ from itertools import product
 from typing import Any
 
 import dask
+import dask.array as da
 import numpy as np
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.attribution.estimators import EstimatorLike
-from trakdask.attribution.folds import predictions_of_left_out
+from trakdask.attribution.estimators import EstimatorLike, resolve
+from trakdask.attribution.folds import fold_weights, require_folds
+from trakdask.attribution.scores import operands_of, solver
 from trakdask.evaluate.results import require_known
 from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, TARGET_PREFIX, coords_along, validate
 
@@ -98,7 +100,7 @@ def cross_validate(
     lazy, first = [], next(iter(settings.values()))[1]
     for training, explained, estimator in settings.values():
         validate(explained, ["output"], what="targets")
-        predicted = predictions_of_left_out(training, explained, estimator)
+        predicted = _predictions(training, explained, estimator)
         lazy.append((predicted, explained.output.transpose(SAMPLE, CHECKPOINT).data))
     grades = [_graded(*pair) for pair in dask.compute(*lazy)]
     data = {name: np.stack([grade[name] for grade in grades], axis=-1) for name in _DIMS}
@@ -146,6 +148,34 @@ def _settings(
         ", ".join(filter(None, (one, two))): (training[one], explained[one], estimator)
         for one, (two, estimator) in pairs
     }
+
+
+def _predictions(features: xr.Dataset, targets: xr.Dataset, estimator: EstimatorLike) -> da.Array:
+    """Return Σ_z m_zj s_j(z, t), where s_j are the scores of all checkpoints but j.
+
+    Parameters
+    ----------
+    features
+        Features of all training samples, with ``trained_on``, m.
+    targets, estimator
+        As in :func:`trakdask.score`. K and λ stay as they are, whichever checkpoint is left out.
+
+    Returns
+    -------
+    (target, checkpoint) float64, lazy.
+
+    Raises
+    ------
+    ValueError
+        If ``trained_on`` is missing, there are too few checkpoints, or samples were selected.
+    """
+    training, explained = operands_of(features, targets)
+    require_folds(training)
+    operands = solver(training, resolve(training, estimator))
+    inverse = None if operands.matrix is None else operands.matrix.inverse
+    weights = fold_weights(operands.features, estimator, inverse)
+    sums = arrays.folds.fold_sums(operands.features.feature.data, weights)
+    return arrays.folds.predicted(sums, operands.vectors(explained))
 
 
 def _by_name(values: Any) -> dict[str, Any]:
