@@ -44,7 +44,6 @@ def chosen_damping(
     regularized = regularize(features, resolved, calibrate, quiet=True)
     chosen, variance = dask.compute(describe_damping(regularized), variance)
     attrs: dict[str, Any] = {
-        "asked": resolved.rule,
         "rule": str(chosen.rule.values),
         "pooled_checkpoints": checkpoint_names(ds),
     }

@@ -13,7 +13,6 @@ import xarray as xr
 from dask.array.utils import meta_from_array
 
 from trakdask import arrays
-from trakdask.arrays.damping import CLOSED_FORM
 from trakdask.attribution.estimators import (
     GIVEN,
     Absolute,
@@ -22,6 +21,7 @@ from trakdask.attribution.estimators import (
     Soft,
     Trak,
     choosing,
+    damping_prior,
     with_gram,
 )
 from trakdask.errors import warn_once
@@ -462,16 +462,17 @@ def _is_of_gram(features: xr.Dataset, name: str) -> bool:
 def stored_damping(
     features: xr.Dataset, estimator: GramEstimator, weights: GramEstimator
 ) -> xr.DataArray | None:
-    """Return the λ that features hold beside the gram matrix, if the estimator asks for its rule.
+    """Return the λ that features hold beside the gram matrix, if the estimator asks for it.
 
-    λ is that of all checkpoints together.
+    It was chosen as ``"auto"`` says, for all checkpoints together.
     """
-    is_at_hand = estimator.rule is not None and stored_matrix(features, GRAM, weights) is not None
-    if not is_at_hand or not _is_of_gram(features, DAMPING):
+    if isinstance(estimator.damping, Absolute | xr.DataArray):
         return None
-    attrs = features[DAMPING].attrs
-    is_whole = set(attrs["pooled_checkpoints"]) == set(checkpoint_names(features))
-    return features[DAMPING] if attrs["asked"] == estimator.rule and is_whole else None
+    if stored_matrix(features, GRAM, weights) is None or not _is_of_gram(features, DAMPING):
+        return None
+    is_auto = estimator.damping == estimator.with_damping("auto").resolved(features).damping
+    pooled = features[DAMPING].attrs["pooled_checkpoints"]
+    return features[DAMPING] if is_auto and set(pooled) == set(checkpoint_names(features)) else None
 
 
 # --------------------------------------------------------------------------------- how λ is chosen
@@ -481,36 +482,30 @@ Chosen = tuple[da.Array, tuple[str, ...], da.Array | None]
 """λ, the names of what may have chosen it, and how outputs chose it, as in :class:`Regularized`."""
 
 
-def _prior(features: xr.Dataset) -> float:
-    """Return ρ where outputs are not asked, or see no reason for another one."""
-    return float(features.attrs.get("damping_prior", 1.0))
-
-
 def _by_rule(features: xr.Dataset, gram: GramMatrix, estimator: GramEstimator) -> Chosen:
     """Return λ by a rule that asks no outputs, and the name of the rule."""
-    damping, prior = estimator.damping, _prior(features)
+    damping = estimator.damping
     if isinstance(damping, xr.DataArray):
         return damping.variable.chunk({CHECKPOINT: 1}).data, ("given",), None
     if isinstance(damping, Absolute):
         lam = da.full(len(gram.labels), float(damping.value), chunks=1)
         return lam, ("absolute",), None
-    if damping == "trace":
-        return *_by_trace(gram, prior), None
-    factor = damping if isinstance(damping, float) else prior * CLOSED_FORM
-    lam = arrays.gram.closed_form(gram.data, factor, gram.labels)
-    return lam, (f"{factor:.3g} tr(K^2)/tr(K)",), None
+    if isinstance(damping, float):
+        lam = arrays.gram.closed_form(gram.data, damping, gram.labels)
+        return lam, (f"{damping:.3g} tr(K^2)/tr(K)",), None
+    return *_by_trace(gram, damping_prior(features)), None
 
 
-def _by_trace(gram: GramMatrix, prior: float) -> tuple[da.Array, tuple[str]]:
-    lam = prior * arrays.gram.mean_trace(gram.data, gram.n_samples, gram.labels)
-    return lam, ("tr(K)/n" if prior == 1 else f"{prior:.3g} tr(K)/n",)
+def _by_trace(gram: GramMatrix, rho: float) -> tuple[da.Array, tuple[str]]:
+    lam = rho * arrays.gram.mean_trace(gram.data, gram.n_samples, gram.labels)
+    return lam, ("tr(K)/n" if rho == 1 else f"{rho:.3g} tr(K)/n",)
 
 
 def _chosen_before(damping: xr.DataArray) -> Chosen:
     """Return the stored λ, its rule, and how it was chosen, if by outputs; warn as then."""
     lam, attrs = damping.variable.chunk({CHECKPOINT: 1}).data, damping.attrs
     choice = None
-    if attrs["asked"] == "completeness":
+    if "tried" in attrs:
         _warn_of_few_checkpoints(damping.size)
     if attrs.get("tried"):
         relative, peak = attrs["relative"], attrs["peak"]
@@ -550,7 +545,7 @@ def _chosen_by_outputs(
         )
         outputs = _taken(features.output.data, some_rows)
         curves["training rows left out"] = arrays.damping.curve(totals, outputs)
-    prior = _prior(features)
+    prior = damping_prior(features)
     by_trace, names = _by_trace(gram, prior)
     rules = (*(f"completeness, {name}" for name in curves), *names)
     if not curves:

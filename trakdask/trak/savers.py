@@ -470,7 +470,7 @@ def open_traker(
 
     Features are the projected gradients, ``grads.mmap``, divided by the square root of the number
     of parameters; ``finalize_features`` need not have been called for them. The directory does not
-    contain model outputs: ``output`` is NaN, and ``damping="auto"`` is the closed form. For
+    contain model outputs: ``output`` is NaN, and ``damping="auto"`` is 0.03. For
     classification, the outputs follow from Q, so the damping can be chosen by them after
     ``features.assign(output=np.log(1 / features.out_to_loss - 1))``.
 
