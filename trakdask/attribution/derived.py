@@ -12,7 +12,7 @@ import xarray as xr
 
 from trakdask import arrays
 from trakdask.attribution.estimators import LOGIT_VARIANCE, GramEstimator, Soft
-from trakdask.attribution.grams import describe_damping, regularize
+from trakdask.attribution.regularization import describe_damping, regularize
 from trakdask.variables import CHECKPOINT, GRAM, LOSS_GRADIENT, checkpoint_names, lazy_features
 
 

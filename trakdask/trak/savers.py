@@ -558,7 +558,7 @@ def _features(
         "stored_dtype": {name: a.dtype.name for name, a in zip(names, opened, strict=True)},
         **({"experiment": exp_name} if exp_name else {}),
     }
-    data = {name: (VARIABLES[name].dims, a, VARIABLES[name].attrs) for name, a in arrays.items()}
+    data = {name: VARIABLES[name].holding(a) for name, a in arrays.items()}
     names_of = {CHECKPOINT: (CHECKPOINT, np.array(names, object))}
     return xr.Dataset(data, names_of, as_text(attrs))
 
