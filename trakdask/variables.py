@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -56,6 +57,10 @@ class Variable:
     def attrs(self) -> dict[str, str]:
         """Return the ``attrs`` of a DataArray that holds this variable."""
         return {"description": self.description}
+
+    def holding(self, data: Any) -> tuple[tuple[str, ...], Any, dict[str, str]]:
+        """Return the variable with some data, as the constructor of a Dataset takes it."""
+        return self.dims, data, self.attrs
 
 
 _ALL = (
@@ -172,8 +177,6 @@ def _validate_variable(ds: xr.Dataset, variable: Variable, what: str) -> None:
         remedy = f"ds.rename({dict(zip(others, missing, strict=False))})"
         if len(missing) > len(others):
             remedy = f"ds.isel({missing[-1]}=[0]), with a list, which keeps the dimension"
-        elif len(others) > len(missing):
-            remedy = f"ds.isel({others[-1]}=0)"
         raise ValueError(
             f"expected {name!r} of {what} with the dimensions {variable.dims}, got {array.dims}; "
             f"try {remedy}"

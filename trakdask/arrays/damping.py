@@ -22,9 +22,6 @@ from trakdask.arrays.solve import Inverse, Spectrum
 from trakdask.arrays.weights import pooled
 from trakdask.errors import warn_once
 
-#: The default factor of the closed form of λ, which was fitted by tests/benchmarks/quality.py:
-#: tr(K²)/tr(K) is of the size of the largest eigenvalues, and λ has to be well below these.
-CLOSED_FORM = 0.03
 #: Candidates for ρ, a quarter of a decade apart, which scores hardly notice.
 GRID: npt.NDArray[np.float64] = 10.0 ** np.linspace(-2, 3, 21)
 #: Totals follow the outputs if their correlation is this many standard errors, 1/√m, above 0.

@@ -12,7 +12,7 @@ import xarray as xr
 
 from trakdask import arrays
 from trakdask.attribution.estimators import LOGIT_VARIANCE, GramEstimator, Soft
-from trakdask.attribution.grams import describe_damping, regularize
+from trakdask.attribution.regularization import describe_damping, regularize
 from trakdask.variables import CHECKPOINT, GRAM, LOSS_GRADIENT, checkpoint_names, lazy_features
 
 
@@ -44,7 +44,6 @@ def chosen_damping(
     regularized = regularize(features, resolved, calibrate, quiet=True)
     chosen, variance = dask.compute(describe_damping(regularized), variance)
     attrs: dict[str, Any] = {
-        "asked": resolved.rule,
         "rule": str(chosen.rule.values),
         "pooled_checkpoints": checkpoint_names(ds),
     }

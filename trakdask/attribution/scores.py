@@ -26,8 +26,8 @@ from trakdask.attribution.estimators import (
     TracIn,
     resolve,
 )
-from trakdask.attribution.grams import Regularized, regularize
 from trakdask.attribution.groups import group_codes, require_group_coord
+from trakdask.attribution.regularization import Regularized, regularize
 from trakdask.provenance import FEATURE_SPEC, as_text, require_comparable
 from trakdask.variables import (
     CHECKPOINT,

@@ -246,10 +246,7 @@ def featurize(
     limit = _largest_memory()
     require_block_fits(job.projector.projector, job.row_map.n_rows, n_samples, limit)
     arrays = lazy_arrays(prepared) | prepared.fit
-    data = {
-        name: (VARIABLES[name].dims, array, {"description": VARIABLES[name].description})
-        for name, array in arrays.items()
-    }
+    data = {name: VARIABLES[name].holding(array) for name, array in arrays.items()}
     coords = {**prepared.coords, COLUMN: (PROJ_DIM, np.arange(job.proj_dim))}
     features = xr.Dataset(data, coords=coords, attrs=as_text(prepared.attrs))
     if TRAINED_ON in samples.coords:

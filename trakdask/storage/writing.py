@@ -161,7 +161,7 @@ def _storable(features: xr.Dataset) -> xr.Dataset:
     norm = features[NORM].data if NORM in features else squared_norm(feature)
     small = (align_weights(array, feature) for array in (norm, features.out_to_loss.data))
     marked = da.map_blocks(with_digest, *small, dtype=np.float64)
-    features = features.assign({NORM: (VARIABLES[NORM].dims, marked, VARIABLES[NORM].attrs)})
+    features = features.assign({NORM: VARIABLES[NORM].holding(marked)})
     require_names(features.coords)
     return _portable_coords(features)
 
