@@ -43,7 +43,8 @@ FEW_SAMPLES = 500
 #: The correlation for every ρ of the grid, and the number of rows that it is computed from.
 CURVE = np.dtype([("correlation", np.float64, GRID.shape), ("n_rows", np.int64)])
 #: How λ was chosen: ρ; the index of the candidate that chose it; the largest correlation; the one
-#: that the prior needs to be chosen; and all correlations.
+#: that the prior needs to be chosen; all correlations; and, where checkpoints were left out, the
+#: mean correlations of :func:`trakdask.arrays.folds.choose`.
 CHOICE = np.dtype(
     [
         ("relative", np.float64),
@@ -51,8 +52,11 @@ CHOICE = np.dtype(
         ("peak", np.float64),
         ("threshold", np.float64),
         ("correlation", np.float64, GRID.shape),
+        ("grade", np.float64, GRID.shape),
     ]
 )
+#: What :data:`CHOICE` holds where no outputs were asked: the last rule chose.
+NO_CHOICE = np.array([(np.nan, -1, np.nan, np.nan, np.nan, np.nan)], CHOICE)
 
 
 def _inverse(spectrum: Spectrum) -> Inverse:
@@ -267,7 +271,8 @@ def _choose(
         if followed:
             break
     candidate = index if followed else len(names)
-    return np.array([(rho, candidate, peak(curve), threshold, curve["correlation"][0])], CHOICE)
+    correlation = curve["correlation"][0]
+    return np.array([(rho, candidate, peak(curve), threshold, correlation, np.nan)], CHOICE)
 
 
 def _chosen(curve: Block, prior: float, n_samples: int) -> tuple[float, float]:

@@ -23,20 +23,13 @@ from trakdask.arrays.blocks import (
     read_in_task,
     tree_sum,
 )
-from trakdask.arrays.damping import GRID
+from trakdask.arrays.damping import CHOICE, GRID
 from trakdask.arrays.solve import Spectrum
 
 Floats = npt.NDArray[np.float64]
 
 #: Candidates for ρ are this many decades around the start, with the ends.
 _NEAR = 1.01
-
-#: ρ; whether it is another than the start; the gain of the best candidate, its error; and the mean
-#: correlation for every ρ of the grid.
-CHOICE = np.dtype([
-    ("relative", np.float64), ("has_moved", np.bool_), ("gain", np.float64), ("error", np.float64),
-    ("correlation", np.float64, GRID.shape),
-])  # fmt: skip
 
 
 def fold_sums(feature: da.Array, weights: da.Array) -> da.Array:
@@ -166,7 +159,7 @@ def _totals(phi: Block, sums: Block, spectrum: Spectrum) -> Block:
     return np.asarray(along + rest)[..., None]
 
 
-def choose(totals: da.Array, outputs: da.Array, start: da.Array) -> da.Array:
+def choose(totals: da.Array, outputs: da.Array, choice: da.Array, start: da.Array) -> da.Array:
     """Choose ρ by what rows say of checkpoints that were left out.
 
     Parameters
@@ -175,37 +168,40 @@ def choose(totals: da.Array, outputs: da.Array, start: da.Array) -> da.Array:
         Of :func:`totals`.
     outputs
         f of the rows, (row, checkpoint).
+    choice
+        How λ was chosen without them, (1,) of dtype :data:`trakdask.arrays.damping.CHOICE`.
     start
-        The ρ that is kept unless another one is better, (), lazy.
+        The ρ of that, (), lazy.
 
     Returns
     -------
-    (1,) of dtype :data:`CHOICE`, lazy.
+    ``choice`` with the ``grade`` of every ρ. If another ρ is clearly better, it is ``relative``,
+    and ``candidate`` is -1.
 
     Notes
     -----
     ρ is the one within a decade of the start with the largest mean of Spearman's correlations over
     rows, if that exceeds the mean at the start by more than one standard error of the difference.
-    Both are means over the same rows and checkpoints, so the error, a jackknife over checkpoints,
-    is that of the difference. Ten points for each row are noisy among neighbours.
+    Ten checkpoints are ten points for each row, which are noisy among neighbours. Both means are of
+    the same rows and checkpoints, so the error, a jackknife over checkpoints, is that of the
+    difference.
     """
     return blockwise(
-        _choose, "k", totals, "sgf", outputs.rechunk((totals.chunks[0], -1)), "sf", start, "",
-        new_axes={"k": 1}, concatenate=True, name="fold-choice", dtype=CHOICE,
+        _choose, "k", totals, "sgf", outputs.rechunk((totals.chunks[0], -1)), "sf",
+        choice, "k", start, "", concatenate=True, name="fold-choice", dtype=CHOICE,
     )  # fmt: skip
 
 
-def _choose(totals: Block, outputs: Block, start: Block) -> Block:
-    rho = float(start)
-    each, without = agreement(totals, outputs.astype(np.float64))
-    curve = _mean(each)
-    distance = np.abs(np.log10(GRID / rho))
+def _choose(totals: Block, outputs: Block, choice: Block, start: Block) -> Block:
+    of_rows, without = agreement(totals, outputs.astype(np.float64))
+    grade, chosen = _mean(of_rows), choice.copy()
+    chosen["grade"] = grade
+    distance = np.abs(np.log10(GRID / float(start)))
     at, near = int(distance.argmin()), np.flatnonzero(distance < _NEAR)
-    best = int(near[np.argmax(curve[near])])
-    gain, error = curve[best] - curve[at], jackknife_error(without[:, best] - without[:, at])
-    if gain > error:
-        rho = float(GRID[best])
-    return np.array([(rho, rho != float(start), gain, error, curve)], CHOICE)
+    best = int(near[np.argmax(grade[near])])
+    if grade[best] - grade[at] > jackknife_error(without[:, best] - without[:, at]):
+        chosen["relative"], chosen["candidate"] = GRID[best], -1
+    return chosen
 
 
 def agreement(prediction: Floats, output: Floats) -> tuple[Floats, Floats]:

@@ -49,8 +49,10 @@ def chosen_damping(
     }
     if variance is not None:
         attrs[LOGIT_VARIANCE] = variance.tolist()
-    if resolved.rule == "completeness":
+    if regularized.choice is not None:
         attrs |= {name: float(chosen[name]) for name in ("relative", "peak", "threshold")}
-        attrs["curve"] = chosen.curve.values.tolist()
-        attrs["tried"] = [text.removeprefix("completeness, ") for text in regularized.rules[:-1]]
+        of_grid = {name: chosen[name].values for name in ("curve", "grade")}
+        attrs |= {name: x.tolist() for name, x in of_grid.items() if np.isfinite(x).any()}
+        tried = [text for text in regularized.rules if text.startswith("completeness, ")]
+        attrs["tried"] = [text.removeprefix("completeness, ") for text in tried]
     return chosen.damping.values, attrs

@@ -28,6 +28,7 @@ from trakdask.variables import (
     PROJ_DIM,
     SAMPLE,
     TARGET,
+    TRAINED_ON,
     WRONG_CLASSES,
     aligned,
     checkpoint_names,
@@ -46,7 +47,10 @@ be well below these."""
 
 _PRODUCT = "phi_c(z) (K_c + damping_c I)^-1"
 
-Rule = Literal["auto", "completeness", "trace"]
+LEAST_FOLDS = 5
+"""Checkpoints, from which on λ is chosen by leaving each of them out."""
+
+Rule = Literal["auto", "cross_validation", "completeness", "trace"]
 
 
 @dataclass(frozen=True)
@@ -172,12 +176,19 @@ class GramEstimator(Estimator):
         """Return the estimator with a rule in place of "auto", or with λ of these checkpoints."""
         damping = self.damping
         if self.rule == "auto":
-            default = features.attrs.get("default_damping", damping_prior(features) * _OF_TRACES)
-            is_soft = Soft.name in (self.name, features.attrs.get("default_estimator"))
-            damping = "completeness" if is_soft else default
+            has_folds = TRAINED_ON in features and features.sizes[CHECKPOINT] >= LEAST_FOLDS
+            damping = "cross_validation" if has_folds else self.rule_without_folds(features)
         elif isinstance(damping, xr.DataArray):
             damping = _of_checkpoints(features, damping, "damping")
         return self.with_damping(damping)
+
+    def rule_without_folds(self, features: xr.Dataset) -> Damping:
+        """Return what chooses λ where it is not known what checkpoints were trained on."""
+        default: Damping = features.attrs.get(
+            "default_damping", damping_prior(features) * _OF_TRACES
+        )
+        is_soft = Soft.name in (self.name, features.attrs.get("default_estimator"))
+        return "completeness" if is_soft else default
 
     def of_sums(self) -> GramEstimator:
         """Return the estimator with the weights that it has in sums over all samples."""

@@ -137,7 +137,11 @@ class _OfCaller(Trak):
 
 
 def gram_matrix(
-    features: xr.Dataset, weights: GramEstimator, *, chooses_damping: bool = False
+    features: xr.Dataset,
+    weights: GramEstimator,
+    *,
+    chooses_damping: bool = False,
+    decomposed: bool = False,
 ) -> GramMatrix:
     """Return the gram matrix that features hold, or reduce it; features are chunked already.
 
@@ -152,6 +156,8 @@ def gram_matrix(
         The estimator of scores, or of the choice of λ, with its weights in sums.
     chooses_damping
         Whether λ is to be chosen with the matrix.
+    decomposed
+        Whether its eigenvectors are needed anyway.
 
     Raises
     ------
@@ -186,7 +192,7 @@ def gram_matrix(
         matrix = weights.completed(matrix, features)
     elif needs_sums:
         gradient = arrays.gram.loss_gradient(x, weights.g(features))
-    if chooses_damping and factors is None:
+    if (chooses_damping or decomposed) and factors is None:
         k = arrays.solve.component_count(weights.rank(n, features), x.shape[1], x.dtype)
         factors = arrays.solve.eigenvectors(matrix, labels, k)
     spectrum = factors and arrays.solve.spectrum(*factors, gradient, n, labels)

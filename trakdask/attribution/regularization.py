@@ -18,10 +18,12 @@ from trakdask.attribution.estimators import (
     EstimatorLike,
     GramEstimator,
     Soft,
+    Trak,
     choosing,
     damping_prior,
     with_gram,
 )
+from trakdask.attribution.folds import fold_weights, require_folds
 from trakdask.attribution.grams import (
     GramMatrix,
     gram_matrix,
@@ -48,7 +50,6 @@ _LEAST_ROWS = 50
 #: A standard error of their correlation is below 0.032, and 2 p² flops for each are less than
 #: the 9 p³ of the eigendecomposition, from p of a few hundred on.
 _LEFT_OUT_ROWS = 1000
-_NO_CHOICE = np.array([(np.nan, -1, np.nan, np.nan, np.nan)], arrays.damping.CHOICE)
 
 
 def damping(
@@ -133,7 +134,7 @@ def damping(
 
 def describe_damping(regularized: Regularized) -> xr.Dataset:
     """Return λ and how it was chosen, as :func:`damping` does."""
-    choice = da.from_array(_NO_CHOICE) if regularized.choice is None else regularized.choice
+    choice = _or_none(regularized.choice)
     rule = da.map_blocks(
         _rule, choice, regularized.rules, drop_axis=0, dtype=object, meta=np.empty((), object)
     )
@@ -143,10 +144,12 @@ def describe_damping(regularized: Regularized) -> xr.Dataset:
         "threshold": "least correlation that suffices for the prior",
     }
     curve = {"description": "correlation of outputs with totals of attributions"}
+    grade = {"description": "mean rank correlation of outputs with those of left-out checkpoints"}
     return xr.Dataset(
         {
             "damping": VARIABLES["damping"].holding(regularized.damping),
             "curve": ("relative_damping", choice["correlation"][0], curve),
+            "grade": ("relative_damping", choice["grade"][0], grade),
             "rule": ((), rule, {"description": "what chose λ"}),
             **{n: ((), choice[n][0], {"description": text}) for n, text in numbers.items()},
         },
@@ -155,6 +158,10 @@ def describe_damping(regularized: Regularized) -> xr.Dataset:
             "relative_damping": arrays.damping.GRID,
         },
     )
+
+
+def _or_none(choice: da.Array | None) -> da.Array:
+    return da.from_array(arrays.damping.NO_CHOICE) if choice is None else choice
 
 
 def _rule(choice: np.ndarray, rules: tuple[str, ...]) -> np.ndarray:
@@ -190,19 +197,25 @@ def regularize(
 
     ``quiet`` leaves warnings of how λ is chosen to those who will use what is stored.
     """
-    if calibrate is not None and estimator.rule != "completeness":
+    if calibrate is not None and estimator.rule not in ("completeness", "cross_validation"):
         raise ValueError(
             f"expected an estimator whose λ outputs choose with calibrate, got {estimator}; try "
             "damping='completeness', or leaving calibrate out"
         )
     weights = weights_of_gram(features, estimator)
     stored = stored_damping(features, estimator, weights) if calibrate is None else None
+    by_folds = estimator.rule == "cross_validation" and stored is None
+    asked = estimator
+    if by_folds:
+        estimator = estimator.with_damping(estimator.rule_without_folds(features))
     by_outputs = estimator.rule == "completeness" and stored is None
     if by_outputs:
         validate(features, ["output", "out_to_loss"], what="features")
     by = choosing(features)
     chooses_itself = by_outputs and by.gram_weights == weights.gram_weights
-    gram = chooses = gram_matrix(features, weights, chooses_damping=chooses_itself)
+    gram = chooses = gram_matrix(
+        features, weights, chooses_damping=chooses_itself, decomposed=by_folds
+    )
     if by_outputs and not chooses_itself:
         chooses = gram_matrix(features, by, chooses_damping=True)
     if NORM in features:
@@ -211,6 +224,8 @@ def regularize(
         chosen = _chosen_by_outputs(features, by, calibrate, gram, chooses, quiet=quiet)
     else:
         chosen = _by_rule(features, gram, estimator) if stored is None else _chosen_before(stored)
+    if by_folds:
+        chosen = _chosen_by_folds(features, asked, calibrate, gram, chosen)
     if gram.spectrum is None:
         inverse = arrays.solve.cholesky(gram.data, chosen[0], gram.labels)
     else:
@@ -277,14 +292,15 @@ def _by_trace(gram: GramMatrix, rho: float) -> tuple[da.Array, tuple[str]]:
 def _chosen_before(damping: xr.DataArray) -> Chosen:
     """Return the stored λ, its rule, and how it was chosen, if by outputs; warn as then."""
     lam, attrs = damping.variable.chunk({CHECKPOINT: 1}).data, damping.attrs
-    choice = None
     if "tried" in attrs:
         _warn_of_few_checkpoints(damping.size)
     if attrs.get("tried"):
-        relative, peak = attrs["relative"], attrs["peak"]
-        arrays.damping.warn_of_choice(relative, peak, attrs["tried"][-1])
-        values = [(relative, 0, peak, attrs["threshold"], attrs["curve"])]
-        choice = da.from_array(np.array(values, arrays.damping.CHOICE))
+        arrays.damping.warn_of_choice(attrs["relative"], attrs["peak"], attrs["tried"][-1])
+    if "relative" not in attrs:
+        return lam, (attrs["rule"],), None
+    of_grid = (attrs.get(name, np.nan) for name in ("curve", "grade"))
+    values = [(attrs["relative"], 0, attrs["peak"], attrs["threshold"], *of_grid)]
+    choice = da.from_array(np.array(values, arrays.damping.CHOICE))
     return lam, (attrs["rule"],), choice
 
 
@@ -326,6 +342,33 @@ def _chosen_by_outputs(
     choice = arrays.damping.choose(curves, prior=prior, n_samples=chooses.n_samples, quiet=quiet)
     rho = choice["relative"][0]
     return by_trace * da.where(da.isnan(rho), 1, rho / prior), rules, choice
+
+
+def _chosen_by_folds(
+    features: xr.Dataset,
+    estimator: GramEstimator,
+    calibrate: xr.Dataset | None,
+    gram: GramMatrix,
+    chosen: Chosen,
+) -> Chosen:
+    """Let checkpoints that were left out change the λ that was chosen without them."""
+    require_folds(features)
+    assert gram.spectrum is not None
+    lam, rules, choice = chosen
+    start = (lam / arrays.gram.mean_trace(gram.data, gram.n_samples, gram.labels)).mean()
+    # The norms of some estimators need λ.
+    by = Trak() if estimator.norms else estimator
+    sums = arrays.folds.fold_sums(features.feature.data, fold_weights(features, by, None))
+    if calibrate is None:
+        some = arrays.damping.spread_rows(features.feature.data.chunks[0], _LEFT_OUT_ROWS)
+        rows, outputs = (_taken(features[n].data, some) for n in ("feature", "output"))
+    else:
+        held_out = lazy_features(calibrate)
+        rows, outputs = held_out.feature.data, held_out.output.data
+    totals = arrays.folds.totals(gram.spectrum, sums, rows)
+    folded = arrays.folds.choose(totals, outputs, _or_none(choice), start)
+    factor = da.where(folded["candidate"][0] == -1, folded["relative"][0] / start, 1)
+    return lam * factor, (*rules, "cross-validation"), folded
 
 
 def _taken(data: da.Array, rows: list[slice]) -> da.Array:
