@@ -134,7 +134,9 @@ def damping(
 
 def describe_damping(regularized: Regularized) -> xr.Dataset:
     """Return λ and how it was chosen, as :func:`damping` does."""
-    choice = _or_none(regularized.choice)
+    choice = regularized.choice
+    if choice is None:
+        choice = da.from_array(arrays.damping.NO_CHOICE)
     rule = da.map_blocks(
         _rule, choice, regularized.rules, drop_axis=0, dtype=object, meta=np.empty((), object)
     )
@@ -158,10 +160,6 @@ def describe_damping(regularized: Regularized) -> xr.Dataset:
             "relative_damping": arrays.damping.GRID,
         },
     )
-
-
-def _or_none(choice: da.Array | None) -> da.Array:
-    return da.from_array(arrays.damping.NO_CHOICE) if choice is None else choice
 
 
 def _rule(choice: np.ndarray, rules: tuple[str, ...]) -> np.ndarray:
@@ -355,6 +353,10 @@ def _chosen_by_folds(
     require_folds(features)
     assert gram.spectrum is not None
     lam, rules, choice = chosen
+    if choice is None:
+        unasked = arrays.damping.NO_CHOICE.copy()
+        unasked["candidate"] = len(rules) - 1
+        choice = da.from_array(unasked)
     start = (lam / arrays.gram.mean_trace(gram.data, gram.n_samples, gram.labels)).mean()
     # The norms of some estimators need λ.
     by = Trak() if estimator.norms else estimator.of_sums()
@@ -366,7 +368,7 @@ def _chosen_by_folds(
         held_out = lazy_features(calibrate)
         rows, outputs = held_out.feature.data, held_out.output.data
     totals = arrays.folds.totals(gram.spectrum, sums, rows)
-    folded = arrays.folds.choose(totals, outputs, _or_none(choice), start)
+    folded = arrays.folds.choose(totals, outputs, choice, start)
     factor = da.where(folded["candidate"][0] == -1, folded["relative"][0] / start, 1)
     return lam * factor, (*rules, "cross-validation"), folded
 
