@@ -9,10 +9,12 @@ from trakdask.plots.curves import (
 )
 from trakdask.plots.figures import power_of_ten
 from trakdask.plots.galleries import gallery
+from trakdask.plots.grades import cross_validation
 from trakdask.plots.texts import text
 
 __all__ = [
     "class_detection",
+    "cross_validation",
     "damping",
     "gallery",
     "lds",
