@@ -45,7 +45,7 @@ def left_out(features: xr.Dataset, targets: xr.Dataset, estimator: td.Estimator)
     [
         td.Trak(td.Absolute(2.0)),
         td.Soft(power=0.5, damping=td.Absolute(0.3)),
-        td.Soft(damping=td.Absolute(0.3)),
+        td.Soft(power=1.0, damping=td.Absolute(0.3)),
         td.RelatIF(td.Absolute(2.0)),
         td.GradDot(),
         td.GradCos(),

@@ -32,6 +32,39 @@ Floats = npt.NDArray[np.float64]
 _NEAR = 1.01
 
 
+def means_of_others(weights: da.Array, knows: da.Array) -> da.Array:
+    """Return the mean weights of all checkpoints but j, for samples that j was trained on.
+
+    Parameters
+    ----------
+    weights
+        (sample, checkpoint), float; NaN where a sample failed.
+    knows
+        Which checkpoints were trained on the sample, (sample, checkpoint) bool.
+
+    Returns
+    -------
+    (sample, fold) float64, lazy, one chunk of folds; 0 where j was not trained on the sample.
+
+    Examples
+    --------
+    >>> w, knows = da.from_array(np.array([[1.0, 2.0, 6.0]])), np.array([[True, True, False]])
+    >>> means_of_others(w, da.from_array(knows)).compute()
+    array([[4. , 3.5, 0. ]])
+    """
+    return blockwise(
+        _means_of_others, "sf", weights, "sc", knows.rechunk({0: weights.chunks[0]}), "sk",
+        new_axes={"f": weights.shape[1]}, concatenate=True, name="fold-weights", dtype=np.float64,
+    )  # fmt: skip
+
+
+def _means_of_others(weights: Block, knows: Block) -> Block:
+    w, failed = np.nan_to_num(weights.astype(np.float64)), np.isnan(weights)
+    mean = (w.sum(axis=1, keepdims=True) - w) / (w.shape[1] - 1)
+    has_failed = failed.sum(axis=1, keepdims=True) > failed
+    return np.where(knows, np.where(has_failed, np.nan, mean), 0)
+
+
 def fold_sums(feature: da.Array, weights: da.Array) -> da.Array:
     """Return Σ_z w_jc(z) φ_c(z) for every fold j, in one pass over the features.
 

@@ -6,7 +6,7 @@ import dask.array as da
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.attribution.estimators import Estimator, EstimatorLike, resolve
+from trakdask.attribution.estimators import EstimatorLike, resolve
 from trakdask.variables import CHECKPOINT, GRAM, N_SAMPLES, SAMPLE, TRAINED_ON, validate
 
 LEAST_CHECKPOINTS = 3
@@ -43,19 +43,22 @@ def fold_weights(
 
     (sample, fold) for an estimator that pools its weights, else (sample, fold, checkpoint).
     """
-    n = features.sizes[CHECKPOINT]
-    columns = []
+    whole = resolve(features, estimator).of_scores(features)
+    knows = features[TRAINED_ON].data
+    if whole.pooled and not whole.norms:
+        return arrays.folds.means_of_others(whole.weight(features, inverse), knows)
+    n, columns = features.sizes[CHECKPOINT], []
     for j in range(n):
+        # The weights of these depend on all checkpoints that are there.
         others = [c for c in range(n) if c != j]
-        rest = features.isel({CHECKPOINT: others}).chunk({CHECKPOINT: 1})
-        of_rest: Estimator = resolve(rest, estimator).of_scores(rest)
+        rest = features.isel({CHECKPOINT: others})
+        of_rest = resolve(rest, estimator).of_scores(rest)
         weight = of_rest.weight(rest, None if inverse is None else inverse.blocks[others])
-        knows = features[TRAINED_ON].data[:, j].rechunk(weight.chunks[0])
-        if of_rest.pooled:
-            columns.append(da.where(knows, arrays.weights.pooled(weight), 0))
+        if whole.pooled:
+            columns.append(da.where(knows[:, j], arrays.weights.pooled(weight), 0))
             continue
         zero = da.zeros_like(weight[:, :1])
-        whole = da.concatenate([weight[:, :j], zero, weight[:, j:]], axis=1)
-        columns.append(da.where(knows[:, None], whole, 0))
+        with_own = da.concatenate([weight[:, :j], zero, weight[:, j:]], axis=1)
+        columns.append(da.where(knows[:, j : j + 1], with_own, 0))
     stacked: da.Array = da.stack(columns, axis=1)
     return stacked
