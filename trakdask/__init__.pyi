@@ -48,3 +48,4 @@ from .saving import save as save
 from .storage import assign_coords as assign_coords
 from .storage import open as open
 from .storage import verify as verify
+from .training import train_on_halves as train_on_halves

@@ -53,6 +53,8 @@ _REMEDY = {
     "model's output, features.attrs['code'] = other.attrs['code']",
     "source": "another store, append_dim='sample' if these are more samples of it, or setting "
     "samples.attrs['source'] if the data are the same",
+    "variables": "the same for both; td.assign_coords(store, {'trained_on': masks}) gives a store "
+    "that has none which checkpoints were trained on which samples",
     "tag": "another store, or the store's tag= if both train models in the same way",
 }
 

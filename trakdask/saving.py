@@ -19,7 +19,7 @@ from trakdask import arrays
 from trakdask.arrays.solve import component_count
 from trakdask.attribution.derived import chosen_damping, sums
 from trakdask.attribution.estimators import EstimatorLike, GramEstimator, Soft, Trak, with_gram
-from trakdask.attribution.grams import require_calibration
+from trakdask.attribution.regularization import require_calibration
 from trakdask.storage.blocks import save_sums
 from trakdask.storage.changes import changing
 from trakdask.storage.group import DROPPED, Group
@@ -79,9 +79,10 @@ def save(
     estimator
         As in :func:`score`. The store also keeps what scores with this estimator need of all of
         these (training) samples: the gram matrix of each checkpoint, its eigenvectors, and λ as
-        ``damping="auto"`` chooses it; for :class:`Soft` also the sum of the weighted features,
-        ``loss_gradient``. Other estimators can still be used: they reduce theirs from the features.
-        ``None`` stores features alone, which is enough for targets.
+        ``damping="auto"`` chooses it, the only one that is accepted here; for :class:`Soft` also
+        the sum of the weighted features, ``loss_gradient``. Other estimators can still be used:
+        they reduce theirs from the features. ``None`` stores features alone, which is enough for
+        targets.
     append_dim
         ``"sample"`` adds these samples to a store, ``"checkpoint"`` these checkpoints of samples
         that it has (those that it has already are left out), as xarray's ``append_dim`` does. The
@@ -117,7 +118,7 @@ def save(
     IncompleteFeaturesError
         If an append is asked for while another is unfinished.
     ValueError
-        If a coord has a name that cannot be that of a folder.
+        If a coord has a name that cannot be that of a folder, or ``estimator`` another damping.
     TypeError
         If ``features`` is no Dataset, or a coord is of a kind that cannot be stored.
     BlockError
@@ -147,7 +148,15 @@ def save(
     in a notebook does nothing for a scheduler that runs elsewhere.
     """
     validate(features, ("feature", "output", "out_to_loss"), what="features")
-    asked = None if estimator is None else with_gram(features, estimator).of_sums()
+    if isinstance(estimator, GramEstimator) and estimator.rule != "auto":
+        raise ValueError(
+            f"expected an estimator with damping='auto', since appends choose the λ of a store "
+            f"anew, got {estimator}; try {estimator.with_damping('auto')} here, and the damping "
+            "in td.score"
+        )
+    asked = None
+    if estimator is not None:
+        asked = with_gram(features, estimator).of_sums().with_damping("auto")
     if not (isinstance(asked, Soft) and asked.wrong_classes):  # they would be computed for nothing
         features = features.drop_vars(WRONG_CLASSES, errors="ignore")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -29,6 +30,7 @@ NORM = "feature_norm"
 GRAM, LOSS_GRADIENT, DAMPING = "gram", "loss_gradient", "damping"
 EIGENVALUES, EIGENVECTORS = "gram_eigenvalues", "gram_eigenvectors"
 WRONG_CLASSES = "wrong_classes"
+TRAINED_ON = "trained_on"
 
 DERIVED = (GRAM, LOSS_GRADIENT, EIGENVALUES, EIGENVECTORS, DAMPING)
 """All that :func:`trakdask.save` computes from features and stores beside them."""
@@ -48,11 +50,17 @@ class Variable:
     name: str
     dims: tuple[str, ...]
     description: str
+    kind: str = "f"
+    """Of its dtype: floating point, or ``"b"`` for bool."""
 
     @property
     def attrs(self) -> dict[str, str]:
         """Return the ``attrs`` of a DataArray that holds this variable."""
         return {"description": self.description}
+
+    def holding(self, data: Any) -> tuple[tuple[str, ...], Any, dict[str, str]]:
+        """Return the variable with some data, as the constructor of a Dataset takes it."""
+        return self.dims, data, self.attrs
 
 
 _ALL = (
@@ -60,6 +68,12 @@ _ALL = (
     Variable("feature_norm", (SAMPLE, CHECKPOINT), "squared norm of feature"),
     Variable("output", (SAMPLE, CHECKPOINT), "model output f, the scalar that is attributed"),
     Variable("out_to_loss", (SAMPLE, CHECKPOINT), "Q = -dloss/df; 1 - p for classification"),
+    Variable(
+        TRAINED_ON,
+        (SAMPLE, CHECKPOINT),
+        "whether the checkpoint was trained on the sample",
+        kind="b",
+    ),
     Variable("error", (SAMPLE, CHECKPOINT), "why a sample failed and is NaN; '' where it did not"),
     Variable("scale", (SAMPLE, CHECKPOINT), "power of two: feature is this times what is stored"),
     Variable("gram", (PROJ_DIM, PROJ_DIM_1, CHECKPOINT), "sum over samples of h φ φᵀ"),
@@ -163,16 +177,17 @@ def _validate_variable(ds: xr.Dataset, variable: Variable, what: str) -> None:
         remedy = f"ds.rename({dict(zip(others, missing, strict=False))})"
         if len(missing) > len(others):
             remedy = f"ds.isel({missing[-1]}=[0]), with a list, which keeps the dimension"
-        elif len(others) > len(missing):
-            remedy = f"ds.isel({others[-1]}=0)"
         raise ValueError(
             f"expected {name!r} of {what} with the dimensions {variable.dims}, got {array.dims}; "
             f"try {remedy}"
         )
-    if array.dtype.kind != "f":
+    if array.dtype.kind != variable.kind:
+        wanted, dtype = (
+            ("as bool", "bool") if variable.kind == "b" else ("in floating point", "float32")
+        )
         raise ValueError(
-            f"expected {name!r} of {what} in floating point, got {array.dtype}; "
-            f"try ds.assign({name}=ds.{name}.astype('float32'))"
+            f"expected {name!r} of {what} {wanted}, got {array.dtype}; "
+            f"try ds.assign({name}=ds.{name}.astype({dtype!r}))"
         )
     for dim in {PROJ_DIM, PROJ_DIM_1} & set(variable.dims):
         chunks = array.chunksizes.get(dim, ())

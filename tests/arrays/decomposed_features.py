@@ -17,8 +17,9 @@ def data(n: int = 40, p: int = 6) -> tuple[np.ndarray, np.ndarray, np.ndarray, n
     return x, rng.random((n, 2)), rng.random((n, 2)), rng.standard_normal((9, p, 2))
 
 
-def lazy(x: np.ndarray, rows: int = 7) -> da.Array:
-    return da.from_array(x, chunks=(rows, -1, 1) if x.ndim == 3 else (rows, 1))
+def lazy(x: np.ndarray, rows: int | tuple[int, ...] = 7) -> da.Array:
+    """Chunks (rows, p, 1) or (rows, 1)."""
+    return da.from_array(x, chunks=(rows, *(-1, 1)[: x.ndim - 2], 1))
 
 
 def decomposed(x: np.ndarray, h: np.ndarray | None, g: np.ndarray) -> da.Array:

@@ -14,9 +14,7 @@ from tests.stored_arrays import stored
 from trakdask.arrays import blocks
 from trakdask.arrays.blocks import (
     PackedRows,
-    Slices,
     add,
-    block_of,
     block_starts,
     flat,
     map_stored,
@@ -37,24 +35,6 @@ def test_packed_rows__are_the_integers(sizes: tuple[int, ...], most: int, seed: 
         block = PackedRows.unpack(packed[(i,)])
         np.testing.assert_array_equal(block, values[starts[i] : starts[i + 1]])
         assert block.dtype == np.int64
-
-
-COLUMNS = [
-    np.arange(5000) * 3,
-    np.arange(5000).astype("datetime64[D]").astype("datetime64[ns]"),
-    np.array([f"s{i % 7}" for i in range(5000)], np.dtypes.StringDType()),
-    np.array(["", "ä"] * 2500, np.dtypes.StringDType()),
-    np.array([f"s{i % 7}" for i in range(5000)], dtype=object),
-]
-
-
-@pytest.mark.parametrize("values", COLUMNS, ids=lambda values: str(values.dtype))
-def test_slices__elsewhere(values: np.ndarray) -> None:
-    slices = Slices(values, ((4000, 0, 1000),))
-    for each in (slices, pickle.loads(pickle.dumps(slices))):
-        parts = [block_of(each[(i,)]) for i in range(3)]
-        assert [len(part) for part in parts] == [4000, 0, 1000]
-        np.testing.assert_array_equal(np.concatenate(parts), values)
 
 
 def blocks_of(array: da.Array, **options: object) -> list[list[np.ndarray]]:

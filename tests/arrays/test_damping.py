@@ -127,32 +127,31 @@ def test_choose__as_the_oracle(values: list[float], m: int, prior: float, n: int
     np.testing.assert_array_equal(found["correlation"][0], values)
 
 
-def test_choose__a_gain_that_halves_of_the_data_have_is_not_enough() -> None:
-    assert choice(rising(0.80, 0.92)) == 1  # artanh(0.92) - artanh(0.80) = 0.49
-    assert choice(rising(0.76, 0.89, 10**0.5), prior=10**0.5) == 10**0.5
+SHORT, PRIOR = 10**1.5, 10**0.5
+CHOICES = [
+    (rising(0.80, 0.92), {}, 1),  # artanh(0.92) - artanh(0.80) = 0.49, as halves of the data have
+    (rising(0.76, 0.89, PRIOR), {"prior": PRIOR}, PRIOR),
+    (rising(0.94, 0.99), {}, SHORT),
+    (rising(0.94, 1.0), {}, SHORT),
+    (rising(0.94, 0.99, PRIOR), {"prior": PRIOR}, SHORT),
+    # A small gain is enough where the totals at the prior hardly follow the outputs,
+    (rising(0.52, 0.70), {}, SHORT),
+    (rising(-0.3, 0.2), {}, SHORT),
+    (rising(0.60, 0.70), {}, 1),
+    (rising(0.52, 0.60), {}, 1),
+    # or with few training samples, however many are held out.
+    (rising(0.90, 0.95), {"m": 128, "n": 128}, SHORT),
+    (rising(0.90, 0.95), {"m": 128, "n": 1000}, 1),
+    (rising(0.90, 0.91), {"m": 128, "n": 128}, 1),
+    # Never below the prior.
+    (np.linspace(0.95, 0.1, 21), {"n": 100}, 1),
+    (np.full(21, 1.0), {}, 1),
+]
 
 
-def test_choose__a_clear_gain_is_enough() -> None:
-    assert choice(rising(0.94, 0.99)) == choice(rising(0.94, 1.0)) == 10**1.5
-    assert choice(rising(0.94, 0.99, 10**0.5), prior=10**0.5) == 10**1.5
-
-
-def test_choose__a_small_gain_is_enough_where_the_prior_hardly_follows() -> None:
-    assert choice(rising(0.52, 0.70)) == choice(rising(-0.3, 0.2)) == 10**1.5
-    assert choice(rising(0.60, 0.70)) == choice(rising(0.52, 0.60)) == 1
-
-
-def test_choose__a_small_gain_is_enough_with_few_samples() -> None:
-    assert choice(rising(0.90, 0.95), m=128, n=128) == 10**1.5
-    assert choice(rising(0.90, 0.95), m=128, n=1000) == 1  # 128 held-out samples, not training ones
-    assert choice(rising(0.90, 0.91), m=128, n=128) == 1
-
-
-def test_choose__never_below_the_prior() -> None:
-    falling = np.linspace(0.95, 0.1, 21)
-    assert choice(falling) == 1
-    assert choice(falling, n=100) == 1
-    assert choice(np.full(21, 1.0)) == 1
+@pytest.mark.parametrize(("values", "options", "expected"), CHOICES)
+def test_choose__a_larger_rho_only_for_a_clear_gain(values, options, expected) -> None:
+    assert choice(values, **options) == expected
 
 
 def test_choose__totals_of_noise_do_not_choose() -> None:

@@ -5,6 +5,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.arrays.decomposed_features import lazy
 from tests.stored_arrays import stored
 from trakdask.arrays.groups import group_sum
 
@@ -16,10 +17,6 @@ def oracle(x: np.ndarray, g: np.ndarray, codes: np.ndarray, n_groups: int) -> np
         if group >= 0:
             out[group] += g[z].astype(np.float64).mean() * x[z].astype(np.float64)
     return out
-
-
-def lazy(x: np.ndarray, rows: int | tuple[int, ...] = 10) -> da.Array:
-    return da.from_array(x, chunks=(rows, *(-1, 1)[: x.ndim - 2], 1))
 
 
 def arrays(n: int = 95, c: int = 2) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import dask
-import dask.array as da
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.arrays.decomposed_features import lazy
 from tests.stored_arrays import stored
 from trakdask.arrays.score import score
 
@@ -21,10 +21,6 @@ def arrays(n: int = 60, m: int = 14, p: int = 8, c: int = 3) -> tuple[np.ndarray
     rng = np.random.default_rng(0)
     shapes = ((n, p, c), (m, p, c))
     return *(rng.standard_normal(s, dtype=np.float32) for s in shapes), rng.random((n, c), "f4")
-
-
-def lazy(x: np.ndarray, rows: int | tuple[int, ...] = 10) -> da.Array:
-    return da.from_array(x, chunks=(rows, *(-1, 1)[: x.ndim - 2], 1))
 
 
 _chunkings = st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple)
@@ -51,10 +47,10 @@ def test_score__exact_for_any_chunks(
 def test_score__same_bits_of_shared_and_of_stored_blocks(m: int, pooled: bool) -> None:
     """Of few targets the products of shared blocks are computed apart, and then added."""
     x, w, g = arrays(m=m)
-    shared = score(lazy(x), lazy(w, m), lazy(g), pooled=pooled)
+    shared = score(lazy(x, 10), lazy(w, m), lazy(g), pooled=pooled)
     read = score(stored(x, (10, -1, 1)), lazy(w, m), stored(g, (10, 1)), pooled=pooled)
     np.testing.assert_array_equal(shared.compute(), read.compute())
-    again = score(lazy(x), lazy(w, m), lazy(g), pooled=pooled)
+    again = score(lazy(x, 10), lazy(w, m), lazy(g), pooled=pooled)
     first, second = dask.compute(shared, again * 1)  # which get the same blocks
     np.testing.assert_array_equal(first, second)
 

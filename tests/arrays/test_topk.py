@@ -61,12 +61,6 @@ def test_top_k__stable_sort(
     check(s, da.from_array(s, chunks=(rows, targets)), int(rng.integers(1, n + 1)), largest, mask)
 
 
-def test_top_k__float64_scores_rank_as_float32() -> None:
-    s = np.array([[1.0], [1.0 + 1e-12]])
-    _, positions = top_k(da.from_array(s, chunks=(1, 1)), 2)
-    assert positions.compute().tolist() == [[0, 1]]
-
-
 @pytest.mark.parametrize("mask", [None, np.arange(200) < 150, every(2)])
 def test_top_k__no_task_returns_a_tile(mask: object) -> None:
     rng = np.random.default_rng(0)

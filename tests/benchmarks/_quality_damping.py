@@ -68,9 +68,9 @@ def _of_features(subject: Subject, train: xr.Dataset, targets: xr.Dataset) -> It
     drawn, truth = drawn.values.astype(np.float32), unit_ranks(outputs.mean("seed").values)
     train = train.drop_vars("wrong_classes", errors="ignore")
     estimator, chooser = with_gram(train.chunk(), "auto"), choosing_of(train)
-    scoring = choosing = list(_kernels(train, targets, estimator.of_sums()))
+    scoring = choosing = list(kernels(train, targets, estimator.of_sums()))
     if chooser.gram_weights != estimator.of_sums().gram_weights:
-        choosing = list(_kernels(train, targets, chooser))
+        choosing = list(kernels(train, targets, chooser))
     for together in TOGETHER:
         some = train.isel(checkpoint=together).chunk()
         g = estimator.of_scores(some).g(some).compute().mean(axis=1).astype(np.float32)
@@ -96,7 +96,7 @@ def unit_ranks(values: Floats) -> Floats:
     return np.asarray(ranks / np.where(norm > 0, norm, 1))
 
 
-def _kernels(
+def kernels(
     train: xr.Dataset, targets: xr.Dataset, weights: GramEstimator
 ) -> Iterator[tuple[Any, ...]]:
     """Yield φ(z)ᵀ(K + λI)⁻¹φ(t) (ρ, z, t), and what leaves rows out, of each checkpoint."""

@@ -184,7 +184,7 @@ def score_all(
     """
     automatic = estimator.with_damping(AUTO)
     by_targets = td.damping(train, automatic, calibrate=targets)
-    given: list[Any] = ["closed_form", AUTO, by_targets, *FACTORS.tolist()]
+    given: list[Any] = [0.03, AUTO, by_targets, *FACTORS.tolist()]
     with warnings.catch_warnings():
         # Of few checkpoints and of λ at an end of the grid: the choice reports both.
         warnings.simplefilter("ignore", UserWarning)

@@ -69,7 +69,7 @@ def scores(subject: Subject, projector: Projector, options: argparse.Namespace) 
     def write(path: Path) -> None:
         features = [td.featurize(subject.samples(i), model, projector=projector) for i in (0, 1)]
         train, targets = (part.compute() for part in features)
-        published = td.Trak(damping="closed_form")  # no choices
+        published = td.Trak(damping=0.03)  # no choices
         np.save(path, td.score(train, targets, published).values)
 
     name = f"scores-{digest(projector.spec(), [path.name for path in paths])}.npy"
@@ -174,7 +174,7 @@ def describe(options: argparse.Namespace, found: Floats) -> dict[str, Any]:
         "truth": f"{options.subsets} halves of {n_train} digits × {options.seeds} models each",
         "targets": found.shape[2],
         "checkpoints": options.checkpoints,
-        "damping": "closed_form",
+        "damping": 0.03,
         "GraSS keeps": f"{options.mask_rows} of {n_rows} gradient elements",
         "projector_seeds": options.projector_seeds,
         "resamples": options.resamples,

@@ -187,12 +187,12 @@ def features(n: int, coords: Mapping[str, Any], *, gram: bool = True) -> xr.Data
 
 def scores(n: int, coords: Mapping[str, Any]) -> xr.DataArray:
     targets = features(_TARGETS, metadata(_TARGETS), gram=False)
-    return td.score(features(n, coords), targets, td.Trak(damping="closed_form"))
+    return td.score(features(n, coords), targets, td.Trak(damping=0.03))
 
 
 def group_score(n: int, coords: Mapping[str, Any], by: str = "label") -> xr.DataArray:
     targets = features(_TARGETS, metadata(_TARGETS), gram=False)
-    return td.group_score(features(n, coords), targets, td.Trak(damping="closed_form"), by=by)
+    return td.group_score(features(n, coords), targets, td.Trak(damping=0.03), by=by)
 
 
 def featurize(n: int, coords: Mapping[str, Any]) -> xr.Dataset:
@@ -232,7 +232,7 @@ _QUERIES: dict[str, Callable[[int, Mapping[str, Any]], Any]] = {
     "group_score": group_score,
     "group_score of text": lambda n, coords: group_score(n, coords, by="source"),
     "self_influence": lambda n, coords: td.self_influence(
-        features(n, coords), td.Trak(damping="closed_form")
+        features(n, coords), td.Trak(damping=0.03)
     ),
     "featurize": featurize,
 }

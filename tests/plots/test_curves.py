@@ -33,12 +33,13 @@ def test_lds__draws_every_target_in_order(methods: list[str]) -> None:
     assert len(ax.get_legend().get_texts()) == 3
 
 
-def chosen(curve: np.ndarray, relative: float) -> xr.Dataset:
+def chosen(curve: np.ndarray, relative: float, grade: np.ndarray | None = None) -> xr.Dataset:
     values = {"relative": relative, "peak": curve.max(), "threshold": curve.max() - 0.02}
     return xr.Dataset(
         {
             **{name: ((), value) for name, value in values.items()},
             "curve": ("relative_damping", curve),
+            "grade": ("relative_damping", np.full(17, np.nan) if grade is None else grade),
             "rule": ((), "completeness, targets"),
         },
         coords={"relative_damping": 10.0 ** np.linspace(-2, 2, 17)},
@@ -54,6 +55,13 @@ def test_damping__curve_and_choice() -> None:
     np.testing.assert_allclose(point.get_ydata(), curve[10])
     assert ax.get_xscale() == "log"
     assert "3.16 tr(K)/n by completeness, targets" in ax.get_title()
+
+
+def test_damping__grades_of_left_out_checkpoints_are_beside_the_curve() -> None:
+    curve, grade = np.linspace(0.2, 0.8, 17), np.linspace(0.5, 0.1, 17)
+    (ax,) = td.plots.damping(chosen(curve, 1.0, grade)).axes
+    np.testing.assert_array_equal(ax.lines[1].get_ydata(), grade)
+    assert len(ax.get_legend().get_texts()) == 2
 
 
 N = 40

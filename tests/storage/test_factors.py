@@ -103,7 +103,7 @@ def test_save__damping_is_that_of_the_function(store: Path) -> None:
         np.testing.assert_allclose(stored[name], anew[name], rtol=1e-9)
 
 
-@pytest.mark.parametrize("damping", ["auto", "closed_form", 0.001, td.Absolute(0.7)])
+@pytest.mark.parametrize("damping", ["auto", "trace", 0.001, td.Absolute(0.7)])
 def test_score__by_stored_factors_equals_the_float64_solve(store: Path, damping) -> None:
     opened = td.open(store)
     lam = td.damping(opened.drop_vars(FACTORS), td.Soft(damping=damping)).damping.values

@@ -79,7 +79,7 @@ def test_trakdask_mode__is_featurize_and_score(
     features, target_features = (
         td.featurize(each, described, projector=taken) for each in (samples, targets)
     )
-    damping = td.Absolute(lambda_reg) if lambda_reg else "closed_form"
+    damping = td.Absolute(lambda_reg) if lambda_reg else 0.03
     expected = td.score(features, target_features, td.Soft(damping=damping)).compute()
     assert found.dtype == np.float32
     grads = np.load(tmp_path / "1/grads.mmap")

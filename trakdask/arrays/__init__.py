@@ -1,4 +1,15 @@
 """Plain numpy blocks and dask arrays: the arithmetic of attribution, without labels."""
 # ruff: noqa: F401
 
-from trakdask.arrays import damping, evaluation, gram, groups, score, solve, subsets, topk, weights
+from trakdask.arrays import (
+    damping,
+    evaluation,
+    folds,
+    gram,
+    groups,
+    score,
+    solve,
+    subsets,
+    topk,
+    weights,
+)

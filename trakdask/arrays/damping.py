@@ -23,9 +23,6 @@ from trakdask.arrays.solve import Inverse, Spectrum
 from trakdask.arrays.weights import pooled
 from trakdask.errors import warn_once
 
-#: The default factor of the closed form of λ, which was fitted by tests/benchmarks/quality.py:
-#: tr(K²)/tr(K) is of the size of the largest eigenvalues, and λ has to be well below these.
-CLOSED_FORM = 0.03
 #: Candidates for ρ, a quarter of a decade apart, which scores hardly notice.
 GRID: npt.NDArray[np.float64] = 10.0 ** np.linspace(-2, 3, 21)
 #: Totals follow the outputs if their correlation is this many standard errors, 1/√m, above 0.
@@ -47,7 +44,8 @@ FEW_SAMPLES = 500
 #: The correlation for every ρ of the grid, and the number of rows that it is computed from.
 CURVE = np.dtype([("correlation", np.float64, GRID.shape), ("n_rows", np.int64)])
 #: How λ was chosen: ρ; the index of the candidate that chose it; the largest correlation; the one
-#: that the prior needs to be chosen; and all correlations.
+#: that the prior needs to be chosen; all correlations; and, where checkpoints were left out, the
+#: mean correlations of :func:`trakdask.arrays.folds.choose`.
 CHOICE = np.dtype(
     [
         ("relative", np.float64),
@@ -55,8 +53,11 @@ CHOICE = np.dtype(
         ("peak", np.float64),
         ("threshold", np.float64),
         ("correlation", np.float64, GRID.shape),
+        ("grade", np.float64, GRID.shape),
     ]
 )
+#: What :data:`CHOICE` holds where no outputs were asked: the last rule chose.
+NO_CHOICE = np.array([(np.nan, -1, np.nan, np.nan, np.nan, np.nan)], CHOICE)
 
 
 def _inverse(spectrum: Spectrum) -> Inverse:
@@ -270,7 +271,8 @@ def _choose(
         if followed:
             break
     candidate = index if followed else len(names)
-    return np.array([(rho, candidate, peak(curve), threshold, curve["correlation"][0])], CHOICE)
+    correlation = curve["correlation"][0]
+    return np.array([(rho, candidate, peak(curve), threshold, correlation, np.nan)], CHOICE)
 
 
 def _chosen(curve: Block, prior: float, n_samples: int) -> tuple[float, float]:

@@ -393,8 +393,8 @@ def _require_finite(gram: Block, label: str) -> None:
 def _not_definite(label: str, damping: float, about: str) -> np.linalg.LinAlgError:
     return np.linalg.LinAlgError(
         f"expected K + λI to be positive definite, got one of checkpoint {label!r} that is not in "
-        f"float64 (λ = {damping:.3g}, {about}); try a larger damping, such as damping=0.03, the "
-        "closed form λ = 0.03 tr(K²)/tr(K)"
+        f"float64 (λ = {damping:.3g}, {about}); try a larger damping, such as damping=0.03, "
+        "which is λ = 0.03 tr(K²)/tr(K)"
     )
 
 

@@ -159,8 +159,7 @@ def _probability(q: Block) -> Block:
     if ((q < -_ROUNDING) | (q > 1 + _ROUNDING)).any():  # never true of NaN
         raise ValueError(
             "expected out_to_loss = 1 - p in [0, 1] for soft weights, got values in "
-            f"[{np.nanmin(q):.4g}, {np.nanmax(q):.4g}]; try "
-            "td.Trak(damping='closed_form')"
+            f"[{np.nanmin(q):.4g}, {np.nanmax(q):.4g}]; try td.Trak()"
         )
     return np.clip(q.astype(np.float64), 0, 1)
 

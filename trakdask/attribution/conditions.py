@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -126,8 +126,9 @@ class _Evaluation:
                 return ~self._compared(ast.In(), left, right)
             case ast.In(), ast.Name():
                 return self._contains(right, left)
-            case ast.In(), ast.List(elts=elements) | ast.Tuple(elts=elements) if elements:
-                return self._among(left, elements)
+            case ast.In(), ast.List(elts=others) | ast.Tuple(elts=others) if others:
+                masks = (self._compared(ast.Eq(), left, other) for other in others)
+                return functools.reduce(operator.or_, masks)
         if type(sign) not in _COMPARISONS:
             raise self._refused("one of == != < <= > >=, or in before a list such as [1, 2]", right)
         values = self._alike(left, right)
@@ -141,14 +142,6 @@ class _Evaluation:
             raise self._refused("quoted text in a coord of texts, or a list such as [1, 2]", name)
         texts = pd.Series(coord.values, dtype=object).astype(str)
         return coord.copy(data=texts.str.contains(part, regex=False).to_numpy(bool))
-
-    def _among(self, left: ast.expr, others: list[ast.expr]) -> Any:
-        """Return where a coord is one of several values, or of the values of other coords."""
-        coords, values = zip(*(self._alike(left, other) for other in others), strict=True)
-        if _is_coord(coords[0]) and not any(map(_is_coord, values)):
-            return _isin(coords[0], values)
-        masks = (self._compared(ast.Eq(), left, other) for other in others)
-        return functools.reduce(operator.or_, masks)
 
     def _alike(self, left: ast.expr, right: ast.expr) -> tuple[Any, Any]:
         """Return both sides of a comparison, dates as times beside a coord of times."""
@@ -186,36 +179,19 @@ class _Evaluation:
         )
 
 
-def _isin(coord: xr.DataArray, values: Sequence[Any]) -> xr.DataArray:
-    """Return where a coord is one of some values, as == has it: at once for all of them."""
-    if _kind(coord) == "text":
-        texts = pd.Series(coord.values, dtype=object)
-        return coord.copy(data=texts.isin(list(values)).to_numpy(bool))
-    if coord.dtype.kind in "iu":  # as floats, which they would become beside one, ids are mixed up
-        info = np.iinfo(coord.dtype)
-        values = [int(v) for v in values if v // 1 == v and info.min <= v <= info.max]
-    numbers = np.array(values, coord.dtype if coord.dtype.kind in "iuf" else None)
-    return coord.isin(numbers)
-
-
 def _coded(left: Any, right: Any) -> tuple[Any, Any]:
-    """Return numbers in place of texts of samples and of targets: pairs of these are compared fast.
+    """Return numbers in place of texts of samples and of targets, so that pairs are compared fast.
 
     n + m texts are sorted, and n × m numbers compared.
     """
-    are_coords = _is_coord(left) and _is_coord(right)
-    if not are_coords or _kind(left) != "text" or left.dims == right.dims:
+    if {_kind(left), _kind(right)} != {"text"} or np.ndim(left) + np.ndim(right) < 2:
         return left, right
     texts = np.concatenate([left.values, right.values])
     codes = np.unique(texts, return_inverse=True)[1]
     return left.copy(data=codes[: left.size]), right.copy(data=codes[left.size :])
 
 
-def _is_coord(value: Any) -> bool:
-    return isinstance(value, xr.DataArray)
-
-
 def _kind(value: Any) -> str:
-    if _is_coord(value):
+    if isinstance(value, xr.DataArray):
         return _KINDS.get(value.dtype.kind, str(value.dtype))
     return "text" if isinstance(value, str) else "number"

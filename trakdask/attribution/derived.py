@@ -12,7 +12,7 @@ import xarray as xr
 
 from trakdask import arrays
 from trakdask.attribution.estimators import LOGIT_VARIANCE, GramEstimator, Soft
-from trakdask.attribution.grams import describe_damping, regularize
+from trakdask.attribution.regularization import describe_damping, regularize
 from trakdask.variables import CHECKPOINT, GRAM, LOSS_GRADIENT, checkpoint_names, lazy_features
 
 
@@ -44,14 +44,15 @@ def chosen_damping(
     regularized = regularize(features, resolved, calibrate, quiet=True)
     chosen, variance = dask.compute(describe_damping(regularized), variance)
     attrs: dict[str, Any] = {
-        "asked": resolved.rule,
         "rule": str(chosen.rule.values),
         "pooled_checkpoints": checkpoint_names(ds),
     }
     if variance is not None:
         attrs[LOGIT_VARIANCE] = variance.tolist()
-    if resolved.rule == "completeness":
+    if regularized.choice is not None:
         attrs |= {name: float(chosen[name]) for name in ("relative", "peak", "threshold")}
-        attrs["curve"] = chosen.curve.values.tolist()
-        attrs["tried"] = [text.removeprefix("completeness, ") for text in regularized.rules[:-1]]
+        of_grid = {name: chosen[name].values for name in ("curve", "grade")}
+        attrs |= {name: x.tolist() for name, x in of_grid.items() if np.isfinite(x).any()}
+        tried = [text for text in regularized.rules if text.startswith("completeness, ")]
+        attrs["tried"] = [text.removeprefix("completeness, ") for text in tried]
     return chosen.damping.values, attrs

@@ -28,6 +28,7 @@ from trakdask.variables import (
     PROJ_DIM,
     SAMPLE,
     TARGET,
+    TRAINED_ON,
     WRONG_CLASSES,
     aligned,
     checkpoint_names,
@@ -39,9 +40,17 @@ GIVEN = "given"
 LOGIT_VARIANCE = "logit_variance"
 """In the attrs of the stored λ: how much log((1 - q)/q) varies at each checkpoint."""
 
+_OF_TRACES = 0.03
+"""λ in units of tr(K²)/tr(K) where no rule was measured to be better; fitted by
+``tests/benchmarks/quality.py``. That unit is of the size of the largest eigenvalues, and λ has to
+be well below these."""
+
 _PRODUCT = "phi_c(z) (K_c + damping_c I)^-1"
 
-Rule = Literal["auto", "completeness", "trace", "closed_form"]
+LEAST_FOLDS = 5
+"""Checkpoints, from which on λ is chosen by leaving each of them out."""
+
+Rule = Literal["auto", "cross_validation", "completeness", "trace"]
 
 
 @dataclass(frozen=True)
@@ -167,12 +176,19 @@ class GramEstimator(Estimator):
         """Return the estimator with a rule in place of "auto", or with λ of these checkpoints."""
         damping = self.damping
         if self.rule == "auto":
-            default = features.attrs.get("default_damping", "closed_form")
-            is_soft = Soft.name in (self.name, features.attrs.get("default_estimator"))
-            damping = "completeness" if is_soft else default
+            has_folds = TRAINED_ON in features and features.sizes[CHECKPOINT] >= LEAST_FOLDS
+            damping = "cross_validation" if has_folds else self.rule_without_folds(features)
         elif isinstance(damping, xr.DataArray):
             damping = _of_checkpoints(features, damping, "damping")
         return self.with_damping(damping)
+
+    def rule_without_folds(self, features: xr.Dataset) -> Damping:
+        """Return what chooses λ where it is not known what checkpoints were trained on."""
+        default: Damping = features.attrs.get(
+            "default_damping", damping_prior(features) * _OF_TRACES
+        )
+        is_soft = Soft.name in (self.name, features.attrs.get("default_estimator"))
+        return "completeness" if is_soft else default
 
     def of_sums(self) -> GramEstimator:
         """Return the estimator with the weights that it has in sums over all samples."""
@@ -212,7 +228,7 @@ class Trak(GramEstimator):
     damping
         λ, as in :class:`Soft`. ``"auto"`` is ``"completeness"`` for classification into one of
         several classes or by several labels, ``"trace"`` for regression and causal language models,
-        as was measured to be best, else ``"closed_form"``.
+        as was measured to be best; else it is 0.03, relative to tr(K_c²)/tr(K_c).
 
     References
     ----------
@@ -247,10 +263,11 @@ class Soft(GramEstimator):
     damping
         λ. ``"auto"`` is ``"completeness"``: one ρ for all checkpoints, λ_c = ρ tr(K_c)/n, chosen by
         the outputs of the model; see :func:`trakdask.damping`. ``"trace"``: tr(K_c)/n, so ρ = 1; n
-        counts samples that failed, too. ``"closed_form"``: 0.03 tr(K_c²)/tr(K_c); a number replaces
-        0.03. ``Absolute(x)`` is x itself. What :func:`trakdask.damping` returned is taken as it is.
-        Where a store keeps λ, and the rule that chose it is asked for, it is the stored one, as
-        long as the features are those of the store.
+        counts samples that failed, too. A number is relative to tr(K_c²)/tr(K_c), the mean of the
+        eigenvalues, weighted by themselves. ``Absolute(x)`` is x itself. What
+        :func:`trakdask.damping` returned is taken as it is. Where a store keeps λ, ``"auto"`` and
+        the rule that it stands for are the stored one, as long as the features are those of the
+        store.
     wrong_classes
         Whether K has n times the variable ``wrong_classes`` of the training features, if they have
         it, as features of :func:`trakdask.fit` do. It is in K before λ is chosen, and in a stored
@@ -537,6 +554,11 @@ def with_gram(features: xr.Dataset, estimator: EstimatorLike) -> GramEstimator:
 def has_squared_error(features: xr.Dataset) -> bool:
     """Return whether the loss of the task is a squared error, which curves alike everywhere."""
     return bool(features.attrs.get("loss_kind") == "squared error")
+
+
+def damping_prior(features: xr.Dataset) -> float:
+    """Return ρ where outputs are not asked, or see no reason for another one."""
+    return float(features.attrs.get("damping_prior", 1.0))
 
 
 def choosing(features: xr.Dataset) -> GramEstimator:

@@ -1,7 +1,4 @@
-"""Gram matrices, their eigenvectors and λ: variables of the features, or computed from them.
-
-λ is a number, a rule that looks at the gram matrix alone, or chosen by the outputs of the model.
-"""
+"""Gram matrices and their eigenvectors: variables of the features, or computed from them."""
 
 from __future__ import annotations
 
@@ -10,31 +7,16 @@ from dataclasses import dataclass
 import dask.array as da
 import numpy as np
 import xarray as xr
-from dask.array.utils import meta_from_array
 
 from trakdask import arrays
-from trakdask.arrays.damping import CLOSED_FORM
-from trakdask.attribution.estimators import (
-    GIVEN,
-    Absolute,
-    EstimatorLike,
-    GramEstimator,
-    Soft,
-    Trak,
-    choosing,
-    with_gram,
-)
-from trakdask.errors import warn_once
-from trakdask.provenance import require_comparable
+from trakdask.attribution.estimators import GIVEN, GramEstimator, Trak
 from trakdask.variables import (
     CHECKPOINT,
-    DAMPING,
     EIGENVALUES,
     EIGENVECTORS,
     GRAM,
     LOSS_GRADIENT,
     N_SAMPLES,
-    NORM,
     PROJ_DIM,
     SAMPLE,
     VARIABLES,
@@ -45,14 +27,6 @@ from trakdask.variables import (
 )
 
 _REMEDY = f"features.drop_vars({[GRAM, LOSS_GRADIENT]}, errors='ignore')"
-
-
-#: Of fewer rows, a correlation three standard errors above 0 is above 0.42.
-_LEAST_ROWS = 50
-#: A standard error of their correlation is below 0.032, and 2 p² flops for each are less than
-#: the 9 p³ of the eigendecomposition, from p of a few hundred on.
-_LEFT_OUT_ROWS = 1000
-_NO_CHOICE = np.array([(np.nan, -1, np.nan, np.nan, np.nan)], arrays.damping.CHOICE)
 
 
 def gram(features: xr.Dataset, *, weights: xr.DataArray | None = None) -> xr.DataArray:
@@ -95,18 +69,16 @@ def gram(features: xr.Dataset, *, weights: xr.DataArray | None = None) -> xr.Dat
     validate(features, ["feature"], what="features")
     features = lazy_features(features)
     h = None if weights is None else _checked_weights(features, weights)
+    variable, coords = VARIABLES[GRAM], {CHECKPOINT: features[CHECKPOINT]}
+    attrs = variable.attrs | (Trak() if weights is None else _OfCaller()).attrs(features)
     data = arrays.gram.gram(features.feature.data, h)
-    attrs = VARIABLES["gram"].attrs | Trak().attrs(features)
-    if weights is not None:
-        attrs["gram_weights"] = GIVEN
-    coords = {CHECKPOINT: features[CHECKPOINT]}
-    return xr.DataArray(data, dims=VARIABLES["gram"].dims, coords=coords, name="gram", attrs=attrs)
+    return xr.DataArray(data, coords, variable.dims, GRAM, attrs)
 
 
 def _checked_weights(features: xr.Dataset, weights: xr.DataArray) -> da.Array:
-    """Return weights that were passed, (sample, checkpoint), in the chunks of the features.
+    """Return h that was passed, (sample, checkpoint), in the chunks of the features.
 
-    By their labels where both sides have them: see :func:`trakdask.variables.aligned`.
+    It is aligned by labels where both sides have them: see :func:`trakdask.variables.aligned`.
     """
     shape = {dim: features.sizes[dim] for dim in (SAMPLE, CHECKPOINT)}
     if isinstance(weights, xr.DataArray) and set(weights.dims) <= set(shape):
@@ -130,204 +102,26 @@ def _checked_weights(features: xr.Dataset, weights: xr.DataArray) -> da.Array:
     return data
 
 
-def damping(
-    features: xr.Dataset,
-    estimator: EstimatorLike = "auto",
-    *,
-    calibrate: xr.Dataset | None = None,
-) -> xr.Dataset:
-    """Return the damping λ_c that :func:`score` adds to the gram matrix, and how it was chosen.
-
-    Parameters
-    ----------
-    features
-        Training features.
-    estimator
-        As in :func:`score`, with a gram matrix; its ``damping`` says what chooses λ, see
-        :class:`Soft`.
-    calibrate
-        Features of 50 or more held-out samples whose outputs choose λ, instead of those of training
-        samples; ``Soft(damping=td.damping(features, calibrate=held_out))`` has it. They may be the
-        samples to explain; then scores depend on which targets are asked for together.
-
-    Returns
-    -------
-    Lazy Dataset with ``damping`` (checkpoint), float64, in units of the gram matrix; ``relative``
-    (), ρ; ``curve`` (relative_damping), the correlations; ``peak`` (), their largest, which says
-    how well the linearised model follows the real one; ``threshold`` (), the least that suffices
-    for the prior; ``rule`` (), what chose λ in the end. All but ``damping`` and ``rule`` are NaN
-    where outputs were not asked; :func:`trakdask.plots.damping` draws them.
-
-    Raises
-    ------
-    ValueError
-        If the estimator has no gram matrix; if ``calibrate`` has fewer than 50 samples, or outputs
-        do not choose λ. When computed: if a gram matrix is all 0, whose λ would be 0, too; the
-        checkpoint is named.
-
-    Warns
-    -----
-    UserWarning
-        If there are fewer than 3 checkpoints (completeness only). When computed: if outputs do not
-        follow the totals, or ρ is the end of the grid. The first and the last are shown once in a
-        process, not for every query.
-
-    Notes
-    -----
-    Completeness. In the linearised model the attributions of a target add up to its output, Σ_z
-    score(z, t) = f(t), if λ is right. So for 21 ρ from 0.01 to 1000 these sums are correlated over
-    samples with the outputs f (both as means over checkpoints), under soft weights of power ½. The
-    prior is the features' ``attrs["damping_prior"]`` (1 if missing, √10 in the coordinates of a
-    curvature), which is best for models that were trained to the end. A larger ρ, that of the
-    largest correlation, is chosen if it exceeds the correlation at the prior clearly: by 0.6 in
-    Fisher's z = artanh(r), or by 0.2 if that at the prior is below 0.57 or there are fewer than 500
-    samples, as after a short training, where ρ has to be 10 to 300 times as large.
-
-    No model is retrained and no n × m array made: one more column of the gram matrix and one
-    eigendecomposition per checkpoint, about 9 p³ flops and 32 p² bytes; 21 numbers per sample and
-    checkpoint. For other estimators it needs a gram matrix of these weights too, one more pass over
-    the features.
-
-    The samples are those of ``calibrate``, if given; else up to 1000 training samples from up to 8
-    blocks, each left out of the sums exactly. So by default λ, and with it the score of a pair,
-    depends on the training features alone. If the correlation is less than three standard errors
-    (1/√m) above 0, the next rule decides: training samples after ``calibrate``, and ``"trace"``
-    last.
-
-    ρ is free of the scale of the gradients of any checkpoint. What λ loses against the best one was
-    measured by ``tests/benchmarks/halves.py`` and is on the page "Estimator and λ".
-
-    Examples
-    --------
-    >>> import trakdask as td
-    >>> features = td.testing.simulate_features(n_samples=8, proj_dim=4)
-    >>> chosen = td.damping(features, td.Trak(damping=td.Absolute(2.5)))
-    >>> chosen.damping.values.tolist(), str(chosen.rule.values)
-    ([2.5, 2.5], 'absolute')
-    """
-    validate(features, ["feature"], what="features")
-    features = lazy_features(features)
-    return describe_damping(regularize(features, with_gram(features, estimator), calibrate))
-
-
-def describe_damping(regularized: Regularized) -> xr.Dataset:
-    """Return λ and how it was chosen, as :func:`damping` does."""
-    choice, variable = regularized.choice, VARIABLES["damping"]
-    if choice is None:
-        choice = da.from_array(_NO_CHOICE)
-    rule = da.map_blocks(
-        _rule, choice, regularized.rules, drop_axis=0, dtype=object, meta=np.empty((), object)
-    )
-    numbers = {
-        "relative": "λ in units of tr(K)/n",
-        "peak": "largest correlation of the curve",
-        "threshold": "least correlation that suffices for the prior",
-    }
-    curve = {"description": "correlation of outputs with totals of attributions"}
-    return xr.Dataset(
-        {
-            "damping": (variable.dims, regularized.damping, variable.attrs),
-            "curve": ("relative_damping", choice["correlation"][0], curve),
-            "rule": ((), rule, {"description": "what chose λ"}),
-            **{n: ((), choice[n][0], {"description": text}) for n, text in numbers.items()},
-        },
-        coords={
-            CHECKPOINT: regularized.features[CHECKPOINT],
-            "relative_damping": arrays.damping.GRID,
-        },
-    )
-
-
-def _rule(choice: np.ndarray, rules: tuple[str, ...]) -> np.ndarray:
-    return np.array(rules[int(choice["candidate"][0])], dtype=object)
-
-
-# ---------------------------------------------------------------------- the gram matrix and its λ
-
-
 @dataclass(frozen=True)
 class GramMatrix:
     """K of all samples under some weights, and what belongs to it.
 
-    ``labels`` are the names of the checkpoints, for errors; ``h`` are the weights, None for 1.
-    ``spectrum`` are the eigenvectors, where they are stored, or λ is to be chosen by outputs.
+    ``labels`` are the names of the checkpoints, for errors. ``h`` are the weights of the samples
+    at hand, None for 1; they are only known where λ is to be chosen with the matrix. ``spectrum``
+    has the eigenvectors, where they are stored, or λ is to be chosen by outputs.
     """
 
     data: da.Array
     n_samples: int
     labels: list[str]
+    weights: GramEstimator
     is_stored: bool
     h: da.Array | None
     spectrum: da.Array | None
 
 
-@dataclass(frozen=True)
-class Regularized:
-    """The inverse of a gram matrix with its λ (checkpoint), and how λ was chosen.
-
-    ``features`` are those to multiply with, which are checked if their gram matrix is stored.
-    ``inverse`` is for :func:`trakdask.arrays.solve.solve`. ``choice`` is that of
-    :func:`trakdask.arrays.damping.choose`, None where outputs were not asked. ``rules`` are names
-    of what may have chosen λ: of the candidates of ``choice``, and of what decides if none does.
-    """
-
-    features: xr.Dataset
-    inverse: da.Array
-    gram_weights: str
-    damping: da.Array
-    rules: tuple[str, ...]
-    choice: da.Array | None
-
-
-def regularize(
-    features: xr.Dataset,
-    estimator: GramEstimator,
-    calibrate: xr.Dataset | None = None,
-    *,
-    quiet: bool = False,
-) -> Regularized:
-    """Return the inverse of the gram matrix of an estimator and its λ; features are chunked.
-
-    ``quiet`` leaves warnings of how λ is chosen to those who will use what is stored.
-    """
-    if calibrate is not None and estimator.rule != "completeness":
-        raise ValueError(
-            f"expected an estimator whose λ outputs choose with calibrate, got {estimator}; try "
-            "damping='completeness', or leaving calibrate out"
-        )
-    weights = _weights(features, estimator)
-    stored = stored_damping(features, estimator, weights) if calibrate is None else None
-    by_outputs = estimator.rule == "completeness" and stored is None
-    if by_outputs:
-        validate(features, ["output", "out_to_loss"], what="features")
-    by = choosing(features)
-    chooses_itself = by_outputs and by.gram_weights == weights.gram_weights
-    gram = chooses = gram_matrix(features, weights, chooses_damping=chooses_itself)
-    if by_outputs and not chooses_itself:
-        chooses = gram_matrix(features, by, chooses_damping=True)
-    if NORM in features and (gram.is_stored or chooses.is_stored):
-        names = "feature", "out_to_loss"
-        small = features[NORM].data, features["out_to_loss"].data
-        pairs = (gram, weights), (chooses, weights if chooses is gram else by)
-        weighted = any(matrix.is_stored and isinstance(of, Soft) for matrix, of in pairs)
-        checked = arrays.score.checked(features["feature"].data, *small, weighted=weighted)
-        features = features.assign(
-            {name: features[name].copy(data=x) for name, x in zip(names, checked, strict=True)}
-        )
-    if by_outputs:
-        chosen = _chosen_by_outputs(features, by, calibrate, gram, chooses, quiet=quiet)
-    else:
-        chosen = _by_rule(features, gram, estimator) if stored is None else _chosen_before(stored)
-    about = weights.gram_weights
-    if gram.spectrum is None:
-        inverse = arrays.solve.cholesky(gram.data, chosen[0], gram.labels)
-    else:
-        inverse = arrays.solve.inverse(gram.spectrum, chosen[0])
-    return Regularized(features, inverse, about, *chosen)
-
-
-class _Given(Trak):
-    """The weights of a gram matrix that somebody gave the features, for any estimator."""
+class _OfCaller(Trak):
+    """The weights of a gram matrix that was made with weights of its caller, for any estimator."""
 
     @property
     def gram_weights(self) -> str:
@@ -335,21 +129,19 @@ class _Given(Trak):
         return GIVEN
 
     def h(self, features: xr.Dataset) -> da.Array:
-        """Raise: they are not known."""
+        """Raise: the features do not have them."""
         raise ValueError(
             f"expected {GRAM!r} with the {features.sizes[PROJ_DIM]} columns of the features, as "
             "td.gram(features, weights=...) returns it, got another shape; try making it anew"
         )
 
 
-def _weights(features: xr.Dataset, estimator: GramEstimator) -> GramEstimator:
-    """Return the estimator with the weights of its gram matrix."""
-    is_given = GRAM in features and features[GRAM].attrs.get("gram_weights") == GIVEN
-    return _Given() if is_given else estimator.of_sums()
-
-
 def gram_matrix(
-    features: xr.Dataset, weights: GramEstimator, *, chooses_damping: bool = False
+    features: xr.Dataset,
+    weights: GramEstimator,
+    *,
+    chooses_damping: bool = False,
+    decomposed: bool = False,
 ) -> GramMatrix:
     """Return the gram matrix that features hold, or reduce it; features are chunked already.
 
@@ -361,9 +153,11 @@ def gram_matrix(
     features
         Features of all training samples, or rows of them with the gram matrix of all.
     weights
-        The estimator whose weights they are: the one of scores, or of the choice of λ.
+        The estimator of scores, or of the choice of λ, with its weights in sums.
     chooses_damping
-        Whether λ is to be chosen with it.
+        Whether λ is to be chosen with the matrix.
+    decomposed
+        Whether its eigenvectors are needed anyway.
 
     Raises
     ------
@@ -374,13 +168,13 @@ def gram_matrix(
     x, n, labels = features["feature"].data, features.sizes[SAMPLE], checkpoint_names(features)
     total = int(features[GRAM].attrs.get(N_SAMPLES, n)) if GRAM in features else n
     matrix = stored_matrix(features, GRAM, weights)
-    is_stored, loss_gradient, factors, h = matrix is not None, None, None, None
+    is_stored, gradient, factors, h = matrix is not None, None, None, None
     if is_stored:
         n, factors = total, stored_decomposition(features, weights)
         if chooses_damping:
-            loss_gradient = stored_matrix(features, LOSS_GRADIENT, weights)
-    # Without it, other checkpoints are pooled than when it was stored.
-    needs_sums = matrix is None or (chooses_damping and loss_gradient is None)
+            # None if other checkpoints were pooled when it was stored.
+            gradient = stored_matrix(features, LOSS_GRADIENT, weights)
+    needs_sums = not is_stored or (chooses_damping and gradient is None)
     if needs_sums and features.sizes[SAMPLE] < total:
         raise ValueError(
             f"expected all {total} samples, to add up what the features do not hold (a gram matrix "
@@ -388,27 +182,34 @@ def gram_matrix(
             f"{features.sizes[SAMPLE]}; try selecting from the scores of all, or {_REMEDY} for "
             "sums of these samples alone"
         )
-    if matrix is None or chooses_damping:
+    if needs_sums or chooses_damping:
         h = weights.h(features)
-    if matrix is None and not chooses_damping:
-        matrix = weights.completed(arrays.gram.gram(x, h), features)
-    elif matrix is None:
-        matrix, loss_gradient = arrays.gram.gram_and_sum(x, h, weights.g(features))
+    if matrix is None:
+        if chooses_damping:
+            matrix, gradient = arrays.gram.gram_and_sum(x, h, weights.g(features))
+        else:
+            matrix = arrays.gram.gram(x, h)
         matrix = weights.completed(matrix, features)
-    elif chooses_damping and loss_gradient is None:
-        loss_gradient = arrays.gram.loss_gradient(x, weights.g(features))
-    if chooses_damping and factors is None:
+    elif needs_sums:
+        gradient = arrays.gram.loss_gradient(x, weights.g(features))
+    if (chooses_damping or decomposed) and factors is None:
         k = arrays.solve.component_count(weights.rank(n, features), x.shape[1], x.dtype)
         factors = arrays.solve.eigenvectors(matrix, labels, k)
-    spectrum = factors and arrays.solve.spectrum(*factors, loss_gradient, n, labels)
-    return GramMatrix(matrix, n, labels, is_stored, h, spectrum)
+    spectrum = factors and arrays.solve.spectrum(*factors, gradient, n, labels)
+    return GramMatrix(matrix, n, labels, weights, is_stored, h, spectrum)
+
+
+def weights_of_gram(features: xr.Dataset, estimator: GramEstimator) -> GramEstimator:
+    """Return the estimator with the weights of its gram matrix."""
+    is_given = GRAM in features and features[GRAM].attrs.get("gram_weights") == GIVEN
+    return _OfCaller() if is_given else estimator.of_sums()
 
 
 def stored_matrix(features: xr.Dataset, name: str, weights: GramEstimator) -> da.Array | None:
-    """Return the matrix that features hold, if it is that of these weights and columns.
+    """Return the gram matrix or loss gradient that features hold, if its weights are these.
 
-    It is the one of all samples that the features were selected from. ``loss_gradient`` pools the
-    checkpoints, and is only returned if all of them are present.
+    It is the sum over all samples that the features were selected from. ``loss_gradient`` pools
+    the checkpoints, and is only returned if all of them are present.
 
     Raises
     ------
@@ -445,148 +246,15 @@ def stored_decomposition(
     """Return the stored eigenvalues and eigenvectors of the gram matrix of some weights."""
     if stored_matrix(features, GRAM, weights) is None:
         return None
-    if EIGENVALUES not in features or not _is_of_gram(features, EIGENVECTORS):
+    if EIGENVALUES not in features or not is_of_gram(features, EIGENVECTORS):
         return None
     validate(features, [EIGENVALUES, EIGENVECTORS], what="features")
     return features[EIGENVALUES].data, features[EIGENVECTORS].data
 
 
-def _is_of_gram(features: xr.Dataset, name: str) -> bool:
+def is_of_gram(features: xr.Dataset, name: str) -> bool:
     """Return whether features hold a variable, and it is of the gram matrix that they hold."""
     return name in features and all(
         features[name].attrs.get(key) == features[GRAM].attrs[key]
         for key in ("gram_weights", N_SAMPLES)
     )
-
-
-def stored_damping(
-    features: xr.Dataset, estimator: GramEstimator, weights: GramEstimator
-) -> xr.DataArray | None:
-    """Return the λ that features hold beside the gram matrix, if the estimator asks for its rule.
-
-    λ is that of all checkpoints together.
-    """
-    is_at_hand = estimator.rule is not None and stored_matrix(features, GRAM, weights) is not None
-    if not is_at_hand or not _is_of_gram(features, DAMPING):
-        return None
-    attrs = features[DAMPING].attrs
-    is_whole = set(attrs["pooled_checkpoints"]) == set(checkpoint_names(features))
-    return features[DAMPING] if attrs["asked"] == estimator.rule and is_whole else None
-
-
-# --------------------------------------------------------------------------------- how λ is chosen
-
-
-Chosen = tuple[da.Array, tuple[str, ...], da.Array | None]
-"""λ, the names of what may have chosen it, and how outputs chose it, as in :class:`Regularized`."""
-
-
-def _prior(features: xr.Dataset) -> float:
-    """Return ρ where outputs are not asked, or see no reason for another one."""
-    return float(features.attrs.get("damping_prior", 1.0))
-
-
-def _by_rule(features: xr.Dataset, gram: GramMatrix, estimator: GramEstimator) -> Chosen:
-    """Return λ by a rule that asks no outputs, and the name of the rule."""
-    damping, prior = estimator.damping, _prior(features)
-    if isinstance(damping, xr.DataArray):
-        return damping.variable.chunk({CHECKPOINT: 1}).data, ("given",), None
-    if isinstance(damping, Absolute):
-        lam = da.full(len(gram.labels), float(damping.value), chunks=1)
-        return lam, ("absolute",), None
-    if damping == "trace":
-        return *_by_trace(gram, prior), None
-    factor = damping if isinstance(damping, float) else prior * CLOSED_FORM
-    lam = arrays.gram.closed_form(gram.data, factor, gram.labels)
-    return lam, (f"{factor:.3g} tr(K^2)/tr(K)",), None
-
-
-def _by_trace(gram: GramMatrix, prior: float) -> tuple[da.Array, tuple[str]]:
-    lam = prior * arrays.gram.mean_trace(gram.data, gram.n_samples, gram.labels)
-    return lam, ("tr(K)/n" if prior == 1 else f"{prior:.3g} tr(K)/n",)
-
-
-def _chosen_before(damping: xr.DataArray) -> Chosen:
-    """Return the stored λ, its rule, and how it was chosen, if by outputs; warn as then."""
-    lam, attrs = damping.variable.chunk({CHECKPOINT: 1}).data, damping.attrs
-    choice = None
-    if attrs["asked"] == "completeness":
-        _warn_of_few_checkpoints(damping.size)
-    if attrs.get("tried"):
-        relative, peak = attrs["relative"], attrs["peak"]
-        arrays.damping.warn_of_choice(relative, peak, attrs["tried"][-1])
-        values = [(relative, 0, peak, attrs["threshold"], attrs["curve"])]
-        choice = da.from_array(np.array(values, arrays.damping.CHOICE))
-    return lam, (attrs["rule"],), choice
-
-
-def _chosen_by_outputs(
-    features: xr.Dataset,
-    by: GramEstimator,
-    calibrate: xr.Dataset | None,
-    gram: GramMatrix,
-    chooses: GramMatrix,
-    *,
-    quiet: bool,
-) -> Chosen:
-    """Let outputs choose λ of a gram matrix, in units of tr(K)/n, under the weights of another."""
-    if not quiet:
-        _warn_of_few_checkpoints(len(gram.labels))
-    assert chooses.spectrum is not None
-    curves: dict[str, da.Array] = {}
-    if calibrate is not None:
-        require_calibration(features, calibrate)
-        rows = lazy_features(calibrate)
-        totals = arrays.damping.held_out(chooses.spectrum, rows.feature.data)
-        curves["calibration set"] = arrays.damping.curve(totals, rows.output.data)
-    if features.sizes[SAMPLE] >= _LEAST_ROWS:
-        some_rows = arrays.damping.spread_rows(features.feature.data.chunks[0], _LEFT_OUT_ROWS)
-        totals = arrays.damping.left_out(
-            chooses.spectrum,
-            _taken(features.feature.data, some_rows),
-            None if chooses.h is None else _taken(chooses.h, some_rows),
-            _taken(by.g(features), some_rows),
-            unless=list(curves.values()),
-        )
-        outputs = _taken(features.output.data, some_rows)
-        curves["training rows left out"] = arrays.damping.curve(totals, outputs)
-    prior = _prior(features)
-    by_trace, names = _by_trace(gram, prior)
-    rules = (*(f"completeness, {name}" for name in curves), *names)
-    if not curves:
-        return by_trace, rules, None
-    choice = arrays.damping.choose(curves, prior=prior, n_samples=chooses.n_samples, quiet=quiet)
-    rho = choice["relative"][0]
-    return by_trace * da.where(da.isnan(rho), 1, rho / prior), rules, choice
-
-
-def _taken(data: da.Array, rows: list[slice]) -> da.Array:
-    """Return some rows; copies, since views would keep their blocks in memory until λ is known."""
-    parts = [
-        data[some].map_blocks(np.copy, dtype=data.dtype, meta=meta_from_array(data))
-        for some in rows
-    ]
-    taken: da.Array = da.concatenate(parts)
-    return taken
-
-
-def require_calibration(features: xr.Dataset, calibrate: xr.Dataset) -> None:
-    """Check that held-out samples were featurized as these features, and are enough."""
-    validate(calibrate, ["feature", "output"], what="calibrate")
-    require_comparable(features, calibrate, "calibration")
-    if (n := calibrate.sizes[SAMPLE]) < _LEAST_ROWS:
-        raise ValueError(
-            f"expected {_LEAST_ROWS} or more held-out samples to choose λ by, got {n}; try "
-            "featurizing more of them, or leaving them out"
-        )
-
-
-def _warn_of_few_checkpoints(n: int) -> None:
-    if n < 3:
-        warn_once(
-            "few checkpoints",
-            f"scores are made from {n} checkpoint{'s' * (n > 1)}; 3 or more are worth their cost: "
-            "from 1 to 3 to 10 the linear datamodeling score rose from 0.58 to 0.62 to 0.65 and "
-            "from 0.43 to 0.51 to 0.55, measured on two small models. Train the model again with "
-            "other seeds, or set the estimator's damping= yourself to silence this.",
-        )

@@ -100,11 +100,7 @@ def combine(
         title, names, matrix = _weighted(targets, weights)
     lazy = lazy_features(targets)
     data = {
-        name: (
-            VARIABLES[name].dims,
-            arrays.groups.combine_rows(lazy[name].data, matrix),
-            VARIABLES[name].attrs,
-        )
+        name: VARIABLES[name].holding(arrays.groups.combine_rows(lazy[name].data, matrix))
         for name in ("feature", "output")
         if name in lazy
     }

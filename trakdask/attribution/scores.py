@@ -26,8 +26,8 @@ from trakdask.attribution.estimators import (
     TracIn,
     resolve,
 )
-from trakdask.attribution.grams import Regularized, regularize
 from trakdask.attribution.groups import group_codes, require_group_coord
+from trakdask.attribution.regularization import Regularized, regularize
 from trakdask.provenance import FEATURE_SPEC, as_text, require_comparable
 from trakdask.variables import (
     CHECKPOINT,
@@ -138,7 +138,7 @@ def score(
     >>> spread.dims == signal_to_noise.dims == without_c1.dims == ("sample", "target")
     True
     """
-    training, explained = _operands(features, targets)
+    training, explained = operands_of(features, targets)
     labels = labels_of_scores(training, explained)
     operands = solver(training, resolve(training, estimator))
     feature, weight = operands.features.feature.data, operands.weight(operands.features)
@@ -188,7 +188,7 @@ def group_score(
     >>> td.group_score(features, features, by=["source", "label"]).shape
     (3, 2, 8)
     """
-    training, explained = _operands(features, targets)
+    training, explained = operands_of(features, targets)
     labels, codes, n_groups = labels_of_groups(training, explained, by)
     operands = solver(training, resolve(training, estimator))
     sums = operands.group_sums(operands.features, codes, math.prod(n_groups))
@@ -261,7 +261,7 @@ def self_influence(
 # --------------------------------------------------------------------------------- the operands
 
 
-def _operands(features: xr.Dataset, targets: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
+def operands_of(features: xr.Dataset, targets: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
     """Check the features of training samples and of targets, and return them with lazy arrays."""
     validate(features, ["feature", "out_to_loss"], what="features")
     validate(targets, ["feature"], what="targets")

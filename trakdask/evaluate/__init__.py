@@ -11,6 +11,7 @@ scores find wrong labels, and ``class_detection`` whether samples of the target'
 """
 
 from trakdask.evaluate.baselines import baselines
+from trakdask.evaluate.cross_validation import cross_validate
 from trakdask.evaluate.datamodeling import lds, leave_one_out, subsets
 from trakdask.evaluate.detection import class_detection, mislabelled_auc, mislabelled_curve
 from trakdask.evaluate.removal import removal_curve
@@ -19,6 +20,7 @@ from trakdask.evaluate.retraining import retrain
 __all__ = [
     "baselines",
     "class_detection",
+    "cross_validate",
     "lds",
     "leave_one_out",
     "mislabelled_auc",

@@ -46,8 +46,10 @@ from trakdask.variables import (
     COLUMN,
     PROJ_DIM,
     SAMPLE,
+    TRAINED_ON,
     VARIABLES,
     WRONG_CLASSES,
+    aligned,
     checkpoint_names,
 )
 
@@ -119,7 +121,9 @@ def featurize(
     samples
         Dataset with a ``sample`` dimension, from :func:`from_arrays`, :func:`from_torch`,
         :func:`from_dataframe`, or any other. Its variables are model inputs and its coords are
-        metadata (a coord that the task names is an input, too).
+        metadata (a coord that the task names is an input, too). A coord ``trained_on`` (sample,
+        checkpoint), bool, says which checkpoints were trained on which samples, where they were not
+        trained on all; :func:`trakdask.evaluate.cross_validate` grades scores by it.
     model
         The model whose outputs are attributed.
     projector
@@ -176,6 +180,7 @@ def featurize(
       with the features before they use the gram matrix of a store;
     - ``output`` (sample, checkpoint): f itself;
     - ``out_to_loss`` (sample, checkpoint): Q, 1 - p for classification;
+    - ``trained_on`` (sample, checkpoint), bool, if the samples have it;
     - with ``on_error="record"``, ``error`` (sample, checkpoint): text, "" for samples that
       did not fail. :func:`open` returns it as a coord;
     - what the projector was fitted with, (..., checkpoint), which ``like=`` takes from here, and
@@ -241,12 +246,11 @@ def featurize(
     limit = _largest_memory()
     require_block_fits(job.projector.projector, job.row_map.n_rows, n_samples, limit)
     arrays = lazy_arrays(prepared) | prepared.fit
-    data = {
-        name: (VARIABLES[name].dims, array, {"description": VARIABLES[name].description})
-        for name, array in arrays.items()
-    }
+    data = {name: VARIABLES[name].holding(array) for name, array in arrays.items()}
     coords = {**prepared.coords, COLUMN: (PROJ_DIM, np.arange(job.proj_dim))}
     features = xr.Dataset(data, coords=coords, attrs=as_text(prepared.attrs))
+    if TRAINED_ON in samples.coords:
+        features[TRAINED_ON] = _trained_on(samples, features)
     if like is not None:
         require_comparable(like, features, "these")
     return features
@@ -288,7 +292,7 @@ def prepare(
             gradients = engine
         if dtype is None and (stored := like.attrs.get("dtype")) in get_args(DType):
             dtype = stored
-    samples = validate_samples(samples)
+    samples = validate_samples(samples.drop_vars(TRAINED_ON, errors="ignore"))
     model = model.for_variables({str(n): array.ndim for n, array in samples.variables.items()})
     spec, names = model.spec(), [checkpoint.name for checkpoint in model.checkpoints]
     fitted = Fitted.of(projector or _DEFAULT)
@@ -350,6 +354,22 @@ def prepare(
     checkpoint = normalise_coord(CHECKPOINT, names, len(names))
     coords = {**samples.coords, CHECKPOINT: (CHECKPOINT, checkpoint)}
     return Prepared(job, inputs, attrs, coords, _lazy_fit(bound))
+
+
+def _trained_on(samples: xr.Dataset, features: xr.Dataset) -> xr.Variable:
+    """Return which checkpoints were trained on the samples, in the chunks of the features."""
+    given, sizes = samples[TRAINED_ON], {dim: features.sizes[dim] for dim in (SAMPLE, CHECKPOINT)}
+    if CHECKPOINT in given.indexes:
+        given = aligned(given, features, what=TRAINED_ON)
+    if given.dtype != bool or given.sizes != sizes:
+        raise ValueError(
+            f"expected {TRAINED_ON!r} as bool {sizes}, got {given.dtype} {dict(given.sizes)}; try "
+            "samples.assign_coords(trained_on=masks.rename(subset='checkpoint')), with masks of "
+            "td.evaluate.subsets"
+        )
+    chunks: dict[Any, Any] = {SAMPLE: features.chunksizes[SAMPLE], CHECKPOINT: 1}
+    variable = given.variable.transpose(SAMPLE, CHECKPOINT).chunk(chunks)
+    return xr.Variable(variable.dims, variable.data, VARIABLES[TRAINED_ON].attrs)
 
 
 def projector_of(features: xr.Dataset) -> Fitted:

@@ -3,9 +3,11 @@
 from trakdask.plots.curves import damping, lds, mislabelled_curve
 from trakdask.plots.figures import power_of_ten
 from trakdask.plots.galleries import gallery
+from trakdask.plots.grades import cross_validation
 from trakdask.plots.texts import text
 
 __all__ = [
+    "cross_validation",
     "damping",
     "gallery",
     "lds",

@@ -41,7 +41,12 @@ def damping(chosen: xr.Dataset) -> Figure:
             f"{str(chosen.rule.values)!r}; try td.damping(features, 'completeness')"
         )
     figure, ax = new_axes(5.2, 3.4)
-    ax.plot(chosen.relative_damping, chosen.curve, "o-", color=BLUE, markersize=3.5, linewidth=1.2)
+    style: dict[str, Any] = {"markersize": 3.5, "linewidth": 1.2}
+    label = "outputs of training rows, by totals of scores"
+    ax.plot(chosen.relative_damping, chosen.curve, "o-", color=BLUE, label=label, **style)
+    if np.isfinite(chosen.grade.values).any():
+        label = "outputs of left-out checkpoints"
+        ax.plot(chosen.relative_damping, chosen.grade, "s-", color="0.4", label=label, **style)
     if np.isfinite(relative := float(chosen.relative)):
         threshold, peak = float(chosen.threshold), float(chosen.peak)
         ax.axhspan(threshold, peak, color=GREEN, alpha=0.15, linewidth=0)

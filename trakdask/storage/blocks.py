@@ -27,7 +27,15 @@ from trakdask.errors import StoreMismatchError
 from trakdask.files import explained
 from trakdask.storage.group import ERROR, SCALE, Group
 from trakdask.storage.reading import lazy_array
-from trakdask.variables import CHECKPOINT, FITTED, PROJ_DIM, SAMPLE, VARIABLES, checkpoint_names
+from trakdask.variables import (
+    CHECKPOINT,
+    FITTED,
+    PROJ_DIM,
+    SAMPLE,
+    TRAINED_ON,
+    VARIABLES,
+    checkpoint_names,
+)
 
 _LARGEST_EXPONENT = 15
 """The largest element of a row comes to lie in [2^14, 2^15): float16 ends at 65504."""
@@ -107,6 +115,14 @@ def with_errors(group: Group, features: xr.Dataset) -> xr.Dataset:
         return features
     none = da.full_like(features.output.data, "", dtype=np.dtypes.StringDType())
     return features.assign({ERROR: (VARIABLES[ERROR].dims, none)})
+
+
+def with_trained_on(group: Group, features: xr.Dataset) -> xr.Dataset:
+    """Return features that say what checkpoints were trained on, if the store does: on all."""
+    if TRAINED_ON in features or TRAINED_ON not in group.arrays:
+        return features
+    everything = da.ones_like(features.output.data, dtype=bool)
+    return features.assign({TRAINED_ON: (VARIABLES[TRAINED_ON].dims, everything)})
 
 
 def save_fit(group: Group, features: xr.Dataset, retries: int) -> None:
@@ -278,6 +294,15 @@ def difference_of_block(group: Group, features: xr.Dataset, rows: range) -> str 
     there = lazy_array(group, "feature", complete=False)[here, :, slice(index, index + 1)]
     options = execution.gpu_options(features)
     new, old = dask.compute(again.isel(checkpoints).data, there, **options)
+    if TRAINED_ON in features:
+        rows_of_block = slice(here.start - rows.start, here.stop - rows.start)
+        ours = features[TRAINED_ON].isel({SAMPLE: rows_of_block, **checkpoints}).values
+        if (ours != np.asarray(group.array(TRAINED_ON)[here, index : index + 1])).any():
+            return (
+                f"expected {TRAINED_ON!r} as {group.folder.url!r} has it, got another one for the "
+                f"samples {here.start}:{here.stop} of checkpoint {name!r}; try "
+                f"td.assign_coords(store, {{{TRAINED_ON!r}: masks}}) to change the store"
+            )
     valid = np.isfinite(new) & np.isfinite(old)
     difference, length = (np.linalg.norm(x[valid]) for x in (new - old, old))
     in_16_bits = any("16" in str(features.attrs.get(key)) for key in ("dtype", "autocast"))

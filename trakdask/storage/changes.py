@@ -14,13 +14,14 @@ import pandas as pd
 import xarray as xr
 import zarr
 
+from trakdask.checks import shown
 from trakdask.files import Folder, naming
 from trakdask.samples import normalise_coords
 from trakdask.storage.group import DROPPED, ERROR, Group, kind
 from trakdask.storage.lock import lock
 from trakdask.storage.reading import VERIFIED, dropped_mask, open, read_coords
 from trakdask.storage.writing import require_names
-from trakdask.variables import DERIVED, FITTED, SAMPLE
+from trakdask.variables import CHECKPOINT, DERIVED, FITTED, SAMPLE, TRAINED_ON, aligned
 
 _REPAIR = "td.verify(store, repair=True)"
 _REMEDY = f"{_REPAIR}, then td.save(features, store)"
@@ -93,14 +94,34 @@ def assign_coords(
     ...     opened.animal.values.tolist()
     ['cat', 'dog', 'dog', 'cat']
     """
-    require_names(coords)
+    require_names({*coords} - {TRAINED_ON})
     with changing(store, storage_options, "td.assign_coords") as group:
         group.require_complete()
         dropped = dropped_mask(group)
+        small = {name: values for name, values in coords.items() if name != TRAINED_ON}
+        if TRAINED_ON in coords:
+            _write_trained_on(group, coords[TRAINED_ON], dropped)
         group.write_small(
-            {name: _of_all(name, values, dropped, group) for name, values in coords.items()}
+            {name: _of_all(name, values, dropped, group) for name, values in small.items()}
         )
     return open(store, storage_options=storage_options)
+
+
+def _write_trained_on(group: Group, values: Any, dropped: np.ndarray) -> None:
+    """Write which checkpoints were trained on which samples, beside what counts so far."""
+    ds = open(group.folder.url, storage_options=group.folder.options)
+    sizes = {dim: ds.sizes[dim] for dim in (SAMPLE, CHECKPOINT)}
+    if isinstance(values, xr.DataArray) and CHECKPOINT in values.indexes:
+        values = aligned(values, ds, what=TRAINED_ON)
+    if not isinstance(values, xr.DataArray) or values.dtype != bool or values.sizes != sizes:
+        raise ValueError(
+            f"expected {TRAINED_ON!r} as a bool DataArray {sizes}, got {shown(values)}; try "
+            "masks.rename(subset='checkpoint'), with masks of td.evaluate.subsets"
+        )
+    mask = np.ones((len(dropped), len(group.checkpoints)), bool)
+    mask[~dropped] = values.transpose(SAMPLE, CHECKPOINT).values
+    group.add(TRAINED_ON, {SAMPLE: len(mask), CHECKPOINT: mask.shape[1]}, bool, block=group.block)
+    group.array(TRAINED_ON)[:] = mask
 
 
 def _of_all(name: str, values: Any, dropped: np.ndarray, group: Group) -> xr.Variable:

@@ -29,7 +29,7 @@ from zarr.storage import FsspecStore, LocalStore, MemoryStore, StorePath
 from trakdask._version import __version__
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.files import UNCACHED, Folder
-from trakdask.variables import CHECKPOINT, DERIVED, FITTED, PROJ_DIM, SAMPLE, VARIABLES
+from trakdask.variables import CHECKPOINT, DERIVED, FITTED, PROJ_DIM, SAMPLE, TRAINED_ON, VARIABLES
 
 METADATA = "zarr.json"
 DROPPED, ERROR, SCALE = "dropped", "error", "scale"
@@ -213,7 +213,7 @@ class Group:
             dtype=dtype,
             compressors=[Crc32cCodec()],
             chunk_key_encoding=self._key_encoding(name, grows=grows),
-            fill_value={"T": "", "i": -1}.get(np.dtype(dtype).kind, np.nan),
+            fill_value={"T": "", "i": -1, "b": True}.get(np.dtype(dtype).kind, np.nan),
             dimension_names=dims,
             attributes={**(variable.attrs if variable else {}), **(attrs or {})},
             zarr_format=3,
@@ -279,7 +279,8 @@ class Group:
     def sweep(self) -> None:
         """Remove what does not count any more: arrays, chunks, and partial files."""
         there = self.folder.names()
-        for name in {*DERIVED, DROPPED, *self.arrays}.intersection(there) - {*self.features}:
+        stay = {*self.features} - {TRAINED_ON}
+        for name in {*DERIVED, DROPPED, *self.arrays}.intersection(there) - stay:
             if name not in self.arrays:
                 self.folder.remove(name)
                 continue

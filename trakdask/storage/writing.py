@@ -34,6 +34,7 @@ from trakdask.storage.blocks import (
     save_fit,
     sources_that_lack_blocks,
     with_errors,
+    with_trained_on,
 )
 from trakdask.storage.group import DROPPED, ERROR, METADATA, SCALE, STORE_ATTRS, Group, kind
 from trakdask.storage.lock import lock
@@ -44,6 +45,7 @@ from trakdask.variables import (
     NORM,
     PROJ_DIM,
     SAMPLE,
+    TRAINED_ON,
     VARIABLES,
     checkpoint_names,
     lazy_features,
@@ -96,6 +98,7 @@ def write(
         folder.sweep()
         save_fit(before.target(), features, retries)
         # With all rows that chunks have: those of an unfinished append are to stay in them.
+        features = with_trained_on(before, features)
         save_blocks(before.target(), features, rows, retries, progress=progress)
         lacking = sources_that_lack_blocks(group)
         if lacking and "lacking" in group.attrs:
@@ -151,14 +154,14 @@ def _require_options(features: xr.Dataset, dtype: object, append_dim: object) ->
 
 def _storable(features: xr.Dataset) -> xr.Dataset:
     """Return features with lazy arrays, and coords that a store can hold."""
-    # Why samples failed is among the variables, as featurize has it.
-    features = features.reset_coords(ERROR) if ERROR in features.coords else features
+    # Why samples failed, and which checkpoints know them, is stored block by block as numbers are.
+    features = features.reset_coords([n for n in (ERROR, TRAINED_ON) if n in features.coords])
     features = load_coords(lazy_features(features))
     feature = features.feature.data
     norm = features[NORM].data if NORM in features else squared_norm(feature)
     small = (align_weights(array, feature) for array in (norm, features.out_to_loss.data))
     marked = da.map_blocks(with_digest, *small, dtype=np.float64)
-    features = features.assign({NORM: (VARIABLES[NORM].dims, marked, VARIABLES[NORM].attrs)})
+    features = features.assign({NORM: VARIABLES[NORM].holding(marked)})
     require_names(features.coords)
     return _portable_coords(features)
 
@@ -198,7 +201,7 @@ def _new_group(folder: Folder, features: xr.Dataset, dtype: str | None) -> Group
 def _blockwise(features: xr.Dataset) -> list[str]:
     """Return the names of what is stored block by block: all numbers of samples and checkpoints."""
     variables = {str(n): v for n, v in features.data_vars.items() if v.dims == (SAMPLE, CHECKPOINT)}
-    return ["feature", *(n for n, v in variables.items() if v.dtype.kind == "f")]
+    return ["feature", *(n for n, v in variables.items() if v.dtype.kind == "f" or n == TRAINED_ON)]
 
 
 # ------------------------------------------------------------------------- where features belong
@@ -271,7 +274,7 @@ def _joined_checkpoints(
     layout = {
         "proj_dim": features.sizes[PROJ_DIM],
         "stored_dtype": dtype or str(features.feature.dtype),
-        "variables": sorted(_blockwise(features)),
+        "variables": sorted({*_blockwise(features), *({TRAINED_ON} & {*target.features})}),
     }
     stored_layout = {
         "proj_dim": array["shape"][1],

@@ -470,7 +470,7 @@ def open_traker(
 
     Features are the projected gradients, ``grads.mmap``, divided by the square root of the number
     of parameters; ``finalize_features`` need not have been called for them. The directory does not
-    contain model outputs: ``output`` is NaN, and ``damping="auto"`` is the closed form. For
+    contain model outputs: ``output`` is NaN, and ``damping="auto"`` is 0.03. For
     classification, the outputs follow from Q, so the damping can be chosen by them after
     ``features.assign(output=np.log(1 / features.out_to_loss - 1))``.
 
@@ -558,7 +558,7 @@ def _features(
         "stored_dtype": {name: a.dtype.name for name, a in zip(names, opened, strict=True)},
         **({"experiment": exp_name} if exp_name else {}),
     }
-    data = {name: (VARIABLES[name].dims, a, VARIABLES[name].attrs) for name, a in arrays.items()}
+    data = {name: VARIABLES[name].holding(a) for name, a in arrays.items()}
     names_of = {CHECKPOINT: (CHECKPOINT, np.array(names, object))}
     return xr.Dataset(data, names_of, as_text(attrs))
 

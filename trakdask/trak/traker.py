@@ -88,7 +88,7 @@ class TRAKer:
         so that scores agree with it. ``"trakdask"``: features are those of
         :func:`trakdask.featurize`, in float32, with ``td.Rademacher(proj_dim, projector_seed)``
         unless ``projector`` is given, and scores are those of :func:`trakdask.score` with its
-        estimator and ``damping="closed_form"``, or ``td.Absolute(lambda_reg)`` if ``lambda_reg`` is
+        estimator and ``damping=0.03``, or ``td.Absolute(lambda_reg)`` if ``lambda_reg`` is
         not 0, unless ``score_computer`` is given. That needs the files of :class:`MmapSaver`, and
         leaves ``features.mmap`` empty. A folder has one mode.
 
@@ -568,7 +568,7 @@ class TRAKer:
         features, targets = open_traker(self.save_dir, exp_name, model_ids=model_ids)
         classifiers = {kind for name, kind in TASK_TO_MODELOUT.items() if name != "clip"}
         kind = Soft if type(self.task) in classifiers else Trak
-        damping: Damping = Absolute(self.lambda_reg) if self.lambda_reg else "closed_form"
+        damping: Damping = Absolute(self.lambda_reg) if self.lambda_reg else 0.03
         scores = score(features, targets, kind(damping=damping))
         return scores.compute(scheduler="threads").to_numpy()
 

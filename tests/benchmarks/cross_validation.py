@@ -1,0 +1,178 @@
+"""What grades by left-out checkpoints are worth, and what λ and options gain by them.
+
+    python tests/benchmarks/cross_validation.py --cache demo-output/quality    # an hour
+
+On every task of ``halves.py``: checkpoints of random halves, five (two draws) and ten of them, at
+the default size and estimator, without and with curvature. The truth has other halves than the
+checkpoints. Targets are the samples to explain, which no model was trained on.
+
+- The grade of ``td.evaluate.cross_validate`` beside the LDS on outputs of single models, which is
+  what it estimates.
+- Regret of λ: what it loses against the best λ of the grid.
+- Curvature or not, as the grades say.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import dask
+import numpy as np
+import pandas as pd
+import torch
+import xarray as xr
+from _fits import SKETCH, a_quarter, featurized
+from _machine import made_once, parser_of
+from _quality_damping import (
+    FIRST,
+    N_CHECKPOINTS,
+    Floats,
+    Row,
+    half_checkpoints,
+    kernels,
+    unit_ranks,
+)
+from _quality_scores import ground
+from _quality_tasks import Subject, members
+from halves import TASKS, group_of
+
+import trakdask as td
+from trakdask.arrays.damping import GRID
+from trakdask.attribution.estimators import EstimatorLike, GramEstimator, with_gram
+
+TOGETHER = [[*range(5)], [*range(5, 10)], [*range(10)]]
+
+
+def rows_of(subject: Subject, cache: Path) -> list[Row]:
+    """Return a row for each kind of features and checkpoints; those of the cache are kept."""
+    path = cache / "left-out" / f"{subject.name}-{subject.digest()}.json"
+    made_once(path, lambda path: path.write_text(json.dumps(list(_rows(subject, cache)))))
+    rows: list[Row] = json.loads(path.read_text())
+    return rows
+
+
+def _rows(subject: Subject, cache: Path) -> Iterator[Row]:
+    parts = subject.samples(0), subject.samples(1)
+    n = parts[0].sizes["sample"]
+    masks = np.array([members(FIRST + j, n) for j in range(N_CHECKPOINTS)])
+    train = parts[0].assign_coords(trained_on=(("checkpoint", "sample"), masks))
+    model = td.Model(subject.build, half_checkpoints(subject, cache, N_CHECKPOINTS), subject.task)
+    curved = td.curvature(a_quarter(parts[0]), model).then(td.SJLT(proj_dim=1024))
+    for kind, projector in (("plain", SKETCH), ("curvature", curved)):
+        for row in _of_features(subject, *featurized(model, train, parts[1], projector)):
+            yield {"task": subject.name, "features": kind} | row
+
+
+def _of_features(subject: Subject, train: xr.Dataset, targets: xr.Dataset) -> Iterator[Row]:
+    train = train.drop_vars("wrong_classes", errors="ignore")
+    estimator = with_gram(train.chunk(), "auto")
+    products = [each[0] for each in kernels(train, targets, estimator.of_sums())]
+    for together in TOGETHER:
+        some, explained = (ds.isel(checkpoint=together) for ds in (train, targets))
+        before = estimator.with_damping(estimator.rule_without_folds(some.chunk()))
+        graded = td.evaluate.cross_validate(some, explained)
+        yield {
+            "n": len(together), "first": together[0],
+            "before": _relative(some, before), "now": _relative(some, "auto"),
+            "grade": float(graded.lds_mean), "error": float(graded.error),
+            **_lds(subject, some.chunk(), estimator, sum(products[c] for c in together)),
+        }  # fmt: skip
+
+
+def _relative(features: xr.Dataset, estimator: EstimatorLike) -> float:
+    """Return the chosen λ in units of tr(K)/n."""
+    rho = float(td.damping(features, estimator).relative)
+    return float(features.attrs.get("damping_prior", 1)) if np.isnan(rho) else rho
+
+
+def _lds(
+    subject: Subject, train: xr.Dataset, estimator: GramEstimator, products: Floats
+) -> dict[str, list[float]]:
+    """Return the LDS at every ρ: of mean outputs of subsets, and of single models."""
+    drawn, outputs = ground(subject)
+    masks = drawn.values.astype(np.float32)
+    g = estimator.of_scores(train).g(train).compute().mean(axis=1).astype(np.float32)
+    predicted = [unit_ranks(masks @ (g[:, None] * each)) for each in products]
+    mean = unit_ranks(outputs.mean("seed").values)
+    singles = [unit_ranks(outputs.isel(seed=s).values) for s in range(outputs.sizes["seed"])]
+
+    def scored(truths: list[Floats]) -> list[float]:
+        found = [np.mean([(p * t).sum(axis=0).mean() for t in truths]) for p in predicted]
+        return [round(float(x), 5) for x in found]
+
+    return {"lds": scored([mean]), "single": scored(singles)}
+
+
+def at(row: Row, name: str, rho: float) -> float:
+    return float(np.interp(np.log(rho), np.log(GRID), row[name]))
+
+
+def frame_of(rows: list[Row]) -> pd.DataFrame:
+    found = []
+    for row in rows:
+        best = max(row["lds"])
+        about = {name: row[name] for name in ("task", "features", "n", "first", "grade", "error")}
+        about |= {"group": group_of(row["task"]), "single": at(row, "single", row["now"])}
+        about |= {"LDS": at(row, "lds", row["now"]), "best ρ": GRID[np.argmax(row["lds"])]}
+        lost = {name: best - at(row, "lds", row[name]) for name in ("before", "now")}
+        found.append(about | {"ρ before": row["before"], "ρ now": row["now"]} | lost)
+    return pd.DataFrame(found)
+
+
+def print_grades(frame: pd.DataFrame) -> None:
+    off = (frame.grade - frame.single).abs() / frame.error
+    frame = frame.assign(off=off, within=off < 2)
+    print("\nGrades of checkpoints left out beside the LDS on single models")
+    columns = ["grade", "error", "single", "off", "LDS"]
+    ten = frame[(frame.n == 10) & (frame.features == "plain")].set_index("task")
+    print(ten[columns].round(3).to_string())
+    print(frame.groupby(["features", "n"])[["within", "error"]].mean().round(3).to_string())
+    for n, part in frame.groupby("n"):
+        rank = part.grade.corr(part.single, method="spearman")
+        print(f"{n} checkpoints: rank correlation of grades and LDS over tasks {rank:.2f}")
+
+
+def print_regret(frame: pd.DataFrame, by: list[str]) -> None:
+    found = frame.groupby(by, sort=False)[["before", "now"]].agg(["mean", "max"])
+    found["worst now"] = [
+        "{task}, {n}".format(**part.loc[part["now"].idxmax()])
+        for _, part in frame.groupby(by, sort=False)
+    ]
+    print(found.round(3).to_string())
+
+
+def print_choice_of_features(frame: pd.DataFrame) -> None:
+    """Print what is lost by curvature always, never, or where its grade is higher."""
+    wide = frame.pivot(index=["task", "n", "first"], columns="features", values=["LDS", "grade"])
+    best = wide.LDS.max(axis=1)
+    chosen = wide.LDS.curvature.where(wide.grade.curvature > wide.grade.plain, wide.LDS.plain)
+    lost = pd.DataFrame({
+        "never": best - wide.LDS.plain, "always": best - wide.LDS.curvature, "graded": best - chosen
+    })  # fmt: skip
+    print("\nLDS lost by the choice of curvature")
+    print(lost.groupby("n").agg(["mean", "max"]).round(3).to_string())
+
+
+def main() -> None:
+    options = parser_of(__doc__ or "", cache=Path("demo-output/quality"), tasks=list(TASKS))
+    arguments = options.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    with dask.config.set(scheduler="synchronous"):
+        rows = [row for name in arguments.tasks for row in rows_of(TASKS[name], arguments.cache)]
+    frame = frame_of(rows)
+    print_grades(frame)
+    print(f"\nRegret of λ, {frame.task.nunique()} tasks, {len(frame)} settings")
+    print_regret(frame, ["features", "n"])
+    print("\nBy kind of task")
+    print_regret(frame.sort_values("group", kind="stable"), ["group", "features"])
+    print("\nBy task")
+    print_regret(frame, ["task", "features"])
+    print_choice_of_features(frame)
+
+
+if __name__ == "__main__":
+    main()

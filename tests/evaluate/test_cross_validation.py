@@ -1,0 +1,156 @@
+"""Tests of :func:`trakdask.evaluate.cross_validate`: an oracle, by a loop over checkpoints."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import xarray as xr
+from scipy.stats import spearmanr
+
+import trakdask as td
+
+N, P, C, M = 90, 7, 5, 11
+
+
+@pytest.fixture
+def features() -> xr.Dataset:
+    ds = td.testing.simulate_features(n_samples=N, proj_dim=P, n_checkpoints=C, chunks=32)
+    ds = ds.astype(np.float64)
+    return ds.assign(trained_on=td.evaluate.subsets(N, C).rename(subset="checkpoint"))
+
+
+@pytest.fixture
+def targets() -> xr.Dataset:
+    ds = td.testing.simulate_features(n_samples=M, proj_dim=P, n_checkpoints=C, seed=1)
+    return ds.astype(np.float64)
+
+
+def left_out(features: xr.Dataset, targets: xr.Dataset, estimator: td.Estimator) -> np.ndarray:
+    """Predict each checkpoint by the public scores of the others, with K and λ as they are."""
+    predicted = np.zeros((targets.sizes["sample"], C))
+    for j, name in enumerate(features.checkpoint.values):
+        others = [c for c in features.checkpoint.values if c != name]
+        scores = td.score(
+            features.sel(checkpoint=others), targets.sel(checkpoint=others), estimator
+        )
+        knows = features.trained_on.transpose("sample", "checkpoint").values[:, j]
+        predicted[:, j] = np.nansum(scores.values[knows], axis=0)
+    return predicted
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        td.Trak(td.Absolute(2.0)),
+        td.Soft(power=0.5, damping=td.Absolute(0.3)),
+        td.Soft(power=1.0, damping=td.Absolute(0.3)),
+        td.RelatIF(td.Absolute(2.0)),
+        td.GradDot(),
+        td.GradCos(),
+        td.TracIn({f"c{i}": 0.1 * (i + 1) for i in range(C)}),
+    ],
+    ids=lambda estimator: estimator.name,
+)
+def test_grade_is_that_of_a_loop_over_checkpoints(features, targets, estimator) -> None:
+    predicted, output = left_out(features, targets, estimator), targets.output.values
+    expected = [spearmanr(p, f).statistic for p, f in zip(predicted, output, strict=True)]
+    result = td.evaluate.cross_validate(features, targets, estimator)
+    np.testing.assert_allclose(result.lds, expected, atol=1e-12)
+    assert float(result.lds_mean) == pytest.approx(np.mean(expected))
+    without = [
+        np.mean(
+            [
+                spearmanr(np.delete(p, j), np.delete(f, j)).statistic
+                for p, f in zip(predicted, output, strict=True)
+            ]
+        )
+        for j in range(C)
+    ]
+    np.testing.assert_allclose(result.without, without, atol=1e-12)
+    spread = np.square(np.subtract(without, np.mean(without))).sum()
+    assert float(result.error) == pytest.approx(np.sqrt((C - 1) / C * spread))
+    assert f"{float(result.lds_mean):.2f} ±" in result.summary
+
+
+def test_several_are_compared_on_the_same_checkpoints(features, targets) -> None:
+    estimators = {"trak": td.Trak(td.Absolute(1.0)), "dot": "grad_dot"}
+    both = td.evaluate.cross_validate(features, targets, estimators)
+    one = td.evaluate.cross_validate(features, targets, "grad_dot")
+    xr.testing.assert_allclose(both.sel(estimator="dot", drop=True)[[*one]], one)
+    assert both.difference.values[0] == 0
+    assert float(both.difference[1]) == pytest.approx(
+        float(both.lds_mean[1]) - float(both.lds_mean[0])
+    )
+    pairs = td.evaluate.cross_validate(
+        {"a": features, "b": features.isel(sample=slice(None, None, -1))},
+        {"a": targets, "b": targets},
+        "grad_dot",
+    )
+    np.testing.assert_allclose(pairs.lds[:, 0], pairs.lds[:, 1])
+    assert pairs.summary.startswith("a: these scores")
+    with pytest.raises(ValueError, match="same names"):
+        td.evaluate.cross_validate({"a": features}, {"b": targets})
+
+
+def test_good_scores_have_a_high_grade_and_noise_none() -> None:
+    """Checkpoints whose outputs are what a linear model of their halves predicts."""
+    rng, n, p, c, m = np.random.default_rng(0), 400, 6, 8, 30
+    ds = td.testing.simulate_features(n_samples=n, proj_dim=p, n_checkpoints=c, chunks=100)
+    targets = td.testing.simulate_features(n_samples=m, proj_dim=p, n_checkpoints=c, seed=1)
+    same = ds.feature.isel(checkpoint=0).values, targets.feature.isel(checkpoint=0).values
+    masks = td.evaluate.subsets(n, c).rename(subset="checkpoint").compute()
+    q = ds.out_to_loss.mean("checkpoint").values
+    ds = ds.assign(
+        feature=ds.feature.copy(data=np.repeat(same[0][:, :, None], c, axis=2)), trained_on=masks
+    )
+    targets["feature"] = targets.feature.copy(data=np.repeat(same[1][:, :, None], c, axis=2))
+    targets["output"] = targets.output.copy(data=same[1] @ same[0].T @ (masks.values * q).T)
+    good = td.evaluate.cross_validate(ds, targets, "grad_dot")
+    assert float(good.lds_mean) > 0.9
+    targets["output"] = targets.output.copy(data=rng.normal(size=(m, c)))
+    noise = td.evaluate.cross_validate(ds, targets, "grad_dot")
+    assert abs(float(noise.lds_mean)) < 4 * float(noise.error)
+
+
+@pytest.mark.parametrize("rows", [17, 90])
+def test_chunks_do_not_matter(features, targets, rows: int) -> None:
+    expected = td.evaluate.cross_validate(features, targets, td.Trak(td.Absolute(1.0)))
+    result = td.evaluate.cross_validate(
+        features.chunk(sample=rows), targets.chunk(sample=4), td.Trak(td.Absolute(1.0))
+    )
+    xr.testing.assert_allclose(result, expected)
+
+
+def test_failed_samples_are_left_out(features, targets) -> None:
+    features = features.compute()
+    for name in ("feature", "out_to_loss", "output"):
+        features[name][dict(sample=3, checkpoint=1)] = np.nan
+    predicted = left_out(features.chunk(), targets, td.GradDot())
+    expected = [spearmanr(*pair).statistic for pair in zip(predicted, targets.output, strict=True)]
+    result = td.evaluate.cross_validate(features.chunk(), targets, td.GradDot())
+    np.testing.assert_allclose(result.lds, expected, atol=1e-12)
+
+
+def test_mistakes_say_what_to_try(features, targets) -> None:
+    with pytest.raises(ValueError, match=r"trained_on.*samples.assign_coords"):
+        td.evaluate.cross_validate(features.drop_vars("trained_on"), targets)
+    two = dict(checkpoint=[0, 1])
+    with pytest.raises(ValueError, match="3 or more checkpoints"):
+        td.evaluate.cross_validate(features.isel(two), targets.isel(two))
+    summed = features.assign(gram=td.gram(features))
+    with pytest.raises(ValueError, match="all 90 training samples"):
+        td.evaluate.cross_validate(summed.isel(sample=slice(50)), targets)
+
+
+def test_store_grades_as_its_features_do(features, targets, tmp_path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        opened = td.save(features, tmp_path / "f.zarr", progress=False, estimator=td.Trak())
+    estimator = td.Trak(td.Absolute(1.0))
+    expected = td.evaluate.cross_validate(features, targets, estimator)
+    xr.testing.assert_allclose(
+        td.evaluate.cross_validate(opened, targets, estimator).drop_vars("target_label"),
+        expected.drop_vars("target_label"),
+    )

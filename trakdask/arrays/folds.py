@@ -1,0 +1,300 @@
+"""Leave one checkpoint out: what the others predict of it, and how well that follows its outputs.
+
+A checkpoint that was trained on a known part of the samples is a retrained model. The scores of the
+other checkpoints, added up over its samples, predict its outputs.
+"""
+
+from __future__ import annotations
+
+import dask.array as da
+import numpy as np
+import numpy.typing as npt
+from scipy.stats import rankdata
+
+from trakdask.arrays.blocks import (
+    SPLIT_EVERY,
+    Block,
+    Blocks,
+    blockwise,
+    failed_rows,
+    flat,
+    matrix,
+    product_dtype,
+    read_in_task,
+    tree_sum,
+)
+from trakdask.arrays.damping import CHOICE, GRID
+from trakdask.arrays.solve import Spectrum
+
+Floats = npt.NDArray[np.float64]
+
+#: Candidates for ρ are this many decades around the start, with the ends.
+_NEAR = 1.01
+
+
+def means_of_others(weights: da.Array, knows: da.Array) -> da.Array:
+    """Return the mean weights of all checkpoints but j, for samples that j was trained on.
+
+    Parameters
+    ----------
+    weights
+        (sample, checkpoint), float; NaN where a sample failed.
+    knows
+        Which checkpoints were trained on the sample, (sample, checkpoint) bool.
+
+    Returns
+    -------
+    (sample, fold) float64, lazy, one chunk of folds; 0 where j was not trained on the sample.
+
+    Examples
+    --------
+    >>> w, knows = da.from_array(np.array([[1.0, 2.0, 6.0]])), np.array([[True, True, False]])
+    >>> means_of_others(w, da.from_array(knows)).compute()
+    array([[4. , 3.5, 0. ]])
+    """
+    return blockwise(
+        _means_of_others, "sf", weights, "sc", knows.rechunk({0: weights.chunks[0]}), "sk",
+        new_axes={"f": weights.shape[1]}, concatenate=True, name="fold-weights", dtype=np.float64,
+    )  # fmt: skip
+
+
+def _means_of_others(weights: Block, knows: Block) -> Block:
+    w, failed = np.nan_to_num(weights.astype(np.float64)), np.isnan(weights)
+    mean = (w.sum(axis=1, keepdims=True) - w) / (w.shape[1] - 1)
+    has_failed = failed.sum(axis=1, keepdims=True) > failed
+    return np.where(knows, np.where(has_failed, np.nan, mean), 0)
+
+
+def fold_sums(feature: da.Array, weights: da.Array) -> da.Array:
+    """Return Σ_z w_jc(z) φ_c(z) for every fold j, in one pass over the features.
+
+    Parameters
+    ----------
+    feature
+        (sample, proj_dim, checkpoint), float, chunks (rows, p, 1).
+    weights
+        w, (sample, fold) if they are the same for all checkpoints, or (sample, fold, checkpoint).
+
+    Returns
+    -------
+    (fold, proj_dim, checkpoint) float64, lazy, chunks (folds, p, 1).
+
+    Notes
+    -----
+    Cost: 2 n p C flops per fold; products in the dtype of the features, sums in float64. Rows of
+    failed samples, which are entirely NaN, are left out of all folds, and a row with a weight that
+    is NaN of that fold.
+
+    Examples
+    --------
+    >>> x = da.ones((4, 2, 1), chunks=(2, 2, 1), dtype="float32")
+    >>> fold_sums(x, da.from_array(np.array([[1, 0], [1, 1], [0, 1], [0, 3]]))).compute()[:, 0, 0]
+    array([2., 5.])
+    """
+    sizes, index = feature.chunks[0], "sfc"[: weights.ndim]
+    n = len(sizes)
+    groups = [range(i, min(i + SPLIT_EVERY, n)) for i in range(0, n, SPLIT_EVERY)]
+    if read := read_in_task(feature, groups=groups, by_checkpoint=True):
+        sizes = tuple(sum(sizes[i] for i in group) for group in groups)
+    chunks = (sizes, -1, *(1,) * (weights.ndim - 2))
+    parts = blockwise(
+        _partial, "sfpc", *(read or (feature, "spc")), weights.rechunk(chunks), index,
+        new_axes={"p": feature.shape[1]}, adjust_chunks={"s": (1,) * len(sizes)},
+        concatenate=False, name="fold-sum-blocks", dtype=np.float64,
+    )  # fmt: skip
+    return tree_sum(parts, name="fold-sum", dtype=np.float64)
+
+
+def _partial(feature: Blocks, weights: Blocks) -> Block:
+    (w,), start, total = flat(weights), 0, None
+    w = w.reshape(*w.shape[:2])
+    for block in flat(feature):
+        part = np.array(w[start : start + len(block)], product_dtype(block))
+        part[np.isnan(part)] = 0
+        x, failed = matrix(block), failed_rows(block)
+        if failed.any():
+            x = np.where(failed[:, None], 0, x)
+        start += len(block)
+        product = (part.T @ x).astype(np.float64)
+        total = product if total is None else total + product
+    assert total is not None
+    return np.asarray(total)[None, :, :, None]
+
+
+def predicted(sums: da.Array, solved: da.Array) -> da.Array:
+    """Return the mean over the other checkpoints of the products of sums and solved features.
+
+    Parameters
+    ----------
+    sums
+        Of :func:`fold_sums`, with a fold for each checkpoint, in their order.
+    solved
+        Of :func:`trakdask.arrays.solve.solve`, (target, proj_dim, checkpoint).
+
+    Returns
+    -------
+    (target, checkpoint) float64, lazy: what the others predict of each checkpoint, but for a
+    constant of each target.
+    """
+    products = blockwise(
+        _products, "tfc", solved, "tpc", sums, "fpc",
+        concatenate=True, name="fold-products", dtype=np.float64,
+    )  # fmt: skip
+    return _without_own(products)
+
+
+def _without_own(parts: da.Array) -> da.Array:
+    """Return the mean of (..., fold, checkpoint) over the checkpoints that are not the fold's."""
+    n = parts.shape[-1]
+    mean: da.Array = da.where(np.eye(n, dtype=bool), 0, parts).sum(axis=-1) / (n - 1)
+    return mean
+
+
+def _products(solved: Block, sums: Block) -> Block:
+    product = solved[:, :, 0].astype(np.float64) @ sums[:, :, 0].T
+    return np.asarray(product)[:, :, None]
+
+
+def totals(spectrum: da.Array, sums: da.Array, feature: da.Array) -> da.Array:
+    """Return :func:`predicted` of some rows for every ρ of the grid of λ.
+
+    Parameters
+    ----------
+    spectrum
+        Of :func:`trakdask.arrays.solve.spectrum`.
+    sums
+        Of :func:`fold_sums`.
+    feature
+        φ of the rows, (row, proj_dim, checkpoint), chunks (rows, p, 1).
+
+    Returns
+    -------
+    (row, ρ, checkpoint) float64, lazy, λ = ρ tr(K_c)/n.
+
+    Notes
+    -----
+    Cost: 2 p k flops per row and fold, with k eigenvectors, and 2 k per ρ.
+    """
+    parts = blockwise(
+        _totals, "sgfc", feature, "spc", sums, "fpc", spectrum, "c",
+        new_axes={"g": len(GRID)}, concatenate=True, name="fold-totals", dtype=np.float64,
+    )  # fmt: skip
+    return _without_own(parts)
+
+
+def _totals(phi: Block, sums: Block, spectrum: Spectrum) -> Block:
+    inverse, rows = spectrum.inverse(GRID * spectrum.mean), phi[:, :, 0].astype(np.float64)
+    v = sums[:, :, 0]
+    along = np.einsum(
+        "rk,kg,fk->rgf", rows @ inverse.vectors, inverse.along, v @ inverse.vectors, optimize=True
+    )
+    rest = inverse.rest[:, None] * (rows @ v.T)[:, None]
+    return np.asarray(along + rest)[..., None]
+
+
+def choose(totals: da.Array, outputs: da.Array, choice: da.Array, start: da.Array) -> da.Array:
+    """Choose ρ by what rows say of checkpoints that were left out.
+
+    Parameters
+    ----------
+    totals
+        Of :func:`totals`.
+    outputs
+        f of the rows, (row, checkpoint).
+    choice
+        How λ was chosen without them, (1,) of dtype :data:`trakdask.arrays.damping.CHOICE`.
+    start
+        The ρ of that, (), lazy.
+
+    Returns
+    -------
+    ``choice`` with the ``grade`` of every ρ. If another ρ is clearly better, it is ``relative``,
+    and ``candidate`` is -1.
+
+    Notes
+    -----
+    ρ is the one within a decade of the start with the largest mean of Spearman's correlations over
+    rows, if that exceeds the mean at the start by more than one standard error of the difference.
+    Ten checkpoints are ten points for each row, which are noisy among neighbours. Both means are of
+    the same rows and checkpoints, so the error, a jackknife over checkpoints, is that of the
+    difference.
+    """
+    return blockwise(
+        _choose, "k", totals, "sgf", outputs.rechunk((totals.chunks[0], -1)), "sf",
+        choice, "k", start, "", concatenate=True, name="fold-choice", dtype=CHOICE,
+    )  # fmt: skip
+
+
+def _choose(totals: Block, outputs: Block, choice: Block, start: Block) -> Block:
+    of_rows, without = agreement(totals, outputs.astype(np.float64))
+    grade, chosen = _mean(of_rows), choice.copy()
+    chosen["grade"] = grade
+    distance = np.abs(np.log10(GRID / float(start)))
+    at, near = int(distance.argmin()), np.flatnonzero(distance < _NEAR)
+    best = int(near[np.argmax(grade[near])])
+    if grade[best] - grade[at] > jackknife_error(without[:, best] - without[:, at]):
+        chosen["relative"], chosen["candidate"] = GRID[best], -1
+    return chosen
+
+
+def agreement(prediction: Floats, output: Floats) -> tuple[Floats, Floats]:
+    """Correlate predictions with outputs over checkpoints, of all of them and without each.
+
+    Parameters
+    ----------
+    prediction, output
+        (target, ..., checkpoint) and (target, checkpoint).
+
+    Returns
+    -------
+    Spearman's correlation of each target, (target, ...), NaN where a side is constant or NaN; and
+    its mean over targets without each checkpoint in turn, (checkpoint, ...), for a jackknife.
+
+    Examples
+    --------
+    >>> f = np.array([[1.0, 2.0, 3.0, 4.0]])
+    >>> [x.round(3).tolist() for x in agreement(f + [0, 0, 3, 0], f)]
+    [[0.8], [0.5, 0.5, 1.0, 1.0]]
+    """
+    n = output.shape[-1]
+    every = np.arange(n)
+    return _spearman(prediction, output), np.array(
+        [_mean(_spearman(prediction[..., every != j], output[:, every != j])) for j in every]
+    )
+
+
+def _mean(correlation: Floats) -> Floats:
+    known = ~np.isnan(correlation)
+    total = np.where(known, correlation, 0).sum(axis=0)
+    return np.asarray(total / np.maximum(known.sum(axis=0), 1))
+
+
+def _spearman(x: Floats, y: Floats) -> Floats:
+    ranks = [_unit_ranks(values) for values in (x, y)]
+    shape = (len(y), *(1,) * (x.ndim - y.ndim), y.shape[-1])
+    return np.asarray((ranks[0] * ranks[1].reshape(shape)).sum(axis=-1))
+
+
+def _unit_ranks(values: Floats) -> Floats:
+    """Return centred ranks along the last axis, of length 1; NaN where all are equal or one NaN."""
+    ranks = rankdata(values, axis=-1, nan_policy="propagate")
+    ranks -= ranks.mean(axis=-1, keepdims=True)
+    length = np.linalg.norm(ranks, axis=-1, keepdims=True)
+    return np.asarray(ranks / np.where(length > 0, length, np.nan))
+
+
+def jackknife_error(values: npt.ArrayLike) -> Floats:
+    """Return the standard error of a statistic from its values without each of n parts, (n, ...).
+
+    References
+    ----------
+    Efron & Stein 1981.
+
+    Examples
+    --------
+    >>> mean_without = (10 - np.array([1.0, 2.0, 3.0, 4.0])) / 3
+    >>> float(jackknife_error(mean_without).round(4))  # √(s²/n) of 1, 2, 3, 4
+    0.6455
+    """
+    x = np.asarray(values, np.float64)
+    return np.asarray(np.sqrt((len(x) - 1) * x.var(axis=0)))

@@ -1,0 +1,405 @@
+"""The damping λ of gram matrices, and their damped inverses.
+
+λ is a number, a rule that looks at the gram matrix alone, or chosen by the outputs of the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import dask.array as da
+import numpy as np
+import xarray as xr
+from dask.array.utils import meta_from_array
+
+from trakdask import arrays
+from trakdask.attribution.estimators import (
+    Absolute,
+    EstimatorLike,
+    GramEstimator,
+    Soft,
+    Trak,
+    choosing,
+    damping_prior,
+    with_gram,
+)
+from trakdask.attribution.folds import fold_weights, require_folds
+from trakdask.attribution.grams import (
+    GramMatrix,
+    gram_matrix,
+    is_of_gram,
+    stored_matrix,
+    weights_of_gram,
+)
+from trakdask.errors import warn_once
+from trakdask.provenance import require_comparable
+from trakdask.variables import (
+    CHECKPOINT,
+    DAMPING,
+    GRAM,
+    NORM,
+    SAMPLE,
+    VARIABLES,
+    checkpoint_names,
+    lazy_features,
+    validate,
+)
+
+#: Of fewer rows, a correlation three standard errors above 0 is above 0.42.
+_LEAST_ROWS = 50
+#: A standard error of their correlation is below 0.032, and 2 p² flops for each are less than
+#: the 9 p³ of the eigendecomposition, from p of a few hundred on.
+_LEFT_OUT_ROWS = 1000
+
+
+def damping(
+    features: xr.Dataset,
+    estimator: EstimatorLike = "auto",
+    *,
+    calibrate: xr.Dataset | None = None,
+) -> xr.Dataset:
+    """Return the damping λ_c that :func:`score` adds to the gram matrix, and how it was chosen.
+
+    Parameters
+    ----------
+    features
+        Training features.
+    estimator
+        As in :func:`score`, with a gram matrix; its ``damping`` says what chooses λ, see
+        :class:`Soft`.
+    calibrate
+        Features of 50 or more held-out samples whose outputs choose λ, instead of those of training
+        samples; ``Soft(damping=td.damping(features, calibrate=held_out))`` has it. They may be the
+        samples to explain; then scores depend on which targets are asked for together.
+
+    Returns
+    -------
+    Lazy Dataset with ``damping`` (checkpoint), float64, in units of the gram matrix; ``relative``
+    (), ρ; ``curve`` (relative_damping), the correlations; ``peak`` (), their largest, which says
+    how well the linearised model follows the real one; ``threshold`` (), the least that suffices
+    for the prior; ``rule`` (), what chose λ in the end. All but ``damping`` and ``rule`` are NaN
+    where outputs were not asked; :func:`trakdask.plots.damping` draws them.
+
+    Raises
+    ------
+    ValueError
+        If the estimator has no gram matrix; if ``calibrate`` has fewer than 50 samples, or outputs
+        do not choose λ. When computed: if a gram matrix is all 0, whose λ would be 0, too; the
+        checkpoint is named.
+
+    Warns
+    -----
+    UserWarning
+        If there are fewer than 3 checkpoints (completeness only). When computed: if outputs do not
+        follow the totals, or ρ is the end of the grid. The first and the last are shown once in a
+        process, not for every query.
+
+    Notes
+    -----
+    Completeness. In the linearised model the attributions of a target add up to its output, Σ_z
+    score(z, t) = f(t), if λ is right. So for 21 ρ from 0.01 to 1000 these sums are correlated over
+    samples with the outputs f (both as means over checkpoints), under soft weights of power ½. The
+    prior is the features' ``attrs["damping_prior"]`` (1 if missing, √10 in the coordinates of a
+    curvature), which is best for models that were trained to the end. A larger ρ, that of the
+    largest correlation, is chosen if it exceeds the correlation at the prior clearly: by 0.6 in
+    Fisher's z = artanh(r), or by 0.2 if that at the prior is below 0.57 or there are fewer than 500
+    samples, as after a short training, where ρ has to be 10 to 300 times as large.
+
+    No model is retrained and no n × m array made: one more column of the gram matrix and one
+    eigendecomposition per checkpoint, about 9 p³ flops and 32 p² bytes; 21 numbers per sample and
+    checkpoint. For other estimators it needs a gram matrix of these weights too, one more pass over
+    the features.
+
+    The samples are those of ``calibrate``, if given; else up to 1000 training samples from up to 8
+    blocks, each left out of the sums exactly. So by default λ, and with it the score of a pair,
+    depends on the training features alone. If the correlation is less than three standard errors
+    (1/√m) above 0, the next rule decides: training samples after ``calibrate``, and ``"trace"``
+    last.
+
+    ρ is free of the scale of the gradients of any checkpoint. What λ loses against the best one was
+    measured by ``tests/benchmarks/halves.py`` and is on the page "Estimator and λ".
+
+    Examples
+    --------
+    >>> import trakdask as td
+    >>> features = td.testing.simulate_features(n_samples=8, proj_dim=4)
+    >>> chosen = td.damping(features, td.Trak(damping=td.Absolute(2.5)))
+    >>> chosen.damping.values.tolist(), str(chosen.rule.values)
+    ([2.5, 2.5], 'absolute')
+    """
+    validate(features, ["feature"], what="features")
+    features = lazy_features(features)
+    return describe_damping(regularize(features, with_gram(features, estimator), calibrate))
+
+
+def describe_damping(regularized: Regularized) -> xr.Dataset:
+    """Return λ and how it was chosen, as :func:`damping` does."""
+    choice = regularized.choice
+    if choice is None:
+        choice = da.from_array(arrays.damping.NO_CHOICE)
+    rule = da.map_blocks(
+        _rule, choice, regularized.rules, drop_axis=0, dtype=object, meta=np.empty((), object)
+    )
+    numbers = {
+        "relative": "λ in units of tr(K)/n",
+        "peak": "largest correlation of the curve",
+        "threshold": "least correlation that suffices for the prior",
+    }
+    curve = {"description": "correlation of outputs with totals of attributions"}
+    grade = {"description": "mean rank correlation of outputs with those of left-out checkpoints"}
+    return xr.Dataset(
+        {
+            "damping": VARIABLES["damping"].holding(regularized.damping),
+            "curve": ("relative_damping", choice["correlation"][0], curve),
+            "grade": ("relative_damping", choice["grade"][0], grade),
+            "rule": ((), rule, {"description": "what chose λ"}),
+            **{n: ((), choice[n][0], {"description": text}) for n, text in numbers.items()},
+        },
+        coords={
+            CHECKPOINT: regularized.features[CHECKPOINT],
+            "relative_damping": arrays.damping.GRID,
+        },
+    )
+
+
+def _rule(choice: np.ndarray, rules: tuple[str, ...]) -> np.ndarray:
+    return np.array(rules[int(choice["candidate"][0])], dtype=object)
+
+
+@dataclass(frozen=True)
+class Regularized:
+    """The inverse of a gram matrix with its λ (checkpoint), and how λ was chosen.
+
+    ``features`` are those to multiply with, which are checked if their gram matrix is stored.
+    ``inverse`` is for :func:`trakdask.arrays.solve.solve`. ``choice`` is that of
+    :func:`trakdask.arrays.damping.choose`, None where outputs were not asked. ``rules`` are names
+    of what may have chosen λ: of the candidates of ``choice``, and of what decides if none does.
+    """
+
+    features: xr.Dataset
+    inverse: da.Array
+    gram_weights: str
+    damping: da.Array
+    rules: tuple[str, ...]
+    choice: da.Array | None
+
+
+def regularize(
+    features: xr.Dataset,
+    estimator: GramEstimator,
+    calibrate: xr.Dataset | None = None,
+    *,
+    quiet: bool = False,
+) -> Regularized:
+    """Return the inverse of the gram matrix of an estimator and its λ; features are chunked.
+
+    ``quiet`` leaves warnings of how λ is chosen to those who will use what is stored.
+    """
+    if calibrate is not None and estimator.rule not in ("completeness", "cross_validation"):
+        raise ValueError(
+            f"expected an estimator whose λ outputs choose with calibrate, got {estimator}; try "
+            "damping='completeness', or leaving calibrate out"
+        )
+    weights = weights_of_gram(features, estimator)
+    stored = stored_damping(features, estimator, weights) if calibrate is None else None
+    by_folds = estimator.rule == "cross_validation" and stored is None
+    asked = estimator
+    if by_folds:
+        estimator = estimator.with_damping(estimator.rule_without_folds(features))
+    by_outputs = estimator.rule == "completeness" and stored is None
+    if by_outputs:
+        validate(features, ["output", "out_to_loss"], what="features")
+    by = choosing(features)
+    chooses_itself = by_outputs and by.gram_weights == weights.gram_weights
+    gram = chooses = gram_matrix(
+        features, weights, chooses_damping=chooses_itself, decomposed=by_folds
+    )
+    if by_outputs and not chooses_itself:
+        chooses = gram_matrix(features, by, chooses_damping=True)
+    if NORM in features:
+        features = _checked(features, gram, chooses)
+    if by_outputs:
+        chosen = _chosen_by_outputs(features, by, calibrate, gram, chooses, quiet=quiet)
+    else:
+        chosen = _by_rule(features, gram, estimator) if stored is None else _chosen_before(stored)
+    if by_folds:
+        chosen = _chosen_by_folds(features, asked, calibrate, gram, chosen)
+    if gram.spectrum is None:
+        inverse = arrays.solve.cholesky(gram.data, chosen[0], gram.labels)
+    else:
+        inverse = arrays.solve.inverse(gram.spectrum, chosen[0])
+    return Regularized(features, inverse, weights.gram_weights, *chosen)
+
+
+def _checked(features: xr.Dataset, *matrices: GramMatrix) -> xr.Dataset:
+    """Return features that are compared, when they are read, with what stored matrices are of."""
+    stored = [matrix for matrix in matrices if matrix.is_stored]
+    if not stored:
+        return features
+    names = "feature", "out_to_loss"
+    checked = arrays.score.checked(
+        *(features[name].data for name in ("feature", NORM, "out_to_loss")),
+        weighted=any(isinstance(matrix.weights, Soft) for matrix in stored),
+    )
+    pairs = zip(names, checked, strict=True)
+    return features.assign({name: features[name].copy(data=data) for name, data in pairs})
+
+
+def stored_damping(
+    features: xr.Dataset, estimator: GramEstimator, weights: GramEstimator
+) -> xr.DataArray | None:
+    """Return the λ that features hold beside the gram matrix, if the estimator asks for it.
+
+    It was chosen as ``"auto"`` says, for all checkpoints together.
+    """
+    if isinstance(estimator.damping, Absolute | xr.DataArray):
+        return None
+    if stored_matrix(features, GRAM, weights) is None or not is_of_gram(features, DAMPING):
+        return None
+    is_auto = estimator.damping == estimator.with_damping("auto").resolved(features).damping
+    pooled = features[DAMPING].attrs["pooled_checkpoints"]
+    return features[DAMPING] if is_auto and set(pooled) == set(checkpoint_names(features)) else None
+
+
+# --------------------------------------------------------------------------------- how λ is chosen
+
+
+Chosen = tuple[da.Array, tuple[str, ...], da.Array | None]
+"""λ, the names of what may have chosen it, and how outputs chose it, as in :class:`Regularized`."""
+
+
+def _by_rule(features: xr.Dataset, gram: GramMatrix, estimator: GramEstimator) -> Chosen:
+    """Return λ by a rule that asks no outputs, and the name of the rule."""
+    damping = estimator.damping
+    if isinstance(damping, xr.DataArray):
+        return damping.variable.chunk({CHECKPOINT: 1}).data, ("given",), None
+    if isinstance(damping, Absolute):
+        lam = da.full(len(gram.labels), float(damping.value), chunks=1)
+        return lam, ("absolute",), None
+    if isinstance(damping, float):
+        lam = arrays.gram.closed_form(gram.data, damping, gram.labels)
+        return lam, (f"{damping:.3g} tr(K^2)/tr(K)",), None
+    return *_by_trace(gram, damping_prior(features)), None
+
+
+def _by_trace(gram: GramMatrix, rho: float) -> tuple[da.Array, tuple[str]]:
+    lam = rho * arrays.gram.mean_trace(gram.data, gram.n_samples, gram.labels)
+    return lam, ("tr(K)/n" if rho == 1 else f"{rho:.3g} tr(K)/n",)
+
+
+def _chosen_before(damping: xr.DataArray) -> Chosen:
+    """Return the stored λ, its rule, and how it was chosen, if by outputs; warn as then."""
+    lam, attrs = damping.variable.chunk({CHECKPOINT: 1}).data, damping.attrs
+    if "tried" in attrs:
+        _warn_of_few_checkpoints(damping.size)
+    if attrs.get("tried"):
+        arrays.damping.warn_of_choice(attrs["relative"], attrs["peak"], attrs["tried"][-1])
+    if "relative" not in attrs:
+        return lam, (attrs["rule"],), None
+    of_grid = (attrs.get(name, np.nan) for name in ("curve", "grade"))
+    values = [(attrs["relative"], 0, attrs["peak"], attrs["threshold"], *of_grid)]
+    choice = da.from_array(np.array(values, arrays.damping.CHOICE))
+    return lam, (attrs["rule"],), choice
+
+
+def _chosen_by_outputs(
+    features: xr.Dataset,
+    by: GramEstimator,
+    calibrate: xr.Dataset | None,
+    gram: GramMatrix,
+    chooses: GramMatrix,
+    *,
+    quiet: bool,
+) -> Chosen:
+    """Let outputs choose λ of a gram matrix, in units of tr(K)/n, under the weights of another."""
+    if not quiet:
+        _warn_of_few_checkpoints(len(gram.labels))
+    assert chooses.spectrum is not None
+    curves: dict[str, da.Array] = {}
+    if calibrate is not None:
+        require_calibration(features, calibrate)
+        rows = lazy_features(calibrate)
+        totals = arrays.damping.held_out(chooses.spectrum, rows.feature.data)
+        curves["calibration set"] = arrays.damping.curve(totals, rows.output.data)
+    if features.sizes[SAMPLE] >= _LEAST_ROWS:
+        some_rows = arrays.damping.spread_rows(features.feature.data.chunks[0], _LEFT_OUT_ROWS)
+        totals = arrays.damping.left_out(
+            chooses.spectrum,
+            _taken(features.feature.data, some_rows),
+            None if chooses.h is None else _taken(chooses.h, some_rows),
+            _taken(by.g(features), some_rows),
+            unless=list(curves.values()),
+        )
+        outputs = _taken(features.output.data, some_rows)
+        curves["training rows left out"] = arrays.damping.curve(totals, outputs)
+    prior = damping_prior(features)
+    by_trace, names = _by_trace(gram, prior)
+    rules = (*(f"completeness, {name}" for name in curves), *names)
+    if not curves:
+        return by_trace, rules, None
+    choice = arrays.damping.choose(curves, prior=prior, n_samples=chooses.n_samples, quiet=quiet)
+    rho = choice["relative"][0]
+    return by_trace * da.where(da.isnan(rho), 1, rho / prior), rules, choice
+
+
+def _chosen_by_folds(
+    features: xr.Dataset,
+    estimator: GramEstimator,
+    calibrate: xr.Dataset | None,
+    gram: GramMatrix,
+    chosen: Chosen,
+) -> Chosen:
+    """Let checkpoints that were left out change the λ that was chosen without them."""
+    require_folds(features)
+    assert gram.spectrum is not None
+    lam, rules, choice = chosen
+    if choice is None:
+        unasked = arrays.damping.NO_CHOICE.copy()
+        unasked["candidate"] = len(rules) - 1
+        choice = da.from_array(unasked)
+    start = (lam / arrays.gram.mean_trace(gram.data, gram.n_samples, gram.labels)).mean()
+    # The norms of some estimators need λ.
+    by = Trak() if estimator.norms else estimator.of_sums()
+    sums = arrays.folds.fold_sums(features.feature.data, fold_weights(features, by, None))
+    if calibrate is None:
+        some = arrays.damping.spread_rows(features.feature.data.chunks[0], _LEFT_OUT_ROWS)
+        rows, outputs = (_taken(features[n].data, some) for n in ("feature", "output"))
+    else:
+        held_out = lazy_features(calibrate)
+        rows, outputs = held_out.feature.data, held_out.output.data
+    totals = arrays.folds.totals(gram.spectrum, sums, rows)
+    folded = arrays.folds.choose(totals, outputs, choice, start)
+    factor = da.where(folded["candidate"][0] == -1, folded["relative"][0] / start, 1)
+    return lam * factor, (*rules, "cross-validation"), folded
+
+
+def _taken(data: da.Array, rows: list[slice]) -> da.Array:
+    """Return some rows; copies, since views would keep their blocks in memory until λ is known."""
+    parts = [
+        data[some].map_blocks(np.copy, dtype=data.dtype, meta=meta_from_array(data))
+        for some in rows
+    ]
+    taken: da.Array = da.concatenate(parts)
+    return taken
+
+
+def require_calibration(features: xr.Dataset, calibrate: xr.Dataset) -> None:
+    """Check that held-out samples were featurized as these features, and are enough."""
+    validate(calibrate, ["feature", "output"], what="calibrate")
+    require_comparable(features, calibrate, "calibration")
+    if (n := calibrate.sizes[SAMPLE]) < _LEAST_ROWS:
+        raise ValueError(
+            f"expected {_LEAST_ROWS} or more held-out samples to choose λ by, got {n}; try "
+            "featurizing more of them, or leaving them out"
+        )
+
+
+def _warn_of_few_checkpoints(n: int) -> None:
+    if n < 3:
+        warn_once(
+            "few checkpoints",
+            f"scores are made from {n} checkpoint{'s' * (n > 1)}; 3 or more are worth their cost: "
+            "from 1 to 3 to 10 the linear datamodeling score rose from 0.58 to 0.62 to 0.65 and "
+            "from 0.43 to 0.51 to 0.55, measured on two small models. Train the model again with "
+            "other seeds, or set the estimator's damping= yourself to silence this.",
+        )

@@ -1,0 +1,209 @@
+"""How good scores are, by checkpoints that were left out: nothing is retrained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+from typing import Any
+
+import dask
+import dask.array as da
+import numpy as np
+import xarray as xr
+
+from trakdask import arrays
+from trakdask.attribution.estimators import EstimatorLike, resolve
+from trakdask.attribution.folds import fold_weights, require_folds
+from trakdask.attribution.scores import operands_of, solver
+from trakdask.evaluate.results import require_known
+from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, TARGET_PREFIX, coords_along, validate
+
+Features = xr.Dataset | Mapping[str, xr.Dataset]
+Estimators = EstimatorLike | Mapping[str, EstimatorLike]
+
+_NEW = "estimator"
+_FIRST = "these scores predict left-out checkpoints at {:.2f} ± {:.2f}"
+_OTHER = "{} {} {:.3f} ± {:.3f}"
+
+
+def cross_validate(
+    features: Features, targets: Features, estimators: Estimators = "auto"
+) -> xr.Dataset:
+    """Grade scores by how well they predict checkpoints that they were not made with.
+
+    Each checkpoint was trained on a known part of the samples, so it is a retrained model whose
+    outputs are known. It is left out of the ensemble; the scores of the others, added up over its
+    samples, should then rank it among the checkpoints as its outputs do. Nothing is trained, and
+    the grade is that of your model, data and options.
+
+    Parameters
+    ----------
+    features
+        Features of all training samples, with ``trained_on`` (sample, checkpoint), see
+        :func:`trakdask.featurize`; or a mapping from names to such features, made in several ways.
+    targets
+        Features of samples that no checkpoint was trained on, 50 or more; or a mapping with the
+        same names. Training samples serve where there are no others: their own scores are part of
+        the sums, as they are of their outputs.
+    estimators
+        As in :func:`trakdask.score`, with λ among their options; or a mapping from names
+        to several.
+
+    Returns
+    -------
+    Dataset in memory, float64:
+
+    - ``lds`` (target): Spearman's correlation, over checkpoints, of predictions and outputs;
+    - ``lds_mean`` (): its mean over targets, the grade, and ``error`` (), its standard error by a
+      jackknife over checkpoints;
+    - ``without`` (checkpoint): the grade without each checkpoint, of which ``error`` is made;
+    - for mappings, all of these along ``estimator``, and ``difference`` and ``difference_error``,
+      the grade less that of the first. Both are of the same checkpoints, so the error of the
+      difference is mostly much smaller than the errors of the two.
+
+    ``attrs["summary"]`` says it in a sentence.
+
+    Raises
+    ------
+    ValueError
+        If ``trained_on`` is missing, there are fewer than three checkpoints, or features are not
+        those of all training samples.
+    StoreMismatchError
+        If features and targets were made differently.
+
+    Notes
+    -----
+    Cost: one pass over the features for each of the features and estimators, 2 n p C² flops, beside
+    that of a query.
+
+    The outputs of a checkpoint vary with its seed, too, which no score can predict. So the grade is
+    lower than a linear datamodeling score whose outputs are means over several seeds; compare
+    grades with each other, and with :func:`lds` of a single seed. With three checkpoints the error
+    is large; ten grade well. λ and K are made with all checkpoints.
+
+    References
+    ----------
+    Park et al. 2023, section 4 (linear datamodeling score); Efron & Stein 1981 (jackknife).
+
+    Examples
+    --------
+    >>> import trakdask as td
+    >>> features = td.testing.simulate_features(n_samples=60, proj_dim=8, n_checkpoints=5)
+    >>> masks = td.evaluate.subsets(features, 5).rename(subset="checkpoint")
+    >>> features = features.assign(trained_on=masks)
+    >>> targets = td.testing.simulate_features(n_samples=50, proj_dim=8, n_checkpoints=5)
+    >>> result = td.evaluate.cross_validate(features, targets, {"trak": "trak", "dot": "grad_dot"})
+    >>> result.lds.dims, result.lds_mean.sizes["estimator"]
+    (('target', 'estimator'), 2)
+    """
+    settings = _settings(features, targets, estimators)
+    lazy, first = [], next(iter(settings.values()))[1]
+    for training, explained, estimator in settings.values():
+        validate(explained, ["output"], what="targets")
+        predicted = _predictions(training, explained, estimator)
+        lazy.append((predicted, explained.output.transpose(SAMPLE, CHECKPOINT).data))
+    grades = [_graded(*pair) for pair in dask.compute(*lazy)]
+    data = {name: np.stack([grade[name] for grade in grades], axis=-1) for name in _DIMS}
+    require_known(data["lds"].T)
+    result = xr.Dataset(
+        {n: ((*_DIMS[n][0], _NEW), data[n], {"description": _DIMS[n][1]}) for n in _DIMS},
+        coords={
+            _NEW: list(settings),
+            CHECKPOINT: first[CHECKPOINT],
+            **{
+                f"{TARGET_PREFIX}{name}": (TARGET, coord.data, coord.attrs)
+                for name, coord in coords_along(first, SAMPLE).items()
+            },
+        },
+    )
+    if [*settings] == [""]:
+        result = result.squeeze(_NEW, drop=True)
+    else:
+        difference = result.without - result.without.isel({_NEW: 0})
+        result["difference"] = result.lds_mean - result.lds_mean.isel({_NEW: 0})
+        result["difference_error"] = (_NEW,), arrays.folds.jackknife_error(difference)
+    return result.assign_attrs(summary=_summary(result))
+
+
+_DIMS: dict[str, tuple[tuple[str, ...], str]] = {
+    "lds": ((TARGET,), "Spearman of predictions and outputs of left-out checkpoints"),
+    "lds_mean": ((), "mean of lds over targets"),
+    "error": ((), "standard error of lds_mean"),
+    "without": ((CHECKPOINT,), "lds_mean without a checkpoint"),
+}
+
+
+def _settings(
+    features: Features, targets: Features, estimators: Estimators
+) -> dict[str, tuple[xr.Dataset, xr.Dataset, EstimatorLike]]:
+    """Return what is graded, by name."""
+    training, explained = _by_name(features), _by_name(targets)
+    if {*training} != {*explained}:
+        raise ValueError(
+            "expected features and targets as two Datasets, or as two mappings with the same "
+            f"names, got {list(training)} and {list(explained)}; try both with the same names"
+        )
+    pairs = product(training, _by_name(estimators).items())
+    return {
+        ", ".join(filter(None, (one, two))): (training[one], explained[one], estimator)
+        for one, (two, estimator) in pairs
+    }
+
+
+def _predictions(features: xr.Dataset, targets: xr.Dataset, estimator: EstimatorLike) -> da.Array:
+    """Return Σ_z m_zj s_j(z, t), where s_j are the scores of all checkpoints but j.
+
+    Parameters
+    ----------
+    features
+        Features of all training samples, with ``trained_on``, m.
+    targets, estimator
+        As in :func:`trakdask.score`. K and λ stay as they are, whichever checkpoint is left out.
+
+    Returns
+    -------
+    (target, checkpoint) float64, lazy.
+
+    Raises
+    ------
+    ValueError
+        If ``trained_on`` is missing, there are too few checkpoints, or samples were selected.
+    """
+    training, explained = operands_of(features, targets)
+    require_folds(training)
+    operands = solver(training, resolve(training, estimator))
+    inverse = None if operands.matrix is None else operands.matrix.inverse
+    weights = fold_weights(operands.features, estimator, inverse)
+    sums = arrays.folds.fold_sums(operands.features.feature.data, weights)
+    return arrays.folds.predicted(sums, operands.vectors(explained))
+
+
+def _by_name(values: Any) -> dict[str, Any]:
+    # A Dataset is a mapping, too.
+    is_mapping = isinstance(values, Mapping) and not isinstance(values, xr.Dataset)
+    return dict(values) if is_mapping else {"": values}
+
+
+def _graded(predicted: np.ndarray, output: np.ndarray) -> dict[str, np.ndarray]:
+    lds, without = arrays.folds.agreement(predicted, output.astype(np.float64))
+    return {
+        "lds": lds,
+        "lds_mean": np.asarray(np.nanmean(lds) if np.isfinite(lds).any() else np.nan),
+        "error": arrays.folds.jackknife_error(without),
+        "without": without,
+    }
+
+
+def _summary(result: xr.Dataset) -> str:
+    """Say the result in a sentence."""
+    if _NEW not in result.dims:
+        return _FIRST.format(float(result.lds_mean), float(result.error))
+    name, *others = (str(each) for each in result[_NEW].values)
+    first = result.sel({_NEW: name})
+    texts = [f"{name}: " + _FIRST.format(float(first.lds_mean), float(first.error))]
+    for other in others:
+        one = result.sel({_NEW: other})
+        verb = "adds" if one.difference >= 0 else "loses"
+        error = float(one.difference_error)
+        texts.append(_OTHER.format(other, verb, abs(float(one.difference)), error))
+    return "; ".join(texts)

@@ -1,0 +1,51 @@
+"""Grades of scores with their errors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xarray as xr
+
+from trakdask.plots.figures import BLUE, finish, new_axes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def cross_validation(result: xr.Dataset) -> Figure:
+    """Draw how well scores predict checkpoints that were left out, with errors.
+
+    Parameters
+    ----------
+    result
+        Dataset of :func:`trakdask.evaluate.cross_validate`.
+
+    Returns
+    -------
+    Figure with the grade of each estimator, a bar of one standard error to both sides, and the
+    grades without one checkpoint as grey dots. With several estimators the axis says by how much
+    each differs from the first.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is missing: install ``trakdask[plots]``.
+    """
+    if "estimator" not in result.dims:
+        result = result.expand_dims(estimator=["scores"])
+    names = [str(name) for name in result.estimator.values]
+    figure, ax = new_axes(5.2, 1.2 + 0.45 * len(names))
+    rows = np.arange(len(names))
+    without = result.without.transpose("checkpoint", "estimator").values
+    ax.plot(without.T, np.tile(rows, (len(without), 1)).T, "|", color="0.6", markersize=9)
+    grades, errors = result.lds_mean.values, result.error.values
+    ax.errorbar(grades, rows, xerr=errors, fmt="o", color=BLUE, capsize=3, linewidth=1.4)
+    labels = [f"{name}\n{grade:.2f}" for name, grade in zip(names, grades, strict=True)]
+    for i in range(1, len(names)):
+        difference, error = result.difference.values[i], result.difference_error.values[i]
+        labels[i] = f"{names[i]}\n{difference:+.3f} ± {error:.3f}"
+    ax.set_yticks(rows, labels)
+    ax.set_ylim(len(names) - 0.5, -0.5)
+    ax.axvline(0, color="0.8", linewidth=1)
+    return finish(figure, ax, "rank correlation with left-out checkpoints", "")

@@ -1,0 +1,172 @@
+"""Train checkpoints on random halves of the samples, so that scores can grade themselves."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping
+
+import dask
+import numpy as np
+import torch
+import xarray as xr
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from trakdask import arrays
+from trakdask.checks import require_integer, shown
+from trakdask.errors import BlockError
+from trakdask.execution import polled_bar
+from trakdask.files import Folder
+from trakdask.provenance import require_same
+from trakdask.variables import CHECKPOINT, SAMPLE, TRAINED_ON
+
+__all__ = ["train_on_halves"]
+
+TrainFn = Callable[[NDArray[np.int64], int], nn.Module | Mapping[str, Tensor]]
+
+_SPEC = "halves.json"
+_one_at_a_time = threading.Lock()
+
+
+def train_on_halves(
+    train_fn: TrainFn,
+    samples: xr.Dataset,
+    folder: str | os.PathLike[str],
+    n: int = 10,
+    *,
+    seed: int = 0,
+    tag: str = "",
+    progress: bool = True,
+) -> tuple[dict[str, str], xr.Dataset]:
+    """Train models on random halves of the samples, and note what each was trained on.
+
+    A model of a half is a retrained model of the others, so that its outputs tell how good scores
+    are (:func:`trakdask.evaluate.cross_validate`) and which λ suits them, without any further
+    training. The mean of their scores is mostly better than that of as many models of all samples,
+    and they cost half as much.
+
+    Parameters
+    ----------
+    train_fn
+        A function of the positions of the samples to train on, ascending int64, and of a seed below
+        2³¹, which returns the trained module or its ``state_dict()``. With a Trainer of Hugging
+        Face: ``trainer.train()`` on ``dataset.select(positions)``, then ``trainer.model``.
+    samples
+        Training samples, as in :func:`featurize`.
+    folder
+        Folder or fsspec URL for the files ``half-0.pt``, ``half-1.pt``, ... A model whose file is
+        there is not trained again: call with a larger ``n`` for more.
+    n
+        Number of models. Ten grade scores well; from five on they choose λ.
+    seed
+        Of the halves and of the models' seeds. A half depends on it, its number and the number of
+        samples.
+    tag
+        Name of the recipe. Files that were trained under another tag are refused.
+    progress
+        Show a bar of completed models.
+
+    Returns
+    -------
+    checkpoints
+        Paths by name, for :class:`Model`.
+    samples
+        The samples with the coord ``trained_on`` (sample, checkpoint), bool, which
+        :func:`featurize` takes over into the features.
+
+    Raises
+    ------
+    StoreMismatchError
+        If the folder has models of other samples, of another seed or tag.
+    BlockError
+        If ``train_fn`` raises an error, or returns neither a module nor a mapping; it names the
+        half. What was trained before stays.
+
+    Notes
+    -----
+    One task per model, on the active Dask client or on threads; a process trains one model at a
+    time, so that ``train_fn`` may seed global generators. ``torch.manual_seed(seed)`` is called
+    before.
+
+    References
+    ----------
+    Park et al. 2023, section 3.2: ensembles of models trained on subsets.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import numpy as np, torch, trakdask as td
+    >>> x = np.random.default_rng(0).normal(size=(40, 3)).astype("f4")
+    >>> samples = td.from_arrays({"image": x}, coords={"label": (x[:, 0] > 0).astype(int)})
+    >>> def train(positions, seed):
+    ...     model = torch.nn.Linear(3, 2)
+    ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    ...     labels = torch.tensor(samples.label.values)[positions]
+    ...     for _ in range(20):
+    ...         loss = torch.nn.functional.cross_entropy(model(torch.tensor(x[positions])), labels)
+    ...         optimizer.zero_grad()
+    ...         loss.backward()
+    ...         optimizer.step()
+    ...     return model
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     checkpoints, samples = td.train_on_halves(train, samples, folder, n=3, progress=False)
+    ...     model = td.Model(torch.nn.Linear(3, 2), checkpoints, "image_classification")
+    ...     features = td.featurize(samples, model).compute()
+    >>> features.trained_on.sum("sample").values.tolist()
+    [20, 20, 20]
+    """
+    n = require_integer("n", n, 1, remedy="try n=10")
+    n_samples = samples.sizes[SAMPLE]
+    masks = arrays.subsets.random_subsets(n_samples, n, n_samples // 2, seed).compute()
+    models = Folder.at(folder)
+    spec = {"samples": n_samples, "seed": seed, "tag": tag}
+    if _SPEC in models.names():
+        what = f"these models and those in {models.url!r}"
+        require_same(spec, models.read_json(_SPEC), what=what, names=tuple(spec))
+    else:
+        models.write(_SPEC, json.dumps(spec).encode())
+    names = [f"half-{i}" for i in range(n)]
+    files = {f"{name}.pt" for name in names}
+    missing = [i for i in range(n) if f"half-{i}.pt" not in models.names()]
+    function = dask.delayed(train_fn, traverse=False)
+    train = dask.delayed(functools.partial(_train, models))
+    tasks = [
+        train(function, np.flatnonzero(masks[i]), i, _seed_of(seed, i), pure=False) for i in missing
+    ]
+    with polled_bar(
+        f"train {models.name}", n, lambda: len(files.intersection(models.names())), show=progress
+    ):
+        dask.compute(*tasks)
+    known = xr.DataArray(masks, dims=(CHECKPOINT, SAMPLE), coords={CHECKPOINT: names})
+    paths = {name: f"{models.url}/{name}.pt" for name in names}
+    return paths, samples.assign_coords({TRAINED_ON: known})
+
+
+def _seed_of(seed: int, i: int) -> int:
+    return int(hashlib.sha256(f"{seed}-{i}".encode()).hexdigest()[:8], 16) >> 1
+
+
+def _train(
+    models: Folder, train_fn: TrainFn, positions: NDArray[np.int64], i: int, seed: int
+) -> None:
+    """Train a model and put its weights into the folder."""
+    try:
+        with _one_at_a_time:
+            torch.manual_seed(seed)
+            trained = train_fn(positions, seed)
+        state = trained.state_dict() if isinstance(trained, nn.Module) else trained
+        if not isinstance(state, Mapping):
+            raise TypeError(
+                f"expected train_fn to return a module or its state_dict(), got {shown(state)}; "
+                "try return model"
+            )
+    except Exception as err:
+        raise BlockError(
+            f"training on half {i} ({len(positions)} samples) failed: {type(err).__name__}: {err}"
+        ) from err
+    with models.writing(f"half-{i}.pt") as file:
+        torch.save({name: tensor.detach().cpu() for name, tensor in state.items()}, file)
