@@ -127,7 +127,7 @@ OPEN = [
 ]  # fmt: skip
 
 VERIFY = [
-    ("nothing there", verify(lambda f: f / "f.zarr", repair=True), FileNotFoundError, ["no store"]),
+    ("nothing there", verify(lambda f: f / "f.zarr", repair=True), FileNotFoundError, ["does not exist"]),
     ("foreign folder", verify(foreign_folder, repair=True), FileNotFoundError, ["notes.txt"]),
     ("foreign zarr", verify(foreign_zarr), FileNotFoundError, ["mine.zarr"]),
     ("file", verify(file), NotADirectoryError, ["notes.txt"]),
@@ -135,7 +135,7 @@ VERIFY = [
 ]  # fmt: skip
 
 DROP = [
-    ("nothing there", lambda f: td.drop(f / "f.zarr", where=along([True])), FileNotFoundError, ["no store"]),
+    ("nothing there", lambda f: td.drop(f / "f.zarr", where=along([True])), FileNotFoundError, ["does not exist"]),
     ("an array", drop(np.arange(6) < 2), ValueError, ["(ndarray)"]),
     ("positions", drop(along([0, 1])), ValueError, ["int64 {'sample': 2}", "sample: 6"]),
     ("too many", drop(along([True, False] * 4)), ValueError, ["{'sample': 8}", "sample: 6"]),
@@ -144,7 +144,7 @@ DROP = [
 ]  # fmt: skip
 
 ASSIGN = [
-    ("nothing there", lambda f: td.assign_coords(f / "f.zarr", {"a": [1]}), FileNotFoundError, ["no store"]),
+    ("nothing there", lambda f: td.assign_coords(f / "f.zarr", {"a": [1]}), FileNotFoundError, ["does not exist"]),
     ("too few", assign({"label": [1, 2]}), ValueError, ["'label'", "(2,)", "6"]),
     ("two dimensions", assign({"label": np.zeros((8, 2))}), ValueError, ["'label'", "(8, 2)"]),
     ("missing text", assign({"label": ["a", None] * 4}), ValueError, ["'label'"]),
@@ -155,7 +155,7 @@ ASSIGN = [
 
 
 CALIBRATE = [
-    ("nothing there", lambda f: td.calibrate(f / "f.zarr"), FileNotFoundError, ["no store"]),
+    ("nothing there", lambda f: td.calibrate(f / "f.zarr"), FileNotFoundError, ["does not exist"]),
     ("a store without gram matrix", lambda f: td.calibrate(without_gram(f)), ValueError, ["gram", "'feature'"]),
     ("samples without outputs", lambda f: td.calibrate(store_in(f), FEATURES[["feature"]]), ValueError, ["'output'"]),
     ("few samples", lambda f: td.calibrate(store_in(f), FEATURES), ValueError, ["8", "50"]),

@@ -101,7 +101,7 @@ def test_lock__of_s3_is_created_if_absent(place: Folder) -> None:
 
 
 def test_open__nowhere_on_s3(place: Folder) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no store"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         td.open(place.url, storage_options=place.options)
 
 

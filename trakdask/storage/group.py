@@ -73,10 +73,11 @@ class Group:
             metadata = folder.read_json(METADATA)
         attrs = metadata.get("attributes", {})
         if "arrays" not in attrs:
+            names = folder.names()[:3]
+            holds = f"holds {names}, and no store of this version" if names else "does not exist"
             raise FileNotFoundError(
-                f"expected features in {folder.url!r}, there is no store of this version but "
-                f"{folder.names()[:3] or 'nothing'}; try td.save(features, store), another path, "
-                "or xr.open_zarr for a group of other programs"
+                f"expected a store of features at {folder.url!r}, which {holds}; try "
+                "td.save(features, store), another path, or xr.open_zarr for other zarr groups"
             )
         arrays = attrs.pop("arrays")
         return cls(folder, attrs, dict(arrays), arrays)
