@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
 import xarray as xr
 
 import trakdask as td
-from tests.bad_inputs.bad_input import BadInput, check, parametrize
+from tests.bad_inputs.bad_input import BadInput, one_test
 from trakdask.projection import FastJL, Projector
 from trakdask.provenance import as_values
 
@@ -127,7 +126,4 @@ PLAN = rows(
     (lambda: td.plan(features().compute(scheduler="sync"), pilot=True), ValueError, ["pilot=True"]),
 )  # fmt: skip
 
-
-@parametrize([*PROJECTORS, *PLAN])
-def test_bad_input(row: BadInput, tmp_path: Path) -> None:
-    check(row, tmp_path)
+test_bad_input = one_test([*PROJECTORS, *PLAN])
