@@ -137,6 +137,7 @@ ROWS = [
         ("returns NaN", returning([1.0, np.nan, 2.0]), FAILED, ["NaN", "target 1"]),
         ("one mask", {"masks": MASKS[0]}, ValueError, ["subset"]),
         ("targets without target", {"targets": MASKS}, KeyError, ["target"]),
+        ("seeds twice", {"seeds": [1, 1]}, ValueError, ["seeds", "[1, 1]"]),
         ("no name", {**returning(0), "store": "s"}, ValueError, ["train_fn", "lambda"]),
     ),
     *rows(

@@ -25,6 +25,8 @@ from tests.bad_inputs.small_models import (
 F = "featurize"
 
 ROWS = [
+    BadInput(F, "samples a list", options([1]), TypeError, ["Dataset", "list"]),
+    BadInput(F, "no sample dimension", options(xr.Dataset({"image": ("row", [1.0])})), ValueError, ["'sample'", "['row']"]),
     BadInput(F, "no variables", options(xr.Dataset(coords={"c": ("sample", [1])})), ValueError, ["reset_coords"]),
     BadInput(F, "no samples", options(data().isel(sample=[])), ValueError, ["at least one sample"]),
     BadInput(F, "missing variable", options(data().rename(image="pixels")), ValueError, ["'image'", "'pixels'"]),

@@ -75,6 +75,7 @@ ROWS = [
         ("parameters a number", model(parameters=3), "3", "parameters='head.*'"),
         ("predicate of one argument", model(parameters=lambda name: True), "1 positional argument"),
         ("parallel", model(nn.Sequential(nn.DataParallel(NET))), "'0' of class DataParallel"),
+        ("moments a number", moments(3), "moments", "3"),
         ("quantised", model(nn.Sequential(QUANTISED), task="causal_lm"), "'0'", "Linear8bitLt", "bfloat16"),
     ),
     *rows(M, ImportError, ("no such module", model("no_such:build", [STATE]), "'no_such:build'", "ModuleNotFound")),

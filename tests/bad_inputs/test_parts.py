@@ -94,10 +94,12 @@ ROWS = [
     row(Q, "an id out of the vocabulary", computed(prompts(tokens([[1, 2], [3, 7]]))), td.errors.BlockError, "samples 0:2"),
     row(Q, "samples without tokens", asked(data().rename(label="input_ids")), ValueError, "'input_ids'", "(4,)"),
     row(Q, "groups that overlap", asked(parts={"a": "w*", "b": "wte*"}), ValueError, "'wte.weight'", "'a'", "'b'"),
+    row(Q, "text of a word", asked(text="abc"), TypeError, "'abc'"),
     row(Q, "texts of fewer tokens", computed(asked(text=["a", "b"])), ValueError, "up to 6", "2 texts", "tokenizer.decode"),
     row(Q, "another model", asked(model=mixing()), td.errors.StoreMismatchError, "parameters", "0.weight"),
     row(C, "neither", lambda: td.combine(T), ValueError, "neither"),
     row(C, "by missing values", lambda: td.combine(KINDS.assign_coords(kind=("sample", [None] * 5)), by="kind"), ValueError, "'kind'"),
+    row(C, "weights of a list", lambda: td.combine(T, weights=[1, -1]), ValueError, "[1, -1]"),  # type: ignore[arg-type]
     row(C, "weights of other targets", lambda: td.combine(T, weights={"a": [1, -1]}), ValueError, "5 targets", "(2,)"),
     row(C, "a position that is not there", lambda: td.combine(T, weights={"a": {5: 1}}), ValueError, "got 5", "'a'"),
     row(C, "weights of 0", lambda: td.combine(T, weights={"a": np.zeros(5)}), ValueError, "'a'", "0.0"),

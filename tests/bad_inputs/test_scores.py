@@ -164,6 +164,7 @@ RANKED = [
     *((f"k of {bad!r}", lambda bad=bad: top(bad), TypeError, ["k", repr(bad)]) for bad in (3.0, "3", True)),
     *((f"fraction of {bad!r}", lambda bad=bad: top(None, fraction=bad), ValueError, ["fraction", repr(bad)]) for bad in (0, 5, np.nan)),
     ("k and fraction", lambda: top(3, fraction=0.1), ValueError, ["k=3", "fraction=0.1"]),
+    ("by without over_targets", lambda: top(3, by="label"), ValueError, ["over_targets", "'label'"]),
     ("by missing values", lambda: td.top_k(scores().assign_coords(kind=("sample", [None] * 20)), 3, over_targets="max", by="kind"), ValueError, ["0 samples"]),
     ("over targets by pairs", lambda: over(where=lambda tile: tile.label == tile.target_label), ValueError, ["where"]),
     ("nothing selected", lambda: top(where=np.zeros(20, bool)), ValueError, ["0 samples", "got 3"]),

@@ -73,6 +73,7 @@ def along(values: Any, dim: str = "sample") -> xr.DataArray:
 ALIVE = json.dumps({"host": "elsewhere", "process": 7, "renewed": 4e9, "since": 0}).encode()
 
 SAVE = [
+    ("integer features", save(FEATURES.astype(int)), ValueError, ["int64"]),
     ("empty path", save(store=""), ValueError, ["''"]),
     ("unknown protocol", save(store="s4://bucket/f.zarr"), ValueError, ["s4"]),
     ("foreign folder", lambda f: td.save(FEATURES, foreign_folder(f)), FileExistsError, ["notes"]),
