@@ -94,8 +94,8 @@ def gpu_options(features: xr.Dataset) -> dict[str, Any]:
     """Return options of ``compute`` that send gradient tasks to workers that declare a GPU.
 
     Empty, unless a worker of the active client was started with ``resources={"GPU": ...}`` and the
-    features are not those of a CPU. The options must be passed to ``compute``, because
-    Dask drops annotations when it fuses tasks.
+    features are not for a CPU. The options must be passed to ``compute``, because Dask drops
+    annotations when it fuses tasks.
 
     Examples
     --------

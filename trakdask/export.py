@@ -88,7 +88,7 @@ def to_zarr(
     encoding = {
         str(n): {"compressors": None} for n, v in ds.data_vars.items() if v.dtype.kind == "f"
     }
-    # How coords are stored elsewhere, as those of a store that was opened say, need not fit here.
+    # The encoding of a coord says how another store has it, which need not fit here.
     marked = _with_equal_chunks(ds).drop_encoding().assign_attrs(_WRITER)
     with _replacing(store, _ZARR, overwrite=overwrite) as folder:
         chunks = marked.to_zarr(
@@ -106,7 +106,7 @@ def to_zarr(
 
 
 def _with_equal_chunks(ds: xr.Dataset) -> xr.Dataset:
-    """Return results with chunks that zarr has; those of an appended store may differ in size."""
+    """Return results with chunks that zarr has: chunks of an appended store may differ in size."""
     chunks = {
         dim: max(sizes)
         for dim, sizes in ds.chunks.items()
