@@ -186,7 +186,7 @@ class StoreMachine(RuleBasedStateMachine):
 @pytest.mark.timeout(3600)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
-    "n", [pytest.param(6, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.faults)]
+    "n", [pytest.param(5, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.faults)]
 )
 def test_store__any_order_of_events(n: int) -> None:
     with dask.config.set(scheduler="sync"):

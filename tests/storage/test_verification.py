@@ -59,7 +59,7 @@ def chunk_of(store: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("name", ["feature", "output", "out_to_loss"])
+@pytest.mark.parametrize("name", ["feature", "out_to_loss"])
 def test_verify__block(store: Path, name: str, damage: Callable[[Path], None]) -> None:
     path = {"feature": "feature/c.2.0.1"}.get(name, f"{name}/c.2.1")
     opened = td.open(store)
@@ -77,8 +77,7 @@ def test_verify__block(store: Path, name: str, damage: Callable[[Path], None]) -
     assert save_and_count(store) == 1
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("name", DERIVED)
+@pytest.mark.parametrize(("name", "damage"), list(zip(DERIVED, DAMAGE * 2, strict=False)))
 def test_verify__sums(tmp_path: Path, name: str, damage: Callable[[Path], None]) -> None:
     store = tmp_path / "f.zarr"
     before = save(FEATURES, store, estimator="soft").load()
@@ -92,7 +91,7 @@ def test_verify__sums(tmp_path: Path, name: str, damage: Callable[[Path], None])
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("name", ["label", "animal", "day", "zero"])
+@pytest.mark.parametrize("name", ["animal", "zero"])
 def test_verify__coord(store: Path, name: str, damage: Callable[[Path], None]) -> None:
     damage(chunk_of(store, name))
     with pytest.raises((ValueError, td.errors.IncompleteFeaturesError), match=name):
