@@ -78,7 +78,6 @@ FEATURES = [
     ("weights with NaN", lambda: td.gram(X, weights=weights(np.where(np.arange(20) == 5, np.nan, 1))), ValueError, ["nan", "'sample': 5"]),
     ("weights of unknown samples", lambda: td.gram(X.assign_coords(sample=NAMES), weights=weights(H, sample=[*NAMES[1:], "x"])), ValueError, ["'s0'", "weights"]),
     ("weights with labels of their own", lambda: td.gram(X, weights=weights(H, sample=NAMES)), ValueError, ["'s0'"]),
-    ("weights of sorted samples", lambda: td.gram(X, weights=xr.ones_like(X.sortby("label").label)), ValueError, ["'label'", "sample 1"]),
 ]  # fmt: skip
 
 LAMBDA = [
@@ -93,8 +92,6 @@ LAMBDA = [
     ("calibrate without a rule for it", lambda: td.damping(X, td.Trak(damping=0.1), calibrate=T), ValueError, ["0.1", "calibrate"]),
     ("calibrate of few samples", lambda: td.damping(X, "soft", calibrate=T), ValueError, ["5", "50"]),
     ("calibrate without outputs", lambda: td.damping(X, "soft", calibrate=T.drop_vars("output")), ValueError, ["calibrate", "'output'"]),
-    ("calibrate of other checkpoints", lambda: td.damping(X, "soft", calibrate=T.isel(checkpoint=[1, 0, 2])), MISMATCH, ["calibration", "checkpoint"]),
-    ("an estimator by its class", lambda: score(estimator=td.Soft), ValueError, ["Soft", "td.Soft(power=1)"]),
     ("a default estimator that is none", lambda: score(X.assign_attrs(default_estimator="best")), ValueError, ["'best'"]),
     ("a learning rate too few", lambda: tracin({"c0": 0.1, "c1": 0.1}), ValueError, ["'c2'"]),
     *((f"a learning rate of {bad!r}", lambda bad=bad: tracin({**dict.fromkeys(CHECKPOINTS, 0.1), "c1": bad}), ValueError, [repr(bad), "'c1'"])
@@ -133,7 +130,6 @@ OTHERS = {
         ("features without Q", lambda: td.self_influence(X.drop_vars("out_to_loss")), ValueError, ["'out_to_loss'"]),
     ],
     "damping": [
-        ("targets instead of a rule", lambda: td.damping(X, td.Soft(damping=T)), ValueError, ["damping"]),
         ("estimator without damping", lambda: td.damping(X, "grad_cos"), ValueError, ["GradCos()"]),
         ("features without outputs", lambda: td.damping(X.drop_vars("output"), td.Trak(damping="completeness")), ValueError, ["'output'"]),
     ],
@@ -142,7 +138,6 @@ OTHERS = {
         for bad in (-1, np.nan, np.inf, "1", None, True, [1.0, 2.0])
     ],
     "accessor": [
-        ("top_k of features", lambda: X.feature.trak.top_k(1), ValueError, ["('sample', 'proj_dim', 'checkpoint')"]),
     ],
 }  # fmt: skip
 
@@ -158,7 +153,6 @@ def over(**options: Any) -> Any:
 RANKED = [
     *((f"a {type(bad).__name__}", lambda bad=bad: td.top_k(bad, 3), ValueError, ["scores"])
       for bad in (X, None, np.ones((20, 5)))),
-    ("scores transposed", lambda: td.top_k(scores().T, 3), ValueError, ["('target', 'sample')"]),
     ("scores of an ensemble", lambda: td.top_k(td.score(X, T, average=False), 3), ValueError, ["'checkpoint'"]),
     *((f"k of {bad!r}", lambda bad=bad: top(bad), ValueError, ["k", repr(bad)]) for bad in (0, -3, 21, None)),
     *((f"k of {bad!r}", lambda bad=bad: top(bad), TypeError, ["k", repr(bad)]) for bad in (3.0, "3", True)),
@@ -171,7 +165,6 @@ RANKED = [
     ("too few selected", lambda: top(where=np.arange(20) < 2), ValueError, ["2 samples", "got 3"]),
     ("positions for a mask", lambda: top(where=[3, 4, 5]), ValueError, ["int64", "{'sample': 3}"]),
     ("a mask of other samples", lambda: top(where=np.ones(19, bool)), ValueError, ["{'sample': 19}"]),
-    ("a mask transposed", lambda: top(where=np.ones((5, 20), bool)), ValueError, ["{'sample': 5, 'target': 20}"]),
     ("a mask without one label", lambda: td.top_k(scores().assign_coords(sample=NAMES), 3, where=weights(np.ones(19, bool), sample=NAMES[:19])), ValueError, ["'s19'"]),
     ("a mask in another order", lambda: top(where=X.sortby("label").label == 1), ValueError, ["'label'", "sample 1"]),
     ("a function of all scores", lambda: computed(top, where=lambda tile: scores().label == 1), ValueError, ["{'sample': 20}", "'target': 5"]),
