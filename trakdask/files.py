@@ -285,7 +285,7 @@ def replacing(
     try:
         yield new
         if durable:
-            with builtins.open(new, "rb") as file:
+            with builtins.open(new, "r+b") as file:
                 os.fsync(file.fileno())
         (give_name or _take_place)(str(new), target)
     finally:
