@@ -24,7 +24,6 @@ from distributed import as_completed
 from trakdask import execution
 from trakdask.arrays.blocks import Blocks, Bounds, flat
 from trakdask.errors import StoreMismatchError
-from trakdask.files import explained
 from trakdask.storage.group import ERROR, SCALE, Group
 from trakdask.storage.reading import lazy_array
 from trakdask.variables import CHECKPOINT, FITTED, PROJ_DIM, SAMPLE, VARIABLES, checkpoint_names
@@ -226,19 +225,11 @@ def _write_block(
     """
     began, (start, stop) = time.time(), bounds
     rows, column = slice(offset + start, offset + stop), slice(index, index + 1)
-    try:
-        for array, block in zip(arrays, blocks, strict=True):
-            (value,) = flat(block)
-            if scale is not None and array.basename == "feature":
-                value, scale[rows, column] = encoded(value)
-            array[rows, ..., column] = value
-    except OSError as err:
-        text = (
-            f"expected to store the samples {rows.start}:{rows.stop} of checkpoint {index} in "
-            f"{arrays[0].store_path}, but could not ({type(err).__name__}: {err}); stored blocks "
-            "are safe: when the cause is gone, the same td.save(...) goes on from here"
-        )
-        raise explained(err, text) from err
+    for array, block in zip(arrays, blocks, strict=True):
+        (value,) = flat(block)
+        if scale is not None and array.basename == "feature":
+            value, scale[rows, column] = encoded(value)
+        array[rows, ..., column] = value
     _log.info(
         "samples %d:%d of checkpoint %d were stored by %s in %.2f s",
         rows.start, rows.stop, index, socket.gethostname(), time.time() - began,
