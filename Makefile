@@ -40,7 +40,7 @@ help:
 	@echo 'make test        everything below that checks something'
 	@echo 'make lint | types | imports | wheel | docs | notebooks | unit'
 	@echo 'make unit-portable  some tests as on a processor without AVX-512'
-	@echo 'make test-faults kill, fill, flip and refuse at many moments, and other long tests: minutes'
+	@echo 'make test-faults the long tests that make test leaves out: kills at many moments: minutes'
 	@echo 'make format      let ruff fix what it can'
 	@echo 'make benchmarks  measure everything, also traker and dattri, into files $(RESULTS)-...: hours'
 	@echo 'make docs        build the documentation in docs/_build/html, and run the code on its pages'
@@ -100,8 +100,7 @@ unit: $(INSTALLED)
 
 test-faults: $(INSTALLED)
 	$(call heading,faults at many moments: pytest)
-	@HYPOTHESIS_PROFILE=nightly $(PY) -m pytest --quiet -n $(JOBS) tests/faults
-	@$(PY) -m pytest --quiet -n $(JOBS) -m faults --ignore=tests/faults tests
+	@HYPOTHESIS_PROFILE=nightly $(PY) -m pytest --quiet -n $(JOBS) -m faults tests
 
 # What has its file is not measured again, so that the hours need not be in one piece.
 benchmarks: $(patsubst tests/benchmarks/%.py,$(RESULTS)-%.txt,$(BENCHMARKS))

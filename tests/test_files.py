@@ -9,7 +9,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from trakdask.files import Folder, location
+from trakdask.files import Folder, location, replacing
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -92,6 +92,25 @@ def test_writing__the_content_is_on_the_disk_before_it_has_its_name(
     with folder.writing("b", durable=False) as file:
         file.write(b"4567")
     assert steps == [("fsync", 3), ("replace", 3), ("replace", 4)]
+
+
+@pytest.mark.parametrize("name", ["unique", "fixed"])
+def test_replacing__a_folder_whole_or_not_at_all(tmp_path: Path, name: str) -> None:
+    target = tmp_path / "made" / "f"
+    partial = None if name == "unique" else tmp_path / "made" / ".f.partial"
+    if partial:
+        partial.mkdir(parents=True)
+        (partial / "left by a killed writer").touch()
+    for content in ("old", "new"):
+        with replacing(target, partial=partial) as path:
+            path.mkdir()
+            (path / content).touch()
+        assert os.listdir(target) == [content]
+    failing = replacing(target, partial=partial)
+    failing.__enter__().mkdir()
+    assert not failing.__exit__(KeyError, KeyError(), None)
+    assert os.listdir(target) == ["new"]
+    assert os.listdir(target.parent) == ["f"]
 
 
 def test_create__only_once(folder: Folder) -> None:

@@ -19,7 +19,7 @@ import xarray as xr
 import zarr
 from dask.utils import format_bytes, parse_bytes
 
-from trakdask.files import Folder, naming
+from trakdask.files import Folder, naming, replacing
 from trakdask.provenance import as_values
 from trakdask.variables import RANK, TARGET
 
@@ -206,21 +206,15 @@ def _replacing(path: str | os.PathLike[str], marker: str, *, overwrite: bool) ->
             target.remove(name)
         yield target
         return
-    parent, name = os.path.split(os.path.realpath(target.url))  # of a link, that to which it leads
-    new, old = (Folder(f"{parent}/.{name}.trakdask-{state}") for state in ("new", "old"))
-    new.remove()
-    try:
-        with naming(target.url, "try again when the cause is gone, or another path"):
-            new.write(marker, _UNFINISHED)
-            yield new
-    except BaseException:
-        new.remove()  # the disk may be full
-        raise
-    old.remove()
-    if os.path.exists(f"{parent}/{name}"):
-        os.rename(f"{parent}/{name}", old.url)
-    os.rename(new.url, f"{parent}/{name}")
-    old.remove()
+    real = os.path.realpath(target.url)  # of a link, that to which it leads
+    parent, name = os.path.split(real)
+    with (
+        naming(target.url, "try again when the cause is gone, or another path"),
+        replacing(real, partial=f"{parent}/.{name}.trakdask-new") as partial,
+    ):
+        folder = Folder(str(partial))
+        folder.write(marker, _UNFINISHED)
+        yield folder
 
 
 def _free_folder(path: str | os.PathLike[str], marker: str, *, overwrite: bool) -> Folder:

@@ -12,6 +12,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -159,7 +160,10 @@ class Folder:
         A local file with another name, ``file.name``, to be written as it is or by that name.
         """
         if self.is_local:
-            with _partial(f"{self.url}/{name}", os.replace, durable=durable) as file:
+            with (
+                replacing(f"{self.url}/{name}", durable=durable) as partial,
+                builtins.open(partial, "xb") as file,
+            ):
                 yield file
         else:  # object stores show a file when it has been sent as a whole
             fs, path = self._fs()
@@ -182,8 +186,8 @@ class Folder:
             fs.pipe_file(f"{path}/{name}", data, mode="create")
             return
         try:
-            with _partial(f"{path}/{name}", os.link, durable=True) as file:
-                file.write(data)
+            with replacing(f"{path}/{name}", durable=True, give_name=os.link) as partial:
+                partial.write_bytes(data)
         except FileNotFoundError:  # another process has just swept the partial file
             self.create(name, data)
 
@@ -251,19 +255,56 @@ def naming(path: str, remedy: str) -> Iterator[None]:
 
 
 @contextmanager
-def _partial(
-    target: str, give_name: Callable[[str, str], None], *, durable: bool
-) -> Iterator[IO[bytes]]:
-    """Open a new file beside its target, whose name it gets at the end, unless the block raises."""
-    os.makedirs(os.path.dirname(target), exist_ok=True)
-    partial = f"{target}.{uuid4().hex}.partial"
+def replacing(
+    path: str | os.PathLike[str],
+    *,
+    partial: str | os.PathLike[str] | None = None,
+    durable: bool = False,
+    give_name: Callable[[str, str], None] | None = None,
+) -> Iterator[Path]:
+    """Give another path to write a local file or folder at, which then takes the place of ``path``.
+
+    If the block raises, what was at ``path`` is still there, and what was written is removed.
+
+    Parameters
+    ----------
+    path
+        What is replaced, if it exists.
+    partial
+        The other path, beside ``path``; by default a unique one. A fixed one is for places that
+        nobody sweeps, with one writer at a time: what a killed one has left there is removed.
+    durable
+        Force a file onto the disk before it gets its name.
+    give_name
+        Function that gives the name; by default one that replaces a file or folder.
+    """
+    target, new = os.fspath(path), Path(partial or f"{os.fspath(path)}.{uuid4().hex}.partial")
+    if partial is not None:
+        _remove(new)
+    new.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with builtins.open(partial, "xb") as file:
-            yield file
-            file.flush()
-            if durable:
+        yield new
+        if durable:
+            with builtins.open(new, "r+b") as file:
                 os.fsync(file.fileno())
-        give_name(partial, target)
+        (give_name or _take_place)(str(new), target)
     finally:
-        with suppress(FileNotFoundError):
-            os.unlink(partial)
+        _remove(new)
+
+
+def _take_place(new: str, target: str) -> None:
+    if not os.path.isdir(target):
+        os.replace(new, target)
+        return
+    old = Path(f"{new}.old")  # a folder cannot be renamed onto another one
+    _remove(old)
+    os.rename(target, old)
+    os.rename(new, target)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -85,11 +85,11 @@ def save(
         targets.
     append_dim
         ``"sample"`` adds these samples to a store, ``"checkpoint"`` these checkpoints of samples
-        that it has (those that it has already are left out), as xarray's ``append_dim`` does. The
-        gram matrix is that of the first plus that of the new. Appending a checkpoint to several
-        sets of samples takes one call for each: until the last, :func:`open` shows the store
-        without it, with a warning. An append that was cut short has to be finished, by the same
-        call, before another begins.
+        that it has, as xarray's ``append_dim`` does. Checkpoints that the store has already are
+        left out. The gram matrix of the new samples is added to the stored one. Appending a
+        checkpoint to several sets of samples takes one call for each set: until the last,
+        :func:`open` shows the store without it, with a warning. An append that was cut short has
+        to be finished, by the same call, before another begins.
     dtype
         ``"float16"`` stores features in half the bytes, each row scaled by a power of two: no
         element is off by more than 2^-11 of the largest of its row. :func:`open` gives float32
@@ -118,7 +118,7 @@ def save(
     IncompleteFeaturesError
         If an append is asked for while another is unfinished.
     ValueError
-        If a coord has a name that cannot be that of a folder, or ``estimator`` another damping.
+        If a coord has a name that a folder cannot have, or ``estimator`` another damping.
     TypeError
         If ``features`` is no Dataset, or a coord is of a kind that cannot be stored.
     BlockError
@@ -140,7 +140,7 @@ def save(
     λ and the eigenvectors are computed once, after the gram matrices: one eigendecomposition per
     checkpoint, about 9 p³ flops and 32 p² bytes in a task, and 8 p² bytes in the store (above
     proj_dim 8192 :func:`calibrate` makes them). A query then costs two small products instead, and
-    no λ is chosen anew. An append or a drop renews them, those of checkpoints that changed.
+    no λ is chosen anew. An append or a drop renews them for the checkpoints that changed.
 
     Dask counts a worker's death against the task it was running, and gives the task up after
     ``distributed.scheduler.allowed-failures`` (3) of them. Where machines are taken away at any
@@ -191,7 +191,7 @@ def drop(
         True for the samples to drop: boolean (sample), along what :func:`open` returns; or a
         function of that Dataset, as in ``where=lambda ds: ds.source == "spam"``.
     storage_options
-        Given to fsspec with a URL, as xarray does.
+        As in :func:`save`.
 
     Returns
     -------
@@ -201,10 +201,8 @@ def drop(
     ------
     ValueError
         If ``where`` is no boolean (sample), or drops all.
-    IncompleteFeaturesError
-        If the store is not complete.
-    StoreBusyError
-        If another process writes the store.
+    FileNotFoundError, IncompleteFeaturesError, StoreBusyError
+        As :func:`assign_coords`.
 
     Notes
     -----
@@ -271,7 +269,7 @@ def calibrate(
         Features of 50 or more held-out samples whose outputs choose λ, as ``calibrate=`` of
         :func:`damping`; by default training samples choose.
     storage_options
-        Given to fsspec with a URL, as xarray does.
+        As in :func:`save`.
 
     Returns
     -------
@@ -283,10 +281,8 @@ def calibrate(
         If the store has no gram matrix, or ``held_out`` cannot choose λ for its estimator.
     StoreMismatchError
         If ``held_out`` was featurized in another way.
-    IncompleteFeaturesError
-        If the store is not complete.
-    StoreBusyError
-        If another process writes the store.
+    FileNotFoundError, IncompleteFeaturesError, StoreBusyError
+        As :func:`assign_coords`.
 
     Notes
     -----
@@ -341,7 +337,7 @@ def update_derived(
     anew: bool = False,
     retries: int = 0,
 ) -> None:
-    """Store gram matrix, eigenvectors and λ of a store as it is to be, beside those that count.
+    """Store gram matrix, eigenvectors and λ of a store as it is to be, beside the stored ones.
 
     Parameters
     ----------
@@ -373,10 +369,10 @@ def update_derived(
     try:
         factors_stay = _update_factors(before, group, estimator, gram_stays, retries)
         chosen_by = None if calibrate is None else str(calibrate.attrs.get("source", ""))
-        known = before.arrays.get(DAMPING, {})
-        is_same = known and factors_stay and before.checkpoints == group.checkpoints
-        if is_same and (not anew or known["attributes"]["chosen_by"] == chosen_by):
-            group.arrays[DAMPING] = known
+        stored = before.arrays.get(DAMPING, {})
+        is_same = stored and factors_stay and before.checkpoints == group.checkpoints
+        if is_same and (not anew or stored["attributes"]["chosen_by"] == chosen_by):
+            group.arrays[DAMPING] = stored
         else:
             _update_damping(group, estimator, calibrate, chosen_by)
     except (ValueError, np.linalg.LinAlgError) as err:
@@ -390,21 +386,21 @@ def update_derived(
 def _update_sums(before: Group, group: Group, estimator: GramEstimator, retries: int) -> bool:
     """Store the sums over the samples; of a checkpoint that has some, what was appended is added.
 
-    If samples were dropped they are reduced again: a difference would be faster, but its rounding
-    is that of the larger sum. Returns whether the gram matrices that are there stay as they are.
+    After a drop the sums are reduced again: a difference would be faster, but would have the
+    rounding error of the larger sum. Returns whether the stored gram matrices stay as they are.
     """
     ds = without_dropped(assembled(group))
     attrs, n_appended = estimator.attrs(ds), group.n_samples - before.n_samples
     appended = ds.isel({SAMPLE: slice(ds.sizes[SAMPLE] - n_appended, None)})
     about = {**attrs, "n_samples": ds.sizes[SAMPLE] - n_appended}
-    known = [name for name in estimator.sums if _is_known(before, name, about)]
+    reusable = [name for name in estimator.sums if _is_reusable(before, name, about)]
     sizes = {**ds.sizes, PROJ_DIM_1: ds.sizes[PROJ_DIM]}
     dtype = np.result_type(arrays.gram.accumulation_dtype(ds.sizes[PROJ_DIM]), ds.feature.dtype)
     for name in estimator.sums:
-        stays = name in known and not n_appended
+        stays = name in reusable and not n_appended
         group.add(name, sizes, dtype, grows=stays, attrs=attrs)
     for index, checkpoint in enumerate(group.checkpoints):
-        old = known if checkpoint in before.checkpoints else []
+        old = reusable if checkpoint in before.checkpoints else []
         new = [name for name in estimator.sums if name not in old]
         if new:
             save_sums(group, new, sums(ds, estimator, new, index), index, retries)
@@ -414,14 +410,14 @@ def _update_sums(before: Group, group: Group, estimator: GramEstimator, retries:
             save_sums(
                 group, old, [a + b for a, b in zip(there, added, strict=True)], index, retries
             )
-    return GRAM in known and not n_appended
+    return GRAM in reusable and not n_appended
 
 
-def _is_known(before: Group, name: str, attrs: dict[str, Any]) -> bool:
-    """Return whether a store has a sum of these samples, and checkpoints if it pools them."""
-    known = before.arrays.get(name, {}).get("attributes", {})
+def _is_reusable(before: Group, name: str, attrs: dict[str, Any]) -> bool:
+    """Return whether a store has a sum over these samples, and checkpoints if it pools them."""
+    stored = before.arrays.get(name, {}).get("attributes", {})
     same = ["n_samples", "gram_weights", *(["pooled_checkpoints"] if name == LOSS_GRADIENT else [])]
-    return all(key in known and known[key] == attrs[key] for key in same)
+    return all(key in stored and stored[key] == attrs[key] for key in same)
 
 
 def _update_factors(

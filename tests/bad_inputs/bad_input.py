@@ -60,6 +60,16 @@ def parametrize(rows: Iterable[BadInput]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("row", rows, ids=names)
 
 
+def one_test(rows: Iterable[BadInput]) -> Callable[[BadInput, Path], None]:
+    """Return the test of a module, which is given one row at a time."""
+
+    @parametrize(rows)
+    def test_bad_input(row: BadInput, tmp_path: Path) -> None:
+        check(row, tmp_path)
+
+    return test_bad_input
+
+
 def check(row: BadInput, folder: Path) -> None:
     """Fail unless the call raises the error of the row, with all of its words."""
     with pytest.raises(row.error) as caught:

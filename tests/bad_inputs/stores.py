@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +74,3 @@ def text_as_parquet(folder: Path) -> Path:
     (folder / "mine").mkdir()
     (folder / "mine/part-00000-00000.parquet").write_text("x")
     return folder / "mine"
-
-
-def without(path: str) -> Callable[[Path], Path]:
-    def damaged(folder: Path) -> Path:
-        store = store_in(folder)
-        (found,) = store.glob(path)
-        shutil.rmtree(found) if found.is_dir() else found.unlink()
-        return store
-
-    return damaged

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import dask
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 import xarray as xr
 
 import trakdask as td
-from tests.bad_inputs.bad_input import BadInput, changed, check, parametrize
+from tests.bad_inputs.bad_input import BadInput, changed, one_test
 
 N, M, SUBSETS = 12, 3, 6
 SCORES = xr.DataArray(np.random.default_rng(0).standard_normal((N, M)), dims=("sample", "target"))
@@ -93,15 +92,9 @@ ROWS = [
     *rows(
         "baselines",
         ("texts of fewer targets", {"texts": (TEXTS, TEXTS[1:])}, ValueError, ["texts", "11"]),
-        ("one matrix", {"embeddings": (np.eye(N),)}, ValueError, ["embeddings", "(12,)"]),
         ("dimensions differ", {"embeddings": (np.eye(N), np.eye(N)[:, 1:])}, ValueError, ["11"]),
         ("unknown coord", {"texts": "body"}, ValueError, ["features", "'body'", "'label'"]),
-        (
-            "coord of one side",
-            {"features": PROMPTS, "texts": "text"},
-            ValueError,
-            ["targets", "'text'", "texts="],
-        ),
+        ("coord of one side", {"features": PROMPTS, "texts": "text"}, ValueError, ["targets", "'text'", "texts="]),
     ),
     *rows(
         "lds",
@@ -112,14 +105,12 @@ ROWS = [
         ("masks of other samples", {"masks": MASKS[:, :9]}, ValueError, ["sample", "9", "12"]),
         ("outputs of fewer subsets", {"outputs": OUTPUTS[:4]}, ValueError, ["subset", "4", "6"]),
         ("targets in another order", TURNED, ValueError, ["'target'"]),
-        ("one subset", {"masks": MASKS[:1], "outputs": OUTPUTS[:1]}, ValueError, ["3 targets"]),
         ("a sample is NaN", {"scores": nan_at(SCORES, 5)}, ValueError, ["scores", "3 targets"]),
         ("constant outputs", {"outputs": OUTPUTS * 0}, ValueError, ["outputs", "3 targets"]),
     ),
     *rows(
         "subsets",
         ("no samples", {"samples": 0}, ValueError, ["0 samples"]),
-        ("no subsets", {"n_subsets": 0}, ValueError, ["n_subsets", "0"]),
         ("fraction in percent", {"fraction": 50}, ValueError, ["fraction", "50"]),
         ("empty subsets", {"fraction": 0.01}, ValueError, ["0.01", "12 samples"]),
         ("one label", {"by": np.zeros(N)}, ValueError, ["1 labels", "0.5"]),
@@ -130,7 +121,6 @@ ROWS = [
     *rows(
         "leave_one_out",
         ("out of range", {"positions": [3, 12]}, ValueError, ["12"]),
-        ("negative", {"positions": [-1]}, ValueError, ["-1"]),
     ),
     *rows(
         "mislabelled_auc",
@@ -142,13 +132,10 @@ ROWS = [
     *rows("mislabelled_curve", ("percent", {"fractions": [20]}, ValueError, ["fraction", "20"])),
     *rows(
         "retrain",
-        ("no function", {"train_fn": None}, FAILED, ["subset", "NoneType"]),
         ("raises", {"train_fn": failing}, FAILED, ["subset", "loss is NaN"]),
         ("returns NaN", returning([1.0, np.nan, 2.0]), FAILED, ["NaN", "target 1"]),
-        ("returns a text", returning("good"), FAILED, ["subset", "'good'"]),
         ("one mask", {"masks": MASKS[0]}, ValueError, ["subset"]),
         ("targets without target", {"targets": MASKS}, KeyError, ["target"]),
-        ("no seeds", {"seeds": 0}, ValueError, ["seeds", "0"]),
         ("seeds twice", {"seeds": [1, 1]}, ValueError, ["seeds", "[1, 1]"]),
         ("no name", {**returning(0), "store": "s"}, ValueError, ["train_fn", "lambda"]),
     ),
@@ -156,8 +143,6 @@ ROWS = [
         "removal_curve",
         ("n_random 0", {"n_random": 0}, ValueError, ["n_random", "0"]),
         ("percent", {"fractions": [20]}, ValueError, ["fraction", "20"]),
-        ("less than a sample", {"fractions": [0.01]}, ValueError, ["[0]"]),
-        ("almost all", {"fractions": [0.99]}, ValueError, ["[12]"]),
         ("scores are NaN", {"scores": SCORES * np.nan}, ValueError, ["scores", "NaN"]),
     ),
     *rows(
@@ -167,13 +152,9 @@ ROWS = [
         ("texts", labelled("target", target_label=list("abc")), ValueError, ["'label'", "0 of 12"]),
         ("one label", labelled("sample", label=[1] * N), ValueError, ["'label'", "12 of 12"]),
         ("a label is missing", labelled("sample", label=[np.nan] * N), ValueError, ["12"]),
-        ("k is 0", {"ks": [0]}, ValueError, ["k", "0"]),
         ("k above the samples", {"ks": [13]}, ValueError, ["k", "13"]),
         ("scores are NaN", {"scores": LABELLED * np.nan}, ValueError, ["NaN", "3 targets"]),
     ),
-]
+]  # fmt: skip
 
-
-@parametrize(ROWS)
-def test_bad_input(row: BadInput, tmp_path: Path) -> None:
-    check(row, tmp_path)
+test_bad_input = one_test(ROWS)

@@ -1,7 +1,8 @@
-"""Bad inputs of explore."""
+"""Bad inputs of explore, and of marks of samples."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ import torch
 import xarray as xr
 
 import trakdask as td
-from tests.bad_inputs.bad_input import BadInput, check, parametrize
+from tests.bad_inputs.bad_input import BadInput, one_test
+from tests.bad_inputs.stores import FEATURES as STORED
+from tests.bad_inputs.stores import store_in
+from trakdask.explorer import Marks
 
 FEATURES = td.testing.simulate_features(n_samples=60, proj_dim=4)
 TARGETS = td.testing.simulate_features(n_samples=8, proj_dim=4)
@@ -31,16 +35,13 @@ def explore(case: str, error: type[Exception], words: list[str], **changed: Any)
 
 ROWS = [
     explore("features are a path", TypeError, ["features", "'train.zarr'", "td.open"], features="train.zarr"),
-    explore("targets are none", TypeError, ["targets", "None", "td.open"], targets=None),
     explore("features without outputs", ValueError, ["'output'", "features", "try"], features=FEATURES.drop_vars("output")),
     explore("targets without features", ValueError, ["'feature'", "targets"], targets=TARGETS[["output"]]),
     explore("another projector", td.errors.StoreMismatchError, ["projector"], targets=td.testing.simulate_features(8, 5)),
     explore("samples are an array", TypeError, ["samples", "ndarray", "td.featurize"], samples=np.zeros(60)),
     explore("samples are others", ValueError, ["60", "59", "same order"], samples=SAMPLES),
-    explore("samples without samples", ValueError, ["{'row': 3}"], samples=xr.Dataset({"x": ("row", [1, 2, 3])})),
     explore("target samples are others", ValueError, ["target_samples", "8", "59"], target_samples=SAMPLES),
     explore("no such estimator", ValueError, ["'best'", "'soft'"], estimator="best"),
-    explore("estimator of another spelling", ValueError, ["'Soft'", "'soft'"], estimator="Soft"),
     explore("learning rates of other checkpoints", ValueError, ["'c0'", "'a'"], estimator=td.TracIn({"a": 0.1})),
     explore("text is no function", TypeError, ["text", "'gpt2'", "tokenizer.decode"], text="gpt2"),
     explore("model is a module", TypeError, ["model", "Linear", "td.Model"], model=torch.nn.Linear(2, 2), tokenizer=str),
@@ -52,6 +53,32 @@ ROWS = [
 ]  # fmt: skip
 
 
-@parametrize(ROWS)
-def test_explore__bad_input(row: BadInput, tmp_path: Path) -> None:
-    check(row, tmp_path)
+def mark(samples: Any, label: Any = "remove", who: Any = "") -> Callable[[Path], object]:
+    return lambda folder: Marks(folder / "m.parquet", who=who).mark(samples, label)
+
+
+def marked_by_text(folder: Path) -> Marks:
+    marks = Marks.beside(store_in(folder))
+    marks.mark(["a"], "remove")
+    return marks
+
+
+def drop_marked(folder: Path) -> object:
+    marks = marked_by_text(folder)
+    return td.drop(marks.store, where=marks.where("remove"))
+
+
+MARKS = [
+    BadInput("Marks", "a folder", lambda folder: Marks(folder), ValueError, ["a file"]),
+    BadInput("Marks", "no such folder", lambda folder: Marks(folder / "no" / "m.parquet"), FileNotFoundError, ["no/m.parquet"]),
+    BadInput("Marks", "who is no text", mark([1], who=3), TypeError, ["who", "got 3"]),
+    BadInput("Marks", "no such mark", mark([1], "remvoe"), ValueError, ["'remvoe'", "'remove'"]),
+    BadInput("Marks", "samples are a mask", mark([True, False]), TypeError, ["got [True, False]"]),
+    BadInput("Marks", "numbers beside text", lambda folder: marked_by_text(folder).mark(7, "remove"), TypeError, ["'a'", "7"]),
+    BadInput("Marks", "no such mark to drop", lambda folder: Marks(folder / "m.parquet").where("old"), ValueError, ["'old'"]),
+    BadInput("Marks", "features of no store", lambda folder: Marks(folder / "m.parquet").ids(STORED), ValueError, ["'sample'", "8 samples"]),
+    BadInput("Marks", "features of another store", lambda folder: Marks.beside(store_in(folder)).ids(STORED[{"sample": [1, 0, *range(2, 8)]}]), ValueError, ["f.zarr", "8 samples", "assign_coords"]),
+    BadInput("drop", "marks of another kind", drop_marked, TypeError, ["'a'"]),
+]  # fmt: skip
+
+test_bad_input = one_test([*ROWS, *MARKS])

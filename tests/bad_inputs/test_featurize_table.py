@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import torch
 import xarray as xr
 from torch import nn
 
 import trakdask as td
-from tests.bad_inputs.bad_input import BadInput, check, parametrize
+from tests.bad_inputs.bad_input import BadInput, one_test
 from tests.bad_inputs.small_models import (
     BIG,
     NAN,
-    NEGATIVE,
     NET,
     After,
     Mean,
     TwoTowers,
     computed,
     data,
-    fine,
     labelled,
     options,
 )
@@ -34,19 +30,15 @@ ROWS = [
     BadInput(F, "no variables", options(xr.Dataset(coords={"c": ("sample", [1])})), ValueError, ["reset_coords"]),
     BadInput(F, "no samples", options(data().isel(sample=[])), ValueError, ["at least one sample"]),
     BadInput(F, "missing variable", options(data().rename(image="pixels")), ValueError, ["'image'", "'pixels'"]),
-    BadInput(F, "swapped", lambda _: td.featurize(fine(), data()), TypeError, ["Dataset", "td.Model", "Model"]),
     BadInput(F, "a module", lambda _: td.featurize(data(), NET), TypeError, ["td.Model", "Linear"]),
     *[BadInput(fit.__name__, "a module", lambda _, fit=fit: fit(data(), NET), TypeError, ["td.Model", "Linear"]) for fit in (td.fit, td.curvature, td.principal_components)],
     BadInput(F, "projector a number", options(projector=512), TypeError, ["projector", "512"]),
     BadInput(F, "gradients", options(gradients="hook"), ValueError, ["'hook'", "'hooks'"]),
-    BadInput(F, "dtype", options(dtype="fp8"), ValueError, ["'fp8'", "float32"]),
     BadInput(F, "device", options(device="gpu"), ValueError, ["'gpu'"]),
-    BadInput(F, "on_error", options(on_error="skip"), ValueError, ["'skip'", "'record'"]),
     *[BadInput(F, f"batch_size {size!r}", options(batch_size=size), ValueError, ["batch_size", repr(size)]) for size in (0, -1)],
     *[BadInput(F, f"batch_size {size!r}", options(batch_size=size), TypeError, ["batch_size", repr(size)]) for size in (2.5, "big", None, True)],
     BadInput(F, "batch statistics", computed(nn.Sequential(NET, nn.BatchNorm1d(3, track_running_stats=False))), RuntimeError, ["samples 0:"]),
     BadInput(F, "label too large", labelled(BIG), RuntimeError, ["label in 0..2 (3 classes)", "got 7 at sample 2"]),
-    BadInput(F, "label negative", labelled(NEGATIVE), RuntimeError, ["got -1 at sample 2"]),
     *[BadInput(F, f"label with {engine}", labelled(BIG, gradients=engine), RuntimeError, ["got 7 at sample 2"]) for engine in ("hooks", "vmap", "loop")],
     BadInput(F, "label in all of a block", labelled([9, 8, 7, 6], on_error="record"), RuntimeError, ["got 9 at sample 0"]),
     BadInput(F, "label float", labelled([0.0, 1, 2, 0]), RuntimeError, ["'label'", "float64"]),
@@ -58,18 +50,11 @@ ROWS = [
     *[BadInput(F, f"{kind} weights", computed(After().to(kind)), RuntimeError, ["image float32", "try dtype='float32'"]) for kind in (torch.bfloat16, torch.float16)],
     BadInput(F, "integer images", computed(After(), data(image=np.ones((4, 4), "u1"))), RuntimeError, ["weights are float32", "image uint8", "samples.assign(image=samples['image'].astype('float32'))"]),
     BadInput(F, "integer images, cast", computed(After(), data(image=np.ones((4, 4), int)), dtype="float32"), RuntimeError, ["image int64", "try samples.assign("]),
-    BadInput(F, "integer images, float64 weights", computed(After().double(), data(image=np.ones((4, 4), int))), RuntimeError, ["weights are float64", "try dtype='float32' with samples.assign("]),
     BadInput(F, "fewer rows", computed(After(lambda y: y[1:])), RuntimeError, ["(2, classes)", "(1, 3)"]),
-    BadInput(F, "raises", computed(After(lambda y: y[:, 10])), RuntimeError, ["IndexError", "float32"]),
     BadInput(F, "mean of the batch", computed(After(lambda y: y - y.mean(0).detach())), RuntimeError, ["sample 0"]),
-    BadInput(F, "softmax over the batch", computed(After(lambda y: y.softmax(0)), gradients="loop", batch_size=1), RuntimeError, ["sample 0"]),
     BadInput(F, "dropout", computed(After(lambda y: nn.functional.dropout(y, 0.5))), RuntimeError, ["dropout"]),
-    BadInput(F, "in place", computed(After(lambda y: y.sigmoid().mul_(y.sigmoid_()))), RuntimeError, ["inplace operation"]),
     BadInput(F, "task without samples", computed(After(), task=Mean()), RuntimeError, ["task.output", "()"]),
     BadInput(F, "arguments", computed(TwoTowers()), RuntimeError, ["TypeError", "'text'"]),
 ]  # fmt: skip
 
-
-@parametrize(ROWS)
-def test_bad_input(row: BadInput, tmp_path: Path) -> None:
-    check(row, tmp_path)
+test_bad_input = one_test(ROWS)

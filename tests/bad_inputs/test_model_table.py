@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import trakdask as td
-from tests.bad_inputs.bad_input import BadInput, check, parametrize, rows
+from tests.bad_inputs.bad_input import BadInput, one_test, rows
 from tests.bad_inputs.small_models import NET, OnlyOutput
 
 STATE = NET.state_dict()
@@ -47,12 +46,6 @@ def written(name: str, content: bytes) -> Callable[[Path], object]:
     return checkpoint(make)
 
 
-def loop_of_links(folder: Path) -> str:
-    for one, other in ("ab", "ba"):
-        os.symlink(folder / f"{other}.pt", folder / f"{one}.pt")
-    return str(folder / "a.pt")
-
-
 def folder_with_file(folder: Path) -> str:
     torch.save(STATE, folder / "epoch_3.pt")
     return str(folder)
@@ -68,99 +61,46 @@ def needs_arguments(width: int, *, depth: int) -> nn.Module:
 
 ROWS = [
     *rows(
-        M,
-        TypeError,
+        M, TypeError,
         ("a number", model(3), "3", "int", "nn.Module"),
         ("None", model(None), "None", "nn.Module"),
         ("a state dict", model(STATE), "OrderedDict", "build"),
-        (
-            "class with arguments",
-            model(nn.Linear, [STATE]),
-            "Linear",
-            "'in_features' and 'out_features'",
-        ),
+        ("class with arguments", model(nn.Linear, [STATE]), "Linear", "'in_features' and 'out_features'"),
         ("function with arguments", model(needs_arguments, [STATE]), "needs_arguments", "'width'"),
         ("returns a number", model(lambda: 3, [STATE]), "int", "nn.Module"),
-        ("returns None", model(lambda: None, [STATE]), "NoneType"),
         ("name of a str", model("json:__doc__", [STATE]), "'json:__doc__'", "str"),
         ("checkpoints a number", model(NET, 5), "5", "int", "checkpoints=["),
-        ("checkpoints a module", model(NET, NET), "Linear"),
         ("task a class", model(task=td.tasks.Regression), "Regression", "Regression()"),
-        ("task a number", model(task=3), "int", "image_classification"),
         ("task without Q", model(task=OnlyOutput()), "OnlyOutput", "out_to_loss"),
         ("parameters a number", model(parameters=3), "3", "parameters='head.*'"),
-        ("parameters of numbers", model(parameters=[0, 1]), "[0, 1]"),
         ("predicate of one argument", model(parameters=lambda name: True), "1 positional argument"),
         ("parallel", model(nn.Sequential(nn.DataParallel(NET))), "'0' of class DataParallel"),
         ("moments a number", moments(3), "moments", "3"),
-        (
-            "quantised",
-            model(nn.Sequential(QUANTISED), task="causal_lm"),
-            "'0'",
-            "Linear8bitLt",
-            "bfloat16",
-        ),
+        ("quantised", model(nn.Sequential(QUANTISED), task="causal_lm"), "'0'", "Linear8bitLt", "bfloat16"),
     ),
+    *rows(M, ImportError, ("no such module", model("no_such:build", [STATE]), "'no_such:build'", "ModuleNotFound")),
     *rows(
-        M,
-        ImportError,
-        ("no such module", model("no_such:build", [STATE]), "'no_such:build'", "ModuleNotFound"),
-        ("no such name", model("json:build", [STATE]), "'json:build'", "AttributeError"),
-        ("no import name", model("a b c", [STATE]), "'a b c'", "package.module:callable"),
-    ),
-    *rows(
-        M,
-        ValueError,
+        M, ValueError,
         ("lazy module", model(nn.LazyLinear(3), [STATE]), "'weight'", "lazy", "example_input"),
-        ("lazy module of its own", model(nn.Sequential(nn.LazyLinear(3))), "'0.weight'", "lazy"),
         ("no checkpoints", model(lambda: NET), "checkpoints=['model.pt']"),
         ("empty checkpoints", model(NET, []), "at least one", "model.pt"),
         ("checkpoint a module", model(NET, [NET]), "Linear", "state_dict()"),
-        ("checkpoint a number", model(NET, [5]), "'0'", "int"),
-        ("checkpoint None", model(NET, [None]), "'0'", "NoneType"),
         ("one state dict", model(NET, STATE), "'weight'", "[state_dict]"),
-        (
-            "nested in memory",
-            model(NET, [{"state_dict": STATE, "epoch": 3}]),
-            "['state_dict', 'epoch']",
-            "key='state_dict'",
-        ),
+        ("nested in memory", model(NET, [{"state_dict": STATE, "epoch": 3}]), "['state_dict', 'epoch']", "key='state_dict'"),
         ("nested in a file", saved({"model": STATE, "step": 3}), "c.pt", "key='model'"),
         ("empty state dict", model(NET, [{}]), "'0'", "[]"),
         ("folder", checkpoint(folder_with_file), "folder", "epoch_3.pt'"),
-        ("empty folder", checkpoint(lambda folder: folder), "folder"),
-        ("unknown scheme", model(NET, ["foo://c0.pt"]), "foo"),
-        ("NUL in a path", model(NET, ["a\0b.pt"]), "checkpoint"),
-        ("text file", written("c.pt", b"hello"), "c.pt"),
-        ("empty file", written("c.pt", b""), "c.pt"),
         ("cut file", written("c.pt", b"PK\x03\x04zip"), "c.pt"),
         ("text as safetensors", written("c.safetensors", b"hello"), "c.safetensors"),
         ("code in a file", saved(NET), "c.pt", "state_dict()"),
         ("other shape", model(NET, [nn.Linear(5, 3).state_dict()]), "'weight'", "(3, 4)", "(3, 5)"),
         ("missing tensor", model(NET, [{"weight": STATE["weight"]}]), "'bias'", "(3,)"),
         ("further tensor", model(NET, [{**STATE, "extra": torch.ones(1)}]), "'extra'"),
-        ("wrapped", model(NET, [renamed(STATE, "module.")]), "removeprefix('module.')"),
-        (
-            "wrapped, with other tensors",
-            model(NET, [{**renamed(STATE, "net.model."), "loss.weight": torch.ones(3)}]),
-            "removeprefix('net.model.')",
-            "startswith('net.model.')",
-        ),
+        ("wrapped, with other tensors", model(NET, [{**renamed(STATE, "net.model."), "loss.weight": torch.ones(3)}]), "removeprefix('net.model.')", "startswith('net.model.')"),
         ("twice the same", model(NET, {"a": STATE, "b": STATE}), "['a', 'b']"),
         ("task unknown", model(task="clasification"), "'clasification'", "_classification"),
         ("parameters empty", model(parameters=[]), "parameters=[]", "None"),
-        ("parameters empty text", model(parameters=""), "''", "weight"),
-        (
-            "parameters inside of names",
-            model(nn.ModuleDict({"lora_A": NET}), parameters="lora_A"),
-            "'lora_A'",
-            "'*lora_A*'",
-        ),
-        (
-            "parameters in capitals",
-            model(nn.ModuleDict({"lora_A": NET}), parameters="LORA"),
-            "'LORA'",
-        ),
+        ("parameters inside of names", model(nn.ModuleDict({"lora_A": NET}), parameters="lora_A"), "'lora_A'", "'*lora_A*'"),
         ("parameters misspelled", model(parameters="wieght"), "'wieght'", "'weight'"),
         ("parameters of no class", model(parameters=nn.Conv2d), "Conv2d", "'Linear'"),
         ("parameters of no predicate", model(parameters=lambda name, _: False), "none of 2"),
@@ -168,51 +108,21 @@ ROWS = [
         ("moments of others", moments({"last": STATE}), "['0']", "'last'"),
     ),
     *rows(
-        M,
-        FileNotFoundError,
+        M, FileNotFoundError,
         ("no such file", model(NET, ["no_such.pt"]), "no_such.pt"),
-        ("URL of nothing", model(NET, ["memory://none/c0.pt"]), "none/c0.pt"),
         ("moments of no file", moments(["no.pt"]), "no.pt"),
     ),
-    *rows(M, OSError, ("loop of links", checkpoint(loop_of_links), "a.pt")),
-    *rows(
-        K,
-        TypeError,
-        ("a number", lambda _: td.keep_checkpoints(3), "3", "folder='run'"),
-        ("no path", lambda _: td.keep_checkpoints(""), "''", "folder='run'"),
-    ),
-    *rows(
-        K, ValueError, ("a URL", lambda _: td.keep_checkpoints("s3://b/run"), "s3://b/run", "local")
-    ),
-    *rows(
-        M,
-        td.errors.CheckpointError,
-        ("moments empty", moments([{}]), "state dict", "[]"),
-    ),
+    *rows(K, TypeError, ("a number", lambda _: td.keep_checkpoints(3), "3", "folder='run'")),
+    *rows(K, ValueError, ("a URL", lambda _: td.keep_checkpoints("s3://b/run"), "s3://b/run", "local")),
+    *rows(M, td.errors.CheckpointError, ("moments empty", moments([{}]), "state dict", "[]")),
     *[
-        BadInput(
-            M, f"ids {ids}", model(checkpoint_ids=ids), ValueError, ["checkpoint_ids", "2**32"]
-        )
-        for ids in ([], [1, 2], [-1], [2**32], [0.5], [True], "a", 3.5)
+        BadInput(M, f"ids {ids}", model(checkpoint_ids=ids), ValueError, ["checkpoint_ids", "2**32"])
+        for ids in ([1, 2], [-1], [2**32], [True], 3.5)
     ],
     *[
-        BadInput(
-            K,
-            f"every {every!r}",
-            lambda _, every=every: td.keep_checkpoints("run", every=every),
-            error,
-            ["every", repr(every), "'epoch'"],
-        )
-        for every, error in (
-            ("step", TypeError),
-            (0, ValueError),
-            (True, TypeError),
-            (None, TypeError),
-        )
+        BadInput(K, f"every {every!r}", lambda _, every=every: td.keep_checkpoints("run", every=every), error, ["every", repr(every), "'epoch'"])
+        for every, error in (("step", TypeError), (0, ValueError))
     ],
-]
+]  # fmt: skip
 
-
-@parametrize(ROWS)
-def test_bad_input(row: BadInput, tmp_path: Path) -> None:
-    check(row, tmp_path)
+test_bad_input = one_test(ROWS)

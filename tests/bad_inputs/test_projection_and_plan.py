@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
 import xarray as xr
 
 import trakdask as td
-from tests.bad_inputs.bad_input import BadInput, check, parametrize
+from tests.bad_inputs.bad_input import BadInput, one_test
 from trakdask.projection import FastJL, Projector
 from trakdask.provenance import as_values
 
@@ -46,59 +45,38 @@ def rows(
     ]
 
 
-def without_room(function: str, projector: Projector, width: int) -> list[BadInput]:
-    """Features of a million samples that cannot fit anywhere."""
-    return rows(
-        function,
-        (lambda: featurize(projector), ValueError, ["1000000 samples", f"{width} columns"]),
-    )
-
-
 PROJECTORS = [
     *rows(
         "Rademacher",
         *((lambda bad=bad: td.Rademacher(bad), ValueError, ["proj_dim", str(bad)]) for bad in (0, -5, 2**32)),  # type: ignore[misc]
-        *((lambda bad=bad: td.Rademacher(bad), TypeError, ["proj_dim", repr(bad)]) for bad in (2048.0, "2048", True, None, float("nan"))),  # type: ignore[misc]
-        (lambda: td.Rademacher(seed=1.5), TypeError, ["seed", "1.5"]),
         (lambda: td.Rademacher(seed=-1), ValueError, ["seed", "-1"]),
         (lambda: td.Rademacher(arithmetic="fp32"), ValueError, ["arithmetic", "'fp32'"]),
         (lambda: replace(td.Rademacher(), proj_dim=0), ValueError, ["proj_dim", "0"]),
+        (lambda: featurize(td.Rademacher(2**31)), ValueError, ["1000000 samples", f"{2**31} columns"]),
     ),
-    *without_room("Rademacher, wide", td.Rademacher(2**31), 2**31),
     *rows(
         "SJLT",
-        (lambda: td.SJLT(0), ValueError, ["proj_dim", "0"]),
         (lambda: td.SJLT(2**31), ValueError, ["proj_dim", "2147483648"]),
-        (lambda: td.SJLT(sparsity=0), ValueError, ["sparsity", "0"]),
         (lambda: td.SJLT(sparsity=65), ValueError, ["sparsity", "65"]),
-        (lambda: td.SJLT(sparsity=0.1), TypeError, ["sparsity", "0.1"]),
     ),
-    *without_room("SJLT, wide", td.SJLT(2**31 - 1), 2**31 - 1),
     *rows(
         "Mask",
-        (lambda: td.Mask(0), ValueError, ["keep", "0"]),
-        (lambda: td.Mask(0.1), TypeError, ["keep", "0.1"]),
         (lambda: td.Mask(2**47), ValueError, ["keep", str(2**47)]),
         (lambda: featurize(td.Mask(3)), ValueError, ["2", "3"]),
         (lambda: td.Mask(5, 512), TypeError, ["then", "512"]),
         (lambda: td.Mask(5, td.Mask(4)), TypeError, ["then", "keep=4"]),
         (lambda: td.Mask(5, td.Kronecker()), TypeError, ["then", "Kronecker"]),
     ),
-    *without_room("Mask, wide", td.Mask(2, td.Rademacher(2**31)), 2**31),
     *rows(
         "Kronecker",
-        (lambda: td.Kronecker(0), ValueError, ["left", "0"]),
         (lambda: td.Kronecker(64, 2**16), ValueError, ["right", "65536"]),
-        (lambda: td.Kronecker((64, 64)), TypeError, ["left", "(64, 64)"]),
     ),
-    *without_room("Kronecker, wide", td.Kronecker(2**16 - 1, 2**16 - 1), (2**16 - 1) ** 2),
     *rows(
         "FastJL",
         (lambda: FastJL(1000, num_sms=132), ValueError, ["proj_dim", "1000"]),
         (lambda: FastJL(seed=2**31, num_sms=132), ValueError, ["seed", "2147483648"]),
         (lambda: FastJL(entries="gauss", num_sms=132), ValueError, ["entries", "'gauss'"]),
     ),
-    *without_room("FastJL, wide", FastJL(2**31 - 512, num_sms=132), 2**31 - 512),
     *rows(
         "Identity",
         (lambda: td.Identity(5), TypeError, ["Identity"]),
@@ -115,19 +93,13 @@ def with_spec(**changes: object) -> xr.Dataset:
 
 PLAN = rows(
     "plan",
-    (lambda: td.plan(None), TypeError, ["features", "NoneType"]),
     (lambda: td.plan(samples()), ValueError, ["'feature'", "'x'"]),
     (lambda: td.plan(features().drop_attrs()), ValueError, ["'projector'", "'parameters'"]),
     (lambda: td.plan(td.testing.simulate_features()), ValueError, ["kind", "'simulated'"]),
     (lambda: td.plan(with_spec(definition=2)), ValueError, ["definition", "2"]),
-    (lambda: td.plan(with_spec(proj_dim="8")), TypeError, ["proj_dim", "'8'"]),
-    (lambda: td.plan(features(), "SJLT"), TypeError, ["projectors", "'SJLT'"]),
     (lambda: td.plan(features(), [td.SJLT(8), None]), TypeError, ["projectors", "None"]),
     (lambda: td.plan(features(), td.Mask(3)), ValueError, ["keep", "2", "3"]),
     (lambda: td.plan(features().compute(scheduler="sync"), pilot=True), ValueError, ["pilot=True"]),
 )  # fmt: skip
 
-
-@parametrize([*PROJECTORS, *PLAN])
-def test_bad_input(row: BadInput, tmp_path: Path) -> None:
-    check(row, tmp_path)
+test_bad_input = one_test([*PROJECTORS, *PLAN])

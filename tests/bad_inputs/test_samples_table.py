@@ -13,11 +13,10 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-import xarray as xr
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import trakdask as td
-from tests.bad_inputs.bad_input import BadInput, check, parametrize
+from tests.bad_inputs.bad_input import BadInput, one_test
 
 X = np.zeros((4, 2), np.float32)
 HIDDEN = np.ma.array(X, mask=[[0, 0], [0, 0], [0, 1], [0, 0]])
@@ -114,56 +113,37 @@ A, T, D = "from_arrays", "from_torch", "from_dataframe"
 
 ROWS = [
     BadInput(A, "a list", lambda _: td.from_arrays([X]), TypeError, ["list"]),
-    BadInput(A, "an array", lambda _: td.from_arrays(X), TypeError, ["ndarray"]),
-    BadInput(A, "no arrays", arrays(), ValueError, ["at least one"]),
     BadInput(A, "no samples", arrays(x=X[:0]), ValueError, ["'x'"]),
     BadInput(A, "other lengths", arrays(x=X, y=X[:3]), ValueError, ["length 3 on 'y'"]),
     BadInput(A, "a number", arrays(x=3.5), TypeError, ["'x'", "float"]),
-    BadInput(A, "no dimensions", arrays(x=np.array(1.0)), TypeError, ["'x'"]),
     BadInput(A, "text", arrays(x=["a", "b"]), TypeError, ["'x'", "<U1"]),
     BadInput(A, "objects", arrays(x=np.array([{}, 1])), TypeError, ["'x'", "object"]),
     BadInput(A, "times", arrays(x=np.array(["2020"], "M8[Y]")), TypeError, ["'x'", "datetime64"]),
     BadInput(A, "masked", arrays(x=HIDDEN), ValueError, ["'x'", "sample 2"]),
     BadInput(A, "masked, lazy", arrays(x=da.from_array(HIDDEN)), ValueError, ["'x'"]),
-    BadInput(A, "jagged lists", arrays(x=[[1], [1, 2]]), ValueError, ["'x'"]),
-    BadInput(A, "list of tensors", arrays(x=[torch.ones(2), torch.ones(3)]), ValueError, ["'x'"]),
-    BadInput(A, "sparse tensor", arrays(x=torch.eye(4).to_sparse()), ValueError, ["'x'"]),
-    BadInput(A, "DataArray", arrays(x=xr.DataArray(X)), TypeError, ["'x'", "DataArray"]),
     BadInput(A, "unknown chunks", arrays(x=unknown_chunks()), ValueError, ["compute_chunk"]),
     BadInput(A, "reserved name", arrays(sample=X), ValueError, ["'sample'"]),
     BadInput(A, "name no str", lambda _: td.from_arrays({3: X}), TypeError, ["3", "int", "str"]),
     BadInput(A, "both", lambda _: td.from_arrays({"x": X}, coords={"x": range(4)}), ValueError, ["'x'"]),
     *[BadInput(A, f"chunks {chunks!r}", lambda _, chunks=chunks: td.from_arrays({"x": X}, chunks=chunks), ValueError if chunks in (0, -1) else TypeError, ["chunks", repr(chunks), "chunks=512"]) for chunks in (0, -1, 2.5, True, "512", None, np.nan)],
     BadInput(A, "coords a list", lambda _: td.from_arrays({"x": X}, coords=[1]), TypeError, ["list"]),
-    BadInput(A, "coord length", coord([1, 2]), ValueError, ["'c'", "(2,)", "(4,)"]),
     BadInput(A, "coord of kinds", coord([1, "a", 2, 3]), TypeError, ["'c'", "'int', 'str'"]),
     BadInput(A, "coord missing", coord(["a", None, "b", "c"]), ValueError, ["'c'", "sample 1"]),
     BadInput(A, "coord lazy", coord(da.zeros(4)), TypeError, ["'c'"]),
     BadInput(A, "coord reserved", coord(range(4), "target"), ValueError, ["'target'"]),
-    BadInput(A, "surrogate", coord(["a", "b\ud800", "c", "d"]), ValueError, ["surrogate"]),
     BadInput(A, "coord columns", lambda _: td.from_arrays({"x": X}, coords=pd.DataFrame(np.ones((4, 2)), columns=["a", "a"])), ValueError, ["'a'"]),
     BadInput(A, "coords no field", lambda _: td.from_arrays({"x": X}, coords=["y"]), ValueError, ["'y'", "['x']"]),
     # ---------------------------------------------------------------------------------- from_torch
     BadInput(T, "DataLoader", dataset(DataLoader(TensorDataset(torch.ones(4, 2)), 2), "x"), TypeError, ["DataLoader"]),
     BadInput(T, "iterable", dataset(Stream(), "x"), TypeError, ["Stream"]),
-    BadInput(T, "mapping", dataset({"x": X}, "x"), RuntimeError, ["sample 0", "dict"]),
-    BadInput(T, "DataFrame", dataset(FRAME, "x"), RuntimeError, ["sample 0", "DataFrame"]),
-    BadInput(T, "empty", dataset([]), ValueError, ["at least one sample"]),
     BadInput(T, "unpicklable", dataset(unpicklable()), TypeError, ["pickled"]),
-    BadInput(T, "import module", dataset("no_such_module:make"), ImportError, ["no_such_module:make"]),
-    BadInput(T, "import name", dataset("json:no_such"), ImportError, ["json:no_such"]),
-    BadInput(T, "import no callable", dataset("json:__doc__"), TypeError, ["json:__doc__", "str"]),
     BadInput(T, "no names", dataset(ITEMS, ()), ValueError, ["names=()"]),
-    BadInput(T, "names of numbers", dataset(ITEMS, (0, 1)), ValueError, ["(0, 1)"]),
-    BadInput(T, "names twice", dataset(ITEMS, ("x", "x")), ValueError, ["('x', 'x')"]),
     BadInput(T, "names too few", dataset(ITEMS, "x"), ValueError, ["sample 0", "1 fields", "got 2"]),
     BadInput(T, "no key", dataset([{"imagex": 1}], "image"), ValueError, ["'image'", "['imagex']"]),
     BadInput(T, "text", dataset([("a", 1)]), TypeError, ["'x'", "<U1"]),
     BadInput(T, "objects", dataset([(object(), 1)]), TypeError, ["'x'", "object"]),
-    BadInput(T, "jagged item", dataset([([[1], [1, 2]], 1)]), ValueError, ["'x'", "sample 0"]),
     BadInput(T, "huge integer", dataset([(2**70, 1)]), ValueError, ["'x'", "sample 0"]),
     BadInput(T, "shapes unknown", dataset(ITEMS, shapes={"z": ()}), ValueError, ["'z'", "'x'"]),
-    BadInput(T, "coords", dataset(ITEMS, coords={"c": [1]}), ValueError, ["'c'", "(1,)", "(4,)"]),
     BadInput(T, "other shape", computed([*ITEMS, (np.zeros(3), 1)]), ValueError, ["'x'", "(3,)", "sample 4"]),
     BadInput(T, "collate_fn to the longest", computed([([1], 0), ([1, 2], 0)], collate_fn=longest), ValueError, ["'x'", "(1,)", "(2,)", "sample 1", "max_length"]),
     BadInput(T, "collate_fn of no batch", dataset(ITEMS, collate_fn=lambda items: items[0]), ValueError, ["collate_fn", "'x'", "(2,)", "sample 0"]),
@@ -171,38 +151,24 @@ ROWS = [
     BadInput(T, "other dtype", computed([*ITEMS, (np.zeros(2), 1.5)]), ValueError, ["'y'", "int64", "float32", "sample 4"]),
     BadInput(T, "unreadable", computed(Broken(ITEMS)), RuntimeError, ["sample 2", "img_2.png"]),
     BadInput(T, "coords no field", dataset(ITEMS, coords=["z"]), ValueError, ["'z'", "['x', 'y']"]),
-    BadInput(T, "coord of arrays", dataset(ITEMS, coords=["x"]), ValueError, ["'x'", "(4, 2)"]),
     # ------------------------------------------------------------------------------ from_dataframe
     BadInput(D, "a reserved coord", table(FRAME.rename(columns={"day": "target"}), coords=["target"]), ValueError, ["'my_target'"]),
     BadInput(D, "a number", table(3), TypeError, ["int", "parquet"]),
     BadInput(D, "nothing there", table(lambda f: f / "no.parquet"), FileNotFoundError, ["no.parquet"]),
-    BadInput(D, "no match", table(lambda f: f"{f}/*.parquet"), FileNotFoundError, ["*.parquet"]),
     BadInput(D, "empty folder", table(lambda f: f), FileNotFoundError, ["matches none"]),
-    BadInput(D, "text file", table(text_file), ValueError, ["train.csv", "parquet"]),
     BadInput(D, "truncated", table(truncated), ValueError, ["table.parquet"]),
     BadInput(D, "unknown scheme", table("foo://bucket/x.parquet"), ValueError, ["foo"]),
     BadInput(D, "variables empty", table(FRAME, {}), TypeError, ["variables={}"]),
-    BadInput(D, "variables a list", table(FRAME, ["x"]), TypeError, ["['x']"]),
     BadInput(D, "no column", table(FRAME, {"x": "xs"}), ValueError, ["'xs'", "['x', 'text', 'day']"]),
-    BadInput(D, "no column of a file", table(written, {"x": "xs"}), ValueError, ["'xs'", "['x', 'text', 'day']"]),
-    BadInput(D, "no coord", table(FRAME, coords=["dayy"]), ValueError, ["'dayy'", "'day'"]),
     BadInput(D, "both", table(FRAME, {"day": "day"}, coords=["day"]), ValueError, ["'day'"]),
-    BadInput(D, "text column", table(FRAME, {"x": "text"}), TypeError, ["'x'"]),
-    BadInput(D, "no rows", table(FRAME.iloc[:0]), ValueError, ["at least one sample"]),
     BadInput(D, "jagged", table(pd.DataFrame({"x": [[1, 2], [1]]})), ValueError, ["'x'", "sample 1", "got 1"]),
-    BadInput(D, "missing list", table(pd.DataFrame({"x": [[1, 2], None]})), ValueError, ["'x'", "sample 1"]),
     BadInput(D, "missing in a file", table(lambda f: written(f, pd.DataFrame({"x": [1, None]}, dtype="Int64"))), ValueError, ["'x'", "sample 1"]),
     BadInput(D, "two dtypes", table(two_kinds), ValueError, ["'x'", "int64", "float64", "sample 2"]),
-    BadInput(D, "columns of shapes", table(RAGGED, {"x": ["tokens", "day"]}), ValueError, ["same shape"]),
     BadInput(D, "max_length zero", table(RAGGED, {"x": "tokens"}, max_length=0), ValueError, ["'x'", "0", "128"]),
     BadInput(D, "max_length of others", table(RAGGED, {"x": "tokens"}, max_length={"y": 3}), ValueError, ["'y'", "['x']"]),
     BadInput(D, "too long", table(RAGGED, {"x": "two"}, max_length=1), ValueError, ["'x'", "sample 1", "2"]),
     BadInput(D, "truncate alone", table(RAGGED, {"x": "tokens"}, truncate=True), ValueError, ["max_length"]),
-    BadInput(D, "columns twice", table(pd.DataFrame([[1, 2]], columns=["x", "x"])), ValueError, ["'x'", "2"]),
     BadInput(D, "coord missing", table(pd.DataFrame({"x": [1, 2], "s": ["a", None]}), coords="s"), ValueError, ["'s'", "sample 1"]),
 ]  # fmt: skip
 
-
-@parametrize(ROWS)
-def test_bad_input(row: BadInput, tmp_path: Path) -> None:
-    check(row, tmp_path)
+test_bad_input = one_test(ROWS)

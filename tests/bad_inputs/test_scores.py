@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import dask.array as da
@@ -12,7 +11,7 @@ import numpy as np
 import xarray as xr
 
 import trakdask as td
-from tests.bad_inputs.bad_input import BadInput, check, parametrize
+from tests.bad_inputs.bad_input import BadInput, one_test
 from trakdask.testing import simulate_features
 
 X = simulate_features(20, 4, 3, chunks=8)
@@ -70,22 +69,15 @@ def tracin(rates: Any) -> object:
 
 FEATURES = [
     ("a path", lambda: td.gram("f.zarr"), TypeError, ["'f.zarr'"]),
-    ("an array", lambda: td.damping(X.feature), TypeError, ["DataArray"]),
-    ("features without feature", lambda: td.gram(X.drop_vars("feature")), ValueError, ["'feature'", "'output'"]),
-    ("samples", lambda: td.gram(xr.Dataset({"x": ("sample", H)})), ValueError, ["'x'"]),
     ("features with a renamed dimension", lambda: td.gram(X.rename(sample="row")), ValueError, ["('row', 'proj_dim', 'checkpoint')", "ds.rename({'row': 'sample'})"]),
-    ("features with one dimension more", lambda: td.gram(X.expand_dims(fold=2)), ValueError, ["ds.isel(fold=0)"]),
     ("features of one checkpoint", lambda: score(X.isel(checkpoint=0)), ValueError, ["('sample', 'proj_dim')", "ds.isel(checkpoint=[0])"]),
     ("features in chunks of proj_dim", lambda: score(X.chunk(proj_dim=2)), ValueError, ["2 (2, 2)"]),
     ("features of no samples", lambda: score(X.isel(sample=slice(0))), ValueError, ["0 samples"]),
-    ("weights of a list", lambda: td.gram(X, weights=[1.0] * 20), ValueError, ["list"]),
     ("weights of other samples", lambda: td.gram(X, weights=weights(H[:7])), ValueError, ["{'sample': 7}", "'sample': 20"]),
     ("negative weights", lambda: td.gram(X, weights=weights(H - 2)), ValueError, ["-1.0", "'sample': 0"]),
     ("weights with NaN", lambda: td.gram(X, weights=weights(np.where(np.arange(20) == 5, np.nan, 1))), ValueError, ["nan", "'sample': 5"]),
     ("weights of unknown samples", lambda: td.gram(X.assign_coords(sample=NAMES), weights=weights(H, sample=[*NAMES[1:], "x"])), ValueError, ["'s0'", "weights"]),
     ("weights with labels of their own", lambda: td.gram(X, weights=weights(H, sample=NAMES)), ValueError, ["'s0'"]),
-    ("weights of unknown checkpoints", lambda: td.gram(X, weights=weights(np.ones((20, 3)), checkpoint=["c0", "c1", "C2"])), ValueError, ["'c2'", "'C2'"]),
-    ("weights of sorted samples", lambda: td.gram(X, weights=xr.ones_like(X.sortby("label").label)), ValueError, ["'label'", "sample 1"]),
 ]  # fmt: skip
 
 LAMBDA = [
@@ -100,11 +92,7 @@ LAMBDA = [
     ("calibrate without a rule for it", lambda: td.damping(X, td.Trak(damping=0.1), calibrate=T), ValueError, ["0.1", "calibrate"]),
     ("calibrate of few samples", lambda: td.damping(X, "soft", calibrate=T), ValueError, ["5", "50"]),
     ("calibrate without outputs", lambda: td.damping(X, "soft", calibrate=T.drop_vars("output")), ValueError, ["calibrate", "'output'"]),
-    ("calibrate of other checkpoints", lambda: td.damping(X, "soft", calibrate=T.isel(checkpoint=[1, 0, 2])), MISMATCH, ["calibration", "checkpoint"]),
-    ("an estimator by its class", lambda: score(estimator=td.Soft), ValueError, ["Soft", "td.Soft(power=1)"]),
-    ("tracin without rates", lambda: score(estimator="tracin"), ValueError, ["'tracin'", "td.TracIn(learning_rates)"]),
     ("a default estimator that is none", lambda: score(X.assign_attrs(default_estimator="best")), ValueError, ["'best'"]),
-    ("no learning rates", lambda: tracin(None), ValueError, ["None", "'c0'"]),
     ("a learning rate too few", lambda: tracin({"c0": 0.1, "c1": 0.1}), ValueError, ["'c2'"]),
     *((f"a learning rate of {bad!r}", lambda bad=bad: tracin({**dict.fromkeys(CHECKPOINTS, 0.1), "c1": bad}), ValueError, [repr(bad), "'c1'"])
       for bad in (np.nan, np.inf, -0.1, "0.1", True)),
@@ -112,8 +100,6 @@ LAMBDA = [
 ]  # fmt: skip
 
 SCORE = [
-    ("targets that are an array", lambda: score(X, T.feature), TypeError, ["targets", "DataArray"]),
-    ("targets without feature", lambda: score(X, T[["output"]]), ValueError, ["targets", "'output'"]),
     ("features without Q", lambda: score(X.drop_vars("out_to_loss")), ValueError, ["'out_to_loss'"]),
     ("targets of fewer checkpoints", lambda: score(X, T.isel(checkpoint=[0, 1])), MISMATCH, ["checkpoint", "c2"]),
     ("checkpoints in another order", lambda: score(X, T.isel(checkpoint=[1, 0, 2])), MISMATCH, ["['c1', 'c0', 'c2']"]),
@@ -122,7 +108,6 @@ SCORE = [
     ("targets of another task", lambda: score(X, T.assign_attrs(task="MultiLabel(inputs=('x',))")), MISMATCH, ["task", "MultiLabel", "simulated"]),
     ("targets of other parameters", lambda: score(X, T.assign_attrs(parameters={"w": [3]})), MISMATCH, ["parameters['w']", "[3]"]),
     ("targets of other weights", lambda: score(X, T.assign_attrs(checkpoints=dict.fromkeys(CHECKPOINTS, "ff"))), MISMATCH, ["checkpoints['c0']", "'ff'"]),
-    ("targets of other ids", lambda: score(X, T.assign_attrs(checkpoint_ids={"c0": 5, "c1": 1, "c2": 2})), MISMATCH, ["checkpoint_ids['c0']", "5"]),
     ("coords of one name on both sides", lambda: score(X.assign_coords(target_label=X.label)), ValueError, ["'target_label'"]),
     ("Q outside of 0 to 1", lambda: computed(score, changed("out_to_loss", 3, 2.5), T, td.Soft(damping=0.1)), ValueError, ["2.5"]),
     ("a feature of infinity", lambda: computed(score, changed("feature", 3, np.inf), T, td.Trak(damping=0.1)), ValueError, ["'c1'", "not finite"]),
@@ -135,7 +120,6 @@ GROUPS = [
     ("features without Q", lambda: td.group_score(X.drop_vars("out_to_loss"), T, by="label"), ValueError, ["'out_to_loss'"]),
     *((f"by {by!r}", lambda by=by: td.group_score(X, T, by=by), ValueError, [repr(by), "'label'"])
       for by in ("lable", [], "target", "target_label", None, "checkpoint")),
-    ("by two, of which one is not there", lambda: td.group_score(X, T, by=["label", "lable"]), ValueError, ["'lable'"]),
     *((f"{n} coords of 20 values", lambda n=n: td.group_score(MANY, T, by=[*MANY.drop_vars(["label", "checkpoint"]).coords][:n]), ValueError, ["by", f"{20**5:,}", "assign_coords"])
       for n in (5, 30)),
 ]  # fmt: skip
@@ -146,8 +130,6 @@ OTHERS = {
         ("features without Q", lambda: td.self_influence(X.drop_vars("out_to_loss")), ValueError, ["'out_to_loss'"]),
     ],
     "damping": [
-        ("targets instead of a rule", lambda: td.damping(X, td.Soft(damping=T)), ValueError, ["damping"]),
-        ("targets instead of an estimator", lambda: td.damping(X, T), ValueError, ["estimator", "Dataset"]),
         ("estimator without damping", lambda: td.damping(X, "grad_cos"), ValueError, ["GradCos()"]),
         ("features without outputs", lambda: td.damping(X.drop_vars("output"), td.Trak(damping="completeness")), ValueError, ["'output'"]),
     ],
@@ -156,8 +138,6 @@ OTHERS = {
         for bad in (-1, np.nan, np.inf, "1", None, True, [1.0, 2.0])
     ],
     "accessor": [
-        ("gram of samples", lambda: xr.Dataset({"x": ("sample", [1.0])}).trak.gram(), ValueError, ["'x'"]),
-        ("top_k of features", lambda: X.feature.trak.top_k(1), ValueError, ["('sample', 'proj_dim', 'checkpoint')"]),
     ],
 }  # fmt: skip
 
@@ -173,31 +153,25 @@ def over(**options: Any) -> Any:
 RANKED = [
     *((f"a {type(bad).__name__}", lambda bad=bad: td.top_k(bad, 3), ValueError, ["scores"])
       for bad in (X, None, np.ones((20, 5)))),
-    ("scores transposed", lambda: td.top_k(scores().T, 3), ValueError, ["('target', 'sample')"]),
-    ("scores of one sample", lambda: td.top_k(scores().isel(sample=0), 3), ValueError, ["('target',)"]),
     ("scores of an ensemble", lambda: td.top_k(td.score(X, T, average=False), 3), ValueError, ["'checkpoint'"]),
     *((f"k of {bad!r}", lambda bad=bad: top(bad), ValueError, ["k", repr(bad)]) for bad in (0, -3, 21, None)),
     *((f"k of {bad!r}", lambda bad=bad: top(bad), TypeError, ["k", repr(bad)]) for bad in (3.0, "3", True)),
     *((f"fraction of {bad!r}", lambda bad=bad: top(None, fraction=bad), ValueError, ["fraction", repr(bad)]) for bad in (0, 5, np.nan)),
     ("k and fraction", lambda: top(3, fraction=0.1), ValueError, ["k=3", "fraction=0.1"]),
     ("by without over_targets", lambda: top(3, by="label"), ValueError, ["over_targets", "'label'"]),
-    ("over the smallest", lambda: over(over_targets="min"), ValueError, ["'min'"]),
-    ("by a coord that is not there", lambda: over(by="source"), ValueError, ["'source'", "['label']"]),
     ("by missing values", lambda: td.top_k(scores().assign_coords(kind=("sample", [None] * 20)), 3, over_targets="max", by="kind"), ValueError, ["0 samples"]),
     ("over targets by pairs", lambda: over(where=lambda tile: tile.label == tile.target_label), ValueError, ["where"]),
     ("nothing selected", lambda: top(where=np.zeros(20, bool)), ValueError, ["0 samples", "got 3"]),
     ("too few selected", lambda: top(where=np.arange(20) < 2), ValueError, ["2 samples", "got 3"]),
     ("positions for a mask", lambda: top(where=[3, 4, 5]), ValueError, ["int64", "{'sample': 3}"]),
     ("a mask of other samples", lambda: top(where=np.ones(19, bool)), ValueError, ["{'sample': 19}"]),
-    ("a mask transposed", lambda: top(where=np.ones((5, 20), bool)), ValueError, ["{'sample': 5, 'target': 20}"]),
     ("a mask without one label", lambda: td.top_k(scores().assign_coords(sample=NAMES), 3, where=weights(np.ones(19, bool), sample=NAMES[:19])), ValueError, ["'s19'"]),
     ("a mask in another order", lambda: top(where=X.sortby("label").label == 1), ValueError, ["'label'", "sample 1"]),
-    ("a function that returns a coord", lambda: computed(top, where=lambda tile: tile.label), ValueError, ["int64"]),
     ("a function of all scores", lambda: computed(top, where=lambda tile: scores().label == 1), ValueError, ["{'sample': 20}", "'target': 5"]),
 ]  # fmt: skip
 
 
-@parametrize(
+test_bad_input = one_test(
     [
         *rows("features", FEATURES),
         *rows("options", LAMBDA),
@@ -207,5 +181,3 @@ RANKED = [
         *rows("top_k", RANKED),
     ]
 )
-def test_bad_input(row: BadInput, tmp_path: Path) -> None:
-    check(row, tmp_path)

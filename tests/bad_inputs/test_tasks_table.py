@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import torch
 from torch import nn
 
 import trakdask as td
-from tests.bad_inputs.bad_input import BadInput, check, parametrize
+from tests.bad_inputs.bad_input import BadInput, one_test
 from tests.bad_inputs.small_models import (
     BIG,
     IDS,
@@ -20,7 +18,6 @@ from tests.bad_inputs.small_models import (
     computed,
     data,
     drawn,
-    fine,
     labelled,
     language,
     pairs,
@@ -37,14 +34,10 @@ ROWS = [
     BadInput("tasks.ImageClassification", "image", lambda _: td.tasks.ImageClassification(image=("a", "b")), ValueError, ["('a', 'b')"]),
     BadInput("tasks.ImageClassification", "label", lambda _: td.tasks.ImageClassification(label=3), TypeError, ["label", "3"]),
     BadInput("tasks.Classification", "no inputs", lambda _: td.tasks.Classification(()), ValueError, ["inputs", "()"]),
-    BadInput("tasks.Classification", "no such variable", labelled(BIG, task="classification"), ValueError, ["'x'"]),
     BadInput("tasks.Classification", "labels that are text", computed(After(), data().drop_vars("label").assign_coords(label=("sample", list("abca")))), TypeError, ["'label'", "return_inverse=True"]),
-    BadInput("tasks.Classification", "labels that are one-hot", labelled(np.eye(4, 3, dtype=int), task="image_classification"), RuntimeError, ["'label'", "argmax"]),
     BadInput("tasks.TextClassification", "inputs", lambda _: td.tasks.TextClassification(3), ValueError, ["inputs", "3"]),
     BadInput("tasks.TextClassification", "label out of range", labelled(BIG, task=td.tasks.TextClassification("image", positional=True)), RuntimeError, ["got 7 at sample 2", "3 classes"]),
     BadInput("tasks.BinaryClassification", "label 2", labelled([0, 1, 2, 1], nn.Linear(4, 1), task=td.tasks.BinaryClassification("image")), RuntimeError, ["'label'", "got 2 at sample 2"]),
-    BadInput("tasks.BinaryClassification", "signs", labelled([1, -1, 1, -1], nn.Linear(4, 1), task=td.tasks.BinaryClassification("image")), RuntimeError, ["got -1 at sample 1", "labels > 0"]),
-    BadInput("tasks.BinaryClassification", "three logits", labelled([1, 0, 1, 0], task=td.tasks.BinaryClassification("image")), RuntimeError, ["3)", "one number per sample"]),
     BadInput("tasks.MultiLabel", "label 2", labelled([[0, 1, 0]] * 3 + [[1, 2, 0]], task=td.tasks.MultiLabel("image")), RuntimeError, ["'label'", "got 2 at sample 3"]),
     BadInput("tasks.MultiLabel", "other shape", labelled([[0, 1]] * 4, task=td.tasks.MultiLabel("image")), RuntimeError, ["3)", "2)", "'label'"]),
     BadInput("tasks.Regression", "three outputs", labelled([1.0] * 4, task=td.tasks.Regression("image", "label")), RuntimeError, ["3)", "one number"]),
@@ -56,13 +49,11 @@ ROWS = [
     BadInput("tasks.CausalLM", "all labels ignored", language(tokens(IDS % 7, y=[[1, 2, 3], [1, -100, -100], [1, 2, 3], [1, 2, 3]]), task={"labels": "y"}), RuntimeError, ["token to predict", "2 labels -100", "at sample 1"]),
     BadInput("tasks.CausalLM", "position that nothing predicts", language(tokens(IDS % 7, at=[1, 2, 0, 1]), task={"position": "at"}), RuntimeError, ["'at'", "got 0 at sample 2"]),
     BadInput("tasks.CausalLM", "one token", language(tokens([[1], [2]])), RuntimeError, ["'input_ids'", "(2, 1)", "padding"]),
-    BadInput("tasks.CausalLM", "float tokens", computed(After(), data(), td.tasks.CausalLM("image", positional=True)), RuntimeError, ["'image'", "float32"]),
     BadInput("tasks.CausalLM", "ignore_index", lambda _: td.tasks.CausalLM(ignore_index="pad"), TypeError, ["ignore_index", "'pad'"]),
     BadInput("tasks.CausalLM", "no tokens", computed(Language(), data(), "causal_lm"), ValueError, ["'input_ids'", "CausalLM("]),
     BadInput("tasks.expand_tokens", "task", lambda _: td.tasks.expand_tokens({"input_ids": IDS}, "causal_lm"), TypeError, ["CausalLM", "'causal_lm'"]),
     BadInput("tasks.expand_tokens", "an array", lambda _: td.tasks.expand_tokens(IDS), TypeError, ["ndarray"]),
     BadInput("tasks.expand_tokens", "no tokens", lambda _: td.tasks.expand_tokens({"ids": IDS}), ValueError, ["'input_ids'", "'ids'"]),
-    BadInput("tasks.Clip", "seed 1.5", lambda _: td.tasks.Clip(seed=1.5), TypeError, ["seed", "1.5"]),
     BadInput("tasks.Clip", "no mapping", lambda _: td.tasks.Clip(drawn()["0"]), TypeError, ["tuple", "clip_embeddings"]),
     BadInput("tasks.Clip", "too few", lambda _: td.tasks.Clip(drawn()), ValueError, ["300", "1..5", "'0'"]),
     BadInput("tasks.Clip", "temperature", lambda _: td.tasks.Clip(temperature=-1), ValueError, ["temperature", "-1"]),
@@ -71,14 +62,10 @@ ROWS = [
     BadInput("tasks.Clip", "without negatives", computed(TwoTowers(), pairs(), "clip"), RuntimeError, ["'0'", "clip_embeddings"]),
     BadInput("tasks.Clip", "fewer rows", computed(TwoTowers(slice(1, None)), pairs(), td.tasks.Clip(drawn(), n_negatives=5)), RuntimeError, ["(2, embedding)", "(1, 3)"]),
     BadInput("tasks.Clip", "no logit_scale", computed(NoScale(), pairs(), td.tasks.Clip(drawn(), n_negatives=5)), RuntimeError, ["no logit_scale", "temperature=0.07"]),
-    BadInput("tasks.Clip", "one tower", computed(nn.Bilinear(4, 4, 3), pairs(), td.tasks.Clip(drawn(), n_negatives=5)), RuntimeError, ["image embedding", "(2, 3)"]),
-    BadInput("tasks.clip_embeddings", "other task", lambda _: td.tasks.clip_embeddings(fine(), pairs()), TypeError, ["ImageClassification", "clip"]),
     BadInput("tasks.clip_embeddings", "a module", lambda _: td.tasks.clip_embeddings(NET, pairs()), TypeError, ["Linear", "td.Model"]),
-    BadInput("tasks.clip_embeddings", "batch_size", lambda _: td.tasks.clip_embeddings(td.Model(TwoTowers(), task="clip"), pairs(), batch_size=0), ValueError, ["batch_size", "0"]),
     BadInput("tasks.clip_embeddings", "no text", lambda _: td.tasks.clip_embeddings(td.Model(TwoTowers(), task="clip"), pairs().drop_vars("text")), ValueError, ["'text'", "'image'"]),
     BadInput("tasks.Batch", "missing", lambda _: td.tasks.Batch(x=torch.ones(2))["y"], ValueError, ["'y'", "['x']"]),
     BadInput("tasks.resolve_task", "a name", lambda _: td.tasks.resolve_task("lm"), ValueError, ["'lm'", "'causal_lm'"]),
-    BadInput("tasks.resolve_task", "None", lambda _: td.tasks.resolve_task(None), TypeError, ["NoneType"]),
     *[
         BadInput("tasks.ImageClassification", f"temperature {t!r}", lambda _, t=t: td.tasks.ImageClassification(t), error, ["temperature", repr(t)])
         for error, bad in ((ValueError, (0, -1.0, float("nan"))), (TypeError, ("cold", True)))
@@ -86,7 +73,4 @@ ROWS = [
     ],
 ]  # fmt: skip
 
-
-@parametrize(ROWS)
-def test_bad_input(row: BadInput, tmp_path: Path) -> None:
-    check(row, tmp_path)
+test_bad_input = one_test(ROWS)

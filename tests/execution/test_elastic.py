@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from distributed import Client, LocalCluster, Worker, get_task_stream, get_worker
+from distributed import Client, LocalCluster, Worker, get_worker
 
 import trakdask as td
-from tests.clusters import local_cluster, workers_with
+from tests.clusters import local_cluster
 from trakdask.execution import workers_of
 
 pytestmark = pytest.mark.slow
@@ -149,16 +149,3 @@ def test_persist__data_is_spilled(tmp_path: Path, expected: tuple[xr.Dataset, xr
         assert sum(client.run(n_spilled).values()) >= N // 8
         stored = td.save(kept, tmp_path / "f.zarr", progress=False)
         require_identical(stored, expected)
-
-
-def test_compute__on_workers_with_resources(
-    tmp_path: Path, expected: tuple[xr.Dataset, xr.Dataset]
-) -> None:
-    with workers_with({"with": {"MANY": 1}, "without": {}}) as client, client.as_current():
-        lazy = features(tmp_path / "none")
-        with get_task_stream(client) as stream:
-            made = lazy.compute(resources={"MANY": 1})
-        for name in ("feature", "output", "out_to_loss"):
-            np.testing.assert_array_equal(made[name], expected[0][name])
-        names = {address: w["name"] for address, w in workers_of(client).items()}
-        assert {names[task["worker"]] for task in stream.data} == {"with"}

@@ -8,8 +8,6 @@ from __future__ import annotations
 import itertools
 import shutil
 import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,29 +96,6 @@ def test_save__read_only_disk(tmp_path: Path) -> None:
         assert td.verify(tmp_path / "f.zarr", checksums=True).empty
 
 
-def test_save__permission_denied() -> None:
-    """As a user who may not write: root may."""
-    script = """if True:
-        import os, sys
-        import trakdask as td
-        from trakdask.testing import simulate_features
-        features = simulate_features(n_samples=40, proj_dim=8, chunks=16)
-        td.save  # imported while everything may still be read
-        if os.getuid() == 0:
-            os.setgid(65534); os.setuid(65534)
-        try:
-            td.save(features, sys.argv[1], progress=False)
-        except PermissionError as err:
-            print(err)
-    """
-    with tempfile.TemporaryDirectory() as folder:  # pytest's own are closed to others
-        Path(folder).chmod(0o555)
-        done = subprocess.run(
-            [sys.executable, "-c", script, f"{folder}/f.zarr"], capture_output=True, text=True
-        )
-    assert "Permission denied" in done.stdout, done.stderr
-
-
 class RefusingFileSystem(MemoryFileSystem):
     """A store on a network that refuses all requests after some number."""
 
@@ -158,7 +133,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> type[RefusingFileSystem]:
     return RefusingFileSystem
 
 
-@pytest.mark.parametrize("after", [3, 15, 30, 45])
+@pytest.mark.parametrize("after", [3, 30])
 def test_save__network_goes_away(
     after: int, refusing: type[RefusingFileSystem], monkeypatch: pytest.MonkeyPatch
 ) -> None:

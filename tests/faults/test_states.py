@@ -16,7 +16,13 @@ import pytest
 import xarray as xr
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 import trakdask as td
 from tests.storage.integers import assert_rows, features
@@ -177,14 +183,13 @@ class StoreMachine(RuleBasedStateMachine):
             assert td.verify(self.store, checksums=True).empty
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)  # the nightly profile takes minutes
+@pytest.mark.timeout(3600)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_store__any_order_of_events() -> None:
-    from hypothesis.stateful import run_state_machine_as_test
-
-    profile = settings()
-    n = min(50, max(5, profile.max_examples // 4))
-    short = settings(max_examples=n, stateful_step_count=10)
+@pytest.mark.parametrize(
+    "n", [pytest.param(5, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.faults)]
+)
+def test_store__any_order_of_events(n: int) -> None:
     with dask.config.set(scheduler="sync"):
-        run_state_machine_as_test(StoreMachine, settings=short)
+        run_state_machine_as_test(
+            StoreMachine, settings=settings(max_examples=n, stateful_step_count=10)
+        )

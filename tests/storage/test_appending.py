@@ -25,7 +25,7 @@ def store(tmp_path: Path) -> Path:
 
 
 def test_append__samples(store: Path) -> None:
-    more, calls = counted(features(B, NAMES[:2]))
+    more, calls = counted(features(B, NAMES[1::-1]))  # in another order
     opened = save(more, store, append_dim="sample")
     assert len(calls) == 2 * 2
     assert_rows(opened, range(60), 2)
@@ -59,11 +59,6 @@ def test_append__checkpoint_of_samples_in_two_pieces(store: Path) -> None:
     np.testing.assert_allclose(scores, td.score(features(WHOLE), targets), rtol=1e-4, atol=1e-6)
 
 
-def test_append__checkpoints_in_another_order(store: Path) -> None:
-    opened = save(features(B, ("c1", "c0")), store, append_dim="sample")
-    assert_rows(opened, range(60), 2)
-
-
 def test_append__soft_sums(tmp_path: Path) -> None:
     """Those of appended samples are added; those of checkpoints pool others than before."""
     options = {"estimator": td.Soft(power=0.5)}
@@ -81,32 +76,26 @@ def test_append__soft_sums(tmp_path: Path) -> None:
             np.testing.assert_allclose(opened[name], at_once[name], rtol=1e-5, atol=1e-5)
 
 
-def test_append__to_nothing_is_a_new_store(tmp_path: Path) -> None:
-    assert_rows(save(features(), tmp_path / "g", append_dim="sample"), range(40))
-
-
-@pytest.mark.parametrize(
-    ("more", "append_dim", "words"),
-    [
-        (features(B, NAMES[:2]).assign_attrs(task="other"), "sample", "differ in task"),
-        (features(B, NAMES[2:]), "checkpoint", "differ in source"),
-        (
-            features(A).assign_attrs(checkpoints=dict.fromkeys(NAMES, "other")),
-            "checkpoint",
-            r"differ in checkpoints\['c0'\]: expected .*, got 'other'",
-        ),
-        (features(B, NAMES[:2]), None, r"differ in source.*append_dim='sample'"),
-        (features(A), None, "differ in checkpoints"),
-        (features(B, NAMES[:2]).drop_vars("label"), "sample", "'label'"),
-    ],
+MISFITS = (
+    (features(B, NAMES[:2]).assign_attrs(task="other"), "sample", "differ in task"),
+    (features(A, NAMES[:2]).assign_attrs(autocast="bfloat16"), None, "differ in autocast"),
+    (features(B, NAMES[2:]), "checkpoint", "differ in source"),
+    (
+        features(A).assign_attrs(checkpoints=dict.fromkeys(NAMES, "other")),
+        "checkpoint",
+        r"differ in checkpoints\['c0'\]: expected .*, got 'other'",
+    ),
+    (features(B, NAMES[:2]), None, r"differ in source.*append_dim='sample'"),
+    (features(A), None, "differ in checkpoints"),
+    (features(B, NAMES[:2]).drop_vars("label"), "sample", "'label'"),
 )
-def test_append__what_does_not_fit_is_refused(store: Path, more, append_dim, words: str) -> None:
-    with pytest.raises(td.errors.StoreMismatchError, match=words):
-        save(more, store, append_dim=append_dim)
+
+
+def test_append__what_does_not_fit_is_refused(store: Path) -> None:
+    for more, append_dim, words in MISFITS:
+        with pytest.raises(td.errors.StoreMismatchError, match=words):
+            save(more, store, append_dim=append_dim)
     assert_rows(td.open(store), range(40), 2)
-
-
-def test_append__checkpoint_of_two_sets_at_once_says_one_call_per_set(store: Path) -> None:
     save(features(B, NAMES[:2]), store, append_dim="sample")
     with pytest.raises(
         td.errors.StoreMismatchError, match=r"'40:60'.*append_dim='checkpoint'.*per set"

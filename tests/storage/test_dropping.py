@@ -23,6 +23,10 @@ def store(tmp_path: Path) -> Path:
     opened = td.drop(tmp_path / "f.zarr", where=lambda ds: ds.number < 5)
     assert_rows(opened, LEFT, 2)
     assert stored_matrix(opened, "gram", Trak()) is not None
+    shown = td.open(tmp_path / "f.zarr", dropped=True)
+    np.testing.assert_array_equal(shown.feature, VALUES[:40, :, :2])
+    np.testing.assert_array_equal(shown.dropped, np.arange(40) < 5)
+    assert "gram" not in shown
     assert td.verify(tmp_path / "f.zarr", checksums=True).empty
     return tmp_path / "f.zarr"
 
@@ -52,13 +56,6 @@ def test_drop__then_append_samples(store: Path) -> None:
 
 def test_drop__then_append_a_checkpoint(store: Path) -> None:
     assert_rows(save(features(A, NAMES[2:]), store, append_dim="checkpoint"), LEFT)
-
-
-def test_drop__shown(store: Path) -> None:
-    shown = td.open(store, dropped=True)
-    np.testing.assert_array_equal(shown.feature, VALUES[:40, :, :2])
-    np.testing.assert_array_equal(shown.dropped, np.arange(40) < 5)
-    assert "gram" not in shown
 
 
 def test_drop__without_a_gram(tmp_path: Path) -> None:

@@ -35,27 +35,19 @@ TARGETS = labelled(6, seed=1)
 
 
 def make(path: Path, kind: str) -> Path:
-    """Save a store whose coords come from one part, from several, or from an assignment."""
-    features = labelled()
-    td.save(features, path, progress=False)
-    if kind in ("appended", "dropped"):
-        more = labelled(11, seed=2).assign_attrs(source="more")
-        td.save(more, path, append_dim="sample", progress=False)
-    if kind in ("assigned", "assigned_then_appended"):
+    """Save a store with coords of two calls, of which the first were assigned, or some dropped."""
+    td.save(labelled(), path, progress=False)
+    more = labelled(11, seed=2).assign_attrs(source="more")
+    if kind == "assigned":
         td.assign_coords(path, {"source": SOURCES[np.arange(N) % 3], "weight": np.arange(N) / 2})
-    if kind == "assigned_then_appended":
-        more = labelled(9, seed=2).assign_attrs(source="more")
-        more = more.assign_coords(weight=("sample", np.ones(9)))
-        td.save(more, path, append_dim="sample", progress=False)
+        more = more.assign_coords(weight=("sample", np.ones(11)))
+    td.save(more, path, append_dim="sample", progress=False)
     if kind == "dropped":
         td.drop(path, where=lambda ds: ds["size"].isin([3, 60]))
     return path
 
 
-KINDS = ("assigned_then_appended", "dropped")
-
-
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["assigned", "dropped"])
 def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("store") / "f.zarr", request.param)
 
@@ -66,7 +58,6 @@ def score(ds: xr.Dataset) -> xr.DataArray:
 
 QUERIES: dict[str, Callable[[xr.Dataset], Any]] = {
     "score": score,
-    "score of rows": lambda ds: score(ds).isel(sample=slice(5, 30)),
     "top_k": lambda ds: td.top_k(score(ds), K),
     "top_k of selected features": lambda ds: td.top_k(score(ds.isel(sample=slice(3, 20))), K),
     "top_k, mask": lambda ds: td.top_k(score(ds), 3, where=score(ds).source == "web"),
@@ -79,7 +70,6 @@ QUERIES: dict[str, Callable[[xr.Dataset], Any]] = {
     "top_k, pairs": lambda ds: td.top_k(
         score(ds), 2, where=score(ds).label == score(ds).target_label
     ),
-    "top_k of other chunks": lambda ds: td.top_k(score(ds.chunk(sample=5)), K),
     "group_score": lambda ds: td.group_score(
         ds, TARGETS.drop_vars("source"), td.Trak(damping=td.Absolute(1.0)), by="source"
     ),
@@ -119,28 +109,18 @@ def test_open__coords_are_those_of_loaded_ones_in_the_blocks_of_features(store: 
     assert {lazy[name].chunks for name in along} == {lazy.feature.chunks[:1]}
     assert lazy.chunks["sample"] == lazy.feature.chunks[0]
     xr.testing.assert_identical(lazy.compute(), loaded.compute())
+    shown = [td.open(store, dropped=True, load_coords=load).compute() for load in (False, True)]
+    xr.testing.assert_identical(*shown)
 
 
-def test_save__of_lazy_coords(tmp_path: Path) -> None:
-    store = make(tmp_path / "f.zarr", "assigned")
+def test_save__of_lazy_coords(store: Path, tmp_path: Path) -> None:
     again = td.save(td.open(store, load_coords=False), tmp_path / "again.zarr", progress=False)
     for name, coord in td.open(store).coords.items():
         np.testing.assert_array_equal(again[name], coord)
 
 
-def test_open__dropped_samples_are_shown(tmp_path: Path) -> None:
-    path = make(tmp_path / "f.zarr", "dropped")
-    lazy, loaded = (td.open(path, dropped=True, load_coords=load) for load in (False, True))
-    xr.testing.assert_identical(lazy.compute(), loaded.compute())
-
-
-@pytest.fixture
-def one_part(tmp_path: Path) -> Path:
-    return make(tmp_path / "f.zarr", "appended")
-
-
-def test_query__on_worker_processes(one_part: Path, process_client: Client) -> None:
-    expected = QUERIES["top_k, tile mask"](td.open(one_part)).compute()
-    found = QUERIES["top_k, tile mask"](td.open(one_part, load_coords=False)).compute()
+def test_query__on_worker_processes(store: Path, process_client: Client) -> None:
+    expected = QUERIES["top_k, tile mask"](td.open(store)).compute()
+    found = QUERIES["top_k, tile mask"](td.open(store, load_coords=False)).compute()
     # Not to the bit: workers may round sums differently, depending on how blocks lie in memory.
     xr.testing.assert_allclose(found, expected)

@@ -100,11 +100,6 @@ def test_lock__of_s3_is_created_if_absent(place: Folder) -> None:
         save(place)
 
 
-def test_open__nowhere_on_s3(place: Folder) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no store"):
-        td.open(place.url, storage_options=place.options)
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_attribute__keeps_what_was_fitted_in_s3(place: Folder) -> None:
     x = np.random.default_rng(0).normal(size=(40, 6)).astype("f4")

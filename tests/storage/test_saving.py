@@ -122,16 +122,6 @@ def test_save__gram_asked_for_later(tmp_path: Path) -> None:
     assert "gram" in save(FEATURES, tmp_path / "f.zarr", estimator=None)
 
 
-def test_save__other_blocks_go_on(tmp_path: Path) -> None:
-    broken, _ = counted(FEATURES, limit=4)
-    with dask.config.set(scheduler="sync"), pytest.raises(RuntimeError, match="out of budget"):
-        save(broken, tmp_path / "f.zarr")
-    other = FEATURES.chunk(sample=(7, 20, 13))
-    opened = save(other, tmp_path / "f.zarr")
-    assert opened.feature.chunks[0] == (16, 16, 8)
-    np.testing.assert_array_equal(opened.feature, FEATURES.feature)
-
-
 def test_save__variables_that_features_have_besides(tmp_path: Path) -> None:
     loss = 2 * FEATURES.out_to_loss
     opened = save(FEATURES.assign(loss=loss), tmp_path / "f.zarr")
@@ -159,21 +149,6 @@ def test_save__runs_on_the_active_client(
     np.testing.assert_array_equal(opened.feature, FEATURES.feature)
     td.to_zarr(td.score(opened, FEATURES), "scores.zarr")
     assert xr.open_zarr(tmp_path / "scores.zarr", consolidated=False).score.notnull().all()
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("projector", {"kind": "simulated", "proj_dim": 8, "seed": 1}),
-        ("checkpoints", {"c0": "c0", "c1": "changed"}),
-        ("autocast", "bfloat16"),
-    ],
-)
-def test_save__other_spec_is_refused_by_name(tmp_path: Path, field: str, value: object) -> None:
-    save(FEATURES, tmp_path / "f.zarr")
-    with pytest.raises(td.errors.StoreMismatchError, match=rf"differ in {field}"):
-        save(FEATURES.assign_attrs({field: value}), tmp_path / "f.zarr")
-    np.testing.assert_array_equal(td.open(tmp_path / "f.zarr").feature, FEATURES.feature)
 
 
 def test_save__selections_in_memory_or_of_a_store(tmp_path: Path) -> None:

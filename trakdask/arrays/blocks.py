@@ -2,7 +2,7 @@
 
 Of most arrays Dask makes one task for each block, whose result stays in memory until all tasks that
 need it have run: all features, if λ is to be chosen before they are scored. A block of a store is
-rather read again. Whether it may be cannot be seen from a graph, so the array says it.
+rather read again. :func:`reader` says whether it may be.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import dask.array as da
 import numpy as np
 import numpy.typing as npt
 from dask.base import tokenize
+from dask.blockwise import Blockwise
 from dask.layers import ArrayBlockwiseDep
 
 Block: TypeAlias = npt.NDArray[Any]
@@ -58,9 +59,6 @@ _COLUMN_BYTES = 2**26
 
 _MOST_GROUPS = 4096
 """Of blocks along samples. A scheduler takes about a millisecond for each of its tasks."""
-
-#: The attribute of a Dask array that says how it is read. xarray refuses subclasses beside arrays.
-_READ = "trakdask_read"
 
 
 def blockwise(
@@ -392,17 +390,24 @@ def stored(read: Read, chunks: Chunks, dtype: npt.DTypeLike, name: str) -> da.Ar
     [0.0, 1.0, 2.0, 3.0, 4.0]
     """
     index, meta = "sxyz"[: len(chunks)], np.empty((0,) * len(chunks), dtype)
-    reads = _Reads(name, read, chunks, None, range(len(chunks)))
+    reads = _ReadsOfArray(name, read, chunks, None, range(len(chunks)))
     lazy: da.Array = da.blockwise(
         block_of, index, reads, index, name=name, align_arrays=False, dtype=dtype, meta=meta
     )
-    setattr(lazy, _READ, read)
     return lazy
 
 
 def reader(array: object) -> Read | None:
-    """Return how the blocks of an array of a store are read; None of any other array."""
-    return getattr(array, _READ, None)
+    """Return how the blocks of an array of a store are read; None of any other array.
+
+    An array is one of a store as long as its own tasks are those of :func:`stored`: a persisted one
+    has the same name, and other tasks.
+    """
+    layer = array.dask.layers.get(array.name) if isinstance(array, da.Array) else None
+    for argument in layer.io_deps.values() if isinstance(layer, Blockwise) else ():
+        if isinstance(argument, _ReadsOfArray):
+            return argument.read
+    return None
 
 
 def map_stored(
@@ -505,3 +510,7 @@ class _Reads(_Arguments):
         blocks[0] = self.groups[index[0]]
         keys = tuple(map(self.slices, itertools.product(*blocks)))
         return Unread(self.read, keys, self.chunks[0][index[0]])
+
+
+class _ReadsOfArray(_Reads):
+    """The blocks that the tasks of an array of a store read, each its own."""

@@ -36,6 +36,7 @@ from trakdask.command_line.configuration import (
     section,
 )
 from trakdask.export import require_replaceable
+from trakdask.files import replacing
 from trakdask.fits.components import WIDE
 from trakdask.projection.fitted import Components, Fitted
 from trakdask.provenance import as_text
@@ -355,8 +356,8 @@ def export(result: str, path: str) -> None:
         with TemporaryDirectory() as folder:
             td.to_parquet(data, table := f"{folder}/table.parquet")
             return _to_csv(_parquet(table), path)
-    data.to_netcdf(f"{path}.unfinished")
-    os.rename(f"{path}.unfinished", path)
+    with replacing(path) as partial:
+        data.to_netcdf(partial)
 
 
 def _parquet(result: str) -> Any:
@@ -367,10 +368,9 @@ def _parquet(result: str) -> Any:
 
 def _to_csv(table: Any, path: str) -> None:
     """Write a table as text, some rows at a time."""
-    with open(f"{path}.unfinished", "w", encoding="utf-8", newline="") as file:
+    with replacing(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
         for number, rows in enumerate(table.to_batches()):
             rows.to_pandas().to_csv(file, index=False, header=number == 0)
-    os.rename(f"{path}.unfinished", path)
 
 
 # --------------------------------------------------------------------------------------- samples

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +17,7 @@ from safetensors.torch import save_file, save_model
 from torch import Tensor
 
 from trakdask.checks import require_integer, shown
-from trakdask.files import Folder
+from trakdask.files import Folder, replacing
 from trakdask.models.checkpoints import (
     checkpoint_folders,
 )
@@ -165,18 +164,16 @@ class _Keeper:
         rates, self._since = self._since, []
         if not state.is_world_process_zero or not rates:
             return
-        partial = self.folder / f".{name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        if hasattr(model, "save_pretrained"):
-            model.save_pretrained(partial)
-        else:
-            save_model(model, str(partial / "model.safetensors"))
-        if self.second_moments:
-            save_file(_moments(model, optimizer), partial / MOMENTS_FILE)
+        # The run that this one continues may have kept this checkpoint, too.
+        with replacing(self.folder / name, partial=self.folder / f".{name}.partial") as partial:
+            partial.mkdir()
+            if hasattr(model, "save_pretrained"):
+                model.save_pretrained(partial)
+            else:
+                save_model(model, str(partial / "model.safetensors"))
+            if self.second_moments:
+                save_file(_moments(model, optimizer), partial / MOMENTS_FILE)
         self._rates[name] = sum(rates) / len(rates)
-        shutil.rmtree(self.folder / name, ignore_errors=True)  # of the run that this one continues
-        partial.rename(self.folder / name)
         content = json.dumps(self._rates, indent=1).encode()
         Folder(str(self.folder.absolute())).write(_RATES_FILE, content)
 

@@ -24,7 +24,6 @@ from distributed import as_completed
 from trakdask import execution
 from trakdask.arrays.blocks import Blocks, Bounds, flat
 from trakdask.errors import StoreMismatchError
-from trakdask.files import explained
 from trakdask.storage.group import ERROR, SCALE, Group
 from trakdask.storage.reading import lazy_array
 from trakdask.variables import (
@@ -77,7 +76,7 @@ def _missing_blocks(
     group
         The store, with the sizes that it is to have.
     rows
-        Of one set of samples, added together.
+        Rows of one set of samples, which were added together.
     index
         Number of the checkpoint.
     stored
@@ -169,7 +168,7 @@ def save_blocks(
         Show a bar.
     """
     b = group.block
-    # In blocks of the store, of which the first is partial if it begins within a chunk.
+    # In blocks of the store. The first one is partial if it begins within a chunk.
     starts = [rows.start, *range((rows.start // b + 1) * b, rows.stop, b), rows.stop]
     sizes = tuple(np.diff(starts).tolist())
     chunked = features.chunk({SAMPLE: sizes, PROJ_DIM: -1, CHECKPOINT: 1})
@@ -189,7 +188,7 @@ def save_blocks(
 def _compute(tasks: Tasks, **options: Any) -> None:
     """Compute tasks for what they store; on a cluster each is forgotten as soon as it is done.
 
-    Else the scheduler would compute blocks again whose worker has died since.
+    Otherwise the scheduler would compute a stored block again if its worker dies later.
     """
     array, keys = tasks
     graph = da.optimize(array.dask, keys)
@@ -237,24 +236,16 @@ def _write_block(
 ) -> np.ndarray:
     """Store the rows of a block: ``out_to_loss`` last, by which the block is known to be stored.
 
-    zarr puts a chunk in one piece. Of one that holds other rows, too, it reads and keeps these; two
+    zarr puts a chunk in one piece. If a chunk has other rows, too, zarr reads and keeps them. Two
     tasks never write the same chunk, since a call of save writes one set of consecutive rows.
     """
     began, (start, stop) = time.time(), bounds
     rows, column = slice(offset + start, offset + stop), slice(index, index + 1)
-    try:
-        for array, block in zip(arrays, blocks, strict=True):
-            (value,) = flat(block)
-            if scale is not None and array.basename == "feature":
-                value, scale[rows, column] = encoded(value)
-            array[rows, ..., column] = value
-    except OSError as err:
-        text = (
-            f"expected to store the samples {rows.start}:{rows.stop} of checkpoint {index} in "
-            f"{arrays[0].store_path}, but could not ({type(err).__name__}: {err}); stored blocks "
-            "are safe: when the cause is gone, the same td.save(...) goes on from here"
-        )
-        raise explained(err, text) from err
+    for array, block in zip(arrays, blocks, strict=True):
+        (value,) = flat(block)
+        if scale is not None and array.basename == "feature":
+            value, scale[rows, column] = encoded(value)
+        array[rows, ..., column] = value
     _log.info(
         "samples %d:%d of checkpoint %d were stored by %s in %.2f s",
         rows.start, rows.stop, index, socket.gethostname(), time.time() - began,
@@ -278,7 +269,8 @@ def save_sums(
 def difference_of_block(group: Group, features: xr.Dataset, rows: range) -> str | None:
     """Compute a block that is stored again, and compare: code may change under the same name.
 
-    The last one, which is the smallest; of those without failures, which this call might raise.
+    It is the last one, which is the smallest, among the blocks without failures, which this call
+    might raise.
 
     Returns
     -------

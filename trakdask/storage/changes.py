@@ -61,7 +61,7 @@ def assign_coords(
         what :func:`open` returns; or along ``td.open(store, dropped=True)``, with the samples that
         :func:`drop` left out. Coords of other names stay as they are.
     storage_options
-        Given to fsspec with a URL, as xarray does.
+        As in :func:`save`.
 
     Returns
     -------
@@ -71,7 +71,9 @@ def assign_coords(
     ------
     TypeError, ValueError
         If a name cannot be used, or values are not one per sample; also if a coord is new, or of
-        another kind, and values of dropped samples are not given.
+        another kind, and values of dropped samples are missing.
+    FileNotFoundError
+        If there is no such store.
     IncompleteFeaturesError
         If the store is not complete.
     StoreBusyError
@@ -80,8 +82,8 @@ def assign_coords(
     Notes
     -----
     The values count all at once or not at all, whatever is killed. Nothing is computed, so a coord
-    that the model read (such as the label) changes in the metadata only: its gradients are those of
-    the old values. Cost: the named coords are written.
+    that the model read (such as the label) changes in the metadata only: its gradients stay as they
+    were. Cost: the named coords are written.
 
     Examples
     --------
@@ -173,7 +175,7 @@ def verify(
         until :func:`save` reduces them again; without a readable mask of dropped samples, these are
         shown again. An append that was cut short is given up.
     storage_options
-        Given to fsspec with a URL, as xarray does.
+        As in :func:`save`.
 
     Returns
     -------
@@ -239,9 +241,7 @@ def _about(group: Group, name: str) -> tuple[tuple[int, int], str]:
     """Return where in (-1, *index) block and checkpoint of a chunk are, and how to restore it."""
     if name in group.features:
         return (1, -1), _REMEDY
-    if name in FITTED:
-        return (0, -1), _REMEDY
-    if name in DERIVED:
+    if name in (*FITTED, *DERIVED):
         return (0, -1), _REMEDY
     if name == DROPPED:
         return (0, 0), f"{_REPAIR}, which shows all samples, then td.drop(store, ...)"
@@ -251,16 +251,14 @@ def _about(group: Group, name: str) -> tuple[tuple[int, int], str]:
 def _remove(group: Group, path: str, block: int, checkpoint: int) -> None:
     """Remove a chunk, and let the store know what it lacks."""
     name = path.partition("/")[0]
-    if name in group.features:
-        group.folder.remove(path)
-        # Without this chunk a block does not count.
-        (group.folder / "out_to_loss").remove(group.chunk_key("out_to_loss", (block, checkpoint)))
-        group.attrs["lacking"] = True
-    elif name in FITTED:
+    if name in (*group.features, *FITTED):
         group.folder.remove(path)
         group.attrs["lacking"] = True
+        if name in group.features:  # without this chunk a block does not count
+            last = group.chunk_key("out_to_loss", (block, checkpoint))
+            (group.folder / "out_to_loss").remove(last)
     elif name in (*DERIVED, DROPPED):
-        # What is left would be of other samples, or of another gram matrix.
+        # The other sums would be over other samples, or of another gram matrix.
         for derived in {*DERIVED, name}:
             group.arrays.pop(derived, None)
 
@@ -274,6 +272,6 @@ def _give_up(group: Group) -> None:
         for index in target.stored_chunks(name):
             if index[0] >= first or index[-1] >= c:
                 (group.folder / name).remove(group.chunk_key(name, index))
-        if n % group.block:  # rows beyond those that count, in the same chunk
+        if n % group.block:  # rows in the last chunk that do not count
             array = target.array(name)
             array[n : first * group.block, ..., :c] = "" if name == ERROR else np.nan

@@ -34,7 +34,7 @@ from trakdask.variables import CHECKPOINT, DERIVED, FITTED, PROJ_DIM, SAMPLE, TR
 METADATA = "zarr.json"
 DROPPED, ERROR, SCALE = "dropped", "error", "scale"
 STORE_ATTRS = ("arrays", "coordinates", "n_samples", "sources", "unfinished", "lacking")
-"""Attributes by which the store knows what it holds; not those of features."""
+"""Attributes that describe the store, and not the features."""
 
 Metadata = dict[str, Any]
 
@@ -73,10 +73,11 @@ class Group:
             metadata = folder.read_json(METADATA)
         attrs = metadata.get("attributes", {})
         if "arrays" not in attrs:
+            names = folder.names()[:3]
+            holds = f"holds {names}, and no store of this version" if names else "does not exist"
             raise FileNotFoundError(
-                f"expected features in {folder.url!r}, there is no store of this version but "
-                f"{folder.names()[:3] or 'nothing'}; try td.save(features, store), another path, "
-                "or xr.open_zarr for a group of other programs"
+                f"expected a store of features at {folder.url!r}, which {holds}; try "
+                "td.save(features, store), another path, or xr.open_zarr for other zarr groups"
             )
         arrays = attrs.pop("arrays")
         return cls(folder, attrs, dict(arrays), arrays)
@@ -147,11 +148,7 @@ class Group:
     def require_chunks(self, name: str) -> None:
         """Raise if an array lacks chunks: zarr would read fill values in their place."""
         for index in {*self.chunk_indices(name)} - self.stored_chunks(name):
-            raise IncompleteFeaturesError(
-                f"expected '{name}/{self.chunk_key(name, index)}' in the store "
-                f"{self.folder.url!r}, but it is gone; try td.open(store) again if the store was "
-                "changed since, or td.verify(store), which says how to restore it"
-            )
+            raise lost_chunk(self.folder, f"{name}/{self.chunk_key(name, index)}")
 
     def require_complete(self) -> None:
         """Raise if blocks are missing of what counts."""
@@ -221,12 +218,12 @@ class Group:
         self.arrays[name] = _metadata_in(files, name)
 
     def _key_encoding(self, name: str, *, grows: bool = False) -> dict[str, Any]:
-        """Return how chunks are named: by another separator than those that count."""
+        """Return how chunks are named: by another separator than the chunks that count."""
         is_dotted = name in self.before and separator_of(self.before[name]) == "."
         return {"name": "default", "separator": "." if is_dotted == grows else "/"}
 
     def write_small(self, variables: Mapping[str, xr.Variable]) -> None:
-        """Write arrays that are in memory, as xarray encodes them, beside those that count."""
+        """Write arrays that are in memory, as xarray encodes them, beside the stored ones."""
         encoding = {
             name: {
                 "chunk_key_encoding": self._key_encoding(name),
@@ -259,8 +256,8 @@ class Group:
             for name, array in self.arrays.items()
             if array != self.before.get(name)
         }
-        # Consolidated metadata, and those of each array, are for other readers. They count for
-        # nothing else, because tools rewrite them. Before there is a store, its own file is first:
+        # Consolidated metadata and the metadata of each array are for other readers. trakdask does
+        # not read them, because tools rewrite them. Before there is a store, its own file is first:
         # by it a folder is known for a store. Later it is last, because it is what commits.
         files[METADATA] = {
             "zarr_format": 3,
@@ -314,6 +311,15 @@ def chunks_of(metadata: Metadata) -> list[int]:
 def separator_of(metadata: Metadata) -> str:
     """Return what separates the numbers in the name of a chunk."""
     return str(metadata["chunk_key_encoding"]["configuration"]["separator"])
+
+
+def lost_chunk(folder: Folder, path: str) -> IncompleteFeaturesError:
+    """Return the error of a chunk that should be in a store."""
+    return IncompleteFeaturesError(
+        f"expected the chunk {path!r} in the store {folder.url!r}, but it is gone; try "
+        "td.open(store) again if the store was changed since, or td.verify(store), which says how "
+        "to restore it"
+    )
 
 
 def kind(dtype: np.dtype[Any]) -> str:

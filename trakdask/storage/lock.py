@@ -40,7 +40,7 @@ def lock(folder: Folder, purpose: str, name: str = "lock") -> Iterator[Callable[
         If another process holds it.
     """
     process = psutil.Process()
-    own = {
+    ours = {
         "host": socket.gethostname(),
         "process": process.pid,
         "process_started": process.create_time(),
@@ -54,21 +54,21 @@ def lock(folder: Folder, purpose: str, name: str = "lock") -> Iterator[Callable[
     # Two processes may come to this point at once, and one may remove what the other has just
     # created: that one finds out before it commits.
     try:
-        folder.create(name, _encoded(own))
+        folder.create(name, _encoded(ours))
     except FileExistsError:
         holder = _read(folder, name)
-        if holder.get("token") != own["token"]:  # else a network lost the answer
+        if holder.get("token") != ours["token"]:  # else a network lost the answer
             raise StoreBusyError(
                 f"expected to be the only writer of {folder.url!r}, which is being written by "
                 f"{_who(holder)}; try again when it is done, or delete {folder.url}/{name} if it "
                 "is dead"
             ) from None
     stop = threading.Event()
-    renewer = threading.Thread(target=_renew, args=(folder, name, own, stop), daemon=True)
+    renewer = threading.Thread(target=_renew, args=(folder, name, ours, stop), daemon=True)
     renewer.start()
 
     def require_held() -> None:
-        if (holder := _read(folder, name)).get("token") != own["token"]:
+        if (holder := _read(folder, name)).get("token") != ours["token"]:
             raise StoreBusyError(
                 f"expected to be the only writer of {folder.url!r}, but its lock was taken away by "
                 f"{_who(holder)}; try again when that is done"
@@ -105,8 +105,8 @@ def _is_free(holder: dict[str, Any]) -> bool:
         return time.time() > float(holder.get("renewed", "inf")) + _EXPIRES_AFTER_S
     try:
         process = psutil.Process(holder["process"])
-        # The number of a dead process may be that of another one by now; and one that was killed
-        # is a zombie until its parent asks.
+        # Another process may have the number of a dead one by now, and a killed process is a
+        # zombie until its parent asks.
         is_other = abs(process.create_time() - holder["process_started"]) > 1
         return bool(is_other or process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -121,11 +121,11 @@ def _who(holder: dict[str, Any]) -> str:
     )
 
 
-def _renew(folder: Folder, name: str, own: dict[str, Any], stop: threading.Event) -> None:
+def _renew(folder: Folder, name: str, ours: dict[str, Any], stop: threading.Event) -> None:
     while not stop.wait(_RENEWED_EVERY_S):
         try:
-            if _read(folder, name).get("token") != own["token"]:
+            if _read(folder, name).get("token") != ours["token"]:
                 return  # taken away: whoever commits will notice
-            folder.write(name, _encoded(own))
+            folder.write(name, _encoded(ours))
         except OSError as err:
             _log.warning("could not renew the lock of %s: %s", folder.url, err)

@@ -26,7 +26,16 @@ from trakdask.arrays.blocks import Key, Read, reader, stored
 from trakdask.errors import IncompleteFeaturesError, UnfinishedAppendWarning
 from trakdask.files import Folder
 from trakdask.provenance import as_text
-from trakdask.storage.group import DROPPED, ERROR, SCALE, STORE_ATTRS, Group, dims_of, zarr_store
+from trakdask.storage.group import (
+    DROPPED,
+    ERROR,
+    SCALE,
+    STORE_ATTRS,
+    Group,
+    dims_of,
+    lost_chunk,
+    zarr_store,
+)
 from trakdask.variables import CHECKPOINT, DERIVED, SAMPLE, VARIABLES
 
 _CRC_BYTES = 4
@@ -58,14 +67,14 @@ def open(
         the sums that do not cover them.
     load_coords
         ``False`` leaves the coords of samples in the store, as Dask arrays in the blocks of the
-        features: at 10⁸ samples, five coords take some gigabytes. :func:`top_k` then reads, in its
-        tasks, those of the samples that it has found, and for a function ``where=`` those of each
-        tile. :func:`group_score`, and a mask such as ``scores.label == 3``, read that one coord
-        when they are called. Results are the same. After :func:`drop`, or once rows were selected
-        by numbers, a query reads the coords of its rows as a whole. ``groupby`` of xarray needs
-        ``ds.label.load()`` first.
+        features: at 10⁸ samples, five coords take some gigabytes. The tasks of :func:`top_k` then
+        read the coords of the samples that they have found, and for a function ``where=`` the
+        coords of each tile. :func:`group_score`, and a mask such as ``scores.label == 3``, read
+        that one coord when they are called. Results are the same. After :func:`drop`, or once rows
+        were selected by numbers, a query reads the coords of its rows as a whole. ``groupby`` of
+        xarray needs ``ds.label.load()`` first.
     storage_options
-        Given to fsspec with a URL, as xarray does.
+        As in :func:`save`.
 
     Returns
     -------
@@ -88,7 +97,7 @@ def open(
         since.
     ValueError
         If the metadata cannot be read, or the checksum of coords is wrong; when it is computed, if
-        that of a block is.
+        the checksum of a block is wrong.
 
     Warns
     -----
@@ -177,17 +186,17 @@ def read_coords(
     group
         The store.
     names
-        Of the coords; by default all that :func:`assembled` lacks.
+        Names of the coords; by default all that :func:`assembled` lacks.
     rows
-        Numbers of samples in the chunks of those along samples, as Dask arrays; else they are in
-        memory. Why samples failed is always read when it is asked for: as a Dask array it could not
-        select.
+        Numbers of samples in the chunks of coords along samples, which are then Dask arrays; else
+        they are in memory. ``error`` is always read when it is asked for: as a Dask array it could
+        not select.
     """
     names = {*group.coords, ERROR} - {CHECKPOINT, DROPPED} if names is None else names
     names = [n for n, array in group.arrays.items() if n in names and array == group.before.get(n)]
     if not names:
         return {}
-    # Of what was read of the store so far, and not of what a writer has put there since.
+    # As the store was when the group was read, whatever a writer has put there since.
     arrays = {"kind": "inline", "metadata": {name: group.arrays[name] for name in names}}
     metadata = {"zarr_format": 3, "node_type": "group", "consolidated_metadata": arrays}
     path = StorePath(zarr_store(group.folder, read_only=True))
@@ -290,11 +299,7 @@ def read_chunk(
     if complete and is_filled.all():
         parent, _, name = path.rpartition("/")
         if name not in (folder / parent).names():
-            raise IncompleteFeaturesError(
-                f"expected the chunk {path!r} in the store {folder.url!r}, but it is gone; try "
-                "td.open(store) again if the store was changed since, or td.verify(store, "
-                "repair=True), which says what to do"
-            )
+            raise lost_chunk(folder, path)
     return block
 
 

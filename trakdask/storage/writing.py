@@ -97,8 +97,8 @@ def write(
             group = before.target()
         folder.sweep()
         save_fit(before.target(), features, retries)
-        # With all rows that chunks have: those of an unfinished append are to stay in them.
         features = with_trained_on(before, features)
+        # The target has the rows of an unfinished append, too, which are to stay in their chunks.
         save_blocks(before.target(), features, rows, retries, progress=progress)
         lacking = sources_that_lack_blocks(group)
         if lacking and "lacking" in group.attrs:
@@ -125,7 +125,7 @@ def kept_beside(folder: Folder) -> Folder:
 
 def _require_options(features: xr.Dataset, dtype: object, append_dim: object) -> None:
     if dtype is not None:
-        require_choice("dtype", dtype, ("float16",), remedy="try dtype=None for that of features")
+        require_choice("dtype", dtype, ("float16",), remedy="try dtype=None to keep theirs")
         if features.feature.dtype != np.float32:
             raise ValueError(
                 f"expected float32 features for dtype='float16', got {features.feature.dtype}; try "
@@ -219,7 +219,7 @@ def _place(
     Raises
     ------
     StoreMismatchError
-        If the store holds something else, or what is new is not that which ``append_dim`` adds.
+        If the store holds something else, or if ``append_dim`` adds something else than is new.
     IncompleteFeaturesError
         If they begin an append while another is unfinished.
     """
@@ -310,19 +310,19 @@ def _known_rows(group: Group, features: xr.Dataset, append_dim: AppendDim | None
 
 
 def require_names(names: Iterable[object]) -> None:
-    """Reject names of coords that cannot be the name of their folder in a store.
+    """Reject names of coords that their folder in a store cannot have.
 
     Raises
     ------
     ValueError
-        If a name is that of another folder, or of none.
+        If another folder of the store has such a name, or no folder can have it.
     """
     for name in names:
         is_folder = isinstance(name, str) and re.fullmatch(r"(?!__)\w[\w.:+=@#%()-]{0,59}", name)
         if not is_folder or name in _TAKEN:
             raise ValueError(
-                f"expected a name for the coord {name!r:.60} that can be that of a folder in a "
-                f"store, such as 'my_coord', and is not one of {sorted(_TAKEN)}; try renaming it"
+                f"expected a name for the coord {name!r:.60} that a folder in a store can have, "
+                f"such as 'my_coord', and not one of {sorted(_TAKEN)}; try renaming it"
             )
 
 
@@ -393,7 +393,7 @@ def _coords(
 def _require_same_values(
     ours: Mapping[str, xr.Variable], stored: Mapping[str, xr.Variable], rows: range, url: str
 ) -> None:
-    """Reject coords that are not those of the store."""
+    """Reject coords that differ from the store's."""
     for name, coord in ours.items():
         difference = "which has none of this name"
         if name in stored:
@@ -415,7 +415,7 @@ def _require_same_values(
 def _require_same_kinds(
     ours: Mapping[str, xr.Variable], stored: Mapping[str, xr.Variable], url: str
 ) -> None:
-    """Reject coords that cannot be appended to those of a store."""
+    """Reject coords that cannot be appended to the store's."""
     kinds, expected = (
         {name: (coord.dims, kind(coord.dtype)) for name, coord in coords.items()}
         for coords in (ours, stored)

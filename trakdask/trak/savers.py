@@ -11,8 +11,7 @@ import json
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, overload
 
@@ -24,6 +23,7 @@ from numpy.lib.format import open_memmap
 
 from trakdask._version import __version__
 from trakdask.errors import StoreMismatchError
+from trakdask.files import replacing
 from trakdask.provenance import as_text, digest
 from trakdask.samples.fingerprints import mapped
 from trakdask.variables import CHECKPOINT, VARIABLES
@@ -347,7 +347,7 @@ class MmapSaver(AbstractSaver):
     ) -> None:
         """Create a file that gets its name only when it is complete."""
         dtype = dtype or (np.float16 if self.use_half_precision else np.float32)
-        with _replaced(path) as partial:
+        with replacing(path, partial=f"{path}.partial") as partial:
             array = open_memmap(partial, mode="w+", dtype=dtype, shape=shape)
             if fill != 0:
                 array[...] = fill
@@ -370,24 +370,13 @@ def _opened(path: Path) -> np.memmap | None:
     return open_memmap(path, mode="r+") if path.exists() else None
 
 
-@contextmanager
-def _replaced(path: Path) -> Iterator[Path]:
-    """Give a name to write to, and rename the file when it is complete."""
-    # There is one writer at a time, so what a killed one left is simply overwritten.
-    partial = path.with_name(f"{path.name}.partial")
-    yield partial
-    os.replace(partial, path)
-
-
 def _read(path: Path) -> Any:
     return json.loads(path.read_bytes())
 
 
 def _write(path: Path, content: Any) -> None:
-    with _replaced(path) as partial, partial.open("w") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
+    with replacing(path, partial=f"{path}.partial", durable=True) as partial:
+        partial.write_text(json.dumps(content))
 
 
 def _require_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
