@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from trakdask.models.tasks import Batch, Forward, Task, task_spec
-from trakdask.models.tasks.protocol import MASK, SampleError, call_model
+from trakdask.models.tasks.logits import MASK, call_model
+from trakdask.models.tasks.protocol import SampleError
 from trakdask.torch_internals import TorchDispatchMode, fake_tensor_mode
 
 T = TypeVar("T")
