@@ -247,13 +247,6 @@ def test_from_torch__random_items_are_warned_of() -> None:
     from_torch([(np.array([np.nan, 1.0]), 1)], names=("x", "y"))
 
 
-def test_from_torch__shapes_override_item_0() -> None:
-    ds = from_torch([np.zeros(4), np.ones(3)], names="x", shapes={"x": (3,)}, chunks=1)
-    assert ds.x[1].values.tolist() == [1, 1, 1]
-    with pytest.raises(ValueError, match=r"\(3,\) in variable 'x'.*\(4,\) for sample 0"):
-        ds.compute()
-
-
 def test_from_torch__fields_that_become_coords() -> None:
     items = [{"x": np.full(2, i), "label": i % 3, "unused": "text"} for i in range(7)]
     ds = from_torch(items, names=["x", "label"], coords=["label"], chunks=3)

@@ -165,8 +165,8 @@ def code_digests(module: nn.Module, task: object, build: object = None) -> dict[
     -----
     Instructions are hashed, not source code, which may be missing, or newer than the code that
     runs. So comments, docstrings and line numbers make no difference. Neither do paths and
-    addresses. Values that functions read from elsewhere, other than default arguments and attributes
-    of classes, are not seen.
+    addresses. Values that functions read from elsewhere are not seen, except default arguments and
+    attributes of classes.
     """
     layout = [(name, type(part).__name__) for name, part in module.named_modules()]
     digests = {
