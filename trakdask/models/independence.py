@@ -244,8 +244,8 @@ def allowed_error(tensors: Iterable[Tensor], least: float = 0.0) -> float:
     """
     kinds = {(tensor.dtype, tensor.device.type) for tensor in tensors}
     allowed = max((tolerance(*kind) for kind in kinds), default=0.0)
-    # The error of a single sample may be a few times that of a sum over samples, in which errors
-    # cancel. In float32, `least` is larger than this; in half precision it is smaller.
+    # The error of a single sample may be a few times the error of a sum, in which errors cancel. In
+    # float32, `least` is larger than this; in half precision it is smaller.
     return max(least, 4 * allowed) if least else allowed
 
 
@@ -266,7 +266,7 @@ def repeated(batch: Batch, n: int) -> Batch:
 
 
 def token_variables(task: Task, arrays: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the variables (batch, tokens) of which a mask (batch, tokens) says the padding."""
+    """Return the variables (batch, tokens) whose padding a mask (batch, tokens) marks."""
     names: tuple[str, ...] = getattr(task, "token_variables", ())
     return names if MASK in names and arrays[MASK].ndim == 2 else ()
 
