@@ -79,18 +79,16 @@ def by_engine(module: nn.Module, batch: Batch, task: object = TASK) -> dict[str,
     return {name: g.view(n, length, -1) for name, g in run(model, batch, "tokens")[0].items()}
 
 
+@pytest.mark.parametrize("slice_bytes", [2**9, 2**22])
 @pytest.mark.parametrize("n", [1, 3, LENGTH])
-def test_tokens__each_is_the_gradient_of_its_own_copy_of_the_weights(n: int) -> None:
+def test_tokens__each_is_the_gradient_of_its_own_copy_of_the_weights(
+    n: int, slice_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trakdask.models.hooks._SLICE_BYTES", {"cpu": slice_bytes})
     module, batch = made(), drawn(n)
     expected = contributions(module, TASK, batch, LENGTH)
     assert all(gradient.any() for gradient in expected.values())
     equal(by_engine(module, batch), expected, rtol=1e-9)
-
-
-def test_tokens__large_weights_come_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trakdask.models.hooks._SLICE_BYTES", {"cpu": 2**9})
-    module, batch = made(), drawn()
-    equal(by_engine(module, batch), contributions(module, TASK, batch, LENGTH), rtol=1e-9)
 
 
 def test_tokens__add_up_to_the_sequence_and_do_not_depend_on_the_batch() -> None:
