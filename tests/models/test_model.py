@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.waiting import Overlap
-from trakdask.examples import digits_mlp
 from trakdask.models.model import Model
 from trakdask.torch_internals import no_fast_path
 
@@ -63,13 +62,6 @@ def test_forward__threads_do_not_share_a_module() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(is_right, range(400)))
-
-
-@pytest.mark.parametrize("build", [digits_mlp(), "trakdask.examples:digits_mlp"])
-def test_model__built_from_a_module_or_a_name(build: nn.Module | str) -> None:
-    module, x = digits_mlp(), torch.rand(3, 1, 8, 8)
-    model = Model(build, [module.state_dict()])
-    torch.testing.assert_close(model.forward(model.checkpoints[0])(x), module(x))
 
 
 def test_model__weights_of_a_module_are_pickled_once_and_apart() -> None:

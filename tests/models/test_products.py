@@ -12,7 +12,6 @@ from tests.models.token_oracle import contributions
 from trakdask.models import rules
 from trakdask.models.model import Model
 from trakdask.models.rules import PRODUCTS, Products
-from trakdask.models.tasks import Batch
 
 
 def vectors_of(module: nn.Module, m: int = 3) -> dict[str, Tensor]:

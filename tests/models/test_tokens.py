@@ -101,18 +101,6 @@ def test_tokens__add_up_to_the_sequence_and_do_not_depend_on_the_batch() -> None
         torch.testing.assert_close(alone[name][0], gradient[1])
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_tokens__of_transformers(family: str) -> None:
-    models = pytest.importorskip("tests.models.language_models")
-    torch.manual_seed(0)
-    module = getattr(models, family)().double().eval()
-    task = td.tasks.CausalLM()
-    ids = torch.randint(0, 40, (2, 5), generator=torch.Generator().manual_seed(1))
-    batch = Batch(input_ids=ids, attention_mask=torch.ones_like(ids))
-    expected = contributions(module, task, batch, 5)
-    equal(by_engine(module, batch, task), expected, rtol=1e-8)
-
-
 class Pooled(nn.Module):
     """The head sees no tokens, only their mean."""
 

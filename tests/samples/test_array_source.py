@@ -96,11 +96,6 @@ def test_from_arrays__read_by_worker_processes(process_client: Client, tmp_path:
     np.testing.assert_array_equal(computed.stored, x)
 
 
-def test_from_arrays__conjugated_tensor() -> None:
-    x = torch.tensor([1 + 2j, 3 - 1j]).conj()
-    assert from_arrays({"x": x}).x.values.tolist() == [1 - 2j, 3 + 1j]
-
-
 @pytest.mark.parametrize("other", [None, (5, 2)], ids=["none", "another"])
 def test_from_arrays__zarr_array_that_a_worker_does_not_see(
     tmp_path: Path, other: tuple[int, ...] | None

@@ -13,7 +13,7 @@ from trakdask.models.tasks import Batch, Clip, clip_embeddings, task_spec
 
 
 class Towers(nn.Module):
-    """Two towers that return what those of open_clip do."""
+    """Two towers with the results of open_clip's."""
 
     def __init__(self) -> None:
         super().__init__()
