@@ -12,8 +12,9 @@ from torch import Tensor, nn
 import trakdask as td
 from tests.models.engines import equal, run
 from tests.models.token_oracle import contributions
+from trakdask.models.calls import has_pooled_layers
 from trakdask.models.gradients import engine_of
-from trakdask.models.layers import has_pooled_layers, require_layers_of_tokens
+from trakdask.models.layers import require_layers_of_tokens
 from trakdask.models.model import Model
 from trakdask.models.rules import Products
 from trakdask.models.tasks import Batch

@@ -23,9 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trakdask.models.batch_axes import batch_first, by_sample, is_by_token
-from trakdask.models.calls import Call, first_leaf, is_floating, local_gradients
-from trakdask.models.layers import HookedLayer, hooked, rules_by_parameter
+from trakdask.models.calls import (
+    Call,
+    batch_first,
+    by_sample,
+    first_leaf,
+    hooked,
+    is_by_token,
+    is_floating,
+    local_gradients,
+)
+from trakdask.models.layers import HookedLayer, rules_by_parameter
 from trakdask.models.rules import (
     BY_POSITION,
     PRODUCTS,

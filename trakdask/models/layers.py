@@ -1,23 +1,16 @@
-"""The layers of a model: which modules to hook, and the batch axes of their calls."""
+"""The layers of a model: which modules to hook, and the engine that suits them."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from trakdask.models.batch_axes import is_by_token
-from trakdask.models.independence import once_per_task, repeated
 from trakdask.models.rules import CHANNEL_NORMS, CONVOLUTIONS, SLICEABLE, GradientRule, rules_of
-from trakdask.models.tasks import Batch, Forward, Task, TrakTask
-from trakdask.torch_internals import fake_tensor_mode, tree_leaves
+from trakdask.models.tasks import Task, TrakTask
 
 # Layers whose result at one token depends on several, or that have no axis of tokens.
 _ACROSS_TOKENS = (
@@ -28,8 +21,6 @@ _ACROSS_TOKENS = (
 
 CallAxes = tuple[list[int | None], list[int | None]]
 """The batch axis of each input and of each output of a call; None if it has no batch axis."""
-_Shapes = list[tuple[int, ...]]
-_CallShapes = tuple[_Shapes, _Shapes]
 
 
 @dataclass(frozen=True)
@@ -157,41 +148,6 @@ def require_layers_of_tokens(module: nn.Module, names: Sequence[str]) -> None:
         )
 
 
-def has_pooled_layers(
-    module: nn.Module, task: Task, inputs: Mapping[str, Tensor], names: Sequence[str]
-) -> bool:
-    """Return whether a layer takes or returns something else than a value per token.
-
-    The model runs on tensors without values. If it cannot, the answer is False.
-
-    Parameters
-    ----------
-    module
-        The architecture.
-    task, names
-        What is differentiated, with respect to which parameters.
-    inputs
-        Tensors without values, of one sample each; sequences are the first of them.
-    """
-    layers, shapes_of = hookable_layers(module, names).layers, {}
-    n_tokens = next(iter(inputs.values())).shape[1]
-    with suppress(Exception), fake_tensor_mode():
-        state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        state = {name: torch.empty_like(t, device="cpu") for name, t in state.items() if t.is_meta}
-        for n in (2, 3):
-            zeros = {k: torch.zeros((n, *v.shape[1:]), dtype=v.dtype) for k, v in inputs.items()}
-            run = partial(task.output, Forward(module, state, {}), Batch(zeros))
-            shapes_of[n] = _call_shapes(run, module, layers)
-        return any(
-            not is_by_token(torch.empty(shapes[0], device="meta"), axes[0], 3, n_tokens)
-            for layer in layers
-            for two, three in zip(shapes_of[2][layer.path], shapes_of[3][layer.path], strict=True)
-            for axes, shapes in zip(_call_axes(two, three), three, strict=True)
-            if shapes and shapes[0]
-        )
-    return False
-
-
 def rules_by_parameter(layers: Sequence[HookedLayer]) -> dict[str, set[GradientRule | None]]:
     """Return the rules for the uses of each parameter; None where there is none that fits."""
     rules: dict[str, set[GradientRule | None]] = defaultdict(set)
@@ -232,79 +188,3 @@ def elements_at_once(engine: str, module: nn.Module, sizes: Mapping[str, int]) -
     rules = rules_by_parameter(plan.layers)
     held = [sizes[name] for name in rules if not rules[name] <= SLICEABLE]
     return max([*held, sum(sizes[name] for name in plan.rest)])
-
-
-def hook_plan(forward: Forward, task: Task, batch: Batch, names: tuple[str, ...]) -> HookPlan:
-    """Return the layers to hook, with the batch axes of all inputs and outputs of their calls.
-
-    A batch axis is one whose length changes with the batch size. (A length alone is not enough,
-    since a sequence may be as long as the batch.) So the first sample is run, repeated two and
-    three times, once for each model, task and kind of batch.
-    """
-
-    def find() -> HookPlan:
-        plan = hookable_layers(forward.module, names)
-        # Not one and two samples: models may squeeze the axis of a single one.
-        runs = (partial(task.output, forward, repeated(batch, n)) for n in (2, 3))
-        two, three = (_call_shapes(run, forward.module, plan.layers) for run in runs)
-        # Whether a layer is called more often for more samples, the collector notices.
-        layers = [
-            replace(layer, calls=tuple(map(_call_axes, two[layer.path], three[layer.path])))
-            for layer in plan.layers
-        ]
-        return replace(plan, layers=tuple(layers))
-
-    return once_per_task("hook plan", forward, task, batch, names, find)
-
-
-def _call_shapes(
-    run: Callable[[], object], module: nn.Module, layers: Sequence[HookedLayer]
-) -> Mapping[str, list[_CallShapes]]:
-    """Return the shapes of the inputs and outputs of every call of the layers during ``run()``."""
-    shapes: dict[str, list[_CallShapes]] = {layer.path: [] for layer in layers}
-
-    def hook_of(layer: HookedLayer) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            shapes[layer.path].append((_shapes((args, kwargs)), _shapes(output)))
-
-        return hook
-
-    with hooked(module, layers, hook_of), torch.no_grad():
-        run()
-    return shapes
-
-
-def _shapes(values: Any) -> _Shapes:
-    # Other values than tensors have no axes, and are passed to all samples alike.
-    leaves = tree_leaves(values)
-    return [tuple(leaf.shape) if isinstance(leaf, Tensor) else () for leaf in leaves]
-
-
-def _call_axes(two: _CallShapes, three: _CallShapes) -> CallAxes:
-    """Return the first axis of each tensor of a call whose length differs, if there is one."""
-    inputs, outputs = (
-        [
-            next((axis for axis, (a, b) in enumerate(zip(*pair, strict=False)) if a != b), None)
-            for pair in zip(*shapes, strict=True)
-        ]
-        for shapes in zip(two, three, strict=True)
-    )
-    return inputs, outputs
-
-
-@contextmanager
-def hooked(
-    module: nn.Module,
-    layers: Sequence[HookedLayer],
-    hook_of: Callable[[HookedLayer], Callable[..., Any]],
-) -> Iterator[None]:
-    """Register a hook on the forward pass of each layer while the ``with`` body runs."""
-    handles = [
-        module.get_submodule(layer.path).register_forward_hook(hook_of(layer), with_kwargs=True)
-        for layer in layers
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
