@@ -1,4 +1,4 @@
-"""Complete the weights of PEFT adapters by those of their base model.
+"""Complete the weights of PEFT adapters by the weights of their base model.
 
 The file of an adapter has only the adapter's own tensors. Nothing of a hub is contacted: the base
 model is in the folder that the adapter's configuration names, or in the model as it was built.

@@ -80,7 +80,7 @@ class Checkpoint:
     id
         The number in [0, 2³²) that selects the projection matrix.
     base
-        The base model, if the tensors are those of an adapter alone.
+        The base model, if the tensors belong to an adapter alone.
     key
         Key of the state dict in a file that holds more than that.
     """
@@ -116,8 +116,8 @@ def make_checkpoints(
         Key of the state dict in files and mappings that hold more than that.
     accept
         Called with the name, the tensors and the folder (or None) of each checkpoint while it is in
-        memory. Raises an error if they are wrong, and returns the base model if they are those of
-        an adapter alone.
+        memory. Raises an error if they are wrong, and returns the base model if they belong to an
+        adapter alone.
 
     Raises
     ------

@@ -307,7 +307,7 @@ def require_same_sum(
         name = list(expected)[int(of_parameters.argmax())]
         raise ValueError(
             f"gradients={engine!r} gives gradients that differ from one backward pass per sample "
-            f"by {float(error / norm):.2g} of their norm, most in {name!r} (does the model reorder "
+            f"by {float(error / norm):.2g} of their norm, most in {name!r} (does it reorder or mix "
             f"samples, or use a parameter outside its layer?); try {SAFER[engine]}"
         )
 
@@ -322,12 +322,8 @@ def require_same_as_loop(
     ValueError
         If gradients differ by more than rounding error.
     """
-    size = batch.size
-    weights = sample_weights(forward, size)
-    seen = WeightedSum(weights, size)
+    weights = sample_weights(forward, batch.size)
+    seen, alone = WeightedSum(weights, batch.size), WeightedSum(weights, batch.size)
     engine_of(engine)(forward, task, batch, names, seen)
-    alone = [
-        summed_gradient(forward, task, row_of(batch, i), names, weights[i])[0] for i in range(size)
-    ]
-    expected = {name: torch.stack([of_one[name] for of_one in alone]).sum(0) for name in names}
-    require_same_sum(engine, seen.sums, expected)
+    loop_gradients(forward, task, batch, names, alone)
+    require_same_sum(engine, seen.sums, {name: total for name, (total,) in alone.sums.items()})

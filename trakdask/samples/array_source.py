@@ -94,8 +94,8 @@ def validate_samples(ds: xr.Dataset) -> xr.Dataset:
     -------
     Dataset with lazy variables, ``sample`` first, in equal blocks of samples and one chunk along
     other dimensions; coords in memory; no index; ``attrs["source"]`` as set by the user, else
-    derived from dask's names and the content. Blocks are those of the variable with the most bytes
-    per sample, or of 512 samples if it has none. A Dataset that has this form already is not
+    derived from dask's names and the content. The variable with the most bytes decides on the
+    blocks; without chunks, they have 512 samples. A Dataset that has this form already is not
     changed.
 
     Raises

@@ -62,7 +62,7 @@ def from_torch(
     ValueError
         If it is empty, its items do not have the named fields, ``collate_fn`` returns a batch that
         is not of one sample, or for the reasons given in :func:`from_arrays`. When computed, if
-        an item's shape or dtype differs from that of item 0.
+        an item has another shape or dtype than item 0.
     RuntimeError
         If reading or collating a sample fails, item 0 here and others when computed; the message
         names it.

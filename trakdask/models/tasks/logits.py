@@ -22,7 +22,7 @@ class ModelTask(HtmlTable):
     inputs: tuple[str, ...]
     positional: bool
     _other_variables: ClassVar[tuple[str, ...]] = ("label",)
-    """Options with the names of further variables; those that are None by default are optional."""
+    """Options that name further variables; an option that is None by default is optional."""
 
     def __post_init__(self) -> None:
         inputs: Any = self.inputs

@@ -71,13 +71,35 @@ class Classification(ModelTask):
     def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
         """Return 1 - p of the correct class, (batch,)."""
         logits, label = self._logits(forward, batch)
-        _require_labels_in_range(batch[self.label], logits.shape[1], self.label)
+        labels, n = batch[self.label], logits.shape[1]
+        reject_samples(
+            (labels < 0) | (labels >= n),
+            lambda row: (
+                f"expected {self.label} in 0..{n - 1} ({n} classes), got {int(labels[row])} at "
+                "sample {sample}; try labels that start at 0, or leaving such samples out"
+            ),
+        )
         return one_minus_p(margin(logits / self.temperature, label))
 
     def _logits(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the logits (batch, classes) and the checked labels (batch,)."""
+        """Return the logits (batch, classes) and the labels (batch,), int64.
+
+        Labels that are out of range are clamped, because they would crash a CUDA kernel, and vmap
+        cannot look at values. ``out_to_loss`` rejects them.
+        """
         logits = call_model(forward, batch, self.inputs, self.positional)
-        return logits, _require_classes(logits, batch[self.label], self.label)
+        label = batch[self.label]
+        if logits.ndim != 2 or logits.shape[1] < 2 or len(logits) != len(label):
+            raise ValueError(
+                f"expected logits ({len(label)}, 2 or more classes), got {shape_of(logits)}; try "
+                "wrapping the model, or td.tasks.BinaryClassification for a single logit"
+            )
+        if label.ndim != 1 or label.is_floating_point() or label.is_complex():
+            raise ValueError(
+                f"expected integer classes (batch,) in {self.label!r}, got {label.dtype} of shape "
+                f"{tuple(label.shape)}; try labels.argmax(1) if they are one-hot, or .astype(int)"
+            )
+        return logits, label.long().clamp(0, logits.shape[1] - 1)
 
 
 class WrongClass(Classification):
@@ -335,37 +357,6 @@ class Regression(ModelTask):
         """Return the true value minus the prediction, (batch,)."""
         predicted = self.output(forward, batch)
         return _per_sample(batch[self.target], len(predicted), repr(self.target)) - predicted
-
-
-def _require_classes(logits: Tensor, label: Tensor, name: str) -> Tensor:
-    """Check logits (batch, classes) and labels (batch,); return the labels as int64.
-
-    Labels that are out of range are clamped, because they would crash a CUDA kernel and vmap cannot
-    look at values. ``out_to_loss`` rejects them.
-    """
-    if logits.ndim != 2 or logits.shape[1] < 2 or len(logits) != len(label):
-        raise ValueError(
-            f"expected logits ({len(label)}, 2 or more classes), got {shape_of(logits)} from the "
-            "model; try wrapping the model, or td.tasks.BinaryClassification for a single logit"
-        )
-    advice = "labels.argmax(1), if they are one-hot" if label.ndim == 2 else "labels.astype(int)"
-    if label.ndim != 1 or label.is_floating_point() or label.is_complex():
-        raise ValueError(
-            f"expected integer classes in {name!r}, one per sample, got {label.dtype} of shape "
-            f"{tuple(label.shape)}; try {advice}"
-        )
-    return label.long().clamp(0, logits.shape[1] - 1)
-
-
-def _require_labels_in_range(label: Tensor, n_classes: int, name: str) -> None:
-    """Reject labels that are not classes."""
-    reject_samples(
-        (label < 0) | (label >= n_classes),
-        lambda row: (
-            f"expected {name} in 0..{n_classes - 1} ({n_classes} classes), got {int(label[row])} "
-            "at sample {sample}; try labels that start at 0, or leaving such samples out"
-        ),
-    )
 
 
 def _per_sample(values: Tensor, size: int, what: str) -> Tensor:
