@@ -307,8 +307,8 @@ def require_same_sum(
         name = list(expected)[int(of_parameters.argmax())]
         raise ValueError(
             f"gradients={engine!r} gives gradients that differ from one backward pass per sample "
-            f"by {float(error / norm):.2g} of their norm, most in {name!r} (does it reorder or mix "
-            f"samples, or use a parameter outside its layer?); try {SAFER[engine]}"
+            f"by {float(error / norm):.2g} of their norm, most in {name!r}: the model may reorder "
+            f"or mix samples, or use a parameter outside its layer; try {SAFER[engine]}"
         )
 
 
