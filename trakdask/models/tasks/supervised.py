@@ -91,8 +91,8 @@ class Classification(ModelTask):
         label = batch[self.label]
         if logits.ndim != 2 or logits.shape[1] < 2 or len(logits) != len(label):
             raise ValueError(
-                f"expected logits ({len(label)}, 2 or more classes), got {shape_of(logits)}; try "
-                "wrapping the model, or td.tasks.BinaryClassification for a single logit"
+                f"expected logits ({len(label)}, classes) of 2 or more classes, got "
+                f"{shape_of(logits)}; try wrapping the model, or td.tasks.BinaryClassification"
             )
         if label.ndim != 1 or label.is_floating_point() or label.is_complex():
             raise ValueError(
