@@ -91,7 +91,7 @@ def test_model__is_built_by_one_thread_at_a_time() -> None:
 
 
 def test_no_fast_path__the_last_user_restores_it() -> None:
-    """As with two tasks, of which the one that begins first ends first."""
+    """As with two tasks, where the first one to begin is the first one to end."""
     get = torch.backends.mha.get_fastpath_enabled
     first, second = no_fast_path(), no_fast_path()
     first.__enter__()

@@ -1,4 +1,4 @@
-"""What is done to a module before it is run, and how its parameters are chosen."""
+"""Modules are prepared before they run, and their parameters are chosen by name."""
 
 from __future__ import annotations
 

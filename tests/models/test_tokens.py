@@ -1,4 +1,4 @@
-"""What each token contributes, against layers with a copy of their weights for each token."""
+"""The contribution of each token, against layers with a copy of their weights for each token."""
 
 from __future__ import annotations
 

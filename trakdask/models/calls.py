@@ -23,6 +23,11 @@ from trakdask.torch_internals import (
     version_of,
 )
 
+# Relative error that no reordering stays below: other rows are as far away as they are long.
+# Rounding errors are far below, but can grow from layer to layer, and in half precision a layer's
+# input is known to three digits.
+_ROUGHLY = 0.05
+
 _Shapes = list[tuple[int, ...]]
 _CallShapes = tuple[_Shapes, _Shapes]
 
@@ -212,6 +217,18 @@ class Call:
                 "changed in place; try x = x + y instead of x += y, or gradients='vmap'"
             )
         return leaf
+
+    def has_row(self, row: int, alone: Any, n_samples: int) -> bool:
+        """Return whether a row of the first input is the first input of the sample alone."""
+        axis = self.in_axes[0]
+        if axis is None:
+            return True
+        in_batch = batch_first(self.input(), axis, n_samples)[row].detach()
+        alone = batch_first(alone, axis, 1)[0]
+        if alone.shape != in_batch.shape:
+            return False
+        error = (alone.double() - in_batch.double()).norm()
+        return bool(error <= _ROUGHLY * alone.double().norm())
 
 
 def local_gradients(

@@ -29,9 +29,9 @@ SAFER = {
     "vmap": "gradients='loop'",
     "tokens": "names of modules as parts=",
 }
-"""What to try where an engine is wrong, or fails."""
+"""A remedy for each engine that is wrong, or fails."""
 
-# Samples in a weighted sum: the errors of more would add up to what a wrong gradient looks like,
+# Samples in a weighted sum: the errors of more would add up to a seemingly wrong gradient,
 # and eight still show a gradient that belongs to another sample.
 _MOST_IN_HALF_PRECISION = 8
 
@@ -192,7 +192,7 @@ def out_to_loss_of(forward: Forward, task: Task, batch: Batch) -> Tensor:
 
 
 def require_per_sample(value: object, size: int, method: str) -> Tensor:
-    """Return what a task's method returned, which must be one number per sample."""
+    """Return a value of a task's method, which must be one number per sample."""
     if isinstance(value, Tensor) and value.shape == (size,):
         return value
     raise ValueError(
@@ -214,7 +214,7 @@ class WeightedSum:
     Parameters
     ----------
     weights
-        Of consecutive samples of a batch.
+        Weights of consecutive samples of a batch.
     size
         Number of samples of the batch.
     first
@@ -284,9 +284,9 @@ def require_same_sum(
     engine
         Name of the engine.
     sums
-        Of :class:`WeightedSum`.
+        The sums of a :class:`WeightedSum`.
     expected
-        Of :func:`summed_gradient`.
+        The sum by autograd, by name of the parameter.
     least
         As in :func:`allowed_error`.
 

@@ -7,7 +7,7 @@ does not differentiate the weights, which saves a third of its work.
 
 A layer that treats the tokens of a sequence one by one uses its weights once per token, so that the
 gradient of a weight is a sum with one term per token: Σ_t δ_t x_tᵀ for a linear layer, where x_t is
-what the layer took at token t and δ_t the gradient with respect to what it returned there. These
+the layer's input at token t, and δ_t the gradient with respect to its output there. These
 terms come from the same backward pass as the sum, if batches of tokens are asked for.
 """
 
@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from trakdask.models.calls import (
     Call,
-    batch_first,
     by_sample,
     first_leaf,
     hooked,
@@ -54,11 +53,6 @@ RowsOfGradient = Callable[..., Tensor]
 
 # Size of a gradient slice: on a CPU it fits in a cache, on a GPU it outlasts a kernel launch.
 _SLICE_BYTES = {"cpu": 2**22, "cuda": 2**28}
-
-# Relative error that no reordering stays below: other rows are as far away as they are long.
-# Rounding errors are far below, but can grow from layer to layer, and in half precision a layer's
-# input is known to three digits.
-_ROUGHLY = 0.05
 
 
 class GradientCollector:
@@ -145,7 +139,7 @@ class GradientCollector:
 
             def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
                 call = next(in_batch, None)
-                if call is None or not _is_row(call, args, kwargs, row, self._n_samples):
+                if call is None or not call.has_row(row, first_leaf(args, kwargs), self._n_samples):
                     raise ValueError(
                         f"expected the same rows of a sample in a batch as of the sample alone at "
                         f"layer {layer.path!r}, got other ones; try gradients='loop'"
@@ -385,19 +379,6 @@ def _at_first_token(rows_of_gradient: RowsOfGradient, n_tokens: int, *where: Any
     rows = gradient.new_zeros(len(gradient) * n_tokens, gradient.shape[1])
     rows[::n_tokens] = gradient
     return rows
-
-
-def _is_row(call: Call, args: Any, kwargs: Any, row: int, n_samples: int) -> bool:
-    """Return whether a layer's first input for a sample alone is the same as a row of the batch."""
-    axis = call.in_axes[0]
-    if axis is None:
-        return True
-    in_batch = batch_first(call.input(), axis, n_samples)[row].detach()
-    alone = batch_first(first_leaf(args, kwargs), axis, 1)[0]
-    if alone.shape != in_batch.shape:
-        return False
-    error = (alone.double() - in_batch.double()).norm()
-    return bool(error <= _ROUGHLY * alone.double().norm())
 
 
 def _slice_bytes(parameter: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""What a model computes for a sample must not depend on other samples, nor on padding.
+"""The results of a model for a sample must not depend on other samples, nor on padding.
 
 Features are properties of single samples. With a model or a task that mixes the samples of a batch
 (by a softmax over the batch axis, by subtracting the mean of the batch, by batch statistics), they
@@ -34,7 +34,7 @@ _answers: WeakKeyDictionary[torch.nn.Module, dict[Hashable, Any]] = WeakKeyDicti
 def once_per_task(
     purpose: str, forward: Forward, task: Task, batch: Batch, also: Hashable, find: Callable[[], T]
 ) -> T:
-    """Return what has been found out about a module as a task uses it, or find it out now.
+    """Return an answer about a module as a task uses it, which is found out once.
 
     Threads have a module each, but all models of one ``build`` share it, whatever their tasks. So
     the key is all that decides how the module is called: the class of the task and its settings,
@@ -68,7 +68,7 @@ def reads_values(forward: Forward, task: Task, batch: Batch) -> bool:
 
 
 class _ValueRead(Exception):
-    """An operation whose result, or the shape of it, can steer what a model does next."""
+    """An operation whose result, or its shape, can steer the next steps of a model."""
 
 
 class _RefusesValues:
@@ -322,7 +322,7 @@ def ignores_padding(forward: Forward, task: Task, batch: Batch) -> bool:
     shorter[MASK] = shorter[MASK].clone()
     shorter[MASK][:, half:] = 0
     whole, cut = (_logits(forward, task, part) for part in (shorter, _cut(shorter, names, half)))
-    if cut.ndim == 3:  # of tokens; what is computed at padding on the left does not matter
+    if cut.ndim == 3:  # of tokens; logits at padding on the left do not matter
         kept = used[row, : cut.shape[1]]
         whole, cut = whole[:, : cut.shape[1]][:, kept], cut[:, kept]
     allowed = tolerance(cut.dtype, cut.device.type) * float(cut.abs().max())

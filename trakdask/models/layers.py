@@ -62,7 +62,7 @@ class HookPlan:
     rest
         Selected parameters that hooks cannot handle. They belong directly to modules that also have
         children with parameters, so that only the module's own code determines how the parameter is
-        used. (Children without parameters, such as activations, are part of what is hooked.)
+        used. (Children without parameters, such as activations, are hooked with their parent.)
     """
 
     layers: tuple[HookedLayer, ...]

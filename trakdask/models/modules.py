@@ -206,7 +206,7 @@ def _of_functions(functions: list[FunctionType], classes: Iterable[type]) -> Ite
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         yield repr([value for value in defaults if isinstance(value, _PLAIN)])
         yield _instructions(code)
-        # What a constructor calls mostly makes weights, which checkpoints replace.
+        # A constructor mostly calls functions that make weights, which checkpoints replace.
         names = ["__init__"] if function.__name__ == "__init__" else _names(code)
         called = [getattr(function, "__wrapped__", None)]
         for name in names:

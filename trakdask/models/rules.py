@@ -221,7 +221,7 @@ def _channel_norm_weight(module: Any, x: Tensor, delta: Tensor, buffers: Buffers
 
 
 def _normalized(module: nn.Module, x: Tensor, buffers: Buffers) -> Tensor:
-    """Return what a layer makes of x before its weight and bias: as for a one and a zero."""
+    """Return x as the layer normalizes it, before its weight and bias."""
     parameters = module.named_parameters(recurse=False)
     neutral = {name: x.new_full(p.shape, float(name == "weight")) for name, p in parameters}
     normal: Tensor = torch.func.functional_call(module, {**neutral, **buffers}, x)
@@ -231,14 +231,14 @@ def _normalized(module: nn.Module, x: Tensor, buffers: Buffers) -> Tensor:
 def turned(
     rule: GradientRule, module: Any, x: Tensor, delta: Tensor, matrices: Mapping[int, Tensor]
 ) -> tuple[GradientRule, Tensor, Tensor]:
-    """Return a rule, and what it is to take, for a weight's gradient in other coordinates.
+    """Return a rule and its arguments for a weight's gradient in other coordinates.
 
     Rotating both sides of a product costs far less than rotating the product, of all samples.
 
     Parameters
     ----------
     rule, module, x, delta
-        One of ``TURNABLE``, and what it takes.
+        One of ``TURNABLE``, and its arguments.
     matrices
         By the axis of the weight; one that is missing keeps its coordinates.
     """

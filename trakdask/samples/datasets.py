@@ -66,7 +66,7 @@ def drawn(ds: xr.Dataset, n: int, block: int) -> xr.Dataset:
 
 
 def source_of(ds: xr.Dataset, inputs: Collection[str] | None = None) -> str:
-    """Identify what a model can read of the samples, independently of chunks.
+    """Identify the values that a model can read, independently of chunks.
 
     Parameters
     ----------

@@ -67,7 +67,7 @@ class Columns:
         return arrays
 
     def _array(self, name: str, column: Any, start: int) -> tuple[Array, Array | None]:
-        """Return a column as an array (row, ...) and, if it was padded, what is no padding."""
+        """Return a column as an array (row, ...) and, if it was padded, the mask of its values."""
         if isinstance(column, np.ndarray):
             return column, None
         samples = np.arange(start, start + len(column))
@@ -227,7 +227,7 @@ class Files:
             ) from err
 
     def _opened(self, path: str) -> Any:
-        """Open a file; a local one of Arrow is mapped, so that only what is used of it is read."""
+        """Open a file; a local one of Arrow is mapped, so that only the parts in use are read."""
         is_local = "file" in np.atleast_1d(self._fs.protocol)
         is_mapped = is_local and path.endswith(_ARROW)
         return pa.memory_map(path) if is_mapped else self._fs.open(path, "rb")

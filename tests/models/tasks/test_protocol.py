@@ -1,4 +1,4 @@
-"""What tasks share: their names, batches, models as functions, logits, and margins by hand."""
+"""Parts of tasks: their names, batches, models as functions, logits, and margins by hand."""
 
 from __future__ import annotations
 

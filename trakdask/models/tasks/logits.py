@@ -1,4 +1,4 @@
-"""What the tasks here share: variables of samples, logits of a model, and margins."""
+"""Parts that tasks share: variables of samples, logits of a model, and margins."""
 
 from __future__ import annotations
 

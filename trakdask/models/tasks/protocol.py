@@ -1,4 +1,4 @@
-"""The contract of a task, and what it is called with: a batch, and a model as a function."""
+"""The contract of a task, and its arguments: a batch, and a model as a function."""
 
 from __future__ import annotations
 
