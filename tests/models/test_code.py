@@ -139,8 +139,8 @@ def test_code_digests__same_in_another_process(tmp_path: Path) -> None:
 
 def featurized(source: str) -> xr.Dataset:
     names = namespace(source)
-    torch.manual_seed(0)
-    model = td.Model(names["build"], [names["build"]().state_dict()], names["MyTask"]())
+    state = {name: torch.ones_like(t) for name, t in names["build"]().state_dict().items()}
+    model = td.Model(names["build"], [state], names["MyTask"]())
     x = np.random.default_rng(0).random((6, 4), "f4")
     samples = td.from_arrays({"x": x, "label": np.arange(6, dtype="f4")}, chunks=4)
     return td.featurize(samples, model, projector=td.Identity())
