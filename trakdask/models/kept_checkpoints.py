@@ -106,6 +106,7 @@ class _Keeper:
         self.folder = folder
         self.every = every
         self.second_moments = second_moments
+        self._files = Folder(str(folder.absolute()))
         self._rates: dict[str, float] = {}
         self._since: list[float] = []
 
@@ -120,18 +121,17 @@ class _Keeper:
         if sharded:
             raise NotImplementedError(
                 f"expected whole weights in one process, got training with {sharded[0]}; try "
-                "td.Model(build, checkpoints=args.output_dir) with the folders of Trainer"
+                "td.Model(build, checkpoints=args.output_dir)"
             )
-        folders = checkpoint_folders(Folder(str(self.folder.absolute())))
-        kept = [Path(folder).name for folder in folders]
+        kept = [Path(url).name for url in checkpoint_folders(self._files)]
         if kept and not state.global_step:
             raise FileExistsError(
                 f"expected no checkpoints in {str(self.folder)!r} at the start of a run, got "
                 f"{kept[:3]}; try another folder, or trainer.train(resume_from_checkpoint=True)"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        before = self.folder / _RATES_FILE
-        self._rates = json.loads(before.read_text()) if kept and before.exists() else {}
+        is_there = kept and (self.folder / _RATES_FILE).exists()
+        self._rates = self._files.read_json(_RATES_FILE) if is_there else {}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **context: Any) -> None:
         """Note the learning rate of the step."""
@@ -170,7 +170,7 @@ class _Keeper:
         shutil.rmtree(self.folder / name, ignore_errors=True)  # of the run that this one continues
         partial.rename(self.folder / name)
         content = json.dumps(self._rates, indent=1).encode()
-        Folder(str(self.folder.absolute())).write(_RATES_FILE, content)
+        self._files.write(_RATES_FILE, content)
 
 
 def _moments(model: Any, optimizer: Any) -> dict[str, Tensor]:

@@ -126,15 +126,14 @@ class Model:
     ) -> None:
         if not callable(build) and not isinstance(build, str):
             raise TypeError(
-                "expected an nn.Module, a callable without arguments that returns one, or "
-                f"'package.module:callable' as build, got {shown(build)} ({type(build).__name__}); "
-                "try td.Model(module, ...)"
+                "expected an nn.Module, a callable that returns one, or 'package.module:callable' "
+                f"as build, got {shown(build)} ({type(build).__name__}); try td.Model(module, ...)"
             )
         if checkpoints is None:
             if not isinstance(build, torch.nn.Module):
                 raise ValueError(
-                    "expected checkpoints, unless build is a trained nn.Module, got none with "
-                    f"build = {_named(build)}; try td.Model(build, checkpoints=['model.pt'], ...)"
+                    f"expected checkpoints beside build = {_named(build)}, got none; try "
+                    "td.Model(build, checkpoints=['model.pt'], ...), or a trained module as build"
                 )
             checkpoints = [build.state_dict()]
         self.task = resolve_task(task)
@@ -259,7 +258,7 @@ def _accept(
 
 
 def _base_model(build: Build, place: str | None) -> Checkpoint:
-    """Return the base model in a folder, or else the one in the model as it is built."""
+    """Return the base model in a folder, or else the one that ``build`` gives."""
     weights = _base_state(build) if place is None else place
     (base,) = make_checkpoints({"base model": weights})
     if place is not None or isinstance(build, torch.nn.Module):
@@ -269,7 +268,7 @@ def _base_model(build: Build, place: str | None) -> Checkpoint:
 
 
 def _base_state(build: Build) -> Mapping[str, Tensor]:
-    """Return the weights of the base model in a PEFT model, as the model was built."""
+    """Return the weights of the base model in a PEFT model, as ``build`` gives it."""
     with _building:
         module = _built(build)
     unload = getattr(module, "unload", None) or getattr(module, "get_base_model", None)
