@@ -12,7 +12,7 @@ import xarray as xr
 
 from trakdask.samples.coords import CoordsLike, check_name, normalise_coords
 from trakdask.samples.fingerprints import fingerprint
-from trakdask.samples.sources import content_of, digest_of, require_samples
+from trakdask.samples.sources import content_of, require_samples
 from trakdask.variables import SAMPLE
 
 _SOURCE = re.compile(r"samples-[0-9a-f]{64}")
@@ -94,4 +94,4 @@ def source_of(ds: xr.Dataset, inputs: Collection[str] | None = None) -> str:
         for name, coord in ds.coords.items()
         if coord.dtype.kind in "biuf" and (inputs is None or name in inputs)
     )
-    return f"samples-{digest_of(repr((variables, coords)))}"
+    return f"samples-{fingerprint(repr((variables, coords)))}"

@@ -6,7 +6,6 @@ one task of the graph, and identified by its pickled content.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, Protocol
@@ -125,16 +124,11 @@ def unpacked(
 
 def read_name(name: str, token: str, size: int) -> str:
     """Return Dask's name of a variable: equal content has equal names, except for the size."""
-    # The digest includes the variable's name, because all variables of a source share its token.
-    return f"read-{name}-{digest_of(f'{name} {token}')}-{size}"
+    # The hash includes the variable's name, because all variables of a source share its token.
+    return f"read-{name}-{fingerprint(f'{name} {token}')}-{size}"
 
 
 def content_of(name: str) -> str:
     """Return Dask's name of an array, without the chunk size if :func:`read_name` chose it."""
     match = _READ_NAME.fullmatch(name)
     return match[1] if match else name
-
-
-def digest_of(text: str) -> str:
-    """Return the SHA-256 of a text."""
-    return hashlib.sha256(text.encode()).hexdigest()
