@@ -27,7 +27,7 @@ class Mean(nn.Module):
         return self.head(self.embedding(input_ids).mean(1))
 
 
-def samples(side: str = "right", n: int = 6) -> xr.Dataset:
+def samples(side: str = "right", n: int = 4) -> xr.Dataset:
     random = np.random.default_rng(0)
     lengths = random.integers(2, 12, n)
     mask = (np.arange(LENGTH) < lengths[:, None]).astype(np.int64)
@@ -81,7 +81,7 @@ def test_trimmed__is_invisible(case: str, side: str) -> None:
     expected = alone(data, model)
     for options in ({"batch_size": 2}, {"gradients": "loop", "batch_size": 3}):
         found = features(data, model, **options)
-        assert found.row.values.tolist() == list(range(6))
+        assert found.row.values.tolist() == list(range(4))
         for name in ("feature", "output", "out_to_loss"):
             scale = np.abs(expected[name].values).max()
             np.testing.assert_allclose(found[name], expected[name], rtol=1e-6, atol=1e-6 * scale)

@@ -25,7 +25,7 @@ def x_of(n: int = 10, *shape: int) -> np.ndarray:
     return np.arange(n * int(np.prod(shape)), dtype="f4").reshape(n, *shape)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(1, 20), st.integers(1, 25), st.sampled_from(["f4", ">f8", "u1", "?", "c8"]))
 def test_from_arrays__values_whatever_the_chunks(n: int, chunks: int, dtype: str) -> None:
     x = x_of(n, 3, 2).astype(dtype)
