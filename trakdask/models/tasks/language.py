@@ -160,7 +160,8 @@ class CausalLM(ModelTask):
     ) -> None:
         """Reject sequences without a token to predict, with unknown ones, or that are too long."""
         labels, name = self._labels(batch), self.labels or self.inputs[0]
-        lengths = (batch[MASK] != 0 if MASK in self.inputs else labels == labels).sum(1)
+        attended = batch[MASK] != 0 if MASK in self.inputs else torch.ones_like(labels)
+        lengths = attended.sum(1)
         # With rotary positions the model would compute something for longer sequences, too.
         most = getattr(getattr(forward.module, "config", None), "max_position_embeddings", None)
         unknown = ((labels < 0) | (labels >= vocabulary))[:, 1:]
