@@ -305,7 +305,7 @@ def test_from_dataframe__datasets_that_are_selected_or_refused(tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["parquet", "datasets", "loaded by datasets"])
+@pytest.mark.parametrize("kind", ["parquet", "loaded by datasets"])
 def test_from_dataframe__read_by_worker_processes(
     kind: str, process_client: Client, tmp_path: Path
 ) -> None:
