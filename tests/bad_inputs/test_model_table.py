@@ -69,7 +69,7 @@ ROWS = [
         ("function with arguments", model(needs_arguments, [STATE]), "needs_arguments", "'width'"),
         ("returns a number", model(lambda: 3, [STATE]), "int", "nn.Module"),
         ("name of a str", model("json:__doc__", [STATE]), "'json:__doc__'", "str"),
-        ("checkpoints a number", model(NET, 5), "5", "int", "checkpoints=["),
+        ("checkpoints a number", model(NET, 5), "int"),
         ("task a class", model(task=td.tasks.Regression), "Regression", "Regression()"),
         ("task without Q", model(task=OnlyOutput()), "OnlyOutput", "out_to_loss"),
         ("parameters a number", model(parameters=3), "3", "parameters='head.*'"),
@@ -81,7 +81,7 @@ ROWS = [
     *rows(M, ImportError, ("no such module", model("no_such:build", [STATE]), "'no_such:build'", "ModuleNotFound")),
     *rows(
         M, ValueError,
-        ("lazy module", model(nn.LazyLinear(3), [STATE]), "'weight'", "lazy", "example_input"),
+        ("lazy module", model(nn.LazyLinear(3), [STATE]), "LazyModule", "dummy batch"),
         ("no checkpoints", model(lambda: NET), "checkpoints=['model.pt']"),
         ("empty checkpoints", model(NET, []), "at least one", "model.pt"),
         ("checkpoint a module", model(NET, [NET]), "Linear", "state_dict()"),
@@ -99,7 +99,7 @@ ROWS = [
         ("wrapped, with other tensors", model(NET, [{**renamed(STATE, "net.model."), "loss.weight": torch.ones(3)}]), "removeprefix('net.model.')", "startswith('net.model.')"),
         ("twice the same", model(NET, {"a": STATE, "b": STATE}), "['a', 'b']"),
         ("task unknown", model(task="clasification"), "'clasification'", "_classification"),
-        ("parameters empty", model(parameters=[]), "parameters=[]", "None"),
+        ("parameters empty", model(parameters=[]), "got []", "None"),
         ("parameters inside of names", model(nn.ModuleDict({"lora_A": NET}), parameters="lora_A"), "'lora_A'", "'*lora_A*'"),
         ("parameters misspelled", model(parameters="wieght"), "'wieght'", "'weight'"),
         ("parameters of no class", model(parameters=nn.Conv2d), "Conv2d", "'Linear'"),
@@ -112,12 +112,13 @@ ROWS = [
         ("no such file", model(NET, ["no_such.pt"]), "no_such.pt"),
         ("moments of no file", moments(["no.pt"]), "no.pt"),
     ),
-    *rows(K, TypeError, ("a number", lambda _: td.keep_checkpoints(3), "3", "folder='run'")),
+    *rows(K, TypeError, ("a number", lambda _: td.keep_checkpoints(3), "int")),
     *rows(K, ValueError, ("a URL", lambda _: td.keep_checkpoints("s3://b/run"), "s3://b/run", "local")),
     *rows(M, td.errors.CheckpointError, ("moments empty", moments([{}]), "state dict", "[]")),
     *[
-        BadInput(M, f"ids {ids}", model(checkpoint_ids=ids), ValueError, ["checkpoint_ids", "2**32"])
-        for ids in ([1, 2], [-1], [2**32], [True], 3.5)
+        BadInput(M, f"ids {ids}", model(checkpoint_ids=ids), error, ["checkpoint_ids", "=None"])
+        for error, all_ids in ((ValueError, ([1, 2], [-1], [2**32])), (TypeError, ([True], "a")))
+        for ids in all_ids
     ],
     *[
         BadInput(K, f"every {every!r}", lambda _, every=every: td.keep_checkpoints("run", every=every), error, ["every", repr(every), "'epoch'"])

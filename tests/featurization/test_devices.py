@@ -93,7 +93,7 @@ def test_on_device__takes_all_tensors_along() -> None:
 @pytest.mark.parametrize("engine", ["vmap", "hooks"])
 def test_engines__stay_on_the_device(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients, "reads_values", lambda *_: False)  # there are none on meta
-    monkeypatch.setattr(supervised, "_require_labels_in_range", lambda *_: None)  # nor labels
+    monkeypatch.setattr(supervised, "reject_samples", lambda *_: None)  # nor labels
     here, found = model(), {}
     forward = on_device(here.forward(here.checkpoints[0]), META)
     label = torch.zeros(4, dtype=torch.long, device=META)

@@ -1,4 +1,4 @@
-"""What tests of engines share: a sink that keeps gradients, a run, and a loop of ``backward()``."""
+"""For tests of engines: a sink that keeps gradients, a run, and a loop of ``backward()``."""
 
 from __future__ import annotations
 

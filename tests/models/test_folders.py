@@ -99,7 +99,7 @@ def test_make_checkpoints__all_steps_of_a_run_in_their_order(folder: Path) -> No
     for given in (folder / "run", str(folder / "run")):
         model = td.Model(gpt2, given, task="causal_lm")
         assert [each.name for each in model.checkpoints] == ["checkpoint-2", "checkpoint-10"]
-    with pytest.raises(CheckpointError, match=r"checkpoint-2.*try checkpoints="):
+    with pytest.raises(CheckpointError, match=r"checkpoint-2.*try .*checkpoints="):
         td.Model(gpt2, [folder / "run"], task="causal_lm")
 
 
@@ -134,39 +134,21 @@ def test_adapter__equals_the_model_in_memory(
     )
 
 
-def test_adapter__tensors_in_memory(folder: Path) -> None:
-    _, made = adapter(folder)
-    state = peft.get_peft_model_state_dict(made)
-    found = features(td.Model(made, [state], task="causal_lm", parameters="*lora_*"))
-    wanted = features(td.Model(made, task="causal_lm", parameters="*lora_*"))
-    xr.testing.assert_allclose(found.drop_vars("checkpoint"), wanted.drop_vars("checkpoint"))
-
-
-def test_adapter__several_share_one_base(folder: Path) -> None:
-    paths = [adapter(folder, seed)[0] for seed in (1, 2)]
-    model = td.Model(lambda: lora(gpt2()), paths, task="causal_lm", parameters="*lora_*")
-    first, second = model.checkpoints
-    assert first.base is second.base is not None
-    assert first.digest != second.digest
-    found = features(model)
-    for index, seed in enumerate((1, 2)):
-        wanted = features(
-            td.Model(adapter(folder, seed)[1], task="causal_lm", parameters="*lora_*")
-        )
-        np.testing.assert_allclose(found[..., index], wanted[..., 0], rtol=1e-5, atol=1e-6)
-
-
-def test_adapter__the_base_belongs_to_its_identity(folder: Path, tmp_path: Path) -> None:
-    path, _ = adapter(folder)
-    other = Path(shutil.copytree(path, tmp_path / "adapter"))
-    torch.manual_seed(5)
+def test_adapter__several_share_one_base_which_belongs_to_their_identity(
+    folder: Path, tmp_path: Path
+) -> None:
+    (first, one), (second, two) = (adapter(folder, seed) for seed in (1, 2))
+    other = Path(shutil.copytree(first, tmp_path / "adapter"))
     gpt2().save_pretrained(tmp_path / "base")
     name_base(other, str(tmp_path / "base"))
-    digests = {
-        td.Model(lambda: lora(gpt2()), [each], task="causal_lm").checkpoints[0].digest
-        for each in (path, other)
-    }
-    assert len(digests) == 2
+    states = {"1": first, "2": second, "memory": peft.get_peft_model_state_dict(two), "3": other}
+    model = td.Model(one, states, task="causal_lm", parameters="*lora_*")
+    assert model.checkpoints[0].base is model.checkpoints[1].base is not None
+    assert len({checkpoint.digest for checkpoint in model.checkpoints}) == 4
+    found = features(model)
+    for index, adapted_model in enumerate((one, two, two)):
+        wanted = features(td.Model(adapted_model, task="causal_lm", parameters="*lora_*"))
+        np.testing.assert_allclose(found[..., index], wanted[..., 0], rtol=1e-5, atol=1e-6)
 
 
 def _lose_a_shard(folder: Path) -> None:
@@ -178,22 +160,11 @@ def _cut_a_shard(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-50])
 
 
-def _empty_index(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text("{}")
-
-
-def _no_weights(folder: Path) -> None:
-    for path in folder.glob("model*"):
-        path.unlink()
-
-
 @pytest.mark.parametrize(
     ("damage", "error", "named"),
     [
         (_lose_a_shard, FileNotFoundError, "-of-"),
         (_cut_a_shard, CheckpointError, r"cannot be read"),
-        (_empty_index, KeyError, "weight_map"),
-        (_no_weights, CheckpointError, r"config\.json"),
     ],
 )
 def test_read_folder__damaged(

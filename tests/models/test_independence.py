@@ -1,4 +1,4 @@
-"""f and Q of samples in a batch against those of each alone."""
+"""f and Q of samples in a batch against f and Q of each sample alone."""
 
 from __future__ import annotations
 

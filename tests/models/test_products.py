@@ -1,4 +1,4 @@
-"""Products with vectors are those of the gradients of the tokens, which are never formed."""
+"""Products of vectors with the gradients of tokens, which are never formed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from tests.models.token_oracle import contributions
 from trakdask.models import rules
 from trakdask.models.model import Model
 from trakdask.models.rules import PRODUCTS, Products
-from trakdask.models.tasks import Batch
 
 
 def vectors_of(module: nn.Module, m: int = 3) -> dict[str, Tensor]:
@@ -23,26 +22,18 @@ def vectors_of(module: nn.Module, m: int = 3) -> dict[str, Tensor]:
     }
 
 
-def expected(gradients: dict[str, Tensor], vectors: dict[str, Tensor]) -> Tensor:
-    products = [
-        torch.einsum("stn,mn->stm", gradients[name], vectors[name].flatten(1)) for name in gradients
-    ]
-    return torch.stack(products).sum(0)
-
-
-def found(module: nn.Module, task: object, batch: Batch, vectors: dict[str, Tensor]) -> Tensor:
-    n, length = batch["input_ids"].shape
-    sink = Products(vectors, n * length)
-    run(Model(module, task=task), batch, "tokens", sink)
-    return sink.result().view(n, length, -1).double()
-
-
 @pytest.mark.parametrize("n", [1, 3])
-def test_products__are_those_of_the_gradients_of_tokens(n: int) -> None:
+def test_products__equal_products_with_the_gradients_of_tokens(n: int) -> None:
     module, batch = made(), drawn(n)
     vectors = vectors_of(module)
-    oracle = expected(contributions(module, TASK, batch, LENGTH), vectors)
-    torch.testing.assert_close(found(module, TASK, batch, vectors), oracle, rtol=1e-6, atol=1e-6)
+    sink = Products(vectors, n * LENGTH)
+    run(Model(module, task=TASK), batch, "tokens", sink)
+    oracle = [
+        torch.einsum("stn,mn->stm", gradient, vectors[name].flatten(1))
+        for name, gradient in contributions(module, TASK, batch, LENGTH).items()
+    ]
+    found = sink.result().view(n, LENGTH, -1).double()
+    torch.testing.assert_close(found, sum(oracle), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("n_in", "n_out"), [(3, 8), (8, 3)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 
@@ -33,7 +34,6 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "gpt2, tied embeddings": gpt2,
     "gpt-neox, rotary positions": partial(causal_lm, "GPTNeoXConfig"),
     "llama, grouped queries": llama,
-    "llama, tied embeddings": partial(llama, tie_word_embeddings=True),
     "qwen2, biases": partial(causal_lm, "Qwen2Config", **GROUPED),
     "qwen3, normalised queries": partial(causal_lm, "Qwen3Config", **GROUPED),
     "mistral, sliding window": partial(causal_lm, "MistralConfig", **GROUPED, sliding_window=4),
@@ -97,35 +97,25 @@ def close(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-6) -> N
     assert (error <= tolerance * np.linalg.norm(expected, axis=-1)).all(), error
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *ADAPTERS])
 def test_hooks__equal_backward(name: str) -> None:
-    module = made(ARCHITECTURES[name])
-    model = td.Model(module, task="causal_lm")
-    assert list(model.shapes) == [n for n, _ in module.named_parameters()]
+    module = made((ARCHITECTURES | ADAPTERS)[name])
+    model = td.Model(module, task="causal_lm", parameters="*lora_*" if name in ADAPTERS else None)
+    assert list(model.shapes) == [
+        n for n, _ in module.named_parameters() if name in ARCHITECTURES or "lora_" in n
+    ]
     close(features(model), backward(module, list(model.shapes)))
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
-def test_hooks__of_adapters_equal_backward(name: str) -> None:
-    module = made(ADAPTERS[name])
-    model = td.Model(module, task="causal_lm", parameters="*lora_*")
-    assert 0 < len(model.shapes) < len(list(module.parameters()))
-    close(features(model), backward(module, list(model.shapes)))
-
-
-@pytest.mark.parametrize("build", [gpt2, llama])
-@pytest.mark.parametrize("gradients", ["vmap", "loop"])
-def test_other_engines__equal_backward(build: Callable[..., nn.Module], gradients: str) -> None:
-    module = made(partial(build, attn_implementation="eager"))
-    model = td.Model(module, task="causal_lm")
-    close(features(model, gradients), backward(module, list(model.shapes)))
-
-
-@pytest.mark.parametrize("gradients", ["hooks", "loop"])
-def test_text_classification__equals_backward(gradients: str) -> None:
-    module = made(bert)
-    model = td.Model(module, task="text_classification")
-    close(features(model, gradients), backward(module, list(model.shapes), class_margin))
+@pytest.mark.parametrize(
+    ("build", "gradients"),
+    [*itertools.product([gpt2, llama], ["vmap", "loop"]), (bert, "hooks"), (bert, "loop")],
+)
+def test_engines__equal_backward(build: Callable[..., nn.Module], gradients: str) -> None:
+    module, is_bert = made(partial(build, attn_implementation="eager")), build is bert
+    model = td.Model(module, task="text_classification" if is_bert else "causal_lm")
+    expected = backward(module, list(model.shapes), class_margin if is_bert else token_margins)
+    close(features(model, gradients), expected)
 
 
 def test_vmap__attention_that_it_cannot_run_says_what_to_type() -> None:

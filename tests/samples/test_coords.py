@@ -28,10 +28,8 @@ DAYS = ["2020-01-01", "2021-02-03"]
         ([True, False], "bool"),
         (["web", "bücher"], STRING),
         (np.array(["a", "bcd"]), STRING),
-        (np.array(["a", "bcd"], dtype=object), STRING),
         (np.array(["a", "b"], dtype=np.dtypes.StringDType(na_object=None)), STRING),
         (np.array([1, 2], ">i2"), "int16"),
-        (np.array([1, 2], "u1"), "uint8"),
         (np.array(DAYS, "M8[D]"), "M8[ns]"),
         (np.array([1.0, np.nan], dtype=object), "float64"),
         (torch.tensor([1.0, 2.0], requires_grad=True), "float32"),
@@ -39,7 +37,6 @@ DAYS = ["2020-01-01", "2021-02-03"]
         (pd.Series([1, 2], dtype="Int64"), "int64"),
         (pd.Categorical(["b", "a"], categories=["a", "b", "c"]), STRING),
         (pd.Series([3, 1], dtype="category"), "int64"),
-        (pd.Index([3, 1]), "int64"),
         (pd.to_datetime(DAYS), "M8[ns]"),
         ([datetime.date.fromisoformat(day) for day in DAYS], "M8[ns]"),
         (xr.DataArray([4, 5]), "int64"),
@@ -70,7 +67,7 @@ def test_normalise_coord__survives_zarr_and_parquet(values: Any, tmp_path: Path)
     np.testing.assert_array_equal(again, coord)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.lists(st.text(max_size=30), min_size=1, max_size=20), st.sampled_from(["list", "O", "U"]))
 def test_normalise_coord__any_strings(values: list[str], kind: str) -> None:
     given_values: Any = values if kind == "list" else np.array(values, dtype=kind)

@@ -1,136 +1,234 @@
-"""The oracle: pandas reads the files at once, rows are stacked one by one."""
+"""The oracle: rows of a DataFrame, stacked or padded one by one, in tables of all kinds."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import dask
 import dask.dataframe as dd
+import fsspec
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import xarray as xr
 from distributed import Client
 
 import trakdask as td
 from trakdask.samples.dataframe_source import from_dataframe
 from trakdask.samples.tables import Files
 
-VARIABLES = {"input_ids": "tokens", "image": "pixels", "label": "label"}
-COORDS = ("lang", "day", "score_of_row", "kind")
+N = 23
+LENGTHS = [3, 0, 1, 4, 2, 1, 3, 1] * 3
 
 
-def frame_of(n: int = 23) -> pd.DataFrame:
-    rows = range(n)
+def frame() -> pd.DataFrame:
+    rows = range(N)
     return pd.DataFrame({
-        "tokens": [[i, i + 1, i + 2] for i in rows],
+        "tokens": [[10 * i + j for j in range(LENGTHS[i])] for i in rows],
+        "labels": [[-100] * min(LENGTHS[i], 1) + [7] * (LENGTHS[i] - 1) for i in rows],
+        "boxes": [[[float(j), 0.5] for j in range(LENGTHS[i])] for i in rows],
         "pixels": [np.full(4, i, "f4") for i in rows],
-        "label": np.arange(n) % 3,
+        "height": np.arange(N, dtype="f4"),
+        "width": np.arange(N, dtype="f4") * 2,
+        "label": np.arange(N) % 3,
         "lang": [["de", "en"][i % 2] for i in rows],
-        "day": pd.date_range("2020-01-01", periods=n),
-        "score_of_row": np.arange(n) / 2,
+        "day": pd.date_range("2020-01-01", periods=N),
         "kind": pd.Categorical([["a", "b", "c"][i % 3] for i in rows]),
-        "text": ["t"] * n,
     })  # fmt: skip
 
 
-def write(folder: Path, frame: pd.DataFrame, sizes: tuple[int, ...], row_group: int) -> None:
-    start = 0
-    for index, size in enumerate(sizes):
-        table = pa.Table.from_pandas(frame.iloc[start : start + size], preserve_index=False)
-        pq.write_table(table, folder / f"part-{index}.parquet", row_group_size=row_group)
-        start += size
-    assert start == len(frame)
+TABLE = pa.Table.from_pandas(frame(), preserve_index=False)
 
 
-def check(ds: Any, frame: pd.DataFrame, chunks: int) -> None:
-    n = len(frame)
-    assert ds.chunksizes["sample"] == tuple(min(chunks, n - start) for start in range(0, n, chunks))
-    for name, column in VARIABLES.items():
-        expected = np.array([np.asarray(value) for value in frame[column]])
-        assert ds[name].dtype == expected.dtype
-        np.testing.assert_array_equal(ds[name].values, expected)
-    assert ds.lang.values.tolist() == frame.lang.tolist()
-    assert ds.kind.values.tolist() == frame.kind.tolist()
-    assert ds.day.dtype == np.dtype("M8[ns]")
-    assert (ds.day.values == frame.day.to_numpy()).all()
-    np.testing.assert_array_equal(ds.score_of_row, frame.score_of_row)
-    assert all(isinstance(ds[name].data, np.ndarray) for name in COORDS)
+def write(folder: Path, table: Any = TABLE, sizes: tuple[int, ...] = (5, 0, 11, 7)) -> Path:
+    """Write parquet files with groups of three rows."""
+    folder.mkdir(exist_ok=True)
+    table = pa.Table.from_pandas(table) if isinstance(table, pd.DataFrame) else table
+    for index, stop in enumerate(np.cumsum(sizes)):
+        part = table.slice(stop - sizes[index], sizes[index])
+        pq.write_table(part, folder / f"part-{index}.parquet", row_group_size=3)
+    return folder
+
+
+def write_arrow(path: Path, kind: str = "stream", table: pa.Table = TABLE) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    make = pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file
+    with make(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=6)
+    return path
+
+
+def arrow_folder(folder: Path, kind: str) -> Path:
+    for name, part in (("a", TABLE.slice(0, 13)), ("b", TABLE.slice(13))):
+        write_arrow(folder / "arrow" / f"{name}.arrow", kind, part)
+    return folder / "arrow"
+
+
+def at_url(folder: Path) -> str:
+    url = "/arrow/a.arrow"
+    fsspec.filesystem("memory").put(str(write_arrow(folder / "a.arrow", "file")), url)
+    return f"memory:/{url}"
+
+
+def lazy(folder: Path) -> Any:
+    with dask.config.set({"dataframe.convert-string": False}):
+        return dd.from_pandas(frame(), npartitions=4)
+
+
+def hugging_face(folder: Path) -> Any:
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    columns = frame().astype({"kind": object}).to_dict("list")
+    return datasets.Dataset.from_dict({**columns, "pixels": [x.tolist() for x in frame().pixels]})
+
+
+def saved(folder: Path) -> Path:
+    hugging_face(folder).save_to_disk(folder / "saved", num_shards=3)
+    return folder / "saved"
+
+
+KINDS: dict[str, Callable[[Path], Any]] = {
+    "pandas": lambda folder: frame(),
+    "parquet": write,
+    "glob": lambda folder: f"{write(folder)}/*.parquet",
+    "one file": lambda folder: write(folder, sizes=(N,)) / "part-0.parquet",
+    "arrow streams": lambda folder: arrow_folder(folder, "stream"),
+    "arrow files": lambda folder: arrow_folder(folder, "file"),
+    "arrow at a URL": at_url,
+    "dask": lazy,
+    "dask of parquet": lambda folder: dd.read_parquet(write(folder), split_row_groups=True),
+    "datasets": hugging_face,
+    "saved by datasets": saved,
+    "loaded by datasets": lambda f: pytest.importorskip("datasets").load_from_disk(saved(f)),
+}
+# dask 2026.8 calls pandas 3.1 in a way that pandas will drop.
+pytestmark = pytest.mark.filterwarnings("ignore:The inplace keyword in DataFrame.reset_index")
+
+
+def padded(rows: Any, width: int, fill: float = 0) -> np.ndarray:
+    return np.array([[*row, *[fill] * (width - len(row))] for row in rows])
+
+
+def read(source: Any, chunks: int = 6, **options: Any) -> xr.Dataset:
+    return from_dataframe(source, chunks=chunks, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "chunks"),
+    [
+        *((kind, 6) for kind in KINDS),
+        *((kind, n) for kind in ("parquet", "dask") for n in (1, 100)),
+    ],
+)
+def test_from_dataframe__rows_of_all_kinds_of_tables(
+    kind: str, chunks: int, tmp_path: Path
+) -> None:
+    variables = {"image": "pixels", "y": "label", "input_ids": "tokens", "labels": "labels"}
+    variables |= {"size": ["width", "height"], "one": ["width"]}
+    coords = {name: name for name in ("lang", "day", "kind")} | {"h": "height"}
+    lengths = {"input_ids": 5, "labels": 5}
+    ds = read(KINDS[kind](tmp_path), chunks, variables=variables, coords=coords, max_length=lengths)
+    assert ds.chunksizes["sample"] == tuple(min(chunks, N - i) for i in range(0, N, chunks))
+    # On one thread: the file system in memory gives all readers the same position in a file.
+    found, table = ds.compute(scheduler="sync"), frame()
+    np.testing.assert_array_equal(found.image, np.stack(table.pixels))
+    np.testing.assert_array_equal(found.y, table.label)
+    np.testing.assert_array_equal(found.input_ids, padded(table.tokens, 5))
+    np.testing.assert_array_equal(found["labels"], padded(table["labels"], 5, -100))
+    np.testing.assert_array_equal(found.attention_mask, padded([[1] * n for n in LENGTHS[:N]], 5))
+    np.testing.assert_array_equal(found["size"], table[["width", "height"]])
+    assert found.one.shape == (N, 1)
+    assert found.input_ids.dtype == found.attention_mask.dtype == np.int64
+    assert found.lang.values.tolist() == table.lang.tolist()
+    assert found.kind.values.tolist() == table.kind.tolist()
+    assert found.day.dtype == np.dtype("M8[ns]")
+    assert (found.day.values == table.day.to_numpy()).all()
+    np.testing.assert_array_equal(found.h, table.height)
     assert not ds.xindexes
 
 
-@pytest.mark.parametrize(("sizes", "row_group"), [((23,), 23), ((23,), 4), ((5, 0, 11, 7), 3)])
-@pytest.mark.parametrize("chunks", [1, 6, 100])
-def test_from_dataframe__parquet(
-    sizes: tuple[int, ...], row_group: int, chunks: int, tmp_path: Path
-) -> None:
-    frame = frame_of()
-    write(tmp_path, frame, sizes, row_group)
-    with td.testing.raise_if_dask_computes():
-        ds = from_dataframe(
-            str(tmp_path / "*.parquet"), variables=VARIABLES, coords=COORDS, chunks=chunks
-        )
-    check(ds, frame, chunks)
+def test_from_dataframe__source_is_the_content(tmp_path: Path) -> None:
+    def source(table: Any, chunks: int = 6) -> str:
+        return read(table, chunks, variables={"y": "label"}).attrs["source"]
+
+    assert source(frame()) == source(frame(), 5) != source(frame()[:5])
+    rows, fewer = hugging_face(tmp_path), hugging_face(tmp_path).select(range(10))
+    assert source(rows) == source(hugging_face(tmp_path), 5) != source(fewer)
+    files = write(tmp_path)
+    assert source(files) == source(str(files), 5)
+    first, again = (dd.read_parquet(files, split_row_groups=True) for _ in range(2))
+    assert source(first) == source(again)
 
 
-def test_from_dataframe__ways_to_name_parquet_files(tmp_path: Path) -> None:
-    write(tmp_path, frame_of(), (10, 13), 5)
+@pytest.mark.parametrize("kind", ["pandas", "parquet", "dask"])
+def test_from_dataframe__lists_longer_than_the_limit(kind: str, tmp_path: Path) -> None:
+    options = {"variables": {"input_ids": "tokens"}, "max_length": 2}
+    source = KINDS[kind](tmp_path)
+    found = read(source, truncate=True, **options)
+    np.testing.assert_array_equal(found.input_ids, padded([x[:2] for x in frame().tokens], 2))
+    with pytest.raises(ValueError, match=r"at most 2 .*'input_ids', got \d for sample \d+; .*trun"):
+        read(source, **options).compute()
+
+
+def test_from_dataframe__lists_of_lists_and_a_mask_that_exists(tmp_path: Path) -> None:
+    variables = {"boxes": "boxes", "attention_mask": "tokens"}
+    found = read(write(tmp_path), variables=variables, max_length={"boxes": 4, "attention_mask": 6})
+    assert found.boxes.shape == (N, 4, 2)
+    for row, expected in zip(found.boxes.values, frame().boxes, strict=True):
+        np.testing.assert_array_equal(row[: len(expected)].reshape(-1), np.ravel(expected))
+        assert not row[len(expected) :].any()
+    np.testing.assert_array_equal(found.attention_mask, padded(frame().tokens, 6))
+    assert set(found.data_vars) == {"boxes", "attention_mask"}
+
+
+def test_from_dataframe__arrays_of_more_dimensions(tmp_path: Path) -> None:
+    images = np.arange(24, dtype="f4").reshape(4, 2, 3)
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features(x=datasets.Array2D((2, 3), "float32"))
+    for source in (
+        pd.DataFrame({"x": list(images)}),
+        write(tmp_path, pa.table({"x": images.tolist()}), (1, 3)),
+        datasets.Dataset.from_dict({"x": images}, features=features),
+    ):
+        np.testing.assert_array_equal(from_dataframe(source, variables={"x": "x"}).x, images)
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+def test_from_dataframe__ways_to_name_files(tmp_path: Path) -> None:
+    write(tmp_path, sizes=(10, 13))
     (tmp_path / "_SUCCESS").touch()
     files = [tmp_path / "part-0.parquet", str(tmp_path / "part-1.parquet")]
     sources = [tmp_path, str(tmp_path), files, [str(tmp_path / "part-*.parquet")]]
-    datasets = [from_dataframe(each, variables={"y": "label"}) for each in sources]
-    assert len({ds.attrs["source"] for ds in datasets}) == 1
-    assert datasets[0].y.values.tolist() == frame_of().label.tolist()
-    turned = from_dataframe(files[::-1], variables={"y": "label"})
-    assert turned.y.values.tolist() == [*frame_of().label[10:], *frame_of().label[:10]]
+    assert len({read(source, variables={"y": "label"}).attrs["source"] for source in sources}) == 1
+    turned = read(files[::-1], variables={"y": "height"})
+    assert turned.y.values.tolist() == [*range(10, N), *range(10)]
 
 
 def test_from_dataframe__tasks_read_their_row_groups_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(tmp_path, frame_of(), (11, 12), 3)
-    ds = from_dataframe(tmp_path, variables=VARIABLES, chunks=3)
-    read, one = [], Files._read
+    write(tmp_path, sizes=(11, 12))
+    with td.testing.raise_if_dask_computes():
+        ds = read(tmp_path, 3, variables={"y": "label", "image": "pixels"}, coords=["lang"])
+    groups_read, original = [], Files._read
     monkeypatch.setattr(
         Files,
         "_read",
-        lambda self, path, groups, names: (read.append(groups), one(self, path, groups, names))[1],
+        lambda self, path, groups, names: (
+            groups_read.append(groups) or original(self, path, groups, names)
+        ),
     )
     ds.isel(sample=slice(3, 6)).compute()
-    assert read == [range(1, 2)]
+    assert groups_read == [range(1, 2)]
     ds.isel(sample=slice(9, 12)).compute()
-    assert read == [range(1, 2), range(3, 4), range(1)]  # the last is that of the second file
-
-
-def test_from_dataframe__pandas(tmp_path: Path) -> None:
-    frame = frame_of()
-    with td.testing.raise_if_dask_computes():
-        ds = from_dataframe(frame, variables=VARIABLES, coords=COORDS, chunks=6)
-    check(ds, frame, 6)
-    again = from_dataframe(frame_of(), variables=VARIABLES, coords=COORDS, chunks=5)
-    assert ds.attrs["source"] == again.attrs["source"]
-
-
-# dask 2026.8 calls pandas 3.1 in a way that pandas will drop.
-@pytest.mark.filterwarnings("ignore:The inplace keyword in DataFrame.reset_index")
-@pytest.mark.parametrize("chunks", [4, 100])
-def test_from_dataframe__dask(chunks: int, tmp_path: Path) -> None:
-    frame = frame_of()
-    write(tmp_path, frame, (5, 0, 11, 7), 3)
-    from_parquet = dd.read_parquet(tmp_path, split_row_groups=True)
-    ds = from_dataframe(from_parquet, variables=VARIABLES, coords=COORDS, chunks=chunks)
-    check(ds, frame, chunks)
-    again = dd.read_parquet(tmp_path, split_row_groups=True)
-    again = from_dataframe(again, variables=VARIABLES, coords=COORDS, chunks=chunks)
-    assert again.attrs["source"] == ds.attrs["source"]
-    plain = dd.from_pandas(frame[["label"]], npartitions=4)
-    y = from_dataframe(plain, variables={"y": "label"}, chunks=chunks).y
-    assert y.values.tolist() == frame.label.tolist()
-
-
-def bad(column: str, values: list[Any]) -> pd.DataFrame:
-    return frame_of(len(values)).assign(**{column: values})
+    assert groups_read == [range(1, 2), range(3, 4), range(1)]  # the last is of the second file
 
 
 @pytest.mark.parametrize(
@@ -141,36 +239,77 @@ def bad(column: str, values: list[Any]) -> pd.DataFrame:
         ([[[1, 2], [3, 4]]] * 7 + [[[1, 2], [3]]], "got 1 for sample 7"),
     ],
 )
-def test_from_dataframe__parquet_bad_row_is_named(
-    tokens: list[Any], message: str, tmp_path: Path
-) -> None:
-    write(tmp_path, bad("tokens", tokens), (len(tokens),), 3)
-    ds = from_dataframe(tmp_path, variables={"x": "tokens"}, chunks=2)
+def test_from_dataframe__bad_row_is_named(tokens: list[Any], message: str, tmp_path: Path) -> None:
+    write(tmp_path, pa.table({"tokens": tokens}), (len(tokens),))
+    ds = read(tmp_path, 2, variables={"x": "tokens"})
     ds.isel(sample=slice(0, 2)).compute()
     with pytest.raises(ValueError, match=message):
         ds.compute()
 
 
-def test_from_dataframe__nested_lists_have_more_dimensions(tmp_path: Path) -> None:
-    values = [[[i, 1], [2, 3], [4, 5]] for i in range(6)]
-    write(tmp_path, bad("tokens", values), (2, 4), 3)
-    ds = from_dataframe(tmp_path, variables={"x": "tokens"}, chunks=4)
-    assert ds.x.dims == ("sample", "x_dim_1", "x_dim_2")
-    np.testing.assert_array_equal(ds.x.values, np.array(values))
-
-
 def test_from_dataframe__integer_coord_with_nulls_is_refused(tmp_path: Path) -> None:
-    table = pa.table({"y": pa.array([1, 2, 3]), "id": pa.array([1, None, 3])})
-    pq.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"'id' lacks 1 .*sample 1\b"):
-        from_dataframe(tmp_path / "a.parquet", variables={"y": "y"}, coords="id")
+    write(tmp_path, pa.table({"y": [1, 2, 3], "id": pa.array([1, None, 3])}), (3,))
+    with pytest.raises(ValueError, match=r"'id'.* lacks 1 .*sample 1\b"):
+        read(tmp_path, variables={"y": "y"}, coords="id")
+
+
+def test_from_dataframe__saved_dataset_says_which_files_and_in_which_order(tmp_path: Path) -> None:
+    for name, part in (("data-1", TABLE.slice(0, 5)), ("data-0", TABLE.slice(5))):
+        write_arrow(tmp_path / f"{name}.arrow", table=part)
+    write_arrow(tmp_path / "left-over.arrow")
+    state = {"_data_files": [{"filename": "data-1.arrow"}, {"filename": "data-0.arrow"}]}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    assert read(tmp_path, variables={"x": "height"}).x.values.tolist() == list(range(N))
+    (tmp_path / "data-0.arrow").unlink()
+    with pytest.raises(FileNotFoundError, match=r"data-0\.arrow"):
+        read(tmp_path, variables={"x": "height"})
+
+
+def test_from_dataframe__categories_that_differ_between_files(tmp_path: Path) -> None:
+    for name, values in (("a", ["x", "y"]), ("b", ["y", "z"])):
+        table = pa.table({"x": [1, 2], "kind": pa.array(values).dictionary_encode()})
+        write_arrow(tmp_path / f"{name}.arrow", table=table)
+    found = read(tmp_path, variables={"x": "x"}, coords={"of": "kind"})
+    assert found["of"].values.tolist() == ["x", "y", "y", "z"]
+
+
+# ---------------------------------------------------------------------------- dask and Hugging Face
+
+
+def test_from_dataframe__dask_turned_lists_into_text() -> None:
+    with dask.config.set({"dataframe.convert-string": True}):
+        converted = dd.from_pandas(frame()[["tokens"]], npartitions=2)
+    with pytest.raises(TypeError, match=r"'tokens', got the text '\[0, 1, 2\]'.*convert-string"):
+        from_dataframe(converted, variables={"x": "tokens"}, max_length=5)
+
+
+def test_from_dataframe__datasets_that_are_selected_or_refused(tmp_path: Path) -> None:
+    dataset = hugging_face(tmp_path)
+    for chosen in (
+        dataset.select([3, 1, 7]),
+        dataset.shuffle(seed=0),
+        dataset.with_format("torch"),
+    ):
+        rows = [int(row) for row in chosen["label"]]
+        assert read(chosen, variables={"y": "label"}).y.values.tolist() == rows
+    splits = pytest.importorskip("datasets").DatasetDict(train=dataset)
+    splits.save_to_disk(tmp_path / "splits")
+    for source, error, message in (
+        (tmp_path / "splits", ValueError, r"one split, got '.*splits'.*splits/train'"),
+        (splits, TypeError, r"got DatasetDict; try .*\['train'\]"),
+        (dataset.to_iterable_dataset(), TypeError, r"got IterableDataset; try .*path"),
+        (dataset.with_transform(lambda rows: rows), ValueError, r"transform.*dataset\.map"),
+    ):
+        with pytest.raises(error, match=message):
+            read(source, variables={"y": "label"})
 
 
 @pytest.mark.slow
-def test_from_dataframe__read_by_worker_processes(process_client: Client, tmp_path: Path) -> None:
-    frame = frame_of()
-    write(tmp_path, frame, (10, 13), 5)
-    ds = from_dataframe(tmp_path, variables=VARIABLES, coords=COORDS, chunks=6)
+@pytest.mark.parametrize("kind", ["parquet", "loaded by datasets"])
+def test_from_dataframe__read_by_worker_processes(
+    kind: str, process_client: Client, tmp_path: Path
+) -> None:
+    ds = read(KINDS[kind](tmp_path), variables={"image": "pixels"}, coords=["label"])
     computed = process_client.compute(ds).result()
-    np.testing.assert_array_equal(computed.input_ids, np.array(frame.tokens.tolist()))
-    np.testing.assert_array_equal(computed.label, frame.label)
+    np.testing.assert_array_equal(computed.image, np.stack(frame().pixels))
+    np.testing.assert_array_equal(computed.label, frame().label)

@@ -102,17 +102,13 @@ def test_from_torch__texts_that_a_collator_pads(chunks: int) -> None:
     assert [source == ds.attrs["source"] for source in others] == [True, False]
 
 
-def test_from_torch__python_numbers() -> None:
-    ds = from_torch([(1, 2.5, True)] * 3, names=("a", "b", "c"))
-    assert [ds[name].dtype.name for name in "abc"] == ["int64", "float32", "bool"]
-    assert ds.b.values.tolist() == [2.5] * 3
-
-
-def test_from_torch__single_tensors_and_left_out_fields() -> None:
+def test_from_torch__numbers_single_tensors_and_left_out_fields() -> None:
     x = torch.arange(8.0).reshape(4, 2)
     np.testing.assert_array_equal(from_torch(x, names="x").x.values, x)
-    ds = from_torch([(torch.ones(2), "path", 3)] * 4, names=("x", None, "y"))
-    assert list(ds.data_vars) == ["x", "y"]
+    ds = from_torch([(1, "path", 2.5, True)] * 4, names=("a", None, "b", "c"))
+    assert [(name, values.dtype.name) for name, values in ds.items()] == [
+        ("a", "int64"), ("b", "float32"), ("c", "bool"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("given", [make_items, lambda: Items(), f"{__name__}:make_items"])
@@ -149,7 +145,6 @@ class Holds:
 CONTENTS = {
     "text of pandas": pd.DataFrame({"text": [f"sample {i}" for i in range(20_000)]}),
     "pyarrow": pa.table({"x": np.arange(20_000), "text": [f"sample {i}" for i in range(20_000)]}),
-    "structured": np.zeros(20_000, [("x", "f8"), ("y", "i4")]),
     "text of numpy": np.array([f"sample {i}" for i in range(20_000)], np.dtypes.StringDType()),
 }
 
@@ -183,10 +178,6 @@ class Counted(Items):
             return super().__getitem__(index)
 
 
-def consume(image: np.ndarray, label: np.ndarray) -> np.ndarray:
-    return image.sum(axis=(1, 2)) + label
-
-
 def test_from_torch__one_read_serves_all_variables_one_thread_at_a_time() -> None:
     dataset = Counted()
     ds = from_torch(dataset, names=("image", "label"), chunks=4)
@@ -194,24 +185,10 @@ def test_from_torch__one_read_serves_all_variables_one_thread_at_a_time() -> Non
     dataset.reads.clear()
     dask.compute(ds, scheduler="threads", num_workers=4)
     assert dataset.reads == dict.fromkeys(range(N), 1)
-    dataset.reads.clear()
-    total = da.blockwise(
-        consume, "s", ds.image.data, "sij", ds.label.data, "s", concatenate=True, dtype="f4",
-        meta=np.empty(0, "f4"),
-    )  # fmt: skip
-    images, labels = stacked()
-    np.testing.assert_array_equal(
-        total.compute(scheduler="threads", num_workers=4), consume(images, labels)
-    )
-    assert dataset.reads == dict.fromkeys(range(N), 1)
     assert dataset.overlap.most == 1
-
-
-def test_from_torch__selection_reads_its_blocks_only() -> None:
-    dataset = Counted()
-    ds = from_torch(dataset, names=("image", "label"), chunks=5)
-    ds.image.isel(sample=slice(5, 10)).compute()
-    assert set(dataset.reads) == {0, *range(5, 10)}
+    dataset.reads.clear()
+    ds.image.isel(sample=slice(8, 12)).compute()
+    assert set(dataset.reads) == set(range(8, 12))
 
 
 def test_from_torch__source_is_the_content() -> None:
@@ -245,13 +222,6 @@ def test_from_torch__random_items_are_warned_of() -> None:
     assert caught[0].filename == __file__
     from_torch(Augmented(), names=(None, "label"))  # what is left out may be random
     from_torch([(np.array([np.nan, 1.0]), 1)], names=("x", "y"))
-
-
-def test_from_torch__shapes_override_item_0() -> None:
-    ds = from_torch([np.zeros(4), np.ones(3)], names="x", shapes={"x": (3,)}, chunks=1)
-    assert ds.x[1].values.tolist() == [1, 1, 1]
-    with pytest.raises(ValueError, match=r"\(3,\) in variable 'x'.*\(4,\) for sample 0"):
-        ds.compute()
 
 
 def test_from_torch__fields_that_become_coords() -> None:

@@ -175,7 +175,7 @@ def _probabilities(
     """Return the mean probabilities over the checkpoints of some features, (sample, class)."""
     import torch  # a second, which pages without a model need not wait
 
-    from trakdask.models.tasks.protocol import call_model
+    from trakdask.models.tasks.logits import call_model
 
     task: Any = model.task
     batch = td.tasks.Batch({n: torch.as_tensor(x) for n, x in variables.items()})

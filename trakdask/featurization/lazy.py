@@ -292,7 +292,7 @@ def prepare(
             gradients = engine
         if dtype is None and (stored := like.attrs.get("dtype")) in get_args(DType):
             dtype = stored
-    samples = validate_samples(samples.drop_vars(TRAINED_ON, errors="ignore"))
+    samples = validate_samples(samples)
     model = model.for_variables({str(n): array.ndim for n, array in samples.variables.items()})
     spec, names = model.spec(), [checkpoint.name for checkpoint in model.checkpoints]
     fitted = Fitted.of(projector or _DEFAULT)
@@ -545,7 +545,7 @@ def block_tasks(
 
 def shared_task(job: Job, token: str) -> Any:
     """Return what all blocks share as one task, so that a graph does not grow with their number."""
-    shared = replace(job, model=job.model.without_checkpoints())
+    shared = replace(job, model=job.model.at_checkpoints(()))
     return dask.delayed(shared, name=f"job-{token}", traverse=False)
 
 

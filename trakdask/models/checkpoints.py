@@ -14,12 +14,11 @@ from threading import Lock
 from typing import Any
 
 import fsspec
-import numpy as np
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from trakdask.checks import shown
+from trakdask.checks import require_integer
 from trakdask.errors import CheckpointError
 from trakdask.files import Folder, location
 
@@ -32,20 +31,18 @@ _FEWEST_STATES = 2
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
-_ADAPTER_CONFIG = "adapter_config.json"
-_OF_BASE = ("base_layer", "original_module")
 _STEP = re.compile(r"checkpoint-(\d+)")
 
 
 class States:
-    """Cache of state dicts by the digest of their content; the least recently used go first.
+    """A cache of state dicts by the digest of their content; the least recently used go first.
 
-    The last two stay however large they are: those of an adapter and of its base model.
+    The last two stay however large they are, because an adapter needs its base model, too.
     """
 
     def __init__(self) -> None:
         self.most_bytes = 0
-        """What all of them together may take, beyond the last two."""
+        """How large all state dicts together may be, beyond the last two."""
         self.by_digest: OrderedDict[str, State] = OrderedDict()
         self._lock = Lock()
 
@@ -76,14 +73,14 @@ class Checkpoint:
     name
         Label on the ``checkpoint`` dimension.
     source
-        Paths or URLs of the files with the tensors, the tensors, or what returns them.
+        Paths or URLs of the files with the tensors, the tensors, or a function that returns them.
     digest
-        SHA-256 of the names, dtypes, shapes and bytes of all tensors. Of an adapter, SHA-256 of
-        the digest of its base model and of that of its own tensors.
+        SHA-256 of the names, dtypes, shapes and bytes of all tensors. The digest of an adapter
+        contains the digest of its base model.
     id
         The number in [0, 2³²) that selects the projection matrix.
     base
-        The base model, if the tensors are those of an adapter alone.
+        The base model, if the tensors belong to an adapter alone.
     key
         Key of the state dict in a file that holds more than that.
     """
@@ -119,8 +116,8 @@ def make_checkpoints(
         Key of the state dict in files and mappings that hold more than that.
     accept
         Called with the name, the tensors and the folder (or None) of each checkpoint while it is in
-        memory. Raises an error if they are wrong, and returns the base model if they are those of
-        an adapter alone.
+        memory. Raises an error if they are wrong, and returns the base model if they belong to an
+        adapter alone.
 
     Raises
     ------
@@ -135,13 +132,13 @@ def make_checkpoints(
     opened = [_open(name, value, key, accept) for name, value in named.items()]
     digests = [checkpoint.digest for checkpoint in opened]
     if len(set(digests)) < len(digests):
-        twice = [each.name for each in opened if digests.count(each.digest) > 1]
+        twice = [checkpoint.name for checkpoint in opened if digests.count(checkpoint.digest) > 1]
         raise ValueError(
             f"expected checkpoints with different weights, got the same in {twice}; try leaving "
-            "the copies out, since they add nothing to the mean"
+            "the copies out"
         )
     numbers = _ids(digests, ids)
-    return tuple(replace(each, id=id) for each, id in zip(opened, numbers, strict=True))
+    return tuple(replace(checkpoint, id=id) for checkpoint, id in zip(opened, numbers, strict=True))
 
 
 def digest_state(state: Mapping[str, Tensor]) -> str:
@@ -164,7 +161,7 @@ def _digest(state: Mapping[str, Tensor], base: Checkpoint | None) -> str:
 def cached_state(checkpoint: Checkpoint) -> State:
     """Return the tensors of a checkpoint; each process caches the last two, and others that fit.
 
-    Of an adapter, these are its own tensors; its base is a checkpoint that is read separately.
+    An adapter has only its own tensors here; its base model is a checkpoint of its own.
 
     The hash is verified at each read, because a file that has changed since the model was created
     would give features of other weights under the old name.
@@ -182,9 +179,9 @@ def _read_verified(checkpoint: Checkpoint) -> State:
     state = dict(source) if isinstance(source, Mapping) else _read_files(source, checkpoint.key)
     if (digest := _digest(state, checkpoint.base)) != checkpoint.digest:
         raise CheckpointError(
-            f"expected checkpoint {checkpoint.name!r} as it was when the td.Model was created "
-            f"(content hash {checkpoint.digest[:12]}), got the content hash {digest[:12]} on host "
-            f"{socket.gethostname()!r}; try creating the td.Model again"
+            f"expected checkpoint {checkpoint.name!r} as td.Model has read it (content hash "
+            f"{checkpoint.digest[:12]}), got {digest[:12]} on host {socket.gethostname()!r}; try "
+            "creating the td.Model again"
         )
     return state
 
@@ -235,7 +232,7 @@ def _state(content: Any, where: str, key: str | None) -> State:
 
 def _is_state(value: Any) -> bool:
     is_mapping = isinstance(value, Mapping) and len(value) > 0
-    return is_mapping and all(isinstance(each, Tensor) for each in value.values())
+    return is_mapping and all(isinstance(tensor, Tensor) for tensor in value.values())
 
 
 def _named(
@@ -252,11 +249,6 @@ def _named(
                 f"{next(iter(checkpoints))!r}); try checkpoints=[state_dict]"
             )
         return {str(name): value for name, value in checkpoints.items()}
-    if not isinstance(checkpoints, Iterable):
-        raise TypeError(
-            "expected a list of paths or state dicts as checkpoints, got "
-            f"{type(checkpoints).__name__} {shown(checkpoints)}; try checkpoints=['model.pt']"
-        )
     values = list(checkpoints)
     places = [location(value) for value in values if isinstance(value, (str, Path))]
     names = [Path(place).name if folder_at(place) else Path(place).stem for place in places]
@@ -309,20 +301,16 @@ def require_weight_files(folder: Folder) -> list[str]:
     """Return the places of the files with weights as :func:`weight_files`; there must be some."""
     if files := weight_files(folder):
         return [f"{folder.url}/{name}" for name in files]
-    inside = folder.names()
-    weights = [name for name in inside if Path(name).suffix in (".pt", ".pth", ".safetensors")]
-    advice = repr(f"{folder.url}/{weights[0]}") if weights else "the folder of save_pretrained"
-    if checkpoint_folders(folder):
-        advice = f"checkpoints={folder.url!r}, which takes all checkpoints of the run"
     raise CheckpointError(
-        "expected a file, or a folder with model.safetensors, its shards and their index, or "
+        "expected a folder with model.safetensors, its shards and their index, or "
         f"adapter_model.safetensors, as checkpoint, got the folder {folder.url!r} with "
-        f"{weights[:5] or inside[:5] or 'nothing inside (or it does not exist)'}; try {advice}"
+        f"{folder.names()[:5] or 'nothing inside (or it does not exist)'}; try the path of one of "
+        f"its files, or checkpoints={folder.url!r} for all checkpoints of a run"
     )
 
 
 def folder_at(place: str) -> Folder | None:
-    """Return the folder at a path or URL; of URLs, those that do not end like a file of weights."""
+    """Return the folder at a path or URL; a URL that does not end like weights is a folder."""
     is_url = "://" in place
     is_folder = Path(place).suffix not in _SUFFIXES if is_url else os.path.isdir(place)
     return Folder(place) if is_folder else None
@@ -331,115 +319,11 @@ def folder_at(place: str) -> Folder | None:
 def _ids(digests: list[str], ids: Iterable[int] | None) -> list[int]:
     if ids is None:
         return [int(digest[:8], 16) for digest in digests]
-    numbers: list[Any] = list(ids) if isinstance(ids, Iterable) else [ids]
-    integers = (int(n) for n in numbers if type(n) is not bool and isinstance(n, int | np.integer))
-    valid = {n for n in integers if 0 <= n < 2**32}
-    if not len(numbers) == len(digests) == len(valid):
+    remedy = "try checkpoint_ids=None, for ids from the content"
+    numbers = [require_integer("each of checkpoint_ids", n, 0, 2**32, remedy=remedy) for n in ids]
+    if not len(numbers) == len(digests) == len(set(numbers)):
         raise ValueError(
-            f"expected {len(digests)} different integers in [0, 2**32) as checkpoint_ids, one per "
-            f"checkpoint, got {numbers}; try checkpoint_ids=None, which derives them from the "
-            "content (two checkpoints with one id would share a projection matrix)"
+            f"expected {len(digests)} different checkpoint_ids, one per checkpoint, got {numbers}; "
+            f"{remedy}"
         )
-    return [int(n) for n in numbers]
-
-
-# -------------------------------------------------------------------------------------- adapters
-#
-# A file of a PEFT adapter has only the adapter's own tensors, which those of its base model
-# complete. Nothing of a hub is contacted: the base model is in the folder that the adapter's
-# configuration names, or in the model as it was built.
-
-
-def is_adapter(state: Iterable[str], needed: Iterable[str]) -> bool:
-    """Tell whether tensors are those of a PEFT adapter alone, without the weights of its base.
-
-    Parameters
-    ----------
-    state
-        Names of the tensors.
-    needed
-        Names in the ``state_dict`` of the model.
-    """
-    names, all_names = set(state), set(needed)
-    of_peft = bool(names) and all(name.startswith("base_model.") for name in names)
-    return of_peft and any(name.startswith("base_model.") for name in all_names - names)
-
-
-def base_folder(adapter: Folder) -> str | None:
-    """Return where the base model is that an adapter names, if that is a folder with weights."""
-    if _ADAPTER_CONFIG not in adapter.names():
-        return None
-    name = adapter.read_json(_ADAPTER_CONFIG).get("base_model_name_or_path")
-    folder = Folder(location(name)) if name else None
-    return folder.url if folder and weight_files(folder) else None
-
-
-def completed(module: nn.Module, adapter: State, base: Checkpoint | None, name: str) -> State:
-    """Return the weights of a PEFT model, from those of an adapter and those of its base model.
-
-    Parameters
-    ----------
-    module
-        The PEFT model. What is missing in both (the second name of tied weights) is missing in the
-        result.
-    adapter
-        Tensors as PEFT saves them, whose names do not say which adapter of the model they are, or
-        as ``state_dict()`` names them.
-    base
-        The base model; None for weights that are complete.
-    name
-        Name of the checkpoint, for messages.
-
-    Raises
-    ------
-    CheckpointError
-        If a tensor of the adapter belongs nowhere in the model, or to two adapters of the model.
-    """
-    if base is None:
-        return adapter
-    weights = cached_state(base)
-    owners: dict[str, str] = {}
-    state: State = {}
-    for own in module.state_dict():
-        saved = _saved_name(own, adapter, weights)
-        if saved is None:
-            if (of_base := _base_name(own)) in weights:
-                state[own] = weights[of_base]
-        elif saved in owners:
-            raise CheckpointError(
-                f"expected a model with one adapter, got two that {saved!r} of checkpoint {name!r} "
-                f"may belong to: {owners[saved]!r} and {own!r}; try a build function that adds one "
-                "adapter, or the model's whole state_dict()."
-            )
-        else:
-            owners[saved], state[own] = own, adapter[saved]
-    if strange := [each for each in adapter if each not in owners]:
-        raise CheckpointError(
-            f"expected the adapter of the model in checkpoint {name!r}, got {len(strange)} tensors "
-            f"that belong to none of its modules, the first is {strange[0]!r}; try a build "
-            "function with the configuration that the adapter was trained with (same target "
-            "modules)."
-        )
-    return state
-
-
-def _saved_name(own: str, adapter: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> str | None:
-    """Return the name that a tensor of a PEFT model has in the file of an adapter, if it is there.
-
-    The file leaves out the adapter's name (``lora_A.default.weight`` is ``lora_A.weight`` there),
-    and the name of the wrapper around a module that was trained as a whole.
-    """
-    parts = own.split(".")
-    names = [own]
-    if "modules_to_save" in parts:
-        at = parts.index("modules_to_save")
-        names.append(".".join(parts[:at] + parts[at + 2 :]))
-    elif _base_name(own) not in base and not any(part in _OF_BASE for part in parts):
-        for at in range(len(parts) - 1, 1, -1):  # of DoRA also "….default.weight"
-            names += [".".join(parts[:at] + parts[at + n :]) for n in (1, 2)]
-    return next((each for each in names if each in adapter), None)
-
-
-def _base_name(own: str) -> str:
-    parts = own.removeprefix("base_model.").removeprefix("model.").split(".")
-    return ".".join(part for part in parts if part not in _OF_BASE)
+    return numbers

@@ -15,11 +15,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from trakdask.models.calls import hook_plan
 from trakdask.models.hooks import GradientCollector, in_coordinates
 from trakdask.models.independence import allowed_error, reads_values, require_same_alone, row_of
-from trakdask.models.layers import hook_plan
 from trakdask.models.tasks import Batch, Forward, Task, TrakTask
-from trakdask.models.tasks.protocol import SampleError, shape_of
+from trakdask.models.tasks.logits import shape_of
+from trakdask.models.tasks.protocol import SampleError
 from trakdask.projection.axes import Rotations
 from trakdask.torch_internals import no_fast_path
 
@@ -28,9 +29,9 @@ SAFER = {
     "vmap": "gradients='loop'",
     "tokens": "names of modules as parts=",
 }
-"""What to try where an engine is wrong, or fails."""
+"""A remedy for each engine that is wrong, or fails."""
 
-# Samples in a weighted sum: the errors of more would add up to what a wrong gradient looks like,
+# Samples in a weighted sum: the errors of more would add up to a seemingly wrong gradient,
 # and eight still show a gradient that belongs to another sample.
 _MOST_IN_HALF_PRECISION = 8
 
@@ -59,7 +60,7 @@ def loop_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Differentiate sample by sample with ``torch.autograd.grad``; the reference for other engines.
 
-    f and Q are those of each sample alone, too. Cost: one forward and backward pass per sample.
+    f and Q belong to each sample alone, too. Cost: one forward and backward pass per sample.
     Memory: batch × parameters.
     """
     rows: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -138,14 +139,14 @@ def hooks_gradients(
     """
     if isinstance(task, TrakTask):
         raise ValueError(
-            "expected a task that runs batches, as gradients='hooks' and parts='token' need, got "
-            "one that runs one sample at a time; try gradients='vmap', or td.tasks.CausalLM()"
+            "expected a task that runs batches, got one that runs one sample at a time; try "
+            "gradients='vmap', or td.tasks.CausalLM()"
         )
-    hookable = hook_plan(forward, task, batch, tuple(names))
+    plan = hook_plan(forward, task, batch, tuple(names))
     parameters = {name: tensor.detach() for name, tensor in forward.parameters.items()}
     once = forward.with_parameters(parameters).caching()
     n_tokens = number_of_tokens(batch) if by_token else None
-    collector = GradientCollector(once, hookable.layers, batch.size, sink, n_tokens, rotations)
+    collector = GradientCollector(once, plan.layers, batch.size, sink, n_tokens, rotations)
     try:
         with collector.listening():  # f runs the model, and Q takes the same result
             output = require_per_sample(task.output(once, batch), batch.size, "output")
@@ -160,8 +161,8 @@ def hooks_gradients(
     finally:
         collector.release()
         once.forget()
-    if hookable.rest:  # in a pass of their own, after the tensors of the first one are released
-        vmap_gradients(forward, task, batch, hookable.rest, sink, rotations)
+    if plan.rest:  # in a pass of their own, after the tensors of the first one are released
+        vmap_gradients(forward, task, batch, plan.rest, sink, rotations)
     return output.detach().float(), out_to_loss
 
 
@@ -174,12 +175,12 @@ ENGINES: dict[str, Engine] = {
 
 
 def engine_of(name: str) -> Engine:
-    """Return one of the engines, or ``"tokens"``, the one whose gradients are those of tokens."""
+    """Return one of the engines, or ``"tokens"``, the engine for gradients of single tokens."""
     return partial(hooks_gradients, by_token=True) if name == "tokens" else ENGINES[name]
 
 
 def number_of_tokens(batch: Batch) -> int:
-    """Return the length of the sequences, which is that of the first input."""
+    """Return the number of tokens in the first input."""
     return int(next(iter(batch.values())).shape[1])
 
 
@@ -191,7 +192,7 @@ def out_to_loss_of(forward: Forward, task: Task, batch: Batch) -> Tensor:
 
 
 def require_per_sample(value: object, size: int, method: str) -> Tensor:
-    """Return what a task's method returned, which must be one number per sample."""
+    """Return a value of a task's method, which must be one number per sample."""
     if isinstance(value, Tensor) and value.shape == (size,):
         return value
     raise ValueError(
@@ -213,7 +214,7 @@ class WeightedSum:
     Parameters
     ----------
     weights
-        Of consecutive samples of a batch.
+        Weights of consecutive samples of a batch.
     size
         Number of samples of the batch.
     first
@@ -276,16 +277,16 @@ def require_same_sum(
     expected: Mapping[str, Tensor],
     least: float = 0.0,
 ) -> None:
-    """Compare weighted sums of an engine's gradients with those of autograd.
+    """Compare weighted sums of an engine's gradients with autograd's.
 
     Parameters
     ----------
     engine
         Name of the engine.
     sums
-        Of :class:`WeightedSum`.
+        The sums of a :class:`WeightedSum`.
     expected
-        Of :func:`summed_gradient`.
+        The sum by autograd, by name of the parameter.
     least
         As in :func:`allowed_error`.
 
@@ -298,17 +299,16 @@ def require_same_sum(
     flat = torch.cat([gradient.flatten() for gradient in expected.values()]).double()
     errors = torch.cat([part for name in expected for part in sums[name]]) - flat
     norm, error = flat.norm(), errors.norm()
-    # With weights drawn from a normal distribution, the norm of the sum is about that of a sample's
-    # gradient times the root of their number, so rounding stays as small in the sum as in each.
+    # With weights from a normal distribution, the sum is about as long as one gradient times the
+    # root of their number, so rounding stays as small in the sum as in each of them.
     if error > allowed_error(expected.values(), least) * norm:
         sizes = [gradient.numel() for gradient in expected.values()]
         of_parameters = torch.stack([part.norm() for part in errors.split(sizes)])
         name = list(expected)[int(of_parameters.argmax())]
         raise ValueError(
-            f"gradients={engine!r} gives gradients that differ from those of one backward pass per "
-            f"sample by {float(error / norm):.2g} of their norm, most in {name!r}: the model may "
-            "reorder or mix the samples of a batch, or use a parameter outside its layer; try "
-            + SAFER[engine]
+            f"gradients={engine!r} gives gradients that differ from one backward pass per sample "
+            f"by {float(error / norm):.2g} of their norm, most in {name!r}: the model may reorder "
+            f"or mix samples, or use a parameter outside its layer; try {SAFER[engine]}"
         )
 
 
@@ -322,12 +322,8 @@ def require_same_as_loop(
     ValueError
         If gradients differ by more than rounding error.
     """
-    size = batch.size
-    weights = sample_weights(forward, size)
-    seen = WeightedSum(weights, size)
+    weights = sample_weights(forward, batch.size)
+    seen, alone = WeightedSum(weights, batch.size), WeightedSum(weights, batch.size)
     engine_of(engine)(forward, task, batch, names, seen)
-    alone = [
-        summed_gradient(forward, task, row_of(batch, i), names, weights[i])[0] for i in range(size)
-    ]
-    expected = {name: torch.stack([of_one[name] for of_one in alone]).sum(0) for name in names}
-    require_same_sum(engine, seen.sums, expected)
+    loop_gradients(forward, task, batch, names, alone)
+    require_same_sum(engine, seen.sums, {name: total for name, (total,) in alone.sums.items()})

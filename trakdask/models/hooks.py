@@ -2,12 +2,12 @@
 
 Hooks on the layers record their inputs. When the backward pass reaches a layer's output, the
 gradients of the layer's parameters are computed for each sample, passed to the sink and discarded.
-The memory needed is therefore that of one layer, and the cost is about one backward pass. Autograd
-itself does not differentiate the weights, which saves a third of its work.
+So the memory is the memory of one layer, and the cost is about one backward pass. Autograd itself
+does not differentiate the weights, which saves a third of its work.
 
 A layer that treats the tokens of a sequence one by one uses its weights once per token, so that the
 gradient of a weight is a sum with one term per token: Σ_t δ_t x_tᵀ for a linear layer, where x_t is
-what the layer took at token t and δ_t the gradient with respect to what it returned there. These
+the layer's input at token t, and δ_t the gradient with respect to its output there. These
 terms come from the same backward pass as the sum, if batches of tokens are asked for.
 """
 
@@ -23,26 +23,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trakdask.models.layers import (
+from trakdask.models.calls import (
     Call,
-    Layer,
-    batch_first,
     by_sample,
     first_leaf,
     hooked,
     is_by_token,
     is_floating,
     local_gradients,
-    rules_by_parameter,
 )
+from trakdask.models.layers import HookedLayer, rules_by_parameter
 from trakdask.models.rules import (
     BY_POSITION,
     PRODUCTS,
     SLICEABLE,
     TURNABLE,
     WRITES_TO,
+    GradientRule,
     Products,
-    Rule,
     turned,
     wide,
 )
@@ -55,11 +53,6 @@ RowsOfGradient = Callable[..., Tensor]
 
 # Size of a gradient slice: on a CPU it fits in a cache, on a GPU it outlasts a kernel launch.
 _SLICE_BYTES = {"cpu": 2**22, "cuda": 2**28}
-
-# Relative error that no reordering stays below: other rows are as far away as they are long.
-# Rounding errors are far below, but can grow from layer to layer, and in half precision a layer's
-# input is known to three digits.
-_ROUGHLY = 0.05
 
 
 class GradientCollector:
@@ -77,8 +70,8 @@ class GradientCollector:
         Receives the gradients of a parameter, (rows, numel), one row per sample, when all uses of
         the parameter have been processed. Gradients larger than 4 MB (on a GPU, 256 MB) are passed
         in slices, each with the index of its first element, if the rules of the layer allow it. If
-        the sink has a method ``buffer_for(name, first)``, those of linear layers are written where
-        it says.
+        the sink has a method ``buffer_for(name, first)``, the gradients of linear layers are
+        written where it says.
     n_tokens
         Length of the sequences, if each of their tokens is to have a row of its own: all tokens of
         the first sequence first. Then a sink of :class:`Products` receives products.
@@ -89,7 +82,7 @@ class GradientCollector:
     def __init__(
         self,
         forward: Forward,
-        layers: Sequence[Layer],
+        layers: Sequence[HookedLayer],
         n_samples: int,
         sink: Callable[..., None],
         n_tokens: int | None = None,
@@ -108,7 +101,7 @@ class GradientCollector:
         self._buffer_for = getattr(sink, "buffer_for", None)
         self._products = sink if isinstance(sink, Products) and n_tokens else None
         self._has_others = self._products is None or self._products.has_others
-        # How many uses of a parameter are still to come, and those that have been.
+        # How many uses of a parameter are still to come, and the uses so far.
         self._due = dict.fromkeys(self._rules, 0)
         self._uses: dict[str, list[RowsOfGradient]] = {name: [] for name in self._due}
         # Calls whose gradients are not known yet, by the number of their hook: a layer may be
@@ -141,16 +134,15 @@ class GradientCollector:
         for call in self._calls.values():
             calls[call.layer.path].append(call)
 
-        def hook_of(layer: Layer) -> Callable[..., None]:
+        def hook_of(layer: HookedLayer) -> Callable[..., None]:
             in_batch = iter(calls[layer.path])
 
             def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
                 call = next(in_batch, None)
-                if call is None or not _is_row(call, args, kwargs, row, self._n_samples):
+                if call is None or not call.has_row(row, first_leaf(args, kwargs), self._n_samples):
                     raise ValueError(
-                        f"layer {layer.path!r} does not see the same rows of a sample in a batch "
-                        "as of the sample alone (the model branches on values of its input); try "
-                        "gradients='loop'"
+                        f"expected the same rows of a sample in a batch as of the sample alone at "
+                        f"layer {layer.path!r}, got other ones; try gradients='loop'"
                     )
 
             return hook
@@ -173,20 +165,20 @@ class GradientCollector:
         self._calls.clear()
         self._uses.clear()
 
-    def _hook_of(self, layer: Layer) -> Callable[..., Any]:
+    def _hook_of(self, layer: HookedLayer) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             axes = next(self._axes[layer.path], None)  # calls are told apart by their order
             if axes is None:
                 raise RuntimeError(
-                    f"expected as many calls of layer {layer.path!r} for a batch of any size, as "
-                    f"gradients='hooks' needs, got more for {self._n_samples} samples than for two "
-                    "(does the model loop over samples?); try gradients='vmap', or 'loop'"
+                    f"expected as many calls of layer {layer.path!r} for a batch of any size, got "
+                    f"more for {self._n_samples} samples than for two (does the model loop over "
+                    "samples?); try gradients='vmap', or 'loop'"
                 )
             if not torch.is_grad_enabled():  # the model switched it off: this call has no gradient
                 return output
             # The backward pass reads the input, which must still be the one that was used.
             version = version_of(first_leaf(args, kwargs))
-            # Those of this checkpoint, which are taken out of the module after the forward pass.
+            # Buffers of this checkpoint, which leave the module after the forward pass.
             buffers = dict(module.named_buffers(recurse=False))
             return self._tap(Call(layer, module, (args, kwargs), version, buffers, *axes), output)
 
@@ -200,8 +192,8 @@ class GradientCollector:
             if is_floating(leaf):
                 leaf = leaf if axis is not None else by_sample(leaf, axis, self._n_samples)
                 leaf = leaf if leaf.requires_grad else leaf + self._anchor
-                # A view if the layer may have made another output from this one: the gradient has
-                # to be that of the uses outside the layer alone.
+                # A view if the layer may have made another output from this one: only uses outside
+                # of the layer may add to the gradient.
                 leaves[i] = leaf.view_as(leaf) if len(leaves) > 1 else leaf
                 taps.append((leaves[i], axis or 0))
         for name in call.layer.selected.values():
@@ -248,9 +240,8 @@ class GradientCollector:
         if tuple(value.shape[:2]) != (self._n_samples, self._n_tokens):
             raise ValueError(
                 f"expected a value for each of {self._n_tokens} tokens at layer "
-                f"{call.layer.path!r}, as parts='token' needs, got shape {tuple(value.shape)} for "
-                f"{self._n_samples} sequences; try td.Model(..., parameters=...) without it, or "
-                "names of modules as parts="
+                f"{call.layer.path!r}, got shape {tuple(value.shape)} for {self._n_samples} "
+                "sequences; try td.Model(..., parameters=...) without it, or modules as parts="
             )
         return value.reshape(-1, 1, *value.shape[2:])
 
@@ -262,7 +253,7 @@ class GradientCollector:
         for inside, name in call.layer.selected.items():
             self._receive(call, name, call.layer.rules[inside], x, delta)
 
-    def _receive(self, call: Call, name: str, rule: Rule, x: Tensor, delta: Tensor) -> None:
+    def _receive(self, call: Call, name: str, rule: GradientRule, x: Tensor, delta: Tensor) -> None:
         """Compute the gradient of a parameter from one of its uses, or postpone it."""
         if self._products is not None and rule in PRODUCTS:  # without the gradient
             delta = wide(delta)
@@ -383,24 +374,11 @@ def _summed(
 
 
 def _at_first_token(rows_of_gradient: RowsOfGradient, n_tokens: int, *where: Any) -> Tensor:
-    """Return the gradient of whole samples as that of their first tokens, (tokens, numel)."""
+    """Return the gradient of whole samples as a gradient of their first tokens, (tokens, numel)."""
     gradient = rows_of_gradient(*where)
     rows = gradient.new_zeros(len(gradient) * n_tokens, gradient.shape[1])
     rows[::n_tokens] = gradient
     return rows
-
-
-def _is_row(call: Call, args: Any, kwargs: Any, row: int, n_samples: int) -> bool:
-    """Return whether a layer's first input for a sample alone is that of a row of the batch."""
-    axis = call.in_axes[0]
-    if axis is None:
-        return True
-    in_batch = batch_first(call.input(), axis, n_samples)[row].detach()
-    alone = batch_first(first_leaf(args, kwargs), axis, 1)[0]
-    if alone.shape != in_batch.shape:
-        return False
-    error = (alone.double() - in_batch.double()).norm()
-    return bool(error <= _ROUGHLY * alone.double().norm())
 
 
 def _slice_bytes(parameter: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""What a model computes for a sample must not depend on other samples, nor on padding.
+"""The results of a model for a sample must not depend on other samples, nor on padding.
 
 Features are properties of single samples. With a model or a task that mixes the samples of a batch
 (by a softmax over the batch axis, by subtracting the mean of the batch, by batch statistics), they
@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from trakdask.models.tasks import Batch, Forward, Task, task_spec
-from trakdask.models.tasks.protocol import MASK, SampleError, call_model
+from trakdask.models.tasks.logits import MASK, call_model
+from trakdask.models.tasks.protocol import SampleError
 from trakdask.torch_internals import TorchDispatchMode, fake_tensor_mode
 
 T = TypeVar("T")
@@ -33,7 +34,7 @@ _answers: WeakKeyDictionary[torch.nn.Module, dict[Hashable, Any]] = WeakKeyDicti
 def once_per_task(
     purpose: str, forward: Forward, task: Task, batch: Batch, also: Hashable, find: Callable[[], T]
 ) -> T:
-    """Return what has been found out about a module as a task uses it, or find it out now.
+    """Return an answer about a module as a task uses it, which is found out once.
 
     Threads have a module each, but all models of one ``build`` share it, whatever their tasks. So
     the key is all that decides how the module is called: the class of the task and its settings,
@@ -67,7 +68,7 @@ def reads_values(forward: Forward, task: Task, batch: Batch) -> bool:
 
 
 class _ValueRead(Exception):
-    """An operation whose result, or the shape of it, can steer what a model does next."""
+    """An operation whose result, or its shape, can steer the next steps of a model."""
 
 
 class _RefusesValues:
@@ -243,8 +244,8 @@ def allowed_error(tensors: Iterable[Tensor], least: float = 0.0) -> float:
     """
     kinds = {(tensor.dtype, tensor.device.type) for tensor in tensors}
     allowed = max((tolerance(*kind) for kind in kinds), default=0.0)
-    # The error of a single sample may be a few times that of a sum over samples, in which errors
-    # cancel. In float32, `least` is larger than this; in half precision it is smaller.
+    # The error of a single sample may be a few times the error of a sum, in which errors cancel. In
+    # float32, `least` is larger than this; in half precision it is smaller.
     return max(least, 4 * allowed) if least else allowed
 
 
@@ -265,7 +266,7 @@ def repeated(batch: Batch, n: int) -> Batch:
 
 
 def token_variables(task: Task, arrays: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the variables (batch, tokens) of which a mask (batch, tokens) says the padding."""
+    """Return the variables (batch, tokens) whose padding a mask (batch, tokens) marks."""
     names: tuple[str, ...] = getattr(task, "token_variables", ())
     return names if MASK in names and arrays[MASK].ndim == 2 else ()
 
@@ -321,7 +322,7 @@ def ignores_padding(forward: Forward, task: Task, batch: Batch) -> bool:
     shorter[MASK] = shorter[MASK].clone()
     shorter[MASK][:, half:] = 0
     whole, cut = (_logits(forward, task, part) for part in (shorter, _cut(shorter, names, half)))
-    if cut.ndim == 3:  # of tokens; what is computed at padding on the left does not matter
+    if cut.ndim == 3:  # of tokens; logits at padding on the left do not matter
         kept = used[row, : cut.shape[1]]
         whole, cut = whole[:, : cut.shape[1]][:, kept], cut[:, kept]
     allowed = tolerance(cut.dtype, cut.device.type) * float(cut.abs().max())

@@ -1,8 +1,4 @@
-"""What a run of ``Trainer`` leaves for attribution: checkpoints, learning rates, Adam's moments.
-
-A callback keeps them while a model is trained. Second moments scale gradients as the training has
-scaled them.
-"""
+"""A callback that keeps checkpoints, learning rates and Adam's second moments during training."""
 
 from __future__ import annotations
 
@@ -16,11 +12,9 @@ import torch
 from safetensors.torch import save_file, save_model
 from torch import Tensor
 
-from trakdask.checks import require_integer, shown
+from trakdask.checks import require_integer
 from trakdask.files import Folder, replacing
-from trakdask.models.checkpoints import (
-    checkpoint_folders,
-)
+from trakdask.models.checkpoints import checkpoint_folders
 
 __all__ = ["keep_checkpoints"]
 
@@ -53,9 +47,9 @@ def keep_checkpoints(
     -------
     The callback, for ``Trainer(..., callbacks=[...])``. While the model is trained it writes
 
-    - ``checkpoint-<step>``: the weights as ``save_pretrained`` writes them (of a PEFT model, those
-      of its adapter), without the state of the optimizer, and therefore a third of the bytes that
-      ``Trainer`` writes with Adam;
+    - ``checkpoint-<step>``: the weights as ``save_pretrained`` writes them (a PEFT model writes its
+      adapter), without the state of the optimizer, which is two thirds of ``Trainer``'s bytes with
+      Adam;
     - ``learning_rates.json``: by checkpoint, the mean learning rate of the steps since the one
       before it, for :class:`TracIn`.
 
@@ -73,7 +67,7 @@ def keep_checkpoints(
     -----
     A checkpoint gets its name when it is whole, so one that a killed run has left is never read.
     Where several processes train, the first one writes. ``Trainer``'s ``save_total_limit`` does not
-    remove what is kept here. The learning rate is that of the optimizer's first group of
+    remove checkpoints here. The learning rate is the one of the optimizer's first group of
     parameters.
 
     References
@@ -90,12 +84,10 @@ def keep_checkpoints(
         rates = json.loads(Path("run/learning_rates.json").read_text())
         td.score(features, targets, td.TracIn(rates))
     """
-    if not isinstance(folder, str | os.PathLike) or not str(folder):
-        raise TypeError(f"expected a path as folder, got {shown(folder)}; try folder='run'")
     if "://" in str(folder):
         raise ValueError(
-            f"expected a local path as folder, got the URL {str(folder)!r}; try a local one, and "
-            "copying it after the training"
+            f"expected a local folder, got the URL {str(folder)!r}; try a path, and copying it "
+            "after the training"
         )
     if every not in ("save", "epoch") or isinstance(every, bool):
         every = require_integer("every", every, 1, remedy="try every='save', 'epoch' or 500")
@@ -103,16 +95,17 @@ def keep_checkpoints(
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing at an event that is of no interest."""
+    """Do nothing at other events."""
 
 
 class _Keeper:
-    """A callback, by the names of its methods: transformers need not be imported for it."""
+    """A callback of ``Trainer``, which looks methods up by name: transformers is not imported."""
 
     def __init__(self, folder: Path, every: str | int, second_moments: bool) -> None:
         self.folder = folder
         self.every = every
         self.second_moments = second_moments
+        self._files = Folder(str(folder.absolute()))
         self._rates: dict[str, float] = {}
         self._since: list[float] = []
 
@@ -121,43 +114,42 @@ class _Keeper:
             return _nothing
         raise AttributeError(name)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Read what an interrupted run has kept; refuse what cannot be kept."""
+    def on_train_begin(self, args: Any, state: Any, control: Any, **context: Any) -> None:
+        """Read the learning rates of the run that this one continues; refuse sharded weights."""
         sharded = [name for name in _SHARDED if getattr(args, name, None)]
         if sharded:
             raise NotImplementedError(
-                f"expected weights that one process has as a whole, got training with {sharded[0]};"
-                " try td.Model(build, checkpoints=args.output_dir) with the folders of Trainer"
+                f"expected whole weights in one process, got training with {sharded[0]}; try "
+                "td.Model(build, checkpoints=args.output_dir)"
             )
-        kept = [Path(each).name for each in checkpoint_folders(Folder(str(self.folder.absolute())))]
+        kept = [Path(url).name for url in checkpoint_folders(self._files)]
         if kept and not state.global_step:
             raise FileExistsError(
-                f"expected a folder without checkpoints at the start of a run, got {kept[:3]} in "
-                f"{str(self.folder)!r}; try another folder, or trainer.train("
-                "resume_from_checkpoint=True)"
+                f"expected no checkpoints in {str(self.folder)!r} at the start of a run, got "
+                f"{kept[:3]}; try another folder, or trainer.train(resume_from_checkpoint=True)"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        before = self.folder / _RATES_FILE
-        self._rates = json.loads(before.read_text()) if kept and before.exists() else {}
+        is_there = kept and (self.folder / _RATES_FILE).exists()
+        self._rates = self._files.read_json(_RATES_FILE) if is_there else {}
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **context: Any) -> None:
         """Note the learning rate of the step."""
-        self._since.append(float(given["optimizer"].param_groups[0]["lr"]))
+        self._since.append(float(context["optimizer"].param_groups[0]["lr"]))
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **context: Any) -> None:
         """Keep a checkpoint after every so many steps."""
         if isinstance(self.every, int) and state.global_step % self.every == 0:
-            self._keep(state, given["model"], given["optimizer"])
+            self._keep(state, context["model"], context["optimizer"])
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **context: Any) -> None:
         """Keep a checkpoint after an epoch."""
         if self.every == "epoch":
-            self._keep(state, given["model"], given["optimizer"])
+            self._keep(state, context["model"], context["optimizer"])
 
-    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **context: Any) -> None:
         """Keep a checkpoint beside the one that ``Trainer`` has saved."""
         if self.every == "save":
-            self._keep(state, given["model"], given["optimizer"])
+            self._keep(state, context["model"], context["optimizer"])
 
     def _keep(self, state: Any, model: Any, optimizer: Any) -> None:
         name = f"checkpoint-{state.global_step}"
@@ -175,7 +167,7 @@ class _Keeper:
                 save_file(_moments(model, optimizer), partial / MOMENTS_FILE)
         self._rates[name] = sum(rates) / len(rates)
         content = json.dumps(self._rates, indent=1).encode()
-        Folder(str(self.folder.absolute())).write(_RATES_FILE, content)
+        self._files.write(_RATES_FILE, content)
 
 
 def _moments(model: Any, optimizer: Any) -> dict[str, Tensor]:
@@ -190,8 +182,7 @@ def _moments(model: Any, optimizer: Any) -> dict[str, Tensor]:
             by_name[name] = (moments / (1 - beta ** float(state["step"]))).cpu().contiguous()
     if not by_name:
         raise NotImplementedError(
-            "expected an optimizer with Adam's second moments ('exp_avg_sq'), got "
-            f"{type(getattr(optimizer, 'optimizer', optimizer)).__name__}; try optim='adamw_torch' "
-            "in TrainingArguments, or second_moments=False"
+            "expected Adam's second moments ('exp_avg_sq'), got the optimizer "
+            f"{type(getattr(optimizer, 'optimizer', optimizer)).__name__}; try optim='adamw_torch'"
         )
     return by_name

@@ -1,32 +1,16 @@
-"""The layers of a model: which modules to hook, and what is batched in their calls.
-
-Layers without a rule of their own are differentiated here, one call at a time.
-"""
+"""The layers of a model: which modules to hook, and the engine that suits them."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from trakdask.models.independence import once_per_task, repeated
-from trakdask.models.rules import CHANNEL_NORMS, CONVOLUTIONS, SLICEABLE, Rule, rules_of
-from trakdask.models.tasks import Batch, Forward, Task, TrakTask
-from trakdask.torch_internals import (
-    fake_tensor_mode,
-    tree_flatten,
-    tree_leaves,
-    tree_unflatten,
-    version_of,
-)
+from trakdask.models.rules import CHANNEL_NORMS, CONVOLUTIONS, SLICEABLE, GradientRule, rules_of
+from trakdask.models.tasks import Task, TrakTask
 
 # Layers whose result at one token depends on several, or that have no axis of tokens.
 _ACROSS_TOKENS = (
@@ -37,12 +21,10 @@ _ACROSS_TOKENS = (
 
 CallAxes = tuple[list[int | None], list[int | None]]
 """The batch axis of each input and of each output of a call; None if it has no batch axis."""
-_Shapes = list[tuple[int, ...]]
-_CallShapes = tuple[_Shapes, _Shapes]
 
 
 @dataclass(frozen=True)
-class Layer:
+class HookedLayer:
     """A module whose parameter gradients are computed from its inputs and output gradients.
 
     Mostly a layer of the model. Modules that use the parameters of their children without calling
@@ -65,12 +47,12 @@ class Layer:
     path: str
     selected: dict[str, str]
     parameters: dict[str, str]
-    rules: Mapping[str, Rule]
+    rules: Mapping[str, GradientRule]
     calls: tuple[CallAxes, ...] = ()
 
 
 @dataclass(frozen=True)
-class HookableLayers:
+class HookPlan:
     """How the gradients of the selected parameters of a model are computed.
 
     Parameters
@@ -80,14 +62,14 @@ class HookableLayers:
     rest
         Selected parameters that hooks cannot handle. They belong directly to modules that also have
         children with parameters, so that only the module's own code determines how the parameter is
-        used. (Children without parameters, such as activations, are part of what is hooked.)
+        used. (Children without parameters, such as activations, are hooked with their parent.)
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[HookedLayer, ...]
     rest: tuple[str, ...]
 
 
-def hookable_layers(module: nn.Module, names: Sequence[str]) -> HookableLayers:
+def hookable_layers(module: nn.Module, names: Sequence[str]) -> HookPlan:
     """Find the modules to hook for the selected parameters; tied weights belong to several."""
     canonical: dict[int, str] = {}
     for name, tensor in module.named_parameters():
@@ -110,8 +92,8 @@ def hookable_layers(module: nn.Module, names: Sequence[str]) -> HookableLayers:
         rules = rules_of(submodule)
         if selected:
             fits = set(selected) <= set(rules)
-            layers.append(Layer(path, selected, all_names, rules if fits else {}))
-    return HookableLayers(tuple(layers), tuple(name for name in names if name in rest))
+            layers.append(HookedLayer(path, selected, all_names, rules if fits else {}))
+    return HookPlan(tuple(layers), tuple(name for name in names if name in rest))
 
 
 def _submodules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, bool]]:
@@ -149,68 +131,26 @@ def require_layers_of_tokens(module: nn.Module, names: Sequence[str]) -> None:
     ------
     ValueError
         If a selected parameter belongs to a layer that looks at several tokens at once, or to a
-        module with further modules inside, of which hooks do not see how it uses the parameter.
+        module with further modules inside: hooks do not see how it uses the parameter.
     """
-    hookable = hookable_layers(module, names)
-    bad = [f"{name!r}, which a module with others inside uses" for name in hookable.rest]
-    for layer in hookable.layers:
+    plan = hookable_layers(module, names)
+    bad = [f"{name!r}, which a module with others inside uses" for name in plan.rest]
+    for layer in plan.layers:
         submodule = module.get_submodule(layer.path)
         if isinstance(submodule, _ACROSS_TOKENS):
             bad.append(
-                f"{layer.path!r}, {type(submodule).__name__}, which looks at several tokens at "
-                "once, or has no axis of tokens"
+                f"{layer.path!r}, {type(submodule).__name__}, which looks at several tokens at once"
             )
     if bad:
         raise ValueError(
-            "expected parameters of layers that treat tokens one by one, as parts='token' needs, "
-            f"got {bad[0]}; try td.Model(..., parameters=...) without it, or names of modules as "
-            "parts="
+            "expected layers that treat tokens one by one, as parts='token' needs, got "
+            f"{bad[0]}; try td.Model(..., parameters=...) without it, or modules as parts="
         )
 
 
-def has_pooled_layers(
-    module: nn.Module, task: Task, inputs: Mapping[str, Tensor], names: Sequence[str]
-) -> bool:
-    """Return whether a layer takes or returns something else than a value per token.
-
-    The model runs on tensors without values. If it cannot, the answer is False.
-
-    Parameters
-    ----------
-    module
-        The architecture.
-    task, names
-        What is differentiated, with respect to which parameters.
-    inputs
-        Tensors without values, of one sample each; sequences are the first of them.
-    """
-    layers, found = hookable_layers(module, names).layers, {}
-    n_tokens = next(iter(inputs.values())).shape[1]
-    with suppress(Exception), fake_tensor_mode():
-        state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        state = {name: torch.empty_like(t, device="cpu") for name, t in state.items() if t.is_meta}
-        for n in (2, 3):
-            each = {k: torch.zeros((n, *v.shape[1:]), dtype=v.dtype) for k, v in inputs.items()}
-            run = partial(task.output, Forward(module, state, {}), Batch(each))
-            found[n] = _call_shapes(run, module, layers)
-        return any(
-            not is_by_token(torch.empty(shapes[0], device="meta"), axes[0], 3, n_tokens)
-            for layer in layers
-            for two, three in zip(found[2][layer.path], found[3][layer.path], strict=True)
-            for axes, shapes in zip(_call_axes(two, three), three, strict=True)
-            if shapes and shapes[0]
-        )
-    return False
-
-
-def is_by_token(value: Tensor, axis: int | None, n_samples: int, n_tokens: int) -> bool:
-    """Return whether a tensor that a layer took or returned has a value for each token."""
-    return by_sample(value, axis, n_samples).shape[:2] == (n_samples, n_tokens)
-
-
-def rules_by_parameter(layers: Sequence[Layer]) -> dict[str, set[Rule | None]]:
+def rules_by_parameter(layers: Sequence[HookedLayer]) -> dict[str, set[GradientRule | None]]:
     """Return the rules for the uses of each parameter; None where there is none that fits."""
-    rules: dict[str, set[Rule | None]] = defaultdict(set)
+    rules: dict[str, set[GradientRule | None]] = defaultdict(set)
     for layer in layers:
         for inside, name in layer.selected.items():
             rules[name].add(layer.rules.get(inside))
@@ -221,12 +161,12 @@ def choose_engine(module: nn.Module, task: Task, names: Sequence[str]) -> tuple[
     """Return the engine that ``gradients="auto"`` chooses, and the reason."""
     if isinstance(task, TrakTask):
         return "vmap", "the task hands the model one sample at a time"
-    hookable = hookable_layers(module, names)
-    if not hookable.layers:
+    plan = hookable_layers(module, names)
+    if not plan.layers:
         return "vmap", "no selected parameter belongs to a layer of its own"
-    if hookable.rest:
-        others = f"{len(hookable.rest)} of {len(names)} parameters"
-        return "hooks", f"{others} by vmap: {hookable.rest[0]}"
+    if plan.rest:
+        others = f"{len(plan.rest)} of {len(names)} parameters"
+        return "hooks", f"{others} by vmap: {plan.rest[0]}"
     return "hooks", "all selected parameters belong to layers"
 
 
@@ -244,218 +184,7 @@ def elements_at_once(engine: str, module: nn.Module, sizes: Mapping[str, int]) -
     """
     if engine not in ("hooks", "tokens"):
         return sum(sizes.values())
-    hookable = hookable_layers(module, tuple(sizes))
-    rules = rules_by_parameter(hookable.layers)
+    plan = hookable_layers(module, tuple(sizes))
+    rules = rules_by_parameter(plan.layers)
     held = [sizes[name] for name in rules if not rules[name] <= SLICEABLE]
-    return max([*held, sum(sizes[name] for name in hookable.rest)])
-
-
-def hook_plan(forward: Forward, task: Task, batch: Batch, names: tuple[str, ...]) -> HookableLayers:
-    """Return the layers to hook, with the batch axes of all inputs and outputs of their calls.
-
-    A batch axis is one whose length changes with the batch size. (A length alone is not enough,
-    since a sequence may be as long as the batch.) So the first sample is run, repeated two and
-    three times, once for each model, task and kind of batch.
-    """
-
-    def plan() -> HookableLayers:
-        hookable = hookable_layers(forward.module, names)
-        # Not one and two samples: models may squeeze the axis of a single one.
-        runs = (partial(task.output, forward, repeated(batch, n)) for n in (2, 3))
-        two, three = (_call_shapes(run, forward.module, hookable.layers) for run in runs)
-        # Whether a layer is called more often for more samples, the collector notices.
-        layers = [
-            replace(layer, calls=tuple(map(_call_axes, two[layer.path], three[layer.path])))
-            for layer in hookable.layers
-        ]
-        return replace(hookable, layers=tuple(layers))
-
-    return once_per_task("hook plan", forward, task, batch, names, plan)
-
-
-def _call_shapes(
-    run: Callable[[], object], module: nn.Module, layers: Sequence[Layer]
-) -> Mapping[str, list[_CallShapes]]:
-    """Return the shapes of the inputs and outputs of every call of the layers during ``run()``."""
-    shapes: dict[str, list[_CallShapes]] = {layer.path: [] for layer in layers}
-
-    def hook_of(layer: Layer) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            shapes[layer.path].append((_shapes((args, kwargs)), _shapes(output)))
-
-        return hook
-
-    with hooked(module, layers, hook_of), torch.no_grad():
-        run()
-    return shapes
-
-
-def _shapes(values: Any) -> _Shapes:
-    # What is no tensor has no axes, and is passed to all samples alike.
-    leaves = tree_leaves(values)
-    return [tuple(leaf.shape) if isinstance(leaf, Tensor) else () for leaf in leaves]
-
-
-def _call_axes(two: _CallShapes, three: _CallShapes) -> CallAxes:
-    """Return the first axis of each tensor of a call whose length differs, if there is one."""
-    inputs, outputs = (
-        [
-            next((axis for axis, (a, b) in enumerate(zip(*pair, strict=False)) if a != b), None)
-            for pair in zip(*shapes, strict=True)
-        ]
-        for shapes in zip(two, three, strict=True)
-    )
-    return inputs, outputs
-
-
-@contextmanager
-def hooked(
-    module: nn.Module, layers: Sequence[Layer], hook_of: Callable[[Layer], Callable[..., Any]]
-) -> Iterator[None]:
-    """Register a hook on the forward pass of each layer while the ``with`` body runs."""
-    handles = [
-        module.get_submodule(layer.path).register_forward_hook(hook_of(layer), with_kwargs=True)
-        for layer in layers
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def first_leaf(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the first of the inputs of a module, or None; mostly without torch's slow search."""
-    if args and isinstance(args[0], Tensor):
-        return args[0]
-    return next(iter(tree_leaves((args, kwargs))), None)
-
-
-def is_floating(value: object) -> bool:
-    """Return whether a value is a tensor that can have a gradient."""
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
-@dataclass(frozen=True)
-class Call:
-    """One recorded call of a layer: its inputs, buffers and batch axes."""
-
-    layer: Layer
-    module: nn.Module
-    inputs: Any  # (args, kwargs)
-    version: int
-    buffers: Mapping[str, Tensor]
-    in_axes: list[int | None]
-    out_axes: list[int | None]
-    by_token: bool = False
-    """Whether its gradients are divided among the tokens."""
-
-    def input(self) -> Tensor:
-        """Return the first input, which must be what the layer used."""
-        leaf: Tensor = first_leaf(*self.inputs)
-        if version_of(leaf) != self.version:
-            raise RuntimeError(
-                f"expected the input of layer {self.layer.path!r} as the layer used it, got one "
-                "that was changed in place afterwards; try x = x + y instead of x += y, or "
-                "gradients='vmap'"
-            )
-        return leaf
-
-
-def by_sample(value: Tensor, axis: int | None, n_samples: int) -> Tensor:
-    """Return a tensor of a call, (samples, ...); one that all samples share is expanded."""
-    if axis is not None:
-        return batch_first(value, axis, n_samples)
-    alone = value if value.shape[:1] == (1,) else value[None]
-    return alone.expand(n_samples, *alone.shape[1:])
-
-
-def batch_first(value: Tensor, axis: int, n_samples: int) -> Tensor:
-    """Return a tensor with one entry per sample along its first axis.
-
-    Models flatten batch and positions into one axis, for example in front of experts.
-
-    Examples
-    --------
-    >>> batch_first(torch.zeros(6, 4), 0, 2).shape, batch_first(torch.zeros(4, 2), 1, 2).shape
-    (torch.Size([2, 3, 4]), torch.Size([2, 4]))
-    """
-    if value.shape[axis] != n_samples:
-        value = _split(value, axis, n_samples)
-    return value.movedim(axis, 0) if axis else value
-
-
-def _split(value: Tensor, axis: int, n_samples: int) -> Tensor:
-    """Split the batch axis into two: the samples, and the rows of each sample, mostly one."""
-    if value.shape[axis] % n_samples:
-        raise RuntimeError(
-            f"expected as many rows of a layer's input or output for every sample, got "
-            f"{value.shape[axis]} rows for {n_samples} samples; try gradients='vmap', or 'loop'"
-        )
-    split: Tensor = value.unflatten(axis, (n_samples, -1))
-    return split
-
-
-def local_gradients(
-    call: Call,
-    tensors: Mapping[str, Tensor],
-    deltas: Sequence[Tensor | None],
-    axes: Sequence[int],
-    n_samples: int,
-) -> dict[str, Tensor]:
-    """Differentiate one module sample by sample, for modules of any kind.
-
-    Parameters
-    ----------
-    call
-        The recorded call of the module.
-    tensors
-        The parameters and buffers of the module by name.
-    deltas, axes
-        The gradient of the model output with respect to each tensor that the module returned (None
-        for a tensor without effect on the output), and the batch axes of these gradients.
-    n_samples
-        Batch size.
-
-    Returns
-    -------
-    The gradient of each selected parameter, (batch, *shape).
-    """
-    used = {i: delta for i, delta in enumerate(deltas) if delta is not None}
-    out_axes = [axes[i] for i in used]
-    leaves, spec = tree_flatten(call.inputs)
-    # A sample that is taken out along an axis that was split keeps this axis, as the module needs.
-    inputs = [
-        leaf if axis is None else _split(leaf, axis, n_samples)
-        for leaf, axis in zip(leaves, call.in_axes, strict=True)
-    ]
-    weights = [_split(delta, axes[i], n_samples) for i, delta in used.items()]
-
-    def weighted_output(
-        selected: Mapping[str, Tensor], inputs: list[Any], weights: list[Tensor]
-    ) -> Tensor:
-        args, kwargs = tree_unflatten(inputs, spec)
-        returned = torch.func.functional_call(call.module, {**tensors, **selected}, args, kwargs)
-        outputs = [y for y in tree_leaves(returned) if is_floating(y)]
-        terms = [(outputs[i] * weight).sum() for i, weight in zip(used, weights, strict=True)]
-        total: Tensor = torch.stack(terms).sum()
-        return total
-
-    selected = {inside: tensors[inside] for inside in call.layer.selected}
-    one = torch.func.grad(weighted_output)
-    try:
-        with sdpa_kernel(SDPBackend.MATH):  # the only backend that vmap supports
-            every = torch.func.vmap(one, in_dims=(None, call.in_axes, out_axes))
-            gradients: dict[str, Tensor] = every(selected, inputs, weights)
-            return gradients
-    except RuntimeError:  # some operators, such as those of RNNs, cannot be vectorized
-        # Slower, but of this layer alone; errors of the layer itself are raised again here.
-        rows = [
-            one(selected, _sample(inputs, call.in_axes, i), _sample(weights, out_axes, i))
-            for i in range(n_samples)
-        ]
-        return {name: torch.stack([row[name] for row in rows]) for name in selected}
-
-
-def _sample(values: Sequence[Any], axes: Sequence[int | None], i: int) -> list[Any]:
-    return [x if a is None else x.select(a, i) for x, a in zip(values, axes, strict=True)]
+    return max([*held, sum(sizes[name] for name in plan.rest)])

@@ -17,14 +17,12 @@ from trakdask.checks import import_callable, shown
 from trakdask.errors import CheckpointError
 from trakdask.files import Folder
 from trakdask.html_tables import html_table
+from trakdask.models.adapters import base_folder, completed, is_adapter
 from trakdask.models.checkpoints import (
     Checkpoint,
     CheckpointLike,
     State,
-    base_folder,
     cached_state,
-    completed,
-    is_adapter,
     make_checkpoints,
 )
 from trakdask.models.modules import (
@@ -64,10 +62,10 @@ class Model:
         List of paths or URLs (``.pt``, which is read with ``weights_only=True``, ``.safetensors``,
         or a folder that ``save_pretrained`` or ``Trainer`` wrote) or of state dicts, or a mapping
         from names to these. One path of a run's folder stands for all ``checkpoint-<step>`` in it.
-        The file of a PEFT adapter is completed by the weights of its base model: of the folder that
-        the adapter's configuration names, if it exists, or else those that ``build`` gives the
-        model. Workers read files themselves. If ``build`` is a module, checkpoints
-        may be omitted; the only one then consists of the module's own weights.
+        The file of a PEFT adapter is completed by the weights of its base model: from the folder
+        that the adapter's configuration names, if it exists, or else from ``build``. Workers read
+        files themselves. If ``build`` is a module, checkpoints may be omitted; the only one then
+        consists of the module's own weights.
     task
         A name (``"classification"``, ``"image_classification"``, ``"text_classification"``,
         ``"binary_classification"``, ``"multi_label"``, ``"regression"``, ``"causal_lm"``,
@@ -79,8 +77,8 @@ class Model:
         gradients of other parameters are computed. ``"*lora_*"`` selects a model's adapters, and
         ``lambda name, parameter: parameter.requires_grad`` what ``build`` has not frozen.
     key
-        Key of the state dict in checkpoints that hold more than that: ``"state_dict"`` in those of
-        Lightning.
+        Key of the state dict in checkpoints that hold more than that; Lightning's is
+        ``"state_dict"``.
     checkpoint_ids
         Integers that select the projection matrices; by default the first 32 bits of each
         checkpoint's content hash, so that features computed separately can be joined.
@@ -109,7 +107,7 @@ class Model:
     """
 
     build: Build
-    """A module has no weights here: they are those of a checkpoint."""
+    """A module has no weights here; a checkpoint has them."""
     checkpoints: tuple[Checkpoint, ...]
     task: Task
     shapes: dict[str, tuple[int, ...]]
@@ -128,26 +126,25 @@ class Model:
     ) -> None:
         if not callable(build) and not isinstance(build, str):
             raise TypeError(
-                "expected an nn.Module, a callable without arguments that returns one, or "
-                f"'package.module:callable' as build, got {shown(build)} ({type(build).__name__}); "
-                "try td.Model(module, ...)"
+                "expected an nn.Module, a callable that returns one, or 'package.module:callable' "
+                f"as build, got {shown(build)} ({type(build).__name__}); try td.Model(module, ...)"
             )
         if checkpoints is None:
             if not isinstance(build, torch.nn.Module):
                 raise ValueError(
-                    "expected checkpoints, unless build is a trained nn.Module, got none with "
-                    f"build = {_named(build)}; try td.Model(build, checkpoints=['model.pt'], ...)"
+                    f"expected checkpoints beside build = {_named(build)}, got none; try "
+                    "td.Model(build, checkpoints=['model.pt'], ...), or a trained module as build"
                 )
             checkpoints = [build.state_dict()]
         self.task = resolve_task(task)
         self.build = _meta_module(build) if isinstance(build, torch.nn.Module) else build
         self.token = uuid4().hex
         module = self.meta_module()
-        own = dict(module.named_parameters())
-        names = select_parameters(module, parameters)
-        self.shapes = {name: tuple(own[name].shape) for name in names}
-        self._n_parameters = sum(tensor.numel() for tensor in own.values())
-        self._n_frozen = sum(own[name].numel() for name in names if not own[name].requires_grad)
+        tensors = dict(module.named_parameters())
+        selected = {name: tensors[name] for name in select_parameters(module, parameters)}
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in selected.items()}
+        self._n_parameters = sum(tensor.numel() for tensor in tensors.values())
+        self._n_frozen = sum(t.numel() for t in selected.values() if not t.requires_grad)
         self.checkpoints = make_checkpoints(
             checkpoints,
             checkpoint_ids,
@@ -185,19 +182,16 @@ class Model:
         return bound
 
     def at_checkpoints(self, names: Sequence[str]) -> Model:
-        """Return the model at some of its checkpoints, in their order; itself if it lacks one."""
+        """Return the model at some of its checkpoints, in their order; itself if it lacks one.
+
+        Without checkpoints it is what all blocks share: architecture, task and parameters.
+        """
         by_name = {checkpoint.name: checkpoint for checkpoint in self.checkpoints}
         if not set(names) <= set(by_name):
             return self
         selected = copy.copy(self)
         selected.checkpoints = tuple(by_name[name] for name in names)
         return selected
-
-    def without_checkpoints(self) -> Model:
-        """Return what all blocks share: the architecture, the task and the parameters."""
-        shared = copy.copy(self)
-        shared.checkpoints = ()
-        return shared
 
     def spec(self) -> dict[str, Any]:
         """Return everything that determines the gradients, as plain JSON values."""
@@ -264,7 +258,7 @@ def _accept(
 
 
 def _base_model(build: Build, place: str | None) -> Checkpoint:
-    """Return the base model in a folder, or else the one in the model as it is built."""
+    """Return the base model in a folder, or else the one that ``build`` gives."""
     weights = _base_state(build) if place is None else place
     (base,) = make_checkpoints({"base model": weights})
     if place is not None or isinstance(build, torch.nn.Module):
@@ -274,7 +268,7 @@ def _base_model(build: Build, place: str | None) -> Checkpoint:
 
 
 def _base_state(build: Build) -> Mapping[str, Tensor]:
-    """Return the weights of the base model in a PEFT model, as the model was built."""
+    """Return the weights of the base model in a PEFT model, as ``build`` gives it."""
     with _building:
         module = _built(build)
     unload = getattr(module, "unload", None) or getattr(module, "get_base_model", None)
@@ -309,7 +303,7 @@ def _named(build: object) -> str:
 
 def _require_fit(module: torch.nn.Module, state: Mapping[str, Tensor], checkpoint: str) -> None:
     needed = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    # Of tied weights, one name is enough.
+    # One of the names of tied weights is enough.
     tied = {n for group in aliases(module).values() if set(group) & set(state) for n in group}
     actual = {name: tuple(tensor.shape) for name, tensor in state.items()}
     wrong = [

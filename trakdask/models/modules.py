@@ -15,7 +15,6 @@ from functools import lru_cache, partial
 from types import CodeType, FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 Selection = None | str | Sequence[str] | type[nn.Module] | Callable[[str, Tensor], bool]
@@ -28,30 +27,18 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 def require_plain(module: nn.Module) -> None:
-    """Reject modules whose parameters have no shapes yet or cannot be replaced in a call."""
-    if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(
-            f"expected an nn.Module from Python code, got {type(module).__name__}; try the module "
-            "that was compiled"
-        )
+    """Reject modules whose parameters cannot be replaced in a call."""
     for path, part in module.named_modules():
         if isinstance(part, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             raise TypeError(
-                f"expected a model that runs in one process on one device, got {path!r} of class "
+                f"expected a model in one process on one device, got {path!r} of class "
                 f"{type(part).__name__}; try the module inside it, its attribute module"
             )
         if type(part).__module__.split(".")[0] == "bitsandbytes":
             raise TypeError(
-                f"expected layers with plain tensors as weights, got layer {path!r} of class "
-                f"{type(part).__module__}.{type(part).__name__}, whose quantised weights only "
-                "bitsandbytes itself can load and multiply; try building the base model without "
-                "quantization_config, in bfloat16 (the adapter's file is the same)"
-            )
-    for name, tensor in module.named_parameters():
-        if nn.parameter.is_lazy(tensor):
-            raise ValueError(
-                f"expected parameters with shapes, got {name!r} of a lazy module that was never "
-                "run; try running the module once in build: module(example_input)"
+                f"expected plain tensors as weights, got layer {path!r} of bitsandbytes' "
+                f"{type(part).__name__}; try the base model in bfloat16, without "
+                "quantization_config (the adapter's file is the same)"
             )
 
 
@@ -75,7 +62,7 @@ def without_weights(module: nn.Module) -> nn.Module:
 
 
 def overwritten(module: nn.Module) -> list[str]:
-    """Return the parameters that a model changes in its forward pass: embeddings by max_norm."""
+    """Return the parameters that a forward pass changes: weights of embeddings with max_norm."""
     changed = {
         id(part.weight)
         for part in module.modules()
@@ -125,15 +112,15 @@ def select_parameters(module: nn.Module, selection: Selection) -> tuple[str, ...
     if selection is not None and not names:
         classes = sorted({type(part).__name__ for part in module.modules()})
         raise ValueError(
-            f"expected parameters= to select something, got parameters={selection!r}, which "
-            f"selects none of {len(parameters)}; try parameters=None for all, names such as "
-            f"{list(parameters)[:5]}, or one of the classes {classes[:8]}"
+            f"expected parameters= to select something, got {selection!r}, which selects none of "
+            f"{len(parameters)}; try None for all, one of {list(parameters)[:5]}, or one of the "
+            f"classes {classes[:8]}"
         )
     for name in names:
         if not parameters[name].is_floating_point():
             raise ValueError(
-                f"expected floating-point parameters, since others have no gradient, got {name!r} "
-                f"with dtype {parameters[name].dtype}; try parameters= without it"
+                f"expected floating-point parameters, got {name!r} with dtype "
+                f"{parameters[name].dtype}, which has no gradient; try parameters= without it"
             )
     return names
 
@@ -145,14 +132,13 @@ def _matching(names: Sequence[str], selection: str | Sequence[str]) -> tuple[str
             "expected a name, a glob, a list of these, a class of modules or a predicate as "
             f"parameters, got {selection!r}; try parameters='head.*', or None for all"
         )
-    patterns = list(patterns)
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             is_inside = any(pattern and pattern in name for name in names)
             near = difflib.get_close_matches(pattern, names, n=5, cutoff=0.3)
             advice = f"'*{pattern}*'" if is_inside else f"one of {near or list(names)[:5]}"
             raise ValueError(
-                f"expected a name or a glob of parameters, got parameters={pattern!r}, which "
+                f"expected a name or a glob of parameters, got {pattern!r}, which "
                 f"matches none of {len(names)}; try {advice}"
             )
     return tuple(n for n in names if any(fnmatch.fnmatchcase(n, p) for p in patterns))
@@ -177,10 +163,10 @@ def code_digests(module: nn.Module, task: object, build: object = None) -> dict[
 
     Notes
     -----
-    What is hashed are instructions, not source code, which may be missing, or newer than what runs.
-    So comments, docstrings and line numbers make no difference. Neither do paths and addresses.
-    Values that functions read from elsewhere, other than default arguments and attributes of
-    classes, are not seen.
+    Instructions are hashed, not source code, which may be missing, or newer than the code that
+    runs. So comments, docstrings and line numbers make no difference. Neither do paths and
+    addresses. Values that functions read from elsewhere are not seen, except default arguments and
+    attributes of classes.
     """
     layout = [(name, type(part).__name__) for name, part in module.named_modules()]
     digests = {
@@ -214,22 +200,22 @@ def _of_class(kind: type) -> Iterator[str]:
 
 
 def _of_functions(functions: list[FunctionType], classes: Iterable[type]) -> Iterator[str]:
-    """Yield the instructions of functions, and of those that they call by name."""
+    """Yield the instructions of functions, and of the functions that they call by name."""
     for function in functions:  # which grows meanwhile
         code = function.__code__
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         yield repr([value for value in defaults if isinstance(value, _PLAIN)])
         yield _instructions(code)
-        # What a constructor calls mostly makes weights, which checkpoints replace.
+        # A constructor mostly calls functions that make weights, which checkpoints replace.
         names = ["__init__"] if function.__name__ == "__init__" else _names(code)
         called = [getattr(function, "__wrapped__", None)]
         for name in names:
             nearby = function.__globals__.get(name)
             same_file = getattr(nearby, "__module__", None) == function.__module__
-            called += [*(vars(each).get(name) for each in classes), same_file and nearby]
-        for each in map(_function, called):
-            if each and each not in functions:
-                functions.append(each)
+            called += [*(vars(cls).get(name) for cls in classes), same_file and nearby]
+        for callee in map(_function, called):
+            if callee and callee not in functions:
+                functions.append(callee)
 
 
 def _function(value: Any) -> FunctionType | None:
@@ -241,16 +227,15 @@ def _function(value: Any) -> FunctionType | None:
 
 
 def _names(code: CodeType) -> list[str]:
-    inner = (each for each in code.co_consts if isinstance(each, CodeType))
-    return [*code.co_names, *(name for each in inner for name in _names(each))]
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return [*code.co_names, *(name for function in inner for name in _names(function))]
 
 
 @lru_cache(maxsize=4096)
 def _instructions(code: CodeType) -> str:
     """Return instructions with their constants and names in place of numbers."""
-    return "\n".join(
-        f"{each.opname} {_constant(each.argval)}" for each in dis.get_instructions(code)
-    )
+    lines = (f"{step.opname} {_constant(step.argval)}" for step in dis.get_instructions(code))
+    return "\n".join(lines)
 
 
 def _constant(value: Any) -> str:

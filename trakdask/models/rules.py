@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 Buffers = Mapping[str, Tensor]
-Rule = Callable[..., Tensor]
+GradientRule = Callable[..., Tensor]
 ALL_ROWS = slice(None)
 
 
@@ -57,7 +57,7 @@ CHANNEL_NORMS = (
 _HARMLESS = {"reset_parameters", "extra_repr"}
 
 
-def rules_of(module: Any) -> Mapping[str, Rule]:
+def rules_of(module: Any) -> Mapping[str, GradientRule]:
     """Return the rules of a layer by parameter; none if no rules apply."""
     kind: Any = type(module)
     # Conv1D of transformers is a linear layer that stores its weight transposed.
@@ -109,7 +109,7 @@ class Outer:
     is_transposed: bool = False
 
     def operands(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the side of the rows of the weight, and that of its columns, or undo that."""
+        """Return the side of the rows of the weight, and the side of its columns, or undo that."""
         return (x, delta) if self.is_transposed else (delta, x)
 
     def __call__(
@@ -221,7 +221,7 @@ def _channel_norm_weight(module: Any, x: Tensor, delta: Tensor, buffers: Buffers
 
 
 def _normalized(module: nn.Module, x: Tensor, buffers: Buffers) -> Tensor:
-    """Return what a layer makes of x before its weight and bias: as for a one and a zero."""
+    """Return x as the layer normalizes it, before its weight and bias."""
     parameters = module.named_parameters(recurse=False)
     neutral = {name: x.new_full(p.shape, float(name == "weight")) for name, p in parameters}
     normal: Tensor = torch.func.functional_call(module, {**neutral, **buffers}, x)
@@ -229,16 +229,16 @@ def _normalized(module: nn.Module, x: Tensor, buffers: Buffers) -> Tensor:
 
 
 def turned(
-    rule: Rule, module: Any, x: Tensor, delta: Tensor, matrices: Mapping[int, Tensor]
-) -> tuple[Rule, Tensor, Tensor]:
-    """Return a rule, and what it is to take, for a weight's gradient in other coordinates.
+    rule: GradientRule, module: Any, x: Tensor, delta: Tensor, matrices: Mapping[int, Tensor]
+) -> tuple[GradientRule, Tensor, Tensor]:
+    """Return a rule and its arguments for a weight's gradient in other coordinates.
 
     Rotating both sides of a product costs far less than rotating the product, of all samples.
 
     Parameters
     ----------
     rule, module, x, delta
-        One of ``TURNABLE``, and what it takes.
+        One of ``TURNABLE``, and its arguments.
     matrices
         By the axis of the weight; one that is missing keeps its coordinates.
     """
@@ -269,9 +269,9 @@ def _mixed_channels(value: Tensor, matrix: Tensor) -> Tensor:
     return (matrix.T @ value.flatten(2)).view(value.shape)
 
 
-_CONV1D: Mapping[str, Rule] = {"weight": transposed_linear_weight, "bias": _last_bias}
+_CONV1D: Mapping[str, GradientRule] = {"weight": transposed_linear_weight, "bias": _last_bias}
 
-_RULES: dict[Any, Mapping[str, Rule]] = {
+_RULES: dict[Any, Mapping[str, GradientRule]] = {
     nn.Linear: {"weight": linear_weight, "bias": _last_bias},
     nn.Embedding: {"weight": embedding_weight},
     nn.LayerNorm: {"weight": _layer_norm_weight, "bias": _layer_norm_bias},
@@ -280,11 +280,11 @@ _RULES: dict[Any, Mapping[str, Rule]] = {
     **{kind: {"weight": _channel_norm_weight, "bias": _channel_bias} for kind in CHANNEL_NORMS},
 }
 
-WRITES_TO: frozenset[Rule] = frozenset({linear_weight, transposed_linear_weight})
+WRITES_TO: frozenset[GradientRule] = frozenset({linear_weight, transposed_linear_weight})
 
-SLICEABLE: frozenset[Rule] = frozenset({*WRITES_TO, embedding_weight})
+SLICEABLE: frozenset[GradientRule] = frozenset({*WRITES_TO, embedding_weight})
 
-TURNABLE: frozenset[Rule] = frozenset({*SLICEABLE, _conv_weight})
+TURNABLE: frozenset[GradientRule] = frozenset({*SLICEABLE, _conv_weight})
 """Rules whose gradients are products of two sides that can be rotated first."""
 
 BY_POSITION = frozenset({*SLICEABLE, _last_bias, _layer_norm_weight, _layer_norm_bias})
@@ -372,9 +372,9 @@ def _embedding(module: nn.Embedding, x: Tensor, delta: Tensor, vectors: Tensor) 
     return sums.view(len(x), -1, len(vectors)).sum(1)
 
 
-PRODUCTS: dict[Rule, Product] = {
+PRODUCTS: dict[GradientRule, Product] = {
     linear_weight: linear_weight.products,
     transposed_linear_weight: transposed_linear_weight.products,
     embedding_weight: _embedding,
 }
-"""By the rule that would form the gradient; those of other rules are small, and are formed."""
+"""By the rule that would form the gradient; gradients of other rules are small, and are formed."""

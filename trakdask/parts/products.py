@@ -26,7 +26,8 @@ from trakdask.featurization.lazy import (
     variable_of,
     weights_of,
 )
-from trakdask.models.layers import has_pooled_layers, require_layers_of_tokens
+from trakdask.models.calls import has_pooled_layers
+from trakdask.models.layers import require_layers_of_tokens
 from trakdask.models.model import Model
 from trakdask.models.modules import select_parameters
 from trakdask.models.tasks import Batch, Forward

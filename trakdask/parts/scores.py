@@ -24,7 +24,7 @@ from trakdask.checks import shown
 from trakdask.featurization.job import ERROR_DTYPE, OnError
 from trakdask.featurization.lazy import Prepared, projector_of
 from trakdask.models.model import Model
-from trakdask.models.tasks.protocol import MASK
+from trakdask.models.tasks.logits import MASK
 from trakdask.parts.products import OTHERS, Parts, by_token, divide, lazy_products
 from trakdask.provenance import require_comparable
 from trakdask.variables import (

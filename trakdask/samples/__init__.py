@@ -3,8 +3,9 @@
 ``from_dataframe`` is imported from its module, because ``dask.dataframe`` takes a while to import.
 """
 
+from trakdask.samples.array_source import from_arrays, lazy_variables, validate_samples
 from trakdask.samples.coords import normalise_coord, normalise_coords
-from trakdask.samples.sources import drawn, from_arrays, lazy_variables, source_of, validate_samples
+from trakdask.samples.datasets import drawn, source_of
 from trakdask.samples.torch_source import from_torch
 
 __all__ = [

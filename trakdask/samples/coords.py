@@ -48,7 +48,7 @@ def normalise_coords(coords: CoordsLike, n: int) -> dict[str, Any]:
         coords = {name: coords[name] for name in coords.columns}
     if not isinstance(coords, Mapping):
         raise TypeError(
-            "expected a mapping from name to values, or a pandas DataFrame, as coords, got "
+            "expected values by name, or a pandas DataFrame, as coords, got "
             f"{type(coords).__name__}; try coords={{'label': labels}}"
         )
     for name in coords:
@@ -57,25 +57,25 @@ def normalise_coords(coords: CoordsLike, n: int) -> dict[str, Any]:
 
 
 def fields_as_coords(coords: Any, names: Collection[str]) -> list[str]:
-    """Return the names if ``coords`` is a list of fields of the samples that are to become coords.
+    """Return the names if ``coords`` is a list of fields of the samples, and else none.
 
     Parameters
     ----------
     coords
-        The option as it was given; of any other form there are no such fields.
+        The option as the user gave it.
     names
         Names of all fields.
 
     Raises
     ------
     ValueError
-        If a name is not that of a field.
+        If a name belongs to no field.
     """
     if not isinstance(coords, list | tuple) or not all(isinstance(name, str) for name in coords):
         return []
     if unknown := [name for name in coords if name not in names]:
         raise ValueError(
-            f"expected names of fields of the samples as coords, got {unknown[0]!r}; try one of "
+            f"expected fields of the samples as coords, got {unknown[0]!r}; try one of "
             f"{list(names)}, or coords={{{unknown[0]!r}: values}}"
         )
     return list(coords)
@@ -120,9 +120,7 @@ def normalise_coord(name: str, values: Any, n: int) -> np.ndarray[Any, Any]:
     """
     array = _to_numpy(name, values)
     if array.shape != (n,):
-        raise ValueError(
-            f"expected {n} values, shape ({n},), for coord {name!r}, got {array.shape}"
-        )
+        raise ValueError(f"expected shape ({n},) for coord {name!r}, got {array.shape}")
     return _portable(name, array)
 
 
@@ -144,18 +142,17 @@ def check_name(name: object, what: str) -> None:
         If the name is reserved.
     """
     if not isinstance(name, str):
-        raise TypeError(f"the name of a {what} must be a str, got {name!r} ({type(name).__name__})")
+        raise TypeError(f"expected a str as {what} name, got {name!r} ({type(name).__name__})")
     if name in _RESERVED or name.startswith(variables.TARGET_PREFIX):
         other = "sample_id" if name == SAMPLE else f"my_{name}"
         raise ValueError(
-            f"expected a name for the {what} that trakdask does not use itself, got {name!r}; try "
-            f"{other!r}"
+            f"expected a {what} with a name that trakdask does not use, got {name!r}; try {other!r}"
         )
 
 
 def _to_numpy(name: str, values: Any) -> np.ndarray[Any, Any]:
     if dask.base.is_dask_collection(values):
-        raise TypeError(f"coord {name!r} is lazy, and must be in memory; try {name}.compute()")
+        raise TypeError(f"expected coord {name!r} in memory, got a lazy one; try .compute()")
     if is_tensor(values) or isinstance(values, np.ndarray):
         return to_numpy(f"coord {name!r}", values)
     if isinstance(values, xr.DataArray | xr.Variable | pd.DataFrame):  # of columns with one name
@@ -180,7 +177,7 @@ def to_numpy(what: str, values: Any, dtype: Any = None) -> np.ndarray[Any, Any]:
     if np.ma.is_masked(array):
         masked = np.ma.getmaskarray(array).reshape(len(array), -1).any(axis=1)
         raise ValueError(
-            f"{what} has masked values in {int(masked.sum())} samples, first in sample "
+            f"expected {what} without a mask, got {int(masked.sum())} masked samples, first sample "
             f"{int(masked.argmax())}; try array.filled(value), or leaving them out"
         )
     return np.asarray(array)
@@ -204,10 +201,9 @@ def _portable(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if array.dtype.kind in "UT":
         return array.astype(np.dtypes.StringDType(), copy=False)
     raise TypeError(
-        "expected only numbers, only booleans, only strings or only times without a time zone for "
-        f"coord {name!r}, got dtype {array.dtype} of "
-        f"{sorted({type(value).__name__ for value in array})}; try {name}.astype(str), or leave it "
-        "out"
+        "expected numbers, booleans, strings or times without a time zone for coord "
+        f"{name!r}, got dtype {array.dtype} of "
+        f"{sorted({type(value).__name__ for value in array})}; try {name}.astype(str)"
     )
 
 
@@ -222,7 +218,7 @@ def _from_objects(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any
         return np.array(array.tolist())
     if (missing := np.asarray(pd.isna(array))).any():
         raise ValueError(
-            f"coord {name!r} lacks {int(missing.sum())} values, first that of sample "
-            f"{int(missing.argmax())}; try {name}.fillna(-1), or {name}.fillna('') for strings"
+            f"expected all values of coord {name!r}, which lacks {int(missing.sum())} of them, the "
+            f"first for sample {int(missing.argmax())}; try {name}.fillna('') or .fillna(-1)"
         )
     return array

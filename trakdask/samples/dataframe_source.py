@@ -15,13 +15,13 @@ import pyarrow as pa
 import xarray as xr
 
 from trakdask.checks import require_integer
+from trakdask.samples.array_source import lazy_variables
+from trakdask.samples.datasets import assemble
 from trakdask.samples.sources import (
     Array,
-    assemble,
     check_field,
     fields_of,
     lazy_fields,
-    lazy_variables,
     require_samples,
     unpacked,
 )
@@ -68,8 +68,8 @@ def from_dataframe(
 
     Returns
     -------
-    Dataset as of :func:`from_arrays`. Samples are in the order of the files (those of a glob or
-    folder are sorted by name) and of their rows.
+    Dataset as of :func:`from_arrays`. Samples are in the order of the files (sorted by name in a
+    glob or folder) and of their rows.
 
     Raises
     ------
@@ -93,7 +93,6 @@ def from_dataframe(
     columns of numbers stay in memory, as in :func:`from_arrays`. dask DataFrame: the length of each
     partition, the coords and the first row are computed here, in one call.
 
-
     Examples
     --------
     >>> import pandas as pd
@@ -113,8 +112,8 @@ def from_dataframe(
     """
     size = require_integer("chunks", chunks, 1, remedy="try chunks=512")
     columns, table = _columns(variables, max_length, truncate), _table(source)
-    asked = [coords] if isinstance(coords, str) else coords
-    names = dict(asked) if isinstance(asked, Mapping) else {name: name for name in asked}
+    columns_of = [coords] if isinstance(coords, str) else coords
+    names = columns_of if isinstance(columns_of, Mapping) else {name: name for name in columns_of}
     _check_columns([*columns.names, *names.values()], table.columns)
     metadata = list(dict.fromkeys(names.values()))
     if isinstance(table, pd.DataFrame):
@@ -138,42 +137,32 @@ def _table(source: Any) -> Any:
         sources = [source] if isinstance(source, str | os.PathLike) else source
         return Files([os.fspath(path) for path in sources])
     raise TypeError(
-        "expected paths of parquet or Arrow files, a datasets.Dataset, or a pandas or dask "
-        f"DataFrame, as source, got {kind.__name__}; try source['train'], source.to_pandas(), or a "
-        "path"
+        "expected parquet or Arrow files, a datasets.Dataset, or a pandas or dask DataFrame, got "
+        f"{kind.__name__}; try source['train'], source.to_pandas(), or a path"
     )
 
 
 def _columns(variables: Any, max_length: Any, truncate: bool) -> Columns:
-    """Check the options that say what the variables are made of, but for the names of columns."""
+    """Check the options that say how columns become variables, except the names of the columns."""
     if not isinstance(variables, Mapping) or not variables or not all(variables.values()):
         raise TypeError(
-            "expected a mapping from the name of a variable to a column, or a list of columns, as "
-            f"variables, got variables={variables!r}; try variables={{'x': 'column'}}"
+            "expected a column, or a list of columns, by name of the variable, got "
+            f"variables={variables!r}; try variables={{'x': 'column'}}"
         )
-    if max_length is None:
-        if truncate:
-            raise ValueError("truncate=True needs a max_length; try max_length=128")
-        max_length = {}
-    elif not isinstance(max_length, Mapping):
-        max_length = dict.fromkeys(variables, max_length)
-    if unknown := max_length.keys() - variables.keys():
-        raise ValueError(
-            f"expected some of the variables {list(variables)} in max_length, got "
-            f"{sorted(unknown)}; try max_length=128"
-        )
+    if not isinstance(max_length, Mapping):
+        max_length = {} if max_length is None else dict.fromkeys(variables, max_length)
     for name, length in max_length.items():
         require_integer(f"max_length of {name!r}", length, 1, remedy="try max_length=128")
     return Columns(variables, max_length, truncate)
 
 
-def _check_columns(asked: Iterable[Any], available: Iterable[Any]) -> None:
+def _check_columns(names: Iterable[Any], available: Iterable[Any]) -> None:
     columns = [str(column) for column in available]
-    for column in asked:
+    for column in names:
         if (n := columns.count(column)) != 1:
             raise ValueError(
-                f"expected the name of one column of the table, got {column!r}, which {n} columns "
-                f"have; try one of {columns}"
+                f"expected the name of one column, got {column!r}, which {n} columns have; try one "
+                f"of {columns}"
             )
 
 
@@ -198,9 +187,9 @@ def _from_dask(
     for column, value in first.iloc[0].items():
         if isinstance(value, str) and value.startswith(("[", "(", "array(")):
             raise TypeError(
-                f"expected numbers or lists of numbers in column {column!r}, got the text "
-                f"{value[:40]!r}, since dask turns lists of a pandas DataFrame into text; try "
-                "dask.config.set({'dataframe.convert-string': False}) before from_pandas(...)"
+                f"expected numbers or lists in column {column!r}, got the text {value[:40]!r}, "
+                "into which dask turns lists of pandas; try dask.config.set("
+                "{'dataframe.convert-string': False}) before from_pandas(...)"
             )
     fields = fields_of(columns.arrays(first, 0))
     starts = np.cumsum([0, *lengths]).tolist()

@@ -1,7 +1,8 @@
 """Content hashes of arrays and datasets, equal in every process, and files of memory maps.
 
 ``dask.base.tokenize`` gives tensors, and classes of scripts and notebooks, another token in every
-process; then no store could be continued by the next one.
+process, and other tokens where another package for hashes is installed. With these, no process
+could continue the store of another one.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def fingerprint(obj: Any) -> str:
         _Pickler(file, 5, lambda buffer: digest.update(buffer.raw())).dump(obj)
     except Exception as err:
         raise TypeError(
-            f"{type(obj).__name__} object cannot be pickled, and so not sent to workers ({err!r}); "
-            "try a zero-argument callable that returns it"
+            f"expected an object that can be pickled for the workers, got {type(obj).__name__} "
+            f"({err!r}); try a zero-argument callable that returns it"
         ) from err
     return digest.hexdigest()
 
@@ -88,7 +89,7 @@ class OpenedByTasks:
         return len(self.shape)
 
     def __getitem__(self, rows: Any) -> np.ndarray[Any, Any]:
-        # What is mapped, and cannot be written to, is copied.
+        # A read-only map is copied, because torch needs arrays that it may write to.
         return np.require(self.open()[rows], requirements=["ENSUREARRAY", "WRITEABLE"])
 
 
@@ -110,10 +111,9 @@ def mapped(array: np.ndarray[Any, Any]) -> OpenedByTasks | None:
 
 
 def _map(path: str, dtype: str, offset: int, shape: tuple[int, ...], version: Any) -> Any:
-    if (found := _version(path)) != version:
+    if _version(path) != version:
         raise OSError(
-            f"{path!r} has changed since it was mapped: its size and time are {found}, not "
-            f"{version}; try opening it again"
+            f"expected {path!r} as it was mapped, but it has changed; try opening it again"
         )
     return np.memmap(path, dtype, "r", offset, shape)
 

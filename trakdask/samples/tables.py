@@ -26,7 +26,7 @@ _SUFFIXES = (".parquet", ".parq", *_ARROW)
 _STATE = "state.json"
 _MASK = "attention_mask"
 _FILL = {"labels": -100}
-"""What padding is in variables for which zero would mean something, as transformers has it."""
+"""Padding of variables in which 0 would mean something, as in transformers."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Columns:
     variables
         Name of the variable -> its column, or several, which are stacked along a new axis.
     max_length
-        Length to which the lists of a variable are padded, for those that are to be.
+        Length to which the lists of a variable are padded; variables that are not named are not.
     truncate
-        Whether longer lists are cut; otherwise they are an error.
+        Whether to cut longer lists, instead of an error.
     """
 
     variables: Mapping[str, str | Sequence[str]]
@@ -67,7 +67,7 @@ class Columns:
         return arrays
 
     def _array(self, name: str, column: Any, start: int) -> tuple[Array, Array | None]:
-        """Return a column as an array (row, ...) and, if it was padded, what is no padding."""
+        """Return a column as an array (row, ...) and, if it was padded, the mask of its values."""
         if isinstance(column, np.ndarray):
             return column, None
         samples = np.arange(start, start + len(column))
@@ -79,9 +79,9 @@ class Columns:
         too_long = np.flatnonzero(lengths > width)
         if len(too_long) and not self.truncate:
             raise ValueError(
-                f"expected lists of at most {width} entries (max_length) in variable {name!r}, got "
+                f"expected lists of at most {width} entries in variable {name!r}, got "
                 f"{lengths[too_long[0]]} for sample {samples[too_long[0]]}; try a larger "
-                "max_length, or truncate=True to cut longer lists"
+                "max_length, or truncate=True"
             )
         mask = np.arange(width) < lengths[:, None]
         padded = np.full((*mask.shape, *values.shape[1:]), _FILL.get(name, 0), values.dtype)
@@ -117,8 +117,7 @@ def _stacked(name: str, column: Any, samples: Array) -> Array:
         raise ValueError(
             f"expected lists of length {int(lengths[0])} in variable {name!r}, as sample "
             f"{samples[0]} has, got {int(lengths[other[0]])} for sample {samples[other[0]]}; try "
-            f"max_length={int(lengths.max())}, which means padding to one length, or cropping "
-            "the lists"
+            f"max_length={int(lengths.max())}, which pads them"
         )
     return values.reshape(len(column), int(lengths[0]) if len(lengths) else 0, *values.shape[1:])
 
@@ -168,7 +167,7 @@ class Files:
     Parameters
     ----------
     paths
-        Paths, URLs, globs or folders, also those of ``save_to_disk`` of the package datasets.
+        Paths, URLs, globs or folders, also folders of ``save_to_disk`` of the package datasets.
 
     Notes
     -----
@@ -223,12 +222,12 @@ class Files:
                 return footer.schema.to_arrow_schema().names, [group.num_rows for group in groups]
         except pa.ArrowException as err:  # which says nothing of the file
             raise ValueError(
-                f"{path!r} cannot be read as a complete {kind} file: {err}; try writing it again, "
-                "or for other formats td.from_dataframe(pandas.read_csv(path), ...)"
+                f"expected a complete {kind} file, got {path!r}: {err}; try writing it again, or "
+                "td.from_dataframe(pandas.read_csv(path), ...) for other formats"
             ) from err
 
     def _opened(self, path: str) -> Any:
-        """Open a file; a local one of Arrow is mapped, so that only what is used of it is read."""
+        """Open a file; a local one of Arrow is mapped, so that only the parts in use are read."""
         is_local = "file" in np.atleast_1d(self._fs.protocol)
         is_mapped = is_local and path.endswith(_ARROW)
         return pa.memory_map(path) if is_mapped else self._fs.open(path, "rb")
@@ -254,8 +253,8 @@ def _expand(paths: list[str]) -> tuple[Any, list[str]]:
             files += _inside(fs, match) if fs.isdir(match) else [match]
     if fs is None or not files:
         raise FileNotFoundError(
-            f"expected at least one parquet or Arrow file, got {paths}, which matches none; try "
-            f"another path or pattern (in a folder, files are named {', '.join(_SUFFIXES)})"
+            f"expected a parquet or Arrow file ({', '.join(_SUFFIXES)}), got {paths}, which "
+            "matches none; try another path or pattern"
         )
     return fs, files
 
@@ -270,14 +269,14 @@ def _inside(fs: Any, folder: str) -> list[str]:
     if f"{folder}/dataset_dict.json" in inside:
         splits = [path for path in inside if path.endswith(f"/{_STATE}")]
         raise ValueError(
-            f"expected the folder of one split, got {folder!r} with those of {len(splits)}; try "
+            f"expected the folder of one split, got {folder!r} with {len(splits)} splits; try "
             f"{os.path.dirname((splits or inside)[0])!r}"
         )
     return [path for path in inside if path.endswith(_SUFFIXES)]
 
 
 class HuggingFace:
-    """A ``datasets.Dataset`` as a table; pickled, it refers to its files and has no rows of them.
+    """A ``datasets.Dataset`` as a table; its pickle refers to its files, without their rows.
 
     Parameters
     ----------
@@ -288,7 +287,7 @@ class HuggingFace:
     def __init__(self, dataset: Any) -> None:
         if dataset.format["type"] == "custom":
             raise ValueError(
-                "the Dataset has a transform that is applied when rows are read; try "
+                "expected a Dataset without a transform of its rows, got one; try "
                 "dataset.map(transform, batched=True), or td.from_torch"
             )
         self._dataset = dataset.with_format("arrow")

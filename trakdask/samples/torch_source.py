@@ -12,8 +12,9 @@ import xarray as xr
 
 from trakdask.checks import import_callable, require_integer
 from trakdask.samples.coords import CoordsLike, fields_as_coords, to_numpy
+from trakdask.samples.datasets import assemble
 from trakdask.samples.fingerprints import fingerprint
-from trakdask.samples.sources import assemble, fields_of, lazy_fields, read, require_samples
+from trakdask.samples.sources import fields_of, lazy_fields, read, require_samples
 
 Array = np.ndarray[Any, Any]
 
@@ -24,7 +25,6 @@ def from_torch(
     names: str | Sequence[str | None],
     coords: CoordsLike = None,
     chunks: int = 512,
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> xr.Dataset:
     """Create a Dataset of samples from a map-style torch Dataset, read inside tasks.
@@ -44,8 +44,6 @@ def from_torch(
         ``coords={"label": dataset.targets}`` is faster).
     chunks
         Samples per block, and thus per task.
-    shapes
-        Shape of one item by name, for fields whose shape in item 0 is not the right one.
     collate_fn
         As of :class:`torch.utils.data.DataLoader`: from a list of items to a batch, whose fields
         ``names`` are then about. It is called with one item at a time, so that a sample does not
@@ -62,24 +60,24 @@ def from_torch(
         If the dataset is iterable only, cannot be pickled, or has fields that are not numeric, or
         ``chunks`` is not an integer.
     ValueError
-        If it is empty, its items do not have the named fields, ``collate_fn`` returns fields that
-        are not of one sample, or for the reasons given in :func:`from_arrays`. When computed, if
-        an item's shape or dtype differs from that of item 0.
+        If it is empty, its items do not have the named fields, ``collate_fn`` returns a batch that
+        is not of one sample, or for the reasons given in :func:`from_arrays`. When computed, if
+        an item has another shape or dtype than item 0.
     RuntimeError
-        If reading or collating a sample fails, item 0 here and all of them when computed; the
-        message names it.
+        If reading or collating a sample fails, item 0 here and others when computed; the message
+        names it.
 
     Notes
     -----
-    Nothing is computed; only item 0 is read here, for shapes and dtypes (all of them if ``coords``
-    names fields). Each block is read once
-    for all variables that are computed together. A process reads one sample at a time, because
-    datasets need not be thread-safe. Items must not be random, so turn augmentation off. (Item 0 is
-    read repeatedly to check this, and a ``UserWarning`` is issued if it differs.) In
-    ``attrs["source"]`` a dataset and ``collate_fn`` are identified by their pickled content, and a
-    callable that returns a dataset by its code or name and the dataset's length and first item.
-    Tokenizers change when they are used: set ``attrs["source"]`` to a name of your own if the
-    samples are to be recognised although something else was tokenized before.
+    Nothing is computed; only item 0 is read here, for shapes and dtypes (all items if ``coords``
+    names fields). Each block is read once for all variables that are computed together. A process
+    reads one sample at a time, because datasets need not be thread-safe. Items must not be random,
+    so turn augmentation off. (Item 0 is read repeatedly to check this, and a ``UserWarning`` is
+    issued if it differs.) In ``attrs["source"]`` a dataset and ``collate_fn`` are identified by
+    their pickled content, and a callable that returns a dataset by its code or name and the
+    dataset's length and first item. Tokenizers change when they are used: set ``attrs["source"]``
+    to a name of your own if the samples are to be recognised although something else was tokenized
+    before.
 
     Examples
     --------
@@ -103,11 +101,11 @@ def from_torch(
     [[5, 7, 0, 0], [6, 9, 8, 0]]
     """
     size = require_integer("chunks", chunks, 1, remedy="try chunks=512")
-    source = _Items(dataset, _check_names(names), shapes or {}, collate_fn)
-    chosen = fields_as_coords(coords, source.fields)
-    variables = {n: lazy for n, lazy in lazy_fields(source, size).items() if n not in chosen}
+    source = _Items(dataset, _check_names(names), collate_fn)
+    as_coords = fields_as_coords(coords, source.fields)
+    variables = {n: lazy for n, lazy in lazy_fields(source, size).items() if n not in as_coords}
     source.warn_if_random()  # after hashing the content, because reading may change a dataset
-    values = read(source, 0, len(source), chosen) if chosen else coords
+    values = read(source, 0, len(source), as_coords) if as_coords else coords
     return assemble(variables, values)
 
 
@@ -117,7 +115,7 @@ def _check_names(names: Any) -> tuple[str | None, ...]:
     are_names = all(isinstance(name, str) for name in chosen)
     if not chosen or not are_names or len(set(chosen)) < len(chosen):
         raise ValueError(
-            "expected a name of its own for each field of an item, or None to leave it out, got "
+            "expected a different name for each field of an item, or None to leave it out, got "
             f"names={names!r}; try names=('image', 'label')"
         )
     return fields
@@ -128,27 +126,18 @@ class _Items:
 
     def __init__(
         self,
-        given: Any,
+        opener: Any,
         names: tuple[str | None, ...],
-        shapes: Mapping[str, tuple[int, ...]],
         collate_fn: Callable[[list[Any]], Any] | None,
     ) -> None:
-        self.given, self.names, self.collate_fn = given, names, collate_fn
-        self._lock, self._dataset = threading.Lock(), _open(given)
+        self.opener, self.names, self.collate_fn = opener, names, collate_fn
+        self._lock, self._dataset = threading.Lock(), _open(opener)
         self._n = len(self._dataset)
         require_samples(self._n, "the dataset")
         item = self._item(0)
-        if unknown := shapes.keys() - item.keys():
-            raise ValueError(
-                f"expected shapes of some of {list(item)}, got {sorted(unknown)}; try "
-                f"shapes={{{next(iter(item))!r}: ...}}"
-            )
-        self.fields = fields_of({
-            name: np.empty((0, *shapes.get(name, value.shape[1:])), value.dtype)
-            for name, value in item.items()
-        })  # fmt: skip
-        # The code of a function alone does not determine what it returns.
-        self.first = "" if self._dataset is given else fingerprint((self._n, item))
+        self.fields = fields_of(item)
+        # The code of a function alone does not determine the dataset that it returns.
+        self.first = "" if self._dataset is opener else fingerprint((self._n, item))
 
     def __len__(self) -> int:
         return self._n
@@ -162,7 +151,7 @@ class _Items:
     def rows(self, start: int, stop: int) -> Iterator[tuple[int, dict[str, Array]]]:
         """Yield the samples ``start:stop``, one at a time."""
         with self._lock:
-            self._dataset = _open(self.given) if self._dataset is None else self._dataset
+            self._dataset = _open(self.opener) if self._dataset is None else self._dataset
         for index in range(start, stop):
             with self._lock:
                 item = self._item(index)
@@ -193,8 +182,8 @@ class _Items:
             item = item if self.collate_fn is None else self.collate_fn([item])
         except Exception as err:
             raise RuntimeError(
-                f"expected an item for every index below len(dataset), got an error for sample "
-                f"{index} of the {type(self._dataset).__name__}: {err!r}; try {how}"
+                f"expected an item for sample {index} of the {type(self._dataset).__name__}, got "
+                f"{err!r}; try {how}"
             ) from err
         arrays = {
             name: to_numpy(f"variable {name!r} of sample {index}", value, _DTYPES.get(type(value)))
@@ -205,28 +194,27 @@ class _Items:
         for name, array in arrays.items():
             if array.shape[:1] != (1,):
                 raise ValueError(
-                    f"expected a batch of one sample from collate_fn, got shape {array.shape} in "
-                    f"variable {name!r} of sample {index}; try a function such as "
-                    "torch.utils.data.default_collate"
+                    f"expected a batch of one from collate_fn, got shape {array.shape} in variable "
+                    f"{name!r} of sample {index}; try torch.utils.data.default_collate"
                 )
         return arrays
 
 
 _DTYPES: Mapping[type, type] = {bool: np.bool_, int: np.int64, float: np.float32}
-"""Of numbers of Python."""
+"""The dtypes of Python's numbers."""
 
 
-def _open(given: Any) -> Any:
-    dataset = given
-    if isinstance(given, str):
-        dataset = import_callable(given, "dataset")()
-    elif callable(given) and (isinstance(given, type) or not hasattr(given, "__getitem__")):
-        dataset = given()
+def _open(opener: Any) -> Any:
+    """Return a dataset, from itself, a function that returns it, or the function's name."""
+    dataset = opener
+    if isinstance(opener, str):
+        dataset = import_callable(opener, "dataset")()
+    elif callable(opener) and (isinstance(opener, type) or not hasattr(opener, "__getitem__")):
+        dataset = opener()
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise TypeError(
             "expected a map-style dataset, whose items are read by index, got "
-            f"{type(dataset).__name__}; try loader.dataset, list(dataset), or writing the samples "
-            "to zarr or parquet first"
+            f"{type(dataset).__name__}; try loader.dataset, or list(dataset)"
         )
     return dataset
 
@@ -238,13 +226,12 @@ def _named(item: Any, names: tuple[str | None, ...], index: int) -> dict[str, An
         if len(fields) != len(names):
             raise ValueError(
                 f"expected {len(names)} fields in sample {index}, for the names {names}, got "
-                f"{len(fields)}; try a name for every field, or None to leave a field out"
+                f"{len(fields)}; try a name for every field, or None for some"
             )
         item = dict(zip(names, fields, strict=True))
     wanted = [name for name in names if name is not None]
     if missing := [name for name in wanted if name not in item]:
         raise ValueError(
-            f"expected the key {missing[0]!r} in sample {index}, got {list(item)}; try one of "
-            "these as names="
+            f"expected the key {missing[0]!r} in sample {index}, got {list(item)}; try one of them"
         )
     return {name: item[name] for name in wanted}

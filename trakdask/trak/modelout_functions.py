@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trakdask.models.checkpoints import digest_state
 from trakdask.models.tasks import Batch, Classification, Forward, Task
-from trakdask.models.tasks.clip import random_rows
 
 _SEED = 0
 _IMAGES = Classification(("image",))
@@ -382,5 +382,7 @@ class _Pairs:
                 f"expected simulated_batch_size in 1..{n} ({n} embeddings), got {size}; try "
                 f"CLIPModelOutput(simulated_batch_size={n}), or embed more pairs"
             )
-        rows = random_rows(n, size, _SEED)
+        # Raw bits are the same in all versions of numpy; results of Generator.choice need not be.
+        keys = np.random.Philox(key=_SEED).random_raw(n)
+        rows = np.sort(np.argsort(keys, kind="stable")[:size])
         return images[rows], texts[rows]

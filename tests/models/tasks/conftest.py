@@ -1,4 +1,4 @@
-"""What the tests of all tasks share: the engines, and the oracle of per-sample gradients."""
+"""Fixtures for tests of tasks: the engines, and the oracle of per-sample gradients."""
 
 from __future__ import annotations
 

@@ -49,11 +49,6 @@ def margins(module: nn.Module, sample: Batch, labels: str = "input_ids") -> list
     return found
 
 
-def total(module: nn.Module, sample: Batch) -> Tensor:
-    nothing = 0 * next(module.parameters()).sum()
-    return sum(margins(module, sample), nothing)
-
-
 def some_labels() -> Batch:
     data = batch()
     labels = data["input_ids"].clone()
@@ -63,18 +58,27 @@ def some_labels() -> Batch:
     return Batch(data, labels=labels)
 
 
-def test_causal_lm__gradients(check_gradients) -> None:
-    check_gradients(Running(), "causal_lm", batch(), total)
+GRADIENTS = {
+    "tokens": (CausalLM(), batch(), lambda module, sample: sum(margins(module, sample))),
+    "labels": (
+        CausalLM(labels="labels"),
+        some_labels(),
+        lambda module, sample: sum(margins(module, sample, "labels")),
+    ),
+    "position": (
+        CausalLM(position="token"),
+        Batch(batch(), token=torch.tensor([5, 1, 3, 2], dtype=torch.int32)),
+        lambda module, sample: margins(module, sample)[int(sample["token"][0]) - 1],
+    ),
+}
 
 
-def test_causal_lm__gradients_with_labels(check_gradients) -> None:
-    def output(module: nn.Module, sample: Batch) -> Tensor:
-        return sum(margins(module, sample, "labels"))
-
-    check_gradients(Running(), CausalLM(labels="labels"), some_labels(), output)
+@pytest.mark.parametrize("case", GRADIENTS)
+def test_causal_lm__gradients(check_gradients, case: str) -> None:
+    check_gradients(Running(), *GRADIENTS[case])
 
 
-def test_causal_lm__labels_are_those_of_transformers(run) -> None:
+def test_causal_lm__labels_as_in_transformers(run) -> None:
     """Not shifted, -100 ignored: the loss is the usual one, and Q its slope by the output."""
     data = some_labels()
     data["attention_mask"] = torch.ones_like(data["attention_mask"])
@@ -144,14 +148,6 @@ def test_causal_lm__tokens_add_up_to_their_sequence(run, engine: str) -> None:
     n_tokens = torch.bincount(index)
     torch.testing.assert_close(torch.zeros(4).index_add_(0, index, tokens[1]), whole[1])
     torch.testing.assert_close(torch.zeros(4).index_add_(0, index, tokens[2]) / n_tokens, whole[2])
-
-
-def test_causal_lm__position_is_the_place_of_the_token(check_gradients) -> None:
-    def output(module: nn.Module, sample: Batch) -> Tensor:
-        return margins(module, sample)[int(sample["token"][0]) - 1]
-
-    data = Batch(batch(), token=torch.tensor([5, 1, 3, 2], dtype=torch.int32))
-    check_gradients(Running(), CausalLM(position="token"), data, output)
 
 
 def test_expand_tokens__lists_what_is_predicted() -> None:

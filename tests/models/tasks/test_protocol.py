@@ -1,4 +1,4 @@
-"""What tasks share: their names, batches, models as functions, logits, and margins by hand."""
+"""Parts of tasks: their names, batches, models as functions, logits, and margins by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import trakdask as td
 from trakdask.models.tasks import TASKS, Batch, Forward, Task, TrakTask, resolve_task, task_spec
-from trakdask.models.tasks.protocol import call_model, margin, one_minus_p
+from trakdask.models.tasks.logits import call_model, margin, one_minus_p
 
 
 def test_forward__with_parameters_replaces_only_those() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 
+from trakdask.checks import require_choice
 from trakdask.models.tasks.clip import Clip, clip_embeddings
 from trakdask.models.tasks.language import CausalLM, expand_tokens
 from trakdask.models.tasks.protocol import Batch, Forward, Task, TrakTask, task_spec
@@ -54,18 +54,10 @@ TASKS: dict[str, Callable[[], Task]] = {
 def resolve_task(task: str | Task | object) -> Task:
     """Return the task of a name, a task itself, or the adapter of a TRAK model output."""
     if isinstance(task, str):
-        if task not in TASKS:
-            near = difflib.get_close_matches(task, TASKS, n=1)
-            raise ValueError(
-                f"expected one of {list(TASKS)} as task, got {task!r}; try "
-                f"task={(near or ['classification'])[0]!r}"
-            )
+        require_choice("task", task, list(TASKS), remedy="try task='classification'")
         return TASKS[task]()
     if isinstance(task, type):
-        raise TypeError(
-            f"expected an instance as task, got the class {task.__name__}; try "
-            f"task={task.__name__}()"
-        )
+        raise TypeError(f"expected an instance as task, got a class; try {task.__name__}()")
     if isinstance(task, Task):
         return task
     if hasattr(task, "get_output") and hasattr(task, "get_out_to_loss_grad"):

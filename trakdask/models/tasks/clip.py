@@ -6,27 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from trakdask.checks import require_integer
+from trakdask.checks import require_integer, require_number
 from trakdask.html_tables import HtmlTable
 from trakdask.models.checkpoints import digest_state
-from trakdask.models.tasks.protocol import (
-    Batch,
-    Forward,
+from trakdask.models.tasks.logits import (
     as_tensors,
     at_least_float32,
-    check_temperature,
     check_variable,
     one_minus_p,
     shape_of,
 )
+from trakdask.models.tasks.protocol import Batch, Forward
 
 Embeddings = Mapping[str, tuple[Tensor, Tensor]]
-"""Embeddings of images and of texts, both (n, embedding), by name of the checkpoint."""
+"""Embeddings (n, embedding) of images, and of texts, by name of the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -36,23 +32,19 @@ class Clip(HtmlTable):
     With the embeddings φ of the image and ψ of the text, and the embeddings φ' and ψ' of the
     negatives, the output is the sum of two margins, f = m_text + m_image,
 
-    - m_text = φ·ψ - logsumexp(φ·ψ'), that of the correct text among the texts,
-    - m_image = φ·ψ - logsumexp(φ'·ψ), that of the correct image among the images,
+    - m_text = φ·ψ - logsumexp(φ·ψ'), the margin of the correct text among the texts,
+    - m_image = φ·ψ - logsumexp(φ'·ψ), the margin of the correct image among the images,
 
-    and Q = 1 - (p_text + p_image)/2, with the p of the same margins at ``temperature``.
+    and Q = 1 - (p_text + p_image)/2, where p belongs to the same margins at ``temperature``.
 
     Parameters
     ----------
     negatives
         Embeddings of images and of texts, both (n, embedding), by name of the checkpoint, as
         :func:`~trakdask.models.tasks.clip_embeddings` returns them. They are constants: no
-        gradient flows through them.
+        gradient flows through them. TRAK takes 300.
     image, text
         Names of the variables; the model is called as ``model(image, text)``.
-    n_negatives
-        Number of pairs that are drawn from them, uniformly and without replacement.
-    seed
-        Seed of the draw, an integer in [0, 2**64).
     temperature
         Divides the products in Q only. By default 1/``logit_scale``, where ``logit_scale`` is the
         third value that the model returns.
@@ -60,23 +52,23 @@ class Clip(HtmlTable):
     Raises
     ------
     TypeError, ValueError
-        If there are too few negatives, or images and texts differ in shape. When run, if there are
-        no negatives for the checkpoint, or the model does not return (image embedding, text
-        embedding, logit_scale), as the models of open_clip do.
+        If an option is invalid, or images and texts differ in shape. When run, if there are no
+        negatives for the checkpoint, or the model does not return (image embedding, text embedding,
+        logit_scale), as the models of open_clip do.
 
     Notes
     -----
     All samples of a checkpoint have the same negatives, so neither f nor Q depends on the rest of a
     batch. A sample that is itself a negative would be compared with its own copy, so choose
-    negatives that are neither training samples nor targets, or many more than ``n_negatives``.
+    negatives that are neither training samples nor targets.
 
     The loss is the sum of two cross-entropies ℓ = Σ log(1 + exp(-m)), as in training up to a
     factor. Q is the number for which Q·∇f is nearest to -∇ℓ as vectors in the space of the margins,
     at ``temperature`` as in traker.
 
     traker differs in four ways: negatives are drawn for every sample, with probabilities
-    proportional to their index; those of one checkpoint serve all checkpoints; Q compares a pair
-    with the rest of its batch; and ``temperature`` is a factor, not a divisor.
+    proportional to their index; the negatives of one checkpoint serve all checkpoints; Q compares a
+    pair with the rest of its batch; and ``temperature`` is a factor, not a divisor.
 
     References
     ----------
@@ -86,33 +78,35 @@ class Clip(HtmlTable):
     negatives: Embeddings | None = field(default=None, repr=False, compare=False)
     image: str = "image"
     text: str = "text"
-    n_negatives: int = 300
-    seed: int = 0
     temperature: float | None = None
     digest: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
         if self.temperature is not None:
-            check_temperature(self.temperature)
+            require_number("temperature", self.temperature, low=0, remedy="try 0.07")
         check_variable(self.image, "image")
         check_variable(self.text, "text")
-        require_integer("n_negatives", self.n_negatives, 1, remedy="try n_negatives=300")
-        require_integer("seed", self.seed, 0, 2**64, remedy="try seed=0")
         if self.negatives is None:  # a model with this task can compute the negatives
             return
         if not isinstance(self.negatives, Mapping):
             raise TypeError(
-                "expected negatives as a mapping from checkpoint to (image, text) embeddings, got "
-                f"{type(self.negatives).__name__}; try "
-                "negatives=td.tasks.clip_embeddings(model, samples)"
+                "expected negatives by checkpoint, got "
+                f"{type(self.negatives).__name__}; try td.tasks.clip_embeddings(model, samples)"
             )
-        drawn = {
-            name: _draw(name, pair, self.n_negatives, self.seed)
-            for name, pair in self.negatives.items()
+        for name, (image, text) in self.negatives.items():
+            if image.ndim != 2 or image.shape != text.shape:
+                raise ValueError(
+                    "expected negatives (n, embedding) of images and of texts, in pairs, got "
+                    f"{tuple(image.shape)} and {tuple(text.shape)} for checkpoint {name!r}; try "
+                    "td.tasks.clip_embeddings(model, samples)"
+                )
+        constants = {
+            name: (image.detach().cpu(), text.detach().cpu())
+            for name, (image, text) in self.negatives.items()
         }
-        flat = {f"{name}/{i}": t for name, pair in drawn.items() for i, t in enumerate(pair)}
+        flat = {f"{name}/{i}": t for name, pair in constants.items() for i, t in enumerate(pair)}
         object.__setattr__(self, "digest", digest_state(flat)[:32])
-        object.__setattr__(self, "negatives", drawn)
+        object.__setattr__(self, "negatives", constants)
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -148,9 +142,8 @@ class Clip(HtmlTable):
         shapes = [shape_of(image), shape_of(text)]
         if shapes[0] != shapes[1] or image.ndim != 2 or len(image) != size:
             raise ValueError(
-                "expected (image embedding, text embedding, logit_scale) with both embeddings of "
-                f"shape ({size}, embedding), got {shapes} from the model; try wrapping the model "
-                "so that model(image, text) returns them"
+                f"expected (image embedding, text embedding, logit_scale), both ({size}, "
+                f"embedding), from model(image, text), got {shapes}; try wrapping the model"
             )
         return at_least_float32(image), at_least_float32(text), more[0] if more else None
 
@@ -160,44 +153,13 @@ class Clip(HtmlTable):
         negatives, name = self.negatives or {}, forward.checkpoint
         if name is None or name not in negatives:
             raise ValueError(
-                f"expected negatives for the checkpoint {name!r}, which the model has loaded, got "
-                f"those for {list(negatives)}; try "
-                "td.tasks.Clip(negatives=td.tasks.clip_embeddings(model, samples))"
+                f"expected negatives for checkpoint {name!r}, got some for {list(negatives)}; try "
+                "td.tasks.Clip(td.tasks.clip_embeddings(model, samples))"
             )
         images, texts = (t.to(image) for t in negatives[name])
         correct = scale * (image * text).sum(1)
         by_text = correct - (scale * image @ texts.T).logsumexp(1)
         return by_text, correct - (scale * text @ images.T).logsumexp(1)
-
-
-def _draw(name: str, pair: tuple[Tensor, Tensor], size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return some rows of both tensors, drawn without replacement, in their original order."""
-    image, text = pair
-    if image.ndim != 2 or image.shape != text.shape:
-        raise ValueError(
-            "expected negatives (n, embedding) of images and of texts, in pairs, got the shapes "
-            f"{tuple(image.shape)} and {tuple(text.shape)} for checkpoint {name!r}; try "
-            "td.tasks.clip_embeddings(model, samples)"
-        )
-    if not bool(image.isfinite().all() & text.isfinite().all()):
-        raise ValueError(f"expected finite negatives, got NaN or infinity for checkpoint {name!r}")
-    if size > len(image):
-        raise ValueError(
-            f"expected n_negatives in 1..{len(image)} (the negatives of checkpoint {name!r}), got "
-            f"{size}; try n_negatives={len(image)}, or embed more samples"
-        )
-    rows = torch.from_numpy(random_rows(len(image), size, seed))
-    return image.detach().cpu()[rows], text.detach().cpu()[rows]
-
-
-def random_rows(n: int, size: int, seed: int) -> NDArray[np.int64]:
-    """Draw ``size`` of ``n`` rows uniformly, without replacement; return them in ascending order.
-
-    The rows are those with the smallest random keys. The keys are raw bits because numpy guarantees
-    the same bits in all versions, but not the same results of ``Generator.choice``.
-    """
-    keys = np.random.Philox(key=seed).random_raw(n)
-    return np.sort(np.argsort(keys, kind="stable")[:size])
 
 
 def clip_embeddings(
@@ -225,8 +187,8 @@ def clip_embeddings(
 
     Notes
     -----
-    Cost: reads all samples into memory, and runs them once per checkpoint. A few thousand samples
-    suffice: ``td.tasks.clip_embeddings(model, pool.isel(sample=slice(3000)))``.
+    Cost: reads all samples into memory, and runs them once per checkpoint. A few hundred samples
+    suffice: ``td.tasks.clip_embeddings(model, pool.isel(sample=slice(300)))``.
     """
     task = getattr(model, "task", None)
     if not isinstance(task, Clip):

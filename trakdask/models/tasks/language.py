@@ -11,19 +11,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trakdask.models.tasks.protocol import (
+from trakdask.checks import require_integer
+from trakdask.models.tasks.logits import (
     MASK,
-    Batch,
-    Forward,
     ModelTask,
     as_tensors,
     call_model,
     margin,
     one_minus_p,
-    reject_samples,
     shape_of,
     without_absent_mask,
 )
+from trakdask.models.tasks.protocol import Batch, Forward, reject_samples
 
 
 @dataclass(frozen=True)
@@ -96,11 +95,8 @@ class CausalLM(ModelTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
-            raise TypeError(
-                f"expected an integer as ignore_index, got {self.ignore_index!r}; try "
-                "ignore_index=-100"
-            )
+        remedy = "try ignore_index=-100"
+        require_integer("ignore_index", self.ignore_index, -(2**63), remedy=remedy)
 
     @property
     def token_variables(self) -> tuple[str, ...]:
@@ -143,9 +139,8 @@ class CausalLM(ModelTask):
         logits = call_model(forward, batch, self.inputs, self.positional)
         if logits.ndim != 3 or logits.shape[:2] != labels.shape or logits.shape[2] < 2:
             raise ValueError(
-                f"expected logits (batch, tokens, vocabulary) for labels of shape "
-                f"{tuple(labels.shape)}, got {shape_of(logits)} from the model; try wrapping the "
-                "model, or a task of your own"
+                f"expected logits (batch, tokens, vocabulary) for labels {tuple(labels.shape)}, "
+                f"got {shape_of(logits)}; try wrapping the model, or a task of your own"
             )
         vocabulary = logits.shape[2]
         target = labels[:, 1:].long()
@@ -164,54 +159,48 @@ class CausalLM(ModelTask):
         self, forward: Forward, batch: Batch, predicted: Tensor, vocabulary: int
     ) -> None:
         """Reject sequences without a token to predict, with unknown ones, or that are too long."""
-        labels = self._labels(batch)
-        attended = batch[MASK] != 0 if MASK in self.inputs else torch.ones_like(labels) != 0
+        labels, name = self._labels(batch), self.labels or self.inputs[0]
+        attended = batch[MASK] != 0 if MASK in self.inputs else torch.ones_like(labels)
         lengths = attended.sum(1)
+        # With rotary positions the model would compute something for longer sequences, too.
         most = getattr(getattr(forward.module, "config", None), "max_position_embeddings", None)
-        if not isinstance(most, int) or most < 1:
-            most = labels.shape[1]  # the model names no limit
-        name = self.labels or self.inputs[0]
+        unknown = ((labels < 0) | (labels >= vocabulary))[:, 1:]
 
         def no_token(row: int) -> str:
-            ignored = int((labels[row] == self.ignore_index).sum())
-            got = f"{int(lengths[row])} tokens, {ignored} labels {self.ignore_index},"
-            where = ""
-            if self.position is not None:
-                got, where = str(int(batch[self.position][row])), f" at {self.position!r}"
+            at = self.position
+            place = f" at {at!r} = {int(batch[at][row])}" if at is not None else ""
             return (
-                f"expected a token to predict{where}, got {got} at sample {{sample}}; try leaving "
-                "such samples out, or on_error='record'"
+                f"expected a token to predict{place}, got {int(lengths[row])} tokens, "
+                f"{int((labels[row] == self.ignore_index).sum())} labels {self.ignore_index}, at "
+                "sample {sample}; try leaving such samples out, or on_error='record'"
             )
 
-        def unknown_token(row: int, index: int) -> str:
-            return (
-                f"expected tokens in 0..{vocabulary - 1} (the model's vocabulary) in {name!r}, got "
-                f"{int(labels[row, index + 1])} at sample {{sample}}, token {index + 1}; try "
-                f"ignore_index={self.ignore_index} as the label of other positions, or the "
-                "tokenizer that the model was trained with"
-            )
-
-        # With rotary positions the model would compute something all the same.
-        def too_long(row: int) -> str:
-            return (
-                f"expected sequences of at most {most} tokens (the model's "
-                f"max_position_embeddings), got {int(lengths[row])} at sample {{sample}}; try "
-                f"max_length={most}, truncate=True in td.from_dataframe, or shorter sequences"
-            )
-
-        unknown = ((labels < 0) | (labels >= vocabulary))[:, 1:]
         reject_samples(~predicted.any(1), no_token)
-        reject_samples(self.predicted(batch) & unknown, unknown_token)
-        reject_samples(lengths > most, too_long)
+        reject_samples(
+            self.predicted(batch) & unknown,
+            lambda row, index: (
+                f"expected tokens in 0..{vocabulary - 1} (the model's vocabulary) in {name!r}, got "
+                f"{int(labels[row, index + 1])} at sample {{sample}}, token {index + 1}; try the "
+                f"tokenizer of the training, or ignore_index={self.ignore_index} as label"
+            ),
+        )
+        if isinstance(most, int) and most > 0:
+            reject_samples(
+                lengths > most,
+                lambda row: (
+                    f"expected at most {most} tokens (the model's max_position_embeddings), got "
+                    f"{int(lengths[row])} at sample {{sample}}; try truncate=True in "
+                    "td.from_dataframe, or shorter sequences"
+                ),
+            )
 
     def _labels(self, batch: Mapping[str, Tensor]) -> Tensor:
         name = self.labels or self.inputs[0]
         labels = batch[name]
         if labels.ndim != 2 or labels.shape[1] < 2 or labels.is_floating_point():
             raise ValueError(
-                f"expected integer tokens (batch, tokens) with at least 2 tokens in {name!r}, got "
-                f"{labels.dtype} of shape {tuple(labels.shape)}; try padding the sequences to one "
-                "length"
+                f"expected integers (batch, 2 or more tokens) in {name!r}, got {labels.dtype} of "
+                f"shape {tuple(labels.shape)}; try padding the sequences to one length"
             )
         return labels
 
@@ -255,12 +244,7 @@ def expand_tokens(
     ('input_ids', 'attention_mask', 'token')
     """
     task = CausalLM() if task is None else task
-    if isinstance(task, CausalLM) and isinstance(samples, Mapping):
-        task = task.for_variables({str(name): np.ndim(samples[name]) for name in samples})
-    if not isinstance(task, CausalLM):
-        raise TypeError(
-            f"expected td.tasks.CausalLM as task, got {task!r}; try task=td.tasks.CausalLM(...)"
-        )
+    task = task.for_variables({str(name): np.ndim(samples[name]) for name in samples})
     names = [name for name in task.variables if name != task.position]
     predicted = task.predicted(as_tensors(samples, names))
     sequence, index = predicted.cpu().nonzero(as_tuple=True)

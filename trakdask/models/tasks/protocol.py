@@ -1,24 +1,18 @@
-"""What tasks share: the contract of a task, calling a model, its logits, and margins."""
+"""The contract of a task, and its arguments: a batch, and a model as a function."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from trakdask.checks import require_number
 from trakdask.html_tables import HtmlTable
 from trakdask.torch_internals import tree_leaves, tree_map
-
-MASK = "attention_mask"
-"""Name of the variable that marks the padding of sequences, as in transformers."""
-
 
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
@@ -39,14 +33,19 @@ class Batch(dict[str, Tensor]):
         return len(next(iter(self.values())))
 
     def __missing__(self, name: str) -> Tensor:
-        raise ValueError(
-            f"expected the variable {name!r}, which the task reads, got samples with the variables "
-            f"{list(self)}; try renaming a variable of the samples, or passing its name to the task"
-        )
+        raise missing_variable(name, self)
+
+
+def missing_variable(name: str, present: Iterable[str]) -> ValueError:
+    """Return the error for a variable that a task reads and the samples lack."""
+    return ValueError(
+        f"expected the variable {name!r} in samples, got {list(map(str, present))}; try renaming a "
+        "variable, or passing its name to the task"
+    )
 
 
 class SampleError(ValueError):
-    """An error that is caused by one sample of a batch.
+    """An error that one sample of a batch causes.
 
     Parameters
     ----------
@@ -146,16 +145,16 @@ class CachingForward(Forward):
 
 
 def reject_samples(bad: Tensor, text_of: Callable[..., str]) -> None:
-    """Raise the error of the first sample that something is wrong with.
+    """Raise an error for the first sample that is bad.
 
-    This looks at values, so it must not be called by ``output``, which runs under vmap.
+    This looks at values, so ``output``, which runs under vmap, must not call it.
 
     Parameters
     ----------
     bad
-        Whether something is wrong, bool (batch, ...).
+        Which values are bad, bool (batch, ...).
     text_of
-        Called with the first place where it is; returns the text of a :class:`SampleError`.
+        Called with the first place of a bad value; returns the text of a :class:`SampleError`.
     """
     if bool(bad.any()):
         place = bad.nonzero()[0].tolist()
@@ -248,154 +247,3 @@ def task_spec(task: Task) -> str:
     values = {k: v for k, v in sorted(vars(subject).items()) if isinstance(v, plain)}
     inside = ", ".join(f"{name}={value!r}" for name, value in values.items())
     return f"{type(subject).__qualname__}({inside})"
-
-
-class ModelTask(HtmlTable):
-    """A task whose model takes variables of the samples, by their names or in their order."""
-
-    inputs: tuple[str, ...]
-    positional: bool
-    _other_variables: ClassVar[tuple[str, ...]] = ("label",)
-    """Options with the names of further variables; those that are None by default are optional."""
-
-    def __post_init__(self) -> None:
-        given: Any = self.inputs
-        one = isinstance(given, str) or not isinstance(given, Iterable)
-        names = (given,) if one else tuple(given)
-        if not names or not all(isinstance(name, str) for name in names):
-            raise ValueError(
-                "expected the names of one or more variables as inputs, got "
-                f"{given!r}; try inputs=('x',)"
-            )
-        object.__setattr__(self, "inputs", names)
-        for option in self._other_variables:
-            is_optional = getattr(type(self), option) is None
-            check_variable(getattr(self, option), option, optional=is_optional)
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """Names of the variables that the task reads."""
-        names = (*self.inputs, *(getattr(self, option) for option in self._other_variables))
-        return tuple(dict.fromkeys(name for name in names if name is not None))
-
-
-def as_tensors(arrays: Mapping[Any, Any], names: Sequence[str]) -> Batch:
-    """Return some of the arrays, tensors or labelled arrays of a mapping as one batch."""
-    if not isinstance(arrays, Mapping):
-        raise TypeError(
-            "expected samples as a Dataset or a mapping from name to array, got "
-            f"{type(arrays).__name__}; try samples={{{next(iter(names), 'x')!r}: array}}"
-        )
-    if missing := [name for name in names if name not in arrays]:
-        raise ValueError(
-            f"expected the variable {missing[0]!r} in samples, got {list(map(str, arrays))}; try "
-            "renaming a variable of the samples, or passing its name to the task"
-        )
-    return Batch({name: _as_tensor(arrays[name]) for name in names})
-
-
-def _as_tensor(value: Any) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.tensor(np.asarray(value))
-
-
-def without_absent_mask(inputs: tuple[str, ...], present: Collection[str]) -> tuple[str, ...]:
-    """Return the inputs without the attention mask, if it is not there: nothing is padded then."""
-    return inputs if MASK in present else tuple(name for name in inputs if name != MASK)
-
-
-def check_temperature(temperature: float) -> None:
-    """Reject a temperature that is not a positive, finite number."""
-    require_number("temperature", temperature, low=0, remedy="try temperature=1.0")
-
-
-def check_variable(value: object, option: str, *, optional: bool = False) -> None:
-    """Reject a value that is not the name of a variable."""
-    if not (isinstance(value, str) and value) and not (optional and value is None):
-        raise TypeError(
-            f"expected the name of a variable as {option}, got {value!r}; try {option}={option!r}"
-        )
-
-
-def call_model(forward: Forward, batch: Batch, inputs: tuple[str, ...], positional: bool) -> Tensor:
-    """Run the model on some variables and return its logits, float32 or float64.
-
-    Parameters
-    ----------
-    forward
-        Model at one checkpoint.
-    batch
-        Samples.
-    inputs
-        Names of the variables that are the model's arguments.
-    positional
-        Whether they are passed in this order; otherwise by their names.
-
-    Raises
-    ------
-    ValueError
-        If the model returns neither a tensor, nor an object with ``logits``, nor a tuple that
-        begins with logits.
-    """
-    arguments = {name: batch[name] for name in inputs}
-    output = forward(*arguments.values()) if positional else forward(**arguments)
-    return at_least_float32(_logits_of(output))
-
-
-def _logits_of(output: Any) -> Tensor:
-    logits = output
-    if isinstance(output, Mapping) or hasattr(output, "logits"):  # such as a ModelOutput
-        logits = output["logits"] if isinstance(output, Mapping) else output.logits
-    elif isinstance(output, (tuple, list)) and output:
-        logits = output[0]
-    if not isinstance(logits, Tensor):
-        raise ValueError(
-            "expected a tensor of logits, an object with .logits, or a tuple that begins with "
-            f"logits, got {shape_of(output)} from the model; try wrapping the model, or a task of "
-            "your own"
-        )
-    return logits
-
-
-def at_least_float32(values: Tensor) -> Tensor:
-    """Return float64 tensors unchanged, and others in float32."""
-    return values if values.dtype == torch.float64 else values.float()
-
-
-def shape_of(value: object) -> str:
-    """Return the shape of a tensor, or the type of anything else, for messages."""
-    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
-
-
-def margin(logits: Tensor, label: Tensor) -> Tensor:
-    """Compute log p/(1-p) of the labelled class: its logit minus the logsumexp of the others.
-
-    Parameters
-    ----------
-    logits
-        (..., classes).
-    label
-        (...), int64.
-
-    Returns
-    -------
-    (...).
-
-    Notes
-    -----
-    Exactness: value and gradient are stable where p is near 0 or 1, unlike those of
-    log p - log(1-p).
-    Cost: one copy of the logits.
-
-    Examples
-    --------
-    >>> margin(torch.tensor([[1.0, 0.0, 0.0]]).log_softmax(1), torch.tensor([0]))
-    tensor([0.3069])
-    """
-    index = label[..., None]
-    others = logits.scatter(-1, index, -torch.inf)
-    return logits.gather(-1, index)[..., 0] - others.logsumexp(-1)
-
-
-def one_minus_p(margin: Tensor) -> Tensor:
-    """Return 1 - p of a margin log p/(1-p), also accurate where p is near 1."""
-    return torch.sigmoid(-margin)

@@ -9,18 +9,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from trakdask.models.tasks.protocol import (
-    Batch,
-    Forward,
+from trakdask.checks import require_number
+from trakdask.models.tasks.logits import (
     ModelTask,
     call_model,
-    check_temperature,
     margin,
     one_minus_p,
-    reject_samples,
     shape_of,
     without_absent_mask,
 )
+from trakdask.models.tasks.protocol import Batch, Forward, reject_samples
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class Classification(ModelTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_temperature(self.temperature)
+        require_number("temperature", self.temperature, low=0, remedy="try temperature=1.0")
 
     def output(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the margin of the correct class, (batch,)."""
@@ -73,13 +71,35 @@ class Classification(ModelTask):
     def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
         """Return 1 - p of the correct class, (batch,)."""
         logits, label = self._logits(forward, batch)
-        _require_labels_in_range(batch[self.label], logits.shape[1], self.label)
+        labels, n = batch[self.label], logits.shape[1]
+        reject_samples(
+            (labels < 0) | (labels >= n),
+            lambda row: (
+                f"expected {self.label} in 0..{n - 1} ({n} classes), got {int(labels[row])} at "
+                "sample {sample}; try labels that start at 0, or leaving such samples out"
+            ),
+        )
         return one_minus_p(margin(logits / self.temperature, label))
 
     def _logits(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the logits (batch, classes) and the checked labels (batch,)."""
+        """Return the logits (batch, classes) and the labels (batch,), int64.
+
+        Labels that are out of range are clamped, because they would crash a CUDA kernel, and vmap
+        cannot look at values. ``out_to_loss`` rejects them.
+        """
         logits = call_model(forward, batch, self.inputs, self.positional)
-        return logits, _require_classes(logits, batch[self.label], self.label)
+        label = batch[self.label]
+        if logits.ndim != 2 or logits.shape[1] < 2 or len(logits) != len(label):
+            raise ValueError(
+                f"expected logits ({len(label)}, classes) of 2 or more classes, got "
+                f"{shape_of(logits)}; try wrapping the model, or td.tasks.BinaryClassification"
+            )
+        if label.ndim != 1 or label.is_floating_point() or label.is_complex():
+            raise ValueError(
+                f"expected integer classes (batch,) in {self.label!r}, got {label.dtype} of shape "
+                f"{tuple(label.shape)}; try labels.argmax(1) if they are one-hot, or .astype(int)"
+            )
+        return logits, label.long().clamp(0, logits.shape[1] - 1)
 
 
 class WrongClass(Classification):
@@ -99,7 +119,7 @@ class WrongClass(Classification):
 class ImageClassification(Classification):
     """Classification of images, or of any other single tensor, into two or more classes.
 
-    Output and Q are those of :class:`Classification`.
+    Output and Q are the same as :class:`Classification`'s.
 
     Parameters
     ----------
@@ -230,8 +250,7 @@ class MultiLabel(ModelTask):
             (label != 0) & (label != 1),
             lambda *place: (
                 f"expected 0 or 1 in {self.label!r}, got {label[place].item()} at sample "
-                "{sample}; try (labels > 0).astype(int) for labels that are signs, or "
-                "task='classification' for more than two classes"
+                "{sample}; try (labels > 0).astype(int) for signs, or task='classification'"
             ),
         )
         return one_minus_p(self._signed_logits(forward, batch)).mean(1)
@@ -241,9 +260,9 @@ class MultiLabel(ModelTask):
         logits, label = self._shaped(forward, batch)
         if logits.ndim != 2 or logits.shape != label.shape:
             raise ValueError(
-                f"expected logits and labels of the same shape (batch, labels), got "
-                f"{tuple(logits.shape)} from the model and {tuple(label.shape)} in "
-                f"{self.label!r}; try wrapping the model so that it returns one logit per label"
+                f"expected logits and labels of one shape (batch, labels), got "
+                f"{tuple(logits.shape)} and {tuple(label.shape)} in {self.label!r}; try wrapping "
+                "the model so that it returns one logit per label"
             )
         return logits * (2 * label.to(logits.dtype) - 1)
 
@@ -255,7 +274,7 @@ class BinaryClassification(MultiLabel):
     """Classification into two classes by a single logit.
 
     The output is the signed logit, f = z for label 1 and -z for label 0, which is log p/(1-p) of
-    the true class; Q = 1 - p. These are those of :class:`MultiLabel` with one label.
+    the true class; Q = 1 - p. It is a :class:`MultiLabel` with one label.
 
     Parameters
     ----------
@@ -340,51 +359,11 @@ class Regression(ModelTask):
         return _per_sample(batch[self.target], len(predicted), repr(self.target)) - predicted
 
 
-def _require_classes(logits: Tensor, label: Tensor, name: str) -> Tensor:
-    """Check logits (batch, classes) and labels (batch,); return the labels as int64.
-
-    Labels that are out of range are clamped, because they would crash a CUDA kernel and vmap cannot
-    look at values. ``out_to_loss`` rejects them.
-    """
-    if logits.ndim != 2 or logits.shape[1] < 2 or len(logits) != len(label):
-        raise ValueError(
-            f"expected logits ({len(label)}, classes) with at least 2 classes for a batch of "
-            f"{len(label)}, got {shape_of(logits)} from the model; try wrapping the model so that "
-            "it returns one row of logits per sample, or "
-            "td.tasks.BinaryClassification for a single logit"
-        )
-    advice = "labels.argmax(1), if they are one-hot" if label.ndim == 2 else "labels.astype(int)"
-    if label.ndim != 1 or label.is_floating_point() or label.is_complex():
-        raise ValueError(
-            f"expected integer classes in {name!r}, one per sample, got {label.dtype} of shape "
-            f"{tuple(label.shape)}; try {advice}"
-        )
-    return label.long().clamp(0, logits.shape[1] - 1)
-
-
-def _require_labels_in_range(label: Tensor, n_classes: int, name: str) -> None:
-    """Reject labels that are not classes."""
-
-    def text(row: int) -> str:
-        value = int(label[row])
-        condition = f"< {n_classes}" if value >= n_classes else ">= 0"
-        starts_at_1 = value == n_classes and int(label.min()) > 0
-        return (
-            f"expected {name} in 0..{n_classes - 1} ({n_classes} classes), got {value} at sample "
-            "{sample}; try "
-            + ("labels that start at 0 (labels - 1), or " if starts_at_1 else "")
-            + f"samples.isel(sample=samples[{name!r}] {condition})"
-        )
-
-    reject_samples((label < 0) | (label >= n_classes), text)
-
-
 def _per_sample(values: Tensor, size: int, what: str) -> Tensor:
     """Return one number per sample, (batch,), from (batch,) or (batch, 1)."""
     if values.shape not in ((size,), (size, 1)):
         raise ValueError(
-            f"expected one number per sample, shape ({size},) or ({size}, 1), for a batch of "
-            f"{size}, got {what} of shape {tuple(values.shape)}; try another task, or wrap the "
-            "model so that it returns one number per sample"
+            f"expected one number per sample for a batch of {size}, got {what} of shape "
+            f"{tuple(values.shape)}; try another task, or wrapping the model"
         )
     return values.reshape(size)

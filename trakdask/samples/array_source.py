@@ -1,0 +1,210 @@
+"""Create samples from arrays (in memory, memory-mapped, lazy, or of zarr), or from any Dataset."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import pandas as pd
+import xarray as xr
+import zarr
+from dask.array.utils import meta_from_array
+
+from trakdask.checks import is_tensor, require_integer
+from trakdask.samples.coords import CoordsLike, fields_as_coords, to_numpy
+from trakdask.samples.datasets import assemble, dataset_of
+from trakdask.samples.fingerprints import OpenedByTasks, fingerprint, mapped
+from trakdask.samples.sources import check_dtype, read_name
+from trakdask.variables import SAMPLE, TRAINED_ON
+
+
+def from_arrays(
+    arrays: Mapping[str, Any], *, coords: CoordsLike = None, chunks: int = 512
+) -> xr.Dataset:
+    """Create a Dataset of samples from arrays.
+
+    Parameters
+    ----------
+    arrays
+        Model inputs by name, each (sample, ...) with the same number of samples: numpy arrays and
+        memory maps, torch tensors, dask arrays, zarr arrays, or lists of numbers.
+    coords
+        Metadata by name, or a pandas DataFrame of metadata, one value per sample: numbers,
+        booleans, strings or times. Or a list with names of ``arrays`` that become coords, such as
+        ``["label"]``; lazy ones are computed. Models can also read numeric coords.
+    chunks
+        Samples per block, and thus per task.
+
+    Returns
+    -------
+    Dataset with one lazy variable per array, (sample, ...) in its dtype, in blocks of ``chunks``
+    samples and one chunk along other dimensions. The coords are in memory, without an index.
+    ``attrs["source"]`` identifies the content.
+
+    Raises
+    ------
+    TypeError
+        If a variable is not an array, is sparse, or has neither numbers nor booleans, or ``chunks``
+        is not an integer.
+    ValueError
+        If there are no arrays or no samples, lengths differ, values are masked, a name is reserved
+        or used twice, or ``chunks`` is not positive.
+
+    Notes
+    -----
+    Nothing is computed, except lazy arrays named in ``coords``. Arrays in memory are hashed once
+    and referenced without a copy, so do not modify them afterwards. On a cluster each task is sent
+    its block of them, through the scheduler: write arrays of several gigabytes to zarr first.
+    Workers read zarr arrays from their storage, and a read-only ``np.memmap`` from its file, which
+    all of them must see; a file is identified by its path, size and time of modification. For zarr
+    arrays choose ``chunks`` that are multiples of theirs; otherwise chunks are read more than once.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> train = from_arrays({"x": np.eye(4, dtype="f4")}, coords={"label": [0, 1, 0, 1]}, chunks=2)
+    >>> train.x.dims, train.x.chunks, train.label.dtype.name
+    (('sample', 'x_dim_1'), ((2, 2), (4,)), 'int64')
+    """
+    if not isinstance(arrays, Mapping):
+        raise TypeError(
+            f"expected arrays by name, got {type(arrays).__name__}; try "
+            "td.from_arrays({'image': images})"
+        )
+    size = require_integer("chunks", chunks, 1, remedy="try chunks=512")
+    as_coords = fields_as_coords(coords, arrays)
+    variables = lazy_variables({n: a for n, a in arrays.items() if n not in as_coords}, size)
+    return assemble(variables, {name: _loaded(arrays[name]) for name in as_coords} or coords)
+
+
+def validate_samples(ds: xr.Dataset) -> xr.Dataset:
+    """Convert a Dataset to the form that :func:`from_arrays` returns.
+
+    Parameters
+    ----------
+    ds
+        Dataset with a ``sample`` dimension: variables (sample, ...) are model inputs, coords
+        (sample,) are metadata.
+
+    Returns
+    -------
+    Dataset with lazy variables, ``sample`` first, in equal blocks of samples and one chunk along
+    other dimensions; coords in memory; no index; ``attrs["source"]`` as set by the user, else
+    derived from dask's names and the content. The variable with the most bytes decides on the
+    blocks; without chunks, they have 512 samples. A Dataset that has this form already is not
+    changed.
+
+    Raises
+    ------
+    TypeError
+        If ``ds`` is not a Dataset, or a variable or coord has an unsupported dtype.
+    ValueError
+        If there is no ``sample`` dimension, no variable or no sample, a variable lacks the
+        dimension ``sample``, or a name is reserved.
+
+    Notes
+    -----
+    Lazy coords are loaded; nothing else is computed. A coord named ``sample`` becomes
+    ``sample_id``, and coords without the dimension ``sample`` are left out. Subsets of a Dataset
+    get a source of their own, unless the user set one.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> ds = xr.Dataset({"x": (("feature_dim", "sample"), np.zeros((3, 4)))})
+    >>> validate_samples(ds).x.chunks
+    ((4,), (3,))
+    """
+    if not isinstance(ds, xr.Dataset):
+        raise TypeError(
+            f"expected an xarray.Dataset as samples, got {type(ds).__name__}; try td.from_arrays, "
+            "td.from_torch or td.from_dataframe"
+        )
+    for name, array in {"samples": ds, **ds.data_vars}.items():
+        if SAMPLE not in array.dims:
+            raise ValueError(
+                f"expected the dimension {SAMPLE!r} in {name!r}, got {list(array.dims)}; try "
+                f"ds.rename(row={SAMPLE!r}), or ds.drop_vars({name!r})"
+            )
+    ds = ds.transpose(SAMPLE, ...)
+    ds = ds.reset_index(list(ds.xindexes))  # of a multi-index, the levels remain
+    if SAMPLE in ds.coords:
+        ds = ds.rename_vars({SAMPLE: "sample_id"})
+    kept = ds.drop_vars(TRAINED_ON, errors="ignore").coords  # that is of features, not of samples
+    coords = {str(n): coord.compute() for n, coord in kept.items() if SAMPLE in coord.dims}
+    data: dict[Any, Any] = {name: _data(array) for name, array in ds.items()}
+    arrays = lazy_variables(data, _block_size(ds))
+    variables = {n: xr.Variable(ds[n].dims, array, ds[n].attrs) for n, array in arrays.items()}
+    return dataset_of(variables, coords, ds.attrs)
+
+
+def _block_size(ds: xr.Dataset) -> int:
+    """Return the largest chunk of samples of the variable that has the most bytes."""
+    widest = max(ds.data_vars.values(), key=lambda array: array.nbytes, default=ds[SAMPLE])
+    sizes = widest.variable.chunksizes.get(SAMPLE)  # chunks of a DataArray would include its coords
+    return max(1, *sizes) if sizes else 512
+
+
+def _data(array: xr.DataArray) -> Any:
+    """Return the array of a variable, made lazy if xarray would read it from a file here."""
+    variable = array.variable
+    if variable.chunks is None and not getattr(variable, "_in_memory", True):
+        return array.chunk().data
+    data = array.data
+    return data if isinstance(data, da.Array) else np.asarray(data)
+
+
+def _loaded(array: Any) -> Any:
+    return np.asarray(array) if isinstance(array, da.Array | zarr.Array) else array
+
+
+def lazy_variables(arrays: Mapping[str, Any], size: int) -> dict[str, da.Array]:
+    """Make every array lazy, in blocks of ``size`` samples."""
+    return {name: _lazy(name, array, size) for name, array in arrays.items()}
+
+
+def _lazy(name: str, array: Any, size: int) -> Any:
+    what = f"variable {name!r}"
+    if is_tensor(array) or isinstance(array, np.ndarray | list | tuple | pd.Series):
+        array = to_numpy(what, array)
+    if not isinstance(array, np.ndarray | da.Array | zarr.Array) or array.ndim == 0:
+        raise TypeError(
+            f"expected an array (sample, ...) of numpy, dask, zarr or torch as {what}, got "
+            f"{type(array).__name__}; try array.toarray(), or numpy.atleast_1d(...)"
+        )
+    check_dtype(name, array.dtype)
+    chunks = {0: size} | dict.fromkeys(range(1, array.ndim), -1)
+    if isinstance(array, da.Array):
+        if np.ma.isMaskedArray(meta_from_array(array)):
+            raise ValueError(
+                f"expected {what} without a mask, got a masked array; try "
+                "dask.array.ma.filled(array, value)"
+            )
+        return array.rechunk(chunks)
+    opened = _opened_by_tasks(array) if isinstance(array, zarr.Array) else mapped(array)
+    source, token = (opened, opened.token) if opened else (array, fingerprint(array))
+    # The graph has the blocks of an array in memory, or one task that opens any other array.
+    lazy = da.from_array(
+        source, chunks=tuple(chunks.values()), name=read_name(name, token, size),
+        meta=np.empty((0,) * array.ndim, array.dtype),
+    )  # fmt: skip
+    return lazy.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def _opened_by_tasks(array: zarr.Array[Any]) -> OpenedByTasks:
+    identity = [str(array.store_path), array.metadata.to_dict()]
+    token = json.dumps(identity, default=str, sort_keys=True)
+    opened = functools.partial(_open_zarr, array.store_path, array.metadata)
+    return OpenedByTasks(opened, token, array.shape, array.dtype)
+
+
+def _open_zarr(where: Any, metadata: Any) -> Any:
+    """Open an array anew: if its files are gone, an open array of zarr would be its fill value."""
+    array = zarr.open_array(where, mode="r")
+    if array.metadata != metadata:
+        raise ValueError(f"{where} is not the array that the samples were made of")
+    return array

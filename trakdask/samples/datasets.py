@@ -1,0 +1,97 @@
+"""Datasets of samples: put together, validated, drawn from, and identified by their content."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import xarray as xr
+
+from trakdask.samples.coords import CoordsLike, check_name, normalise_coords
+from trakdask.samples.fingerprints import fingerprint
+from trakdask.samples.sources import content_of, require_samples
+from trakdask.variables import SAMPLE
+
+_SOURCE = re.compile(r"samples-[0-9a-f]{64}")
+
+
+def assemble(arrays: Mapping[str, da.Array], coords: CoordsLike) -> xr.Dataset:
+    """Create a Dataset from lazy arrays with equal chunks along samples, and from coords."""
+    variables = {
+        name: xr.Variable((SAMPLE, *(f"{name}_dim_{axis}" for axis in range(1, array.ndim))), array)
+        for name, array in arrays.items()
+    }
+    return dataset_of(variables, coords, {})
+
+
+def dataset_of(
+    variables: Mapping[str, xr.Variable], coords: CoordsLike, attrs: Mapping[str, Any]
+) -> xr.Dataset:
+    """Create a Dataset from lazy variables (sample, ...) and from coords, after checks of both."""
+    if not variables:
+        raise ValueError(
+            "expected at least one model input, got none; try td.from_arrays({'image': images}), "
+            "or samples.reset_coords('name')"
+        )
+    for name in variables:
+        check_name(name, "variable")
+    n = min(len(variable) for variable in variables.values())
+    require_samples(n, f"the variables {list(variables)}")
+    samples = {name: (SAMPLE, array) for name, array in normalise_coords(coords, n).items()}
+    ds = xr.Dataset(variables, samples, attrs)
+    return ds.assign_attrs(source=source_of(ds))
+
+
+def drawn(ds: xr.Dataset, n: int, block: int) -> xr.Dataset:
+    """Return n samples that are drawn at random, always the same ones, in their order.
+
+    Parameters
+    ----------
+    ds
+        As :func:`validate_samples` returns it.
+    n
+        How many; all of them if there are no more.
+    block
+        How many drawn samples are in a block.
+    """
+    total = ds.sizes[SAMPLE]
+    if total <= n:
+        return ds
+    some = ds.isel({SAMPLE: np.sort(np.random.default_rng(0).permutation(total)[:n])})
+    # Variables, one at a time: Dataset.chunk would make coords lazy.
+    return some.assign({name: some.variables[name].chunk({SAMPLE: block}) for name in some})
+
+
+def source_of(ds: xr.Dataset, inputs: Collection[str] | None = None) -> str:
+    """Identify the values that a model can read, independently of chunks.
+
+    Parameters
+    ----------
+    ds
+        Dataset with lazy variables and in-memory coords.
+    inputs
+        Names of the coords that the model reads; other coords do not affect the result. By default,
+        as long as no model is known, all numeric coords are included.
+
+    Returns
+    -------
+    ``ds.attrs["source"]`` if the user set it, else a hash of the variables, identified by dask's
+    names, and of those coords. Strings and times are not included, since models cannot read them,
+    so such metadata may be added later.
+    """
+    source = ds.attrs.get("source")
+    if source is not None and not _SOURCE.fullmatch(str(source)):
+        return str(source)
+    variables = sorted(
+        (str(name), str(array.dtype), array.shape, content_of(array.data.name))
+        for name, array in ds.data_vars.items()
+    )
+    coords = sorted(
+        (str(name), fingerprint(coord.values))
+        for name, coord in ds.coords.items()
+        if coord.dtype.kind in "biuf" and (inputs is None or name in inputs)
+    )
+    return f"samples-{fingerprint(repr((variables, coords)))}"
