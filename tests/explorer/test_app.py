@@ -132,9 +132,9 @@ def test_session__keeps_the_curve_when_a_bar_of_it_is_chosen() -> None:
         (bar, *_) = [each for each in links(session) if each.damping]
         again = opened(explorer, bar)
     assert bar.damping == "0.01 tr(K)/n"
-    chosen = explorer.questions.prepared(bar).damping
+    chosen = explorer.questions.setting(bar).damping
     assert chosen is not None
-    trace = (explorer.questions.prepared(bar).features.gram.values.diagonal().sum(axis=1)) / 200
+    trace = (explorer.questions.setting(bar).features.gram.values.diagonal().sum(axis=1)) / 200
     np.testing.assert_allclose(chosen.damping, 0.01 * trace)
     assert [each for each in links(again) if "tr(K)/n" in each.damping]
     assert 'class="marked"' in again.page.html
@@ -166,8 +166,6 @@ def test_session__says_beside_its_field_why_a_condition_fails(
     (typed,) = re.findall(rf'<input name="{field}" value="([^"]*)"[^>]* aria-invalid', html)
     assert unescape(typed) == where
     assert "Correct the condition" in html
-    text = unescape(re.sub("<[^>]*>", "", html))
-    assert not re.search(r"expected|\['|Error\b", text)
     forms = re.findall(r"<button>(\w+)</button>", html)
     assert {"Filter", "Add"} <= {*forms}
 
@@ -212,20 +210,6 @@ def test_session__says_how_much_the_ranked_samples_are(explorer: Explorer) -> No
         most = np.bincount(label[order]).argmax()
         assert f"These 7 samples make up {share:.0f} % of all that {verb} its output. " in html
         assert f"{(label[order] == most).sum()} of them have label {most}." in html
-
-
-def test_session__with_every_checkpoint_unticked_asks_for_one(explorer: Explorer) -> None:
-    session = opened(explorer, View(page="target"))
-    assert session.page.html.count('name="checkpoints" value="c') == 3
-    assert len(re.findall(r'name="checkpoints" value="c\d" checked', session.page.html)) == 3
-    session.page._handle_msg({"query": "?page=target&checkpoints="})
-    session.wait(PATIENCE_S)
-    assert 'id="problem-checkpoints"' in session.page.html
-    assert not re.findall(r'name="checkpoints" value="c\d" checked', session.page.html)
-    session.page._handle_msg({"query": "?page=target&checkpoints=&checkpoints=c1"})
-    session.wait(PATIENCE_S)
-    assert session.view.checkpoints == ("c1",)
-    assert re.findall(r'value="(c\d)" checked', session.page.html) == ["c1"]
 
 
 def test_session__a_click_abandons_what_runs() -> None:

@@ -170,7 +170,7 @@ def test_page_of_a_target__computes_its_scores_once(
     lazy = da.map_blocks(counted, data, dtype=data.dtype, meta=data._meta)
     features = features.assign(feature=(features.feature.dims, lazy))
     questions = Questions(features, targets, estimator=td.Trak(damping=td.Absolute(LAMBDA)))
-    questions.prepared(View())
+    questions.setting(View())
     read.clear()
     for view in (View(target=3, group_by="source"), View(target=3, where="length > 50", k=3)):
         questions.top(view)
@@ -186,7 +186,7 @@ def test_questions__with_other_targets_keep_what_is_known_of_training_samples(
     view = View(target=2, k=4)
     questions.top(view)
     other = questions.with_targets(targets.isel(sample=slice(None, None, -1)))
-    assert other.prepared(view) is questions.prepared(view)
+    assert other.setting(view) is questions.setting(view)
     of_others = other.top(view)
     order = np.argsort(-expected(features, targets)[:, M - 3])[:4]
     assert of_others["sample"].tolist() == order.tolist()
@@ -348,12 +348,12 @@ def test_map__has_the_distances_of_the_leading_principal_components(
 
 
 def test_damping__is_that_of_the_setting(questions: Questions, features: xr.Dataset) -> None:
-    chosen = questions.prepared(View(damping="0.5")).damping
+    chosen = questions.setting(View(damping="0.5")).damping
     assert chosen is not None
     expected_damping = td.damping(features, td.Trak(damping=0.5)).damping.values
     np.testing.assert_allclose(chosen.damping.values, expected_damping, rtol=1e-5)
-    assert questions.prepared(View(estimator="grad_dot")).damping is None
-    of_trace = questions.prepared(View(damping="0.5 tr(K)/n")).damping
+    assert questions.setting(View(estimator="grad_dot")).damping is None
+    of_trace = questions.setting(View(damping="0.5 tr(K)/n")).damping
     assert of_trace is not None
     np.testing.assert_allclose(of_trace.damping, 0.5 * (phi(features) ** 2).sum((0, 1)) / N)
 

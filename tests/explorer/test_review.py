@@ -15,9 +15,8 @@ from tests.explorer import test_new_targets as new_targets
 from tests.explorer.browser import Tab, chromium, served
 from trakdask.explorer import Explorer, Marks, View
 from trakdask.explorer.app import Session
+from trakdask.explorer.conditions import condition_mask, joined, toggled, without
 from trakdask.explorer.pages import sections
-from trakdask.explorer.tables import condition_mask
-from trakdask.explorer.view import joined, toggled, without
 
 N, M = 90, 40
 

@@ -23,7 +23,8 @@ from tornado.web import RequestHandler
 
 from trakdask.checks import require_integer, shown
 from trakdask.explorer.attributions import Attributions
-from trakdask.explorer.computing import Abandoned, Job
+from trakdask.explorer.computing import Abandoned, Computation
+from trakdask.explorer.conditions import CONDITION_FIELDS, with_condition
 from trakdask.explorer.html import STYLE, count, plain_message, render
 from trakdask.explorer.pages import (
     Section,
@@ -34,7 +35,7 @@ from trakdask.explorer.pages import (
     samples_of,
     sections,
 )
-from trakdask.explorer.view import CONDITION_FIELDS, View, with_condition
+from trakdask.explorer.view import View
 from trakdask.files import explained
 from trakdask.variables import SAMPLE
 
@@ -99,16 +100,16 @@ class Session:
             who="" if marks is None else marks.who,
         )
         self.page.told = self._told
-        self._job = Job()
+        self._computation = Computation()
         self._thread: threading.Thread | None = None
         self._in_notebook = in_notebook
         if in_notebook:
             # What is changed before the browser shows the page is lost: it says when it does.
-            self._draw(self._job, _waiting(view, sections(attributions, view)))
+            self._draw(self._computation, _waiting(view, sections(attributions, view)))
         elif self._document is None or self._document.session_context is None:
             self.go(view)
         else:
-            pn.state.on_session_destroyed(lambda context: self._job.abandon())
+            pn.state.on_session_destroyed(lambda context: self._give_up())
             # Until a browser is connected, changes from another thread would be lost.
             pn.state.onload(lambda: self.go(view))
 
@@ -118,49 +119,49 @@ class Session:
 
     def go(self, view: View, more: Sequence[Section] = ()) -> None:
         """Show a view, and more below it; what the view before still computes is given up."""
-        self._job.abandon()
-        self.view, self._job = view, Job()
+        self._give_up()
+        self.view, self._computation = view, Computation()
         content = [*sections(self.attributions, view), *more]
         parts = _waiting(view, content)
-        self._draw(self._job, parts)
+        self._draw(self._computation, parts)
         self.page.query = view.to_query()
         self._thread = threading.Thread(
-            target=self._answer, args=(self._job, content, parts),
+            target=self._answer, args=(self._computation, content, parts),
             name="trakdask-explorer", daemon=True,
         )  # fmt: skip
         self._thread.start()
+
+    def _give_up(self) -> None:
+        self._computation.is_abandoned = True
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the page is complete."""
         if self._thread is not None:
             self._thread.join(timeout)
 
-    def _answer(self, job: Job, content: list[Section], parts: list[str]) -> None:
+    def _answer(self, computation: Computation, content: list[Section], parts: list[str]) -> None:
         told: set[str] = set()
-        early = [""] * len(content)
-        steps = [(i, section, section.early) for i, section in enumerate(content) if section.early]
-        steps += [(i, section, section.html) for i, section in enumerate(content)]
-        for i, section, html_of in steps:
-            is_early = html_of is section.early
+        # Temporary sections come first, because what takes their place takes long.
+        for i in sorted(range(len(content)), key=lambda i: not content[i].is_temporary):
+            section = content[i]
 
             def show(html: str, i: int = i, section: Section = section, busy: bool = True) -> None:
-                made = frame(self.view, i, section, html, busy=busy, early=early[i] * busy)
-                parts[i] = made if busy or html else ""
-                self._later(lambda: self._draw(job, parts))
+                parts[i] = frame(self.view, i, section, html, busy=busy) if busy or html else ""
+                self._later(lambda: self._draw(computation, parts))
 
-            job.progress = _progress(show)
+            computation.progress = _progress(show)
             try:
-                with self.attributions.computing(), job.active():
-                    job.require_wanted()
-                    html = answer(html_of, set() if is_early else told)
+                with self.attributions.computing(), computation.active():
+                    computation.require_wanted()
+                    html = answer(section.html, set() if section.is_temporary else told)
             except Abandoned:
                 return
-            if is_early:
-                early[i] = html
-            show("" if is_early else html, busy=is_early)
+            if i and content[i - 1].is_temporary:
+                parts[i - 1] = ""
+            show(html, busy=False)
 
-    def _draw(self, job: Job, parts: list[str]) -> None:
-        if not job.is_abandoned:
+    def _draw(self, computation: Computation, parts: list[str]) -> None:
+        if not computation.is_abandoned:
             self.page.html = page(self.attributions, self.view, parts)
 
     def _later(self, change: Callable[[], None]) -> None:
@@ -266,13 +267,13 @@ class Session:
         self.go(View(page="new"), [Section("features", lambda: self._featurized(content))])
 
     def _featurized(self, content: Mapping[str, str]) -> str:
-        job, maker = self._job, self.attributions.maker
+        computation, maker = self._computation, self.attributions.maker
         if maker is None:
             raise ValueError("There is no model here that could explain it.")
         features, html = maker.target(content)
 
         def add() -> None:
-            if not job.is_abandoned:
+            if not computation.is_abandoned:
                 last = int(self.attributions.targets.sizes[SAMPLE])
                 self.attributions = self.attributions.with_target(features, html)
                 self.go(View(page="target", target=last))

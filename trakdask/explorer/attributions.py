@@ -27,7 +27,7 @@ from trakdask.explorer.questions import Questions
 from trakdask.plots.galleries import Normalize, as_colours, grey_limits
 from trakdask.variables import SAMPLE
 
-__all__ = ["Attributions", "Samples"]
+__all__ = ["Attributions", "Contents"]
 
 _LEAST_SIDE = 4
 """Arrays with fewer rows or columns are no images."""
@@ -60,8 +60,8 @@ class Attributions:
     """
 
     questions: Questions
-    samples: Samples
-    target_samples: Samples
+    samples: Contents
+    target_samples: Contents
     marks: Marks | None = None
     maker: TargetMaker | None = None
     client: Client | None = None
@@ -115,8 +115,8 @@ class Attributions:
 
 
 @dataclass(frozen=True, eq=False)
-class Samples:
-    """Samples as HTML, by position.
+class Contents:
+    """Contents as HTML, by position.
 
     Parameters
     ----------

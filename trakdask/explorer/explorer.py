@@ -14,7 +14,7 @@ import trakdask as td
 from trakdask.attribution.estimators import EstimatorLike, resolve
 from trakdask.checks import shown
 from trakdask.execution import active_client
-from trakdask.explorer.attributions import Attributions, Samples
+from trakdask.explorer.attributions import Attributions, Contents
 from trakdask.explorer.marks import Marks
 from trakdask.explorer.new_targets import classifier, target_maker
 from trakdask.explorer.pages import save_html
@@ -231,13 +231,14 @@ def explore(
     words = _words_of(features, samples, model, text)
     questions = Questions(features, targets, estimator, words=words, classifier=predicts)
     contents, target_contents = (
-        Samples(ds, text_of, normalize, cmap) for ds in (samples, target_samples)
+        Contents(ds, text_of, normalize, cmap) for ds in (samples, target_samples)
     )
     return Explorer(questions, contents, target_contents, marks, maker, active_client())
 
 
 def _text_function(text: Text | None) -> Callable[[int], str] | None:
-    """Return the text of a token id as a function, also where there is a list of all texts."""
+    """Return the text of a token id as a function, also of a tokenizer or a list of all texts."""
+    text = getattr(text, "decode", text)
     if text is None or callable(text):
         return text
     if isinstance(text, str) or not isinstance(text, Sequence):
@@ -246,7 +247,7 @@ def _text_function(text: Text | None) -> Callable[[int], str] | None:
             f"{shown(text)}; try text=tokenizer.decode"
         )
     texts = list(text)
-    return lambda number: texts[number] if 0 <= number < len(texts) else "\ufffd"
+    return lambda token: texts[token] if 0 <= token < len(texts) else "\ufffd"
 
 
 def _words_of(

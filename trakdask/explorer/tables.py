@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,18 +12,16 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from trakdask.attribution.conditions import Condition
 from trakdask.explorer.computing import compute
-from trakdask.explorer.view import View, joined, without
-from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, TARGET_PREFIX, coords_along
+from trakdask.explorer.conditions import condition_mask, joined, without
+from trakdask.explorer.view import View
+from trakdask.variables import CHECKPOINT, SAMPLE, coords_along
 
 __all__ = [
     "ROWS",
     "Classifier",
-    "ConditionError",
     "Facet",
     "TargetTable",
-    "condition_mask",
     "facets",
     "few_values",
     "mean_loss",
@@ -51,10 +49,6 @@ Classifier = Callable[[np.ndarray], np.ndarray]
 
 They are NaN for targets whose samples are not at hand.
 """
-
-
-class ConditionError(ValueError):
-    """A condition cannot be evaluated; the form in which it was typed says why."""
 
 
 @dataclass(frozen=True)
@@ -192,12 +186,7 @@ class TargetTable:
         require_position(position, len(self.whole), "target")
         return row_of(self.whole, position)
 
-    def one(self, position: int, checkpoints: np.ndarray) -> xr.Dataset:
-        """Return the features of one target at some checkpoints."""
-        require_position(position, self.features.sizes[SAMPLE], "target")
-        return self.of(checkpoints).isel({SAMPLE: [position]})
-
-    def of(self, checkpoints: np.ndarray) -> xr.Dataset:
+    def at(self, checkpoints: np.ndarray) -> xr.Dataset:
         """Return the features of all targets at some checkpoints."""
         return self.features.sel({CHECKPOINT: checkpoints})
 
@@ -228,37 +217,6 @@ def metadata(ds: xr.Dataset) -> pd.DataFrame:
         if variable.dtype.kind != "V"
     }
     return pd.DataFrame(coords, index=pd.RangeIndex(ds.sizes[SAMPLE]))
-
-
-def condition_mask(
-    table: pd.DataFrame, condition: str, target: pd.DataFrame | None = None
-) -> np.ndarray:
-    """Return for which rows of a table a condition on its columns is true; "" is for all of them.
-
-    It may also name the columns of one target, whose names then begin with ``target_``.
-
-    Raises
-    ------
-    ConditionError
-        If it is no condition, or names other columns.
-
-    Examples
-    --------
-    >>> condition_mask(pd.DataFrame({"label": [1, 3]}), "label == 3").tolist()
-    [False, True]
-    """
-    if not condition:
-        return np.ones(len(table), bool)
-    coords: dict[Hashable, tuple[str, np.ndarray]] = {SAMPLE: (SAMPLE, table.index.to_numpy())}
-    coords |= {name: (SAMPLE, table[name].to_numpy()) for name in table}
-    if target is not None:
-        target = target.add_prefix(TARGET_PREFIX).rename(columns={TARGET_PREFIX + SAMPLE: TARGET})
-        coords |= {name: (TARGET, target[name].to_numpy()) for name in target}
-    try:
-        mask = Condition(condition)(xr.Dataset(coords=coords))
-    except ValueError as err:
-        raise ConditionError(str(err)) from err
-    return np.broadcast_to(mask.isel({TARGET: 0}, missing_dims="ignore").values, len(table))
 
 
 def searched(table: pd.DataFrame, text: str) -> pd.DataFrame:
