@@ -10,6 +10,7 @@ import warnings
 from contextlib import suppress
 from html import unescape
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlencode
 
@@ -104,6 +105,7 @@ def test_session__shows_words_with_their_scores() -> None:
     samples = td.from_arrays({"input_ids": np.arange(60).reshape(20, 3) % 9})
     features = td.featurize(samples, model, projector=td.SJLT(16)).compute(scheduler="sync")
     texts = [SCRIPT, *"bcdefghi"]
+    tokenizer = SimpleNamespace(decode=texts.__getitem__)
     explorer = td.explore(
         features, features.isel(sample=slice(M)), samples=samples, model=model,
         text=texts, estimator=td.Trak(damping=0.1),
@@ -112,9 +114,11 @@ def test_session__shows_words_with_their_scores() -> None:
     assert "Words that helped" in html
     assert "<script" not in html
     without = td.explore(
-        features, features, samples=samples, text=texts.__getitem__, estimator=td.Trak(damping=0.1)
+        features, features, samples=samples, text=tokenizer, estimator=td.Trak(damping=0.1)
     )
-    assert "Words that helped" not in opened(without, View(page="target")).page.html
+    html = opened(without, View(page="target")).page.html
+    assert "Words that helped" not in html
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;bc" in html
 
 
 def test_session__keeps_the_curve_when_a_bar_of_it_is_chosen() -> None:

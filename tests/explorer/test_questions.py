@@ -358,15 +358,18 @@ def test_damping__is_that_of_the_setting(questions: Questions, features: xr.Data
     np.testing.assert_allclose(of_trace.damping, 0.5 * (phi(features) ** 2).sum((0, 1)) / N)
 
 
-def test_scores__under_a_gram_matrix_that_was_given(
+def test_scores__with_wrong_classes_and_with_a_gram_matrix_that_was_given(
     features: xr.Dataset, targets: xr.Dataset
 ) -> None:
-    h = xr.DataArray(np.linspace(0, 1, N), dims="sample")
-    given = features.assign(gram=td.gram(features, weights=h))
-    for estimator in (td.Trak(damping=0.5), td.Soft(damping=td.Absolute(LAMBDA))):
-        expected = td.score(given, targets, estimator).values[:, 3]
-        found = Questions(given, targets, estimator).scores(View(target=3))
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    weights = xr.DataArray(np.linspace(0, 1, N), dims="sample")
+    wrong = td.gram(features).compute() / N
+    for changed, estimator in (
+        (features.assign(gram=td.gram(features, weights=weights)), td.Trak(damping=0.5)),
+        (features.assign(wrong_classes=wrong), td.Soft(0.5, damping=td.Absolute(LAMBDA))),
+    ):
+        expected = td.score(changed, targets, estimator).values[:, 3]
+        scores = Questions(changed, targets, estimator).scores(View(target=3))
+        np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_words__are_asked_for_with_the_options_of_the_view(
