@@ -39,8 +39,6 @@ from trakdask.explorer.view import View
 from trakdask.files import explained
 from trakdask.variables import SAMPLE
 
-__all__ = ["Session", "in_notebook", "server"]
-
 _PROGRESS_S = 0.25
 """How often the progress of a section is drawn."""
 

@@ -27,8 +27,6 @@ from trakdask.explorer.questions import Questions
 from trakdask.plots.galleries import Normalize, as_colours, grey_limits
 from trakdask.variables import SAMPLE
 
-__all__ = ["Attributions", "Contents"]
-
 _LEAST_SIDE = 4
 """Arrays with fewer rows or columns are no images."""
 

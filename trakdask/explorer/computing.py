@@ -20,8 +20,6 @@ from distributed import Client, Future, futures_of, wait
 
 from trakdask.execution import active_client
 
-__all__ = ["Abandoned", "Computation", "compute", "persist", "released_if_failed"]
-
 _ASKED_EVERY_S = 0.2
 """How often a cluster is asked how far it is, and a click is noticed while it computes."""
 

@@ -15,19 +15,6 @@ from trakdask.attribution.conditions import Condition
 from trakdask.explorer.view import View
 from trakdask.variables import SAMPLE, TARGET, TARGET_PREFIX
 
-__all__ = [
-    "CONDITION_FIELDS",
-    "SIGNS",
-    "ConditionError",
-    "column_condition",
-    "condition_mask",
-    "has_terms",
-    "joined",
-    "toggled",
-    "with_condition",
-    "without",
-]
-
 CONDITION_FIELDS = ("filter_name", "filter_sign", "filter_value", "filter_of")
 """Inputs of a form that adds a condition to a view."""
 

@@ -11,8 +11,6 @@ from scipy.spatial import cKDTree
 
 from trakdask.explorer.computing import compute
 
-__all__ = ["find_duplicates", "find_places"]
-
 _SAME = 0.9999
 """Samples whose features have a larger cosine are called duplicates."""
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from trakdask.models.model import Model
     from trakdask.parts.scores import Text
 
-__all__ = ["Explorer", "explore"]
-
 _NEEDED = ["feature", "output", "out_to_loss"]
 
 

@@ -24,8 +24,6 @@ from trakdask.explorer.new_targets import MOST_BYTES
 from trakdask.explorer.tables import ROWS
 from trakdask.plots import power_of_ten
 
-__all__ = ["STYLE", "count", "number", "plain_message", "render", "scaled", "unit_of", "value"]
-
 _FOLDER = Path(__file__).parent
 STYLE = (_FOLDER / "explorer.css").read_text("utf-8")
 

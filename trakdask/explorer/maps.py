@@ -13,8 +13,6 @@ from trakdask.explorer.attributions import Attributions
 from trakdask.explorer.marks import KINDS
 from trakdask.explorer.view import View
 
-__all__ = ["Points", "chosen_colour", "colours", "layers"]
-
 _LEVELS = 4
 """How many strengths of colour helpful and harmful scores have."""
 

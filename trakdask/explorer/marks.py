@@ -22,8 +22,6 @@ from trakdask.storage import open
 from trakdask.storage.lock import lock
 from trakdask.variables import SAMPLE
 
-__all__ = ["KINDS", "Marks"]
-
 KINDS = ("wrong label", "duplicate", "remove")
 """The marks that a sample may have, one or more of them."""
 

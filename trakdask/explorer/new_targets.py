@@ -23,15 +23,6 @@ from trakdask.variables import CHECKPOINT, SAMPLE
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = [
-    "MOST_BYTES",
-    "TargetMaker",
-    "appended",
-    "classifier",
-    "decoded_image",
-    "target_maker",
-]
-
 MOST_BYTES = 10 * 2**20
 """Of an uploaded file."""
 

@@ -26,17 +26,6 @@ from trakdask.explorer.tables import ROWS, facets
 from trakdask.explorer.view import MeanTrace, View, damping_of
 from trakdask.files import Folder, location
 
-__all__ = [
-    "Section",
-    "answer",
-    "document",
-    "frame",
-    "page",
-    "samples_of",
-    "save_html",
-    "sections",
-]
-
 _MOST_ROWS = 60
 _MOST_GROUPS = 24
 _MOST_DUPLICATES = 100

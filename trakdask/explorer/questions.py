@@ -29,8 +29,6 @@ from trakdask.explorer.settings import Setting, Settings
 from trakdask.explorer.view import View
 from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, lazy_features
 
-__all__ = ["Questions", "Words"]
-
 _MOST_GROUPS = 1000
 _MOST_TARGETS = 25
 """How many targets are columns where they have no groups."""

@@ -36,8 +36,6 @@ from trakdask.variables import (
     lazy_features,
 )
 
-__all__ = ["Setting", "Settings"]
-
 _KEPT = 4
 """How many settings are kept in memory: one factor of p² numbers per checkpoint each."""
 

@@ -17,20 +17,6 @@ from trakdask.explorer.conditions import condition_mask, joined, without
 from trakdask.explorer.view import View
 from trakdask.variables import CHECKPOINT, SAMPLE, coords_along
 
-__all__ = [
-    "ROWS",
-    "Classifier",
-    "Facet",
-    "TargetTable",
-    "facets",
-    "few_values",
-    "mean_loss",
-    "metadata",
-    "require_position",
-    "row_of",
-    "searched",
-]
-
 ROWS = 25
 """Rows of a page of a table."""
 

@@ -13,8 +13,6 @@ from urllib.parse import parse_qs, urlencode
 from trakdask.attribution.conditions import Condition
 from trakdask.attribution.estimators import KINDS, Absolute, Damping, Rule
 
-__all__ = ["PAGES", "MeanTrace", "View", "damping_of"]
-
 PAGES = ("targets", "target", "sample", "corpus", "map", "new", "marks")
 _RULES = get_args(Rule)
 _TRACE = "tr(K)/n"
