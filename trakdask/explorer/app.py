@@ -48,13 +48,13 @@ _TOKEN_BYTES = 24
 class LinkedHTML(JSComponent):
     """HTML in a page. What a link, form or button asks for is given to ``told``, as a dict.
 
-    The address of the page follows ``query``; parameters in it that are not ours are kept, and the
+    The address of the page follows ``query``; other parameters in it are kept, and the
     browser's button to go back works. A link that is opened in another tab works by itself.
     """
 
     html = param.String(doc="Escaped HTML; each section of it is replaced on its own.")
     query = param.String(doc="The view, as the part of a URL after '?'.")
-    names = param.List([*vars(View()), *CONDITION_FIELDS], doc="Parameters of a URL that are ours.")
+    names = param.List([*vars(View()), *CONDITION_FIELDS], doc="Parameters of the URL of a view.")
     marked = param.Dict({}, doc="Who has made which marks, by '7 wrong label'.")
     who = param.String(doc="Whose marks the buttons make and take back.")
     said = param.Dict({}, doc="What happened to which mark, and what can be undone.")
@@ -88,7 +88,7 @@ class Session:
         self.view = view
         marks = attributions.marks
         self._marks = None if marks is None else marks.by(marks.who)
-        # Of each change of marks that is not undone: the position of its sample or −1, and words.
+        # For each change of marks that is not undone: the position of its sample or −1, and words.
         self._changes: list[tuple[int, str]] = []
         self._answered = 0  # when the browser sent the last mark, by its clock
         self.page = LinkedHTML(  # type: ignore[no-untyped-call]

@@ -85,7 +85,7 @@ class Attributions:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Make the client that was active when the explorer was made that of this thread."""
+        """Let this thread use the client that was active when the explorer was made."""
         is_usable = self.client is not None and self.client.status == "running"
         with self.client.as_current() if self.client and is_usable else nullcontext():
             yield
@@ -99,7 +99,7 @@ class Attributions:
     def marked(self) -> pd.DataFrame:
         """Return all marks with the ``position`` of their samples; absent samples are left out.
 
-        Of samples that share a label, each has its marks. There are none if none are kept.
+        Samples that share a label share its marks. There are none if none are kept.
         """
         if self.marks is None:
             return pd.DataFrame({SAMPLE: [], "mark": [], "who": [], "position": []})

@@ -111,7 +111,7 @@ def joined(where: str, condition: str) -> str:
 
 
 def without(where: str, name: str) -> str:
-    """Return a condition without those of its terms that are about a column.
+    """Return a condition without the terms that are about a column.
 
     Examples
     --------
@@ -146,9 +146,9 @@ def toggled(where: str, condition: str) -> str:
     return others if has_terms(where, condition) else joined(others, condition)
 
 
-@lru_cache(64)  # each link of a page asks for those of the same condition
+@lru_cache(64)  # each link of a page asks for the terms of the same condition
 def _terms(where: str) -> tuple[str, ...]:
-    """Return the conditions that are joined by and; none of what is no condition."""
+    """Return the conditions that are joined by and; none if the text is no condition."""
     try:
         return tuple(_joined_by_and(ast.parse(where.strip(), mode="eval").body))
     except (SyntaxError, ValueError):

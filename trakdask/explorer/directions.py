@@ -15,7 +15,7 @@ _SAME = 0.9999
 """Samples whose features have a larger cosine are called duplicates."""
 
 _OF_AXES = 1000
-"""How many of them its two directions are found from."""
+"""How many samples the two directions of the map are computed from."""
 
 _MOST_SAMPLES = 2_000_000
 """Above this, a search in the memory of one machine takes too long for a page."""
@@ -29,7 +29,7 @@ def find_places(feature: da.Array, rows: np.ndarray) -> pd.DataFrame:
     unit = _unit(some.astype(np.float64))
     unit = unit[np.isfinite(unit).all(axis=1)]
     unit -= unit.mean(axis=0)
-    # Of few rows and many columns, whose eigenvectors have the same span.
+    # There are fewer rows than columns, and the eigenvectors of either side have the same span.
     weights = np.linalg.eigh(unit @ unit.T)[1][:, :-3:-1]
     place = _components(feature, np.linalg.qr(unit.T @ weights)[0])
     place -= np.nanmin(place, axis=0)
@@ -40,10 +40,10 @@ def find_places(feature: da.Array, rows: np.ndarray) -> pd.DataFrame:
 def find_duplicates(feature: da.Array) -> pd.DataFrame:
     """Return groups of samples whose features, (sample, proj_dim), have a cosine above 0.9999.
 
-    A sample is compared with its nearest neighbour in 16 random directions, so of a large group
-    each is found through some other one of it. Two samples of the same content have the same
-    gradient, unless the model is random; samples with the same gradient may differ where the model
-    cannot see it.
+    A sample is compared with its nearest neighbour in 16 random directions. Each sample of a large
+    group is therefore found through some other sample of it. Samples of the same content have the
+    same gradient, unless the model is random. Samples with the same gradient may differ where the
+    model cannot see it.
     """
     n, p = feature.shape
     if n > _MOST_SAMPLES:

@@ -42,7 +42,7 @@ class Explorer(Attributions):
         return f"<trakdask.Explorer: {n} training samples, {m} targets; .serve() starts a server>"
 
     def app(self, view: View | None = None) -> Any:
-        """Return a Panel app for one session of a browser, at a view or at that of its URL."""
+        """Return a Panel app for one session of a browser, at a view or at the view of its URL."""
         from trakdask.explorer.app import Session  # optional dependency
 
         return Session(self, view).panel()
@@ -101,7 +101,7 @@ class Explorer(Attributions):
         Raises
         ------
         ValueError
-            If the path is that of a folder or a URL.
+            If the path names a folder or is a URL.
         OSError
             If the file cannot be written.
         """
@@ -141,8 +141,8 @@ def explore(
         Features of the training samples and of the samples to explain, as :func:`open` returns
         them, with their outputs.
     samples, target_samples
-        The samples that they are the features of, in the same order. From their variables images
-        and texts are shown, of the few samples that are on a page.
+        The samples of these features, in the same order. Their variables are shown as images and
+        texts, and only the few samples of a page are read.
     marks
         What people say about training samples, which pages then have buttons for:
         ``Marks.beside("train.zarr")``, or the path of another file for samples with labels.
@@ -157,7 +157,7 @@ def explore(
         Of images: mean and standard deviation that they were normalized with, and the colour map
         of grey ones; as in :func:`trakdask.plots.gallery`.
     model
-        The model that the features are of: then a page takes a text or an image of your own as a
+        The model of the features: then a page takes a text or an image of your own as a
         target. It is featurized with the projector and the precision of the features, kept in that
         tab of the browser, and written nowhere. Needs one of the next two, or both for a model of
         pairs; or else ``samples`` and ``text``, for the words of samples, or ``target_samples`` of
@@ -182,7 +182,7 @@ def explore(
     StoreMismatchError
         If features and targets were made differently, or not by this model.
     TypeError, ValueError
-        If features or targets lack an array, samples are others than those of the features, or an
+        If features or targets lack an array, the samples do not belong to the features, or an
         option does not make sense.
 
     Notes
@@ -190,7 +190,7 @@ def explore(
     Lazy: a page computes what it shows, on the dask client that is active when this is called or
     else on threads, and the next click gives up what still runs. Scores of all samples and targets
     never exist. The first click under an estimator computes its gram matrix and eigenvectors,
-    unless they are those of the store; they stay in memory, p² numbers per checkpoint, for the last
+    unless the store has them; they stay in memory, p² numbers per checkpoint, for the last
     four settings. Each click after that reads the features once. Self-influence of all samples
     takes 2 p² flops per sample and checkpoint, once per setting.
 
@@ -280,6 +280,6 @@ def _require_samples(samples: object, features: xr.Dataset, name: str) -> None:
     if (n := samples.sizes.get(SAMPLE)) != features.sizes[SAMPLE]:
         raise ValueError(
             f"expected {name} of the {features.sizes[SAMPLE]} samples of the features, got "
-            f"{dict(samples.sizes) if n is None else n}; try those that were given to "
-            "td.featurize, in the same order"
+            f"{dict(samples.sizes) if n is None else n}; try the samples that were "
+            "given to td.featurize, in the same order"
         )

@@ -117,7 +117,7 @@ def page(attributions: Attributions, view: View, parts: Iterable[str]) -> str:
 
 
 def document(attributions: Attributions, view: View, html: str) -> str:
-    """Return a page as a file of its own: what is seen, of what it is, and nothing to click."""
+    """Return a page as a file of its own, with what it was made from and nothing to click."""
     html = _CLICKED.sub("", _CLICKED.sub("", html))  # then what forms and buttons have left empty
     body = Markup(_LINK.sub(r"<span>\1</span>", html))
     return render("document", attributions, view, body=body, style=Markup(STYLE))
@@ -139,7 +139,7 @@ def save_html(attributions: Attributions, path: str | os.PathLike[str], view: Vi
 def _checked(
     view: View, field: str, table: pd.DataFrame, target: pd.DataFrame | None = None
 ) -> View:
-    """Return a view with what is wrong with its condition, for the form that it is typed in."""
+    """Return a view with the error of its condition, for the form in which it is typed."""
     if field in view.errors:
         return view
     try:
@@ -241,8 +241,8 @@ def _summary(table: pd.DataFrame, scores: np.ndarray, by: str) -> str:
     if n > 1 and by in table and (counts := table[by].value_counts()).iloc[0] >= n / 2:
         common = f" {counts.iloc[0]} of them have {by} {value(counts.index[0])}."
     verb = "raised" if is_raising else "lowered"
-    those = "This sample makes" if n == 1 else f"These {n} samples make"
-    return f"{those} up {share:.0f} % of all that {verb} its output.{common}"
+    subject = "This sample makes" if n == 1 else f"These {n} samples make"
+    return f"{subject} up {share:.0f} % of all that {verb} its output.{common}"
 
 
 def _words(attributions: Attributions, view: View, *, largest: bool) -> str:

@@ -27,7 +27,7 @@ from trakdask.explorer.conditions import condition_mask
 from trakdask.explorer.directions import find_duplicates, find_places
 from trakdask.explorer.settings import Setting, Settings
 from trakdask.explorer.view import View
-from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, lazy_features
+from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, checkpoint_names, lazy_features
 
 _MOST_GROUPS = 1000
 _MOST_TARGETS = 25
@@ -35,13 +35,13 @@ _MOST_TARGETS = 25
 
 _BINS = 30
 _DIGITS = 6
-"""Of the edges of bins, so that a condition can name them."""
+"""Digits of the edges of bins, so that a condition can name them."""
 
 _ROWS_KEPT = 2
-"""Of how many targets the scores of all training samples are kept: 8 bytes of each sample."""
+"""How many targets keep the scores of all training samples, 8 bytes for each sample."""
 
 _SETTINGS_KEPT = 4
-"""Of how many settings the self-influence of all training samples is kept."""
+"""How many settings keep the self-influence of all training samples."""
 
 _MOST_POINTS = 5000
 """How many samples are drawn on the map."""
@@ -82,7 +82,7 @@ class Questions:
         self._explain(targets)
 
     def with_targets(self, targets: xr.Dataset) -> Questions:
-        """Return the same questions to other targets; what is known of training samples is kept."""
+        """Return the same questions to other targets; answers about training samples are kept."""
         other = copy.copy(self)
         other._explain(targets)
         return other
@@ -104,16 +104,16 @@ class Questions:
 
     @cached_property
     def facet_names(self) -> list[str]:
-        """Those of them whose values are shared by two samples or more, on average."""
+        """The groupings whose values are shared by two samples or more, on average."""
         return [n for n in self.groupings if 2 * self.metadata[n].nunique() <= len(self.metadata)]
 
     @cached_property
     def checkpoints(self) -> list[str]:
         """The names of the checkpoints."""
-        return [str(name) for name in self.features[CHECKPOINT].values]
+        return checkpoint_names(self.features)
 
     def setting(self, view: View) -> Setting:
-        """Return the features under the setting of a view."""
+        """Return how a view makes scores."""
         return self.settings.of(view)
 
     # ----------------------------------------------------------------------------------- a target
@@ -222,7 +222,7 @@ class Questions:
     def targets_of(self, view: View) -> pd.DataFrame:
         """Return the targets that a training sample helped most and harmed most, best first.
 
-        Columns: those of the table of targets, and ``score``. At most 2 k rows.
+        Columns: the columns of the table of targets, and ``score``. At most 2 k rows.
         """
         setting, k = self.setting(view), view.k
         tables.require_position(view.sample, setting.features.sizes[SAMPLE], "training sample")
@@ -267,7 +267,7 @@ class Questions:
         return np.flatnonzero(condition_mask(self._table(view), view.where))
 
     def facets(self, view: View) -> list[tables.Facet]:
-        """Return how many training samples, of those that a view selects, have which metadata."""
+        """Return how many of the training samples that a view selects have which metadata."""
         return tables.facets(self._table(view), self.facet_names, view.where)
 
     def _table(self, view: View) -> pd.DataFrame:
@@ -296,14 +296,14 @@ class Questions:
         """Return mean scores of groups of training samples (rows) and of targets (columns).
 
         An entry is the sum of the scores of the group's samples for one target, averaged over the
-        targets of a group: those that share the value of the coord ``across`` of the targets. A
+        targets that share a value of their coord ``across``. A
         cosine has no mean over targets, so under ``"grad_cos"`` columns are the first targets.
         """
         setting = self.setting(view)
         targets = self.targets.at(setting.checkpoints)
         if across and TARGET not in setting.estimator.norms:
-            has_features = self.targets.whole["output"].notna().to_numpy()
-            targets = td.combine(targets.isel({SAMPLE: has_features}), by=across)
+            is_whole = self.targets.whole["output"].notna().to_numpy()
+            targets = td.combine(targets.isel({SAMPLE: is_whole}), by=across)
             names = targets[across].values
         else:
             across, targets = "", targets.isel({SAMPLE: slice(_MOST_TARGETS)})
@@ -314,7 +314,7 @@ class Questions:
         return pd.DataFrame(sums.values, index=index, columns=pd.Index(names, name=across))
 
     def duplicates(self, view: View) -> pd.DataFrame:
-        """Return training samples whose features point the same way as those of another one.
+        """Return training samples whose features point the same way as another sample's.
 
         Columns: ``group``, numbered from 0 by the first sample of each, and ``sample``.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -13,7 +14,6 @@ from trakdask import arrays
 from trakdask.arrays.solve import component_count
 from trakdask.attribution.estimators import (
     GIVEN,
-    Damping,
     Estimator,
     EstimatorLike,
     GramEstimator,
@@ -60,7 +60,7 @@ class Setting:
 class Settings:
     """Makes the settings that views ask for, and keeps the last few.
 
-    The arguments are those of :func:`trakdask.score`; they hold where a view says nothing.
+    The arguments mean the same as in :func:`trakdask.score`, and hold where a view says nothing.
     """
 
     def __init__(self, features: xr.Dataset, estimator: EstimatorLike = "auto") -> None:
@@ -81,11 +81,6 @@ class Settings:
             self._decomposed.cache_clear()
         return self._prepared(*key)
 
-    @property
-    def damping(self) -> Damping:
-        """The damping λ of the explorer."""
-        return self.opened.damping if isinstance(self.opened, GramEstimator) else "auto"
-
     def estimator(self, name: str) -> Estimator:
         """Return the estimator of a view, which says ``""`` for the one of the explorer."""
         if name in ("", self.opened.name):
@@ -94,16 +89,16 @@ class Settings:
         return self.opened if type(other) is type(self.opened) else other
 
     def _prepare(self, name: str, damping_text: str, checkpoints: tuple[str, ...]) -> Setting:
-        estimator, features = self.estimator(name), self.features
-        if checkpoints:
-            features = features.sel({CHECKPOINT: list(checkpoints)})
+        estimator, features = self.estimator(name), _selected(self.features, checkpoints)
         if not isinstance(estimator, GramEstimator):
             return Setting(features, estimator, None)
         if "gram" in features and features["gram"].attrs.get("gram_weights") == GIVEN:
             features = lazy_features(features)
         else:
             features = self._decomposed(estimator.resolved(self.features).of_sums(), checkpoints)
-        damping = damping_of(damping_text) if damping_text else self.damping
+        damping: Any = getattr(self.opened, "damping", "auto")
+        if damping_text:
+            damping = damping_of(damping_text)
         if isinstance(damping, MeanTrace):
             damping = _of_trace(features, damping.value)
         (chosen,) = compute(td.damping(features, estimator.with_damping(damping)))
@@ -111,16 +106,17 @@ class Settings:
 
     def _decompose(self, estimator: GramEstimator, checkpoints: tuple[str, ...]) -> xr.Dataset:
         """Return the features with gram matrix and eigenvectors in memory."""
-        features = self.features
-        if checkpoints:
-            features = features.sel({CHECKPOINT: list(checkpoints)})
-        features = lazy_features(features)
+        features = lazy_features(_selected(self.features, checkpoints))
         if stored_decomposition(features, estimator) is None:
             features = _with_decomposition(features, estimator)
         wanted = {*DERIVED, "output", "out_to_loss"} - {LOSS_GRADIENT}
         names = [name for name in features if name in wanted]
         kept = zip(names, persist(*(features[name].data for name in names)), strict=True)
         return features.assign({name: features[name].copy(data=data) for name, data in kept})
+
+
+def _selected(features: xr.Dataset, checkpoints: tuple[str, ...]) -> xr.Dataset:
+    return features.sel({CHECKPOINT: list(checkpoints)}) if checkpoints else features
 
 
 def _of_trace(features: xr.Dataset, value: float) -> xr.DataArray:

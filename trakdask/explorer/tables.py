@@ -25,7 +25,7 @@ _MOST_VALUES = 12
 """How many values of a column are listed with their counts."""
 
 _MOST_UNSURE = 256
-"""How many targets the model is asked about, those whose labels are the least likely."""
+"""How many targets the model is asked about; their labels are the least likely."""
 
 _WITH_MARGINS = re.compile(r"(Image|Text|Binary)?Classification\(|CausalLM\(.*\bposition='")
 """Tasks whose output is the margin log p / (1 − p) of one answer."""
@@ -136,12 +136,12 @@ class TargetTable:
         return predicted, probability
 
     def facets(self, view: View) -> list[Facet]:
-        """Return how many targets, of those that a view selects, have which metadata."""
+        """Return how many of the targets that a view selects have which metadata."""
         names = [*self.groupings, *(["predicted"] if self.label else [])]
         return facets(searched(self.whole, view.search), names, view.targets_where)
 
     def wrong_count(self, view: View) -> int:
-        """Return how many targets, of those that a view selects, are not predicted as labelled."""
+        """Return how many of the targets that a view selects are not predicted as labelled."""
         if not self.label:
             return 0
         table = searched(self.whole, view.search)
@@ -230,7 +230,7 @@ def few_values(table: pd.DataFrame, most: int) -> list[str]:
 
 
 def facets(table: pd.DataFrame, names: Sequence[str], where: str) -> list[Facet]:
-    """Return how many rows have which value of some columns, of those that meet a condition.
+    """Return how many of the rows that meet a condition have which value of some columns.
 
     What the condition says about a column itself is left out for this column, so that its other
     values are there, too.
@@ -240,14 +240,14 @@ def facets(table: pd.DataFrame, names: Sequence[str], where: str) -> list[Facet]
     ConditionError
         If the condition cannot be evaluated.
     """
-    found = []
+    listed = []
     for name in names:
         counts = table[name][condition_mask(table, without(where, name))].value_counts()
         most = counts[:_MOST_VALUES]
         if most.index.dtype.kind in "biuf":  # texts stay in the order of their counts
             most = most.sort_index()
-        found.append(Facet(name, most, len(counts) - len(most)))
-    return found
+        listed.append(Facet(name, most, len(counts) - len(most)))
+    return listed
 
 
 def row_of(table: pd.DataFrame, position: int) -> pd.Series[Any]:

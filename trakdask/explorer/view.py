@@ -47,8 +47,8 @@ class View:
         Positions of the target and of the training sample that are looked at.
     where
         A condition on the metadata of training samples, such as ``label == 3``. It may name
-        ``score`` on the page of a target; on that of all training samples and on the map
-        ``self_influence``, and the place on the map as ``map_x`` and ``map_y``.
+        ``score`` on the page of a target. On the page of all training samples and on the map it may
+        name ``self_influence``, and the place on the map as ``map_x`` and ``map_y``.
     targets_where
         A condition on the table of targets: their metadata, by their own names, and what the model
         says about them, as in ``predicted != label``.
@@ -144,8 +144,8 @@ class View:
     def from_query(cls, query: str) -> View:
         """Return the view of a URL; what cannot be understood is the default, with an error.
 
-        But a condition stays as it was typed, beside its error. Names that are not those of fields,
-        such as that of a token, are ignored.
+        But a condition stays as it was typed, beside its error. Names of no field, such as the name
+        of a token, are ignored.
 
         Examples
         --------
