@@ -12,7 +12,6 @@ import torch
 
 import trakdask as td
 from tests.explorer import test_new_targets as new_targets
-from tests.explorer.browser import Tab, chromium, served
 from trakdask.explorer import Explorer, Marks, View
 from trakdask.explorer.app import Session
 from trakdask.explorer.conditions import condition_mask, joined, toggled, without
@@ -144,30 +143,3 @@ def test_pages__say_what_to_add_where_samples_are_missing(explorer: Explorer) ->
     )
     assert re.search(r"trakdask explore \S*train.zarr \S*targets.zarr --samples", alone.page.html)
     assert "--samples" not in Session(explorer, View()).page.html
-
-
-def test_review__by_keys_and_clicks(explorer: Explorer) -> None:
-    view = View(page="target", target=2, k=4)
-    first, second = explorer.questions.top(view)["sample"].tolist()[:2]
-    with chromium() as browser, served(explorer) as url, Tab(browser) as tab:
-        tab.open(f"{url}?{view.to_query()}", "Target 2")
-        for key in ("ArrowRight", "ArrowRight", "1", "ArrowLeft", "3"):
-            tab.page.keyboard.press(key)
-        tab.page.wait_for_selector(f"text=Sample {first} is marked as remove.")
-        assert explorer.marks.samples("wrong label").tolist() == [second]
-        tab.page.keyboard.press("Control+z")
-        tab.page.wait_for_selector("text=is undone")
-        assert tab.page.inner_text("[data-count]") == "1"
-        tab.page.keyboard.press("Enter")
-        tab.wait(f"Training sample {first}")
-        tab.open(f"{url}?page=corpus", "Training samples")
-        tab.page.locator(".card header a").last.focus()
-        tab.page.keyboard.press("ArrowRight")  # to the next page of the table
-        tab.page.wait_for_selector("text=26–50 of 90")
-        position = tab.cards("Self-influence")[0]
-        assert f"sample {position}" in tab.page.inner_text(".card:focus-within header")
-        tab.page.locator(".card .content").first.click(force=True)  # its picture, below the link
-        tab.wait(f"Training sample {position}")
-        tab.open(f"{url}?sort=", "Targets")
-        tab.page.locator("tbody tr").nth(2).click()
-        tab.wait("Target 2")
