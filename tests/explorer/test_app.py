@@ -130,7 +130,7 @@ def test_session__shows_words_with_their_scores_and_asks_a_tokenizer() -> None:
     net = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9))
     model = td.Model(net, task=td.tasks.CausalLM(inputs="input_ids", positional=True))
     samples = td.from_arrays({"input_ids": np.arange(60).reshape(20, 3) % 9})
-    features = td.featurize(samples, model, projector=td.SJLT(16)).compute(scheduler="sync")
+    features = td.featurize(samples, model, projector=td.Rademacher(16)).compute(scheduler="sync")
     texts = [SCRIPT, *"bcdefghi"]
     tokenizer = SimpleNamespace(decode=texts.__getitem__)
     explorer = td.explore(
