@@ -312,24 +312,3 @@ def test_new_target__is_uploaded_and_explained_in_one_tab(browser: Any, tmp_path
         assert "new" not in other.page.inner_text("tbody")
         other.open(f"{url}?page=target&target={new_targets.M}", f"Target {new_targets.M}")
         assert f"no target {new_targets.M}" in other.page.inner_text("[role=alert] >> nth=0")
-
-
-@pytest.mark.slow
-def test_pages__of_a_million_samples_and_many_targets(browser: Any, tmp_path: Path) -> None:
-    n, m = 10**6, 10**5
-    made = [
-        td.testing.simulate_features(size, 4, 1, chunks=250_000, seed=seed)
-        for seed, size in enumerate((n, m))
-    ]
-    td.save(made[0], tmp_path / "train.zarr", progress=False)
-    explorer = td.explore(td.open(tmp_path / "train.zarr"), made[1], estimator=td.Trak(damping=0.1))
-    with served(explorer) as url, Tab(browser) as tab:
-        tab.open(url)
-        assert "1–25 of 100,000" in tab.page.inner_text("nav.pager >> nth=0")
-        tab.open(f"{url}?sort=&first=99975")
-        tab.page.click("tbody th a:text-is('99999')")
-        tab.wait("Target 99999")
-        assert tab.cards("Most helpful") == top(explorer, View(page="target", target=99999))
-        tab.page.goto(f"{url}?page=corpus&first=999975")
-        tab.page.wait_for_selector("text=999,976–1,000,000 of 1,000,000")
-        assert tab.page.evaluate("document.querySelectorAll('*').length") < 5000

@@ -119,31 +119,24 @@ def test_pages__read_a_long_condition_once_and_not_for_each_link(
 
 @pytest.mark.parametrize("colour", ["label", "score", "mark"])
 def test_map__draws_every_sample_once_in_its_colour(explorer: Explorer, colour: str) -> None:
-    ids = explorer.sample_ids
-    explorer.marks.mark([ids[4], ids[6]], "remove")
+    explorer.marks.mark(explorer.sample_ids[[4, 6]], "remove")
     view = View(page="map", target=3, colour=colour, where="label == 0")
-    drawn = {name: [] for name in ("pale", "other", "value", "helpful", "harmful")}
-    place = explorer.questions.map(view)
-    at = {f"{x:g} {y:g}": i for i, (x, y) in enumerate(place.values)}
-    for layer in layers(explorer, view):
-        drawn[layer.kind] += [at[point] for point in re.findall(r"M(.*?)h0", layer.path)]
-    label = explorer.features.label.values
-    zero, scores = np.flatnonzero(label == 0), explorer.questions.scores(view)
-    strong = np.abs(scores) > np.abs(scores[zero]).max() / 4
-    expected = {
-        "label": {"value": zero},
-        "mark": {"value": [4, 6], "other": np.setdiff1d(zero, [4, 6])},
-        "score": {"helpful": zero[(scores > 0)[zero]], "harmful": zero[(scores < 0)[zero]]},
-    }[colour]
-    if colour == "score":  # weak ones are grey, whatever their sign
-        drawn = {
-            kind: [i for i in found if strong[i] or kind == "pale"] for kind, found in drawn.items()
-        }
-        expected = {kind: [i for i in found if strong[i]] for kind, found in expected.items()}
-    expected["pale"] = np.flatnonzero(label != 0)
-    assert {kind: sorted(found) for kind, found in drawn.items() if found} == {
-        kind: list(found) for kind, found in expected.items()
-    }
+    at = {f"{x:g} {y:g}": i for i, (x, y) in enumerate(explorer.questions.map(view).values)}
+    drawn: dict[str, set[int]] = {}
+    for points in layers(explorer, view):
+        positions = [at[place] for place in re.findall(r"M(.*?)h0", points.path)]
+        assert drawn.setdefault(points.kind, set()).isdisjoint(positions)
+        drawn[points.kind] |= {*positions}
+    zero = {*np.flatnonzero(explorer.features.label.values == 0).tolist()}
+    assert drawn.pop("pale") == {*range(30)} - zero
+    if colour == "score":
+        scores = explorer.questions.scores(view)
+        weak = np.abs(scores) < np.abs(scores[[*zero]]).max() / 4  # grey, whatever their sign
+        assert all(scores[i] > 0 for i in drawn["helpful"])
+        assert all(scores[i] < 0 or weak[i] for i in drawn["harmful"])
+    elif colour == "mark":
+        assert drawn["value"] == {4, 6}
+    assert set.union(*drawn.values()) == zero
 
 
 def test_pages__show_scores_in_one_unit(explorer: Explorer) -> None:
