@@ -149,10 +149,10 @@ def explore(
     estimator
         As in :func:`score`. A page can change estimator, λ and checkpoints.
     text
-        The text of a token id, as a function (``tokenizer.decode``) or a list of all texts, as in
-        :func:`score_parts`, where samples are token ids. With
-        ``samples`` and a ``model`` that :func:`score_parts` can divide, the words of the samples
-        that helped and harmed a target are coloured by their scores.
+        The text of a token id, where samples are token ids: a function (``tokenizer.decode``), the
+        tokenizer, or a list of all texts, as in :func:`score_parts`. With ``samples`` and a
+        ``model`` that :func:`score_parts` can divide, the words of the samples that helped and
+        harmed a target are coloured by their scores.
     normalize, cmap
         Of images: mean and standard deviation that they were normalized with, and the colour map
         of grey ones; as in :func:`trakdask.plots.gallery`.

@@ -34,10 +34,10 @@ _MOST_TEXTS = 5
 
 _FIELDS = {
     "targets": {"search", "targets_where", "filter_value"},
-    "target": {"where", "filter_value", "k", "estimator", "damping", "checkpoints"},
-    "sample": {"k", "estimator", "damping", "checkpoints"},
-    "corpus": {"where", "filter_value", "estimator", "damping", "checkpoints"},
-    "map": {"where", "filter_value", "target", "estimator", "damping", "checkpoints"},
+    "target": {"where", "filter_value", "k", "estimator", "damping"},
+    "sample": {"k", "estimator", "damping"},
+    "corpus": {"where", "filter_value", "estimator", "damping"},
+    "map": {"where", "filter_value", "target", "estimator", "damping"},
     "new": set[str](),
     "marks": {"marks_where"},
 }
