@@ -154,8 +154,8 @@ class Session:
                     html = answer(section.html, set() if section.is_temporary else told)
             except Abandoned:
                 return
-            if i and content[i - 1].is_temporary:
-                parts[i - 1] = ""
+            if any(following.is_temporary for following in content[i + 1 : i + 2]):
+                parts[i + 1] = ""
             show(html, busy=False)
 
     def _draw(self, computation: Computation, parts: list[str]) -> None:

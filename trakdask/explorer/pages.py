@@ -58,7 +58,7 @@ _log = logging.getLogger(__name__)
 class Section:
     """A part of a page: its name, by which templates know its title, and what writes its HTML.
 
-    A temporary section is there until the section after it, which takes longer, is computed.
+    A temporary section is there until the section before it, which takes longer, is computed.
     """
 
     name: str
@@ -451,8 +451,8 @@ _PAGES: dict[str, dict[str, Callable[[Attributions, View], str]]] = {
     "corpus": {
         "corpus": _corpus,
         "heat": _heat,
-        "in_order": partial(_ranking, in_order=True),
         "self_influence": _ranking,
+        "in_order": partial(_ranking, in_order=True),
         "influences": partial(_histogram, name="self_influence"),
         "duplicates": _duplicates,
     },
