@@ -110,18 +110,11 @@ def test_server__listens_on_this_machine_only_and_has_another_token_each_time(ur
 
 # Tornado leaves a socket that it could not bind to the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_server__of_a_port_that_is_taken() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(OSError, match=rf"free port, got 127\.0\.0\.1:{port}"):
-            server(explorer().app, port=port)
-
-
-def test_server__of_an_address_of_no_machine() -> None:
-    with pytest.raises(OSError, match="got no-such-host"):
+def test_server__of_a_port_that_is_taken_and_an_address_of_no_machine() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
+        server(explorer().app, port=taken.getsockname()[1])
+    with pytest.raises(OSError, match="known"):
         server(explorer().app, host="no-such-host.invalid")
-    with pytest.raises(TypeError, match="got 127"):
-        server(explorer().app, host=127)
     with pytest.raises(ValueError, match="got 65536"):
         server(explorer().app, port=65536)
 

@@ -21,7 +21,7 @@ from panel.io.server import Server, get_server
 from tornado.ioloop import IOLoop
 from tornado.web import RequestHandler
 
-from trakdask.checks import require_integer, shown
+from trakdask.checks import require_integer
 from trakdask.explorer.attributions import Attributions
 from trakdask.explorer.computing import Abandoned, Computation
 from trakdask.explorer.conditions import CONDITION_FIELDS, with_condition
@@ -36,7 +36,6 @@ from trakdask.explorer.pages import (
     sections,
 )
 from trakdask.explorer.view import View
-from trakdask.files import explained
 from trakdask.variables import SAMPLE
 
 _PROGRESS_S = 0.25
@@ -317,22 +316,13 @@ def server(app: Callable[[], Any], *, host: str = "127.0.0.1", port: int = 0) ->
 
     It belongs to the current event loop; see :meth:`trakdask.explorer.Explorer.serve`.
     """
-    if not isinstance(host, str):
-        raise TypeError(f"expected host as text, got {shown(host)}; try host='127.0.0.1'")
     port = require_integer("port", port, 0, 2**16, remedy="try port=0, which takes a free one")
     token = secrets.token_urlsafe(_TOKEN_BYTES)
-    try:
-        listening = get_server(
-            {"/": app}, port, host, title="trakdask", prefix=token, ico_path="none",
-            extra_patterns=[("/favicon.ico", _NoIcon)], default_handler_class=_Refused,
-            log_function=_log,
-        )  # fmt: skip
-    except OSError as err:
-        text = (
-            f"expected an address of this machine and a free port, got {host}:{port} ({err}); try "
-            "host='127.0.0.1', port=0"
-        )
-        raise explained(err, text) from err
+    listening = get_server(
+        {"/": app}, port, host, title="trakdask", prefix=token, ico_path="none",
+        extra_patterns=[("/favicon.ico", _NoIcon)], default_handler_class=_Refused,
+        log_function=_log,
+    )  # fmt: skip
     # The token protects the websocket, under whatever name of this machine a browser knows it.
     listening._tornado.websocket_origins.add("*")
     return listening, f"http://{_in_url(host)}:{listening.port}/{token}/"

@@ -74,7 +74,7 @@ class Explorer(Attributions):
         Raises
         ------
         TypeError, ValueError
-            If the host is no text, or the port is no port.
+            If the port is no port.
         OSError
             If this machine has no such address, or the port is taken.
         """
