@@ -89,7 +89,7 @@ def test_links__lead_to_their_views() -> None:
     tags = Tags(render("link", view=view, text=EVIL, label=EVIL))
     assert [View.from_query(attrs["href"]) for attrs in tags.all("a")] == [view]
     assert tags.text == EVIL
-    tags = Tags(render("pager", View(first=25), shown=25, found=60))
+    tags = Tags(render("pager", View(first=25), shown=25, total=60))
     assert [View.from_query(attrs["href"]).first for attrs in tags.all("a")] == [0, 50]
     assert "26–50 of 60" in tags.text
 

@@ -189,7 +189,7 @@ def _target_table(attributions: Attributions, view: View) -> str:
     table = _shown(selected, view)
     contents = attributions.target_samples.html(table.index.tolist(), brief=True)
     return render(
-        "target_table", attributions, view, table=table, found=len(selected), contents=contents
+        "target_table", attributions, view, table=table, total=len(selected), contents=contents
     )
 
 
@@ -339,7 +339,7 @@ def _ranking(attributions: Attributions, view: View, *, in_order: bool = False) 
     contents = attributions.samples.html(table.index.tolist(), brief=True)
     unit = unit_of(attributions.questions.values(view, name)) if name else 0
     return render(
-        "ranking", attributions, view, table=table, found=len(ranking), contents=contents,
+        "ranking", attributions, view, table=table, total=len(ranking), contents=contents,
         unit=unit, name=name, in_order=in_order,
     )  # fmt: skip
 
@@ -406,7 +406,7 @@ def _marks(attributions: Attributions, view: View) -> str:
     marked = _marked(attributions, view)
     table = _shown(marked, view)
     contents = attributions.samples.html(table["position"].tolist(), brief=True)
-    return render("marks", attributions, view, table=table, found=len(marked), contents=contents)
+    return render("marks", attributions, view, table=table, total=len(marked), contents=contents)
 
 
 def samples_of(attributions: Attributions, view: View, name: str) -> np.ndarray:
