@@ -378,8 +378,8 @@ def deadly(block: np.ndarray, switch: str) -> np.ndarray:
 
 
 def test_session__works_again_when_a_store_that_vanished_is_back(tmp_path: Path) -> None:
-    made, store, away = data(N, 0), tmp_path / "train.zarr", tmp_path / "away"
-    explorer = td.explore(td.save(made, store, progress=False), data(M, 1), estimator=TRAK)
+    store, away = tmp_path / "train.zarr", tmp_path / "away"
+    explorer = td.explore(td.save(data(N, 0), store, progress=False), data(M, 1), estimator=TRAK)
     store.rename(away)
     session = opened(explorer, View(page="target", target=1))
     assert "does not exist" in session.page.html
@@ -391,14 +391,14 @@ def test_session__works_again_when_a_store_that_vanished_is_back(tmp_path: Path)
 
 
 def test_session__works_again_when_what_killed_a_worker_is_gone(tmp_path: Path) -> None:
-    switch, made = tmp_path / "kill", data(N, 0)
-    mortal = da.map_blocks(deadly, made.feature.data, str(switch), dtype=np.float32)
+    switch, features = tmp_path / "kill", data(N, 0)
+    mortal = da.map_blocks(deadly, features.feature.data, str(switch), dtype=np.float32)
     with (
         dask.config.set({"distributed.scheduler.allowed-failures": 0}),
         local_cluster(processes=True, n_workers=1) as cluster,
         Client(cluster),
     ):
-        lazy = made.assign(feature=(made.feature.dims, mortal))
+        lazy = features.assign(feature=(features.feature.dims, mortal))
         explorer = td.explore(lazy, data(M, 1), estimator=TRAK)
         switch.touch()
         session = opened(explorer, View(page="target", target=1))

@@ -74,12 +74,12 @@ def wait_for_turn(x: np.ndarray, name: str) -> np.ndarray:
 
 def test_computation__tells_how_far_it_is_on_a_cluster(process_client: Client) -> None:
     computation, name, told = Computation(), "explorer-progress", []
-    turns, given = Queue(name, client=process_client), []
+    turns, granted = Queue(name, client=process_client), []
 
     def tell(done: int, total: int) -> None:
         told.append((done, total))
-        if done >= len(given):  # one block more may be computed when the last one was told of
-            given.append(1)
+        if done >= len(granted):  # one block more may be computed when the last one was told of
+            granted.append(1)
             turns.put(1)
 
     computation.progress = tell
@@ -145,11 +145,11 @@ print(before, inside, threads(), again)
 
 def test_compute__keeps_blas_on_one_thread_and_gives_it_back() -> None:
     # In a process of its own: BLAS has a single thread where tests run.
-    made = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", _OVERLAPPING], env={**os.environ, "OPENBLAS_NUM_THREADS": "2"},
         capture_output=True, text=True, check=True, timeout=PATIENCE_S,
     )  # fmt: skip
-    before, inside, after, again = ast.literal_eval(f"[{made.stdout.replace('] [', '], [')}]")
+    before, inside, after, again = ast.literal_eval(f"[{process.stdout.replace('] [', '], [')}]")
     assert set(inside) == set(again) == {1}
     assert after == before
     assert set(before) == {2 if (os.cpu_count() or 1) > 1 else 1}

@@ -150,9 +150,9 @@ def tokens(text: str) -> dict[str, list[int]]:
 
 def texts(*lines: str) -> xr.Dataset:
     width = max(map(len, lines))
-    made = [tokens(line) for line in lines]
+    inputs = [tokens(line) for line in lines]
     arrays = {
-        name: np.array([each[name] + [0] * (width - len(each[name])) for each in made])
+        name: np.array([one[name] + [0] * (width - len(one[name])) for one in inputs])
         for name in ("input_ids", "attention_mask")
     }
     return td.from_arrays(arrays, coords={"label": np.arange(len(lines)) % CLASSES})

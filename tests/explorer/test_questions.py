@@ -278,8 +278,8 @@ def test_duplicates__are_found_by_their_features() -> None:
     rows[[40, 60, 61]] = 5
     rows[20] = 77
     table = Questions(FEATURES.isel(sample=rows).load(), TARGETS).duplicates(View())
-    found = table.groupby("group")["sample"].apply(list).tolist()
-    assert found == [[5, 40, 60, 61], [20, 77]]
+    groups = table.groupby("group")["sample"].apply(list).tolist()
+    assert groups == [[5, 40, 60, 61], [20, 77]]
     assert Questions(FEATURES, TARGETS).duplicates(View()).empty
 
 
