@@ -86,8 +86,8 @@ class Tab:
         self.context.close()
         if kind is None:
             assert self.errors == []
-            own = ("http://127.0.0.1:", "data:", "blob:", "file:")
-            assert [url for url in self.requests if not url.startswith(own)] == []
+            allowed = ("http://127.0.0.1:", "data:", "blob:", "file:")
+            assert [url for url in self.requests if not url.startswith(allowed)] == []
 
     def _listen(self, message: Any) -> None:
         if message.type == "error":
@@ -103,7 +103,7 @@ class Tab:
         self.page.wait_for_selector(f"h1:has-text('{title}')")
         self.page.wait_for_function(
             f"() => {{ {ROOT}; const all = [...root.querySelectorAll('section')];"
-            " return all.length && all.every(each => each.ariaBusy !== 'true') }"
+            " return all.length && all.every(section => section.ariaBusy !== 'true') }"
         )
 
     def cards(self, title: str) -> list[int]:
@@ -116,20 +116,20 @@ class Tab:
         """Press the tabulator until the focus is on what has this text."""
         for _ in range(400):
             self.page.keyboard.press("Tab")
-            found = self.page.evaluate(
+            focused = self.page.evaluate(
                 f"() => {{ {ROOT}; const at = root.getRootNode().activeElement;"
                 " return at ? [at.localName, at.innerText] : null }"
             )
-            if found == [kind, text]:
+            if focused == [kind, text]:
                 return
         raise AssertionError(f"the keyboard does not reach {kind} {text!r}")
 
     def violations(self) -> list[str]:
         """Return what axe-core calls critical or serious, such as text of too little contrast."""
-        found = Axe().run(self.page).response["violations"]
+        rules = Axe().run(self.page).response["violations"]
         return [
             f"{rule['id']}: {node['html']}"
-            for rule in found
+            for rule in rules
             if rule["impact"] in ("critical", "serious")
             for node in rule["nodes"]
         ]

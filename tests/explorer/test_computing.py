@@ -1,4 +1,4 @@
-"""Job that is given up, and tells how far it is, on threads and on a cluster."""
+"""Computation that is given up, and tells how far it is, on threads and on a cluster."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ import xarray as xr
 from distributed import Client, Event, Queue
 
 from tests.waiting import PATIENCE_S
-from trakdask.explorer.computing import Abandoned, Job, compute, persist
+from trakdask.explorer.computing import Abandoned, Computation, compute, persist
 
 
-def in_job(job: Job, *lazy: da.Array) -> Callable[[], object]:
+def within(computation: Computation, *lazy: da.Array) -> Callable[[], object]:
     def run() -> object:
-        with job.active():
+        with computation.active():
             return compute(*lazy)
 
     return run
 
 
-def test_job__tells_how_far_it_is() -> None:
-    job, told = Job(), []
-    job.progress = lambda done, total: told.append((done, total))
-    in_job(job, da.map_blocks(np.copy, da.ones(8, chunks=1)))()
+def test_computation__tells_how_far_it_is() -> None:
+    computation, told = Computation(), []
+    computation.progress = lambda done, total: told.append((done, total))
+    within(computation, da.map_blocks(np.copy, da.ones(8, chunks=1)))()
     done, totals = zip(*told, strict=True)
     assert list(done) == sorted(done)
     assert done[-1] == totals[-1] > 0
 
 
-def test_job__that_is_abandoned_starts_no_further_task() -> None:
+def test_computation__that_is_abandoned_starts_no_further_task() -> None:
     started, go_on, count = threading.Event(), threading.Event(), []
 
     def block(x: np.ndarray) -> np.ndarray:
@@ -47,18 +47,18 @@ def test_job__that_is_abandoned_starts_no_further_task() -> None:
         assert go_on.wait(PATIENCE_S)
         return x
 
-    job = Job()
+    computation = Computation()
     lazy = da.map_blocks(block, da.ones(50, chunks=1), dtype=float, meta=np.empty(0))
     with ThreadPoolExecutor(1) as pool, dask.config.set(num_workers=2):
-        answer = pool.submit(in_job(job, lazy))
+        answer = pool.submit(within(computation, lazy))
         assert started.wait(PATIENCE_S)
-        job.abandon()
+        computation.is_abandoned = True
         go_on.set()
         with pytest.raises(Abandoned):
             answer.result(PATIENCE_S)
     assert len(count) < 10
     with pytest.raises(Abandoned):
-        in_job(job, lazy)()
+        within(computation, lazy)()
 
 
 def wait_for_event(x: np.ndarray, name: str) -> np.ndarray:
@@ -72,40 +72,40 @@ def wait_for_turn(x: np.ndarray, name: str) -> np.ndarray:
     return x
 
 
-def test_job__tells_how_far_it_is_on_a_cluster(process_client: Client) -> None:
-    job, name, told = Job(), "explorer-progress", []
-    turns, given = Queue(name, client=process_client), []
+def test_computation__tells_how_far_it_is_on_a_cluster(process_client: Client) -> None:
+    computation, name, told = Computation(), "explorer-progress", []
+    turns, granted = Queue(name, client=process_client), []
 
     def tell(done: int, total: int) -> None:
         told.append((done, total))
-        if done >= len(given):  # one block more may be computed when the last one was told of
-            given.append(1)
+        if done >= len(granted):  # one block more may be computed when the last one was told of
+            granted.append(1)
             turns.put(1)
 
-    job.progress = tell
+    computation.progress = tell
     lazy = da.map_blocks(wait_for_turn, da.ones(5, chunks=1), name, meta=np.empty(0))
     with process_client.as_current():
-        np.testing.assert_array_equal(in_job(job, lazy)(), [np.ones(5)])
+        np.testing.assert_array_equal(within(computation, lazy)(), [np.ones(5)])
     done, totals = zip(*told, strict=True)
     assert list(done) == sorted(done)
     assert {0, 1, 2, 3, 4} <= {*done}
     assert len({*totals}) == 1
 
 
-def test_job__of_two_users_is_not_cancelled_by_one_of_them(process_client: Client) -> None:
+def test_computation__of_two_users_is_not_cancelled_by_one_of_them(process_client: Client) -> None:
     # Not the cluster inside this process: an event of a task would make a client that stays.
     name = "explorer-two-users"
     lazy = da.map_blocks(wait_for_event, da.ones(2, chunks=1), name, meta=np.empty(0))
-    jobs = Job(), Job()
+    computations = Computation(), Computation()
 
-    def run(job: Job) -> object:
+    def run(computation: Computation) -> object:
         with process_client.as_current():
-            return in_job(job, lazy)()
+            return within(computation, lazy)()
 
     with ThreadPoolExecutor(2) as pool:
-        first, second = (pool.submit(run, job) for job in jobs)
+        first, second = (pool.submit(run, computation) for computation in computations)
         assert Event(f"{name}-started", client=process_client).wait(PATIENCE_S)
-        jobs[0].abandon()
+        computations[0].is_abandoned = True
         with pytest.raises(Abandoned):
             first.result(PATIENCE_S)
         Event(name, client=process_client).set()
@@ -145,11 +145,11 @@ print(before, inside, threads(), again)
 
 def test_compute__keeps_blas_on_one_thread_and_gives_it_back() -> None:
     # In a process of its own: BLAS has a single thread where tests run.
-    made = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", _OVERLAPPING], env={**os.environ, "OPENBLAS_NUM_THREADS": "2"},
         capture_output=True, text=True, check=True, timeout=PATIENCE_S,
     )  # fmt: skip
-    before, inside, after, again = ast.literal_eval(f"[{made.stdout.replace('] [', '], [')}]")
+    before, inside, after, again = ast.literal_eval(f"[{process.stdout.replace('] [', '], [')}]")
     assert set(inside) == set(again) == {1}
     assert after == before
     assert set(before) == {2 if (os.cpu_count() or 1) > 1 else 1}

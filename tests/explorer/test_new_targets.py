@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import struct
 import zlib
@@ -21,7 +22,7 @@ from trakdask.explorer import Explorer, View
 from trakdask.explorer.new_targets import MOST_BYTES, appended, decoded_image
 
 N, M, SIDE, CLASSES = 40, 6, 4, 3
-SJLT = td.SJLT(proj_dim=32, seed=3)
+PROJECTOR = td.Rademacher(proj_dim=32, seed=3)
 
 
 def images(n: int, seed: int) -> np.ndarray:
@@ -33,7 +34,7 @@ def prepared(image: Any) -> np.ndarray:
 
 
 def samples(n: int, seed: int) -> xr.Dataset:
-    arrays = np.stack([prepared(each) for each in images(n, seed)])
+    arrays = np.stack([prepared(image) for image in images(n, seed)])
     coords = {
         "label": np.arange(n) % CLASSES,
         "source": np.array(["web", "book"], object)[np.arange(n) % 2],
@@ -49,24 +50,28 @@ def network() -> nn.Module:
 
 
 def states(n: int = 3) -> dict[str, Any]:
-    made = {}
+    by_name = {}
     for seed in range(n):
         torch.manual_seed(seed)
-        made[f"seed {seed}"] = network().state_dict()
-    return made
+        by_name[f"seed {seed}"] = network().state_dict()
+    return by_name
 
 
 MODEL = td.Model(network, states())
 
 
-def upload(image: np.ndarray) -> str:
+def encoded(image: Image.Image, **options: object) -> str:
     buffer = io.BytesIO()
-    Image.fromarray(image).save(buffer, format="PNG")
+    image.save(buffer, format="PNG", **options)
     return b64encode(buffer.getvalue()).decode()
 
 
+def upload(image: np.ndarray) -> str:
+    return encoded(Image.fromarray(image))
+
+
 def featurized(ds: xr.Dataset, model: td.Model = MODEL) -> xr.Dataset:
-    return td.featurize(ds, model, projector=SJLT)
+    return td.featurize(ds, model, projector=PROJECTOR)
 
 
 def explorer_of_images(preprocess: Callable[[Any], Any] = prepared) -> Explorer:
@@ -92,7 +97,6 @@ def expected_top(image: np.ndarray, *, label: int, k: int = 10) -> list[int]:
 
 def test_target__has_the_features_and_scores_of_its_image(explorer: Explorer) -> None:
     image = images(1, 7)[0]
-    assert explorer.maker is not None
     made, html = explorer.maker.target({"image": upload(image), "label": "2"})
     whole = td.from_arrays({"image": prepared(image)[None]}, coords={"label": [2]})
     alone = featurized(whole).compute()
@@ -105,7 +109,6 @@ def test_target__has_the_features_and_scores_of_its_image(explorer: Explorer) ->
 
 
 def test_target__has_the_class_that_is_predicted_if_none_is_given(explorer: Explorer) -> None:
-    assert explorer.maker is not None
     for seed in range(5):
         image = images(1, seed)[0]
         x = torch.from_numpy(prepared(image)[None])
@@ -122,7 +125,6 @@ def test_target__of_some_checkpoints_in_another_order() -> None:
     chosen = ["seed 2", "seed 0"]
     features = featurized(samples(N, 0)).sel(checkpoint=chosen)
     explorer = td.explore(features, features, model=MODEL, preprocess=prepared)
-    assert explorer.maker is not None
     image = images(1, 7)[0]
     made, _ = explorer.maker.target({"image": upload(image), "label": "1"})
     alone = featurized(td.from_arrays({"image": prepared(image)[None]}, coords={"label": [1]}))
@@ -148,9 +150,9 @@ def tokens(text: str) -> dict[str, list[int]]:
 
 def texts(*lines: str) -> xr.Dataset:
     width = max(map(len, lines))
-    made = [tokens(line) for line in lines]
+    inputs = [tokens(line) for line in lines]
     arrays = {
-        name: np.array([each[name] + [0] * (width - len(each[name])) for each in made])
+        name: np.array([one[name] + [0] * (width - len(one[name])) for one in inputs])
         for name in ("input_ids", "attention_mask")
     }
     return td.from_arrays(arrays, coords={"label": np.arange(len(lines)) % CLASSES})
@@ -162,7 +164,6 @@ def test_target__of_a_text_of_another_length() -> None:
     train = texts("one", "three", "seven", "a", "bb")
     features = featurized(train, model)
     explorer = td.explore(features, features, samples=train, model=model, tokenizer=tokens)
-    assert explorer.maker is not None
     made, html = explorer.maker.target({"text": "quite a long <b>text</b>", "label": "1"})
     alone = texts("", "quite a long <b>text</b>").isel(sample=[1])
     expected = featurized(alone, model).compute()
@@ -174,7 +175,6 @@ def test_target__of_a_text_of_another_length() -> None:
 
 
 def test_appended__keeps_metadata_and_has_what_is_missing(explorer: Explorer) -> None:
-    assert explorer.maker is not None
     made, _ = explorer.maker.target({"image": upload(images(1, 7)[0]), "label": "2"})
     grown = appended(explorer.targets, made)
     assert grown.label.values.tolist() == [*explorer.targets.label.values, 2]
@@ -189,37 +189,28 @@ def test_appended__keeps_metadata_and_has_what_is_missing(explorer: Explorer) ->
     np.testing.assert_array_equal(again.feature[:M], explorer.targets.feature)
 
 
+PNG = upload(images(1, 0)[0])
+
+
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("content", "preprocess", "words"),
     [
-        ({}, "file of an image"),
-        ({"too_large": "12000000"}, "12.0 MB"),
-        ({"image": upload(images(1, 0)[0]), "label": "two"}, "'two'"),
-        ({"image": upload(images(1, 0)[0]), "label": "7"}, "7"),
+        ({}, prepared, "file of an image"),
+        ({"too_large": "12000000"}, prepared, "12.0 MB"),
+        ({"image": PNG, "label": "two"}, prepared, "'two'"),
+        ({"image": PNG, "label": "7"}, prepared, "7"),
+        ({"image": PNG, "label": "1"}, lambda image: None, "preprocess"),
+        ({"image": PNG, "label": "1"}, lambda image: np.array(["a"]), "'image'"),
+        ({"image": PNG, "label": "1"}, lambda image: {"picture": np.ones(3)}, "'image'"),
     ],
-    ids=["nothing", "too large", "no number", "no such class"],
+    ids=["nothing", "large", "no number", "no such class", "None", "no numbers", "another name"],
 )
-def test_target__refused(explorer: Explorer, given: dict[str, str], words: str) -> None:
-    assert explorer.maker is not None
-    with pytest.raises((ValueError, td.errors.BlockError), match=words):
-        explorer.maker.target(given)
-
-
-@pytest.mark.parametrize("result", [None, np.array(["a"]), {"picture": np.ones(3)}])
-def test_target__of_a_preprocess_that_returns_something_else(
-    explorer: Explorer, result: Any
+def test_target__refused(
+    explorer: Explorer, content: dict[str, str], preprocess: Any, words: str
 ) -> None:
-    features = explorer.features
-    other = td.explore(features, features, model=MODEL, preprocess=lambda image: result)
-    assert other.maker is not None
-    with pytest.raises((TypeError, ValueError), match=r"preprocess|'image'"):
-        other.maker.target({"image": upload(images(1, 0)[0]), "label": "1"})
-
-
-def encoded(image: Image.Image, form: str = "PNG", **options: object) -> str:
-    buffer = io.BytesIO()
-    image.save(buffer, format=form, **options)
-    return b64encode(buffer.getvalue()).decode()
+    maker = dataclasses.replace(explorer.maker, preprocess=preprocess)
+    with pytest.raises((TypeError, ValueError, td.errors.BlockError), match=words):
+        maker.target(content)
 
 
 def bomb(side: int) -> str:
@@ -233,16 +224,11 @@ def bomb(side: int) -> str:
     return b64encode(b"\x89PNG\r\n\x1a\n" + body).decode()
 
 
-def test_decoded_image__has_the_pixels_of_the_file() -> None:
+def test_decoded_image__has_the_pixels_of_the_file_the_way_up_it_was_taken() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
     np.testing.assert_array_equal(decoded_image(encoded(Image.fromarray(pixels))), pixels)
     grey = decoded_image(encoded(Image.fromarray(pixels[..., 0])))
     np.testing.assert_array_equal(grey, np.repeat(pixels[..., :1], 3, axis=2))
-
-
-def test_decoded_image__is_the_way_up_it_was_taken() -> None:
-    pixels = np.zeros((8, 16, 3), np.uint8)
-    pixels[:, 8:] = 255
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned by 90 degrees
     turned = decoded_image(encoded(Image.fromarray(pixels), exif=exif))

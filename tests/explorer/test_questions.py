@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import dask.array as da
@@ -31,75 +32,53 @@ def data(n: int, seed: int) -> xr.Dataset:
     )
 
 
-@pytest.fixture(scope="module")
-def features() -> xr.Dataset:
-    return data(N, 0)
+FEATURES, TARGETS = data(N, 0), data(M, 1)
+LABEL, SOURCE, LENGTH = (FEATURES[name].values for name in ("label", "source", "length"))
+TRAK = td.Trak(damping=td.Absolute(LAMBDA))
 
 
 @pytest.fixture(scope="module")
-def targets() -> xr.Dataset:
-    return data(M, 1)
+def truth() -> SimpleNamespace:
+    """Return scores (n, m), scores of each checkpoint (n, m, C), and self-influence in float64."""
+    phi, q = (FEATURES[name].values.astype(np.float64) for name in ("feature", "out_to_loss"))
+    grams = np.einsum("npc,nqc->cpq", phi, phi) + LAMBDA * np.eye(P)
+    solved = np.einsum("npc,cpq->nqc", phi, np.linalg.inv(grams))
+    products = np.einsum("nqc,mqc->nmc", solved, TARGETS.feature.values)
+    q_mean = q.mean(axis=1)
+    influence = np.einsum("nqc,nqc->nc", solved, phi).mean(axis=1) * q_mean**2
+    apart = products * q_mean[:, None, None]
+    return SimpleNamespace(
+        phi=phi, q=q, products=products, apart=apart, scores=apart.mean(axis=-1),
+        influence=influence,
+    )  # fmt: skip
 
 
-@pytest.fixture
-def questions(features: xr.Dataset, targets: xr.Dataset) -> Questions:
-    return Questions(features, targets, estimator=td.Trak(damping=td.Absolute(LAMBDA)))
-
-
-def phi(ds: xr.Dataset) -> np.ndarray:
-    return ds.feature.values.astype(np.float64)
-
-
-def inverse(ds: xr.Dataset, c: int) -> np.ndarray:
-    x = phi(ds)[:, :, c]
-    return np.linalg.inv(x.T @ x + LAMBDA * np.eye(P))
-
-
-def apart(features: xr.Dataset, targets: xr.Dataset) -> np.ndarray:
-    """TRAK's scores of each checkpoint, (n, m, C)."""
-    q = features.out_to_loss.values.astype(np.float64).mean(axis=1)
-    x, t = phi(features), phi(targets)
-    pairs = [x[..., c] @ inverse(features, c) @ t[..., c].T * q[:, None] for c in range(C)]
-    return np.stack(pairs, axis=-1)
-
-
-def expected(features: xr.Dataset, targets: xr.Dataset) -> np.ndarray:
-    return apart(features, targets).mean(axis=-1)
+@pytest.fixture(scope="module")
+def questions() -> Questions:
+    return Questions(FEATURES, TARGETS, TRAK)
 
 
 @pytest.mark.parametrize("largest", [True, False])
 @pytest.mark.parametrize("where", ["", 'source == "web" and length < 70', '"w" in source'])
-def test_top__is_the_sorted_row_of_the_scores(
-    questions: Questions, features: xr.Dataset, targets: xr.Dataset, where: str, largest: bool
-) -> None:
+def test_top__is_a_sorted_row(questions: Questions, truth: Any, where: str, largest: bool) -> None:
     top = questions.top(View(target=7, where=where, k=6), largest=largest)
-    source, length = features.source.values, features.length.values
-    is_web = (source == "web") & (length < 70)
-    mask = {"": np.ones(N, bool), '"w" in source': source != "book"}.get(where, is_web)
-    scores = expected(features, targets)[:, 7]
+    is_web = (SOURCE == "web") & (LENGTH < 70)
+    mask = {"": np.ones(N, bool), '"w" in source': SOURCE != "book"}.get(where, is_web)
+    scores = truth.scores[:, 7]
     order = np.argsort(-scores if largest else scores)
     order = order[mask[order]][:6]
     assert top["sample"].tolist() == order.tolist()
     np.testing.assert_allclose(top["score"], scores[order], rtol=1e-4)
-    spread = apart(features, targets)[order, 7].std(axis=-1, ddof=1) / C**0.5
+    spread = truth.apart[order, 7].std(axis=-1, ddof=1) / C**0.5
     np.testing.assert_allclose(top["spread"], spread, rtol=1e-3)
-    assert top["source"].tolist() == source[order].tolist()
+    assert top["source"].tolist() == SOURCE[order].tolist()
 
 
-def test_top__of_a_condition_that_selects_fewer_than_k(questions: Questions) -> None:
-    few = questions.top(View(where="sample in [3, 5]"))
-    assert sorted(few["sample"]) == [3, 5]
+def test_top__of_few_samples_or_checkpoints(questions: Questions, truth: Any) -> None:
+    assert sorted(questions.top(View(where="sample in [3, 5]"))["sample"]) == [3, 5]
     assert questions.top(View(where="length > 1000")).empty
-
-
-def test_top__of_some_checkpoints(
-    questions: Questions, features: xr.Dataset, targets: xr.Dataset
-) -> None:
     one = questions.top(View(checkpoints=("c1",), k=1))
-    x, t = phi(features)[:, :, 1], phi(targets)[0, :, 1]
-    q = features.out_to_loss.values[:, 1].astype(np.float64)
-    scores = x @ inverse(features, 1) @ t * q
-    assert one["sample"].tolist() == [int(scores.argmax())]
+    assert one["sample"].tolist() == [int((truth.products[:, 0, 1] * truth.q[:, 1]).argmax())]
     assert one["spread"].isna().all()
 
 
@@ -111,11 +90,9 @@ OTHERS = [td.GradDot(), td.GradCos(), td.TracIn({"c0": 0.1, "c1": 0.01, "c2": 1.
     [*(kind(damping=td.Absolute(LAMBDA)) for kind in (td.Trak, td.Soft, td.RelatIF)), *OTHERS],
     ids=lambda estimator: estimator.name,
 )
-def test_top_and_targets_of__are_a_column_and_a_row_of_the_scores(
-    questions: Questions, features: xr.Dataset, targets: xr.Dataset, estimator: Any
-) -> None:
-    chosen = Questions(features, targets, estimator)
-    scores = td.score(features, targets, estimator).values
+def test_top_and_targets_of__are_a_column_and_a_row(questions: Questions, estimator: Any) -> None:
+    chosen = Questions(FEATURES, TARGETS, estimator)
+    scores = td.score(FEATURES, TARGETS, estimator).values
     top = chosen.top(View(target=7, k=5))
     assert top["sample"].tolist() == np.argsort(-scores[:, 7])[:5].tolist()
     np.testing.assert_allclose(top["score"], scores[top["sample"], 7], rtol=1e-5)
@@ -131,123 +108,106 @@ def test_top_and_targets_of__are_a_column_and_a_row_of_the_scores(
 
 
 @pytest.mark.parametrize("where", ["", "length >= 50"])
-def test_groups__are_sums_of_scores(
-    questions: Questions, features: xr.Dataset, targets: xr.Dataset, where: str
-) -> None:
+def test_groups__are_sums_of_scores(questions: Questions, truth: Any, where: str) -> None:
     groups = questions.groups(View(target=3, group_by="source", where=where))
-    mask = features.length.values >= (50 if where else 0)
-    scores = pd.Series(expected(features, targets)[mask, 3])
-    by = scores.groupby(features.source.values[mask])
+    mask = (50 if where else 0) <= LENGTH
+    scores = pd.Series(truth.scores[mask, 3])
+    by = scores.groupby(SOURCE[mask])
     np.testing.assert_allclose(groups["score"], by.sum()[groups["source"]], rtol=1e-4)
     assert groups["samples"].tolist() == by.size()[groups["source"]].tolist()
     assert groups["score"].is_monotonic_decreasing
 
 
-def test_conditions__may_compare_samples_with_the_target(
-    questions: Questions, features: xr.Dataset, targets: xr.Dataset
-) -> None:
+def test_conditions__may_compare_samples_with_the_target(questions: Questions, truth: Any) -> None:
     view = View(target=3, group_by="source", where="label == target_label and sample >= 9", k=N)
-    mask = (features.label.values == targets.label.values[3]) & (np.arange(N) >= 9)
+    mask = (TARGETS.label.values[3] == LABEL) & (np.arange(N) >= 9)
     assert 0 < mask.sum() < N
-    scores = expected(features, targets)[:, 3]
+    scores = truth.scores[:, 3]
     order = np.argsort(-scores)
     assert questions.top(view)["sample"].tolist() == order[mask[order]].tolist()
-    sums = pd.Series(scores[mask]).groupby(features.source.values[mask]).sum()
+    sums = pd.Series(scores[mask]).groupby(SOURCE[mask]).sum()
     groups = questions.groups(view)
     np.testing.assert_allclose(groups["score"], sums[groups["source"]], rtol=1e-4)
 
 
-def test_page_of_a_target__computes_its_scores_once(
-    features: xr.Dataset, targets: xr.Dataset
-) -> None:
+def test_page_of_a_target__computes_its_scores_once() -> None:
     read: list[int] = []
 
     def counted(block: np.ndarray) -> np.ndarray:
         read.append(1)
         return block
 
-    data = features.feature.data
-    lazy = da.map_blocks(counted, data, dtype=data.dtype, meta=data._meta)
-    features = features.assign(feature=(features.feature.dims, lazy))
-    questions = Questions(features, targets, estimator=td.Trak(damping=td.Absolute(LAMBDA)))
-    questions.prepared(View())
+    x = FEATURES.feature.data
+    lazy = da.map_blocks(counted, x, dtype=x.dtype, meta=x._meta)
+    features = FEATURES.assign(feature=(FEATURES.feature.dims, lazy))
+    questions = Questions(features, TARGETS, TRAK)
+    questions.setting(View())
     read.clear()
     for view in (View(target=3, group_by="source"), View(target=3, where="length > 50", k=3)):
         questions.top(view)
         questions.top(view, largest=False)
         questions.groups(view.replace(group_by="source"))
         questions.histogram(view, "score")
-    assert len(read) == data.npartitions
+    assert len(read) == x.npartitions
 
 
-def test_questions__with_other_targets_keep_what_is_known_of_training_samples(
-    questions: Questions, features: xr.Dataset, targets: xr.Dataset
-) -> None:
+def test_questions__with_other_targets_keep_their_setting(questions: Questions, truth: Any) -> None:
     view = View(target=2, k=4)
     questions.top(view)
-    other = questions.with_targets(targets.isel(sample=slice(None, None, -1)))
-    assert other.prepared(view) is questions.prepared(view)
+    other = questions.with_targets(TARGETS.isel(sample=slice(None, None, -1)))
+    assert other.setting(view) is questions.setting(view)
     of_others = other.top(view)
-    order = np.argsort(-expected(features, targets)[:, M - 3])[:4]
+    order = np.argsort(-truth.scores[:, M - 3])[:4]
     assert of_others["sample"].tolist() == order.tolist()
     assert questions.top(view)["sample"].tolist() != order.tolist()
 
 
-def test_score_histogram__counts_every_sample(
-    questions: Questions, features: xr.Dataset, targets: xr.Dataset
-) -> None:
+def test_score_histogram__counts_every_sample(questions: Questions, truth: Any) -> None:
     bins = questions.histogram(View(target=2), "score")
-    scores = expected(features, targets)[:, 2]
+    scores = truth.scores[:, 2]
     assert bins["samples"].sum() == N
     ends = [bins["low"].iloc[0], bins["high"].iloc[-1]]
     np.testing.assert_allclose(ends, [scores.min(), scores.max()], rtol=1e-4)
 
 
-def own_influence(features: xr.Dataset) -> np.ndarray:
-    x, q = phi(features), features.out_to_loss.values.astype(np.float64).mean(axis=1)
-    own = [np.einsum("np,pq,nq->n", x[..., c], inverse(features, c), x[..., c]) for c in range(C)]
-    return np.mean(own, axis=0) * q**2
-
-
-def test_ranking__is_by_self_influence(questions: Questions, features: xr.Dataset) -> None:
-    influence = own_influence(features)
-    assert questions.ranking(View()).index.tolist() == np.argsort(-influence).tolist()
+def test_ranking__is_by_self_influence(questions: Questions, truth: Any) -> None:
+    assert questions.ranking(View()).index.tolist() == np.argsort(-truth.influence).tolist()
     of_web = questions.ranking(View(where='source == "web"'))
-    is_web = features.source.values == "web"
-    order = [i for i in np.argsort(-influence) if is_web[i]]
+    is_web = SOURCE == "web"
+    order = [i for i in np.argsort(-truth.influence) if is_web[i]]
     assert of_web.index.tolist() == order
     assert questions.histogram(View(), "self_influence")["samples"].sum() == N
 
 
-def test_sample__has_its_self_influence(questions: Questions, features: xr.Dataset) -> None:
+def test_sample__has_its_self_influence(questions: Questions, truth: Any) -> None:
     facts = questions.sample(View(sample=17))
-    assert facts["self_influence"] == pytest.approx(own_influence(features)[17], rel=1e-5)
-    assert facts["source"] == features.source.values[17]
+    assert facts["self_influence"] == pytest.approx(truth.influence[17], rel=1e-5)
+    assert facts["source"] == SOURCE[17]
     assert isinstance(facts["label"], int)
-    assert facts["output"] == pytest.approx(features.output.values[17].mean())
+    assert facts["output"] == pytest.approx(FEATURES.output.values[17].mean())
 
 
 def test_heatmap__is_a_mean_over_targets_of_sums_over_samples(
-    questions: Questions, features: xr.Dataset, targets: xr.Dataset
+    questions: Questions, truth: Any
 ) -> None:
     heat = questions.heatmap(View(group_by="source"), across="label")
-    scores = pd.DataFrame(expected(features, targets)).groupby(features.source.values).sum()
-    means = scores.T.groupby(targets.label.values).mean().T
+    scores = pd.DataFrame(truth.scores).groupby(SOURCE).sum()
+    means = scores.T.groupby(TARGETS.label.values).mean().T
     np.testing.assert_allclose(heat.values, means.values, rtol=1e-3, atol=1e-6)
-    failed = targets.where(xr.DataArray(np.arange(M) != 3, dims="sample"))
+    failed = TARGETS.where(xr.DataArray(np.arange(M) != 3, dims="sample"))
     without = questions.with_targets(failed)
-    means = scores.drop(columns=3).T.groupby(np.delete(targets.label.values, 3)).mean().T
+    means = scores.drop(columns=3).T.groupby(np.delete(TARGETS.label.values, 3)).mean().T
     heat = without.heatmap(View(group_by="source"), across="label")
     np.testing.assert_allclose(heat.values, means.values, rtol=1e-3, atol=1e-6)
     cosines = questions.heatmap(View(group_by="source", estimator="grad_cos"), across="label")
-    of_first = td.group_score(features, targets, by="source", estimator="grad_cos").values
+    of_first = td.group_score(FEATURES, TARGETS, by="source", estimator="grad_cos").values
     np.testing.assert_allclose(cosines.values, of_first[:, : cosines.shape[1]], rtol=1e-3)
     first = questions.heatmap(View(group_by="source"))
     np.testing.assert_allclose(first.values, scores.values[:, : first.shape[1]], rtol=1e-3)
 
 
-def test_targets__searches_filters_and_sorts(questions: Questions, targets: xr.Dataset) -> None:
-    output = targets.output.values.astype(np.float64)
+def test_targets__searches_filters_and_sorts(questions: Questions) -> None:
+    output = TARGETS.output.values.astype(np.float64)
     view = View(
         search="W",
         targets_where="output < 0.7 and length > 10",
@@ -255,8 +215,8 @@ def test_targets__searches_filters_and_sorts(questions: Questions, targets: xr.D
         ascending=True,
     )
     selected = questions.targets.selected(view)
-    is_found = (targets.source.values != "book") & (output.mean(1) < 0.7)
-    is_found &= targets.length.values > 10
+    is_found = (TARGETS.source.values != "book") & (output.mean(1) < 0.7)
+    is_found &= TARGETS.length.values > 10
     spread = output.std(axis=1, ddof=1)
     order = [i for i in np.argsort(spread) if is_found[i]]
     assert selected.index.tolist() == order
@@ -283,10 +243,10 @@ def test_targets__have_the_loss_of_their_task_or_else_q(name, task, label, loss)
     states = {name: net.state_dict() for name, net in zip("ab", nets, strict=True)}
     model = td.Model(nets[0], states, task=task)
     samples = td.from_arrays({"x": x.numpy(), "label": label})
-    features = td.featurize(samples, model, projector=td.SJLT(4)).compute()
-    each = [loss(net(x).detach().double(), torch.from_numpy(label)) for net in nets]
-    expected = np.mean(each, axis=0)
-    questions = Questions(features, features, estimator=td.Trak(damping=0.1))
+    features = td.featurize(samples, model, projector=td.Identity()).compute()
+    losses = [loss(net(x).detach().double(), torch.from_numpy(label)) for net in nets]
+    expected = np.mean(losses, axis=0)
+    questions = Questions(features, features, td.Trak(damping=0.1))
     table = questions.targets.selected(View())
     assert table.index.tolist() == np.argsort(-expected).tolist()
     np.testing.assert_allclose(table[name], np.sort(expected)[::-1], rtol=1e-4)
@@ -294,12 +254,10 @@ def test_targets__have_the_loss_of_their_task_or_else_q(name, task, label, loss)
     assert questions.sample(View(sample=5))[name] == pytest.approx(expected[5], rel=1e-4)
 
 
-def test_targets__without_a_loss_are_sorted_by_the_size_of_q(
-    features: xr.Dataset, targets: xr.Dataset
-) -> None:
-    signed = targets.assign(out_to_loss=targets.out_to_loss - 0.5)
+def test_targets__without_a_loss_are_sorted_by_the_size_of_q() -> None:
+    signed = TARGETS.assign(out_to_loss=TARGETS.out_to_loss - 0.5)
     q = signed.out_to_loss.values.astype(np.float64).mean(axis=1)
-    table = Questions(features, signed).targets.selected(View())
+    table = Questions(FEATURES, signed).targets.selected(View())
     assert table.index.tolist() == np.argsort(-np.abs(q)).tolist()
     np.testing.assert_allclose(table["Q"], q[table.index])
 
@@ -315,20 +273,20 @@ def test_tables__of_metadata() -> None:
     assert few_values(table, 3) == ["label"]
 
 
-def test_duplicates__are_found_by_their_features(features: xr.Dataset, targets: xr.Dataset) -> None:
+def test_duplicates__are_found_by_their_features() -> None:
     rows = np.arange(N)
     rows[[40, 60, 61]] = 5
     rows[20] = 77
-    table = Questions(features.isel(sample=rows).load(), targets).duplicates(View())
-    found = table.groupby("group")["sample"].apply(list).tolist()
-    assert found == [[5, 40, 60, 61], [20, 77]]
-    assert Questions(features, targets).duplicates(View()).empty
+    table = Questions(FEATURES.isel(sample=rows).load(), TARGETS).duplicates(View())
+    groups = table.groupby("group")["sample"].apply(list).tolist()
+    assert groups == [[5, 40, 60, 61], [20, 77]]
+    assert Questions(FEATURES, TARGETS).duplicates(View()).empty
 
 
 def test_map__has_the_distances_of_the_leading_principal_components(
-    questions: Questions, features: xr.Dataset, targets: xr.Dataset
+    questions: Questions, truth: Any
 ) -> None:
-    unit = phi(features)[:, :, 1]
+    unit = truth.phi[:, :, 1]
     unit = unit / np.linalg.norm(unit, axis=1, keepdims=True)
     left, sizes, _ = np.linalg.svd(unit - unit.mean(axis=0))
     view = View(page="map", checkpoints=("c1", "c2"))
@@ -339,50 +297,47 @@ def test_map__has_the_distances_of_the_leading_principal_components(
     )
     assert place.min().tolist() == [0, 0]
     assert place.max().max() == 100
-    mask = (place["map_x"] > 40) & (place["map_y"] <= 50) & (features.label.values == 1)
+    mask = (place["map_x"] > 40) & (place["map_y"] <= 50) & (LABEL == 1)
     where = "map_x > 40 and map_y <= 50 and label == 1"
     assert questions.selected(view.replace(where=where)).tolist() == np.flatnonzero(mask).tolist()
-    failed = features.where(xr.DataArray(np.arange(N) != 3, dims="sample"))
-    missing = Questions(failed, targets).map(View()).isna().any(axis=1)
+    failed = FEATURES.where(xr.DataArray(np.arange(N) != 3, dims="sample"))
+    missing = Questions(failed, TARGETS).map(View()).isna().any(axis=1)
     assert np.flatnonzero(missing).tolist() == [3]
 
 
-def test_damping__is_that_of_the_setting(questions: Questions, features: xr.Dataset) -> None:
-    chosen = questions.prepared(View(damping="0.5")).damping
+def test_damping__is_that_of_the_setting(questions: Questions, truth: Any) -> None:
+    chosen = questions.setting(View(damping="0.5")).damping
     assert chosen is not None
-    expected_damping = td.damping(features, td.Trak(damping=0.5)).damping.values
+    expected_damping = td.damping(FEATURES, td.Trak(damping=0.5)).damping.values
     np.testing.assert_allclose(chosen.damping.values, expected_damping, rtol=1e-5)
-    assert questions.prepared(View(estimator="grad_dot")).damping is None
-    of_trace = questions.prepared(View(damping="0.5 tr(K)/n")).damping
+    assert questions.setting(View(estimator="grad_dot")).damping is None
+    of_trace = questions.setting(View(damping="0.5 tr(K)/n")).damping
     assert of_trace is not None
-    np.testing.assert_allclose(of_trace.damping, 0.5 * (phi(features) ** 2).sum((0, 1)) / N)
+    np.testing.assert_allclose(of_trace.damping, 0.5 * (truth.phi**2).sum((0, 1)) / N)
 
 
-def test_scores__under_a_gram_matrix_that_was_given(
-    features: xr.Dataset, targets: xr.Dataset
-) -> None:
-    h = xr.DataArray(np.linspace(0, 1, N), dims="sample")
-    given = features.assign(gram=td.gram(features, weights=h))
-    for estimator in (td.Trak(damping=0.5), td.Soft(damping=td.Absolute(LAMBDA))):
-        expected = td.score(given, targets, estimator).values[:, 3]
-        found = Questions(given, targets, estimator).scores(View(target=3))
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+def test_scores__with_wrong_classes_and_with_a_gram_matrix_that_was_given() -> None:
+    weights = xr.DataArray(np.linspace(0, 1, N), dims="sample")
+    wrong = td.gram(FEATURES).compute() / N
+    for changed, estimator in (
+        (FEATURES.assign(gram=td.gram(FEATURES, weights=weights)), td.Trak(damping=0.5)),
+        (FEATURES.assign(wrong_classes=wrong), td.Soft(0.5, damping=td.Absolute(LAMBDA))),
+    ):
+        expected = td.score(changed, TARGETS, estimator).values[:, 3]
+        scores = Questions(changed, TARGETS, estimator).scores(View(target=3))
+        np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_words__are_asked_for_with_the_options_of_the_view(
-    features: xr.Dataset, targets: xr.Dataset
-) -> None:
+def test_words__are_asked_for_with_the_options_of_the_view(truth: Any) -> None:
     def words_of(known, target, at, estimator):
         scores = td.score(known, target, estimator).isel(sample=at)
         return (scores * xr.DataArray([0.75, 0.25], dims="token")).transpose(
             "sample", ..., "target"
         )
 
-    questions = Questions(
-        features, targets, estimator=td.Trak(damping=td.Absolute(LAMBDA)), words=words_of
-    )
+    questions = Questions(FEATURES, TARGETS, TRAK, words=words_of)
     words = questions.words(View(target=7), np.array([5, 2]))
-    scores = expected(features, targets)[[5, 2], 7]
+    scores = truth.scores[[5, 2], 7]
     np.testing.assert_allclose(words.values, scores[:, None] * [0.75, 0.25], rtol=1e-3)
     assert questions.has_words(View())
     assert not questions.has_words(View(estimator="grad_cos"))

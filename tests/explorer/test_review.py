@@ -1,4 +1,4 @@
-"""Review: what is predicted, filters by a click, marks of many samples, keys."""
+"""Review: what is predicted, filters by a click, marks of many samples."""
 
 from __future__ import annotations
 
@@ -9,42 +9,39 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 
 import trakdask as td
 from tests.explorer import test_new_targets as new_targets
-from tests.explorer.browser import Tab, chromium, served
 from trakdask.explorer import Explorer, Marks, View
 from trakdask.explorer.app import Session
+from trakdask.explorer.conditions import condition_mask, joined, toggled, without
 from trakdask.explorer.pages import sections
-from trakdask.explorer.tables import condition_mask
-from trakdask.explorer.view import joined, toggled, without
 
 N, M = 90, 40
 
 
+def features(n: int) -> xr.Dataset:
+    simulated = td.testing.simulate_features(n, 8, 3, chunks=25, seed=n)
+    source = np.array(["web", "it's", "book"], object)[np.arange(n) % 3]
+    return simulated.assign_coords(source=("sample", source))
+
+
 @pytest.fixture
 def explorer(tmp_path: Path) -> Explorer:
-    stored = []
-    for name, n in (("train", N), ("targets", M)):
-        features = td.testing.simulate_features(n, 8, 3, chunks=25, seed=n)
-        source = np.array(["web", "it's", "book"], object)[np.arange(n) % 3]
-        features = features.assign_coords(source=("sample", source))
-        path = tmp_path / f"{name}.zarr"
-        stored.append(
-            td.save(features, path, estimator="auto" if name == "train" else None, progress=False)
-        )
+    train = td.save(features(N), tmp_path / "train.zarr", progress=False)
     images = td.from_arrays({"image": np.random.default_rng(0).random((N, 8, 8))})
     marks = Marks.beside(tmp_path / "train.zarr", who="Ada")
-    return td.explore(*stored, samples=images, marks=marks, estimator=td.Trak(damping=0.1))
+    estimator = td.Trak(damping=0.1)
+    return td.explore(train, features(M), samples=images, marks=marks, estimator=estimator)
 
 
 def links(explorer: Explorer, view: View, name: str) -> list[tuple[View, str]]:
     """Return the views that a section links to, and the texts of the links."""
     html = next(section for section in sections(explorer, view) if section.name == name).html()
-    found = re.findall(r'<a [^>]*href="\?([^"]*)"[^>]*>(.*?)</a>', html, re.DOTALL)
     return [
         (View.from_query(unescape(href)), unescape(re.sub("<[^>]*>", "", text)))
-        for href, text in found
+        for href, text in re.findall(r'<a [^>]*href="\?([^"]*)"[^>]*>(.*?)</a>', html, re.DOTALL)
     ]
 
 
@@ -68,9 +65,9 @@ def test_predictions__are_those_of_the_model(is_there: bool) -> None:
     np.testing.assert_allclose(table["probability"], np.where(is_known, p.max(1), np.nan), 1e-5)
     wrong = explorer.questions.targets.selected(View(targets_where="predicted != label"))
     assert sorted(wrong.index) == np.flatnonzero(expected != label).tolist()
-    found = {text: view for view, text in links(explorer, View(), "targets")}
+    clicks = {text: view for view, text in links(explorer, View(), "targets")}
     name = "wrong or unknown" if np.isnan(expected).any() else "wrong"
-    assert found[f"{name} {len(wrong)}"].targets_where == "predicted != label"
+    assert clicks[f"{name} {len(wrong)}"].targets_where == "predicted != label"
 
 
 @pytest.mark.parametrize(
@@ -78,17 +75,15 @@ def test_predictions__are_those_of_the_model(is_there: bool) -> None:
 )
 def test_facets__count_what_a_click_shows(explorer: Explorer, where: str) -> None:
     view, table = View(page="corpus", where=where), explorer.questions.metadata
-    found = [(text, click.where) for click, text in links(explorer, view, "corpus")]
-    names = []
-    for facet in explorer.questions.facets(view):
-        for value, count in facet.counts.items():
-            condition = f"{facet.name} == {value!r}"
-            shown = joined(without(where, facet.name), condition)
-            assert condition_mask(table, shown).sum() == count
-            assert (f"{value} {count}", toggled(where, condition)) in found
-            names.append(facet.name)
-    assert names.count("label") >= 2
-    assert names.count("source") == 3
+    clicks = [(text, click.where) for click, text in links(explorer, view, "corpus")]
+    facets = {facet.name: facet.counts for facet in explorer.questions.facets(view)}
+    assert len(facets["label"]) >= 2
+    assert len(facets["source"]) == 3
+    for name, counts in facets.items():
+        for value, count in counts.items():
+            condition = f"{name} == {value!r}"
+            assert condition_mask(table, joined(without(where, name), condition)).sum() == count
+            assert (f"{value} {count}", toggled(where, condition)) in clicks
 
 
 @pytest.mark.parametrize(("page", "name"), [("target", "scores"), ("corpus", "influences")])
@@ -139,36 +134,10 @@ def test_marks__of_many_samples_and_people(explorer: Explorer) -> None:
     assert eval(unescape(line), {"td": td}).sizes["sample"] == N - 2
 
 
-def test_pages__say_what_to_add_where_samples_are_missing(explorer: Explorer) -> None:
-    alone = Session(
-        td.explore(explorer.features, explorer.targets, estimator=td.Trak(damping=0.1)), View()
-    )
+def test_pages__say_what_to_add_where_samples_are_missing(
+    explorer: Explorer, tmp_path: Path
+) -> None:
+    targets = td.save(features(M), tmp_path / "targets.zarr", estimator=None, progress=False)
+    alone = Session(td.explore(explorer.features, targets), View())
     assert re.search(r"trakdask explore \S*train.zarr \S*targets.zarr --samples", alone.page.html)
     assert "--samples" not in Session(explorer, View()).page.html
-
-
-def test_review__by_keys_and_clicks(explorer: Explorer) -> None:
-    view = View(page="target", target=2, k=4)
-    first, second = explorer.questions.top(view)["sample"].tolist()[:2]
-    with chromium() as browser, served(explorer) as url, Tab(browser) as tab:
-        tab.open(f"{url}?{view.to_query()}", "Target 2")
-        for key in ("ArrowRight", "ArrowRight", "1", "ArrowLeft", "3"):
-            tab.page.keyboard.press(key)
-        tab.page.wait_for_selector(f"text=Sample {first} is marked as remove.")
-        assert explorer.marks.samples("wrong label").tolist() == [second]
-        tab.page.keyboard.press("Control+z")
-        tab.page.wait_for_selector("text=is undone")
-        assert tab.page.inner_text("[data-count]") == "1"
-        tab.page.keyboard.press("Enter")
-        tab.wait(f"Training sample {first}")
-        tab.open(f"{url}?page=corpus", "Training samples")
-        tab.page.locator(".card header a").last.focus()
-        tab.page.keyboard.press("ArrowRight")  # to the next page of the table
-        tab.page.wait_for_selector("text=26–50 of 90")
-        position = tab.cards("Self-influence")[0]
-        assert f"sample {position}" in tab.page.inner_text(".card:focus-within header")
-        tab.page.locator(".card .content").first.click(force=True)  # its picture, below the link
-        tab.wait(f"Training sample {position}")
-        tab.open(f"{url}?sort=", "Targets")
-        tab.page.locator("tbody tr").nth(2).click()
-        tab.wait("Target 2")

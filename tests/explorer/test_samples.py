@@ -1,4 +1,4 @@
-"""Samples as HTML: what is in them is shown, and never run."""
+"""Contents as HTML: what is in them is shown, and never run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import xarray as xr
 
 import trakdask as td
-from trakdask.explorer.attributions import Samples
+from trakdask.explorer.attributions import Contents
 
 SCRIPT = "<script>alert('you')</script>&\"'"
 ESCAPED = "&lt;script&gt;alert(&#x27;you&#x27;)&lt;/script&gt;&amp;&quot;&#x27;"
@@ -25,7 +25,7 @@ def pixels(html: str) -> np.ndarray:
 @pytest.mark.parametrize("shape", [(6, 5), (1, 6, 5), (6, 5, 1)])
 def test_html__of_grey_images(shape: tuple[int, ...]) -> None:
     image = np.random.default_rng(0).random((9, *shape)).astype(np.float32)
-    (html,) = Samples(td.from_arrays({"image": image}), cmap="gray").html([4])
+    (html,) = Contents(td.from_arrays({"image": image}), cmap="gray").html([4])
     grey = image[4].reshape(6, 5)
     scaled = (grey - grey.min()) / (grey.max() - grey.min())
     np.testing.assert_allclose(pixels(html)[..., 0], scaled, atol=2 / 255)
@@ -35,7 +35,7 @@ def test_html__of_grey_images(shape: tuple[int, ...]) -> None:
 def test_html__of_coloured_images(axis: int) -> None:
     image = np.random.default_rng(0).random((9, 6, 5, 3)).astype(np.float32)
     samples = td.from_arrays({"image": np.moveaxis(image, 3, axis)})
-    first, second = Samples(samples).html([7, 2])
+    first, second = Contents(samples).html([7, 2])
     np.testing.assert_allclose(pixels(first)[..., :3], image[7], atol=1 / 255)
     np.testing.assert_allclose(pixels(second)[..., :3], image[2], atol=1 / 255)
 
@@ -43,7 +43,7 @@ def test_html__of_coloured_images(axis: int) -> None:
 def test_html__undoes_the_normalization_of_images() -> None:
     image = np.random.default_rng(0).random((2, 3, 6, 5))
     normal = td.from_arrays({"image": (image - 0.5) / 0.25})
-    html = Samples(normal, normalize=((0.5,) * 3, (0.25,) * 3)).html([1])[0]
+    html = Contents(normal, normalize=((0.5,) * 3, (0.25,) * 3)).html([1])[0]
     np.testing.assert_allclose(pixels(html)[..., :3], np.moveaxis(image[1], 0, -1), atol=1 / 255)
 
 
@@ -52,7 +52,7 @@ def test_html__escapes_texts_tokens_and_names() -> None:
     samples = xr.Dataset(
         {"ids": (("sample", "token"), ids), "words": ("sample", words), SCRIPT: ("sample", [2.5])}
     )
-    (html,) = Samples(samples, text=["a", SCRIPT, "b"].__getitem__).html([0])
+    (html,) = Contents(samples, text=["a", SCRIPT, "b"].__getitem__).html([0])
     assert f"a{ESCAPED}b" in html
     assert f"plain {ESCAPED}" in html
     assert f"{ESCAPED}: 2.5" in html
@@ -61,14 +61,14 @@ def test_html__escapes_texts_tokens_and_names() -> None:
 
 def test_html__of_numbers_is_short() -> None:
     samples = td.from_arrays({"x": np.arange(200.0).reshape(2, 100)})
-    (html,) = Samples(samples).html([1])
+    (html,) = Contents(samples).html([1])
     assert "x: 100, 101" in html
     assert "100 numbers" in html
 
 
 def test_html__in_brief_is_the_image_alone() -> None:
     image = np.zeros((3, 8, 8), np.float32)
-    samples = Samples(td.from_arrays({"label": np.arange(3), "image": image}))
+    samples = Contents(td.from_arrays({"label": np.arange(3), "image": image}))
     (html,) = samples.html([2], brief=True)
     assert html.startswith("<img")
     assert "label" not in html
@@ -84,10 +84,10 @@ def test_html__reads_only_what_is_shown() -> None:
     broken = xr.concat([samples.isel(sample=slice(4)), samples.isel(sample=slice(4, 8)).assign(
         image=(samples.image.dims, later)
     )], "sample")  # fmt: skip
-    assert len(Samples(broken).html([1, 3])) == 2
+    assert len(Contents(broken).html([1, 3])) == 2
     with pytest.raises(AssertionError):
-        Samples(broken).html([5])
+        Contents(broken).html([5])
 
 
 def test_html__without_samples_is_empty() -> None:
-    assert Samples(None).html([1, 2]) == ["", ""]
+    assert Contents(None).html([1, 2]) == ["", ""]

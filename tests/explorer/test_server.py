@@ -25,8 +25,7 @@ from trakdask.explorer.app import server
 
 
 def simulated(seed: int, n_samples: int = 12) -> xr.Dataset:
-    made = td.testing.simulate_features(n_samples, 4, 3, chunks=4, seed=seed)
-    return made.assign_attrs(task="ImageClassification()", default_estimator="soft")
+    return td.testing.simulate_features(n_samples, 4, 3, chunks=4, seed=seed)
 
 
 def explorer() -> Explorer:
@@ -49,6 +48,7 @@ def answer(url: str) -> tuple[int, bytes]:
 
 
 FILES = ["static/js/bokeh.min.js", "static/extensions/panel/panel.min.js"]
+PATHS = ["", "ws", "metadata", "autoload.js", "components/x", "rest", "x/", *FILES]
 
 
 @pytest.mark.parametrize("path", ["", "?page=corpus", *FILES])
@@ -58,16 +58,13 @@ def test_server__answers_who_has_the_token(url: str, path: str) -> None:
     assert len(content) > 1000
 
 
-@pytest.mark.parametrize(
-    "path", ["", "ws", "metadata", "autoload.js", "components/x", "rest", "x/", *FILES]
-)
-@pytest.mark.parametrize("token", ["", "wrong/", "shorter", "case"])
-def test_server__refuses_whoever_has_it_not(url: str, path: str, token: str) -> None:
-    base, right = url.rsplit("/", 2)[:2]
-    given = {"shorter": f"{right[:-1]}/", "case": f"{right.swapcase()}/"}.get(token, token)
-    status, content = answer(f"{base}/{given}{path}")
-    assert status == 403
-    assert right.encode() not in content
+def test_server__refuses_whoever_has_it_not(url: str) -> None:
+    base, token = url.rsplit("/", 2)[:2]
+    for prefix in ("", "wrong/", f"{token[:-1]}/", f"{token.swapcase()}/"):
+        for path in PATHS:
+            status, content = answer(f"{base}/{prefix}{path}")
+            assert status == 403, (prefix, path)
+            assert token.encode() not in content
 
 
 def test_server__icons_need_no_token_and_say_nothing(url: str) -> None:
@@ -101,30 +98,23 @@ def test_server__websocket_needs_the_token(url: str) -> None:
 def test_server__listens_on_this_machine_only_and_has_another_token_each_time(url: str) -> None:
     with served(explorer()) as other:
         assert urlsplit(other).path != urlsplit(url).path
-        ports = {urlsplit(each).port for each in (url, other)}
-        found = {
-            each.laddr.port: each.laddr.ip
-            for each in psutil.Process().net_connections("tcp")
-            if each.status == psutil.CONN_LISTEN
+        ports = {urlsplit(address).port for address in (url, other)}
+        hosts = {
+            socket.laddr.ip
+            for socket in psutil.Process().net_connections("tcp")
+            if socket.status == psutil.CONN_LISTEN and socket.laddr.port in ports
         }
-    assert {found[port] for port in ports} == {"127.0.0.1"}
+    assert hosts == {"127.0.0.1"}
     assert len(urlsplit(url).path.strip("/")) == 32  # 192 bits
 
 
 # Tornado leaves a socket that it could not bind to the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_server__of_a_port_that_is_taken() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(OSError, match=rf"free port, got 127\.0\.0\.1:{port}"):
-            server(explorer().app, port=port)
-
-
-def test_server__of_an_address_of_no_machine() -> None:
-    with pytest.raises(OSError, match="got no-such-host"):
+def test_server__of_a_port_that_is_taken_and_an_address_of_no_machine() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
+        server(explorer().app, port=taken.getsockname()[1])
+    with pytest.raises(OSError, match="known"):
         server(explorer().app, host="no-such-host.invalid")
-    with pytest.raises(TypeError, match="got 127"):
-        server(explorer().app, host=127)
     with pytest.raises(ValueError, match="got 65536"):
         server(explorer().app, port=65536)
 

@@ -13,16 +13,8 @@ from hypothesis import strategies as st
 
 import trakdask as td
 from trakdask.attribution.estimators import KINDS, Rule
-from trakdask.explorer.tables import condition_mask
-from trakdask.explorer.view import (
-    PAGES,
-    MeanTrace,
-    View,
-    column_condition,
-    damping_of,
-    joined,
-    with_condition,
-)
+from trakdask.explorer.conditions import column_condition, condition_mask, joined, with_condition
+from trakdask.explorer.view import PAGES, MeanTrace, View, damping_of
 
 positions = st.integers(0, 10**9)
 views = st.builds(
@@ -54,7 +46,7 @@ def test_to_query__of_the_default_is_empty() -> None:
     ("name", "bad"),
     [
         ("page", "admin"), ("target", "-1"), ("target", "one"), ("k", "0"), ("k", "101"),
-        ("checkpoints", ""), ("estimator", "best"), ("damping", "-2"), ("damping", "nan"),
+        ("estimator", "best"), ("damping", "-2"), ("damping", "nan"),
         ("ascending", "yes"), ("first", "1e9"),
     ],
 )  # fmt: skip
@@ -63,7 +55,6 @@ def test_from_query__leaves_out_what_it_does_not_understand(name: str, bad: str)
     assert getattr(view, name) == getattr(View(), name)
     assert view.sample == 7
     assert list(view.errors) == [name]
-    assert "expected" not in view.errors[name]
 
 
 @pytest.mark.parametrize("bad", ["import os", "label ==", "label = 2 and x != 3"])
@@ -71,12 +62,13 @@ def test_from_query__keeps_a_condition_that_is_none_beside_its_error(bad: str) -
     view = View.from_query(urlencode({"where": bad, "targets_where": bad}))
     assert (view.where, view.targets_where) == (bad, bad)
     assert list(view.errors) == ["where", "targets_where"]
-    assert ("label == 2 and x != 3" in view.errors["where"]) == ("= 2" in bad)
+    assert bad in view.errors["where"]
 
 
 def test_from_query__ignores_what_is_not_ours() -> None:
     view = View.from_query("token=abc&errors=x&page=corpus")
     assert (view, view.errors) == (View(page="corpus"), {})
+    assert View.from_query("checkpoints=") == View()  # of a form with every box unticked
 
 
 def test_damping_of__texts() -> None:

@@ -21,9 +21,10 @@ from panel.io.server import Server, get_server
 from tornado.ioloop import IOLoop
 from tornado.web import RequestHandler
 
-from trakdask.checks import require_integer, shown
+from trakdask.checks import require_integer
 from trakdask.explorer.attributions import Attributions
-from trakdask.explorer.computing import Abandoned, Job
+from trakdask.explorer.computing import Abandoned, Computation
+from trakdask.explorer.conditions import CONDITION_FIELDS, with_condition
 from trakdask.explorer.html import STYLE, count, plain_message, render
 from trakdask.explorer.pages import (
     Section,
@@ -34,11 +35,8 @@ from trakdask.explorer.pages import (
     samples_of,
     sections,
 )
-from trakdask.explorer.view import CONDITION_FIELDS, View, with_condition
-from trakdask.files import explained
+from trakdask.explorer.view import View
 from trakdask.variables import SAMPLE
-
-__all__ = ["Session", "in_notebook", "server"]
 
 _PROGRESS_S = 0.25
 """How often the progress of a section is drawn."""
@@ -49,13 +47,13 @@ _TOKEN_BYTES = 24
 class LinkedHTML(JSComponent):
     """HTML in a page. What a link, form or button asks for is given to ``told``, as a dict.
 
-    The address of the page follows ``query``; parameters in it that are not ours are kept, and the
+    The address of the page follows ``query``; other parameters in it are kept, and the
     browser's button to go back works. A link that is opened in another tab works by itself.
     """
 
     html = param.String(doc="Escaped HTML; each section of it is replaced on its own.")
     query = param.String(doc="The view, as the part of a URL after '?'.")
-    names = param.List([*vars(View()), *CONDITION_FIELDS], doc="Parameters of a URL that are ours.")
+    names = param.List([*vars(View()), *CONDITION_FIELDS], doc="Parameters of the URL of a view.")
     marked = param.Dict({}, doc="Who has made which marks, by '7 wrong label'.")
     who = param.String(doc="Whose marks the buttons make and take back.")
     said = param.Dict({}, doc="What happened to which mark, and what can be undone.")
@@ -89,7 +87,7 @@ class Session:
         self.view = view
         marks = attributions.marks
         self._marks = None if marks is None else marks.by(marks.who)
-        # Of each change of marks that is not undone: the position of its sample or −1, and words.
+        # For each change of marks that is not undone: the position of its sample or −1, and words.
         self._changes: list[tuple[int, str]] = []
         self._answered = 0  # when the browser sent the last mark, by its clock
         self.page = LinkedHTML(  # type: ignore[no-untyped-call]
@@ -99,16 +97,16 @@ class Session:
             who="" if marks is None else marks.who,
         )
         self.page.told = self._told
-        self._job = Job()
+        self._computation = Computation()
         self._thread: threading.Thread | None = None
         self._in_notebook = in_notebook
         if in_notebook:
             # What is changed before the browser shows the page is lost: it says when it does.
-            self._draw(self._job, _waiting(view, sections(attributions, view)))
+            self._draw(self._computation, _waiting(view, sections(attributions, view)))
         elif self._document is None or self._document.session_context is None:
             self.go(view)
         else:
-            pn.state.on_session_destroyed(lambda context: self._job.abandon())
+            pn.state.on_session_destroyed(lambda context: self._give_up())
             # Until a browser is connected, changes from another thread would be lost.
             pn.state.onload(lambda: self.go(view))
 
@@ -118,49 +116,49 @@ class Session:
 
     def go(self, view: View, more: Sequence[Section] = ()) -> None:
         """Show a view, and more below it; what the view before still computes is given up."""
-        self._job.abandon()
-        self.view, self._job = view, Job()
+        self._give_up()
+        self.view, self._computation = view, Computation()
         content = [*sections(self.attributions, view), *more]
         parts = _waiting(view, content)
-        self._draw(self._job, parts)
+        self._draw(self._computation, parts)
         self.page.query = view.to_query()
         self._thread = threading.Thread(
-            target=self._answer, args=(self._job, content, parts),
+            target=self._answer, args=(self._computation, content, parts),
             name="trakdask-explorer", daemon=True,
         )  # fmt: skip
         self._thread.start()
+
+    def _give_up(self) -> None:
+        self._computation.is_abandoned = True
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the page is complete."""
         if self._thread is not None:
             self._thread.join(timeout)
 
-    def _answer(self, job: Job, content: list[Section], parts: list[str]) -> None:
+    def _answer(self, computation: Computation, content: list[Section], parts: list[str]) -> None:
         told: set[str] = set()
-        early = [""] * len(content)
-        steps = [(i, section, section.early) for i, section in enumerate(content) if section.early]
-        steps += [(i, section, section.html) for i, section in enumerate(content)]
-        for i, section, html_of in steps:
-            is_early = html_of is section.early
+        # Temporary sections come first, because what takes their place takes long.
+        for i in sorted(range(len(content)), key=lambda i: not content[i].is_temporary):
+            section = content[i]
 
             def show(html: str, i: int = i, section: Section = section, busy: bool = True) -> None:
-                made = frame(self.view, i, section, html, busy=busy, early=early[i] * busy)
-                parts[i] = made if busy or html else ""
-                self._later(lambda: self._draw(job, parts))
+                parts[i] = frame(self.view, i, section, html, busy=busy) if busy or html else ""
+                self._later(lambda: self._draw(computation, parts))
 
-            job.progress = _progress(show)
+            computation.progress = _progress(show)
             try:
-                with self.attributions.computing(), job.active():
-                    job.require_wanted()
-                    html = answer(html_of, set() if is_early else told)
+                with self.attributions.computing(), computation.active():
+                    computation.require_wanted()
+                    html = answer(section.html, set() if section.is_temporary else told)
             except Abandoned:
                 return
-            if is_early:
-                early[i] = html
-            show("" if is_early else html, busy=is_early)
+            if any(following.is_temporary for following in content[i + 1 : i + 2]):
+                parts[i + 1] = ""
+            show(html, busy=False)
 
-    def _draw(self, job: Job, parts: list[str]) -> None:
-        if not job.is_abandoned:
+    def _draw(self, computation: Computation, parts: list[str]) -> None:
+        if not computation.is_abandoned:
             self.page.html = page(self.attributions, self.view, parts)
 
     def _later(self, change: Callable[[], None]) -> None:
@@ -266,13 +264,13 @@ class Session:
         self.go(View(page="new"), [Section("features", lambda: self._featurized(content))])
 
     def _featurized(self, content: Mapping[str, str]) -> str:
-        job, maker = self._job, self.attributions.maker
+        computation, maker = self._computation, self.attributions.maker
         if maker is None:
             raise ValueError("There is no model here that could explain it.")
         features, html = maker.target(content)
 
         def add() -> None:
-            if not job.is_abandoned:
+            if not computation.is_abandoned:
                 last = int(self.attributions.targets.sizes[SAMPLE])
                 self.attributions = self.attributions.with_target(features, html)
                 self.go(View(page="target", target=last))
@@ -318,22 +316,13 @@ def server(app: Callable[[], Any], *, host: str = "127.0.0.1", port: int = 0) ->
 
     It belongs to the current event loop; see :meth:`trakdask.explorer.Explorer.serve`.
     """
-    if not isinstance(host, str):
-        raise TypeError(f"expected host as text, got {shown(host)}; try host='127.0.0.1'")
     port = require_integer("port", port, 0, 2**16, remedy="try port=0, which takes a free one")
     token = secrets.token_urlsafe(_TOKEN_BYTES)
-    try:
-        listening = get_server(
-            {"/": app}, port, host, title="trakdask", prefix=token, ico_path="none",
-            extra_patterns=[("/favicon.ico", _NoIcon)], default_handler_class=_Refused,
-            log_function=_log,
-        )  # fmt: skip
-    except OSError as err:
-        text = (
-            f"expected an address of this machine and a free port, got {host}:{port} ({err}); try "
-            "host='127.0.0.1', port=0"
-        )
-        raise explained(err, text) from err
+    listening = get_server(
+        {"/": app}, port, host, title="trakdask", prefix=token, ico_path="none",
+        extra_patterns=[("/favicon.ico", _NoIcon)], default_handler_class=_Refused,
+        log_function=_log,
+    )  # fmt: skip
     # The token protects the websocket, under whatever name of this machine a browser knows it.
     listening._tornado.websocket_origins.add("*")
     return listening, f"http://{_in_url(host)}:{listening.port}/{token}/"

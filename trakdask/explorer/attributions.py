@@ -27,8 +27,6 @@ from trakdask.explorer.questions import Questions
 from trakdask.plots.galleries import Normalize, as_colours, grey_limits
 from trakdask.variables import SAMPLE
 
-__all__ = ["Attributions", "Samples"]
-
 _LEAST_SIDE = 4
 """Arrays with fewer rows or columns are no images."""
 
@@ -60,8 +58,8 @@ class Attributions:
     """
 
     questions: Questions
-    samples: Samples
-    target_samples: Samples
+    samples: Contents
+    target_samples: Contents
     marks: Marks | None = None
     maker: TargetMaker | None = None
     client: Client | None = None
@@ -87,7 +85,7 @@ class Attributions:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Make the client that was active when the explorer was made that of this thread."""
+        """Let this thread use the client that was active when the explorer was made."""
         is_usable = self.client is not None and self.client.status == "running"
         with self.client.as_current() if self.client and is_usable else nullcontext():
             yield
@@ -101,7 +99,7 @@ class Attributions:
     def marked(self) -> pd.DataFrame:
         """Return all marks with the ``position`` of their samples; absent samples are left out.
 
-        Of samples that share a label, each has its marks. There are none if none are kept.
+        Samples that share a label share its marks. There are none if none are kept.
         """
         if self.marks is None:
             return pd.DataFrame({SAMPLE: [], "mark": [], "who": [], "position": []})
@@ -115,8 +113,8 @@ class Attributions:
 
 
 @dataclass(frozen=True, eq=False)
-class Samples:
-    """Samples as HTML, by position.
+class Contents:
+    """Contents as HTML, by position.
 
     Parameters
     ----------

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import dask
@@ -19,8 +20,6 @@ from distributed import Client, Future, futures_of, wait
 
 from trakdask.execution import active_client
 
-__all__ = ["Abandoned", "Job", "compute", "persist", "released_if_failed"]
-
 _ASKED_EVERY_S = 0.2
 """How often a cluster is asked how far it is, and a click is noticed while it computes."""
 
@@ -29,54 +28,46 @@ class Abandoned(Exception):
     """The answer is no longer wanted."""
 
 
-class Job:
+@dataclass(eq=False)
+class Computation:
     """What one click computes.
 
-    ``progress`` is called with the number of tasks that are done and that of all tasks, by the
-    thread that computes. On a cluster these are the tasks that were still to be done when it was
-    first asked.
+    ``progress`` is called with the number of tasks that are done and the number of all tasks, by
+    the thread that computes. On a cluster these are the tasks that were still to be done when it
+    was first asked. Once ``is_abandoned`` is true, no further task starts; on a cluster, except
+    tasks that others still wait for.
     """
 
-    def __init__(self) -> None:
-        self.progress: Callable[[int, int], None] | None = None
-        self._abandoned = threading.Event()
-
-    @property
-    def is_abandoned(self) -> bool:
-        """Whether the answer is no longer wanted."""
-        return self._abandoned.is_set()
+    progress: Callable[[int, int], None] | None = None
+    is_abandoned: bool = False
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Make :func:`compute` of this thread part of this job."""
+        """Make :func:`compute` of this thread part of this computation."""
         token = _CURRENT.set(self)
         try:
             yield
         finally:
             _CURRENT.reset(token)
 
-    def abandon(self) -> None:
-        """Start no further task; on a cluster, except those that others still wait for."""
-        self._abandoned.set()
-
     def require_wanted(self) -> None:
         """Raise :class:`Abandoned` if the answer is no longer wanted."""
-        if self._abandoned.is_set():
+        if self.is_abandoned:
             raise Abandoned
 
     def compute(self, *lazy: Any) -> tuple[Any, ...]:
-        """Return what ``dask.compute`` returns, unless the job is abandoned."""
+        """Return what ``dask.compute`` returns, unless the computation is abandoned."""
         self.require_wanted()
         if (client := active_client()) is not None:
             return self._on_cluster(client, lazy)
         if get_scheduler() is not None:  # synchronous, or somebody's own
-            made: tuple[Any, ...] = dask.compute(*lazy)
-            return made
+            return dask.compute(*lazy)  # type: ignore[no-any-return]
         watch = (None, None, self._before_task, self._after_task, None)
-        # Threads of BLAS within those of dask would wait for each other: ten times as slow.
+        # Threads of BLAS inside threads of dask would wait for each other: ten times as slow.
         with _ONE_THREAD:
-            made = dask.compute(*lazy, scheduler="threads", callbacks=[watch])
-        return made
+            return dask.compute(  # type: ignore[no-any-return]
+                *lazy, scheduler="threads", callbacks=[watch]
+            )
 
     def _on_cluster(self, client: Client, lazy: tuple[Any, ...]) -> tuple[Any, ...]:
         results = client.compute(list(lazy))
@@ -88,7 +79,7 @@ class Job:
             _release(futures)
 
     def wait(self, client: Client, futures: Sequence[Future[Any]]) -> None:
-        """Wait until futures have a result or an error, unless the job is abandoned.
+        """Wait until futures have a result or an error, unless the computation is abandoned.
 
         They are released and not cancelled then: equal tasks of another user go on.
         """
@@ -151,18 +142,18 @@ def _blas() -> Any:
 
 
 _ONE_THREAD = _OneThread()
-_CURRENT: contextvars.ContextVar[Job | None] = contextvars.ContextVar("job", default=None)
+_CURRENT: ContextVar[Computation | None] = ContextVar("computation", default=None)
 
 
 def compute(*lazy: Any) -> tuple[Any, ...]:
-    """Return what ``dask.compute`` returns, as part of the job that is active in this thread."""
-    return (_CURRENT.get() or Job()).compute(*lazy)
+    """Return what ``dask.compute`` returns, in the computation that is active in this thread."""
+    return (_CURRENT.get() or Computation()).compute(*lazy)
 
 
 def persist(*lazy: da.Array) -> tuple[da.Array, ...]:
     """Return arrays of the same names and chunks, in the memory of the cluster or of this process.
 
-    This is part of the job that is active in this thread.
+    This is part of the computation that is active in this thread.
     """
     if (client := active_client()) is not None:
         return _persisted_on(client, lazy)
@@ -174,7 +165,7 @@ def _persisted_on(client: Client, lazy: tuple[da.Array, ...]) -> tuple[da.Array,
     kept = tuple(dask.persist(*lazy))
     futures = futures_of(kept)
     try:
-        (_CURRENT.get() or Job()).wait(client, futures)
+        (_CURRENT.get() or Computation()).wait(client, futures)
         for future in futures:
             if future.status != "finished":
                 future.result()  # raises what went wrong
@@ -210,9 +201,8 @@ def _counter(keys: Sequence[Any]) -> Callable[[Any], int]:
     """Return a function for the scheduler, which need not have trakdask: it is sent by value."""
 
     def count(dask_scheduler: Any) -> int:
-        found = dask_scheduler.tasks
-        waiting = [found[key] for key in keys if key in found]
-        left = set()
+        tasks = dask_scheduler.tasks
+        waiting, left = [tasks[key] for key in keys if key in tasks], set()
         while waiting:
             task = waiting.pop()
             if task not in left and task.state not in ("memory", "erred", "released"):

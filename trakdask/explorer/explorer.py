@@ -14,7 +14,7 @@ import trakdask as td
 from trakdask.attribution.estimators import EstimatorLike, resolve
 from trakdask.checks import shown
 from trakdask.execution import active_client
-from trakdask.explorer.attributions import Attributions, Samples
+from trakdask.explorer.attributions import Attributions, Contents
 from trakdask.explorer.marks import Marks
 from trakdask.explorer.new_targets import classifier, target_maker
 from trakdask.explorer.pages import save_html
@@ -27,8 +27,6 @@ from trakdask.variables import SAMPLE, ordered, validate
 if TYPE_CHECKING:
     from trakdask.models.model import Model
     from trakdask.parts.scores import Text
-
-__all__ = ["Explorer", "explore"]
 
 _NEEDED = ["feature", "output", "out_to_loss"]
 
@@ -44,7 +42,7 @@ class Explorer(Attributions):
         return f"<trakdask.Explorer: {n} training samples, {m} targets; .serve() starts a server>"
 
     def app(self, view: View | None = None) -> Any:
-        """Return a Panel app for one session of a browser, at a view or at that of its URL."""
+        """Return a Panel app for one session of a browser, at a view or at the view of its URL."""
         from trakdask.explorer.app import Session  # optional dependency
 
         return Session(self, view).panel()
@@ -76,7 +74,7 @@ class Explorer(Attributions):
         Raises
         ------
         TypeError, ValueError
-            If the host is no text, or the port is no port.
+            If the port is no port.
         OSError
             If this machine has no such address, or the port is taken.
         """
@@ -103,7 +101,7 @@ class Explorer(Attributions):
         Raises
         ------
         ValueError
-            If the path is that of a folder or a URL.
+            If the path names a folder or is a URL.
         OSError
             If the file cannot be written.
         """
@@ -143,23 +141,23 @@ def explore(
         Features of the training samples and of the samples to explain, as :func:`open` returns
         them, with their outputs.
     samples, target_samples
-        The samples that they are the features of, in the same order. From their variables images
-        and texts are shown, of the few samples that are on a page.
+        The samples of these features, in the same order. Their variables are shown as images and
+        texts, and only the few samples of a page are read.
     marks
         What people say about training samples, which pages then have buttons for:
         ``Marks.beside("train.zarr")``, or the path of another file for samples with labels.
     estimator
         As in :func:`score`. A page can change estimator, λ and checkpoints.
     text
-        The text of a token id, as a function (``tokenizer.decode``) or a list of all texts, as in
-        :func:`score_parts`, where samples are token ids. With
-        ``samples`` and a ``model`` that :func:`score_parts` can divide, the words of the samples
-        that helped and harmed a target are coloured by their scores.
+        The text of a token id, where samples are token ids: a function (``tokenizer.decode``), the
+        tokenizer, or a list of all texts, as in :func:`score_parts`. With ``samples`` and a
+        ``model`` that :func:`score_parts` can divide, the words of the samples that helped and
+        harmed a target are coloured by their scores.
     normalize, cmap
         Of images: mean and standard deviation that they were normalized with, and the colour map
         of grey ones; as in :func:`trakdask.plots.gallery`.
     model
-        The model that the features are of: then a page takes a text or an image of your own as a
+        The model of the features: then a page takes a text or an image of your own as a
         target. It is featurized with the projector and the precision of the features, kept in that
         tab of the browser, and written nowhere. Needs one of the next two, or both for a model of
         pairs; or else ``samples`` and ``text``, for the words of samples, or ``target_samples`` of
@@ -184,7 +182,7 @@ def explore(
     StoreMismatchError
         If features and targets were made differently, or not by this model.
     TypeError, ValueError
-        If features or targets lack an array, samples are others than those of the features, or an
+        If features or targets lack an array, the samples do not belong to the features, or an
         option does not make sense.
 
     Notes
@@ -192,7 +190,7 @@ def explore(
     Lazy: a page computes what it shows, on the dask client that is active when this is called or
     else on threads, and the next click gives up what still runs. Scores of all samples and targets
     never exist. The first click under an estimator computes its gram matrix and eigenvectors,
-    unless they are those of the store; they stay in memory, p² numbers per checkpoint, for the last
+    unless the store has them; they stay in memory, p² numbers per checkpoint, for the last
     four settings. Each click after that reads the features once. Self-influence of all samples
     takes 2 p² flops per sample and checkpoint, once per setting.
 
@@ -231,13 +229,14 @@ def explore(
     words = _words_of(features, samples, model, text)
     questions = Questions(features, targets, estimator, words=words, classifier=predicts)
     contents, target_contents = (
-        Samples(ds, text_of, normalize, cmap) for ds in (samples, target_samples)
+        Contents(ds, text_of, normalize, cmap) for ds in (samples, target_samples)
     )
     return Explorer(questions, contents, target_contents, marks, maker, active_client())
 
 
 def _text_function(text: Text | None) -> Callable[[int], str] | None:
-    """Return the text of a token id as a function, also where there is a list of all texts."""
+    """Return the text of a token id as a function, also of a tokenizer or a list of all texts."""
+    text = getattr(text, "decode", text)
     if text is None or callable(text):
         return text
     if isinstance(text, str) or not isinstance(text, Sequence):
@@ -246,7 +245,7 @@ def _text_function(text: Text | None) -> Callable[[int], str] | None:
             f"{shown(text)}; try text=tokenizer.decode"
         )
     texts = list(text)
-    return lambda number: texts[number] if 0 <= number < len(texts) else "\ufffd"
+    return lambda token: texts[token] if 0 <= token < len(texts) else "\ufffd"
 
 
 def _words_of(
@@ -281,6 +280,6 @@ def _require_samples(samples: object, features: xr.Dataset, name: str) -> None:
     if (n := samples.sizes.get(SAMPLE)) != features.sizes[SAMPLE]:
         raise ValueError(
             f"expected {name} of the {features.sizes[SAMPLE]} samples of the features, got "
-            f"{dict(samples.sizes) if n is None else n}; try those that were given to "
-            "td.featurize, in the same order"
+            f"{dict(samples.sizes) if n is None else n}; try the samples that were "
+            "given to td.featurize, in the same order"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
@@ -19,13 +18,11 @@ from trakdask._version import __version__
 from trakdask.attribution.estimators import KINDS as ESTIMATORS
 from trakdask.attribution.estimators import Rule
 from trakdask.errors import BlockError
+from trakdask.explorer.conditions import SIGNS, has_terms, toggled, without
 from trakdask.explorer.marks import KINDS
 from trakdask.explorer.new_targets import MOST_BYTES
 from trakdask.explorer.tables import ROWS
-from trakdask.explorer.view import SIGNS, has_terms, toggled, without
 from trakdask.plots import power_of_ten
-
-__all__ = ["STYLE", "count", "number", "plain_message", "render", "scaled", "unit_of", "value"]
 
 _FOLDER = Path(__file__).parent
 STYLE = (_FOLDER / "explorer.css").read_text("utf-8")
@@ -124,7 +121,7 @@ def plain_message(err: BaseException) -> str:
     >>> plain_message(FileNotFoundError("train.zarr/c/0"))
     'The store could not be read (train.zarr/c/0). Is it still there?'
     >>> plain_message(ValueError("expected one of the names ['a', 'b'], got 'c'; try 'a'"))
-    "This needs one of the names a, b, but got 'c'. Try 'a'."
+    "Expected one of the names ['a', 'b'], got 'c'; try 'a'"
     """
     text = " ".join(str(err).split())
     text = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}…"
@@ -139,18 +136,7 @@ def plain_message(err: BaseException) -> str:
         return "There was not enough memory for this."
     if not isinstance(err, (ValueError, TypeError, BlockError)):
         return f"This could not be computed ({text}). The log of the server says more."
-    text = re.sub(r"\['([^]]*)'\]", lambda names: names[1].replace("', '", ", "), text)
-    text = re.sub(r"\bcoord(s?)\b", r"column\1", text)
-    unknown = re.fullmatch(
-        r"expected names of columns .*, got (.*); try one of (.*), or quotes.*", text
-    )
-    if unknown is not None:
-        return f"There is no column {unknown[1]}. There are {unknown[2]}. Text needs quotes."
-    needs = re.fullmatch(r"expected (.*), got (.*?)(?:; try (.*))?", text)
-    if needs is None:
-        return text[:1].upper() + text[1:]
-    advice = f" Try {needs[3]}." if needs[3] and "td." not in needs[3] else ""
-    return f"This needs {needs[1]}, but got {needs[2]}.{advice}"
+    return text[:1].upper() + text[1:]
 
 
 # ---------------------------------------------------------------------------------- templates

@@ -13,8 +13,6 @@ from trakdask.explorer.attributions import Attributions
 from trakdask.explorer.marks import KINDS
 from trakdask.explorer.view import View
 
-__all__ = ["Layer", "chosen_colour", "colours", "layers"]
-
 _LEVELS = 4
 """How many strengths of colour helpful and harmful scores have."""
 
@@ -23,7 +21,7 @@ _LARGEST = 0.98
 
 
 @dataclass(frozen=True)
-class Layer:
+class Points:
     """Points of one colour.
 
     Parameters
@@ -58,31 +56,31 @@ def chosen_colour(attributions: Attributions, view: View) -> str:
     return view.colour if view.colour in names else names[0]
 
 
-def layers(attributions: Attributions, view: View) -> Iterator[Layer]:
-    """Yield the points of the map, those below others first; pale ones are not selected."""
+def layers(attributions: Attributions, view: View) -> Iterator[Points]:
+    """Yield the points of the map, lower layers first; pale points are not selected."""
     questions, colour = attributions.questions, chosen_colour(attributions, view)
     if colour == "score":
         values = _strengths(questions.scores(view))
-        known = sorted(values.dropna().unique(), key=abs)
-        looks = {x: ("helpful" if x > 0 else "harmful", f"--strength:{abs(x)}") for x in known}
+        shown = sorted(values.dropna().unique(), key=abs)
+        looks = {x: ("helpful" if x > 0 else "harmful", f"--strength:{abs(x)}") for x in shown}
     else:
         if colour == "mark":
-            marked, known = attributions.marked(), list(KINDS)
+            marked, shown = attributions.marked(), list(KINDS)
             values = marked.drop_duplicates("position", keep="last").set_index("position")["mark"]
         else:
             values = questions.metadata[colour]
-            known = tables.facets(questions.metadata, [colour], "")[0].counts.index.tolist()
-        looks = {x: ("value", f"--hue:{360 * i // len(known)}") for i, x in enumerate(known)}
+            shown = tables.facets(questions.metadata, [colour], "")[0].counts.index.tolist()
+        looks = {x: ("value", f"--hue:{360 * i // len(shown)}") for i, x in enumerate(shown)}
     table = questions.map(view).iloc[questions.points].dropna()
     is_selected = np.isin(table.index, questions.selected(view))
-    yield Layer(_path(table[~is_selected]), "pale")
+    yield Points(_path(table[~is_selected]), "pale")
     table = table[is_selected]
     values = values.reindex(table.index)
-    points = table[~values.isin(known)]
-    yield Layer(_path(points), "other", count=len(points))
+    points = table[~values.isin(shown)]
+    yield Points(_path(points), "other", count=len(points))
     for x, (kind, style) in looks.items():
         points = table[values == x]
-        yield Layer(_path(points), kind, style, x, len(points))
+        yield Points(_path(points), kind, style, x, len(points))
 
 
 def _strengths(scores: np.ndarray) -> pd.Series[float]:

@@ -22,8 +22,6 @@ from trakdask.storage import open
 from trakdask.storage.lock import lock
 from trakdask.variables import SAMPLE
 
-__all__ = ["KINDS", "Marks"]
-
 KINDS = ("wrong label", "duplicate", "remove")
 """The marks that a sample may have, one or more of them."""
 
@@ -47,26 +45,26 @@ class Marks:
     store
         Folder or URL of the store that the samples are in. A sample is known by its label in the
         coord ``sample``; without such labels by its row in the store, which counts dropped samples,
-        too, so that it stays the same when samples are dropped or appended. Of which samples these
-        are the rows is written into the file, so that those of a store that was made again, of
-        other samples or in another order, are not taken for them.
+        too, so that it stays the same when samples are dropped or appended. The file records which
+        samples the rows refer to. Marks are therefore not shown on another store that happens to
+        have the same path.
     who
         The name that is written beside each mark; by default none. Marks of others are left as
         they are.
     storage_options
-        What fsspec opens URLs with, those of the file and of the store.
+        Options with which fsspec opens the URLs of the file and of the store.
 
     Raises
     ------
     TypeError, ValueError
-        If the path is none, or is that of a folder.
+        If the path is no path, or names a folder.
     FileNotFoundError
         If it is in a folder of this machine that does not exist.
 
     Notes
     -----
     While the file is changed there is a lock beside it, as in stores: ``train.marks.parquet.lock``.
-    That of a process that has ended without removing it is taken over.
+    If its process has ended without removing it, the next writer takes it over.
 
     Examples
     --------
@@ -117,7 +115,7 @@ class Marks:
     ) -> Marks:
         """Return the marks of a store: ``train.marks.parquet`` beside ``train.zarr``.
 
-        The errors are those of :class:`Marks`.
+        Raises the errors of :class:`Marks`.
         """
         return cls(_beside(store), store=store, who=who, storage_options=storage_options)
 
@@ -167,7 +165,7 @@ class Marks:
     def unmark(self, samples: Any, label: str) -> int:
         """Take this person's mark from samples; return how many had it.
 
-        Arguments and errors are those of :meth:`mark`. To take that of another person, call
+        Takes the arguments, and raises the errors, of :meth:`mark`. For another person's mark, call
         ``marks.by("Bob").unmark(...)``.
         """
         wanted = self._rows(samples, label)
@@ -283,7 +281,7 @@ class Marks:
 
     @cached_property
     def _rows_of(self) -> dict[Any, Any]:
-        """Of which samples the rows of the store are, with dropped ones: attrs of the marks."""
+        """The source of the store's samples, and how many there are, with dropped ones."""
         if self.store is None:
             return {}
         try:
@@ -389,7 +387,7 @@ def _frame(ids: np.ndarray, label: str, who: str) -> pd.DataFrame:
 
 
 def _joined(rows: pd.DataFrame, more: pd.DataFrame) -> pd.DataFrame:
-    """Return rows, and those of others that are not among them."""
+    """Return rows, and more rows that are not among them."""
     if not len(rows) or not len(more):
         return rows if len(rows) else more
     _require_same_kind(rows[SAMPLE].to_numpy(), more[SAMPLE].to_numpy())

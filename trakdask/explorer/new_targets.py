@@ -18,25 +18,16 @@ from trakdask.checks import is_tensor, shown
 from trakdask.explorer.computing import compute
 from trakdask.explorer.tables import Classifier, metadata
 from trakdask.provenance import require_comparable
-from trakdask.variables import CHECKPOINT, SAMPLE
+from trakdask.variables import CHECKPOINT, SAMPLE, checkpoint_names
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = [
-    "MOST_BYTES",
-    "TargetMaker",
-    "appended",
-    "classifier",
-    "decoded_image",
-    "target_maker",
-]
-
 MOST_BYTES = 10 * 2**20
-"""Of an uploaded file."""
+"""The largest size of an uploaded file."""
 
 _MOST_PIXELS = 50_000_000
-"""Of an uploaded image, which takes three bytes for each in memory."""
+"""The largest size of an uploaded image, which takes three bytes for each in memory."""
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _SHOWN_PIXELS = 256
@@ -100,7 +91,7 @@ class TargetMaker:
         ValueError, TypeError
             If there is no text or image, it cannot be understood, or a number is missing.
         StoreMismatchError
-            If the features are not made as those of the training samples.
+            If the features are not made as the training samples' features.
         """
         variables, html = self._content(content)
         texts = {name: content.get(name, "").strip() for name in self.numbers}
@@ -136,8 +127,8 @@ class TargetMaker:
             (name, *_) = getattr(self.model.task, "inputs", ("text",))
             variables |= _by_name(self.tokenizer(text), name, "tokenizer")
             html += f'<p class="text">{escape(text)}</p>'
-        known = getattr(self.model.task, "variables", None) or tuple(variables)
-        return {n: _array(n, value) for n, value in variables.items() if n in known}, html
+        used = getattr(self.model.task, "variables", None) or tuple(variables)
+        return {n: _array(n, value) for n, value in variables.items() if n in used}, html
 
     def _featurized(self, samples: xr.Dataset) -> xr.Dataset:
         lazy = td.featurize(samples, self.model, like=self.features)
@@ -179,12 +170,12 @@ def _probabilities(
 
     task: Any = model.task
     batch = td.tasks.Batch({n: torch.as_tensor(x) for n, x in variables.items()})
-    known = {str(name) for name in features[CHECKPOINT].values}
+    names = checkpoint_names(features)
     with torch.no_grad():
         logits = [
             call_model(model.forward(checkpoint), batch, task.inputs, task.positional)
             for checkpoint in model.checkpoints
-            if checkpoint.name in known
+            if checkpoint.name in names
         ]
     return torch.stack(logits).softmax(-1).mean(0).numpy()
 
@@ -205,7 +196,7 @@ def target_maker(
     TypeError, ValueError
         If arguments do not go together.
     StoreMismatchError
-        If the features are those of another model.
+        If the features were made with another model.
     """
     prepare = {"tokenizer": tokenizer, "preprocess": preprocess}
     for name, function in prepare.items():
@@ -214,16 +205,18 @@ def target_maker(
                 f"expected {name} as a function of a text or an image, got {shown(function)}; try "
                 f"{name}=lambda text: ..."
             )
-    if model is None and (given := [name for name in prepare if prepare[name] is not None]):
-        raise ValueError(f"expected a model beside {given[0]}, got none; try model=td.Model(...)")
+    asked = [name for name, function in prepare.items() if function is not None]
     if model is None:
+        if asked:
+            raise ValueError(
+                f"expected a model beside {asked[0]}, got none; try model=td.Model(...)"
+            )
         return None
     if not isinstance(model, td.Model):
         raise TypeError(
             f"expected model as a td.Model, got {shown(model)}; try td.Model(build, ...)"
         )
-    is_asked = tokenizer is not None or preprocess is not None
-    if not is_asked and not has_other_use:
+    if not asked and not has_other_use:
         raise ValueError(
             "expected a tokenizer or a preprocess beside the model, got neither; try "
             "preprocess=transform, a function of an image of PIL, or tokenizer=tokenizer"
@@ -231,7 +224,7 @@ def target_maker(
     if samples is not None:
         model = model.for_variables({str(n): x.ndim for n, x in samples.variables.items()})
     _require_same_model(features, model)
-    return TargetMaker(model, features, tokenizer, preprocess) if is_asked else None
+    return TargetMaker(model, features, tokenizer, preprocess) if asked else None
 
 
 def _require_same_model(features: xr.Dataset, model: td.Model) -> None:
@@ -270,7 +263,7 @@ def _with_one_more(values: np.ndarray, more: xr.DataArray | None) -> np.ndarray:
 
 
 def _by_name(result: Any, name: str, function: str) -> dict[str, Any]:
-    """Return what a function returned by the names of variables; an array is that of one name."""
+    """Return the result of a function by the names of variables; an array gets the one name."""
     if result is None:
         raise TypeError(f"expected an array from {function}, got None; try returning it")
     return {str(n): x for n, x in result.items()} if isinstance(result, Mapping) else {name: result}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import logging
 import os
@@ -19,24 +18,13 @@ from markupsafe import Markup
 import trakdask as td
 from trakdask.explorer.attributions import Attributions
 from trakdask.explorer.computing import Abandoned
+from trakdask.explorer.conditions import ConditionError, condition_mask
 from trakdask.explorer.html import STYLE, number, plain_message, render, unit_of, value
 from trakdask.explorer.maps import chosen_colour, colours, layers
 from trakdask.explorer.marks import KINDS, Marks
-from trakdask.explorer.tables import ROWS, ConditionError, condition_mask, facets
+from trakdask.explorer.tables import ROWS, facets
 from trakdask.explorer.view import MeanTrace, View, damping_of
 from trakdask.files import Folder, location
-
-__all__ = [
-    "Section",
-    "answer",
-    "as_csv",
-    "document",
-    "frame",
-    "page",
-    "samples_of",
-    "save_html",
-    "sections",
-]
 
 _MOST_ROWS = 60
 _MOST_GROUPS = 24
@@ -46,10 +34,10 @@ _MOST_TEXTS = 5
 
 _FIELDS = {
     "targets": {"search", "targets_where", "filter_value"},
-    "target": {"where", "filter_value", "k", "estimator", "damping", "checkpoints"},
-    "sample": {"k", "estimator", "damping", "checkpoints"},
-    "corpus": {"where", "filter_value", "estimator", "damping", "checkpoints"},
-    "map": {"where", "filter_value", "target", "estimator", "damping", "checkpoints"},
+    "target": {"where", "filter_value", "k", "estimator", "damping"},
+    "sample": {"k", "estimator", "damping"},
+    "corpus": {"where", "filter_value", "estimator", "damping"},
+    "map": {"where", "filter_value", "target", "estimator", "damping"},
     "new": set[str](),
     "marks": {"marks_where"},
 }
@@ -61,7 +49,7 @@ _CLICKED = re.compile(
 )
 """Forms, buttons, links to other pages, and advice. Values are escaped, so that none matches."""
 
-_LINK = re.compile(r"<a (?!download)[^>]*>(.*?)</a>", re.DOTALL)
+_LINK = re.compile(r"<a [^>]*>(.*?)</a>", re.DOTALL)
 
 _log = logging.getLogger(__name__)
 
@@ -70,29 +58,28 @@ _log = logging.getLogger(__name__)
 class Section:
     """A part of a page: its name, by which templates know its title, and what writes its HTML.
 
-    ``early`` writes what is shown until then, where that takes long.
+    A temporary section is there until the section before it, which takes longer, is computed.
     """
 
     name: str
     html: Callable[[], str]
-    early: Callable[[], str] | None = None
+    is_temporary: bool = False
 
 
 def sections(attributions: Attributions, view: View) -> list[Section]:
     """Return the sections of the page of a view; nothing is computed before their ``html()``."""
-    has_words = attributions.questions.has_words(view)
-    absent = set() if has_words else {"helpful_words", "harmful_words"}
-    absent |= set() if view.where else {"mapped"}
-    found = {
-        name: Section(name, partial(html, attributions, view))
+    questions, absent = attributions.questions, set()
+    if not questions.has_words(view):
+        absent |= {"helpful_words", "harmful_words"}
+    if not view.where:
+        absent |= {"mapped"}
+    if questions.has_influences(view) or "self_influence" in view.where:
+        absent |= {"in_order"}
+    return [
+        Section(name, partial(html, attributions, view), is_temporary=name == "in_order")
         for name, html in _PAGES[view.page].items()
         if name not in absent
-    }
-    is_known = attributions.questions.has_influences(view) or "self_influence" in view.where
-    if "self_influence" in found and not is_known:
-        early = partial(_ranking, attributions, view, in_order=True)
-        found["self_influence"] = dataclasses.replace(found["self_influence"], early=early)
-    return [*found.values()]
+    ]
 
 
 def answer(html: Callable[[], str], told: set[str]) -> str:
@@ -112,12 +99,10 @@ def answer(html: Callable[[], str], told: set[str]) -> str:
         return render("error", text=message)
 
 
-def frame(
-    view: View, i: int, section: Section, body: str, *, busy: bool = False, early: str = ""
-) -> str:
+def frame(view: View, i: int, section: Section, body: str, *, busy: bool = False) -> str:
     """Return the i-th section of a page around escaped HTML or, if busy, its progress."""
-    contents = {"body": Markup(body), "early": Markup(early)}
-    return render("frame", view, name=section.name, busy=busy, level=2 if i else 1, **contents)
+    level = 2 if i else 1
+    return render("frame", view, name=section.name, body=Markup(body), busy=busy, level=level)
 
 
 def page(attributions: Attributions, view: View, parts: Iterable[str]) -> str:
@@ -132,7 +117,7 @@ def page(attributions: Attributions, view: View, parts: Iterable[str]) -> str:
 
 
 def document(attributions: Attributions, view: View, html: str) -> str:
-    """Return a page as a file of its own: what is seen, of what it is, and nothing to click."""
+    """Return a page as a file of its own, with what it was made from and nothing to click."""
     html = _CLICKED.sub("", _CLICKED.sub("", html))  # then what forms and buttons have left empty
     body = Markup(_LINK.sub(r"<span>\1</span>", html))
     return render("document", attributions, view, body=body, style=Markup(STYLE))
@@ -145,7 +130,8 @@ def save_html(attributions: Attributions, path: str | os.PathLike[str], view: Vi
         raise ValueError(
             f"expected a file on a disk of this machine, got {str(path)!r}; try 'view.html'"
         )
-    parts = [frame(view, i, s, s.html()) for i, s in enumerate(sections(attributions, view))]
+    kept = [section for section in sections(attributions, view) if not section.is_temporary]
+    parts = [frame(view, i, section, section.html()) for i, section in enumerate(kept)]
     html = document(attributions, view, page(attributions, view, parts))
     Folder(str(file.parent)).write(file.name, html.encode())
 
@@ -153,7 +139,7 @@ def save_html(attributions: Attributions, path: str | os.PathLike[str], view: Vi
 def _checked(
     view: View, field: str, table: pd.DataFrame, target: pd.DataFrame | None = None
 ) -> View:
-    """Return a view with what is wrong with its condition, for the form that it is typed in."""
+    """Return a view with the error of its condition, for the form in which it is typed."""
     if field in view.errors:
         return view
     try:
@@ -172,10 +158,15 @@ def _target_forms(attributions: Attributions, view: View) -> str:
 
 
 def _corpus(attributions: Attributions, view: View) -> str:
-    first = attributions.questions.metadata[:1]
-    view = _checked(view, "where", first.assign(self_influence=0.0, map_x=0.0, map_y=0.0))
+    view = _checked(view, "where", _first_sample(attributions))
     counts = [] if "where" in view.errors else attributions.questions.facets(view)
     return render("corpus", attributions, view, facets=counts)
+
+
+def _first_sample(attributions: Attributions) -> pd.DataFrame:
+    """Return one row with the columns that a condition on all training samples may name."""
+    first = attributions.questions.metadata[:1]
+    return first.assign(self_influence=0.0, map_x=0.0, map_y=0.0)
 
 
 def _shown(table: pd.DataFrame, view: View) -> pd.DataFrame:
@@ -198,7 +189,7 @@ def _target_table(attributions: Attributions, view: View) -> str:
     table = _shown(selected, view)
     contents = attributions.target_samples.html(table.index.tolist(), brief=True)
     return render(
-        "target_table", attributions, view, table=table, found=len(selected), contents=contents
+        "target_table", attributions, view, table=table, total=len(selected), contents=contents
     )
 
 
@@ -250,8 +241,8 @@ def _summary(table: pd.DataFrame, scores: np.ndarray, by: str) -> str:
     if n > 1 and by in table and (counts := table[by].value_counts()).iloc[0] >= n / 2:
         common = f" {counts.iloc[0]} of them have {by} {value(counts.index[0])}."
     verb = "raised" if is_raising else "lowered"
-    those = "This sample makes" if n == 1 else f"These {n} samples make"
-    return f"{those} up {share:.0f} % of all that {verb} its output.{common}"
+    subject = "This sample makes" if n == 1 else f"These {n} samples make"
+    return f"{subject} up {share:.0f} % of all that {verb} its output.{common}"
 
 
 def _words(attributions: Attributions, view: View, *, largest: bool) -> str:
@@ -280,7 +271,7 @@ def _groups(attributions: Attributions, view: View) -> str:
 def _damping(attributions: Attributions, view: View) -> str:
     """Return λ of each checkpoint, and the curve it was chosen by, if there is one."""
     questions = attributions.questions
-    chosen = questions.prepared(view).damping
+    chosen = questions.setting(view).damping
     if chosen is None:
         return render("note", text="This estimator has no gram matrix, and so no λ.")
     relative, curve = float(chosen["relative"].values), chosen
@@ -288,7 +279,7 @@ def _damping(attributions: Attributions, view: View) -> str:
         # The curve stays in sight when λ is set by hand.
         asked = damping_of(view.damping)
         relative = asked.value if isinstance(asked, MeanTrace) else np.nan
-        curve = questions.prepared(view.replace(damping="")).damping or chosen
+        curve = questions.setting(view.replace(damping="")).damping or chosen
     values = ", ".join(number(x) for x in chosen["damping"].values)
     text = f"{values}, in the squared units of the features"
     if np.isfinite(relative):
@@ -348,7 +339,7 @@ def _ranking(attributions: Attributions, view: View, *, in_order: bool = False) 
     contents = attributions.samples.html(table.index.tolist(), brief=True)
     unit = unit_of(attributions.questions.values(view, name)) if name else 0
     return render(
-        "ranking", attributions, view, table=table, found=len(ranking), contents=contents,
+        "ranking", attributions, view, table=table, total=len(ranking), contents=contents,
         unit=unit, name=name, in_order=in_order,
     )  # fmt: skip
 
@@ -364,8 +355,7 @@ def _duplicates(attributions: Attributions, view: View) -> str:
 
 def _map(attributions: Attributions, view: View) -> str:
     questions = attributions.questions
-    first = questions.metadata[:1]
-    view = _checked(view, "where", first.assign(self_influence=0.0, map_x=0.0, map_y=0.0))
+    view = _checked(view, "where", _first_sample(attributions))
     selected = view.replace(where="") if "where" in view.errors else view
     return render(
         "map", attributions, view, layers=[*layers(attributions, selected)],
@@ -399,8 +389,7 @@ def _mark_forms(attributions: Attributions, view: View) -> str:
     counts = [] if is_wrong else facets(table, ["mark", "who"], view.marks_where)
     kinds = [kind for kind in KINDS if (table["mark"] == kind).any()]
     lines = {kind: _line(attributions.marks, kind) for kind in kinds}
-    csv = base64.b64encode(as_csv(attributions.marks.table()).encode()).decode()
-    return render("mark_forms", attributions, view, facets=counts, lines=lines, csv=csv)
+    return render("mark_forms", attributions, view, facets=counts, lines=lines)
 
 
 def _line(marks: Marks, kind: str) -> str:
@@ -417,7 +406,7 @@ def _marks(attributions: Attributions, view: View) -> str:
     marked = _marked(attributions, view)
     table = _shown(marked, view)
     contents = attributions.samples.html(table["position"].tolist(), brief=True)
-    return render("marks", attributions, view, table=table, found=len(marked), contents=contents)
+    return render("marks", attributions, view, table=table, total=len(marked), contents=contents)
 
 
 def samples_of(attributions: Attributions, view: View, name: str) -> np.ndarray:
@@ -443,13 +432,6 @@ def samples_of(attributions: Attributions, view: View, name: str) -> np.ndarray:
     raise ValueError(f"There are no samples to mark in {name!r:.60}.")
 
 
-def as_csv(table: pd.DataFrame) -> str:
-    """Return a table as CSV in which spreadsheets find no formula: a ' comes before it."""
-    text = table.select_dtypes(exclude=["number", "datetimetz"])
-    safe = text.apply(lambda column: column.str.replace(r"^([=+\-@\t\r])", r"'\1", regex=True))
-    return table.assign(**safe).to_csv(index=False)
-
-
 _PAGES: dict[str, dict[str, Callable[[Attributions, View], str]]] = {
     "targets": {
         "targets": _target_forms,
@@ -470,6 +452,7 @@ _PAGES: dict[str, dict[str, Callable[[Attributions, View], str]]] = {
         "corpus": _corpus,
         "heat": _heat,
         "self_influence": _ranking,
+        "in_order": partial(_ranking, in_order=True),
         "influences": partial(_histogram, name="self_influence"),
         "duplicates": _duplicates,
     },

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,26 +12,10 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from trakdask.attribution.conditions import Condition
 from trakdask.explorer.computing import compute
-from trakdask.explorer.view import View, joined, without
-from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, TARGET_PREFIX, coords_along
-
-__all__ = [
-    "ROWS",
-    "Classifier",
-    "ConditionError",
-    "Facet",
-    "TargetTable",
-    "condition_mask",
-    "facets",
-    "few_values",
-    "mean_loss",
-    "metadata",
-    "require_position",
-    "row_of",
-    "searched",
-]
+from trakdask.explorer.conditions import condition_mask, joined, without
+from trakdask.explorer.view import View
+from trakdask.variables import CHECKPOINT, SAMPLE, coords_along
 
 ROWS = 25
 """Rows of a page of a table."""
@@ -41,7 +25,7 @@ _MOST_VALUES = 12
 """How many values of a column are listed with their counts."""
 
 _MOST_UNSURE = 256
-"""How many targets the model is asked about, those whose labels are the least likely."""
+"""How many targets the model is asked about; their labels are the least likely."""
 
 _WITH_MARGINS = re.compile(r"(Image|Text|Binary)?Classification\(|CausalLM\(.*\bposition='")
 """Tasks whose output is the margin log p / (1 − p) of one answer."""
@@ -51,10 +35,6 @@ Classifier = Callable[[np.ndarray], np.ndarray]
 
 They are NaN for targets whose samples are not at hand.
 """
-
-
-class ConditionError(ValueError):
-    """A condition cannot be evaluated; the form in which it was typed says why."""
 
 
 @dataclass(frozen=True)
@@ -156,12 +136,12 @@ class TargetTable:
         return predicted, probability
 
     def facets(self, view: View) -> list[Facet]:
-        """Return how many targets, of those that a view selects, have which metadata."""
+        """Return how many of the targets that a view selects have which metadata."""
         names = [*self.groupings, *(["predicted"] if self.label else [])]
         return facets(searched(self.whole, view.search), names, view.targets_where)
 
     def wrong_count(self, view: View) -> int:
-        """Return how many targets, of those that a view selects, are not predicted as labelled."""
+        """Return how many of the targets that a view selects are not predicted as labelled."""
         if not self.label:
             return 0
         table = searched(self.whole, view.search)
@@ -192,12 +172,7 @@ class TargetTable:
         require_position(position, len(self.whole), "target")
         return row_of(self.whole, position)
 
-    def one(self, position: int, checkpoints: np.ndarray) -> xr.Dataset:
-        """Return the features of one target at some checkpoints."""
-        require_position(position, self.features.sizes[SAMPLE], "target")
-        return self.of(checkpoints).isel({SAMPLE: [position]})
-
-    def of(self, checkpoints: np.ndarray) -> xr.Dataset:
+    def at(self, checkpoints: np.ndarray) -> xr.Dataset:
         """Return the features of all targets at some checkpoints."""
         return self.features.sel({CHECKPOINT: checkpoints})
 
@@ -230,37 +205,6 @@ def metadata(ds: xr.Dataset) -> pd.DataFrame:
     return pd.DataFrame(coords, index=pd.RangeIndex(ds.sizes[SAMPLE]))
 
 
-def condition_mask(
-    table: pd.DataFrame, condition: str, target: pd.DataFrame | None = None
-) -> np.ndarray:
-    """Return for which rows of a table a condition on its columns is true; "" is for all of them.
-
-    It may also name the columns of one target, whose names then begin with ``target_``.
-
-    Raises
-    ------
-    ConditionError
-        If it is no condition, or names other columns.
-
-    Examples
-    --------
-    >>> condition_mask(pd.DataFrame({"label": [1, 3]}), "label == 3").tolist()
-    [False, True]
-    """
-    if not condition:
-        return np.ones(len(table), bool)
-    coords: dict[Hashable, tuple[str, np.ndarray]] = {SAMPLE: (SAMPLE, table.index.to_numpy())}
-    coords |= {name: (SAMPLE, table[name].to_numpy()) for name in table}
-    if target is not None:
-        target = target.add_prefix(TARGET_PREFIX).rename(columns={TARGET_PREFIX + SAMPLE: TARGET})
-        coords |= {name: (TARGET, target[name].to_numpy()) for name in target}
-    try:
-        mask = Condition(condition)(xr.Dataset(coords=coords))
-    except ValueError as err:
-        raise ConditionError(str(err)) from err
-    return np.broadcast_to(mask.isel({TARGET: 0}, missing_dims="ignore").values, len(table))
-
-
 def searched(table: pd.DataFrame, text: str) -> pd.DataFrame:
     """Return the rows in which some column of texts contains a text, in any case.
 
@@ -286,7 +230,7 @@ def few_values(table: pd.DataFrame, most: int) -> list[str]:
 
 
 def facets(table: pd.DataFrame, names: Sequence[str], where: str) -> list[Facet]:
-    """Return how many rows have which value of some columns, of those that meet a condition.
+    """Return how many of the rows that meet a condition have which value of some columns.
 
     What the condition says about a column itself is left out for this column, so that its other
     values are there, too.
@@ -296,14 +240,14 @@ def facets(table: pd.DataFrame, names: Sequence[str], where: str) -> list[Facet]
     ConditionError
         If the condition cannot be evaluated.
     """
-    found = []
+    listed = []
     for name in names:
         counts = table[name][condition_mask(table, without(where, name))].value_counts()
         most = counts[:_MOST_VALUES]
         if most.index.dtype.kind in "biuf":  # texts stay in the order of their counts
             most = most.sort_index()
-        found.append(Facet(name, most, len(counts) - len(most)))
-    return found
+        listed.append(Facet(name, most, len(counts) - len(most)))
+    return listed
 
 
 def row_of(table: pd.DataFrame, position: int) -> pd.Series[Any]:

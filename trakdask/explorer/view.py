@@ -1,43 +1,22 @@
-"""What a page shows, as one value that a URL holds, and the conditions that its forms make."""
+"""What a page shows, as one value that a URL holds."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, get_args
 from urllib.parse import parse_qs, urlencode
-
-import pandas as pd
 
 from trakdask.attribution.conditions import Condition
 from trakdask.attribution.estimators import KINDS, Absolute, Damping, Rule
 
-__all__ = [
-    "CONDITION_FIELDS",
-    "PAGES",
-    "SIGNS",
-    "MeanTrace",
-    "View",
-    "column_condition",
-    "damping_of",
-    "has_terms",
-    "joined",
-    "toggled",
-    "with_condition",
-    "without",
-]
-
 PAGES = ("targets", "target", "sample", "corpus", "map", "new", "marks")
 _RULES = get_args(Rule)
 _TRACE = "tr(K)/n"
-_LIMITS = {"k": (1, 100)}
-"""The smallest and the largest value of a number; of others from 0 on."""
-
+_MOST_RANKED = 100
 _CHOICES = {"page": PAGES, "estimator": ("", "auto", *KINDS), "ascending": ("0", "1")}
 _CONDITIONS = ("where", "targets_where", "marks_where")
 
@@ -46,19 +25,6 @@ _COMPUTED = {
     **dict.fromkeys(("self_influence", "map_x", "map_y"), ("corpus", "map")),
 }
 """Columns that conditions on training samples may name on some pages only."""
-
-CONDITION_FIELDS = ("filter_name", "filter_sign", "filter_value", "filter_of")
-"""Inputs of a form that adds a condition to a view."""
-
-_CONDITION_HINT = 'Write it like label == 3 and source != "web".'
-
-SIGNS = {
-    "==": "is",
-    "!=": "is not",
-    "contains": "contains",
-    ">=": "is at least",
-    "<=": "is at most",
-}
 
 
 @dataclass(frozen=True)
@@ -81,8 +47,8 @@ class View:
         Positions of the target and of the training sample that are looked at.
     where
         A condition on the metadata of training samples, such as ``label == 3``. It may name
-        ``score`` on the page of a target; on that of all training samples and on the map
-        ``self_influence``, and the place on the map as ``map_x`` and ``map_y``.
+        ``score`` on the page of a target. On the page of all training samples and on the map it may
+        name ``self_influence``, and the place on the map as ``map_x`` and ``map_y``.
     targets_where
         A condition on the table of targets: their metadata, by their own names, and what the model
         says about them, as in ``predicted != label``.
@@ -178,8 +144,8 @@ class View:
     def from_query(cls, query: str) -> View:
         """Return the view of a URL; what cannot be understood is the default, with an error.
 
-        But a condition stays as it was typed, beside its error. Names that are not those of fields,
-        such as that of a token, are ignored.
+        But a condition stays as it was typed, beside its error. Names of no field, such as the name
+        of a token, are ignored.
 
         Examples
         --------
@@ -194,7 +160,7 @@ class View:
                 try:
                     fields[name] = _value_of(name, texts)
                 except ValueError as err:
-                    errors[name] = str(err)
+                    errors[name] = str(err)[:1].upper() + str(err)[1:]
                     if name in _CONDITIONS:
                         fields[name] = texts[-1]
         return cls(**fields, errors=errors)
@@ -251,16 +217,16 @@ def _value_of(name: str, texts: list[str]) -> Any:
         names = ", ".join(choice for choice in _CHOICES[name] if choice)
         raise ValueError(f"This must be one of {names}, not {text!r:.60}.")
     if name in _CONDITIONS and text:
-        _require_condition(text)
+        Condition(text)
     if name == "damping" and text:
         damping_of(text)
     match default:
         case tuple():
-            return _ticked(texts)
+            return tuple(text for text in texts if text)
         case bool():
             return text == "1"
         case int():
-            return _whole_number(text, *_LIMITS.get(name, (0, math.inf)))
+            return _whole_number(text, *((1, _MOST_RANKED) if name == "k" else (0, math.inf)))
     return text
 
 
@@ -269,141 +235,3 @@ def _whole_number(text: str, low: int, high: float) -> int:
         allowed = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
         raise ValueError(f"This must be a whole number {allowed}, not {text!r:.60}.")
     return int(text)
-
-
-def _require_condition(text: str) -> None:
-    try:
-        Condition(text)
-    except ValueError as err:
-        compared = re.sub(r"(?<![=!<>])=(?!=)", "==", text)
-        hint = _CONDITION_HINT if compared == text else f"Write == instead of =: {compared}"
-        raise ValueError(f"This is not a condition. {hint}") from err
-
-
-def _ticked(texts: list[str]) -> tuple[str, ...]:
-    names = tuple(text for text in texts if text)
-    if not names:  # the form sends an empty text beside the boxes that are ticked
-        raise ValueError("Tick at least one checkpoint. Until then, this page uses all of them.")
-    return names
-
-
-# --------------------------------------------------------------------------------- conditions
-
-
-def column_condition(table: pd.DataFrame, name: str, sign: str, text: str) -> str:
-    """Return a condition on a column, with the text as a value of its type.
-
-    Raises
-    ------
-    ValueError
-        If there is no such column, or the text is no such value.
-
-    Examples
-    --------
-    >>> column_condition(pd.DataFrame({"label": [3], "source": ["web"]}), "label", ">=", "3")
-    'label >= 3'
-    >>> column_condition(pd.DataFrame({"source": ["web"]}), "source", "contains", "we")
-    "'we' in source"
-    """
-    if name not in table or not name.isidentifier():
-        raise ValueError(f"There is no column {name!r:.60} that a condition can name.")
-    if sign == "contains":
-        return f"{text!r} in {name}"
-    try:
-        return f"{name} {sign} {_typed(text, table[name].dtype.kind)!r}"
-    except ValueError as err:
-        raise ValueError(f"The values of {name} are numbers, and {text!r:.60} is none.") from err
-
-
-def _typed(text: str, kind: str) -> bool | int | float | str:
-    """Return a text as a value of a kind of dtype."""
-    match kind:
-        case "b":
-            return text.lower() in ("true", "yes", "1")
-        case "i" | "u":
-            return int(text)
-        case "f":
-            return float(text)
-    return text
-
-
-def joined(where: str, condition: str) -> str:
-    """Return both conditions as one.
-
-    Examples
-    --------
-    >>> joined("a == 1 or b == 2", "c == 3")
-    '(a == 1 or b == 2) and c == 3'
-    """
-    return " and ".join(dict.fromkeys(_terms(where) + _terms(condition)))
-
-
-def without(where: str, name: str) -> str:
-    """Return a condition without those of its terms that are about a column.
-
-    Examples
-    --------
-    >>> without("label == 3 and (a == 1 or b == 2) and label < 5", "label")
-    '(a == 1 or b == 2)'
-    """
-    return " and ".join(term for term in _terms(where) if term.split()[0] != name)
-
-
-def has_terms(where: str, condition: str) -> bool:
-    """Return whether all terms of a condition are terms of another one.
-
-    Examples
-    --------
-    >>> has_terms('label == 3 and source == "web"', "source == 'web'")
-    True
-    """
-    return {*_terms(condition)} <= {*_terms(where)}
-
-
-def toggled(where: str, condition: str) -> str:
-    """Return a condition that says of a column what another one does, or nothing if it did.
-
-    Examples
-    --------
-    >>> toggled("label == 3 and a == 1", "label == 5")
-    'a == 1 and label == 5'
-    >>> toggled("label == 3 and a == 1", "label == 3")
-    'a == 1'
-    """
-    others = without(where, condition.split()[0])
-    return others if has_terms(where, condition) else joined(others, condition)
-
-
-@lru_cache(64)  # each link of a page asks for those of the same condition
-def _terms(where: str) -> tuple[str, ...]:
-    """Return the conditions that are joined by and; none of what is no condition."""
-    try:
-        return tuple(_joined_by_and(ast.parse(where.strip(), mode="eval").body))
-    except (SyntaxError, ValueError):
-        return ()
-
-
-def _joined_by_and(node: ast.expr) -> Iterator[str]:
-    match node:
-        case ast.BoolOp(op=ast.And(), values=values):
-            for value in values:
-                yield from _joined_by_and(value)
-        case ast.BoolOp():
-            yield f"({ast.unparse(node)})"
-        case _:
-            yield ast.unparse(node)
-
-
-def with_condition(query: str, view: View, samples: pd.DataFrame, targets: pd.DataFrame) -> View:
-    """Return a view with the condition that the form in a query adds, if there is one."""
-    texts = {name: values[-1] for name, values in parse_qs(query.removeprefix("?")).items()}
-    name, sign, text, of = (texts.get(field, "") for field in CONDITION_FIELDS)
-    if not name or sign not in SIGNS or not text:
-        return view
-    where, table = ("targets_where", targets) if of == "targets_where" else ("where", samples)
-    try:
-        condition = column_condition(table, name, sign, text)
-    except ValueError as err:
-        return view.replace(errors={**view.errors, "filter_value": str(err)})
-    changed = {where: joined(getattr(view, where), condition)}
-    return view.replace(errors=view.errors, **changed)

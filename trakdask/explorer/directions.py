@@ -1,0 +1,104 @@
+"""Where features point: a map of them, and groups that point the same way."""
+
+from __future__ import annotations
+
+import dask.array as da
+import numpy as np
+import pandas as pd
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+from scipy.spatial import cKDTree
+
+from trakdask.explorer.computing import compute
+
+_SAME = 0.9999
+"""Samples whose features have a larger cosine are called duplicates."""
+
+_OF_AXES = 1000
+"""How many samples the two directions of the map are computed from."""
+
+_MOST_SAMPLES = 2_000_000
+"""Above this, a search in the memory of one machine takes too long for a page."""
+
+_DIRECTIONS = 16
+
+
+def find_places(feature: da.Array, rows: np.ndarray) -> pd.DataFrame:
+    """Return the leading principal components of unit vectors, found from some rows, 0 to 100."""
+    (some,) = compute(feature[np.sort(rows[:_OF_AXES])])
+    unit = _unit(some.astype(np.float64))
+    unit = unit[np.isfinite(unit).all(axis=1)]
+    unit -= unit.mean(axis=0)
+    # There are fewer rows than columns, and the eigenvectors of either side have the same span.
+    weights = np.linalg.eigh(unit @ unit.T)[1][:, :-3:-1]
+    place = _components(feature, np.linalg.qr(unit.T @ weights)[0])
+    place -= np.nanmin(place, axis=0)
+    place *= 100 / np.nanmax(place)
+    return pd.DataFrame(place.round(2), columns=["map_x", "map_y"])
+
+
+def find_duplicates(feature: da.Array) -> pd.DataFrame:
+    """Return groups of samples whose features, (sample, proj_dim), have a cosine above 0.9999.
+
+    A sample is compared with its nearest neighbour in 16 random directions. Each sample of a large
+    group is therefore found through some other sample of it. Samples of the same content have the
+    same gradient, unless the model is random. Samples with the same gradient may differ where the
+    model cannot see it.
+    """
+    n, p = feature.shape
+    if n > _MOST_SAMPLES:
+        raise ValueError(
+            f"expected at most {_MOST_SAMPLES:,} samples to search for duplicates, got {n:,}; try "
+            "td.explore of a selection of them"
+        )
+    directions = np.random.default_rng(0).standard_normal((p, _DIRECTIONS))
+    pairs = _nearest(_components(feature, directions))
+    left, right = (feature[rows] for rows in pairs.T)
+    (cosines,) = compute(da.map_blocks(_cosines, left, right, drop_axis=1, dtype=np.float64))
+    return _groups(pairs[cosines > _SAME], n)
+
+
+def _components(feature: da.Array, directions: np.ndarray) -> np.ndarray:
+    """Return the components of unit vectors in some directions, (sample, direction)."""
+    chunks = feature.chunks[0], directions.shape[1:]
+    lazy = da.map_blocks(_unit, feature, directions, chunks=chunks, dtype=np.float64)
+    (components,) = compute(lazy)
+    return np.asarray(components)
+
+
+def _unit(block: np.ndarray, directions: np.ndarray | None = None) -> np.ndarray:
+    """Return vectors divided by their lengths, or the components of these in some directions."""
+    norms = np.linalg.norm(block, axis=1, keepdims=True)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        unit = block / norms
+    return np.asarray(unit if directions is None else unit @ directions)
+
+
+def _nearest(sketch: np.ndarray) -> np.ndarray:
+    """Return pairs (n, 2) of each sample and its nearest neighbour, if that is near at all."""
+    rows = np.flatnonzero(np.isfinite(sketch).all(axis=1))
+    # |a - b|² = 2 (1 - cos); in a random direction a distance varies, hence the factor of 3.
+    reach = 3 * np.sqrt(2 * (1 - _SAME) * _DIRECTIONS)
+    tree = cKDTree(sketch[rows])
+    index = tree.query(sketch[rows], k=2, distance_upper_bound=reach)[1]
+    # Where several are at the same place, a sample need not be its own first neighbour.
+    other = np.where(index[:, 0] == np.arange(len(rows)), index[:, 1], index[:, 0])
+    is_near = other < len(rows)
+    pairs = np.stack([rows[is_near], rows[other[is_near]]], axis=1)
+    return np.unique(np.sort(pairs, axis=1), axis=0)
+
+
+def _cosines(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    left, right = left.astype(np.float64), right.astype(np.float64)
+    norms = np.linalg.norm(left, axis=1) * np.linalg.norm(right, axis=1)
+    return np.asarray(np.einsum("sp,sp->s", left, right) / norms)
+
+
+def _groups(pairs: np.ndarray, n: int) -> pd.DataFrame:
+    """Return the connected samples of two or more."""
+    graph = coo_array((np.ones(len(pairs)), (pairs[:, 0], pairs[:, 1])), shape=(n, n))
+    _, label = connected_components(graph, directed=False)
+    sample = np.flatnonzero(np.bincount(label)[label] > 1)
+    group = pd.factorize(label[sample])[0]
+    table = pd.DataFrame({"group": group.astype(np.int64), "sample": sample})
+    return table.sort_values(["group", "sample"], ignore_index=True)

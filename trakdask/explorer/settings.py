@@ -1,0 +1,140 @@
+"""Settings: an estimator, its λ and checkpoints, with what makes every question cheap in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+import trakdask as td
+from trakdask import arrays
+from trakdask.arrays.solve import component_count
+from trakdask.attribution.estimators import (
+    GIVEN,
+    Estimator,
+    EstimatorLike,
+    GramEstimator,
+    named,
+)
+from trakdask.attribution.grams import stored_decomposition
+from trakdask.explorer.computing import compute, persist, released_if_failed
+from trakdask.explorer.view import MeanTrace, View, damping_of
+from trakdask.variables import (
+    CHECKPOINT,
+    DERIVED,
+    EIGENVALUES,
+    EIGENVECTORS,
+    LOSS_GRADIENT,
+    N_SAMPLES,
+    PROJ_DIM,
+    SAMPLE,
+    VARIABLES,
+    checkpoint_names,
+    lazy_features,
+)
+
+_KEPT = 4
+"""How many settings are kept in memory: one factor of p² numbers per checkpoint each."""
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """How scores are made, and features with all that is reduced from them in memory.
+
+    ``damping`` says how λ was chosen; it is None for estimators without a gram matrix.
+    """
+
+    features: xr.Dataset
+    estimator: Estimator
+    damping: xr.Dataset | None
+
+    @property
+    def checkpoints(self) -> np.ndarray:
+        """The names of the checkpoints that scores are averaged over."""
+        return np.asarray(self.features[CHECKPOINT].values)
+
+
+class Settings:
+    """Makes the settings that views ask for, and keeps the last few.
+
+    The arguments mean the same as in :func:`trakdask.score`, and hold where a view says nothing.
+    """
+
+    def __init__(self, features: xr.Dataset, estimator: EstimatorLike = "auto") -> None:
+        self.features = features
+        if not isinstance(estimator, Estimator):
+            estimator = named(features, estimator)
+        self.opened = estimator
+        self._decomposed = lru_cache(_KEPT)(self._decompose)
+        self._prepared = lru_cache(_KEPT)(self._prepare)
+
+    def of(self, view: View) -> Setting:
+        """Return the setting of a view; it is computed the first time that it is asked for."""
+        names = checkpoint_names(self.features)
+        chosen = tuple(name for name in names if name in view.checkpoints)
+        key = view.estimator, view.damping, () if len(chosen) == len(names) else chosen
+        if released_if_failed(self._prepared(*key).features):
+            self._prepared.cache_clear()
+            self._decomposed.cache_clear()
+        return self._prepared(*key)
+
+    def estimator(self, name: str) -> Estimator:
+        """Return the estimator of a view, which says ``""`` for the one of the explorer."""
+        if name in ("", self.opened.name):
+            return self.opened
+        other = named(self.features, name)
+        return self.opened if type(other) is type(self.opened) else other
+
+    def _prepare(self, name: str, damping_text: str, checkpoints: tuple[str, ...]) -> Setting:
+        estimator, features = self.estimator(name), _selected(self.features, checkpoints)
+        if not isinstance(estimator, GramEstimator):
+            return Setting(features, estimator, None)
+        if "gram" in features and features["gram"].attrs.get("gram_weights") == GIVEN:
+            features = lazy_features(features)
+        else:
+            features = self._decomposed(estimator.resolved(self.features).of_sums(), checkpoints)
+        damping: Any = getattr(self.opened, "damping", "auto")
+        if damping_text:
+            damping = damping_of(damping_text)
+        if isinstance(damping, MeanTrace):
+            damping = _of_trace(features, damping.value)
+        (chosen,) = compute(td.damping(features, estimator.with_damping(damping)))
+        return Setting(features, estimator.with_damping(chosen), chosen)
+
+    def _decompose(self, estimator: GramEstimator, checkpoints: tuple[str, ...]) -> xr.Dataset:
+        """Return the features with gram matrix and eigenvectors in memory."""
+        features = lazy_features(_selected(self.features, checkpoints))
+        if stored_decomposition(features, estimator) is None:
+            features = _with_decomposition(features, estimator)
+        wanted = {*DERIVED, "output", "out_to_loss"} - {LOSS_GRADIENT}
+        names = [name for name in features if name in wanted]
+        kept = zip(names, persist(*(features[name].data for name in names)), strict=True)
+        return features.assign({name: features[name].copy(data=data) for name, data in kept})
+
+
+def _selected(features: xr.Dataset, checkpoints: tuple[str, ...]) -> xr.Dataset:
+    return features.sel({CHECKPOINT: list(checkpoints)}) if checkpoints else features
+
+
+def _of_trace(features: xr.Dataset, value: float) -> xr.DataArray:
+    """Return λ of each checkpoint, from a number in units of tr(K)/n."""
+    gram = features["gram"]
+    mean = arrays.gram.mean_trace(gram.data, gram.attrs[N_SAMPLES], checkpoint_names(features))
+    (values,) = compute(value * mean)
+    return xr.DataArray(values, coords={CHECKPOINT: features[CHECKPOINT]}, name="damping")
+
+
+def _with_decomposition(features: xr.Dataset, estimator: GramEstimator) -> xr.Dataset:
+    features = features.drop_vars(DERIVED, errors="ignore")
+    x = features["feature"].data
+    matrix = estimator.completed(arrays.gram.gram(x, estimator.h(features)), features)
+    rank = estimator.rank(features.sizes[SAMPLE], features)
+    k = component_count(rank, features.sizes[PROJ_DIM], x.dtype)
+    values, vectors = arrays.solve.eigenvectors(matrix, checkpoint_names(features), k)
+    derived = {"gram": matrix, EIGENVALUES: values, EIGENVECTORS: vectors}
+    attrs = estimator.attrs(features)
+    variables = {name: (VARIABLES[name].dims, data, attrs) for name, data in derived.items()}
+    return features.assign(variables)
