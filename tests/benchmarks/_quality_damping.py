@@ -13,9 +13,8 @@ import torch
 import xarray as xr
 from _fits import SKETCH, a_quarter, featurized
 from _machine import made_once
-from _quality_scores import ground
 from _quality_tasks import Subject, members
-from _quality_truth import checkpoints
+from _quality_truth import checkpoints, ground
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 

@@ -24,8 +24,8 @@ from _machine import in_a_process, parser_of
 from _peer_engines import Job, measure, prepare
 from numpy.typing import NDArray
 
-# trakdask with its default projector, and with a dense one as the others have.
-ENGINES = ("trakdask", "rademacher", "traker", "dattri")
+# trakdask with its default projector, with a dense one as the others have, and with traker's API.
+ENGINES = ("trakdask", "rademacher", "drop-in", "traker", "dattri")
 MOST_BATCHES = 16
 INSTALL = "Type pip install -e '.[peers]'."
 

@@ -36,9 +36,9 @@ from _fits import (
     lds,
     print_gains,
     rows_of,
+    setting,
 )
-from _quality_large import LARGE
-from _quality_truth import checkpoints
+from _quality_wider import LARGE
 
 import trakdask as td
 
@@ -59,13 +59,6 @@ def both(samples: xr.Dataset, model: td.Model) -> Any:
 
 
 FITS = {"curvature 2048": curved_sketch, "components 512": components, "fit 512": both}
-
-
-def setting(name: str, cache: Path, n: int) -> tuple[Any, td.Model, tuple[xr.Dataset, xr.Dataset]]:
-    """Return a task, its model with n checkpoints, and its training samples and targets."""
-    subject = (ALL | LARGE)[name]
-    model = td.Model(subject.build, checkpoints(subject, cache, n), subject.task)
-    return subject, model, (subject.samples(0), subject.samples(1))
 
 
 def measure(name: str, n: int, cache: Path) -> dict[str, float]:

@@ -10,18 +10,13 @@ loses against the best of the same grid; single halves, which nobody would score
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import dask
 import dask.array as da
 import numpy as np
 import pandas as pd
-import torch
-from _fits import ALL, print_gains
-from _machine import parser_of
+from _fits import ALL, arguments_of, print_gains
 from _quality_damping import Row, curves
 from _quality_wider import UNDERFITTED
 
@@ -122,13 +117,9 @@ def print_lds(frame: pd.DataFrame, n: int) -> None:
 
 
 def main() -> None:
-    options = parser_of(__doc__ or "", cache=Path("demo-output/quality"), tasks=list(TASKS))
-    arguments = options.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    with dask.config.set(scheduler="synchronous"):
-        rows = [row for name in arguments.tasks for row in curves(TASKS[name], arguments.cache)]
-        frame = frame_of(rows)
+    arguments = arguments_of(__doc__, TASKS)
+    rows = [row for name in arguments.tasks for row in curves(TASKS[name], arguments.cache)]
+    frame = frame_of(rows)
     for n in (1, 3, 10):
         print_lds(frame, n)
     counted = frame[(frame.data == "all") | (frame.n > 1)]

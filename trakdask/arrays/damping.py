@@ -22,7 +22,7 @@ from trakdask.arrays.solve import Inverse, Spectrum
 from trakdask.arrays.weights import pooled
 from trakdask.errors import warn_once
 
-#: The default factor of the closed form of λ, which was fitted by tests/benchmarks/quality.py:
+#: The default factor of the closed form of λ (tests/benchmarks/results/2026-11-23-quality.txt):
 #: tr(K²)/tr(K) is of the size of the largest eigenvalues, and λ has to be well below these.
 CLOSED_FORM = 0.03
 #: Candidates for ρ, a quarter of a decade apart, which scores hardly notice.
