@@ -265,8 +265,8 @@ class Soft(GramEstimator):
     -----
     On seven small classification tasks with half of the samples removed, the linear datamodeling
     score of ``Soft()`` was that of :class:`Trak` at the best λ in hindsight, or above it
-    (``tests/benchmarks/results/2026-11-23-quality.txt``). Nineteen further tasks, regression and language models are on
-    the page "Quality".
+    (``tests/benchmarks/results/2026-11-23-quality.txt``). Nineteen
+    further tasks, regression and language models are on the page "Quality".
 
     References
     ----------
