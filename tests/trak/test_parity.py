@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trak._runs import MODELS, Run, built, content, relative
+from tests.trak._models import MODELS, built
+from tests.trak._runs import Run, content, relative
 from trakdask import trak as ours
 from trakdask.trak import (
     gradient_computers,
@@ -104,27 +105,24 @@ def test_run__float16_scores_and_files(tmp_path: Path, kind: str) -> None:
     require_same_files(tmp_path, 2e-2)
 
 
+ITERATIVE = {"task": "iterative_image_classification"}
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"grad_wrt": ["1.weight"], "proj_dim": 4},
         {"grad_wrt": ["3.bias", "1.bias"], "projector_seed": 5},
+        ITERATIVE,
     ],
 )
 def test_run__options(tmp_path: Path, options: dict[str, Any]) -> None:
     run = Run(options={"lambda_reg": 0.1, "use_half_precision": False, **options})
-    assert relative(*both(run, tmp_path)) < 1e-5
-
-
-def test_run__iterative(tmp_path: Path) -> None:
-    options = {"lambda_reg": 0.1, "use_half_precision": False}
-    run = Run(options={**options, "task": "iterative_image_classification"})
+    of_each = (ours.TRAKer, "new", gradient_computers), (trak.TRAKer, "old", old_gradient_computers)
+    kind = "IterativeGradientComputer" if options is ITERATIVE else "FunctionalGradientComputer"
     found, expected = (
-        run.whole(kind, tmp_path / name, gradient_computer=module.IterativeGradientComputer)
-        for kind, name, module in (
-            (ours.TRAKer, "new", gradient_computers),
-            (trak.TRAKer, "old", old_gradient_computers),
-        )
+        run.whole(traker_class, tmp_path / name, gradient_computer=getattr(module, kind))
+        for traker_class, name, module in of_each
     )
     assert relative(found, expected) < 1e-5
 
@@ -149,8 +147,9 @@ GRADIENTS = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
 
 @pytest.mark.parametrize("name", ["BasicProjector", "BasicSingleBlockProjector"])
 @pytest.mark.parametrize("proj_type", ["normal", "rademacher"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
-@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "is_kept"), [(torch.float32, False), (torch.float16, True), (torch.float64, True)]
+)
 def test_projector__same_matrix_and_product(
     name: str, proj_type: str, dtype: torch.dtype, is_kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,56 +212,3 @@ def test_signatures__same_names_order_and_defaults() -> None:
     assert {name: described(new) for name, new, _ in signatures()} == {
         name: described(old) for name, _, old in signatures()
     }
-
-
-QUICKSTART = """
-import numpy as np
-from torch.utils.data import DataLoader, TensorDataset
-from tests.trak._runs import built, checkpoints, images
-from {package} import TRAKer
-
-train, targets = (TensorDataset(*images(n, seed=n)) for n in (200, 11))
-states = checkpoints("normed", 2)
-traker = TRAKer(
-    model=built("normed"),
-    task="image_classification",
-    proj_dim=20,
-    train_set_size=len(train),
-    device="cpu",
-    use_half_precision=False,
-)
-for model_id, checkpoint in enumerate(states):
-    traker.load_checkpoint(checkpoint, model_id=model_id)
-    for batch in DataLoader(train, batch_size=64):
-        batch = [tensor.to("cpu") for tensor in batch]
-        traker.featurize(batch=batch, num_samples=batch[0].shape[0])
-traker.finalize_features()
-
-for model_id, checkpoint in enumerate(states):
-    traker.start_scoring_checkpoint(
-        exp_name="pictures", checkpoint=checkpoint, model_id=model_id, num_targets=len(targets)
-    )
-    for batch in DataLoader(targets, batch_size=8):
-        traker.score(batch=batch, num_samples=len(batch[0]))
-scores = traker.finalize_scores(exp_name="pictures")
-
-reopened = np.lib.format.open_memmap("./trak_results/scores/pictures.mmap")
-assert np.array_equal(reopened, scores)
-best = scores[:, 3].argsort()[-5:][::-1]
-assert all(scores[best[i], 3] >= scores[best[i + 1], 3] for i in range(4))
-"""
-"""As the original's documentation has it, with BatchNorm, a DataLoader and the default folder."""
-
-
-def test_quickstart__with_only_the_import_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scores = []
-    for package in ("trakdask.trak", "trak"):
-        (tmp_path / package).mkdir()
-        monkeypatch.chdir(tmp_path / package)
-        names: dict[str, Any] = {}
-        exec(QUICKSTART.format(package=package), names)
-        scores.append(np.array(names["scores"]))
-    assert np.isfinite(scores[1]).all()
-    assert relative(*scores) < 1e-4

@@ -274,19 +274,17 @@ class CLIPModelOutput(AbstractModelOutput):
             to the model's device.
 
         """
-        images, texts = [], []
-        left = size
+        pairs: list[tuple[Tensor, Tensor]] = []
         with torch.no_grad():
             for image, text in loader:
                 image = image if preprocess_fn_img is None else preprocess_fn_img(image)
                 text = text if preprocess_fn_txt is None else preprocess_fn_txt(text)
-                embeddings = model(image, text)
-                images.append(embeddings[0][:left].clone())
-                texts.append(embeddings[1][:left].clone())
-                left -= len(images[-1])
-                if left <= 0:
+                pairs.append(model(image, text)[:2])
+                if sum(len(images) for images, _ in pairs) >= size:
                     break
-        self.image_embeddings, self.text_embeddings = torch.cat(images), torch.cat(texts)
+        self.image_embeddings, self.text_embeddings = (
+            torch.cat(parts)[:size] for parts in zip(*pairs, strict=True)
+        )
         self.num_computed_embeddings = len(self.image_embeddings)
         self._digest = digest_state(dict(model.named_parameters()))
 

@@ -13,8 +13,6 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from trakdask.trak.utils import get_matrix_mult
-
 
 class AbstractScoreComputer(ABC):
     """Base class of score computers; ``TRAKer(score_computer=...)`` takes a subclass.
@@ -114,9 +112,9 @@ class BasicScoreComputer(AbstractScoreComputer):
     def get_scores(self, features: Tensor, target_grads: Tensor, accumulator: Tensor) -> None:
         """Add ``features @ target_grads.T`` to ``accumulator``."""
         self.logger.debug("scores of %d samples, %d targets", len(features), len(target_grads))
-        # In host memory, and in float32 also for float16 matrices.
-        product = get_matrix_mult(features, target_grads, torch.float32)
-        accumulator += product.detach().cpu()
+        blocks = (m.split(self.CUDA_MAX_DIM_SIZE) for m in (features, accumulator))
+        for block, into in zip(*blocks, strict=True):  # a float32 copy of all may not fit
+            into += product(block, target_grads).cpu()
 
 
 class BasicSingleBlockScoreComputer(BasicScoreComputer):
@@ -142,3 +140,10 @@ class BasicSingleBlockScoreComputer(BasicScoreComputer):
         lambda_reg: float = 0.0,
     ) -> None:
         super().__init__(dtype, device, 2**62, logging_level, lambda_reg)
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Return ``left @ right.T``; float16 on a CPU is multiplied in float32."""
+    if left.device.type == "cpu" and left.dtype.itemsize <= 2:
+        left, right = left.float(), right.float()
+    return left @ right.T

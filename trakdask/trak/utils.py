@@ -5,12 +5,14 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from trakdask.trak.projectors import NoOpProjector, chunk_sizes, flattened
+from trakdask.trak.score_computers import product
+from trakdask.trak.traker import TRAKer
+
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-_BLOCK_BYTES = 2**28
 
 
 def parameters_to_vector(parameters: Iterable[Tensor]) -> Tensor:
@@ -68,7 +70,7 @@ def vectorize(
     >>> vectorize(gradients, device="cpu").tolist()
     [[1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0]]
     """
-    flat = torch.cat([part.detach().reshape(len(part), -1) for part in g.values()], dim=1)
+    flat = flattened(g)
     if arr is None:
         return flat.to(device)
     arr[:, : flat.shape[1]] = flat
@@ -98,7 +100,7 @@ def get_matrix_mult_standard(
 
     float16 inputs on a CPU are multiplied in float32, whose sums do not overflow, at no extra cost.
     """
-    return _product(features, target_grads).to(target_dtype)
+    return product(features, target_grads).to(target_dtype)
 
 
 def get_matrix_mult_blockwise(
@@ -126,7 +128,7 @@ def get_matrix_mult_blockwise(
         targets = target_grads[first : first + bs].to(device)
         for start in range(0, len(features), bs):
             rows = features[start : start + bs].to(device)
-            result[start : start + bs, first : first + bs] = _product(rows, targets)
+            result[start : start + bs, first : first + bs] = product(rows, targets)
     return result
 
 
@@ -168,17 +170,6 @@ def get_matrix_mult(
     return get_matrix_mult_blockwise(features.cpu(), target_grads.cpu(), dtype, batch_size)
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    if left.device.type != "cpu" or left.dtype.itemsize > 2:
-        return left @ right.T
-    result = torch.empty(len(left), len(right))
-    right = right.float()
-    step = max(1, _BLOCK_BYTES // (4 * left.shape[1] or 1))
-    for start in range(0, len(left), step):  # a float32 copy of all features may not fit
-        torch.mm(left[start : start + step].float(), right.T, out=result[start : start + step])
-    return result
-
-
 def get_parameter_chunk_sizes(model: torch.nn.Module, batch_size: int) -> tuple[int, list[int]]:
     """Return how many parameters ``fast_jl`` can project at once, and chunks of that size.
 
@@ -203,19 +194,6 @@ def get_parameter_chunk_sizes(model: torch.nn.Module, batch_size: int) -> tuple[
     return chunk_sizes([parameter.numel() for parameter in model.parameters()], batch_size)
 
 
-def chunk_sizes(sizes: Sequence[int], batch_size: int) -> tuple[int, list[int]]:
-    """Return what :func:`get_parameter_chunk_sizes` returns, for parameters of these sizes."""
-    most, chunks, current = int(np.iinfo(np.uint32).max) // batch_size, [], 0
-    for size in sizes:
-        if current and current + size >= most:
-            chunks.append(current)
-            current = 0
-        whole, rest = divmod(size, most)  # a size of at least `most` finds the chunk empty
-        chunks += [most] * whole
-        current += rest
-    return most, [*chunks, current] if current else chunks
-
-
 def test_install(use_fast_jl: bool = True) -> None:  # noqa: PT028 (not a test of pytest)
     """Run a tiny attribution and print whether it worked.
 
@@ -223,7 +201,7 @@ def test_install(use_fast_jl: bool = True) -> None:  # noqa: PT028 (not a test o
     ----------
     use_fast_jl
         Whether to run it on the GPU with the ``fast_jl`` projection. Without a CUDA device the CPU
-        is tested instead, and the printed line says so; the original raises an error there, even
+        is tested instead, and a second line says so; the original raises an error there, even
         with ``use_fast_jl=False``.
 
     Examples
@@ -231,9 +209,6 @@ def test_install(use_fast_jl: bool = True) -> None:  # noqa: PT028 (not a test o
     >>> test_install(use_fast_jl=False)
     TRAK is installed correctly!
     """
-    from trakdask.trak.projectors import NoOpProjector  # both import this module
-    from trakdask.trak.traker import TRAKer
-
     on_gpu = use_fast_jl and torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
     batch = (torch.randn(20, 256, device=device), torch.randint(2, (20,), device=device))
@@ -251,9 +226,6 @@ def test_install(use_fast_jl: bool = True) -> None:  # noqa: PT028 (not a test o
         )
         traker.load_checkpoint(model.state_dict(), model_id=0)
         traker.featurize(batch, num_samples=20)
-    if on_gpu:
-        print("TRAK and fast_jl are installed correctly!")
-    elif use_fast_jl:
-        print("TRAK is installed correctly! fast_jl was not tested: there is no CUDA device.")
-    else:
-        print("TRAK is installed correctly!")
+    print(f"TRAK {'and fast_jl are' if on_gpu else 'is'} installed correctly!")
+    if use_fast_jl and not on_gpu:
+        print("fast_jl was not tested: there is no CUDA device.")
