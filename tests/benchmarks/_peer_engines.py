@@ -205,7 +205,7 @@ def run_dattri(job: Job, digits: Digits, folder: Path, watch: Stopwatch) -> NDAr
 
     model = builder(job.build)()
     margin, probability = dattri_functions(model)
-    # Both gradients are those of the margin: dattri takes the training side's from the "loss".
+    # Both are gradients of the margin: dattri takes the training side's from the "loss".
     task = AttributionTask(margin, model, [_load(path) for path in job.checkpoints])
     kind = {"proj_type": "identity"} if job.proj_dim is None else {"proj_dim": job.proj_dim}
     attributor = trak.TRAKAttributor(

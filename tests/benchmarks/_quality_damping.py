@@ -45,7 +45,7 @@ def half_checkpoints(subject: Subject, cache: Path, n: int) -> list[Path]:
 
 
 def curves(subject: Subject, cache: Path) -> list[Row]:
-    """Return a row for each kind of features and checkpoints; those of the cache are kept."""
+    """Return a row for each kind of features and checkpoints; rows in the cache are kept."""
     path = cache / "dampings" / f"{subject.name}-{subject.digest()}.json"
     made_once(path, lambda path: path.write_text(json.dumps(list(_rows(subject, cache)))))
     rows: list[Row] = json.loads(path.read_text())

@@ -203,7 +203,7 @@ class Subject:
 
         Samples that are not ``left_in`` are taken out of the batches, which stay as they are
         otherwise. As models of one seed then differ only by what was left out, their ranks need
-        fewer seeds than those of models with batches of their own.
+        fewer seeds than the ranks of models with other batches.
         """
         rows = slice(None) if mask is None else mask
         inputs, labels = (torch.from_numpy(array[rows]) for array in self.data()[0])

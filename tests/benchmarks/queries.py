@@ -6,7 +6,7 @@ Every row is a fresh process, after its imports (and the start of its cluster): 
 asks for the ten best training samples of some targets, and asks again for other targets. On
 "threads" and "cluster" (worker processes with one thread each) the features are read from the
 store; where they are "persisted", ``features.persist()`` comes first and is timed apart. λ and the
-estimator are the defaults. CPU time is that of all processes; where others use the machine, trust
+estimator are the defaults. CPU time includes all processes; where others use the machine, trust
 it rather than the clock.
 
 The bound is one thread with NumPy alone: the files of the features read by ``np.fromfile``; and

@@ -5,7 +5,7 @@
 
 The second table has two tasks of images and a language model, with baselines, EK-FAC on whole
 gradients and, for images, soft weights of power 1. Models without 1 % or 10 % differ from each
-other only by what was left out of the batches; those of halves have batches of their own.
+other only by what was left out of the batches; models of halves have other batches.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REMOVED = 0.01, 0.1
 N_SUBSETS = 60
 MAIN = "mlp", "cnn", "cnn-bn", "resnet", "transformer", "language", "noisy", "cancer"
 RESAMPLES = 300
-FIRST_SEED = 10_000_000  # others than those of the models that are attributed
+FIRST_SEED = 10_000_000  # not a seed of a model that is attributed
 
 
 def kept_samples(subject: Subject, removed: float) -> xr.DataArray:

@@ -2,10 +2,10 @@
 
     python tests/benchmarks/reproduce_removal.py
 
-The protocol is that of kronfluence's notebook ``examples/uci/tutorial.ipynb``: a perceptron with
+The protocol is from kronfluence's notebook ``examples/uci/tutorial.ipynb``: a perceptron with
 three hidden layers of 128, plain stochastic gradients, the last tenth of shuffled data as queries,
 ten queries at a time, for which the samples with the highest sum of scores are removed. Its data
-(concrete) are not among those of scikit-learn; these are diabetes. Losses are means of as many
+(concrete) are not in scikit-learn; diabetes replaces them. Losses are means of as many
 networks as ``--networks`` says, which are trained together.
 """
 

@@ -2,10 +2,10 @@
 
     python tests/benchmarks/reproduce_wine.py
 
-The protocol is that of pyDVL's notebook on the wine data: its splits, network (13-16-16-3, tanh),
+The protocol is from pyDVL's notebook on the wine data: its splits, network (13-16-16-3, tanh),
 training, number of flipped labels, and regularization (0.1 on the Hessian of the mean loss). The
 exact influences are computed here from the definition, in float64, with each of three matrices.
-trakdask's are those of ``td.Soft(power=1)`` with ``Identity`` at the same regularization.
+trakdask computes its own by ``td.Soft(power=1)`` with ``Identity`` at the same regularization.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REGULARIZATION = 0.1
 
 @dataclass(frozen=True)
 class Wine:
-    """Training samples, of which the first ten have a wrong label, and test samples."""
+    """Test samples, and training samples whose first ten have a wrong label."""
 
     x: NDArray[np.float32]
     y: NDArray[np.int64]

@@ -46,7 +46,7 @@ def test_subject__outputs_are_what_is_attributed(load: Any, name: str) -> None:
 
 
 def test_subject__digests_name_data_and_settings(load: Any) -> None:
-    """The committed truth of a task is that of its digest."""
+    """The committed truth of a task has its digest."""
     wider = load("_fits")
     subjects = {**wider.SUBJECTS, **wider.WIDER}
     assert len({subject.digest() for subject in subjects.values()}) == len(subjects)

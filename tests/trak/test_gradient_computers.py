@@ -1,4 +1,4 @@
-"""Gradient computers against a loop of ``backward()``, and against those of the TRAK package."""
+"""Gradient computers against a loop of ``backward()``, and against the TRAK package."""
 
 from __future__ import annotations
 

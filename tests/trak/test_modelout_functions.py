@@ -1,4 +1,4 @@
-"""Model outputs against their definitions, and against those of the TRAK package."""
+"""Model outputs against their definitions, and against the TRAK package."""
 
 from __future__ import annotations
 

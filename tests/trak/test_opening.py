@@ -60,7 +60,7 @@ def test_open_traker__features_are_the_stored_gradients(tmp_path: Path, half: bo
 
 
 def test_open_traker__rows_never_featurized_take_no_part(tmp_path: Path) -> None:
-    """A run that stopped: its scores are those of a run with fewer training samples."""
+    """A run that stopped has the scores of a run with fewer training samples."""
     traker = run_of(0).make(trak.TRAKer, tmp_path)
     run_of(0).featurize(traker)
     run_of(1).featurize(traker, INTERRUPTED)

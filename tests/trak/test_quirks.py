@@ -209,7 +209,7 @@ def test_29__targets_get_the_matrix_of_their_own_model_id(
     np.testing.assert_array_equal(traker.finalize_scores("test", model_ids=[0]), expected)
     traker.start_scoring_checkpoint("test", states[0], 0, M)
     traker.load_checkpoint(states[0], model_id=0)
-    traker.score(targets(), num_samples=M)  # the weights are those of id 0
+    traker.score(targets(), num_samples=M)  # id 0 has these weights
     traker.load_checkpoint(states[1], model_id=2)
     with pytest.raises(AssertionError, match="start_scoring_checkpoint"):
         traker.score(targets(), num_samples=M)

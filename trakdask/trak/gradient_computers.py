@@ -49,7 +49,7 @@ class AbstractGradientComputer(ABC):
     grad_dim
         Number of parameters to differentiate with respect to.
     dtype
-        Precision of the stored features; gradients have that of the parameters.
+        Precision of the stored features; gradients have the precision of the parameters.
     device
         Device on which gradients are computed.
     """
@@ -86,7 +86,7 @@ class AbstractGradientComputer(ABC):
 class _GradientComputer(AbstractGradientComputer):
     """What both gradient computers share."""
 
-    func_weights: Any = None  # those of the model itself
+    func_weights: Any = None  # None: the model has its own
     func_buffers: Any = None
 
     def __init__(
@@ -218,9 +218,8 @@ class FunctionalGradientComputer(_GradientComputer):
         is_pair = isinstance(self.modelout_fn, CLIPModelOutput)
         if is_pair and self._is_new_checkpoint and self.modelout_fn.is_of_other_weights(self.model):
             warn(
-                "expected embeddings that were computed with the loaded checkpoint, got those of "
-                "other weights; try traker.task.get_embeddings(...) again after each "
-                "load_checkpoint",
+                "expected embeddings by the weights of the loaded checkpoint, got embeddings by other "
+                "weights; try traker.task.get_embeddings(...) again after each load_checkpoint",
                 UserWarning,
                 stacklevel=4,
             )

@@ -167,7 +167,7 @@ class BasicProjector(AbstractProjector):
         self._kept.clear()
 
     def get_generator_states(self) -> None:
-        """Set ``seeds`` and ``generator_states``, one per block, to those of the model id."""
+        """Set ``seeds`` and ``generator_states``, one per block, for the model id."""
         self.jl_size = self.grad_dim * self.block_size
         self.seeds = self._seeds()
         self.generator_states = [
@@ -371,8 +371,8 @@ class StreamProjector(AbstractProjector):
 
     Notes
     -----
-    The result is that of :func:`trakdask.featurize` for the checkpoint id ``model_id``. It is not
-    divided by the square root of the number of parameters, because the matrix is already scaled.
+    The result equals the features of :func:`trakdask.featurize` for the checkpoint id ``model_id``.
+    It is not divided by the square root of the number of parameters, because the matrix is already scaled.
     """
 
     def __init__(
@@ -429,8 +429,8 @@ def default_projector(
         seeds = [seed] if len(chunks) == 1 else chunk_seeds(seed, len(chunks))
         try:
             parts = [
-                CudaProjector(size, proj_dim, each, kind, device, max_batch_size)
-                for size, each in zip(chunks, seeds, strict=True)
+                CudaProjector(size, proj_dim, chunk_seed, kind, device, max_batch_size)
+                for size, chunk_seed in zip(chunks, seeds, strict=True)
             ]
         except (ImportError, RuntimeError, AttributeError, ValueError) as err:
             _log.error("Could not use CudaProjector.\nReason: %s", err)

@@ -1,6 +1,6 @@
 """The folder of a run: gradients, features and scores in memory-mapped files.
 
-Files and their content are those of the original, whose readers can open them. Unlike there, a
+Files have the names and the content that the original gives them, whose readers can open them. Unlike there, a
 process that is killed at any point and started again leaves the same files as one that was never
 killed. Folders of the original itself are not continued; :func:`open_traker` reads them.
 """
@@ -189,7 +189,7 @@ class MmapSaver(AbstractSaver):
     def register_model_id(  # type: ignore[override]
         self, model_id: int, _allow_featurizing_already_registered: bool
     ) -> None:
-        """Create the files of a model id, or open those of an earlier run in the same folder.
+        """Create the files of a model id, or open the files of an earlier run.
 
         Existing rows are never discarded. (The original clears them if it was started with
         ``load_from_save_dir=False``, or with ``_allow_featurizing_already_registered=True``.)
@@ -275,7 +275,7 @@ class MmapSaver(AbstractSaver):
         exp_num_targets: int | None = -1,
         mode: str | None = "r+",
     ) -> None:
-        """Open the files of a model id, or those of one of its experiments, in ``current_store``.
+        """Open the files of a model id, or of one of its experiments, in ``current_store``.
 
         Parameters
         ----------
@@ -287,7 +287,7 @@ class MmapSaver(AbstractSaver):
             Not used; the files know their number of targets.
         mode
             ``"r+"`` to open existing files (an array is None if its file does not exist), ``"w+"``
-            to create those of the training samples.
+            to create the files of the training samples.
         """
         self.current_model_id = model_id
         folder, n, p = self.save_dir.joinpath(str(model_id)), self.train_set_size, self.proj_dim

@@ -1,6 +1,6 @@
 """From projected gradients to scores: the Gram matrix, its inverse, and the final product.
 
-The interface is that of the TRAK package, and :class:`BasicScoreComputer` returns the same numbers,
+The TRAK package defines the interface, and :class:`BasicScoreComputer` returns the same numbers,
 with two corrections: float16 gradients are summed in float32 (the original's sums overflow beyond
 65504, and it rounds λ below 6e-8 to 0), and a Gram matrix that is singular in float32 is logged.
 """
@@ -120,7 +120,7 @@ class BasicScoreComputer(AbstractScoreComputer):
 class BasicSingleBlockScoreComputer(BasicScoreComputer):
     """The plain formula in single matrix products, for small data.
 
-    The inverse is not divided by its mean absolute entry, so scores differ from those of
+    The inverse is not divided by its mean absolute entry, so scores differ from the ones of
     :class:`BasicScoreComputer` by one factor per checkpoint, as in the original. (The original's
     class cannot be instantiated, and has no λ.)
 

@@ -82,10 +82,10 @@ class TRAKer:
     lambda_reg
         λ that is added to the diagonal of the Gram matrix of the projected gradients.
     mode
-        ``"traker"``: matrices, normalisation, formula, dtypes and files are those of the original,
-        so that scores agree with it. ``"trakdask"``: features are those of
+        ``"traker"``: matrices, normalisation, formula, dtypes and files are as in the original,
+        so that scores agree with it. ``"trakdask"``: features equal the result of
         :func:`trakdask.featurize`, in float32, with ``td.Rademacher(proj_dim, projector_seed)``
-        unless ``projector`` is given, and scores are those of :func:`trakdask.score` with its
+        unless ``projector`` is given, and scores the result of :func:`trakdask.score` with its
         estimator and ``damping="closed_form"``, or ``td.Absolute(lambda_reg)`` if ``lambda_reg`` is
         not 0, unless ``score_computer`` is given. That needs the files of :class:`MmapSaver`, and
         leaves ``features.mmap`` empty. A folder has one mode.
@@ -249,7 +249,7 @@ class TRAKer:
         inds
             Positions of the batch's samples in the training set: array, tensor or list.
         num_samples
-            Number of samples in the batch, if they follow those of the previous call.
+            Number of samples in the batch, if they follow the samples of the previous call.
 
         Raises
         ------
@@ -297,7 +297,7 @@ class TRAKer:
         Parameters
         ----------
         model_ids
-            The checkpoints; by default all in ``save_dir``. Those that are finalized are skipped.
+            The checkpoints; by default all in ``save_dir``. Finalized ones are skipped.
         del_grads
             Whether to delete the projected gradients once the features are written. Not in mode
         ``"trakdask"``, whose scores are computed from them.
@@ -378,7 +378,7 @@ class TRAKer:
         """
         if self._scoring is None or self._weights_of != self._scoring[1]:
             raise AssertionError(
-                "expected the weights that start_scoring_checkpoint loads, got those of model id "
+                "expected the weights that start_scoring_checkpoint loads, got weights of model id "
                 f"{self._weights_of}; try start_scoring_checkpoint(exp_name, checkpoint, model_id, "
                 "num_targets)"
             )
@@ -404,7 +404,7 @@ class TRAKer:
             Checkpoints to average over; by default all in ``save_dir``.
         allow_skip
             Whether to leave out checkpoints that are not finalized, or have no target gradients,
-            with a warning. (The original always leaves out those that are not finalized.)
+            with a warning. (The original always leaves out checkpoints that are not finalized.)
 
         Returns
         -------
@@ -557,7 +557,7 @@ class TRAKer:
 
 
 def _rows(inds: Any, num_samples: int | None, cursor: int) -> np.ndarray:
-    """Return the rows of a batch: those given, or the next ones from the cursor on."""
+    """Return the rows of a batch: ``inds``, or the next ones from the cursor on."""
     if (inds is None) == (num_samples is None):
         raise AssertionError(
             "Exactly one of num_samples and inds should be specified; try num_samples=len(batch[0])"

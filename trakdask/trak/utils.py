@@ -38,7 +38,7 @@ def get_num_params(model: torch.nn.Module) -> int:
 
 
 def is_not_buffer(ind: int | str, params_dict: Mapping[int | str, str] | Sequence[str]) -> bool:
-    """Return whether ``params_dict[ind]`` is a name other than those of BatchNorm's buffers."""
+    """Return whether ``params_dict[ind]`` is no name of one of BatchNorm's buffers."""
     name = params_dict[ind]  # type: ignore[index]
     return not any(buffer in name for buffer in _BUFFERS)
 
@@ -146,7 +146,7 @@ def get_matrix_mult(
     features, target_grads
         Shapes (n, p) and (m, p).
     target_dtype
-        Dtype of the result; by default that of ``features``.
+        Dtype of the result; by default as ``features``.
     batch_size
         Rows of a block.
     use_blockwise
