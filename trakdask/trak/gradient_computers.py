@@ -218,8 +218,8 @@ class FunctionalGradientComputer(_GradientComputer):
         is_pair = isinstance(self.modelout_fn, CLIPModelOutput)
         if is_pair and self._is_new_checkpoint and self.modelout_fn.is_of_other_weights(self.model):
             warn(
-                "expected embeddings by the weights of the loaded checkpoint, got embeddings by other "
-                "weights; try traker.task.get_embeddings(...) again after each load_checkpoint",
+                "expected embeddings by the loaded checkpoint, got those by other weights; try "
+                "traker.task.get_embeddings(...) again after each load_checkpoint",
                 UserWarning,
                 stacklevel=4,
             )

@@ -137,27 +137,25 @@ def open_traker(
 def _features(folder: Path, ids: Sequence[int], exp_name: str = "") -> xr.Dataset:
     """Return the lazy features of training samples, or of the targets of an experiment."""
     names = [str(id) for id in ids]
-    grads = _arrays(folder, names, f"{exp_name}_{_GRADS}" if exp_name else _GRADS)
-    n, p = grads[0].shape
-    # One block for all checkpoints, so that a file is read from its beginning to its end.
+    grads = f"{exp_name}_{_GRADS}" if exp_name else _GRADS
+    n, p = open_memmap(folder / names[0] / grads, mode="r").shape
     rows = max(1, _BLOCK_BYTES // (4 * p))
 
-    def lazy(arrays: Iterable[np.memmap]) -> list[da.Array]:
-        return [da.from_array(mapped(a) or a, chunks=(rows, -1), inline_array=True) for a in arrays]
+    def lazy(file: str) -> da.Array:
+        """Return an array (rows, columns, checkpoint), whose tasks map the files where they lie."""
+        arrays = [open_memmap(folder / name / file, mode="r") for name in names]
+        columns = [
+            da.from_array(mapped(a) or a, chunks=(rows, -1), inline_array=True) for a in arrays
+        ]
+        stacked: da.Array = da.stack(columns, axis=-1)
+        return stacked
 
-    stored = {"feature": lazy(grads)}
+    data = {"feature": lazy(grads)}
     if not exp_name:
-        stored["out_to_loss"] = lazy(_arrays(folder, names, _OUT_TO_LOSS))
-        # Rows without their flag were never written.
-        is_written = [flags == 1 for flags in lazy(_arrays(folder, names, _FLAGS))]
-        stored = {
-            name: [da.where(*pair, np.nan) for pair in zip(is_written, arrays, strict=True)]
-            for name, arrays in stored.items()
-        }
-    data = {name: da.stack(arrays, axis=-1).astype(np.float32) for name, arrays in stored.items()}
-    if not exp_name:
-        data["out_to_loss"] = data["out_to_loss"][:, 0]
-    data["output"] = da.full((n, len(ids)), np.nan, np.float32, chunks=(rows, 1))
+        is_written = lazy(_FLAGS) == 1
+        data["feature"] = da.where(is_written, data["feature"], np.nan)
+        data["out_to_loss"] = da.where(is_written, lazy(_OUT_TO_LOSS), np.nan)[:, 0]
+    data["output"] = da.full((n, len(ids)), np.nan, chunks=(rows, 1))
     metadata = read_json(folder / "metadata.json")
     del metadata["train set size"]
     for key in _NOT_OF_THE_MATRIX:
@@ -173,15 +171,13 @@ def _features(folder: Path, ids: Sequence[int], exp_name: str = "") -> xr.Datase
         "formula": "feature = p^-1/2 P^T grad f",
         "trakdask_version": __version__,
         "source": f"traker-{source[:32]}",
-        "stored_dtype": {name: a.dtype.name for name, a in zip(names, grads, strict=True)},
         **({"experiment": exp_name} if exp_name else {}),
     }
-    variables = {name: (VARIABLES[name].dims, a, VARIABLES[name].attrs) for name, a in data.items()}
+    variables = {
+        name: (VARIABLES[name].dims, array.astype(np.float32), VARIABLES[name].attrs)
+        for name, array in data.items()
+    }
     return xr.Dataset(variables, {CHECKPOINT: np.array(names, object)}, as_text(attrs))
-
-
-def _arrays(folder: Path, names: Iterable[str], file: str) -> list[np.memmap]:
-    return [open_memmap(folder / name / file, mode="r") for name in names]
 
 
 def _state(folder: Path) -> str:

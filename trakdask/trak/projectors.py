@@ -372,7 +372,7 @@ class StreamProjector(AbstractProjector):
     Notes
     -----
     The result equals the features of :func:`trakdask.featurize` for the checkpoint id ``model_id``.
-    It is not divided by the square root of the number of parameters, because the matrix is already scaled.
+    It is not divided by the square root of the number of parameters, because the matrix is scaled.
     """
 
     def __init__(

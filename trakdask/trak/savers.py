@@ -1,8 +1,8 @@
 """The folder of a run: gradients, features and scores in memory-mapped files.
 
-Files have the names and the content that the original gives them, whose readers can open them. Unlike there, a
-process that is killed at any point and started again leaves the same files as one that was never
-killed. Folders of the original itself are not continued; :func:`open_traker` reads them.
+The readers of the original can open the files, because names and content are the same. Unlike
+there, a process that is killed at any point and started again leaves the same files as one that was
+never killed. Folders of the original itself are not continued; :func:`open_traker` reads them.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -214,16 +215,9 @@ def test_install(use_fast_jl: bool = True) -> None:  # noqa: PT028 (not a test o
     batch = (torch.randn(20, 256, device=device), torch.randint(2, (20,), device=device))
     model = torch.nn.Linear(256, 2, bias=False).to(device)
     with tempfile.TemporaryDirectory() as folder:
-        traker = TRAKer(
-            model=model,
-            task="image_classification",
-            train_set_size=20,
-            save_dir=folder,
-            device=device,
-            projector=None if on_gpu else NoOpProjector(device=device),
-            proj_dim=512,
-            logging_level=100,
-        )
+        options: Any = {"save_dir": folder, "device": device, "proj_dim": 512, "logging_level": 100}
+        projector = None if on_gpu else NoOpProjector()
+        traker = TRAKer(model, "image_classification", 20, projector=projector, **options)
         traker.load_checkpoint(model.state_dict(), model_id=0)
         traker.featurize(batch, num_samples=20)
     print(f"TRAK {'and fast_jl are' if on_gpu else 'is'} installed correctly!")
