@@ -138,7 +138,8 @@ def _features(folder: Path, ids: Sequence[int], exp_name: str = "") -> xr.Datase
     """Return the lazy features of training samples, or of the targets of an experiment."""
     names = [str(id) for id in ids]
     grads = f"{exp_name}_{_GRADS}" if exp_name else _GRADS
-    n, p = open_memmap(folder / names[0] / grads, mode="r").shape
+    first = open_memmap(folder / names[0] / grads, mode="r")
+    n, p = first.shape
     rows = max(1, _BLOCK_BYTES // (4 * p))
 
     def lazy(file: str) -> da.Array:
@@ -171,6 +172,7 @@ def _features(folder: Path, ids: Sequence[int], exp_name: str = "") -> xr.Datase
         "formula": "feature = p^-1/2 P^T grad f",
         "trakdask_version": __version__,
         "source": f"traker-{source[:32]}",
+        "stored_dtype": first.dtype.name,
         **({"experiment": exp_name} if exp_name else {}),
     }
     variables = {
