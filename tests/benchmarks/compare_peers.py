@@ -54,12 +54,12 @@ class Comparison:
 
     def prepare(self, build: str, n_checkpoints: int) -> Job:
         wanted = {"build": build, "n_checkpoints": n_checkpoints}
-        made = on_one_core({"prepare": wanted, "folder": str(self.folder)})
+        prepared = on_one_core({"prepare": wanted, "folder": str(self.folder)})
         return Job(
             engine="",
             build=build,
-            checkpoints=tuple(made["checkpoints"]),
-            damping=made["damping"],
+            checkpoints=tuple(prepared["checkpoints"]),
+            damping=prepared["damping"],
             proj_dim=self.options.proj_dim,
             batch_size=128,
             n_train=self.options.n_train,

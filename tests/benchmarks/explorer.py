@@ -61,11 +61,11 @@ def write(args: argparse.Namespace, folder: Path) -> None:
             random = np.random.default_rng(seed)
             coords = {"source": random.choice(["web", "book", "wiki"], n).astype(object),
                       "length": random.integers(0, 1000, n)}  # fmt: skip
-            made = queries.simulated(args, n, seed).assign_coords(
+            features = queries.simulated(args, n, seed).assign_coords(
                 {key: ("sample", values) for key, values in coords.items()}
             )
             td.save(
-                made,
+                features,
                 folder / f"{name}.zarr",
                 estimator="auto" if name == "train" else None,
                 progress=False,

@@ -85,14 +85,14 @@ def frame_of(rows: list[Row]) -> pd.DataFrame:
     rules: dict[str, Callable[[Row], float]] = {
         "before": until_4094547, "prior": prior, "now": package
     }  # fmt: skip
-    made: list[dict[str, Any]] = []
+    judged: list[dict[str, Any]] = []
     for row in rows:
         best = max(row["lds"])
         about = {name: row[name] for name in ("task", "data", "features", "n", "first")}
         about |= {"group": group_of(row["task"]), "best ρ": damping.GRID[np.argmax(row["lds"])]}
         lost = {name: best - lds(row, rule(row)) for name, rule in rules.items()}
-        made.append(about | {"ρ": package(row), "LDS": lds(row, package(row))} | lost)
-    return pd.DataFrame(made)
+        judged.append(about | {"ρ": package(row), "LDS": lds(row, package(row))} | lost)
+    return pd.DataFrame(judged)
 
 
 def print_regret(frame: pd.DataFrame, by: list[str]) -> None:

@@ -50,8 +50,8 @@ def diabetes() -> Data:
     order = np.random.default_rng(0).permutation(len(y))
     x, y = x[order], y[order, None]
     n = round(0.9 * len(y))
-    inputs, values = (StandardScaler().fit(each[:n]) for each in (x, y))
-    x, y = (f.transform(each).astype(np.float32) for f, each in ((inputs, x), (values, y)))
+    inputs, values = (StandardScaler().fit(rows[:n]) for rows in (x, y))
+    x, y = (f.transform(rows).astype(np.float32) for f, rows in ((inputs, x), (values, y)))
     return Data(x[:n], y[:n, 0], x[n:], y[n:, 0])
 
 
@@ -144,7 +144,7 @@ def helpfulness(data: Data, epochs: int) -> dict[str, xr.DataArray]:
         model = td.Model(network, [networks.state(i) for i in range(n)], task="regression")
         projector = td.SJLT(2048)
         features, targets = (
-            td.featurize(each, model, projector=projector).compute() for each in (samples, queries)
+            td.featurize(part, model, projector=projector).compute() for part in (samples, queries)
         )
         # A score is the effect on the prediction; the loss falls by y - ŷ for every unit of it.
         residual = targets.out_to_loss.mean("checkpoint").rename(sample="target")

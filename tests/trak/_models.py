@@ -65,7 +65,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 """Classifiers of images."""
 
 
-def made(
+def untrained(
     build: Callable[[], nn.Module], dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> nn.Module:
     torch.manual_seed(seed)
@@ -73,7 +73,7 @@ def made(
 
 
 def built(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
-    return made(MODELS[name], dtype, seed)
+    return untrained(MODELS[name], dtype, seed)
 
 
 def checkpoints(name: str, n: int) -> list[dict[str, Tensor]]:

@@ -34,9 +34,9 @@ class Run:
         return {i: built(self.model, seed=i).state_dict() for i in ids}
 
     def make(self, kind: Any, folder: Path, **more: Any) -> Any:
-        given = {"proj_dim": 8, "task": "image_classification", "device": "cpu", **self.options}
-        given = {"logging_level": QUIET, "train_set_size": N, **given, **more}
-        return kind(model=built(self.model), save_dir=folder, **given)
+        arguments = {"proj_dim": 8, "task": "image_classification", "device": "cpu", **self.options}
+        arguments = {"logging_level": QUIET, "train_set_size": N, **arguments, **more}
+        return kind(model=built(self.model), save_dir=folder, **arguments)
 
     def featurize(self, traker: Any, batches: Sequence[int] = range(0, N, BATCH)) -> None:
         x, y = images(N)
@@ -70,16 +70,16 @@ class Run:
 
 def content(folder: Path) -> dict[str, Any]:
     """Return arrays, JSON and other files of a folder, but not its lock, by relative path."""
-    found: dict[str, Any] = {}
+    files: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.suffix == ".mmap":
-            found[name] = np.load(path)
+            files[name] = np.load(path)
         elif path.suffix == ".json":
-            found[name] = json.loads(path.read_text())
+            files[name] = json.loads(path.read_text())
         elif path.is_file() and name != ".lock":
-            found[name] = path.read_bytes()
-    return found
+            files[name] = path.read_bytes()
+    return files
 
 
 def relative(found: Any, expected: Any) -> float:

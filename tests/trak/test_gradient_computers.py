@@ -18,10 +18,10 @@ from tests.trak._models import (
     backward_one_by_one,
     built,
     images,
-    made,
     margin_of,
     pair_batch,
     texts,
+    untrained,
 )
 from trakdask.trak import TRAKer
 from trakdask.trak.gradient_computers import FunctionalGradientComputer, IterativeGradientComputer
@@ -50,10 +50,10 @@ class OwnImageOutput(ImageClassificationModelOutput):
 
 
 def computer(kind: Any, module: nn.Module, task: Any, grad_wrt: Any = None, **kwargs: Any) -> Any:
-    own = dict(module.named_parameters())
-    dim = sum(own[name].numel() for name in (own if grad_wrt is None else grad_wrt))
-    given = {"grad_dim": dim, "dtype": torch.float16, "device": "cpu", **kwargs}
-    return kind(model=module, task=task, grad_wrt=grad_wrt, **given)
+    sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
+    dim = sum(sizes[name] for name in (sizes if grad_wrt is None else grad_wrt))
+    arguments = {"grad_dim": dim, "dtype": torch.float16, "device": "cpu", **kwargs}
+    return kind(model=module, task=task, grad_wrt=grad_wrt, **arguments)
 
 
 def assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -91,7 +91,11 @@ def test_compute_per_sample_grad__is_backward_sample_by_sample(
     caplog.set_level(logging.DEBUG, "GradientComputer")
     task: Any = ImageClassificationModelOutput()
     if model == "text":
-        module, batch, task = made(Classifier, dtype), texts(N), TextClassificationModelOutput()
+        module, batch, task = (
+            untrained(Classifier, dtype),
+            texts(N),
+            TextClassificationModelOutput(),
+        )
     else:
         module, batch = built(model, dtype), images(N, dtype=dtype)
     expected = by_backward(module, batch)
@@ -150,7 +154,7 @@ def test_init__grad_wrt_names_parameters(names: list[str], tmp_path: Path) -> No
 
 
 def test_warns__of_embeddings_of_another_checkpoint() -> None:
-    module, batch = made(Pair), pair_batch(N)
+    module, batch = untrained(Pair), pair_batch(N)
     task = CLIPModelOutput(simulated_batch_size=4)
     functional = computer(FunctionalGradientComputer, module, task)
     task.get_embeddings(module, [pair_batch(8, seed=5)], batch_size=8, embedding_dim=5)
@@ -222,7 +226,7 @@ def test_parity__functional_pairs(
     selection: str, temperature: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With as many negatives as there are embeddings, the original's draw does not matter."""
-    module = made(Pair)
+    module = untrained(Pair)
     names = SELECTIONS[selection]([name for name, _ in module.named_parameters()])
     original = pytest.importorskip("trak.modelout_functions")
     ours, theirs = (

@@ -10,7 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.trak._models import Classifier, Pair, built, images, made, margin_of, pair_batch, texts
+from tests.trak._models import (
+    Classifier,
+    Pair,
+    built,
+    images,
+    margin_of,
+    pair_batch,
+    texts,
+    untrained,
+)
 from trakdask.trak.modelout_functions import (
     TASK_TO_MODELOUT,
     CLIPModelOutput,
@@ -58,7 +67,7 @@ def p_of(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
 )
 def test_classifiers__margin_has_no_temperature_and_q_has(kind: Any, temperature: float) -> None:
     is_text = kind is TextClassificationModelOutput
-    module = made(Classifier) if is_text else built("mlp")
+    module = untrained(Classifier) if is_text else built("mlp")
     *inputs, labels = batch = texts(N) if is_text else images(N)
     logits = module(*inputs)
     task = kind(temperature)
@@ -80,7 +89,7 @@ def test_classifiers__margin_has_no_temperature_and_q_has(kind: Any, temperature
 
 
 def test_clip__is_its_definition() -> None:
-    module, (image, text) = made(Pair), pair_batch(N)
+    module, (image, text) = untrained(Pair), pair_batch(N)
     task = embedded(module, simulated_batch_size=4)
     phi, psi, scale = (tensor.detach().double() for tensor in module(image, text))
     keys = np.random.Philox(key=0).random_raw(9)
@@ -100,7 +109,7 @@ def test_clip__is_its_definition() -> None:
 
 
 def test_clip__instances_do_not_share_embeddings() -> None:
-    one, other = made(Pair), Pair().eval()
+    one, other = untrained(Pair), Pair().eval()
     first = embedded(one, simulated_batch_size=9)
     expected = first.image_embeddings
     assert expected is not None
@@ -113,20 +122,20 @@ def test_clip__instances_do_not_share_embeddings() -> None:
 
 
 def test_clip__embeddings_of_the_class_serve_instances_that_have_none() -> None:
-    module, (image, text) = made(Pair), pair_batch(N)
-    own = embedded(module, simulated_batch_size=9)
+    module, (image, text) = untrained(Pair), pair_batch(N)
+    embedding = embedded(module, simulated_batch_size=9)
     loader = [pair_batch(9, seed=5)]
     CLIPModelOutput.get_embeddings(module, loader, batch_size=9, embedding_dim=DIM)
     bare = CLIPModelOutput(simulated_batch_size=9)
     found, expected = (
-        task.get_output(module, *state(module), image[0], text[0]) for task in (bare, own)
+        task.get_output(module, *state(module), image[0], text[0]) for task in (bare, embedding)
     )
     assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(("size", "n"), [(50_000, 10), (6, 6), (4, 4)])
 def test_get_embeddings__of_batches_of_any_size(size: int, n: int) -> None:
-    module, (image, text) = made(Pair), pair_batch(10, seed=5)
+    module, (image, text) = untrained(Pair), pair_batch(10, seed=5)
     loader = zip(image.split([4, 3, 3]), text.split([4, 3, 3]), strict=True)
     phi, psi, _ = module(image, text)
     task = CLIPModelOutput()
@@ -137,7 +146,7 @@ def test_get_embeddings__of_batches_of_any_size(size: int, n: int) -> None:
 
 
 def test_clip__errors_before_and_after_get_embeddings() -> None:
-    module, (image, text) = made(Pair), pair_batch(N)
+    module, (image, text) = untrained(Pair), pair_batch(N)
     with pytest.raises(AssertionError, match="get_embeddings"):
         CLIPModelOutput().get_output(module, *state(module), image[0], text[0])
     task = embedded(module, simulated_batch_size=300)
@@ -152,7 +161,9 @@ def test_clip__errors_before_and_after_get_embeddings() -> None:
 @pytest.mark.parametrize("task", TASK_TO_MODELOUT)
 def test_attributes__are_those_of_the_original(task: str) -> None:
     original = pytest.importorskip("trak.modelout_functions")
-    ours, theirs = (vars(known[task]()) for known in (TASK_TO_MODELOUT, original.TASK_TO_MODELOUT))
+    ours, theirs = (
+        vars(outputs[task]()) for outputs in (TASK_TO_MODELOUT, original.TASK_TO_MODELOUT)
+    )
     assert set(theirs) <= set(ours)
     assert {name: ours[name] for name in set(theirs) - {"softmax"}} == {
         name: value for name, value in theirs.items() if name != "softmax"

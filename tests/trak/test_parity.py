@@ -56,8 +56,8 @@ def require_same_files(folder: Path, tolerance: float) -> None:
     found, expected = (content(folder / name) for name in ("new", "old"))
     assert sorted(found) == sorted(expected)
     found["metadata.json"].pop(EXTRA)
-    for each in (found, expected):
-        for experiment in each["experiments.json"].values():
+    for files in (found, expected):
+        for experiment in files["experiments.json"].values():
             del experiment["scores_path"]
     for name, value in expected.items():
         if isinstance(value, np.ndarray):

@@ -87,7 +87,7 @@ def test_4__blocks_beyond_100_share_no_seed_with_the_next_model_id() -> None:
     other.project(torch.zeros(1, 4), model_id=1)
     seeds.append(other.seeds)
     assert seeds[0][:100] == [1000 * block for block in range(100)]
-    assert len({seed % 2**32 for each in seeds for seed in each}) == 208
+    assert len({seed % 2**32 for of_model in seeds for seed in of_model}) == 208
 
 
 @pytest.mark.parametrize("n_chunks", [4, 8, 30])
@@ -111,11 +111,11 @@ def test_10__batch_sizes_without_a_kernel(cuda_stand_in: list[tuple[str, Any]]) 
 def test_11__columns_that_fast_jl_cannot_make_fall_back(
     cuda_stand_in: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Any] = []
-    monkeypatch.setattr(projectors, "BasicProjector", lambda *args, **_: made.append(args))
+    calls: list[Any] = []
+    monkeypatch.setattr(projectors, "BasicProjector", lambda *args, **_: calls.append(args))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     projectors.default_projector([10], 100, 0, torch.float32, torch.device("cuda"), 8)
-    assert len(made) == 1
+    assert len(calls) == 1
 
 
 def test_12__a_half_done_batch_is_completed(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import trakdask as td
-from tests.trak._models import Pair, built, checkpoints, images, made, pair_batch
+from tests.trak._models import Pair, built, checkpoints, images, pair_batch, untrained
 from tests.trak._runs import QUIET, M, N, Run, content, relative
 from trakdask.trak import TRAKer
 from trakdask.trak.projectors import NoOpProjector
@@ -62,7 +62,7 @@ def test_featurize__needs_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "error"),
+    ("arguments", "error"),
     [
         ({}, AssertionError),
         ({"inds": np.arange(3), "num_samples": 3}, AssertionError),
@@ -74,12 +74,12 @@ def test_featurize__needs_a_checkpoint(tmp_path: Path) -> None:
     ],
 )
 def test_featurize__rows_that_do_not_fit(
-    tmp_path: Path, given: dict[str, Any], error: type[Exception]
+    tmp_path: Path, arguments: dict[str, Any], error: type[Exception]
 ) -> None:
     traker = Run().make(TRAKer, tmp_path)
     traker.load_checkpoint(checkpoints("mlp", 1)[0], model_id=0)
     with pytest.raises(error):
-        traker.featurize([part[:3] for part in images(N)], **given)
+        traker.featurize([part[:3] for part in images(N)], **arguments)
     assert not np.load(tmp_path / "0/_is_featurized.mmap").any()
 
 
@@ -111,7 +111,7 @@ def test_init__a_machine_without_cuda(tmp_path: Path) -> None:
 
 def test_pairs__one_at_a_time_as_the_docs_of_the_original_do(tmp_path: Path) -> None:
     """There, Q of a single pair cannot be stored."""
-    model, n = made(Pair), 5
+    model, n = untrained(Pair), 5
     batches = [[part[i : i + 1] for part in pair_batch(n)] for i in range(n)]
     options = {"task": "clip", "train_set_size": n, "device": "cpu", "logging_level": QUIET}
     traker = TRAKer(model, save_dir=tmp_path, proj_dim=4, **options)
@@ -144,15 +144,15 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 
 @pytest.mark.slow
 def test_killed__at_every_write_operation_and_run_again(disturbed: Any) -> None:
-    _, found = disturbed
-    assert {"__setitem__", "replace", "fsync", "unlink"} == set(found["operations"])
-    assert found["failed"] == []
+    _, report = disturbed
+    assert {"__setitem__", "replace", "fsync", "unlink"} == set(report["operations"])
+    assert report["failed"] == []
 
 
 @pytest.mark.slow
 def test_jobs__on_one_folder_lose_nothing(disturbed: Any, tmp_path: Path) -> None:
-    folder, found = disturbed
-    assert found["jobs"] == [0, 0]
+    folder, report = disturbed
+    assert report["jobs"] == [0, 0]
     assert len(content(folder)["experiments.json"]) == 1 + 3 * 2
     scores = Run().make(TRAKer, folder, lambda_reg=0.1).finalize_scores("shared")
     expected = Run(n_checkpoints=2, options={"lambda_reg": 0.1}).whole(TRAKer, tmp_path)
