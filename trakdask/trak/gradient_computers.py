@@ -303,7 +303,7 @@ def selected_parameters(
     if not names or not set(names) <= set(weights):
         raise ValueError(
             f"expected names of parameters in grad_wrt, got {list(names)}; try some of "
-            f"{list(weights)}, or None for all"
+            f"{list(weights)[:5]}, or None for all"
         )
     return {name: tensor for name, tensor in weights.items() if name in names}
 

@@ -37,6 +37,8 @@ class SettingsMismatchError(StoreMismatchError, AssertionError):
 class AbstractSaver(ABC):
     """Base class of savers; ``TRAKer(saver=...)`` takes a subclass, not an instance.
 
+    As in the original, ``TRAKer`` also passes it ``train_set_size`` and ``proj_dim``.
+
     It creates the folder, compares ``metadata.json`` with the settings of this run or writes it,
     and finds existing model ids and experiments. ``current_store`` contains the arrays of the
     current model id: ``grads``, ``out_to_loss``, ``features`` and ``is_featurized``, and

@@ -17,6 +17,8 @@ from torch import Tensor
 class AbstractScoreComputer(ABC):
     """Base class of score computers; ``TRAKer(score_computer=...)`` takes a subclass.
 
+    As in the original, ``TRAKer`` also passes it ``logging_level`` and ``lambda_reg``.
+
     Parameters
     ----------
     dtype
