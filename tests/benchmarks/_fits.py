@@ -6,7 +6,7 @@ import argparse
 import json
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ import pandas as pd
 import torch
 import xarray as xr
 from _machine import made_once, parser_of
-from _quality_scores import ground
-from _quality_subjects import SUBJECTS
-from _quality_wider import HELD_OUT, WIDER
+from _quality_tasks import SUBJECTS
+from _quality_truth import checkpoints, ground
+from _quality_wider import HELD_OUT, LARGE, WIDER
 
 import trakdask as td
 
@@ -28,6 +28,13 @@ SKETCH = td.SJLT(proj_dim=2048)
 EXACT_DAMPING = 1.0
 
 Measure = Callable[[str, int, Path], dict[str, Any]]
+
+
+def setting(name: str, cache: Path, n: int) -> tuple[Any, td.Model, tuple[xr.Dataset, xr.Dataset]]:
+    """Return a task, its model with n checkpoints, and its training samples and targets."""
+    subject = (ALL | LARGE)[name]
+    model = td.Model(subject.build, checkpoints(subject, cache, n), subject.task)
+    return subject, model, (subject.samples(0), subject.samples(1))
 
 
 def a_quarter(samples: xr.Dataset) -> xr.Dataset:
@@ -56,19 +63,22 @@ def rows_of(measure: Measure, tasks: list[str], cache: Path, folder: Path) -> pd
     """Return a row for each task and number of checkpoints; those in the folder are kept."""
 
     def row(name: str, n: int) -> dict[str, Any]:
-        made = made_once(
+        file = made_once(
             folder / f"{name}-{n}.json",
             lambda path: path.write_text(json.dumps(measure(name, n, cache))),
         )
-        found = {"task": name, "checkpoints": n}
-        return found | json.loads(made.read_text())
+        return {"task": name, "checkpoints": n} | json.loads(file.read_text())
 
     return pd.DataFrame([row(name, n) for n in N_CHECKPOINTS for name in tasks])
 
 
-def arguments_of(doc: str | None) -> argparse.Namespace:
+def arguments_of(
+    doc: str | None, tasks: Iterable[str] = ALL, stages: tuple[str, ...] = ()
+) -> argparse.Namespace:
     """Return the options of the script; torch and dask use one thread from now on."""
-    parser = parser_of(doc or "", cache=Path("demo-output/quality"), tasks=list(ALL))
+    parser = parser_of(doc or "", cache=Path("demo-output/quality"), tasks=list(tasks))
+    if stages:
+        parser.add_argument("--stage", choices=stages, default=stages[0])
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dask.config.set(scheduler="synchronous")

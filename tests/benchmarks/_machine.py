@@ -88,7 +88,7 @@ def timed(call: Callable[[], object]) -> list[float]:
 
 def _cpu_seconds() -> float:
     this = psutil.Process()
-    return sum(sum(each.cpu_times()[:2]) for each in [this, *this.children(recursive=True)])
+    return sum(sum(process.cpu_times()[:2]) for process in [this, *this.children(recursive=True)])
 
 
 def _commit() -> str:
@@ -98,7 +98,7 @@ def _commit() -> str:
 
 
 def main() -> None:
-    load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
+    load = ", ".join(f"{tasks:.1f}" for tasks in os.getloadavg())
     threads = os.environ.get("OMP_NUM_THREADS", "any number of")
     print(f"$ python {' '.join(sys.argv[1:])}")
     print(

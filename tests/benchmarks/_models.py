@@ -1,4 +1,4 @@
-"""Models of the gradient benchmark: sizes between a laptop's toys and small real ones."""
+"""Models of benchmarks: sizes between a laptop's toys and small real ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trakdask import examples
-from trakdask.models.tasks import Batch, Forward, ImageClassification, Task
+from trakdask.models.tasks import Batch
 
 
 def conv(n_in: int, n_out: int, pool: bool = False) -> nn.Sequential:
@@ -59,43 +59,12 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
 
 
-class Gpt(nn.Module):
-    """Four layers of GPT-2's kind, with tied embeddings: 1.0M parameters."""
-
-    def __init__(self, n_tokens: int = 1000, width: int = 128, length: int = 128) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(n_tokens, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(Block(width, 4) for _ in range(4)))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, n_tokens, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions(positions))))
-
-
-class NextToken:
-    """The mean log-likelihood of the next tokens."""
-
-    variables = ("tokens",)
-
-    def output(self, forward: Forward, batch: Batch) -> Tensor:
-        logits = forward(batch["tokens"])[:, :-1].log_softmax(-1)
-        return logits.gather(2, batch["tokens"][:, 1:, None]).mean((1, 2))
-
-    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
-        return torch.ones_like(self.output(forward, batch))
-
-
 @dataclass(frozen=True)
 class Subject:
-    """A model, its task, and inputs for it."""
+    """A classifier, and inputs for it."""
 
     build: Callable[[], nn.Module]
-    task: Task
     inputs: Callable[[int], Batch]
-    batches: tuple[int, ...]
 
 
 def images(n_channels: int, size: int) -> Callable[[int], Batch]:
@@ -107,14 +76,7 @@ def images(n_channels: int, size: int) -> Callable[[int], Batch]:
     return make
 
 
-def token_rows(n: int) -> Batch:
-    generator = torch.Generator().manual_seed(n)
-    return Batch(tokens=torch.randint(0, 1000, (n, 128), generator=generator))
-
-
 SUBJECTS = {
-    "mlp": Subject(examples.digits_mlp, ImageClassification(), images(1, 8), (32, 128, 512, 1024)),
-    "cnn": Subject(examples.digits_cnn, ImageClassification(), images(1, 8), (32, 128, 512)),
-    "resnet": Subject(ResNet9, ImageClassification(), images(3, 32), (8, 16, 32, 64)),
-    "gpt": Subject(Gpt, NextToken(), token_rows, (4, 8, 16, 32)),
+    "cnn": Subject(examples.digits_cnn, images(1, 8)),
+    "resnet": Subject(ResNet9, images(3, 32)),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import tempfile
 import time
@@ -153,16 +154,15 @@ def _trakdask_parts(watch: Stopwatch) -> Iterator[None]:
 
 
 def run_traker(job: Job, digits: Digits, folder: Path, watch: Stopwatch) -> NDArray[np.float32]:
-    from trak import TRAKer
-    from trak.projectors import NoOpProjector
-
-    traker = TRAKer(
+    package = "trakdask.trak" if job.engine == "drop-in" else "trak"
+    projectors = importlib.import_module(f"{package}.projectors")
+    traker = importlib.import_module(package).TRAKer(
         model=builder(job.build)(),
         task="image_classification",
         train_set_size=len(digits.images),
         save_dir=folder,
         device="cpu",
-        projector=NoOpProjector(device="cpu") if job.proj_dim is None else None,
+        projector=projectors.NoOpProjector(device="cpu") if job.proj_dim is None else None,
         proj_dim=job.proj_dim or 0,
         projector_seed=job.seed,
         use_half_precision=False,
@@ -205,7 +205,7 @@ def run_dattri(job: Job, digits: Digits, folder: Path, watch: Stopwatch) -> NDAr
 
     model = builder(job.build)()
     margin, probability = dattri_functions(model)
-    # Both gradients are those of the margin: dattri takes the training side's from the "loss".
+    # Both are gradients of the margin: dattri takes the training side's from the "loss".
     task = AttributionTask(margin, model, [_load(path) for path in job.checkpoints])
     kind = {"proj_type": "identity"} if job.proj_dim is None else {"proj_dim": job.proj_dim}
     attributor = trak.TRAKAttributor(
@@ -300,6 +300,7 @@ RUN = {
     "trakdask": run_trakdask,
     "rademacher": run_trakdask,
     "traker": run_traker,
+    "drop-in": run_traker,
     "dattri": run_dattri,
 }
 

@@ -13,9 +13,8 @@ import torch
 import xarray as xr
 from _fits import SKETCH, a_quarter, featurized
 from _machine import made_once
-from _quality_scores import ground
 from _quality_tasks import Subject, members
-from _quality_truth import checkpoints
+from _quality_truth import checkpoints, ground
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
@@ -46,7 +45,7 @@ def half_checkpoints(subject: Subject, cache: Path, n: int) -> list[Path]:
 
 
 def curves(subject: Subject, cache: Path) -> list[Row]:
-    """Return a row for each kind of features and checkpoints; those of the cache are kept."""
+    """Return a row for each kind of features and checkpoints; rows in the cache are kept."""
     path = cache / "dampings" / f"{subject.name}-{subject.digest()}.json"
     made_once(path, lambda path: path.write_text(json.dumps(list(_rows(subject, cache)))))
     rows: list[Row] = json.loads(path.read_text())
@@ -75,8 +74,8 @@ def _of_features(subject: Subject, train: xr.Dataset, targets: xr.Dataset) -> It
         some = train.isel(checkpoint=together).chunk()
         g = estimator.of_scores(some).g(some).compute().mean(axis=1).astype(np.float32)
         products = sum(scoring[c][0] for c in together)
-        predicted = [drawn @ (g[:, None] * each) for each in products]
-        lds = [(unit_ranks(each) * truth).sum(axis=0).mean() for each in predicted]
+        predicted = [drawn @ (g[:, None] * product) for product in products]
+        lds = [(unit_ranks(sums) * truth).sum(axis=0).mean() for sums in predicted]
         r = chooser.g(some).compute().mean(axis=1)
         f = some.output.mean("checkpoint")
         totals = sum(_left_out(*choosing[c][1:], r) for c in together)
@@ -84,7 +83,7 @@ def _of_features(subject: Subject, train: xr.Dataset, targets: xr.Dataset) -> It
         yield {
             "n": len(together), "first": together[0], "samples": len(f),
             "lds": np.round(lds, 5).tolist(),
-            "curve": [round(float(np.corrcoef(each, f)[0, 1]), 5) for each in totals],
+            "curve": [round(float(np.corrcoef(total, f)[0, 1]), 5) for total in totals],
             "closed form": float((0.03 * len(f) * sums[:, 1] / sums[:, 0] ** 2).mean()),
         }  # fmt: skip
 
@@ -109,7 +108,7 @@ def kernels(
         values, lam = values.clip(min=0), GRID * values.mean()
         along = (vectors.T @ (root[:, None] * (x @ t.T))).astype(np.float32)
         back = (vectors / root[:, None]).astype(np.float32)
-        shrunk = [(1 / (values + each)).astype(np.float32)[:, None] for each in lam]
+        shrunk = [(1 / (values + one)).astype(np.float32)[:, None] for one in lam]
         yield np.stack([back @ (each * along) for each in shrunk]), values, vectors, root, lam
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xarray as xr
 from _machine import made_once
 from _quality_tasks import Subject, members
 from numpy.typing import NDArray
@@ -46,7 +47,7 @@ def retrain(subject: Subject, cache: Path, n_seeds: int = SEEDS) -> NDArray[np.f
 
 def _outputs(subject: Subject, subsets: range, n_seeds: int) -> NDArray[np.float32]:
     n_train = len(subject.data()[0][0])
-    # Seeds of their own: 0, 1, ... are those of the models that are attributed.
+    # Other seeds than 0, 1, ..., which the models have that are attributed.
     states = [
         subject.train(members(subset, n_train), seed=1_000_000 * (seed + 1) + subset)
         for subset in subsets
@@ -77,3 +78,11 @@ def truth(subject: Subject) -> NDArray[np.float64]:
             f"tests/benchmarks/quality.py --stage train --tasks {subject.name}."
         )
     return np.asarray(stored["outputs"], dtype=np.float64)
+
+
+def ground(subject: Subject) -> tuple[xr.DataArray, xr.DataArray]:
+    """Return which samples each model was trained on, and the outputs."""
+    outputs = xr.DataArray(truth(subject), dims=("subset", "seed", "target"))
+    n_train = len(subject.data()[0][0])
+    drawn = np.stack([members(subset, n_train) for subset in range(len(outputs))])
+    return xr.DataArray(drawn, dims=("subset", "sample")), outputs

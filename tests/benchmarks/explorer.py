@@ -7,7 +7,7 @@ what the browser and the network between need is not in it. The features are rea
 threads; files that were just written are mostly in the page cache. "first" is the first page of its
 kind, which computes what the later ones share, such as factors of the gram matrix and λ; "again" is
 the median of the same page for other targets or samples. The sections of a page appear one after
-the other. CPU time is that of all threads; where
+the other. CPU time includes all threads; where
 others use the machine, trust it rather than the clock.
 
 Features are synthetic, as in queries.py. ``--folder`` keeps the stores for another run.
@@ -61,11 +61,11 @@ def write(args: argparse.Namespace, folder: Path) -> None:
             random = np.random.default_rng(seed)
             coords = {"source": random.choice(["web", "book", "wiki"], n).astype(object),
                       "length": random.integers(0, 1000, n)}  # fmt: skip
-            made = queries.simulated(args, n, seed).assign_coords(
+            features = queries.simulated(args, n, seed).assign_coords(
                 {key: ("sample", values) for key, values in coords.items()}
             )
             td.save(
-                made,
+                features,
                 folder / f"{name}.zarr",
                 estimator="auto" if name == "train" else None,
                 progress=False,
@@ -85,7 +85,7 @@ CLICKS: Mapping[str, Callable[[int], View]] = {
 }
 
 IN_PARTS = ("target", "corpus")
-"""Clicks of which the sections are shown, too: they appear one after the other."""
+"""Clicks whose sections are shown, too: they appear one after the other."""
 
 
 def report(args: argparse.Namespace, folder: Path) -> None:

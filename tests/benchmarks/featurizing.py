@@ -4,8 +4,8 @@
 
 One micro-batch of a model in a fresh process: its per-sample gradients by hooks alone, the same
 with their projection by SJLT and by Rademacher at proj_dim 2048, and traker's ``featurize``. All
-times are CPU seconds of one thread, which other programs on the machine change less than those of
-the clock; every number is the median of all repeats of all processes.
+times are CPU seconds of one thread, which other programs on the machine change less than
+seconds of the clock; every number is the median of all repeats of all processes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def measure(model: str, engine: str) -> dict[str, list[float]]:
     inputs, net = subject.inputs(size), subject.build().eval()
     if engine == TRAKER:
         return {TRAKER: _by_traker(net, inputs, size)}
-    runs = _by_trakdask(net, subject.task, inputs, size)
+    runs = _by_trakdask(net, inputs, size)
     for run in runs.values():
         run()
     found: dict[str, list[float]] = {name: [] for name in runs}
@@ -49,9 +49,9 @@ def measure(model: str, engine: str) -> dict[str, list[float]]:
     return found
 
 
-def _by_trakdask(net, task, inputs, size: int) -> dict[str, Callable[[], object]]:  # type: ignore[no-untyped-def]
+def _by_trakdask(net, inputs, size: int) -> dict[str, Callable[[], object]]:  # type: ignore[no-untyped-def]
     from trakdask.models.gradients import hooks_gradients
-    from trakdask.models.tasks import Batch, Forward
+    from trakdask.models.tasks import Batch, Forward, ImageClassification
     from trakdask.projection import SJLT, ProjectionStream, Projector, Rademacher, RowMap
 
     parameters = {name: p.detach() for name, p in net.named_parameters()}
@@ -59,7 +59,7 @@ def _by_trakdask(net, task, inputs, size: int) -> dict[str, Callable[[], object]
     shapes = {name: p.shape for name, p in parameters.items()}
 
     def gradients_to(sink: Callable[..., None]) -> None:
-        hooks_gradients(forward, task, batch, list(shapes), sink)
+        hooks_gradients(forward, ImageClassification(), batch, list(shapes), sink)
 
     def features(projector: Projector) -> None:
         rows = RowMap.from_shapes(shapes, alignment=projector.row_alignment)

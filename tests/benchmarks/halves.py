@@ -3,25 +3,20 @@
     python tests/benchmarks/halves.py --cache demo-output/quality    # an hour
 
 On every task of the quality benchmark and on underfitted ones, with 1, 3, 5 and 10 checkpoints,
-without and with curvature, at the default size and estimator of the package. The halves are others
-than those of the truth, which are halves, too: that favours models of halves. Regret is what a λ
-loses against the best of the same grid; single halves, which nobody would score by, do not count.
+without and with curvature, at the default size and estimator of the package. The truth consists of
+models of other halves, which favours models of halves. Regret is what a λ loses against the best of
+the same grid; single halves, which nobody would score by, do not count.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import dask
 import dask.array as da
 import numpy as np
 import pandas as pd
-import torch
-from _fits import ALL, print_gains
-from _machine import parser_of
+from _fits import ALL, arguments_of, print_gains
 from _quality_damping import Row, curves
 from _quality_wider import UNDERFITTED
 
@@ -90,14 +85,14 @@ def frame_of(rows: list[Row]) -> pd.DataFrame:
     rules: dict[str, Callable[[Row], float]] = {
         "before": until_4094547, "prior": prior, "now": package
     }  # fmt: skip
-    made: list[dict[str, Any]] = []
+    judged: list[dict[str, Any]] = []
     for row in rows:
         best = max(row["lds"])
         about = {name: row[name] for name in ("task", "data", "features", "n", "first")}
         about |= {"group": group_of(row["task"]), "best ρ": damping.GRID[np.argmax(row["lds"])]}
         lost = {name: best - lds(row, rule(row)) for name, rule in rules.items()}
-        made.append(about | {"ρ": package(row), "LDS": lds(row, package(row))} | lost)
-    return pd.DataFrame(made)
+        judged.append(about | {"ρ": package(row), "LDS": lds(row, package(row))} | lost)
+    return pd.DataFrame(judged)
 
 
 def print_regret(frame: pd.DataFrame, by: list[str]) -> None:
@@ -122,13 +117,9 @@ def print_lds(frame: pd.DataFrame, n: int) -> None:
 
 
 def main() -> None:
-    options = parser_of(__doc__ or "", cache=Path("demo-output/quality"), tasks=list(TASKS))
-    arguments = options.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    with dask.config.set(scheduler="synchronous"):
-        rows = [row for name in arguments.tasks for row in curves(TASKS[name], arguments.cache)]
-        frame = frame_of(rows)
+    arguments = arguments_of(__doc__, TASKS)
+    rows = [row for name in arguments.tasks for row in curves(TASKS[name], arguments.cache)]
+    frame = frame_of(rows)
     for n in (1, 3, 10):
         print_lds(frame, n)
     counted = frame[(frame.data == "all") | (frame.n > 1)]

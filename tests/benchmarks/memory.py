@@ -1,17 +1,14 @@
-"""Peak memory of gram, score and top_k on large features, and of features beside their plan.
+"""Peak memory of gram, score and top_k on features that exceed a memory budget.
 
     python tests/benchmarks/memory.py [--samples 200000 --proj-dim 1024 --targets 200 ...]
 
 The features are written to a store first, by another process: what is measured is one process that
-opens the store, reduces the gram matrices, solves, scores and ranks, on two threads. Then, for each
-of some models, what ``td.plan(features, pilot=True)`` predicts in a fresh process, and the most
-that others held, which ran ``td.save`` on one and on two threads (pip install transformers).
+opens the store, reduces the gram matrices, solves, scores and ranks, on two threads.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -20,24 +17,10 @@ from pathlib import Path
 
 import dask
 import numpy as np
-from _machine import in_a_process, parser_of, peak_memory
+from _machine import parser_of, peak_memory
 
 import trakdask as td
 from trakdask import testing
-
-MODELS = ["perceptron", "CNN", "ResNet-50", "ViT-B/16", "GPT-2"]
-
-
-def print_planned(names: list[str]) -> None:
-    print("\nMB of a process that saves features, on 1 and on 2 threads")
-    for name in names:
-        predicted, *measured = (
-            in_a_process(__file__, "--stage", stage, "--models", name)
-            for stage in ("plan", "1", "2")
-        )
-        for n, (plan, peak) in enumerate(zip(predicted, measured, strict=True), start=1):
-            print(f"{name:10} {n}: planned {plan / 1e6:5.0f}, held {peak / 1e6:5.0f}, "
-                  f"{100 * plan / peak - 100:+.0f} %", flush=True)  # fmt: skip
 
 
 def main() -> None:
@@ -46,26 +29,19 @@ def main() -> None:
         write(args)
     elif args.stage == "measure":
         measure(args)
-    elif args.stage:
-        from _planned_models import planned_or_saved  # torch would count above
-
-        print(json.dumps(planned_or_saved(args.models[0], args.stage)))
     else:
-        run_stages(args)
-        print_planned(args.models)
+        run_stages()
 
 
 def parse_args() -> argparse.Namespace:
     sizes = {"samples": 200_000, "targets": 200, "proj_dim": 1024, "checkpoints": 2}
-    parser = parser_of(__doc__, **sizes, chunks=4096, k=10, models=MODELS)
+    parser = parser_of(__doc__, **sizes, chunks=4096, k=10)
     parser.add_argument("--folder", type=Path)
-    parser.add_argument(
-        "--stage", choices=["write", "measure", "plan", "1", "2"], help=argparse.SUPPRESS
-    )
+    parser.add_argument("--stage", choices=["write", "measure"], help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def run_stages(args: argparse.Namespace) -> None:
+def run_stages() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for stage in ("write", "measure"):
             order = [*sys.argv[1:], "--stage", stage, "--folder", folder]

@@ -1,4 +1,4 @@
-"""Time every projector on one core, beside traker's, and compare them with float64.
+"""Time every projector on one core, beside traker's.
 
     taskset -c 1 python tests/benchmarks/projection.py [--rows 100000 2300000 --budget 20]
 
@@ -18,14 +18,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from _machine import parser_of
 from torch import Tensor
 
 from trakdask.projection import (
-    ROW_BLOCK,
     SJLT,
     Kronecker,
     Mask,
@@ -184,45 +182,6 @@ def measure_grid(options: argparse.Namespace) -> list[Cell]:
     return cells
 
 
-# --- accuracy -------------------------------------------------------------------------------------
-
-
-def with_outliers(gradients: Tensor, ratio: float) -> Tensor:
-    """Raise one element of every row block to ``ratio`` times the rms of the others."""
-    changed = gradients.clone()
-    changed[:, 77::ROW_BLOCK] = ratio * torch.sign(changed[:, 77::ROW_BLOCK])
-    return changed
-
-
-def exact(projector: Rademacher, gradients: Tensor) -> Tensor:
-    """Features in float64: the product with the matrix itself."""
-    n_rows, width = gradients.shape[1], projector.proj_dim
-    sums = torch.zeros(len(gradients), width, dtype=torch.float64)
-    for first in range(0, n_rows, ROW_BLOCK):
-        block = gradients[:, first : first + ROW_BLOCK].double()
-        size = block.shape[1]
-        address = {"seed": projector.seed, "checkpoint": 0, "stream": 0}
-        sums += block @ fixed_point.signs(first, size, 0, width, **address).T
-    return sums * projector.scale(n_rows)
-
-
-def accuracy(names: list[str], n_rows: int = 100_000, proj_dim: int = 512) -> dict[str, Any]:
-    """Engine -> gradients -> relative error against float64, of dense matrices."""
-    plain = gaussian_gradients(8, n_rows)
-    inputs = {"Gaussian": plain}
-    inputs |= {f"max/rms {k}": with_outliers(plain, k) for k in (30, 100, 1000)}
-    expected = {what: exact(Rademacher(proj_dim), g) for what, g in inputs.items()}
-    found = {}
-    for name in names:
-        if name.startswith("int8") and ENGINES[name].numba:
-            run = prepare(name, n_rows, proj_dim)
-            found[name] = {
-                what: float((run(g) - expected[what]).norm() / expected[what].norm())
-                for what, g in inputs.items()
-            }
-    return found
-
-
 # --- report ---------------------------------------------------------------------------------------
 
 
@@ -241,14 +200,6 @@ def show_tables(cells: list[Cell]) -> None:
 def speed_text(cell: Cell) -> str:
     ratio = "" if cell.times_traker is None else f" ({cell.times_traker:.3g})"
     return f"{cell.samples_per_s:.4g}{ratio}"
-
-
-def show_errors(errors: dict[str, Any]) -> None:
-    print("\nrelative error against float64, B = 8, D = 100,000, p = 512")
-    columns = list(next(iter(errors.values()), {}))
-    print(f"{'':<14}" + "".join(f"{column:>16}" for column in columns))
-    for name, row in errors.items():
-        print(f"{name:<14}" + "".join(f"{row[column]:>16.2e}" for column in columns))
 
 
 # --- the run --------------------------------------------------------------------------------------
@@ -274,7 +225,6 @@ def main(argv: list[str] | None = None) -> None:
     for name in options.engines:
         print(f"{name:>14}  {'its BasicProjector' if name == PEER else ENGINES[name].what}")
         prepare(name, SMALL_ROWS, 512)(gaussian_gradients(2, SMALL_ROWS))
-    show_errors(accuracy(options.engines))
     show_tables(measure_grid(options))
 
 

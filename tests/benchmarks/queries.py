@@ -6,7 +6,7 @@ Every row is a fresh process, after its imports (and the start of its cluster): 
 asks for the ten best training samples of some targets, and asks again for other targets. On
 "threads" and "cluster" (worker processes with one thread each) the features are read from the
 store; where they are "persisted", ``features.persist()`` comes first and is timed apart. λ and the
-estimator are the defaults. CPU time is that of all processes; where others use the machine, trust
+estimator are the defaults. CPU time includes all processes; where others use the machine, trust
 it rather than the clock.
 
 The bound is one thread with NumPy alone: the files of the features read by ``np.fromfile``; and
@@ -69,9 +69,8 @@ def write(args: argparse.Namespace, folder: Path) -> None:
     if any(not (folder / f"{name}.zarr").exists() for name in sides):
         step = newton_step(lazy["train"])
         for name, features in lazy.items():
-            made = features.assign(output=followed(features, step))
             td.save(
-                made,
+                features.assign(output=followed(features, step)),
                 folder / f"{name}.zarr",
                 estimator="auto" if name == "train" else None,
                 progress=False,
@@ -79,12 +78,12 @@ def write(args: argparse.Namespace, folder: Path) -> None:
 
 
 def simulated(args: argparse.Namespace, n: int, seed: int) -> xr.Dataset:
-    made = testing.simulate_features(
+    features = testing.simulate_features(
         n, args.proj_dim, args.checkpoints, chunks=args.chunks, seed=seed
     )
     scale = xr.DataArray(np.arange(1, args.proj_dim + 1, dtype=np.float32) ** -0.5, dims="proj_dim")
     about = {"task": "ImageClassification()", "batch_norm": False}
-    return made.assign(feature=made.feature * scale).assign_attrs(about)
+    return features.assign(feature=features.feature * scale).assign_attrs(about)
 
 
 def newton_step(features: xr.Dataset) -> xr.DataArray:
@@ -189,7 +188,7 @@ def report(args: argparse.Namespace, folder: Path) -> None:
             taken = run(args, folder, where, m)
             shown = [taken.get(name) for name in COLUMNS]
             columns = [f"{s[0]:6.2f} / {s[1]:5.2f}" if s else "" for s in shown]
-            print(f"{where:20}{m:8}" + "".join(f"{each:>16}" for each in columns), flush=True)
+            print(f"{where:20}{m:8}" + "".join(f"{column:>16}" for column in columns), flush=True)
 
 
 def run(

@@ -5,32 +5,25 @@
 
 The second table has two tasks of images and a language model, with baselines, EK-FAC on whole
 gradients and, for images, soft weights of power 1. Models without 1 % or 10 % differ from each
-other only by what was left out of the batches; those of halves have batches of their own.
+other only by what was left out of the batches; models of halves have other batches.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-import warnings
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import dask
 import numpy as np
 import pandas as pd
-import torch
 import xarray as xr
-from _fits import ALL, EXACT_DAMPING, SKETCH, a_quarter, featurized
-from _machine import made_once, parser_of
-from _quality_scores import ground
-from _quality_subjects import next_word, steps
+from _fits import ALL, EXACT_DAMPING, SKETCH, a_quarter, arguments_of, featurized, setting
+from _machine import made_once
 from _quality_tasks import N_WORDS, Subject
-from _quality_truth import TRUTH, checkpoints
-from numpy.typing import NDArray
-from torch import Tensor, nn
+from _quality_truth import TRUTH, ground
 
 import trakdask as td
 
@@ -40,7 +33,7 @@ REMOVED = 0.01, 0.1
 N_SUBSETS = 60
 MAIN = "mlp", "cnn", "cnn-bn", "resnet", "transformer", "language", "noisy", "cancer"
 RESAMPLES = 300
-FIRST_SEED = 10_000_000  # others than those of the models that are attributed
+FIRST_SEED = 10_000_000  # not a seed of a model that is attributed
 
 
 def kept_samples(subject: Subject, removed: float) -> xr.DataArray:
@@ -49,37 +42,13 @@ def kept_samples(subject: Subject, removed: float) -> xr.DataArray:
     return td.evaluate.subsets(n_train, N_SUBSETS, fraction=1 - removed).compute()
 
 
-def train_without(subject: Subject, kept: NDArray[np.bool_], seed: int) -> dict[str, Tensor]:
-    """Train with the initial weights and batches of the seed, from which samples are left out.
-
-    With all samples this is ``subject.train(None, seed)``. As models of one seed differ only by
-    what was left out, their ranks need fewer seeds than those of models with batches of their own.
-    """
-    inputs, labels = (torch.from_numpy(array) for array in subject.data()[0])
-    loss_of = next_word if subject.name == "language" else cross_entropy
-
-    def loss(batch: Tensor) -> Tensor:
-        rows = batch[torch.from_numpy(kept)[batch]]
-        return loss_of(model, inputs[rows], labels[rows])
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = subject.build().train()
-        steps(model, subject, loss, inputs)
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-
-def cross_entropy(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(model(inputs), labels)
-
-
 def train(subject: Subject, removed: float, cache: Path) -> None:
     """Write outputs (subset, seed, target) of models without some samples, which are committed."""
     folder = cache / f"removed-{subject.name}-{subject.digest()}"
     masks = kept_samples(subject, removed).values
 
     def write(seed: int, path: Path) -> None:
-        states = (train_without(subject, kept, FIRST_SEED + seed) for kept in masks)
+        states = (subject.train(None, FIRST_SEED + seed, left_in=mask) for mask in masks)
         np.save(path, np.stack([subject.outputs(state) for state in states]))
         print(f"  {subject.name}, without {removed:g}: seed {seed}", file=sys.stderr, flush=True)
 
@@ -99,38 +68,38 @@ def file_of(subject: Subject, removed: float) -> Path:
 
 
 def scores_of(
-    subject: Subject, model: td.Model, projector: Any, estimator: Any = "auto"
+    model: td.Model, samples: Any, projector: Any, estimator: Any = "auto"
 ) -> xr.DataArray:
-    features = featurized(model, subject.samples(0), subject.samples(1), projector)
+    features = featurized(model, *samples, projector)
     return td.score(*features, estimator).drop_attrs().compute()
 
 
 def by_size(subject: Subject, cache: Path, n: int) -> dict[str, xr.DataArray]:
     """Return scores by n checkpoints, at the default λ."""
-    model = td.Model(subject.build, checkpoints(subject, cache, n), subject.task)
-    train = subject.samples(0)
+    _, model, samples = setting(subject.name, cache, n)
+    train = samples[0]
     curved = td.curvature(a_quarter(train), model, leading=4096).then(td.SJLT(proj_dim=4096))
     return {
-        "2,048 random": scores_of(subject, model, SKETCH),
-        "512 random": scores_of(subject, model, td.SJLT(proj_dim=512)),
-        "512 components": scores_of(subject, model, td.principal_components(train, model)),
+        "2,048 random": scores_of(model, samples, SKETCH),
+        "512 random": scores_of(model, samples, td.SJLT(proj_dim=512)),
+        "512 components": scores_of(model, samples, td.principal_components(train, model)),
         "components, curvature": scores_of(
-            subject, model, td.principal_components(train, model, projector=curved)
+            model, samples, td.principal_components(train, model, projector=curved)
         ),
     }
 
 
 def others(subject: Subject, cache: Path, n: int) -> dict[str, xr.DataArray]:
     """Return scores of baselines, EK-FAC on whole gradients, and soft weights of power 1."""
-    model = td.Model(subject.build, checkpoints(subject, cache, n), subject.task)
-    curved = td.curvature(subject.samples(0), model, damping=EXACT_DAMPING, leading=0)
+    _, model, samples = setting(subject.name, cache, n)
+    curved = td.curvature(samples[0], model, damping=EXACT_DAMPING, leading=0)
     found = {
-        "EK-FAC": scores_of(subject, model, curved.then(td.Identity()), estimator="grad_dot"),
-        "cosine": scores_of(subject, model, SKETCH, estimator="grad_cos"),
+        "EK-FAC": scores_of(model, samples, curved.then(td.Identity()), estimator="grad_dot"),
+        "cosine": scores_of(model, samples, SKETCH, estimator="grad_cos"),
     }
     if subject.name == "language":
         return found | {"BM25": bm25(subject)}
-    return found | {"power 1": scores_of(subject, model, SKETCH, td.Soft(power=1))}
+    return found | {"power 1": scores_of(model, samples, SKETCH, td.Soft(power=1))}
 
 
 def bm25(subject: Subject, k: float = 1.2) -> xr.DataArray:
@@ -193,19 +162,16 @@ def print_table(title: str, measure: Any, tasks: Iterable[str], cache: Path) -> 
 
 
 def main() -> None:
-    parser = parser_of(__doc__ or "", cache=Path("demo-output/quality"))
-    parser.add_argument("--stage", choices=("train", "score"), default="score")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    dask.config.set(scheduler="synchronous")
-    warnings.simplefilter("ignore")
+    options = arguments_of(__doc__, MAIN, stages=("score", "train"))
+    few_removed = [name for name in options.tasks if name in N_SEEDS]
     if options.stage == "train":
-        for name, removed in itertools.product(N_SEEDS, REMOVED):
+        for name, removed in itertools.product(few_removed, REMOVED):
             train(ALL[name], removed, options.cache)
         return
     print("LDS by td.score at the default λ, with intervals of 95 %")
-    print_table("10 checkpoints, random halves", with_ten, MAIN, options.cache)
-    print_table("3 checkpoints, by what is removed", without_some, N_SEEDS, options.cache)
+    print_table("10 checkpoints, random halves", with_ten, options.tasks, options.cache)
+    if few_removed:
+        print_table("3 checkpoints, by what is removed", without_some, few_removed, options.cache)
 
 
 if __name__ == "__main__":

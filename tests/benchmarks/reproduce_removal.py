@@ -2,10 +2,10 @@
 
     python tests/benchmarks/reproduce_removal.py
 
-The protocol is that of kronfluence's notebook ``examples/uci/tutorial.ipynb``: a perceptron with
+The protocol is from kronfluence's notebook ``examples/uci/tutorial.ipynb``: a perceptron with
 three hidden layers of 128, plain stochastic gradients, the last tenth of shuffled data as queries,
 ten queries at a time, for which the samples with the highest sum of scores are removed. Its data
-(concrete) are not among those of scikit-learn; these are diabetes. Losses are means of as many
+(concrete) are not in scikit-learn; diabetes replaces them. Losses are means of as many
 networks as ``--networks`` says, which are trained together.
 """
 
@@ -50,8 +50,8 @@ def diabetes() -> Data:
     order = np.random.default_rng(0).permutation(len(y))
     x, y = x[order], y[order, None]
     n = round(0.9 * len(y))
-    inputs, values = (StandardScaler().fit(each[:n]) for each in (x, y))
-    x, y = (f.transform(each).astype(np.float32) for f, each in ((inputs, x), (values, y)))
+    inputs, values = (StandardScaler().fit(rows[:n]) for rows in (x, y))
+    x, y = (f.transform(rows).astype(np.float32) for f, rows in ((inputs, x), (values, y)))
     return Data(x[:n], y[:n, 0], x[n:], y[n:, 0])
 
 
@@ -144,7 +144,7 @@ def helpfulness(data: Data, epochs: int) -> dict[str, xr.DataArray]:
         model = td.Model(network, [networks.state(i) for i in range(n)], task="regression")
         projector = td.SJLT(2048)
         features, targets = (
-            td.featurize(each, model, projector=projector).compute() for each in (samples, queries)
+            td.featurize(part, model, projector=projector).compute() for part in (samples, queries)
         )
         # A score is the effect on the prediction; the loss falls by y - ŷ for every unit of it.
         residual = targets.out_to_loss.mean("checkpoint").rename(sample="target")

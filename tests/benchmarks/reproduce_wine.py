@@ -2,10 +2,10 @@
 
     python tests/benchmarks/reproduce_wine.py
 
-The protocol is that of pyDVL's notebook on the wine data: its splits, network (13-16-16-3, tanh),
+The protocol is from pyDVL's notebook on the wine data: its splits, network (13-16-16-3, tanh),
 training, number of flipped labels, and regularization (0.1 on the Hessian of the mean loss). The
 exact influences are computed here from the definition, in float64, with each of three matrices.
-trakdask's are those of ``td.Soft(power=1)`` with ``Identity`` at the same regularization.
+trakdask computes its own by ``td.Soft(power=1)`` with ``Identity`` at the same regularization.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REGULARIZATION = 0.1
 
 @dataclass(frozen=True)
 class Wine:
-    """Training samples, of which the first ten have a wrong label, and test samples."""
+    """Test samples, and training samples whose first ten have a wrong label."""
 
     x: NDArray[np.float32]
     y: NDArray[np.int64]
@@ -54,7 +54,7 @@ def wine(seed: int) -> Wine:
     x, _, y, _ = train_test_split(x, y, train_size=0.6 / 0.7, random_state=seed)
     scaler = MinMaxScaler().fit(x)
     y = np.where(np.arange(len(y)) < FLIPPED, (y + 1) % 3, y)
-    scaled = (scaler.transform(each).astype(np.float32) for each in (x, x_test))
+    scaled = (scaler.transform(rows).astype(np.float32) for rows in (x, x_test))
     return Wine(next(scaled), y, next(scaled), y_test)
 
 
@@ -86,7 +86,7 @@ def exact_influences(net: nn.Module, data: Wine) -> dict[str, Floats]:
     """Return ∇ℓ(z)ᵀ (M + 0.1 I)⁻¹ ∇ℓ(t) of every pair, (sample, target), for each matrix M."""
     flat, logits = _flattened(net)
     x, y, x_test, y_test = (
-        torch.from_numpy(each) for each in (data.x, data.y, data.x_test, data.y_test)
+        torch.from_numpy(array) for array in (data.x, data.y, data.x_test, data.y_test)
     )
     x, x_test = x.double(), x_test.double()
 
@@ -100,12 +100,12 @@ def exact_influences(net: nn.Module, data: Wine) -> dict[str, Floats]:
     of_logits = vmap(jacrev(logits), (None, 0))(flat, x)
     p = logits(flat, x).softmax(1)
     # f = log p / (1 - p) of the own label: ∇ℓ = -(1 - p) ∇f, and d²ℓ/df² = p (1 - p).
-    own = p.gather(1, y[:, None])
-    of_f = gradients(flat, x, y) / (own - 1)
+    p_label = p.gather(1, y[:, None])
+    of_f = gradients(flat, x, y) / (p_label - 1)
     curvature = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
     n, of_classes = len(y), torch.einsum("nap,nab,nbq->pq", of_logits, curvature, of_logits)
     matrices = {
-        "Gauss-Newton of f": of_f.T @ (own * (1 - own) * of_f) / n,
+        "Gauss-Newton of f": of_f.T @ (p_label * (1 - p_label) * of_f) / n,
         "Gauss-Newton of logits": of_classes / n,
         "Hessian": jacrev(jacrev(mean_loss))(flat),
     }
@@ -148,9 +148,9 @@ def influences(net: nn.Module, data: Wine) -> tuple[xr.DataArray, xr.DataArray, 
     effect = td.score(train, test, estimator) * test.out_to_loss.mean("checkpoint").rename(
         sample="target"
     )
-    own = td.self_influence(train, estimator)
+    on_itself = td.self_influence(train, estimator)
     loss = np.logaddexp(0, -train.output.mean("checkpoint"))
-    return n * effect.compute(), n * own.compute(), loss.compute()
+    return n * effect.compute(), n * on_itself.compute(), loss.compute()
 
 
 def results(seed: int, epochs: int) -> dict[str, float]:
@@ -159,7 +159,7 @@ def results(seed: int, epochs: int) -> dict[str, float]:
     net = trained(data, seed, epochs)
     with torch.no_grad():
         right = net(torch.from_numpy(data.x_test)).argmax(1).numpy() == data.y_test
-    effect, own, loss = influences(net, data)
+    effect, on_itself, loss = influences(net, data)
     found: dict[str, float] = {"accuracy": right.mean()}
     for name, exact in exact_influences(net, data).items():
         found[f"Pearson, {name}"] = np.corrcoef(exact.ravel(), effect.values.ravel())[0, 1]
@@ -168,7 +168,7 @@ def results(seed: int, epochs: int) -> dict[str, float]:
     harm = -effect.mean("target")
     found["mean influence, flipped"] = -harm[data.is_flipped].mean()
     found["mean influence, others"] = -harm[~data.is_flipped].mean()
-    for name, values in (("mean influence", harm), ("self-influence", own), ("loss", loss)):
+    for name, values in (("mean influence", harm), ("self-influence", on_itself), ("loss", loss)):
         curve = td.evaluate.mislabelled_curve(values, data.is_flipped, [0.1, 0.2])
         auc = td.evaluate.mislabelled_auc(values, data.is_flipped)
         found[f"AUC, {name}"] = auc.auc

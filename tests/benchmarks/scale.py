@@ -115,7 +115,7 @@ def measure(n: int, name: str) -> None:
 
 
 def task_bytes(tasks: Mapping[Any, Any]) -> tuple[float, int]:
-    """Return the sum of the pickles of all tasks, and the largest of those that were pickled."""
+    """Return the sum of the pickles of all tasks, and the largest pickle."""
     kinds = defaultdict(list)
     for key in tasks:
         kinds[key[0] if isinstance(key, tuple) else key].append(key)

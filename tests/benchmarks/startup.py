@@ -126,8 +126,8 @@ class Laps:
 
     def add(self, name: str, seconds: Iterable[float]) -> None:
         """Add CPU and wall seconds to a name."""
-        known = self.spent.get(name, [0.0, 0.0])
-        self.spent[name] = [a + b for a, b in zip(known, seconds, strict=True)]
+        before = self.spent.get(name, [0.0, 0.0])
+        self.spent[name] = [a + b for a, b in zip(before, seconds, strict=True)]
 
 
 def _now() -> tuple[float, float]:
@@ -156,7 +156,7 @@ def _job_by_trakdask(net: Any, train: Any, targets: Any, folder: str) -> Laps:
     with dask.config.set(scheduler="sync"), Tasks():
         model = td.Model(examples.digits_cnn, [net.state_dict()], task="image_classification")
         samples = [td.from_arrays({"image": x, "label": y}) for x, y in (train, targets)]
-        lazy = [td.featurize(each, model) for each in samples]
+        lazy = [td.featurize(part, model) for part in samples]
         features = td.save(lazy[0], f"{folder}/train.zarr", progress=False)
         td.top_k(td.score(features, lazy[1]), k=10).compute()
     laps.end(OUTSIDE, without=list(laps.spent))
@@ -213,11 +213,11 @@ def print_small_jobs() -> None:
     has_peer = importlib.util.find_spec("trak") is not None
     runs: dict[str, list[dict[str, list[float]]]] = {"trakdask": [], "traker": []}
     for _ in range(N_JOBS):  # in turns, as other programs come and go
-        for by, each in runs.items():
+        for by, results in runs.items():
             if by == "trakdask" or has_peer:
-                each.append(in_a_process(__file__, "job", by))
+                results.append(in_a_process(__file__, "job", by))
     print(f"\n{N_TRAIN} samples, {N_TARGETS} targets, median of {N_JOBS} processes, after torch")
-    totals = {by: _print_stages(by, each) for by, each in runs.items() if each}
+    totals = {by: _print_stages(by, results) for by, results in runs.items() if results}
     if has_peer:
         print(f"traker / trakdask: {totals['traker'] / totals['trakdask']:.1f} in CPU seconds")
 
@@ -228,8 +228,8 @@ def _print_stages(by: str, runs: list[dict[str, list[float]]]) -> float:
     cpu, wall = (statistics.median(column) for column in zip(*totals, strict=True))
     print(f"{by:40} {cpu:8.2f} {wall:8.2f}")
     for stage in runs[0]:
-        each = [statistics.median(run[stage][i] for run in runs) for i in (0, 1)]
-        print(f"  {stage:38} {each[0]:8.2f} {each[1]:8.2f}")
+        medians = [statistics.median(run[stage][i] for run in runs) for i in (0, 1)]
+        print(f"  {stage:38} {medians[0]:8.2f} {medians[1]:8.2f}")
     return cpu
 
 

@@ -49,8 +49,8 @@ def measure(args: argparse.Namespace, store: Path) -> None:
     plain = timed("the same chunks by zarr alone", lambda: write_plainly(args, store.parent))
     saved = timed("save", lambda: save(features))
     for name, seconds, less in zip(("clock", "CPU"), saved, plain, strict=True):
-        each, more = seconds / args.blocks, (seconds - less) / args.blocks
-        print(f"  per block: {1e3 * each:.2f} ms by {name}, {1e3 * more:.2f} ms more than zarr "
+        block, more = seconds / args.blocks, (seconds - less) / args.blocks
+        print(f"  per block: {1e3 * block:.2f} ms by {name}, {1e3 * more:.2f} ms more than zarr "
               f"alone: {100 * more:.2f} % of a block of 1 s")  # fmt: skip
     timed("open", lambda: td.open(store))
     timed("resume (nothing to do; opens, too)", lambda: save(features))

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import trakdask as td
+from trakdask import examples
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def test_subject__outputs_are_what_is_attributed(load: Any, name: str) -> None:
 
 
 def test_subject__digests_name_data_and_settings(load: Any) -> None:
-    """The committed truth of a task is that of its digest."""
+    """The committed truth of a task has its digest."""
     wider = load("_fits")
     subjects = {**wider.SUBJECTS, **wider.WIDER}
     assert len({subject.digest() for subject in subjects.values()}) == len(subjects)
@@ -58,19 +59,12 @@ def test_subject__digests_name_data_and_settings(load: Any) -> None:
         assert stored["outputs"].shape[:2] == (removal.N_SUBSETS, removal.N_SEEDS[name])
 
 
-@pytest.mark.parametrize("name", ["mlp", "language"])
-def test_train_without__nothing_left_out_is_the_usual_training(load: Any, name: str) -> None:
-    subject, every = small(load("_fits"), name), np.ones(40, bool)
-    train, usual = load("removal").train_without, subject.train(None, 5)
-    found, other = train(subject, every, 5), train(subject, np.arange(40) != 3, 5)
+def test_train__is_that_of_examples_and_leaves_samples_out_of_batches(load: Any) -> None:
+    subject = small(load("_fits"), "mlp")
+    images, labels = subject.data()[0]
+    settings = {"epochs": 3, "batch_size": subject.batch_size, "lr": subject.lr}
+    usual = examples.train_classifier(subject.build, images, labels, seed=5, **settings)
+    found = subject.train(None, 5)
+    other = subject.train(None, 5, left_in=np.arange(40) != 3)
     assert all(torch.equal(found[key], usual[key]) for key in usual)
     assert not all(torch.equal(other[key], usual[key]) for key in usual)
-
-
-def test_compact__scores_stay(load: Any) -> None:
-    train = td.testing.simulate_features(n_samples=20, proj_dim=64)
-    targets = td.testing.simulate_features(n_samples=9, proj_dim=64, seed=1)
-    smaller = load("_quality_scores").compact(train, targets)
-    assert smaller[0].sizes["proj_dim"] == 29
-    found, wanted = td.score(*smaller), td.score(train, targets)
-    np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-5 * float(abs(wanted).max()))

@@ -16,4 +16,4 @@ def test_scripts__can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(HERE))
     for name in SCRIPTS:
         assert importlib.import_module(name).__doc__
-        del sys.modules[name]  # such names, as "store", are those of others elsewhere
+        del sys.modules[name]  # other modules have names such as "store", too

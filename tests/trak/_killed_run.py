@@ -1,4 +1,4 @@
-"""Runs that are killed at every one of their write operations, and jobs that share a folder.
+"""A run that is killed at each of its write operations, and jobs that share a folder.
 
 A script, for one process: everything is imported once, and a run that is killed is a fork. It ends
 by SIGKILL before its k-th write operation, or in the middle of it, and is run again. Prints as JSON
@@ -21,22 +21,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.trak._runs import QUIET, M, N, Run, checkpoints, images
+from tests.trak._models import checkpoints, images
+from tests.trak._runs import M, N, Run
 from trakdask.trak import TRAKer
 from trakdask.trak.gradient_computers import AbstractGradientComputer
 from trakdask.trak.projectors import NoOpProjector
 
-N_JOBS = 2
+N_JOBS, N_SAMPLES = 2, 8
 
 
 class Pixels(AbstractGradientComputer):
-    """Images in place of gradients, since this is about files, and hundreds of runs have to pass.
+    """Images in place of gradients, since this is about files, and many runs have to pass.
 
-    Written by somebody else, as it were: it knows the abstract class only.
+    Somebody else may have written it: it knows the abstract class only.
     """
 
     def __init__(
-        self, model: Any, task: Any, grad_dim: Any = None, dtype: Any = None, device: Any = "cpu"
+        self, model: Any, task: Any, grad_dim: Any, dtype: Any, device: Any, grad_wrt: Any
     ) -> None:
         super().__init__(model, task, grad_dim, dtype, device)
 
@@ -50,11 +51,11 @@ class Pixels(AbstractGradientComputer):
         return 1 / (2.0 + batch[1][:, None])
 
 
+OPTIONS = {"gradient_computer": Pixels, "projector": NoOpProjector(), "lambda_reg": 0.1}
+
+
 class Killer:
     """Counts write operations, and ends its process at one of them, or in the middle of it."""
-
-    def __init__(self) -> None:
-        self.begin()
 
     def begin(self, at: int = 0, half: bool = False) -> None:
         self.at, self.half = at, half
@@ -90,45 +91,45 @@ def write_half(original: Any, descriptor: int) -> None:
 KILLER = Killer()
 
 
-def run(folder: Path, del_grads: bool) -> int:
-    """Return how many write operations come before features are finalized."""
-    options = {"gradient_computer": Pixels, "projector": NoOpProjector(), "lambda_reg": 0.1}
-    job = Run("linear", options=options)
-    traker = job.make(TRAKer, folder)
-    job.featurize(traker)
-    n_before = len(KILLER.operations)
-    traker.finalize_features(del_grads=del_grads)
-    job.score(traker)
-    return n_before
+def run(folder: Path) -> None:
+    (state,), (x, y) = checkpoints("linear", 1), images(N_SAMPLES)
+    traker = Run("linear", options=OPTIONS).make(TRAKer, folder, train_set_size=N_SAMPLES)
+    traker.load_checkpoint(state, model_id=0)
+    for rows in (slice(0, 4), slice(4, N_SAMPLES)):
+        traker.featurize((x[rows], y[rows]), num_samples=4)
+    traker.finalize_features(del_grads=True)
+    traker.start_scoring_checkpoint("test", state, 0, num_targets=4)
+    traker.score((x[:4], y[:4]), num_samples=4)
+    traker.finalize_scores("test")
 
 
-def killed(folder: Path, at: int, half: bool, del_grads: bool) -> int:
+def killed(folder: Path, at: int, half: bool) -> int:
     """Return the signal that ends a run in a process of its own."""
     child = os.fork()
     if child == 0:
         KILLER.begin(at, half)
-        run(folder, del_grads)
+        run(folder)
         os._exit(0)
     _, status = os.waitpid(child, 0)
     return os.WTERMSIG(status)
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in files
+        for path in folder.rglob("*")
+        if path.is_file()
     }
 
 
 def job(folder: Path, model_id: int, barrier: Any) -> None:
     """Do what one job of several does on one folder."""
-    run = Run(options={"lambda_reg": 0.1, "logging_level": QUIET})
-    traker = run.make(TRAKer, folder, load_from_save_dir=model_id != 1)
+    options = {"lambda_reg": 0.1, "load_from_save_dir": model_id != 1}
+    traker = Run(options=options).make(TRAKer, folder)
     state = checkpoints("mlp", N_JOBS)[model_id]
     barrier.wait()
     traker.load_checkpoint(state, model_id=model_id)
-    traker.featurize(images(), num_samples=N)
+    traker.featurize(images(N), num_samples=N)
     traker.finalize_features(model_ids=[model_id])
     for i in range(3):
         for exp_name in ("shared", f"{model_id} {i}"):
@@ -156,26 +157,21 @@ def main(folder: Path) -> None:
     KILLER.wrap(os, "replace")
     KILLER.wrap(os, "unlink")
     KILLER.wrap(os, "fsync", write_half)
-    here, failed, n_runs = folder / "run", [], 0
-    for del_grads in (False, True):
-        KILLER.begin()
-        n_before = run(here, del_grads)
-        operations, undisturbed = list(KILLER.operations), hashes(here)
-        shutil.rmtree(here)
-        # Until features are finalized, nothing knows of del_grads.
-        first = n_before + 1 if del_grads else 1
-        for at, name in enumerate(operations[first - 1 :], first):
-            for half in (False, True) if name in ("__setitem__", "fsync") else (False,):
-                ended = killed(here, at, half, del_grads)
-                run(here, del_grads)
-                same = hashes(here) == undisturbed
-                shutil.rmtree(here)
-                n_runs += 1
-                if (ended, same) != (signal.SIGKILL, True):
-                    failed.append([del_grads, at, name, half, ended, same])
-    ended_jobs = exit_codes_of_jobs(folder / "jobs")
-    found = {"runs": n_runs, "operations": operations, "failed": failed, "jobs": ended_jobs}
-    print(json.dumps(found))
+    here, failed = folder / "run", []
+    KILLER.begin()
+    run(here)
+    operations, undisturbed = list(KILLER.operations), hashes(here)
+    shutil.rmtree(here)
+    for at, name in enumerate(operations, 1):
+        for half in (False, True) if name in ("__setitem__", "fsync") else (False,):
+            signal_number = killed(here, at, half)
+            run(here)
+            is_same = hashes(here) == undisturbed
+            shutil.rmtree(here)
+            if (signal_number, is_same) != (signal.SIGKILL, True):
+                failed.append([at, name, half, signal_number, is_same])
+    jobs = exit_codes_of_jobs(folder / "jobs")
+    print(json.dumps({"operations": operations, "failed": failed, "jobs": jobs}))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-N, CLASSES = 6, 4
+CLASSES = 3
 
 
 class Scaled(nn.Module):
@@ -53,54 +53,48 @@ class Pair(nn.Module):
         return seen, read, self.logit_scale.exp()
 
 
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(12, 7), nn.ReLU(), nn.Linear(7, CLASSES))
-
-
-def convolutional(norm: Callable[[], nn.Module]) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 6, 3, padding=1),
-        norm(),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(2),
-        nn.Conv2d(6, 4, 3, groups=2),
-        nn.Flatten(),
-        nn.Linear(4, CLASSES),
-    )
-
-
-IMAGE_MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "mlp": (mlp, (12,)),
-    "group norm": (lambda: convolutional(lambda: nn.GroupNorm(2, 6)), (3, 6, 6)),
-    "batch norm": (lambda: convolutional(lambda: nn.BatchNorm2d(6)), (3, 6, 6)),
-    "scalar and buffers": (Scaled, (12,)),
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, CLASSES)),
+    "mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 5), nn.GELU(), nn.Linear(5, CLASSES)),
+    "normed": lambda: nn.Sequential(
+        *(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten()),
+        *(nn.Linear(8, 3), nn.LayerNorm(3), nn.Linear(3, CLASSES)),
+    ),
+    "scaled": lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 12), Scaled()),
 }
+"""Classifiers of images."""
 
 
-def made(build: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> nn.Module:
-    torch.manual_seed(0)
-    module = build().to(dtype).eval()
-    for name, tensor in module.named_buffers():
-        if "running" in name:
-            tensor.uniform_(0.5, 2)
-    return module
+def untrained(
+    build: Callable[[], nn.Module], dtype: torch.dtype = torch.float32, seed: int = 0
+) -> nn.Module:
+    torch.manual_seed(seed)
+    return build().to(dtype).eval()
 
 
-def image_batch(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    rng = torch.Generator().manual_seed(1)
-    images = torch.randn(N, *shape, generator=rng).to(dtype)
-    return [images, torch.randint(CLASSES, (N,), generator=rng)]
+def built(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    return untrained(MODELS[name], dtype, seed)
 
 
-def text_batch() -> list[Tensor]:
+def checkpoints(name: str, n: int) -> list[dict[str, Tensor]]:
+    return [built(name, seed=seed).state_dict() for seed in range(n)]
+
+
+def images(n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(n, 1, 4, 4, generator=rng), torch.randint(CLASSES, (n,), generator=rng)
+    return [x.to(dtype), y]
+
+
+def texts(n: int) -> list[Tensor]:
     rng = torch.Generator().manual_seed(2)
-    ids, kinds = (torch.randint(high, (N, 7), generator=rng) for high in (20, 2))
-    lengths = torch.randint(1, 8, (N,), generator=rng)
+    ids, kinds = (torch.randint(high, (n, 7), generator=rng) for high in (20, 2))
+    lengths = torch.randint(1, 8, (n,), generator=rng)
     mask = (torch.arange(7) < lengths[:, None]).long()
-    return [ids * mask, kinds, mask, torch.randint(CLASSES, (N,), generator=rng)]
+    return [ids * mask, kinds, mask, torch.randint(CLASSES, (n,), generator=rng)]
 
 
-def pair_batch(n: int = N, seed: int = 3) -> list[Tensor]:
+def pair_batch(n: int, seed: int = 3) -> list[Tensor]:
     rng = torch.Generator().manual_seed(seed)
     return [torch.randn(n, 12, generator=rng), torch.randint(20, (n, 5), generator=rng)]
 

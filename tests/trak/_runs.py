@@ -11,45 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tests.trak._models import Scaled
+from tests.trak._models import built, images
 
 QUIET = 100
 N, M, BATCH = 48, 6, 16
-
-
-def normed() -> nn.Module:
-    return nn.Sequential(
-        *(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten()),
-        *(nn.Linear(8, 3), nn.LayerNorm(3), nn.Linear(3, 3)),
-    )
-
-
-MODELS = {
-    "linear": lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 3)),
-    "mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 5), nn.GELU(), nn.Linear(5, 3)),
-    "normed": normed,
-    "scaled": lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 12), Scaled()),
-}
-
-
-def built(name: str, seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return MODELS[name]().eval()
-
-
-def checkpoints(name: str, n: int) -> list[dict[str, Tensor]]:
-    return [built(name, seed).state_dict() for seed in range(n)]
-
-
-def images(n: int = N, seed: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return (
-        torch.randn(n, 1, 4, 4, generator=generator),
-        torch.randint(3, (n,), generator=generator),
-    )
 
 
 @dataclass(frozen=True)
@@ -64,34 +31,31 @@ class Run:
 
     def states(self) -> dict[int, dict[str, Tensor]]:
         ids = range(self.n_checkpoints) if self.ids is None else self.ids
-        return {i: built(self.model, i).state_dict() for i in ids}
+        return {i: built(self.model, seed=i).state_dict() for i in ids}
 
     def make(self, kind: Any, folder: Path, **more: Any) -> Any:
-        given = {"proj_dim": 8, "task": "image_classification", "device": "cpu", **self.options}
-        given = {"logging_level": QUIET, "train_set_size": N, **given, **more}
-        return kind(model=built(self.model), save_dir=folder, **given)
+        arguments = {"proj_dim": 8, "task": "image_classification", "device": "cpu", **self.options}
+        arguments = {"logging_level": QUIET, "train_set_size": N, **arguments, **more}
+        return kind(model=built(self.model), save_dir=folder, **arguments)
 
     def featurize(self, traker: Any, batches: Sequence[int] = range(0, N, BATCH)) -> None:
-        x, y = images()
+        x, y = images(N)
         order = np.random.default_rng(0).permutation(N)
         for model_id, state in self.states().items():
             traker.load_checkpoint(state, model_id=model_id)
             for start in batches:
-                rows = order[start : start + BATCH] if self.by_inds else slice(start, start + BATCH)
-                batch = [x[rows], y[rows]]
-                if self.by_inds:
-                    traker.featurize(batch, inds=rows)
-                else:
-                    traker.featurize(batch, num_samples=len(batch[0]))
+                rows = np.arange(start, start + BATCH)
+                rows = order[rows] if self.by_inds else rows
+                options = {"inds": rows} if self.by_inds else {"num_samples": BATCH}
+                traker.featurize([x[rows], y[rows]], **options)
 
     def score(self, traker: Any, exp_name: str = "test") -> np.ndarray:
         x, y = images(M, seed=1)
         for model_id, state in self.states().items():
             traker.start_scoring_checkpoint(exp_name, state, model_id, num_targets=M)
-            for start in range(0, M, 4):
-                rows = np.arange(start, min(start + 4, M))
-                given = {"inds": rows} if self.by_inds else {"num_samples": len(rows)}
-                traker.score([x[rows], y[rows]], **given)
+            for rows in np.split(np.arange(M), [4]):
+                options = {"inds": rows} if self.by_inds else {"num_samples": len(rows)}
+                traker.score([x[rows], y[rows]], **options)
         return traker.finalize_scores(exp_name)
 
     def whole(self, kind: Any, folder: Path, **more: Any) -> np.ndarray:
@@ -106,16 +70,16 @@ class Run:
 
 def content(folder: Path) -> dict[str, Any]:
     """Return arrays, JSON and other files of a folder, but not its lock, by relative path."""
-    found: dict[str, Any] = {}
+    files: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.suffix == ".mmap":
-            found[name] = np.load(path)
+            files[name] = np.load(path)
         elif path.suffix == ".json":
-            found[name] = json.loads(path.read_text())
+            files[name] = json.loads(path.read_text())
         elif path.is_file() and name != ".lock":
-            found[name] = path.read_bytes()
-    return found
+            files[name] = path.read_bytes()
+    return files
 
 
 def relative(found: Any, expected: Any) -> float:

@@ -5,7 +5,9 @@ The oracle is the package ``traker`` 0.3.2 itself.
 
 from __future__ import annotations
 
+import importlib
 import inspect
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +15,18 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trak._runs import MODELS, Run, built, content, relative
+from tests.trak._models import MODELS, built
+from tests.trak._runs import Run, content, relative
 from trakdask import trak as ours
-from trakdask.trak import (
-    gradient_computers,
-    modelout_functions,
-    projectors,
-    savers,
-    score_computers,
-    traker,
-    utils,
-)
+from trakdask.trak import projectors
 from trakdask.trak.savers import EXTRA
 
 trak = pytest.importorskip("trak")
-from trak import gradient_computers as old_gradient_computers  # noqa: E402
-from trak import modelout_functions as old_modelout_functions  # noqa: E402
-from trak import projectors as old_projectors  # noqa: E402
-from trak import savers as old_savers  # noqa: E402
-from trak import score_computers as old_computers  # noqa: E402
-from trak import traker as old_traker  # noqa: E402
-from trak import utils as old_utils  # noqa: E402
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
+MODULES = ("traker", "gradient_computers", "modelout_functions", "projectors", "savers",
+           "score_computers", "utils")  # fmt: skip
 PROJECTORS = ("default", "normal", "rademacher", "single", "noop")
 
 
@@ -56,7 +46,7 @@ def projector(module: Any, kind: str, model: str) -> Any:
 
 def both(run: Run, folder: Path, kind: str = "default") -> tuple[np.ndarray, np.ndarray]:
     expected = run.whole(
-        trak.TRAKer, folder / "old", projector=projector(old_projectors, kind, run.model)
+        trak.TRAKer, folder / "old", projector=projector(trak.projectors, kind, run.model)
     )
     found = run.whole(ours.TRAKer, folder / "new", projector=projector(projectors, kind, run.model))
     return found, expected
@@ -66,8 +56,8 @@ def require_same_files(folder: Path, tolerance: float) -> None:
     found, expected = (content(folder / name) for name in ("new", "old"))
     assert sorted(found) == sorted(expected)
     found["metadata.json"].pop(EXTRA)
-    for each in (found, expected):
-        for experiment in each["experiments.json"].values():
+    for files in (found, expected):
+        for experiment in files["experiments.json"].values():
             del experiment["scores_path"]
     for name, value in expected.items():
         if isinstance(value, np.ndarray):
@@ -105,26 +95,22 @@ def test_run__float16_scores_and_files(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "computer"),
     [
-        {"grad_wrt": ["1.weight"], "proj_dim": 4},
-        {"grad_wrt": ["3.bias", "1.bias"], "projector_seed": 5},
+        ({"grad_wrt": ["1.weight"], "proj_dim": 4}, "FunctionalGradientComputer"),
+        ({"grad_wrt": ["3.bias", "1.bias"], "projector_seed": 5}, "FunctionalGradientComputer"),
+        ({"task": "iterative_image_classification"}, "IterativeGradientComputer"),
     ],
 )
-def test_run__options(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_run__options(tmp_path: Path, options: dict[str, Any], computer: str) -> None:
     run = Run(options={"lambda_reg": 0.1, "use_half_precision": False, **options})
-    assert relative(*both(run, tmp_path)) < 1e-5
-
-
-def test_run__iterative(tmp_path: Path) -> None:
-    options = {"lambda_reg": 0.1, "use_half_precision": False}
-    run = Run(options={**options, "task": "iterative_image_classification"})
     found, expected = (
-        run.whole(kind, tmp_path / name, gradient_computer=module.IterativeGradientComputer)
-        for kind, name, module in (
-            (ours.TRAKer, "new", gradient_computers),
-            (trak.TRAKer, "old", old_gradient_computers),
+        run.whole(
+            package.TRAKer,
+            tmp_path / package.__name__,
+            gradient_computer=getattr(package.gradient_computers, computer),
         )
+        for package in (ours, trak)
     )
     assert relative(found, expected) < 1e-5
 
@@ -137,8 +123,8 @@ def test_run__with_classes_of_the_original(tmp_path: Path, half: bool) -> None:
         ours.TRAKer,
         tmp_path / "new",
         gradient_computer=trak.gradient_computers.FunctionalGradientComputer,
-        saver=old_savers.MmapSaver,
-        score_computer=old_computers.BasicScoreComputer,
+        saver=trak.savers.MmapSaver,
+        score_computer=trak.score_computers.BasicScoreComputer,
         task=trak.modelout_functions.ImageClassificationModelOutput(),
     )
     assert relative(found, expected) < (2e-2 if half else 1e-6)
@@ -149,8 +135,9 @@ GRADIENTS = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
 
 @pytest.mark.parametrize("name", ["BasicProjector", "BasicSingleBlockProjector"])
 @pytest.mark.parametrize("proj_type", ["normal", "rademacher"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
-@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "is_kept"), [(torch.float32, False), (torch.float16, True), (torch.float64, True)]
+)
 def test_projector__same_matrix_and_product(
     name: str, proj_type: str, dtype: torch.dtype, is_kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +146,7 @@ def test_projector__same_matrix_and_product(
     for proj_dim, seed in ((6, 7), (20, 11)):
         old, new = (
             getattr(m, name)(40, proj_dim, seed, proj_type, "cpu", block_size=6, dtype=dtype)
-            for m in (old_projectors, projectors)
+            for m in (trak.projectors, projectors)
         )
         assert torch.equal(new.proj_matrix, old.proj_matrix)
         for grads, model_id in ((GRADIENTS, 0), (as_dict, 0), (as_dict, 13), (GRADIENTS, 0)):
@@ -172,36 +159,22 @@ def test_projector__same_matrix_and_product(
             assert new.jl_size == old.jl_size
 
 
-MODULES = [
-    (gradient_computers, old_gradient_computers),
-    (modelout_functions, old_modelout_functions),
-    (projectors, old_projectors),
-    (savers, old_savers),
-    (score_computers, old_computers),
-    (traker, old_traker),
-    (utils, old_utils),
-]
+def functions_of(module: Any, like: Any) -> Iterator[tuple[str, Any]]:
+    """Yield functions and public methods of a module, by the names that another one has."""
+    for name, member in vars(like).items():
+        if getattr(member, "__module__", None) != like.__name__:
+            continue
+        if inspect.isfunction(member):
+            yield name, getattr(module, name)
+        elif inspect.isclass(member):
+            for method in vars(member):
+                is_public = method == "__init__" or not method.startswith("_")
+                if is_public and inspect.isfunction(getattr(member, method)):
+                    yield f"{name}.{method}", getattr(getattr(module, name), method)
 
 
-def signatures() -> list[tuple[str, Any, Any]]:
-    found = []
-    for new, old in MODULES:
-        for name, member in vars(old).items():
-            if getattr(member, "__module__", None) != old.__name__:
-                continue
-            if inspect.isfunction(member):
-                found.append((name, getattr(new, name), member))
-            elif inspect.isclass(member):
-                methods = [m for m in vars(member) if inspect.isfunction(getattr(member, m))]
-                found += [
-                    (f"{name}.{m}", getattr(getattr(new, name), m), getattr(member, m))
-                    for m in methods
-                    if not (m.startswith("_") and m != "__init__")
-                ]
-    return found
-
-
-def test_signatures__same_names_order_and_defaults() -> None:
+@pytest.mark.parametrize("name", MODULES)
+def test_signatures__same_names_order_and_defaults(name: str) -> None:
     def described(function: Any) -> list[tuple[str, Any, Any]]:
         parameters = inspect.signature(function).parameters.values()
         return [
@@ -210,59 +183,11 @@ def test_signatures__same_names_order_and_defaults() -> None:
             if p.kind is not p.KEYWORD_ONLY
         ]
 
-    assert {name: described(new) for name, new, _ in signatures()} == {
-        name: described(old) for name, _, old in signatures()
-    }
-
-
-QUICKSTART = """
-import numpy as np
-from torch.utils.data import DataLoader, TensorDataset
-from tests.trak._runs import built, checkpoints, images
-from {package} import TRAKer
-
-train, targets = (TensorDataset(*images(n, seed=n)) for n in (200, 11))
-states = checkpoints("normed", 2)
-traker = TRAKer(
-    model=built("normed"),
-    task="image_classification",
-    proj_dim=20,
-    train_set_size=len(train),
-    device="cpu",
-    use_half_precision=False,
-)
-for model_id, checkpoint in enumerate(states):
-    traker.load_checkpoint(checkpoint, model_id=model_id)
-    for batch in DataLoader(train, batch_size=64):
-        batch = [tensor.to("cpu") for tensor in batch]
-        traker.featurize(batch=batch, num_samples=batch[0].shape[0])
-traker.finalize_features()
-
-for model_id, checkpoint in enumerate(states):
-    traker.start_scoring_checkpoint(
-        exp_name="pictures", checkpoint=checkpoint, model_id=model_id, num_targets=len(targets)
+    old, new = (
+        importlib.import_module(f"{package}.{name}") for package in ("trak", "trakdask.trak")
     )
-    for batch in DataLoader(targets, batch_size=8):
-        traker.score(batch=batch, num_samples=len(batch[0]))
-scores = traker.finalize_scores(exp_name="pictures")
-
-reopened = np.lib.format.open_memmap("./trak_results/scores/pictures.mmap")
-assert np.array_equal(reopened, scores)
-best = scores[:, 3].argsort()[-5:][::-1]
-assert all(scores[best[i], 3] >= scores[best[i + 1], 3] for i in range(4))
-"""
-"""As the original's documentation has it, with BatchNorm, a DataLoader and the default folder."""
-
-
-def test_quickstart__with_only_the_import_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scores = []
-    for package in ("trakdask.trak", "trak"):
-        (tmp_path / package).mkdir()
-        monkeypatch.chdir(tmp_path / package)
-        names: dict[str, Any] = {}
-        exec(QUICKSTART.format(package=package), names)
-        scores.append(np.array(names["scores"]))
-    assert np.isfinite(scores[1]).all()
-    assert relative(*scores) < 1e-4
+    found, expected = (
+        {name: described(function) for name, function in functions_of(module, like=old)}
+        for module in (new, old)
+    )
+    assert found == expected

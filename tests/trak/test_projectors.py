@@ -25,23 +25,13 @@ def test_projectors__refuse_other_kinds(kind: Any) -> None:
         kind(10, 7, 5, "cauchy", "cpu")
 
 
-def test_basic_projector__float16_sums_in_float32() -> None:
-    projector = BasicProjector(4000, 3, 0, "rademacher", "cpu", dtype=torch.float16)
-    grads = torch.full((1, 4000), 1e-4)
-    matrix = BasicProjector(4000, 3, 0, "rademacher", "cpu", dtype=torch.float16).proj_matrix
-    found = projector.project(grads, model_id=0)
-    assert found.dtype == torch.float16
-    torch.testing.assert_close(found.float(), grads @ matrix.float(), rtol=1e-3, atol=1e-5)
-
-
 @pytest.mark.parametrize("grads", [GRADIENTS, AS_DICT])
 def test_no_op_projector__returns_flat_gradients(grads: Any) -> None:
     assert torch.equal(NoOpProjector().project(grads, model_id=3), GRADIENTS)
 
 
 @pytest.mark.parametrize("grads", [GRADIENTS, AS_DICT])
-@pytest.mark.parametrize("sizes", [[10], [6, 4], [3, 3, 4], [1, 8, 1]])
-@pytest.mark.parametrize("feat_bs", [1, 2, 8])
+@pytest.mark.parametrize(("sizes", "feat_bs"), [([10], 8), ([6, 4], 1), ([1, 8, 1], 2)])
 def test_chunked_projector__is_the_sum_over_chunks(
     grads: Any, sizes: list[int], feat_bs: int
 ) -> None:
@@ -50,10 +40,6 @@ def test_chunked_projector__is_the_sum_over_chunks(
     expected = sum(
         part.project(chunk, 1) for part, chunk in zip(parts, GRADIENTS.split(sizes, 1), strict=True)
     )
-    assert not projector.input_allocated
-    torch.testing.assert_close(projector.project(grads, model_id=1), expected)
-    assert projector.input_allocated
-    projector.free_memory()
     torch.testing.assert_close(projector.project(grads, model_id=1), expected)
 
 

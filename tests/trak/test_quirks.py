@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from tests.projection.test_fast_jl import stand_in_for_fast_jl
-from tests.trak._runs import M, N, Run, checkpoints, content, images
+from tests.trak._models import checkpoints, images
+from tests.trak._runs import M, N, Run, content
 from trakdask.errors import StoreMismatchError
 from trakdask.trak import TRAKer, projectors
 from trakdask.trak.modelout_functions import ImageClassificationModelOutput
@@ -40,16 +41,35 @@ def started(folder: Path, **options: Any) -> TRAKer:
     return traker
 
 
-def finalized(folder: Path, n_checkpoints: int = 1, **options: Any) -> TRAKer:
-    run = Run(n_checkpoints=n_checkpoints, options={"lambda_reg": 0.1, **options})
+def featurized(folder: Path, n_checkpoints: int = 1) -> TRAKer:
+    run = Run(n_checkpoints=n_checkpoints, options={"lambda_reg": 0.1})
     traker = run.make(TRAKer, folder)
     run.featurize(traker)
+    return traker
+
+
+def finalized(folder: Path, n_checkpoints: int = 1) -> TRAKer:
+    traker = featurized(folder, n_checkpoints)
     traker.finalize_features()
     return traker
 
 
 def targets(n: int = M) -> list[torch.Tensor]:
     return [part[:n] for part in images(M, seed=1)]
+
+
+def score(traker: TRAKer, model_id: int = 0) -> TRAKer:
+    """Compute the gradients of the targets."""
+    traker.start_scoring_checkpoint("test", checkpoints("mlp", 2)[model_id], model_id, M)
+    traker.score(targets(), num_samples=M)
+    return traker
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
+    """Scores by the first checkpoint."""
+    traker = score(finalized(tmp_path_factory.mktemp("expected")))
+    return np.array(traker.finalize_scores("test"))
 
 
 @pytest.mark.parametrize("projector_kind", [BasicProjector, BasicSingleBlockProjector])
@@ -67,7 +87,7 @@ def test_4__blocks_beyond_100_share_no_seed_with_the_next_model_id() -> None:
     other.project(torch.zeros(1, 4), model_id=1)
     seeds.append(other.seeds)
     assert seeds[0][:100] == [1000 * block for block in range(100)]
-    assert len({seed % 2**32 for each in seeds for seed in each}) == 208
+    assert len({seed % 2**32 for of_model in seeds for seed in of_model}) == 208
 
 
 @pytest.mark.parametrize("n_chunks", [4, 8, 30])
@@ -91,26 +111,25 @@ def test_10__batch_sizes_without_a_kernel(cuda_stand_in: list[tuple[str, Any]]) 
 def test_11__columns_that_fast_jl_cannot_make_fall_back(
     cuda_stand_in: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Any] = []
-    monkeypatch.setattr(projectors, "BasicProjector", lambda *args, **_: made.append(args))
+    calls: list[Any] = []
+    monkeypatch.setattr(projectors, "BasicProjector", lambda *args, **_: calls.append(args))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     projectors.default_projector([10], 100, 0, torch.float32, torch.device("cuda"), 8)
-    assert len(made) == 1
+    assert len(calls) == 1
 
 
-@pytest.mark.parametrize("n_done", [1, 7])
-def test_12__a_half_done_batch_is_completed(tmp_path: Path, n_done: int) -> None:
-    x, y = images()
-    for name in ("whole", "half"):
+def test_12__a_half_done_batch_is_completed(tmp_path: Path) -> None:
+    x, y = images(N)
+    for name, n_done in (("whole", 0), ("half", 7)):
         traker = started(tmp_path / name)
-        if name == "half":
+        if n_done:
             traker.featurize((x[:n_done], y[:n_done]), inds=np.arange(n_done))
             traker = started(tmp_path / name)
         for start in range(0, N, 12):
             traker.featurize((x[start : start + 12], y[start : start + 12]), num_samples=12)
-    found, expected = (content(tmp_path / name) for name in ("half", "whole"))
-    assert found["id_0.json"] == {"0": {"is_featurized": 1, "is_finalized": 0}}
-    np.testing.assert_array_equal(found["0/grads.mmap"][n_done:], expected["0/grads.mmap"][n_done:])
+    half, whole = (content(tmp_path / name) for name in ("half", "whole"))
+    assert half["id_0.json"] == {"0": {"is_featurized": 1, "is_finalized": 0}}
+    np.testing.assert_array_equal(half["0/grads.mmap"][7:], whole["0/grads.mmap"][7:])
 
 
 @pytest.mark.parametrize(
@@ -131,82 +150,66 @@ def test_14__other_settings_are_refused(tmp_path: Path, option: str, value: obje
     assert content(tmp_path).keys() == before.keys()
 
 
-def test_15__allow_skip_skips(tmp_path: Path) -> None:
-    traker = finalized(tmp_path, n_checkpoints=2)
-    traker.start_scoring_checkpoint("test", checkpoints("mlp", 1)[0], 0, M)
-    traker.score(targets(), num_samples=M)
-    with pytest.raises(FileNotFoundError, match="model id 1"):
+@pytest.mark.parametrize(
+    ("missing", "error", "match"),
+    [
+        ("targets", FileNotFoundError, "model id 1"),
+        ("features", ModelIDException, "got 1, which is not"),
+    ],
+)
+def test_15_and_17__allow_skip_skips(
+    tmp_path: Path, missing: str, error: type[Exception], match: str, expected: np.ndarray
+) -> None:
+    traker = featurized(tmp_path, n_checkpoints=2)
+    traker.finalize_features(model_ids=[0] if missing == "features" else None)
+    for model_id in (0, 1) if missing == "features" else (0,):
+        score(traker, model_id)
+    with pytest.raises(error, match=match):
         traker.finalize_scores("test")
-    found = np.array(traker.finalize_scores("test", allow_skip=True))
-    np.testing.assert_array_equal(found, traker.finalize_scores("test", model_ids=[0]))
+    np.testing.assert_array_equal(traker.finalize_scores("test", allow_skip=True), expected)
 
 
-def test_16__another_number_of_targets_is_refused_and_scores_stay(tmp_path: Path) -> None:
-    traker = finalized(tmp_path, n_checkpoints=2)
-    before = np.array(one_id(traker))
+def test_16__another_number_of_targets_is_refused_and_scores_stay(
+    tmp_path: Path, expected: np.ndarray
+) -> None:
+    traker = score(finalized(tmp_path, n_checkpoints=2))
+    traker.finalize_scores("test", model_ids=[0])
     with pytest.raises(StoreMismatchError, match=f"num_targets={M}"):
         traker.start_scoring_checkpoint("test", checkpoints("mlp", 1)[0], 0, M + 1)
     traker.start_scoring_checkpoint("test", checkpoints("mlp", 2)[1], 1, M)
-    np.testing.assert_array_equal(np.load(tmp_path / "scores/test.mmap"), before)
+    np.testing.assert_array_equal(np.load(tmp_path / "scores/test.mmap"), expected)
 
 
-def one_id(traker: TRAKer) -> np.ndarray:
-    """Score the targets with model id 0."""
-    traker.start_scoring_checkpoint("test", checkpoints("mlp", 1)[0], 0, M)
-    traker.score(targets(), num_samples=M)
-    return traker.finalize_scores("test", model_ids=[0])
-
-
-def test_17__targets_can_be_scored_before_features_are_finalized(tmp_path: Path) -> None:
-    run = Run(options={"lambda_reg": 0.1})
-    expected = np.array(one_id(finalized(tmp_path / "expected")))
-    traker = run.make(TRAKer, tmp_path / "found")
-    run.featurize(traker)
-    traker.start_scoring_checkpoint("test", checkpoints("mlp", 1)[0], 0, M)
-    traker.score(targets(), num_samples=M)
+def test_17__targets_can_be_scored_before_features_are_finalized(
+    tmp_path: Path, expected: np.ndarray
+) -> None:
+    traker = score(featurized(tmp_path))
     traker.finalize_features()
     np.testing.assert_array_equal(traker.finalize_scores("test"), expected)
 
 
-def test_17__checkpoints_that_are_not_finalized_are_skipped_only_where_this_is_allowed(
-    tmp_path: Path,
+def test_27__an_id_without_gradients_can_be_opened_and_scored(
+    tmp_path: Path, expected: np.ndarray
 ) -> None:
-    run = Run(n_checkpoints=2, options={"lambda_reg": 0.1})
-    traker = run.make(TRAKer, tmp_path)
-    run.featurize(traker)
-    traker.finalize_features(model_ids=[0])
-    for model_id, state in enumerate(checkpoints("mlp", 2)):
-        traker.start_scoring_checkpoint("test", state, model_id, M)
-        traker.score(targets(), num_samples=M)
-    with pytest.raises(ModelIDException, match="got 1, which is not"):
-        traker.finalize_scores("test")
-    found = np.array(traker.finalize_scores("test", allow_skip=True))
-    np.testing.assert_array_equal(found, traker.finalize_scores("test", model_ids=[0]))
-
-
-def test_27__an_id_without_gradients_can_be_opened_and_scored(tmp_path: Path) -> None:
-    expected = np.array(one_id(finalized(tmp_path / "expected")))
-    run = Run(options={"lambda_reg": 0.1})
-    traker = run.make(TRAKer, tmp_path / "found")
-    run.featurize(traker)
+    traker = featurized(tmp_path)
     traker.finalize_features(del_grads=True)
-    assert not (tmp_path / "found/0/grads.mmap").exists()
-    run.featurize(traker)  # all rows are done
-    np.testing.assert_array_equal(one_id(traker), expected)
+    assert not (tmp_path / "0/grads.mmap").exists()
+    Run().featurize(traker)  # all rows are done
+    np.testing.assert_array_equal(score(traker).finalize_scores("test"), expected)
 
 
-def test_29__targets_get_the_matrix_of_their_own_model_id(tmp_path: Path) -> None:
-    expected = np.array(one_id(finalized(tmp_path / "expected", n_checkpoints=2)))
-    traker = finalized(tmp_path / "found", n_checkpoints=2)
+def test_29__targets_get_the_matrix_of_their_own_model_id(
+    tmp_path: Path, expected: np.ndarray
+) -> None:
+    traker = finalized(tmp_path, n_checkpoints=2)
     states = checkpoints("mlp", 2)
     traker.start_scoring_checkpoint("test", states[0], 0, M)
-    traker.finalize_features(model_ids=[1])
-    traker.saver.load_current_store(1)  # as finalize_features does where there is something to do
+    traker.saver.load_current_store(1)  # as finalize_features does if there is something to do
     traker.score(targets(), num_samples=M)
     np.testing.assert_array_equal(traker.finalize_scores("test", model_ids=[0]), expected)
     traker.start_scoring_checkpoint("test", states[0], 0, M)
     traker.load_checkpoint(states[0], model_id=0)
-    traker.score(targets(), num_samples=M)  # the weights are those of id 0
+    traker.score(targets(), num_samples=M)  # id 0 has these weights
     traker.load_checkpoint(states[1], model_id=2)
     with pytest.raises(AssertionError, match="start_scoring_checkpoint"):
         traker.score(targets(), num_samples=M)
@@ -216,7 +219,7 @@ def test_30__lists_nothing_to_do_targets_left_out_and_no_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     traker = started(tmp_path, logging_level=logging.WARNING, lambda_reg=0.1)
-    x, y = images()
+    x, y = images(N)
     traker.featurize((x, y), inds=list(range(N)))
     assert traker.featurize((x, y), inds=list(range(N))) is None
     traker.start_scoring_checkpoint("test", checkpoints("mlp", 1)[0], 0, M)
@@ -247,16 +250,15 @@ def test_34__finalizing_twice_and_what_a_custom_projector_returned(tmp_path: Pat
             return self.ones
 
     traker = started(tmp_path, projector=Ones(), lambda_reg=1.0)
-    traker.featurize(images(), num_samples=N)
+    traker.featurize(images(N), num_samples=N)
     assert bool((Ones.ones == 1).all())
     traker.finalize_features()
     traker.finalize_features()
 
 
 def test_36__a_class_as_in_the_documentation(tmp_path: Path) -> None:
-    by_class = Run().whole(TRAKer, tmp_path / "class", task=ImageClassificationModelOutput)
-    by_name = Run().whole(TRAKer, tmp_path / "name")
-    np.testing.assert_array_equal(by_class, by_name)
+    traker = started(tmp_path, task=ImageClassificationModelOutput)
+    assert isinstance(traker.task, ImageClassificationModelOutput)
 
 
 @pytest.fixture

@@ -12,22 +12,21 @@ from trakdask.trak.savers import EXTRA, MmapSaver, ModelIDException
 METADATA = {"JL dimension": 3, "JL matrix type": "normal", "train set size": 5}
 
 
-def made(folder: Path, **more: Any) -> MmapSaver:
-    given = {"load_from_save_dir": True, "logging_level": 100, "use_half_precision": True, **more}
-    return MmapSaver(folder, {**METADATA}, 5, 3, **given)
+def opened(folder: Path, half: bool = True, load: bool = True) -> MmapSaver:
+    return MmapSaver(folder, METADATA, 5, 3, load, 100, half)
 
 
-def registered(folder: Path, **more: Any) -> MmapSaver:
-    saver = made(folder, **more)
+def registered(folder: Path, half: bool = True) -> MmapSaver:
+    saver = opened(folder, half)
     saver.register_model_id(0, _allow_featurizing_already_registered=False)
     return saver
 
 
 @pytest.mark.parametrize(("half", "dtype"), [(True, np.float16), (False, np.float32)])
 def test_register_model_id__creates_the_files(tmp_path: Path, half: bool, dtype: Any) -> None:
-    registered(tmp_path, use_half_precision=half)
-    found = {path.name: np.load(path) for path in (tmp_path / "0").iterdir()}
-    assert {name: (each.shape, each.dtype) for name, each in found.items()} == {
+    registered(tmp_path, half)
+    arrays = {path.name: np.load(path) for path in (tmp_path / "0").iterdir()}
+    assert {name: (array.shape, array.dtype) for name, array in arrays.items()} == {
         "grads.mmap": ((5, 3), dtype),
         "features.mmap": ((5, 3), dtype),
         "out_to_loss.mmap": ((5, 1), dtype),
@@ -41,31 +40,21 @@ def test_register_model_id__creates_the_files(tmp_path: Path, half: bool, dtype:
 def test_init__finds_what_is_there_but_not_in_subfolders(tmp_path: Path) -> None:
     registered(tmp_path)
     registered(tmp_path / "nested").register_model_id(7, False)
-    assert list(made(tmp_path).model_ids) == [0]
-    assert made(tmp_path, load_from_save_dir=False).model_ids == {}
+    assert list(opened(tmp_path).model_ids) == [0]
+    assert opened(tmp_path, load=False).model_ids == {}
 
 
 def test_init__does_not_continue_a_run_of_the_original(tmp_path: Path) -> None:
-    made(tmp_path)  # the original writes these three keys and no more
+    opened(tmp_path)  # the original writes these three keys and no more
     with pytest.raises(AssertionError, match="open_traker"):
         MmapSaver(tmp_path, {**METADATA, EXTRA: {}}, 5, 3, True, 100, True)
 
 
 def test_settle_lambda__is_the_same_for_all_features(tmp_path: Path) -> None:
     registered(tmp_path).settle_lambda(0.5)
-    made(tmp_path).settle_lambda(0.5)
+    opened(tmp_path).settle_lambda(0.5)
     with pytest.raises(AssertionError, match=r"lambda_reg=0.5.*got 0.25"):
-        made(tmp_path).settle_lambda(0.25)
-
-
-@pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4], [4, 2, 0, 1, 3]])
-def test_serialize__is_complete_with_the_last_row(tmp_path: Path, rows: list[int]) -> None:
-    saver = registered(tmp_path)
-    for i, row in enumerate(rows):
-        saver.current_store["is_featurized"][[row]] = 1
-        saver.serialize_current_model_id_metadata()
-        found = json.loads((tmp_path / "id_0.json").read_text())["0"]["is_featurized"]
-        assert found == saver.model_ids[0]["is_featurized"] == int(i == 4)
+        opened(tmp_path).settle_lambda(0.25)
 
 
 def test_init_experiment__new_targets_are_nan_and_old_ones_stay(tmp_path: Path) -> None:
@@ -77,12 +66,3 @@ def test_init_experiment__new_targets_are_nan_and_old_ones_stay(tmp_path: Path) 
     assert saver.current_store["test_grads"][0].tolist() == [1, 1, 1]
     with pytest.raises(ModelIDException, match="got 3"):
         saver.init_experiment("test", 2, 3)
-
-
-def test_save_scores__only_of_the_current_experiment(tmp_path: Path) -> None:
-    saver = registered(tmp_path)
-    saver.init_experiment("test", 2, 0)
-    with pytest.raises(AssertionError):
-        saver.save_scores("other")
-    saver.save_scores("test")
-    assert made(tmp_path).experiments["test"]["scores_finalized"] == 1

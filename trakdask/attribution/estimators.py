@@ -280,10 +280,10 @@ class Soft(GramEstimator):
 
     Notes
     -----
-    Measured by ``tests/benchmarks/quality.py`` on seven small classification tasks, half of the
-    samples removed: ``Soft()`` had a linear datamodeling score above that of :class:`Trak` at the
-    best λ in hindsight, or the same. Nineteen further tasks, regression and language models are on
-    the page "Quality".
+    On seven small classification tasks with half of the samples removed, the linear datamodeling
+    score of ``Soft()`` was that of :class:`Trak` at the best λ in hindsight, or above it
+    (``tests/benchmarks/results/2026-11-23-quality.txt``). Nineteen
+    further tasks, regression and language models are on the page "Quality".
 
     References
     ----------

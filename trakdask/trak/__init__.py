@@ -6,7 +6,7 @@ modules have the original's names: ``traker``, ``gradient_computers``, ``modelou
 the original's, and :func:`trakdask.trak.open_traker` opens both.
 """
 
-from trakdask.trak.savers import open_traker
+from trakdask.trak.opening import open_traker
 from trakdask.trak.traker import TRAKer
 from trakdask.trak.utils import test_install
 

@@ -7,12 +7,10 @@ otherwise ``vmap``. :class:`IterativeGradientComputer` differentiates one sample
 
 from __future__ import annotations
 
-import difflib
 import functools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from warnings import warn
 
@@ -20,12 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trakdask.models.gradients import (
-    Sink,
-    hooks_gradients,
-    require_same_as_loop,
-    vmap_gradients,
-)
+from trakdask.models.gradients import hooks_gradients, require_same_as_loop, vmap_gradients
 from trakdask.models.tasks import Batch, Forward, Task, TrakTask
 from trakdask.trak.modelout_functions import (
     TASK_TO_MODELOUT,
@@ -56,7 +49,7 @@ class AbstractGradientComputer(ABC):
     grad_dim
         Number of parameters to differentiate with respect to.
     dtype
-        Precision of the stored features; gradients have that of the parameters.
+        Precision of the stored features; gradients have the precision of the parameters.
     device
         Device on which gradients are computed.
     """
@@ -93,7 +86,7 @@ class AbstractGradientComputer(ABC):
 class _GradientComputer(AbstractGradientComputer):
     """What both gradient computers share."""
 
-    func_weights: Any = None  # those of the model itself
+    func_weights: Any = None  # None: the model has its own
     func_buffers: Any = None
 
     def __init__(
@@ -110,7 +103,6 @@ class _GradientComputer(AbstractGradientComputer):
         self.num_params = sum(parameter.numel() for parameter in model.parameters())
         self.grad_wrt = None if grad_wrt is None else list(grad_wrt)
         self.load_model_params(model)
-        self._selected(dict(model.named_parameters()))  # do they exist?
 
     def compute_loss_grad(self, batch: Iterable[Tensor]) -> Tensor:  # type: ignore[override]
         """Return the derivative of the loss as the model output defines it, (batch, 1)."""
@@ -119,9 +111,6 @@ class _GradientComputer(AbstractGradientComputer):
         )
         # The package's tasks compute it in float32; the original, in the precision of the model.
         return gradient.detach().to(next(self.model.parameters()).dtype)
-
-    def _selected(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return selected_parameters(weights, self.grad_wrt)
 
 
 class FunctionalGradientComputer(_GradientComputer):
@@ -179,93 +168,40 @@ class FunctionalGradientComputer(_GradientComputer):
         -------
         (batch, *shape) by name, in the order of the model and in the dtype of the parameter.
         """
-        flat, _ = self.flat_per_sample_grad(batch)
-        selected = self._selected(self.func_weights)
-        parts = flat.split([tensor.numel() for tensor in selected.values()], dim=1)
-        return {
-            name: part.reshape(-1, *tensor.shape).to(tensor.dtype)
-            for (name, tensor), part in zip(selected.items(), parts, strict=True)
+        self._warn_of_other_embeddings()
+        tensors = list(batch)
+        selected = selected_parameters(self.func_weights, self.grad_wrt)
+        gradients = {
+            name: torch.empty(len(tensors[0]), t.numel(), dtype=t.dtype, device=t.device)
+            for name, t in selected.items()
         }
 
-    def flat_per_sample_grad(self, batch: Iterable[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Return all gradients in one array, and the result of :meth:`stream_per_sample_grad`.
+        def keep(name: str, gradient: Tensor, first: int | None = None, /) -> None:
+            start = first or 0
+            gradients[name][:, start : start + gradient.shape[1]] = gradient
 
-        The array is (batch, parameters), in the order of ``model.named_parameters()`` and in the
-        widest dtype among the parameters, so that the copy does not overflow.
-        """
-        selected = self._selected(self.func_weights)
-        starts, width = {}, 0
-        for name, tensor in selected.items():
-            starts[name] = width
-            width += tensor.numel()
-        dtype, flat = _widest(selected.values()), list[Tensor]()
-
-        def write(name: str, gradient: Tensor, first: int | None = None, /) -> None:
-            if not flat:
-                flat.append(gradient.new_empty(len(gradient), width, dtype=dtype))
-            start = starts[name] + (first or 0)
-            flat[0][:, start : start + gradient.shape[1]] = gradient
-
-        out_to_loss = self.stream_per_sample_grad(batch, write)
-        return flat[0], out_to_loss
-
-    def stream_per_sample_grad(self, batch: Iterable[Tensor], sink: Sink) -> Tensor | None:
-        """Pass gradients to a sink parameter by parameter, if possible without storing all of them.
-
-        Parameters
-        ----------
-        batch
-            As for :meth:`compute_per_sample_grad`.
-        sink
-            A function as in :class:`trakdask.models.gradients.Sink`, such as
-            ``ProjectionStream.add``.
-
-        Returns
-        -------
-        The result of :meth:`compute_loss_grad`, (batch, 1) float32, if the same pass has computed
-        it; else None.
-
-        Notes
-        -----
-        Cost: with hooks, about one forward and one backward pass, and memory for the activations
-        and the largest layer. With ``vmap``, memory for all gradients.
-        """
-        self._warn_of_other_embeddings()
         weights = {name: tensor.detach() for name, tensor in self.func_weights.items()}
-        forward = Forward(self.model, weights, self.func_buffers)
-        names = tuple(self._selected(self.func_weights))
-        task = batched_task(self.modelout_fn)
-        if task is None:
-            one_by_one = Batch({str(i): tensor for i, tensor in enumerate(batch)})
-            with sdpa_kernel(SDPBackend.MATH):  # vmap would run other backends sample by sample
-                vmap_gradients(forward, _OutputOnly(self.modelout_fn), one_by_one, names, sink)
-            return None
-        inputs = Batch(zip(task.variables, batch, strict=True))  # type: ignore[attr-defined]
+        forward, names = Forward(self.model, weights, self.func_buffers), tuple(selected)
+        task = batched_task(self.modelout_fn) or _OutputOnly(self.modelout_fn)
+        variables = getattr(task, "variables", None) or map(str, range(len(tensors)))
+        inputs = Batch(zip(variables, tensors, strict=True))
         if self._can_hook(forward, task, inputs, names):
             with torch.enable_grad():
-                _, out_to_loss = hooks_gradients(forward, task, inputs, names, sink)
+                hooks_gradients(forward, task, inputs, names, keep)
         else:
-            with sdpa_kernel(SDPBackend.MATH):
-                _, out_to_loss = vmap_gradients(forward, task, inputs, names, sink)
-        return None if self._overrides("compute_loss_grad") else out_to_loss[:, None]
-
-    @property
-    def can_stream(self) -> bool:
-        """Whether the two methods above may be used: not if a subclass has its own gradients."""
-        return not self._overrides("compute_per_sample_grad")
-
-    def _overrides(self, method: str) -> bool:
-        return getattr(type(self), method) is not getattr(FunctionalGradientComputer, method)
+            with sdpa_kernel(SDPBackend.MATH):  # vmap would run other backends sample by sample
+                vmap_gradients(forward, task, inputs, names, keep)
+        return {name: g.reshape(-1, *selected[name].shape) for name, g in gradients.items()}
 
     def _can_hook(
         self, forward: Forward, task: Task, inputs: Batch, names: tuple[str, ...]
     ) -> bool:
+        device, size = next(iter(inputs.values())).device, inputs.size
+        if isinstance(task, TrakTask) or torch.is_autocast_enabled(device.type):
+            return False
         if any(part.training for part in self.model.modules()):
             return False  # dropout must be independent for each sample
-        first = next(iter(inputs.values()))
-        if torch.is_autocast_enabled(first.device.type):
-            return False
-        n = min(_CHECKED, len(first))
+        n = min(_CHECKED, size)
         if self._hooks_agree and n > self._n_checked:
             few = Batch({name: tensor[:n] for name, tensor in inputs.items()})
             self._n_checked, why_not = n, ""
@@ -282,9 +218,8 @@ class FunctionalGradientComputer(_GradientComputer):
         is_pair = isinstance(self.modelout_fn, CLIPModelOutput)
         if is_pair and self._is_new_checkpoint and self.modelout_fn.is_of_other_weights(self.model):
             warn(
-                "expected embeddings that were computed with the loaded checkpoint, got those of "
-                "other weights; try traker.task.get_embeddings(...) again after each "
-                "load_checkpoint",
+                "expected embeddings by the loaded checkpoint, got those by other weights; try "
+                "traker.task.get_embeddings(...) again after each load_checkpoint",
                 UserWarning,
                 stacklevel=4,
             )
@@ -321,7 +256,7 @@ class IterativeGradientComputer(_GradientComputer):
     def load_model_params(self, model: nn.Module) -> None:
         """Use a model and its parameters."""
         self.model = model
-        selected = self._selected(dict(model.named_parameters()))
+        selected = selected_parameters(dict(model.named_parameters()), self.grad_wrt)
         self.model_params: list[Tensor] = list(selected.values())
 
     def compute_per_sample_grad(self, batch: Iterable[Tensor]) -> Tensor:
@@ -338,9 +273,9 @@ class IterativeGradientComputer(_GradientComputer):
         a parameter is; zero where a parameter has no effect.
         """
         params = self.model_params
-        with torch.enable_grad(), _differentiable(self.model, params):
+        with torch.enable_grad():
             outputs: Tensor = self.modelout_fn.get_output(self.model, None, None, *batch)
-            dtype = torch.promote_types(torch.float32, _widest(params))
+            dtype = functools.reduce(torch.promote_types, [p.dtype for p in params], torch.float32)
             width = sum(parameter.numel() for parameter in params)
             gradients = outputs.new_empty((len(outputs), width), dtype=dtype, requires_grad=False)
             for i, output in enumerate(outputs):
@@ -363,49 +298,24 @@ def selected_parameters(
     weights: Mapping[str, Tensor], names: Sequence[str] | None
 ) -> dict[str, Tensor]:
     """Return the parameters to differentiate with respect to, in the order of the model."""
-    for name in weights if names is None else names:
-        if name not in weights:
-            near = difflib.get_close_matches(name, list(weights), n=3, cutoff=0.3)
-            raise ValueError(
-                f"expected names of the model's {len(weights)} parameters in grad_wrt, got "
-                f"{name!r}; try {near or list(weights)[:3]}"
-            )
-    if names is not None and not names:
+    if names is None:
+        return dict(weights)
+    if not names or not set(names) <= set(weights):
         raise ValueError(
-            "expected at least one name in grad_wrt, got []; try grad_wrt=None for all"
+            f"expected names of parameters in grad_wrt, got {list(names)}; try some of "
+            f"{list(weights)[:5]}, or None for all"
         )
-    return {name: each for name, each in weights.items() if names is None or name in names}
+    return {name: tensor for name, tensor in weights.items() if name in names}
 
 
 def _require_output_for(computer: AbstractGradientComputer) -> None:
     """Reject a built-in output for the other gradient computer."""
     kind = type(computer.modelout_fn)
-    is_iterative = isinstance(computer, IterativeGradientComputer)
     takes_batches = kind is IterativeImageClassificationModelOutput
+    is_iterative = isinstance(computer, IterativeGradientComputer)
     if kind in TASK_TO_MODELOUT.values() and takes_batches != is_iterative:
-        other = FunctionalGradientComputer if is_iterative else IterativeGradientComputer
-        name = "image_classification" if takes_batches else "iterative_image_classification"
-        takes = ("one sample at a time", "whole batches")
         raise TypeError(
-            f"expected an output that takes {takes[is_iterative]}, got {kind.__name__}; try "
-            f"TRAKer(..., gradient_computer={other.__name__}), or task={name!r}"
+            f"expected an output for {type(computer).__name__}, got {kind.__name__}; try "
+            "gradient_computer=IterativeGradientComputer for task='iterative_image_classification' "
+            "only"
         )
-
-
-def _widest(tensors: Iterable[Tensor]) -> torch.dtype:
-    """Return the dtype to which the dtypes of all tensors are promoted."""
-    return functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
-
-
-@contextmanager
-def _differentiable(model: nn.Module, selected: Sequence[Tensor]) -> Iterator[None]:
-    """Let autograd differentiate with respect to the selected parameters only, frozen or not."""
-    before = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    chosen = set(selected)
-    for parameter in before:
-        parameter.requires_grad_(parameter in chosen)
-    try:
-        yield
-    finally:
-        for parameter, required in before.items():
-            parameter.requires_grad_(required)

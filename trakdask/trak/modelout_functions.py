@@ -190,13 +190,13 @@ class _static_or_of_instance(staticmethod):  # type: ignore[type-arg]
 
 
 class CLIPModelOutput(AbstractModelOutput):
-    """Match of an image and its text against other pairs, for models such as those of open_clip.
+    """Match of an image and its text against other pairs, for models like the ones of open_clip.
 
-    With the embeddings φ of the image and ψ of the text, and those of other pairs φ' and ψ', the
+    With the embeddings φ of the image and ψ of the text, and φ' and ψ' of other pairs, the
     output is -log Σ exp(φ·ψ' - φ·ψ) - log Σ exp(φ'·ψ - φ·ψ). The model is called as
     ``model(image=..., text=...)`` and returns (φ, ψ, logit_scale). The other pairs are drawn from
-    those that :meth:`get_embeddings` has embedded. Call it before ``featurize``, and again for each
-    checkpoint; a warning is issued if the embeddings belong to another checkpoint.
+    the pairs that :meth:`get_embeddings` has embedded. Call it before ``featurize``, and again for
+    each checkpoint; a warning is issued if the embeddings belong to another checkpoint.
 
     Parameters
     ----------
@@ -212,7 +212,7 @@ class CLIPModelOutput(AbstractModelOutput):
 
     - Embeddings belong to the instance whose ``get_embeddings`` is called, so that instances do not
       overwrite each other's embeddings. ``CLIPModelOutput.get_embeddings(...)``, on the class, sets
-      those of all instances that have none of their own.
+      the embeddings of all instances that have none.
     - Other pairs are drawn uniformly, without replacement and with a fixed seed, and are the same
       for all samples. The original draws without a seed for every sample, with probabilities
       proportional to the index of a pair, so no two runs agree.
@@ -264,9 +264,9 @@ class CLIPModelOutput(AbstractModelOutput):
         loader
             Batches of (images, texts).
         batch_size
-            Not used; the sizes of the batches are those of the loader.
+            Not used; the loader decides on the sizes of the batches.
         embedding_dim
-            Not used; the length of an embedding is that which the model returns.
+            Not used; the length of an embedding is what the model returns.
         size
             Largest number of pairs to embed.
         preprocess_fn_img, preprocess_fn_txt
@@ -274,19 +274,17 @@ class CLIPModelOutput(AbstractModelOutput):
             to the model's device.
 
         """
-        images, texts = [], []
-        left = size
+        pairs: list[tuple[Tensor, Tensor]] = []
         with torch.no_grad():
             for image, text in loader:
                 image = image if preprocess_fn_img is None else preprocess_fn_img(image)
                 text = text if preprocess_fn_txt is None else preprocess_fn_txt(text)
-                embeddings = model(image, text)
-                images.append(embeddings[0][:left].clone())
-                texts.append(embeddings[1][:left].clone())
-                left -= len(images[-1])
-                if left <= 0:
+                pairs.append(model(image, text)[:2])
+                if sum(len(images) for images, _ in pairs) >= size:
                     break
-        self.image_embeddings, self.text_embeddings = torch.cat(images), torch.cat(texts)
+        self.image_embeddings, self.text_embeddings = (
+            torch.cat(parts)[:size] for parts in zip(*pairs, strict=True)
+        )
         self.num_computed_embeddings = len(self.image_embeddings)
         self._digest = digest_state(dict(model.named_parameters()))
 

@@ -19,13 +19,11 @@ import torch
 from distributed.system import MEMORY_LIMIT
 from torch import Tensor
 
-from trakdask.projection import FastJL, ProjectionStream, Projector, RowMap, project
-from trakdask.trak.utils import chunk_sizes, vectorize
+from trakdask.projection import FastJL, Projector, RowMap, project
 
 Gradients = Mapping[str, Tensor] | Tensor
 """Gradients by parameter name, each (batch, *shape), or all in one tensor (batch, elements)."""
 
-_SHARE_OF_MEMORY = 0.5
 _BLOCKS_PER_CHECKPOINT = 100
 _KERNELS = (8, 16, 32)
 _CHUNK_SEEDS = 500
@@ -103,7 +101,7 @@ class NoOpProjector(AbstractProjector):
 
     def project(self, grads: Gradients, model_id: int) -> Tensor:
         """Return the gradients as one tensor."""
-        return _flat(grads)
+        return flattened(grads)
 
 
 class BasicProjector(AbstractProjector):
@@ -169,7 +167,7 @@ class BasicProjector(AbstractProjector):
         self._kept.clear()
 
     def get_generator_states(self) -> None:
-        """Set ``seeds`` and ``generator_states``, one per block, to those of the model id."""
+        """Set ``seeds`` and ``generator_states``, one per block, for the model id."""
         self.jl_size = self.grad_dim * self.block_size
         self.seeds = self._seeds()
         self.generator_states = [
@@ -186,7 +184,7 @@ class BasicProjector(AbstractProjector):
             self.free_memory()
             self.model_id = model_id
             self.get_generator_states()
-        flat = self._operand(_flat(grads))
+        flat = self._operand(flattened(grads))
         n_bytes = flat.element_size() * self.jl_size * self.num_blocks
         keeps = bool(self._kept) or self.num_blocks == 1 or _fits(n_bytes, flat.device)
         sketch = torch.empty(len(flat), self.proj_dim, dtype=self.dtype, device=flat.device)
@@ -247,8 +245,6 @@ class BasicSingleBlockProjector(BasicProjector):
 
     def generate_sketch_matrix(self) -> None:  # type: ignore[override]
         """Draw ``proj_matrix`` of the current model id."""
-        self.free_memory()
-        self.get_generator_states()
         self._draw(self.generator_states[0])
 
     def _seeds(self) -> list[int]:
@@ -301,7 +297,7 @@ class CudaProjector(AbstractProjector):
     def project(self, grads: Gradients, model_id: int) -> Tensor:
         """Return the projection, (batch, proj_dim) float32."""
         size = max((k for k in _KERNELS if k <= self.max_batch_size), default=_KERNELS[0])
-        parts = _flat(grads).split(size)
+        parts = flattened(grads).split(size)
         return torch.cat([self._projector.project(part, model_id) for part in parts])
 
 
@@ -320,7 +316,7 @@ class ChunkedCudaProjector:
         Samples that are projected at once. A larger batch is projected in parts, whereas the
         original raises an error.
     device, dtype
-        Device of the input buffer, and dtype of the result. Chunks are added in float32.
+        Device and dtype of the chunks and of the result. Chunks are added in float32.
     """
 
     def __init__(
@@ -340,32 +336,24 @@ class ChunkedCudaProjector:
         self.feat_bs = feat_bs
         self.device = device
         self.dtype = dtype
-        self.input_allocated = False
 
     def allocate_input(self) -> None:
-        """Allocate the buffer ``ch_input``, (feat_bs, elements of the largest chunk)."""
-        if not self.input_allocated:
-            size = (self.feat_bs, max(self.params_per_chunk))
-            self.ch_input = torch.zeros(size, device=self.device, dtype=self.dtype)
-            self.input_allocated = True
+        """Do nothing: the original allocates a buffer for its input here."""
 
     def free_memory(self) -> None:
-        """Release the buffer, and the memory of the projectors of the chunks."""
-        self.input_allocated = False
-        vars(self).pop("ch_input", None)
+        """Release the memory of the projectors of the chunks."""
         for projector in self.projector_per_chunk:
             projector.free_memory()
 
     def project(self, grads: Gradients, model_id: int) -> Tensor:
         """Return the sum of the projections of all chunks, (batch, proj_dim)."""
-        self.allocate_input()
-        flat = _flat(grads)
+        flat = flattened(grads)
         result = torch.zeros(len(flat), self.proj_dim, device=self.device)
         for rows, into in zip(flat.split(self.feat_bs), result.split(self.feat_bs), strict=True):
             chunks = rows.split(self.params_per_chunk, dim=1)
             for projector, chunk in zip(self.projector_per_chunk, chunks, strict=True):
-                given = self.ch_input[: len(rows), : chunk.shape[1]].copy_(chunk)
-                into += projector.project(given.contiguous(), model_id=model_id)
+                chunk = chunk.to(self.device, self.dtype).contiguous()
+                into += projector.project(chunk, model_id=model_id)
         return result.to(self.dtype)
 
 
@@ -383,8 +371,8 @@ class StreamProjector(AbstractProjector):
 
     Notes
     -----
-    The result is that of :func:`trakdask.featurize` for the checkpoint id ``model_id``. It is not
-    divided by the square root of the number of parameters, because the matrix is already scaled.
+    The result equals the features of :func:`trakdask.featurize` for the checkpoint id ``model_id``.
+    It is not divided by the square root of the number of parameters, because the matrix is scaled.
     """
 
     def __init__(
@@ -406,15 +394,11 @@ class StreamProjector(AbstractProjector):
 
     def project(self, grads: Gradients, model_id: int) -> Tensor:
         """Return the projection, (batch, proj_dim) float32."""
-        names = self.row_map.names
         if isinstance(grads, Tensor):
+            names = self.row_map.names
             parts = grads.split([self.row_map.size(name) for name in names], dim=1)
             grads = dict(zip(names, parts, strict=True))
         return project(self.projector, grads, self.row_map, int(model_id))
-
-    def stream(self, n_samples: int, model_id: int, device: torch.device) -> ProjectionStream:
-        """Return a stream that takes gradients parameter by parameter and projects them."""
-        return ProjectionStream(self.projector, self.row_map, n_samples, int(model_id), device)
 
 
 def default_projector(
@@ -445,8 +429,8 @@ def default_projector(
         seeds = [seed] if len(chunks) == 1 else chunk_seeds(seed, len(chunks))
         try:
             parts = [
-                CudaProjector(size, proj_dim, each, kind, device, max_batch_size)
-                for size, each in zip(chunks, seeds, strict=True)
+                CudaProjector(size, proj_dim, chunk_seed, kind, device, max_batch_size)
+                for size, chunk_seed in zip(chunks, seeds, strict=True)
             ]
         except (ImportError, RuntimeError, AttributeError, ValueError) as err:
             _log.error("Could not use CudaProjector.\nReason: %s", err)
@@ -480,10 +464,24 @@ def _seed_of_block(block: int) -> int:
     return 1000 * rest + (2**31 + hundreds if hundreds else 0)
 
 
-def _flat(grads: Gradients) -> Tensor:
+def chunk_sizes(sizes: Sequence[int], batch_size: int) -> tuple[int, list[int]]:
+    """Return what ``utils.get_parameter_chunk_sizes`` does, for parameters of these sizes."""
+    most, chunks, current = int(np.iinfo(np.uint32).max) // batch_size, [], 0
+    for size in sizes:
+        if current and current + size >= most:
+            chunks.append(current)
+            current = 0
+        whole, rest = divmod(size, most)  # a size of at least `most` finds the chunk empty
+        chunks += [most] * whole
+        current += rest
+    return most, [*chunks, current] if current else chunks
+
+
+def flattened(grads: Gradients) -> Tensor:
+    """Return gradients as one tensor, (batch, elements), whose dtype can represent all of them."""
     if isinstance(grads, Tensor):
         return grads.detach()
-    return vectorize(grads, device=next(iter(grads.values())).device)
+    return torch.cat([part.detach().reshape(len(part), -1) for part in grads.values()], dim=1)
 
 
 def _fits(n_bytes: int, device: torch.device) -> bool:
@@ -493,4 +491,4 @@ def _fits(n_bytes: int, device: torch.device) -> bool:
     else:
         free = MEMORY_LIMIT - psutil.Process().memory_info().rss  # containers have a limit
         available = min(psutil.virtual_memory().available, free)
-    return n_bytes <= _SHARE_OF_MEMORY * available
+    return 2 * n_bytes <= available

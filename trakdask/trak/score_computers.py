@@ -1,6 +1,6 @@
 """From projected gradients to scores: the Gram matrix, its inverse, and the final product.
 
-The interface is that of the TRAK package, and :class:`BasicScoreComputer` returns the same numbers,
+The TRAK package defines the interface, and :class:`BasicScoreComputer` returns the same numbers,
 with two corrections: float16 gradients are summed in float32 (the original's sums overflow beyond
 65504, and it rounds λ below 6e-8 to 0), and a Gram matrix that is singular in float32 is logged.
 """
@@ -13,11 +13,11 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from trakdask.trak.utils import get_matrix_mult
-
 
 class AbstractScoreComputer(ABC):
     """Base class of score computers; ``TRAKer(score_computer=...)`` takes a subclass.
+
+    As in the original, ``TRAKer`` also passes it ``logging_level`` and ``lambda_reg``.
 
     Parameters
     ----------
@@ -114,15 +114,15 @@ class BasicScoreComputer(AbstractScoreComputer):
     def get_scores(self, features: Tensor, target_grads: Tensor, accumulator: Tensor) -> None:
         """Add ``features @ target_grads.T`` to ``accumulator``."""
         self.logger.debug("scores of %d samples, %d targets", len(features), len(target_grads))
-        # In host memory, and in float32 also for float16 matrices.
-        product = get_matrix_mult(features, target_grads, torch.float32)
-        accumulator += product.detach().cpu()
+        blocks = (m.split(self.CUDA_MAX_DIM_SIZE) for m in (features, accumulator))
+        for block, into in zip(*blocks, strict=True):  # a float32 copy of all may not fit
+            into += product(block, target_grads).cpu()
 
 
 class BasicSingleBlockScoreComputer(BasicScoreComputer):
     """The plain formula in single matrix products, for small data.
 
-    The inverse is not divided by its mean absolute entry, so scores differ from those of
+    The inverse is not divided by its mean absolute entry, so scores differ from the ones of
     :class:`BasicScoreComputer` by one factor per checkpoint, as in the original. (The original's
     class cannot be instantiated, and has no λ.)
 
@@ -142,3 +142,10 @@ class BasicSingleBlockScoreComputer(BasicScoreComputer):
         lambda_reg: float = 0.0,
     ) -> None:
         super().__init__(dtype, device, 2**62, logging_level, lambda_reg)
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Return ``left @ right.T``; float16 on a CPU is multiplied in float32."""
+    if left.device.type == "cpu" and left.dtype.itemsize <= 2:
+        left, right = left.float(), right.float()
+    return left @ right.T

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from collections.abc import Iterable, Mapping
@@ -18,17 +17,16 @@ from trakdask.attribution import Absolute, Soft, Trak, score
 from trakdask.attribution.estimators import Damping
 from trakdask.checks import require_choice
 from trakdask.projection import Projector, Rademacher
-from trakdask.trak import projectors
 from trakdask.trak.gradient_computers import (
     AbstractGradientComputer,
     FunctionalGradientComputer,
     selected_parameters,
 )
 from trakdask.trak.modelout_functions import TASK_TO_MODELOUT, AbstractModelOutput
+from trakdask.trak.opening import open_traker
 from trakdask.trak.projectors import AbstractProjector, StreamProjector, default_projector
-from trakdask.trak.savers import EXTRA, AbstractSaver, MmapSaver, ModelIDException, open_traker
+from trakdask.trak.savers import EXTRA, AbstractSaver, MmapSaver, ModelIDException
 from trakdask.trak.score_computers import AbstractScoreComputer, BasicScoreComputer
-from trakdask.trak.utils import get_num_params
 
 Mode = Literal["traker", "trakdask"]
 
@@ -84,10 +82,10 @@ class TRAKer:
     lambda_reg
         λ that is added to the diagonal of the Gram matrix of the projected gradients.
     mode
-        ``"traker"``: matrices, normalisation, formula, dtypes and files are those of the original,
-        so that scores agree with it. ``"trakdask"``: features are those of
+        ``"traker"``: matrices, normalisation, formula, dtypes and files are as in the original,
+        so that scores agree with it. ``"trakdask"``: features equal the result of
         :func:`trakdask.featurize`, in float32, with ``td.Rademacher(proj_dim, projector_seed)``
-        unless ``projector`` is given, and scores are those of :func:`trakdask.score` with its
+        unless ``projector`` is given, and scores the result of :func:`trakdask.score` with its
         estimator and ``damping=0.03``, or ``td.Absolute(lambda_reg)`` if ``lambda_reg`` is
         not 0, unless ``score_computer`` is given. That needs the files of :class:`MmapSaver`, and
         leaves ``features.mmap`` empty. A folder has one mode.
@@ -149,46 +147,40 @@ class TRAKer:
 
         selected = selected_parameters(dict(self.model.named_parameters()), self.grad_wrt)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in selected.items()}
-        self.num_params = get_num_params(self.model)
+        self.num_params = sum(parameter.numel() for parameter in self.model.parameters())
         self.num_params_for_grad = sum(parameter.numel() for parameter in selected.values())
         self.proj_seed = projector_seed
         self.init_projector(projector, proj_dim, proj_max_batch_size)
         # Matrices of trakdask are already scaled.
-        scaled = isinstance(self.projector, StreamProjector)
-        n_parameters = torch.tensor(1 if scaled else self.num_params_for_grad, dtype=torch.float32)
-        self.normalize_factor = torch.sqrt(n_parameters)
+        is_scaled = isinstance(self.projector, StreamProjector)
+        n_parameters = 1.0 if is_scaled else float(self.num_params_for_grad)
+        self.normalize_factor = torch.tensor(n_parameters).sqrt()
 
         self.save_dir = Path(save_dir).resolve()
         self.load_from_save_dir = load_from_save_dir
         kind = TASK_TO_MODELOUT[task] if isinstance(task, str) else task
         self.task: Any = kind() if isinstance(kind, type) else kind
-        # Options that are not used need not be accepted: abstract classes have fewer arguments.
-        more: dict[str, Any] = {} if self.grad_wrt is None else {"grad_wrt": self.grad_wrt}
-        self.gradient_computer: Any = _instance(
-            gradient_computer,
-            {"grad_wrt": None},
+        self.gradient_computer: Any = gradient_computer(  # type: ignore[call-arg]
             model=self.model,
             task=self.task,
             grad_dim=self.num_params_for_grad,
             dtype=self.dtype,
             device=self.device,
-            **more,
+            grad_wrt=self.grad_wrt,
         )
         self.score_computer: Any = None  # td.score computes the scores
         if score_computer is not None or mode == "traker":
-            more = {"lambda_reg": lambda_reg} if lambda_reg else {}
-            self.score_computer = _instance(
-                score_computer or BasicScoreComputer,
-                {"logging_level": logging_level, "lambda_reg": 0.0},
+            self.score_computer = (score_computer or BasicScoreComputer)(  # type: ignore[call-arg]
                 dtype=self.dtype,
                 device=self.device,
-                **more,
+                logging_level=logging_level,
+                lambda_reg=lambda_reg,
             )
-        self.saver: Any = _instance(
-            saver or MmapSaver,
-            {"train_set_size": train_set_size, "proj_dim": self.proj_dim},
+        self.saver: Any = (saver or MmapSaver)(  # type: ignore[call-arg]
             save_dir=self.save_dir,
             metadata=self._metadata(),
+            train_set_size=train_set_size,
+            proj_dim=self.proj_dim,
             load_from_save_dir=load_from_save_dir,
             logging_level=logging_level,
             use_half_precision=is_half,
@@ -257,7 +249,7 @@ class TRAKer:
         inds
             Positions of the batch's samples in the training set: array, tensor or list.
         num_samples
-            Number of samples in the batch, if they follow those of the previous call.
+            Number of samples in the batch, if they follow the samples of the previous call.
 
         Raises
         ------
@@ -286,12 +278,11 @@ class TRAKer:
         store = self.saver.current_store
         todo = np.asarray(store["is_featurized"][rows]).reshape(-1) != 1
         if todo.any():
-            grads, out_to_loss = self._projected(batch, self.ckpt_loaded, rows)
-            if out_to_loss is None:
-                out_to_loss = self.gradient_computer.compute_loss_grad(batch)
+            grads = self._projected(batch, self.ckpt_loaded, rows)
+            out_to_loss = self._as_stored(self.gradient_computer.compute_loss_grad(batch))
             chosen = torch.from_numpy(todo)
             store["grads"][rows[todo]] = grads[chosen]
-            store["out_to_loss"][rows[todo]] = self._as_stored(out_to_loss.reshape(-1, 1))[chosen]
+            store["out_to_loss"][rows[todo]] = out_to_loss.reshape(-1, 1)[chosen]
             self._flush("grads", "out_to_loss")  # before the flags: a kill may come in between
             store["is_featurized"][rows[todo]] = 1
             self._flush("is_featurized")
@@ -306,7 +297,7 @@ class TRAKer:
         Parameters
         ----------
         model_ids
-            The checkpoints; by default all in ``save_dir``. Those that are finalized are skipped.
+            The checkpoints; by default all in ``save_dir``. Finalized ones are skipped.
         del_grads
             Whether to delete the projected gradients once the features are written. Not in mode
         ``"trakdask"``, whose scores are computed from them.
@@ -387,7 +378,7 @@ class TRAKer:
         """
         if self._scoring is None or self._weights_of != self._scoring[1]:
             raise AssertionError(
-                "expected the weights that start_scoring_checkpoint loads, got those of model id "
+                "expected the weights that start_scoring_checkpoint loads, got weights of model id "
                 f"{self._weights_of}; try start_scoring_checkpoint(exp_name, checkpoint, model_id, "
                 "num_targets)"
             )
@@ -396,7 +387,7 @@ class TRAKer:
         if self.saver.current_model_id != model_id:  # finalize_features was called in between
             self.saver.load_current_store(model_id, exp_name, num_targets)
         self._last_ind_target += num_samples or 0
-        grads, _ = self._projected(batch, model_id, rows)
+        grads = self._projected(batch, model_id, rows)
         self.saver.current_store[f"{exp_name}_grads"][rows] = grads
         self._flush(f"{exp_name}_grads")
 
@@ -413,7 +404,7 @@ class TRAKer:
             Checkpoints to average over; by default all in ``save_dir``.
         allow_skip
             Whether to leave out checkpoints that are not finalized, or have no target gradients,
-            with a warning. (The original always leaves out those that are not finalized.)
+            with a warning. (The original always leaves out checkpoints that are not finalized.)
 
         Returns
         -------
@@ -439,34 +430,39 @@ class TRAKer:
             )
         num_targets = self.saver.experiments[exp_name]["num_targets"]
         ids = list(self.saver.model_ids if model_ids is None else model_ids)
-        total, q = torch.zeros(self.train_set_size, num_targets), []
-        used = []
+        total = torch.zeros(self.train_set_size, num_targets)
+        q: dict[int, np.ndarray] = {}
         for model_id in ids:
-            if self._can_score(exp_name, num_targets, model_id, allow_skip):
-                used.append(model_id)
-                q.append(self._add_scores(exp_name, total))
-        if not used:
+            self.saver.load_current_store(model_id)
+            self.saver.load_current_store(model_id, exp_name, num_targets)
+            why_not = self._why_not_scored(exp_name, model_id)
+            if why_not is None:
+                q[model_id] = self._add_scores(exp_name, total)
+            elif allow_skip:
+                self.logger.warning("Skipping model ID %s: %s", model_id, why_not)
+            else:
+                raise why_not
+        if not q:
             raise ModelIDException(
                 f"expected finalized model ids with targets of {exp_name!r}, got none among {ids}; "
                 "try finalize_features and score first"
             )
         self.scores = scores = self.saver.current_store[f"{exp_name}_scores"]
         if self.score_computer is None:
-            scores[:] = self._scores_of_trakdask(exp_name, used)
+            scores[:] = self._scores_of_trakdask(exp_name, list(q))
         else:
-            mean_q = np.hstack(q).mean(axis=1, keepdims=True, dtype=np.float32)
-            scores[:] = (total.numpy() / len(used)) * mean_q
+            mean_q = np.hstack([*q.values()]).mean(axis=1, keepdims=True, dtype=np.float32)
+            scores[:] = (total.numpy() / len(q)) * mean_q
         self.saver.save_scores(exp_name)
         return scores  # type: ignore[no-any-return]
 
     def _metadata(self) -> dict[str, Any]:
         """Return the content of ``metadata.json``: the original's keys, and one key for our own."""
-        seed = getattr(self.projector, "seed", self.proj_seed)
         extra: dict[str, Any] = {
             "mode": self.mode,
             "version": __version__,
             "dtype": str(self.dtype).removeprefix("torch."),
-            "projector_seed": int(seed) if isinstance(seed, int | np.integer) else None,
+            "projector_seed": int(getattr(self.projector, "seed", self.proj_seed)),
             "grad_wrt": None if self.grad_wrt is None else sorted(self.grad_wrt),
         }
         if isinstance(self.projector, StreamProjector):
@@ -485,22 +481,10 @@ class TRAKer:
         self.gradient_computer.load_model_params(self.model)
         self._weights_of = model_id
 
-    def _projected(
-        self, batch: Any, model_id: int, rows: np.ndarray
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return a batch's projected gradients in the form to be stored, and Q if it is known."""
-        computer, projector, out_to_loss = self.gradient_computer, self.projector, None
-        can_stream = getattr(computer, "can_stream", False)
-        if can_stream and isinstance(projector, StreamProjector):
-            device = next(self.model.parameters()).device
-            stream = projector.stream(len(next(iter(batch))), model_id, device)
-            out_to_loss = computer.stream_per_sample_grad(batch, stream)
-            features = stream.result()
-        elif can_stream and type(projector).__module__ == projectors.__name__:  # takes one tensor
-            flat, out_to_loss = computer.flat_per_sample_grad(batch)
-            features = projector.project(flat, model_id=model_id)
-        else:
-            features = projector.project(computer.compute_per_sample_grad(batch), model_id=model_id)
+    def _projected(self, batch: Any, model_id: int, rows: np.ndarray) -> Tensor:
+        """Return a batch's projected gradients in the form to be stored."""
+        gradients = self.gradient_computer.compute_per_sample_grad(batch)
+        features = self.projector.project(gradients, model_id=model_id)
         if len(features) != len(rows):
             raise ValueError(
                 f"expected gradients of {len(rows)} samples, got {len(features)}; try "
@@ -510,7 +494,7 @@ class TRAKer:
         is_finite = stored.isfinite().all(dim=1).numpy()
         if not is_finite.all():
             self.logger.warning("gradients of samples %s are not finite", rows[~is_finite].tolist())
-        return stored, out_to_loss
+        return stored
 
     def _finalize(self, model_id: int) -> None:
         if isinstance(self.saver, AbstractSaver):
@@ -525,28 +509,19 @@ class TRAKer:
         self.saver.model_ids[model_id]["is_finalized"] = 1
         self.saver.serialize_current_model_id_metadata()
 
-    def _can_score(self, exp_name: str, num_targets: int, model_id: int, allow_skip: bool) -> bool:
-        """Open the files of a checkpoint; return whether it can be used."""
-        self.saver.load_current_store(model_id)
-        self.saver.load_current_store(model_id, exp_name, num_targets)
+    def _why_not_scored(self, exp_name: str, model_id: int) -> Exception | None:
+        """Return an error if the open checkpoint lacks target gradients, or is not finalized."""
         if self.saver.current_store[f"{exp_name}_grads"] is None:
-            if not allow_skip:
-                raise FileNotFoundError(
-                    f"expected target gradients of model id {model_id} for experiment "
-                    f"{exp_name!r}, got none; try start_scoring_checkpoint and score, or "
-                    "allow_skip=True"
-                )
-            self.logger.warning("No target gradients of model ID %s. Skipping.", model_id)
-            return False
+            return FileNotFoundError(
+                f"expected target gradients of model id {model_id} for experiment {exp_name!r}, "
+                "got none; try start_scoring_checkpoint and score, or allow_skip=True"
+            )
         if self.saver.model_ids[model_id]["is_finalized"] == 0:
-            if not allow_skip:
-                raise ModelIDException(
-                    f"expected finalized model ids, got {model_id}, which is not; try "
-                    "finalize_features, or allow_skip=True"
-                )
-            self.logger.warning("Model ID %s not finalized, cannot score", model_id)
-            return False
-        return True
+            return ModelIDException(
+                f"expected finalized model ids, got {model_id}, which is not; try "
+                "finalize_features, or allow_skip=True"
+            )
+        return None
 
     def _add_scores(self, exp_name: str, total: Tensor) -> np.ndarray:
         """Add the products of the current checkpoint; return its Q, (n, 1)."""
@@ -576,25 +551,16 @@ class TRAKer:
         return values.detach().to(self.dtype).cpu()
 
     def _flush(self, *names: str) -> None:
-        if isinstance(self.saver, MmapSaver):
-            self.saver.flush(*names)
-
-
-def _instance(kind: Any, if_accepted: Mapping[str, Any], **arguments: Any) -> Any:
-    """Create an instance with these arguments, and with those of the others that it accepts."""
-    parameters = inspect.signature(kind).parameters
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    more = {k: v for k, v in if_accepted.items() if takes_all or k in parameters}
-    return kind(**{**more, **arguments})
+        for name in names:
+            if isinstance(array := self.saver.current_store[name], np.memmap):
+                array.flush()
 
 
 def _rows(inds: Any, num_samples: int | None, cursor: int) -> np.ndarray:
-    """Return the rows of a batch: those given, or the next ones from the cursor on."""
+    """Return the rows of a batch: ``inds``, or the next ones from the cursor on."""
     if (inds is None) == (num_samples is None):
-        given = "neither" if inds is None else "both"
         raise AssertionError(
-            "Exactly one of num_samples and inds should be specified: expected one of them, got "
-            f"{given}; try num_samples=len(batch[0])"
+            "Exactly one of num_samples and inds should be specified; try num_samples=len(batch[0])"
         )
     if num_samples is not None:
         return np.arange(cursor, cursor + num_samples)

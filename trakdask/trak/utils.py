@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from trakdask.trak.projectors import NoOpProjector, chunk_sizes, flattened
+from trakdask.trak.score_computers import product
+from trakdask.trak.traker import TRAKer
+
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-_BLOCK_BYTES = 2**28
 
 
 def parameters_to_vector(parameters: Iterable[Tensor]) -> Tensor:
@@ -36,7 +39,7 @@ def get_num_params(model: torch.nn.Module) -> int:
 
 
 def is_not_buffer(ind: int | str, params_dict: Mapping[int | str, str] | Sequence[str]) -> bool:
-    """Return whether ``params_dict[ind]`` is a name other than those of BatchNorm's buffers."""
+    """Return whether ``params_dict[ind]`` is no name of one of BatchNorm's buffers."""
     name = params_dict[ind]  # type: ignore[index]
     return not any(buffer in name for buffer in _BUFFERS)
 
@@ -68,7 +71,7 @@ def vectorize(
     >>> vectorize(gradients, device="cpu").tolist()
     [[1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0]]
     """
-    flat = torch.cat([part.detach().reshape(len(part), -1) for part in g.values()], dim=1)
+    flat = flattened(g)
     if arr is None:
         return flat.to(device)
     arr[:, : flat.shape[1]] = flat
@@ -98,7 +101,7 @@ def get_matrix_mult_standard(
 
     float16 inputs on a CPU are multiplied in float32, whose sums do not overflow, at no extra cost.
     """
-    return _product(features, target_grads).to(target_dtype)
+    return product(features, target_grads).to(target_dtype)
 
 
 def get_matrix_mult_blockwise(
@@ -126,7 +129,7 @@ def get_matrix_mult_blockwise(
         targets = target_grads[first : first + bs].to(device)
         for start in range(0, len(features), bs):
             rows = features[start : start + bs].to(device)
-            result[start : start + bs, first : first + bs] = _product(rows, targets)
+            result[start : start + bs, first : first + bs] = product(rows, targets)
     return result
 
 
@@ -144,7 +147,7 @@ def get_matrix_mult(
     features, target_grads
         Shapes (n, p) and (m, p).
     target_dtype
-        Dtype of the result; by default that of ``features``.
+        Dtype of the result; by default as ``features``.
     batch_size
         Rows of a block.
     use_blockwise
@@ -166,17 +169,6 @@ def get_matrix_mult(
     if fits and not use_blockwise:
         return get_matrix_mult_standard(features, target_grads, dtype)
     return get_matrix_mult_blockwise(features.cpu(), target_grads.cpu(), dtype, batch_size)
-
-
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    if left.device.type != "cpu" or left.dtype.itemsize > 2:
-        return left @ right.T
-    result = torch.empty(len(left), len(right))
-    right = right.float()
-    step = max(1, _BLOCK_BYTES // (4 * left.shape[1] or 1))
-    for start in range(0, len(left), step):  # a float32 copy of all features may not fit
-        torch.mm(left[start : start + step].float(), right.T, out=result[start : start + step])
-    return result
 
 
 def get_parameter_chunk_sizes(model: torch.nn.Module, batch_size: int) -> tuple[int, list[int]]:
@@ -203,19 +195,6 @@ def get_parameter_chunk_sizes(model: torch.nn.Module, batch_size: int) -> tuple[
     return chunk_sizes([parameter.numel() for parameter in model.parameters()], batch_size)
 
 
-def chunk_sizes(sizes: Sequence[int], batch_size: int) -> tuple[int, list[int]]:
-    """Return what :func:`get_parameter_chunk_sizes` returns, for parameters of these sizes."""
-    most, chunks, current = int(np.iinfo(np.uint32).max) // batch_size, [], 0
-    for size in sizes:
-        if current and current + size >= most:
-            chunks.append(current)
-            current = 0
-        whole, rest = divmod(size, most)  # a size of at least `most` finds the chunk empty
-        chunks += [most] * whole
-        current += rest
-    return most, [*chunks, current] if current else chunks
-
-
 def test_install(use_fast_jl: bool = True) -> None:  # noqa: PT028 (not a test of pytest)
     """Run a tiny attribution and print whether it worked.
 
@@ -223,7 +202,7 @@ def test_install(use_fast_jl: bool = True) -> None:  # noqa: PT028 (not a test o
     ----------
     use_fast_jl
         Whether to run it on the GPU with the ``fast_jl`` projection. Without a CUDA device the CPU
-        is tested instead, and the printed line says so; the original raises an error there, even
+        is tested instead, and a second line says so; the original raises an error there, even
         with ``use_fast_jl=False``.
 
     Examples
@@ -231,29 +210,16 @@ def test_install(use_fast_jl: bool = True) -> None:  # noqa: PT028 (not a test o
     >>> test_install(use_fast_jl=False)
     TRAK is installed correctly!
     """
-    from trakdask.trak.projectors import NoOpProjector  # both import this module
-    from trakdask.trak.traker import TRAKer
-
     on_gpu = use_fast_jl and torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
     batch = (torch.randn(20, 256, device=device), torch.randint(2, (20,), device=device))
     model = torch.nn.Linear(256, 2, bias=False).to(device)
     with tempfile.TemporaryDirectory() as folder:
-        traker = TRAKer(
-            model=model,
-            task="image_classification",
-            train_set_size=20,
-            save_dir=folder,
-            device=device,
-            projector=None if on_gpu else NoOpProjector(device=device),
-            proj_dim=512,
-            logging_level=100,
-        )
+        options: Any = {"save_dir": folder, "device": device, "proj_dim": 512, "logging_level": 100}
+        projector = None if on_gpu else NoOpProjector()
+        traker = TRAKer(model, "image_classification", 20, projector=projector, **options)
         traker.load_checkpoint(model.state_dict(), model_id=0)
         traker.featurize(batch, num_samples=20)
-    if on_gpu:
-        print("TRAK and fast_jl are installed correctly!")
-    elif use_fast_jl:
-        print("TRAK is installed correctly! fast_jl was not tested: there is no CUDA device.")
-    else:
-        print("TRAK is installed correctly!")
+    print(f"TRAK {'and fast_jl are' if on_gpu else 'is'} installed correctly!")
+    if use_fast_jl and not on_gpu:
+        print("fast_jl was not tested: there is no CUDA device.")
