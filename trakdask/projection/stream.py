@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
@@ -11,11 +10,11 @@ import torch
 from torch import Tensor
 
 from trakdask.checks import require_integer
-from trakdask.projection.acceleration import on_gpu, timed
+from trakdask.projection.acceleration import Scratch, count_elements, on_gpu
 from trakdask.projection.protocol import ROW_BLOCK, Projector, RowMap
 
 _PROBE_STEP = 512
-_MOST_SPARE = 2
+_scratch = Scratch()
 
 
 class ProjectionStream:
@@ -213,13 +212,14 @@ class ProjectionStream:
             self._project(whole, block * self._block)
             flat = self._waiting.pop(block)
             if self._block <= ROW_BLOCK:  # a projector that takes all rows needs far more
-                _spare.put(flat)
+                _scratch.put_back("waiting", flat)
 
     def _buffer(self, block: int) -> Tensor:
         """Return the buffer of an incomplete block, (B, rows)."""
         shape = len(self._sums), self._length(block)
         if block not in self._waiting:
-            self._waiting[block] = _spare.take(math.prod(shape), self._sums.device)
+            size, device = math.prod(shape), self._sums.device
+            self._waiting[block] = _scratch.take_out("waiting", size, torch.float32, device)
             if self._missing.get(block, shape[1]) < shape[1]:  # padding between parameters is zero
                 self._waiting[block].zero_()
         return self._waiting[block][: math.prod(shape)].view(shape)
@@ -227,39 +227,14 @@ class ProjectionStream:
     def _project(self, block: Tensor, row_offset: int) -> None:
         """Add the product of complete blocks to the sums: here a gradient meets its projector."""
         project = self._projector.project_rows
-        with timed():
-            # Looking for zeros would wait for the GPU.
-            if on_gpu(block) or (samples := _nonzero_samples(block)) is None:
-                project(block, row_offset, self._checkpoint, self._sums)
-            elif len(samples):
-                sums = self._sums[samples]
-                project(block[samples], row_offset, self._checkpoint, sums)
-                self._sums[samples] = sums
-
-
-class _Spare(threading.local):
-    """The last buffers that a thread needed no more, because new memory costs page faults."""
-
-    def __init__(self) -> None:
-        self._buffers: list[Tensor] = []
-
-    def take(self, length: int, device: torch.device) -> Tensor:
-        """Return a buffer of at least this length, with undefined content."""
-        fits = [b for b in self._buffers if len(b) >= length and b.device == device]
-        if fits:
-            smallest = min(fits, key=len)
-            self._buffers = [b for b in self._buffers if b is not smallest]
-            return smallest
-        # A tensor created in inference mode could not be modified outside of it later.
-        with torch.inference_mode(False):
-            return torch.empty(length, dtype=torch.float32, device=device)
-
-    def put(self, buffer: Tensor) -> None:
-        """Keep a buffer for the next time; the first and the last block may wait together."""
-        self._buffers = sorted([buffer, *self._buffers], key=len)[-_MOST_SPARE:]
-
-
-_spare = _Spare()
+        count_elements(block.numel())
+        # Looking for zeros would wait for the GPU.
+        if on_gpu(block) or (samples := _nonzero_samples(block)) is None:
+            project(block, row_offset, self._checkpoint, self._sums)
+        elif len(samples):
+            sums = self._sums[samples]
+            project(block[samples], row_offset, self._checkpoint, sums)
+            self._sums[samples] = sums
 
 
 def _nonzero_samples(block: Tensor) -> Tensor | None:
