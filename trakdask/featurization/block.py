@@ -31,7 +31,7 @@ from trakdask.models.gradients import SAFER
 from trakdask.models.independence import once_per_task
 from trakdask.models.tasks import Batch, Forward
 from trakdask.projection.axes import Rotations
-from trakdask.projection.fitted import Stream
+from trakdask.projection.maps import Maps, Stream
 from trakdask.torch_internals import few_threads, no_fast_path
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def featurize_block(job: Job, weights: np.ndarray, start: np.ndarray, *arrays: n
     """Return feature, its squared norm, output, out_to_loss (and error) of a block of samples."""
     checkpoint, fit = weights.item()
     with running(job, checkpoint, start, arrays) as samples:
-        maps = job.projector.at(job.row_map, checkpoint.id, fit, samples.device)
+        maps = Maps(job.projector, job.row_map, checkpoint.id, fit, samples.device)
         output = Output(job.proj_dim, lambda _, batch: maps.open(batch.size), maps.rotations)
         feature, f, q, *error = run_samples(samples, checkpoint, output)
         return feature, with_digest(row_norms(feature), q), f, q, *error

@@ -29,7 +29,7 @@ from trakdask.models.layers import choose_engine, elements_at_once
 from trakdask.models.model import Model
 from trakdask.models.tasks import task_spec
 from trakdask.projection import SJLT, Projector, RowMap
-from trakdask.projection.fitted import Components, Curvature, Fitted, SecondMoments
+from trakdask.projection.fitted import Fitted
 from trakdask.projection.protocol import require_block_fits
 from trakdask.provenance import (
     DEFAULTS,
@@ -60,12 +60,6 @@ _log = logging.getLogger(__name__)
 _DEFAULT = SJLT(proj_dim=2048, seed=0)
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
-_FORMULAS = {
-    SecondMoments: "D grad f, D = (sqrt(v) + 1e-8)^-1/2 with Adam's second moments v",
-    Curvature: "(L + d mean(L))^-1/2 U^T grad f, with eigenvalues L and eigenvectors U of the "
-    "curvature; the first columns are leading coordinates, which P^T takes as 0",
-    Components: "then C^T feature, with principal components C",
-}
 _MICRO_BATCH_BYTES = 2**28
 _MICRO_BATCH_MOST = 256
 
@@ -314,7 +308,7 @@ def prepare(
     settings = _torch_settings(dtype)
     job = Job(
         model=model,
-        projector=bound.without_arrays(),
+        projector=Fitted(bound.steps),
         row_map=row_map,
         proj_dim=bound.width(row_map.n_rows),
         engine=engine,
@@ -341,7 +335,7 @@ def prepare(
         "on_error": on_error,
         **({"parts": partition.spec()} if partition else {}),
         **{name: getattr(model.task, name) for name in DEFAULTS if hasattr(model.task, name)},
-        "formula": _formula(bound),
+        "formula": bound.formula,
         **({"damping_prior": bound.damping_prior} if bound.damping_prior != 1 else {}),
         "trakdask_version": __version__,
         "torch_version": str(torch.__version__),
@@ -393,14 +387,6 @@ def _lazy_fit(fitted: Fitted) -> Arrays:
         lazy = array if isinstance(array, da.Array) else da.from_array(array, name=token)
         chunked[name] = lazy.rechunk((*[-1] * (lazy.ndim - 1), 1))
     return chunked
-
-
-def _formula(fitted: Fitted) -> str:
-    """Say what the steps compute."""
-    texts = {type(step): _FORMULAS[type(step)] for step in fitted.steps if type(step) in _FORMULAS}
-    reduction = texts.pop(Components, None)
-    scaled = next(iter(texts.values()), "grad f")
-    return f"feature = p^-1/2 P^T {scaled}" + (f"; {reduction}" if reduction else "")
 
 
 def _torch_settings(dtype: str | None) -> dict[str, str]:

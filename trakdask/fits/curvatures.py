@@ -30,7 +30,8 @@ from trakdask.models.model import Model
 from trakdask.models.tasks import Batch, Forward
 from trakdask.projection import Identity
 from trakdask.projection.axes import factors_of, rotations
-from trakdask.projection.fitted import Curvature, Fitted, Stream
+from trakdask.projection.fitted import Curvature, Fitted
+from trakdask.projection.maps import Stream
 
 
 def curvature(

@@ -30,7 +30,7 @@ from trakdask.models.layers import has_pooled_layers, require_layers_of_tokens
 from trakdask.models.model import Model
 from trakdask.models.modules import select_parameters
 from trakdask.models.tasks import Batch, Forward
-from trakdask.projection.fitted import Stream
+from trakdask.projection.maps import Maps, Stream
 from trakdask.provenance import as_text
 from trakdask.variables import CHECKPOINT, MODULE, PROJ_DIM, SAMPLE, TOKEN
 
@@ -184,7 +184,7 @@ def lazy_products(prepared: Prepared, vectors: da.Array) -> Arrays:
 def _back_project(job: Job, weights: np.ndarray, vectors: np.ndarray) -> np.ndarray:
     """Return what gradients are to be multiplied with, (vector, row, 1)."""
     checkpoint, fit = weights.item()
-    maps = job.projector.at(job.row_map, checkpoint.id, fit, torch.device("cpu"))
+    maps = Maps(job.projector, job.row_map, checkpoint.id, fit, torch.device("cpu"))
     return maps.back(torch.tensor(vectors[..., 0])).numpy()[..., None]
 
 
