@@ -25,7 +25,13 @@ from trakdask.featurization.devices import (
     on_device,
     states_bytes,
 )
-from trakdask.featurization.job import Block, BlockResults, Job, Samples, is_of_samples
+from trakdask.featurization.job import (
+    Block,
+    BlockResults,
+    BlockSamples,
+    FeaturizeJob,
+    is_of_samples,
+)
 from trakdask.models.checkpoints import Checkpoint, cache_states
 from trakdask.models.gradients import SAFER
 from trakdask.models.independence import once_per_task
@@ -37,9 +43,11 @@ from trakdask.torch_internals import few_threads, no_fast_path
 _log = logging.getLogger(__name__)
 
 
-def featurize_block(job: Job, weights: np.ndarray, start: np.ndarray, *arrays: np.ndarray) -> Block:
+def featurize_block(
+    job: FeaturizeJob, item: np.ndarray, start: np.ndarray, *arrays: np.ndarray
+) -> Block:
     """Return feature, its squared norm, output, out_to_loss (and error) of a block of samples."""
-    checkpoint, fit = weights.item()
+    checkpoint, fit = item.item()
     with running(job, checkpoint, start, arrays) as samples:
         maps = Maps(job.projector, job.row_map, checkpoint.id, fit, samples.device)
         output = Output(job.proj_dim, lambda _, batch: maps.open(batch.size), maps.rotations)
@@ -68,8 +76,8 @@ class Output:
 
 @contextmanager
 def running(
-    job: Job, checkpoint: Checkpoint, start: np.ndarray, arrays: tuple[np.ndarray, ...]
-) -> Iterator[Samples]:
+    job: FeaturizeJob, checkpoint: Checkpoint, start: np.ndarray, arrays: tuple[np.ndarray, ...]
+) -> Iterator[BlockSamples]:
     """Give the samples of a task, whose errors say which samples they are."""
     positions = np.arange(start.item(), start.item() + len(arrays[0]))
     what = f"samples {positions[0]}:{positions[-1] + 1} of checkpoint {checkpoint.name!r}"
@@ -78,7 +86,7 @@ def running(
     try:
         device = device_of_task(job.device)
         with _threads(), no_fast_path(), applied(job.torch_settings, device):
-            yield Samples(job, positions, arrays, device)
+            yield BlockSamples(job, positions, arrays, device)
     except Exception as err:
         raise BlockError(
             f"{what} failed: {type(err).__name__}: {err}"
@@ -87,7 +95,7 @@ def running(
 
 
 def _circumstances(
-    job: Job, checkpoint: Checkpoint, arrays: tuple[np.ndarray, ...], err: Exception
+    job: FeaturizeJob, checkpoint: Checkpoint, arrays: tuple[np.ndarray, ...], err: Exception
 ) -> str:
     """Describe the inputs of the model, for errors that torch raised and not this package."""
     if isinstance(err, ValueError):
@@ -117,7 +125,7 @@ def _circumstances(
     )
 
 
-def run_samples(samples: Samples, checkpoint: Checkpoint, output: Output) -> Block:
+def run_samples(samples: BlockSamples, checkpoint: Checkpoint, output: Output) -> Block:
     """Run the samples of a block in micro-batches, which are halved where memory runs out."""
     job, device = samples.job, samples.device
     forward = job.model.forward(checkpoint)
@@ -182,7 +190,7 @@ def _slices(start: int, stop: int, size: int) -> list[slice]:
 
 
 def _run_micro_batch(
-    samples: Samples, forward: Forward, part: slice, output: Output, engine: CheckedEngine
+    samples: BlockSamples, forward: Forward, part: slice, output: Output, engine: CheckedEngine
 ) -> Block:
     job, n, batch = samples.job, part.stop - part.start, samples.batch(part)
     stream = output.open(forward, batch)
@@ -198,7 +206,7 @@ def _run_micro_batch(
     return feature, f.numpy(force=True), q.numpy(force=True)
 
 
-def _micro_batch(job: Job, width: int, activations: int | None, budget: int) -> int:
+def _micro_batch(job: FeaturizeJob, width: int, activations: int | None, budget: int) -> int:
     """Return the number of samples whose activations and gradients fit in the budget.
 
     They are limited before anything runs out, because Linux promises a process more memory than

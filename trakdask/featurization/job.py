@@ -79,7 +79,7 @@ class Partition:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class FeaturizeJob:
     """The settings of featurize that all tasks share."""
 
     model: Model
@@ -106,10 +106,10 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Samples:
+class BlockSamples:
     """The samples of a block, from which batches for the model are created on a device."""
 
-    job: Job
+    job: FeaturizeJob
     positions: np.ndarray
     arrays: tuple[np.ndarray, ...]
     device: torch.device
@@ -128,13 +128,13 @@ class Samples:
         )
         return trimmed(self.job.model.task, batch) if self.trims else batch
 
-    def by_vmap(self) -> Samples:
+    def by_vmap(self) -> BlockSamples:
         """Return the samples, to be run by vmap, which holds whole gradients."""
         held = self.job.row_map.n_parameters
         job = replace(self.job, engine="vmap", falls_back=False, elements_at_once=held)
         return replace(self, job=job)
 
-    def by_length(self) -> tuple[Samples, np.ndarray]:
+    def by_length(self) -> tuple[BlockSamples, np.ndarray]:
         """Return the samples with the longest sequences first, and where each of them now is."""
         task = self.job.model.task
         order = order_by_length(task, dict(zip(self.job.inputs, self.arrays, strict=True)))
@@ -201,7 +201,7 @@ def not_finite(*arrays: np.ndarray) -> dict[int, str]:
 class BlockResults:
     """The results of a block so far, and the samples of it that failed."""
 
-    def __init__(self, samples: Samples, checkpoint: Checkpoint, width: int) -> None:
+    def __init__(self, samples: BlockSamples, checkpoint: Checkpoint, width: int) -> None:
         n = len(samples)
         self._on_error, self._positions = samples.job.on_error, samples.positions
         self._checkpoint = checkpoint.name

@@ -1,17 +1,14 @@
-"""Build the graph of featurize: a lazy Dataset of projected gradients of samples."""
+"""Featurize: check what is asked for, and return a lazy Dataset of projected gradients."""
 
 from __future__ import annotations
 
 import logging
 import math
 import re
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import chain
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
-import dask
 import dask.array as da
 import numpy as np
 import torch
@@ -19,11 +16,10 @@ import xarray as xr
 from distributed.system import MEMORY_LIMIT
 
 from trakdask._version import __version__
-from trakdask.arrays.blocks import take
 from trakdask.checks import require_choice, require_integer, shown
 from trakdask.execution import active_client, workers_of
-from trakdask.featurization.block import featurize_block
-from trakdask.featurization.job import ERROR_DTYPE, DType, Job, OnError, Partition
+from trakdask.featurization.graphs import Arrays, GraphInputs, lazy_arrays
+from trakdask.featurization.job import DType, FeaturizeJob, OnError, Partition
 from trakdask.models.gradients import ENGINES
 from trakdask.models.layers import choose_engine, elements_at_once
 from trakdask.models.model import Model
@@ -52,7 +48,6 @@ from trakdask.variables import (
 )
 
 Gradients = Literal["auto", "hooks", "vmap", "loop"]
-Arrays = dict[str, da.Array]
 Divide = Callable[[Model, Arrays], Partition]
 
 _log = logging.getLogger(__name__)
@@ -62,33 +57,6 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 _MICRO_BATCH_BYTES = 2**28
 _MICRO_BATCH_MOST = 256
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What a graph is built from: all that is known before anything runs."""
-
-    job: Job
-    inputs: Arrays
-    attrs: dict[str, Any]
-    coords: dict[Hashable, Any]
-    fit: Arrays
-    """What was fitted, (..., checkpoint), in a chunk per checkpoint."""
-
-    @cached_property
-    def token(self) -> str:
-        """Name of the graph's layers: a digest of everything that could change a block."""
-        arrays = {
-            name: [array.name, [list(sizes) for sizes in array.chunks]]
-            for name, array in self.inputs.items()
-        }
-        return digest({"attrs": self.attrs, "arrays": arrays})[:32]
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """Number of samples of each block."""
-        rows: tuple[int, ...] = next(iter(self.inputs.values())).chunks[0]
-        return rows
 
 
 def featurize(
@@ -259,7 +227,7 @@ def prepare(
     on_error: OnError = "raise",
     divide: Divide | None = None,
     adds_up: bool = False,
-) -> Prepared:
+) -> GraphInputs:
     """Check the arguments of :func:`featurize`, and gather what its graph is built from.
 
     ``divide`` says how to divide samples into parts, whose gradients are multiplied with vectors
@@ -306,7 +274,7 @@ def prepare(
     if engine == "tokens" and partition:
         held *= partition.size
     settings = _torch_settings(dtype)
-    job = Job(
+    job = FeaturizeJob(
         model=model,
         projector=Fitted(bound.steps),
         row_map=row_map,
@@ -343,7 +311,7 @@ def prepare(
     }
     checkpoint = normalise_coord(CHECKPOINT, names, len(names))
     coords = {**samples.coords, CHECKPOINT: (CHECKPOINT, checkpoint)}
-    return Prepared(job, inputs, attrs, coords, _lazy_fit(bound))
+    return GraphInputs(job, inputs, attrs, coords, _lazy_fit(bound))
 
 
 def projector_of(features: xr.Dataset) -> Fitted:
@@ -375,6 +343,11 @@ def projector_of(features: xr.Dataset) -> Fitted:
         },
         origin=features.attrs.get("fitted_to", ""),
     )
+
+
+def model_of(attrs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what identifies the model that something is fitted to, from the attrs of features."""
+    return {name: attrs[name] for name in ("parameters", "checkpoints")}
 
 
 def _lazy_fit(fitted: Fitted) -> Arrays:
@@ -473,113 +446,3 @@ def _require_options(model: object, projector: object, device: object) -> None:
             "expected 'auto', 'cpu', 'cuda', or one GPU of each worker, such as 'cuda:1', as "
             f"device, got {shown(device)}; try device='auto'"
         )
-
-
-# ---------------------------------------------------------------------------------------- graphs
-
-
-def lazy_arrays(prepared: Prepared) -> Arrays:
-    """Build the graph: a task per (sample block × checkpoint), and one per variable of it."""
-    job, token = prepared.job, prepared.token
-    tasks = block_tasks(featurize_block, "sc", prepared, token, name=f"featurize-{token}")
-    new_axes = {"p": job.proj_dim}
-    feature = variable_of(tasks, "sc", "spc", 0, f"feature-{token}", new_axes=new_axes)
-    return {"feature": feature} | other_variables(job, tasks, "sc", token)
-
-
-def block_tasks(
-    run: Callable[..., Any], index: str, prepared: Prepared, token: str, *more: Any,
-    dtype: Any = object, **options: Any,
-) -> da.Array:  # fmt: skip
-    """Return what ``run`` returns for each block of samples and checkpoint, mostly a tuple."""
-    inputs = [
-        (array, ("s", *(f"{name}.{axis}" for axis in range(1, array.ndim))))
-        for name, array in prepared.inputs.items()
-    ]
-    tasks: da.Array = da.blockwise(
-        run, index,
-        shared_task(prepared.job, token), None,
-        weights_of(prepared, token), "c",
-        _starts(prepared.rows, token), "s",  # so that errors can name samples
-        *more, *chain.from_iterable(inputs),
-        dtype=dtype, meta=np.empty((0,) * len(index), dtype=dtype), concatenate=True,
-        align_arrays=False,  # all chunks match; aligning would warn about the outer product
-        **options,
-    )  # fmt: skip
-    return tasks
-
-
-def shared_task(job: Job, token: str) -> Any:
-    """Return what all blocks share as one task, so that a graph does not grow with their number."""
-    shared = replace(job, model=job.model.without_checkpoints())
-    return dask.delayed(shared, name=f"job-{token}", traverse=False)
-
-
-def weights_of(prepared: Prepared, token: str) -> da.Array:
-    """Return each checkpoint, with what was fitted to it, as one task.
-
-    They may be in memory, and large.
-    """
-    checkpoints, fit = prepared.job.model.checkpoints, prepared.fit
-    weights = np.empty(len(checkpoints), object)
-    for i, checkpoint in enumerate(checkpoints):
-        weights[i] = checkpoint, {}
-    array: da.Array = da.from_array(weights, chunks=1, name=f"checkpoint-{token}")
-    if not fit:
-        return array
-    fitted = [(a, (*(f"{n}.{axis}" for axis in range(a.ndim - 1)), "c")) for n, a in fit.items()]
-    with_fit: da.Array = da.blockwise(
-        _with_fit, "c", array, "c", tuple(fit), None, *chain.from_iterable(fitted),
-        name=f"fit-{token}", dtype=object, meta=np.empty(0, object), concatenate=True,
-        align_arrays=False,
-    )  # fmt: skip
-    return with_fit
-
-
-def _with_fit(weights: np.ndarray, names: tuple[str, ...], *arrays: np.ndarray) -> np.ndarray:
-    (checkpoint, _), with_fit = weights.item(), np.empty(1, object)
-    with_fit[0] = checkpoint, {n: a[..., 0] for n, a in zip(names, arrays, strict=True)}
-    return with_fit
-
-
-def _starts(sizes: tuple[int, ...], token: str) -> da.Array:
-    """Return the position of the first sample of each block; all but the last are equally large."""
-    starts: da.Array = da.map_blocks(
-        _start, sizes[0], chunks=(sizes,), name=f"start-{token}",
-        dtype=np.int64, meta=np.empty(0, np.int64),
-    )  # fmt: skip
-    return starts
-
-
-def _start(size: int, block_id: tuple[int, ...]) -> np.ndarray:
-    return np.array([block_id[0] * size])
-
-
-def other_variables(job: Job, tasks: da.Array, index: str, token: str) -> Arrays:
-    """Return all variables but the first one of those that each task returns."""
-    others: dict[str, Any] = {} if job.partition else {"feature_norm": np.dtype(np.float64)}
-    others |= dict.fromkeys(("output", "out_to_loss"), np.dtype(np.float32))
-    if job.on_error == "record":
-        others["error"] = ERROR_DTYPE
-    return {
-        name: variable_of(tasks, index, "sc", item, f"{name}-{token}", dtype)
-        for item, (name, dtype) in enumerate(others.items(), start=1)
-    }
-
-
-def variable_of(
-    tasks: da.Array, index: str, out: str, item: int, name: str, dtype: Any = np.float32,
-    **options: Any,
-) -> da.Array:  # fmt: skip
-    """Return one of the variables that each task returns."""
-    # Of several passes over a block, which axis v counts, one is enough where v is left out.
-    get = take if set(index) <= set(out) else _take_of_first
-    variable: da.Array = da.blockwise(
-        get, out, tasks, index, item, None,
-        name=name, dtype=dtype, meta=np.empty((0,) * len(out), dtype), **options,
-    )  # fmt: skip
-    return variable
-
-
-def _take_of_first(results: Any, key: Any) -> Any:
-    return results[0][key]

@@ -11,8 +11,7 @@ import xarray as xr
 from trakdask.checks import require_integer
 from trakdask.errors import warn_once
 from trakdask.featurization.job import DType
-from trakdask.featurization.lazy import Gradients, featurize
-from trakdask.fits.curvatures import model_of
+from trakdask.featurization.lazy import Gradients, featurize, model_of
 from trakdask.models.model import Model
 from trakdask.projection import SJLT, Projector
 from trakdask.projection.fitted import Components, Fitted

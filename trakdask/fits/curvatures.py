@@ -16,8 +16,9 @@ from trakdask.arrays.weights import gram_weights
 from trakdask.attribution.estimators import EstimatorLike, with_gram
 from trakdask.checks import require_integer
 from trakdask.featurization.block import Output, run_samples, running
-from trakdask.featurization.job import DType, Job
-from trakdask.featurization.lazy import Gradients, Prepared, block_tasks, prepare
+from trakdask.featurization.graphs import GraphInputs, block_tasks
+from trakdask.featurization.job import DType, FeaturizeJob
+from trakdask.featurization.lazy import Gradients, model_of, prepare
 from trakdask.fits.sums import (
     AxisProducts,
     SquaredCoordinates,
@@ -138,12 +139,7 @@ def curvature(
     return Fitted(()).with_arrays(step, arrays, model_of(prepared.attrs))
 
 
-def model_of(attrs: dict[str, Any]) -> dict[str, Any]:
-    """Return what identifies the model that something is fitted to, from the attrs of features."""
-    return {name: attrs[name] for name in ("parameters", "checkpoints")}
-
-
-def _lazy_curvature(prepared: Prepared, power: float | None) -> tuple[da.Array, da.Array]:
+def _lazy_curvature(prepared: GraphInputs, power: float | None) -> tuple[da.Array, da.Array]:
     """Return eigenvectors (entry, checkpoint) and mean eigenvalues (coordinate, checkpoint).
 
     Two passes over the samples, a task for every block of each; their sums are added up in a tree.
@@ -171,14 +167,14 @@ def _add_up_block(
     kind: type[AxisProducts | SquaredCoordinates],
     power: float | None,
     length: int,
-    job: Job,
-    weights: np.ndarray,
+    job: FeaturizeJob,
+    item: np.ndarray,
     start: np.ndarray,
     eigenvectors: np.ndarray | None,
     *arrays: np.ndarray,
 ) -> np.ndarray:
     """Return sums over a block, (1, length, 1) float64, with weights q^power (1 - q), or 1."""
-    (checkpoint, _), total = weights.item(), np.zeros(length)
+    (checkpoint, _), total = item.item(), np.zeros(length)
     task, shapes = job.model.task, job.model.shapes
     with running(job, checkpoint, start, arrays) as samples:
 

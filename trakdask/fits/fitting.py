@@ -18,11 +18,10 @@ import xarray as xr
 from trakdask.checks import require_integer
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.execution import polled_bar
-from trakdask.featurization.lazy import projector_of, require_model
+from trakdask.featurization.lazy import model_of, projector_of, require_model
 from trakdask.files import Folder
 from trakdask.fits.components import WIDE, principal_components
 from trakdask.fits.curvatures import curvature as fit_curvature
-from trakdask.fits.curvatures import model_of
 from trakdask.fits.moments import MomentsLike, second_moments
 from trakdask.fits.wrong_classes import wrong_classes
 from trakdask.models.model import Model

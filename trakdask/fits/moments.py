@@ -10,8 +10,8 @@ from torch import Tensor
 
 from trakdask.checks import shown
 from trakdask.errors import CheckpointError
+from trakdask.featurization.lazy import model_of
 from trakdask.files import Folder, location
-from trakdask.fits.curvatures import model_of
 from trakdask.models.checkpoints import (
     CheckpointLike,
     cached_state,

@@ -15,17 +15,17 @@ from dask.base import tokenize
 
 from trakdask.checks import shown
 from trakdask.featurization.block import Output, run_samples, running
-from trakdask.featurization.job import Block, Job, OnError, Partition
-from trakdask.featurization.lazy import (
+from trakdask.featurization.graphs import (
     Arrays,
-    Prepared,
+    GraphInputs,
     block_tasks,
+    checkpoint_items,
     other_variables,
-    prepare,
     shared_task,
     variable_of,
-    weights_of,
 )
+from trakdask.featurization.job import Block, FeaturizeJob, OnError, Partition
+from trakdask.featurization.lazy import prepare
 from trakdask.models.layers import has_pooled_layers, require_layers_of_tokens
 from trakdask.models.model import Model
 from trakdask.models.modules import select_parameters
@@ -48,7 +48,7 @@ def divide(
     parts: Parts,
     features: xr.Dataset,
     on_error: OnError,
-) -> tuple[Prepared, xr.Dataset]:
+) -> tuple[GraphInputs, xr.Dataset]:
     """Divide samples into parts, whose features can be multiplied without being computed.
 
     Returns
@@ -141,7 +141,7 @@ def _patterns(parts: Any) -> dict[str, str | list[str]]:
 # -------------------------------------------------------------------------------------- products
 
 
-def lazy_products(prepared: Prepared, vectors: da.Array) -> Arrays:
+def lazy_products(prepared: GraphInputs, vectors: da.Array) -> Arrays:
     """Build the graph of products of features with vectors, without the features.
 
     Parameters
@@ -167,7 +167,7 @@ def lazy_products(prepared: Prepared, vectors: da.Array) -> Arrays:
     chunked = vectors.rechunk({0: max(1, _VECTOR_BYTES // (4 * n_rows))})
     back = da.blockwise(
         _back_project, "vrc",
-        shared_task(job, token), None, weights_of(prepared, token), "c", chunked, "vpc",
+        shared_task(job, token), None, checkpoint_items(prepared, token), "c", chunked, "vpc",
         new_axes={"r": n_rows}, name=f"back-project-{token}", concatenate=True,
         align_arrays=False, dtype=np.float32, meta=np.empty((0, 0, 0), np.float32),
     )  # fmt: skip
@@ -181,21 +181,21 @@ def lazy_products(prepared: Prepared, vectors: da.Array) -> Arrays:
     return {"product": product} | other_variables(job, tasks.blocks[:, :1], "svc", token)
 
 
-def _back_project(job: Job, weights: np.ndarray, vectors: np.ndarray) -> np.ndarray:
+def _back_project(job: FeaturizeJob, item: np.ndarray, vectors: np.ndarray) -> np.ndarray:
     """Return what gradients are to be multiplied with, (vector, row, 1)."""
-    checkpoint, fit = weights.item()
+    checkpoint, fit = item.item()
     maps = Maps(job.projector, job.row_map, checkpoint.id, fit, torch.device("cpu"))
     return maps.back(torch.tensor(vectors[..., 0])).numpy()[..., None]
 
 
 def _multiply_block(
-    job: Job, weights: np.ndarray, start: np.ndarray, vectors: np.ndarray, *arrays: np.ndarray
+    job: FeaturizeJob, item: np.ndarray, start: np.ndarray, vectors: np.ndarray, *arrays: np.ndarray
 ) -> Block:
     """Return products of gradients with vectors (vector, row, 1), in the place of features.
 
     Otherwise as ``featurize_block``. Products with a vector that is not finite are NaN.
     """
-    (checkpoint, *_), flat = weights.item(), torch.tensor(vectors[..., 0])
+    (checkpoint, *_), flat = item.item(), torch.tensor(vectors[..., 0])
     is_finite = flat.isfinite().all(1)
     flat[~is_finite] = 0  # so that samples, which share the pass, are not taken for the cause
     with running(job, checkpoint, start, arrays) as samples:

@@ -21,8 +21,9 @@ from trakdask.attribution.scores import (
     solver,
 )
 from trakdask.checks import shown
+from trakdask.featurization.graphs import GraphInputs
 from trakdask.featurization.job import ERROR_DTYPE, OnError
-from trakdask.featurization.lazy import Prepared, projector_of
+from trakdask.featurization.lazy import projector_of
 from trakdask.models.model import Model
 from trakdask.models.tasks.protocol import MASK
 from trakdask.parts.products import OTHERS, Parts, by_token, divide, lazy_products
@@ -198,7 +199,7 @@ def _divided(
     parts: Parts,
     text: Text | None,
     on_error: OnError,
-) -> tuple[Prepared, xr.Dataset]:
+) -> tuple[GraphInputs, xr.Dataset]:
     """Divide samples as they are to be multiplied with vectors of some features."""
     if text is not None and not by_token(parts):
         raise ValueError(
@@ -212,7 +213,7 @@ def _divided(
 
 
 def _token_coords(
-    prepared: Prepared, text: Text | None
+    prepared: GraphInputs, text: Text | None
 ) -> dict[str, tuple[tuple[str, str], da.Array]]:
     """Return ids and texts of tokens, if the first input of the model holds ids."""
     name, ids = next(iter(prepared.inputs.items()))
