@@ -89,40 +89,26 @@ def running(
             yield BlockSamples(job, positions, arrays, device)
     except Exception as err:
         raise BlockError(
-            f"{what} failed: {type(err).__name__}: {err}"
-            f"{_circumstances(job, checkpoint, arrays, err)}"
+            f"{what} failed: {type(err).__name__}: {err}{_circumstances(job, arrays, err)}"
         ) from err
 
 
-def _circumstances(
-    job: FeaturizeJob, checkpoint: Checkpoint, arrays: tuple[np.ndarray, ...], err: Exception
-) -> str:
+def _circumstances(job: FeaturizeJob, arrays: tuple[np.ndarray, ...], err: Exception) -> str:
     """Describe the inputs of the model, for errors that torch raised and not this package."""
     if isinstance(err, ValueError):
         return ""
     inputs = dict(zip(job.inputs, arrays, strict=True))
     shapes = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in inputs.items())
     if isinstance(err, RuntimeError) and "type" in str(err):  # which torch words in many ways
-        weights, remedies = {job.torch_settings["dtype"]}, []
-        floats = {str(array.dtype) for array in arrays if array.dtype.kind == "f"}
-        if weights == {"as given"}:
-            tensors = job.model.forward(checkpoint).parameters.values()
-            weights = {str(t.dtype)[len("torch.") :] for t in tensors if t.is_floating_point()}
-            remedies += ["dtype='float32'"] if (floats or {"float32"}) - weights else []
-        if not floats:  # only these are cast
-            first = job.inputs[0]
-            cast = f"samples.assign({first}=samples[{first!r}].astype('float32'))"
-            remedies.append(f"{cast}, unless these are ids")
-        if remedies:
-            return (
-                f"\nThe weights are {' and '.join(sorted(weights))}, the inputs {shapes}; try "
-                + " with ".join(remedies)
-            )
-    engines = f"{SAFER[job.engine]}, or " if job.engine in SAFER else ""
-    return (
-        f"\nThe inputs of the block were {shapes}; if the model itself runs, try {engines}"
-        "a model of transformers that is built with attn_implementation='eager'"
-    )
+        first = job.inputs[0]
+        remedy = (
+            f"dtype='float32' for the weights, or samples.assign({first}=samples[{first!r}]"
+            ".astype('float32')) for inputs that are no ids"
+        )
+    else:
+        safer = f"{SAFER[job.engine]}, or " if job.engine in SAFER else ""
+        remedy = f"{safer}a model of transformers that is built with attn_implementation='eager'"
+    return f"\nThe inputs of the block were {shapes}; try {remedy}"
 
 
 def run_samples(samples: BlockSamples, checkpoint: Checkpoint, output: Output) -> Block:

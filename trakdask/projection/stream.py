@@ -179,22 +179,18 @@ class ProjectionStream:
 
     def _checked(self, name: str, gradient: Tensor, first: int | None) -> Tensor:
         """Return a gradient as (B, n), if it is one that comes next."""
-        n_samples, shape, start = len(self._sums), tuple(gradient.shape), first or 0
-        fits = self._next.get(name) == start
-        if fits:
-            size = self._row_map.size(name)
-            whole = {(n_samples, size), (n_samples, *self._row_map.shape(name))}
-            parts = {(n_samples, n) for n in shape[1:] if n <= size - start}
-            fits = shape in (whole if first is None else parts)
-        if not fits:
-            missing = {name: self._next[name] for name in self._incomplete()[:4]}
+        n_samples, start = len(self._sums), first or 0
+        n = math.prod(gradient.shape[1:])
+        missing = self._row_map.size(name) - self._next[name]
+        fits = self._next[name] == start and (n == missing or (first is not None and n < missing))
+        if not fits or len(gradient) != n_samples:
             raise ValueError(
-                f"expected gradients (sample, *shape) of {n_samples} samples, each element once, "
-                f"in order, got {name!r} from element {start} on, of shape {shape}; try those that "
-                f"are missing, from the elements {missing} on"
+                f"expected gradients of {n_samples} samples, each element once, in order, got "
+                f"{name!r} from element {start} on, of shape {tuple(gradient.shape)}; try the "
+                f"{missing} elements that are missing, from {self._next[name]} on"
             )
-        self._next[name] += math.prod(shape[1:])
-        return gradient.detach().reshape(n_samples, math.prod(shape[1:]))
+        self._next[name] += n
+        return gradient.detach().reshape(n_samples, n)
 
     def _add_rows(self, first: int, part: Tensor) -> None:
         """Project the rows of whole blocks at once, and others when their block is full."""
