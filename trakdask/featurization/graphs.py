@@ -91,7 +91,7 @@ def block_tasks(
 
 def shared_task(job: FeaturizeJob, token: str) -> Any:
     """Return what all blocks share as one task, so that a graph does not grow with their number."""
-    shared = replace(job, model=job.model.without_checkpoints())
+    shared = replace(job, model=job.model.at_checkpoints(()))
     return dask.delayed(shared, name=f"job-{token}", traverse=False)
 
 

@@ -323,7 +323,7 @@ def projector_of(features: xr.Dataset) -> Fitted:
             "features.assign_attrs(original.attrs)"
         )
     fitted = Fitted.from_spec(attrs["projector"])
-    wanted = [name for step in fitted.steps for name in getattr(step, "arrays", ())]
+    wanted = fitted.variables.values()
     if missing := [name for name in wanted if name not in features]:
         raise ValueError(
             f"expected what the projector was fitted with in the features, got none of {missing}; "

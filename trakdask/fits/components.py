@@ -1,4 +1,4 @@
-"""Fit the principal components of projected gradients, which features need few columns for."""
+"""Fit the principal components of projected gradients, so that features need few columns."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ def principal_components(
         If it is more, there are fewer columns, with a warning that has both numbers.
     projector
         What gradients are projected with first. The wider, the less noise is left;
-        :class:`Identity` leaves none. With a curvature:
-        ``td.curvature(samples, model, leading=4096).then(td.SJLT(4096))``.
+        :class:`Identity` leaves none. Steps that scale gradients may come before it.
     gradients, batch_size, dtype, device
         As in :func:`featurize`.
 
@@ -63,8 +62,8 @@ def principal_components(
     -------
     The projector with one more step, in memory. It holds, and features of it have as variables,
 
-    - ``principal_components`` (sketch_dim, proj_dim, checkpoint) float32: orthonormal columns, that
-      with the largest share first;
+    - ``principal_components`` (sketch_dim, proj_dim, checkpoint) float32: orthonormal columns, the
+      one with the largest share first;
     - ``principal_shares`` (proj_dim, checkpoint) float64: the part of the squared length of all
       features of these samples that lies in this direction. Its sum says how much ``proj_dim``
       columns keep.
@@ -87,7 +86,7 @@ def principal_components(
     References
     ----------
     Choe et al. 2024, "What is Your Data Worth to GPT?", whose LoGra starts from principal
-    components of each layer; here they are those of the whole gradient.
+    components of each layer; here they are taken of the whole gradient.
 
     Examples
     --------
@@ -115,11 +114,11 @@ def principal_components(
             f"samples and {wide.sizes[PROJ_DIM]} columns of the projector have no more components; "
             "try more samples, or a wider projector=",
         )
-    found = [
+    by_checkpoint = [
         _principal(np.asarray(wide.feature.data[:, :, i]), n_columns)
         for i in range(wide.sizes[CHECKPOINT])
     ]
-    matrices, shares = (np.stack(arrays, -1) for arrays in zip(*found, strict=True))
+    matrices, shares = (np.stack(arrays, -1) for arrays in zip(*by_checkpoint, strict=True))
     arrays = {"principal_components": matrices, "principal_shares": shares}
     fitted, step = Fitted.of(projector), Components(matrices.shape[1])
     return fitted.with_arrays(step, arrays, model_of(as_values(wide.attrs)))

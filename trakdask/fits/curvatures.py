@@ -24,7 +24,7 @@ from trakdask.fits.sums import (
     SquaredCoordinates,
     eigenvectors_of,
     leading_coordinates,
-    scaling,
+    scale_of,
 )
 from trakdask.models.gradients import out_to_loss_of
 from trakdask.models.model import Model
@@ -50,9 +50,10 @@ def curvature(
     """Fit the curvature of the loss to some training samples: the first step of a projector.
 
     A gram matrix of features damps all directions of a sketch alike. The curvature is known much
-    better for each layer by itself: its eigenvectors are products of those of small matrices, as in
-    EK-FAC. Features of gradients that are scaled by it predict better, from one checkpoint most of
-    all, and most for convolutional networks. They take the same space, and queries the same time.
+    better for each layer by itself: its eigenvectors are products of eigenvectors of small
+    matrices, as in EK-FAC. Features of gradients that are scaled by it predict better, from one
+    checkpoint most of all, and most for convolutional networks. They take the same space, and
+    queries the same time.
 
     Parameters
     ----------
@@ -67,7 +68,7 @@ def curvature(
         gradient (:class:`Identity`).
     leading
         How many of the coordinates with most of the scaled curvature become columns of their own,
-        beside those of the projector that follows. 0 before :class:`Identity`.
+        beside the columns of the projector that follows. 0 before :class:`Identity`.
     estimator
         As in :func:`score`; samples have the weights h that they have in its gram matrix.
     gradients, batch_size, dtype, device
@@ -127,7 +128,7 @@ def curvature(
     )
     weights = with_gram(xr.Dataset(attrs=prepared.attrs), estimator).of_sums()
     vectors, values = dask.compute(*_lazy_curvature(prepared, weights.power))
-    scale = np.apply_along_axis(scaling, 0, values, prepared.job.model.shapes, damping)
+    scale = np.apply_along_axis(scale_of, 0, values, prepared.job.model.shapes, damping)
     columns = zip(values.T, scale.T, strict=True)
     kept = np.stack([leading_coordinates(*column, leading) for column in columns], 1)
     arrays = {

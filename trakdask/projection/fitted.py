@@ -27,7 +27,7 @@ class SecondMoments:
     """Scale a gradient by (√v + 10⁻⁸)^-1/2, with Adam's second moments v."""
 
     kind: ClassVar[str] = "second_moments"
-    arrays: ClassVar[tuple[str, ...]] = ("moment_scale",)
+    arrays: ClassVar[Mapping[str, str]] = {"scale": "moment_scale"}
     formula: ClassVar[str] = "D grad f, D = (sqrt(v) + 1e-8)^-1/2 with Adam's second moments v"
 
 
@@ -51,9 +51,11 @@ class Curvature:
     leading: int
 
     kind: ClassVar[str] = "curvature"
-    arrays: ClassVar[tuple[str, ...]] = (
-        *("curvature_eigenvectors", "curvature_scale", "curvature_leading"),
-    )
+    arrays: ClassVar[Mapping[str, str]] = {
+        "eigenvectors": "curvature_eigenvectors",
+        "scale": "curvature_scale",
+        "leading": "curvature_leading",
+    }
     formula: ClassVar[str] = (
         "(L + d mean(L))^-1/2 U^T grad f, with eigenvalues L and eigenvectors U of the curvature; "
         "the first columns are leading coordinates, which P^T takes as 0"
@@ -74,7 +76,10 @@ class Components:
     proj_dim: int
 
     kind: ClassVar[str] = "components"
-    arrays: ClassVar[tuple[str, ...]] = ("principal_components", "principal_shares")
+    arrays: ClassVar[Mapping[str, str]] = {
+        "components": "principal_components",
+        "shares": "principal_shares",
+    }
 
 
 Step = SecondMoments | Curvature | Projector | Components
@@ -211,6 +216,11 @@ class Fitted:
             f"expected a projector as one of the steps, got {self!r}; try "
             ".then(td.SJLT(proj_dim=1024))"
         )
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Names of the variables that the steps are fitted with, by what they are for."""
+        return {k: v for step in self.steps for k, v in getattr(step, "arrays", {}).items()}
 
     @property
     def damping_prior(self) -> float:

@@ -61,21 +61,22 @@ class Maps:
         shapes = dict(zip(row_map.names, row_map.shapes, strict=True))
         self.projector, self.row_map = fitted.projector, row_map
         self.checkpoint, self.device = checkpoint, device
+        by_use = {use: arrays[v] for use, v in fitted.variables.items() if v in arrays}
         self.rotations: Rotations | None = None
-        if "curvature_eigenvectors" in arrays:
-            self.rotations = rotations(arrays["curvature_eigenvectors"], shapes, device)
+        if "eigenvectors" in by_use:
+            self.rotations = rotations(by_use["eigenvectors"], shapes, device)
         self.factors: dict[str, Tensor] = {}
-        scale = arrays.get("curvature_scale", arrays.get("moment_scale"))
-        if scale is not None:
-            flat = torch.tensor(scale, device=device)
+        if "scale" in by_use:
+            flat = torch.tensor(by_use["scale"], device=device)
             self.factors = {name: flat[place] for name, place in places_of(shapes).items()}
-        leading = arrays.get("curvature_leading", np.empty(0, np.int64))
+        leading = by_use.get("leading", np.empty(0, np.int64))
         # Coordinates are numbered without the padding between parameters that rows have.
         edges = np.cumsum([0, *map(row_map.size, row_map.names)])
         owners = np.searchsorted(edges, leading, side="right") - 1
         self.leading_rows = leading - edges[owners] + np.array(row_map.offsets)[owners]
-        components = arrays.get("principal_components")
-        self.components = None if components is None else torch.tensor(components, device=device)
+        self.components: Tensor | None = None
+        if "components" in by_use:
+            self.components = torch.tensor(by_use["components"], device=device)
 
     def open(self, n_samples: int) -> Stream:
         """Return a stream that makes features of the gradients of some samples."""
