@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,8 +10,7 @@ import xarray as xr
 
 from trakdask.checks import require_integer
 from trakdask.errors import warn_once
-from trakdask.featurization.job import DType
-from trakdask.featurization.lazy import Gradients, featurize, model_of
+from trakdask.featurization.lazy import featurize, model_of
 from trakdask.models.model import Model
 from trakdask.projection import SJLT, Projector
 from trakdask.projection.fitted import Components, Fitted
@@ -30,10 +29,7 @@ def principal_components(
     proj_dim: int = 512,
     *,
     projector: Projector | Fitted = WIDE,
-    gradients: Gradients = "auto",
-    batch_size: int | Literal["auto"] = "auto",
-    dtype: DType | None = None,
-    device: str = "auto",
+    **options: Any,
 ) -> Fitted:
     """Fit the directions in which projected gradients differ most: the last step of a projector.
 
@@ -55,8 +51,8 @@ def principal_components(
     projector
         What gradients are projected with first. The wider, the less noise is left;
         :class:`Identity` leaves none. Steps that scale gradients may come before it.
-    gradients, batch_size, dtype, device
-        As in :func:`featurize`.
+    **options
+        ``gradients``, ``batch_size``, ``dtype`` and ``device`` of :func:`featurize`.
 
     Returns
     -------
@@ -97,15 +93,7 @@ def principal_components(
     Fitted(SJLT(proj_dim=8192, sparsity=4, seed=0), Components(proj_dim=3))
     """
     proj_dim = require_integer("proj_dim", proj_dim, 1, remedy="try proj_dim=512")
-    wide = featurize(
-        samples,
-        model,
-        projector,
-        gradients=gradients,
-        batch_size=batch_size,
-        dtype=dtype,
-        device=device,
-    )
+    wide = featurize(samples, model, projector, **options)
     n_columns = min(proj_dim, wide.sizes[SAMPLE], wide.sizes[PROJ_DIM])
     if n_columns < proj_dim:
         warn_once(

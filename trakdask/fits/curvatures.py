@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import dask
 import dask.array as da
@@ -17,8 +17,8 @@ from trakdask.attribution.estimators import EstimatorLike, with_gram
 from trakdask.checks import require_integer
 from trakdask.featurization.block import Output, run_samples, running
 from trakdask.featurization.graphs import GraphInputs, block_tasks
-from trakdask.featurization.job import DType, FeaturizeJob
-from trakdask.featurization.lazy import Gradients, model_of, prepare
+from trakdask.featurization.job import FeaturizeJob
+from trakdask.featurization.lazy import model_of, prepare
 from trakdask.fits.sums import (
     AxisProducts,
     SquaredCoordinates,
@@ -42,10 +42,7 @@ def curvature(
     damping: float = 100.0,
     leading: int = 1024,
     estimator: EstimatorLike = "auto",
-    gradients: Gradients = "auto",
-    batch_size: int | Literal["auto"] = "auto",
-    dtype: DType | None = None,
-    device: str = "auto",
+    **options: Any,
 ) -> Fitted:
     """Fit the curvature of the loss to some training samples: the first step of a projector.
 
@@ -71,8 +68,8 @@ def curvature(
         beside the columns of the projector that follows. 0 before :class:`Identity`.
     estimator
         As in :func:`score`; samples have the weights h that they have in its gram matrix.
-    gradients, batch_size, dtype, device
-        As in :func:`featurize`.
+    **options
+        ``gradients``, ``batch_size``, ``dtype`` and ``device`` of :func:`featurize`.
 
     Returns
     -------
@@ -115,17 +112,7 @@ def curvature(
     if not 0 <= damping < np.inf:
         raise ValueError(f"expected a finite damping >= 0, got {damping!r}; try damping=100")
     leading = require_integer("leading", leading, 0, remedy="try leading=1024")
-    prepared = prepare(
-        samples,
-        model,
-        projector=Identity(),
-        gradients=gradients,
-        batch_size=batch_size,
-        dtype=dtype,
-        device=device,
-        on_error="raise",
-        adds_up=True,
-    )
+    prepared = prepare(samples, model, projector=Identity(), adds_up=True, **options)
     weights = with_gram(xr.Dataset(attrs=prepared.attrs), estimator).of_sums()
     vectors, values = dask.compute(*_lazy_curvature(prepared, weights.power))
     scale = np.apply_along_axis(scale_of, 0, values, prepared.job.model.shapes, damping)

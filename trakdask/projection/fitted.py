@@ -256,9 +256,6 @@ class Fitted:
             return repr(self.steps[0])
         return f"Fitted({', '.join(map(repr, self.steps))})"
 
-    def _repr_html_(self) -> str:
-        return f"<code>{self!r}</code>"
-
 
 def _place(step: Step) -> int:
     """Return where among the steps one may be."""

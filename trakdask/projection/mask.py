@@ -142,15 +142,9 @@ class Mask(Projector):
         Raises
         ------
         ValueError
-            If there are fewer rows than ``keep``, or padding between parameters.
+            If there are fewer rows than ``keep``.
         """
         self._check_rows(row_map.n_rows)
-        if row_map.n_rows != row_map.n_parameters:
-            raise ValueError(
-                "expected a row map without padding, which a mask could otherwise select, got "
-                f"{row_map.n_rows - row_map.n_parameters} rows of padding; try "
-                "RowMap.from_shapes(shapes, alignment=1)"
-            )
         bound = replace(self, then=self.then.bind(self._kept_rows()))
         object.__setattr__(bound, "_n_rows", row_map.n_rows)
         return bound

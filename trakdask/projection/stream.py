@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trakdask.checks import require_integer
 from trakdask.projection.acceleration import Scratch, count_elements, on_gpu
 from trakdask.projection.protocol import ROW_BLOCK, Projector, RowMap
 
@@ -31,7 +30,7 @@ class ProjectionStream:
     projector
         The map.
     row_map
-        Rows of the tensors; its alignment must be a multiple of the projector's.
+        Rows of the tensors, aligned as the projector requires.
     n_samples
         Number of samples B of every gradient.
     checkpoint
@@ -39,11 +38,6 @@ class ProjectionStream:
     device
         Device of the gradients and of the result. On an NVIDIA GPU, CUDA kernels project them, with
         the same bits as on a CPU. (The kernels have not run on a GPU yet.)
-
-    Raises
-    ------
-    TypeError, ValueError
-        If the row map is not aligned as the projector requires, or a number is out of range.
 
     Notes
     -----
@@ -69,12 +63,6 @@ class ProjectionStream:
         checkpoint: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        require_integer("checkpoint", checkpoint, 0, 2**32, remedy="try checkpoint=0")
-        if row_map.alignment % projector.row_alignment:
-            raise ValueError(
-                f"expected a row map aligned to a multiple of {projector.row_alignment} rows for "
-                f"{projector}, got {row_map.alignment}; try alignment=projector.row_alignment"
-            )
         self._projector = projector = projector.bind(row_map)
         self._row_map = row_map
         self._checkpoint = checkpoint
@@ -288,11 +276,6 @@ def project(
     Returns
     -------
     Features, shape (B, width), float32, scaled.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As for :class:`ProjectionStream`.
 
     Examples
     --------
