@@ -18,8 +18,7 @@ import pytest
 import torch
 
 from tests.projection.reference import philox4x32, signs, words
-from trakdask.projection import SJLT, Kronecker, Projector, Rademacher, RowMap
-from trakdask.projection.mask import select_rows
+from trakdask.projection import SJLT, Projector, Rademacher, RowMap
 from trakdask.projection.philox import fill_words
 
 PATH = Path(__file__).with_name("known_answers.json")
@@ -196,21 +195,3 @@ def test_sjlt__known_answers(n_buckets: int) -> None:
                 row = matrix_row(projector, answer, (answer["row"] % 16384 + 1,))
                 sums -= factor * np.array(row)
         assert not sums.any(), answer
-
-
-@pytest.mark.parametrize(("name", "other"), [("kronecker left", 4), ("kronecker right", 3)])
-def test_kronecker__known_answers(name: str, other: int) -> None:
-    for answer in recorded(name):
-        n, width, seed = answer["row"] % 16384 + 1, answer["column"] + 1, seed_of(answer)
-        factors, shape = ((width, 1), (n, 1)) if other == 4 else ((1, width), (1, n))
-        found = matrix_row(Kronecker(*factors, seed), answer, shape)
-        start = answer["row"] // 16384 * 16384
-        factor = record(other, seed, answer["checkpoint"], start, 0)["sign"]
-        assert found[answer["column"]] == answer["sign"] * factor, answer
-
-
-@pytest.mark.parametrize(("seed", "checkpoint"), SEEDS)
-def test_mask__order_of_the_keys(seed: int, checkpoint: int) -> None:
-    keys = [record(2, seed, checkpoint, row, 0)["key"] for row in range(100)]
-    rows, ranks = select_rows(100, 60, seed, checkpoint)
-    assert rows[np.argsort(ranks)].tolist() == sorted(range(100), key=keys.__getitem__)[:60]
