@@ -118,13 +118,13 @@ def run_samples(samples: BlockSamples, checkpoint: Checkpoint, output: Output) -
     if job.torch_settings["dtype"] != "as given":
         forward = forward.to(getattr(torch, job.torch_settings["dtype"]))
     forward = on_device(forward, device)
-    given, (samples, places) = samples, samples.by_length()
+    unsorted, (samples, places) = samples, samples.by_length()
     is_rotated, settings = output.rotations is not None, tuple(job.torch_settings.values())
     run_as = job.engine, job.row_map.names, settings, device, is_rotated
     first = samples.batch(slice(1))
     checked = once_per_task("checks", forward, job.model.task, first, run_as, Checked)
     if job.falls_back and checked.needs_vmap:
-        return run_samples(given.by_vmap(), checkpoint, output)
+        return run_samples(unsorted.by_vmap(), checkpoint, output)
     checked.measure(samples, forward)
     samples = replace(samples, trims=checked.ignores_padding)
     engine = CheckedEngine(checked, samples, forward, output.rotations)
@@ -138,7 +138,7 @@ def run_samples(samples: BlockSamples, checkpoint: Checkpoint, output: Output) -
         try:
             for few in _slices(part.start, part.stop, size):
                 once.run(few, other.batch(few), lambda *gradient: None)
-        except Exception as err:  # that of the hooks is raised
+        except Exception as err:  # the error of the hooks is raised
             _log.info("vmap fails as well: %s", err)
             return False
         return True
@@ -157,7 +157,7 @@ def run_samples(samples: BlockSamples, checkpoint: Checkpoint, output: Output) -
             elif job.falls_back and not checked.n_samples and vmap_runs(part):
                 _log.warning("gradients by vmap, which is slower, because hooks failed: %s", err)
                 checked.needs_vmap = True
-                return run_samples(given, checkpoint, output)
+                return run_samples(unsorted, checkpoint, output)
             elif job.on_error == "raise" or not is_of_samples(err):
                 raise samples.named(err, part) from err.__cause__
             elif n > 1:
@@ -187,7 +187,7 @@ def _run_micro_batch(
         products = feature.reshape(n, size, -1)
         feature = np.zeros(job.feature_shape(n, output.width), np.float32)
         n_tokens = size - job.partition.has_others
-        feature[:, :n_tokens] = products[:, :n_tokens]  # those of padding, which was cut, are zero
+        feature[:, :n_tokens] = products[:, :n_tokens]  # padding was cut, and has zeros
         feature[:, feature.shape[1] - size + n_tokens :] = products[:, n_tokens:]
     return feature, f.numpy(force=True), q.numpy(force=True)
 

@@ -135,8 +135,8 @@ class CheckedEngine:
     def require_independent(self, rows: np.ndarray) -> None:
         """Compare two samples that ran alone so far with both in a batch.
 
-        Micro-batches of one sample tell nothing about mixing, but those of other workers may be
-        larger.
+        Micro-batches of one sample tell nothing about mixing, but other workers may have larger
+        ones.
         """
         if self._checked.n_samples == 1 and len(rows) > 1:
             with _of_model(self._samples.positions[rows[:2]]):

@@ -132,7 +132,7 @@ def _start(size: int, block_id: tuple[int, ...]) -> np.ndarray:
 
 
 def other_variables(job: FeaturizeJob, tasks: da.Array, index: str, token: str) -> Arrays:
-    """Return all variables but the first one of those that each task returns."""
+    """Return all variables that each task returns, except the first one."""
     others: dict[str, Any] = {} if job.partition else {"feature_norm": np.dtype(np.float64)}
     others |= dict.fromkeys(("output", "out_to_loss"), np.dtype(np.float32))
     if job.on_error == "record":

@@ -52,7 +52,7 @@ class Partition:
     names
         Names of the parts, if they have some.
     has_others
-        Whether the last part is that of the layers that do not see tokens.
+        Whether the last part stands for the layers that do not see tokens.
     """
 
     dim: str
@@ -62,7 +62,7 @@ class Partition:
     has_others: bool = False
 
     def of(self, batch: Batch) -> Partition:
-        """Return the parts of a batch, of which padding may have been cut."""
+        """Return the parts of a batch, whose padding may have been cut."""
         size = number_of_tokens(batch) + self.has_others
         return self if self.groups else replace(self, size=size)
 
@@ -92,7 +92,7 @@ class FeaturizeJob:
     inputs: tuple[str, ...]
     """Names of the variables that the model reads."""
     torch_settings: Mapping[str, str]
-    """Of :func:`torch_settings`."""
+    """Settings of torch that change gradients, as they were when featurize was called."""
     device: str
     on_error: OnError
     partition: Partition | None = None
@@ -121,7 +121,7 @@ class BlockSamples:
 
     def batch(self, part: slice | np.ndarray) -> Batch:
         """Return some of the samples as tensors."""
-        # A copy, because torch cannot share read-only memory, such as that of a memory-mapped file.
+        # A copy, because torch cannot share read-only memory, such as a memory-mapped file.
         inputs = zip(self.job.inputs, self.arrays, strict=True)
         batch = Batch(
             {name: torch.tensor(array[part], device=self.device) for name, array in inputs}
@@ -207,7 +207,7 @@ class BlockResults:
         self._checkpoint = checkpoint.name
         shapes = samples.job.feature_shape(n, width), n, n
         self.arrays = tuple(np.full(shape, np.nan, np.float32) for shape in shapes)
-        """Of feature, output and out_to_loss."""
+        """Arrays of feature, output and out_to_loss."""
         self._raised: list[Exception] = []
         self._reasons: dict[int, str] = {}
 

@@ -99,13 +99,13 @@ def featurize(
         first micro-batch fails by hooks and not by vmap goes on by vmap, and logs a warning; the
         gradients are the same but for rounding. Each thread checks the gradients of its first (and
         of any larger) micro-batch by a random weighted sum, which one plain backward pass gives,
-        too. Of every later block, it compares f, Q and the gradient of one sample with those of the
-        sample alone, which costs a backward pass of one sample.
+        too. In every later block, it compares f, Q and the gradient of one sample with what the
+        sample alone gives, which costs a backward pass of one sample.
     batch_size
         Most samples per micro-batch inside a task. With ``"auto"`` the gradients of a micro-batch
-        fit in 256 MB (with hooks: those of the largest parameter fit in 64 MB, or it has 32 samples
-        if that takes at most 1 GB; gradients of linear and embedding layers are computed in
-        slices), it has at most 256 samples.
+        fit in 256 MB, and it has at most 256 samples. With hooks, the gradients of the largest
+        parameter fit in 64 MB, or it has 32 samples if that takes at most 1 GB; gradients of linear
+        and embedding layers are computed in slices.
         Activations, measured on two samples, and gradients of a micro-batch always fit in half of
         the memory of a task and, on a CPU, in 96 MiB or, for large models, in 8 times the size of
         the weights. The batch size does not change features, given the same gradients.
@@ -151,7 +151,7 @@ def featurize(
         If the samples lack a variable that the task needs, the features of one block cannot fit in
         the memory of a worker, or an option is invalid.
     StoreMismatchError
-        If the projector was fitted to another model, or the model is not that of ``like``.
+        If the projector was fitted to another model, or the model is not the one of ``like``.
     BlockError
         When computed, naming the samples and the checkpoint that failed: labels that are out of
         range, inputs that a layer cannot process, gradients that are not finite, or a model that
@@ -241,7 +241,7 @@ def prepare(
     if like is not None:
         if projector is not None:
             raise ValueError(
-                f"expected like= without a projector, which is that of its features, got "
+                f"expected like= without a projector, since its features have one, got "
                 f"{projector!r}; try leaving it out"
             )
         projector, model = projector_of(like), model.at_checkpoints(checkpoint_names(like))
@@ -354,7 +354,7 @@ def _lazy_fit(fitted: Fitted) -> Arrays:
     """Return what was fitted as Dask arrays, in a chunk per checkpoint."""
     chunked = {}
     for name, array in fitted.arrays.items():
-        # By the digests, which are known; those of no step are named by their content.
+        # The digests name arrays of steps; other arrays are named by their content.
         is_known = name != WRONG_CLASSES
         token = f"{name.replace('_', '-')}-{digest(dict(fitted.digests))}" if is_known else None
         lazy = array if isinstance(array, da.Array) else da.from_array(array, name=token)

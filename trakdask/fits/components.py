@@ -117,7 +117,7 @@ def _principal(
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]:
     """Return the right singular vectors of the largest singular values, and their shares.
 
-    By the products of samples, X Xᵀ = U diag(s) Uᵀ, of which there are fewer than columns:
+    By the products of samples, X Xᵀ = U diag(s) Uᵀ, since there are fewer samples than columns:
     V = Xᵀ U diag(s)^-½. A direction without any length has the column 0.
     """
     wide = x.astype(np.float64)

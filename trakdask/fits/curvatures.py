@@ -98,7 +98,7 @@ def curvature(
     ----------
     George et al. 2018, "Fast Approximate Natural Gradient Descent in a Kronecker-factored
     Eigenbasis"; Grosse et al. 2023, "Studying Large Language Model Generalization with Influence
-    Functions"; the matrices of the axes are those of Gupta et al. 2018, "Shampoo".
+    Functions"; the matrices of the axes are from Gupta et al. 2018, "Shampoo".
 
     Examples
     --------

@@ -7,7 +7,7 @@ v, the loss with the gradient -q^a ∇f has the Hessian
 
     a q^a (1 - q) ∇f ∇fᵀ + q^a vᵀ (diag r - r rᵀ) v.
 
-Divided by a, the first term is that of the gram matrix of ``Soft``. In the second one,
+Divided by a, the first term is the one of the gram matrix of ``Soft``. In the second one,
 diag r - r rᵀ = E_k[(e_k - r)(e_k - r)ᵀ] for k drawn from r, and vᵀ (e_k - r) = ∇ log r_k. Here k is
 the most likely wrong class, not a drawn one, so that no seed matters: the matrix is the mean of
 2 √q ψ ψᵀ, where ψ is the projection of ∇ log r_k. It is 0 for two classes.

@@ -96,7 +96,7 @@ def _tokens(model: Model, inputs: Arrays) -> Partition:
 
 
 def _modules(parts: Any, model: Model, inputs: Arrays) -> Partition:
-    """Divide parameters among parts, by globs or words, and those that no part has."""
+    """Divide parameters among parts, by globs or words; a last part has the others."""
     names, patterns = tuple(model.shapes), _patterns(parts)
     chosen = {
         title: set(select_parameters(model.meta_module(), globs)) & set(names)
@@ -107,17 +107,17 @@ def _modules(parts: Any, model: Model, inputs: Arrays) -> Partition:
         if not inside:
             raise ValueError(
                 f"expected parameters of the model in each part, got {title!r}: {patterns[title]}, "
-                "which selects none of those that are differentiated; try globs of "
+                "which selects no parameter that is differentiated; try globs of "
                 f"{list(names)[:4]}"
             )
-    for name, found in titles.items():
-        if len(found) > 1:
+    for name, owners in titles.items():
+        if len(owners) > 1:
             raise ValueError(
-                f"expected each parameter in one part, got {name!r} in {found[0]!r} and in "
-                f"{found[1]!r}; try globs that exclude each other"
+                f"expected each parameter in one part, got {name!r} in {owners[0]!r} and in "
+                f"{owners[1]!r}; try globs that exclude each other"
             )
     parts = [*patterns, *([OTHERS] if [] in titles.values() else [])]
-    groups = {name: parts.index((found or [OTHERS])[0]) for name, found in titles.items()}
+    groups = {name: parts.index((owners or [OTHERS])[0]) for name, owners in titles.items()}
     return Partition(MODULE, len(parts), groups, tuple(parts))
 
 

@@ -59,7 +59,7 @@ def score_parts(
 
     Which words of a document helped this answer? Give the documents as ``of``, as samples and not
     as features. Which words of a prompt made the model rely on these documents? Give the prompts as
-    ``targets``, as samples. The scores of the parts add up to those of :func:`score`.
+    ``targets``, as samples. The scores of the parts add up to the scores of :func:`score`.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ def score_parts(
         ``"token"``: one part per token and, if the model has layers that do not see tokens, such as
         the head of a classifier on a pooled vector, a last part for these. Or groups of modules: a
         mapping from names to names or globs of parameters, such as ``{"mlp": "*.mlp.*"}``, or a
-        list of words, such as ``["attn", "mlp"]``, each of which stands for the parameters whose
+        list of words, such as ``["attn", "mlp"]``, where each word stands for the parameters whose
         names contain it. Parameters of no group are the part ``"others"``.
     text
         For tokens: the text of a token id, as a tokenizer of transformers, a function, or a list of
@@ -97,7 +97,7 @@ def score_parts(
     -------
     Lazy DataArray ``score``, float32: (sample, token, target) if ``of`` is divided, (sample,
     target, token) or (``by``, target, token) if targets are; ``module`` in the place of ``token``
-    for groups of modules; and ``checkpoint`` with ``average=False``. Coords are those of
+    for groups of modules; and ``checkpoint`` with ``average=False``. Coords are the ones of
     :func:`score`, and ``module``, the names of the groups; or, lazy and (sample, token), the token
     ids, under the name of the variable that they come from, ``attention_mask``, if the model takes
     one, and ``text``. The last part of a pooled head has the id -1 and the text ``"[others]"``.

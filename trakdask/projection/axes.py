@@ -18,7 +18,7 @@ from torch import Tensor
 Shapes = Mapping[str, tuple[int, ...]]
 
 LONGEST_AXIS = 4096
-"""A longer axis, such as that of a vocabulary, keeps its coordinates: eigenvectors cost d³."""
+"""A longer axis, such as a vocabulary, keeps its coordinates: eigenvectors cost d³."""
 
 Rotations = dict[str, dict[int, Tensor]]
 """The matrix of each axis that has one, by parameter."""
@@ -38,7 +38,7 @@ def axes_of(shape: tuple[int, ...]) -> tuple[int, ...]:
 def factors_of(shapes: Shapes) -> Iterator[tuple[str, int, int, slice]]:
     """Return, for every axis with eigenvectors, its parameter, number, length and place.
 
-    The place is that of its matrix, row by row, among the matrices of all axes. Biases and other
+    The place says where its matrix is, row by row, among the matrices of all axes. Biases and other
     vectors have none: the matrix of their only axis would have a column for every element.
     """
     start = 0

@@ -126,7 +126,7 @@ class Fitted:
 
     @classmethod
     def of(cls, projector: Projector | Fitted) -> Fitted:
-        """Return a projector as one of fitted steps, of which it has none."""
+        """Return a random projector as a chain of one step; a fitted one as it is."""
         return projector if isinstance(projector, Fitted) else cls((projector,))
 
     @classmethod

@@ -104,7 +104,7 @@ class Maps:
             vectors = vectors @ self.components.T
         n_leading = len(self.leading_rows)
         rows = self.projector.back_project(self.row_map, self.checkpoint, vectors[:, n_leading:])
-        # The sketch took these rows as zeros; here they are those of the leading columns.
+        # The sketch took these rows as zeros; here they get the leading columns.
         rows[:, torch.from_numpy(self.leading_rows)] = vectors[:, :n_leading].to(rows.dtype)
         for name, factor in self.factors.items():
             start = self.row_map.offset(name)

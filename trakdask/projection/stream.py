@@ -21,7 +21,7 @@ class ProjectionStream:
 
     Tensors, or consecutive parts of one, are split at the global grid of 16384 rows. An incomplete
     block stays in a buffer until adjacent tensors have filled it. In the order of the row map, the
-    result is bitwise that of one flat vector; another order can change the last bit of the float64
+    result has the bits of one flat vector; another order can change the last bit of the float64
     sums. On a CPU, samples that are zero in a block, as most are in the rows of an embedding, are
     left out of its product. On a GPU, no call synchronises before the result is read.
 
@@ -101,7 +101,7 @@ class ProjectionStream:
         stop = start + flat.shape[1]
         if self._selected is not None and self._chosen is not None:
             offset = start
-            # Selected rows are renumbered: those of this part are start to stop among them.
+            # Selected rows are renumbered: this part has start to stop among them.
             start, stop = np.searchsorted(self._selected, (start, stop)).tolist()
             flat = flat[:, self._chosen[start:stop] - offset]
         # A GPU takes many blocks at once; a CPU one by one, while it is in a cache.
@@ -188,9 +188,9 @@ class ProjectionStream:
             self._project(part, first)
             return
         whole = self._buffer(block)
-        own = whole[:, position : position + part.shape[1]]
-        if part.data_ptr() != own.data_ptr():  # else it was written to what buffer_for returned
-            own.copy_(part)
+        place = whole[:, position : position + part.shape[1]]
+        if part.data_ptr() != place.data_ptr():  # else it was written to what buffer_for returned
+            place.copy_(part)
         self._missing[block] = self._missing.get(block, length) - part.shape[1]
         if not self._missing[block]:
             self._project(whole, block * self._block)
