@@ -32,7 +32,6 @@ from trakdask.provenance import (
     REQUIRED_SPEC,
     as_text,
     as_values,
-    digest,
     require_comparable,
     require_same,
 )
@@ -255,11 +254,10 @@ def prepare(
     spec, names = model.spec(), [checkpoint.name for checkpoint in model.checkpoints]
     fitted = Fitted.of(projector or _DEFAULT)
     if fitted.model:
+        digests = {name: fitted.model["checkpoints"].get(name) for name in names}
         what = "the projector and the model that it was fitted to"
-        of = {name: fitted.model["checkpoints"].get(name) for name in names}
-        require_same(
-            {**fitted.model, "checkpoints": of}, spec, what=what, names=tuple(fitted.model)
-        )
+        of_fit = {**fitted.model, "checkpoints": digests}
+        require_same(of_fit, spec, what=what, names=tuple(of_fit))
     fitted = fitted.at_checkpoints(names)
     row_map = RowMap.from_shapes(model.shapes, alignment=fitted.projector.row_alignment)
     bound = fitted.bind(row_map)
@@ -331,16 +329,10 @@ def projector_of(features: xr.Dataset) -> Fitted:
         )
     return replace(
         fitted,
-        arrays={
-            name: features[name].data
-            for name in (*wanted, WRONG_CLASSES)
-            if name in features  # wrong classes need not be there
-        },
+        # Wrong classes belong to no step, and need not be there.
+        arrays={n: features[n].data for n in (*wanted, WRONG_CLASSES) if n in features},
         digests={name: attrs["fit"][name] for name in names} if wanted else {},
-        model={
-            "parameters": attrs["parameters"],
-            "checkpoints": {name: attrs["checkpoints"][name] for name in names},
-        },
+        model=model_of(attrs | {"checkpoints": {n: attrs["checkpoints"][n] for n in names}}),
         origin=features.attrs.get("fitted_to", ""),
     )
 
@@ -352,20 +344,16 @@ def model_of(attrs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _lazy_fit(fitted: Fitted) -> Arrays:
     """Return what was fitted as Dask arrays, in a chunk per checkpoint."""
-    chunked = {}
-    for name, array in fitted.arrays.items():
-        # The digests name arrays of steps; other arrays are named by their content.
-        is_known = name != WRONG_CLASSES
-        token = f"{name.replace('_', '-')}-{digest(dict(fitted.digests))}" if is_known else None
-        lazy = array if isinstance(array, da.Array) else da.from_array(array, name=token)
-        chunked[name] = lazy.rechunk((*[-1] * (lazy.ndim - 1), 1))
-    return chunked
+    return {
+        name: da.asarray(array).rechunk((*[-1] * (array.ndim - 1), 1))
+        for name, array in fitted.arrays.items()
+    }
 
 
 def _torch_settings(dtype: str | None) -> dict[str, str]:
     """Return the settings of torch that affect gradients, as they are active in the caller.
 
-    ``dtype`` is that to which weights and inputs are cast, ``"as given"`` if they are not.
+    Weights and inputs are cast to ``dtype``, unless it is ``"as given"``.
     ``autocast`` is the dtype of ``torch.autocast`` for GPUs or else for the CPU, which applies on
     any device that tasks run on. ``float32_matmul_precision`` is ``"highest"``, or one that allows
     TF32 or bfloat16 inside float32 products.
