@@ -87,18 +87,10 @@ class Maps:
         return sketch if is_random else _FittedStream(self, sketch, n_samples)
 
     def back(self, vectors: Tensor) -> Tensor:
-        """Multiply from the other side.
+        """Multiply the matrix of all steps from the other side; see ``Projector.back_project``.
 
-        For every gradient g and vector v, φ(g)·v is g·back(v), up to the rounding of the features.
-
-        Parameters
-        ----------
-        vectors
-            Shape (m, width), float32, on the CPU.
-
-        Returns
-        -------
-        Shape (m, n_rows), float32; rows of padding have no meaning.
+        Vectors are features' rows, (m, width), float32, on the CPU. The result is (m, n_rows), with
+        the gradients of :attr:`row_map` in the coordinates of the parameters.
         """
         if self.components is not None:
             vectors = vectors @ self.components.T
