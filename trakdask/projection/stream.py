@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
@@ -69,10 +70,8 @@ class ProjectionStream:
         self._selected = selected = projector.selected_rows(checkpoint)
         self._chosen = None if selected is None else torch.tensor(selected, device=device)
         self._n_rows = row_map.n_rows if selected is None else len(selected)
-        self._spans = spans = dict(zip(row_map.names, self._all_spans(), strict=True))
         self._block = max(1, self._n_rows) if projector.takes_all_rows else ROW_BLOCK
-        # A shared block is complete when all rows of parameters are there; padding never comes.
-        self._missing = _rows_of_shared_blocks(spans.values(), self._n_rows, self._block)
+        self._missing = _rows_of_blocks(self._spans(), self._block)
         self._waiting: dict[int, Tensor] = {}
         self._next = dict.fromkeys(row_map.names, 0)  # the first element that is still missing
         width = projector.width(row_map.n_rows)
@@ -157,7 +156,7 @@ class ProjectionStream:
         """Return the number of rows of a block; the last one may be short."""
         return min(self._block, self._n_rows - block * self._block)
 
-    def _all_spans(self) -> list[tuple[int, int]]:
+    def _spans(self) -> list[tuple[int, int]]:
         """Return [start, stop) of every parameter among the rows that are projected."""
         starts = np.array(self._row_map.offsets)
         stops = starts + [self._row_map.size(name) for name in self._row_map.names]
@@ -191,7 +190,7 @@ class ProjectionStream:
         place = whole[:, position : position + part.shape[1]]
         if part.data_ptr() != place.data_ptr():  # else it was written to what buffer_for returned
             place.copy_(part)
-        self._missing[block] = self._missing.get(block, length) - part.shape[1]
+        self._missing[block] -= part.shape[1]
         if not self._missing[block]:
             self._project(whole, block * self._block)
             flat = self._waiting.pop(block)
@@ -204,7 +203,7 @@ class ProjectionStream:
         if block not in self._waiting:
             size, device = math.prod(shape), self._sums.device
             self._waiting[block] = _scratch.take_out("waiting", size, torch.float32, device)
-            if self._missing.get(block, shape[1]) < shape[1]:  # padding between parameters is zero
+            if self._missing[block] < shape[1]:  # padding between parameters is zero
                 self._waiting[block].zero_()
         return self._waiting[block][: math.prod(shape)].view(shape)
 
@@ -243,17 +242,12 @@ def _cut(start: int, stop: int, size: int, *, runs: bool) -> Iterator[tuple[int,
         start = end
 
 
-def _rows_of_shared_blocks(
-    spans: Iterable[tuple[int, int]], n_rows: int, size: int
-) -> dict[int, int]:
-    """Return the number of rows of parameters in each block that no single parameter fills."""
-    counts: dict[int, int] = {}
+def _rows_of_blocks(spans: Iterable[tuple[int, int]], size: int) -> dict[int, int]:
+    """Return the number of rows of parameters in each block; padding between them never comes."""
+    counts: dict[int, int] = defaultdict(int)
     for start, stop in spans:
-        for block in {start // size, (stop - 1) // size} if start < stop else ():
-            first, last = block * size, min((block + 1) * size, n_rows)
-            inside = min(stop, last) - max(start, first)
-            if inside < last - first:
-                counts[block] = counts.get(block, 0) + inside
+        for row, last in _cut(start, stop, size, runs=False):
+            counts[row // size] += last - row
     return counts
 
 
