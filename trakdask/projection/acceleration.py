@@ -89,7 +89,7 @@ class Scratch(threading.local):
             return torch.empty(length, dtype=dtype, device=device)
 
     def put_back(self, name: str, buffer: Tensor) -> None:
-        """Keep a buffer, one of two, for the next call by this name."""
+        """Keep a buffer, one of three, for the next call by this name."""
         kept = self._buffers.setdefault((name, buffer.dtype, buffer.device), [])
         kept.append(buffer)
-        del kept[:-2]
+        del kept[:-3]  # the first and the last block of a parameter wait beside the one in work
