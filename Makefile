@@ -92,7 +92,7 @@ unit-portable: $(INSTALLED)
 	$(call heading,gradients and projections without AVX-512: pytest)
 	@ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 NUMBA_CPU_NAME=generic \
 		$(PY) -m pytest --quiet -n $(JOBS) tests/models/test_gradients.py tests/models/test_hooks.py \
-		tests/featurization tests/projection/test_known_answers.py
+		tests/featurization tests/projection/test_words.py
 
 unit: $(INSTALLED)
 	$(call heading,unit$(comma) property$(comma) doctest and process-cluster tests: pytest)

@@ -25,7 +25,7 @@ from trakdask import arrays
 from trakdask.checks import shown
 from trakdask.execution import active_client, gpu_options, n_slots
 from trakdask.projection import Projector, RowMap
-from trakdask.projection.acceleration import stop_waiting
+from trakdask.projection.acceleration import NUMPY_ELEMENTS, count_elements
 from trakdask.projection.fitted import Fitted
 from trakdask.provenance import as_values
 from trakdask.variables import CHECKPOINT, FITTED, SAMPLE, validate
@@ -430,7 +430,7 @@ def _measured(blocks: list[list[da.Array]], scheduler: str | None) -> dict[str, 
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
-    stop_waiting()  # numba is imported for the first block, so that the second is like the others
+    count_elements(NUMPY_ELEMENTS)  # numba from the first block on: the second is like the others
     try:
         for block in blocks:
             start = time.perf_counter()

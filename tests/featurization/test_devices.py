@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 import trakdask as td
 from tests.clusters import workers_with
-from tests.projection.cuda.emulator import COMPILER, EmulatedKernels
 from trakdask.errors import KernelError
 from trakdask.execution import gpu_options, workers_of
 from trakdask.featurization import devices
@@ -31,7 +30,6 @@ from trakdask.featurization.devices import (
 from trakdask.models import gradients
 from trakdask.models.tasks import Batch, Forward, supervised
 from trakdask.projection import Projector, stream
-from trakdask.projection.cuda import products as with_kernels
 
 META = torch.device("meta")
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
@@ -110,20 +108,6 @@ def test_engines__stay_on_the_device(engine: str, monkeypatch: pytest.MonkeyPatc
     assert set(found) == set(here.shapes)
 
 
-@pytest.mark.skipif(COMPILER is None, reason="no g++")
-@pytest.mark.parametrize("projector", [td.Rademacher(16), td.SJLT(16), td.Mask(50)], ids=str)
-def test_featurize__by_kernels_has_the_bits_of_the_cpu(
-    projector: Projector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = td.featurize(samples(), model(), projector=projector).compute(scheduler="sync")
-    for module in (with_kernels, stream):
-        monkeypatch.setattr(module, "on_gpu", lambda tensor: True)
-    monkeypatch.setattr(with_kernels, "kernels_for", lambda device: EmulatedKernels())
-    monkeypatch.setattr(with_kernels, "_proven", set())
-    found = td.featurize(samples(), model(), projector=projector).compute(scheduler="sync")
-    xr.testing.assert_identical(found, expected)
-
-
 class TellsProcess(td.tasks.ImageClassification):
     """Q is the process in which it was computed."""
 
@@ -159,28 +143,6 @@ def test_save__gradients_go_to_the_workers_that_declare_a_gpu(
         assert gpu_options(features) == {"resources": {"GPU": 1}}
         assert gpu_options(here) == {}
         assert td.plan(features, pilot=True).pilot.n_slots == 1
-
-
-def pretend() -> None:
-    """Take tensors of the CPU of this process for those of a GPU, whose kernels are emulated."""
-    for module in (with_kernels, stream):
-        module.on_gpu = lambda tensor: True  # type: ignore[attr-defined]
-    with_kernels.kernels_for = lambda device: EmulatedKernels()  # type: ignore[attr-defined]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(COMPILER is None, reason="no g++")
-def test_save__workers_with_and_without_kernels_give_the_same_bits(
-    tmp_path: Path, two_workers: Client
-) -> None:
-    """Of the projection: here, unlike on a GPU, both take the gradients on a CPU."""
-    features = td.featurize(samples(40), model(), projector=td.SJLT(8), device="cpu")
-    expected = features.compute(scheduler="sync")
-    with two_workers.as_current():
-        workers = workers_of(two_workers)
-        two_workers.run(pretend, workers=[a for a, w in workers.items() if w["name"] == "declares"])
-        found = td.save(features, tmp_path / "f.zarr", estimator=None, progress=False).compute()
-    np.testing.assert_array_equal(found.feature, expected.feature)
 
 
 @pytest.mark.parametrize("error", [KernelError, ImportError, torch.OutOfMemoryError])
@@ -228,7 +190,7 @@ def test_featurize__micro_batch_is_halved_where_memory_runs_out(
 @pytest.mark.gpu
 @pytest.mark.parametrize("projector", [td.Rademacher(64), td.SJLT(64), td.Kronecker(8, 8)], ids=str)
 def test_featurize__on_a_gpu_as_on_a_cpu(projector: Projector, tmp_path: Path) -> None:
-    """The gradients differ by rounding, here that of TF32. Has not run yet."""
+    """The gradients differ by rounding, here to TF32. Has not run yet."""
     made = [
         td.featurize(samples(), model(), projector=projector, device=d) for d in ("cuda", "cpu")
     ]

@@ -8,11 +8,9 @@ from unittest import mock
 import cloudpickle
 import dask
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 import xarray as xr
-from distributed import Client
 from torch import nn
 
 import trakdask as td
@@ -84,15 +82,6 @@ def test_featurize__every_projector_is_saved_and_scored(
         td.score(features, td.featurize(samples(4), model(), projector=td.Rademacher(16)))
 
 
-def test_save__store_of_another_projector_says_what_to_pass(tmp_path: Path) -> None:
-    """Such as a store that was begun when the default was another one."""
-    begun, store = td.Rademacher(proj_dim=16, seed=3), tmp_path / "features.zarr"
-    td.save(td.featurize(samples(), model(), projector=begun), store)
-    with pytest.raises(td.errors.StoreMismatchError, match="like=features"):
-        td.save(td.featurize(samples(), model()), store)
-    td.save(td.featurize(samples(), model(), like=td.open(store)), store)
-
-
 def test_featurize__variables_may_be_coords_or_variables() -> None:
     x, y = samples().image.values, np.arange(20) % 3
     both = td.from_arrays({"image": x, "label": y}, chunks=8)
@@ -111,28 +100,6 @@ def test_featurize__any_dataset_with_a_sample_dimension(tmp_path: Path) -> None:
     for dataset in (ds, ds.chunk(sample=6), opened):
         found = td.featurize(dataset, model(), projector=td.Identity()).feature
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
-
-
-def test_featurize__every_source_gives_the_same_features(tmp_path: Path) -> None:
-    x, label = samples().image.values, np.arange(20) % 3
-    frame = pd.DataFrame({"pixels": list(x.reshape(20, 6)), "label": label})
-    frame.to_parquet(tmp_path / "part.parquet", row_group_size=7)
-    pairs = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(label))
-    sources = {
-        "torch": td.from_torch(pairs, names=("image", "label"), chunks=6),
-        "parquet": td.from_dataframe(
-            tmp_path / "part.parquet", variables={"image": "pixels"}, coords=["label"], chunks=9
-        ),
-        "pandas": td.from_dataframe(
-            frame, variables={"image": "pixels", "label": "label"}, chunks=20
-        ),
-        "lists": td.from_arrays({"image": x.astype("f4"), "label": label.tolist()}, chunks=3),
-    }
-    exact = {"projector": td.Identity()}  # digits of a projection may round to the other side
-    expected = td.featurize(samples(), model(), **exact).feature.values
-    for name, source in sources.items():
-        found = td.featurize(source, model(), **exact).feature.values
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 class _TrakStyle:
@@ -243,14 +210,6 @@ def test_featurize__non_finite_gradient_names_sample_and_checkpoint(value, proje
         features.isel(checkpoint=[0]).compute(scheduler="sync")
     good = features.isel(sample=slice(16, 20)).feature.compute(scheduler="sync")
     assert np.isfinite(good).all()
-
-
-def test_featurize__error_arrives_from_a_worker_process(process_client: Client) -> None:
-    x = samples().image.values.copy()
-    x[13] = np.nan
-    data = td.from_arrays({"image": x}, coords={"label": np.arange(20) % 3}, chunks=8)
-    with pytest.raises(td.errors.BlockError, match="the output of sample 13 at checkpoint 'c1'"):
-        td.featurize(data, model()).feature.isel(checkpoint=1).compute()
 
 
 class _Branches(nn.Module):

@@ -15,6 +15,7 @@ import trakdask as td
 from trakdask.projection import Projector, RowMap
 from trakdask.projection.axes import factors_of, rotated
 from trakdask.projection.fitted import Components, Curvature, Fitted, SecondMoments
+from trakdask.projection.maps import Maps
 
 SHAPES = {"conv": (3, 2, 2, 2), "weight": (4, 6), "bias": (4,), "scale": ()}
 N_ELEMENTS = sum(math.prod(shape) for shape in SHAPES.values())
@@ -67,7 +68,7 @@ def test_back__is_the_adjoint(
     rng = np.random.default_rng(seed)
     fitted, arrays = chain(first, projector, components, rng)
     rows = RowMap.from_shapes(SHAPES, alignment=projector.row_alignment)
-    maps = fitted.bind(rows).at(rows, checkpoint, arrays, torch.device("cpu"))
+    maps = Maps(fitted.bind(rows), rows, checkpoint, arrays, torch.device("cpu"))
     gradients = {
         name: torch.from_numpy(rng.standard_normal((4, math.prod(shape))).astype("f4"))
         for name, shape in SHAPES.items()

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.projection.reference import normal, project_block, rounded, signs
-from trakdask.projection import SJLT, Rademacher, acceleration, fixed_point, sjlt
+from tests.projection.reference import normal, project_block, project_flat, rounded, signs
+from trakdask.projection import SJLT, Identity, Rademacher, acceleration, fixed_point, sjlt
 from trakdask.projection.fixed_point import (
     int8_matmul_is_usable,
     integer_matmul,
@@ -148,7 +148,16 @@ def test_kept__blocks_are_drawn_once_and_older_matrices_make_way(
 # ------------------------------------------------------------------------------------------- numba
 
 
-def test_numba_kernels__none_where_numba_does_not_import(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numba_kernels__after_a_number_of_elements_and_where_it_imports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TRAKDASK_NUMBA")
+    monkeypatch.setattr(acceleration, "_n_projected", acceleration.NUMPY_ELEMENTS - 6)
+    monkeypatch.setattr(acceleration, "_load", lambda: "kernels")
+    assert acceleration.numba_kernels() is None
+    project_flat(Identity(), torch.ones(2, 3))
+    assert acceleration.numba_kernels() == "kernels"
+    monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "numba", None)
     acceleration._load.cache_clear()
     try:

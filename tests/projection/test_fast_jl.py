@@ -1,4 +1,4 @@
-"""The calls of the extension fast_jl, by a stand-in: its calls are those of traker 0.3.2."""
+"""The calls of the extension fast_jl, by a stand-in: its calls are the calls of traker 0.3.2."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SHAPES = {"a": (30, 600), "b": (7,), "c": (3, 5)}
 
 @functools.lru_cache(maxsize=1)
 def matrix(n_rows: int, width: int, seed: int, num_sms: int) -> Tensor:
-    """Return signs that depend on what those of fast_jl depend on."""
+    """Return signs that depend on the same numbers as the signs of fast_jl."""
     generator = torch.Generator().manual_seed(seed * 1000 + num_sms)
     return torch.randint(0, 2, (n_rows, width), generator=generator).float() * 2 - 1
 
 
 def stand_in_for_fast_jl(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
-    """Stand in for the extension, and take tensors of the CPU for those of a GPU; list calls."""
+    """Stand in for the extension, and take tensors of the CPU for tensors of a GPU; list calls."""
     seen: list[tuple[str, Any]] = []
 
     def stand_in(name: str, size: int) -> Any:
@@ -47,10 +47,9 @@ def stand_in_for_fast_jl(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any
     return seen
 
 
-@pytest.mark.parametrize("entries", ["rademacher", "normal"])
 @pytest.mark.parametrize(
-    ("n_samples", "sizes"),
-    [(1, [8]), (8, [8]), (9, [16]), (17, [32]), (32, [32]), (70, [32, 32, 8])],
+    ("n_samples", "sizes", "entries"),
+    [(8, [8], "rademacher"), (9, [16], "normal"), (70, [32, 32, 8], "rademacher")],
 )
 def test_project__all_rows_at_once_in_padded_batches(
     n_samples: int, sizes: list[int], entries: str, monkeypatch: pytest.MonkeyPatch

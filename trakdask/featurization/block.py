@@ -25,23 +25,31 @@ from trakdask.featurization.devices import (
     on_device,
     states_bytes,
 )
-from trakdask.featurization.job import Block, BlockResults, Job, Samples, is_of_samples
+from trakdask.featurization.job import (
+    Block,
+    BlockResults,
+    BlockSamples,
+    FeaturizeJob,
+    is_of_samples,
+)
 from trakdask.models.checkpoints import Checkpoint, cache_states
 from trakdask.models.gradients import SAFER
 from trakdask.models.independence import once_per_task
 from trakdask.models.tasks import Batch, Forward
 from trakdask.projection.axes import Rotations
-from trakdask.projection.fitted import Stream
+from trakdask.projection.maps import Maps, Stream
 from trakdask.torch_internals import few_threads, no_fast_path
 
 _log = logging.getLogger(__name__)
 
 
-def featurize_block(job: Job, weights: np.ndarray, start: np.ndarray, *arrays: np.ndarray) -> Block:
+def featurize_block(
+    job: FeaturizeJob, item: np.ndarray, start: np.ndarray, *arrays: np.ndarray
+) -> Block:
     """Return feature, its squared norm, output, out_to_loss (and error) of a block of samples."""
-    checkpoint, fit = weights.item()
+    checkpoint, fit = item.item()
     with running(job, checkpoint, start, arrays) as samples:
-        maps = job.projector.at(job.row_map, checkpoint.id, fit, samples.device)
+        maps = Maps(job.projector, job.row_map, checkpoint.id, fit, samples.device)
         output = Output(job.proj_dim, lambda _, batch: maps.open(batch.size), maps.rotations)
         feature, f, q, *error = run_samples(samples, checkpoint, output)
         return feature, with_digest(row_norms(feature), q), f, q, *error
@@ -68,8 +76,8 @@ class Output:
 
 @contextmanager
 def running(
-    job: Job, checkpoint: Checkpoint, start: np.ndarray, arrays: tuple[np.ndarray, ...]
-) -> Iterator[Samples]:
+    job: FeaturizeJob, checkpoint: Checkpoint, start: np.ndarray, arrays: tuple[np.ndarray, ...]
+) -> Iterator[BlockSamples]:
     """Give the samples of a task, whose errors say which samples they are."""
     positions = np.arange(start.item(), start.item() + len(arrays[0]))
     what = f"samples {positions[0]}:{positions[-1] + 1} of checkpoint {checkpoint.name!r}"
@@ -78,59 +86,45 @@ def running(
     try:
         device = device_of_task(job.device)
         with _threads(), no_fast_path(), applied(job.torch_settings, device):
-            yield Samples(job, positions, arrays, device)
+            yield BlockSamples(job, positions, arrays, device)
     except Exception as err:
         raise BlockError(
-            f"{what} failed: {type(err).__name__}: {err}"
-            f"{_circumstances(job, checkpoint, arrays, err)}"
+            f"{what} failed: {type(err).__name__}: {err}{_circumstances(job, arrays, err)}"
         ) from err
 
 
-def _circumstances(
-    job: Job, checkpoint: Checkpoint, arrays: tuple[np.ndarray, ...], err: Exception
-) -> str:
+def _circumstances(job: FeaturizeJob, arrays: tuple[np.ndarray, ...], err: Exception) -> str:
     """Describe the inputs of the model, for errors that torch raised and not this package."""
     if isinstance(err, ValueError):
         return ""
     inputs = dict(zip(job.inputs, arrays, strict=True))
     shapes = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in inputs.items())
     if isinstance(err, RuntimeError) and "type" in str(err):  # which torch words in many ways
-        weights, remedies = {job.torch_settings["dtype"]}, []
-        floats = {str(array.dtype) for array in arrays if array.dtype.kind == "f"}
-        if weights == {"as given"}:
-            tensors = job.model.forward(checkpoint).parameters.values()
-            weights = {str(t.dtype)[len("torch.") :] for t in tensors if t.is_floating_point()}
-            remedies += ["dtype='float32'"] if (floats or {"float32"}) - weights else []
-        if not floats:  # only these are cast
-            first = job.inputs[0]
-            cast = f"samples.assign({first}=samples[{first!r}].astype('float32'))"
-            remedies.append(f"{cast}, unless these are ids")
-        if remedies:
-            return (
-                f"\nThe weights are {' and '.join(sorted(weights))}, the inputs {shapes}; try "
-                + " with ".join(remedies)
-            )
-    engines = f"{SAFER[job.engine]}, or " if job.engine in SAFER else ""
-    return (
-        f"\nThe inputs of the block were {shapes}; if the model itself runs, try {engines}"
-        "a model of transformers that is built with attn_implementation='eager'"
-    )
+        first = job.inputs[0]
+        remedy = (
+            f"dtype='float32' for the weights, or samples.assign({first}=samples[{first!r}]"
+            ".astype('float32')) for inputs that are no ids"
+        )
+    else:
+        safer = f"{SAFER[job.engine]}, or " if job.engine in SAFER else ""
+        remedy = f"{safer}a model of transformers that is built with attn_implementation='eager'"
+    return f"\nThe inputs of the block were {shapes}; try {remedy}"
 
 
-def run_samples(samples: Samples, checkpoint: Checkpoint, output: Output) -> Block:
+def run_samples(samples: BlockSamples, checkpoint: Checkpoint, output: Output) -> Block:
     """Run the samples of a block in micro-batches, which are halved where memory runs out."""
     job, device = samples.job, samples.device
     forward = job.model.forward(checkpoint)
     if job.torch_settings["dtype"] != "as given":
         forward = forward.to(getattr(torch, job.torch_settings["dtype"]))
     forward = on_device(forward, device)
-    given, (samples, places) = samples, samples.by_length()
+    unsorted, (samples, places) = samples, samples.by_length()
     is_rotated, settings = output.rotations is not None, tuple(job.torch_settings.values())
     run_as = job.engine, job.row_map.names, settings, device, is_rotated
     first = samples.batch(slice(1))
     checked = once_per_task("checks", forward, job.model.task, first, run_as, Checked)
     if job.falls_back and checked.needs_vmap:
-        return run_samples(given.by_vmap(), checkpoint, output)
+        return run_samples(unsorted.by_vmap(), checkpoint, output)
     checked.measure(samples, forward)
     samples = replace(samples, trims=checked.ignores_padding)
     engine = CheckedEngine(checked, samples, forward, output.rotations)
@@ -144,7 +138,7 @@ def run_samples(samples: Samples, checkpoint: Checkpoint, output: Output) -> Blo
         try:
             for few in _slices(part.start, part.stop, size):
                 once.run(few, other.batch(few), lambda *gradient: None)
-        except Exception as err:  # that of the hooks is raised
+        except Exception as err:  # the error of the hooks is raised
             _log.info("vmap fails as well: %s", err)
             return False
         return True
@@ -163,7 +157,7 @@ def run_samples(samples: Samples, checkpoint: Checkpoint, output: Output) -> Blo
             elif job.falls_back and not checked.n_samples and vmap_runs(part):
                 _log.warning("gradients by vmap, which is slower, because hooks failed: %s", err)
                 checked.needs_vmap = True
-                return run_samples(given, checkpoint, output)
+                return run_samples(unsorted, checkpoint, output)
             elif job.on_error == "raise" or not is_of_samples(err):
                 raise samples.named(err, part) from err.__cause__
             elif n > 1:
@@ -182,7 +176,7 @@ def _slices(start: int, stop: int, size: int) -> list[slice]:
 
 
 def _run_micro_batch(
-    samples: Samples, forward: Forward, part: slice, output: Output, engine: CheckedEngine
+    samples: BlockSamples, forward: Forward, part: slice, output: Output, engine: CheckedEngine
 ) -> Block:
     job, n, batch = samples.job, part.stop - part.start, samples.batch(part)
     stream = output.open(forward, batch)
@@ -193,12 +187,12 @@ def _run_micro_batch(
         products = feature.reshape(n, size, -1)
         feature = np.zeros(job.feature_shape(n, output.width), np.float32)
         n_tokens = size - job.partition.has_others
-        feature[:, :n_tokens] = products[:, :n_tokens]  # those of padding, which was cut, are zero
+        feature[:, :n_tokens] = products[:, :n_tokens]  # padding was cut, and has zeros
         feature[:, feature.shape[1] - size + n_tokens :] = products[:, n_tokens:]
     return feature, f.numpy(force=True), q.numpy(force=True)
 
 
-def _micro_batch(job: Job, width: int, activations: int | None, budget: int) -> int:
+def _micro_batch(job: FeaturizeJob, width: int, activations: int | None, budget: int) -> int:
     """Return the number of samples whose activations and gradients fit in the budget.
 
     They are limited before anything runs out, because Linux promises a process more memory than

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trakdask.featurization.devices import activation_bytes
-from trakdask.featurization.job import ModelError, Samples
+from trakdask.featurization.job import BlockSamples, ModelError
 from trakdask.models.gradients import (
     WeightedSum,
     engine_of,
@@ -63,7 +63,7 @@ class Checked:
     ignores_padding: bool = False
     needs_vmap: bool = False
 
-    def measure(self, samples: Samples, forward: Forward) -> None:
+    def measure(self, samples: BlockSamples, forward: Forward) -> None:
         """Run the first two samples that the model can process, if that has not been done."""
         task = samples.job.model.task
         for start in range(0, len(samples), 2) if self.activation_bytes is None else ():
@@ -96,7 +96,7 @@ class CheckedEngine:
     """
 
     def __init__(
-        self, checked: Checked, samples: Samples, forward: Forward, rotations: Rotations | None
+        self, checked: Checked, samples: BlockSamples, forward: Forward, rotations: Rotations | None
     ) -> None:
         self._checked, self._samples, self._forward = checked, samples, forward
         self._task, self._engine = samples.job.model.task, samples.job.engine
@@ -135,8 +135,8 @@ class CheckedEngine:
     def require_independent(self, rows: np.ndarray) -> None:
         """Compare two samples that ran alone so far with both in a batch.
 
-        Micro-batches of one sample tell nothing about mixing, but those of other workers may be
-        larger.
+        Micro-batches of one sample tell nothing about mixing, but other workers may have larger
+        ones.
         """
         if self._checked.n_samples == 1 and len(rows) > 1:
             with _of_model(self._samples.positions[rows[:2]]):

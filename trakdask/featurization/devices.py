@@ -78,8 +78,8 @@ def on_device(forward: Forward, device: torch.device) -> Forward:
     if device.type == "cpu":
         return forward
     # Non-persistent buffers are not in checkpoints; the module has them on the CPU.
-    own = {name: b for name, b in forward.module.named_buffers() if not b.is_meta}
-    whole = replace(forward, buffers={**own, **forward.buffers})
+    on_cpu = {name: b for name, b in forward.module.named_buffers() if not b.is_meta}
+    whole = replace(forward, buffers={**on_cpu, **forward.buffers})
     return whole.mapped(lambda tensor: tensor.to(device))
 
 
@@ -89,12 +89,14 @@ def activation_bytes(forward: Forward, task: Task, batch: Batch) -> int:
         name: tensor.detach().requires_grad_(tensor.is_floating_point())
         for name, tensor in forward.parameters.items()
     }
-    known = {t.untyped_storage().data_ptr() for t in (*leaves.values(), *forward.buffers.values())}
+    not_saved = {
+        t.untyped_storage().data_ptr() for t in (*leaves.values(), *forward.buffers.values())
+    }
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
+        if storage.data_ptr() not in not_saved:
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
@@ -108,7 +110,7 @@ def budget_bytes(parameters: Mapping[str, Tensor], device: torch.device = _CPU) 
     """Return the memory that activations and gradients of a micro-batch may take.
 
     It is at most half of what the task has, which is the share of its thread in the memory of the
-    worker or the machine (or in that which is free on a GPU): the rest is for weights, inputs and
+    worker or the machine (or in the free memory of a GPU): the rest is for weights, inputs and
     features, and for what activations take beyond the measured ones.
     """
     n_threads, limit = _threads_and_memory()

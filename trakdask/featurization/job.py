@@ -52,7 +52,7 @@ class Partition:
     names
         Names of the parts, if they have some.
     has_others
-        Whether the last part is that of the layers that do not see tokens.
+        Whether the last part stands for the layers that do not see tokens.
     """
 
     dim: str
@@ -62,7 +62,7 @@ class Partition:
     has_others: bool = False
 
     def of(self, batch: Batch) -> Partition:
-        """Return the parts of a batch, of which padding may have been cut."""
+        """Return the parts of a batch, whose padding may have been cut."""
         size = number_of_tokens(batch) + self.has_others
         return self if self.groups else replace(self, size=size)
 
@@ -79,7 +79,7 @@ class Partition:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class FeaturizeJob:
     """The settings of featurize that all tasks share."""
 
     model: Model
@@ -92,7 +92,7 @@ class Job:
     inputs: tuple[str, ...]
     """Names of the variables that the model reads."""
     torch_settings: Mapping[str, str]
-    """Of :func:`torch_settings`."""
+    """Settings of torch that change gradients, as they were when featurize was called."""
     device: str
     on_error: OnError
     partition: Partition | None = None
@@ -106,10 +106,10 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Samples:
+class BlockSamples:
     """The samples of a block, from which batches for the model are created on a device."""
 
-    job: Job
+    job: FeaturizeJob
     positions: np.ndarray
     arrays: tuple[np.ndarray, ...]
     device: torch.device
@@ -121,20 +121,20 @@ class Samples:
 
     def batch(self, part: slice | np.ndarray) -> Batch:
         """Return some of the samples as tensors."""
-        # A copy, because torch cannot share read-only memory, such as that of a memory-mapped file.
+        # A copy, because torch cannot share read-only memory, such as a memory-mapped file.
         inputs = zip(self.job.inputs, self.arrays, strict=True)
         batch = Batch(
             {name: torch.tensor(array[part], device=self.device) for name, array in inputs}
         )
         return trimmed(self.job.model.task, batch) if self.trims else batch
 
-    def by_vmap(self) -> Samples:
+    def by_vmap(self) -> BlockSamples:
         """Return the samples, to be run by vmap, which holds whole gradients."""
         held = self.job.row_map.n_parameters
         job = replace(self.job, engine="vmap", falls_back=False, elements_at_once=held)
         return replace(self, job=job)
 
-    def by_length(self) -> tuple[Samples, np.ndarray]:
+    def by_length(self) -> tuple[BlockSamples, np.ndarray]:
         """Return the samples with the longest sequences first, and where each of them now is."""
         task = self.job.model.task
         order = order_by_length(task, dict(zip(self.job.inputs, self.arrays, strict=True)))
@@ -201,13 +201,13 @@ def not_finite(*arrays: np.ndarray) -> dict[int, str]:
 class BlockResults:
     """The results of a block so far, and the samples of it that failed."""
 
-    def __init__(self, samples: Samples, checkpoint: Checkpoint, width: int) -> None:
+    def __init__(self, samples: BlockSamples, checkpoint: Checkpoint, width: int) -> None:
         n = len(samples)
         self._on_error, self._positions = samples.job.on_error, samples.positions
         self._checkpoint = checkpoint.name
         shapes = samples.job.feature_shape(n, width), n, n
         self.arrays = tuple(np.full(shape, np.nan, np.float32) for shape in shapes)
-        """Of feature, output and out_to_loss."""
+        """Arrays of feature, output and out_to_loss."""
         self._raised: list[Exception] = []
         self._reasons: dict[int, str] = {}
 

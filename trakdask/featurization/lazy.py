@@ -1,17 +1,14 @@
-"""Build the graph of featurize: a lazy Dataset of projected gradients of samples."""
+"""Featurize: check what is asked for, and return a lazy Dataset of projected gradients."""
 
 from __future__ import annotations
 
 import logging
 import math
 import re
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import chain
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
-import dask
 import dask.array as da
 import numpy as np
 import torch
@@ -19,24 +16,22 @@ import xarray as xr
 from distributed.system import MEMORY_LIMIT
 
 from trakdask._version import __version__
-from trakdask.arrays.blocks import take
 from trakdask.checks import require_choice, require_integer, shown
 from trakdask.execution import active_client, workers_of
-from trakdask.featurization.block import featurize_block
-from trakdask.featurization.job import ERROR_DTYPE, DType, Job, OnError, Partition
+from trakdask.featurization.graphs import Arrays, GraphInputs, lazy_arrays
+from trakdask.featurization.job import DType, FeaturizeJob, OnError, Partition
 from trakdask.models.gradients import ENGINES
 from trakdask.models.layers import choose_engine, elements_at_once
 from trakdask.models.model import Model
 from trakdask.models.tasks import task_spec
 from trakdask.projection import SJLT, Projector, RowMap
-from trakdask.projection.fitted import Components, Curvature, Fitted, SecondMoments
+from trakdask.projection.fitted import Fitted
 from trakdask.projection.protocol import require_block_fits
 from trakdask.provenance import (
     DEFAULTS,
     REQUIRED_SPEC,
     as_text,
     as_values,
-    digest,
     require_comparable,
     require_same,
 )
@@ -54,7 +49,6 @@ from trakdask.variables import (
 )
 
 Gradients = Literal["auto", "hooks", "vmap", "loop"]
-Arrays = dict[str, da.Array]
 Divide = Callable[[Model, Arrays], Partition]
 
 _log = logging.getLogger(__name__)
@@ -62,41 +56,8 @@ _log = logging.getLogger(__name__)
 _DEFAULT = SJLT(proj_dim=2048, seed=0)
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
-_FORMULAS = {
-    SecondMoments: "D grad f, D = (sqrt(v) + 1e-8)^-1/2 with Adam's second moments v",
-    Curvature: "(L + d mean(L))^-1/2 U^T grad f, with eigenvalues L and eigenvectors U of the "
-    "curvature; the first columns are leading coordinates, which P^T takes as 0",
-    Components: "then C^T feature, with principal components C",
-}
 _MICRO_BATCH_BYTES = 2**28
 _MICRO_BATCH_MOST = 256
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What a graph is built from: all that is known before anything runs."""
-
-    job: Job
-    inputs: Arrays
-    attrs: dict[str, Any]
-    coords: dict[Hashable, Any]
-    fit: Arrays
-    """What was fitted, (..., checkpoint), in a chunk per checkpoint."""
-
-    @cached_property
-    def token(self) -> str:
-        """Name of the graph's layers: a digest of everything that could change a block."""
-        arrays = {
-            name: [array.name, [list(sizes) for sizes in array.chunks]]
-            for name, array in self.inputs.items()
-        }
-        return digest({"attrs": self.attrs, "arrays": arrays})[:32]
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """Number of samples of each block."""
-        rows: tuple[int, ...] = next(iter(self.inputs.values())).chunks[0]
-        return rows
 
 
 def featurize(
@@ -141,13 +102,13 @@ def featurize(
         first micro-batch fails by hooks and not by vmap goes on by vmap, and logs a warning; the
         gradients are the same but for rounding. Each thread checks the gradients of its first (and
         of any larger) micro-batch by a random weighted sum, which one plain backward pass gives,
-        too. Of every later block, it compares f, Q and the gradient of one sample with those of the
-        sample alone, which costs a backward pass of one sample.
+        too. In every later block, it compares f, Q and the gradient of one sample with what the
+        sample alone gives, which costs a backward pass of one sample.
     batch_size
         Most samples per micro-batch inside a task. With ``"auto"`` the gradients of a micro-batch
-        fit in 256 MB (with hooks: those of the largest parameter fit in 64 MB, or it has 32 samples
-        if that takes at most 1 GB; gradients of linear and embedding layers are computed in
-        slices), it has at most 256 samples.
+        fit in 256 MB, and it has at most 256 samples. With hooks, the gradients of the largest
+        parameter fit in 64 MB, or it has 32 samples if that takes at most 1 GB; gradients of linear
+        and embedding layers are computed in slices.
         Activations, measured on two samples, and gradients of a micro-batch always fit in half of
         the memory of a task and, on a CPU, in 96 MiB or, for large models, in 8 times the size of
         the weights. The batch size does not change features, given the same gradients.
@@ -194,7 +155,7 @@ def featurize(
         If the samples lack a variable that the task needs, the features of one block cannot fit in
         the memory of a worker, or an option is invalid.
     StoreMismatchError
-        If the projector was fitted to another model, or the model is not that of ``like``.
+        If the projector was fitted to another model, or the model is not the one of ``like``.
     BlockError
         When computed, naming the samples and the checkpoint that failed: labels that are out of
         range, inputs that a layer cannot process, gradients that are not finite, or a model that
@@ -269,7 +230,7 @@ def prepare(
     on_error: OnError = "raise",
     divide: Divide | None = None,
     adds_up: bool = False,
-) -> Prepared:
+) -> GraphInputs:
     """Check the arguments of :func:`featurize`, and gather what its graph is built from.
 
     ``divide`` says how to divide samples into parts, whose gradients are multiplied with vectors
@@ -283,7 +244,7 @@ def prepare(
     if like is not None:
         if projector is not None:
             raise ValueError(
-                f"expected like= without a projector, which is that of its features, got "
+                f"expected like= without a projector, since its features have one, got "
                 f"{projector!r}; try leaving it out"
             )
         projector, model = projector_of(like), model.at_checkpoints(checkpoint_names(like))
@@ -297,11 +258,10 @@ def prepare(
     spec, names = model.spec(), [checkpoint.name for checkpoint in model.checkpoints]
     fitted = Fitted.of(projector or _DEFAULT)
     if fitted.model:
+        digests = {name: fitted.model["checkpoints"].get(name) for name in names}
         what = "the projector and the model that it was fitted to"
-        of = {name: fitted.model["checkpoints"].get(name) for name in names}
-        require_same(
-            {**fitted.model, "checkpoints": of}, spec, what=what, names=tuple(fitted.model)
-        )
+        of_fit = {**fitted.model, "checkpoints": digests}
+        require_same(of_fit, spec, what=what, names=tuple(of_fit))
     fitted = fitted.at_checkpoints(names)
     row_map = RowMap.from_shapes(model.shapes, alignment=fitted.projector.row_alignment)
     bound = fitted.bind(row_map)
@@ -316,9 +276,9 @@ def prepare(
     if engine == "tokens" and partition:
         held *= partition.size
     settings = _torch_settings(dtype)
-    job = Job(
+    job = FeaturizeJob(
         model=model,
-        projector=bound.without_arrays(),
+        projector=Fitted(bound.steps),
         row_map=row_map,
         proj_dim=bound.width(row_map.n_rows),
         engine=engine,
@@ -345,7 +305,7 @@ def prepare(
         "on_error": on_error,
         **({"parts": partition.spec()} if partition else {}),
         **{name: getattr(model.task, name) for name in DEFAULTS if hasattr(model.task, name)},
-        "formula": _formula(bound),
+        "formula": bound.formula,
         **({"damping_prior": bound.damping_prior} if bound.damping_prior != 1 else {}),
         "trakdask_version": __version__,
         "torch_version": str(torch.__version__),
@@ -353,7 +313,7 @@ def prepare(
     }
     checkpoint = normalise_coord(CHECKPOINT, names, len(names))
     coords = {**samples.coords, CHECKPOINT: (CHECKPOINT, checkpoint)}
-    return Prepared(job, inputs, attrs, coords, _lazy_fit(bound))
+    return GraphInputs(job, inputs, attrs, coords, _lazy_fit(bound))
 
 
 def _trained_on(samples: xr.Dataset, features: xr.Dataset) -> xr.Variable:
@@ -381,7 +341,7 @@ def projector_of(features: xr.Dataset) -> Fitted:
             "features.assign_attrs(original.attrs)"
         )
     fitted = Fitted.from_spec(attrs["projector"])
-    wanted = [name for step in fitted.steps for name in getattr(step, "arrays", ())]
+    wanted = fitted.variables.values()
     if missing := [name for name in wanted if name not in features]:
         raise ValueError(
             f"expected what the projector was fitted with in the features, got none of {missing}; "
@@ -389,44 +349,31 @@ def projector_of(features: xr.Dataset) -> Fitted:
         )
     return replace(
         fitted,
-        arrays={
-            name: features[name].data
-            for name in (*wanted, WRONG_CLASSES)
-            if name in features  # wrong classes need not be there
-        },
+        # Wrong classes belong to no step, and need not be there.
+        arrays={n: features[n].data for n in (*wanted, WRONG_CLASSES) if n in features},
         digests={name: attrs["fit"][name] for name in names} if wanted else {},
-        model={
-            "parameters": attrs["parameters"],
-            "checkpoints": {name: attrs["checkpoints"][name] for name in names},
-        },
+        model=model_of(attrs | {"checkpoints": {n: attrs["checkpoints"][n] for n in names}}),
         origin=features.attrs.get("fitted_to", ""),
     )
 
 
+def model_of(attrs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what identifies the model that something is fitted to, from the attrs of features."""
+    return {name: attrs[name] for name in ("parameters", "checkpoints")}
+
+
 def _lazy_fit(fitted: Fitted) -> Arrays:
     """Return what was fitted as Dask arrays, in a chunk per checkpoint."""
-    chunked = {}
-    for name, array in fitted.arrays.items():
-        # By the digests, which are known; those of no step are named by their content.
-        is_known = name != WRONG_CLASSES
-        token = f"{name.replace('_', '-')}-{digest(dict(fitted.digests))}" if is_known else None
-        lazy = array if isinstance(array, da.Array) else da.from_array(array, name=token)
-        chunked[name] = lazy.rechunk((*[-1] * (lazy.ndim - 1), 1))
-    return chunked
-
-
-def _formula(fitted: Fitted) -> str:
-    """Say what the steps compute."""
-    texts = {type(step): _FORMULAS[type(step)] for step in fitted.steps if type(step) in _FORMULAS}
-    reduction = texts.pop(Components, None)
-    scaled = next(iter(texts.values()), "grad f")
-    return f"feature = p^-1/2 P^T {scaled}" + (f"; {reduction}" if reduction else "")
+    return {
+        name: da.asarray(array).rechunk((*[-1] * (array.ndim - 1), 1))
+        for name, array in fitted.arrays.items()
+    }
 
 
 def _torch_settings(dtype: str | None) -> dict[str, str]:
     """Return the settings of torch that affect gradients, as they are active in the caller.
 
-    ``dtype`` is that to which weights and inputs are cast, ``"as given"`` if they are not.
+    Weights and inputs are cast to ``dtype``, unless it is ``"as given"``.
     ``autocast`` is the dtype of ``torch.autocast`` for GPUs or else for the CPU, which applies on
     any device that tasks run on. ``float32_matmul_precision`` is ``"highest"``, or one that allows
     TF32 or bfloat16 inside float32 products.
@@ -507,113 +454,3 @@ def _require_options(model: object, projector: object, device: object) -> None:
             "expected 'auto', 'cpu', 'cuda', or one GPU of each worker, such as 'cuda:1', as "
             f"device, got {shown(device)}; try device='auto'"
         )
-
-
-# ---------------------------------------------------------------------------------------- graphs
-
-
-def lazy_arrays(prepared: Prepared) -> Arrays:
-    """Build the graph: a task per (sample block × checkpoint), and one per variable of it."""
-    job, token = prepared.job, prepared.token
-    tasks = block_tasks(featurize_block, "sc", prepared, token, name=f"featurize-{token}")
-    new_axes = {"p": job.proj_dim}
-    feature = variable_of(tasks, "sc", "spc", 0, f"feature-{token}", new_axes=new_axes)
-    return {"feature": feature} | other_variables(job, tasks, "sc", token)
-
-
-def block_tasks(
-    run: Callable[..., Any], index: str, prepared: Prepared, token: str, *more: Any,
-    dtype: Any = object, **options: Any,
-) -> da.Array:  # fmt: skip
-    """Return what ``run`` returns for each block of samples and checkpoint, mostly a tuple."""
-    inputs = [
-        (array, ("s", *(f"{name}.{axis}" for axis in range(1, array.ndim))))
-        for name, array in prepared.inputs.items()
-    ]
-    tasks: da.Array = da.blockwise(
-        run, index,
-        shared_task(prepared.job, token), None,
-        weights_of(prepared, token), "c",
-        _starts(prepared.rows, token), "s",  # so that errors can name samples
-        *more, *chain.from_iterable(inputs),
-        dtype=dtype, meta=np.empty((0,) * len(index), dtype=dtype), concatenate=True,
-        align_arrays=False,  # all chunks match; aligning would warn about the outer product
-        **options,
-    )  # fmt: skip
-    return tasks
-
-
-def shared_task(job: Job, token: str) -> Any:
-    """Return what all blocks share as one task, so that a graph does not grow with their number."""
-    shared = replace(job, model=job.model.at_checkpoints(()))
-    return dask.delayed(shared, name=f"job-{token}", traverse=False)
-
-
-def weights_of(prepared: Prepared, token: str) -> da.Array:
-    """Return each checkpoint, with what was fitted to it, as one task.
-
-    They may be in memory, and large.
-    """
-    checkpoints, fit = prepared.job.model.checkpoints, prepared.fit
-    weights = np.empty(len(checkpoints), object)
-    for i, checkpoint in enumerate(checkpoints):
-        weights[i] = checkpoint, {}
-    array: da.Array = da.from_array(weights, chunks=1, name=f"checkpoint-{token}")
-    if not fit:
-        return array
-    fitted = [(a, (*(f"{n}.{axis}" for axis in range(a.ndim - 1)), "c")) for n, a in fit.items()]
-    with_fit: da.Array = da.blockwise(
-        _with_fit, "c", array, "c", tuple(fit), None, *chain.from_iterable(fitted),
-        name=f"fit-{token}", dtype=object, meta=np.empty(0, object), concatenate=True,
-        align_arrays=False,
-    )  # fmt: skip
-    return with_fit
-
-
-def _with_fit(weights: np.ndarray, names: tuple[str, ...], *arrays: np.ndarray) -> np.ndarray:
-    (checkpoint, _), with_fit = weights.item(), np.empty(1, object)
-    with_fit[0] = checkpoint, {n: a[..., 0] for n, a in zip(names, arrays, strict=True)}
-    return with_fit
-
-
-def _starts(sizes: tuple[int, ...], token: str) -> da.Array:
-    """Return the position of the first sample of each block; all but the last are equally large."""
-    starts: da.Array = da.map_blocks(
-        _start, sizes[0], chunks=(sizes,), name=f"start-{token}",
-        dtype=np.int64, meta=np.empty(0, np.int64),
-    )  # fmt: skip
-    return starts
-
-
-def _start(size: int, block_id: tuple[int, ...]) -> np.ndarray:
-    return np.array([block_id[0] * size])
-
-
-def other_variables(job: Job, tasks: da.Array, index: str, token: str) -> Arrays:
-    """Return all variables but the first one of those that each task returns."""
-    others: dict[str, Any] = {} if job.partition else {"feature_norm": np.dtype(np.float64)}
-    others |= dict.fromkeys(("output", "out_to_loss"), np.dtype(np.float32))
-    if job.on_error == "record":
-        others["error"] = ERROR_DTYPE
-    return {
-        name: variable_of(tasks, index, "sc", item, f"{name}-{token}", dtype)
-        for item, (name, dtype) in enumerate(others.items(), start=1)
-    }
-
-
-def variable_of(
-    tasks: da.Array, index: str, out: str, item: int, name: str, dtype: Any = np.float32,
-    **options: Any,
-) -> da.Array:  # fmt: skip
-    """Return one of the variables that each task returns."""
-    # Of several passes over a block, which axis v counts, one is enough where v is left out.
-    get = take if set(index) <= set(out) else _take_of_first
-    variable: da.Array = da.blockwise(
-        get, out, tasks, index, item, None,
-        name=name, dtype=dtype, meta=np.empty((0,) * len(out), dtype), **options,
-    )  # fmt: skip
-    return variable
-
-
-def _take_of_first(results: Any, key: Any) -> Any:
-    return results[0][key]

@@ -1,8 +1,8 @@
-"""Fit the principal components of projected gradients, which features need few columns for."""
+"""Fit the principal components of projected gradients, so that features need few columns."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,9 +10,7 @@ import xarray as xr
 
 from trakdask.checks import require_integer
 from trakdask.errors import warn_once
-from trakdask.featurization.job import DType
-from trakdask.featurization.lazy import Gradients, featurize
-from trakdask.fits.curvatures import model_of
+from trakdask.featurization.lazy import featurize, model_of
 from trakdask.models.model import Model
 from trakdask.projection import SJLT, Projector
 from trakdask.projection.fitted import Components, Fitted
@@ -31,10 +29,7 @@ def principal_components(
     proj_dim: int = 512,
     *,
     projector: Projector | Fitted = WIDE,
-    gradients: Gradients = "auto",
-    batch_size: int | Literal["auto"] = "auto",
-    dtype: DType | None = None,
-    device: str = "auto",
+    **options: Any,
 ) -> Fitted:
     """Fit the directions in which projected gradients differ most: the last step of a projector.
 
@@ -55,17 +50,16 @@ def principal_components(
         If it is more, there are fewer columns, with a warning that has both numbers.
     projector
         What gradients are projected with first. The wider, the less noise is left;
-        :class:`Identity` leaves none. With a curvature:
-        ``td.curvature(samples, model, leading=4096).then(td.SJLT(4096))``.
-    gradients, batch_size, dtype, device
-        As in :func:`featurize`.
+        :class:`Identity` leaves none. Steps that scale gradients may come before it.
+    **options
+        ``gradients``, ``batch_size``, ``dtype`` and ``device`` of :func:`featurize`.
 
     Returns
     -------
     The projector with one more step, in memory. It holds, and features of it have as variables,
 
-    - ``principal_components`` (sketch_dim, proj_dim, checkpoint) float32: orthonormal columns, that
-      with the largest share first;
+    - ``principal_components`` (sketch_dim, proj_dim, checkpoint) float32: orthonormal columns, the
+      one with the largest share first;
     - ``principal_shares`` (proj_dim, checkpoint) float64: the part of the squared length of all
       features of these samples that lies in this direction. Its sum says how much ``proj_dim``
       columns keep.
@@ -88,7 +82,7 @@ def principal_components(
     References
     ----------
     Choe et al. 2024, "What is Your Data Worth to GPT?", whose LoGra starts from principal
-    components of each layer; here they are those of the whole gradient.
+    components of each layer; here they are taken of the whole gradient.
 
     Examples
     --------
@@ -99,15 +93,7 @@ def principal_components(
     Fitted(SJLT(proj_dim=8192, sparsity=4, seed=0), Components(proj_dim=3))
     """
     proj_dim = require_integer("proj_dim", proj_dim, 1, remedy="try proj_dim=512")
-    wide = featurize(
-        samples,
-        model,
-        projector,
-        gradients=gradients,
-        batch_size=batch_size,
-        dtype=dtype,
-        device=device,
-    )
+    wide = featurize(samples, model, projector, **options)
     n_columns = min(proj_dim, wide.sizes[SAMPLE], wide.sizes[PROJ_DIM])
     if n_columns < proj_dim:
         warn_once(
@@ -116,11 +102,11 @@ def principal_components(
             f"samples and {wide.sizes[PROJ_DIM]} columns of the projector have no more components; "
             "try more samples, or a wider projector=",
         )
-    found = [
+    by_checkpoint = [
         _principal(np.asarray(wide.feature.data[:, :, i]), n_columns)
         for i in range(wide.sizes[CHECKPOINT])
     ]
-    matrices, shares = (np.stack(arrays, -1) for arrays in zip(*found, strict=True))
+    matrices, shares = (np.stack(arrays, -1) for arrays in zip(*by_checkpoint, strict=True))
     arrays = {"principal_components": matrices, "principal_shares": shares}
     fitted, step = Fitted.of(projector), Components(matrices.shape[1])
     return fitted.with_arrays(step, arrays, model_of(as_values(wide.attrs)))
@@ -131,7 +117,7 @@ def _principal(
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]:
     """Return the right singular vectors of the largest singular values, and their shares.
 
-    By the products of samples, X Xᵀ = U diag(s) Uᵀ, of which there are fewer than columns:
+    By the products of samples, X Xᵀ = U diag(s) Uᵀ, since there are fewer samples than columns:
     V = Xᵀ U diag(s)^-½. A direction without any length has the column 0.
     """
     wide = x.astype(np.float64)

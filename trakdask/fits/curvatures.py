@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import dask
 import dask.array as da
@@ -16,21 +16,23 @@ from trakdask.arrays.weights import gram_weights
 from trakdask.attribution.estimators import EstimatorLike, with_gram
 from trakdask.checks import require_integer
 from trakdask.featurization.block import Output, run_samples, running
-from trakdask.featurization.job import DType, Job
-from trakdask.featurization.lazy import Gradients, Prepared, block_tasks, prepare
+from trakdask.featurization.graphs import GraphInputs, block_tasks
+from trakdask.featurization.job import FeaturizeJob
+from trakdask.featurization.lazy import model_of, prepare
 from trakdask.fits.sums import (
     AxisProducts,
     SquaredCoordinates,
     eigenvectors_of,
     leading_coordinates,
-    scaling,
+    scale_of,
 )
 from trakdask.models.gradients import out_to_loss_of
 from trakdask.models.model import Model
 from trakdask.models.tasks import Batch, Forward
 from trakdask.projection import Identity
 from trakdask.projection.axes import factors_of, rotations
-from trakdask.projection.fitted import Curvature, Fitted, Stream
+from trakdask.projection.fitted import Curvature, Fitted
+from trakdask.projection.maps import Stream
 
 
 def curvature(
@@ -40,17 +42,15 @@ def curvature(
     damping: float = 100.0,
     leading: int = 1024,
     estimator: EstimatorLike = "auto",
-    gradients: Gradients = "auto",
-    batch_size: int | Literal["auto"] = "auto",
-    dtype: DType | None = None,
-    device: str = "auto",
+    **options: Any,
 ) -> Fitted:
     """Fit the curvature of the loss to some training samples: the first step of a projector.
 
     A gram matrix of features damps all directions of a sketch alike. The curvature is known much
-    better for each layer by itself: its eigenvectors are products of those of small matrices, as in
-    EK-FAC. Features of gradients that are scaled by it predict better, from one checkpoint most of
-    all, and most for convolutional networks. They take the same space, and queries the same time.
+    better for each layer by itself: its eigenvectors are products of eigenvectors of small
+    matrices, as in EK-FAC. Features of gradients that are scaled by it predict better, from one
+    checkpoint most of all, and most for convolutional networks. They take the same space, and
+    queries the same time.
 
     Parameters
     ----------
@@ -65,11 +65,11 @@ def curvature(
         gradient (:class:`Identity`).
     leading
         How many of the coordinates with most of the scaled curvature become columns of their own,
-        beside those of the projector that follows. 0 before :class:`Identity`.
+        beside the columns of the projector that follows. 0 before :class:`Identity`.
     estimator
         As in :func:`score`; samples have the weights h that they have in its gram matrix.
-    gradients, batch_size, dtype, device
-        As in :func:`featurize`.
+    **options
+        ``gradients``, ``batch_size``, ``dtype`` and ``device`` of :func:`featurize`.
 
     Returns
     -------
@@ -98,7 +98,7 @@ def curvature(
     ----------
     George et al. 2018, "Fast Approximate Natural Gradient Descent in a Kronecker-factored
     Eigenbasis"; Grosse et al. 2023, "Studying Large Language Model Generalization with Influence
-    Functions"; the matrices of the axes are those of Gupta et al. 2018, "Shampoo".
+    Functions"; the matrices of the axes are from Gupta et al. 2018, "Shampoo".
 
     Examples
     --------
@@ -112,20 +112,10 @@ def curvature(
     if not 0 <= damping < np.inf:
         raise ValueError(f"expected a finite damping >= 0, got {damping!r}; try damping=100")
     leading = require_integer("leading", leading, 0, remedy="try leading=1024")
-    prepared = prepare(
-        samples,
-        model,
-        projector=Identity(),
-        gradients=gradients,
-        batch_size=batch_size,
-        dtype=dtype,
-        device=device,
-        on_error="raise",
-        adds_up=True,
-    )
+    prepared = prepare(samples, model, projector=Identity(), adds_up=True, **options)
     weights = with_gram(xr.Dataset(attrs=prepared.attrs), estimator).of_sums()
     vectors, values = dask.compute(*_lazy_curvature(prepared, weights.power))
-    scale = np.apply_along_axis(scaling, 0, values, prepared.job.model.shapes, damping)
+    scale = np.apply_along_axis(scale_of, 0, values, prepared.job.model.shapes, damping)
     columns = zip(values.T, scale.T, strict=True)
     kept = np.stack([leading_coordinates(*column, leading) for column in columns], 1)
     arrays = {
@@ -137,12 +127,7 @@ def curvature(
     return Fitted(()).with_arrays(step, arrays, model_of(prepared.attrs))
 
 
-def model_of(attrs: dict[str, Any]) -> dict[str, Any]:
-    """Return what identifies the model that something is fitted to, from the attrs of features."""
-    return {name: attrs[name] for name in ("parameters", "checkpoints")}
-
-
-def _lazy_curvature(prepared: Prepared, power: float | None) -> tuple[da.Array, da.Array]:
+def _lazy_curvature(prepared: GraphInputs, power: float | None) -> tuple[da.Array, da.Array]:
     """Return eigenvectors (entry, checkpoint) and mean eigenvalues (coordinate, checkpoint).
 
     Two passes over the samples, a task for every block of each; their sums are added up in a tree.
@@ -170,14 +155,14 @@ def _add_up_block(
     kind: type[AxisProducts | SquaredCoordinates],
     power: float | None,
     length: int,
-    job: Job,
-    weights: np.ndarray,
+    job: FeaturizeJob,
+    item: np.ndarray,
     start: np.ndarray,
     eigenvectors: np.ndarray | None,
     *arrays: np.ndarray,
 ) -> np.ndarray:
     """Return sums over a block, (1, length, 1) float64, with weights q^power (1 - q), or 1."""
-    (checkpoint, _), total = weights.item(), np.zeros(length)
+    (checkpoint, _), total = item.item(), np.zeros(length)
     task, shapes = job.model.task, job.model.shapes
     with running(job, checkpoint, start, arrays) as samples:
 

@@ -1,4 +1,4 @@
-"""Fit a projector to a model: its curvature, and the principal components of what is sketched."""
+"""Fit a projector to a model: the curvature, and the principal components of the sketch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ import xarray as xr
 from trakdask.checks import require_integer
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.execution import polled_bar
-from trakdask.featurization.lazy import projector_of, require_model
+from trakdask.featurization.lazy import model_of, projector_of, require_model
 from trakdask.files import Folder
 from trakdask.fits.components import WIDE, principal_components
 from trakdask.fits.curvatures import curvature as fit_curvature
-from trakdask.fits.curvatures import model_of
 from trakdask.fits.moments import MomentsLike, second_moments
 from trakdask.fits.wrong_classes import wrong_classes
 from trakdask.models.model import Model
@@ -81,8 +80,9 @@ def fit(
         How many of the samples are used: they are drawn at random, always the same ones.
     store, storage_options
         Where the features will be saved, as in :func:`save`. The fit of checkpoints whose features
-        it has is taken from there. That of others is kept beside, in a folder whose name ends in
-        ``.fit``, until :func:`save` has stored it, so that the same call goes on after a kill.
+        it has is taken from there. Fits of other checkpoints are kept beside, in a folder whose
+        name ends in ``.fit``, until :func:`save` has stored them, so that the same call goes on
+        after a kill.
     progress
         Show a bar of fitted checkpoints.
     **options
@@ -123,7 +123,7 @@ def fit(
         sketch = replace(sketch, proj_dim=proj_dim)  # type: ignore[call-arg]
     samples = validate_samples(samples)
     part = drawn(samples, n_samples, samples.chunksizes[SAMPLE][0])
-    scaling = Fitted(()) if moments is None else second_moments(model, moments)
+    first = Fitted(()) if moments is None else second_moments(model, moments)
     asked = {
         "proj_dim": proj_dim, "curvature": curvature, "components": components,
         "sketch": sketch.spec(), "n_samples": n_samples, "samples": source_of(part), **options,
@@ -133,7 +133,7 @@ def fit(
     stored = None if store is None else _stored(store, storage_options, json.loads(origin))
 
     def fitted(one: Model) -> Fitted:
-        steps = scaling.at_checkpoints(list(one.spec()["checkpoints"]))
+        steps = first.at_checkpoints(list(one.spec()["checkpoints"]))
         if not curvature:
             steps = steps.then(sketch)
         else:
@@ -142,10 +142,8 @@ def fit(
         if components:
             steps = principal_components(part, one, proj_dim, projector=steps, **options)
         matrix = wrong_classes(part, one, steps, **options)
-        if matrix is None:
-            return steps
-        model_of_fit = model_of(one.spec())
-        return replace(steps, arrays={**steps.arrays, WRONG_CLASSES: matrix}, model=model_of_fit)
+        more = {} if matrix is None else {WRONG_CLASSES: matrix}
+        return replace(steps, arrays={**steps.arrays, **more}, model=model_of(one.spec()))
 
     parts: list[Fitted] = []
     names = [checkpoint.name for checkpoint in model.checkpoints]
@@ -155,7 +153,7 @@ def fit(
             if stored is not None and name in stored.model["checkpoints"]:
                 parts.append(stored.at_checkpoints([name]))
                 continue
-            of = {**asked, "model": one.spec(), "moments": scaling.digests.get(name)}
+            of = {**asked, "model": one.spec(), "moments": first.digests.get(name)}
             parts.append(_kept(folder, f"{digest(of)[:32]}.npz", partial(fitted, one)))
     return replace(Fitted.joined(parts), origin=origin)
 
@@ -170,7 +168,7 @@ def _stored(
         features = open(store, load_coords=False, storage_options=storage_options)
     except (FileNotFoundError, IncompleteFeaturesError):
         return None
-    what = f"the projector that is asked for and that of {os.fspath(store)!r}"
+    what = f"the projector that is asked for and the one of {os.fspath(store)!r}"
     before = json.loads(features.attrs.get("fitted_to", "{}"))
     require_same(asked, before, what=what, names=tuple(asked))
     return projector_of(features)

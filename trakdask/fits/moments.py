@@ -10,8 +10,8 @@ from torch import Tensor
 
 from trakdask.checks import shown
 from trakdask.errors import CheckpointError
+from trakdask.featurization.lazy import model_of
 from trakdask.files import Folder, location
-from trakdask.fits.curvatures import model_of
 from trakdask.models.checkpoints import (
     CheckpointLike,
     cached_state,
@@ -94,22 +94,22 @@ def second_moments(model: Model, moments: MomentsLike) -> Fitted:
     return Fitted(()).with_arrays(SecondMoments(), arrays, model_of(model.spec()))
 
 
-def _by_name(given: MomentsLike, names: list[str]) -> dict[str, CheckpointLike]:
-    if isinstance(given, str | Path):
-        given = checkpoint_folders(Folder(location(given))) or [given]
-    elif not isinstance(given, Iterable) or isinstance(given, Tensor):
+def _by_name(moments: MomentsLike, names: list[str]) -> dict[str, CheckpointLike]:
+    if isinstance(moments, str | Path):
+        moments = checkpoint_folders(Folder(location(moments))) or [moments]
+    elif not isinstance(moments, Iterable) or isinstance(moments, Tensor):
         raise TypeError(
             "expected a list with the second moments of each checkpoint, or a mapping from their "
-            f"names, got {shown(given)}; {REMEDY}"
+            f"names, got {shown(moments)}; {REMEDY}"
         )
-    values = list(given)
-    is_named = isinstance(given, Mapping)
+    values = list(moments)
+    is_named = isinstance(moments, Mapping)
     if set(values) != set(names) if is_named else len(values) != len(names):
         raise ValueError(
             f"expected second moments of each of the checkpoints {names}, got {shown(values)} "
             f"({len(values)}); try {{{names[0]!r}: ..., ...}}"
         )
-    return dict(given) if isinstance(given, Mapping) else dict(zip(names, values, strict=True))
+    return dict(moments) if isinstance(moments, Mapping) else dict(zip(names, values, strict=True))
 
 
 def _file(value: CheckpointLike) -> CheckpointLike:

@@ -1,9 +1,9 @@
-"""Sums over samples that the curvature is fitted by: products of the axes, squared coordinates.
+"""Sums over samples that a scale in other coordinates is fitted by, and the matrices behind it.
 
 The small matrices of the axes come from per-sample gradients alone, Σ h M Mᵀ for each axis of a
 parameter, as in Shampoo. So every engine and every kind of layer works, and no layer needs a rule.
-The eigenvalues are measured in the coordinates of the eigenvectors, and not multiplied from those
-of the axes, which is what makes the difference between K-FAC and EK-FAC.
+The eigenvalues are measured in the coordinates of the eigenvectors, and not multiplied from the
+eigenvalues of the axes, which makes the difference between K-FAC and EK-FAC.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from trakdask.projection.axes import Shapes, axes_of, factors_of, places_of
 SKETCHED_COLUMNS = 16
 """Columns to which M is reduced by random signs R before M Mᵀ is added up.
 
-If the curvature is a Kronecker product, Σ h M C Mᵀ is the same matrix for every C, up to a factor.
-So R Rᵀ in the place of the identity saves nearly all of the work.
+If the sum of all products of elements is a Kronecker product, Σ h M C Mᵀ is the same matrix for
+every C, up to a factor. So R Rᵀ in the place of the identity saves nearly all of the work.
 """
 
 
@@ -50,7 +50,7 @@ class Sums:
 
 
 class AxisProducts(Sums):
-    """Adds up Σ h M Mᵀ of every axis, (entry,), the small matrices of the curvature."""
+    """Adds up Σ h M Mᵀ, the small matrix of every axis, (entry,)."""
 
     def __init__(self, shapes: Shapes, weights: Tensor, total: np.ndarray) -> None:
         super().__init__(shapes, weights, total)
@@ -78,7 +78,7 @@ class AxisProducts(Sums):
 
 
 class SquaredCoordinates(Sums):
-    """Adds up Σ h g² of every coordinate, (coordinate,), the eigenvalues of the curvature."""
+    """Adds up Σ h g² of every coordinate, (coordinate,), the eigenvalues times n."""
 
     def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
         """Add the rotated gradients of a parameter, (n, numel), or a slice of them."""
@@ -109,12 +109,12 @@ def eigenvectors_of(sums: np.ndarray, shapes: Shapes) -> np.ndarray:
     return vectors
 
 
-def scaling(eigenvalues: np.ndarray, shapes: Shapes, damping: float) -> np.ndarray:
+def scale_of(eigenvalues: np.ndarray, shapes: Shapes, damping: float) -> np.ndarray:
     """Return 1/√(Λ + δ Λ̄), with the mean Λ̄ over each parameter; 0 where that is 0.
 
     Examples
     --------
-    >>> scaling(np.array([1.0, 7.0, 0.0]), {"weight": (2,), "bias": (1,)}, damping=2.0).tolist()
+    >>> scale_of(np.array([1.0, 7.0, 0.0]), {"weight": (2,), "bias": (1,)}, damping=2.0).tolist()
     [0.333..., 0.258..., 0.0]
     """
     damped = np.empty_like(eigenvalues)

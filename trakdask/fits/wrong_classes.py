@@ -1,19 +1,19 @@
-"""The curvature between the wrong classes, which the gram matrix of a classifier lacks.
+"""How the loss bends between the wrong classes, which the gram matrix of a classifier lacks.
 
 The gram matrix knows how steep the loss is along the gradient of the margin between the correct
-class and all others. A classifier's loss also curves where probability moves from one wrong class
+class and all others. A classifier's loss also bends where probability moves from one wrong class
 to another. With r as the distribution over the wrong classes, and logits with a constant derivative
 v, the loss with the gradient -q^a ∇f has the Hessian
 
     a q^a (1 - q) ∇f ∇fᵀ + q^a vᵀ (diag r - r rᵀ) v.
 
-Divided by a, the first term is that of the gram matrix of ``Soft``. In the second one,
+Divided by a, the first term is the one of the gram matrix of ``Soft``. In the second one,
 diag r - r rᵀ = E_k[(e_k - r)(e_k - r)ᵀ] for k drawn from r, and vᵀ (e_k - r) = ∇ log r_k. Here k is
 the most likely wrong class, not a drawn one, so that no seed matters: the matrix is the mean of
 2 √q ψ ψᵀ, where ψ is the projection of ∇ log r_k. It is 0 for two classes.
 
-The samples of a fit will do, because the matrix is a mean: it is of no special samples, and stays
-what it is when samples are appended or dropped.
+A part of the samples will do, because the matrix is a mean. It stays the same when samples are
+appended or dropped. Its pass costs as much as the features of these samples.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WIDEST = 8192
 """The matrix of wider features takes more memory than it is worth."""
 
 _POWER = 0.5
-"""a, that of the gram matrix of ``Soft``."""
+"""a, the power in the gram matrix of ``Soft``."""
 
 
 def wrong_classes(
@@ -45,8 +45,8 @@ def wrong_classes(
 ) -> np.ndarray | None:
     """Return the mean of 2 √q ψ ψᵀ over samples, (proj_dim, proj_dim_1, checkpoint) float64.
 
-    None if the task does not compare the correct class with several wrong ones, by their logits, or
-    features are very wide.
+    It is None if the task does not compare the correct class with several wrong ones, by their
+    logits, or features are very wide.
     """
     samples = validate_samples(samples)
     model = model.for_variables({str(n): array.ndim for n, array in samples.variables.items()})

@@ -10,7 +10,6 @@ parameter, (batch, numel), summed over positions inside a sample (tokens, pixels
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -20,30 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from trakdask.projection.acceleration import Scratch
+
 Buffers = Mapping[str, Tensor]
 GradientRule = Callable[..., Tensor]
 ALL_ROWS = slice(None)
 
 
-class _Scratch(threading.local):
-    """A buffer per thread, reused because each gradient is consumed before the next is computed.
-
-    Allocating new memory for each gradient would cost a page fault per page.
-    """
-
-    def __init__(self) -> None:
-        self._buffer = torch.empty(0)
-
-    def take(self, like: Tensor, *shape: int) -> Tensor:
-        size = math.prod(shape)
-        fits = self._buffer.dtype == like.dtype and self._buffer.device == like.device
-        if not fits or self._buffer.numel() < size:
-            with torch.inference_mode(False):
-                self._buffer = torch.empty(size, dtype=like.dtype, device=like.device)
-        return self._buffer[:size].view(shape)
-
-
-_scratch, _patch_scratch = _Scratch(), _Scratch()
+_scratch = Scratch()  # of gradients: each is consumed before the next is computed
 _PATCH_ELEMENTS = 1 << 21  # elements of the patches extracted at once: 8 MB
 
 
@@ -89,7 +72,7 @@ def _outer(delta: Tensor, x: Tensor, into: Tensor | None) -> Tensor:
     """
     shape = delta.shape[2], x.shape[2]
     if into is None or into.dtype != delta.dtype:
-        out = _scratch.take(delta, len(delta), *shape)
+        out = _scratch.take("gradient", (len(delta), *shape), delta.dtype, delta.device)
     else:
         out = into.unflatten(1, shape)
     if delta.shape[1] == 1:
@@ -157,12 +140,13 @@ def _conv_weight(
     n, groups = len(x), module.groups
     weights = math.prod(module.kernel_size) * x.shape[1] // groups
     delta = delta.reshape(n, groups, delta.shape[1] // groups, -1)
-    out = _scratch.take(delta, n, groups, delta.shape[2], weights)
+    shape = n, groups, delta.shape[2], weights
+    out = _scratch.take("gradient", shape, delta.dtype, delta.device)
     step = max(1, _PATCH_ELEMENTS // (groups * weights * delta.shape[3]))
     for start in range(0, n, step):
         part = slice(start, start + step)
         view = _patches(module, x[part])
-        patches = _patch_scratch.take(x, *view.shape).copy_(view)
+        patches = _scratch.take("patches", view.shape, x.dtype, x.device).copy_(view)
         if places is not None:
             patches = places.T @ patches.view(-1, len(places), delta.shape[3])
         patches = patches.view(-1, weights, delta.shape[3])
@@ -196,7 +180,7 @@ def embedding_weight(
     """Return δ, added to the rows of the tokens that were looked up."""
     n, width = len(x), module.embedding_dim
     start, stop, _ = rows.indices(module.num_embeddings)
-    out = _scratch.take(delta, n * (stop - start), width).zero_()
+    out = _scratch.take("gradient", (n * (stop - start), width), delta.dtype, delta.device).zero_()
     tokens = x.reshape(n, -1)
     used = (tokens >= start) & (tokens < stop)
     if module.padding_idx is not None:

@@ -15,23 +15,23 @@ from dask.base import tokenize
 
 from trakdask.checks import shown
 from trakdask.featurization.block import Output, run_samples, running
-from trakdask.featurization.job import Block, Job, OnError, Partition
-from trakdask.featurization.lazy import (
+from trakdask.featurization.graphs import (
     Arrays,
-    Prepared,
+    GraphInputs,
     block_tasks,
+    checkpoint_items,
     other_variables,
-    prepare,
     shared_task,
     variable_of,
-    weights_of,
 )
+from trakdask.featurization.job import Block, FeaturizeJob, OnError, Partition
+from trakdask.featurization.lazy import prepare
 from trakdask.models.calls import has_pooled_layers
 from trakdask.models.layers import require_layers_of_tokens
 from trakdask.models.model import Model
 from trakdask.models.modules import select_parameters
 from trakdask.models.tasks import Batch, Forward
-from trakdask.projection.fitted import Stream
+from trakdask.projection.maps import Maps, Stream
 from trakdask.provenance import as_text
 from trakdask.variables import CHECKPOINT, MODULE, PROJ_DIM, SAMPLE, TOKEN
 
@@ -49,7 +49,7 @@ def divide(
     parts: Parts,
     features: xr.Dataset,
     on_error: OnError,
-) -> tuple[Prepared, xr.Dataset]:
+) -> tuple[GraphInputs, xr.Dataset]:
     """Divide samples into parts, whose features can be multiplied without being computed.
 
     Returns
@@ -97,7 +97,7 @@ def _tokens(model: Model, inputs: Arrays) -> Partition:
 
 
 def _modules(parts: Any, model: Model, inputs: Arrays) -> Partition:
-    """Divide parameters among parts, by globs or words, and those that no part has."""
+    """Divide parameters among parts, by globs or words; a last part has the others."""
     names, patterns = tuple(model.shapes), _patterns(parts)
     chosen = {
         title: set(select_parameters(model.meta_module(), globs)) & set(names)
@@ -108,17 +108,17 @@ def _modules(parts: Any, model: Model, inputs: Arrays) -> Partition:
         if not inside:
             raise ValueError(
                 f"expected parameters of the model in each part, got {title!r}: {patterns[title]}, "
-                "which selects none of those that are differentiated; try globs of "
+                "which selects no parameter that is differentiated; try globs of "
                 f"{list(names)[:4]}"
             )
-    for name, found in titles.items():
-        if len(found) > 1:
+    for name, owners in titles.items():
+        if len(owners) > 1:
             raise ValueError(
-                f"expected each parameter in one part, got {name!r} in {found[0]!r} and in "
-                f"{found[1]!r}; try globs that exclude each other"
+                f"expected each parameter in one part, got {name!r} in {owners[0]!r} and in "
+                f"{owners[1]!r}; try globs that exclude each other"
             )
     parts = [*patterns, *([OTHERS] if [] in titles.values() else [])]
-    groups = {name: parts.index((found or [OTHERS])[0]) for name, found in titles.items()}
+    groups = {name: parts.index((owners or [OTHERS])[0]) for name, owners in titles.items()}
     return Partition(MODULE, len(parts), groups, tuple(parts))
 
 
@@ -142,7 +142,7 @@ def _patterns(parts: Any) -> dict[str, str | list[str]]:
 # -------------------------------------------------------------------------------------- products
 
 
-def lazy_products(prepared: Prepared, vectors: da.Array) -> Arrays:
+def lazy_products(prepared: GraphInputs, vectors: da.Array) -> Arrays:
     """Build the graph of products of features with vectors, without the features.
 
     Parameters
@@ -168,7 +168,7 @@ def lazy_products(prepared: Prepared, vectors: da.Array) -> Arrays:
     chunked = vectors.rechunk({0: max(1, _VECTOR_BYTES // (4 * n_rows))})
     back = da.blockwise(
         _back_project, "vrc",
-        shared_task(job, token), None, weights_of(prepared, token), "c", chunked, "vpc",
+        shared_task(job, token), None, checkpoint_items(prepared, token), "c", chunked, "vpc",
         new_axes={"r": n_rows}, name=f"back-project-{token}", concatenate=True,
         align_arrays=False, dtype=np.float32, meta=np.empty((0, 0, 0), np.float32),
     )  # fmt: skip
@@ -182,21 +182,21 @@ def lazy_products(prepared: Prepared, vectors: da.Array) -> Arrays:
     return {"product": product} | other_variables(job, tasks.blocks[:, :1], "svc", token)
 
 
-def _back_project(job: Job, weights: np.ndarray, vectors: np.ndarray) -> np.ndarray:
+def _back_project(job: FeaturizeJob, item: np.ndarray, vectors: np.ndarray) -> np.ndarray:
     """Return what gradients are to be multiplied with, (vector, row, 1)."""
-    checkpoint, fit = weights.item()
-    maps = job.projector.at(job.row_map, checkpoint.id, fit, torch.device("cpu"))
+    checkpoint, fit = item.item()
+    maps = Maps(job.projector, job.row_map, checkpoint.id, fit, torch.device("cpu"))
     return maps.back(torch.tensor(vectors[..., 0])).numpy()[..., None]
 
 
 def _multiply_block(
-    job: Job, weights: np.ndarray, start: np.ndarray, vectors: np.ndarray, *arrays: np.ndarray
+    job: FeaturizeJob, item: np.ndarray, start: np.ndarray, vectors: np.ndarray, *arrays: np.ndarray
 ) -> Block:
     """Return products of gradients with vectors (vector, row, 1), in the place of features.
 
     Otherwise as ``featurize_block``. Products with a vector that is not finite are NaN.
     """
-    (checkpoint, *_), flat = weights.item(), torch.tensor(vectors[..., 0])
+    (checkpoint, *_), flat = item.item(), torch.tensor(vectors[..., 0])
     is_finite = flat.isfinite().all(1)
     flat[~is_finite] = 0  # so that samples, which share the pass, are not taken for the cause
     with running(job, checkpoint, start, arrays) as samples:

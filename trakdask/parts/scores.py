@@ -21,8 +21,9 @@ from trakdask.attribution.scores import (
     solver,
 )
 from trakdask.checks import shown
+from trakdask.featurization.graphs import GraphInputs
 from trakdask.featurization.job import ERROR_DTYPE, OnError
-from trakdask.featurization.lazy import Prepared, projector_of
+from trakdask.featurization.lazy import projector_of
 from trakdask.models.model import Model
 from trakdask.models.tasks.logits import MASK
 from trakdask.parts.products import OTHERS, Parts, by_token, divide, lazy_products
@@ -58,7 +59,7 @@ def score_parts(
 
     Which words of a document helped this answer? Give the documents as ``of``, as samples and not
     as features. Which words of a prompt made the model rely on these documents? Give the prompts as
-    ``targets``, as samples. The scores of the parts add up to those of :func:`score`.
+    ``targets``, as samples. The scores of the parts add up to the scores of :func:`score`.
 
     Parameters
     ----------
@@ -81,7 +82,7 @@ def score_parts(
         ``"token"``: one part per token and, if the model has layers that do not see tokens, such as
         the head of a classifier on a pooled vector, a last part for these. Or groups of modules: a
         mapping from names to names or globs of parameters, such as ``{"mlp": "*.mlp.*"}``, or a
-        list of words, such as ``["attn", "mlp"]``, each of which stands for the parameters whose
+        list of words, such as ``["attn", "mlp"]``, where each word stands for the parameters whose
         names contain it. Parameters of no group are the part ``"others"``.
     text
         For tokens: the text of a token id, as a tokenizer of transformers, a function, or a list of
@@ -96,7 +97,7 @@ def score_parts(
     -------
     Lazy DataArray ``score``, float32: (sample, token, target) if ``of`` is divided, (sample,
     target, token) or (``by``, target, token) if targets are; ``module`` in the place of ``token``
-    for groups of modules; and ``checkpoint`` with ``average=False``. Coords are those of
+    for groups of modules; and ``checkpoint`` with ``average=False``. Coords are the ones of
     :func:`score`, and ``module``, the names of the groups; or, lazy and (sample, token), the token
     ids, under the name of the variable that they come from, ``attention_mask``, if the model takes
     one, and ``text``. The last part of a pooled head has the id -1 and the text ``"[others]"``.
@@ -198,7 +199,7 @@ def _divided(
     parts: Parts,
     text: Text | None,
     on_error: OnError,
-) -> tuple[Prepared, xr.Dataset]:
+) -> tuple[GraphInputs, xr.Dataset]:
     """Divide samples as they are to be multiplied with vectors of some features."""
     if text is not None and not by_token(parts):
         raise ValueError(
@@ -212,7 +213,7 @@ def _divided(
 
 
 def _token_coords(
-    prepared: Prepared, text: Text | None
+    prepared: GraphInputs, text: Text | None
 ) -> dict[str, tuple[tuple[str, str], da.Array]]:
     """Return ids and texts of tokens, if the first input of the model holds ids."""
     name, ids = next(iter(prepared.inputs.items()))
@@ -263,12 +264,6 @@ def _text_of(ids: np.ndarray, text: Text) -> np.ndarray:
             f"{len(text)} texts; try text=tokenizer.decode"
         )
     words = [text(number) if callable(text) else text[number] for number in different.tolist()]
-    for number, word in zip(different.tolist(), words, strict=True):
-        if not isinstance(word, str):
-            raise ValueError(
-                f"expected text= to give the text of token {number}, got {shown(word)}; try "
-                "text=tokenizer.decode"
-            )
     return np.array(words, _TEXT_DTYPE)[place.reshape(ids.shape)]
 
 

@@ -1,10 +1,9 @@
 """What makes projections fast: numba if it is installed, GPUs, and buffers that threads reuse.
 
 Importing numba and reading its machine code takes most of a second, and compiling it after an
-installation takes several. A process therefore projects with numpy until its threads have spent
-``PATIENCE_S`` of processor time on projections, as much as that costs, so that it never takes more
-than twice the time of the better choice. Other programs on the machine do not prolong it.
-``TRAKDASK_NUMBA=1`` in the environment uses numba from the start, ``0`` never.
+installation takes several. A process therefore projects its first ``NUMPY_ELEMENTS`` elements of
+gradients (samples times rows) with numpy, which takes about as long as the import, and others with
+numba. ``TRAKDASK_NUMBA=1`` in the environment uses numba from the start, ``0`` never.
 """
 
 from __future__ import annotations
@@ -13,36 +12,24 @@ import importlib
 import math
 import os
 import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-PATIENCE_S = 0.7
-"""CPU seconds of projections in a process after which numba is worth its import."""
+NUMPY_ELEMENTS = 2**28
+"""Elements of gradients that a process projects before it imports numba."""
 
-_spent_s = 0.0
-
-
-@contextmanager
-def timed() -> Iterator[None]:
-    """Add the time of the block to that which the process has spent on projections."""
-    global _spent_s
-    start = time.thread_time()
-    try:
-        yield
-    finally:
-        _spent_s += time.thread_time() - start
+_n_projected = 0
+_CPU = torch.device("cpu")
 
 
-def stop_waiting() -> None:
-    """Use numba from now on in this process."""
-    global _spent_s
-    _spent_s = PATIENCE_S
+def count_elements(n_elements: int) -> None:
+    """Count what the process projects; threads may lose a few, which does no harm."""
+    global _n_projected
+    _n_projected += n_elements
 
 
 def numba_kernels() -> Any:
@@ -55,8 +42,8 @@ def numba_kernels() -> Any:
     no threads.
     """
     setting = os.environ.get("TRAKDASK_NUMBA", "")
-    waits = _spent_s < PATIENCE_S and setting != "1"
-    return None if waits or setting == "0" else _load()
+    is_used = setting == "1" or (setting != "0" and _n_projected >= NUMPY_ELEMENTS)
+    return _load() if is_used else None
 
 
 def on_gpu(tensor: Tensor) -> bool:
@@ -74,21 +61,35 @@ def _load() -> Any:
 
 
 class Scratch(threading.local):
-    """Named buffers that a thread reuses between blocks, because new memory costs page faults.
+    """Named buffers that a thread reuses, because new memory costs page faults.
 
-    Each grows to the largest request.
+    Each grows to the largest request. There is one for each dtype and device, too: a view of other
+    numbers would be an alias that nobody sees.
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._buffers: dict[tuple[str, torch.dtype, torch.device], list[Tensor]] = {}
 
-    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a contiguous buffer of this shape; its content is undefined."""
-        # By dtype, too: a view of other numbers would be an alias that nobody sees.
+    def take(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device = _CPU
+    ) -> Tensor:
+        """Return a contiguous buffer, with undefined content, until the next call by this name."""
         n = math.prod(shape)
-        buffer = self._buffers.get((name, dtype))
-        if buffer is None or buffer.numel() < n:
-            # A tensor created in inference mode could not be modified outside of it later.
-            with torch.inference_mode(False):
-                buffer = self._buffers[name, dtype] = torch.empty(n, dtype=dtype)
+        buffer = self.take_out(name, n, dtype, device)
+        self.put_back(name, buffer)
         return buffer[:n].view(*shape)
+
+    def take_out(self, name: str, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a buffer of at least this length, which belongs to the caller."""
+        kept = self._buffers.get((name, dtype, device))
+        if kept and len(buffer := kept.pop()) >= length:
+            return buffer
+        # A tensor created in inference mode could not be modified outside of it later.
+        with torch.inference_mode(False):
+            return torch.empty(length, dtype=dtype, device=device)
+
+    def put_back(self, name: str, buffer: Tensor) -> None:
+        """Keep a buffer, one of three, for the next call by this name."""
+        kept = self._buffers.setdefault((name, buffer.dtype, buffer.device), [])
+        kept.append(buffer)
+        del kept[:-3]  # the first and the last block of a parameter wait beside the one in work

@@ -2,8 +2,8 @@
 
 A gradient of a linear layer is a matrix, and the sum of the products of such matrices over samples
 is close to a Kronecker product of one small matrix per axis. Its eigenvectors are therefore those
-of the small matrices, which takes a few hundred columns where the curvature itself would have as
-many as there are parameters.
+of the small matrices, which have a few hundred columns where the whole sum would have as many as
+there are parameters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 Shapes = Mapping[str, tuple[int, ...]]
 
 LONGEST_AXIS = 4096
-"""A longer axis, such as that of a vocabulary, keeps its coordinates: eigenvectors cost d³."""
+"""A longer axis, such as a vocabulary, keeps its coordinates: eigenvectors cost d³."""
 
 Rotations = dict[str, dict[int, Tensor]]
 """The matrix of each axis that has one, by parameter."""
@@ -38,8 +38,8 @@ def axes_of(shape: tuple[int, ...]) -> tuple[int, ...]:
 def factors_of(shapes: Shapes) -> Iterator[tuple[str, int, int, slice]]:
     """Return, for every axis with eigenvectors, its parameter, number, length and place.
 
-    The place is that of its matrix, row by row, among the matrices of all axes. Biases and other
-    vectors have none: the matrix of their only axis would be their whole curvature.
+    The place says where its matrix is, row by row, among the matrices of all axes. Biases and other
+    vectors have none: the matrix of their only axis would have a column for every element.
     """
     start = 0
     for name, shape in shapes.items():

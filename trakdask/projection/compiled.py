@@ -5,65 +5,36 @@ passed as one run of float32 and the stride from sample to sample, because loops
 strided array would not be vectorised.
 
 Two functions for the sums by bucket are vectors written out for LLVM, which has instructions for
-them on every processor; everything else is plain numba. Without them an SJLT takes clearly longer,
-by torch's ``embedding_bag`` as well as by loops of numba, each of which checks whether its arrays
-overlap.
+them on every processor; everything else is plain numba. Loops of numba give the same bits. On an
+AMD EPYC, for 32 samples and a block of 16384 rows, they take 0.09 instead of 0.04 ms for the
+transposition, and 1.03 instead of 0.11 ms for the sums in 2048 columns (1.26 instead of 0.34 ms in
+8192), since each checks whether its arrays overlap, and keeps running sums in memory. The
+projection as a whole would take three to seven times as long.
 """
 
 from __future__ import annotations
 
-import logging
 from math import ldexp
-from multiprocessing import parent_process
 from typing import Any
-from weakref import WeakSet
 
 import numba
 import numpy as np
 from llvmlite import ir
 from numba import int32, types, uint32, uint64
-from numba.core import cgutils, event
+from numba.core import cgutils
 from numba.extending import intrinsic
-
-from trakdask.errors import warn_once
 
 LANES = 32
 """Number of samples whose sums are formed side by side."""
-
-_log = logging.getLogger(__name__)
-_kernels: WeakSet[Any] = WeakSet()
 
 
 def jit(function: Any) -> Any:
     """Compile on first use, without the GIL; cache the machine code on disk if possible."""
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     try:
-        kernel = numba.njit(cache=True, **options)(function)
+        return numba.njit(cache=True, **options)(function)
     except RuntimeError:  # "cannot cache function: no locator available": nothing is writable
-        kernel = numba.njit(**options)(function)
-    _kernels.add(kernel)
-    return kernel
-
-
-class _Compilations(event.Listener):
-    """Says that kernels are being compiled: for seconds nothing else seems to happen.
-
-    In processes that others started, such as the workers of a cluster, it is said in the log only:
-    all of them compile at once, and their output may end in one notebook.
-    """
-
-    def on_start(self, event: Any) -> None:
-        if event.data.get("dispatcher") in _kernels:
-            text = (
-                "trakdask compiles its kernels, which takes a few seconds; the machine code is "
-                "kept on disk, so that this machine does it once"
-            )
-            warn_once("compilation", text, _log.info if parent_process() else _log.warning)
-
-    def on_end(self, event: Any) -> None: ...
-
-
-event.register("numba:compile", _Compilations())
+        return numba.njit(**options)(function)
 
 
 # ------------------------------------------------------------------ random words
@@ -163,7 +134,7 @@ def integers(flat, stride, factors, out):
 
 # ------------------------------------------------------------------ sums by bucket
 
-_RUN = 1024  # rows that are rounded at a time: those of all lanes stay in the nearest cache
+_RUN = 1024  # rows that are rounded at a time: all lanes of them stay in the nearest cache
 _LINE = _RUN + LANES  # lines a power of two apart would share few places of the cache
 _COLUMNS = 64  # transposed at a time
 _MOST = 1 << 16  # nonzeros whose sum fits in 32 bits
@@ -171,10 +142,10 @@ _MOST = 1 << 16  # nonzeros whose sum fits in 32 bits
 
 @jit
 def sort_nonzeros(words, sparsity, proj_dim, rows, starts):
-    """Sort the nonzeros of a row block by column, in each column those of +1 first.
+    """Sort the nonzeros of a row block by column, in each column first the nonzeros of +1.
 
     ``words`` is (groups, rows, 4). The results are the ``rows`` of all nonzeros, and where in them
-    the nonzeros of column k and value +1 start, ``starts[2 * k]``, and those of value -1,
+    the nonzeros of column k and value +1 start, ``starts[2 * k]``, and the nonzeros of -1,
     ``starts[2 * k + 1]``. Of the 2 * proj_dim + 2 starts, the last one is for the sorting alone.
     """
     # Counting sort: sizes two places ahead, so that starts are right after the second pass moved
@@ -261,7 +232,7 @@ def _store(builder: Any, value: Any, address: Any, align: int) -> None:
 
 
 def _emit_sum(builder: Any, arguments: Any) -> None:
-    """Add the values of rows [start, turn), less those of rows [turn, stop), to the sums."""
+    """Add the values of rows [start, turn), less the values of rows [turn, stop)."""
     values, rows, start, turn, stop, sums = arguments
     running = cgutils.alloca_once_value(builder, _SUMS([0] * LANES))
     for first, last, operation in ((start, turn, builder.add), (turn, stop, builder.sub)):

@@ -48,7 +48,7 @@ class FastJL(Projector):
     All rows are projected at once, which takes 4 bytes per sample and parameter on the GPU.
     ``fast_jl`` rounds gradients to float16 (values above 65504 become NaN here, values below 6e-8
     become zero) and takes 8, 16 or 32 samples; smaller batches are padded with zeros. This has not
-    run with the extension yet: its calls are those of traker 0.3.2, tested with a substitute.
+    run with the extension yet: its calls are the calls of traker 0.3.2, tested with a substitute.
 
     References
     ----------
@@ -125,11 +125,11 @@ class FastJL(Projector):
 
     def _require_device(self, block: Tensor) -> None:
         # The matrix depends on the number of multiprocessors: another GPU has another matrix.
-        found = _num_sms(block.device) if block.device.type == "cuda" else "none"
-        if found != self.num_sms:
+        num_sms = _num_sms(block.device) if block.device.type == "cuda" else "none"
+        if num_sms != self.num_sms:
             raise RuntimeError(
                 f"expected gradients on an NVIDIA GPU with {self.num_sms} multiprocessors, got "
-                f"{found} on {block.device}; try the same kind of GPU for all features, or "
+                f"{num_sms} on {block.device}; try the same kind of GPU for all features, or "
                 f"td.Rademacher(proj_dim={self.proj_dim})"
             )
 

@@ -27,7 +27,7 @@ FRACTION_BITS = {1: 7, 2: 14, 3: 22}
 """Exponent t by number of 8-bit digits: the largest element of a block is at most 2**t units."""
 
 # Adding 1.5 * 2**23 in float32 rounds to an integer, half to even: the bits of the sum, read as an
-# integer, are that integer plus the bits of the constant (of which the low 22 are 0).
+# integer, are that integer plus the bits of the constant (whose low 22 are 0).
 _ROUNDING = 1.5 * 2**23
 _ROUNDING_BITS = 0x4B400000
 _TINY = 2.0**-100

@@ -91,8 +91,8 @@ class Kronecker(Projector):
     layers of similar norm make κ small. For one matrix and G = d aᵀ, G' = d' a'ᵀ it is exactly
     (ρ_d² + v_d / left) (ρ_a² + v_a / right) - ρ², with ρ_d = d·d', v_d = 1 + ρ_d² - 2 Σ d_u² d'_u²
     and likewise for a. This is 1 / (left * right) for orthogonal factors, and reaches the bound for
-    equal factors. The variance approaches that of a dense matrix as the ranks of G and G' exceed
-    left and right; the gradient of a parameter of shape (1, n) always has rank one.
+    equal factors. The variance approaches the one of a dense matrix as the ranks of G and G'
+    exceed left and right; the gradient of a parameter of shape (1, n) always has rank one.
 
     Layers are summed and not concatenated as in LoGra, so features have left * right columns for
     every model. At the same total width, the variance is no larger for gradients that are spread
@@ -131,7 +131,7 @@ class Kronecker(Projector):
         """Return the cost of projecting gradients of ``n_rows`` elements.
 
         Operations and bits depend on the shapes of the parameters. Unless the projector is bound,
-        they are those of one square matrix.
+        they are counted for one square matrix.
         """
         side = math.isqrt(n_rows)
         shapes = self._row_map.shapes if self._row_map else ((side, side),)

@@ -38,12 +38,12 @@ class Mask(Projector):
     Parameters
     ----------
     keep
-        Number of entries, in [1, 2**47), at most those of the gradient.
+        Number of entries, in [1, 2**47), at most as many as the gradient has.
     then
         Projector of the selected entries: not another mask, and not
         :class:`~trakdask.projection.kronecker.Kronecker`, since selected entries have no shape.
     seed
-        Integer in [0, 2**64); that of ``then`` may be the same.
+        Integer in [0, 2**64); ``then`` may have the same one.
 
     Raises
     ------
@@ -65,7 +65,7 @@ class Mask(Projector):
     Without ``then``, columns are in the order of keys; ``then`` sees selected rows in row order.
 
     Variance of φ·φ' without ``then``, with x_i = g_i g'_i and n rows:
-    n (n - keep) / (keep (n - 1)) (Σ x_i² - (Σ x_i)²/n). It is that of a dense projection to
+    n (n - keep) / (keep (n - 1)) (Σ x_i² - (Σ x_i)²/n). It is the variance of a dense projection to
     ``keep`` columns for gradients that are spread over all rows, but increases to n / keep - 1 for
     a gradient with a single nonzero row.
 
@@ -142,15 +142,9 @@ class Mask(Projector):
         Raises
         ------
         ValueError
-            If there are fewer rows than ``keep``, or padding between parameters.
+            If there are fewer rows than ``keep``.
         """
         self._check_rows(row_map.n_rows)
-        if row_map.n_rows != row_map.n_parameters:
-            raise ValueError(
-                "expected a row map without padding, which a mask could otherwise select, got "
-                f"{row_map.n_rows - row_map.n_parameters} rows of padding; try "
-                "RowMap.from_shapes(shapes, alignment=1)"
-            )
         bound = replace(self, then=self.then.bind(self._kept_rows()))
         object.__setattr__(bound, "_n_rows", row_map.n_rows)
         return bound

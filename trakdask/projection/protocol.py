@@ -200,7 +200,7 @@ class Projector(HtmlTable, ABC):
     def scale(self, n_rows: int) -> float:
         """Return the factor that makes feature products estimate gradient products.
 
-        The accumulated sums are multiplied by it at the end. By default it is that of a matrix of
+        The accumulated sums are multiplied by it at the end. By default it suits a matrix of
         signs: one over the square root of the number of columns.
         """
         return float(self.width(n_rows) ** -0.5)
@@ -250,7 +250,7 @@ class Projector(HtmlTable, ABC):
     def project_rows(self, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
         """Add the projection of consecutive row blocks to ``out``, in their order.
 
-        The parameters are those of :meth:`project_block`, except that ``rows`` may span several
+        The parameters are as in :meth:`project_block`, except that ``rows`` may span several
         blocks. Blocks are projected one after the other unless the projector has a faster way to
         the same bits.
         """
@@ -345,7 +345,7 @@ def from_spec(spec: Mapping[str, Any]) -> Projector:
     ------
     ValueError
         If the kind is unknown, the matrix was defined in another version, or the spec differs from
-        that of the projector rebuilt from it.
+        the spec of the projector rebuilt from it.
     TypeError
         If the spec is not a mapping, or a field has another type.
 
@@ -409,7 +409,7 @@ class Identity(Projector):
         return 1.0
 
     def cost(self, n_rows: int) -> Cost:
-        """Return the cost, which is that of a copy, without errors."""
+        """Return the cost of a copy, without errors."""
         return Cost(0, 0, 0, rounding_error=0.0, product_error=(0.0, 0.0))
 
     def project_block(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:

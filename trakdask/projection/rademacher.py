@@ -127,7 +127,7 @@ class Rademacher(GpuProjector):
         -----
         Cost: 2 * n_digits * B * rows * proj_dim integer operations and one byte written and read in
         the cache per entry of the matrix, once for all samples. Memory in addition to ``rows`` and
-        ``out``: about 64 MB of digits and sums, at least those of one block, and a tile.
+        ``out``: about 64 MB of digits and sums, at least for one block, and a tile.
         """
         tile = products.tile_columns(self.proj_dim, kernels.cache_bytes)
         # Of the digits and of the sums of a row block.

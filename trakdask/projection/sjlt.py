@@ -19,7 +19,7 @@ from trakdask.projection.fixed_point import FRACTION_BITS, compiled_scales, flat
 from trakdask.projection.philox import STREAM_SJLT, fill_words
 from trakdask.projection.protocol import ROUNDING_ERROR, ROW_BLOCK, Cost, RowMap, allowed
 
-_KEPT_BYTES = 2**27  # nonzeros that a process keeps: those of 15 million rows at sparsity 4
+_KEPT_BYTES = 2**27  # nonzeros that a process keeps: 15 million rows at sparsity 4
 _FRACTION_BITS = FRACTION_BITS[2]
 
 # Chosen so that the sums of a tile of samples fit in a cache; they do not affect results.
@@ -144,7 +144,7 @@ class SJLT(GpuProjector):
         -----
         Cost: B * rows * sparsity additions in shared memory; the gradients are read twice (the
         second time from the cache), and again for every 16384 columns (8192 from a sparsity of 8
-        on). Memory in addition to ``rows`` and ``out``: about 64 MB of sums, at least those of one
+        on). Memory in addition to ``rows`` and ``out``: about 64 MB of sums, at least for one
         block.
         """
         n_samples = len(rows)
@@ -255,15 +255,15 @@ def _n_counters(sparsity: int) -> int:
 
 
 class Nonzeros(NamedTuple):
-    """The nonzeros of a row block by column, in each column those of +1 before those of -1.
+    """The nonzeros of a row block by column, in each column +1 before -1.
 
     Parameters
     ----------
     rows
         Row of each nonzero inside of the block, uint16.
     starts
-        Of column k, the nonzeros of value +1 are ``rows[starts[2 * k] : starts[2 * k + 1]]``, and
-        those of value -1 end at ``starts[2 * k + 2]``; int32.
+        In column k, the nonzeros of value +1 are ``rows[starts[2 * k] : starts[2 * k + 1]]``, and
+        the nonzeros of value -1 end at ``starts[2 * k + 2]``; int32.
     """
 
     rows: npt.NDArray[np.uint16]

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-import threading
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trakdask.checks import require_integer
-from trakdask.projection.acceleration import on_gpu, timed
+from trakdask.projection.acceleration import Scratch, count_elements, on_gpu
 from trakdask.projection.protocol import ROW_BLOCK, Projector, RowMap
 
 _PROBE_STEP = 512
-_MOST_SPARE = 2
+_scratch = Scratch()
 
 
 class ProjectionStream:
@@ -23,7 +22,7 @@ class ProjectionStream:
 
     Tensors, or consecutive parts of one, are split at the global grid of 16384 rows. An incomplete
     block stays in a buffer until adjacent tensors have filled it. In the order of the row map, the
-    result is bitwise that of one flat vector; another order can change the last bit of the float64
+    result has the bits of one flat vector; another order can change the last bit of the float64
     sums. On a CPU, samples that are zero in a block, as most are in the rows of an embedding, are
     left out of its product. On a GPU, no call synchronises before the result is read.
 
@@ -32,7 +31,7 @@ class ProjectionStream:
     projector
         The map.
     row_map
-        Rows of the tensors; its alignment must be a multiple of the projector's.
+        Rows of the tensors, aligned as the projector requires.
     n_samples
         Number of samples B of every gradient.
     checkpoint
@@ -40,11 +39,6 @@ class ProjectionStream:
     device
         Device of the gradients and of the result. On an NVIDIA GPU, CUDA kernels project them, with
         the same bits as on a CPU. (The kernels have not run on a GPU yet.)
-
-    Raises
-    ------
-    TypeError, ValueError
-        If the row map is not aligned as the projector requires, or a number is out of range.
 
     Notes
     -----
@@ -70,22 +64,14 @@ class ProjectionStream:
         checkpoint: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        require_integer("checkpoint", checkpoint, 0, 2**32, remedy="try checkpoint=0")
-        if row_map.alignment % projector.row_alignment:
-            raise ValueError(
-                f"expected a row map aligned to a multiple of {projector.row_alignment} rows for "
-                f"{projector}, got {row_map.alignment}; try alignment=projector.row_alignment"
-            )
         self._projector = projector = projector.bind(row_map)
         self._row_map = row_map
         self._checkpoint = checkpoint
         self._selected = selected = projector.selected_rows(checkpoint)
         self._chosen = None if selected is None else torch.tensor(selected, device=device)
         self._n_rows = row_map.n_rows if selected is None else len(selected)
-        self._spans = spans = dict(zip(row_map.names, self._all_spans(), strict=True))
         self._block = max(1, self._n_rows) if projector.takes_all_rows else ROW_BLOCK
-        # A shared block is complete when all rows of parameters are there; padding never comes.
-        self._missing = _rows_of_shared_blocks(spans.values(), self._n_rows, self._block)
+        self._missing = _rows_of_blocks(self._spans(), self._block)
         self._waiting: dict[int, Tensor] = {}
         self._next = dict.fromkeys(row_map.names, 0)  # the first element that is still missing
         width = projector.width(row_map.n_rows)
@@ -114,7 +100,7 @@ class ProjectionStream:
         stop = start + flat.shape[1]
         if self._selected is not None and self._chosen is not None:
             offset = start
-            # Selected rows are renumbered: those of this part are start to stop among them.
+            # Selected rows are renumbered: this part has start to stop among them.
             start, stop = np.searchsorted(self._selected, (start, stop)).tolist()
             flat = flat[:, self._chosen[start:stop] - offset]
         # A GPU takes many blocks at once; a CPU one by one, while it is in a cache.
@@ -170,7 +156,7 @@ class ProjectionStream:
         """Return the number of rows of a block; the last one may be short."""
         return min(self._block, self._n_rows - block * self._block)
 
-    def _all_spans(self) -> list[tuple[int, int]]:
+    def _spans(self) -> list[tuple[int, int]]:
         """Return [start, stop) of every parameter among the rows that are projected."""
         starts = np.array(self._row_map.offsets)
         stops = starts + [self._row_map.size(name) for name in self._row_map.names]
@@ -180,22 +166,18 @@ class ProjectionStream:
 
     def _checked(self, name: str, gradient: Tensor, first: int | None) -> Tensor:
         """Return a gradient as (B, n), if it is one that comes next."""
-        n_samples, shape, start = len(self._sums), tuple(gradient.shape), first or 0
-        fits = self._next.get(name) == start
-        if fits:
-            size = self._row_map.size(name)
-            whole = {(n_samples, size), (n_samples, *self._row_map.shape(name))}
-            parts = {(n_samples, n) for n in shape[1:] if n <= size - start}
-            fits = shape in (whole if first is None else parts)
-        if not fits:
-            missing = {name: self._next[name] for name in self._incomplete()[:4]}
+        n_samples, start = len(self._sums), first or 0
+        n = math.prod(gradient.shape[1:])
+        missing = self._row_map.size(name) - self._next[name]
+        fits = self._next[name] == start and (n == missing or (first is not None and n < missing))
+        if not fits or len(gradient) != n_samples:
             raise ValueError(
-                f"expected gradients (sample, *shape) of {n_samples} samples, each element once, "
-                f"in order, got {name!r} from element {start} on, of shape {shape}; try those that "
-                f"are missing, from the elements {missing} on"
+                f"expected gradients of {n_samples} samples, each element once, in order, got "
+                f"{name!r} from element {start} on, of shape {tuple(gradient.shape)}; try the "
+                f"{missing} elements that are missing, from {self._next[name]} on"
             )
-        self._next[name] += math.prod(shape[1:])
-        return gradient.detach().reshape(n_samples, math.prod(shape[1:]))
+        self._next[name] += n
+        return gradient.detach().reshape(n_samples, n)
 
     def _add_rows(self, first: int, part: Tensor) -> None:
         """Project the rows of whole blocks at once, and others when their block is full."""
@@ -205,61 +187,37 @@ class ProjectionStream:
             self._project(part, first)
             return
         whole = self._buffer(block)
-        own = whole[:, position : position + part.shape[1]]
-        if part.data_ptr() != own.data_ptr():  # else it was written to what buffer_for returned
-            own.copy_(part)
-        self._missing[block] = self._missing.get(block, length) - part.shape[1]
+        place = whole[:, position : position + part.shape[1]]
+        if part.data_ptr() != place.data_ptr():  # else it was written to what buffer_for returned
+            place.copy_(part)
+        self._missing[block] -= part.shape[1]
         if not self._missing[block]:
             self._project(whole, block * self._block)
             flat = self._waiting.pop(block)
             if self._block <= ROW_BLOCK:  # a projector that takes all rows needs far more
-                _spare.put(flat)
+                _scratch.put_back("waiting", flat)
 
     def _buffer(self, block: int) -> Tensor:
         """Return the buffer of an incomplete block, (B, rows)."""
         shape = len(self._sums), self._length(block)
         if block not in self._waiting:
-            self._waiting[block] = _spare.take(math.prod(shape), self._sums.device)
-            if self._missing.get(block, shape[1]) < shape[1]:  # padding between parameters is zero
+            size, device = math.prod(shape), self._sums.device
+            self._waiting[block] = _scratch.take_out("waiting", size, torch.float32, device)
+            if self._missing[block] < shape[1]:  # padding between parameters is zero
                 self._waiting[block].zero_()
         return self._waiting[block][: math.prod(shape)].view(shape)
 
     def _project(self, block: Tensor, row_offset: int) -> None:
         """Add the product of complete blocks to the sums: here a gradient meets its projector."""
         project = self._projector.project_rows
-        with timed():
-            # Looking for zeros would wait for the GPU.
-            if on_gpu(block) or (samples := _nonzero_samples(block)) is None:
-                project(block, row_offset, self._checkpoint, self._sums)
-            elif len(samples):
-                sums = self._sums[samples]
-                project(block[samples], row_offset, self._checkpoint, sums)
-                self._sums[samples] = sums
-
-
-class _Spare(threading.local):
-    """The last buffers that a thread needed no more, because new memory costs page faults."""
-
-    def __init__(self) -> None:
-        self._buffers: list[Tensor] = []
-
-    def take(self, length: int, device: torch.device) -> Tensor:
-        """Return a buffer of at least this length, with undefined content."""
-        fits = [b for b in self._buffers if len(b) >= length and b.device == device]
-        if fits:
-            smallest = min(fits, key=len)
-            self._buffers = [b for b in self._buffers if b is not smallest]
-            return smallest
-        # A tensor created in inference mode could not be modified outside of it later.
-        with torch.inference_mode(False):
-            return torch.empty(length, dtype=torch.float32, device=device)
-
-    def put(self, buffer: Tensor) -> None:
-        """Keep a buffer for the next time; the first and the last block may wait together."""
-        self._buffers = sorted([buffer, *self._buffers], key=len)[-_MOST_SPARE:]
-
-
-_spare = _Spare()
+        count_elements(block.numel())
+        # Looking for zeros would wait for the GPU.
+        if on_gpu(block) or (samples := _nonzero_samples(block)) is None:
+            project(block, row_offset, self._checkpoint, self._sums)
+        elif len(samples):
+            sums = self._sums[samples]
+            project(block[samples], row_offset, self._checkpoint, sums)
+            self._sums[samples] = sums
 
 
 def _nonzero_samples(block: Tensor) -> Tensor | None:
@@ -284,17 +242,12 @@ def _cut(start: int, stop: int, size: int, *, runs: bool) -> Iterator[tuple[int,
         start = end
 
 
-def _rows_of_shared_blocks(
-    spans: Iterable[tuple[int, int]], n_rows: int, size: int
-) -> dict[int, int]:
-    """Return the number of rows of parameters in each block that no single parameter fills."""
-    counts: dict[int, int] = {}
+def _rows_of_blocks(spans: Iterable[tuple[int, int]], size: int) -> dict[int, int]:
+    """Return the number of rows of parameters in each block; padding between them never comes."""
+    counts: dict[int, int] = defaultdict(int)
     for start, stop in spans:
-        for block in {start // size, (stop - 1) // size} if start < stop else ():
-            first, last = block * size, min((block + 1) * size, n_rows)
-            inside = min(stop, last) - max(start, first)
-            if inside < last - first:
-                counts[block] = counts.get(block, 0) + inside
+        for row, last in _cut(start, stop, size, runs=False):
+            counts[row // size] += last - row
     return counts
 
 
@@ -317,11 +270,6 @@ def project(
     Returns
     -------
     Features, shape (B, width), float32, scaled.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As for :class:`ProjectionStream`.
 
     Examples
     --------

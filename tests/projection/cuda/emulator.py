@@ -1,4 +1,4 @@
-"""The kernels as host code: compiled by g++, run thread by thread, called like those of a GPU."""
+"""The kernels as host code: compiled by g++, run thread by thread, called like kernels of a GPU."""
 
 from __future__ import annotations
 

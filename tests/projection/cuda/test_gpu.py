@@ -43,18 +43,18 @@ def agree(projector: GpuProjector, rows: torch.Tensor, row: int = 0, checkpoint:
     return same(found, expected)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("n_samples", SAMPLES)
+@pytest.mark.parametrize(
+    ("n_samples", "width", "n_rows", "row"),
+    [
+        *((n, width, 16384 + 999, 0) for n in SAMPLES for width in WIDTHS),
+        *((5, 520, n, row) for n in ROWS for row in (0, 16384 * 3, 16384 * (2**33 - 1))),
+    ],
+)
 @pytest.mark.parametrize("kind", [Rademacher, SJLT])
-def test_project_rows__batch_and_width(kind: type[Any], n_samples: int, width: int) -> None:
-    assert agree(kind(width), gradients(n_samples, 16384 + 999))
-
-
-@pytest.mark.parametrize("n_rows", ROWS)
-@pytest.mark.parametrize("row", [0, 16384 * 3, 16384 * (2**33 - 1)])
-@pytest.mark.parametrize("kind", [Rademacher, SJLT])
-def test_project_rows__rows(kind: type[Any], row: int, n_rows: int) -> None:
-    assert agree(kind(520), gradients(5, n_rows), row)
+def test_project_rows__shapes(
+    kind: type[Any], n_samples: int, width: int, n_rows: int, row: int
+) -> None:
+    assert agree(kind(width), gradients(n_samples, n_rows), row)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

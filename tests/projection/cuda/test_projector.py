@@ -37,7 +37,7 @@ class WrongKernels(EmulatedKernels):
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> EmulatedKernels:
-    """Take tensors of the CPU for those of a GPU whose kernels are emulated."""
+    """Take tensors of the CPU for tensors of a GPU whose kernels are emulated."""
     emulated = EmulatedKernels()
     pretend(monkeypatch, emulated)
     return emulated

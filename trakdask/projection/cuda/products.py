@@ -1,9 +1,9 @@
 """The base of projectors with CUDA kernels, and the steps that their products consist of.
 
-The bits are those of a CPU, because gradients are rounded in the same way and added up as integers,
-and only the sums of blocks are added in float64, in order. The size of the cache determines tiles,
-and memory determines how many row blocks are processed together; neither affects results. Every
-kernel is compared with the CPU before it is first used.
+The bits are the same as on a CPU, because gradients are rounded in the same way and added up as
+integers, and only the sums of blocks are added in float64, in order. The size of the cache
+determines tiles, and memory determines how many row blocks are processed together; neither affects
+results. Every kernel is compared with the CPU before it is first used.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class Run:
 
 
 def runs(n_rows: int, block_bytes: int) -> Iterator[Run]:
-    """Cut consecutive rows, the first of which starts a block, into runs.
+    """Cut consecutive rows, which begin with a block, into runs.
 
     Parameters
     ----------

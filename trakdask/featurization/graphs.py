@@ -1,0 +1,161 @@
+"""The graph of featurize: a task for each block of samples and checkpoint, and its variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import dask
+import dask.array as da
+import numpy as np
+
+from trakdask.arrays.blocks import take
+from trakdask.featurization.block import featurize_block
+from trakdask.featurization.job import ERROR_DTYPE, FeaturizeJob
+from trakdask.provenance import digest
+
+Arrays = dict[str, da.Array]
+
+
+@dataclass(frozen=True)
+class GraphInputs:
+    """What a graph is built from: all that is known before anything runs.
+
+    Parameters
+    ----------
+    job
+        What all tasks share.
+    inputs
+        Arrays that the model reads, in blocks of samples.
+    attrs, coords
+        Attrs and coords of the features.
+    fit
+        What was fitted, (..., checkpoint), in a chunk for each checkpoint.
+    """
+
+    job: FeaturizeJob
+    inputs: Arrays
+    attrs: dict[str, Any]
+    coords: dict[Hashable, Any]
+    fit: Arrays
+
+    @cached_property
+    def token(self) -> str:
+        """Name of the graph's layers: a digest of everything that could change a block."""
+        arrays = {
+            name: [array.name, [list(sizes) for sizes in array.chunks]]
+            for name, array in self.inputs.items()
+        }
+        return digest({"attrs": self.attrs, "arrays": arrays})[:32]
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Number of samples of each block."""
+        rows: tuple[int, ...] = next(iter(self.inputs.values())).chunks[0]
+        return rows
+
+
+def lazy_arrays(prepared: GraphInputs) -> Arrays:
+    """Build the graph: a task per (sample block × checkpoint), and one per variable of it."""
+    job, token = prepared.job, prepared.token
+    tasks = block_tasks(featurize_block, "sc", prepared, token, name=f"featurize-{token}")
+    new_axes = {"p": job.proj_dim}
+    feature = variable_of(tasks, "sc", "spc", 0, f"feature-{token}", new_axes=new_axes)
+    return {"feature": feature} | other_variables(job, tasks, "sc", token)
+
+
+def block_tasks(
+    run: Callable[..., Any], index: str, prepared: GraphInputs, token: str, *more: Any,
+    dtype: Any = object, **options: Any,
+) -> da.Array:  # fmt: skip
+    """Return what ``run`` returns for each block of samples and checkpoint, mostly a tuple."""
+    inputs = [
+        (array, ("s", *(f"{name}.{axis}" for axis in range(1, array.ndim))))
+        for name, array in prepared.inputs.items()
+    ]
+    tasks: da.Array = da.blockwise(
+        run, index,
+        shared_task(prepared.job, token), None,
+        checkpoint_items(prepared, token), "c",
+        _starts(prepared.rows, token), "s",  # so that errors can name samples
+        *more, *chain.from_iterable(inputs),
+        dtype=dtype, meta=np.empty((0,) * len(index), dtype=dtype), concatenate=True,
+        align_arrays=False,  # all chunks match; aligning would warn about the outer product
+        **options,
+    )  # fmt: skip
+    return tasks
+
+
+def shared_task(job: FeaturizeJob, token: str) -> Any:
+    """Return what all blocks share as one task, so that a graph does not grow with their number."""
+    shared = replace(job, model=job.model.at_checkpoints(()))
+    return dask.delayed(shared, name=f"job-{token}", traverse=False)
+
+
+def checkpoint_items(prepared: GraphInputs, token: str) -> da.Array:
+    """Return each checkpoint, with what was fitted to it, as one item: they may be large."""
+    checkpoints, fit = prepared.job.model.checkpoints, prepared.fit
+    items = np.empty(len(checkpoints), object)
+    items[:] = [(checkpoint, {}) for checkpoint in checkpoints]
+    array: da.Array = da.from_array(items, chunks=1, name=f"checkpoint-{token}")
+    if not fit:
+        return array
+    fitted = [(a, (*(f"{n}.{axis}" for axis in range(a.ndim - 1)), "c")) for n, a in fit.items()]
+    with_fit: da.Array = da.blockwise(
+        _with_fit, "c", array, "c", tuple(fit), None, *chain.from_iterable(fitted),
+        name=f"fit-{token}", dtype=object, meta=np.empty(0, object), concatenate=True,
+        align_arrays=False,
+    )  # fmt: skip
+    return with_fit
+
+
+def _with_fit(items: np.ndarray, names: tuple[str, ...], *arrays: np.ndarray) -> np.ndarray:
+    (checkpoint, _), with_fit = items.item(), np.empty(1, object)
+    with_fit[0] = checkpoint, {n: a[..., 0] for n, a in zip(names, arrays, strict=True)}
+    return with_fit
+
+
+def _starts(sizes: tuple[int, ...], token: str) -> da.Array:
+    """Return the position of the first sample of each block; all but the last are equally large."""
+    starts: da.Array = da.map_blocks(
+        _start, sizes[0], chunks=(sizes,), name=f"start-{token}",
+        dtype=np.int64, meta=np.empty(0, np.int64),
+    )  # fmt: skip
+    return starts
+
+
+def _start(size: int, block_id: tuple[int, ...]) -> np.ndarray:
+    return np.array([block_id[0] * size])
+
+
+def other_variables(job: FeaturizeJob, tasks: da.Array, index: str, token: str) -> Arrays:
+    """Return all variables that each task returns, except the first one."""
+    others: dict[str, Any] = {} if job.partition else {"feature_norm": np.dtype(np.float64)}
+    others |= dict.fromkeys(("output", "out_to_loss"), np.dtype(np.float32))
+    if job.on_error == "record":
+        others["error"] = ERROR_DTYPE
+    return {
+        name: variable_of(tasks, index, "sc", item, f"{name}-{token}", dtype)
+        for item, (name, dtype) in enumerate(others.items(), start=1)
+    }
+
+
+def variable_of(
+    tasks: da.Array, index: str, out: str, item: int, name: str, dtype: Any = np.float32,
+    **options: Any,
+) -> da.Array:  # fmt: skip
+    """Return one of the variables that each task returns."""
+    # Of several passes over a block, which axis v counts, one is enough where v is left out.
+    get = take if set(index) <= set(out) else _take_of_first
+    variable: da.Array = da.blockwise(
+        get, out, tasks, index, item, None,
+        name=name, dtype=dtype, meta=np.empty((0,) * len(out), dtype), **options,
+    )  # fmt: skip
+    return variable
+
+
+def _take_of_first(results: Any, key: Any) -> Any:
+    return results[0][key]
