@@ -21,7 +21,7 @@ from trakdask.arrays.damping import (
     held_out,
     left_out,
 )
-from trakdask.arrays.gram import closed_form, gram_and_sum, mean_trace
+from trakdask.arrays.gram import gram_and_sum
 from trakdask.arrays.solve import eigenvectors, spectrum
 from trakdask.testing import raise_if_dask_computes
 
@@ -172,22 +172,6 @@ def test_choose__warns_the_client_of_a_worker(process_client: object) -> None:
         warnings.simplefilter("always")
         choose({"targets": made(np.full(21, 0.2))}, prior=1.0, n_samples=1000).compute()
         wait_until(lambda: any("0.20" in str(w.message) for w in caught), "the worker's warning")
-
-
-def test_rules__of_the_matrix_alone() -> None:
-    k = np.random.default_rng(0).standard_normal((9, 5, 2))
-    k = np.einsum("spc,sqc->pqc", k, k)
-    matrices = np.moveaxis(k, 2, 0)
-    with raise_if_dask_computes():
-        trace, closed = mean_trace(lazy(k, 5), 10, LABELS), closed_form(lazy(k, 5), 0.03, LABELS)
-    np.testing.assert_allclose(trace, [np.trace(m) / 10 for m in matrices])
-    np.testing.assert_allclose(closed, [0.03 * np.trace(m @ m) / np.trace(m) for m in matrices])
-    k[..., 1] = np.nan
-    assert np.isnan(closed_form(lazy(k, 5), 0.03, LABELS).compute()).tolist() == [False, True]
-    k[..., 1] = 0
-    for rule in (mean_trace(lazy(k, 5), 4, LABELS), closed_form(lazy(k, 5), 0.03, LABELS)):
-        with pytest.raises(ValueError, match="checkpoint 'b'"):
-            rule.compute(scheduler="sync")
 
 
 def test_totals__of_fewer_samples_than_dimensions() -> None:

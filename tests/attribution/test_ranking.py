@@ -147,23 +147,6 @@ def test_top_k__nan_scores_never_rank() -> None:
     assert (none.label == -1).all()
 
 
-@pytest.mark.parametrize("form", ["variable", "coord"])
-def test_top_k__target_that_failed_has_no_samples(form: str) -> None:
-    """featurize records errors in a variable, open in a coord."""
-    failed = np.full((9, 2), "", object)
-    failed[4, 1] = "too long"
-    error = xr.DataArray(failed, dims=("sample", "checkpoint"))
-    targets = TARGETS.assign(feature=TARGETS.feature.where(error == ""), error=error)
-    if form == "coord":
-        targets = targets.chunk(sample=4).set_coords("error")
-    top = td.top_k(td.score(FEATURES, targets, td.Trak(damping=0.1)), 3)
-    assert (top.position[4] == -1).all()
-    assert (top.label[4] == -1).all()
-    others = np.arange(9) != 4
-    expected = td.top_k(td.score(FEATURES, TARGETS, td.Trak(damping=0.1)), 3)
-    np.testing.assert_array_equal(top.position[others], expected.position[others])
-
-
 BARE = td.score(FEATURES.reset_coords(drop=True), TARGETS.reset_coords(drop=True))
 NAMES = [f"s{i}" for i in range(50)]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 
-import dask.array as da
 import numpy as np
 import pytest
 import xarray as xr
@@ -13,24 +12,17 @@ from hypothesis import strategies as st
 
 import trakdask as td
 from tests.arrays.test_damping import oracle_choice, oracle_left_out, oracle_totals
+from tests.attribution.float64_features import float64_features, with_values
 from trakdask.arrays.damping import GRID
-from trakdask.testing import simulate_features
 
 N, P, C, M = 120, 8, 3, 60
 
 
 def dataset(n: int, seed: int, chunks: int = 32) -> xr.Dataset:
-    """Float64 features with falling eigenvalues, shaped as those of featurize."""
-    made = simulate_features(n, P, C, chunks=chunks)
-    rng = np.random.default_rng(seed)
-    feature = rng.standard_normal((n, P, C)) * 0.6 ** np.arange(P)[:, None]
-    values = {"feature": feature, "out_to_loss": rng.random((n, C)), "output": np.zeros((n, C))}
-    return made.assign(
-        {
-            name: made[name].copy(data=da.from_array(v, chunks=made[name].data.chunks))
-            for name, v in values.items()
-        }
-    ).assign_attrs(source=f"{seed}")
+    """Features with falling eigenvalues."""
+    features = float64_features(n, P, C, seed, chunks)
+    falling = features.feature * xr.DataArray(0.6 ** np.arange(P), dims="proj_dim")
+    return features.assign(feature=falling).assign_attrs(source=f"{seed}")
 
 
 def weights(ds: xr.Dataset, power: float) -> tuple[np.ndarray, np.ndarray]:
@@ -66,9 +58,8 @@ def following(train: xr.Dataset, rows: xr.Dataset, rho: float, noise: float = 0.
 
 
 def with_outputs(rows: xr.Dataset, f: np.ndarray) -> xr.Dataset:
-    apart = f[:, None] + np.linspace(-1, 1, C)  # the mean over checkpoints is f
-    data = da.from_array(apart, chunks=rows.output.data.chunks)
-    return rows.assign(output=rows.output.copy(data=data))
+    # The mean over checkpoints is f.
+    return with_values(rows, output=f[:, None] + np.linspace(-1, 1, C))
 
 
 TRAIN = dataset(N, 0)

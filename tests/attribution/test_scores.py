@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import dask.array as da
 import numpy as np
 import pytest
-import torch
 import xarray as xr
 
 import trakdask as td
+from tests.attribution.float64_features import float64_features, with_values
 from trakdask.provenance import DEFAULTS
-from trakdask.testing import simulate_features
 
 N, M, P, C = 60, 11, 5, 3
 RATES = {"c0": 0.1, "c1": 0.3, "c2": 0.02}
 
 
-def dataset(n: int, seed: int, chunks: int, shift: float = 0.0) -> xr.Dataset:
-    """Float64 features; ``shift`` makes Q negative for some."""
-    made = simulate_features(n, P, C, chunks=chunks)
-    rng = np.random.default_rng(seed)
-    values = {"feature": rng.standard_normal((n, P, C)), "out_to_loss": rng.random((n, C)) - shift}
-    return made.assign(
-        {
-            name: made[name].copy(data=da.from_array(v, chunks=made[name].data.chunks))
-            for name, v in values.items()
-        }
-    )
-
-
-TRAIN, TARGETS, SIGNED = dataset(N, 0, 16), dataset(M, 1, 4), dataset(N, 0, 16, shift=0.5)
+TRAIN, TARGETS = float64_features(N, P, C, 0, 16), float64_features(M, P, C, 1, 4)
+SIDES = TRAIN, TARGETS
+SIGNED = TRAIN.assign(out_to_loss=TRAIN.out_to_loss - 0.5)
 
 
 def parts(train: xr.Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -150,8 +137,7 @@ def test_score__power_follows_how_sure_the_model_is(narrow: float) -> None:
 def test_score__grad_cos_of_a_zero_feature_is_nan_without_warning() -> None:
     x = TRAIN.feature.values.copy()
     x[3, :, 1] = 0
-    train = TRAIN.assign(feature=TRAIN.feature.copy(data=da.from_array(x, chunks=(16, P, 1))))
-    found = td.score(train, TARGETS, estimator="grad_cos").values
+    found = td.score(with_values(TRAIN, feature=x), TARGETS, estimator="grad_cos").values
     assert np.isnan(found[3]).all()
     assert np.isfinite(np.delete(found, 3, 0)).all()
 
@@ -253,12 +239,10 @@ def test_score__precisions_that_differ_are_warned_of_once(field: str) -> None:
 
 
 def test_score__columns_in_another_order_are_refused() -> None:
-    x = np.random.default_rng(0).normal(size=(6, 3)).astype("f4")
-    samples = td.from_arrays({"image": x, "label": np.arange(6) % 2})
-    features = td.featurize(samples, td.Model(torch.nn.Linear(3, 2)), td.SJLT(8))
-    turned = features.isel(proj_dim=slice(None, None, -1))
-    for sides in ((features, turned), (turned, features)):
+    features, targets = (ds.assign_coords(proj_column=("proj_dim", np.arange(P))) for ds in SIDES)
+    turned = {"proj_dim": slice(None, None, -1)}
+    for sides in ((features, targets.isel(turned)), (features.isel(turned), targets)):
         with pytest.raises(td.errors.StoreMismatchError, match="order of columns"):
             td.score(*sides, "grad_dot")
-    expected = td.score(features, features, "grad_dot")
-    np.testing.assert_allclose(td.score(turned, turned, "grad_dot"), expected, rtol=1e-5)
+    found = td.score(features.isel(turned), targets.isel(turned), "grad_dot")
+    np.testing.assert_allclose(found, td.score(features, targets, "grad_dot"), rtol=1e-10)
