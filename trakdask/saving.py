@@ -79,9 +79,10 @@ def save(
     estimator
         As in :func:`score`. The store also keeps what scores with this estimator need of all of
         these (training) samples: the gram matrix of each checkpoint, its eigenvectors, and λ as
-        ``damping="auto"`` chooses it, the only one that is accepted here; for :class:`Soft` also the sum of the weighted features,
-        ``loss_gradient``. Other estimators can still be used: they reduce theirs from the features.
-        ``None`` stores features alone, which is enough for targets.
+        ``damping="auto"`` chooses it, the only damping that is accepted here; for :class:`Soft`
+        also the sum of the weighted features, ``loss_gradient``. Other estimators can still be
+        used: they reduce theirs from the features. ``None`` stores features alone, which is enough
+        for targets.
     append_dim
         ``"sample"`` adds these samples to a store, ``"checkpoint"`` these checkpoints of samples
         that it has (those that it has already are left out), as xarray's ``append_dim`` does. The

@@ -50,7 +50,7 @@ def half(seed: int) -> da.Array:
 
 
 WEIGHTS = (
-    "weights", "weight", "sum_weights", "loss_weight", "out_to_loss", "forms", "outputs"
+    "weights", "loss_weights", "gram_weights", "out_to_loss", "forms", "outputs"
 )  # fmt: skip
 """Parameters with a number for each sample and checkpoint."""
 

@@ -406,7 +406,12 @@ def reader(array: object) -> Read | None:
 
 
 def map_stored(
-    function: Callable[..., Block], array: da.Array, *, dtype: npt.DTypeLike, name: str
+    function: Callable[..., Block],
+    array: da.Array,
+    *,
+    dtype: npt.DTypeLike,
+    name: str,
+    **options: Any,
 ) -> da.Array:
     """Return a function of each block, of the same shape: in a store, if the array is.
 
@@ -415,6 +420,7 @@ def map_stored(
     >>> map_stored(np.sqrt, da.ones(3), dtype=float, name="roots").compute().tolist()
     [1.0, 1.0, 1.0]
     """
+    function, name = functools.partial(function, **options), f"{name}-{tokenize(array, options)}"
     if read := reader(array):
         read = functools.partial(_read_and_apply, function, read)
         return stored(read, array.chunks, dtype, name)

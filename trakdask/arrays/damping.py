@@ -105,8 +105,8 @@ def _totals(feature: Blocks, directions: Blocks) -> Block:
 def left_out(
     spectrum: da.Array,
     feature: da.Array,
-    weights: da.Array | None,
-    sum_weights: da.Array,
+    gram_weights: da.Array | None,
+    loss_weights: da.Array,
     unless: Sequence[da.Array] = (),
 ) -> da.Array:
     """Return the totals of :func:`held_out` with each row in turn left out of K and r.
@@ -115,7 +115,7 @@ def left_out(
     ----------
     spectrum, feature
         As in :func:`held_out`; the rows are among those that K and r are sums over.
-    weights, sum_weights
+    gram_weights, loss_weights
         h (None for 1) and g of those rows, (row, checkpoint), as K and r were made with.
     unless
         Curves of the candidates before this one: if one of them reaches the least peak, nothing is
@@ -130,8 +130,8 @@ def left_out(
     Exact (Sherman-Morrison): with the leverage l = φᵀ (K + λI)⁻¹ φ it is
     (φᵀ (K + λI)⁻¹ r - g l) / (1 - h l). Cost: 2 p² flops per row and checkpoint.
     """
-    h = (None, None) if weights is None else (align_weights(weights, feature), "sc")
-    g = pooled(align_weights(sum_weights, feature))
+    h = (None, None) if gram_weights is None else (align_weights(gram_weights, feature), "sc")
+    g = pooled(align_weights(loss_weights, feature))
     curves = [item for curve in unless for item in (curve, "k")]
     return blockwise(
         _left_out, "sgc", feature, "spc", g, "s", spectrum, "c", *h, *curves,

@@ -40,7 +40,7 @@ _HALF_PRECISION = 1e-3
 def score(
     feature: da.Array,
     solved: da.Array,
-    loss_weight: da.Array | None,
+    loss_weights: da.Array | None,
     *,
     average: bool = True,
     pooled: bool = True,
@@ -55,7 +55,7 @@ def score(
         φ of the samples, (sample, proj_dim, checkpoint), float, chunks (rows, p, 1).
     solved
         w of the targets, (target, proj_dim, checkpoint), float, chunks (rows, p, 1).
-    loss_weight
+    loss_weights
         g, (sample, checkpoint); None for 1.
     average
         Average the products over checkpoints. If False, return the product of each checkpoint times
@@ -108,8 +108,8 @@ def score(
             _apart, "stc", *arrays, concatenate=False, name="products", dtype=dtype
         )
         arrays, function = [products, "stc"], functools.partial(function, None)
-    if loss_weight is not None:
-        weight = align_weights(loss_weight, feature)
+    if loss_weights is not None:
+        weight = align_weights(loss_weights, feature)
         read = read_in_task(weight, by_checkpoint=not (average or pooled)) if reads else None
         arrays += read or (weight, "sd" if pooled else "sc")
     # concatenate=None passes lists of blocks, as False would. But dask fuses this layer with the

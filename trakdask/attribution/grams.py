@@ -114,7 +114,7 @@ class GramMatrix:
     data: da.Array
     n_samples: int
     labels: list[str]
-    weights: GramEstimator
+    estimator: GramEstimator
     is_stored: bool
     h: da.Array | None
     spectrum: da.Array | None
@@ -137,7 +137,7 @@ class _OfCaller(Trak):
 
 
 def gram_matrix(
-    features: xr.Dataset, weights: GramEstimator, *, chooses_damping: bool = False
+    features: xr.Dataset, estimator: GramEstimator, *, chooses_damping: bool = False
 ) -> GramMatrix:
     """Return the gram matrix that features hold, or reduce it; features are chunked already.
 
@@ -148,7 +148,7 @@ def gram_matrix(
     ----------
     features
         Features of all training samples, or rows of them with the gram matrix of all.
-    weights
+    estimator
         The estimator of scores, or of the choice of λ, with its weights in sums.
     chooses_damping
         Whether λ is to be chosen with the matrix.
@@ -161,13 +161,13 @@ def gram_matrix(
     """
     x, n, labels = features["feature"].data, features.sizes[SAMPLE], checkpoint_names(features)
     total = int(features[GRAM].attrs.get(N_SAMPLES, n)) if GRAM in features else n
-    matrix = stored_matrix(features, GRAM, weights)
+    matrix = stored_matrix(features, GRAM, estimator)
     is_stored, gradient, factors, h = matrix is not None, None, None, None
     if is_stored:
-        n, factors = total, stored_decomposition(features, weights)
+        n, factors = total, stored_decomposition(features, estimator)
         if chooses_damping:
             # None if other checkpoints were pooled when it was stored.
-            gradient = stored_matrix(features, LOSS_GRADIENT, weights)
+            gradient = stored_matrix(features, LOSS_GRADIENT, estimator)
     needs_sums = not is_stored or (chooses_damping and gradient is None)
     if needs_sums and features.sizes[SAMPLE] < total:
         raise ValueError(
@@ -177,29 +177,29 @@ def gram_matrix(
             "sums of these samples alone"
         )
     if needs_sums or chooses_damping:
-        h = weights.h(features)
+        h = estimator.h(features)
     if matrix is None:
         if chooses_damping:
-            matrix, gradient = arrays.gram.gram_and_sum(x, h, weights.g(features))
+            matrix, gradient = arrays.gram.gram_and_sum(x, h, estimator.g(features))
         else:
             matrix = arrays.gram.gram(x, h)
-        matrix = weights.completed(matrix, features)
+        matrix = estimator.completed(matrix, features)
     elif needs_sums:
-        gradient = arrays.gram.loss_gradient(x, weights.g(features))
+        gradient = arrays.gram.loss_gradient(x, estimator.g(features))
     if chooses_damping and factors is None:
-        k = arrays.solve.component_count(weights.rank(n, features), x.shape[1], x.dtype)
+        k = arrays.solve.component_count(estimator.rank(n, features), x.shape[1], x.dtype)
         factors = arrays.solve.eigenvectors(matrix, labels, k)
     spectrum = factors and arrays.solve.spectrum(*factors, gradient, n, labels)
-    return GramMatrix(matrix, n, labels, weights, is_stored, h, spectrum)
+    return GramMatrix(matrix, n, labels, estimator, is_stored, h, spectrum)
 
 
-def weights_of_gram(features: xr.Dataset, estimator: GramEstimator) -> GramEstimator:
-    """Return the estimator with the weights of its gram matrix."""
-    is_given = GRAM in features and features[GRAM].attrs.get("gram_weights") == GIVEN
-    return _OfCaller() if is_given else estimator.of_sums()
+def of_gram(features: xr.Dataset, estimator: GramEstimator) -> GramEstimator:
+    """Return the estimator with the weights that the gram matrix of features has, or is to have."""
+    is_of_caller = GRAM in features and features[GRAM].attrs.get("gram_weights") == GIVEN
+    return _OfCaller() if is_of_caller else estimator.of_sums()
 
 
-def stored_matrix(features: xr.Dataset, name: str, weights: GramEstimator) -> da.Array | None:
+def stored_matrix(features: xr.Dataset, name: str, estimator: GramEstimator) -> da.Array | None:
     """Return the gram matrix or loss gradient that features hold, if its weights are these.
 
     It is the sum over all samples that the features were selected from. ``loss_gradient`` pools
@@ -213,7 +213,7 @@ def stored_matrix(features: xr.Dataset, name: str, weights: GramEstimator) -> da
     """
     if name not in features:
         return None
-    matrix, needed = features[name], weights.attrs(features)
+    matrix, needed = features[name], estimator.attrs(features)
     if SAMPLE in matrix.dims:
         raise ValueError(
             f"expected {name!r} without the dimension 'sample', which where(..., drop=True) and "
@@ -235,10 +235,10 @@ def stored_matrix(features: xr.Dataset, name: str, weights: GramEstimator) -> da
 
 
 def stored_decomposition(
-    features: xr.Dataset, weights: GramEstimator
+    features: xr.Dataset, estimator: GramEstimator
 ) -> tuple[da.Array, da.Array] | None:
     """Return the stored eigenvalues and eigenvectors of the gram matrix of some weights."""
-    if stored_matrix(features, GRAM, weights) is None:
+    if stored_matrix(features, GRAM, estimator) is None:
         return None
     if EIGENVALUES not in features or not is_of_gram(features, EIGENVECTORS):
         return None

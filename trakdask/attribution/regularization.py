@@ -26,8 +26,8 @@ from trakdask.attribution.grams import (
     GramMatrix,
     gram_matrix,
     is_of_gram,
+    of_gram,
     stored_matrix,
-    weights_of_gram,
 )
 from trakdask.errors import warn_once
 from trakdask.provenance import require_comparable
@@ -195,14 +195,14 @@ def regularize(
             f"expected an estimator whose λ outputs choose with calibrate, got {estimator}; try "
             "damping='completeness', or leaving calibrate out"
         )
-    weights = weights_of_gram(features, estimator)
-    stored = stored_damping(features, estimator, weights) if calibrate is None else None
+    in_sums = of_gram(features, estimator)
+    stored = stored_damping(features, estimator, in_sums) if calibrate is None else None
     by_outputs = estimator.rule == "completeness" and stored is None
     if by_outputs:
         validate(features, ["output", "out_to_loss"], what="features")
     by = choosing(features)
-    chooses_itself = by_outputs and by.gram_weights == weights.gram_weights
-    gram = chooses = gram_matrix(features, weights, chooses_damping=chooses_itself)
+    chooses_itself = by_outputs and by.gram_weights == in_sums.gram_weights
+    gram = chooses = gram_matrix(features, in_sums, chooses_damping=chooses_itself)
     if by_outputs and not chooses_itself:
         chooses = gram_matrix(features, by, chooses_damping=True)
     if NORM in features:
@@ -215,7 +215,7 @@ def regularize(
         inverse = arrays.solve.cholesky(gram.data, chosen[0], gram.labels)
     else:
         inverse = arrays.solve.inverse(gram.spectrum, chosen[0])
-    return Regularized(features, inverse, weights.gram_weights, *chosen)
+    return Regularized(features, inverse, in_sums.gram_weights, *chosen)
 
 
 def _checked(features: xr.Dataset, *matrices: GramMatrix) -> xr.Dataset:
@@ -226,14 +226,14 @@ def _checked(features: xr.Dataset, *matrices: GramMatrix) -> xr.Dataset:
     names = "feature", "out_to_loss"
     checked = arrays.score.checked(
         *(features[name].data for name in ("feature", NORM, "out_to_loss")),
-        weighted=any(isinstance(matrix.weights, Soft) for matrix in stored),
+        weighted=any(isinstance(matrix.estimator, Soft) for matrix in stored),
     )
     pairs = zip(names, checked, strict=True)
     return features.assign({name: features[name].copy(data=data) for name, data in pairs})
 
 
 def stored_damping(
-    features: xr.Dataset, estimator: GramEstimator, weights: GramEstimator
+    features: xr.Dataset, estimator: GramEstimator, in_sums: GramEstimator
 ) -> xr.DataArray | None:
     """Return the λ that features hold beside the gram matrix, if the estimator asks for it.
 
@@ -241,7 +241,7 @@ def stored_damping(
     """
     if isinstance(estimator.damping, Absolute | xr.DataArray):
         return None
-    if stored_matrix(features, GRAM, weights) is None or not is_of_gram(features, DAMPING):
+    if stored_matrix(features, GRAM, in_sums) is None or not is_of_gram(features, DAMPING):
         return None
     is_auto = estimator.damping == estimator.with_damping("auto").resolved(features).damping
     pooled = features[DAMPING].attrs["pooled_checkpoints"]
