@@ -71,8 +71,8 @@ INPUTS: dict[str, Callable[[int], Any]] = {
         positive_definite(seed), da.from_array(np.array([0.5, 0.5]), chunks=1), LABELS
     ),
     "totals": lambda seed: random(seed, N, len(GRID), C),
-    "unless": lambda seed: [peaked(seed)] * seed,
-    "curves": lambda seed: {"rows": peaked(seed)},
+    "curve": peaked,
+    "samples": lambda seed: ["rows", "targets"][seed],
     "score": lambda seed: da.from_array(np.random.default_rng(seed).random((N, 9)), chunks=7),
     "masks": lambda seed: da.from_array(np.random.default_rng(seed).random((8, N)) < 0.5, chunks=7),
     "values": lambda seed: da.from_array(np.random.default_rng(seed).random((N, 9)), chunks=7),

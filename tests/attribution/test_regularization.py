@@ -185,9 +185,10 @@ def test_damping__trace_is_last() -> None:
     with pytest.warns(UserWarning, match="λ comes from") as caught:
         found = td.damping(TRAIN, calibrate=RANDOM, estimator="soft").compute(scheduler="sync")
     texts = [str(w.message) for w in caught]
-    assert len(texts) == 2
+    assert len(texts) == 1
     assert "of the calibration set correlate at most" in texts[0]
-    assert "are constant" in texts[1]  # the outputs of TRAIN are 0
+    with pytest.warns(UserWarning, match="are constant"):  # the outputs of TRAIN are 0
+        td.damping(TRAIN, estimator="soft").compute(scheduler="sync")
     assert str(found.rule.values) == "tr(K)/n"
     assert np.isnan(found.relative)
     np.testing.assert_allclose(

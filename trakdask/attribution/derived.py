@@ -49,8 +49,8 @@ def chosen_damping(
     }
     if variance is not None:
         attrs[LOGIT_VARIANCE] = variance.tolist()
-    if resolved.rule == "completeness":
+    if regularized.choice is not None:
         attrs |= {name: float(chosen[name]) for name in ("relative", "peak", "threshold")}
         attrs["curve"] = chosen.curve.values.tolist()
-        attrs["tried"] = [text.removeprefix("completeness, ") for text in regularized.rules[:-1]]
+        attrs["samples"] = regularized.rules[0].removeprefix("completeness, ")
     return chosen.damping.values, attrs

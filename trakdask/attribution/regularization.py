@@ -48,7 +48,7 @@ _LEAST_ROWS = 50
 #: A standard error of their correlation is below 0.032, and 2 p² flops for each are less than
 #: the 9 p³ of the eigendecomposition, from p of a few hundred on.
 _LEFT_OUT_ROWS = 1000
-_NO_CHOICE = np.array([(np.nan, -1, np.nan, np.nan, np.nan)], arrays.damping.CHOICE)
+_NO_CHOICE = np.array([(np.nan, np.nan, np.nan, np.nan)], arrays.damping.CHOICE)
 
 
 def damping(
@@ -112,8 +112,7 @@ def damping(
     The samples are those of ``calibrate``, if given; else up to 1000 training samples from up to 8
     blocks, each left out of the sums exactly. So by default λ, and with it the score of a pair,
     depends on the training features alone. If the correlation is less than three standard errors
-    (1/√m) above 0, the next rule decides: training samples after ``calibrate``, and ``"trace"``
-    last.
+    (1/√m) above 0, λ is that of ``"trace"``.
 
     ρ is free of the scale of the gradients of any checkpoint. What λ loses against the best one was
     measured by ``tests/benchmarks/halves.py`` and is on the page "Estimator and λ".
@@ -158,7 +157,7 @@ def describe_damping(regularized: Regularized) -> xr.Dataset:
 
 
 def _rule(choice: np.ndarray, rules: tuple[str, ...]) -> np.ndarray:
-    return np.array(rules[int(choice["candidate"][0])], dtype=object)
+    return np.array(rules[-1 if np.isnan(choice["relative"][0]) else 0], dtype=object)
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,7 @@ class Regularized:
     ``features`` are those to multiply with, which are checked if their gram matrix is stored.
     ``inverse`` is for :func:`trakdask.arrays.solve.solve`. ``choice`` is that of
     :func:`trakdask.arrays.damping.choose`, None where outputs were not asked. ``rules`` are names
-    of what may have chosen λ: of the candidates of ``choice``, and of what decides if none does.
+    of what may have chosen λ: outputs, if they were asked, and last what decides if they do not.
     """
 
     features: xr.Dataset
@@ -278,12 +277,10 @@ def _chosen_before(damping: xr.DataArray) -> Chosen:
     """Return the stored λ, its rule, and how it was chosen, if by outputs; warn as then."""
     lam, attrs = damping.variable.chunk({CHECKPOINT: 1}).data, damping.attrs
     choice = None
-    if "tried" in attrs:
+    if "samples" in attrs:
         _warn_of_few_checkpoints(damping.size)
-    if attrs.get("tried"):
-        relative, peak = attrs["relative"], attrs["peak"]
-        arrays.damping.warn_of_choice(relative, peak, attrs["tried"][-1])
-        values = [(relative, 0, peak, attrs["threshold"], attrs["curve"])]
+        arrays.damping.warn_of_choice(attrs["relative"], attrs["peak"], attrs["samples"])
+        values = [tuple(attrs[name] for name in ("relative", "peak", "threshold", "curve"))]
         choice = da.from_array(np.array(values, arrays.damping.CHOICE))
     return lam, (attrs["rule"],), choice
 
@@ -301,31 +298,30 @@ def _chosen_by_outputs(
     if not quiet:
         _warn_of_few_checkpoints(len(gram.labels))
     assert chooses.spectrum is not None
-    curves: dict[str, da.Array] = {}
+    prior = damping_prior(features)
+    by_trace, rules = _by_trace(gram, prior)
     if calibrate is not None:
         require_calibration(features, calibrate)
-        rows = lazy_features(calibrate)
+        samples, rows = "calibration set", lazy_features(calibrate)
         totals = arrays.damping.held_out(chooses.spectrum, rows.feature.data)
-        curves["calibration set"] = arrays.damping.curve(totals, rows.output.data)
-    if features.sizes[SAMPLE] >= _LEAST_ROWS:
+        outputs = rows.output.data
+    elif features.sizes[SAMPLE] >= _LEAST_ROWS:
+        samples = "training rows left out"
         some_rows = arrays.damping.spread_rows(features.feature.data.chunks[0], _LEFT_OUT_ROWS)
         totals = arrays.damping.left_out(
             chooses.spectrum,
             _taken(features.feature.data, some_rows),
             None if chooses.h is None else _taken(chooses.h, some_rows),
             _taken(by.g(features), some_rows),
-            unless=list(curves.values()),
         )
         outputs = _taken(features.output.data, some_rows)
-        curves["training rows left out"] = arrays.damping.curve(totals, outputs)
-    prior = damping_prior(features)
-    by_trace, names = _by_trace(gram, prior)
-    rules = (*(f"completeness, {name}" for name in curves), *names)
-    if not curves:
+    else:
         return by_trace, rules, None
-    choice = arrays.damping.choose(curves, prior=prior, n_samples=chooses.n_samples, quiet=quiet)
+    curve, n = arrays.damping.curve(totals, outputs), chooses.n_samples
+    choice = arrays.damping.choose(curve, samples=samples, prior=prior, n_samples=n, quiet=quiet)
     rho = choice["relative"][0]
-    return by_trace * da.where(da.isnan(rho), 1, rho / prior), rules, choice
+    lam = by_trace * da.where(da.isnan(rho), 1, rho / prior)
+    return lam, (f"completeness, {samples}", *rules), choice
 
 
 def _taken(data: da.Array, rows: list[slice]) -> da.Array:
