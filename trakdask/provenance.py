@@ -21,7 +21,7 @@ REQUIRED_SPEC = (*_CHECKPOINTS, "projector", "parameters", "task")
 """Attrs that all features have."""
 
 BY_CHECKPOINT = (*_CHECKPOINTS, "fit")
-"""Attrs that map the names of checkpoints to what they are."""
+"""Attrs that are mappings from the names of checkpoints."""
 
 FEATURE_SPEC = (*_CHECKPOINTS, "projector", "fit", "parameters", "task", "code")
 """Attrs that training and target features must share for their product to be meaningful."""
@@ -33,9 +33,7 @@ STORE_SPEC = (*FEATURE_SPEC, "source", *PRECISION)
 DEFAULTS = ("default_estimator", "default_damping", "loss_kind")
 """Attrs by which a task says how scores are made if nobody else does. They are not compared."""
 
-_NAMES_OF_VARIABLES = (
-    *("image", "text", "inputs", "label", "labels", "target", "ignore_index", "position"),
-)
+_NAMES_OF_VARIABLES = tuple("image text inputs label labels target ignore_index position".split())
 """Fields of trakdask's tasks that name the input variables and do not change the gradient."""
 
 _TASKS = (
@@ -44,8 +42,8 @@ _TASKS = (
 )
 
 _REMEDY = {
-    "checkpoints": "the same checkpoints for both, in one td.Model, or selecting those that both "
-    "have, in the same order: ds.sel(checkpoint=[...])",
+    "checkpoints": "the same checkpoints for both, in one td.Model, or selecting the ones that "
+    "both have, in the same order: ds.sel(checkpoint=[...])",
     "checkpoint": "selecting the same checkpoints, in the same order, from both",
     "projector": "td.featurize(samples, model, like=features), which makes others as these were",
     "fit": "td.featurize(samples, model, like=features), which takes what was fitted from these",
@@ -183,8 +181,8 @@ def require_comparable(features: xr.Dataset, other: xr.Dataset, name: str = "tar
     """Reject features that were made differently or from other checkpoints.
 
     The names of a task's input variables do not matter: features of one token of a sequence
-    (``CausalLM(position=...)``) are comparable with those of whole sequences. Gradients computed in
-    different precisions differ by rounding error, which causes a warning once per process.
+    (``CausalLM(position=...)``) are comparable with features of whole sequences. Gradients computed
+    in different precisions differ by rounding error, which causes a warning once per process.
 
     Raises
     ------

@@ -111,7 +111,7 @@ def left_out(
     Parameters
     ----------
     spectrum, feature
-        As in :func:`held_out`; the rows are among those that K and r are sums over.
+        As in :func:`held_out`; K and r are sums over these rows, too.
     gram_weights, loss_weights
         h (None for 1) and g of those rows, (row, checkpoint), as K and r were made with.
 
@@ -225,9 +225,9 @@ def choose(
 
     Notes
     -----
-    ρ is that of the largest correlation at or above the prior, if artanh of it exceeds artanh of
+    ρ is where the correlation is largest, at or above the prior, if its artanh exceeds artanh of
     the correlation at the prior by 0.6, or by 0.2 where the latter is below 0.57 or K is of fewer
-    than 500 samples. Otherwise it is the prior.
+    than 500 samples. Otherwise ρ is the prior.
     """
     return blockwise(
         _choose, "k", curve, "k", concatenate=True, name="completeness-choice", dtype=CHOICE,

@@ -17,8 +17,8 @@ Matrix = npt.NDArray[np.float64]
 #: Smaller eigenvalues, as a share of the largest, are rounding of the float32 products in K; and
 #: eigenvectors that are computed from a factor of K are orthogonal to this precision at least.
 _LEAST = float(np.sqrt(np.finfo(np.float64).eps))
-#: Of the matrix, LAPACK factorizes blocks of this size only: 0.7 million operations, for which it
-#: holds the lock. From p of about 1000 on, nearly all others are those of NumPy's products.
+#: LAPACK factorizes blocks of this size only: 0.7 million operations, while it holds the lock. From
+#: p of about 1000 on, NumPy's products do nearly all of the work.
 _BLOCK = 128
 
 

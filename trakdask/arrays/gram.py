@@ -109,7 +109,7 @@ def gram_and_sum(
 
     Notes
     -----
-    Cost and exactness are those of :func:`gram`: r is one more column of each partial matrix.
+    Cost and exactness are as for :func:`gram`: r is one more column of each partial matrix.
 
     Examples
     --------

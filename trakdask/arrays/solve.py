@@ -56,7 +56,7 @@ class Inverse(NamedTuple):
         vectors = self.vectors
         if not self.rest.any():  # a sum of squares: products as exact as the features are enough
             vectors = vectors.astype(rows.dtype, copy=False)
-        with np.errstate(invalid="ignore"):  # that of a failed sample is NaN
+        with np.errstate(invalid="ignore"):  # the form of a failed sample is NaN
             forms = np.square(rows @ vectors, dtype=np.float64) @ self.along
             forms += np.outer(np.einsum("sp,sp->s", rows, rows, dtype=np.float64), self.rest)
         return np.asarray(forms)
@@ -123,7 +123,7 @@ def eigenvectors(
 
     Notes
     -----
-    Cost: that of :func:`decompose`, and 32 p² bytes in a task whose result has 8 p² bytes.
+    Cost: as :func:`decompose`, and 32 p² bytes in a task whose result has 8 p² bytes.
     Eigenvalues that rounding made negative count as 0.
 
     Examples
@@ -222,7 +222,7 @@ def inverse(spectrum: da.Array, damping: da.Array) -> da.Array:
     numpy.linalg.LinAlgError
         At compute time, if K_c + λ_c I is singular; names the checkpoint.
     """
-    # Were concatenate that of solve, Dask would fuse both, and each task of solve would do this.
+    # With the concatenate of solve, Dask would fuse both, and each task of solve would do this.
     return blockwise(
         _inverse, "c", spectrum, "c", damping.rechunk(1, method="tasks"), "c",
         concatenate=True, name="inverse", dtype=object,

@@ -132,7 +132,7 @@ def soft_loss_weights(out_to_loss: da.Array, power: float | da.Array) -> da.Arra
 def soft_gram_weights(out_to_loss: da.Array, power: float) -> da.Array:
     """Return h = q^a (1 - q), proportional to the derivative of q^a by f = log((1 - q)/q).
 
-    Parameters and errors are those of :func:`soft_loss_weights`.
+    Parameters and errors are as for :func:`soft_loss_weights`.
 
     Examples
     --------

@@ -43,7 +43,7 @@ from trakdask.variables import (
     validate,
 )
 
-#: Of fewer rows, a correlation three standard errors above 0 is above 0.42.
+#: With fewer rows, a correlation three standard errors above 0 is above 0.42.
 _LEAST_ROWS = 50
 #: A standard error of their correlation is below 0.032, and 2 p² flops for each are less than
 #: the 9 p³ of the eigendecomposition, from p of a few hundred on.
@@ -67,8 +67,8 @@ def damping(
         As in :func:`score`, with a gram matrix; its ``damping`` says what chooses λ, see
         :class:`Soft`.
     calibrate
-        Features of 50 or more held-out samples whose outputs choose λ, instead of those of training
-        samples; ``Soft(damping=td.damping(features, calibrate=held_out))`` has it. They may be the
+        Features of 50 or more held-out samples whose outputs choose λ, instead of training samples;
+        ``Soft(damping=td.damping(features, calibrate=held_out))`` has it. They may be the
         samples to explain; then scores depend on which targets are asked for together.
 
     Returns
@@ -99,8 +99,8 @@ def damping(
     score(z, t) = f(t), if λ is right. So for 21 ρ from 0.01 to 1000 these sums are correlated over
     samples with the outputs f (both as means over checkpoints), under soft weights of power ½. The
     prior is the features' ``attrs["damping_prior"]`` (1 if missing, √10 in the coordinates of a
-    curvature), which is best for models that were trained to the end. A larger ρ, that of the
-    largest correlation, is chosen if it exceeds the correlation at the prior clearly: by 0.6 in
+    curvature), which is best for models that were trained to the end. A larger ρ, where the
+    correlation is largest, is chosen if it is clearly larger than at the prior: by 0.6 in
     Fisher's z = artanh(r), or by 0.2 if that at the prior is below 0.57 or there are fewer than 500
     samples, as after a short training, where ρ has to be 10 to 300 times as large.
 
@@ -109,10 +109,10 @@ def damping(
     checkpoint. For other estimators it needs a gram matrix of these weights too, one more pass over
     the features.
 
-    The samples are those of ``calibrate``, if given; else up to 1000 training samples from up to 8
+    The samples are ``calibrate``, if given; else up to 1000 training samples from up to 8
     blocks, each left out of the sums exactly. So by default λ, and with it the score of a pair,
     depends on the training features alone. If the correlation is less than three standard errors
-    (1/√m) above 0, λ is that of ``"trace"``.
+    (1/√m) above 0, λ is as by ``"trace"``.
 
     ρ is free of the scale of the gradients of any checkpoint. What λ loses against the best one was
     measured by ``tests/benchmarks/halves.py`` and is on the page "Estimator and λ".
@@ -164,8 +164,8 @@ def _rule(choice: np.ndarray, rules: tuple[str, ...]) -> np.ndarray:
 class Regularized:
     """The inverse of a gram matrix with its λ (checkpoint), and how λ was chosen.
 
-    ``features`` are those to multiply with, which are checked if their gram matrix is stored.
-    ``inverse`` is for :func:`trakdask.arrays.solve.solve`. ``choice`` is that of
+    ``features`` are to be multiplied with; they are checked if their gram matrix is stored.
+    ``inverse`` is for :func:`trakdask.arrays.solve.solve`. ``choice`` is the result of
     :func:`trakdask.arrays.damping.choose`, None where outputs were not asked. ``rules`` are names
     of what may have chosen λ: outputs, if they were asked, and last what decides if they do not.
     """
