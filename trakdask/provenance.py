@@ -33,7 +33,9 @@ STORE_SPEC = (*FEATURE_SPEC, "source", *PRECISION)
 DEFAULTS = ("default_estimator", "default_damping", "loss_kind")
 """Attrs by which a task says how scores are made if nobody else does. They are not compared."""
 
-_NAMES_OF_VARIABLES = tuple("image text inputs label labels target ignore_index position".split())
+_NAMES_OF_VARIABLES = (
+    *("image", "text", "inputs", "label", "labels", "target", "ignore_index", "position"),
+)
 """Fields of trakdask's tasks that name the input variables and do not change the gradient."""
 
 _TASKS = (

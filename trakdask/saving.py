@@ -17,9 +17,9 @@ import xarray as xr
 
 from trakdask import arrays
 from trakdask.arrays.solve import component_count
-from trakdask.attribution.derived import chosen_damping, sums
 from trakdask.attribution.estimators import EstimatorLike, GramEstimator, Soft, Trak, with_gram
-from trakdask.attribution.regularization import require_calibration
+from trakdask.attribution.grams import sums
+from trakdask.attribution.regularization import chosen_damping, require_calibration
 from trakdask.storage.blocks import save_sums
 from trakdask.storage.changes import changing
 from trakdask.storage.group import DROPPED, Group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import dask.array as da
@@ -106,9 +107,8 @@ def _checked_weights(features: xr.Dataset, weights: xr.DataArray) -> da.Array:
 class GramMatrix:
     """K of all samples under some weights, and what belongs to it.
 
-    ``labels`` are the names of the checkpoints, for errors. ``h`` are the weights of the samples
-    at hand, None for 1; they are only known where λ is to be chosen with the matrix. ``spectrum``
-    has the eigenvectors, where they are stored, or λ is to be chosen by outputs.
+    ``labels`` are the names of the checkpoints, for errors. ``spectrum`` has the eigenvectors,
+    where they are stored, or λ is to be chosen by outputs.
     """
 
     data: da.Array
@@ -116,7 +116,6 @@ class GramMatrix:
     labels: list[str]
     estimator: GramEstimator
     is_stored: bool
-    h: da.Array | None
     spectrum: da.Array | None
 
 
@@ -159,38 +158,57 @@ def gram_matrix(
         If there are more rows than the gram matrix has samples, if it has a dimension ``sample``,
         or if rows were selected and another matrix of all samples is needed than the one at hand.
     """
-    x, n, labels = features["feature"].data, features.sizes[SAMPLE], checkpoint_names(features)
+    n, labels = features.sizes[SAMPLE], checkpoint_names(features)
     total = int(features[GRAM].attrs.get(N_SAMPLES, n)) if GRAM in features else n
-    matrix = stored_matrix(features, GRAM, estimator)
-    is_stored, gradient, factors, h = matrix is not None, None, None, None
+    needed = [GRAM, LOSS_GRADIENT] if chooses_damping else [GRAM]
+    held = {GRAM: stored_matrix(features, GRAM, estimator)}
+    is_stored, factors = held[GRAM] is not None, None
     if is_stored:
         n, factors = total, stored_decomposition(features, estimator)
-        if chooses_damping:
-            # None if other checkpoints were pooled when it was stored.
-            gradient = stored_matrix(features, LOSS_GRADIENT, estimator)
-    needs_sums = not is_stored or (chooses_damping and gradient is None)
-    if needs_sums and features.sizes[SAMPLE] < total:
+        # None if other checkpoints were pooled when it was stored.
+        held[LOSS_GRADIENT] = stored_matrix(features, LOSS_GRADIENT, estimator)
+    missing = [name for name in needed if held.get(name) is None]
+    if missing and features.sizes[SAMPLE] < total:
         raise ValueError(
             f"expected all {total} samples, to add up what the features do not hold (a gram matrix "
             "with other weights, or the 'loss_gradient' of these checkpoints), got "
             f"{features.sizes[SAMPLE]}; try selecting from the scores of all, or {_REMEDY} for "
             "sums of these samples alone"
         )
-    if needs_sums or chooses_damping:
-        h = estimator.h(features)
-    if matrix is None:
-        if chooses_damping:
-            matrix, gradient = arrays.gram.gram_and_sum(x, h, estimator.g(features))
-        else:
-            matrix = arrays.gram.gram(x, h)
-        matrix = estimator.completed(matrix, features)
-    elif needs_sums:
-        gradient = arrays.gram.loss_gradient(x, estimator.g(features))
+    held |= zip(missing, sums(features, estimator, missing), strict=True)
+    matrix, gradient = held[GRAM], held.get(LOSS_GRADIENT)
+    assert matrix is not None, "it is stored, or a sum"
     if chooses_damping and factors is None:
-        k = arrays.solve.component_count(estimator.rank(n, features), x.shape[1], x.dtype)
+        p, dtype = features.sizes[PROJ_DIM], features["feature"].dtype
+        k = arrays.solve.component_count(estimator.rank(n, features), p, dtype)
         factors = arrays.solve.eigenvectors(matrix, labels, k)
     spectrum = factors and arrays.solve.spectrum(*factors, gradient, n, labels)
-    return GramMatrix(matrix, n, labels, estimator, is_stored, h, spectrum)
+    return GramMatrix(matrix, n, labels, estimator, is_stored, spectrum)
+
+
+def sums(
+    features: xr.Dataset,
+    estimator: GramEstimator,
+    names: Sequence[str],
+    checkpoint: int | None = None,
+) -> list[da.Array]:
+    """Return sums over features, lazy: of the names, which are in the order gram, loss_gradient.
+
+    At one checkpoint only, if its number is given; the weights of ``loss_gradient`` are pooled over
+    all checkpoints also then.
+    """
+    some = features
+    if checkpoint is not None:
+        some = features.isel({CHECKPOINT: slice(checkpoint, checkpoint + 1)})
+    x, g = some["feature"].data, None
+    if LOSS_GRADIENT in names:
+        g = estimator.g(features)
+        g = g if checkpoint is None else arrays.weights.pooled(g)[:, None]
+    if GRAM not in names:
+        return [] if g is None else [arrays.gram.loss_gradient(x, g)]
+    h = estimator.h(some)
+    matrix, *others = [arrays.gram.gram(x, h)] if g is None else arrays.gram.gram_and_sum(x, h, g)
+    return [estimator.completed(matrix, some), *others]
 
 
 def of_gram(features: xr.Dataset, estimator: GramEstimator) -> GramEstimator:

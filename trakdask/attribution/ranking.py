@@ -46,8 +46,8 @@ class Ranking(xr.Dataset):
     __slots__ = ("_columns",)
 
     _columns: Mapping[Hashable, tuple[da.Array, np.ndarray]]
-    """Each coord by its name: its lazy array, and its values for all samples. A Dataset that is made
-    from this one has none."""
+    """Each coord by its name: its lazy array, and its values for all samples. A Dataset that is
+    made from this one has none."""
 
     def load(self, **options: Any) -> Self:
         """Compute scores and positions together, and then look up the coords."""
@@ -67,6 +67,9 @@ class Ranking(xr.Dataset):
         copy = self.copy(deep=False)
         copy._columns = getattr(self, "_columns", {})
         return copy.load(**options)
+
+
+Ranking.__name__ = "Dataset"  # xarray shows it; pickles go by the qualified name, which stays
 
 
 def top_k(

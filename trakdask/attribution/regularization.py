@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import dask
 import dask.array as da
 import numpy as np
 import xarray as xr
@@ -14,6 +16,7 @@ from dask.array.utils import meta_from_array
 
 from trakdask import arrays
 from trakdask.attribution.estimators import (
+    LOGIT_VARIANCE,
     Absolute,
     EstimatorLike,
     GramEstimator,
@@ -207,7 +210,7 @@ def regularize(
     if NORM in features:
         features = _checked(features, gram, chooses)
     if by_outputs:
-        chosen = _chosen_by_outputs(features, by, calibrate, gram, chooses, quiet=quiet)
+        chosen = _chosen_by_outputs(features, calibrate, gram, chooses, quiet=quiet)
     else:
         chosen = _by_rule(features, gram, estimator) if stored is None else _chosen_before(stored)
     if gram.spectrum is None:
@@ -245,6 +248,29 @@ def stored_damping(
     is_auto = estimator.damping == estimator.with_damping("auto").resolved(features).damping
     pooled = features[DAMPING].attrs["pooled_checkpoints"]
     return features[DAMPING] if is_auto and set(pooled) == set(checkpoint_names(features)) else None
+
+
+def chosen_damping(
+    ds: xr.Dataset, estimator: GramEstimator, calibrate: xr.Dataset | None
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """Choose λ, from the stored eigenvectors; return its values and attrs."""
+    features, variance = lazy_features(ds), None
+    if isinstance(estimator, Soft):
+        variance = arrays.weights.logit_variance(features.out_to_loss.data)
+    resolved = estimator.resolved(ds)
+    regularized = regularize(features, resolved, calibrate, quiet=True)
+    chosen, variance = dask.compute(describe_damping(regularized), variance)
+    attrs: dict[str, Any] = {
+        "rule": str(chosen.rule.values),
+        "pooled_checkpoints": checkpoint_names(ds),
+    }
+    if variance is not None:
+        attrs[LOGIT_VARIANCE] = variance.tolist()
+    if regularized.choice is not None:
+        attrs |= {name: float(chosen[name]) for name in ("relative", "peak", "threshold")}
+        attrs["curve"] = chosen.curve.values.tolist()
+        attrs["samples"] = regularized.rules[0].removeprefix("completeness, ")
+    return chosen.damping.values, attrs
 
 
 # --------------------------------------------------------------------------------- how λ is chosen
@@ -287,7 +313,6 @@ def _chosen_before(damping: xr.DataArray) -> Chosen:
 
 def _chosen_by_outputs(
     features: xr.Dataset,
-    by: GramEstimator,
     calibrate: xr.Dataset | None,
     gram: GramMatrix,
     chooses: GramMatrix,
@@ -307,12 +332,13 @@ def _chosen_by_outputs(
         outputs = rows.output.data
     elif features.sizes[SAMPLE] >= _LEAST_ROWS:
         samples = "training rows left out"
+        h, g = chooses.estimator.h(features), chooses.estimator.g(features)
         some_rows = arrays.damping.spread_rows(features.feature.data.chunks[0], _LEFT_OUT_ROWS)
         totals = arrays.damping.left_out(
             chooses.spectrum,
             _taken(features.feature.data, some_rows),
-            None if chooses.h is None else _taken(chooses.h, some_rows),
-            _taken(by.g(features), some_rows),
+            None if h is None else _taken(h, some_rows),
+            _taken(g, some_rows),
         )
         outputs = _taken(features.output.data, some_rows)
     else:
