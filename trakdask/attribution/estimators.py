@@ -560,7 +560,7 @@ def _of_checkpoints(features: xr.Dataset, values: Any, what: str) -> xr.DataArra
     """Return numbers >= 0 of each checkpoint, in the order of the features."""
     is_labelled = isinstance(values, xr.DataArray) and CHECKPOINT in values.indexes
     if not is_labelled or values.dims != (CHECKPOINT,):
-        names = [str(name) for name in features[CHECKPOINT].values]
+        names = checkpoint_names(features)
         raise ValueError(
             f"expected {what} of each checkpoint of {names}, with the coord checkpoint, got "
             f"{shown(values)}; try {what}=xr.DataArray(..., coords={{'checkpoint': {names}}})"

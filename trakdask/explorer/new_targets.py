@@ -18,7 +18,7 @@ from trakdask.checks import is_tensor, shown
 from trakdask.explorer.computing import compute
 from trakdask.explorer.tables import Classifier, metadata
 from trakdask.provenance import require_comparable
-from trakdask.variables import CHECKPOINT, SAMPLE
+from trakdask.variables import CHECKPOINT, SAMPLE, checkpoint_names
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -179,7 +179,7 @@ def _probabilities(
 
     task: Any = model.task
     batch = td.tasks.Batch({n: torch.as_tensor(x) for n, x in variables.items()})
-    known = {str(name) for name in features[CHECKPOINT].values}
+    known = set(checkpoint_names(features))
     with torch.no_grad():
         logits = [
             call_model(model.forward(checkpoint), batch, task.inputs, task.positional)

@@ -31,6 +31,7 @@ from trakdask.variables import (
     PROJ_DIM,
     SAMPLE,
     VARIABLES,
+    checkpoint_names,
     lazy_features,
 )
 
@@ -73,7 +74,7 @@ class Preparation:
 
         Computes the first time that a setting is asked for.
         """
-        names = tuple(str(name) for name in self.features[CHECKPOINT].values)
+        names = tuple(checkpoint_names(self.features))
         chosen = tuple(name for name in names if name in view.checkpoints)
         setting = view.estimator, view.damping, () if chosen == names else chosen
         prepared = self._prepared(*setting)
@@ -135,7 +136,7 @@ class Preparation:
 def _of_trace(features: xr.Dataset, value: float) -> xr.DataArray:
     """Return λ of each checkpoint, from a number in units of tr(K)/n."""
     n = features["gram"].attrs[N_SAMPLES]
-    labels = [str(name) for name in features[CHECKPOINT].values]
+    labels = checkpoint_names(features)
     data = value * arrays.gram.mean_trace(features["gram"].data, n, labels)
     (values,) = compute(data)
     return xr.DataArray(values, coords={CHECKPOINT: features[CHECKPOINT]}, name="damping")
@@ -147,7 +148,7 @@ def _selected(ds: xr.Dataset, checkpoints: tuple[str, ...]) -> xr.Dataset:
 
 def _with_decomposition(features: xr.Dataset, estimator: GramEstimator) -> xr.Dataset:
     features = features.drop_vars(DERIVED, errors="ignore")
-    labels = [str(name) for name in features[CHECKPOINT].values]
+    labels = checkpoint_names(features)
     n, p = features.sizes[SAMPLE], features.sizes[PROJ_DIM]
     matrix = arrays.gram.gram(features["feature"].data, estimator.h(features))
     k = component_count(n, p, features["feature"].dtype)

@@ -28,7 +28,7 @@ from trakdask.explorer import tables
 from trakdask.explorer.computing import compute
 from trakdask.explorer.prepared import Preparation, Prepared
 from trakdask.explorer.view import View
-from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, lazy_features
+from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, checkpoint_names, lazy_features
 
 __all__ = ["Questions", "Words"]
 
@@ -124,7 +124,7 @@ class Questions:
     @cached_property
     def checkpoints(self) -> list[str]:
         """The names of the checkpoints."""
-        return [str(name) for name in self.features[CHECKPOINT].values]
+        return checkpoint_names(self.features)
 
     def prepared(self, view: View) -> Prepared:
         """Return the features under the setting of a view."""
