@@ -36,11 +36,6 @@ def samples(n: int = 5, chunks: int = 2) -> xr.Dataset:
     return td.from_arrays({"input_ids": ids}, coords={"source": list("abcde")[:n]}, chunks=chunks)
 
 
-class Masked(Gpt):
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        return super().forward(input_ids)
-
-
 class AcrossTokens(nn.Module):
     """A layer without a rule that looks at the token before: its terms are not those of tokens."""
 
@@ -265,20 +260,6 @@ def test_score_parts__is_lazy_and_labelled() -> None:
     assert prompts.target_text.dims == ("target", "token")
     assert prompts.target_text.values[1, 2] == f"w{ids(ASKED)[1, 2]}"
     assert prompts.attrs["estimator"] == lazy.attrs["estimator"] == "trak"
-
-
-def test_score_parts__padding_contributes_nothing() -> None:
-    values = ids(samples(5))
-    mask = np.ones_like(values)
-    mask[0, 4:] = 0
-    task = td.tasks.CausalLM(("input_ids", "attention_mask"))
-    padded = td.from_arrays({"input_ids": values, "attention_mask": mask}, chunks=2)
-    made = td.Model(Masked, {"c0": state(0, Masked)}, task=task)
-    features = td.featurize(padded, made, projector=td.SJLT(32)).compute()
-    words = td.score_parts(features, features, made, td.Trak(damping=0.1), of=padded)
-    assert (words[0, 3:] == 0).all()
-    np.testing.assert_array_equal(words.attention_mask, mask)
-    assert_near(words.sum("token"), td.score(features, features, td.Trak(damping=0.1)).values)
 
 
 class Classifier(nn.Module):

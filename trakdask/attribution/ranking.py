@@ -287,16 +287,14 @@ def _mask(scores: xr.DataArray, where: Where | None) -> np.ndarray | TileMask | 
     if where is None:
         return None
     if callable(where) and not isinstance(where, (xr.DataArray, np.ndarray)):
-        columns = {dim: _columns_along(scores, dim) for dim in (SAMPLE, TARGET)}
-        if isinstance(where, Condition):
-            columns = {
-                dim: {name: values for name, values in of_dim.items() if name in where.names}
-                for dim, of_dim in columns.items()
-            }
-        dims = {name: dim for dim, of_dim in columns.items() for name in of_dim}
-        axes = {SAMPLE: "s", TARGET: "t"}
-        pairs = ((values, axes[dim]) for dim in columns for values in columns[dim].values())
-        return TileMask(functools.partial(_mask_of_coords, where, dims), tuple(pairs))
+        dims: dict[Hashable, str] = {}
+        columns: list[tuple[np.ndarray | da.Array, str]] = []
+        for dim, axis in ((SAMPLE, "s"), (TARGET, "t")):
+            for name, values in _columns_along(scores, dim).items():
+                if not isinstance(where, Condition) or name in where.names:
+                    dims[name] = dim
+                    columns.append((values, axis))
+        return TileMask(functools.partial(_mask_of_coords, where, dims), tuple(columns))
     if not isinstance(where, xr.DataArray):  # which makes NaN of what a masked array hides
         n_dims = np.ndim(where)
         where = xr.DataArray(where, dims=(SAMPLE, TARGET, *range(2, n_dims))[:n_dims])
