@@ -168,6 +168,8 @@ def _validate_variable(ds: xr.Dataset, variable: Variable, what: str) -> None:
         remedy = f"ds.rename({dict(zip(others, missing, strict=False))})"
         if len(missing) > len(others):
             remedy = f"ds.isel({missing[-1]}=[0]), with a list, which keeps the dimension"
+        elif len(others) > len(missing):
+            remedy = f"ds.isel({others[-1]}=0)"
         raise ValueError(
             f"expected {name!r} of {what} with the dimensions {variable.dims}, got {array.dims}; "
             f"try {remedy}"
