@@ -206,21 +206,6 @@ SELECTIONS = {
 }
 
 
-@pytest.fixture(scope="module")
-def numbers(stores) -> Callable[[str, str], tuple[xr.Dataset, np.ndarray, np.ndarray]]:
-    """Return features, and in float64 their values and the weights of their gram matrix."""
-
-    @functools.cache
-    def read(kind: str, estimator: str) -> tuple[xr.Dataset, np.ndarray, np.ndarray]:
-        by_gram = MADE.assign(gram=td.gram(MADE).persist(scheduler="sync"))
-        opened = by_gram if kind == "made by gram" else stores(kind, estimator)
-        q = opened.out_to_loss.values.astype("f8")
-        h = q**0.5 * (1 - q) if estimator == "soft" else np.ones_like(q)
-        return opened, opened.feature.values.astype("f8"), h
-
-    return read
-
-
 @pytest.mark.parametrize(
     ("estimator", "kind", "change"),
     [
@@ -230,10 +215,13 @@ def numbers(stores) -> Callable[[str, str], tuple[xr.Dataset, np.ndarray, np.nda
     ],
 )
 def test_score__lazy_selections_keep_the_matrices_of_all(
-    numbers, estimator: str, kind: str, change: str
+    stores, estimator: str, kind: str, change: str
 ) -> None:
     """Against an oracle in float64, with the gram matrix of all samples."""
-    opened, x, h = numbers(kind, estimator)
+    by_gram = MADE.assign(gram=td.gram(MADE).persist(scheduler="sync"))
+    opened = by_gram if kind == "made by gram" else stores(kind, estimator)
+    x, q = (opened[name].values.astype("f8") for name in ("feature", "out_to_loss"))
+    h = q**0.5 * (1 - q) if estimator == "soft" else np.ones_like(q)
     part = SELECTIONS[change](opened)
     lam, picked = td.Absolute(2.0), [list("012").index(name[1]) for name in part.checkpoint.values]
     values, q = (part[name].values.astype("f8") for name in ("feature", "out_to_loss"))
