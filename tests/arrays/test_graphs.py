@@ -117,7 +117,7 @@ INPUTS: dict[str, Callable[[int], Any]] = {
 HELPERS = {
     "align_weights", "blockwise", "map_stored", "stored", "tree", "tree_sum", "whole_columns"
 }  # fmt: skip
-"""Of which lazy functions are made."""
+"""They make lazy functions."""
 
 
 def lazy_functions() -> list[Callable[..., Any]]:

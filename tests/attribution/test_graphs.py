@@ -97,7 +97,7 @@ def test_tasks__do_not_grow_with_the_number_of_blocks(name: str) -> None:
     for n_blocks in (8, 128):  # a node of a tree sums eight
         with raise_if_dask_computes():
             lazy = LAZY[name](read(n_blocks * ROWS))
-        # A coord is one task, of which all blocks take rows.
+        # A coord is one task, and all blocks take rows of its result.
         blocks = {key: task for key, task in tasks(lazy).items() if "column-" not in str(key)}
         sizes = {key: len(cloudpickle.dumps(task)) for key, task in blocks.items()}
         largest.append(max(sizes.items(), key=lambda item: item[1]))
@@ -234,7 +234,7 @@ def test_queries__send_no_coords_that_they_do_not_name(
         of_named.append(sent(QUERIES[name](named, targets)))
     growth, expected = of_all[1] - of_all[0], of_named[1] - of_named[0]
     assert growth <= expected + 256
-    if "pairs" not in name:  # of which tasks compare the labels
+    if "pairs" not in name:  # their tasks compare the labels
         assert growth <= 20_000
 
 

@@ -37,7 +37,7 @@ TARGETS = simulate_features(60, 6, 3, seed=1)
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], xr.Dataset]:
-    """Open stores by kind and estimator, each of which is written once."""
+    """Open stores by kind and estimator; each is written once."""
 
     @functools.cache
     def written(kind: str, estimator: str) -> Path:
@@ -156,7 +156,7 @@ def test_score__changed_weights_of_a_soft_matrix_are_refused(
             td.self_influence(rows, estimator="soft").compute(scheduler="sync")
     fresh = changed.drop_vars(["gram", "feature_norm"])
     assert np.isfinite(scores(fresh, TARGETS, SOFT)).all()
-    # A matrix without weights is that of any Q.
+    # A matrix without weights does not depend on Q.
     changed = WEIGHTS[change](trak)
     expected = scores(WEIGHTS[change](MADE), TARGETS, TRAK)
     np.testing.assert_allclose(scores(changed, TARGETS, TRAK), expected, rtol=1e-4, atol=1e-6)

@@ -37,7 +37,7 @@ def samples(n: int = 5, chunks: int = 2) -> xr.Dataset:
 
 
 class AcrossTokens(nn.Module):
-    """A layer without a rule that looks at the token before: its terms are not those of tokens."""
+    """A layer without a rule that looks at the token before: it has no terms of single tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ class Classifier(nn.Module):
 
 
 class Tokenizer:
-    """Is called with texts, as those of transformers are, and decodes ids."""
+    """Is called with texts, as tokenizers of transformers are, and decodes ids."""
 
     def __call__(self, text: str) -> list[int]:
         raise ValueError(f"expected a text, got {text}")

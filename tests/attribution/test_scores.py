@@ -35,7 +35,7 @@ def kernels(train: xr.Dataset, h: np.ndarray, lam: float = 2.0) -> tuple[np.ndar
 
 
 def of_task(ds: xr.Dataset, task: str) -> xr.Dataset:
-    """Return features with the attrs that those of a task have."""
+    """Return features with the attrs that the features of a task have."""
     kind = getattr(td.tasks, task)
     defaults = {name: getattr(kind, name) for name in DEFAULTS if hasattr(kind, name)}
     return ds.assign_attrs(task=f"{task}()", **defaults)
