@@ -9,7 +9,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import xarray as xr
 
 from trakdask.checks import shown
@@ -21,7 +20,7 @@ REQUIRED_SPEC = (*_CHECKPOINTS, "projector", "parameters", "task")
 """Attrs that all features have."""
 
 BY_CHECKPOINT = (*_CHECKPOINTS, "fit")
-"""Attrs that map the names of checkpoints to what they are."""
+"""Attrs that are mappings from the names of checkpoints."""
 
 FEATURE_SPEC = (*_CHECKPOINTS, "projector", "fit", "parameters", "task", "code")
 """Attrs that training and target features must share for their product to be meaningful."""
@@ -44,11 +43,12 @@ _TASKS = (
 )
 
 _REMEDY = {
-    "checkpoints": "the same checkpoints for both, in one td.Model, or selecting those that both "
-    "have, in the same order: ds.sel(checkpoint=[...])",
+    "checkpoints": "the same checkpoints for both, in one td.Model, or selecting the ones that "
+    "both have, in the same order: ds.sel(checkpoint=[...])",
     "checkpoint": "selecting the same checkpoints, in the same order, from both",
     "projector": "td.featurize(samples, model, like=features), which makes others as these were",
     "fit": "td.featurize(samples, model, like=features), which takes what was fitted from these",
+    COLUMN: "the same isel(proj_dim=...) on both",
     "code": "featurizing both again with the code of today, or, if the change does not alter the "
     "model's output, features.attrs['code'] = other.attrs['code']",
     "source": "another store, append_dim='sample' if these are more samples of it, or setting "
@@ -185,8 +185,8 @@ def require_comparable(features: xr.Dataset, other: xr.Dataset, name: str = "tar
     """Reject features that were made differently or from other checkpoints.
 
     The names of a task's input variables do not matter: features of one token of a sequence
-    (``CausalLM(position=...)``) are comparable with those of whole sequences. Gradients computed in
-    different precisions differ by rounding error, which causes a warning once per process.
+    (``CausalLM(position=...)``) are comparable with features of whole sequences. Gradients computed
+    in different precisions differ by rounding error, which causes a warning once per process.
 
     Raises
     ------
@@ -198,16 +198,11 @@ def require_comparable(features: xr.Dataset, other: xr.Dataset, name: str = "tar
         spec(ds) | {CHECKPOINT: checkpoint_names(ds), PROJ_DIM: ds.sizes[PROJ_DIM]}
         for ds in (features, other)
     )
+    if COLUMN in features.coords and COLUMN in other.coords:
+        ours[COLUMN], theirs[COLUMN] = (ds[COLUMN].values.tolist() for ds in (features, other))
     if _defining(theirs.get("task")) == _defining(ours.get("task")):
         theirs["task"] = ours.get("task")
-    require_same(theirs, ours, what=what, names=(*FEATURE_SPEC, CHECKPOINT, PROJ_DIM))
-    columns = [ds[COLUMN].values for ds in (features, other) if COLUMN in ds.coords]
-    if len(columns) == 2 and not np.array_equal(columns[0], columns[1]):
-        raise StoreMismatchError(
-            f"{what} differ in the order of columns: expected {shown(columns[0].tolist())} as "
-            f"{COLUMN!r}, got {shown(columns[1].tolist())}; try the same isel({PROJ_DIM}=...) on "
-            "both"
-        )
+    require_same(theirs, ours, what=what, names=(*FEATURE_SPEC, CHECKPOINT, PROJ_DIM, COLUMN))
     _warn_of_precision(ours, theirs, what)
 
 

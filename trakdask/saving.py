@@ -17,9 +17,9 @@ import xarray as xr
 
 from trakdask import arrays
 from trakdask.arrays.solve import component_count
-from trakdask.attribution.derived import chosen_damping, sums
 from trakdask.attribution.estimators import EstimatorLike, GramEstimator, Soft, Trak, with_gram
-from trakdask.attribution.regularization import require_calibration
+from trakdask.attribution.grams import sums
+from trakdask.attribution.regularization import chosen_damping, require_calibration
 from trakdask.storage.blocks import save_sums
 from trakdask.storage.changes import changing
 from trakdask.storage.group import DROPPED, Group
@@ -79,10 +79,10 @@ def save(
     estimator
         As in :func:`score`. The store also keeps what scores with this estimator need of all of
         these (training) samples: the gram matrix of each checkpoint, its eigenvectors, and λ as
-        ``damping="auto"`` chooses it, the only one that is accepted here; for :class:`Soft` also
-        the sum of the weighted features, ``loss_gradient``. Other estimators can still be used:
-        they reduce theirs from the features. ``None`` stores features alone, which is enough for
-        targets.
+        ``damping="auto"`` chooses it, the only damping that is accepted here; for :class:`Soft`
+        also the sum of the weighted features, ``loss_gradient``. Other estimators can still be
+        used: they reduce theirs from the features. ``None`` stores features alone, which is enough
+        for targets.
     append_dim
         ``"sample"`` adds these samples to a store, ``"checkpoint"`` these checkpoints of samples
         that it has, as xarray's ``append_dim`` does. Checkpoints that the store has already are

@@ -19,7 +19,7 @@ CHECKPOINT = "checkpoint"
 PROJ_DIM = "proj_dim"
 PROJ_DIM_1 = "proj_dim_1"
 COLUMN = "proj_column"
-"""The coord that numbers the columns of features, so that those of two sides can be compared."""
+"""The coord that numbers the columns of features, so that two sides can be compared."""
 COMPONENT = "component"
 SKETCH_DIM = "sketch_dim"
 RANK = "rank"
@@ -177,6 +177,8 @@ def _validate_variable(ds: xr.Dataset, variable: Variable, what: str) -> None:
         remedy = f"ds.rename({dict(zip(others, missing, strict=False))})"
         if len(missing) > len(others):
             remedy = f"ds.isel({missing[-1]}=[0]), with a list, which keeps the dimension"
+        elif len(others) > len(missing):
+            remedy = f"ds.isel({others[-1]}=0)"
         raise ValueError(
             f"expected {name!r} of {what} with the dimensions {variable.dims}, got {array.dims}; "
             f"try {remedy}"

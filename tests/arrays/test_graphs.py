@@ -50,7 +50,7 @@ def half(seed: int) -> da.Array:
 
 
 WEIGHTS = (
-    "weights", "weight", "sum_weights", "loss_weight", "out_to_loss", "forms", "outputs"
+    "weights", "loss_weights", "gram_weights", "out_to_loss", "forms", "outputs"
 )  # fmt: skip
 """Parameters with a number for each sample and checkpoint."""
 
@@ -71,8 +71,8 @@ INPUTS: dict[str, Callable[[int], Any]] = {
         positive_definite(seed), da.from_array(np.array([0.5, 0.5]), chunks=1), LABELS
     ),
     "totals": lambda seed: random(seed, N, len(GRID), C),
-    "unless": lambda seed: [peaked(seed)] * seed,
-    "curves": lambda seed: {"rows": peaked(seed)},
+    "curve": peaked,
+    "samples": lambda seed: ["rows", "targets"][seed],
     "score": lambda seed: da.from_array(np.random.default_rng(seed).random((N, 9)), chunks=7),
     "masks": lambda seed: da.from_array(np.random.default_rng(seed).random((8, N)) < 0.5, chunks=7),
     "values": lambda seed: da.from_array(np.random.default_rng(seed).random((N, 9)), chunks=7),
@@ -117,7 +117,7 @@ INPUTS: dict[str, Callable[[int], Any]] = {
 HELPERS = {
     "align_weights", "blockwise", "map_stored", "stored", "tree", "tree_sum", "whole_columns"
 }  # fmt: skip
-"""Of which lazy functions are made."""
+"""They make lazy functions."""
 
 
 def lazy_functions() -> list[Callable[..., Any]]:

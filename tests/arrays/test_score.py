@@ -45,7 +45,7 @@ def test_score__exact_for_any_chunks(
 @pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.parametrize("m", [3, 14])
 def test_score__same_bits_of_shared_and_of_stored_blocks(m: int, pooled: bool) -> None:
-    """Of few targets the products of shared blocks are computed apart, and then added."""
+    """For few targets, the products of shared blocks are computed apart, and then added."""
     x, w, g = arrays(m=m)
     shared = score(lazy(x, 10), lazy(w, m), lazy(g), pooled=pooled)
     read = score(stored(x, (10, -1, 1)), lazy(w, m), stored(g, (10, 1)), pooled=pooled)

@@ -90,12 +90,6 @@ def test_auto__is_the_estimator_that_the_task_names() -> None:
     assert resolve(FEATURES, "auto") == td.Trak(damping=0.03)
 
 
-def test_soft__of_a_squared_error_is_trak() -> None:
-    features = FEATURES.assign_attrs(loss_kind="squared error", default_damping="trace")
-    assert resolve(features, "soft") == td.Trak(damping="completeness")
-    assert resolve(features, td.Soft(power=1, damping=0.1)) == td.Trak(damping=0.1)
-
-
 def test_gram__with_weights_of_ones_own_belongs_to_all_samples() -> None:
     h = xr.DataArray(np.linspace(0, 1, 60), dims="sample")
     given = FEATURES.assign(gram=td.gram(FEATURES, weights=h))

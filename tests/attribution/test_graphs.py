@@ -97,7 +97,7 @@ def test_tasks__do_not_grow_with_the_number_of_blocks(name: str) -> None:
     for n_blocks in (8, 128):  # a node of a tree sums eight
         with raise_if_dask_computes():
             lazy = LAZY[name](read(n_blocks * ROWS))
-        # A coord is one task, of which all blocks take rows.
+        # A coord is one task, and all blocks take rows of its result.
         blocks = {key: task for key, task in tasks(lazy).items() if "column-" not in str(key)}
         sizes = {key: len(cloudpickle.dumps(task)) for key, task in blocks.items()}
         largest.append(max(sizes.items(), key=lambda item: item[1]))
@@ -173,27 +173,18 @@ def test_stored_blocks__never_leave_their_task(name: str) -> None:
     assert max(sizes) < 500 * p * 4
 
 
-def test_persisted_blocks__are_no_results_of_tasks(tmp_path: Path) -> None:
-    """Which workers would send to each other with every query."""
+def test_persisted_blocks__are_sent_to_no_task(tmp_path: Path) -> None:
+    """They may be on several workers, which would send each other features with every query."""
     n, p = 1000, 16
     features = simulate_features(n, p, C, chunks=500).assign_coords(metadata(n))
     opened = td.save(features, tmp_path / "train.zarr", progress=False).persist(scheduler="sync")
     targets, sizes = simulate_features(3, p, C, chunks=3), []
     scored = td.score(opened, targets)
-    lazy = td.top_k(scored, 3), td.group_score(opened, targets, by="label")
+    lazy = scored, td.top_k(scored, 3), td.group_score(opened, targets, by="label")
     with Callback(posttask=lambda key, result, *_: sizes.append(getattr(result, "nbytes", 0))):
-        dask.compute(scored, *lazy, scheduler="sync")
+        dask.compute(*lazy, scheduler="sync")
     assert max(sizes) < 500 * p * 4
-
-
-def test_persisted_blocks__of_several_checkpoints_are_in_no_task(tmp_path: Path) -> None:
-    """They may be on several workers, which would send each other features with every query."""
-    n, p = 1000, 16
-    opened = td.save(simulate_features(n, p, C, chunks=500), tmp_path / "f.zarr", progress=False)
-    features = opened.persist(scheduler="sync")
-    top = td.top_k(td.score(features, simulate_features(3, p, C, chunks=3)), 3)
-    name = features.feature.data.name
-    graph = tasks(top)
+    name, graph = opened.feature.data.name, tasks(lazy[1])
     used = [[key for key in task.dependencies if key[0] == name] for task in graph.values()]
     assert max(map(len, used)) == 1
 
@@ -243,7 +234,7 @@ def test_queries__send_no_coords_that_they_do_not_name(
         of_named.append(sent(QUERIES[name](named, targets)))
     growth, expected = of_all[1] - of_all[0], of_named[1] - of_named[0]
     assert growth <= expected + 256
-    if "pairs" not in name:  # of which tasks compare the labels
+    if "pairs" not in name:  # their tasks compare the labels
         assert growth <= 20_000
 
 

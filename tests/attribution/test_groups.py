@@ -1,4 +1,4 @@
-"""Numbers of groups against those of pandas; combined targets against combined scores."""
+"""Numbers of groups against pandas; combined targets against combined scores."""
 
 from __future__ import annotations
 

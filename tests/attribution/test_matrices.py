@@ -37,7 +37,7 @@ TARGETS = simulate_features(60, 6, 3, seed=1)
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], xr.Dataset]:
-    """Open stores by kind and estimator, each of which is written once."""
+    """Open stores by kind and estimator; each is written once."""
 
     @functools.cache
     def written(kind: str, estimator: str) -> Path:
@@ -106,12 +106,10 @@ def test_score__kept_matrices_are_never_used_for_anything_else(stores, estimator
 
 CHANGES = {
     "scaled a little": lambda ds: ds.assign(feature=ds.feature * 1.001),
-    "of unit length": lambda ds: ds.assign(feature=ds.feature / ds.feature_norm**0.5),
     "some rows zero": lambda ds: ds.assign(feature=ds.feature.where(ds.label == 0, 0.0)),
     "checkpoints swapped": lambda ds: ds.assign(
         feature=ds.feature.copy(data=ds.feature.data[:, :, [1, 0, 2]])
     ),
-    "other features": lambda ds: ds.assign(feature=simulate_features(200, 6, 3, seed=9).feature),
 }
 
 
@@ -138,7 +136,6 @@ def test_score__changed_features_are_refused(stores, estimator, change, form) ->
 
 WEIGHTS = {
     "halved": lambda ds: ds.assign(out_to_loss=ds.out_to_loss / 2),
-    "another": lambda ds: ds.assign(out_to_loss=xr.full_like(ds.out_to_loss, 0.5)),
     "of the other half": lambda ds: ds.assign(
         out_to_loss=ds.out_to_loss.where(ds.label == 0, 1 - ds.out_to_loss)
     ),
@@ -159,7 +156,7 @@ def test_score__changed_weights_of_a_soft_matrix_are_refused(
             td.self_influence(rows, estimator="soft").compute(scheduler="sync")
     fresh = changed.drop_vars(["gram", "feature_norm"])
     assert np.isfinite(scores(fresh, TARGETS, SOFT)).all()
-    # A matrix without weights is that of any Q.
+    # A matrix without weights does not depend on Q.
     changed = WEIGHTS[change](trak)
     expected = scores(WEIGHTS[change](MADE), TARGETS, TRAK)
     np.testing.assert_allclose(scores(changed, TARGETS, TRAK), expected, rtol=1e-4, atol=1e-6)
@@ -198,9 +195,7 @@ def test_score__the_order_of_dimensions_does_not_matter(stores, function) -> Non
 SELECTIONS = {
     "rows": lambda ds: ds.isel(sample=[3, 150, 7]),
     "mask": lambda ds: ds.isel(sample=(ds.label == 1).values),
-    "sorted": lambda ds: ds.sortby("label"),
     "rechunked": lambda ds: ds.isel(sample=slice(100)).chunk(sample=20),
-    "rechunked as a whole": lambda ds: ds.chunk(sample=32),
     "concatenated": lambda ds: xr.concat(
         [ds.isel(sample=slice(150, 160)), ds.isel(sample=[4])], "sample", data_vars="minimal"
     ),
@@ -208,23 +203,7 @@ SELECTIONS = {
     "loaded": lambda ds: ds.isel(sample=[3, 7]).compute(scheduler="sync"),
     "one row many times": lambda ds: ds.isel(sample=np.zeros(200, int)),
     "of checkpoints": lambda ds: ds.isel(checkpoint=[2, 0], sample=slice(5)),
-    "of one checkpoint": lambda ds: ds.sel(checkpoint=["c1"]).isel(sample=slice(5)),
 }
-
-
-@pytest.fixture(scope="module")
-def numbers(stores) -> Callable[[str, str], tuple[xr.Dataset, np.ndarray, np.ndarray]]:
-    """Return features, and in float64 their values and the weights of their gram matrix."""
-
-    @functools.cache
-    def read(kind: str, estimator: str) -> tuple[xr.Dataset, np.ndarray, np.ndarray]:
-        by_gram = MADE.assign(gram=td.gram(MADE).persist(scheduler="sync"))
-        opened = by_gram if kind == "made by gram" else stores(kind, estimator)
-        q = opened.out_to_loss.values.astype("f8")
-        h = q**0.5 * (1 - q) if estimator == "soft" else np.ones_like(q)
-        return opened, opened.feature.values.astype("f8"), h
-
-    return read
 
 
 @pytest.mark.parametrize(
@@ -236,10 +215,13 @@ def numbers(stores) -> Callable[[str, str], tuple[xr.Dataset, np.ndarray, np.nda
     ],
 )
 def test_score__lazy_selections_keep_the_matrices_of_all(
-    numbers, estimator: str, kind: str, change: str
+    stores, estimator: str, kind: str, change: str
 ) -> None:
     """Against an oracle in float64, with the gram matrix of all samples."""
-    opened, x, h = numbers(kind, estimator)
+    by_gram = MADE.assign(gram=td.gram(MADE).persist(scheduler="sync"))
+    opened = by_gram if kind == "made by gram" else stores(kind, estimator)
+    x, q = (opened[name].values.astype("f8") for name in ("feature", "out_to_loss"))
+    h = q**0.5 * (1 - q) if estimator == "soft" else np.ones_like(q)
     part = SELECTIONS[change](opened)
     lam, picked = td.Absolute(2.0), [list("012").index(name[1]) for name in part.checkpoint.values]
     values, q = (part[name].values.astype("f8") for name in ("feature", "out_to_loss"))

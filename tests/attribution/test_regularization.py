@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 
-import dask.array as da
 import numpy as np
 import pytest
 import xarray as xr
@@ -14,24 +12,17 @@ from hypothesis import strategies as st
 
 import trakdask as td
 from tests.arrays.test_damping import oracle_choice, oracle_left_out, oracle_totals
+from tests.attribution.float64_features import float64_features, with_values
 from trakdask.arrays.damping import GRID
-from trakdask.testing import simulate_features
 
 N, P, C, M = 120, 8, 3, 60
 
 
 def dataset(n: int, seed: int, chunks: int = 32) -> xr.Dataset:
-    """Float64 features with falling eigenvalues, shaped as those of featurize."""
-    made = simulate_features(n, P, C, chunks=chunks)
-    rng = np.random.default_rng(seed)
-    feature = rng.standard_normal((n, P, C)) * 0.6 ** np.arange(P)[:, None]
-    values = {"feature": feature, "out_to_loss": rng.random((n, C)), "output": np.zeros((n, C))}
-    return made.assign(
-        {
-            name: made[name].copy(data=da.from_array(v, chunks=made[name].data.chunks))
-            for name, v in values.items()
-        }
-    ).assign_attrs(source=f"{seed}")
+    """Features with falling eigenvalues."""
+    features = float64_features(n, P, C, seed, chunks)
+    falling = features.feature * xr.DataArray(0.6 ** np.arange(P), dims="proj_dim")
+    return features.assign(feature=falling).assign_attrs(source=f"{seed}")
 
 
 def weights(ds: xr.Dataset, power: float) -> tuple[np.ndarray, np.ndarray]:
@@ -67,9 +58,8 @@ def following(train: xr.Dataset, rows: xr.Dataset, rho: float, noise: float = 0.
 
 
 def with_outputs(rows: xr.Dataset, f: np.ndarray) -> xr.Dataset:
-    apart = f[:, None] + np.linspace(-1, 1, C)  # the mean over checkpoints is f
-    data = da.from_array(apart, chunks=rows.output.data.chunks)
-    return rows.assign(output=rows.output.copy(data=data))
+    # The mean over checkpoints is f.
+    return with_values(rows, output=f[:, None] + np.linspace(-1, 1, C))
 
 
 TRAIN = dataset(N, 0)
@@ -83,14 +73,23 @@ def closed_form(train: xr.Dataset, h: np.ndarray) -> np.ndarray:
     return 0.03 * (k**2).sum((1, 2)) / np.trace(k, axis1=1, axis2=2)
 
 
-@pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
-def test_damping__by_a_calibration_set(power: float) -> None:
+@pytest.mark.parametrize(
+    ("power", "rho", "noise", "chosen"),
+    [
+        *((power, 0.5, 0.3, (1, 1000)) for power in (0.0, 0.5, 1.0)),
+        (0.5, 0.05, 0, (1, 1)),  # never below the prior, although totals follow better there
+        (0.5, 300.0, 0.1, (30, 1000)),  # as after a short training
+    ],
+)
+def test_damping__by_a_calibration_set(power, rho, noise, chosen) -> None:
     """The outputs choose under weights of power ½; ρ is then one of the estimator's own matrix."""
     h, g = weights(TRAIN, 0.5)
-    curve = curve_of(TRAIN, TARGETS, h, g)
-    found = td.damping(TRAIN, td.Soft(power=power), calibrate=TARGETS).compute()
+    rows = following(TRAIN, dataset(M, 1, 25), rho, noise)
+    curve = curve_of(TRAIN, rows, h, g)
+    found = td.damping(TRAIN, td.Soft(power=power), calibrate=rows).compute()
     np.testing.assert_allclose(found.curve, curve, atol=1e-10)
     assert float(found.relative) == oracle_choice(list(curve), n_samples=N)
+    assert chosen[0] <= float(found.relative) <= chosen[1]
     assert float(found.peak) == pytest.approx(curve.max(), abs=1e-10)
     least = np.tanh(np.arctanh(curve[GRID >= 1].max()) - 0.2)  # of few samples
     assert float(found.threshold) == pytest.approx(least, abs=1e-10)
@@ -99,16 +98,6 @@ def test_damping__by_a_calibration_set(power: float) -> None:
     trace = np.einsum("spc,spc,sc->c", x, x, weights(TRAIN, power)[0])
     np.testing.assert_allclose(found.damping, float(found.relative) * trace / N, rtol=1e-12)
     np.testing.assert_array_equal(found.relative_damping, GRID)
-    np.testing.assert_array_equal(found.checkpoint, TRAIN.checkpoint)
-
-
-def test_damping__never_below_the_prior() -> None:
-    """Although sums follow the outputs better there."""
-    h, g = weights(TRAIN, 0.5)
-    rows = following(TRAIN, dataset(M, 1, 25), 0.05, noise=0)
-    curve = curve_of(TRAIN, rows, h, g)
-    assert curve.argmax() < np.flatnonzero(GRID == 1)
-    assert float(td.damping(TRAIN, calibrate=rows, estimator="soft").relative) == 1
 
 
 def test_damping__in_coordinates_that_name_their_prior() -> None:
@@ -129,16 +118,6 @@ def test_damping__in_coordinates_that_name_their_prior() -> None:
     np.testing.assert_allclose(automatic, prior * closed_form(TRAIN, np.ones_like(h)))
     number = td.damping(train, td.Soft(damping=0.03))
     np.testing.assert_allclose(number.damping, closed_form(TRAIN, h))
-
-
-def test_damping__of_a_short_training() -> None:
-    """Sums follow the outputs at a ρ far above the prior alone."""
-    h, g = weights(TRAIN, 0.5)
-    rows = following(TRAIN, dataset(M, 1, 25), 300.0, noise=0.1)
-    curve = curve_of(TRAIN, rows, h, g)
-    expected = oracle_choice(list(curve), n_samples=N)
-    assert expected > 30
-    assert float(td.damping(TRAIN, calibrate=rows, estimator="soft").relative) == expected
 
 
 def test_damping__by_training_rows_left_out() -> None:
@@ -202,29 +181,14 @@ def test_damping__free_of_chunks_scheduler_and_gradient_scales(
     np.testing.assert_allclose(found.damping, expected.damping * np.square(scales), rtol=1e-9)
 
 
-def test_damping__of_held_out_samples_is_that_of_every_function() -> None:
-    calibrate = following(TRAIN, dataset(70, 2), 0.1)
-    chosen = td.damping(TRAIN, estimator="soft", calibrate=calibrate)
-    other = td.damping(TRAIN, td.Soft(damping=0.5))
-    functions = (
-        functools.partial(td.score, TRAIN, TARGETS),
-        functools.partial(td.group_score, TRAIN, TARGETS, by="label"),
-        functools.partial(td.self_influence, TRAIN),
-    )
-    for function in functions:
-        found = function(estimator=td.Soft(damping=chosen))
-        known = td.Soft(damping=chosen.compute())
-        np.testing.assert_allclose(found, function(estimator=known), rtol=1e-9)
-        assert not np.allclose(found, function(estimator=td.Soft(damping=other)), rtol=0.01)
-
-
 def test_damping__trace_is_last() -> None:
     with pytest.warns(UserWarning, match="λ comes from") as caught:
         found = td.damping(TRAIN, calibrate=RANDOM, estimator="soft").compute(scheduler="sync")
     texts = [str(w.message) for w in caught]
-    assert len(texts) == 2
+    assert len(texts) == 1
     assert "of the calibration set correlate at most" in texts[0]
-    assert "are constant" in texts[1]  # the outputs of TRAIN are 0
+    with pytest.warns(UserWarning, match="are constant"):  # the outputs of TRAIN are 0
+        td.damping(TRAIN, estimator="soft").compute(scheduler="sync")
     assert str(found.rule.values) == "tr(K)/n"
     assert np.isnan(found.relative)
     np.testing.assert_allclose(
@@ -266,10 +230,5 @@ def test_damping__scores_do_not_depend_on_the_other_targets() -> None:
     np.testing.assert_allclose(
         among, td.score(train, TARGETS, td.Soft(damping=chosen)).isel(target=[4])
     )
-    by_targets = td.damping(train, estimator="soft", calibrate=TARGETS).compute()
+    by_targets = td.damping(train, estimator="soft", calibrate=TARGETS)
     assert float(by_targets.relative) != float(chosen.relative)
-    calibrated = td.score(
-        train, TARGETS, td.Soft(damping=td.damping(train, "soft", calibrate=TARGETS))
-    ).isel(target=[4])
-    expected = td.score(train, TARGETS, td.Soft(damping=by_targets)).isel(target=[4])
-    np.testing.assert_allclose(calibrated, expected, rtol=1e-12, atol=1e-15)

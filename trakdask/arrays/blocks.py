@@ -1,8 +1,8 @@
 """Blocks of arrays: what tasks get as arguments, and what they read themselves.
 
-Of most arrays Dask makes one task for each block, whose result stays in memory until all tasks that
-need it have run: all features, if λ is to be chosen before they are scored. A block of a store is
-rather read again. :func:`reader` says whether it may be.
+For most arrays, Dask makes one task per block, whose result stays in memory until all tasks that
+need it have run: all features, if λ is to be chosen before they are scored. It is better to read a
+block of a store again. :func:`reader` says whether that is possible.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ SPLIT_EVERY = 8
 """Blocks that a node of a tree takes: a task holds one more of the partial results."""
 
 _COLUMN_BYTES = 2**26
-"""Of a chunk that holds all scores of some targets."""
+"""The size of a chunk that holds all scores of some targets."""
 
 _MOST_GROUPS = 4096
-"""Of blocks along samples. A scheduler takes about a millisecond for each of its tasks."""
+"""Groups of blocks along samples. A scheduler takes about a millisecond for each of its tasks."""
 
 
 def blockwise(
@@ -127,7 +127,7 @@ def matrix(blocks: Blocks) -> Block:
 
 
 def failed_rows(block: Block) -> npt.NDArray[np.bool_]:
-    """Return which rows of (rows, p, 1) are entirely NaN, as those of failed samples are.
+    """Return which rows of (rows, p, 1) are entirely NaN, as the rows of failed samples are.
 
     A row that is only partly NaN does not count as failed: it indicates another problem.
 
@@ -233,7 +233,7 @@ def whole_columns(score: da.Array) -> da.Array:
 
 
 def divided(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """Return the sizes of chunks after those of more than ``most`` entries were divided.
+    """Return the sizes of chunks after chunks of more than ``most`` entries were divided.
 
     >>> divided((3, 5, 0), 4)
     (3, 4, 1, 0)
@@ -255,7 +255,7 @@ def take(results: Any, key: Any) -> Any:
 
 
 class _Arguments(ArrayBlockwiseDep):
-    """An argument of ``blockwise`` of which each task gets its part, so that none grows.
+    """An argument of ``blockwise``: each task gets its part, so that no task grows.
 
     Dask asks for the part of one block at a time, when it turns a layer into tasks. Until then a
     graph holds the object itself, once.
@@ -366,7 +366,7 @@ class PackedRows(_Arguments):
 
 
 def stored(read: Read, chunks: Chunks, dtype: npt.DTypeLike, name: str) -> da.Array:
-    """Return a lazy array of a store, of which tasks read what they need.
+    """Return a lazy array of a store, whose blocks are read by the tasks that need them.
 
     What is selected or computed from it, or persisted, is an ordinary array, whose blocks tasks
     share; but for what :func:`map_stored` returns.
@@ -374,8 +374,8 @@ def stored(read: Read, chunks: Chunks, dtype: npt.DTypeLike, name: str) -> da.Ar
     Parameters
     ----------
     read
-        Returns the part that slices select, one for each axis. They are those of a block, or, for
-        an array of one axis, one array of positions. Can be pickled.
+        Returns the part that slices select: one slice for each axis, of a block; or, for an array
+        of one axis, one array of positions. Can be pickled.
     chunks
         Sizes of the blocks along each axis.
     dtype
@@ -411,7 +411,12 @@ def reader(array: object) -> Read | None:
 
 
 def map_stored(
-    function: Callable[..., Block], array: da.Array, *, dtype: npt.DTypeLike, name: str
+    function: Callable[..., Block],
+    array: da.Array,
+    *,
+    dtype: npt.DTypeLike,
+    name: str,
+    **options: Any,
 ) -> da.Array:
     """Return a function of each block, of the same shape: in a store, if the array is.
 
@@ -420,6 +425,7 @@ def map_stored(
     >>> map_stored(np.sqrt, da.ones(3), dtype=float, name="roots").compute().tolist()
     [1.0, 1.0, 1.0]
     """
+    function, name = functools.partial(function, **options), f"{name}-{tokenize(array, options)}"
     if read := reader(array):
         read = functools.partial(_read_and_apply, function, read)
         return stored(read, array.chunks, dtype, name)
@@ -453,7 +459,7 @@ def read_in_task(
     groups
         The blocks along samples that each task takes, in this order; by default one.
     by_checkpoint
-        Whether a task takes the blocks of one checkpoint, instead of those of all.
+        Whether a task takes the blocks of one checkpoint, or of all checkpoints.
 
     Returns
     -------
@@ -496,7 +502,7 @@ class _Reads(_Arguments):
         groups: Sequence[Sequence[int]] | None,
         axes: Sequence[int],
     ) -> None:
-        # Of tasks, and not of the array.
+        # The chunks of this argument are the tasks, and not the blocks of the array.
         self.groups = [(i,) for i in range(len(chunks[0]))] if groups is None else groups
         rows = tuple(sum(chunks[0][i] for i in group) for group in self.groups)
         super().__init__((rows, *(chunks[axis] for axis in axes[1:])), (name, groups, tuple(axes)))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
 
 import dask.array as da
 import numpy as np
@@ -43,21 +42,20 @@ FEW_SAMPLES = 500
 
 #: The correlation for every ρ of the grid, and the number of rows that it is computed from.
 CURVE = np.dtype([("correlation", np.float64, GRID.shape), ("n_rows", np.int64)])
-#: How λ was chosen: ρ; the index of the candidate that chose it; the largest correlation; the one
-#: that the prior needs to be chosen; all correlations; and, where checkpoints were left out, the
-#: mean correlations of :func:`trakdask.arrays.folds.choose`.
+#: How λ was chosen: ρ, NaN if not by outputs; the largest correlation; the one that the prior needs
+#: to be chosen; all correlations; and, by :func:`trakdask.arrays.folds.choose`, what checkpoints
+#: that were left out say of each ρ, and whether they changed it.
 CHOICE = np.dtype(
     [
         ("relative", np.float64),
-        ("candidate", np.int64),
         ("peak", np.float64),
         ("threshold", np.float64),
         ("correlation", np.float64, GRID.shape),
         ("grade", np.float64, GRID.shape),
+        ("by_folds", np.bool_),
     ]
 )
-#: What :data:`CHOICE` holds where no outputs were asked: the last rule chose.
-NO_CHOICE = np.array([(np.nan, -1, np.nan, np.nan, np.nan, np.nan)], CHOICE)
+NO_CHOICE = np.array([(np.nan, np.nan, np.nan, np.nan, np.nan, False)], CHOICE)
 
 
 def _inverse(spectrum: Spectrum) -> Inverse:
@@ -110,21 +108,17 @@ def _totals(feature: Blocks, directions: Blocks) -> Block:
 def left_out(
     spectrum: da.Array,
     feature: da.Array,
-    weights: da.Array | None,
-    sum_weights: da.Array,
-    unless: Sequence[da.Array] = (),
+    gram_weights: da.Array | None,
+    loss_weights: da.Array,
 ) -> da.Array:
     """Return the totals of :func:`held_out` with each row in turn left out of K and r.
 
     Parameters
     ----------
     spectrum, feature
-        As in :func:`held_out`; the rows are among those that K and r are sums over.
-    weights, sum_weights
+        As in :func:`held_out`; K and r are sums over these rows, too.
+    gram_weights, loss_weights
         h (None for 1) and g of those rows, (row, checkpoint), as K and r were made with.
-    unless
-        Curves of the candidates before this one: if one of them reaches the least peak, nothing is
-        computed and the totals are NaN.
 
     Returns
     -------
@@ -135,18 +129,15 @@ def left_out(
     Exact (Sherman-Morrison): with the leverage l = φᵀ (K + λI)⁻¹ φ it is
     (φᵀ (K + λI)⁻¹ r - g l) / (1 - h l). Cost: 2 p² flops per row and checkpoint.
     """
-    h = (None, None) if weights is None else (align_weights(weights, feature), "sc")
-    g = pooled(align_weights(sum_weights, feature))
-    curves = [item for curve in unless for item in (curve, "k")]
+    h = (None, None) if gram_weights is None else (align_weights(gram_weights, feature), "sc")
+    g = pooled(align_weights(loss_weights, feature))
     return blockwise(
-        _left_out, "sgc", feature, "spc", g, "s", spectrum, "c", *h, *curves,
+        _left_out, "sgc", feature, "spc", g, "s", spectrum, "c", *h,
         new_axes={"g": len(GRID)}, concatenate=True, name="left-out-totals", dtype=np.float64,
     )  # fmt: skip
 
 
-def _left_out(phi: Block, g: Block, spectrum: Spectrum, h: Block | None, *curves: Block) -> Block:
-    if any(is_followed(curve) for curve in curves):
-        return np.full((len(phi), len(GRID), 1), np.nan)
+def _left_out(phi: Block, g: Block, spectrum: Spectrum, h: Block | None) -> Block:
     rows = phi[:, :, 0].astype(np.float64, copy=False)
     total, leverage = rows @ _directions(spectrum)[:, :, 0], _inverse(spectrum).forms(rows)
     weight = 1.0 if h is None else h
@@ -208,26 +199,17 @@ def _correlation(x: Block, y: Block) -> Block:
     return np.where(varies, clipped, np.nan)
 
 
-def is_followed(curve: Block) -> bool:
-    """Return whether a computed curve's peak is high enough to choose λ by."""
-    return peak(curve) * math.sqrt(curve["n_rows"][0]) >= FOLLOWED
-
-
-def peak(curve: Block) -> float:
-    """Return the largest correlation of a computed curve, NaN if none is defined."""
-    values = curve["correlation"][0]
-    return float(np.nanmax(values)) if np.isfinite(values).any() else np.nan
-
-
 def choose(
-    curves: Mapping[str, da.Array], *, prior: float, n_samples: int, quiet: bool = False
+    curve: da.Array, *, samples: str, prior: float, n_samples: int, quiet: bool = False
 ) -> da.Array:
-    """Choose ρ by the first set of samples whose totals follow their outputs.
+    """Choose ρ by samples whose totals follow their outputs.
 
     Parameters
     ----------
-    curves
-        Of each candidate, by :func:`curve`, in order of preference; with what warnings call them.
+    curve
+        Of :func:`curve`.
+    samples
+        What warnings call the samples of the curve.
     prior
         The ρ of models that were trained to the end.
     n_samples
@@ -237,48 +219,41 @@ def choose(
 
     Returns
     -------
-    (1,) of dtype :data:`CHOICE`, lazy. If no candidate's totals follow the outputs, ``relative`` is
-    NaN, ``candidate`` the number of candidates, and the curve that of the last one.
+    (1,) of dtype :data:`CHOICE`, lazy. ``relative`` is NaN if the totals do not follow the outputs.
 
     Warns
     -----
     UserWarning
-        When computed, in the process that asked for it: if a candidate's peak is less than three
+        When computed, in the process that asked for it: if the peak of the curve is less than three
         standard errors above 0, or undefined, or ρ is the end of the grid.
 
     Notes
     -----
-    ρ is that of the largest correlation at or above the prior, if artanh of it exceeds artanh of
+    ρ is where the correlation is largest, at or above the prior, if its artanh exceeds artanh of
     the correlation at the prior by 0.6, or by 0.2 where the latter is below 0.57 or K is of fewer
-    than 500 samples. Otherwise it is the prior.
+    than 500 samples. Otherwise ρ is the prior.
     """
-    inputs = [item for curve in curves.values() for item in (curve, "k")]
     return blockwise(
-        _choose, "k", *inputs, concatenate=True, name="completeness-choice", dtype=CHOICE,
-        names=tuple(curves), prior=prior, n_samples=n_samples, quiet=quiet,
+        _choose, "k", curve, "k", concatenate=True, name="completeness-choice", dtype=CHOICE,
+        samples=samples, prior=prior, n_samples=n_samples, quiet=quiet,
     )  # fmt: skip
 
 
-def _choose(
-    *curves: Block, names: tuple[str, ...], prior: float, n_samples: int, quiet: bool
-) -> Block:
-    for index, (curve, name) in enumerate(zip(curves, names, strict=True)):
-        followed, rho, threshold = is_followed(curve), np.nan, np.nan
-        if followed:
-            rho, threshold = _chosen(curve, prior, n_samples)
-        if not quiet:
-            warn_of_choice(rho, peak(curve), name, *names[index + 1 :])
-        if followed:
-            break
-    candidate = index if followed else len(names)
-    correlation = curve["correlation"][0]
-    return np.array([(rho, candidate, peak(curve), threshold, correlation, np.nan)], CHOICE)
+def _choose(curve: Block, *, samples: str, prior: float, n_samples: int, quiet: bool) -> Block:
+    values, n_rows = curve["correlation"][0], curve["n_rows"][0]
+    peak = float(np.nanmax(values)) if np.isfinite(values).any() else np.nan
+    rho, threshold = np.nan, np.nan
+    if peak * math.sqrt(n_rows) >= FOLLOWED:
+        rho, threshold = _chosen(values, prior, n_samples)
+    if not quiet:
+        warn_of_choice(rho, peak, samples)
+    return np.array([(rho, peak, threshold, values, np.nan, False)], CHOICE)
 
 
-def _chosen(curve: Block, prior: float, n_samples: int) -> tuple[float, float]:
+def _chosen(values: Block, prior: float, n_samples: int) -> tuple[float, float]:
     """Return ρ, and the correlation that the prior needs to be chosen."""
     at = int(np.abs(np.log(GRID / prior)).argmin())
-    larger = curve["correlation"][0, at:]
+    larger = values[at:]
     is_easy = larger[0] < HARDLY_FOLLOWED or n_samples < FEW_SAMPLES
     with np.errstate(divide="ignore"):  # of a correlation of exactly 1
         z = np.arctanh(np.nanmax(larger)) - (LARGER if is_easy else CLEARLY_LARGER)
@@ -286,7 +261,7 @@ def _chosen(curve: Block, prior: float, n_samples: int) -> tuple[float, float]:
     return float(rho), float(np.tanh(z))
 
 
-def warn_of_choice(rho: float, peak: float, name: str, *others: str) -> None:
+def warn_of_choice(rho: float, peak: float, samples: str) -> None:
     """Warn if outputs did not follow the totals, or ρ is the end of the grid; once for each case.
 
     Parameters
@@ -295,28 +270,26 @@ def warn_of_choice(rho: float, peak: float, name: str, *others: str) -> None:
         What was chosen; NaN if the outputs did not follow the totals.
     peak
         The largest correlation.
-    name
+    samples
         What warnings call the samples whose outputs chose, or failed to.
-    others
-        The samples that are asked next.
     """
     if np.isnan(rho):
         defect = (
-            f"outputs of the {name} correlate at most {peak:.2f} with their attribution totals"
+            f"outputs of the {samples} correlate at most {peak:.2f} with their attribution totals"
             if np.isfinite(peak)
-            else f"outputs of the {name} or their attribution totals are constant, so their "
+            else f"outputs of the {samples} or their attribution totals are constant, so their "
             "correlation is undefined"
         )
-        instead = f"the {others[0]}" if others else "the gram matrix alone, as by damping='trace'"
         message = (
             f"{defect} (3 standard errors above 0 are needed to choose λ by them). λ comes from "
-            f"{instead}. Try held-out samples: td.damping(features, calibrate=held_out)."
+            "the gram matrix alone, as by damping='trace'. Try held-out samples: "
+            "td.damping(features, calibrate=held_out)."
         )
     elif rho == GRID[-1]:
         message = (
-            f"the damping chosen by the {name} is {rho:g} tr(K)/n, the end of the grid: the model "
-            "was hardly trained, and its scores are nearly those of estimator='grad_dot'. Look at "
-            "td.plots.damping(td.damping(features))."
+            f"the damping chosen by the {samples} is {rho:g} tr(K)/n, the end of the grid: the "
+            "model was hardly trained, and estimator='grad_dot' gives nearly the same scores. Look "
+            "at td.plots.damping(td.damping(features))."
         )
     else:
         return

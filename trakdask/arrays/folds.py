@@ -209,7 +209,7 @@ def choose(totals: da.Array, outputs: da.Array, choice: da.Array, start: da.Arra
     Returns
     -------
     ``choice`` with the ``grade`` of every ρ. If another ρ is clearly better, it is ``relative``,
-    and ``candidate`` is -1.
+    and ``by_folds`` is true.
 
     Notes
     -----
@@ -233,7 +233,7 @@ def _choose(totals: Block, outputs: Block, choice: Block, start: Block) -> Block
     at, near = int(distance.argmin()), np.flatnonzero(distance < _NEAR)
     best = int(near[np.argmax(grade[near])])
     if grade[best] - grade[at] > jackknife_error(without[:, best] - without[:, at]):
-        chosen["relative"], chosen["candidate"] = GRID[best], -1
+        chosen["relative"], chosen["by_folds"] = GRID[best], True
     return chosen
 
 

@@ -34,7 +34,7 @@ _FLOAT64_MAX_DIM = 8192
 _ROWS_PER_DIM = 8
 
 
-def gram(feature: da.Array, weights: da.Array | None = None) -> da.Array:
+def gram(feature: da.Array, gram_weights: da.Array | None = None) -> da.Array:
     """Return the weighted Gram matrix of every checkpoint.
 
     K_c = Σ_z h_c(z) φ_c(z) φ_c(z)ᵀ: TRAK's XᵀX when the weights are 1.
@@ -44,7 +44,7 @@ def gram(feature: da.Array, weights: da.Array | None = None) -> da.Array:
     feature
         (sample, proj_dim, checkpoint), float, chunks (rows, p, 1). Multiplied in float32, or in
         float64 if that is its dtype. Rows of failed samples, which are entirely NaN, are left out.
-    weights
+    gram_weights
         h, (sample, checkpoint), at least 0 (not checked); None for 1.
 
     Returns
@@ -81,11 +81,11 @@ def gram(feature: da.Array, weights: da.Array | None = None) -> da.Array:
     >>> gram(x).compute()[:, :, 0].tolist()
     [[6.0, 6.0], [6.0, 6.0]]
     """
-    return _reduced(feature, weights, None)
+    return _reduced(feature, gram_weights, None)
 
 
 def gram_and_sum(
-    feature: da.Array, weights: da.Array | None, sum_weights: da.Array
+    feature: da.Array, gram_weights: da.Array | None, loss_weights: da.Array
 ) -> tuple[da.Array, da.Array]:
     """Return the Gram matrix and the weighted sum of the features, in one pass over them.
 
@@ -93,9 +93,9 @@ def gram_and_sum(
 
     Parameters
     ----------
-    feature, weights
+    feature, gram_weights
         As in :func:`gram`.
-    sum_weights
+    loss_weights
         g, (sample, checkpoint), of any sign. A sample whose g is NaN at any checkpoint, because it
         failed there, is left out of the sums of all checkpoints.
 
@@ -109,7 +109,7 @@ def gram_and_sum(
 
     Notes
     -----
-    Cost and exactness are those of :func:`gram`: r is one more column of each partial matrix.
+    Cost and exactness are as for :func:`gram`: r is one more column of each partial matrix.
 
     Examples
     --------
@@ -118,17 +118,17 @@ def gram_and_sum(
     >>> total.compute().ravel().tolist()
     [3.0, 3.0]
     """
-    both = _reduced(feature, weights, sum_weights)
+    both = _reduced(feature, gram_weights, loss_weights)
     p = feature.shape[1]
     return both[:, :p], both[:, p]
 
 
-def loss_gradient(feature: da.Array, sum_weights: da.Array) -> da.Array:
+def loss_gradient(feature: da.Array, loss_weights: da.Array) -> da.Array:
     """Return r_c = Σ_z mean_c[ g_c(z) ] φ_c(z), where the gram matrix is known already.
 
     Parameters
     ----------
-    feature, sum_weights
+    feature, loss_weights
         As in :func:`gram_and_sum`, with the same samples left out.
 
     Returns
@@ -146,24 +146,26 @@ def loss_gradient(feature: da.Array, sum_weights: da.Array) -> da.Array:
     [3.0, 3.0]
     """
     every_sample = np.zeros(len(feature), np.int8)
-    total: da.Array = group_sum(feature, sum_weights, every_sample, 1)[0]
+    total: da.Array = group_sum(feature, loss_weights, every_sample, 1)[0]
     return total
 
 
-def _reduced(feature: da.Array, weights: da.Array | None, sum_weights: da.Array | None) -> da.Array:
-    """Return (p, p, checkpoint), or with ``sum_weights`` (p, p + 1, checkpoint): K, then r."""
+def _reduced(
+    feature: da.Array, gram_weights: da.Array | None, loss_weights: da.Array | None
+) -> da.Array:
+    """Return (p, p, checkpoint), or with ``loss_weights`` (p, p + 1, checkpoint): K, then r."""
     n, p, _ = feature.shape
     if n == 0:
         raise ValueError(
             "expected feature of gram with at least one sample, got 0 samples; try selecting more"
         )
     groups = _groups(feature.chunks[0], _ROWS_PER_DIM * p)
-    h = None if weights is None else align_weights(weights, feature)
-    g = None if sum_weights is None else pooled(align_weights(sum_weights, feature))
+    h = None if gram_weights is None else align_weights(gram_weights, feature)
+    g = None if loss_weights is None else pooled(align_weights(loss_weights, feature))
     inputs = [(None, None) if x is None else _merged(x, groups) for x in (feature, h, g)]
     parts = blockwise(
         _partial, "spqc", *itertools.chain(*inputs),
-        new_axes={"p": p, "q": p if sum_weights is None else p + 1},
+        new_axes={"p": p, "q": p if loss_weights is None else p + 1},
         adjust_chunks={"s": (1,) * len(groups)},
         name="gram-products", dtype=_sum_dtype(feature),
     )  # fmt: skip
@@ -227,14 +229,14 @@ def _concatenated(blocks: Blocks) -> Block:
     return whole
 
 
-def _partial(features: Blocks, weights: Blocks | None, sum_weights: Blocks | None) -> Block:
+def _partial(features: Blocks, gram_weights: Blocks | None, loss_weights: Blocks | None) -> Block:
     """Return the partial sums of the rows of one group, (1, p, p or p + 1, 1).
 
     Rows are processed in slabs, so that casting and weighting them takes little memory.
     """
     x = _concatenated(features)
-    h = None if weights is None else _concatenated(weights)
-    g = None if sum_weights is None else _concatenated(sum_weights)
+    h = None if gram_weights is None else _concatenated(gram_weights)
+    g = None if loss_weights is None else _concatenated(loss_weights)
     rows, p, _ = x.shape
     dtype, xp = product_dtype(x), array_module()
     total = xp.zeros((p, p if g is None else p + 1), _sum_dtype(x))

@@ -33,7 +33,7 @@ from trakdask.arrays.weights import pooled as pooled_weights
 
 def group_sum(
     feature: da.Array,
-    weight: da.Array | None,
+    loss_weights: da.Array | None,
     codes: npt.ArrayLike,
     n_groups: int,
     *,
@@ -48,14 +48,14 @@ def group_sum(
     ----------
     feature
         (sample, proj_dim, checkpoint), float, chunks (rows, p, 1).
-    weight
+    loss_weights
         g, (sample, checkpoint); None for 1.
     codes
         Group of each sample, (sample,) integer in [0, n_groups), or -1 for none.
     n_groups
         Number of groups, at least 1. A group without samples sums to 0.
     pooled
-        Use the mean of ``weight`` over checkpoints; if False, each checkpoint uses its own weights.
+        Use the mean of g over checkpoints; if False, each checkpoint uses its own g.
 
     Returns
     -------
@@ -87,7 +87,7 @@ def group_sum(
         chunks = (n_groups, p, (1,) * n_checkpoint)
         empty: da.Array = da.zeros((n_groups, p, n_checkpoint), dtype=dtype, chunks=chunks)
         return empty
-    g = None if weight is None else align_weights(weight, feature)
+    g = None if loss_weights is None else align_weights(loss_weights, feature)
     if g is not None and pooled:
         g = pooled_weights(g)
     inputs: list[tuple[Any, str]] = [(feature, "spc")]

@@ -29,18 +29,18 @@ from trakdask.arrays.blocks import (
 from trakdask.arrays.weights import row_norms, with_digest
 from trakdask.arrays.xp import array_module, asnumpy
 
-#: Of a block, whose norms are compared with those that they had.
+#: The rows of a block whose norms are compared with their stored norms.
 _ROWS_COMPARED = 24
 _MULTIPLES = np.arange(_ROWS_COMPARED) * (np.sqrt(5) - 1) / 2 % 1
 
-#: Twice the rounding of float16, 2^-11, is that of the square of a row with one large element.
+#: Twice the rounding of float16, 2^-11: the error of the square of a row with one large element.
 _HALF_PRECISION = 1e-3
 
 
 def score(
     feature: da.Array,
     solved: da.Array,
-    loss_weight: da.Array | None,
+    loss_weights: da.Array | None,
     *,
     average: bool = True,
     pooled: bool = True,
@@ -55,7 +55,7 @@ def score(
         φ of the samples, (sample, proj_dim, checkpoint), float, chunks (rows, p, 1).
     solved
         w of the targets, (target, proj_dim, checkpoint), float, chunks (rows, p, 1).
-    loss_weight
+    loss_weights
         g, (sample, checkpoint); None for 1.
     average
         Average the products over checkpoints. If False, return the product of each checkpoint times
@@ -108,8 +108,8 @@ def score(
             _apart, "stc", *arrays, concatenate=False, name="products", dtype=dtype
         )
         arrays, function = [products, "stc"], functools.partial(function, None)
-    if loss_weight is not None:
-        weight = align_weights(loss_weight, feature)
+    if loss_weights is not None:
+        weight = align_weights(loss_weights, feature)
         read = read_in_task(weight, by_checkpoint=not (average or pooled)) if reads else None
         arrays += read or (weight, "sd" if pooled else "sc")
     # concatenate=None passes lists of blocks, as False would. But dask fuses this layer with the
@@ -123,7 +123,7 @@ def score(
 def checked(
     feature: da.Array, norm: da.Array, out_to_loss: da.Array, *, weighted: bool = False
 ) -> tuple[da.Array, da.Array]:
-    """Return arrays that raise an error when computed if features are not those of their norms.
+    """Return arrays that raise an error when computed if features do not have their stored norms.
 
     Parameters
     ----------
@@ -134,13 +134,13 @@ def checked(
     out_to_loss
         Q, (sample, checkpoint), which every score of a sample is multiplied with.
     weighted
-        Whether the gram matrix was weighted by Q, so that Q must be as it was, too. The norms are
-        those of :func:`trakdask.arrays.weights.with_digest`.
+        Whether the gram matrix was weighted by Q, so that Q must be as it was, too. The norms then
+        have the digest of :func:`trakdask.arrays.weights.with_digest`.
 
     Returns
     -------
-    ``feature`` and ``out_to_loss``. Of each block, 24 rows that are spread over it are compared, up
-    to the rounding of float16; of a smaller one, all.
+    ``feature`` and ``out_to_loss``. In each block, 24 rows that are spread over it are compared, or
+    all rows of a smaller block, up to the rounding of float16.
 
     Notes
     -----

@@ -175,8 +175,8 @@ def _local(
 def _keys_of(tile: Block, positions: Block, largest: bool) -> npt.NDArray[np.int64]:
     """Return (target, row) integers that sort like the pairs (score, -position).
 
-    The upper 32 bits are those of the float32 score, folded so that they sort as integers. A single
-    integer sort then ranks the scores and breaks ties, equally fast for any values.
+    The upper 32 bits hold the float32 score, folded so that they sort as integers. A single integer
+    sort then ranks the scores and breaks ties, equally fast for any values.
     """
     values = np.ascontiguousarray(tile.T, np.float32)
     # Adding 0 turns -0.0 into 0.0, since equal scores must have equal bits.
@@ -246,7 +246,7 @@ def among_best(
 
     Returns
     -------
-    (sample,) bool, lazy, in the chunks of ``score``. Of equal scores the first are taken.
+    (sample,) bool, lazy, in the chunks of ``score``. The first of equal scores are taken.
 
     Notes
     -----

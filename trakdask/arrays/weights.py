@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import dask.array as da
 import numpy as np
@@ -124,24 +125,22 @@ def soft_loss_weights(out_to_loss: da.Array, power: float | da.Array) -> da.Arra
             _loss_weights, "sc", out_to_loss, "sc", power, "",
             name="soft-loss-weights", dtype=np.float64,
         )  # fmt: skip
-    weights = functools.partial(_loss_weights, power=power)
-    name = "soft-loss-weights-" + tokenize(out_to_loss, power)
-    return map_stored(weights, out_to_loss, dtype=np.float64, name=name)
+    name = "soft-loss-weights"
+    return map_stored(_loss_weights, out_to_loss, dtype=np.float64, name=name, power=power)
 
 
 def soft_gram_weights(out_to_loss: da.Array, power: float) -> da.Array:
     """Return h = q^a (1 - q), proportional to the derivative of q^a by f = log((1 - q)/q).
 
-    Parameters and errors are those of :func:`soft_loss_weights`.
+    Parameters and errors are as for :func:`soft_loss_weights`.
 
     Examples
     --------
     >>> soft_gram_weights(da.from_array(np.array([[0.25, 1.0]])), 0.5).compute().tolist()
     [[0.375, 0.0]]
     """
-    weights = functools.partial(gram_weights, power=power)
-    name = "soft-gram-weights-" + tokenize(out_to_loss, power)
-    return map_stored(weights, out_to_loss, dtype=np.float64, name=name)
+    name = "soft-gram-weights"
+    return map_stored(gram_weights, out_to_loss, dtype=np.float64, name=name, power=power)
 
 
 def _loss_weights(q: Block, power: float) -> Block:
@@ -243,14 +242,14 @@ def with_digest(norm: Block, out_to_loss: Block) -> Block:
     return np.where(np.isfinite(norm) & (norm > 0), marked, norm)
 
 
-def self_influence(forms: da.Array, weight: da.Array, *, average: bool) -> da.Array:
+def self_influence(forms: da.Array, loss_weights: da.Array, *, average: bool) -> da.Array:
     """Return form_c(z) · mean_c[g_c(z)]², lazy, in the chunks of ``forms``.
 
     Parameters
     ----------
     forms
         (sample, checkpoint), of :func:`trakdask.arrays.solve.leverage`, or :func:`squared_norm`.
-    weight
+    loss_weights
         g, (sample, checkpoint), chunks (rows, 1).
     average
         Whether the result is the mean over checkpoints, (sample), or (sample, checkpoint).
@@ -264,19 +263,16 @@ def self_influence(forms: da.Array, weight: da.Array, *, average: bool) -> da.Ar
     >>> self_influence(3 * forms, weight, average=False).compute().tolist()
     [[3.0, 9.0]]
     """
-    mean = pooled(weight)
+    mean = pooled(loss_weights)
     read = read_in_task(mean, groups=coarse_groups(mean.numblocks[0]))
     if read is None or read[0].chunks != forms.chunks[:1]:  # forms are not of stored features
         read = mean.rechunk({0: forms.chunks[0]}, method="tasks"), "s"
     return blockwise(
-        _mean_influence if average else _influence, "s" if average else "sc", forms, "sc", *read,
-        concatenate=False, name="self-influence", dtype=np.float64,
+        _influence, "s" if average else "sc", forms, "sc", *read,
+        concatenate=False, name="self-influence", dtype=np.float64, average=average,
     )  # fmt: skip
 
 
-def _mean_influence(forms: Blocks, mean: Blocks) -> Block:
-    return np.asarray(mean_weight(forms) * np.concatenate(list(flat(mean))) ** 2)
-
-
-def _influence(forms: Block, mean: Blocks) -> Block:
-    return np.asarray(forms * np.concatenate(list(flat(mean)))[:, None] ** 2)
+def _influence(forms: Any, mean: Blocks, *, average: bool) -> Block:
+    squared = np.concatenate(list(flat(mean))) ** 2
+    return np.asarray(mean_weight(forms) * squared if average else forms * squared[:, None])

@@ -1,9 +1,9 @@
 """Choose the module that multiplies tiles: numpy, or CuPy on the GPU of the worker.
 
 A worker that is started with ``TRAKDASK_XP=cupy`` in its environment computes gram matrices and
-tiles of scores on its GPU. They equal those of a CPU only up to rounding, so this is never the
-default. Blocks are copied from host memory and back. CuPy does not return memory that it has used
-to the system, so torch cannot use it. This has not run on a GPU yet.
+tiles of scores on its GPU. A CPU's results differ by rounding, so this is never the default. Blocks
+are copied from host memory and back. CuPy does not return memory that it has used to the system, so
+torch cannot use it. This has not run on a GPU yet.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ LearningRates = Mapping[str, float] | xr.DataArray
 class Estimator(HtmlTable):
     """What all estimators have; each of them is a frozen dataclass.
 
-    ``formula`` is that of its scores, and ``gram_weights`` and ``loss_weights`` are those of h and
-    g, all as text. ``pooled`` says whether the weights of a sample are replaced by their mean over
+    ``formula`` is the formula of its scores, ``gram_weights`` of h, and ``loss_weights`` of g, as
+    text. ``pooled`` says whether the weights of a sample are replaced by their mean over
     checkpoints. ``norms`` are the sides of a product, ``"sample"`` or ``"target"``, whose whole
     features it needs the norm of.
     """
@@ -132,7 +132,7 @@ class Estimator(HtmlTable):
     def weight(self, samples: xr.Dataset, inverse: da.Array | None) -> da.Array:
         """Return what the products of samples are multiplied by, (sample, checkpoint).
 
-        ``inverse`` is that of the gram matrix, if there is one.
+        ``inverse`` is the inverse of the damped gram matrix, if there is one.
         """
         return self.g(samples)
 
@@ -232,7 +232,7 @@ class Trak(GramEstimator):
 
     References
     ----------
-    Park et al. 2023, equation 17; traker's ``TRAKer.finalize_scores``, whose scores are those of
+    Park et al. 2023, equation 17; traker's ``TRAKer.finalize_scores``, which gives the scores of
     ``Trak(Absolute(lambda_reg))`` up to one factor per checkpoint.
 
     Examples
@@ -266,8 +266,7 @@ class Soft(GramEstimator):
         counts samples that failed, too. A number is relative to tr(K_c²)/tr(K_c), the mean of the
         eigenvalues, weighted by themselves. ``Absolute(x)`` is x itself. What
         :func:`trakdask.damping` returned is taken as it is. Where a store keeps λ, ``"auto"`` and
-        the rule that it stands for are the stored one, as long as the features are those of the
-        store.
+        the rule that it stands for are the stored λ, unless the features were changed.
     wrong_classes
         Whether K has n times the variable ``wrong_classes`` of the training features, if they have
         it, as features of :func:`trakdask.fit` do. It is in K before λ is chosen, and in a stored
@@ -281,9 +280,9 @@ class Soft(GramEstimator):
     Notes
     -----
     On seven small classification tasks with half of the samples removed, the linear datamodeling
-    score of ``Soft()`` was that of :class:`Trak` at the best λ in hindsight, or above it
-    (``tests/benchmarks/results/2026-11-23-quality.txt``). Nineteen
-    further tasks, regression and language models are on the page "Quality".
+    score of ``Soft()`` was at least the score of :class:`Trak` at the best λ in hindsight
+    (``tests/benchmarks/results/2026-11-23-quality.txt``). Nineteen further tasks, regression and
+    language models are on the page "Quality".
 
     References
     ----------
@@ -325,7 +324,7 @@ class Soft(GramEstimator):
         return f"q^{self.power:g}"
 
     def resolved(self, features: xr.Dataset) -> GramEstimator:
-        """Return the estimator with a rule for λ; that of TRAK for a squared error."""
+        """Return the estimator with a rule for λ; for a squared error it is :class:`Trak`."""
         here = replace(self, wrong_classes=self.wrong_classes and WRONG_CLASSES in features)
         resolved = super(Soft, here).resolved(features)
         if not has_squared_error(features):
@@ -349,7 +348,7 @@ class Soft(GramEstimator):
         if not isinstance(self.power, str):
             return self
         attrs = features[DAMPING].attrs if DAMPING in features and GRAM in features else {}
-        # Of stores; those of "trak" have none.
+        # Only stores keep variances, and not if they were saved for "trak".
         variances = attrs.get(LOGIT_VARIANCE, ())
         by_name = dict(zip(attrs.get("pooled_checkpoints", ()), variances, strict=False))
         names = checkpoint_names(features)
@@ -385,8 +384,8 @@ class Soft(GramEstimator):
 class RelatIF(GramEstimator):
     """TRAK's score divided by the square root of the sample's self-influence.
 
-    The self-influence is that of :func:`trakdask.self_influence`, so the size of Q cancels. Each
-    training sample is solved for, too: 2 p² flops.
+    See :func:`trakdask.self_influence`. The size of Q cancels. Each training sample is solved for,
+    too: 2 p² flops.
 
     Parameters
     ----------
@@ -507,12 +506,12 @@ KINDS: dict[str, Any] = {
 
 
 def named(features: xr.Dataset, name: str = "auto", **options: Any) -> Estimator:
-    """Return the estimator of a name with options; ``"auto"`` is that of the features' task."""
+    """Return the estimator of a name with options; the task of the features names ``"auto"``."""
     if name == "auto":
         name = features.attrs.get("default_estimator", Trak.name)
     require_choice("estimator", name, list(KINDS), remedy="try estimator='auto'")
-    made: Estimator = KINDS[name](**options)
-    return made
+    estimator: Estimator = KINDS[name](**options)
+    return estimator
 
 
 def resolve(features: xr.Dataset, estimator: EstimatorLike) -> Estimator:
@@ -572,7 +571,7 @@ def _of_checkpoints(features: xr.Dataset, values: Any, what: str) -> xr.DataArra
     """Return numbers >= 0 of each checkpoint, in the order of the features."""
     is_labelled = isinstance(values, xr.DataArray) and CHECKPOINT in values.indexes
     if not is_labelled or values.dims != (CHECKPOINT,):
-        names = [str(name) for name in features[CHECKPOINT].values]
+        names = checkpoint_names(features)
         raise ValueError(
             f"expected {what} of each checkpoint of {names}, with the coord checkpoint, got "
             f"{shown(values)}; try {what}=xr.DataArray(..., coords={{'checkpoint': {names}}})"
@@ -598,7 +597,7 @@ def _over_root(x: da.Array | int, norm: da.Array) -> da.Array:
 
 
 def _sign(q: da.Array) -> da.Array:
-    """Return the sign of the mean of Q over checkpoints, (sample, 1); that of 0 is +1."""
+    """Return the sign of the mean of Q over checkpoints, (sample, 1); +1 for 0."""
     sign: da.Array = da.where(q.mean(axis=1, keepdims=True) < 0, -1.0, 1.0)
     return sign
 

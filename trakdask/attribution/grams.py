@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import dask.array as da
@@ -106,17 +107,15 @@ def _checked_weights(features: xr.Dataset, weights: xr.DataArray) -> da.Array:
 class GramMatrix:
     """K of all samples under some weights, and what belongs to it.
 
-    ``labels`` are the names of the checkpoints, for errors. ``h`` are the weights of the samples
-    at hand, None for 1; they are only known where λ is to be chosen with the matrix. ``spectrum``
-    has the eigenvectors, where they are stored, or λ is to be chosen by outputs.
+    ``labels`` are the names of the checkpoints, for errors. ``spectrum`` has the eigenvectors,
+    where they are stored, or λ is to be chosen by outputs.
     """
 
     data: da.Array
     n_samples: int
     labels: list[str]
-    weights: GramEstimator
+    estimator: GramEstimator
     is_stored: bool
-    h: da.Array | None
     spectrum: da.Array | None
 
 
@@ -138,7 +137,7 @@ class _OfCaller(Trak):
 
 def gram_matrix(
     features: xr.Dataset,
-    weights: GramEstimator,
+    estimator: GramEstimator,
     *,
     chooses_damping: bool = False,
     decomposed: bool = False,
@@ -152,7 +151,7 @@ def gram_matrix(
     ----------
     features
         Features of all training samples, or rows of them with the gram matrix of all.
-    weights
+    estimator
         The estimator of scores, or of the choice of λ, with its weights in sums.
     chooses_damping
         Whether λ is to be chosen with the matrix.
@@ -165,47 +164,66 @@ def gram_matrix(
         If there are more rows than the gram matrix has samples, if it has a dimension ``sample``,
         or if rows were selected and another matrix of all samples is needed than the one at hand.
     """
-    x, n, labels = features["feature"].data, features.sizes[SAMPLE], checkpoint_names(features)
+    n, labels = features.sizes[SAMPLE], checkpoint_names(features)
     total = int(features[GRAM].attrs.get(N_SAMPLES, n)) if GRAM in features else n
-    matrix = stored_matrix(features, GRAM, weights)
-    is_stored, gradient, factors, h = matrix is not None, None, None, None
+    needed = [GRAM, LOSS_GRADIENT] if chooses_damping else [GRAM]
+    held = {GRAM: stored_matrix(features, GRAM, estimator)}
+    is_stored, factors = held[GRAM] is not None, None
     if is_stored:
-        n, factors = total, stored_decomposition(features, weights)
-        if chooses_damping:
-            # None if other checkpoints were pooled when it was stored.
-            gradient = stored_matrix(features, LOSS_GRADIENT, weights)
-    needs_sums = not is_stored or (chooses_damping and gradient is None)
-    if needs_sums and features.sizes[SAMPLE] < total:
+        n, factors = total, stored_decomposition(features, estimator)
+        # None if other checkpoints were pooled when it was stored.
+        held[LOSS_GRADIENT] = stored_matrix(features, LOSS_GRADIENT, estimator)
+    missing = [name for name in needed if held.get(name) is None]
+    if missing and features.sizes[SAMPLE] < total:
         raise ValueError(
             f"expected all {total} samples, to add up what the features do not hold (a gram matrix "
             "with other weights, or the 'loss_gradient' of these checkpoints), got "
             f"{features.sizes[SAMPLE]}; try selecting from the scores of all, or {_REMEDY} for "
             "sums of these samples alone"
         )
-    if needs_sums or chooses_damping:
-        h = weights.h(features)
-    if matrix is None:
-        if chooses_damping:
-            matrix, gradient = arrays.gram.gram_and_sum(x, h, weights.g(features))
-        else:
-            matrix = arrays.gram.gram(x, h)
-        matrix = weights.completed(matrix, features)
-    elif needs_sums:
-        gradient = arrays.gram.loss_gradient(x, weights.g(features))
+    held |= zip(missing, sums(features, estimator, missing), strict=True)
+    matrix, gradient = held[GRAM], held.get(LOSS_GRADIENT)
+    assert matrix is not None, "it is stored, or a sum"
     if (chooses_damping or decomposed) and factors is None:
-        k = arrays.solve.component_count(weights.rank(n, features), x.shape[1], x.dtype)
+        p, dtype = features.sizes[PROJ_DIM], features["feature"].dtype
+        k = arrays.solve.component_count(estimator.rank(n, features), p, dtype)
         factors = arrays.solve.eigenvectors(matrix, labels, k)
     spectrum = factors and arrays.solve.spectrum(*factors, gradient, n, labels)
-    return GramMatrix(matrix, n, labels, weights, is_stored, h, spectrum)
+    return GramMatrix(matrix, n, labels, estimator, is_stored, spectrum)
 
 
-def weights_of_gram(features: xr.Dataset, estimator: GramEstimator) -> GramEstimator:
-    """Return the estimator with the weights of its gram matrix."""
-    is_given = GRAM in features and features[GRAM].attrs.get("gram_weights") == GIVEN
-    return _OfCaller() if is_given else estimator.of_sums()
+def sums(
+    features: xr.Dataset,
+    estimator: GramEstimator,
+    names: Sequence[str],
+    checkpoint: int | None = None,
+) -> list[da.Array]:
+    """Return sums over features, lazy: of the names, which are in the order gram, loss_gradient.
+
+    At one checkpoint only, if its number is given; the weights of ``loss_gradient`` are pooled over
+    all checkpoints also then.
+    """
+    some = features
+    if checkpoint is not None:
+        some = features.isel({CHECKPOINT: slice(checkpoint, checkpoint + 1)})
+    x, g = some["feature"].data, None
+    if LOSS_GRADIENT in names:
+        g = estimator.g(features)
+        g = g if checkpoint is None else arrays.weights.pooled(g)[:, None]
+    if GRAM not in names:
+        return [] if g is None else [arrays.gram.loss_gradient(x, g)]
+    h = estimator.h(some)
+    matrix, *others = [arrays.gram.gram(x, h)] if g is None else arrays.gram.gram_and_sum(x, h, g)
+    return [estimator.completed(matrix, some), *others]
 
 
-def stored_matrix(features: xr.Dataset, name: str, weights: GramEstimator) -> da.Array | None:
+def of_gram(features: xr.Dataset, estimator: GramEstimator) -> GramEstimator:
+    """Return the estimator with the weights that the gram matrix of features has, or is to have."""
+    is_of_caller = GRAM in features and features[GRAM].attrs.get("gram_weights") == GIVEN
+    return _OfCaller() if is_of_caller else estimator.of_sums()
+
+
+def stored_matrix(features: xr.Dataset, name: str, estimator: GramEstimator) -> da.Array | None:
     """Return the gram matrix or loss gradient that features hold, if its weights are these.
 
     It is the sum over all samples that the features were selected from. ``loss_gradient`` pools
@@ -219,7 +237,7 @@ def stored_matrix(features: xr.Dataset, name: str, weights: GramEstimator) -> da
     """
     if name not in features:
         return None
-    matrix, needed = features[name], weights.attrs(features)
+    matrix, needed = features[name], estimator.attrs(features)
     if SAMPLE in matrix.dims:
         raise ValueError(
             f"expected {name!r} without the dimension 'sample', which where(..., drop=True) and "
@@ -241,10 +259,10 @@ def stored_matrix(features: xr.Dataset, name: str, weights: GramEstimator) -> da
 
 
 def stored_decomposition(
-    features: xr.Dataset, weights: GramEstimator
+    features: xr.Dataset, estimator: GramEstimator
 ) -> tuple[da.Array, da.Array] | None:
     """Return the stored eigenvalues and eigenvectors of the gram matrix of some weights."""
-    if stored_matrix(features, GRAM, weights) is None:
+    if stored_matrix(features, GRAM, estimator) is None:
         return None
     if EIGENVALUES not in features or not is_of_gram(features, EIGENVECTORS):
         return None

@@ -55,7 +55,7 @@ def combine(
     weights
         Instead of ``by``: a mapping from the name of each combination to its weights, an array with
         one number per target, or a mapping from positions of targets to numbers, such as
-        ``{"cat - dog": {0: 1, 3: -1}}``; or a DataArray (combination, sample), of which the first
+        ``{"cat - dog": {0: 1, 3: -1}}``; or a DataArray (combination, sample), whose first
         dimension may have any name.
 
     Returns
@@ -197,7 +197,7 @@ def group_codes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     numbers = numbers.astype(np.min_scalar_type(-max(len(groups), 1)))
     ends = np.cumsum([len(names) for _, names in parts])
     codes = [
-        np.append(of_part, of_part.dtype.type(-1))[part]  # the last is that of missing values, -1
+        np.append(of_part, of_part.dtype.type(-1))[part]  # the last stands for missing values, -1
         for of_part, (part, _) in zip(np.split(numbers, ends[:-1]), parts, strict=True)
     ]
     return np.concatenate(codes), np.asarray(groups)

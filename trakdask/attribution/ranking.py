@@ -40,34 +40,36 @@ class Ranking(xr.Dataset):
     """Ranked samples, whose coords are looked up here if they are in memory here.
 
     The graphs of these coords hold the values of all samples, which a client would send to its
-    workers with every query. They are for those who select from a lazy ranking.
+    workers with every query. They are for selections from a lazy ranking.
     """
 
-    __slots__ = ("_look_up",)
+    __slots__ = ("_columns",)
 
-    _look_up: Mapping[Hashable, tuple[da.Array, Callable[[np.ndarray], np.ndarray]]]
-    """By the name of a coord, its array as it was made, and what gives its values at positions; a
-    Dataset that is made from this one has none."""
+    _columns: Mapping[Hashable, tuple[da.Array, np.ndarray]]
+    """Each coord by its name: its lazy array, and its values for all samples. A Dataset that is
+    made from this one has none."""
 
     def load(self, **options: Any) -> Self:
         """Compute scores and positions together, and then look up the coords."""
-        known = getattr(self, "_look_up", {})
-        same = {
-            n
-            for n, (array, _) in known.items()
-            if n in self.variables and self.variables[n].data is array
+        columns = {
+            name: column
+            for name, (lazy, column) in getattr(self, "_columns", {}).items()
+            if name in self.variables and self.variables[name].data is lazy
         }
         # This has the same variables, and not copies of them.
-        super(Ranking, self.drop_vars(same)).load(**options)
-        for name in same:
-            self.variables[name].data = known[name][1](self["position"].values)
+        super(Ranking, self.drop_vars(columns)).load(**options)
+        for name, column in columns.items():
+            self.variables[name].data = _gather(self["position"].values, column)
         return self
 
     def compute(self, **options: Any) -> Self:
         """Return a loaded copy."""
         copy = self.copy(deep=False)
-        copy._look_up = getattr(self, "_look_up", {})
+        copy._columns = getattr(self, "_columns", {})
         return copy.load(**options)
+
+
+Ranking.__name__ = "Dataset"  # xarray shows it; pickles go by the qualified name, which stays
 
 
 def top_k(
@@ -135,10 +137,11 @@ def top_k(
     Notes
     -----
     Compute all variables together, as in ``top.compute().to_dataframe()``: xarray would compute
-    those of a lazy Dataset one after the other, and each would repeat the query. ``top.compute()``
-    also looks up coords that are in memory in this process, so that a cluster gets none but those
-    that ``where`` needs: of text those that it names, of a function all. ``client.compute(top)``
-    and what is selected from a lazy ``top`` send the workers the coords of all samples.
+    the variables of a lazy Dataset one after the other, and each would repeat the query.
+    ``top.compute()`` also looks up coords that are in memory in this process, so that a cluster
+    gets only the coords that ``where`` needs: the ones that a text names, or all for a function.
+    ``client.compute(top)``, and a selection from a lazy ``top``, send the workers the coords of all
+    samples.
 
     Local ranking is fused with the score tiles and merged by a tree: n × m scores never exist.
     Exact and independent of chunks. Means over targets are computed in float64 and rounded once.
@@ -175,8 +178,7 @@ def top_k(
         scores = scores.copy(data=scores.variable.chunk().data)
     mask = _mask(scores, selection(scores, where) if isinstance(where, str) else where)
     if over_targets is not None:
-        counts = functools.partial(_counts, k=k, fraction=fraction)
-        return _top_over_targets(scores, mask, counts, over_targets, by, largest=largest)
+        return _top_over_targets(scores, mask, k, fraction, over_targets, by, largest=largest)
     if by is not None:
         raise ValueError(
             f"expected over_targets with by, which ranks all targets together, got by={by!r} "
@@ -192,12 +194,12 @@ def top_k(
     shown = da.map_blocks(np.copy, position)
     attrs = {**scores.attrs, "order": "descending" if largest else "ascending"}
     coords: dict[Hashable, Any] = {}
-    look_up: dict[Hashable, Any] = {}
+    columns: dict[Hashable, Any] = {}
     for name, values in _columns_along(scores, SAMPLE).items():
         gathered = _gathered(name, values, position)
         coords[name] = shape, gathered
         if isinstance(values, np.ndarray):
-            look_up[name] = gathered, functools.partial(_gather, column=values)
+            columns[name] = gathered, values
     coords |= {name: (TARGET, c) for name, c in _columns_along(scores, TARGET).items()}
     top = Ranking(
         {
@@ -207,14 +209,15 @@ def top_k(
         coords={**coords, RANK: np.arange(k)},
         attrs=attrs,
     )
-    top._look_up = look_up
+    top._columns = columns
     return top
 
 
 def _top_over_targets(
     scores: xr.DataArray,
     mask: np.ndarray | TileMask | None,
-    counts_of: Callable[[Sequence[int]], list[int]],
+    k: int | None,
+    fraction: float | None,
     over_targets: Over,
     by: str | None,
     *,
@@ -237,7 +240,7 @@ def _top_over_targets(
     if mask is not None:
         codes = np.where(mask, codes, -1)
     sizes = np.bincount(codes[codes >= 0])
-    counts = np.array(counts_of(sizes.tolist()), np.int64)
+    counts = np.array(_counts(sizes.tolist(), k, fraction), np.int64)
     selected = arrays.topk.among_best(best if largest else -best, codes, counts)
     attrs = {"over_targets": over_targets, "by": by or ""}
     attrs["order"] = "descending" if largest else "ascending"
@@ -257,7 +260,7 @@ def _counts(sizes: Sequence[int], k: int | None, fraction: float | None) -> list
         )
     if fraction is not None:
         asked = require_number("fraction", fraction, low=0, remedy="try fraction=0.05")
-        # 0.07 * 100 is 7.000000000000001, of which nobody expects 8.
+        # 0.07 * 100 is 7.000000000000001, where nobody expects 8.
         counts = [math.ceil(round(asked * size, 9)) for size in sizes]
     else:
         asked = require_integer("k", k, 1, remedy="try k=10")
@@ -284,16 +287,14 @@ def _mask(scores: xr.DataArray, where: Where | None) -> np.ndarray | TileMask | 
     if where is None:
         return None
     if callable(where) and not isinstance(where, (xr.DataArray, np.ndarray)):
-        columns = {dim: _columns_along(scores, dim) for dim in (SAMPLE, TARGET)}
-        if isinstance(where, Condition):
-            columns = {
-                dim: {name: values for name, values in of_dim.items() if name in where.names}
-                for dim, of_dim in columns.items()
-            }
-        dims = {name: dim for dim, of_dim in columns.items() for name in of_dim}
-        axes = {SAMPLE: "s", TARGET: "t"}
-        pairs = ((values, axes[dim]) for dim in columns for values in columns[dim].values())
-        return TileMask(functools.partial(_mask_of_coords, where, dims), tuple(pairs))
+        dims: dict[Hashable, str] = {}
+        columns: list[tuple[np.ndarray | da.Array, str]] = []
+        for dim, axis in ((SAMPLE, "s"), (TARGET, "t")):
+            for name, values in _columns_along(scores, dim).items():
+                if not isinstance(where, Condition) or name in where.names:
+                    dims[name] = dim
+                    columns.append((values, axis))
+        return TileMask(functools.partial(_mask_of_coords, where, dims), tuple(columns))
     if not isinstance(where, xr.DataArray):  # which makes NaN of what a masked array hides
         n_dims = np.ndim(where)
         where = xr.DataArray(where, dims=(SAMPLE, TARGET, *range(2, n_dims))[:n_dims])

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import dask
 import dask.array as da
 import numpy as np
 import xarray as xr
@@ -14,6 +16,7 @@ from dask.array.utils import meta_from_array
 
 from trakdask import arrays
 from trakdask.attribution.estimators import (
+    LOGIT_VARIANCE,
     Absolute,
     EstimatorLike,
     GramEstimator,
@@ -28,8 +31,8 @@ from trakdask.attribution.grams import (
     GramMatrix,
     gram_matrix,
     is_of_gram,
+    of_gram,
     stored_matrix,
-    weights_of_gram,
 )
 from trakdask.errors import warn_once
 from trakdask.provenance import require_comparable
@@ -45,11 +48,14 @@ from trakdask.variables import (
     validate,
 )
 
-#: Of fewer rows, a correlation three standard errors above 0 is above 0.42.
+#: With fewer rows, a correlation three standard errors above 0 is above 0.42.
 _LEAST_ROWS = 50
 #: A standard error of their correlation is below 0.032, and 2 p² flops for each are less than
 #: the 9 p³ of the eigendecomposition, from p of a few hundred on.
 _LEFT_OUT_ROWS = 1000
+
+_COMPLETENESS, _BY_FOLDS = "completeness, ", "cross-validation"
+"""What the rules for λ are called, before the samples that were asked."""
 
 
 def damping(
@@ -68,8 +74,8 @@ def damping(
         As in :func:`score`, with a gram matrix; its ``damping`` says what chooses λ, see
         :class:`Soft`.
     calibrate
-        Features of 50 or more held-out samples whose outputs choose λ, instead of those of training
-        samples; ``Soft(damping=td.damping(features, calibrate=held_out))`` has it. They may be the
+        Features of 50 or more held-out samples whose outputs choose λ, instead of training samples;
+        ``Soft(damping=td.damping(features, calibrate=held_out))`` has it. They may be the
         samples to explain; then scores depend on which targets are asked for together.
 
     Returns
@@ -100,8 +106,8 @@ def damping(
     score(z, t) = f(t), if λ is right. So for 21 ρ from 0.01 to 1000 these sums are correlated over
     samples with the outputs f (both as means over checkpoints), under soft weights of power ½. The
     prior is the features' ``attrs["damping_prior"]`` (1 if missing, √10 in the coordinates of a
-    curvature), which is best for models that were trained to the end. A larger ρ, that of the
-    largest correlation, is chosen if it exceeds the correlation at the prior clearly: by 0.6 in
+    curvature), which is best for models that were trained to the end. A larger ρ, where the
+    correlation is largest, is chosen if it is clearly larger than at the prior: by 0.6 in
     Fisher's z = artanh(r), or by 0.2 if that at the prior is below 0.57 or there are fewer than 500
     samples, as after a short training, where ρ has to be 10 to 300 times as large.
 
@@ -110,11 +116,10 @@ def damping(
     checkpoint. For other estimators it needs a gram matrix of these weights too, one more pass over
     the features.
 
-    The samples are those of ``calibrate``, if given; else up to 1000 training samples from up to 8
+    The samples are ``calibrate``, if given; else up to 1000 training samples from up to 8
     blocks, each left out of the sums exactly. So by default λ, and with it the score of a pair,
     depends on the training features alone. If the correlation is less than three standard errors
-    (1/√m) above 0, the next rule decides: training samples after ``calibrate``, and ``"trace"``
-    last.
+    (1/√m) above 0, λ is as by ``"trace"``.
 
     ρ is free of the scale of the gradients of any checkpoint. What λ loses against the best one was
     measured by ``tests/benchmarks/halves.py`` and is on the page "Estimator and λ".
@@ -134,9 +139,7 @@ def damping(
 
 def describe_damping(regularized: Regularized) -> xr.Dataset:
     """Return λ and how it was chosen, as :func:`damping` does."""
-    choice = regularized.choice
-    if choice is None:
-        choice = da.from_array(arrays.damping.NO_CHOICE)
+    choice = _known(regularized.choice)
     rule = da.map_blocks(
         _rule, choice, regularized.rules, drop_axis=0, dtype=object, meta=np.empty((), object)
     )
@@ -162,18 +165,23 @@ def describe_damping(regularized: Regularized) -> xr.Dataset:
     )
 
 
+def _known(choice: da.Array | None) -> da.Array:
+    return da.from_array(arrays.damping.NO_CHOICE) if choice is None else choice
+
+
 def _rule(choice: np.ndarray, rules: tuple[str, ...]) -> np.ndarray:
-    return np.array(rules[int(choice["candidate"][0])], dtype=object)
+    by_outputs = rules[-1 if np.isnan(choice["relative"][0]) else 0]
+    return np.array(_BY_FOLDS if choice["by_folds"][0] else by_outputs, dtype=object)
 
 
 @dataclass(frozen=True)
 class Regularized:
     """The inverse of a gram matrix with its λ (checkpoint), and how λ was chosen.
 
-    ``features`` are those to multiply with, which are checked if their gram matrix is stored.
-    ``inverse`` is for :func:`trakdask.arrays.solve.solve`. ``choice`` is that of
+    ``features`` are to be multiplied with; they are checked if their gram matrix is stored.
+    ``inverse`` is for :func:`trakdask.arrays.solve.solve`. ``choice`` is the result of
     :func:`trakdask.arrays.damping.choose`, None where outputs were not asked. ``rules`` are names
-    of what may have chosen λ: of the candidates of ``choice``, and of what decides if none does.
+    of what may have chosen λ: outputs, if they were asked, and last what decides if they do not.
     """
 
     features: xr.Dataset
@@ -200,35 +208,34 @@ def regularize(
             f"expected an estimator whose λ outputs choose with calibrate, got {estimator}; try "
             "damping='completeness', or leaving calibrate out"
         )
-    weights = weights_of_gram(features, estimator)
-    stored = stored_damping(features, estimator, weights) if calibrate is None else None
+    in_sums = of_gram(features, estimator)
+    stored = stored_damping(features, estimator, in_sums) if calibrate is None else None
     by_folds = estimator.rule == "cross_validation" and stored is None
-    asked = estimator
     if by_folds:
         estimator = estimator.with_damping(estimator.rule_without_folds(features))
     by_outputs = estimator.rule == "completeness" and stored is None
     if by_outputs:
         validate(features, ["output", "out_to_loss"], what="features")
     by = choosing(features)
-    chooses_itself = by_outputs and by.gram_weights == weights.gram_weights
+    chooses_itself = by_outputs and by.gram_weights == in_sums.gram_weights
     gram = chooses = gram_matrix(
-        features, weights, chooses_damping=chooses_itself, decomposed=by_folds
+        features, in_sums, chooses_damping=chooses_itself, decomposed=by_folds
     )
     if by_outputs and not chooses_itself:
         chooses = gram_matrix(features, by, chooses_damping=True)
     if NORM in features:
         features = _checked(features, gram, chooses)
     if by_outputs:
-        chosen = _chosen_by_outputs(features, by, calibrate, gram, chooses, quiet=quiet)
+        chosen = _chosen_by_outputs(features, calibrate, gram, chooses, quiet=quiet)
     else:
         chosen = _by_rule(features, gram, estimator) if stored is None else _chosen_before(stored)
     if by_folds:
-        chosen = _chosen_by_folds(features, asked, calibrate, gram, chosen)
+        chosen = _chosen_by_folds(features, estimator, calibrate, gram, chosen)
     if gram.spectrum is None:
         inverse = arrays.solve.cholesky(gram.data, chosen[0], gram.labels)
     else:
         inverse = arrays.solve.inverse(gram.spectrum, chosen[0])
-    return Regularized(features, inverse, weights.gram_weights, *chosen)
+    return Regularized(features, inverse, in_sums.gram_weights, *chosen)
 
 
 def _checked(features: xr.Dataset, *matrices: GramMatrix) -> xr.Dataset:
@@ -239,14 +246,14 @@ def _checked(features: xr.Dataset, *matrices: GramMatrix) -> xr.Dataset:
     names = "feature", "out_to_loss"
     checked = arrays.score.checked(
         *(features[name].data for name in ("feature", NORM, "out_to_loss")),
-        weighted=any(isinstance(matrix.weights, Soft) for matrix in stored),
+        weighted=any(isinstance(matrix.estimator, Soft) for matrix in stored),
     )
     pairs = zip(names, checked, strict=True)
     return features.assign({name: features[name].copy(data=data) for name, data in pairs})
 
 
 def stored_damping(
-    features: xr.Dataset, estimator: GramEstimator, weights: GramEstimator
+    features: xr.Dataset, estimator: GramEstimator, in_sums: GramEstimator
 ) -> xr.DataArray | None:
     """Return the λ that features hold beside the gram matrix, if the estimator asks for it.
 
@@ -254,11 +261,36 @@ def stored_damping(
     """
     if isinstance(estimator.damping, Absolute | xr.DataArray):
         return None
-    if stored_matrix(features, GRAM, weights) is None or not is_of_gram(features, DAMPING):
+    if stored_matrix(features, GRAM, in_sums) is None or not is_of_gram(features, DAMPING):
         return None
     is_auto = estimator.damping == estimator.with_damping("auto").resolved(features).damping
     pooled = features[DAMPING].attrs["pooled_checkpoints"]
     return features[DAMPING] if is_auto and set(pooled) == set(checkpoint_names(features)) else None
+
+
+def chosen_damping(
+    ds: xr.Dataset, estimator: GramEstimator, calibrate: xr.Dataset | None
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """Choose λ, from the stored eigenvectors; return its values and attrs."""
+    features, variance = lazy_features(ds), None
+    if isinstance(estimator, Soft):
+        variance = arrays.weights.logit_variance(features.out_to_loss.data)
+    resolved = estimator.resolved(ds)
+    regularized = regularize(features, resolved, calibrate, quiet=True)
+    chosen, variance = dask.compute(describe_damping(regularized), variance)
+    attrs: dict[str, Any] = {
+        "rule": str(chosen.rule.values),
+        "pooled_checkpoints": checkpoint_names(ds),
+    }
+    if variance is not None:
+        attrs[LOGIT_VARIANCE] = variance.tolist()
+    if regularized.choice is not None:
+        attrs |= {name: float(chosen[name]) for name in ("relative", "peak", "threshold")}
+        of_grid = {name: chosen[name].values for name in ("curve", "grade")}
+        attrs |= {name: x.tolist() for name, x in of_grid.items() if np.isfinite(x).any()}
+        if regularized.rules[0].startswith(_COMPLETENESS):
+            attrs["samples"] = regularized.rules[0].removeprefix(_COMPLETENESS)
+    return chosen.damping.values, attrs
 
 
 # --------------------------------------------------------------------------------- how λ is chosen
@@ -290,21 +322,19 @@ def _by_trace(gram: GramMatrix, rho: float) -> tuple[da.Array, tuple[str]]:
 def _chosen_before(damping: xr.DataArray) -> Chosen:
     """Return the stored λ, its rule, and how it was chosen, if by outputs; warn as then."""
     lam, attrs = damping.variable.chunk({CHECKPOINT: 1}).data, damping.attrs
-    if "tried" in attrs:
+    if "samples" in attrs:
         _warn_of_few_checkpoints(damping.size)
-    if attrs.get("tried"):
-        arrays.damping.warn_of_choice(attrs["relative"], attrs["peak"], attrs["tried"][-1])
+        arrays.damping.warn_of_choice(attrs["relative"], attrs["peak"], attrs["samples"])
     if "relative" not in attrs:
         return lam, (attrs["rule"],), None
     of_grid = (attrs.get(name, np.nan) for name in ("curve", "grade"))
-    values = [(attrs["relative"], 0, attrs["peak"], attrs["threshold"], *of_grid)]
-    choice = da.from_array(np.array(values, arrays.damping.CHOICE))
+    values = (attrs["relative"], attrs["peak"], attrs["threshold"], *of_grid, False)
+    choice = da.from_array(np.array([values], arrays.damping.CHOICE))
     return lam, (attrs["rule"],), choice
 
 
 def _chosen_by_outputs(
     features: xr.Dataset,
-    by: GramEstimator,
     calibrate: xr.Dataset | None,
     gram: GramMatrix,
     chooses: GramMatrix,
@@ -315,31 +345,31 @@ def _chosen_by_outputs(
     if not quiet:
         _warn_of_few_checkpoints(len(gram.labels))
     assert chooses.spectrum is not None
-    curves: dict[str, da.Array] = {}
+    prior = damping_prior(features)
+    by_trace, rules = _by_trace(gram, prior)
     if calibrate is not None:
         require_calibration(features, calibrate)
-        rows = lazy_features(calibrate)
+        samples, rows = "calibration set", lazy_features(calibrate)
         totals = arrays.damping.held_out(chooses.spectrum, rows.feature.data)
-        curves["calibration set"] = arrays.damping.curve(totals, rows.output.data)
-    if features.sizes[SAMPLE] >= _LEAST_ROWS:
+        outputs = rows.output.data
+    elif features.sizes[SAMPLE] >= _LEAST_ROWS:
+        samples = "training rows left out"
+        h, g = chooses.estimator.h(features), chooses.estimator.g(features)
         some_rows = arrays.damping.spread_rows(features.feature.data.chunks[0], _LEFT_OUT_ROWS)
         totals = arrays.damping.left_out(
             chooses.spectrum,
             _taken(features.feature.data, some_rows),
-            None if chooses.h is None else _taken(chooses.h, some_rows),
-            _taken(by.g(features), some_rows),
-            unless=list(curves.values()),
+            None if h is None else _taken(h, some_rows),
+            _taken(g, some_rows),
         )
         outputs = _taken(features.output.data, some_rows)
-        curves["training rows left out"] = arrays.damping.curve(totals, outputs)
-    prior = damping_prior(features)
-    by_trace, names = _by_trace(gram, prior)
-    rules = (*(f"completeness, {name}" for name in curves), *names)
-    if not curves:
+    else:
         return by_trace, rules, None
-    choice = arrays.damping.choose(curves, prior=prior, n_samples=chooses.n_samples, quiet=quiet)
+    curve, n = arrays.damping.curve(totals, outputs), chooses.n_samples
+    choice = arrays.damping.choose(curve, samples=samples, prior=prior, n_samples=n, quiet=quiet)
     rho = choice["relative"][0]
-    return by_trace * da.where(da.isnan(rho), 1, rho / prior), rules, choice
+    lam = by_trace * da.where(da.isnan(rho), 1, rho / prior)
+    return lam, (f"{_COMPLETENESS}{samples}", *rules), choice
 
 
 def _chosen_by_folds(
@@ -353,10 +383,6 @@ def _chosen_by_folds(
     require_folds(features)
     assert gram.spectrum is not None
     lam, rules, choice = chosen
-    if choice is None:
-        unasked = arrays.damping.NO_CHOICE.copy()
-        unasked["candidate"] = len(rules) - 1
-        choice = da.from_array(unasked)
     start = (lam / arrays.gram.mean_trace(gram.data, gram.n_samples, gram.labels)).mean()
     # The norms of some estimators need λ.
     by = Trak() if estimator.norms else estimator.of_sums()
@@ -368,9 +394,9 @@ def _chosen_by_folds(
         held_out = lazy_features(calibrate)
         rows, outputs = held_out.feature.data, held_out.output.data
     totals = arrays.folds.totals(gram.spectrum, sums, rows)
-    folded = arrays.folds.choose(totals, outputs, choice, start)
-    factor = da.where(folded["candidate"][0] == -1, folded["relative"][0] / start, 1)
-    return lam * factor, (*rules, "cross-validation"), folded
+    folded = arrays.folds.choose(totals, outputs, _known(choice), start)
+    factor = da.where(folded["by_folds"][0], folded["relative"][0] / start, 1)
+    return lam * factor, rules, folded
 
 
 def _taken(data: da.Array, rows: list[slice]) -> da.Array:

@@ -43,10 +43,10 @@ from trakdask.variables import (
 )
 
 _MOST_TARGETS = 4096
-"""In a block. More would make large tiles, of which a selection of targets needs little."""
+"""In a block. More would make large tiles, where a selection of targets needs little."""
 
 _MOST_COMBINATIONS = 2**20
-"""Of the values of several coords. Each is a row of the sums, although few may have samples."""
+"""Combinations of values of several coords. Each is a row of the sums; few may have samples."""
 
 Labels = tuple[tuple[str, ...], dict[Hashable, Any]]
 """Dimensions, and coords along them."""
@@ -72,7 +72,7 @@ def score(
         Features of the training samples. If they hold the ``gram`` of this estimator, as
         :func:`save` keeps it, it is used: rows that were selected from them are scored under the
         gram matrix of all samples, and only their blocks are read. Otherwise it is reduced from
-        these features: those of :func:`open` are read twice, and others stay in memory until
+        these features: features of :func:`open` are read twice, and others stay in memory until
         they are scored. ``features.assign(gram=td.gram(features, weights=h))`` has weights h of
         your own in K.
     targets
@@ -91,7 +91,7 @@ def score(
     -------
     Lazy DataArray ``score`` (sample, target), float32 (float64 of float64 features), in tiles of
     sample blocks × target blocks; blocks of more than 4096 targets are divided. Coords of the
-    training samples keep their names, those of the targets get the prefix ``target_``.
+    training samples keep their names, coords of the targets get the prefix ``target_``.
 
     Raises
     ------
@@ -223,7 +223,7 @@ def self_influence(
 
     Notes
     -----
-    Cost: 2 p² flops per sample and checkpoint beside those of the gram matrix, block by block.
+    Cost: 2 p² flops per sample and checkpoint beside the cost of the gram matrix, block by block.
 
     References
     ----------
@@ -276,10 +276,10 @@ def operands_of(features: xr.Dataset, targets: xr.Dataset) -> tuple[xr.Dataset, 
 
 @dataclass(frozen=True)
 class Solver:
-    """The two operands of an estimator's product, each of which can be asked for alone.
+    """The two operands of an estimator's product; each can be asked for alone.
 
-    ``features`` are those of all training samples, which are compared with their norms as they are
-    read if their gram matrix is stored. ``estimator`` has the weights that it has in scores.
+    ``features`` of all training samples are compared with their norms as they are read, if their
+    gram matrix is stored. ``estimator`` has the weights that it has in scores.
     ``matrix`` is None where there is no gram matrix; ``attrs`` say how scores are made.
     """
 
