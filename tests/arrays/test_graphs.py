@@ -18,7 +18,7 @@ from scipy import sparse
 
 import trakdask.arrays
 from tests.arrays.decomposed_features import data, decomposed, lazy
-from trakdask.arrays.damping import CURVE, GRID
+from trakdask.arrays.damping import CHOICE, CURVE, GRID
 from trakdask.arrays.solve import cholesky
 from trakdask.arrays.weights import squared_norm
 
@@ -72,6 +72,11 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     ),
     "totals": lambda seed: random(seed, N, len(GRID), C),
     "curve": peaked,
+    "knows": lambda seed: random(seed, N, C) < 0.5,
+    "sums": lambda seed: lazy(np.random.default_rng(seed).random((C, P, C)), P),
+    "choose.totals": lambda seed: random(seed, N, len(GRID), C).rechunk({2: -1}),
+    "choice": lambda seed: da.from_array(np.array([(seed, 0, 0, 0, 0, False)], CHOICE)),
+    "start": lambda seed: da.from_array(np.array(1.0 + seed)),
     "samples": lambda seed: ["rows", "targets"][seed],
     "score": lambda seed: da.from_array(np.random.default_rng(seed).random((N, 9)), chunks=7),
     "masks": lambda seed: da.from_array(np.random.default_rng(seed).random((8, N)) < 0.5, chunks=7),
