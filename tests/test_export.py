@@ -119,7 +119,7 @@ def test_to_parquet__says_how_it_was_made(tmp_path: Path) -> None:
     file = next((tmp_path / "p.parquet").iterdir())
     attrs = json.loads(parquet.read_schema(file).metadata[b"trakdask"])
     assert attrs == as_values(top.attrs)
-    assert attrs["projector"] == FEATURES.attrs["projector"]
+    assert attrs["projector"] == as_values(FEATURES.attrs)["projector"]
 
 
 def test_to_parquet__ranks_without_a_sample_are_null(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_score__failure_at_one_checkpoint(estimator: Any) -> None:
 def test_save__failures_are_a_coord_of_the_store(tmp_path: Path) -> None:
     lazy = featurize(samples())
     opened = td.save(lazy, tmp_path / "f.zarr", progress=False)
-    assert set(opened.coords) == {"label", "checkpoint", "error"}
+    assert set(opened.coords) == {"label", "checkpoint", "error", "proj_column"}
     np.testing.assert_array_equal(opened.error, lazy.error)
     failed = opened.error.to_series().loc[lambda why: why != ""]
     assert sorted({position for position, _ in failed.index}) == BAD

@@ -72,7 +72,6 @@ PUBLIC = {
     "score_parts": score_parts,
     "gram": lambda: td.gram(FEATURES),
     "gram_weighted": lambda: td.gram(FEATURES, weights=xr.DataArray(np.ones(40), dims="sample")),
-    "wrong_classes": lambda: td.wrong_classes(from_arrays(), model()),
     "damping": lambda: td.damping(FEATURES),
     "damping_by_outputs": lambda: td.damping(MANY, estimator="soft", calibrate=MANY_TARGETS),
     "score": lambda: td.score(FEATURES, TARGETS),
@@ -106,13 +105,6 @@ PUBLIC = {
     "mislabelled_auc": lambda: td.evaluate.mislabelled_auc(FEATURES.output, LABEL_IS_WRONG),
     "mislabelled_curve": lambda: td.evaluate.mislabelled_curve(FEATURES.output, LABEL_IS_WRONG),
     "class_detection": lambda: td.evaluate.class_detection(td.score(FEATURES, TARGETS)),
-    "shortcut_detection": lambda: td.evaluate.shortcut_detection(marked_scores(), "marked"),
-    "randomization_check": lambda: td.evaluate.randomization_check(
-        *[td.score(FEATURES, TARGETS)] * 2
-    ),
-    "seed_agreement": lambda: td.evaluate.seed_agreement(
-        td.score(FEATURES, TARGETS, average=False)
-    ),
     "accessor": lambda: FEATURES.trak.score(TARGETS).trak.top_k(3),
     "simulate_features": lambda: simulate_features(),
 }

@@ -10,7 +10,10 @@ import sys
 import zipfile
 from pathlib import Path
 
+import cloudpickle
 import pytest
+
+import trakdask as td
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -67,6 +70,13 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+def test_package__pickles_with_functions_that_name_it() -> None:
+    # lazy_loader guards a function that has its own module's name by a class of modules that
+    # cloudpickle refuses: no function of a notebook that names ``td`` would reach a cluster.
+    function = cloudpickle.loads(cloudpickle.dumps(lambda: td))
+    assert function() is td
+
+
 def test_wheel__holds_the_package_the_kernels_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     folders = {name.split("/")[0].split("-")[0] for name in names}

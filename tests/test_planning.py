@@ -20,6 +20,7 @@ from trakdask.planning import plan
 from trakdask.projection import Projector, RowMap
 from trakdask.projection.kronecker import Kronecker
 from trakdask.projection.mask import Mask
+from trakdask.provenance import as_values
 from trakdask.testing import raise_if_dask_computes
 
 SIZES = (30, 5, 15, 3)  # elements of the four parameters of `build`
@@ -105,7 +106,7 @@ def test_plan__opened_store_gives_the_same(tmp_path: Path) -> None:
 
 def test_plan__projectors_know_the_shapes() -> None:
     kronecker = Kronecker(left=4, right=4)
-    shapes = FEATURES.attrs["parameters"]
+    shapes = as_values(FEATURES.attrs)["parameters"]
     bound = kronecker.bind(RowMap.from_shapes(shapes, alignment=512))
     found = plan(FEATURES, [kronecker]).projections[1]
     assert (found.projector, found.proj_dim) == (repr(kronecker), 16)

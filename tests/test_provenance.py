@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+
+import trakdask as td
 from trakdask.errors import StoreMismatchError
-from trakdask.provenance import require_comparable, require_same
+from trakdask.provenance import as_values, require_comparable, require_same
 from trakdask.testing import simulate_features
 
-SPEC = {**simulate_features().attrs, "parameters": {"w": [2, 3]}}
+SPEC = {**as_values(simulate_features().attrs), "parameters": {"w": [2, 3]}}
 
 
 def test_require_same__order_of_checkpoints_matters() -> None:
@@ -77,3 +83,18 @@ def test_require_comparable__the_field_that_differs_is_named(one, two, words: st
     # A store is made with one task, whose fields must all agree.
     with pytest.raises(StoreMismatchError, match="differ in task"):
         require_same({**SPEC, "task": two}, {**SPEC, "task": one}, what="both")
+
+
+@pytest.mark.filterwarnings("ignore:scores are made from 1 checkpoint")
+def test_features__can_be_written_as_netcdf(tmp_path: Path) -> None:
+    """Mappings in attrs are JSON text, because netCDF has none."""
+    x = np.random.default_rng(0).normal(size=(12, 4)).astype("f4")
+    samples = td.from_arrays({"image": x, "label": np.arange(12) % 3})
+    model = td.Model(torch.nn.Linear(4, 3), task="image_classification")
+    projector = td.curvature(samples, model, leading=2).then(td.SJLT(4))
+    features = td.featurize(samples, model, projector)
+    features.to_netcdf(tmp_path / "f.nc")
+    again = xr.open_dataset(tmp_path / "f.nc")
+    assert as_values(again.attrs)["projector"] == projector.spec()
+    like = td.featurize(samples, model, like=again)
+    np.testing.assert_array_equal(like.feature, features.feature)

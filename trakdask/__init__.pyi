@@ -6,7 +6,7 @@ from . import explorer as explorer
 from . import plots as plots
 from . import testing as testing
 from ._version import __version__ as __version__
-from .attribute import attribute as attribute
+from .attributing import attribute as attribute
 from .attribution import Absolute as Absolute
 from .attribution import GradCos as GradCos
 from .attribution import GradDot as GradDot

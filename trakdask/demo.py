@@ -112,14 +112,15 @@ def preprocess(image: Any) -> np.ndarray:
 def _featurize(datasets: Iterable[xr.Dataset], network: td.Model) -> list[xr.Dataset]:
     projector = td.SJLT(proj_dim=PROJ_DIM, seed=0)
     console.print(f"{network}\n{projector}")
-    saved = []
+    saved: list[xr.Dataset] = []
     for name, samples in zip(("train", "targets"), datasets, strict=True):
         store = OUTPUT / f"{name}.zarr"
         # Without an earlier store, so that the full time is measured: save would resume it.
         shutil.rmtree(store, ignore_errors=True)
-        features = td.featurize(samples, network, projector=projector)
+        how = {"like": saved[0]} if saved else {"projector": projector}
+        features = td.featurize(samples, network, **how)
         with _timed(f"featurize and save {samples.sizes['sample']} {name} digits × 3"):
-            saved.append(td.save(features, store, estimator="auto" if name == "train" else None))
+            saved.append(td.save(features, store, estimator=None if saved else "auto"))
     return saved
 
 

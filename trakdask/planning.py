@@ -27,6 +27,7 @@ from trakdask.execution import active_client, gpu_options, n_slots
 from trakdask.projection import Projector, RowMap
 from trakdask.projection.acceleration import stop_waiting
 from trakdask.projection.fitted import Fitted
+from trakdask.provenance import as_values
 from trakdask.variables import CHECKPOINT, FITTED, SAMPLE, validate
 
 __all__ = ["Pilot", "Plan", "PlannedProjection", "plan"]
@@ -102,10 +103,11 @@ def plan(
             "expected features with the attrs that td.featurize writes, got none named "
             f"{sorted(missing)}; try features.assign_attrs(original.attrs)"
         )
-    shapes = features.attrs["parameters"]
+    attrs = as_values(features.attrs)
+    shapes = attrs["parameters"]
     n_samples, n_checkpoints = features.sizes[SAMPLE], features.sizes[CHECKPOINT]
     n_parameters = RowMap.from_shapes(shapes, alignment=1).n_parameters
-    own = Fitted.from_spec(features.attrs["projector"])
+    own = Fitted.from_spec(attrs["projector"])
     # A fitted projector chooses its columns: they are not random.
     wider = _wider(own.projector, min(n_samples, n_parameters)) if own.is_random else []
     others = wider if projectors is None else _checked(projectors)

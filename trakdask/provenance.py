@@ -9,11 +9,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import xarray as xr
 
 from trakdask.checks import shown
 from trakdask.errors import StoreMismatchError, warn_once
-from trakdask.variables import CHECKPOINT, PROJ_DIM, checkpoint_names
+from trakdask.variables import CHECKPOINT, COLUMN, PROJ_DIM, checkpoint_names
 
 _CHECKPOINTS = ("checkpoints", "checkpoint_ids")
 REQUIRED_SPEC = (*_CHECKPOINTS, "projector", "parameters", "task")
@@ -61,7 +62,8 @@ def spec(ds: xr.Dataset) -> dict[str, Any]:
 
     Only the selected checkpoints are included; xarray leaves ``attrs`` unchanged by a selection.
     """
-    attrs = {name: ds.attrs[name] for name in STORE_SPEC if name in ds.attrs}
+    values = as_values(ds.attrs)
+    attrs = {name: values[name] for name in STORE_SPEC if name in values}
     names = checkpoint_names(ds) if CHECKPOINT in ds.coords else []
     for field in BY_CHECKPOINT:
         if set(names) <= set(attrs.get(field, ())):
@@ -197,6 +199,13 @@ def require_comparable(features: xr.Dataset, other: xr.Dataset, name: str = "tar
     if _defining(theirs.get("task")) == _defining(ours.get("task")):
         theirs["task"] = ours.get("task")
     require_same(theirs, ours, what=what, names=(*FEATURE_SPEC, CHECKPOINT, PROJ_DIM))
+    columns = [ds[COLUMN].values for ds in (features, other) if COLUMN in ds.coords]
+    if len(columns) == 2 and not np.array_equal(columns[0], columns[1]):
+        raise StoreMismatchError(
+            f"{what} differ in the order of columns: expected {shown(columns[0].tolist())} as "
+            f"{COLUMN!r}, got {shown(columns[1].tolist())}; try the same isel({PROJ_DIM}=...) on "
+            "both"
+        )
     _warn_of_precision(ours, theirs, what)
 
 

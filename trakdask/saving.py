@@ -1,6 +1,6 @@
 """Save features with all that their scores need: gram matrices, their eigenvectors and λ.
 
-These are reduced whenever what they are of changes, and count together with it.
+They are computed again whenever the samples change, and are committed together with them.
 """
 
 from __future__ import annotations

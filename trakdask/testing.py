@@ -13,6 +13,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask.checks import require_integer
+from trakdask.provenance import as_text
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
 __all__ = ["raise_if_dask_computes", "simulate_features"]
@@ -103,7 +104,7 @@ def simulate_features(
         "task": "simulated",
         "source": token,
     }
-    return xr.Dataset(data, coords=coords, attrs=attrs)
+    return xr.Dataset(data, coords=coords, attrs=as_text(attrs))
 
 
 def _simulate_block(

@@ -8,14 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
-from sklearn.metrics import average_precision_score, roc_auc_score
+from sklearn.metrics import roc_auc_score
 
 from trakdask.arrays import evaluation
 from trakdask.arrays.evaluation import (
     Ranking,
-    average_precision,
     class_ranks,
-    rank_correlations,
 )
 
 
@@ -162,47 +160,12 @@ def test_class_ranks__by_hand(case: str, chunks: tuple[int, ...]) -> None:
             np.testing.assert_allclose(result[t, e], by_hand(column[ranked], relevant))
 
 
-@pytest.mark.parametrize("case", SCORES)
-def test_average_precision__as_in_scikit_learn(case: str) -> None:
-    scores, positive = SCORES[case], np.arange(N) % 5 == 0
-    result = average_precision(da.from_array(scores, (7, 4, 1)), positive).compute()
-    for t in range(M):
-        for e in range(2):
-            known = ~np.isnan(scores[:, t, e])
-            finite = np.unique(scores[known, t, e], return_inverse=True)[1]
-            expected = average_precision_score(positive[known], finite)
-            np.testing.assert_allclose(result[t, e], expected)
-
-
 MODELS = RNG.standard_normal((30, 5, 1)) + RNG.standard_normal((30, 5, 4))
 AGREEMENT = {
     "distinct": MODELS,
     "ties": np.round(MODELS).astype("f4"),
     "unknown": np.where(RNG.random(MODELS.shape) < 0.1, np.nan, MODELS),
 }
-
-
-@pytest.mark.parametrize("case", AGREEMENT)
-@pytest.mark.parametrize("chunks", [(7, 2, 1), (30, 5, 4), (1, 3, 2)])
-def test_rank_correlations__of_every_pair(case: str, chunks: tuple[int, ...]) -> None:
-    score = AGREEMENT[case]
-    result = rank_correlations(da.from_array(score, chunks)).compute()
-    for t in range(5):
-        known = ~np.isnan(score[:, t]).any(axis=1)
-        expected = stats.spearmanr(score[known, t]).statistic
-        np.testing.assert_allclose(result[t], expected)
-
-
-def test_rank_correlations__undefined() -> None:
-    score = MODELS.copy()
-    score[:, 0, 1] = 3  # a constant
-    score[1:, 1, 2] = np.nan  # one sample left
-    score[:, 2] = np.nan
-    result = rank_correlations(da.from_array(score)).compute()
-    assert np.isnan(result[0, 1]).all()
-    assert result[0, 0, 2] == pytest.approx(stats.spearmanr(score[:, 0, 0], score[:, 0, 2])[0])
-    assert np.isnan(result[1:3]).all()
-    assert not np.isnan(result[3:]).any()
 
 
 def auc(values: np.ndarray, positive: np.ndarray) -> float:

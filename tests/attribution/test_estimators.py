@@ -80,7 +80,7 @@ def test_auto__is_the_estimator_that_the_task_names() -> None:
     samples = td.from_arrays({"x": x, "y": x[:, 0]})
     kinds: dict[object, Estimator] = {
         OwnTask(): td.Soft(damping="completeness", wrong_classes=False),
-        td.tasks.Classification(label="y"): td.Soft(damping="completeness"),
+        td.tasks.Classification(label="y"): td.Soft(damping="completeness", wrong_classes=False),
         td.tasks.Regression(): td.Trak(damping="trace"),
     }
     for task, expected in kinds.items():

@@ -59,9 +59,6 @@ GOOD = {
     "brittleness": {"train_fn": train, "scores": SCORES, "ks": [2], "n_random": 1},
     "removal_curve": {"train_fn": train, "scores": SCORES, "fractions": [0.2], "n_random": 1},
     "class_detection": {"scores": LABELLED, "ks": [1], "resamples": 2},
-    "shortcut_detection": {"scores": LABELLED, "by": "marked", "resamples": 2},
-    "randomization_check": {"scores": SCORES, "randomized": -SCORES, "resamples": 2},
-    "seed_agreement": {"scores": RUNS, "dim": "run", "resamples": 2},
 }
 
 
@@ -183,25 +180,6 @@ ROWS = [
         ("k is 0", {"ks": [0]}, ValueError, ["k", "0"]),
         ("k above the samples", {"ks": [13]}, ValueError, ["k", "13"]),
         ("scores are NaN", {"scores": LABELLED * np.nan}, ValueError, ["NaN", "3 targets"]),
-    ),
-    *rows(
-        "shortcut_detection",
-        ("no marks", {"scores": SCORES}, KeyError, ["marked"]),
-        ("no target", labelled("target", target_marked=[False] * M), ValueError, ["0 of 3"]),
-        ("no sample", labelled("sample", marked=[False] * N), ValueError, ["0 of 12"]),
-        ("all samples", labelled("sample", marked=[True] * N), ValueError, ["12 of 12"]),
-        ("NaN", {"scores": nan_at(LABELLED, slice(None), 0)}, ValueError, ["NaN", "1 targets"]),
-    ),
-    *rows(
-        "randomization_check",
-        ("scores of an ensemble", {"scores": RUNS}, ValueError, ["'run'"]),
-        ("of other samples", {"randomized": SCORES[:9]}, ValueError, ["sample", "9", "12"]),
-        ("scores are zero", {"scores": SCORES * 0}, ValueError, ["scores", "3 targets"]),
-    ),
-    *rows(
-        "seed_agreement",
-        ("scores of one model", {"scores": SCORES}, ValueError, ["run"]),
-        ("one model", {"scores": RUNS[:1]}, ValueError, ["'run'", "1"]),
     ),
 ]
 

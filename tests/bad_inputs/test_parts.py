@@ -103,7 +103,7 @@ ROWS = [
     row(Q, "groups that overlap", asked(parts={"a": "w*", "b": "wte*"}), ValueError, "'wte.weight'", "'a'", "'b'"),
     row(Q, "text of a word", asked(text="abc"), TypeError, "'abc'"),
     row(Q, "texts of fewer tokens", computed(asked(text=["a", "b"])), ValueError, "up to 6", "2 texts", "tokenizer.decode"),
-    row(Q, "a convolution", asked(model=mixing()), ValueError, "'0', Conv1d"),
+    row(Q, "another model", asked(model=mixing()), td.errors.StoreMismatchError, "parameters", "0.weight"),
     row(C, "neither", lambda: td.combine(T), ValueError, "neither"),
     row(C, "both", lambda: td.combine(KINDS, by="kind", weights={"a": {0: 1}}), ValueError, "both"),
     row(C, "by a coord that is not there", lambda: td.combine(KINDS, by="kin"), ValueError, "'kin'", "'kind'"),

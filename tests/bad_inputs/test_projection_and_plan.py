@@ -14,6 +14,7 @@ import xarray as xr
 import trakdask as td
 from tests.bad_inputs.bad_input import BadInput, check, parametrize
 from trakdask.projection import FastJL, Projector
+from trakdask.provenance import as_values
 
 
 @functools.cache
@@ -107,7 +108,9 @@ PROJECTORS = [
 
 
 def with_spec(**changes: object) -> xr.Dataset:
-    return features().assign_attrs(projector={**features().attrs["projector"], **changes})
+    return features().assign_attrs(
+        projector={**as_values(features().attrs)["projector"], **changes}
+    )
 
 
 PLAN = rows(

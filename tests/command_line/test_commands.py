@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 import trakdask as td
 from trakdask.command_line.commands import app
 from trakdask.command_line.configuration import ConfigurationError, read
-from trakdask.command_line.jobs import explored, running
+from trakdask.command_line.jobs import explored, running, with_estimator
 from trakdask.explorer import View
 from trakdask.explorer.pages import page
 
@@ -547,3 +547,49 @@ def test_import__loads_nothing_that_a_shell_would_wait_for(run_python, tmp_path:
         "print([n for n in ('torch', 'dask', 'distributed') if n in sys.modules])"
     )
     assert run_python("-c", code, cwd=tmp_path).strip() == "[]"
+
+
+@pytest.mark.slow
+def test_process__example_does_the_job_of_the_demo(
+    tmp_path: Path, run_process: RunProcess, digits_folder: Path
+) -> None:
+    assert run_process("init").returncode == 0
+    arguments = f"{{n_checkpoints: 1, folder: '{digits_folder}'}}"
+    settings = ("projector.proj_dim=256", f"model.checkpoints.arguments={arguments}")
+    done = run_process("top-k", "trakdask.yaml", *(f"--set={each}" for each in settings))
+    assert done.returncode == 0, done.stderr
+    frame = pd.read_parquet(tmp_path / "top.parquet")
+    assert len(frame) == 200 * 5
+    best = frame[frame["rank"] == 0]
+    # Digits are helped by digits of their own class: a wrong sign or order would show here.
+    assert (best["label"] == best["target_label"]).mean() > 0.7
+    assert "Error" not in done.stderr + done.stdout
+
+
+def test_job__options_of_an_estimator_make_its_value() -> None:
+    features = td.testing.simulate_features(60, 4, 3)
+    described = {
+        td.Trak(): {"average": False},
+        td.Trak(damping="trace"): {"damping": "trace"},
+        td.Soft(0.25, td.Absolute(2)): {
+            "estimator": "soft",
+            "power": 0.25,
+            "damping": {"value": 2},
+        },
+        td.TracIn({"c0": 1}): {"estimator": "tracin", "learning_rates": {"c0": 1}},
+        None: {"estimator": None, "power": 1},
+    }
+    for expected, options in described.items():
+        made = with_estimator(options, features)
+        assert made.pop("estimator") == expected
+        assert made == ({"average": False} if "average" in options else {})
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_job__held_out_samples_choose_the_damping(tmp_path: Path) -> None:
+    features, held_out = (td.testing.simulate_features(60, 4, 3, seed=seed) for seed in (0, 1))
+    td.save(held_out, tmp_path / "held_out.zarr", progress=False)
+    options = {"estimator": "soft", "calibrate": str(tmp_path / "held_out.zarr")}
+    made = with_estimator(options, features)["estimator"]
+    expected = td.damping(features, "soft", calibrate=held_out).damping
+    np.testing.assert_array_equal(made.damping, expected)

@@ -102,7 +102,6 @@ EVALUATIONS = {
     "removal_curve": lambda scores: td.evaluate.removal_curve(train, scores, [0.2, 0.1]),
     "brittleness": lambda scores: td.evaluate.brittleness(train, scores, [2, 5, 7]),
     "class_detection": lambda scores: td.evaluate.class_detection(scores, ks=[2], resamples=9),
-    "shortcut_detection": lambda scores: td.evaluate.shortcut_detection(scores, "marked"),
     "mislabelled_curve": lambda scores: td.evaluate.mislabelled_curve(scores, np.arange(N) < 9),
 }
 

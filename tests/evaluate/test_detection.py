@@ -6,7 +6,7 @@ import dask.array as da
 import numpy as np
 import pytest
 import xarray as xr
-from sklearn.metrics import average_precision_score, roc_auc_score
+from sklearn.metrics import roc_auc_score
 
 import trakdask as td
 from trakdask.testing import raise_if_dask_computes
@@ -101,27 +101,3 @@ def test_class_detection__targets_without_samples_are_left_out() -> None:
     ).compute()
     assert np.isnan(result.auc[0])
     np.testing.assert_allclose(result.auc_mean, result.auc[1:].mean())
-
-
-# --- shortcut_detection ---------------------------------------------------------------------------
-
-
-def test_shortcut_detection__of_every_target() -> None:
-    scores = labelled(RNG.standard_normal((N, M)) + 2 * MARKED[:, None] * TARGET_MARKED)
-    with raise_if_dask_computes():
-        result = td.evaluate.shortcut_detection(in_chunks(scores, 7, 5), "marked")
-    result = result.compute()
-    expected = [average_precision_score(MARKED, scores.values[:, t]) for t in range(M)]
-    np.testing.assert_allclose(result.auprc, expected)
-    np.testing.assert_allclose(result.auprc_mean, result.auprc[TARGET_MARKED].mean())
-    np.testing.assert_allclose(result.unmarked_mean, result.auprc[~TARGET_MARKED].mean())
-    assert float(result.chance) == pytest.approx(MARKED.mean())
-    assert result.interval[0] < result.auprc_mean < result.interval[1]
-    assert float(result.unmarked_interval[1]) < float(result.interval[0])
-
-
-def test_shortcut_detection__without_unmarked_targets() -> None:
-    result = td.evaluate.shortcut_detection(SCORES.isel(target=TARGET_MARKED), "marked").compute()
-    assert float(result.auprc_mean) > 0
-    assert np.isnan(result.unmarked_mean)
-    assert np.isnan(result.unmarked_interval).all()

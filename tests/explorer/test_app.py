@@ -271,7 +271,9 @@ def test_session__shows_samples_in_their_order_until_self_influence_is_there() -
     x = features.feature.data
     lazy = da.map_blocks(slow, x, dtype=x.dtype, meta=x._meta)
     explorer = td.explore(
-        features.assign(feature=(features.feature.dims, lazy)), data(M, 1), damping=0.1
+        features.assign(feature=(features.feature.dims, lazy)),
+        data(M, 1),
+        estimator=td.Trak(damping=0.1),
     )
     view = View(page="corpus", where="label == 1", estimator="trak")
     session = Session(explorer, view)
@@ -280,7 +282,7 @@ def test_session__shows_samples_in_their_order_until_self_influence_is_there() -
     assert "computing" in session.page.html
     go_on.set()
     session.wait(PATIENCE_S)
-    influence = td.self_influence(features, estimator="trak", damping=0.1).values
+    influence = td.self_influence(features, td.Trak(damping=0.1)).values
     ranked = [i for i in np.argsort(-influence) if i % 2]
     assert cards(session) == ranked[:25]
     assert "In the order of the store" not in session.page.html

@@ -286,7 +286,7 @@ def test_targets__have_the_loss_of_their_task_or_else_q(name, task, label, loss)
     features = td.featurize(samples, model, projector=td.SJLT(4)).compute()
     each = [loss(net(x).detach().double(), torch.from_numpy(label)) for net in nets]
     expected = np.mean(each, axis=0)
-    questions = Questions(features, features, damping=0.1)
+    questions = Questions(features, features, estimator=td.Trak(damping=0.1))
     table = questions.targets.selected(View())
     assert table.index.tolist() == np.argsort(-expected).tolist()
     np.testing.assert_allclose(table[name], np.sort(expected)[::-1], rtol=1e-4)

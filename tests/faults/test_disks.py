@@ -25,7 +25,7 @@ from tests.storage.integers import counted
 from trakdask.testing import simulate_features
 
 LARGE = simulate_features(n_samples=2048, proj_dim=128, n_checkpoints=1, chunks=256)  # 8 × 128 KiB
-SCORES = td.score(LARGE, LARGE, damping=0.1)
+SCORES = td.score(LARGE, LARGE, td.Trak(damping=0.1))
 NOISE = np.random.default_rng(0).random(2048)
 SMALL = simulate_features(n_samples=40, proj_dim=8, chunks=16)
 

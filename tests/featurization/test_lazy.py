@@ -16,9 +16,10 @@ from distributed import Client
 from torch import nn
 
 import trakdask as td
-from trakdask.arrays.weights import row_norms
+from trakdask.arrays.weights import row_norms, with_digest
 from trakdask.models import checkpoints
 from trakdask.projection import Projector
+from trakdask.provenance import as_values
 
 
 def build() -> nn.Module:
@@ -50,7 +51,7 @@ def test_featurize__labels_chunks_and_provenance() -> None:
     assert features.checkpoint.values.tolist() == ["c0", "c1"]
     np.testing.assert_array_equal(features.label, np.arange(20) % 3)
     assert "sample" not in features.indexes
-    attrs = features.attrs
+    attrs = as_values(features.attrs)
     assert attrs["projector"] == projector.spec()
     assert attrs["task"] == repr(td.tasks.ImageClassification())
     assert list(attrs["parameters"]) == ["1.weight", "1.bias", "3.weight", "3.bias"]
@@ -74,7 +75,7 @@ def test_featurize__every_projector_is_saved_and_scored(
     projector: Projector, tmp_path: Path
 ) -> None:
     lazy = td.featurize(samples(), model(), projector=projector)
-    assert lazy.attrs["projector"] == projector.spec()
+    assert as_values(lazy.attrs)["projector"] == projector.spec()
     features = td.save(lazy, tmp_path / "features.zarr")
     assert features.feature.notnull().all()
     targets = td.featurize(samples(4), model(), projector=projector)
@@ -194,7 +195,9 @@ def test_featurize__norms_are_those_of_features_whatever_the_chunks() -> None:
         found = td.featurize(samples(chunks=chunks), model(), projector=td.SJLT(32)).compute()
         assert found.feature_norm.dtype == np.float64
         alone = [row_norms(row[None]) for row in found.feature.values]
-        np.testing.assert_array_equal(found.feature_norm, np.concatenate(alone))
+        marked = with_digest(np.concatenate(alone), found.out_to_loss.values)
+        np.testing.assert_array_equal(found.feature_norm, marked)
+        np.testing.assert_allclose(marked, np.concatenate(alone), rtol=1e-11)
 
 
 def test_featurize__compute_reads_the_weights_of_each_checkpoint_once(
@@ -389,10 +392,11 @@ def test_featurize__vmap_does_not_replace_hooks_because_of_a_bad_sample(
 
 def test_curvature__by_vmap_counts_every_sample_once() -> None:
     module, data = _FixedNegatives(), samples()
-    found = td.curvature(data, td.Model(module)).compute(scheduler="sync")
+    found = td.curvature(data, td.Model(module))
     with mock.patch("trakdask.featurization.lazy.choose_engine", return_value=("vmap", "")):
-        expected = td.curvature(data, td.Model(module)).compute(scheduler="sync")
-    np.testing.assert_allclose(found.scale, expected.scale, rtol=1e-3)
+        expected = td.curvature(data, td.Model(module))
+    scales = [fit.arrays["curvature_scale"] for fit in (found, expected)]
+    np.testing.assert_allclose(*scales, rtol=1e-3)
 
 
 def test_hooks__of_calls_without_gradients() -> None:

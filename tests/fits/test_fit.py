@@ -24,9 +24,9 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
-def states() -> dict[str, dict[str, torch.Tensor]]:
+def states(names: str = "ab") -> dict[str, dict[str, torch.Tensor]]:
     made = {}
-    for seed, name in enumerate("ab"):
+    for seed, name in enumerate(names):
         torch.manual_seed(seed)
         made[name] = {n: torch.randn_like(t) for n, t in build().state_dict().items()}
     return made
@@ -97,10 +97,16 @@ def test_fit__goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: Any) -> N
     assert len(fitted_to) == 5
 
     features = td.save(td.featurize(SAMPLES, MODEL, again), store, progress=False)
+    assert not (tmp_path / "train.zarr.fit").exists()
     stored = td.fit(SAMPLES, MODEL, store=store, **SMALL)
     assert stored.digests == again.digests
     assert len(fitted_to) == 5
-    assert not (tmp_path / "train.zarr.fit").exists()
+    more = td.Model(build, states("abc"), task="image_classification")
+    longer = td.fit(SAMPLES, more, store=store, **SMALL)  # of the new checkpoint alone
+    assert fitted_to[5:] == ["c"]
+    assert {name: longer.digests[name] for name in "ab"} == dict(stored.digests)
+    added = td.featurize(SAMPLES, more, longer)
+    td.save(added, tmp_path / "train.zarr", append_dim="checkpoint", progress=False)
     like = td.featurize(SAMPLES.isel(sample=[2]), MODEL, stored)
     xr.testing.assert_allclose(like.feature, features.feature.isel(sample=[2]), atol=1e-5)
     with pytest.raises(td.errors.StoreMismatchError, match="proj_dim"):

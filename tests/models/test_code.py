@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from torch import nn
 
 import trakdask as td
 from trakdask.models.modules import code_digests
+from trakdask.provenance import as_values
 
 SOURCE = """
 import functools
@@ -164,5 +166,6 @@ def test_save__changed_code(before: str, after: str, key: str, tmp_path: Path) -
 def test_score__code_of_another_version_of_python() -> None:
     """Instructions of two versions cannot be compared, and need not agree."""
     features, targets = featurized(SOURCE), featurized(SOURCE)
-    targets.attrs["code"] = {**features.attrs["code"], "python": "3.0", "Net": "other"}
+    code = as_values(features.attrs)["code"]
+    targets.attrs["code"] = json.dumps({**code, "python": "3.0", "Net": "other"})
     assert td.score(features, targets, td.Trak(damping=1.0)).shape == (6, 6)

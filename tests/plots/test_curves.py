@@ -102,17 +102,6 @@ def test_class_detection__precision_at_each_k() -> None:
     assert "'label'" in ax.get_title()
 
 
-def test_shortcut_detection__marked_targets_apart() -> None:
-    result = td.evaluate.shortcut_detection(SCORES, "marked").compute()
-    (ax,) = td.plots.shortcut_detection(result).axes
-    others, marked, mean, chance = (np.asarray(line.get_ydata()) for line in ax.lines)
-    for drawn, carries_it in ((others, ~MARKED), (marked, MARKED)):
-        expected = np.sort(result.auprc.values[carries_it])
-        np.testing.assert_array_equal(drawn[np.isfinite(drawn)], expected)
-    assert mean[0] == float(result.auprc_mean)
-    assert chance[0] == float(result.chance)
-
-
 @pytest.mark.parametrize("methods", [["self-influence", "loss"], None])
 def test_mislabelled_curve__of_one_and_of_several_methods(methods: list[str] | None) -> None:
     values = xr.DataArray(RNG.standard_normal((N, 2)), dims=("sample", "method"))

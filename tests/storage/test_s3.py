@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import dask
 import numpy as np
 import pytest
+import torch
 import xarray as xr
 from moto.server import ThreadedMotoServer
 
@@ -102,3 +103,21 @@ def test_lock__of_s3_is_created_if_absent(place: Folder) -> None:
 def test_open__nowhere_on_s3(place: Folder) -> None:
     with pytest.raises(FileNotFoundError, match="there is no store"):
         td.open(place.url, storage_options=place.options)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_attribute__keeps_what_was_fitted_in_s3(place: Folder) -> None:
+    x = np.random.default_rng(0).normal(size=(40, 6)).astype("f4")
+    samples = td.from_arrays({"image": x, "label": np.arange(40) % 3}, chunks=16)
+    model = td.Model(torch.nn.Linear(6, 3), task="image_classification")
+    test, options = samples.isel(sample=slice(3)), {"proj_dim": 6, "sketch": td.SJLT(24)}
+    with dask.config.set(scheduler="threads", num_workers=2):
+        scores = td.attribute(
+            samples, test, model, place.url,
+            storage_options=place.options, progress=False, **options,
+        ).compute()  # fmt: skip
+        opened = td.open(place.url, storage_options=place.options)
+        again = td.score(opened, td.featurize(test, model, like=opened)).compute()
+    np.testing.assert_allclose(again, scores, rtol=1e-4, atol=1e-6)
+    assert not Folder(f"{place.url}.fit", place.options).names()
+    assert td.verify(place.url, checksums=True, storage_options=place.options).empty

@@ -13,6 +13,7 @@ import xarray as xr
 
 import trakdask as td
 from tests.trak._runs import BATCH, N, Run
+from trakdask.provenance import as_values
 from trakdask.testing import raise_if_dask_computes
 from trakdask.trak import open_traker
 
@@ -49,7 +50,7 @@ def test_open_traker__features_are_the_stored_gradients(tmp_path: Path, half: bo
     run_of(3, 10, use_half_precision=half, lambda_reg=3.0).whole(trak.TRAKer, tmp_path)
     features, targets = open_traker(tmp_path, "test")
     assert features.checkpoint.values.tolist() == ["3", "10"]
-    assert features.attrs["checkpoint_ids"] == {"3": 3, "10": 10}
+    assert as_values(features.attrs)["checkpoint_ids"] == {"3": 3, "10": 10}
     assert features.feature.dims == targets.feature.dims == ("sample", "proj_dim", "checkpoint")
     assert features.feature.dtype == features.out_to_loss.dtype == targets.feature.dtype == "f4"
     for name, id in (("3", 3), ("10", 10)):

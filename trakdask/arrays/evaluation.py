@@ -271,35 +271,6 @@ def class_ranks(
     return _per_column(score, codes, target_codes, function, 2 + 2 * len(counts))
 
 
-def average_precision(score: da.Array, positive: Bools) -> da.Array:
-    """Return the average precision of the positive samples for every target, (target, ...), lazy.
-
-    Parameters
-    ----------
-    score
-        (sample, target, ...), float, any chunks. Samples with a NaN are left out.
-    positive
-        (sample,) bool.
-
-    Returns
-    -------
-    float64; Σ (recall - previous recall) · precision over the distinct scores in descending order.
-    NaN where no sample is positive, or every one.
-
-    Examples
-    --------
-    >>> score = da.from_array(np.array([[3.0], [2.0], [1.0]]))
-    >>> average_precision(score, np.array([True, False, True])).compute().round(3).tolist()
-    [0.833]
-    """
-    n_targets = score.shape[1]
-    codes = np.stack([positive, np.zeros_like(positive)], axis=1).astype(np.int8)
-    of_targets = np.tile(np.array([1, 0], np.int8), (n_targets, 1))
-    values = _per_column(score, codes, of_targets, _average_precision, 1)
-    first: da.Array = values[..., 0]
-    return first
-
-
 def _per_column(
     score: da.Array, codes: Codes, target_codes: Codes, function: Statistics, n_results: int
 ) -> da.Array:
@@ -337,69 +308,6 @@ def _class_ranks(values: Floats, relevant: Bools, *, counts: tuple[int, ...]) ->
     hits_in_top = hits[np.minimum(k, n) - 1]
     area, first = above / (n_relevant * (n - n_relevant)), 1 / (np.argmax(hits > 0) + 1)
     return np.array([area, first, *(hits_in_top / k), *(hits_in_top / n_relevant)])
-
-
-def _average_precision(values: Floats, positive: Bools) -> Floats:
-    order = np.argsort(-values, kind="stable")
-    ordered = values[order]
-    last_of_equal = np.flatnonzero(np.append(ordered[1:] != ordered[:-1], True))
-    hits = np.cumsum(positive[order])[last_of_equal]
-    gained = np.diff(hits, prepend=0) / hits[-1]
-    return np.array([(gained * hits / (last_of_equal + 1)).sum()])
-
-
-def rank_correlations(score: da.Array) -> da.Array:
-    """Return the Spearman correlations between the models of each target, (target, model, model).
-
-    Parameters
-    ----------
-    score
-        (sample, target, model), float, any chunks. A sample with a NaN from one of the models is
-        left out for that target.
-
-    Returns
-    -------
-    float64, lazy, in chunks of few targets. NaN where all scores of a model are equal, or fewer
-    than two samples are left. Equal scores share their mean rank.
-
-    Examples
-    --------
-    >>> score = da.from_array(np.array([[[1.0, 3.0]], [[2.0, 2.0]], [[3.0, 1.0]]]))
-    >>> rank_correlations(score).compute().tolist()
-    [[[1.0, -1.0], [-1.0, 1.0]]]
-    """
-    columns = whole_columns(score.rechunk({2: -1}))
-    return blockwise(
-        _correlations, "tmo", columns, "stm",
-        new_axes={"o": score.shape[2]}, concatenate=True,
-        name="rank-correlations", dtype=np.float64,
-    )  # fmt: skip
-
-
-def mean_of_pairs(correlations: Floats) -> Floats:
-    """Return the mean over the pairs of models of correlations (..., model, model).
-
-    Examples
-    --------
-    >>> float(mean_of_pairs(np.array([[1.0, 0.5], [0.5, 1.0]])))
-    0.5
-    """
-    rows, columns = np.triu_indices(correlations.shape[-1], 1)
-    return np.asarray(correlations[..., rows, columns].mean(axis=-1))
-
-
-def _correlations(score: Floats) -> Floats:
-    return np.stack([_correlations_of_target(score[:, t]) for t in range(score.shape[1])])
-
-
-def _correlations_of_target(score: Floats) -> Floats:
-    """Return the correlations between the columns of (sample, model)."""
-    present = score[~np.isnan(score).any(axis=1)]
-    ranks = Ranking.of(present).centred(np.ones(len(present)))
-    covariance = ranks @ ranks.T
-    scale = np.sqrt(np.diag(covariance))
-    with np.errstate(invalid="ignore"):
-        return np.asarray(np.clip(covariance / scale[:, None] / scale, -1, 1))
 
 
 # ---------------------------------------------------------------------------- intervals

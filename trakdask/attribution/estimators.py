@@ -25,6 +25,7 @@ from trakdask.variables import (
     GRAM,
     LOSS_GRADIENT,
     N_SAMPLES,
+    PROJ_DIM,
     SAMPLE,
     TARGET,
     WRONG_CLASSES,
@@ -253,8 +254,8 @@ class Soft(GramEstimator):
 
     wrong_classes
         Whether K has n times the variable ``wrong_classes`` of the training features, if they have
-        it: see :func:`trakdask.featurize`. It is in K before λ is chosen, and in a stored K, so
-        that a query costs what it costs without.
+        it, as features of :func:`trakdask.fit` do. It is in K before λ is chosen, and in a stored
+        K, so that a query costs what it costs without.
 
     Raises
     ------
@@ -355,10 +356,8 @@ class Soft(GramEstimator):
         return both
 
     def rank(self, n_samples: int, features: xr.Dataset) -> int:
-        """Return what the rank cannot exceed; wrong classes are those of some samples."""
-        if not self.wrong_classes:
-            return n_samples
-        return n_samples + int(features[WRONG_CLASSES].attrs[N_SAMPLES])
+        """Return what the rank cannot exceed."""
+        return int(features.sizes[PROJ_DIM]) if self.wrong_classes else n_samples
 
     def g(self, features: xr.Dataset) -> da.Array:
         """Return q^a."""

@@ -38,6 +38,7 @@ from trakdask.command_line.configuration import (
 from trakdask.export import require_replaceable
 from trakdask.fits.components import WIDE
 from trakdask.projection.fitted import Components, Fitted
+from trakdask.provenance import as_text
 
 _PROJECTORS = ("SJLT", "Rademacher", "Mask", "Kronecker", "FastJL", "Identity")
 
@@ -120,7 +121,7 @@ def features(
     described = section(configuration, "projector")
     if described.get("kind") == _FIT and not fits:  # the columns that it will have
         steps = projector, Components(described.get("proj_dim", _COLUMNS))
-        lazy.attrs["projector"] = Fitted(steps).spec()
+        lazy.attrs |= as_text({"projector": Fitted(steps).spec()})
     return lazy
 
 
@@ -199,7 +200,7 @@ def saved(
         check(**both)
     for name in described:
         store = stores[_STORES[name]]
-        of_store = _with_estimator(options, both[name])
+        of_store = with_estimator(options, both[name])
         if name == "targets":
             of_store["estimator"] = None
         both[name] = td.save(both[name], store, **of_store)
@@ -264,19 +265,20 @@ def _samples_of(configuration: Configuration, name: str, features: xr.Dataset) -
     return None
 
 
-def _with_estimator(options: Mapping[str, Any], features: xr.Dataset) -> dict[str, Any]:
+def with_estimator(options: Mapping[str, Any], features: xr.Dataset) -> dict[str, Any]:
     """Return options with the estimator that its name and its own options describe, as a value."""
-    others = {name: value for name, value in options.items() if name not in _OF_ESTIMATORS}
-    own = {name: options[name] for name in _OF_ESTIMATORS if name in options}
+    others = dict(options)
+    own = {name: others.pop(name) for name in _OF_ESTIMATORS if name in others}
     if isinstance(damping := own.get("damping"), dict):
         own["damping"] = td.Absolute(**damping)
-    name, store = others.get("estimator", "auto"), others.pop("calibrate", None)
-    if name is not None:
-        others["estimator"] = estimator = estimators.named(features, name, **own)
+    name, store = others.pop("estimator", "auto"), others.pop("calibrate", None)
+    if name is None:
+        return {**others, "estimator": None}
+    estimator = estimators.named(features, name, **own)
     if store is not None:
-        chosen = td.damping(features, estimator, calibrate=td.open(store))
-        others["estimator"] = estimators.named(features, name, **{**own, "damping": chosen})
-    return others
+        own["damping"] = td.damping(features, estimator, calibrate=td.open(store))
+        estimator = estimators.named(features, name, **own)
+    return {**others, "estimator": estimator}
 
 
 def result(configuration: Configuration, name: str) -> tuple[Any, str | None]:
@@ -323,9 +325,9 @@ def _lazy_result(
         options.pop("average", None)
         with about("groups"):
             options |= section(configuration, "groups")
-            return td.group_score(data, targets, **_with_estimator(options, data))
+            return td.group_score(data, targets, **with_estimator(options, data))
     with about("score"):
-        scores = td.score(data, targets, **_with_estimator(options, data))
+        scores = td.score(data, targets, **with_estimator(options, data))
     if name == "score":
         return scores
     with about("top_k"):

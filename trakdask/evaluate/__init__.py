@@ -6,9 +6,7 @@ masks of ``leave_one_out``, the first chain compares scores with the effect of l
 samples.
 
 Nothing is retrained by the others: ``mislabelled_auc`` and ``mislabelled_curve`` measure whether
-scores find wrong labels, ``class_detection`` and ``shortcut_detection`` whether samples of the
-target's class, or with its mark, rank first, ``randomization_check`` whether scores change when the
-model forgets, and ``seed_agreement`` whether those of other seeds are the same.
+scores find wrong labels, and ``class_detection`` whether samples of the target's class rank first.
 
 ``baselines`` makes simple scores, which tell in all of these whether attribution was needed.
 """
@@ -17,15 +15,12 @@ from trakdask.evaluate.baselines import baselines
 from trakdask.evaluate.datamodeling import (
     lds,
     leave_one_out,
-    randomization_check,
-    seed_agreement,
     subsets,
 )
 from trakdask.evaluate.detection import (
     class_detection,
     mislabelled_auc,
     mislabelled_curve,
-    shortcut_detection,
 )
 from trakdask.evaluate.removal import brittleness, removal_curve
 from trakdask.evaluate.retraining import retrain
@@ -38,11 +33,8 @@ __all__ = [
     "leave_one_out",
     "mislabelled_auc",
     "mislabelled_curve",
-    "randomization_check",
     "removal_curve",
     "retrain",
-    "seed_agreement",
-    "shortcut_detection",
     "subsets",
 ]
 

@@ -129,98 +129,6 @@ def class_detection(
     return result.assign_attrs(by=by, within=within or "")
 
 
-def shortcut_detection(
-    scores: Scores,
-    by: str,
-    *,
-    resamples: int = 1000,
-    seed: int = 0,
-    confidence: float = 0.95,
-) -> xr.Dataset:
-    """Measure how high samples that carry a mark rank for targets that carry it, and for others.
-
-    Parameters
-    ----------
-    scores
-        As in :func:`class_detection`.
-    by
-        Name of the bool coord of the samples that carry the mark, such as a watermark or a trigger;
-        that of the targets has the prefix ``target_``.
-    resamples, seed, confidence
-        Of the bootstrap over targets that makes the intervals.
-
-    Returns
-    -------
-    Lazy Dataset of float64 variables. Further dimensions of ``scores`` follow those named here:
-
-    - ``auprc`` (target): the area under the precision-recall curve of finding the marked samples,
-      as average precision;
-    - ``auprc_mean`` with ``interval`` (bound): over the targets that carry the mark;
-    - ``unmarked_mean`` with ``unmarked_interval`` (bound): over the others, NaN if there are none;
-    - ``chance`` (): share of marked samples, the area of a random order.
-
-    Raises
-    ------
-    KeyError
-        If there is no such coord.
-    ValueError
-        If it is not bool, no target or no sample carries the mark, or every sample does; when
-        computed, if the scores of all marked targets are NaN.
-
-    Notes
-    -----
-    Use targets whose prediction the mark decides: those that carry it, are of another class than
-    the marked samples, and are still predicted as theirs. If unmarked targets have the same area,
-    the marked samples rank high for another reason, such as large gradients.
-
-    Samples with a NaN are not ranked; equal scores share one point of the curve. Cost and memory as
-    :func:`class_detection`.
-
-    References
-    ----------
-    Koh and Liang 2017, section 5; Bareeva et al. 2024 (Quanda), shortcut detection. Average
-    precision is that of scikit-learn's ``average_precision_score``.
-
-    Examples
-    --------
-    >>> import trakdask as td
-    >>> scores = xr.DataArray(
-    ...     [[3.0, 0.0], [2.0, 1.0], [0.0, 2.0]],
-    ...     dims=("sample", "target"),
-    ...     coords={
-    ...         "marked": ("sample", [True, False, False]),
-    ...         "target_marked": ("target", [True, False]),
-    ...     },
-    ... )
-    >>> result = td.evaluate.shortcut_detection(scores, "marked")
-    >>> float(result.auprc_mean), float(result.unmarked_mean)
-    (1.0, 0.3333)
-    """
-    scores = as_array(scores, SAMPLE, TARGET)
-    positive, is_marked = scores[by].values, scores[f"{TARGET_PREFIX}{by}"].values
-    are_bool = positive.dtype == is_marked.dtype == bool
-    if not are_bool or not is_marked.any() or positive.all() or not positive.any():
-        raise ValueError(
-            f"expected {by!r} to be bool, with marked and unmarked samples, and marked targets, "
-            f"got {np.count_nonzero(positive)} of {len(positive)} samples ({positive.dtype}) and "
-            f"{np.count_nonzero(is_marked)} of {len(is_marked)} targets ({is_marked.dtype}); try "
-            "comparing with one value, and targets that carry the mark"
-        )
-    values, more = arrays.evaluation.average_precision(lazy_data(scores), positive), scores.dims[2:]
-    options = require_bootstrap(resamples, seed, confidence)
-    result = lazy_results(
-        _shortcut, values, is_marked, positive.mean(), options, of=scores,
-        variables={
-            **described_with_mean("auprc", "area of finding the marked samples", more),
-            "auprc_mean": (more, "mean of auprc over targets that carry the mark"),
-            "unmarked_mean": (more, "mean of auprc over the other targets"),
-            "unmarked_interval": (("bound", *more), "of unmarked_mean"),
-            "chance": ((), "share of marked samples, the auprc of a random order"),
-        },
-    )  # fmt: skip
-    return result.assign_attrs(by=by)
-
-
 def _class_codes(scores: xr.DataArray, by: str, within: str | None) -> tuple[Codes, Codes]:
     """Return class and group of every sample, (sample, 2), and of every target, (target, 2)."""
     classes = _shared_codes(scores, by)
@@ -279,17 +187,6 @@ def _detected(
     for name, part in parts.items():
         results |= with_mean(name, statistics[:, part], options, f"{name}_interval")
     return results
-
-
-def _shortcut(
-    values: np.ndarray, is_marked: np.ndarray, chance: float, options: dict[str, Any]
-) -> dict[str, np.ndarray]:
-    marked = with_mean("auprc", values[is_marked], options)
-    # Without unmarked targets there is one of which nothing is known.
-    others = np.full_like(values[:1], np.nan) if is_marked.all() else values[~is_marked]
-    mean, interval = arrays.evaluation.bootstrap_mean(others, **options)
-    unmarked = {"unmarked_mean": mean, "unmarked_interval": interval}
-    return marked | unmarked | {"auprc": values, "chance": np.asarray(chance)}
 
 
 def mislabelled_auc(

@@ -12,7 +12,7 @@ from threading import current_thread, main_thread
 import numpy as np
 import torch
 
-from trakdask.arrays.weights import row_norms
+from trakdask.arrays.weights import row_norms, with_digest
 from trakdask.errors import BlockError
 from trakdask.execution import note_start
 from trakdask.featurization.checks import Checked, CheckedEngine
@@ -43,8 +43,8 @@ def featurize_block(job: Job, weights: np.ndarray, start: np.ndarray, *arrays: n
     with running(job, checkpoint, start, arrays) as samples:
         maps = job.projector.at(job.row_map, checkpoint.id, fit, samples.device)
         output = Output(job.proj_dim, lambda _, batch: maps.open(batch.size), maps.rotations)
-        feature, *others = run_samples(samples, checkpoint, output)
-        return feature, row_norms(feature), *others
+        feature, f, q, *error = run_samples(samples, checkpoint, output)
+        return feature, with_digest(row_norms(feature), q), f, q, *error
 
 
 @dataclass(frozen=True)

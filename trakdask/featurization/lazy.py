@@ -24,12 +24,6 @@ from trakdask.checks import require_choice, require_integer, shown
 from trakdask.execution import active_client, workers_of
 from trakdask.featurization.block import featurize_block
 from trakdask.featurization.job import ERROR_DTYPE, DType, Job, OnError, Partition
-from trakdask.featurization.wrong_classes import (
-    between,
-    has_wrong_classes,
-    mean_matrix,
-    part_of,
-)
 from trakdask.models.gradients import ENGINES
 from trakdask.models.layers import choose_engine, elements_at_once
 from trakdask.models.model import Model
@@ -37,11 +31,20 @@ from trakdask.models.tasks import task_spec
 from trakdask.projection import SJLT, Projector, RowMap
 from trakdask.projection.fitted import Components, Curvature, Fitted, SecondMoments
 from trakdask.projection.protocol import require_block_fits
-from trakdask.provenance import DEFAULTS, REQUIRED_SPEC, digest, require_comparable, require_same
+from trakdask.provenance import (
+    DEFAULTS,
+    REQUIRED_SPEC,
+    as_text,
+    as_values,
+    digest,
+    require_comparable,
+    require_same,
+)
 from trakdask.samples import lazy_variables, normalise_coord, source_of, validate_samples
 from trakdask.variables import (
     CHECKPOINT,
-    N_SAMPLES,
+    COLUMN,
+    PROJ_DIM,
     SAMPLE,
     VARIABLES,
     WRONG_CLASSES,
@@ -175,11 +178,8 @@ def featurize(
     - ``out_to_loss`` (sample, checkpoint): Q, 1 - p for classification;
     - with ``on_error="record"``, ``error`` (sample, checkpoint): text, "" for samples that
       did not fail. :func:`open` returns it as a coord;
-    - what the projector was fitted with, (..., checkpoint), which ``like=`` takes from here;
-    - ``wrong_classes`` (proj_dim, proj_dim_1, checkpoint), float64, of training samples for a
-      classifier of several classes: how the loss curves between the wrong classes, which
-      :class:`Soft` adds to the gram matrix. It is computed from a quarter of the samples, and only
-      if it is asked for: it takes a quarter more time.
+    - what the projector was fitted with, (..., checkpoint), which ``like=`` takes from here, and
+      ``wrong_classes`` (proj_dim, proj_dim_1, checkpoint), if :func:`fit` made it.
 
     Its ``attrs`` record how it was computed.
 
@@ -226,27 +226,27 @@ def featurize(
     >>> error[error != ""].values.tolist()
     ['the output is NaN or infinite']
     """
-    options: dict[str, Any] = {
-        "gradients": gradients, "batch_size": batch_size, "dtype": dtype, "device": device,
-        "on_error": on_error,
-    }  # fmt: skip
-    prepared = prepare(samples, model, projector=projector, like=like, **options)
+    prepared = prepare(
+        samples,
+        model,
+        projector=projector,
+        like=like,
+        gradients=gradients,
+        batch_size=batch_size,
+        dtype=dtype,
+        device=device,
+        on_error=on_error,
+    )
     job, n_samples = prepared.job, max(prepared.rows)
     limit = _largest_memory()
     require_block_fits(job.projector.projector, job.row_map.n_rows, n_samples, limit)
     arrays = lazy_arrays(prepared) | prepared.fit
-    if like is None and has_wrong_classes(job):
-        part = part_of(samples, n_samples)
-        some = prepare(part, between(job.model), projector=projector, **options)
-        of_some = lazy_arrays(some)
-        arrays[WRONG_CLASSES] = mean_matrix(of_some["feature"], of_some["out_to_loss"])
     data = {
         name: (VARIABLES[name].dims, array, {"description": VARIABLES[name].description})
         for name, array in arrays.items()
     }
-    features = xr.Dataset(data, coords=prepared.coords, attrs=prepared.attrs)
-    if WRONG_CLASSES in features:
-        features[WRONG_CLASSES].attrs[N_SAMPLES] = sum(some.rows)
+    coords = {**prepared.coords, COLUMN: (PROJ_DIM, np.arange(job.proj_dim))}
+    features = xr.Dataset(data, coords=coords, attrs=as_text(prepared.attrs))
     if like is not None:
         require_comparable(like, features, "these")
     return features
@@ -292,7 +292,7 @@ def prepare(
     model = model.for_variables({str(n): array.ndim for n, array in samples.variables.items()})
     spec, names = model.spec(), [checkpoint.name for checkpoint in model.checkpoints]
     fitted = Fitted.of(projector or _DEFAULT)
-    if fitted.digests:
+    if fitted.model:
         what = "the projector and the model that it was fitted to"
         of = {name: fitted.model["checkpoints"].get(name) for name in names}
         require_same(
@@ -354,7 +354,7 @@ def prepare(
 
 def projector_of(features: xr.Dataset) -> Fitted:
     """Return the projector that features were made with, and what it was fitted with."""
-    attrs, names = features.attrs, checkpoint_names(features)
+    attrs, names = as_values(features.attrs), checkpoint_names(features)
     if missing := [name for name in REQUIRED_SPEC if name not in attrs]:
         raise ValueError(
             f"expected features with the attrs of td.featurize, got none named {missing}; try "
@@ -369,13 +369,17 @@ def projector_of(features: xr.Dataset) -> Fitted:
         )
     return replace(
         fitted,
-        arrays={name: features[name].data for name in wanted},
+        arrays={
+            name: features[name].data
+            for name in (*wanted, WRONG_CLASSES)
+            if name in features  # wrong classes need not be there
+        },
         digests={name: attrs["fit"][name] for name in names} if wanted else {},
         model={
             "parameters": attrs["parameters"],
             "checkpoints": {name: attrs["checkpoints"][name] for name in names},
         },
-        origin=attrs.get("fitted_to", ""),
+        origin=features.attrs.get("fitted_to", ""),
     )
 
 
@@ -383,7 +387,9 @@ def _lazy_fit(fitted: Fitted) -> Arrays:
     """Return what was fitted as Dask arrays, in a chunk per checkpoint."""
     chunked = {}
     for name, array in fitted.arrays.items():
-        token = f"{name.replace('_', '-')}-{digest(dict(fitted.digests))}"
+        # By the digests, which are known; those of no step are named by their content.
+        is_known = name != WRONG_CLASSES
+        token = f"{name.replace('_', '-')}-{digest(dict(fitted.digests))}" if is_known else None
         lazy = array if isinstance(array, da.Array) else da.from_array(array, name=token)
         chunked[name] = lazy.rechunk((*[-1] * (lazy.ndim - 1), 1))
     return chunked

@@ -16,6 +16,7 @@ from trakdask.fits.curvatures import model_of
 from trakdask.models.model import Model
 from trakdask.projection import SJLT, Projector
 from trakdask.projection.fitted import Components, Fitted
+from trakdask.provenance import as_values
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE
 
 WIDE = SJLT(proj_dim=8192, seed=0)
@@ -122,7 +123,7 @@ def principal_components(
     matrices, shares = (np.stack(arrays, -1) for arrays in zip(*found, strict=True))
     arrays = {"principal_components": matrices, "principal_shares": shares}
     fitted, step = Fitted.of(projector), Components(matrices.shape[1])
-    return fitted.with_arrays(step, arrays, model_of(wide.attrs))
+    return fitted.with_arrays(step, arrays, model_of(as_values(wide.attrs)))
 
 
 def _principal(

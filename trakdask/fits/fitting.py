@@ -22,14 +22,17 @@ from trakdask.featurization.lazy import projector_of, require_model
 from trakdask.files import Folder
 from trakdask.fits.components import WIDE, principal_components
 from trakdask.fits.curvatures import curvature as fit_curvature
+from trakdask.fits.curvatures import model_of
 from trakdask.fits.moments import MomentsLike, second_moments
+from trakdask.fits.wrong_classes import wrong_classes
 from trakdask.models.model import Model
 from trakdask.projection import Projector
 from trakdask.projection.fitted import Fitted
 from trakdask.provenance import digest, require_same
-from trakdask.samples import source_of, validate_samples
+from trakdask.samples import drawn, source_of, validate_samples
 from trakdask.storage.reading import open
-from trakdask.variables import SAMPLE
+from trakdask.storage.writing import kept_beside
+from trakdask.variables import SAMPLE, WRONG_CLASSES
 
 
 def fit(
@@ -51,8 +54,10 @@ def fit(
 
     A random projection treats all directions of a gradient alike. A fitted one scales gradients by
     the curvature of the loss, sketches them, and keeps the directions in which the gradients of
-    your samples differ most. Features take a quarter of the space and predict better. They keep
-    what was fitted, so that targets are made by ``td.featurize(test, model, like=features)``.
+    your samples differ most. Features take a quarter of the space and predict better. For a
+    classifier of several classes the fit also measures how the loss curves between the wrong
+    classes, which :class:`Soft` adds to the gram matrix. Features keep what was fitted, so that
+    targets are made by ``td.featurize(test, model, like=features)``.
 
     Parameters
     ----------
@@ -75,9 +80,9 @@ def fit(
     n_samples
         How many of the samples are used: they are drawn at random, always the same ones.
     store, storage_options
-        Where the features will be saved, as in :func:`save`. If they are, the projector is theirs,
-        and nothing is computed. Else the fit of each checkpoint is kept beside, in a folder whose
-        name ends in ``.fit``, so that the same call goes on after a kill.
+        Where the features will be saved, as in :func:`save`. The fit of checkpoints whose features
+        it has is taken from there. That of others is kept beside, in a folder whose name ends in
+        ``.fit``, until :func:`save` has stored it, so that the same call goes on after a kill.
     progress
         Show a bar of fitted checkpoints.
     **options
@@ -97,8 +102,9 @@ def fit(
     Notes
     -----
     It is computed at once, checkpoint by checkpoint, on the active client or on threads. Cost:
-    three passes over ``n_samples`` samples, two of them for the curvature, and the eigenvectors of
-    the products of these samples. Memory does not grow with the number of all samples.
+    four passes over ``n_samples`` samples, two of them for the curvature and one for the wrong
+    classes, and the eigenvectors of the products of these samples. Memory does not grow with the
+    number of all samples.
 
     Examples
     --------
@@ -113,27 +119,21 @@ def fit(
     n_samples = require_integer("n_samples", n_samples, 1, remedy="try n_samples=2000")
     if curvature == "auto":
         curvature = moments is None
-    if not components:
+    if not components and hasattr(sketch, "proj_dim"):
         sketch = replace(sketch, proj_dim=proj_dim)  # type: ignore[call-arg]
-    part = _part(validate_samples(samples), n_samples)
+    samples = validate_samples(samples)
+    part = drawn(samples, n_samples, samples.chunksizes[SAMPLE][0])
+    scaling = Fitted(()) if moments is None else second_moments(model, moments)
     asked = {
         "proj_dim": proj_dim, "curvature": curvature, "components": components,
-        "sketch": sketch.spec(), "n_samples": n_samples, "moments": moments is not None,
-        "samples": source_of(part), **options,
+        "sketch": sketch.spec(), "n_samples": n_samples, "samples": source_of(part), **options,
     }  # fmt: skip
-
     origin = json.dumps(asked, sort_keys=True)
-    folder = None
-    if store is not None:
-        folder = kept_beside(store, storage_options)
-        if (stored := _stored(store, storage_options, origin)) is not None:
-            folder.remove()
-            return stored
+    folder = None if store is None else kept_beside(Folder.at(store, storage_options))
+    stored = None if store is None else _stored(store, storage_options, json.loads(origin))
 
     def fitted(one: Model) -> Fitted:
-        steps = Fitted(())
-        if moments is not None:
-            steps = second_moments(model, moments).at_checkpoints(list(one.spec()["checkpoints"]))
+        steps = scaling.at_checkpoints(list(one.spec()["checkpoints"]))
         if not curvature:
             steps = steps.then(sketch)
         else:
@@ -141,28 +141,29 @@ def fit(
             steps = fit_curvature(part, one, leading=n_leading, **options).then(rest)
         if components:
             steps = principal_components(part, one, proj_dim, projector=steps, **options)
-        return steps
+        matrix = wrong_classes(part, one, steps, **options)
+        if matrix is None:
+            return steps
+        model_of_fit = model_of(one.spec())
+        return replace(steps, arrays={**steps.arrays, WRONG_CLASSES: matrix}, model=model_of_fit)
 
     parts: list[Fitted] = []
     names = [checkpoint.name for checkpoint in model.checkpoints]
     with polled_bar("fit", len(names), lambda: len(parts), show=progress):
         for name in names:
             one = model.at_checkpoints([name])
-            key = digest({**asked, "model": one.spec()})[:32]
-            parts.append(_kept(folder, f"{key}.npz", partial(fitted, one)))
+            if stored is not None and name in stored.model["checkpoints"]:
+                parts.append(stored.at_checkpoints([name]))
+                continue
+            of = {**asked, "model": one.spec(), "moments": scaling.digests.get(name)}
+            parts.append(_kept(folder, f"{digest(of)[:32]}.npz", partial(fitted, one)))
     return replace(Fitted.joined(parts), origin=origin)
 
 
-def kept_beside(
-    store: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
-) -> Folder:
-    """Return the folder where the fit of each checkpoint is kept until the features are saved."""
-    whole = Folder.at(store, storage_options)
-    return replace(whole, url=f"{whole.url}.fit")
-
-
 def _stored(
-    store: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, origin: str
+    store: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None,
+    asked: Mapping[str, Any],
 ) -> Fitted | None:
     """Return the projector of the features in a store, None if they are not complete."""
     try:
@@ -170,8 +171,8 @@ def _stored(
     except (FileNotFoundError, IncompleteFeaturesError):
         return None
     what = f"the projector that is asked for and that of {os.fspath(store)!r}"
-    actual, expected = json.loads(origin), json.loads(features.attrs.get("fitted_to", "{}"))
-    require_same(actual, expected, what=what, names=tuple(actual))
+    before = json.loads(features.attrs.get("fitted_to", "{}"))
+    require_same(asked, before, what=what, names=tuple(asked))
     return projector_of(features)
 
 
@@ -181,15 +182,6 @@ def _halves(sketch: Projector) -> tuple[int, Projector]:
     if columns is None:  # the whole gradient has room for all
         return 0, sketch
     return columns // 2, replace(sketch, proj_dim=columns - columns // 2)  # type: ignore[call-arg]
-
-
-def _part(samples: xr.Dataset, n_samples: int) -> xr.Dataset:
-    """Return samples that are drawn at random, in their order and in blocks of their size."""
-    n = samples.sizes[SAMPLE]
-    if n <= n_samples:
-        return samples
-    rows = np.sort(np.random.default_rng(0).permutation(n)[:n_samples])
-    return samples.isel({SAMPLE: rows}).chunk({SAMPLE: samples.chunksizes[SAMPLE][0]})
 
 
 def _kept(folder: Folder | None, name: str, fitted: Callable[[], Fitted]) -> Fitted:

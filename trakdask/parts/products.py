@@ -31,6 +31,7 @@ from trakdask.models.model import Model
 from trakdask.models.modules import select_parameters
 from trakdask.models.tasks import Batch, Forward
 from trakdask.projection.fitted import Stream
+from trakdask.provenance import as_text
 from trakdask.variables import CHECKPOINT, MODULE, PROJ_DIM, SAMPLE, TOKEN
 
 Parts = Literal["token"] | Sequence[str] | Mapping[str, str | Sequence[str]]
@@ -67,7 +68,9 @@ def divide(
     shape = (sum(rows), job.partition.size, job.proj_dim, len(job.model.checkpoints))
     zeros = da.zeros(shape, dtype=np.float32, chunks=(rows, -1, -1, 1))
     dims = (SAMPLE, job.partition.dim, PROJ_DIM, CHECKPOINT)
-    like = xr.Dataset({"feature": (dims, zeros)}, coords=prepared.coords, attrs=prepared.attrs)
+    like = xr.Dataset(
+        {"feature": (dims, zeros)}, coords=prepared.coords, attrs=as_text(prepared.attrs)
+    )
     names = {MODULE: (MODULE, np.array(job.partition.names, dtype=object))}
     return prepared, like if by_token(parts) else like.assign_coords(names)
 

@@ -186,7 +186,7 @@ def score_parts(
         attrs = score_attrs(features, targets, operands.attrs)
     if average:
         data = data.mean(axis=-1, dtype=data.dtype)
-    attrs |= {"parts": str(like.attrs["parts"])}
+    attrs |= {"parts": like.attrs["parts"]}
     return labelled("score", (dims, coords), data, attrs, None if average else like[CHECKPOINT])
 
 

@@ -5,10 +5,7 @@ from trakdask.plots.curves import (
     damping,
     lds,
     mislabelled_curve,
-    randomization_check,
     removal_curve,
-    seed_agreement,
-    shortcut_detection,
 )
 from trakdask.plots.figures import power_of_ten
 from trakdask.plots.galleries import gallery
@@ -21,10 +18,7 @@ __all__ = [
     "lds",
     "mislabelled_curve",
     "power_of_ten",
-    "randomization_check",
     "removal_curve",
-    "seed_agreement",
-    "shortcut_detection",
     "text",
 ]
 

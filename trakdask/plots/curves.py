@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
-from trakdask.plots.figures import BLUE, GREEN, RED, finish, new_axes
+from trakdask.plots.figures import BLUE, GREEN, finish, new_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -147,35 +147,6 @@ def class_detection(result: xr.Dataset) -> Figure:
     return finish(figure, ax, "k", "precision, mean over targets", title)
 
 
-def shortcut_detection(result: xr.Dataset) -> Figure:
-    """Draw how well the marked samples are found for each target, lowest first.
-
-    Parameters
-    ----------
-    result
-        Dataset of :func:`trakdask.evaluate.shortcut_detection`, with at most one further dimension,
-        such as ``estimator``; computed here. Its coord ``target_`` + ``result.by`` tells which
-        targets carry the mark.
-
-    Returns
-    -------
-    Figure with a dot per target, in red if it carries the mark, and the mean of these; estimators
-    are side by side.
-
-    Raises
-    ------
-    ImportError
-        If matplotlib is missing: install ``trakdask[plots]``.
-    """
-    is_marked, auprc = result[f"target_{result.attrs['by']}"], result.auprc
-    result = result.assign(marked=auprc.where(is_marked), others=auprc.where(~is_marked))
-    dots = {"others": ("0.6", "targets without the mark"), "marked": (RED, "targets with the mark")}
-    figure, ax = _draw_targets(result, "auprc_mean", dots)
-    ax.axhline(float(result.chance), color="0.5", linestyle="--", linewidth=1, label="random order")
-    ax.set_ylim(0, 1.03)
-    return finish(figure, ax, "targets, by AUPRC", "AUPRC of the marked samples")
-
-
 def mislabelled_curve(curve: xr.Dataset) -> Figure:
     """Draw which share of the wrong labels is found by inspecting the most suspicious samples.
 
@@ -208,59 +179,6 @@ def mislabelled_curve(curve: xr.Dataset) -> Figure:
         fractions, [0, *curve.best.values, 1], color="0.3", linestyle=":", linewidth=1, label="best"
     )
     return finish(figure, ax, "share of samples inspected", "share of wrong labels found")
-
-
-def randomization_check(result: xr.Dataset) -> Figure:
-    """Draw the correlation with a random model for every target, lowest first.
-
-    Parameters
-    ----------
-    result
-        Dataset of :func:`trakdask.evaluate.randomization_check`; computed here.
-
-    Returns
-    -------
-    Figure with a dot per target, and the mean with its interval; random models are side by side.
-
-    Raises
-    ------
-    ImportError
-        If matplotlib is missing: install ``trakdask[plots]``.
-    """
-    figure, ax = _draw_targets(result, "correlation_mean", {"correlation": (BLUE, "targets")})
-    ax.axhline(0, color="0.5", linestyle="--", linewidth=1)
-    ax.set_ylim(-1.03, 1.03)
-    return finish(
-        figure, ax, "targets, by correlation with a random model", "Spearman over samples"
-    )
-
-
-def seed_agreement(result: xr.Dataset) -> Figure:
-    """Draw the reliability of mean scores against the number of models.
-
-    Parameters
-    ----------
-    result
-        Dataset of :func:`trakdask.evaluate.seed_agreement`; computed here.
-
-    Returns
-    -------
-    Figure with the reliability and its interval, and the agreement of two models in its title.
-
-    Raises
-    ------
-    ImportError
-        If matplotlib is missing: install ``trakdask[plots]``.
-    """
-    result = result.transpose("bound", ...).sortby("n_models").compute()
-    figure, ax = new_axes(5.2, 3.4)
-    ax.plot(result.n_models, result.reliability, "o-", color=GREEN, markersize=4, linewidth=1.2,
-            label="predicted by Spearman-Brown")  # fmt: skip
-    _band(ax, result.n_models, result.reliability_interval, GREEN)
-    ax.set_xticks(result.n_models.values)
-    ax.set_ylim(0, 1.03)
-    title = f"agreement of two models {_with_interval(result.agreement_mean, result.interval)}"
-    return finish(figure, ax, "models that are averaged", "correlation with as many others", title)
 
 
 def _estimators(

@@ -98,12 +98,12 @@ class Fitted(HtmlTable):
         this order.
     arrays
         What was fitted, by the names of variables of features: in memory or lazy, with checkpoints
-        along the last axis.
+        along the last axis. Those of no step are for scores.
     digests
-        By the name of the checkpoint, in the order of that axis, what identifies the values.
+        By the name of the checkpoint, what identifies the values that features are made with.
     model
-        The ``checkpoints`` and ``parameters`` of the model that it was fitted to, as in the attrs
-        of features.
+        The ``checkpoints``, in the order of that axis, and ``parameters`` of the model that it was
+        fitted to, as in the attrs of features.
     origin
         What :func:`trakdask.fit` was asked for, and the samples, for those who compare it.
     """
@@ -182,13 +182,15 @@ class Fitted(HtmlTable):
 
     def at_checkpoints(self, names: Sequence[str]) -> Fitted:
         """Return the fit at some checkpoints, in their order."""
-        if not self.arrays or list(self.digests) == list(names):
+        order = list(self.model.get("checkpoints", ()))
+        if not self.arrays or order == list(names):
             return self
-        columns = [list(self.digests).index(name) for name in names]
+        columns = [order.index(name) for name in names]
         return replace(
             self,
             arrays={name: array[..., columns] for name, array in self.arrays.items()},
-            digests={name: self.digests[name] for name in names},
+            digests={name: self.digests[name] for name in names if self.digests},
+            model={**self.model, "checkpoints": {n: self.model["checkpoints"][n] for n in names}},
         )
 
     def without_arrays(self) -> Self:
@@ -206,7 +208,7 @@ class Fitted(HtmlTable):
             checkpoints |= part.model["checkpoints"]
         return replace(
             first,
-            arrays={n: np.concatenate([p.arrays[n] for p in parts], -1) for n in first.arrays},
+            arrays={n: _concatenated([part.arrays[n] for part in parts]) for n in first.arrays},
             digests=digests,
             model={**first.model, "checkpoints": checkpoints},
         )
@@ -272,6 +274,11 @@ class Fitted(HtmlTable):
 
     def _repr_html_(self) -> str:
         return f"<code>{self!r}</code>"
+
+
+def _concatenated(arrays: Sequence[Any]) -> Any:
+    """Join along checkpoints; one array alone may be lazy, and stays it."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(list(map(np.asarray, arrays)), -1)
 
 
 def _place(step: Step) -> int:

@@ -4,10 +4,11 @@
 """
 
 from trakdask.samples.coords import normalise_coord, normalise_coords
-from trakdask.samples.sources import from_arrays, lazy_variables, source_of, validate_samples
+from trakdask.samples.sources import drawn, from_arrays, lazy_variables, source_of, validate_samples
 from trakdask.samples.torch_source import from_torch
 
 __all__ = [
+    "drawn",
     "from_arrays",
     "from_torch",
     "lazy_variables",

@@ -365,6 +365,26 @@ def dataset_of(
     return ds.assign_attrs(source=source_of(ds))
 
 
+def drawn(ds: xr.Dataset, n: int, block: int) -> xr.Dataset:
+    """Return n samples that are drawn at random, always the same ones, in their order.
+
+    Parameters
+    ----------
+    ds
+        As :func:`validate_samples` returns it.
+    n
+        How many; all of them if there are no more.
+    block
+        How many are in a block of those that are drawn.
+    """
+    total = ds.sizes[SAMPLE]
+    if total <= n:
+        return ds
+    some = ds.isel({SAMPLE: np.sort(np.random.default_rng(0).permutation(total)[:n])})
+    # Variables, one at a time: Dataset.chunk would make coords lazy.
+    return some.assign({name: some.variables[name].chunk({SAMPLE: block}) for name in some})
+
+
 def source_of(ds: xr.Dataset, inputs: Collection[str] | None = None) -> str:
     """Identify what a model can read of the samples, independently of chunks.
 

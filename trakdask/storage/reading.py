@@ -25,6 +25,7 @@ from zarr.storage import StorePath
 from trakdask.arrays.blocks import Key, Read, reader, stored
 from trakdask.errors import IncompleteFeaturesError, UnfinishedAppendWarning
 from trakdask.files import Folder
+from trakdask.provenance import as_text
 from trakdask.storage.group import DROPPED, ERROR, SCALE, STORE_ATTRS, Group, dims_of, zarr_store
 from trakdask.variables import CHECKPOINT, DERIVED, SAMPLE, VARIABLES
 
@@ -143,7 +144,7 @@ def assembled(group: Group, *, complete: bool = True) -> xr.Dataset:
     coords: dict[str, Any] = {CHECKPOINT: names}
     if DROPPED in group.arrays:
         coords[DROPPED] = (SAMPLE, dropped_mask(group))
-    return xr.Dataset(data, coords, attrs)
+    return xr.Dataset(data, coords, as_text(attrs))
 
 
 def without_dropped(ds: xr.Dataset) -> xr.Dataset:

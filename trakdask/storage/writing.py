@@ -6,6 +6,7 @@ import copy
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import dask.array as da
@@ -18,7 +19,14 @@ from trakdask.arrays.weights import squared_norm, with_digest
 from trakdask.checks import require_choice
 from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
 from trakdask.files import Folder, naming
-from trakdask.provenance import BY_CHECKPOINT, REQUIRED_SPEC, STORE_SPEC, require_same, spec
+from trakdask.provenance import (
+    BY_CHECKPOINT,
+    REQUIRED_SPEC,
+    STORE_SPEC,
+    as_values,
+    require_same,
+    spec,
+)
 from trakdask.samples import normalise_coord
 from trakdask.storage.blocks import (
     difference_of_block,
@@ -103,6 +111,13 @@ def write(
                 require_held()  # while this process slept, another one may have taken it for dead
                 group.commit()
                 group.sweep()
+    if any(name in features for name in FITTED):
+        kept_beside(folder).remove()
+
+
+def kept_beside(folder: Folder) -> Folder:
+    """Return the folder where a fit is kept until the features that hold it are saved."""
+    return replace(folder, url=f"{folder.url}.fit")
 
 
 def _require_options(features: xr.Dataset, dtype: object, append_dim: object) -> None:
@@ -126,10 +141,10 @@ def _require_options(features: xr.Dataset, dtype: object, append_dim: object) ->
             f"expected attrs as td.featurize writes them, by which a store is known, got none of "
             f"{missing}; try features.assign_attrs(original.attrs)"
         )
-    names = names_of(features)
-    if len(set(names)) < len(names) or not set(names) <= set(features.attrs["checkpoints"]):
+    names, checkpoints = names_of(features), as_values(features.attrs)["checkpoints"]
+    if len(set(names)) < len(names) or not set(names) <= set(checkpoints):
         raise ValueError(
-            f"expected checkpoints of {list(features.attrs['checkpoints'])} (attrs), each once, "
+            f"expected checkpoints of {list(checkpoints)} (attrs), each once, "
             f"got {names}; try another selection of checkpoints"
         )
 
@@ -166,7 +181,7 @@ def _new_group(folder: Folder, features: xr.Dataset, dtype: str | None) -> Group
     """Return the group of a new store: all arrays of features, without a sample."""
     block = max(features.feature.variable.chunksizes[SAMPLE])
     dropped = {*STORE_ATTRS, "saved"}
-    attrs = {k: v for k, v in features.attrs.items() if k not in dropped}
+    attrs = {k: v for k, v in as_values(features.attrs).items() if k not in dropped}
     attrs |= {"source": "", "n_samples": 0, "sources": []}
     attrs |= {name: {} for name in BY_CHECKPOINT if name in attrs}
     group = Group(folder, attrs, {})
@@ -176,8 +191,7 @@ def _new_group(folder: Folder, features: xr.Dataset, dtype: str | None) -> Group
     if dtype:
         dtypes |= {"feature": np.dtype(dtype), SCALE: np.dtype("f8")}
     for name, of_array in dtypes.items():
-        about = features[name].attrs if name in FITTED else {}
-        group.add(name, sizes, of_array, block=block, attrs=about)
+        group.add(name, sizes, of_array, block=block)
     return group
 
 

@@ -24,7 +24,7 @@ from numpy.lib.format import open_memmap
 
 from trakdask._version import __version__
 from trakdask.errors import StoreMismatchError
-from trakdask.provenance import digest
+from trakdask.provenance import as_text, digest
 from trakdask.samples.fingerprints import mapped
 from trakdask.variables import CHECKPOINT, VARIABLES
 
@@ -559,7 +559,8 @@ def _features(
         **({"experiment": exp_name} if exp_name else {}),
     }
     data = {name: (VARIABLES[name].dims, a, VARIABLES[name].attrs) for name, a in arrays.items()}
-    return xr.Dataset(data, {CHECKPOINT: (CHECKPOINT, np.array(names, object))}, attrs)
+    names_of = {CHECKPOINT: (CHECKPOINT, np.array(names, object))}
+    return xr.Dataset(data, names_of, as_text(attrs))
 
 
 def _state(folder: Path) -> str:

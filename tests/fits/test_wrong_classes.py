@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import trakdask as td
 
 RNG = np.random.default_rng(0)
 N_CLASSES = 5
-EXACT = {"projector": td.Identity(), "dtype": "float64"}
+FIT = {"curvature": False, "components": False, "sketch": td.Identity(), "dtype": "float64"}
 
 
 def arrays(n: int) -> dict[str, np.ndarray]:
@@ -35,13 +36,22 @@ MODEL = td.Model(net, dict(zip("abc", STATES, strict=True)), task="classificatio
 
 
 @functools.cache
+def projector() -> Any:
+    return td.fit(SAMPLES, MODEL, n_samples=15, progress=False, **FIT)
+
+
+def featurized(samples: xr.Dataset, model: td.Model = MODEL) -> xr.Dataset:
+    return td.featurize(samples, model, projector(), dtype="float64")
+
+
+@functools.cache
 def features() -> xr.Dataset:
-    return td.featurize(SAMPLES, MODEL, **EXACT).compute()
+    return featurized(SAMPLES).compute()
 
 
 @functools.cache
 def targets() -> xr.Dataset:
-    return td.featurize(td.from_arrays(arrays(7)), MODEL, **EXACT).compute()
+    return td.featurize(td.from_arrays(arrays(7)), MODEL, like=features()).compute()
 
 
 def rows_of_part() -> np.ndarray:
@@ -62,7 +72,7 @@ def jacobians(state: dict[str, torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def explicit(state: dict[str, torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
-    """Return K with h = √q (1 - q), and the mean of 2 √q ψ ψᵀ, ψ = vᵀ (e_k - r), of a quarter."""
+    """Return K with h = √q (1 - q), and the mean of 2 √q ψ ψᵀ, ψ = vᵀ (e_k - r), of some."""
     total, between = 0.0, 0.0
     triples = zip(*jacobians(state), SAMPLES.label.values, strict=True)
     for row, (z, v, y) in enumerate(triples):
@@ -117,10 +127,9 @@ def test_scores__have_both_matrices_in_k_before_lambda(is_stored: bool, tmp_path
 def test_store__keeps_the_mean_when_samples_come_and_go(tmp_path: Path) -> None:
     store, soft = tmp_path / "f.zarr", td.Soft(power=0.5)
     first, last = (SAMPLES.isel(sample=rows) for rows in (slice(40), slice(40, None)))
-    opened = td.save(td.featurize(first, MODEL, **EXACT), store, progress=False)
+    opened = td.save(featurized(first), store, progress=False)
     mean = opened.wrong_classes.values
     more = td.featurize(last, MODEL, like=opened)
-    assert "wrong_classes" not in more
     opened = td.save(more, store, append_dim="sample", progress=False)
     np.testing.assert_array_equal(opened.wrong_classes, mean)
     h = features().out_to_loss ** 0.5 * (1 - features().out_to_loss)
@@ -144,8 +153,8 @@ def test_store__keeps_the_mean_when_samples_come_and_go(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_store__of_more_checkpoints(tmp_path: Path) -> None:
     store, of_a = tmp_path / "f.zarr", MODEL.at_checkpoints(["a"])
-    td.save(td.featurize(SAMPLES, of_a, **EXACT), store, progress=False)
-    lazy = td.featurize(SAMPLES, MODEL, **EXACT)
+    td.save(featurized(SAMPLES, of_a), store, progress=False)
+    lazy = featurized(SAMPLES)
     with pytest.raises(td.errors.StoreMismatchError, match=r"'wrong_classes'.*\['b', 'c'\]"):
         td.save(lazy.drop_vars("wrong_classes"), store, append_dim="checkpoint", progress=False)
     opened = td.save(lazy, store, append_dim="checkpoint", progress=False)
@@ -156,11 +165,13 @@ def test_store__of_more_checkpoints(tmp_path: Path) -> None:
 
 def test_features__without_wrong_classes(tmp_path: Path) -> None:
     regression = td.Model(nn.Linear(4, 1).double(), task="regression")
-    samples = td.from_arrays({"x": np.ones((8, 4)), "y": np.ones(8)})
-    assert "wrong_classes" not in td.featurize(samples, regression)
+    samples = td.from_arrays({"x": np.random.default_rng(0).normal(size=(8, 4)), "y": np.ones(8)})
+    made = td.fit(samples, regression, 2, sketch=td.SJLT(4), dtype="float64", progress=False)
+    assert "wrong_classes" not in td.featurize(samples, regression, made)
+    assert "wrong_classes" not in td.featurize(SAMPLES, MODEL, td.SJLT(8))
     for estimator in (None, "trak", td.Soft(wrong_classes=False)):
         path = tmp_path / f"{estimator!r:.6}.zarr"
-        lazy = td.featurize(SAMPLES, MODEL, **EXACT)
+        lazy = featurized(SAMPLES)
         saved = td.save(lazy, path, estimator=estimator, progress=False)
         assert "wrong_classes" not in saved
 
@@ -168,15 +179,4 @@ def test_features__without_wrong_classes(tmp_path: Path) -> None:
 def test_matrix__of_two_classes_is_zero() -> None:
     model = td.Model(nn.Linear(4, 2).double(), task="classification")
     samples = SAMPLES.assign(label=SAMPLES.label % 2)
-    assert not td.featurize(samples, model, **EXACT).wrong_classes.values.any()
-
-
-def test_matrix__leaves_out_samples_that_failed() -> None:
-    x = SAMPLES.x.values.copy()
-    bad = rows_of_part()[4]
-    x[bad] = np.nan
-    broken = td.from_arrays({"x": x, "label": SAMPLES.label.values}, chunks=16)
-    found = td.featurize(broken, MODEL, **EXACT, on_error="record").wrong_classes.values
-    assert np.isfinite(found).all()
-    whole = features().wrong_classes.values
-    assert 0 < np.abs(found - whole).max() < np.abs(whole).max()
+    assert not td.fit(samples, model, progress=False, **FIT).arrays["wrong_classes"].any()

@@ -11,7 +11,6 @@ import xarray as xr
 from trakdask.attribution import score
 from trakdask.featurization import featurize
 from trakdask.fits import fit
-from trakdask.fits.fitting import kept_beside
 from trakdask.models.model import Model
 from trakdask.saving import save
 
@@ -67,13 +66,13 @@ def attribute(
     >>> samples = td.from_arrays({"x": np.eye(4, dtype="f4"), "y": np.arange(4, dtype="f4")})
     >>> model = td.Model(torch.nn.Linear(4, 1), task=td.tasks.Regression(inputs="x", target="y"))
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     scores = td.attribute(samples, samples, model, f"{folder}/f.zarr", progress=False)
+    ...     store = f"{folder}/f.zarr"
+    ...     scores = td.attribute(samples, samples, model, store, proj_dim=3, progress=False)
     ...     scores.dims
     ('sample', 'target')
     """
     where: dict[str, Any] = {"storage_options": storage_options, "progress": progress}
     projector = fit(train, model, store=store, **where, **options)
     features = save(featurize(train, model, projector), store, **where)
-    kept_beside(store, storage_options).remove()
     targets = featurize(test, model, like=features).persist()
     return score(features, targets)

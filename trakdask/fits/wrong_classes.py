@@ -1,0 +1,63 @@
+"""The curvature between the wrong classes, which the gram matrix of a classifier lacks.
+
+The gram matrix knows how steep the loss is along the gradient of the margin between the correct
+class and all others. A classifier's loss also curves where probability moves from one wrong class
+to another. With r as the distribution over the wrong classes, and logits with a constant derivative
+v, the loss with the gradient -q^a ∇f has the Hessian
+
+    a q^a (1 - q) ∇f ∇fᵀ + q^a vᵀ (diag r - r rᵀ) v.
+
+Divided by a, the first term is that of the gram matrix of ``Soft``. In the second one,
+diag r - r rᵀ = E_k[(e_k - r)(e_k - r)ᵀ] for k drawn from r, and vᵀ (e_k - r) = ∇ log r_k. Here k is
+the most likely wrong class, not a drawn one, so that no seed matters: the matrix is the mean of
+2 √q ψ ψᵀ, where ψ is the projection of ∇ log r_k. It is 0 for two classes.
+
+The samples of a fit will do, because the matrix is a mean: it is of no special samples, and stays
+what it is when samples are appended or dropped.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import xarray as xr
+
+from trakdask import arrays
+from trakdask.featurization.lazy import featurize
+from trakdask.models.model import Model
+from trakdask.models.tasks.supervised import Classification, WrongClass
+from trakdask.projection.fitted import Fitted
+from trakdask.samples import validate_samples
+from trakdask.variables import PROJ_DIM
+
+_WIDEST = 8192
+"""The matrix of wider features takes more memory than it is worth."""
+
+_POWER = 0.5
+"""a, that of the gram matrix of ``Soft``."""
+
+
+def wrong_classes(
+    samples: xr.Dataset, model: Model, projector: Fitted, **options: Any
+) -> np.ndarray | None:
+    """Return the mean of 2 √q ψ ψᵀ over samples, (proj_dim, proj_dim_1, checkpoint) float64.
+
+    None if the task does not compare the correct class with several wrong ones, by their logits, or
+    features are very wide.
+    """
+    samples = validate_samples(samples)
+    model = model.for_variables({str(n): array.ndim for n, array in samples.variables.items()})
+    task, between = model.task, copy.copy(model)
+    if not isinstance(task, Classification) or type(task).output is not Classification.output:
+        return None
+    between.task = WrongClass(task.inputs, task.label, task.temperature, task.positional)
+    features = featurize(samples, between, projector, **options)
+    if features.sizes[PROJ_DIM] > _WIDEST:
+        return None
+    q = features.out_to_loss.data
+    total = arrays.gram.gram(features.feature.data, q**_POWER / _POWER)
+    mean: da.Array = total / len(q)
+    return np.asarray(mean.compute())
