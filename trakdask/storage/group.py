@@ -74,7 +74,7 @@ class Group:
         attrs = metadata.get("attributes", {})
         if "arrays" not in attrs:
             raise FileNotFoundError(
-                f"expected a store of features of this version at {folder.url!r}, got "
+                f"expected features in {folder.url!r}, there is no store of this version but "
                 f"{folder.names()[:3] or 'nothing'}; try td.save(features, store), another path, "
                 "or xr.open_zarr for a group of other programs"
             )
