@@ -515,7 +515,7 @@ def test_explore__refused(saved: Path, run: Run, options: str, code: int, words:
 
 @pytest.mark.slow
 def test_process__that_is_killed_is_resumed_by_the_same_line(
-    job: Path, run_process: RunProcess
+    job: Path, run: Run, run_process: RunProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = ("featurize", job)
     killed = run_process(*line, KILLED="1", DASK_NUM_WORKERS="1")
@@ -526,13 +526,16 @@ def test_process__that_is_killed_is_resumed_by_the_same_line(
     assert before
     with pytest.raises(td.errors.IncompleteFeaturesError):
         td.open(store)
-    failed = run_process(*line, BROKEN="1")
-    assert failed.returncode == 1
-    assert "Job error: " in failed.stderr
-    assert "the disk of sample 50 is gone" in failed.stderr
-    assert "Traceback" not in failed.stderr
-    resumed = run_process(*line)
-    assert resumed.returncode == 0, resumed.stderr
+    monkeypatch.chdir(job.parent)
+    with monkeypatch.context() as broken:
+        broken.setenv("BROKEN", "1")
+        failed = run(*line)
+    assert failed.exit_code == 1
+    assert "Job error: " in failed.output
+    assert "the disk of sample 50 is gone" in failed.output
+    assert "Traceback" not in failed.output
+    resumed = run(*line)
+    assert resumed.exit_code == 0, resumed.output
     assert td.open(store).sizes["sample"] == 60
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
@@ -547,23 +550,6 @@ def test_import__loads_nothing_that_a_shell_would_wait_for(run_python, tmp_path:
         "print([n for n in ('torch', 'dask', 'distributed') if n in sys.modules])"
     )
     assert run_python("-c", code, cwd=tmp_path).strip() == "[]"
-
-
-@pytest.mark.slow
-def test_process__example_does_the_job_of_the_demo(
-    tmp_path: Path, run_process: RunProcess, digits_folder: Path
-) -> None:
-    assert run_process("init").returncode == 0
-    arguments = f"{{n_checkpoints: 1, folder: '{digits_folder}'}}"
-    settings = ("projector.proj_dim=256", f"model.checkpoints.arguments={arguments}")
-    done = run_process("top-k", "trakdask.yaml", *(f"--set={each}" for each in settings))
-    assert done.returncode == 0, done.stderr
-    frame = pd.read_parquet(tmp_path / "top.parquet")
-    assert len(frame) == 200 * 5
-    best = frame[frame["rank"] == 0]
-    # Digits are helped by digits of their own class: a wrong sign or order would show here.
-    assert (best["label"] == best["target_label"]).mean() > 0.7
-    assert "Error" not in done.stderr + done.stdout
 
 
 def test_job__options_of_an_estimator_make_its_value() -> None:

@@ -226,7 +226,7 @@ def test_world__truth_is_that_of_very_many_subsets() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("n_subsets", "m", "noise", "least"),
-    [(40, 80, 1.0, 0.88), (60, 20, 1.0, 0.82)],
+    [(40, 80, 1.0, 0.88), pytest.param(60, 20, 1.0, 0.82, marks=pytest.mark.faults)],
 )
 def test_lds__intervals_cover_and_ceiling_is_unbiased(
     n_subsets: int, m: int, noise: float, least: float
