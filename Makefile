@@ -25,6 +25,8 @@ export MKL_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
 export MPLBACKEND := Agg
 export HYPOTHESIS_PROFILE
+# Hundreds of processes import the package and the tests: they compile them once.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Continuous integration sets CI, and shows the lines that no test reaches where Python counts them
 # itself, from 3.12 on: before, the tracer nearly doubles the time of the tests.
@@ -51,11 +53,11 @@ install: $(INSTALLED)
 demo: $(INSTALLED)
 	@$(PY) -m trakdask.demo
 
-# Cheap checks first; the unit tests last, so that their summary closes the output. What takes one
-# core at its end, or all the time, runs beside the others.
+# Cheap checks first; the unit tests last, so that their summary closes the output. The pages take one
+# core, and the longest: what else takes one core runs beside them, and then the notebooks.
 test: $(DOCUMENTERS)
-	@$(MAKE) --no-print-directory lint imports wheel
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target types docs notebooks
+	@$(MAKE) --no-print-directory lint imports
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target docs types wheel notebooks
 	@$(MAKE) --no-print-directory unit
 
 lint: $(INSTALLED)
@@ -83,7 +85,7 @@ wheel: $(INSTALLED)
 notebooks: $(INSTALLED)
 ifneq ($(NOTEBOOKS),)
 	$(call heading,notebooks: nbmake)
-	@CI=1 $(PY) -m pytest --quiet -n $(JOBS) --nbmake --nbmake-timeout=280 $(NOTEBOOKS)
+	@$(PY) -m pytest --quiet -n $(JOBS) --nbmake --nbmake-timeout=280 $(NOTEBOOKS)
 endif
 
 # What computes gradients and projections, as on an older processor: the kernels of torch, oneDNN, MKL

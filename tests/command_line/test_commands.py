@@ -476,7 +476,7 @@ def test_explore__refused(saved: Path, run: Run, options: str, code: int, words:
 
 @pytest.mark.slow
 def test_process__that_is_killed_is_resumed_by_the_same_line(
-    job: Path, run_process: RunProcess
+    job: Path, run: Run, run_process: RunProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = ("featurize", job)
     killed = run_process(*line, KILLED="1", DASK_NUM_WORKERS="1")
@@ -487,13 +487,16 @@ def test_process__that_is_killed_is_resumed_by_the_same_line(
     assert before
     with pytest.raises(td.errors.IncompleteFeaturesError):
         td.open(store)
-    failed = run_process(*line, BROKEN="1")
-    assert failed.returncode == 1
-    assert "Job error: " in failed.stderr
-    assert "the disk of sample 50 is gone" in failed.stderr
-    assert "Traceback" not in failed.stderr
-    resumed = run_process(*line)
-    assert resumed.returncode == 0, resumed.stderr
+    monkeypatch.chdir(job.parent)
+    with monkeypatch.context() as broken:
+        broken.setenv("BROKEN", "1")
+        failed = run(*line)
+    assert failed.exit_code == 1
+    assert "Job error: " in failed.output
+    assert "the disk of sample 50 is gone" in failed.output
+    assert "Traceback" not in failed.output
+    resumed = run(*line)
+    assert resumed.exit_code == 0, resumed.output
     assert td.open(store).sizes["sample"] == 60
     assert {path: path.stat().st_mtime_ns for path in before} == before
 

@@ -113,12 +113,18 @@ class Tab:
         return [int(re.search(r"sample (\d+)", text)[1]) for text in texts]  # type: ignore[index]
 
     def press_until(self, kind: str, text: str) -> None:
-        """Press the tabulator until the focus is on what has this text."""
-        for _ in range(400):
+        """Press the tabulator until the focus is on what has this text, or has come round."""
+        self.page.evaluate("window.first = undefined")
+        comes_round = False
+        while not comes_round:
             self.page.keyboard.press("Tab")
-            focused = self.page.evaluate(
-                f"() => {{ {ROOT}; const at = root.getRootNode().activeElement;"
-                " return at ? [at.localName, at.innerText] : null }"
+            comes_round, focused = self.page.evaluate(
+                f"""() => {{ {ROOT}
+                let at = document.activeElement
+                while (at.shadowRoot?.activeElement) at = at.shadowRoot.activeElement
+                const round = at === window.first
+                window.first ??= at
+                return [round, root.contains(at) ? [at.localName, at.innerText] : null] }}"""
             )
             if focused == [kind, text]:
                 return

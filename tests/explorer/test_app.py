@@ -15,17 +15,15 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlencode
 
-import dask
 import dask.array as da
 import numpy as np
 import panel
 import pytest
 import torch
 import xarray as xr
-from distributed import Client
+from distributed import Client, LocalCluster
 
 import trakdask as td
-from tests.clusters import local_cluster
 from tests.explorer import test_new_targets as new_targets
 from tests.waiting import PATIENCE_S
 from trakdask.explorer import Explorer, Marks, View
@@ -390,20 +388,21 @@ def test_session__works_again_when_a_store_that_vanished_is_back(tmp_path: Path)
     assert cards(session)[:10] == best(target=2)
 
 
-def test_session__works_again_when_what_killed_a_worker_is_gone(tmp_path: Path) -> None:
+def test_session__works_again_when_what_killed_a_worker_is_gone(
+    tmp_path: Path,
+    process_client: Client,
+    process_cluster: LocalCluster,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process_cluster.scheduler, "allowed_failures", 0)
     switch, features = tmp_path / "kill", data(N, 0)
     mortal = da.map_blocks(deadly, features.feature.data, str(switch), dtype=np.float32)
-    with (
-        dask.config.set({"distributed.scheduler.allowed-failures": 0}),
-        local_cluster(processes=True, n_workers=1) as cluster,
-        Client(cluster),
-    ):
-        lazy = features.assign(feature=(features.feature.dims, mortal))
-        explorer = td.explore(lazy, data(M, 1), estimator=TRAK)
-        switch.touch()
-        session = opened(explorer, View(page="target", target=1))
-        assert "A worker process ended" in session.page.html
-        session.go(View(page="target", target=2))
-        session.wait(PATIENCE_S)
-        assert "message error" not in session.page.html
+    lazy = features.assign(feature=(features.feature.dims, mortal))
+    explorer = td.explore(lazy, data(M, 1), estimator=TRAK)
+    switch.touch()
+    session = opened(explorer, View(page="target", target=1))
+    assert "A worker process ended" in session.page.html
+    session.go(View(page="target", target=2))
+    session.wait(PATIENCE_S)
+    assert "message error" not in session.page.html
     assert cards(session)[:10] == best(target=2)
