@@ -89,3 +89,15 @@ def test_errors_name_the_half(samples, tmp_path) -> None:
     train = Remember(tmp_path / "log", "nothing")
     with pytest.raises(BlockError, match=r"half 0 \(15 samples\).*return model"):
         td.train_on_halves(train, samples, tmp_path / "m", n=1, progress=False)
+
+
+def test_lazy_samples_may_be_read_while_training(samples, tmp_path, process_client) -> None:
+    """On a cluster whose threads all train, nobody would be left to compute them."""
+
+    def train(positions: np.ndarray, seed: int) -> nn.Module:
+        model = nn.Linear(N, 2)
+        model.weight.data[0] = torch.from_numpy(samples.image.values[positions].mean(axis=0))
+        return model
+
+    checkpoints, _ = td.train_on_halves(train, samples, tmp_path / "m", n=4, progress=False)
+    assert all(Path(path).exists() for path in checkpoints.values())

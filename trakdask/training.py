@@ -155,7 +155,9 @@ def _train(
 ) -> None:
     """Train a model and put its weights into the folder."""
     try:
-        with _one_at_a_time:
+        # Lazy samples that train_fn reads are computed here: by the cluster, they might wait for
+        # the threads that wait for them.
+        with _one_at_a_time, dask.config.set(scheduler="synchronous"):
             torch.manual_seed(seed)
             trained = train_fn(positions, seed)
         state = trained.state_dict() if isinstance(trained, nn.Module) else trained

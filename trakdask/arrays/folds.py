@@ -9,7 +9,6 @@ from __future__ import annotations
 import dask.array as da
 import numpy as np
 import numpy.typing as npt
-from scipy.stats import rankdata
 
 from trakdask.arrays.blocks import (
     SPLIT_EVERY,
@@ -277,6 +276,8 @@ def _spearman(x: Floats, y: Floats) -> Floats:
 
 def _unit_ranks(values: Floats) -> Floats:
     """Return centred ranks along the last axis, of length 1; NaN where all are equal or one NaN."""
+    from scipy.stats import rankdata  # takes a second to import, and queries do not need it
+
     ranks = rankdata(values, axis=-1, nan_policy="propagate")
     ranks -= ranks.mean(axis=-1, keepdims=True)
     length = np.linalg.norm(ranks, axis=-1, keepdims=True)

@@ -318,7 +318,8 @@ def solver(features: xr.Dataset, estimator: Estimator) -> Solver:
         return Solver(features, of_scores, None, attrs)
     matrix, damping = regularize(features, estimator), estimator.damping
     rule = f"{damping.value}" if isinstance(damping, Absolute) else matrix.rules[-1]
-    attrs["damping"] = rule if matrix.choice is None else "completeness"
+    by_outputs = "cross-validation" if estimator.rule == "cross_validation" else "completeness"
+    attrs["damping"] = rule if matrix.choice is None else by_outputs
     attrs["gram_weights"] = matrix.gram_weights
     return Solver(matrix.features, of_scores, matrix, attrs)
 

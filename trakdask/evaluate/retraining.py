@@ -279,7 +279,9 @@ def _stored(models: Folder, file: str) -> NDArray[np.float64] | None:
 def _train(
     train_fn: TrainFn, positions: NDArray[np.int64], key: str, n_targets: int
 ) -> NDArray[np.float64]:
-    with _one_at_a_time:
+    # Lazy samples that train_fn reads are computed here: by the cluster, they might wait for the
+    # threads that wait for them.
+    with _one_at_a_time, dask.config.set(scheduler="synchronous"):
         outputs = np.asarray(train_fn(positions, int(key[:8], 16) >> 1), np.float64)
     if outputs.shape != (n_targets,):
         raise ValueError(
