@@ -238,6 +238,17 @@ def test_featurize__of_csv_files_equals_that_of_arrays(job: Path, run: Run) -> N
     np.testing.assert_allclose(td.open(job.parent / "train.zarr").feature, expected, rtol=1e-5)
 
 
+def test_featurize__knows_what_checkpoints_were_trained_on(job: Path, run: Run) -> None:
+    masks = np.random.default_rng(0).random((2, len(ROWS))) < 0.5
+    np.save(job.parent / "masks.npy", masks)
+    np.save(job.parent / "x.npy", ROWS[[*"abcd"]].to_numpy("f4"))
+    np.save(job.parent / "label.npy", ROWS.label)
+    files = "arrays: {image: x.npy, label: label.npy}, trained_on: masks.npy"
+    done = run("featurize", job, "--set", f"data={{kind: arrays, {files}}}")
+    assert done.exit_code == 0, done.output
+    np.testing.assert_array_equal(td.open(job.parent / "train.zarr").trained_on, masks.T)
+
+
 TEXT = ROWS[:9].to_csv(index=False)
 
 

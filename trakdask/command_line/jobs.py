@@ -40,6 +40,7 @@ from trakdask.files import replacing
 from trakdask.fits.components import WIDE
 from trakdask.projection.fitted import Components, Fitted
 from trakdask.provenance import as_text
+from trakdask.variables import CHECKPOINT, SAMPLE, TRAINED_ON
 
 _PROJECTORS = {
     kind: getattr(projection, kind)
@@ -111,7 +112,7 @@ def features(
         Whether a projector that is fitted may be: else, to plan, it is only described.
     """
     with about(name):
-        samples = _of_kind(section(configuration, name), _KINDS)
+        samples = _samples(section(configuration, name))
     with about("model"):
         model = _model(section(configuration, "model"))
     with about("projector"):
@@ -147,6 +148,15 @@ def _projector(
     of_features = section(configuration, "featurize")
     options |= {name: of_features[name] for name in _OF_FITS if name in of_features}
     return td.fit(samples, model, **options)
+
+
+def _samples(options: dict[str, Any]) -> xr.Dataset:
+    """Return the samples that a section describes."""
+    masks = options.pop("trained_on", None)
+    samples: xr.Dataset = _of_kind(options, _KINDS)
+    if masks is None:
+        return samples
+    return samples.assign_coords({TRAINED_ON: ((CHECKPOINT, SAMPLE), np.load(masks))})
 
 
 def _of_kind(options: dict[str, Any], kinds: Mapping[str, Callable[..., Any]]) -> Any:
@@ -249,8 +259,7 @@ def _samples_of(configuration: Configuration, name: str, features: xr.Dataset) -
     ``encoding["job"]``.
     """
     if name in configuration:
-        samples: xr.Dataset = _of_kind(section(configuration, name), _KINDS)
-        return samples
+        return _samples(section(configuration, name))
     with suppress(ConfigurationError), about(name):
         job = kept(features.encoding["source"])
         options = section(job, name)
@@ -258,8 +267,7 @@ def _samples_of(configuration: Configuration, name: str, features: xr.Dataset) -
         is_local = not any(sign in str(options) for sign in ("://", "::"))
         if options.get("kind") in _OF_FILES and is_local:
             with chdir(job["folder"]):
-                samples = _of_kind(options, _KINDS)
-            return samples
+                return _samples(options)
     return None
 
 
