@@ -23,7 +23,7 @@ Estimators = EstimatorLike | Mapping[str, EstimatorLike]
 
 _NEW = "estimator"
 _FIRST = "these scores predict left-out checkpoints at {:.2f} ± {:.2f}"
-_OTHER = "{} {} {:.3f} ± {:.3f}"
+_OTHER = "{}: {:.3f} ± {:.3f} {}"
 
 
 def cross_validate(
@@ -61,7 +61,7 @@ def cross_validate(
       the grade less that of the first. Both are of the same checkpoints, so the error of the
       difference is mostly much smaller than the errors of the two.
 
-    ``attrs["summary"]`` says it in a sentence.
+    ``attrs["summary"]`` says it in a sentence, and a line for each further estimator.
 
     Raises
     ------
@@ -203,7 +203,6 @@ def _summary(result: xr.Dataset) -> str:
     texts = [f"{name}: " + _FIRST.format(float(first.lds_mean), float(first.error))]
     for other in others:
         one = result.sel({_NEW: other})
-        verb = "adds" if one.difference >= 0 else "loses"
-        error = float(one.difference_error)
-        texts.append(_OTHER.format(other, verb, abs(float(one.difference)), error))
-    return "; ".join(texts)
+        size, error = abs(float(one.difference)), float(one.difference_error)
+        texts.append(_OTHER.format(other, size, error, "more" if one.difference >= 0 else "less"))
+    return "\n".join(texts)
