@@ -42,7 +42,9 @@ explorer = td.explore(train, targets, marks=td.explorer.Marks.beside("train.zarr
 explorer.app(td.explorer.View(page="target", target=3))
 explorer.save_html("page.html", td.explorer.View(page="target", target=3))
 
-td.assign_coords("train.zarr", {"day": np.arange(60)})
+halves = td.evaluate.subsets(train, 3).rename(subset="checkpoint")
+known = td.assign_coords("train.zarr", {"day": np.arange(60), "trained_on": halves})
+assert td.evaluate.cross_validate(known, targets).lds.shape == (5,)
 td.calibrate("train.zarr")
 td.drop("train.zarr", where=lambda ds: ds.day < 5)
 assert td.verify("train.zarr", checksums=True).empty
