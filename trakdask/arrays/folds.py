@@ -23,6 +23,7 @@ from trakdask.arrays.blocks import (
     tree_sum,
 )
 from trakdask.arrays.damping import CHOICE, GRID
+from trakdask.arrays.evaluation import Ranking, correlation
 from trakdask.arrays.solve import Spectrum
 
 Floats = npt.NDArray[np.float64]
@@ -255,33 +256,21 @@ def agreement(prediction: Floats, output: Floats) -> tuple[Floats, Floats]:
     >>> [x.round(3).tolist() for x in agreement(f + [0, 0, 3, 0], f)]
     [[0.8], [0.5, 0.5, 1.0, 1.0]]
     """
-    n = output.shape[-1]
-    every = np.arange(n)
-    return _spearman(prediction, output), np.array(
-        [_mean(_spearman(prediction[..., every != j], output[:, every != j])) for j in every]
-    )
+    n, shape = output.shape[-1], prediction.shape
+    predicted, truth = Ranking.of(prediction.reshape(-1, n).T), Ranking.of(output.T)
+
+    def spearman(counts: Floats) -> Floats:
+        a, b = predicted.centred(counts).reshape(shape), truth.centred(counts)
+        return correlation(a, b.reshape(len(b), *(1,) * (len(shape) - 2), n), counts)
+
+    without = [_mean(spearman(counts)) for counts in 1.0 - np.eye(n)]
+    return spearman(np.ones(n)), np.array(without)
 
 
 def _mean(correlation: Floats) -> Floats:
     known = ~np.isnan(correlation)
     total = np.where(known, correlation, 0).sum(axis=0)
     return np.asarray(total / np.maximum(known.sum(axis=0), 1))
-
-
-def _spearman(x: Floats, y: Floats) -> Floats:
-    ranks = [_unit_ranks(values) for values in (x, y)]
-    shape = (len(y), *(1,) * (x.ndim - y.ndim), y.shape[-1])
-    return np.asarray((ranks[0] * ranks[1].reshape(shape)).sum(axis=-1))
-
-
-def _unit_ranks(values: Floats) -> Floats:
-    """Return centred ranks along the last axis, of length 1; NaN where all are equal or one NaN."""
-    from scipy.stats import rankdata  # takes a second to import, and queries do not need it
-
-    ranks = rankdata(values, axis=-1, nan_policy="propagate")
-    ranks -= ranks.mean(axis=-1, keepdims=True)
-    length = np.linalg.norm(ranks, axis=-1, keepdims=True)
-    return np.asarray(ranks / np.where(length > 0, length, np.nan))
 
 
 def jackknife_error(values: npt.ArrayLike) -> Floats:
