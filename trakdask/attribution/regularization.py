@@ -83,7 +83,8 @@ def damping(
     Lazy Dataset with ``damping`` (checkpoint), float64, in units of the gram matrix; ``relative``
     (), ρ; ``curve`` (relative_damping), the correlations; ``peak`` (), their largest, which says
     how well the linearised model follows the real one; ``threshold`` (), the least that suffices
-    for the prior; ``rule`` (), what chose λ in the end. All but ``damping`` and ``rule`` are NaN
+    for the prior; ``grade`` (relative_damping), what left-out checkpoints say; ``rule`` (), what
+    chose λ in the end. All but ``damping`` and ``rule`` are NaN
     where outputs were not asked; :func:`trakdask.plots.damping` draws them.
 
     Raises
@@ -110,6 +111,14 @@ def damping(
     correlation is largest, is chosen if it is clearly larger than at the prior: by 0.6 in
     Fisher's z = artanh(r), or by 0.2 if that at the prior is below 0.57 or there are fewer than 500
     samples, as after a short training, where ρ has to be 10 to 300 times as large.
+
+    Cross-validation, where features have ``trained_on`` and five or more checkpoints, for every
+    task. Each checkpoint is left out, and the scores of the others, added up over its samples,
+    predict its outputs, as in :func:`trakdask.evaluate.cross_validate`. The grade of a ρ is the
+    mean of Spearman's correlations over samples. Of the ρ within a decade of the choice without
+    them, the one with the best grade is taken, if that is better by more than one standard error of
+    the difference. It costs one more pass over the features, and 2 p k flops for each of the
+    samples and checkpoints left out.
 
     No model is retrained and no n × m array made: one more column of the gram matrix and one
     eigendecomposition per checkpoint, about 9 p³ flops and 32 p² bytes; 21 numbers per sample and
