@@ -84,8 +84,8 @@ def damping(
     (), ρ; ``curve`` (relative_damping), the correlations; ``peak`` (), their largest, which says
     how well the linearised model follows the real one; ``threshold`` (), the least that suffices
     for the prior; ``grade`` (relative_damping), what left-out checkpoints say; ``rule`` (), what
-    chose λ in the end. All but ``damping`` and ``rule`` are NaN
-    where outputs were not asked; :func:`trakdask.plots.damping` draws them.
+    chose λ in the end. All but ``damping`` and ``rule`` are NaN where outputs were not asked;
+    :func:`trakdask.plots.damping` draws them.
 
     Raises
     ------
