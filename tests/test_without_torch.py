@@ -25,10 +25,10 @@ train, targets = td.open("train.zarr"), td.open("targets.zarr")
 for estimator in ("auto", "trak", "relatif", "grad_dot", "grad_cos"):
     scores = td.score(train, targets, estimator=estimator).compute()
 assert td.group_score(train, targets, by="source").compute().shape == (2, 5)
-assert td.damping(train).compute().damping.shape == (3,)
+assert td.damping(train).compute().damping.shape == (4,)
 assert td.self_influence(train).compute().shape == (60,)
-assert td.gram(train).compute().shape == (16, 16, 3)
-assert td.combine(targets, by="source").feature.compute().shape == (2, 16, 3)
+assert td.gram(train).compute().shape == (16, 16, 4)
+assert td.combine(targets, by="source").feature.compute().shape == (2, 16, 4)
 
 top = td.top_k(td.score(train, targets), 3, where="source == 'web'")
 td.to_parquet(top, "top.parquet")
@@ -42,7 +42,7 @@ explorer = td.explore(train, targets, marks=td.explorer.Marks.beside("train.zarr
 explorer.app(td.explorer.View(page="target", target=3))
 explorer.save_html("page.html", td.explorer.View(page="target", target=3))
 
-halves = td.evaluate.subsets(train, 3).rename(subset="checkpoint")
+halves = td.evaluate.subsets(train, 4).rename(subset="checkpoint")
 known = td.assign_coords("train.zarr", {"day": np.arange(60), "trained_on": halves})
 assert td.evaluate.cross_validate(known, targets).lds.shape == (5,)
 td.calibrate("train.zarr")
@@ -58,7 +58,7 @@ def test_process_that_only_asks__needs_no_torch(tmp_path: Path) -> None:
     coords = {"label": np.arange(65) % 3, "source": source}
     samples = td.from_arrays({"image": images}, coords=coords, chunks=20)
     weights = []
-    for seed in range(3):
+    for seed in range(4):
         torch.manual_seed(seed)
         weights.append(torch.nn.Linear(8, 3).state_dict())
     model = td.Model(torch.nn.Linear(8, 3), weights)

@@ -237,18 +237,28 @@ def _choose(totals: Block, outputs: Block, choice: Block, start: Block) -> Block
     return chosen
 
 
-def agreement(prediction: Floats, output: Floats) -> tuple[Floats, Floats]:
+def agreement(
+    prediction: Floats, output: Floats, *, unbiased: bool = False
+) -> tuple[Floats, Floats]:
     """Correlate predictions with outputs over checkpoints, of all of them and without each.
 
     Parameters
     ----------
     prediction, output
         (target, ..., checkpoint) and (target, checkpoint).
+    unbiased
+        Estimate Spearman's correlation over infinitely many checkpoints. The correlation r over n
+        has the expectation (3 τ + (n - 2) ρ)/(n + 1), with Kendall's τ, which is below ρ by 0.05
+        for ten checkpoints and by 0.1 for five, if ρ is 0.7.
 
     Returns
     -------
     Spearman's correlation of each target, (target, ...), NaN where a side is constant or NaN; and
     its mean over targets without each checkpoint in turn, (checkpoint, ...), for a jackknife.
+
+    References
+    ----------
+    Hoeffding 1948, section 5 (expectation of Spearman's correlation).
 
     Examples
     --------
@@ -258,10 +268,18 @@ def agreement(prediction: Floats, output: Floats) -> tuple[Floats, Floats]:
     """
     n, shape = output.shape[-1], prediction.shape
     predicted, truth = Ranking.of(prediction.reshape(-1, n).T), Ranking.of(output.T)
+    # Whether both sides order a pair of checkpoints alike: 1, -1, or 0 where one is equal.
+    sides = [np.sign(x[..., :, None] - x[..., None, :]) for x in (prediction, output)]
+    concordance = sides[0] * sides[1].reshape(len(output), *(1,) * (len(shape) - 2), n, n)
 
     def spearman(counts: Floats) -> Floats:
         a, b = predicted.centred(counts).reshape(shape), truth.centred(counts)
-        return correlation(a, b.reshape(len(b), *(1,) * (len(shape) - 2), n), counts)
+        r = correlation(a, b.reshape(len(b), *(1,) * (len(shape) - 2), n), counts)
+        if not unbiased:
+            return r
+        m = counts.sum()
+        tau = (concordance @ counts @ counts) / (m * (m - 1))
+        return np.asarray(((m + 1) * r - 3 * tau) / (m - 2))
 
     without = [_mean(spearman(counts)) for counts in 1.0 - np.eye(n)]
     return spearman(np.ones(n)), np.array(without)

@@ -9,8 +9,8 @@ from trakdask import arrays
 from trakdask.attribution.estimators import EstimatorLike, resolve
 from trakdask.variables import CHECKPOINT, GRAM, N_SAMPLES, SAMPLE, TRAINED_ON, validate
 
-LEAST_CHECKPOINTS = 3
-"""Of two, one would predict the other, and a rank correlation of two numbers is 1 or -1."""
+LEAST_CHECKPOINTS = 4
+"""Without one of them, three are left, the least for a correlation whose bias is known."""
 
 
 def require_folds(features: xr.Dataset) -> None:

@@ -53,7 +53,8 @@ def cross_validate(
     -------
     Dataset in memory, float64:
 
-    - ``lds`` (target): Spearman's correlation, over checkpoints, of predictions and outputs;
+    - ``lds`` (target): Spearman's correlation of predictions and outputs, an unbiased estimate of
+      what it would be over very many checkpoints, so that it may be a little above 1;
     - ``lds_mean`` (): its mean over targets, the grade, and ``error`` (), its standard error by a
       jackknife over checkpoints;
     - ``without`` (checkpoint): the grade without each checkpoint, of which ``error`` is made;
@@ -66,7 +67,7 @@ def cross_validate(
     Raises
     ------
     ValueError
-        If ``trained_on`` is missing, there are fewer than three checkpoints, or features are not
+        If ``trained_on`` is missing, there are fewer than four checkpoints, or features are not
         those of all training samples.
     StoreMismatchError
         If features and targets were made differently.
@@ -78,7 +79,7 @@ def cross_validate(
 
     The outputs of a checkpoint vary with its seed, too, which no score can predict. So the grade is
     lower than a linear datamodeling score whose outputs are means over several seeds; compare
-    grades with each other, and with :func:`lds` of a single seed. With three checkpoints the error
+    grades with each other, and with :func:`lds` of a single seed. With four checkpoints the error
     is large; ten grade well. λ and K are made with all checkpoints.
 
     References
@@ -185,7 +186,7 @@ def _by_name(values: Any) -> dict[str, Any]:
 
 
 def _graded(predicted: np.ndarray, output: np.ndarray) -> dict[str, np.ndarray]:
-    lds, without = arrays.folds.agreement(predicted, output.astype(np.float64))
+    lds, without = arrays.folds.agreement(predicted, output.astype(np.float64), unbiased=True)
     return {
         "lds": lds,
         "lds_mean": np.asarray(np.nanmean(lds) if np.isfinite(lds).any() else np.nan),
