@@ -77,6 +77,7 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     "choose.totals": lambda seed: random(seed, N, len(GRID), C).rechunk({2: -1}),
     "choice": lambda seed: da.from_array(np.array([(seed, 0, 0, 0, 0, False)], CHOICE)),
     "start": lambda seed: da.from_array(np.array(1.0 + seed)),
+    "differ": lambda seed: da.from_array(np.array(seed == 0)),
     "samples": lambda seed: ["rows", "targets"][seed],
     "score": lambda seed: da.from_array(np.random.default_rng(seed).random((N, 9)), chunks=7),
     "masks": lambda seed: da.from_array(np.random.default_rng(seed).random((8, N)) < 0.5, chunks=7),

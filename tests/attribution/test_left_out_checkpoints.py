@@ -82,9 +82,10 @@ def test_noise_changes_nothing(features) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:outputs of the training rows")
-def test_few_checkpoints_or_unknown_subsets_are_chosen_for_as_before(features) -> None:
+def test_few_checkpoints_or_unknown_or_equal_subsets_are_chosen_for_as_before(features) -> None:
     four = features.isel(checkpoint=slice(4))
-    for ds in (four, features.drop_vars("trained_on")):
+    same = features.assign(trained_on=features.trained_on | True)
+    for ds in (four, same, features.drop_vars("trained_on")):
         expected = td.damping(ds, td.Soft(damping="completeness")).compute()
         xr.testing.assert_allclose(td.damping(ds).compute(), expected)
         assert not np.isfinite(expected.grade).any()

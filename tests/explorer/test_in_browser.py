@@ -207,6 +207,8 @@ def test_map__is_brushed(explorer: Explorer, url: str, tab: Tab) -> None:
     inside = np.flatnonzero(is_in & (source != "web"))
     assert tab.cards("Selected samples") == sorted(inside, key=lambda i: -scores[i])[:25]
     tab.page.click("text=Select the whole map")
+    # The address changes after the sections, which have the same title before and after.
+    tab.page.wait_for_url(lambda url: "map_x" not in url)
     tab.wait("Map")
     assert len(tab.cards("Selected samples")) == 25
 

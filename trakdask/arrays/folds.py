@@ -192,7 +192,9 @@ def _totals(phi: Block, sums: Block, spectrum: Spectrum) -> Block:
     return np.asarray(along + rest)[..., None]
 
 
-def choose(totals: da.Array, outputs: da.Array, choice: da.Array, start: da.Array) -> da.Array:
+def choose(
+    totals: da.Array, outputs: da.Array, choice: da.Array, start: da.Array, differ: da.Array
+) -> da.Array:
     """Choose ρ by what rows say of checkpoints that were left out.
 
     Parameters
@@ -205,11 +207,13 @@ def choose(totals: da.Array, outputs: da.Array, choice: da.Array, start: da.Arra
         How λ was chosen without them, (1,) of dtype :data:`trakdask.arrays.damping.CHOICE`.
     start
         The ρ of that, (), lazy.
+    differ
+        Whether the checkpoints were trained on different samples, () bool, lazy.
 
     Returns
     -------
     ``choice`` with the ``grade`` of every ρ. If another ρ is clearly better, it is ``relative``,
-    and ``by_folds`` is true.
+    and ``by_folds`` is true. Checkpoints that do not differ leave ``choice`` as it is.
 
     Notes
     -----
@@ -221,11 +225,13 @@ def choose(totals: da.Array, outputs: da.Array, choice: da.Array, start: da.Arra
     """
     return blockwise(
         _choose, "k", totals, "sgf", outputs.rechunk((totals.chunks[0], -1)), "sf",
-        choice, "k", start, "", concatenate=True, name="fold-choice", dtype=CHOICE,
+        choice, "k", start, "", differ, "", concatenate=True, name="fold-choice", dtype=CHOICE,
     )  # fmt: skip
 
 
-def _choose(totals: Block, outputs: Block, choice: Block, start: Block) -> Block:
+def _choose(totals: Block, outputs: Block, choice: Block, start: Block, differ: Block) -> Block:
+    if not differ:
+        return choice
     of_rows, without = agreement(totals, outputs.astype(np.float64))
     grade, chosen = _mean(of_rows), choice.copy()
     chosen["grade"] = grade

@@ -36,6 +36,13 @@ def require_folds(features: xr.Dataset) -> None:
         )
 
 
+def differ(features: xr.Dataset) -> da.Array:
+    """Return whether any sample was seen by some checkpoints and not by others, (), lazy bool."""
+    knows = features[TRAINED_ON].transpose(SAMPLE, CHECKPOINT).data
+    found: da.Array = (knows.any(axis=1) & ~knows.all(axis=1)).any()
+    return found
+
+
 def fold_weights(
     features: xr.Dataset, estimator: EstimatorLike, inverse: da.Array | None
 ) -> da.Array:

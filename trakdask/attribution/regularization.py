@@ -26,7 +26,7 @@ from trakdask.attribution.estimators import (
     damping_prior,
     with_gram,
 )
-from trakdask.attribution.folds import fold_weights, require_folds
+from trakdask.attribution.folds import differ, fold_weights, require_folds
 from trakdask.attribution.grams import (
     GramMatrix,
     gram_matrix,
@@ -388,7 +388,10 @@ def _chosen_by_folds(
     gram: GramMatrix,
     chosen: Chosen,
 ) -> Chosen:
-    """Let checkpoints that were left out change the λ that was chosen without them."""
+    """Let checkpoints that were left out change the λ that was chosen without them.
+
+    Checkpoints that were all trained on the same samples say nothing.
+    """
     require_folds(features)
     assert gram.spectrum is not None
     lam, rules, choice = chosen
@@ -403,7 +406,7 @@ def _chosen_by_folds(
         held_out = lazy_features(calibrate)
         rows, outputs = held_out.feature.data, held_out.output.data
     totals = arrays.folds.totals(gram.spectrum, sums, rows)
-    folded = arrays.folds.choose(totals, outputs, _known(choice), start)
+    folded = arrays.folds.choose(totals, outputs, _known(choice), start, differ(features))
     factor = da.where(folded["by_folds"][0], folded["relative"][0] / start, 1)
     return lam * factor, rules, folded
 

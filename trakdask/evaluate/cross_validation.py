@@ -13,10 +13,19 @@ import xarray as xr
 
 from trakdask import arrays
 from trakdask.attribution.estimators import EstimatorLike, resolve
-from trakdask.attribution.folds import fold_weights, require_folds
+from trakdask.attribution.folds import differ, fold_weights, require_folds
 from trakdask.attribution.scores import operands_of, solver
 from trakdask.evaluate.results import require_known
-from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, TARGET_PREFIX, coords_along, validate
+from trakdask.variables import (
+    CHECKPOINT,
+    SAMPLE,
+    TARGET,
+    TARGET_PREFIX,
+    TRAINED_ON,
+    coords_along,
+    lazy_features,
+    validate,
+)
 
 Features = xr.Dataset | Mapping[str, xr.Dataset]
 Estimators = EstimatorLike | Mapping[str, EstimatorLike]
@@ -67,8 +76,8 @@ def cross_validate(
     Raises
     ------
     ValueError
-        If ``trained_on`` is missing, there are fewer than four checkpoints, or features are not
-        those of all training samples.
+        If ``trained_on`` is missing or the same for all checkpoints, there are fewer than four
+        checkpoints, or samples are missing in the features.
     StoreMismatchError
         If features and targets were made differently.
 
@@ -102,8 +111,9 @@ def cross_validate(
     for training, explained, estimator in settings.values():
         validate(explained, ["output"], what="targets")
         predicted = _predictions(training, explained, estimator)
-        lazy.append((predicted, explained.output.transpose(SAMPLE, CHECKPOINT).data))
-    grades = [_graded(*pair) for pair in dask.compute(*lazy)]
+        output = explained.output.transpose(SAMPLE, CHECKPOINT).data
+        lazy.append((predicted, output, differ(lazy_features(training))))
+    grades = [_graded(*each) for each in dask.compute(*lazy)]
     data = {name: np.stack([grade[name] for grade in grades], axis=-1) for name in _DIMS}
     require_known(data["lds"].T)
     result = xr.Dataset(
@@ -185,7 +195,12 @@ def _by_name(values: Any) -> dict[str, Any]:
     return dict(values) if is_mapping else {"": values}
 
 
-def _graded(predicted: np.ndarray, output: np.ndarray) -> dict[str, np.ndarray]:
+def _graded(predicted: np.ndarray, output: np.ndarray, differ: bool) -> dict[str, np.ndarray]:
+    if not differ:
+        raise ValueError(
+            f"expected checkpoints that were trained on different samples, got {TRAINED_ON!r} with "
+            "the same samples for all; try td.train_on_halves"
+        )
     lds, without = arrays.folds.agreement(predicted, output.astype(np.float64), unbiased=True)
     return {
         "lds": lds,
