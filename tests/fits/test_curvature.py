@@ -124,7 +124,7 @@ def test_eigenvectors_and_eigenvalues_are_those_of_explicit_sums(
     for parameter, place in places_of(shapes).items():
         rotated = parts[parameter] @ kronecker(curvature, shapes, parameter, checkpoint)
         expected = (h[:, None] * rotated**2).mean(0)
-        scale = 1 / np.sqrt(expected + 100 * expected.mean())
+        scale = 1 / np.sqrt(expected + 10 * expected.mean())
         actual = curvature.arrays["curvature_scale"][place, checkpoint]
         np.testing.assert_allclose(actual, scale, rtol=1e-5)
 
@@ -172,7 +172,7 @@ def test_weights_whose_gradients_come_in_slices() -> None:
         td.curvature(samples, model, leading=32, gradients=g) for g in ("hooks", "loop")
     )
     one, other = (f.arrays["curvature_scale"] for f in (by_hooks, by_loop))
-    np.testing.assert_allclose(one, other, rtol=1e-4)
+    np.testing.assert_allclose(one, other, rtol=5e-4)
     one, other = (
         td.featurize(samples, model, by_loop.then(td.SJLT(32)), gradients=g).feature.compute()
         for g in ("hooks", "loop")
@@ -203,8 +203,8 @@ def test_everything_works_on_top(tmp_path: Any) -> None:
     store = td.save(some, tmp_path / "train.zarr")
     more = td.featurize(samples.isel(sample=slice(16, 24)), model, like=store)
     store = td.save(more, tmp_path / "train.zarr", append_dim="sample")
-    assert store.attrs["damping_prior"] == 10**0.5
-    assert str(td.damping(store, td.Soft(damping="trace")).rule.values) == "3.16 tr(K)/n"
+    assert store.attrs["damping_prior"] == 10**0.75
+    assert str(td.damping(store, td.Soft(damping="trace")).rule.values) == "5.62 tr(K)/n"
     assert "damping_prior" not in td.featurize(samples, model, td.SJLT(32)).attrs
     targets = td.featurize(samples.isel(sample=[0, 3]), model, like=store)
     scores = td.score(store, targets)
@@ -219,7 +219,7 @@ def test_everything_works_on_top(tmp_path: Any) -> None:
 @pytest.mark.filterwarnings("ignore:scores are made from 2 checkpoints")
 def test_features_of_other_coordinates_are_refused() -> None:
     samples, model = case("cnn")
-    projector, other = (fitted("cnn", damping=d, leading=8).then(td.SJLT(8)) for d in (100, 1))
+    projector, other = (fitted("cnn", damping=d, leading=8).then(td.SJLT(8)) for d in (10, 1))
     features = td.featurize(samples, model, projector)
     for targets, field in ((td.SJLT(16), "projector"), (other, "projector.*damping")):
         with pytest.raises(td.errors.StoreMismatchError, match=field):

@@ -36,7 +36,12 @@ SAMPLES = td.from_arrays(
     {"image": RNG.normal(size=(64, 6)).astype("f4"), "label": np.arange(64) % 3}, chunks=16
 )
 MODEL = td.Model(build, states(), task="image_classification")
-SMALL: dict[str, Any] = {"proj_dim": 6, "sketch": td.SJLT(24), "progress": False}
+SMALL: dict[str, Any] = {
+    "proj_dim": 6,
+    "curvature": True,
+    "sketch": td.SJLT(24),
+    "progress": False,
+}
 
 
 def test_fit__is_the_chain_of_its_steps() -> None:
@@ -51,9 +56,9 @@ def test_fit__is_the_chain_of_its_steps() -> None:
         ({"curvature": False}, "SJLT(proj_dim=24, sparsity=4, seed=0), Components(proj_dim=6)"),
         ({"components": False}, "leading=3), SJLT(proj_dim=3, sparsity=4, seed=0)"),
     ):
-        assert steps in repr(td.fit(SAMPLES, MODEL, **SMALL, **options))
+        assert steps in repr(td.fit(SAMPLES, MODEL, **SMALL | options))
     moments = [{n: t.abs() for n, t in state.items()} for state in states().values()]
-    scaled = td.fit(SAMPLES, MODEL, moments=moments, **SMALL)
+    scaled = td.fit(SAMPLES, MODEL, moments=moments, **SMALL | {"curvature": "auto"})
     assert repr(scaled).startswith("Fitted(SecondMoments(), SJLT(proj_dim=24")
 
 

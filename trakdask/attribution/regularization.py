@@ -106,7 +106,7 @@ def damping(
     Completeness. In the linearised model the attributions of a target add up to its output, Σ_z
     score(z, t) = f(t), if λ is right. So for 21 ρ from 0.01 to 1000 these sums are correlated over
     samples with the outputs f (both as means over checkpoints), under soft weights of power ½. The
-    prior is the features' ``attrs["damping_prior"]`` (1 if missing, √10 in the coordinates of a
+    prior is the features' ``attrs["damping_prior"]`` (1 if missing, 5.6 in the coordinates of a
     curvature), which is best for models that were trained to the end. A larger ρ, where the
     correlation is largest, is chosen if it is clearly larger than at the prior: by 0.6 in
     Fisher's z = artanh(r), or by 0.2 if that at the prior is below 0.57 or there are fewer than 500

@@ -37,7 +37,7 @@ from trakdask.command_line.configuration import (
 )
 from trakdask.export import require_replaceable
 from trakdask.files import replacing
-from trakdask.fits.components import WIDE
+from trakdask.fits.components import sketch_for
 from trakdask.projection.fitted import Components, Fitted
 from trakdask.provenance import as_text
 from trakdask.variables import CHECKPOINT, SAMPLE, TRAINED_ON
@@ -50,7 +50,7 @@ _FIT = "fit"
 """The kind of a projector that is fitted to the training samples."""
 _OF_FITS = ("gradients", "batch_size", "dtype", "device")
 """Options of ``featurize`` that a fit has, too."""
-_COLUMNS = inspect.signature(td.fit).parameters["proj_dim"].default
+_DEFAULTS = {name: p.default for name, p in inspect.signature(td.fit).parameters.items()}
 
 _STORES = {"data": "train", "targets": "targets"}
 """The sections of samples, and the names of their stores."""
@@ -124,7 +124,8 @@ def features(
         lazy = td.featurize(samples, model, projector, like=like, **options)
     described = section(configuration, "projector")
     if described.get("kind") == _FIT and not fits:  # the columns that it will have
-        steps = projector, Components(described.get("proj_dim", _COLUMNS))
+        asked = [described.get(name, _DEFAULTS[name]) for name in ("proj_dim", "n_samples")]
+        steps = projector, Components(min(*asked, lazy.sizes["sample"]))
         lazy.attrs |= as_text({"projector": Fitted(steps).spec()})
     return lazy
 
@@ -142,7 +143,7 @@ def _projector(
     if isinstance(sketch := described.get("sketch"), dict):
         described["sketch"] = _of_kind(dict(sketch), _PROJECTORS)
     if not fits:
-        return described.get("sketch", WIDE)
+        return described.get("sketch", sketch_for(model))
     options: dict[str, Any] = {"store": section(configuration, "stores")["train"], **described}
     options["storage_options"] = section(configuration, "save").get("storage_options")
     of_features = section(configuration, "featurize")

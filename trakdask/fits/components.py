@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,21 @@ from trakdask.provenance import as_values
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE
 
 WIDE = SJLT(proj_dim=8192, seed=0)
+_WIDEST = 32768
 
 _LEAST = 1e-10
 """Smaller eigenvalues, as a share of the largest, are rounding of the features."""
+
+
+def sketch_for(model: Model) -> SJLT:
+    """Return the sketch for a model: 8,192 columns, up to 32,768 for larger ones.
+
+    It is a quarter as wide as there are parameters. Texts need that; and the more parameters there
+    are, the less the products with wide components cost beside gradients.
+    """
+    n_parameters = sum(math.prod(shape) for shape in model.shapes.values())
+    width = 2 ** math.ceil(math.log2(n_parameters / 4))
+    return SJLT(proj_dim=min(max(width, WIDE.proj_dim), _WIDEST), seed=WIDE.seed)
 
 
 def principal_components(
@@ -58,7 +71,7 @@ def principal_components(
     -------
     The projector with one more step, in memory. It holds, and features of it have as variables,
 
-    - ``principal_components`` (sketch_dim, proj_dim, checkpoint) float32: orthonormal columns, the
+    - ``principal_components`` (sketch_dim, proj_dim, checkpoint) float16: orthonormal columns, the
       one with the largest share first;
     - ``principal_shares`` (proj_dim, checkpoint) float64: the part of the squared length of all
       features of these samples that lies in this direction. Its sum says how much ``proj_dim``
@@ -114,7 +127,7 @@ def principal_components(
 
 def _principal(
     x: npt.NDArray[np.float32], n_components: int
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]:
+) -> tuple[npt.NDArray[np.float16], npt.NDArray[np.float64]]:
     """Return the right singular vectors of the largest singular values, and their shares.
 
     By the products of samples, X Xᵀ = U diag(s) Uᵀ, since there are fewer samples than columns:
@@ -126,4 +139,5 @@ def _principal(
     is_kept = values > _LEAST * values[0]
     scale = np.where(is_kept, 1 / np.sqrt(np.where(is_kept, values, 1)), 0)
     matrix = wide.T @ (vectors * scale)
-    return matrix.astype(np.float32), np.where(is_kept, values, 0) / np.square(wide).sum()
+    # Half precision halves what each store of features holds, and turns columns by 3e-4.
+    return matrix.astype(np.float16), np.where(is_kept, values, 0) / np.square(wide).sum()

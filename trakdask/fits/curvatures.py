@@ -39,7 +39,7 @@ def curvature(
     samples: xr.Dataset,
     model: Model,
     *,
-    damping: float = 100.0,
+    damping: float = 10.0,
     leading: int = 1024,
     estimator: EstimatorLike = "auto",
     **options: Any,
@@ -61,8 +61,7 @@ def curvature(
         The model, at all checkpoints that features are to be computed for.
     damping
         δ: each eigenvalue Λ becomes Λ + δ times the mean of its parameter. The smaller, the more
-        even are the directions that are projected together; ``1`` suits features of the whole
-        gradient (:class:`Identity`).
+        even are the directions of the features. ``tests/benchmarks/recipe.py`` compares 1 to 100.
     leading
         How many of the coordinates with most of the scaled curvature become columns of their own,
         beside the columns of the projector that follows. 0 before :class:`Identity`.
@@ -110,7 +109,7 @@ def curvature(
     8
     """
     if not 0 <= damping < np.inf:
-        raise ValueError(f"expected a finite damping >= 0, got {damping!r}; try damping=100")
+        raise ValueError(f"expected a finite damping >= 0, got {damping!r}; try damping=10")
     leading = require_integer("leading", leading, 0, remedy="try leading=1024")
     prepared = prepare(samples, model, projector=Identity(), adds_up=True, **options)
     weights = with_gram(xr.Dataset(attrs=prepared.attrs), estimator).of_sums()

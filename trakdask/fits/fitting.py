@@ -20,7 +20,7 @@ from trakdask.errors import IncompleteFeaturesError
 from trakdask.execution import polled_bar
 from trakdask.featurization.lazy import model_of, projector_of, require_model
 from trakdask.files import Folder
-from trakdask.fits.components import WIDE, principal_components
+from trakdask.fits.components import principal_components, sketch_for
 from trakdask.fits.curvatures import curvature as fit_curvature
 from trakdask.fits.moments import MomentsLike, second_moments
 from trakdask.fits.wrong_classes import wrong_classes
@@ -33,15 +33,18 @@ from trakdask.storage.reading import open
 from trakdask.storage.writing import kept_beside
 from trakdask.variables import SAMPLE, WRONG_CLASSES
 
+_FEW = 500
+"""Of three tasks with fewer samples, the curvature loses on all: tests/benchmarks/recipe.py."""
+
 
 def fit(
     samples: xr.Dataset,
     model: Model,
-    proj_dim: int = 512,
+    proj_dim: int = 1024,
     *,
     curvature: bool | Literal["auto"] = "auto",
     components: bool = True,
-    sketch: Projector = WIDE,
+    sketch: Projector | Literal["auto"] = "auto",
     moments: MomentsLike | None = None,
     n_samples: int = 2000,
     store: str | os.PathLike[str] | None = None,
@@ -53,7 +56,7 @@ def fit(
 
     A random projection treats all directions of a gradient alike. A fitted one scales gradients by
     the curvature of the loss, sketches them, and keeps the directions in which the gradients of
-    your samples differ most. Features take a quarter of the space and predict better. For a
+    your samples differ most. Features take half of the space and predict better. For a
     classifier of several classes the fit also measures how the loss curves between the wrong
     classes, which :class:`Soft` adds to the gram matrix. Features keep what was fitted, so that
     targets are made by ``td.featurize(test, model, like=features)``.
@@ -65,15 +68,18 @@ def fit(
     model
         The model, at all checkpoints that features are to be computed for.
     proj_dim
-        Columns of the features; at most as many as there are samples.
+        Columns of the features; fewer, where fewer samples are fitted. Models of images need few,
+        texts and more samples need many.
     curvature
         Whether gradients are scaled by :func:`curvature`, half of the sketch being leading
-        coordinates; ``"auto"`` unless there are ``moments``.
+        coordinates. ``"auto"`` leaves it out if there are ``moments``, or fewer than 500 samples to
+        fit it to, where it made scores worse.
     components
         Whether the sketch is reduced by :func:`principal_components`. Without it, the sketch itself
         gets ``proj_dim`` columns.
     sketch
-        What gradients are projected with first.
+        What gradients are projected with first. ``"auto"``: an :class:`SJLT` of a quarter as many
+        columns as the model has parameters, but 8,192 to 32,768.
     moments
         Adam's second moments at each checkpoint, as in :func:`second_moments`.
     n_samples
@@ -117,12 +123,16 @@ def fit(
     """
     require_model(model)
     n_samples = require_integer("n_samples", n_samples, 1, remedy="try n_samples=2000")
-    if curvature == "auto":
-        curvature = moments is None
+    proj_dim = require_integer("proj_dim", proj_dim, 1, remedy="try proj_dim=1024")
+    if sketch == "auto":
+        sketch = sketch_for(model)
     if not components and hasattr(sketch, "proj_dim"):
         sketch = replace(sketch, proj_dim=proj_dim)  # type: ignore[call-arg]
     samples = validate_samples(samples)
     part = drawn(samples, n_samples, samples.chunksizes[SAMPLE][0])
+    if curvature == "auto":
+        curvature = moments is None and part.sizes[SAMPLE] >= _FEW
+    n_components = min(proj_dim, part.sizes[SAMPLE])
     first = Fitted(()) if moments is None else second_moments(model, moments)
     asked = {
         "proj_dim": proj_dim, "curvature": curvature, "components": components,
@@ -140,7 +150,7 @@ def fit(
             n_leading, rest = _halves(sketch)
             steps = fit_curvature(part, one, leading=n_leading, **options).then(rest)
         if components:
-            steps = principal_components(part, one, proj_dim, projector=steps, **options)
+            steps = principal_components(part, one, n_components, projector=steps, **options)
         matrix = wrong_classes(part, one, steps, **options)
         more = {} if matrix is None else {WRONG_CLASSES: matrix}
         return replace(steps, arrays={**steps.arrays, **more}, model=model_of(one.spec()))

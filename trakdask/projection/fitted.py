@@ -60,7 +60,7 @@ class Curvature:
         "(L + d mean(L))^-1/2 U^T grad f, with eigenvalues L and eigenvectors U of the curvature; "
         "the first columns are leading coordinates, which P^T takes as 0"
     )
-    damping_prior: ClassVar[float] = 10**0.5
+    damping_prior: ClassVar[float] = 10**0.75
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Fitted:
         >>> samples = td.from_arrays({"image": np.eye(4, dtype="f4"), "label": np.arange(4) % 3})
         >>> model = td.Model(torch.nn.Linear(4, 3), task="image_classification")
         >>> td.curvature(samples, model, leading=2).then(td.SJLT(8))
-        Fitted(Curvature(damping=100.0, power=0.5, leading=2), SJLT(proj_dim=8, sparsity=4, seed=0))
+        Fitted(Curvature(damping=10.0, power=0.5, leading=2), SJLT(proj_dim=8, sparsity=4, seed=0))
         """
         return replace(self, steps=(*self.steps, projector))
 

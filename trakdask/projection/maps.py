@@ -76,7 +76,7 @@ class Maps:
         self.leading_rows = leading - edges[owners] + np.array(row_map.offsets)[owners]
         self.components: Tensor | None = None
         if "components" in by_use:
-            self.components = torch.tensor(by_use["components"], device=device)
+            self.components = torch.tensor(by_use["components"], device=device).float()
 
     def open(self, n_samples: int) -> Stream:
         """Return a stream that makes features of the gradients of some samples."""
