@@ -295,6 +295,10 @@ def test_errors__of_what_does_not_fit() -> None:
         td.combine(three, metric="auroc")
     with pytest.raises(ValueError, match="metric='loss'"):
         td.combine(targets(squared=True), metric="accuracy")
+    sequences = targets().assign_attrs(task=str(td.tasks.CausalLM()))
+    with pytest.raises(ValueError, match="a function of outputs"):
+        td.combine(sequences, metric="loss")
+    td.combine(targets().assign_attrs(task=str(td.tasks.CausalLM(position="at"))), metric="loss")
     X = training()
     X = X.assign(gram=td.gram(X)).isel(sample=slice(30))
     with pytest.raises(ValueError, match="all 60 training samples"):

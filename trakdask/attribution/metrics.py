@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -35,11 +36,14 @@ COMBINATION = "combination"
 _COORDS = {"loss": None, "accuracy": None, "worst_group": "group", "gap": "group", "auroc": "label"}
 """The coord of the targets that each metric needs."""
 
+_SUMS_OF_MARGINS = re.compile(r"(MultiLabel|Clip)\(|CausalLM\(.*\bposition=None")
+"""Tasks whose samples have several margins, so that log(1 + exp(-f)) is not the loss."""
+
 _HELD_OUT = 0.75
-"""Of a margin, where the derivative is taken: the share that models of half of the samples have."""
+"""The share of a margin at which the derivative is taken, as models of less data are less sure."""
 
 _COMPLETE = 0.5
-"""Sums of scores that correlate less with outputs say nothing of the sizes of scores."""
+"""Sums of scores that correlate less with outputs say nothing of the sizes of scores: `_scale`."""
 
 
 def metric(outputs: xr.DataArray, targets: xr.Dataset, metric: MetricLike) -> xr.DataArray:
@@ -153,10 +157,11 @@ def measure_of(metric: MetricLike, targets: xr.Dataset) -> Measure:
         formula = functools.partial(_of_function, metric, list(map(str, along)))
         return Measure(name, formula, tuple(c.values for c in along.values()), None, at)
     require_choice("metric", metric, list(_COORDS), remedy="try metric='accuracy', or a function")
-    if is_squared and metric != "loss":
+    task = str(targets.attrs.get("task", ""))
+    if (is_squared and metric != "loss") or _SUMS_OF_MARGINS.match(task):
         raise ValueError(
             f"expected a task whose outputs are margins for metric={metric!r}, got "
-            f"{targets.attrs['task']}; try metric='loss', or a function of outputs and coords"
+            f"{task}; try metric='loss' of a regression, or a function of outputs and coords"
         )
     if is_squared:
         validate(targets, ["out_to_loss"], what="targets")
@@ -220,7 +225,9 @@ def _scale(outputs: np.ndarray, total: np.ndarray) -> np.ndarray:
     """Return what scores are multiplied by, so that they add up to half of the outputs.
 
     Scores rank effects, and their sizes differ between estimators. In a linear model scores add up
-    to outputs; outputs of retrained models were found to change by half of that.
+    to outputs; the half of that was closest to the effects of retraining. Where sums of scores do
+    not follow the outputs, as of estimators whose weights are the gradient of the loss, which
+    vanishes at the end of training, they say nothing of sizes.
     """
     f = outputs.mean(0)
     both = np.isfinite(f) & np.isfinite(total)

@@ -195,9 +195,10 @@ def group_score(
     -----
     Scores rank effects well, and their sizes differ between estimators. With ``metric``, the sums
     are therefore multiplied by one number, so that the scores of all samples add up to half of the
-    outputs, if they correlate with them by more than ½ over targets; those of :class:`Soft` do.
-    Effects that were predicted so were within a factor of about two of those of retraining, on
-    tasks of classification (``tests/benchmarks/results/2026-11-24-metrics.txt``).
+    outputs, if they correlate with them by more than ½ over targets, as sums of :class:`Soft`
+    mostly do. Most of the effects that were predicted so for tasks of classification were within a
+    factor of two of the effects of retraining; otherwise they are too small, often by a factor of
+    four and more (``tests/benchmarks/results/2026-11-24-metrics.txt``).
 
     Examples
     --------
