@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
+from distributed import Client
 
 import trakdask as td
 from tests.attribution.float64_features import float64_features
@@ -271,6 +272,33 @@ def test_combined_metric__ranks_saves_and_is_evaluated(tmp_path) -> None:
     truth = td.metric(outputs, T, "worst_group")
     assert truth.dims == ("subset", "seed", "target")
     assert td.evaluate.lds(scores, masks, truth, resamples=2).lds.compute().shape == (1,)
+
+
+def test_combined_metric__is_graded_by_checkpoints_of_halves() -> None:
+    X, T = simulate_features(N, P, 5), simulate_features(M, P, 5, seed=1)
+    X = X.assign(trained_on=td.evaluate.subsets(X, 5).rename(subset="checkpoint"))
+    made = td.combine(T, metric="loss")
+    grade = td.evaluate.cross_validate(X, made, SOFT)
+    outputs = td.metric(T.output, T, "loss")[:, 0]
+    flipped = td.evaluate.cross_validate(X, made.assign(output=-made.output), SOFT)
+    assert grade.lds.sizes == {"target": 1}
+    np.testing.assert_allclose(made.output[0], outputs, rtol=1e-5)
+    np.testing.assert_allclose(grade.lds, -flipped.lds)
+
+
+def test_metrics__same_answers_on_worker_processes(process_client: Client) -> None:
+    def recall(f: torch.Tensor, coords: xr.Dataset) -> torch.Tensor:
+        return torch.sigmoid(f[torch.tensor(coords.label.values == 1)]).mean()
+
+    T, X = targets(), training()
+    lazy = [
+        td.combine(T, metric=recall).feature,
+        td.group_score(X, T, SOFT, by="source", metric=recall),
+        td.group_score(X, T, SOFT, by="source", metric="worst_group"),
+    ]
+    for one in lazy:
+        here, there = one.compute(scheduler="sync"), process_client.compute(one).result()
+        np.testing.assert_array_equal(here, there)
 
 
 ERRORS = {
