@@ -240,6 +240,15 @@ def test_metrics__leave_failed_targets_out(name) -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-9)
 
 
+def test_group_score__a_metric_of_many_groups_is_divided(monkeypatch) -> None:
+    T, X = targets(), training()
+    whole = td.group_score(X, T, SOFT, by="source", metric="gap")
+    monkeypatch.setattr("trakdask.attribution.metrics._AT_ONCE", 1)
+    divided = td.group_score(X, T, SOFT, by="source", metric="gap")
+    assert divided.chunks[0] == (1, 1, 1)
+    np.testing.assert_array_equal(divided, whole)
+
+
 @pytest.mark.parametrize("chunks", [1, 5, M])
 @pytest.mark.parametrize("name", ["worst_group", accuracy])
 def test_metrics__chunks_are_invisible(name, chunks) -> None:
@@ -327,6 +336,8 @@ def test_errors__of_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="a function of outputs"):
         td.combine(sequences, metric="loss")
     td.combine(targets().assign_attrs(task=str(td.tasks.CausalLM(position="at"))), metric="loss")
+    with pytest.raises(ValueError, match="outputs of the 24 targets"):
+        td.metric(targets().output[:5], targets(), "loss")
     X = training()
     X = X.assign(gram=td.gram(X)).isel(sample=slice(30))
     with pytest.raises(ValueError, match="all 60 training samples"):

@@ -6,11 +6,17 @@ Outputs are margins f = log p/(1 - p) of the right class, (target,), float64; pr
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Measured = tuple[float, Floats]
+
+COMPLETE = 0.5
+"""Sums of scores that correlate less with outputs say nothing of the sizes of scores."""
 
 TEMPERATURE = 0.1
 """Groups whose accuracies differ by less share the derivative of the worst, and of the best."""
@@ -95,3 +101,51 @@ def auroc(f: Floats, label: npt.NDArray[np.bool_]) -> Measured:
     slope, gradient = pairs * (1 - pairs) / pairs.size, np.zeros(len(f))
     gradient[label], gradient[~label] = slope.sum(1), slope.sum(0)  # f is -z where the label is 0
     return float(pairs.mean()), gradient
+
+
+def measured(
+    f: Floats, truth: Floats | None, formula: Callable[..., Measured], columns: Any
+) -> Measured:
+    """Return a metric of the outputs that are not NaN, and its derivative by all outputs."""
+    whole, gradient = np.isfinite(f), np.zeros(len(f))
+    known = columns if truth is None else (truth, *columns)
+    value, gradient[whole] = formula(f[whole], *(column[whole] for column in known))
+    return value, gradient
+
+
+def values(outputs: npt.NDArray[np.floating], truth: Floats | None = None, **how: Any) -> Floats:
+    """Return a metric of outputs (..., target), (...)."""
+    rows = outputs.reshape(-1, outputs.shape[-1]).astype(np.float64)
+    values = [measured(f, truth, **how)[0] for f in rows]
+    return np.array(values).reshape(outputs.shape[:-1])
+
+
+def derivative(
+    outputs: npt.NDArray[np.floating], truth: Floats | None = None, *, at: float, **how: Any
+) -> Floats:
+    """Return the mean derivative at a share of outputs (checkpoint, target), (target,)."""
+    rows = at * outputs.astype(np.float64)
+    weights = np.mean([measured(f, truth, **how)[1] for f in rows], axis=0)
+    if np.isnan(weights).any():
+        raise ValueError(
+            "expected a metric with a derivative at all outputs, got one without; try a smooth "
+            "function of the tensor of outputs, or td.group_score(..., metric=), which needs none"
+        )
+    return np.asarray(weights)
+
+
+def scale(outputs: npt.NDArray[np.floating], total: npt.NDArray[np.floating]) -> Floats:
+    """Return what scores are multiplied by, so that they add up to half of the outputs.
+
+    Scores rank effects, and their sizes differ between estimators. In a linear model scores add up
+    to outputs; the half of that was closest to the effects of retraining. Where sums of scores do
+    not follow the outputs, as of estimators whose weights are the gradient of the loss, which
+    vanishes at the end of training, they say nothing of sizes.
+    """
+    f = outputs.mean(0)
+    both = np.isfinite(f) & np.isfinite(total)
+    f, total = f[both], total[both]
+    spread = np.std(f) * np.std(total) if len(f) > 1 else 0.0
+    if spread == 0 or np.cov(f, total, ddof=0)[0, 1] / spread < COMPLETE:
+        return np.ones(())
+    return np.asarray(f @ total / (total @ total) / 2)

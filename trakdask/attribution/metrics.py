@@ -42,8 +42,8 @@ _SUMS_OF_MARGINS = re.compile(r"(MultiLabel|Clip)\(|CausalLM\(.*\bposition=None"
 _HELD_OUT = 0.75
 """The share of a margin at which the derivative is taken, as models of less data are less sure."""
 
-_COMPLETE = 0.5
-"""Sums of scores that correlate less with outputs say nothing of the sizes of scores: `_scale`."""
+_AT_ONCE = 2**22
+"""Numbers of predicted outputs in a task: groups × checkpoints × targets, at least one group."""
 
 
 def metric(outputs: xr.DataArray, targets: xr.Dataset, metric: MetricLike) -> xr.DataArray:
@@ -90,6 +90,11 @@ def metric(outputs: xr.DataArray, targets: xr.Dataset, metric: MetricLike) -> xr
     """
     measure = measure_of(metric, targets)
     dim = TARGET if TARGET in outputs.dims else SAMPLE
+    if outputs.sizes[dim] != targets.sizes[SAMPLE]:
+        raise ValueError(
+            f"expected outputs of the {targets.sizes[SAMPLE]} targets, got {dict(outputs.sizes)}; "
+            "try the targets whose outputs they are"
+        )
     lazy = outputs.transpose(..., dim).chunk({dim: -1})
     data = measure.values(lazy.data)[..., None]
     coords: dict[Hashable, Any] = dict(coords_along(lazy, *lazy.dims[:-1]))
@@ -113,7 +118,7 @@ class Measure:
         outer = "abcdef"[: outputs.ndim - 1]
         truth = () if self.truth is None else (self.truth, "t")
         return blockwise(
-            _values, outer, outputs, f"{outer}t", *truth,
+            arrays.metrics.values, outer, outputs, f"{outer}t", *truth,
             formula=self.formula, columns=self.columns, concatenate=True,
             name="metric", dtype=np.float64,
         )  # fmt: skip
@@ -126,7 +131,7 @@ class Measure:
         """
         truth = () if self.truth is None else (self.truth, "t")
         return blockwise(
-            _weights, "t", outputs, "ct", *truth,
+            arrays.metrics.derivative, "t", outputs, "ct", *truth,
             formula=self.formula, columns=self.columns, at=self.at, concatenate=True,
             name="metric-weights", dtype=np.float64,
         )  # fmt: skip
@@ -136,11 +141,12 @@ class Measure:
 
         ``sums`` of scores are (group, target), and ``total`` (target,) is that of all samples.
         """
-        sums = sums.rechunk({0: "auto", 1: -1}).astype(np.float64)
+        rows = max(_AT_ONCE // max(outputs.size, 1), 1)
+        sums = sums.rechunk((rows, -1)).astype(np.float64)
         total = total.rechunk(-1)
         outputs = outputs.rechunk(-1) + 0 * total  # a target without scores is left out of both
         scale = blockwise(
-            _scale, "", outputs, "ct", total, "t", concatenate=True,
+            arrays.metrics.scale, "", outputs, "ct", total, "t", concatenate=True,
             name="metric-scale", dtype=np.float64,
         )  # fmt: skip
         without = outputs[None] - scale * sums[:, None]
@@ -190,52 +196,6 @@ def _column(metric: str, along: dict[Hashable, xr.Variable]) -> tuple[np.ndarray
             "try targets.assign_coords(label=...), with outputs of two classes"
         )
     return (values.astype(bool),)
-
-
-def _measured(
-    f: Floats, truth: Floats | None, formula: Callable[..., Measured], columns: Any
-) -> Measured:
-    """Return a metric of the outputs that are not NaN, and its derivative by all outputs."""
-    whole, gradient = np.isfinite(f), np.zeros(len(f))
-    known = columns if truth is None else (truth, *columns)
-    value, gradient[whole] = formula(f[whole], *(column[whole] for column in known))
-    return value, gradient
-
-
-def _values(outputs: np.ndarray, truth: Floats | None = None, **how: Any) -> np.ndarray:
-    rows = outputs.reshape(-1, outputs.shape[-1]).astype(np.float64)
-    values = [_measured(f, truth, **how)[0] for f in rows]
-    return np.array(values).reshape(outputs.shape[:-1])
-
-
-def _weights(
-    outputs: np.ndarray, truth: Floats | None = None, *, at: float, **how: Any
-) -> np.ndarray:
-    rows = at * outputs.astype(np.float64)
-    weights = np.mean([_measured(f, truth, **how)[1] for f in rows], axis=0)
-    if np.isnan(weights).any():
-        raise ValueError(
-            "expected a metric with a derivative at all outputs, got one without; try a smooth "
-            "function of the tensor of outputs, or td.group_score(..., metric=), which needs none"
-        )
-    return np.asarray(weights)
-
-
-def _scale(outputs: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """Return what scores are multiplied by, so that they add up to half of the outputs.
-
-    Scores rank effects, and their sizes differ between estimators. In a linear model scores add up
-    to outputs; the half of that was closest to the effects of retraining. Where sums of scores do
-    not follow the outputs, as of estimators whose weights are the gradient of the loss, which
-    vanishes at the end of training, they say nothing of sizes.
-    """
-    f = outputs.mean(0)
-    both = np.isfinite(f) & np.isfinite(total)
-    f, total = f[both], total[both]
-    spread = np.std(f) * np.std(total) if len(f) > 1 else 0.0
-    if spread == 0 or np.cov(f, total, ddof=0)[0, 1] / spread < _COMPLETE:
-        return np.ones(())
-    return np.asarray(f @ total / (total @ total) / 2)
 
 
 def _of_function(
