@@ -72,6 +72,9 @@ PUBLIC = {
     "self_influence": lambda: td.self_influence(MANY, estimator="soft"),
     "group_score": lambda: td.group_score(FEATURES, TARGETS, by="label"),
     "combine": lambda: td.combine(TARGETS, by="label"),
+    "combine_metric": lambda: td.combine(TARGETS, metric="accuracy"),
+    "metric": lambda: td.metric(TARGETS.output, TARGETS, "accuracy"),
+    "group_score_metric": lambda: td.group_score(FEATURES, TARGETS, by="label", metric="loss"),
     "top_k, over targets": lambda: td.top_k(
         td.score(FEATURES, TARGETS), fraction=0.1, over_targets="max", by="label"
     ),

@@ -89,6 +89,8 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     "combine_rows.weights": lambda seed: sparse.csr_array(
         np.random.default_rng(seed).integers(-1, 2, (3, N)).astype("f8")
     ),
+    "weighted_sum.data": half,
+    "weighted_sum.weights": lambda seed: da.from_array(np.random.default_rng(seed).random(N)),
     "among_best.score": lambda seed: da.from_array(np.random.default_rng(seed).random(N), chunks=7),
     "among_best.counts": lambda seed: np.array([2, 3, 1 + seed]),
     "class_ranks.codes": lambda seed: np.stack([np.arange(N) % (3 + seed), np.zeros(N, int)], 1),

@@ -97,7 +97,7 @@ ROWS = [
     row(Q, "text of a word", asked(text="abc"), TypeError, "'abc'"),
     row(Q, "texts of fewer tokens", computed(asked(text=["a", "b"])), ValueError, "up to 6", "2 texts", "tokenizer.decode"),
     row(Q, "another model", asked(model=mixing()), td.errors.StoreMismatchError, "parameters", "0.weight"),
-    row(C, "neither", lambda: td.combine(T), ValueError, "neither"),
+    row(C, "neither", lambda: td.combine(T), ValueError, "none"),
     row(C, "by missing values", lambda: td.combine(KINDS.assign_coords(kind=("sample", [None] * 5)), by="kind"), ValueError, "'kind'"),
     row(C, "weights of a list", lambda: td.combine(T, weights=[1, -1]), ValueError, "[1, -1]"),  # type: ignore[arg-type]
     row(C, "weights of other targets", lambda: td.combine(T, weights={"a": [1, -1]}), ValueError, "5 targets", "(2,)"),

@@ -174,6 +174,39 @@ def combine_rows(data: da.Array, weights: sparse.csr_array) -> da.Array:
     return tree_sum(parts, name="combine", dtype=data.dtype)
 
 
+def weighted_sum(data: da.Array, weights: da.Array) -> da.Array:
+    """Return Σ_i w_i x_i for lazy weights, as :func:`combine_rows` does for weights in memory.
+
+    Parameters
+    ----------
+    data
+        (sample, ...), float, in any chunks.
+    weights
+        (sample,), lazy. Where a weight is 0, the sample is not read into the sum.
+
+    Returns
+    -------
+    (1, ...) in the dtype of ``data``, lazy.
+
+    Examples
+    --------
+    >>> x = da.from_array(np.array([[1.0, 2.0], [3.0, 5.0], [np.nan, 0.0]]), chunks=(2, 2))
+    >>> weighted_sum(x, da.from_array(np.array([-1.0, 1.0, 0.0]))).compute().tolist()
+    [[2.0, 3.0]]
+    """
+    index = "sxyz"[: data.ndim]
+    parts = blockwise(
+        _weighted, "sk" + index[1:], data, index, weights.rechunk((data.chunks[0],)), "s",
+        new_axes={"k": 1}, adjust_chunks={"s": (1,) * data.numblocks[0]},
+        name="weighted-blocks", dtype=np.float64,
+    )  # fmt: skip
+    return tree_sum(parts, name="weighted-sum", dtype=data.dtype)
+
+
+def _weighted(block: Block, weights: Block) -> Block:
+    return _combined(block, (0, len(block)), weights=sparse.csc_array(weights[None]))
+
+
 def _combined(block: Block, bounds: tuple[int, int], *, weights: sparse.csc_array) -> Block:
     """Return (1, combination, ...): the sums over the rows of one block."""
     of_block = weights[:, slice(*bounds)]

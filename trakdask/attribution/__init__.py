@@ -3,6 +3,7 @@
 from trakdask.attribution.estimators import Absolute, GradCos, GradDot, RelatIF, Soft, TracIn, Trak
 from trakdask.attribution.grams import gram
 from trakdask.attribution.groups import combine
+from trakdask.attribution.metrics import metric
 from trakdask.attribution.ranking import top_k
 from trakdask.attribution.regularization import damping
 from trakdask.attribution.scores import group_score, score, self_influence
@@ -19,6 +20,7 @@ __all__ = [
     "damping",
     "gram",
     "group_score",
+    "metric",
     "score",
     "self_influence",
     "top_k",

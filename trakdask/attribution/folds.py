@@ -28,10 +28,15 @@ def require_folds(features: xr.Dataset) -> None:
             f"expected {LEAST_CHECKPOINTS} or more checkpoints to leave one out, got {n}; try "
             "training more, on other halves of the samples"
         )
+    require_all_samples(features)
+
+
+def require_all_samples(features: xr.Dataset) -> None:
+    """Check that no samples were selected."""
     total = features[GRAM].attrs[N_SAMPLES] if GRAM in features else features.sizes[SAMPLE]
     if features.sizes[SAMPLE] < total:
         raise ValueError(
-            f"expected all {total} training samples, since what a checkpoint predicts is a sum "
+            f"expected all {total} training samples, since predicted outputs are sums "
             f"over them, got {features.sizes[SAMPLE]}; try the features as td.open returns them"
         )
 

@@ -26,7 +26,9 @@ from trakdask.attribution.estimators import (
     TracIn,
     resolve,
 )
+from trakdask.attribution.folds import require_all_samples
 from trakdask.attribution.groups import group_codes, require_group_coord
+from trakdask.attribution.metrics import COMBINATION, MetricLike, measure_of
 from trakdask.attribution.regularization import Regularized, regularize
 from trakdask.provenance import FEATURE_SPEC, as_text, require_comparable
 from trakdask.variables import (
@@ -47,6 +49,8 @@ _MOST_TARGETS = 4096
 
 _MOST_COMBINATIONS = 2**20
 """Combinations of values of several coords. Each is a row of the sums; few may have samples."""
+
+_MEASURED = f"{TARGET_PREFIX}{COMBINATION}"
 
 Labels = tuple[tuple[str, ...], dict[Hashable, Any]]
 """Dimensions, and coords along them."""
@@ -156,6 +160,7 @@ def group_score(
     estimator: EstimatorLike = "auto",
     *,
     by: str | Sequence[str],
+    metric: MetricLike | None = None,
 ) -> xr.DataArray:
     """Sum the scores of the training samples of each group, without forming the scores.
 
@@ -166,6 +171,11 @@ def group_score(
     by
         Name of a coord of the training samples, or a list of several: then there is a group for
         each combination of their values. Missing values belong to no group.
+    metric
+        A metric of all outputs, as :func:`trakdask.metric` takes it. The result, (``by``, target)
+        with one target, is how much each group raised it, M(f) - M(f - sums), mean over
+        checkpoints: the group's sums of scores are subtracted from the outputs, and no derivative
+        is needed. See Notes on sizes.
 
     Returns
     -------
@@ -178,7 +188,17 @@ def group_score(
     ------
     ValueError
         If there is no such coord, the result has a coord of the targets of that name, or there are
-        more combinations than samples, and more than a million.
+        more combinations than samples, and more than a million. With ``metric``: as
+        :func:`trakdask.metric`, and if samples were selected.
+
+    Notes
+    -----
+    Scores rank effects well, and their sizes differ between estimators. With ``metric``, the sums
+    are therefore multiplied by one number, so that the scores of all samples add up to half of the
+    outputs, if they correlate with them by more than ½ over targets, as sums of :class:`Soft`
+    mostly do. Most of the effects that were predicted so for tasks of classification were within a
+    factor of two of the effects of retraining; otherwise they are too small, often by a factor of
+    four and more (``tests/benchmarks/results/2026-11-24-metrics.txt``).
 
     Examples
     --------
@@ -190,9 +210,20 @@ def group_score(
     """
     training, explained = operands_of(features, targets)
     labels, codes, n_groups = labels_of_groups(training, explained, by)
-    operands = solver(training, resolve(training, estimator))
-    sums = operands.group_sums(operands.features, codes, math.prod(n_groups))
+    operands, n = solver(training, resolve(training, estimator)), math.prod(n_groups)
+    if metric is not None:
+        require_all_samples(training)
+        measure = measure_of(metric, explained)
+        codes = np.where(codes < 0, n, codes)  # so that groups are all samples
+        operands.attrs["metric"] = measure.name
+        n += 1
+    sums = operands.group_sums(operands.features, codes, n)
     data = arrays.score.score(sums, operands.vectors(explained), None)
+    if metric is not None:
+        data = measure.raised_by(data, data.sum(0), explained.output.data.T)[: n - 1, None]
+        names, coords = labels[0][: len(n_groups)], labels[1]
+        name = (TARGET,), np.array([measure.name], object)
+        labels = (*names, TARGET), {k: coords[k] for k in names} | {_MEASURED: name}
     data = data.reshape((*n_groups, *data.shape[1:]))
     return labelled("score", labels, data, score_attrs(training, targets, operands.attrs))
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from trakdask.checks import require_choice
 from trakdask.models.tasks.clip import Clip, clip_embeddings
 from trakdask.models.tasks.language import CausalLM, expand_tokens
+from trakdask.models.tasks.preferences import Preference, Reward
 from trakdask.models.tasks.protocol import Batch, Forward, Task, TrakTask, task_spec
 from trakdask.models.tasks.supervised import (
     BinaryClassification,
@@ -27,7 +28,9 @@ __all__ = [
     "Forward",
     "ImageClassification",
     "MultiLabel",
+    "Preference",
     "Regression",
+    "Reward",
     "Task",
     "TextClassification",
     "TrakTask",
@@ -47,6 +50,8 @@ TASKS: dict[str, Callable[[], Task]] = {
     "regression": Regression,
     "causal_lm": CausalLM,
     "clip": Clip,
+    "preference": Preference,
+    "reward": Reward,
 }
 """The tasks that ``td.Model(task="...")`` knows by name."""
 

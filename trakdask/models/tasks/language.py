@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from trakdask.checks import require_integer
 from trakdask.models.tasks.logits import (
@@ -120,6 +121,11 @@ class CausalLM(ModelTask):
         self._reject_samples(forward, batch, predicted, vocabulary)
         total = one_minus_p(margins).masked_fill(~predicted, 0).sum(1)
         return total / predicted.sum(1).clamp(min=1)
+
+    def log_probability(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return the sum of log p of the predicted tokens, (batch,)."""
+        margins, predicted, _ = self._margins(forward, batch)
+        return logsigmoid(margins).masked_fill(~predicted, 0).sum(1)
 
     def predicted(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return which of the tokens 1, 2, ... are predicted, bool (batch, tokens - 1)."""

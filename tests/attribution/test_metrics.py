@@ -1,0 +1,344 @@
+"""Metrics of outputs against torch's autograd, finite differences, and plugging in by hand."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from distributed import Client
+
+import trakdask as td
+from tests.attribution.float64_features import float64_features
+from trakdask.testing import simulate_features
+
+N, M, P, C = 60, 24, 6, 3
+LABEL = np.arange(M) % 2
+GROUP = np.array(["a", "b", "b", "c", None, "a"] * 4, object)
+SOFT = td.Soft(power=0.5, damping=0.1)
+TRAK = td.Trak(damping=0.1)
+
+
+def targets(squared: bool = False, chunks: int = 7) -> xr.Dataset:
+    made = float64_features(M, P, C, seed=1, chunks=chunks)
+    outputs = np.random.default_rng(2).normal(1, 2, (M, C))
+    made = made.assign(output=(("sample", "checkpoint"), outputs)).chunk(sample=chunks)
+    made = made.assign_coords(label=("sample", LABEL), group=("sample", GROUP))
+    return made.assign_attrs(attrs_of(squared))
+
+
+def training(squared: bool = False, chunks: int = 16) -> xr.Dataset:
+    made = float64_features(N, P, C, seed=0, chunks=chunks).assign_attrs(attrs_of(squared))
+    return made.assign_coords(source=("sample", np.array(["x", "y", "z"])[np.arange(N) % 3]))
+
+
+def attrs_of(squared: bool) -> dict[str, str]:
+    return {"task": "regression", "loss_kind": "squared error"} if squared else {}
+
+
+# --- metrics in torch -----------------------------------------------------------------------------
+
+
+def group_means(f: torch.Tensor, coords: xr.Dataset) -> torch.Tensor:
+    names = [name for name in ("a", "b", "c") if (coords.group == name).any()]
+    masks = [torch.tensor((coords.group == name).values) for name in names]
+    return torch.stack([torch.sigmoid(f)[mask].mean() for mask in masks])
+
+
+def soft(means: torch.Tensor, sign: int) -> torch.Tensor:
+    return sign * 0.1 * torch.logsumexp(sign * means / 0.1, 0)
+
+
+def loss(f: torch.Tensor, coords: xr.Dataset) -> torch.Tensor:
+    return torch.nn.functional.softplus(-f).mean()
+
+
+def accuracy(f: torch.Tensor, coords: xr.Dataset) -> torch.Tensor:
+    return torch.sigmoid(f).mean()
+
+
+def worst_group(f: torch.Tensor, coords: xr.Dataset) -> torch.Tensor:
+    return soft(group_means(f, coords), -1)
+
+
+def gap(f: torch.Tensor, coords: xr.Dataset) -> torch.Tensor:
+    means = group_means(f, coords)
+    return soft(means, 1) - soft(means, -1)
+
+
+def auroc(f: torch.Tensor, coords: xr.Dataset) -> torch.Tensor:
+    label = torch.tensor(coords.label.values)
+    z = f * (2 * label - 1)
+    return torch.sigmoid(z[label == 1][:, None] - z[label == 0]).mean()
+
+
+IN_TORCH = {f.__name__: f for f in (loss, accuracy, worst_group, gap, auroc)}
+
+
+def coords_of(ds: xr.Dataset) -> xr.Dataset:
+    return ds.drop_vars([*ds.data_vars, "checkpoint"])
+
+
+def derivative(metric: Any, ds: xr.Dataset, at: float) -> np.ndarray:
+    """Return the mean over checkpoints of the derivative by each output, by a loop."""
+    whole = np.isfinite(ds.output.values).all(1)
+    coords = coords_of(ds).isel(sample=whole)
+    rows = []
+    for f in ds.output.values[whole].T:
+        leaf = torch.tensor(at * f, requires_grad=True)
+        rows.append(torch.autograd.grad(metric(leaf, coords), leaf)[0].numpy())
+    found = np.zeros(len(whole))
+    found[whole] = np.mean(rows, 0)
+    return found
+
+
+@pytest.mark.parametrize("name", IN_TORCH)
+@pytest.mark.parametrize("as_function", [False, True])
+def test_combine__score_of_a_metric_is_the_weighted_sum_of_scores(name, as_function) -> None:
+    T, X = targets(), training()
+    metric = IN_TORCH[name]
+    made = td.combine(T, metric=metric if as_function else name)
+    assert made.combination.values.tolist() == [name]
+    assert made.attrs["combined"] == f"metric {name}"
+    apart = td.score(X, T, SOFT).values
+    found = td.score(X, made, SOFT)
+    assert found.target_combination.values.tolist() == [name]
+    expected = apart @ derivative(metric, T.compute(), 0.75)
+    np.testing.assert_allclose(found[:, 0], expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["loss", "accuracy", "auroc"])
+def test_metric__value_is_that_of_torch(name) -> None:
+    T = targets().compute()
+    expected = [float(IN_TORCH[name](torch.tensor(f), coords_of(T))) for f in T.output.values.T]
+    for metric in (name, IN_TORCH[name]):
+        found = td.metric(T.output, T, metric)
+        assert found.dims == ("checkpoint", "target")
+        assert found.attrs == {"metric": name}
+        np.testing.assert_allclose(found[:, 0], expected, rtol=1e-12)
+        np.testing.assert_allclose(td.combine(T, metric=metric).output[0], expected, rtol=1e-12)
+
+
+def test_metric__of_groups_is_the_hard_extreme() -> None:
+    T = targets().compute()
+    p = 1 / (1 + np.exp(-T.output))
+    means = p.assign_coords(group=("sample", GROUP)).groupby("group").mean()
+    worst, best = means.min("group"), means.max("group")
+    np.testing.assert_allclose(td.metric(T.output, T, "worst_group")[:, 0], worst)
+    np.testing.assert_allclose(td.metric(T.output, T, "gap")[:, 0], best - worst)
+
+
+@pytest.mark.parametrize("name", ["loss", "accuracy", "auroc"])
+def test_derivative__is_that_of_finite_differences(name) -> None:
+    T = targets().isel(checkpoint=[0]).compute()
+    weights = td.attribution.metrics.measure_of(name, T).weights(T.output.chunk().data.T).compute()
+    f, step = 0.75 * T.output.values[:, 0], 1e-6
+    for i in range(M):
+        up, down = (T.output[:, 0].copy(data=f + s * (np.arange(M) == i)) for s in (step, -step))
+        rise = td.metric(up, T, name) - td.metric(down, T, name)
+        np.testing.assert_allclose(weights[i], float(rise[0]) / (2 * step), rtol=1e-6, atol=1e-9)
+
+
+def test_squared_error__is_half_of_it_and_not_shrunk() -> None:
+    T, X = targets(squared=True), training(squared=True)
+    residual = T.out_to_loss.values.mean(1, keepdims=True)
+    f = T.output.values
+    y = (T.output + T.out_to_loss).values.mean(1, keepdims=True)
+    np.testing.assert_allclose(td.metric(T.output, T, "loss")[:, 0], ((f - y) ** 2).mean(0) / 2)
+    found = td.score(X, td.combine(T, metric="loss"), TRAK)
+    expected = td.score(X, T, TRAK).values @ (-residual / M)
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
+# --- groups of samples ----------------------------------------------------------------------------
+
+
+def raised_by_hand(X: xr.Dataset, T: xr.Dataset, metric: Any, estimator: Any) -> np.ndarray:
+    scores = td.score(X, T, estimator).values
+    whole = np.isfinite(scores).all(0)
+    f, coords = T.output.values[whole], coords_of(T).isel(sample=whole)
+    scores = scores[:, whole]
+    total, mean = scores.sum(0), f.mean(1)
+    is_complete = np.corrcoef(mean, total)[0, 1] > 0.5
+    scale = (mean @ total) / (total @ total) / 2 if is_complete else 1.0
+
+    def value(outputs: np.ndarray) -> float:
+        values = [float(metric(torch.tensor(column), coords)) for column in outputs.T]
+        return float(np.mean(values))
+
+    sums = [scores[X.source.values == name].sum(0) for name in ("x", "y", "z")]
+    return np.array([value(f) - value(f - scale * s[:, None]) for s in sums])
+
+
+def complete(T: xr.Dataset, X: xr.Dataset, estimator: Any) -> xr.Dataset:
+    """Return targets whose outputs are about five times the sums of their scores."""
+    total = td.score(X, T, estimator).sum("sample").values
+    noise = 0.1 * total.std() * np.random.default_rng(0).standard_normal((M, C))
+    return T.assign(output=(("sample", "checkpoint"), 5 * total[:, None] + noise)).chunk(sample=7)
+
+
+@pytest.mark.parametrize("name", ["loss", "accuracy", "auroc"])
+@pytest.mark.parametrize("is_complete", [False, True])
+@pytest.mark.parametrize("as_function", [False, True])
+def test_group_score__plugs_predicted_outputs_in(name, is_complete, as_function) -> None:
+    T, X = targets(), training()
+    T = complete(T, X, SOFT) if is_complete else T
+    metric = IN_TORCH[name]
+    found = td.group_score(X, T, SOFT, by="source", metric=metric if as_function else name)
+    assert found.dims == ("source", "target")
+    assert found.source.values.tolist() == ["x", "y", "z"]
+    assert found.target_combination.values.tolist() == [name]
+    assert found.attrs["metric"] == name
+    expected = raised_by_hand(X, T.compute(), metric, SOFT)
+    np.testing.assert_allclose(found[:, 0], expected, rtol=1e-9, atol=1e-12)
+
+
+def test_group_score__is_scaled_by_all_samples_also_those_without_a_group() -> None:
+    T, X = targets(), training()
+    T = complete(T, X, SOFT)
+    whole = td.group_score(X, T, SOFT, by="source", metric="accuracy")
+    source = X.source.values.astype(object)
+    source[source == "z"] = None
+    some = X.assign_coords(source=("sample", source))
+    found = td.group_score(some, T, SOFT, by="source", metric="accuracy")
+    np.testing.assert_allclose(found, whole[:2], rtol=1e-9)
+    both = td.group_score(some, T, SOFT, by=["source", "label"], metric="accuracy")
+    assert both.sizes == {"source": 2, "label": 2, "target": 1}
+
+
+def test_group_score__a_metric_needs_no_derivative() -> None:
+    def right(f: torch.Tensor, coords: xr.Dataset) -> float:
+        return float((f > 0).float().mean())
+
+    T, X = targets().compute(), training()
+    found = td.group_score(X, T, SOFT, by="source", metric=right)
+    np.testing.assert_allclose(found[:, 0], raised_by_hand(X, T, right, SOFT))
+    with pytest.raises(ValueError, match="derivative"):
+        td.combine(T, metric=right).feature.compute()
+
+
+# --- what must not matter -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", IN_TORCH)
+def test_metrics__leave_failed_targets_out(name) -> None:
+    T, X = targets().compute(), training()
+    for variable in ("feature", "output", "out_to_loss"):
+        T[variable][5] = np.nan
+        T[variable][8, ..., 1] = np.nan
+    whole = T.isel(sample=np.delete(np.arange(M), [5, 8]))
+    for metric in (name, IN_TORCH[name]):
+        found, expected = (td.combine(ds, metric=metric).feature for ds in (T, whole))
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+        found, expected = (
+            td.group_score(X, ds, SOFT, by="source", metric=metric) for ds in (T, whole)
+        )
+        assert np.isfinite(found).all()
+        np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
+def test_group_score__a_metric_of_many_groups_is_divided(monkeypatch) -> None:
+    T, X = targets(), training()
+    whole = td.group_score(X, T, SOFT, by="source", metric="gap")
+    monkeypatch.setattr("trakdask.attribution.metrics._AT_ONCE", 1)
+    divided = td.group_score(X, T, SOFT, by="source", metric="gap")
+    assert divided.chunks[0] == (1, 1, 1)
+    np.testing.assert_array_equal(divided, whole)
+
+
+@pytest.mark.parametrize("chunks", [1, 5, M])
+@pytest.mark.parametrize("name", ["worst_group", accuracy])
+def test_metrics__chunks_are_invisible(name, chunks) -> None:
+    T, X = targets(chunks=7), training()
+    other = targets(chunks=chunks)
+    np.testing.assert_allclose(
+        td.combine(T, metric=name).feature, td.combine(other, metric=name).feature, rtol=1e-12
+    )
+    np.testing.assert_allclose(
+        td.group_score(X, T, SOFT, by="source", metric=name),
+        td.group_score(training(chunks=N), other, SOFT, by="source", metric=name),
+        rtol=1e-9,
+    )
+
+
+def test_combined_metric__ranks_saves_and_is_evaluated(tmp_path) -> None:
+    X = simulate_features(N, P, C, chunks=16)
+    T = simulate_features(M, P, C, chunks=7, seed=1)
+    T = T.assign_coords(group=("sample", np.array(["a", "b", "c"])[np.arange(M) % 3]))
+    stored = td.save(T, tmp_path / "targets.zarr", estimator=None, progress=False)
+    made = td.combine(stored, metric="worst_group")
+    scores = td.score(X, made, SOFT)
+    xr.testing.assert_allclose(scores, td.score(X, td.combine(T, metric="worst_group"), SOFT))
+    top = td.top_k(scores, 3).compute()
+    np.testing.assert_array_equal(top.position[0], np.argsort(-scores.values[:, 0])[:3])
+    masks = td.evaluate.subsets(X, 12)
+    outputs = xr.DataArray(
+        np.random.default_rng(0).normal(size=(12, 2, M)), dims=("subset", "seed", "target")
+    )
+    truth = td.metric(outputs, T, "worst_group")
+    assert truth.dims == ("subset", "seed", "target")
+    assert td.evaluate.lds(scores, masks, truth, resamples=2).lds.compute().shape == (1,)
+
+
+def test_combined_metric__is_graded_by_checkpoints_of_halves() -> None:
+    X, T = simulate_features(N, P, 5), simulate_features(M, P, 5, seed=1)
+    X = X.assign(trained_on=td.evaluate.subsets(X, 5).rename(subset="checkpoint"))
+    made = td.combine(T, metric="loss")
+    grade = td.evaluate.cross_validate(X, made, SOFT)
+    outputs = td.metric(T.output, T, "loss")[:, 0]
+    flipped = td.evaluate.cross_validate(X, made.assign(output=-made.output), SOFT)
+    assert grade.lds.sizes == {"target": 1}
+    np.testing.assert_allclose(made.output[0], outputs, rtol=1e-5)
+    np.testing.assert_allclose(grade.lds, -flipped.lds)
+
+
+def test_metrics__same_answers_on_worker_processes(process_client: Client) -> None:
+    def recall(f: torch.Tensor, coords: xr.Dataset) -> torch.Tensor:
+        return torch.sigmoid(f[torch.tensor(coords.label.values == 1)]).mean()
+
+    T, X = targets(), training()
+    lazy = [
+        td.combine(T, metric=recall).feature,
+        td.group_score(X, T, SOFT, by="source", metric=recall),
+        td.group_score(X, T, SOFT, by="source", metric="worst_group"),
+    ]
+    for one in lazy:
+        here, there = one.compute(scheduler="sync"), process_client.compute(one).result()
+        np.testing.assert_array_equal(here, there)
+
+
+ERRORS = {
+    "no group": (functools.partial(td.combine, metric="gap"), "coord 'group'", "assign_coords"),
+    "no label": (functools.partial(td.combine, metric="auroc"), "coord 'label'", "assign_coords"),
+    "misspelled": (functools.partial(td.combine, metric="f1"), "'worst_group'", "a function"),
+    "two options": (functools.partial(td.combine, by="label", metric="loss"), "'by', 'metric'"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors__say_what_to_try(case) -> None:
+    call, *words = ERRORS[case]
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        call(targets().drop_vars(["group", "label"]))
+    assert all(word in str(raised.value) for word in words)
+
+
+def test_errors__of_what_does_not_fit() -> None:
+    three = targets().assign_coords(label=("sample", np.arange(M) % 3))
+    with pytest.raises(ValueError, match=r"0 and 1.*got \[0, 1, 2\]"):
+        td.combine(three, metric="auroc")
+    with pytest.raises(ValueError, match="metric='loss'"):
+        td.combine(targets(squared=True), metric="accuracy")
+    sequences = targets().assign_attrs(task=str(td.tasks.CausalLM()))
+    with pytest.raises(ValueError, match="a function of outputs"):
+        td.combine(sequences, metric="loss")
+    td.combine(targets().assign_attrs(task=str(td.tasks.CausalLM(position="at"))), metric="loss")
+    with pytest.raises(ValueError, match="outputs of the 24 targets"):
+        td.metric(targets().output[:5], targets(), "loss")
+    X = training()
+    X = X.assign(gram=td.gram(X)).isel(sample=slice(30))
+    with pytest.raises(ValueError, match="all 60 training samples"):
+        td.group_score(X, targets(), TRAK, by="source", metric="accuracy")

@@ -1,0 +1,213 @@
+"""Metrics of the outputs of many targets, and how they depend on each output."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import dask.array as da
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+from trakdask import arrays
+from trakdask.arrays.blocks import blockwise
+from trakdask.arrays.metrics import Floats, Measured
+from trakdask.attribution.estimators import has_squared_error
+from trakdask.checks import require_choice
+from trakdask.variables import (
+    CHECKPOINT,
+    SAMPLE,
+    TARGET,
+    TARGET_PREFIX,
+    coords_along,
+    lazy_features,
+    validate,
+)
+
+MetricLike = Literal["loss", "accuracy", "worst_group", "gap", "auroc"] | Callable[..., Any]
+
+COMBINATION = "combination"
+"""The coord with the names of combined targets."""
+
+_COORDS = {"loss": None, "accuracy": None, "worst_group": "group", "gap": "group", "auroc": "label"}
+"""The coord of the targets that each metric needs."""
+
+_SUMS_OF_MARGINS = re.compile(r"(MultiLabel|Clip)\(|CausalLM\(.*\bposition=None")
+"""Tasks whose samples have several margins, so that log(1 + exp(-f)) is not the loss."""
+
+_HELD_OUT = 0.75
+"""The share of a margin at which the derivative is taken, as models of less data are less sure."""
+
+_AT_ONCE = 2**22
+"""Numbers of predicted outputs in a task: groups × checkpoints × targets, at least one group."""
+
+
+def metric(outputs: xr.DataArray, targets: xr.Dataset, metric: MetricLike) -> xr.DataArray:
+    """Compute a metric of the outputs of many targets, such as those of retrained models.
+
+    Parameters
+    ----------
+    outputs
+        Outputs f, (..., target), such as :func:`trakdask.evaluate.retrain` returns, or (...,
+        sample), as features have them.
+    targets
+        Features of these targets, whose coords have labels and groups.
+    metric
+        ``"loss"``: the mean loss; ``"accuracy"``: the mean probability of the right class;
+        ``"worst_group"``, ``"gap"``: the lowest accuracy of the groups in the coord ``group``, and
+        the highest minus the lowest; ``"auroc"``: the area under the ROC curve for the coord
+        ``label``, 0 or 1, where a pair counts σ of the difference of its logits. Or a function
+        ``metric(outputs, coords)`` of a tensor (target,), float64, and a Dataset of the targets'
+        coords, that returns a scalar.
+
+    Returns
+    -------
+    Lazy DataArray (..., target), float64, with one target, as scores of
+    :func:`combine` have it. So :func:`trakdask.evaluate.lds` compares the two.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If there is no such metric, the targets lack its coord, or the task is a regression, whose
+        outputs have a ``"loss"`` alone.
+
+    Notes
+    -----
+    Outputs that are NaN are left out. For a squared error, the loss is half of it, and the true
+    values are output + out_to_loss of the targets. A function needs torch; names do not.
+
+    Examples
+    --------
+    >>> import trakdask as td
+    >>> targets = td.testing.simulate_features(n_samples=6, proj_dim=4, n_checkpoints=3)
+    >>> targets = targets.assign_coords(group=targets.label)
+    >>> td.metric(targets.output, targets, "worst_group").dims
+    ('checkpoint', 'target')
+    """
+    measure = measure_of(metric, targets)
+    dim = TARGET if TARGET in outputs.dims else SAMPLE
+    if outputs.sizes[dim] != targets.sizes[SAMPLE]:
+        raise ValueError(
+            f"expected outputs of the {targets.sizes[SAMPLE]} targets, got {dict(outputs.sizes)}; "
+            "try the targets whose outputs they are"
+        )
+    lazy = outputs.transpose(..., dim).chunk({dim: -1})
+    data = measure.values(lazy.data)[..., None]
+    coords: dict[Hashable, Any] = dict(coords_along(lazy, *lazy.dims[:-1]))
+    coords[f"{TARGET_PREFIX}{COMBINATION}"] = TARGET, np.array([measure.name], object)
+    dims = (*lazy.dims[:-1], TARGET)
+    return xr.DataArray(data, coords, dims, name="metric", attrs={"metric": measure.name})
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A metric of some targets. ``truth`` (target,) is lazy, for squared errors only."""
+
+    name: str
+    formula: Callable[..., Measured]
+    columns: tuple[np.ndarray, ...]
+    truth: da.Array | None
+    at: float
+
+    def values(self, outputs: da.Array) -> da.Array:
+        """Return the metric of outputs (..., target) in one chunk of targets, (...)."""
+        outer = "abcdef"[: outputs.ndim - 1]
+        truth = () if self.truth is None else (self.truth, "t")
+        return blockwise(
+            arrays.metrics.values, outer, outputs, f"{outer}t", *truth,
+            formula=self.formula, columns=self.columns, concatenate=True,
+            name="metric", dtype=np.float64,
+        )  # fmt: skip
+
+    def weights(self, outputs: da.Array) -> da.Array:
+        """Return the derivative by the output of each target, (target,), mean of checkpoints.
+
+        The mean of the metric depends on the data as outputs do, times the mean derivative where
+        outputs of retrained models lie (Stein's lemma). They are less sure than models of all data.
+        """
+        truth = () if self.truth is None else (self.truth, "t")
+        return blockwise(
+            arrays.metrics.derivative, "t", outputs, "ct", *truth,
+            formula=self.formula, columns=self.columns, at=self.at, concatenate=True,
+            name="metric-weights", dtype=np.float64,
+        )  # fmt: skip
+
+    def raised_by(self, sums: da.Array, total: da.Array, outputs: da.Array) -> da.Array:
+        """Return how much each group raised the metric of outputs (checkpoint, target).
+
+        ``sums`` of scores are (group, target), and ``total`` (target,) is that of all samples.
+        """
+        rows = max(_AT_ONCE // max(outputs.size, 1), 1)
+        sums = sums.rechunk((rows, -1)).astype(np.float64)
+        total = total.rechunk(-1)
+        outputs = outputs.rechunk(-1) + 0 * total  # a target without scores is left out of both
+        scale = blockwise(
+            arrays.metrics.scale, "", outputs, "ct", total, "t", concatenate=True,
+            name="metric-scale", dtype=np.float64,
+        )  # fmt: skip
+        without = outputs[None] - scale * sums[:, None]
+        return self.values(outputs).mean() - self.values(without).mean(-1)  # type: ignore[no-any-return]
+
+
+def measure_of(metric: MetricLike, targets: xr.Dataset) -> Measure:
+    """Return the metric of a name, or of a function, for some targets."""
+    validate(targets, ["output"], what="targets")
+    is_squared, along = has_squared_error(targets), coords_along(targets, SAMPLE)
+    at = 1.0 if is_squared else _HELD_OUT
+    if callable(metric):
+        name = getattr(metric, "__name__", type(metric).__name__)
+        formula = functools.partial(_of_function, metric, list(map(str, along)))
+        return Measure(name, formula, tuple(c.values for c in along.values()), None, at)
+    require_choice("metric", metric, list(_COORDS), remedy="try metric='accuracy', or a function")
+    task = str(targets.attrs.get("task", ""))
+    if (is_squared and metric != "loss") or _SUMS_OF_MARGINS.match(task):
+        raise ValueError(
+            f"expected a task whose outputs are margins for metric={metric!r}, got "
+            f"{task}; try metric='loss' of a regression, or a function of outputs and coords"
+        )
+    if is_squared:
+        validate(targets, ["out_to_loss"], what="targets")
+        lazy = lazy_features(targets)
+        truth = (lazy.output + lazy.out_to_loss).mean(CHECKPOINT).data.rechunk(-1)
+        return Measure(metric, arrays.metrics.squared_loss, (), truth, at)
+    return Measure(metric, getattr(arrays.metrics, metric), _column(metric, along), None, at)
+
+
+def _column(metric: str, along: dict[Hashable, xr.Variable]) -> tuple[np.ndarray, ...]:
+    """Return the numbers of groups, or the labels, if the metric needs some."""
+    name = _COORDS[metric]
+    if name is None:
+        return ()
+    if name not in along:
+        raise ValueError(
+            f"expected the coord {name!r} of the targets for metric={metric!r}, got "
+            f"{list(map(str, along))}; try targets.assign_coords({name}=('sample', values))"
+        )
+    values = along[name].values
+    if name == "group":
+        return (pd.factorize(values)[0],)
+    if set(np.unique(values).tolist()) != {0, 1}:
+        raise ValueError(
+            f"expected labels 0 and 1 for metric={metric!r}, got {np.unique(values)[:9].tolist()}; "
+            "try targets.assign_coords(label=...), with outputs of two classes"
+        )
+    return (values.astype(bool),)
+
+
+def _of_function(
+    metric: Callable[..., Any], names: list[str], f: Floats, *columns: np.ndarray
+) -> Measured:
+    """Return the value of a function of one's own, and its derivative, if it has one."""
+    import torch  # a second, which processes that ask for no such metric need not wait
+
+    coords = {name: (SAMPLE, column) for name, column in zip(names, columns, strict=True)}
+    outputs = torch.tensor(f, requires_grad=True)
+    value = metric(outputs, xr.Dataset(coords=coords))
+    if not getattr(value, "requires_grad", False):
+        return float(value), np.full(len(f), np.nan)
+    (gradient,) = torch.autograd.grad(value, outputs)
+    return float(value.detach()), gradient.numpy()
