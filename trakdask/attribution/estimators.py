@@ -25,6 +25,7 @@ from trakdask.variables import (
     GRAM,
     LOSS_GRADIENT,
     N_SAMPLES,
+    OUTPUT,
     PROJ_DIM,
     SAMPLE,
     TARGET,
@@ -176,7 +177,8 @@ class GramEstimator(Estimator):
         """Return the estimator with a rule in place of "auto", or with λ of these checkpoints."""
         damping = self.damping
         if self.rule == "auto":
-            has_folds = TRAINED_ON in features and features.sizes[CHECKPOINT] >= LEAST_FOLDS
+            knows = {TRAINED_ON, OUTPUT} <= {*features}
+            has_folds = knows and features.sizes[CHECKPOINT] >= LEAST_FOLDS
             damping = "cross_validation" if has_folds else self.rule_without_folds(features)
         elif isinstance(damping, xr.DataArray):
             damping = _of_checkpoints(features, damping, "damping")
@@ -184,6 +186,8 @@ class GramEstimator(Estimator):
 
     def rule_without_folds(self, features: xr.Dataset) -> Damping:
         """Return what chooses λ where it is not known what checkpoints were trained on."""
+        if OUTPUT not in features:
+            return "trace"
         default: Damping = features.attrs.get(
             "default_damping", damping_prior(features) * _OF_TRACES
         )

@@ -112,7 +112,7 @@ def with_errors(group: Group, features: xr.Dataset) -> xr.Dataset:
         group.add(ERROR, sizes, np.dtypes.StringDType(), block=group.block)
     if ERROR in features or ERROR not in group.arrays:
         return features
-    none = da.full_like(features.output.data, "", dtype=np.dtypes.StringDType())
+    none = da.full_like(features.out_to_loss.data, "", dtype=np.dtypes.StringDType())
     return features.assign({ERROR: (VARIABLES[ERROR].dims, none)})
 
 
@@ -120,7 +120,7 @@ def with_trained_on(group: Group, features: xr.Dataset) -> xr.Dataset:
     """Return features that say what checkpoints were trained on, if the store does: on all."""
     if TRAINED_ON in features or TRAINED_ON not in group.arrays:
         return features
-    everything = da.ones_like(features.output.data, dtype=bool)
+    everything = da.ones_like(features.out_to_loss.data, dtype=bool)
     return features.assign({TRAINED_ON: (VARIABLES[TRAINED_ON].dims, everything)})
 
 
