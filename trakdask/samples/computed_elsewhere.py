@@ -67,8 +67,8 @@ def features(
 
     Notes
     -----
-    Nothing is computed. Arrays in memory are hashed once, and files are read by tasks, as in
-    :func:`from_arrays`.
+    Nothing is computed, except lazy coords of a DataArray. Arrays in memory are hashed once, and
+    files are read by tasks, as in :func:`from_arrays`.
 
     λ is by ``"trace"`` unless you ask for another rule, since the others were measured on
     gradients. A score φ(z)ᵀ (K + λ)⁻¹ φ(t) of features that know no labels says how much z counts
@@ -95,7 +95,7 @@ def features(
         arrays["out_to_loss"] = xr.ones_like(first.isel({PROJ_DIM: 0}))
     xr.align(*arrays.values(), join="exact")
     n = first.sizes[SAMPLE]
-    known = {str(name): values for name, values in coords_along(first, SAMPLE).items()}
+    known = {str(name): v.compute() for name, v in coords_along(first, SAMPLE).items()}
     metadata = normalise_coords(known, n) | normalise_coords(coords, n)
     names = list(map(str, first[CHECKPOINT].values))
     attrs = {
@@ -123,12 +123,12 @@ def _labelled(name: str, array: Any, size: int) -> xr.DataArray:
     """Return a lazy array with the dimensions of the variable of this name, in their order."""
     dims = VARIABLES[name].dims
     if isinstance(array, xr.DataArray):
-        array = array.transpose(*(dim for dim in dims if dim in array.dims))
-        array = array.copy(data=_lazy(name, data_of(array), size))
+        labelled = array.transpose(*(dim for dim in dims if dim in array.dims))
+        labelled = labelled.copy(data=_lazy(name, data_of(labelled), size))
     else:
         data = _lazy(name, array, size)
-        array = xr.DataArray(data, dims=dims[: max(data.ndim, len(dims) - 1)])
-    return array if CHECKPOINT in array.dims else array.expand_dims(CHECKPOINT, axis=-1)
+        labelled = xr.DataArray(data, dims=dims[: max(data.ndim, len(dims) - 1)])
+    return labelled if CHECKPOINT in labelled.dims else labelled.expand_dims(CHECKPOINT, axis=-1)
 
 
 def _lazy(name: str, array: Any, size: int) -> da.Array:
@@ -137,6 +137,7 @@ def _lazy(name: str, array: Any, size: int) -> da.Array:
 
 
 def _in_blocks(array: xr.DataArray, size: int) -> xr.DataArray:
-    blocks = {SAMPLE: size, PROJ_DIM: -1, CHECKPOINT: 1}
-    floating: xr.DataArray = array.astype(np.result_type(array.dtype, np.float32))
-    return floating.chunk({dim: blocks[str(dim)] for dim in array.dims})
+    sizes = {SAMPLE: size, PROJ_DIM: -1, CHECKPOINT: 1}
+    chunks = {dim: sizes[str(dim)] for dim in array.dims}
+    floating = array.variable.astype(np.result_type(array.dtype, np.float32))
+    return array.copy(data=floating.chunk(chunks).data)  # DataArray.chunk would make coords lazy
