@@ -268,7 +268,8 @@ class Soft(GramEstimator):
         λ. ``"auto"`` is ``"completeness"``: one ρ for all checkpoints, λ_c = ρ tr(K_c)/n, chosen by
         the outputs of the model; see :func:`trakdask.damping`. Where features have ``trained_on``
         and five or more checkpoints, it is ``"cross_validation"``: that ρ, or another one within a
-        decade by which left-out checkpoints are predicted better. ``"trace"``: tr(K_c)/n, so ρ
+        decade by which left-out checkpoints are predicted better. Where features have no
+        ``output``, it is ``"trace"``. ``"trace"``: tr(K_c)/n, so ρ
         = 1; n counts samples that failed, too. A number is relative to tr(K_c²)/tr(K_c), the mean
         of the eigenvalues, weighted by themselves. ``Absolute(x)`` is x itself. What
         :func:`trakdask.damping` returned is taken as it is. Where a store keeps λ, ``"auto"`` and

@@ -100,7 +100,7 @@ def features(
     names = list(map(str, first[CHECKPOINT].values))
     attrs = {
         "made_by": made_by,
-        "projector": {"kind": "none", "proj_dim": first.sizes[PROJ_DIM]},
+        "projector": {"kind": "computed elsewhere", "proj_dim": first.sizes[PROJ_DIM]},
         "checkpoints": dict(zip(names, names, strict=True)),
         "checkpoint_ids": dict.fromkeys(names, 0),  # no random matrix depends on them
         "parameters": {},
