@@ -269,11 +269,11 @@ class Soft(GramEstimator):
         the outputs of the model; see :func:`trakdask.damping`. Where features have ``trained_on``
         and five or more checkpoints, it is ``"cross_validation"``: that ρ, or another one within a
         decade by which left-out checkpoints are predicted better. Where features have no
-        ``output``, it is ``"trace"``. ``"trace"``: tr(K_c)/n, so ρ
-        = 1; n counts samples that failed, too. A number is relative to tr(K_c²)/tr(K_c), the mean
-        of the eigenvalues, weighted by themselves. ``Absolute(x)`` is x itself. What
-        :func:`trakdask.damping` returned is taken as it is. Where a store keeps λ, ``"auto"`` and
-        the rule that it stands for are the stored λ, unless the features were changed.
+        ``output``, it is ``"trace"``: tr(K_c)/n, so ρ = 1; n counts samples that failed, too. A
+        number is relative to tr(K_c²)/tr(K_c), the mean of the eigenvalues, weighted by themselves.
+        ``Absolute(x)`` is x itself. What :func:`trakdask.damping` returned is taken as it is. Where
+        a store keeps λ, ``"auto"`` and the rule that it stands for are the stored λ, unless the
+        features were changed.
     wrong_classes
         Whether K has n times the variable ``wrong_classes`` of the training features, if they have
         it, as features of :func:`trakdask.fit` do. It is in K before λ is chosen, and in a stored
