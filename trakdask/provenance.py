@@ -22,7 +22,7 @@ REQUIRED_SPEC = (*_CHECKPOINTS, "projector", "parameters", "task")
 BY_CHECKPOINT = (*_CHECKPOINTS, "fit")
 """Attrs that are mappings from the names of checkpoints."""
 
-FEATURE_SPEC = (*_CHECKPOINTS, "projector", "fit", "parameters", "task", "code")
+FEATURE_SPEC = (*_CHECKPOINTS, "made_by", "projector", "fit", "parameters", "task", "code")
 """Attrs that training and target features must share for their product to be meaningful."""
 
 PRECISION = ("dtype", "autocast", "float32_matmul_precision")

@@ -147,7 +147,7 @@ def save(
     time, set it to 10 or more in the configuration of the scheduler, before that starts; setting it
     in a notebook does nothing for a scheduler that runs elsewhere.
     """
-    validate(features, ("feature", "output", "out_to_loss"), what="features")
+    validate(features, ("feature", "out_to_loss"), what="features")
     if isinstance(estimator, GramEstimator) and estimator.rule != "auto":
         raise ValueError(
             f"expected an estimator with damping='auto', since appends choose the λ of a store "

@@ -14,7 +14,8 @@ import xarray as xr
 
 from trakdask.checks import require_integer
 from trakdask.provenance import as_text
-from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
+from trakdask.samples import features
+from trakdask.variables import CHECKPOINT, VARIABLES
 
 __all__ = ["raise_if_dask_computes", "simulate_features"]
 
@@ -82,7 +83,7 @@ def simulate_features(
         require_integer(name, size, 1, remedy=f"try {name}=16")
     by_block = da.core.normalize_chunks((chunks, 1), shape=(n_samples, n_checkpoints))
     token = f"{seed}-{n_samples}-{proj_dim}-{n_checkpoints}-{chunks}"
-    data = {}
+    data: dict[str, Any] = {}
     for item, name in enumerate(("feature", "output", "out_to_loss")):
         dims = VARIABLES[name].dims
         array = da.map_blocks(
@@ -90,21 +91,15 @@ def simulate_features(
             chunks=(by_block[0], (proj_dim,), by_block[1]) if item == 0 else by_block,
             name=f"{name}-simulated-{token}", meta=np.empty((0,) * len(dims), np.float32),
         )  # fmt: skip
-        data[name] = dims, array
-    checkpoints = [f"c{i}" for i in range(n_checkpoints)]
-    coords = {
-        "label": (SAMPLE, np.arange(n_samples) % 2),
-        CHECKPOINT: (CHECKPOINT, np.array(checkpoints, dtype=object)),
-    }
-    attrs = {
-        "projector": {"kind": "simulated", "proj_dim": proj_dim},
-        "checkpoints": {name: name for name in checkpoints},
-        "checkpoint_ids": {name: i for i, name in enumerate(checkpoints)},
-        "parameters": {},
-        "task": "simulated",
-        "source": token,
-    }
-    return xr.Dataset(data, coords=coords, attrs=as_text(attrs))
+        data[name] = array
+    of_checkpoints = {CHECKPOINT: [f"c{i}" for i in range(n_checkpoints)]}
+    feature = xr.DataArray(data.pop("feature"), of_checkpoints, VARIABLES["feature"].dims)
+    label = np.arange(n_samples) % 2
+    ds = features(feature, "simulation", **data, coords={"label": label}, chunks=chunks)
+    projector = {"kind": "simulated", "proj_dim": proj_dim}
+    ds = ds.assign_attrs(as_text({"projector": projector}), task="simulated", source=token)
+    del ds.attrs["default_damping"]
+    return ds
 
 
 def _simulate_block(

@@ -26,7 +26,7 @@ RANK = "rank"
 TOKEN = "token"
 MODULE = "module"
 
-NORM = "feature_norm"
+NORM, OUTPUT = "feature_norm", "output"
 GRAM, LOSS_GRADIENT, DAMPING = "gram", "loss_gradient", "damping"
 EIGENVALUES, EIGENVECTORS = "gram_eigenvalues", "gram_eigenvectors"
 WRONG_CLASSES = "wrong_classes"

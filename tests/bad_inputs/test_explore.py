@@ -35,7 +35,7 @@ def explore(case: str, error: type[Exception], words: list[str], **changed: Any)
 
 ROWS = [
     explore("features are a path", TypeError, ["features", "'train.zarr'", "td.open"], features="train.zarr"),
-    explore("features without outputs", ValueError, ["'output'", "features", "try"], features=FEATURES.drop_vars("output")),
+    explore("features without Q", ValueError, ["'out_to_loss'", "features", "try"], features=FEATURES.drop_vars("out_to_loss")),
     explore("targets without features", ValueError, ["'feature'", "targets"], targets=TARGETS[["output"]]),
     explore("another projector", td.errors.StoreMismatchError, ["projector"], targets=td.testing.simulate_features(8, 5)),
     explore("samples are an array", TypeError, ["samples", "ndarray", "td.featurize"], samples=np.zeros(60)),

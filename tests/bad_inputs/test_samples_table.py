@@ -13,6 +13,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+import xarray as xr
+from scipy import sparse
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import trakdask as td
@@ -20,6 +22,9 @@ from tests.bad_inputs.bad_input import BadInput, one_test
 
 X = np.zeros((4, 2), np.float32)
 HIDDEN = np.ma.array(X, mask=[[0, 0], [0, 0], [0, 1], [0, 0]])
+TWO = xr.DataArray(
+    np.zeros((4, 2, 2)), {"checkpoint": ["a", "b"]}, ("sample", "proj_dim", "checkpoint")
+)
 ITEMS = [(np.zeros(2), 1)] * 4
 FRAME = pd.DataFrame({"x": [1.0, 2.0, 3.0], "text": ["a", "b", "c"], "day": [1, 2, 3]})
 
@@ -109,7 +114,11 @@ def unknown_chunks() -> Any:
     return x[x > 3]
 
 
-A, T, D = "from_arrays", "from_torch", "from_dataframe"
+def features(feature: Any, **options: Any) -> Callable[[Path], object]:
+    return lambda _: td.features(feature, "words", **options)
+
+
+A, T, D, F = "from_arrays", "from_torch", "from_dataframe", "features"
 
 ROWS = [
     BadInput(A, "a list", lambda _: td.from_arrays([X]), TypeError, ["list"]),
@@ -157,6 +166,14 @@ ROWS = [
     BadInput(D, "empty folder", table(lambda f: f), FileNotFoundError, ["matches none"]),
     BadInput(D, "truncated", table(truncated), ValueError, ["table.parquet"]),
     BadInput(D, "unknown scheme", table("foo://bucket/x.parquet"), ValueError, ["foo"]),
+    BadInput(F, "one dimension", features(X[:, 0]), ValueError, ["1 vs 2"]),
+    BadInput(F, "sparse", features(sparse.csr_array(X)), TypeError, ["'feature'", "csr_array", "toarray()"]),
+    BadInput(F, "complex", features(X * 1j), ValueError, ["'feature'", "complex"]),
+    BadInput(F, "fewer outputs", features(X, output=[1.0, 2.0]), ValueError, ["length 2 on 'output'"]),
+    BadInput(F, "other checkpoints", features(TWO, output=TWO[:, 0, ::-1]), ValueError, ["'checkpoint'", "exact"]),
+    BadInput(F, "other dimensions", features(TWO.rename(proj_dim="width")), ValueError, ["'width'"]),
+    BadInput(F, "reserved coord", features(X, coords={"output": range(4)}), ValueError, ["'output'", "'my_output'"]),
+    BadInput(F, "chunks zero", features(X, chunks=0), ValueError, ["chunks", "0"]),
     BadInput(D, "variables empty", table(FRAME, {}), TypeError, ["variables={}"]),
     BadInput(D, "no column", table(FRAME, {"x": "xs"}), ValueError, ["'xs'", "['x', 'text', 'day']"]),
     BadInput(D, "both", table(FRAME, {"day": "day"}, coords=["day"]), ValueError, ["'day'"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import dask
@@ -225,3 +226,20 @@ def test_save__store_that_a_worker_does_not_see(tmp_path: Path) -> None:
         pytest.raises((OSError, td.errors.IncompleteFeaturesError)),
     ):
         save(FEATURES.assign(feature=(FEATURES.feature.dims, data)), store)
+
+
+def test_save__names_rows_with_features_that_are_far_longer(tmp_path: Path) -> None:
+    """The remedy of the warning gives the λ that the others have without them."""
+    long = FEATURES.compute()
+    long.feature[{"sample": [3, 7], "checkpoint": 1}] *= 100
+    td.errors.forget_warnings()
+    with pytest.warns(UserWarning, match=r"the samples \[3, 7\] that are up to") as caught:
+        damping = save(long, tmp_path / "f.zarr").damping.values
+    (remedy,) = re.findall(r"where=(lambda ds: .*)\)$", str(caught[0].message))
+    left = td.drop(tmp_path / "f.zarr", where=eval(remedy))
+    others = save(
+        FEATURES.isel(sample=[*range(3), *range(4, 7), *range(8, 40)]), tmp_path / "g.zarr"
+    )
+    assert left.sizes["sample"] == 38
+    np.testing.assert_allclose(left.damping, others.damping)
+    assert damping[1] > 10 * others.damping[1]

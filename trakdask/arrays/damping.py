@@ -293,10 +293,10 @@ def warn_of_choice(rho: float, peak: float, samples: str) -> None:
         )
     else:
         return
-    warn_once(message, message, _warn)
+    warn_once(message, message, warn_client)
 
 
-def _warn(message: str) -> None:
+def warn_client(message: str) -> None:
     """Warn in this process and, inside a worker, in the process of the client."""
     if "distributed" in sys.modules:
         from distributed.worker import warn  # not imported for the threaded scheduler's sake

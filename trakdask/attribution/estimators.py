@@ -25,6 +25,7 @@ from trakdask.variables import (
     GRAM,
     LOSS_GRADIENT,
     N_SAMPLES,
+    OUTPUT,
     PROJ_DIM,
     SAMPLE,
     TARGET,
@@ -176,7 +177,8 @@ class GramEstimator(Estimator):
         """Return the estimator with a rule in place of "auto", or with λ of these checkpoints."""
         damping = self.damping
         if self.rule == "auto":
-            has_folds = TRAINED_ON in features and features.sizes[CHECKPOINT] >= LEAST_FOLDS
+            knows = {TRAINED_ON, OUTPUT} <= {*features}
+            has_folds = knows and features.sizes[CHECKPOINT] >= LEAST_FOLDS
             damping = "cross_validation" if has_folds else self.rule_without_folds(features)
         elif isinstance(damping, xr.DataArray):
             damping = _of_checkpoints(features, damping, "damping")
@@ -184,6 +186,8 @@ class GramEstimator(Estimator):
 
     def rule_without_folds(self, features: xr.Dataset) -> Damping:
         """Return what chooses λ where it is not known what checkpoints were trained on."""
+        if OUTPUT not in features:
+            return "trace"
         default: Damping = features.attrs.get(
             "default_damping", damping_prior(features) * _OF_TRACES
         )
@@ -264,11 +268,12 @@ class Soft(GramEstimator):
         λ. ``"auto"`` is ``"completeness"``: one ρ for all checkpoints, λ_c = ρ tr(K_c)/n, chosen by
         the outputs of the model; see :func:`trakdask.damping`. Where features have ``trained_on``
         and five or more checkpoints, it is ``"cross_validation"``: that ρ, or another one within a
-        decade by which left-out checkpoints are predicted better. ``"trace"``: tr(K_c)/n, so ρ
-        = 1; n counts samples that failed, too. A number is relative to tr(K_c²)/tr(K_c), the mean
-        of the eigenvalues, weighted by themselves. ``Absolute(x)`` is x itself. What
-        :func:`trakdask.damping` returned is taken as it is. Where a store keeps λ, ``"auto"`` and
-        the rule that it stands for are the stored λ, unless the features were changed.
+        decade by which left-out checkpoints are predicted better. Where features have no
+        ``output``, it is ``"trace"``: tr(K_c)/n, so ρ = 1; n counts samples that failed, too. A
+        number is relative to tr(K_c²)/tr(K_c), the mean of the eigenvalues, weighted by themselves.
+        ``Absolute(x)`` is x itself. What :func:`trakdask.damping` returned is taken as it is. Where
+        a store keeps λ, ``"auto"`` and the rule that it stands for are the stored λ, unless the
+        features were changed.
     wrong_classes
         Whether K has n times the variable ``wrong_classes`` of the training features, if they have
         it, as features of :func:`trakdask.fit` do. It is in K before λ is chosen, and in a stored

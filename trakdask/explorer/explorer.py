@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trakdask.models.model import Model
     from trakdask.parts.scores import Text
 
-_NEEDED = ["feature", "output", "out_to_loss"]
+_NEEDED = ["feature", "out_to_loss"]
 
 
 class Explorer(Attributions):

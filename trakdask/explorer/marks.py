@@ -20,7 +20,7 @@ from trakdask.errors import StoreBusyError
 from trakdask.files import Folder, explained, location
 from trakdask.storage import open
 from trakdask.storage.lock import lock
-from trakdask.variables import SAMPLE
+from trakdask.variables import NORM, SAMPLE
 
 KINDS = ("wrong label", "duplicate", "remove")
 """The marks that a sample may have, one or more of them."""
@@ -246,8 +246,8 @@ class Marks:
             self._require_same_samples(self.table().attrs)
             stored = self._opened(self.store)
             for rows in np.arange(stored.sizes[SAMPLE]), np.flatnonzero(~stored["dropped"].values):
-                output = stored["output"].isel({SAMPLE: rows})
-                if output.variable.equals(features["output"].variable):
+                norm = stored[NORM].isel({SAMPLE: rows})
+                if NORM in features and norm.variable.equals(features[NORM].variable):
                     return rows
         raise ValueError(
             f"expected features with labels in the coord {SAMPLE!r}, or all that td.open returns "

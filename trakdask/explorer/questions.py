@@ -238,7 +238,7 @@ class Questions:
         tables.require_position(view.sample, setting.features.sizes[SAMPLE], "training sample")
         one = setting.features.isel({SAMPLE: [view.sample]})
         influence, output, q = compute(
-            _self_influence(setting, one).data, one["output"].data, one["out_to_loss"].data
+            _self_influence(setting, one).data, tables.output_of(one), one["out_to_loss"].data
         )
         name, loss = tables.mean_loss(self.features.attrs.get("task"), output, q)
         facts = {"output": output.mean(), name: loss[0], "self_influence": influence[0]}
@@ -302,7 +302,7 @@ class Questions:
         setting = self.setting(view)
         targets = self.targets.at(setting.checkpoints)
         if across and TARGET not in setting.estimator.norms:
-            is_whole = self.targets.whole["output"].notna().to_numpy()
+            is_whole = self.targets.whole.iloc[:, -1].notna().to_numpy()  # the loss, or Q
             targets = td.combine(targets.isel({SAMPLE: is_whole}), by=across)
             names = targets[across].values
         else:

@@ -15,7 +15,7 @@ import xarray as xr
 from trakdask.explorer.computing import compute
 from trakdask.explorer.conditions import condition_mask, joined, without
 from trakdask.explorer.view import View
-from trakdask.variables import CHECKPOINT, SAMPLE, coords_along
+from trakdask.variables import CHECKPOINT, OUTPUT, SAMPLE, coords_along
 
 ROWS = 25
 """Rows of a page of a table."""
@@ -103,7 +103,7 @@ class TargetTable:
     @cached_property
     def _outputs(self) -> tuple[np.ndarray, np.ndarray]:
         """Output and Q of all targets, both (target, checkpoint)."""
-        output, q = compute(self.features["output"].data, self.features["out_to_loss"].data)
+        output, q = compute(output_of(self.features), self.features["out_to_loss"].data)
         return np.asarray(output, np.float64), np.asarray(q, np.float64)
 
     @property
@@ -175,6 +175,11 @@ class TargetTable:
     def at(self, checkpoints: np.ndarray) -> xr.Dataset:
         """Return the features of all targets at some checkpoints."""
         return self.features.sel({CHECKPOINT: checkpoints})
+
+
+def output_of(ds: xr.Dataset) -> Any:
+    """Return the outputs of samples, (sample, checkpoint), NaN if their features have none."""
+    return ds[OUTPUT].data if OUTPUT in ds else np.nan * ds["out_to_loss"].data
 
 
 def mean_loss(task: object, output: np.ndarray, q: np.ndarray) -> tuple[str, np.ndarray]:

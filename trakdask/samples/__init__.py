@@ -4,12 +4,14 @@
 """
 
 from trakdask.samples.array_source import from_arrays, lazy_variables, validate_samples
+from trakdask.samples.computed_elsewhere import features
 from trakdask.samples.coords import normalise_coord, normalise_coords
 from trakdask.samples.datasets import drawn, source_of
 from trakdask.samples.torch_source import from_torch
 
 __all__ = [
     "drawn",
+    "features",
     "from_arrays",
     "from_torch",
     "lazy_variables",

@@ -136,7 +136,7 @@ def validate_samples(ds: xr.Dataset) -> xr.Dataset:
         ds = ds.rename_vars({SAMPLE: "sample_id"})
     kept = ds.drop_vars(TRAINED_ON, errors="ignore").coords  # that is of features, not of samples
     coords = {str(n): coord.compute() for n, coord in kept.items() if SAMPLE in coord.dims}
-    data: dict[Any, Any] = {name: _data(array) for name, array in ds.items()}
+    data: dict[Any, Any] = {name: data_of(array) for name, array in ds.items()}
     arrays = lazy_variables(data, _block_size(ds))
     variables = {n: xr.Variable(ds[n].dims, array, ds[n].attrs) for n, array in arrays.items()}
     return dataset_of(variables, coords, ds.attrs)
@@ -149,7 +149,7 @@ def _block_size(ds: xr.Dataset) -> int:
     return max(1, *sizes) if sizes else 512
 
 
-def _data(array: xr.DataArray) -> Any:
+def data_of(array: xr.DataArray) -> Any:
     """Return the array of a variable, made lazy if xarray would read it from a file here."""
     variable = array.variable
     if variable.chunks is None and not getattr(variable, "_in_memory", True):

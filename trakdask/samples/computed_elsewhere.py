@@ -1,0 +1,143 @@
+"""Features that another program computed, as a Dataset that can be scored, saved and explored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import xarray as xr
+
+from trakdask._version import __version__
+from trakdask.checks import require_integer
+from trakdask.provenance import as_text
+from trakdask.samples.array_source import data_of, lazy_variables
+from trakdask.samples.coords import normalise_coord, normalise_coords
+from trakdask.samples.datasets import source_of
+from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES, coords_along, validate
+
+
+def features(
+    feature: Any,
+    made_by: str,
+    *,
+    output: Any = None,
+    out_to_loss: Any = None,
+    coords: Mapping[str, Any] | None = None,
+    chunks: int = 512,
+) -> xr.Dataset:
+    """Make a Dataset of features that another program computed, of any kind.
+
+    They may be embeddings, counts of words, leaves of trees, activations, or gradients. Everything
+    that takes the result of :func:`featurize` takes them, too. Call it once for the training
+    samples, and once for the targets.
+
+    Parameters
+    ----------
+    feature
+        (sample, proj_dim), or (sample, proj_dim, checkpoint) if there are several models: a numpy
+        array or memory map, a torch tensor, a dask or zarr array, or a DataArray with dimensions of
+        these names, whose coords are kept. What is not floating point becomes float32 or float64.
+    made_by
+        What made them, in words of yours, with all that changes their meaning, such as the name and
+        version of a model. Features can be combined only if they say the same.
+    output
+        The scalar f that a model gave each sample, (sample,) or (sample, checkpoint), if there is
+        one. Without it, λ is by ``"trace"``, and nothing can be asked for that needs it.
+    out_to_loss
+        Q = -∂loss/∂f of each sample, likewise: 1 - p for a classification, y - f for a squared
+        error. It is the weight of a sample in :class:`Trak`. 1 by default.
+    coords
+        Metadata, as in :func:`from_arrays`.
+    chunks
+        Samples per block.
+
+    Returns
+    -------
+    Lazy Dataset with ``feature``, ``out_to_loss`` and, if there is one, ``output``, in blocks of
+    ``chunks`` samples and one checkpoint. ``attrs["source"]`` identifies the content; set it if
+    lazy arrays have another name in each process, so that :func:`save` can go on.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an array has other dimensions, is sparse, or holds no numbers; if sizes or labels of
+        checkpoints differ; and as :func:`from_arrays` does of coords.
+
+    Notes
+    -----
+    Nothing is computed, except lazy coords of a DataArray. Arrays in memory are hashed once, and
+    files are read by tasks, as in :func:`from_arrays`.
+
+    λ is by ``"trace"`` unless you ask for another rule, since the others were measured on
+    gradients. A score φ(z)ᵀ (K + λ)⁻¹ φ(t) of features that know no labels says how much z counts
+    in a ridge regression at t, whatever z is called. For a classifier, multiply scores by the sign
+    of ``2 * (scores.label == scores.target_label) - 1``.
+
+    Examples
+    --------
+    >>> import numpy as np, trakdask as td
+    >>> words = np.array([[1, 0, 2], [0, 3, 0], [1, 1, 0]])
+    >>> made_by = "counts of 3 words"
+    >>> train = td.features(words, made_by, coords={"source": ["web", "book", "web"]})
+    >>> targets = td.features(np.array([[0, 1, 0]]), made_by)
+    >>> td.group_score(train, targets, by="source").round(2).values.tolist()
+    [[0.2], [0.05]]
+    """
+    size = require_integer("chunks", chunks, 1, remedy="try chunks=512")
+    asked = {"feature": feature, "output": output, "out_to_loss": out_to_loss}
+    arrays = {name: _labelled(name, a, size) for name, a in asked.items() if a is not None}
+    source = source_of(xr.Dataset({name: a.variable for name, a in arrays.items()}), ())
+    arrays = {name: _in_blocks(a, size) for name, a in arrays.items()}
+    first = arrays["feature"]
+    if out_to_loss is None:
+        arrays["out_to_loss"] = xr.ones_like(first.isel({PROJ_DIM: 0}))
+    xr.align(*arrays.values(), join="exact")
+    n = first.sizes[SAMPLE]
+    known = {str(name): v.compute() for name, v in coords_along(first, SAMPLE).items()}
+    metadata = normalise_coords(known, n) | normalise_coords(coords, n)
+    names = list(map(str, first[CHECKPOINT].values))
+    attrs = {
+        "made_by": made_by,
+        "projector": {"kind": "computed elsewhere", "proj_dim": first.sizes[PROJ_DIM]},
+        "checkpoints": dict(zip(names, names, strict=True)),
+        "checkpoint_ids": dict.fromkeys(names, 0),  # no random matrix depends on them
+        "parameters": {},
+        "task": "unknown",
+        "source": source,
+        "default_damping": "trace",
+        "trakdask_version": __version__,
+    }
+    ds = xr.Dataset(
+        {name: VARIABLES[name].holding(a.data) for name, a in arrays.items()},
+        {name: (SAMPLE, values) for name, values in metadata.items()}
+        | {CHECKPOINT: normalise_coord(CHECKPOINT, names, len(names))},
+        as_text(attrs),
+    )
+    validate(ds, arrays, what="features")
+    return ds
+
+
+def _labelled(name: str, array: Any, size: int) -> xr.DataArray:
+    """Return a lazy array with the dimensions of the variable of this name, in their order."""
+    dims = VARIABLES[name].dims
+    if isinstance(array, xr.DataArray):
+        labelled = array.transpose(*(dim for dim in dims if dim in array.dims))
+        labelled = labelled.copy(data=_lazy(name, data_of(labelled), size))
+    else:
+        data = _lazy(name, array, size)
+        labelled = xr.DataArray(data, dims=dims[: max(data.ndim, len(dims) - 1)])
+    return labelled if CHECKPOINT in labelled.dims else labelled.expand_dims(CHECKPOINT, axis=-1)
+
+
+def _lazy(name: str, array: Any, size: int) -> da.Array:
+    # Here and not there, because blocks of other sizes would be made of all checkpoints first.
+    return array if isinstance(array, da.Array) else lazy_variables({name: array}, size)[name]
+
+
+def _in_blocks(array: xr.DataArray, size: int) -> xr.DataArray:
+    sizes = {SAMPLE: size, PROJ_DIM: -1, CHECKPOINT: 1}
+    chunks = {dim: sizes[str(dim)] for dim in array.dims}
+    floating = array.variable.astype(np.result_type(array.dtype, np.float32))
+    return array.copy(data=floating.chunk(chunks).data)  # DataArray.chunk would make coords lazy
