@@ -32,7 +32,7 @@ Floats = npt.NDArray[np.float64]
 _NEAR = 1.01
 
 
-def means_of_others(weights: da.Array, knows: da.Array) -> da.Array:
+def means_of_others(weights: da.Array, knows: da.Array | None = None) -> da.Array:
     """Return the mean weights of all checkpoints but j, for samples that j was trained on.
 
     Parameters
@@ -40,7 +40,7 @@ def means_of_others(weights: da.Array, knows: da.Array) -> da.Array:
     weights
         (sample, checkpoint), float; NaN where a sample failed.
     knows
-        Which checkpoints were trained on the sample, (sample, checkpoint) bool.
+        Which checkpoints were trained on the sample, (sample, checkpoint) bool; None for all.
 
     Returns
     -------
@@ -52,17 +52,29 @@ def means_of_others(weights: da.Array, knows: da.Array) -> da.Array:
     >>> means_of_others(w, da.from_array(knows)).compute()
     array([[4. , 3.5, 0. ]])
     """
+    known = () if knows is None else (knows.rechunk({0: weights.chunks[0]}), "sk")
     return blockwise(
-        _means_of_others, "sf", weights, "sc", knows.rechunk({0: weights.chunks[0]}), "sk",
+        _means_of_others, "sf", weights, "sc", *known,
         new_axes={"f": weights.shape[1]}, concatenate=True, name="fold-weights", dtype=np.float64,
     )  # fmt: skip
 
 
-def _means_of_others(weights: Block, knows: Block) -> Block:
-    w, failed = np.nan_to_num(weights.astype(np.float64)), np.isnan(weights)
-    mean = (w.sum(axis=1, keepdims=True) - w) / (w.shape[1] - 1)
+def _means_of_others(weights: Block, knows: Block | bool = True) -> Block:
+    return np.where(knows, mean_of_others(weights), 0)
+
+
+def mean_of_others(values: Block) -> Block:
+    """Return the mean without each column in turn, float64, NaN where another one is NaN.
+
+    Examples
+    --------
+    >>> mean_of_others(np.array([[1.0, 2.0, 6.0]]))
+    array([[4. , 3.5, 1.5]])
+    """
+    x, failed = np.nan_to_num(values.astype(np.float64)), np.isnan(values)
+    mean = (x.sum(axis=1, keepdims=True) - x) / (x.shape[1] - 1)
     has_failed = failed.sum(axis=1, keepdims=True) > failed
-    return np.where(knows, np.where(has_failed, np.nan, mean), 0)
+    return np.where(has_failed, np.nan, mean)
 
 
 def fold_sums(feature: da.Array, weights: da.Array) -> da.Array:

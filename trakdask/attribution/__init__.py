@@ -6,6 +6,7 @@ from trakdask.attribution.groups import combine
 from trakdask.attribution.ranking import top_k
 from trakdask.attribution.regularization import damping
 from trakdask.attribution.scores import group_score, score, self_influence
+from trakdask.attribution.uncertainty import intervals, significant
 
 __all__ = [
     "Absolute",
@@ -19,7 +20,9 @@ __all__ = [
     "damping",
     "gram",
     "group_score",
+    "intervals",
     "score",
     "self_influence",
+    "significant",
     "top_k",
 ]

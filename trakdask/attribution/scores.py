@@ -236,20 +236,7 @@ def self_influence(
     >>> td.self_influence(features).dims
     ('sample',)
     """
-    validate(features, ["feature", "out_to_loss"], what="features")
-    features = lazy_features(features)
-    resolved = resolve(features, estimator)
-    if resolved.norms or not resolved.pooled:
-        raise ValueError(
-            f"expected an estimator with a self-influence, got {resolved}; try estimator='trak', "
-            "'soft' or 'grad_dot'"
-        )
-    operands = solver(features, resolved)
-    if operands.matrix is not None:
-        data = operands.features.feature.data
-        forms = arrays.solve.leverage(operands.matrix.inverse, data)
-    else:
-        forms = arrays.weights.squared_norm(features.feature.data)
+    features, operands, forms = self_influence_forms(features, estimator)
     g = operands.estimator.g(operands.features)
     data = arrays.weights.self_influence(forms, g, average=average)
     variable = VARIABLES["self_influence"]
@@ -259,6 +246,25 @@ def self_influence(
 
 
 # --------------------------------------------------------------------------------- the operands
+
+
+def self_influence_forms(
+    features: xr.Dataset, estimator: EstimatorLike
+) -> tuple[xr.Dataset, Solver, da.Array]:
+    """Return features, their solver, and φ_c(z)ᵀ (K_c + λ_c I)⁻¹ φ_c(z), (sample, checkpoint)."""
+    validate(features, ["feature", "out_to_loss"], what="features")
+    features = lazy_features(features)
+    resolved = resolve(features, estimator)
+    if resolved.norms or not resolved.pooled:
+        raise ValueError(
+            f"expected an estimator with a self-influence, got {resolved}; try estimator='trak', "
+            "'soft' or 'grad_dot'"
+        )
+    operands = solver(features, resolved)
+    if operands.matrix is None:
+        return features, operands, arrays.weights.squared_norm(features.feature.data)
+    data = operands.features.feature.data
+    return features, operands, arrays.solve.leverage(operands.matrix.inverse, data)
 
 
 def operands_of(features: xr.Dataset, targets: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
@@ -300,6 +306,11 @@ class Solver:
     def weight(self, of: xr.Dataset) -> da.Array:
         """Return the weight of each sample, (sample, checkpoint)."""
         return self.estimator.weight(of, None if self.matrix is None else self.matrix.inverse)
+
+    def fold_weights(self, of: xr.Dataset) -> da.Array:
+        """Return the factor of each sample where a checkpoint is left out, (sample, fold)."""
+        inverse = None if self.matrix is None else self.matrix.inverse
+        return self.estimator.fold_weights(of, inverse)
 
     def group_sums(self, of: xr.Dataset, codes: np.ndarray, n_groups: int) -> da.Array:
         """Return the weighted sum of the features of each group of samples."""
