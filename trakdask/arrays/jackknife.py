@@ -79,9 +79,8 @@ def member_sums(feature: da.Array, weights: da.Array, members: sparse.csr_array)
 
 def _member_sums(feature: Blocks, weights: Blocks, members: sparse.csr_array) -> Block:
     (w,), start, total = flat(weights), 0, None
-    w = w.reshape(w.shape[:2])
-    n_folds = w.shape[1]
-    _, n_groups = members.shape
+    n_groups, n_folds = members.shape[1], w.shape[1]
+    w = w.reshape(len(w), n_folds)
     for block in flat(feature):
         rows = slice(start, start := start + len(block))
         x, entries = matrix(block), members[rows].tocoo()
