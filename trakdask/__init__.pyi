@@ -21,7 +21,6 @@ from .attribution import group_score as group_score
 from .attribution import intervals as intervals
 from .attribution import score as score
 from .attribution import self_influence as self_influence
-from .attribution import significant as significant
 from .attribution import top_k as top_k
 from .explorer import explore as explore
 from .export import to_parquet as to_parquet

@@ -50,7 +50,6 @@ class FeaturesAccessor:
     score = _Method()
     group_score = _Method()
     intervals = _Method()
-    significant = _Method()
     top_k = _Method()
     self_influence = _Method()
     to_zarr = _Method()

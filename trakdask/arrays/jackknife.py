@@ -156,6 +156,52 @@ def _estimates(score: Block, without: Block, dtype: np.dtype[np.floating]) -> Bl
     return tile
 
 
+def interval(tiles: da.Array, quantile: float) -> tuple[da.Array, ...]:
+    """Return numbers, the bounds of their intervals, and their ratio to their errors.
+
+    Parameters
+    ----------
+    tiles
+        Numbers with their errors, of dtype :func:`trakdask.arrays.score.estimate`, of any shape.
+    quantile
+        The distance of the bounds in errors.
+
+    Returns
+    -------
+    The numbers, the lower and the upper bounds, and ratios, NaN where the error is 0; lazy.
+
+    Examples
+    --------
+    >>> one = da.from_array(np.array([(3.0, 1.5)], estimate("f4")))
+    >>> [array.compute().tolist() for array in interval(one, 2)]
+    [[3.0], [0.0], [6.0], [2.0]]
+    """
+    index = "wxyz"[: tiles.ndim]
+    parts = (
+        blockwise(part, index, tiles, index, name="interval", dtype=tiles.dtype["score"])
+        for part in (
+            _score,
+            functools.partial(_bound, quantile=-quantile),
+            functools.partial(_bound, quantile=quantile),
+            _ratio,
+        )
+    )
+    return tuple(parts)
+
+
+def _score(tile: Block) -> Block:
+    return tile["score"].copy()
+
+
+def _bound(tile: Block, *, quantile: float) -> Block:
+    return tile["score"] + tile["error"] * tile["error"].dtype.type(quantile)
+
+
+def _ratio(tile: Block) -> Block:
+    ratio: Block = tile["score"] / np.where(tile["error"] > 0, tile["error"], np.nan)
+    return ratio
+
+
 def least_significant(ratio: da.Array, edges: npt.NDArray[np.float64], q: float) -> da.Array:
     """Return the size from which ratios are significant, per target, by Benjamini and Hochberg.
 

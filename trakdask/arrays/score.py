@@ -47,6 +47,7 @@ def score(
     folds: da.Array | None = None,
     average: bool = True,
     pooled: bool = True,
+    name: str = "score",
 ) -> da.Array:
     """Return the attribution of every target to every sample.
 
@@ -69,6 +70,8 @@ def score(
         the mean of g, so that the mean over checkpoints is the averaged score.
     pooled
         Average g over checkpoints. If False, the score is mean_c[ g_c(z) φ_c(z)·w_c(t) ].
+    name
+        With another name, a scheduler computes tiles anew that it would else keep.
 
     Returns
     -------
@@ -119,7 +122,7 @@ def score(
     if average and is_small and reader(feature) is None:
         # dask would fuse layers with the same value of concatenate.
         products = blockwise(
-            _apart, "stc", *arrays, concatenate=False, name="products", dtype=dtype
+            _apart, "stc", *arrays, concatenate=False, name=f"products-{name}", dtype=dtype
         )
         arrays, function = [products, "stc"], functools.partial(function, None)
     if loss_weights is not None:
@@ -133,7 +136,7 @@ def score(
     # one that consumes its tiles (top_k) only if both are None.
     return blockwise(
         function, "st" if average else "stc", *arrays,
-        concatenate=None, name="score", dtype=dtype,
+        concatenate=None, name=name, dtype=dtype,
     )  # fmt: skip
 
 

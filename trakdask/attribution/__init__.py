@@ -6,7 +6,7 @@ from trakdask.attribution.groups import combine
 from trakdask.attribution.ranking import top_k
 from trakdask.attribution.regularization import damping
 from trakdask.attribution.scores import group_score, score, self_influence
-from trakdask.attribution.uncertainty import intervals, significant
+from trakdask.attribution.uncertainty import intervals
 
 __all__ = [
     "Absolute",
@@ -23,6 +23,5 @@ __all__ = [
     "intervals",
     "score",
     "self_influence",
-    "significant",
     "top_k",
 ]

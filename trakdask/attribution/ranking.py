@@ -171,7 +171,11 @@ def top_k(
     """
     others: dict[Hashable, xr.DataArray] = {}
     if isinstance(scores, xr.Dataset):
-        require_choice("rank_by", rank_by, list(scores), remedy="try rank_by='score'")
+        if rank_by not in scores:
+            raise ValueError(
+                f"expected scores with the variable rank_by={rank_by!r}, got "
+                f"{list(map(str, scores))}; try td.intervals(features, targets), or td.score"
+            )
         others = {name: array for name, array in scores.items() if name != rank_by}
         scores = scores[rank_by].assign_attrs(scores.attrs)
     of_samples = getattr(scores, "dims", None) == (SAMPLE,) and over_targets is None

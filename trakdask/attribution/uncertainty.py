@@ -9,7 +9,6 @@ from typing import Any
 import dask.array as da
 import numpy as np
 import xarray as xr
-from dask.graph_manipulation import clone
 from scipy import sparse
 
 from trakdask import arrays
@@ -25,12 +24,10 @@ from trakdask.attribution.scores import (
     solver,
 )
 from trakdask.checks import require_number
-from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, VARIABLES, coords_along
-
-FREEDOM = "degrees_of_freedom"
-"""In the attrs of intervals: of Student's distribution, one less than the checkpoints."""
+from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, coords_along
 
 _DESCRIPTIONS = {
+    "score": VARIABLES["score"].description,
     "lower": "lower bound of the score over draws of checkpoints",
     "upper": "upper bound of the score over draws of checkpoints",
     "snr": "score divided by its standard error over checkpoints",
@@ -44,6 +41,7 @@ def intervals(
     *,
     by: str | Sequence[str] | None = None,
     level: float = 0.9,
+    q: float | None = None,
 ) -> xr.Dataset:
     """Return scores with bounds that say how far they would differ with other seeds.
 
@@ -55,17 +53,21 @@ def intervals(
         As in :func:`group_score`: the sums of scores by group.
     level
         Which part of such intervals contains the score that infinitely many checkpoints would give.
+    q
+        Keep only the scores that differ from 0, at this false discovery rate: the expected share of
+        the kept scores of a target that are 0 in truth. The others are NaN, which :func:`top_k`
+        never ranks.
 
     Returns
     -------
     Lazy Dataset with ``score``, ``lower``, ``upper``, and ``snr``, the score divided by its
     standard error, (sample, target), (``by``, target) or (sample). :func:`top_k` ranks it by any of
-    them, :func:`significant` keeps what exceeds the noise, and :func:`to_parquet` writes it.
+    them, and :func:`to_parquet` and :func:`to_zarr` write it.
 
     Raises
     ------
     ValueError
-        With fewer than five checkpoints, or if ``level`` is not between 0 and 1; and as
+        With fewer than five checkpoints, or if ``level`` or ``q`` is not between 0 and 1; and as
         :func:`score` and :func:`group_score` do.
 
     Notes
@@ -87,9 +89,14 @@ def intervals(
     :func:`group_score`, with one more sum for each checkpoint: C + 1 times its operations and its
     memory, groups × p × C numbers.
 
+    With ``q``, all samples, or groups, of a target are one family of two-sided tests, by the
+    procedure of Benjamini and Hochberg. P-values are rounded up by at most 3 %. The scores are
+    computed once more to count them, and not kept.
+
     References
     ----------
-    Efron & Stein 1981 (jackknife). Coverage: ``tests/benchmarks/intervals.py``.
+    Efron & Stein 1981 (jackknife); Benjamini & Hochberg 1995. Coverage:
+    ``tests/benchmarks/intervals.py``.
 
     Examples
     --------
@@ -104,6 +111,8 @@ def intervals(
     from scipy.special import stdtrit  # the cost of importing
 
     level = require_number("level", level, low=0, high=1, remedy="try level=0.9")
+    if q is not None:
+        q = require_number("q", q, low=0, high=1, remedy="try q=0.1")
     labels, tiles, attrs = estimated(features, targets, estimator, by)
     if (n := features.sizes[CHECKPOINT]) < LEAST_FOLDS:
         raise ValueError(
@@ -111,19 +120,23 @@ def intervals(
             f"these differ, got {n}; try training more with other seeds, or td.score(features, "
             "targets, average=False) to see the score of each"
         )
+    attrs = {**attrs, "level": level}
     dims, coords = labels
-    score, error = tiles["score"], tiles["error"]
-    margin = error * error.dtype.type(stdtrit(n - 1, (1 + level) / 2))
+    parts = arrays.jackknife.interval(tiles, float(stdtrit(n - 1, (1 + level) / 2)))
+    if q is not None:
+        # Under another name, since the scores would else wait in memory until all are counted.
+        _, counted, _ = estimated(features, targets, estimator, by, name="counted-score")
+        columns = counted[:, None] if targets is None else counted.reshape(-1, counted.shape[-1])
+        *_, ratio = arrays.jackknife.interval(columns, 0)
+        edges = -stdtrit(n - 1, arrays.jackknife.LEVELS / 2)
+        least = arrays.jackknife.least_significant(ratio, edges, q)
+        parts = tuple(da.where(abs(parts[-1]) >= least, part, np.nan) for part in parts)
+        attrs["false_discovery_rate"] = q
     data = {
-        "score": (dims, score, VARIABLES["score"].attrs),
-        "lower": (dims, score - margin),
-        "upper": (dims, score + margin),
-        "snr": (dims, score / da.where(error > 0, error, np.nan)),
+        name: (dims, part, {"description": description})
+        for (name, description), part in zip(_DESCRIPTIONS.items(), parts, strict=True)
     }
-    ds = xr.Dataset(data, coords=coords, attrs=attrs | {"level": level, FREEDOM: n - 1})
-    for name, description in _DESCRIPTIONS.items():
-        ds[name].attrs["description"] = description
-    return ds
+    return xr.Dataset(data, coords=coords, attrs=attrs)
 
 
 def estimated(
@@ -131,10 +144,13 @@ def estimated(
     targets: xr.Dataset | None,
     estimator: EstimatorLike,
     by: str | Sequence[str] | None = None,
-) -> tuple[Labels, da.Array, dict[str, str]]:
+    *,
+    name: str = "score",
+) -> tuple[Labels, da.Array, dict[str, Any]]:
     """Return labels, lazy scores with their standard errors over checkpoints, and attrs.
 
     The scores have dtype :func:`trakdask.arrays.score.estimate`. Errors need two checkpoints.
+    ``name`` is in the names of tiles.
     """
     if targets is None:
         features, operands, forms = self_influence_forms(features, estimator)
@@ -153,7 +169,7 @@ def estimated(
         of = operands.features
         tiles = arrays.score.score(
             of.feature.data, solved, operands.weight(of),
-            folds=operands.fold_weights(of), pooled=operands.estimator.pooled,
+            folds=operands.fold_weights(of), pooled=operands.estimator.pooled, name=name,
         )  # fmt: skip
         return labels, tiles, attrs
     tiles = _of_groups(operands, _one_hot(codes, math.prod(n_groups)), solved)
@@ -180,64 +196,3 @@ def _of_groups(operands: Solver, members: sparse.csr_array, solved: da.Array) ->
         weights = folds[:, :, None] * weight[:, None, :]
     sums = arrays.jackknife.member_sums(of.feature.data, weights, members)
     return arrays.jackknife.member_score(sums, solved)
-
-
-def significant(found: xr.Dataset, q: float = 0.1) -> xr.Dataset:
-    """Keep the scores that differ from 0 at a false discovery rate; the others become NaN.
-
-    Parameters
-    ----------
-    found
-        Dataset of :func:`intervals`.
-    q
-        The expected share of the kept scores of a target that are 0 in truth.
-
-    Returns
-    -------
-    Lazy Dataset of the same variables. :func:`top_k` never ranks NaN, so that ``td.top_k(
-    td.significant(found), 20)`` has at most 20 samples of each target, which all differ from 0.
-
-    Raises
-    ------
-    ValueError
-        If ``found`` is no Dataset of :func:`intervals`, or was ranked already: how many scores were
-        compared matters. If ``q`` is not between 0 and 1.
-
-    Notes
-    -----
-    All samples, or groups, of a target are one family of two-sided tests, by the procedure of
-    Benjamini and Hochberg. P-values are rounded up by at most 3 %. Cost: one more pass over the
-    scores, which are computed again and not kept.
-
-    References
-    ----------
-    Benjamini & Hochberg 1995.
-
-    Examples
-    --------
-    >>> import trakdask as td
-    >>> features = td.testing.simulate_features(n_samples=40, proj_dim=4, n_checkpoints=5)
-    >>> found = td.intervals(features, features.isel(sample=[0, 1]), "grad_dot")
-    >>> kept = td.significant(found, q=0.2).score.notnull()
-    >>> bool((abs(found.snr).where(kept).min() > abs(found.snr).where(~kept).max()))
-    True
-    """
-    from scipy.special import stdtrit  # the cost of importing
-
-    q = require_number("q", q, low=0, high=1, remedy="try q=0.1")
-    if not isinstance(found, xr.Dataset) or FREEDOM not in found.attrs or "position" in found:
-        got = list(found) if isinstance(found, xr.Dataset) else type(found).__name__
-        raise ValueError(
-            f"expected the Dataset of td.intervals, of all samples, got {got}; try "
-            "td.top_k(td.significant(td.intervals(features, targets)), 10)"
-        )
-    freedom = found.attrs[FREEDOM]
-    edges = -stdtrit(freedom, arrays.jackknife.LEVELS / 2)
-    dims = [dim for dim in found.snr.dims if dim != TARGET]
-    # A copy of the graph, so that scores need not wait in memory until they have been counted.
-    snr = found.snr.copy(data=clone(found.snr.data) if found.snr.chunks else found.snr.data)
-    flat = snr.stack({"test": dims}, create_index=False).transpose("test", ...).variable.chunk()
-    columns = flat.data if flat.ndim == 2 else flat.data[:, None]
-    least = arrays.jackknife.least_significant(columns, edges, q)
-    at = xr.Variable((TARGET,), least) if TARGET in found.snr.dims else xr.Variable((), least[0])
-    return found.where(abs(found.snr.variable) >= at)
