@@ -1,9 +1,9 @@
 """Are intervals of scores right, and is it better to rank by their lower bounds?
 
 Sixty checkpoints of five tasks, trained on all data with different seeds. Intervals from 5 or 10 of
-them are compared with the scores of 50 others, three times with other checkpoints. Both sides have an
-error: "both" are intervals for their difference, which are wider by √(1 + n/50). If the intervals
-are right, these cover as often as they say.
+them are compared with the scores of 50 others, three times with other checkpoints. Both sides have
+an error: "both" are intervals for their difference, which are wider by √(1 + n/50). If the
+intervals are right, these cover as often as they say.
 """
 
 from __future__ import annotations

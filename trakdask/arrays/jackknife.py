@@ -25,8 +25,7 @@ from trakdask.arrays.blocks import (
     read_in_task,
     tree_sum,
 )
-from trakdask.arrays.folds import jackknife_error
-from trakdask.arrays.folds import mean_of_others as of_others
+from trakdask.arrays.folds import jackknife_error, mean_of_others
 from trakdask.arrays.score import estimate
 
 #: Levels of p-values by which significance is decided. Each is 1.03 times the one before.
@@ -146,7 +145,7 @@ def self_influence(forms: da.Array, loss_weights: da.Array) -> da.Array:
 
 
 def _self_influence(forms: Block, g: Block) -> Block:
-    without = of_others(forms) * of_others(g) ** 2
+    without = mean_of_others(forms) * mean_of_others(g) ** 2
     return _estimates(forms.mean(axis=1) * g.mean(axis=1) ** 2, without.T, np.dtype(np.float64))
 
 
@@ -190,11 +189,13 @@ def interval(tiles: da.Array, quantile: float) -> tuple[da.Array, ...]:
 
 
 def _score(tile: Block) -> Block:
-    return tile["score"].copy()
+    score: Block = tile["score"].copy()
+    return score
 
 
 def _bound(tile: Block, *, quantile: float) -> Block:
-    return tile["score"] + tile["error"] * tile["error"].dtype.type(quantile)
+    bound: Block = tile["score"] + tile["error"] * tile["error"].dtype.type(quantile)
+    return bound
 
 
 def _ratio(tile: Block) -> Block:
