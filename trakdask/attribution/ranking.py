@@ -116,7 +116,8 @@ def top_k(
         samples. Samples whose value is missing belong to no group, and are not taken.
     rank_by
         Of a Dataset: the variable to rank by. ``"lower"`` puts first what helps for certain, and
-        with ``largest=False``, ``"upper"`` what harms for certain.
+        with ``largest=False``, ``"upper"`` what harms for certain. The largest scores agree better
+        with other checkpoints (``tests/benchmarks/results/2026-11-24-intervals.txt``).
 
     Returns
     -------
