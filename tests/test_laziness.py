@@ -73,6 +73,7 @@ PUBLIC = {
     "self_influence": lambda: td.self_influence(MANY, estimator="soft"),
     "group_score": lambda: td.group_score(FEATURES, TARGETS, by="label"),
     "intervals": lambda: td.intervals(SEEDS, SEEDS),
+    "credit": lambda: td.credit(SEEDS, SEEDS, by="label"),
     "intervals, groups": lambda: td.intervals(SEEDS, SEEDS, by="label"),
     "intervals, self-influence": lambda: td.intervals(SEEDS),
     "intervals, kept": lambda: td.intervals(SEEDS, SEEDS, q=0.1),

@@ -50,6 +50,7 @@ class FeaturesAccessor:
     score = _Method()
     group_score = _Method()
     intervals = _Method()
+    credit = _Method()
     top_k = _Method()
     self_influence = _Method()
     to_zarr = _Method()

@@ -124,7 +124,7 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     "power": lambda seed: [0.5, 1][seed],
     "codes": lambda seed: (np.arange(N) + seed) % 3,
     "n_groups": lambda seed: 3 + seed,
-    **dict.fromkeys(("pooled", "average", "largest"), lambda seed: not seed),
+    **dict.fromkeys(("pooled", "average", "largest", "relative"), lambda seed: not seed),
     "n_subsets": lambda seed: 6 + seed,
     "size": lambda seed: 10 + seed,
     "seed": lambda seed: seed,

@@ -205,6 +205,45 @@ def test_intervals__kept_are_noise_at_their_rate() -> None:
     assert 0.02 < kept[n:].sum() / kept.sum() < 0.1
 
 
+AUTHORS = xr.DataArray(
+    np.random.default_rng(2).dirichlet([0.3] * 3, N) * (np.arange(N) % 5 > 0)[:, None],
+    {"author": ["Ada", "Bo", "Cy"]}, ("sample", "author"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["trak", "soft", "relatif, signed", "grad_dot", "tracin"])
+def test_credit__is_a_jackknife_of_shares_of_all_scores(case: str) -> None:
+    name, train = CASES[case]
+
+    def shares(train: xr.Dataset, targets: xr.Dataset, estimator) -> xr.DataArray:
+        score = td.score(train, targets, estimator).sum("target").compute()
+        return (AUTHORS * score).sum("sample") / score.sum()
+
+    found = td.credit(train, TARGETS, ESTIMATORS[name](train), by=AUTHORS).compute()
+    oracle = expected(shares, name, train)
+    require_equal(found.rename(share="score"), oracle)
+    sure = (oracle["lower"] > 0) | (oracle["upper"] < 0)
+    np.testing.assert_array_equal(found.is_certain, sure)
+    np.testing.assert_allclose(found.samples, AUTHORS.sum("sample"))
+    assert found.author.values.tolist() == ["Ada", "Bo", "Cy"]
+
+
+def test_credit__of_a_coord_adds_up_to_1_with_samples_of_no_group(tmp_path: Path) -> None:
+    found = td.credit(TRAIN, TARGETS, "trak", by="label")
+    assert float(found.share.sum()) == pytest.approx(1)
+    parts = xr.DataArray(
+        TRAIN.label.values[:, None] == [0, 1], {"label": [0, 1]}, ("sample", "label")
+    )
+    same = td.credit(TRAIN, TARGETS, "trak", by=parts.astype(float))
+    xr.testing.assert_allclose(same.compute(), found.compute())
+    assert float(td.credit(TRAIN, TARGETS, "trak", by="source").samples.sum()) == N * 3 / 4
+    found.trak.to_parquet(tmp_path / "p")
+    assert {"label", "share", "is_certain", "samples"} <= set(pd.read_parquet(tmp_path / "p"))
+    groups = td.intervals(TRAIN, TARGETS, "trak", by=parts)
+    by_name = td.intervals(TRAIN, TARGETS, "trak", by="label")
+    xr.testing.assert_allclose(groups.compute(), by_name.compute())
+
+
 def test_intervals__are_written_with_their_coords(tmp_path: Path) -> None:
     found = td.intervals(TRAIN, TARGETS, "trak", by="source")
     found.trak.to_parquet(tmp_path / "p")

@@ -137,6 +137,11 @@ OTHERS = {
         ("another group", lambda: td.intervals(SEEDS, SEEDS, by="lable"), ValueError, ["'lable'"]),
         ("no self-influence", lambda: td.intervals(SEEDS, estimator="grad_cos"), ValueError, ["GradCos("]),
     ],
+    "credit": [
+        ("too few checkpoints", lambda: td.credit(X, T, by="label"), ValueError, ["5 or more", "got 3"]),
+        ("parts of targets", lambda: td.credit(SEEDS, SEEDS, by=xr.DataArray(np.ones((20, 3)), dims=("target", "author"))), ValueError, ["('target', 'author')", "xr.DataArray"]),
+        ("parts that are missing", lambda: td.credit(SEEDS, SEEDS, by=xr.DataArray(np.full((20, 3), np.nan), dims=("sample", "author"))), ValueError, ["finite"]),
+    ],
     "damping": [
         ("estimator without damping", lambda: td.damping(X, "grad_cos"), ValueError, ["GradCos()"]),
         ("features without outputs", lambda: td.damping(X.drop_vars("output"), td.Trak(damping="completeness")), ValueError, ["'output'"]),

@@ -95,7 +95,7 @@ def _member_sums(feature: Blocks, weights: Blocks, members: sparse.csr_array) ->
     return np.asarray(total).reshape(1, n_groups, n_folds, -1, 1)
 
 
-def member_score(sums: da.Array, solved: da.Array) -> da.Array:
+def member_score(sums: da.Array, solved: da.Array, *, relative: bool = False) -> da.Array:
     """Return the score of each group for each target, with its error over checkpoints.
 
     Parameters
@@ -105,6 +105,8 @@ def member_score(sums: da.Array, solved: da.Array) -> da.Array:
         checkpoints as the last fold.
     solved
         w of the targets, (target, proj_dim, checkpoint), chunks (rows, p, 1).
+    relative
+        Divide by the score of the last group, in each fold by itself, and leave that group out.
 
     Returns
     -------
@@ -112,18 +114,22 @@ def member_score(sums: da.Array, solved: da.Array) -> da.Array:
     """
     return blockwise(
         _member_score, "gt", sums, "gfpc", solved, "tpc",
+        adjust_chunks={"g": (len(sums) - relative,)}, relative=relative,
         concatenate=False, name="member-score", dtype=estimate(product_dtype(solved)),
     )  # fmt: skip
 
 
-def _member_score(sums: Blocks, solved: Blocks) -> Block:
+def _member_score(sums: Blocks, solved: Blocks, *, relative: bool) -> Block:
     total, n = np.zeros(()), 0
     for of_groups, w in zip(flat(sums), flat(solved), strict=True):
         product = of_groups[..., 0] @ w[:, :, 0].T.astype(np.float64)
         product[:, n] = 0  # the fold without this checkpoint
         total, n = total + product, n + 1
-    without = np.moveaxis(total[:, :n], 1, 0) / (n - 1)
-    return _estimates(total[:, n] / n, without, product_dtype(w))
+    total[:, :n] /= n - 1
+    total[:, n] /= n
+    if relative:
+        total = total[:-1] / total[-1]
+    return _estimates(total[:, n], np.moveaxis(total[:, :n], 1, 0), product_dtype(w))
 
 
 def self_influence(forms: da.Array, loss_weights: da.Array) -> da.Array:
@@ -232,7 +238,7 @@ def least_significant(ratio: da.Array, edges: npt.NDArray[np.float64], q: float)
     --------
     >>> ratio = da.from_array(np.array([[9.0], [0.1], [-8.0]]))
     >>> least_significant(ratio, np.linspace(10, 0, len(LEVELS)), 0.1).compute().round(1)
-    array([1.2])
+    array([1.])
     """
     counts = blockwise(
         _counts, "stl", ratio, "st", new_axes={"l": len(edges)},

@@ -6,7 +6,7 @@ from trakdask.attribution.groups import combine
 from trakdask.attribution.ranking import top_k
 from trakdask.attribution.regularization import damping
 from trakdask.attribution.scores import group_score, score, self_influence
-from trakdask.attribution.uncertainty import intervals
+from trakdask.attribution.uncertainty import credit, intervals
 
 __all__ = [
     "Absolute",
@@ -17,6 +17,7 @@ __all__ = [
     "TracIn",
     "Trak",
     "combine",
+    "credit",
     "damping",
     "gram",
     "group_score",

@@ -14,6 +14,7 @@ from typing import Any
 import dask.array as da
 import numpy as np
 import xarray as xr
+from scipy import sparse
 
 from trakdask import arrays
 from trakdask._version import __version__
@@ -37,6 +38,7 @@ from trakdask.variables import (
     TARGET_PREFIX,
     TOKEN,
     VARIABLES,
+    aligned,
     coords_along,
     lazy_features,
     validate,
@@ -401,6 +403,38 @@ def labels_of_groups(
         product = codes.astype(kind) * kind.type(len(groups)) + numbers.astype(kind)
         codes = np.where((codes < 0) | (numbers < 0), kind.type(-1), product)
     return ((*names, *dims), coords), codes, sizes
+
+
+def labels_of_members(
+    samples: xr.Dataset, targets: xr.Dataset, by: str | Sequence[str] | xr.DataArray
+) -> tuple[Labels, sparse.csr_array, list[int]]:
+    """Return the same as :func:`labels_of_groups`, but the part of each sample in each group.
+
+    The parts are sparse, (sample, group): one group each, unless ``by`` is a DataArray of parts.
+
+    Raises
+    ------
+    ValueError
+        As :func:`labels_of_groups`; if an array has other dimensions, or is not finite.
+    """
+    if not isinstance(by, xr.DataArray):
+        labels, codes, sizes = labels_of_groups(samples, targets, by)
+        is_member = codes >= 0
+        starts = np.concatenate([[0], np.cumsum(is_member)])
+        ones = np.ones(starts[-1], np.float32)
+        shape = (len(codes), math.prod(sizes))
+        return labels, sparse.csr_array((ones, codes[is_member], starts), shape), sizes
+    if by.ndim != 2 or SAMPLE not in by.dims or not np.isfinite(by.values).all():
+        raise ValueError(
+            f"expected by as finite parts of samples in groups, (sample, group), got {by.dtype} "
+            f"{by.dims}; try xr.DataArray(parts, {{'author': names}}, ('sample', 'author'))"
+        )
+    by = by.transpose(SAMPLE, ...)
+    name = str(by.dims[1])
+    parts = aligned(by.drop_vars(name, errors="ignore"), samples, what="by")
+    dims, coords = _labels_of_targets(targets)
+    coords[name] = by[name].variable
+    return ((name, *dims), coords), sparse.csr_array(parts.values), [by.sizes[name]]
 
 
 def _labels_of_samples(ds: xr.Dataset) -> Labels:

@@ -20,7 +20,7 @@ def intervals(result: xr.Dataset, label: str | None = None) -> Figure:
     ----------
     result
         Of :func:`trakdask.intervals`, or of :func:`trakdask.top_k` of such, for one target:
-        ``result.isel(target=0)``. Computed here.
+        ``result.isel(target=0)``; or of :func:`trakdask.credit`. Computed here.
     label
         Name of the coord whose values name the bars; by default the dimension.
 
@@ -36,18 +36,19 @@ def intervals(result: xr.Dataset, label: str | None = None) -> Figure:
     ValueError
         If there are scores of several targets.
     """
-    if len(result.score.dims) != 1:
+    value = "share" if "share" in result else "score"
+    if len(result[value].dims) != 1:
         raise ValueError(
-            f"expected scores along one dimension, got {dict(result.score.sizes)}; try "
+            f"expected scores along one dimension, got {dict(result[value].sizes)}; try "
             "result.isel(target=0)"
         )
-    (dim,) = result.score.dims
-    result = result.compute().dropna(dim, subset=["score"])
+    (dim,) = result[value].dims
+    result = result.compute().dropna(dim, subset=[value])
     if dim != "rank":
-        result = result.sortby("score", ascending=False)
+        result = result.sortby(value, ascending=False)
     names = [str(name) for name in result[label or dim].values]
-    unit = power_of_ten(result.score, result.lower, result.upper)
-    score, low, high = (result[name].values / 10.0**unit for name in ("score", "lower", "upper"))
+    unit = power_of_ten(result.lower, result.upper) if value == "score" else 0
+    score, low, high = (result[name].values / 10.0**unit for name in (value, "lower", "upper"))
     colors = np.where(low > 0, GREEN, np.where(high < 0, RED, "0.7"))
     figure, ax = new_axes(6.4, 1.1 + 0.3 * len(names))
     rows = np.arange(len(names))
@@ -60,4 +61,4 @@ def intervals(result: xr.Dataset, label: str | None = None) -> Figure:
     ax.set_ylim(len(names) - 0.4, -0.6)
     ax.axvline(0, color="0.4", linewidth=0.8)
     title = f"{result.attrs['level']:.0%} intervals; grey cannot be told from 0"
-    return finish(figure, ax, f"score in 1e{unit}" if unit else "score", label or str(dim), title)
+    return finish(figure, ax, f"{value} in 1e{unit}" if unit else value, label or str(dim), title)
