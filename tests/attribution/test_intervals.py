@@ -228,6 +228,16 @@ def test_credit__is_a_jackknife_of_shares_of_all_scores(case: str) -> None:
     assert found.author.values.tolist() == ["Ada", "Bo", "Cy"]
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if "signed" not in case])
+def test_group_score__counts_samples_in_parts(case: str) -> None:
+    name, train = CASES[case]
+    found = td.group_score(train, TARGETS, ESTIMATORS[name](train), by=AUTHORS)
+    dense = td.score(train, TARGETS, ESTIMATORS[name](train)).compute()
+    oracle = (AUTHORS * dense).sum("sample")
+    np.testing.assert_allclose(found, oracle, rtol=1e-8, atol=1e-12)
+    assert found.dims == ("author", "target")
+
+
 def test_credit__of_a_coord_adds_up_to_1_with_samples_of_no_group(tmp_path: Path) -> None:
     found = td.credit(TRAIN, TARGETS, "trak", by="label")
     assert float(found.share.sum()) == pytest.approx(1)

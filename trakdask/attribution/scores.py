@@ -157,7 +157,7 @@ def group_score(
     targets: xr.Dataset,
     estimator: EstimatorLike = "auto",
     *,
-    by: str | Sequence[str],
+    by: str | Sequence[str] | xr.DataArray,
 ) -> xr.DataArray:
     """Sum the scores of the training samples of each group, without forming the scores.
 
@@ -167,7 +167,8 @@ def group_score(
         As in :func:`score`.
     by
         Name of a coord of the training samples, or a list of several: then there is a group for
-        each combination of their values. Missing values belong to no group.
+        each combination of their values. Missing values belong to no group. Or a DataArray (sample,
+        group) with the part of each sample that belongs to each group, such as its authors'.
 
     Returns
     -------
@@ -191,9 +192,13 @@ def group_score(
     (3, 2, 8)
     """
     training, explained = operands_of(features, targets)
-    labels, codes, n_groups = labels_of_groups(training, explained, by)
     operands = solver(training, resolve(training, estimator))
-    sums = operands.group_sums(operands.features, codes, math.prod(n_groups))
+    if isinstance(by, xr.DataArray):
+        labels, members, n_groups = labels_of_members(training, explained, by)
+        sums = operands.member_sums(operands.features, members)
+    else:
+        labels, codes, n_groups = labels_of_groups(training, explained, by)
+        sums = operands.group_sums(operands.features, codes, math.prod(n_groups))
     data = arrays.score.score(sums, operands.vectors(explained), None)
     data = data.reshape((*n_groups, *data.shape[1:]))
     return labelled("score", labels, data, score_attrs(training, targets, operands.attrs))
@@ -319,6 +324,14 @@ class Solver:
         return arrays.groups.group_sum(
             of.feature.data, self.weight(of), codes, n_groups, pooled=self.estimator.pooled
         )
+
+    def member_sums(self, of: xr.Dataset, members: sparse.csr_array) -> da.Array:
+        """Return the weighted sum of the features of each group, whose samples count in parts."""
+        weight = self.weight(of)
+        weight = arrays.weights.pooled(weight) if self.estimator.pooled else weight
+        sums: da.Array = arrays.jackknife.member_sums(of.feature.data, weight[:, None], members)
+        one: da.Array = sums[:, 0]
+        return one
 
 
 def solver(features: xr.Dataset, estimator: Estimator) -> Solver:
