@@ -74,7 +74,6 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     ),
     "totals": lambda seed: random(seed, N, len(GRID), C),
     "curve": peaked,
-    "knows": lambda seed: random(seed, N, C) < 0.5,
     "folds": lambda seed: random(seed, N, C),
     "others": lambda seed: [(), (random(0, N, 9).rechunk(7),)][seed],
     "members": lambda seed: sparse.csr_array((np.arange(3 * N).reshape(N, 3) + seed) % 2.0),
@@ -88,6 +87,7 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     "tiles": lambda seed: da.from_array(
         np.full((N, 9), np.array((seed, 2), estimate("f4"))), chunks=7
     ),
+    "means_of_others.values": lambda seed: random(seed, N, C),
     "quantile": lambda seed: 2.0 + seed,
     "sums": lambda seed: lazy(np.random.default_rng(seed).random((C, P, C)), P),
     "choose.totals": lambda seed: random(seed, N, len(GRID), C).rechunk({2: -1}),

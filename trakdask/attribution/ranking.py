@@ -177,7 +177,11 @@ def top_k(
                 f"expected scores with the variable rank_by={rank_by!r}, got "
                 f"{list(map(str, scores))}; try td.intervals(features, targets), or td.score"
             )
-        others = {name: array for name, array in scores.items() if name != rank_by}
+        others = {
+            name: array
+            for name, array in scores.items()
+            if name != rank_by and array.dims == scores[rank_by].dims
+        }
         scores = scores[rank_by].assign_attrs(scores.attrs)
     of_samples = getattr(scores, "dims", None) == (SAMPLE,) and over_targets is None
     if of_samples:
