@@ -264,3 +264,8 @@ def test_intervals__are_written_with_their_coords(tmp_path: Path) -> None:
     top = td.intervals(TRAIN, TARGETS, "trak").trak.top_k(3, rank_by="lower")
     top.trak.to_parquet(tmp_path / "t")
     assert pd.read_parquet(tmp_path / "t").snr.notna().all()
+
+
+def test_top_k__ignores_variables_along_other_dimensions() -> None:
+    found = td.intervals(TRAIN, TARGETS, "trak").assign(weight=("sample", np.ones(N)))
+    assert "weight" not in td.top_k(found, 2)
