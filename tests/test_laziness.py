@@ -57,6 +57,7 @@ FEATURES = simulate_features(n_samples=40, proj_dim=8, chunks=16)
 TARGETS = simulate_features(n_samples=10, proj_dim=8, chunks=16, seed=1)
 MANY = simulate_features(n_samples=60, proj_dim=8, n_checkpoints=3, chunks=16)
 MANY_TARGETS = simulate_features(n_samples=50, proj_dim=8, n_checkpoints=3, seed=1)
+SEEDS = simulate_features(n_samples=60, proj_dim=8, n_checkpoints=5, chunks=16)
 PUBLIC = {
     "from_arrays": from_arrays,
     "from_torch": from_torch,
@@ -71,6 +72,12 @@ PUBLIC = {
     "score_tracin": lambda: td.score(FEATURES, TARGETS, td.TracIn({"c0": 0.1, "c1": 0.2})),
     "self_influence": lambda: td.self_influence(MANY, estimator="soft"),
     "group_score": lambda: td.group_score(FEATURES, TARGETS, by="label"),
+    "intervals": lambda: td.intervals(SEEDS, SEEDS),
+    "credit": lambda: td.credit(SEEDS, SEEDS, by="label"),
+    "intervals, groups": lambda: td.intervals(SEEDS, SEEDS, by="label"),
+    "intervals, self-influence": lambda: td.intervals(SEEDS),
+    "intervals, kept": lambda: td.intervals(SEEDS, SEEDS, q=0.1),
+    "top_k of intervals": lambda: td.top_k(td.intervals(SEEDS, SEEDS), 3, rank_by="lower"),
     "combine": lambda: td.combine(TARGETS, by="label"),
     "combine_metric": lambda: td.combine(TARGETS, metric="accuracy"),
     "metric": lambda: td.metric(TARGETS.output, TARGETS, "accuracy"),

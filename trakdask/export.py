@@ -127,8 +127,8 @@ def to_parquet(
     Parameters
     ----------
     data
-        Dataset of :func:`top_k`, or a DataArray: scores of :func:`score`, sums by one or several
-        groups of :func:`group_score`, or :func:`self_influence`.
+        Dataset of :func:`top_k` or :func:`intervals`, or a DataArray: scores of :func:`score`,
+        sums by one or several groups of :func:`group_score`, or :func:`self_influence`.
     path
         Folder or fsspec URL. There is one file per block (of a ranking, per block of targets), so
         that nothing larger than a block is in memory.
@@ -250,10 +250,11 @@ def _as_table(data: object) -> xr.Dataset:
     """Return a chunked Dataset, ``target`` first."""
     if isinstance(data, xr.DataArray):
         data = data.to_dataset(name=data.name or "score")
-    elif not isinstance(data, xr.Dataset) or RANK not in data.dims:
+    elif not isinstance(data, xr.Dataset) or len({v.dims for v in data.values()}) != 1:
         got = tuple(data.dims) if isinstance(data, xr.Dataset) else type(data)
         raise ValueError(
-            "expected the Dataset of td.top_k, or a DataArray such as td.score returns, got "
+            "expected a Dataset of td.top_k or td.intervals, or a DataArray such as td.score "
+            "returns, got "
             f"{got}; try a variable of a Dataset, or td.to_zarr(data, path)"
         )
     chunked = data.map(lambda array: array.copy(data=array.variable.chunk().data), keep_attrs=True)

@@ -19,6 +19,8 @@ from scipy import sparse
 import trakdask.arrays
 from tests.arrays.decomposed_features import data, decomposed, lazy
 from trakdask.arrays.damping import CHOICE, CURVE, GRID
+from trakdask.arrays.jackknife import LEVELS
+from trakdask.arrays.score import estimate
 from trakdask.arrays.solve import cholesky
 from trakdask.arrays.weights import squared_norm
 
@@ -72,7 +74,21 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     ),
     "totals": lambda seed: random(seed, N, len(GRID), C),
     "curve": peaked,
-    "knows": lambda seed: random(seed, N, C) < 0.5,
+    "folds": lambda seed: random(seed, N, C),
+    "others": lambda seed: [(), (random(0, N, 9).rechunk(7),)][seed],
+    "members": lambda seed: sparse.csr_array((np.arange(3 * N).reshape(N, 3) + seed) % 2.0),
+    "member_score.sums": lambda seed: da.from_array(
+        np.random.default_rng(seed).random((3, C + 1, P, C)), chunks=(3, C + 1, P, 1)
+    ),
+    "ratio": lambda seed: da.from_array(np.random.default_rng(seed).normal(size=(N, 9)), chunks=7),
+    "edges": lambda seed: np.linspace(5 + seed, 0, len(LEVELS)),
+    "q": lambda seed: 0.1 + seed / 10,
+    "name": lambda seed: ["score", "again"][seed],
+    "tiles": lambda seed: da.from_array(
+        np.full((N, 9), np.array((seed, 2), estimate("f4"))), chunks=7
+    ),
+    "means_of_others.values": lambda seed: random(seed, N, C),
+    "quantile": lambda seed: 2.0 + seed,
     "sums": lambda seed: lazy(np.random.default_rng(seed).random((C, P, C)), P),
     "choose.totals": lambda seed: random(seed, N, len(GRID), C).rechunk({2: -1}),
     "choice": lambda seed: da.from_array(np.array([(seed, 0, 0, 0, 0, False)], CHOICE)),
@@ -110,7 +126,7 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     "power": lambda seed: [0.5, 1][seed],
     "codes": lambda seed: (np.arange(N) + seed) % 3,
     "n_groups": lambda seed: 3 + seed,
-    **dict.fromkeys(("pooled", "average", "largest"), lambda seed: not seed),
+    **dict.fromkeys(("pooled", "average", "largest", "relative"), lambda seed: not seed),
     "n_subsets": lambda seed: 6 + seed,
     "size": lambda seed: 10 + seed,
     "seed": lambda seed: seed,

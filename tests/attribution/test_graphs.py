@@ -22,7 +22,7 @@ from tests.stored_arrays import ShapeOfArray, as_stored, stored
 from trakdask.arrays.blocks import reader
 from trakdask.testing import raise_if_dask_computes, simulate_features
 
-P, C, ROWS = 4, 2, 64
+P, C, ROWS = 4, 5, 64
 
 
 def metadata(n: int) -> dict[str, tuple[str, np.ndarray]]:
@@ -77,6 +77,12 @@ LAZY: dict[str, Callable[[xr.Dataset], xr.Dataset | xr.DataArray]] = {
     ),
     "group_score": lambda f: td.group_score(f, simulated(3), TRAK, by="source"),
     "self_influence": lambda f: td.self_influence(f, TRAK),
+    "intervals": lambda f: td.intervals(f, simulated(3), TRAK),
+    "intervals, relatif": lambda f: td.intervals(f, simulated(3), td.RelatIF(damping=0.03)),
+    "intervals, groups": lambda f: td.intervals(f, simulated(3), TRAK, by="source"),
+    "intervals, self-influence": lambda f: td.intervals(f, estimator=TRAK),
+    "top_k of intervals": lambda f: td.top_k(td.intervals(f, simulated(3), TRAK), 3),
+    "intervals, kept": lambda f: td.intervals(f, simulated(3), TRAK, q=0.1),
     "damping": lambda f: td.damping(f, estimator="trak"),
     "damping, completeness": lambda f: td.damping(f, td.Trak(damping="completeness")),
 }
@@ -124,12 +130,20 @@ def answers(features: xr.Dataset, targets: xr.Dataset) -> dict[str, xr.DataArray
             features.assign_coords(some=("sample", SOME)), targets, by="some", estimator=estimator
         )
         made[f"{estimator}, top"] = td.top_k(scored, 5, where=scored.label == 2)
+        found = td.intervals(features, targets, estimator)
+        made[f"{estimator}, intervals"] = found
+        made[f"{estimator}, top intervals"] = td.top_k(found, 5, rank_by="lower")
+        made[f"{estimator}, kept intervals"] = td.intervals(features, targets, estimator, q=0.5)
+        made[f"{estimator}, intervals of groups"] = td.intervals(
+            features, targets, estimator, by="source"
+        )
         made[f"{estimator}, pairs"] = td.top_k(
             scored, 5, where=lambda tile: tile.label == tile.target_label
         )
     made["gram"] = td.gram(features)
     made["gram of weights"] = td.gram(features, weights=features.out_to_loss)
     made["self"] = td.self_influence(features)
+    made["self, intervals"] = td.intervals(features)
     return made
 
 
@@ -154,7 +168,13 @@ def test_results__same_bits_whoever_reads_the_blocks(
         xr.testing.assert_identical(each.drop_attrs(), shared[name].drop_attrs())
 
 
-@pytest.mark.parametrize("name", ["gram", "gram, weights", "score", "top_k", "group_score"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gram", "gram, weights", "score", "top_k", "group_score"),
+        *("intervals", "top intervals", "intervals of groups"),
+    ],
+)
 def test_stored_blocks__never_leave_their_task(name: str) -> None:
     """Without a stored gram matrix, too: features are read twice, and not held until λ is known."""
     n, p = 1000, 16
@@ -167,10 +187,15 @@ def test_stored_blocks__never_leave_their_task(name: str) -> None:
         "score": scores_of(features, targets),
         "top_k": td.top_k(scores_of(features, targets), 3),
         "group_score": td.group_score(features, targets, td.Trak(damping=0.03), by="label"),
+        "intervals": td.intervals(features, targets, td.Trak(damping=0.03)),
+        "top intervals": td.top_k(td.intervals(features, targets, td.Trak(damping=0.03)), 3),
+        "intervals of groups": td.intervals(features, targets, TRAK, by="label"),
     }[name]
     with Callback(posttask=lambda key, result, *_: sizes.append(getattr(result, "nbytes", 0))):
         lazy.compute(scheduler="sync")
-    assert max(sizes) < 500 * p * 4
+    # Sums by group with intervals have 6 weights for each sample of the blocks of a task.
+    most = 500 * p * 4 if "groups" not in name else n * (C + 2) * 8
+    assert max(sizes) < most
 
 
 def test_persisted_blocks__are_sent_to_no_task(tmp_path: Path) -> None:

@@ -209,6 +209,16 @@ def test_group_score__is_scaled_by_all_samples_also_those_without_a_group() -> N
     assert both.sizes == {"source": 2, "label": 2, "target": 1}
 
 
+def test_group_score__a_metric_of_groups_in_parts() -> None:
+    T, X = targets(), training()
+    names, source = np.unique(X.source.values), X.source.values[:, None]
+    parts = xr.DataArray((source == names) * 1.0, {"source": names}, ("sample", "source"))
+    expected = td.group_score(X, T, SOFT, by="source", metric="accuracy")
+    for some in (parts, parts[:, :1]):  # the rest belongs to no group
+        found = td.group_score(X, T, SOFT, by=some, metric="accuracy")
+        np.testing.assert_allclose(found, expected.sel(source=found.source), rtol=1e-6)
+
+
 def test_group_score__a_metric_needs_no_derivative() -> None:
     def right(f: torch.Tensor, coords: xr.Dataset) -> float:
         return float((f > 0).float().mean())

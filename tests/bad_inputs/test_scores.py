@@ -16,6 +16,7 @@ from trakdask.testing import simulate_features
 
 X = simulate_features(20, 4, 3, chunks=8)
 T = simulate_features(5, 4, 3, chunks=8, seed=1)
+SEEDS = simulate_features(20, 4, 5, chunks=8)
 NAMES = [f"s{i}" for i in range(20)]
 CHECKPOINTS = ["c0", "c1", "c2"]
 H = np.ones(20)
@@ -129,6 +130,18 @@ OTHERS = {
         ("another estimator", lambda: td.self_influence(X, "relatif"), ValueError, ["RelatIF("]),
         ("features without Q", lambda: td.self_influence(X.drop_vars("out_to_loss")), ValueError, ["'out_to_loss'"]),
     ],
+    "intervals": [
+        ("too few checkpoints", lambda: td.intervals(X, T), ValueError, ["5 or more", "got 3", "average=False"]),
+        *((f"level of {bad!r}", lambda bad=bad: td.intervals(SEEDS, SEEDS, level=bad), ValueError, ["level", repr(bad)]) for bad in (0, 1, 90)),
+        ("q of 5", lambda: td.intervals(SEEDS, SEEDS, q=5), ValueError, ["q", "5"]),
+        ("another group", lambda: td.intervals(SEEDS, SEEDS, by="lable"), ValueError, ["'lable'"]),
+        ("no self-influence", lambda: td.intervals(SEEDS, estimator="grad_cos"), ValueError, ["GradCos("]),
+    ],
+    "credit": [
+        ("too few checkpoints", lambda: td.credit(X, T, by="label"), ValueError, ["5 or more", "got 3"]),
+        ("parts of targets", lambda: td.credit(SEEDS, SEEDS, by=xr.DataArray(np.ones((20, 3)), dims=("target", "author"))), ValueError, ["('target', 'author')", "xr.DataArray"]),
+        ("parts that are missing", lambda: td.credit(SEEDS, SEEDS, by=xr.DataArray(np.full((20, 3), np.nan), dims=("sample", "author"))), ValueError, ["finite"]),
+    ],
     "damping": [
         ("estimator without damping", lambda: td.damping(X, "grad_cos"), ValueError, ["GradCos()"]),
         ("features without outputs", lambda: td.damping(X.drop_vars("output"), td.Trak(damping="completeness")), ValueError, ["'output'"]),
@@ -158,6 +171,7 @@ RANKED = [
     *((f"k of {bad!r}", lambda bad=bad: top(bad), TypeError, ["k", repr(bad)]) for bad in (3.0, "3", True)),
     *((f"fraction of {bad!r}", lambda bad=bad: top(None, fraction=bad), ValueError, ["fraction", repr(bad)]) for bad in (0, 5, np.nan)),
     ("k and fraction", lambda: top(3, fraction=0.1), ValueError, ["k=3", "fraction=0.1"]),
+    ("an unknown rank_by", lambda: td.top_k(td.intervals(SEEDS, SEEDS), 3, rank_by="low"), ValueError, ["rank_by='low'", "'lower'"]),
     ("by without over_targets", lambda: top(3, by="label"), ValueError, ["over_targets", "'label'"]),
     ("by missing values", lambda: td.top_k(scores().assign_coords(kind=("sample", [None] * 20)), 3, over_targets="max", by="kind"), ValueError, ["0 samples"]),
     ("over targets by pairs", lambda: over(where=lambda tile: tile.label == tile.target_label), ValueError, ["where"]),

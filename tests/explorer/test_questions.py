@@ -69,7 +69,9 @@ def test_top__is_a_sorted_row(questions: Questions, truth: Any, where: str, larg
     order = order[mask[order]][:6]
     assert top["sample"].tolist() == order.tolist()
     np.testing.assert_allclose(top["score"], scores[order], rtol=1e-4)
-    spread = truth.apart[order, 7].std(axis=-1, ddof=1) / C**0.5
+    others = 1 - np.eye(C)  # without each checkpoint in turn
+    without = (truth.products[order, 7] @ others) * (truth.q[order] @ others) / (C - 1) ** 2
+    spread = np.sqrt((C - 1) * without.var(axis=-1))
     np.testing.assert_allclose(top["spread"], spread, rtol=1e-3)
     assert top["source"].tolist() == SOURCE[order].tolist()
 

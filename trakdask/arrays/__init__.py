@@ -7,6 +7,7 @@ from trakdask.arrays import (
     folds,
     gram,
     groups,
+    jackknife,
     metrics,
     score,
     solve,

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from dask.base import tokenize
 from dask.blockwise import Blockwise
 from dask.layers import ArrayBlockwiseDep
+from scipy import sparse
 
 Block: TypeAlias = npt.NDArray[Any]
 Chunks: TypeAlias = tuple[tuple[int, ...], ...]
@@ -360,6 +361,23 @@ class PackedRows(_Arguments):
         powers = np.left_shift(1, np.arange(len(planes), dtype=np.int64))
         values: Block = powers @ bits
         return values
+
+
+class SparseRows(_Arguments):
+    """The rows of each block of a sparse matrix in memory.
+
+    Examples
+    --------
+    >>> SparseRows(sparse.csr_array([[1, 0], [0, 2], [3, 0]]), (2, 1))[(1,)].toarray().tolist()
+    [[3, 0]]
+    """
+
+    def __init__(self, matrix: sparse.csr_array, sizes: tuple[int, ...]) -> None:
+        super().__init__((sizes,), tokenize(matrix.data, matrix.indices, matrix.indptr))
+        self.matrix = matrix
+
+    def __getitem__(self, index: tuple[int, ...]) -> sparse.csr_array:
+        return self.matrix[self.slices(index)[0]]
 
 
 # ------------------------------------------------------------------------- arrays of a store

@@ -32,37 +32,35 @@ Floats = npt.NDArray[np.float64]
 _NEAR = 1.01
 
 
-def means_of_others(weights: da.Array, knows: da.Array) -> da.Array:
-    """Return the mean weights of all checkpoints but j, for samples that j was trained on.
+def means_of_others(values: da.Array) -> da.Array:
+    """Return the mean over all checkpoints but j, of each sample.
 
     Parameters
     ----------
-    weights
+    values
         (sample, checkpoint), float; NaN where a sample failed.
-    knows
-        Which checkpoints were trained on the sample, (sample, checkpoint) bool.
 
     Returns
     -------
-    (sample, fold) float64, lazy, one chunk of folds; 0 where j was not trained on the sample.
+    (sample, fold) float64, lazy, one chunk of folds; NaN where a sample failed elsewhere than at j.
 
     Examples
     --------
-    >>> w, knows = da.from_array(np.array([[1.0, 2.0, 6.0]])), np.array([[True, True, False]])
-    >>> means_of_others(w, da.from_array(knows)).compute()
-    array([[4. , 3.5, 0. ]])
+    >>> means_of_others(da.from_array(np.array([[1.0, 2.0, 6.0]]))).compute()
+    array([[4. , 3.5, 1.5]])
     """
     return blockwise(
-        _means_of_others, "sf", weights, "sc", knows.rechunk({0: weights.chunks[0]}), "sk",
-        new_axes={"f": weights.shape[1]}, concatenate=True, name="fold-weights", dtype=np.float64,
+        mean_of_others, "sf", values, "sc",
+        new_axes={"f": values.shape[1]}, concatenate=True, name="fold-means", dtype=np.float64,
     )  # fmt: skip
 
 
-def _means_of_others(weights: Block, knows: Block) -> Block:
-    w, failed = np.nan_to_num(weights.astype(np.float64)), np.isnan(weights)
-    mean = (w.sum(axis=1, keepdims=True) - w) / (w.shape[1] - 1)
+def mean_of_others(values: Block) -> Block:
+    """Return the mean without each column in turn; see :func:`means_of_others`."""
+    x, failed = np.nan_to_num(values.astype(np.float64)), np.isnan(values)
+    mean = (x.sum(axis=1, keepdims=True) - x) / (x.shape[1] - 1)
     has_failed = failed.sum(axis=1, keepdims=True) > failed
-    return np.where(knows, np.where(has_failed, np.nan, mean), 0)
+    return np.where(has_failed, np.nan, mean)
 
 
 def fold_sums(feature: da.Array, weights: da.Array) -> da.Array:

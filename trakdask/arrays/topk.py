@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,8 @@ def top_k(
     *,
     largest: bool = True,
     mask: npt.NDArray[np.bool_] | TileMask | None = None,
-) -> tuple[da.Array, da.Array]:
+    others: Sequence[da.Array] = (),
+) -> tuple[da.Array, ...]:
     """Return the k best samples of every target, and their scores.
 
     Parameters
@@ -70,6 +71,9 @@ def top_k(
         Which samples may be ranked: None for all; a (sample,) bool array, in which case blocks
         without a selected sample are never computed; or a :class:`TileMask`, whose function is
         called inside the tasks.
+    others
+        More numbers of each sample and target, in the blocks of ``score``, to be returned for the
+        best samples. They accompany the keys through the tree, so that the tiles are computed once.
 
     Returns
     -------
@@ -79,6 +83,8 @@ def top_k(
         (target, k) int64, positions along the sample axis of ``score``; -1 where values are NaN.
         Equal scores are ranked by position. Both arrays are lazy, in the target chunks of
         ``score``; computing them together costs no more than computing one.
+    *others
+        (target, k) float32 for each of ``others``.
 
     Raises
     ------
@@ -90,7 +96,7 @@ def top_k(
     Cost: one pass over the tiles, reading no more than ``score`` itself does. The local ranking
     runs in the task that computes the tile, so that only k numbers per block and target outlive
     the task. Peak memory per task: the tile and 20 bytes per entry of it; in the tree 9 k targets
-    8 bytes.
+    8 bytes. Each of ``others`` adds 4 bytes.
 
     Exactness: exact, and the same for any chunks, masks and schedulers with equal scores.
 
@@ -106,23 +112,32 @@ def top_k(
             f"expected fewer than {int(_LOW)} samples, as positions are stored in 32 bits, got "
             f"{score.shape[0]}; try ranking subsets of the samples and merging the results"
         )
-    keys = _local_keys(score, k, largest, mask)
+    keys = _local_keys(score, k, largest, mask, others)
     if keys is None:
         shape, chunks = (score.shape[1], k), (score.chunks[1], k)
         values = da.full(shape, np.nan, dtype=np.float32, chunks=chunks)
-        return values, da.full(shape, -1, dtype=np.int64, chunks=chunks)
+        return values, da.full(shape, -1, dtype=np.int64, chunks=chunks), *[values] * len(others)
     merge, finish = functools.partial(_merge, k=k), functools.partial(_finish, k=k)
-    best = tree(keys, merge, finish, name="top-k-merge", dtype=np.int64)
-    return _decoded(best, k, largest, _value, "f4"), _decoded(best, k, largest, _position, "i8")
+    best = tree(keys, merge, finish, name="top-k-merge", dtype=keys.dtype)
+    decoded = functools.partial(_decoded, best, k)
+    return (
+        decoded(_value, "f4", largest=largest),
+        decoded(_position, "i8"),
+        *(decoded(_other, "f4", i=i) for i in range(len(others))),
+    )
 
 
 def _local_keys(
-    score: da.Array, k: int, largest: bool, mask: npt.NDArray[np.bool_] | TileMask | None
+    score: da.Array,
+    k: int,
+    largest: bool,
+    mask: npt.NDArray[np.bool_] | TileMask | None,
+    others: Sequence[da.Array],
 ) -> da.Array | None:
     """Return the best keys of each block, (rank within the block, target); None without blocks."""
     sizes, target_sizes = score.chunks
     chunks = {"s": sizes, "t": target_sizes}
-    arguments: list[object] = []
+    arguments: list[object] = [item for other in others for item in (other, "st")]
     if isinstance(mask, TileMask):
         for values, index in mask.arrays:
             if isinstance(values, da.Array):
@@ -134,7 +149,8 @@ def _local_keys(
     keys = blockwise(
         _local, "st", score, "st", Bounds(sizes), "s", Bounds(target_sizes), "t", *arguments,
         adjust_chunks={"s": tuple(min(k, size) for size in sizes)},
-        name="top-k-local", dtype=np.int64, k=k, largest=largest,
+        name="top-k-local", dtype=_with_others(len(others)) if others else np.int64,
+        k=k, largest=largest, n_others=len(others),
         mask_of=mask.function if isinstance(mask, TileMask) else None,
     )  # fmt: skip
     used = blocks_with(mask, sizes) if isinstance(mask, np.ndarray) else list(range(len(sizes)))
@@ -148,16 +164,19 @@ def _local(
     score: Blocks,
     rows: tuple[int, int],
     columns: tuple[int, int],
-    *masks: Any,
+    *arguments: Any,
     k: int,
     largest: bool,
+    n_others: int,
     mask_of: Callable[..., Block] | None,
 ) -> Block:
     """Return the best keys of one tile, (min(k, rows), target), unsorted.
 
-    ``masks`` are the arguments of ``mask_of``, or the packed mask of the samples.
+    ``arguments`` are other tiles, and then the arguments of ``mask_of``, or the packed mask of the
+    samples.
     """
     (tile,) = flat(score)
+    others, masks = arguments[:n_others], arguments[n_others:]
     keys = _keys_of(tile, np.arange(*rows), largest)
     if mask_of is not None and tile.size:
         blocks = [block_of(mask) for mask in masks]
@@ -165,6 +184,12 @@ def _local(
     elif masks:
         (packed,) = masks
         keys[:, PackedRows.unpack(packed) == 0] = _NOTHING
+    if others:
+        candidates = np.empty(tile.shape, _with_others(n_others))
+        candidates["key"] = keys.T
+        for i, other in enumerate(others):
+            candidates["others"][..., i] = block_of(other)
+        return _merge(candidates, k=k)
     if len(tile) > k:
         keys.partition(len(tile) - k, axis=1)
         # A copy, because a view would keep the keys of the whole tile in memory.
@@ -199,6 +224,9 @@ def _merge(blocks: Blocks, axis: object = None, keepdims: bool = True, *, k: int
     keys = np.concatenate(list(flat(blocks)))
     if len(keys) <= k:
         return keys
+    if keys.dtype.names:
+        order = np.argpartition(keys["key"], len(keys) - k, axis=0)[len(keys) - k :]
+        return np.take_along_axis(keys, order, axis=0)
     by_target = np.ascontiguousarray(keys.T)
     by_target.partition(len(keys) - k, axis=1)
     return by_target[:, len(keys) - k :].copy().T
@@ -206,27 +234,48 @@ def _merge(blocks: Blocks, axis: object = None, keepdims: bool = True, *, k: int
 
 def _finish(blocks: Blocks, axis: object = None, keepdims: bool = False, *, k: int) -> Block:
     """Return (target, k) keys, best first, padded if there are fewer than k."""
-    keys = np.sort(_merge(blocks, k=k).T, axis=1)[:, ::-1]
+    keys = _merge(blocks, k=k).T
+    if keys.dtype.names:
+        keys = np.take_along_axis(keys, np.argsort(keys["key"], axis=1)[:, ::-1], axis=1)
+        padding = np.zeros((len(keys), k - keys.shape[1]), keys.dtype)
+        padding["key"] = _NOTHING
+        return np.concatenate([keys, padding], axis=1)
+    keys = np.sort(keys, axis=1)[:, ::-1]
     missing = k - keys.shape[1]
     return np.pad(keys, ((0, 0), (0, missing)), constant_values=_NOTHING)
 
 
+def _with_others(n: int) -> np.dtype[Any]:
+    """Return the dtype of a key with n more numbers."""
+    return np.dtype([("key", np.int64), ("others", np.float32, (n,))])
+
+
 def _decoded(
-    keys: da.Array, k: int, largest: bool, decode: Callable[..., Block], dtype: str
+    keys: da.Array, k: int, decode: Callable[..., Block], dtype: str, **options: Any
 ) -> da.Array:
     return blockwise(
-        decode, "tk", keys, "t", new_axes={"k": k}, name="top-k", dtype=dtype, largest=largest
+        decode, "tk", keys, "t", new_axes={"k": k}, name="top-k", dtype=dtype, **options
     )
 
 
+def _keys_alone(keys: Block) -> Block:
+    return keys["key"] if keys.dtype.names else keys
+
+
+def _other(keys: Block, *, i: int) -> Block:
+    return np.where(keys["key"] == _NOTHING, np.float32(np.nan), keys["others"][..., i])
+
+
 def _value(keys: Block, *, largest: bool) -> Block:
+    keys = _keys_alone(keys)
     values = _folded((keys >> 32).astype(np.int32)).view(np.float32)
     # 0 - x instead of -x, so that a score of 0 is not returned as -0.0.
     values = values if largest else np.float32(0) - values
     return np.where(keys == _NOTHING, np.float32(np.nan), values)
 
 
-def _position(keys: Block, *, largest: bool) -> Block:
+def _position(keys: Block) -> Block:
+    keys = _keys_alone(keys)
     return np.where(keys == _NOTHING, -1, _LOW - (keys & _LOW))
 
 

@@ -7,6 +7,7 @@ from trakdask.attribution.metrics import metric
 from trakdask.attribution.ranking import top_k
 from trakdask.attribution.regularization import damping
 from trakdask.attribution.scores import group_score, score, self_influence
+from trakdask.attribution.uncertainty import credit, intervals
 
 __all__ = [
     "Absolute",
@@ -17,9 +18,11 @@ __all__ = [
     "TracIn",
     "Trak",
     "combine",
+    "credit",
     "damping",
     "gram",
     "group_score",
+    "intervals",
     "metric",
     "score",
     "self_influence",

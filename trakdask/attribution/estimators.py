@@ -137,6 +137,17 @@ class Estimator(HtmlTable):
         """
         return self.g(samples)
 
+    def fold_weights(self, samples: xr.Dataset, inverse: da.Array | None) -> da.Array:
+        """Return what mean products are multiplied by where a checkpoint is left out.
+
+        (sample, fold), a fold for each checkpoint; 1 where the weights are in the products. As in
+        :meth:`of_scores`, λ and powers are the ones of all checkpoints.
+        """
+        if self.pooled:
+            return arrays.folds.means_of_others(self.g(samples))
+        ones: da.Array = da.ones_like(samples.out_to_loss.data, dtype=np.float64)
+        return ones
+
     def vectors(self, solved: da.Array, targets: xr.Dataset) -> da.Array:
         """Return what samples are multiplied with, from the solved features of targets."""
         return solved
@@ -415,8 +426,15 @@ class RelatIF(GramEstimator):
         """Return the sign of Q by the root of the leverage."""
         assert inverse is not None, "there is a gram matrix"
         leverage = arrays.solve.leverage(inverse, samples.feature.data)
-        norm = leverage.mean(axis=1, keepdims=True)
-        return _over_root(_sign(self.g(samples)), norm)
+        return _over_root(_sign(_mean(self.g(samples))), _mean(leverage))
+
+    def fold_weights(self, samples: xr.Dataset, inverse: da.Array | None) -> da.Array:
+        """Return the same of all checkpoints but one."""
+        assert inverse is not None, "there is a gram matrix"
+        leverage = arrays.folds.means_of_others(
+            arrays.solve.leverage(inverse, samples.feature.data)
+        )
+        return _over_root(_sign(arrays.folds.means_of_others(self.g(samples))), leverage)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -451,7 +469,13 @@ class GradCos(Estimator):
     def weight(self, samples: xr.Dataset, inverse: da.Array | None) -> da.Array:
         """Return the sign of Q by the norm."""
         norm = arrays.weights.squared_norm(samples.feature.data)
-        return _of_all_checkpoints(_over_root(_sign(self.g(samples)), norm))
+        return _of_all_checkpoints(_over_root(_sign(_mean(self.g(samples))), norm))
+
+    def fold_weights(self, samples: xr.Dataset, inverse: da.Array | None) -> da.Array:
+        """Return -1 where the mean of Q has another sign without a checkpoint."""
+        q = self.g(samples)
+        signs: da.Array = _sign(arrays.folds.means_of_others(q)) * _sign(_mean(q))
+        return signs
 
     def vectors(self, solved: da.Array, targets: xr.Dataset) -> da.Array:
         """Return vectors of length 1."""
@@ -604,12 +628,18 @@ def _over_root(x: da.Array | int, norm: da.Array) -> da.Array:
 
 
 def _sign(q: da.Array) -> da.Array:
-    """Return the sign of the mean of Q over checkpoints, (sample, 1); +1 for 0."""
-    sign: da.Array = da.where(q.mean(axis=1, keepdims=True) < 0, -1.0, 1.0)
+    """Return the sign of mean values of Q; +1 for 0."""
+    sign: da.Array = da.where(q < 0, -1.0, 1.0)
     return sign
+
+
+def _mean(values: da.Array) -> da.Array:
+    """Return the mean over checkpoints, (sample, 1)."""
+    mean: da.Array = values.mean(axis=1, keepdims=True)
+    return mean
 
 
 def _of_all_checkpoints(weight: da.Array) -> da.Array:
     """Return weights that are NaN for samples that failed at some checkpoint: they have no mean."""
-    whole: da.Array = weight + 0 * weight.mean(axis=1, keepdims=True)
+    whole: da.Array = weight + 0 * _mean(weight)
     return whole

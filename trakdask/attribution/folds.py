@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dask.array as da
+import numpy as np
 import xarray as xr
 
-from trakdask import arrays
 from trakdask.attribution.estimators import EstimatorLike, resolve
 from trakdask.variables import CHECKPOINT, GRAM, N_SAMPLES, SAMPLE, TRAINED_ON, validate
 
@@ -57,20 +57,10 @@ def fold_weights(
     """
     whole = resolve(features, estimator).of_scores(features)
     knows = features[TRAINED_ON].data
-    if whole.pooled and not whole.norms:
-        return arrays.folds.means_of_others(whole.weight(features, inverse), knows)
-    n, columns = features.sizes[CHECKPOINT], []
-    for j in range(n):
-        # The weights of these depend on all checkpoints that are there.
-        others = [c for c in range(n) if c != j]
-        rest = features.isel({CHECKPOINT: others})
-        of_rest = resolve(rest, estimator).of_scores(rest)
-        weight = of_rest.weight(rest, None if inverse is None else inverse.blocks[others])
-        if whole.pooled:
-            columns.append(da.where(knows[:, j], arrays.weights.pooled(weight), 0))
-            continue
-        zero = da.zeros_like(weight[:, :1])
-        with_own = da.concatenate([weight[:, :j], zero, weight[:, j:]], axis=1)
-        columns.append(da.where(knows[:, j : j + 1], with_own, 0))
-    stacked: da.Array = da.stack(columns, axis=1)
-    return stacked
+    without: da.Array = da.where(knows, whole.fold_weights(features, inverse), 0)
+    if whole.pooled:
+        return without
+    is_left_out = np.eye(features.sizes[CHECKPOINT], dtype=bool)
+    apart = da.where(is_left_out, 0, whole.weight(features, inverse)[:, None, :])
+    weights: da.Array = without[:, :, None] * apart
+    return weights

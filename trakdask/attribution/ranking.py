@@ -73,7 +73,7 @@ Ranking.__name__ = "Dataset"  # xarray shows it; pickles go by the qualified nam
 
 
 def top_k(
-    scores: xr.DataArray,
+    scores: xr.DataArray | xr.Dataset,
     k: int | None = None,
     *,
     fraction: float | None = None,
@@ -81,6 +81,7 @@ def top_k(
     largest: bool = True,
     over_targets: Over | None = None,
     by: str | None = None,
+    rank_by: str = "score",
 ) -> xr.Dataset:
     """Rank the training samples and keep the first k, with their metadata.
 
@@ -90,8 +91,8 @@ def top_k(
     Parameters
     ----------
     scores
-        Scores (sample, target) of :func:`score`, or one number per sample (sample), such as those
-        of :func:`self_influence`.
+        Scores (sample, target) of :func:`score`, or one number per sample (sample), as
+        :func:`self_influence` returns; or a Dataset of either, as :func:`intervals` returns.
     k
         How many samples per target.
     fraction
@@ -113,6 +114,10 @@ def top_k(
     by
         With ``over_targets``: take k, or this fraction, of each group, the name of a coord of the
         samples. Samples whose value is missing belong to no group, and are not taken.
+    rank_by
+        Of a Dataset: the variable to rank by. ``"lower"`` puts first what helps for certain, and
+        with ``largest=False``, ``"upper"`` what harms for certain. The largest scores agree better
+        with other checkpoints (``tests/benchmarks/results/2026-11-24-intervals.txt``).
 
     Returns
     -------
@@ -121,7 +126,7 @@ def top_k(
     scores rank by position; NaN never ranks. Where ``where`` depends on the target and leaves fewer
     than k samples, or where scores of a target are NaN, the rest is position -1 and score NaN;
     coords keep their dtype, and are NaN, NaT, -1 (of unsigned integers the largest number), False
-    or "" there.
+    or "" there. The other variables of a Dataset are there for the ranked samples, too, float32.
 
     With ``over_targets`` a lazy Dataset (sample) with the samples' coords: ``score``, float32, that
     maximum or mean, and ``selected``, bool, so that ``train.isel(sample=top.selected)`` is the
@@ -165,6 +170,19 @@ def top_k(
     >>> selection.selected.groupby("label").sum().values.tolist()
     [2, 2]
     """
+    others: dict[Hashable, xr.DataArray] = {}
+    if isinstance(scores, xr.Dataset):
+        if rank_by not in scores:
+            raise ValueError(
+                f"expected scores with the variable rank_by={rank_by!r}, got "
+                f"{list(map(str, scores))}; try td.intervals(features, targets), or td.score"
+            )
+        others = {
+            name: array
+            for name, array in scores.items()
+            if name != rank_by and array.dims == scores[rank_by].dims
+        }
+        scores = scores[rank_by].assign_attrs(scores.attrs)
     of_samples = getattr(scores, "dims", None) == (SAMPLE,) and over_targets is None
     if of_samples:
         scores = scores.expand_dims(TARGET, axis=1)
@@ -186,10 +204,15 @@ def top_k(
         )
     n = int(mask.sum()) if isinstance(mask, np.ndarray) else scores.sizes[SAMPLE]
     (k,) = _counts([n], k, fraction)
-    value, position = arrays.topk.top_k(scores.data, k, largest=largest, mask=mask)
+    tiles = [da.asarray(array.data).reshape(scores.shape) for array in others.values()]
+    of_others = [tile.rechunk(scores.chunks) for tile in tiles]
+    value, position, *rest = ranked = arrays.topk.top_k(
+        scores.data, k, largest=largest, mask=mask, others=of_others
+    )
     shape: tuple[str, ...] = (TARGET, RANK)
     if of_samples:
-        value, position, shape = value[0], position[0], (RANK,)
+        value, position, *rest = (array[0] for array in ranked)
+        shape = (RANK,)
     # A copy, as dask.compute (2026.8) misses an array of a Dataset that only one other is made of.
     shown = da.map_blocks(np.copy, position)
     attrs = {**scores.attrs, "order": "descending" if largest else "ascending"}
@@ -203,7 +226,11 @@ def top_k(
     coords |= {name: (TARGET, c) for name, c in _columns_along(scores, TARGET).items()}
     top = Ranking(
         {
-            "score": (shape, value, VARIABLES["score"].attrs),
+            rank_by: (shape, value, VARIABLES["score"].attrs),
+            **{
+                name: (shape, ranked, array.attrs)
+                for (name, array), ranked in zip(others.items(), rest, strict=True)
+            },
             "position": (shape, shown, VARIABLES["position"].attrs),
         },
         coords={**coords, RANK: np.arange(k)},

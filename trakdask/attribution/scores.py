@@ -14,6 +14,7 @@ from typing import Any
 import dask.array as da
 import numpy as np
 import xarray as xr
+from scipy import sparse
 
 from trakdask import arrays
 from trakdask._version import __version__
@@ -39,6 +40,7 @@ from trakdask.variables import (
     TARGET_PREFIX,
     TOKEN,
     VARIABLES,
+    aligned,
     coords_along,
     lazy_features,
     validate,
@@ -159,7 +161,7 @@ def group_score(
     targets: xr.Dataset,
     estimator: EstimatorLike = "auto",
     *,
-    by: str | Sequence[str],
+    by: str | Sequence[str] | xr.DataArray,
     metric: MetricLike | None = None,
 ) -> xr.DataArray:
     """Sum the scores of the training samples of each group, without forming the scores.
@@ -170,7 +172,8 @@ def group_score(
         As in :func:`score`.
     by
         Name of a coord of the training samples, or a list of several: then there is a group for
-        each combination of their values. Missing values belong to no group.
+        each combination of their values. Missing values belong to no group. Or a DataArray (sample,
+        group) with the part of each sample that belongs to each group, such as its authors'.
     metric
         A metric of all outputs, as :func:`trakdask.metric` takes it. The result, (``by``, target)
         with one target, is how much each group raised it, M(f) - M(f - sums), mean over
@@ -209,18 +212,27 @@ def group_score(
     (3, 2, 8)
     """
     training, explained = operands_of(features, targets)
-    labels, codes, n_groups = labels_of_groups(training, explained, by)
-    operands, n = solver(training, resolve(training, estimator)), math.prod(n_groups)
+    operands = solver(training, resolve(training, estimator))
     if metric is not None:
         require_all_samples(training)
         measure = measure_of(metric, explained)
-        codes = np.where(codes < 0, n, codes)  # so that groups are all samples
         operands.attrs["metric"] = measure.name
-        n += 1
-    sums = operands.group_sums(operands.features, codes, n)
+    # With a metric, one group more has what belongs to no other, so that groups are all samples.
+    if isinstance(by, xr.DataArray):
+        labels, members, n_groups = labels_of_members(training, explained, by)
+        n = math.prod(n_groups)
+        if metric is not None:
+            members = sparse.hstack([members, 1 - members.sum(axis=1)[:, None]], format="csr")
+        sums = operands.member_sums(operands.features, members)
+    else:
+        labels, codes, n_groups = labels_of_groups(training, explained, by)
+        n = math.prod(n_groups)
+        if metric is not None:
+            codes = np.where(codes < 0, n, codes)
+        sums = operands.group_sums(operands.features, codes, n + (metric is not None))
     data = arrays.score.score(sums, operands.vectors(explained), None)
     if metric is not None:
-        data = measure.raised_by(data, data.sum(0), explained.output.data.T)[: n - 1, None]
+        data = measure.raised_by(data, data.sum(0), explained.output.data.T)[:n, None]
         names, coords = labels[0][: len(n_groups)], labels[1]
         name = (TARGET,), np.array([measure.name], object)
         labels = (*names, TARGET), {k: coords[k] for k in names} | {_MEASURED: name}
@@ -267,20 +279,7 @@ def self_influence(
     >>> td.self_influence(features).dims
     ('sample',)
     """
-    validate(features, ["feature", "out_to_loss"], what="features")
-    features = lazy_features(features)
-    resolved = resolve(features, estimator)
-    if resolved.norms or not resolved.pooled:
-        raise ValueError(
-            f"expected an estimator with a self-influence, got {resolved}; try estimator='trak', "
-            "'soft' or 'grad_dot'"
-        )
-    operands = solver(features, resolved)
-    if operands.matrix is not None:
-        data = operands.features.feature.data
-        forms = arrays.solve.leverage(operands.matrix.inverse, data)
-    else:
-        forms = arrays.weights.squared_norm(features.feature.data)
+    features, operands, forms = self_influence_forms(features, estimator)
     g = operands.estimator.g(operands.features)
     data = arrays.weights.self_influence(forms, g, average=average)
     variable = VARIABLES["self_influence"]
@@ -290,6 +289,25 @@ def self_influence(
 
 
 # --------------------------------------------------------------------------------- the operands
+
+
+def self_influence_forms(
+    features: xr.Dataset, estimator: EstimatorLike
+) -> tuple[xr.Dataset, Solver, da.Array]:
+    """Return features, their solver, and φ_c(z)ᵀ (K_c + λ_c I)⁻¹ φ_c(z), (sample, checkpoint)."""
+    validate(features, ["feature", "out_to_loss"], what="features")
+    features = lazy_features(features)
+    resolved = resolve(features, estimator)
+    if resolved.norms or not resolved.pooled:
+        raise ValueError(
+            f"expected an estimator with a self-influence, got {resolved}; try estimator='trak', "
+            "'soft' or 'grad_dot'"
+        )
+    operands = solver(features, resolved)
+    if operands.matrix is None:
+        return features, operands, arrays.weights.squared_norm(features.feature.data)
+    data = operands.features.feature.data
+    return features, operands, arrays.solve.leverage(operands.matrix.inverse, data)
 
 
 def operands_of(features: xr.Dataset, targets: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
@@ -332,11 +350,24 @@ class Solver:
         """Return the weight of each sample, (sample, checkpoint)."""
         return self.estimator.weight(of, None if self.matrix is None else self.matrix.inverse)
 
+    def fold_weights(self, of: xr.Dataset) -> da.Array:
+        """Return the factor of each sample where a checkpoint is left out, (sample, fold)."""
+        inverse = None if self.matrix is None else self.matrix.inverse
+        return self.estimator.fold_weights(of, inverse)
+
     def group_sums(self, of: xr.Dataset, codes: np.ndarray, n_groups: int) -> da.Array:
         """Return the weighted sum of the features of each group of samples."""
         return arrays.groups.group_sum(
             of.feature.data, self.weight(of), codes, n_groups, pooled=self.estimator.pooled
         )
+
+    def member_sums(self, of: xr.Dataset, members: sparse.csr_array) -> da.Array:
+        """Return the weighted sum of the features of each group, whose samples count in parts."""
+        weight = self.weight(of)
+        weight = arrays.weights.pooled(weight) if self.estimator.pooled else weight
+        sums: da.Array = arrays.jackknife.member_sums(of.feature.data, weight[:, None], members)
+        one: da.Array = sums[:, 0]
+        return one
 
 
 def solver(features: xr.Dataset, estimator: Estimator) -> Solver:
@@ -421,6 +452,38 @@ def labels_of_groups(
         product = codes.astype(kind) * kind.type(len(groups)) + numbers.astype(kind)
         codes = np.where((codes < 0) | (numbers < 0), kind.type(-1), product)
     return ((*names, *dims), coords), codes, sizes
+
+
+def labels_of_members(
+    samples: xr.Dataset, targets: xr.Dataset, by: str | Sequence[str] | xr.DataArray
+) -> tuple[Labels, sparse.csr_array, list[int]]:
+    """Return the same as :func:`labels_of_groups`, but the part of each sample in each group.
+
+    The parts are sparse, (sample, group): one group each, unless ``by`` is a DataArray of parts.
+
+    Raises
+    ------
+    ValueError
+        As :func:`labels_of_groups`; if an array has other dimensions, or is not finite.
+    """
+    if not isinstance(by, xr.DataArray):
+        labels, codes, sizes = labels_of_groups(samples, targets, by)
+        is_member = codes >= 0
+        starts = np.concatenate([[0], np.cumsum(is_member)])
+        ones = np.ones(starts[-1], np.float32)
+        shape = (len(codes), math.prod(sizes))
+        return labels, sparse.csr_array((ones, codes[is_member], starts), shape), sizes
+    if by.ndim != 2 or SAMPLE not in by.dims or not np.isfinite(by.values).all():
+        raise ValueError(
+            f"expected by as finite parts of samples in groups, (sample, group), got {by.dtype} "
+            f"{by.dims}; try xr.DataArray(parts, {{'author': names}}, ('sample', 'author'))"
+        )
+    by = by.transpose(SAMPLE, ...)
+    name = str(by.dims[1])
+    parts = aligned(by.drop_vars(name, errors="ignore"), samples, what="by")
+    dims, coords = _labels_of_targets(targets)
+    coords[name] = by[name].variable
+    return ((name, *dims), coords), sparse.csr_array(parts.values), [by.sizes[name]]
 
 
 def _labels_of_samples(ds: xr.Dataset) -> Labels:

@@ -21,6 +21,7 @@ import trakdask as td
 from trakdask import arrays
 from trakdask.attribution.estimators import EstimatorLike, GradDot, GramEstimator, Trak, resolve
 from trakdask.attribution.scores import solver
+from trakdask.attribution.uncertainty import estimated
 from trakdask.explorer import tables
 from trakdask.explorer.computing import compute
 from trakdask.explorer.conditions import condition_mask
@@ -204,13 +205,12 @@ class Questions:
         These are NaN for one checkpoint. All that the page of a target shows is taken from them.
         """
         target = self._target(setting, position)
-        apart = td.score(setting.features, target, setting.estimator, average=False)
-        (values,) = compute(apart.data[:, 0])
-        n = values.shape[1]
-        mean = values.mean(axis=1, dtype=np.float64).astype(values.dtype)
-        if n < 2:
-            return mean, np.full(len(values), np.nan, np.float32)
-        return mean, values.std(axis=1, ddof=1) / np.float32(np.sqrt(n))
+        if len(setting.checkpoints) < 2:
+            (scores,) = compute(td.score(setting.features, target, setting.estimator).data[:, 0])
+            return scores, np.full(len(scores), np.nan, np.float32)
+        _, lazy, _ = estimated(setting.features, target, setting.estimator)
+        (tiles,) = compute(lazy[:, 0])
+        return tiles["score"].copy(), tiles["error"].copy()
 
     def _mask(self, setting: Setting, position: int, where: str) -> np.ndarray:
         """Return which training samples meet a condition, which may name the target's ``score``."""

@@ -1,5 +1,6 @@
 """Plots of results; each function takes labelled data and returns a matplotlib Figure."""
 
+from trakdask.plots.bars import intervals
 from trakdask.plots.curves import damping, lds, mislabelled_curve
 from trakdask.plots.figures import power_of_ten
 from trakdask.plots.galleries import gallery
@@ -10,6 +11,7 @@ __all__ = [
     "cross_validation",
     "damping",
     "gallery",
+    "intervals",
     "lds",
     "mislabelled_curve",
     "power_of_ten",

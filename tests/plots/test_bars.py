@@ -1,0 +1,53 @@
+"""What is drawn are the scores, their bounds, and whether these contain 0."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+
+import trakdask as td
+from trakdask.plots.figures import GREEN, RED, power_of_ten
+
+FEATURES = td.testing.simulate_features(60, 5, 6).assign_coords(
+    source=("sample", np.array(["web", "$wiki", "book"] * 20))
+)
+TARGETS = FEATURES.isel(sample=slice(4))
+
+
+def drawn(figure, unit: int) -> tuple[np.ndarray, np.ndarray, list[str], list[str]]:
+    (ax,) = figure.axes
+    bars = [bar for bar in ax.patches]
+    widths = np.array([bar.get_width() for bar in bars]) * 10.0**unit
+    segments = ax.collections[0].get_segments()
+    ends = np.array([segment[:, 0] for segment in segments]) * 10.0**unit
+    colors = [to_hex(bar.get_facecolor()) for bar in bars]
+    return widths, ends, colors, [text.get_text() for text in ax.get_yticklabels()]
+
+
+def test_intervals__of_groups_are_sorted_bars() -> None:
+    found = td.intervals(FEATURES, TARGETS, "grad_dot", by="source").isel(target=3).compute()
+    unit = power_of_ten(found.score, found.lower, found.upper)
+    widths, ends, colors, names = drawn(td.plots.intervals(found), unit)
+    found = found.sortby("score", ascending=False)
+    np.testing.assert_allclose(widths, found.score, rtol=1e-5)
+    np.testing.assert_allclose(ends, np.stack([found.lower, found.upper], 1), rtol=1e-4)
+    assert names == found.source.values.tolist()
+    sure = np.where(found.lower > 0, GREEN, np.where(found.upper < 0, RED, to_hex("0.7")))
+    assert colors == sure.tolist()
+
+
+def test_intervals__of_a_ranking_keep_its_order_and_leave_out_nothing_ranked() -> None:
+    found = td.intervals(FEATURES, TARGETS, "grad_dot")
+    top = td.top_k(found, 5, rank_by="lower").isel(target=0).compute()
+    top["score"][4] = np.nan
+    unit = power_of_ten(top.score, top.lower, top.upper)
+    widths, _, _, names = drawn(td.plots.intervals(top, "source"), unit)
+    np.testing.assert_allclose(widths, top.score[:4], rtol=1e-5)
+    assert names == top.source.values[:4].tolist()
+
+
+def test_intervals__of_several_targets_is_an_error() -> None:
+    found = td.intervals(FEATURES, TARGETS, "grad_dot", by="source")
+    with pytest.raises(ValueError, match=r"'target': 4.*isel\(target=0\)"):
+        td.plots.intervals(found)

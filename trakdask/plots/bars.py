@@ -1,0 +1,64 @@
+"""Bars of scores with their intervals: groups, or the ranked samples of a target."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xarray as xr
+
+from trakdask.plots.figures import GREEN, RED, finish, new_axes, power_of_ten
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def intervals(result: xr.Dataset, label: str | None = None) -> Figure:
+    """Draw scores as horizontal bars with their intervals.
+
+    Parameters
+    ----------
+    result
+        Of :func:`trakdask.intervals`, or of :func:`trakdask.top_k` of such, for one target:
+        ``result.isel(target=0)``; or of :func:`trakdask.credit`. Computed here.
+    label
+        Name of the coord whose values name the bars; by default the dimension.
+
+    Returns
+    -------
+    Figure with a bar for each group, the largest score first, or for each ranked sample: green
+    where the whole interval is above 0, red where it is below, and grey where it contains 0.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is missing: install ``trakdask[plots]``.
+    ValueError
+        If there are scores of several targets.
+    """
+    value = "share" if "share" in result else "score"
+    if len(result[value].dims) != 1:
+        raise ValueError(
+            f"expected scores along one dimension, got {dict(result[value].sizes)}; try "
+            "result.isel(target=0)"
+        )
+    (dim,) = result[value].dims
+    result = result.compute().dropna(dim, subset=[value])
+    if dim != "rank":
+        result = result.sortby(value, ascending=False)
+    names = [str(name) for name in result[label or dim].values]
+    unit = power_of_ten(result.lower, result.upper) if value == "score" else 0
+    score, low, high = (result[name].values / 10.0**unit for name in (value, "lower", "upper"))
+    colors = np.where(low > 0, GREEN, np.where(high < 0, RED, "0.7"))
+    figure, ax = new_axes(6.4, 1.1 + 0.3 * len(names))
+    rows = np.arange(len(names))
+    ax.barh(rows, score, color=colors, height=0.62, alpha=0.85)
+    ax.errorbar(
+        score, rows, xerr=[score - low, high - score], fmt="none", ecolor="0.2", capsize=3,
+        linewidth=1.2,
+    )  # fmt: skip
+    ax.set_yticks(rows, names, parse_math=False)
+    ax.set_ylim(len(names) - 0.4, -0.6)
+    ax.axvline(0, color="0.4", linewidth=0.8)
+    title = f"{result.attrs['level']:.0%} intervals; grey cannot be told from 0"
+    return finish(figure, ax, f"{value} in 1e{unit}" if unit else value, label or str(dim), title)
