@@ -100,7 +100,8 @@ def _places(shapes: Shapes) -> dict[str, slice]:
 
 def _width(places: Mapping[str, slice]) -> int:
     """Return the number of columns of all sketches."""
-    return max(place.stop for place in places.values())
+    width: int = max(place.stop for place in places.values())
+    return width
 
 
 def _predictions(x: np.ndarray) -> np.ndarray:
