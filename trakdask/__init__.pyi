@@ -25,7 +25,6 @@ from .explorer import explore as explore
 from .export import to_parquet as to_parquet
 from .export import to_zarr as to_zarr
 from .featurization import featurize as featurize
-from .fits import agreement as agreement
 from .fits import curvature as curvature
 from .fits import fit as fit
 from .fits import principal_components as principal_components

@@ -1,11 +1,13 @@
-"""What predicts best on texts: parameters, their agreement between checkpoints, and BM25.
+"""What predicts best on texts: all parameters or some of them, and BM25.
 
     python tests/benchmarks/text.py --cache demo-output/quality    # half an hour
 
 LDS with one checkpoint, three and ten, on random halves, of a small language model, of one with
 tied weights that trains twice as long (added when all choices were made), and of two transformers
-that classify. Agreement is measured on the first three checkpoints. The BM25 of a
-classifier is negative for samples of another class. A sum is of standardised scores, half each.
+that classify. "Some parameters" are the layer that reads or writes words: the head of a language
+model, which is tied to the embedding in the second one, and the embedding of a classifier. The
+BM25 of a classifier is negative for samples of another class. A sum is of standardised scores,
+half each.
 """
 
 from __future__ import annotations
@@ -42,11 +44,10 @@ TEXTS = "language", "language-tied", "transformer", "text-smoothed"
 COUNTS = {"language": (1, 3, 10)}
 PARAMETERS = {"language": "head.*"}
 RESAMPLES = 300
-METHODS = "random", "fit", "agreement", "parameters"
+METHODS = "random", "fit", "parameters"
 TITLES = {
     "random": "2,048 random columns",
     "fit": "td.fit",
-    "agreement": "td.fit, weights=agreement",
     "parameters": "td.fit, some parameters",
     "bm25": "BM25",
 }
@@ -65,9 +66,7 @@ def scores(subject: Subject, method: str, cache: Path) -> xr.DataArray:
         files = checkpoints(subject, cache, max(counts(subject)))
         model = td.Model(subject.build, files, subject.task, parameters=chosen)
     if method != "random":
-        first = model.at_checkpoints([checkpoint.name for checkpoint in model.checkpoints[:3]])
-        weights = td.agreement(train, first) if method == "agreement" else None
-        projector = td.fit(train, model, weights=weights, progress=False)
+        projector = td.fit(train, model, progress=False)
     features = featurized(model, train, targets, projector)
     by_count = [
         td.score(*(ds.isel(checkpoint=slice(n)) for ds in features)).drop_attrs()
@@ -117,11 +116,8 @@ def main() -> None:
         subject = ALL[name]
         if not (TRUTH / f"{name}.npz").exists():
             keep(subject, retrain(subject, options.cache))
-        _, model, (train, _) = setting(name, options.cache, 3)
         print(f"\n{name}: LDS by number of checkpoints, with standard errors")
         print(table(subject, options.cache).to_string(), flush=True)
-        agreement = td.agreement(train, model).to_series().round(2)
-        print("agreement: " + ", ".join(f"{n} {a:.2f}" for n, a in agreement.items()))
 
 
 if __name__ == "__main__":

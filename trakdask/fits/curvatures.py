@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -43,7 +42,6 @@ def curvature(
     damping: float = 100.0,
     leading: int = 1024,
     estimator: EstimatorLike = "auto",
-    weights: xr.DataArray | None = None,
     **options: Any,
 ) -> Fitted:
     """Fit the curvature of the loss to some training samples: the first step of a projector.
@@ -70,9 +68,6 @@ def curvature(
         beside the columns of the projector that follows. 0 before :class:`Identity`.
     estimator
         As in :func:`score`; samples have the weights h that they have in its gram matrix.
-    weights
-        What the gradients of each parameter are multiplied by after they were scaled, as
-        :func:`agreement` returns it; 1 by default.
     **options
         ``gradients``, ``batch_size``, ``dtype`` and ``device`` of :func:`featurize`.
 
@@ -118,13 +113,9 @@ def curvature(
         raise ValueError(f"expected a finite damping >= 0, got {damping!r}; try damping=100")
     leading = require_integer("leading", leading, 0, remedy="try leading=1024")
     prepared = prepare(samples, model, projector=Identity(), adds_up=True, **options)
-    power = with_gram(xr.Dataset(attrs=prepared.attrs), estimator).of_sums().power
-    vectors, values = dask.compute(*_lazy_curvature(prepared, power))
+    weights = with_gram(xr.Dataset(attrs=prepared.attrs), estimator).of_sums()
+    vectors, values = dask.compute(*_lazy_curvature(prepared, weights.power))
     scale = np.apply_along_axis(scale_of, 0, values, prepared.job.model.shapes, damping)
-    if weights is not None:
-        shapes = prepared.job.model.shapes
-        factors = weights.sel(parameter=list(shapes)).values
-        scale *= np.repeat(factors, list(map(math.prod, shapes.values())))[:, None]
     columns = zip(values.T, scale.T, strict=True)
     kept = np.stack([leading_coordinates(*column, leading) for column in columns], 1)
     arrays = {
@@ -132,7 +123,7 @@ def curvature(
         "curvature_scale": scale,
         "curvature_leading": kept,
     }
-    step = Curvature(float(damping), power, len(kept))
+    step = Curvature(float(damping), weights.power, len(kept))
     return Fitted(()).with_arrays(step, arrays, model_of(prepared.attrs))
 
 

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import numpy as np
 import xarray as xr
-from dask.base import tokenize
 
 from trakdask.checks import require_integer
 from trakdask.errors import IncompleteFeaturesError
@@ -44,7 +43,6 @@ def fit(
     components: bool = True,
     sketch: Projector = WIDE,
     moments: MomentsLike | None = None,
-    weights: xr.DataArray | None = None,
     n_samples: int = 2000,
     store: str | os.PathLike[str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -78,8 +76,6 @@ def fit(
         What gradients are projected with first.
     moments
         Adam's second moments at each checkpoint, as in :func:`second_moments`.
-    weights
-        Of the parameters under curvature, as :func:`agreement` returns them.
     n_samples
         How many of the samples are used: they are drawn at random, always the same ones.
     store, storage_options
@@ -130,8 +126,7 @@ def fit(
     first = Fitted(()) if moments is None else second_moments(model, moments)
     asked = {
         "proj_dim": proj_dim, "curvature": curvature, "components": components,
-        "sketch": sketch.spec(), "weights": None if weights is None else tokenize(weights),
-        "n_samples": n_samples, "samples": source_of(part), **options,
+        "sketch": sketch.spec(), "n_samples": n_samples, "samples": source_of(part), **options,
     }  # fmt: skip
     origin = json.dumps(asked, sort_keys=True)
     folder = None if store is None else kept_beside(Folder.at(store, storage_options))
@@ -143,8 +138,7 @@ def fit(
             steps = steps.then(sketch)
         else:
             n_leading, rest = _halves(sketch)
-            scaled = fit_curvature(part, one, leading=n_leading, weights=weights, **options)
-            steps = scaled.then(rest)
+            steps = fit_curvature(part, one, leading=n_leading, **options).then(rest)
         if components:
             steps = principal_components(part, one, proj_dim, projector=steps, **options)
         matrix = wrong_classes(part, one, steps, **options)
