@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader, TensorDataset
 Scores = Iterator[tuple[str, Any]]
 BATCH = 100
 DEFAULT = "default"
-CPU_LIMIT = 1200  # seconds of one run
+CPU_LIMIT = 900  # seconds of a method on a task
 RELATIVE = (0.1, 1.0, 10.0, 100.0)  # λ of TRAK, times tr(K)/n
 
 
@@ -293,6 +293,76 @@ def bm25(subject: Subject, files: list[str], folder: Path) -> Scores:
     yield DEFAULT, np.stack([it.get_scores(words) for words in asked], axis=1)
 
 
+def bergson(subject: Subject, files: list[str], folder: Path, kind: str) -> Scores:
+    """TRAK of log odds with 512 columns, and EK-FAC, of the linear layers without biases."""
+    import transformers
+    from bergson import DataConfig, IndexConfig, PreprocessConfig, ScoreConfig, config
+    from bergson.cli.trak import trak
+    from bergson.data import load_scores
+    from bergson.hessians.pipeline import hessian_pipeline
+    from datasets import Dataset
+
+    models = [_hugging_face(model_of(subject, file), folder / f"{k}") for k, file in enumerate(files)]
+    for k, name in enumerate(("train", "targets")):
+        words = subject.data()[k][0].tolist()
+        Dataset.from_dict({"input_ids": words, "labels": words}).save_to_disk(folder / name)
+    queries = config.config.QuerySetConfig(dataset=str(folder / "targets"))
+    for damping in (0.0, 1.0) if kind == "TRAK" else (0.1, 0.01, 1.0):
+        run = folder / f"run-{damping}"
+        about = IndexConfig(run_path=str(run), model=models[0], max_batch_size=BATCH,
+                            data=DataConfig(dataset=str(folder / "train")))  # fmt: skip
+        inversion = config.config.InversionConfig(damping_factor=damping)
+        if kind == "TRAK":
+            about.projection_dim, about.projection_target = 512, "global"
+            about.loss_fn = "log_odds"
+            preprocess = PreprocessConfig(inversion_cfg=inversion)
+            trak(about, config.config.TrakConfig(query=queries, preprocess_cfg=preprocess,
+                                                 checkpoints=models))  # fmt: skip
+        else:
+            hessian_pipeline(
+                about, config.config.HessianConfig(method="kfac", ev_correction=True),
+                ScoreConfig(), PreprocessConfig(),
+                config.config.HessianPipelineConfig(query=queries, inversion_cfg=inversion),
+            )  # fmt: skip
+        name = f"damping {damping:g}" if damping != (0.1, 0.0)[kind == "TRAK"] else DEFAULT
+        yield name, np.asarray(load_scores(run / "scores")[:])
+
+
+def _hugging_face(model: nn.Module, folder: Path) -> str:
+    """Save a model as one of transformers, beside a tokenizer that is asked for and not used."""
+    import transformers
+    from tokenizers import Tokenizer, models
+    from transformers.modeling_outputs import CausalLMOutput
+
+    class Config(transformers.PreTrainedConfig):
+        model_type = "words"
+
+    class Words(transformers.PreTrainedModel):
+        config_class = Config
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.network = type(model)()
+            self.post_init()
+
+        def _init_weights(self, module: nn.Module) -> None: ...
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.network.words
+
+        def forward(self, input_ids: Tensor, **options: Any) -> CausalLMOutput:
+            return CausalLMOutput(logits=self.network(input_ids))
+
+    transformers.AutoConfig.register("words", Config, exist_ok=True)
+    transformers.AutoModelForCausalLM.register(Config, Words, exist_ok=True)
+    words = Words(Config())
+    words.network.load_state_dict(model.state_dict())
+    words.save_pretrained(folder)
+    vocabulary = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=vocabulary).save_pretrained(folder)
+    return str(folder)
+
+
 # --- the table of methods -------------------------------------------------------------------------
 
 
@@ -313,8 +383,8 @@ def has_words(subject: Subject) -> bool:
     return hasattr(subject.build, "__mro__") and "words" in dict(subject.build().named_children())
 
 
-def is_classifier(subject: Subject) -> bool:
-    return subject.task == "image_classification"
+def is_language(subject: Subject) -> bool:
+    return isinstance(subject, Language)
 
 
 _captum = partial(Method, module="captum.influence", environment="peers", averaged=True)
@@ -336,8 +406,29 @@ METHODS = {
     "captum Arnoldi": _captum(partial(captum, kind="Arnoldi")),
     "pyDVL Nyström": _pydvl(partial(pydvl, kind="Nyström")),
     "pyDVL EK-FAC": _pydvl(partial(pydvl, kind="EK-FAC")),
+    "bergson TRAK": Method(
+        partial(bergson, kind="TRAK"), "bergson", "bergson", tasks=is_language
+    ),
+    "bergson EK-FAC": Method(
+        partial(bergson, kind="EK-FAC"), "bergson", "bergson", averaged=True, tasks=is_language
+    ),
     "BM25": Method(bm25, "bm25s", "peers", checkpoints=(1,), tasks=has_words),
 }  # fmt: skip
+
+
+def measured(method: Method, subject: Subject, files: list[str]) -> dict[str, Any]:
+    """Return scores of every setting, and CPU seconds and bytes of the first."""
+    start, scores, about = time.process_time(), {}, {}
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
+        for setting, found in method.run(subject, files, Path(folder)):
+            if not scores:
+                inside = [path for path in Path(folder).rglob("*") if path.is_file()]
+                about = {
+                    "cpu": time.process_time() - start, "peak": peak_memory(),
+                    "kept": sum(path.stat().st_size for path in inside),
+                }  # fmt: skip
+            scores[setting] = np.asarray(found, np.float32)
+    return about | {"scores": scores}
 
 
 def main() -> None:
@@ -345,19 +436,19 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT, CPU_LIMIT + 10))
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    method, subject, seconds = METHODS[name], ALL[task], []
+    method, scores, costs = METHODS[name], {}, {}
     importlib.import_module(method.module)
-    start = time.process_time()
-    with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
-        scores = {}
-        for setting, found in method.run(subject, files, Path(folder)):
-            seconds.append(time.process_time() - start)
-            if not scores:
-                inside = [p for p in Path(folder).rglob("*") if p.is_file()]
-                about = {"peak": peak_memory(), "kept": sum(p.stat().st_size for p in inside)}
-            scores[setting] = np.asarray(found, np.float32)
+    singles = [measured(method, ALL[task], [file]) for file in files if method.averaged]
+    for n in method.checkpoints:
+        runs = singles[:n] or [measured(method, ALL[task], files[:n])]
+        costs[n] = {
+            "cpu": sum(run["cpu"] for run in runs), "peak": max(run["peak"] for run in runs),
+            "kept": sum(run["kept"] for run in runs),
+        }  # fmt: skip
+        for setting in runs[0]["scores"]:
+            scores[f"{n}|{setting}"] = np.mean([run["scores"][setting] for run in runs], 0)
     np.savez(path, **scores)
-    print(json.dumps({"cpu": seconds[0], **about}))
+    print(json.dumps(costs))
 
 
 if __name__ == "__main__":
