@@ -69,9 +69,9 @@ def losses(out: Tensor, y: Tensor) -> Tensor:
     if y.is_floating_point():
         return (out[:, 0] - y).square() / 2
     logits, labels = flat(out, y)
-    return F.cross_entropy(logits.movedim(-1, 1), labels, reduction="none").reshape(
-        len(y), -1
-    ).sum(1)
+    return (
+        F.cross_entropy(logits.movedim(-1, 1), labels, reduction="none").reshape(len(y), -1).sum(1)
+    )
 
 
 def margins(out: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -302,7 +302,9 @@ def bergson(subject: Subject, files: list[str], folder: Path, kind: str) -> Scor
     from bergson.hessians.pipeline import hessian_pipeline
     from datasets import Dataset
 
-    models = [_hugging_face(model_of(subject, file), folder / f"{k}") for k, file in enumerate(files)]
+    models = [
+        _hugging_face(model_of(subject, file), folder / f"{k}") for k, file in enumerate(files)
+    ]
     for k, name in enumerate(("train", "targets")):
         words = subject.data()[k][0].tolist()
         Dataset.from_dict({"input_ids": words, "labels": words}).save_to_disk(folder / name)
