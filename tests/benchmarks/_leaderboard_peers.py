@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from _fits import ALL
 from _machine import peak_memory
 from _quality_damping import FIRST
-from _quality_tasks import N_WORDS, Language, Subject, members
+from _quality_tasks import Language, Subject, members
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
@@ -93,8 +93,8 @@ class Loss(nn.Module):
         self.reduction = reduction
 
     def forward(self, out: Tensor, y: Tensor) -> Tensor:
-        each = losses(out, y)
-        return each.sum() if self.reduction == "sum" else each
+        values = losses(out, y)
+        return values.sum() if self.reduction == "sum" else values
 
 
 def trace(subject: Subject, model: nn.Module) -> float:
@@ -279,8 +279,8 @@ def pydvl(subject: Subject, files: list[str], folder: Path, kind: str) -> Scores
             )
         it.fit(DataLoader(train, BATCH))
         factors = it.influence_factors(*data_of(subject, 1).tensors)
-        found = [it.influences_from_factors(factors, *some) for some in DataLoader(train, BATCH)]
-        yield DEFAULT if damping == 0.1 else f"λ = {damping:g}", torch.cat(found, 1).detach().T
+        parts = [it.influences_from_factors(factors, *some) for some in DataLoader(train, BATCH)]
+        yield DEFAULT if damping == 0.1 else f"λ = {damping:g}", torch.cat(parts, 1).detach().T
 
 
 def bm25(subject: Subject, files: list[str], folder: Path) -> Scores:
@@ -295,7 +295,6 @@ def bm25(subject: Subject, files: list[str], folder: Path) -> Scores:
 
 def bergson(subject: Subject, files: list[str], folder: Path, kind: str) -> Scores:
     """TRAK of log odds with 512 columns, and EK-FAC, of the linear layers without biases."""
-    import transformers
     from bergson import DataConfig, IndexConfig, PreprocessConfig, ScoreConfig, config
     from bergson.cli.trak import trak
     from bergson.data import load_scores
@@ -422,14 +421,14 @@ def measured(method: Method, subject: Subject, files: list[str]) -> dict[str, An
     """Return scores of every setting, and CPU seconds and bytes of the first."""
     start, scores, about = time.process_time(), {}, {}
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
-        for setting, found in method.run(subject, files, Path(folder)):
+        for setting, values in method.run(subject, files, Path(folder)):
             if not scores:
                 inside = [path for path in Path(folder).rglob("*") if path.is_file()]
                 about = {
                     "cpu": time.process_time() - start, "peak": peak_memory(),
                     "kept": sum(path.stat().st_size for path in inside),
                 }  # fmt: skip
-            scores[setting] = np.asarray(found, np.float32)
+            scores[setting] = np.asarray(values, np.float32)
     return about | {"scores": scores}
 
 

@@ -1,11 +1,12 @@
 """LDS of several packages on the tasks of the quality benchmark, by the same checkpoints.
 
-    python tests/benchmarks/leaderboard.py --cache demo-output/quality --environments demo-output/peers
+    python tests/benchmarks/leaderboard.py --cache demo-output/quality
 
-Every method has a process for each task. Where a package does not combine checkpoints, its scores of
-single ones are averaged and the costs added. CPU seconds are without imports; peak memory is of the
-process, with torch. What is finished is kept, so the same command goes on after an interruption;
-``--again`` runs ``--methods`` anew. README.md in this folder says how to make the environments of the other packages.
+Every method has a process for each task. Where a package does not combine checkpoints, its scores
+of single ones are averaged and the costs added. CPU seconds are without imports; peak memory is of
+the process, with torch. What is finished is kept, so the same command goes on after an
+interruption; ``--again`` runs ``--methods`` anew. README.md in this folder says how to make the
+environments of the other packages.
 
 Settings that are not a package's default are dampings. The best is chosen in hindsight, by the LDS
 itself, which nobody can do without retraining.
@@ -48,14 +49,14 @@ def cells(name: str, task: str, options: Any) -> dict[str, Any]:
         return {"error": f"no {python}; see README.md"}
     if not path.exists() or options.again:
         path.parent.mkdir(parents=True, exist_ok=True)
-        found = process(name, task, path.with_suffix(".npz"), options)
-        if "error" not in found:
+        results = process(name, task, path.with_suffix(".npz"), options)
+        if "error" not in results:
             scores = np.load(path.with_suffix(".npz"))
             for key in scores.files:
                 n, setting = key.split("|")
-                found[n].setdefault("lds", {})[setting] = lds(scores[key], task)
-        path.write_text(json.dumps(found))
-        print(name, task, str(found)[:150], file=sys.stderr, flush=True)
+                results[n].setdefault("lds", {})[setting] = lds(scores[key], task)
+        path.write_text(json.dumps(results))
+        print(name, task, str(results)[:150], file=sys.stderr, flush=True)
     kept: dict[str, Any] = json.loads(path.read_text())
     return kept
 
@@ -89,8 +90,8 @@ def truth(task: str) -> tuple[xr.DataArray, xr.DataArray]:
 def lds(scores: np.ndarray, task: str) -> list[float]:
     """Return the LDS and its interval of 95 %; scores that are not numbers count as 0."""
     labelled = xr.DataArray(np.nan_to_num(scores), dims=("sample", "target"))
-    found = td.evaluate.lds(labelled, *truth(task), resamples=RESAMPLES).compute()
-    return [round(float(x), 4) for x in (found.lds_mean, *found.interval.values)]
+    result = td.evaluate.lds(labelled, *truth(task), resamples=RESAMPLES).compute()
+    return [round(float(x), 4) for x in (result.lds_mean, *result.interval.values)]
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -105,9 +106,9 @@ def rows_of(options: Any) -> list[dict[str, Any]]:
     rows = []
     for task, name in product(options.tasks, options.methods):
         if METHODS[name].tasks(ALL[task]):
-            found, about = cells(name, task, options), {"task": task, "method": name}
-            rows += [about | found] if "error" in found else [
-                about | {"n": int(n)} | row for n, row in found.items()
+            results, about = cells(name, task, options), {"task": task, "method": name}
+            rows += [about | results] if "error" in results else [
+                about | {"n": int(n)} | row for n, row in results.items()
             ]  # fmt: skip
     return rows
 
@@ -133,21 +134,23 @@ def print_task(task: str, rows: list[dict[str, Any]]) -> None:
 
 
 def print_summary(rows: list[dict[str, Any]], tasks: list[str]) -> None:
-    """Print the table of the page: LDS of defaults, and of the best dampings in parentheses."""
-    by_row = {(row["method"], row["n"], row["task"]): row for row in rows if "lds" in row}
-    print(f"\n| method | checkpoints | {' | '.join(tasks)} | CPU s, {COSTS_OF} |")
-    print("|---" * (len(tasks) + 3) + "|")
-    for method, n in dict.fromkeys(key[:2] for key in sorted(by_row, key=lambda key: key[1])):
-        found = [by_row.get((method, n, task)) for task in tasks]
-        costs = by_row.get((method, n, COSTS_OF))
-        cells = [cell_of(row["lds"]) if row else "" for row in found]
-        cells.append(f"{costs['cpu']:.1f}" if costs else "")
-        print(f"| {method} | {n} | {' | '.join(cells)} |")
+    """Print the table of the page: a pair of LDS, by the two numbers of checkpoints."""
+    by_task: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in (row for row in rows if "lds" in row):
+        by_task.setdefault((row["method"], row["task"]), []).append(row)
+    print(f"\n| method | {' | '.join(tasks)} | CPU s, {COSTS_OF} |")
+    print("|---" * (len(tasks) + 2) + "|")
+    for method, best in product(dict.fromkeys(row["method"] for row in rows), (False, True)):
+        runs = [by_task.get((method, task), []) for task in (*tasks, COSTS_OF)]
+        if not best or any(len(row["lds"]) > 1 for some in runs for row in some):
+            cells = [", ".join(f"{chosen(row, best):.3f}" for row in some) for some in runs[:-1]]
+            costs = ", ".join(f"{row['cpu']:.1f}" for row in runs[-1] if not best)
+            print(f"| {method}{', best λ' * best} | {' | '.join(cells)} | {costs} |")
 
 
-def cell_of(lds: dict[str, list[float]]) -> str:
-    best = max(value[0] for value in lds.values())
-    return f"{lds[DEFAULT][0]:.3f}" + f" ({best:.3f})" * (len(lds) > 1)
+def chosen(row: dict[str, Any], best: bool) -> float:
+    lds: dict[str, list[float]] = row["lds"]
+    return max(value[0] for value in lds.values()) if best else lds[DEFAULT][0]
 
 
 def main() -> None:
