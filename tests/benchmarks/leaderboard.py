@@ -5,8 +5,8 @@
 Every method has a process for each task. Where a package does not combine checkpoints, its scores
 of single ones are averaged and the costs added. CPU seconds are without imports; peak memory is of
 the process, with torch. What is finished is kept, so the same command goes on after an
-interruption; ``--again`` runs ``--methods`` anew, ``--finished`` runs nothing. README.md in this folder says how to make the
-environments of the other packages.
+interruption; ``--again`` runs ``--methods`` anew, and ``--finished`` only prints what is there.
+README.md in this folder says how to make the environments of the other packages.
 
 Settings that are not a package's default are dampings. The best is chosen in hindsight, by the LDS
 itself, which nobody can do without retraining.
