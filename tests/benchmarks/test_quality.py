@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import itertools
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 
 import trakdask as td
 from trakdask import examples
@@ -68,3 +70,46 @@ def test_train__is_that_of_examples_and_leaves_samples_out_of_batches(load: Any)
     other = subject.train(None, 5, left_in=np.arange(40) != 3)
     assert all(torch.equal(found[key], usual[key]) for key in usual)
     assert not all(torch.equal(other[key], usual[key]) for key in usual)
+
+
+def test_page__scores_a_method_from_elsewhere(
+    load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The code of the page needs nothing but the committed files, and has the same halves."""
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "evidence" / "leaderboard.md").read_text("utf-8")
+    code = page.split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(root)
+    np.save(tmp_path / "scores.npy", np.random.default_rng(0).standard_normal((1000, 150)))
+    names: dict[str, Any] = {}
+    monkeypatch.setattr(td.evaluate, "lds", functools.partial(td.evaluate.lds, resamples=1))
+    exec(code.replace("scores.npy", str(tmp_path / "scores.npy")), names)
+    masks, outputs = load("_quality_truth").ground(load("_fits").SUBJECTS["mlp"])
+    expected = td.evaluate.lds(
+        xr.DataArray(names["scores"], dims=("sample", "target")), masks, outputs
+    )
+    assert float(names["result"].lds_mean) == float(expected.lds_mean)
+    assert (np.array(names["masks"]) == masks.values).all()
+
+
+@pytest.mark.parametrize("name", ["diabetes", "language", "cnn"])
+def test_leaderboard__packages_are_told_the_outputs_and_losses_of_the_task(
+    load: Any, name: str
+) -> None:
+    subject, peers = small(load("_fits"), name), load("_leaderboard_peers")
+    state = subject.train(None, 0)
+    model = subject.build().eval()
+    model.load_state_dict(state)
+    inputs, labels = peers.data_of(subject, 1).tensors
+    found = model(inputs)
+    outputs, q = (values.detach() for values in peers.margins(found, labels))
+    np.testing.assert_allclose(outputs, subject.outputs(state), rtol=1e-3, atol=1e-3)
+    features = td.featurize(
+        subject.samples(1), td.Model(subject.build, [state], subject.task), td.SJLT(8)
+    )
+    np.testing.assert_allclose(q, features.out_to_loss[:, 0], rtol=1e-3, atol=1e-3)
+    words = inputs.shape[1] - 1 if name == "language" else 1
+    mean = peers.losses(found, labels).mean() / words
+    torch.testing.assert_close(
+        mean, subject.loss(model, inputs, torch.tensor(subject.data()[1][1]))
+    )
