@@ -56,21 +56,34 @@ def oracle_left_out(
     return totals
 
 
-def oracle_choice(values: Sequence[float], prior: float = 1.0, n_samples: int = 1000) -> float:
-    """The ρ of the largest correlation above the prior, if it is clearly better than the prior."""
+def oracle_choice(
+    values: Sequence[float], prior: float = 1.0, n_samples: int = 1000, decades: float = 0.0
+) -> float:
+    """The ρ of the largest correlation above the prior, if it is clearly better than the prior.
+
+    Else that of the largest near the prior.
+    """
     above = {rho: z for rho, z in zip(GRID, np.arctanh(values), strict=True) if rho >= prior}
     best = max(above, key=above.__getitem__)
     needed = 0.2 if np.tanh(above[prior]) < 0.57 or n_samples < 500 else 0.6
-    return best if above[best] - above[prior] > needed else prior
+    if above[best] - above[prior] > needed:
+        return best
+    nearness = np.abs(np.log10(GRID) - np.log10(prior))
+    return max(
+        (rho for rho, d in zip(GRID, nearness, strict=True) if d < decades + 0.01),
+        key=dict(zip(GRID, values, strict=True)).__getitem__,
+    )
 
 
 def made(values: list[float] | np.ndarray, m: int = 100) -> da.Array:
     return da.from_array(np.array([(values, m)], CURVE))
 
 
-def choice(values: Sequence[float], m: int = 1000, prior: float = 1.0, n: int = 1000) -> float:
+def choice(
+    values: Sequence[float], m: int = 1000, prior: float = 1.0, n: int = 1000, decades: float = 0.0
+) -> float:
     """Return the ρ that a curve chooses, NaN if the totals do not follow the outputs."""
-    chosen = choose(made(values, m), samples="targets", prior=prior, n_samples=n)
+    chosen = choose(made(values, m), samples="targets", prior=prior, decades=decades, n_samples=n)
     return float(chosen.compute(scheduler="sync")["relative"][0])
 
 
@@ -111,16 +124,20 @@ def test_curve__pearson_of_means_over_checkpoints() -> None:
     st.integers(50, 10_000),
     st.sampled_from([1.0, 10**0.5]),
     st.sampled_from([499, 500]),
+    st.sampled_from([0.0, 0.5, 1.0]),
 )
-def test_choose__as_the_oracle(values: list[float], m: int, prior: float, n: int) -> None:
+def test_choose__as_the_oracle(
+    values: list[float], m: int, prior: float, n: int, decades: float
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = choose(made(values, m), samples="targets", prior=prior, n_samples=n)
+        options = {"prior": prior, "n_samples": n, "decades": decades}
+        found = choose(made(values, m), samples="targets", **options)
         found = found.compute(scheduler="sync")
     if max(values) * m**0.5 < 3:
         assert np.isnan(found["relative"])
     else:
-        assert found["relative"] == oracle_choice(values, prior, n)
+        assert found["relative"] == oracle_choice(values, **options)
         assert found["peak"] == max(values)
     np.testing.assert_array_equal(found["correlation"][0], values)
 
@@ -141,7 +158,11 @@ CHOICES = [
     (rising(0.90, 0.95), {"m": 128, "n": 128}, SHORT),
     (rising(0.90, 0.95), {"m": 128, "n": 1000}, 1),
     (rising(0.90, 0.91), {"m": 128, "n": 128}, 1),
-    # Never below the prior.
+    # The peak near the prior, above or below it, however small the gain.
+    (rising(0.80, 0.81, 10), {"prior": 10, "decades": 1}, SHORT),
+    (rising(0.80, 0.81), {"decades": 1}, 10),
+    (np.linspace(0.95, 0.90, 21), {"decades": 0.5}, 10**-0.5),
+    # Else never below the prior.
     (np.linspace(0.95, 0.1, 21), {"n": 100}, 1),
     (np.full(21, 1.0), {}, 1),
 ]
@@ -168,7 +189,9 @@ def test_choose__warns_at_the_end_of_the_grid() -> None:
 def test_choose__warns_the_client_of_a_worker(process_client: object) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        choose(made(np.full(21, 0.2)), samples="targets", prior=1.0, n_samples=1000).compute()
+        choose(
+            made(np.full(21, 0.2)), samples="targets", prior=1.0, decades=0.0, n_samples=1000
+        ).compute()
         wait_until(lambda: any("0.20" in str(w.message) for w in caught), "the worker's warning")
 
 

@@ -50,7 +50,9 @@ def package(row: Row) -> float:
     if group_of(row["task"]) == "regression, language":
         return prior(row)
     curve = da.from_array(np.array([(row["curve"], row["samples"])], damping.CURVE))
-    chosen = damping.choose({"rows": curve}, prior=prior(row), n_samples=row["samples"], quiet=True)
+    chosen = damping.choose(
+        curve, samples="rows", prior=prior(row), decades=0, n_samples=row["samples"], quiet=True
+    )
     rho = float(chosen.compute()["relative"][0])
     return prior(row) if np.isnan(rho) else rho
 

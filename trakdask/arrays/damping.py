@@ -24,6 +24,7 @@ from trakdask.errors import warn_once
 
 #: Candidates for ρ, a quarter of a decade apart, which scores hardly notice.
 GRID: npt.NDArray[np.float64] = 10.0 ** np.linspace(-2, 3, 21)
+_STEP = 0.25
 #: Totals follow the outputs if their correlation is this many standard errors, 1/√m, above 0.
 FOLLOWED = 3.0
 #: A few rows of a block take as long to read as all of it. Rows of eight blocks are not of one
@@ -200,7 +201,13 @@ def _correlation(x: Block, y: Block) -> Block:
 
 
 def choose(
-    curve: da.Array, *, samples: str, prior: float, n_samples: int, quiet: bool = False
+    curve: da.Array,
+    *,
+    samples: str,
+    prior: float,
+    decades: float,
+    n_samples: int,
+    quiet: bool = False,
 ) -> da.Array:
     """Choose ρ by samples whose totals follow their outputs.
 
@@ -212,6 +219,8 @@ def choose(
         What warnings call the samples of the curve.
     prior
         The ρ of models that were trained to the end.
+    decades
+        How far from the prior the largest correlation is followed, however small its gain.
     n_samples
         How many samples K is a sum over.
     quiet
@@ -231,34 +240,38 @@ def choose(
     -----
     ρ is where the correlation is largest, at or above the prior, if its artanh exceeds artanh of
     the correlation at the prior by 0.6, or by 0.2 where the latter is below 0.57 or K is of fewer
-    than 500 samples. Otherwise ρ is the prior.
+    than 500 samples. Otherwise ρ is where it is largest within so many decades of the prior.
     """
     return blockwise(
         _choose, "k", curve, "k", concatenate=True, name="completeness-choice", dtype=CHOICE,
-        samples=samples, prior=prior, n_samples=n_samples, quiet=quiet,
+        samples=samples, prior=prior, decades=decades, n_samples=n_samples, quiet=quiet,
     )  # fmt: skip
 
 
-def _choose(curve: Block, *, samples: str, prior: float, n_samples: int, quiet: bool) -> Block:
+def _choose(
+    curve: Block, *, samples: str, prior: float, decades: float, n_samples: int, quiet: bool
+) -> Block:
     values, n_rows = curve["correlation"][0], curve["n_rows"][0]
     peak = float(np.nanmax(values)) if np.isfinite(values).any() else np.nan
     rho, threshold = np.nan, np.nan
     if peak * math.sqrt(n_rows) >= FOLLOWED:
-        rho, threshold = _chosen(values, prior, n_samples)
+        rho, threshold = _chosen(values, prior, decades, n_samples)
     if not quiet:
         warn_of_choice(rho, peak, samples)
     return np.array([(rho, peak, threshold, values, np.nan, False)], CHOICE)
 
 
-def _chosen(values: Block, prior: float, n_samples: int) -> tuple[float, float]:
-    """Return ρ, and the correlation that the prior needs to be chosen."""
-    at = int(np.abs(np.log(GRID / prior)).argmin())
+def _chosen(values: Block, prior: float, decades: float, n_samples: int) -> tuple[float, float]:
+    """Return ρ, and the correlation that the prior needs to be nearly chosen."""
+    distance = np.abs(np.log10(GRID / prior))
+    at, near = int(distance.argmin()), np.flatnonzero(distance < decades + _STEP / 2)
     larger = values[at:]
     is_easy = larger[0] < HARDLY_FOLLOWED or n_samples < FEW_SAMPLES
     with np.errstate(divide="ignore"):  # of a correlation of exactly 1
         z = np.arctanh(np.nanmax(larger)) - (LARGER if is_easy else CLEARLY_LARGER)
-    rho = GRID[at + np.nanargmax(larger)] if larger[0] < np.tanh(z) else prior
-    return float(rho), float(np.tanh(z))
+    is_clear = larger[0] < np.tanh(z)
+    best = at + np.nanargmax(larger) if is_clear else near[np.nanargmax(values[near])]
+    return float(prior if best == at else GRID[best]), float(np.tanh(z))
 
 
 def warn_of_choice(rho: float, peak: float, samples: str) -> None:

@@ -42,7 +42,9 @@ from trakdask.variables import (
     GRAM,
     NORM,
     SAMPLE,
+    TRAINED_ON,
     VARIABLES,
+    WRONG_CLASSES,
     checkpoint_names,
     lazy_features,
     validate,
@@ -53,6 +55,9 @@ _LEAST_ROWS = 50
 #: A standard error of their correlation is below 0.032, and 2 p² flops for each are less than
 #: the 9 p³ of the eigendecomposition, from p of a few hundred on.
 _LEFT_OUT_ROWS = 1000
+
+_FOLLOWED = 1.0
+"""Within so many decades of the prior, ρ is where totals follow outputs best."""
 
 _COMPLETENESS, _BY_FOLDS = "completeness, ", "cross-validation"
 """What the rules for λ are called, before the samples that were asked."""
@@ -110,7 +115,9 @@ def damping(
     curvature), which is best for models that were trained to the end. A larger ρ, where the
     correlation is largest, is chosen if it is clearly larger than at the prior: by 0.6 in
     Fisher's z = artanh(r), or by 0.2 if that at the prior is below 0.57 or there are fewer than 500
-    samples, as after a short training, where ρ has to be 10 to 300 times as large.
+    samples, as after a short training, where ρ has to be 10 to 300 times as large. Otherwise, with
+    ``wrong_classes`` in the features and without ``trained_on``, it is where the correlation is
+    largest within a decade of the prior.
 
     Cross-validation, where features have ``trained_on`` and five or more checkpoints, for every
     task. Each checkpoint is left out, and the scores of the others, added up over its samples,
@@ -375,7 +382,12 @@ def _chosen_by_outputs(
     else:
         return by_trace, rules, None
     curve, n = arrays.damping.curve(totals, outputs), chooses.n_samples
-    choice = arrays.damping.choose(curve, samples=samples, prior=prior, n_samples=n, quiet=quiet)
+    # Without the wrong classes K is too small for totals to be as large as outputs. Rows that a
+    # checkpoint was not trained on ask for a larger ρ than scores do.
+    decades = _FOLLOWED if WRONG_CLASSES in features and TRAINED_ON not in features else 0.0
+    choice = arrays.damping.choose(
+        curve, samples=samples, prior=prior, decades=decades, n_samples=n, quiet=quiet
+    )
     rho = choice["relative"][0]
     lam = by_trace * da.where(da.isnan(rho), 1, rho / prior)
     return lam, (f"{_COMPLETENESS}{samples}", *rules), choice
