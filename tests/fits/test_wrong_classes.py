@@ -180,3 +180,22 @@ def test_matrix__of_two_classes_is_zero() -> None:
     model = td.Model(nn.Linear(4, 2).double(), task="classification")
     samples = SAMPLES.assign(label=SAMPLES.label % 2)
     assert not td.fit(samples, model, progress=False, **FIT).arrays["wrong_classes"].any()
+
+
+@pytest.mark.parametrize("rho", [0.2, 5.0])
+def test_damping__follows_outputs_within_a_decade_of_the_prior(rho: float) -> None:
+    """Rows that a checkpoint was not trained on would ask for too much, so it has to know all."""
+    ds = features()
+    g = np.sqrt(ds.out_to_loss.values).mean(1)
+    lam = td.damping(ds, td.Soft(power=0.5, damping="trace")).damping.values * rho
+    totals = 0.0
+    for c, state in enumerate(STATES):
+        k, phi = np.add(*np.multiply(explicit(state), [[[1]], [[60]]])), ds.feature.values[:, :, c]
+        totals += phi @ np.linalg.solve(k + lam[c] * np.eye(len(k)), phi.T @ g)
+    noise = totals.std() * RNG.normal(size=totals.shape)
+    ds = ds.assign(output=ds.output.copy(data=np.repeat((totals + noise)[:, None], 3, axis=1)))
+    chosen = td.damping(ds).compute()
+    near = chosen.curve.sel(relative_damping=slice(0.099, 10.1))
+    assert float(chosen.relative) == float(near.idxmax()) != 1
+    knows = xr.DataArray(np.ones((60, 3), bool), dims=("sample", "checkpoint"))
+    assert float(td.damping(ds.assign(trained_on=knows)).relative) == 1
