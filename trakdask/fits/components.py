@@ -28,11 +28,12 @@ _LEAST = 1e-10
 def sketch_for(model: Model) -> SJLT:
     """Return the sketch for a model: 8,192 columns, up to 32,768 for larger ones.
 
-    It is a quarter as wide as there are parameters. Texts need that; and the more parameters there
-    are, the less the products with wide components cost beside gradients.
+    It has up to a quarter as many columns as there are parameters. Texts need that; and the more
+    parameters there are, the less products with wide components cost beside gradients, and the less
+    space components take beside checkpoints.
     """
     n_parameters = sum(math.prod(shape) for shape in model.shapes.values())
-    width = 2 ** math.ceil(math.log2(n_parameters / 4))
+    width = 2 ** math.floor(math.log2(n_parameters / 4))
     return SJLT(proj_dim=min(max(width, WIDE.proj_dim), _WIDEST), seed=WIDE.seed)
 
 

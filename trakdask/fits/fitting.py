@@ -78,8 +78,8 @@ def fit(
         Whether the sketch is reduced by :func:`principal_components`. Without it, the sketch itself
         gets ``proj_dim`` columns.
     sketch
-        What gradients are projected with first. ``"auto"``: an :class:`SJLT` of a quarter as many
-        columns as the model has parameters, but 8,192 to 32,768.
+        What gradients are projected with first. ``"auto"``: an :class:`SJLT` of up to a quarter as
+        many columns as the model has parameters, but 8,192 to 32,768.
     moments
         Adam's second moments at each checkpoint, as in :func:`second_moments`.
     n_samples
