@@ -13,6 +13,7 @@ from torch import nn
 
 import trakdask as td
 from trakdask.fits import fitting
+from trakdask.fits.components import sketch_for
 
 # Of λ, which 64 samples of noise say little about.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -60,6 +61,31 @@ def test_fit__is_the_chain_of_its_steps() -> None:
     moments = [{n: t.abs() for n, t in state.items()} for state in states().values()]
     scaled = td.fit(SAMPLES, MODEL, moments=moments, **SMALL | {"curvature": "auto"})
     assert repr(scaled).startswith("Fitted(SecondMoments(), SJLT(proj_dim=24")
+
+
+def test_fit__a_sketch_by_name_says_what_to_try() -> None:
+    with pytest.raises(TypeError, match=r"sketch, got 'SJLT'; try sketch=td.SJLT"):
+        td.fit(SAMPLES, MODEL, **SMALL | {"sketch": "SJLT"})
+
+
+def test_fit__leaves_the_curvature_of_few_samples_out() -> None:
+    images = np.random.default_rng(1).normal(size=(501, 6)).astype("f4")
+    samples = td.from_arrays({"image": images, "label": np.arange(501) % 3}, chunks=256)
+    options, one = SMALL | {"curvature": "auto"}, MODEL.at_checkpoints(["a"])
+    for n, has_curvature in ((499, False), (500, True)):
+        fitted = td.fit(samples, one, n_samples=n, **options)
+        assert ("Curvature" in repr(fitted)) == has_curvature
+
+
+def test_fit__has_fewer_columns_where_fewer_samples_are_fitted() -> None:
+    projector = td.fit(SAMPLES, MODEL, **SMALL | {"proj_dim": 1024, "n_samples": 9})
+    assert td.featurize(SAMPLES, MODEL, projector).sizes["proj_dim"] == 9
+
+
+@pytest.mark.parametrize(("width", "columns"), [(64, 8192), (300, 16384), (500, 32768)])
+def test_sketch__follows_the_size_of_the_model(width: int, columns: int) -> None:
+    model = td.Model(nn.Linear(width, width, bias=False), task="image_classification")
+    assert sketch_for(model).proj_dim == columns
 
 
 def test_fit__draws_the_same_part_of_the_samples_in_any_chunks() -> None:

@@ -56,7 +56,7 @@ _LEAST_ROWS = 50
 #: the 9 p³ of the eigendecomposition, from p of a few hundred on.
 _LEFT_OUT_ROWS = 1000
 
-_FOLLOWED = 1.0
+_NEAR_PRIOR = 1.0
 """Within so many decades of the prior, ρ is where totals follow outputs best."""
 
 _COMPLETENESS, _BY_FOLDS = "completeness, ", "cross-validation"
@@ -384,7 +384,7 @@ def _chosen_by_outputs(
     curve, n = arrays.damping.curve(totals, outputs), chooses.n_samples
     # Without the wrong classes K is too small for totals to be as large as outputs. Rows that a
     # checkpoint was not trained on ask for a larger ρ than scores do.
-    decades = _FOLLOWED if WRONG_CLASSES in features and TRAINED_ON not in features else 0.0
+    decades = _NEAR_PRIOR if WRONG_CLASSES in features and TRAINED_ON not in features else 0.0
     choice = arrays.damping.choose(
         curve, samples=samples, prior=prior, decades=decades, n_samples=n, quiet=quiet
     )

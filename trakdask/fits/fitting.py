@@ -33,8 +33,8 @@ from trakdask.storage.reading import open
 from trakdask.storage.writing import kept_beside
 from trakdask.variables import SAMPLE, WRONG_CLASSES
 
-_FEW = 500
-"""Of three tasks with fewer samples, the curvature loses on all: tests/benchmarks/recipe.py."""
+_FEW_SAMPLES = 500
+"""With fewer, the curvature made scores worse on all three tasks of tests/benchmarks/recipe.py."""
 
 
 def fit(
@@ -126,12 +126,16 @@ def fit(
     proj_dim = require_integer("proj_dim", proj_dim, 1, remedy="try proj_dim=1024")
     if sketch == "auto":
         sketch = sketch_for(model)
+    if not isinstance(sketch, Projector):
+        raise TypeError(
+            f"expected a projector as sketch, got {sketch!r}; try sketch=td.SJLT(proj_dim=8192)"
+        )
     if not components and hasattr(sketch, "proj_dim"):
         sketch = replace(sketch, proj_dim=proj_dim)  # type: ignore[call-arg]
     samples = validate_samples(samples)
     part = drawn(samples, n_samples, samples.chunksizes[SAMPLE][0])
     if curvature == "auto":
-        curvature = moments is None and part.sizes[SAMPLE] >= _FEW
+        curvature = moments is None and part.sizes[SAMPLE] >= _FEW_SAMPLES
     n_components = min(proj_dim, part.sizes[SAMPLE])
     first = Fitted(()) if moments is None else second_moments(model, moments)
     asked = {
