@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 import dask
 import xarray as xr
 from dask.base import get_scheduler
+from dask.utils import format_bytes
 from distributed import Client, KilledWorker, get_worker
+from distributed.system import MEMORY_LIMIT
 
 from trakdask.checks import require_integer
 from trakdask.errors import BlockError
@@ -130,6 +132,31 @@ def _slots(worker: Mapping[str, Any], resources: Mapping[str, int]) -> int:
     available = worker["resources"]
     fits = (int(available.get(name, 0) // amount) for name, amount in resources.items())
     return int(min((worker["nthreads"], *fits)))
+
+
+def require_memory(n_bytes: int, what: str, remedy: str) -> None:
+    """Refuse a task that no worker of the active client, or this process, has the memory for.
+
+    Raises
+    ------
+    MemoryError
+        If it needs more than the worker with the most memory has.
+
+    Examples
+    --------
+    >>> require_memory(10**15, "a task of the gram matrix", "try fewer columns")
+    ... # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    MemoryError: expected 909.49 TiB of memory for a task of the gram matrix, got ...
+    """
+    client = active_client()
+    limits = [w["memory_limit"] for w in workers_of(client).values()] if client else [MEMORY_LIMIT]
+    most = max(limits, default=0) or MEMORY_LIMIT  # a worker without a limit has 0
+    if n_bytes > most:
+        raise MemoryError(
+            f"expected {format_bytes(n_bytes)} of memory for {what}, got {format_bytes(most)}; "
+            f"{remedy}"
+        )
 
 
 def note_start(what: str) -> None:

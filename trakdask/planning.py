@@ -103,6 +103,7 @@ def plan(
     attrs = as_values(features.attrs)
     shapes = attrs["parameters"]
     n_samples, n_checkpoints = features.sizes[SAMPLE], features.sizes[CHECKPOINT]
+    blocks = features.feature.variable.chunksizes.get(SAMPLE, (n_samples,))
     n_parameters = RowMap.from_shapes(shapes, alignment=1).n_parameters
     used = Fitted.from_spec(attrs["projector"])
     # A fitted projector chooses its columns: they are not random.
@@ -111,12 +112,12 @@ def plan(
     fit_bytes = sum(features[name].nbytes for name in FITTED if name in features)
     return Plan(
         n_samples=n_samples,
-        n_blocks=len(features.feature.variable.chunksizes.get(SAMPLE, (n_samples,))),
+        n_blocks=len(blocks),
         n_checkpoints=n_checkpoints,
         n_parameters=n_parameters,
         batch_size=features.attrs.get("batch_size"),
         projections=tuple(
-            _planned(projector, shapes, n_samples, n_checkpoints, n_bytes)
+            _planned(projector, shapes, n_samples, max(blocks), n_checkpoints, n_bytes)
             for projector, n_bytes in [(used, fit_bytes), *((Fitted.of(p), 0) for p in others)]
         ),
         has_few_columns=bool(wider),
@@ -153,8 +154,8 @@ class PlannedProjection:
     buffer_bytes
         Working memory of one thread, in addition to gradients and features, for micro-batches of
         512 samples.
-    decomposition_bytes
-        Memory of the task that decomposes the gram matrix of a checkpoint.
+    gram_bytes
+        The most memory of a task that sums a gram matrix or decomposes it.
     rounding_error
         Relative error of the features of Gaussian gradients against exact arithmetic.
     product_error
@@ -174,7 +175,7 @@ class PlannedProjection:
     feature_bytes: int
     store_bytes: int
     buffer_bytes: int
-    decomposition_bytes: int
+    gram_bytes: int
     rounding_error: float
     product_error: float
     worst_product_error: float
@@ -272,14 +273,15 @@ class Plan:
     def memory_bytes(self, n_threads: int = 1) -> int | None:
         """Return the most memory that a process with some threads will hold, by the pilot.
 
-        All of its threads compute blocks, and in the end one decomposes the gram matrix. Weights of
+        All of its threads compute blocks, and in the end they sum the gram matrices. Weights of
         further checkpoints, which a worker keeps in up to a fifth of its memory, are not counted.
         Dask stops giving tasks to a worker at 80 % of its ``memory_limit``.
         """
         if (pilot := self.pilot) is None:
             return None
-        last = self.projections[0].decomposition_bytes
-        return pilot.process_bytes + max(n_threads * pilot.task_bytes, last)
+        return pilot.process_bytes + n_threads * max(
+            pilot.task_bytes, self.projections[0].gram_bytes
+        )
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return one row per projector; columns are the fields of :class:`PlannedProjection`."""
@@ -348,6 +350,7 @@ def _planned(
     projector: Fitted,
     shapes: Mapping[str, Any],
     n_samples: int,
+    block_rows: int,
     n_checkpoints: int,
     fit_bytes: int,
 ) -> PlannedProjection:
@@ -355,7 +358,7 @@ def _planned(
     bound = projector.bind(row_map)
     cost, width = bound.projector.cost(row_map.n_rows), bound.width(row_map.n_rows)
     feature_bytes = 4 * n_samples * width * n_checkpoints
-    gram_bytes = width**2 * n_checkpoints * arrays.gram.accumulation_dtype(width).itemsize
+    matrix_bytes = width**2 * n_checkpoints * arrays.gram.accumulation_dtype(width).itemsize
     output_bytes = (4 + 4 + 8) * n_samples * n_checkpoints  # norms are float64
     k = 0
     if width <= _MOST_COLUMNS:
@@ -371,9 +374,11 @@ def _planned(
         decomposition_operations=decomposition * n_checkpoints,
         random_bits=cost.random_bits,
         feature_bytes=feature_bytes,
-        store_bytes=feature_bytes + output_bytes + gram_bytes + eigenvector_bytes + fit_bytes,
+        store_bytes=feature_bytes + output_bytes + matrix_bytes + eigenvector_bytes + fit_bytes,
         buffer_bytes=cost.buffer_bytes,
-        decomposition_bytes=32 * width**2 if k else 0,
+        gram_bytes=max(
+            arrays.gram.task_bytes(n_samples, block_rows, width), 32 * width**2 if k else 0
+        ),
         rounding_error=cost.rounding_error,
         product_error=cost.product_error[0],
         worst_product_error=cost.product_error[1],

@@ -20,6 +20,7 @@ from trakdask.arrays.solve import component_count
 from trakdask.attribution.estimators import EstimatorLike, GramEstimator, Soft, Trak, with_gram
 from trakdask.attribution.grams import sums
 from trakdask.attribution.regularization import chosen_damping, require_calibration
+from trakdask.execution import require_memory
 from trakdask.storage.blocks import save_sums
 from trakdask.storage.changes import changing
 from trakdask.storage.group import DROPPED, Group
@@ -123,6 +124,8 @@ def save(
         If ``features`` is no Dataset, or a coord is of a kind that cannot be stored.
     BlockError
         If a block fails, or ends every worker process that it comes to; completed blocks stay.
+    MemoryError
+        If a task of the gram matrices would need more memory than any worker has.
     OSError
         If a block cannot be stored, with the reason; completed blocks stay.
 
@@ -157,6 +160,7 @@ def save(
     asked = None
     if estimator is not None:
         asked = with_gram(features, estimator).of_sums().with_damping("auto")
+        _require_memory(features)
     if not (isinstance(asked, Soft) and asked.wrong_classes):  # they would be computed for nothing
         features = features.drop_vars(WRONG_CLASSES, errors="ignore")
 
@@ -173,6 +177,17 @@ def save(
         progress=progress, retries=retries,
     )  # fmt: skip
     return open(store, storage_options=storage_options)
+
+
+def _require_memory(features: xr.Dataset) -> None:
+    """Refuse gram matrices that do not fit, before hours of gradients and not after them."""
+    n, p = features.sizes[SAMPLE], features.sizes[PROJ_DIM]
+    block_rows = max(features.feature.variable.chunksizes.get(SAMPLE, (n,)))
+    require_memory(
+        arrays.gram.task_bytes(n, block_rows, p, features.feature.dtype.itemsize),
+        f"a task of the gram matrices of {p} columns",
+        "try fewer columns, larger workers, or estimator=None, which stores features alone",
+    )
 
 
 def drop(

@@ -243,3 +243,22 @@ def test_save__names_rows_with_features_that_are_far_longer(tmp_path: Path) -> N
     assert left.sizes["sample"] == 38
     np.testing.assert_allclose(left.damping, others.damping)
     assert damping[1] > 10 * others.damping[1]
+
+
+@pytest.mark.parametrize("scheduler", ["threads", "cluster"])
+def test_save__refuses_gram_matrices_that_no_worker_can_hold(
+    scheduler: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if scheduler == "cluster":
+        request.getfixturevalue("client")
+    dims = ("sample", "proj_dim", "checkpoint")
+    wide = xr.Dataset(
+        {
+            "feature": (dims, da.zeros((10, 2_000_000, 1), chunks=(5, -1, 1), dtype="f4")),
+            "out_to_loss": (dims[::2], da.ones((10, 1), chunks=5, dtype="f4")),
+        },
+        coords={"checkpoint": ["0"]},
+    )
+    with pytest.raises(MemoryError, match="for a task of the gram matrices of 2000000 columns"):
+        td.save(wide, tmp_path / "f.zarr", estimator="trak", progress=False)
+    assert not any(tmp_path.iterdir())

@@ -63,9 +63,7 @@ def gram(feature: da.Array, gram_weights: da.Array | None = None) -> da.Array:
     over ``feature``. Blocks are merged into groups of R >= 8 p rows (at most 16 p and one block;
     all rows if n < 8 p), with one partial matrix each. Stored blocks are read inside the task of
     their group, so that only partial matrices move between workers, and scores read them again.
-    Peak memory per task: about 2 R p itemsize of ``feature`` while a group is merged (R p and one
-    block if they are stored), then R p itemsize + 12 p² bytes (16 p² with weights); in the tree
-    9 p² itemsize.
+    :func:`task_bytes` bounds the memory of a task.
 
     Exactness: products and sums in the dtypes above. The bits are the same on any
     scheduler for given chunks and BLAS (a worker with ``TRAKDASK_XP=cupy`` multiplies on its GPU).
@@ -170,6 +168,37 @@ def _reduced(
         name="gram-products", dtype=_sum_dtype(feature),
     )  # fmt: skip
     return tree_sum(parts, name="gram", dtype=parts.dtype)
+
+
+def task_bytes(n_rows: int, block_rows: int, proj_dim: int, itemsize: int = 4) -> int:
+    """Return the most memory that a task of the Gram matrix takes, in bytes.
+
+    Parameters
+    ----------
+    n_rows, block_rows
+        Numbers of all samples, and of those in a block.
+    proj_dim
+        p.
+    itemsize
+        Bytes of a feature's element.
+
+    Notes
+    -----
+    A task merges a group of R rows, for which it holds 2 R p numbers for a while. It then holds the
+    group, the sum, a product and its transpose, and 4 p rows times their weights. A task of the
+    tree adds eight partial matrices to a ninth.
+
+    Examples
+    --------
+    >>> task_bytes(n_rows=1_000_000, block_rows=512, proj_dim=1024) / 1e6
+    138.412032
+    """
+    most = 2 * _ROWS_PER_DIM * proj_dim + block_rows
+    group = proj_dim * itemsize * min(n_rows, most)
+    slab = proj_dim * itemsize * min(n_rows, max(4 * proj_dim, 1024))
+    total = proj_dim**2 * max(accumulation_dtype(proj_dim).itemsize, itemsize)
+    tree = 9 * total if n_rows > most else 0
+    return max(2 * group, group + slab + total + 2 * proj_dim**2 * itemsize, tree)
 
 
 def accumulation_dtype(proj_dim: int) -> np.dtype[np.floating]:
