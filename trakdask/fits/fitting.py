@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import xarray as xr
 
-from trakdask.checks import require_integer
+from trakdask.checks import require_integer, shown
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.execution import polled_bar
 from trakdask.featurization.lazy import model_of, projector_of, require_model
@@ -124,6 +124,10 @@ def fit(
     require_model(model)
     n_samples = require_integer("n_samples", n_samples, 1, remedy="try n_samples=2000")
     proj_dim = require_integer("proj_dim", proj_dim, 1, remedy="try proj_dim=1024")
+    if curvature not in (True, False, "auto"):
+        raise ValueError(
+            f"expected curvature=True, False or 'auto', got {shown(curvature)}; try 'auto'"
+        )
     if sketch == "auto":
         sketch = sketch_for(model)
     if not isinstance(sketch, Projector):
