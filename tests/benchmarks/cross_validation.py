@@ -1,15 +1,15 @@
 """What grades by left-out checkpoints are worth, and what λ and options gain by them.
 
-    python tests/benchmarks/cross_validation.py --cache demo-output/quality    # an hour
+    python tests/benchmarks/cross_validation.py --cache demo-output/quality    # two hours
 
-On every task of ``halves.py``: checkpoints of random halves, five (two draws) and ten of them, at
-the default size and estimator, without and with curvature. The truth has other halves than the
-checkpoints. Targets are the samples to explain, which no model was trained on.
+On every task of ``halves.py``: checkpoints of random halves, five (two draws) and ten of them, by
+random columns and by ``td.fit``, with the estimator that is the default. The truth has other halves
+than the checkpoints. Targets are the samples to explain, which no model was trained on.
 
 - The grade of ``td.evaluate.cross_validate`` beside the LDS on outputs of single models, which is
   what it estimates.
 - Regret of λ: what it loses against the best λ of the grid.
-- Curvature or not, as the grades say.
+- A fit or random columns, as the grades say.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 import pandas as pd
 import torch
 import xarray as xr
-from _fits import SKETCH, a_quarter, featurized
+from _fits import SKETCH, featurized
 from _machine import made_once, parser_of
 from _quality_damping import (
     FIRST,
@@ -32,7 +32,6 @@ from _quality_damping import (
     Floats,
     Row,
     half_checkpoints,
-    kernels,
     unit_ranks,
 )
 from _quality_tasks import Subject, members
@@ -42,34 +41,38 @@ from halves import TASKS, group_of
 import trakdask as td
 from trakdask.arrays.damping import GRID
 from trakdask.attribution.estimators import EstimatorLike, GramEstimator, with_gram
+from trakdask.attribution.grams import sums
 
+KINDS = ("plain", "fit")
 TOGETHER = [[*range(5)], [*range(5, 10)], [*range(10)]]
 
 
 def rows_of(subject: Subject, cache: Path) -> list[Row]:
     """Return a row for each kind of features and checkpoints; those of the cache are kept."""
-    path = cache / "left-out" / f"{subject.name}-{subject.digest()}.json"
-    made_once(path, lambda path: path.write_text(json.dumps(list(_rows(subject, cache)))))
+    return [row for kind in KINDS for row in _kept(subject, kind, cache)]
+
+
+def _kept(subject: Subject, kind: str, cache: Path) -> list[Row]:
+    path = cache / "left-out" / f"{kind}-{subject.name}-{subject.digest()}.json"
+    made_once(path, lambda path: path.write_text(json.dumps(list(_rows(subject, kind, cache)))))
     rows: list[Row] = json.loads(path.read_text())
     return rows
 
 
-def _rows(subject: Subject, cache: Path) -> Iterator[Row]:
+def _rows(subject: Subject, kind: str, cache: Path) -> Iterator[Row]:
     parts = subject.samples(0), subject.samples(1)
     n = parts[0].sizes["sample"]
     masks = np.array([members(FIRST + j, n) for j in range(N_CHECKPOINTS)])
     train = parts[0].assign_coords(trained_on=(("checkpoint", "sample"), masks))
     model = td.Model(subject.build, half_checkpoints(subject, cache, N_CHECKPOINTS), subject.task)
-    curved = td.curvature(a_quarter(parts[0]), model).then(td.SJLT(proj_dim=1024))
-    for kind, projector in (("plain", SKETCH), ("curvature", curved)):
-        for row in _of_features(subject, *featurized(model, train, parts[1], projector)):
-            yield {"task": subject.name, "features": kind} | row
+    projector = SKETCH if kind == "plain" else td.fit(parts[0], model, progress=False)
+    for row in _of_features(subject, *featurized(model, train, parts[1], projector)):
+        yield {"task": subject.name, "features": kind} | row
 
 
 def _of_features(subject: Subject, train: xr.Dataset, targets: xr.Dataset) -> Iterator[Row]:
-    train = train.drop_vars("wrong_classes", errors="ignore")
     estimator = with_gram(train.chunk(), "auto")
-    products = [each[0] for each in kernels(train, targets, estimator.of_sums())]
+    products = list(_products(train, targets, estimator))
     for together in TOGETHER:
         some, explained = (ds.isel(checkpoint=together) for ds in (train, targets))
         before = estimator.with_damping(estimator.rule_without_folds(some.chunk()))
@@ -80,6 +83,19 @@ def _of_features(subject: Subject, train: xr.Dataset, targets: xr.Dataset) -> It
             "grade": float(graded.lds_mean), "error": float(graded.error),
             **_lds(subject, some.chunk(), estimator, sum(products[c] for c in together)),
         }  # fmt: skip
+
+
+def _products(train: xr.Dataset, targets: xr.Dataset, estimator: GramEstimator) -> Iterator[Floats]:
+    """Yield φ(z)ᵀ(K + λI)⁻¹φ(t), (ρ, z, t), of each checkpoint."""
+    grams = sums(train.chunk(), estimator.of_sums(), ["gram"])[0].compute()
+    for c in range(train.sizes["checkpoint"]):
+        values, vectors = np.linalg.eigh(grams[:, :, c])
+        values = values.clip(min=0)
+        x, t = (
+            (ds.feature.values[:, :, c] @ vectors).astype(np.float32) for ds in (train, targets)
+        )
+        unit = values.sum() / len(x)
+        yield np.stack([x @ (t / (values + rho * unit)).astype(np.float32).T for rho in GRID])
 
 
 def _relative(features: xr.Dataset, estimator: EstimatorLike) -> float:
@@ -127,8 +143,8 @@ def print_grades(frame: pd.DataFrame) -> None:
     frame = frame.assign(off=off, within=off < 2)
     print("\nGrades of checkpoints left out beside the LDS on single models")
     columns = ["grade", "error", "single", "off", "LDS"]
-    ten = frame[(frame.n == 10) & (frame.features == "plain")].set_index("task")
-    print(ten[columns].round(3).to_string())
+    ten = frame[frame.n == 10].pivot(index="task", columns="features", values=columns)
+    print(ten.swaplevel(axis=1)[list(KINDS)].round(3).to_string())
     print(frame.groupby(["features", "n"])[["within", "error"]].mean().round(3).to_string())
     for n, part in frame.groupby("n"):
         rank = part.grade.corr(part.single, method="spearman")
@@ -145,14 +161,14 @@ def print_regret(frame: pd.DataFrame, by: list[str]) -> None:
 
 
 def print_choice_of_features(frame: pd.DataFrame) -> None:
-    """Print what is lost by curvature always, never, or where its grade is higher."""
+    """Print what is lost by a fit always, never, or where its grade is higher."""
     wide = frame.pivot(index=["task", "n", "first"], columns="features", values=["LDS", "grade"])
     best = wide.LDS.max(axis=1)
-    chosen = wide.LDS.curvature.where(wide.grade.curvature > wide.grade.plain, wide.LDS.plain)
+    chosen = wide.LDS.fit.where(wide.grade.fit > wide.grade.plain, wide.LDS.plain)
     lost = pd.DataFrame({
-        "never": best - wide.LDS.plain, "always": best - wide.LDS.curvature, "graded": best - chosen
+        "never": best - wide.LDS.plain, "always": best - wide.LDS.fit, "graded": best - chosen
     })  # fmt: skip
-    print("\nLDS lost by the choice of curvature")
+    print("\nLDS lost by the choice of features")
     print(lost.groupby("n").agg(["mean", "max"]).round(3).to_string())
 
 
