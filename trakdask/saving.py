@@ -17,8 +17,9 @@ import xarray as xr
 
 from trakdask import arrays
 from trakdask.arrays.solve import component_count
-from trakdask.attribution.estimators import EstimatorLike, GramEstimator, Soft, Trak, with_gram
+from trakdask.attribution.estimators import EstimatorLike, Soft, Trak, with_gram
 from trakdask.attribution.grams import sums
+from trakdask.attribution.protocol import GramEstimator
 from trakdask.attribution.regularization import chosen_damping, require_calibration
 from trakdask.execution import require_memory
 from trakdask.storage.blocks import save_sums

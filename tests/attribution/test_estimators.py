@@ -13,7 +13,8 @@ import xarray as xr
 from dask.base import tokenize
 
 import trakdask as td
-from trakdask.attribution.estimators import KINDS, Estimator, resolve
+from trakdask.attribution.estimators import KINDS, resolve
+from trakdask.attribution.protocol import Estimator
 from trakdask.testing import simulate_features
 
 FEATURES = simulate_features(60, 4, 3)

@@ -37,7 +37,7 @@ def failed(train: xr.Dataset) -> xr.Dataset:
     )
 
 
-ESTIMATORS: dict[str, Callable[[xr.Dataset], td.attribution.estimators.Estimator]] = {
+ESTIMATORS: dict[str, Callable[[xr.Dataset], td.attribution.protocol.Estimator]] = {
     "trak": lambda ds: td.Trak(LAMBDA),
     "soft": lambda ds: td.Soft(power=0.5, damping=LAMBDA),
     "relatif": lambda ds: td.RelatIF(LAMBDA),

@@ -20,8 +20,9 @@ from scipy.stats import rankdata
 
 import trakdask as td
 from trakdask.arrays.damping import GRID
-from trakdask.attribution.estimators import GramEstimator, with_gram
 from trakdask.attribution.estimators import choosing as choosing_of
+from trakdask.attribution.estimators import with_gram
+from trakdask.attribution.protocol import GramEstimator
 
 FIRST = 1_000_000  # number of the first half: the truth has the halves 0, 1, ...
 N_CHECKPOINTS = 10

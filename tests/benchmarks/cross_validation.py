@@ -40,8 +40,9 @@ from halves import TASKS, group_of
 
 import trakdask as td
 from trakdask.arrays.damping import GRID
-from trakdask.attribution.estimators import EstimatorLike, GramEstimator, with_gram
+from trakdask.attribution.estimators import EstimatorLike, with_gram
 from trakdask.attribution.grams import sums
+from trakdask.attribution.protocol import GramEstimator
 
 KINDS = ("plain", "fit")
 TOGETHER = [[*range(5)], [*range(5, 10)], [*range(10)]]

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trakdask as td
-from trakdask.attribution.estimators import KINDS, Rule
+from trakdask.attribution.estimators import KINDS
+from trakdask.attribution.protocol import Rule
 from trakdask.explorer.conditions import column_condition, condition_mask, joined, with_condition
 from trakdask.explorer.view import PAGES, MeanTrace, View, damping_of
 

@@ -10,7 +10,8 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.attribution.estimators import GIVEN, GramEstimator, Trak
+from trakdask.attribution.estimators import Trak
+from trakdask.attribution.protocol import GIVEN, GramEstimator
 from trakdask.variables import (
     CHECKPOINT,
     EIGENVALUES,

@@ -16,7 +16,7 @@ import xarray as xr
 from trakdask import arrays
 from trakdask.arrays.blocks import blockwise
 from trakdask.arrays.metrics import Floats, Measured
-from trakdask.attribution.estimators import has_squared_error
+from trakdask.attribution.protocol import has_squared_error
 from trakdask.checks import require_choice
 from trakdask.variables import (
     CHECKPOINT,

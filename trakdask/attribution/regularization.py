@@ -15,17 +15,7 @@ import xarray as xr
 from dask.array.utils import meta_from_array
 
 from trakdask import arrays
-from trakdask.attribution.estimators import (
-    LOGIT_VARIANCE,
-    Absolute,
-    EstimatorLike,
-    GramEstimator,
-    Soft,
-    Trak,
-    choosing,
-    damping_prior,
-    with_gram,
-)
+from trakdask.attribution.estimators import EstimatorLike, Soft, Trak, choosing, with_gram
 from trakdask.attribution.folds import differ, fold_weights, require_folds
 from trakdask.attribution.grams import (
     GramMatrix,
@@ -34,6 +24,7 @@ from trakdask.attribution.grams import (
     of_gram,
     stored_matrix,
 )
+from trakdask.attribution.protocol import LOGIT_VARIANCE, Absolute, GramEstimator, damping_prior
 from trakdask.errors import warn_once
 from trakdask.provenance import require_comparable
 from trakdask.variables import (

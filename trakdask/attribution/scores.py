@@ -19,17 +19,11 @@ from scipy import sparse
 from trakdask import arrays
 from trakdask._version import __version__
 from trakdask.arrays.blocks import divided
-from trakdask.attribution.estimators import (
-    Absolute,
-    Estimator,
-    EstimatorLike,
-    GramEstimator,
-    TracIn,
-    resolve,
-)
+from trakdask.attribution.estimators import EstimatorLike, TracIn, resolve
 from trakdask.attribution.folds import require_all_samples
 from trakdask.attribution.groups import group_codes, require_group_coord
 from trakdask.attribution.metrics import COMBINATION, MetricLike, measure_of
+from trakdask.attribution.protocol import Absolute, Estimator, GramEstimator
 from trakdask.attribution.regularization import Regularized, regularize
 from trakdask.provenance import FEATURE_SPEC, as_text, require_comparable
 from trakdask.variables import (

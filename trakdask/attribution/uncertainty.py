@@ -11,8 +11,9 @@ import xarray as xr
 from scipy import sparse
 
 from trakdask import arrays
-from trakdask.attribution.estimators import LEAST_FOLDS, EstimatorLike, resolve
+from trakdask.attribution.estimators import EstimatorLike, resolve
 from trakdask.attribution.groups import combine
+from trakdask.attribution.protocol import LEAST_FOLDS
 from trakdask.attribution.scores import (
     Labels,
     Solver,

@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from trakdask._version import __version__
 from trakdask.attribution.estimators import KINDS as ESTIMATORS
-from trakdask.attribution.estimators import Rule
+from trakdask.attribution.protocol import Rule
 from trakdask.errors import BlockError
 from trakdask.explorer.conditions import SIGNS, has_terms, toggled, without
 from trakdask.explorer.marks import KINDS

@@ -19,7 +19,8 @@ import xarray as xr
 
 import trakdask as td
 from trakdask import arrays
-from trakdask.attribution.estimators import EstimatorLike, GradDot, GramEstimator, Trak, resolve
+from trakdask.attribution.estimators import EstimatorLike, GradDot, Trak, resolve
+from trakdask.attribution.protocol import GramEstimator
 from trakdask.attribution.scores import solver
 from trakdask.attribution.uncertainty import estimated
 from trakdask.explorer import tables

@@ -12,14 +12,9 @@ import xarray as xr
 import trakdask as td
 from trakdask import arrays
 from trakdask.arrays.solve import component_count
-from trakdask.attribution.estimators import (
-    GIVEN,
-    Estimator,
-    EstimatorLike,
-    GramEstimator,
-    named,
-)
+from trakdask.attribution.estimators import EstimatorLike, named
 from trakdask.attribution.grams import stored_decomposition
+from trakdask.attribution.protocol import GIVEN, Estimator, GramEstimator
 from trakdask.explorer.computing import compute, persist, released_if_failed
 from trakdask.explorer.view import MeanTrace, View, damping_of
 from trakdask.variables import (

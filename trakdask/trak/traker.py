@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trakdask._version import __version__
 from trakdask.attribution import Absolute, Soft, Trak, score
-from trakdask.attribution.estimators import Damping
+from trakdask.attribution.protocol import Damping
 from trakdask.checks import require_choice
 from trakdask.projection import Projector, Rademacher
 from trakdask.trak.gradient_computers import (
