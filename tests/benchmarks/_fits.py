@@ -23,7 +23,7 @@ from _quality_wider import HELD_OUT, LARGE, WIDER
 import trakdask as td
 
 ALL = SUBJECTS | WIDER | HELD_OUT
-N_CHECKPOINTS = (1, 3)
+N_CHECKPOINTS = (1, 3, 10)
 SKETCH = td.SJLT(proj_dim=2048)
 EXACT_DAMPING = 1.0
 

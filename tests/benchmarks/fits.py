@@ -1,8 +1,8 @@
 """What fitted projectors buy, and what they cost: LDS and CPU time beside random columns.
 
-    python tests/benchmarks/fits.py --cache demo-output/quality    # an hour
+    python tests/benchmarks/fits.py --cache demo-output/quality    # two hours
 
-On every task of the quality benchmark, at the default estimator and λ, with 1 and 3 checkpoints:
+On every task of the quality benchmark, at the default estimator and λ, with 1, 3 and 10 checkpoints:
 
 - 2,048 random columns, the default;
 - ``td.fit`` without curvature: principal components of a sketch;
