@@ -43,6 +43,7 @@ from trakdask.arrays.damping import GRID
 from trakdask.attribution.estimators import EstimatorLike, with_gram
 from trakdask.attribution.grams import sums
 from trakdask.attribution.protocol import GramEstimator
+from trakdask.variables import lazy_features
 
 KINDS = ("plain", "fit")
 TOGETHER = [[*range(5)], [*range(5, 10)], [*range(10)]]
@@ -88,7 +89,7 @@ def _of_features(subject: Subject, train: xr.Dataset, targets: xr.Dataset) -> It
 
 def _products(train: xr.Dataset, targets: xr.Dataset, estimator: GramEstimator) -> Iterator[Floats]:
     """Yield φ(z)ᵀ(K + λI)⁻¹φ(t), (ρ, z, t), of each checkpoint."""
-    grams = sums(train.chunk(), estimator.of_sums(), ["gram"])[0].compute()
+    grams = sums(lazy_features(train), estimator.of_sums(), ["gram"])[0].compute()
     for c in range(train.sizes["checkpoint"]):
         values, vectors = np.linalg.eigh(grams[:, :, c])
         values = values.clip(min=0)
