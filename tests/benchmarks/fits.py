@@ -2,7 +2,7 @@
 
     python tests/benchmarks/fits.py --cache demo-output/quality    # two hours
 
-On every task of the quality benchmark, with 1, 3 and 10 checkpoints, at the default estimator and λ:
+On every task of the quality benchmark, with 1, 3 and 10 checkpoints, estimator and λ by default:
 
 - 2,048 random columns, the default;
 - ``td.fit`` without curvature: principal components of a sketch;
