@@ -43,6 +43,9 @@ extensions = [
     "sphinx_copybutton",
 ]
 templates_path = ["_templates"]
+# Of examples, the button copies the code alone.
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
 exclude_patterns = ["_build", "jupyter_execute"]
 
 html_theme = "sphinx_book_theme"
@@ -59,7 +62,8 @@ nb_execution_raise_on_error = True
 nb_merge_streams = True
 # Notebooks are shown with the outputs that they were committed with; `make notebooks` runs them.
 nb_execution_excludepatterns = ["notebooks/*"]
-myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+# No formulas of TeX, so that pages load nothing from elsewhere.
+myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 autosummary_generate = True
@@ -86,5 +90,6 @@ def setup(app: Any) -> None:
 
 def correct_links(app: Any, page: str, source: list[str]) -> None:
     """Correct the links from pages to notebooks, and those from notebooks to pages and pictures."""
-    source[0] = source[0].replace("](../../notebooks/", "](../notebooks/")
+    depth = page.count("/")
+    source[0] = source[0].replace(f"]({'../' * (depth + 1)}notebooks/", f"]({'../' * depth}notebooks/")
     source[0] = source[0].replace("](../docs/", "](../")

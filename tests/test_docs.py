@@ -110,8 +110,7 @@ def test_readme__quotes_the_pages_of_evidence() -> None:
     for method in ("trakdask", "traker, best λ"):
         three_checkpoints = float(table[method].split(", ")[1])
         assert f"{three_checkpoints:.2f}" in features
-    scale = (DOCS / "evidence" / "scale.md").read_text("utf-8")
-    assert "599 MB" in scale
+    assert "599 MB" in (DOCS / "evidence" / "speed.md").read_text("utf-8")
     assert "599 MB" in features
-    resumed, *_ = (row for row in cells("evidence/scale.md") if row[0].startswith("to resume"))
+    resumed, *_ = (row for row in cells("evidence/speed.md") if row[0].startswith("to resume"))
     assert f"{float(resumed[1].split()[0]):.1f} seconds" in features

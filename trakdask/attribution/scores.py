@@ -71,10 +71,10 @@ def score(
     features
         Features of the training samples. If they hold the ``gram`` of this estimator, as
         :func:`save` keeps it, it is used: rows that were selected from them are scored under the
-        gram matrix of all samples, and only their blocks are read. Otherwise it is reduced from
-        these features: features of :func:`open` are read twice, and others stay in memory until
-        they are scored. ``features.assign(gram=td.gram(features, weights=h))`` has weights h of
-        your own in K.
+        gram matrix of all samples, and only their blocks are read. Otherwise it is computed from
+        these features first. Then stored features are read twice, and other features stay in
+        memory until they are scored. ``features.assign(gram=td.gram(features, weights=h))`` has
+        weights h of your own in K.
     targets
         Features of the samples to explain, made with the same model and projector.
     estimator
