@@ -113,8 +113,6 @@ def test_leave_group_out__errors_are_those_of_the_seeds() -> None:
     found = leave_group_out(noisy, SUMS, GROUPS, seeds=4, resamples=20).compute()
     without = [FEATURES.author != name for name in NAMES]
     masks = xr.concat([xr.ones_like(GROUPS, bool), *without], "subset")
-        [xr.ones_like(GROUPS, bool), *(FEATURES.author != n for n in NAMES)], "subset"
-    )
     outputs = td.evaluate.retrain(noisy, masks, M, seeds=4).compute()
     squared = outputs.var("seed", ddof=1) / 4
     error = np.sqrt(squared[1:] + squared[0])
