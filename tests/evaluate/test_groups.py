@@ -82,31 +82,36 @@ def test_leave_group_out__effects_are_those_of_the_closed_form() -> None:
 
 def test_leave_group_out__counts_the_effects_between_bounds() -> None:
     found = leave_group_out(train, BOUNDED, GROUPS, seeds=1, resamples=20).compute()
-    covered = (BOUNDED.lower.values <= effect) & (effect <= BOUNDED.upper.values)
+    low, high = (float(found.scale) * BOUNDED[name].values for name in ("lower", "upper"))
+    covered = (low <= effect) & (effect <= high)
     np.testing.assert_allclose(found.coverage, covered.mean(0))
     assert float(found.coverage_mean) == pytest.approx(covered.mean())
     assert 0.1 < covered.mean() < 0.9
     assert found.effect_error.isnull().all()
     around = xr.full_like(SUMS, 1e-9)
-    exact = SUMS.copy(data=effect)
+    exact = SUMS.copy(data=effect / 2)
     exact = xr.Dataset({"score": exact, "lower": exact - around, "upper": exact + around})
     found = leave_group_out(train, exact, GROUPS, seeds=1, resamples=20).compute()
     assert float(found.coverage_mean) == float(found.lds_mean) == 1
-    assert float(found.scale) == pytest.approx(1)
+    assert float(found.scale) == pytest.approx(2)
 
 
-def test_leave_group_out__of_a_statement_compares_shares() -> None:
+def test_leave_group_out__of_a_statement_is_of_the_sum_of_targets() -> None:
     statement = td.credit(FEATURES, TARGETS, TRAK, by="author").compute()
 
     def total(positions: np.ndarray, seed: int) -> np.ndarray:
         return train(positions, seed).sum(keepdims=True)
 
     found = leave_group_out(total, statement, GROUPS, seeds=2, resamples=20).compute()
-    share = effect.sum(1) / effect.sum()
-    np.testing.assert_allclose(found.effect[:, 0], share, rtol=1e-8)
-    assert float(found.lds[0]) == pytest.approx(stats.spearmanr(statement.share, share).statistic)
-    covered = (statement.lower.values <= share) & (share <= statement.upper.values)
+    whole = effect.sum(1)
+    np.testing.assert_allclose(found.effect[:, 0], whole, rtol=1e-8)
+    assert float(found.lds[0]) == pytest.approx(stats.spearmanr(statement.share, whole).statistic)
+    both = np.stack([statement.lower, statement.upper]) * float(found.scale)
+    covered = (both.min(0) <= whole) & (whole <= both.max(0))  # the scale may be negative
     assert float(found.coverage[0]) == pytest.approx(covered.mean())
+    minus = -statement[["share", "lower", "upper"]]
+    turned = leave_group_out(total, minus, GROUPS, seeds=2, resamples=20).compute()
+    np.testing.assert_allclose(turned.coverage, found.coverage)
 
 
 def test_leave_group_out__errors_are_those_of_the_seeds() -> None:
@@ -146,11 +151,15 @@ def test_leave_group_out__a_failed_target_has_no_correlation() -> None:
     found = leave_group_out(train, broken, GROUPS, seeds=1, resamples=20).compute()
     whole = leave_group_out(train, BOUNDED, GROUPS, seeds=1, resamples=20).compute()
     rest = np.arange(M) != 2
-    for name in ("lds", "coverage"):
-        assert np.isnan(found[name][2])
-        np.testing.assert_allclose(found[name][rest], whole[name][rest])
-    assert np.isfinite(found.coverage_mean)
-    assert np.isfinite(found.scale)
+    np.testing.assert_allclose(found["lds"][rest], whole["lds"][rest])
+    assert np.isnan(found.lds[2])
+    assert np.isnan(found.coverage).values.tolist() == (~rest).tolist()
+    of_rest = BOUNDED.isel(target=rest)
+    without = leave_group_out(
+        lambda *how: train(*how)[rest], of_rest, GROUPS, seeds=1, resamples=20
+    ).compute()
+    np.testing.assert_allclose(found.scale, without.scale)
+    np.testing.assert_allclose(found.coverage_mean, without.coverage_mean)
 
 
 def test_leave_group_out__samples_without_a_group_are_always_trained_on() -> None:
