@@ -100,6 +100,9 @@ PUBLIC = {
     ),
     "baselines": lambda: td.evaluate.baselines(FEATURES, TARGETS),
     "removal_curve": lambda: td.evaluate.removal_curve(train, td.score(FEATURES, TARGETS), [0.1]),
+    "leave_group_out": lambda: td.evaluate.leave_group_out(
+        train, td.intervals(SEEDS, SEEDS, by="label"), SEEDS.label
+    ),
     "mislabelled_auc": lambda: td.evaluate.mislabelled_auc(FEATURES.output, LABEL_IS_WRONG),
     "mislabelled_curve": lambda: td.evaluate.mislabelled_curve(FEATURES.output, LABEL_IS_WRONG),
     "class_detection": lambda: td.evaluate.class_detection(td.score(FEATURES, TARGETS)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -74,7 +76,7 @@ def test_combine__outputs_and_features_are_combined_alike() -> None:
     members = np.flatnonzero(KIND == "b")
     np.testing.assert_allclose(made.output[1], T.output.values[members].mean(0))
     np.testing.assert_allclose(made.feature[1], T.feature.values[members].mean(0))
-    assert "out_to_loss" not in made
+    np.testing.assert_allclose(made.out_to_loss[1], T.out_to_loss.values[members].mean(0))
     assert made.feature.dims == T.feature.dims
     assert made.attrs["combined"] == "mean by kind"
 
@@ -108,3 +110,24 @@ def test_combine__failed_targets_count_only_where_their_weight_does() -> None:
     assert np.isfinite(made.output[0]).all()
     assert np.isnan(made.feature[1]).all()
     assert np.isnan(made.output[1]).all()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"by": "kind"}, {"weights": {"first - second": {0: 1, 1: -1}}}, {"metric": "accuracy"}],
+    ids=["by", "weights", "metric"],
+)
+def test_combined_targets__are_saved_and_opened_like_others(how, tmp_path: Path) -> None:
+    made = td.combine(NAMED.astype("f4"), **how)
+    stored = td.save(made, tmp_path / "t.zarr", estimator=None, progress=False)
+    assert stored.attrs["combined"] == made.attrs["combined"]
+    np.testing.assert_array_equal(stored.output, made.output)
+    again = td.save(made, tmp_path / "t.zarr", estimator=None, progress=False)  # nothing is missing
+    xr.testing.assert_identical(again, stored)
+    features = td.save(X.astype("f4"), tmp_path / "f.zarr", progress=False)
+    scores, expected = (td.score(features, targets) for targets in (stored, made))
+    np.testing.assert_array_equal(scores, expected)
+    title = f"target_{how.get('by', 'combination')}"
+    assert scores[title].values.tolist() == expected[title].values.tolist()
+    top = td.top_k(scores, 3).compute()
+    np.testing.assert_array_equal(top.position, np.argsort(-expected.values, 0, "stable")[:3].T)

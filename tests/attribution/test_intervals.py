@@ -238,6 +238,29 @@ def test_group_score__counts_samples_in_parts(case: str) -> None:
     assert found.dims == ("author", "target")
 
 
+def test_credit__takes_parts_that_pandas_makes_of_lists() -> None:
+    rng = np.random.default_rng(3)
+    lists = [list(rng.permutation(["Ada", "Bo", "Cy"])[: i % 4]) for i in range(N)]
+    authors = pd.Series(lists).explode()
+    parts = pd.crosstab(authors.index, authors, normalize="index")
+    parts = xr.DataArray(parts, dims=("sample", "author"))
+    with pytest.raises(ValueError, match="are missing, the first of them"):
+        td.group_score(TRAIN, TARGETS, "trak", by=parts)
+    parts = parts.reindex(sample=range(N), fill_value=0)
+    dense = td.score(TRAIN, TARGETS, "trak").values
+    expected = {
+        name: sum(dense[i] / len(names) for i, names in enumerate(lists) if name in names)
+        for name in ("Ada", "Bo", "Cy")
+    }
+    found = td.group_score(TRAIN, TARGETS, "trak", by=parts)
+    assert found.author.values.tolist() == ["Ada", "Bo", "Cy"]
+    np.testing.assert_allclose(found, list(expected.values()), rtol=1e-8, atol=1e-12)
+    share = td.credit(TRAIN, TARGETS, "trak", by=parts).share
+    np.testing.assert_allclose(
+        share, [total.sum() / dense.sum() for total in expected.values()], rtol=1e-8
+    )
+
+
 def test_credit__of_a_coord_adds_up_to_1_with_samples_of_no_group(tmp_path: Path) -> None:
     found = td.credit(TRAIN, TARGETS, "trak", by="label")
     assert float(found.share.sum()) == pytest.approx(1)

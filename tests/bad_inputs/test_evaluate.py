@@ -44,6 +44,8 @@ def nan_at(array: xr.DataArray, *where: object) -> xr.DataArray:
     return copied
 
 
+GROUPS = LABELLED.label
+SUMS = SCORES.groupby(GROUPS).sum()
 FEATURES = td.testing.simulate_features(n_samples=N, proj_dim=4)
 TEXTS = ["a sea"] * N
 PROMPTS = FEATURES.assign_coords(text=("sample", TEXTS))
@@ -56,6 +58,7 @@ GOOD = {
     "mislabelled_curve": {"values": SCORES[:, 0], "is_mislabelled": WRONG},
     "retrain": {"train_fn": train, "masks": MASKS, "targets": M, "progress": False},
     "removal_curve": {"train_fn": train, "scores": SCORES, "fractions": [0.2], "n_random": 1},
+    "leave_group_out": {"train_fn": train, "sums": SUMS, "groups": GROUPS, "resamples": 2},
     "class_detection": {"scores": LABELLED, "ks": [1], "resamples": 2},
 }
 
@@ -144,6 +147,15 @@ ROWS = [
         ("n_random 0", {"n_random": 0}, ValueError, ["n_random", "0"]),
         ("percent", {"fractions": [20]}, ValueError, ["fraction", "20"]),
         ("scores are NaN", {"scores": SCORES * np.nan}, ValueError, ["scores", "NaN"]),
+    ),
+    *rows(
+        "leave_group_out",
+        BOOTSTRAP[1],
+        ("one group", {"sums": SUMS[:1]}, ValueError, ["[0]", "two or more", "[0, 1, 2]", "'label'"]),
+        ("other groups", {"groups": GROUPS + 1}, ValueError, ["[0, 1, 2]", "[1, 2, 3]"]),
+        ("another coord", {"groups": GROUPS.rename("source")}, ValueError, ["source"]),
+        ("raises", {"train_fn": failing}, FAILED, ["subset", "loss is NaN"]),
+        ("sums are NaN", {"sums": SUMS * np.nan}, ValueError, ["NaN", "3 targets"]),
     ),
     *rows(
         "class_detection",

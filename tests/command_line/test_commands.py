@@ -197,6 +197,38 @@ def test_commands__of_a_fitted_projector(job: Path, run: Run) -> None:
     np.testing.assert_allclose(again.feature, targets.feature, atol=1e-5)
 
 
+@pytest.mark.parametrize("ending", [".parquet", ".zarr"])
+def test_credit__and_intervals_of_top_k(job: Path, run: Run, ending: str) -> None:
+    folder, path = job.parent, f"shares{ending}"
+    five = "--set", "model.checkpoints.arguments.n=5"
+    done = run("credit", job, *five, "--set=credit.by=source", f"--set=outputs.credit={path}")
+    assert done.exit_code == 0, done.output
+    train, targets = (td.open(folder / f"{name}.zarr") for name in ("train", "targets"))
+    expected = td.credit(train, targets, td.Trak(damping=0.1), by="source").compute()
+    if ending == ".parquet":
+        found = pd.read_parquet(folder / path).set_index("source").to_xarray()
+    else:
+        found = xr.open_zarr(folder / path).compute()
+    for name in ("share", "lower", "upper", "is_certain", "samples"):
+        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+    first, second = expected.sortby("share", ascending=False).source.values
+    assert done.output.index(first) < done.output.index(second)
+    options = "--set=intervals.level=0.5", "--set=top_k.rank_by=lower"
+    assert (done := run("top-k", job, *five, *options)).exit_code == 0, done.output
+    bounds = td.intervals(train, targets, td.Trak(damping=0.1), level=0.5)
+    top = td.top_k(bounds, 3, rank_by="lower").compute()
+    table = pd.read_parquet(folder / "top.parquet").sort_values(["target", "rank"])
+    for name in ("score", "lower", "upper", "position"):
+        np.testing.assert_array_equal(table[name], top[name].values.ravel())
+    assert "upper" in done.output
+
+
+def test_credit__of_two_checkpoints_computes_nothing(job: Path, run: Run) -> None:
+    done = run("credit", job, "--set=credit.by=source")
+    assert (done.exit_code, "5 or more checkpoints" in done.output) == (2, True)
+    assert not (job.parent / "train.zarr").exists()
+
+
 def test_top_k__where_and_settings(job: Path, run: Run) -> None:
     where = 'source == "web" and row < 30'
     settings = f"top_k.where='{where}'", "top_k.k=2", "projector=null"

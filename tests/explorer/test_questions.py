@@ -343,3 +343,18 @@ def test_words__are_asked_for_with_the_options_of_the_view(truth: Any) -> None:
     np.testing.assert_allclose(words.values, scores[:, None] * [0.75, 0.25], rtol=1e-3)
     assert questions.has_words(View())
     assert not questions.has_words(View(estimator="grad_cos"))
+
+
+def test_questions__of_combined_targets_have_no_class_and_no_loss(tmp_path) -> None:
+    task = str(td.tasks.ImageClassification())
+    features, targets = (ds.assign_attrs(task=task) for ds in (FEATURES, TARGETS))
+    assert "probability" in Questions(features, targets).targets.whole
+    combined = td.combine(targets, by="label")
+    stored = td.save(combined, tmp_path / "t.zarr", estimator=None, progress=False)
+    questions = Questions(features, stored)
+    table = questions.targets.whole
+    assert set(table) == {"label", "output", "disagreement", "Q"}
+    np.testing.assert_allclose(table.Q, combined.out_to_loss.mean("checkpoint"), rtol=1e-6)
+    view = View(target=1, k=2, estimator="trak", damping=f"absolute {LAMBDA}")
+    expected = td.score(features, combined, TRAK).values[:, 1]
+    np.testing.assert_allclose(questions.top(view).score, np.sort(expected)[::-1][:2], rtol=1e-5)

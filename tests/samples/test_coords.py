@@ -85,6 +85,7 @@ def test_normalise_coord__any_strings(values: list[str], kind: str) -> None:
         (np.array(["a", None], np.dtypes.StringDType(na_object=None)), ValueError, "sample 1"),
         (np.array([1, 2], "m8[s]"), TypeError, "timedelta64"),
         (np.array([b"a", b"b"]), TypeError, "S1"),
+        ([["a"], ("a", "b")], TypeError, "'list', 'tuple'.*td.group_score shows"),
         (np.array(["3000-01-01", "2000-01-01"], "M8[D]"), ValueError, "3000-01-01"),
         (pd.to_datetime(DAYS).tz_localize("Europe/Rome"), TypeError, "time zone"),
     ],

@@ -63,10 +63,11 @@ def combine(
 
     Returns
     -------
-    Lazy Dataset (sample, ...) with ``feature`` and ``output``, one sample per combination, and
-    their names as the coord ``by``, ``"combination"``, or the dimension of the DataArray. In scores
-    its name begins with ``target_``. There is no ``out_to_loss``: a combination has no loss of its
-    own, and scores of targets do not need it.
+    Lazy Dataset (sample, ...) with ``feature``, ``output`` and ``out_to_loss``, one sample per
+    combination, and their names as the coord ``by``, ``"combination"``, or the dimension of the
+    DataArray. In scores its name begins with ``target_``. :func:`save` stores it like any other
+    targets. A combination has no loss of its own: its ``out_to_loss`` is Σ_t w_t Q(t), the mean of
+    1 - p for a group of a classification.
 
     Raises
     ------
@@ -115,7 +116,7 @@ def combine(
     lazy = lazy_features(targets)
     data = {
         name: VARIABLES[name].holding(arrays.groups.combine_rows(lazy[name].data, matrix))
-        for name in ("feature", "output")
+        for name in ("feature", "output", "out_to_loss")
         if name in lazy
     }
     coords = {title: (SAMPLE, names), CHECKPOINT: lazy[CHECKPOINT]}
@@ -127,13 +128,15 @@ def _measured(targets: xr.Dataset, metric: MetricLike) -> xr.Dataset:
     measure, lazy = measure_of(metric, targets), lazy_features(targets)
     outputs = lazy.output.data.T.rechunk(-1)
     outputs += 0 * outputs.sum(0)  # a target that failed at one checkpoint has no score
-    feature = arrays.groups.weighted_sum(lazy.feature.data, measure.weights(outputs))
-    output = measure.values(outputs).astype(lazy.output.dtype)[None].rechunk((1, 1))
+    weights = measure.weights(outputs)
+    data = {
+        name: arrays.groups.weighted_sum(lazy[name].data, weights)
+        for name in ("feature", "out_to_loss")
+        if name in lazy
+    }
+    data["output"] = measure.values(outputs).astype(lazy.output.dtype)[None].rechunk((1, 1))
     return xr.Dataset(
-        {
-            "feature": VARIABLES["feature"].holding(feature),
-            "output": VARIABLES["output"].holding(output),
-        },
+        {name: VARIABLES[name].holding(array) for name, array in data.items()},
         coords={
             COMBINATION: (SAMPLE, np.array([measure.name], object)),
             CHECKPOINT: lazy[CHECKPOINT],

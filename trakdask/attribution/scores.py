@@ -167,7 +167,8 @@ def group_score(
     by
         Name of a coord of the training samples, or a list of several: then there is a group for
         each combination of their values. Missing values belong to no group. Or a DataArray (sample,
-        group) with the part of each sample that belongs to each group, such as its authors'.
+        group) with the part of each sample that belongs to each group, such as its authors'. A
+        store has no lists as coords; see Examples for parts that pandas makes of lists.
     metric
         A metric of all outputs, as :func:`trakdask.metric` takes it. The result, (``by``, target)
         with one target, is how much each group raised it, M(f) - M(f - sums), mean over
@@ -204,6 +205,19 @@ def group_score(
     >>> features = features.assign_coords(source=("sample", ["web", "web", "wiki", "book"] * 2))
     >>> td.group_score(features, features, by=["source", "label"]).shape
     (3, 2, 8)
+
+    Samples with several authors, who get equal parts of them (``parts.reindex(sample=range(8),
+    fill_value=0)`` adds samples without authors):
+
+    >>> import pandas as pd
+    >>> import xarray as xr
+    >>> authors = pd.Series([["Ada"], ["Ada", "Bo"], ["Bo", "Cy"], ["Cy"]] * 2).explode()
+    >>> parts = pd.crosstab(authors.index, authors, normalize="index")
+    >>> parts = xr.DataArray(parts, dims=("sample", "author"))
+    >>> parts[1].to_series().to_dict()
+    {'Ada': 0.5, 'Bo': 0.5, 'Cy': 0.0}
+    >>> td.group_score(features, features, by=parts).sizes
+    Frozen({'author': 3, 'target': 8})
     """
     training, explained = operands_of(features, targets)
     operands = solver(training, resolve(training, estimator))

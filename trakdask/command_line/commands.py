@@ -99,6 +99,7 @@ def _add_command(name: str, text: str) -> None:
 _add_command("score", "Write the scores of all training samples for all targets.")
 _add_command("top_k", "Rank the training samples of each target; print the first, write all.")
 _add_command("groups", "Sum scores by groups of training samples; print the first, write all.")
+_add_command("credit", "Say which share each group of training samples has; write and print all.")
 
 
 @app.command()

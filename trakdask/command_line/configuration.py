@@ -19,10 +19,11 @@ from trakdask.files import Folder, location
 Configuration = Mapping[str, Any]
 
 _SECTIONS = (
+    *("intervals", "credit"),
     *("data", "targets", "model", "projector", "featurize", "save"),
     *("stores", "cluster", "score", "top_k", "groups", "outputs"),
 )
-_KEYS = {"stores": ("train", "targets"), "outputs": ("score", "top_k", "groups")}
+_KEYS = {"stores": ("train", "targets"), "outputs": ("score", "top_k", "groups", "credit")}
 """The keys of sections that are no arguments of a function, which would check them."""
 _FOLDER = "folder"
 _HEAD = "# By trakdask"

@@ -67,6 +67,9 @@ _CLUSTER = (
 _OF_ESTIMATORS = ("power", "damping", "learning_rates")
 """Keys beside ``estimator`` that are options of its value."""
 
+_SUMS: Mapping[str, Callable[..., Any]] = {"groups": td.group_score, "credit": td.credit}
+"""The commands that add up scores by groups of samples, and their functions."""
+
 _WRITERS: Mapping[str, Callable[..., None]] = {".zarr": td.to_zarr, ".parquet": td.to_parquet}
 _IN_MEMORY = 2**30
 
@@ -328,15 +331,19 @@ def _lazy_result(
     name: str, configuration: Configuration, data: xr.Dataset, targets: xr.Dataset
 ) -> Any:
     options = section(configuration, "score")
-    if name == "groups":
+    if name in _SUMS:
         options.pop("average", None)
-        with about("groups"):
-            options |= section(configuration, "groups")
-            return td.group_score(data, targets, **with_estimator(options, data))
+        with about(name):
+            options |= section(configuration, name)
+            return _SUMS[name](data, targets, **with_estimator(options, data))
     with about("score"):
         scores = td.score(data, targets, **with_estimator(options, data))
     if name == "score":
         return scores
+    if "intervals" in configuration:
+        with about("intervals"):
+            options |= section(configuration, "intervals")
+            scores = td.intervals(data, targets, **with_estimator(options, data))
     with about("top_k"):
         return td.top_k(scores, **section(configuration, "top_k"))
 

@@ -45,6 +45,9 @@ def result(name: str, data: Any) -> Table:
     """Return what a command prints of its result: the first targets, with their metadata."""
     if name == "score":
         return summary(data, "scores")
+    if name == "credit":
+        shares = data.compute().to_dataframe().sort_values("share", ascending=False)
+        return table(shares.reset_index(), "shares of the sum of all scores")
     first = data.isel({TARGET: slice(_MOST_TARGETS)}).compute()
     if name == "top_k":
         return table(first.to_dataframe(dim_order=[TARGET, RANK]).reset_index(), _share(data))

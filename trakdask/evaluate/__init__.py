@@ -1,8 +1,9 @@
 """Evaluation of scores: by retraining without the samples that they name, and by what is known.
 
 ``subsets`` → ``retrain`` → ``lds`` measures how well sums of scores rank models of random subsets;
-``removal_curve`` removes the samples that the scores call important. With the masks of
-``leave_one_out``, the first chain compares scores with the effect of leaving out single samples.
+``removal_curve`` removes the samples that the scores call important, and ``leave_group_out`` each
+group of samples. With the masks of ``leave_one_out``, the first chain compares scores with the
+effect of leaving out single samples.
 
 Nothing is retrained by the others: ``mislabelled_auc`` and ``mislabelled_curve`` measure whether
 scores find wrong labels, and ``class_detection`` whether samples of the target's class rank first.
@@ -14,6 +15,7 @@ from trakdask.evaluate.baselines import baselines
 from trakdask.evaluate.cross_validation import cross_validate
 from trakdask.evaluate.datamodeling import lds, leave_one_out, subsets
 from trakdask.evaluate.detection import class_detection, mislabelled_auc, mislabelled_curve
+from trakdask.evaluate.groups import leave_group_out
 from trakdask.evaluate.removal import removal_curve
 from trakdask.evaluate.retraining import retrain
 
@@ -22,6 +24,7 @@ __all__ = [
     "class_detection",
     "cross_validate",
     "lds",
+    "leave_group_out",
     "leave_one_out",
     "mislabelled_auc",
     "mislabelled_curve",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -238,23 +239,27 @@ def lds(
     options = require_bootstrap(resamples, seed, confidence)
     prediction = arrays.subsets.subset_sums(lazy_data(masks), lazy_data(scores))
     result = lazy_results(
-        _evaluate, prediction, lazy_data(outputs), options, of=scores,
-        variables={
-            **described_with_mean("lds", "Spearman of predicted and retrained outputs", more),
-            "ceiling": ((TARGET,), "Spearman of a perfect prediction, given the noise of seeds"),
-            "ceiling_mean": ((), "mean of ceiling over targets, minus the bias"),
-            "ceiling_interval": (("bound",), "of ceiling_mean"),
-            "draws": (("draw", *more), "lds_mean of each bootstrap sample, minus the bias"),
-        },
-        sizes={"draw": resamples},
+        rank_correlations, prediction, lazy_data(outputs), options, of=scores,
+        variables=described_lds(more), sizes={"draw": resamples},
     )  # fmt: skip
     return result.assign_attrs(options)
 
 
-def _evaluate(
+def described_lds(more: tuple[Hashable, ...]) -> dict[str, tuple[tuple[Hashable, ...], str]]:
+    """Describe the arrays of :func:`rank_correlations`, which has further dimensions."""
+    return {
+        **described_with_mean("lds", "Spearman of predicted and retrained outputs", more),
+        "ceiling": ((TARGET,), "Spearman of a perfect prediction, given the noise of seeds"),
+        "ceiling_mean": ((), "mean of ceiling over targets, minus the bias"),
+        "ceiling_interval": (("bound",), "of ceiling_mean"),
+        "draws": (("draw", *more), "lds_mean of each bootstrap sample, minus the bias"),
+    }
+
+
+def rank_correlations(
     prediction: np.ndarray, outputs: np.ndarray, options: dict[str, Any]
 ) -> dict[str, np.ndarray]:
-    """Compute all results of predictions (subset, target, ...), outputs (subset, seed, target)."""
+    """Compare predictions (subset, target, ...) with outputs (subset, seed, target)."""
     more = prediction.shape[2:]
     flat = prediction.reshape(*prediction.shape[:2], -1)
     predicted = [arrays.evaluation.Ranking.of(flat[:, :, i]) for i in range(flat.shape[2])]

@@ -80,7 +80,7 @@ class TargetTable:
     @cached_property
     def label(self) -> str:
         """The coord that has the classes of a classifier; "" for other models."""
-        task = re.fullmatch(r"\w*Classification\((.*)\)", str(self.features.attrs.get("task")))
+        task = re.fullmatch(r"\w*Classification\((.*)\)", self._task)
         label = re.search(r"\blabel='(\w+)'", task[1]) if task else None
         name = label[1] if label else "label"
         is_number = name in self.metadata and self.metadata[name].dtype.kind in "iuf"
@@ -97,8 +97,14 @@ class TargetTable:
         table = table.assign(output=output.mean(axis=1))
         if output.shape[1] > 1:
             table["disagreement"] = np.std(output, axis=1, ddof=1)
-        name, loss = mean_loss(self.features.attrs.get("task"), output, q)
+        name, loss = mean_loss(self._task, output, q)
         return table.assign(**{name: loss})
+
+    @property
+    def _task(self) -> str:
+        """The task whose outputs the targets have; "" for combined ones, which have no loss."""
+        attrs = self.features.attrs
+        return "" if "combined" in attrs else str(attrs.get("task"))
 
     @cached_property
     def _outputs(self) -> tuple[np.ndarray, np.ndarray]:

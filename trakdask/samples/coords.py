@@ -200,10 +200,13 @@ def _portable(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return pd.Series(array).astype("datetime64[ns]").to_numpy()  # raises if it is out of range
     if array.dtype.kind in "UT":
         return array.astype(np.dtypes.StringDType(), copy=False)
+    remedy = f"{name}.astype(str)"
+    if any(map(pd.api.types.is_list_like, array)):
+        remedy = "leaving it out; td.group_score shows how samples belong to several groups"
     raise TypeError(
         "expected numbers, booleans, strings or times without a time zone for coord "
         f"{name!r}, got dtype {array.dtype} of "
-        f"{sorted({type(value).__name__ for value in array})}; try {name}.astype(str)"
+        f"{sorted({type(value).__name__ for value in array})}; try {remedy}"
     )
 
 

@@ -1,0 +1,173 @@
+"""Train models without each group, and compare what changes with what scores predicted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+from trakdask.attribution.groups import group_codes
+from trakdask.checks import shown
+from trakdask.evaluate.datamodeling import described_lds, rank_correlations
+from trakdask.evaluate.results import Scores, as_array, lazy_data, lazy_results, require_bootstrap
+from trakdask.evaluate.retraining import Seeds, Store, TrainFn, train_models
+from trakdask.variables import TARGET
+
+_OF_ALL = -2
+"""In place of the group that is left out; no sample has it."""
+
+
+def leave_group_out(
+    train_fn: TrainFn,
+    sums: Scores | xr.Dataset,
+    groups: xr.DataArray,
+    *,
+    seeds: Seeds = 3,
+    resamples: int = 1000,
+    seed: int = 0,
+    confidence: float = 0.95,
+    store: Store | None = None,
+    tag: str | None = None,
+    progress: bool = True,
+) -> xr.Dataset:
+    """Train without each group of samples, and compare the outputs with what scores predicted.
+
+    The effect of a group on a target is its output by models of all samples, minus its output by
+    models without the group. The sum of the group's scores predicts it.
+
+    Parameters
+    ----------
+    train_fn
+        As in :func:`retrain`: (positions, seed) -> outputs of all targets.
+    sums
+        What predicts the effects: sums of scores (group, target) of :func:`trakdask.group_score`,
+        or a mapping from names to such sums; :func:`trakdask.intervals` of them, whose bounds are
+        compared, too; or a statement of :func:`trakdask.credit`, for which ``train_fn`` returns one
+        output, the sum of the outputs of all targets. Groups that these lack are not left out.
+    groups
+        The group of each training sample, (sample), such as ``features.source``, with the name that
+        the sums have as a dimension.
+    seeds
+        Models per group, and of all samples, whose outputs are averaged. Two or more reveal how
+        much of an effect is noise.
+    resamples, seed, confidence
+        As in :func:`lds`; groups are resampled.
+    store, tag, progress
+        As in :func:`retrain`: with a store the models are trained at once, and stored.
+
+    Returns
+    -------
+    Dataset of float64 variables, lazy unless there is a store:
+
+    - ``effect`` (group, target), and ``effect_error``, its standard error by the seeds, NaN with a
+      single one;
+    - all that :func:`lds` returns for the subsets that lack one group. ``lds`` is the Spearman
+      correlation, over groups, of the sums with the effects, and :func:`trakdask.plots.lds` draws
+      it;
+    - ``scale`` (): the number by which the sums have to be multiplied to be nearest to the effects,
+      by least squares;
+    - ``coverage`` (target), if there are bounds: the share of the groups whose effect lies between
+      the bounds times ``scale``, and ``coverage_mean`` ().
+
+    Raises
+    ------
+    BlockError, StoreMismatchError
+        As :func:`retrain`.
+    ValueError
+        If there are sums of fewer than two groups, or of groups that no sample has; when computed,
+        if the correlation is undefined for every target.
+
+    Notes
+    -----
+    Cost: (groups + 1) × seeds trainings. With a store, models that other evaluations have trained
+    are not trained again.
+
+    Bounds cover the draw of the checkpoints that scores are made of. Effects differ from scores for
+    two further reasons: scores are a linear model of retraining, and a few seeds measure effects
+    with the error ``effect_error``. So the coverage is lower than the level of the bounds, mostly
+    by far (``tests/benchmarks/results/2026-11-24-credit.txt``).
+
+    References
+    ----------
+    Koh et al. 2019, "On the accuracy of influence functions for measuring group effects".
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import trakdask as td
+    >>> worth, source = np.arange(6.0), np.array(["a", "b", "b", "c", "c", "c"])
+    >>> def train(positions, seed):
+    ...     return worth[positions].sum(keepdims=True)
+    >>> sums = xr.DataArray(
+    ...     [[0.1], [2.9], [8.0]], {"source": ["a", "b", "c"]}, ("source", "target")
+    ... )
+    >>> groups = xr.DataArray(source, dims="sample", name="source")
+    >>> result = td.evaluate.leave_group_out(train, sums, groups, resamples=10)
+    >>> result.effect.values[:, 0].tolist(), float(result.lds_mean)
+    ([0.0, 3.0, 12.0], 1.0)
+    """
+    options = require_bootstrap(resamples, seed, confidence)
+    name, bounds = str(groups.name), []
+    if isinstance(sums, xr.Dataset):
+        if TARGET not in sums.dims:  # a share is of one target, the sum of all
+            sums = sums.expand_dims(TARGET)
+        bounds = [lazy_data(sums[bound].transpose(name, TARGET)) for bound in ("lower", "upper")]
+        sums = sums["share" if "share" in sums else "score"]
+    sums = as_array(sums, name, TARGET)
+    codes, names = group_codes(groups.values)
+    left_out = pd.Index(names).get_indexer(sums[name].values)
+    if len(left_out) < 2 or (left_out < 0).any():
+        raise ValueError(
+            f"expected sums of two or more of the groups {shown(names.tolist())} of {name!r}, got "
+            f"{shown(sums[name].values.tolist())}; try td.group_score(features, targets, "
+            f"by={name!r}) of these samples"
+        )
+    masks = da.from_array(np.append(_OF_ALL, left_out)[:, None], chunks=1) != codes
+    outputs = train_models(
+        train_fn, masks, sums.sizes[TARGET], seeds=seeds, store=store, tag=tag, progress=progress
+    )
+    more = sums.dims[2:]
+    variables: dict[str, Any] = {
+        "effect": ((name, TARGET), "output of all samples minus output without the group"),
+        "effect_error": ((name, TARGET), "standard error of effect by the seeds"),
+        **described_lds(more),
+        "scale": (more, "by which sums are nearest to effects, by least squares"),
+    }
+    if bounds:
+        variables["coverage"] = (TARGET,), "share of groups with their effect in scaled bounds"
+        variables["coverage_mean"] = (), "mean of coverage over targets"
+    result = lazy_results(
+        _compared, lazy_data(sums), bounds, outputs, options, of=sums, variables=variables,
+        labels={name: sums[name].values}, sizes={"draw": resamples},
+    )  # fmt: skip
+    result = result.assign_attrs(options)
+    return result if store is None else result.compute()
+
+
+def _compared(
+    sums: np.ndarray,
+    bounds: list[np.ndarray],
+    outputs: np.ndarray,
+    options: dict[str, Any],
+) -> dict[str, np.ndarray]:
+    """Compute all results of sums (group, target, ...) and outputs (1 + group, seed, target)."""
+    mean, n = outputs.mean(axis=1), outputs.shape[1]
+    effect = mean[0] - mean[1:]
+    with np.errstate(invalid="ignore"):  # one seed has no variance
+        variance = ((outputs - mean[:, None]) ** 2).sum(axis=1) / np.float64(n * (n - 1))
+    flat = sums.reshape(*sums.shape[:2], -1).astype(np.float64)
+    products = (np.nansum(x * flat, axis=(0, 1)) for x in (effect[..., None], flat))
+    results = rank_correlations(-sums, outputs[1:], options)
+    results |= {
+        "effect": effect,
+        "effect_error": np.sqrt(variance[0] + variance[1:]),
+        "scale": np.divide(*products).reshape(sums.shape[2:]),
+    }
+    if bounds:
+        low, high = np.sort(np.stack(bounds) * results["scale"], axis=0)
+        covered = np.where(np.isnan(low), np.nan, (low <= effect) & (effect <= high)).mean(axis=0)
+        results |= {"coverage": covered, "coverage_mean": np.nanmean(covered)}
+    return results
