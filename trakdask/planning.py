@@ -261,6 +261,11 @@ class Plan:
         return self.n_blocks * self.n_checkpoints
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of the float32 features of a block."""
+        return 4 * -(-self.n_samples // self.n_blocks) * self.projections[0].proj_dim
+
+    @property
     def estimated_s(self) -> float | None:
         """Seconds that all tasks will take, estimated from the pilot."""
         if (pilot := self.pilot) is None:
@@ -305,6 +310,7 @@ class Plan:
         batches = "" if self.batch_size is None else f" and micro-batches of {self.batch_size}"
         title = (
             f"Plan: {_counted(self.n_samples, 'sample')} in {_counted(self.n_blocks, 'block')}"
+            f" of {format_bytes(self.block_bytes)}"
             f"{batches}, {_counted(self.n_checkpoints, 'checkpoint')}, "
             f"{_counted(self.n_parameters, 'parameter')}: {_counted(self.n_tasks, 'task')}"
         )

@@ -104,7 +104,7 @@ def write(
             # the store, or goes on after a kill, knows what the further chunks are.
             before.commit()
             group = before.target()
-        folder.sweep()
+        before.sweep()  # a killed writer may have left some files
         save_fit(before.target(), features, retries)
         features = with_trained_on(before, features)
         save_blocks(before, features, rows, retries, progress=progress)
