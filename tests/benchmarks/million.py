@@ -63,10 +63,8 @@ def main() -> None:
                 child.send_signal(signal.SIGKILL)
             text = (child.communicate()[0] or "").rstrip() or f"{step:36}{'':30}"
             print(f"{text}{len(files(store)):10,}", flush=True)
-        n_chunks, n_small = (
-            len(files(store / "feature")) - 1,
-            len(Group.read(Folder.at(store)).small),
-        )
+        n_chunks = len(files(store / "feature")) - 1
+        n_small = len(Group.read(Folder.at(store)).small)
         print(f"\n{n_chunks:,} chunks of features; {n_small} small arrays would have "
               f"{n_small * n_chunks:,} in chunks of a block")  # fmt: skip
         print(f"{len(files(store)) / n_chunks:.3f} objects for each block and checkpoint; "

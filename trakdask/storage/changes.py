@@ -174,7 +174,8 @@ def verify(
     checksums
         Read every chunk, which compares its CRC-32C. Else only look whether it is there.
     repair
-        Remove what cannot be read, so that :func:`save` computes these blocks again, and no other.
+        Remove what cannot be read, so that :func:`save` computes these blocks again, and no other;
+        of outputs, weights and norms, a chunk has many blocks.
         Damaged coords stay, until :func:`assign_coords` is given their values; sums are removed,
         until :func:`save` reduces them again; without a readable mask of dropped samples, these are
         shown again. An append that was cut short is given up.
