@@ -326,8 +326,9 @@ def read_chunk(
         data = _mapped(f"{folder.url}/{path}", array.chunks, array.dtype)
         if data is not None:  # which has rows beyond the last of the array
             return data[inside]
+    n_rows, n_chunk = inside[0].stop - inside[0].start, min(array.chunks[0], array.shape[0])
     with _named(folder, path):
-        if inside[0].stop - inside[0].start < min(array.chunks[0], array.shape[0]):
+        if n_rows < n_chunk and inside[0].stop <= n_chunk:
             block = _recent((key, index), lambda: array.get_block_selection(index))[inside]
         else:
             block = np.asarray(array[rows])
