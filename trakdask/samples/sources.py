@@ -15,9 +15,17 @@ import dask.array as da
 import numpy as np
 
 from trakdask.arrays.blocks import take
+from trakdask.checks import require_integer
+from trakdask.execution import n_slots
 from trakdask.samples.fingerprints import fingerprint
 
 Array = np.ndarray[Any, Any]
+
+Chunks = int | Literal["auto"]
+ROWS = 512
+"""Samples of a block until features are made of them."""
+_FEATURE_BYTES, _INPUT_BYTES = 2**24, 2**26
+_LEAST_BLOCKS, _BLOCKS_PER_TASK = 64, 4
 
 _READ_NAME = re.compile(r"read-.+-([0-9a-f]{64})-\d+", re.DOTALL)
 
@@ -69,6 +77,35 @@ def check_dtype(name: str, dtype: np.dtype[Any]) -> None:
             f"expected numbers or booleans in variable {name!r}, got dtype {dtype}; try "
             f"np.unique(values, return_inverse=True)[1] for classes, or coords={{{name!r}: ...}}"
         )
+
+
+def block_size(chunks: Chunks) -> int:
+    """Return how many samples are in a block; see :func:`joined_rows`."""
+    return ROWS if chunks == "auto" else require_integer("chunks", chunks, 1, remedy="try 'auto'")
+
+
+def joined_rows(n: int, feature_bytes: int, input_bytes: int = 0) -> int:
+    """Return how many samples are in a block of features of ``chunks="auto"``.
+
+    Blocks of 512 samples are joined until features have 16 MB, as long as there are four blocks for
+    each task that runs at once, and at least 64, and the inputs of a block have up to 64 MB.
+
+    Parameters
+    ----------
+    n
+        Number of samples.
+    feature_bytes, input_bytes
+        Of one sample, at one checkpoint.
+
+    Examples
+    --------
+    >>> joined_rows(10**6, 4 * 2048), joined_rows(10**4, 4 * 2048)
+    (2048, 512)
+    """
+    least_blocks = max(_LEAST_BLOCKS, _BLOCKS_PER_TASK * n_slots())
+    wanted = -(-_FEATURE_BYTES // (ROWS * max(feature_bytes, 1)))
+    allowed = min(n // (ROWS * least_blocks), _INPUT_BYTES // (ROWS * max(input_bytes, 1)))
+    return ROWS * max(1, min(wanted, allowed))
 
 
 def require_samples(n: int, what: str) -> None:
