@@ -43,7 +43,8 @@ def damping(chosen: xr.Dataset, *, ax: Axes | None = None) -> Figure:
     if not np.isfinite(chosen.curve.values).any():
         raise ValueError(
             "expected a damping that was chosen by outputs, which has a curve, got the rule "
-            f"{str(chosen.rule.values)!r}; try td.damping(features, td.Soft(damping='completeness'))"
+            f"{str(chosen.rule.values)!r}; try td.damping(features, "
+            "td.Soft(damping='completeness'))"
         )
     ax = axes(ax, 6.8, 3.4)
     style: dict[str, Any] = {"markersize": 3.5, "linewidth": 1.2}

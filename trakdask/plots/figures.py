@@ -41,13 +41,14 @@ def new_figure(width: float, height: float) -> Figure:
     """
     try:
         import matplotlib.pyplot as plt  # optional dependency
+        from matplotlib.figure import Figure
     except ImportError as err:
         raise ImportError(
             f"expected matplotlib for plots, got an import error ({err}); try pip install "
             "'trakdask[plots]'"
         ) from err
 
-    class Shown(plt.Figure):  # type: ignore[misc]
+    class Shown(Figure):
         def _ipython_display_(self) -> None:
             plt.close(self)  # a notebook would show it a second time, as a figure that is open
             raise NotImplementedError  # it is displayed as any other figure
