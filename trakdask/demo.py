@@ -30,7 +30,7 @@ __all__ = ["main", "model", "preprocess"]
 
 OUTPUT = Path("demo-output")
 N_TARGETS = 200
-N_CHECKPOINTS = 8
+N_CHECKPOINTS = 6
 PROJ_DIM = 512
 SHOWN = 5
 N_SUSPICIOUS = 30
