@@ -11,6 +11,7 @@ from pathlib import Path
 
 import dask
 import matplotlib
+import matplotlib.pyplot as plt
 import pytest
 import torch
 from distributed import Client, LocalCluster
@@ -63,6 +64,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _closed_figures() -> Iterator[None]:
+    """Close what a test has drawn: pyplot warns of more than 20 open figures."""
+    yield
+    plt.close("all")
 
 
 def pytest_collection_finish() -> None:

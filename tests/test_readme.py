@@ -11,6 +11,7 @@ from importlib.metadata import metadata
 from pathlib import Path
 from urllib.request import urlopen
 
+import matplotlib.image
 import pandas as pd
 import pytest
 
@@ -66,10 +67,12 @@ def test_readme__lines_run_in_order(tmp_path: Path) -> None:
         elif text.startswith("trakdask explore"):
             explore(text.strip(), tmp_path)
         elif language == "text":
-            assert shape_of(printed[printed.index("target_label") :]) == shape_of(text)
+            assert shape_of(printed[printed.index("these scores") :]) == shape_of(text)
         else:
             interpreter = {"python": [sys.executable, "-c"], "console": ["bash", "-ec"]}[language]
             printed = run([*interpreter, text], tmp_path)
+    assert matplotlib.image.imread(tmp_path / "gallery.png").shape[0] > 300
+    assert printed.splitlines()[-1].startswith("these scores predict left-out checkpoints at 0.")
     frame = pd.read_parquet(tmp_path / "digits" / "top.parquet")
     assert len(frame) == 200 * 5
     best = frame[frame["rank"] == 0]

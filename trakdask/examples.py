@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from trakdask.checks import require_integer
 from trakdask.files import Folder
 from trakdask.samples import from_arrays
+from trakdask.training import train_on_halves
 
 __all__ = [
     "classifier_accuracy",
@@ -24,7 +25,9 @@ __all__ = [
     "digits_arrays",
     "digits_checkpoints",
     "digits_cnn",
+    "digits_halves",
     "digits_mlp",
+    "fit_mnist_cnn",
     "mnist",
     "mnist_checkpoints",
     "mnist_cnn",
@@ -275,6 +278,57 @@ def mnist_checkpoints(
     """
     return digits_checkpoints(
         folder, mnist_cnn, n_checkpoints, load=mnist, n_target=n_target, seed=seed, epochs=epochs
+    )
+
+
+def fit_mnist_cnn(positions: NDArray[np.int64], seed: int) -> dict[str, Tensor]:
+    """Train :func:`mnist_cnn` on some of the training samples of :func:`mnist`.
+
+    Parameters
+    ----------
+    positions
+        Positions of the samples.
+    seed
+        As in :func:`train_classifier`.
+
+    Returns
+    -------
+    The trained state dict, as :func:`trakdask.train_on_halves` takes it.
+    """
+    return _trained(mnist_cnn, mnist()[0], positions, seed, 6)
+
+
+def digits_halves(
+    folder: str | os.PathLike[str] = "halves", n: int = 8, epochs: int = 12
+) -> tuple[dict[str, str], xr.Dataset, xr.Dataset]:
+    """Train :func:`digits_cnn` on random halves of :func:`digits`, unless the models exist.
+
+    Parameters
+    ----------
+    folder, n
+        As in :func:`trakdask.train_on_halves`.
+    epochs
+        Passes over the samples.
+
+    Returns
+    -------
+    The paths of the models by name; the training samples with ``trained_on``; the targets.
+    """
+    train, targets = digits()
+    fit = functools.partial(_trained, digits_cnn, train, epochs=epochs)
+    return (*train_on_halves(fit, train, folder, n, tag=f"{epochs} epochs"), targets)
+
+
+def _trained(
+    build: Callable[[], nn.Module],
+    samples: xr.Dataset,
+    positions: NDArray[np.int64],
+    seed: int,
+    epochs: int,
+) -> dict[str, Tensor]:
+    chosen = samples.isel(sample=positions)
+    return train_classifier(
+        build, chosen.image.values, chosen.label.values, seed=seed, epochs=epochs
     )
 
 

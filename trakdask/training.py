@@ -138,7 +138,10 @@ def train_on_halves(
         train(function, np.flatnonzero(masks[i]), i, _seed_of(seed, i), pure=False) for i in missing
     ]
     with polled_bar(
-        f"train {models.name}", n, lambda: len(files.intersection(models.names())), show=progress
+        f"train {models.name}",
+        n,
+        lambda: len(files.intersection(models.names())),
+        show=progress and bool(missing),
     ):
         dask.compute(*tasks)
     known = xr.DataArray(masks, dims=(CHECKPOINT, SAMPLE), coords={CHECKPOINT: names})

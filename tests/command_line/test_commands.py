@@ -170,6 +170,8 @@ def test_every_command__of_one_job(job: Path, run: Run) -> None:
     np.testing.assert_array_equal(table.position, top.position.values.ravel())
     assert "books" in set(table.source.str.strip("[]"))
     assert "target_name" in printed["top-k"]
+    assert printed["top-k"].endswith(f"trakdask explore {job}\n")
+    assert max(map(len, printed["top-k"].splitlines()[:-1])) <= 80
     sums = pd.read_parquet(folder / "groups.parquet").set_index(["source", "target"]).score
     web = np.arange(60) % 2 == 1
     np.testing.assert_allclose(sums["web"], scores.values[web].sum(0), rtol=1e-4, atol=1e-6)
@@ -243,7 +245,9 @@ def test_top_k__where_and_settings(job: Path, run: Run) -> None:
     assert "projector" not in kept
     (job.parent / "top.parquet.yaml").rename(job.parent.parent / "elsewhere.yaml")
     again = run("top-k", job.parent.parent / "elsewhere.yaml")
-    assert again.output == done.output
+    *table, line = done.output.splitlines()
+    assert again.output.splitlines()[:-1] == table
+    assert line.endswith(f"explore {job.parent / 'train.zarr'} {job.parent / 'targets.zarr'}")
 
 
 ROWS = pd.DataFrame(np.random.default_rng(1).standard_normal((60, 4)), columns=[*"abcd"])
@@ -279,6 +283,51 @@ def test_featurize__knows_what_checkpoints_were_trained_on(job: Path, run: Run) 
     done = run("featurize", job, "--set", f"data={{kind: arrays, {files}}}")
     assert done.exit_code == 0, done.output
     np.testing.assert_array_equal(td.open(job.parent / "train.zarr").trained_on, masks.T)
+
+
+def halves(job: Path) -> list[str]:
+    """Write samples of which it is known what four checkpoints were trained on."""
+    masks = td.evaluate.subsets(60, 4).values
+    np.save(job.parent / "masks.npy", masks)
+    np.save(job.parent / "x.npy", ROWS[[*"abcd"]].to_numpy("f4"))
+    np.save(job.parent / "label.npy", ROWS.label)
+    files = "arrays: {image: x.npy, label: label.npy}, trained_on: masks.npy"
+    data = f"data={{kind: arrays, {files}}}"
+    checkpoints = "model.checkpoints={function: tiny:both, item: 0, arguments: {n: 4}}"
+    return ["--set", data, "--set", checkpoints]
+
+
+def test_evaluate__grades_by_known_samples_and_by_training(job: Path, run: Run) -> None:
+    (job.parent / "tiny.py").write_text(
+        MODULE
+        + "\n\ndef both(n):\n    return checkpoints(n), None\n\n\n"
+        + "def train(positions, seed):\n    return X[:6] @ X[positions].sum(0) + seed % 7\n"
+    )
+    options = halves(job)
+    done = run("evaluate", job, *options)
+    assert done.exit_code == 0, done.output
+    features, targets = (td.open(job.parent / f"{n}.zarr") for n in ("train", "targets"))
+    estimator = td.Trak(damping=0.1)
+    assert done.output.strip() == td.evaluate.cross_validate(features, targets, estimator).summary
+    section = "evaluate={train_fn: tiny:train, n_subsets: 12, seed: 3, store: m, progress: false}"
+    done = run("evaluate", job, *options, "--set", section)
+    assert done.exit_code == 0, done.output
+    scores, masks = td.score(features, targets, estimator), td.evaluate.subsets(60, 12, seed=3)
+    assert len(list((job.parent / "m" / "models").glob("*.npy"))) == 12
+
+    def train(positions: np.ndarray, seed: int) -> np.ndarray:
+        x = np.random.default_rng(0).standard_normal((60, 4)).astype("f4")
+        return x[:6] @ x[positions].sum(0) + seed % 7
+
+    outputs = td.evaluate.retrain(train, masks, 6, progress=False)
+    expected = float(td.evaluate.lds(scores, masks, outputs).lds_mean)
+    assert f"predict 12 retrained subsets at {expected:.2f}, 95 % interval" in done.output
+
+
+def test_evaluate__says_what_is_needed_before_anything_is_computed(job: Path, run: Run) -> None:
+    refused(job, run("evaluate", job), "td.train_on_halves")
+    for key in ("train_fn: tiny:none", "train_fn: tiny:one, subsets: 4"):
+        refused(job, run("evaluate", job, "--set", f"evaluate={{{key}}}"), "in evaluate: ")
 
 
 TEXT = ROWS[:9].to_csv(index=False)

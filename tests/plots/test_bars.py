@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
@@ -51,3 +52,10 @@ def test_intervals__of_several_targets_is_an_error() -> None:
     found = td.intervals(FEATURES, TARGETS, "grad_dot", by="source")
     with pytest.raises(ValueError, match=r"'target': 4.*isel\(target=0\)"):
         td.plots.intervals(found)
+
+
+def test_intervals__are_drawn_into_axes() -> None:
+    figure, (first, second) = plt.subplots(1, 2)
+    found = td.intervals(FEATURES, TARGETS, "grad_dot", by="source").isel(target=0)
+    assert td.plots.intervals(found, ax=second) is figure
+    assert (len(first.patches), len(second.patches)) == (0, 3)

@@ -33,6 +33,12 @@ def test_lds__draws_every_target_in_order(methods: list[str]) -> None:
     assert len(ax.get_legend().get_texts()) == 3
 
 
+def test_lds__names_no_ceiling_that_is_not_drawn() -> None:
+    result = lds_result().compute()
+    (ax,) = td.plots.lds(result.assign(ceiling=result.ceiling * np.nan)).axes
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["LDS", "mean"]
+
+
 def chosen(curve: np.ndarray, relative: float, grade: np.ndarray | None = None) -> xr.Dataset:
     values = {"relative": relative, "peak": curve.max(), "threshold": curve.max() - 0.02}
     return xr.Dataset(
@@ -83,3 +89,14 @@ def test_mislabelled_curve__of_one_and_of_several_methods(methods: list[str] | N
     assert [label.split(",")[0] for label in labels[:-2]] == (methods or ["ranked"])
     assert labels[-2:] == ["random order", "best"]
     assert ax.lines[-1].get_ydata()[1] == pytest.approx(float(curve.best.sel(fraction=0.25)))
+
+
+def test_mislabelled_curve__ends_where_the_best_has_found_nearly_all() -> None:
+    wrong = np.arange(N) < 4
+    values = {"good": xr.DataArray(-np.arange(N), dims="sample")}
+    values["bad"] = -values["good"]
+    curve = td.evaluate.mislabelled_curve(values, wrong, [0.05, 0.1, 0.2, 0.5])
+    (ax,) = td.plots.mislabelled_curve(curve).axes
+    assert ax.get_xlim() == (0, pytest.approx(0.2))
+    (ax,) = td.plots.mislabelled_curve(curve.sel(estimator="bad")).axes
+    assert ax.get_xlim() == (0, 1)

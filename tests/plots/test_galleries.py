@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from IPython.core.formatters import DisplayFormatter
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -40,6 +42,27 @@ def test_gallery__says_which_targets_it_leaves_out(targets: list[int] | None, n_
     assert len(drawn(figure)) == 3 * n_drawn
     title = figure.texts[0].get_text()
     assert ("the first 6 of 8 targets" in title.replace("\n", " ")) == (targets is None)
+
+
+def test_gallery__says_label_prediction_and_score() -> None:
+    top = td.top_k(SCORES, 1).compute()
+    labels = TARGETS.label.values
+    predictions = np.where(np.arange(8) == 2, labels, labels + 1)
+    figure = td.plots.gallery(top, top, IMAGES, IMAGES, targets=[5, 2], predictions=predictions)
+    titles = [ax.get_title() for ax in figure.axes if ax.images]
+    assert titles[0] == f"{labels[5]}, read as {labels[5] + 1}"
+    assert f"{labels[2]}" in titles  # predicted as labelled
+    assert titles[1] == f"{top.label.values[5, 0]}  {top.score.values[5, 0]:+#.2g}"
+
+
+def test_figures__are_shown_once_by_a_notebook() -> None:
+    figure = td.plots.gallery(td.top_k(SCORES, 1), td.top_k(SCORES, 1), IMAGES, IMAGES)
+    formatter = DisplayFormatter(active_types=["image/png"])
+    formatter.formatters["image/png"].for_type(Figure, lambda _: b"drawn")
+    assert plt.gcf() is figure
+    for _ in range(2):  # as a result, and when a later cell names it
+        assert "image/png" in formatter.format(figure)[0]
+        assert not plt.get_fignums()  # the backend would show open figures again
 
 
 def test_gallery__leaves_missing_ranks_empty() -> None:

@@ -88,5 +88,6 @@ def test_text__printed() -> None:
     words = words.assign_coords(source=("sample", ["web"]))
     printed = repr(td.plots.text(words, label="source")).split("\n")
     assert printed[0].split() == ["web", "-1.20"]
+    assert repr(td.plots.text(words / 100, label="source")).split("\n")[0] == "web   -1.20 × 10⁻²"
     assert printed[1] == "the cat sat down"
     assert printed[2].endswith("'cat' -2.00, 'the' +0.50, 'down' +0.20")

@@ -18,6 +18,7 @@ import trakdask as td
 from trakdask import command_line as cli
 from trakdask.checks import import_callable
 from trakdask.command_line.configuration import Configuration, ConfigurationError, about, read
+from trakdask.files import location
 
 app = typer.Typer(
     help="TRAK data attribution from a configuration file. Start with: trakdask init",
@@ -92,6 +93,9 @@ def _add_command(name: str, text: str) -> None:
             output.print(cli.tables.result(name, result))
             if path is not None:
                 _say(f"{path} is written")
+            if name == "top_k":
+                stores = " ".join(location(values["stores"][name]) for name in ("train", "targets"))
+                _say(f"Look at it in a browser: trakdask explore {stores if settings else file}")
 
     app.command(name.replace("_", "-"), help=text)(command)
 
@@ -100,6 +104,14 @@ _add_command("score", "Write the scores of all training samples for all targets.
 _add_command("top_k", "Rank the training samples of each target; print the first, write all.")
 _add_command("groups", "Sum scores by groups of training samples; print the first, write all.")
 _add_command("credit", "Say which share each group of training samples has; write and print all.")
+
+
+@app.command()
+def evaluate(file: File, settings: Settings = None, debug: Debug = False) -> None:
+    """Say how well the scores predict models that were trained on parts of the samples."""
+    with _job(file, settings, debug) as values:
+        for sentence in cli.jobs.evaluated(values):
+            _say(sentence)
 
 
 @app.command()

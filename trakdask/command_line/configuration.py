@@ -21,7 +21,7 @@ Configuration = Mapping[str, Any]
 _SECTIONS = (
     *("intervals", "credit"),
     *("data", "targets", "model", "projector", "featurize", "save"),
-    *("stores", "cluster", "score", "top_k", "groups", "outputs"),
+    *("stores", "cluster", "score", "top_k", "groups", "evaluate", "outputs"),
 )
 _KEYS = {"stores": ("train", "targets"), "outputs": ("score", "top_k", "groups", "credit")}
 """The keys of sections that are no arguments of a function, which would check them."""

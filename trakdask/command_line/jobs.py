@@ -70,6 +70,9 @@ _OF_ESTIMATORS = ("power", "damping", "learning_rates")
 _SUMS: Mapping[str, Callable[..., Any]] = {"groups": td.group_score, "credit": td.credit}
 """The commands that add up scores by groups of samples, and their functions."""
 
+_OF_SUBSETS = ("n_subsets", "fraction", "seed")
+"""Keys of the section ``evaluate`` that say on which samples models are trained."""
+
 _WRITERS: Mapping[str, Callable[..., None]] = {".zarr": td.to_zarr, ".parquet": td.to_parquet}
 _IN_MEMORY = 2**30
 
@@ -348,6 +351,44 @@ def _lazy_result(
         return td.top_k(scores, **section(configuration, "top_k"))
 
 
+def evaluated(configuration: Configuration) -> Iterator[str]:
+    """Yield what is known of the quality of the scores, as sentences, the cheapest first.
+
+    Raises
+    ------
+    ConfigurationError
+        If nothing can be known: nothing was computed.
+    """
+    both, options = described_or_stored(configuration), section(configuration, "evaluate")
+    with about("evaluate"):
+        train_fn = options.pop("train_fn", None)
+        drawn = {name: options.pop(name) for name in _OF_SUBSETS if name in options}
+        inspect.signature(td.evaluate.retrain).bind("train_fn", "masks", "targets", **options)
+        if train_fn is not None:
+            train_fn = import_callable(train_fn, "train_fn")
+        elif TRAINED_ON not in both["data"].variables:
+            raise ValueError(
+                "expected checkpoints that were trained on known samples, or the name of a "
+                "function that trains, as train_fn, got neither; try td.train_on_halves"
+            )
+    both = saved(configuration, both)
+    train, targets = both["data"], both["targets"]
+    with about("score"):
+        estimator = with_estimator(section(configuration, "score"), train)["estimator"]
+    if TRAINED_ON in train.variables:
+        yield td.evaluate.cross_validate(train, targets, estimator).summary
+    if train_fn is not None:
+        scores = td.score(train, targets, estimator)
+        masks = td.evaluate.subsets(train, **{"n_subsets": 40, **drawn})
+        outputs = td.evaluate.retrain(train_fn, masks, scores, **options)
+        result = td.evaluate.lds(scores, masks, outputs).compute()
+        low, high = result.interval.values
+        yield (
+            f"these scores predict {len(masks)} retrained subsets at {float(result.lds_mean):.2f}, "
+            f"95 % interval {low:.2f} to {high:.2f}"
+        )
+
+
 def export(result: str, path: str) -> None:
     """Copy a result that :func:`result` wrote: zarr to parquet, netCDF or CSV, parquet to CSV.
 
@@ -392,9 +433,12 @@ def _to_csv(table: Any, path: str) -> None:
 # --------------------------------------------------------------------------------------- samples
 
 
-def _called(function: str, arguments: Mapping[str, Any] | None = None) -> Any:
-    """Return what a function returns that is named as ``"package.module:callable"``."""
-    return import_callable(function, "function")(**(arguments or {}))
+def _called(
+    function: str, arguments: Mapping[str, Any] | None = None, item: int | None = None
+) -> Any:
+    """Return what the function ``"package.module:callable"`` returns, or an item of it."""
+    returned = import_callable(function, "function")(**(arguments or {}))
+    return returned if item is None else returned[item]
 
 
 def named(text: str) -> tuple[xr.Dataset, xr.Dataset | None]:
@@ -432,15 +476,6 @@ def expanded(pattern: str) -> list[str]:
         raise FileNotFoundError(f"expected files {pattern!r}, got none; try another pattern")
     is_url = "://" in pattern
     return sorted(system.unstrip_protocol(path) if is_url else path for path in paths)
-
-
-def _from_function(
-    function: str, arguments: Mapping[str, Any] | None = None, item: int | None = None
-) -> xr.Dataset:
-    """Return the Dataset of samples that a function returns, or that is an item of it."""
-    returned: Any = _called(function, arguments)
-    samples: xr.Dataset = returned if item is None else returned[item]
-    return samples
 
 
 def _from_csv(
@@ -506,6 +541,6 @@ _KINDS: Mapping[str, Callable[..., xr.Dataset]] = {
     "arrays": _from_npy,
     "torch": _from_torch,
     "zarr": functools.partial(xr.open_zarr, consolidated=False),
-    "function": _from_function,
+    "function": _called,
 }
 """The functions that make samples, by the ``kind`` of a section."""

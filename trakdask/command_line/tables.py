@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 import xarray as xr
+from rich import box
 from rich.table import Table
 
 from trakdask.variables import RANK, TARGET
@@ -20,7 +21,11 @@ _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxother = 8, 80, 80
 
 def table(frame: pd.DataFrame, title: str) -> Table:
     """Return a table with the columns of a frame, and long texts folded."""
-    printed = Table(title=title, title_justify="left")
+    # As narrow as can be: a terminal may have 80 columns.
+    printed = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
+        show_edge=False, pad_edge=False,
+    )  # fmt: skip
     for column in frame:
         printed.add_column(str(column), overflow="fold")
     for row in frame.itertuples(index=False):
@@ -65,4 +70,4 @@ def _brief(value: object) -> str:
     """Return a value in a few words: of what has many items, the first."""
     if isinstance(value, Mapping | list | tuple):
         return _SHORT.repr(value)
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xarray as xr
 
-from trakdask.plots.figures import GREEN, RED, finish, new_axes, power_of_ten
+from trakdask.plots.figures import GREEN, RED, axes, finish, power_of_ten
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-def intervals(result: xr.Dataset, label: str | None = None) -> Figure:
+def intervals(result: xr.Dataset, label: str | None = None, *, ax: Axes | None = None) -> Figure:
     """Draw scores as horizontal bars with their intervals.
 
     Parameters
@@ -23,6 +24,8 @@ def intervals(result: xr.Dataset, label: str | None = None) -> Figure:
         ``result.isel(target=0)``; or of :func:`trakdask.credit`. Computed here.
     label
         Name of the coord whose values name the bars; by default the dimension.
+    ax
+        Axes to draw into; those of a new figure by default.
 
     Returns
     -------
@@ -50,7 +53,7 @@ def intervals(result: xr.Dataset, label: str | None = None) -> Figure:
     unit = power_of_ten(result.lower, result.upper) if value == "score" else 0
     score, low, high = (result[name].values / 10.0**unit for name in (value, "lower", "upper"))
     colors = np.where(low > 0, GREEN, np.where(high < 0, RED, "0.7"))
-    figure, ax = new_axes(6.4, 1.1 + 0.3 * len(names))
+    ax = axes(ax, 6.4, 1.1 + 0.3 * len(names))
     rows = np.arange(len(names))
     ax.barh(rows, score, color=colors, height=0.62, alpha=0.85)
     ax.errorbar(
@@ -61,4 +64,4 @@ def intervals(result: xr.Dataset, label: str | None = None) -> Figure:
     ax.set_ylim(len(names) - 0.4, -0.6)
     ax.axvline(0, color="0.4", linewidth=0.8)
     title = f"{result.attrs['level']:.0%} intervals; grey cannot be told from 0"
-    return finish(figure, ax, f"{value} in 1e{unit}" if unit else value, label or str(dim), title)
+    return finish(ax, f"{value} in 1e{unit}" if unit else value, label or str(dim), title)

@@ -8,24 +8,29 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
-from trakdask.plots.figures import BLUE, GREEN, finish, new_axes
+from trakdask.plots.figures import BLUE, GREEN, axes, finish
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_NEARLY_ALL = 0.95
+"""Share of the wrong labels beyond which their curves tell nothing more."""
 
-def damping(chosen: xr.Dataset) -> Figure:
+
+def damping(chosen: xr.Dataset, *, ax: Axes | None = None) -> Figure:
     """Draw how the damping was chosen: the curve, what suffices for the prior, and the choice.
 
     Parameters
     ----------
     chosen
         Dataset of :func:`trakdask.damping`; computed here.
+    ax
+        Axes to draw into; those of a new figure by default.
 
     Returns
     -------
-    Figure with one axes; no choice is marked if the curve was too low to choose from.
+    Figure of the axes; no choice is marked if the curve was too low to choose from.
 
     Raises
     ------
@@ -38,14 +43,15 @@ def damping(chosen: xr.Dataset) -> Figure:
     if not np.isfinite(chosen.curve.values).any():
         raise ValueError(
             "expected a damping that was chosen by outputs, which has a curve, got the rule "
-            f"{str(chosen.rule.values)!r}; try td.damping(features, 'completeness')"
+            f"{str(chosen.rule.values)!r}; try td.damping(features, "
+            "td.Soft(damping='completeness'))"
         )
-    figure, ax = new_axes(5.2, 3.4)
+    ax = axes(ax, 6.8, 3.4)
     style: dict[str, Any] = {"markersize": 3.5, "linewidth": 1.2}
-    label = "outputs of training rows, by totals of scores"
+    label = "outputs of training rows,\nby totals of scores"
     ax.plot(chosen.relative_damping, chosen.curve, "o-", color=BLUE, label=label, **style)
     if np.isfinite(chosen.grade.values).any():
-        label = "outputs of left-out checkpoints"
+        label = "outputs of left-out\ncheckpoints"
         ax.plot(chosen.relative_damping, chosen.grade, "s-", color="0.4", label=label, **style)
     if np.isfinite(relative := float(chosen.relative)):
         threshold, peak = float(chosen.threshold), float(chosen.peak)
@@ -56,10 +62,10 @@ def damping(chosen: xr.Dataset) -> Figure:
     ax.set_xscale("log")
     choice = f"λ = {relative:.3g} tr(K)/n" if np.isfinite(relative) else "λ"
     title = f"{choice} by {chosen.rule.values}"
-    return finish(figure, ax, "λ in units of tr(K)/n", "correlation with outputs", title)
+    return finish(ax, "λ in units of tr(K)/n", "correlation with outputs", title)
 
 
-def lds(result: xr.Dataset) -> Figure:
+def lds(result: xr.Dataset, *, ax: Axes | None = None) -> Figure:
     """Draw the linear datamodeling score of every target, lowest first, below its noise ceiling.
 
     Parameters
@@ -67,6 +73,8 @@ def lds(result: xr.Dataset) -> Figure:
     result
         Dataset of :func:`trakdask.evaluate.lds`, with at most one further dimension, such as
         ``estimator``; computed here.
+    ax
+        Axes to draw into; those of a new figure by default.
 
     Returns
     -------
@@ -80,22 +88,24 @@ def lds(result: xr.Dataset) -> Figure:
     """
     result = result.compute()
     estimators = _estimators(result, result.lds_mean.dims, "")
-    figure, ax = new_axes(max(6.4, 1.05 * len(estimators)), 3.6)
+    longest = max(len(name) for name, _ in estimators)
+    ax = axes(ax, max(6.4, 1.4 + max(1.05, 0.08 * longest) * len(estimators)), 3.6)
     names = []
     for i, (name, one) in enumerate(estimators):
         one = one.sortby("lds")
         x, again = i + np.linspace(-0.45, 0.45, one.sizes["target"]), "_" * i  # not in the legend
-        ax.plot(x, one.ceiling, ".", color="0.75", label=f"{again}noise ceiling")
+        if np.isfinite(one.ceiling).any():
+            ax.plot(x, one.ceiling, ".", color="0.75", label=f"{again}noise ceiling")
         ax.plot(x, one["lds"], ".", color=BLUE, label=f"{again}LDS")
         mean, (low, high) = float(one.lds_mean), one.interval.values.tolist()
         ax.plot(x[[0, -1]], [mean, mean], color=BLUE, linewidth=1, label=f"{again}mean")
         _band(ax, x[[0, -1]], one.interval, BLUE)
         names.append(f"{name}\n{mean:.2f}\n({low:.2f} to {high:.2f})")
     ax.set_xticks(range(len(names)), names, fontsize=7)
-    return finish(figure, ax, "targets, by LDS", "Spearman over subsets")
+    return finish(ax, "targets, by LDS", "Spearman over subsets")
 
 
-def mislabelled_curve(curve: xr.Dataset) -> Figure:
+def mislabelled_curve(curve: xr.Dataset, *, ax: Axes | None = None) -> Figure:
     """Draw which share of the wrong labels is found by inspecting the most suspicious samples.
 
     Parameters
@@ -103,11 +113,14 @@ def mislabelled_curve(curve: xr.Dataset) -> Figure:
     curve
         Dataset of :func:`trakdask.evaluate.mislabelled_curve`, with at most one further dimension,
         such as ``estimator``; computed here.
+    ax
+        Axes to draw into; those of a new figure by default.
 
     Returns
     -------
     Figure with a line and an interval per estimator, the interval of a random order in grey, and
-    the best possible curve as a dotted line.
+    the best possible curve as a dotted line. The horizontal
+    axis ends at twice the share that suffices the best of the estimators for 95 % of the labels.
 
     Raises
     ------
@@ -115,7 +128,7 @@ def mislabelled_curve(curve: xr.Dataset) -> Figure:
         If matplotlib is missing: install ``trakdask[plots]``.
     """
     curve = curve.transpose("bound", ..., "fraction").sortby("fraction").compute()
-    figure, ax = new_axes(5.2, 3.8)
+    ax = axes(ax, 7.4, 3.8)
     fractions = np.array([0, *curve.fraction.values, 1])
     for name, one in _estimators(curve, curve.area.dims, "ranked"):
         label = f"{name}, area {float(one.area):.2f}"
@@ -126,7 +139,9 @@ def mislabelled_curve(curve: xr.Dataset) -> Figure:
     ax.plot(
         fractions, [0, *curve.best.values, 1], color="0.3", linestyle=":", linewidth=1, label="best"
     )
-    return finish(figure, ax, "share of samples inspected", "share of wrong labels found")
+    suffices = curve.fraction.where(curve.found.max(curve.area.dims) >= _NEARLY_ALL).min()
+    ax.set_xlim(0, min(1, 2 * float(suffices.fillna(1))))
+    return finish(ax, "share of samples inspected", "share of wrong labels found")
 
 
 def _estimators(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ def power_of_ten(*scores: npt.ArrayLike) -> int:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return a new figure of a size in inches, which a notebook shows only where it is returned.
+    """Return a new figure of a size in inches, which is the current figure of pyplot.
 
     Raises
     ------
@@ -41,28 +41,35 @@ def new_figure(width: float, height: float) -> Figure:
     """
     try:
         import matplotlib.pyplot as plt  # optional dependency
+        from matplotlib.figure import Figure
     except ImportError as err:
         raise ImportError(
             f"expected matplotlib for plots, got an import error ({err}); try pip install "
             "'trakdask[plots]'"
         ) from err
-    figure = plt.figure(figsize=(width, height))
-    plt.close(figure)  # a notebook would show an open figure twice
-    return figure
+
+    class Shown(Figure):
+        def _ipython_display_(self) -> None:
+            plt.close(self)  # a notebook would show it a second time, as a figure that is open
+            raise NotImplementedError  # it is displayed as any other figure
+
+    return plt.figure(figsize=(width, height), FigureClass=Shown)
 
 
-def new_axes(width: float, height: float) -> tuple[Figure, Axes]:
-    """Return a new figure with one axes; see :func:`new_figure`."""
+def axes(ax: Axes | None, width: float, height: float) -> Axes:
+    """Return the axes, or without any those of a new figure; see :func:`new_figure`."""
+    if ax is not None:
+        return ax
     figure = new_figure(width, height)
-    return figure, figure.subplots()
+    figure.set_layout_engine("constrained")
+    return figure.subplots()
 
 
-def finish(figure: Figure, ax: Axes, x: str, y: str, title: str = "") -> Figure:
-    """Label the axes, show the legend without a frame, fit all into the figure, and return it."""
+def finish(ax: Axes, x: str, y: str, title: str = "") -> Figure:
+    """Label the axes, put a legend beside them, and return their figure."""
     ax.set(xlabel=x, ylabel=y)
     ax.set_title(title, fontsize=9)
     if ax.get_legend_handles_labels()[0]:
-        ax.legend(frameon=False, fontsize=8)
+        ax.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     ax.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    return figure
+    return cast("Figure", ax.figure)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trakdask.checks import require_integer
-from trakdask.plots.figures import BLUE, GREEN, RED, new_figure, power_of_ten
+from trakdask.plots.figures import BLUE, GREEN, RED, new_figure
 from trakdask.variables import RANK, TARGET
 
 if TYPE_CHECKING:
@@ -22,10 +22,11 @@ Normalize = tuple[float | Sequence[float], float | Sequence[float]]
 Array = npt.NDArray[Any]
 
 _CHANNELS = (1, 3)
-_IMAGE_IN = 0.92
-_LINE_IN = 0.135
-_CHARACTERS_PER_IN = 16
-"""The small type above the images has as many."""
+_IMAGE_IN, _TARGET_IN = 0.92, 1.15
+_POINTS = 11
+_LINE_IN = 0.185
+_CHARACTERS_PER_IN = 10.5
+"""The type above the images has as many."""
 _LABEL_LINES = 2
 
 
@@ -37,6 +38,7 @@ def gallery(
     *,
     targets: Sequence[int] | None = None,
     label: str = "label",
+    predictions: np.ndarray | xr.DataArray | None = None,
     n_shown: int = 5,
     normalize: Normalize | None = None,
     cmap: str = "gray_r",
@@ -55,6 +57,9 @@ def gallery(
         Positions of the targets to draw; the first six by default, as the title then says.
     label
         Name of the coord whose values are written above the images; long texts are shortened.
+    predictions
+        Labels that the model predicted, by position of the target: a title then says ``3, read as
+        9``.
     n_shown
         Number of training images on each side.
     normalize
@@ -65,8 +70,8 @@ def gallery(
 
     Returns
     -------
-    Figure with one row per target: the target, its most helpful, its most harmful training images.
-    Its title says how the scores were made, if their ``attrs`` do.
+    Figure with one row per target: the target, its most helpful, its most harmful training images,
+    with their labels and scores. ``helpful.attrs`` say how the scores were made.
 
     Raises
     ------
@@ -79,14 +84,14 @@ def gallery(
     n_shown = min(n_shown, helpful.sizes[RANK], harmful.sizes[RANK])
     chosen = list(range(min(6, helpful.sizes[TARGET]))) if targets is None else list(targets)
     sides = [r.isel(target=chosen, rank=slice(n_shown)).compute() for r in (helpful, harmful)]
-    pictures = _pictures(sides, images, target_images, chosen, label)
+    pictures = _pictures(sides, images, target_images, chosen, label, predictions)
     places, stored, titles, colors = zip(*pictures, strict=True)
     drawn = as_colours(stored, normalize)
     n_lines = max(title.count("\n") + 1 for title in titles)
-    n_targets, notes = helpful.sizes[TARGET], _notes(sides)
+    n_targets, note = helpful.sizes[TARGET], ""
     if targets is None and len(chosen) < n_targets:
-        notes = f"the first {len(chosen)} of {n_targets} targets; {notes}"
-    figure, axes = _grid(len(chosen), n_shown, n_lines, notes)
+        note = f"the first {len(chosen)} of {n_targets} targets"
+    figure, axes = _grid(len(chosen), n_shown, n_lines, note)
     low, high = grey_limits(drawn) or (None, None)
     for place, image, title, color in zip(places, drawn, titles, colors, strict=True):
         ax = axes[place]
@@ -95,44 +100,50 @@ def gallery(
         ax.set(xticks=[], yticks=[])
         ax.spines[:].set_color(color)
         ax.spines[:].set_linewidth(1.6)
-        ax.set_title(title, fontsize=8, color=color, pad=3, parse_math=False)
+        ax.set_title(title, fontsize=_POINTS, color=color, pad=5, parse_math=False)
     return figure
 
 
 def _pictures(
-    sides: Sequence[xr.Dataset], images: Any, target_images: Any, chosen: list[int], label: str
+    sides: Sequence[xr.Dataset],
+    images: Any,
+    target_images: Any,
+    chosen: list[int],
+    label: str,
+    predictions: Any,
 ) -> Iterator[tuple[tuple[int, int], Any, str, str]]:
     """Yield targets, then their most helpful and most harmful samples.
 
     Each with its row and column, its image, what is above that, and the colour of both.
     """
-    unit, n_shown = power_of_ten(*(side.score for side in sides)), sides[0].sizes[RANK]
-    of_targets = sides[0].coords.get(f"target_{label}")
+    n_shown, of_targets = sides[0].sizes[RANK], sides[0].coords.get(f"target_{label}")
     for row, target in enumerate(chosen):
-        text = "" if of_targets is None else f"{label} {_text(of_targets[row])}"
-        yield (row, 0), target_images[target], _wrapped(text), BLUE
+        text = "" if of_targets is None else _text(of_targets[row])
+        if predictions is not None and (read_as := _text(np.asarray(predictions)[target])) != text:
+            text = f"{text}, read as {read_as}"
+        yield (row, 0), target_images[target], _wrapped(text, _TARGET_IN), BLUE
     for side, first, color in zip(sides, (2, n_shown + 3), (GREEN, RED), strict=True):
         for row, rank in np.ndindex(side.sizes[TARGET], n_shown):
             one = side.isel({TARGET: row, RANK: rank})
             if (position := int(one.position)) < 0:
                 continue  # there are fewer samples than ranks
-            title = _with_score(_text(one[label]), f"{float(one.score) / 10.0**unit:+.2f}")
+            title = _with_score(_text(one[label]), f"{float(one.score):+#.2g}")
             yield (row, first + rank), images[position], title, color
 
 
-def _text(value: xr.DataArray) -> str:
+def _text(value: Any) -> str:
     return f"{value.item():g}" if value.dtype.kind in "iuf" else str(value.item())
 
 
-def _wrapped(text: str) -> str:
+def _wrapped(text: str, inches: float = _IMAGE_IN) -> str:
     """Return a text in the few short lines that fit above an image."""
-    width = int(_IMAGE_IN * _CHARACTERS_PER_IN)
+    width = int(inches * _CHARACTERS_PER_IN)
     return "\n".join(textwrap.wrap(text, width, max_lines=_LABEL_LINES, placeholder="…"))
 
 
 def _with_score(label: str, score: str) -> str:
-    fits = len(label) + len(score) + 3 <= _IMAGE_IN * _CHARACTERS_PER_IN
-    return f"{label}   {score}" if fits else f"{_wrapped(label)}\n{score}"
+    fits = len(label) + len(score) + 2 <= _IMAGE_IN * _CHARACTERS_PER_IN
+    return f"{label}  {score}" if fits else f"{_wrapped(label)}\n{score}"
 
 
 def grey_limits(colours: Sequence[np.ndarray]) -> tuple[float, float] | None:
@@ -142,20 +153,12 @@ def grey_limits(colours: Sequence[np.ndarray]) -> tuple[float, float] | None:
     return (float(values.min()), float(values.max())) if len(values) else None
 
 
-def _notes(sides: Sequence[xr.Dataset]) -> str:
-    """Return how the scores were made, as far as is known, and what is above the images."""
-    attrs, unit = sides[0].attrs, power_of_ten(*(side.score for side in sides))
-    names = {"estimator": "estimator ", "damping": "λ: "}
-    how = ", ".join(f"{text}{attrs[name]}" for name, text in names.items() if name in attrs)
-    return f"{how}{'; ' * bool(how)}above each image: label, score in 1e{unit}"
-
-
-def _grid(n_rows: int, n_shown: int, n_lines: int, notes: str) -> tuple[Figure, np.ndarray]:
+def _grid(n_rows: int, n_shown: int, n_lines: int, note: str) -> tuple[Figure, np.ndarray]:
     """Return a figure with its headings, and its axes, which are still empty."""
-    widths = [1.25, 0.2, *[1] * n_shown, 0.2, *[1] * n_shown]
+    widths = [_TARGET_IN / _IMAGE_IN, 0.2, *[1] * n_shown, 0.2, *[1] * n_shown]
     width, gap = _IMAGE_IN * sum(widths) * 1.06, _LINE_IN * n_lines + 0.12
-    notes = textwrap.fill(notes, int(width * _CHARACTERS_PER_IN))
-    head = 0.32 + _LINE_IN * (notes.count("\n") + 1)
+    note = textwrap.fill(note, int(width * _CHARACTERS_PER_IN))
+    head = 0.32 + _LINE_IN * (note.count("\n") + 1) * bool(note)
     height = head + n_rows * (_IMAGE_IN + gap) + 0.08
     figure = new_figure(width, height)
     grid = {"width_ratios": widths, "left": 0.02, "right": 0.98, "bottom": 0.08 / height}
@@ -163,13 +166,13 @@ def _grid(n_rows: int, n_shown: int, n_lines: int, notes: str) -> tuple[Figure, 
     axes = figure.subplots(n_rows, len(widths), squeeze=False, gridspec_kw=grid)
     for ax in axes.flat:
         ax.set_axis_off()
-    figure.text(0.02, 1 - 0.05 / height, notes, va="top", fontsize=8, color="0.35")
+    figure.text(0.02, 1 - 0.05 / height, note, va="top", fontsize=_POINTS, color="0.35")
     columns = ((0, 0), (2, 1 + n_shown), (3 + n_shown, 2 + 2 * n_shown))
     headings = ("target", BLUE), ("helpful", GREEN), ("harmful", RED)
     for (first, last), (text, color) in zip(columns, headings, strict=True):
         x = (axes[0, first].get_position().x0 + axes[0, last].get_position().x1) / 2
         figure.text(
-            x, 1 - head / height, text, ha="center", va="bottom", fontsize=10, color=color,
+            x, 1 - head / height, text, ha="center", va="bottom", fontsize=_POINTS + 2, color=color,
             weight="bold",
         )  # fmt: skip
     return figure, axes

@@ -7,19 +7,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xarray as xr
 
-from trakdask.plots.figures import BLUE, finish, new_axes
+from trakdask.plots.figures import BLUE, axes, finish
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-def cross_validation(result: xr.Dataset) -> Figure:
+def cross_validation(result: xr.Dataset, *, ax: Axes | None = None) -> Figure:
     """Draw how well scores predict checkpoints that were left out, with errors.
 
     Parameters
     ----------
     result
         Dataset of :func:`trakdask.evaluate.cross_validate`.
+    ax
+        Axes to draw into; those of a new figure by default.
 
     Returns
     -------
@@ -35,7 +38,7 @@ def cross_validation(result: xr.Dataset) -> Figure:
     if "estimator" not in result.dims:
         result = result.expand_dims(estimator=["scores"])
     names = [str(name) for name in result.estimator.values]
-    figure, ax = new_axes(5.2, 1.2 + 0.45 * len(names))
+    ax = axes(ax, 5.2, 1.2 + 0.45 * len(names))
     rows = np.arange(len(names))
     without = result.without.transpose("checkpoint", "estimator").values
     ax.plot(without.T, np.tile(rows, (len(without), 1)).T, "|", color="0.6", markersize=9)
@@ -48,4 +51,5 @@ def cross_validation(result: xr.Dataset) -> Figure:
     ax.set_yticks(rows, labels)
     ax.set_ylim(len(names) - 0.5, -0.5)
     ax.axvline(0, color="0.8", linewidth=1)
-    return finish(figure, ax, "rank correlation with left-out checkpoints", "")
+    ax.locator_params(axis="x", nbins=6)
+    return finish(ax, "rank correlation with left-out checkpoints", "")

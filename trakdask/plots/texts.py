@@ -33,6 +33,8 @@ _MARGIN = 0.15
 
 _MASK = "attention_mask"
 
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
 
 _Row = tuple[str, list[tuple[str, float, float]]]
 """A title, and the tokens below it: text, score in the unit of the plot, strength from -1 to 1."""
@@ -100,7 +102,8 @@ class TextPlot:
         tokens = zip(self.texts, scores, strengths, strict=True)
         for label, total, row, shown in zip(self.labels, totals, tokens, self.mask, strict=True):
             columns = (column[shown] for column in row)
-            yield f"{label}   {total:+.2f}".strip(), list(zip(*columns, strict=True))
+            unit = f" × 10{str(self.unit).translate(_RAISED)}" if self.unit else ""
+            yield f"{label}   {total:+.2f}{unit}".strip(), list(zip(*columns, strict=True))
 
 
 def text(scores: xr.DataArray, *, label: str | None = None) -> TextPlot:
