@@ -86,9 +86,10 @@ def test_facets__count_what_a_click_shows(explorer: Explorer, where: str) -> Non
             assert (f"{value} {count}", toggled(where, condition)) in clicks
 
 
-@pytest.mark.parametrize(("page", "name"), [("target", "scores"), ("corpus", "influences")])
+@pytest.mark.parametrize(("page", "name"), [("target", "scores"), ("corpus", "distribution")])
 def test_histogram__a_bar_shows_its_samples(explorer: Explorer, page: str, name: str) -> None:
-    view, questions = View(page=page, target=3, k=100), explorer.questions
+    view = View(page=page, target=3, k=100, order="self_influence")
+    questions = explorer.questions
     is_target = page == "target"
     counts = questions.histogram(view, "score" if is_target else "self_influence")["samples"]
     bars = [bar for bar, _ in links(explorer, view, name)]
@@ -96,7 +97,7 @@ def test_histogram__a_bar_shows_its_samples(explorer: Explorer, page: str, name:
     assert shown == counts[counts > 0].tolist()
     assert sum(shown) == N
     assert links(explorer, bars[2], name)[2][0].where == ""  # a second click on the same bar
-    assert bars[2].replace(page="sample").where == ""  # where nothing has such a column
+    assert (bars[2].replace(page="map").where == "") == is_target  # where nothing has a score
 
 
 def test_heat__cells_lead_to_their_samples(explorer: Explorer) -> None:
@@ -122,7 +123,7 @@ def test_marks__of_many_samples_and_people(explorer: Explorer) -> None:
     assert (session.page.html.count("<td>Bob<"), session.page.html.count("<td>Ada<")) == (2, 0)
     assert "Take back" not in session.page.html
     for wanted in (False, True):  # Ada has not marked them; then both have
-        session.page._handle_msg({"mark": "remove", "of": "marks", "wanted": wanted})
+        session.page._handle_msg({"mark": "remove", "of": "marked", "wanted": wanted})
         table = explorer.marks.table()
         assert table["who"].tolist() == ["Bob"] * 2 + ["Ada"] * (4 + 2 * wanted)
     assert session.page.marked["5 remove"] == ["Bob", "Ada"]

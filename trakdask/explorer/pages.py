@@ -521,8 +521,8 @@ def marked_at_once(attributions: Attributions, view: View, name: str) -> np.ndar
 _PAGES: dict[str, dict[str, Callable[[Attributions, View], str]]] = {
     "targets": {
         "targets": _target_forms,
-        "grade": _grade,
         "table": _target_table,
+        "grade": _grade,
         "credit": _credit,
     },
     "target": {
