@@ -161,6 +161,7 @@ export function render({ model }) {
       else if (value.size > Number(form.dataset.most)) given.too_large = String(value.size)
       else if (value.size) given[name] = await encoded(value)
     }
+    left = {}
     model.send_msg({ new: given })
   }
   const encoded = (file) => new Promise((resolve) => {
@@ -170,7 +171,7 @@ export function render({ model }) {
     reader.readAsDataURL(file)
   })
   // What is left is kept in the history: how far it was scrolled, and which link had the focus.
-  let left = {}
+  let left = null
   let restoring = null
   const go = (query) => {
     const link = root.getRootNode().activeElement?.closest("a[href]")
@@ -179,11 +180,12 @@ export function render({ model }) {
     model.send_msg({ query })
   }
   const navigate = () => {
-    if (!model.follows_address) return
+    if (!model.follows_address || !left) return // who goes back has the address already
     const search = address()
     if (search === window.location.search) return
     window.history.replaceState(left, "")
     window.history.pushState({}, "", search)
+    left = null
   }
   // Sections come one after the other, so this is done again until the page is complete.
   const restore = () => {
@@ -316,7 +318,8 @@ export function render({ model }) {
     }
   }
   const back = (event) => {
-    go(window.location.search)
+    left = null
+    model.send_msg({ query: window.location.search })
     restoring = event.state?.top === undefined ? null : event.state
   }
   // Others may mark samples while this page is open.
