@@ -63,6 +63,16 @@ def test_predictions__are_those_of_the_model(is_there: bool) -> None:
     table = explorer.questions.targets.whole
     np.testing.assert_array_equal(table["predicted"], expected)
     np.testing.assert_allclose(table["probability"], np.where(is_known, p.max(1), np.nan), 1e-5)
+    training = new_targets.samples(new_targets.N, 0)
+    p = np.zeros((new_targets.N, new_targets.CLASSES))
+    for state in new_targets.states().values():
+        net = new_targets.network()
+        net.load_state_dict(state)
+        p += net(torch.as_tensor(training.image.values)).softmax(1).detach().numpy() / 3
+    readings = explorer.questions.training.readings([*range(new_targets.N)])
+    is_sure = p[np.arange(len(p)), training.label] >= 0.5
+    read = [reading["predicted"] for reading in readings]
+    np.testing.assert_array_equal(read, np.where(is_there | is_sure, p.argmax(1), np.nan))
     wrong = explorer.questions.targets.selected(View(targets_where="predicted != label"))
     assert sorted(wrong.index) == np.flatnonzero(expected != label).tolist()
     clicks = {text: view for view, text in links(explorer, View(), "targets")}

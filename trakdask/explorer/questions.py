@@ -234,6 +234,7 @@ class Questions:
         (found,) = compute(lazy)
         table = found.to_dataframe().assign(spread=(found["upper"] - found["share"]).to_series())
         table = table.rename(columns={"share": "score"}).dropna(subset="score")
+        table["samples"] = table["samples"].astype(int)  # no group of these has parts of samples
         return table.sort_values("score", ascending=False, kind="stable").reset_index()
 
     def has_grade(self, view: View) -> bool:
