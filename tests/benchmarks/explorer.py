@@ -64,6 +64,9 @@ def write(args: argparse.Namespace, folder: Path) -> None:
             features = queries.simulated(args, n, seed).assign_coords(
                 {key: ("sample", values) for key, values in coords.items()}
             )
+            if name == "train" and args.checkpoints > 3:
+                masks = td.evaluate.subsets(features, args.checkpoints)
+                features = features.assign(trained_on=masks.rename(subset="checkpoint"))
             td.save(
                 features,
                 folder / f"{name}.zarr",
@@ -73,18 +76,21 @@ def write(args: argparse.Namespace, folder: Path) -> None:
 
 
 CLICKS: Mapping[str, Callable[[int], View]] = {
-    "table of targets": lambda i: View(first=25 * i),
-    "table of targets, searched": lambda i: View(search="web", first=25 * i),
+    "targets": lambda i: View(first=24 * i),
+    "targets, searched": lambda i: View(search="web", first=24 * i),
     "target": lambda i: View(page="target", target=i),
     "target, filtered": lambda i: View(page="target", target=i, where='source == "web"'),
     "target, sums by group": lambda i: View(page="target", target=i, group_by="source"),
     "sample": lambda i: View(page="sample", sample=i),
-    "corpus": lambda i: View(page="corpus", group_by="source", first=25 * i),
+    "training samples": lambda i: View(page="corpus", group_by="source", first=24 * i),
+    "training samples, self-influence": lambda i: View(
+        page="corpus", group_by="source", first=24 * i, order="self_influence"
+    ),
     "map": lambda i: View(page="map", colour="source", where=f"map_x > {10 * i}"),
     "map, by score": lambda i: View(page="map", colour="score", target=i),
 }
 
-IN_PARTS = ("target", "corpus")
+IN_PARTS = ("targets", "target", "training samples", "training samples, self-influence")
 """Clicks whose sections are shown, too: they appear one after the other."""
 
 

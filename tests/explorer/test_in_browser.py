@@ -80,8 +80,8 @@ def test_pages__open_search_filter_click_through_and_reload(
 ) -> None:
     page = tab.page
     tab.open(url)
-    assert page.locator("tbody tr").count() == 25
-    assert "1–25 of 60" in page.inner_text("nav.pager >> nth=0")
+    assert page.locator("tbody tr").count() == 24
+    assert "1–24 of 60" in page.inner_text("nav.pager >> nth=0")
     page.fill("input[name=search]", "no. 4")
     page.click("button:has-text('Search')")
     page.wait_for_selector("text=1–11 of 11")  # 4 and 40 to 49
@@ -205,12 +205,12 @@ def test_map__is_brushed(explorer: Explorer, url: str, tab: Tab) -> None:
     is_in = place["map_x"].between(low, high) & place["map_y"].between(low_y, high_y)
     scores = explorer.questions.scores(view)
     inside = np.flatnonzero(is_in & (source != "web"))
-    assert tab.cards("Selected samples") == sorted(inside, key=lambda i: -scores[i])[:25]
+    assert tab.cards("Selected samples") == sorted(inside, key=lambda i: -scores[i])[:24]
     tab.page.click("text=Select the whole map")
     # The address changes after the sections, which have the same title before and after.
     tab.page.wait_for_url(lambda url: "map_x" not in url)
     tab.wait("Map")
-    assert len(tab.cards("Selected samples")) == 25
+    assert len(tab.cards("Selected samples")) == 24
 
 
 def test_keys__reach_and_mark_samples_and_turn_pages(
@@ -235,14 +235,68 @@ def test_keys__reach_and_mark_samples_and_turn_pages(
     tab.open(f"{url}?page=corpus", "Training samples")
     page.locator(".card header a").last.focus()
     page.keyboard.press("ArrowRight")  # to the next page of the table
-    page.wait_for_selector("text=26–50 of 150")
-    position = tab.cards("Self-influence")[0]
-    assert f"sample {position}" in page.inner_text(".card:focus-within header")
+    page.wait_for_selector("text=25–48 of 150")
+    header = page.inner_text(".card:focus-within header")
+    assert header in page.inner_text(".card header >> nth=0")
+    position = int(re.search(r"sample (\d+)", header)[1])
     page.locator(".card .content").first.click(force=True)  # its picture, below the link
     tab.wait(f"Training sample {position}")
     tab.open(f"{url}?sort=", "Targets")
     page.locator("tbody tr").nth(2).click()
     tab.wait("Target 2")
+
+
+def test_lists__go_on_and_going_back_finds_the_place(
+    explorer: Explorer, url: str, tab: Tab
+) -> None:
+    page, view = tab.page, View(page="target", target=9, k=24, where='source == "web"')
+    ranked = top(explorer, view)
+    tab.open(f"{url}?{view.to_query()}", "Target 9")
+    link = page.locator(".card header a", has_text=f"sample {ranked[20]}").first
+    link.scroll_into_view_if_needed()
+    scrolled = page.evaluate("window.scrollY")
+    assert scrolled > 300
+    link.click()
+    for i in (20, 21, 22):
+        page.wait_for_url(re.compile(f"sample={ranked[i]}(&|$)"))
+        tab.wait(f"Training sample {ranked[i]}")
+        assert page.title() == f"Training sample {ranked[i]} – trakdask"
+        assert f"{i + 1} of 24" in page.inner_text("nav.pager >> nth=0")
+        page.keyboard.press("n")
+    page.wait_for_url(re.compile(f"sample={ranked[23]}(&|$)"))
+    for _ in range(4):
+        page.go_back()
+    page.wait_for_url(re.compile("page=target"))
+    tab.wait("Target 9")
+    page.wait_for_function(f"() => Math.abs(window.scrollY - {scrolled}) < 2")
+    assert f"sample {ranked[20]}" in page.inner_text(".card:focus-within header")
+
+
+def test_marks_of_others__appear_while_a_page_is_open(
+    explorer: Explorer, url: str, tab: Tab
+) -> None:
+    tab.open(f"{url}?page=sample&sample=11", "Training sample 11")
+    explorer.marks.by("Bob").mark([11], "duplicate")
+    tab.page.wait_for_selector("button[data-others=' +1']")
+    explorer.marks.by("Bob").unmark([11], "duplicate")
+    tab.page.wait_for_selector("button[data-others=' +1']", state="detached")
+
+
+def test_map__shows_the_sample_at_the_mouse(explorer: Explorer, url: str, tab: Tab) -> None:
+    tab.open(f"{url}?page=map&where=map_x+%3E%3D+50", "Map")
+    place = explorer.questions.map(View())
+    box, height = tab.page.locator("svg.map").bounding_box(), place["map_y"].max() + 2
+    x, y = place.iloc[17]
+    at = ((x + 1) / 102 * box["width"], (y + 1) / height * box["height"])
+    tab.page.mouse.move(box["x"] + at[0], box["y"] + at[1])
+    tab.page.wait_for_selector(".hovered:has-text('sample')")
+    shown = int(re.search(r"sample (\d+)", tab.page.inner_text(".hovered"))[1])
+    assert place.iloc[shown].tolist() == pytest.approx([x, y], abs=1.5)
+    assert tab.page.locator(".hovered img").evaluate("image => image.naturalWidth") > 0
+    outline = tab.page.locator("svg.map rect")
+    assert [outline.get_attribute(name) for name in ("x", "width")] == ["50.0", "50.0"]
+    tab.page.mouse.move(2, 2)
+    tab.page.wait_for_selector(".hovered", state="hidden")
 
 
 @pytest.mark.parametrize(
@@ -272,7 +326,7 @@ def test_saved_view__is_what_was_seen_and_needs_no_server_and_no_network(
 
     tab.open(f"{url}?page=target&target=8&k=2", "Target 8")
     with tab.page.expect_download() as download:
-        tab.page.click("text=Save this view")
+        tab.page.click("text=Save view")
     assert download.value.suggested_filename == "trakdask-target-8.html"
     saved = Path(download.value.path()).rename(tmp_path / "view.html")
     with Tab(browser, offline=True) as other:
@@ -306,10 +360,10 @@ def test_new_target__is_uploaded_and_explained_in_one_tab(browser: Any, tmp_path
         tab.page.click("text=Explain it")
         tab.wait(f"Target {new_targets.M}")
         assert f"target={new_targets.M}" in tab.page.url
-        assert tab.cards("Most helpful") == new_targets.expected_top(image, label=2)
+        assert tab.cards("Most helpful") == new_targets.expected_top(image, label=2, k=12)
         assert tab.page.locator("img[alt*=uploaded]").evaluate("image => image.naturalWidth") > 0
         with tab.page.expect_download() as download:
-            tab.page.click("text=Save this view")
+            tab.page.click("text=Save view")
         assert "the image that was uploaded" in Path(download.value.path()).read_text()
         tab.page.click("nav >> text=Targets")
         tab.wait("Targets")

@@ -89,9 +89,9 @@ def test_links__lead_to_their_views() -> None:
     tags = Tags(render("link", view=view, text=EVIL, label=EVIL))
     assert [View.from_query(attrs["href"]) for attrs in tags.all("a")] == [view]
     assert tags.text == EVIL
-    tags = Tags(render("pager", View(first=25), shown=25, total=60))
-    assert [View.from_query(attrs["href"]).first for attrs in tags.all("a")] == [0, 50]
-    assert "26–50 of 60" in tags.text
+    tags = Tags(render("pager", View(first=24), shown=24, total=60))
+    assert [View.from_query(attrs["href"]).first for attrs in tags.all("a")] == [0, 48]
+    assert "25–48 of 60" in tags.text
 
 
 def test_target__links_filter_and_bars_are_as_long_as_their_sums(explorer: Explorer) -> None:
@@ -119,7 +119,7 @@ def test_pages__read_a_long_condition_once_and_not_for_each_link(
 
 @pytest.mark.parametrize("colour", ["label", "score", "mark"])
 def test_map__draws_every_sample_once_in_its_colour(explorer: Explorer, colour: str) -> None:
-    explorer.marks.mark(explorer.sample_ids[[4, 6]], "remove")
+    explorer.marks.mark(explorer.questions.sample_ids[[4, 6]], "remove")
     view = View(page="map", target=3, colour=colour, where="label == 0")
     at = {f"{x:g} {y:g}": i for i, (x, y) in enumerate(explorer.questions.map(view).values)}
     drawn: dict[str, set[int]] = {}
@@ -216,7 +216,7 @@ def test_save_html__of_no_file(
 
 def test_marks__are_listed_as_text(explorer: Explorer) -> None:
     view = View(page="marks")
-    assert "Nobody has marked" in html_of(explorer, view)
+    assert "No sample is marked" in html_of(explorer, view)
     explorer.marks.mark([f"{EVIL} 2", "=1+1", f"{EVIL} 5"], "remove")
     html = html_of(explorer, view)
     assert "<script" not in html

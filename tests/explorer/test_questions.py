@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import xarray as xr
 from scipy.spatial.distance import pdist
 
 import trakdask as td
+from trakdask.explorer.marks import Marks
 from trakdask.explorer.questions import Questions
 from trakdask.explorer.tables import few_values, metadata, searched
 from trakdask.explorer.view import View
@@ -358,3 +360,92 @@ def test_questions__of_combined_targets_have_no_class_and_no_loss(tmp_path) -> N
     view = View(target=1, k=2, estimator="trak", damping=f"absolute {LAMBDA}")
     expected = td.score(features, combined, TRAK).values[:, 1]
     np.testing.assert_allclose(questions.top(view).score, np.sort(expected)[::-1][:2], rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def graded() -> Questions:
+    """Return questions to six checkpoints, each trained on half of the samples."""
+    train, targets = (
+        td.testing.simulate_features(n, P, 6, chunks=17, seed=seed)
+        for n, seed in ((N, 0), (60, 1))
+    )
+    masks = td.evaluate.subsets(train, 6).rename(subset="checkpoint")
+    return Questions(train.assign(trained_on=masks), targets, TRAK)
+
+
+@pytest.mark.parametrize("where", ["", "sample < 50"])
+def test_scores_and_sums__have_intervals_from_five_checkpoints_on(
+    graded: Questions, where: str
+) -> None:
+    view = View(target=3, group_by="label", where=where, k=100)
+    mask = np.arange(N) < (50 if where else N)
+    expected = td.intervals(graded.features, graded.targets.features, TRAK).compute()
+    half = (expected.upper - expected.score).values
+    top = graded.top(view)
+    np.testing.assert_allclose(top["spread"], half[top["sample"], 3], rtol=1e-4)
+    of_sample = graded.targets_of(View(sample=7, k=4))
+    np.testing.assert_allclose(of_sample["spread"], half[7, of_sample.index], rtol=1e-3)
+    groups = graded.groups(view).set_index("label")
+    chosen = graded.features.isel(sample=mask)  # the gram matrix is of all samples
+    chosen = chosen.assign(gram=td.gram(graded.features))
+    found = td.intervals(chosen, graded.targets.features, TRAK, by="label").isel(target=3).compute()
+    np.testing.assert_allclose(groups["score"], found.score.sel(label=groups.index), rtol=1e-4)
+    np.testing.assert_allclose(
+        groups["spread"], (found.upper - found.score).sel(label=groups.index), rtol=1e-3
+    )
+    assert graded.has_intervals(view)
+    assert not graded.has_intervals(View(checkpoints=("c0", "c1", "c2", "c3")))
+
+
+def test_credit_and_grade__are_those_of_their_functions(graded: Questions) -> None:
+    view = View(group_by="label", targets_where="sample >= 20")
+    credit = graded.credit(view).set_index("label")
+    targets = graded.targets.features
+    found = td.credit(
+        graded.features, targets.isel(sample=slice(20, None)), TRAK, by="label"
+    ).compute()
+    found = found.sel(label=credit.index)
+    np.testing.assert_allclose(credit["score"], found.share, rtol=1e-4)
+    np.testing.assert_allclose(credit["spread"], found.upper - found.share, rtol=1e-3)
+    assert credit["samples"].tolist() == found.samples.values.tolist()
+    assert not graded.has_credit(View(estimator="grad_cos"))
+    assert graded.has_grade(view)
+    assert graded.known_grade(view) is None
+    expected = td.evaluate.cross_validate(graded.features, targets, TRAK)
+    assert float(graded.grade(view).lds_mean) == pytest.approx(float(expected.lds_mean), rel=1e-4)
+    assert graded.grade(view.replace(targets_where="")) is graded.known_grade(view)
+
+
+def test_questions__of_few_checkpoints_have_no_credit_and_no_grade(questions: Questions) -> None:
+    view = View(target=3, group_by="source")
+    assert questions.groups(view)["spread"].isna().all()
+    assert not questions.has_credit(view)
+    assert not questions.has_grade(view)
+
+
+def test_conditions__may_name_numbers_and_marks(tmp_path: Path) -> None:
+    marks = Marks(tmp_path / "m.parquet", who="Ada")
+    marked = Questions(FEATURES.assign_coords(sample=range(N)), TARGETS, TRAK, marks=marks)
+    assert "mark" not in [facet.name for facet in marked.facets(View())]
+    marks.mark([4, 9], "remove")
+    marks.by("Bob").mark([9], "duplicate")
+    marks.by("Bob").mark([9], "remove")
+
+    def selected(where: str) -> list[int]:
+        return marked.selected(View(page="corpus", where=where)).tolist()
+
+    assert selected("'remove' in mark") == [4, 9]
+    assert selected("mark == 'duplicate, remove'") == [9]
+    assert len(selected("mark == ''")) == N - 2
+    assert sorted(marked.top(View(where="mark != ''"))["sample"]) == [4, 9]
+    counts = marked.facets(View())[-1].counts
+    assert counts.to_dict() == {"": N - 2, "remove": 1, "duplicate, remove": 1}
+    marks.undo()
+    assert selected("mark != ''") == [9]  # at once: marks are never kept
+    output = FEATURES.output.values.mean(axis=1)
+    assert selected("output > 0.5") == np.flatnonzero(output > 0.5).tolist()
+
+
+def test_few_values__leaves_out_what_is_different_for_each_row() -> None:
+    table = pd.DataFrame({"unique": range(10), "label": [0, 1] * 5, "one": [1] * 10})
+    assert few_values(table, 40) == ["label"]

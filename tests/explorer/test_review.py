@@ -63,6 +63,16 @@ def test_predictions__are_those_of_the_model(is_there: bool) -> None:
     table = explorer.questions.targets.whole
     np.testing.assert_array_equal(table["predicted"], expected)
     np.testing.assert_allclose(table["probability"], np.where(is_known, p.max(1), np.nan), 1e-5)
+    training = new_targets.samples(new_targets.N, 0)
+    p = np.zeros((new_targets.N, new_targets.CLASSES))
+    for state in new_targets.states().values():
+        net = new_targets.network()
+        net.load_state_dict(state)
+        p += net(torch.as_tensor(training.image.values)).softmax(1).detach().numpy() / 3
+    readings = explorer.questions.training.readings([*range(new_targets.N)])
+    is_sure = p[np.arange(len(p)), training.label] >= 0.5
+    read = [reading["predicted"] for reading in readings]
+    np.testing.assert_array_equal(read, np.where(is_there | is_sure, p.argmax(1), np.nan))
     wrong = explorer.questions.targets.selected(View(targets_where="predicted != label"))
     assert sorted(wrong.index) == np.flatnonzero(expected != label).tolist()
     clicks = {text: view for view, text in links(explorer, View(), "targets")}
@@ -86,9 +96,10 @@ def test_facets__count_what_a_click_shows(explorer: Explorer, where: str) -> Non
             assert (f"{value} {count}", toggled(where, condition)) in clicks
 
 
-@pytest.mark.parametrize(("page", "name"), [("target", "scores"), ("corpus", "influences")])
+@pytest.mark.parametrize(("page", "name"), [("target", "scores"), ("corpus", "distribution")])
 def test_histogram__a_bar_shows_its_samples(explorer: Explorer, page: str, name: str) -> None:
-    view, questions = View(page=page, target=3, k=100), explorer.questions
+    view = View(page=page, target=3, k=100, order="self_influence")
+    questions = explorer.questions
     is_target = page == "target"
     counts = questions.histogram(view, "score" if is_target else "self_influence")["samples"]
     bars = [bar for bar, _ in links(explorer, view, name)]
@@ -96,7 +107,7 @@ def test_histogram__a_bar_shows_its_samples(explorer: Explorer, page: str, name:
     assert shown == counts[counts > 0].tolist()
     assert sum(shown) == N
     assert links(explorer, bars[2], name)[2][0].where == ""  # a second click on the same bar
-    assert bars[2].replace(page="sample").where == ""  # where nothing has such a column
+    assert (bars[2].replace(page="map").where == "") == is_target  # where nothing has a score
 
 
 def test_heat__cells_lead_to_their_samples(explorer: Explorer) -> None:
@@ -122,7 +133,7 @@ def test_marks__of_many_samples_and_people(explorer: Explorer) -> None:
     assert (session.page.html.count("<td>Bob<"), session.page.html.count("<td>Ada<")) == (2, 0)
     assert "Take back" not in session.page.html
     for wanted in (False, True):  # Ada has not marked them; then both have
-        session.page._handle_msg({"mark": "remove", "of": "marks", "wanted": wanted})
+        session.page._handle_msg({"mark": "remove", "of": "marked", "wanted": wanted})
         table = explorer.marks.table()
         assert table["who"].tolist() == ["Bob"] * 2 + ["Ada"] * (4 + 2 * wanted)
     assert session.page.marked["5 remove"] == ["Bob", "Ada"]

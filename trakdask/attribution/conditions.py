@@ -151,7 +151,9 @@ class _Evaluation:
             text = kinds.index("text")
             values[text] = np.datetime64(values[text])
         elif kinds[0] != kinds[1]:
-            raise self._refused(f"two values of one kind, not {kinds[0]} and {kinds[1]}", right)
+            expected = f"two values of one kind, not {kinds[0]} and {kinds[1]}"
+            literal = right if isinstance(right, ast.Constant) else left
+            raise self._refused(expected, literal, _of_other_kind(literal))
         return values[0], values[1]
 
     def _value(self, node: ast.expr) -> Any:
@@ -172,11 +174,21 @@ class _Evaluation:
             )
         return self.tile[name].reset_coords(drop=True)
 
-    def _refused(self, expected: str, node: ast.expr) -> ValueError:
+    def _refused(self, expected: str, node: ast.expr, remedy: str = _EXAMPLE) -> ValueError:
         return ValueError(
             f"expected {expected} in the condition {self.text!r}, got {ast.unparse(node)!r:.60}; "
-            f"{_EXAMPLE}"
+            f"{remedy}"
         )
+
+
+def _of_other_kind(node: ast.expr) -> str:
+    """Return what to type in place of a number or a text, as which a coord has no values."""
+    match node:
+        case ast.Constant(value=str() as text):
+            return f"try {text}" if text.isdecimal() else "try a number, such as: label == 3"
+        case ast.Constant(value=value):
+            return f"try {str(value)!r}"
+    return _EXAMPLE
 
 
 def _coded(left: Any, right: Any) -> tuple[Any, Any]:

@@ -98,6 +98,11 @@ export function render({ model }) {
     update(root, [...fresh.children])
     mark()
     say()
+    if (model.follows_address) {
+      const title = root.querySelector("h1")?.textContent
+      document.title = title ? `${title} – trakdask` : "trakdask"
+    }
+    restore()
     const first = isTurning && root.querySelector("section[aria-busy=false] .card header a")
     if (first) {
       first.focus()
@@ -156,6 +161,7 @@ export function render({ model }) {
       else if (value.size > Number(form.dataset.most)) given.too_large = String(value.size)
       else if (value.size) given[name] = await encoded(value)
     }
+    left = {}
     model.send_msg({ new: given })
   }
   const encoded = (file) => new Promise((resolve) => {
@@ -164,11 +170,30 @@ export function render({ model }) {
     reader.onerror = () => resolve("")
     reader.readAsDataURL(file)
   })
-  const go = (query) => model.send_msg({ query })
+  // What is left is kept in the history: how far it was scrolled, and which link had the focus.
+  let left = null
+  let restoring = null
+  const go = (query) => {
+    const link = root.getRootNode().activeElement?.closest("a[href]")
+    left = { top: window.scrollY, focus: link?.getAttribute("href") }
+    restoring = null
+    model.send_msg({ query })
+  }
   const navigate = () => {
-    if (!model.follows_address) return
+    if (!model.follows_address || !left) return // who goes back has the address already
     const search = address()
-    if (search !== window.location.search) window.history.pushState({}, "", search)
+    if (search === window.location.search) return
+    window.history.replaceState(left, "")
+    window.history.pushState({}, "", search)
+    left = null
+  }
+  // Sections come one after the other, so this is done again until the page is complete.
+  const restore = () => {
+    if (!restoring || address() !== window.location.search.replace(/^$/, window.location.pathname)) return
+    const links = [...root.querySelectorAll("a[href]")]
+    links.find((link) => link.getAttribute("href") === restoring.focus)?.focus({ preventScroll: true })
+    window.scrollTo(0, restoring.top)
+    if (!root.querySelector("[aria-busy=true]")) restoring = null
   }
 
   root.addEventListener("click", (event) => {
@@ -199,8 +224,53 @@ export function render({ model }) {
     if (!link || event.button || event.ctrlKey || event.metaKey || event.shiftKey) return
     event.preventDefault()
     go(link.getAttribute("href"))
-    if (!link.closest(".pager, .bars, .facets, dl, thead")) window.scrollTo(0, 0)
+    if (!link.closest(".orders, .bars, .facets, dl, thead")) window.scrollTo(0, 0)
   })
+  // The sample nearest to the mouse is shown beside its point, once the mouse rests.
+  let asking
+  const hide = () => {
+    clearTimeout(asking)
+    for (const shown of root.querySelectorAll(".hovered")) shown.hidden = true
+    root.querySelector(".map circle")?.classList.remove("at")
+  }
+  const pointAt = (map, { x, y }) => {
+    map.points ??= [...map.querySelectorAll("path")].flatMap((path) => {
+      const samples = path.dataset.samples.split(" ")
+      return path.getAttribute("d").split("M").slice(1).map((text, i) => (
+        { sample: Number(samples[i]), at: text.split("h")[0].split(" ").map(Number) }
+      ))
+    })
+    const distance = ({ at }) => Math.hypot(at[0] - x, at[1] - y)
+    let nearest = { distance: 1.5 }
+    for (const point of map.points) {
+      if (distance(point) < nearest.distance) nearest = { ...point, distance: distance(point) }
+    }
+    return nearest.at && nearest
+  }
+  root.addEventListener("pointermove", (event) => {
+    const map = event.target.closest("svg[data-where]")
+    hide()
+    if (!map || map.onpointermove) return
+    const point = pointAt(map, new DOMPoint(event.clientX, event.clientY).matrixTransform(map.getScreenCTM().inverse()))
+    if (!point) return
+    const circle = map.querySelector("circle")
+    circle.setAttribute("cx", point.at[0])
+    circle.setAttribute("cy", point.at[1])
+    circle.classList.add("at")
+    const box = root.querySelector(".hovered")
+    box.style.left = `${Math.min(event.clientX + 14, window.innerWidth - 190)}px`
+    box.style.top = `${Math.min(event.clientY + 14, window.innerHeight - 240)}px`
+    asking = setTimeout(() => {
+      if (model.hovered.sample === point.sample) showHovered()
+      else model.send_msg({ hovered: point.sample })
+    }, 80)
+  })
+  const showHovered = () => {
+    const box = root.querySelector(".hovered")
+    if (!box || !root.querySelector(".map circle.at")) return
+    box.innerHTML = model.hovered.html
+    box.hidden = false
+  }
   // A rectangle that is dragged over the map becomes a condition; so do the surroundings of a click.
   root.addEventListener("pointerdown", (event) => {
     const map = event.target.closest("svg[data-where]")
@@ -247,7 +317,13 @@ export function render({ model }) {
       URL.revokeObjectURL(link.href)
     }
   }
-  const back = () => go(window.location.search)
+  const back = (event) => {
+    left = null
+    model.send_msg({ query: window.location.search })
+    restoring = event.state?.top === undefined ? null : event.state
+  }
+  // Others may mark samples while this page is open.
+  const looking = setInterval(() => isLost || document.hidden || model.send_msg({ look: true }), 4000)
   const press = (event) => {
     const isTyping = event.composedPath()[0].matches?.("input:not([type=checkbox]), textarea, select")
     if (isLost || isTyping || event.shiftKey || event.altKey) return
@@ -257,12 +333,18 @@ export function render({ model }) {
       if (isUsed) model.send_msg({ undo: true })
     } else if (event.key.startsWith("Arrow")) isUsed = move(event.key)
     else if ("123".includes(event.key)) isUsed = pressMark(event.key)
+    else if ("np".includes(event.key)) {
+      const link = root.querySelector(`main a[rel=${event.key === "n" ? "next" : "prev"}]`)
+      link?.click()
+      isUsed = Boolean(link)
+    }
     if (isUsed) event.preventDefault()
   }
   const keys = model.follows_address ? window : root
   keys.addEventListener("keydown", press)
   if (model.follows_address) {
     window.addEventListener("popstate", back)
+    window.history.scrollRestoration = "manual"
     model.document.on_event("connection_lost", lose)
     document.body.style.margin = "0"
     document.documentElement.style.colorScheme = "light dark"
@@ -271,10 +353,12 @@ export function render({ model }) {
   model.on("remove", () => {
     window.removeEventListener("popstate", back)
     keys.removeEventListener("keydown", press)
+    clearInterval(looking)
   })
   model.on("html", draw)
   model.on("marked", mark)
   model.on("said", say)
+  model.on("hovered", showHovered)
   model.on("said", forget)
   model.on("saved", save)
   model.on("query", navigate)

@@ -31,8 +31,9 @@ from trakdask.explorer.pages import (
     answer,
     document,
     frame,
+    hovered,
+    marked_at_once,
     page,
-    samples_of,
     sections,
 )
 from trakdask.explorer.view import View
@@ -57,6 +58,7 @@ class LinkedHTML(JSComponent):
     marked = param.Dict({}, doc="Who has made which marks, by '7 wrong label'.")
     who = param.String(doc="Whose marks the buttons make and take back.")
     said = param.Dict({}, doc="What happened to which mark, and what can be undone.")
+    hovered = param.Dict({}, doc="The sample at the mouse on the map, and its HTML.")
     saved = param.Dict({}, doc="What a browser is to save: a file by its name.")
     follows_address = param.Boolean(False, doc="Whether the address of the page is the view's.")
 
@@ -138,9 +140,7 @@ class Session:
 
     def _answer(self, computation: Computation, content: list[Section], parts: list[str]) -> None:
         told: set[str] = set()
-        # Temporary sections come first, because what takes their place takes long.
-        for i in sorted(range(len(content)), key=lambda i: not content[i].is_temporary):
-            section = content[i]
+        for i, section in enumerate(content):
 
             def show(html: str, i: int = i, section: Section = section, busy: bool = True) -> None:
                 parts[i] = frame(self.view, i, section, html, busy=busy) if busy or html else ""
@@ -150,11 +150,9 @@ class Session:
             try:
                 with self.attributions.computing(), computation.active():
                     computation.require_wanted()
-                    html = answer(section.html, set() if section.is_temporary else told)
+                    html = answer(section.html, told)
             except Abandoned:
                 return
-            if any(following.is_temporary for following in content[i + 1 : i + 2]):
-                parts[i + 1] = ""
             show(html, busy=False)
 
     def _draw(self, computation: Computation, parts: list[str]) -> None:
@@ -184,6 +182,10 @@ class Session:
             self._mark(message)
         elif "undo" in message:
             self._undo()
+        elif "look" in message:
+            self._look()
+        elif "hovered" in message:
+            self._hover(int(message["hovered"]))
         elif 'aria-busy="true"' in self.page.html:
             self._say(-1, "This view is not complete yet; save it when it is.")
         else:
@@ -204,7 +206,7 @@ class Session:
                 raise ValueError("No marks are kept here.")
             with self.attributions.computing():
                 positions = (
-                    samples_of(self.attributions, self.view, str(message["of"])).tolist()
+                    marked_at_once(self.attributions, self.view, str(message["of"])).tolist()
                     if "of" in message
                     else [require_integer("sample", message["sample"], 0, n, remedy="try 0")]
                 )
@@ -212,7 +214,7 @@ class Session:
             if len(positions) == 1:
                 place, what, be = positions[0], f"sample {positions[0]}", "is"
             change = self._marks.mark if wanted else self._marks.unmark
-            if change(self.attributions.sample_ids[positions].tolist(), label):
+            if change(self.attributions.questions.sample_ids[positions].tolist(), label):
                 self._changes.append((place, what))
         except Exception as err:
             self._say(place, plain_message(err))
@@ -239,10 +241,23 @@ class Session:
         """Return who has made which mark, by the position of the sample and the mark."""
         people: dict[str, list[str]] = {}
         with suppress(OSError, ValueError):  # which is said when somebody marks
-            table = self.attributions.marked()
+            table = self.attributions.questions.marked()
             for position, mark, who in table[["position", "mark", "who"]].values:
                 people.setdefault(f"{position} {mark}", []).append(who)
         return people
+
+    def _look(self) -> None:
+        """Show marks that others have made in the meantime."""
+        before, self.page.marked = self.page.marked, self._marked()
+        if before != self.page.marked and self.view.page == "marks":
+            self.go(self.view)
+
+    def _hover(self, position: int) -> None:
+        """Show a sample beside its point on the map."""
+        if 0 <= position < self.attributions.features.sizes[SAMPLE]:
+            with self.attributions.computing():
+                html = answer(lambda: hovered(self.attributions, position), set())
+            self.page.hovered = {"sample": position, "html": html}
 
     def _say(self, position: int, text: str) -> None:
         self.page.marked = self._marked()

@@ -11,12 +11,10 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from html import escape
 from typing import Self
 
 import numpy as np
-import pandas as pd
 import xarray as xr
 from distributed import Client
 
@@ -49,8 +47,6 @@ class Attributions:
         Answers about features and targets.
     samples, target_samples
         How training samples and targets are shown.
-    marks
-        What people say about training samples; None if nobody is asked.
     maker
         Makes new targets; None without a model.
     client
@@ -60,7 +56,6 @@ class Attributions:
     questions: Questions
     samples: Contents
     target_samples: Contents
-    marks: Marks | None = None
     maker: TargetMaker | None = None
     client: Client | None = None
 
@@ -73,6 +68,11 @@ class Attributions:
     def targets(self) -> xr.Dataset:
         """Features of the targets, new ones at the end."""
         return self.questions.targets.features
+
+    @property
+    def marks(self) -> Marks | None:
+        """What people say about training samples; None if nobody is asked."""
+        return self.questions.marks
 
     def with_target(self, features: xr.Dataset, html: str) -> Self:
         """Return these and one more target; what was computed for the others is kept."""
@@ -89,27 +89,6 @@ class Attributions:
         is_usable = self.client is not None and self.client.status == "running"
         with self.client.as_current() if self.client and is_usable else nullcontext():
             yield
-
-    @cached_property
-    def sample_ids(self) -> np.ndarray:
-        """What each training sample is called in the marks, (sample,)."""
-        assert self.marks is not None
-        return self.marks.ids(self.features)
-
-    def marked(self) -> pd.DataFrame:
-        """Return all marks with the ``position`` of their samples; absent samples are left out.
-
-        Samples that share a label share its marks. There are none if none are kept.
-        """
-        if self.marks is None:
-            return pd.DataFrame({SAMPLE: [], "mark": [], "who": [], "position": []})
-        table = self.marks.table()
-        index = pd.Index(self.sample_ids)
-        positions = index.isin(table[SAMPLE]).nonzero()[0]
-        if not len(positions):  # pandas does not merge labels of one kind with none of another
-            return table.iloc[:0].assign(position=[])
-        places = pd.DataFrame({SAMPLE: index[positions], "position": positions})
-        return table.merge(places, on=SAMPLE)
 
 
 @dataclass(frozen=True, eq=False)

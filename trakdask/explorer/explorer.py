@@ -160,8 +160,8 @@ def explore(
         The model of the features: then a page takes a text or an image of your own as a
         target. It is featurized with the projector and the precision of the features, kept in that
         tab of the browser, and written nowhere. Needs one of the next two, or both for a model of
-        pairs; or else ``samples`` and ``text``, for the words of samples, or ``target_samples`` of
-        a classifier, for the classes that it predicts where it is wrong.
+        pairs; or else ``samples`` and ``text``, for the words of samples, or a classifier and the
+        samples of either kind, for the classes that it predicts where it is wrong.
     tokenizer
         From a text to the inputs of the model: a mapping, as tokenizers of transformers return it,
         or the token ids; of one sample, without a dimension of samples.
@@ -217,8 +217,8 @@ def explore(
     _require_samples(target_samples, targets, "target_samples")
     text_of = _text_function(text)
     variables = samples if samples is not None else target_samples
-    predicts = classifier(features, model, target_samples)
-    has_other_use = predicts is not None or (samples is not None and text is not None)
+    predicts, reads = (classifier(features, model, ds) for ds in (target_samples, samples))
+    has_other_use = predicts is not None or reads is not None or (samples is not None and text is not None)
     maker = target_maker(
         features, model, tokenizer, preprocess, variables, has_other_use=has_other_use
     )
@@ -227,11 +227,14 @@ def explore(
     if marks is not None:
         marks.ids(features)  # now, rather than when somebody opens a page
     words = _words_of(features, samples, model, text)
-    questions = Questions(features, targets, estimator, words=words, classifier=predicts)
+    questions = Questions(
+        features, targets, estimator, words=words, classifier=predicts, training_classifier=reads,
+        marks=marks,
+    )  # fmt: skip
     contents, target_contents = (
         Contents(ds, text_of, normalize, cmap) for ds in (samples, target_samples)
     )
-    return Explorer(questions, contents, target_contents, marks, maker, active_client())
+    return Explorer(questions, contents, target_contents, maker, active_client())
 
 
 def _text_function(text: Text | None) -> Callable[[int], str] | None:

@@ -19,7 +19,7 @@ from trakdask.attribution.estimators import KINDS as ESTIMATORS
 from trakdask.attribution.protocol import Rule
 from trakdask.errors import BlockError
 from trakdask.explorer.conditions import SIGNS, has_terms, toggled, without
-from trakdask.explorer.marks import KINDS
+from trakdask.explorer.marks import KINDS, SHORT
 from trakdask.explorer.new_targets import MOST_BYTES
 from trakdask.explorer.tables import ROWS
 from trakdask.plots import power_of_ten
@@ -160,7 +160,7 @@ def _templates() -> Environment:
     }  # fmt: skip
     templates.globals |= {
         "ESTIMATORS": ("auto", *ESTIMATORS), "KINDS": KINDS,
-        "MOST_BYTES": MOST_BYTES, "ROWS": ROWS, "RULES": get_args(Rule), "SIGNS": SIGNS,
+        "MOST_BYTES": MOST_BYTES, "ROWS": ROWS, "RULES": get_args(Rule), "SHORT": SHORT, "SIGNS": SIGNS,
         "count": count, "has_terms": has_terms, "identifiers": _identifiers,
         "now": partial(datetime.now, UTC), "rows": _rows, "toggled": toggled,
         "version": __version__, "without": without,

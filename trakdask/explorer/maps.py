@@ -28,6 +28,8 @@ class Points:
     ----------
     path
         The points, as the path of an SVG.
+    samples
+        Their positions, in the order of the path.
     kind, style
         Class and style of its colour.
     value
@@ -37,6 +39,7 @@ class Points:
     """
 
     path: str
+    samples: str
     kind: str
     style: str = ""
     value: object = None
@@ -46,7 +49,7 @@ class Points:
 def colours(attributions: Attributions) -> list[str]:
     """Return what can colour the map: coords with few values, the label first; scores; marks."""
     questions = attributions.questions
-    names = sorted(questions.facet_names, key=lambda name: name != questions.targets.label)
+    names = sorted(questions.groupings, key=lambda name: name != questions.targets.label)
     return [*names, "score", *(["mark"] if attributions.marks else [])]
 
 
@@ -65,7 +68,7 @@ def layers(attributions: Attributions, view: View) -> Iterator[Points]:
         looks = {x: ("helpful" if x > 0 else "harmful", f"--strength:{abs(x)}") for x in shown}
     else:
         if colour == "mark":
-            marked, shown = attributions.marked(), list(KINDS)
+            marked, shown = attributions.questions.marked(), list(KINDS)
             values = marked.drop_duplicates("position", keep="last").set_index("position")["mark"]
         else:
             values = questions.metadata[colour]
@@ -73,14 +76,14 @@ def layers(attributions: Attributions, view: View) -> Iterator[Points]:
         looks = {x: ("value", f"--hue:{360 * i // len(shown)}") for i, x in enumerate(shown)}
     table = questions.map(view).iloc[questions.points].dropna()
     is_selected = np.isin(table.index, questions.selected(view))
-    yield Points(_path(table[~is_selected]), "pale")
+    yield Points(*_drawn(table[~is_selected]), "pale")
     table = table[is_selected]
     values = values.reindex(table.index)
     points = table[~values.isin(shown)]
-    yield Points(_path(points), "other", count=len(points))
+    yield Points(*_drawn(points), "other", count=len(points))
     for x, (kind, style) in looks.items():
         points = table[values == x]
-        yield Points(_path(points), kind, style, x, len(points))
+        yield Points(*_drawn(points), kind, style, x, len(points))
 
 
 def _strengths(scores: np.ndarray) -> pd.Series[float]:
@@ -89,6 +92,7 @@ def _strengths(scores: np.ndarray) -> pd.Series[float]:
     return pd.Series(np.rint(_LEVELS * np.clip(scores / largest, -1, 1)) / _LEVELS)
 
 
-def _path(points: pd.DataFrame) -> str:
-    """Return lines without length, which are drawn as points."""
-    return "".join(f"M{x:g} {y:g}h0" for x, y in points.itertuples(index=False))
+def _drawn(points: pd.DataFrame) -> tuple[str, str]:
+    """Return lines without length, which are drawn as points, and the positions of the samples."""
+    path = "".join(f"M{x:g} {y:g}h0" for x, y in points.itertuples(index=False))
+    return path, " ".join(map(str, points.index))

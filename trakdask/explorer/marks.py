@@ -25,6 +25,9 @@ from trakdask.variables import NORM, SAMPLE
 KINDS = ("wrong label", "duplicate", "remove")
 """The marks that a sample may have, one or more of them."""
 
+SHORT = {"wrong label": "wrong", "duplicate": "dupl.", "remove": "remove"}
+"""What is written on the buttons of the marks."""
+
 _COLUMNS = (SAMPLE, "mark", "who", "time")
 _KEY = [SAMPLE, "mark", "who"]
 _SUFFIX = ".marks.parquet"
@@ -255,6 +258,18 @@ class Marks:
             "try td.open again, Marks(path, store=...) or "
             "features.assign_coords(sample=('sample', names))"
         )
+
+    def at(self, ids: np.ndarray) -> pd.DataFrame:
+        """Return all marks with the ``position`` of their samples among these, see :meth:`ids`.
+
+        Absent samples are left out. Samples that share a label share its marks.
+        """
+        table, index = self.table(), pd.Index(ids)
+        positions = index.isin(table[SAMPLE]).nonzero()[0]
+        if not len(positions):  # pandas does not merge labels of one kind with none of another
+            return table.iloc[:0].assign(position=[])
+        places = pd.DataFrame({SAMPLE: index[positions], "position": positions})
+        return table.merge(places, on=SAMPLE)
 
     def where(self, label: str) -> Callable[[xr.Dataset], xr.DataArray]:
         """Return what :func:`drop` takes as ``where=``: true for the samples that have a mark.

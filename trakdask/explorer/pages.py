@@ -22,9 +22,11 @@ from trakdask.explorer.conditions import ConditionError, condition_mask
 from trakdask.explorer.html import STYLE, number, plain_message, render, unit_of, value
 from trakdask.explorer.maps import chosen_colour, colours, layers
 from trakdask.explorer.marks import KINDS, Marks
+from trakdask.explorer.questions import LEVEL
 from trakdask.explorer.tables import ROWS, facets
-from trakdask.explorer.view import MeanTrace, View, damping_of
+from trakdask.explorer.view import LISTS, MeanTrace, View, damping_of
 from trakdask.files import Folder, location
+from trakdask.variables import SAMPLE
 
 _MOST_ROWS = 60
 _MOST_GROUPS = 24
@@ -56,14 +58,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: its name, by which templates know its title, and what writes its HTML.
-
-    A temporary section is there until the section before it, which takes longer, is computed.
-    """
+    """A part of a page: its name, by which templates know its title, and what writes its HTML."""
 
     name: str
     html: Callable[[], str]
-    is_temporary: bool = False
 
 
 def sections(attributions: Attributions, view: View) -> list[Section]:
@@ -73,10 +71,14 @@ def sections(attributions: Attributions, view: View) -> list[Section]:
         absent |= {"helpful_words", "harmful_words"}
     if not view.where:
         absent |= {"mapped"}
-    if questions.has_influences(view) or "self_influence" in view.where:
-        absent |= {"in_order"}
+    if not view.order:
+        absent |= {"distribution"}
+    if not questions.has_credit(view):
+        absent |= {"credit"}
+    if not questions.has_grade(view):
+        absent |= {"grade"}
     return [
-        Section(name, partial(html, attributions, view), is_temporary=name == "in_order")
+        Section(name, partial(html, attributions, view))
         for name, html in _PAGES[view.page].items()
         if name not in absent
     ]
@@ -130,8 +132,8 @@ def save_html(attributions: Attributions, path: str | os.PathLike[str], view: Vi
         raise ValueError(
             f"expected a file on a disk of this machine, got {str(path)!r}; try 'view.html'"
         )
-    kept = [section for section in sections(attributions, view) if not section.is_temporary]
-    parts = [frame(view, i, section, section.html()) for i, section in enumerate(kept)]
+    content = sections(attributions, view)
+    parts = [frame(view, i, section, section.html()) for i, section in enumerate(content)]
     html = document(attributions, view, page(attributions, view, parts))
     Folder(str(file.parent)).write(file.name, html.encode())
 
@@ -158,15 +160,9 @@ def _target_forms(attributions: Attributions, view: View) -> str:
 
 
 def _corpus(attributions: Attributions, view: View) -> str:
-    view = _checked(view, "where", _first_sample(attributions))
+    view = _checked(view, "where", attributions.questions.first_row)
     counts = [] if "where" in view.errors else attributions.questions.facets(view)
     return render("corpus", attributions, view, facets=counts)
-
-
-def _first_sample(attributions: Attributions) -> pd.DataFrame:
-    """Return one row with the columns that a condition on all training samples may name."""
-    first = attributions.questions.metadata[:1]
-    return first.assign(self_influence=0.0, map_x=0.0, map_y=0.0)
 
 
 def _shown(table: pd.DataFrame, view: View) -> pd.DataFrame:
@@ -193,40 +189,69 @@ def _target_table(attributions: Attributions, view: View) -> str:
     )
 
 
+def _grade(attributions: Attributions, view: View) -> str:
+    return render("grade", grade=attributions.questions.grade(view))
+
+
+def _credit(attributions: Attributions, view: View) -> str:
+    view = _grouped(attributions, view)
+    table = attributions.questions.credit(view)
+    if table.empty:
+        return render("note", text="No target meets the condition.")
+    return _bars(attributions, view, table, is_share=True)
+
+
 # ------------------------------------------------------------------------------- one target
 
 
+def _neighbours(positions: np.ndarray, at: int, n: int) -> dict[str, int]:
+    """Return which positions come before and after one in a list, and its place there.
+
+    Whatever is not in the list is among all n.
+    """
+    if at not in positions:
+        positions = np.arange(n)
+    place = int(np.flatnonzero(positions == at)[0])
+    around = {"previous": place - 1, "next": place + 1}
+    found = {name: int(positions[i]) for name, i in around.items() if 0 <= i < len(positions)}
+    return {**found, "place": place, "total": len(positions)}
+
+
 def _target(attributions: Attributions, view: View) -> str:
-    questions = attributions.questions
-    row = questions.targets.row(view.target)
-    (content,) = attributions.target_samples.html([view.target])
-    target = questions.targets.metadata.iloc[[view.target]]
-    view = _checked(view, "where", questions.metadata[:1].assign(score=0.0), target)
-    verdict = _verdict(attributions, view, row)
-    return render("target", attributions, view, row=row, content=content, verdict=verdict)
-
-
-def _verdict(attributions: Attributions, view: View, row: pd.Series) -> str:
-    """Return what a classifier says about a target; "" for other models."""
     targets = attributions.questions.targets
-    name, label_p = targets.label, targets.label_probability[view.target]
-    if not name or not np.isfinite(label_p):
-        return ""
-    label, predicted, p = value(row[name]), row["predicted"], row["probability"]
-    if np.isfinite(predicted):
-        return f"Label {label}, model says {value(predicted)} ({100 * p:.0f} %)"
-    return f"Label {label}, to which the model gives {100 * label_p:.0f} %"
+    row = targets.row(view.target)
+    (content,) = attributions.target_samples.html([view.target])
+    is_wrong = "targets_where" in view.errors
+    listed = targets.selected(view.replace(targets_where="") if is_wrong else view).index.to_numpy()
+    return render(
+        "target", attributions, view, row=row, content=content,
+        reading=targets.readings([view.target])[0],
+        around=_neighbours(listed, view.target, len(targets.whole)),
+    )  # fmt: skip
+
+
+def _filters(attributions: Attributions, view: View) -> str:
+    questions = attributions.questions
+    target = questions.targets.metadata.iloc[[view.target]]
+    view = _checked(view, "where", questions.first_row.assign(score=0.0), target)
+    return render("filters", attributions, view)
 
 
 def _ranked(attributions: Attributions, view: View, *, largest: bool) -> str:
-    table = attributions.questions.top(view, largest=largest)
-    contents = attributions.samples.html(table["sample"].tolist())
-    scores = attributions.questions.scores(view)
+    questions = attributions.questions
+    table, scores = questions.top(view, largest=largest), questions.scores(view)
+    positions = table["sample"].tolist()
     return render(
-        "ranked", attributions, view, table=table, contents=contents, unit=unit_of(scores),
-        kind="helpful" if largest else "harmful",
+        "ranked", attributions, view, table=table, contents=attributions.samples.html(positions),
+        readings=questions.training.readings(positions), unit=unit_of(scores),
+        kind="helpful" if largest else "harmful", level=_level(attributions, view),
         summary=_summary(table, scores, _grouped(attributions, view).group_by),
     )  # fmt: skip
+
+
+def _level(attributions: Attributions, view: View) -> float:
+    """Return which part of intervals contains the score; 0 where there are standard errors."""
+    return LEVEL if attributions.questions.has_intervals(view) else 0.0
 
 
 def _summary(table: pd.DataFrame, scores: np.ndarray, by: str) -> str:
@@ -260,12 +285,20 @@ def _groups(attributions: Attributions, view: View) -> str:
     view = _grouped(attributions, view)
     if not view.group_by:
         return render("group_form", attributions, view)
-    table = attributions.questions.groups(view)
+    return _bars(attributions, view, attributions.questions.groups(view))
+
+
+def _bars(
+    attributions: Attributions, view: View, table: pd.DataFrame, *, is_share: bool = False
+) -> str:
+    """Return sums of scores by group, or shares, as bars with intervals."""
     half = _MOST_GROUPS // 2
     ends = table if len(table) <= _MOST_GROUPS else pd.concat([table[:half], table[-half:]])
-    unit = unit_of(attributions.questions.scores(view))
-    left_out = len(table) - len(ends)
-    return render("groups", attributions, view, table=ends, left_out=left_out, unit=unit)
+    return render(
+        "groups", attributions, view, table=ends, left_out=len(table) - len(ends),
+        unit=-2 if is_share else unit_of(attributions.questions.scores(view)), is_share=is_share,
+        largest=float((ends["score"].abs() + ends["spread"].fillna(0)).max()),
+    )  # fmt: skip
 
 
 def _damping(attributions: Attributions, view: View) -> str:
@@ -289,8 +322,9 @@ def _damping(attributions: Attributions, view: View) -> str:
     return render("damping", attributions, view, text=text, chosen=curve, marked=marked)
 
 
-def _histogram(attributions: Attributions, view: View, *, name: str) -> str:
+def _histogram(attributions: Attributions, view: View, *, name: str = "") -> str:
     questions = attributions.questions
+    name = name or _order(attributions, view, "ranking")
     bins = questions.histogram(view, name)
     unit = unit_of(questions.values(view, name))
     return render("histogram", view, name=name.replace("_", "-"), bins=bins, unit=unit)
@@ -300,18 +334,31 @@ def _histogram(attributions: Attributions, view: View, *, name: str) -> str:
 
 
 def _sample(attributions: Attributions, view: View) -> str:
-    row = attributions.questions.sample(view)
+    questions = attributions.questions
+    row = questions.sample(view)
     (content,) = attributions.samples.html([view.sample])
-    return render("sample", attributions, view, row=row, content=content)
+    n = attributions.features.sizes[SAMPLE]
+    listed = samples_of(attributions, view, view.of) if view.of else np.arange(n)
+    around = _neighbours(listed, view.sample, n)
+    first = around["place"] // ROWS * ROWS if view.sample in listed else 0
+    page = LISTS.get(view.of, "corpus")
+    return render(
+        "sample", attributions, view, row=row, content=content, around=around,
+        reading=questions.training.readings([view.sample])[0],
+        back=view.replace(page=page, first=0 if page == "target" else first),
+    )  # fmt: skip
 
 
 def _targets_of_sample(attributions: Attributions, view: View) -> str:
+    targets = attributions.questions.targets
     table = attributions.questions.targets_of(view)
-    contents = attributions.target_samples.html(list(table.index), brief=True)
-    unit = unit_of(table["score"])
+    positions = table.index.tolist()
     return render(
-        "targets_of_sample", attributions, view, table=table, contents=contents, unit=unit
-    )
+        "targets_of_sample", attributions, view, table=table, unit=unit_of(table["score"]),
+        contents=attributions.target_samples.html(positions, brief=True),
+        readings=targets.readings(positions), names=[*targets.metadata],
+        level=_level(attributions, view),
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------ all training samples
@@ -330,17 +377,23 @@ def _heat(attributions: Attributions, view: View) -> str:
     return render("heat", attributions, view, heat=heat, unit=unit_of(heat), largest=largest)
 
 
-def _ranking(attributions: Attributions, view: View, *, in_order: bool = False) -> str:
-    is_by_score = chosen_colour(attributions, view) == "score"
-    name = "self_influence" if view.page == "corpus" else "score" if is_by_score else ""
-    name = "" if in_order else name
-    ranking = attributions.questions.ranking(view, name)
+def _order(attributions: Attributions, view: View, section: str) -> str:
+    """Return what a list of training samples is sorted by; "" for their order."""
+    if section == "mapped":
+        return "score" if chosen_colour(attributions, view) == "score" else ""
+    return attributions.questions.training.loss if view.order == "loss" else view.order
+
+
+def _ranking(attributions: Attributions, view: View, *, section: str) -> str:
+    questions, name = attributions.questions, _order(attributions, view, section)
+    ranking = questions.ranking(view, name)
     table = _shown(ranking, view)
-    contents = attributions.samples.html(table.index.tolist(), brief=True)
-    unit = unit_of(attributions.questions.values(view, name)) if name else 0
+    positions = table.index.tolist()
     return render(
-        "ranking", attributions, view, table=table, total=len(ranking), contents=contents,
-        unit=unit, name=name, in_order=in_order,
+        "ranking", attributions, view, table=table, total=len(ranking), name=name, section=section,
+        contents=attributions.samples.html(positions, brief=True),
+        readings=questions.training.readings(positions),
+        unit=unit_of(questions.values(view, name)) if name else 0,
     )  # fmt: skip
 
 
@@ -355,14 +408,38 @@ def _duplicates(attributions: Attributions, view: View) -> str:
 
 def _map(attributions: Attributions, view: View) -> str:
     questions = attributions.questions
-    view = _checked(view, "where", _first_sample(attributions))
+    view = _checked(view, "where", questions.first_row)
     selected = view.replace(where="") if "where" in view.errors else view
     return render(
         "map", attributions, view, layers=[*layers(attributions, selected)],
         colours=colours(attributions), colour=chosen_colour(attributions, view),
         checkpoint=questions.first_checkpoint(view), facets=questions.facets(selected),
-        height=questions.map(view)["map_y"].max(),
+        height=questions.map(view)["map_y"].max(), box=_box(selected.where),
     )  # fmt: skip
+
+
+def _box(where: str) -> dict[str, tuple[float, float]]:
+    """Return the rectangle that a condition was dragged to be, by its axes.
+
+    Examples
+    --------
+    >>> _box("map_x >= 20.0 and map_x <= 35.5 and map_y >= 1 and map_y <= 9")
+    {'x': (20.0, 35.5), 'y': (1.0, 9.0)}
+    """
+    box = {}
+    for axis in "xy":
+        ends = [re.search(rf"map_{axis} {sign}=? ([\d.]+)", where) for sign in "><"]
+        low, high = (float(end[1]) if end else x for end, x in zip(ends, (0.0, 100.0), strict=True))
+        box[axis] = low, high
+    return box if "map_" in where else {}
+
+
+def hovered(attributions: Attributions, position: int) -> str:
+    """Return what is shown of a sample beside its point on the map."""
+    (content,) = attributions.samples.html([position], brief=True)
+    (reading,) = attributions.questions.training.readings([position])
+    row = attributions.questions.metadata.iloc[position]
+    return render("hovered", position, content, reading, row, attributions.questions.training.label)
 
 
 # ------------------------------------------------------------------------------------- marks
@@ -370,7 +447,7 @@ def _map(attributions: Attributions, view: View) -> str:
 
 def _all_marks(attributions: Attributions) -> pd.DataFrame:
     """Return all marks, newest first, with times that a condition can name."""
-    table = attributions.marked().iloc[::-1].reset_index(drop=True)
+    table = attributions.questions.marked().iloc[::-1].reset_index(drop=True)
     return table.assign(time=table["time"].dt.tz_localize(None))
 
 
@@ -410,9 +487,9 @@ def _marks(attributions: Attributions, view: View) -> str:
 
 
 def samples_of(attributions: Attributions, view: View, name: str) -> np.ndarray:
-    """Return the positions of the training samples that a section is about, for marks of them all.
+    """Return the positions of the training samples that a section is about.
 
-    Of duplicates, all but the first of each group.
+    They are in the order of the section.
 
     Raises
     ------
@@ -420,25 +497,37 @@ def samples_of(attributions: Attributions, view: View, name: str) -> np.ndarray:
         If this is no such section.
     """
     questions = attributions.questions
-    if name in ("helpful", "harmful"):
-        return questions.top(view, largest=name == "helpful")["sample"].to_numpy()
-    if name == "self_influence":
-        return questions.selected(view)
-    if name == "duplicates":
-        table = questions.duplicates(view)
-        return table["sample"][table["group"].duplicated()].to_numpy()
-    if name == "marks":
-        return _marked(attributions, view)["position"].unique()
+    match name:
+        case "helpful" | "harmful":
+            return questions.top(view, largest=name == "helpful")["sample"].to_numpy()
+        case "ranking" | "mapped":
+            ranking = questions.ranking(view, _order(attributions, view, name))
+            return ranking.index.to_numpy()
+        case "duplicates":
+            return questions.duplicates(view)["sample"].to_numpy()
+        case "marked":
+            return _marked(attributions, view)["position"].unique()
     raise ValueError(f"There are no samples to mark in {name!r:.60}.")
+
+
+def marked_at_once(attributions: Attributions, view: View, name: str) -> np.ndarray:
+    """Return the samples that a button below a section marks: all but the first of duplicates."""
+    if name == "duplicates":
+        table = attributions.questions.duplicates(view)
+        return table["sample"][table["group"].duplicated()].to_numpy()
+    return samples_of(attributions, view, name)
 
 
 _PAGES: dict[str, dict[str, Callable[[Attributions, View], str]]] = {
     "targets": {
         "targets": _target_forms,
         "table": _target_table,
+        "grade": _grade,
+        "credit": _credit,
     },
     "target": {
         "target": _target,
+        "filters": _filters,
         "helpful": partial(_ranked, largest=True),
         "harmful": partial(_ranked, largest=False),
         "helpful_words": partial(_words, largest=True),
@@ -450,13 +539,12 @@ _PAGES: dict[str, dict[str, Callable[[Attributions, View], str]]] = {
     "sample": {"sample": _sample, "targets_of_sample": _targets_of_sample},
     "corpus": {
         "corpus": _corpus,
-        "heat": _heat,
-        "self_influence": _ranking,
-        "in_order": partial(_ranking, in_order=True),
-        "influences": partial(_histogram, name="self_influence"),
+        "ranking": partial(_ranking, section="ranking"),
+        "distribution": _histogram,
         "duplicates": _duplicates,
+        "heat": _heat,
     },
-    "map": {"map": _map, "mapped": _ranking},
+    "map": {"map": _map, "mapped": partial(_ranking, section="mapped")},
     "new": {"new": partial(render, "new_target")},
     "marks": {"marks": _mark_forms, "marked": _marks},
 }

@@ -7,6 +7,7 @@ on the active dask client, or on threads. Scores of all samples and targets neve
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -20,17 +21,29 @@ import xarray as xr
 import trakdask as td
 from trakdask import arrays
 from trakdask.attribution.estimators import EstimatorLike, GradDot, Trak, resolve
-from trakdask.attribution.protocol import GramEstimator
+from trakdask.attribution.protocol import LEAST_FOLDS, GramEstimator
 from trakdask.attribution.scores import solver
 from trakdask.attribution.uncertainty import estimated
 from trakdask.explorer import tables
 from trakdask.explorer.computing import compute
 from trakdask.explorer.conditions import condition_mask
 from trakdask.explorer.directions import find_duplicates, find_places
+from trakdask.explorer.marks import Marks
 from trakdask.explorer.settings import Setting, Settings
 from trakdask.explorer.view import View
-from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, checkpoint_names, lazy_features
+from trakdask.variables import (
+    CHECKPOINT,
+    SAMPLE,
+    TARGET,
+    TRAINED_ON,
+    checkpoint_names,
+    lazy_features,
+)
 
+LEVEL = 0.9
+"""Which part of the intervals contains the score of infinitely many checkpoints."""
+
+_NUMBERS = ("output", "disagreement", "loss", "Q")
 _MOST_GROUPS = 1000
 _MOST_TARGETS = 25
 """How many targets are columns where they have no groups."""
@@ -63,8 +76,11 @@ class Questions:
     words
         Returns the scores of tokens, given features, a target, positions of training samples and
         an estimator; None if words are to have none.
-    classifier
-        Says what the model predicts; None if it is not at hand, or no classifier.
+    classifier, training_classifier
+        Say what the model predicts for targets and for training samples; None if it is not at
+        hand, or no classifier.
+    marks
+        What people say about training samples; None if nobody is asked.
     """
 
     def __init__(
@@ -75,8 +91,13 @@ class Questions:
         *,
         words: Words | None = None,
         classifier: tables.Classifier | None = None,
+        training_classifier: tables.Classifier | None = None,
+        marks: Marks | None = None,
     ) -> None:
         self.features, self._words, self._classifier = features, words, classifier
+        self.marks = marks
+        self.training = tables.SampleTable(features, features, training_classifier)
+        self._grades: dict[tuple[Any, ...], xr.Dataset] = {}
         self.settings = Settings(features, estimator)
         self._influences: dict[tuple[Any, ...], np.ndarray] = {}
         self._duplicates = lru_cache(4)(lambda name: find_duplicates(self._features_at(name)))
@@ -90,9 +111,8 @@ class Questions:
         return other
 
     def _explain(self, targets: xr.Dataset) -> None:
-        self.targets = tables.TargetTable(targets, self.features, self._classifier)
+        self.targets = tables.SampleTable(targets, self.features, self._classifier)
         self._scores = lru_cache(_ROWS_KEPT)(self._scored)
-        self._masks = lru_cache(_ROWS_KEPT)(self._mask)
 
     @cached_property
     def metadata(self) -> pd.DataFrame:
@@ -101,13 +121,26 @@ class Questions:
 
     @cached_property
     def groupings(self) -> list[str]:
-        """The coords of the training samples that have from 2 to 1,000 different values."""
+        """The coords with 2 to 1,000 values, each of two training samples or more on average."""
         return tables.few_values(self.metadata, _MOST_GROUPS)
 
     @cached_property
-    def facet_names(self) -> list[str]:
-        """The groupings whose values are shared by two samples or more, on average."""
-        return [n for n in self.groupings if 2 * self.metadata[n].nunique() <= len(self.metadata)]
+    def sample_ids(self) -> np.ndarray:
+        """What each training sample is called in the marks, (sample,)."""
+        assert self.marks is not None
+        return self.marks.ids(self.features)
+
+    def marked(self) -> pd.DataFrame:
+        """Return all marks with the ``position`` of their samples; none if none are kept."""
+        if self.marks is None:
+            return pd.DataFrame({SAMPLE: [], "mark": [], "who": [], "position": []})
+        return self.marks.at(self.sample_ids)
+
+    def mark_texts(self) -> pd.Series[str]:
+        """Return the marks that each training sample has from anybody, as one text."""
+        table = self.marked().drop_duplicates(["position", "mark"]).sort_values("mark")
+        texts = table.groupby("position")["mark"].agg(", ".join)
+        return texts.reindex(self.metadata.index, fill_value="").astype(object)
 
     @cached_property
     def checkpoints(self) -> list[str]:
@@ -123,13 +156,11 @@ class Questions:
     def top(self, view: View, *, largest: bool = True) -> pd.DataFrame:
         """Return the k training samples that helped or harmed a target most.
 
-        Columns: ``sample``, its position; ``score``; ``spread``, the standard error of the score
-        over checkpoints, NaN for one checkpoint; the coords of the sample. Fewer rows than k if the
-        condition of the view selects fewer.
+        Columns: ``sample``, its position; ``score``; ``spread``, see :func:`_spread`; the coords of
+        the sample. Fewer rows than k if the condition of the view selects fewer.
         """
-        setting = self.setting(view)
-        scores, spread = self._scores(setting, view.target)
-        selected = pd.Series(scores)[self._masks(setting, view.target, view.where)].dropna()
+        scores, spread = self._scores(self.setting(view), view.target)
+        selected = pd.Series(scores)[self._mask(view)].dropna()
         ranked = selected.nlargest(view.k) if largest else selected.nsmallest(view.k)
         position = ranked.index.to_numpy()
         table = pd.DataFrame({SAMPLE: position, "score": ranked, "spread": spread[position]})
@@ -157,33 +188,87 @@ class Questions:
     def groups(self, view: View) -> pd.DataFrame:
         """Return the sum of a target's scores by group of training samples, largest sum first.
 
-        Columns: the coord that the view groups by; ``score``, the sum; ``samples``, how many. Only
+        Columns: the coord that the view groups by; ``score``, the sum; ``samples``, how many;
+        ``spread``, half of the interval of the sum, NaN for fewer than five checkpoints. Only
         samples that the condition of the view selects are counted.
         """
-        by, scores = view.group_by, self.scores(view).astype(np.float64)
-        table = pd.DataFrame({by: self.metadata[by], "score": scores})
-        table = table[self._masks(self.setting(view), view.target, view.where)]
+        by, scores, mask = view.group_by, self.scores(view).astype(np.float64), self._mask(view)
+        table = pd.DataFrame({by: self.metadata[by], "score": scores})[mask]
         sums = table.groupby(by).agg(score=("score", "sum"), samples=("score", "size"))
+        sums["spread"] = np.nan
+        if self.has_intervals(view) and mask.any():
+            setting, chosen = self.setting(view), {SAMPLE: np.flatnonzero(mask)}
+            features = setting.features if mask.all() else setting.features.isel(chosen)
+            target = self._target(setting, view.target)
+            lazy = td.intervals(features, target, setting.estimator, by=by, level=LEVEL)
+            (found,) = compute(lazy[["score", "upper"]].isel({TARGET: 0}))
+            sums["spread"] = (found["upper"] - found["score"]).to_series()
         return sums.sort_values("score", ascending=False, kind="stable").reset_index()
+
+    def has_intervals(self, view: View) -> bool:
+        """Return whether there are five checkpoints or more, of which intervals are made."""
+        return len(view.checkpoints or self.checkpoints) >= LEAST_FOLDS
+
+    def has_credit(self, view: View) -> bool:
+        """Return whether groups of training samples have shares of the scores of many targets."""
+        is_sum = TARGET not in self.settings.estimator(view.estimator).norms
+        return self.has_intervals(view) and is_sum and bool(self.groupings)
+
+    def credit(self, view: View) -> pd.DataFrame:
+        """Return each group's share of the scores of the targets that a view selects.
+
+        Columns: the coord that the view groups by; ``score``, the share; ``spread``, half of its
+        interval; ``samples``, how many. Largest share first.
+        """
+        setting, selected = self.setting(view), np.sort(self.targets.selected(view).index)
+        targets = self.targets.at(setting.checkpoints).isel({SAMPLE: selected})
+        failed = self.targets.numbers.iloc[selected, -1].isna().to_numpy()
+        targets = targets.isel({SAMPLE: ~failed})
+        lazy = td.credit(setting.features, targets, setting.estimator, by=view.group_by, level=LEVEL)
+        (found,) = compute(lazy)
+        table = found.to_dataframe().assign(spread=(found["upper"] - found["share"]).to_series())
+        table = table.rename(columns={"share": "score"}).dropna(subset="score")
+        table["samples"] = table["samples"].astype(int)  # no group of these has parts of samples
+        return table.sort_values("score", ascending=False, kind="stable").reset_index()
+
+    def has_grade(self, view: View) -> bool:
+        """Return whether the features know what their checkpoints were trained on."""
+        return TRAINED_ON in self.features and len(view.checkpoints or self.checkpoints) > 3
+
+    def known_grade(self, view: View) -> xr.Dataset | None:
+        """Return the grade if it was computed before."""
+        return self._grades.get(_key(view))
+
+    def grade(self, view: View) -> xr.Dataset:
+        """Return how well scores predict checkpoints that were left out; computed once."""
+        if (grade := self.known_grade(view)) is None:
+            setting = self.setting(view)
+            targets = self.targets.at(setting.checkpoints)
+            grade = td.evaluate.cross_validate(setting.features, targets, setting.estimator)
+            self._grades[_key(view)] = grade
+        return grade
 
     def scores(self, view: View) -> np.ndarray:
         """Return the scores of all training samples for a target, (sample,)."""
         return self._scores(self.setting(view), view.target)[0]
 
     def values(self, view: View, name: str) -> np.ndarray:
-        """Return the ``score`` for a target, or ``self_influence``, of every training sample."""
-        return self.scores(view) if name == "score" else self.influences(view)
+        """Return the ``score``, the ``self_influence`` or a number of every training sample."""
+        if name == "score":
+            return self.scores(view)
+        is_influence = name == "self_influence"
+        return self.influences(view) if is_influence else self.training.numbers[name].to_numpy()
 
     def histogram(self, view: View, name: str) -> pd.DataFrame:
-        """Return how the ``score`` or ``self_influence`` of training samples is distributed.
+        """Return how :meth:`values` of training samples are distributed.
 
         A row for each bin: its ends ``low`` and ``high``, how many ``samples`` are in it, their
         logarithm as ``height``, and the ``condition`` that a sample is in it. Bins have the same
-        width, in the logarithm of self-influence.
+        width, in the logarithm of self-influence and of losses.
         """
-        is_score, values = name == "score", self.values(view, name)
-        values = values[np.isfinite(values) & ((values > 0) | is_score)]
-        edges = _edges(values, is_logarithmic=not is_score) if len(values) else values
+        is_signed, values = name in ("score", "Q"), self.values(view, name)
+        values = values[np.isfinite(values) & ((values > 0) | is_signed)]
+        edges = _edges(values, is_logarithmic=not is_signed) if len(values) else values
         counts = np.histogram(values, edges)[0] if len(values) else values
         ends = [f"{edge:.{_DIGITS}g}" for edge in edges]
         return pd.DataFrame(
@@ -201,9 +286,9 @@ class Questions:
         return self.targets.at(setting.checkpoints).isel({SAMPLE: [position]})
 
     def _scored(self, setting: Setting, position: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the scores of one target, (sample,), and their standard errors over checkpoints.
+        """Return the scores of one target, (sample,), and their :func:`_spread`.
 
-        These are NaN for one checkpoint. All that the page of a target shows is taken from them.
+        It is NaN for one checkpoint. All that the page of a target shows is taken from them.
         """
         target = self._target(setting, position)
         if len(setting.checkpoints) < 2:
@@ -211,19 +296,20 @@ class Questions:
             return scores, np.full(len(scores), np.nan, np.float32)
         _, lazy, _ = estimated(setting.features, target, setting.estimator)
         (tiles,) = compute(lazy[:, 0])
-        return tiles["score"].copy(), tiles["error"].copy()
+        return tiles["score"].copy(), _spread(tiles["error"], setting)
 
-    def _mask(self, setting: Setting, position: int, where: str) -> np.ndarray:
+    def _mask(self, view: View) -> np.ndarray:
         """Return which training samples meet a condition, which may name the target's ``score``."""
-        table = self.metadata.assign(score=self._scores(setting, position)[0])
-        return condition_mask(table, where, self.targets.metadata.iloc[[position]])
+        table = self._table(view).assign(score=self.scores(view))
+        return condition_mask(table, view.where, self.targets.metadata.iloc[[view.target]])
 
     # ------------------------------------------------------------------------ one training sample
 
     def targets_of(self, view: View) -> pd.DataFrame:
         """Return the targets that a training sample helped most and harmed most, best first.
 
-        Columns: the columns of the table of targets, and ``score``. At most 2 k rows.
+        Columns: the columns of the table of targets, ``score`` and ``spread``, see
+        :func:`_spread`. At most 2 k rows.
         """
         setting, k = self.setting(view), view.k
         tables.require_position(view.sample, setting.features.sizes[SAMPLE], "training sample")
@@ -231,20 +317,25 @@ class Questions:
         (scores,) = compute(_scores_of_sample(setting, targets, view.sample))
         table = self.targets.whole.assign(score=scores).dropna(subset="score")
         table = table.sort_values("score", ascending=False, kind="stable")
-        return table if len(table) <= 2 * k else pd.concat([table[:k], table[-k:]])
+        table = table if len(table) <= 2 * k else pd.concat([table[:k], table[-k:]])
+        table["spread"] = np.nan
+        if len(setting.checkpoints) > 1 and len(table):
+            shown = targets.isel({SAMPLE: table.index.to_numpy()})
+            sample = setting.features.isel({SAMPLE: [view.sample]})
+            _, lazy, _ = estimated(sample, shown, setting.estimator)
+            (tiles,) = compute(lazy[0])
+            table["spread"] = _spread(tiles["error"], setting)
+        return table
 
     def sample(self, view: View) -> pd.Series:
         """Return the coords of a training sample, its output, loss and self-influence."""
         setting = self.setting(view)
         tables.require_position(view.sample, setting.features.sizes[SAMPLE], "training sample")
         one = setting.features.isel({SAMPLE: [view.sample]})
-        influence, output, q = compute(
-            _self_influence(setting, one).data, tables.output_of(one), one["out_to_loss"].data
-        )
-        name, loss = tables.mean_loss(self.features.attrs.get("task"), output, q)
-        facts = {"output": output.mean(), name: loss[0], "self_influence": influence[0]}
-        row = tables.row_of(self.metadata, view.sample)
-        whole: pd.Series[Any] = pd.concat([row, pd.Series(facts, dtype=object)])
+        (influence,) = compute(_self_influence(setting, one).data)
+        numbers = self.training.numbers.iloc[view.sample]
+        facts = pd.Series({**numbers, "self_influence": influence[0]}, dtype=object)
+        whole: pd.Series[Any] = pd.concat([tables.row_of(self.metadata, view.sample), facts])
         return whole
 
     # ----------------------------------------------------------------------- all training samples
@@ -258,25 +349,38 @@ class Questions:
         if not name:
             return table
         table = table.assign(**{name: self.values(view, name)[table.index]})
-        return table.sort_values(name, ascending=False, kind="stable")
+        key = np.abs if name == "Q" else None
+        return table.sort_values(name, ascending=False, kind="stable", key=key)
 
     def selected(self, view: View) -> np.ndarray:
-        """Return the positions of the training samples that meet the condition of a view.
-
-        It may name ``self_influence``, ``map_x`` and ``map_y``.
-        """
+        """Return the positions of the training samples that meet the condition of a view."""
         return np.flatnonzero(condition_mask(self._table(view), view.where))
 
     def facets(self, view: View) -> list[tables.Facet]:
         """Return how many of the training samples that a view selects have which metadata."""
-        return tables.facets(self._table(view), self.facet_names, view.where)
+        table, names = self._table(view), self.groupings
+        if self.marks is not None and (texts := self.mark_texts()).any():
+            table, names = table.assign(mark=texts), [*names, "mark"]
+        return tables.facets(table, names, view.where)
 
     def _table(self, view: View) -> pd.DataFrame:
-        """Return the columns that a condition on all training samples may name."""
-        table = self.metadata
-        if "self_influence" in view.where:
-            table = table.assign(self_influence=self.influences(view))
-        return table.assign(**self.map(view)) if "map_" in view.where else table
+        """Return the columns that the condition of a view on training samples may name."""
+        named = {*re.findall(r"\w+", view.where)}
+        more: dict[str, Any] = {**self.training.numbers} if named & {*_NUMBERS} else {}
+        if "self_influence" in named:
+            more["self_influence"] = self.influences(view)
+        if named & {"map_x", "map_y"}:
+            more |= self.map(view)
+        if "mark" in named:
+            more["mark"] = self.mark_texts()
+        return self.metadata.assign(**{n: x for n, x in more.items() if n not in self.metadata})
+
+    @property
+    def first_row(self) -> pd.DataFrame:
+        """One row with the columns that a condition on training samples may name."""
+        numbers = dict.fromkeys([*self.training.numbers, "self_influence", "map_x", "map_y"], 0.0)
+        more = {**numbers, "mark": ""}
+        return self.metadata[:1].assign(**{n: x for n, x in more.items() if n not in self.metadata})
 
     def influences(self, view: View) -> np.ndarray:
         """Return the self-influence of every training sample, (sample,)."""
@@ -303,7 +407,7 @@ class Questions:
         setting = self.setting(view)
         targets = self.targets.at(setting.checkpoints)
         if across and TARGET not in setting.estimator.norms:
-            is_whole = self.targets.whole.iloc[:, -1].notna().to_numpy()  # the loss, or Q
+            is_whole = self.targets.numbers.iloc[:, -1].notna().to_numpy()  # the loss, or Q
             targets = td.combine(targets.isel({SAMPLE: is_whole}), by=across)
             names = targets[across].values
         else:
@@ -349,6 +453,18 @@ class Questions:
         one = lazy_features(self.features.sel({CHECKPOINT: [checkpoint]}))
         feature: da.Array = one["feature"].data[:, :, 0]
         return feature
+
+
+def _spread(error: np.ndarray, setting: Setting) -> np.ndarray:
+    """Return half of the intervals of scores, from their standard errors over checkpoints.
+
+    With fewer than five checkpoints the standard errors themselves.
+    """
+    from scipy.special import stdtrit  # the cost of importing
+
+    n = len(setting.checkpoints)
+    width = stdtrit(n - 1, (1 + LEVEL) / 2) if n >= LEAST_FOLDS else 1
+    return np.asarray(error * width, np.float32)
 
 
 def _edges(values: np.ndarray, *, is_logarithmic: bool) -> np.ndarray:

@@ -17,7 +17,7 @@ from trakdask.explorer.conditions import condition_mask, joined, without
 from trakdask.explorer.view import View
 from trakdask.variables import CHECKPOINT, OUTPUT, SAMPLE, coords_along
 
-ROWS = 25
+ROWS = 24
 """Rows of a page of a table."""
 
 _MOST_COLUMNS = 40
@@ -25,15 +25,15 @@ _MOST_VALUES = 12
 """How many values of a column are listed with their counts."""
 
 _MOST_UNSURE = 256
-"""How many targets the model is asked about; their labels are the least likely."""
+"""How many samples the model is asked about; their labels are the least likely."""
 
 _WITH_MARGINS = re.compile(r"(Image|Text|Binary)?Classification\(|CausalLM\(.*\bposition='")
 """Tasks whose output is the margin log p / (1 − p) of one answer."""
 
 Classifier = Callable[[np.ndarray], np.ndarray]
-"""Returns the probabilities of all classes, (target, class), for the targets at some positions.
+"""Returns the probabilities of all classes, (sample, class), for the samples at some positions.
 
-They are NaN for targets whose samples are not at hand.
+They are NaN for samples that are not at hand.
 """
 
 
@@ -49,8 +49,8 @@ class Facet:
     left_out: int
 
 
-class TargetTable:
-    """Targets and the table of them.
+class SampleTable:
+    """Samples, targets or training samples, and the table of them.
 
     Parameters
     ----------
@@ -66,15 +66,16 @@ class TargetTable:
         self, features: xr.Dataset, training: xr.Dataset, classifier: Classifier | None = None
     ) -> None:
         self.features, self._training, self._classifier = features, training, classifier
+        self._asked: dict[int, np.ndarray] = {}
 
     @cached_property
     def metadata(self) -> pd.DataFrame:
-        """The coords of the targets, by position."""
+        """The coords of the samples, by position."""
         return metadata(self.features)
 
     @cached_property
     def groupings(self) -> list[str]:
-        """The coords of the targets that have from 2 to 40 different values."""
+        """The coords that have from 2 to 40 values, each of two samples or more on average."""
         return few_values(self.metadata, _MOST_COLUMNS)
 
     @cached_property
@@ -88,13 +89,18 @@ class TargetTable:
 
     @cached_property
     def whole(self) -> pd.DataFrame:
-        """Metadata of all targets, and what the model says about them; see :meth:`selected`."""
-        output, q = self._outputs
+        """Metadata of all samples, and what the model says about them; see :meth:`selected`."""
         table = self.metadata
         if self.label:
-            predicted, probability = self._predictions()
+            predicted, probability = self.predictions(np.arange(len(table)))
             table = table.assign(predicted=predicted, probability=probability)
-        table = table.assign(output=output.mean(axis=1))
+        return table.assign(**self.numbers)
+
+    @cached_property
+    def numbers(self) -> pd.DataFrame:
+        """What the features say about all samples, the last column being ``loss`` or ``Q``."""
+        output, q = self._outputs
+        table = pd.DataFrame({"output": output.mean(axis=1)})
         if output.shape[1] > 1:
             table["disagreement"] = np.std(output, axis=1, ddof=1)
         name, loss = mean_loss(self._task, output, q)
@@ -106,9 +112,14 @@ class TargetTable:
         attrs = self.features.attrs
         return "" if "combined" in attrs else str(attrs.get("task"))
 
+    @property
+    def loss(self) -> str:
+        """``"loss"``, or ``"Q"`` where the loss is not known."""
+        return str(self.numbers.columns[-1])
+
     @cached_property
     def _outputs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Output and Q of all targets, both (target, checkpoint)."""
+        """Output and Q of all samples, both (sample, checkpoint)."""
         output, q = compute(output_of(self.features), self.features["out_to_loss"].data)
         return np.asarray(output, np.float64), np.asarray(q, np.float64)
 
@@ -117,13 +128,14 @@ class TargetTable:
         """The probability of the label of a classifier, the mean over checkpoints: 1 − Q."""
         return np.asarray(1 - self._outputs[1].mean(axis=1))
 
-    def _predictions(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the class that is predicted for each target and its probability, NaN if unknown.
+    def predictions(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the class that is predicted for some samples and its probability, NaN if unknown.
 
         A label with p ≥ ½ is the class that is predicted, and of two classes it is the other one
         below that; of more, only the model knows.
         """
-        label, p = self.metadata[self.label].to_numpy(np.float64), self.label_probability
+        label = self.metadata[self.label].to_numpy(np.float64)[positions]
+        p = self.label_probability[positions]
         predicted = np.where(p >= 0.5, label, np.nan)
         probability = np.where(p >= 0.5, p, np.nan)
         classes = np.unique(self._training.get(self.label, ()))
@@ -135,11 +147,32 @@ class TargetTable:
             unsure = np.argsort(p, kind="stable")[:_MOST_UNSURE]
             unsure = unsure[p[unsure] < 0.5]
             if len(unsure):
-                probabilities = self._classifier(unsure)
+                probabilities = self._asked_about(positions[unsure])
                 probability[unsure] = probabilities.max(axis=1)
                 is_known = np.isfinite(probability[unsure])
                 predicted[unsure] = np.where(is_known, probabilities.argmax(axis=1), np.nan)
         return predicted, probability
+
+    def _asked_about(self, positions: np.ndarray) -> np.ndarray:
+        """Return the probabilities of all classes for some samples; the model is asked once."""
+        assert self._classifier is not None
+        new = [position for position in positions.tolist() if position not in self._asked]
+        if new:
+            self._asked |= zip(new, self._classifier(np.array(new)), strict=True)
+        return np.stack([self._asked[position] for position in positions.tolist()])
+
+    def readings(self, positions: Sequence[int]) -> list[dict[str, Any]]:
+        """Return what a classifier reads some samples as; nothing for other models.
+
+        ``label``; ``predicted``, NaN if only the model knows; and their probabilities.
+        """
+        if not self.label or not len(positions):
+            return [{}] * len(positions)
+        at = np.asarray(positions)
+        label, p = self.metadata[self.label].to_numpy()[at], self.label_probability[at]
+        names = ("label", "p", "predicted", "probability")
+        columns = zip(label, p, *self.predictions(at), strict=True)
+        return [dict(zip(names, x, strict=True)) if np.isfinite(x[1]) else {} for x in columns]
 
     def facets(self, view: View) -> list[Facet]:
         """Return how many of the targets that a view selects have which metadata."""
@@ -171,7 +204,7 @@ class TargetTable:
 
     def sorted_by(self, view: View) -> str:
         """Return the column by which a view sorts: Q in place of a loss that is not known."""
-        return "Q" if view.sort == "loss" and "loss" not in self.whole else view.sort
+        return self.loss if view.sort == "loss" else view.sort
 
     def row(self, position: int) -> pd.Series[Any]:
         """Return what the table has about one target."""
@@ -235,9 +268,9 @@ def searched(table: pd.DataFrame, text: str) -> pd.DataFrame:
 
 
 def few_values(table: pd.DataFrame, most: int) -> list[str]:
-    """Return the columns that have at least two and at most some number of different values."""
+    """Return the columns of two to some number of values, each in two rows or more on average."""
     counts = {str(name): table[name].nunique() for name in table}
-    return [name for name, count in counts.items() if 2 <= count <= most]
+    return [name for name, count in counts.items() if 2 <= count <= min(most, len(table) // 2)]
 
 
 def facets(table: pd.DataFrame, names: Sequence[str], where: str) -> list[Facet]:

@@ -18,14 +18,17 @@ PAGES = ("targets", "target", "sample", "corpus", "map", "new", "marks")
 _RULES = get_args(Rule)
 _TRACE = "tr(K)/n"
 _MOST_RANKED = 100
-_CHOICES = {"page": PAGES, "estimator": ("", "auto", *KINDS), "ascending": ("0", "1")}
-_CONDITIONS = ("where", "targets_where", "marks_where")
+LISTS = {
+    "helpful": "target", "harmful": "target", "ranking": "corpus", "duplicates": "corpus",
+    "mapped": "map", "marked": "marks",
+}  # fmt: skip
+"""Sections that list training samples, and their pages."""
 
-_COMPUTED = {
-    "score": ("target",),
-    **dict.fromkeys(("self_influence", "map_x", "map_y"), ("corpus", "map")),
-}
-"""Columns that conditions on training samples may name on some pages only."""
+_CHOICES = {
+    "page": PAGES, "estimator": ("", "auto", *KINDS), "ascending": ("0", "1"),
+    "order": ("loss", "self_influence", ""), "of": ("", *LISTS),
+}  # fmt: skip
+_CONDITIONS = ("where", "targets_where", "marks_where")
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,10 @@ class View:
     target, sample
         Positions of the target and of the training sample that are looked at.
     where
-        A condition on the metadata of training samples, such as ``label == 3``. It may name
-        ``score`` on the page of a target. On the page of all training samples and on the map it may
-        name ``self_influence``, and the place on the map as ``map_x`` and ``map_y``.
+        A condition on the metadata of training samples, such as ``label == 3``. It may also name
+        ``loss``, ``output``, ``self_influence``, the place on the map as ``map_x`` and ``map_y``,
+        and ``mark``, all marks of a sample in a text. On the page of a target it may name
+        ``score``.
     targets_where
         A condition on the table of targets: their metadata, by their own names, and what the model
         says about them, as in ``predicted != label``.
@@ -62,6 +66,11 @@ class View:
         default the targets come first that the model is most wrong about.
     first
         Position, in the sorted table, of the first row that is shown.
+    order
+        What orders all training samples: ``"loss"``, ``"self_influence"``, or ``""``.
+    of
+        The section from which a training sample was opened, such as ``"helpful"``: "Next" then
+        goes on in its order. ``""`` is the order of the store.
     k
         How many training samples are ranked.
     group_by
@@ -89,7 +98,9 @@ class View:
     sort: str = "loss"
     ascending: bool = False
     first: int = 0
-    k: int = 10
+    order: str = "loss"
+    of: str = ""
+    k: int = 12
     group_by: str = ""
     colour: str = ""
     estimator: str = ""
@@ -112,14 +123,14 @@ class View:
     def replace(self, **changes: Any) -> View:
         """Return a view with some fields changed, and without errors.
 
-        Another page begins at its first row, and without a condition that it cannot evaluate.
+        Another page begins at its first row, without a list of samples, and without a condition
+        that it cannot evaluate: only the page of a target has a ``score``.
         """
         page = changes.get("page", self.page)
         if page != self.page:
             where = changes.get("where", self.where)
-            names = re.findall(r"\w+", where)
-            is_foreign = any(name in names and page not in of for name, of in _COMPUTED.items())
-            changes = {"first": 0, **changes, "where": "" if is_foreign else where}
+            is_foreign = page not in ("target", "sample") and "score" in re.findall(r"\w+", where)
+            changes = {"first": 0, "of": "", **changes, "where": "" if is_foreign else where}
         return dataclasses.replace(self, **{"errors": {}, **changes})
 
     def to_query(self) -> str:
@@ -152,7 +163,7 @@ class View:
         --------
         >>> view = View.from_query("?page=target&target=3&k=many")
         >>> view.target, view.k, view.errors["k"]
-        (3, 10, "This must be a whole number from 1 to 100, not 'many'.")
+        (3, 12, "This must be a whole number from 1 to 100, not 'many'.")
         """
         fields: dict[str, Any] = {}
         errors = {}
