@@ -34,8 +34,8 @@ from trakdask.storage.group import (
     Group,
     dims_of,
     lost_chunk,
-    zarr_store,
 )
+from trakdask.storage.places import StoreLike, readable, zarr_store
 from trakdask.variables import CHECKPOINT, DERIVED, SAMPLE, VARIABLES
 
 _CRC_BYTES = 4
@@ -47,7 +47,7 @@ VERIFIED: dict[str, tuple[int, int, int]] = {}
 
 
 def open(
-    store: str | os.PathLike[str],
+    store: StoreLike,
     *,
     require_complete: bool = True,
     dropped: bool = False,
@@ -59,7 +59,9 @@ def open(
     Parameters
     ----------
     store
-        Folder or fsspec URL that :func:`save` wrote.
+        Folder or fsspec URL that :func:`save` wrote; or a zarr ``Store`` object that has the same
+        content, or a copy by ``xr.open_zarr(folder).to_zarr(store)``: a ``ZipStore``, an
+        ``ObjectStore`` of obstore, the store of a session of icechunk.
     require_complete
         Reject a store that lacks blocks: they would read as NaN.
     dropped
@@ -105,7 +107,7 @@ def open(
         If an append was cut short, or goes on in another process: what is shown is the store as it
         was before.
     """
-    folder = Folder.at(store, storage_options)
+    folder = readable(store, storage_options)
     group = Group.read(folder)
     while True:
         try:
@@ -254,7 +256,7 @@ def lazy_array(group: Group, name: str, *, complete: bool = True) -> da.Array:
     """
     array = group.array(name, read_only=True)
     sizes = da.core.normalize_chunks(array.chunks, array.shape)
-    read = functools.partial(read_chunk, array, group.folder, complete)
+    read = functools.partial(read_chunk, array, group.folder, complete and not group.is_copy)
     lazy = stored(read, sizes, array.dtype, _name(group, name, complete))
     if name == "feature" and SCALE in group.arrays:
         return decoded(lazy, lazy_array(group, SCALE, complete=complete))

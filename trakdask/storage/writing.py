@@ -38,6 +38,7 @@ from trakdask.storage.blocks import (
 )
 from trakdask.storage.group import DROPPED, ERROR, METADATA, SCALE, STORE_ATTRS, Group, kind
 from trakdask.storage.lock import lock
+from trakdask.storage.places import writable
 from trakdask.storage.reading import read_coords
 from trakdask.variables import (
     CHECKPOINT,
@@ -81,7 +82,7 @@ def write(
     """
     _require_options(features, dtype, append_dim)
     features = _storable(features)
-    folder = Folder.at(store, storage_options)
+    folder = writable(store, storage_options)
     _read(folder)  # nothing is written into what is no store, not even a lock
     remedy = "stored blocks are safe: try the same td.save(...) again when the cause is gone"
     with naming(folder.url, remedy), lock(folder, "td.save") as require_held:
