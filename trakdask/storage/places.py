@@ -55,12 +55,13 @@ async def _all(names: Callable[[str], AsyncIterator[str]], prefix: str) -> list[
     return [name async for name in names(prefix)]
 
 
-class _Requests(FsspecStore):
-    """Files at a URL: s3fs would ask for the length of a whole one first, but not of its bytes."""
+class _Files(FsspecStore):
+    """Files at a URL, each read in one request."""
 
     async def get(
         self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
+        # Of a whole file s3fs would first ask how long it is, in a request of its own.
         return await super().get(key, prototype, byte_range or OffsetByteRequest(0))
 
 
@@ -71,7 +72,7 @@ def zarr_store(folder: Folder, *, read_only: bool = False) -> Store:
     if folder.is_local:
         return LocalStore(folder.url, read_only=read_only)
     options = {**UNCACHED, **folder.options}
-    return _Requests.from_url(folder.url, options, read_only=read_only)
+    return _Files.from_url(folder.url, options, read_only=read_only)
 
 
 def readable(store: StoreLike, options: Mapping[str, Any] | None) -> Folder:
