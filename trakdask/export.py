@@ -8,7 +8,8 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Literal
 
 import dask.array as da
 import numpy as np
@@ -18,7 +19,10 @@ import pyarrow.parquet as pq
 import xarray as xr
 import zarr
 from dask.utils import format_bytes, parse_bytes
+from zarr.abc.store import Store
+from zarr.storage import FsspecStore, LocalStore, ObjectStore, ZipStore
 
+from trakdask import execution
 from trakdask.files import Folder, naming, replacing
 from trakdask.provenance import as_values
 from trakdask.variables import RANK, TARGET
@@ -42,7 +46,7 @@ _ROWS_AT_ONCE = 2**20
 
 def to_zarr(
     data: xr.DataArray | xr.Dataset,
-    store: str | os.PathLike[str],
+    store: str | os.PathLike[str] | Store,
     *,
     max_bytes: int | str = _MAX_BYTES,
     overwrite: bool = False,
@@ -54,7 +58,8 @@ def to_zarr(
     data
         Result of :func:`score`, :func:`top_k` or :func:`group_score`.
     store
-        Folder or fsspec URL. Read it with ``xarray.open_zarr(store)``.
+        Folder or fsspec URL, or a zarr ``Store`` object, such as the store of a session of
+        icechunk. Read it with ``xarray.open_zarr(store)``.
     max_bytes
         Raise an error instead of writing more than this, a number of bytes or a string such as
         ``"60 GB"``. Scores of a million samples for ten thousand targets take 40 GB.
@@ -65,7 +70,8 @@ def to_zarr(
     Raises
     ------
     TypeError
-        If ``data`` is not a DataArray or Dataset.
+        If ``data`` is not a DataArray or Dataset, or a ``Store`` object cannot take what tasks
+        write: a ``ZipStore`` never, and one that is not a place, while a Dask client is active.
     ValueError
         If ``data`` takes more than ``max_bytes``.
     FileExistsError
@@ -77,6 +83,7 @@ def to_zarr(
     renamed at the end, so that whatever was there stays until then. Object stores cannot rename:
     there, an earlier result is removed first, and the new one can be opened, with NaN, only during
     the moment in which its metadata are made. The same call replaces what a killed one has left.
+    Nothing of this holds for a ``Store`` object, which is written as xarray writes it.
     """
     if not isinstance(data, (xr.DataArray, xr.Dataset)):
         raise TypeError(
@@ -90,6 +97,13 @@ def to_zarr(
     }
     # The encoding of a coord says how another store has it, which need not fit here.
     marked = _with_equal_chunks(ds).drop_encoding().assign_attrs(_WRITER)
+    if isinstance(store, Store):
+        _require_written_by_tasks(store)
+        mode: Literal["w", "w-"] = "w" if overwrite and _is_result(store) else "w-"
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Consolidated metadata is currently not part")
+            marked.to_zarr(store, mode=mode, zarr_format=3, encoding=encoding)
+        return
     with _replacing(store, _ZARR, overwrite=overwrite) as folder:
         chunks = marked.to_zarr(
             folder.url,
@@ -103,6 +117,23 @@ def to_zarr(
         folder.write(_ZARR, _UNFINISHED)
         chunks.compute()
         folder.write(_ZARR, metadata)
+
+
+def _require_written_by_tasks(store: Store) -> None:
+    """Reject a Store object of which each task would write a copy of its own."""
+    is_place = isinstance(store, (LocalStore, FsspecStore, ObjectStore))
+    if isinstance(store, ZipStore) or (execution.active_client() and not is_place):
+        raise TypeError(
+            f"expected a store in which tasks can write, got {store} ({type(store).__name__}), of "
+            "which each would write a copy; try td.to_zarr(data, 'scores.zarr'), and a copy of "
+            "that, or for what is no ZipStore, dask.config.set(scheduler='threads')"
+        )
+
+
+def _is_result(store: Store) -> bool:
+    with suppress(FileNotFoundError):
+        return bool(_WRITER.items() <= dict(zarr.open_group(store, mode="r+").attrs).items())
+    return False
 
 
 def _with_equal_chunks(ds: xr.Dataset) -> xr.Dataset:

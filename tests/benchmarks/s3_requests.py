@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import dask
@@ -24,6 +25,7 @@ import xarray as xr
 import zarr
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
+from zarr.storage import ObjectStore
 
 import trakdask as td
 from trakdask.testing import simulate_features
@@ -85,6 +87,7 @@ def counted(
     features = simulate_features(
         n_samples=n * _ROWS, proj_dim=_PROJ_DIM, n_checkpoints=1, chunks=_ROWS
     )
+    targets = features.isel(sample=slice(2)).compute()
     for gram in (False, True):
         fs.mkdir(f"blocks-{n}-{gram}".lower())
     store, with_gram = (f"s3://blocks-{n}-{gram}/f.zarr".lower() for gram in (False, True))
@@ -95,7 +98,17 @@ def counted(
         "resume": lambda: td.save(features, store, estimator=None, **save),
         "open": lambda: td.open(store, storage_options=options),
         "read": lambda: td.open(store, storage_options=options).compute(),
+        "read features": lambda: td.open(store, storage_options=options).feature.compute(),
+        "score": lambda: td.score(td.open(with_gram, storage_options=options), targets).compute(),
     }
+    if find_spec("obstore"):
+        from obstore.store import S3Store
+
+        theirs = S3Store(
+            store.split("/")[2], prefix="f.zarr", region="us-east-1", endpoint=server.url,
+            access_key_id="k", secret_access_key="s", client_options={"allow_http": True},
+        )  # fmt: skip
+        steps["read, obstore"] = lambda: td.open(ObjectStore(theirs)).compute()
     for name, step in steps.items():
         server.counts.clear()
         step()

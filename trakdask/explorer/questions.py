@@ -224,7 +224,9 @@ class Questions:
         targets = self.targets.at(setting.checkpoints).isel({SAMPLE: selected})
         failed = self.targets.numbers.iloc[selected, -1].isna().to_numpy()
         targets = targets.isel({SAMPLE: ~failed})
-        lazy = td.credit(setting.features, targets, setting.estimator, by=view.group_by, level=LEVEL)
+        lazy = td.credit(
+            setting.features, targets, setting.estimator, by=view.group_by, level=LEVEL
+        )
         (found,) = compute(lazy)
         table = found.to_dataframe().assign(spread=(found["upper"] - found["share"]).to_series())
         table = table.rename(columns={"share": "score"}).dropna(subset="score")

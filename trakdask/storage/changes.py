@@ -15,10 +15,11 @@ import xarray as xr
 import zarr
 
 from trakdask.checks import shown
-from trakdask.files import Folder, naming
+from trakdask.files import naming
 from trakdask.samples import normalise_coords
 from trakdask.storage.group import DROPPED, ERROR, Group, chunks_of, kind
 from trakdask.storage.lock import lock
+from trakdask.storage.places import StoreLike, readable, writable
 from trakdask.storage.reading import VERIFIED, dropped_mask, open, read_coords
 from trakdask.storage.records import packed_rows, path_of, stored_records
 from trakdask.storage.writing import require_names
@@ -32,10 +33,10 @@ Fault = tuple[str, tuple[int, ...], str]
 
 @contextmanager
 def changing(
-    store: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, purpose: str
+    store: StoreLike, storage_options: Mapping[str, Any] | None, purpose: str
 ) -> Iterator[Group]:
     """Lock a store, read it, and let count what the block has changed, if that raises nothing."""
-    folder = Folder.at(store, storage_options)
+    folder = writable(store, storage_options)
     Group.read(folder)  # nothing is written where there is no store, not even a lock
     remedy = f"the store is as it was before: try {purpose} again when the cause is gone"
     with naming(folder.url, remedy), lock(folder, purpose) as require_held:
@@ -159,7 +160,7 @@ def _of_all(name: str, values: Any, dropped: np.ndarray, group: Group) -> xr.Var
 
 
 def verify(
-    store: str | os.PathLike[str],
+    store: StoreLike,
     *,
     checksums: bool = False,
     repair: bool = False,
@@ -170,7 +171,7 @@ def verify(
     Parameters
     ----------
     store
-        Folder or fsspec URL that :func:`save` wrote.
+        What :func:`open` takes; with ``repair``, a folder or fsspec URL.
     checksums
         Read every chunk, which compares its CRC-32C. Else only look whether it is there.
     repair
@@ -200,7 +201,7 @@ def verify(
     One listing of each array; with ``checksums``, one pass over its bytes, chunk by chunk.
     """
     if not repair:
-        group = Group.read(Folder.at(store, storage_options))
+        group = Group.read(readable(store, storage_options))
         return _table(group, [*_faults(group, checksums=checksums)])
     with changing(store, storage_options, "td.verify") as group:
         faults = [*_faults(group, checksums=checksums)]

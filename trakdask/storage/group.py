@@ -22,13 +22,13 @@ import numpy as np
 import xarray as xr
 import zarr
 from zarr.abc.buffer import Buffer
-from zarr.abc.store import Store
 from zarr.codecs import Crc32cCodec, ZstdCodec
-from zarr.storage import FsspecStore, LocalStore, MemoryStore, StorePath
+from zarr.storage import MemoryStore, StorePath
 
 from trakdask._version import __version__
 from trakdask.errors import IncompleteFeaturesError
-from trakdask.files import UNCACHED, Folder
+from trakdask.files import Folder
+from trakdask.storage.places import Content, zarr_store
 from trakdask.variables import CHECKPOINT, DERIVED, FITTED, PROJ_DIM, SAMPLE, VARIABLES
 
 METADATA = "zarr.json"
@@ -41,14 +41,6 @@ STORE_ATTRS = ("arrays", "coordinates", "n_samples", "sources", "unfinished", "l
 Metadata = dict[str, Any]
 
 
-def zarr_store(folder: Folder, *, read_only: bool = False) -> Store:
-    """Return a folder as a zarr store."""
-    if folder.is_local:
-        return LocalStore(folder.url, read_only=read_only)
-    options = {**UNCACHED, **folder.options}
-    return FsspecStore.from_url(folder.url, options, read_only=read_only)
-
-
 @dataclass
 class Group:
     """What counts in a store: its attributes, and the metadata of its arrays by their names."""
@@ -58,6 +50,8 @@ class Group:
     arrays: dict[str, Metadata]
     before: Mapping[str, Metadata] = field(default_factory=dict)
     """Metadata of the arrays that count so far."""
+    is_copy: bool = False
+    """Whether another program has written the chunks: of a copy, an absent one is no damage."""
 
     @classmethod
     def read(cls, folder: Folder) -> Group:
@@ -81,8 +75,18 @@ class Group:
                 f"expected a store of features at {folder.url!r}, which {holds}; try "
                 "td.save(features, store), another path, or xr.open_zarr for other zarr groups"
             )
-        arrays = attrs.pop("arrays")
-        return cls(folder, attrs, dict(arrays), arrays)
+        recorded = arrays = attrs.pop("arrays")
+        if isinstance(folder, Content):  # whose chunks may have other names than those it is of
+            layout = metadata.get("consolidated_metadata", {}).get("metadata") or {
+                name: folder.read_json(f"{name}/{METADATA}")
+                for name in {*folder.names()} & {*recorded}
+            }
+            arrays = {
+                name: {**layout[name], "attributes": array["attributes"]}
+                for name, array in recorded.items()
+                if name in layout
+            }
+        return cls(folder, attrs, dict(arrays), arrays, arrays != recorded)
 
     # ------------------------------------------------------------------------------- what it holds
 
@@ -152,8 +156,10 @@ class Group:
 
     def stored_chunks(self, name: str) -> set[tuple[int, ...]]:
         """Return the numbers of the chunks that are in the store, from one listing."""
-        files = (self.folder / name).files()
         indices = self.chunk_indices(name)
+        if self.is_copy:
+            return {*indices}
+        files = (self.folder / name).files()
         return {index for index in indices if self.chunk_key(name, index) in files}
 
     def require_chunks(self, name: str) -> None:

@@ -34,8 +34,8 @@ from trakdask.storage.group import (
     Group,
     dims_of,
     lost_chunk,
-    zarr_store,
 )
+from trakdask.storage.places import StoreLike, readable, zarr_store
 from trakdask.storage.records import all_small_values
 from trakdask.variables import CHECKPOINT, DERIVED, SAMPLE, VARIABLES
 
@@ -53,7 +53,7 @@ VERIFIED: dict[str, tuple[int, int, int]] = {}
 
 
 def open(
-    store: str | os.PathLike[str],
+    store: StoreLike,
     *,
     require_complete: bool = True,
     dropped: bool = False,
@@ -65,7 +65,9 @@ def open(
     Parameters
     ----------
     store
-        Folder or fsspec URL that :func:`save` wrote.
+        Folder or fsspec URL that :func:`save` wrote; or a zarr ``Store`` object that has the same
+        content, or a copy by ``xr.open_zarr(folder).to_zarr(store)``: a ``ZipStore``, an
+        ``ObjectStore`` of obstore, the store of a session of icechunk.
     require_complete
         Reject a store that lacks blocks: they would read as NaN.
     dropped
@@ -111,7 +113,7 @@ def open(
         If an append was cut short, or goes on in another process: what is shown is the store as it
         was before.
     """
-    folder = Folder.at(store, storage_options)
+    folder = readable(store, storage_options)
     group = Group.read(folder)
     while True:
         try:
@@ -281,7 +283,9 @@ def lazy_array(
     sizes = da.core.normalize_chunks(chunks, array.shape)
     values = small.get(name) if small else None
     key = _name(group, name, complete, values)
-    read: Read = functools.partial(read_chunk, array, group.folder, complete, key)
+    read: Read = functools.partial(
+        read_chunk, array, group.folder, complete and not group.is_copy, key
+    )
     lazy = stored(read if values is None else values.__getitem__, sizes, array.dtype, key)
     if name == "feature" and SCALE in group.arrays:
         return decoded(lazy, lazy_array(group, SCALE, small, complete=complete))

@@ -46,6 +46,7 @@ from trakdask.storage.group import (
     kind,
 )
 from trakdask.storage.lock import lock
+from trakdask.storage.places import writable
 from trakdask.storage.reading import read_coords
 from trakdask.storage.records import pack
 from trakdask.variables import (
@@ -90,7 +91,7 @@ def write(
     """
     _require_options(features, dtype, append_dim)
     features = _storable(features)
-    folder = Folder.at(store, storage_options)
+    folder = writable(store, storage_options)
     _read(folder)  # nothing is written into what is no store, not even a lock
     remedy = "stored blocks are safe: try the same td.save(...) again when the cause is gone"
     with naming(folder.url, remedy), lock(folder, "td.save") as require_held:
