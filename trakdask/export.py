@@ -23,6 +23,7 @@ from zarr.abc.store import Store
 from zarr.storage import FsspecStore, LocalStore, ObjectStore, ZipStore
 
 from trakdask import execution
+from trakdask.arrays.blocks import plain
 from trakdask.files import Folder, naming, replacing
 from trakdask.provenance import as_values
 from trakdask.variables import RANK, TARGET
@@ -143,7 +144,9 @@ def _with_equal_chunks(ds: xr.Dataset) -> xr.Dataset:
         for dim, sizes in ds.chunks.items()
         if len(set(sizes[:-1])) > 1 or sizes[-1] > sizes[0]
     }
-    return ds.chunk(chunks) if chunks else ds
+    even = ds.chunk(chunks) if chunks else ds
+    lazy = {n: v.copy(data=plain(v.data)) for n, v in even.variables.items() if v.chunks}
+    return even.assign(lazy)
 
 
 def to_parquet(

@@ -17,6 +17,7 @@ import xarray as xr
 from dask.base import tokenize
 
 from trakdask import arrays
+from trakdask.arrays.blocks import plain
 from trakdask.checks import require_choice, shown
 from trakdask.html_tables import HtmlTable
 from trakdask.variables import (
@@ -384,7 +385,7 @@ class Soft(GramEstimator):
         """Return the matrix plus n times the mean curvature between wrong classes."""
         if not self.wrong_classes:
             return matrix
-        mean = features.variables[WRONG_CLASSES].chunk({CHECKPOINT: 1}).data
+        mean = plain(features.variables[WRONG_CLASSES].chunk({CHECKPOINT: 1}).data)
         both: da.Array = matrix + features.sizes[SAMPLE] * mean
         return both
 

@@ -22,7 +22,7 @@ from dask.typing import Key
 from distributed import as_completed
 
 from trakdask import execution
-from trakdask.arrays.blocks import Blocks, Bounds, flat
+from trakdask.arrays.blocks import Blocks, Bounds, flat, graph_of, plain
 from trakdask.arrays.damping import warn_client
 from trakdask.checks import shown
 from trakdask.errors import StoreMismatchError, warn_once
@@ -198,7 +198,7 @@ def _compute(tasks: Tasks, **options: Any) -> None:
     Otherwise the scheduler would compute a stored block again if its worker dies later.
     """
     array, keys = tasks
-    graph = da.optimize(array.dask, keys)
+    graph = graph_of(array, keys)
     client = execution.active_client()
     if client is None:
         get_scheduler(collections=[array])(graph, keys)
@@ -219,7 +219,7 @@ def _missing(
     names = [name for name in group.features if name in features]  # out_to_loss is the last
     arrays = [group.array(name) for name in names]
     scale = group.array(SCALE) if SCALE in group.arrays else None
-    pairs = [(features[n].data, "spc" if features[n].ndim == 3 else "sc") for n in names]
+    pairs = [(plain(features[n].data), "spc" if features[n].ndim == 3 else "sc") for n in names]
     written = da.blockwise(
         functools.partial(_write_block, arrays, scale, index, rows.start), "sc",
         Bounds(features.chunksizes[SAMPLE]), "s", *(item for pair in pairs for item in pair),
