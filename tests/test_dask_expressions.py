@@ -49,7 +49,7 @@ def answers(folder: str, *, cluster: bool) -> dict[str, object]:
         "score": scores,
         "written": xr.open_zarr(f"{folder}/s.zarr").score,
         "top_k": td.top_k(td.score(opened, targets), k=3).position,
-        "group_score": td.group_score(td.score(opened, targets), by="label"),
+        "group_score": td.group_score(opened, targets, by="label"),
         "self_influence": td.self_influence(opened),
         "some rows": td.score(opened.isel(sample=slice(0, 20)).persist(), targets),
     }
