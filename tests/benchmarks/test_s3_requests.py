@@ -19,9 +19,9 @@ def test_counted__per_block() -> None:
     with server.running() as options, dask.config.set(scheduler="threads", num_workers=2):
         few, many = (dict(counted(server, options, n)) for n in (2, 5))
     per_block = {name: (many[name].total() - few[name].total()) / 3 for name in few}
-    assert per_block["save"] <= 4
-    assert per_block["save, with gram"] <= 6
-    assert per_block["read"] <= 8  # s3fs asks for the length of a file first
+    assert per_block["save"] <= 3  # features, and its record, which is read when it is packed
+    assert per_block["save, with gram"] <= 5
+    assert per_block["read"] <= 2  # s3fs asks for the length of a file first
     assert per_block["resume"] == per_block["open"] == 0
     assert few["open"].total() <= 20
-    assert few["resume"].total() <= 39
+    assert few["resume"].total() <= 41

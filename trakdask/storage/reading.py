@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ _CRC_BYTES = 4
 _LEAST_MAPPED = 2**20
 """Bytes of a file; a smaller one is read in less time, and a process may have few maps."""
 
+_READING = threading.Lock()
 _RECENT: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}
 _MOST_RECENT = 12
 """Chunks of weights, norms and outputs on a network, of up to 16 MB each: three of each of four
@@ -343,10 +345,11 @@ def read_chunk(
 
 def _recent(key: tuple[str, tuple[int, ...]], read: Callable[[], Any]) -> np.ndarray:
     """Return a chunk that has the rows of many blocks, from memory if it was one of the last."""
-    chunk = _RECENT.pop(key, None)
-    _RECENT[key] = chunk = np.asarray(read()) if chunk is None else chunk
-    for oldest in list(_RECENT)[:-_MOST_RECENT]:
-        _RECENT.pop(oldest, None)
+    with _READING:  # so that it is read once, however many threads need it
+        chunk = _RECENT.pop(key, None)
+        _RECENT[key] = chunk = np.asarray(read()) if chunk is None else chunk
+        for oldest in list(_RECENT)[:-_MOST_RECENT]:
+            del _RECENT[oldest]
     return chunk
 
 

@@ -95,6 +95,7 @@ def write(
     remedy = "stored blocks are safe: try the same td.save(...) again when the cause is gone"
     with naming(folder.url, remedy), lock(folder, "td.save") as require_held:
         before = _read(folder) or _new_group(folder, features, dtype)
+        before.sweep_records()  # a killed writer may have left them
         begun = before.attrs.get("unfinished")
         features = with_errors(before, features)
         group, rows = _place(before, features, append_dim, dtype)
@@ -104,7 +105,7 @@ def write(
             # the store, or goes on after a kill, knows what the further chunks are.
             before.commit()
             group = before.target()
-        before.sweep()  # a killed writer may have left some files
+        folder.sweep()
         save_fit(before.target(), features, retries)
         features = with_trained_on(before, features)
         save_blocks(before, features, rows, retries, progress=progress)
