@@ -127,9 +127,9 @@ def read(source: Source, start: int, stop: int, names: Collection[str] = ()) -> 
     return block
 
 
-def lazy_fields(source: Source, size: int) -> dict[str, da.Array]:
+def lazy_fields(source: Source, chunks: Chunks) -> dict[str, da.Array]:
     """Build the lazy arrays of a source: one read per block serves all variables."""
-    token, n = fingerprint(source), len(source)
+    size, token, n = block_size(chunks), fingerprint(source), len(source)
     # One object per block, but with the chunks of the samples, so that blockwise can match them.
     blocks = da.map_blocks(
         _read_block, dask.delayed(source, name=f"dataset-{token}", traverse=False), n, size,

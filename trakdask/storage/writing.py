@@ -116,7 +116,8 @@ def write(
                 "still lack some; these features were saved, now try td.save with the others"
             )
         if not lacking:
-            if group.attrs.pop("lacking", None) or _size(group) != _size(before):
+            sizes = [(g.n_samples, g.checkpoints) for g in (before, group)]
+            if group.attrs.pop("lacking", None) or sizes[0] != sizes[1]:
                 pack(before, group)
             group.write_small(coords)
             derive(before, group)
@@ -126,10 +127,6 @@ def write(
                 group.sweep()
     if any(name in features for name in FITTED):
         kept_beside(folder).remove()
-
-
-def _size(group: Group) -> tuple[int, int]:
-    return group.n_samples, len(group.checkpoints)
 
 
 def kept_beside(folder: Folder) -> Folder:
