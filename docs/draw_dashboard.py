@@ -41,7 +41,7 @@ def main() -> None:
         job = Thread(target=td.save, args=(features, store), kwargs={"progress": False})
         job.start()
         n_blocks = features.out_to_loss.data.npartitions
-        while len(list(store.glob("out_to_loss/c.*"))) < n_blocks / 2:
+        while len(list(store.glob("feature/records/*"))) < n_blocks / 2:
             page.wait_for_timeout(50)  # Playwright does nothing while Python sleeps
         page.mouse.move(900, 160)  # shows the name of a task
         page.wait_for_timeout(500)

@@ -28,7 +28,7 @@ from trakdask.projection import Projector, RowMap
 from trakdask.projection.acceleration import NUMPY_ELEMENTS, count_elements
 from trakdask.projection.fitted import Fitted
 from trakdask.provenance import as_values
-from trakdask.variables import CHECKPOINT, FITTED, SAMPLE, validate
+from trakdask.variables import CHECKPOINT, FITTED, PROJ_DIM, SAMPLE, validate
 
 __all__ = ["Pilot", "Plan", "PlannedProjection", "plan"]
 
@@ -109,9 +109,11 @@ def plan(
     wider = _wider(used.projector, min(n_samples, n_parameters)) if used.is_random else []
     others = wider if projectors is None else _checked(projectors)
     fit_bytes = sum(features[name].nbytes for name in FITTED if name in features)
+    sizes = features.feature.variable.chunksizes.get(SAMPLE, (n_samples,))
     return Plan(
         n_samples=n_samples,
-        n_blocks=len(features.feature.variable.chunksizes.get(SAMPLE, (n_samples,))),
+        n_blocks=len(sizes),
+        block_bytes=4 * max(sizes) * features.sizes[PROJ_DIM],
         n_checkpoints=n_checkpoints,
         n_parameters=n_parameters,
         batch_size=features.attrs.get("batch_size"),
@@ -234,6 +236,8 @@ class Plan:
     ----------
     n_samples, n_blocks, n_checkpoints
         Numbers of samples, of blocks of samples, and of checkpoints.
+    block_bytes
+        Bytes of the float32 features of a block.
     n_parameters
         Number of parameters with respect to which gradients are computed.
     batch_size
@@ -249,6 +253,7 @@ class Plan:
     n_samples: int
     n_blocks: int
     n_checkpoints: int
+    block_bytes: int
     n_parameters: int
     batch_size: int | None
     projections: tuple[PlannedProjection, ...]
@@ -305,6 +310,7 @@ class Plan:
         batches = "" if self.batch_size is None else f" and micro-batches of {self.batch_size}"
         title = (
             f"Plan: {_counted(self.n_samples, 'sample')} in {_counted(self.n_blocks, 'block')}"
+            f" of {format_bytes(self.block_bytes)}"
             f"{batches}, {_counted(self.n_checkpoints, 'checkpoint')}, "
             f"{_counted(self.n_parameters, 'parameter')}: {_counted(self.n_tasks, 'task')}"
         )

@@ -128,8 +128,10 @@ def save(
 
     Notes
     -----
-    zarr v3, uncompressed (features do not compress), one chunk per block with a CRC-32C that every
-    reader checks, NaN fill.
+    zarr v3, uncompressed (features do not compress), one chunk of features per block with a CRC-32C
+    that every reader checks, NaN fill. When all blocks are stored, this process packs outputs,
+    weights and norms into chunks of many blocks; an append packs them anew. So whoever has opened a
+    store opens it again after an append.
 
     Resuming lists the store once. Any workers, scheduler, blocks and micro-batch may resume it. One
     block that is stored is computed again, the last, and compared: within 1 % of the length of its

@@ -19,12 +19,13 @@ from trakdask.testing import simulate_features
 
 N_BLOCKS = 24
 N_CHECKPOINTS = 2
+ROWS = 16
 
 
 def features(counts: Path, seconds: float) -> xr.Dataset:
     """Return features that leave one file in ``counts`` for each time that a block is computed."""
     plain = simulate_features(
-        n_samples=16 * N_BLOCKS, proj_dim=8, chunks=16, n_checkpoints=N_CHECKPOINTS
+        n_samples=ROWS * N_BLOCKS, proj_dim=8, chunks=ROWS, n_checkpoints=N_CHECKPOINTS
     )
     data = da.map_blocks(
         functools.partial(_slow, counts, seconds), plain.feature.data,

@@ -48,7 +48,7 @@ def test_save__disk_full(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="No space left") as caught:
             td.save(features, tmp_path / "f.zarr", estimator=None, progress=False)
         assert caught.value.errno == 28
-        done = len(list(tmp_path.glob("f.zarr/out_to_loss/c.*")))
+        done = len(list(tmp_path.glob("f.zarr/feature/records/*")))
         assert 1 <= done < 8
         assert list(tmp_path.rglob("*.partial")) == []
         subprocess.run(["mount", "-o", "remount,size=8m", tmp_path], check=True)
@@ -142,7 +142,7 @@ def test_save__network_goes_away(
         monkeypatch.setattr(refusing, "after", after)
         with pytest.raises(OSError, match="503 slow down"):
             td.save(SMALL, url, progress=False)
-        done = sum("out_to_loss/c." in name for name in refusing.store)
+        done = sum("feature/records/" in name for name in refusing.store)
         monkeypatch.setattr(refusing, "after", 10**9)
         for name in [name for name in refusing.store if name.endswith("/lock")]:
             del refusing.store[name]  # it could not be given back

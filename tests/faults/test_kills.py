@@ -21,8 +21,10 @@ import pytest
 from distributed import Client, Scheduler
 
 import trakdask as td
-from tests.faults._run import N_BLOCKS, N_CHECKPOINTS, features, limit_file
+from tests.faults._run import N_BLOCKS, N_CHECKPOINTS, ROWS, features, limit_file
 from tests.waiting import wait_until
+from trakdask.files import Folder
+from trakdask.storage.group import Group
 
 pytestmark = pytest.mark.slow
 
@@ -51,8 +53,10 @@ def content(store: Path) -> dict[str, str]:
 
 def completed(store: Path) -> set[str]:
     """Return the stored blocks, as <checkpoint>-<block>."""
-    names = (path.name.split(".") for path in store.glob("out_to_loss/c.*"))
-    return {f"{name[2]}-{name[1]}" for name in names if len(name) == 3}
+    names = [path.name.split(".") for path in store.glob("feature/records/*.npz")]
+    if (store / "zarr.json").exists() and Group.read(Folder.at(store)).n_samples:
+        return {f"{c}-{block}" for c in range(N_CHECKPOINTS) for block in range(N_BLOCKS)}
+    return {f"{index}-{int(start) // ROWS}" for start, index, *_ in names}
 
 
 def computed(counts: Path) -> Counter[str]:

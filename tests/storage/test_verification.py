@@ -59,13 +59,18 @@ def chunk_of(store: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("name", ["feature", "out_to_loss"])
-def test_verify__block(store: Path, name: str, damage: Callable[[Path], None]) -> None:
-    path = {"feature": "feature/c.2.0.1"}.get(name, f"{name}/c.2.1")
-    opened = td.open(store)
+@pytest.mark.parametrize(
+    ("path", "block", "n_lost"), [("feature/c.2.0.1", 2, 1), ("out_to_loss/c/0/1", -1, 3)]
+)
+def test_verify__chunk(
+    store: Path, path: str, block: int, n_lost: int, damage: Callable[[Path], None]
+) -> None:
+    """A chunk of a small array has the rows of many blocks, which are all computed again."""
+    name = path.partition("/")[0]
+    opened, before = td.open(store), td.open(store).compute()
     damage(store / path)
     (fault,) = td.verify(store, checksums=True).to_dict("records")
-    assert (fault["path"], fault["block"], fault["checkpoint"]) == (path, 2, 1)
+    assert (fault["path"], fault["block"], fault["checkpoint"]) == (path, block, 1)
     assert "td.save(features, store)" in fault["remedy"]
     # No reader takes it for numbers.
     with pytest.raises((ValueError, td.errors.IncompleteFeaturesError), match=path):
@@ -73,8 +78,11 @@ def test_verify__block(store: Path, name: str, damage: Callable[[Path], None]) -
     td.verify(store, checksums=True, repair=True)
     with pytest.raises(td.errors.IncompleteFeaturesError):
         td.open(store)
-    assert td.open(store, require_complete=False).out_to_loss.isnull().sum() == 8
-    assert save_and_count(store) == 1
+    lost = td.open(store, require_complete=False)[name].isnull()
+    assert lost.any(set(lost.dims) - {"sample"}).sum() == {1: 8, 3: 40}[n_lost]
+    assert save_and_count(store) == n_lost
+    xr.testing.assert_equal(td.open(store).compute(), before)
+    assert not (store / "feature/records").exists()
 
 
 @pytest.mark.parametrize(("name", "damage"), list(zip(DERIVED, DAMAGE * 2, strict=False)))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, chdir, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import fsspec
 import numpy as np
@@ -471,7 +471,7 @@ def _read_csv(path: str, numbers: Iterable[str] = ()) -> pd.DataFrame:
 
 
 def _from_npy(
-    arrays: Mapping[str, str], *, coords: str | None = None, chunks: int = 512
+    arrays: Mapping[str, str], *, coords: str | None = None, chunks: int | Literal["auto"] = "auto"
 ) -> xr.Dataset:
     """Return samples of ``.npy`` files by name of the variable, and a table of metadata."""
     loaded = {name: np.load(path, mmap_mode="r") for name, path in arrays.items()}

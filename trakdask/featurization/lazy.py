@@ -36,7 +36,14 @@ from trakdask.provenance import (
     require_comparable,
     require_same,
 )
-from trakdask.samples import lazy_variables, normalise_coord, source_of, validate_samples
+from trakdask.samples import (
+    ROWS,
+    joined_rows,
+    lazy_variables,
+    normalise_coord,
+    source_of,
+    validate_samples,
+)
 from trakdask.variables import (
     CHECKPOINT,
     COLUMN,
@@ -204,6 +211,8 @@ def featurize(
         device=device,
         on_error=on_error,
     )
+    if samples.attrs.get("chunks") == "auto" and max(prepared.rows) == ROWS:
+        prepared = _joined(prepared)
     job, n_samples = prepared.job, max(prepared.rows)
     limit = _largest_memory()
     require_block_fits(job.projector.projector, job.row_map.n_rows, n_samples, limit)
@@ -216,6 +225,16 @@ def featurize(
     if like is not None:
         require_comparable(like, features, "these")
     return features
+
+
+def _joined(prepared: GraphInputs) -> GraphInputs:
+    """Return what a graph is built from in larger blocks, if features of a block have few bytes."""
+    n, inputs = sum(prepared.rows), prepared.inputs
+    n_bytes = int(sum(array.nbytes for array in inputs.values())) // n
+    rows = joined_rows(n, 4 * prepared.job.proj_dim, n_bytes)
+    # A cluster would shuffle all samples by default, where neighbours are to be joined.
+    joined = {name: a.rechunk({0: rows}, method="tasks") for name, a in inputs.items()}
+    return replace(prepared, inputs=joined)
 
 
 def prepare(

@@ -7,13 +7,16 @@ from trakdask.samples.array_source import from_arrays, lazy_variables, validate_
 from trakdask.samples.computed_elsewhere import features
 from trakdask.samples.coords import normalise_coord, normalise_coords
 from trakdask.samples.datasets import drawn, source_of
+from trakdask.samples.sources import ROWS, joined_rows
 from trakdask.samples.torch_source import from_torch
 
 __all__ = [
+    "ROWS",
     "drawn",
     "features",
     "from_arrays",
     "from_torch",
+    "joined_rows",
     "lazy_variables",
     "normalise_coord",
     "normalise_coords",

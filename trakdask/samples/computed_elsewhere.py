@@ -11,11 +11,11 @@ import xarray as xr
 
 from trakdask._version import __version__
 from trakdask.arrays.blocks import plain
-from trakdask.checks import require_integer
 from trakdask.provenance import as_text
 from trakdask.samples.array_source import data_of, lazy_variables
 from trakdask.samples.coords import normalise_coord, normalise_coords
 from trakdask.samples.datasets import source_of
+from trakdask.samples.sources import Chunks, block_size, joined_rows
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES, coords_along, validate
 
 
@@ -26,7 +26,7 @@ def features(
     output: Any = None,
     out_to_loss: Any = None,
     coords: Mapping[str, Any] | None = None,
-    chunks: int = 512,
+    chunks: Chunks = "auto",
 ) -> xr.Dataset:
     """Make a Dataset of features that another program computed, of any kind.
 
@@ -52,7 +52,8 @@ def features(
     coords
         Metadata, as in :func:`from_arrays`.
     chunks
-        Samples per block.
+        Samples per block. ``"auto"``: 512, or as many as have 16 MB if that leaves four blocks for
+        each thread, and at least 64.
 
     Returns
     -------
@@ -86,7 +87,11 @@ def features(
     >>> td.group_score(train, targets, by="source").round(2).values.tolist()
     [[0.2], [0.05]]
     """
-    size = require_integer("chunks", chunks, 1, remedy="try chunks=512")
+    size = block_size(chunks)
+    if chunks == "auto":
+        named = isinstance(feature, xr.DataArray)
+        shape = tuple(map(feature.sizes.get, (SAMPLE, PROJ_DIM))) if named else np.shape(feature)
+        size = joined_rows(shape[0] or 0, 4 * (shape[1] or 1)) if len(shape) > 1 else size
     asked = {"feature": feature, "output": output, "out_to_loss": out_to_loss}
     arrays = {name: _labelled(name, a, size) for name, a in asked.items() if a is not None}
     source = source_of(xr.Dataset({name: a.variable for name, a in arrays.items()}), ())

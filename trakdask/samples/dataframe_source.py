@@ -19,6 +19,8 @@ from trakdask.samples.array_source import lazy_variables
 from trakdask.samples.datasets import assemble
 from trakdask.samples.sources import (
     Array,
+    Chunks,
+    block_size,
     check_field,
     fields_of,
     lazy_fields,
@@ -37,7 +39,7 @@ def from_dataframe(
     *,
     variables: Mapping[str, str | Sequence[str]],
     coords: Sequence[str] | Mapping[str, str] = (),
-    chunks: int = 512,
+    chunks: Chunks = "auto",
     max_length: int | Mapping[str, int] | None = None,
     truncate: bool = False,
 ) -> xr.Dataset:
@@ -57,7 +59,7 @@ def from_dataframe(
         Columns of metadata, loaded into memory: strings, categoricals (decoded), numbers or times.
         A mapping gives them other names: name of the coord -> column.
     chunks
-        Samples per block, and thus per task.
+        As in :func:`from_arrays`.
     max_length
         For lists that differ in length, such as tokens: the length to which they are padded on the
         right, or a mapping from the names of some variables to it. Padding is 0, or -100 in a
@@ -87,7 +89,7 @@ def from_dataframe(
     -----
     Parquet: this function reads the footers, the first row and the coords, but no variable. A task
     reads complete row groups that contain its samples, so write row groups of about ``chunks``
-    rows. Arrow: the same holds for record batches; local files are memory-mapped. In
+    (512) rows. Arrow: the same holds for record batches; local files are memory-mapped. In
     ``attrs["source"]`` files are identified by path, size and modification time.
     ``datasets.Dataset``: workers need to see its files; one in memory is sent to them. pandas:
     columns of numbers stay in memory, as in :func:`from_arrays`. dask DataFrame: the length of each
@@ -110,7 +112,7 @@ def from_dataframe(
     >>> train.input_ids.values.tolist(), train.attention_mask.values.tolist()
     ([[1, 2, 0], [3, 0, 0]], [[1, 1, 0], [1, 0, 0]])
     """
-    size = require_integer("chunks", chunks, 1, remedy="try chunks=512")
+    size = block_size(chunks)
     columns, table = _columns(variables, max_length, truncate), _table(source)
     columns_of = [coords] if isinstance(coords, str) else coords
     names = columns_of if isinstance(columns_of, Mapping) else {name: name for name in columns_of}
@@ -124,7 +126,7 @@ def from_dataframe(
         require_samples(len(table), "the table")
         lazy = lazy_fields(Table(table, columns), size)
         loaded = _whole_columns(table, metadata) if metadata else pd.DataFrame()
-    return assemble(lazy, {name: loaded[column] for name, column in names.items()})
+    return assemble(lazy, {name: loaded[column] for name, column in names.items()}, chunks)
 
 
 def _table(source: Any) -> Any:

@@ -12,19 +12,20 @@ import xarray as xr
 
 from trakdask.samples.coords import CoordsLike, check_name, normalise_coords
 from trakdask.samples.fingerprints import fingerprint
-from trakdask.samples.sources import content_of, require_samples
+from trakdask.samples.sources import Chunks, content_of, require_samples
 from trakdask.variables import SAMPLE
 
 _SOURCE = re.compile(r"samples-[0-9a-f]{64}")
 
 
-def assemble(arrays: Mapping[str, da.Array], coords: CoordsLike) -> xr.Dataset:
+def assemble(arrays: Mapping[str, da.Array], coords: CoordsLike, chunks: Chunks) -> xr.Dataset:
     """Create a Dataset from lazy arrays with equal chunks along samples, and from coords."""
     variables = {
         name: xr.Variable((SAMPLE, *(f"{name}_dim_{axis}" for axis in range(1, array.ndim))), array)
         for name, array in arrays.items()
     }
-    return dataset_of(variables, coords, {})
+    attrs = {"chunks": chunks} if chunks == "auto" else {}
+    return dataset_of(variables, coords, attrs)
 
 
 def dataset_of(

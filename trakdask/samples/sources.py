@@ -15,9 +15,17 @@ import dask.array as da
 import numpy as np
 
 from trakdask.arrays.blocks import take
+from trakdask.checks import require_integer
+from trakdask.execution import n_slots
 from trakdask.samples.fingerprints import fingerprint
 
 Array = np.ndarray[Any, Any]
+
+Chunks = int | Literal["auto"]
+ROWS = 512
+"""Samples of a block until features are made of them."""
+_FEATURE_BYTES, _INPUT_BYTES = 2**24, 2**26
+_LEAST_BLOCKS, _BLOCKS_PER_TASK = 64, 4
 
 _READ_NAME = re.compile(r"read-.+-([0-9a-f]{64})-\d+", re.DOTALL)
 
@@ -71,6 +79,35 @@ def check_dtype(name: str, dtype: np.dtype[Any]) -> None:
         )
 
 
+def block_size(chunks: Chunks) -> int:
+    """Return how many samples are in a block; see :func:`joined_rows`."""
+    return ROWS if chunks == "auto" else require_integer("chunks", chunks, 1, remedy="try 'auto'")
+
+
+def joined_rows(n: int, feature_bytes: int, input_bytes: int = 0) -> int:
+    """Return how many samples are in a block of features of ``chunks="auto"``.
+
+    Blocks of 512 samples are joined until features have 16 MB, as long as there are four blocks for
+    each task that runs at once, and at least 64, and the inputs of a block have up to 64 MB.
+
+    Parameters
+    ----------
+    n
+        Number of samples.
+    feature_bytes, input_bytes
+        Of one sample, at one checkpoint.
+
+    Examples
+    --------
+    >>> joined_rows(10**6, 4 * 2048), joined_rows(10**4, 4 * 2048)
+    (2048, 512)
+    """
+    least_blocks = max(_LEAST_BLOCKS, _BLOCKS_PER_TASK * n_slots())
+    wanted = -(-_FEATURE_BYTES // (ROWS * max(feature_bytes, 1)))
+    allowed = min(n // (ROWS * least_blocks), _INPUT_BYTES // (ROWS * max(input_bytes, 1)))
+    return ROWS * max(1, min(wanted, allowed))
+
+
 def require_samples(n: int, what: str) -> None:
     """Reject data without a sample."""
     if n == 0:
@@ -90,9 +127,9 @@ def read(source: Source, start: int, stop: int, names: Collection[str] = ()) -> 
     return block
 
 
-def lazy_fields(source: Source, size: int) -> dict[str, da.Array]:
+def lazy_fields(source: Source, chunks: Chunks) -> dict[str, da.Array]:
     """Build the lazy arrays of a source: one read per block serves all variables."""
-    token, n = fingerprint(source), len(source)
+    size, token, n = block_size(chunks), fingerprint(source), len(source)
     # One object per block, but with the chunks of the samples, so that blockwise can match them.
     blocks = da.map_blocks(
         _read_block, dask.delayed(source, name=f"dataset-{token}", traverse=False), n, size,

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from trakdask.checks import import_callable, require_integer
+from trakdask.checks import import_callable
 from trakdask.samples.coords import CoordsLike, fields_as_coords, to_numpy
 from trakdask.samples.datasets import assemble
 from trakdask.samples.fingerprints import fingerprint
-from trakdask.samples.sources import fields_of, lazy_fields, read, require_samples
+from trakdask.samples.sources import Chunks, fields_of, lazy_fields, read, require_samples
 
 Array = np.ndarray[Any, Any]
 
@@ -24,7 +24,7 @@ def from_torch(
     *,
     names: str | Sequence[str | None],
     coords: CoordsLike = None,
-    chunks: int = 512,
+    chunks: Chunks = "auto",
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> xr.Dataset:
     """Create a Dataset of samples from a map-style torch Dataset, read inside tasks.
@@ -43,7 +43,7 @@ def from_torch(
         coords; every item is read here for that (if the dataset has its labels as an attribute,
         ``coords={"label": dataset.targets}`` is faster).
     chunks
-        Samples per block, and thus per task.
+        As in :func:`from_arrays`.
     collate_fn
         As of :class:`torch.utils.data.DataLoader`: from a list of items to a batch, whose fields
         ``names`` are then about. It is called with one item at a time, so that a sample does not
@@ -100,13 +100,12 @@ def from_torch(
     >>> train.input_ids.values.tolist()
     [[5, 7, 0, 0], [6, 9, 8, 0]]
     """
-    size = require_integer("chunks", chunks, 1, remedy="try chunks=512")
     source = _Items(dataset, _check_names(names), collate_fn)
     as_coords = fields_as_coords(coords, source.fields)
-    variables = {n: lazy for n, lazy in lazy_fields(source, size).items() if n not in as_coords}
+    variables = {n: lazy for n, lazy in lazy_fields(source, chunks).items() if n not in as_coords}
     source.warn_if_random()  # after hashing the content, because reading may change a dataset
     values = read(source, 0, len(source), as_coords) if as_coords else coords
-    return assemble(variables, values)
+    return assemble(variables, values, chunks)
 
 
 def _check_names(names: Any) -> tuple[str | None, ...]:

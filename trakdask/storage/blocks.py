@@ -1,15 +1,16 @@
 """Blocks of features: the tasks that store them, and which of them are stored.
 
-A task puts the chunk of ``out_to_loss`` last, so a block is stored if that is there.
+A task puts the record of a block last, so a block is stored if that is there.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import dask
@@ -22,12 +23,20 @@ from dask.typing import Key
 from distributed import as_completed
 
 from trakdask import execution
-from trakdask.arrays.blocks import Blocks, Bounds, flat, graph_of, plain
+from trakdask.arrays.blocks import Block, Bounds, Unread, block_of, graph_of, plain
 from trakdask.arrays.damping import warn_client
 from trakdask.checks import shown
 from trakdask.errors import StoreMismatchError, warn_once
+from trakdask.files import Folder
 from trakdask.storage.group import ERROR, SCALE, Group
-from trakdask.storage.reading import lazy_array
+from trakdask.storage.reading import from_half
+from trakdask.storage.records import (
+    Record,
+    small_values,
+    starts,
+    stored_records,
+    write_record,
+)
 from trakdask.variables import (
     CHECKPOINT,
     FITTED,
@@ -63,50 +72,25 @@ Tasks = tuple[da.Array, list[Key]]
 # ------------------------------------------------------------------------------ what is stored
 
 
-def sources_that_lack_blocks(group: Group) -> list[str]:
+def sources_that_lack_blocks(before: Group, group: Group) -> list[str]:
     """Return the sets of samples that lack blocks of what a store is to have."""
-    stored, columns = group.stored_chunks("out_to_loss"), range(len(group.checkpoints))
+    records, columns = stored_records(before), range(len(group.checkpoints))
     return [
         source
         for source, rows in group.rows_of_sources()
-        if any(_missing_blocks(group, rows, index, stored) for index in columns)
+        if any(_missing_blocks(before, rows, index, records) for index in columns)
     ]
 
 
 def _missing_blocks(
-    group: Group, rows: range, index: int, stored: set[tuple[int, ...]]
+    before: Group, rows: range, index: int, records: Collection[Record]
 ) -> list[int]:
-    """Return the blocks that lack some of the rows at a checkpoint.
-
-    Parameters
-    ----------
-    group
-        The store, with the sizes that it is to have.
-    rows
-        Rows of one set of samples, which were added together.
-    index
-        Number of the checkpoint.
-    stored
-        What ``group.stored_chunks("out_to_loss")`` returns.
-    """
-    b, total = group.block, group.target().n_samples
-    blocks = range(rows.start // b, (rows.stop - 1) // b + 1)
-    missing = {block for block in blocks if (block, index) not in stored}
-    # The first and the last chunk may hold rows of other samples, too, which were saved before or
-    # after these: that it is there says nothing of ours. Then the last of our rows in it tells,
-    # since all rows of a set are put at once.
-    if rows.start % b and not _has_row(group, min((blocks[0] + 1) * b, rows.stop) - 1, index):
-        missing.add(blocks[0])
-    if rows.stop % b and rows.stop < total and not _has_row(group, rows.stop - 1, index):
-        missing.add(blocks[-1])
-    return sorted(missing)
-
-
-def _has_row(group: Group, row: int, index: int) -> bool:
-    """Return whether a row has a value, or an error in its place."""
-    if not np.isnan(np.asarray(group.array("out_to_loss")[row, index])):
-        return True
-    return ERROR in group.arrays and bool(np.asarray(group.array(ERROR)[row, index]) != "")
+    """Return the first rows of the blocks of a set of samples that are missing at a checkpoint."""
+    return [
+        start
+        for start in starts(rows, before.block)
+        if not before.counts(start, index) and (start, index) not in records
+    ]
 
 
 # ------------------------------------------------------------------------------------- writing
@@ -157,14 +141,14 @@ def save_fit(group: Group, features: xr.Dataset, retries: int) -> None:
 
 
 def save_blocks(
-    group: Group, features: xr.Dataset, rows: range, retries: int, *, progress: bool
+    before: Group, features: xr.Dataset, rows: range, retries: int, *, progress: bool
 ) -> None:
     """Compute and store the blocks that are missing, one checkpoint after the other.
 
     Parameters
     ----------
-    group
-        The store, with the sizes that it is to have.
+    before
+        The store as it counts, which knows what an unfinished append is to add.
     features
         Lazy, in any chunks.
     rows
@@ -174,21 +158,22 @@ def save_blocks(
     progress
         Show a bar.
     """
-    b = group.block
     # In blocks of the store. The first one is partial if it begins within a chunk.
-    starts = [rows.start, *range((rows.start // b + 1) * b, rows.stop, b), rows.stop]
-    sizes = tuple(np.diff(starts).tolist())
+    bounds = [*starts(rows, before.block), rows.stop]
+    sizes = tuple(np.diff(bounds).tolist())
     chunked = features.chunk({SAMPLE: sizes, PROJ_DIM: -1, CHECKPOINT: 1})
-    columns = [group.checkpoints.index(name) for name in checkpoint_names(features)]
+    checkpoints = before.target().checkpoints
+    columns = [checkpoints.index(name) for name in checkpoint_names(features)]
+    total = len(sizes) * len(columns)
 
     def count() -> int:
-        stored, last = group.stored_chunks("out_to_loss"), (rows.stop - 1) // b
-        return sum(c in columns and rows.start // b <= block <= last for block, c in stored)
+        records = stored_records(before)
+        return total - sum(len(_missing_blocks(before, rows, c, records)) for c in columns)
 
-    options, total = execution.gpu_options(features), len(sizes) * len(columns)
-    with execution.polled_bar(f"save {group.folder.name}", total, count, show=progress):
+    options = execution.gpu_options(features)
+    with execution.polled_bar(f"save {before.folder.name}", total, count, show=progress):
         for position, index in enumerate(columns):
-            tasks = functools.partial(_missing, group, chunked, rows, position, index)
+            tasks = functools.partial(_missing, before, chunked, rows, position, index)
             execution.run(tasks, retries=retries, compute=functools.partial(_compute, **options))
 
 
@@ -210,51 +195,56 @@ def _compute(tasks: Tasks, **options: Any) -> None:
 
 
 def _missing(
-    group: Group, features: xr.Dataset, rows: range, position: int, index: int
+    before: Group, features: xr.Dataset, rows: range, position: int, index: int
 ) -> Tasks | None:
     """Return the tasks of the missing blocks of one of the checkpoints of some features."""
-    todo = _missing_blocks(group, rows, index, group.stored_chunks("out_to_loss"))
+    todo = _missing_blocks(before, rows, index, stored_records(before))
     if not todo:
         return None
-    names = [name for name in group.features if name in features]  # out_to_loss is the last
-    arrays = [group.array(name) for name in names]
-    scale = group.array(SCALE) if SCALE in group.arrays else None
+    names = [name for name in before.features if name in features]
+    is_half = SCALE in before.arrays
+    write = functools.partial(
+        _write_block, before.folder, before.target().array("feature"), is_half, names, index,
+        rows.start,
+    )  # fmt: skip
     pairs = [(plain(features[n].data), "spc" if features[n].ndim == 3 else "sc") for n in names]
     written = da.blockwise(
-        functools.partial(_write_block, arrays, scale, index, rows.start), "sc",
+        write, "sc",
         Bounds(features.chunksizes[SAMPLE]), "s", *(item for pair in pairs for item in pair),
         adjust_chunks={"s": 1, "c": 1}, align_arrays=False, dtype=bool,
         meta=np.empty((0, 0), bool),
-        name=f"save-block-{tokenize(group.folder.url, rows, index, *(x.name for x, _ in pairs))}",
+        name=f"save-block-{tokenize(before.folder.url, rows, index, *(x.name for x, _ in pairs))}",
     )  # fmt: skip
     # Keys, and no selection: of selected features dask would not fuse what makes a block with what
     # stores it, and selected blocks wait for a free thread before the scheduler forgets them.
-    first = rows.start // group.block
-    return written, [(written.name, block - first, position) for block in todo]
+    b = before.block
+    return written, [(written.name, start // b - rows.start // b, position) for start in todo]
 
 
 def _write_block(
-    arrays: list[zarr.Array[Any]],
-    scale: zarr.Array[Any] | None,
+    folder: Folder,
+    feature: zarr.Array[Any],
+    is_half: bool,
+    names: Sequence[str],
     index: int,
     offset: int,
     bounds: tuple[int, int],
-    *blocks: Blocks,
+    *blocks: Block | Unread,
 ) -> np.ndarray:
-    """Store the rows of a block: ``out_to_loss`` last, by which the block is known to be stored.
+    """Store the rows of a block: its record last, by which the block is known to be stored.
 
     zarr puts a chunk in one piece. If a chunk has other rows, too, zarr reads and keeps them. Two
     tasks never write the same chunk, since a call of save writes one set of consecutive rows.
     """
     began, (start, stop) = time.time(), bounds
-    rows, column = slice(offset + start, offset + stop), slice(index, index + 1)
-    for array, block in zip(arrays, blocks, strict=True):
-        (value,) = flat(block)
-        if array.basename == NORM:
-            _warn_of_outliers(value[:, 0], rows.start)
-        if scale is not None and array.basename == "feature":
-            value, scale[rows, column] = encoded(value)
-        array[rows, ..., column] = value
+    rows = slice(offset + start, offset + stop)
+    values = dict(zip(names, map(block_of, blocks), strict=True))
+    _warn_of_outliers(values[NORM][:, 0], rows.start)
+    if is_half:
+        values["feature"], values[SCALE] = encoded(values["feature"])
+    feature[rows, :, index : index + 1] = values.pop("feature")
+    record = {name: value[:, 0] for name, value in values.items()}
+    write_record(folder, (rows.start, index), record)
     _log.info(
         "samples %d:%d of checkpoint %d were stored by %s in %.2f s",
         rows.start, rows.stop, index, socket.gethostname(), time.time() - began,
@@ -293,7 +283,7 @@ def save_sums(
 # ------------------------------------------------------------------------------ the same features
 
 
-def difference_of_block(group: Group, features: xr.Dataset, rows: range) -> str | None:
+def difference_of_block(before: Group, features: xr.Dataset, rows: range) -> str | None:
     """Compute a block that is stored again, and compare: code may change under the same name.
 
     It is the last one, which is the smallest, among the blocks without failures, which this call
@@ -303,25 +293,24 @@ def difference_of_block(group: Group, features: xr.Dataset, rows: range) -> str 
     -------
     How its rows differ by more than rounding; None if they do not, or none are stored.
     """
-    last = _last_block(group, features, rows)
+    last = _last_block(before, features, rows)
     if last is None:
         return None
-    here, index = last
-    name = group.checkpoints[index]
-    checkpoints = {CHECKPOINT: [checkpoint_names(features).index(name)]}
-    again = features.feature.isel({SAMPLE: slice(here.start - rows.start, here.stop - rows.start)})
-    there = lazy_array(group, "feature", complete=False)[here, :, slice(index, index + 1)]
-    options = execution.gpu_options(features)
-    new, old = dask.compute(again.isel(checkpoints).data, there, **options)
-    if TRAINED_ON in features:
-        rows_of_block = slice(here.start - rows.start, here.stop - rows.start)
-        ours = features[TRAINED_ON].isel({SAMPLE: rows_of_block, **checkpoints}).values
-        if (ours != np.asarray(group.array(TRAINED_ON)[here, index : index + 1])).any():
-            return (
-                f"expected {TRAINED_ON!r} as {group.folder.url!r} has it, got another one for the "
-                f"samples {here.start}:{here.stop} of checkpoint {name!r}; try "
-                f"td.assign_coords(store, {{{TRAINED_ON!r}: masks}}) to change the store"
-            )
+    here, index, small = last
+    group = before.target()
+    name, inside = group.checkpoints[index], slice(here.start - rows.start, here.stop - rows.start)
+    columns = [checkpoint_names(features).index(name)]
+    again = features.isel({SAMPLE: inside, CHECKPOINT: columns})
+    old = np.asarray(group.array("feature")[here.start : here.stop, :, index : index + 1])
+    if SCALE in small:
+        old = from_half(old, small[SCALE][:, None])
+    (new,) = dask.compute(again.feature.data, **execution.gpu_options(features))
+    if TRAINED_ON in features and (again[TRAINED_ON].values[:, 0] != small[TRAINED_ON]).any():
+        return (
+            f"expected {TRAINED_ON!r} as {group.folder.url!r} has it, got another one for the "
+            f"samples {here.start}:{here.stop} of checkpoint {name!r}; try "
+            f"td.assign_coords(store, {{{TRAINED_ON!r}: masks}}) to change the store"
+        )
     valid = np.isfinite(new) & np.isfinite(old)
     difference, length = (np.linalg.norm(x[valid]) for x in (new - old, old))
     in_16_bits = any("16" in str(features.attrs.get(key)) for key in ("dtype", "autocast"))
@@ -335,15 +324,19 @@ def difference_of_block(group: Group, features: xr.Dataset, rows: range) -> str 
     )
 
 
-def _last_block(group: Group, features: xr.Dataset, rows: range) -> tuple[slice, int] | None:
-    """Return the rows of the last stored block without failures, and the number of a checkpoint."""
-    b, names = group.block, checkpoint_names(features)
-    for block, index in sorted(group.stored_chunks("out_to_loss"), reverse=True):
-        here = slice(max(b * block, rows.start), min(b * (block + 1), rows.stop))
-        is_ours = here.start < here.stop and group.checkpoints[index] in names
-        # Rows of ours that are not stored yet are NaN.
-        if is_ours and np.isfinite(np.asarray(group.array("out_to_loss")[here, index])).all():
-            return here, index
+def _last_block(
+    before: Group, features: xr.Dataset, rows: range
+) -> tuple[range, int, dict[str, np.ndarray]] | None:
+    """Return the rows of the last stored block without failures, a checkpoint, what is small."""
+    names, records = checkpoint_names(features), stored_records(before)
+    columns = [i for i, name in enumerate(before.target().checkpoints) if name in names]
+    bounds = [*starts(rows, before.block), rows.stop]
+    for start, stop in reversed([*itertools.pairwise(bounds)]):
+        for index in reversed(columns):
+            if before.counts(start, index) or (start, index) in records:
+                values = small_values(before, range(start, stop), index, records)
+                if np.isfinite(values["out_to_loss"]).all():
+                    return range(start, stop), index, values
     return None
 
 

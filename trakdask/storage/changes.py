@@ -17,16 +17,18 @@ import zarr
 from trakdask.checks import shown
 from trakdask.files import naming
 from trakdask.samples import normalise_coords
-from trakdask.storage.group import DROPPED, ERROR, Group, kind
+from trakdask.storage.group import DROPPED, ERROR, Group, chunks_of, kind
 from trakdask.storage.lock import lock
 from trakdask.storage.places import StoreLike, readable, writable
 from trakdask.storage.reading import VERIFIED, dropped_mask, open, read_coords
+from trakdask.storage.records import packed_rows, path_of, stored_records
 from trakdask.storage.writing import require_names
 from trakdask.variables import CHECKPOINT, DERIVED, FITTED, SAMPLE, TRAINED_ON, aligned
 
 _REPAIR = "td.verify(store, repair=True)"
 _REMEDY = f"{_REPAIR}, then td.save(features, store)"
-Row = tuple[str, str, int, int, str]
+Fault = tuple[str, tuple[int, ...], str]
+"""An array, the numbers of a chunk of it, and what is wrong with that."""
 
 
 @contextmanager
@@ -123,7 +125,7 @@ def _write_trained_on(group: Group, values: Any, dropped: np.ndarray) -> None:
         )
     mask = np.ones((len(dropped), len(group.checkpoints)), bool)
     mask[~dropped] = values.transpose(SAMPLE, CHECKPOINT).values
-    group.add(TRAINED_ON, {SAMPLE: len(mask), CHECKPOINT: mask.shape[1]}, bool, block=group.block)
+    group.add(TRAINED_ON, sizes | {SAMPLE: len(mask)}, bool, block=packed_rows(group))
     group.array(TRAINED_ON)[:] = mask
 
 
@@ -171,7 +173,8 @@ def verify(
     checksums
         Read every chunk, which compares its CRC-32C. Else only look whether it is there.
     repair
-        Remove what cannot be read, so that :func:`save` computes these blocks again, and no other.
+        Remove what cannot be read, so that :func:`save` computes these blocks again, and no other;
+        of outputs, weights and norms, a chunk has many blocks.
         Damaged coords stay, until :func:`assign_coords` is given their values; sums are removed,
         until :func:`save` reduces them again; without a readable mask of dropped samples, these are
         shown again. An append that was cut short is given up.
@@ -196,21 +199,29 @@ def verify(
     One listing of each array; with ``checksums``, one pass over its bytes, chunk by chunk.
     """
     if not repair:
-        return _table(_faults(Group.read(readable(store, storage_options)), checksums=checksums))
+        group = Group.read(readable(store, storage_options))
+        return _table(group, [*_faults(group, checksums=checksums)])
     with changing(store, storage_options, "td.verify") as group:
-        table = _table(_faults(group, checksums=checksums))
+        faults = [*_faults(group, checksums=checksums)]
+        table = _table(group, faults)
         if "unfinished" in group.attrs:
             _give_up(group)
-        for path, _, block, checkpoint, _ in table.itertuples(index=False):
-            _remove(group, path, block, checkpoint)
+        for name, index, _ in faults:
+            _remove(group, name, index)
     return table
 
 
-def _table(rows: Iterator[Row]) -> pd.DataFrame:
+def _table(group: Group, faults: list[Fault]) -> pd.DataFrame:
+    rows = [
+        (f"{name}/{group.chunk_key(name, index)}", what, *_about(group, name, index))
+        for name, index, what in faults
+    ]
+    if "unfinished" in group.attrs:
+        rows.append(("", group.about_unfinished(), -1, -1, "the same td.save(...) again"))
     return pd.DataFrame(rows, columns=["path", "found", "block", "checkpoint", "remedy"])
 
 
-def _faults(group: Group, *, checksums: bool) -> Iterator[Row]:
+def _faults(group: Group, *, checksums: bool) -> Iterator[Fault]:
     VERIFIED.clear()  # bytes may have changed without a new time
     for name in group.arrays:
         array, indices = group.array(name, read_only=True), [*group.chunk_indices(name)]
@@ -220,13 +231,8 @@ def _faults(group: Group, *, checksums: bool) -> Iterator[Row]:
             with ThreadPoolExecutor() as pool:
                 damage = pool.map(functools.partial(_damage, array), stored)
                 faults |= zip(stored, damage, strict=True)
-        (block, checkpoint), remedy = _about(group, name)
         for index in filter(faults.get, indices):
-            path = f"{name}/{group.chunk_key(name, index)}"
-            numbers = (-1, *index)
-            yield path, faults[index], numbers[block], numbers[checkpoint], remedy
-    if "unfinished" in group.attrs:
-        yield "", group.about_unfinished(), -1, -1, "the same td.save(...) again"
+            yield name, index, faults[index]
 
 
 def _damage(array: zarr.Array[Any], index: tuple[int, ...]) -> str:
@@ -238,26 +244,30 @@ def _damage(array: zarr.Array[Any], index: tuple[int, ...]) -> str:
     return ""
 
 
-def _about(group: Group, name: str) -> tuple[tuple[int, int], str]:
-    """Return where in (-1, *index) block and checkpoint of a chunk are, and how to restore it."""
-    if name in group.features:
-        return (1, -1), _REMEDY
-    if name in (*FITTED, *DERIVED):
-        return (0, -1), _REMEDY
+def _about(group: Group, name: str, index: tuple[int, ...]) -> tuple[int, int, str]:
+    """Return block and checkpoint of a chunk, -1 for none, and how to restore it."""
+    if name == "feature":
+        return index[0], index[-1], _REMEDY
+    if name in (*group.small, *FITTED, *DERIVED):
+        return -1, index[-1], _REMEDY
     if name == DROPPED:
-        return (0, 0), f"{_REPAIR}, which shows all samples, then td.drop(store, ...)"
-    return (0, 0), f"td.assign_coords(store, {{{name!r}: values}})"
+        return -1, -1, f"{_REPAIR}, which shows all samples, then td.drop(store, ...)"
+    return -1, -1, f"td.assign_coords(store, {{{name!r}: values}})"
 
 
-def _remove(group: Group, path: str, block: int, checkpoint: int) -> None:
-    """Remove a chunk, and let the store know what it lacks."""
-    name = path.partition("/")[0]
+def _remove(group: Group, name: str, index: tuple[int, ...]) -> None:
+    """Remove a chunk, and let the store know which blocks it lacks."""
     if name in (*group.features, *FITTED):
-        group.folder.remove(path)
-        group.attrs["lacking"] = True
-        if name in group.features:  # without this chunk a block does not count
-            last = group.chunk_key("out_to_loss", (block, checkpoint))
-            (group.folder / "out_to_loss").remove(last)
+        group.folder.remove(f"{name}/{group.chunk_key(name, index)}")
+        lacking = group.attrs.setdefault("lacking", [])
+        if name in group.features:
+            size, b = chunks_of(group.arrays[name])[0], group.block
+            rows = range(index[0] * size, min((index[0] + 1) * size, group.n_samples))
+            blocks = range(rows.start // b, (rows.stop - 1) // b + 1)
+            lacking += [[i, index[-1]] for i in blocks if [i, index[-1]] not in lacking]
+            for record in stored_records(group):  # by which these blocks would count as stored
+                if record[0] // b in blocks and record[1] == index[-1]:
+                    group.folder.remove(path_of(record))
     elif name in (*DERIVED, DROPPED):
         # The other sums would be over other samples, or of another gram matrix.
         for derived in {*DERIVED, name}:
@@ -267,12 +277,10 @@ def _remove(group: Group, path: str, block: int, checkpoint: int) -> None:
 def _give_up(group: Group) -> None:
     """Remove what an unfinished append has stored."""
     target, n, c = group.target(), group.n_samples, len(group.checkpoints)
+    for start, index in stored_records(group):
+        if start >= n or index >= c:
+            group.folder.remove(path_of((start, index)))
     del group.attrs["unfinished"]
-    first = -(-n // group.block)
-    for name in group.features:
-        for index in target.stored_chunks(name):
-            if index[0] >= first or index[-1] >= c:
-                (group.folder / name).remove(group.chunk_key(name, index))
-        if n % group.block:  # rows in the last chunk that do not count
-            array = target.array(name)
-            array[n : first * group.block, ..., :c] = "" if name == ERROR else np.nan
+    for chunk in target.stored_chunks("feature"):
+        if chunk[0] >= -(-n // group.block) or chunk[-1] >= c:
+            (group.folder / "feature").remove(group.chunk_key("feature", chunk))

@@ -29,9 +29,11 @@ from trakdask._version import __version__
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.files import Folder
 from trakdask.storage.places import Content, zarr_store
-from trakdask.variables import CHECKPOINT, DERIVED, FITTED, PROJ_DIM, SAMPLE, TRAINED_ON, VARIABLES
+from trakdask.variables import CHECKPOINT, DERIVED, FITTED, PROJ_DIM, SAMPLE, VARIABLES
 
 METADATA = "zarr.json"
+RECORDS = "feature/records"
+"""Inside of an array, because zarr warns of folders in a group that are no arrays."""
 DROPPED, ERROR, SCALE = "dropped", "error", "scale"
 STORE_ATTRS = ("arrays", "coordinates", "n_samples", "sources", "unfinished", "lacking")
 """Attributes that describe the store, and not the features."""
@@ -96,7 +98,7 @@ class Group:
     @property
     def block(self) -> int:
         """How many samples are in a block."""
-        return chunks_of(self.arrays["out_to_loss"])[0]
+        return chunks_of(self.arrays["feature"])[0]
 
     @property
     def checkpoints(self) -> list[str]:
@@ -112,9 +114,18 @@ class Group:
 
     @property
     def features(self) -> list[str]:
-        """Names of the arrays that tasks write in blocks; ``out_to_loss`` is the last."""
-        names = [n for n, array in self.arrays.items() if dims_of(array) in _OF_FEATURES]
-        return sorted(names, key=lambda name: name == "out_to_loss")
+        """Names of the arrays of numbers of each sample and checkpoint."""
+        return [n for n, array in self.arrays.items() if dims_of(array) in _OF_FEATURES]
+
+    @property
+    def small(self) -> list[str]:
+        """Names of these arrays but for the features themselves."""
+        return [name for name in self.features if name != "feature"]
+
+    def counts(self, row: int, index: int) -> bool:
+        """Return whether the block of a row at a checkpoint counts, and was not lost."""
+        is_there = row < self.n_samples and index < len(self.checkpoints)
+        return is_there and [row // self.block, index] not in self.attrs.get("lacking", ())
 
     @property
     def coords(self) -> list[str]:
@@ -158,7 +169,7 @@ class Group:
 
     def require_complete(self) -> None:
         """Raise if blocks are missing of what counts."""
-        if not self.n_samples or self.attrs.get("lacking"):
+        if not self.n_samples or "lacking" in self.attrs:
             raise IncompleteFeaturesError(
                 f"expected all blocks of features in {self.folder.url!r}, but some are missing; "
                 "try td.save(features, store), with the features that it was made of, which "
@@ -282,8 +293,8 @@ class Group:
     def sweep(self) -> None:
         """Remove what does not count any more: arrays, chunks, and partial files."""
         there = self.folder.names()
-        stay = {*self.features} - {TRAINED_ON}
-        for name in {*DERIVED, DROPPED, *self.arrays}.intersection(there) - stay:
+        self.sweep_records()
+        for name in {*DERIVED, DROPPED, *self.arrays}.intersection(there) - {"feature"}:
             if name not in self.arrays:
                 self.folder.remove(name)
                 continue
@@ -292,6 +303,11 @@ class Group:
                 if file.startswith("c.") if is_nested else file == "c":
                     self.folder.remove(f"{name}/{file}")
         self.folder.sweep()
+
+    def sweep_records(self) -> None:
+        """Remove records, unless some are of blocks that do not count yet."""
+        if not {"unfinished", "lacking"} & {*self.attrs}:
+            self.folder.remove(RECORDS)
 
 
 # -------------------------------------------------------------------------- metadata of an array

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,11 +37,20 @@ from trakdask.storage.group import (
     lost_chunk,
 )
 from trakdask.storage.places import StoreLike, readable, zarr_store
+from trakdask.storage.records import all_small_values
 from trakdask.variables import CHECKPOINT, DERIVED, SAMPLE, VARIABLES
+
+Small = Mapping[str, np.ndarray] | None
 
 _CRC_BYTES = 4
 _LEAST_MAPPED = 2**20
 """Bytes of a file; a smaller one is read in less time, and a process may have few maps."""
+
+_READING = threading.Lock()
+_RECENT: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}
+_MOST_RECENT = 12
+"""Chunks of weights, norms and outputs on a network, of up to 16 MB each: three of each of four
+threads. A task needs the rows of one block of them."""
 
 VERIFIED: dict[str, tuple[int, int, int]] = {}
 """Files whose checksums this process has compared, and what they were like then."""
@@ -129,11 +139,13 @@ def open(
 
 
 def _opened(group: Group, require_complete: bool, dropped: bool, load_coords: bool) -> xr.Dataset:
+    small: Small = None
     if require_complete:
         group.require_complete()
     elif not group.n_samples:
-        group = group.target()
-    ds = assembled(group, complete=require_complete)
+        before, group = group, group.target()
+        small = all_small_values(before, group)
+    ds = assembled(group, small, complete=require_complete)
     ds.encoding["source"] = group.folder.url  # as xarray names what it has opened
     ds = ds.assign_coords(read_coords(group, rows=() if load_coords else ds.chunksizes[SAMPLE]))
     if not dropped:
@@ -143,10 +155,11 @@ def _opened(group: Group, require_complete: bool, dropped: bool, load_coords: bo
     return ds.assign_coords({DROPPED: (SAMPLE, dropped_mask(group))})
 
 
-def assembled(group: Group, *, complete: bool = True) -> xr.Dataset:
+def assembled(group: Group, small: Small = None, *, complete: bool = True) -> xr.Dataset:
     """Return the lazy arrays of a store, with the names of checkpoints, and what was dropped."""
+    lazy = functools.partial(lazy_array, group, small=small, complete=complete)
     data = {
-        name: (dims_of(array), lazy_array(group, name, complete=complete), array["attributes"])
+        name: (dims_of(array), lazy(name), array["attributes"])
         for name in dict.fromkeys((*VARIABLES, *group.features))
         if (array := group.arrays.get(name)) and name not in (ERROR, SCALE)
     }
@@ -244,22 +257,29 @@ def _named(folder: Folder, path: str) -> Iterator[None]:
 # ----------------------------------------------------------------------------------------- numbers
 
 
-def lazy_array(group: Group, name: str, *, complete: bool = True) -> da.Array:
-    """Return an array of numbers, lazy, in its chunks; features as float32 or float64.
+def lazy_array(group: Group, name: str, small: Small = None, *, complete: bool = True) -> da.Array:
+    """Return an array of numbers, lazy, in blocks; features as float32 or float64.
 
     Parameters
     ----------
     group, name
         The store, and the name of the array.
+    small
+        Content of the small arrays, if it is not in the store yet.
     complete
         Whether an absent chunk is an error, when it is read; else it reads as NaN.
     """
     array = group.array(name, read_only=True)
-    sizes = da.core.normalize_chunks(array.chunks, array.shape)
-    read = functools.partial(read_chunk, array, group.folder, complete and not group.is_copy)
-    lazy = stored(read, sizes, array.dtype, _name(group, name, complete))
+    complete = complete and not group.is_copy
+    # Chunks of small arrays have the rows of many blocks.
+    chunks = (group.block, 1) if name in group.small else array.chunks
+    sizes = da.core.normalize_chunks(chunks, array.shape)
+    values = small.get(name) if small else None
+    key = _name(group, name, complete, values)
+    read: Read = functools.partial(read_chunk, array, group.folder, complete, key)
+    lazy = stored(read if values is None else values.__getitem__, sizes, array.dtype, key)
     if name == "feature" and SCALE in group.arrays:
-        return decoded(lazy, lazy_array(group, SCALE, complete=complete))
+        return decoded(lazy, lazy_array(group, SCALE, small, complete=complete))
     return lazy
 
 
@@ -278,24 +298,35 @@ def decoded(halves: da.Array, scale: da.Array) -> da.Array:
 
 
 def _read_decoded(halves: Read, scales: Read, key: tuple[slice, ...]) -> np.ndarray:
-    mantissa, exponent = np.frexp(scales((key[0], key[2]))[:, None, :])
+    return from_half(halves(key), scales((key[0], key[2])))
+
+
+def from_half(halves: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Return (rows, p, 1) features that are stored as float16 as float32."""
+    mantissa, exponent = np.frexp(scale[:, None, :])
     # The mantissa is 1/2, or NaN in a block that was never stored.
-    feature: np.ndarray = np.ldexp(halves(key) * mantissa.astype(np.float32), exponent)
+    feature: np.ndarray = np.ldexp(halves * mantissa.astype(np.float32), exponent)
     return feature
 
 
 def read_chunk(
-    array: zarr.Array[Any], folder: Folder, complete: bool, rows: tuple[slice, ...]
+    array: zarr.Array[Any], folder: Folder, complete: bool, key: str, rows: tuple[slice, ...]
 ) -> np.ndarray:
-    """Return the content of a chunk of numbers, by the slices of the array that it has."""
-    index = [part.start // size for part, size in zip(rows, array.chunks, strict=True)]
-    path = f"{array.basename}/{array.metadata.encode_chunk_key(tuple(index))}"
+    """Return rows of a chunk of numbers, by their slices of the array; ``key`` as of a cache."""
+    index = tuple(part.start // size for part, size in zip(rows, array.chunks, strict=True))
+    starts = [i * size for i, size in zip(index, array.chunks, strict=True)]
+    inside = tuple(slice(r.start - s, r.stop - s) for r, s in zip(rows, starts, strict=True))
+    path = f"{array.basename}/{array.metadata.encode_chunk_key(index)}"
     if folder.is_local:
         data = _mapped(f"{folder.url}/{path}", array.chunks, array.dtype)
         if data is not None:  # which has rows beyond the last of the array
-            return data[tuple(slice(part.stop - part.start) for part in rows)]
+            return data[inside]
+    n_rows, n_chunk = inside[0].stop - inside[0].start, min(array.chunks[0], array.shape[0])
     with _named(folder, path):
-        block = np.asarray(array[rows])
+        if n_rows < n_chunk and inside[0].stop <= n_chunk:
+            block = _recent((key, index), lambda: array.get_block_selection(index))[inside]
+        else:
+            block = np.asarray(array[rows])
     # zarr reads an absent chunk as the fill value, without a word.
     is_filled = np.isnan(block) if block.dtype.kind == "f" else block == array.fill_value
     if complete and is_filled.all():
@@ -303,6 +334,16 @@ def read_chunk(
         if name not in (folder / parent).names():
             raise lost_chunk(folder, path)
     return block
+
+
+def _recent(key: tuple[str, tuple[int, ...]], read: Callable[[], Any]) -> np.ndarray:
+    """Return a chunk that has the rows of many blocks, from memory if it was one of the last."""
+    with _READING:  # so that it is read once, however many threads need it
+        chunk = _RECENT.pop(key, None)
+        _RECENT[key] = chunk = np.asarray(read()) if chunk is None else chunk
+        for oldest in list(_RECENT)[:-_MOST_RECENT]:
+            del _RECENT[oldest]
+    return chunk
 
 
 def _mapped(path: str, chunks: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray | None:

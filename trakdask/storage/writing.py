@@ -36,10 +36,19 @@ from trakdask.storage.blocks import (
     with_errors,
     with_trained_on,
 )
-from trakdask.storage.group import DROPPED, ERROR, METADATA, SCALE, STORE_ATTRS, Group, kind
+from trakdask.storage.group import (
+    DROPPED,
+    ERROR,
+    METADATA,
+    SCALE,
+    STORE_ATTRS,
+    Group,
+    kind,
+)
 from trakdask.storage.lock import lock
 from trakdask.storage.places import writable
 from trakdask.storage.reading import read_coords
+from trakdask.storage.records import pack
 from trakdask.variables import (
     CHECKPOINT,
     FITTED,
@@ -87,6 +96,7 @@ def write(
     remedy = "stored blocks are safe: try the same td.save(...) again when the cause is gone"
     with naming(folder.url, remedy), lock(folder, "td.save") as require_held:
         before = _read(folder) or _new_group(folder, features, dtype)
+        before.sweep_records()  # a killed writer may have left them
         begun = before.attrs.get("unfinished")
         features = with_errors(before, features)
         group, rows = _place(before, features, append_dim, dtype)
@@ -99,16 +109,17 @@ def write(
         folder.sweep()
         save_fit(before.target(), features, retries)
         features = with_trained_on(before, features)
-        # The target has the rows of an unfinished append, too, which are to stay in their chunks.
-        save_blocks(before.target(), features, rows, retries, progress=progress)
-        lacking = sources_that_lack_blocks(group)
+        save_blocks(before, features, rows, retries, progress=progress)
+        lacking = sources_that_lack_blocks(before, group)
         if lacking and "lacking" in group.attrs:
             raise IncompleteFeaturesError(
                 f"expected all blocks in the store {folder.url!r}, but the samples of {lacking} "
                 "still lack some; these features were saved, now try td.save with the others"
             )
         if not lacking:
-            group.attrs.pop("lacking", None)
+            sizes = [(g.n_samples, g.checkpoints) for g in (before, group)]
+            if group.attrs.pop("lacking", None) or sizes[0] != sizes[1]:
+                pack(before, group)
             group.write_small(coords)
             derive(before, group)
             if (group.arrays, group.attrs) != (before.arrays, before.attrs):
@@ -228,7 +239,7 @@ def _place(
     what = f"these features and the store {before.folder.url!r}"
     checkpoints = _joined_checkpoints(target, features, dtype, what)
     ours = spec(features)
-    rows, added = _known_rows(target, features, append_dim), {*names} - {*target.checkpoints}
+    rows, added = _known_rows(before, features, append_dim), {*names} - {*target.checkpoints}
     if rows is not None and not added:
         if rows.stop <= before.n_samples and {*names} <= {*before.checkpoints}:
             return copy.deepcopy(before), rows
@@ -289,7 +300,7 @@ def _joined_checkpoints(
     return joined
 
 
-def _known_rows(group: Group, features: xr.Dataset, append_dim: AppendDim | None) -> range | None:
+def _known_rows(before: Group, features: xr.Dataset, append_dim: AppendDim | None) -> range | None:
     """Return where samples are that were begun before, None if these are others.
 
     Sets of as many samples of the same source, as two selections may be, are told apart by their
@@ -297,9 +308,9 @@ def _known_rows(group: Group, features: xr.Dataset, append_dim: AppendDim | None
     """
     source = features.attrs.get("source", ""), features.sizes[SAMPLE]
     difference = None
-    for name, rows in group.rows_of_sources():
+    for name, rows in before.target().rows_of_sources():
         if (name, len(rows)) == source:
-            difference = difference_of_block(group, features, rows)
+            difference = difference_of_block(before, features, rows)
             if difference is None:
                 return rows
     if difference is not None and append_dim != SAMPLE:

@@ -1,0 +1,147 @@
+"""What is small of a block, until it counts: one record for all of its outputs, weights and norms.
+
+A task stores the features of its block and then the record, by which the block is known to be
+stored. If outputs, weights and norms had chunks of a block, three of four objects of a store would
+have two kilobytes. Therefore, :func:`pack` writes large chunks once all blocks are there. These
+chunks are what counts, and the records are removed.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import zipfile
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from trakdask.errors import IncompleteFeaturesError
+from trakdask.files import Folder
+from trakdask.storage.group import ERROR, RECORDS, Group
+from trakdask.variables import CHECKPOINT, SAMPLE
+
+_LEAST_ROWS, _MOST_ROWS, _BLOCKS = 2**18, 2**21, 128
+"""Of a packed chunk, which then has 1 to 16 MB. Six arrays in chunks of 128 blocks are 0.05 objects
+for each block. But a task that needs the rows of one block has the whole chunk in memory."""
+
+Record = tuple[int, int]
+"""The first row of a block, or of the rows of a block that were saved together, and the number of a
+checkpoint."""
+
+
+def starts(rows: range, block: int) -> list[int]:
+    """Return the first row of each record of consecutive rows, which may begin within a block.
+
+    >>> starts(range(6, 13), 4)
+    [6, 8, 12]
+    """
+    return [rows.start, *range((rows.start // block + 1) * block, rows.stop, block)]
+
+
+def stored_records(before: Group) -> set[Record]:
+    """Return the records of blocks that do not count yet, from one listing."""
+    names = (name.split(".") for name in (before.folder / RECORDS).names())
+    records = {(int(start), int(index)) for start, index, _ in names}
+    return {record for record in records if not before.counts(*record)}
+
+
+def write_record(folder: Folder, record: Record, values: Mapping[str, np.ndarray]) -> None:
+    """Store what is small of a block, (rows,) of each array, in one piece and with checksums."""
+    content, values = io.BytesIO(), dict(values)
+    if ERROR in values:  # numpy has no format for texts of any length
+        values[ERROR] = np.array(values[ERROR].tolist(), "U")
+    np.savez(content, allow_pickle=False, **values)
+    folder.write(path_of(record), content.getvalue(), durable=False)
+
+
+def read_record(folder: Folder, record: Record) -> dict[str, np.ndarray]:
+    """Return what is small of a block; remove what cannot be read, as after a power failure.
+
+    Raises
+    ------
+    IncompleteFeaturesError
+        If it cannot be read.
+    """
+    path = path_of(record)
+    try:
+        with np.load(io.BytesIO(folder.read(path))) as values:
+            return dict(values)
+    except (ValueError, EOFError, zipfile.BadZipFile) as err:
+        folder.remove(path)
+        raise IncompleteFeaturesError(
+            f"expected {path!r} in {folder.url!r} as it was written, got other bytes ({err}), "
+            "which were removed; try the same td.save(...) again, which computes this block"
+        ) from err
+
+
+def path_of(record: Record) -> str:
+    """Return the path of a record in a store."""
+    return f"{RECORDS}/{record[0]}.{record[1]}.npz"
+
+
+def small_values(
+    before: Group, rows: range, index: int, records: Collection[Record]
+) -> dict[str, np.ndarray]:
+    """Return what is small of rows at a checkpoint: of what counts, and of records; else NaN.
+
+    Parameters
+    ----------
+    before
+        The store as it counts.
+    rows
+        Consecutive rows. A record lies within them or outside.
+    index
+        Number of the checkpoint.
+    records
+        What :func:`stored_records` returns.
+    """
+    n_counts = before.n_samples if index < len(before.checkpoints) else 0
+    counts, values = len(range(rows.start, min(rows.stop, n_counts))), {}
+    for name in before.small:
+        array = before.array(name, read_only=True)
+        values[name] = np.full(len(rows), array.fill_value, array.dtype)
+        if counts:
+            values[name][:counts] = array[rows.start : rows.start + counts, index]
+    here = [record for record in records if record[0] in rows and record[1] == index]
+    with ThreadPoolExecutor() as pool:
+        contents = pool.map(lambda record: read_record(before.folder, record), here)
+        for (start, _), content in zip(here, contents, strict=True):
+            for name, rows_of_record in content.items():
+                values[name][start - rows.start :][: len(rows_of_record)] = rows_of_record
+    return values
+
+
+def all_small_values(before: Group, group: Group) -> dict[str, np.ndarray]:
+    """Return what is small (sample, checkpoint) of a store as it is to be; NaN if it lacks it."""
+    records, rows, n = stored_records(before), range(group.n_samples), len(group.checkpoints)
+    columns = [small_values(before, rows, index, records) for index in range(n)]
+    return {name: np.stack([c[name] for c in columns], axis=1) for name in before.small}
+
+
+def pack(before: Group, group: Group) -> None:
+    """Write the small arrays in large chunks, beside those that count so far.
+
+    Parameters
+    ----------
+    before
+        The store as it counts.
+    group
+        As it is to be, with its blocks stored; gets the metadata of the new arrays.
+    """
+    records, size = stored_records(before), packed_rows(group)
+    sizes = {SAMPLE: group.n_samples, CHECKPOINT: len(group.checkpoints)}
+    for name in group.small:
+        group.add(name, sizes, before.array(name).dtype, block=size)
+    arrays = {name: group.array(name) for name in group.small}
+    firsts = range(0, sizes[SAMPLE], size)
+    for index, start in itertools.product(range(sizes[CHECKPOINT]), firsts):
+        rows = range(start, min(start + size, sizes[SAMPLE]))
+        for name, values in small_values(before, rows, index, records).items():
+            arrays[name][rows.start : rows.stop, index] = values
+
+
+def packed_rows(group: Group) -> int:
+    """Return how many rows of small arrays are in a chunk: those of whole blocks, or all."""
+    rows = min(max(_BLOCKS * group.block, _LEAST_ROWS), _MOST_ROWS)
+    return min(group.n_samples, max(1, rows // group.block) * group.block)
