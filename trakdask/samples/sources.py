@@ -81,7 +81,8 @@ def check_dtype(name: str, dtype: np.dtype[Any]) -> None:
 
 def block_size(chunks: Chunks) -> int:
     """Return how many samples are in a block; see :func:`joined_rows`."""
-    return ROWS if chunks == "auto" else require_integer("chunks", chunks, 1, remedy="try 'auto'")
+    is_auto = isinstance(chunks, str) and chunks == "auto"
+    return ROWS if is_auto else require_integer("chunks", chunks, 1, remedy="try chunks=512")
 
 
 def joined_rows(n: int, feature_bytes: int, input_bytes: int = 0) -> int:
