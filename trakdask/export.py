@@ -9,7 +9,6 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Literal
 
 import dask.array as da
 import numpy as np
@@ -23,6 +22,7 @@ from zarr.abc.store import Store
 from zarr.storage import FsspecStore, LocalStore, ObjectStore, ZipStore
 
 from trakdask import execution
+from trakdask.arrays.blocks import plain
 from trakdask.files import Folder, naming, replacing
 from trakdask.provenance import as_values
 from trakdask.variables import RANK, TARGET
@@ -99,10 +99,10 @@ def to_zarr(
     marked = _with_equal_chunks(ds).drop_encoding().assign_attrs(_WRITER)
     if isinstance(store, Store):
         _require_written_by_tasks(store)
-        mode: Literal["w", "w-"] = "w" if overwrite and _is_result(store) else "w-"
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Consolidated metadata is currently not part")
-            marked.to_zarr(store, mode=mode, zarr_format=3, encoding=encoding)
+            is_free = overwrite and _is_result(store)
+            marked.to_zarr(store, mode="w" if is_free else "w-", zarr_format=3, encoding=encoding)
         return
     with _replacing(store, _ZARR, overwrite=overwrite) as folder:
         chunks = marked.to_zarr(
@@ -143,7 +143,9 @@ def _with_equal_chunks(ds: xr.Dataset) -> xr.Dataset:
         for dim, sizes in ds.chunks.items()
         if len(set(sizes[:-1])) > 1 or sizes[-1] > sizes[0]
     }
-    return ds.chunk(chunks) if chunks else ds
+    even = ds.chunk(chunks) if chunks else ds
+    lazy = {n: v.copy(data=plain(v.data)) for n, v in even.variables.items() if v.chunks}
+    return even.assign(lazy)
 
 
 def to_parquet(

@@ -6,11 +6,12 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import dask.array as da
 import numpy as np
 import pandas as pd
 import xarray as xr
 
-from trakdask.arrays.blocks import reader
+from trakdask.arrays.blocks import plain, reader
 from trakdask.checks import shown
 
 SAMPLE = "sample"
@@ -318,7 +319,9 @@ def lazy_features(features: xr.Dataset) -> xr.Dataset:
     others = {
         name: _lazy(variable)
         for name, variable in data.items()
-        if variable.chunks is None or max(variable.chunksizes.get(CHECKPOINT, (1,))) > 1
+        if variable.chunks is None
+        or not isinstance(variable.data, da.Array)
+        or max(variable.chunksizes.get(CHECKPOINT, (1,))) > 1
     }
     lazy = features.assign(others) if others else features
     sizes = next((v.chunksizes[SAMPLE] for v in (data | others).values() if SAMPLE in v.dims), ())
@@ -331,4 +334,5 @@ def _lazy(variable: xr.Variable) -> xr.Variable:
     sizes = {CHECKPOINT: 1}
     if variable.chunks is None:
         sizes[SAMPLE] = _ROWS_OF_UNCHUNKED
-    return variable.chunk({dim: size for dim, size in sizes.items() if dim in variable.dims})
+    chunked = variable.chunk({dim: size for dim, size in sizes.items() if dim in variable.dims})
+    return chunked.copy(data=plain(chunked.data))

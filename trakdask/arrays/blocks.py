@@ -3,6 +3,8 @@
 For most arrays, Dask makes one task per block, whose result stays in memory until all tasks that
 need it have run: all features, if λ is to be chosen before they are scored. It is better to read a
 block of a store again. :func:`reader` says whether that is possible.
+
+This is the one module that knows how Dask keeps graphs; others call functions of ``dask.array``.
 """
 
 from __future__ import annotations
@@ -15,13 +17,22 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 from uuid import uuid4
 
+import dask
 import dask.array as da
 import numpy as np
 import numpy.typing as npt
-from dask.base import tokenize
+from dask.base import is_dask_collection, tokenize
 from dask.blockwise import Blockwise
+from dask.core import flatten
 from dask.layers import ArrayBlockwiseDep
 from scipy import sparse
+
+if dask.config.get("array.query-planning", None):
+    raise ImportError(
+        "expected Dask with array.query-planning off, since its own arrays of expressions lack "
+        "functions such as nanvar and store; try DASK_ARRAY__QUERY_PLANNING=False, or the package "
+        "dask-array, whose dask_array.xarray.register() trakdask works with"
+    )
 
 Block: TypeAlias = npt.NDArray[Any]
 Chunks: TypeAlias = tuple[tuple[int, ...], ...]
@@ -86,6 +97,25 @@ def blockwise(
         **options,
     )
     return array
+
+
+def plain(array: Any) -> Any:
+    """Return a lazy array as one of Dask, with the same tasks; others as they are.
+
+    What xarray chunks is an array of the package dask-array, if that has taken Dask's place there.
+    """
+    if isinstance(array, da.Array) or not is_dask_collection(array):
+        return array
+    name = next(iter(flatten(array.__dask_keys__())))[0]
+    return da.Array(dict(array.__dask_graph__()), name, array.chunks, meta=array._meta)
+
+
+def graph_of(array: da.Array, keys: Sequence[Any]) -> Any:
+    """Return the tasks of some blocks of an array, as few as fusing leaves.
+
+    Of a selection, such as ``array.blocks`` returns, Dask would fuse less.
+    """
+    return da.optimize(array.dask, keys)
 
 
 def align_weights(weights: da.Array, feature: da.Array) -> da.Array:

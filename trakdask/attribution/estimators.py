@@ -11,6 +11,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
+from trakdask.arrays.blocks import plain
 from trakdask.attribution.protocol import (
     LOGIT_VARIANCE,
     PRODUCT,
@@ -188,7 +189,7 @@ class Soft(GramEstimator):
         """Return the matrix plus n times the mean curvature between wrong classes."""
         if not self.wrong_classes:
             return matrix
-        mean = features.variables[WRONG_CLASSES].chunk({CHECKPOINT: 1}).data
+        mean = plain(features.variables[WRONG_CLASSES].chunk({CHECKPOINT: 1}).data)
         both: da.Array = matrix + features.sizes[SAMPLE] * mean
         return both
 

@@ -10,6 +10,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
+from trakdask.arrays.blocks import plain
 from trakdask.attribution.estimators import Trak
 from trakdask.attribution.protocol import GIVEN, GramEstimator
 from trakdask.variables import (
@@ -100,7 +101,7 @@ def _checked_weights(features: xr.Dataset, weights: xr.DataArray) -> da.Array:
                 f"{weights.values[tuple(bad[0])]} at {where}; try weights.clip(min=0).fillna(0)"
             )
     chunks = {dim: features.feature.variable.chunksizes[dim] for dim in shape}
-    data: da.Array = weights.variable.set_dims(shape).chunk(chunks).data
+    data: da.Array = plain(weights.variable.set_dims(shape).chunk(chunks).data)
     return data
 
 

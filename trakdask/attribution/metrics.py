@@ -14,7 +14,7 @@ import pandas as pd
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.arrays.blocks import blockwise
+from trakdask.arrays.blocks import blockwise, plain
 from trakdask.arrays.metrics import Floats, Measured
 from trakdask.attribution.protocol import has_squared_error
 from trakdask.checks import require_choice
@@ -96,7 +96,7 @@ def metric(outputs: xr.DataArray, targets: xr.Dataset, metric: MetricLike) -> xr
             "try the targets whose outputs they are"
         )
     lazy = outputs.transpose(..., dim).chunk({dim: -1})
-    data = measure.values(lazy.data)[..., None]
+    data = measure.values(plain(lazy.data))[..., None]
     coords: dict[Hashable, Any] = dict(coords_along(lazy, *lazy.dims[:-1]))
     coords[f"{TARGET_PREFIX}{COMBINATION}"] = TARGET, np.array([measure.name], object)
     dims = (*lazy.dims[:-1], TARGET)

@@ -14,7 +14,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.arrays.blocks import Read, reader
+from trakdask.arrays.blocks import Read, plain, reader
 from trakdask.arrays.topk import TileMask
 from trakdask.attribution.conditions import Condition, selection
 from trakdask.attribution.groups import group_codes, require_group_coord
@@ -193,7 +193,7 @@ def top_k(
             "a list, scores.mean('checkpoint'), or scores.sum('token')"
         )
     if not isinstance(scores.data, da.Array):
-        scores = scores.copy(data=scores.variable.chunk().data)
+        scores = scores.copy(data=plain(scores.variable.chunk().data))
     mask = _mask(scores, selection(scores, where) if isinstance(where, str) else where)
     if over_targets is not None:
         return _top_over_targets(scores, mask, k, fraction, over_targets, by, largest=largest)

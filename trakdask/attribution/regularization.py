@@ -15,6 +15,7 @@ import xarray as xr
 from dask.array.utils import meta_from_array
 
 from trakdask import arrays
+from trakdask.arrays.blocks import plain
 from trakdask.attribution.estimators import EstimatorLike, Soft, Trak, choosing, with_gram
 from trakdask.attribution.folds import differ, fold_weights, require_folds
 from trakdask.attribution.grams import (
@@ -311,7 +312,7 @@ def _by_rule(features: xr.Dataset, gram: GramMatrix, estimator: GramEstimator) -
     """Return λ by a rule that asks no outputs, and the name of the rule."""
     damping = estimator.damping
     if isinstance(damping, xr.DataArray):
-        return damping.variable.chunk({CHECKPOINT: 1}).data, ("given",), None
+        return plain(damping.variable.chunk({CHECKPOINT: 1}).data), ("given",), None
     if isinstance(damping, Absolute):
         lam = da.full(len(gram.labels), float(damping.value), chunks=1)
         return lam, ("absolute",), None
@@ -328,7 +329,7 @@ def _by_trace(gram: GramMatrix, rho: float) -> tuple[da.Array, tuple[str]]:
 
 def _chosen_before(damping: xr.DataArray) -> Chosen:
     """Return the stored λ, its rule, and how it was chosen, if by outputs; warn as then."""
-    lam, attrs = damping.variable.chunk({CHECKPOINT: 1}).data, damping.attrs
+    lam, attrs = plain(damping.variable.chunk({CHECKPOINT: 1}).data), damping.attrs
     if "samples" in attrs:
         _warn_of_few_checkpoints(damping.size)
         arrays.damping.warn_of_choice(attrs["relative"], attrs["peak"], attrs["samples"])

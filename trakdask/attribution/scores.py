@@ -327,7 +327,7 @@ def operands_of(features: xr.Dataset, targets: xr.Dataset) -> tuple[xr.Dataset, 
     feature = targets["feature"].variable
     sizes = divided(feature.chunksizes[SAMPLE], _MOST_TARGETS)
     if sizes != feature.chunksizes[SAMPLE]:
-        targets = targets.assign(feature=feature.chunk({SAMPLE: sizes}))
+        targets = targets.assign(feature=feature.copy(data=feature.data.rechunk({0: sizes})))
     return lazy_features(features), targets
 
 

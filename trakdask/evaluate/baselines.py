@@ -12,7 +12,7 @@ import pandas as pd
 import xarray as xr
 from scipy import sparse
 
-from trakdask.arrays.blocks import blockwise
+from trakdask.arrays.blocks import blockwise, plain
 from trakdask.attribution.scores import score, self_influence
 from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, TARGET_PREFIX
 
@@ -113,7 +113,8 @@ def baselines(
     if {label, f"{TARGET_PREFIX}{label}"} <= set(cosine.coords):
         of_sample = cosine[label].variable.chunk({SAMPLE: rows})
         of_target = cosine[f"{TARGET_PREFIX}{label}"].variable.chunk({TARGET: columns})
-        simple[f"same_{label}"] = sign = 2 * zero.copy(data=(of_sample == of_target).data) - 1
+        is_same = plain((of_sample == of_target).data)
+        simple[f"same_{label}"] = sign = 2 * zero.copy(data=is_same) - 1
     if isinstance(texts, str):
         for side, ds in {"features": features, "targets": targets}.items():
             if texts not in ds.coords:

@@ -11,6 +11,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask.arrays import evaluation
+from trakdask.arrays.blocks import plain
 from trakdask.checks import require_integer, require_number
 from trakdask.variables import SAMPLE, TARGET, coords_along
 
@@ -73,7 +74,7 @@ def as_array(scores: Scores, *dims: Hashable) -> xr.DataArray:
 
 def lazy_data(array: xr.DataArray) -> da.Array:
     """Return the array of a DataArray, made lazy if it is in memory."""
-    data: da.Array = array.variable.chunk().data if array.chunks is None else array.data
+    data: da.Array = plain(array.variable.chunk().data if array.chunks is None else array.data)
     return data
 
 

@@ -16,6 +16,7 @@ import xarray as xr
 from distributed.system import MEMORY_LIMIT
 
 from trakdask._version import __version__
+from trakdask.arrays.blocks import plain
 from trakdask.checks import require_choice, require_integer, shown
 from trakdask.execution import active_client, workers_of
 from trakdask.featurization.graphs import Arrays, GraphInputs, lazy_arrays
@@ -231,8 +232,6 @@ def _joined(prepared: GraphInputs) -> GraphInputs:
     n, inputs = sum(prepared.rows), prepared.inputs
     n_bytes = int(sum(array.nbytes for array in inputs.values())) // n
     rows = joined_rows(n, 4 * prepared.job.proj_dim, n_bytes)
-    if rows == ROWS:
-        return prepared
     # A cluster would shuffle all samples by default, where neighbours are to be joined.
     joined = {name: a.rechunk({0: rows}, method="tasks") for name, a in inputs.items()}
     return replace(prepared, inputs=joined)
@@ -350,7 +349,7 @@ def _trained_on(samples: xr.Dataset, features: xr.Dataset) -> xr.Variable:
         )
     chunks: dict[Any, Any] = {SAMPLE: features.chunksizes[SAMPLE], CHECKPOINT: 1}
     variable = given.variable.transpose(SAMPLE, CHECKPOINT).chunk(chunks)
-    return xr.Variable(variable.dims, variable.data, VARIABLES[TRAINED_ON].attrs)
+    return xr.Variable(variable.dims, plain(variable.data), VARIABLES[TRAINED_ON].attrs)
 
 
 def projector_of(features: xr.Dataset) -> Fitted:

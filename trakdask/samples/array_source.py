@@ -14,6 +14,7 @@ import xarray as xr
 import zarr
 from dask.array.utils import meta_from_array
 
+from trakdask.arrays.blocks import plain
 from trakdask.checks import is_tensor
 from trakdask.samples.coords import CoordsLike, fields_as_coords, to_numpy
 from trakdask.samples.datasets import assemble, dataset_of
@@ -157,8 +158,8 @@ def data_of(array: xr.DataArray) -> Any:
     """Return the array of a variable, made lazy if xarray would read it from a file here."""
     variable = array.variable
     if variable.chunks is None and not getattr(variable, "_in_memory", True):
-        return array.chunk().data
-    data = array.data
+        return plain(array.chunk().data)
+    data = plain(array.data)
     return data if isinstance(data, da.Array) else np.asarray(data)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask._version import __version__
+from trakdask.arrays.blocks import plain
 from trakdask.provenance import as_text
 from trakdask.samples.array_source import data_of, lazy_variables
 from trakdask.samples.coords import normalise_coord, normalise_coords
@@ -145,4 +146,5 @@ def _in_blocks(array: xr.DataArray, size: int) -> xr.DataArray:
     sizes = {SAMPLE: size, PROJ_DIM: -1, CHECKPOINT: 1}
     chunks = {dim: sizes[str(dim)] for dim in array.dims}
     floating = array.variable.astype(np.result_type(array.dtype, np.float32))
-    return array.copy(data=floating.chunk(chunks).data)  # DataArray.chunk would make coords lazy
+    # DataArray.chunk would make coords lazy.
+    return array.copy(data=plain(floating.chunk(chunks).data))

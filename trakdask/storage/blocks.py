@@ -23,7 +23,7 @@ from dask.typing import Key
 from distributed import as_completed
 
 from trakdask import execution
-from trakdask.arrays.blocks import Block, Bounds, Unread, block_of
+from trakdask.arrays.blocks import Block, Bounds, Unread, block_of, graph_of, plain
 from trakdask.arrays.damping import warn_client
 from trakdask.checks import shown
 from trakdask.errors import StoreMismatchError, warn_once
@@ -183,7 +183,7 @@ def _compute(tasks: Tasks, **options: Any) -> None:
     Otherwise the scheduler would compute a stored block again if its worker dies later.
     """
     array, keys = tasks
-    graph = da.optimize(array.dask, keys)
+    graph = graph_of(array, keys)
     client = execution.active_client()
     if client is None:
         get_scheduler(collections=[array])(graph, keys)
@@ -207,7 +207,7 @@ def _missing(
         _write_block, before.folder, before.target().array("feature"), is_half, names, index,
         rows.start,
     )  # fmt: skip
-    pairs = [(features[n].data, "spc" if features[n].ndim == 3 else "sc") for n in names]
+    pairs = [(plain(features[n].data), "spc" if features[n].ndim == 3 else "sc") for n in names]
     written = da.blockwise(
         write, "sc",
         Bounds(features.chunksizes[SAMPLE]), "s", *(item for pair in pairs for item in pair),
@@ -298,14 +298,10 @@ def difference_of_block(before: Group, features: xr.Dataset, rows: range) -> str
         return None
     here, index, small = last
     group = before.target()
-    name, selected = group.checkpoints[index], slice(here.start, here.stop)
-    again = features.isel(
-        {
-            SAMPLE: slice(here.start - rows.start, here.stop - rows.start),
-            CHECKPOINT: [checkpoint_names(features).index(name)],
-        }
-    )
-    old = np.asarray(group.array("feature")[selected, :, index : index + 1])
+    name, inside = group.checkpoints[index], slice(here.start - rows.start, here.stop - rows.start)
+    columns = [checkpoint_names(features).index(name)]
+    again = features.isel({SAMPLE: inside, CHECKPOINT: columns})
+    old = np.asarray(group.array("feature")[here.start : here.stop, :, index : index + 1])
     if SCALE in small:
         old = from_half(old, small[SCALE][:, None])
     (new,) = dask.compute(again.feature.data, **execution.gpu_options(features))

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zarr.abc.buffer import Buffer, BufferPrototype
-from zarr.abc.store import ByteRequest, OffsetByteRequest, Store
+from zarr.abc.buffer import Buffer
+from zarr.abc.store import OffsetByteRequest, Store
 from zarr.buffer import default_buffer_prototype
 from zarr.core.sync import sync  # no public module of zarr runs the coroutines of a Store
 from zarr.storage import FsspecStore, LocalStore, StorePath
@@ -58,9 +58,7 @@ async def _all(names: Callable[[str], AsyncIterator[str]], prefix: str) -> list[
 class _Files(FsspecStore):
     """Files at a URL, each read in one request."""
 
-    async def get(
-        self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
-    ) -> Buffer | None:
+    async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Buffer | None:
         # Of a whole file s3fs would first ask how long it is, in a request of its own.
         return await super().get(key, prototype, byte_range or OffsetByteRequest(0))
 
@@ -86,9 +84,8 @@ def writable(store: StoreLike, options: Mapping[str, Any] | None) -> Folder:
     """Return where a store is written, which is a folder or URL that all workers reach."""
     if isinstance(store, Store):
         raise TypeError(
-            f"expected a path or URL to write features to, got {store} ({type(store).__name__}): "
-            "workers write the blocks, and what they write into a session of icechunk or into "
-            "memory would have to come back to this process; try td.save(features, 'train.zarr'), "
-            "and then xr.open_zarr('train.zarr').to_zarr(store)"
+            f"expected a path or URL to write to, got {store} ({type(store).__name__}); what tasks "
+            "write into a session of icechunk or into memory would have to come back to you: try "
+            "td.save(features, 'train.zarr'), then xr.open_zarr('train.zarr').to_zarr(store)"
         )
     return Folder.at(store, options)
