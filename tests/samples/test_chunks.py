@@ -82,5 +82,5 @@ def test_auto__is_the_default_of_all_sources() -> None:
         assert (
             block_of(td.features(xr.DataArray(wide, dims=("sample", "proj_dim")), "ones")) == 1024
         )
-    with pytest.raises(ValueError, match="try 'auto'"):
+    with pytest.raises(ValueError, match="try chunks=512"):
         samples(chunks=0)

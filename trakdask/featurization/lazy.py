@@ -231,8 +231,6 @@ def _joined(prepared: GraphInputs) -> GraphInputs:
     n, inputs = sum(prepared.rows), prepared.inputs
     n_bytes = int(sum(array.nbytes for array in inputs.values())) // n
     rows = joined_rows(n, 4 * prepared.job.proj_dim, n_bytes)
-    if rows == ROWS:
-        return prepared
     # A cluster would shuffle all samples by default, where neighbours are to be joined.
     joined = {name: a.rechunk({0: rows}, method="tasks") for name, a in inputs.items()}
     return replace(prepared, inputs=joined)

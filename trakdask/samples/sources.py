@@ -81,7 +81,8 @@ def check_dtype(name: str, dtype: np.dtype[Any]) -> None:
 
 def block_size(chunks: Chunks) -> int:
     """Return how many samples are in a block; see :func:`joined_rows`."""
-    return ROWS if chunks == "auto" else require_integer("chunks", chunks, 1, remedy="try 'auto'")
+    is_auto = isinstance(chunks, str) and chunks == "auto"
+    return ROWS if is_auto else require_integer("chunks", chunks, 1, remedy="try chunks=512")
 
 
 def joined_rows(n: int, feature_bytes: int, input_bytes: int = 0) -> int:
@@ -127,9 +128,9 @@ def read(source: Source, start: int, stop: int, names: Collection[str] = ()) -> 
     return block
 
 
-def lazy_fields(source: Source, size: int) -> dict[str, da.Array]:
+def lazy_fields(source: Source, chunks: Chunks) -> dict[str, da.Array]:
     """Build the lazy arrays of a source: one read per block serves all variables."""
-    token, n = fingerprint(source), len(source)
+    size, token, n = block_size(chunks), fingerprint(source), len(source)
     # One object per block, but with the chunks of the samples, so that blockwise can match them.
     blocks = da.map_blocks(
         _read_block, dask.delayed(source, name=f"dataset-{token}", traverse=False), n, size,

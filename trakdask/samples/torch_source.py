@@ -14,14 +14,7 @@ from trakdask.checks import import_callable
 from trakdask.samples.coords import CoordsLike, fields_as_coords, to_numpy
 from trakdask.samples.datasets import assemble
 from trakdask.samples.fingerprints import fingerprint
-from trakdask.samples.sources import (
-    Chunks,
-    block_size,
-    fields_of,
-    lazy_fields,
-    read,
-    require_samples,
-)
+from trakdask.samples.sources import Chunks, fields_of, lazy_fields, read, require_samples
 
 Array = np.ndarray[Any, Any]
 
@@ -107,10 +100,9 @@ def from_torch(
     >>> train.input_ids.values.tolist()
     [[5, 7, 0, 0], [6, 9, 8, 0]]
     """
-    size = block_size(chunks)
     source = _Items(dataset, _check_names(names), collate_fn)
     as_coords = fields_as_coords(coords, source.fields)
-    variables = {n: lazy for n, lazy in lazy_fields(source, size).items() if n not in as_coords}
+    variables = {n: lazy for n, lazy in lazy_fields(source, chunks).items() if n not in as_coords}
     source.warn_if_random()  # after hashing the content, because reading may change a dataset
     values = read(source, 0, len(source), as_coords) if as_coords else coords
     return assemble(variables, values, chunks)

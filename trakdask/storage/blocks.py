@@ -298,14 +298,10 @@ def difference_of_block(before: Group, features: xr.Dataset, rows: range) -> str
         return None
     here, index, small = last
     group = before.target()
-    name, selected = group.checkpoints[index], slice(here.start, here.stop)
-    again = features.isel(
-        {
-            SAMPLE: slice(here.start - rows.start, here.stop - rows.start),
-            CHECKPOINT: [checkpoint_names(features).index(name)],
-        }
-    )
-    old = np.asarray(group.array("feature")[selected, :, index : index + 1])
+    name, inside = group.checkpoints[index], slice(here.start - rows.start, here.stop - rows.start)
+    columns = [checkpoint_names(features).index(name)]
+    again = features.isel({SAMPLE: inside, CHECKPOINT: columns})
+    old = np.asarray(group.array("feature")[here.start : here.stop, :, index : index + 1])
     if SCALE in small:
         old = from_half(old, small[SCALE][:, None])
     (new,) = dask.compute(again.feature.data, **execution.gpu_options(features))

@@ -125,9 +125,7 @@ def _write_trained_on(group: Group, values: Any, dropped: np.ndarray) -> None:
         )
     mask = np.ones((len(dropped), len(group.checkpoints)), bool)
     mask[~dropped] = values.transpose(SAMPLE, CHECKPOINT).values
-    group.add(
-        TRAINED_ON, {SAMPLE: len(mask), CHECKPOINT: mask.shape[1]}, bool, block=packed_rows(group)
-    )
+    group.add(TRAINED_ON, sizes | {SAMPLE: len(mask)}, bool, block=packed_rows(group))
     group.array(TRAINED_ON)[:] = mask
 
 

@@ -293,8 +293,7 @@ class Group:
     def sweep(self) -> None:
         """Remove what does not count any more: arrays, chunks, and partial files."""
         there = self.folder.names()
-        if not {"unfinished", "lacking"} & {*self.attrs}:
-            self.folder.remove(RECORDS)
+        self.sweep_records()
         for name in {*DERIVED, DROPPED, *self.arrays}.intersection(there) - {"feature"}:
             if name not in self.arrays:
                 self.folder.remove(name)
@@ -304,6 +303,11 @@ class Group:
                 if file.startswith("c.") if is_nested else file == "c":
                     self.folder.remove(f"{name}/{file}")
         self.folder.sweep()
+
+    def sweep_records(self) -> None:
+        """Remove records, unless some are of blocks that do not count yet."""
+        if not {"unfinished", "lacking"} & {*self.attrs}:
+            self.folder.remove(RECORDS)
 
 
 # -------------------------------------------------------------------------- metadata of an array

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -39,10 +40,13 @@ from trakdask.storage.places import StoreLike, readable, zarr_store
 from trakdask.storage.records import all_small_values
 from trakdask.variables import CHECKPOINT, DERIVED, SAMPLE, VARIABLES
 
+Small = Mapping[str, np.ndarray] | None
+
 _CRC_BYTES = 4
 _LEAST_MAPPED = 2**20
 """Bytes of a file; a smaller one is read in less time, and a process may have few maps."""
 
+_READING = threading.Lock()
 _RECENT: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}
 _MOST_RECENT = 12
 """Chunks of weights, norms and outputs on a network, of up to 16 MB each: three of each of four
@@ -135,7 +139,7 @@ def open(
 
 
 def _opened(group: Group, require_complete: bool, dropped: bool, load_coords: bool) -> xr.Dataset:
-    small: dict[str, np.ndarray] = {}
+    small: Small = None
     if require_complete:
         group.require_complete()
     elif not group.n_samples:
@@ -151,16 +155,11 @@ def _opened(group: Group, require_complete: bool, dropped: bool, load_coords: bo
     return ds.assign_coords({DROPPED: (SAMPLE, dropped_mask(group))})
 
 
-def assembled(
-    group: Group, small: Mapping[str, np.ndarray] | None = None, *, complete: bool = True
-) -> xr.Dataset:
+def assembled(group: Group, small: Small = None, *, complete: bool = True) -> xr.Dataset:
     """Return the lazy arrays of a store, with the names of checkpoints, and what was dropped."""
+    lazy = functools.partial(lazy_array, group, small=small, complete=complete)
     data = {
-        name: (
-            dims_of(array),
-            lazy_array(group, name, small, complete=complete),
-            array["attributes"],
-        )
+        name: (dims_of(array), lazy(name), array["attributes"])
         for name in dict.fromkeys((*VARIABLES, *group.features))
         if (array := group.arrays.get(name)) and name not in (ERROR, SCALE)
     }
@@ -258,13 +257,7 @@ def _named(folder: Folder, path: str) -> Iterator[None]:
 # ----------------------------------------------------------------------------------------- numbers
 
 
-def lazy_array(
-    group: Group,
-    name: str,
-    small: Mapping[str, np.ndarray] | None = None,
-    *,
-    complete: bool = True,
-) -> da.Array:
+def lazy_array(group: Group, name: str, small: Small = None, *, complete: bool = True) -> da.Array:
     """Return an array of numbers, lazy, in blocks; features as float32 or float64.
 
     Parameters
@@ -277,9 +270,8 @@ def lazy_array(
         Whether an absent chunk is an error, when it is read; else it reads as NaN.
     """
     array = group.array(name, read_only=True)
-    chunks = array.chunks
-    if name in group.small:  # whose chunks have the rows of many blocks
-        chunks = (group.block, *chunks[1:])
+    # Chunks of small arrays have the rows of many blocks.
+    chunks = (group.block, 1) if name in group.small else array.chunks
     sizes = da.core.normalize_chunks(chunks, array.shape)
     values = small.get(name) if small else None
     key = _name(group, name, complete, values)
@@ -347,10 +339,11 @@ def read_chunk(
 
 def _recent(key: tuple[str, tuple[int, ...]], read: Callable[[], Any]) -> np.ndarray:
     """Return a chunk that has the rows of many blocks, from memory if it was one of the last."""
-    chunk = _RECENT.pop(key, None)
-    _RECENT[key] = chunk = np.asarray(read()) if chunk is None else chunk
-    for oldest in list(_RECENT)[:-_MOST_RECENT]:
-        _RECENT.pop(oldest, None)
+    with _READING:  # so that it is read once, however many threads need it
+        chunk = _RECENT.pop(key, None)
+        _RECENT[key] = chunk = np.asarray(read()) if chunk is None else chunk
+        for oldest in list(_RECENT)[:-_MOST_RECENT]:
+            del _RECENT[oldest]
     return chunk
 
 

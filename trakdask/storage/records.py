@@ -96,13 +96,13 @@ def small_values(
     records
         What :func:`stored_records` returns.
     """
-    n_stored = before.n_samples if index < len(before.checkpoints) else 0
-    stored, values = slice(rows.start, max(rows.start, min(rows.stop, n_stored))), {}
+    n_counts = before.n_samples if index < len(before.checkpoints) else 0
+    counts, values = len(range(rows.start, min(rows.stop, n_counts))), {}
     for name in before.small:
         array = before.array(name, read_only=True)
         values[name] = np.full(len(rows), array.fill_value, array.dtype)
-        if stored.stop > stored.start:
-            values[name][: stored.stop - stored.start] = array[stored, index]
+        if counts:
+            values[name][:counts] = array[rows.start : rows.start + counts, index]
     here = [record for record in records if record[0] in rows and record[1] == index]
     with ThreadPoolExecutor() as pool:
         contents = pool.map(lambda record: read_record(before.folder, record), here)
@@ -114,8 +114,8 @@ def small_values(
 
 def all_small_values(before: Group, group: Group) -> dict[str, np.ndarray]:
     """Return what is small (sample, checkpoint) of a store as it is to be; NaN if it lacks it."""
-    records, rows = stored_records(before), range(group.n_samples)
-    columns = [small_values(before, rows, i, records) for i in range(len(group.checkpoints))]
+    records, rows, n = stored_records(before), range(group.n_samples), len(group.checkpoints)
+    columns = [small_values(before, rows, index, records) for index in range(n)]
     return {name: np.stack([c[name] for c in columns], axis=1) for name in before.small}
 
 

@@ -96,6 +96,7 @@ def write(
     remedy = "stored blocks are safe: try the same td.save(...) again when the cause is gone"
     with naming(folder.url, remedy), lock(folder, "td.save") as require_held:
         before = _read(folder) or _new_group(folder, features, dtype)
+        before.sweep_records()  # a killed writer may have left them
         begun = before.attrs.get("unfinished")
         features = with_errors(before, features)
         group, rows = _place(before, features, append_dim, dtype)
@@ -105,7 +106,7 @@ def write(
             # the store, or goes on after a kill, knows what the further chunks are.
             before.commit()
             group = before.target()
-        before.sweep()  # a killed writer may have left some files
+        folder.sweep()
         save_fit(before.target(), features, retries)
         features = with_trained_on(before, features)
         save_blocks(before, features, rows, retries, progress=progress)
@@ -116,7 +117,8 @@ def write(
                 "still lack some; these features were saved, now try td.save with the others"
             )
         if not lacking:
-            if group.attrs.pop("lacking", None) or _size(group) != _size(before):
+            sizes = [(g.n_samples, g.checkpoints) for g in (before, group)]
+            if group.attrs.pop("lacking", None) or sizes[0] != sizes[1]:
                 pack(before, group)
             group.write_small(coords)
             derive(before, group)
@@ -126,10 +128,6 @@ def write(
                 group.sweep()
     if any(name in features for name in FITTED):
         kept_beside(folder).remove()
-
-
-def _size(group: Group) -> tuple[int, int]:
-    return group.n_samples, len(group.checkpoints)
 
 
 def kept_beside(folder: Folder) -> Folder:
