@@ -351,8 +351,7 @@ def test_words__are_asked_for_with_the_options_of_the_view(truth: Any) -> None:
 def graded() -> Questions:
     """Return questions to six checkpoints, each trained on half of the samples."""
     train, targets = (
-        td.testing.simulate_features(n, P, 6, chunks=17, seed=seed)
-        for n, seed in ((N, 0), (60, 1))
+        td.testing.simulate_features(n, P, 6, chunks=17, seed=seed) for n, seed in ((N, 0), (60, 1))
     )
     masks = td.evaluate.subsets(train, 6).rename(subset="checkpoint")
     return Questions(train.assign(trained_on=masks), targets, TRAK)
