@@ -227,7 +227,9 @@ class Questions:
         Columns: the coord that the view groups by; ``score``, the share; ``spread``, half of its
         interval; ``samples``, how many. Largest share first.
         """
-        return self._credits(view.replace(page="targets", first=0, sort="", ascending=False))
+        view = view.replace(page="targets", first=0, sort="", ascending=False)
+        table: pd.DataFrame = self._credits(view)
+        return table
 
     def _credited(self, view: View) -> pd.DataFrame:
         setting, selected = self.setting(view), np.sort(self.targets.selected(view).index)
@@ -389,7 +391,7 @@ class Questions:
     def first_row(self) -> pd.DataFrame:
         """One row with the columns that a condition on training samples may name."""
         numbers = dict.fromkeys([*self.training.numbers, "self_influence", "map_x", "map_y"], 0.0)
-        more = {**numbers, "mark": ""}
+        more: dict[str, Any] = {**numbers, "mark": ""}
         return self.metadata[:1].assign(**{n: x for n, x in more.items() if n not in self.metadata})
 
     def influences(self, view: View) -> np.ndarray:
