@@ -238,8 +238,9 @@ class Questions:
         targets = targets.isel({SAMPLE: ~failed})
         by = view.group_by
         (found,) = compute(td.credit(setting.features, targets, setting.estimator, by=by))
-        table = found.to_dataframe().assign(spread=(found["upper"] - found["share"]).to_series())
-        table = table.rename(columns={"share": "score"}).dropna(subset="score")
+        table: pd.DataFrame = found.to_dataframe().rename(columns={"share": "score"})
+        table["spread"] = table["upper"] - table["score"]
+        table = table.dropna(subset="score")
         table["samples"] = table["samples"].astype(int)  # no group of these has parts of samples
         return table.sort_values("score", ascending=False, kind="stable").reset_index()
 
