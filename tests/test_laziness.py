@@ -144,6 +144,7 @@ NOT_LAZY = {
     "drop": "writes to a store",
     "evaluate.cross_validate": "returns numbers, not arrays to go on with",
     "examples.digits": "returns arrays that are bundled",
+    "examples.digits_halves": "trains models",
     "examples.mnist": "returns arrays that are bundled",
     "from_dataframe": "has a test of its own above",
     "open": "has a test of its own above",

@@ -12,16 +12,19 @@ from typing import Any
 def html_table(title: str, rows: Mapping[str, object]) -> str:
     """Return a title and rows of a name and a value as HTML, in which all text is escaped.
 
+    Colours are those of the page; by its class, dark pages know that they need not change them.
+
     Examples
     --------
-    >>> html_table("a < b", {"seed": 0})
-    '<p>a &lt; b</p><table><tbody><tr><th>seed</th><td><code>0</code></td></tr></tbody></table>'
+    >>> "<p>a &lt; b</p>" in html_table("a < b", {"seed": 0})
+    True
     """
     body = "".join(
         f"<tr><th>{escape(name)}</th><td><code>{escape(str(value))}</code></td></tr>"
         for name, value in rows.items()
     )
-    return f"<p>{escape(title)}</p><table><tbody>{body}</tbody></table>"
+    table = f"<p>{escape(title)}</p><table><tbody>{body}</tbody></table>"
+    return f'<div class="trakdask-html">{table}</div>'
 
 
 class HtmlTable:

@@ -1,6 +1,6 @@
 """Do groups of training data contribute what scores say? Against training without each of them.
 
-    python tests/benchmarks/credit.py    # six minutes
+    python tests/benchmarks/credit.py    # eight minutes
 
 The rows of small tasks come from twelve made sources, which differ in size and in the classes that
 they have. In three of them, 40 % of the labels are wrong. Scores are of ten checkpoints of all data

@@ -21,9 +21,8 @@ def test_counted__per_block() -> None:
     per_block = {name: (many[name].total() - few[name].total()) / 3 for name in few}
     assert per_block["save"] <= 3  # features, and its record, which is read when it is packed
     assert per_block["save, with gram"] <= 4
-    assert per_block["read"] <= 2
-    assert per_block["read features"] == 1  # nobody asks for a length
-    assert per_block["score"] <= 2
+    assert per_block["read"] == per_block["read features"] == 1
+    assert per_block["score"] == 1
     assert per_block["resume"] == per_block["open"] == 0
     assert few["open"].total() <= 3
     assert few["resume"].total() <= 34

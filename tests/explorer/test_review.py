@@ -152,3 +152,27 @@ def test_pages__say_what_to_add_where_samples_are_missing(
     alone = Session(td.explore(explorer.features, targets), View())
     assert re.search(r"trakdask explore \S*train.zarr \S*targets.zarr --samples", alone.page.html)
     assert "--samples" not in Session(explorer, View()).page.html
+
+
+def test_pages__show_intervals_shares_and_the_grade() -> None:
+    train, targets = (td.testing.simulate_features(n, 8, 6, chunks=25, seed=n) for n in (N, 60))
+    masks = td.evaluate.subsets(train, 6).rename(subset="checkpoint")
+    explorer = td.explore(train.assign(trained_on=masks), targets, estimator=td.Trak(damping=0.1))
+    session = Session(explorer, View())
+    session.wait(60)
+    grade = td.evaluate.cross_validate(explorer.features, targets, td.Trak(damping=0.1))
+    text = f"{float(grade.lds_mean):.2f} ± {float(grade.error):.2f}"
+    assert session.page.html.count(text) == 2  # also in the head
+    shares = explorer.questions.credit(View(group_by="label"))
+    assert f"+{100 * shares['score'][0]:.2f}" in session.page.html
+    session.go(View(page="target", target=3, k=N))
+    session.wait(60)
+    assert text in session.page.html
+    top = explorer.questions.top(View(target=3, k=N))
+    n_unsure = int((top["score"].abs() < top["spread"]).sum())
+    assert 0 < n_unsure < N
+    assert session.page.html.count('class="card unsure"') == 2 * n_unsure
+    session.go(View(targets_where="label > 100"))
+    session.wait(60)
+    assert "No target meets the condition" in session.page.html
+    assert "message error" not in session.page.html

@@ -218,9 +218,7 @@ def explore(
     text_of = _text_function(text)
     variables = samples if samples is not None else target_samples
     predicts, reads = (classifier(features, model, ds) for ds in (target_samples, samples))
-    has_other_use = (
-        predicts is not None or reads is not None or (samples is not None and text is not None)
-    )
+    has_other_use = bool(predicts or reads) or (samples is not None and text is not None)
     maker = target_maker(
         features, model, tokenizer, preprocess, variables, has_other_use=has_other_use
     )

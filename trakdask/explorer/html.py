@@ -160,8 +160,8 @@ def _templates() -> Environment:
     }  # fmt: skip
     templates.globals |= {
         "ESTIMATORS": ("auto", *ESTIMATORS), "KINDS": KINDS,
-        "MOST_BYTES": MOST_BYTES, "ROWS": ROWS, "RULES": get_args(Rule), "SHORT": SHORT, "SIGNS": SIGNS,
-        "count": count, "has_terms": has_terms, "identifiers": _identifiers,
+        "MOST_BYTES": MOST_BYTES, "ROWS": ROWS, "RULES": get_args(Rule), "SHORT": SHORT,
+        "SIGNS": SIGNS, "count": count, "has_terms": has_terms, "identifiers": _identifiers,
         "now": partial(datetime.now, UTC), "rows": _rows, "toggled": toggled,
         "version": __version__, "without": without,
     }  # fmt: skip

@@ -195,10 +195,9 @@ def _grade(attributions: Attributions, view: View) -> str:
 
 def _credit(attributions: Attributions, view: View) -> str:
     view = _grouped(attributions, view)
-    table = attributions.questions.credit(view)
-    if table.empty:
+    if attributions.questions.targets.selected(view).empty:
         return render("note", text="No target meets the condition.")
-    return _bars(attributions, view, table, is_share=True)
+    return _bars(attributions, view, attributions.questions.credit(view), is_share=True)
 
 
 # ------------------------------------------------------------------------------- one target

@@ -20,8 +20,14 @@ import xarray as xr
 
 import trakdask as td
 from trakdask import arrays
-from trakdask.attribution.estimators import EstimatorLike, GradDot, Trak, resolve
-from trakdask.attribution.protocol import LEAST_FOLDS, GramEstimator
+from trakdask.attribution.estimators import (
+    LEAST_FOLDS,
+    EstimatorLike,
+    GradDot,
+    GramEstimator,
+    Trak,
+    resolve,
+)
 from trakdask.attribution.scores import solver
 from trakdask.attribution.uncertainty import estimated
 from trakdask.explorer import tables
@@ -41,7 +47,7 @@ from trakdask.variables import (
 )
 
 LEVEL = 0.9
-"""Which part of the intervals contains the score of infinitely many checkpoints."""
+"""Which part of the intervals contains the score, as in :func:`trakdask.intervals` by default."""
 
 _NUMBERS = ("output", "disagreement", "loss", "Q")
 _MOST_GROUPS = 1000
@@ -113,6 +119,7 @@ class Questions:
     def _explain(self, targets: xr.Dataset) -> None:
         self.targets = tables.SampleTable(targets, self.features, self._classifier)
         self._scores = lru_cache(_ROWS_KEPT)(self._scored)
+        self._credits = lru_cache(_ROWS_KEPT)(self._credited)
 
     @cached_property
     def metadata(self) -> pd.DataFrame:
@@ -200,7 +207,7 @@ class Questions:
             setting, chosen = self.setting(view), {SAMPLE: np.flatnonzero(mask)}
             features = setting.features if mask.all() else setting.features.isel(chosen)
             target = self._target(setting, view.target)
-            lazy = td.intervals(features, target, setting.estimator, by=by, level=LEVEL)
+            lazy = td.intervals(features, target, setting.estimator, by=by)
             (found,) = compute(lazy[["score", "upper"]].isel({TARGET: 0}))
             sums["spread"] = (found["upper"] - found["score"]).to_series()
         return sums.sort_values("score", ascending=False, kind="stable").reset_index()
@@ -220,16 +227,20 @@ class Questions:
         Columns: the coord that the view groups by; ``score``, the share; ``spread``, half of its
         interval; ``samples``, how many. Largest share first.
         """
+        view = view.replace(page="targets", first=0, sort="", ascending=False)
+        table: pd.DataFrame = self._credits(view)
+        return table
+
+    def _credited(self, view: View) -> pd.DataFrame:
         setting, selected = self.setting(view), np.sort(self.targets.selected(view).index)
         targets = self.targets.at(setting.checkpoints).isel({SAMPLE: selected})
         failed = self.targets.numbers.iloc[selected, -1].isna().to_numpy()
         targets = targets.isel({SAMPLE: ~failed})
-        lazy = td.credit(
-            setting.features, targets, setting.estimator, by=view.group_by, level=LEVEL
-        )
-        (found,) = compute(lazy)
-        table = found.to_dataframe().assign(spread=(found["upper"] - found["share"]).to_series())
-        table = table.rename(columns={"share": "score"}).dropna(subset="score")
+        by = view.group_by
+        (found,) = compute(td.credit(setting.features, targets, setting.estimator, by=by))
+        table: pd.DataFrame = found.to_dataframe().rename(columns={"share": "score"})
+        table["spread"] = table["upper"] - table["score"]
+        table = table.dropna(subset="score")
         table["samples"] = table["samples"].astype(int)  # no group of these has parts of samples
         return table.sort_values("score", ascending=False, kind="stable").reset_index()
 
@@ -381,7 +392,7 @@ class Questions:
     def first_row(self) -> pd.DataFrame:
         """One row with the columns that a condition on training samples may name."""
         numbers = dict.fromkeys([*self.training.numbers, "self_influence", "map_x", "map_y"], 0.0)
-        more = {**numbers, "mark": ""}
+        more: dict[str, Any] = {**numbers, "mark": ""}
         return self.metadata[:1].assign(**{n: x for n, x in more.items() if n not in self.metadata})
 
     def influences(self, view: View) -> np.ndarray:

@@ -70,7 +70,7 @@ class TextPlot:
     def _repr_html_(self) -> str:
         rows = "".join(_html_row(*row) for row in self._rows())
         return (
-            f'<div style="font-family:monospace;line-height:1.6">{rows}'
+            f'<div class="trakdask-html" style="font-family:monospace;line-height:1.6">{rows}'
             '<div style="margin-top:0.6em;opacity:0.7">scores in units of '
             f"10<sup>{self.unit}</sup>: green helped, red harmed</div></div>"
         )
