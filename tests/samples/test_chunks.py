@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import dask
 import numpy as np
 import pandas as pd
@@ -17,7 +19,7 @@ X = np.random.default_rng(0).normal(size=(N, 3)).astype("f4")
 MODEL = td.Model(torch.nn.Linear(3, 2), task="image_classification")
 
 
-def samples(**options: object) -> xr.Dataset:
+def samples(**options: Any) -> xr.Dataset:
     return td.from_arrays({"image": X, "label": np.arange(N) % 2}, **options)
 
 

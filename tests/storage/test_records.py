@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import dask
 import numpy as np
@@ -32,7 +33,7 @@ def in_chunks_of_8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "_LEAST_ROWS", 1)
 
 
-def save(features: xr.Dataset, store: Path, **options: object) -> xr.Dataset:
+def save(features: xr.Dataset, store: Path, **options: Any) -> xr.Dataset:
     with dask.config.set(scheduler="sync"):
         return td.save(features, store, progress=False, **options)
 
@@ -44,7 +45,7 @@ def chunks(store: Path, name: str) -> list[Path]:
 def assert_as(opened: xr.Dataset, expected: xr.Dataset) -> None:
     for name in ("feature", "output", "out_to_loss"):
         np.testing.assert_array_equal(opened[name], expected[name])
-        assert opened[name].chunks[0] == expected[name].chunks[0]
+        assert opened[name].chunksizes["sample"] == expected[name].chunksizes["sample"]
 
 
 @pytest.mark.parametrize("dtype", [None, "float16"])
