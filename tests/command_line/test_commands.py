@@ -503,7 +503,7 @@ def test_explore__of_a_configuration_computes_what_is_missing(job: Path, run: Ru
     done = run("explore", job, "--view", view, "--save", "v.html")
     assert done.exit_code == 0, done.output
     page = (job.parent / "v.html").read_text()
-    assert page.count('class="numbers">image: ') == 21  # the target, and ten at either end
+    assert page.count('class="numbers">image: ') == 25  # the target, and twelve at either end
     refused = run("explore", job.parent / "train.zarr")
     assert refused.exit_code == 2
     assert "trakdask.yaml" in refused.output
