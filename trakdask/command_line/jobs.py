@@ -340,7 +340,7 @@ def _lazy_result(
             options |= section(configuration, name)
             return _SUMS[name](data, targets, **with_estimator(options, data))
     with about("score"):
-        scores = td.score(data, targets, **with_estimator(options, data))
+        scores: Any = td.score(data, targets, **with_estimator(options, data))
     if name == "score":
         return scores
     if "intervals" in configuration:
