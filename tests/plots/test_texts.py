@@ -91,3 +91,8 @@ def test_text__printed() -> None:
     assert repr(td.plots.text(words / 100, label="source")).split("\n")[0] == "web   -1.20 × 10⁻²"
     assert printed[1] == "the cat sat down"
     assert printed[2].endswith("'cat' -2.00, 'the' +0.50, 'down' +0.20")
+
+
+def test_text__of_a_prompt_for_a_sample_that_has_a_text() -> None:
+    of_sample = scores("target", "target_").assign_coords(text="the selected sample")
+    assert parsed(of_sample).spans == parsed(scores("target", "target_")).spans

@@ -136,7 +136,9 @@ def text(scores: xr.DataArray, *, label: str | None = None) -> TextPlot:
     >>> "&lt;b&gt;" in text(words)._repr_html_()
     True
     """
-    prefix = "" if "text" in scores.coords else TARGET_PREFIX
+    # A training sample that was selected may have a text, too: one for all tokens of the targets.
+    is_of_samples = "text" in scores.coords and scores["text"].dims == scores.dims
+    prefix = "" if is_of_samples else TARGET_PREFIX
     texts, mask = scores[f"{prefix}text"].values, np.ones(scores.shape, bool)
     if f"{prefix}{_MASK}" in scores.coords:
         mask = scores[f"{prefix}{_MASK}"].values != 0
