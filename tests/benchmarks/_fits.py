@@ -23,7 +23,6 @@ from _quality_wider import HELD_OUT, LARGE, WIDER
 import trakdask as td
 
 ALL = SUBJECTS | WIDER | HELD_OUT
-N_CHECKPOINTS = (1, 3, 10)
 SKETCH = td.SJLT(proj_dim=2048)
 EXACT_DAMPING = 1.0
 
@@ -59,7 +58,9 @@ def cpu_seconds(call: Callable[[], Any]) -> float:
     return time.process_time() - start
 
 
-def rows_of(measure: Measure, tasks: list[str], cache: Path, folder: Path) -> pd.DataFrame:
+def rows_of(
+    measure: Measure, tasks: list[str], cache: Path, folder: Path, numbers: tuple[int, ...]
+) -> pd.DataFrame:
     """Return a row for each task and number of checkpoints; those in the folder are kept."""
 
     def row(name: str, n: int) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def rows_of(measure: Measure, tasks: list[str], cache: Path, folder: Path) -> pd
         )
         return {"task": name, "checkpoints": n} | json.loads(file.read_text())
 
-    return pd.DataFrame([row(name, n) for n in N_CHECKPOINTS for name in tasks])
+    return pd.DataFrame([row(name, n) for n in numbers for name in tasks])
 
 
 def arguments_of(

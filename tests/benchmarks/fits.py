@@ -94,7 +94,7 @@ def print_cost(name: str, cache: Path) -> None:
 def main() -> None:
     arguments = arguments_of(__doc__)
     folder = arguments.cache / "fits"
-    frame = rows_of(measure, arguments.tasks, arguments.cache, folder)
+    frame = rows_of(measure, arguments.tasks, arguments.cache, folder, (1, 3, 10))
     print("\nLDS by td.score at the default λ; the numbers are columns")
     for n, part in frame.groupby("checkpoints"):
         shown = part.drop(columns="checkpoints").set_index("task")
@@ -107,7 +107,7 @@ def main() -> None:
             lost = shown["best λ"] - shown[column]
             print(f"{column}: loses {lost.mean():.3f} to the best λ, at most {lost.max():.3f}")
     if set(arguments.tasks) == set(ALL):
-        large = rows_of(measure_large, list(LARGE), arguments.cache, folder)
+        large = rows_of(measure_large, list(LARGE), arguments.cache, folder, (1, 3))
         print("\n4,500 samples, fits to 2,000 of them")
         print(large.set_index("checkpoints").drop(columns="task").round(3).T.to_string())
     print(f"\nCPU seconds for {MANY:,} samples, 1 checkpoint")
