@@ -57,7 +57,8 @@ class Trak(GramEstimator):
 
     Examples
     --------
-    >>> Trak(damping=Absolute(1.0))
+    >>> import trakdask as td
+    >>> td.Trak(damping=td.Absolute(1.0))
     Trak(damping=Absolute(value=1.0))
     """
 
