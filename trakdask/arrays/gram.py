@@ -184,21 +184,20 @@ def task_bytes(n_rows: int, block_rows: int, proj_dim: int, itemsize: int = 4) -
 
     Notes
     -----
-    A task merges a group of R rows, for which it holds 2 R p numbers for a while. It then holds the
-    group, the sum, a product and its transpose, and 4 p rows times their weights. A task of the
-    tree adds eight partial matrices to a ninth.
+    A task holds the blocks of a group and the merged group, the sum, a product and its transpose,
+    and 4 p rows times their weights. A task of the tree adds eight partial matrices to a ninth.
 
     Examples
     --------
     >>> task_bytes(n_rows=1_000_000, block_rows=512, proj_dim=1024) / 1e6
-    138.412032
+    171.966464
     """
     most = 2 * _ROWS_PER_DIM * proj_dim + block_rows
     group = proj_dim * itemsize * min(n_rows, most)
     slab = proj_dim * itemsize * min(n_rows, max(4 * proj_dim, 1024))
     total = proj_dim**2 * max(accumulation_dtype(proj_dim).itemsize, itemsize)
     tree = 9 * total if n_rows > most else 0
-    return max(2 * group, group + slab + total + 2 * proj_dim**2 * itemsize, tree)
+    return max(2 * group + slab + total + 2 * proj_dim**2 * itemsize, tree)
 
 
 def accumulation_dtype(proj_dim: int) -> np.dtype[np.floating]:
