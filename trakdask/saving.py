@@ -17,16 +17,18 @@ import xarray as xr
 
 from trakdask import arrays
 from trakdask.arrays.solve import component_count
+from trakdask.attribution.damping_rules import require_calibration
 from trakdask.attribution.estimators import EstimatorLike, Soft, Trak, with_gram
 from trakdask.attribution.grams import sums
 from trakdask.attribution.protocol import GramEstimator
-from trakdask.attribution.regularization import chosen_damping, require_calibration
+from trakdask.attribution.regularization import chosen_damping
 from trakdask.execution import require_memory
 from trakdask.storage.blocks import save_sums
 from trakdask.storage.changes import changing
 from trakdask.storage.group import DROPPED, Group
+from trakdask.storage.placement import AppendDim
 from trakdask.storage.reading import assembled, dropped_mask, lazy_array, open, without_dropped
-from trakdask.storage.writing import AppendDim, write
+from trakdask.storage.writing import write
 from trakdask.variables import (
     CHECKPOINT,
     COMPONENT,

@@ -1,55 +1,36 @@
-"""Features in, lazy attributions out: scores, scores by group, self-influence.
-
-A score is a product of two operands: the weighted feature of a sample, and the solved feature of a
-target. :class:`Solver` makes either, for each estimator.
-"""
+"""Features in, lazy attributions out: scores, scores by group, self-influence."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
-import dask.array as da
 import numpy as np
 import xarray as xr
 from scipy import sparse
 
 from trakdask import arrays
-from trakdask._version import __version__
-from trakdask.arrays.blocks import divided
-from trakdask.attribution.estimators import EstimatorLike, TracIn, resolve
+from trakdask.attribution.estimators import EstimatorLike, resolve
 from trakdask.attribution.folds import require_all_samples
-from trakdask.attribution.groups import group_codes, require_group_coord
+from trakdask.attribution.labels import (
+    labelled,
+    labels_of_groups,
+    labels_of_members,
+    labels_of_scores,
+    score_attrs,
+)
 from trakdask.attribution.metrics import COMBINATION, MetricLike, measure_of
-from trakdask.attribution.protocol import Absolute, Estimator, GramEstimator
-from trakdask.attribution.regularization import Regularized, regularize
-from trakdask.provenance import FEATURE_SPEC, as_text, require_comparable
+from trakdask.attribution.operands import operands_of, self_influence_forms, solver
 from trakdask.variables import (
     CHECKPOINT,
-    MODULE,
     SAMPLE,
     TARGET,
     TARGET_PREFIX,
-    TOKEN,
     VARIABLES,
-    aligned,
     coords_along,
-    lazy_features,
-    validate,
 )
 
-_MOST_TARGETS = 4096
-"""In a block. More would make large tiles, where a selection of targets needs little."""
-
-_MOST_COMBINATIONS = 2**20
-"""Combinations of values of several coords. Each is a row of the sums; few may have samples."""
-
 _MEASURED = f"{TARGET_PREFIX}{COMBINATION}"
-
-Labels = tuple[tuple[str, ...], dict[Hashable, Any]]
-"""Dimensions, and coords along them."""
 
 
 def score(
@@ -294,235 +275,3 @@ def self_influence(
     labels = (SAMPLE,), coords_along(features, SAMPLE)
     checkpoint = None if average else features[CHECKPOINT]
     return labelled(variable.name, labels, data, variable.attrs, checkpoint)
-
-
-# --------------------------------------------------------------------------------- the operands
-
-
-def self_influence_forms(
-    features: xr.Dataset, estimator: EstimatorLike
-) -> tuple[xr.Dataset, Solver, da.Array]:
-    """Return features, their solver, and φ_c(z)ᵀ (K_c + λ_c I)⁻¹ φ_c(z), (sample, checkpoint)."""
-    validate(features, ["feature", "out_to_loss"], what="features")
-    features = lazy_features(features)
-    resolved = resolve(features, estimator)
-    if resolved.norms or not resolved.pooled:
-        raise ValueError(
-            f"expected an estimator with a self-influence, got {resolved}; try estimator='trak', "
-            "'soft' or 'grad_dot'"
-        )
-    operands = solver(features, resolved)
-    if operands.matrix is None:
-        return features, operands, arrays.weights.squared_norm(features.feature.data)
-    data = operands.features.feature.data
-    return features, operands, arrays.solve.leverage(operands.matrix.inverse, data)
-
-
-def operands_of(features: xr.Dataset, targets: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
-    """Check the features of training samples and of targets, and return them with lazy arrays."""
-    validate(features, ["feature", "out_to_loss"], what="features")
-    validate(targets, ["feature"], what="targets")
-    require_comparable(features, targets)
-    targets = lazy_features(targets)
-    feature = targets["feature"].variable
-    sizes = divided(feature.chunksizes[SAMPLE], _MOST_TARGETS)
-    if sizes != feature.chunksizes[SAMPLE]:
-        targets = targets.assign(feature=feature.copy(data=feature.data.rechunk({0: sizes})))
-    return lazy_features(features), targets
-
-
-@dataclass(frozen=True)
-class Solver:
-    """The two operands of an estimator's product; each can be asked for alone.
-
-    ``features`` of all training samples are compared with their norms as they are read, if their
-    gram matrix is stored. ``estimator`` has the weights that it has in scores.
-    ``matrix`` is None where there is no gram matrix; ``attrs`` say how scores are made.
-    """
-
-    features: xr.Dataset
-    estimator: Estimator
-    matrix: Regularized | None
-    attrs: dict[str, str]
-
-    def solve(self, vectors: da.Array) -> da.Array:
-        """Return (K + λ)⁻¹ of vectors, (row, proj_dim, checkpoint); them where there is no K."""
-        matrix = self.matrix
-        return vectors if matrix is None else arrays.solve.solve(matrix.inverse, vectors)
-
-    def vectors(self, targets: xr.Dataset) -> da.Array:
-        """Return what features are multiplied with, for some targets."""
-        return self.estimator.vectors(self.solve(targets.feature.data), targets)
-
-    def weight(self, of: xr.Dataset) -> da.Array:
-        """Return the weight of each sample, (sample, checkpoint)."""
-        return self.estimator.weight(of, None if self.matrix is None else self.matrix.inverse)
-
-    def fold_weights(self, of: xr.Dataset) -> da.Array:
-        """Return the factor of each sample where a checkpoint is left out, (sample, fold)."""
-        inverse = None if self.matrix is None else self.matrix.inverse
-        return self.estimator.fold_weights(of, inverse)
-
-    def group_sums(self, of: xr.Dataset, codes: np.ndarray, n_groups: int) -> da.Array:
-        """Return the weighted sum of the features of each group of samples."""
-        return arrays.groups.group_sum(
-            of.feature.data, self.weight(of), codes, n_groups, pooled=self.estimator.pooled
-        )
-
-    def member_sums(self, of: xr.Dataset, members: sparse.csr_array) -> da.Array:
-        """Return the weighted sum of the features of each group, whose samples count in parts."""
-        weight = self.weight(of)
-        weight = arrays.weights.pooled(weight) if self.estimator.pooled else weight
-        sums: da.Array = arrays.jackknife.member_sums(of.feature.data, weight[:, None], members)
-        one: da.Array = sums[:, 0]
-        return one
-
-
-def solver(features: xr.Dataset, estimator: Estimator) -> Solver:
-    """Return the solver of a resolved estimator; features are all training samples', chunked."""
-    of_scores = estimator.of_scores(features)
-    attrs = {"estimator": estimator.name, "formula": of_scores.formula}
-    if not isinstance(estimator, GramEstimator):
-        if isinstance(estimator, TracIn):
-            attrs["learning_rates"] = ", ".join(f"{rate:g}" for rate in estimator.rates)
-        return Solver(features, of_scores, None, attrs)
-    matrix, damping = regularize(features, estimator), estimator.damping
-    rule = f"{damping.value}" if isinstance(damping, Absolute) else matrix.rules[-1]
-    by_outputs = "cross-validation" if estimator.rule == "cross_validation" else "completeness"
-    attrs["damping"] = rule if matrix.choice is None else by_outputs
-    attrs["gram_weights"] = matrix.gram_weights
-    return Solver(matrix.features, of_scores, matrix, attrs)
-
-
-# ----------------------------------------------------------------------------------- the labels
-
-
-def labelled(
-    name: str, labels: Labels, data: Any, attrs: Any, checkpoint: xr.DataArray | None = None
-) -> xr.DataArray:
-    """Return a DataArray without copying its coords, as the constructor of DataArray does.
-
-    ``checkpoint`` is the coord of the last axis, if checkpoints are not averaged.
-    """
-    dims, coords = labels
-    if checkpoint is not None:
-        dims, coords = (*dims, CHECKPOINT), coords | {CHECKPOINT: checkpoint}
-    return xr.Dataset({name: (dims, data, attrs)}, coords=coords)[name]
-
-
-def labels_of_scores(samples: xr.Dataset, targets: xr.Dataset) -> Labels:
-    """Return the dimensions and coords of scores; one side may be divided into tokens or modules.
-
-    Raises
-    ------
-    ValueError
-        If coords of training samples have the names of the targets' coords.
-    """
-    parts, coords = _labels_of_samples(samples)
-    target_dims, target_coords = _labels_of_targets(targets)
-    if both := [name for name in coords if name in target_coords]:
-        raise ValueError(
-            f"expected names of the training samples' coords that scores do not have for the "
-            f"targets' coords, got {both[0]!r} for both; try features.rename({{{both[0]!r}: ...}})"
-        )
-    return (SAMPLE, *parts, *target_dims), coords | target_coords
-
-
-def labels_of_groups(
-    samples: xr.Dataset, targets: xr.Dataset, by: str | Sequence[str]
-) -> tuple[Labels, np.ndarray, list[int]]:
-    """Return the dimensions and coords of sums of scores by coords, and the samples' groups.
-
-    Groups are numbered as the entries of an array whose shape comes last, with -1 for none.
-
-    Raises
-    ------
-    ValueError
-        If the samples have no such coord, the targets have one of that name, or combinations are
-        too many.
-    """
-    dims, coords = _labels_of_targets(targets)
-    names: list[Any] = list(by) if by and isinstance(by, list | tuple) else [by]
-    codes, sizes = np.zeros((), np.int8), []
-    for name in names:
-        require_group_coord(name, coords_along(samples, SAMPLE), [TARGET, *coords])
-        numbers, groups = group_codes(samples[name].values)
-        coords[name] = name, groups
-        sizes.append(len(groups))
-        if len(sizes) > 1 and math.prod(sizes) > max(_MOST_COMBINATIONS, samples.sizes[SAMPLE]):
-            raise ValueError(
-                f"expected up to {_MOST_COMBINATIONS:,} combinations of the values of by, or one "
-                f"for each sample, got {math.prod(sizes):,} of {names[: len(sizes)]}; try fewer "
-                "coords, or one whose values are the combinations that occur: "
-                "assign_coords(group=('sample', values)), and by='group'"
-            )
-        kind = np.min_scalar_type(-math.prod(sizes) - 1)  # a byte or two for each of 10⁸ samples
-        product = codes.astype(kind) * kind.type(len(groups)) + numbers.astype(kind)
-        codes = np.where((codes < 0) | (numbers < 0), kind.type(-1), product)
-    return ((*names, *dims), coords), codes, sizes
-
-
-def labels_of_members(
-    samples: xr.Dataset, targets: xr.Dataset, by: str | Sequence[str] | xr.DataArray
-) -> tuple[Labels, sparse.csr_array, list[int]]:
-    """Return the same as :func:`labels_of_groups`, but the part of each sample in each group.
-
-    The parts are sparse, (sample, group): one group each, unless ``by`` is a DataArray of parts.
-
-    Raises
-    ------
-    ValueError
-        As :func:`labels_of_groups`; if an array has other dimensions, or is not finite.
-    """
-    if not isinstance(by, xr.DataArray):
-        labels, codes, sizes = labels_of_groups(samples, targets, by)
-        is_member = codes >= 0
-        starts = np.concatenate([[0], np.cumsum(is_member)])
-        ones = np.ones(starts[-1], np.float32)
-        shape = (len(codes), math.prod(sizes))
-        return labels, sparse.csr_array((ones, codes[is_member], starts), shape), sizes
-    if by.ndim != 2 or SAMPLE not in by.dims or not np.isfinite(by.values).all():
-        raise ValueError(
-            f"expected by as finite parts of samples in groups, (sample, group), got {by.dtype} "
-            f"{by.dims}; try xr.DataArray(parts, {{'author': names}}, ('sample', 'author'))"
-        )
-    by = by.transpose(SAMPLE, ...)
-    name = str(by.dims[1])
-    parts = aligned(by.drop_vars(name, errors="ignore"), samples, what="by")
-    dims, coords = _labels_of_targets(targets)
-    coords[name] = by[name].variable
-    return ((name, *dims), coords), sparse.csr_array(parts.values), [by.sizes[name]]
-
-
-def _labels_of_samples(ds: xr.Dataset) -> Labels:
-    """Return the dimension of tokens or modules, if there is one, and all coords of samples."""
-    parts = tuple(dim for dim in (TOKEN, MODULE) if dim in ds.variables["feature"].dims)
-    coords = ds.coords.variables.items()
-    dims = {SAMPLE, *parts}
-    return parts, {name: coord for name, coord in coords if coord.dims and set(coord.dims) <= dims}
-
-
-def _labels_of_targets(targets: xr.Dataset) -> Labels:
-    """Return the dimensions and coords of targets, with their prefix."""
-    parts, coords = _labels_of_samples(targets)
-    labels: dict[Hashable, Any] = {}
-    for name, coord in coords.items():
-        dims = [TARGET if dim == SAMPLE else dim for dim in coord.dims]
-        data = coord.values if coord.dims == (SAMPLE,) else coord.data
-        labels[name if name in parts else f"{TARGET_PREFIX}{name}"] = dims, data, coord.attrs
-    return (TARGET, *parts), labels
-
-
-def score_attrs(
-    training: xr.Dataset, targets: xr.Dataset, how: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return the attrs of scores: how features were made, and how scores were made from them."""
-    attrs = training.attrs
-    kept = {name: attrs[name] for name in FEATURE_SPEC if name in attrs and name != "parameters"}
-    return as_text(kept) | {
-        **VARIABLES["score"].attrs,
-        **how,
-        "source": attrs.get("source", ""),
-        "target_source": targets.attrs.get("source", ""),
-        "trakdask_version": __version__,
-    }

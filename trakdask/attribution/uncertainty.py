@@ -13,17 +13,9 @@ from scipy import sparse
 from trakdask import arrays
 from trakdask.attribution.estimators import EstimatorLike, resolve
 from trakdask.attribution.groups import combine
+from trakdask.attribution.labels import Labels, labels_of_members, labels_of_scores, score_attrs
+from trakdask.attribution.operands import Solver, operands_of, self_influence_forms, solver
 from trakdask.attribution.protocol import LEAST_FOLDS
-from trakdask.attribution.scores import (
-    Labels,
-    Solver,
-    labels_of_members,
-    labels_of_scores,
-    operands_of,
-    score_attrs,
-    self_influence_forms,
-    solver,
-)
 from trakdask.checks import require_number
 from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, VARIABLES, coords_along, validate
 

@@ -14,7 +14,7 @@ import xarray as xr
 from trakdask import arrays
 from trakdask.attribution.estimators import EstimatorLike, resolve
 from trakdask.attribution.folds import differ, fold_weights, require_folds
-from trakdask.attribution.scores import operands_of, solver
+from trakdask.attribution.operands import operands_of, solver
 from trakdask.evaluate.results import require_known
 from trakdask.variables import (
     CHECKPOINT,

@@ -21,8 +21,8 @@ import xarray as xr
 import trakdask as td
 from trakdask import arrays
 from trakdask.attribution.estimators import EstimatorLike, GradDot, Trak, resolve
+from trakdask.attribution.operands import solver
 from trakdask.attribution.protocol import LEAST_FOLDS, GramEstimator
-from trakdask.attribution.scores import solver
 from trakdask.attribution.uncertainty import estimated
 from trakdask.explorer import tables
 from trakdask.explorer.computing import compute

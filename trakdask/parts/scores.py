@@ -11,15 +11,14 @@ import xarray as xr
 from dask.base import tokenize
 
 from trakdask.attribution.estimators import EstimatorLike, resolve
-from trakdask.attribution.scores import (
+from trakdask.attribution.labels import (
     Labels,
-    Solver,
     labelled,
     labels_of_groups,
     labels_of_scores,
     score_attrs,
-    solver,
 )
+from trakdask.attribution.operands import Solver, solver
 from trakdask.checks import shown
 from trakdask.featurization.graphs import GraphInputs
 from trakdask.featurization.job import ERROR_DTYPE, OnError

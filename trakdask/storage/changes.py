@@ -17,12 +17,12 @@ import zarr
 from trakdask.checks import shown
 from trakdask.files import naming
 from trakdask.samples import normalise_coords
+from trakdask.storage.coords import require_names
 from trakdask.storage.group import DROPPED, ERROR, Group, chunks_of, kind
 from trakdask.storage.lock import lock
 from trakdask.storage.places import StoreLike, readable, writable
 from trakdask.storage.reading import VERIFIED, dropped_mask, open, read_coords
 from trakdask.storage.records import packed_rows, path_of, stored_records
-from trakdask.storage.writing import require_names
 from trakdask.variables import CHECKPOINT, DERIVED, FITTED, SAMPLE, TRAINED_ON, aligned
 
 _REPAIR = "td.verify(store, repair=True)"

@@ -1,0 +1,164 @@
+"""What scores are labelled with: dimensions and coords of samples, groups, targets; attrs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import xarray as xr
+from scipy import sparse
+
+from trakdask._version import __version__
+from trakdask.attribution.groups import group_codes, require_group_coord
+from trakdask.provenance import FEATURE_SPEC, as_text
+from trakdask.variables import (
+    CHECKPOINT,
+    MODULE,
+    SAMPLE,
+    TARGET,
+    TARGET_PREFIX,
+    TOKEN,
+    VARIABLES,
+    aligned,
+    coords_along,
+)
+
+_MOST_COMBINATIONS = 2**20
+"""Combinations of values of several coords. Each is a row of the sums; few may have samples."""
+
+
+Labels = tuple[tuple[str, ...], dict[Hashable, Any]]
+"""Dimensions, and coords along them."""
+
+
+def labelled(
+    name: str, labels: Labels, data: Any, attrs: Any, checkpoint: xr.DataArray | None = None
+) -> xr.DataArray:
+    """Return a DataArray without copying its coords, as the constructor of DataArray does.
+
+    ``checkpoint`` is the coord of the last axis, if checkpoints are not averaged.
+    """
+    dims, coords = labels
+    if checkpoint is not None:
+        dims, coords = (*dims, CHECKPOINT), coords | {CHECKPOINT: checkpoint}
+    return xr.Dataset({name: (dims, data, attrs)}, coords=coords)[name]
+
+
+def labels_of_scores(samples: xr.Dataset, targets: xr.Dataset) -> Labels:
+    """Return the dimensions and coords of scores; one side may be divided into tokens or modules.
+
+    Raises
+    ------
+    ValueError
+        If coords of training samples have the names of the targets' coords.
+    """
+    parts, coords = _labels_of_samples(samples)
+    target_dims, target_coords = _labels_of_targets(targets)
+    if both := [name for name in coords if name in target_coords]:
+        raise ValueError(
+            f"expected names of the training samples' coords that scores do not have for the "
+            f"targets' coords, got {both[0]!r} for both; try features.rename({{{both[0]!r}: ...}})"
+        )
+    return (SAMPLE, *parts, *target_dims), coords | target_coords
+
+
+def labels_of_groups(
+    samples: xr.Dataset, targets: xr.Dataset, by: str | Sequence[str]
+) -> tuple[Labels, np.ndarray, list[int]]:
+    """Return the dimensions and coords of sums of scores by coords, and the samples' groups.
+
+    Groups are numbered as the entries of an array whose shape comes last, with -1 for none.
+
+    Raises
+    ------
+    ValueError
+        If the samples have no such coord, the targets have one of that name, or combinations are
+        too many.
+    """
+    dims, coords = _labels_of_targets(targets)
+    names: list[Any] = list(by) if by and isinstance(by, list | tuple) else [by]
+    codes, sizes = np.zeros((), np.int8), []
+    for name in names:
+        require_group_coord(name, coords_along(samples, SAMPLE), [TARGET, *coords])
+        numbers, groups = group_codes(samples[name].values)
+        coords[name] = name, groups
+        sizes.append(len(groups))
+        if len(sizes) > 1 and math.prod(sizes) > max(_MOST_COMBINATIONS, samples.sizes[SAMPLE]):
+            raise ValueError(
+                f"expected up to {_MOST_COMBINATIONS:,} combinations of the values of by, or one "
+                f"for each sample, got {math.prod(sizes):,} of {names[: len(sizes)]}; try fewer "
+                "coords, or one whose values are the combinations that occur: "
+                "assign_coords(group=('sample', values)), and by='group'"
+            )
+        kind = np.min_scalar_type(-math.prod(sizes) - 1)  # a byte or two for each of 10⁸ samples
+        product = codes.astype(kind) * kind.type(len(groups)) + numbers.astype(kind)
+        codes = np.where((codes < 0) | (numbers < 0), kind.type(-1), product)
+    return ((*names, *dims), coords), codes, sizes
+
+
+def labels_of_members(
+    samples: xr.Dataset, targets: xr.Dataset, by: str | Sequence[str] | xr.DataArray
+) -> tuple[Labels, sparse.csr_array, list[int]]:
+    """Return the same as :func:`labels_of_groups`, but the part of each sample in each group.
+
+    The parts are sparse, (sample, group): one group each, unless ``by`` is a DataArray of parts.
+
+    Raises
+    ------
+    ValueError
+        As :func:`labels_of_groups`; if an array has other dimensions, or is not finite.
+    """
+    if not isinstance(by, xr.DataArray):
+        labels, codes, sizes = labels_of_groups(samples, targets, by)
+        is_member = codes >= 0
+        starts = np.concatenate([[0], np.cumsum(is_member)])
+        ones = np.ones(starts[-1], np.float32)
+        shape = (len(codes), math.prod(sizes))
+        return labels, sparse.csr_array((ones, codes[is_member], starts), shape), sizes
+    if by.ndim != 2 or SAMPLE not in by.dims or not np.isfinite(by.values).all():
+        raise ValueError(
+            f"expected by as finite parts of samples in groups, (sample, group), got {by.dtype} "
+            f"{by.dims}; try xr.DataArray(parts, {{'author': names}}, ('sample', 'author'))"
+        )
+    by = by.transpose(SAMPLE, ...)
+    name = str(by.dims[1])
+    parts = aligned(by.drop_vars(name, errors="ignore"), samples, what="by")
+    dims, coords = _labels_of_targets(targets)
+    coords[name] = by[name].variable
+    return ((name, *dims), coords), sparse.csr_array(parts.values), [by.sizes[name]]
+
+
+def _labels_of_samples(ds: xr.Dataset) -> Labels:
+    """Return the dimension of tokens or modules, if there is one, and all coords of samples."""
+    parts = tuple(dim for dim in (TOKEN, MODULE) if dim in ds.variables["feature"].dims)
+    coords = ds.coords.variables.items()
+    dims = {SAMPLE, *parts}
+    return parts, {name: coord for name, coord in coords if coord.dims and set(coord.dims) <= dims}
+
+
+def _labels_of_targets(targets: xr.Dataset) -> Labels:
+    """Return the dimensions and coords of targets, with their prefix."""
+    parts, coords = _labels_of_samples(targets)
+    labels: dict[Hashable, Any] = {}
+    for name, coord in coords.items():
+        dims = [TARGET if dim == SAMPLE else dim for dim in coord.dims]
+        data = coord.values if coord.dims == (SAMPLE,) else coord.data
+        labels[name if name in parts else f"{TARGET_PREFIX}{name}"] = dims, data, coord.attrs
+    return (TARGET, *parts), labels
+
+
+def score_attrs(
+    training: xr.Dataset, targets: xr.Dataset, how: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the attrs of scores: how features were made, and how scores were made from them."""
+    attrs = training.attrs
+    kept = {name: attrs[name] for name in FEATURE_SPEC if name in attrs and name != "parameters"}
+    return as_text(kept) | {
+        **VARIABLES["score"].attrs,
+        **how,
+        "source": attrs.get("source", ""),
+        "target_source": targets.attrs.get("source", ""),
+        "trakdask_version": __version__,
+    }

@@ -1,0 +1,123 @@
+"""The two operands of a score: weighted features of samples, and solved features of targets.
+
+A score is their product. :class:`Solver` makes either, for each estimator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import dask.array as da
+import numpy as np
+import xarray as xr
+from scipy import sparse
+
+from trakdask import arrays
+from trakdask.arrays.blocks import divided
+from trakdask.attribution.estimators import EstimatorLike, TracIn, resolve
+from trakdask.attribution.protocol import Absolute, Estimator, GramEstimator
+from trakdask.attribution.regularization import Regularized, regularize
+from trakdask.provenance import require_comparable
+from trakdask.variables import (
+    SAMPLE,
+    lazy_features,
+    validate,
+)
+
+_MOST_TARGETS = 4096
+"""In a block. More would make large tiles, where a selection of targets needs little."""
+
+
+def operands_of(features: xr.Dataset, targets: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
+    """Check the features of training samples and of targets, and return them with lazy arrays."""
+    validate(features, ["feature", "out_to_loss"], what="features")
+    validate(targets, ["feature"], what="targets")
+    require_comparable(features, targets)
+    targets = lazy_features(targets)
+    feature = targets["feature"].variable
+    sizes = divided(feature.chunksizes[SAMPLE], _MOST_TARGETS)
+    if sizes != feature.chunksizes[SAMPLE]:
+        targets = targets.assign(feature=feature.copy(data=feature.data.rechunk({0: sizes})))
+    return lazy_features(features), targets
+
+
+@dataclass(frozen=True)
+class Solver:
+    """The two operands of an estimator's product; each can be asked for alone.
+
+    ``features`` of all training samples are compared with their norms as they are read, if their
+    gram matrix is stored. ``estimator`` has the weights that it has in scores.
+    ``matrix`` is None where there is no gram matrix; ``attrs`` say how scores are made.
+    """
+
+    features: xr.Dataset
+    estimator: Estimator
+    matrix: Regularized | None
+    attrs: dict[str, str]
+
+    def solve(self, vectors: da.Array) -> da.Array:
+        """Return (K + λ)⁻¹ of vectors, (row, proj_dim, checkpoint); them where there is no K."""
+        matrix = self.matrix
+        return vectors if matrix is None else arrays.solve.solve(matrix.inverse, vectors)
+
+    def vectors(self, targets: xr.Dataset) -> da.Array:
+        """Return what features are multiplied with, for some targets."""
+        return self.estimator.vectors(self.solve(targets.feature.data), targets)
+
+    def weight(self, of: xr.Dataset) -> da.Array:
+        """Return the weight of each sample, (sample, checkpoint)."""
+        return self.estimator.weight(of, None if self.matrix is None else self.matrix.inverse)
+
+    def fold_weights(self, of: xr.Dataset) -> da.Array:
+        """Return the factor of each sample where a checkpoint is left out, (sample, fold)."""
+        inverse = None if self.matrix is None else self.matrix.inverse
+        return self.estimator.fold_weights(of, inverse)
+
+    def group_sums(self, of: xr.Dataset, codes: np.ndarray, n_groups: int) -> da.Array:
+        """Return the weighted sum of the features of each group of samples."""
+        return arrays.groups.group_sum(
+            of.feature.data, self.weight(of), codes, n_groups, pooled=self.estimator.pooled
+        )
+
+    def member_sums(self, of: xr.Dataset, members: sparse.csr_array) -> da.Array:
+        """Return the weighted sum of the features of each group, whose samples count in parts."""
+        weight = self.weight(of)
+        weight = arrays.weights.pooled(weight) if self.estimator.pooled else weight
+        sums: da.Array = arrays.jackknife.member_sums(of.feature.data, weight[:, None], members)
+        one: da.Array = sums[:, 0]
+        return one
+
+
+def solver(features: xr.Dataset, estimator: Estimator) -> Solver:
+    """Return the solver of a resolved estimator; features are all training samples', chunked."""
+    of_scores = estimator.of_scores(features)
+    attrs = {"estimator": estimator.name, "formula": of_scores.formula}
+    if not isinstance(estimator, GramEstimator):
+        if isinstance(estimator, TracIn):
+            attrs["learning_rates"] = ", ".join(f"{rate:g}" for rate in estimator.rates)
+        return Solver(features, of_scores, None, attrs)
+    matrix, damping = regularize(features, estimator), estimator.damping
+    rule = f"{damping.value}" if isinstance(damping, Absolute) else matrix.rules[-1]
+    by_outputs = "cross-validation" if estimator.rule == "cross_validation" else "completeness"
+    attrs["damping"] = rule if matrix.choice is None else by_outputs
+    attrs["gram_weights"] = matrix.gram_weights
+    return Solver(matrix.features, of_scores, matrix, attrs)
+
+
+def self_influence_forms(
+    features: xr.Dataset, estimator: EstimatorLike
+) -> tuple[xr.Dataset, Solver, da.Array]:
+    """Return features, their solver, and φ_c(z)ᵀ (K_c + λ_c I)⁻¹ φ_c(z), (sample, checkpoint)."""
+    validate(features, ["feature", "out_to_loss"], what="features")
+    features = lazy_features(features)
+    resolved = resolve(features, estimator)
+    if resolved.norms or not resolved.pooled:
+        raise ValueError(
+            f"expected an estimator with a self-influence, got {resolved}; try estimator='trak', "
+            "'soft' or 'grad_dot'"
+        )
+    operands = solver(features, resolved)
+    if operands.matrix is None:
+        return features, operands, arrays.weights.squared_norm(features.feature.data)
+    data = operands.features.feature.data
+    return features, operands, arrays.solve.leverage(operands.matrix.inverse, data)

@@ -1,0 +1,148 @@
+"""Coords of a store: which names and kinds they may have, and how they are joined to others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+from trakdask.errors import StoreMismatchError
+from trakdask.samples import normalise_coord
+from trakdask.storage.group import (
+    DROPPED,
+    ERROR,
+    METADATA,
+    SCALE,
+    Group,
+    kind,
+)
+from trakdask.storage.reading import read_coords
+from trakdask.variables import (
+    CHECKPOINT,
+    SAMPLE,
+    VARIABLES,
+    checkpoint_names,
+)
+
+_TAKEN = {METADATA, "lock", DROPPED, SCALE, *VARIABLES} - {ERROR}
+
+
+def require_names(names: Iterable[object]) -> None:
+    """Reject names of coords that their folder in a store cannot have.
+
+    Raises
+    ------
+    ValueError
+        If another folder of the store has such a name, or no folder can have it.
+    """
+    for name in names:
+        is_folder = isinstance(name, str) and re.fullmatch(r"(?!__)\w[\w.:+=@#%()-]{0,59}", name)
+        if not is_folder or name in _TAKEN:
+            raise ValueError(
+                f"expected a name for the coord {name!r:.60} that a folder in a store can have, "
+                f"such as 'my_coord', and not one of {sorted(_TAKEN)}; try renaming it"
+            )
+
+
+def portable_coords(features: xr.Dataset) -> xr.Dataset:
+    """Return features with coords that every reader of zarr knows, or say which is of no such kind.
+
+    Text of a fixed width has no specification in zarr v3; objects may be anything.
+    """
+    n = features.sizes[SAMPLE]
+    text = {
+        name: coord.copy(data=normalise_coord(str(name), coord.values, n))
+        for name, coord in features.coords.items()
+        if coord.dims == (SAMPLE,) and coord.dtype.kind in "OSUV"
+    }
+    return features.assign_coords(text)
+
+
+def joined_coords(
+    before: Group, group: Group, features: xr.Dataset, rows: range
+) -> dict[str, xr.Variable]:
+    """Return the coords that a store gets with these features.
+
+    Parameters
+    ----------
+    before, group
+        The store as it counts, and as it is to be.
+    features, rows
+        What is saved, and where.
+
+    Raises
+    ------
+    StoreMismatchError
+        If the features have other coords than the store, or of another kind; or, of samples that
+        count, other values, which would not be written.
+    """
+    ours = {str(n): c.variable for n, c in features.coords.items() if n not in (ERROR, CHECKPOINT)}
+    stored, url = read_coords(before, before.coords), before.folder.url
+    of_samples, old = (
+        {name: coord for name, coord in coords.items() if SAMPLE in coord.dims}
+        for coords in (ours, stored)
+    )
+    added: dict[str, dict[str, xr.Variable]] = {SAMPLE: {}, CHECKPOINT: {}}
+    if rows.stop <= before.n_samples:
+        _require_same_values(of_samples, old, rows, url)
+    else:
+        added[SAMPLE] = of_samples
+        if DROPPED in stored:
+            of_samples[DROPPED] = xr.Variable(SAMPLE, np.zeros(len(rows), bool))
+        if before.n_samples:
+            _require_same_kinds(of_samples, old, url)
+    if new := group.checkpoints[len(before.checkpoints) :]:
+        names = checkpoint_names(features)
+        columns = [names.index(name) for name in new]
+        of_checkpoints = {name: c for name, c in ours.items() if c.dims == (CHECKPOINT,)}
+        text = xr.Variable(CHECKPOINT, np.array(names, np.dtypes.StringDType()))
+        of_checkpoints[CHECKPOINT] = text
+        added[CHECKPOINT] = {name: c[columns] for name, c in of_checkpoints.items()}
+    changed = {
+        name: xr.Variable.concat([c[name] for c in (stored, coords) if name in c], dim)
+        for dim, coords in added.items()
+        for name in coords
+    }
+    if not before.n_samples:
+        changed |= {n: c for n, c in ours.items() if not {SAMPLE, CHECKPOINT} & {*c.dims}}
+    return changed
+
+
+def _require_same_values(
+    ours: Mapping[str, xr.Variable], stored: Mapping[str, xr.Variable], rows: range, url: str
+) -> None:
+    """Reject coords that differ from the store's."""
+    for name, coord in ours.items():
+        difference = "which has none of this name"
+        if name in stored:
+            there = stored[name][rows.start : rows.stop]
+            if coord.equals(there):
+                continue
+            new, old = (variable.values.astype(object) for variable in (coord, there))
+            sample = np.argwhere((new != old) & ~(pd.isna(new) & pd.isna(old)))[0, 0]
+            values = (f"{variable.values[sample]!s:.60}" for variable in (coord, there))
+            difference = f"got {' instead of '.join(values)} at sample {sample}"
+        raise StoreMismatchError(
+            f"expected the coord {name!r} of these features as it is in the store {url!r}, "
+            f"{difference}; try td.assign_coords({url!r}, {{{name!r}: values}}) to change the "
+            f"store without computing anything, or features.drop_vars({name!r}) to go on with "
+            "what it has"
+        )
+
+
+def _require_same_kinds(
+    ours: Mapping[str, xr.Variable], stored: Mapping[str, xr.Variable], url: str
+) -> None:
+    """Reject coords that cannot be appended to the store's."""
+    kinds, expected = (
+        {name: (coord.dims, kind(coord.dtype)) for name, coord in coords.items()}
+        for coords in (ours, stored)
+    )
+    if kinds != expected:
+        raise StoreMismatchError(
+            f"expected features with the coords {expected} of the store {url!r}, got {kinds}; try "
+            "features.drop_vars(...) or features.assign_coords(...), so that they are the same"
+        )

@@ -1,0 +1,141 @@
+"""Where features belong in a store, and whether they were made as what is there."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Literal
+
+import xarray as xr
+
+from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
+from trakdask.provenance import (
+    BY_CHECKPOINT,
+    STORE_SPEC,
+    require_same,
+    spec,
+)
+from trakdask.storage.blocks import (
+    difference_of_block,
+)
+from trakdask.storage.group import (
+    ERROR,
+    SCALE,
+    Group,
+)
+from trakdask.variables import (
+    CHECKPOINT,
+    PROJ_DIM,
+    SAMPLE,
+    TRAINED_ON,
+    checkpoint_names,
+)
+
+AppendDim = Literal["sample", "checkpoint"]
+
+
+_SAME = tuple(name for name in STORE_SPEC if name not in (*BY_CHECKPOINT, "source"))
+
+
+def place(
+    before: Group, features: xr.Dataset, append_dim: AppendDim | None, dtype: str | None
+) -> tuple[Group, range]:
+    """Return a store as it is to be, and the rows of features; note what they add as unfinished.
+
+    Features are at home in a store if they were made in the same way as what is there. Their
+    samples are either a set that was saved before, completely or not, or are appended. What an
+    unfinished append adds counts only for calls that bring it, because no other has its coords.
+
+    Raises
+    ------
+    StoreMismatchError
+        If the store holds something else, or if ``append_dim`` adds something else than is new.
+    IncompleteFeaturesError
+        If they begin an append while another is unfinished.
+    """
+    target, names = before.target(), checkpoint_names(features)
+    what = f"these features and the store {before.folder.url!r}"
+    checkpoints = _joined_checkpoints(target, features, dtype, what)
+    ours = spec(features)
+    rows, added = _known_rows(before, features, append_dim), {*names} - {*target.checkpoints}
+    if rows is not None and not added:
+        if rows.stop <= before.n_samples and {*names} <= {*before.checkpoints}:
+            return copy.deepcopy(before), rows
+        if {*target.checkpoints} - {*before.checkpoints} <= {*names}:
+            return target, rows
+    if append_dim and "unfinished" in before.attrs:
+        raise IncompleteFeaturesError(
+            f"expected no unfinished append in the store {before.folder.url!r}: "
+            f"{before.about_unfinished()}"
+        )
+    # More samples come with all checkpoints; more checkpoints of samples are to be asked for.
+    may_differ, sources = append_dim == CHECKPOINT, [*target.attrs["sources"]]
+    if rows is None:
+        rows = range(target.n_samples, target.n_samples + features.sizes[SAMPLE])
+        source = [str(ours.get("source", "")), len(rows)]
+        if len(sources) > 1 and append_dim == CHECKPOINT:
+            raise StoreMismatchError(
+                f"expected one of the sets of samples {sources} that the store has, got {source}; "
+                f"try one td.save(..., append_dim={CHECKPOINT!r}) per set"
+            )
+        if rows.start and append_dim != SAMPLE:
+            require_same({"source": source}, {"source": sources}, what=what, names=("source",))
+        sources.append(source)
+        may_differ = not rows.start or {*names} == {*target.checkpoints}
+    if not may_differ:
+        require_same(ours, target.attrs, what=what, names=BY_CHECKPOINT)
+    joined = " + ".join(name for name, _ in sources)
+    before.attrs["unfinished"] = {"source": joined, "sources": sources, **checkpoints}
+    return before.target(), rows
+
+
+def _joined_checkpoints(
+    target: Group, features: xr.Dataset, dtype: str | None, what: str
+) -> dict[str, dict[str, Any]]:
+    """Return attrs of checkpoints of a store and of features that were made in the same way."""
+    ours, array = spec(features), target.arrays["feature"]
+    joined = {
+        name: {**target.attrs.get(name, {}), **ours[name]} for name in BY_CHECKPOINT if name in ours
+    }
+    common = {
+        name: {key: value for key, value in values.items() if key in target.checkpoints}
+        for name, values in joined.items()
+    }
+    layout = {
+        "proj_dim": features.sizes[PROJ_DIM],
+        "stored_dtype": dtype or str(features.feature.dtype),
+        "variables": sorted({*blockwise(features), *({TRAINED_ON} & {*target.features})}),
+    }
+    stored_layout = {
+        "proj_dim": array["shape"][1],
+        "stored_dtype": array["data_type"],
+        "variables": sorted({*target.features} - {ERROR, SCALE}),
+    }
+    require_same(
+        {**ours, **layout, **common}, {**target.attrs, **stored_layout}, what=what,
+        names=(*BY_CHECKPOINT, *_SAME, *layout),
+    )  # fmt: skip
+    return joined
+
+
+def _known_rows(before: Group, features: xr.Dataset, append_dim: AppendDim | None) -> range | None:
+    """Return where samples are that were begun before, None if these are others.
+
+    Sets of as many samples of the same source, as two selections may be, are told apart by their
+    features.
+    """
+    source = features.attrs.get("source", ""), features.sizes[SAMPLE]
+    difference = None
+    for name, rows in before.target().rows_of_sources():
+        if (name, len(rows)) == source:
+            difference = difference_of_block(before, features, rows)
+            if difference is None:
+                return rows
+    if difference is not None and append_dim != SAMPLE:
+        raise StoreMismatchError(difference)
+    return None
+
+
+def blockwise(features: xr.Dataset) -> list[str]:
+    """Return the names of what is stored block by block: all numbers of samples and checkpoints."""
+    variables = {str(n): v for n, v in features.data_vars.items() if v.dims == (SAMPLE, CHECKPOINT)}
+    return ["feature", *(n for n, v in variables.items() if v.dtype.kind == "f" or n == TRAINED_ON)]
