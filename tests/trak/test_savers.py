@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trakdask.trak.savers import EXTRA, MmapSaver, ModelIDException
+from trakdask.trak.metadata import EXTRA
+from trakdask.trak.savers import MmapSaver, ModelIDException
 
 METADATA = {"JL dimension": 3, "JL matrix type": "normal", "train set size": 5}
 
