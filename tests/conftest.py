@@ -45,7 +45,7 @@ def _refuse(*_: object, **__: object) -> None:
 
 # Workers import test modules on their event loop, and would wait there for what never comes.
 dask.config.set(scheduler=_refuse)
-# Tests are about the code of long runs; those of the start of a process unset it.
+# Tests are about the code of long runs; the tests of the start of a process unset it.
 os.environ.setdefault("TRAKDASK_NUMBA", "1")
 matplotlib.use("Agg")
 torch.set_num_threads(1)

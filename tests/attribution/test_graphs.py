@@ -120,26 +120,19 @@ UNEVEN = (50, 3, 47, 60, 1, 39)
 def answers(features: xr.Dataset, targets: xr.Dataset) -> dict[str, xr.DataArray | xr.Dataset]:
     made = {}
     for estimator in ("soft", "relatif", "grad_cos"):
-        scored = td.score(features, targets, estimator=estimator)
-        made[estimator] = scored
-        made[f"{estimator}, each"] = td.score(features, targets, estimator=estimator, average=False)
-        made[f"{estimator}, groups"] = td.group_score(
-            features, targets, by="source", estimator=estimator
-        )
-        made[f"{estimator}, some groups"] = td.group_score(
-            features.assign_coords(some=("sample", SOME)), targets, by="some", estimator=estimator
-        )
-        made[f"{estimator}, top"] = td.top_k(scored, 5, where=scored.label == 2)
-        found = td.intervals(features, targets, estimator)
-        made[f"{estimator}, intervals"] = found
-        made[f"{estimator}, top intervals"] = td.top_k(found, 5, rank_by="lower")
-        made[f"{estimator}, kept intervals"] = td.intervals(features, targets, estimator, q=0.5)
-        made[f"{estimator}, intervals of groups"] = td.intervals(
-            features, targets, estimator, by="source"
-        )
-        made[f"{estimator}, pairs"] = td.top_k(
-            scored, 5, where=lambda tile: tile.label == tile.target_label
-        )
+        sides = {"features": features, "targets": targets, "estimator": estimator}
+        made[estimator] = td.score(**sides)
+        made[f"{estimator}, groups"] = td.group_score(**sides, by="source")
+        made[f"{estimator}, intervals"] = td.intervals(**sides)
+        made[f"{estimator}, intervals of groups"] = td.intervals(**sides, by="source")
+    scored, found = made["soft"], made["soft, intervals"]
+    some = features.assign_coords(some=("sample", SOME))
+    made["each"] = td.score(features, targets, estimator="soft", average=False)
+    made["some groups"] = td.group_score(some, targets, by="some", estimator="soft")
+    made["top"] = td.top_k(scored, 5, where=scored.label == 2)
+    made["pairs"] = td.top_k(scored, 5, where=lambda tile: tile.label == tile.target_label)
+    made["top intervals"] = td.top_k(found, 5, rank_by="lower")
+    made["kept intervals"] = td.intervals(features, targets, "soft", q=0.5)
     made["gram"] = td.gram(features)
     made["gram of weights"] = td.gram(features, weights=features.out_to_loss)
     made["self"] = td.self_influence(features)

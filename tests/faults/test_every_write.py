@@ -23,15 +23,16 @@ IN_SHORT = ("append_samples", "calibrate_by_others")
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    "name",
+    ("name", "kinds"),
     [
-        pytest.param(name, marks=pytest.mark.slow if name in IN_SHORT else pytest.mark.faults)
-        for name in OPERATIONS
+        *(pytest.param(name, "one", marks=pytest.mark.slow) for name in IN_SHORT),
+        *(pytest.param(name, "all", marks=pytest.mark.faults) for name in OPERATIONS),
     ],
 )
-def test_store__killed_at_every_change(tmp_path: Path, name: str) -> None:
+def test_store__killed_at_every_change(tmp_path: Path, name: str, kinds: str) -> None:
+    """In short, at the first and the last change of each kind: chunks of an array are alike."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.faults._every_write", str(tmp_path), name]
+    command = [sys.executable, "-m", "tests.faults._every_write", str(tmp_path), name, kinds]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     # The least is that of calibrate, which finds λ as it is: a lock, two files, and the lock again.

@@ -231,22 +231,6 @@ def test_from_dataframe__tasks_read_their_row_groups_only(
     assert groups_read == [range(1, 2), range(3, 4), range(1)]  # the last is of the second file
 
 
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [
-        ([[1, 2]] * 7 + [[1]], "'x'.*got 1 for sample 7"),
-        ([[1]] * 4 + [[None]], "'x', got none for sample 4"),
-        ([[[1, 2], [3, 4]]] * 7 + [[[1, 2], [3]]], "got 1 for sample 7"),
-    ],
-)
-def test_from_dataframe__bad_row_is_named(tokens: list[Any], message: str, tmp_path: Path) -> None:
-    write(tmp_path, pa.table({"tokens": tokens}), (len(tokens),))
-    ds = read(tmp_path, 2, variables={"x": "tokens"})
-    ds.isel(sample=slice(0, 2)).compute()
-    with pytest.raises(ValueError, match=message):
-        ds.compute()
-
-
 def test_from_dataframe__integer_coord_with_nulls_is_refused(tmp_path: Path) -> None:
     write(tmp_path, pa.table({"y": [1, 2, 3], "id": pa.array([1, None, 3])}), (3,))
     with pytest.raises(ValueError, match=r"'id'.* lacks 1 .*sample 1\b"):

@@ -18,7 +18,7 @@ LEFT = range(5, 40)
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """Hold 40 samples, of which the first five are dropped."""
+    """Hold 40 samples; the first five are dropped."""
     save(features(A, NAMES[:2]), tmp_path / "f.zarr")
     opened = td.drop(tmp_path / "f.zarr", where=lambda ds: ds.number < 5)
     assert_rows(opened, LEFT, 2)

@@ -23,7 +23,7 @@ WHOLE = WHOLE.where(xr.DataArray(ERROR[:60] == "", dims=DIMS)).assign(error=(DIM
 
 
 def part(rows: slice, names: tuple[str, ...] = NAMES) -> xr.Dataset:
-    """Return lazy features of some rows and checkpoints, of which some failed."""
+    """Return lazy features of some rows and checkpoints; some samples failed."""
     columns = [NAMES.index(name) for name in names]
     error = xr.DataArray(ERROR[rows][:, columns], dims=DIMS).chunk(sample=16, checkpoint=1)
     made = features(rows, names)

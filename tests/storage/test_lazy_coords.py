@@ -35,7 +35,7 @@ TARGETS = labelled(6, seed=1)
 
 
 def make(path: Path, kind: str) -> Path:
-    """Save a store with coords of two calls, of which the first were assigned, or some dropped."""
+    """Save a store in two calls; coords of the first are assigned, or some samples dropped."""
     td.save(labelled(), path, progress=False)
     more = labelled(11, seed=2).assign_attrs(source="more")
     if kind == "assigned":

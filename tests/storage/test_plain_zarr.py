@@ -64,12 +64,16 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
+REWRITTEN = ("save", "append samples", "assign", "other sums")
+"""Operations after which consolidated metadata is rewritten: kills at every write do it, too."""
+
+
 @pytest.mark.parametrize("dtype", [{}, {"dtype": "float16"}])
 def test_open_zarr__shows_what_open_shows_after_every_operation(
     tmp_path: Path, dtype: dict[str, str]
 ) -> None:
     path = tmp_path / "f.zarr"
-    for operation in OPERATIONS.values():
+    for name, operation in OPERATIONS.items():
         operation(path, dtype)
         ours, whole, theirs = td.open(path), td.open(path, dropped=True), xr.open_zarr(path)
         xr.testing.assert_identical(
@@ -90,7 +94,8 @@ def test_open_zarr__shows_what_open_shows_after_every_operation(
         if ours.gram.attrs["gram_weights"] == "1":
             np.testing.assert_array_equal(ours.gram, gram(x))
         assert ours.gram.attrs["n_samples"] == ours.damping.attrs["n_samples"] == len(x)
-        require_same_without_consolidated_metadata(path)
+        if name in REWRITTEN:
+            require_same_without_consolidated_metadata(path)
 
 
 def require_same_without_consolidated_metadata(path: Path) -> None:

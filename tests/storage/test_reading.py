@@ -19,7 +19,7 @@ from trakdask.storage.reading import lazy_array, read_chunk
 from trakdask.testing import simulate_features
 from trakdask.variables import DERIVED
 
-ROWS, WIDE = 10, 2**17  # chunks of 2 MiB, which are mapped; those of 4 rows of 3 are read
+ROWS, WIDE = 10, 2**17  # chunks of 2 MiB are mapped; chunks of 4 rows of 3 are read
 
 
 @pytest.fixture(params=[WIDE, 3])

@@ -69,7 +69,7 @@ def test_small_arrays__have_a_chunk_for_each_checkpoint(tmp_path: Path, dtype: s
 @pytest.mark.usefixtures("in_chunks_of_8")
 @pytest.mark.filterwarnings("ignore::trakdask.errors.UnfinishedAppendWarning")
 def test_small_arrays__in_several_chunks(tmp_path: Path) -> None:
-    """Chunks of 8 rows, of which the last is not full, after appends in the middle of one."""
+    """Chunks of 8 rows, the last one not full, after appends in the middle of one."""
     store = tmp_path / "f.zarr"
     first, second = FEATURES.isel(sample=slice(22)), FEATURES.isel(sample=slice(22, 40))
     one, two = {"checkpoint": [0]}, {"checkpoint": [1]}

@@ -86,13 +86,12 @@ def test_open__a_zarr_store(store: Store, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_open__a_zarr_store_on_a_cluster(store: Store, folder: Path) -> None:
-    expected = td.score(td.open(folder), TARGETS).compute()
-    with (
-        distributed.LocalCluster(1, threads_per_worker=1, dashboard_address=None) as cluster,
-        distributed.Client(cluster),
-    ):
-        xr.testing.assert_identical(td.score(td.open(store), TARGETS).compute(), expected)
+def test_open__a_zarr_store_on_a_cluster(
+    store: Store, folder: Path, process_client: distributed.Client
+) -> None:
+    expected = td.score(td.open(folder), TARGETS).compute(scheduler="sync")
+    found = process_client.compute(td.score(td.open(store), TARGETS)).result()
+    xr.testing.assert_identical(found, expected)
 
 
 def test_open__lost_chunks_of_a_zarr_store(folder: Path, tmp_path: Path) -> None:

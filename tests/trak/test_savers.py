@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from trakdask.trak.savers import EXTRA, MmapSaver, ModelIDException
+from trakdask.trak.metadata import EXTRA
+from trakdask.trak.savers import MmapSaver, ModelIDException
 
 METADATA = {"JL dimension": 3, "JL matrix type": "normal", "train set size": 5}
 
@@ -20,21 +19,6 @@ def registered(folder: Path, half: bool = True) -> MmapSaver:
     saver = opened(folder, half)
     saver.register_model_id(0, _allow_featurizing_already_registered=False)
     return saver
-
-
-@pytest.mark.parametrize(("half", "dtype"), [(True, np.float16), (False, np.float32)])
-def test_register_model_id__creates_the_files(tmp_path: Path, half: bool, dtype: Any) -> None:
-    registered(tmp_path, half)
-    arrays = {path.name: np.load(path) for path in (tmp_path / "0").iterdir()}
-    assert {name: (array.shape, array.dtype) for name, array in arrays.items()} == {
-        "grads.mmap": ((5, 3), dtype),
-        "features.mmap": ((5, 3), dtype),
-        "out_to_loss.mmap": ((5, 1), dtype),
-        "_is_featurized.mmap": ((5, 1), np.int32),
-    }
-    assert json.loads((tmp_path / "id_0.json").read_text()) == {
-        "0": {"is_featurized": 0, "is_finalized": 0}
-    }
 
 
 def test_init__finds_what_is_there_but_not_in_subfolders(tmp_path: Path) -> None:

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MethodType
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trakdask.models.checkpoints import digest_state
 from trakdask.models.tasks import Batch, Classification, Forward, Task
+from trakdask.trak.pairs import PairsTask
 
-_SEED = 0
 _IMAGES = Classification(("image",))
 _TEXTS = Classification(("input_ids", "token_type_ids", "attention_mask"), positional=False)
 
@@ -299,7 +298,7 @@ class CLIPModelOutput(AbstractModelOutput):
     ) -> Tensor:
         """Return the output of one image and text (without a batch axis), a scalar."""
         batch = Batch(image=image[None], text=label[None])
-        return _Pairs(self).output(Forward(model, weights, buffers), batch)[0]
+        return PairsTask(self).output(Forward(model, weights, buffers), batch)[0]
 
     @torch.no_grad()
     def get_out_to_loss_grad(  # type: ignore[override]
@@ -315,7 +314,7 @@ class CLIPModelOutput(AbstractModelOutput):
         """
         image, text = batch
         pairs = Batch(image=image, text=text)
-        return _Pairs(self).out_to_loss(Forward(model, weights, buffers), pairs)[:, None]
+        return PairsTask(self).out_to_loss(Forward(model, weights, buffers), pairs)[:, None]
 
     def is_of_other_weights(self, model: nn.Module) -> bool:
         """Return whether the embeddings were computed with other weights than the model has."""
@@ -340,47 +339,4 @@ def batched_task(modelout: object) -> Task | None:
         return None
     if type(modelout) in (ImageClassificationModelOutput, TextClassificationModelOutput):
         return modelout.with_temperature()  # type: ignore[attr-defined, no-any-return]
-    return _Pairs(modelout) if type(modelout) is CLIPModelOutput else None
-
-
-@dataclass(frozen=True, eq=False)
-class _Pairs:
-    """The output for pairs of images and texts, of whole batches."""
-
-    modelout: Any  # an instance, or the class
-    variables = ("image", "text")
-
-    def output(self, forward: Forward, batch: Batch) -> Tensor:
-        """Compare pairs with other images and texts, (batch,)."""
-        images, texts = self._others()
-        image, text, _ = forward(**batch)
-        right = (image * text).sum(1)
-        by_text = right - (image @ texts.to(image).T).logsumexp(1)
-        matches: Tensor = by_text + right - (text @ images.to(text).T).logsumexp(1)
-        return matches
-
-    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
-        """Return 1 - p, (batch,), among the pairs of the batch."""
-        image, text, logit_scale = forward(**batch)
-        temperature = self.modelout.temperature
-        products = (logit_scale if temperature is None else temperature) * image @ text.T
-        p: Tensor = (products.softmax(-1) + products.T.softmax(-1)).diag() / 2
-        return 1 - p
-
-    def _others(self) -> tuple[Tensor, Tensor]:
-        images, texts = self.modelout.image_embeddings, self.modelout.text_embeddings
-        if images is None:
-            raise AssertionError(
-                "expected embeddings of other images and texts, got none; try "
-                "traker.task.get_embeddings(model, loader, ...) before traker.featurize"
-            )
-        n, size = len(images), self.modelout.sim_batch_size
-        if not 0 < size <= n:
-            raise ValueError(
-                f"expected simulated_batch_size in 1..{n} ({n} embeddings), got {size}; try "
-                f"CLIPModelOutput(simulated_batch_size={n}), or embed more pairs"
-            )
-        # Raw bits are the same in all versions of numpy; results of Generator.choice need not be.
-        keys = np.random.Philox(key=_SEED).random_raw(n)
-        rows = np.sort(np.argsort(keys, kind="stable")[:size])
-        return images[rows], texts[rows]
+    return PairsTask(modelout) if type(modelout) is CLIPModelOutput else None

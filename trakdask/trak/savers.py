@@ -20,17 +20,17 @@ from numpy.lib.format import open_memmap
 
 from trakdask.errors import StoreMismatchError
 from trakdask.files import replacing
-
-EXTRA = "trakdask"
-"""Key of ``metadata.json`` that contains everything that the original does not write."""
+from trakdask.trak.metadata import (
+    EXTRA,
+    SettingsMismatchError,
+    read_json,
+    require_same,
+    write_json,
+)
 
 
 class ModelIDException(Exception):
     """A model id is not registered, is registered twice, or is not featurized or finalized yet."""
-
-
-class SettingsMismatchError(StoreMismatchError, AssertionError):
-    """A folder was written with other settings; the original raises an AssertionError."""
 
 
 class AbstractSaver(ABC):
@@ -87,11 +87,11 @@ class AbstractSaver(ABC):
         self.current_store: dict[str, Any] = dict.fromkeys(("grads", "out_to_loss", "features"))
         with self._locked():
             if self.metadata_file.exists():
-                _require_same(read_json(self.metadata_file), self.metadata, self.save_dir)
+                require_same(read_json(self.metadata_file), self.metadata, self.save_dir)
             else:
-                _write(self.metadata_file, self.metadata)
+                write_json(self.metadata_file, self.metadata)
             if not self.experiments_file.exists():
-                _write(self.experiments_file, {})
+                write_json(self.experiments_file, {})
         if load_from_save_dir:
             # Unlike in the original, not those in subfolders, which belong to other runs.
             for file in sorted(self.save_dir.glob("id_*.json")):
@@ -141,7 +141,7 @@ class AbstractSaver(ABC):
             extra = metadata.setdefault(EXTRA, {})
             if "lambda_reg" not in extra:
                 extra["lambda_reg"] = lambda_reg
-                _write(self.metadata_file, metadata)
+                write_json(self.metadata_file, metadata)
         if extra["lambda_reg"] != lambda_reg:
             raise SettingsMismatchError(
                 f"expected lambda_reg={extra['lambda_reg']}, which other features in "
@@ -221,7 +221,7 @@ class MmapSaver(AbstractSaver):
         state = self.model_ids[self.current_model_id]
         state["is_featurized"] = int(self.current_store["is_featurized"].min())
         if state["is_featurized"] or not already_exists:
-            _write(self._id_file(self.current_model_id), {str(self.current_model_id): state})
+            write_json(self._id_file(self.current_model_id), {str(self.current_model_id): state})
 
     def init_store(self, model_id: int) -> None:
         """Create all files of a model id, with no row featurized."""
@@ -262,7 +262,7 @@ class MmapSaver(AbstractSaver):
                 )
             if not scores.exists():
                 self._create(scores, (self.train_set_size, num_targets))
-            _write(self.experiments_file, experiments | {exp_name: state})
+            write_json(self.experiments_file, experiments | {exp_name: state})
         self.experiments.update(experiments | {exp_name: state})
         grads = folder.joinpath(f"{exp_name}_grads.mmap")
         if not grads.exists():
@@ -313,7 +313,7 @@ class MmapSaver(AbstractSaver):
         with self._locked():
             experiments = read_json(self.experiments_file)
             experiments[exp_name]["scores_finalized"] = 1
-            _write(self.experiments_file, experiments)
+            write_json(self.experiments_file, experiments)
         self.experiments.update(experiments)
         self.logger.info("Saved scores in %s", self.save_dir.joinpath(f"scores/{exp_name}.mmap"))
 
@@ -342,28 +342,3 @@ class MmapSaver(AbstractSaver):
 
 def _opened(path: Path) -> np.memmap | None:
     return open_memmap(path, mode="r+") if path.exists() else None
-
-
-def read_json(path: Path) -> Any:
-    """Return the content of a JSON file."""
-    return json.loads(path.read_bytes())
-
-
-def _write(path: Path, content: Any) -> None:
-    with replacing(path, partial=f"{path}.partial", durable=True) as partial:
-        partial.write_text(json.dumps(content))
-
-
-def _require_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
-    if EXTRA in now and EXTRA not in before:
-        raise SettingsMismatchError(
-            f"expected a folder of trakdask.trak, got {str(folder)!r}, which the original wrote; "
-            "try another save_dir, or open_traker to read its features"
-        )
-    old, new = ({**metadata, **metadata.get(EXTRA, {})} for metadata in (before, now))
-    for key in set(old) & set(new) - {EXTRA, "version"}:
-        if old[key] != new[key]:
-            raise SettingsMismatchError(
-                f"expected {key} {old[key]!r}, which the run in {str(folder)!r} was started with, "
-                f"got {new[key]!r}; try the same setting, or another save_dir"
-            )

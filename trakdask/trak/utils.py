@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trakdask.trak.projectors import NoOpProjector, chunk_sizes, flattened
+from trakdask.trak.basic_projectors import NoOpProjector, flattened
+from trakdask.trak.projectors import chunk_sizes
 from trakdask.trak.score_computers import product
 from trakdask.trak.traker import TRAKer
 
