@@ -20,7 +20,8 @@ from typer.testing import CliRunner, Result
 import trakdask as td
 from trakdask.command_line.commands import app
 from trakdask.command_line.configuration import ConfigurationError, read
-from trakdask.command_line.jobs import explored, running, with_estimator
+from trakdask.command_line.exploring import explored
+from trakdask.command_line.jobs import running, with_estimator
 from trakdask.explorer import View
 from trakdask.explorer.pages import page
 
@@ -340,8 +341,8 @@ TEXT = ROWS[:9].to_csv(index=False)
         (TEXT.encode("utf-16"), "utf-8"),
         (TEXT + "1,2,3,4,5,6,7\n", "line 11"),
         (TEXT + '"1,2,3,4,5\n', "EOF"),
-        (TEXT[:-3], "column 'label', got nan in row 9"),
-        (TEXT.replace("0.345584192064786", "O.3"), "'a', got O.3 in row 1"),
+        (TEXT[:-3], "column 'label', got none in row 9"),
+        (TEXT.replace("0.345584192064786", "O.3"), '"O.3" at position 0'),
         (ROWS.drop(columns="b").to_csv(index=False), "'b'"),
     ],
     ids=["empty", "encoding", "more fields", "open quote", "cut", "no number", "no column"],

@@ -15,7 +15,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 
 from trakdask.explorer import Explorer
-from trakdask.explorer.app import server
+from trakdask.explorer.server import server
 
 CHROMIUM = "chromium"
 PATIENCE_MS = 120_000

@@ -19,7 +19,8 @@ from torch import nn
 
 import trakdask as td
 from trakdask.explorer import Explorer, View
-from trakdask.explorer.new_targets import MOST_BYTES, appended, decoded_image
+from trakdask.explorer.new_targets import appended
+from trakdask.explorer.uploads import MOST_BYTES, decoded_image
 
 N, M, SIDE, CLASSES = 40, 6, 4, 3
 PROJECTOR = td.Rademacher(proj_dim=32, seed=3)

@@ -21,7 +21,7 @@ import xarray as xr
 import trakdask as td
 from tests.explorer.browser import served
 from trakdask.explorer import Explorer
-from trakdask.explorer.app import server
+from trakdask.explorer.server import server
 
 
 def simulated(seed: int, n_samples: int = 12) -> xr.Dataset:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import get_args
 from urllib.parse import urlencode
 
-import numpy as np
-import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +12,6 @@ from hypothesis import strategies as st
 import trakdask as td
 from trakdask.attribution.estimators import KINDS
 from trakdask.attribution.protocol import Rule
-from trakdask.explorer.conditions import column_condition, condition_mask, joined, with_condition
 from trakdask.explorer.view import PAGES, MeanTrace, View, damping_of
 
 positions = st.integers(0, 10**9)
@@ -81,52 +78,3 @@ def test_damping_of__texts() -> None:
         damping_of("absolute 1 tr(K)/n")
     with pytest.raises(ValueError, match="lots"):
         damping_of("lots")
-
-
-QUOTED = "we'b\" and \\ <b>"
-TABLE = pd.DataFrame(
-    {
-        "label": [1, 2, 3, 3],
-        "size": [0.5, 1.5, 2.5, np.nan],
-        "source": ["web", "book", QUOTED, "Web"],
-        "is_old": [True, False, True, True],
-        "not a name": [1, 2, 3, 4],
-    }
-)
-
-
-@pytest.mark.parametrize(
-    ("name", "sign", "text", "rows"),
-    [
-        ("label", "==", "3", [2, 3]), ("label", "!=", "3", [0, 1]), ("label", ">=", "2", [1, 2, 3]),
-        ("size", "<=", "1.5", [0, 1]), ("source", "==", QUOTED, [2]),
-        ("source", "!=", "web", [1, 2, 3]),
-        ("source", "contains", "eb", [0, 3]), ("source", "contains", "b\" and \\ <", [2]),
-        ("is_old", "==", "True", [0, 2, 3]), ("is_old", "==", "False", [1]),
-        ("is_old", "!=", "True", [1]),
-    ],
-)  # fmt: skip
-def test_column_condition__selects_rows(name: str, sign: str, text: str, rows: list[int]) -> None:
-    condition = column_condition(TABLE, name, sign, text)
-    assert np.flatnonzero(condition_mask(TABLE, condition)).tolist() == rows
-    both = joined("label == 3 or label == 2", condition)
-    expected = [row for row in rows if row > 0]
-    assert np.flatnonzero(condition_mask(TABLE, both)).tolist() == expected
-
-
-@pytest.mark.parametrize(("name", "text"), [("label", "many"), ("not a name", "1"), ("gone", "1")])
-def test_column_condition__what_is_none(name: str, text: str) -> None:
-    with pytest.raises(ValueError, match=f"{text}|{name}"):
-        column_condition(TABLE, name, "==", text)
-
-
-def query(**given: str) -> str:
-    return urlencode({f"filter_{name}": text for name, text in given.items()})
-
-
-def test_with_condition__adds_to_the_column_condition_samples_or_targets() -> None:
-    asked = query(name="label", sign=">=", value="2", of="where")
-    view = with_condition(asked, View(where="label == 3"), TABLE, TABLE)
-    assert view.where == "label == 3 and label >= 2"
-    asked = query(name="label", sign="==", value="2", of="targets_where")
-    assert with_condition(asked, View(), TABLE, TABLE).targets_where == "label == 2"

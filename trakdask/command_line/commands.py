@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,17 +26,8 @@ app = typer.Typer(
 )
 
 
-class _Output(Console):
-    """A console whose reader may leave early, as ``head`` does."""
-
-    def on_broken_pipe(self) -> None:
-        """Print nothing more, also when Python flushes at its end; the job goes on."""
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 # Names and texts of users may look like markup, [bold], or emoji, :on:.
-output = _Output(markup=False, emoji=False)
+output = Console(markup=False, emoji=False)
 errors = Console(stderr=True, markup=False, emoji=False)
 
 File = Annotated[Path, typer.Argument(help="A configuration in YAML or TOML; see `trakdask init`.")]
@@ -89,7 +79,7 @@ def _add_command(name: str, text: str) -> None:
 
     def command(file: File, settings: Settings = None, debug: Debug = False) -> None:
         with _job(file, settings, debug) as values:
-            result, path = cli.jobs.result(values, name)
+            result, path = cli.results.result(values, name)
             output.print(cli.tables.result(name, result))
             if path is not None:
                 _say(f"{path} is written")
@@ -110,7 +100,7 @@ _add_command("credit", "Say which share each group of training samples has; writ
 def evaluate(file: File, settings: Settings = None, debug: Debug = False) -> None:
     """Say how well the scores predict models that were trained on parts of the samples."""
     with _job(file, settings, debug) as values:
-        for sentence in cli.jobs.evaluated(values):
+        for sentence in cli.results.evaluated(values):
             _say(sentence)
 
 
@@ -211,7 +201,7 @@ def explore(
         if cluster is not None:
             job["cluster"] = {"address": cluster}
         stack.enter_context(cli.jobs.running(job))
-        store, features, target_features, options = cli.jobs.explored(job, samples)
+        store, features, target_features, options = cli.exploring.explored(job, samples)
         for name, text in (("model", model), ("tokenizer", tokenizer), ("preprocess", preprocess)):
             if text is not None:
                 with about(f"--{name} {text}"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -122,6 +123,13 @@ def section(configuration: Configuration, name: str) -> dict[str, Any]:
 def keep(configuration: Configuration, written: str | os.PathLike[str]) -> None:
     """Write the configuration beside what a job wrote, so that the job can be repeated."""
     folder, name = _beside(written)
+    with suppress(FileNotFoundError):
+        if not folder.read(name).startswith(_HEAD.encode()):
+            return warnings.warn(
+                f"expected to write the configuration to {folder.url}/{name}, got a file there "
+                "that trakdask did not write, and which stays; try renaming it",
+                stacklevel=2,
+            )
     head = f"{_HEAD} {__version__}: the same command with this file repeats the job.\n"
     text = yaml.safe_dump(_without_secrets(configuration), sort_keys=False, allow_unicode=True)
     folder.write(name, (head + text).encode())
@@ -135,23 +143,6 @@ def kept(written: str | os.PathLike[str]) -> Configuration:
             values: Configuration = yaml.load(text, _Loader)
             return values
     return {}
-
-
-def require_not_kept_by_others(written: str | os.PathLike[str]) -> None:
-    """Reject a path beside which :func:`keep` would overwrite a file that it did not write.
-
-    Raises
-    ------
-    FileExistsError
-        If there is such a file.
-    """
-    folder, name = _beside(written)
-    with suppress(FileNotFoundError):
-        if not folder.read(name).startswith(_HEAD.encode()):
-            raise FileExistsError(
-                f"expected to write the configuration to {folder.url}/{name}, got a file there "
-                f"that trakdask did not write; try renaming it, or another path than {written}"
-            )
 
 
 def _beside(written: str | os.PathLike[str]) -> tuple[Folder, str]:

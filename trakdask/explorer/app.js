@@ -306,7 +306,7 @@ export function render({ model }) {
     else go(`?${new URLSearchParams(new FormData(event.target))}`)
   })
   root.addEventListener("change", (event) => {
-    if (event.target.matches("[data-at-once]")) event.target.form.requestSubmit()
+    if (event.target.matches("select")) event.target.form.requestSubmit()
   })
   const save = () => {
     for (const [name, html] of Object.entries(model.saved)) {

@@ -1,12 +1,7 @@
-"""The app of one browser session, on Panel: HTML whose links, forms and buttons change it.
-
-And its server, whose address nobody can guess.
-"""
+"""The app of one browser session, on Panel: HTML whose links, forms and buttons change it."""
 
 from __future__ import annotations
 
-import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,32 +12,20 @@ from typing import Any, ClassVar
 import panel as pn
 import param
 from panel.custom import JSComponent
-from panel.io.server import Server, get_server
 from tornado.ioloop import IOLoop
-from tornado.web import RequestHandler
 
 from trakdask.checks import require_integer
 from trakdask.explorer.attributions import Attributions
+from trakdask.explorer.common import marked_at_once
 from trakdask.explorer.computing import Abandoned, Computation
-from trakdask.explorer.conditions import CONDITION_FIELDS, with_condition
 from trakdask.explorer.html import STYLE, count, plain_message, render
-from trakdask.explorer.pages import (
-    Section,
-    answer,
-    document,
-    frame,
-    hovered,
-    marked_at_once,
-    page,
-    sections,
-)
+from trakdask.explorer.pages import Section, answer, document, frame, page, sections
+from trakdask.explorer.training_pages import hovered
 from trakdask.explorer.view import View
 from trakdask.variables import SAMPLE
 
 _PROGRESS_S = 0.25
 """How often the progress of a section is drawn."""
-
-_TOKEN_BYTES = 24
 
 
 class LinkedHTML(JSComponent):
@@ -54,7 +37,7 @@ class LinkedHTML(JSComponent):
 
     html = param.String(doc="Escaped HTML; each section of it is replaced on its own.")
     query = param.String(doc="The view, as the part of a URL after '?'.")
-    names = param.List([*vars(View()), *CONDITION_FIELDS], doc="Parameters of the URL of a view.")
+    names = param.List([*vars(View())], doc="Parameters of the URL of a view.")
     marked = param.Dict({}, doc="Who has made which marks, by '7 wrong label'.")
     who = param.String(doc="Whose marks the buttons make and take back.")
     said = param.Dict({}, doc="What happened to which mark, and what can be undone.")
@@ -174,7 +157,7 @@ class Session:
             if self._in_notebook:
                 self.go(self.view)
         elif "query" in message:
-            self.follow(str(message["query"]))
+            self.go(View.from_query(str(message["query"])))
         elif "new" in message:
             self.explain({str(name): str(text) for name, text in message["new"].items()})
         elif "mark" in message:
@@ -266,14 +249,6 @@ class Session:
         if self.view.page == "marks":
             self.go(self.view)
 
-    def follow(self, query: str) -> None:
-        """Go to the view of a link or form."""
-        questions = self.attributions.questions
-        view = View.from_query(query)
-        if "filter_name=" in query:  # of a form, for which these tables were read
-            view = with_condition(query, view, questions.metadata, questions.targets.whole)
-        self.go(view)
-
     def explain(self, content: Mapping[str, str]) -> None:
         """Make a target of what somebody has typed and uploaded, and go to its page."""
         self.go(View(page="new"), [Section("features", lambda: self._featurized(content))])
@@ -321,50 +296,3 @@ def _progress(show: Callable[[str], None]) -> Callable[[int, int], None]:
             show(render("progress", done=done, total=total))
 
     return tell
-
-
-# -------------------------------------------------------------------------------------- server
-
-
-def server(app: Callable[[], Any], *, host: str = "127.0.0.1", port: int = 0) -> tuple[Server, str]:
-    """Return a server of an app that listens, but has not been started, and its address.
-
-    It belongs to the current event loop; see :meth:`trakdask.explorer.Explorer.serve`.
-    """
-    port = require_integer("port", port, 0, 2**16, remedy="try port=0, which takes a free one")
-    token = secrets.token_urlsafe(_TOKEN_BYTES)
-    listening = get_server(
-        {"/": app}, port, host, title="trakdask", prefix=token, ico_path="none",
-        extra_patterns=[("/favicon.ico", _NoIcon)], default_handler_class=_Refused,
-        log_function=_log,
-    )  # fmt: skip
-    # The token protects the websocket, under whatever name of this machine a browser knows it.
-    listening._tornado.websocket_origins.add("*")
-    return listening, f"http://{_in_url(host)}:{listening.port}/{token}/"
-
-
-def _in_url(host: str) -> str:
-    if host in ("0.0.0.0", "::"):  # all addresses of this machine
-        return "127.0.0.1"
-    return f"[{host}]" if ":" in host else host
-
-
-class _Refused(RequestHandler):
-    """Answers whatever does not begin with the token."""
-
-    def prepare(self) -> None:
-        self.set_status(403)
-        self.finish("The address lacks the token that the server printed when it was started.\n")
-
-
-class _NoIcon(RequestHandler):
-    def get(self) -> None:
-        self.set_status(204)  # no content
-
-
-def _log(handler: Any) -> None:
-    """Log errors of the server, and not each request that was refused."""
-    if handler.get_status() >= 500:
-        # Without the address, which has the token.
-        what = handler.get_status(), type(handler).__name__
-        logging.getLogger(__name__).error("the status %s was answered by %s", *what)

@@ -1,30 +1,17 @@
-"""Conditions on tables: which rows meet them, and how links and forms put them together."""
+"""Conditions on tables: which rows meet them, and how links put them together."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Hashable, Iterator
 from functools import lru_cache
-from urllib.parse import parse_qs
 
 import numpy as np
 import pandas as pd
 import xarray as xr
 
 from trakdask.attribution.conditions import Condition
-from trakdask.explorer.view import View
 from trakdask.variables import SAMPLE, TARGET, TARGET_PREFIX
-
-CONDITION_FIELDS = ("filter_name", "filter_sign", "filter_value", "filter_of")
-"""Inputs of a form that adds a condition to a view."""
-
-SIGNS = {
-    "==": "is",
-    "!=": "is not",
-    "contains": "contains",
-    ">=": "is at least",
-    "<=": "is at most",
-}
 
 
 class ConditionError(ValueError):
@@ -60,43 +47,6 @@ def condition_mask(
     except ValueError as err:
         raise ConditionError(str(err)) from err
     return np.broadcast_to(mask.isel({TARGET: 0}, missing_dims="ignore").values, len(table))
-
-
-def column_condition(table: pd.DataFrame, name: str, sign: str, text: str) -> str:
-    """Return a condition on a column, with the text as a value of its type.
-
-    Raises
-    ------
-    ValueError
-        If there is no such column, or the text is no such value.
-
-    Examples
-    --------
-    >>> column_condition(pd.DataFrame({"label": [3], "source": ["web"]}), "label", ">=", "3")
-    'label >= 3'
-    >>> column_condition(pd.DataFrame({"source": ["web"]}), "source", "contains", "we")
-    "'we' in source"
-    """
-    if name not in table or not name.isidentifier():
-        raise ValueError(f"There is no column {name!r:.60} that a condition can name.")
-    if sign == "contains":
-        return f"{text!r} in {name}"
-    try:
-        return f"{name} {sign} {_typed(text, table[name].dtype.kind)!r}"
-    except ValueError as err:
-        raise ValueError(f"The values of {name} are numbers, and {text!r:.60} is none.") from err
-
-
-def _typed(text: str, kind: str) -> bool | int | float | str:
-    """Return a text as a value of a kind of dtype."""
-    match kind:
-        case "b":
-            return text.lower() in ("true", "yes", "1")
-        case "i" | "u":
-            return int(text)
-        case "f":
-            return float(text)
-    return text
 
 
 def joined(where: str, condition: str) -> str:
@@ -164,18 +114,3 @@ def _joined_by_and(node: ast.expr) -> Iterator[str]:
             yield f"({ast.unparse(node)})"
         case _:
             yield ast.unparse(node)
-
-
-def with_condition(query: str, view: View, samples: pd.DataFrame, targets: pd.DataFrame) -> View:
-    """Return a view with the condition that the form in a query adds, if there is one."""
-    texts = {name: values[-1] for name, values in parse_qs(query.removeprefix("?")).items()}
-    name, sign, text, of = (texts.get(field, "") for field in CONDITION_FIELDS)
-    if not name or sign not in SIGNS or not text:
-        return view
-    where, table = ("targets_where", targets) if of == "targets_where" else ("where", samples)
-    try:
-        condition = column_condition(table, name, sign, text)
-    except ValueError as err:
-        return view.replace(errors={**view.errors, "filter_value": str(err)})
-    changed = {where: joined(getattr(view, where), condition)}
-    return view.replace(errors=view.errors, **changed)

@@ -78,7 +78,7 @@ class Explorer(Attributions):
         OSError
             If this machine has no such address, or the port is taken.
         """
-        from trakdask.explorer.app import server  # optional dependency
+        from trakdask.explorer.server import server  # optional dependency
 
         listening, url = server(self.app, host=host, port=port)
         announce(url)

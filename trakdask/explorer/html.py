@@ -18,10 +18,11 @@ from trakdask._version import __version__
 from trakdask.attribution.estimators import KINDS as ESTIMATORS
 from trakdask.attribution.protocol import Rule
 from trakdask.errors import BlockError
-from trakdask.explorer.conditions import SIGNS, has_terms, toggled, without
-from trakdask.explorer.marks import KINDS, SHORT
-from trakdask.explorer.new_targets import MOST_BYTES
+from trakdask.explorer.conditions import has_terms, toggled, without
+from trakdask.explorer.mark_file import KINDS
+from trakdask.explorer.questions import LEVEL
 from trakdask.explorer.tables import ROWS
+from trakdask.explorer.uploads import MOST_BYTES
 from trakdask.plots import power_of_ten
 
 _FOLDER = Path(__file__).parent
@@ -159,9 +160,9 @@ def _templates() -> Environment:
         "share": _share, "value": value,
     }  # fmt: skip
     templates.globals |= {
-        "ESTIMATORS": ("auto", *ESTIMATORS), "KINDS": KINDS,
-        "MOST_BYTES": MOST_BYTES, "ROWS": ROWS, "RULES": get_args(Rule), "SHORT": SHORT,
-        "SIGNS": SIGNS, "count": count, "has_terms": has_terms, "identifiers": _identifiers,
+        "ESTIMATORS": ("auto", *ESTIMATORS), "KINDS": KINDS, "LEVEL": LEVEL,
+        "MOST_BYTES": MOST_BYTES, "ROWS": ROWS, "RULES": get_args(Rule),
+        "count": count, "has_terms": has_terms, "identifiers": _identifiers,
         "now": partial(datetime.now, UTC), "rows": _rows, "toggled": toggled,
         "version": __version__, "without": without,
     }  # fmt: skip

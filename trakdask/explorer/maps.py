@@ -10,7 +10,7 @@ import pandas as pd
 
 from trakdask.explorer import tables
 from trakdask.explorer.attributions import Attributions
-from trakdask.explorer.marks import KINDS
+from trakdask.explorer.mark_file import KINDS
 from trakdask.explorer.view import View
 
 _LEVELS = 4

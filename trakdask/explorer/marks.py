@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import os
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,24 +12,13 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from trakdask.checks import require_choice, shown
-from trakdask.errors import StoreBusyError
-from trakdask.files import Folder, explained, location
+from trakdask.checks import shown
+from trakdask.explorer import mark_file as tables
+from trakdask.files import Folder, location
 from trakdask.storage import open
-from trakdask.storage.lock import lock
 from trakdask.variables import NORM, SAMPLE
 
-KINDS = ("wrong label", "duplicate", "remove")
-"""The marks that a sample may have, one or more of them."""
-
-SHORT = {"wrong label": "wrong", "duplicate": "dupl.", "remove": "remove"}
-"""What is written on the buttons of the marks."""
-
-_COLUMNS = (SAMPLE, "mark", "who", "time")
-_KEY = [SAMPLE, "mark", "who"]
 _SUFFIX = ".marks.parquet"
-_PATIENCE_S = 10.0
-_LOOKED_EVERY_S = 0.1
 
 
 class Marks:
@@ -64,11 +50,6 @@ class Marks:
     FileNotFoundError
         If it is in a folder of this machine that does not exist.
 
-    Notes
-    -----
-    While the file is changed there is a lock beside it, as in stores: ``train.marks.parquet.lock``.
-    If its process has ended without removing it, the next writer takes it over.
-
     Examples
     --------
     >>> import tempfile
@@ -97,12 +78,17 @@ class Marks:
         if not isinstance(who, str):
             raise TypeError(f"expected who as text, got {shown(who)}; try who='Ada'")
         url = location(path)
-        parent, _, self._name = url.rpartition("/")
-        self._folder = Folder.at(parent or "/", storage_options)
-        self.path: Path | str = Path(url) if self._folder.is_local else url
-        if not self._name or (isinstance(self.path, Path) and self.path.is_dir()):
+        parent, _, name = url.rpartition("/")
+        folder = Folder.at(parent or "/", storage_options)
+        self._file = tables.MarkFile(folder, name)
+        self.path: Path | str = Path(url) if folder.is_local else url
+        if not name or (folder.is_local and os.path.isdir(url)):
             raise ValueError(f"expected marks in a file, got {url!r}; try 'train{_SUFFIX}'")
-        self._require_folder()
+        if folder.is_local and not os.path.isdir(folder.url):
+            raise FileNotFoundError(
+                f"expected marks in a folder that exists, got {url!r}; try the path of the store, "
+                "as in Marks.beside('train.zarr')"
+            )
         self.storage_options = storage_options
         self.store = None if store is None else location(store)
         self.who = who
@@ -116,10 +102,7 @@ class Marks:
         who: str = "",
         storage_options: Mapping[str, Any] | None = None,
     ) -> Marks:
-        """Return the marks of a store: ``train.marks.parquet`` beside ``train.zarr``.
-
-        Raises the errors of :class:`Marks`.
-        """
+        """Return the marks of a store: ``train.marks.parquet`` beside ``train.zarr``."""
         return cls(_beside(store), store=store, who=who, storage_options=storage_options)
 
     def __repr__(self) -> str:
@@ -132,10 +115,7 @@ class Marks:
 
     def by(self, who: str) -> Marks:
         """Return the marks in the same file for another person, whose ``undo`` is their own."""
-        options = self.storage_options
-        return Marks(self.path, store=self.store, who=who, storage_options=options)
-
-    # ------------------------------------------------------------------------------------ changes
+        return Marks(self.path, store=self.store, who=who, storage_options=self.storage_options)
 
     def mark(self, samples: Any, label: str) -> int:
         """Mark samples; a sample that this person has marked so keeps its mark as it is.
@@ -143,27 +123,26 @@ class Marks:
         Parameters
         ----------
         samples
-            What :meth:`ids` has for them: their labels, or rows in the store.
+            The labels or rows by which :meth:`ids` knows them.
         label
             ``"wrong label"``, ``"duplicate"`` or ``"remove"``.
 
         Returns
         -------
-        How many samples have it from this person that had not.
+        How many samples got the mark from this person.
 
         Raises
         ------
         TypeError, ValueError
-            If samples are neither integers nor text, or not of the kind that is marked in the file
-            already; if there is no such mark, or the file is not one of marks, or one of another
-            store.
+            If samples are neither integers nor text, or the file knows its samples by the other of
+            the two; if there is no such mark, or the file has no marks, or marks of another store.
         StoreBusyError
             If another process keeps the file locked for ten seconds.
         OSError
             If the file cannot be written.
         """
-        wanted = self._rows(samples, label)
-        return self._change(lambda before: _joined(before, wanted))
+        wanted = tables.made(samples, label, self.who)
+        return self._change(lambda before: tables.joined(before, wanted))
 
     def unmark(self, samples: Any, label: str) -> int:
         """Take this person's mark from samples; return how many had it.
@@ -171,26 +150,23 @@ class Marks:
         Takes the arguments, and raises the errors, of :meth:`mark`. For another person's mark, call
         ``marks.by("Bob").unmark(...)``.
         """
-        wanted = self._rows(samples, label)
-        return self._change(lambda before: _without(before, wanted, _KEY))
+        wanted = tables.made(samples, label, self.who)
+        return self._change(lambda before: tables.without(before, wanted))
 
     def undo(self) -> int:
         """Take back the last change of this object that it has not taken back yet.
 
-        What others have changed since stays as it is.
-
-        Returns
-        -------
-        How many marks came or went; 0 if there is nothing to take back.
+        What others have changed since stays as it is. Returns how many marks came or went, 0 if
+        there is nothing to take back.
         """
         if not self._done:
             return 0
         added, taken = self._done[-1]
-        changed = self._change(lambda before: _joined(_without(before, added, _COLUMNS), taken))
+        changed = self._change(
+            lambda before: tables.joined(tables.without(before, added, tables.COLUMNS), taken)
+        )
         del self._done[-2 if changed else -1 :]  # the undoing, too, is no change to be undone
         return changed
-
-    # ---------------------------------------------------------------------------------- questions
 
     def table(self) -> pd.DataFrame:
         """Return all marks, in the order in which they were made.
@@ -198,34 +174,13 @@ class Marks:
         Returns
         -------
         One row for each sample, mark and person, with the columns ``sample`` (int64 or text),
-        ``mark``, ``who`` and ``time`` (UTC).
-
-        Raises
-        ------
-        ValueError
-            If the file is not one of marks.
+        ``mark``, ``who`` and ``time`` (UTC). A file that has no marks raises a ValueError.
         """
-        try:
-            data = self._folder.read(self._name)
-        except FileNotFoundError:
-            return _frame(np.empty(0, np.int64), "", "")
-        try:
-            table = pd.read_parquet(io.BytesIO(data))
-        except ValueError as err:
-            raise self._foreign(f"{len(data)} bytes that are no parquet ({err})") from err
-        if tuple(table) != _COLUMNS:
-            raise self._foreign(f"the columns {list(table)}")
-        return table
+        return self._file.read()
 
     def samples(self, label: str) -> np.ndarray:
-        """Return the samples that anybody has marked so: labels, or rows in the store; (marked,).
-
-        Raises
-        ------
-        ValueError
-            If there is no such mark, or the file is not one of marks.
-        """
-        _require_kind(label)
+        """Return the samples with a mark, by anybody: labels, or rows in the store; (marked,)."""
+        tables.require_kind(label)
         table = self.table()
         return table.loc[table["mark"] == label, SAMPLE].drop_duplicates().to_numpy()
 
@@ -282,17 +237,15 @@ class Marks:
             If there is no such mark; when it is called, the errors of :meth:`ids`, or if the
             samples in the file are of another kind.
         """
-        _require_kind(label)
+        tables.require_kind(label)
 
         def chosen(features: xr.Dataset) -> xr.DataArray:
             ids, marked = self.ids(features), self.samples(label)
             if len(marked):
-                _require_same_kind(marked, ids)
+                tables.require_same_kind(marked, ids)
             return xr.DataArray(np.isin(ids, marked), dims=SAMPLE)
 
         return chosen
-
-    # ---------------------------------------------------------------------------------- the store
 
     @cached_property
     def _rows_of(self) -> dict[Any, Any]:
@@ -313,115 +266,30 @@ class Marks:
         """Reject marks of rows of other samples; samples may have been appended since."""
         if not marked or not self._rows_of:
             return
-        grown = self._rows_of["source"].startswith(f"{marked['source']} + ")
-        if (grown or self._rows_of["source"] == marked["source"]) and (
-            self._rows_of["samples"] >= marked["samples"]
-        ):
-            return
-        raise ValueError(
-            f"expected the marks {str(self.path)!r} to be of the samples in {self.store!r}, "
-            f"{self._rows_of}, got marks of the rows of {marked}; try another file, or labels in "
-            "the coord 'sample', by which marks stay with their samples"
-        )
-
-    # ----------------------------------------------------------------------------------- the file
-
-    def _rows(self, samples: Any, label: str) -> pd.DataFrame:
-        _require_kind(label)
-        are_several = np.iterable(samples) and not isinstance(samples, str)
-        ids = list(samples) if are_several else [samples]
-        kind = pd.api.types.infer_dtype(ids, skipna=False)
-        if kind not in ("integer", "string", "empty"):
-            raise TypeError(
-                f"expected samples as integers or as text, got {shown(samples)}; try "
-                "marks.ids(features)[[0, 7]]"
+        source, n = self._rows_of["source"], self._rows_of["samples"]
+        is_same = source == marked["source"] or source.startswith(f"{marked['source']} + ")
+        if not is_same or n < marked["samples"]:
+            raise ValueError(
+                f"expected the marks {str(self.path)!r} to be of the samples in {self.store!r}, "
+                f"{self._rows_of}, got marks of the rows of {marked}; try another file, or labels "
+                "in the coord 'sample', by which marks stay with their samples"
             )
-        values = np.array(ids, object if kind == "string" else np.int64)
-        return _frame(values, label, self.who)
 
     def _change(self, of: Callable[[pd.DataFrame], pd.DataFrame]) -> int:
         """Write what a function makes of the marks, and remember what came and went."""
-        with self._locked() as require_held:
+        with self._file.locked() as require_held:
             before = self.table()
             after = of(before)
             if before[SAMPLE].dtype.kind == "i":
                 self._require_same_samples(before.attrs)
-            added, taken = _without(after, before, _KEY), _without(before, after, _KEY)
+            added, taken = tables.without(after, before), tables.without(before, after)
             if changed := len(added) + len(taken):
                 require_held()
                 after.attrs = before.attrs if len(before) else self._rows_of
-                self._folder.write(self._name, after.to_parquet(index=False))
+                self._file.write(after)
                 self._done.append((added, taken))
         return changed
-
-    @contextmanager
-    def _locked(self) -> Iterator[Callable[[], None]]:
-        """Be the only writer of the file, after waiting for others; see :func:`lock`."""
-        self._require_folder()
-        deadline = time.monotonic() + _PATIENCE_S
-        try:
-            with ExitStack() as stack:
-                while True:
-                    try:
-                        held = lock(self._folder, "mark samples", name=f"{self._name}.lock")
-                        require_held = stack.enter_context(held)
-                        break
-                    except StoreBusyError:
-                        if time.monotonic() > deadline:
-                            raise
-                        time.sleep(_LOOKED_EVERY_S)
-                yield require_held
-        except OSError as err:
-            raise explained(
-                err,
-                f"expected to write the marks {str(self.path)!r}, but that failed "
-                f"({type(err).__name__}: {err}); try another file",
-            ) from err
-
-    def _require_folder(self) -> None:
-        if self._folder.is_local and not Path(self._folder.url).is_dir():
-            raise FileNotFoundError(
-                f"expected marks in a folder that exists, got {str(self.path)!r}; try the path of "
-                "the store, as in Marks.beside('train.zarr')",
-            )
-
-    def _foreign(self, found: str) -> ValueError:
-        return ValueError(
-            f"expected marks in {str(self.path)!r}, got {found}; try another file, or deleting it "
-            "if its marks are not needed"
-        )
 
 
 def _beside(store: str | os.PathLike[str]) -> str:
     return location(store).rstrip("/").removesuffix(".zarr") + _SUFFIX
-
-
-def _frame(ids: np.ndarray, label: str, who: str) -> pd.DataFrame:
-    time = pd.Timestamp.now("UTC").as_unit("us")
-    return pd.DataFrame({SAMPLE: pd.unique(ids), "mark": label, "who": who, "time": time})
-
-
-def _joined(rows: pd.DataFrame, more: pd.DataFrame) -> pd.DataFrame:
-    """Return rows, and more rows that are not among them."""
-    if not len(rows) or not len(more):
-        return rows if len(rows) else more
-    _require_same_kind(rows[SAMPLE].to_numpy(), more[SAMPLE].to_numpy())
-    return pd.concat([rows, _without(more, rows, _KEY)], ignore_index=True)
-
-
-def _without(rows: pd.DataFrame, others: pd.DataFrame, names: Collection[str]) -> pd.DataFrame:
-    """Return the rows that are not among the others, by the columns of these names."""
-    keys = (pd.MultiIndex.from_frame(table[list(names)]) for table in (rows, others))
-    return rows[~next(keys).isin(next(keys))]
-
-
-def _require_kind(label: object) -> None:
-    require_choice("the mark", label, KINDS, remedy=f"try {KINDS[0]!r}")
-
-
-def _require_same_kind(before: np.ndarray, ids: np.ndarray) -> None:
-    if (before.dtype.kind in "iu") != (ids.dtype.kind in "iu"):
-        raise TypeError(
-            f"expected samples known by what is marked already, such as {before[0]!r}, got "
-            f"{ids[0]!r}; try Marks with another file"
-        )

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
-from base64 import b64decode, b64encode
-from binascii import Error
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -17,20 +14,9 @@ import trakdask as td
 from trakdask.checks import is_tensor, shown
 from trakdask.explorer.computing import compute
 from trakdask.explorer.tables import Classifier, metadata
+from trakdask.explorer.uploads import decoded_image, thumbnail, too_large
 from trakdask.provenance import require_comparable
 from trakdask.variables import CHECKPOINT, SAMPLE, checkpoint_names
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-MOST_BYTES = 10 * 2**20
-"""The largest size of an uploaded file."""
-
-_MOST_PIXELS = 50_000_000
-"""The largest size of an uploaded image, which takes three bytes for each in memory."""
-
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-_SHOWN_PIXELS = 256
 
 _NEW = "new"
 """The coord that is true for the targets that were added on the spot."""
@@ -105,7 +91,8 @@ class TargetMaker:
             {name: x[None] for name, x in arrays.items()},
             coords={name: x[None] for name, x in coords.items()},
         )
-        return self._featurized(samples), html
+        lazy = td.featurize(samples, self.model, like=self.features)[list(_ARRAYS)]
+        return compute(lazy)[0], html
 
     def _content(self, content: Mapping[str, str]) -> tuple[dict[str, np.ndarray], str]:
         """Return the variables of the task, without a dimension of samples, and the content."""
@@ -113,13 +100,13 @@ class TargetMaker:
         html = ""
         if self.preprocess is not None:
             if size := content.get("too_large"):
-                raise _too_large(f"{int(size) / 1e6:.1f} MB")
+                raise too_large(f"{int(size) / 1e6:.1f} MB")
             if not content.get("image"):
                 raise ValueError("Choose the file of an image.")
             image = decoded_image(content["image"])
             name = str(getattr(self.model.task, "image", "image"))
             variables |= _by_name(self.preprocess(image), name, "preprocess")
-            html += f'<img src="{_thumbnail(image)}" alt="the image that was uploaded">'
+            html += f'<img src="{thumbnail(image)}" alt="the image that was uploaded">'
         if self.tokenizer is not None:
             text = content.get("text", "")
             if not 0 < len(text.strip()) <= _MOST_CHARACTERS:
@@ -129,12 +116,6 @@ class TargetMaker:
             html += f'<p class="text">{escape(text)}</p>'
         used = getattr(self.model.task, "variables", None) or tuple(variables)
         return {n: _array(n, value) for n, value in variables.items() if n in used}, html
-
-    def _featurized(self, samples: xr.Dataset) -> xr.Dataset:
-        lazy = td.featurize(samples, self.model, like=self.features)
-        features: xr.Dataset
-        (features,) = compute(lazy[list(_ARRAYS)])
-        return features
 
 
 def classifier(
@@ -286,48 +267,3 @@ def _number(name: str, text: str) -> np.ndarray:
         raise ValueError(f"The {name} must be a number, not {text!r:.60}.") from err
     whole = numbers.astype(np.int64) if (numbers == np.trunc(numbers)).all() else numbers
     return whole if "," in text else whole[0]
-
-
-def decoded_image(content: str) -> Image:
-    """Return an image in RGB, the way up it was taken, from its file in base64.
-
-    The number of pixels is read from the head of the file, before any of them is decoded.
-
-    Raises
-    ------
-    ValueError
-        If the file is larger than 10 MB, or is no image, a damaged one, or one of more than 50
-        million pixels.
-    """
-    from PIL import Image, ImageOps  # optional dependency, of matplotlib
-
-    if len(content) > MOST_BYTES * 4 / 3 + 4:
-        raise _too_large(f"{len(content) * 3e-6 / 4:.1f} MB")
-    try:
-        file = io.BytesIO(b64decode(content, validate=True))
-        with Image.open(file, formats=_FORMATS) as image:
-            width, height = image.size
-            if width * height <= _MOST_PIXELS:
-                return ImageOps.exif_transpose(image).convert("RGB")
-    except Image.DecompressionBombError as err:
-        raise _too_large("too many pixels") from err
-    except (OSError, SyntaxError, Error, ValueError, EOFError) as err:
-        raise ValueError(
-            f"This file cannot be read as an image. It may be one of {', '.join(_FORMATS)}."
-        ) from err
-    raise _too_large(f"{width:,} × {height:,} pixels")
-
-
-def _thumbnail(image: Image) -> str:
-    """Return an image of at most 256 × 256 pixels as a PNG in a URL."""
-    small, buffer = image.copy(), io.BytesIO()
-    small.thumbnail((_SHOWN_PIXELS, _SHOWN_PIXELS))
-    small.save(buffer, format="png")
-    return f"data:image/png;base64,{b64encode(buffer.getvalue()).decode()}"
-
-
-def _too_large(size: str) -> ValueError:
-    return ValueError(
-        f"This image is too large: {size}. It may have up to {MOST_BYTES // 2**20} MB and "
-        f"{_MOST_PIXELS:,} pixels."
-    )

@@ -7,10 +7,8 @@ on the active dask client, or on threads. Scores of all samples and targets neve
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
-from functools import cached_property, lru_cache
-from itertools import pairwise
+from functools import lru_cache
 from typing import Any
 
 import dask.array as da
@@ -20,51 +18,32 @@ import xarray as xr
 
 import trakdask as td
 from trakdask import arrays
-from trakdask.attribution.estimators import EstimatorLike, GradDot, Trak, resolve
+from trakdask.attribution.estimators import EstimatorLike, resolve
 from trakdask.attribution.operands import solver
 from trakdask.attribution.protocol import LEAST_FOLDS, GramEstimator
 from trakdask.attribution.uncertainty import estimated
 from trakdask.explorer import tables
 from trakdask.explorer.computing import compute
 from trakdask.explorer.conditions import condition_mask
-from trakdask.explorer.directions import find_duplicates, find_places
 from trakdask.explorer.marks import Marks
-from trakdask.explorer.settings import Setting, Settings
+from trakdask.explorer.settings import Setting
+from trakdask.explorer.training_questions import TrainingQuestions
 from trakdask.explorer.view import View
-from trakdask.variables import (
-    CHECKPOINT,
-    SAMPLE,
-    TARGET,
-    TRAINED_ON,
-    checkpoint_names,
-    lazy_features,
-)
+from trakdask.variables import SAMPLE, TARGET, TRAINED_ON, lazy_features
 
 LEVEL = 0.9
 """Which part of the intervals contains the score, as in :func:`trakdask.intervals` by default."""
 
-_NUMBERS = ("output", "disagreement", "loss", "Q")
-_MOST_GROUPS = 1000
 _MOST_TARGETS = 25
 """How many targets are columns where they have no groups."""
-
-_BINS = 30
-_DIGITS = 6
-"""Digits of the edges of bins, so that a condition can name them."""
 
 _ROWS_KEPT = 2
 """How many targets keep the scores of all training samples, 8 bytes for each sample."""
 
-_SETTINGS_KEPT = 4
-"""How many settings keep the self-influence of all training samples."""
-
-_MOST_POINTS = 5000
-"""How many samples are drawn on the map."""
-
 Words = Callable[..., xr.DataArray]
 
 
-class Questions:
+class Questions(TrainingQuestions):
     """Answers about features and targets.
 
     Parameters
@@ -94,14 +73,9 @@ class Questions:
         training_classifier: tables.Classifier | None = None,
         marks: Marks | None = None,
     ) -> None:
-        self.features, self._words, self._classifier = features, words, classifier
-        self.marks = marks
-        self.training = tables.SampleTable(features, features, training_classifier)
+        super().__init__(features, estimator, training_classifier, marks)
+        self._words, self._classifier = words, classifier
         self._grades: dict[tuple[Any, ...], xr.Dataset] = {}
-        self.settings = Settings(features, estimator)
-        self._influences: dict[tuple[Any, ...], np.ndarray] = {}
-        self._duplicates = lru_cache(4)(lambda name: find_duplicates(self._features_at(name)))
-        self._map = lru_cache(4)(lambda name: find_places(self._features_at(name), self.points))
         self._explain(targets)
 
     def with_targets(self, targets: xr.Dataset) -> Questions:
@@ -114,45 +88,6 @@ class Questions:
         self.targets = tables.SampleTable(targets, self.features, self._classifier)
         self._scores = lru_cache(_ROWS_KEPT)(self._scored)
         self._credits = lru_cache(_ROWS_KEPT)(self._credited)
-
-    @cached_property
-    def metadata(self) -> pd.DataFrame:
-        """The coords of the training samples, by position."""
-        return tables.metadata(self.features)
-
-    @cached_property
-    def groupings(self) -> list[str]:
-        """The coords with 2 to 1,000 values, each of two training samples or more on average."""
-        return tables.few_values(self.metadata, _MOST_GROUPS)
-
-    @cached_property
-    def sample_ids(self) -> np.ndarray:
-        """What each training sample is called in the marks, (sample,)."""
-        assert self.marks is not None
-        return self.marks.ids(self.features)
-
-    def marked(self) -> pd.DataFrame:
-        """Return all marks with the ``position`` of their samples; none if none are kept."""
-        if self.marks is None:
-            return pd.DataFrame({SAMPLE: [], "mark": [], "who": [], "position": []})
-        return self.marks.at(self.sample_ids)
-
-    def mark_texts(self) -> pd.Series[str]:
-        """Return the marks that each training sample has from anybody, as one text."""
-        table = self.marked().drop_duplicates(["position", "mark"]).sort_values("mark")
-        texts = table.groupby("position")["mark"].agg(", ".join)
-        return texts.reindex(self.metadata.index, fill_value="").astype(object)
-
-    @cached_property
-    def checkpoints(self) -> list[str]:
-        """The names of the checkpoints."""
-        return checkpoint_names(self.features)
-
-    def setting(self, view: View) -> Setting:
-        """Return how a view makes scores."""
-        return self.settings.of(view)
-
-    # ----------------------------------------------------------------------------------- a target
 
     def top(self, view: View, *, largest: bool = True) -> pd.DataFrame:
         """Return the k training samples that helped or harmed a target most.
@@ -261,32 +196,7 @@ class Questions:
 
     def values(self, view: View, name: str) -> np.ndarray:
         """Return the ``score``, the ``self_influence`` or a number of every training sample."""
-        if name == "score":
-            return self.scores(view)
-        is_influence = name == "self_influence"
-        return self.influences(view) if is_influence else self.training.numbers[name].to_numpy()
-
-    def histogram(self, view: View, name: str) -> pd.DataFrame:
-        """Return how :meth:`values` of training samples are distributed.
-
-        A row for each bin: its ends ``low`` and ``high``, how many ``samples`` are in it, their
-        logarithm as ``height``, and the ``condition`` that a sample is in it. Bins have the same
-        width, in the logarithm of self-influence and of losses.
-        """
-        is_signed, values = name in ("score", "Q"), self.values(view, name)
-        values = values[np.isfinite(values) & ((values > 0) | is_signed)]
-        edges = _edges(values, is_logarithmic=not is_signed) if len(values) else values
-        counts = np.histogram(values, edges)[0] if len(values) else values
-        ends = [f"{edge:.{_DIGITS}g}" for edge in edges]
-        return pd.DataFrame(
-            {
-                "low": edges[:-1],
-                "high": edges[1:],
-                "samples": counts,
-                "height": np.log1p(counts),
-                "condition": [f"{name} >= {x} and {name} < {y}" for x, y in pairwise(ends)],
-            }
-        )
+        return self.scores(view) if name == "score" else super().values(view, name)
 
     def _target(self, setting: Setting, position: int) -> xr.Dataset:
         tables.require_position(position, self.targets.features.sizes[SAMPLE], "target")
@@ -310,8 +220,6 @@ class Questions:
         table = self._table(view).assign(score=self.scores(view))
         return condition_mask(table, view.where, self.targets.metadata.iloc[[view.target]])
 
-    # ------------------------------------------------------------------------ one training sample
-
     def targets_of(self, view: View) -> pd.DataFrame:
         """Return the targets that a training sample helped most and harmed most, best first.
 
@@ -334,76 +242,6 @@ class Questions:
             table["spread"] = _spread(tiles["error"], setting)
         return table
 
-    def sample(self, view: View) -> pd.Series:
-        """Return the coords of a training sample, its output, loss and self-influence."""
-        setting = self.setting(view)
-        tables.require_position(view.sample, setting.features.sizes[SAMPLE], "training sample")
-        one = setting.features.isel({SAMPLE: [view.sample]})
-        (influence,) = compute(_self_influence(setting, one).data)
-        numbers = self.training.numbers.iloc[view.sample]
-        facts = pd.Series({**numbers, "self_influence": influence[0]}, dtype=object)
-        whole: pd.Series[Any] = pd.concat([tables.row_of(self.metadata, view.sample), facts])
-        return whole
-
-    # ----------------------------------------------------------------------- all training samples
-
-    def ranking(self, view: View, name: str = "self_influence") -> pd.DataFrame:
-        """Return the training samples that a view selects, largest ``values`` of a name first.
-
-        Without a name in their order.
-        """
-        table = self.metadata.iloc[self.selected(view)]
-        if not name:
-            return table
-        table = table.assign(**{name: self.values(view, name)[table.index]})
-        key = np.abs if name == "Q" else None
-        return table.sort_values(name, ascending=False, kind="stable", key=key)
-
-    def selected(self, view: View) -> np.ndarray:
-        """Return the positions of the training samples that meet the condition of a view."""
-        return np.flatnonzero(condition_mask(self._table(view), view.where))
-
-    def facets(self, view: View) -> list[tables.Facet]:
-        """Return how many of the training samples that a view selects have which metadata."""
-        table, names = self._table(view), self.groupings
-        if self.marks is not None and (texts := self.mark_texts()).any():
-            table, names = table.assign(mark=texts), [*names, "mark"]
-        return tables.facets(table, names, view.where)
-
-    def _table(self, view: View) -> pd.DataFrame:
-        """Return the columns that the condition of a view on training samples may name."""
-        named = {*re.findall(r"\w+", view.where)}
-        more: dict[str, Any] = {**self.training.numbers} if named & {*_NUMBERS} else {}
-        if "self_influence" in named:
-            more["self_influence"] = self.influences(view)
-        if named & {"map_x", "map_y"}:
-            more |= self.map(view)
-        if "mark" in named:
-            more["mark"] = self.mark_texts()
-        return self.metadata.assign(**{n: x for n, x in more.items() if n not in self.metadata})
-
-    @property
-    def first_row(self) -> pd.DataFrame:
-        """One row with the columns that a condition on training samples may name."""
-        numbers = dict.fromkeys([*self.training.numbers, "self_influence", "map_x", "map_y"], 0.0)
-        more: dict[str, Any] = {**numbers, "mark": ""}
-        return self.metadata[:1].assign(**{n: x for n, x in more.items() if n not in self.metadata})
-
-    def influences(self, view: View) -> np.ndarray:
-        """Return the self-influence of every training sample, (sample,)."""
-        key = _key(view)
-        if (values := self._influences.get(key)) is None:
-            setting = self.setting(view)
-            (values,) = compute(_self_influence(setting, setting.features).data)
-            self._influences[key] = values
-            for old in list(self._influences)[:-_SETTINGS_KEPT]:
-                self._influences.pop(old, None)
-        return np.asarray(values)
-
-    def has_influences(self, view: View) -> bool:
-        """Return whether :meth:`influences` are at hand, without a computation."""
-        return _key(view) in self._influences
-
     def heatmap(self, view: View, across: str = "") -> pd.DataFrame:
         """Return mean scores of groups of training samples (rows) and of targets (columns).
 
@@ -425,63 +263,17 @@ class Questions:
         index = pd.Index(sums[view.group_by].values, name=view.group_by)
         return pd.DataFrame(sums.values, index=index, columns=pd.Index(names, name=across))
 
-    def duplicates(self, view: View) -> pd.DataFrame:
-        """Return training samples whose features point the same way as another sample's.
-
-        Columns: ``group``, numbered from 0 by the first sample of each, and ``sample``.
-
-        Raises
-        ------
-        ValueError
-            If there are more than two million samples.
-        """
-        return self._duplicates(self.first_checkpoint(view))
-
-    def map(self, view: View) -> pd.DataFrame:
-        """Return where training samples lie in the two directions in which they differ most.
-
-        Columns: ``map_x`` and ``map_y``, from 0 to 100. These are components of features of length
-        one, at one checkpoint, so that samples are near each other whose gradients point the same
-        way. NaN for samples without features.
-        """
-        return self._map(self.first_checkpoint(view))
-
-    @cached_property
-    def points(self) -> np.ndarray:
-        """The positions of the training samples that are drawn on the map, at random."""
-        n = self.features.sizes[SAMPLE]
-        return np.random.default_rng(0).choice(n, min(n, _MOST_POINTS), replace=False)
-
-    def first_checkpoint(self, view: View) -> str:
-        """Return the first checkpoint of a view, for what is found from one alone."""
-        return next(c for c in self.checkpoints if c in (view.checkpoints or self.checkpoints))
-
-    def _features_at(self, checkpoint: str) -> da.Array:
-        one = lazy_features(self.features.sel({CHECKPOINT: [checkpoint]}))
-        feature: da.Array = one["feature"].data[:, :, 0]
-        return feature
-
 
 def _spread(error: np.ndarray, setting: Setting) -> np.ndarray:
     """Return half of the intervals of scores, from their standard errors over checkpoints.
 
     With fewer than five checkpoints the standard errors themselves.
     """
-    from scipy.special import stdtrit  # the cost of importing
+    from scipy.special import stdtrit  # slow to import
 
     n = len(setting.checkpoints)
     width = stdtrit(n - 1, (1 + LEVEL) / 2) if n >= LEAST_FOLDS else 1
     return np.asarray(error * width, np.float32)
-
-
-def _edges(values: np.ndarray, *, is_logarithmic: bool) -> np.ndarray:
-    """Return edges of bins of equal width around values, of few digits."""
-    low, high = float(values.min()), float(values.max())
-    margin = 10.0 ** (1 - _DIGITS)  # rounded edges do not leave out the ends
-    low, high = low - abs(low) * margin, high + (abs(high) or 1) * margin
-    edges = (np.geomspace if is_logarithmic else np.linspace)(low, high, _BINS + 1)
-    # In the precision of the values, in which conditions compare them.
-    return np.unique([float(f"{x:.{_DIGITS}g}") for x in edges]).astype(values.dtype)
 
 
 def _scores_of_sample(setting: Setting, targets: xr.Dataset, position: int) -> da.Array:
@@ -499,14 +291,6 @@ def _scores_of_sample(setting: Setting, targets: xr.Dataset, position: int) -> d
     products = arrays.score.score(rows, solved.vectors(one), None)[:, 0]
     scores = products * solved.weight(one).mean(axis=1)[0]
     return scores
-
-
-def _self_influence(setting: Setting, features: xr.Dataset) -> xr.DataArray:
-    """Return the lazy self-influence of some samples, under the gram matrix of all."""
-    estimator = setting.estimator
-    if estimator.norms or not estimator.pooled:  # it has no self-influence of its own
-        estimator = Trak(estimator.damping) if isinstance(estimator, GramEstimator) else GradDot()
-    return td.self_influence(features, estimator)
 
 
 def _key(view: View) -> tuple[Any, ...]:

@@ -39,10 +39,7 @@ They are NaN for samples that are not at hand.
 
 @dataclass(frozen=True)
 class Facet:
-    """The most frequent values of a column, and how many rows have each of them.
-
-    ``left_out`` is how many values are not listed.
-    """
+    """The most frequent values of a column, with their counts, and how many are not listed."""
 
     name: str
     counts: pd.Series[int]
@@ -206,10 +203,11 @@ class SampleTable:
         """Return the column by which a view sorts: Q in place of a loss that is not known."""
         return self.loss if view.sort == "loss" else view.sort
 
-    def row(self, position: int) -> pd.Series[Any]:
-        """Return what the table has about one target."""
-        require_position(position, len(self.whole), "target")
-        return row_of(self.whole, position)
+    def row(self, position: int, what: str) -> pd.Series[Any]:
+        """Return metadata and numbers of one sample, a training sample or a target."""
+        require_position(position, len(self.metadata), what)
+        row = self.metadata.iloc[[position]].assign(**self.numbers.iloc[position])
+        return row.astype(object).iloc[0]  # in which integers are still integers
 
     def at(self, checkpoints: np.ndarray) -> xr.Dataset:
         """Return the features of all targets at some checkpoints."""
@@ -276,13 +274,8 @@ def few_values(table: pd.DataFrame, most: int) -> list[str]:
 def facets(table: pd.DataFrame, names: Sequence[str], where: str) -> list[Facet]:
     """Return how many of the rows that meet a condition have which value of some columns.
 
-    What the condition says about a column itself is left out for this column, so that its other
-    values are there, too.
-
-    Raises
-    ------
-    ConditionError
-        If the condition cannot be evaluated.
+    The terms of the condition that are about a column do not count for this column, so that its
+    other values are listed, too.
     """
     listed = []
     for name in names:
@@ -292,11 +285,6 @@ def facets(table: pd.DataFrame, names: Sequence[str], where: str) -> list[Facet]
             most = most.sort_index()
         listed.append(Facet(name, most, len(counts) - len(most)))
     return listed
-
-
-def row_of(table: pd.DataFrame, position: int) -> pd.Series[Any]:
-    """Return a row in which integers are still integers."""
-    return table.iloc[[position]].astype(object).iloc[0]
 
 
 def require_position(position: int, n: int, what: str) -> None:

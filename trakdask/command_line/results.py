@@ -1,0 +1,116 @@
+"""Results of a job: scores, rankings, sums, shares, and how good the scores are."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import xarray as xr
+
+import trakdask as td
+from trakdask.checks import import_callable, require_choice
+from trakdask.command_line import jobs
+from trakdask.command_line.configuration import Configuration, about, keep, section
+from trakdask.export import require_replaceable
+from trakdask.variables import TRAINED_ON
+
+_SUMS: Mapping[str, Callable[..., Any]] = {"groups": td.group_score, "credit": td.credit}
+"""The commands that add up scores by groups of samples, and their functions."""
+
+_OF_SUBSETS = ("n_subsets", "fraction", "seed")
+"""Keys of the section ``evaluate`` that say on which samples models are trained."""
+
+_WRITERS: Mapping[str, Callable[..., None]] = {".zarr": td.to_zarr, ".parquet": td.to_parquet}
+_IN_MEMORY = 2**30
+
+
+def result(configuration: Configuration, name: str) -> tuple[Any, str | None]:
+    """Compute the result of a command, and write it where the section ``outputs`` says.
+
+    Returns
+    -------
+    The result, lazy where it may not fit in memory, and its path, if it was written.
+    """
+    path = _output(configuration, name)
+    both = jobs.described_or_stored(configuration)
+    _lazy_result(name, configuration, **both)  # raises errors before anything is computed
+    result = _lazy_result(name, configuration, **jobs.saved(configuration, both))
+    if name != "score" and result.nbytes < _IN_MEMORY:
+        result = result.compute()
+    if path is not None:
+        _WRITERS[Path(path).suffix](result, path, overwrite=True)
+        keep(configuration, path)
+    return result, path
+
+
+def _output(configuration: Configuration, name: str) -> str | None:
+    """Return where to write a result, if anywhere, after a check that this is possible."""
+    path = section(configuration, "outputs").get(name)
+    if path is None:
+        return None
+    with about("outputs"):
+        ending = f"the ending of {path!r}"
+        require_choice(ending, Path(path).suffix, [*_WRITERS], remedy="try result.zarr")
+        require_replaceable(path)
+    return str(path)
+
+
+def _lazy_result(
+    name: str, configuration: Configuration, data: xr.Dataset, targets: xr.Dataset
+) -> Any:
+    options = section(configuration, "score")
+    if name in _SUMS:
+        options.pop("average", None)
+        with about(name):
+            options |= section(configuration, name)
+            return _SUMS[name](data, targets, **jobs.with_estimator(options, data))
+    with about("score"):
+        scores: Any = td.score(data, targets, **jobs.with_estimator(options, data))
+    if name == "score":
+        return scores
+    if "intervals" in configuration:
+        with about("intervals"):
+            options |= section(configuration, "intervals")
+            scores = td.intervals(data, targets, **jobs.with_estimator(options, data))
+    with about("top_k"):
+        return td.top_k(scores, **section(configuration, "top_k"))
+
+
+def evaluated(configuration: Configuration) -> Iterator[str]:
+    """Yield what is known of the quality of the scores, as sentences, the cheapest first.
+
+    Raises
+    ------
+    ConfigurationError
+        If nothing can be known: nothing was computed.
+    """
+    both, options = jobs.described_or_stored(configuration), section(configuration, "evaluate")
+    with about("evaluate"):
+        train_fn = options.pop("train_fn", None)
+        drawn = {name: options.pop(name) for name in _OF_SUBSETS if name in options}
+        inspect.signature(td.evaluate.retrain).bind("train_fn", "masks", "targets", **options)
+        if train_fn is not None:
+            train_fn = import_callable(train_fn, "train_fn")
+        elif TRAINED_ON not in both["data"].variables:
+            raise ValueError(
+                "expected checkpoints that were trained on known samples, or the name of a "
+                "function that trains, as train_fn, got neither; try td.train_on_halves"
+            )
+    both = jobs.saved(configuration, both)
+    train, targets = both["data"], both["targets"]
+    with about("score"):
+        estimator = jobs.with_estimator(section(configuration, "score"), train)["estimator"]
+    if TRAINED_ON in train.variables:
+        yield td.evaluate.cross_validate(train, targets, estimator).summary
+    if train_fn is not None:
+        scores = td.score(train, targets, estimator)
+        masks = td.evaluate.subsets(train, **{"n_subsets": 40, **drawn})
+        outputs = td.evaluate.retrain(train_fn, masks, scores, **options)
+        result = td.evaluate.lds(scores, masks, outputs).compute()
+        low, high = result.interval.values
+        yield (
+            f"these scores predict {len(masks)} retrained subsets at {float(result.lds_mean):.2f}, "
+            f"95 % interval {low:.2f} to {high:.2f}"
+        )

@@ -1,0 +1,59 @@
+"""The server of the explorer, whose address nobody can guess."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from panel.io.server import Server, get_server
+from tornado.web import RequestHandler
+
+from trakdask.checks import require_integer
+
+_TOKEN_BYTES = 24
+
+
+def server(app: Callable[[], Any], *, host: str = "127.0.0.1", port: int = 0) -> tuple[Server, str]:
+    """Return a server of an app that listens, but has not been started, and its address.
+
+    It belongs to the current event loop; see :meth:`trakdask.explorer.Explorer.serve`.
+    """
+    port = require_integer("port", port, 0, 2**16, remedy="try port=0, which takes a free one")
+    token = secrets.token_urlsafe(_TOKEN_BYTES)
+    listening = get_server(
+        {"/": app}, port, host, title="trakdask", prefix=token, ico_path="none",
+        extra_patterns=[("/favicon.ico", _NoIcon)], default_handler_class=_Refused,
+        log_function=_log,
+    )  # fmt: skip
+    # The token protects the websocket, under whatever name of this machine a browser knows it.
+    listening._tornado.websocket_origins.add("*")
+    return listening, f"http://{_in_url(host)}:{listening.port}/{token}/"
+
+
+def _in_url(host: str) -> str:
+    if host in ("0.0.0.0", "::"):  # all addresses of this machine
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
+
+
+class _Refused(RequestHandler):
+    """Answers whatever does not begin with the token."""
+
+    def prepare(self) -> None:
+        self.set_status(403)
+        self.finish("The address lacks the token that the server printed when it was started.\n")
+
+
+class _NoIcon(RequestHandler):
+    def get(self) -> None:
+        self.set_status(204)  # no content
+
+
+def _log(handler: Any) -> None:
+    """Log errors of the server, and not each request that was refused."""
+    if handler.get_status() >= 500:
+        # Without the address, which has the token.
+        what = handler.get_status(), type(handler).__name__
+        logging.getLogger(__name__).error("the status %s was answered by %s", *what)

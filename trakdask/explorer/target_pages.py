@@ -1,0 +1,142 @@
+"""Pages of targets: the table of all of them, and a single one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pandas as pd
+
+import trakdask as td
+from trakdask.explorer.attributions import Attributions
+from trakdask.explorer.common import bars, checked, grouped, neighbours, shown
+from trakdask.explorer.html import number, render, unit_of, value
+from trakdask.explorer.view import MeanTrace, View, damping_of
+
+_MOST_TEXTS = 5
+"""How many samples have their words coloured."""
+
+
+def forms(attributions: Attributions, view: View) -> str:
+    """Return the search, the condition and the values by which targets can be filtered."""
+    targets = attributions.questions.targets
+    view = checked(view, "targets_where", targets.whole)
+    is_wrong = "targets_where" in view.errors
+    counts, n_wrong = ([], 0) if is_wrong else (targets.facets(view), targets.wrong_count(view))
+    return render("target_forms", attributions, view, facets=counts, n_wrong=n_wrong)
+
+
+def table(attributions: Attributions, view: View) -> str:
+    """Return the table of the targets that a view selects."""
+    targets = attributions.questions.targets
+    selected, view = targets.selected(view), view.replace(sort=targets.sorted_by(view))
+    table = shown(selected, view)
+    contents = attributions.target_samples.html(table.index.tolist(), brief=True)
+    return render(
+        "target_table", attributions, view, table=table, total=len(selected), contents=contents
+    )
+
+
+def grade(attributions: Attributions, view: View) -> str:
+    """Return the grade of the scores."""
+    return render("grade", grade=attributions.questions.grade(view))
+
+
+def credit(attributions: Attributions, view: View) -> str:
+    """Return the share of each group of training samples in all scores of these targets."""
+    view = grouped(attributions, view)
+    if attributions.questions.targets.selected(view).empty:
+        return render("note", text="No target meets the condition.")
+    return bars(attributions, view, attributions.questions.credit(view), is_share=True)
+
+
+def target(attributions: Attributions, view: View) -> str:
+    """Return one target, with links to the targets before and after it."""
+    targets = attributions.questions.targets
+    row = targets.row(view.target, "target")
+    (content,) = attributions.target_samples.html([view.target])
+    is_wrong = "targets_where" in view.errors
+    listed = targets.selected(view.replace(targets_where="") if is_wrong else view).index.to_numpy()
+    return render(
+        "target", attributions, view, row=row, content=content,
+        reading=targets.readings([view.target])[0],
+        around=neighbours(listed, view.target, len(targets.whole)),
+    )  # fmt: skip
+
+
+def filters(attributions: Attributions, view: View) -> str:
+    """Return the forms that say which training samples are ranked, and how."""
+    questions = attributions.questions
+    target = questions.targets.metadata.iloc[[view.target]]
+    view = checked(view, "where", questions.first_row.assign(score=0.0), target)
+    return render("filters", attributions, view)
+
+
+def ranked(attributions: Attributions, view: View, *, largest: bool) -> str:
+    """Return the training samples that helped or harmed a target most."""
+    questions = attributions.questions
+    table, scores = questions.top(view, largest=largest), questions.scores(view)
+    positions = table["sample"].tolist()
+    return render(
+        "ranked", attributions, view, table=table, contents=attributions.samples.html(positions),
+        readings=questions.training.readings(positions), unit=unit_of(scores),
+        kind="helpful" if largest else "harmful",
+        summary=_summary(table, scores, grouped(attributions, view).group_by),
+    )  # fmt: skip
+
+
+def _summary(table: pd.DataFrame, scores: np.ndarray, by: str) -> str:
+    """Return in a sentence what the samples of a ranking have in common, and how much they are."""
+    is_raising = bool(table["score"].max() > -table["score"].min())
+    table = table[(table["score"] > 0) if is_raising else (table["score"] < 0)]
+    whole = np.nansum(scores[scores > 0] if is_raising else scores[scores < 0])
+    if table.empty:
+        return ""
+    n, share = len(table), 100 * table["score"].sum() / whole
+    common = ""
+    if n > 1 and by in table and (counts := table[by].value_counts()).iloc[0] >= n / 2:
+        common = f" {counts.iloc[0]} of them have {by} {value(counts.index[0])}."
+    verb = "raised" if is_raising else "lowered"
+    subject = "This sample makes" if n == 1 else f"These {n} samples make"
+    return f"{subject} up {share:.0f} % of all that {verb} its output.{common}"
+
+
+def words(attributions: Attributions, view: View, *, largest: bool) -> str:
+    """Return the words of some of these samples, coloured by their scores."""
+    questions = attributions.questions
+    top = questions.top(view.replace(k=min(view.k, _MOST_TEXTS)), largest=largest)
+    if top.empty:
+        return render("note", text="No training sample meets the condition.")
+    position, unit = top["sample"].to_numpy(), unit_of(questions.scores(view))
+    names = [f"sample {number}" for number in position]
+    scores = questions.words(view, position).assign_coords(row=("sample", names))
+    return dataclasses.replace(td.plots.text(scores, label="row"), unit=unit)._repr_html_()
+
+
+def groups(attributions: Attributions, view: View) -> str:
+    """Return sums of the scores of a target by group of training samples."""
+    view = grouped(attributions, view)
+    if not view.group_by:
+        return render("group_form", attributions, view)
+    return bars(attributions, view, attributions.questions.groups(view))
+
+
+def damping(attributions: Attributions, view: View) -> str:
+    """Return λ of each checkpoint, and the curve it was chosen by, if there is one."""
+    questions = attributions.questions
+    chosen = questions.setting(view).damping
+    if chosen is None:
+        return render("note", text="This estimator has no gram matrix, and so no λ.")
+    relative, curve = float(chosen["relative"].values), chosen
+    if view.damping and not np.isfinite(chosen["curve"].values).any():
+        # The curve stays in sight when λ is set by hand.
+        asked = damping_of(view.damping)
+        relative = asked.value if isinstance(asked, MeanTrace) else np.nan
+        curve = questions.setting(view.replace(damping="")).damping or chosen
+    values = ", ".join(number(x) for x in chosen["damping"].values)
+    text = f"{values}, in the squared units of the features"
+    if np.isfinite(relative):
+        text = f"{number(relative)} tr(K)/n"
+    rho = curve["relative_damping"].values
+    marked = int(np.argmin(np.abs(np.log(rho / relative)))) if relative > 0 else -1
+    return render("damping", attributions, view, text=text, chosen=curve, marked=marked)

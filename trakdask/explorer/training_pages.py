@@ -1,0 +1,168 @@
+"""Pages of training samples: a single one, all of them, their map, and marks."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from trakdask.explorer.attributions import Attributions
+from trakdask.explorer.common import (
+    all_marks,
+    checked,
+    grouped,
+    marked,
+    neighbours,
+    order,
+    samples_of,
+    shown,
+)
+from trakdask.explorer.html import render, unit_of
+from trakdask.explorer.maps import chosen_colour, colours, layers
+from trakdask.explorer.mark_file import KINDS
+from trakdask.explorer.marks import Marks
+from trakdask.explorer.tables import ROWS, facets
+from trakdask.explorer.view import LISTS, View
+from trakdask.variables import SAMPLE
+
+_MOST_ROWS = 60
+_MOST_DUPLICATES = 100
+
+
+def sample(attributions: Attributions, view: View) -> str:
+    """Return one training sample, with links to the samples before and after it in its list."""
+    questions = attributions.questions
+    row = questions.sample(view)
+    (content,) = attributions.samples.html([view.sample])
+    n = attributions.features.sizes[SAMPLE]
+    listed = samples_of(attributions, view, view.of) if view.of else np.arange(n)
+    around = neighbours(listed, view.sample, n)
+    first = around["place"] // ROWS * ROWS if view.sample in listed else 0
+    page = LISTS.get(view.of, "corpus")
+    return render(
+        "sample", attributions, view, row=row, content=content, around=around,
+        reading=questions.training.readings([view.sample])[0],
+        back=view.replace(page=page, first=0 if page == "target" else first),
+    )  # fmt: skip
+
+
+def targets_of_sample(attributions: Attributions, view: View) -> str:
+    """Return the targets that a training sample helped and harmed most."""
+    targets = attributions.questions.targets
+    table = attributions.questions.targets_of(view)
+    positions = table.index.tolist()
+    return render(
+        "targets_of_sample", attributions, view, table=table, unit=unit_of(table["score"]),
+        contents=attributions.target_samples.html(positions, brief=True),
+        readings=targets.readings(positions), names=[*targets.metadata],
+    )  # fmt: skip
+
+
+def forms(attributions: Attributions, view: View) -> str:
+    """Return the condition and the values by which training samples can be filtered."""
+    view = checked(view, "where", attributions.questions.first_row)
+    counts = [] if "where" in view.errors else attributions.questions.facets(view)
+    return render("corpus", attributions, view, facets=counts)
+
+
+def heat(attributions: Attributions, view: View) -> str:
+    """Return mean scores of groups of training samples for groups of targets."""
+    view = grouped(attributions, view)
+    if not view.group_by:
+        return render("group_form", attributions, view)
+    names = attributions.questions.targets.groupings
+    across = view.group_by if view.group_by in names else (*names, "")[0]
+    heat = attributions.questions.heatmap(view, across)
+    strongest = heat.abs().max(axis=1).nlargest(_MOST_ROWS).index
+    heat = heat[heat.index.isin(strongest)] if len(heat) > _MOST_ROWS else heat
+    largest = float(np.nanmax(np.abs(heat.to_numpy()), initial=0.0))
+    return render("heat", attributions, view, heat=heat, unit=unit_of(heat), largest=largest)
+
+
+def ranking(attributions: Attributions, view: View, *, section: str) -> str:
+    """Return the training samples that a view selects, in the order of a section."""
+    questions, name = attributions.questions, order(attributions, view, section)
+    ranking = questions.ranking(view, name)
+    table = shown(ranking, view)
+    positions = table.index.tolist()
+    return render(
+        "ranking", attributions, view, table=table, total=len(ranking), name=name, section=section,
+        contents=attributions.samples.html(positions, brief=True),
+        readings=questions.training.readings(positions),
+        unit=unit_of(questions.values(view, name)) if name else 0,
+    )  # fmt: skip
+
+
+def duplicates(attributions: Attributions, view: View) -> str:
+    """Return groups of samples whose features point the same way."""
+    table = attributions.questions.duplicates(view)
+    groups = [group.tolist() for _, group in table[:_MOST_DUPLICATES].groupby("group")["sample"]]
+    return render("duplicates", attributions, view, table=table, groups=groups)
+
+
+def map_of(attributions: Attributions, view: View) -> str:
+    """Return the map of the training samples."""
+    questions = attributions.questions
+    view = checked(view, "where", questions.first_row)
+    selected = view.replace(where="") if "where" in view.errors else view
+    return render(
+        "map", attributions, view, layers=[*layers(attributions, selected)],
+        colours=colours(attributions), colour=chosen_colour(attributions, view),
+        checkpoint=questions.first_checkpoint(view), facets=questions.facets(selected),
+        height=questions.map(view)["map_y"].max(), box=_box(selected.where),
+    )  # fmt: skip
+
+
+def _box(where: str) -> dict[str, tuple[float, float]]:
+    """Return the rectangle that a condition was dragged to be, by its axes.
+
+    Examples
+    --------
+    >>> _box("map_x >= 20.0 and map_x <= 35.5 and map_y >= 1 and map_y <= 9")
+    {'x': (20.0, 35.5), 'y': (1.0, 9.0)}
+    """
+    box = {}
+    for axis in "xy":
+        ends = [re.search(rf"map_{axis} {sign}=? ([\d.]+)", where) for sign in "><"]
+        low, high = (float(end[1]) if end else x for end, x in zip(ends, (0.0, 100.0), strict=True))
+        box[axis] = low, high
+    return box if "map_" in where else {}
+
+
+def hovered(attributions: Attributions, position: int) -> str:
+    """Return what is shown of a sample beside its point on the map."""
+    (content,) = attributions.samples.html([position], brief=True)
+    (reading,) = attributions.questions.training.readings([position])
+    row = attributions.questions.metadata.iloc[position]
+    return render("hovered", position, content, reading, row, attributions.questions.training.label)
+
+
+def mark_forms(attributions: Attributions, view: View) -> str:
+    """Return the condition on marks, and lines of Python that leave out what is marked."""
+    if attributions.marks is None:
+        return render("no_marks")
+    table = all_marks(attributions)
+    view = checked(view, "marks_where", table)
+    is_wrong = "marks_where" in view.errors
+    counts = [] if is_wrong else facets(table, ["mark", "who"], view.marks_where)
+    kinds = [kind for kind in KINDS if (table["mark"] == kind).any()]
+    lines = {kind: _line(attributions.marks, kind) for kind in kinds}
+    return render("mark_forms", attributions, view, facets=counts, lines=lines)
+
+
+def _line(marks: Marks, kind: str) -> str:
+    """Return the line of Python that leaves out what is marked."""
+    where = f"td.explorer.{marks.by('')!r}.where({kind!r})"
+    if marks.store is None:
+        return f"features.isel(sample=~{where}(features))"
+    return f"td.drop({marks.store!r}, where={where})"
+
+
+def mark_table(attributions: Attributions, view: View) -> str:
+    """Return the table of marks."""
+    if attributions.marks is None:
+        return ""
+    selected = marked(attributions, view)
+    table = shown(selected, view)
+    contents = attributions.samples.html(table["position"].tolist(), brief=True)
+    return render("marks", attributions, view, table=table, total=len(selected), contents=contents)
