@@ -95,7 +95,7 @@ def setup(app: Any) -> None:
 
 
 def correct_links(app: Any, page: str, source: list[str]) -> None:
-    """Correct links to and from notebooks, which are a folder higher in the repository than here."""
+    """Correct links to and from notebooks, which are a folder higher in the repository."""
     if page == "index":
         source[0] = source[0].replace("](../notebooks/", "](notebooks/")
     source[0] = source[0].replace("](../../notebooks/", "](../notebooks/")

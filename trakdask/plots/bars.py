@@ -49,9 +49,10 @@ def intervals(result: xr.Dataset, label: str | None = None, *, ax: Axes | None =
         >>> import numpy as np, trakdask as td
         >>> (train, labels), (test, _) = td.examples.digits_arrays()
         >>> seen = np.random.default_rng(0).random((64, 5)) < 0.3
-        >>> pixels, tested = ((x - train.mean(0)).reshape(-1, 64, 1) * seen for x in (train, test))
+        >>> pixels = (train - train.mean(0)).reshape(-1, 64, 1) * seen
+        >>> tested = (test[:1] - train.mean(0)).reshape(-1, 64, 1) * seen
         >>> features = td.features(pixels, "pixels", coords={"label": labels})
-        >>> targets = td.features(tested[:1], "pixels")
+        >>> targets = td.features(tested, "pixels")
         >>> sums = td.intervals(features, targets, "grad_cos", by="label")
         >>> figure = td.plots.intervals(sums.isel(target=0))
     """

@@ -89,7 +89,8 @@ def gallery(
 
         >>> import trakdask as td
         >>> (images, labels), (tested, _) = td.examples.digits_arrays()
-        >>> features = td.features(images.reshape(-1, 64), "pixels", coords={"label": labels})
+        >>> coords = {"label": labels}
+        >>> features = td.features(images.reshape(-1, 64), "pixels", coords=coords)
         >>> targets = td.features(tested[2:4].reshape(-1, 64), "pixels")
         >>> scores = td.score(features, targets, "grad_cos")
         >>> alike, unlike = td.top_k(scores, 4), td.top_k(scores, 4, largest=False)
