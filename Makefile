@@ -35,7 +35,7 @@ export COVERAGE_CORE ?= sysmon
 
 heading = @printf '\n== %s\n' '$(1)'
 
-.PHONY: help install demo test test-faults benchmarks docs lint format types imports wheel notebooks unit unit-portable clean
+.PHONY: help install demo test test-faults benchmarks docs pictures lint format types imports wheel notebooks unit unit-portable clean
 
 help:
 	@echo 'make demo        attribute a digits classifier on a local Dask cluster'
@@ -46,6 +46,7 @@ help:
 	@echo 'make format      let ruff fix what it can'
 	@echo 'make benchmarks  measure everything, also traker and dattri, into files $(RESULTS)-...: hours'
 	@echo 'make docs        build the documentation in docs/_build/html, and run the code on its pages'
+	@echo 'make pictures    draw the pictures of README and pages again, by an installed Chromium'
 	@echo 'make clean       remove what the other targets made, except .venv'
 
 install: $(INSTALLED)
@@ -119,6 +120,10 @@ docs: $(DOCUMENTERS)
 	$(call heading,documentation: sphinx$(comma) which runs the code on its pages)
 	@$(PY) -m sphinx -W --keep-going --nitpicky -q -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
+
+# The stories are drawn from the outputs of notebooks, the explorer from what the demo has written.
+pictures: demo docs
+	@for drawn in house stories explorer dashboard; do $(PY) docs/draw_$$drawn.py || exit; done
 
 clean:
 	rm -rf docs/_build docs/jupyter_execute docs/notebooks docs/reference/generated

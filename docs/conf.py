@@ -36,6 +36,7 @@ project_copyright = author
 version = release = version_of("trakdask")
 
 extensions = [
+    "matplotlib.sphinxext.plot_directive",
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
@@ -75,6 +76,10 @@ napoleon_attr_annotations = False
 # Our docstrings say in prose what a function returns; by default the first line would be its type.
 napoleon_custom_sections = ["Returns", "Yields"]
 
+# Examples of td.plots are drawn; the page has the picture and the code, without links to files.
+plot_html_show_formats = plot_html_show_source_link = False
+plot_formats = [("png", 144)]
+
 # Every reference must lead somewhere. Other projects' names are shown, but without a network they
 # cannot be looked up, and so are not linked.
 nitpicky = True
@@ -84,13 +89,24 @@ nitpick_ignore_regex = [
 
 
 def setup(app: Any) -> None:
-    """Notebooks are a folder higher in the repository than here: links are right in both."""
+    """Connect the two functions below; the second, before napoleon reads the sections."""
     app.connect("source-read", correct_links)
+    app.connect("autodoc-process-docstring", show_examples_first, priority=400)
 
 
 def correct_links(app: Any, page: str, source: list[str]) -> None:
-    """Correct the links from pages to notebooks, and those from notebooks to pages and pictures."""
+    """Correct links to and from notebooks, which are a folder higher in the repository."""
     if page == "index":
         source[0] = source[0].replace("](../notebooks/", "](notebooks/")
     source[0] = source[0].replace("](../../notebooks/", "](../notebooks/")
     source[0] = source[0].replace("](../docs/", "](../")
+
+
+def show_examples_first(
+    app: Any, kind: str, name: str, member: Any, options: Any, lines: list[str]
+) -> None:
+    """Move the examples of a docstring, its last section, before the parameters."""
+    if {"Parameters", "Examples"} <= set(lines):
+        parameters, examples = lines.index("Parameters"), lines.index("Examples")
+        moved = [*lines[:parameters], *lines[examples:], "", *lines[parameters:examples]]
+        lines[:] = moved

@@ -1,4 +1,4 @@
-"""Take the pictures of the explorer on what ``make demo`` has written.
+"""Take the pictures of the explorer, and the moving one, on what ``make demo`` has written.
 
     make demo && .venv/bin/python docs/draw_explorer.py [--folder demo-output]
 
@@ -34,6 +34,9 @@ SHOTS = {
     "explorer_new": ("page=new", 760),
 }
 """Name of the picture: the view, and its height in pixels."""
+
+FILM = {"width": 1000, "height": 640}
+"""Size of the moving picture."""
 
 MARKED = {"Ada": ("wrong label", [2808, 4403, 3714]), "Grace": ("remove", [1122])}
 
@@ -76,6 +79,9 @@ def take(url: str, folder: str) -> None:
                 upload(page)
             page.locator(".line code, .note").evaluate_all(hide, f"{folder}/")
             write(page, name)
+        page.set_viewport_size(FILM)
+        page.goto(url)
+        film(page)
         browser.close()
 
 
@@ -102,6 +108,41 @@ def write(page: Any, name: str) -> None:
     path = HERE / "_static" / f"{name}.png"
     image.quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
     print(f"{path.name}: {image.width} × {image.height}, {path.stat().st_size / 1000:.0f} kB")
+
+
+def film(page: Any) -> None:
+    """Write what somebody sees who looks why a target was misread, with a ring at each click."""
+    frames: list[tuple[Image.Image, float]] = []
+
+    def show(seconds: float) -> None:
+        image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+        frames.append((image, seconds))
+
+    def press(what: str, title: str) -> None:
+        wait(page)
+        show(2.5)
+        button = page.locator(what).first
+        button.evaluate("e => e.style.outline = '4px solid #e8590c'")
+        show(0.8)
+        button.click()
+        page.wait_for_selector(f"h1:has-text('{title}')")
+
+    page.wait_for_selector("h1:has-text('Targets')")
+    press("tbody th a", "Target ")
+    wait(page)
+    page.fill("input[name=where]", "label != target_label")
+    press("button:text-is('Filter')", "Target ")
+    page.wait_for_selector("a.clear")
+    press("section:has(h2:text-is('Most harmful')) a:has-text('sample')", "Training sample")
+    wait(page)
+    show(3.5)
+    images, seconds = zip(*frames, strict=True)
+    colours = images[-1].quantize(COLOURS)  # one palette, so that what stays is not stored again
+    first, *others = (i.quantize(palette=colours, dither=Image.Dither.NONE) for i in images)
+    path = HERE / "_static" / "explorer.gif"
+    durations = [round(1000 * s) for s in seconds]
+    first.save(path, save_all=True, append_images=others, duration=durations, loop=0)
+    print(f"{path.name}: {len(images)} frames, {path.stat().st_size / 1000:.0f} kB")
 
 
 if __name__ == "__main__":

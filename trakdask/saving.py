@@ -154,6 +154,16 @@ def save(
     ``distributed.scheduler.allowed-failures`` (3) of them. Where machines are taken away at any
     time, set it to 10 or more in the configuration of the scheduler, before that starts; setting it
     in a notebook does nothing for a scheduler that runs elsewhere.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import trakdask as td
+    >>> features = td.testing.simulate_features(n_samples=8, proj_dim=4)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saved = td.save(features, f"{folder}/train.zarr", progress=False)
+    ...     saved.gram.dims, saved.damping.dims
+    (('proj_dim', 'proj_dim_1', 'checkpoint'), ('checkpoint',))
     """
     validate(features, ("feature", "out_to_loss"), what="features")
     if isinstance(estimator, GramEstimator) and estimator.rule != "auto":

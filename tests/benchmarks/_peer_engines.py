@@ -37,6 +37,7 @@ class Job:
     n_train: int
     n_target: int
     seed: int = 0
+    half: bool = False  # traker's own default; the other packages have float32
 
 
 class Digits(NamedTuple):
@@ -165,7 +166,7 @@ def run_traker(job: Job, digits: Digits, folder: Path, watch: Stopwatch) -> NDAr
         projector=projectors.NoOpProjector(device="cpu") if job.proj_dim is None else None,
         proj_dim=job.proj_dim or 0,
         projector_seed=job.seed,
-        use_half_precision=False,
+        use_half_precision=job.half,
         # traker divides by sqrt(number of parameters) and not by sqrt(proj_dim).
         lambda_reg=job.damping * (job.proj_dim or 1) / n_parameters(job),
         logging_level=logging.ERROR,

@@ -108,11 +108,16 @@ def score(
 
     Examples
     --------
-    Spread, signal-to-noise and the score without one checkpoint:
-
     >>> import trakdask as td
     >>> features = td.testing.simulate_features(n_samples=8, proj_dim=4, n_checkpoints=3)
-    >>> apart = td.score(features, features.isel(sample=[0, 1]), average=False)
+    >>> targets = features.isel(sample=[0, 1])
+    >>> scores = td.score(features, targets)  # lazy
+    >>> td.top_k(scores, 3).position.values.tolist()
+    [[0, 4, 3], [1, 2, 4]]
+
+    Spread, signal-to-noise and the score without one checkpoint:
+
+    >>> apart = td.score(features, targets, average=False)
     >>> spread = apart.std("checkpoint", ddof=1) / 3**0.5
     >>> signal_to_noise = apart.mean("checkpoint") / spread
     >>> without_c1 = apart.drop_sel(checkpoint="c1").mean("checkpoint")

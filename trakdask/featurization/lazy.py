@@ -188,13 +188,19 @@ def featurize(
 
     Examples
     --------
-    What failed, and why:
-
     >>> import numpy as np, torch, trakdask as td
     >>> x = np.ones((4, 2), "f4")
-    >>> x[2] = np.inf
     >>> samples = td.from_arrays({"image": x, "label": np.zeros(4, int)})
     >>> model = td.Model(torch.nn.Linear(2, 3), task="image_classification")
+    >>> features = td.featurize(samples, model, td.SJLT(16))  # lazy
+    >>> targets = td.featurize(samples.isel(sample=[0]), model, like=features)
+    >>> targets.feature.sizes["proj_dim"]
+    16
+
+    What failed, and why:
+
+    >>> x[2] = np.inf
+    >>> samples = td.from_arrays({"image": x, "label": np.zeros(4, int)})
     >>> features = td.featurize(samples, model, projector=td.Identity(), on_error="record")
     >>> error = features.error.isel(checkpoint=0).compute()
     >>> error[error != ""].values.tolist()

@@ -25,7 +25,7 @@ def intervals(result: xr.Dataset, label: str | None = None, *, ax: Axes | None =
     label
         Name of the coord whose values name the bars; by default the dimension.
     ax
-        Axes to draw into; those of a new figure by default.
+        The axes to draw into. By default, the function makes a new figure.
 
     Returns
     -------
@@ -38,6 +38,23 @@ def intervals(result: xr.Dataset, label: str | None = None, *, ax: Axes | None =
         If matplotlib is missing: install ``trakdask[plots]``.
     ValueError
         If there are scores of several targets.
+
+    Examples
+    --------
+    Which labels helped a digit? The features are pixels here, and each of five models sees others.
+
+    .. plot::
+        :include-source:
+
+        >>> import numpy as np, trakdask as td
+        >>> (train, labels), (test, _) = td.examples.digits_arrays()
+        >>> seen = np.random.default_rng(0).random((64, 5)) < 0.3
+        >>> pixels = (train - train.mean(0)).reshape(-1, 64, 1) * seen
+        >>> tested = (test[:1] - train.mean(0)).reshape(-1, 64, 1) * seen
+        >>> features = td.features(pixels, "pixels", coords={"label": labels})
+        >>> targets = td.features(tested, "pixels")
+        >>> sums = td.intervals(features, targets, "grad_cos", by="label")
+        >>> figure = td.plots.intervals(sums.isel(target=0))
     """
     value = "share" if "share" in result else "score"
     if len(result[value].dims) != 1:

@@ -26,7 +26,7 @@ def damping(chosen: xr.Dataset, *, ax: Axes | None = None) -> Figure:
     chosen
         Dataset of :func:`trakdask.damping`; computed here.
     ax
-        Axes to draw into; those of a new figure by default.
+        The axes to draw into. By default, the function makes a new figure.
 
     Returns
     -------
@@ -38,6 +38,24 @@ def damping(chosen: xr.Dataset, *, ax: Axes | None = None) -> Figure:
         If matplotlib is missing: install ``trakdask[plots]``.
     ValueError
         If the damping was not chosen by outputs, in which case there is no curve.
+
+    Examples
+    --------
+    Three linear classifiers say from the pixels of a digit whether it is an 8.
+
+    .. plot::
+        :include-source:
+
+        >>> import numpy as np, trakdask as td
+        >>> (images, labels), _ = td.examples.digits_arrays()
+        >>> x, y = images.reshape(-1, 64), np.where(labels == 8, 1, -1)
+        >>> ridges = np.multiply.outer([3, 10, 30], np.eye(64))
+        >>> margins = 3 * y[:, None] * (x @ np.linalg.solve(x.T @ x + ridges, x.T @ y).T)
+        >>> gradients = np.stack([x * y[:, None]] * 3, axis=2)
+        >>> q = 1 / (1 + np.exp(margins))
+        >>> features = td.features(gradients, "margins", output=margins, out_to_loss=q)
+        >>> chosen = td.damping(features, td.Soft(damping="completeness"))
+        >>> figure = td.plots.damping(chosen)
     """
     chosen = chosen.compute()
     if not np.isfinite(chosen.curve.values).any():
@@ -74,7 +92,7 @@ def lds(result: xr.Dataset, *, ax: Axes | None = None) -> Figure:
         Dataset of :func:`trakdask.evaluate.lds`, with at most one further dimension, such as
         ``estimator``; computed here.
     ax
-        Axes to draw into; those of a new figure by default.
+        The axes to draw into. By default, the function makes a new figure.
 
     Returns
     -------
@@ -85,6 +103,23 @@ def lds(result: xr.Dataset, *, ax: Axes | None = None) -> Figure:
     ------
     ImportError
         If matplotlib is missing: install ``trakdask[plots]``.
+
+    Examples
+    --------
+    Two kinds of scores, which are the truth with little and with much noise.
+
+    .. plot::
+        :include-source:
+
+        >>> import numpy as np, trakdask as td, xarray as xr
+        >>> noise = np.random.default_rng(0).standard_normal
+        >>> truth = xr.DataArray(noise((200, 50)), dims=("sample", "target"))
+        >>> error = noise((200, 50))
+        >>> scores = {"good": truth + 0.5 * error, "poor": truth + 2 * error}
+        >>> masks = td.evaluate.subsets(200, 40)
+        >>> outputs = xr.dot(masks, truth, dim="sample").expand_dims(seed=2)
+        >>> outputs = outputs + 5 * noise((2, 40, 50))
+        >>> figure = td.plots.lds(td.evaluate.lds(scores, masks, outputs))
     """
     result = result.compute()
     estimators = _estimators(result, result.lds_mean.dims, "")
@@ -114,7 +149,7 @@ def mislabelled_curve(curve: xr.Dataset, *, ax: Axes | None = None) -> Figure:
         Dataset of :func:`trakdask.evaluate.mislabelled_curve`, with at most one further dimension,
         such as ``estimator``; computed here.
     ax
-        Axes to draw into; those of a new figure by default.
+        The axes to draw into. By default, the function makes a new figure.
 
     Returns
     -------
@@ -126,6 +161,20 @@ def mislabelled_curve(curve: xr.Dataset, *, ax: Axes | None = None) -> Figure:
     ------
     ImportError
         If matplotlib is missing: install ``trakdask[plots]``.
+
+    Examples
+    --------
+    Two methods, which give wrong labels higher values on average.
+
+    .. plot::
+        :include-source:
+
+        >>> import numpy as np, trakdask as td, xarray as xr
+        >>> random = np.random.default_rng(0)
+        >>> is_wrong = random.random(500) < 0.1
+        >>> values = xr.DataArray(random.standard_normal((500, 2)), dims=("sample", "method"))
+        >>> values = values.assign_coords(method=["good", "poor"]) + np.outer(is_wrong, [3, 1])
+        >>> figure = td.plots.mislabelled_curve(td.evaluate.mislabelled_curve(values, is_wrong))
     """
     curve = curve.transpose("bound", ..., "fraction").sortby("fraction").compute()
     ax = axes(ax, 7.4, 3.8)

@@ -57,7 +57,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def axes(ax: Axes | None, width: float, height: float) -> Axes:
-    """Return the axes, or without any those of a new figure; see :func:`new_figure`."""
+    """Return these axes; if there are none, the axes of a new figure (:func:`new_figure`)."""
     if ax is not None:
         return ax
     figure = new_figure(width, height)

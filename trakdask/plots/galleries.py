@@ -79,6 +79,22 @@ def gallery(
         If matplotlib is missing: install ``trakdask[plots]``.
     IndexError
         If there is no image of a ranked sample: give the images of all training samples, in order.
+
+    Examples
+    --------
+    The digits of which the pixels are most and least alike.
+
+    .. plot::
+        :include-source:
+
+        >>> import trakdask as td
+        >>> (images, labels), (tested, _) = td.examples.digits_arrays()
+        >>> coords = {"label": labels}
+        >>> features = td.features(images.reshape(-1, 64), "pixels", coords=coords)
+        >>> targets = td.features(tested[2:4].reshape(-1, 64), "pixels")
+        >>> scores = td.score(features, targets, "grad_cos")
+        >>> alike, unlike = td.top_k(scores, 4), td.top_k(scores, 4, largest=False)
+        >>> figure = td.plots.gallery(alike, unlike, images, tested[2:4])
     """
     n_shown = require_integer("n_shown", n_shown, 1, remedy="try n_shown=5")
     n_shown = min(n_shown, helpful.sizes[RANK], harmful.sizes[RANK])

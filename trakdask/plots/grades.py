@@ -22,7 +22,7 @@ def cross_validation(result: xr.Dataset, *, ax: Axes | None = None) -> Figure:
     result
         Dataset of :func:`trakdask.evaluate.cross_validate`.
     ax
-        Axes to draw into; those of a new figure by default.
+        The axes to draw into. By default, the function makes a new figure.
 
     Returns
     -------
@@ -34,6 +34,25 @@ def cross_validation(result: xr.Dataset, *, ax: Axes | None = None) -> Figure:
     ------
     ImportError
         If matplotlib is missing: install ``trakdask[plots]``.
+
+    Examples
+    --------
+    The outputs of the targets are sums of scores and noise here.
+
+    .. plot::
+        :include-source:
+
+        >>> import numpy as np, trakdask as td, xarray as xr
+        >>> features = td.testing.simulate_features(200, 16, 8)
+        >>> masks = td.evaluate.subsets(features, 8).rename(subset="checkpoint")
+        >>> targets = td.testing.simulate_features(50, 16, 8, seed=1)
+        >>> sums = xr.dot(masks, td.score(features, targets, "trak"), dim="sample").compute()
+        >>> noise = float(sums.std()) * np.random.default_rng(0).standard_normal((50, 8))
+        >>> targets = targets.assign(output=sums.rename(target="sample").T + noise)
+        >>> features = features.assign(trained_on=masks)
+        >>> estimators = {"trak": "trak", "grad_dot": "grad_dot"}
+        >>> result = td.evaluate.cross_validate(features, targets, estimators)
+        >>> figure = td.plots.cross_validation(result)
     """
     if "estimator" not in result.dims:
         result = result.expand_dims(estimator=["scores"])

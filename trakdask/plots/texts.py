@@ -131,10 +131,14 @@ def text(scores: xr.DataArray, *, label: str | None = None) -> TextPlot:
 
     Examples
     --------
-    >>> words = xr.DataArray([[0.5, -0.2]], dims=("sample", "token"))
-    >>> words = words.assign_coords(text=(("sample", "token"), [["a", "<b>"]]))
-    >>> "&lt;b&gt;" in text(words)._repr_html_()
-    True
+    .. plot::
+        :include-source:
+
+        >>> import trakdask as td, xarray as xr
+        >>> scores = xr.DataArray([[0, 0.003, 0, -0.008, 0, -0.024]], dims=("sample", "token"))
+        >>> words = [["the ", "film ", "was ", "dull ", "on ", "friday"]]
+        >>> scores = scores.assign_coords(text=(scores.dims, words), label=("sample", ["bad"]))
+        >>> figure = td.plots.text(scores, label="label").figure()
     """
     # A training sample that was selected may have a text, too: one for all tokens of the targets.
     is_of_samples = "text" in scores.coords and scores["text"].dims == scores.dims

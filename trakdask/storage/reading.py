@@ -116,6 +116,16 @@ def open(
     UnfinishedAppendWarning
         If an append was cut short, or goes on in another process: what is shown is the store as it
         was before.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import trakdask as td
+    >>> features = td.testing.simulate_features(n_samples=8, proj_dim=4)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saved = td.save(features, f"{folder}/train.zarr", progress=False)
+    ...     td.open(f"{folder}/train.zarr").feature.shape
+    (8, 4, 2)
     """
     folder = readable(store, storage_options)
     group = Group.read(folder)

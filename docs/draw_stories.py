@@ -1,0 +1,89 @@
+"""Draw the pictures of the stories from the outputs of executed notebooks and pages.
+
+    make demo docs && .venv/bin/python docs/draw_stories.py
+
+The two larger pictures are those of ``make demo``.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from PIL import Image
+
+HERE = Path(__file__).parent
+NOTEBOOKS, EXECUTED = HERE.parent / "notebooks", HERE / "_build" / "jupyter_execute"
+DEMO = HERE.parent / "demo-output"
+CARD = (480, 200)
+
+CROPS = {
+    "story_backdoor": ("backdoor", "some of the poisoned", (4, 22, 376, 131)),
+    "story_labels": ("wrong_labels", "the most suspicious digits", (404, 23, 809, 231)),
+    "story_language": ("language_model", "td.plots.text(by_word, label=", (0, 4, 336, 144)),
+}
+"""Name of the picture: its notebook, a text in the cell that draws it, and the part to show."""
+
+
+def output(notebook: Path, text: str, kind: str) -> str:
+    """Return what the one cell with this text has put out, as data of a MIME type."""
+    cells = json.loads(notebook.read_text("utf-8"))["cells"]
+    (found,) = (
+        data["data"][kind]
+        for cell in cells
+        if cell["cell_type"] == "code" and text in "".join(cell["source"])
+        for data in cell["outputs"]
+        if kind in data.get("data", {})
+    )
+    return "".join(found)
+
+
+def write(name: str, image: Image.Image) -> None:
+    """Write a picture of few colours; a larger one is made smaller, as large as a card."""
+    path = HERE / "_static" / f"{name}.png"
+    image.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+    print(f"{path.name}: {image.width} × {image.height}, {path.stat().st_size / 1000:.0f} kB")
+
+
+def card(image: Image.Image) -> Image.Image:
+    """Put an image into the middle of a white card."""
+    scale = min(size / length for size, length in zip(CARD, image.size, strict=True))
+    image = image.resize([round(length * scale) for length in image.size], Image.Resampling.LANCZOS)
+    whole = Image.new("RGB", CARD, "white")
+    whole.paste(
+        image, [(size - length) // 2 for size, length in zip(CARD, image.size, strict=True)]
+    )
+    return whole
+
+
+def fridays() -> Image.Image:
+    """Draw the sums over reviews with and without Friday, which the page on texts prints."""
+    printed = output(EXECUTED / "how_to" / "text.ipynb", 'by="friday"', "text/plain")
+    sums = dict(line.split() for line in printed.splitlines()[2:])
+    figure, ax = plt.subplots(figsize=(4.8, 2), dpi=100, layout="constrained")
+    values = [float(sums[name]) for name in ("True", "False")]
+    ax.barh(["Friday", "no Friday"], values, color=["#1a7f37", "0.7"], height=0.6)
+    ax.invert_yaxis()
+    ax.set_title("“we saw the play with ben on friday” → bad,\nby reviews that mention …")
+    ax.tick_params(labelsize=12, length=0, labelbottom=False)
+    ax.spines[["top", "right", "bottom"]].set_visible(False)
+    buffer = io.BytesIO()
+    figure.savefig(buffer)
+    return Image.open(buffer)
+
+
+def main() -> None:
+    """Draw one picture after the other."""
+    for name, (notebook, text, part) in CROPS.items():
+        png = base64.b64decode(output(NOTEBOOKS / f"{notebook}.ipynb", text, "image/png"))
+        write(name, card(Image.open(io.BytesIO(png)).crop(part)))
+    write("story_friday", fridays())
+    for name in ("gallery", "suspicious"):
+        write(name, Image.open(DEMO / f"{name}.png"))
+
+
+if __name__ == "__main__":
+    main()
