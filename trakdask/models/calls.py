@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from trakdask.models.attention import visible
 from trakdask.models.independence import once_per_task, repeated
 from trakdask.models.layers import CallAxes, HookedLayer, HookPlan, hookable_layers
 from trakdask.models.tasks import Batch, Forward, Task
@@ -97,15 +99,18 @@ def hooked(
     hook_of: Callable[[HookedLayer], Callable[..., Any]],
 ) -> Iterator[None]:
     """Register a hook on the forward pass of each layer while the ``with`` body runs."""
-    handles = [
-        module.get_submodule(layer.path).register_forward_hook(hook_of(layer), with_kwargs=True)
-        for layer in layers
-    ]
-    try:
+    of_attention: dict[str, dict[str, Callable[..., Any]]] = defaultdict(dict)
+    with ExitStack() as stack:
+        for layer in layers:
+            hook = hook_of(layer)
+            if layer.attention is not None:
+                of_attention[layer.attention][layer.path.rpartition(".")[2]] = hook
+            else:
+                part = module.get_submodule(layer.path)
+                stack.callback(part.register_forward_hook(hook, with_kwargs=True).remove)
+        for path, hooks in of_attention.items():
+            stack.enter_context(visible(module.get_submodule(path), hooks))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def has_pooled_layers(
