@@ -67,10 +67,13 @@ class HookPlan:
         Selected parameters that hooks cannot handle. They belong directly to modules that also have
         children with parameters, so that only the module's own code determines how the parameter is
         used. (Children without parameters, such as activations, are hooked with their parent.)
+    by_sample
+        Parameters in addition to these, of which a batch can have one copy per sample.
     """
 
     layers: tuple[HookedLayer, ...]
     rest: tuple[str, ...]
+    by_sample: tuple[str, ...] = ()
 
 
 def hookable_layers(module: nn.Module, names: Sequence[str]) -> HookPlan:
@@ -178,8 +181,8 @@ def choose_engine(module: nn.Module, task: Task, names: Sequence[str]) -> tuple[
     if not plan.layers:
         return "vmap", "no selected parameter belongs to a layer of its own"
     if plan.rest:
-        others = f"{len(plan.rest)} of {len(names)} parameters"
-        return "hooks", f"{others} by vmap: {plan.rest[0]}"
+        others = f"all but {len(plan.rest)} of {len(names)} selected parameters"
+        return "hooks", f"{others} belong to layers: {plan.rest[0]}"
     return "hooks", "all selected parameters belong to layers"
 
 
