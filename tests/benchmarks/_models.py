@@ -59,6 +59,40 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
 
 
+class Encoder(nn.Module):
+    """Positions, and twelve layers of ``nn.MultiheadAttention`` with pre-norm."""
+
+    def __init__(self, length: int, width: int) -> None:
+        super().__init__()
+        self.pos_embedding = nn.Parameter(torch.empty(1, length, width).normal_(std=0.02))
+        layers = [
+            nn.TransformerEncoderLayer(
+                width, 12, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
+            )
+            for _ in range(12)
+        ]
+        self.layers, self.ln = nn.Sequential(*layers), nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ln(self.layers(x + self.pos_embedding))
+
+
+class ViT(nn.Module):
+    """ViT-B/16 with the modules, shapes and parameters of torchvision's, 86.6M of them."""
+
+    def __init__(self, width: int = 768) -> None:
+        super().__init__()
+        self.class_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.conv_proj = nn.Conv2d(3, width, 16, stride=16)
+        self.encoder = Encoder(1 + (224 // 16) ** 2, width)
+        self.heads = nn.Linear(width, 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv_proj(x).flatten(2).mT
+        x = torch.cat([self.class_token.expand(len(x), -1, -1), x], 1)
+        return self.heads(self.encoder(x)[:, 0])
+
+
 @dataclass(frozen=True)
 class Subject:
     """A classifier, and inputs for it."""
@@ -79,4 +113,5 @@ def images(n_channels: int, size: int) -> Callable[[int], Batch]:
 SUBJECTS = {
     "cnn": Subject(examples.digits_cnn, images(1, 8)),
     "resnet": Subject(ResNet9, images(3, 32)),
+    "vit": Subject(ViT, images(3, 224)),
 }

@@ -1,6 +1,7 @@
 """CPU time of features, and which part of it is their projection, beside traker.
 
     python tests/benchmarks/featurizing.py
+    python tests/benchmarks/featurizing.py --models vit --no-traker --processes 1
 
 One micro-batch of a model in a fresh process: its per-sample gradients by hooks alone, the same
 with their projection by SJLT and by Rademacher at proj_dim 2048, and traker's ``featurize``. All
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from _machine import in_a_process
 
 PROJ_DIM = 2048
-JOBS = {"cnn": (128, 9), "resnet": (32, 2)}
+JOBS = {"cnn": (128, 9), "resnet": (32, 2), "vit": (8, 2)}
 """Micro-batch and repeats of each model of ``_models.py``."""
 GRADIENTS, SPARSE, DENSE, TRAKER = "gradients alone", "with SJLT", "with Rademacher", "traker"
 
@@ -99,25 +100,29 @@ def run(model: str, engine: str) -> dict[str, list[float]]:
     return found
 
 
-def compare(model: str, n: int) -> None:
+def compare(model: str, n: int, beside_traker: bool) -> None:
     """Print a table of one model."""
     found: dict[str, list[float]] = {}
     for _ in range(n):
         for name, seconds in run(model, "trakdask").items():
             found.setdefault(name, []).extend(seconds)
-    traker = run(model, TRAKER)[TRAKER][0]
+    traker = run(model, TRAKER)[TRAKER][0] if beside_traker else 0.0
     print(f"\n{model}, micro-batch of {JOBS[model][0]}: CPU µs per sample, times traker")
     for name, seconds in found.items():
         median = statistics.median(seconds)
-        ratio = "" if name == GRADIENTS else f"{traker / median:8.1f}"
-        print(f"  {name:26}{1e6 * median:10.0f}{ratio}")
-    print(f"  {TRAKER:26}{1e6 * traker:10.0f}", flush=True)
+        ratio = "" if name == GRADIENTS or not traker else f"{traker / median:8.1f}"
+        print(f"  {name:26}{1e6 * median:10.0f}{ratio}", flush=True)
+    if traker:
+        print(f"  {TRAKER:26}{1e6 * traker:10.0f}", flush=True)
 
 
 def main() -> None:
     """Compare with traker, model by model."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", choices=list(JOBS), default=list(JOBS))
+    parser.add_argument("--models", nargs="+", choices=list(JOBS), default=["cnn", "resnet"])
+    parser.add_argument(
+        "--no-traker", action="store_true", help="it takes minutes per image of vit"
+    )
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--order", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -125,7 +130,7 @@ def main() -> None:
         print(json.dumps(measure(*options.order)))
         return
     for model in options.models:
-        compare(model, options.processes)
+        compare(model, options.processes, not options.no_traker)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tests.models.engines import Collected, backward, equal, run
 from trakdask.models import hooks
+from trakdask.models.calls import hook_plan
 from trakdask.models.gradients import ENGINES
 from trakdask.models.model import Model
 from trakdask.models.rules import rules_of
@@ -196,6 +197,32 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
         ),
         normal(5, 6),
     ),
+    "class token and positions": (lambda: Patches(), normal(5, 3, 6)),
+    "class token and positions, as many as samples": (lambda: Patches(), normal(3, 3, 6)),
+    "scale of channels": (
+        lambda: Net(
+            lambda m, x: m.layer(x) * m.scale,
+            layer=nn.Conv1d(4, 3, 1),
+            scale=nn.Parameter(torch.ones(3, 1)),
+        ),
+        normal(5, 4, 6),
+    ),
+    "weights beside children": (
+        lambda: Net(
+            lambda m, x: m.layer(x) @ m.weight,
+            layer=nn.Linear(6, 5),
+            weight=nn.Parameter(torch.ones(5, 4)),
+        ),
+        normal(5, 3, 6),
+    ),
+    "weights beside children, of pairs": (
+        lambda: Net(
+            lambda m, x: m.layer(x) @ m.weight.mean(0),
+            layer=nn.Linear(6, 5),
+            weight=nn.Parameter(torch.ones(2, 5, 4)),
+        ),
+        normal(5, 6),
+    ),
     "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 4)), normal(5, 6)),
     "unused parameter": (
         lambda: Net(lambda m, x: m.layer(x), layer=nn.Linear(6, 4), idle=nn.Linear(3, 2)),
@@ -329,6 +356,20 @@ class Positions(nn.Module):
         return self.norm(self.words(x) + self.positions(positions))
 
 
+class Patches(nn.Module):
+    """A token and positions that all samples share, beside layers, as in vision transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.ones(1, 1, 6))
+        self.positions = nn.Parameter(torch.ones(1, 4, 6))
+        self.norm, self.layer = nn.LayerNorm(6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.norm(self.positions)
+        return self.layer(x * x.softmax(1))
+
+
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -405,6 +446,25 @@ def test_hooks__no_part_is_larger_than_allowed(monkeypatch: pytest.MonkeyPatch) 
     sink = lambda name, gradient, *_: sizes.append(gradient.nbytes)  # noqa: E731
     run(Model(Tied().double(), task=Total()), Batch(x=tokens(3, 4, 5)), sink=sink)
     assert max(sizes) <= 400 < sum(sizes)
+
+
+@pytest.mark.parametrize(
+    ("layer", "copied", "rest"),
+    [
+        ("class token and positions", {"token", "positions"}, set()),
+        ("weights beside children", {"weight"}, set()),
+        ("weights beside children, of pairs", set(), {"weight"}),
+        ("parameter beside children", set(), {"scale"}),
+    ],
+)
+def test_hook_plan__copies_of_parameters_only_where_they_change_nothing(
+    layer: str, copied: set[str], rest: set[str]
+) -> None:
+    build, x = LAYERS[layer]
+    model = Model(made(build), task=Total())
+    forward = model.forward(model.checkpoints[0])
+    plan = hook_plan(forward, model.task, Batch(x=x), tuple(model.shapes))
+    assert (set(plan.by_sample), set(plan.rest)) == (copied, rest)
 
 
 def test_rules_of__no_rule_for_what_it_does_not_know() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trakdask.models.independence import once_per_task, repeated
+from trakdask.models.attention import visible
+from trakdask.models.independence import allowed_error, once_per_task, repeated
 from trakdask.models.layers import CallAxes, HookedLayer, HookPlan, hookable_layers
 from trakdask.models.tasks import Batch, Forward, Task
 from trakdask.torch_internals import (
@@ -42,17 +44,57 @@ def hook_plan(forward: Forward, task: Task, batch: Batch, names: tuple[str, ...]
 
     def find() -> HookPlan:
         plan = hookable_layers(forward.module, names)
+        copied = tuple(name for name in plan.rest if _can_be_copied(forward, task, batch, name))
+        rest = tuple(name for name in plan.rest if name not in copied)
         # Not one and two samples: models may squeeze the axis of a single one.
-        runs = (partial(task.output, forward, repeated(batch, n)) for n in (2, 3))
+        runs = (
+            partial(task.output, with_copies(forward, copied, n), repeated(batch, n))
+            for n in (2, 3)
+        )
         two, three = (_call_shapes(run, forward.module, plan.layers) for run in runs)
         # Whether a layer is called more often for more samples, the collector notices.
         layers = [
             replace(layer, calls=tuple(map(_call_axes, two[layer.path], three[layer.path])))
             for layer in plan.layers
         ]
-        return replace(plan, layers=tuple(layers))
+        return HookPlan(tuple(layers), rest, copied)
 
     return once_per_task("hook plan", forward, task, batch, names, find)
+
+
+def with_copies(forward: Forward, names: Sequence[str], n: int) -> Forward:
+    """Return the model with a copy of some parameters for each of n samples.
+
+    Class tokens and positions have a first axis of length 1, which meets the axis of samples; the
+    scales of channels have none.
+    """
+    tensors = {name: forward.parameters[name].detach() for name in names}
+    return forward.with_parameters({name: _copies(t, n) for name, t in tensors.items()})
+
+
+def _copies(tensor: Tensor, n: int) -> Tensor:
+    one = tensor if tensor.shape[:1] == (1,) else tensor[None]
+    return one.expand(n, *one.shape[1:])
+
+
+def _can_be_copied(forward: Forward, task: Task, batch: Batch, name: str) -> bool:
+    """Return whether each sample is computed with its own copy of a parameter.
+
+    Copies of different values show it: each sample has the output of a model with its copy.
+    """
+    parameter = forward.parameters[name].detach()
+    values = [parameter, 1.5 * parameter + 0.1]
+    with suppress(Exception), torch.no_grad():  # of a shape that the model does not take
+        alone = [
+            float(task.output(forward.with_parameters({name: value}), repeated(batch, 1)))
+            for value in values
+        ]
+        rows = torch.cat([_copies(value, 1) for value in (*values, parameter)])
+        together = task.output(forward.with_parameters({name: rows}), repeated(batch, 3))
+        expected = together.new_tensor([*alone, alone[0]])
+        allowed = allowed_error([parameter]) * float(expected.abs().max())
+        return bool(((together - expected).abs() <= allowed).all())
+    return False
 
 
 def _call_shapes(
@@ -97,15 +139,18 @@ def hooked(
     hook_of: Callable[[HookedLayer], Callable[..., Any]],
 ) -> Iterator[None]:
     """Register a hook on the forward pass of each layer while the ``with`` body runs."""
-    handles = [
-        module.get_submodule(layer.path).register_forward_hook(hook_of(layer), with_kwargs=True)
-        for layer in layers
-    ]
-    try:
+    of_attention: dict[str, dict[str, Callable[..., Any]]] = defaultdict(dict)
+    with ExitStack() as stack:
+        for layer in layers:
+            hook = hook_of(layer)
+            if layer.attention is not None:
+                of_attention[layer.attention][layer.path.rpartition(".")[2]] = hook
+            else:
+                part = module.get_submodule(layer.path)
+                stack.callback(part.register_forward_hook(hook, with_kwargs=True).remove)
+        for path, hooks in of_attention.items():
+            stack.enter_context(visible(module.get_submodule(path), hooks))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def has_pooled_layers(

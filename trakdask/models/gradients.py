@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trakdask.models.calls import hook_plan
+from trakdask.models.calls import hook_plan, with_copies
 from trakdask.models.hooks import GradientCollector, in_coordinates
 from trakdask.models.independence import allowed_error, reads_values, require_same_alone, row_of
 from trakdask.models.tasks import Batch, Forward, Task, TrakTask
@@ -124,7 +124,9 @@ def hooks_gradients(
     """Compute gradients layer by layer during one batched backward pass.
 
     The sink receives parameters in the order of the backward pass. Parameters that hooks cannot
-    handle come last, from :func:`vmap_gradients`. Cost: about one forward and one backward pass.
+    handle come last: where the model takes one copy of them for each sample, these have gradients
+    in the same pass, and else :func:`vmap_gradients` runs. Cost: about one forward and one backward
+    pass, or two.
     Memory: activations of the batch, and batch × the largest parameter (only 4 MB for linear and
     embedding layers). The model must treat samples independently.
 
@@ -144,7 +146,8 @@ def hooks_gradients(
         )
     plan = hook_plan(forward, task, batch, tuple(names))
     parameters = {name: tensor.detach() for name, tensor in forward.parameters.items()}
-    once = forward.with_parameters(parameters).caching()
+    once = with_copies(forward.with_parameters(parameters), plan.by_sample, batch.size).caching()
+    copies = {name: once.parameters[name].requires_grad_() for name in plan.by_sample}
     n_tokens = number_of_tokens(batch) if by_token else None
     collector = GradientCollector(once, plan.layers, batch.size, sink, n_tokens, rotations)
     try:
@@ -158,6 +161,9 @@ def hooks_gradients(
                     values = output.detach(), out_to_loss, [row]
                     require_same_alone(forward, task, batch, *values)
         collector.differentiate(output)
+        for name, copy in copies.items():
+            gradient = torch.zeros_like(copy) if copy.grad is None else copy.grad
+            sink(name, in_coordinates(gradient.flatten(1), name, forward, rotations))
     finally:
         collector.release()
         once.forget()

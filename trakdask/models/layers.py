@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from trakdask.models.attention import projections
 from trakdask.models.rules import CHANNEL_NORMS, CONVOLUTIONS, SLICEABLE, GradientRule, rules_of
 from trakdask.models.tasks import Task, TrakTask
 
@@ -42,6 +43,8 @@ class HookedLayer:
         The rule of each selected parameter, by its name inside; empty if one of them has none.
     calls
         The batch axes of each call, in order, once they are known.
+    attention
+        Path of the ``nn.MultiheadAttention`` whose projection this is, which is no module.
     """
 
     path: str
@@ -49,6 +52,7 @@ class HookedLayer:
     parameters: dict[str, str]
     rules: Mapping[str, GradientRule]
     calls: tuple[CallAxes, ...] = ()
+    attention: str | None = None
 
 
 @dataclass(frozen=True)
@@ -63,10 +67,13 @@ class HookPlan:
         Selected parameters that hooks cannot handle. They belong directly to modules that also have
         children with parameters, so that only the module's own code determines how the parameter is
         used. (Children without parameters, such as activations, are hooked with their parent.)
+    by_sample
+        Parameters in addition to these, of which a batch can have one copy per sample.
     """
 
     layers: tuple[HookedLayer, ...]
     rest: tuple[str, ...]
+    by_sample: tuple[str, ...] = ()
 
 
 def hookable_layers(module: nn.Module, names: Sequence[str]) -> HookPlan:
@@ -90,18 +97,27 @@ def hookable_layers(module: nn.Module, names: Sequence[str]) -> HookPlan:
         # A weight that is tied to one that hooks cannot handle is not handled by them either.
         selected = {i: name for i, name in all_names.items() if name in names and name not in rest}
         rules = rules_of(submodule)
-        if selected:
+        parts = projections(submodule)
+        for part, of_part in parts.items():
+            own = {i: name for i, name in selected.items() if i in of_part}
+            if own:
+                inner = f"{path}.{part}" if path else part
+                layers.append(HookedLayer(inner, own, own, of_part, attention=path))
+        if selected and not parts:
             fits = set(selected) <= set(rules)
             layers.append(HookedLayer(path, selected, all_names, rules if fits else {}))
     return HookPlan(tuple(layers), tuple(name for name in names if name in rest))
 
 
-def _submodules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield the path of each module, the module, and whether its children belong to it."""
-    whole = _uses_parameters_of_children(module)
-    yield path, module, whole
-    for name, child in () if whole else module.named_children():
-        yield from _submodules(child, f"{path}.{name}" if path else name)
+def _submodules(module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Yield a path of each module, the module, and whether its children belong to it."""
+    inside: set[int] = set()
+    for path, part in module.named_modules():  # each once, and parents first
+        whole = _uses_parameters_of_children(part)
+        if id(part) not in inside:
+            yield path, part, whole
+        if whole or id(part) in inside:
+            inside.update(map(id, part.children()))
 
 
 def _is_mixed(module: nn.Module) -> bool:
@@ -136,7 +152,7 @@ def require_layers_of_tokens(module: nn.Module, names: Sequence[str]) -> None:
     plan = hookable_layers(module, names)
     bad = [f"{name!r}, which a module with others inside uses" for name in plan.rest]
     for layer in plan.layers:
-        submodule = module.get_submodule(layer.path)
+        submodule = module.get_submodule(layer.path) if layer.attention is None else None
         if isinstance(submodule, _ACROSS_TOKENS):
             bad.append(
                 f"{layer.path!r}, {type(submodule).__name__}, which looks at several tokens at once"
@@ -165,8 +181,8 @@ def choose_engine(module: nn.Module, task: Task, names: Sequence[str]) -> tuple[
     if not plan.layers:
         return "vmap", "no selected parameter belongs to a layer of its own"
     if plan.rest:
-        others = f"{len(plan.rest)} of {len(names)} parameters"
-        return "hooks", f"{others} by vmap: {plan.rest[0]}"
+        others = f"all but {len(plan.rest)} of {len(names)} selected parameters"
+        return "hooks", f"{others} belong to layers: {plan.rest[0]}"
     return "hooks", "all selected parameters belong to layers"
 
 

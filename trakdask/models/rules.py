@@ -122,7 +122,8 @@ class Outer:
 linear_weight, transposed_linear_weight = Outer(), Outer(is_transposed=True)
 
 
-def _last_bias(module: nn.Module, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
+def last_bias(module: nn.Module, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
+    """Return δ, summed over positions: the rule of what is added along the last axis."""
     return _positions(delta).sum(1)
 
 
@@ -253,10 +254,10 @@ def _mixed_channels(value: Tensor, matrix: Tensor) -> Tensor:
     return (matrix.T @ value.flatten(2)).view(value.shape)
 
 
-_CONV1D: Mapping[str, GradientRule] = {"weight": transposed_linear_weight, "bias": _last_bias}
+_CONV1D: Mapping[str, GradientRule] = {"weight": transposed_linear_weight, "bias": last_bias}
 
 _RULES: dict[Any, Mapping[str, GradientRule]] = {
-    nn.Linear: {"weight": linear_weight, "bias": _last_bias},
+    nn.Linear: {"weight": linear_weight, "bias": last_bias},
     nn.Embedding: {"weight": embedding_weight},
     nn.LayerNorm: {"weight": _layer_norm_weight, "bias": _layer_norm_bias},
     nn.RMSNorm: {"weight": _layer_norm_weight},
@@ -271,7 +272,7 @@ SLICEABLE: frozenset[GradientRule] = frozenset({*WRITES_TO, embedding_weight})
 TURNABLE: frozenset[GradientRule] = frozenset({*SLICEABLE, _conv_weight})
 """Rules whose gradients are products of two sides that can be rotated first."""
 
-BY_POSITION = frozenset({*SLICEABLE, _last_bias, _layer_norm_weight, _layer_norm_bias})
+BY_POSITION = frozenset({*SLICEABLE, last_bias, _layer_norm_weight, _layer_norm_bias})
 """Rules of layers that treat all positions alike, whatever the axes between batch and features."""
 
 

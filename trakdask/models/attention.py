@@ -1,0 +1,150 @@
+"""Let the projections of ``nn.MultiheadAttention`` be seen, which it computes without modules.
+
+Its weights are those of linear layers, so that their gradients are products of what a projection
+takes with the gradient of what it returns. But one matrix projects queries, keys and values, and
+torch multiplies with it in a function, where no hook is called. So while hooks are needed, the
+module runs the same steps in the code below, which calls a function at each projection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trakdask.models.rules import GradientRule, last_bias, linear_weight
+
+Hook = Callable[..., Any]
+_OUT = {"out_proj.weight": linear_weight, "out_proj.bias": last_bias}
+_SEPARATE = ("q_proj", "k_proj", "v_proj")
+
+
+def projections(module: nn.Module) -> dict[str, Mapping[str, GradientRule]]:
+    """Return the rules of an attention's parameters, by the projection that they belong to.
+
+    Nothing for other modules, and for an attention whose code or weights have been replaced.
+    """
+    if not isinstance(module, nn.MultiheadAttention) or "forward" in vars(module):
+        return {}
+    rules: dict[str, Mapping[str, GradientRule]] = {
+        "in_proj": {"in_proj_weight": linear_weight, "in_proj_bias": last_bias},
+        **{name: {f"{name}_weight": linear_weight} for name in _SEPARATE},
+        **{name: {name: last_bias} for name in ("bias_k", "bias_v")},
+        "out_proj": _OUT,
+    }
+    is_own = type(module).forward is nn.MultiheadAttention.forward
+    known = {name for of_projection in rules.values() for name in of_projection}
+    return rules if is_own and known.issuperset(dict(module.named_parameters())) else {}
+
+
+@contextmanager
+def visible(module: nn.Module, hooks: Mapping[str, Hook]) -> Iterator[None]:
+    """Call hooks, by projection, as those of linear layers, while the ``with`` body runs."""
+    module.forward = partial(_attend, module, hooks)
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+def _attend(
+    module: Any,
+    hooks: Mapping[str, Hook],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,  # a hint, beside the mask itself
+) -> tuple[Tensor, Tensor | None]:
+    """Return what the module itself would return."""
+
+    def seen(projection: str, x: Tensor, y: Tensor) -> Tensor:
+        changed = hooks[projection](module, (x,), {}, y) if projection in hooks else None
+        return y if changed is None else changed
+
+    def in_layout(x: Tensor) -> Tensor:
+        """Change between the layout of the caller and (batch, length, width); its own inverse."""
+        return x if module.batch_first or not is_batched else x.transpose(0, 1)
+
+    def by_head(x: Tensor) -> Tensor:
+        return x.unflatten(2, (module.num_heads, -1)).transpose(1, 2)
+
+    is_batched = query.ndim == 3
+    inputs = [in_layout(x if is_batched else x[None]) for x in (query, key, value)]
+    if key_padding_mask is not None and not is_batched:
+        key_padding_mask = key_padding_mask[None]
+    # As many projections as torch computes: one where all three inputs are the same tensor.
+    if module._qkv_same_embed_dim and key is value:
+        spans = [(0, 3)] if query is key else [(0, 1), (1, 3)]
+    else:
+        spans = [(0, 1), (1, 2), (2, 3)]
+    projected: list[Tensor] = []
+    for start, stop in spans:
+        projected += _in_projection(module, seen, inputs[start], start, stop)
+    q, k, v = projected
+    if module.bias_k is not None:
+        of_samples = (len(k), -1, -1)
+        k = torch.cat([k, seen("bias_k", inputs[1], module.bias_k.expand(of_samples))], 1)
+        v = torch.cat([v, seen("bias_v", inputs[2], module.bias_v.expand(of_samples))], 1)
+    if module.add_zero_attn:
+        k, v = (functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
+    n_added = k.shape[1] - inputs[1].shape[1]
+    q, k, v = map(by_head, (q, k, v))
+    mask = _mask(q, attn_mask, key_padding_mask, n_added)
+    weights = None
+    if need_weights:
+        products = (q * q.shape[-1] ** -0.5) @ k.mT
+        weights = (products if mask is None else products + mask).softmax(-1)
+        mixed = weights @ v
+        weights = weights.mean(1) if average_attn_weights else weights
+        weights = weights if is_batched else weights[0]
+    else:
+        mixed = functional.scaled_dot_product_attention(q, k, v, mask)
+    mixed = mixed.transpose(1, 2).flatten(2)
+    out = functional.linear(mixed, module.out_proj.weight, module.out_proj.bias)
+    out = seen("out_proj", mixed, out)
+    return in_layout(out) if is_batched else out[0], weights
+
+
+def _in_projection(
+    module: Any, seen: Callable[..., Tensor], x: Tensor, start: int, stop: int
+) -> Sequence[Tensor]:
+    """Return the queries, keys and values, or those of them that are the same product of x."""
+    width = module.embed_dim
+    rows, bias = slice(start * width, stop * width), module.in_proj_bias
+    bias = None if bias is None else bias[rows]
+    if module._qkv_same_embed_dim:
+        y = functional.linear(x, module.in_proj_weight[rows], bias)
+    else:
+        name = _SEPARATE[start]
+        y = seen(name, x, functional.linear(x, getattr(module, f"{name}_weight"), bias))
+    # What has weights in common is one layer, whose other outputs are not used in this call: the
+    # gradient that autograd gives them is zero.
+    if stop - start < 3:
+        y = functional.pad(y, (rows.start, 3 * width - rows.stop))
+    return seen("in_proj", x, y)[..., rows].chunk(stop - start, -1)
+
+
+def _mask(
+    q: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, n_added: int
+) -> Tensor | None:
+    """Return what is added to the products of queries and keys; 0 for keys that were added."""
+    masks = []
+    if attn_mask is not None:
+        masks.append(attn_mask if attn_mask.ndim == 2 else attn_mask.unflatten(0, q.shape[:2]))
+    if key_padding_mask is not None:
+        masks.append(key_padding_mask[:, None, None])
+    total = None
+    for mask in masks:
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask, -torch.inf)
+        total = mask if total is None else total + mask
+    return None if total is None else functional.pad(total, (0, n_added))
