@@ -122,14 +122,14 @@ def measure(n: int, name: str) -> None:
 
 def scheduler_s(arrays: list[da.Array], n_tasks: int) -> float:
     """Return the CPU seconds until a scheduler in this process has all tasks of some arrays."""
-    with distributed.LocalCluster(n_workers=0, processes=False, dashboard_address=None) as cluster:
-        with distributed.Client(cluster) as client:
-            start = time.process_time()
-            futures = client.compute(arrays)
-            while len(cluster.scheduler.tasks) < 0.9 * n_tasks:  # clients may fuse otherwise
-                time.sleep(0.01)
-            seconds = time.process_time() - start
-            del futures
+    options = {"n_workers": 0, "processes": False, "dashboard_address": None}
+    with distributed.LocalCluster(**options) as cluster, distributed.Client(cluster) as client:
+        start = time.process_time()
+        futures = client.compute(arrays)
+        while len(cluster.scheduler.tasks) < 0.9 * n_tasks:  # clients may fuse otherwise
+            time.sleep(0.01)
+        seconds = time.process_time() - start
+        del futures
     return seconds
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import dask.array as da
@@ -19,12 +19,14 @@ from scipy import sparse
 from trakdask import arrays
 from trakdask._version import __version__
 from trakdask.arrays.blocks import divided
+from trakdask.arrays.memory import Sizes
 from trakdask.attribution.estimators import EstimatorLike, TracIn, resolve
 from trakdask.attribution.folds import require_all_samples
 from trakdask.attribution.groups import group_codes, require_group_coord
 from trakdask.attribution.metrics import COMBINATION, MetricLike, measure_of
 from trakdask.attribution.protocol import Absolute, Estimator, GramEstimator
 from trakdask.attribution.regularization import Regularized, regularize
+from trakdask.execution import require_memory
 from trakdask.provenance import FEATURE_SPEC, as_text, require_comparable
 from trakdask.variables import (
     CHECKPOINT,
@@ -103,6 +105,9 @@ def score(
         the one at hand. When computed: if ``feature`` was changed since its ``gram`` and
         ``feature_norm`` were made; if q of ``"soft"`` is not in [0, 1], or features are not finite;
         ``numpy.linalg.LinAlgError`` if the damped gram matrix is singular.
+    MemoryError
+        If a tile, or a gram matrix that is to be computed, takes more memory than any worker of the
+        active client has; without a client, than this machine has.
 
     Warns
     -----
@@ -142,10 +147,9 @@ def score(
     labels = labels_of_scores(training, explained)
     operands = solver(training, resolve(training, estimator))
     feature, weight = operands.features.feature.data, operands.weight(operands.features)
-    pooled = operands.estimator.pooled
-    data = arrays.score.score(
-        feature, operands.vectors(explained), weight, average=average, pooled=pooled
-    )
+    vectors, pooled = operands.vectors(explained), operands.estimator.pooled
+    require_tiles(feature, vectors, average=average)
+    data = arrays.score.score(feature, vectors, weight, average=average, pooled=pooled)
     attrs = score_attrs(training, targets, operands.attrs)
     return labelled("score", labels, data, attrs, None if average else features[CHECKPOINT])
 
@@ -188,6 +192,8 @@ def group_score(
         If there is no such coord, the result has a coord of the targets of that name, or there are
         more combinations than samples, and more than a million. With ``metric``: as
         :func:`trakdask.metric`, and if samples were selected.
+    MemoryError
+        If the sums of all groups take more memory than any worker has.
 
     Notes
     -----
@@ -315,7 +321,36 @@ def self_influence_forms(
     if operands.matrix is None:
         return features, operands, arrays.weights.squared_norm(features.feature.data)
     data = operands.features.feature.data
+    sizes = Sizes.of(data)
+    require_memory(
+        arrays.memory.leverage(sizes, sizes.proj_dim),
+        f"the products of a block of {sizes.rows} samples with a gram matrix",
+        "try fewer columns, or smaller blocks: features.chunk(sample=...)",
+    )
     return features, operands, arrays.solve.leverage(operands.matrix.inverse, data)
+
+
+def require_tiles(
+    feature: da.Array, vectors: da.Array, *, average: bool = True, errors: bool = False
+) -> None:
+    """Refuse tiles of scores that no worker has the memory for."""
+    sizes, targets = Sizes.of(feature), Sizes.of(vectors)
+    if not average:
+        sizes, targets = (replace(of, n_checkpoints=1) for of in (sizes, targets))
+    require_memory(
+        arrays.memory.score(sizes, targets, errors=errors),
+        f"the scores of a block of {sizes.rows} samples for {targets.rows} targets",
+        "try smaller blocks: features.chunk(sample=...), targets.chunk(sample=...)",
+    )
+
+
+def require_sums(feature: da.Array, n_groups: int, n_folds: int = 1) -> None:
+    """Refuse sums of features by group that no worker has the memory for."""
+    require_memory(
+        arrays.memory.group_sums(Sizes.of(feature), n_groups, n_folds),
+        f"the sums of {n_groups} groups",
+        "try groups that are larger, and so fewer, or td.score for some of the samples",
+    )
 
 
 def operands_of(features: xr.Dataset, targets: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
@@ -365,6 +400,7 @@ class Solver:
 
     def group_sums(self, of: xr.Dataset, codes: np.ndarray, n_groups: int) -> da.Array:
         """Return the weighted sum of the features of each group of samples."""
+        require_sums(of.feature.data, n_groups)
         return arrays.groups.group_sum(
             of.feature.data, self.weight(of), codes, n_groups, pooled=self.estimator.pooled
         )
@@ -373,6 +409,7 @@ class Solver:
         """Return the weighted sum of the features of each group, whose samples count in parts."""
         weight = self.weight(of)
         weight = arrays.weights.pooled(weight) if self.estimator.pooled else weight
+        require_sums(of.feature.data, members.shape[1])
         sums: da.Array = arrays.jackknife.member_sums(of.feature.data, weight[:, None], members)
         one: da.Array = sums[:, 0]
         return one

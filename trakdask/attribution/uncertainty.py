@@ -20,6 +20,8 @@ from trakdask.attribution.scores import (
     labels_of_members,
     labels_of_scores,
     operands_of,
+    require_sums,
+    require_tiles,
     score_attrs,
     self_influence_forms,
     solver,
@@ -88,7 +90,7 @@ def intervals(
     Student's distribution. :class:`TracIn` is a sum along a training; here its terms are taken for
     independent.
 
-    Cost: scores cost as much as :func:`score`, 32 bytes of memory per entry of a tile more, and no
+    Cost: scores cost as much as :func:`score`, 76 bytes of memory per entry of a tile more, and no
     array has all samples, targets and checkpoints. Sums by group read the features once, as
     :func:`group_score`, with one more sum for each checkpoint: C + 1 times its operations and its
     memory, groups × p × C numbers.
@@ -161,6 +163,7 @@ def estimated(
     solved = operands.vectors(explained)
     if by is None:
         of = operands.features
+        require_tiles(of.feature.data, solved, errors=True)
         tiles = arrays.score.score(
             of.feature.data, solved, operands.weight(of),
             folds=operands.fold_weights(of), pooled=operands.estimator.pooled, name=name,
@@ -185,6 +188,7 @@ def _of_groups(
     else:
         folds = da.concatenate([without, da.ones_like(without[:, :1])], axis=1)
         weights = folds[:, :, None] * weight[:, None, :]
+    require_sums(of.feature.data, members.shape[1], weights.shape[1])
     sums = arrays.jackknife.member_sums(of.feature.data, weights, members)
     return arrays.jackknife.member_score(sums, solved, relative=relative)
 
