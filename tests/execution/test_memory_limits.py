@@ -62,7 +62,9 @@ SCORES = xr.DataArray(da.zeros((20_000, 4000), chunks=-1, dtype="f4"), dims=("sa
             "scores of a block of 20000 samples for 4096 targets",
         ),
         (
-            lambda _: td.group_score(wide(10**6, 16, rows=5000), TARGETS[10], "grad_dot", by="user"),
+            lambda _: td.group_score(
+                wide(10**6, 16, rows=5000), TARGETS[10], "grad_dot", by="user"
+            ),
             "the sums of 1000000 groups",
         ),
         (lambda _: td.top_k(SCORES, 10), "ranking 10 of a block of 20000 samples"),
