@@ -8,17 +8,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import dask
 import xarray as xr
 from dask.base import get_scheduler
 from dask.utils import format_bytes
-from distributed import Client, KilledWorker, get_worker
-from distributed.system import MEMORY_LIMIT
 
 from trakdask.checks import require_integer
 from trakdask.errors import BlockError
+
+if TYPE_CHECKING:  # functions import distributed, which takes half a second and threads do not need
+    from distributed import Client, KilledWorker
 
 T = TypeVar("T")
 
@@ -26,6 +27,9 @@ _STARTED = "trakdask-started"
 _INTERVAL_S = 0.5
 _SHARE = 20
 """Times as long as counting takes, the bar waits."""
+
+_LEAST_WORKER = 2**28
+"""No worker has less memory, so that nobody need be asked for its limit."""
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +61,8 @@ def run(
     BlockError
         If a block kills every worker process that computes it.
     """
+    from distributed import KilledWorker
+
     require_integer("retries", retries, 0, remedy="try retries=0")
     cluster = active_client()
     attempts = 1 if cluster else retries + 1
@@ -78,6 +84,10 @@ def run(
 def active_client() -> Client | None:
     """Return the client that dask would compute on, if any."""
     client = getattr(get_scheduler(), "__self__", None)
+    if client is None:
+        return None
+    from distributed import Client
+
     return client if isinstance(client, Client) else None
 
 
@@ -134,8 +144,17 @@ def _slots(worker: Mapping[str, Any], resources: Mapping[str, int]) -> int:
     return int(min((worker["nthreads"], *fits)))
 
 
-def require_memory(n_bytes: int, what: str, remedy: str) -> None:
-    """Refuse a task that no worker of the active client, or this process, has the memory for.
+def require_memory(n_bytes: int, what: str, remedy: str, *, here: bool = False) -> None:
+    """Refuse a task that no worker of the active client, or this machine, has the memory for.
+
+    Parameters
+    ----------
+    n_bytes
+        A bound of :mod:`trakdask.arrays.memory`.
+    what, remedy
+        Of the error: what takes so much, and what to try.
+    here
+        Whether it runs in this process, and not on workers.
 
     Raises
     ------
@@ -149,14 +168,27 @@ def require_memory(n_bytes: int, what: str, remedy: str) -> None:
     Traceback (most recent call last):
     MemoryError: expected 909.49 TiB of memory for a task of the gram matrix, got ...
     """
-    client = active_client()
-    limits = [w["memory_limit"] for w in workers_of(client).values()] if client else [MEMORY_LIMIT]
-    most = max(limits, default=0) or MEMORY_LIMIT  # a worker without a limit has 0
-    if n_bytes > most:
+    if n_bytes > _LEAST_WORKER and n_bytes > (most := memory_limit(here=here)):
         raise MemoryError(
             f"expected {format_bytes(n_bytes)} of memory for {what}, got {format_bytes(most)}; "
             f"{remedy}"
         )
+
+
+def memory_limit(*, here: bool = False) -> int:
+    """Return the memory of the largest worker of the active client, or without one of this machine.
+
+    Examples
+    --------
+    >>> memory_limit() > 2**28
+    True
+    """
+    from distributed.system import MEMORY_LIMIT
+
+    client = None if here else active_client()
+    workers = workers_of(client).values() if client else ()
+    most = max((worker["memory_limit"] for worker in workers), default=0)
+    return int(most or MEMORY_LIMIT)  # a worker without a limit has 0
 
 
 def note_start(what: str) -> None:
@@ -164,6 +196,8 @@ def note_start(what: str) -> None:
 
     The scheduler itself blames every task that was waiting on the worker that died.
     """
+    from distributed import get_worker
+
     with suppress(ValueError):  # this process is not a worker
         get_worker().log_event(_STARTED, {"what": what})
 

@@ -23,6 +23,7 @@ from zarr.storage import FsspecStore, LocalStore, ObjectStore, ZipStore
 
 from trakdask import execution
 from trakdask.arrays.blocks import plain
+from trakdask.arrays.memory import exported
 from trakdask.files import Folder, naming, replacing
 from trakdask.provenance import as_values
 from trakdask.variables import RANK, TARGET
@@ -76,6 +77,8 @@ def to_zarr(
         If ``data`` takes more than ``max_bytes``.
     FileExistsError
         If the store exists and ``overwrite`` is false, or if something else is there.
+    MemoryError
+        If writing a block needs more memory than any worker has.
 
     Notes
     -----
@@ -95,6 +98,13 @@ def to_zarr(
     encoding = {
         str(n): {"compressors": None} for n, v in ds.data_vars.items() if v.dtype.kind == "f"
     }
+    lazy = [plain(variable.data) for variable in ds.variables.values() if variable.chunks]
+    sizes = [math.prod(array.chunksize) * array.itemsize for array in lazy]
+    execution.require_memory(
+        exported(max(sizes, default=0)),
+        "writing a block of the results",
+        "try smaller blocks: data.chunk(sample=...)",
+    )
     # The encoding of a coord says how another store has it, which need not fit here.
     marked = _with_equal_chunks(ds).drop_encoding().assign_attrs(_WRITER)
     if isinstance(store, Store):

@@ -16,10 +16,11 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
+from trakdask.arrays.memory import Sizes
 from trakdask.arrays.solve import component_count
 from trakdask.attribution.damping_rules import require_calibration
 from trakdask.attribution.estimators import EstimatorLike, Soft, Trak, with_gram
-from trakdask.attribution.grams import sums
+from trakdask.attribution.grams import require_eigenvectors, require_gram, sums
 from trakdask.attribution.protocol import GramEstimator
 from trakdask.attribution.regularization import chosen_damping
 from trakdask.execution import require_memory
@@ -43,13 +44,14 @@ from trakdask.variables import (
     PROJ_DIM_1,
     SAMPLE,
     WRONG_CLASSES,
+    lazy_features,
     validate,
 )
 
 __all__ = ["calibrate", "drop", "save"]
 
-_MOST_DIM = 8192
-"""Above this proj_dim, :func:`save` leaves the decomposition, which takes 32 p² bytes in one task,
+MOST_DIM = 8192
+"""Above this proj_dim, :func:`save` leaves the decomposition, which takes 40 p² bytes in one task,
 to :func:`calibrate`."""
 
 _FACTORS = (EIGENVALUES, EIGENVECTORS)
@@ -128,7 +130,8 @@ def save(
     BlockError
         If a block fails, or ends every worker process that it comes to; completed blocks stay.
     MemoryError
-        If a task of the gram matrices would need more memory than any worker has.
+        If storing a block, a gram matrix or its eigenvectors would need more memory than any worker
+        has; :func:`plan` shows how much. Gradients are not counted.
     OSError
         If a block cannot be stored, with the reason; completed blocks stay.
 
@@ -146,7 +149,7 @@ def save(
     ``td.verify(store, checksums=True)``.
 
     λ and the eigenvectors are computed once, after the gram matrices: one eigendecomposition per
-    checkpoint, about 9 p³ flops and 32 p² bytes in a task, and 8 p² bytes in the store (above
+    checkpoint, about 9 p³ flops and 40 p² bytes in a task, and 8 p² bytes in the store (above
     proj_dim 8192 :func:`calibrate` makes them). A query then costs two small products instead, and
     no λ is chosen anew. An append or a drop renews them for the checkpoints that changed.
 
@@ -175,7 +178,7 @@ def save(
     asked = None
     if estimator is not None:
         asked = with_gram(features, estimator).of_sums().with_damping("auto")
-        _require_memory(features)
+    _require_memory(features, asked, dtype)
     if not (isinstance(asked, Soft) and asked.wrong_classes):  # they would be computed for nothing
         features = features.drop_vars(WRONG_CLASSES, errors="ignore")
 
@@ -194,15 +197,21 @@ def save(
     return open(store, storage_options=storage_options)
 
 
-def _require_memory(features: xr.Dataset) -> None:
-    """Refuse gram matrices that do not fit, before hours of gradients and not after them."""
-    n, p = features.sizes[SAMPLE], features.sizes[PROJ_DIM]
-    block_rows = max(features.feature.variable.chunksizes.get(SAMPLE, (n,)))
+def _require_memory(
+    features: xr.Dataset, estimator: GramEstimator | None, dtype: str | None
+) -> None:
+    """Refuse what does not fit, before hours of gradients and not after them."""
+    sizes = Sizes.of(lazy_features(features).feature.data)
     require_memory(
-        arrays.gram.task_bytes(n, block_rows, p, features.feature.dtype.itemsize),
-        f"a task of the gram matrices of {p} columns",
-        "try fewer columns, larger workers, or estimator=None, which stores features alone",
+        arrays.memory.stored(sizes, half=dtype is not None),
+        f"a block of features of {sizes.rows} samples",
+        "try smaller blocks: samples.chunk(sample=...)",
     )
+    if estimator is not None:
+        require_gram(sizes)
+        if sizes.proj_dim <= MOST_DIM:
+            k = component_count(sizes.n_samples, sizes.proj_dim, features.feature.dtype)
+            require_eigenvectors(sizes.proj_dim, k)
 
 
 def drop(
@@ -316,7 +325,7 @@ def calibrate(
 
     Notes
     -----
-    Cost: one eigendecomposition per checkpoint, about 9 p³ flops and 32 p² bytes in a task, unless
+    Cost: one eigendecomposition per checkpoint, about 9 p³ flops and 40 p² bytes in a task, unless
     the store has it already; the features of up to 1000 training samples are read to choose λ. For
     a store of ``estimator="trak"`` whose λ is chosen by outputs (classification), one pass over the
     features as well. Features are not computed again.
@@ -394,7 +403,7 @@ def update_derived(
     if estimator is None:
         return
     gram_stays = _update_sums(before, group, estimator, retries)
-    if group.arrays[GRAM]["shape"][0] > _MOST_DIM and not anew:
+    if group.arrays[GRAM]["shape"][0] > MOST_DIM and not anew:
         return
     try:
         factors_stay = _update_factors(before, group, estimator, gram_stays, retries)
@@ -462,6 +471,7 @@ def _update_factors(
     for index, name in enumerate(group.checkpoints):
         if not (stays and name in before.checkpoints):
             matrix = matrices[..., index : index + 1]
+            require_eigenvectors(p, k)
             factors = arrays.solve.eigenvectors(matrix, [name], k)
             save_sums(group, _FACTORS, factors, index, retries)
     return stays

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import tracemalloc
-
 import dask
 import dask.array as da
 import numpy as np
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.arrays.decomposed_features import lazy
 from tests.stored_arrays import stored
-from trakdask.arrays.gram import gram, gram_and_sum, loss_gradient, task_bytes
+from trakdask.arrays.gram import gram, gram_and_sum, loss_gradient
 
 
 def oracle(x: np.ndarray, h: np.ndarray) -> np.ndarray:
@@ -89,21 +87,3 @@ def test_gram_and_sum__each_block_is_read_once() -> None:
     feature = da.map_blocks(block, chunks=chunks, dtype="f4", meta=np.empty((0, 0, 0), "f4"))
     dask.compute(*gram_and_sum(feature, None, da.ones((300, 2), chunks=(50, 1))), scheduler="sync")
     assert sorted(read) == [(b, 0, c) for b in range(6) for c in range(2)]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize(
-    ("n", "p", "rows"), [(1800, 800, 600), (9000, 300, 500), (40_000, 300, 500)]
-)
-def test_task_bytes__bounds_the_memory_of_a_task(n: int, p: int, rows: int, dtype: str) -> None:
-    x = da.zeros((n, p, 1), chunks=(rows, p, 1), dtype=dtype)
-    weights = da.ones((n, 1), chunks=rows)
-    graph = dask.optimize(*gram_and_sum(x, weights, weights))
-    tracemalloc.start()
-    dask.compute(*graph, scheduler="sync")
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    bound = task_bytes(n, rows, p, np.dtype(dtype).itemsize)
-    # Partial matrices that wait, the graph, and what other threads of this process hold.
-    others = 8 * p**2 * (n // (8 * p)) + 4e6
-    assert bound / 3 < peak < bound + others

@@ -9,6 +9,8 @@ of its own, because memory is part of the question:
 - build: the seconds of CPU until the lazy result is there, which other users of the machine disturb
   less than the clock;
 - tasks: how many the scheduler gets, after all optimizations;
+- scheduler: the seconds of CPU in which a scheduler without workers takes the graph, with what the
+  client does to send it; running a task costs it about a millisecond more;
 - sent: the bytes of the graph as a client sends it to the scheduler, pickled;
 - tasks' bytes: the sum and the largest of the pickles that workers get (up to 256 of each kind of
   task are pickled; the sum is extrapolated);
@@ -76,7 +78,8 @@ def main() -> None:
     for n in args.rows:
         print(f"\n{n:,} samples in {-(-n // _BLOCK):,} blocks")
         titles = ("sent", "tasks sum", "largest", "memory")
-        print(f"{'':22}{'build':>9}{'tasks':>11}{''.join(f'{title:>12}' for title in titles)}")
+        print(f"{'':22}{'build':>9}{'tasks':>11}{'scheduler':>11}"
+              f"{''.join(f'{title:>12}' for title in titles)}")  # fmt: skip
         for name in args.only:
             run_alone(n, name, args.limit)
 
@@ -111,7 +114,23 @@ def measure(n: int, name: str) -> None:
     del header, frames
     total, largest = task_bytes(tasks)
     sizes = (sent, total, largest, peak_memory() - before)
-    print(f"{name:22}{built:7.2f} s{len(tasks):11,}{''.join(map(megabytes, sizes))}")
+    n_tasks = len(tasks)
+    del tasks
+    print(f"{name:22}{built:7.2f} s{n_tasks:11,}{scheduler_s(arrays, n_tasks):9.2f} s"
+          f"{''.join(map(megabytes, sizes))}")  # fmt: skip
+
+
+def scheduler_s(arrays: list[da.Array], n_tasks: int) -> float:
+    """Return the CPU seconds until a scheduler in this process has all tasks of some arrays."""
+    options = {"n_workers": 0, "processes": False, "dashboard_address": None}
+    with distributed.LocalCluster(**options) as cluster, distributed.Client(cluster) as client:
+        start = time.process_time()
+        futures = client.compute(arrays)
+        while len(cluster.scheduler.tasks) < 0.9 * n_tasks:  # clients may fuse otherwise
+            time.sleep(0.01)
+        seconds = time.process_time() - start
+        del futures
+    return seconds
 
 
 def task_bytes(tasks: Mapping[Any, Any]) -> tuple[float, int]:

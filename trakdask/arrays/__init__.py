@@ -8,6 +8,7 @@ from trakdask.arrays import (
     gram,
     groups,
     jackknife,
+    memory,
     metrics,
     score,
     solve,

@@ -31,7 +31,7 @@ from trakdask.arrays.xp import array_module, asnumpy
 _FLOAT64_MAX_DIM = 8192
 #: Rows per partial matrix, as a multiple of p. A partial has p² entries however few rows it was
 #: computed from, so with fewer rows it would cost more to move than the features themselves.
-_ROWS_PER_DIM = 8
+ROWS_PER_DIM = 8
 
 
 def gram(feature: da.Array, gram_weights: da.Array | None = None) -> da.Array:
@@ -63,7 +63,7 @@ def gram(feature: da.Array, gram_weights: da.Array | None = None) -> da.Array:
     over ``feature``. Blocks are merged into groups of R >= 8 p rows (at most 16 p and one block;
     all rows if n < 8 p), with one partial matrix each. Stored blocks are read inside the task of
     their group, so that only partial matrices move between workers, and scores read them again.
-    :func:`task_bytes` bounds the memory of a task.
+    :func:`trakdask.arrays.memory.gram` bounds the memory of a task.
 
     Exactness: products and sums in the dtypes above. The bits are the same on any
     scheduler for given chunks and BLAS (a worker with ``TRAKDASK_XP=cupy`` multiplies on its GPU).
@@ -157,7 +157,7 @@ def _reduced(
         raise ValueError(
             "expected feature of gram with at least one sample, got 0 samples; try selecting more"
         )
-    groups = _groups(feature.chunks[0], _ROWS_PER_DIM * p)
+    groups = _groups(feature.chunks[0], ROWS_PER_DIM * p)
     h = None if gram_weights is None else align_weights(gram_weights, feature)
     g = None if loss_weights is None else pooled(align_weights(loss_weights, feature))
     inputs = [(None, None) if x is None else _merged(x, groups) for x in (feature, h, g)]
@@ -168,36 +168,6 @@ def _reduced(
         name="gram-products", dtype=_sum_dtype(feature),
     )  # fmt: skip
     return tree_sum(parts, name="gram", dtype=parts.dtype)
-
-
-def task_bytes(n_rows: int, block_rows: int, proj_dim: int, itemsize: int = 4) -> int:
-    """Return the most memory that a task of the Gram matrix takes, in bytes.
-
-    Parameters
-    ----------
-    n_rows, block_rows
-        Numbers of all samples, and of those in a block.
-    proj_dim
-        p.
-    itemsize
-        Bytes of a feature's element.
-
-    Notes
-    -----
-    A task holds the blocks of a group and the merged group, the sum, a product and its transpose,
-    and 4 p rows times their weights. A task of the tree adds eight partial matrices to a ninth.
-
-    Examples
-    --------
-    >>> task_bytes(n_rows=1_000_000, block_rows=512, proj_dim=1024) / 1e6
-    171.966464
-    """
-    most = 2 * _ROWS_PER_DIM * proj_dim + block_rows
-    group = proj_dim * itemsize * min(n_rows, most)
-    slab = proj_dim * itemsize * min(n_rows, max(4 * proj_dim, 1024))
-    total = proj_dim**2 * max(accumulation_dtype(proj_dim).itemsize, itemsize)
-    tree = 9 * total if n_rows > most else 0
-    return max(2 * group + slab + total + 2 * proj_dim**2 * itemsize, tree)
 
 
 def accumulation_dtype(proj_dim: int) -> np.dtype[np.floating]:

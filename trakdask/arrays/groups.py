@@ -65,8 +65,8 @@ def group_sum(
     Notes
     -----
     Cost: 2 n p C flops, memory-bound. Blocks in which no sample has a group are never read. Blocks
-    that are stored are read by the task that sums them, 8 in a row. Peak memory per task: one block
-    in float32 and 9 n_groups p 8 bytes.
+    that are stored are read by the task that sums them, 8 in a row.
+    :func:`trakdask.arrays.memory.group_sums` bounds the memory of a task.
 
     Exactness: sums are float32 (as above) within a block and float64 between blocks, with the same
     bits on any scheduler for given chunks. Rows of failed samples, which are entirely NaN, and rows

@@ -50,8 +50,8 @@ def member_sums(feature: da.Array, weights: da.Array, members: sparse.csr_array)
 
     Notes
     -----
-    Cost: 2 p C flops per fold and member. Memory of a task: a block, and in the tree 9 groups folds
-    p 8 bytes. Samples that failed at a checkpoint are left out of all folds.
+    Cost: 2 p C flops per fold and member; :func:`trakdask.arrays.memory.group_sums` bounds the
+    memory of a task. Samples that failed at a checkpoint are left out of all folds.
 
     Examples
     --------

@@ -83,15 +83,14 @@ def score(
     -----
     The error is a jackknife, √((C - 1)/C Σ_j (θ_j - mean θ)²) with the scores θ_j = b_j(z) mean_c≠j
     of products, where b are ``folds``. Σ θ_j and Σ θ_j² are polynomials in the sum of all products,
-    so that four sums in float64 are enough: 32 bytes per entry of the tile, at any C.
+    so that four sums in float64 are enough, at any C.
 
     Cost: 2 n m p C flops. Every tile reads its sample block and its target block of all
-    checkpoints, so score many targets at once. Peak memory per task: C p (rows of both) itemsize +
-    8 bytes per entry of the tile; the sum over checkpoints is computed in place. If the targets are
-    in one chunk, stored features are read inside these tasks, one checkpoint at a time: there is
-    one task per block of samples, with C p (rows of the targets) + p (rows of the samples) numbers
-    in memory. Blocks that tasks share, such as persisted ones, are each multiplied by a task of its
-    own if there are fewer targets than p: workers then send each other products, and not features.
+    checkpoints, so score many targets at once; :func:`trakdask.arrays.memory.score` bounds the
+    memory of a task. If the targets are in one chunk, stored features are read inside these tasks,
+    one checkpoint at a time: there is one task per block of samples. Blocks that tasks share, such
+    as persisted ones, are each multiplied by a task of its own if there are fewer targets than p:
+    workers then send each other products, and not features.
 
     Exactness: products and sums are in the dtype of the result, with checkpoints added in order, so
     the bits are the same on any scheduler for given chunks and BLAS (a worker with
@@ -252,6 +251,7 @@ def _averaged(
         else:
             total += product
         count += 1
+        del product  # of a wide tile, it would be held while the next one is computed
     assert total is not None
     if weight is None or not pooled:
         total /= total.dtype.type(count)
@@ -269,17 +269,11 @@ def _with_error(
     feature: Blocks | None, factor: Blocks, weight: Blocks, folds: Blocks, *, pooled: bool
 ) -> Block:
     """Return one tile of scores with their errors; see :func:`_averaged`."""
-    xp, sums = array_module(), None
+    xp = array_module()
     (others,) = flat(folds)
     b = xp.asarray(others.T[:, :, None])
     products = _products(xp, feature, factor, None if pooled else weight)
-    for product, b_j in zip(products, b, strict=False):
-        dtype, x = product.dtype, product.astype(np.float64)
-        y = b_j * x
-        terms = [x, y, b_j * y, y * y]
-        sums = terms if sums is None else list(map(operator.iadd, sums, terms))
-    assert sums is not None
-    total, y, by, yy = sums
+    dtype, (total, y, by, yy) = _sums_of_folds(products, b)
     n = len(b)
     # With θ_j = b_j (total - x_j)/(n - 1), of each entry:
     first = total * b.sum(axis=0) - y
@@ -293,20 +287,32 @@ def _with_error(
     return tile
 
 
+def _sums_of_folds(products: Iterator[Any], b: Any) -> tuple[np.dtype[Any], list[Any]]:
+    """Return the dtype of products x_j, and Σ x_j, Σ b_j x_j, Σ b_j² x_j and Σ b_j² x_j²."""
+    sums: list[Any] = []
+    for b_j in b:
+        product = next(products)  # zip would hold it while the next one is computed
+        dtype, x = product.dtype, product.astype(np.float64)
+        y = b_j * x
+        terms = [x, y, b_j * y, y * y]
+        sums = list(map(operator.iadd, sums, terms)) if sums else terms
+        del product, x, y, terms
+    return dtype, sums
+
+
 def _products(
     xp: Any, feature: Blocks | None, factor: Blocks, weight: Blocks | None
 ) -> Iterator[Any]:
     """Yield the (rows, targets) product of each checkpoint, as arrays that may be changed."""
-    if feature is None:  # copies, as the scheduler owns these blocks
-        products = (xp.array(block[:, :, 0]) for block in flat(factor))
-    else:
-        pairs = zip(flat(feature), flat(factor), strict=False)
-        products = (_product(xp, x, w) for x, w in pairs)
+    samples = itertools.repeat(None) if feature is None else flat(feature)
     apart = itertools.repeat(None) if weight is None else flat(weight)
-    for product, g in zip(products, apart, strict=False):
+    for x, w, g in zip(samples, flat(factor), apart, strict=False):
+        # Copies of products that are known, as the scheduler owns these blocks.
+        product = xp.array(w[:, :, 0]) if x is None else _product(xp, x, w)
         if g is not None:
             product *= xp.asarray(g.astype(product.dtype))
         yield product
+        del product
 
 
 def _apart(feature: Blocks, solved: Blocks, weight: Blocks | None = None) -> Block:

@@ -123,7 +123,8 @@ def eigenvectors(
 
     Notes
     -----
-    Cost: as :func:`decompose`, and 32 p² bytes in a task whose result has 8 p² bytes.
+    Cost: as :func:`decompose`; the memory of a task is
+    :func:`trakdask.arrays.memory.eigenvectors`, 40 p² bytes for all vectors.
     Eigenvalues that rounding made negative count as 0.
 
     Examples
@@ -281,9 +282,9 @@ def cholesky(gram: da.Array, damping: da.Array, labels: Sequence[object]) -> da.
 
     Notes
     -----
-    Cost: p³/3 flops, one task per checkpoint, 8 p² bytes in addition to ``gram``; the matrix is
-    factorized in place. It is not scaled first: the error of Cholesky does not depend on the scale
-    of rows and columns, and float64 can represent the squares of any float32 gradient.
+    Cost: p³/3 flops, one task per checkpoint, of :func:`trakdask.arrays.memory.cholesky` bytes; the
+    matrix is factorized in place. It is not scaled first: the error of Cholesky does not depend on
+    the scale of rows and columns, and float64 can represent the squares of any float32 gradient.
 
     Examples
     --------
@@ -350,8 +351,8 @@ def solve(inverse: da.Array, target: da.Array) -> da.Array:
     Notes
     -----
     Cost in float64, per target and checkpoint: 2 p² flops with factors, 4 p k with k eigenvectors;
-    and 16 p bytes in addition to the inputs. A NaN in a target's feature makes that target NaN, and
-    no other.
+    memory as :func:`trakdask.arrays.memory.solve`. A NaN in a target's feature makes that target
+    NaN, and no other.
 
     Examples
     --------
@@ -386,8 +387,8 @@ def leverage(inverse: da.Array, feature: da.Array) -> da.Array:
 
     Notes
     -----
-    Cost: 2 p² flops per sample and checkpoint, as for the Gram matrix, and 16 p bytes per sample of
-    a block in addition to the block. The n × n hat matrix is never formed.
+    Cost: 2 p² flops per sample and checkpoint, as for the Gram matrix; memory as
+    :func:`trakdask.arrays.memory.leverage`. The n × n hat matrix is never formed.
 
     Examples
     --------

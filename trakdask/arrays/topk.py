@@ -95,8 +95,7 @@ def top_k(
     -----
     Cost: one pass over the tiles, reading no more than ``score`` itself does. The local ranking
     runs in the task that computes the tile, so that only k numbers per block and target outlive
-    the task. Peak memory per task: the tile and 20 bytes per entry of it; in the tree 9 k targets
-    8 bytes. Each of ``others`` adds 4 bytes.
+    the task, whose memory :func:`trakdask.arrays.memory.top_k` bounds.
 
     Exactness: exact, and the same for any chunks, masks and schedulers with equal scores.
 
@@ -299,8 +298,8 @@ def among_best(
 
     Notes
     -----
-    Exact, and the same for any chunks. Memory of a task: its block, and in the tree 8 bytes for
-    each sample that may still be taken.
+    Exact, and the same for any chunks. :func:`trakdask.arrays.memory.among_best` bounds the memory
+    of a task.
 
     Examples
     --------

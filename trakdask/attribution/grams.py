@@ -11,8 +11,10 @@ import xarray as xr
 
 from trakdask import arrays
 from trakdask.arrays.blocks import plain
+from trakdask.arrays.memory import Sizes
 from trakdask.attribution.estimators import Trak
 from trakdask.attribution.protocol import GIVEN, GramEstimator
+from trakdask.execution import require_memory
 from trakdask.variables import (
     CHECKPOINT,
     EIGENVALUES,
@@ -74,6 +76,7 @@ def gram(features: xr.Dataset, *, weights: xr.DataArray | None = None) -> xr.Dat
     h = None if weights is None else _checked_weights(features, weights)
     variable, coords = VARIABLES[GRAM], {CHECKPOINT: features[CHECKPOINT]}
     attrs = variable.attrs | (Trak() if weights is None else _OfCaller()).attrs(features)
+    require_gram(Sizes.of(features.feature.data))
     data = arrays.gram.gram(features.feature.data, h)
     return xr.DataArray(data, coords, variable.dims, GRAM, attrs)
 
@@ -189,6 +192,7 @@ def gram_matrix(
     if (chooses_damping or decomposed) and factors is None:
         p, dtype = features.sizes[PROJ_DIM], features["feature"].dtype
         k = arrays.solve.component_count(estimator.rank(n, features), p, dtype)
+        require_eigenvectors(p, k)
         factors = arrays.solve.eigenvectors(matrix, labels, k)
     spectrum = factors and arrays.solve.spectrum(*factors, gradient, n, labels)
     return GramMatrix(matrix, n, labels, estimator, is_stored, spectrum)
@@ -214,9 +218,29 @@ def sums(
         g = g if checkpoint is None else arrays.weights.pooled(g)[:, None]
     if GRAM not in names:
         return [] if g is None else [arrays.gram.loss_gradient(x, g)]
+    require_gram(Sizes.of(x))
     h = estimator.h(some)
     matrix, *others = [arrays.gram.gram(x, h)] if g is None else arrays.gram.gram_and_sum(x, h, g)
     return [estimator.completed(matrix, some), *others]
+
+
+def require_gram(sizes: Sizes) -> None:
+    """Refuse a gram matrix that no worker has the memory for."""
+    require_memory(
+        arrays.memory.gram(sizes),
+        f"a task of the gram matrices of {sizes.proj_dim} columns",
+        "try fewer columns, larger workers, or estimator=None, which stores features alone",
+    )
+
+
+def require_eigenvectors(proj_dim: int, n_component: int) -> None:
+    """Refuse eigenvectors that no worker has the memory for."""
+    require_memory(
+        arrays.memory.eigenvectors(proj_dim, n_component),
+        f"the eigenvectors of a gram matrix of {proj_dim} columns",
+        "try fewer columns, larger workers, or an estimator with a damping of yours, which needs "
+        "none",
+    )
 
 
 def of_gram(features: xr.Dataset, estimator: GramEstimator) -> GramEstimator:

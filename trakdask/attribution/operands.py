@@ -5,7 +5,7 @@ A score is their product. :class:`Solver` makes either, for each estimator.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import dask.array as da
 import numpy as np
@@ -14,9 +14,11 @@ from scipy import sparse
 
 from trakdask import arrays
 from trakdask.arrays.blocks import divided
+from trakdask.arrays.memory import Sizes
 from trakdask.attribution.estimators import EstimatorLike, TracIn, resolve
 from trakdask.attribution.protocol import Absolute, Estimator, GramEstimator
 from trakdask.attribution.regularization import Regularized, regularize
+from trakdask.execution import require_memory
 from trakdask.provenance import require_comparable
 from trakdask.variables import (
     SAMPLE,
@@ -75,6 +77,7 @@ class Solver:
 
     def group_sums(self, of: xr.Dataset, codes: np.ndarray, n_groups: int) -> da.Array:
         """Return the weighted sum of the features of each group of samples."""
+        require_sums(of.feature.data, n_groups)
         return arrays.groups.group_sum(
             of.feature.data, self.weight(of), codes, n_groups, pooled=self.estimator.pooled
         )
@@ -83,6 +86,7 @@ class Solver:
         """Return the weighted sum of the features of each group, whose samples count in parts."""
         weight = self.weight(of)
         weight = arrays.weights.pooled(weight) if self.estimator.pooled else weight
+        require_sums(of.feature.data, members.shape[1])
         sums: da.Array = arrays.jackknife.member_sums(of.feature.data, weight[:, None], members)
         one: da.Array = sums[:, 0]
         return one
@@ -120,4 +124,33 @@ def self_influence_forms(
     if operands.matrix is None:
         return features, operands, arrays.weights.squared_norm(features.feature.data)
     data = operands.features.feature.data
+    sizes = Sizes.of(data)
+    require_memory(
+        arrays.memory.leverage(sizes, sizes.proj_dim),
+        f"the products of a block of {sizes.rows} samples with a gram matrix",
+        "try fewer columns, or smaller blocks: features.chunk(sample=...)",
+    )
     return features, operands, arrays.solve.leverage(operands.matrix.inverse, data)
+
+
+def require_tiles(
+    feature: da.Array, vectors: da.Array, *, average: bool = True, errors: bool = False
+) -> None:
+    """Refuse tiles of scores that no worker has the memory for."""
+    sizes, targets = Sizes.of(feature), Sizes.of(vectors)
+    if not average:
+        sizes, targets = (replace(of, n_checkpoints=1) for of in (sizes, targets))
+    require_memory(
+        arrays.memory.score(sizes, targets, errors=errors),
+        f"the scores of a block of {sizes.rows} samples for {targets.rows} targets",
+        "try smaller blocks: features.chunk(sample=...), targets.chunk(sample=...)",
+    )
+
+
+def require_sums(feature: da.Array, n_groups: int, n_folds: int = 1) -> None:
+    """Refuse sums of features by group that no worker has the memory for."""
+    require_memory(
+        arrays.memory.group_sums(Sizes.of(feature), n_groups, n_folds),
+        f"the sums of {n_groups} groups",
+        "try groups that are larger, and so fewer, or td.score for some of the samples",
+    )

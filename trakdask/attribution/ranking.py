@@ -19,6 +19,7 @@ from trakdask.arrays.topk import TileMask
 from trakdask.attribution.conditions import Condition, selection
 from trakdask.attribution.groups import group_codes, require_group_coord
 from trakdask.checks import require_choice, require_integer, require_number
+from trakdask.execution import require_memory
 from trakdask.variables import (
     RANK,
     SAMPLE,
@@ -138,6 +139,8 @@ def top_k(
         If k is not in 1..n, or fraction not in (0, 1], a mask has another length or dtype, or
         selects fewer than k samples, or cannot be aligned, or there is no such coord. When
         computed: if the function raises, or returns no mask of its tile.
+    MemoryError
+        If ranking a block of scores takes more memory than any worker has.
 
     Notes
     -----
@@ -204,6 +207,14 @@ def top_k(
         )
     n = int(mask.sum()) if isinstance(mask, np.ndarray) else scores.sizes[SAMPLE]
     (k,) = _counts([n], k, fraction)
+    rows, n_targets = scores.data.chunksize
+    require_memory(
+        arrays.memory.top_k(
+            rows, n_targets, k, itemsize=scores.dtype.itemsize, n_others=len(others)
+        ),
+        f"ranking {k} of a block of {rows} samples for {n_targets} targets",
+        "try fewer, or scores.chunk(target=...)",
+    )
     tiles = [da.asarray(array.data).reshape(scores.shape) for array in others.values()]
     of_others = [tile.rechunk(scores.chunks) for tile in tiles]
     value, position, *rest = ranked = arrays.topk.top_k(

@@ -108,7 +108,7 @@ def damping(
     samples and checkpoints left out.
 
     No model is retrained and no n × m array made: one more column of the gram matrix and one
-    eigendecomposition per checkpoint, about 9 p³ flops and 32 p² bytes; 21 numbers per sample and
+    eigendecomposition per checkpoint, about 9 p³ flops and 40 p² bytes; 21 numbers per sample and
     checkpoint. For other estimators it needs a gram matrix of these weights too, one more pass over
     the features.
 

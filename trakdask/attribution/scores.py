@@ -20,7 +20,7 @@ from trakdask.attribution.labels import (
     score_attrs,
 )
 from trakdask.attribution.metrics import COMBINATION, MetricLike, measure_of
-from trakdask.attribution.operands import operands_of, self_influence_forms, solver
+from trakdask.attribution.operands import operands_of, require_tiles, self_influence_forms, solver
 from trakdask.variables import (
     CHECKPOINT,
     SAMPLE,
@@ -84,6 +84,9 @@ def score(
         the one at hand. When computed: if ``feature`` was changed since its ``gram`` and
         ``feature_norm`` were made; if q of ``"soft"`` is not in [0, 1], or features are not finite;
         ``numpy.linalg.LinAlgError`` if the damped gram matrix is singular.
+    MemoryError
+        If a tile, or a gram matrix that is to be computed, takes more memory than any worker of the
+        active client has; without a client, than this machine has.
 
     Warns
     -----
@@ -128,10 +131,9 @@ def score(
     labels = labels_of_scores(training, explained)
     operands = solver(training, resolve(training, estimator))
     feature, weight = operands.features.feature.data, operands.weight(operands.features)
-    pooled = operands.estimator.pooled
-    data = arrays.score.score(
-        feature, operands.vectors(explained), weight, average=average, pooled=pooled
-    )
+    vectors, pooled = operands.vectors(explained), operands.estimator.pooled
+    require_tiles(feature, vectors, average=average)
+    data = arrays.score.score(feature, vectors, weight, average=average, pooled=pooled)
     attrs = score_attrs(training, targets, operands.attrs)
     return labelled("score", labels, data, attrs, None if average else features[CHECKPOINT])
 
@@ -174,6 +176,8 @@ def group_score(
         If there is no such coord, the result has a coord of the targets of that name, or there are
         more combinations than samples, and more than a million. With ``metric``: as
         :func:`trakdask.metric`, and if samples were selected.
+    MemoryError
+        If the sums of all groups take more memory than any worker has.
 
     Notes
     -----

@@ -14,7 +14,14 @@ from trakdask import arrays
 from trakdask.attribution.estimators import EstimatorLike, resolve
 from trakdask.attribution.groups import combine
 from trakdask.attribution.labels import Labels, labels_of_members, labels_of_scores, score_attrs
-from trakdask.attribution.operands import Solver, operands_of, self_influence_forms, solver
+from trakdask.attribution.operands import (
+    Solver,
+    operands_of,
+    require_sums,
+    require_tiles,
+    self_influence_forms,
+    solver,
+)
 from trakdask.attribution.protocol import LEAST_FOLDS
 from trakdask.checks import require_number
 from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, VARIABLES, coords_along, validate
@@ -80,7 +87,7 @@ def intervals(
     Student's distribution. :class:`TracIn` is a sum along a training; here its terms are taken for
     independent.
 
-    Cost: scores cost as much as :func:`score`, 32 bytes of memory per entry of a tile more, and no
+    Cost: scores cost as much as :func:`score`, 76 bytes of memory per entry of a tile more, and no
     array has all samples, targets and checkpoints. Sums by group read the features once, as
     :func:`group_score`, with one more sum for each checkpoint: C + 1 times its operations and its
     memory, groups × p × C numbers.
@@ -153,6 +160,7 @@ def estimated(
     solved = operands.vectors(explained)
     if by is None:
         of = operands.features
+        require_tiles(of.feature.data, solved, errors=True)
         tiles = arrays.score.score(
             of.feature.data, solved, operands.weight(of),
             folds=operands.fold_weights(of), pooled=operands.estimator.pooled, name=name,
@@ -177,6 +185,7 @@ def _of_groups(
     else:
         folds = da.concatenate([without, da.ones_like(without[:, :1])], axis=1)
         weights = folds[:, :, None] * weight[:, None, :]
+    require_sums(of.feature.data, members.shape[1], weights.shape[1])
     sums = arrays.jackknife.member_sums(of.feature.data, weights, members)
     return arrays.jackknife.member_score(sums, solved, relative=relative)
 

@@ -9,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from trakdask import arrays
 from trakdask.checks import require_integer
 from trakdask.errors import warn_once
+from trakdask.execution import require_memory
 from trakdask.featurization.lazy import featurize, model_of
 from trakdask.models.model import Model
 from trakdask.projection import SJLT, Projector
@@ -87,7 +89,8 @@ def principal_components(
     -----
     It is computed at once, since features of training samples and of targets need the same values.
     Cost: one pass over the n samples, and 4 n² w + 9 n³ flops for each checkpoint, with the width w
-    of the projector. Memory of this process: 16 n w bytes, one checkpoint at a time. Each sample
+    of the projector. Memory of this process: 20 n w + 40 n² bytes,
+    one checkpoint at a time; more than it has is refused. Each sample
     that is featurized later costs 2 w ``proj_dim`` flops more than its projection.
 
     Features are equal up to rounding, and not bit by bit, on other processors and in other batches,
@@ -116,14 +119,20 @@ def principal_components(
             f"samples and {wide.sizes[PROJ_DIM]} columns of the projector have no more components; "
             "try more samples, or a wider projector=",
         )
+    require_memory(
+        arrays.memory.principal_components(wide.sizes[SAMPLE], wide.sizes[PROJ_DIM]),
+        f"the principal components of {wide.sizes[SAMPLE]} samples, in this process",
+        f"try fewer samples: some thousand are enough for {n_columns} columns",
+        here=True,
+    )
     by_checkpoint = [
         _principal(np.asarray(wide.feature.data[:, :, i]), n_columns)
         for i in range(wide.sizes[CHECKPOINT])
     ]
-    matrices, shares = (np.stack(arrays, -1) for arrays in zip(*by_checkpoint, strict=True))
-    arrays = {"principal_components": matrices, "principal_shares": shares}
+    matrices, shares = (np.stack(parts, -1) for parts in zip(*by_checkpoint, strict=True))
+    fit = {"principal_components": matrices, "principal_shares": shares}
     fitted, step = Fitted.of(projector), Components(matrices.shape[1])
-    return fitted.with_arrays(step, arrays, model_of(as_values(wide.attrs)))
+    return fitted.with_arrays(step, fit, model_of(as_values(wide.attrs)))
 
 
 def _principal(

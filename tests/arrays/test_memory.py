@@ -1,0 +1,159 @@
+"""Each bound is above the memory that the operation takes, and at most about twice as much."""
+
+from __future__ import annotations
+
+import ctypes
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import dask
+import dask.array as da
+import numpy as np
+import psutil
+import pytest
+from scipy import sparse
+
+from trakdask import arrays
+from trakdask.arrays import memory
+from trakdask.arrays.blocks import stored
+from trakdask.arrays.factorization import decompose
+from trakdask.arrays.memory import Sizes
+
+SLACK = 3e6
+"""Bytes of graphs, of small arrays, and of what other threads of this process do."""
+
+
+def zeros(n: int, p: int, c: int, rows: int, *, read: bool = False) -> da.Array:
+    """Return features in blocks of rows, in memory or read by tasks."""
+    chunks = da.core.normalize_chunks((rows, p, 1), (n, p, c))
+    if not read:
+        return da.zeros((n, p, c), chunks=chunks, dtype="f4")
+
+    def block(key: tuple[slice, ...]) -> np.ndarray:
+        return np.zeros(
+            [len(range(*k.indices(m))) for k, m in zip(key, (n, p, c), strict=True)], "f4"
+        )
+
+    return stored(block, chunks, "f4", f"zeros-{n}-{p}-{c}-{rows}")
+
+
+def peak(*lazy: da.Array) -> int:
+    """Return the most memory that computing takes; one task after the other."""
+    graph = dask.optimize(*lazy)
+    dask.compute(*graph, scheduler="sync")  # imports, and what libraries keep
+    tracemalloc.start()
+    dask.compute(*graph, scheduler="sync")
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return most
+
+
+def require_tight(bound: float, measured: float) -> None:
+    assert measured < bound + SLACK
+    assert bound < 2 * measured + SLACK
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("n", "p", "rows"), [(1800, 800, 600), (9000, 300, 500), (40_000, 300, 500)]
+)
+def test_gram(n: int, p: int, rows: int, dtype: str) -> None:
+    x, weights = da.zeros((n, p, 1), chunks=(rows, p, 1), dtype=dtype), da.ones((n, 1), chunks=rows)
+    measured = peak(*arrays.gram.gram_and_sum(x, weights, weights))
+    waiting = 8 * p**2 * (n // (8 * p))  # partial matrices
+    bound = memory.gram(Sizes.of(x))
+    assert bound / 3 < measured < bound + waiting + SLACK
+
+
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize(("p", "n_targets"), [(512, 300), (64, 2000)])
+def test_score(read: bool, p: int, n_targets: int) -> None:
+    x, t = zeros(1024, p, 3, 1024, read=read), zeros(n_targets, p, 3, n_targets)
+    sizes, weights = (Sizes.of(x), Sizes.of(t)), da.ones((1024, 3), chunks=(1024, 1))
+    tile = arrays.score.score(x, t, weights)
+    require_tight(memory.score(*sizes), peak(tile))
+    require_tight(memory.score(*sizes, ranked=True), peak(*arrays.topk.top_k(tile, 10)))
+    folds = da.ones((1024, 3))
+    with_errors = arrays.score.score(x, t, weights, folds=folds)
+    require_tight(memory.score(*sizes, errors=True), peak(with_errors))
+
+
+@pytest.mark.parametrize("n_others", [0, 2])
+@pytest.mark.parametrize("k", [10, 1900])
+def test_top_k(k: int, n_others: int) -> None:
+    score, *others = (
+        da.full((10 * 2000, 400), i, chunks=(2000, 400), dtype="f4") for i in range(n_others + 1)
+    )
+    bound = memory.top_k(2000, 400, k, n_others=n_others)
+    waiting = 8 * 2000 * 400 * (2 + n_others) if k > 10 else 0  # rankings of blocks, of two nodes
+    measured = peak(*arrays.topk.top_k(score, k, others=others))
+    assert measured < bound + waiting + SLACK
+    assert bound < 2 * measured + SLACK
+
+
+@pytest.mark.parametrize("n_taken", [100, 900_000])
+def test_among_best(n_taken: int) -> None:
+    score, n = da.random.default_rng(0).random(1_000_000, chunks=100_000), 1_000_000
+    codes = np.zeros(n, np.int64)
+    measured = peak(arrays.topk.among_best(score, codes, np.array([n_taken])))
+    # The scores of all blocks wait until the last one that is taken is known.
+    require_tight(memory.among_best(100_000, n, n_taken) + score.nbytes, measured)
+
+
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize("n_groups", [10, 2000])
+def test_group_sums(read: bool, n_groups: int) -> None:
+    x, codes = zeros(8000, 512, 1, 4000, read=read), np.arange(8000) % n_groups
+    weights = da.ones((8000, 1), chunks=(4000, 1))
+    bound = memory.group_sums(Sizes.of(x), n_groups)
+    require_tight(bound, peak(arrays.groups.group_sum(x, weights, codes, n_groups)))
+
+
+def test_group_sums__of_folds() -> None:
+    x = zeros(2000, 256, 1, 1000)
+    members = sparse.csr_array((np.ones(2000), (np.arange(2000), np.arange(2000) % 500)))
+    sums = arrays.jackknife.member_sums(x, da.ones((2000, 5), chunks=(1000, 5)), members)
+    require_tight(memory.group_sums(Sizes.of(x), 500, 5), peak(sums))
+    folds = arrays.folds.fold_sums(x, da.ones((2000, 50), chunks=(1000, 50)))
+    require_tight(memory.group_sums(Sizes.of(x), 50), peak(folds))
+
+
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_solve(decomposed: bool) -> None:
+    p, labels = 800, ["c0"]
+    k, lam = da.eye(p, chunks=p)[:, :, None], da.ones(1)
+    if decomposed:
+        values, vectors = arrays.solve.eigenvectors(k, labels)
+        spectrum = arrays.solve.spectrum(values, vectors, None, 10, labels)
+        lazy = arrays.solve.inverse(spectrum, lam)
+    else:
+        lazy = arrays.solve.cholesky(k, lam, labels)
+        require_tight(memory.cholesky(p), peak(lazy))
+    rows = zeros(2000, p, 1, 2000)
+    inverse, rows = dask.persist(lazy, rows, scheduler="sync")
+    held, sizes = 8 * p**2 + rows.nbytes, Sizes.of(rows)
+    require_tight(memory.solve(sizes, p), held + peak(arrays.solve.solve(inverse, rows)))
+    require_tight(memory.leverage(sizes, p), held + peak(arrays.solve.leverage(inverse, rows)))
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts the peak")
+@pytest.mark.parametrize("k", [300, 1000, 1500])
+def test_eigenvectors(k: int) -> None:
+    p = 1500
+    half = np.random.default_rng(0).normal(size=(p, k))
+    matrix = half @ half.T
+    measured = matrix.nbytes + resident(lambda: decompose(matrix, k))
+    require_tight(memory.eigenvectors(p, k), measured)
+
+
+def resident(call: Callable[[], Any]) -> int:
+    """Return by how much this process grows; LAPACK does not ask Python for its memory."""
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is measured anew
+    before = psutil.Process().memory_info().rss
+    call()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (most,) = (int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    return 1024 * most - before
