@@ -3,9 +3,10 @@
     python tests/benchmarks/featurizing.py
 
 One micro-batch of a model in a fresh process: its per-sample gradients by hooks alone, the same
-with their projection by SJLT and by Rademacher at proj_dim 2048, and traker's ``featurize``. All
-times (of ViT-B/16, without the two that take minutes per image) are CPU seconds of one thread, which other programs on the machine change less than
-seconds of the clock; every number is the median of all repeats of all processes.
+with their projection by SJLT and by Rademacher at proj_dim 2048, and traker's ``featurize``. The
+last two take minutes per image of ViT-B/16, and are left out there. All times are CPU seconds of
+one thread, which other programs on the machine change less than seconds of the clock; every number
+is the median of all repeats of all processes.
 """
 
 from __future__ import annotations
