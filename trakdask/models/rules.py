@@ -61,8 +61,8 @@ def _layer_of(kind: Any) -> Any:
         return None
     below = kind.__mro__[: kind.__mro__.index(layer)]
     names = {name for base in below for name, value in vars(base).items() if callable(value)}
-    replaced = {name for name in names - _HARMLESS if hasattr(layer, name)}
-    return None if any(not name.startswith("__") for name in replaced) else layer
+    replaced = {name for name in names & set(dir(layer)) if not name.startswith("__")}
+    return layer if replaced <= _HARMLESS else None
 
 
 def _outer(delta: Tensor, x: Tensor, into: Tensor | None) -> Tensor:
