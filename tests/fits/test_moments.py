@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import trakdask as td
 from trakdask.errors import CheckpointError, StoreMismatchError
-from trakdask.models import hooks
+from trakdask.models import delivery
 from trakdask.provenance import as_values
 
 N = 7
@@ -89,7 +89,7 @@ def test_scaled__equals_backward(
     gradients: str, part_bytes: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if part_bytes:
-        monkeypatch.setattr(hooks, "_SLICE_BYTES", {"cpu": part_bytes})
+        monkeypatch.setattr(delivery, "_SLICE_BYTES", {"cpu": part_bytes})
     found = features(model(), gradients=gradients, batch_size=2)
     assert "Adam" in found.attrs["formula"]
     for seed in (0, 1):

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.models.engines import Collected, backward, equal, run
-from trakdask.models import hooks
-from trakdask.models.calls import hook_plan
+from trakdask.models import delivery
 from trakdask.models.gradients import ENGINES
 from trakdask.models.model import Model
+from trakdask.models.plans import hook_plan
 from trakdask.models.rules import rules_of
 from trakdask.models.tasks import Batch, Forward
 from trakdask.projection.axes import factors_of, rotations
@@ -408,7 +408,7 @@ def test_hooks__equal_backward(layer: str) -> None:
     + ["rows flattened", "module called twice", "tied weights", "unused parameter", "weight norm"],
 )
 def test_hooks__large_gradients_in_parts(layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(hooks._SLICE_BYTES, "cpu", 300)
+    monkeypatch.setitem(delivery._SLICE_BYTES, "cpu", 300)
     check(*LAYERS[layer])
 
 
@@ -441,7 +441,7 @@ def test_hooks__coordinates_are_those_of_the_loop(layer: str) -> None:
 
 
 def test_hooks__no_part_is_larger_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(hooks._SLICE_BYTES, "cpu", 400)
+    monkeypatch.setitem(delivery._SLICE_BYTES, "cpu", 400)
     sizes: list[int] = []
     sink = lambda name, gradient, *_: sizes.append(gradient.nbytes)  # noqa: E731
     run(Model(Tied().double(), task=Total()), Batch(x=tokens(3, 4, 5)), sink=sink)

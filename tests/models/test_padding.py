@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import trakdask as td
 from tests.models.language_models import VOCABULARY, bert, gpt2, llama, transformers
-from trakdask.models.independence import ignores_padding, order_by_length, trimmed
+from trakdask.models.padding import ignores_padding, order_by_length, trimmed
 from trakdask.models.tasks import Batch, CausalLM, TextClassification
 
 LENGTH = 24

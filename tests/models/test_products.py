@@ -11,7 +11,7 @@ from tests.models.test_tokens import LENGTH, TASK, drawn, made
 from tests.models.token_oracle import contributions
 from trakdask.models import rules
 from trakdask.models.model import Model
-from trakdask.models.rules import PRODUCTS, Products
+from trakdask.models.products import PRODUCTS, Products
 
 
 def vectors_of(module: nn.Module, m: int = 3) -> dict[str, Tensor]:

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 import trakdask as td
 from tests.models.engines import equal, run
 from tests.models.token_oracle import contributions
-from trakdask.models.calls import has_pooled_layers
 from trakdask.models.gradients import engine_of
 from trakdask.models.layers import require_layers_of_tokens
 from trakdask.models.model import Model
-from trakdask.models.rules import Products
+from trakdask.models.plans import has_pooled_layers
+from trakdask.models.products import Products
 from trakdask.models.tasks import Batch
 
 VOCABULARY, LENGTH, WIDTH = 11, 7, 6
@@ -85,7 +85,7 @@ def by_engine(module: nn.Module, batch: Batch, task: object = TASK) -> dict[str,
 def test_tokens__each_is_the_gradient_of_its_own_copy_of_the_weights(
     n: int, slice_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trakdask.models.hooks._SLICE_BYTES", {"cpu": slice_bytes})
+    monkeypatch.setattr("trakdask.models.delivery._SLICE_BYTES", {"cpu": slice_bytes})
     module, batch = made(), drawn(n)
     expected = contributions(module, TASK, batch, LENGTH)
     assert all(gradient.any() for gradient in expected.values())
@@ -152,7 +152,9 @@ def test_products__layer_without_tokens_that_was_not_foreseen_is_named() -> None
 
 
 ACROSS = {
-    "attention": nn.MultiheadAttention(4, 2),
+    "attention": nn.utils.parametrizations.weight_norm(
+        nn.MultiheadAttention(4, 2), "in_proj_weight"
+    ),
     "lstm": nn.LSTM(4, 4),
     "convolution": nn.Conv1d(4, 4, 3),
     "batch normalization": nn.BatchNorm1d(4),

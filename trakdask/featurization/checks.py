@@ -22,13 +22,9 @@ from trakdask.models.gradients import (
     sample_weights,
     summed_gradient,
 )
-from trakdask.models.independence import (
-    ignores_padding,
-    reads_values,
-    require_close,
-    require_same_alone,
-)
-from trakdask.models.rules import Products
+from trakdask.models.independence import reads_values, require_close, require_same_alone
+from trakdask.models.padding import ignores_padding
+from trakdask.models.products import Products
 from trakdask.models.tasks import Batch, Forward
 from trakdask.models.tasks.protocol import SampleError
 from trakdask.projection.axes import Rotations, rotated

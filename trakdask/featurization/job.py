@@ -14,9 +14,9 @@ from torch import Tensor
 from trakdask.errors import KernelError
 from trakdask.models.checkpoints import Checkpoint
 from trakdask.models.gradients import number_of_tokens
-from trakdask.models.independence import order_by_length, trimmed
 from trakdask.models.model import Model
-from trakdask.models.rules import Products
+from trakdask.models.padding import order_by_length, trimmed
+from trakdask.models.products import Products
 from trakdask.models.tasks import Batch
 from trakdask.models.tasks.protocol import SampleError
 from trakdask.projection import RowMap

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trakdask.models.rules import wide
+from trakdask.models.products import wide
 from trakdask.projection.axes import Shapes, axes_of, factors_of, places_of
 
 SKETCHED_COLUMNS = 16

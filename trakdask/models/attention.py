@@ -1,9 +1,8 @@
-"""Let the projections of ``nn.MultiheadAttention`` be seen, which it computes without modules.
+"""Let hooks see the projections of ``nn.MultiheadAttention``, which are no modules.
 
-Its weights are those of linear layers, so that their gradients are products of what a projection
-takes with the gradient of what it returns. But one matrix projects queries, keys and values, and
-torch multiplies with it in a function, where no hook is called. So while hooks are needed, the
-module runs the same steps in the code below, which calls a function at each projection.
+A projection is a linear layer, so that the gradient of its weight is a product of what it takes and
+the gradient of what it returns. But torch computes projections in a function, where no hook is
+called. So while hooks are needed, the module runs the same steps in the code below.
 """
 
 from __future__ import annotations
@@ -19,32 +18,28 @@ from torch.nn import functional
 
 from trakdask.models.rules import GradientRule, last_bias, linear_weight
 
-Hook = Callable[..., Any]
-_OUT = {"out_proj.weight": linear_weight, "out_proj.bias": last_bias}
 _SEPARATE = ("q_proj", "k_proj", "v_proj")
+_RULES: dict[str, dict[str, GradientRule]] = {
+    "in_proj": {"in_proj_weight": linear_weight, "in_proj_bias": last_bias},
+    **{name: {f"{name}_weight": linear_weight} for name in _SEPARATE},
+    **{name: {name: last_bias} for name in ("bias_k", "bias_v")},
+    "out_proj": {"out_proj.weight": linear_weight, "out_proj.bias": last_bias},
+}
 
 
-def projections(module: nn.Module) -> dict[str, Mapping[str, GradientRule]]:
+def projections(module: nn.Module) -> Mapping[str, Mapping[str, GradientRule]]:
     """Return the rules of an attention's parameters, by the projection that they belong to.
 
     Nothing for other modules, and for an attention whose code or weights have been replaced.
     """
-    if not isinstance(module, nn.MultiheadAttention) or "forward" in vars(module):
-        return {}
-    rules: dict[str, Mapping[str, GradientRule]] = {
-        "in_proj": {"in_proj_weight": linear_weight, "in_proj_bias": last_bias},
-        **{name: {f"{name}_weight": linear_weight} for name in _SEPARATE},
-        **{name: {name: last_bias} for name in ("bias_k", "bias_v")},
-        "out_proj": _OUT,
-    }
-    is_own = type(module).forward is nn.MultiheadAttention.forward
-    known = {name for of_projection in rules.values() for name in of_projection}
-    return rules if is_own and known.issuperset(dict(module.named_parameters())) else {}
+    is_torchs = getattr(module.forward, "__func__", None) is nn.MultiheadAttention.forward
+    known = {name for of_projection in _RULES.values() for name in of_projection}
+    return _RULES if is_torchs and known.issuperset(dict(module.named_parameters())) else {}
 
 
 @contextmanager
-def visible(module: nn.Module, hooks: Mapping[str, Hook]) -> Iterator[None]:
-    """Call hooks, by projection, as those of linear layers, while the ``with`` body runs."""
+def visible(module: nn.Module, hooks: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Call a hook at each projection, as if it were a module, while the ``with`` body runs."""
     module.forward = partial(_attend, module, hooks)
     try:
         yield
@@ -54,7 +49,7 @@ def visible(module: nn.Module, hooks: Mapping[str, Hook]) -> Iterator[None]:
 
 def _attend(
     module: Any,
-    hooks: Mapping[str, Hook],
+    hooks: Mapping[str, Callable[..., Any]],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -67,7 +62,9 @@ def _attend(
     """Return what the module itself would return."""
 
     def seen(projection: str, x: Tensor, y: Tensor) -> Tensor:
-        changed = hooks[projection](module, (x,), {}, y) if projection in hooks else None
+        changed: Tensor | None = None
+        if projection in hooks:
+            changed = hooks[projection](module, (x,), {}, y)
         return y if changed is None else changed
 
     def in_layout(x: Tensor) -> Tensor:
@@ -117,7 +114,7 @@ def _attend(
 def _in_projection(
     module: Any, seen: Callable[..., Tensor], x: Tensor, start: int, stop: int
 ) -> Sequence[Tensor]:
-    """Return the queries, keys and values, or those of them that are the same product of x."""
+    """Return as many of queries, keys and values as are made from x, by one product."""
     width = module.embed_dim
     rows, bias = slice(start * width, stop * width), module.in_proj_bias
     bias = None if bias is None else bias[rows]
@@ -126,8 +123,7 @@ def _in_projection(
     else:
         name = _SEPARATE[start]
         y = seen(name, x, functional.linear(x, getattr(module, f"{name}_weight"), bias))
-    # What has weights in common is one layer, whose other outputs are not used in this call: the
-    # gradient that autograd gives them is zero.
+    # The rows of the whole matrix are one layer. Rows that are not used here get the gradient 0.
     if stop - start < 3:
         y = functional.pad(y, (rows.start, 3 * width - rows.stop))
     return seen("in_proj", x, y)[..., rows].chunk(stop - start, -1)

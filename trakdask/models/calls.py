@@ -1,24 +1,17 @@
-"""Calls of layers: their batch axes, and their gradients by autograd, for layers without a rule."""
+"""Calls of layers by sample, and their gradients by autograd, for layers without a rule."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trakdask.models.attention import visible
-from trakdask.models.independence import allowed_error, once_per_task, repeated
-from trakdask.models.layers import CallAxes, HookedLayer, HookPlan, hookable_layers
-from trakdask.models.tasks import Batch, Forward, Task
+from trakdask.models.layers import HookedLayer
 from trakdask.torch_internals import (
-    fake_tensor_mode,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
@@ -29,163 +22,6 @@ from trakdask.torch_internals import (
 # Rounding errors are far below, but can grow from layer to layer, and in half precision a layer's
 # input is known to three digits.
 _ROUGHLY = 0.05
-
-_Shapes = list[tuple[int, ...]]
-_CallShapes = tuple[_Shapes, _Shapes]
-
-
-def hook_plan(forward: Forward, task: Task, batch: Batch, names: tuple[str, ...]) -> HookPlan:
-    """Return the layers to hook, with the batch axes of all inputs and outputs of their calls.
-
-    A batch axis is one whose length changes with the batch size. (A length alone is not enough,
-    since a sequence may be as long as the batch.) So the first sample is run, repeated two and
-    three times, once for each model, task and kind of batch.
-    """
-
-    def find() -> HookPlan:
-        plan = hookable_layers(forward.module, names)
-        copied = tuple(name for name in plan.rest if _can_be_copied(forward, task, batch, name))
-        rest = tuple(name for name in plan.rest if name not in copied)
-        # Not one and two samples: models may squeeze the axis of a single one.
-        runs = (
-            partial(task.output, with_copies(forward, copied, n), repeated(batch, n))
-            for n in (2, 3)
-        )
-        two, three = (_call_shapes(run, forward.module, plan.layers) for run in runs)
-        # Whether a layer is called more often for more samples, the collector notices.
-        layers = [
-            replace(layer, calls=tuple(map(_call_axes, two[layer.path], three[layer.path])))
-            for layer in plan.layers
-        ]
-        return HookPlan(tuple(layers), rest, copied)
-
-    return once_per_task("hook plan", forward, task, batch, names, find)
-
-
-def with_copies(forward: Forward, names: Sequence[str], n: int) -> Forward:
-    """Return the model with a copy of some parameters for each of n samples.
-
-    Class tokens and positions have a first axis of length 1, which meets the axis of samples; the
-    scales of channels have none.
-    """
-    tensors = {name: forward.parameters[name].detach() for name in names}
-    return forward.with_parameters({name: _copies(t, n) for name, t in tensors.items()})
-
-
-def _copies(tensor: Tensor, n: int) -> Tensor:
-    one = tensor if tensor.shape[:1] == (1,) else tensor[None]
-    return one.expand(n, *one.shape[1:])
-
-
-def _can_be_copied(forward: Forward, task: Task, batch: Batch, name: str) -> bool:
-    """Return whether each sample is computed with its own copy of a parameter.
-
-    Copies of different values show it: each sample has the output of a model with its copy.
-    """
-    parameter = forward.parameters[name].detach()
-    values = [parameter, 1.5 * parameter + 0.1]
-    with suppress(Exception), torch.no_grad():  # of a shape that the model does not take
-        alone = [
-            float(task.output(forward.with_parameters({name: value}), repeated(batch, 1)))
-            for value in values
-        ]
-        rows = torch.cat([_copies(value, 1) for value in (*values, parameter)])
-        together = task.output(forward.with_parameters({name: rows}), repeated(batch, 3))
-        expected = together.new_tensor([*alone, alone[0]])
-        allowed = allowed_error([parameter]) * float(expected.abs().max())
-        return bool(((together - expected).abs() <= allowed).all())
-    return False
-
-
-def _call_shapes(
-    run: Callable[[], object], module: nn.Module, layers: Sequence[HookedLayer]
-) -> Mapping[str, list[_CallShapes]]:
-    """Return the shapes of the inputs and outputs of every call of the layers during ``run()``."""
-    shapes: dict[str, list[_CallShapes]] = {layer.path: [] for layer in layers}
-
-    def hook_of(layer: HookedLayer) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            shapes[layer.path].append((_shapes((args, kwargs)), _shapes(output)))
-
-        return hook
-
-    with hooked(module, layers, hook_of), torch.no_grad():
-        run()
-    return shapes
-
-
-def _shapes(values: Any) -> _Shapes:
-    # Other values than tensors have no axes, and are passed to all samples alike.
-    leaves = tree_leaves(values)
-    return [tuple(leaf.shape) if isinstance(leaf, Tensor) else () for leaf in leaves]
-
-
-def _call_axes(two: _CallShapes, three: _CallShapes) -> CallAxes:
-    """Return the first axis of each tensor of a call whose length differs, if there is one."""
-    inputs, outputs = (
-        [
-            next((axis for axis, (a, b) in enumerate(zip(*pair, strict=False)) if a != b), None)
-            for pair in zip(*shapes, strict=True)
-        ]
-        for shapes in zip(two, three, strict=True)
-    )
-    return inputs, outputs
-
-
-@contextmanager
-def hooked(
-    module: nn.Module,
-    layers: Sequence[HookedLayer],
-    hook_of: Callable[[HookedLayer], Callable[..., Any]],
-) -> Iterator[None]:
-    """Register a hook on the forward pass of each layer while the ``with`` body runs."""
-    of_attention: dict[str, dict[str, Callable[..., Any]]] = defaultdict(dict)
-    with ExitStack() as stack:
-        for layer in layers:
-            hook = hook_of(layer)
-            if layer.attention is not None:
-                of_attention[layer.attention][layer.path.rpartition(".")[2]] = hook
-            else:
-                part = module.get_submodule(layer.path)
-                stack.callback(part.register_forward_hook(hook, with_kwargs=True).remove)
-        for path, hooks in of_attention.items():
-            stack.enter_context(visible(module.get_submodule(path), hooks))
-        yield
-
-
-def has_pooled_layers(
-    module: nn.Module, task: Task, inputs: Mapping[str, Tensor], names: Sequence[str]
-) -> bool:
-    """Return whether a layer takes or returns something else than a value per token.
-
-    The model runs on tensors without values. If it cannot, the answer is False.
-
-    Parameters
-    ----------
-    module
-        The architecture.
-    task, names
-        What is differentiated, with respect to which parameters.
-    inputs
-        Tensors without values, of one sample each; sequences are the first of them.
-    """
-    layers, shapes_of = hookable_layers(module, names).layers, {}
-    n_tokens = next(iter(inputs.values())).shape[1]
-    with suppress(Exception), fake_tensor_mode():
-        state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        state = {name: torch.empty_like(t, device="cpu") for name, t in state.items() if t.is_meta}
-        for n in (2, 3):
-            zeros = {k: torch.zeros((n, *v.shape[1:]), dtype=v.dtype) for k, v in inputs.items()}
-            run = partial(task.output, Forward(module, state, {}), Batch(zeros))
-            shapes_of[n] = _call_shapes(run, module, layers)
-        return any(
-            not is_by_token(torch.empty(shapes[0], device="meta"), axes[0], 3, n_tokens)
-            for layer in layers
-            for two, three in zip(shapes_of[2][layer.path], shapes_of[3][layer.path], strict=True)
-            for axes, shapes in zip(_call_axes(two, three), three, strict=True)
-            if shapes and shapes[0]
-        )
-    return False
 
 
 def is_by_token(value: Tensor, axis: int | None, n_samples: int, n_tokens: int) -> bool:

@@ -15,9 +15,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trakdask.models.calls import hook_plan, with_copies
 from trakdask.models.hooks import GradientCollector, in_coordinates
 from trakdask.models.independence import allowed_error, reads_values, require_same_alone, row_of
+from trakdask.models.plans import hook_plan, with_copies
 from trakdask.models.tasks import Batch, Forward, Task, TrakTask
 from trakdask.models.tasks.logits import shape_of
 from trakdask.models.tasks.protocol import SampleError

@@ -27,32 +27,18 @@ from trakdask.models.calls import (
     Call,
     by_sample,
     first_leaf,
-    hooked,
     is_by_token,
     is_floating,
     local_gradients,
 )
+from trakdask.models.delivery import Delivery, RowsOfGradient
 from trakdask.models.layers import HookedLayer, rules_by_parameter
-from trakdask.models.rules import (
-    BY_POSITION,
-    PRODUCTS,
-    SLICEABLE,
-    TURNABLE,
-    WRITES_TO,
-    GradientRule,
-    Products,
-    turned,
-    wide,
-)
+from trakdask.models.plans import hooked
+from trakdask.models.products import PRODUCTS, Products, wide
+from trakdask.models.rules import BY_POSITION, TURNABLE, GradientRule, turned
 from trakdask.models.tasks import Forward
 from trakdask.projection.axes import Rotations, rotated
 from trakdask.torch_internals import tree_flatten, tree_unflatten, version_of
-
-RowsOfGradient = Callable[..., Tensor]
-"""Computes the gradient of some rows of a weight, from one of its uses."""
-
-# Size of a gradient slice: on a CPU it fits in a cache, on a GPU it outlasts a kernel launch.
-_SLICE_BYTES = {"cpu": 2**22, "cuda": 2**28}
 
 
 class GradientCollector:
@@ -91,19 +77,15 @@ class GradientCollector:
         self._forward = forward
         self._rotations = rotations or {}
         self._layers = layers
-        self._rules = rules_by_parameter(layers)
         # The plan knows the batch axes of the i-th call of each layer, by the path of the layer.
         self._axes = {layer.path: iter(layer.calls) for layer in layers}
         self._n_samples = n_samples
         self._n_tokens = n_tokens
         self._n_rows = n_samples * (n_tokens or 1)
-        self._sink = sink
-        self._buffer_for = getattr(sink, "buffer_for", None)
         self._products = sink if isinstance(sink, Products) and n_tokens else None
         self._has_others = self._products is None or self._products.has_others
-        # How many uses of a parameter are still to come, and the uses so far.
-        self._due = dict.fromkeys(self._rules, 0)
-        self._uses: dict[str, list[RowsOfGradient]] = {name: [] for name in self._due}
+        rules = rules_by_parameter(layers)
+        self._delivery = Delivery(forward.parameters, rules, self._n_rows, sink)
         # Calls whose gradients are not known yet, by the number of their hook: a layer may be
         # called several times, and autograd finishes calls in another order than they were made.
         # A hook takes its call out of here, so that the inputs of a layer are released as soon as
@@ -154,8 +136,8 @@ class GradientCollector:
         """Run the backward pass of the summed outputs, passing gradients to the sink on the way."""
         if output.requires_grad:
             output.sum().backward()  # also through tensors that the model made require gradients
-        for name in list(self._due):  # not called, or without an effect on the output
-            self._deliver(name)
+        if self._products is None:  # a gradient of zero would add no product
+            self._delivery.finish()
 
     def release(self) -> None:
         """Release all tensors, which reference cycles of the hooks would keep alive."""
@@ -163,7 +145,7 @@ class GradientCollector:
             handle.remove()
         self._handles.clear()
         self._calls.clear()
-        self._uses.clear()
+        self._delivery.clear()
 
     def _hook_of(self, layer: HookedLayer) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -197,7 +179,7 @@ class GradientCollector:
                 leaves[i] = leaf.view_as(leaf) if len(leaves) > 1 else leaf
                 taps.append((leaves[i], axis or 0))
         for name in call.layer.selected.values():
-            self._due[name] += 1
+            self._delivery.expect(name)
         if taps:
             if self._n_tokens is not None:
                 x, sizes = first_leaf(*call.inputs), (self._n_samples, self._n_tokens)
@@ -301,54 +283,14 @@ class GradientCollector:
         inputs = tree_unflatten(leaves, spec)
         return replace(call, inputs=inputs, in_axes=in_axes), deltas, [0] * len(deltas)
 
-    def _is_sliced(self, name: str) -> bool:
-        """Return whether a gradient is computed in slices: because it is large, or written."""
-        parameter, rules = self._forward.parameters[name], self._rules[name]
-        is_large = self._n_rows * parameter.nbytes > _slice_bytes(parameter)
-        is_written = self._buffer_for is not None and rules <= WRITES_TO
-        return rules <= SLICEABLE and (is_large or is_written)
-
     def _use(self, call: Call, name: str, rows_of_gradient: RowsOfGradient) -> None:
-        """Keep what gives the gradient of one use; after the last one, pass on their sum."""
+        """Pass on what gives the gradient of one use."""
         if self._products is not None:  # they are linear: no need to wait for the other uses
             self._products(name, rows_of_gradient())
             return
         if self._n_tokens and not call.by_token:
             rows_of_gradient = partial(_at_first_token, rows_of_gradient, self._n_tokens)
-        self._uses[name].append(rows_of_gradient)
-        self._due[name] -= 1
-        if not self._due[name]:
-            self._deliver(name)
-
-    def _deliver(self, name: str) -> None:
-        """Pass on the gradient of a parameter, or of some of its rows after the other."""
-        del self._due[name]
-        uses, parameter = self._uses.pop(name), self._forward.parameters[name]
-        if not uses:
-            if self._products is None:  # a gradient of zero, which would add no product
-                self._sink(name, parameter.new_zeros(1).expand(self._n_rows, parameter.numel()))
-        elif not self._is_sliced(name):
-            self._sink(name, _summed(uses))
-        else:
-            start, width = 0, parameter[0].numel()
-            while start < len(parameter):
-                n, buffer = self._next_rows(name, start)
-                rows = slice(start, min(start + n, len(parameter)))
-                self._sink(name, _summed(uses, rows, buffer), start * width)
-                start = rows.stop
-
-    def _next_rows(self, name: str, start: int) -> tuple[int, Tensor | None]:
-        """Return how many rows of a weight to compute next, and where to write their gradient."""
-        parameter = self._forward.parameters[name]
-        width = parameter[0].numel()
-        buffer = None
-        if self._buffer_for is not None and self._rules[name] <= WRITES_TO:
-            buffer = self._buffer_for(name, start * width)
-        if buffer is None:
-            bytes_of_row = self._n_rows * width * parameter.element_size()
-            return max(1, _slice_bytes(parameter) // bytes_of_row), None
-        n = buffer.shape[1] // width
-        return (n, buffer[:, : n * width]) if n else (1, None)
+        self._delivery.add(name, rows_of_gradient)
 
 
 def in_coordinates(
@@ -360,26 +302,9 @@ def in_coordinates(
     return rotated(gradient, shape, matrices) if matrices else gradient
 
 
-def _summed(
-    uses: Sequence[RowsOfGradient], rows: slice | None = None, into: Tensor | None = None
-) -> Tensor:
-    """Return the sum of the gradients of all uses, in ``into`` if the first one can write there."""
-    where = () if rows is None else (rows,)
-    gradient = uses[0](*where) if into is None else uses[0](*where, into)
-    if len(uses) > 1:
-        gradient = gradient.clone()  # rules reuse the buffer of a gradient
-    for use in uses[1:]:
-        gradient += use(*where)
-    return gradient
-
-
 def _at_first_token(rows_of_gradient: RowsOfGradient, n_tokens: int, *where: Any) -> Tensor:
     """Return the gradient of whole samples as a gradient of their first tokens, (tokens, numel)."""
     gradient = rows_of_gradient(*where)
     rows = gradient.new_zeros(len(gradient) * n_tokens, gradient.shape[1])
     rows[::n_tokens] = gradient
     return rows
-
-
-def _slice_bytes(parameter: Tensor) -> int:
-    return _SLICE_BYTES.get(parameter.device.type, _SLICE_BYTES["cpu"])

@@ -1,4 +1,4 @@
-"""The results of a model for a sample must not depend on other samples, nor on padding.
+"""The results of a model for a sample must not depend on other samples.
 
 Features are properties of single samples. With a model or a task that mixes the samples of a batch
 (by a softmax over the batch axis, by subtracting the mean of the batch, by batch statistics), they
@@ -8,25 +8,20 @@ would depend on the batch size, so such a model is rejected.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from trakdask.models.tasks import Batch, Forward, Task, task_spec
-from trakdask.models.tasks.logits import MASK, call_model
 from trakdask.models.tasks.protocol import SampleError
 from trakdask.torch_internals import TorchDispatchMode, fake_tensor_mode
 
 T = TypeVar("T")
-
-# Tokens that are left of a batch of empty sequences; a next token needs two.
-_LEAST = 2
 
 _answers: WeakKeyDictionary[torch.nn.Module, dict[Hashable, Any]] = WeakKeyDictionary()
 
@@ -257,78 +252,3 @@ def row_of(batch: Batch, row: int) -> Batch:
 def repeated(batch: Batch, n: int) -> Batch:
     """Return the first sample n times."""
     return Batch({name: value[:1].expand(n, *value.shape[1:]) for name, value in batch.items()})
-
-
-# --------------------------------------------------------------------------------------- padding
-#
-# The padding on the right that all sequences of a batch share is cut, so that nothing is computed
-# on it. Padding on the left stays: without it, tokens would have other positions.
-
-
-def token_variables(task: Task, arrays: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the variables (batch, tokens) whose padding a mask (batch, tokens) marks."""
-    names: tuple[str, ...] = getattr(task, "token_variables", ())
-    return names if MASK in names and arrays[MASK].ndim == 2 else ()
-
-
-def order_by_length(task: Task, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Any:
-    """Return the order in which samples are computed: the longest first, (sample,) integers.
-
-    None if the task has no mask of padding.
-    """
-    if not token_variables(task, arrays):
-        return None
-    used = arrays[MASK] != 0
-    lengths = np.where(used.any(1), used.shape[1] - used[:, ::-1].argmax(1), 0)
-    return np.lexsort((-used.sum(1), -lengths))  # stable; by tokens where padding is on the left
-
-
-def trimmed(task: Task, batch: Batch) -> Batch:
-    """Return the batch without the last tokens that are padding in all of its samples."""
-    names = token_variables(task, batch)
-    if not names:
-        return batch
-    used = (batch[MASK] != 0).any(0).nonzero()
-    return _cut(batch, names, int(used[-1]) + 1 if len(used) else 0)
-
-
-def _cut(batch: Batch, names: tuple[str, ...], length: int) -> Batch:
-    whole, length = batch[MASK].shape[1], max(length, _LEAST)
-
-    def part(name: str, value: Tensor) -> Tensor:
-        has_tokens = name in names and value.ndim > 1 and value.shape[1] == whole
-        return value[:, :length] if has_tokens else value
-
-    return Batch({name: part(name, value) for name, value in batch.items()})
-
-
-def ignores_padding(forward: Forward, task: Task, batch: Batch) -> bool:
-    """Return whether the logits of a model stay the same if padding is cut.
-
-    The second half of the longest sequence is declared to be padding for that, so that it does not
-    matter whether any sequence is padded. A model that ignores its attention mask gives other
-    logits without the padding.
-    """
-    names = token_variables(task, batch)
-    if not names:
-        return False
-    used = batch[MASK] != 0
-    row = int(used.sum(1).argmax())
-    places = used[row].nonzero()[:, 0]
-    if len(places) < 2 * _LEAST:
-        return False
-    half = int(places[len(places) // 2])
-    shorter = row_of(batch, row)
-    shorter[MASK] = shorter[MASK].clone()
-    shorter[MASK][:, half:] = 0
-    whole, cut = (_logits(forward, task, part) for part in (shorter, _cut(shorter, names, half)))
-    if cut.ndim == 3:  # of tokens; logits at padding on the left do not matter
-        kept = used[row, : cut.shape[1]]
-        whole, cut = whole[:, : cut.shape[1]][:, kept], cut[:, kept]
-    allowed = tolerance(cut.dtype, cut.device.type) * float(cut.abs().max())
-    return bool(((whole - cut).abs() <= allowed).all())
-
-
-def _logits(forward: Forward, task: Any, batch: Batch) -> Tensor:
-    with torch.no_grad():
-        return call_model(forward, batch, task.inputs, task.positional)

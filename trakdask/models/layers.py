@@ -126,7 +126,7 @@ def _is_mixed(module: nn.Module) -> bool:
     What a parametrization returns is a weight, which has no batch axis, so it cannot be hooked.
     """
     below = (tensor for child in module.children() for tensor in child.parameters())
-    return isinstance(module, ParametrizationList) or next(below, None) is not None
+    return isinstance(module, ParametrizationList) or any(True for _ in below)
 
 
 def _uses_parameters_of_children(module: nn.Module) -> bool:

@@ -26,10 +26,10 @@ from trakdask.featurization.graphs import (
 )
 from trakdask.featurization.job import Block, FeaturizeJob, OnError, Partition
 from trakdask.featurization.lazy import prepare
-from trakdask.models.calls import has_pooled_layers
 from trakdask.models.layers import require_layers_of_tokens
 from trakdask.models.model import Model
 from trakdask.models.modules import select_parameters
+from trakdask.models.plans import has_pooled_layers
 from trakdask.models.tasks import Batch, Forward
 from trakdask.projection.maps import Maps, Stream
 from trakdask.provenance import as_text

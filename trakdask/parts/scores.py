@@ -106,9 +106,9 @@ def score_parts(
     TypeError, ValueError
         If not exactly one side is given as samples; if features lack a part of their columns, or
         their projector cannot be multiplied from both sides; if parts share a parameter, or select
-        none; if a layer looks at several tokens at once (``nn.MultiheadAttention``, convolutions,
-        recurrent layers, normalization over samples), or a parameter belongs to no layer of its
-        own; otherwise as :func:`score`.
+        none; if a layer looks at several tokens at once (convolutions, recurrent layers,
+        normalization over samples), or a parameter belongs to no layer of its own; otherwise as
+        :func:`score`.
     StoreMismatchError
         If the model is not the one that the features were made with; the field is named.
     BlockError
