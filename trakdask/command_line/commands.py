@@ -201,7 +201,7 @@ def explore(
         if cluster is not None:
             job["cluster"] = {"address": cluster}
         stack.enter_context(cli.jobs.running(job))
-        store, features, target_features, options = cli.exploring.explored(job, samples)
+        store, features, target_features, options = cli.jobs.explored(job, samples)
         for name, text in (("model", model), ("tokenizer", tokenizer), ("preprocess", preprocess)):
             if text is not None:
                 with about(f"--{name} {text}"):

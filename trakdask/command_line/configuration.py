@@ -121,28 +121,30 @@ def section(configuration: Configuration, name: str) -> dict[str, Any]:
 
 
 def keep(configuration: Configuration, written: str | os.PathLike[str]) -> None:
-    """Write the configuration beside what a job wrote, so that the job can be repeated."""
+    """Write the configuration beside what a job wrote, so that the job can be repeated.
+
+    A file that trakdask did not write stays there, with a warning.
+    """
     folder, name = _beside(written)
-    with suppress(FileNotFoundError):
-        if not folder.read(name).startswith(_HEAD.encode()):
-            return warnings.warn(
-                f"expected to write the configuration to {folder.url}/{name}, got a file there "
-                "that trakdask did not write, and which stays; try renaming it",
-                stacklevel=2,
-            )
+    if name in folder.names() and kept(written) is None:
+        warnings.warn(
+            f"expected to write the configuration to {folder.url}/{name}, got a file there that "
+            "trakdask did not write; try renaming it",
+            stacklevel=2,
+        )
+        return
     head = f"{_HEAD} {__version__}: the same command with this file repeats the job.\n"
     text = yaml.safe_dump(_without_secrets(configuration), sort_keys=False, allow_unicode=True)
     folder.write(name, (head + text).encode())
 
 
-def kept(written: str | os.PathLike[str]) -> Configuration:
-    """Return the configuration that :func:`keep` wrote beside something; empty if there is none."""
+def kept(written: str | os.PathLike[str]) -> str | None:
+    """Return the file that :func:`keep` wrote beside something; None if there is none."""
     folder, name = _beside(written)
     with suppress(FileNotFoundError):
-        if (text := folder.read(name)).startswith(_HEAD.encode()):
-            values: Configuration = yaml.load(text, _Loader)
-            return values
-    return {}
+        if folder.read(name).startswith(_HEAD.encode()):
+            return f"{folder.url}/{name}"
+    return None
 
 
 def _beside(written: str | os.PathLike[str]) -> tuple[Folder, str]:
