@@ -1,6 +1,7 @@
 """The command line: jobs that a configuration file describes, run by ``trakdask`` in a shell.
 
-What loads Dask and torch is loaded on first use: a shell that completes a command waits for it.
+The modules that load Dask and torch are loaded on first use, because a shell that completes a
+command waits for this package.
 """
 
 from typing import TYPE_CHECKING

@@ -29,7 +29,7 @@ _KEYS = {"stores": ("train", "targets"), "outputs": ("score", "top_k", "groups",
 _FOLDER = "folder"
 _HEAD = "# By trakdask"
 _SECRETS = "storage_options"
-"""What is never kept: it may contain passwords."""
+"""A key that is never kept, because it may contain passwords."""
 
 
 class ConfigurationError(ValueError):
@@ -38,12 +38,12 @@ class ConfigurationError(ValueError):
 
 @contextmanager
 def about(place: str) -> Iterator[None]:
-    """Say which part of a job an error is about, and that nothing was computed.
+    """Say which part of a job an error is about. Nothing was computed when it is raised.
 
     Raises
     ------
     ConfigurationError
-        Instead of what a parser or the library raises about a value.
+        In place of an error of a parser or of the library about a value.
     """
     try:
         yield
@@ -57,7 +57,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """Reads 1e-3 as a number, as YAML 1.2 does and PyYAML does not; refuses a key that is twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return a mapping; what PyYAML makes of a key that is there twice is the last value."""
+        """Return a mapping; PyYAML would take the last value of a key that is there twice."""
         keys = [key.value for key, _ in node.value]
         if twice := [key for key in keys if keys.count(key) > 1]:
             raise yaml.constructor.ConstructorError(

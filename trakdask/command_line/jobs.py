@@ -25,7 +25,7 @@ from trakdask.checks import import_callable, require_choice
 from trakdask.command_line.configuration import Configuration, about, keep, kept, section
 from trakdask.command_line.samples import called, expanded, named, of_kind
 from trakdask.command_line.samples import described as samples_of
-from trakdask.files import replacing
+from trakdask.files import location, replacing
 from trakdask.fits.components import sketch_for
 from trakdask.projection.fitted import Components, Fitted
 from trakdask.provenance import as_text
@@ -161,6 +161,7 @@ def described_or_stored(
         store: Any = stores.get(STORES[name])
         with about(f"stores.{STORES[name]}"):
             if name in configuration:
+                location(store)  # which raises errors before anything is computed
                 both[name] = features(configuration, name, both.get("data"))
             else:
                 both[name] = td.open(store, storage_options=options.get("storage_options"))
