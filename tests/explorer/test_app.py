@@ -1,44 +1,25 @@
-"""Sessions of the app without a browser: what each page shows, and what a click changes."""
+"""Sessions of the app without a browser: the content of each page."""
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import threading
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
 from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from urllib.parse import urlencode
 
-import dask.array as da
 import numpy as np
 import panel
 import pytest
 import torch
-import xarray as xr
-from distributed import Client, LocalCluster
 
 import trakdask as td
-from tests.explorer import test_new_targets as new_targets
+from tests.explorer.sessions import SCRIPT, TRAK, M, N, cards, data, go, links, opened
 from tests.waiting import PATIENCE_S
 from trakdask.explorer import Explorer, Marks, View
 from trakdask.explorer.app import Session
 from trakdask.explorer.view import PAGES
-
-N, M = 60, 30
-TRAK = td.Trak(damping=0.1)
-SCRIPT = "<script>alert(1)</script>"
-
-
-def data(n: int, seed: int) -> xr.Dataset:
-    features = td.testing.simulate_features(n, 8, 3, seed=seed)
-    source = np.array([SCRIPT, "web & co", "'book\""])[np.arange(n) % 3]
-    return features.assign_coords(source=("sample", source))
 
 
 @pytest.fixture
@@ -49,57 +30,6 @@ def explorer() -> Explorer:
         samples=images[0].assign(words=("sample", [f"{SCRIPT} {i}" for i in range(N)])),
         target_samples=images[1], estimator=TRAK,
     )  # fmt: skip
-
-
-def opened(explorer: Explorer, view: View) -> Session:
-    session = Session(explorer, view)
-    session.wait(PATIENCE_S)
-    assert 'aria-busy="true"' not in session.page.html
-    return session
-
-
-def links(session: Session) -> list[View]:
-    hrefs = re.findall(r'href="\?([^"]*)"', session.page.html)
-    return [View.from_query(unescape(href)) for href in hrefs]
-
-
-def best(target: int) -> list[int]:
-    """Return the ten samples that helped a target most."""
-    scores = td.score(data(N, 0), data(M, 1), TRAK).values[:, target]
-    return [int(i) for i in np.argsort(-scores)[:10]]
-
-
-def cards(session: Session) -> list[int]:
-    return [int(i) for i in re.findall(r"<a [^>]*>sample (\d+)</a></header>", session.page.html)]
-
-
-class Gate:
-    """Lets a function of blocks or images begin, and waits until the test opens the gate."""
-
-    def __init__(self, function: Callable[[Any], Any] = np.copy) -> None:
-        self._function = function
-        self.started, self._opened = threading.Event(), threading.Event()
-
-    def __call__(self, value: Any) -> Any:
-        self.started.set()
-        assert self._opened.wait(PATIENCE_S)
-        return self._function(value)
-
-    def open(self) -> None:
-        self._opened.set()
-
-    def before(self, features: xr.Dataset) -> xr.Dataset:
-        """Return features whose blocks wait."""
-        x = features.feature.data
-        lazy = da.map_blocks(self, x, dtype=x.dtype, meta=x._meta)
-        return features.assign(feature=(features.feature.dims, lazy))
-
-
-def go(session: Session, message: dict[str, Any]) -> str:
-    """Send what a browser would, and return the page when it is complete."""
-    session.page._handle_msg(message)
-    session.wait(PATIENCE_S)
-    return str(session.page.html)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -232,78 +162,6 @@ def test_session__says_how_much_the_ranked_samples_are(explorer: Explorer) -> No
         assert f"{(label[order] == most).sum()} of them have label {most}." in html
 
 
-def test_session__a_click_abandons_what_runs() -> None:
-    gate = Gate()
-    explorer = td.explore(gate.before(data(N, 0)), data(M, 1))
-    session = Session(explorer, View(page="corpus"))
-    assert gate.started.wait(PATIENCE_S)
-    before = session._thread
-    session.go(View())
-    gate.open()
-    session.wait(PATIENCE_S)
-    assert before is not None
-    before.join(PATIENCE_S)
-    assert "Targets" in session.page.html
-    assert session.page.html.count("<section") == 2
-
-
-def test_session__ranks_training_samples_by_loss_before_it_reads_features() -> None:
-    gate, features = Gate(), data(N, 0).assign_attrs(task="Regression(target='label')")
-    targets = data(M, 1).assign_attrs(task=features.task)
-    explorer = td.explore(gate.before(features), targets, estimator=TRAK)
-    view = View(page="corpus", where="label == 1", estimator="trak")
-    session = Session(explorer, view)
-    assert gate.started.wait(PATIENCE_S)
-    loss = (features.out_to_loss.values**2).mean(axis=1) / 2
-    by_loss = [i for i in np.argsort(-loss, kind="stable") if i % 2]
-    assert cards(session) == by_loss[:24]
-    assert "computing" in session.page.html
-    gate.open()
-    session.wait(PATIENCE_S)
-    session.go(view.replace(first=24, order="self_influence"))
-    session.wait(PATIENCE_S)
-    influence = td.self_influence(features, TRAK).values
-    assert cards(session) == [i for i in np.argsort(-influence) if i % 2][24:]
-
-
-def test_session__on_the_client_that_was_active(client: Client) -> None:
-    explorer = td.explore(data(N, 0), data(M, 1), estimator=TRAK)
-    assert explorer.client is client
-    session = opened(explorer, View(page="target", target=2))
-    assert cards(session)[:10] == best(target=2)
-
-
-def test_session__marks_samples_and_takes_it_back_step_by_step(tmp_path: Path) -> None:
-    names = [f"id {i}" for i in range(N - 1)]
-    features = data(N, 0).assign_coords(sample=[*names, "id 8"])  # two share a label
-    marks = Marks(tmp_path / "marks.parquet")
-    explorer = td.explore(features, data(M, 1), marks=marks, estimator=TRAK)
-    session, other = (opened(explorer, View(page="target")) for _ in range(2))
-    assert 'data-mark="wrong label"' in session.page.html
-    for position, label in ((7, "wrong label"), (8, "remove"), (7, "remove"), (7, "remove")):
-        session.page._handle_msg({"mark": label, "sample": position, "wanted": True})
-        assert session.page.said["sample"] == position
-        assert session.page.said["text"] == f"Sample {position} is marked as {label}."
-    assert sorted(session.page.marked) == ["59 remove", "7 remove", "7 wrong label", "8 remove"]
-    marks.by("Bob").mark(names[7], "duplicate")
-    other.page._handle_msg({"mark": "duplicate", "sample": 7, "wanted": True})
-    marks.mark(["of another store"], "remove")
-    session.go(View(page="sample", sample=3))  # what can be undone is not lost on the way
-    session.wait(PATIENCE_S)
-    left = []
-    while session.page.said["undo"]:
-        session.page._handle_msg({"undo": True})
-        left.append((session.page.said["sample"], session.page.said["undo"]))
-    assert left == [(7, 2), (8, 1), (7, 0)]
-    session.page._handle_msg({"undo": True})
-    assert "nothing" in session.page.said["text"]
-    assert session.page.marked == {"7 duplicate": ["Bob", ""]}
-    assert other.page.said["undo"] == 1
-    session.page._handle_msg({"mark": "duplicate", "sample": 7, "wanted": False})
-    assert session.page.marked == {"7 duplicate": ["Bob"]}
-    assert session.page.said["text"] == "Sample 7 is no longer marked as duplicate by you."
-
-
 def test_session__says_why_it_cannot_mark(tmp_path: Path, explorer: Explorer) -> None:
     session = opened(explorer, View())
     session.page._handle_msg({"mark": "remove", "sample": 1, "wanted": True})
@@ -320,23 +178,6 @@ def test_session__says_why_it_cannot_mark(tmp_path: Path, explorer: Explorer) ->
     assert "m.parquet" in session.page.said["text"]
     assert session.page.said["undo"] == 0
     assert marks.path.read_text() == "mine"
-
-
-def test_session__that_is_left_adds_no_target() -> None:
-    gate = Gate(new_targets.prepared)
-    explorer = new_targets.explorer_of_images(gate)
-    session = opened(explorer, View(page="new"))
-    upload = new_targets.upload(new_targets.images(1, 7)[0])
-    session.page._handle_msg({"new": {"image": upload, "label": "2"}})
-    assert gate.started.wait(PATIENCE_S)
-    before = session._thread
-    session.go(View())
-    gate.open()
-    assert before is not None
-    before.join(PATIENCE_S)
-    session.wait(PATIENCE_S)
-    assert session.attributions is explorer
-    assert session.view == View()
 
 
 def test_session__in_a_notebook_computes_when_the_browser_shows_it(explorer: Explorer) -> None:
@@ -363,44 +204,3 @@ def test_explore__without_panel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=re.escape("trakdask[explore]")):
         td.explore(data(N, 0), data(M, 1))
-
-
-def deadly(block: np.ndarray, switch: str) -> np.ndarray:
-    """Kill the process that computes a block, if there is such a file, which it removes first."""
-    with suppress(FileNotFoundError):
-        os.unlink(switch)
-        os.kill(os.getpid(), signal.SIGKILL)
-    return block
-
-
-def test_session__works_again_when_a_store_that_vanished_is_back(tmp_path: Path) -> None:
-    store, away = tmp_path / "train.zarr", tmp_path / "away"
-    explorer = td.explore(td.save(data(N, 0), store, progress=False), data(M, 1), estimator=TRAK)
-    store.rename(away)
-    session = opened(explorer, View(page="target", target=1))
-    assert "does not exist" in session.page.html
-    assert "Traceback" not in session.page.html
-    away.rename(store)
-    session.go(View(page="target", target=2))
-    session.wait(PATIENCE_S)
-    assert cards(session)[:10] == best(target=2)
-
-
-def test_session__works_again_when_what_killed_a_worker_is_gone(
-    tmp_path: Path,
-    process_client: Client,
-    process_cluster: LocalCluster,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(process_cluster.scheduler, "allowed_failures", 0)
-    switch, features = tmp_path / "kill", data(N, 0)
-    mortal = da.map_blocks(deadly, features.feature.data, str(switch), dtype=np.float32)
-    lazy = features.assign(feature=(features.feature.dims, mortal))
-    explorer = td.explore(lazy, data(M, 1), estimator=TRAK)
-    switch.touch()
-    session = opened(explorer, View(page="target", target=1))
-    assert "A worker process ended" in session.page.html
-    session.go(View(page="target", target=2))
-    session.wait(PATIENCE_S)
-    assert "message error" not in session.page.html
-    assert cards(session)[:10] == best(target=2)

@@ -3,76 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
-import xarray as xr
 from PIL import Image
 
-import trakdask as td
 from tests.explorer import test_new_targets as new_targets
-from tests.explorer.browser import ROOT, Tab, chromium, served
-from trakdask.explorer import Explorer, Marks, View
-from trakdask.explorer.app import Session
-
-EVIL = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
-N, M = 150, 60
-
-
-def features(n: int, seed: int) -> xr.Dataset:
-    simulated = td.testing.simulate_features(n, 8, 3, chunks=64, seed=seed)
-    note = np.array([f"{EVIL} no. {i}" if i % 2 else f"plain no. {i}" for i in range(n)], object)
-    source = np.array(["web", "book", EVIL], object)[np.arange(n) % 3]
-    about = {"task": "ImageClassification()", "default_estimator": "soft"}
-    return simulated.assign_coords(source=("sample", source), note=("sample", note)).assign_attrs(
-        about
-    )
-
-
-def samples(n: int, seed: int) -> xr.Dataset:
-    images = np.random.default_rng(seed).random((n, 1, 8, 8), dtype=np.float32)
-    return td.from_arrays({"image": images})
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as browser:
-        yield browser
-
-
-@pytest.fixture(scope="module")
-def explorer(tmp_path_factory: pytest.TempPathFactory) -> Explorer:
-    folder = tmp_path_factory.mktemp("stores")
-    train = td.save(features(N, 0), folder / "train.zarr", progress=False)
-    return td.explore(
-        train, features(M, 1), samples=samples(N, 0), target_samples=samples(M, 1),
-        marks=Marks.beside(folder / "train.zarr", who="Ada"), estimator=td.Trak(damping=0.1),
-    )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def url(explorer: Explorer, browser: Any) -> Iterator[str]:
-    with served(explorer) as url:
-        yield url
-
-
-@pytest.fixture
-def tab(browser: Any) -> Iterator[Tab]:
-    with Tab(browser) as tab:
-        yield tab
-
-
-def top(explorer: Explorer, view: View, *, largest: bool = True) -> list[int]:
-    """Return the positions that the function ranks: it has an oracle of its own."""
-    target = explorer.targets.isel(sample=[view.target])
-    scores = td.score(explorer.features, target, td.Trak(damping=0.1))
-    where = scores.source == "web" if view.where else None
-    ranked = td.top_k(scores, view.k, where=where, largest=largest).compute()
-    return [int(position) for position in ranked.position.values[0]]
+from tests.explorer.browser import Tab, served
+from tests.explorer.marked import top
+from trakdask.explorer import Explorer, View
 
 
 def test_pages__open_search_filter_click_through_and_reload(
@@ -112,81 +53,6 @@ def test_pages__open_search_filter_click_through_and_reload(
     assert tab.cards("Most helpful") == top(explorer, filtered)
 
 
-def test_marks__are_in_the_file_beside_other_people_s_and_undone_on_any_page(
-    explorer: Explorer, url: str, tab: Tab
-) -> None:
-    bob = explorer.marks.by("Bob")
-    bob.mark([5], "remove")
-    tab.open(f"{url}?page=sample&sample=5", "Training sample 5")
-    button = tab.page.locator("button[data-mark='remove']")
-    assert button.get_attribute("aria-pressed") == "false"
-    after = button.evaluate("node => getComputedStyle(node, '::after').content")
-    assert after == '" +1"'
-    assert "also marked by Bob" in button.get_attribute("title")
-    for kind in ("wrong label", "duplicate", "remove"):
-        tab.page.click(f"button[data-mark='{kind}']")
-        tab.page.wait_for_selector(f"text=Sample 5 is marked as {kind}.")
-    assert tab.page.locator("button[aria-pressed=true]").count() == 3
-    table = pd.read_parquet(explorer.marks.path)
-    assert table[["sample", "mark", "who"]].values.tolist()[1] == [5, "wrong label", "Ada"]
-    tab.page.keyboard.press("Control+z")
-    tab.page.wait_for_selector("button:text-is('Undo (2)')")
-    tab.page.click("nav >> text=Targets")
-    tab.wait("Targets")
-    tab.page.fill("input[name=search]", "abc")
-    tab.page.keyboard.press("Control+z")  # which belongs to the field
-    tab.page.locator("h1").click()
-    for left in (1, 0):
-        tab.page.keyboard.press("Control+z")
-        tab.page.wait_for_function(
-            f"() => {{ {ROOT}; return root.querySelectorAll('[data-undo]').length === {left} }}"
-        )
-    assert "sample 5 is undone" in tab.page.inner_text("[data-said]")
-    assert explorer.marks.table()["who"].tolist() == ["Bob"]
-    bob.unmark([5], "remove")
-
-
-def test_server_that_stops__is_told_of_and_marks_are_sent_when_it_is_back(
-    explorer: Explorer, browser: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trakdask.explorer.server.secrets.token_urlsafe", lambda n: "a-token")
-    with Tab(browser) as tab:
-        with served(explorer) as url:
-            tab.open(f"{url}?page=sample&sample=7", "Training sample 7")
-            tab.page.click("button[data-mark='duplicate']")
-            tab.page.wait_for_selector("text=Sample 7 is marked as duplicate.")
-            with monkeypatch.context() as patched:  # it stops before it has read what is sent
-                patched.setattr(Session, "_mark", lambda *_: None)
-                tab.page.click("button[data-mark='remove']")
-                tab.page.click("button[data-mark='duplicate']")
-                tab.page.wait_for_timeout(500)
-        tab.page.wait_for_selector("[role=alert]")
-        text = tab.page.inner_text("[role=alert]")
-        assert "The server has stopped; nothing is kept from here on." in text
-        assert "sample 7 as remove, sample 7 no longer as duplicate." in text
-        assert tab.violations() == []
-        tab.page.keyboard.press("1")  # marks nothing
-        tab.page.keyboard.press("Tab")
-        with pytest.raises(AssertionError):
-            tab.press_until("button", "remove")
-        assert explorer.marks.table()["mark"].tolist() == ["duplicate"]
-        assert {error for error in tab.errors if "CONNECTION_REFUSED" not in error} == set()
-        with served(explorer, int(re.search(r":(\d+)/", url)[1])):
-            tab.page.wait_for_selector("[role=alert]", state="detached")
-            tab.wait("Training sample 7")
-            tab.page.wait_for_selector("text=no longer marked as duplicate by you")
-            assert explorer.marks.table()[["sample", "mark"]].values.tolist() == [[7, "remove"]]
-            pressed = tab.page.locator("button[aria-pressed=true]").all_inner_texts()
-            assert pressed == ["remove"]
-            tab.page.click("button[data-mark='remove']")
-            tab.page.wait_for_selector("text=no longer marked as remove")
-            tab.page.reload()  # after which nothing is left to send
-            tab.wait("Training sample 7")
-            assert tab.page.locator("button[aria-pressed=true]").count() == 0
-            assert explorer.marks.table().empty
-        tab.errors.clear()
-
-
 def test_map__is_brushed(explorer: Explorer, url: str, tab: Tab) -> None:
     tab.open(f"{url}?page=map&colour=score&target=8&where=source+%21%3D+%22web%22", "Map")
     box = tab.page.locator("svg.map").bounding_box()
@@ -213,39 +79,6 @@ def test_map__is_brushed(explorer: Explorer, url: str, tab: Tab) -> None:
     assert len(tab.cards("Selected samples")) == 24
 
 
-def test_keys__reach_and_mark_samples_and_turn_pages(
-    explorer: Explorer, url: str, tab: Tab
-) -> None:
-    view, page = View(page="target", target=2, k=4), tab.page
-    first, second = top(explorer, view)[:2]
-    tab.open(f"{url}?sort=")
-    tab.press_until("a", "2")
-    page.keyboard.press("Enter")
-    tab.wait("Target 2")
-    tab.open(f"{url}?{view.to_query()}", "Target 2")
-    for key in ("ArrowRight", "ArrowRight", "1", "ArrowLeft", "3"):
-        page.keyboard.press(key)
-    page.wait_for_selector(f"text=Sample {first} is marked as remove.")
-    assert explorer.marks.samples("wrong label").tolist() == [second]
-    tab.press_until("button", "Undo (2)")
-    page.keyboard.press("Space")
-    page.wait_for_selector("text=is undone")
-    assert page.inner_text("[data-count]") == "1"
-    explorer.marks.unmark(second, "wrong label")
-    tab.open(f"{url}?page=corpus", "Training samples")
-    page.locator(".card header a").last.focus()
-    page.keyboard.press("ArrowRight")  # to the next page of the table
-    page.wait_for_selector("text=25–48 of 150")
-    header = page.inner_text(".card:focus-within header")
-    assert header in page.inner_text(".card header >> nth=0")
-    position = int(re.search(r"sample (\d+)", header)[1])
-    page.locator(".card .content").first.click(force=True)  # its picture, below the link
-    tab.wait(f"Training sample {position}")
-    tab.open(f"{url}?sort=", "Targets")
-    page.locator("tbody tr").nth(2).click()
-    tab.wait("Target 2")
-
-
 def test_lists__go_on_and_going_back_finds_the_place(
     explorer: Explorer, url: str, tab: Tab
 ) -> None:
@@ -270,16 +103,6 @@ def test_lists__go_on_and_going_back_finds_the_place(
     tab.wait("Target 9")
     page.wait_for_function(f"() => Math.abs(window.scrollY - {scrolled}) < 2")
     assert f"sample {ranked[20]}" in page.inner_text(".card:focus-within header")
-
-
-def test_marks_of_others__appear_while_a_page_is_open(
-    explorer: Explorer, url: str, tab: Tab
-) -> None:
-    tab.open(f"{url}?page=sample&sample=11", "Training sample 11")
-    explorer.marks.by("Bob").mark([11], "duplicate")
-    tab.page.wait_for_selector("button[data-others=' +1']")
-    explorer.marks.by("Bob").unmark([11], "duplicate")
-    tab.page.wait_for_selector("button[data-others=' +1']", state="detached")
 
 
 def test_map__shows_the_sample_at_the_mouse(explorer: Explorer, url: str, tab: Tab) -> None:

@@ -58,6 +58,15 @@ def states(n: int = 3) -> dict[str, Any]:
     return by_name
 
 
+def probabilities(x: np.ndarray) -> np.ndarray:
+    """Return the probabilities of all classes, (sample, class), the mean over checkpoints."""
+    nets = [network() for _ in states()]
+    for net, state in zip(nets, states().values(), strict=True):
+        net.load_state_dict(state)
+    outputs = [net(torch.from_numpy(x)).softmax(1).detach().numpy() for net in nets]
+    return np.mean(outputs, axis=0)
+
+
 MODEL = td.Model(network, states())
 
 
@@ -112,12 +121,7 @@ def test_target__has_the_features_and_scores_of_its_image(explorer: Explorer) ->
 def test_target__has_the_class_that_is_predicted_if_none_is_given(explorer: Explorer) -> None:
     for seed in range(5):
         image = images(1, seed)[0]
-        x = torch.from_numpy(prepared(image)[None])
-        probability = 0
-        for state in states().values():
-            module = network()
-            module.load_state_dict(state)
-            probability = probability + module(x).softmax(1).detach().numpy()[0]
+        probability = probabilities(prepared(image)[None])
         made, _ = explorer.maker.target({"image": upload(image), "label": " "})
         assert made.label.values.tolist() == [int(np.argmax(probability))]
 

@@ -15,7 +15,6 @@ import pytest
 
 import trakdask as td
 from trakdask.explorer import Explorer, Marks, View
-from trakdask.explorer.html import render
 from trakdask.explorer.maps import layers
 from trakdask.explorer.pages import sections
 
@@ -67,7 +66,7 @@ def sent(html: str) -> list[View]:
         for field in Tags(form).all("input"):
             if field.get("type", "hidden") == "hidden" or "checked" in field:
                 pairs.append((field["name"], field["value"]))
-            views.append(View.from_query(urlencode(pairs)))
+        views.append(View.from_query(urlencode(pairs)))
     return views
 
 
@@ -81,16 +80,6 @@ def test_forms__keep_the_view(explorer: Explorer, name: str) -> None:
     views = sent(html_of(explorer, view))
     assert views == [view] * len(views)
     assert len(views) == {"targets": 2, "target": 4, "corpus": 3, "map": 3, "sample": 2}[name]
-
-
-def test_links__lead_to_their_views() -> None:
-    view = View(page="target", where=f"note == {EVIL!r}", checkpoints=("a", EVIL))
-    tags = Tags(render("link", view=view, text=EVIL, label=EVIL))
-    assert [View.from_query(attrs["href"]) for attrs in tags.all("a")] == [view]
-    assert tags.text == EVIL
-    tags = Tags(render("pager", View(first=24), shown=24, total=60))
-    assert [View.from_query(attrs["href"]).first for attrs in tags.all("a")] == [0, 48]
-    assert "25–48 of 60" in tags.text
 
 
 def test_target__links_filter_and_bars_are_as_long_as_their_sums(explorer: Explorer) -> None:
@@ -184,23 +173,13 @@ def test_save_html__shows_text_and_asks_nobody(
 def test_save_html__says_of_what_it_is(tmp_path: Path) -> None:
     store = tmp_path / "train.zarr"
     saved = td.save(td.testing.simulate_features(60, 4, 3), store, progress=False)
-    explorer = td.explore(
-        saved, td.testing.simulate_features(8, 4, 3, seed=1), estimator=td.Trak(damping=0.1)
-    )
+    explorer = td.explore(saved, saved.load(), estimator=td.Trak(damping=0.1))
     view = View(page="target", target=3, where="label == 1", estimator="trak", damping="0.5")
     explorer.save_html(tmp_path / "v.html", view)
     text = Tags((tmp_path / "v.html").read_text("utf-8")).text
     about = text[text.rindex("Condition on training samples") :]
-    for fact in (
-        "label == 1",
-        "trak",
-        "0.5",
-        "Trak(damping=0.1)",
-        "c0, c1, c2",
-        str(store),
-        "in memory",
-    ):
-        assert fact in about
+    facts = "label == 1", "trak", "0.5", "Trak(damping=0.1)", "c0, c1, c2", str(store)
+    assert [fact for fact in facts if fact not in about] == []
     assert f"{pd.Timestamp.now('UTC'):%Y-%m-%d}" in about
 
 

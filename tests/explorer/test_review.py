@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import xarray as xr
 
 import trakdask as td
@@ -48,15 +47,10 @@ def links(explorer: Explorer, view: View, name: str) -> list[tuple[View, str]]:
 @pytest.mark.parametrize("is_there", [True, False])
 def test_predictions__are_those_of_the_model(is_there: bool) -> None:
     explorer = new_targets.explorer_of_images()
-    samples = new_targets.samples(new_targets.M, 1)
     if not is_there:
         explorer = td.explore(explorer.features, explorer.targets, estimator=td.Trak(damping=0.1))
-    p = np.zeros((new_targets.M, new_targets.CLASSES))
-    for state in new_targets.states().values():
-        net = new_targets.network()
-        net.load_state_dict(state)
-        p += net(torch.as_tensor(samples.image.values)).softmax(1).detach().numpy() / 3
-    label = samples.label.values
+    samples = new_targets.samples(new_targets.M, 1)
+    p, label = new_targets.probabilities(samples.image.values), samples.label.values
     assert (p.argmax(1) != label).any()
     is_known = is_there | (p[np.arange(len(p)), label] >= 0.5)
     expected = np.where(is_known, p.argmax(1), np.nan)
@@ -64,11 +58,7 @@ def test_predictions__are_those_of_the_model(is_there: bool) -> None:
     np.testing.assert_array_equal(table["predicted"], expected)
     np.testing.assert_allclose(table["probability"], np.where(is_known, p.max(1), np.nan), 1e-5)
     training = new_targets.samples(new_targets.N, 0)
-    p = np.zeros((new_targets.N, new_targets.CLASSES))
-    for state in new_targets.states().values():
-        net = new_targets.network()
-        net.load_state_dict(state)
-        p += net(torch.as_tensor(training.image.values)).softmax(1).detach().numpy() / 3
+    p = new_targets.probabilities(training.image.values)
     readings = explorer.questions.training.readings([*range(new_targets.N)])
     is_sure = p[np.arange(len(p)), training.label] >= 0.5
     read = [reading["predicted"] for reading in readings]

@@ -1,6 +1,7 @@
 """The command line: jobs that a configuration file describes, run by ``trakdask`` in a shell.
 
-What loads Dask and torch is loaded on first use: a shell that completes a command waits for it.
+The modules that load Dask and torch are loaded on first use, because a shell that completes a
+command waits for this package.
 """
 
 from typing import TYPE_CHECKING
@@ -8,11 +9,8 @@ from typing import TYPE_CHECKING
 import lazy_loader
 
 if TYPE_CHECKING:
-    from trakdask.command_line import exploring as exploring
     from trakdask.command_line import jobs as jobs
     from trakdask.command_line import results as results
     from trakdask.command_line import tables as tables
 
-__getattr__, __dir__, __all__ = lazy_loader.attach(
-    __name__, ["exploring", "jobs", "results", "tables"]
-)
+__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, ["jobs", "results", "tables"])

@@ -151,7 +151,7 @@ def explore(
     samples: Annotated[
         str | None,
         typer.Option(
-            help="What the features are of: a zarr store, or package.module:function, which "
+            help="The samples of the features: a zarr store, or package.module:function, which "
             "returns a Dataset, or a pair: training samples and targets."
         ),
     ] = None,
@@ -169,7 +169,9 @@ def explore(
     preprocess: Annotated[
         str | None, typer.Option(help="package.module:callable, from an image to the input.")
     ] = None,
-    view: Annotated[str, typer.Option(help="What follows ? in an address of the explorer.")] = "",
+    view: Annotated[
+        str, typer.Option(help="The part of an address of the explorer after the question mark.")
+    ] = "",
     save: Annotated[
         Path | None, typer.Option(help="Write the view to this HTML file, and serve nothing.")
     ] = None,
@@ -201,7 +203,7 @@ def explore(
         if cluster is not None:
             job["cluster"] = {"address": cluster}
         stack.enter_context(cli.jobs.running(job))
-        store, features, target_features, options = cli.exploring.explored(job, samples)
+        store, features, target_features, options = cli.jobs.explored(job, samples)
         for name, text in (("model", model), ("tokenizer", tokenizer), ("preprocess", preprocess)):
             if text is not None:
                 with about(f"--{name} {text}"):

@@ -29,7 +29,7 @@ _KEYS = {"stores": ("train", "targets"), "outputs": ("score", "top_k", "groups",
 _FOLDER = "folder"
 _HEAD = "# By trakdask"
 _SECRETS = "storage_options"
-"""What is never kept: it may contain passwords."""
+"""A key that is never kept, because it may contain passwords."""
 
 
 class ConfigurationError(ValueError):
@@ -38,12 +38,12 @@ class ConfigurationError(ValueError):
 
 @contextmanager
 def about(place: str) -> Iterator[None]:
-    """Say which part of a job an error is about, and that nothing was computed.
+    """Say which part of a job an error is about. Nothing was computed when it is raised.
 
     Raises
     ------
     ConfigurationError
-        Instead of what a parser or the library raises about a value.
+        In place of an error of a parser or of the library about a value.
     """
     try:
         yield
@@ -57,7 +57,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """Reads 1e-3 as a number, as YAML 1.2 does and PyYAML does not; refuses a key that is twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return a mapping; what PyYAML makes of a key that is there twice is the last value."""
+        """Return a mapping; PyYAML would take the last value of a key that is there twice."""
         keys = [key.value for key, _ in node.value]
         if twice := [key for key in keys if keys.count(key) > 1]:
             raise yaml.constructor.ConstructorError(
@@ -121,28 +121,30 @@ def section(configuration: Configuration, name: str) -> dict[str, Any]:
 
 
 def keep(configuration: Configuration, written: str | os.PathLike[str]) -> None:
-    """Write the configuration beside what a job wrote, so that the job can be repeated."""
+    """Write the configuration beside what a job wrote, so that the job can be repeated.
+
+    A file that trakdask did not write stays there, with a warning.
+    """
     folder, name = _beside(written)
-    with suppress(FileNotFoundError):
-        if not folder.read(name).startswith(_HEAD.encode()):
-            return warnings.warn(
-                f"expected to write the configuration to {folder.url}/{name}, got a file there "
-                "that trakdask did not write, and which stays; try renaming it",
-                stacklevel=2,
-            )
+    if name in folder.names() and kept(written) is None:
+        warnings.warn(
+            f"expected to write the configuration to {folder.url}/{name}, got a file there that "
+            "trakdask did not write; try renaming it",
+            stacklevel=2,
+        )
+        return
     head = f"{_HEAD} {__version__}: the same command with this file repeats the job.\n"
     text = yaml.safe_dump(_without_secrets(configuration), sort_keys=False, allow_unicode=True)
     folder.write(name, (head + text).encode())
 
 
-def kept(written: str | os.PathLike[str]) -> Configuration:
-    """Return the configuration that :func:`keep` wrote beside something; empty if there is none."""
+def kept(written: str | os.PathLike[str]) -> str | None:
+    """Return the file that :func:`keep` wrote beside something; None if there is none."""
     folder, name = _beside(written)
     with suppress(FileNotFoundError):
-        if (text := folder.read(name)).startswith(_HEAD.encode()):
-            values: Configuration = yaml.load(text, _Loader)
-            return values
-    return {}
+        if folder.read(name).startswith(_HEAD.encode()):
+            return f"{folder.url}/{name}"
+    return None
 
 
 def _beside(written: str | os.PathLike[str]) -> tuple[Folder, str]:

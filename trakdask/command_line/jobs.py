@@ -22,10 +22,10 @@ import trakdask as td
 from trakdask import projection
 from trakdask.attribution import estimators
 from trakdask.checks import import_callable, require_choice
-from trakdask.command_line.configuration import Configuration, about, keep, section
-from trakdask.command_line.samples import called, expanded, of_kind
+from trakdask.command_line.configuration import Configuration, about, keep, kept, section
+from trakdask.command_line.samples import called, expanded, named, of_kind
 from trakdask.command_line.samples import described as samples_of
-from trakdask.files import replacing
+from trakdask.files import location, replacing
 from trakdask.fits.components import sketch_for
 from trakdask.projection.fitted import Components, Fitted
 from trakdask.provenance import as_text
@@ -161,6 +161,7 @@ def described_or_stored(
         store: Any = stores.get(STORES[name])
         with about(f"stores.{STORES[name]}"):
             if name in configuration:
+                location(store)  # which raises errors before anything is computed
                 both[name] = features(configuration, name, both.get("data"))
             else:
                 both[name] = td.open(store, storage_options=options.get("storage_options"))
@@ -179,6 +180,43 @@ def saved(configuration: Configuration, both: Mapping[str, xr.Dataset]) -> dict[
             results[name] = td.save(lazy, stores[STORES[name]], **of_store)
             keep(configuration, stores[STORES[name]])
     return results
+
+
+def explored(
+    configuration: Configuration, text: str | None = None
+) -> tuple[str, xr.Dataset, xr.Dataset, dict[str, Any]]:
+    """Return the store of training samples, both features, and what :func:`explore` shows of them.
+
+    Computes the features that are missing. The samples are those that a text names, see
+    :func:`named`, or that the configuration describes. A store alone says which job wrote it, in
+    ``encoding["job"]``, but nothing that it names is imported or read.
+    """
+    stored = saved(configuration, described_or_stored(configuration))
+    stores = section(configuration, "stores")
+    storage_options = section(configuration, "save").get("storage_options")
+    contents = dict.fromkeys(STORES)
+    with about(f"--samples {text}" if text else "data and targets"):
+        if text is not None:
+            contents = dict(zip(STORES, named(text), strict=True))
+        for name in STORES:
+            if text is None and name in configuration:
+                contents[name] = samples_of(section(configuration, name))
+    for name, content in contents.items():
+        if content is not None and content.sizes.get("sample") != stored[name].sizes["sample"]:
+            whole = td.open(
+                stores[STORES[name]], dropped=True, load_coords=False,
+                storage_options=storage_options,
+            )  # fmt: skip
+            if content.sizes.get("sample") == whole.sizes["sample"]:
+                contents[name] = content.isel(sample=~whole["dropped"].values)
+    if "data" not in configuration:
+        stored["data"].encoding["job"] = kept(stored["data"].encoding["source"])
+    options: dict[str, Any] = {"samples": contents["data"], "target_samples": contents["targets"]}
+    if "model" in configuration and contents["targets"] is not None:
+        model = described_model(section(configuration, "model"))
+        if isinstance(model.task, td.tasks.Classification):  # whose predictions are shown
+            options["model"] = model
+    return str(stores["train"]), stored["data"], stored["targets"], options
 
 
 def with_estimator(options: Mapping[str, Any], features: xr.Dataset) -> dict[str, Any]:

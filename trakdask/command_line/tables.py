@@ -67,7 +67,7 @@ def _share(data: xr.Dataset | xr.DataArray) -> str:
 
 
 def _brief(value: object) -> str:
-    """Return a value in a few words: of what has many items, the first."""
+    """Return a value in a few words; a value with many items by its first ones."""
     if isinstance(value, Mapping | list | tuple):
         return _SHORT.repr(value)
     return f"{value:.4g}" if isinstance(value, float) else str(value)

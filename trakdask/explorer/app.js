@@ -20,7 +20,7 @@ export function render({ model }) {
     }
   }
 
-  // What has happened to a mark is said for a while, beside its sample if that is shown.
+  // A message about a mark is shown for a while, beside its sample if the page shows the sample.
   let forgetting
   const say = () => {
     clearTimeout(forgetting)
@@ -170,7 +170,7 @@ export function render({ model }) {
     reader.onerror = () => resolve("")
     reader.readAsDataURL(file)
   })
-  // What is left is kept in the history: how far it was scrolled, and which link had the focus.
+  // The history keeps how far a page was scrolled, and which link had the focus.
   let left = null
   let restoring = null
   const go = (query) => {

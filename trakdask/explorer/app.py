@@ -29,7 +29,7 @@ _PROGRESS_S = 0.25
 
 
 class LinkedHTML(JSComponent):
-    """HTML in a page. What a link, form or button asks for is given to ``told``, as a dict.
+    """HTML in a page. Links, forms and buttons call ``told`` with a dict.
 
     The address of the page follows ``query``; other parameters in it are kept, and the
     browser's button to go back works. A link that is opened in another tab works by itself.
@@ -40,9 +40,9 @@ class LinkedHTML(JSComponent):
     names = param.List([*vars(View())], doc="Parameters of the URL of a view.")
     marked = param.Dict({}, doc="Who has made which marks, by '7 wrong label'.")
     who = param.String(doc="Whose marks the buttons make and take back.")
-    said = param.Dict({}, doc="What happened to which mark, and what can be undone.")
+    said = param.Dict({}, doc="A message about a mark, and how many changes can be undone.")
     hovered = param.Dict({}, doc="The sample at the mouse on the map, and its HTML.")
-    saved = param.Dict({}, doc="What a browser is to save: a file by its name.")
+    saved = param.Dict({}, doc="A file that the browser is to save, by its name.")
     follows_address = param.Boolean(False, doc="Whether the address of the page is the view's.")
 
     _esm: ClassVar[Any] = Path(__file__).parent / "app.js"
@@ -58,7 +58,7 @@ class LinkedHTML(JSComponent):
 class Session:
     """The state of one browser: its view, the page that shows it, and what computes it.
 
-    Sections are computed in a thread, one after the other. A new view abandons what still runs.
+    Sections are computed in a thread, one after the other. A new view abandons them.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Session:
         self._thread: threading.Thread | None = None
         self._in_notebook = in_notebook
         if in_notebook:
-            # What is changed before the browser shows the page is lost: it says when it does.
+            # Changes before the browser shows the page are lost. It says when it does.
             self._draw(self._computation, _waiting(view, sections(attributions, view)))
         elif self._document is None or self._document.session_context is None:
             self.go(view)
@@ -100,7 +100,7 @@ class Session:
         return pn.Column(self.page, sizing_mode="stretch_width", margin=0)
 
     def go(self, view: View, more: Sequence[Section] = ()) -> None:
-        """Show a view, and more below it; what the view before still computes is given up."""
+        """Show a view, and more below it; the computation of the view before is given up."""
         self._give_up()
         self.view, self._computation = view, Computation()
         content = [*sections(self.attributions, view), *more]
@@ -179,7 +179,7 @@ class Session:
     def _mark(self, message: Mapping[str, Any]) -> None:
         """Let one sample, or all of a section, have a mark of this person or not; say so.
 
-        What is wanted is told, and not that it changes: it may be told twice.
+        The message has the state that is wanted, because the same message may come twice.
         """
         label, wanted = str(message["mark"]), bool(message["wanted"])
         place, what, be = -1, "", "are"
@@ -223,7 +223,7 @@ class Session:
     def _marked(self) -> dict[str, list[str]]:
         """Return who has made which mark, by the position of the sample and the mark."""
         people: dict[str, list[str]] = {}
-        with suppress(OSError, ValueError):  # which is said when somebody marks
+        with suppress(OSError, ValueError):  # the error is shown when somebody marks a sample
             table = self.attributions.questions.marked()
             for position, mark, who in table[["position", "mark", "who"]].values:
                 people.setdefault(f"{position} {mark}", []).append(who)
@@ -250,7 +250,7 @@ class Session:
             self.go(self.view)
 
     def explain(self, content: Mapping[str, str]) -> None:
-        """Make a target of what somebody has typed and uploaded, and go to its page."""
+        """Make a target of a text or an image that somebody gave, and go to its page."""
         self.go(View(page="new"), [Section("features", lambda: self._featurized(content))])
 
     def _featurized(self, content: Mapping[str, str]) -> str:
@@ -286,7 +286,7 @@ def _waiting(view: View, content: Sequence[Section]) -> list[str]:
 
 
 def _progress(show: Callable[[str], None]) -> Callable[[int, int], None]:
-    """Return what tells how far a computation is, not too often."""
+    """Return a function that shows how far a computation is, not too often."""
     shown = time.monotonic()
 
     def tell(done: int, total: int) -> None:

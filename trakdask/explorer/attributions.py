@@ -1,6 +1,6 @@
-"""What the pages are made of: questions to scores, contents of samples, marks, new targets.
+"""The content of the pages: questions to scores, contents of samples, marks, new targets.
 
-All that comes from data is escaped.
+All text from data is escaped.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _LEAST_SIDE = 4
 _MOST_CHARACTERS = 2000
 _MOST_NUMBERS = 12
 _BRIEF = ("image", "text", "tokens", "numbers")
-"""What is shown of a sample in brief: the first of these."""
+"""Kinds of variables. The first of them that a sample has is shown in brief."""
 
 
 @dataclass(frozen=True, eq=False)
 class Attributions:
     """Attributions that can be looked at.
 
-    It is a value, which several users share. Only what was computed for one of them, such as the
-    eigenvectors of the gram matrix, is kept for the others.
+    It is a value, which several users share. Results such as the eigenvectors of the gram matrix
+    are computed for the first user, and kept for the others.
 
     Parameters
     ----------
@@ -71,11 +71,11 @@ class Attributions:
 
     @property
     def marks(self) -> Marks | None:
-        """What people say about training samples; None if nobody is asked."""
+        """The marks of training samples; None if none are kept."""
         return self.questions.marks
 
     def with_target(self, features: xr.Dataset, html: str) -> Self:
-        """Return these and one more target; what was computed for the others is kept."""
+        """Return these and one more target; results for the others are kept."""
         added = {**self.target_samples.added, int(self.targets.sizes[SAMPLE]): html}
         return dataclasses.replace(
             self,
@@ -98,7 +98,7 @@ class Contents:
     Parameters
     ----------
     samples
-        What was featurized; None if it is not at hand.
+        The samples that were featurized; None if they are not at hand.
     text
         The text of a token id.
     normalize

@@ -1,4 +1,4 @@
-"""What several pages share: rows of a page, neighbours in a list, bars, lists of samples."""
+"""Parts that several pages share: rows, neighbours in a list, bars, lists of samples."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def grouped(attributions: Attributions, view: View) -> View:
 def neighbours(positions: np.ndarray, at: int, n: int) -> dict[str, int]:
     """Return which positions come before and after one in a list, and its place there.
 
-    Whatever is not in the list is among all n.
+    A position that is not in the list has its place among all n.
     """
     if at not in positions:
         positions = np.arange(n)
@@ -78,7 +78,7 @@ def histogram(attributions: Attributions, view: View, *, name: str = "") -> str:
 
 
 def order(attributions: Attributions, view: View, section: str) -> str:
-    """Return what a list of training samples is sorted by; "" for their order."""
+    """Return the value by which a list of training samples is sorted; "" for their order."""
     if section == "mapped":
         return "score" if chosen_colour(attributions, view) == "score" else ""
     return attributions.questions.training.loss if view.order == "loss" else view.order

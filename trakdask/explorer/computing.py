@@ -1,4 +1,4 @@
-"""Computing what a page shows: with progress, and given up when it is no longer wanted."""
+"""Computations of a page: with progress, and given up when the answer is no longer wanted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Abandoned(Exception):
 
 @dataclass(eq=False)
 class Computation:
-    """What one click computes.
+    """The computation of one click.
 
     ``progress`` is called with the number of tasks that are done and the number of all tasks, by
     the thread that computes. On a cluster these are the tasks that were still to be done when it
@@ -107,8 +107,8 @@ class Computation:
 class _OneThread:
     """While any thread is inside, BLAS computes on one thread; after the last one as before.
 
-    A thread of its own sets and lifts the limit, because threadpoolctl heeds only the thread that
-    set one, and the last to leave need not be the first that came.
+    Another thread sets and lifts the limit, because threadpoolctl heeds only the thread that set
+    it, and the last to leave need not be the first that came.
     """
 
     def __init__(self) -> None:
@@ -178,8 +178,8 @@ def _persisted_on(client: Client, lazy: tuple[da.Array, ...]) -> tuple[da.Array,
 def released_if_failed(array: xr.Dataset) -> bool:
     """Return whether the cluster has lost arrays that :func:`persist` has put there, for good.
 
-    So it is if a worker died that computed them once more; with ``allowed-failures=0`` a single
-    one. The cluster then forgets the error, so that a new :func:`persist` can succeed.
+    This happens if workers die again and again while they compute them once more. The cluster then
+    forgets the error, so that a new :func:`persist` can succeed.
     """
     futures = futures_of(array)
     has_failed = any(future.status in ("error", "cancelled") for future in futures)
@@ -194,7 +194,7 @@ def _release(futures: Sequence[Future[Any]]) -> None:
         future.release()
     for client in {future.client for future in futures}:
         with suppress(RuntimeError, ValueError):  # of a client that has been closed
-            client.sync(asyncio.sleep, 0)  # after what the releases left for its event loop
+            client.sync(asyncio.sleep, 0)  # its event loop handles the releases first
 
 
 def _counter(keys: Sequence[Any]) -> Callable[[Any], int]:

@@ -34,7 +34,7 @@ _NEEDED = ["feature", "out_to_loss"]
 class Explorer(Attributions):
     """Attributions that can be looked at in a browser; see :func:`trakdask.explore`.
 
-    Each call of ``app()`` makes an app with a state of its own.
+    Each call of ``app()`` makes an app with its own state.
     """
 
     def __repr__(self) -> str:
@@ -56,10 +56,9 @@ class Explorer(Attributions):
     ) -> None:
         """Serve the explorer to browsers until Ctrl-C, or the end of the process.
 
-        The address contains a new random token of 192 bits. Whatever does not begin with it is
-        refused with the status 403: pages, the websocket and static files alike. Whoever has the
-        address sees all that the explorer shows, and may mark samples. Each browser tab has a state
-        of its own.
+        The address contains a new random token of 192 bits. A request without it is refused with
+        the status 403: pages, the websocket and static files alike. Everybody who has the address
+        sees all that the explorer shows, and may mark samples. Each browser tab has its own state.
 
         Parameters
         ----------
@@ -89,19 +88,19 @@ class Explorer(Attributions):
             listening.stop()
 
     def save_html(self, path: str | os.PathLike[str], view: View | None = None) -> None:
-        """Write one view to an HTML file that needs no server: what it shows, and of what.
+        """Write one view to an HTML file that needs no server, with the settings of its scores.
 
         Parameters
         ----------
         path
-            The file, on a disk of this machine; it is written whole or not at all.
+            Path or URL of the file, which is written whole or not at all.
         view
-            What to show.
+            The view to show; by default the table of targets.
 
         Raises
         ------
         ValueError
-            If the path names a folder or is a URL.
+            If the path names a folder.
         OSError
             If the file cannot be written.
         """
@@ -133,7 +132,7 @@ def explore(
     The pages: a table of all targets; one target, with the training samples that helped and harmed
     it most, sums by group and the curve by which λ was chosen; one training sample, with the
     targets that it helped and harmed; all training samples, by self-influence, by groups against
-    targets, and what is duplicated; a map of their features; and what people have marked.
+    targets, and duplicates; a map of their features; and the marks of samples.
 
     Parameters
     ----------
@@ -144,7 +143,7 @@ def explore(
         The samples of these features, in the same order. Their variables are shown as images and
         texts, and only the few samples of a page are read.
     marks
-        What people say about training samples, which pages then have buttons for:
+        The marks of training samples. Pages then have buttons to mark samples:
         ``Marks.beside("train.zarr")``, or the path of another file for samples with labels.
     estimator
         As in :func:`score`. A page can change estimator, λ and checkpoints.

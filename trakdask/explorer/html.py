@@ -1,4 +1,4 @@
-"""HTML by templates, which escape what they are given, and how numbers are written on pages."""
+"""HTML by templates, which escape all text, and how numbers are written on pages."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def count(n: int, what: str) -> str:
 
 
 def plain_message(err: BaseException) -> str:
-    """Return what went wrong as a sentence for people.
+    """Return an error as a sentence for people.
 
     Examples
     --------
@@ -144,7 +144,7 @@ def plain_message(err: BaseException) -> str:
 
 
 def render(name: str, /, *context: Any, **contents: Any) -> Markup:
-    """Return what a macro of the templates makes of some contents, which it escapes."""
+    """Return the HTML that a macro of the templates makes of contents, which it escapes."""
     macro = getattr(_templates().get_template("pages.html").module, name)
     return Markup(macro(*context, **contents))
 

@@ -1,4 +1,4 @@
-"""What is drawn on the map: points of training samples, by colour."""
+"""The points of training samples that are drawn on the map, by colour."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Points:
     kind, style
         Class and style of its colour.
     value
-        What the samples share; None for all other values.
+        The value that the samples share; None for all other values.
     count
         How many points there are.
     """
@@ -54,7 +54,7 @@ def colours(attributions: Attributions) -> list[str]:
 
 
 def chosen_colour(attributions: Attributions, view: View) -> str:
-    """Return what colours the map of a view."""
+    """Return the name of the column, or of the scores or marks, that colours the map of a view."""
     names = colours(attributions)
     return view.colour if view.colour in names else names[0]
 

@@ -116,6 +116,6 @@ def require_same_kind(before: np.ndarray, ids: np.ndarray) -> None:
     """Reject samples that are known by text beside others that are known by numbers."""
     if (before.dtype.kind in "iu") != (ids.dtype.kind in "iu"):
         raise TypeError(
-            f"expected samples known by what is marked already, such as {before[0]!r}, got "
+            f"expected samples of the kind that is marked already, such as {before[0]!r}, got "
             f"{ids[0]!r}; try Marks with another file"
         )

@@ -1,4 +1,4 @@
-"""What people say about samples: a small parquet file beside a store, which several may write."""
+"""Marks of samples: a small parquet file beside a store, which several people may write."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SUFFIX = ".marks.parquet"
 
 
 class Marks:
-    """What people say about samples of a store: wrong label, duplicate, or to be removed.
+    """Marks of samples of a store: wrong label, duplicate, or to be removed.
 
     The marks are one small parquet file with a row for each sample, mark and person, which
     :func:`pandas.read_parquet` reads. Several people and processes may change it at the same time.
@@ -64,7 +64,7 @@ class Marks:
     >>> marks.undo(), marks.samples("remove").tolist()
     (1, [])
 
-    Then ``td.drop("train.zarr", where=marks.where("remove"))`` leaves out what is marked.
+    Then ``td.drop("train.zarr", where=marks.where("remove"))`` leaves out the marked samples.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Marks:
     def undo(self) -> int:
         """Take back the last change of this object that it has not taken back yet.
 
-        What others have changed since stays as it is. Returns how many marks came or went, 0 if
+        Changes of others since then stay as they are. Returns how many marks came or went, 0 if
         there is nothing to take back.
         """
         if not self._done:
@@ -185,7 +185,7 @@ class Marks:
         return table.loc[table["mark"] == label, SAMPLE].drop_duplicates().to_numpy()
 
     def ids(self, features: xr.Dataset) -> np.ndarray:
-        """Return by what each sample of these features is known here; (sample,).
+        """Return the label, or the row in the store, of each sample of these features; (sample,).
 
         Parameters
         ----------
@@ -197,7 +197,7 @@ class Marks:
         ------
         ValueError
             If there are no labels, and these are not the features of the store, or are a part of
-            them: then nothing says which rows they are.
+            them: then it is unknown which rows they are.
         """
         if SAMPLE in features.coords:
             return np.asarray(features[SAMPLE].values)
@@ -228,9 +228,9 @@ class Marks:
         return table.merge(places, on=SAMPLE)
 
     def where(self, label: str) -> Callable[[xr.Dataset], xr.DataArray]:
-        """Return what :func:`trakdask.drop` takes as ``where=``: true for samples with a mark.
+        """Return the ``where=`` with which :func:`drop` leaves out the samples that have a mark.
 
-        What was dropped by the same marks before, or is not in the store, is left as it is.
+        Samples that were dropped before, or are not in the store, do not matter.
 
         Raises
         ------
@@ -277,7 +277,7 @@ class Marks:
             )
 
     def _change(self, of: Callable[[pd.DataFrame], pd.DataFrame]) -> int:
-        """Write what a function makes of the marks, and remember what came and went."""
+        """Replace the marks by a function of them, and remember which came and went."""
         with self._file.locked() as require_held:
             before = self.table()
             after = of(before)

@@ -61,7 +61,7 @@ class TargetMaker:
         return isinstance(self.model.task, td.tasks.Classification)
 
     def target(self, content: Mapping[str, str]) -> tuple[xr.Dataset, str]:
-        """Return a target of what somebody has typed and uploaded.
+        """Return a target of a text or an image that somebody gave.
 
         Parameters
         ----------

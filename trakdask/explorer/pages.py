@@ -1,4 +1,4 @@
-"""Pages: each is a list of sections, which ask one question and write its answer as HTML."""
+"""Pages: lists of sections. A section asks one question and writes the answer as HTML."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: its name, by which templates know its title, and what writes its HTML."""
+    """A part of a page: its name, by which templates know its title, and its HTML as a function."""
 
     name: str
     html: Callable[[], str]
@@ -68,7 +68,7 @@ def sections(attributions: Attributions, view: View) -> list[Section]:
 
 
 def answer(html: Callable[[], str], told: set[str]) -> str:
-    """Return the HTML of a section, or what went wrong; "" if the page was told so already."""
+    """Return the HTML of a section, or its error; "" if the page shows that error already."""
     try:
         return html()
     except Abandoned:
@@ -91,7 +91,7 @@ def frame(view: View, i: int, section: Section, body: str, *, busy: bool = False
 
 
 def page(attributions: Attributions, view: View, parts: Iterable[str]) -> str:
-    """Return a page: links to all pages, what is explored, messages, and its sections."""
+    """Return a page: links to all pages, sizes, messages, and its sections."""
     messages = [
         f"One part of the address, {name}, was left out. {text}"
         for name, text in view.errors.items()
@@ -102,8 +102,8 @@ def page(attributions: Attributions, view: View, parts: Iterable[str]) -> str:
 
 
 def document(attributions: Attributions, view: View, html: str) -> str:
-    """Return a page as a file of its own, with what it was made from and nothing to click."""
-    html = _CLICKED.sub("", _CLICKED.sub("", html))  # then what forms and buttons have left empty
+    """Return a page as a whole file, with the settings of its scores and nothing to click."""
+    html = _CLICKED.sub("", _CLICKED.sub("", html))  # then elements that this has left empty
     body = Markup(_LINK.sub(r"<span>\1</span>", html))
     return render("document", attributions, view, body=body, style=Markup(STYLE))
 

@@ -1,7 +1,7 @@
 """Small tables that answer questions to lazy attributions; nothing here knows of pages.
 
-Each question computes what it returns and no more, by :func:`trakdask.explorer.computing.compute`:
-on the active dask client, or on threads. Scores of all samples and targets never exist.
+Each question computes its answer and no more, by :func:`trakdask.explorer.computing.compute`: on
+the active dask client, or on threads. Scores of all samples and targets never exist.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Questions(TrainingQuestions):
         Say what the model predicts for targets and for training samples; None if it is not at
         hand, or no classifier.
     marks
-        What people say about training samples; None if nobody is asked.
+        The marks of training samples; None if none are kept.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Questions(TrainingQuestions):
         return sums.sort_values("score", ascending=False, kind="stable").reset_index()
 
     def has_intervals(self, view: View) -> bool:
-        """Return whether there are five checkpoints or more, of which intervals are made."""
+        """Return whether there are the five checkpoints that intervals need."""
         return len(view.checkpoints or self.checkpoints) >= LEAST_FOLDS
 
     def has_credit(self, view: View) -> bool:
@@ -174,7 +174,7 @@ class Questions(TrainingQuestions):
         return table.sort_values("score", ascending=False, kind="stable").reset_index()
 
     def has_grade(self, view: View) -> bool:
-        """Return whether the features know what their checkpoints were trained on."""
+        """Return whether it is known which samples the checkpoints were trained on."""
         return TRAINED_ON in self.features and len(view.checkpoints or self.checkpoints) > 3
 
     def known_grade(self, view: View) -> xr.Dataset | None:

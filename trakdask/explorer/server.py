@@ -39,7 +39,7 @@ def _in_url(host: str) -> str:
 
 
 class _Refused(RequestHandler):
-    """Answers whatever does not begin with the token."""
+    """Answers requests that do not begin with the token."""
 
     def prepare(self) -> None:
         self.set_status(403)

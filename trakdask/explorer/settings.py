@@ -1,4 +1,4 @@
-"""Settings: an estimator, its λ and checkpoints, with what makes every question cheap in memory."""
+"""Settings: an estimator, its λ and checkpoints, with gram matrix and eigenvectors in memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _KEPT = 4
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """How scores are made, and features with all that is reduced from them in memory.
+    """How scores are made, and features with their gram matrix and eigenvectors in memory.
 
     ``damping`` says how λ was chosen; it is None for estimators without a gram matrix.
     """

@@ -1,4 +1,4 @@
-"""Tables of training samples and targets: their metadata, and what the model says about them."""
+"""Tables of training samples and targets: their metadata, and the model's predictions."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class SampleTable:
 
     @cached_property
     def whole(self) -> pd.DataFrame:
-        """Metadata of all samples, and what the model says about them; see :meth:`selected`."""
+        """Metadata of all samples, and the model's predictions; see :meth:`selected`."""
         table = self.metadata
         if self.label:
             predicted, probability = self.predictions(np.arange(len(table)))
@@ -95,7 +95,7 @@ class SampleTable:
 
     @cached_property
     def numbers(self) -> pd.DataFrame:
-        """What the features say about all samples, the last column being ``loss`` or ``Q``."""
+        """Numbers of all samples from the features; the last column is ``loss`` or ``Q``."""
         output, q = self._outputs
         table = pd.DataFrame({"output": output.mean(axis=1)})
         if output.shape[1] > 1:
@@ -159,7 +159,7 @@ class SampleTable:
         return np.stack([self._asked[position] for position in positions.tolist()])
 
     def readings(self, positions: Sequence[int]) -> list[dict[str, Any]]:
-        """Return what a classifier reads some samples as; nothing for other models.
+        """Return the predictions of a classifier for some samples; nothing for other models.
 
         ``label``; ``predicted``, NaN if only the model knows; and their probabilities.
         """
@@ -223,7 +223,8 @@ def mean_loss(task: object, output: np.ndarray, q: np.ndarray) -> tuple[str, np.
     """Return ``"loss"`` and the loss of samples, (sample, checkpoint), averaged over checkpoints.
 
     A margin has the cross-entropy log(1 + exp(−output)), and half the squared error of a regression
-    is Q²/2. The loss of other tasks is no function of what is stored: it is ``"Q"`` and its mean.
+    is Q²/2. The loss of other tasks cannot be computed from stored features; they get ``"Q"`` and
+    its mean.
 
     Examples
     --------

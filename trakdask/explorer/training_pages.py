@@ -130,7 +130,7 @@ def _box(where: str) -> dict[str, tuple[float, float]]:
 
 
 def hovered(attributions: Attributions, position: int) -> str:
-    """Return what is shown of a sample beside its point on the map."""
+    """Return the box of a sample beside its point on the map."""
     (content,) = attributions.samples.html([position], brief=True)
     (reading,) = attributions.questions.training.readings([position])
     row = attributions.questions.metadata.iloc[position]
@@ -138,7 +138,7 @@ def hovered(attributions: Attributions, position: int) -> str:
 
 
 def mark_forms(attributions: Attributions, view: View) -> str:
-    """Return the condition on marks, and lines of Python that leave out what is marked."""
+    """Return the condition on marks, and lines of Python that leave out marked samples."""
     if attributions.marks is None:
         return render("no_marks")
     table = all_marks(attributions)
@@ -151,7 +151,7 @@ def mark_forms(attributions: Attributions, view: View) -> str:
 
 
 def _line(marks: Marks, kind: str) -> str:
-    """Return the line of Python that leaves out what is marked."""
+    """Return the line of Python that leaves out the marked samples."""
     where = f"td.explorer.{marks.by('')!r}.where({kind!r})"
     if marks.store is None:
         return f"features.isel(sample=~{where}(features))"

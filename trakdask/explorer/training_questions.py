@@ -201,7 +201,7 @@ class TrainingQuestions:
         return np.random.default_rng(0).choice(n, min(n, _MOST_POINTS), replace=False)
 
     def first_checkpoint(self, view: View) -> str:
-        """Return the first checkpoint of a view, for what is found from one alone."""
+        """Return the first checkpoint of a view, from which duplicates and the map are found."""
         return next(c for c in self.checkpoints if c in (view.checkpoints or self.checkpoints))
 
     def _features_at(self, checkpoint: str) -> da.Array:
@@ -223,6 +223,6 @@ def _edges(values: np.ndarray, *, is_logarithmic: bool) -> np.ndarray:
 def _self_influence(setting: Setting, features: xr.Dataset) -> xr.DataArray:
     """Return the lazy self-influence of some samples, under the gram matrix of all."""
     estimator = setting.estimator
-    if estimator.norms or not estimator.pooled:  # it has no self-influence of its own
+    if estimator.norms or not estimator.pooled:  # for these there is no self-influence
         estimator = Trak(estimator.damping) if isinstance(estimator, GramEstimator) else GradDot()
     return td.self_influence(features, estimator)

@@ -1,4 +1,4 @@
-"""What a page shows, as one value that a URL holds."""
+"""The view of a page, as one value that a URL holds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class MeanTrace:
 
 @dataclass(frozen=True)
 class View:
-    """What a page shows: which page, of which target or sample, and how scores are made.
+    """The content of a page: which page, of which target or sample, and how scores are made.
 
     Parameters
     ----------
@@ -55,8 +55,8 @@ class View:
         and ``mark``, all marks of a sample in a text. On the page of a target it may name
         ``score``.
     targets_where
-        A condition on the table of targets: their metadata, by their own names, and what the model
-        says about them, as in ``predicted != label``.
+        A condition on the table of targets: their metadata, by their own names, and the model's
+        predictions, as in ``predicted != label``.
     marks_where
         A condition on the table of marks, such as ``who == "Ada" and mark == "remove"``.
     search
@@ -67,7 +67,7 @@ class View:
     first
         Position, in the sorted table, of the first row that is shown.
     order
-        What orders all training samples: ``"loss"``, ``"self_influence"``, or ``""``.
+        The order of all training samples: ``"loss"``, ``"self_influence"``, or ``""``.
     of
         The section from which a training sample was opened, such as ``"helpful"``: "Next" then
         goes on in its order. ``""`` is the order of the store.
@@ -76,16 +76,15 @@ class View:
     group_by
         The coord of the training samples by which scores are summed, ``""`` for none.
     colour
-        What colours the map: a coord of the training samples, ``"score"`` for the target, or
+        The colours of the map: by a coord of the training samples, ``"score"`` for the target, or
         ``"mark"``; ``""`` is the label of a classifier, or else the first coord that is fit for it.
     estimator, damping
-        As in :func:`trakdask.score`; λ as a text, see :func:`damping_of`. ``""`` is what the
-        explorer was opened with.
+        As in :func:`trakdask.score`; λ as a text, see :func:`damping_of`. ``""`` is the one with
+        which the explorer was opened.
     checkpoints
         Names of the checkpoints that scores are averaged over; empty for all.
     errors
-        What of a URL could not be understood: a sentence by the name of the field. Not part of the
-        URL.
+        Errors of a URL: a sentence by the name of the field. They are not part of the URL.
     """
 
     page: str = "targets"
@@ -110,7 +109,7 @@ class View:
 
     @property
     def name(self) -> str:
-        """What is shown, in a word or two: the page, and which target or sample.
+        """A title in a word or two: the page, and which target or sample.
 
         Examples
         --------
@@ -154,10 +153,10 @@ class View:
 
     @classmethod
     def from_query(cls, query: str) -> View:
-        """Return the view of a URL; what cannot be understood is the default, with an error.
+        """Return the view of a URL.
 
-        But a condition stays as it was typed, beside its error. Names of no field, such as the name
-        of a token, are ignored.
+        A field that cannot be understood has its default, with an error. But a condition stays as
+        it was typed, beside its error. Other names, such as the name of a token, are ignored.
 
         Examples
         --------
@@ -223,7 +222,7 @@ def damping_of(text: str) -> Damping | MeanTrace:
 
 
 def _value_of(name: str, texts: list[str]) -> Any:
-    """Return what the texts of a URL stand for, as a value of a field of a view."""
+    """Return the value of a field of a view from the texts of a URL."""
     text, default = texts[-1], getattr(_DEFAULT, name)
     if text not in _CHOICES.get(name, (text,)):
         names = ", ".join(choice for choice in _CHOICES[name] if choice)

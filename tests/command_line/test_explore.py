@@ -1,0 +1,103 @@
+"""The command explore: of stores, and of configurations."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from urllib.parse import urlencode
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import trakdask as td
+from tests.command_line.job import Run, job_in, score_of
+from trakdask.command_line.commands import app
+from trakdask.command_line.configuration import read
+from trakdask.command_line.jobs import explored, running
+from trakdask.explorer import View
+from trakdask.explorer.pages import page
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    job = job_in(tmp_path_factory.mktemp("stores"))
+    assert CliRunner().invoke(app, ["featurize", str(job)]).exit_code == 0
+    return job.parent
+
+
+@pytest.fixture
+def saved(stores: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(stores)
+    return stores
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # too few checkpoints and samples for a good λ
+@pytest.mark.parametrize("samples", ["tiny:pair", "tiny:one"])
+def test_explore__saves_a_view_of_two_stores(saved: Path, run: Run, samples: str) -> None:
+    where = urlencode(
+        {"page": "target", "target": 4, "where": 'source == "[books]"', "k": 2, "damping": 0.1}
+    )
+    line = f"explore train.zarr targets.zarr --samples {samples} --view {where} --save v.html"
+    done = run(*line.split())
+    assert done.exit_code == 0, done.output
+    assert "v.html is written" in done.output
+    page = (saved / "v.html").read_text()
+    scores = score_of(saved).isel(target=[4])
+    top = td.top_k(scores, 2, where=scores.source == "[books]").compute()
+    for position in top.position.values.ravel():
+        assert f"{position:g}" in page
+    assert "[books]" in page
+    assert not (saved / "train.marks.parquet").exists()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # too few checkpoints and samples for a good λ
+def test_explore__of_a_configuration_computes_what_is_missing(job: Path, run: Run) -> None:
+    view = "page=target&target=2&damping=0.1"
+    done = run("explore", job, "--view", view, "--save", "v.html")
+    assert done.exit_code == 0, done.output
+    page = (job.parent / "v.html").read_text()
+    assert page.count('class="numbers">image: ') == 25  # the target, and twelve at either end
+    refused = run("explore", job.parent / "train.zarr")
+    assert refused.exit_code == 2
+    assert "trakdask.yaml" in refused.output
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # too few checkpoints and samples for a good λ
+def test_explore__of_stores_runs_nothing_and_names_the_job(saved: Path, run: Run) -> None:
+    assert run("explore", "train.zarr", "targets.zarr", "--save", "v.html").exit_code == 0
+    assert "tiny" not in sys.modules  # whose function returns the targets
+    stores = {"train": "train.zarr", "targets": "targets.zarr"}
+    _, features, targets, options = explored({"folder": ".", "stores": stores})
+    html = page(td.explore(features, targets, **options), View(), [])
+    assert f"<code>trakdask explore {saved.absolute()}/train.zarr.yaml</code>" in html
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # too few checkpoints and samples for a good λ
+def test_explore__of_a_configuration_leaves_out_dropped_samples(job: Path, run: Run) -> None:
+    text = job.read_text()
+    job.write_text(text.replace("kind: torch", "kind: function\n  function: tiny:all_samples")
+                   .replace("  dataset: tiny:Samples\n  names: [image, label]\n", "")
+                   .replace("  collate_fn: torch.utils.data:default_collate\n", "")
+                   .replace("  coords: samples.csv\n  chunks: 20\n", ""))  # fmt: skip
+    assert (done := run("featurize", job)).exit_code == 0, done.output
+    td.drop(job.parent / "train.zarr", where=lambda features: features.row < 10)
+    with running(read(job)):
+        _, features, _, options = explored(read(job))
+    np.testing.assert_array_equal(options["samples"].row, features.row)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        ("--samples tiny:three", 2, "tiny:three"),
+        ("--view page=start", 2, "'start'"),
+        ("--model none:model", 2, "none:model"),
+        ("--preprocess tiny:pair", 1, "model=td.Model"),
+    ],
+)
+def test_explore__refused(saved: Path, run: Run, options: str, code: int, words: str) -> None:
+    done = run("explore", "train.zarr", "targets.zarr", *options.split())
+    assert done.exit_code == code, done.output
+    assert words in done.output
+    assert "Traceback" not in done.output

@@ -1,0 +1,83 @@
+"""Sessions of the app without a browser, for tests of what a click changes."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from html import unescape
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import xarray as xr
+
+import trakdask as td
+from tests.waiting import PATIENCE_S
+from trakdask.explorer import Explorer, View
+from trakdask.explorer.app import Session
+
+N, M = 60, 30
+
+
+TRAK = td.Trak(damping=0.1)
+
+
+SCRIPT = "<script>alert(1)</script>"
+
+
+def data(n: int, seed: int) -> xr.Dataset:
+    features = td.testing.simulate_features(n, 8, 3, seed=seed)
+    source = np.array([SCRIPT, "web & co", "'book\""])[np.arange(n) % 3]
+    return features.assign_coords(source=("sample", source))
+
+
+def opened(explorer: Explorer, view: View) -> Session:
+    session = Session(explorer, view)
+    session.wait(PATIENCE_S)
+    assert 'aria-busy="true"' not in session.page.html
+    return session
+
+
+def links(session: Session) -> list[View]:
+    hrefs = re.findall(r'href="\?([^"]*)"', session.page.html)
+    return [View.from_query(unescape(href)) for href in hrefs]
+
+
+def best(target: int) -> list[int]:
+    """Return the ten samples that helped a target most."""
+    scores = td.score(data(N, 0), data(M, 1), TRAK).values[:, target]
+    return [int(i) for i in np.argsort(-scores)[:10]]
+
+
+def cards(session: Session) -> list[int]:
+    return [int(i) for i in re.findall(r"<a [^>]*>sample (\d+)</a></header>", session.page.html)]
+
+
+class Gate:
+    """Lets a function of blocks or images begin, and waits until the test opens the gate."""
+
+    def __init__(self, function: Callable[[Any], Any] = np.copy) -> None:
+        self._function = function
+        self.started, self._opened = threading.Event(), threading.Event()
+
+    def __call__(self, value: Any) -> Any:
+        self.started.set()
+        assert self._opened.wait(PATIENCE_S)
+        return self._function(value)
+
+    def open(self) -> None:
+        self._opened.set()
+
+    def before(self, features: xr.Dataset) -> xr.Dataset:
+        """Return features whose blocks wait."""
+        x = features.feature.data
+        lazy = da.map_blocks(self, x, dtype=x.dtype, meta=x._meta)
+        return features.assign(feature=(features.feature.dims, lazy))
+
+
+def go(session: Session, message: dict[str, Any]) -> str:
+    """Send what a browser would, and return the page when it is complete."""
+    session.page._handle_msg(message)
+    session.wait(PATIENCE_S)
+    return str(session.page.html)

@@ -1,0 +1,150 @@
+"""Sessions of the app without a browser: clicks, marks, and going on after errors."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster
+
+import trakdask as td
+from tests.explorer import test_new_targets as new_targets
+from tests.explorer.sessions import TRAK, Gate, M, N, best, cards, data, opened
+from tests.waiting import PATIENCE_S
+from trakdask.explorer import Marks, View
+from trakdask.explorer.app import Session
+
+
+def test_session__a_click_abandons_what_runs() -> None:
+    gate = Gate()
+    explorer = td.explore(gate.before(data(N, 0)), data(M, 1))
+    session = Session(explorer, View(page="corpus"))
+    assert gate.started.wait(PATIENCE_S)
+    before = session._thread
+    session.go(View())
+    gate.open()
+    session.wait(PATIENCE_S)
+    assert before is not None
+    before.join(PATIENCE_S)
+    assert "Targets" in session.page.html
+    assert session.page.html.count("<section") == 2
+
+
+def test_session__ranks_training_samples_by_loss_before_it_reads_features() -> None:
+    gate, features = Gate(), data(N, 0).assign_attrs(task="Regression(target='label')")
+    targets = data(M, 1).assign_attrs(task=features.task)
+    explorer = td.explore(gate.before(features), targets, estimator=TRAK)
+    view = View(page="corpus", where="label == 1", estimator="trak")
+    session = Session(explorer, view)
+    assert gate.started.wait(PATIENCE_S)
+    loss = (features.out_to_loss.values**2).mean(axis=1) / 2
+    by_loss = [i for i in np.argsort(-loss, kind="stable") if i % 2]
+    assert cards(session) == by_loss[:24]
+    assert "computing" in session.page.html
+    gate.open()
+    session.wait(PATIENCE_S)
+    session.go(view.replace(first=24, order="self_influence"))
+    session.wait(PATIENCE_S)
+    influence = td.self_influence(features, TRAK).values
+    assert cards(session) == [i for i in np.argsort(-influence) if i % 2][24:]
+
+
+def test_session__on_the_client_that_was_active(client: Client) -> None:
+    explorer = td.explore(data(N, 0), data(M, 1), estimator=TRAK)
+    assert explorer.client is client
+    session = opened(explorer, View(page="target", target=2))
+    assert cards(session)[:10] == best(target=2)
+
+
+def test_session__marks_samples_and_takes_it_back_step_by_step(tmp_path: Path) -> None:
+    names = [f"id {i}" for i in range(N - 1)]
+    features = data(N, 0).assign_coords(sample=[*names, "id 8"])  # two share a label
+    marks = Marks(tmp_path / "marks.parquet")
+    explorer = td.explore(features, data(M, 1), marks=marks, estimator=TRAK)
+    session, other = (opened(explorer, View(page="target")) for _ in range(2))
+    assert 'data-mark="wrong label"' in session.page.html
+    for position, label in ((7, "wrong label"), (8, "remove"), (7, "remove"), (7, "remove")):
+        session.page._handle_msg({"mark": label, "sample": position, "wanted": True})
+        assert session.page.said["sample"] == position
+        assert session.page.said["text"] == f"Sample {position} is marked as {label}."
+    assert sorted(session.page.marked) == ["59 remove", "7 remove", "7 wrong label", "8 remove"]
+    marks.by("Bob").mark(names[7], "duplicate")
+    other.page._handle_msg({"mark": "duplicate", "sample": 7, "wanted": True})
+    marks.mark(["of another store"], "remove")
+    session.go(View(page="sample", sample=3))  # what can be undone is not lost on the way
+    session.wait(PATIENCE_S)
+    left = []
+    while session.page.said["undo"]:
+        session.page._handle_msg({"undo": True})
+        left.append((session.page.said["sample"], session.page.said["undo"]))
+    assert left == [(7, 2), (8, 1), (7, 0)]
+    session.page._handle_msg({"undo": True})
+    assert "nothing" in session.page.said["text"]
+    assert session.page.marked == {"7 duplicate": ["Bob", ""]}
+    assert other.page.said["undo"] == 1
+    session.page._handle_msg({"mark": "duplicate", "sample": 7, "wanted": False})
+    assert session.page.marked == {"7 duplicate": ["Bob"]}
+    assert session.page.said["text"] == "Sample 7 is no longer marked as duplicate by you."
+
+
+def test_session__that_is_left_adds_no_target() -> None:
+    gate = Gate(new_targets.prepared)
+    explorer = new_targets.explorer_of_images(gate)
+    session = opened(explorer, View(page="new"))
+    upload = new_targets.upload(new_targets.images(1, 7)[0])
+    session.page._handle_msg({"new": {"image": upload, "label": "2"}})
+    assert gate.started.wait(PATIENCE_S)
+    before = session._thread
+    session.go(View())
+    gate.open()
+    assert before is not None
+    before.join(PATIENCE_S)
+    session.wait(PATIENCE_S)
+    assert session.attributions is explorer
+    assert session.view == View()
+
+
+def deadly(block: np.ndarray, switch: str) -> np.ndarray:
+    """Kill the process that computes a block, if there is such a file, which it removes first."""
+    with suppress(FileNotFoundError):
+        os.unlink(switch)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return block
+
+
+def test_session__works_again_when_a_store_that_vanished_is_back(tmp_path: Path) -> None:
+    store, away = tmp_path / "train.zarr", tmp_path / "away"
+    explorer = td.explore(td.save(data(N, 0), store, progress=False), data(M, 1), estimator=TRAK)
+    store.rename(away)
+    session = opened(explorer, View(page="target", target=1))
+    assert "does not exist" in session.page.html
+    assert "Traceback" not in session.page.html
+    away.rename(store)
+    session.go(View(page="target", target=2))
+    session.wait(PATIENCE_S)
+    assert cards(session)[:10] == best(target=2)
+
+
+def test_session__works_again_when_what_killed_a_worker_is_gone(
+    tmp_path: Path,
+    process_client: Client,
+    process_cluster: LocalCluster,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process_cluster.scheduler, "allowed_failures", 0)
+    switch, features = tmp_path / "kill", data(N, 0)
+    mortal = da.map_blocks(deadly, features.feature.data, str(switch), dtype=np.float32)
+    lazy = features.assign(feature=(features.feature.dims, mortal))
+    explorer = td.explore(lazy, data(M, 1), estimator=TRAK)
+    switch.touch()
+    session = opened(explorer, View(page="target", target=1))
+    assert "A worker process ended" in session.page.html
+    session.go(View(page="target", target=2))
+    session.wait(PATIENCE_S)
+    assert "message error" not in session.page.html
+    assert cards(session)[:10] == best(target=2)

@@ -1,0 +1,148 @@
+"""Questions of the explorer to training samples, against float64 numpy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import xarray as xr
+from scipy.spatial.distance import pdist
+
+import trakdask as td
+from tests.explorer.simulated import (
+    FEATURES,
+    LABEL,
+    SOURCE,
+    TARGETS,
+    TRAK,
+    M,
+    N,
+)
+from trakdask.explorer.marks import Marks
+from trakdask.explorer.questions import Questions
+from trakdask.explorer.tables import few_values, metadata, searched
+from trakdask.explorer.view import View
+
+
+def test_score_histogram__counts_every_sample(questions: Questions, truth: Any) -> None:
+    bins = questions.histogram(View(target=2), "score")
+    scores = truth.scores[:, 2]
+    assert bins["samples"].sum() == N
+    ends = [bins["low"].iloc[0], bins["high"].iloc[-1]]
+    np.testing.assert_allclose(ends, [scores.min(), scores.max()], rtol=1e-4)
+
+
+def test_ranking__is_by_self_influence(questions: Questions, truth: Any) -> None:
+    assert questions.ranking(View()).index.tolist() == np.argsort(-truth.influence).tolist()
+    of_web = questions.ranking(View(where='source == "web"'))
+    is_web = SOURCE == "web"
+    order = [i for i in np.argsort(-truth.influence) if is_web[i]]
+    assert of_web.index.tolist() == order
+    assert questions.histogram(View(), "self_influence")["samples"].sum() == N
+
+
+def test_sample__has_its_self_influence(questions: Questions, truth: Any) -> None:
+    facts = questions.sample(View(sample=17))
+    assert facts["self_influence"] == pytest.approx(truth.influence[17], rel=1e-5)
+    assert facts["source"] == SOURCE[17]
+    assert isinstance(facts["label"], int)
+    assert facts["output"] == pytest.approx(FEATURES.output.values[17].mean())
+
+
+def test_heatmap__is_a_mean_over_targets_of_sums_over_samples(
+    questions: Questions, truth: Any
+) -> None:
+    heat = questions.heatmap(View(group_by="source"), across="label")
+    scores = pd.DataFrame(truth.scores).groupby(SOURCE).sum()
+    means = scores.T.groupby(TARGETS.label.values).mean().T
+    np.testing.assert_allclose(heat.values, means.values, rtol=1e-3, atol=1e-6)
+    failed = TARGETS.where(xr.DataArray(np.arange(M) != 3, dims="sample"))
+    without = questions.with_targets(failed)
+    means = scores.drop(columns=3).T.groupby(np.delete(TARGETS.label.values, 3)).mean().T
+    heat = without.heatmap(View(group_by="source"), across="label")
+    np.testing.assert_allclose(heat.values, means.values, rtol=1e-3, atol=1e-6)
+    cosines = questions.heatmap(View(group_by="source", estimator="grad_cos"), across="label")
+    of_first = td.group_score(FEATURES, TARGETS, by="source", estimator="grad_cos").values
+    np.testing.assert_allclose(cosines.values, of_first[:, : cosines.shape[1]], rtol=1e-3)
+    first = questions.heatmap(View(group_by="source"))
+    np.testing.assert_allclose(first.values, scores.values[:, : first.shape[1]], rtol=1e-3)
+
+
+def test_tables__of_metadata() -> None:
+    table = metadata(td.testing.simulate_features(5, 4, 2))
+    assert {name: table[name].tolist() for name in table} == {"label": [0, 1, 0, 1, 0]}
+    table = table.assign(source=["web", "book", "<b>", "Web", "web"], size=[0.5, 1, 2, 3, np.nan])
+    assert searched(table, "WEB").index.tolist() == [0, 3, 4]
+    assert searched(table, "<b>").index.tolist() == [2]
+    assert len(searched(table, "")) == 5
+    assert searched(table, "3").empty
+    assert few_values(table.assign(one=1, unique=range(5)), 3) == ["label"]
+
+
+def test_duplicates__are_found_by_their_features() -> None:
+    rows = np.arange(N)
+    rows[[40, 60, 61]] = 5
+    rows[20] = 77
+    table = Questions(FEATURES.isel(sample=rows).load(), TARGETS).duplicates(View())
+    groups = table.groupby("group")["sample"].apply(list).tolist()
+    assert groups == [[5, 40, 60, 61], [20, 77]]
+    assert Questions(FEATURES, TARGETS).duplicates(View()).empty
+
+
+def test_map__has_the_distances_of_the_leading_principal_components(
+    questions: Questions, truth: Any
+) -> None:
+    unit = truth.phi[:, :, 1]
+    unit = unit / np.linalg.norm(unit, axis=1, keepdims=True)
+    left, sizes, _ = np.linalg.svd(unit - unit.mean(axis=0))
+    view = View(page="map", checkpoints=("c1", "c2"))
+    place = questions.map(view)
+    distances = pdist(left[:, :2] * sizes[:2])
+    np.testing.assert_allclose(
+        pdist(place) / pdist(place).max(), distances / distances.max(), atol=1e-3
+    )
+    assert place.min().tolist() == [0, 0]
+    assert place.max().max() == 100
+    mask = (place["map_x"] > 40) & (place["map_y"] <= 50) & (LABEL == 1)
+    where = "map_x > 40 and map_y <= 50 and label == 1"
+    assert questions.selected(view.replace(where=where)).tolist() == np.flatnonzero(mask).tolist()
+    failed = FEATURES.where(xr.DataArray(np.arange(N) != 3, dims="sample"))
+    missing = Questions(failed, TARGETS).map(View()).isna().any(axis=1)
+    assert np.flatnonzero(missing).tolist() == [3]
+
+
+def test_conditions__may_name_numbers_and_marks(tmp_path: Path) -> None:
+    marks = Marks(tmp_path / "m.parquet", who="Ada")
+    marked = Questions(FEATURES.assign_coords(sample=range(N)), TARGETS, TRAK, marks=marks)
+    assert "mark" not in [facet.name for facet in marked.facets(View())]
+    marks.mark([4, 9], "remove")
+    marks.by("Bob").mark([9], "duplicate")
+    marks.by("Bob").mark([9], "remove")
+
+    def selected(where: str) -> list[int]:
+        return marked.selected(View(page="corpus", where=where)).tolist()
+
+    assert selected("'remove' in mark") == [4, 9]
+    assert selected("mark == 'duplicate, remove'") == [9]
+    assert len(selected("mark == ''")) == N - 2
+    assert sorted(marked.top(View(where="mark != ''"))["sample"]) == [4, 9]
+    counts = marked.facets(View())[-1].counts
+    assert counts.to_dict() == {"": N - 2, "remove": 1, "duplicate, remove": 1}
+    marks.undo()
+    assert selected("mark != ''") == [9]  # at once: marks are never kept
+    output = FEATURES.output.values.mean(axis=1)
+    assert selected("output > 0.5") == np.flatnonzero(output > 0.5).tolist()
+
+
+def test_damping__is_that_of_the_setting(questions: Questions, truth: Any) -> None:
+    chosen = questions.setting(View(damping="0.5")).damping
+    assert chosen is not None
+    expected_damping = td.damping(FEATURES, td.Trak(damping=0.5)).damping.values
+    np.testing.assert_allclose(chosen.damping.values, expected_damping, rtol=1e-5)
+    assert questions.setting(View(estimator="grad_dot")).damping is None
+    of_trace = questions.setting(View(damping="0.5 tr(K)/n")).damping
+    assert of_trace is not None
+    np.testing.assert_allclose(of_trace.damping, 0.5 * (truth.phi**2).sum((0, 1)) / N)
