@@ -24,6 +24,7 @@ import trakdask as td
 
 ALL = SUBJECTS | WIDER | HELD_OUT
 SKETCH = td.SJLT(proj_dim=2048)
+EXACT_DAMPING = 1.0
 
 Measure = Callable[[str, int, Path], dict[str, Any]]
 

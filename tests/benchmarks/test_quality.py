@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import itertools
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,15 +54,22 @@ def test_subject__digests_name_data_and_settings(load: Any) -> None:
     assert len({subject.digest() for subject in subjects.values()}) == len(subjects)
     for name in wider.SUBJECTS:
         assert len(load("_quality_truth").truth(subjects[name])) > 50
+    removal = load("removal")
+    for name, removed in itertools.product(removal.N_SEEDS, removal.REMOVED):
+        stored = np.load(removal.file_of(subjects[name], removed))
+        assert stored["digest"] == subjects[name].digest()
+        assert stored["outputs"].shape[:2] == (removal.N_SUBSETS, removal.N_SEEDS[name])
 
 
-def test_train__is_that_of_examples(load: Any) -> None:
+def test_train__is_that_of_examples_and_leaves_samples_out_of_batches(load: Any) -> None:
     subject = small(load("_fits"), "mlp")
     images, labels = subject.data()[0]
     settings = {"epochs": 3, "batch_size": subject.batch_size, "lr": subject.lr}
     usual = examples.train_classifier(subject.build, images, labels, seed=5, **settings)
     found = subject.train(None, 5)
+    other = subject.train(None, 5, left_in=np.arange(40) != 3)
     assert all(torch.equal(found[key], usual[key]) for key in usual)
+    assert not all(torch.equal(other[key], usual[key]) for key in usual)
 
 
 def test_page__scores_a_method_from_elsewhere(
