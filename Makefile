@@ -9,6 +9,7 @@ HYPOTHESIS_PROFILE ?= dev
 VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+PEERS := $(VENV)/.installed-peers
 DOCUMENTERS := $(VENV)/.installed-docs
 # Twice quiet: pip's notes about its own settings drown its errors.
 PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt
@@ -43,7 +44,7 @@ help:
 	@echo 'make unit-portable  some tests as on a processor without AVX-512'
 	@echo 'make test-faults the long tests that make test leaves out: kills at many moments: minutes'
 	@echo 'make format      let ruff fix what it can'
-	@echo 'make benchmarks  measure everything, also traker, into files $(RESULTS)-...: hours'
+	@echo 'make benchmarks  measure everything, also traker and dattri, into files $(RESULTS)-...: hours'
 	@echo 'make docs        build the documentation in docs/_build/html, and run the code on its pages'
 	@echo 'make clean       remove what the other targets made, except .venv'
 
@@ -106,7 +107,7 @@ test-faults: $(INSTALLED)
 # What has its file is not measured again, so that the hours need not be in one piece.
 benchmarks: $(patsubst tests/benchmarks/%.py,$(RESULTS)-%.txt,$(BENCHMARKS))
 
-$(RESULTS)-%.txt: | $(INSTALLED)
+$(RESULTS)-%.txt: | $(PEERS)
 	@mkdir -p $(@D)
 	$(call heading,$@)
 	@$(PY) tests/benchmarks/_machine.py tests/benchmarks/$*.py > $@.part
@@ -141,4 +142,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 $(DOCUMENTERS): $(INSTALLED)
 	@$(PIP_INSTALL) --editable '.[dev,demo,docs]'
+	@touch $@
+
+$(PEERS): $(INSTALLED)
+	@$(PIP_INSTALL) --editable '.[dev,demo,peers]'
 	@touch $@
