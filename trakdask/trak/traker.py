@@ -17,6 +17,7 @@ from trakdask.attribution import Absolute, Soft, Trak, score
 from trakdask.attribution.protocol import Damping
 from trakdask.checks import require_choice
 from trakdask.projection import Projector, Rademacher
+from trakdask.trak.basic_projectors import AbstractProjector
 from trakdask.trak.gradient_computers import (
     AbstractGradientComputer,
     FunctionalGradientComputer,
@@ -25,7 +26,7 @@ from trakdask.trak.gradient_computers import (
 from trakdask.trak.metadata import EXTRA
 from trakdask.trak.modelout_functions import TASK_TO_MODELOUT, AbstractModelOutput
 from trakdask.trak.opening import open_traker
-from trakdask.trak.projectors import AbstractProjector, StreamProjector, default_projector
+from trakdask.trak.projectors import StreamProjector, default_projector
 from trakdask.trak.savers import AbstractSaver, MmapSaver, ModelIDException
 from trakdask.trak.score_computers import AbstractScoreComputer, BasicScoreComputer
 
