@@ -139,13 +139,6 @@ def test_score__failed_samples_are_nan_and_the_others_right(estimator: Any) -> N
     assert not np.isin(top.position, np.flatnonzero(failed)).any()
 
 
-def test_gram__keeps_the_checkpoints_at_which_a_sample_did_not_fail() -> None:
-    features, _ = partly_failed()
-    known = features.feature.fillna(0).astype("f8").values
-    expected = np.einsum("spc,sqc->pqc", known, known)
-    np.testing.assert_allclose(td.gram(features), expected, rtol=1e-4, atol=1e-4)
-
-
 def test_save__failures_are_a_coord_of_the_store(tmp_path: Path) -> None:
     lazy = featurize(samples())
     opened = td.save(lazy, tmp_path / "f.zarr", progress=False)

@@ -35,6 +35,7 @@ def s3() -> Iterator[dict[str, str]]:
             "AWS_ACCESS_KEY_ID": "k",
             "AWS_SECRET_ACCESS_KEY": "s",
             "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+            "TRAKDASK_NUMBA": "0",  # which each process would import
         }
     finally:
         server.stop()

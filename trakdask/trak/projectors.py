@@ -17,23 +17,12 @@ from trakdask.projection import FastJL, Projector, RowMap, project
 from trakdask.trak.basic_projectors import (
     AbstractProjector,
     BasicProjector,
-    BasicSingleBlockProjector,
     Gradients,
-    NoOpProjector,
     ProjectionType,
     flattened,
 )
-
-__all__ = [
-    "AbstractProjector",
-    "BasicProjector",
-    "BasicSingleBlockProjector",
-    "ChunkedCudaProjector",
-    "CudaProjector",
-    "NoOpProjector",
-    "ProjectionType",
-    "StreamProjector",
-]
+from trakdask.trak.basic_projectors import BasicSingleBlockProjector as BasicSingleBlockProjector
+from trakdask.trak.basic_projectors import NoOpProjector as NoOpProjector
 
 _KERNELS = (8, 16, 32)
 _CHUNK_SEEDS = 500
