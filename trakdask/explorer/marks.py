@@ -273,7 +273,7 @@ class Marks:
         return table.merge(places, on=SAMPLE)
 
     def where(self, label: str) -> Callable[[xr.Dataset], xr.DataArray]:
-        """Return what :func:`trakdask.drop` takes as ``where=``: true for the samples that have a mark.
+        """Return what :func:`trakdask.drop` takes as ``where=``: true for samples with a mark.
 
         What was dropped by the same marks before, or is not in the store, is left as it is.
 
