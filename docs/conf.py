@@ -9,6 +9,9 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from sphinx import addnodes
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Kernels draw figures into the pages, which the backend "Agg" that the Makefile sets would not do.
 os.environ.pop("MPLBACKEND", None)
@@ -53,6 +56,7 @@ html_theme = "sphinx_book_theme"
 html_title = f"trakdask {version}"
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
+html_js_files = ["labels.js"]
 html_show_copyright = False
 html_theme_options = {"show_toc_level": 2, "use_download_button": False}
 
@@ -89,8 +93,9 @@ nitpick_ignore_regex = [
 
 
 def setup(app: Any) -> None:
-    """Connect the two functions below; the second, before napoleon reads the sections."""
+    """Connect the functions below; the last one, before napoleon reads the sections."""
     app.connect("source-read", correct_links)
+    app.connect("doctree-read", index_keywords)
     app.connect("autodoc-process-docstring", show_examples_first, priority=400)
 
 
@@ -100,6 +105,15 @@ def correct_links(app: Any, page: str, source: list[str]) -> None:
         source[0] = source[0].replace("](../notebooks/", "](notebooks/")
     source[0] = source[0].replace("](../../notebooks/", "](../notebooks/")
     source[0] = source[0].replace("](../docs/", "](../")
+
+
+def index_keywords(app: Any, page: nodes.document) -> None:
+    """Put the keywords of a page into the index, which the search asks first."""
+    for meta in page.findall(nodes.meta):
+        if meta.get("name") == "keywords":
+            words = [word.strip() for word in meta["content"].split(",")]
+            entries = [("single", word, "", "main", None) for word in words]
+            page.insert(0, addnodes.index(entries=entries))
 
 
 def show_examples_first(

@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image, ImageDraw
 from playwright.sync_api import sync_playwright
 
@@ -137,7 +138,8 @@ def film(page: Any) -> None:
     wait(page)
     show(3.5)
     images, seconds = zip(*frames, strict=True)
-    colours = images[-1].quantize(COLOURS)  # one palette, so that what stays is not stored again
+    together = Image.fromarray(np.concatenate([np.asarray(image) for image in images]))
+    colours = together.quantize(256)  # one palette, so that what stays is not stored again
     first, *others = (i.quantize(palette=colours, dither=Image.Dither.NONE) for i in images)
     path = HERE / "_static" / "explorer.gif"
     durations = [round(1000 * s) for s in seconds]
