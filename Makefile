@@ -35,13 +35,14 @@ export COVERAGE_CORE ?= sysmon
 
 heading = @printf '\n== %s\n' '$(1)'
 
-.PHONY: help install demo test test-faults benchmarks docs pictures lint format types imports wheel notebooks unit unit-portable clean
+.PHONY: help install demo test test-faults benchmarks docs pictures lint format types imports wheel notebooks unit unit-portable unit-dask-array unit-query-planning clean
 
 help:
 	@echo 'make demo        attribute a digits classifier on a local Dask cluster'
 	@echo 'make test        everything below that checks something'
 	@echo 'make lint | types | imports | wheel | docs | notebooks | unit'
 	@echo 'make unit-portable  some tests as on a processor without AVX-512'
+	@echo 'make unit-dask-array | unit-query-planning  some tests with other arrays than those of Dask'
 	@echo 'make test-faults the long tests that make test leaves out: kills at many moments: minutes'
 	@echo 'make format      let ruff fix what it can'
 	@echo 'make benchmarks  measure everything, also traker and dattri, into files $(RESULTS)-...: hours'
@@ -100,6 +101,17 @@ unit-portable: $(INSTALLED)
 unit: $(INSTALLED)
 	$(call heading,unit$(comma) property$(comma) doctest and process-cluster tests: pytest)
 	@$(PY) -m pytest --quiet -n $(JOBS) --dist loadfile --no-loadscope-reorder -m 'not faults' --ignore=tests/test_packaging.py $(COVERAGE)
+
+# The package dask-array in the place of Dask's arrays, as xarray lets it; make unit tries less of it.
+unit-dask-array: $(INSTALLED)
+	$(call heading,queries and stores with dask-array: pytest)
+	@TESTS_WITH=dask-array $(PY) -m pytest --quiet -n $(JOBS) -m 'not faults' tests/test_end_to_end.py tests/test_export.py \
+		tests/attribution tests/storage/test_saving.py tests/storage/test_appending.py tests/storage/test_dropping.py
+
+# Dask's own arrays of expressions are refused, as long as they lack functions.
+unit-query-planning: $(INSTALLED)
+	$(call heading,Dask with array.query-planning on: pytest)
+	@$(PY) -m pytest --quiet tests/test_dask_expressions.py -k query_planning
 
 test-faults: $(INSTALLED)
 	$(call heading,faults at many moments: pytest)

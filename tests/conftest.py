@@ -48,6 +48,10 @@ dask.config.set(scheduler=_refuse)
 # Tests are about the code of long runs; the tests of the start of a process unset it.
 os.environ.setdefault("TRAKDASK_NUMBA", "1")
 matplotlib.use("Agg")
+if os.environ.get("TESTS_WITH") == "dask-array":  # `make unit-dask-array`
+    from dask_array.xarray import register
+
+    register()
 torch.set_num_threads(1)
 
 

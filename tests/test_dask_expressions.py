@@ -56,6 +56,10 @@ def answers(folder: str, *, cluster: bool) -> dict[str, object]:
     return {name: result.values.round(4).tolist() for name, result in results.items()}
 
 
+_CALL = "import dask.array as da; da.store([], [])"
+_PLANNING = {**os.environ, "DASK_ARRAY__QUERY_PLANNING": "True"}
+
+
 def run(
     first: str, folder: Path, *, cluster: bool = False, **variables: str
 ) -> subprocess.CompletedProcess[str]:
@@ -69,6 +73,8 @@ def run(
 def test_query_planning__of_dask_itself_is_refused(tmp_path: Path) -> None:
     done = run("", tmp_path / "f", DASK_ARRAY__QUERY_PLANNING="True")
     assert "ImportError: expected Dask with array.query-planning off" in done.stderr
+    done = subprocess.run([sys.executable, "-c", _CALL], env=_PLANNING, capture_output=True)
+    assert b"NotImplementedError" in done.stderr, "Dask has da.store now: try not to refuse it"
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from scipy import sparse
 if dask.config.get("array.query-planning", None):
     raise ImportError(
         "expected Dask with array.query-planning off, since its own arrays of expressions lack "
-        "functions such as nanvar and store; try DASK_ARRAY__QUERY_PLANNING=False, or the package "
+        "functions such as store and where; try DASK_ARRAY__QUERY_PLANNING=False, or the package "
         "dask-array, whose dask_array.xarray.register() trakdask works with"
     )
 
