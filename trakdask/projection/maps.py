@@ -144,8 +144,9 @@ class _FittedStream:
         maps = self._maps
         here = slice(*np.searchsorted(maps.leading_rows, (row, row + gradient.shape[1])))
         if here.start < here.stop:
-            places = torch.from_numpy(maps.leading_rows[here] - row)
-            self._leading[:, here] = gradient[:, places] * maps.leading_scale[here]
+            places = torch.from_numpy(maps.leading_rows[here] - row).to(gradient.device)
+            kept = gradient.gather(1, places.expand(len(gradient), -1))
+            torch.mul(kept, maps.leading_scale[here], out=self._leading[:, here])
 
     def result(self) -> Tensor:
         leading, sketch = self._leading, self._sketch.result()
