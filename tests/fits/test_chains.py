@@ -43,7 +43,7 @@ def chain(
         arrays = {
             "curvature_eigenvectors": vectors,
             "curvature_scale": scale,
-            "curvature_leading": rng.permutation(N_ELEMENTS)[:n],
+            "curvature_leading": np.sort(rng.permutation(N_ELEMENTS)[:n]),
         }
     steps.append(projector)
     rows = RowMap.from_shapes(SHAPES, alignment=projector.row_alignment)

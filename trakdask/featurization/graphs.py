@@ -114,7 +114,9 @@ def checkpoint_items(prepared: GraphInputs, token: str) -> da.Array:
 
 def _with_fit(items: np.ndarray, names: tuple[str, ...], *arrays: np.ndarray) -> np.ndarray:
     (checkpoint, _), with_fit = items.item(), np.empty(1, object)
-    with_fit[0] = checkpoint, {n: a[..., 0] for n, a in zip(names, arrays, strict=True)}
+    # Half precision becomes float32 here, once for all blocks of samples.
+    wide = (a[..., 0].astype("f4") if a.dtype == "f2" else a[..., 0] for a in arrays)
+    with_fit[0] = checkpoint, dict(zip(names, wide, strict=True))
     return with_fit
 
 

@@ -79,7 +79,7 @@ def curvature(
       (of a kernel: out, in, and all places together), unless it is longer than 4096;
     - ``curvature_scale`` (coordinate, checkpoint) float32: 1/√(Λ + δ mean Λ), where Λ is the mean
       of h g² in the coordinates of the eigenvectors;
-    - ``curvature_leading`` (leading, checkpoint) int64: coordinates in the order of Λ · scale².
+    - ``curvature_leading`` (leading, checkpoint) int64: coordinates with most Λ · scale², sorted.
 
     Raises
     ------

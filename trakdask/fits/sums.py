@@ -127,7 +127,7 @@ def scale_of(eigenvalues: np.ndarray, shapes: Shapes, damping: float) -> np.ndar
 
 
 def leading_coordinates(eigenvalues: np.ndarray, scale: np.ndarray, n_leading: int) -> np.ndarray:
-    """Return the coordinates in which scaled gradients are largest, in descending order.
+    """Return the numbers of the coordinates in which scaled gradients are largest, sorted.
 
     Examples
     --------
@@ -135,4 +135,4 @@ def leading_coordinates(eigenvalues: np.ndarray, scale: np.ndarray, n_leading: i
     [0, 1]
     """
     order = np.argsort(-(eigenvalues * scale.astype(np.float64) ** 2), kind="stable")
-    return order[:n_leading].astype(np.int64)
+    return np.sort(order[:n_leading]).astype(np.int64)

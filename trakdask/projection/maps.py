@@ -6,6 +6,7 @@ applies their transposes to vectors in the opposite order, which is the adjoint.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -66,17 +67,21 @@ class Maps:
         if "eigenvectors" in by_use:
             self.rotations = rotations(by_use["eigenvectors"], shapes, device)
         self.factors: dict[str, Tensor] = {}
-        if "scale" in by_use:
-            flat = torch.tensor(by_use["scale"], device=device)
-            self.factors = {name: flat[place] for name, place in places_of(shapes).items()}
         leading = by_use.get("leading", np.empty(0, np.int64))
         # Coordinates are numbered without the padding between parameters that rows have.
         edges = np.cumsum([0, *map(row_map.size, row_map.names)])
         owners = np.searchsorted(edges, leading, side="right") - 1
         self.leading_rows = leading - edges[owners] + np.array(row_map.offsets)[owners]
+        self.leading_scale = torch.empty(0)
+        if "scale" in by_use:
+            flat = torch.tensor(by_use["scale"], device=device)
+            self.leading_scale = flat[leading]
+            flat[leading] = 0  # the sketch takes them as zeros
+            self.factors = {name: flat[place] for name, place in places_of(shapes).items()}
         self.components: Tensor | None = None
-        if "components" in by_use:
-            self.components = torch.tensor(by_use["components"], device=device).float()
+        if "components" in by_use:  # shared by all tasks, unless it comes from a read-only buffer
+            matrix = np.require(by_use["components"], np.float32, "W")
+            self.components = torch.from_numpy(matrix).to(device)
 
     def open(self, n_samples: int) -> Stream:
         """Return a stream that makes features of the gradients of some samples."""
@@ -96,14 +101,16 @@ class Maps:
             vectors = vectors @ self.components.T
         n_leading = len(self.leading_rows)
         rows = self.projector.back_project(self.row_map, self.checkpoint, vectors[:, n_leading:])
-        # The sketch took these rows as zeros; here they get the leading columns.
-        rows[:, torch.from_numpy(self.leading_rows)] = vectors[:, :n_leading].to(rows.dtype)
         for name, factor in self.factors.items():
             start = self.row_map.offset(name)
-            place = slice(start, start + len(factor))
-            matrices = (self.rotations or {}).get(name, {})
+            rows[:, start : start + len(factor)] *= factor
+        leading = vectors[:, :n_leading] * self.leading_scale
+        rows[:, torch.from_numpy(self.leading_rows)] = leading.to(rows.dtype)
+        for name, matrices in (self.rotations or {}).items():
+            start, shape = self.row_map.offset(name), self.row_map.shape(name)
+            place = slice(start, start + math.prod(shape))
             transposed = {axis: matrix.T for axis, matrix in matrices.items()}
-            rows[:, place] = rotated(rows[:, place] * factor, self.row_map.shape(name), transposed)
+            rows[:, place] = rotated(rows[:, place], shape, transposed)
         return rows
 
 
@@ -112,27 +119,39 @@ class _FittedStream:
 
     def __init__(self, maps: Maps, sketch: ProjectionStream, n_samples: int) -> None:
         self._maps, self._sketch = maps, sketch
-        self._columns = np.argsort(maps.leading_rows)
-        self._rows = maps.leading_rows[self._columns]
-        self._leading = torch.zeros(n_samples, len(self._rows), device=maps.device)
+        self.buffer_for = sketch.buffer_for  # gradients are scaled where they have been written
+        self._leading = torch.zeros(n_samples, len(maps.leading_rows), device=maps.device)
 
     def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
-        start = first or 0
-        if name in self._maps.factors:
-            factor = self._maps.factors[name][start : start + gradient.shape[1]]
-            gradient = gradient * factor.to(gradient.dtype)
-        if len(self._rows):
-            start += self._maps.row_map.offset(name)
-            here = slice(*np.searchsorted(self._rows, (start, start + gradient.shape[1])))
-            columns = torch.from_numpy(self._columns[here])
-            places = torch.from_numpy(self._rows[here] - start)
-            self._leading[:, columns] = gradient[:, places].to(self._leading.dtype)
-            gradient[:, places] = 0  # in place: a scaled gradient belongs to nobody else
-        self._sketch.add(name, gradient, first)
+        if name not in self._maps.factors:
+            self._sketch.add(name, gradient, first)
+            return
+        start, n = first or 0, gradient.shape[1]
+        self._keep_leading(gradient, self._maps.row_map.offset(name) + start)
+        factor = self._maps.factors[name][start : start + n]
+        done = 0
+        while done < n:  # block by block, each of which stays in a cache until it is projected
+            place = self._sketch.buffer_for(name, start + done)
+            stop = n if place is None else min(n, done + place.shape[1])
+            part = gradient[:, done:stop]
+            out = None if place is None else place[:, : stop - done]
+            if out is not None and out.data_ptr() == part.data_ptr():
+                part = out  # the engine has written it there
+            self._sketch.add(name, torch.mul(part, factor[done:stop], out=out), start + done)
+            done = stop
+
+    def _keep_leading(self, gradient: Tensor, row: int) -> None:
+        maps = self._maps
+        here = slice(*np.searchsorted(maps.leading_rows, (row, row + gradient.shape[1])))
+        if here.start < here.stop:
+            places = torch.from_numpy(maps.leading_rows[here] - row).to(gradient.device)
+            kept = gradient.gather(1, places.expand(len(gradient), -1))
+            torch.mul(kept, maps.leading_scale[here], out=self._leading[:, here])
 
     def result(self) -> Tensor:
-        feature = torch.cat([self._leading, self._sketch.result()], 1)
-        if self._maps.components is None:
-            return feature
-        with torch.autocast(feature.device.type, enabled=False):  # features are float32
-            return feature @ self._maps.components
+        leading, sketch = self._leading, self._sketch.result()
+        if (components := self._maps.components) is None:
+            return torch.cat([leading, sketch], 1)
+        with torch.autocast(sketch.device.type, enabled=False):  # features are float32
+            n = leading.shape[1]
+            return torch.addmm(leading @ components[:n], sketch, components[n:])

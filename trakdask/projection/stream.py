@@ -147,7 +147,8 @@ class ProjectionStream:
                 f"expected the gradients of all {total} parameters, got {total - len(missing)}; "
                 f"try stream.add({missing[0]!r}, gradient) next"
             )
-        return (self._sums * self._projector.scale(self._row_map.n_rows)).float()
+        features = torch.empty_like(self._sums, dtype=torch.float32)
+        return torch.mul(self._sums, self._projector.scale(self._row_map.n_rows), out=features)
 
     def _incomplete(self) -> list[str]:
         return [name for name, end in self._next.items() if end < self._row_map.size(name)]
