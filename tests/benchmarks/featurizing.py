@@ -3,8 +3,8 @@
     python tests/benchmarks/featurizing.py
 
 One micro-batch of a model in a fresh process: its per-sample gradients by hooks alone, the same
-with their projection by SJLT and by Rademacher at proj_dim 2048, and traker's ``featurize``. Of
-ViT-B/16, only the gradients. All times are CPU seconds of
+with their projection by SJLT and by Rademacher at proj_dim 2048, and traker's ``featurize``; of
+ViT-B/16 only the gradients, since the others take minutes per image. All times are CPU seconds of
 one thread, which other programs on the machine change less than seconds of the clock; every number
 is the median of all repeats of all processes.
 """
