@@ -72,7 +72,8 @@ def _attend(
         return x if module.batch_first or not is_batched else x.transpose(0, 1)
 
     def by_head(x: Tensor) -> Tensor:
-        return x.unflatten(2, (module.num_heads, -1)).transpose(1, 2)
+        heads: Tensor = x.unflatten(2, (module.num_heads, -1))
+        return heads.transpose(1, 2)
 
     is_batched = query.ndim == 3
     inputs = [in_layout(x if is_batched else x[None]) for x in (query, key, value)]
