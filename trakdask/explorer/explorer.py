@@ -187,10 +187,10 @@ def explore(
     Notes
     -----
     Lazy: a page computes its own answers, on the dask client that is active when this is called or
-    else on threads, and the next click gives up a computation that still runs. Scores of all samples and targets
-    never exist. The first click under an estimator computes its gram matrix and eigenvectors,
-    unless the store has them; they stay in memory, p² numbers per checkpoint, for the last
-    four settings. Each click after that reads the features once. Self-influence of all samples
+    else on threads, and the next click gives up a computation that still runs. Scores of all
+    samples and targets never exist. The first click under an estimator computes its gram matrix and
+    eigenvectors, unless the store has them; they stay in memory, p² numbers per checkpoint, for the
+    last four settings. Each click after that reads the features once. Self-influence of all samples
     takes 2 p² flops per sample and checkpoint, once per setting.
 
     Examples
