@@ -59,7 +59,7 @@ def plan(
     pilot: Annotated[bool, typer.Option(help="Measure time and memory of two blocks.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Print what the features will cost, before anything runs."""
+    """Print the cost of the features, before anything runs."""
     with _job(file, settings, debug) as values:
         output.print(td.plan(cli.jobs.features(values, "data", fits=False), pilot=pilot))
 
@@ -106,7 +106,7 @@ def evaluate(file: File, settings: Settings = None, debug: Debug = False) -> Non
 
 @app.command()
 def info(store: StorePath, debug: Debug = False) -> None:
-    """Print what is in a store of features, and how it was made."""
+    """Print the contents of a store of features, and how it was made."""
     with _reported(debug):
         output.print(cli.tables.summary(td.open(store), store))
 

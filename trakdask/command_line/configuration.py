@@ -1,4 +1,4 @@
-"""Configuration files: read, changed by ``--set``, and kept beside what a job wrote."""
+"""Configuration files: read, changed by ``--set``, and kept beside the results of a job."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def section(configuration: Configuration, name: str) -> dict[str, Any]:
 
 
 def keep(configuration: Configuration, written: str | os.PathLike[str]) -> None:
-    """Write the configuration beside what a job wrote, so that the job can be repeated.
+    """Write the configuration beside a result of a job, so that the job can be repeated.
 
     A file that trakdask did not write stays there, with a warning.
     """

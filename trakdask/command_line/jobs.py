@@ -1,4 +1,4 @@
-"""What a configuration describes: samples, model, cluster, stores, scores."""
+"""The parts of a job that a configuration describes: model, projector, cluster, stores."""
 
 from __future__ import annotations
 

@@ -79,12 +79,12 @@ def _lazy_result(
 
 
 def evaluated(configuration: Configuration) -> Iterator[str]:
-    """Yield what is known of the quality of the scores, as sentences, the cheapest first.
+    """Yield sentences on the quality of the scores, the cheapest first.
 
     Raises
     ------
     ConfigurationError
-        If nothing can be known: nothing was computed.
+        If there is no way to know it; then nothing was computed.
     """
     both, options = jobs.described_or_stored(configuration), section(configuration, "evaluate")
     with about("evaluate"):

@@ -28,7 +28,7 @@ def described(options: dict[str, Any]) -> xr.Dataset:
 
 
 def of_kind(options: dict[str, Any], kinds: Mapping[str, Callable[..., Any]]) -> Any:
-    """Return what the function returns that ``kind`` names."""
+    """Call the function that ``kind`` names, with the other options, and return its result."""
     kind = options.pop("kind", None)
     require_choice("kind", kind, list(kinds), remedy=f"try kind: {next(iter(kinds))}")
     if isinstance(inner := options.get("then"), dict):  # of a mask
@@ -39,7 +39,7 @@ def of_kind(options: dict[str, Any], kinds: Mapping[str, Callable[..., Any]]) ->
 def called(
     function: str, arguments: Mapping[str, Any] | None = None, item: int | None = None
 ) -> Any:
-    """Return what the function ``"package.module:callable"`` returns, or an item of it."""
+    """Return the result of the function ``"package.module:callable"``, or an item of it."""
     returned = import_callable(function, "function")(**(arguments or {}))
     return returned if item is None else returned[item]
 

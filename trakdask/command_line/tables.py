@@ -47,7 +47,7 @@ def summary(data: xr.Dataset | xr.DataArray, title: str) -> Table:
 
 
 def result(name: str, data: Any) -> Table:
-    """Return what a command prints of its result: the first targets, with their metadata."""
+    """Return the table that a command prints: the first targets, with their metadata."""
     if name == "score":
         return summary(data, "scores")
     if name == "credit":

@@ -96,7 +96,7 @@ class Session:
             pn.state.onload(lambda: self.go(view))
 
     def panel(self) -> Any:
-        """Return what a browser shows."""
+        """Return the Panel object that a browser shows."""
         return pn.Column(self.page, sizing_mode="stretch_width", margin=0)
 
     def go(self, view: View, more: Sequence[Section] = ()) -> None:
@@ -150,7 +150,7 @@ class Session:
             # By the loop: from here it could be lost among events that the document holds back.
             self._loop.add_callback(self._document.add_next_tick_callback, change)
 
-    # ------------------------------------------------------------------------- what a browser says
+    # ---------------------------------------------------------------------- messages of a browser
 
     def _told(self, message: dict[str, Any]) -> None:
         if "shown" in message:
@@ -270,7 +270,7 @@ class Session:
 
 
 def in_notebook(attributions: Attributions, include: Any, exclude: Any) -> Any:
-    """Return what a notebook shows of an explorer: its app, or how to make it possible."""
+    """Return the app of an explorer for a notebook, or a text that says how to show it."""
     if not pn.extension._loaded:
         return {
             "text/plain": "trakdask explorer. To see it here, run `import panel; "

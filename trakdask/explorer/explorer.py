@@ -153,8 +153,8 @@ def explore(
         ``model`` that :func:`score_parts` can divide, the words of the samples that helped and
         harmed a target are coloured by their scores.
     normalize, cmap
-        Of images: mean and standard deviation that they were normalized with, and the colour map
-        of grey ones; as in :func:`trakdask.plots.gallery`.
+        Mean and standard deviation with which images were normalized, and the colour map of grey
+        images; as in :func:`trakdask.plots.gallery`.
     model
         The model of the features: then a page takes a text or an image of your own as a
         target. It is featurized with the projector and the precision of the features, kept in that
@@ -186,11 +186,11 @@ def explore(
 
     Notes
     -----
-    Lazy: a page computes what it shows, on the dask client that is active when this is called or
-    else on threads, and the next click gives up what still runs. Scores of all samples and targets
-    never exist. The first click under an estimator computes its gram matrix and eigenvectors,
-    unless the store has them; they stay in memory, p² numbers per checkpoint, for the last
-    four settings. Each click after that reads the features once. Self-influence of all samples
+    Lazy: a page computes its own answers, on the dask client that is active when this is called or
+    else on threads, and the next click gives up a computation that still runs. Scores of all
+    samples and targets never exist. The first click under an estimator computes its gram matrix and
+    eigenvectors, unless the store has them; they stay in memory, p² numbers per checkpoint, for the
+    last four settings. Each click after that reads the features once. Self-influence of all samples
     takes 2 p² flops per sample and checkpoint, once per setting.
 
     Examples
@@ -277,7 +277,7 @@ def _require_samples(samples: object, features: xr.Dataset, name: str) -> None:
     if not isinstance(samples, xr.Dataset):
         raise TypeError(
             f"expected {name} as an xarray.Dataset, got {shown(samples)} "
-            f"({type(samples).__name__}); try what was given to td.featurize"
+            f"({type(samples).__name__}); try the samples given to td.featurize"
         )
     if (n := samples.sizes.get(SAMPLE)) != features.sizes[SAMPLE]:
         raise ValueError(

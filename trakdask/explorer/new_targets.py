@@ -121,7 +121,7 @@ class TargetMaker:
 def classifier(
     features: xr.Dataset, model: td.Model | None, samples: xr.Dataset | None
 ) -> Classifier | None:
-    """Return what a model predicts for some samples; None if it is no classifier or not there."""
+    """Return a function that predicts classes; None without a model that is a classifier."""
     if model is None or samples is None:
         return None
     if not isinstance(model, td.Model) or not isinstance(model.task, td.tasks.Classification):

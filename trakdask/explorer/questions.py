@@ -56,7 +56,7 @@ class Questions(TrainingQuestions):
         Returns the scores of tokens, given features, a target, positions of training samples and
         an estimator; None if words are to have none.
     classifier, training_classifier
-        Say what the model predicts for targets and for training samples; None if it is not at
+        Predict classes of targets and of training samples; None if the model is not at
         hand, or no classifier.
     marks
         The marks of training samples; None if none are kept.

@@ -13,7 +13,7 @@ import trakdask as td
 from trakdask import arrays
 from trakdask.arrays.solve import component_count
 from trakdask.attribution.estimators import EstimatorLike, named
-from trakdask.attribution.grams import stored_decomposition
+from trakdask.attribution.grams import stored_decomposition, sums
 from trakdask.attribution.protocol import GIVEN, Estimator, GramEstimator
 from trakdask.explorer.computing import compute, persist, released_if_failed
 from trakdask.explorer.view import MeanTrace, View, damping_of
@@ -124,10 +124,9 @@ def _of_trace(features: xr.Dataset, value: float) -> xr.DataArray:
 
 def _with_decomposition(features: xr.Dataset, estimator: GramEstimator) -> xr.Dataset:
     features = features.drop_vars(DERIVED, errors="ignore")
-    x = features["feature"].data
-    matrix = estimator.completed(arrays.gram.gram(x, estimator.h(features)), features)
+    (matrix,) = sums(features, estimator, ["gram"])
     rank = estimator.rank(features.sizes[SAMPLE], features)
-    k = component_count(rank, features.sizes[PROJ_DIM], x.dtype)
+    k = component_count(rank, features.sizes[PROJ_DIM], features["feature"].dtype)
     values, vectors = arrays.solve.eigenvectors(matrix, checkpoint_names(features), k)
     derived = {"gram": matrix, EIGENVALUES: values, EIGENVECTORS: vectors}
     attrs = estimator.attrs(features)

@@ -86,7 +86,7 @@ def ranked(attributions: Attributions, view: View, *, largest: bool) -> str:
 
 
 def _summary(table: pd.DataFrame, scores: np.ndarray, by: str) -> str:
-    """Return in a sentence what the samples of a ranking have in common, and how much they are."""
+    """Return a sentence: the share of the ranked samples in all scores, and their common value."""
     is_raising = bool(table["score"].max() > -table["score"].min())
     table = table[(table["score"] > 0) if is_raising else (table["score"] < 0)]
     whole = np.nansum(scores[scores > 0] if is_raising else scores[scores < 0])

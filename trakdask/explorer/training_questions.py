@@ -98,7 +98,8 @@ class TrainingQuestions:
         row = self.training.row(view.sample, "training sample")
         one = setting.features.isel({SAMPLE: [view.sample]})
         (influence,) = compute(_self_influence(setting, one).data)
-        return pd.concat([row, pd.Series({"self_influence": influence[0]}, dtype=object)])
+        row["self_influence"] = influence[0]
+        return row
 
     def ranking(self, view: View, name: str = "self_influence") -> pd.DataFrame:
         """Return the training samples that a view selects, largest ``values`` of a name first.
@@ -126,7 +127,7 @@ class TrainingQuestions:
     def _table(self, view: View) -> pd.DataFrame:
         """Return the columns that the condition of a view on training samples may name."""
         named = {*re.findall(r"\w+", view.where)} - {*self.metadata}
-        more = {
+        more: dict[str, Any] = {
             **self.training.numbers,
             "self_influence": lambda _: self.influences(view),
             "map_x": lambda _: self.map(view)["map_x"],
@@ -171,7 +172,7 @@ class TrainingQuestions:
 
     def influences(self, view: View) -> np.ndarray:
         """Return the self-influence of every training sample, (sample,)."""
-        return self._influences(self.setting(view))
+        return np.asarray(self._influences(self.setting(view)))
 
     def duplicates(self, view: View) -> pd.DataFrame:
         """Return training samples whose features point the same way as another sample's.
