@@ -109,7 +109,7 @@ def correct_links(app: Any, page: str, source: list[str]) -> None:
 
 def index_keywords(app: Any, page: nodes.document) -> None:
     """Put the keywords of a page into the index, which the search asks first."""
-    for meta in page.findall(nodes.meta):
+    for meta in list(page.findall(nodes.meta)):  # the loop changes the page
         if meta.get("name") == "keywords":
             words = [word.strip() for word in meta["content"].split(",")]
             entries = [("single", word, "", "main", None) for word in words]
