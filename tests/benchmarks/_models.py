@@ -110,8 +110,29 @@ def images(n_channels: int, size: int) -> Callable[[int], Batch]:
     return make
 
 
+def tokens(length: int, width: int) -> Callable[[int], Batch]:
+    def make(n: int) -> Batch:
+        generator = torch.Generator().manual_seed(n)
+        image = torch.randn(n, length, width, generator=generator)
+        return Batch(image=image, label=torch.arange(n) % 10)
+
+    return make
+
+
+class OneBlock(nn.Module):
+    """One of the twelve layers of GPT-2, 7.1M parameters, on 128 tokens, and a small classifier."""
+
+    def __init__(self, width: int = 768) -> None:
+        super().__init__()
+        self.block, self.head = Block(width, 12), nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(x).mean(1))
+
+
 SUBJECTS = {
     "cnn": Subject(examples.digits_cnn, images(1, 8)),
     "resnet": Subject(ResNet9, images(3, 32)),
     "vit": Subject(ViT, images(3, 224)),
+    "gpt2": Subject(OneBlock, tokens(128, 768)),
 }

@@ -3,27 +3,37 @@
     python tests/benchmarks/featurizing.py
 
 One micro-batch of a model in a fresh process: its per-sample gradients by hooks alone, the same
-with their projection by SJLT and by Rademacher at proj_dim 2048, and traker's ``featurize``; of
-ViT-B/16 only the gradients, since the others take minutes per image. All times are CPU seconds of
-one thread, which other programs on the machine change less than seconds of the clock; every number
-is the median of all repeats of all processes.
+with their projection by SJLT and by Rademacher at proj_dim 2048 and by what ``td.fit`` makes (its
+sketch for the model and 1,024 components; made-up numbers take the same time), the last product
+alone, and traker's ``featurize``; of ViT-B/16 only the gradients, since the others take minutes per
+image. All times are CPU seconds of one thread, which other programs on
+the machine change less than seconds of the clock; every number is the median of all repeats of all
+processes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 
 from _machine import in_a_process
 
-PROJ_DIM = 2048
+PROJ_DIM, COMPONENTS = 2048, 1024
 GRADIENTS, SPARSE, DENSE, TRAKER = "gradients alone", "with SJLT", "with Rademacher", "traker"
-ALL = (GRADIENTS, SPARSE, DENSE, TRAKER)
-JOBS = {"cnn": (128, 9, ALL), "resnet": (32, 2, ALL), "vit": (4, 1, (GRADIENTS,))}
+FITTED, PRODUCT = "with td.fit", "its last product alone"
+OURS = (GRADIENTS, SPARSE, DENSE, FITTED, PRODUCT)
+JOBS = {
+    "cnn": (256, 9, (*OURS, TRAKER)),
+    "resnet": (32, 2, (*OURS, TRAKER)),
+    "gpt2": (4, 2, OURS),
+    "vit": (4, 1, (GRADIENTS,)),
+}
 """Micro-batch, repeats, and what is run, of each model of ``_models.py``."""
 
 
@@ -39,7 +49,8 @@ def measure(model: str, engine: str) -> dict[str, list[float]]:
     inputs, net = subject.inputs(size), subject.build().eval()
     if engine == TRAKER:
         return {TRAKER: _by_traker(net, inputs, size)}
-    runs = {n: run for n, run in _by_trakdask(net, inputs, size).items() if n in names}
+    runs = _by_trakdask(net, inputs, size, with_fit=FITTED in names)
+    runs = {name: run for name, run in runs.items() if name in names}
     for run in runs.values():
         run()
     found: dict[str, list[float]] = {name: [] for name in runs}
@@ -51,7 +62,9 @@ def measure(model: str, engine: str) -> dict[str, list[float]]:
     return found
 
 
-def _by_trakdask(net, inputs, size: int) -> dict[str, Callable[[], object]]:  # type: ignore[no-untyped-def]
+def _by_trakdask(  # type: ignore[no-untyped-def]
+    net, inputs, size: int, *, with_fit: bool
+) -> dict[str, Callable[[], object]]:
     from trakdask.models.gradients import hooks_gradients
     from trakdask.models.tasks import Batch, Forward, ImageClassification
     from trakdask.projection import SJLT, ProjectionStream, Projector, Rademacher, RowMap
@@ -69,11 +82,49 @@ def _by_trakdask(net, inputs, size: int) -> dict[str, Callable[[], object]]:  # 
         gradients_to(stream if callable(stream) else stream.add)
         stream.result()
 
-    return {
+    random = {
         GRADIENTS: lambda: gradients_to(lambda *gradient: None),
         SPARSE: lambda: features(SJLT(PROJ_DIM)),
         DENSE: lambda: features(Rademacher(PROJ_DIM)),
     }
+    if not with_fit:
+        return random
+    maps = _fitted_maps(shapes)
+    sketch = maps.components.new_ones(size, len(maps.components))
+
+    def fitted_features() -> None:
+        stream = maps.open(size)
+        rotations = maps.rotations
+        hooks_gradients(forward, ImageClassification(), batch, list(shapes), stream, rotations)
+        stream.result()
+
+    return random | {FITTED: fitted_features, PRODUCT: lambda: sketch @ maps.components}
+
+
+def _fitted_maps(shapes: Mapping[str, tuple[int, ...]]):  # type: ignore[no-untyped-def]
+    """Return the steps of a fit, as wide as for this model, with numbers that are made up."""
+    import numpy as np
+    import torch
+
+    from trakdask.fits.components import sketch_for
+    from trakdask.projection import SJLT, RowMap
+    from trakdask.projection.axes import factors_of
+    from trakdask.projection.fitted import Components, Curvature, Fitted
+    from trakdask.projection.maps import Maps
+
+    rng, n_rows = np.random.default_rng(0), sum(map(math.prod, shapes.values()))
+    width = sketch_for(SimpleNamespace(shapes=shapes)).proj_dim  # type: ignore[arg-type]
+    arrays = {
+        "curvature_eigenvectors": np.zeros([p.stop for *_, p in factors_of(shapes)][-1], "f4"),
+        "curvature_scale": rng.uniform(0.5, 2, n_rows).astype("f4"),
+        "curvature_leading": np.sort(rng.choice(n_rows, width // 2, replace=False)),
+        "principal_components": rng.standard_normal((width, COMPONENTS)).astype("f4"),
+    }
+    for *_, length, place in factors_of(shapes):
+        arrays["curvature_eigenvectors"][place] = np.eye(length).ravel()
+    steps = Curvature(10.0, 0.5, width // 2), SJLT(width // 2), Components(COMPONENTS)
+    rows = RowMap.from_shapes(shapes, alignment=SJLT.row_alignment)
+    return Maps(Fitted(steps).bind(rows), rows, 7, arrays, torch.device("cpu"))
 
 
 def _by_traker(net, inputs, size: int) -> list[float]:  # type: ignore[no-untyped-def]
@@ -101,20 +152,22 @@ def run(model: str, engine: str) -> dict[str, list[float]]:
     return found
 
 
-def compare(model: str, n: int) -> None:
+def compare(model: str, n: int, with_traker: bool) -> None:
     """Print a table of one model."""
     found: dict[str, list[float]] = {}
     for _ in range(n):
         for name, seconds in run(model, "trakdask").items():
             found.setdefault(name, []).extend(seconds)
-    traker = run(model, TRAKER)[TRAKER][0] if TRAKER in JOBS[model][2] else None
-    print(f"\n{model}, micro-batch of {JOBS[model][0]}: CPU µs per sample, times traker")
-    for name, seconds in found.items():
-        median = statistics.median(seconds)
-        ratio = "" if name == GRADIENTS or not traker else f"{traker / median:8.1f}"
-        print(f"  {name:26}{1e6 * median:10.0f}{ratio}", flush=True)
-    if traker:
-        print(f"  {TRAKER:26}{1e6 * traker:10.0f}", flush=True)
+    if with_traker and TRAKER in JOBS[model][2]:
+        found |= run(model, TRAKER)
+    times = {name: 1e6 * statistics.median(seconds) for name, seconds in found.items()}
+    others = [name for name in (SPARSE, TRAKER) if name in times]
+    print(
+        f"\n{model}, micro-batch of {JOBS[model][0]}: CPU µs per sample; as multiples of {others}"
+    )
+    for name, time_of in times.items():
+        ratios = "".join(f"{time_of / times[other]:10.3f}" for other in others)
+        print(f"  {name:26}{time_of:10.0f}{ratios}", flush=True)
 
 
 def main() -> None:
@@ -122,13 +175,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=list(JOBS), default=list(JOBS))
     parser.add_argument("--processes", type=int, default=3)
+    parser.add_argument("--no-traker", action="store_true")
     parser.add_argument("--order", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.order:
         print(json.dumps(measure(*options.order)))
         return
     for model in options.models:
-        compare(model, options.processes)
+        compare(model, options.processes, with_traker=not options.no_traker)
 
 
 if __name__ == "__main__":
