@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import lazy_loader
 
 if TYPE_CHECKING:
+    from trakdask.command_line import copies as copies
     from trakdask.command_line import jobs as jobs
     from trakdask.command_line import tables as tables
 
-__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, ["jobs", "tables"])
+__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, ["copies", "jobs", "tables"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -152,6 +152,12 @@ def require_not_kept_by_others(written: str | os.PathLike[str]) -> None:
                 f"expected to write the configuration to {folder.url}/{name}, got a file there "
                 f"that trakdask did not write; try renaming it, or another path than {written}"
             )
+
+
+def require_ending(path: str, endings: Sequence[str]) -> None:
+    """Require that the name of a file has one of the endings."""
+    name = f"the ending of {path!r}"
+    require_choice(name, Path(path).suffix, endings, remedy=f"try result{endings[0]}")
 
 
 def _beside(written: str | os.PathLike[str]) -> tuple[Folder, str]:
