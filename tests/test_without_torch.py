@@ -20,6 +20,7 @@ import numpy as np
 import xarray as xr
 
 import trakdask as td
+from trakdask.command_line.commands import app
 
 train, targets = td.open("train.zarr"), td.open("targets.zarr")
 for estimator in ("auto", "trak", "relatif", "grad_dot", "grad_cos"):
@@ -36,6 +37,9 @@ assert td.group_score(train, targets, by="source", metric="loss").compute().shap
 top = td.top_k(td.score(train, targets), 3, where="source == 'web'")
 td.to_parquet(top, "top.parquet")
 td.to_zarr(td.score(train, targets), "scores.zarr")
+
+for arguments in ("export scores.zarr scores.csv", "info train.zarr", "verify train.zarr"):
+    app(arguments.split(), standalone_mode=False)
 
 masks = td.evaluate.subsets(train, 8).compute()
 outputs = xr.DataArray(np.random.default_rng(0).random((8, 5)), dims=("subset", "target"))

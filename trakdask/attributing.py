@@ -47,7 +47,7 @@ def attribute(
     progress
         Show bars.
     **options
-        Those of :func:`fit`.
+        Passed on to :func:`fit`.
 
     Returns
     -------

@@ -61,7 +61,7 @@ def warn_once(kind: Hashable, message: str, warn: Callable[[str], object] | None
     Parameters
     ----------
     kind
-        What identifies the warning, independently of the numbers in its text.
+        Values that identify the warning, independently of the numbers in its text.
     message
         The text of the warning.
     warn

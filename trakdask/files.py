@@ -39,7 +39,7 @@ class Folder:
     url
         As :func:`location` returns it.
     options
-        What fsspec opens the URL with.
+        Options with which fsspec opens the URL.
     """
 
     url: str
@@ -269,7 +269,7 @@ def replacing(
     Parameters
     ----------
     path
-        What is replaced, if it exists.
+        Path of the file, which is replaced if it exists.
     partial
         The other path, beside ``path``; by default a unique one. A fixed one is for places that
         nobody sweeps, with one writer at a time: what a killed one has left there is removed.

@@ -12,7 +12,8 @@ from typing import Any
 def html_table(title: str, rows: Mapping[str, object]) -> str:
     """Return a title and rows of a name and a value as HTML, in which all text is escaped.
 
-    Colours are those of the page; by its class, dark pages know that they need not change them.
+    The table takes the colours of the page. Its class tells dark pages that they need not change
+    them.
 
     Examples
     --------

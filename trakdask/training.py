@@ -46,8 +46,8 @@ def train_on_halves(
 
     A model of a half is a retrained model of the others, so that its outputs tell how good scores
     are (:func:`trakdask.evaluate.cross_validate`) and which λ suits them, without any further
-    training. The mean of their scores is mostly better than that of as many models of all samples,
-    and they cost half as much.
+    training. The mean of their scores is mostly better than the mean of as many models of all
+    samples, and they cost half as much to train.
 
     Parameters
     ----------
@@ -63,8 +63,8 @@ def train_on_halves(
     n
         Number of models. Ten grade scores well; from five on they choose λ.
     seed
-        Of the halves and of the models' seeds. A half depends on it, its number and the number of
-        samples.
+        Seed of the halves and of the models' own seeds. A half depends on it, on the number of the
+        half and on the number of samples.
     tag
         Name of the recipe. Files that were trained under another tag are refused.
     progress

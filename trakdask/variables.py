@@ -145,7 +145,7 @@ def validate(ds: xr.Dataset, names: Iterable[str], *, what: str = "dataset") -> 
     names
         Keys of :data:`VARIABLES`.
     what
-        What error messages call ``ds``.
+        Name of ``ds`` in error messages.
 
     Raises
     ------
@@ -284,7 +284,7 @@ def stays_in_store(coord: xr.Variable, sizes: tuple[int, ...]) -> bool:
     coord
         A coord, such as ``open(..., load_coords=False)`` has.
     sizes
-        Of the blocks of samples that tasks work on.
+        Sizes of the blocks of samples that tasks work on.
     """
     data = coord.data
     return reader(data) is not None and data.chunks == (sizes,)

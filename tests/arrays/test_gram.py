@@ -37,7 +37,8 @@ def test_gram__exact_for_any_chunks(
     features: tuple[np.ndarray, np.ndarray, tuple[int, ...]],
 ) -> None:
     x, h, rows = features
-    for feature in (lazy(x, rows), stored(x, (rows, -1, 1))):
+    together = da.from_array(x, chunks=(rows, -1, -1))  # several checkpoints in a chunk
+    for feature in (lazy(x, rows), stored(x, (rows, -1, 1)), together):
         plain = gram(feature).compute(scheduler="sync")
         np.testing.assert_array_equal(plain, oracle(x, np.ones_like(h)))
         weighted = gram(feature, lazy(h, 7)).compute(scheduler="sync")

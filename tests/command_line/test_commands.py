@@ -54,6 +54,8 @@ def test_every_command__of_one_job(job: Path, run: Run) -> None:
 def test_commands__of_a_fitted_projector(job: Path, run: Run) -> None:
     job.write_text(job.read_text().replace("projector: {kind: Rademacher, proj_dim: 8}", FIT))
     assert "Components(proj_dim=5)" in run("plan", job).output
+    bare = run("plan", job, "--set", "projector.components=false").output
+    assert ("Components" in bare, "SJLT" in bare) == (False, True)
     assert not list(job.parent.glob("*.zarr*"))  # a plan fits nothing
     assert (done := run("top-k", job)).exit_code == 0, done.output
     train, targets = (td.open(job.parent / f"{name}.zarr") for name in ("train", "targets"))

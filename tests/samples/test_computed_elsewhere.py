@@ -113,6 +113,8 @@ def test_damping__by_outputs_only_where_there_are_some_and_if_asked() -> None:
     np.testing.assert_allclose(scores, expected(q=Q**0.5, h=h), rtol=1e-6)
     with pytest.raises(ValueError, match="'output'"):
         td.damping(train(), td.Trak(damping="completeness"))
+    with pytest.raises(TypeError, match="made_by as text, got None"):
+        td.features(X, None)  # type: ignore[arg-type]
     knows = train().isel(checkpoint=[0] * 5)
     mask = xr.DataArray(np.ones((N, 5), bool), dims=("sample", "checkpoint"))
     assert td.Trak().resolved(knows.assign(trained_on=mask)).damping == "trace"

@@ -157,6 +157,7 @@ def _reduced(
         raise ValueError(
             "expected feature of gram with at least one sample, got 0 samples; try selecting more"
         )
+    feature = feature.rechunk({2: 1})  # a task reads the first checkpoint of its block
     groups = _groups(feature.chunks[0], ROWS_PER_DIM * p)
     h = None if gram_weights is None else align_weights(gram_weights, feature)
     g = None if loss_weights is None else pooled(align_weights(loss_weights, feature))

@@ -135,7 +135,7 @@ def export(
 ) -> None:
     """Copy a result to parquet, netCDF or CSV, for other programs."""
     with _reported(debug):
-        cli.jobs.export(result, to)
+        cli.copies.copy(result, to)
         _say(f"{to} is written")
 
 

@@ -6,7 +6,7 @@ import os
 import re
 import tomllib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -145,6 +145,12 @@ def kept(written: str | os.PathLike[str]) -> str | None:
         if folder.read(name).startswith(_HEAD.encode()):
             return f"{folder.url}/{name}"
     return None
+
+
+def require_ending(path: str, endings: Sequence[str]) -> None:
+    """Require that the name of a file has one of the endings."""
+    name = f"the ending of {path!r}"
+    require_choice(name, Path(path).suffix, endings, remedy=f"try result{endings[0]}")
 
 
 def _beside(written: str | os.PathLike[str]) -> tuple[Folder, str]:

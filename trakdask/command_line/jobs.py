@@ -7,14 +7,10 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, chdir, contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import fsspec
-import pyarrow.dataset
 import xarray as xr
 from distributed import Client
 
@@ -25,7 +21,7 @@ from trakdask.checks import import_callable, require_choice
 from trakdask.command_line.configuration import Configuration, about, keep, kept, section
 from trakdask.command_line.samples import called, expanded, named, of_kind
 from trakdask.command_line.samples import described as samples_of
-from trakdask.files import location, replacing
+from trakdask.files import location
 from trakdask.fits.components import sketch_for
 from trakdask.projection.fitted import Components, Fitted
 from trakdask.provenance import as_text
@@ -105,7 +101,8 @@ def features(
         options = section(configuration, "featurize")
         lazy = td.featurize(samples, model, projector, like=like, **options)
     described = section(configuration, "projector")
-    if described.get("kind") == _FIT and not fits:  # the columns that it will have
+    has_components = described.get("components", True)
+    if described.get("kind") == _FIT and has_components and not fits:  # its columns
         asked = [described.get(name, _DEFAULTS[name]) for name in ("proj_dim", "n_samples")]
         steps = projector, Components(min(*asked, lazy.sizes["sample"]))
         lazy.attrs |= as_text({"projector": Fitted(steps).spec()})
@@ -233,49 +230,3 @@ def with_estimator(options: Mapping[str, Any], features: xr.Dataset) -> dict[str
         fields["damping"] = td.damping(features, estimator, calibrate=td.open(store))
         estimator = estimators.named(features, name, **fields)
     return {**others, "estimator": estimator}
-
-
-def _require_ending(path: str, endings: Sequence[str]) -> None:
-    name = f"the ending of {path!r}"
-    require_choice(name, Path(path).suffix, endings, remedy=f"try result{endings[0]}")
-
-
-def export(result: str, path: str) -> None:
-    """Copy a result that :func:`result` wrote: zarr to parquet, netCDF or CSV, parquet to CSV.
-
-    Raises
-    ------
-    ConfigurationError
-        If this is no such result, or the path exists or has another ending.
-    """
-    is_table = Path(result).suffix == ".parquet"
-    with about("export"):
-        opened = _parquet(result) if is_table else xr.open_zarr(result)
-        _require_ending(path, (".csv",) if is_table else (".csv", ".parquet", ".nc"))
-        if not path.endswith(".parquet") and os.path.exists(path):
-            raise FileExistsError(f"expected a new file, got {path!r}, which exists")
-    if is_table:
-        return _to_csv(opened, path)
-    data = opened["score"] if list(opened.data_vars) == ["score"] else opened
-    data = data.assign_attrs(opened.attrs)
-    if path.endswith(".parquet"):
-        return td.to_parquet(data, path)
-    if path.endswith(".csv"):
-        with TemporaryDirectory() as folder:
-            td.to_parquet(data, table := f"{folder}/table.parquet")
-            return _to_csv(_parquet(table), path)
-    with replacing(path) as partial:
-        data.to_netcdf(partial)
-
-
-def _parquet(result: str) -> Any:
-    """Open all files of a folder, or of a URL, as one table."""
-    system, folder = fsspec.core.url_to_fs(result)
-    return pyarrow.dataset.dataset(folder, filesystem=system)
-
-
-def _to_csv(table: Any, path: str) -> None:
-    """Write a table as text, some rows at a time."""
-    with replacing(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
-        for number, rows in enumerate(table.to_batches()):
-            rows.to_pandas().to_csv(file, index=False, header=number == 0)

@@ -86,6 +86,11 @@ def checked_masks(masks: xr.DataArray) -> xr.DataArray:
     ValueError
         If they are not bool: positions, or 0 and 1, would select other samples.
     """
+    if not isinstance(masks, xr.DataArray):
+        raise TypeError(
+            f"expected masks as a DataArray (subset, sample), got {type(masks).__name__}; try "
+            "xr.DataArray(masks, dims=('subset', 'sample'))"
+        )
     if masks.dtype != bool:
         raise ValueError(f"expected masks of dtype bool, got {masks.dtype}; try masks.astype(bool)")
     return masks.transpose("subset", SAMPLE)

@@ -102,8 +102,8 @@ def _circumstances(job: FeaturizeJob, arrays: tuple[np.ndarray, ...], err: Excep
     if isinstance(err, RuntimeError) and "type" in str(err):  # which torch words in many ways
         first = job.inputs[0]
         remedy = (
-            f"dtype='float32' for the weights, or samples.assign({first}=samples[{first!r}]"
-            ".astype('float32')) for inputs that are no ids"
+            f"samples.assign({first}=samples[{first!r}].astype('float32')) if these are no ids, "
+            "or td.featurize(..., dtype='float32') if the weights have another dtype"
         )
     else:
         safer = f"{SAFER[job.engine]}, or " if job.engine in SAFER else ""

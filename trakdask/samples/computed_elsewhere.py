@@ -11,6 +11,7 @@ import xarray as xr
 
 from trakdask._version import __version__
 from trakdask.arrays.blocks import plain
+from trakdask.checks import shown
 from trakdask.provenance import as_text
 from trakdask.samples.array_source import data_of, lazy_variables
 from trakdask.samples.coords import normalise_coord, normalise_coords
@@ -65,7 +66,7 @@ def features(
     ------
     TypeError, ValueError
         If an array has other dimensions, is sparse, or holds no numbers; if sizes or labels of
-        checkpoints differ; and as :func:`from_arrays` does of coords.
+        checkpoints differ; if ``made_by`` is no text; and as :func:`from_arrays` does of coords.
 
     Notes
     -----
@@ -87,6 +88,10 @@ def features(
     >>> td.group_score(train, targets, by="source").round(2).values.tolist()
     [[0.2], [0.05]]
     """
+    if not isinstance(made_by, str) or not made_by:
+        raise TypeError(
+            f"expected made_by as text, got {shown(made_by)}; try made_by='embeddings of model 3'"
+        )
     size = block_size(chunks)
     if chunks == "auto":
         named = isinstance(feature, xr.DataArray)
