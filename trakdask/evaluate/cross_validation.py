@@ -42,8 +42,9 @@ def cross_validate(
 
     Each checkpoint was trained on a known part of the samples, so it is a retrained model whose
     outputs are known. It is left out of the ensemble; the scores of the others, added up over its
-    samples, should then rank it among the checkpoints as its outputs do. Nothing is trained, and
-    the grade is that of your model, data and options.
+    samples, less what an average checkpoint of theirs would have, should then rank it among the
+    checkpoints as its outputs do. Nothing is trained, and the grade is that of your model, data
+    and options.
 
     Parameters
     ----------
@@ -162,7 +163,7 @@ def _settings(
 
 
 def _predictions(features: xr.Dataset, targets: xr.Dataset, estimator: EstimatorLike) -> da.Array:
-    """Return Σ_z m_zj s_j(z, t), where s_j are the scores of all checkpoints but j.
+    """Return Σ_z (m_zj - mean_c m_zc) s_j(z, t), with the scores s_j of all checkpoints but j.
 
     Parameters
     ----------
