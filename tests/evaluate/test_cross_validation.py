@@ -124,8 +124,8 @@ def test_good_scores_have_a_high_grade_and_noise_none() -> None:
 def graded_linear_model(seed: int) -> tuple[float, float, float]:
     """Return the grade of a linear model, its error, and Spearman's correlation in truth.
 
-    Outputs are sums of scores and a noise that targets share in part. Where that is large, the weights
-    of a checkpoint are small: it changes the level of all scores, and says nothing of a sample.
+    Outputs are sums of scores and a noise that targets share in part. Where that is large, the
+    weights of a checkpoint are small, which changes the level of all its scores.
     """
     rng, n, c, m, noise = np.random.default_rng(seed), 60, 8, 30, 0.8
     ds = td.testing.simulate_features(n_samples=n, proj_dim=4, n_checkpoints=c)
