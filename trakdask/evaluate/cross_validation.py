@@ -42,9 +42,9 @@ def cross_validate(
 
     Each checkpoint was trained on a known part of the samples, so it is a retrained model whose
     outputs are known. It is left out of the ensemble, and the scores of the others predict its
-    outputs: their sum over the samples that it saw, less the mean of such sums over all checkpoints.
-    The grade says how well predictions rank checkpoints. Nothing is trained, and the grade is that
-    of your model, data and options.
+    outputs: their sum over the samples that it saw, less the mean of such sums over all of the
+    checkpoints. The grade says how well predictions rank checkpoints. Nothing is trained, and the
+    grade is that of your model, data and options.
 
     Parameters
     ----------
@@ -90,8 +90,8 @@ def cross_validate(
     The outputs of a checkpoint vary with its seed, too, which no score can predict. So the grade is
     lower than a linear datamodeling score whose outputs are means over several seeds; compare
     grades with each other, and with :func:`lds` of a single seed. With four checkpoints the error
-    is large; ten grade well. λ and K are made with all checkpoints. The error covers the draw of the
-    checkpoints and their samples. Grades of several models by the same samples share that luck.
+    is large; ten grade well. λ and K are made with all checkpoints. The error covers the draw of
+    the checkpoints and their samples. Grades of several models by the same samples share that luck.
 
     References
     ----------
