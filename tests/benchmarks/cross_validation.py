@@ -1,6 +1,7 @@
 """What grades by left-out checkpoints are worth, and what λ and options gain by them.
 
     python tests/benchmarks/cross_validation.py --cache demo-output/quality    # two hours
+    python tests/benchmarks/cross_validation.py --stage draws                  # ten minutes
 
 On every task of ``halves.py``: checkpoints of random halves, five (two draws) and ten of them, by
 random columns and by ``td.fit``, with the estimator that is the default. The truth has other halves
@@ -10,22 +11,23 @@ than the checkpoints. Targets are the samples to explain, which no model was tra
   what it estimates.
 - Regret of λ: what it loses against the best λ of the grid.
 - A fit or random columns, as the grades say.
+
+The checkpoints of all tasks with the same number of samples saw the same halves, so these grades
+share their luck. The stage ``draws`` repeats some tasks with other halves: is the mean of the
+grades right, and is their spread as large as their errors say?
 """
 
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-import dask
 import numpy as np
 import pandas as pd
-import torch
 import xarray as xr
-from _fits import SKETCH, featurized
-from _machine import made_once, parser_of
+from _fits import SKETCH, arguments_of, featurized
+from _machine import made_once
 from _quality_damping import (
     FIRST,
     N_CHECKPOINTS,
@@ -40,12 +42,15 @@ from halves import TASKS, group_of
 
 import trakdask as td
 from trakdask.arrays.damping import GRID
+from trakdask.arrays.folds import agreement
 from trakdask.attribution.estimators import EstimatorLike, with_gram
 from trakdask.attribution.grams import sums
 from trakdask.attribution.protocol import GramEstimator
 from trakdask.variables import lazy_features
 
 KINDS = ("plain", "fit")
+N_DRAWS = 6
+DRAWN = ("short", "early", "narrow", "mlp", "overlapping")
 TOGETHER = [[*range(5)], [*range(5, 10)], [*range(10)]]
 
 
@@ -174,13 +179,66 @@ def print_choice_of_features(frame: pd.DataFrame) -> None:
     print(lost.groupby("n").agg(["mean", "max"]).round(3).to_string())
 
 
+def of_draws(subject: Subject, cache: Path) -> Row:
+    """Grade scores by several independent draws of ten halves, at 512 random columns."""
+    n, size = len(subject.data()[0][0]), N_CHECKPOINTS
+    files = half_checkpoints(subject, cache, size * N_DRAWS)
+    halves = np.array([members(FIRST + j, n) for j in range(size * N_DRAWS)])
+    drawn, truth = ground(subject)
+    grades, sums, outputs, singles = [], [], [], []
+    for start in range(0, size * N_DRAWS, size):
+        some = slice(start, start + size)
+        samples = subject.samples(0).assign_coords(
+            trained_on=(("checkpoint", "sample"), halves[some])
+        )
+        model = td.Model(subject.build, files[some], subject.task)
+        train, targets = featurized(model, samples, subject.samples(1), td.SJLT(512))
+        graded = td.evaluate.cross_validate(train, targets)
+        grades.append((float(graded.lds_mean), float(graded.error)))
+        scores = td.score(train, targets).values
+        sums.append((halves @ scores).T.reshape(len(scores.T), N_DRAWS, size))
+        outputs.append(targets.output.transpose("sample", "checkpoint").values)
+        ranks = unit_ranks(drawn.values @ scores)
+        seeds = truth.transpose("seed", ...).values
+        singles.append(np.mean([(ranks * unit_ranks(x)).sum(axis=0).mean() for x in seeds]))
+    # The same ten checkpoints, by scores in which none of them had a part: the luck is the same.
+    by_others = [
+        np.mean([
+            agreement(sums[other][:, draw], outputs[draw].astype(float), unbiased=True)[0].mean()
+            for other in range(N_DRAWS) if other != draw
+        ])
+        for draw in range(N_DRAWS)
+    ]  # fmt: skip
+    grade, error = np.transpose(grades)
+    bias, single = grade - by_others, np.mean(singles)
+    return {
+        "task": subject.name, "grade": grade.mean(), "by others": np.mean(by_others),
+        "bias": bias.mean(), "of bias": bias.std(ddof=1) / N_DRAWS**0.5, "single": single,
+        "spread": grade.std(ddof=1), "error": error.mean(),
+        "within": (abs(grade - single) < 2 * error).mean(),
+    }  # fmt: skip
+
+
+def print_draws(rows: list[Row]) -> None:
+    frame = pd.DataFrame(rows).set_index("task")
+    print(
+        f"\nGrades of {N_DRAWS} independent draws of ten halves: their mean; the mean for the same"
+    )
+    print("checkpoints by the scores of other draws, and the difference with its error; the LDS on")
+    print(
+        "single models; their standard deviation; their mean error; how many are within two errors"
+    )
+    print(frame.round(3).to_string())
+    print(frame[["bias", "spread", "error", "within"]].mean().round(3).to_string())
+
+
 def main() -> None:
-    options = parser_of(__doc__ or "", cache=Path("demo-output/quality"), tasks=list(TASKS))
-    arguments = options.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    with dask.config.set(scheduler="synchronous"):
-        rows = [row for name in arguments.tasks for row in rows_of(TASKS[name], arguments.cache)]
+    arguments = arguments_of(__doc__, TASKS, ("tasks", "draws"))
+    if arguments.stage == "draws":
+        names = [name for name in DRAWN if name in arguments.tasks]
+        print_draws([of_draws(TASKS[name], arguments.cache) for name in names])
+        return
+    rows = [row for name in arguments.tasks for row in rows_of(TASKS[name], arguments.cache)]
     frame = frame_of(rows)
     print_grades(frame)
     print(f"\nRegret of λ, {frame.task.nunique()} tasks, {len(frame)} settings")

@@ -29,14 +29,15 @@ def targets() -> xr.Dataset:
 
 def left_out(features: xr.Dataset, targets: xr.Dataset, estimator: td.Estimator) -> np.ndarray:
     """Predict each checkpoint by the public scores of the others, with K and λ as they are."""
+    knows = features.trained_on.transpose("sample", "checkpoint").values.astype(float)
     predicted = np.zeros((targets.sizes["sample"], C))
     for j, name in enumerate(features.checkpoint.values):
         others = [c for c in features.checkpoint.values if c != name]
         scores = td.score(
             features.sel(checkpoint=others), targets.sel(checkpoint=others), estimator
         )
-        knows = features.trained_on.transpose("sample", "checkpoint").values[:, j]
-        predicted[:, j] = np.nansum(scores.values[knows], axis=0)
+        share = knows[:, j] - knows.mean(axis=1)
+        predicted[:, j] = np.nansum(share[:, None] * scores.values, axis=0)
     return predicted
 
 
@@ -118,6 +119,40 @@ def test_good_scores_have_a_high_grade_and_noise_none() -> None:
     targets["output"] = targets.output.copy(data=rng.normal(size=(m, c)))
     noise = td.evaluate.cross_validate(ds, targets, "grad_dot")
     assert abs(float(noise.lds_mean)) < 4 * float(noise.error)
+
+
+def graded_linear_model(seed: int) -> tuple[float, float, float]:
+    """Return the grade of a linear model, its error, and Spearman's correlation in truth.
+
+    Outputs are sums of scores and a noise that targets share in part. Where that is large, the
+    weights of a checkpoint are small, which changes the level of all its scores.
+    """
+    rng, n, c, m, noise = np.random.default_rng(seed), 60, 8, 30, 0.8
+    ds = td.testing.simulate_features(n_samples=n, proj_dim=4, n_checkpoints=c)
+    targets = td.testing.simulate_features(n_samples=m, proj_dim=4, n_checkpoints=c, seed=1)
+    phi, explained, q = rng.random((n, 4)), rng.random((m, 4)), rng.random(n)
+    masks = td.evaluate.subsets(n, c, seed=seed).rename(subset="checkpoint").compute()
+    scores = q[:, None] * (phi @ explained.T)
+    spread = np.sqrt(n**2 / (n - 1) * scores.var(axis=0) / 4)
+    shared = rng.normal(size=c)
+    luck = (0.6 * shared + 0.8 * rng.normal(size=(m, c))) * noise
+    f = scores.T @ masks.transpose("sample", "checkpoint").values + spread[:, None] * luck
+    ds = ds.assign(trained_on=masks)
+    for one, value in ((ds, phi), (targets, explained)):
+        one["feature"] = one.feature.copy(data=np.repeat(value[:, :, None], c, axis=2))
+    ds["out_to_loss"] = ds.out_to_loss.copy(data=q[:, None] * np.exp(-0.3 * shared))
+    targets["output"] = targets.output.copy(data=f)
+    graded = td.evaluate.cross_validate(ds, targets, "grad_dot")
+    r = 1 / np.sqrt(1 + noise**2)
+    return float(graded.lds_mean), float(graded.error), 6 / np.pi * np.arcsin(r / 2)
+
+
+def test_grades_are_unbiased_and_within_their_errors_of_the_truth() -> None:
+    grade, error, truth = np.transpose([graded_linear_model(seed) for seed in range(24)])
+    spread = grade.std(ddof=1)
+    assert abs((grade - truth).mean()) < 2.5 * spread / np.sqrt(len(grade))
+    assert np.mean(abs(grade - truth) < 2 * error) > 0.85
+    assert 0.75 < error.mean() / spread < 1.5
 
 
 @pytest.mark.parametrize("rows", [17, 90])

@@ -51,13 +51,18 @@ def differ(features: xr.Dataset) -> da.Array:
 def fold_weights(
     features: xr.Dataset, estimator: EstimatorLike, inverse: da.Array | None
 ) -> da.Array:
-    """Return what samples are multiplied by where checkpoint j is left out, 0 if j lacks them.
+    """Return what samples are multiplied by where checkpoint j is left out.
 
-    (sample, fold) for an estimator that pools its weights, else (sample, fold, checkpoint).
+    Whether j saw the sample, less the part of all checkpoints that did, times the weight in a score
+    without j. (sample, fold) for an estimator that pools its weights, else (sample, fold,
+    checkpoint).
     """
     whole = resolve(features, estimator).of_scores(features)
-    knows = features[TRAINED_ON].data
-    without: da.Array = da.where(knows, whole.fold_weights(features, inverse), 0)
+    # Scores without j have another level for every j: without a checkpoint of large scores it is
+    # low. Sums over all that j saw would rank the levels, too, and these follow the outputs.
+    knows = features[TRAINED_ON].data.astype(np.float64)
+    differs = knows - knows.mean(axis=1, keepdims=True)
+    without: da.Array = differs * whole.fold_weights(features, inverse)
     if whole.pooled:
         return without
     is_left_out = np.eye(features.sizes[CHECKPOINT], dtype=bool)

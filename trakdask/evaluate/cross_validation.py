@@ -41,9 +41,10 @@ def cross_validate(
     """Grade scores by how well they predict checkpoints that they were not made with.
 
     Each checkpoint was trained on a known part of the samples, so it is a retrained model whose
-    outputs are known. It is left out of the ensemble; the scores of the others, added up over its
-    samples, should then rank it among the checkpoints as its outputs do. Nothing is trained, and
-    the grade is that of your model, data and options.
+    outputs are known. It is left out of the ensemble, and the scores of the others predict its
+    outputs: their sum over the samples that it saw, less the mean of such sums over all of the
+    checkpoints. The grade says how well predictions rank checkpoints. Nothing is trained, and the
+    grade is that of your model, data and options.
 
     Parameters
     ----------
@@ -89,7 +90,8 @@ def cross_validate(
     The outputs of a checkpoint vary with its seed, too, which no score can predict. So the grade is
     lower than a linear datamodeling score whose outputs are means over several seeds; compare
     grades with each other, and with :func:`lds` of a single seed. With four checkpoints the error
-    is large; ten grade well. λ and K are made with all checkpoints.
+    is large; ten grade well. λ and K are made with all checkpoints. The error covers the draw of
+    the checkpoints and their samples. Grades of several models by the same samples share that luck.
 
     References
     ----------
@@ -162,7 +164,7 @@ def _settings(
 
 
 def _predictions(features: xr.Dataset, targets: xr.Dataset, estimator: EstimatorLike) -> da.Array:
-    """Return Σ_z m_zj s_j(z, t), where s_j are the scores of all checkpoints but j.
+    """Return Σ_z (m_zj - mean_c m_zc) s_j(z, t), with the scores s_j of all checkpoints but j.
 
     Parameters
     ----------
