@@ -148,7 +148,7 @@ def test_results__same_bits_whoever_reads_the_blocks(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a task reads several blocks, as it does where there are very many."""
-    monkeypatch.setattr("trakdask.arrays.gram._ROWS_PER_DIM", 1)
+    monkeypatch.setattr("trakdask.arrays.gram.ROWS_PER_DIM", 1)
     monkeypatch.setattr("trakdask.arrays.blocks._MOST_GROUPS", 1)
     chunks = {"sample": UNEVEN}
     shared = answers(VALUES.map(lambda x: x.chunk(chunks)), TARGETS)
