@@ -20,7 +20,7 @@ LIMIT = 400 * 10**6
 
 @pytest.fixture(scope="module")
 def small_workers() -> Iterator[LocalCluster]:
-    options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": None}
+    options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": ":0"}
     with LocalCluster(memory_limit=LIMIT, **options) as cluster:
         yield cluster
 

@@ -138,7 +138,7 @@ def test_to_zarr__not_into_copies(tmp_path: Path) -> None:
     scores = td.score(simulate_features(n_samples=40, proj_dim=8, chunks=16), TARGETS)
     with pytest.raises(TypeError, match="in which tasks can write, got zip://"):
         td.to_zarr(scores, ZipStore(tmp_path / "s.zip", mode="w"))
-    with distributed.Client(processes=False, dashboard_address=None):
+    with distributed.Client(processes=False, dashboard_address=":0"):
         with pytest.raises(TypeError, match="in which tasks can write, got memory://"):
             td.to_zarr(scores, MemoryStore())
         td.to_zarr(scores, LocalStore(tmp_path / "s.zarr"))

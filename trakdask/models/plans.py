@@ -67,22 +67,26 @@ def _copies(tensor: Tensor, n: int) -> Tensor:
 
 
 def _can_be_copied(forward: Forward, task: Task, batch: Batch, name: str) -> bool:
-    """Return whether each sample is computed with its own copy of a parameter.
+    """Return whether f and Q of each sample are computed with its own copy of a parameter.
 
-    Copies of different values show it: each sample has the output of a model with its copy.
+    Copies of different values show it: each sample has the values of a model with its copy.
     """
     parameter = forward.parameters[name].detach()
     values = [parameter, 1.5 * parameter + 0.1]
-    with suppress(Exception), torch.no_grad():  # of a shape that the model does not take
+    rows = torch.cat([_copies(value, 1) for value in (*values, parameter)])
+
+    def is_own(method: Callable[[Forward, Batch], Tensor]) -> bool:
         alone = [
-            float(task.output(forward.with_parameters({name: value}), repeated(batch, 1)))
+            float(method(forward.with_parameters({name: value}), repeated(batch, 1)))
             for value in values
         ]
-        rows = torch.cat([_copies(value, 1) for value in (*values, parameter)])
-        together = task.output(forward.with_parameters({name: rows}), repeated(batch, 3))
+        together = method(forward.with_parameters({name: rows}), repeated(batch, 3))
         expected = together.new_tensor([*alone, alone[0]])
         allowed = allowed_error([parameter]) * float(expected.abs().max())
         return bool(((together - expected).abs() <= allowed).all())
+
+    with suppress(Exception), torch.no_grad():  # of a shape that the model does not take
+        return is_own(task.output) and is_own(task.out_to_loss)
     return False
 
 
