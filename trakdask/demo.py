@@ -36,7 +36,7 @@ SHOWN = 5
 N_SUSPICIOUS = 30
 
 # Workers keep the memory that they free. They would return it to the system at once, by Dask's
-# setting, and spend a fifth of the time on getting it back.
+# setting, and spend time on getting it back.
 ENVIRONMENT = {
     "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_": 2**28,
     "distributed.nanny.pre-spawn-environ.MALLOC_MMAP_THRESHOLD_": 2**25,

@@ -228,7 +228,7 @@ class Marks:
         return table.merge(places, on=SAMPLE)
 
     def where(self, label: str) -> Callable[[xr.Dataset], xr.DataArray]:
-        """Return the ``where=`` with which :func:`drop` leaves out the samples that have a mark.
+        """Return the ``where=`` with which :func:`trakdask.drop` leaves out samples with a mark.
 
         Samples that were dropped before, or are not in the store, do not matter.
 

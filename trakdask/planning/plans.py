@@ -68,7 +68,7 @@ def plan(
     -----
     Without a pilot nothing is computed or read: all numbers follow from shapes and ``attrs``.
     Memory is a bound by the sizes of
-    blocks (:mod:`trakdask.arrays.memory`), and leaves out gradients, which only a pilot measures.
+    blocks (``trakdask.arrays.memory``), and leaves out gradients, which only a pilot measures.
     Errors are those expected from theory and arithmetic, not measurements of these features. A
     pilot's estimate assumes that all threads are as fast as the one that ran it, and leaves out
     the time for storing. Memory is measured in the process in which the pilot runs, and includes
