@@ -21,8 +21,8 @@ from trakdask.arrays.blocks import stored
 from trakdask.arrays.factorization import decompose
 from trakdask.arrays.memory import Sizes
 
-SLACK = 3e6
-"""Bytes of graphs, of small arrays, and of what other threads of this process do."""
+SLACK = 10e6
+"""Bytes of graphs and small arrays, and above all of other threads: clusters of earlier tests."""
 
 
 def zeros(n: int, p: int, c: int, rows: int, *, read: bool = False) -> da.Array:
