@@ -8,7 +8,7 @@ import xarray as xr
 from dask.array.utils import meta_from_array
 
 from trakdask import arrays
-from trakdask.arrays.blocks import plain
+from trakdask.arrays.graphs import plain
 from trakdask.attribution.estimators import Trak
 from trakdask.attribution.folds import differ, fold_weights, require_folds
 from trakdask.attribution.grams import (

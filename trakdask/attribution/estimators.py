@@ -11,7 +11,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.arrays.blocks import plain
+from trakdask.arrays.graphs import plain
 from trakdask.attribution.protocol import (
     LOGIT_VARIANCE,
     PRODUCT,

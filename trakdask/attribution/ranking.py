@@ -14,7 +14,8 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.arrays.blocks import Read, plain, reader
+from trakdask.arrays.blocks import Read
+from trakdask.arrays.graphs import plain, reader
 from trakdask.arrays.topk import TileMask
 from trakdask.attribution.conditions import Condition, selection
 from trakdask.attribution.groups import group_codes, require_group_coord
