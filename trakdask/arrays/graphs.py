@@ -24,15 +24,7 @@ from dask.core import flatten
 from dask.layers import ArrayBlockwiseDep
 from scipy import sparse
 
-from trakdask.arrays.blocks import (
-    Block,
-    Chunks,
-    Key,
-    Read,
-    Unread,
-    block_of,
-    block_starts,
-)
+from trakdask.arrays.blocks import Block, Chunks, Key, Read, Unread, block_of, block_starts
 
 
 def plain(array: Any) -> Any:
