@@ -12,7 +12,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.arrays.solve import component_count
+from trakdask.arrays.spectra import component_count
 from trakdask.attribution.gauss_newton import Soft, Trak
 from trakdask.attribution.grams import require_eigenvectors, sums
 from trakdask.attribution.protocol import GramEstimator
@@ -159,7 +159,7 @@ def _update_factors(
         if not (stays and name in before.checkpoints):
             matrix = matrices[..., index : index + 1]
             require_eigenvectors(p, k)
-            factors = arrays.solve.eigenvectors(matrix, [name], k)
+            factors = arrays.spectra.eigenvectors(matrix, [name], k)
             save_sums(group, _FACTORS, factors, index, retries)
     return stays
 

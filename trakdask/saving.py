@@ -13,7 +13,7 @@ import xarray as xr
 
 from trakdask import arrays
 from trakdask.arrays.memory import Sizes
-from trakdask.arrays.solve import component_count
+from trakdask.arrays.spectra import component_count
 from trakdask.attribution.damping_rules import require_calibration
 from trakdask.attribution.estimators import EstimatorLike, with_gram
 from trakdask.attribution.gauss_newton import Soft
