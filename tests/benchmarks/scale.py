@@ -45,7 +45,7 @@ from dask.base import collections_to_expr
 from distributed.protocol import deserialize, serialize, to_serialize
 
 import trakdask as td
-import trakdask.arrays.blocks
+import trakdask.arrays.graphs
 from trakdask.testing import raise_if_dask_computes
 from trakdask.variables import VARIABLES
 
@@ -180,7 +180,7 @@ def metadata(n: int) -> dict[str, tuple[str, np.ndarray]]:
 def stored(name: str, shape: tuple[int, ...], chunks: tuple[int, ...]) -> da.Array:
     sizes = da.core.normalize_chunks(chunks, shape)
     read = Stored(shape, "f4").__getitem__
-    return trakdask.arrays.blocks.stored(read, sizes, "f4", f"open-{name}-{shape[0]}")
+    return trakdask.arrays.graphs.stored(read, sizes, "f4", f"open-{name}-{shape[0]}")
 
 
 def features(n: int, coords: Mapping[str, Any], *, gram: bool = True) -> xr.Dataset:
