@@ -38,6 +38,16 @@ def test_drop__again_and_nothing(store: Path) -> None:
     assert_rows(td.drop(store, where=xr.zeros_like(opened.number, bool)), left, 2)
 
 
+@pytest.mark.parametrize(
+    ("text", "left"), [("number in [7, 30] or number > 35", LEFT), ("sample < 2", range(7, 40))]
+)
+def test_drop__by_a_condition(store: Path, text: str, left: range) -> None:
+    opened = td.drop(store, where=text)
+    assert_rows(
+        opened, [n for n in left if n not in (7, 30) and n < 36] if left is LEFT else left, 2
+    )
+
+
 def test_drop__rows_that_are_not_finite(tmp_path: Path) -> None:
     bad = features(A)
     bad["feature"] = bad.feature.where(bad.number != 7, np.inf)  # NaN would be a failed sample
