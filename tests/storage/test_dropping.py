@@ -38,14 +38,9 @@ def test_drop__again_and_nothing(store: Path) -> None:
     assert_rows(td.drop(store, where=xr.zeros_like(opened.number, bool)), left, 2)
 
 
-@pytest.mark.parametrize(
-    ("text", "left"), [("number in [7, 30] or number > 35", LEFT), ("sample < 2", range(7, 40))]
-)
-def test_drop__by_a_condition(store: Path, text: str, left: range) -> None:
-    opened = td.drop(store, where=text)
-    assert_rows(
-        opened, [n for n in left if n not in (7, 30) and n < 36] if left is LEFT else left, 2
-    )
+def test_drop__by_a_condition(store: Path) -> None:
+    assert_rows(td.drop(store, where="number == 7 or number > 35"), [5, 6, *range(8, 36)], 2)
+    assert_rows(td.drop(store, where="sample < 2"), range(8, 36), 2)  # positions of what is left
 
 
 def test_drop__rows_that_are_not_finite(tmp_path: Path) -> None:
