@@ -38,6 +38,11 @@ def test_drop__again_and_nothing(store: Path) -> None:
     assert_rows(td.drop(store, where=xr.zeros_like(opened.number, bool)), left, 2)
 
 
+def test_drop__by_a_condition(store: Path) -> None:
+    assert_rows(td.drop(store, where="number == 7 or number > 35"), [5, 6, *range(8, 36)], 2)
+    assert_rows(td.drop(store, where="sample < 2"), range(8, 36), 2)  # positions of what is left
+
+
 def test_drop__rows_that_are_not_finite(tmp_path: Path) -> None:
     bad = features(A)
     bad["feature"] = bad.feature.where(bad.number != 7, np.inf)  # NaN would be a failed sample

@@ -65,7 +65,9 @@ def damping(
     how well the linearised model follows the real one; ``threshold`` (), the least that suffices
     for the prior; ``grade`` (relative_damping), what left-out checkpoints say; ``rule`` (), what
     chose λ in the end. All but ``damping`` and ``rule`` are NaN where outputs were not asked;
-    :func:`trakdask.plots.damping` draws them.
+    :func:`trakdask.plots.damping` draws them. ρ is in units of tr(K_c)/n, which a number as
+    ``damping`` of an estimator is not: with ρ = 3, it is
+    ``Soft(damping=chosen.damping * (3 / chosen.relative))``.
 
     Raises
     ------
@@ -151,7 +153,11 @@ def describe_damping(regularized: Regularized) -> xr.Dataset:
         },
         coords={
             CHECKPOINT: regularized.features[CHECKPOINT],
-            "relative_damping": arrays.damping.GRID,
+            "relative_damping": (
+                "relative_damping",
+                arrays.damping.GRID,
+                {"description": "λ in units of tr(K)/n"},
+            ),
         },
     )
 

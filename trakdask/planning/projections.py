@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trakdask.arrays import gram, memory
+from trakdask.arrays import gram, memory, spectra
 from trakdask.checks import shown
 from trakdask.projection import Projector, RowMap
 from trakdask.projection.fitted import Fitted
