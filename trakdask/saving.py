@@ -20,7 +20,8 @@ from trakdask.arrays.memory import Sizes
 from trakdask.arrays.solve import component_count
 from trakdask.attribution.conditions import selection
 from trakdask.attribution.damping_rules import require_calibration
-from trakdask.attribution.estimators import EstimatorLike, Soft, Trak, with_gram
+from trakdask.attribution.estimators import EstimatorLike, with_gram
+from trakdask.attribution.gauss_newton import Soft, Trak
 from trakdask.attribution.grams import require_eigenvectors, require_gram, sums
 from trakdask.attribution.protocol import GramEstimator
 from trakdask.attribution.regularization import chosen_damping

@@ -10,7 +10,7 @@ import xarray as xr
 
 import trakdask as td
 from tests.storage.integers import NAMES, VALUES, A, B, assert_rows, features, save
-from trakdask.attribution.estimators import Trak
+from trakdask.attribution.gauss_newton import Trak
 from trakdask.attribution.grams import stored_matrix
 
 LEFT = range(5, 40)

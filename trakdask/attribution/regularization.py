@@ -22,14 +22,9 @@ from trakdask.attribution.damping_rules import (
     chosen_by_outputs,
     known_choice,
 )
-from trakdask.attribution.estimators import EstimatorLike, Soft, choosing, with_gram
-from trakdask.attribution.grams import (
-    GramMatrix,
-    gram_matrix,
-    is_of_gram,
-    of_gram,
-    stored_matrix,
-)
+from trakdask.attribution.estimators import EstimatorLike, choosing, with_gram
+from trakdask.attribution.gauss_newton import Soft
+from trakdask.attribution.grams import GramMatrix, gram_matrix, is_of_gram, of_gram, stored_matrix
 from trakdask.attribution.protocol import LOGIT_VARIANCE, Absolute, GramEstimator
 from trakdask.variables import (
     CHECKPOINT,
