@@ -55,7 +55,7 @@ TOGETHER = [[*range(5)], [*range(5, 10)], [*range(10)]]
 
 
 def rows_of(subject: Subject, cache: Path) -> list[Row]:
-    """Return a row for each kind of features and checkpoints; those of the cache are kept."""
+    """Return a row for each kind of features and checkpoints; rows in the cache are kept."""
     return [row for kind in KINDS for row in _kept(subject, kind, cache)]
 
 

@@ -1,4 +1,4 @@
-"""Compare the scores of the drop-in with those of traker itself, in both precisions.
+"""Compare the scores of the drop-in with scores of traker itself, in both precisions.
 
 Both draw the same projections and use the same λ > 0, so that the scores differ by rounding alone.
 """

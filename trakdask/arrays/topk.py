@@ -28,7 +28,7 @@ from trakdask.arrays.blocks import (
 
 @dataclass(frozen=True)
 class TileMask:
-    """A mask over samples and targets, as a function of what is known of a tile.
+    """A mask over samples and targets, as a function of a tile.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Featurize: check what is asked for, and return a lazy Dataset of projected gradients."""
+"""Featurize: check the arguments, and return a lazy Dataset of projected gradients."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def featurize(
         random signs per gradient element. For another size, ``td.SJLT(proj_dim=4096)``.
     like
         Features that these are to be multiplied with, as :func:`open` returns them, in the place of
-        a projector: the same one, with what was fitted, is taken from them, and so are their
+        a projector: the same one, with its fitted values, is taken from them, and so are their
         checkpoints, ``gradients`` and ``dtype``.
     gradients
         Engine of the per-sample gradients: ``"hooks"``, one batched backward pass in the memory of
@@ -152,7 +152,7 @@ def featurize(
     - ``trained_on`` (sample, checkpoint), bool, if the samples have it;
     - with ``on_error="record"``, ``error`` (sample, checkpoint): text, "" for samples that
       did not fail. :func:`open` returns it as a coord;
-    - what the projector was fitted with, (..., checkpoint), which ``like=`` takes from here, and
+    - the values of a fitted projector, (..., checkpoint), which ``like=`` takes from here, and
       ``wrong_classes`` (proj_dim, proj_dim_1, checkpoint), if :func:`fit` made it.
 
     Its ``attrs`` record how it was computed.
@@ -234,7 +234,7 @@ def featurize(
 
 
 def _joined(prepared: GraphInputs) -> GraphInputs:
-    """Return what a graph is built from in larger blocks, if features of a block have few bytes."""
+    """Return the inputs of a graph in larger blocks, if features of a block have few bytes."""
     n, inputs = sum(prepared.rows), prepared.inputs
     n_bytes = int(sum(array.nbytes for array in inputs.values())) // n
     rows = joined_rows(n, 4 * prepared.job.proj_dim, n_bytes)
@@ -257,7 +257,7 @@ def prepare(
     divide: Divide | None = None,
     adds_up: bool = False,
 ) -> GraphInputs:
-    """Check the arguments of :func:`featurize`, and gather what its graph is built from.
+    """Check the arguments of :func:`featurize`, and gather the inputs of its graph.
 
     ``divide`` says how to divide samples into parts, whose gradients are multiplied with vectors
     and not projected; ``adds_up``, that gradients are only added up.
@@ -359,7 +359,7 @@ def _trained_on(samples: xr.Dataset, features: xr.Dataset) -> xr.Variable:
 
 
 def projector_of(features: xr.Dataset) -> Fitted:
-    """Return the projector that features were made with, and what it was fitted with."""
+    """Return the projector that features were made with, and its fitted values."""
     attrs, names = as_values(features.attrs), checkpoint_names(features)
     if missing := [name for name in REQUIRED_SPEC if name not in attrs]:
         raise ValueError(
@@ -370,7 +370,7 @@ def projector_of(features: xr.Dataset) -> Fitted:
     wanted = fitted.variables.values()
     if missing := [name for name in wanted if name not in features]:
         raise ValueError(
-            f"expected what the projector was fitted with in the features, got none of {missing}; "
+            f"expected the values of the fitted projector in the features, got none of {missing}; "
             "try td.open(store), which has all of it"
         )
     return replace(
@@ -384,12 +384,12 @@ def projector_of(features: xr.Dataset) -> Fitted:
 
 
 def model_of(attrs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what identifies the model that something is fitted to, from the attrs of features."""
+    """Return the attrs of features that identify the model to which something is fitted."""
     return {name: attrs[name] for name in ("parameters", "checkpoints")}
 
 
 def _lazy_fit(fitted: Fitted) -> Arrays:
-    """Return what was fitted as Dask arrays, in a chunk per checkpoint."""
+    """Return the fitted values as Dask arrays, in a chunk per checkpoint."""
     return {
         name: da.asarray(array).rechunk((*[-1] * (array.ndim - 1), 1))
         for name, array in fitted.arrays.items()
@@ -460,7 +460,7 @@ def _batch_size(batch_size: int | Literal["auto"], engine: str, held: int) -> in
 
 
 def require_model(model: object) -> None:
-    """Reject what is no :class:`Model`, such as the module itself."""
+    """Reject an object that is no :class:`Model`, such as the module itself."""
     if not isinstance(model, Model):
         raise TypeError(
             f"expected a td.Model as model, got {type(model).__name__}; try td.Model(build, "
