@@ -10,7 +10,7 @@ import dask.array as da
 import numpy as np
 import xarray as xr
 
-import trakdask.arrays.blocks
+import trakdask.arrays.graphs
 
 
 class StoredArray:
@@ -43,7 +43,7 @@ def stored(values: Any, chunks: Any) -> da.Array:
     array = StoredArray(values) if isinstance(values, np.ndarray) else values
     sizes = da.core.normalize_chunks(chunks, array.shape)
     name = f"open-{next(_numbers)}"
-    return trakdask.arrays.blocks.stored(array.__getitem__, sizes, array.dtype, name)
+    return trakdask.arrays.graphs.stored(array.__getitem__, sizes, array.dtype, name)
 
 
 def as_stored(features: xr.Dataset, chunks: int | tuple[int, ...]) -> xr.Dataset:

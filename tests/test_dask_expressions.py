@@ -98,4 +98,4 @@ def test_graphs__are_known_to_one_module() -> None:
         for path in (ROOT / "trakdask").rglob("*.py")
         if any(word in path.read_text() for word in words)
     }
-    assert modules == {"arrays/blocks.py"}
+    assert modules == {"arrays/graphs.py"}

@@ -22,7 +22,7 @@ from zarr.abc.store import Store
 from zarr.storage import FsspecStore, LocalStore, ObjectStore, ZipStore
 
 from trakdask import execution
-from trakdask.arrays.blocks import plain
+from trakdask.arrays.graphs import plain
 from trakdask.arrays.memory import exported
 from trakdask.files import Folder, naming, replacing
 from trakdask.provenance import as_values

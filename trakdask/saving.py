@@ -18,8 +18,10 @@ import xarray as xr
 from trakdask import arrays
 from trakdask.arrays.memory import Sizes
 from trakdask.arrays.solve import component_count
+from trakdask.attribution.conditions import selection
 from trakdask.attribution.damping_rules import require_calibration
-from trakdask.attribution.estimators import EstimatorLike, Soft, Trak, with_gram
+from trakdask.attribution.estimators import EstimatorLike, with_gram
+from trakdask.attribution.gauss_newton import Soft, Trak
 from trakdask.attribution.grams import require_eigenvectors, require_gram, sums
 from trakdask.attribution.protocol import GramEstimator
 from trakdask.attribution.regularization import chosen_damping
@@ -217,7 +219,7 @@ def _require_memory(
 def drop(
     store: str | os.PathLike[str],
     *,
-    where: xr.DataArray | Callable[[xr.Dataset], xr.DataArray],
+    where: str | xr.DataArray | Callable[[xr.Dataset], xr.DataArray],
     storage_options: Mapping[str, Any] | None = None,
 ) -> xr.Dataset:
     """Leave samples out of a store from now on, and out of the gram matrix that it keeps.
@@ -227,8 +229,9 @@ def drop(
     store
         Folder or fsspec URL that :func:`save` wrote, complete.
     where
-        True for the samples to drop: boolean (sample), along what :func:`open` returns; or a
-        function of that Dataset, as in ``where=lambda ds: ds.source == "spam"``.
+        Which samples to drop: a condition on their coords as text, such as ``'source == "spam"'``,
+        as in :func:`top_k`; a boolean mask (sample), along what :func:`open` returns; or a function
+        from that Dataset to a mask.
     storage_options
         As in :func:`save`.
 
@@ -239,7 +242,7 @@ def drop(
     Raises
     ------
     ValueError
-        If ``where`` is no boolean (sample), or drops all.
+        If ``where`` is no condition or boolean (sample), or drops all.
     FileNotFoundError, IncompleteFeaturesError, StoreBusyError
         As :func:`assign_coords`.
 
@@ -257,7 +260,7 @@ def drop(
     >>> features = td.testing.simulate_features(n_samples=8, proj_dim=4)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     saved = td.save(features, f"{folder}/f.zarr", progress=False)
-    ...     left = td.drop(f"{folder}/f.zarr", where=saved.label == 1)
+    ...     left = td.drop(f"{folder}/f.zarr", where="label == 1")
     ...     left.sizes["sample"]
     4
     """
@@ -274,6 +277,8 @@ def drop(
 
 def _chosen(ds: xr.Dataset, where: Any) -> np.ndarray:
     """Return which of the samples are to be dropped."""
+    if isinstance(where, str):
+        where = selection(ds.feature, where)
     mask = where(ds) if callable(where) else where
     content = f"{mask!r:.60} ({type(mask).__name__})"
     if isinstance(mask, xr.DataArray):
@@ -285,8 +290,8 @@ def _chosen(ds: xr.Dataset, where: Any) -> np.ndarray:
             content = f"true for all {len(chosen)}"
     raise ValueError(
         f"expected where= as a boolean DataArray ({SAMPLE}: {ds.sizes[SAMPLE]}), true for some "
-        f"samples, or a function that returns one, got {content}; try "
-        "where=lambda ds: ds.source == 'spam', with a coord of yours"
+        f"samples, or a condition, got {content}; try where=\"source == 'spam'\", with a coord "
+        "of yours"
     )
 
 

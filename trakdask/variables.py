@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from trakdask.arrays.blocks import plain, reader
+from trakdask.arrays.graphs import plain, reader
 from trakdask.checks import shown
 
 SAMPLE = "sample"

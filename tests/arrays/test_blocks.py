@@ -12,15 +12,9 @@ from hypothesis import strategies as st
 
 from tests.stored_arrays import stored
 from trakdask.arrays import blocks
-from trakdask.arrays.blocks import (
-    PackedRows,
-    add,
-    block_starts,
-    flat,
-    map_stored,
-    read_in_task,
-)
+from trakdask.arrays.blocks import add, block_starts, flat
 from trakdask.arrays.gram import pooled
+from trakdask.arrays.graphs import PackedRows, map_stored, read_in_task
 from trakdask.arrays.score import checked
 from trakdask.arrays.weights import squared_norm
 

@@ -17,8 +17,8 @@ from scipy import sparse
 
 from trakdask import arrays
 from trakdask.arrays import memory
-from trakdask.arrays.blocks import stored
 from trakdask.arrays.factorization import decompose
+from trakdask.arrays.graphs import stored
 from trakdask.arrays.memory import Sizes
 
 SLACK = 10e6

@@ -19,7 +19,7 @@ from distributed import Client
 
 import trakdask as td
 from tests.stored_arrays import ShapeOfArray, as_stored, stored
-from trakdask.arrays.blocks import reader
+from trakdask.arrays.graphs import reader
 from trakdask.testing import raise_if_dask_computes, simulate_features
 
 P, C, ROWS = 4, 5, 64

@@ -98,6 +98,8 @@ def test_damping__by_a_calibration_set(power, rho, noise, chosen) -> None:
     trace = np.einsum("spc,spc,sc->c", x, x, weights(TRAIN, power)[0])
     np.testing.assert_allclose(found.damping, float(found.relative) * trace / N, rtol=1e-12)
     np.testing.assert_array_equal(found.relative_damping, GRID)
+    another = td.Soft(power=power, damping=found.damping * (3 / found.relative))
+    np.testing.assert_allclose(td.damping(TRAIN, another).damping, 3 * trace / N, rtol=1e-12)
 
 
 def test_damping__in_coordinates_that_name_their_prior() -> None:

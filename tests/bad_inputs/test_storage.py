@@ -111,6 +111,8 @@ DROP = [
     ("positions", drop(along([0, 1])), ValueError, ["int64 {'sample': 2}", "sample: 6"]),
     ("too many", drop(along([True, False] * 4)), ValueError, ["{'sample': 8}", "sample: 6"]),
     ("all samples", drop(along([True] * 6)), ValueError, ["true for all 6"]),
+    ("a condition on nothing there", drop("colour == 3"), ValueError, ["'colour'", "'label'"]),
+    ("a condition on targets", drop("target == 0"), ValueError, ["'target'", "'label'"]),
     ("a function that returns nothing", drop(lambda _: None), ValueError, ["NoneType"]),
 ]  # fmt: skip
 

@@ -1,7 +1,7 @@
 """What grades by left-out checkpoints are worth, and what λ and options gain by them.
 
     python tests/benchmarks/cross_validation.py --cache demo-output/quality    # two hours
-    python tests/benchmarks/cross_validation.py --stage draws                  # ten minutes
+    python tests/benchmarks/cross_validation.py --stage draws                  # half an hour
 
 On every task of ``halves.py``: checkpoints of random halves, five (two draws) and ten of them, by
 random columns and by ``td.fit``, with the estimator that is the default. The truth has other halves
@@ -20,8 +20,9 @@ grades right, and is their spread as large as their errors say?
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -50,19 +51,22 @@ from trakdask.variables import lazy_features
 
 KINDS = ("plain", "fit")
 N_DRAWS = 6
-DRAWN = ("short", "early", "narrow", "mlp", "overlapping")
+DRAWN = ("short", "early", "narrow", "mlp", "overlapping", "cnn")
 TOGETHER = [[*range(5)], [*range(5, 10)], [*range(10)]]
 
 
-def rows_of(subject: Subject, cache: Path) -> list[Row]:
-    """Return a row for each kind of features and checkpoints; rows in the cache are kept."""
-    return [row for kind in KINDS for row in _kept(subject, kind, cache)]
+def kept(folder: Path, kind: str, subject: Subject, measure: Callable[[], Any]) -> Any:
+    """Return what was measured of a kind of features and a task; the cache keeps it."""
+    path = folder / f"{kind}-{subject.name}-{subject.digest()}.json"
+    made_once(path, lambda path: path.write_text(json.dumps(measure())))
+    return json.loads(path.read_text())
 
 
-def _kept(subject: Subject, kind: str, cache: Path) -> list[Row]:
-    path = cache / "left-out" / f"{kind}-{subject.name}-{subject.digest()}.json"
-    made_once(path, lambda path: path.write_text(json.dumps(list(_rows(subject, kind, cache)))))
-    rows: list[Row] = json.loads(path.read_text())
+def rows_of(subject: Subject, kind: str, cache: Path) -> list[Row]:
+    """Return a row for each set of checkpoints."""
+    rows: list[Row] = kept(
+        cache / "left-out", kind, subject, lambda: list(_rows(subject, kind, cache))
+    )
     return rows
 
 
@@ -179,8 +183,13 @@ def print_choice_of_features(frame: pd.DataFrame) -> None:
     print(lost.groupby("n").agg(["mean", "max"]).round(3).to_string())
 
 
-def of_draws(subject: Subject, cache: Path) -> Row:
-    """Grade scores by several independent draws of ten halves, at 512 random columns."""
+def of_draws(subject: Subject, kind: str, cache: Path) -> Row:
+    """Grade scores by several independent draws of ten halves."""
+    row: Row = kept(cache / "draws", kind, subject, lambda: _of_draws(subject, kind, cache))
+    return row
+
+
+def _of_draws(subject: Subject, kind: str, cache: Path) -> Row:
     n, size = len(subject.data()[0][0]), N_CHECKPOINTS
     files = half_checkpoints(subject, cache, size * N_DRAWS)
     halves = np.array([members(FIRST + j, n) for j in range(size * N_DRAWS)])
@@ -192,7 +201,10 @@ def of_draws(subject: Subject, cache: Path) -> Row:
             trained_on=(("checkpoint", "sample"), halves[some])
         )
         model = td.Model(subject.build, files[some], subject.task)
-        train, targets = featurized(model, samples, subject.samples(1), td.SJLT(512))
+        projector = (
+            td.SJLT(512) if kind == "plain" else td.fit(subject.samples(0), model, progress=False)
+        )
+        train, targets = featurized(model, samples, subject.samples(1), projector)
         graded = td.evaluate.cross_validate(train, targets)
         grades.append((float(graded.lds_mean), float(graded.error)))
         scores = td.score(train, targets).values
@@ -212,15 +224,16 @@ def of_draws(subject: Subject, cache: Path) -> Row:
     grade, error = np.transpose(grades)
     bias, single = grade - by_others, np.mean(singles)
     return {
-        "task": subject.name, "grade": grade.mean(), "by others": np.mean(by_others),
-        "bias": bias.mean(), "of bias": bias.std(ddof=1) / N_DRAWS**0.5, "single": single,
+        "features": kind, "task": subject.name, "grade": grade.mean(),
+        "by others": np.mean(by_others), "bias": bias.mean(),
+        "of bias": bias.std(ddof=1) / N_DRAWS**0.5, "single": single,
         "spread": grade.std(ddof=1), "error": error.mean(),
         "within": (abs(grade - single) < 2 * error).mean(),
     }  # fmt: skip
 
 
 def print_draws(rows: list[Row]) -> None:
-    frame = pd.DataFrame(rows).set_index("task")
+    frame = pd.DataFrame(rows).set_index(["features", "task"])
     print(
         f"\nGrades of {N_DRAWS} independent draws of ten halves: their mean; the mean for the same"
     )
@@ -229,17 +242,20 @@ def print_draws(rows: list[Row]) -> None:
         "single models; their standard deviation; their mean error; how many are within two errors"
     )
     print(frame.round(3).to_string())
-    print(frame[["bias", "spread", "error", "within"]].mean().round(3).to_string())
+    means = frame.groupby("features")[["bias", "spread", "error", "within"]].mean()
+    print(means.round(3).to_string())
 
 
 def main() -> None:
     arguments = arguments_of(__doc__, TASKS, ("tasks", "draws"))
+    names, cache = arguments.tasks, arguments.cache
     if arguments.stage == "draws":
-        names = [name for name in DRAWN if name in arguments.tasks]
-        print_draws([of_draws(TASKS[name], arguments.cache) for name in names])
+        drawn = [name for name in DRAWN if name in names]
+        print_draws([of_draws(TASKS[name], kind, cache) for kind in KINDS for name in drawn])
         return
-    rows = [row for name in arguments.tasks for row in rows_of(TASKS[name], arguments.cache)]
-    frame = frame_of(rows)
+    frame = frame_of(
+        [row for n in names for kind in KINDS for row in rows_of(TASKS[n], kind, cache)]
+    )
     print_grades(frame)
     print(f"\nRegret of λ, {frame.task.nunique()} tasks, {len(frame)} settings")
     print_regret(frame, ["features", "n"])

@@ -11,7 +11,7 @@ of its own, because memory is part of the question:
 - tasks: how many the scheduler gets, after all optimizations;
 - scheduler: the seconds of CPU in which a scheduler without workers takes the graph, with what the
   client does to send it; running a task costs it about a millisecond more;
-- sent: the bytes of the graph as a client sends it to the scheduler, pickled;
+- sent: the bytes of the graph as ``result.compute()`` sends it to the scheduler, pickled;
 - tasks' bytes: the sum and the largest of the pickles that workers get (up to 256 of each kind of
   task are pickled; the sum is extrapolated);
 - memory: what the process holds beyond the coords, at the highest point of all of this.
@@ -27,7 +27,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,10 @@ import psutil
 import torch
 import xarray as xr
 from _machine import parser_of, peak_memory
-from dask._expr import FinalizeCompute
-from dask.base import collections_to_expr
 from distributed.protocol import deserialize, serialize, to_serialize
 
 import trakdask as td
-import trakdask.arrays.blocks
+import trakdask.arrays.graphs
 from trakdask.testing import raise_if_dask_computes
 from trakdask.variables import VARIABLES
 
@@ -106,8 +104,7 @@ def measure(n: int, name: str) -> None:
         start = time.process_time()
         result = _QUERIES[name](n, coords)
         built = time.process_time() - start
-    arrays = [v.data for v in variables(result) if isinstance(v.data, da.Array)]
-    expression = FinalizeCompute(collections_to_expr(arrays)).optimize()
+    expression, keys = given_to_scheduler(result)
     header, frames = serialize(to_serialize(expression))
     sent = sum(memoryview(frame).nbytes for frame in frames)
     tasks = dict(deserialize(header, frames).__dask_graph__())
@@ -116,16 +113,33 @@ def measure(n: int, name: str) -> None:
     sizes = (sent, total, largest, peak_memory() - before)
     n_tasks = len(tasks)
     del tasks
-    print(f"{name:22}{built:7.2f} s{n_tasks:11,}{scheduler_s(arrays, n_tasks):9.2f} s"
+    print(f"{name:22}{built:7.2f} s{n_tasks:11,}{scheduler_s(expression, keys, n_tasks):9.2f} s"
           f"{''.join(map(megabytes, sizes))}")  # fmt: skip
 
 
-def scheduler_s(arrays: list[da.Array], n_tasks: int) -> float:
-    """Return the CPU seconds until a scheduler in this process has all tasks of some arrays."""
+class Given(Exception):
+    """What a scheduler was given."""
+
+
+def given_to_scheduler(result: xr.Dataset | xr.DataArray) -> tuple[Any, Any]:
+    """Return the optimized graph that ``result.compute()`` gives to a scheduler, and its keys."""
+
+    def schedule(expression: Any, keys: Any, **_: object) -> None:
+        raise Given(expression, keys)
+
+    try:
+        result.compute(scheduler=schedule)
+    except Given as given:
+        return given.args
+    raise AssertionError("a lazy result is computed by a scheduler")
+
+
+def scheduler_s(expression: Any, keys: Any, n_tasks: int) -> float:
+    """Return the CPU seconds until a scheduler in this process has all tasks of a graph."""
     options = {"n_workers": 0, "processes": False, "dashboard_address": None}
     with distributed.LocalCluster(**options) as cluster, distributed.Client(cluster) as client:
         start = time.process_time()
-        futures = client.compute(arrays)
+        futures = client.get(expression, keys, sync=False)
         while len(cluster.scheduler.tasks) < 0.9 * n_tasks:  # clients may fuse otherwise
             time.sleep(0.01)
         seconds = time.process_time() - start
@@ -145,11 +159,6 @@ def task_bytes(tasks: Mapping[Any, Any]) -> tuple[float, int]:
         total += sum(sizes) / len(sizes) * len(keys)
         largest = max(largest, *sizes)
     return total, largest
-
-
-def variables(result: xr.Dataset | xr.DataArray) -> Iterable[xr.Variable]:
-    """Return what is computed of a result; its coords in memory are not."""
-    return (result.variables if isinstance(result, xr.Dataset) else {"": result.variable}).values()
 
 
 def pickled(task: object) -> bytes:
@@ -180,7 +189,7 @@ def metadata(n: int) -> dict[str, tuple[str, np.ndarray]]:
 def stored(name: str, shape: tuple[int, ...], chunks: tuple[int, ...]) -> da.Array:
     sizes = da.core.normalize_chunks(chunks, shape)
     read = Stored(shape, "f4").__getitem__
-    return trakdask.arrays.blocks.stored(read, sizes, "f4", f"open-{name}-{shape[0]}")
+    return trakdask.arrays.graphs.stored(read, sizes, "f4", f"open-{name}-{shape[0]}")
 
 
 def features(n: int, coords: Mapping[str, Any], *, gram: bool = True) -> xr.Dataset:

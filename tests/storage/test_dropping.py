@@ -10,7 +10,7 @@ import xarray as xr
 
 import trakdask as td
 from tests.storage.integers import NAMES, VALUES, A, B, assert_rows, features, save
-from trakdask.attribution.estimators import Trak
+from trakdask.attribution.gauss_newton import Trak
 from trakdask.attribution.grams import stored_matrix
 
 LEFT = range(5, 40)
@@ -36,6 +36,11 @@ def test_drop__again_and_nothing(store: Path) -> None:
     opened = td.drop(store, where=lambda ds: ds.number.isin([7, 30]))
     assert_rows(opened, left, 2)
     assert_rows(td.drop(store, where=xr.zeros_like(opened.number, bool)), left, 2)
+
+
+def test_drop__by_a_condition(store: Path) -> None:
+    assert_rows(td.drop(store, where="number == 7 or number > 35"), [5, 6, *range(8, 36)], 2)
+    assert_rows(td.drop(store, where="sample < 2"), range(8, 36), 2)  # positions of what is left
 
 
 def test_drop__rows_that_are_not_finite(tmp_path: Path) -> None:

@@ -102,6 +102,12 @@ def test_finalize_features__needs_complete_checkpoints(tmp_path: Path, ids: Any,
         traker.finalize_features(ids)
 
 
+def test_init__an_unknown_task(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"'image_classification', .* got 'img'; try task="):
+        TRAKer(model=model, task="img", train_set_size=1, save_dir=tmp_path, device="cpu")
+
+
 def test_init__a_machine_without_cuda(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="try device='cpu'"):
         Run(options={"device": "cuda:0"}).make(TRAKer, tmp_path)

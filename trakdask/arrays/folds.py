@@ -19,11 +19,11 @@ from trakdask.arrays.blocks import (
     flat,
     matrix,
     product_dtype,
-    read_in_task,
     tree_sum,
 )
 from trakdask.arrays.damping import CHOICE, GRID
 from trakdask.arrays.evaluation import Ranking, correlation
+from trakdask.arrays.graphs import read_in_task
 from trakdask.arrays.solve import Spectrum
 
 Floats = npt.NDArray[np.float64]

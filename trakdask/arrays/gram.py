@@ -12,7 +12,6 @@ import numpy as np
 from trakdask.arrays.blocks import (
     Block,
     Blocks,
-    Labels,
     Unread,
     align_weights,
     block_starts,
@@ -20,9 +19,9 @@ from trakdask.arrays.blocks import (
     failed_rows,
     flat,
     product_dtype,
-    read_in_task,
     tree_sum,
 )
+from trakdask.arrays.graphs import Labels, read_in_task
 from trakdask.arrays.groups import group_sum
 from trakdask.arrays.weights import pooled
 from trakdask.arrays.xp import array_module, asnumpy

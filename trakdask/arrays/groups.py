@@ -14,8 +14,6 @@ from trakdask.arrays.blocks import (
     SPLIT_EVERY,
     Block,
     Blocks,
-    Bounds,
-    PackedRows,
     align_weights,
     block_starts,
     blocks_with,
@@ -24,10 +22,9 @@ from trakdask.arrays.blocks import (
     flat,
     matrix,
     product_dtype,
-    read_in_task,
-    reader,
     tree_sum,
 )
+from trakdask.arrays.graphs import Bounds, PackedRows, read_in_task, reader
 from trakdask.arrays.weights import pooled as pooled_weights
 
 

@@ -16,16 +16,15 @@ from trakdask.arrays.blocks import (
     SPLIT_EVERY,
     Block,
     Blocks,
-    SparseRows,
     blockwise,
     failed_rows,
     flat,
     matrix,
     product_dtype,
-    read_in_task,
     tree_sum,
 )
 from trakdask.arrays.folds import jackknife_error, mean_of_others
+from trakdask.arrays.graphs import SparseRows, read_in_task
 from trakdask.arrays.score import estimate
 
 #: Levels of p-values by which significance is decided. Each is 1.03 times the one before.

@@ -13,8 +13,9 @@ from typing import Self
 
 import dask.array as da
 
-from trakdask.arrays.blocks import SPLIT_EVERY, reader
+from trakdask.arrays.blocks import SPLIT_EVERY
 from trakdask.arrays.gram import ROWS_PER_DIM, accumulation_dtype
+from trakdask.arrays.graphs import reader
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,8 @@ from trakdask.arrays.blocks import (
     matrix,
     mean_weight,
     product_dtype,
-    read_in_task,
-    reader,
-    stored,
 )
+from trakdask.arrays.graphs import read_in_task, reader, stored
 from trakdask.arrays.weights import row_norms, with_digest
 from trakdask.arrays.xp import array_module, asnumpy
 

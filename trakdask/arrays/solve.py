@@ -13,17 +13,9 @@ import dask.array as da
 import numpy as np
 import numpy.typing as npt
 
-from trakdask.arrays.blocks import (
-    Block,
-    Blocks,
-    Labels,
-    blockwise,
-    coarse_groups,
-    flat,
-    product_dtype,
-    read_in_task,
-)
+from trakdask.arrays.blocks import Block, Blocks, blockwise, coarse_groups, flat, product_dtype
 from trakdask.arrays.factorization import Matrix, cholesky_in_place, decompose, solve_in_place
+from trakdask.arrays.graphs import Labels, read_in_task
 
 #: SciPy holds Python's lock while it factorizes; a worker can do without it for a second or two.
 _MOST_FLOPS = 5e10

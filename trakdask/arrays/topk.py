@@ -11,19 +11,8 @@ import dask.array as da
 import numpy as np
 import numpy.typing as npt
 
-from trakdask.arrays.blocks import (
-    Block,
-    Blocks,
-    Bounds,
-    PackedRows,
-    Slices,
-    block_of,
-    blocks_with,
-    blockwise,
-    flat,
-    read_in_task,
-    tree,
-)
+from trakdask.arrays.blocks import Block, Blocks, block_of, blocks_with, blockwise, flat, tree
+from trakdask.arrays.graphs import Bounds, PackedRows, Slices, read_in_task
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,9 @@ from trakdask.arrays.blocks import (
     blockwise,
     coarse_groups,
     flat,
-    map_stored,
     mean_weight,
-    read_in_task,
-    reader,
-    stored,
 )
+from trakdask.arrays.graphs import map_stored, read_in_task, reader, stored
 
 #: Tolerance for values of 1 - p that rounding puts outside [0, 1].
 _ROUNDING = 1e-6

@@ -1,6 +1,7 @@
 """Attribution: from features to the gram matrix, its damping, scores and rankings."""
 
-from trakdask.attribution.estimators import GradCos, GradDot, RelatIF, Soft, TracIn, Trak
+from trakdask.attribution.estimators import GradCos, GradDot, RelatIF, TracIn
+from trakdask.attribution.gauss_newton import Soft, Trak
 from trakdask.attribution.grams import gram
 from trakdask.attribution.groups import combine
 from trakdask.attribution.metrics import metric

@@ -8,12 +8,10 @@ import xarray as xr
 from dask.array.utils import meta_from_array
 
 from trakdask import arrays
-from trakdask.arrays.blocks import plain
-from trakdask.attribution.estimators import Trak
+from trakdask.arrays.graphs import plain
 from trakdask.attribution.folds import differ, fold_weights, require_folds
-from trakdask.attribution.grams import (
-    GramMatrix,
-)
+from trakdask.attribution.gauss_newton import Trak
+from trakdask.attribution.grams import GramMatrix
 from trakdask.attribution.protocol import Absolute, GramEstimator, damping_prior
 from trakdask.errors import warn_once
 from trakdask.provenance import require_comparable
@@ -33,8 +31,6 @@ _LEAST_ROWS = 50
 #: A standard error of their correlation is below 0.032, and 2 p² flops for each are less than
 #: the 9 p³ of the eigendecomposition, from p of a few hundred on.
 _LEFT_OUT_ROWS = 1000
-
-
 _NEAR_PRIOR = 1.0
 """Within so many decades of the prior, ρ is where totals follow outputs best."""
 

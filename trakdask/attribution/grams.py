@@ -10,9 +10,9 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.arrays.blocks import plain
+from trakdask.arrays.graphs import plain
 from trakdask.arrays.memory import Sizes
-from trakdask.attribution.estimators import Trak
+from trakdask.attribution.gauss_newton import Trak
 from trakdask.attribution.protocol import GIVEN, GramEstimator
 from trakdask.execution import require_memory
 from trakdask.variables import (

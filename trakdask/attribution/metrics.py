@@ -14,7 +14,8 @@ import pandas as pd
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.arrays.blocks import blockwise, plain
+from trakdask.arrays.blocks import blockwise
+from trakdask.arrays.graphs import plain
 from trakdask.arrays.metrics import Floats, Measured
 from trakdask.attribution.protocol import has_squared_error
 from trakdask.checks import require_choice

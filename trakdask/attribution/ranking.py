@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal, Self, get_args
 from uuid import uuid4
 
@@ -14,23 +13,15 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.arrays.blocks import Read, plain, reader
+from trakdask.arrays.blocks import Read
+from trakdask.arrays.graphs import plain, reader
 from trakdask.arrays.topk import TileMask
-from trakdask.attribution.conditions import Condition, selection
 from trakdask.attribution.groups import group_codes, require_group_coord
+from trakdask.attribution.masks import Where, columns_along, mask_of
 from trakdask.checks import require_choice, require_integer, require_number
 from trakdask.execution import require_memory
-from trakdask.variables import (
-    RANK,
-    SAMPLE,
-    TARGET,
-    VARIABLES,
-    aligned,
-    coords_along,
-    stays_in_store,
-)
+from trakdask.variables import RANK, SAMPLE, TARGET, VARIABLES, coords_along
 
-Where = str | xr.DataArray | np.ndarray | Callable[[xr.Dataset], xr.DataArray]
 Over = Literal["max", "mean"]
 
 _MISSING = {"f": np.nan, "M": "NaT", "m": "NaT", "i": -1, "b": False}
@@ -197,7 +188,7 @@ def top_k(
         )
     if not isinstance(scores.data, da.Array):
         scores = scores.copy(data=plain(scores.variable.chunk().data))
-    mask = _mask(scores, selection(scores, where) if isinstance(where, str) else where)
+    mask = mask_of(scores, where)
     if over_targets is not None:
         return _top_over_targets(scores, mask, k, fraction, over_targets, by, largest=largest)
     if by is not None:
@@ -229,12 +220,12 @@ def top_k(
     attrs = {**scores.attrs, "order": "descending" if largest else "ascending"}
     coords: dict[Hashable, Any] = {}
     columns: dict[Hashable, Any] = {}
-    for name, values in _columns_along(scores, SAMPLE).items():
+    for name, values in columns_along(scores, SAMPLE).items():
         gathered = _gathered(name, values, position)
         coords[name] = shape, gathered
         if isinstance(values, np.ndarray):
             columns[name] = gathered, values
-    coords |= {name: (TARGET, c) for name, c in _columns_along(scores, TARGET).items()}
+    coords |= {name: (TARGET, c) for name, c in columns_along(scores, TARGET).items()}
     top = Ranking(
         {
             rank_by: (shape, value, VARIABLES["score"].attrs),
@@ -309,76 +300,6 @@ def _counts(sizes: Sequence[int], k: int | None, fraction: float | None) -> list
             f"(0, 1] of them, got {asked}; try fewer, or a mask that selects more"
         )
     return counts
-
-
-def _columns_along(scores: xr.DataArray, dim: str) -> dict[Hashable, np.ndarray | da.Array]:
-    """Return the values of coords: in memory, or as lazy arrays if they stay in a store."""
-    sizes = scores.variable.chunksizes[SAMPLE]
-    return {
-        name: coord.data if stays_in_store(coord, sizes) else coord.values
-        for name, coord in coords_along(scores, dim).items()
-    }
-
-
-def _mask(scores: xr.DataArray, where: Where | None) -> np.ndarray | TileMask | None:
-    """Return None, a mask over samples, or one of tiles."""
-    if where is None:
-        return None
-    if callable(where) and not isinstance(where, (xr.DataArray, np.ndarray)):
-        dims: dict[Hashable, str] = {}
-        columns: list[tuple[np.ndarray | da.Array, str]] = []
-        for dim, axis in ((SAMPLE, "s"), (TARGET, "t")):
-            for name, values in _columns_along(scores, dim).items():
-                if not isinstance(where, Condition) or name in where.names:
-                    dims[name] = dim
-                    columns.append((values, axis))
-        return TileMask(functools.partial(_mask_of_coords, where, dims), tuple(columns))
-    if not isinstance(where, xr.DataArray):  # which makes NaN of what a masked array hides
-        n_dims = np.ndim(where)
-        where = xr.DataArray(where, dims=(SAMPLE, TARGET, *range(2, n_dims))[:n_dims])
-    elif set(where.dims) <= {SAMPLE, TARGET}:
-        where = aligned(where, scores, what="where")
-    fits = all(scores.sizes.get(dim) == size for dim, size in where.sizes.items())
-    if where.dtype.kind != "b" or not where.dims or not fits:
-        raise ValueError(
-            f"expected where as bool over samples, or over both of {dict(scores.sizes)}, got "
-            f"{where.dtype} over {dict(where.sizes)}; try where=(scores.label == 3), or "
-            "where=lambda tile: tile.label == tile.target_label"
-        )
-    if where.dims == (SAMPLE,):
-        return where.values
-    index = "t" if where.dims == (TARGET,) else "st"
-    values = where.transpose(SAMPLE, TARGET, missing_dims="ignore").values
-    return TileMask(_broadcast, ((values, index),))
-
-
-def _mask_of_coords(
-    where: Callable[[xr.Dataset], xr.DataArray],
-    dims: Mapping[Hashable, str],
-    samples: range,
-    targets: range,
-    *coords: np.ndarray,
-) -> np.ndarray:
-    """Return a function of the coords of a tile, (sample, target)."""
-    pairs = zip(dims.values(), coords, strict=True)
-    positions = {SAMPLE: (SAMPLE, np.array(samples)), TARGET: (TARGET, np.array(targets))}
-    tile = xr.Dataset(coords=positions | dict(zip(dims, pairs, strict=True)))
-    mask = where(tile)
-    is_mask = isinstance(mask, xr.DataArray) and mask.dtype == bool
-    if not is_mask or any(tile.sizes.get(dim) != size for dim, size in mask.sizes.items()):
-        is_array = isinstance(mask, xr.DataArray)
-        actual = f"{mask.dtype} over {dict(mask.sizes)}" if is_array else type(mask).__name__
-        raise ValueError(
-            f"expected the function where= to return a boolean DataArray over the tile's "
-            f"{dict(tile.sizes)}, got {actual}; try lambda tile: tile.label == tile.target_label"
-        )
-    whole = mask.variable.set_dims(tile.sizes).transpose(SAMPLE, TARGET)
-    return np.asarray(whole.values)
-
-
-def _broadcast(samples: range, targets: range, mask: np.ndarray) -> np.ndarray:
-    """Return a mask over targets, or over both, as (sample, target)."""
-    return np.broadcast_to(mask, (len(samples), len(targets)))
 
 
 def _gathered(name: Hashable, values: Any, position: da.Array) -> da.Array:

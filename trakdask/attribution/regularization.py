@@ -22,14 +22,9 @@ from trakdask.attribution.damping_rules import (
     chosen_by_outputs,
     known_choice,
 )
-from trakdask.attribution.estimators import EstimatorLike, Soft, choosing, with_gram
-from trakdask.attribution.grams import (
-    GramMatrix,
-    gram_matrix,
-    is_of_gram,
-    of_gram,
-    stored_matrix,
-)
+from trakdask.attribution.estimators import EstimatorLike, choosing, with_gram
+from trakdask.attribution.gauss_newton import Soft
+from trakdask.attribution.grams import GramMatrix, gram_matrix, is_of_gram, of_gram, stored_matrix
 from trakdask.attribution.protocol import LOGIT_VARIANCE, Absolute, GramEstimator
 from trakdask.variables import (
     CHECKPOINT,
@@ -70,7 +65,9 @@ def damping(
     how well the linearised model follows the real one; ``threshold`` (), the least that suffices
     for the prior; ``grade`` (relative_damping), what left-out checkpoints say; ``rule`` (), what
     chose λ in the end. All but ``damping`` and ``rule`` are NaN where outputs were not asked;
-    :func:`trakdask.plots.damping` draws them.
+    :func:`trakdask.plots.damping` draws them. ρ is in units of tr(K_c)/n, which a number as
+    ``damping`` of an estimator is not: with ρ = 3, it is
+    ``Soft(damping=chosen.damping * (3 / chosen.relative))``.
 
     Raises
     ------
@@ -156,7 +153,11 @@ def describe_damping(regularized: Regularized) -> xr.Dataset:
         },
         coords={
             CHECKPOINT: regularized.features[CHECKPOINT],
-            "relative_damping": arrays.damping.GRID,
+            "relative_damping": (
+                "relative_damping",
+                arrays.damping.GRID,
+                {"description": "λ in units of tr(K)/n"},
+            ),
         },
     )
 

@@ -12,7 +12,8 @@ import pandas as pd
 import xarray as xr
 from scipy import sparse
 
-from trakdask.arrays.blocks import blockwise, plain
+from trakdask.arrays.blocks import blockwise
+from trakdask.arrays.graphs import plain
 from trakdask.attribution.scores import score, self_influence
 from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, TARGET_PREFIX
 

@@ -11,7 +11,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask.arrays import evaluation
-from trakdask.arrays.blocks import plain
+from trakdask.arrays.graphs import plain
 from trakdask.checks import require_integer, require_number
 from trakdask.variables import SAMPLE, TARGET, coords_along
 

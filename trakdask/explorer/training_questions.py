@@ -13,7 +13,8 @@ import pandas as pd
 import xarray as xr
 
 import trakdask as td
-from trakdask.attribution.estimators import EstimatorLike, GradDot, Trak
+from trakdask.attribution.estimators import EstimatorLike, GradDot
+from trakdask.attribution.gauss_newton import Trak
 from trakdask.attribution.protocol import GramEstimator
 from trakdask.explorer import tables
 from trakdask.explorer.computing import compute

@@ -16,7 +16,7 @@ import xarray as xr
 from distributed.system import MEMORY_LIMIT
 
 from trakdask._version import __version__
-from trakdask.arrays.blocks import plain
+from trakdask.arrays.graphs import plain
 from trakdask.checks import require_choice, require_integer, shown
 from trakdask.execution import active_client, workers_of
 from trakdask.featurization.graphs import Arrays, GraphInputs, lazy_arrays

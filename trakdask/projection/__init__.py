@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from trakdask.projection.fast_jl import FastJL
+from trakdask.projection.identity import Identity
 from trakdask.projection.kronecker import Kronecker
 from trakdask.projection.mask import Mask
-from trakdask.projection.protocol import ROW_ALIGNMENT, ROW_BLOCK, Cost, Identity, Projector, RowMap
+from trakdask.projection.protocol import Cost, Projector
 from trakdask.projection.rademacher import Rademacher
+from trakdask.projection.rows import ROW_ALIGNMENT, ROW_BLOCK, RowMap
 from trakdask.projection.sjlt import SJLT
 from trakdask.projection.stream import ProjectionStream, project
 

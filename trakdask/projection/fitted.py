@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from trakdask.projection.protocol import Projector, RowMap, from_spec
+from trakdask.projection.protocol import Projector, from_spec
+from trakdask.projection.rows import RowMap
 
 KIND = "fitted"
 """In the spec of a projector with fitted steps."""

@@ -27,15 +27,8 @@ from trakdask.projection.philox import (
     STREAM_KRONECKER_RIGHT,
     STREAM_RADEMACHER,
 )
-from trakdask.projection.protocol import (
-    ROUNDING_ERROR,
-    ROW_ALIGNMENT,
-    ROW_BLOCK,
-    Cost,
-    Projector,
-    RowMap,
-    allowed,
-)
+from trakdask.projection.protocol import ROUNDING_ERROR, Cost, Projector, allowed
+from trakdask.projection.rows import ROW_ALIGNMENT, ROW_BLOCK, RowMap
 
 # Sizes of buffers. They do not affect results, since all sums within a row block are exact.
 _SAMPLE_TILE = 32

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trakdask.projection.axes import Rotations, places_of, rotated, rotations
 from trakdask.projection.fitted import Fitted
-from trakdask.projection.protocol import RowMap
+from trakdask.projection.rows import RowMap
 from trakdask.projection.stream import ProjectionStream
 
 

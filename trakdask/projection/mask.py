@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from trakdask.checks import shown
+from trakdask.projection.identity import Identity
 from trakdask.projection.kronecker import Kronecker
 from trakdask.projection.philox import STREAM_MASK, UInt64Array, fill_words
-from trakdask.projection.protocol import Cost, Identity, Projector, RowMap, allowed
+from trakdask.projection.protocol import Cost, Projector, allowed
+from trakdask.projection.rows import RowMap
 
 Int64Array = npt.NDArray[np.int64]
 

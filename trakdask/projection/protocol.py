@@ -1,30 +1,22 @@
-"""The base of all projectors, the one that keeps the gradient, and the rows of parameters.
+"""The base of all projectors, their cost, and their specs.
 
 A projector is a frozen value that defines a linear map from gradients to features.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from trakdask.checks import require_choice, require_integer, shown
 from trakdask.html_tables import HtmlTable
-
-ROW_ALIGNMENT = 512
-"""In a random projection, a parameter tensor starts at a multiple of this many rows."""
-
-ROW_BLOCK = 16384
-"""Rows of one quantisation block. Blocks tile the global row grid from row 0."""
+from trakdask.projection.rows import ROW_BLOCK, RowMap
 
 DEFINITION_VERSION = 1
 """Version of the mathematical definition; stores of different versions cannot be compared."""
@@ -44,86 +36,6 @@ def allowed(values: range | tuple[str, ...], example: object) -> Mapping[str, An
     ``example`` is the value that error messages suggest.
     """
     return {"allowed": values, "example": example}
-
-
-@dataclass(frozen=True)
-class RowMap:
-    """A fixed map from parameter names to rows of the projection matrix.
-
-    Build it with :meth:`from_shapes`, for at least one parameter. The order of the names must never
-    change for stored features.
-
-    Parameters
-    ----------
-    names
-        Parameter names, in row order.
-    shapes
-        Shape of each parameter.
-    offsets
-        First row of each parameter, a multiple of ``alignment``.
-    alignment
-        A parameter starts at a multiple of this many rows.
-    """
-
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    offsets: tuple[int, ...]
-    alignment: int
-
-    @classmethod
-    def from_shapes(cls, shapes: Mapping[str, Sequence[int]], *, alignment: int) -> RowMap:
-        """Assign consecutive rows to parameters, each starting at the next aligned row.
-
-        Parameters
-        ----------
-        shapes
-            Shape of each parameter by name, in the order of the rows.
-        alignment
-            The projector's ``row_alignment``.
-
-        Returns
-        -------
-        The map, which is the same for the same shapes in the same order.
-
-        Examples
-        --------
-        >>> rows = RowMap.from_shapes({"weight": (3, 4), "bias": (3,)}, alignment=512)
-        >>> rows.offset("bias"), rows.n_rows, rows.n_parameters
-        (512, 515, 15)
-        """
-        offsets, row = [], 0
-        for shape in shapes.values():
-            row = -(-row // alignment) * alignment
-            offsets.append(row)
-            row += math.prod(shape)
-        sizes = tuple(tuple(int(length) for length in shape) for shape in shapes.values())
-        return cls(tuple(shapes), sizes, tuple(offsets), alignment)
-
-    @cached_property
-    def _position(self) -> dict[str, int]:
-        return {name: i for i, name in enumerate(self.names)}
-
-    def offset(self, name: str) -> int:
-        """Return the first row of a parameter."""
-        return self.offsets[self._position[name]]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a parameter."""
-        return self.shapes[self._position[name]]
-
-    def size(self, name: str) -> int:
-        """Return the number of elements of a parameter."""
-        return math.prod(self.shape(name))
-
-    @property
-    def n_rows(self) -> int:
-        """Number of rows up to the last element of the last parameter."""
-        return self.offsets[-1] + math.prod(self.shapes[-1])
-
-    @property
-    def n_parameters(self) -> int:
-        """Number of elements of all parameters, without padding."""
-        return sum(math.prod(shape) for shape in self.shapes)
 
 
 @dataclass(frozen=True)
@@ -308,6 +220,8 @@ class Projector(HtmlTable, ABC):
 
         Examples
         --------
+        >>> import torch
+        >>> from trakdask.projection import Identity
         >>> rows = RowMap.from_shapes({"weight": (2, 3)}, alignment=1)
         >>> Identity().back_project(rows, 0, torch.ones(1, 6)).shape
         torch.Size([1, 6])
@@ -351,6 +265,7 @@ def from_spec(spec: Mapping[str, Any]) -> Projector:
 
     Examples
     --------
+    >>> from trakdask.projection import Identity
     >>> from_spec(Identity().spec())
     Identity()
     """
@@ -392,33 +307,3 @@ def require_block_fits(projector: Projector, n_rows: int, n_samples: int, limit:
             f"columns each, by {projector}; try td.SJLT(proj_dim=2048), or fewer samples per "
             "block: samples.chunk(sample=...)"
         )
-
-
-@dataclass(frozen=True)
-class Identity(Projector):
-    """Use the whole gradient, for small models and exact results; columns are rows of the map."""
-
-    kind: ClassVar[str] = "identity"
-
-    def width(self, n_rows: int) -> int:
-        """Return ``n_rows``."""
-        return n_rows
-
-    def scale(self, n_rows: int) -> float:
-        """Return 1."""
-        return 1.0
-
-    def cost(self, n_rows: int) -> Cost:
-        """Return the cost of a copy, without errors."""
-        return Cost(0, 0, 0, rounding_error=0.0, product_error=(0.0, 0.0))
-
-    def project_block(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
-        """Add one row block to its own columns of ``out``; see ``Projector``."""
-        block = block.float()  # a float64 value such as 1e300 is infinite as a float32 feature
-        out[:, row_offset : row_offset + block.shape[1]].add_(block)
-        # As with other projectors, one value that is not finite spoils all columns of its sample.
-        out.masked_fill_(~torch.isfinite(block).all(1, keepdim=True), torch.nan)
-
-    def multiply_vectors(self, row_map: RowMap, checkpoint: int, vectors: Tensor) -> Tensor:
-        """Return the vectors; see ``Projector``."""
-        return vectors

@@ -18,15 +18,8 @@ from trakdask.projection.fixed_point import (
     split_digits,
 )
 from trakdask.projection.philox import STREAM_RADEMACHER
-from trakdask.projection.protocol import (
-    ARITHMETIC,
-    ROUNDING_ERROR,
-    ROW_ALIGNMENT,
-    ROW_BLOCK,
-    Cost,
-    RowMap,
-    allowed,
-)
+from trakdask.projection.protocol import ARITHMETIC, ROUNDING_ERROR, Cost, allowed
+from trakdask.projection.rows import ROW_ALIGNMENT, ROW_BLOCK, RowMap
 from trakdask.torch_internals import int8_matmul
 
 _COLUMN_TILE = 2048

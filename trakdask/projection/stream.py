@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from trakdask.projection.acceleration import Scratch, count_elements, on_gpu
-from trakdask.projection.protocol import ROW_BLOCK, Projector, RowMap
+from trakdask.projection.protocol import Projector
+from trakdask.projection.rows import ROW_BLOCK, RowMap
 
 _PROBE_STEP = 512
 _scratch = Scratch()

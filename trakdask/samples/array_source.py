@@ -14,7 +14,7 @@ import xarray as xr
 import zarr
 from dask.array.utils import meta_from_array
 
-from trakdask.arrays.blocks import plain
+from trakdask.arrays.graphs import plain
 from trakdask.checks import is_tensor
 from trakdask.samples.coords import CoordsLike, fields_as_coords, to_numpy
 from trakdask.samples.datasets import assemble, dataset_of

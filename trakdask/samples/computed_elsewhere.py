@@ -10,7 +10,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask._version import __version__
-from trakdask.arrays.blocks import plain
+from trakdask.arrays.graphs import plain
 from trakdask.checks import shown
 from trakdask.provenance import as_text
 from trakdask.samples.array_source import data_of, lazy_variables

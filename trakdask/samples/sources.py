@@ -167,6 +167,10 @@ def read_name(name: str, token: str, size: int) -> str:
 
 
 def content_of(name: str) -> str:
-    """Return Dask's name of an array, without the chunk size if :func:`read_name` chose it."""
+    """Return Dask's name of an array, without the chunk size if :func:`read_name` chose it.
+
+    Only this name follows the content: an attribute would survive ``isel``, and then identify rows
+    that are not there.
+    """
     match = _READ_NAME.fullmatch(name)
     return match[1] if match else name

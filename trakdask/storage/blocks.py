@@ -23,8 +23,9 @@ from dask.typing import Key
 from distributed import as_completed
 
 from trakdask import execution
-from trakdask.arrays.blocks import Block, Bounds, Unread, block_of, graph_of, plain
+from trakdask.arrays.blocks import Block, Unread, block_of
 from trakdask.arrays.damping import warn_client
+from trakdask.arrays.graphs import Bounds, graph_of, plain
 from trakdask.checks import shown
 from trakdask.errors import StoreMismatchError, warn_once
 from trakdask.files import Folder

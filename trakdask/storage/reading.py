@@ -23,7 +23,8 @@ import zarr
 from dask.base import tokenize
 from zarr.storage import StorePath
 
-from trakdask.arrays.blocks import Key, Read, reader, stored
+from trakdask.arrays.blocks import Key, Read
+from trakdask.arrays.graphs import reader, stored
 from trakdask.errors import IncompleteFeaturesError, UnfinishedAppendWarning
 from trakdask.files import Folder
 from trakdask.provenance import as_text

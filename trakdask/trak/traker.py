@@ -91,6 +91,8 @@ class TRAKer(Scoring):
 
     Raises
     ------
+    ValueError
+        If ``task`` or ``mode`` is an unknown name.
     AssertionError
         If ``save_dir`` contains a run with other settings: sizes, projector, seed, dtype,
         ``grad_wrt`` or mode; or a run of the original, which does not record the last four.
@@ -157,8 +159,11 @@ class TRAKer(Scoring):
 
         self.save_dir = Path(save_dir).resolve()
         self.load_from_save_dir = load_from_save_dir
-        kind = TASK_TO_MODELOUT[task] if isinstance(task, str) else task
-        self.task = kind() if isinstance(kind, type) else kind
+        if isinstance(task, str):
+            remedy = "try task='image_classification', or an object of AbstractModelOutput"
+            require_choice("task", task, list(TASK_TO_MODELOUT), remedy=remedy)
+            task = TASK_TO_MODELOUT[task]()
+        self.task = task() if isinstance(task, type) else task
         self.gradient_computer = gradient_computer(  # type: ignore[call-arg]
             model=self.model,
             task=self.task,

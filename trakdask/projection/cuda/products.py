@@ -23,7 +23,8 @@ from trakdask.projection.acceleration import on_gpu
 from trakdask.projection.cuda.launch import Argument, Kernels, kernels_for
 from trakdask.projection.fixed_point import FRACTION_BITS
 from trakdask.projection.philox import ROWS_PER_COUNTER
-from trakdask.projection.protocol import ROW_BLOCK, Projector
+from trakdask.projection.protocol import Projector
+from trakdask.projection.rows import ROW_BLOCK
 
 THREADS = 512
 """Threads of a block that works on one sample of one row block; a power of two."""
