@@ -1,4 +1,4 @@
-"""What is used of torch beyond its documented names, each with its reason, and global settings."""
+"""Undocumented names of torch that the package uses, with their reasons, and global settings."""
 
 from __future__ import annotations
 

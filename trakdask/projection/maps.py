@@ -46,7 +46,7 @@ class Maps:
     checkpoint
         Checkpoint id in [0, 2**32).
     arrays
-        What was fitted to this checkpoint, without its axis.
+        The values that were fitted to this checkpoint, without its axis.
     device
         Device of gradients and features.
     """

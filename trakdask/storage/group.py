@@ -331,7 +331,7 @@ def chunks_of(metadata: Metadata) -> list[int]:
 
 
 def separator_of(metadata: Metadata) -> str:
-    """Return what separates the numbers in the name of a chunk."""
+    """Return the character between the numbers in the name of a chunk."""
     return str(metadata["chunk_key_encoding"]["configuration"]["separator"])
 
 
@@ -345,5 +345,5 @@ def lost_chunk(folder: Folder, path: str) -> IncompleteFeaturesError:
 
 
 def kind(dtype: np.dtype[Any]) -> str:
-    """Return what values of a dtype are, whatever their width."""
+    """Return the kind of values of a dtype, whatever their width."""
     return "number" if dtype.kind in "iuf" else dtype.type.__name__

@@ -59,7 +59,7 @@ class _Files(FsspecStore):
     """Files at a URL, each read in one request."""
 
     async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Buffer | None:
-        # Of a whole file s3fs would first ask how long it is, in a request of its own.
+        # s3fs would first ask how long a whole file is, in a request of its own.
         return await super().get(key, prototype, byte_range or OffsetByteRequest(0))
 
 

@@ -22,8 +22,8 @@ from trakdask.storage.group import ERROR, RECORDS, Group
 from trakdask.variables import CHECKPOINT, SAMPLE
 
 _LEAST_ROWS, _MOST_ROWS, _BLOCKS = 2**18, 2**21, 128
-"""Of a packed chunk, which then has 1 to 16 MB. Six arrays in chunks of 128 blocks are 0.05 objects
-for each block. But a task that needs the rows of one block has the whole chunk in memory."""
+"""Rows and blocks of a packed chunk, which then has 1 to 16 MB. Six arrays in chunks of 128 blocks
+are 0.05 objects for each block. But a task that needs one block has the chunk in memory."""
 
 Record = tuple[int, int]
 """The first row of a block, or of the rows of a block that were saved together, and the number of a
@@ -142,6 +142,6 @@ def pack(before: Group, group: Group) -> None:
 
 
 def packed_rows(group: Group) -> int:
-    """Return how many rows of small arrays are in a chunk: those of whole blocks, or all."""
+    """Return how many rows of small arrays are in a chunk: the rows of whole blocks, or all."""
     rows = min(max(_BLOCKS * group.block, _LEAST_ROWS), _MOST_ROWS)
     return min(group.n_samples, max(1, rows // group.block) * group.block)
