@@ -22,7 +22,7 @@ from trakdask.arrays.damping import (
     left_out,
 )
 from trakdask.arrays.gram import gram_and_sum
-from trakdask.arrays.solve import eigenvectors, spectrum
+from trakdask.arrays.spectra import eigenvectors, spectrum
 from trakdask.testing import raise_if_dask_computes
 
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from trakdask.arrays.blocks import Block, Blocks, align_weights, block_starts, blockwise, flat
 from trakdask.arrays.evaluation import correlation
-from trakdask.arrays.solve import Inverse, Spectrum
+from trakdask.arrays.spectra import Inverse, Spectrum
 from trakdask.arrays.weights import pooled
 from trakdask.errors import warn_once
 
@@ -70,7 +70,7 @@ def held_out(spectrum: da.Array, feature: da.Array) -> da.Array:
     Parameters
     ----------
     spectrum
-        Result of :func:`trakdask.arrays.solve.spectrum`, with r.
+        Of :func:`trakdask.arrays.spectra.spectrum`, with r.
     feature
         (row, proj_dim, checkpoint), float, chunks (rows, p, 1).
 

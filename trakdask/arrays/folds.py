@@ -24,7 +24,7 @@ from trakdask.arrays.blocks import (
 from trakdask.arrays.damping import CHOICE, GRID
 from trakdask.arrays.evaluation import Ranking, correlation
 from trakdask.arrays.graphs import read_in_task
-from trakdask.arrays.solve import Spectrum
+from trakdask.arrays.spectra import Spectrum
 
 Floats = npt.NDArray[np.float64]
 
@@ -159,7 +159,7 @@ def totals(spectrum: da.Array, sums: da.Array, feature: da.Array) -> da.Array:
     Parameters
     ----------
     spectrum
-        Result of :func:`trakdask.arrays.solve.spectrum`.
+        Of :func:`trakdask.arrays.spectra.spectrum`.
     sums
         Result of :func:`fold_sums`.
     feature

@@ -85,7 +85,7 @@ def gram(x: Sizes) -> int:
 
 
 def eigenvectors(proj_dim: int, n_component: int) -> int:
-    """Bound a task of :func:`trakdask.arrays.solve.eigenvectors`: K, factors, and LAPACK's work.
+    """Bound a task of :func:`trakdask.arrays.spectra.eigenvectors`: K, factors, and LAPACK's work.
 
     Examples
     --------

@@ -191,10 +191,10 @@ def gram_matrix(
     assert matrix is not None, "it is stored, or a sum"
     if (chooses_damping or decomposed) and factors is None:
         p, dtype = features.sizes[PROJ_DIM], features["feature"].dtype
-        k = arrays.solve.component_count(estimator.rank(n, features), p, dtype)
+        k = arrays.spectra.component_count(estimator.rank(n, features), p, dtype)
         require_eigenvectors(p, k)
-        factors = arrays.solve.eigenvectors(matrix, labels, k)
-    spectrum = factors and arrays.solve.spectrum(*factors, gradient, n, labels)
+        factors = arrays.spectra.eigenvectors(matrix, labels, k)
+    spectrum = factors and arrays.spectra.spectrum(*factors, gradient, n, labels)
     return GramMatrix(matrix, n, labels, estimator, is_stored, spectrum)
 
 

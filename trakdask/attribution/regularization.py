@@ -227,7 +227,7 @@ def regularize(
     if gram.spectrum is None:
         inverse = arrays.solve.cholesky(gram.data, chosen[0], gram.labels)
     else:
-        inverse = arrays.solve.inverse(gram.spectrum, chosen[0])
+        inverse = arrays.spectra.inverse(gram.spectrum, chosen[0])
     return Regularized(features, inverse, in_sums.gram_weights, *chosen)
 
 

@@ -13,7 +13,8 @@ from trakdask import arrays
 from trakdask.checks import require_integer
 from trakdask.errors import warn_once
 from trakdask.execution import require_memory
-from trakdask.featurization.lazy import featurize, model_of
+from trakdask.featurization.lazy import featurize
+from trakdask.featurization.preparation import model_of
 from trakdask.models.model import Model
 from trakdask.projection import SJLT, Projector
 from trakdask.projection.fitted import Components, Fitted

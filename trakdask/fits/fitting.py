@@ -18,7 +18,7 @@ import xarray as xr
 from trakdask.checks import require_integer, shown
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.execution import polled_bar
-from trakdask.featurization.lazy import model_of, projector_of, require_model
+from trakdask.featurization.preparation import model_of, projector_of, require_model
 from trakdask.files import Folder
 from trakdask.fits.components import principal_components, sketch_for
 from trakdask.fits.curvatures import curvature as fit_curvature

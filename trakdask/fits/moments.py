@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trakdask.checks import shown
 from trakdask.errors import CheckpointError
-from trakdask.featurization.lazy import model_of
+from trakdask.featurization.preparation import model_of
 from trakdask.files import Folder, location
 from trakdask.models.checkpoints import (
     CheckpointLike,

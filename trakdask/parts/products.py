@@ -25,7 +25,7 @@ from trakdask.featurization.graphs import (
     variable_of,
 )
 from trakdask.featurization.job import Block, FeaturizeJob, OnError, Partition
-from trakdask.featurization.lazy import prepare
+from trakdask.featurization.preparation import prepare
 from trakdask.models.layers import require_layers_of_tokens
 from trakdask.models.model import Model
 from trakdask.models.modules import select_parameters

@@ -22,7 +22,7 @@ from trakdask.attribution.operands import Solver, solver
 from trakdask.checks import shown
 from trakdask.featurization.graphs import GraphInputs
 from trakdask.featurization.job import ERROR_DTYPE, OnError
-from trakdask.featurization.lazy import projector_of
+from trakdask.featurization.preparation import projector_of
 from trakdask.models.model import Model
 from trakdask.models.tasks.logits import MASK
 from trakdask.parts.products import OTHERS, Parts, by_token, divide, lazy_products

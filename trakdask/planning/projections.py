@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trakdask.arrays import gram, memory, solve
+from trakdask.arrays import gram, memory, spectra
 from trakdask.checks import shown
 from trakdask.projection import Projector, RowMap
 from trakdask.projection.fitted import Fitted
@@ -120,7 +120,7 @@ def planned(
     output_bytes = (4 + 4 + 8) * n_samples * n_checkpoints  # norms are float64
     k = 0
     if width <= _MOST_COLUMNS:
-        k = solve.component_count(n_samples, width, np.dtype(np.float32))
+        k = spectra.component_count(n_samples, width, np.dtype(np.float32))
     sizes = memory.Sizes(n_samples, block_rows, width, n_checkpoints, read=True)
     targets = replace(sizes, n_samples=_TARGETS, rows=_TARGETS, read=False)
     eigenvector_bytes = 8 * (width + 1) * k * n_checkpoints  # and eigenvalues
