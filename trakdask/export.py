@@ -65,8 +65,8 @@ def to_zarr(
         Raise an error instead of writing more than this, a number of bytes or a string such as
         ``"60 GB"``. Scores of a million samples for ten thousand targets take 40 GB.
     overwrite
-        Replace an earlier result of this function, with all that lies in its folder. What is not
-        such a result is never removed, in particular no store of features.
+        Replace an earlier result of this function, with all that lies in its folder. Other
+        folders are never removed, in particular no store of features.
 
     Raises
     ------
@@ -179,8 +179,8 @@ def to_parquet(
         Raise an error instead of writing more than this, before compression: a number of bytes or a
         string such as ``"60 GB"``.
     overwrite
-        Replace an earlier result of this function, with all that lies in its folder. What is not
-        such a result is never removed.
+        Replace an earlier result of this function, with all that lies in its folder. Other
+        folders are never removed.
 
     Raises
     ------

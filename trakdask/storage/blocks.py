@@ -70,7 +70,7 @@ Tasks = tuple[da.Array, list[Key]]
 """An array, and the keys of the blocks of it that are to be computed."""
 
 
-# ------------------------------------------------------------------------------ what is stored
+# ------------------------------------------------------------------------------ stored blocks
 
 
 def sources_that_lack_blocks(before: Group, group: Group) -> list[str]:
@@ -117,7 +117,7 @@ def with_trained_on(group: Group, features: xr.Dataset) -> xr.Dataset:
 
 
 def save_fit(group: Group, features: xr.Dataset, retries: int) -> None:
-    """Store what was fitted to samples, of the checkpoints that lack it.
+    """Store the values of a fitted projector, of the checkpoints that lack them.
 
     Raises
     ------
@@ -328,7 +328,7 @@ def difference_of_block(before: Group, features: xr.Dataset, rows: range) -> str
 def _last_block(
     before: Group, features: xr.Dataset, rows: range
 ) -> tuple[range, int, dict[str, np.ndarray]] | None:
-    """Return the rows of the last stored block without failures, a checkpoint, what is small."""
+    """Return the rows of the last block without failures, a checkpoint, and its small arrays."""
     names, records = checkpoint_names(features), stored_records(before)
     columns = [i for i, name in enumerate(before.target().checkpoints) if name in names]
     bounds = [*starts(rows, before.block), rows.stop]

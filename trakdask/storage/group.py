@@ -43,7 +43,7 @@ Metadata = dict[str, Any]
 
 @dataclass
 class Group:
-    """What counts in a store: its attributes, and the metadata of its arrays by their names."""
+    """The valid state of a store: its attributes, and the metadata of its arrays by their names."""
 
     folder: Folder
     attrs: dict[str, Any]
@@ -173,7 +173,7 @@ class Group:
             raise IncompleteFeaturesError(
                 f"expected all blocks of features in {self.folder.url!r}, but some are missing; "
                 "try td.save(features, store), with the features that it was made of, which "
-                "computes what is missing"
+                "computes the missing blocks"
             )
 
     # ------------------------------------------------------------------------------- what it is to
@@ -191,7 +191,7 @@ class Group:
         return Group(self.folder, attrs, arrays, self.before)
 
     def about_unfinished(self) -> str:
-        """Say what is unfinished, and how to finish it."""
+        """Name the unfinished append, and how to finish it."""
         target = self.target()
         dim = SAMPLE if target.n_samples > self.n_samples else CHECKPOINT
         return (
@@ -263,7 +263,7 @@ class Group:
             self.arrays[name] = _metadata_in(files, name)
 
     def commit(self) -> None:
-        """Let what was written count, from now on, and nothing else."""
+        """Let the written arrays count, from now on, and nothing else."""
         self.attrs["saved"] = {
             "at": datetime.now(UTC).isoformat(), "versions": {"trakdask": __version__}
         }  # fmt: skip

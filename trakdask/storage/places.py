@@ -21,7 +21,7 @@ StoreLike = str | os.PathLike[str] | Store
 
 @dataclass(frozen=True)
 class Content(Folder):
-    """What a zarr ``Store`` object holds, such as a zip file or a session of icechunk, to read."""
+    """The content of a zarr ``Store`` object, such as a zip file or a session of icechunk."""
 
     store: Store = field(kw_only=True)
     prefix: str = ""
@@ -35,7 +35,7 @@ class Content(Folder):
         return False
 
     def names(self) -> list[str]:
-        """List what is in it."""
+        """List the files and folders in it."""
         return sorted(name.strip("/") for name in sync(_all(self.store.list_dir, self.prefix)))
 
     def files(self) -> set[str]:
