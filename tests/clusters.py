@@ -25,7 +25,7 @@ PATIENT: dict[str, Any] = {
 """Settings without which a worker that gets no processor for a while is taken for dead."""
 
 IMPORTED = ["distributed", "torch.func", "trakdask.accessor", "trakdask.demo", "numba"]
-"""What every worker would import itself; the others follow from these."""
+"""Modules that every worker would import itself; the others follow from these."""
 
 
 def forkserver() -> BaseContext:

@@ -1,4 +1,4 @@
-"""What all tests share: hypothesis profiles, one thread, and two kinds of cluster."""
+"""The common part of all tests: hypothesis profiles, one thread, and two kinds of cluster."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run long files first, and skip what is marked ``gpu`` where there is no CUDA device.
+    """Run long files first, and skip tests marked ``gpu`` where there is no CUDA device.
 
     A file runs as a whole in one of the processes of ``make unit``. If a long one came last, the
     other processes would wait for it.

@@ -1,4 +1,4 @@
-"""What holds for the whole repository: its top level, commands, versions, pins and imports."""
+"""The whole repository: its top level, commands, versions, pins and imports."""
 
 from __future__ import annotations
 

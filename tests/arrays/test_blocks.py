@@ -1,4 +1,4 @@
-"""What tasks get of large inputs, and what they read of stored ones, against slices of numpy."""
+"""The parts of large inputs that tasks get, or read from stores, against slices of numpy."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class BadInput:
         Name of the public function, class or method under ``trakdask``, as a user types it:
         ``"featurize"``, ``"evaluate.lds"``, ``"Model"``.
     case
-        What is wrong, in a few words.
+        The mistake, in a few words.
     call
         Makes the call. It is given an empty folder.
     error

@@ -39,7 +39,7 @@ def changed(name: str, row: int, value: float) -> xr.Dataset:
 
 
 def computed(function: Callable[..., Any], *args: Any, **options: Any) -> object:
-    """What is wrong with values can be known only when they are computed."""
+    """Wrong values can be known only when they are computed."""
     return function(*args, **options).compute(scheduler="sync")
 
 

@@ -1,4 +1,4 @@
-"""Configuration files: what is read, what is set, what is kept, and what is refused."""
+"""Configuration files: reading, values of --set, the copy beside results, and refusals."""
 
 from __future__ import annotations
 

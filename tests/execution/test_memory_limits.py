@@ -1,4 +1,4 @@
-"""What cannot fit in a worker is refused with a number before it runs; what fits is not."""
+"""A task that cannot fit in a worker is refused with a number before it runs; others are not."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_save__block_that_kills_its_workers_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_save__task_that_kills_its_workers_without_a_word(tmp_path: Path) -> None:
-    """What is not featurize's cannot say what it begins."""
+    """Tasks of others than featurize cannot say that they begin."""
     data = da.map_blocks(lambda block: os._exit(1), FEATURES.feature.data, meta=np.empty((0, 0, 0)))
     features = FEATURES.assign(feature=(FEATURES.feature.dims, data))
     with (

@@ -1,4 +1,4 @@
-"""Marks: what was marked is there, by whoever; what is dropped is what was marked."""
+"""Marks: the marks of everybody are there, and exactly the marked samples are dropped."""
 
 from __future__ import annotations
 

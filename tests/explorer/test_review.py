@@ -1,4 +1,4 @@
-"""Review: what is predicted, filters by a click, marks of many samples."""
+"""Review: predictions, filters by a click, marks of many samples."""
 
 from __future__ import annotations
 

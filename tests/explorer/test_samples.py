@@ -1,4 +1,4 @@
-"""Contents as HTML: what is in them is shown, and never run."""
+"""Contents as HTML: they are shown, and never run."""
 
 from __future__ import annotations
 

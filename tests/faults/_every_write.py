@@ -86,7 +86,7 @@ OPERATIONS: dict[str, tuple[list[Operation], Operation]] = {
     "calibrate": ([saved, drop], td.calibrate),
     "calibrate_by_others": ([save_soft], calibrate_by_others),
 }
-"""What was done before, and what is killed."""
+"""The calls before, and the call that is killed."""
 
 
 CHANGES = {"os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir"}

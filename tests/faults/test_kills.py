@@ -178,7 +178,7 @@ class Run:
         assert self.driver.wait(280) == 0, (self.folder / "driver.log").read_text()
 
     def finish(self, expected: dict[str, str]) -> None:
-        """Save what is missing, and compare with the store that nobody disturbed."""
+        """Save the missing blocks, and compare with the store that nobody disturbed."""
         done, before = completed(self.store), computed(self.counts)
         self.start(limited=False)
         self.wait_for_success()

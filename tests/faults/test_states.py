@@ -169,7 +169,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.looks_as_before_or_after(opened)
 
     def looks_as_before_or_after(self, opened: xr.Dataset) -> None:
-        """Require what is complete, and nothing of what is being appended."""
+        """Require the complete samples, and nothing of an unfinished append."""
         sources, checkpoints = self.sources, self.checkpoints
         if self.pending and self.pending[0][2] == "sample":
             sources = sources[:-1]

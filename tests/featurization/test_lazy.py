@@ -335,7 +335,7 @@ def test_featurize__vmap_replaces_hooks_that_fail(
     expected = compute(model, gradients="loop").feature
     np.testing.assert_allclose(found.feature, expected, atol=1e-5 * abs(expected).max())
     caplog.clear()
-    with pytest.raises(td.errors.BlockError):  # what was asked for is not replaced
+    with pytest.raises(td.errors.BlockError):  # an engine that was asked for is not replaced
         compute(model, gradients="hooks")
 
 

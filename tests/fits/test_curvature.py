@@ -263,7 +263,7 @@ def test_honest_mistakes_have_clear_errors() -> None:
 
 
 def test_a_checkpoint_of_a_fit_of_three() -> None:
-    """What was fitted belongs to checkpoints, and can be used for one of them, in any order."""
+    """A fit belongs to checkpoints, and can be used for one of them, in any order."""
     samples, model = case("cnn")
     projector = td.principal_components(
         samples, model, 4, projector=fitted("cnn", leading=8).then(td.SJLT(8))

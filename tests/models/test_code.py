@@ -124,7 +124,7 @@ print([name for name in ("torch._dynamo", "sympy") if name in sys.modules])
 
 
 def test_code_digests__same_in_another_process(tmp_path: Path) -> None:
-    """And what is found out about a model does not import torch's compiler, which takes seconds."""
+    """And a check of the model does not import torch's compiler, which takes seconds."""
     (tmp_path / "script.py").write_text(SCRIPT)
     run = subprocess.run(
         [sys.executable, str(tmp_path / "script.py")],

@@ -1,4 +1,4 @@
-"""What is drawn are the scores, their bounds, and whether these contain 0."""
+"""Bars show the scores, their bounds, and whether these contain 0."""
 
 from __future__ import annotations
 

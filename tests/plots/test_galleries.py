@@ -1,4 +1,4 @@
-"""Galleries: what is drawn, for whom, and in which order."""
+"""Galleries: their pictures, for which targets, and in which order."""
 
 from __future__ import annotations
 

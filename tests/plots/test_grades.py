@@ -1,4 +1,4 @@
-"""What is drawn are the grades and their errors."""
+"""The plot shows the grades and their errors."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def product_errors(
 
 
 def pairs(square: Matrix) -> Matrix:
-    """Return what is above the diagonal, as (..., pair)."""
+    """Return the elements above the diagonal, as (..., pair)."""
     return square[..., *np.triu_indices(square.shape[-1], 1)]
 
 

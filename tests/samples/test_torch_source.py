@@ -26,7 +26,7 @@ N = 23
 
 
 class Items(Dataset):
-    """Deterministic items of several kinds; counts what is read, and by how many at a time."""
+    """Deterministic items of several kinds; counts the reads, and the threads at a time."""
 
     def __init__(self, n: int = N, kind: str = "tuple") -> None:
         self.n = n
@@ -220,7 +220,7 @@ def test_from_torch__random_items_are_warned_of() -> None:
         from_torch(Augmented(), names=("image", "label"))
     assert len(caught) == 1
     assert caught[0].filename == __file__
-    from_torch(Augmented(), names=(None, "label"))  # what is left out may be random
+    from_torch(Augmented(), names=(None, "label"))  # items that are left out may be random
     from_torch([(np.array([np.nan, 1.0]), 1)], names=("x", "y"))
 
 

@@ -107,7 +107,7 @@ def test_assign_coords__with_dropped_samples(store: Path) -> None:
 def test_save__coords_that_differ_are_refused_by_name(
     store: Path, name: str, values: np.ndarray, words: str | None
 ) -> None:
-    """Both ways: what was saved again, and what was assigned before saving again."""
+    """Both ways: coords that were saved again, and coords assigned before saving again."""
     changed = features().assign_coords({name: ("sample", values[A])})
     with pytest.raises(td.errors.StoreMismatchError, match=rf"coord '{name}'.*td.assign_coords\("):
         save(changed, store)

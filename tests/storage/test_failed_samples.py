@@ -78,7 +78,7 @@ def test_drop__with_failures_among_what_goes_and_what_stays(tmp_path: Path) -> N
 
 
 def test_drop__soft_sums_with_failures(tmp_path: Path) -> None:
-    """What is kept after a drop is what would be kept of the rest."""
+    """The sums after a drop are the sums over the rest."""
     save(part(A), tmp_path / "f.zarr", estimator="soft")
     opened = td.drop(tmp_path / "f.zarr", where=xr.DataArray(np.arange(40) < 5, dims="sample"))
     rest = save(part(slice(5, 40)), tmp_path / "rest.zarr", estimator="soft")
@@ -88,7 +88,7 @@ def test_drop__soft_sums_with_failures(tmp_path: Path) -> None:
 
 
 def test_save__a_block_that_did_not_fail_this_time_has_no_errors(tmp_path: Path) -> None:
-    """What took the place of lost blocks."""
+    """The blocks that took the place of lost ones."""
     store = tmp_path / "f.zarr"
     save(part(A), store)
     (store / "out_to_loss/c/0/1").unlink()

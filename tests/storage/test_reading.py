@@ -123,7 +123,7 @@ def drop(store: Path) -> None:
 
 
 def shown(store: Path) -> xr.Dataset:
-    """Return what is not computed from all samples, which is an error once it was replaced."""
+    """Return the arrays that are no sums over samples; reading them once replaced is an error."""
     return td.open(store).drop_vars(DERIVED, errors="ignore").load()
 
 

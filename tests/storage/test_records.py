@@ -124,7 +124,7 @@ def test_save__a_record_that_cannot_be_read(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("in_chunks_of_8")
 def test_open__an_unfinished_save(tmp_path: Path) -> None:
-    """What is stored is shown, and NaN for what is not, with features as float16."""
+    """Stored blocks are shown, and NaN for others, with features as float16."""
     store = tmp_path / "f.zarr"
     broken, _ = counted(FEATURES, limit=7)
     with pytest.raises(RuntimeError, match="out of budget"):

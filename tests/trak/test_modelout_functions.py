@@ -33,7 +33,7 @@ DIM, N = 5, 6
 
 @pytest.fixture(autouse=True)
 def class_as_it_was() -> Iterator[None]:
-    """What is set on the class by one test must not be seen by the next."""
+    """A value that one test sets on the class must not be seen by the next."""
     names = ("image_embeddings", "text_embeddings", "num_computed_embeddings", "sim_batch_size")
     before = {name: getattr(CLIPModelOutput, name) for name in (*names, "_digest")}
     yield

@@ -159,7 +159,7 @@ def totals(spectrum: da.Array, sums: da.Array, feature: da.Array) -> da.Array:
     Parameters
     ----------
     spectrum
-        Of :func:`trakdask.arrays.spectra.spectrum`.
+        Result of :func:`trakdask.arrays.spectra.spectrum`.
     sums
         Result of :func:`fold_sums`.
     feature

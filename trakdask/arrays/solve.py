@@ -93,7 +93,7 @@ def solve(inverse: da.Array, target: da.Array) -> da.Array:
     Parameters
     ----------
     inverse
-        Of :func:`trakdask.arrays.spectra.inverse` or :func:`cholesky`.
+        Result of :func:`trakdask.arrays.spectra.inverse` or :func:`cholesky`.
     target
         Features of the targets, (target, proj_dim, checkpoint), float, chunks (rows, p, 1).
 

@@ -153,7 +153,7 @@ def featurize(
     >>> targets.feature.sizes["proj_dim"]
     16
 
-    What failed, and why:
+    The failed samples, and the reasons:
 
     >>> x[2] = np.inf
     >>> samples = td.from_arrays({"image": x, "label": np.zeros(4, int)})

@@ -190,7 +190,7 @@ class Plan:
 
     def _repr_html_(self) -> str:
         titles = "".join(f"<p>{escape(title)}</p>" for title in self._titles())
-        return titles + self._table().T.to_html(border=0)
+        return titles + self._table().to_html(border=0)
 
     def _table(self) -> pd.DataFrame:
         """Return one column per projector, in units that people read."""
