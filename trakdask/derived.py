@@ -1,4 +1,4 @@
-"""What a store keeps of all samples: gram matrices, their eigenvectors and λ.
+"""The sums over all samples in a store: gram matrices, their eigenvectors and λ.
 
 They are computed again whenever the samples change, and are committed together with them.
 """
@@ -110,7 +110,7 @@ def update_derived(
 
 
 def _update_sums(before: Group, group: Group, estimator: GramEstimator, retries: int) -> bool:
-    """Store the sums over the samples; of a checkpoint that has some, what was appended is added.
+    """Store the sums over the samples; a checkpoint that has sums gets the appended samples added.
 
     After a drop the sums are reduced again: a difference would be faster, but would have the
     rounding error of the larger sum. Returns whether the stored gram matrices stay as they are.

@@ -47,7 +47,7 @@ def save(
 
     Runs on the active Dask client, or on threads. Each checkpoint is one submission, and each task
     stores its block, so that killing anything loses the blocks in flight and nothing else, and
-    calling again computes only what is missing.
+    calling again computes only the missing blocks.
 
     Parameters
     ----------
@@ -158,7 +158,7 @@ def save(
     def derive(before: Group, group: Group) -> None:
         is_same = (group.n_samples, group.checkpoints) == (before.n_samples, before.checkpoints)
         kept = asked or (estimator_of(before) if is_same else None)
-        if isinstance(kept, Soft):  # what is appended, like features of the store, has none
+        if isinstance(kept, Soft):  # features, appended or of the store, have none
             kept = replace(kept, wrong_classes=WRONG_CLASSES in group.arrays)
         update_derived(before, group, kept, retries=retries)
 
@@ -219,9 +219,9 @@ def drop(
 
     Notes
     -----
-    The features stay on the disk; ``td.open(store, dropped=True)`` shows and marks them. What is
-    kept beside them is reduced again from what is left, in one pass over the features. Where λ and
-    the eigenvectors of the gram matrix are stored, they are computed again, with λ chosen by
+    The features stay on the disk; ``td.open(store, dropped=True)`` shows and marks them. The
+    sums beside them are reduced again from the remaining samples, in one pass over the features. If
+    λ and the eigenvectors of the gram matrix are stored, they are computed again, with λ chosen by
     training samples.
 
     Examples

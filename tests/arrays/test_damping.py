@@ -54,7 +54,7 @@ def oracle_choice(
 ) -> float:
     """The ρ of the largest correlation above the prior, if it is clearly better than the prior.
 
-    Else that of the largest near the prior.
+    Else the ρ of the largest correlation near the prior.
     """
     above = {rho: z for rho, z in zip(GRID, np.arctanh(values), strict=True) if rho >= prior}
     best = max(above, key=above.__getitem__)

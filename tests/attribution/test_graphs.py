@@ -253,7 +253,8 @@ def test_queries__send_no_coords_that_they_do_not_name(
     growth, expected = of_all[1] - of_all[0], of_named[1] - of_named[0]
     assert growth <= expected + 256
     if "pairs" not in name:  # their tasks compare the labels
-        assert growth <= 20_000
+        # 18,000 labels have 144,000 bytes. With dask-array, each checkpoint gets packed numbers.
+        assert growth <= 40_000
 
 
 @pytest.mark.parametrize("chunks", [60, 7])
@@ -276,8 +277,10 @@ def test_top_k__coords_in_processes_that_do_not_have_them(process_client: Client
     top = td.top_k(
         scores(features), 3, where=lambda tile: (tile.source == "web") & (tile.label == 1)
     )
-    found = process_client.compute(top, sync=True)
-    xr.testing.assert_identical(found, top.compute(scheduler="sync"))
+    found, expected = process_client.compute(top, sync=True), top.compute(scheduler="sync")
+    # Not to the bit: workers may round sums differently, depending on how blocks lie in memory.
+    np.testing.assert_allclose(found.score, expected.score, rtol=1e-5)
+    xr.testing.assert_identical(found.drop_vars("score"), expected.drop_vars("score"))
     assert (found.source == "web").all()
     assert (found.label == 1).all()
     np.testing.assert_array_equal(found.day.values, values.day.values[found.position])

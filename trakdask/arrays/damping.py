@@ -214,9 +214,9 @@ def choose(
     Parameters
     ----------
     curve
-        Of :func:`curve`.
+        Result of :func:`curve`.
     samples
-        What warnings call the samples of the curve.
+        The name of the samples of the curve in warnings.
     prior
         The ρ of models that were trained to the end.
     decades
@@ -280,11 +280,11 @@ def warn_of_choice(rho: float, peak: float, samples: str) -> None:
     Parameters
     ----------
     rho
-        What was chosen; NaN if the outputs did not follow the totals.
+        The chosen ρ; NaN if the outputs did not follow the totals.
     peak
         The largest correlation.
     samples
-        What warnings call the samples whose outputs chose, or failed to.
+        The name, in warnings, of the samples whose outputs chose, or failed to.
     """
     if np.isnan(rho):
         defect = (

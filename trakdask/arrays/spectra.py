@@ -1,7 +1,7 @@
 """(K + λI)⁻¹ by the eigenvectors of K, which are made once for all λ.
 
 A gram matrix of n samples with n < p has rank n at most. Then only n eigenvectors are computed: all
-others have the eigenvalue 0, so that (K + λI)⁻¹ divides what is orthogonal to the n by λ.
+others have the eigenvalue 0, so that (K + λI)⁻¹ divides vectors orthogonal to the n by λ.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _SMALL_SHARE = 0.75
 class Inverse(NamedTuple):
     """(K + λI)⁻¹ = V diag(along) Vᵀ + rest · I for some λ: ``along`` (component, λ), ``rest`` (λ).
 
-    What V spans is divided by s + λ. What is orthogonal to it has the eigenvalue 0 and is divided
-    by λ; with V Vᵀ as the projection on the span, x/λ - V (Vᵀ x)/λ + V diag(1/(s + λ)) Vᵀ x. So
+    Vectors in the span of V are divided by s + λ. All orthogonal to it have the eigenvalue 0, so λ
+    divides them; with V Vᵀ as the projection on it, x/λ - V (Vᵀ x)/λ + V diag(1/(s + λ)) Vᵀ x. So
     ``along`` is 1/(s + λ) - 1/λ = -s/(λ (s + λ)), and ``rest`` is 1/λ. If V has all columns,
     nothing is orthogonal to it, and λ may be 0: ``along`` is 1/(s + λ), and ``rest`` is 0.
     """
@@ -57,7 +57,7 @@ class Inverse(NamedTuple):
 class Spectrum(NamedTuple):
     """K = V diag(s) Vᵀ of one checkpoint, with r = Σ_z mean_c[g] φ, NaN if unknown, and tr(K)/n.
 
-    V is (p, component); where it has fewer columns than rows, what it lacks has the eigenvalue 0.
+    V is (p, component); if it has fewer columns than rows, the missing ones have the eigenvalue 0.
     """
 
     values: Matrix
@@ -101,7 +101,7 @@ def eigenvectors(
     labels
         The checkpoints' names, for errors.
     n_component
-        Of :func:`component_count`; None for p.
+        Result of :func:`component_count`; None for p.
 
     Returns
     -------
@@ -160,12 +160,12 @@ def spectrum(
     n_sample: int,
     labels: Sequence[object],
 ) -> da.Array:
-    """Put what is known of the Gram matrix of every checkpoint into one object.
+    """Put the eigenvectors, λ or sums of every checkpoint's gram matrix into one object.
 
     Parameters
     ----------
     values, vectors
-        Of :func:`eigenvectors`.
+        Results of :func:`eigenvectors`.
     loss_gradient
         r_c = Σ_z mean_c[ g_c(z) ] φ_c(z), (proj_dim, checkpoint), chunks (p, 1). Without it the
         result is for :func:`inverse` only.
@@ -202,7 +202,7 @@ def inverse(spectrum: da.Array, damping: da.Array) -> da.Array:
     Parameters
     ----------
     spectrum
-        Of :func:`spectrum`.
+        Result of :func:`spectrum`.
     damping
         λ, (checkpoint,).
 
@@ -226,7 +226,7 @@ def _inverse(spectrum: Spectrum, damping: Block) -> Inverse:
     lam = float(damping[0])
     is_whole = len(spectrum.vectors) == len(spectrum.values)
     smallest = float(spectrum.values.min()) if is_whole else 0.0
-    # What rounding left of an eigenvalue 0 is no number to divide by.
+    # The eigenvalue 0 is a rounding error here, and no number to divide by.
     least = np.finfo(np.float64).eps * spectrum.values.max(initial=0)
     if not smallest + lam > least:
         raise not_definite(spectrum.label, lam, f"smallest eigenvalue of K = {smallest:.3g}")

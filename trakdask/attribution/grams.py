@@ -110,7 +110,7 @@ def _checked_weights(features: xr.Dataset, weights: xr.DataArray) -> da.Array:
 
 @dataclass(frozen=True)
 class GramMatrix:
-    """K of all samples under some weights, and what belongs to it.
+    """K of all samples under some weights, and the arrays that belong to it.
 
     ``labels`` are the names of the checkpoints, for errors. ``spectrum`` has the eigenvectors,
     where they are stored, or λ is to be chosen by outputs.
@@ -129,7 +129,7 @@ class _OfCaller(Trak):
 
     @property
     def gram_weights(self) -> str:
-        """What ``attrs`` say of them."""
+        """The name of the weights in ``attrs``."""
         return GIVEN
 
     def h(self, features: xr.Dataset) -> da.Array:

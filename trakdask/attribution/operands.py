@@ -59,7 +59,7 @@ class Solver:
         return vectors if matrix is None else arrays.solve.solve(matrix.inverse, vectors)
 
     def vectors(self, targets: xr.Dataset) -> da.Array:
-        """Return what features are multiplied with, for some targets."""
+        """Return the vectors that features are multiplied with, for some targets."""
         return self.estimator.vectors(self.solve(targets.feature.data), targets)
 
     def weight(self, of: xr.Dataset) -> da.Array:

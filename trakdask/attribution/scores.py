@@ -208,7 +208,7 @@ def group_score(
         require_all_samples(training)
         measure = measure_of(metric, explained)
         operands.attrs["metric"] = measure.name
-    # With a metric, one group more has what belongs to no other, so that groups are all samples.
+    # With a metric, one group more has the samples of no other, so that groups are all samples.
     if isinstance(by, xr.DataArray):
         labels, members, n_groups = labels_of_members(training, explained, by)
         n = math.prod(n_groups)

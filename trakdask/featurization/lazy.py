@@ -1,4 +1,4 @@
-"""Featurize: check what is asked for, and return a lazy Dataset of projected gradients."""
+"""Featurize: check the arguments, and return a lazy Dataset of projected gradients."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def featurize(
         random signs per gradient element. For another size, ``td.SJLT(proj_dim=4096)``.
     like
         Features that these are to be multiplied with, as :func:`open` returns them, in the place of
-        a projector: the same one, with what was fitted, is taken from them, and so are their
+        a projector: the same one, with its fitted values, is taken from them, and so are their
         checkpoints, ``gradients`` and ``dtype``.
     gradients
         Engine of the per-sample gradients: ``"hooks"``, one batched backward pass in the memory of
@@ -108,7 +108,7 @@ def featurize(
     - ``trained_on`` (sample, checkpoint), bool, if the samples have it;
     - with ``on_error="record"``, ``error`` (sample, checkpoint): text, "" for samples that
       did not fail. :func:`open` returns it as a coord;
-    - what the projector was fitted with, (..., checkpoint), which ``like=`` takes from here, and
+    - the values of a fitted projector, (..., checkpoint), which ``like=`` takes from here, and
       ``wrong_classes`` (proj_dim, proj_dim_1, checkpoint), if :func:`fit` made it.
 
     Its ``attrs`` record how it was computed.
@@ -190,7 +190,7 @@ def featurize(
 
 
 def _joined(prepared: GraphInputs) -> GraphInputs:
-    """Return what a graph is built from in larger blocks, if features of a block have few bytes."""
+    """Return the inputs of a graph in larger blocks, if features of a block have few bytes."""
     n, inputs = sum(prepared.rows), prepared.inputs
     n_bytes = int(sum(array.nbytes for array in inputs.values())) // n
     rows = joined_rows(n, 4 * prepared.job.proj_dim, n_bytes)

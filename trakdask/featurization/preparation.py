@@ -1,4 +1,4 @@
-"""Check what is asked of featurize, and gather what its graph is built from."""
+"""Check the arguments of featurize, and gather the inputs of its graph."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def prepare(
     divide: Divide | None = None,
     adds_up: bool = False,
 ) -> GraphInputs:
-    """Check the arguments of :func:`featurize`, and gather what its graph is built from.
+    """Check the arguments of :func:`featurize`, and gather the inputs of its graph.
 
     ``divide`` says how to divide samples into parts, whose gradients are multiplied with vectors
     and not projected; ``adds_up``, that gradients are only added up.
@@ -136,7 +136,7 @@ def prepare(
 
 
 def projector_of(features: xr.Dataset) -> Fitted:
-    """Return the projector that features were made with, and what it was fitted with."""
+    """Return the projector that features were made with, and its fitted values."""
     attrs, names = as_values(features.attrs), checkpoint_names(features)
     if missing := [name for name in REQUIRED_SPEC if name not in attrs]:
         raise ValueError(
@@ -147,7 +147,7 @@ def projector_of(features: xr.Dataset) -> Fitted:
     wanted = fitted.variables.values()
     if missing := [name for name in wanted if name not in features]:
         raise ValueError(
-            f"expected what the projector was fitted with in the features, got none of {missing}; "
+            f"expected the values of the fitted projector in the features, got none of {missing}; "
             "try td.open(store), which has all of it"
         )
     return replace(
@@ -161,12 +161,12 @@ def projector_of(features: xr.Dataset) -> Fitted:
 
 
 def model_of(attrs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what identifies the model that something is fitted to, from the attrs of features."""
+    """Return the attrs of features that identify the model to which something is fitted."""
     return {name: attrs[name] for name in ("parameters", "checkpoints")}
 
 
 def _lazy_fit(fitted: Fitted) -> Arrays:
-    """Return what was fitted as Dask arrays, in a chunk per checkpoint."""
+    """Return the fitted values as Dask arrays, in a chunk per checkpoint."""
     return {
         name: da.asarray(array).rechunk((*[-1] * (array.ndim - 1), 1))
         for name, array in fitted.arrays.items()
@@ -224,7 +224,7 @@ def _batch_size(batch_size: int | Literal["auto"], engine: str, held: int) -> in
 
 
 def require_model(model: object) -> None:
-    """Reject what is no :class:`Model`, such as the module itself."""
+    """Reject an object that is no :class:`Model`, such as the module itself."""
     if not isinstance(model, Model):
         raise TypeError(
             f"expected a td.Model as model, got {type(model).__name__}; try td.Model(build, "

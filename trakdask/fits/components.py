@@ -66,7 +66,7 @@ def principal_components(
         Columns of the features: at most as many as there are samples, and columns of the projector.
         If it is more, there are fewer columns, with a warning that has both numbers.
     projector
-        What gradients are projected with first. The wider, the less noise is left;
+        The projector that gradients meet first. The wider, the less noise is left;
         :class:`Identity` leaves none. Steps that scale gradients may come before it.
     **options
         ``gradients``, ``batch_size``, ``dtype`` and ``device`` of :func:`featurize`.

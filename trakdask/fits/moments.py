@@ -26,7 +26,7 @@ from trakdask.projection.fitted import Fitted, SecondMoments
 MomentsLike = Iterable[CheckpointLike] | Mapping[str, CheckpointLike]
 
 EPSILON = 1e-8
-"""What Adam adds to the roots of second moments, by default."""
+"""The number that Adam adds to the roots of second moments, by default."""
 
 
 def second_moments(model: Model, moments: MomentsLike) -> Fitted:

@@ -19,7 +19,7 @@ its LDS with one checkpoint (``tests/benchmarks/results/2026-11-23-columns.txt``
 _MOST_COLUMNS = 8192
 """With more columns, :func:`trakdask.save` makes no eigenvectors."""
 _TARGETS = 100
-"""Of the query whose memory a plan has."""
+"""The number of targets of the query whose memory a plan has."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class PlannedProjection:
         Bytes of all features, float32: samples × proj_dim × checkpoints × 4.
     store_bytes
         Bytes that :func:`~trakdask.save` writes, without metadata: features, their norms, output,
-        out_to_loss, gram matrices and their eigenvectors, and what the projector was fitted with.
+        out_to_loss, gram matrices and their eigenvectors, and the values of a fitted projector.
     buffer_bytes
         Working memory of one thread, in addition to gradients and features, for micro-batches of
         512 samples.

@@ -59,7 +59,7 @@ def joined_coords(
     before, group
         The store as it counts, and as it is to be.
     features, rows
-        What is saved, and where.
+        The features to save, and their rows in the store.
 
     Raises
     ------
