@@ -13,14 +13,7 @@ from hypothesis import strategies as st
 
 from tests.arrays.decomposed_features import LABELS, data, decomposed, lazy
 from tests.waiting import wait_until
-from trakdask.arrays.damping import (
-    CURVE,
-    GRID,
-    choose,
-    curve,
-    held_out,
-    left_out,
-)
+from trakdask.arrays.damping import CURVE, GRID, choose, curve, held_out, left_out
 from trakdask.arrays.gram import gram_and_sum
 from trakdask.arrays.spectra import eigenvectors, spectrum
 from trakdask.testing import raise_if_dask_computes

@@ -11,10 +11,7 @@ from scipy import stats
 from sklearn.metrics import roc_auc_score
 
 from trakdask.arrays import evaluation
-from trakdask.arrays.evaluation import (
-    Ranking,
-    class_ranks,
-)
+from trakdask.arrays.evaluation import Ranking, class_ranks
 
 
 def spearman(a: np.ndarray, b: np.ndarray, counts: np.ndarray) -> list[float]:

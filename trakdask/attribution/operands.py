@@ -20,11 +20,7 @@ from trakdask.attribution.protocol import Absolute, Estimator, GramEstimator
 from trakdask.attribution.regularization import Regularized, regularize
 from trakdask.execution import require_memory
 from trakdask.provenance import require_comparable
-from trakdask.variables import (
-    SAMPLE,
-    lazy_features,
-    validate,
-)
+from trakdask.variables import SAMPLE, lazy_features, validate
 
 _MOST_TARGETS = 4096
 """In a block. More would make large tiles, where a selection of targets needs little."""

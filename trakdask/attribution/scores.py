@@ -21,14 +21,7 @@ from trakdask.attribution.labels import (
 )
 from trakdask.attribution.metrics import COMBINATION, MetricLike, measure_of
 from trakdask.attribution.operands import operands_of, require_tiles, self_influence_forms, solver
-from trakdask.variables import (
-    CHECKPOINT,
-    SAMPLE,
-    TARGET,
-    TARGET_PREFIX,
-    VARIABLES,
-    coords_along,
-)
+from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, TARGET_PREFIX, VARIABLES, coords_along
 
 _MEASURED = f"{TARGET_PREFIX}{COMBINATION}"
 

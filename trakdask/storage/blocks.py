@@ -31,13 +31,7 @@ from trakdask.errors import StoreMismatchError, warn_once
 from trakdask.files import Folder
 from trakdask.storage.group import ERROR, SCALE, Group
 from trakdask.storage.reading import from_half
-from trakdask.storage.records import (
-    Record,
-    small_values,
-    starts,
-    stored_records,
-    write_record,
-)
+from trakdask.storage.records import Record, small_values, starts, stored_records, write_record
 from trakdask.variables import (
     CHECKPOINT,
     FITTED,

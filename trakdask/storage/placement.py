@@ -8,27 +8,10 @@ from typing import Any, Literal
 import xarray as xr
 
 from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
-from trakdask.provenance import (
-    BY_CHECKPOINT,
-    STORE_SPEC,
-    require_same,
-    spec,
-)
-from trakdask.storage.blocks import (
-    difference_of_block,
-)
-from trakdask.storage.group import (
-    ERROR,
-    SCALE,
-    Group,
-)
-from trakdask.variables import (
-    CHECKPOINT,
-    PROJ_DIM,
-    SAMPLE,
-    TRAINED_ON,
-    checkpoint_names,
-)
+from trakdask.provenance import BY_CHECKPOINT, STORE_SPEC, require_same, spec
+from trakdask.storage.blocks import difference_of_block
+from trakdask.storage.group import ERROR, SCALE, Group
+from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, TRAINED_ON, checkpoint_names
 
 AppendDim = Literal["sample", "checkpoint"]
 

@@ -28,15 +28,7 @@ from trakdask.arrays.graphs import reader, stored
 from trakdask.errors import IncompleteFeaturesError, UnfinishedAppendWarning
 from trakdask.files import Folder
 from trakdask.provenance import as_text
-from trakdask.storage.group import (
-    DROPPED,
-    ERROR,
-    SCALE,
-    STORE_ATTRS,
-    Group,
-    dims_of,
-    lost_chunk,
-)
+from trakdask.storage.group import DROPPED, ERROR, SCALE, STORE_ATTRS, Group, dims_of, lost_chunk
 from trakdask.storage.places import StoreLike, readable, zarr_store
 from trakdask.storage.records import all_small_values
 from trakdask.variables import CHECKPOINT, DERIVED, SAMPLE, VARIABLES

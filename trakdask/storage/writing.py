@@ -16,11 +16,7 @@ from trakdask.arrays.weights import squared_norm, with_digest
 from trakdask.checks import require_choice
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.files import Folder, naming
-from trakdask.provenance import (
-    BY_CHECKPOINT,
-    REQUIRED_SPEC,
-    as_values,
-)
+from trakdask.provenance import BY_CHECKPOINT, REQUIRED_SPEC, as_values
 from trakdask.storage.blocks import (
     save_blocks,
     save_fit,
@@ -29,12 +25,7 @@ from trakdask.storage.blocks import (
     with_trained_on,
 )
 from trakdask.storage.coords import joined_coords, portable_coords, require_names
-from trakdask.storage.group import (
-    ERROR,
-    SCALE,
-    STORE_ATTRS,
-    Group,
-)
+from trakdask.storage.group import ERROR, SCALE, STORE_ATTRS, Group
 from trakdask.storage.lock import lock
 from trakdask.storage.placement import AppendDim, blockwise, place
 from trakdask.storage.places import writable

@@ -20,13 +20,7 @@ from numpy.lib.format import open_memmap
 
 from trakdask.errors import StoreMismatchError
 from trakdask.files import replacing
-from trakdask.trak.metadata import (
-    EXTRA,
-    SettingsMismatchError,
-    read_json,
-    require_same,
-    write_json,
-)
+from trakdask.trak.metadata import EXTRA, SettingsMismatchError, read_json, require_same, write_json
 
 
 class ModelIDException(Exception):
