@@ -39,7 +39,9 @@ def problems(page: Any, width: int) -> Iterator[str]:
 
 def main() -> None:
     """Open one page after the other; the exit code says whether there was a problem."""
-    paths = [Path(name) for name in sys.argv[1:]] or sorted(BUILT.rglob("*.html"))
+    paths = [Path(name) for name in sys.argv[1:]] or [
+        page for page in sorted(BUILT.rglob("*.html")) if BUILT / "_static" not in page.parents
+    ]
     found = 0
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(

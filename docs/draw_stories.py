@@ -2,7 +2,7 @@
 
     make demo docs && .venv/bin/python docs/draw_stories.py
 
-The two larger pictures are those of ``make demo``.
+The two larger pictures come from ``make demo``.
 """
 
 from __future__ import annotations
@@ -10,10 +10,16 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
+from html import unescape
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import numpy as np
 from PIL import Image
+
+from trakdask.plots import texts
+from trakdask.plots.texts import TextPlot
 
 HERE = Path(__file__).parent
 NOTEBOOKS, EXECUTED = HERE.parent / "notebooks", HERE / "_build" / "jupyter_execute"
@@ -23,7 +29,6 @@ CARD = (480, 200)
 CROPS = {
     "story_backdoor": ("backdoor", "some of the poisoned", (4, 22, 376, 131)),
     "story_labels": ("wrong_labels", "the most suspicious digits", (404, 23, 809, 231)),
-    "story_language": ("language_model", "td.plots.text(by_word, label=", (0, 4, 336, 144)),
 }
 """Name of the picture: its notebook, a text in the cell that draws it, and the part to show."""
 
@@ -75,12 +80,32 @@ def fridays() -> Image.Image:
     return Image.open(buffer)
 
 
+def words() -> Image.Image:
+    """Draw the first document that the notebook on a language model colours, in shorter lines."""
+    html = output(NOTEBOOKS / "language_model.ipynb", "td.plots.text(by_word, label=", "text/html")
+    title, row = re.findall(r"<b>(.*?)</b>.*?<div[^>]*>(.*?)</div>", html)[0]
+    spans = re.findall(r'title="([^"]*)"[^>]*>([^<]*)</span>', row)
+    scores, tokens = np.array([spans]).T
+    texts._COLUMNS = 34
+    plot = TextPlot(
+        [title.ljust(texts._COLUMNS)],  # with its own sum; the new one does not fit
+        np.vectorize(unescape)(tokens.T),
+        scores.T.astype(float),
+        np.ones(scores.T.shape, bool),
+        0,
+    )
+    buffer = io.BytesIO()
+    plot.figure().savefig(buffer, dpi=150)
+    return Image.open(buffer)
+
+
 def main() -> None:
     """Draw one picture after the other."""
     for name, (notebook, text, part) in CROPS.items():
         png = base64.b64decode(output(NOTEBOOKS / f"{notebook}.ipynb", text, "image/png"))
         write(name, card(Image.open(io.BytesIO(png)).crop(part)))
     write("story_friday", fridays())
+    write("story_language", card(words()))
     for name in ("gallery", "suspicious"):
         write(name, Image.open(DEMO / f"{name}.png"))
 

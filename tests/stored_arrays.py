@@ -1,4 +1,4 @@
-"""Features that are read from somewhere, as those of a store are, with a count of the reads."""
+"""Features that are read from somewhere, like features of a store, with a count of the reads."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def _draw_suspicious(suspicion: xr.DataArray, train: xr.Dataset) -> Path:
 
 
 def _print_explore() -> None:
-    """Print the line that opens the explorer on what the demo has written.
+    """Print the line that opens the explorer on the stores of the demo.
 
     After ``make demo`` its environment is not active in the shell, so it is named.
     """

@@ -92,7 +92,7 @@ def active_client() -> Client | None:
 
 
 def workers_of(client: Client) -> dict[str, Any]:
-    """Return what the scheduler knows of each worker, by address.
+    """Return the scheduler's record of each worker, by address.
 
     The scheduler is asked itself: another thread replaces what ``client.scheduler_info`` was told,
     every few seconds, by an answer without workers.
@@ -152,7 +152,7 @@ def require_memory(n_bytes: int, what: str, remedy: str, *, here: bool = False) 
     n_bytes
         A bound of :mod:`trakdask.arrays.memory`.
     what, remedy
-        Of the error: what takes so much, and what to try.
+        Texts of the error: the array that takes so much, and what to try.
     here
         Whether it runs in this process, and not on workers.
 
@@ -192,7 +192,7 @@ def memory_limit(*, here: bool = False) -> int:
 
 
 def note_start(what: str) -> None:
-    """Record on the scheduler what this worker starts, so that an error can name it if it dies.
+    """Record on the scheduler the task that this worker starts, so that an error can name it.
 
     The scheduler itself blames every task that was waiting on the worker that died.
     """
@@ -239,7 +239,7 @@ def polled_bar(
     The count is of completed work in the store, so the bar is the same on threads, processes and a
     cluster, and is correct after a restart. Counting takes at most a twentieth of the time: if
     listing the store is slow, the bar is updated less often. The remaining time is estimated from
-    the work completed since the bar appeared. The title says what is resumed.
+    the work completed since the bar appeared. The title counts the blocks that were stored before.
     """
     if not show:
         yield

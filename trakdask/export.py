@@ -65,8 +65,8 @@ def to_zarr(
         Raise an error instead of writing more than this, a number of bytes or a string such as
         ``"60 GB"``. Scores of a million samples for ten thousand targets take 40 GB.
     overwrite
-        Replace an earlier result of this function, with all that lies in its folder. What is not
-        such a result is never removed, in particular no store of features.
+        Replace an earlier result of this function, with all that lies in its folder. Other
+        folders are never removed, in particular no store of features.
 
     Raises
     ------
@@ -85,7 +85,7 @@ def to_zarr(
     A result that is not finished cannot be opened. On a disk it is written beside the path and
     renamed at the end, so that whatever was there stays until then. Object stores cannot rename:
     there, an earlier result is removed first, and the new one can be opened, with NaN, only during
-    the moment in which its metadata are made. The same call replaces what a killed one has left.
+    the moment in which its metadata are made. The same call replaces the rest of a killed one.
     Nothing of this holds for a ``Store`` object, which is written as xarray writes it.
     """
     if not isinstance(data, (xr.DataArray, xr.Dataset)):
@@ -130,13 +130,13 @@ def to_zarr(
 
 
 def _require_written_by_tasks(store: Store) -> None:
-    """Reject a Store object of which each task would write a copy of its own."""
+    """Reject a Store object if each task would write to its own copy of it."""
     is_place = isinstance(store, (LocalStore, FsspecStore, ObjectStore))
     if isinstance(store, ZipStore) or (execution.active_client() and not is_place):
         raise TypeError(
             f"expected a store in which tasks can write, got {store} ({type(store).__name__}), of "
             "which each would write a copy; try td.to_zarr(data, 'scores.zarr'), and a copy of "
-            "that, or for what is no ZipStore, dask.config.set(scheduler='threads')"
+            "that, or for other stores than ZipStore, dask.config.set(scheduler='threads')"
         )
 
 
@@ -179,8 +179,8 @@ def to_parquet(
         Raise an error instead of writing more than this, before compression: a number of bytes or a
         string such as ``"60 GB"``.
     overwrite
-        Replace an earlier result of this function, with all that lies in its folder. What is not
-        such a result is never removed.
+        Replace an earlier result of this function, with all that lies in its folder. Other
+        folders are never removed.
 
     Raises
     ------
@@ -262,7 +262,7 @@ def require_replaceable(path: str) -> None:
 
 @contextmanager
 def _replacing(path: str | os.PathLike[str], marker: str, *, overwrite: bool) -> Iterator[Folder]:
-    """Yield an empty folder that cannot be opened; what is in it at the end gets the path."""
+    """Yield an empty folder that cannot be opened; at the end, its content gets the path."""
     target = _free_folder(path, marker, overwrite=overwrite)
     if not target.is_local:
         earlier = {*target.names()} - {marker}

@@ -116,7 +116,7 @@ class Folder:
         fs, path = self._fs()
         try:  # of a whole file s3fs would first ask how long it is, in a request of its own
             return bytes(fs.cat_file(f"{path}/{name}", start=0))
-        except OSError:  # an empty file has no range of bytes; what is wrong is wrong again
+        except OSError:  # an empty file has no range of bytes; other errors come again
             return bytes(fs.cat_file(f"{path}/{name}"))
 
     def read_json(self, name: str) -> Any:
@@ -264,7 +264,7 @@ def replacing(
 ) -> Iterator[Path]:
     """Give another path to write a local file or folder at, which then takes the place of ``path``.
 
-    If the block raises, what was at ``path`` is still there, and what was written is removed.
+    If the block raises, the file at ``path`` is as it was, and the new one is removed.
 
     Parameters
     ----------

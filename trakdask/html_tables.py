@@ -29,7 +29,7 @@ def html_table(title: str, rows: Mapping[str, object]) -> str:
 
 
 class HtmlTable:
-    """Shows a dataclass in notebooks: what it is, and its fields."""
+    """Shows a dataclass in notebooks: its class, and its fields."""
 
     def _repr_html_(self) -> str:
         kind = type(self)

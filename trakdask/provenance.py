@@ -47,7 +47,7 @@ _REMEDY = {
     "both have, in the same order: ds.sel(checkpoint=[...])",
     "checkpoint": "selecting the same checkpoints, in the same order, from both",
     "projector": "td.featurize(samples, model, like=features), which makes others as these were",
-    "fit": "td.featurize(samples, model, like=features), which takes what was fitted from these",
+    "fit": "td.featurize(samples, model, like=features), which takes the fit from these",
     COLUMN: "the same isel(proj_dim=...) on both",
     "code": "featurizing both again with the code of today, or, if the change does not alter the "
     "model's output, features.attrs['code'] = other.attrs['code']",
@@ -137,7 +137,7 @@ def require_same(
 def _comparable_code(
     actual: Mapping[str, str], expected: Mapping[str, str]
 ) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """Return the digests that both have: of what the same version of Python has compiled."""
+    """Return the digests that both have: of code that the same version of Python has compiled."""
     is_same_python = actual.get("python") == expected.get("python")
     both = [name for name in expected if name in actual and is_same_python]
     return {name: actual[name] for name in both}, {name: expected[name] for name in both}

@@ -1,12 +1,8 @@
-"""Save features with all that their scores need: gram matrices, their eigenvectors and λ.
-
-They are computed again whenever the samples change, and are committed together with them.
-"""
+"""Save features with all that their scores need; leave samples out; choose λ anew."""
 
 from __future__ import annotations
 
 import copy
-import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,48 +13,23 @@ import xarray as xr
 
 from trakdask import arrays
 from trakdask.arrays.memory import Sizes
-from trakdask.arrays.solve import component_count
+from trakdask.arrays.spectra import component_count
 from trakdask.attribution.conditions import selection
 from trakdask.attribution.damping_rules import require_calibration
 from trakdask.attribution.estimators import EstimatorLike, with_gram
-from trakdask.attribution.gauss_newton import Soft, Trak
-from trakdask.attribution.grams import require_eigenvectors, require_gram, sums
+from trakdask.attribution.gauss_newton import Soft
+from trakdask.attribution.grams import require_eigenvectors, require_gram
 from trakdask.attribution.protocol import GramEstimator
-from trakdask.attribution.regularization import chosen_damping
+from trakdask.derived import MOST_DIM, estimator_of, update_derived
 from trakdask.execution import require_memory
-from trakdask.storage.blocks import save_sums
 from trakdask.storage.changes import changing
 from trakdask.storage.group import DROPPED, Group
 from trakdask.storage.placement import AppendDim
-from trakdask.storage.reading import assembled, dropped_mask, lazy_array, open, without_dropped
+from trakdask.storage.reading import dropped_mask, open
 from trakdask.storage.writing import write
-from trakdask.variables import (
-    CHECKPOINT,
-    COMPONENT,
-    DAMPING,
-    DERIVED,
-    EIGENVALUES,
-    EIGENVECTORS,
-    GRAM,
-    LOSS_GRADIENT,
-    NORM,
-    PROJ_DIM,
-    PROJ_DIM_1,
-    SAMPLE,
-    WRONG_CLASSES,
-    lazy_features,
-    validate,
-)
+from trakdask.variables import SAMPLE, WRONG_CLASSES, lazy_features, validate
 
 __all__ = ["calibrate", "drop", "save"]
-
-MOST_DIM = 8192
-"""Above this proj_dim, :func:`save` leaves the decomposition, which takes 40 p² bytes in one task,
-to :func:`calibrate`."""
-
-_FACTORS = (EIGENVALUES, EIGENVECTORS)
-
-_log = logging.getLogger(__name__)
 
 
 def save(
@@ -76,7 +47,7 @@ def save(
 
     Runs on the active Dask client, or on threads. Each checkpoint is one submission, and each task
     stores its block, so that killing anything loses the blocks in flight and nothing else, and
-    calling again computes only what is missing.
+    calling again computes only the missing blocks.
 
     Parameters
     ----------
@@ -187,7 +158,7 @@ def save(
     def derive(before: Group, group: Group) -> None:
         is_same = (group.n_samples, group.checkpoints) == (before.n_samples, before.checkpoints)
         kept = asked or (estimator_of(before) if is_same else None)
-        if isinstance(kept, Soft):  # what is appended, like features of the store, has none
+        if isinstance(kept, Soft):  # features, appended or of the store, have none
             kept = replace(kept, wrong_classes=WRONG_CLASSES in group.arrays)
         update_derived(before, group, kept, retries=retries)
 
@@ -248,9 +219,9 @@ def drop(
 
     Notes
     -----
-    The features stay on the disk; ``td.open(store, dropped=True)`` shows and marks them. What is
-    kept beside them is reduced again from what is left, in one pass over the features. Where λ and
-    the eigenvectors of the gram matrix are stored, they are computed again, with λ chosen by
+    The features stay on the disk; ``td.open(store, dropped=True)`` shows and marks them. The
+    sums beside them are reduced again from the remaining samples, in one pass over the features. If
+    λ and the eigenvectors of the gram matrix are stored, they are computed again, with λ chosen by
     training samples.
 
     Examples
@@ -357,143 +328,3 @@ def calibrate(
             require_calibration(open(store, storage_options=storage_options), held_out)
         update_derived(copy.deepcopy(group), group, estimator, held_out, anew=True)
     return open(store, storage_options=storage_options)
-
-
-# ---------------------------------------------------------- what is kept of all samples
-
-
-def estimator_of(group: Group) -> GramEstimator | None:
-    """Return the estimator that the gram matrix of a store is of, None if it has none."""
-    if GRAM not in group.arrays:
-        return None
-    attrs = group.arrays[GRAM]["attributes"]
-    if attrs["power"] is None:
-        return Trak()
-    return Soft(attrs["power"], wrong_classes=attrs["wrong_classes"])
-
-
-def update_derived(
-    before: Group,
-    group: Group,
-    estimator: GramEstimator | None,
-    calibrate: xr.Dataset | None = None,
-    *,
-    anew: bool = False,
-    retries: int = 0,
-) -> None:
-    """Store gram matrix, eigenvectors and λ of a store as it is to be, beside the stored ones.
-
-    Parameters
-    ----------
-    before
-        The store as it counts.
-    group
-        As it is to be, with its blocks stored; the metadata of the new arrays are added.
-    estimator
-        Whose weights the sums have; None for none.
-    calibrate
-        Features of held-out samples that choose λ, instead of training samples.
-    anew
-        Choose λ anew if other samples chose the one that is there, and at any proj_dim.
-    retries
-        Further attempts.
-
-    Notes
-    -----
-    Where scores will be an error anyway (a gram matrix that is not finite, or 0, has no λ), this is
-    logged and none stored, unless λ is to be chosen anew: the features are still worth their store.
-    """
-    for name in DERIVED:
-        group.arrays.pop(name, None)
-    if estimator is None:
-        return
-    gram_stays = _update_sums(before, group, estimator, retries)
-    if group.arrays[GRAM]["shape"][0] > MOST_DIM and not anew:
-        return
-    try:
-        factors_stay = _update_factors(before, group, estimator, gram_stays, retries)
-        chosen_by = None if calibrate is None else str(calibrate.attrs.get("source", ""))
-        stored = before.arrays.get(DAMPING, {})
-        is_same = stored and factors_stay and before.checkpoints == group.checkpoints
-        if is_same and (not anew or stored["attributes"]["chosen_by"] == chosen_by):
-            group.arrays[DAMPING] = stored
-        else:
-            _update_damping(group, estimator, calibrate, chosen_by)
-    except (ValueError, np.linalg.LinAlgError) as err:
-        if anew:
-            raise
-        _log.warning("λ and the eigenvectors of the gram matrix were not stored: %s", err)
-        for name in (*_FACTORS, DAMPING):
-            group.arrays.pop(name, None)
-
-
-def _update_sums(before: Group, group: Group, estimator: GramEstimator, retries: int) -> bool:
-    """Store the sums over the samples; of a checkpoint that has some, what was appended is added.
-
-    After a drop the sums are reduced again: a difference would be faster, but would have the
-    rounding error of the larger sum. Returns whether the stored gram matrices stay as they are.
-    """
-    ds = without_dropped(assembled(group))
-    attrs, n_appended = estimator.attrs(ds), group.n_samples - before.n_samples
-    appended = ds.isel({SAMPLE: slice(ds.sizes[SAMPLE] - n_appended, None)})
-    about = {**attrs, "n_samples": ds.sizes[SAMPLE] - n_appended}
-    reusable = [name for name in estimator.sums if _is_reusable(before, name, about)]
-    sizes = {**ds.sizes, PROJ_DIM_1: ds.sizes[PROJ_DIM]}
-    dtype = np.result_type(arrays.gram.accumulation_dtype(ds.sizes[PROJ_DIM]), ds.feature.dtype)
-    for name in estimator.sums:
-        stays = name in reusable and not n_appended
-        group.add(name, sizes, dtype, grows=stays, attrs=attrs)
-    for index, checkpoint in enumerate(group.checkpoints):
-        old = reusable if checkpoint in before.checkpoints else []
-        new = [name for name in estimator.sums if name not in old]
-        if new:
-            save_sums(group, new, sums(ds, estimator, new, index), index, retries)
-        if old and n_appended:
-            there = [lazy_array(before, name)[..., index : index + 1] for name in old]
-            added = sums(appended, estimator, old, index)
-            save_sums(
-                group, old, [a + b for a, b in zip(there, added, strict=True)], index, retries
-            )
-    return GRAM in reusable and not n_appended
-
-
-def _is_reusable(before: Group, name: str, attrs: dict[str, Any]) -> bool:
-    """Return whether a store has a sum over these samples, and checkpoints if it pools them."""
-    stored = before.arrays.get(name, {}).get("attributes", {})
-    same = ["n_samples", "gram_weights", *(["pooled_checkpoints"] if name == LOSS_GRADIENT else [])]
-    return all(key in stored and stored[key] == attrs[key] for key in same)
-
-
-def _update_factors(
-    before: Group, group: Group, estimator: GramEstimator, gram_stays: bool, retries: int
-) -> bool:
-    """Store the eigenvectors of the gram matrices that lack them; return whether some stay."""
-    ds, stays = assembled(group), gram_stays and EIGENVECTORS in before.arrays
-    n, p, matrices = ds[GRAM].attrs["n_samples"], ds.sizes[PROJ_DIM], ds[GRAM].data
-    k = component_count(estimator.rank(n, ds), p, ds.feature.dtype)
-    for name in _FACTORS:
-        group.add(name, {**ds.sizes, COMPONENT: k}, "f8", grows=stays, attrs=_about(group))
-    for index, name in enumerate(group.checkpoints):
-        if not (stays and name in before.checkpoints):
-            matrix = matrices[..., index : index + 1]
-            require_eigenvectors(p, k)
-            factors = arrays.solve.eigenvectors(matrix, [name], k)
-            save_sums(group, _FACTORS, factors, index, retries)
-    return stays
-
-
-def _about(group: Group) -> dict[str, Any]:
-    """Return the attributes that say which gram matrix something is of."""
-    attrs = group.arrays[GRAM]["attributes"]
-    return {name: attrs[name] for name in ("n_samples", "gram_weights", "power", "wrong_classes")}
-
-
-def _update_damping(
-    group: Group, estimator: GramEstimator, calibrate: xr.Dataset | None, chosen_by: str | None
-) -> None:
-    """Choose and store λ."""
-    ds = without_dropped(assembled(group)).drop_vars(NORM)  # these rows need not be compared
-    values, attrs = chosen_damping(ds, estimator, calibrate)
-    attrs |= {**_about(group), "chosen_by": chosen_by}
-    group.add(DAMPING, {CHECKPOINT: len(values)}, "f8", attrs=attrs)
-    group.array(DAMPING)[:] = values

@@ -1,4 +1,4 @@
-"""What is used of torch beyond its documented names, each with its reason, and global settings."""
+"""Undocumented names of torch that the package uses, with their reasons, and global settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 # The documentation of torch names this module where it explains how operations are intercepted.
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# What a layer takes and returns may be a dictionary or an object of transformers that holds
+# Inputs and outputs of a layer may be a dictionary or an object of transformers that holds
 # tensors. torch has no public function that finds them, and only this one knows the classes that
 # libraries have registered.
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten

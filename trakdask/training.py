@@ -84,7 +84,7 @@ def train_on_halves(
         If the folder has models of other samples, of another seed or tag.
     BlockError
         If ``train_fn`` raises an error, or returns neither a module nor a mapping; it names the
-        half. What was trained before stays.
+        half. Checkpoints from before stay.
 
     Notes
     -----

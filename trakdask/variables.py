@@ -52,7 +52,7 @@ class Variable:
     dims: tuple[str, ...]
     description: str
     kind: str = "f"
-    """Of its dtype: floating point, or ``"b"`` for bool."""
+    """The kind of its dtype: floating point, or ``"b"`` for bool."""
 
     @property
     def attrs(self) -> dict[str, str]:
@@ -76,7 +76,7 @@ _ALL = (
         kind="b",
     ),
     Variable("error", (SAMPLE, CHECKPOINT), "why a sample failed and is NaN; '' where it did not"),
-    Variable("scale", (SAMPLE, CHECKPOINT), "power of two: feature is this times what is stored"),
+    Variable("scale", (SAMPLE, CHECKPOINT), "power of two: feature is this times the stored one"),
     Variable("gram", (PROJ_DIM, PROJ_DIM_1, CHECKPOINT), "sum over samples of h φ φᵀ"),
     Variable("loss_gradient", (PROJ_DIM, CHECKPOINT), "sum over samples of mean_c[g] φ"),
     Variable("gram_eigenvalues", (COMPONENT, CHECKPOINT), "eigenvalues of gram, ascending"),
@@ -95,17 +95,17 @@ _ALL = (
     Variable(
         "curvature_scale",
         ("coordinate", CHECKPOINT),
-        "what gradients are multiplied by in the coordinates of the eigenvectors",
+        "factors of gradients in the coordinates of the eigenvectors",
     ),
     Variable(
         "curvature_leading",
         ("leading", CHECKPOINT),
-        "coordinates with most of the scaled curvature, the first columns of what is projected",
+        "coordinates with most of the scaled curvature, the first columns of the sketch",
     ),
     Variable(
         "principal_components",
         (SKETCH_DIM, PROJ_DIM, CHECKPOINT),
-        "orthonormal columns that reduce what is projected",
+        "orthonormal columns that reduce the sketch",
     ),
     Variable(
         "principal_shares",
@@ -130,7 +130,7 @@ FITTED = (
     *("moment_scale", "curvature_eigenvectors", "curvature_scale", "curvature_leading"),
     *("principal_components", "principal_shares", WRONG_CLASSES),
 )
-"""What a projector was fitted to samples with; features hold it, so that others can be made."""
+"""The values of a fitted projector, which features hold so that others can be made like them."""
 
 
 def validate(ds: xr.Dataset, names: Iterable[str], *, what: str = "dataset") -> None:
@@ -314,7 +314,7 @@ def lazy_features(features: xr.Dataset) -> xr.Dataset:
         features = features.drop_vars("error")
     features = ordered(features)
     # Variables, one at a time: Dataset.chunk would make coords lazy, and Dataset.map copies them.
-    # What was fitted is not asked for, and may be large.
+    # The values of a fitted projector are not asked for, and may be large.
     data = {n: features.variables[n] for n in features.data_vars if n not in FITTED}
     others = {
         name: _lazy(variable)

@@ -6,7 +6,7 @@ import dask.array as da
 import numpy as np
 
 from trakdask.arrays.gram import gram_and_sum
-from trakdask.arrays.solve import eigenvectors, spectrum
+from trakdask.arrays.spectra import eigenvectors, spectrum
 
 LABELS = ["a", "b"]
 

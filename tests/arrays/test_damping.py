@@ -13,16 +13,9 @@ from hypothesis import strategies as st
 
 from tests.arrays.decomposed_features import LABELS, data, decomposed, lazy
 from tests.waiting import wait_until
-from trakdask.arrays.damping import (
-    CURVE,
-    GRID,
-    choose,
-    curve,
-    held_out,
-    left_out,
-)
+from trakdask.arrays.damping import CURVE, GRID, choose, curve, held_out, left_out
 from trakdask.arrays.gram import gram_and_sum
-from trakdask.arrays.solve import eigenvectors, spectrum
+from trakdask.arrays.spectra import eigenvectors, spectrum
 from trakdask.testing import raise_if_dask_computes
 
 
@@ -61,7 +54,7 @@ def oracle_choice(
 ) -> float:
     """The ρ of the largest correlation above the prior, if it is clearly better than the prior.
 
-    Else that of the largest near the prior.
+    Else the ρ of the largest correlation near the prior.
     """
     above = {rho: z for rho, z in zip(GRID, np.arctanh(values), strict=True) if rho >= prior}
     best = max(above, key=above.__getitem__)

@@ -11,10 +11,7 @@ from scipy import stats
 from sklearn.metrics import roc_auc_score
 
 from trakdask.arrays import evaluation
-from trakdask.arrays.evaluation import (
-    Ranking,
-    class_ranks,
-)
+from trakdask.arrays.evaluation import Ranking, class_ranks
 
 
 def spearman(a: np.ndarray, b: np.ndarray, counts: np.ndarray) -> list[float]:
@@ -67,7 +64,7 @@ def test_ceiling__is_what_a_perfect_prediction_reaches() -> None:
 
 
 def test_bootstrap__same_resamples_for_all_predictions() -> None:
-    """Of one target, so that only subsets are drawn: each draw is that of written-out rows."""
+    """There is one target, so that only subsets are drawn: each draw equals written-out rows."""
     rng = np.random.default_rng(1)
     truth, other, predicted = rng.standard_normal((3, 20, 1))
     truth += predicted

@@ -24,12 +24,12 @@ def gaussian(n: int, p: int, c: int, dtype: str = "float32") -> np.ndarray:
 
 @st.composite
 def integer_features(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-    """Small integers as float32, whose sums are exact, and a chunking of the samples."""
+    """Small integers as float32, weights with exact roots, and a chunking of the samples."""
     rows = tuple(draw(st.lists(st.integers(1, 40), min_size=1, max_size=12)))
     p, c = draw(st.integers(1, 4)), draw(st.integers(1, 2))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     x = rng.integers(-4, 5, (sum(rows), p, c)).astype(np.float32)
-    return x, rng.integers(0, 4, (sum(rows), c)).astype(np.float32), rows
+    return x, rng.integers(0, 4, (sum(rows), c)).astype(np.float32) ** 2, rows
 
 
 @given(integer_features())
@@ -62,7 +62,7 @@ def test_gram__float_inputs(dtype: str) -> None:
 
 def test_gram__rows_of_nan_are_left_out() -> None:
     x = np.random.default_rng(0).integers(-3, 4, (100, 4, 2)).astype("f4")
-    h, g = np.random.default_rng(1).integers(1, 4, (2, 100, 2)).astype("f8")
+    h, g = np.random.default_rng(1).integers(1, 4, (2, 100, 2)).astype("f8") ** 2
     without = x.copy()
     without[[3, 50, 51], :, 1] = 0
     x[[3, 50, 51], :, 1] = h[[3, 50, 51], 1] = g[[3, 50, 51], 1] = np.nan

@@ -137,9 +137,9 @@ def test_solve(decomposed: bool) -> None:
     p, labels = 800, ["c0"]
     k, lam = da.eye(p, chunks=p)[:, :, None], da.ones(1)
     if decomposed:
-        values, vectors = arrays.solve.eigenvectors(k, labels)
-        spectrum = arrays.solve.spectrum(values, vectors, None, 10, labels)
-        lazy = arrays.solve.inverse(spectrum, lam)
+        values, vectors = arrays.spectra.eigenvectors(k, labels)
+        spectrum = arrays.spectra.spectrum(values, vectors, None, 10, labels)
+        lazy = arrays.spectra.inverse(spectrum, lam)
     else:
         lazy = arrays.solve.cholesky(k, lam, labels)
         require_tight(memory.cholesky(p), peak(lazy))

@@ -13,7 +13,8 @@ from tests.arrays.decomposed_features import LABELS, data, decomposed, lazy
 from trakdask.arrays.damping import held_out, left_out
 from trakdask.arrays.factorization import cholesky_in_place, decompose, solve_in_place
 from trakdask.arrays.gram import gram_and_sum
-from trakdask.arrays.solve import cholesky, eigenvectors, inverse, leverage, solve, spectrum
+from trakdask.arrays.solve import cholesky, leverage, solve
+from trakdask.arrays.spectra import eigenvectors, inverse, spectrum
 from trakdask.testing import raise_if_dask_computes
 
 LAM = np.array([0.5, 2.0])

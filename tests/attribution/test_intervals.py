@@ -64,7 +64,7 @@ Query = Callable[[xr.Dataset, xr.Dataset, object], xr.DataArray]
 def expected(
     query: Query, name: str, train: xr.Dataset, level: float = 0.9
 ) -> dict[str, np.ndarray]:
-    """The query without each checkpoint in turn; gram matrices are those of each checkpoint."""
+    """The query without each checkpoint in turn; each checkpoint keeps its gram matrix."""
 
     def at(chosen: list[int]) -> np.ndarray:
         rows = train.isel(checkpoint=chosen)

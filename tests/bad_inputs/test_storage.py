@@ -13,14 +13,7 @@ import xarray as xr
 
 import trakdask as td
 from tests.bad_inputs.bad_input import BadInput, one_test, parametrize
-from tests.bad_inputs.stores import (
-    FEATURES,
-    file,
-    foreign_folder,
-    foreign_zarr,
-    scores,
-    store_in,
-)
+from tests.bad_inputs.stores import FEATURES, file, foreign_folder, foreign_zarr, scores, store_in
 
 
 def save(features: Any = FEATURES, **options: Any) -> Callable[[Path], object]:

@@ -29,14 +29,7 @@ import pandas as pd
 import xarray as xr
 from _fits import SKETCH, arguments_of, featurized
 from _machine import made_once
-from _quality_damping import (
-    FIRST,
-    N_CHECKPOINTS,
-    Floats,
-    Row,
-    half_checkpoints,
-    unit_ranks,
-)
+from _quality_damping import FIRST, N_CHECKPOINTS, Floats, Row, half_checkpoints, unit_ranks
 from _quality_tasks import Subject, members
 from _quality_truth import ground
 from halves import TASKS, group_of

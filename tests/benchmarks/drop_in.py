@@ -1,4 +1,4 @@
-"""Compare the scores of the drop-in with those of traker itself, at equal λ.
+"""Compare the scores of the drop-in with scores of traker itself, at equal λ.
 
 Both draw the same projections, so that the scores differ by rounding alone. λ = 0 is traker's own
 default. It needs fewer columns than samples: with more, the gram matrix is singular, and its

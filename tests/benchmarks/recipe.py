@@ -43,7 +43,7 @@ def rescaled(name: str, cache: Path) -> Iterator[dict[float, tuple[xr.Dataset, x
     """Yield, for each checkpoint, exact features of training samples and targets for every δ.
 
     The gram matrix of the n samples has n eigenvectors, in whose coordinates products of training
-    samples with anything are those of whole gradients.
+    samples with anything equal the products of whole gradients.
     """
     _, model, parts = setting(name, cache, 3)
     for checkpoint in model.checkpoints:

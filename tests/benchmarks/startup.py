@@ -24,11 +24,11 @@ from typing import Any
 N_PROCESSES = 5
 N_TRAIN, N_TARGETS, N_JOBS = 1200, 200, 3
 STAGES = {
-    "write": ("save-",),
+    "write": ("save-", "store-map"),
     "gradients, projected": ("featurize",),
     "choice of λ": ("left-out", "completeness", "mean-trace", "damping", "known-spectrum"),
     "scores and top-k": ("solve", "score", "top-k"),
-    "eigenvectors": ("spectrum",),
+    "eigenvectors": ("spectrum", "decomposition"),
     "gram matrix": ("merge-gram", "gram-products"),
 }
 OUTSIDE = "imports of trakdask, graphs, metadata"

@@ -24,7 +24,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setenv("COLUMNS", "200")
 
     def run(*arguments: str | Path) -> Result:
-        sys.modules.pop("tiny", None)  # that of another test
+        sys.modules.pop("tiny", None)  # the module of another test
         return CliRunner().invoke(app, list(map(str, arguments)))
 
     return run

@@ -61,7 +61,7 @@ def test_mislabelled_curve__of_every_entry() -> None:
 
 
 def first_is_wrong() -> xr.DataArray:
-    """Values of which the highest is that of a wrong label."""
+    """Values, the highest of which belongs to a wrong label."""
     return xr.DataArray(np.arange(50) == np.argmax(WRONG), dims="sample").astype(float)
 
 

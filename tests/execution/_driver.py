@@ -1,7 +1,7 @@
 """A driver whose workers share nothing with it but an object store.
 
 Run as ``python -m tests.execution._driver``, so that its classes can be imported nowhere else: they
-travel by value, as those of a notebook do.
+travel by value, like classes of a notebook.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def attribute(store: str, checkpoints: dict[str, object]) -> tuple[xr.Dataset, x
         dataset, names=("image", "label"), coords={"digit": dataset.labels}, chunks=32
     )
     targets = td.from_arrays(pictures(1), chunks=6)
-    # An architecture in memory, with weights that are not those of any checkpoint.
+    # An architecture in memory, with weights that no checkpoint has.
     model = td.Model(trained(9), checkpoints)
     projector = td.Rademacher(proj_dim=64, seed=0)
     features = td.save(td.featurize(train, model, projector=projector), store, progress=False)

@@ -148,16 +148,22 @@ def test_pages__show_intervals_shares_and_the_grade() -> None:
     train, targets = (td.testing.simulate_features(n, 8, 6, chunks=25, seed=n) for n in (N, 60))
     masks = td.evaluate.subsets(train, 6).rename(subset="checkpoint")
     explorer = td.explore(train.assign(trained_on=masks), targets, estimator=td.Trak(damping=0.1))
-    session = Session(explorer, View())
+    session = Session(explorer, View(page="target", target=3, k=N))
     session.wait(60)
     grade = td.evaluate.cross_validate(explorer.features, targets, td.Trak(damping=0.1))
     text = f"{float(grade.lds_mean):.2f} ± {float(grade.error):.2f}"
-    assert session.page.html.count(text) == 2  # also in the head
+    assert session.page.html.count(text) == 1  # in the head
+    assert "computing" not in session.page.html
+    n_sections = session.page.html.count("<section")
+    session.go(View())
+    session.wait(60)
+    assert session.page.html.count(text) == 2
     shares = explorer.questions.credit(View(group_by="label"))
     assert f"+{100 * shares['score'][0]:.2f}" in session.page.html
     session.go(View(page="target", target=3, k=N))
     session.wait(60)
-    assert text in session.page.html
+    assert session.page.html.count(text) == 1
+    assert session.page.html.count("<section") == n_sections
     top = explorer.questions.top(View(target=3, k=N))
     n_unsure = int((top["score"].abs() < top["spread"]).sum())
     assert 0 < n_unsure < N

@@ -12,15 +12,7 @@ import xarray as xr
 from scipy.spatial.distance import pdist
 
 import trakdask as td
-from tests.explorer.simulated import (
-    FEATURES,
-    LABEL,
-    SOURCE,
-    TARGETS,
-    TRAK,
-    M,
-    N,
-)
+from tests.explorer.simulated import FEATURES, LABEL, SOURCE, TARGETS, TRAK, M, N
 from trakdask.explorer.marks import Marks
 from trakdask.explorer.questions import Questions
 from trakdask.explorer.tables import few_values, metadata, searched

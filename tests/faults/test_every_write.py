@@ -35,5 +35,5 @@ def test_store__killed_at_every_change(tmp_path: Path, name: str, kinds: str) ->
     command = [sys.executable, "-m", "tests.faults._every_write", str(tmp_path), name, kinds]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    # The least is that of calibrate, which finds λ as it is: a lock, two files, and the lock again.
+    # calibrate writes least, since it finds λ as it is: a lock, two files, and the lock again.
     assert json.loads(done.stdout.splitlines()[-1])["kills"] >= 5

@@ -23,10 +23,7 @@ from tests.clusters import workers_with
 from trakdask.errors import KernelError
 from trakdask.execution import gpu_options, workers_of
 from trakdask.featurization import devices
-from trakdask.featurization.devices import (
-    device_of_task,
-    on_device,
-)
+from trakdask.featurization.devices import device_of_task, on_device
 from trakdask.models import gradients
 from trakdask.models.tasks import Batch, Forward, supervised
 from trakdask.projection import Projector, stream

@@ -15,7 +15,7 @@ import trakdask as td
 from trakdask.fits import fitting
 from trakdask.fits.components import sketch_for
 
-# Of λ, which 64 samples of noise say little about.
+# A warning about λ, of which 64 samples of noise say little.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 RNG = np.random.default_rng(0)

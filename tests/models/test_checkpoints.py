@@ -16,13 +16,7 @@ from safetensors.torch import save_file
 
 from trakdask.errors import CheckpointError
 from trakdask.models import checkpoints as module
-from trakdask.models.checkpoints import (
-    State,
-    States,
-    cached_state,
-    digest_state,
-    make_checkpoints,
-)
+from trakdask.models.checkpoints import State, States, cached_state, digest_state, make_checkpoints
 
 
 def state(seed: int = 0) -> dict[str, torch.Tensor]:

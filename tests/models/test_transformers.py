@@ -13,15 +13,7 @@ import xarray as xr
 from torch import Tensor, nn
 
 import trakdask as td
-from tests.models.language_models import (
-    VOCABULARY,
-    adapted,
-    bert,
-    causal_lm,
-    gpt2,
-    llama,
-    made,
-)
+from tests.models.language_models import VOCABULARY, adapted, bert, causal_lm, gpt2, llama, made
 from trakdask.models.tasks import Batch, CausalLM, expand_tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")

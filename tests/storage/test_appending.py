@@ -126,7 +126,7 @@ def test_append__is_resumed(store: Path) -> None:
 
 
 def test_append__is_given_up_for_another(store: Path) -> None:
-    """Neither its blocks nor its rows in the last block are taken for those of the other."""
+    """Neither its blocks nor its rows in the last block are taken for parts of the other."""
     interrupted(store, B, NAMES[:2], "sample")
     assert "append" in td.verify(store, repair=True).found.item()
     assert_rows(td.open(store), range(40), 2)
@@ -142,7 +142,7 @@ def test_append__is_given_up_for_another(store: Path) -> None:
 def test_append__what_was_there_is_saved_again_before_it_is_finished(
     store: Path, rows: slice, is_whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of samples and of checkpoints, also if all that was missing was the commit."""
+    """This holds for samples and checkpoints, also if only the commit was missing."""
     names, dim = (NAMES, "checkpoint") if rows == A else (NAMES[:2], "sample")
     if is_whole:
         monkeypatch.setattr("trakdask.saving.update_derived", interrupt)

@@ -47,7 +47,7 @@ def test_assign_coords__corrects_and_adds(store: Path) -> None:
     assert_coords(opened, rows, animal=RIGHT, day=days)
     np.testing.assert_array_equal(opened.feature, before.feature)
     assert td.verify(store, checksums=True).empty
-    opened = td.assign_coords(store, {"weight": ZERO[A]})  # those of before stay
+    opened = td.assign_coords(store, {"weight": ZERO[A]})  # the others stay
     assert_coords(opened, rows, animal=RIGHT, day=days, weight=ZERO)
     assert td.verify(store, checksums=True).empty
     opened = td.assign_coords(store, {"number": [f"id-{n}" for n in rows]})  # another kind

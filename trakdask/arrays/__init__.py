@@ -12,6 +12,7 @@ from trakdask.arrays import (
     metrics,
     score,
     solve,
+    spectra,
     subsets,
     topk,
     weights,

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from trakdask.arrays.blocks import Block, Blocks, align_weights, block_starts, blockwise, flat
 from trakdask.arrays.evaluation import correlation
-from trakdask.arrays.solve import Inverse, Spectrum
+from trakdask.arrays.spectra import Inverse, Spectrum
 from trakdask.arrays.weights import pooled
 from trakdask.errors import warn_once
 
@@ -70,7 +70,7 @@ def held_out(spectrum: da.Array, feature: da.Array) -> da.Array:
     Parameters
     ----------
     spectrum
-        Of :func:`trakdask.arrays.solve.spectrum`, with r.
+        Of :func:`trakdask.arrays.spectra.spectrum`, with r.
     feature
         (row, proj_dim, checkpoint), float, chunks (rows, p, 1).
 
@@ -214,9 +214,9 @@ def choose(
     Parameters
     ----------
     curve
-        Of :func:`curve`.
+        Result of :func:`curve`.
     samples
-        What warnings call the samples of the curve.
+        The name of the samples of the curve in warnings.
     prior
         The ρ of models that were trained to the end.
     decades
@@ -280,11 +280,11 @@ def warn_of_choice(rho: float, peak: float, samples: str) -> None:
     Parameters
     ----------
     rho
-        What was chosen; NaN if the outputs did not follow the totals.
+        The chosen ρ; NaN if the outputs did not follow the totals.
     peak
         The largest correlation.
     samples
-        What warnings call the samples whose outputs chose, or failed to.
+        The name, in warnings, of the samples whose outputs chose, or failed to.
     """
     if np.isnan(rho):
         defect = (

@@ -47,8 +47,13 @@ class Ranking:
     def of(cls, values: Floats) -> Ranking:
         """Sort the values (subset, target) of each target."""
         unknown: NDArray[np.bool_] = np.any(np.isnan(values), axis=0)
-        places = [np.unique(column, return_inverse=True)[1] for column in values.T]
-        return cls(np.stack(places) + len(values) * np.arange(len(places))[:, None], unknown)
+        rows = values.T
+        order = np.argsort(rows, axis=1)
+        ascending = np.take_along_axis(rows, order, axis=1)
+        places = np.zeros(rows.shape, np.intp)
+        larger = np.cumsum(ascending[:, 1:] != ascending[:, :-1], axis=1)
+        np.put_along_axis(places, order[:, 1:], larger, axis=1)
+        return cls(places + len(values) * np.arange(len(places))[:, None], unknown)
 
     def centred(self, counts: Floats) -> Floats:
         """Return the centred average ranks if subset s occurs ``counts[s]`` times.

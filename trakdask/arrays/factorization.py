@@ -52,7 +52,7 @@ def decompose(matrix: Matrix, n_component: int) -> tuple[Matrix, Matrix]:
         values, vectors = np.linalg.eigh(matrix)
         return np.maximum(values, 0), vectors
     # For an eigenvector u of Lᵀ L, K (L u) = L (Lᵀ L u) = s L u, and |L u|² = uᵀ Lᵀ L u = s: so L u
-    # divided by √s is one of K, of the same eigenvalue. What is left of K has the eigenvalue 0.
+    # divided by √s is one of K, of the same eigenvalue. The rest of K has the eigenvalue 0.
     lower, pivots = _pivoted_factor(matrix, n_component)
     values, factors = np.linalg.eigh(lower.T @ lower)
     is_kept = values > _LEAST * values.max(initial=0)

@@ -1,4 +1,4 @@
-"""Leave one checkpoint out: what the others predict of it, and how well that follows its outputs.
+"""Leave one checkpoint out: the others predict its outputs, and are compared with them.
 
 A checkpoint that was trained on a known part of the samples is a retrained model. The scores of the
 other checkpoints, added up over its samples, predict its outputs.
@@ -24,7 +24,7 @@ from trakdask.arrays.blocks import (
 from trakdask.arrays.damping import CHOICE, GRID
 from trakdask.arrays.evaluation import Ranking, correlation
 from trakdask.arrays.graphs import read_in_task
-from trakdask.arrays.solve import Spectrum
+from trakdask.arrays.spectra import Spectrum
 
 Floats = npt.NDArray[np.float64]
 
@@ -125,13 +125,13 @@ def predicted(sums: da.Array, solved: da.Array) -> da.Array:
     Parameters
     ----------
     sums
-        Of :func:`fold_sums`, with a fold for each checkpoint, in their order.
+        Result of :func:`fold_sums`, with a fold for each checkpoint, in their order.
     solved
-        Of :func:`trakdask.arrays.solve.solve`, (target, proj_dim, checkpoint).
+        Result of :func:`trakdask.arrays.solve.solve`, (target, proj_dim, checkpoint).
 
     Returns
     -------
-    (target, checkpoint) float64, lazy: what the others predict of each checkpoint, but for a
+    (target, checkpoint) float64, lazy: the prediction of the others for each checkpoint, but for a
     constant of each target.
     """
     products = blockwise(
@@ -159,9 +159,9 @@ def totals(spectrum: da.Array, sums: da.Array, feature: da.Array) -> da.Array:
     Parameters
     ----------
     spectrum
-        Of :func:`trakdask.arrays.solve.spectrum`.
+        Of :func:`trakdask.arrays.spectra.spectrum`.
     sums
-        Of :func:`fold_sums`.
+        Result of :func:`fold_sums`.
     feature
         φ of the rows, (row, proj_dim, checkpoint), chunks (rows, p, 1).
 
@@ -193,12 +193,12 @@ def _totals(phi: Block, sums: Block, spectrum: Spectrum) -> Block:
 def choose(
     totals: da.Array, outputs: da.Array, choice: da.Array, start: da.Array, differ: da.Array
 ) -> da.Array:
-    """Choose ρ by what rows say of checkpoints that were left out.
+    """Choose ρ by the predictions for checkpoints that were left out.
 
     Parameters
     ----------
     totals
-        Of :func:`totals`.
+        Result of :func:`totals`.
     outputs
         f of the rows, (row, checkpoint).
     choice
@@ -217,8 +217,8 @@ def choose(
     -----
     ρ is the one within a decade of the start with the largest mean of Spearman's correlations over
     rows, if that exceeds the mean at the start by more than one standard error of the difference.
-    Ten checkpoints are ten points for each row, which are noisy among neighbours. Both means are of
-    the same rows and checkpoints, so the error, a jackknife over checkpoints, is that of the
+    Ten checkpoints are ten points for each row, which are noisy among neighbours. Both means have
+    the same rows and checkpoints, so the jackknife over checkpoints gives the error of the
     difference.
     """
     return blockwise(

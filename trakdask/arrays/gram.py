@@ -58,10 +58,10 @@ def gram(feature: da.Array, gram_weights: da.Array | None = None) -> da.Array:
 
     Notes
     -----
-    Cost: 2 n p² C flops (half of that without weights, as BLAS exploits the symmetry) and one pass
-    over ``feature``. Blocks are merged into groups of R >= 8 p rows (at most 16 p and one block;
-    all rows if n < 8 p), with one partial matrix each. Stored blocks are read inside the task of
-    their group, so that only partial matrices move between workers, and scores read them again.
+    Cost: n p² C flops, as BLAS exploits the symmetry, and one pass over ``feature``. Blocks are
+    merged into groups of R >= 8 p rows (at most 16 p and one block; all rows if n < 8 p), with one
+    partial matrix each. Stored blocks are read inside the task of their group, so that only partial
+    matrices move between workers, and scores read them again.
     :func:`trakdask.arrays.memory.gram` bounds the memory of a task.
 
     Exactness: products and sums in the dtypes above. The bits are the same on any
@@ -248,15 +248,14 @@ def _partial(features: Blocks, gram_weights: Blocks | None, loss_weights: Blocks
         a = xp.asarray(x[chosen, :, 0]).astype(dtype, copy=False)
         if failed.any():
             a = xp.where(xp.asarray(failed), dtype.type(0), a)
+        # A matrix times its own transpose takes BLAS half of the operations, and is symmetric.
         b = a
         if h is not None:
-            b = a * xp.asarray(np.where(failed, 0, h[chosen]).astype(dtype, copy=False))
+            roots = np.sqrt(np.where(failed, 0, h[chosen]).astype(dtype, copy=False))
+            b = a * xp.asarray(roots)
         # On some processors products warn of infinity. The solve reports it, with the checkpoint.
         with np.errstate(invalid="ignore", over="ignore"):
-            xp.matmul(a.T, b, out=product)
-            if h is not None:  # rounding makes φᵀ(h∘φ) asymmetric
-                product += product.T
-                product *= 0.5
+            xp.matmul(b.T, b, out=product)
             total[:, :p] += product
             if g is not None:
                 weights_of_rows = np.where(np.isnan(g[chosen]), 0, g[chosen]).astype(dtype)

@@ -1,4 +1,4 @@
-"""Graphs of Dask: what tasks get as arguments, and what they read themselves.
+"""Graphs of Dask: blocks that tasks get as arguments, or read themselves.
 
 For most arrays, Dask makes one task per block, whose result stays in memory until all tasks that
 need it have run: all features, if λ is to be chosen before they are scored. It is better to read a
@@ -30,7 +30,7 @@ from trakdask.arrays.blocks import Block, Chunks, Key, Read, Unread, block_of, b
 def plain(array: Any) -> Any:
     """Return a lazy array as one of Dask, with the same tasks; others as they are.
 
-    What xarray chunks is an array of the package dask-array, if that has taken Dask's place there.
+    If the package dask-array has taken Dask's place in xarray, it makes the arrays of xarray.
     """
     if isinstance(array, da.Array) or not is_dask_collection(array):
         return array
@@ -41,7 +41,7 @@ def plain(array: Any) -> Any:
 def graph_of(array: da.Array, keys: Sequence[Any]) -> Any:
     """Return the tasks of some blocks of an array, as few as fusing leaves.
 
-    Of a selection, such as ``array.blocks`` returns, Dask would fuse less.
+    Dask would fuse less of a selection, such as ``array.blocks`` returns.
     """
     return da.optimize(array.dask, keys)
 
@@ -174,8 +174,8 @@ class SparseRows(_Arguments):
 def stored(read: Read, chunks: Chunks, dtype: npt.DTypeLike, name: str) -> da.Array:
     """Return a lazy array of a store, whose blocks are read by the tasks that need them.
 
-    What is selected or computed from it, or persisted, is an ordinary array, whose blocks tasks
-    share; but for what :func:`map_stored` returns.
+    A selection, a result or a persisted copy of it is an ordinary array, whose blocks tasks share,
+    unless :func:`map_stored` made it.
 
     Parameters
     ----------
@@ -185,7 +185,7 @@ def stored(read: Read, chunks: Chunks, dtype: npt.DTypeLike, name: str) -> da.Ar
     chunks
         Sizes of the blocks along each axis.
     dtype
-        Of the blocks.
+        The dtype of the blocks.
     name
         For Dask: equal names mean equal content.
 
@@ -206,8 +206,8 @@ def stored(read: Read, chunks: Chunks, dtype: npt.DTypeLike, name: str) -> da.Ar
 def reader(array: object) -> Read | None:
     """Return how the blocks of an array of a store are read; None of any other array.
 
-    An array is one of a store as long as its own tasks are those of :func:`stored`: a persisted one
-    has the same name, and other tasks.
+    An array belongs to a store as long as :func:`stored` made its tasks: a persisted one has the
+    same name, and other tasks.
     """
     layer = array.dask.layers.get(array.name) if isinstance(array, da.Array) else None
     for argument in layer.io_deps.values() if isinstance(layer, Blockwise) else ():

@@ -1,4 +1,4 @@
-"""Estimate errors over checkpoints: of sums by group, of self-influence, and what exceeds noise.
+"""Estimate errors over checkpoints, of sums by group and self-influence; find what exceeds noise.
 
 Errors of scores are computed with the scores, in :func:`trakdask.arrays.score.score`.
 """
@@ -100,8 +100,8 @@ def member_score(sums: da.Array, solved: da.Array, *, relative: bool = False) ->
     Parameters
     ----------
     sums
-        Of :func:`member_sums`, with a fold for each checkpoint, in their order, and the sums of all
-        checkpoints as the last fold.
+        Results of :func:`member_sums`, with a fold for each checkpoint, in their order, and the
+        sums of all checkpoints as the last fold.
     solved
         w of the targets, (target, proj_dim, checkpoint), chunks (rows, p, 1).
     relative

@@ -3,7 +3,7 @@
 A worker runs as many tasks as it has threads. Blocks that wait for other tasks may be moved to its
 disk, but what a running task holds may not: if one task needs more than a worker has, the operation
 cannot be computed there, and is refused (:func:`trakdask.execution.require_memory`). The idea is
-that of cubed, whose operations all have a projected memory. Tests compare bounds with measurements.
+from cubed, whose operations all have a projected memory. Tests compare bounds with measurements.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Sizes:
     Parameters
     ----------
     n_samples, rows
-        All samples, and those of the largest block.
+        All samples, and the samples of the largest block.
     proj_dim, n_checkpoints
         p and C.
     itemsize
@@ -86,7 +86,7 @@ def gram(x: Sizes) -> int:
 
 
 def eigenvectors(proj_dim: int, n_component: int) -> int:
-    """Bound a task of :func:`trakdask.arrays.solve.eigenvectors`: K, factors, and LAPACK's work.
+    """Bound a task of :func:`trakdask.arrays.spectra.eigenvectors`: K, factors, and LAPACK's work.
 
     Examples
     --------

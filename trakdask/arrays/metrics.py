@@ -135,7 +135,7 @@ def derivative(
 
 
 def scale(outputs: npt.NDArray[np.floating], total: npt.NDArray[np.floating]) -> Floats:
-    """Return what scores are multiplied by, so that they add up to half of the outputs.
+    """Return the factor of scores with which they add up to half of the outputs.
 
     Scores rank effects, and their sizes differ between estimators. In a linear model scores add up
     to outputs; the half of that was closest to the effects of retraining. Where sums of scores do

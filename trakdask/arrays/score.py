@@ -60,7 +60,7 @@ def score(
     loss_weights
         g, (sample, checkpoint); None for 1.
     folds
-        What the mean product of the other checkpoints is multiplied by where checkpoint j is left
+        The factor of the mean product of the other checkpoints where checkpoint j is left
         out, (sample, fold). If passed, beside weights, scores come with their standard error over
         checkpoints.
     average
@@ -106,7 +106,7 @@ def score(
     >>> score(x, x[:1], None).compute().tolist()
     [[2.0], [2.0], [2.0]]
     """
-    # Several tiles in a row of tiles share what is read.
+    # Several tiles in a row of tiles share the block that is read.
     reads = solved.numblocks[0] == 1
     read = read_in_task(feature, by_checkpoint=not average) if reads else None
     arrays: list[object] = [*(read or (feature, "spc")), solved, "tpc"]

@@ -17,7 +17,7 @@ from trakdask.arrays.graphs import Bounds, PackedRows, Slices, read_in_task
 
 @dataclass(frozen=True)
 class TileMask:
-    """A mask over samples and targets, as a function of what is known of a tile.
+    """A mask over samples and targets, as a function of a tile.
 
     Attributes
     ----------

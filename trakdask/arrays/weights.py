@@ -81,7 +81,7 @@ def power_of(variance: Block) -> np.float64:
 
     Where a model is about equally sure of all samples, Q is what they weigh in its loss. Where it
     is not, retraining without some samples raises the weights of others that had almost none, and
-    the root of Q is nearer to what they have in the end.
+    the root of Q is nearer to their weight in the end.
 
     Examples
     --------

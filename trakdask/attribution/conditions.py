@@ -182,7 +182,7 @@ class _Evaluation:
 
 
 def _of_other_kind(node: ast.expr) -> str:
-    """Return what to type in place of a number or a text, as which a coord has no values."""
+    """Return what to type in place of a number or a text, if a coord has no values of that kind."""
     match node:
         case ast.Constant(value=str() as text):
             return f"try {text}" if text.isdecimal() else "try a number, such as: label == 3"

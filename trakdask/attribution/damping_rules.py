@@ -36,7 +36,7 @@ _NEAR_PRIOR = 1.0
 
 
 COMPLETENESS = "completeness, "
-"""What the rule by outputs is called, before the samples that were asked."""
+"""The name of the rule by outputs, in front of the samples that were asked."""
 
 
 Chosen = tuple[da.Array, tuple[str, ...], da.Array | None]

@@ -1,4 +1,4 @@
-"""What checkpoints predict of one that was left out, where it is known what it was trained on."""
+"""Checkpoints predict the outputs of one that was left out, if its training samples are known."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def differ(features: xr.Dataset) -> da.Array:
 def fold_weights(
     features: xr.Dataset, estimator: EstimatorLike, inverse: da.Array | None
 ) -> da.Array:
-    """Return what samples are multiplied by where checkpoint j is left out.
+    """Return the factor of samples where checkpoint j is left out.
 
     Whether j saw the sample, less the part of all checkpoints that did, times the weight in a score
     without j. (sample, fold) for an estimator that pools its weights, else (sample, fold,

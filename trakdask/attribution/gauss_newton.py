@@ -87,7 +87,7 @@ class Soft(GramEstimator):
     wrong_classes
         Whether K has n times the variable ``wrong_classes`` of the training features, if they have
         it, as features of :func:`trakdask.fit` do. It is in K before λ is chosen, and in a stored
-        K, so that a query costs what it costs without.
+        K, so that a query costs no more than without them.
 
     Raises
     ------
@@ -188,7 +188,7 @@ class Soft(GramEstimator):
         return both
 
     def rank(self, n_samples: int, features: xr.Dataset) -> int:
-        """Return what the rank cannot exceed."""
+        """Return a bound of the rank."""
         return int(features.sizes[PROJ_DIM]) if self.wrong_classes else n_samples
 
     def g(self, features: xr.Dataset) -> da.Array:

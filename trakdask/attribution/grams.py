@@ -110,7 +110,7 @@ def _checked_weights(features: xr.Dataset, weights: xr.DataArray) -> da.Array:
 
 @dataclass(frozen=True)
 class GramMatrix:
-    """K of all samples under some weights, and what belongs to it.
+    """K of all samples under some weights, and the arrays that belong to it.
 
     ``labels`` are the names of the checkpoints, for errors. ``spectrum`` has the eigenvectors,
     where they are stored, or λ is to be chosen by outputs.
@@ -129,7 +129,7 @@ class _OfCaller(Trak):
 
     @property
     def gram_weights(self) -> str:
-        """What ``attrs`` say of them."""
+        """The name of the weights in ``attrs``."""
         return GIVEN
 
     def h(self, features: xr.Dataset) -> da.Array:
@@ -191,10 +191,10 @@ def gram_matrix(
     assert matrix is not None, "it is stored, or a sum"
     if (chooses_damping or decomposed) and factors is None:
         p, dtype = features.sizes[PROJ_DIM], features["feature"].dtype
-        k = arrays.solve.component_count(estimator.rank(n, features), p, dtype)
+        k = arrays.spectra.component_count(estimator.rank(n, features), p, dtype)
         require_eigenvectors(p, k)
-        factors = arrays.solve.eigenvectors(matrix, labels, k)
-    spectrum = factors and arrays.solve.spectrum(*factors, gradient, n, labels)
+        factors = arrays.spectra.eigenvectors(matrix, labels, k)
+    spectrum = factors and arrays.spectra.spectrum(*factors, gradient, n, labels)
     return GramMatrix(matrix, n, labels, estimator, is_stored, spectrum)
 
 

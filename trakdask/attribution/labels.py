@@ -1,4 +1,4 @@
-"""What scores are labelled with: dimensions and coords of samples, groups, targets; attrs."""
+"""The labels of scores: dimensions and coords of samples, groups and targets, and attrs."""
 
 from __future__ import annotations
 

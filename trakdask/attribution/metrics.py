@@ -48,7 +48,7 @@ _AT_ONCE = 2**22
 
 
 def metric(outputs: xr.DataArray, targets: xr.Dataset, metric: MetricLike) -> xr.DataArray:
-    """Compute a metric of the outputs of many targets, such as those of retrained models.
+    """Compute a metric of the outputs of many targets, such as the outputs of retrained models.
 
     Parameters
     ----------
@@ -140,7 +140,7 @@ class Measure:
     def raised_by(self, sums: da.Array, total: da.Array, outputs: da.Array) -> da.Array:
         """Return how much each group raised the metric of outputs (checkpoint, target).
 
-        ``sums`` of scores are (group, target), and ``total`` (target,) is that of all samples.
+        ``sums`` of scores are (group, target), and ``total`` (target,) is the sum of all samples.
         """
         rows = max(_AT_ONCE // max(outputs.size, 1), 1)
         sums = sums.rechunk((rows, -1)).astype(np.float64)

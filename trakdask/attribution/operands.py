@@ -20,11 +20,7 @@ from trakdask.attribution.protocol import Absolute, Estimator, GramEstimator
 from trakdask.attribution.regularization import Regularized, regularize
 from trakdask.execution import require_memory
 from trakdask.provenance import require_comparable
-from trakdask.variables import (
-    SAMPLE,
-    lazy_features,
-    validate,
-)
+from trakdask.variables import SAMPLE, lazy_features, validate
 
 _MOST_TARGETS = 4096
 """In a block. More would make large tiles, where a selection of targets needs little."""
@@ -63,7 +59,7 @@ class Solver:
         return vectors if matrix is None else arrays.solve.solve(matrix.inverse, vectors)
 
     def vectors(self, targets: xr.Dataset) -> da.Array:
-        """Return what features are multiplied with, for some targets."""
+        """Return the vectors that features are multiplied with, for some targets."""
         return self.estimator.vectors(self.solve(targets.feature.data), targets)
 
     def weight(self, of: xr.Dataset) -> da.Array:

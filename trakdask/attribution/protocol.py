@@ -1,4 +1,4 @@
-"""What estimators are: values that say what stands between the features of two samples.
+"""Estimators: values that say which matrix and weights stand between the features of two samples.
 
 A score is mean_c[ φ_c(z)ᵀ (K_c + λ_c I)⁻¹ φ_c(t) ] · mean_c[ g_c(z) ], or less than that. The
 estimator knows the weights h of the gram matrix K and g of the samples, whether there is a K at
@@ -76,7 +76,7 @@ LearningRates = Mapping[str, float] | xr.DataArray
 
 
 class Estimator(HtmlTable):
-    """What all estimators have; each of them is a frozen dataclass.
+    """The fields and methods of all estimators; each of them is a frozen dataclass.
 
     ``formula`` is the formula of its scores, ``gram_weights`` of h, and ``loss_weights`` of g, as
     text. ``pooled`` says whether the weights of a sample are replaced by their mean over
@@ -128,7 +128,7 @@ class Estimator(HtmlTable):
         return q
 
     def weight(self, samples: xr.Dataset, inverse: da.Array | None) -> da.Array:
-        """Return what the products of samples are multiplied by, (sample, checkpoint).
+        """Return the factor of the products of samples, (sample, checkpoint).
 
         ``inverse`` is the inverse of the damped gram matrix, if there is one.
         """
@@ -146,7 +146,7 @@ class Estimator(HtmlTable):
         return ones
 
     def vectors(self, solved: da.Array, targets: xr.Dataset) -> da.Array:
-        """Return what samples are multiplied with, from the solved features of targets."""
+        """Return the vectors that samples are multiplied with, from solved features of targets."""
         return solved
 
 
@@ -157,7 +157,7 @@ class GramEstimator(Estimator):
     power: Any = None
     _formula: ClassVar[str] = f"mean_c[{PRODUCT} phi_c(t)] mean_c[{{g}}]"
     sums: ClassVar[tuple[str, ...]] = (GRAM,)
-    """What its scores and the automatic λ need of all samples."""
+    """The sums over all samples that its scores and the automatic λ need."""
 
     def __post_init__(self) -> None:
         damping = self.damping
@@ -174,7 +174,7 @@ class GramEstimator(Estimator):
 
     @property
     def rule(self) -> str | None:
-        """What chooses λ; None if it is a number, or was passed."""
+        """The rule that chooses λ; None if it is a number, or was passed."""
         return self.damping if isinstance(self.damping, str) else None
 
     def with_damping(self, damping: Damping) -> Self:
@@ -193,7 +193,7 @@ class GramEstimator(Estimator):
         return self.with_damping(damping)
 
     def rule_without_folds(self, features: xr.Dataset) -> Damping:
-        """Return what chooses λ where it is not known what checkpoints were trained on."""
+        """Return the rule for λ where it is unknown which samples checkpoints were trained on."""
         if OUTPUT not in features:
             return "trace"
         default: Damping = features.attrs.get(
@@ -211,11 +211,11 @@ class GramEstimator(Estimator):
         return None
 
     def completed(self, matrix: da.Array, features: xr.Dataset) -> da.Array:
-        """Return the gram matrix with what it has besides the sum of products of features."""
+        """Return the gram matrix with its terms beside the sum of products of features."""
         return matrix
 
     def rank(self, n_samples: int, features: xr.Dataset) -> int:
-        """Return what the rank of a gram matrix of so many samples cannot exceed."""
+        """Return a bound of the rank of a gram matrix of so many samples."""
         return n_samples
 
     def attrs(self, features: xr.Dataset) -> dict[str, Any]:

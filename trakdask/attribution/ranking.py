@@ -25,7 +25,7 @@ from trakdask.variables import RANK, SAMPLE, TARGET, VARIABLES, coords_along
 Over = Literal["max", "mean"]
 
 _MISSING = {"f": np.nan, "M": "NaT", "m": "NaT", "i": -1, "b": False}
-"""What coords of a kind of dtype have where there is no sample; text has ``""``."""
+"""The value of coords where there is no sample, by the kind of their dtype; text has ``""``."""
 
 
 class Ranking(xr.Dataset):
@@ -77,8 +77,8 @@ def top_k(
 ) -> xr.Dataset:
     """Rank the training samples and keep the first k, with their metadata.
 
-    Of each target by itself; or with ``over_targets`` of all targets together, which says which
-    training data to take for them.
+    Each target has its own ranking. With ``over_targets`` there is one for all targets together,
+    which says which training data to take for them.
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ def top_k(
         With ``over_targets``: take k, or this fraction, of each group, the name of a coord of the
         samples. Samples whose value is missing belong to no group, and are not taken.
     rank_by
-        Of a Dataset: the variable to rank by. ``"lower"`` puts first what helps for certain, and
+        The variable of a Dataset to rank by. ``"lower"`` puts first what helps for certain, and
         with ``largest=False``, ``"upper"`` what harms for certain. The largest scores agree better
         with other checkpoints (``tests/benchmarks/results/2026-11-24-intervals.txt``).
 

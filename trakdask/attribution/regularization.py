@@ -99,9 +99,9 @@ def damping(
     Cross-validation, where features have ``trained_on`` and five or more checkpoints, for every
     task. Each checkpoint is left out, and the scores of the others, added up over its samples,
     predict its outputs, as in :func:`trakdask.evaluate.cross_validate`. The grade of a ρ is the
-    mean of Spearman's correlations over samples. Of the ρ within a decade of the choice without
-    them, the one with the best grade is taken, if that is better by more than one standard error of
-    the difference. It costs one more pass over the features, and 2 p k flops for each of the
+    mean of Spearman's correlations over samples. The ρ with the best grade within a decade of the
+    choice without them is taken, if it is better by more than one standard error of the difference.
+    It costs one more pass over the features, and 2 p k flops for each of the
     samples and checkpoints left out.
 
     No model is retrained and no n × m array made: one more column of the gram matrix and one
@@ -142,7 +142,7 @@ def describe_damping(regularized: Regularized) -> xr.Dataset:
         "threshold": "least correlation that suffices for the prior",
     }
     curve = {"description": "correlation of outputs with totals of attributions"}
-    grade = {"description": "mean rank correlation of outputs with those of left-out checkpoints"}
+    grade = {"description": "mean rank correlation of scores with outputs of left-out checkpoints"}
     return xr.Dataset(
         {
             "damping": VARIABLES["damping"].holding(regularized.damping),
@@ -194,7 +194,7 @@ def regularize(
 ) -> Regularized:
     """Return the inverse of the gram matrix of an estimator and its λ; features are chunked.
 
-    ``quiet`` leaves warnings of how λ is chosen to those who will use what is stored.
+    With ``quiet``, the warnings about λ are left to the calls that will use the store.
     """
     if calibrate is not None and estimator.rule not in ("completeness", "cross_validation"):
         raise ValueError(
@@ -227,7 +227,7 @@ def regularize(
     if gram.spectrum is None:
         inverse = arrays.solve.cholesky(gram.data, chosen[0], gram.labels)
     else:
-        inverse = arrays.solve.inverse(gram.spectrum, chosen[0])
+        inverse = arrays.spectra.inverse(gram.spectrum, chosen[0])
     return Regularized(features, inverse, in_sums.gram_weights, *chosen)
 
 

@@ -21,14 +21,7 @@ from trakdask.attribution.labels import (
 )
 from trakdask.attribution.metrics import COMBINATION, MetricLike, measure_of
 from trakdask.attribution.operands import operands_of, require_tiles, self_influence_forms, solver
-from trakdask.variables import (
-    CHECKPOINT,
-    SAMPLE,
-    TARGET,
-    TARGET_PREFIX,
-    VARIABLES,
-    coords_along,
-)
+from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, TARGET_PREFIX, VARIABLES, coords_along
 
 _MEASURED = f"{TARGET_PREFIX}{COMBINATION}"
 
@@ -215,7 +208,7 @@ def group_score(
         require_all_samples(training)
         measure = measure_of(metric, explained)
         operands.attrs["metric"] = measure.name
-    # With a metric, one group more has what belongs to no other, so that groups are all samples.
+    # With a metric, one group more has the samples of no other, so that groups are all samples.
     if isinstance(by, xr.DataArray):
         labels, members, n_groups = labels_of_members(training, explained, by)
         n = math.prod(n_groups)

@@ -78,9 +78,8 @@ def intervals(
     The checkpoints have to be independent: trained with other seeds, or on other samples.
     Checkpoints of one training resemble each other, and their intervals are too narrow.
 
-    What varies is the draw of checkpoints. That scores are a linear model of retraining is an error
-    of its own, which :func:`trakdask.evaluate.cross_validate` grades. λ and the power of ``"soft"``
-    are held fixed.
+    Only the draw of checkpoints varies; λ and the power of ``"soft"`` are held fixed. Scores are a
+    linear model of retraining, whose error :func:`trakdask.evaluate.cross_validate` grades.
 
     The errors are a jackknife over checkpoints: a score is a product of two means over checkpoints
     for most estimators, and each checkpoint is left out of both. The bounds are quantiles of

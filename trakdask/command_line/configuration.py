@@ -103,7 +103,7 @@ def read(path: Path, settings: Iterable[str] = ()) -> Configuration:
 
 
 def _apply(values: dict[str, Any], setting: str) -> None:
-    """Set one value by its path; what follows the = is read as YAML."""
+    """Set one value by its path; the text after the = is read as YAML."""
     path, sign, text = setting.partition("=")
     if not sign:
         raise ValueError("expected section.key=value; try --set projector.proj_dim=512")

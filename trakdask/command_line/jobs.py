@@ -184,7 +184,7 @@ def explored(
 ) -> tuple[str, xr.Dataset, xr.Dataset, dict[str, Any]]:
     """Return the store of training samples, both features, and what :func:`explore` shows of them.
 
-    Computes the features that are missing. The samples are those that a text names, see
+    Computes the features that are missing. A text names the samples, see
     :func:`named`, or that the configuration describes. A store alone says which job wrote it, in
     ``encoding["job"]``, but nothing that it names is imported or read.
     """

@@ -1,4 +1,4 @@
-"""Evaluation of scores: by retraining without the samples that they name, and by what is known.
+"""Evaluation of scores: by retraining without the samples that they name, and by known answers.
 
 ``subsets`` → ``retrain`` → ``lds`` measures how well sums of scores rank models of random subsets;
 ``removal_curve`` removes the samples that the scores call important, and ``leave_group_out`` each

@@ -53,7 +53,7 @@ def baselines(
 
     - ``random``: standard normal numbers, a function of the seed and the two sizes;
     - ``loss``: minus the size of mean_c[Q_c(z)], the same for every target. Q rises with the loss
-      of the sample, and is 1 - p in a classification: what is hard is counted as harmful;
+      of the sample, and is 1 - p in a classification: hard samples count as harmful;
     - ``gradient_norm``: the same times (mean_c[‖φ_c(z)‖²])^½, minus the norm of the gradient of the
       loss;
     - ``gradient_cosine``: mean_c[cos(φ_c(z), φ_c(t))] times the sign of Q, without a gram matrix;
@@ -62,8 +62,8 @@ def baselines(
     - ``bm25``: how many words of the target the text of the sample has, weighted by their rarity,
       with k₁ = 1.5 and b = 0.75. Words are runs of letters and digits, in lower case.
 
-    If there are classes, the last two are negative for samples of another one: what looks like the
-    target, but is called something else, lowers its output.
+    If there are classes, the last two are negative for samples of another one: a sample that looks
+    like the target, but is called something else, lowers its output.
 
     Raises
     ------

@@ -44,7 +44,7 @@ def cross_validate(
     outputs are known. It is left out of the ensemble, and the scores of the others predict its
     outputs: their sum over the samples that it saw, less the mean of such sums over all of the
     checkpoints. The grade says how well predictions rank checkpoints. Nothing is trained, and the
-    grade is that of your model, data and options.
+    grade belongs to your model, data and options.
 
     Parameters
     ----------
@@ -67,9 +67,9 @@ def cross_validate(
       what it would be over very many checkpoints, so that it may be a little above 1;
     - ``lds_mean`` (): its mean over targets, the grade, and ``error`` (), its standard error by a
       jackknife over checkpoints;
-    - ``without`` (checkpoint): the grade without each checkpoint, of which ``error`` is made;
+    - ``without`` (checkpoint): the grade without each checkpoint, from which ``error`` is made;
     - for mappings, all of these along ``estimator``, and ``difference`` and ``difference_error``,
-      the grade less that of the first. Both are of the same checkpoints, so the error of the
+      the grade less the grade of the first. Both have the same checkpoints, so the error of the
       difference is mostly much smaller than the errors of the two.
 
     ``attrs["summary"]`` says it in a sentence, and a line for each further estimator.
@@ -84,8 +84,8 @@ def cross_validate(
 
     Notes
     -----
-    Cost: one pass over the features for each of the features and estimators, 2 n p C² flops, beside
-    that of a query.
+    Cost: beside the cost of a query, one pass over the features for each of the features and
+    estimators, 2 n p C² flops.
 
     The outputs of a checkpoint vary with its seed, too, which no score can predict. So the grade is
     lower than a linear datamodeling score whose outputs are means over several seeds; compare
@@ -149,7 +149,7 @@ _DIMS: dict[str, tuple[tuple[str, ...], str]] = {
 def _settings(
     features: Features, targets: Features, estimators: Estimators
 ) -> dict[str, tuple[xr.Dataset, xr.Dataset, EstimatorLike]]:
-    """Return what is graded, by name."""
+    """Return the features, targets and estimators to grade, by name."""
     training, explained = _by_name(features), _by_name(targets)
     if {*training} != {*explained}:
         raise ValueError(

@@ -153,7 +153,7 @@ def lds(
     seed: int = 0,
     confidence: float = 0.95,
 ) -> xr.Dataset:
-    """Correlate what scores predict for subsets with the outputs of models trained on them.
+    """Correlate the predictions of scores for subsets with outputs of models trained on them.
 
     For each target the Spearman correlation, over subsets S, of Σ_{z in S} τ(z, t) with the mean
     output of the models of S.

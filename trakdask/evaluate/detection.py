@@ -1,4 +1,4 @@
-"""Whether scores find what is known: samples of the target's class, or wrong labels."""
+"""Whether scores find samples that are known: of the target's class, or with wrong labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train models without each group, and compare what changes with what scores predicted."""
+"""Train models without each group, and compare the changes with the predictions of scores."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def leave_group_out(
     tag: str | None = None,
     progress: bool = True,
 ) -> xr.Dataset:
-    """Train without each group of samples, and compare the outputs with what scores predicted.
+    """Train without each group of samples, and compare outputs with the predictions of scores.
 
     The effect of a group on a target is its output by models of all samples, minus its output by
     models without the group. The sum of the group's scores predicts it.
@@ -43,7 +43,7 @@ def leave_group_out(
     train_fn
         As in :func:`retrain`: (positions, seed) -> outputs of all targets.
     sums
-        What predicts the effects: sums of scores (group, target) of :func:`trakdask.group_score`,
+        Predictions of the effects: sums of scores (group, target) of :func:`trakdask.group_score`,
         or a mapping from names to such sums; :func:`trakdask.intervals` of them, whose bounds are
         compared, too; or a statement of :func:`trakdask.credit`, for which ``train_fn`` returns one
         output, the sum of the outputs of all targets. Groups that these lack are not left out.

@@ -1,4 +1,4 @@
-"""What evaluations share: scores of several estimators, lazy results, means and checks."""
+"""The common part of evaluations: scores of several estimators, lazy results, means, checks."""
 
 from __future__ import annotations
 

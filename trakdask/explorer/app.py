@@ -56,7 +56,7 @@ class LinkedHTML(JSComponent):
 
 
 class Session:
-    """The state of one browser: its view, the page that shows it, and what computes it.
+    """The state of one browser: its view, the page that shows it, and the running computation.
 
     Sections are computed in a thread, one after the other. A new view abandons them.
     """

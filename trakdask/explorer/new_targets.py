@@ -210,7 +210,7 @@ def target_maker(
 
 def _require_same_model(features: xr.Dataset, model: td.Model) -> None:
     """Check that features were made by a model, before anything is featurized."""
-    from trakdask.featurization.lazy import projector_of  # imports torch, which takes a second
+    from trakdask.featurization.preparation import projector_of
 
     projector_of(features)
     as_model = features.isel({SAMPLE: slice(0)})

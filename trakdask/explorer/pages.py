@@ -59,6 +59,7 @@ def sections(attributions: Attributions, view: View) -> list[Section]:
         "helpful_words": has_words, "harmful_words": has_words, "mapped": bool(view.where),
         "distribution": bool(view.order), "credit": questions.has_credit(view),
         "grade": questions.has_grade(view),
+        "graded": questions.has_grade(view) and questions.known_grade(view) is None,
     }  # fmt: skip
     return [
         Section(name, partial(html, attributions, view))
@@ -114,7 +115,8 @@ def save_html(attributions: Attributions, path: str | os.PathLike[str], view: Vi
     if os.path.isdir(f"{folder}/{name}"):
         raise ValueError(f"expected a file, got the folder {str(path)!r}; try 'view.html'")
     content = sections(attributions, view)
-    parts = [frame(view, i, section, section.html()) for i, section in enumerate(content)]
+    bodies = [section.html() for section in content]
+    parts = [frame(view, i, content[i], body) for i, body in enumerate(bodies) if body]
     html = document(attributions, view, page(attributions, view, parts))
     Folder.at(folder or "/").write(name, html.encode())
 
@@ -136,16 +138,26 @@ _PAGES: dict[str, dict[str, Callable[[Attributions, View], str]]] = {
         "groups": targets.groups,
         "damping": targets.damping,
         "scores": partial(histogram, name="score"),
+        "graded": targets.graded,
     },
-    "sample": {"sample": training.sample, "targets_of_sample": training.targets_of_sample},
+    "sample": {
+        "sample": training.sample,
+        "targets_of_sample": training.targets_of_sample,
+        "graded": targets.graded,
+    },
     "corpus": {
         "corpus": training.forms,
         "ranking": partial(training.ranking, section="ranking"),
         "distribution": histogram,
         "duplicates": training.duplicates,
         "heat": training.heat,
+        "graded": targets.graded,
     },
-    "map": {"map": training.map_of, "mapped": partial(training.ranking, section="mapped")},
+    "map": {
+        "map": training.map_of,
+        "mapped": partial(training.ranking, section="mapped"),
+        "graded": targets.graded,
+    },
     "new": {"new": partial(render, "new_target")},
     "marks": {"marks": training.mark_forms, "marked": training.mark_table},
 }

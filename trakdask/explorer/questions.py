@@ -32,7 +32,7 @@ from trakdask.explorer.view import View
 from trakdask.variables import SAMPLE, TARGET, TRAINED_ON, lazy_features
 
 LEVEL = 0.9
-"""Which part of the intervals contains the score, as in :func:`trakdask.intervals` by default."""
+"""The part of the intervals that contains the score, by default in :func:`trakdask.intervals`."""
 
 _MOST_TARGETS = 25
 """How many targets are columns where they have no groups."""

@@ -11,7 +11,7 @@ import xarray as xr
 
 import trakdask as td
 from trakdask import arrays
-from trakdask.arrays.solve import component_count
+from trakdask.arrays.spectra import component_count
 from trakdask.attribution.estimators import EstimatorLike, named
 from trakdask.attribution.grams import stored_decomposition, sums
 from trakdask.attribution.protocol import GIVEN, Estimator, GramEstimator
@@ -127,7 +127,7 @@ def _with_decomposition(features: xr.Dataset, estimator: GramEstimator) -> xr.Da
     (matrix,) = sums(features, estimator, ["gram"])
     rank = estimator.rank(features.sizes[SAMPLE], features)
     k = component_count(rank, features.sizes[PROJ_DIM], features["feature"].dtype)
-    values, vectors = arrays.solve.eigenvectors(matrix, checkpoint_names(features), k)
+    values, vectors = arrays.spectra.eigenvectors(matrix, checkpoint_names(features), k)
     derived = {"gram": matrix, EIGENVALUES: values, EIGENVECTORS: vectors}
     attrs = estimator.attrs(features)
     variables = {name: (VARIABLES[name].dims, data, attrs) for name, data in derived.items()}

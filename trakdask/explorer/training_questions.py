@@ -38,7 +38,7 @@ _MOST_POINTS = 5000
 
 
 class TrainingQuestions:
-    """Answers about training samples; the arguments are those of :class:`Questions`."""
+    """Answers about training samples; :class:`Questions` describes the arguments."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class TrainingQuestions:
 
     @cached_property
     def sample_ids(self) -> np.ndarray:
-        """What each training sample is called in the marks, (sample,)."""
+        """The name of each training sample in the marks, (sample,)."""
         assert self.marks is not None
         return self.marks.ids(self.features)
 

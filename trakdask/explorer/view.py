@@ -40,7 +40,7 @@ class MeanTrace:
 
 @dataclass(frozen=True)
 class View:
-    """The content of a page: which page, of which target or sample, and how scores are made.
+    """The content of a page: its kind, its target or sample, and how its scores are made.
 
     Parameters
     ----------

@@ -57,7 +57,7 @@ def featurize_block(
 
 @dataclass(frozen=True)
 class Output:
-    """What a task makes of gradients.
+    """A result that a task makes of gradients.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Compare what an engine computes for samples in a batch with what samples alone give."""
+"""Compare the results of an engine for samples in a batch with the results for samples alone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ is on in a batch and off for the sample alone.
 
 @dataclass
 class Checked:
-    """What a thread has found out about a model, run by one engine with some settings.
+    """The findings of a thread about a model, run by one engine with some settings.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ class CheckedEngine:
     Parameters
     ----------
     checked
-        What is known already; it is updated.
+        The findings so far, which are updated.
     samples
         The samples of the block.
     forward
@@ -112,7 +112,7 @@ class CheckedEngine:
         n, row = part.stop - part.start, self._spot - part.start
         is_whole, has_spot = n > self._checked.n_samples, 0 <= row < n
         weights = sample_weights(self._forward, n) if is_whole else torch.ones(1)
-        # The loop is what others are compared with, and products of tokens are not gradients.
+        # Others are compared with the loop, and products of tokens are not gradients.
         has_sums = self._engine != "loop" and not self._multiplies_tokens(stream)
         sink = stream
         if has_sums and (is_whole or has_spot):

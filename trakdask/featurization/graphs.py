@@ -22,18 +22,18 @@ Arrays = dict[str, da.Array]
 
 @dataclass(frozen=True)
 class GraphInputs:
-    """What a graph is built from: all that is known before anything runs.
+    """The inputs of a graph: all that is known before anything runs.
 
     Parameters
     ----------
     job
-        What all tasks share.
+        The settings that all tasks share.
     inputs
         Arrays that the model reads, in blocks of samples.
     attrs, coords
         Attrs and coords of the features.
     fit
-        What was fitted, (..., checkpoint), in a chunk for each checkpoint.
+        Fitted values, (..., checkpoint), in a chunk for each checkpoint.
     """
 
     job: FeaturizeJob
@@ -96,7 +96,7 @@ def shared_task(job: FeaturizeJob, token: str) -> Any:
 
 
 def checkpoint_items(prepared: GraphInputs, token: str) -> da.Array:
-    """Return each checkpoint, with what was fitted to it, as one item: they may be large."""
+    """Return each checkpoint, with the values fitted to it, as one item: they may be large."""
     checkpoints, fit = prepared.job.model.checkpoints, prepared.fit
     items = np.empty(len(checkpoints), object)
     items[:] = [(checkpoint, {}) for checkpoint in checkpoints]
@@ -150,7 +150,7 @@ def variable_of(
     **options: Any,
 ) -> da.Array:  # fmt: skip
     """Return one of the variables that each task returns."""
-    # Of several passes over a block, which axis v counts, one is enough where v is left out.
+    # Axis v counts the passes of a task over its block. Without v, the first of them is enough.
     get = take if set(index) <= set(out) else _take_of_first
     variable: da.Array = da.blockwise(
         get, out, tasks, index, item, None,

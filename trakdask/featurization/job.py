@@ -1,4 +1,4 @@
-"""What a task of featurize takes and gives: settings, samples, their results, and what failed."""
+"""Inputs and results of a task of featurize: settings, samples, their values, and failures."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ class Partition:
         return self if self.groups else replace(self, size=size)
 
     def products(self, vectors: Mapping[str, Tensor], n_samples: int) -> Products:
-        """Return what multiplies the gradients of some samples with vectors."""
+        """Return the stream that multiplies the gradients of some samples with vectors."""
         if self.groups is None:
             n_others = n_samples if self.has_others else 0
             return Products(vectors, n_samples * self.size - n_others, n_others=n_others)
         return Products(vectors, n_samples, self.groups, self.size)
 
     def spec(self) -> dict[str, Any]:
-        """Return a JSON-able value that says what the parts are."""
+        """Return a JSON-able value that describes the parts."""
         return {"dim": self.dim, "groups": None if self.groups is None else dict(self.groups)}
 
 

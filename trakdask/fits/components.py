@@ -13,7 +13,8 @@ from trakdask import arrays
 from trakdask.checks import require_integer
 from trakdask.errors import warn_once
 from trakdask.execution import require_memory
-from trakdask.featurization.lazy import featurize, model_of
+from trakdask.featurization.lazy import featurize
+from trakdask.featurization.preparation import model_of
 from trakdask.models.model import Model
 from trakdask.projection import SJLT, Projector
 from trakdask.projection.fitted import Components, Fitted
@@ -65,7 +66,7 @@ def principal_components(
         Columns of the features: at most as many as there are samples, and columns of the projector.
         If it is more, there are fewer columns, with a warning that has both numbers.
     projector
-        What gradients are projected with first. The wider, the less noise is left;
+        The projector that gradients meet first. The wider, the less noise is left;
         :class:`Identity` leaves none. Steps that scale gradients may come before it.
     **options
         ``gradients``, ``batch_size``, ``dtype`` and ``device`` of :func:`featurize`.

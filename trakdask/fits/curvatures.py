@@ -18,7 +18,7 @@ from trakdask.checks import require_integer
 from trakdask.featurization.block import Output, run_samples, running
 from trakdask.featurization.graphs import GraphInputs, block_tasks
 from trakdask.featurization.job import FeaturizeJob
-from trakdask.featurization.lazy import model_of, prepare
+from trakdask.featurization.preparation import model_of, prepare
 from trakdask.fits.sums import (
     AxisProducts,
     SquaredCoordinates,

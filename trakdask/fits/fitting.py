@@ -18,7 +18,7 @@ import xarray as xr
 from trakdask.checks import require_integer, shown
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.execution import polled_bar
-from trakdask.featurization.lazy import model_of, projector_of, require_model
+from trakdask.featurization.preparation import model_of, projector_of, require_model
 from trakdask.files import Folder
 from trakdask.fits.components import principal_components, sketch_for
 from trakdask.fits.curvatures import curvature as fit_curvature
@@ -58,7 +58,7 @@ def fit(
     the curvature of the loss, sketches them, and keeps the directions in which the gradients of
     your samples differ most. Features take half of the space and predict better. For a
     classifier of several classes the fit also measures how the loss curves between the wrong
-    classes, which :class:`Soft` adds to the gram matrix. Features keep what was fitted, so that
+    classes, which :class:`Soft` adds to the gram matrix. Features keep the fit, so that
     targets are made by ``td.featurize(test, model, like=features)``.
 
     Parameters
@@ -78,7 +78,7 @@ def fit(
         Whether the sketch is reduced by :func:`principal_components`. Without it, the sketch itself
         gets ``proj_dim`` columns.
     sketch
-        What gradients are projected with first. ``"auto"``: an :class:`SJLT` of up to a quarter as
+        The projector that gradients meet first. ``"auto"``: an :class:`SJLT` of up to a quarter as
         many columns as the model has parameters, but 8,192 to 32,768.
     moments
         Adam's second moments at each checkpoint, as in :func:`second_moments`.
@@ -194,7 +194,7 @@ def _stored(
 
 
 def _halves(sketch: Projector) -> tuple[int, Projector]:
-    """Return how many columns are leading coordinates, and what projects the others."""
+    """Return how many columns are leading coordinates, and the projector of the others."""
     columns: int | None = getattr(sketch, "proj_dim", None)
     if columns is None:  # the whole gradient has room for all
         return 0, sketch
@@ -204,7 +204,7 @@ def _halves(sketch: Projector) -> tuple[int, Projector]:
 def _kept(folder: Folder | None, name: str, fitted: Callable[[], Fitted]) -> Fitted:
     """Return the fit that a folder has under a name, which is computed and written if it lacks it.
 
-    Checksums of the file find what is damaged, which is computed again.
+    Checksums of the file find damaged arrays, which are computed again.
     """
     if folder is None:
         return fitted()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trakdask.checks import shown
 from trakdask.errors import CheckpointError
-from trakdask.featurization.lazy import model_of
+from trakdask.featurization.preparation import model_of
 from trakdask.files import Folder, location
 from trakdask.models.checkpoints import (
     CheckpointLike,
@@ -26,7 +26,7 @@ from trakdask.projection.fitted import Fitted, SecondMoments
 MomentsLike = Iterable[CheckpointLike] | Mapping[str, CheckpointLike]
 
 EPSILON = 1e-8
-"""What Adam adds to the roots of second moments, by default."""
+"""The number that Adam adds to the roots of second moments, by default."""
 
 
 def second_moments(model: Model, moments: MomentsLike) -> Fitted:

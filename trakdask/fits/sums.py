@@ -35,8 +35,8 @@ class Sums:
     weights
         h of each sample, (n,).
     total
-        What the sums are added to once all gradients are there: a micro-batch that runs out of
-        memory is divided and starts again.
+        The total, to which the sums are added once all gradients are there: a micro-batch that
+        runs out of memory is divided and starts again.
     """
 
     def __init__(self, shapes: Shapes, weights: Tensor, total: np.ndarray) -> None:

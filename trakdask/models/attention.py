@@ -1,7 +1,7 @@
 """Let hooks see the projections of ``nn.MultiheadAttention``, which are no modules.
 
-A projection is a linear layer, so that the gradient of its weight is a product of what it takes and
-the gradient of what it returns. But torch computes projections in a function, where no hook is
+A projection is a linear layer, so that the gradient of its weight is a product of its input and
+the gradient of its output. But torch computes projections in a function, where no hook is
 called. So while hooks are needed, the module runs the same steps in the code below.
 """
 
@@ -59,7 +59,7 @@ def _attend(
     average_attn_weights: bool = True,
     is_causal: bool = False,  # a hint, beside the mask itself
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what the module itself would return."""
+    """Return the same as the module itself."""
 
     def seen(projection: str, x: Tensor, y: Tensor) -> Tensor:
         changed: Tensor | None = None
@@ -133,7 +133,7 @@ def _in_projection(
 def _mask(
     q: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, n_added: int
 ) -> Tensor | None:
-    """Return what is added to the products of queries and keys; 0 for keys that were added."""
+    """Return the mask to add to the products of queries and keys; 0 for keys that were added."""
     masks = []
     if attn_mask is not None:
         masks.append(attn_mask if attn_mask.ndim == 2 else attn_mask.unflatten(0, q.shape[:2]))

@@ -11,12 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trakdask.models.layers import HookedLayer
-from trakdask.torch_internals import (
-    tree_flatten,
-    tree_leaves,
-    tree_unflatten,
-    version_of,
-)
+from trakdask.torch_internals import tree_flatten, tree_leaves, tree_unflatten, version_of
 
 # Relative error that no reordering stays below: other rows are as far away as they are long.
 # Rounding errors are far below, but can grow from layer to layer, and in half precision a layer's

@@ -48,7 +48,7 @@ class Delivery:
         self._due[name] += 1
 
     def add(self, name: str, rows_of_gradient: RowsOfGradient) -> None:
-        """Keep what gives the gradient of one use; after the last one, pass on their sum."""
+        """Keep the gradient function of one use; after the last one, pass on the sum."""
         self._uses[name].append(rows_of_gradient)
         self._due[name] -= 1
         if not self._due[name]:

@@ -284,7 +284,7 @@ class GradientCollector:
         return replace(call, inputs=inputs, in_axes=in_axes), deltas, [0] * len(deltas)
 
     def _use(self, call: Call, name: str, rows_of_gradient: RowsOfGradient) -> None:
-        """Pass on what gives the gradient of one use."""
+        """Pass on the function that gives the gradient of one use."""
         if self._products is not None:  # they are linear: no need to wait for the other uses
             self._products(name, rows_of_gradient())
             return

@@ -68,7 +68,7 @@ class HookPlan:
         children with parameters, so that only the module's own code determines how the parameter is
         used. (Children without parameters, such as activations, are hooked with their parent.)
     by_sample
-        Parameters in addition to these, of which a batch can have one copy per sample.
+        Parameters in addition to these; a batch can have one copy of them per sample.
     """
 
     layers: tuple[HookedLayer, ...]
@@ -123,7 +123,7 @@ def _submodules(module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
 def _is_mixed(module: nn.Module) -> bool:
     """Return whether a module with parameters of its own has children that must be hooked, too.
 
-    What a parametrization returns is a weight, which has no batch axis, so it cannot be hooked.
+    A parametrization returns a weight, which has no batch axis, so it cannot be hooked.
     """
     below = (tensor for child in module.children() for tensor in child.parameters())
     return isinstance(module, ParametrizationList) or any(True for _ in below)

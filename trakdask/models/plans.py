@@ -1,4 +1,4 @@
-"""Which modules of a model are hooked, and which axis of their inputs and outputs is the batch."""
+"""Find the modules of a model to hook, and the batch axis of their inputs and outputs."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def has_pooled_layers(
     module
         The architecture.
     task, names
-        What is differentiated, with respect to which parameters.
+        The task to differentiate, and the parameters with respect to which.
     inputs
         Tensors without values, of one sample each; sequences are the first of them.
     """

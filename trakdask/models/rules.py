@@ -123,7 +123,7 @@ linear_weight, transposed_linear_weight = Outer(), Outer(is_transposed=True)
 
 
 def last_bias(module: nn.Module, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
-    """Return δ, summed over positions: the rule of what is added along the last axis."""
+    """Return δ, summed over positions: the rule of a bias that is added along the last axis."""
     return _positions(delta).sum(1)
 
 

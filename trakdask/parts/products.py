@@ -25,7 +25,7 @@ from trakdask.featurization.graphs import (
     variable_of,
 )
 from trakdask.featurization.job import Block, FeaturizeJob, OnError, Partition
-from trakdask.featurization.lazy import prepare
+from trakdask.featurization.preparation import prepare
 from trakdask.models.layers import require_layers_of_tokens
 from trakdask.models.model import Model
 from trakdask.models.modules import select_parameters
@@ -54,7 +54,7 @@ def divide(
 
     Returns
     -------
-    What a graph is built from, and a Dataset with the coords and attrs of features of the parts,
+    The inputs of a graph, and a Dataset with the coords and attrs of features of the parts,
     with zeros as ``feature``.
     """
     prepared = prepare(
@@ -150,7 +150,7 @@ def lazy_products(prepared: GraphInputs, vectors: da.Array) -> Arrays:
     prepared
         Samples and settings, with a partition.
     vectors
-        What features are multiplied with, (vector, proj_dim, checkpoint), chunks (rows, p, 1).
+        The factors of the features, (vector, proj_dim, checkpoint), chunks (rows, p, 1).
 
     Returns
     -------
@@ -183,7 +183,7 @@ def lazy_products(prepared: GraphInputs, vectors: da.Array) -> Arrays:
 
 
 def _back_project(job: FeaturizeJob, item: np.ndarray, vectors: np.ndarray) -> np.ndarray:
-    """Return what gradients are to be multiplied with, (vector, row, 1)."""
+    """Return the vectors to multiply gradients with, (vector, row, 1)."""
     checkpoint, fit = item.item()
     maps = Maps(job.projector, job.row_map, checkpoint.id, fit, torch.device("cpu"))
     return maps.back(torch.tensor(vectors[..., 0])).numpy()[..., None]

@@ -22,7 +22,7 @@ from trakdask.attribution.operands import Solver, solver
 from trakdask.checks import shown
 from trakdask.featurization.graphs import GraphInputs
 from trakdask.featurization.job import ERROR_DTYPE, OnError
-from trakdask.featurization.lazy import projector_of
+from trakdask.featurization.preparation import projector_of
 from trakdask.models.model import Model
 from trakdask.models.tasks.logits import MASK
 from trakdask.parts.products import OTHERS, Parts, by_token, divide, lazy_products
@@ -70,7 +70,7 @@ def score_parts(
         The model that the samples to divide are run through: the one of their features.
     estimator
         As in :func:`score`; but not ``"grad_cos"``, nor ``"relatif"`` if training samples are
-        divided, which need whole features of what is divided.
+        divided, because this needs their whole features.
     of
         The training samples to divide. Or, if targets are divided, features of the training samples
         whose scores are asked for: all by default, but few of them cost less.
@@ -118,8 +118,8 @@ def score_parts(
 
     Notes
     -----
-    The gradient of a linear layer is Σ_t δ_t x_tᵀ: x_t is what it took at token t, and δ_t the
-    derivative of f with respect to what it returned there. So the part of a token contains the
+    The gradient of a linear layer is Σ_t δ_t x_tᵀ: x_t is its input at token t, and δ_t the
+    derivative of f with respect to its output there. So the part of a token contains the
     effect that the weights have at this token on everything predicted later, and not only on the
     next token: ``td.tasks.CausalLM(position=...)`` divides f by predicted tokens instead.
 

@@ -43,7 +43,7 @@ def plan(
         selection can be planned, too.
     projectors
         One or more other projectors to compare with, on the same samples and model. By default
-        those with two and four times as many columns, where there are more than two samples per
+        projectors of two and four times as many columns, where there are more than two samples per
         random column.
     pilot
         Compute the first two blocks, on the active client or on a thread, and estimate from them

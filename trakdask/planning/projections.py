@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trakdask.arrays import gram, memory, solve
+from trakdask.arrays import gram, memory, spectra
 from trakdask.checks import shown
 from trakdask.projection import Projector, RowMap
 from trakdask.projection.fitted import Fitted
@@ -19,7 +19,7 @@ its LDS with one checkpoint (``tests/benchmarks/results/2026-11-23-columns.txt``
 _MOST_COLUMNS = 8192
 """With more columns, :func:`trakdask.save` makes no eigenvectors."""
 _TARGETS = 100
-"""Of the query whose memory a plan has."""
+"""The number of targets of the query whose memory a plan has."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class PlannedProjection:
         Bytes of all features, float32: samples × proj_dim × checkpoints × 4.
     store_bytes
         Bytes that :func:`~trakdask.save` writes, without metadata: features, their norms, output,
-        out_to_loss, gram matrices and their eigenvectors, and what the projector was fitted with.
+        out_to_loss, gram matrices and their eigenvectors, and the values of a fitted projector.
     buffer_bytes
         Working memory of one thread, in addition to gradients and features, for micro-batches of
         512 samples.
@@ -120,7 +120,7 @@ def planned(
     output_bytes = (4 + 4 + 8) * n_samples * n_checkpoints  # norms are float64
     k = 0
     if width <= _MOST_COLUMNS:
-        k = solve.component_count(n_samples, width, np.dtype(np.float32))
+        k = spectra.component_count(n_samples, width, np.dtype(np.float32))
     sizes = memory.Sizes(n_samples, block_rows, width, n_checkpoints, read=True)
     targets = replace(sizes, n_samples=_TARGETS, rows=_TARGETS, read=False)
     eigenvector_bytes = 8 * (width + 1) * k * n_checkpoints  # and eigenvalues

@@ -20,8 +20,9 @@ def intervals(result: xr.Dataset, label: str | None = None, *, ax: Axes | None =
     Parameters
     ----------
     result
-        Of :func:`trakdask.intervals`, or of :func:`trakdask.top_k` of such, for one target:
-        ``result.isel(target=0)``; or of :func:`trakdask.credit`. Computed here.
+        The result of :func:`trakdask.intervals`, or a ranking of it by :func:`trakdask.top_k`, for
+        one target: ``result.isel(target=0)``; or the result of :func:`trakdask.credit`. Computed
+        here.
     label
         Name of the coord whose values name the bars; by default the dimension.
     ax

@@ -82,7 +82,7 @@ def gallery(
 
     Examples
     --------
-    The digits of which the pixels are most and least alike.
+    The digits whose pixels are most and least alike.
 
     .. plot::
         :include-source:
@@ -130,7 +130,7 @@ def _pictures(
 ) -> Iterator[tuple[tuple[int, int], Any, str, str]]:
     """Yield targets, then their most helpful and most harmful samples.
 
-    Each with its row and column, its image, what is above that, and the colour of both.
+    Each has its row and column, its image, the text above the image, and the colour of both.
     """
     n_shown, of_targets = sides[0].sizes[RANK], sides[0].coords.get(f"target_{label}")
     for row, target in enumerate(chosen):

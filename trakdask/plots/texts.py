@@ -49,7 +49,7 @@ class TextPlot:
     Parameters
     ----------
     labels
-        What is written above each row, beside the sum of its scores.
+        The text above each row, beside the sum of its scores.
     texts, scores
         Text and score of each token, (row, token).
     mask

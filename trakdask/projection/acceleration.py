@@ -1,4 +1,4 @@
-"""What makes projections fast: numba if it is installed, GPUs, and buffers that threads reuse.
+"""Means to fast projections: numba if it is installed, GPUs, and buffers that threads reuse.
 
 Importing numba and reading its machine code takes most of a second, and compiling it after an
 installation takes several. A process therefore projects its first ``NUMPY_ELEMENTS`` elements of
@@ -27,7 +27,7 @@ _CPU = torch.device("cpu")
 
 
 def count_elements(n_elements: int) -> None:
-    """Count what the process projects; threads may lose a few, which does no harm."""
+    """Count the projected elements; threads may lose a few, which does no harm."""
     global _n_projected
     _n_projected += n_elements
 

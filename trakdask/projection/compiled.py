@@ -146,7 +146,7 @@ def sort_nonzeros(words, sparsity, proj_dim, rows, starts):
 
     ``words`` is (groups, rows, 4). The results are the ``rows`` of all nonzeros, and where in them
     the nonzeros of column k and value +1 start, ``starts[2 * k]``, and the nonzeros of -1,
-    ``starts[2 * k + 1]``. Of the 2 * proj_dim + 2 starts, the last one is for the sorting alone.
+    ``starts[2 * k + 1]``. The last of the 2 * proj_dim + 2 starts serves the sorting alone.
     """
     # Counting sort: sizes two places ahead, so that starts are right after the second pass moved
     # each of them to the end of its run.
@@ -172,7 +172,7 @@ def _place(word, proj_dim):
 def round_samples(flat, stride, factors, n_rows, values):
     """Write the rounded values of up to 32 samples, (rows, lanes) int16.
 
-    The rows of ``values`` are a multiple of 32. What is in lanes without a sample, and in rows
+    The rows of ``values`` are a multiple of 32. The content of lanes without a sample, and of rows
     after ``n_rows``, is undefined.
     """
     lines = np.empty((LANES, _LINE), np.int16)

@@ -41,7 +41,7 @@ class Curvature:
     damping
         δ: the scale is 1/√(Λ + δ mean Λ), with the eigenvalues Λ of a parameter.
     power
-        Of the weights that samples had, q^power (1 - q); None for equal weights.
+        The exponent of the samples' weights, q^power (1 - q); None for equal weights.
     leading
         Coordinates with most of the scaled curvature, which are features of their own. What
         follows projects the others.
@@ -66,7 +66,7 @@ class Curvature:
 
 @dataclass(frozen=True)
 class Components:
-    """Reduce what the projector returns to its principal components.
+    """Reduce the results of the projector to their principal components.
 
     Parameters
     ----------
@@ -100,15 +100,15 @@ class Fitted:
         At most one scaling of gradients, a projector, and at most one reduction to components, in
         this order.
     arrays
-        What was fitted, by the names of variables of features: in memory or lazy, with checkpoints
-        along the last axis. Those of no step are for scores.
+        The fitted values, by the names of variables of features: in memory or lazy, with
+        checkpoints along the last axis. Values that belong to no step are for scores.
     digests
-        By the name of the checkpoint, what identifies the values that features are made with.
+        By the name of the checkpoint, a hash of the values that features are made with.
     model
         The ``checkpoints``, in the order of that axis, and ``parameters`` of the model that it was
         fitted to, as in the attrs of features.
     origin
-        What :func:`trakdask.fit` was asked for, and the samples, for those who compare it.
+        The options and samples of :func:`trakdask.fit`, which it compares when it is called again.
     """
 
     steps: tuple[Step, ...]
@@ -132,7 +132,7 @@ class Fitted:
 
     @classmethod
     def from_spec(cls, spec: Mapping[str, Any], **fit: Any) -> Fitted:
-        """Rebuild the projector that a spec describes, with what was fitted.
+        """Rebuild the projector that a spec describes, with its fitted values.
 
         Raises
         ------
@@ -143,7 +143,7 @@ class Fitted:
         return cls(tuple(map(_step, described)), **fit)
 
     def spec(self) -> dict[str, Any]:
-        """Return JSON values that say which steps these are; the digests say what was fitted."""
+        """Return JSON values that say which steps these are; digests name the fitted values."""
         steps = [
             step.spec() if isinstance(step, Projector) else {"kind": step.kind, **asdict(step)}
             for step in self.steps
@@ -161,7 +161,7 @@ class Fitted:
         Parameters
         ----------
         projector
-            What projects the gradients that the steps so far have scaled.
+            The projector of the gradients that the steps so far have scaled.
 
         Examples
         --------
@@ -220,7 +220,7 @@ class Fitted:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Names of the variables that the steps are fitted with, by what they are for."""
+        """Names of the variables that the steps are fitted with, by their purpose."""
         return {k: v for step in self.steps for k, v in getattr(step, "arrays", {}).items()}
 
     @property
@@ -230,7 +230,7 @@ class Fitted:
 
     @property
     def formula(self) -> str:
-        """What the steps compute, in words."""
+        """The formula of the steps, in words."""
         scaled = getattr(self.steps[0], "formula", "grad f")
         is_reduced = isinstance(self.steps[-1], Components)
         reduction = "; then C^T feature, with principal components C" if is_reduced else ""

@@ -46,7 +46,7 @@ class Maps:
     checkpoint
         Checkpoint id in [0, 2**32).
     arrays
-        What was fitted to this checkpoint, without its axis.
+        The values that were fitted to this checkpoint, without its axis.
     device
         Device of gradients and features.
     """
@@ -145,7 +145,7 @@ class _FittedStream:
         here = slice(*np.searchsorted(maps.leading_rows, (row, row + gradient.shape[1])))
         if here.start < here.stop:
             places = torch.from_numpy(maps.leading_rows[here] - row).to(gradient.device)
-            kept = gradient.gather(1, places.expand(len(gradient), -1))
+            kept = gradient.index_select(1, places)  # in half of the time of gather
             torch.mul(kept, maps.leading_scale[here], out=self._leading[:, here])
 
     def result(self) -> Tensor:

@@ -123,7 +123,7 @@ class Rademacher(GpuProjector):
         ``out``: about 64 MB of digits and sums, at least for one block, and a tile.
         """
         tile = products.tile_columns(self.proj_dim, kernels.cache_bytes)
-        # Of the digits and of the sums of a row block.
+        # The bytes of the digits and of the sums of a row block.
         block_bytes = products.lines(len(rows), self.n_digits) * max(ROW_BLOCK, 4 * tile)
         for run in products.runs(rows.shape[1], block_bytes):
             digits, totals, steps = products.quantize(kernels, rows, run, self.n_digits)

@@ -316,7 +316,7 @@ def _order(places: npt.NDArray[np.uint64], proj_dim: int) -> npt.NDArray[np.int6
 class _Kept:
     """Nonzeros of row blocks by matrix, as many as fit in the memory that is set apart for them.
 
-    Blocks are used in turns, once per micro-batch. What is full therefore stays as it is: throwing
+    Blocks are used in turns, once per micro-batch. A full buffer therefore stays as it is: throwing
     out the oldest block for a new one would throw out every block before it is used again. Only
     other matrices make way.
     """

@@ -40,9 +40,9 @@ def features(
     feature
         (sample, proj_dim), or (sample, proj_dim, checkpoint) if there are several models: a numpy
         array or memory map, a torch tensor, a dask or zarr array, or a DataArray with dimensions of
-        these names, whose coords are kept. What is not floating point becomes float32 or float64.
+        these names, whose coords are kept. Integers and bools become float32 or float64.
     made_by
-        What made them, in words of yours, with all that changes their meaning, such as the name and
+        Their origin, in words of yours, with all that changes their meaning, such as the name and
         version of a model. Features can be combined only if they say the same.
     output
         The scalar f that a model gave each sample, (sample,) or (sample, checkpoint), if there is

@@ -132,7 +132,7 @@ def check_name(name: object, what: str) -> None:
     name
         Name of a variable or coord.
     what
-        What the error message calls it: "variable" or "coord".
+        The word of the error message: "variable" or "coord".
 
     Raises
     ------

@@ -96,7 +96,7 @@ def joined_rows(n: int, feature_bytes: int, input_bytes: int = 0) -> int:
     n
         Number of samples.
     feature_bytes, input_bytes
-        Of one sample, at one checkpoint.
+        The bytes of one sample, at one checkpoint.
 
     Examples
     --------

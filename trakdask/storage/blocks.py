@@ -31,13 +31,7 @@ from trakdask.errors import StoreMismatchError, warn_once
 from trakdask.files import Folder
 from trakdask.storage.group import ERROR, SCALE, Group
 from trakdask.storage.reading import from_half
-from trakdask.storage.records import (
-    Record,
-    small_values,
-    starts,
-    stored_records,
-    write_record,
-)
+from trakdask.storage.records import Record, small_values, starts, stored_records, write_record
 from trakdask.variables import (
     CHECKPOINT,
     FITTED,
@@ -61,7 +55,7 @@ kernels of torch change the last digits, which are fewer in 16 bits; changed cod
 """
 
 _LONGEST, _ENOUGH_ROWS = 30, 16
-"""Of features, in units of the median of their block, which has so many. On 29 tasks no feature was
+"""Length of features in medians of their block, and its least rows. On 29 tasks no feature was
 longer than 7 times the median of all; see ``tests/benchmarks/outliers.py``."""
 
 _log = logging.getLogger(__name__)
@@ -70,7 +64,7 @@ Tasks = tuple[da.Array, list[Key]]
 """An array, and the keys of the blocks of it that are to be computed."""
 
 
-# ------------------------------------------------------------------------------ what is stored
+# ------------------------------------------------------------------------------ stored blocks
 
 
 def sources_that_lack_blocks(before: Group, group: Group) -> list[str]:
@@ -117,7 +111,7 @@ def with_trained_on(group: Group, features: xr.Dataset) -> xr.Dataset:
 
 
 def save_fit(group: Group, features: xr.Dataset, retries: int) -> None:
-    """Store what was fitted to samples, of the checkpoints that lack it.
+    """Store the values of a fitted projector, of the checkpoints that lack them.
 
     Raises
     ------
@@ -328,7 +322,7 @@ def difference_of_block(before: Group, features: xr.Dataset, rows: range) -> str
 def _last_block(
     before: Group, features: xr.Dataset, rows: range
 ) -> tuple[range, int, dict[str, np.ndarray]] | None:
-    """Return the rows of the last stored block without failures, a checkpoint, what is small."""
+    """Return the rows of the last block without failures, a checkpoint, and its small arrays."""
     names, records = checkpoint_names(features), stored_records(before)
     columns = [i for i, name in enumerate(before.target().checkpoints) if name in names]
     bounds = [*starts(rows, before.block), rows.stop]

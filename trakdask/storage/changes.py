@@ -33,7 +33,7 @@ _REMEDY = f"{_REPAIR}, then td.save(features, store)"
 _READERS = 8
 """Chunks that are read at once, where the machine has the memory."""
 Fault = tuple[str, tuple[int, ...], str]
-"""An array, the numbers of a chunk of it, and what is wrong with that."""
+"""An array, the numbers of a chunk of it, and the fault of that chunk."""
 
 
 @contextmanager
@@ -146,7 +146,7 @@ def _of_all(name: str, values: Any, dropped: np.ndarray, group: Group) -> xr.Var
     new = normalise_coords({name: values}, n_all if is_whole else n_shown)[name]
     if is_whole:
         return xr.Variable((SAMPLE,), new)
-    before = read_coords(group, {name}).get(name)  # only here: what is damaged can be assigned anew
+    before = read_coords(group, {name}).get(name)  # only here: a damaged coord can be assigned anew
     if before is None or kind(before.dtype) != kind(new.dtype):
         was = "new" if before is None else f"{kind(before.dtype)} so far"
         raise ValueError(
@@ -188,7 +188,7 @@ def verify(
 
     Returns
     -------
-    DataFrame with one row per fault: ``path`` in the store, what was ``found``, ``block`` and
+    DataFrame with one row per fault: ``path`` in the store, the fault ``found``, ``block`` and
     ``checkpoint`` (their numbers; -1 if it belongs to none), and the ``remedy`` to type. Empty if
     nothing is wrong.
 
@@ -244,7 +244,7 @@ def _faults(group: Group, *, checksums: bool) -> Iterator[Fault]:
 
 
 def _damage(array: zarr.Array[Any], index: tuple[int, ...]) -> str:
-    """Return what is wrong with a chunk; nothing if it can be read."""
+    """Return the fault of a chunk; nothing if it can be read."""
     try:
         array.get_block_selection(index)
     except Exception as err:  # of zarr and its codecs, whatever is wrong

@@ -11,21 +11,9 @@ import xarray as xr
 
 from trakdask.errors import StoreMismatchError
 from trakdask.samples import normalise_coord
-from trakdask.storage.group import (
-    DROPPED,
-    ERROR,
-    METADATA,
-    SCALE,
-    Group,
-    kind,
-)
+from trakdask.storage.group import DROPPED, ERROR, METADATA, SCALE, Group, kind
 from trakdask.storage.reading import read_coords
-from trakdask.variables import (
-    CHECKPOINT,
-    SAMPLE,
-    VARIABLES,
-    checkpoint_names,
-)
+from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, checkpoint_names
 
 _TAKEN = {METADATA, "lock", DROPPED, SCALE, *VARIABLES} - {ERROR}
 
@@ -71,7 +59,7 @@ def joined_coords(
     before, group
         The store as it counts, and as it is to be.
     features, rows
-        What is saved, and where.
+        The features to save, and their rows in the store.
 
     Raises
     ------

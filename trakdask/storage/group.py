@@ -43,7 +43,7 @@ Metadata = dict[str, Any]
 
 @dataclass
 class Group:
-    """What counts in a store: its attributes, and the metadata of its arrays by their names."""
+    """The valid state of a store: its attributes, and the metadata of its arrays by their names."""
 
     folder: Folder
     attrs: dict[str, Any]
@@ -173,7 +173,7 @@ class Group:
             raise IncompleteFeaturesError(
                 f"expected all blocks of features in {self.folder.url!r}, but some are missing; "
                 "try td.save(features, store), with the features that it was made of, which "
-                "computes what is missing"
+                "computes the missing blocks"
             )
 
     # ------------------------------------------------------------------------------- what it is to
@@ -191,7 +191,7 @@ class Group:
         return Group(self.folder, attrs, arrays, self.before)
 
     def about_unfinished(self) -> str:
-        """Say what is unfinished, and how to finish it."""
+        """Name the unfinished append, and how to finish it."""
         target = self.target()
         dim = SAMPLE if target.n_samples > self.n_samples else CHECKPOINT
         return (
@@ -263,7 +263,7 @@ class Group:
             self.arrays[name] = _metadata_in(files, name)
 
     def commit(self) -> None:
-        """Let what was written count, from now on, and nothing else."""
+        """Let the written arrays count, from now on, and nothing else."""
         self.attrs["saved"] = {
             "at": datetime.now(UTC).isoformat(), "versions": {"trakdask": __version__}
         }  # fmt: skip
@@ -331,7 +331,7 @@ def chunks_of(metadata: Metadata) -> list[int]:
 
 
 def separator_of(metadata: Metadata) -> str:
-    """Return what separates the numbers in the name of a chunk."""
+    """Return the character between the numbers in the name of a chunk."""
     return str(metadata["chunk_key_encoding"]["configuration"]["separator"])
 
 
@@ -345,5 +345,5 @@ def lost_chunk(folder: Folder, path: str) -> IncompleteFeaturesError:
 
 
 def kind(dtype: np.dtype[Any]) -> str:
-    """Return what values of a dtype are, whatever their width."""
+    """Return the kind of values of a dtype, whatever their width."""
     return "number" if dtype.kind in "iuf" else dtype.type.__name__

@@ -1,4 +1,4 @@
-"""Where features belong in a store, and whether they were made as what is there."""
+"""The place of features in a store, and whether they were made in the same way as its content."""
 
 from __future__ import annotations
 
@@ -8,27 +8,10 @@ from typing import Any, Literal
 import xarray as xr
 
 from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
-from trakdask.provenance import (
-    BY_CHECKPOINT,
-    STORE_SPEC,
-    require_same,
-    spec,
-)
-from trakdask.storage.blocks import (
-    difference_of_block,
-)
-from trakdask.storage.group import (
-    ERROR,
-    SCALE,
-    Group,
-)
-from trakdask.variables import (
-    CHECKPOINT,
-    PROJ_DIM,
-    SAMPLE,
-    TRAINED_ON,
-    checkpoint_names,
-)
+from trakdask.provenance import BY_CHECKPOINT, STORE_SPEC, require_same, spec
+from trakdask.storage.blocks import difference_of_block
+from trakdask.storage.group import ERROR, SCALE, Group
+from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, TRAINED_ON, checkpoint_names
 
 AppendDim = Literal["sample", "checkpoint"]
 
@@ -41,7 +24,7 @@ def place(
 ) -> tuple[Group, range]:
     """Return a store as it is to be, and the rows of features; note what they add as unfinished.
 
-    Features are at home in a store if they were made in the same way as what is there. Their
+    Features are at home in a store if they were made in the same way as its content. Their
     samples are either a set that was saved before, completely or not, or are appended. What an
     unfinished append adds counts only for calls that bring it, because no other has its coords.
 
@@ -136,6 +119,6 @@ def _known_rows(before: Group, features: xr.Dataset, append_dim: AppendDim | Non
 
 
 def blockwise(features: xr.Dataset) -> list[str]:
-    """Return the names of what is stored block by block: all numbers of samples and checkpoints."""
+    """Return the arrays that are stored block by block: all numbers of samples and checkpoints."""
     variables = {str(n): v for n, v in features.data_vars.items() if v.dims == (SAMPLE, CHECKPOINT)}
     return ["feature", *(n for n, v in variables.items() if v.dtype.kind == "f" or n == TRAINED_ON)]

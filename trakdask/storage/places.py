@@ -21,7 +21,7 @@ StoreLike = str | os.PathLike[str] | Store
 
 @dataclass(frozen=True)
 class Content(Folder):
-    """What a zarr ``Store`` object holds, such as a zip file or a session of icechunk, to read."""
+    """The content of a zarr ``Store`` object, such as a zip file or a session of icechunk."""
 
     store: Store = field(kw_only=True)
     prefix: str = ""
@@ -35,7 +35,7 @@ class Content(Folder):
         return False
 
     def names(self) -> list[str]:
-        """List what is in it."""
+        """List the files and folders in it."""
         return sorted(name.strip("/") for name in sync(_all(self.store.list_dir, self.prefix)))
 
     def files(self) -> set[str]:
@@ -59,7 +59,7 @@ class _Files(FsspecStore):
     """Files at a URL, each read in one request."""
 
     async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Buffer | None:
-        # Of a whole file s3fs would first ask how long it is, in a request of its own.
+        # s3fs would first ask how long a whole file is, in a request of its own.
         return await super().get(key, prototype, byte_range or OffsetByteRequest(0))
 
 

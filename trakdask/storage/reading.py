@@ -28,15 +28,7 @@ from trakdask.arrays.graphs import reader, stored
 from trakdask.errors import IncompleteFeaturesError, UnfinishedAppendWarning
 from trakdask.files import Folder
 from trakdask.provenance import as_text
-from trakdask.storage.group import (
-    DROPPED,
-    ERROR,
-    SCALE,
-    STORE_ATTRS,
-    Group,
-    dims_of,
-    lost_chunk,
-)
+from trakdask.storage.group import DROPPED, ERROR, SCALE, STORE_ATTRS, Group, dims_of, lost_chunk
 from trakdask.storage.places import StoreLike, readable, zarr_store
 from trakdask.storage.records import all_small_values
 from trakdask.variables import CHECKPOINT, DERIVED, SAMPLE, VARIABLES
@@ -115,7 +107,7 @@ def open(
     Warns
     -----
     UnfinishedAppendWarning
-        If an append was cut short, or goes on in another process: what is shown is the store as it
+        If an append was cut short, or goes on in another process: the result is the store as it
         was before.
 
     Examples
@@ -135,7 +127,7 @@ def open(
             ds = _opened(group, require_complete, dropped, load_coords)
             break
         except (IncompleteFeaturesError, ValueError):
-            # What a writer has replaced since the group was read is gone.
+            # A writer may have replaced arrays since the group was read.
             before, group = group, Group.read(folder)
             if group.attrs["saved"] == before.attrs["saved"]:
                 raise
@@ -167,7 +159,7 @@ def _opened(group: Group, require_complete: bool, dropped: bool, load_coords: bo
 
 
 def assembled(group: Group, small: Small = None, *, complete: bool = True) -> xr.Dataset:
-    """Return the lazy arrays of a store, with the names of checkpoints, and what was dropped."""
+    """Return the lazy arrays of a store, with the names of checkpoints, and the dropped samples."""
     lazy = functools.partial(lazy_array, group, small=small, complete=complete)
     data = {
         name: (dims_of(array), lazy(name), array["attributes"])
@@ -255,7 +247,7 @@ def _read_coord(coord: xr.Variable, require_chunks: Callable[[], None], key: Key
 
 @contextmanager
 def _named(folder: Folder, path: str) -> Iterator[None]:
-    """Let errors of zarr, and of its checksums, say what is damaged."""
+    """Let errors of zarr, and of its checksums, name the damaged file."""
     try:
         yield
     except ValueError as err:

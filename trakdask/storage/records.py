@@ -1,4 +1,4 @@
-"""What is small of a block, until it counts: one record for all of its outputs, weights and norms.
+"""Small arrays of a block, until they count: one record for its outputs, weights and norms.
 
 A task stores the features of its block and then the record, by which the block is known to be
 stored. If outputs, weights and norms had chunks of a block, three of four objects of a store would
@@ -22,8 +22,8 @@ from trakdask.storage.group import ERROR, RECORDS, Group
 from trakdask.variables import CHECKPOINT, SAMPLE
 
 _LEAST_ROWS, _MOST_ROWS, _BLOCKS = 2**18, 2**21, 128
-"""Of a packed chunk, which then has 1 to 16 MB. Six arrays in chunks of 128 blocks are 0.05 objects
-for each block. But a task that needs the rows of one block has the whole chunk in memory."""
+"""Rows and blocks of a packed chunk, which then has 1 to 16 MB. Six arrays in chunks of 128 blocks
+are 0.05 objects for each block. But a task that needs one block has the chunk in memory."""
 
 Record = tuple[int, int]
 """The first row of a block, or of the rows of a block that were saved together, and the number of a
@@ -47,7 +47,7 @@ def stored_records(before: Group) -> set[Record]:
 
 
 def write_record(folder: Folder, record: Record, values: Mapping[str, np.ndarray]) -> None:
-    """Store what is small of a block, (rows,) of each array, in one piece and with checksums."""
+    """Store the small arrays of a block, (rows,) each, in one piece and with checksums."""
     content, values = io.BytesIO(), dict(values)
     if ERROR in values:  # numpy has no format for texts of any length
         values[ERROR] = np.array(values[ERROR].tolist(), "U")
@@ -56,7 +56,7 @@ def write_record(folder: Folder, record: Record, values: Mapping[str, np.ndarray
 
 
 def read_record(folder: Folder, record: Record) -> dict[str, np.ndarray]:
-    """Return what is small of a block; remove what cannot be read, as after a power failure.
+    """Return the small arrays of a block; remove a damaged record, as after a power failure.
 
     Raises
     ------
@@ -83,7 +83,7 @@ def path_of(record: Record) -> str:
 def small_values(
     before: Group, rows: range, index: int, records: Collection[Record]
 ) -> dict[str, np.ndarray]:
-    """Return what is small of rows at a checkpoint: of what counts, and of records; else NaN.
+    """Return the small arrays of rows at a checkpoint, from the store or from records; else NaN.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ def small_values(
 
 
 def all_small_values(before: Group, group: Group) -> dict[str, np.ndarray]:
-    """Return what is small (sample, checkpoint) of a store as it is to be; NaN if it lacks it."""
+    """Return the small arrays (sample, checkpoint) of a store as it is to be; NaN where absent."""
     records, rows, n = stored_records(before), range(group.n_samples), len(group.checkpoints)
     columns = [small_values(before, rows, index, records) for index in range(n)]
     return {name: np.stack([c[name] for c in columns], axis=1) for name in before.small}
@@ -142,6 +142,6 @@ def pack(before: Group, group: Group) -> None:
 
 
 def packed_rows(group: Group) -> int:
-    """Return how many rows of small arrays are in a chunk: those of whole blocks, or all."""
+    """Return how many rows of small arrays are in a chunk: the rows of whole blocks, or all."""
     rows = min(max(_BLOCKS * group.block, _LEAST_ROWS), _MOST_ROWS)
     return min(group.n_samples, max(1, rows // group.block) * group.block)

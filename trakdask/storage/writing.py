@@ -16,11 +16,7 @@ from trakdask.arrays.weights import squared_norm, with_digest
 from trakdask.checks import require_choice
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.files import Folder, naming
-from trakdask.provenance import (
-    BY_CHECKPOINT,
-    REQUIRED_SPEC,
-    as_values,
-)
+from trakdask.provenance import BY_CHECKPOINT, REQUIRED_SPEC, as_values
 from trakdask.storage.blocks import (
     save_blocks,
     save_fit,
@@ -29,12 +25,7 @@ from trakdask.storage.blocks import (
     with_trained_on,
 )
 from trakdask.storage.coords import joined_coords, portable_coords, require_names
-from trakdask.storage.group import (
-    ERROR,
-    SCALE,
-    STORE_ATTRS,
-    Group,
-)
+from trakdask.storage.group import ERROR, SCALE, STORE_ATTRS, Group
 from trakdask.storage.lock import lock
 from trakdask.storage.placement import AppendDim, blockwise, place
 from trakdask.storage.places import writable
@@ -69,14 +60,14 @@ def write(
     ----------
     derive
         Is called when all blocks are stored, with the store as it counts, and as it is to be; adds
-        what is kept of all samples. Everything counts together.
+        the sums over all samples. Everything counts together.
     features, store, append_dim, dtype, storage_options, progress, retries
         As in :func:`trakdask.save`, which has the errors, too.
     """
     _require_options(features, dtype, append_dim)
     features = _storable(features)
     folder = writable(store, storage_options)
-    _read(folder)  # nothing is written into what is no store, not even a lock
+    _read(folder)  # nothing is written into other folders than stores, not even a lock
     remedy = "stored blocks are safe: try the same td.save(...) again when the cause is gone"
     with naming(folder.url, remedy), lock(folder, "td.save") as require_held:
         before = _read(folder) or _new_group(folder, features, dtype)

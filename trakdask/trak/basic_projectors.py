@@ -118,7 +118,7 @@ class BasicProjector(AbstractProjector):
 
     Notes
     -----
-    The matrix stays in memory between batches if it takes at most half of what is available (it has
+    The matrix stays in memory between batches if it takes at most half of the free memory (it has
     4 * grad_dim * proj_dim bytes in float32). Otherwise each block is drawn again for every batch,
     as in the original.
 

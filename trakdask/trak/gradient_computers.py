@@ -84,7 +84,7 @@ class AbstractGradientComputer(ABC):
 
 
 class _GradientComputer(AbstractGradientComputer):
-    """What both gradient computers share."""
+    """The common part of both gradient computers."""
 
     func_weights: Any = None  # None: the model has its own
     func_buffers: Any = None
@@ -147,7 +147,7 @@ class FunctionalGradientComputer(_GradientComputer):
     package. The logger ``GradientComputer`` reports the choice.
     """
 
-    # Of the class as well, since subclasses may replace load_model_params.
+    # Defaults of the class as well, since subclasses may replace load_model_params.
     _hooks_agree, _n_checked, _is_new_checkpoint = True, 0, True
 
     def load_model_params(self, model: nn.Module) -> None:

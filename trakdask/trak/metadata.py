@@ -30,7 +30,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def require_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
-    """Reject settings that contradict those of the run that began in a folder."""
+    """Reject settings that contradict the settings of the run that began in a folder."""
     if EXTRA in now and EXTRA not in before:
         raise SettingsMismatchError(
             f"expected a folder of trakdask.trak, got {str(folder)!r}, which the original wrote; "

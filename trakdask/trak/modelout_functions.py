@@ -61,7 +61,7 @@ class AbstractModelOutput(ABC):
 
 
 class _Classification(AbstractModelOutput):
-    """What the three outputs of classifiers share, which is a task of trakdask.
+    """The common part of the three outputs of classifiers, which is a task of trakdask.
 
     Parameters
     ----------
@@ -265,7 +265,7 @@ class CLIPModelOutput(AbstractModelOutput):
         batch_size
             Not used; the loader decides on the sizes of the batches.
         embedding_dim
-            Not used; the length of an embedding is what the model returns.
+            Not used; the model returns embeddings of its own length.
         size
             Largest number of pairs to embed.
         preprocess_fn_img, preprocess_fn_txt

@@ -20,13 +20,7 @@ from numpy.lib.format import open_memmap
 
 from trakdask.errors import StoreMismatchError
 from trakdask.files import replacing
-from trakdask.trak.metadata import (
-    EXTRA,
-    SettingsMismatchError,
-    read_json,
-    require_same,
-    write_json,
-)
+from trakdask.trak.metadata import EXTRA, SettingsMismatchError, read_json, require_same, write_json
 
 
 class ModelIDException(Exception):
@@ -93,7 +87,7 @@ class AbstractSaver(ABC):
             if not self.experiments_file.exists():
                 write_json(self.experiments_file, {})
         if load_from_save_dir:
-            # Unlike in the original, not those in subfolders, which belong to other runs.
+            # Unlike in the original, files in subfolders stay, because they belong to other runs.
             for file in sorted(self.save_dir.glob("id_*.json")):
                 self.model_ids.update({int(i): state for i, state in read_json(file).items()})
             self.experiments.update(read_json(self.experiments_file))

@@ -19,7 +19,7 @@ from trakdask.trak.savers import ModelIDException
 
 
 class Scoring:
-    """What a :class:`~trakdask.trak.TRAKer` does with targets, and with batches of any samples.
+    """The part of :class:`~trakdask.trak.TRAKer` for targets, and for batches of any samples.
 
     Its subclass sets the attributes, and featurizes the training samples.
     """

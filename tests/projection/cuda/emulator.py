@@ -14,13 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trakdask.projection.cuda.launch import (
-    FAMILIES,
-    Argument,
-    family_of,
-    kernel_program,
-    packed,
-)
+from trakdask.projection.cuda.launch import FAMILIES, Argument, family_of, kernel_program, packed
 
 HEADER = Path(__file__).with_name("emulator.hpp")
 COMPILER = shutil.which("g++")

@@ -1,4 +1,4 @@
-"""Pairs of answers of which people preferred one: DPO, and reward models."""
+"""Pairs of answers, one of which people preferred: DPO, and reward models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SIDES = ("chosen", "rejected")
 class Preference(HtmlTable):
     """Direct preference optimisation: the answer that people chose against the rejected one.
 
-    The output is β times the log ratio of the two answers, less that of the reference model,
+    The output is β times the log ratio of the two answers, less the ratio by the reference model,
     f = β (log π(chosen) - log π(rejected) - log π_ref(chosen) + log π_ref(rejected)), and
     Q = 1 - σ(f). The loss is log(1 + exp(-f)), so that f is the margin of the choice.
 

@@ -1,0 +1,246 @@
+"""Check the arguments of featurize, and gather the inputs of its graph."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import dask.array as da
+import torch
+import xarray as xr
+
+from trakdask._version import __version__
+from trakdask.checks import require_choice, require_integer, shown
+from trakdask.featurization.graphs import Arrays, GraphInputs
+from trakdask.featurization.job import DType, FeaturizeJob, OnError, Partition
+from trakdask.models.gradients import ENGINES
+from trakdask.models.layers import choose_engine, elements_at_once
+from trakdask.models.model import Model
+from trakdask.models.tasks import task_spec
+from trakdask.projection import SJLT, Projector, RowMap
+from trakdask.projection.fitted import Fitted
+from trakdask.provenance import DEFAULTS, REQUIRED_SPEC, as_values, require_same
+from trakdask.samples import lazy_variables, normalise_coord, source_of, validate_samples
+from trakdask.variables import CHECKPOINT, SAMPLE, WRONG_CLASSES, checkpoint_names
+
+Gradients = Literal["auto", "hooks", "vmap", "loop"]
+Divide = Callable[[Model, Arrays], Partition]
+_log = logging.getLogger(__name__)
+_DEFAULT = SJLT(proj_dim=2048, seed=0)
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+_MICRO_BATCH_BYTES = 2**28
+_MICRO_BATCH_MOST = 256
+
+
+def prepare(
+    samples: xr.Dataset,
+    model: Model,
+    *,
+    projector: Projector | Fitted | None = None,
+    like: xr.Dataset | None = None,
+    gradients: Gradients = "auto",
+    batch_size: int | Literal["auto"] = "auto",
+    dtype: DType | None = None,
+    device: str = "auto",
+    on_error: OnError = "raise",
+    divide: Divide | None = None,
+    adds_up: bool = False,
+) -> GraphInputs:
+    """Check the arguments of :func:`featurize`, and gather the inputs of its graph.
+
+    ``divide`` says how to divide samples into parts, whose gradients are multiplied with vectors
+    and not projected; ``adds_up``, that gradients are only added up.
+    """
+    _require_options(model, projector, device)
+    require_choice("gradients", gradients, ["auto", *ENGINES], remedy="try gradients='auto'")
+    require_choice("on_error", on_error, get_args(OnError), remedy="try on_error='record'")
+    if dtype is not None:
+        require_choice("dtype", dtype, get_args(DType), remedy="try dtype='float32', or None")
+    if like is not None:
+        if projector is not None:
+            raise ValueError(
+                f"expected like= without a projector, since its features have one, got "
+                f"{projector!r}; try leaving it out"
+            )
+        projector, model = projector_of(like), model.at_checkpoints(checkpoint_names(like))
+        # "auto" chooses hooks again, and may leave them again where they fail.
+        if gradients == "auto" and (engine := like.attrs.get("gradients")) in ("vmap", "loop"):
+            gradients = engine
+        if dtype is None and (stored := like.attrs.get("dtype")) in get_args(DType):
+            dtype = stored
+    samples = validate_samples(samples)
+    model = model.for_variables({str(n): array.ndim for n, array in samples.variables.items()})
+    spec, names = model.spec(), [checkpoint.name for checkpoint in model.checkpoints]
+    fitted = Fitted.of(projector or _DEFAULT)
+    if fitted.model:
+        digests = {name: fitted.model["checkpoints"].get(name) for name in names}
+        what = "the projector and the model that it was fitted to"
+        of_fit = {**fitted.model, "checkpoints": digests}
+        require_same(of_fit, spec, what=what, names=tuple(of_fit))
+    fitted = fitted.at_checkpoints(names)
+    row_map = RowMap.from_shapes(model.shapes, alignment=fitted.projector.row_alignment)
+    bound = fitted.bind(row_map)
+    inputs = _inputs(samples, model)
+    partition = divide(model, inputs) if divide else None
+    engine, reason = _engine(gradients, model, partition)
+    _log.info("gradients by %s: %s", engine, reason)
+    sizes = dict(zip(model.shapes, map(math.prod, model.shapes.values()), strict=True))
+    held = elements_at_once(engine, model.meta_module(), sizes)
+    if adds_up:  # the products of its axes take the whole gradient of a weight
+        held = max(held, *sizes.values())
+    if engine == "tokens" and partition:
+        held *= partition.size
+    settings = _torch_settings(dtype)
+    job = FeaturizeJob(
+        model=model,
+        projector=Fitted(bound.steps),
+        row_map=row_map,
+        proj_dim=bound.width(row_map.n_rows),
+        engine=engine,
+        batch_size=_batch_size(batch_size, "hooks" if partition else engine, held),
+        elements_at_once=held,
+        inputs=tuple(inputs),
+        torch_settings=settings,
+        device=device,
+        on_error=on_error,
+        partition=partition,
+        falls_back=gradients == "auto" and engine == "hooks",
+    )
+    attrs = {
+        **spec,
+        "projector": bound.spec(),
+        **({"fit": dict(bound.digests)} if bound.digests else {}),
+        **({"fitted_to": bound.origin} if bound.origin else {}),
+        # Identified by what the model reads of them, so that metadata may change.
+        "source": source_of(samples, inputs),
+        "gradients": engine,
+        "batch_size": job.batch_size,
+        **settings,
+        "device": device,
+        "on_error": on_error,
+        **({"parts": partition.spec()} if partition else {}),
+        **{name: getattr(model.task, name) for name in DEFAULTS if hasattr(model.task, name)},
+        "formula": bound.formula,
+        **({"damping_prior": bound.damping_prior} if bound.damping_prior != 1 else {}),
+        "trakdask_version": __version__,
+        "torch_version": str(torch.__version__),
+        "gradients_reason": reason,
+    }
+    checkpoint = normalise_coord(CHECKPOINT, names, len(names))
+    coords = {**samples.coords, CHECKPOINT: (CHECKPOINT, checkpoint)}
+    return GraphInputs(job, inputs, attrs, coords, _lazy_fit(bound))
+
+
+def projector_of(features: xr.Dataset) -> Fitted:
+    """Return the projector that features were made with, and its fitted values."""
+    attrs, names = as_values(features.attrs), checkpoint_names(features)
+    if missing := [name for name in REQUIRED_SPEC if name not in attrs]:
+        raise ValueError(
+            f"expected features with the attrs of td.featurize, got none named {missing}; try "
+            "features.assign_attrs(original.attrs)"
+        )
+    fitted = Fitted.from_spec(attrs["projector"])
+    wanted = fitted.variables.values()
+    if missing := [name for name in wanted if name not in features]:
+        raise ValueError(
+            f"expected the values of the fitted projector in the features, got none of {missing}; "
+            "try td.open(store), which has all of it"
+        )
+    return replace(
+        fitted,
+        # Wrong classes belong to no step, and need not be there.
+        arrays={n: features[n].data for n in (*wanted, WRONG_CLASSES) if n in features},
+        digests={name: attrs["fit"][name] for name in names} if wanted else {},
+        model=model_of(attrs | {"checkpoints": {n: attrs["checkpoints"][n] for n in names}}),
+        origin=features.attrs.get("fitted_to", ""),
+    )
+
+
+def model_of(attrs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attrs of features that identify the model to which something is fitted."""
+    return {name: attrs[name] for name in ("parameters", "checkpoints")}
+
+
+def _lazy_fit(fitted: Fitted) -> Arrays:
+    """Return the fitted values as Dask arrays, in a chunk per checkpoint."""
+    return {
+        name: da.asarray(array).rechunk((*[-1] * (array.ndim - 1), 1))
+        for name, array in fitted.arrays.items()
+    }
+
+
+def _torch_settings(dtype: str | None) -> dict[str, str]:
+    """Return the settings of torch that affect gradients, as they are active in the caller.
+
+    Weights and inputs are cast to ``dtype``, unless it is ``"as given"``.
+    ``autocast`` is the dtype of ``torch.autocast`` for GPUs or else for the CPU, which applies on
+    any device that tasks run on. ``float32_matmul_precision`` is ``"highest"``, or one that allows
+    TF32 or bfloat16 inside float32 products.
+    """
+    active = [device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)]
+    autocast = str(torch.get_autocast_dtype(active[0])).removeprefix("torch.") if active else "off"
+    return {
+        "dtype": dtype or "as given",
+        "autocast": autocast,
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }
+
+
+def _engine(gradients: Gradients, model: Model, partition: Partition | None) -> tuple[str, str]:
+    if partition is not None and partition.groups is None:
+        return "tokens", "the only engine that sees the terms of single tokens"
+    if gradients == "auto":
+        return choose_engine(model.meta_module(), model.task, tuple(model.shapes))
+    return str(gradients), "as asked"
+
+
+def _inputs(samples: xr.Dataset, model: Model) -> Arrays:
+    """Return lazy arrays of the task's inputs, looked up among the variables, then the coords."""
+    names = getattr(model.task, "variables", None) or tuple(map(str, samples.data_vars))
+    if missing := [name for name in names if name not in samples]:
+        raise ValueError(
+            f"expected the variable {missing[0]!r}, which the task reads, got samples with the "
+            f"variables {[str(name) for name in samples.variables]}; try samples.rename(...), or "
+            f"passing its name to the task, {task_spec(model.task)}"
+        )
+    coords = {name: samples[name].values for name in names if name in samples.coords}
+    lazy = lazy_variables(coords, samples.chunksizes[SAMPLE][0]) if coords else {}
+    return {name: lazy[name] if name in coords else samples[name].data for name in names}
+
+
+def _batch_size(batch_size: int | Literal["auto"], engine: str, held: int) -> int:
+    if batch_size == "auto":
+        fits = _MICRO_BATCH_BYTES // (4 * max(held, 1))
+        if engine == "hooks":
+            # Autograd also stores the activations, which usually take more memory than gradients.
+            # Below 32 samples, drawing the random matrix costs more than multiplying with it.
+            fits = max(fits // 4, min(32, 4 * fits))
+        return max(1, min(_MICRO_BATCH_MOST, fits))
+    return require_integer("batch_size", batch_size, 1, remedy="try batch_size='auto'")
+
+
+def require_model(model: object) -> None:
+    """Reject an object that is no :class:`Model`, such as the module itself."""
+    if not isinstance(model, Model):
+        raise TypeError(
+            f"expected a td.Model as model, got {type(model).__name__}; try td.Model(build, "
+            "checkpoints=[...], task=...)"
+        )
+
+
+def _require_options(model: object, projector: object, device: object) -> None:
+    """Reject values that are none of those allowed."""
+    require_model(model)
+    if not isinstance(projector, Projector | Fitted | None):
+        raise TypeError(
+            f"expected a projector, got {shown(projector)}; try projector=td.SJLT(proj_dim=2048)"
+        )
+    if not (isinstance(device, str) and _DEVICE.fullmatch(device)):
+        raise ValueError(
+            "expected 'auto', 'cpu', 'cuda', or one GPU of each worker, such as 'cuda:1', as "
+            f"device, got {shown(device)}; try device='auto'"
+        )
