@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -113,6 +114,8 @@ def measure(args: argparse.Namespace) -> dict[str, list[float]]:
     (m,) = args.targets
     with ExitStack() as stack:
         taken = {"imports": timed(imports)}
+        if args.where == "cluster, fresh":
+            del sys.modules["__main__"].__file__  # workers import the script that starts them
         if args.where.startswith("cluster"):
             cluster = LocalCluster(
                 n_workers=args.workers, threads_per_worker=1, dashboard_address=":0"
