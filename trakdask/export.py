@@ -23,7 +23,7 @@ from zarr.storage import FsspecStore, LocalStore, ObjectStore, ZipStore
 
 from trakdask import execution
 from trakdask.arrays.graphs import plain
-from trakdask.arrays.memory import exported
+from trakdask.arrays.memory import exported, tabled
 from trakdask.files import Folder, naming, replacing
 from trakdask.provenance import as_values
 from trakdask.variables import RANK, TARGET
@@ -188,6 +188,8 @@ def to_parquet(
         If ``data`` is not such a result, or takes more than ``max_bytes``.
     FileExistsError
         If the folder exists and ``overwrite`` is false, or if it is no such result.
+    MemoryError
+        If writing a block needs more memory than any worker has.
 
     Notes
     -----
@@ -207,13 +209,33 @@ def to_parquet(
     dtypes = [ds[name].dtype for name in columns]
     width = sum(4 if dtype.kind in "OTU" else dtype.itemsize for dtype in dtypes)
     _require_size(ds, width * math.prod(ds.sizes.values()), max_bytes)
+    numbered = _numbered(ds)
+    _require_memory(numbered, width)
     attrs = {_METADATA: json.dumps(as_values(ds.attrs), default=str)}
     with _replacing(path, _PARQUET, overwrite=overwrite) as folder:
         write = functools.partial(_write_file, folder, dims, columns, attrs)
         shape = [len(ds.chunksizes[dim]) for dim in dims]
         written = xr.DataArray(da.zeros(shape, chunks=1), dims=dims)
-        xr.map_blocks(write, _numbered(ds), template=written).compute()
+        xr.map_blocks(write, numbered, template=written).compute()
         folder.remove(_PARQUET)
+
+
+def _require_memory(ds: xr.Dataset, row_bytes: int) -> None:
+    """Refuse a table of which no worker has the memory to write a block."""
+    block = {dim: max(sizes) for dim, sizes in ds.chunksizes.items()}
+    counts = {
+        name: math.prod(block.get(d, ds.sizes[d]) for d in v.dims)
+        for name, v in ds.variables.items()
+    }
+    n_texts = sum(n for name, n in counts.items() if ds[name].dtype.kind in "OTU")
+    n_bytes = sum(n * ds[name].dtype.itemsize for name, n in counts.items())
+    first, *others = (block[dim] for dim in next(iter(ds.data_vars.values())).dims)
+    n_rows = min(first * math.prod(others), max(_ROWS_AT_ONCE, math.prod(others)))
+    execution.require_memory(
+        tabled(n_bytes, n_rows, row_bytes, n_texts),
+        "writing a block of the results as a table",
+        "try smaller blocks: data.chunk(sample=...)",
+    )
 
 
 def _require_size(ds: xr.Dataset, n_bytes: int, max_bytes: int | str) -> None:

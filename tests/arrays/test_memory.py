@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,18 @@ import dask.array as da
 import numpy as np
 import psutil
 import pytest
+import xarray as xr
 from scipy import sparse
 
+import trakdask as td
 from trakdask import arrays
 from trakdask.arrays import memory
 from trakdask.arrays.factorization import decompose
 from trakdask.arrays.graphs import stored
 from trakdask.arrays.memory import Sizes
+from trakdask.fits.components import _principal
+from trakdask.storage import records
+from trakdask.testing import simulate_features
 
 SLACK = 10e6
 """Bytes of graphs and small arrays, and above all of other threads: clusters of earlier tests."""
@@ -40,13 +46,19 @@ def zeros(n: int, p: int, c: int, rows: int, *, read: bool = False) -> da.Array:
 
 
 def peak(*lazy: da.Array) -> int:
-    """Return the most memory that computing takes; one task after the other."""
+    """Return the most memory that computing takes."""
     graph = dask.optimize(*lazy)
     dask.compute(*graph, scheduler="sync")  # imports, and what libraries keep
-    tracemalloc.start()
-    dask.compute(*graph, scheduler="sync")
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    return traced(lambda: dask.compute(*graph))
+
+
+def traced(call: Callable[[], Any]) -> int:
+    """Return the most memory that a call takes of Python and numpy; one task after the other."""
+    with dask.config.set(scheduler="sync"):
+        tracemalloc.start()
+        call()
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
     return most
 
 
@@ -138,7 +150,12 @@ def test_solve(decomposed: bool) -> None:
     require_tight(memory.leverage(sizes, p), held + peak(arrays.solve.leverage(inverse, rows)))
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts the peak")
+counts_peaks = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="Linux counts the peak"
+)
+
+
+@counts_peaks
 @pytest.mark.parametrize("k", [300, 1000, 1500])
 def test_eigenvectors(k: int) -> None:
     p = 1500
@@ -146,6 +163,90 @@ def test_eigenvectors(k: int) -> None:
     matrix = half @ half.T
     measured = matrix.nbytes + resident(lambda: decompose(matrix, k))
     require_tight(memory.eigenvectors(p, k), measured)
+
+
+@counts_peaks
+@pytest.mark.parametrize(("n", "width"), [(1000, 4000), (1600, 1600)])
+def test_principal_components(n: int, width: int) -> None:
+    x = np.random.default_rng(0).standard_normal((n, width), dtype="f4")
+    measured = x.nbytes + resident(lambda: _principal(x, 100))
+    require_tight(memory.principal_components(n, width), measured)
+
+
+def features_of(n: int, p: int, rows: int) -> xr.Dataset:
+    """Return features of one checkpoint, in blocks of rows."""
+    few = simulate_features(n_samples=2, proj_dim=2, n_checkpoints=1)
+    weights = few.out_to_loss.dims, da.ones((n, 1), chunks=(rows, 1), dtype="f4")
+    return xr.Dataset(
+        {"feature": (few.feature.dims, zeros(n, p, 1, rows)), "out_to_loss": weights},
+        coords={"checkpoint": few.checkpoint},
+        attrs=few.attrs,
+    )
+
+
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_stored(dtype: str | None, tmp_path: Path) -> None:
+    lazy = features_of(8192, 1024, 8192)
+    save = partial(td.save, lazy, estimator=None, dtype=dtype, progress=False)
+    save(tmp_path / "imports.zarr")
+    measured = traced(lambda: save(tmp_path / "f.zarr"))
+    require_tight(memory.stored(Sizes.of(lazy.feature.data), half=dtype is not None), measured)
+
+
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_packed(dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured, n = [], 1_000_000
+    monkeypatch.setattr(
+        "trakdask.storage.writing.pack",
+        lambda *groups: measured.append(traced(partial(records.pack, *groups))),
+    )
+    options = {"dtype": dtype, "estimator": None, "progress": False}
+    td.save(features_of(n, 1, 50_000), tmp_path / "f.zarr", **options)
+    (chunk, _) = xr.open_zarr(tmp_path / "f.zarr").out_to_loss.encoding["chunks"]
+    assert chunk == n  # all rows are in one chunk
+    itemsizes = [4, 8] + [8] * (dtype is not None)
+    require_tight(memory.packed(n, itemsizes), measured[0])
+
+
+@pytest.mark.parametrize("n_threads", [1, 8])
+def test_verified(n_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    features, store = features_of(16 * 1024, 1024, 1024), tmp_path / "f.zarr"
+    td.save(features, store, estimator=None, progress=False)
+    chunk = 1024 * 1024 * 4
+    if n_threads == 1:  # a machine with less memory
+        monkeypatch.setattr("trakdask.storage.changes.memory_limit", lambda here: 3 * chunk)
+    verify = partial(td.verify, store, checksums=True)
+    assert verify().empty
+    require_tight(memory.verified(chunk, n_threads), traced(verify))
+
+
+def test_exported(tmp_path: Path) -> None:
+    data = xr.DataArray(da.zeros((8000, 1000), chunks=(4000, 1000)), dims=("sample", "target"))
+    td.to_zarr(data[:10], tmp_path / "imports")
+    measured = traced(lambda: td.to_zarr(data, tmp_path / "scores"))
+    require_tight(memory.exported(data.nbytes // 2), measured)
+
+
+@counts_peaks
+@pytest.mark.parametrize("text", [False, True])
+def test_tabled(text: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, bounds = (10_000, 200), []
+    words = np.array([f"source {i}" for i in range(1000)], np.dtypes.StringDType())
+    values: dict[str, np.ndarray] = {"position": np.arange(2_000_000).reshape(shape)}
+    values["label"] = values["position"] % 7
+    if text:
+        values["source"] = words[values["position"] % 1000]
+    lazy = {name: da.from_array(v, chunks=-1).map_blocks(np.copy) for name, v in values.items()}
+    lazy["score"] = da.zeros(shape, chunks=-1, dtype="f4")
+    top = xr.Dataset({name: (("target", "rank"), v) for name, v in lazy.items()})
+    top = top.set_coords({"label", "source"} & {*lazy})
+    td.to_parquet(top.isel(target=slice(10)), tmp_path / "imports")
+    monkeypatch.setattr(
+        "trakdask.execution.require_memory", lambda n_bytes, *_: bounds.append(n_bytes)
+    )
+    with dask.config.set(scheduler="sync"):
+        measured = resident(lambda: td.to_parquet(top, tmp_path / "top"))
+    require_tight(bounds[0], measured)
 
 
 def resident(call: Callable[[], Any]) -> int:

@@ -5,9 +5,10 @@
 Every row is a fresh process, after its imports (and the start of its cluster): it opens the stores,
 asks for the ten best training samples of some targets, and asks again for other targets. On
 "threads" and "cluster" (worker processes with one thread each) the features are read from the
-store; where they are "persisted", ``features.persist()`` comes first and is timed apart. λ and the
-estimator are the defaults. CPU time includes all processes; where others use the machine, trust
-it rather than the clock.
+store; where they are "persisted", ``features.persist()`` comes first and is timed apart. The
+workers of a "fresh" cluster import nothing before the first query. λ and the estimator are the
+defaults. CPU time includes all processes; where others use the machine, trust it rather than the
+clock.
 
 The bound is one thread with NumPy alone: the files of the features read by ``np.fromfile``; and
 products with vectors that are already solved, in memory, then ``np.argpartition``.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,7 +35,7 @@ from distributed import Client, LocalCluster, futures_of, wait
 import trakdask as td
 from trakdask import testing
 
-WHERE = ("threads", "threads, persisted", "cluster", "cluster, persisted")
+WHERE = ("threads", "threads, persisted", "cluster", "cluster, persisted", "cluster, fresh")
 COLUMNS = ("imports", "persist", "first", "second")
 K = 10
 
@@ -54,7 +56,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     sizes = {"samples": 100_000, "targets": [1, 10, 100], "proj_dim": 2048, "checkpoints": 3}
     parser = parser_of(__doc__, **sizes, chunks=4096, workers=2)
     parser.add_argument("--folder", type=Path, help="where to make the stores, and keep them")
-    parser.add_argument("--where", choices=(*WHERE, "bound"), help="measure this only")
+    parser.add_argument("--only", nargs="+", choices=WHERE, default=WHERE)
+    parser.add_argument("--where", choices=(*WHERE, "bound"), help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
@@ -111,12 +114,15 @@ def measure(args: argparse.Namespace) -> dict[str, list[float]]:
     (m,) = args.targets
     with ExitStack() as stack:
         taken = {"imports": timed(imports)}
+        if args.where == "cluster, fresh":
+            del sys.modules["__main__"].__file__  # workers import the script that starts them
         if args.where.startswith("cluster"):
             cluster = LocalCluster(
                 n_workers=args.workers, threads_per_worker=1, dashboard_address=":0"
             )
             client = stack.enter_context(Client(stack.enter_context(cluster)))
-            client.run(imports)
+            if args.where != "cluster, fresh":
+                client.run(imports)
         else:
             stack.enter_context(dask.config.set(scheduler="threads", num_workers=args.workers))
         opened: list[xr.Dataset] = []
@@ -183,7 +189,7 @@ def report(args: argparse.Namespace, folder: Path) -> None:
     for what, taken in run(args, folder, "bound").items():
         print(f"  bound, {what:32} {taken[0]:6.2f} / {taken[1]:5.2f}")
     print(f"{'':20}{'targets':>8}" + "".join(f"{name:>16}" for name in COLUMNS))
-    for where in WHERE:
+    for where in args.only:
         for m in args.targets:
             taken = run(args, folder, where, m)
             shown = [taken.get(name) for name in COLUMNS]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -11,22 +9,10 @@ import xarray as xr
 from torch import Tensor, nn
 
 import trakdask as td
+from tests.bad_inputs.small_models import After
 
 N = 16
 ENGINES = ("hooks", "vmap", "loop")
-
-
-class Net(nn.Module):
-    """A linear layer, and what becomes of its outputs."""
-
-    def __init__(self, after: Callable[[Tensor], Tensor] = lambda y: y) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.head = nn.Linear(4, 3)
-        self.after = after
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.after(self.head(x))
 
 
 class MixingQ(td.tasks.ImageClassification):
@@ -47,13 +33,13 @@ def featurize(model: td.Model, data: xr.Dataset | None = None, **options) -> xr.
 
 
 MIXING = {
-    "softmax": td.Model(Net(lambda y: y.softmax(0))),
-    "mean": td.Model(Net(lambda y: y - y.mean(0))),
-    "constant_mean": td.Model(Net(lambda y: y - y.mean(0).detach())),
-    "batch_size": td.Model(Net(lambda y: y / len(y))),
-    "cumulative_sum": td.Model(Net(lambda y: y.cumsum(0))),
-    "normalised": td.Model(Net(lambda y: (y - y.mean()) / (1e-5 + y.std(correction=0)))),
-    "q": td.Model(Net(), task=MixingQ()),
+    "softmax": td.Model(After(lambda y: y.softmax(0))),
+    "mean": td.Model(After(lambda y: y - y.mean(0))),
+    "constant_mean": td.Model(After(lambda y: y - y.mean(0).detach())),
+    "batch_size": td.Model(After(lambda y: y / len(y))),
+    "cumulative_sum": td.Model(After(lambda y: y.cumsum(0))),
+    "normalised": td.Model(After(lambda y: (y - y.mean()) / (1e-5 + y.std(correction=0)))),
+    "q": td.Model(After(), task=MixingQ()),
 }
 
 
@@ -83,7 +69,7 @@ def test_check_once__accepts_what_treats_samples_apart(gradients: str, batch_siz
     def after(y: Tensor) -> Tensor:
         return y.softmax(1) - y.mean(1, keepdim=True)
 
-    model = td.Model(Net(after))
+    model = td.Model(After(after))
     found = featurize(model, gradients=gradients, batch_size=batch_size)
     expected = featurize(model, gradients="loop", batch_size=1)
     for name in expected:
@@ -103,7 +89,7 @@ class Decides(td.tasks.ImageClassification):
 
 
 def test_loop__shared_decisions_do_not_reach_q() -> None:
-    model = td.Model(Net(), task=Decides())
+    model = td.Model(After(), task=Decides())
     expected = featurize(model, gradients="loop", batch_size=1)
     for batch_size in (3, 8):
         found = featurize(model, gradients="loop", batch_size=batch_size)

@@ -8,6 +8,7 @@ from cubed, whose operations all have a projected memory. Tests compare bounds w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -207,6 +208,45 @@ def exported(chunk_bytes: int) -> int:
     2000000
     """
     return 2 * chunk_bytes
+
+
+def packed(rows: int, itemsizes: Sequence[int]) -> int:
+    """Bound packing small arrays into chunks of so many rows, in this process.
+
+    It holds the rows of all arrays, their records, and a chunk of one array as it is encoded. The
+    example has the most rows that a chunk has; so no process lacks this memory.
+
+    Examples
+    --------
+    >>> packed(2**21, [4, 4, 8]) / 1e6
+    100.663296
+    """
+    return rows * (2 * sum(itemsizes) + 2 * max(itemsizes))
+
+
+def verified(chunk_bytes: int, n_threads: int) -> int:
+    """Bound reading chunks by some threads, in this process: each one as bytes, and as an array.
+
+    Examples
+    --------
+    >>> verified(16 * 2**20, 8) / 2**20
+    256.0
+    """
+    return 2 * chunk_bytes * n_threads
+
+
+def tabled(block_bytes: int, n_rows: int, row_bytes: int, n_texts: int) -> int:
+    """Bound writing a block of results as rows of a table, some at a time.
+
+    It holds the block, a column of rows as numpy has it, all columns as arrow has them and as they
+    are encoded; and text as Python's objects.
+
+    Examples
+    --------
+    >>> tabled(80_000_000, 2**20, 36, 0) / 1e6
+    164.934656
+    """
+    return block_bytes + n_rows * (2 * row_bytes + 9) + 110 * n_texts
 
 
 def principal_components(n_samples: int, width: int) -> int:

@@ -66,8 +66,6 @@ def digits_checkpoints(
     n_target: int = 200,
     seed: int = 0,
     epochs: int = 12,
-    batch_size: int = 64,
-    lr: float = 3e-3,
 ) -> list[Path]:
     """Train an ensemble on the digits, unless its checkpoints exist, and return their paths.
 
@@ -85,8 +83,8 @@ def digits_checkpoints(
         Number of digits that are held out as targets.
     seed
         Seed of the split into training samples and targets.
-    epochs, batch_size, lr
-        As in :func:`train_classifier`.
+    epochs
+        Passes over the samples.
 
     Returns
     -------
@@ -110,13 +108,11 @@ def digits_checkpoints(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     name = getattr(build, "__name__", type(build).__name__).strip("<>")
-    settings = f"{name}-e{epochs}-b{batch_size}-lr{lr:g}-t{n_target}-s{seed}"
+    settings = f"{name}-e{epochs}-t{n_target}-s{seed}"
     paths = [folder / f"{settings}-c{index}.pt" for index in range(n_checkpoints)]
     for index, path in enumerate(paths):
         if not path.exists():
-            state = train_classifier(
-                build, images, labels, seed=index, epochs=epochs, batch_size=batch_size, lr=lr
-            )
+            state = train_classifier(build, images, labels, seed=index, epochs=epochs)
             with Folder(str(folder.absolute())).writing(path.name) as file:
                 torch.save(state, file)
     return paths

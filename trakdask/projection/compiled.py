@@ -195,24 +195,21 @@ def _round(run, lift, scale, line):
 def add_sums(values, rows, starts, step, out):
     """Add the sums of every column times the step (B,) to ``out``, (B, proj_dim)."""
     sums = np.empty((_COLUMNS, LANES))
+    # Slices of arrays, or a call with arrays, would take longer than the few nonzeros of a column.
+    at_values, at_rows, at_sums = values.ctypes.data, rows.ctypes.data, sums.ctypes.data
     for first in range(0, out.shape[1], _COLUMNS):
         last = min(first + _COLUMNS, out.shape[1])
         sums[:] = 0
         for k in range(first, last):
-            _sum_column(values, rows, starts[2 * k : 2 * k + 3], sums[k - first])
+            start, middle, stop = starts[2 * k], starts[2 * k + 1], starts[2 * k + 2]
+            for a in range(start, stop, _MOST):
+                b = min(a + _MOST, stop)
+                turn = min(max(a, middle), b)
+                _add_rows(at_values, at_rows, a, turn, b, at_sums + 8 * LANES * (k - first))
         for b in range(len(out)):
             row = out[b, first:last]
             for j in range(len(row)):
                 row[j] += sums[j, b] * step[b]
-
-
-@jit
-def _sum_column(values, rows, starts, sums):
-    start, middle, stop = starts[0], starts[1], starts[2]
-    for a in range(start, stop, _MOST):
-        b = min(a + _MOST, stop)
-        turn = min(max(a, middle), b)
-        _add_rows(values.ctypes.data, rows.ctypes.data, a, turn, b, sums.ctypes.data)
 
 
 _I16, _I64 = ir.IntType(16), ir.IntType(64)

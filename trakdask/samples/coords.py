@@ -145,8 +145,9 @@ def check_name(name: object, what: str) -> None:
         raise TypeError(f"expected a str as {what} name, got {name!r} ({type(name).__name__})")
     if name in _RESERVED or name.startswith(variables.TARGET_PREFIX):
         other = "sample_id" if name == SAMPLE else f"my_{name}"
+        remedy = f"coords={{{other!r}: ...}}" if what == "coord" else repr(other)
         raise ValueError(
-            f"expected a {what} with a name that trakdask does not use, got {name!r}; try {other!r}"
+            f"expected a {what} with a name that trakdask does not use, got {name!r}; try {remedy}"
         )
 
 

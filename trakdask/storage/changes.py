@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,9 @@ import pandas as pd
 import xarray as xr
 import zarr
 
+from trakdask.arrays.memory import verified
 from trakdask.checks import shown
+from trakdask.execution import memory_limit
 from trakdask.files import naming
 from trakdask.samples import normalise_coords
 from trakdask.storage.coords import require_names
@@ -27,6 +30,8 @@ from trakdask.variables import CHECKPOINT, DERIVED, FITTED, SAMPLE, TRAINED_ON, 
 
 _REPAIR = "td.verify(store, repair=True)"
 _REMEDY = f"{_REPAIR}, then td.save(features, store)"
+_READERS = 8
+"""Chunks that are read at once, where the machine has the memory."""
 Fault = tuple[str, tuple[int, ...], str]
 """An array, the numbers of a chunk of it, and the fault of that chunk."""
 
@@ -196,7 +201,8 @@ def verify(
 
     Notes
     -----
-    One listing of each array; with ``checksums``, one pass over its bytes, chunk by chunk.
+    One listing of each array; with ``checksums``, one pass over its bytes, up to 8 chunks at once:
+    :func:`trakdask.arrays.memory.verified` bounds the memory, of which fewer need less.
     """
     if not repair:
         group = Group.read(readable(store, storage_options))
@@ -228,7 +234,9 @@ def _faults(group: Group, *, checksums: bool) -> Iterator[Fault]:
         stored = {*indices} if name == ERROR else group.stored_chunks(name)
         faults = {index: "no such file" for index in indices if index not in stored}
         if checksums:
-            with ThreadPoolExecutor() as pool:
+            chunk = math.prod(chunks_of(group.arrays[name])) * array.dtype.itemsize
+            fit = memory_limit(here=True) // verified(chunk, 1)
+            with ThreadPoolExecutor(min(max(fit, 1), _READERS)) as pool:
                 damage = pool.map(functools.partial(_damage, array), stored)
                 faults |= zip(stored, damage, strict=True)
         for index in filter(faults.get, indices):
