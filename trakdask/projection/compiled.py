@@ -6,10 +6,10 @@ strided array would not be vectorised.
 
 Two functions for the sums by bucket are vectors written out for LLVM, which has instructions for
 them on every processor; everything else is plain numba. Loops of numba give the same bits. On an
-AMD EPYC, for 32 samples and a block of 16384 rows, they take 0.09 instead of 0.04 ms for the
-transposition, and 1.03 instead of 0.11 ms for the sums in 2048 columns (1.26 instead of 0.34 ms in
-8192), since each checks whether its arrays overlap, and keeps running sums in memory. The
-projection as a whole would take three to seven times as long.
+AMD EPYC, for 32 samples and a block of 16384 rows, they take twice as long for the transposition
+and nearly ten times as long for the sums in 2048 columns (four times in 8192), since each checks
+whether its arrays overlap, and keeps running sums in memory. The projection as a whole would take
+three to seven times as long.
 """
 
 from __future__ import annotations
