@@ -201,8 +201,8 @@ def verify(
 
     Notes
     -----
-    One listing of each array; with ``checksums``, one pass over its bytes, up to 8 chunks at once:
-    :func:`trakdask.arrays.memory.verified` bounds the memory, of which fewer need less.
+    One listing of each array; with ``checksums``, one pass over its bytes, up to 8 chunks at once,
+    and fewer where memory for 8 is lacking.
     """
     if not repair:
         group = Group.read(readable(store, storage_options))
