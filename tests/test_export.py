@@ -143,6 +143,12 @@ def test_export__an_accident_is_refused_before_it_runs(
     assert not (tmp_path / "out").exists()
 
 
+def test_to_parquet__a_single_number_is_no_table(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected a Dataset of td.top_k.*td.to_zarr"):
+        td.to_parquet(SCORES.mean(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("sizes", [(40,), (7, 3, 7, 3), (3, 7), (5, 5, 5, 5)])
 def test_to_zarr__scores_and_rankings_of_blocks_of_any_sizes(
     tmp_path: Path, sizes: tuple[int, ...]

@@ -229,12 +229,13 @@ def _require_memory(ds: xr.Dataset, row_bytes: int) -> None:
     }
     n_texts = sum(n for name, n in counts.items() if ds[name].dtype.kind in "OTU")
     n_bytes = sum(n * ds[name].dtype.itemsize for name, n in counts.items())
-    first, *others = (block[dim] for dim in next(iter(ds.data_vars.values())).dims)
-    n_rows = min(first * math.prod(others), max(_ROWS_AT_ONCE, math.prod(others)))
+    dims = next(iter(ds.data_vars.values())).dims
+    sizes = [block[dim] for dim in dims]
+    n_rows = min(math.prod(sizes), max(_ROWS_AT_ONCE, math.prod(sizes[1:])))
     execution.require_memory(
         tabled(n_bytes, n_rows, row_bytes, n_texts),
         "writing a block of the results as a table",
-        "try smaller blocks: data.chunk(sample=...)",
+        f"try smaller blocks: data.chunk({{{dims[0]!r}: ...}})",
     )
 
 
@@ -315,7 +316,11 @@ def _as_table(data: object) -> xr.Dataset:
     """Return a chunked Dataset, ``target`` first."""
     if isinstance(data, xr.DataArray):
         data = data.to_dataset(name=data.name or "score")
-    elif not isinstance(data, xr.Dataset) or len({v.dims for v in data.values()}) != 1:
+    if (
+        not isinstance(data, xr.Dataset)
+        or len(shapes := {v.dims for v in data.values()}) != 1
+        or () in shapes
+    ):
         got = tuple(data.dims) if isinstance(data, xr.Dataset) else type(data)
         raise ValueError(
             "expected a Dataset of td.top_k or td.intervals, or a DataArray such as td.score "
