@@ -143,9 +143,16 @@ def predicted(sums: da.Array, solved: da.Array) -> da.Array:
 
 def _without_own(parts: da.Array) -> da.Array:
     """Return the mean of (..., fold, checkpoint) over the checkpoints that are not the fold's."""
+    rest = "sg"[: parts.ndim - 2]
+    return blockwise(
+        _mean_of_others, f"{rest}f", parts, f"{rest}fc",
+        concatenate=True, name="fold-means-of-parts", dtype=np.float64,
+    )  # fmt: skip
+
+
+def _mean_of_others(parts: Block) -> Block:
     n = parts.shape[-1]
-    mean: da.Array = da.where(np.eye(n, dtype=bool), 0, parts).sum(axis=-1) / (n - 1)
-    return mean
+    return np.asarray(np.where(np.eye(n, dtype=bool), 0, parts).sum(axis=-1) / (n - 1))
 
 
 def _products(solved: Block, sums: Block) -> Block:

@@ -41,9 +41,15 @@ def require_all_samples(features: xr.Dataset) -> None:
         )
 
 
+def _knows(features: xr.Dataset) -> da.Array:
+    """Return what each checkpoint was trained on, one chunk of checkpoints: a task costs more."""
+    knows: da.Array = features[TRAINED_ON].transpose(SAMPLE, CHECKPOINT).data.rechunk({1: -1})
+    return knows
+
+
 def differ(features: xr.Dataset) -> da.Array:
     """Return whether any sample was seen by some checkpoints and not by others, (), lazy bool."""
-    knows = features[TRAINED_ON].transpose(SAMPLE, CHECKPOINT).data
+    knows = _knows(features)
     found: da.Array = (knows.any(axis=1) & ~knows.all(axis=1)).any()
     return found
 
@@ -60,7 +66,7 @@ def fold_weights(
     whole = resolve(features, estimator).of_scores(features)
     # Scores without j have another level for every j: without a checkpoint of large scores it is
     # low. Sums over all that j saw would rank the levels, too, and these follow the outputs.
-    knows = features[TRAINED_ON].data.astype(np.float64)
+    knows = _knows(features).astype(np.float64)
     differs = knows - knows.mean(axis=1, keepdims=True)
     without: da.Array = differs * whole.fold_weights(features, inverse)
     if whole.pooled:
