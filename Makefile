@@ -38,7 +38,7 @@ heading = @printf '\n== %s\n' '$(1)'
 .PHONY: help install demo test test-faults benchmarks docs pictures lint format types imports wheel notebooks unit unit-portable unit-dask-array unit-query-planning clean
 
 help:
-	@echo 'make demo        attribute a digits classifier on a local Dask cluster'
+	@echo 'make demo        attribute a digits classifier, and grade its scores'
 	@echo 'make test        everything below that checks something'
 	@echo 'make lint | types | imports | wheel | docs | notebooks | unit'
 	@echo 'make unit-portable  some tests as on a processor without AVX-512'

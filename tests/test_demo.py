@@ -29,7 +29,7 @@ def test_demo__writes_what_it_says(
     monkeypatch.chdir(tmp_path)
     demo.main()
     printed = capsys.readouterr().out
-    assert "Dask dashboard: http" in printed
+    assert "on the threads of this process" in printed
     assert "12/12" in printed
     assert "How good are they? These scores predict left-out checkpoints at " in printed
     output = tmp_path / "demo-output"

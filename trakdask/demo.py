@@ -6,7 +6,6 @@ ambiguous or mislabelled. Nobody has changed a label.
 
 from __future__ import annotations
 
-import logging
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Sequence
@@ -17,7 +16,6 @@ import dask
 import numpy as np
 import torch
 import xarray as xr
-from distributed import Client
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -36,53 +34,41 @@ SHOWN = 5
 N_SUSPICIOUS = 30
 N_EXPORTED = 100
 
-# Samples per block. Every task costs the cluster some milliseconds, and there are tasks for every
-# block and checkpoint.
+# Samples per block: four blocks, which are enough for a few threads.
 BLOCK = 1200
-
-# Workers keep the memory that they free. They would return it to the system at once, by Dask's
-# setting, and spend time on getting it back.
-ENVIRONMENT = {
-    "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_": 2**28,
-    "distributed.nanny.pre-spawn-environ.MALLOC_MMAP_THRESHOLD_": 2**25,
-}
 
 console = Console()
 
 
 def main() -> None:
-    """Train, attribute, query and export, on a local cluster of two processes."""
+    """Train, attribute, query and export, on the threads of this process."""
     OUTPUT.mkdir(exist_ok=True)
     console.rule("trakdask demo")
     train, targets = examples.mnist(n_target=N_TARGETS, chunks=BLOCK)
-    # Dask would only log that connections end with the workers.
-    quiet = {"dashboard_address": ":0", "silence_logs": logging.CRITICAL}
-    with (
-        dask.config.set(ENVIRONMENT),
-        Client(n_workers=2, threads_per_worker=1, **quiet) as client,
-    ):
-        console.print(f"Dask dashboard: {client.dashboard_link}\n")
-        checkpoints, train = td.train_on_halves(
-            examples.fit_mnist_cnn, train, OUTPUT / "halves", N_CHECKPOINTS
-        )
-        network, samples = td.Model(examples.mnist_cnn, checkpoints), (train, targets)
-        predictions = _predictions(checkpoints.values(), targets)
-        features, target_features = _featurize(samples, network)
-        scores = td.score(features, target_features)
-        sizes = " × ".join(f"{dim} {size}" for dim, size in scores.sizes.items())
-        console.print(f"\nscores ({sizes}) are lazy; none of them has been computed yet:")
-        console.print(f"  {scores.attrs['formula']}\n", markup=False)
-        best, worst = td.top_k(scores, N_EXPORTED), td.top_k(scores, SHOWN, largest=False)
-        lazy = best, worst, td.self_influence(features), target_features.output.mean("checkpoint")
-        best, worst, suspicion, margins = dask.compute(*lazy)  # together, as they share the solve
-        ends = best.isel(rank=slice(SHOWN)), worst
-        # The targets with the smallest margins, whose attributions are the most informative.
-        shown = [int(i) for i in np.argsort(margins.values)[:6]]
-        _print_rankings(ends, shown, margins)
-        _print_queries(scores, shown)
-        written = _export(scores, best, ends, samples, shown, predictions)
-        written.append(_draw_suspicious(suspicion, train))
-        grade = td.evaluate.cross_validate(features, target_features)
+    # On a laptop, a cluster of processes takes twice as long: each imports torch for itself.
+    console.print("Everything runs on the threads of this process. Where a Dask client was started")
+    console.print("before, the same calls run on its workers.\n")
+    checkpoints, train = td.train_on_halves(
+        examples.fit_mnist_cnn, train, OUTPUT / "halves", N_CHECKPOINTS
+    )
+    network, samples = td.Model(examples.mnist_cnn, checkpoints), (train, targets)
+    predictions = _predictions(checkpoints.values(), targets)
+    features, target_features = _featurize(samples, network)
+    scores = td.score(features, target_features)
+    sizes = " × ".join(f"{dim} {size}" for dim, size in scores.sizes.items())
+    console.print(f"\nscores ({sizes}) are lazy; none of them has been computed yet:")
+    console.print(f"  {scores.attrs['formula']}\n", markup=False)
+    best, worst = td.top_k(scores, N_EXPORTED), td.top_k(scores, SHOWN, largest=False)
+    lazy = best, worst, td.self_influence(features), target_features.output.mean("checkpoint")
+    best, worst, suspicion, margins = dask.compute(*lazy)  # together, as they share the solve
+    ends = best.isel(rank=slice(SHOWN)), worst
+    # The targets with the smallest margins, whose attributions are the most informative.
+    shown = [int(i) for i in np.argsort(margins.values)[:6]]
+    _print_rankings(ends, shown, margins)
+    _print_queries(scores, shown)
+    written = _export(scores, best, ends, samples, shown, predictions)
+    written.append(_draw_suspicious(suspicion, train))
+    grade = td.evaluate.cross_validate(features, target_features)
     console.print("Written:", *(f"  {path}" for path in written), sep="\n")
     console.print(f"How good are they? {grade.summary[0].upper()}{grade.summary[1:]}")
     console.print("(a rank correlation: 1 is perfect, and 0 is chance).")
