@@ -3,6 +3,7 @@
 
 from trakdask.arrays import (
     damping,
+    detection,
     evaluation,
     folds,
     gram,

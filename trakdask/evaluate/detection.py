@@ -10,7 +10,7 @@ import pandas as pd
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.arrays.evaluation import Codes, Floats
+from trakdask.arrays.detection import Codes, Floats
 from trakdask.attribution.groups import group_codes
 from trakdask.checks import require_integer
 from trakdask.evaluate.results import (
@@ -117,7 +117,7 @@ def class_detection(
     counts = [require_integer("every k", k, 1, n + 1, remedy="try ks=[1]") for k in ks]
     codes, target_codes = _class_codes(scores, by, within)
     chance = _class_shares(codes, target_codes, by)
-    values = arrays.evaluation.class_ranks(lazy_data(scores), codes, target_codes, counts)
+    values = arrays.detection.class_ranks(lazy_data(scores), codes, target_codes, counts)
     options = require_bootstrap(resamples, seed, confidence)
     more = scores.dims[2:]
     auc = "probability that a sample of the target's class has the higher score"
@@ -331,7 +331,7 @@ def _auc(values: np.ndarray, wrong: np.ndarray, confidence: float) -> dict[str, 
             f"expected values without NaN, got NaN in {int(unknown.sum())} of {len(wrong)} "
             f"samples, the first at sample {int(np.argmax(unknown))}; try values.dropna('sample')"
         )
-    results = [arrays.evaluation.roc_auc(column, wrong, confidence) for column in columns]
+    results = [arrays.detection.roc_auc(column, wrong, confidence) for column in columns]
     return {
         "auc": np.array([area for area, _ in results]).reshape(more),
         "interval": np.stack([bounds for _, bounds in results], axis=1).reshape(2, *more),
@@ -352,7 +352,7 @@ def _found_curve(
     of_wrong = n_wrong / n / 2
     return {
         "found": found,
-        "interval": arrays.evaluation.proportion_interval(found, n_wrong, confidence),
+        "interval": arrays.detection.proportion_interval(found, n_wrong, confidence),
         "area": of_wrong + (1 - n_wrong / n) * area["auc"],
         "area_interval": of_wrong + (1 - n_wrong / n) * area["interval"],
         "random_interval": _random_interval(inspected, n, n_wrong, confidence),
