@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -33,6 +34,18 @@ def test_pages__link_to_what_exists() -> None:
         text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
         links = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", text)
         assert [link for link in links if not (page.parent / link).exists()] == [], page
+
+
+def test_notebooks__were_run_in_order_and_show_their_figures() -> None:
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        cells = json.loads(path.read_text("utf-8"))["cells"]
+        code = [cell for cell in cells if cell["cell_type"] == "code"]
+        assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1)), path
+        for output in (output for cell in code for output in cell["outputs"]):
+            data = output.get("data", {})
+            is_figure = re.match(r"<\w+ size .*Axes>", "".join(data.get("text/plain", "")))
+            assert ("image/png" in data) == bool(is_figure), path
+            assert output.get("name") != "stderr", path
 
 
 def test_house__is_drawn_from_the_layers_that_the_page_on_design_explains() -> None:

@@ -270,6 +270,27 @@ def test_scores_and_sums__have_intervals_from_five_checkpoints_on(
     assert not graded.has_intervals(View(checkpoints=("c0", "c1", "c2", "c3")))
 
 
+def test_groups__read_the_features_once_for_a_block_of_targets(
+    graded: Questions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trakdask.explorer.questions._TARGETS_TOGETHER", 25)
+    calls: list[int] = []
+    intervals = td.intervals
+
+    def counted(features: xr.Dataset, targets: xr.Dataset, *args: Any, **kwargs: Any) -> xr.Dataset:
+        calls.append(targets.sizes["sample"])
+        return intervals(features, targets, *args, **kwargs)
+
+    monkeypatch.setattr(td, "intervals", counted)
+    questions = graded.with_targets(graded.targets.features)
+    found = intervals(graded.features, graded.targets.features, TRAK, by="label").compute()
+    for target in (26, 49, 53, 27):
+        groups = questions.groups(View(target=target, group_by="label")).set_index("label")
+        expected = (found.upper - found.score).sel(label=groups.index).isel(target=target)
+        np.testing.assert_allclose(groups["spread"], expected, rtol=1e-3)
+    assert calls == [25, 10]
+
+
 def test_credit_and_grade__are_those_of_their_functions(graded: Questions) -> None:
     view = View(group_by="label", targets_where="sample >= 20")
     credit = graded.credit(view).set_index("label")

@@ -25,6 +25,8 @@ def test_grades_and_differences_are_those_of_the_result(result) -> None:
     (ax,) = td.plots.cross_validation(result).axes
     (points, *_), *_ = ax.containers
     np.testing.assert_allclose(points.get_xdata(), result.lds_mean)
+    names = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert names == ["without one checkpoint", "grade ± its error"]
     first, second = (label.get_text() for label in ax.get_yticklabels())
     assert first == f"cosines\n{float(result.lds_mean[0]):.2f}"
     assert second.startswith(f"products\n{float(result.difference[1]):+.3f} ±")

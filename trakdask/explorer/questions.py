@@ -11,25 +11,22 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-import dask.array as da
 import numpy as np
 import pandas as pd
 import xarray as xr
 
 import trakdask as td
-from trakdask import arrays
-from trakdask.attribution.estimators import EstimatorLike, resolve
-from trakdask.attribution.operands import solver
-from trakdask.attribution.protocol import LEAST_FOLDS, GramEstimator
+from trakdask.attribution.estimators import EstimatorLike
+from trakdask.attribution.protocol import LEAST_FOLDS
 from trakdask.attribution.uncertainty import estimated
 from trakdask.explorer import tables
 from trakdask.explorer.computing import compute
 from trakdask.explorer.conditions import condition_mask
 from trakdask.explorer.marks import Marks
 from trakdask.explorer.settings import Setting
-from trakdask.explorer.training_questions import TrainingQuestions
+from trakdask.explorer.training_questions import TrainingQuestions, scores_of_sample
 from trakdask.explorer.view import View
-from trakdask.variables import SAMPLE, TARGET, TRAINED_ON, lazy_features
+from trakdask.variables import SAMPLE, TARGET, TRAINED_ON
 
 LEVEL = 0.9
 """The part of the intervals that contains the score, by default in :func:`trakdask.intervals`."""
@@ -39,6 +36,10 @@ _MOST_TARGETS = 25
 
 _ROWS_KEPT = 2
 """How many targets keep the scores of all training samples, 8 bytes for each sample."""
+
+_TARGETS_TOGETHER, _INTERVALS_KEPT = 256, 8
+"""How many targets get the intervals of sums in one pass over the features, and how many passes are
+kept: 4 bytes for each group and target."""
 
 Words = Callable[..., xr.DataArray]
 
@@ -88,6 +89,7 @@ class Questions(TrainingQuestions):
         self.targets = tables.SampleTable(targets, self.features, self._classifier)
         self._scores = lru_cache(_ROWS_KEPT)(self._scored)
         self._credits = lru_cache(_ROWS_KEPT)(self._credited)
+        self._half_intervals = lru_cache(_INTERVALS_KEPT)(self._half_intervals_of)
 
     def top(self, view: View, *, largest: bool = True) -> pd.DataFrame:
         """Return the k training samples that helped or harmed a target most.
@@ -133,13 +135,27 @@ class Questions(TrainingQuestions):
         sums = table.groupby(by).agg(score=("score", "sum"), samples=("score", "size"))
         sums["spread"] = np.nan
         if self.has_intervals(view) and mask.any():
-            setting, chosen = self.setting(view), {SAMPLE: np.flatnonzero(mask)}
-            features = setting.features if mask.all() else setting.features.isel(chosen)
-            target = self._target(setting, view.target)
-            lazy = td.intervals(features, target, setting.estimator, by=by)
-            (found,) = compute(lazy[["score", "upper"]].isel({TARGET: 0}))
-            sums["spread"] = (found["upper"] - found["score"]).to_series()
+            block, place = divmod(view.target, _TARGETS_TOGETHER)
+            half = self._half_intervals(self.setting(view), by, mask.tobytes(), block)
+            sums["spread"] = half.isel({TARGET: place}).to_series()
         return sums.sort_values("score", ascending=False, kind="stable").reset_index()
+
+    def _half_intervals_of(
+        self, setting: Setting, by: str, mask: bytes, block: int
+    ) -> xr.DataArray:
+        """Return half of the intervals of the sums by group, for a block of targets.
+
+        Nearly all of the time goes into sums of features, which are the same for all targets.
+        """
+        chosen = np.flatnonzero(np.frombuffer(mask, bool))
+        is_whole = len(chosen) == setting.features.sizes[SAMPLE]
+        features = setting.features if is_whole else setting.features.isel({SAMPLE: chosen})
+        some = slice(block * _TARGETS_TOGETHER, (block + 1) * _TARGETS_TOGETHER)
+        targets = self.targets.at(setting.checkpoints).isel({SAMPLE: some})
+        lazy = td.intervals(features, targets, setting.estimator, by=by)
+        (found,) = compute(lazy[["score", "upper"]])
+        half: xr.DataArray = found["upper"] - found["score"]
+        return half
 
     def has_intervals(self, view: View) -> bool:
         """Return whether there are the five checkpoints that intervals need."""
@@ -229,7 +245,7 @@ class Questions(TrainingQuestions):
         setting, k = self.setting(view), view.k
         tables.require_position(view.sample, setting.features.sizes[SAMPLE], "training sample")
         targets = self.targets.at(setting.checkpoints)
-        (scores,) = compute(_scores_of_sample(setting, targets, view.sample))
+        (scores,) = compute(scores_of_sample(setting, targets, view.sample))
         table = self.targets.whole.assign(score=scores).dropna(subset="score")
         table = table.sort_values("score", ascending=False, kind="stable")
         table = table if len(table) <= 2 * k else pd.concat([table[:k], table[-k:]])
@@ -274,23 +290,6 @@ def _spread(error: np.ndarray, setting: Setting) -> np.ndarray:
     n = len(setting.checkpoints)
     width = stdtrit(n - 1, (1 + LEVEL) / 2) if n >= LEAST_FOLDS else 1
     return np.asarray(error * width, np.float32)
-
-
-def _scores_of_sample(setting: Setting, targets: xr.Dataset, position: int) -> da.Array:
-    """Return the scores of one training sample for all targets, (target,).
-
-    With a gram matrix the sample's side is solved, one vector, instead of all targets'.
-    """
-    sample = setting.features.isel({SAMPLE: [position]})
-    if not isinstance(setting.estimator, GramEstimator):
-        scores: da.Array = td.score(sample, targets, setting.estimator).data[0]
-        return scores
-    features, one = lazy_features(setting.features), lazy_features(sample)
-    solved = solver(features, resolve(features, setting.estimator))
-    rows = lazy_features(targets)["feature"].data
-    products = arrays.score.score(rows, solved.vectors(one), None)[:, 0]
-    scores = products * solved.weight(one).mean(axis=1)[0]
-    return scores
 
 
 def _key(view: View) -> tuple[Any, ...]:

@@ -13,8 +13,10 @@ import pandas as pd
 import xarray as xr
 
 import trakdask as td
-from trakdask.attribution.estimators import EstimatorLike, GradDot
+from trakdask import arrays
+from trakdask.attribution.estimators import EstimatorLike, GradDot, resolve
 from trakdask.attribution.gauss_newton import Trak
+from trakdask.attribution.operands import solver
 from trakdask.attribution.protocol import GramEstimator
 from trakdask.explorer import tables
 from trakdask.explorer.computing import compute
@@ -228,3 +230,20 @@ def _self_influence(setting: Setting, features: xr.Dataset) -> xr.DataArray:
     if estimator.norms or not estimator.pooled:  # for these there is no self-influence
         estimator = Trak(estimator.damping) if isinstance(estimator, GramEstimator) else GradDot()
     return td.self_influence(features, estimator)
+
+
+def scores_of_sample(setting: Setting, targets: xr.Dataset, position: int) -> da.Array:
+    """Return the scores of one training sample for all targets, (target,).
+
+    With a gram matrix the sample's side is solved, one vector, instead of all targets'.
+    """
+    sample = setting.features.isel({SAMPLE: [position]})
+    if not isinstance(setting.estimator, GramEstimator):
+        scores: da.Array = td.score(sample, targets, setting.estimator).data[0]
+        return scores
+    features, one = lazy_features(setting.features), lazy_features(sample)
+    solved = solver(features, resolve(features, setting.estimator))
+    rows = lazy_features(targets)["feature"].data
+    products = arrays.score.score(rows, solved.vectors(one), None)[:, 0]
+    scores = products * solved.weight(one).mean(axis=1)[0]
+    return scores

@@ -75,8 +75,8 @@ def intervals(result: xr.Dataset, label: str | None = None, *, ax: Axes | None =
     rows = np.arange(len(names))
     ax.barh(rows, score, color=colors, height=0.62, alpha=0.85)
     ax.errorbar(
-        score, rows, xerr=[score - low, high - score], fmt="none", ecolor="0.2", capsize=3,
-        linewidth=1.2,
+        score, rows, xerr=[score - low, high - score], fmt="none", capsize=3, linewidth=1.2,
+        ecolor=ax.xaxis.label.get_color(),  # black, or white on a dark ground
     )  # fmt: skip
     ax.set_yticks(rows, names, parse_math=False)
     ax.set_ylim(len(names) - 0.4, -0.6)

@@ -73,8 +73,9 @@ def damping(chosen: xr.Dataset, *, ax: Axes | None = None) -> Figure:
         ax.plot(chosen.relative_damping, chosen.grade, "s-", color="0.4", label=label, **style)
     if np.isfinite(relative := float(chosen.relative)):
         threshold, peak = float(chosen.threshold), float(chosen.peak)
-        ax.axhspan(threshold, peak, color=GREEN, alpha=0.15, linewidth=0)
-        ax.axvline(relative, color=GREEN, linewidth=1.2)
+        label = "not clearly below\nthe peak"
+        ax.axhspan(threshold, peak, color=GREEN, alpha=0.15, linewidth=0, label=label)
+        ax.axvline(relative, color=GREEN, linewidth=1.2, label="chosen λ")
         at_choice = float(chosen.curve.sel(relative_damping=relative, method="nearest"))
         ax.plot(relative, at_choice, "o", color=GREEN, markersize=7)
     ax.set_xscale("log")
@@ -186,7 +187,12 @@ def mislabelled_curve(curve: xr.Dataset, *, ax: Axes | None = None) -> Figure:
     ax.plot([0, 1], [0, 1], color="0.5", linestyle="--", linewidth=1, label="random order")
     _band(ax, fractions[1:-1], curve.random_interval, "0.5")
     ax.plot(
-        fractions, [0, *curve.best.values, 1], color="0.3", linestyle=":", linewidth=1, label="best"
+        fractions,
+        [0, *curve.best.values, 1],
+        color="0.5",
+        linestyle=":",
+        linewidth=1.4,
+        label="best",
     )
     suffices = curve.fraction.where(curve.found.max(curve.area.dims) >= _NEARLY_ALL).min()
     ax.set_xlim(0, min(1, 2 * float(suffices.fillna(1))))

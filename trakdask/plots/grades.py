@@ -57,12 +57,16 @@ def cross_validation(result: xr.Dataset, *, ax: Axes | None = None) -> Figure:
     if "estimator" not in result.dims:
         result = result.expand_dims(estimator=["scores"])
     names = [str(name) for name in result.estimator.values]
-    ax = axes(ax, 5.2, 1.2 + 0.45 * len(names))
+    ax = axes(ax, 6.8, 1.2 + 0.45 * len(names))
     rows = np.arange(len(names))
     without = result.without.transpose("checkpoint", "estimator").values
-    ax.plot(without.T, np.tile(rows, (len(without), 1)).T, "|", color="0.6", markersize=9)
+    x, y = without.ravel(), np.tile(rows, len(without))
+    ax.plot(x, y, "|", color="0.6", markersize=9, label="without one checkpoint")
     grades, errors = result.lds_mean.values, result.error.values
-    ax.errorbar(grades, rows, xerr=errors, fmt="o", color=BLUE, capsize=3, linewidth=1.4)
+    ax.errorbar(
+        grades, rows, xerr=errors, fmt="o", color=BLUE, capsize=3, linewidth=1.4,
+        label="grade ± its error",
+    )  # fmt: skip
     labels = [f"{name}\n{grade:.2f}" for name, grade in zip(names, grades, strict=True)]
     for i in range(1, len(names)):
         difference, error = result.difference.values[i], result.difference_error.values[i]
