@@ -4,12 +4,12 @@ Each does what a function of another module also does without numba, in the same
 passed as one run of float32 and the stride from sample to sample, because loops over rows of a
 strided array would not be vectorised.
 
-Two functions for the sums by bucket are vectors written out for LLVM, which has instructions for
+Three functions for the sums by bucket are vectors written out for LLVM, which has instructions for
 them on every processor; everything else is plain numba. Loops of numba give the same bits. On an
-AMD EPYC, for 32 samples and a block of 16384 rows, they take twice as long for the transposition
+AMD EPYC, with 32 lanes and a block of 16384 rows, they took twice as long for the transposition
 and nearly ten times as long for the sums in 2048 columns (four times in 8192), since each checks
-whether its arrays overlap, and keeps running sums in memory. The projection as a whole would take
-three to seven times as long.
+whether its arrays overlap, and keeps running sums in memory. The projection as a whole took three
+to seven times as long.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from numba import int32, types, uint32, uint64
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-LANES = 32
-"""Number of samples whose sums are formed side by side."""
+LANES = 16
+"""Number of samples whose sums lie side by side: with more, wide sums would not fit in a cache."""
 
 
 def jit(function: Any) -> Any:
@@ -136,7 +136,6 @@ def integers(flat, stride, factors, out):
 
 _RUN = 1024  # rows that are rounded at a time: all lanes of them stay in the nearest cache
 _LINE = _RUN + LANES  # lines a power of two apart would share few places of the cache
-_COLUMNS = 64  # transposed at a time
 _MOST = 1 << 16  # nonzeros whose sum fits in 32 bits
 
 
@@ -170,9 +169,9 @@ def _place(word, proj_dim):
 
 @jit
 def round_samples(flat, stride, factors, n_rows, values):
-    """Write the rounded values of up to 32 samples, (rows, lanes) int16.
+    """Write the rounded values of up to 16 samples, (rows, lanes) int16.
 
-    The rows of ``values`` are a multiple of 32. The content of lanes without a sample, and of rows
+    The rows of ``values`` are a multiple of 16. The content of lanes without a sample, and of rows
     after ``n_rows``, is undefined.
     """
     lines = np.empty((LANES, _LINE), np.int16)
@@ -193,23 +192,18 @@ def _round(run, lift, scale, line):
 
 @jit
 def add_sums(values, rows, starts, step, out):
-    """Add the sums of every column times the step (B,) to ``out``, (B, proj_dim)."""
-    sums = np.empty((_COLUMNS, LANES))
+    """Add the sums of every column times the step (lanes,) to ``out``, (proj_dim, lanes)."""
     # Slices of arrays, or a call with arrays, would take longer than the few nonzeros of a column.
+    sums = np.zeros(LANES)
     at_values, at_rows, at_sums = values.ctypes.data, rows.ctypes.data, sums.ctypes.data
-    for first in range(0, out.shape[1], _COLUMNS):
-        last = min(first + _COLUMNS, out.shape[1])
-        sums[:] = 0
-        for k in range(first, last):
-            start, middle, stop = starts[2 * k], starts[2 * k + 1], starts[2 * k + 2]
-            for a in range(start, stop, _MOST):
-                b = min(a + _MOST, stop)
-                turn = min(max(a, middle), b)
-                _add_rows(at_values, at_rows, a, turn, b, at_sums + 8 * LANES * (k - first))
-        for b in range(len(out)):
-            row = out[b, first:last]
-            for j in range(len(row)):
-                row[j] += sums[j, b] * step[b]
+    at_step, at_out = step.ctypes.data, out.ctypes.data
+    for k in range(len(out)):
+        start, middle, stop = starts[2 * k], starts[2 * k + 1], starts[2 * k + 2]
+        for a in range(start, stop, _MOST):
+            b = min(a + _MOST, stop)
+            turn = min(max(a, middle), b)
+            _add_rows(at_values, at_rows, a, turn, b, at_sums)
+        _move_sums(at_sums, at_step, at_out + 8 * LANES * k)
 
 
 _I16, _I64 = ir.IntType(16), ir.IntType(64)
@@ -243,14 +237,22 @@ def _emit_sum(builder: Any, arguments: Any) -> None:
     _store(builder, builder.fadd(_load(builder, sums, _DOUBLES, 8), total), sums, 8)
 
 
+def _emit_move(builder: Any, arguments: Any) -> None:
+    """Add sums times a step to others, and set the sums to zero."""
+    sums, step, out = arguments
+    scaled = builder.fmul(*(_load(builder, address, _DOUBLES, 8) for address in (sums, step)))
+    _store(builder, builder.fadd(_load(builder, out, _DOUBLES, 8), scaled), out, 8)
+    _store(builder, _DOUBLES([0.0] * LANES), sums, 8)
+
+
 def _emit_transposition(builder: Any, arguments: Any) -> None:
-    """Transpose 32 × 32 numbers of 16 bits by exchanging ever smaller squares."""
+    """Transpose 16 × 16 numbers of 16 bits by exchanging ever smaller squares."""
     source, target = arguments
     lines = [
         _load(builder, builder.add(source, _I64(2 * _LINE * i)), _VALUES, 2) for i in range(LANES)
     ]
-    for width in (16, 8, 4, 2, 1):
-        # Lane j of a pair of lines (a, b): numbers below 32 are lanes of a, others of b.
+    for width in (8, 4, 2, 1):
+        # Lane j of a pair of lines (a, b): numbers below 16 are lanes of a, others of b.
         upper = _SUMS([j + LANES - width if j & width else j for j in range(LANES)])
         lower = _SUMS([j + LANES if j & width else j + width for j in range(LANES)])
         for i in (i for i in range(LANES) if not i & width):
@@ -271,8 +273,11 @@ def _void(emit: Any, n_arguments: int) -> Any:
     signature = types.void(*[types.intp] * n_arguments)
     if n_arguments == 2:
         return intrinsic(lambda typing_context, a, b: (signature, generate))
+    if n_arguments == 3:
+        return intrinsic(lambda typing_context, a, b, c: (signature, generate))
     return intrinsic(lambda typing_context, a, b, c, d, e, f: (signature, generate))
 
 
 _transpose = _void(_emit_transposition, 2)
+_move_sums = _void(_emit_move, 3)
 _add_rows = _void(_emit_sum, 6)

@@ -155,6 +155,10 @@ class Mask(Projector):
         """Return the selected rows, ascending; read-only."""
         return self._selected(checkpoint)[0]
 
+    def sample_tile(self) -> int | None:
+        """Return how many samples the other projector is fastest for; see ``Projector``."""
+        return self.then.sample_tile()
+
     def project_block(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
         """Add the projection of one block of selected rows to ``out``; see ``Projector``."""
         if not isinstance(self.then, Identity):

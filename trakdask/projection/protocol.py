@@ -159,6 +159,14 @@ class Projector(HtmlTable, ABC):
             is not finite gets a row of NaN.
         """
 
+    def sample_tile(self) -> int | None:
+        """Return how many samples :meth:`project_block` is fastest for on a CPU.
+
+        ``out`` then best has the strides (1, tile): the sums of a column lie side by side. None if
+        it is fastest for all samples at once, each with adjacent columns.
+        """
+        return None
+
     def project_rows(self, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
         """Add the projection of consecutive row blocks to ``out``, in their order.
 

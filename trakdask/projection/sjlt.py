@@ -120,6 +120,11 @@ class SJLT(GpuProjector):
             product_error=self._product_error(),
         )
 
+    def sample_tile(self) -> int | None:
+        """Return how many samples numba's kernels take; see ``Projector``."""
+        kernels = numba_kernels()
+        return None if kernels is None else int(kernels.LANES)
+
     def project_block(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
         """Add the projection of one row block to ``out``, both on the CPU; see ``Projector``.
 
@@ -227,7 +232,16 @@ def _add_compiled(kernels: Any, nonzeros: Nonzeros, block: Tensor, out: Tensor) 
     n_rows = -(-block.shape[1] // kernels.LANES) * kernels.LANES
     values = _scratch.take("values", (n_rows, kernels.LANES), torch.int16).numpy()
     kernels.round_samples(flat, stride, factors, block.shape[1], values)
-    kernels.add_sums(values, *nonzeros, step, out.numpy())
+    steps = np.zeros(kernels.LANES)  # no lane without a sample adds anything
+    steps[: len(step)] = step
+    is_tile = out.stride() == (1, kernels.LANES)  # else the sums make a detour through one
+    sums = out if is_tile else out.new_zeros(out.shape[1], kernels.LANES).T[: len(out)]
+    tile = sums.as_strided((out.shape[1], kernels.LANES), (kernels.LANES, 1))
+    if not is_tile:
+        sums.copy_(out)
+    kernels.add_sums(values, *nonzeros, steps, tile.numpy())
+    if not is_tile:
+        out.copy_(sums)
 
 
 def _bags(nonzeros: Nonzeros) -> tuple[Tensor, ...]:

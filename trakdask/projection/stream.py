@@ -43,7 +43,8 @@ class ProjectionStream:
 
     Notes
     -----
-    Memory: B * 8 * width bytes, and B * 65536 bytes for each incomplete block (one, in the order of
+    Memory: B * 8 * width bytes, with B rounded up to a multiple of 16 where the projector takes so
+    many samples at a time, and B * 65536 bytes for each incomplete block (one, in the order of
     the row map or its reverse), in addition to the buffers of the projector.
 
     Examples
@@ -75,8 +76,13 @@ class ProjectionStream:
         self._missing = _rows_of_blocks(self._spans(), self._block)
         self._waiting: dict[int, Tensor] = {}
         self._next = dict.fromkeys(row_map.names, 0)  # the first element that is still missing
-        width = projector.width(row_map.n_rows)
-        self._sums = torch.zeros(n_samples, width, dtype=torch.float64, device=device)
+        self._n_samples, self._device = n_samples, torch.device(device)
+        self._on_gpu = on_gpu(torch.empty(0, device=device))
+        self._width = projector.width(row_map.n_rows)
+        of_tile = None if self._on_gpu else projector.sample_tile()
+        self._tile = of_tile or max(1, n_samples)
+        self._is_tiled = of_tile is not None
+        self._sums = self._zeros(n_samples)
 
     def add(self, name: str, gradient: Tensor, first: int | None = None) -> None:
         """Project the gradient of a parameter, or of some of its elements.
@@ -105,7 +111,7 @@ class ProjectionStream:
             start, stop = np.searchsorted(self._selected, (start, stop)).tolist()
             flat = flat[:, self._chosen[start:stop] - offset]
         # A GPU takes many blocks at once; a CPU one by one, while it is in a cache.
-        for row, last in _cut(start, stop, self._block, runs=on_gpu(self._sums)):
+        for row, last in _cut(start, stop, self._block, runs=self._on_gpu):
             self._add_rows(row, flat[:, row - start : last - start])
 
     def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
@@ -128,7 +134,7 @@ class ProjectionStream:
         the end of the block or of the parameter. It, or its first columns, must be passed to
         :meth:`add` next. None on a GPU, and if only some rows are projected.
         """
-        if self._selected is not None or on_gpu(self._sums):
+        if self._selected is not None or self._on_gpu:
             return None
         start, size = self._row_map.offset(name) + first, self._row_map.size(name)
         block, position = divmod(start, self._block)
@@ -148,8 +154,11 @@ class ProjectionStream:
                 f"expected the gradients of all {total} parameters, got {total - len(missing)}; "
                 f"try stream.add({missing[0]!r}, gradient) next"
             )
-        features = torch.empty_like(self._sums, dtype=torch.float32)
-        return torch.mul(self._sums, self._projector.scale(self._row_map.n_rows), out=features)
+        shape, scale = (self._n_samples, self._width), self._projector.scale(self._row_map.n_rows)
+        features = torch.empty(shape, device=self._device)
+        for sums, rows in zip(self._sums, features.split(self._tile), strict=True):
+            torch.mul(sums, scale, out=rows)
+        return features
 
     def _incomplete(self) -> list[str]:
         return [name for name, end in self._next.items() if end < self._row_map.size(name)]
@@ -168,7 +177,7 @@ class ProjectionStream:
 
     def _checked(self, name: str, gradient: Tensor, first: int | None) -> Tensor:
         """Return a gradient as (B, n), if it is one that comes next."""
-        n_samples, start = len(self._sums), first or 0
+        n_samples, start = self._n_samples, first or 0
         n = math.prod(gradient.shape[1:])
         missing = self._row_map.size(name) - self._next[name]
         fits = self._next[name] == start and (n == missing or (first is not None and n < missing))
@@ -201,25 +210,39 @@ class ProjectionStream:
 
     def _buffer(self, block: int) -> Tensor:
         """Return the buffer of an incomplete block, (B, rows)."""
-        shape = len(self._sums), self._length(block)
+        shape = self._n_samples, self._length(block)
         if block not in self._waiting:
-            size, device = math.prod(shape), self._sums.device
+            size, device = math.prod(shape), self._device
             self._waiting[block] = _scratch.take_out("waiting", size, torch.float32, device)
             if self._missing[block] < shape[1]:  # padding between parameters is zero
                 self._waiting[block].zero_()
         return self._waiting[block][: math.prod(shape)].view(shape)
 
+    def _zeros(self, n_samples: int) -> list[Tensor]:
+        """Return sums of some samples, (tile, width) each, in the layout of the projector."""
+        tiles = []
+        for first in range(0, max(n_samples, 1), self._tile):
+            shape = (self._width, self._tile) if self._is_tiled else (self._tile, self._width)
+            sums = torch.zeros(shape, dtype=torch.float64, device=self._device)
+            tiles.append((sums.T if self._is_tiled else sums)[: n_samples - first])
+        return tiles
+
     def _project(self, block: Tensor, row_offset: int) -> None:
         """Add the product of complete blocks to the sums: here a gradient meets its projector."""
-        project = self._projector.project_rows
         count_elements(block.numel())
         # Looking for zeros would wait for the GPU.
-        if on_gpu(block) or (samples := _nonzero_samples(block)) is None:
-            project(block, row_offset, self._checkpoint, self._sums)
+        if self._on_gpu or (samples := _nonzero_samples(block)) is None:
+            self._add_product(block, row_offset, self._sums)
         elif len(samples):
-            sums = self._sums[samples]
-            project(block[samples], row_offset, self._checkpoint, sums)
-            self._sums[samples] = sums
+            products = self._zeros(len(samples))
+            self._add_product(block[samples], row_offset, products)
+            for i, sample in enumerate(samples.tolist()):
+                sums = self._sums[sample // self._tile][sample % self._tile]
+                sums += products[i // self._tile][i % self._tile]
+
+    def _add_product(self, block: Tensor, row_offset: int, tiles: list[Tensor]) -> None:
+        for part, sums in zip(block.split(self._tile), tiles, strict=True):
+            self._projector.project_rows(part, row_offset, self._checkpoint, sums)
 
 
 def _nonzero_samples(block: Tensor) -> Tensor | None:
