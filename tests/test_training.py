@@ -85,6 +85,16 @@ def test_other_samples_or_another_recipe_are_refused(samples, tmp_path) -> None:
         td.train_on_halves(train, samples.isel(sample=slice(9)), folder, n=1, progress=False)
 
 
+def test_changed_labels_are_noticed__new_metadata_are_not(samples, tmp_path) -> None:
+    train, folder = Remember(tmp_path / "log"), tmp_path / "m"
+    _, known = td.train_on_halves(train, samples, folder, n=1, progress=False)
+    described = known.assign_coords(origin=("sample", ["web"] * N))
+    td.train_on_halves(train, described, folder, n=2, progress=False)
+    corrected = known.assign_coords(label=1 - known.label)
+    with pytest.warns(UserWarning, match="labels.*not trained again.*another folder"):
+        td.train_on_halves(train, corrected, folder, n=2, progress=False)
+
+
 def test_errors_name_the_half(samples, tmp_path) -> None:
     train = Remember(tmp_path / "log", "nothing")
     with pytest.raises(BlockError, match=r"half 0 \(15 samples\).*return model"):

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 
 import dask
@@ -22,6 +23,7 @@ from trakdask.errors import BlockError
 from trakdask.execution import polled_bar
 from trakdask.files import Folder
 from trakdask.provenance import require_same
+from trakdask.samples import validate_samples
 from trakdask.variables import CHECKPOINT, SAMPLE, TRAINED_ON
 
 __all__ = ["train_on_halves"]
@@ -81,7 +83,7 @@ def train_on_halves(
     Raises
     ------
     StoreMismatchError
-        If the folder has models of other samples, of another seed or tag.
+        If the folder has models of another number of samples, another seed or tag.
     BlockError
         If ``train_fn`` raises an error, or returns neither a module nor a mapping; it names the
         half. Checkpoints from before stay.
@@ -90,7 +92,9 @@ def train_on_halves(
     -----
     One task per model, on the active Dask client or on threads; a process trains one model at a
     time, so that ``train_fn`` may seed global generators. ``torch.manual_seed(seed)`` is called
-    before.
+    before. A :class:`UserWarning` says if the values of the samples, such as their labels, have
+    changed since models in the folder were trained. A change of ``train_fn`` cannot be seen; give
+    each recipe a ``tag`` or a folder of its own.
 
     References
     ----------
@@ -124,11 +128,20 @@ def train_on_halves(
     masks = arrays.subsets.random_subsets(n_samples, n, n_samples // 2, seed).compute()
     models = Folder.at(folder)
     spec = {"samples": n_samples, "seed": seed, "tag": tag}
+    source = validate_samples(samples).attrs["source"]
     if _SPEC in models.names():
         what = f"these models and those in {models.url!r}"
-        require_same(spec, models.read_json(_SPEC), what=what, names=tuple(spec))
+        stored = models.read_json(_SPEC)
+        require_same(spec, stored, what=what, names=tuple(spec))
+        if stored.get("source", source) != source:
+            warnings.warn(
+                f"the values of the samples, such as their labels, are not those that the models "
+                f"in {models.url!r} were trained on, and these models are not trained again. Try "
+                "another folder, unless only metadata have changed.",
+                stacklevel=2,
+            )
     else:
-        models.write(_SPEC, json.dumps(spec).encode())
+        models.write(_SPEC, json.dumps({**spec, "source": source}).encode())
     names = [f"half-{i}" for i in range(n)]
     files = {f"{name}.pt" for name in names}
     missing = [i for i in range(n) if f"half-{i}.pt" not in models.names()]

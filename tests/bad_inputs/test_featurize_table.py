@@ -27,6 +27,8 @@ F = "featurize"
 ROWS = [
     BadInput(F, "samples a list", options([1]), TypeError, ["Dataset", "list"]),
     BadInput(F, "no sample dimension", options(xr.Dataset({"image": ("row", [1.0])})), ValueError, ["'sample'", "['row']"]),
+    BadInput(F, "one sample without its dimension", options(data().isel(sample=0)), ValueError, ["'sample'", "isel(sample=[0])"]),
+    BadInput(F, "like a path", lambda _: td.featurize(data(), td.Model(NET), like="train.zarr"), TypeError, ["like", "'train.zarr'", "td.open"]),
     BadInput(F, "no variables", options(xr.Dataset(coords={"c": ("sample", [1])})), ValueError, ["reset_coords"]),
     BadInput(F, "no samples", options(data().isel(sample=[])), ValueError, ["at least one sample"]),
     BadInput(F, "missing variable", options(data().rename(image="pixels")), ValueError, ["'image'", "'pixels'"]),
@@ -45,7 +47,7 @@ ROWS = [
     BadInput(F, "label float", labelled([0.0, 1, 2, 0]), RuntimeError, ["'label'", "float64"]),
     BadInput(F, "label one-hot", labelled(np.eye(4, 3, dtype=int)), RuntimeError, ["'label'", "int64", "3)"]),
     BadInput(F, "not finite", computed(After(), td.from_arrays(NAN)), RuntimeError, ["sample 1", "NaN"]),
-    BadInput(F, "wrong width", computed(After(), data(image=np.ones((4, 5), "f4"))), RuntimeError, ["shapes", "(4, 5)"]),
+    BadInput(F, "wrong width", computed(After(), data(image=np.ones((4, 5), "f4"))), RuntimeError, ["shapes", "(4, 5)", "the shape and range that the model was trained on"]),
     BadInput(F, "float64 images", computed(After(), data(image=np.ones((4, 4)))), RuntimeError, ["image float64", "dtype='float32')"]),
     *[BadInput(F, f"float64 weights, {engine}", computed(After().double(), gradients=engine), RuntimeError, ["image float32", "dtype='float32')"]) for engine in ("hooks", "vmap", "loop")],
     *[BadInput(F, f"{kind} weights", computed(After().to(kind)), RuntimeError, ["image float32", "dtype='float32')"]) for kind in (torch.bfloat16, torch.float16)],

@@ -29,8 +29,9 @@ ROWS = [
     *changed("plots.damping", damping_without_curve, ("no curve", {}, ValueError, ["curve"])),
     *changed(
         "plots.gallery", gallery,
-        ("too few images", {"images": IMAGES[:1]}, IndexError, ["1"]),
-        ("targets that are not there", {"targets": [0, 99]}, IndexError, ["4"]),
+        ("too few images", {"images": IMAGES[:1]}, IndexError, ["images=", "got 1"]),
+        ("too few targets' images", {"target_images": IMAGES[:1]}, IndexError, ["target_images=", "got 1", "sample 3"]),
+        ("targets that are not there", {"targets": [0, 99]}, IndexError, ["below 4", "got 99"]),
         ("n_shown 0", {"n_shown": 0}, ValueError, ["n_shown", "0"]),
     ),
     *changed("examples.digits", td.examples.digits, *SPLIT),

@@ -294,7 +294,12 @@ def _counts(sizes: Sequence[int], k: int | None, fraction: float | None) -> list
     else:
         asked = require_integer("k", k, 1, remedy="try k=10")
         counts = [min(asked, size) for size in sizes]
-    if n == 0 or asked > (n if fraction is None else 1):
+    if n == 0:
+        raise ValueError(
+            "expected samples that where= and by= leave, got none; try a condition "
+            "that some samples meet"
+        )
+    if asked > (n if fraction is None else 1):
         raise ValueError(
             f"expected k from 1 to the {n} samples that where= and by= leave, or a fraction in "
             f"(0, 1] of them, got {asked}; try fewer, or a mask that selects more"

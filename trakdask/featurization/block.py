@@ -95,7 +95,7 @@ def running(
 
 def _circumstances(job: FeaturizeJob, arrays: tuple[np.ndarray, ...], err: Exception) -> str:
     """Describe the inputs of the model, for errors that torch raised and not this package."""
-    if isinstance(err, ValueError):
+    if isinstance(err, ValueError) or "; try " in str(err):
         return ""
     inputs = dict(zip(job.inputs, arrays, strict=True))
     shapes = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in inputs.items())
@@ -107,7 +107,10 @@ def _circumstances(job: FeaturizeJob, arrays: tuple[np.ndarray, ...], err: Excep
         )
     else:
         safer = f"{SAFER[job.engine]}, or " if job.engine in SAFER else ""
-        remedy = f"{safer}a model of transformers that is built with attn_implementation='eager'"
+        remedy = (
+            "inputs of the shape and range that the model was trained on; if it takes these, try "
+            f"{safer}a model of transformers that is built with attn_implementation='eager'"
+        )
     return f"\nThe inputs of the block were {shapes}; try {remedy}"
 
 

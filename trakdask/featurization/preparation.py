@@ -25,7 +25,7 @@ from trakdask.projection import SJLT, Projector, RowMap
 from trakdask.projection.fitted import Fitted
 from trakdask.provenance import DEFAULTS, REQUIRED_SPEC, as_values, require_same
 from trakdask.samples import lazy_variables, normalise_coord, source_of, validate_samples
-from trakdask.variables import CHECKPOINT, SAMPLE, WRONG_CLASSES, checkpoint_names
+from trakdask.variables import CHECKPOINT, SAMPLE, WRONG_CLASSES, checkpoint_names, validate
 
 Gradients = Literal["auto", "hooks", "vmap", "loop"]
 Divide = Callable[[Model, Arrays], Partition]
@@ -61,6 +61,7 @@ def prepare(
     if dtype is not None:
         require_choice("dtype", dtype, get_args(DType), remedy="try dtype='float32', or None")
     if like is not None:
+        validate(like, (), what="like")
         if projector is not None:
             raise ValueError(
                 f"expected like= without a projector, since its features have one, got "

@@ -209,10 +209,15 @@ def read_state(place: str, key: str | None = None) -> State:
         raise
     except Exception as err:  # on other bytes the unpickler fails in many ways
         raise CheckpointError(
-            f"checkpoint {place!r} cannot be read ({type(err).__name__}: "
-            f"{str(err).partition(chr(10))[0]}); try copying it again, or saving model.state_dict()"
+            f"checkpoint {place!r} cannot be read ({type(err).__name__}: {_first_sentence(err)}); "
+            "try saving model.state_dict(), or copying the file again"
         ) from err
     return _state(content, place, key)
+
+
+def _first_sentence(err: Exception) -> str:
+    """Return the fact of an error of torch, whose advice follows, in bold."""
+    return str(err).partition("\n")[0].partition(". ")[0]
 
 
 def _state(content: Any, where: str, key: str | None) -> State:

@@ -99,12 +99,19 @@ def gallery(
     n_shown = require_integer("n_shown", n_shown, 1, remedy="try n_shown=5")
     n_shown = min(n_shown, helpful.sizes[RANK], harmful.sizes[RANK])
     chosen = list(range(min(6, helpful.sizes[TARGET]))) if targets is None else list(targets)
+    if (last := max(chosen)) >= (n_targets := helpful.sizes[TARGET]):
+        raise IndexError(
+            f"expected targets= as positions below {n_targets}, the number of targets, got {last}; "
+            f"try targets=range({min(6, n_targets)})"
+        )
     sides = [r.isel(target=chosen, rank=slice(n_shown)).compute() for r in (helpful, harmful)]
+    _require_image("target_images", target_images, last)
+    _require_image("images", images, max(int(side.position.max()) for side in sides))
     pictures = _pictures(sides, images, target_images, chosen, label, predictions)
     places, stored, titles, colors = zip(*pictures, strict=True)
     drawn = as_colours(stored, normalize)
     n_lines = max(title.count("\n") + 1 for title in titles)
-    n_targets, note = helpful.sizes[TARGET], ""
+    note = ""
     if targets is None and len(chosen) < n_targets:
         note = f"the first {len(chosen)} of {n_targets} targets"
     figure, axes = _grid(len(chosen), n_shown, n_lines, note)
@@ -118,6 +125,15 @@ def gallery(
         ax.spines[:].set_linewidth(1.6)
         ax.set_title(title, fontsize=_POINTS, color=color, pad=5, parse_math=False)
     return figure
+
+
+def _require_image(name: str, images: np.ndarray | xr.DataArray, position: int) -> None:
+    if position >= len(images):
+        raise IndexError(
+            f"expected {name}= with the images of all samples, in their order, got {len(images)}, "
+            f"which has none of sample {position}; try the images of the samples that were "
+            "featurized"
+        )
 
 
 def _pictures(

@@ -129,7 +129,13 @@ def validate_samples(ds: xr.Dataset) -> xr.Dataset:
             f"expected an xarray.Dataset as samples, got {type(ds).__name__}; try td.from_arrays, "
             "td.from_torch or td.from_dataframe"
         )
-    for name, array in {"samples": ds, **ds.data_vars}.items():
+    if SAMPLE not in ds.dims:
+        raise ValueError(
+            f"expected the dimension {SAMPLE!r} in the samples, got {list(ds.dims)}; try "
+            f"ds.rename(row={SAMPLE!r}), or, for one sample, ds.isel({SAMPLE}=[0]), with a list, "
+            "which keeps the dimension"
+        )
+    for name, array in ds.data_vars.items():
         if SAMPLE not in array.dims:
             raise ValueError(
                 f"expected the dimension {SAMPLE!r} in {name!r}, got {list(array.dims)}; try "
