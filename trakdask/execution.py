@@ -245,7 +245,7 @@ def polled_bar(
         yield
         return
     done = count()
-    title = f"{title} ({done} of {total} were stored before)" if 0 < done < total else title
+    title = f"{title} ({done} of {total} were stored before)" if done else title
     stop = threading.Event()
     with _bar(title, total, done) as update:
         poller = threading.Thread(target=_poll, args=(update, count, stop), daemon=True)

@@ -30,4 +30,4 @@ def test_polled_bar__says_what_is_resumed(capsys: pytest.CaptureFixture[str]) ->
     for done in (0, 3, 5):
         with execution.polled_bar("title", 5, lambda: done):  # noqa: B023
             pass
-        assert ("3 of 5 were stored before" in capsys.readouterr().out) == (done == 3)
+        assert (f"{done} of 5 were stored before" in capsys.readouterr().out) == (done > 0)
