@@ -14,7 +14,8 @@ than the checkpoints. Targets are the samples to explain, which no model was tra
 
 The checkpoints of all tasks with the same number of samples saw the same halves, so these grades
 share their luck. The stage ``draws`` repeats some tasks with other halves: is the mean of the
-grades right, and is their spread as large as their errors say?
+grades right, and is their spread as large as their errors say? All tasks have the same halves and
+seeds there, too, so it also prints how much the LDS of underfitted models varies with these.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ from trakdask.variables import lazy_features
 
 KINDS = ("plain", "fit")
 N_DRAWS = 6
+N_SETS, N_MODELS = 8, 50
+UNDERFITTED = ("short", "early", "narrow")
 DRAWN = ("short", "early", "narrow", "mlp", "overlapping", "cnn")
 TOGETHER = [[*range(5)], [*range(5, 10)], [*range(10)]]
 
@@ -239,12 +242,42 @@ def print_draws(rows: list[Row]) -> None:
     print(means.round(3).to_string())
 
 
+def luck_of(subject: Subject, cache: Path) -> list[float]:
+    """Return the LDS of the same scores on several sets of models of other halves and seeds."""
+    values: list[float] = kept(cache / "luck", "plain", subject, lambda: _luck(subject, cache))
+    return values
+
+
+def _luck(subject: Subject, cache: Path) -> list[float]:
+    n = len(subject.data()[0][0])
+    model = td.Model(subject.build, half_checkpoints(subject, cache, N_CHECKPOINTS), subject.task)
+    parts = subject.samples(0), subject.samples(1)
+    scores = td.score(*featurized(model, *parts, td.SJLT(512))).values
+    found = []
+    for draw in range(1, N_SETS + 1):
+        seeds = range(N_MODELS * draw, N_MODELS * (draw + 1))
+        halves = np.array([members(FIRST + 1000 * draw + i, n) for i in range(N_MODELS)])
+        states = [subject.train(half, 500 + seed) for half, seed in zip(halves, seeds, strict=True)]
+        outputs = np.array([subject.outputs(state) for state in states])
+        found.append(float((unit_ranks(halves @ scores) * unit_ranks(outputs)).sum(axis=0).mean()))
+    return found
+
+
+def print_luck(of_tasks: dict[str, list[float]]) -> None:
+    frame = pd.DataFrame(of_tasks).T
+    print(f"\nLDS of the same scores on {N_SETS} sets of {N_MODELS} models, whose halves and seeds")
+    print("are others in each set: how far does it vary?")
+    about = {"mean": frame.mean(axis=1), "spread": frame.std(axis=1)}
+    print(frame.assign(**about).round(3).to_string())
+
+
 def main() -> None:
     arguments = arguments_of(__doc__, TASKS, ("tasks", "draws"))
     names, cache = arguments.tasks, arguments.cache
     if arguments.stage == "draws":
         drawn = [name for name in DRAWN if name in names]
         print_draws([of_draws(TASKS[name], kind, cache) for kind in KINDS for name in drawn])
+        print_luck({name: luck_of(TASKS[name], cache) for name in UNDERFITTED if name in names})
         return
     frame = frame_of(
         [row for n in names for kind in KINDS for row in rows_of(TASKS[n], kind, cache)]
