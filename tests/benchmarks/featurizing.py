@@ -6,9 +6,9 @@ One micro-batch of a model in a fresh process: its per-sample gradients by hooks
 with their projection by SJLT and by Rademacher at proj_dim 2048 and by what ``td.fit`` makes (its
 sketch for the model and 1,024 components; made-up numbers take the same time), the last product
 alone, and traker's ``featurize``; of ViT-B/16 only the gradients, since the others take minutes per
-image. All times are CPU seconds of one thread, which other programs on
-the machine change less than seconds of the clock; every number is the smallest of all repeats of
-all processes, as others only add to it.
+image. All times are CPU seconds of one thread, which other programs on the machine change less than
+seconds of the clock; every number is the smallest of all repeats of all processes, as other
+programs can only add to it.
 """
 
 from __future__ import annotations
