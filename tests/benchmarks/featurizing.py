@@ -6,9 +6,9 @@ One micro-batch of a model in a fresh process: its per-sample gradients by hooks
 with their projection by SJLT and by Rademacher at proj_dim 2048 and by what ``td.fit`` makes (its
 sketch for the model and 1,024 components; made-up numbers take the same time), the last product
 alone, and traker's ``featurize``; of ViT-B/16 only the gradients, since the others take minutes per
-image. All times are CPU seconds of one thread, which other programs on
-the machine change less than seconds of the clock; every number is the median of all repeats of all
-processes.
+image. All times are CPU seconds of one thread, which other programs on the machine change less than
+seconds of the clock; every number is the smallest of all repeats of all processes, as other
+programs can only add to it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -51,11 +50,10 @@ def measure(model: str, engine: str) -> dict[str, list[float]]:
         return {TRAKER: _by_traker(net, inputs, size)}
     runs = _by_trakdask(net, inputs, size, with_fit=FITTED in names)
     runs = {name: run for name, run in runs.items() if name in names}
-    for run in runs.values():
-        run()
     found: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
+    for name, run in runs.items():
+        run()  # draws a random matrix, which a job keeps as long as it needs no other
+        for _ in range(repeats):
             start = time.process_time()
             run()
             found[name].append((time.process_time() - start) / size)
@@ -160,7 +158,7 @@ def compare(model: str, n: int, with_traker: bool) -> None:
             found.setdefault(name, []).extend(seconds)
     if with_traker and TRAKER in JOBS[model][2]:
         found |= run(model, TRAKER)
-    times = {name: 1e6 * statistics.median(seconds) for name, seconds in found.items()}
+    times = {name: 1e6 * min(seconds) for name, seconds in found.items()}
     others = [name for name in (SPARSE, TRAKER) if name in times]
     print(
         f"\n{model}, micro-batch of {JOBS[model][0]}: CPU µs per sample; as multiples of {others}"

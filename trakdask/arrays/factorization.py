@@ -58,8 +58,11 @@ def decompose(matrix: Matrix, n_component: int) -> tuple[Matrix, Matrix]:
     is_kept = values > _LEAST * values.max(initial=0)
     values = np.where(is_kept, values, 0)
     scale = np.where(is_kept, 1 / np.sqrt(np.where(is_kept, values, 1)), 0)
+    factors *= scale
     vectors = np.empty(lower.shape)
-    vectors[pivots] = lower @ (factors * scale)
+    # The first rows of L are a triangle, which takes half of the operations.
+    vectors[pivots[:n_component]] = blas.dtrmm(1.0, lower[:n_component], factors, lower=1)
+    vectors[pivots[n_component:]] = lower[n_component:] @ factors
     return values, vectors
 
 

@@ -149,6 +149,7 @@ def _principal(
     values, vectors = values[: -n_components - 1 : -1], vectors[:, : -n_components - 1 : -1]
     is_kept = values > _LEAST * values[0]
     scale = np.where(is_kept, 1 / np.sqrt(np.where(is_kept, values, 1)), 0)
-    matrix = wide.T @ (vectors * scale)
-    # Half precision halves what each store of features holds, and turns columns by 3e-4.
+    # Half precision halves what each store of features holds, and turns columns by 3e-4. So single
+    # precision, which takes half of the time, is enough for the products before.
+    matrix = x.T @ (vectors * scale).astype(np.float32)
     return matrix.astype(np.float16), np.where(is_kept, values, 0) / np.square(wide).sum()
