@@ -31,6 +31,7 @@ ROWS = [
         "plots.gallery", gallery,
         ("too few images", {"images": IMAGES[:1]}, IndexError, ["images=", "got 1"]),
         ("too few targets' images", {"target_images": IMAGES[:1]}, IndexError, ["target_images=", "got 1", "sample 3"]),
+        ("no targets", {"targets": []}, ValueError, ["at least one", "targets=[0]"]),
         ("targets that are not there", {"targets": [0, 99]}, IndexError, ["below 4", "got 99"]),
         ("n_shown 0", {"n_shown": 0}, ValueError, ["n_shown", "0"]),
     ),

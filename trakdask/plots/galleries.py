@@ -79,6 +79,9 @@ def gallery(
         If matplotlib is missing: install ``trakdask[plots]``.
     IndexError
         If there is no image of a ranked sample: give the images of all training samples, in order.
+        Also if a target is not there.
+    ValueError
+        If ``targets`` is empty.
 
     Examples
     --------
@@ -99,6 +102,8 @@ def gallery(
     n_shown = require_integer("n_shown", n_shown, 1, remedy="try n_shown=5")
     n_shown = min(n_shown, helpful.sizes[RANK], harmful.sizes[RANK])
     chosen = list(range(min(6, helpful.sizes[TARGET]))) if targets is None else list(targets)
+    if not chosen:
+        raise ValueError("expected targets= with at least one position, got none; try targets=[0]")
     if (last := max(chosen)) >= (n_targets := helpful.sizes[TARGET]):
         raise IndexError(
             f"expected targets= as positions below {n_targets}, the number of targets, got {last}; "
