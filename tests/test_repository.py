@@ -101,7 +101,6 @@ SLEEPS = {
     "tests/waiting.py",  # where all others wait
     "tests/faults/_run.py",  # the time that computing a block takes
     "tests/faults/test_kills.py",  # kills at random moments
-    "tests/storage/test_lease.py",
 }
 
 

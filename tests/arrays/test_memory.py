@@ -24,7 +24,6 @@ from trakdask.arrays.factorization import decompose
 from trakdask.arrays.graphs import stored
 from trakdask.arrays.memory import Sizes
 from trakdask.fits.components import _principal
-from trakdask.storage import records
 from trakdask.testing import simulate_features
 
 SLACK = 10e6
@@ -105,15 +104,6 @@ def test_top_k(k: int, n_others: int) -> None:
     assert bound < 2 * measured + SLACK
 
 
-@pytest.mark.parametrize("n_taken", [100, 900_000])
-def test_among_best(n_taken: int) -> None:
-    score, n = da.random.default_rng(0).random(1_000_000, chunks=100_000), 1_000_000
-    codes = np.zeros(n, np.int64)
-    measured = peak(arrays.topk.among_best(score, codes, np.array([n_taken])))
-    # The scores of all blocks wait until the last one that is taken is known.
-    require_tight(memory.among_best(100_000, n, n_taken) + score.nbytes, measured)
-
-
 @pytest.mark.parametrize("read", [False, True])
 @pytest.mark.parametrize("n_groups", [10, 2000])
 def test_group_sums(read: bool, n_groups: int) -> None:
@@ -142,7 +132,6 @@ def test_solve(decomposed: bool) -> None:
         lazy = arrays.spectra.inverse(spectrum, lam)
     else:
         lazy = arrays.solve.cholesky(k, lam, labels)
-        require_tight(memory.cholesky(p), peak(lazy))
     rows = zeros(2000, p, 1, 2000)
     inverse, rows = dask.persist(lazy, rows, scheduler="sync")
     held, sizes = 8 * p**2 + rows.nbytes, Sizes.of(rows)
@@ -191,21 +180,6 @@ def test_stored(dtype: str | None, tmp_path: Path) -> None:
     save(tmp_path / "imports.zarr")
     measured = traced(lambda: save(tmp_path / "f.zarr"))
     require_tight(memory.stored(Sizes.of(lazy.feature.data), half=dtype is not None), measured)
-
-
-@pytest.mark.parametrize("dtype", [None, "float16"])
-def test_packed(dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured, n = [], 1_000_000
-    monkeypatch.setattr(
-        "trakdask.storage.writing.pack",
-        lambda *groups: measured.append(traced(partial(records.pack, *groups))),
-    )
-    options = {"dtype": dtype, "estimator": None, "progress": False}
-    td.save(features_of(n, 1, 50_000), tmp_path / "f.zarr", **options)
-    (chunk, _) = xr.open_zarr(tmp_path / "f.zarr").out_to_loss.encoding["chunks"]
-    assert chunk == n  # all rows are in one chunk
-    itemsizes = [4, 8] + [8] * (dtype is not None)
-    require_tight(memory.packed(n, itemsizes), measured[0])
 
 
 @pytest.mark.parametrize("n_threads", [1, 8])

@@ -106,9 +106,9 @@ def _fitted_maps(shapes: Mapping[str, tuple[int, ...]]):  # type: ignore[no-unty
 
     from trakdask.fits.components import sketch_for
     from trakdask.projection import SJLT, RowMap
-    from trakdask.projection.axes import factors_of
     from trakdask.projection.fitted import Components, Curvature, Fitted
     from trakdask.projection.maps import Maps
+    from trakdask.tensors import factors_of
 
     rng, n_rows = np.random.default_rng(0), sum(map(math.prod, shapes.values()))
     width = sketch_for(SimpleNamespace(shapes=shapes)).proj_dim  # type: ignore[arg-type]

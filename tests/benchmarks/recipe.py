@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 import trakdask as td
 from trakdask.attribution.estimators import with_gram
-from trakdask.projection.axes import places_of
+from trakdask.tensors import places_of
 
 Floats = NDArray[np.floating]
 PLAIN = np.inf

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import trakdask as td
 from trakdask.projection import Projector, RowMap
-from trakdask.projection.axes import factors_of, rotated
 from trakdask.projection.fitted import Components, Curvature, Fitted, SecondMoments
 from trakdask.projection.maps import Maps
+from trakdask.tensors import factors_of, rotated
 
 SHAPES = {"conv": (3, 2, 2, 2), "weight": (4, 6), "bias": (4,), "scale": ()}
 N_ELEMENTS = sum(math.prod(shape) for shape in SHAPES.values())

@@ -15,8 +15,8 @@ import trakdask as td
 from trakdask.errors import forget_warnings
 from trakdask.fits.sums import SKETCHED_COLUMNS, signs
 from trakdask.projection import RowMap, project
-from trakdask.projection.axes import axes_of, factors_of, places_of
 from trakdask.projection.fitted import Components, Fitted
+from trakdask.tensors import axes_of, factors_of, places_of
 
 # Attention has no rule of vmap in torch, which says so once in a process.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")

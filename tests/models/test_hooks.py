@@ -15,7 +15,7 @@ from trakdask.models.model import Model
 from trakdask.models.plans import hook_plan
 from trakdask.models.rules import rules_of
 from trakdask.models.tasks import Batch, Forward
-from trakdask.projection.axes import factors_of, rotations
+from trakdask.tensors import factors_of, rotations
 
 
 class Total:

@@ -8,7 +8,6 @@ from cubed, whose operations all have a projected memory. Tests compare bounds w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -97,17 +96,6 @@ def eigenvectors(proj_dim: int, n_component: int) -> int:
     return 8 * (5 * p**2 if k == p else 2 * p**2 + 2 * p * k + 3 * k**2)
 
 
-def cholesky(proj_dim: int) -> int:
-    """Bound a task of :func:`trakdask.arrays.solve.cholesky`: K, its copy, and the factor.
-
-    Examples
-    --------
-    >>> cholesky(1024) / 1e6
-    27.262976
-    """
-    return 24 * proj_dim**2 + 16 * 128 * proj_dim
-
-
 def solve(x: Sizes, n_component: int) -> int:
     """Bound a task of :func:`trakdask.arrays.solve.solve`, for a block of targets.
 
@@ -166,17 +154,6 @@ def top_k(rows: int, n_targets: int, k: int, *, itemsize: int = 4, n_others: int
     return max(rows * n_targets * (itemsize + _KEYS + others), (3 * SPLIT_EVERY + 1) * kept)
 
 
-def among_best(rows: int, n_samples: int, n_taken: int) -> int:
-    """Bound a task of :func:`trakdask.arrays.topk.among_best`: groups, keys, and their order.
-
-    Examples
-    --------
-    >>> among_best(4096, 10**6, 1000) / 1e6
-    0.64
-    """
-    return 80 * max(rows, min(n_samples, SPLIT_EVERY * n_taken))
-
-
 def group_sums(x: Sizes, n_groups: int, n_folds: int = 1) -> int:
     """Bound a task of :func:`trakdask.arrays.groups.group_sum`, and of sums by member and fold.
 
@@ -208,20 +185,6 @@ def exported(chunk_bytes: int) -> int:
     2000000
     """
     return 2 * chunk_bytes
-
-
-def packed(rows: int, itemsizes: Sequence[int]) -> int:
-    """Bound packing small arrays into chunks of so many rows, in this process.
-
-    It holds the rows of all arrays, their records, and a chunk of one array as it is encoded. The
-    example has the most rows that a chunk has; so no process lacks this memory.
-
-    Examples
-    --------
-    >>> packed(2**21, [4, 4, 8]) / 1e6
-    100.663296
-    """
-    return rows * (2 * sum(itemsizes) + 2 * max(itemsizes))
 
 
 def verified(chunk_bytes: int, n_threads: int) -> int:

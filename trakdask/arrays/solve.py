@@ -55,9 +55,10 @@ def cholesky(gram: da.Array, damping: da.Array, labels: Sequence[object]) -> da.
 
     Notes
     -----
-    Cost: p³/3 flops, one task per checkpoint, of :func:`trakdask.arrays.memory.cholesky` bytes; the
-    matrix is factorized in place. It is not scaled first: the error of Cholesky does not depend on
-    the scale of rows and columns, and float64 can represent the squares of any float32 gradient.
+    Cost: p³/3 flops, one task per checkpoint, which holds 24 p² bytes: K, its copy, and the factor,
+    for which the copy is overwritten. The matrix is not scaled first: the error of Cholesky does
+    not depend on the scale of rows and columns, and float64 can represent the squares of any
+    float32 gradient.
 
     Examples
     --------

@@ -287,8 +287,7 @@ def among_best(
 
     Notes
     -----
-    Exact, and the same for any chunks. :func:`trakdask.arrays.memory.among_best` bounds the memory
-    of a task.
+    Exact, and the same for any chunks.
 
     Examples
     --------

@@ -257,7 +257,7 @@ class Marks:
             stored = self._opened(self.store)
         except FileNotFoundError:
             return {}
-        source = str(stored.attrs.get("source")).partition(" without ")[0]
+        source = str(stored.attrs.get("source"))
         return {"source": source, "samples": stored.sizes[SAMPLE]}
 
     def _opened(self, store: str) -> xr.Dataset:

@@ -36,8 +36,8 @@ from trakdask.models.checkpoints import Checkpoint, cache_states
 from trakdask.models.gradients import SAFER
 from trakdask.models.independence import once_per_task
 from trakdask.models.tasks import Batch, Forward
-from trakdask.projection.axes import Rotations
 from trakdask.projection.maps import Maps, Stream
+from trakdask.tensors import Rotations
 from trakdask.torch_internals import few_threads, no_fast_path
 
 _log = logging.getLogger(__name__)

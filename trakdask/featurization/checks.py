@@ -27,7 +27,7 @@ from trakdask.models.padding import ignores_padding
 from trakdask.models.products import Products
 from trakdask.models.tasks import Batch, Forward
 from trakdask.models.tasks.protocol import SampleError
-from trakdask.projection.axes import Rotations, rotated
+from trakdask.tensors import Rotations, rotated
 
 _ROUGHLY = 0.05
 """Relative error that one sample of a later block may have.

@@ -30,9 +30,9 @@ from trakdask.models.gradients import out_to_loss_of
 from trakdask.models.model import Model
 from trakdask.models.tasks import Batch, Forward
 from trakdask.projection import Identity
-from trakdask.projection.axes import factors_of, rotations
 from trakdask.projection.fitted import Curvature, Fitted
 from trakdask.projection.maps import Stream
+from trakdask.tensors import factors_of, rotations
 
 
 def curvature(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trakdask.models.products import wide
-from trakdask.projection.axes import Shapes, axes_of, factors_of, places_of
+from trakdask.tensors import Shapes, axes_of, factors_of, places_of
 
 SKETCHED_COLUMNS = 16
 """Columns to which M is reduced by random signs R before M Mᵀ is added up.

@@ -21,7 +21,7 @@ from trakdask.models.plans import hook_plan, with_copies
 from trakdask.models.tasks import Batch, Forward, Task, TrakTask
 from trakdask.models.tasks.logits import shape_of
 from trakdask.models.tasks.protocol import SampleError
-from trakdask.projection.axes import Rotations
+from trakdask.tensors import Rotations
 from trakdask.torch_internals import no_fast_path
 
 SAFER = {

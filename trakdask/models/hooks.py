@@ -37,7 +37,7 @@ from trakdask.models.plans import hooked
 from trakdask.models.products import PRODUCTS, Products, wide
 from trakdask.models.rules import BY_POSITION, TURNABLE, GradientRule, turned
 from trakdask.models.tasks import Forward
-from trakdask.projection.axes import Rotations, rotated
+from trakdask.tensors import Rotations, rotated
 from trakdask.torch_internals import tree_flatten, tree_unflatten, version_of
 
 

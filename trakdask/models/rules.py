@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trakdask.projection.acceleration import Scratch
+from trakdask.tensors import Scratch
 
 Buffers = Mapping[str, Tensor]
 GradientRule = Callable[..., Tensor]

@@ -19,8 +19,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trakdask.projection.acceleration import Scratch, numba_kernels
+from trakdask.projection.acceleration import numba_kernels
 from trakdask.projection.philox import ROWS_PER_COUNTER, fill_words
+from trakdask.tensors import Scratch
 from trakdask.torch_internals import int8_matmul
 
 FRACTION_BITS = {1: 7, 2: 14, 3: 22}

@@ -11,7 +11,6 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from trakdask.projection.acceleration import Scratch
 from trakdask.projection.fixed_point import (
     FRACTION_BITS,
     multiply_signs,
@@ -29,6 +28,7 @@ from trakdask.projection.philox import (
 )
 from trakdask.projection.protocol import ROUNDING_ERROR, Cost, Projector, allowed
 from trakdask.projection.rows import ROW_ALIGNMENT, ROW_BLOCK, RowMap
+from trakdask.tensors import Scratch
 
 # Sizes of buffers. They do not affect results, since all sums within a row block are exact.
 _SAMPLE_TILE = 32

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trakdask.projection.axes import Rotations, places_of, rotated, rotations
 from trakdask.projection.fitted import Fitted
 from trakdask.projection.rows import RowMap
 from trakdask.projection.stream import ProjectionStream
+from trakdask.tensors import Rotations, places_of, rotated, rotations
 
 
 class Stream(Protocol):

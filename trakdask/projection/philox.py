@@ -27,7 +27,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trakdask.projection.acceleration import Scratch, numba_kernels
+from trakdask.projection.acceleration import numba_kernels
+from trakdask.tensors import Scratch
 
 STREAM_RADEMACHER = 0
 STREAM_SJLT = 1

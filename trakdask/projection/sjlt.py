@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from trakdask.projection.acceleration import Scratch, numba_kernels
+from trakdask.projection.acceleration import numba_kernels
 from trakdask.projection.cuda import Argument, GpuProjector, Kernels, products
 from trakdask.projection.fixed_point import FRACTION_BITS, compiled_scales, flatten, quantize
 from trakdask.projection.philox import STREAM_SJLT, fill_words
 from trakdask.projection.protocol import ROUNDING_ERROR, Cost, allowed
 from trakdask.projection.rows import ROW_BLOCK, RowMap
+from trakdask.tensors import Scratch
 
 _KEPT_BYTES = 2**27  # nonzeros that a process keeps: 15 million rows at sparsity 4
 _FRACTION_BITS = FRACTION_BITS[2]

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trakdask.projection.acceleration import Scratch, count_elements, on_gpu
+from trakdask.projection.acceleration import count_elements, on_gpu
 from trakdask.projection.protocol import Projector
 from trakdask.projection.rows import ROW_BLOCK, RowMap
+from trakdask.tensors import Scratch
 
 _PROBE_STEP = 512
 _scratch = Scratch()

@@ -1,4 +1,4 @@
-"""The axes of a parameter, and gradients in other coordinates of each axis.
+"""What gradients and projections share: axes of parameters, and buffers that threads reuse.
 
 A gradient of a linear layer is a matrix, and the sum of the products of such matrices over samples
 is close to a Kronecker product of one small matrix per axis. Its eigenvectors are therefore those
@@ -9,7 +9,8 @@ there are parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 LONGEST_AXIS = 4096
 """A longer axis, such as a vocabulary, keeps its coordinates: eigenvectors cost d³."""
+
+_CPU = torch.device("cpu")
 
 Rotations = dict[str, dict[int, Tensor]]
 """The matrix of each axis that has one, by parameter."""
@@ -76,3 +79,38 @@ def rotated(gradient: Tensor, shape: tuple[int, ...], matrices: Mapping[int, Ten
         moved = value.movedim(axis + 1, -1) @ matrix.to(value.dtype)
         value = moved.movedim(-1, axis + 1)
     return value.reshape(len(gradient), -1)
+
+
+class Scratch(threading.local):
+    """Named buffers that a thread reuses, because new memory costs page faults.
+
+    Each grows to the largest request. There is one for each dtype and device, too: a view of other
+    numbers would be an alias that nobody sees.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype, torch.device], list[Tensor]] = {}
+
+    def take(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device = _CPU
+    ) -> Tensor:
+        """Return a contiguous buffer, with undefined content, until the next call by this name."""
+        n = math.prod(shape)
+        buffer = self.take_out(name, n, dtype, device)
+        self.put_back(name, buffer)
+        return buffer[:n].view(*shape)
+
+    def take_out(self, name: str, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a buffer of at least this length, which belongs to the caller."""
+        kept = self._buffers.get((name, dtype, device))
+        if kept and len(buffer := kept.pop()) >= length:
+            return buffer
+        # A tensor created in inference mode could not be modified outside of it later.
+        with torch.inference_mode(False):
+            return torch.empty(length, dtype=dtype, device=device)
+
+    def put_back(self, name: str, buffer: Tensor) -> None:
+        """Keep a buffer, one of three, for the next call by this name."""
+        kept = self._buffers.setdefault((name, buffer.dtype, buffer.device), [])
+        kept.append(buffer)
+        del kept[:-3]  # the first and the last block of a parameter wait beside the one in work
