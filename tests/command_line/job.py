@@ -85,8 +85,7 @@ stores: {train: train.zarr, targets: targets.zarr}
 score: {estimator: trak, damping: 1e-1}
 save: {progress: false}
 top_k: {k: 3}
-groups: {by: source}
-outputs: {score: scores.zarr, top_k: top.parquet, groups: groups.parquet}
+outputs: {top_k: top.parquet}
 """
 ROWS = pd.DataFrame(np.random.default_rng(1).standard_normal((60, 4)), columns=[*"abcd"])
 ROWS = ROWS.assign(c=range(60), label=np.arange(60) % 3)

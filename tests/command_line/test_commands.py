@@ -25,7 +25,7 @@ FIT = "projector: {kind: fit, proj_dim: 5, n_samples: 30, sketch: {kind: SJLT, p
 def test_every_command__of_one_job(job: Path, run: Run) -> None:
     folder = job.parent
     printed = {}
-    for command in ("plan", "featurize", "score", "top-k", "groups"):
+    for command in ("plan", "featurize", "top-k"):
         done = run(command, job)
         assert done.exit_code == 0, done.output
         printed[command] = done.output
@@ -35,7 +35,6 @@ def test_every_command__of_one_job(job: Path, run: Run) -> None:
     assert "Mask(keep=9, then=Identity(" in other.output
     assert "[c1]" in printed["featurize"]
     scores = score_of(folder)
-    np.testing.assert_array_equal(xr.open_zarr(folder / "scores.zarr").score, scores)
     # The function is the oracle: features have an oracle of their own.
     top = td.top_k(scores, 3).compute()
     table = pd.read_parquet(folder / "top.parquet").sort_values(["target", "rank"])
@@ -45,10 +44,6 @@ def test_every_command__of_one_job(job: Path, run: Run) -> None:
     assert "target_name" in printed["top-k"]
     assert printed["top-k"].endswith(f"trakdask explore {job}\n")
     assert max(map(len, printed["top-k"].splitlines()[:-1])) <= 80
-    sums = pd.read_parquet(folder / "groups.parquet").set_index(["source", "target"]).score
-    web = np.arange(60) % 2 == 1
-    np.testing.assert_allclose(sums["web"], scores.values[web].sum(0), rtol=1e-4, atol=1e-6)
-    assert "[books]" in printed["groups"]
 
 
 def test_commands__of_a_fitted_projector(job: Path, run: Run) -> None:
@@ -62,7 +57,7 @@ def test_commands__of_a_fitted_projector(job: Path, run: Run) -> None:
     assert train.sizes["proj_dim"] == targets.sizes["proj_dim"] == 5
     assert train.attrs["fit"] == targets.attrs["fit"]
     made = {path: path.stat().st_mtime_ns for path in (job.parent / "train.zarr").rglob("c*")}
-    assert run("groups", job).exit_code == 0
+    assert run("top-k", job).exit_code == 0
     with running(read(job)):
         assert explored(read(job))[1].sizes["proj_dim"] == 5
     assert made == {path: path.stat().st_mtime_ns for path in made}
@@ -72,32 +67,6 @@ def test_commands__of_a_fitted_projector(job: Path, run: Run) -> None:
     assert (done := run("top-k", job, "--set", "data=null")).exit_code == 0, done.output
     again = td.open(job.parent / "targets.zarr")
     np.testing.assert_allclose(again.feature, targets.feature, atol=1e-5)
-
-
-@pytest.mark.parametrize("ending", [".parquet", ".zarr"])
-def test_credit__and_intervals_of_top_k(job: Path, run: Run, ending: str) -> None:
-    folder, path = job.parent, f"shares{ending}"
-    five = "--set", "model.checkpoints.arguments.n=5"
-    done = run("credit", job, *five, "--set=credit.by=source", f"--set=outputs.credit={path}")
-    assert done.exit_code == 0, done.output
-    train, targets = (td.open(folder / f"{name}.zarr") for name in ("train", "targets"))
-    expected = td.credit(train, targets, td.Trak(damping=0.1), by="source").compute()
-    if ending == ".parquet":
-        found = pd.read_parquet(folder / path).set_index("source").to_xarray()
-    else:
-        found = xr.open_zarr(folder / path).compute()
-    for name in ("share", "lower", "upper", "is_certain", "samples"):
-        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
-    first, second = expected.sortby("share", ascending=False).source.values
-    assert done.output.index(first) < done.output.index(second)
-    options = "--set=intervals.level=0.5", "--set=top_k.rank_by=lower"
-    assert (done := run("top-k", job, *five, *options)).exit_code == 0, done.output
-    bounds = td.intervals(train, targets, td.Trak(damping=0.1), level=0.5)
-    top = td.top_k(bounds, 3, rank_by="lower").compute()
-    table = pd.read_parquet(folder / "top.parquet").sort_values(["target", "rank"])
-    for name in ("score", "lower", "upper", "position"):
-        np.testing.assert_array_equal(table[name], top[name].values.ravel())
-    assert "upper" in done.output
 
 
 def test_top_k__where_and_settings(job: Path, run: Run) -> None:
@@ -155,10 +124,11 @@ def test_evaluate__says_what_is_needed_before_anything_is_computed(job: Path, ru
         refused(job, run("evaluate", job, "--set", f"evaluate={{{key}}}"), "in evaluate: ")
 
 
-def test_info_verify_export__of_a_store(job: Path, run: Run) -> None:
+def test_verify__and_a_ranking_in_zarr(job: Path, run: Run) -> None:
     folder = job.parent
     assert run("top-k", job, "--set", "outputs.top_k=top.zarr").exit_code == 0
-    assert "60 sample, 8 proj_dim, 2 checkpoint" in run("info", folder / "train.zarr").output
+    top = td.top_k(score_of(folder), 3).compute()
+    np.testing.assert_array_equal(xr.open_zarr(folder / "top.zarr").score, top.score)
     assert run("verify", folder / "train.zarr", "--checksums").exit_code == 0
     files = (folder / "train.zarr" / "feature").rglob("*")
     chunk = next(path for path in files if path.is_file() and path.name != "zarr.json")
@@ -166,27 +136,6 @@ def test_info_verify_export__of_a_store(job: Path, run: Run) -> None:
     found = run("verify", folder / "train.zarr", "--checksums")
     assert found.exit_code == 1
     assert chunk.relative_to(folder / "train.zarr").as_posix() in found.output
-    for name in ("copy.parquet", "copy.nc", "copy.csv"):
-        assert run("export", folder / "top.zarr", folder / name).exit_code == 0, name
-    assert run("export", folder / "copy.parquet", folder / "again.csv").exit_code == 0
-    copied = xr.open_dataset(folder / "copy.nc")
-    top = xr.open_zarr(folder / "top.zarr")
-    np.testing.assert_array_equal(copied.score, top.score)
-    frame = pd.read_parquet(folder / "copy.parquet")
-    assert len(frame) == 6 * 3
-    for name in ("copy.csv", "again.csv"):
-        read = pd.read_csv(folder / name, dtype={"score": "f4"})
-        pd.testing.assert_frame_equal(read, frame, check_dtype=False, check_categorical=False)
-    (folder / "precious.nc").write_text("mine")
-    for result, to, words in (
-        ("copy.parquet", "table.nc", "try result.csv"),
-        ("top.zarr", "copy.xlsx", "copy.xlsx"),
-        ("top.zarr", "precious.nc", "precious.nc"),
-        ("none.parquet", "none.csv", "none.parquet"),
-    ):
-        done = run("export", folder / result, folder / to)
-        assert (done.exit_code, words in done.output) == (2, True), to
-    assert (folder / "precious.nc").read_text() == "mine"
 
 
 @pytest.mark.slow

@@ -74,26 +74,16 @@ def featurize(file: File, settings: Settings = None, debug: Debug = False) -> No
             output.print(cli.tables.summary(features, f"features of {name}"))
 
 
-def _add_command(name: str, text: str) -> None:
-    """Add a command that computes and writes a result, then prints it."""
-
-    def command(file: File, settings: Settings = None, debug: Debug = False) -> None:
-        with _job(file, settings, debug) as values:
-            result, path = cli.results.result(values, name)
-            output.print(cli.tables.result(name, result))
-            if path is not None:
-                _say(f"{path} is written")
-            if name == "top_k":
-                stores = " ".join(location(values["stores"][name]) for name in ("train", "targets"))
-                _say(f"Look at it in a browser: trakdask explore {stores if settings else file}")
-
-    app.command(name.replace("_", "-"), help=text)(command)
-
-
-_add_command("score", "Write the scores of all training samples for all targets.")
-_add_command("top_k", "Rank the training samples of each target; print the first, write all.")
-_add_command("groups", "Sum scores by groups of training samples; print the first, write all.")
-_add_command("credit", "Say which share each group of training samples has; write and print all.")
+@app.command()
+def top_k(file: File, settings: Settings = None, debug: Debug = False) -> None:
+    """Rank the training samples of each target; print the first targets, write all."""
+    with _job(file, settings, debug) as values:
+        ranking, path = cli.results.ranking(values)
+        output.print(cli.tables.first_targets(ranking))
+        if path is not None:
+            _say(f"{path} is written")
+        stores = " ".join(location(values["stores"][name]) for name in ("train", "targets"))
+        _say(f"Look at it in a browser: trakdask explore {stores if settings else file}")
 
 
 @app.command()
@@ -102,13 +92,6 @@ def evaluate(file: File, settings: Settings = None, debug: Debug = False) -> Non
     with _job(file, settings, debug) as values:
         for sentence in cli.results.evaluated(values):
             _say(sentence)
-
-
-@app.command()
-def info(store: StorePath, debug: Debug = False) -> None:
-    """Print the contents of a store of features, and how it was made."""
-    with _reported(debug):
-        output.print(cli.tables.summary(td.open(store), store))
 
 
 @app.command()
@@ -125,18 +108,6 @@ def verify(
             return _say(f"{store}: no fault was found")
         output.print(cli.tables.table(faults, f"{len(faults)} faults of {store}"))
         raise typer.Exit(1)
-
-
-@app.command()
-def export(
-    result: Annotated[str, typer.Argument(help="A .zarr or .parquet of score, top-k or groups.")],
-    to: Annotated[str, typer.Argument(help="A new .parquet folder, .nc or .csv file.")],
-    debug: Debug = False,
-) -> None:
-    """Copy a result to parquet, netCDF or CSV, for other programs."""
-    with _reported(debug):
-        cli.copies.copy(result, to)
-        _say(f"{to} is written")
 
 
 @app.command()

@@ -6,7 +6,7 @@ import os
 import re
 import tomllib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,10 @@ from trakdask.files import Folder, location
 Configuration = Mapping[str, Any]
 
 _SECTIONS = (
-    *("intervals", "credit"),
     *("data", "targets", "model", "projector", "featurize", "save"),
-    *("stores", "cluster", "score", "top_k", "groups", "evaluate", "outputs"),
+    *("stores", "cluster", "score", "top_k", "evaluate", "outputs"),
 )
-_KEYS = {"stores": ("train", "targets"), "outputs": ("score", "top_k", "groups", "credit")}
+_KEYS = {"stores": ("train", "targets"), "outputs": ("top_k",)}
 """The keys of sections that are no arguments of a function, which would check them."""
 _FOLDER = "folder"
 _HEAD = "# By trakdask"
@@ -145,12 +144,6 @@ def kept(written: str | os.PathLike[str]) -> str | None:
         if folder.read(name).startswith(_HEAD.encode()):
             return f"{folder.url}/{name}"
     return None
-
-
-def require_ending(path: str, endings: Sequence[str]) -> None:
-    """Require that the name of a file has one of the endings."""
-    name = f"the ending of {path!r}"
-    require_choice(name, Path(path).suffix, endings, remedy=f"try result{endings[0]}")
 
 
 def _beside(written: str | os.PathLike[str]) -> tuple[Folder, str]:

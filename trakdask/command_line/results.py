@@ -1,11 +1,10 @@
-"""Results of a job: scores, rankings, sums, shares, and how good the scores are."""
+"""Results of a job: rankings, and how good the scores are."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import xarray as xr
 
@@ -16,9 +15,6 @@ from trakdask.command_line.configuration import Configuration, about, keep, sect
 from trakdask.export import require_replaceable
 from trakdask.variables import TRAINED_ON
 
-_SUMS: Mapping[str, Callable[..., Any]] = {"groups": td.group_score, "credit": td.credit}
-"""The commands that add up scores by groups of samples, and their functions."""
-
 _OF_SUBSETS = ("n_subsets", "fraction", "seed")
 """Keys of the section ``evaluate`` that say on which samples models are trained."""
 
@@ -26,54 +22,41 @@ _WRITERS: Mapping[str, Callable[..., None]] = {".zarr": td.to_zarr, ".parquet": 
 _IN_MEMORY = 2**30
 
 
-def result(configuration: Configuration, name: str) -> tuple[Any, str | None]:
-    """Compute the result of a command, and write it where the section ``outputs`` says.
+def ranking(configuration: Configuration) -> tuple[xr.Dataset, str | None]:
+    """Rank the training samples, and write the ranking where the section ``outputs`` says.
 
     Returns
     -------
-    The result, lazy where it may not fit in memory, and its path, if it was written.
+    The ranking, lazy where it may not fit in memory, and its path, if it was written.
     """
-    path = _output(configuration, name)
+    path = _output(configuration)
     both = jobs.described_or_stored(configuration)
-    _lazy_result(name, configuration, **both)  # raises errors before anything is computed
-    result = _lazy_result(name, configuration, **jobs.saved(configuration, both))
-    if name != "score" and result.nbytes < _IN_MEMORY:
-        result = result.compute()
+    _ranking(configuration, **both)  # raises errors before anything is computed
+    ranking = _ranking(configuration, **jobs.saved(configuration, both))
+    if ranking.nbytes < _IN_MEMORY:
+        ranking = ranking.compute()
     if path is not None:
-        _WRITERS[Path(path).suffix](result, path, overwrite=True)
+        _WRITERS[Path(path).suffix](ranking, path, overwrite=True)
         keep(configuration, path)
-    return result, path
+    return ranking, path
 
 
-def _output(configuration: Configuration, name: str) -> str | None:
-    """Return where to write a result, if anywhere, after a check that this is possible."""
-    path = section(configuration, "outputs").get(name)
+def _output(configuration: Configuration) -> str | None:
+    """Return where to write the ranking, if anywhere, after a check that this is possible."""
+    path = section(configuration, "outputs").get("top_k")
     if path is None:
         return None
     with about("outputs"):
         ending = f"the ending of {path!r}"
-        require_choice(ending, Path(path).suffix, [*_WRITERS], remedy="try result.zarr")
+        require_choice(ending, Path(path).suffix, [*_WRITERS], remedy="try top.parquet")
         require_replaceable(path)
     return str(path)
 
 
-def _lazy_result(
-    name: str, configuration: Configuration, data: xr.Dataset, targets: xr.Dataset
-) -> Any:
-    options = section(configuration, "score")
-    if name in _SUMS:
-        options.pop("average", None)
-        with about(name):
-            options |= section(configuration, name)
-            return _SUMS[name](data, targets, **jobs.with_estimator(options, data))
+def _ranking(configuration: Configuration, data: xr.Dataset, targets: xr.Dataset) -> xr.Dataset:
     with about("score"):
-        scores: Any = td.score(data, targets, **jobs.with_estimator(options, data))
-    if name == "score":
-        return scores
-    if "intervals" in configuration:
-        with about("intervals"):
-            options |= section(configuration, "intervals")
-            scores = td.intervals(data, targets, **jobs.with_estimator(options, data))
+        options = jobs.with_estimator(section(configuration, "score"), data)
+        scores = td.score(data, targets, **options)
     with about("top_k"):
         return td.top_k(scores, **section(configuration, "top_k"))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from typing import Any
 
 import pandas as pd
 import xarray as xr
@@ -14,7 +13,6 @@ from rich.table import Table
 from trakdask.variables import RANK, TARGET
 
 _MOST_TARGETS = 5
-_MOST_GROUPS = 20
 _SHORT = reprlib.Repr()
 _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxother = 8, 80, 80
 
@@ -46,24 +44,12 @@ def summary(data: xr.Dataset | xr.DataArray, title: str) -> Table:
     return table(pd.DataFrame(rows.items(), columns=["", " "]), title)
 
 
-def result(name: str, data: Any) -> Table:
-    """Return the table that a command prints: the first targets, with their metadata."""
-    if name == "score":
-        return summary(data, "scores")
-    if name == "credit":
-        shares = data.compute().to_dataframe().sort_values("share", ascending=False)
-        return table(shares.reset_index(), "shares of the sum of all scores")
-    first = data.isel({TARGET: slice(_MOST_TARGETS)}).compute()
-    if name == "top_k":
-        return table(first.to_dataframe(dim_order=[TARGET, RANK]).reset_index(), _share(data))
-    sums = first.reset_coords(drop=True).to_dataset(TARGET).to_dataframe().head(_MOST_GROUPS)
-    frame = sums.rename(columns=lambda n: f"{TARGET} {n}").reset_index()
-    return table(frame, f"sums of scores of {_share(data)}")
-
-
-def _share(data: xr.Dataset | xr.DataArray) -> str:
-    n = data.sizes[TARGET]
-    return f"{n} targets" if n <= _MOST_TARGETS else f"the first {_MOST_TARGETS} of {n} targets"
+def first_targets(ranking: xr.Dataset) -> Table:
+    """Return the table that ``top-k`` prints: the first targets, with their metadata."""
+    n = ranking.sizes[TARGET]
+    first = ranking.isel({TARGET: slice(_MOST_TARGETS)}).compute()
+    title = f"{n} targets" if n <= _MOST_TARGETS else f"the first {_MOST_TARGETS} of {n} targets"
+    return table(first.to_dataframe(dim_order=[TARGET, RANK]).reset_index(), title)
 
 
 def _brief(value: object) -> str:
