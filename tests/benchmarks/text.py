@@ -23,7 +23,6 @@ from _fits import ALL, SKETCH, arguments_of, featurized, setting
 from _machine import made_once
 from _quality_tasks import N_WORDS, Language, LanguageModel, Subject, text
 from _quality_truth import TRUTH, checkpoints, ground, keep, retrain
-from removal import bm25
 from torch import nn
 
 import trakdask as td
@@ -51,6 +50,18 @@ TITLES = {
     "parameters": "td.fit, some parameters",
     "bm25": "BM25",
 }
+
+
+def bm25(subject: Subject, k: float = 1.2) -> xr.DataArray:
+    """Return Okapi's BM25 of training texts for the words of targets; all have equal lengths."""
+    counts, asked = (
+        np.stack([np.bincount(text, minlength=N_WORDS) for text in part[0]])
+        for part in subject.data()
+    )
+    n_texts = (counts > 0).sum(0)
+    rarity = np.log1p((len(counts) - n_texts + 0.5) / (n_texts + 0.5))
+    found = (rarity * counts * (k + 1) / (counts + k)) @ asked.T
+    return xr.DataArray(found, dims=("sample", "target"))
 
 
 def counts(subject: Subject) -> tuple[int, ...]:

@@ -98,7 +98,7 @@ def intervals(
     References
     ----------
     Efron & Stein 1981 (jackknife); Benjamini & Hochberg 1995. Coverage:
-    ``tests/benchmarks/intervals.py``.
+    ``2026-11-24-intervals.txt``.
 
     Examples
     --------

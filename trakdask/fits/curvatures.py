@@ -61,7 +61,7 @@ def curvature(
         The model, at all checkpoints that features are to be computed for.
     damping
         δ: each eigenvalue Λ becomes Λ + δ times the mean of its parameter. The smaller, the more
-        even are the directions of the features. ``tests/benchmarks/recipe.py`` compares 1 to 100.
+        even are the directions of the features. ``2026-11-24-recipe.txt`` compares 1 to 100.
     leading
         How many of the coordinates with most of the scaled curvature become columns of their own,
         beside the columns of the projector that follows. 0 before :class:`Identity`.

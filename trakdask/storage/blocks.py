@@ -56,7 +56,7 @@ kernels of torch change the last digits, which are fewer in 16 bits; changed cod
 
 _LONGEST, _ENOUGH_ROWS = 30, 16
 """Length of features in medians of their block, and its least rows. On 29 tasks no feature was
-longer than 7 times the median of all; see ``tests/benchmarks/outliers.py``."""
+longer than 7 times the median of all; see ``2026-11-24-outliers.txt``."""
 
 _log = logging.getLogger(__name__)
 
