@@ -16,10 +16,8 @@ from torch import nn
 
 import trakdask as td
 from trakdask.planning import plan
-from trakdask.projection import Projector, RowMap
-from trakdask.projection.kronecker import Kronecker
+from trakdask.projection import Projector
 from trakdask.projection.mask import Mask
-from trakdask.provenance import as_values
 from trakdask.testing import raise_if_dask_computes
 
 SIZES = (30, 5, 15, 3)  # elements of the four parameters of `build`
@@ -108,16 +106,6 @@ def test_plan__opened_store_gives_the_same(tmp_path: Path) -> None:
     frame = found.to_dataframe()
     assert frame.proj_dim.tolist() == [40, 512]
     assert {dtype.kind for dtype in frame.drop(columns="projector").dtypes} <= {"i", "f"}
-
-
-def test_plan__projectors_know_the_shapes() -> None:
-    kronecker = Kronecker(left=4, right=4)
-    shapes = as_values(FEATURES.attrs)["parameters"]
-    bound = kronecker.bind(RowMap.from_shapes(shapes, alignment=512))
-    found = plan(FEATURES, [kronecker]).projections[1]
-    assert (found.projector, found.proj_dim) == (repr(kronecker), 16)
-    assert found.sample_operations == bound.cost(1539).operations
-    assert found.sample_operations != kronecker.cost(1539).operations
 
 
 def test_plan__store_bytes_are_those_on_disk(tmp_path: Path) -> None:

@@ -39,7 +39,6 @@ from .parts import score_parts as score_parts
 from .planning import plan as plan
 from .projection import SJLT as SJLT
 from .projection import Identity as Identity
-from .projection import Kronecker as Kronecker
 from .projection import Mask as Mask
 from .projection import Rademacher as Rademacher
 from .samples import features as features

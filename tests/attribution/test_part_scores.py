@@ -54,7 +54,7 @@ class Mixed(Gpt):
 
 
 DAMPING = 300.0
-PROJECTORS = [td.Identity(), td.SJLT(64), td.Kronecker(left=6, right=8)]
+PROJECTORS = [td.Identity(), td.SJLT(64)]
 TRAIN = td.from_arrays(
     {"input_ids": np.random.default_rng(1).integers(0, VOCABULARY, (8, LENGTH))},
     coords={"source": list("abababab")},

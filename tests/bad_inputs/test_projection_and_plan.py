@@ -65,11 +65,6 @@ PROJECTORS = [
         (lambda: featurize(td.Mask(3)), ValueError, ["2", "3"]),
         (lambda: td.Mask(5, 512), TypeError, ["then", "512"]),
         (lambda: td.Mask(5, td.Mask(4)), TypeError, ["then", "keep=4"]),
-        (lambda: td.Mask(5, td.Kronecker()), TypeError, ["then", "Kronecker"]),
-    ),
-    *rows(
-        "Kronecker",
-        (lambda: td.Kronecker(64, 2**16), ValueError, ["right", "65536"]),
     ),
     *rows(
         "FastJL",

@@ -23,16 +23,7 @@ import torch
 from _machine import parser_of
 from torch import Tensor
 
-from trakdask.projection import (
-    SJLT,
-    Kronecker,
-    Mask,
-    Projector,
-    Rademacher,
-    RowMap,
-    fixed_point,
-    project,
-)
+from trakdask.projection import SJLT, Mask, Projector, Rademacher, RowMap, fixed_point, project
 
 PEER = "traker"
 MASK_ROWS = 65536
@@ -56,10 +47,9 @@ class Engine:
     numba: bool = True
 
     def prepare(self, n_rows: int, proj_dim: int) -> Run:
-        """Return what projects gradients of one vector, or for Kronecker of one matrix."""
+        """Return what projects gradients of one vector."""
         projector = self.projector(proj_dim)
-        shape = (n_rows // 500, 500) if isinstance(projector, Kronecker) else (n_rows,)
-        row_map = RowMap.from_shapes({"g": shape}, alignment=projector.row_alignment)
+        row_map = RowMap.from_shapes({"g": (n_rows,)}, alignment=projector.row_alignment)
 
         def run(gradients: Tensor) -> Tensor:
             os.environ["TRAKDASK_NUMBA"] = str(int(self.numba))
@@ -94,9 +84,6 @@ ENGINES = {
     "sjlt1-numpy": Engine("SJLT, s = 1, without numba", partial(SJLT, sparsity=1), numba=False),
     "grass": Engine(
         f"Mask, {MASK_ROWS} rows kept, then SJLT, s = 4", lambda p: Mask(MASK_ROWS, then=SJLT(p))
-    ),
-    "kronecker": Engine(
-        "Kronecker, 64 × p / 64, of a matrix D / 500 × 500", lambda p: Kronecker(64, p // 64)
     ),
 }
 

@@ -185,7 +185,7 @@ def test_featurize__micro_batch_is_halved_where_memory_runs_out(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("projector", [td.Rademacher(64), td.SJLT(64), td.Kronecker(8, 8)], ids=str)
+@pytest.mark.parametrize("projector", [td.Rademacher(64), td.SJLT(64)], ids=str)
 def test_featurize__on_a_gpu_as_on_a_cpu(projector: Projector, tmp_path: Path) -> None:
     """The gradients differ by rounding, here to TF32. Has not run yet."""
     made = [

@@ -64,7 +64,6 @@ PROJECTORS = [
     td.SJLT(proj_dim=16),
     td.Mask(keep=9),
     td.Mask(keep=30, then=td.SJLT(proj_dim=16, sparsity=1)),
-    td.Kronecker(left=4, right=4),
 ]
 
 

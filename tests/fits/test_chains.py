@@ -21,7 +21,6 @@ SHAPES = {"conv": (3, 2, 2, 2), "weight": (4, 6), "bias": (4,), "scale": ()}
 N_ELEMENTS = sum(math.prod(shape) for shape in SHAPES.values())
 PROJECTORS = [
     td.Identity(), td.SJLT(9), td.Rademacher(9), td.Mask(20), td.Mask(20, then=td.SJLT(9)),
-    td.Kronecker(4, 4),
 ]  # fmt: skip
 
 

@@ -14,7 +14,6 @@ from trakdask.projection import (
     ROW_BLOCK,
     SJLT,
     Identity,
-    Kronecker,
     Mask,
     Projector,
     Rademacher,
@@ -23,7 +22,7 @@ from trakdask.projection import (
 )
 
 FRACTION_BITS = {"int8x1": 7, "int8x2": 14, "int8x3": 22}
-RADEMACHER, SPARSE, MASK, LEFT, RIGHT = range(5)  # streams
+RADEMACHER, SPARSE, MASK = range(3)  # streams
 
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
@@ -122,19 +121,6 @@ def matrix(projector: Projector, row_map: RowMap, checkpoint: int) -> Tensor:
             inner = RowMap.from_shapes({"kept": (keep,)}, alignment=then.row_alignment)
             whole = np.zeros((n_rows, then.width(keep)))
             whole[kept] = matrix(then, inner, checkpoint).numpy()
-        case Kronecker(left=left, right=right, seed=seed):
-            whole = np.zeros((n_rows, left * right))
-            address = {"seed": seed, "checkpoint": checkpoint}
-            for shape, offset in zip(row_map.shapes, row_map.offsets, strict=True):
-                size = math.prod(shape)
-                if len(shape) < 2 or not size:
-                    part = signs(offset, size, 0, left * right, **address)
-                else:
-                    part = np.kron(
-                        signs(offset, shape[0], 0, left, **address, stream=LEFT),
-                        signs(offset, size // shape[0], 0, right, **address, stream=RIGHT),
-                    )
-                whole[offset : offset + size] = part
     return torch.from_numpy(whole)
 
 

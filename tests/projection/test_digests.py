@@ -18,16 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trakdask.projection import (
-    SJLT,
-    Identity,
-    Kronecker,
-    Mask,
-    Projector,
-    Rademacher,
-    RowMap,
-    project,
-)
+from trakdask.projection import SJLT, Identity, Mask, Projector, Rademacher, RowMap, project
 
 PATH = Path(__file__).with_name("digests.json")
 
@@ -44,7 +35,6 @@ PROJECTORS: list[Projector] = [
     SJLT(3, sparsity=64),
     Rademacher(300), Rademacher(33, seed=2**64 - 1, arithmetic="int8x1"),
     Rademacher(20, seed=5, arithmetic="int8x3"),
-    Kronecker(4, 6), Kronecker(1, 9, seed=2**40), Kronecker(13, 2, seed=5),
     Mask(500, seed=3), Mask(20000, SJLT(64), seed=2**64 - 1), Mask(17000, Rademacher(31)),
     Identity(),
 ]  # fmt: skip

@@ -22,7 +22,6 @@ from tests.projection.reference import (
 from trakdask.projection import (
     SJLT,
     Identity,
-    Kronecker,
     Mask,
     Projector,
     Rademacher,
@@ -54,9 +53,6 @@ PROJECTORS = [
     SJLT(12, 3, SEED),
     SJLT(1, 7, SEED),
     SJLT(100, 1, SEED),
-    Kronecker(1, 1, SEED),
-    Kronecker(3, 5, SEED),
-    Kronecker(8, 2, SEED),
     Mask(90, seed=SEED),
     Mask(290, Rademacher(12, 3), SEED),
     Mask(290, SJLT(12, 4), SEED),
@@ -86,7 +82,7 @@ CASES = [
     (layers, projector)
     for layers in LAYERS
     for projector in PROJECTORS
-    if isinstance(projector, Kronecker) or layers in ("across blocks", "nothing")
+    if layers in ("across blocks", "nothing")
 ]
 
 
@@ -107,7 +103,6 @@ def test_project__is_the_matrix_product(layers: str, projector: Projector, backe
         (Rademacher(2100), 5, 2049),
         (Rademacher(77), 17, 16385),
         (Mask(20_000, Rademacher(12)), 3, 40_000),
-        (Kronecker(40, 33), 2, 500),
     ],
     ids=str,
 )  # fmt: skip
@@ -128,7 +123,6 @@ def test_project__many_columns_rows_and_samples(
     [
         *(Rademacher(3, SEED, f"int8x{n}") for n in (1, 2, 3)),
         *(SJLT(width, s) for width, s in ((1, 1), (1, 5), (1, 7), (1, 8), (1, 64), (2, 1))),
-        Kronecker(3, 3, SEED),
     ],
     ids=str,
 )
@@ -172,14 +166,6 @@ def test_smaller_projections__are_parts_of_larger_ones() -> None:
     )
     folded = project_block(SJLT(60, 5), flat[:, :16384]).unflatten(1, (15, 4)).sum(2)
     assert torch.equal(project_block(SJLT(15, 5), flat[:, :16384]), folded)
-    assert torch.equal(
-        project_flat(Kronecker(4, 8, 3), flat), project_flat(Rademacher(32, 3), flat)
-    )
-    matrices = RowMap.from_shapes({"linear": (100, 200)}, alignment=512)
-    large, small = (
-        project(Kronecker(n, n), {"linear": flat}, matrices, 0).view(3, n, n) for n in (16, 4)
-    )
-    assert torch.equal(small * 4, large[:, :4, :4] * 16)
 
 
 # ------------------------------------------------------------------------------------------- masks

@@ -9,16 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trakdask.projection import (
-    SJLT,
-    FastJL,
-    Identity,
-    Kronecker,
-    Mask,
-    Projector,
-    Rademacher,
-    RowMap,
-)
+from trakdask.projection import SJLT, FastJL, Identity, Mask, Projector, Rademacher, RowMap
 from trakdask.projection.protocol import from_spec
 
 PROJECTORS = [
@@ -29,8 +20,6 @@ PROJECTORS = [
     SJLT(proj_dim=77, sparsity=7, seed=2**64 - 1),
     Mask(keep=40),
     Mask(keep=40, then=SJLT(proj_dim=8, seed=3), seed=2**64 - 1),
-    Kronecker(),
-    Kronecker(left=3, right=5, seed=2**64 - 1),
     FastJL(num_sms=132),
     FastJL(512, seed=2**31 - 1, entries="normal", num_sms=108),
 ]

@@ -27,8 +27,7 @@ from trakdask.projection.fitted import Components, Fitted
 from trakdask.provenance import as_text
 
 _PROJECTORS = {
-    kind: getattr(projection, kind)
-    for kind in ("SJLT", "Rademacher", "Mask", "Kronecker", "FastJL", "Identity")
+    kind: getattr(projection, kind) for kind in ("SJLT", "Rademacher", "Mask", "FastJL", "Identity")
 }
 _FIT = "fit"
 """The kind of a projector that is fitted to the training samples."""

@@ -132,7 +132,7 @@ def featurize(
     features of one block, and gradients of one micro-batch.
 
     If some workers have a GPU and others do not, the projection of equal gradients has the same
-    bits on both (:class:`Kronecker` multiplies on the CPU in either case). The gradients themselves
+    bits on both. The gradients themselves
     come from torch and differ by rounding: on GPUs, torch uses TF32 for convolutions by default.
     ``attrs["device"]`` is the device that was requested. If workers declare
     ``resources={"GPU": 1}``, :func:`save` computes gradients only on these. ``features.compute()``

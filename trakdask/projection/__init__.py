@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from trakdask.projection.fast_jl import FastJL
 from trakdask.projection.identity import Identity
-from trakdask.projection.kronecker import Kronecker
 from trakdask.projection.mask import Mask
 from trakdask.projection.protocol import Cost, Projector
 from trakdask.projection.rademacher import Rademacher
@@ -19,7 +18,6 @@ __all__ = [
     "Cost",
     "FastJL",
     "Identity",
-    "Kronecker",
     "Mask",
     "ProjectionStream",
     "Projector",

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from trakdask.checks import shown
 from trakdask.projection.identity import Identity
-from trakdask.projection.kronecker import Kronecker
 from trakdask.projection.philox import STREAM_MASK, UInt64Array, fill_words
 from trakdask.projection.protocol import Cost, Projector, allowed
 from trakdask.projection.rows import RowMap
@@ -42,8 +41,7 @@ class Mask(Projector):
     keep
         Number of entries, in [1, 2**47), at most as many as the gradient has.
     then
-        Projector of the selected entries: not another mask, and not
-        :class:`~trakdask.projection.kronecker.Kronecker`, since selected entries have no shape.
+        Projector of the selected entries, which is no other mask.
     seed
         Integer in [0, 2**64); ``then`` may have the same one.
 
@@ -102,11 +100,10 @@ class Mask(Projector):
         remedy = "try then=td.SJLT(proj_dim=2048)"
         if not isinstance(self.then, Projector):
             raise TypeError(f"expected then to be a projector, got {shown(self.then)}; {remedy}")
-        if isinstance(self.then, Mask | Kronecker) or self.then.takes_all_rows:
-            why = "the shapes of parameters" if isinstance(self.then, Kronecker) else "all rows"
+        if isinstance(self.then, Mask) or self.then.takes_all_rows:
             raise TypeError(
                 "expected then to be a projector that can follow a mask, got "
-                f"{self.then}, which needs {why}; {remedy}"
+                f"{self.then}, which needs all rows; {remedy}"
             )
 
     def width(self, n_rows: int) -> int:

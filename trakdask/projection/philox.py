@@ -33,8 +33,7 @@ from trakdask.tensors import Scratch
 STREAM_RADEMACHER = 0
 STREAM_SJLT = 1
 STREAM_MASK = 2
-STREAM_KRONECKER_LEFT = 3
-STREAM_KRONECKER_RIGHT = 4
+# 3 and 4 belonged to Kronecker, a projector that stores of others may name.
 
 ROWS_PER_COUNTER = 128
 
