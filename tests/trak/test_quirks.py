@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import trakdask as td
 from tests.projection.test_fast_jl import stand_in_for_fast_jl
 from tests.trak._models import checkpoints, images
 from tests.trak._runs import M, N, Run, content
@@ -136,7 +137,7 @@ def test_12__a_half_done_batch_is_completed(tmp_path: Path) -> None:
     ("option", "value"),
     [
         *(("projector_seed", 1), ("use_half_precision", False), ("grad_wrt", ["3.bias"])),
-        *(("mode", "trakdask"), ("proj_dim", 9), ("train_set_size", N + 1)),
+        *(("projector", td.SJLT(8)), ("proj_dim", 9), ("train_set_size", N + 1)),
     ],
 )
 def test_14__other_settings_are_refused(tmp_path: Path, option: str, value: object) -> None:

@@ -91,8 +91,7 @@ def open_traker(
 
     ``score(features, targets, td.Trak(td.Absolute(lambda_reg)))`` is what
     ``finalize_scores`` returns up to one factor per checkpoint, the mean absolute entry of the
-    inverse gram matrix, by which the package divides. (Not so with ``mode="trakdask"``, whose
-    estimator and damping are the defaults of :func:`~trakdask.score`.)
+    inverse gram matrix, by which the package divides.
 
     ``attrs`` identify these features: the projector by the metadata, and checkpoints by the sizes
     and times of their files. ``attrs["source"]`` is a digest of the path;

@@ -63,7 +63,7 @@ class BasicScoreComputer(AbstractScoreComputer):
     -----
     Because of the division, scores scale with the square of a checkpoint's gradients, so
     checkpoints have different weights in a mean over several. The division is part of the scores of
-    the TRAK package; ``TRAKer(..., mode="trakdask")`` omits it.
+    the TRAK package; :func:`trakdask.score` omits it.
     """
 
     _divides = True

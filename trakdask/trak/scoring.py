@@ -11,10 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trakdask.attribution import Absolute, Soft, Trak, score
-from trakdask.attribution.protocol import Damping
-from trakdask.trak.modelout_functions import TASK_TO_MODELOUT
-from trakdask.trak.opening import open_traker
 from trakdask.trak.savers import ModelIDException
 
 
@@ -29,7 +25,7 @@ class Scoring:
     projector: Any
     normalize_factor: Tensor
     saver: Any
-    score_computer: Any  # None: td.score computes the scores
+    score_computer: Any
     task: Any
     save_dir: Path
     train_set_size: int
@@ -145,13 +141,13 @@ class Scoring:
         num_targets = self.saver.experiments[exp_name]["num_targets"]
         ids = list(self.saver.model_ids if model_ids is None else model_ids)
         total = torch.zeros(self.train_set_size, num_targets)
-        q: dict[int, np.ndarray] = {}
+        q: list[np.ndarray] = []
         for model_id in ids:
             self.saver.load_current_store(model_id)
             self.saver.load_current_store(model_id, exp_name, num_targets)
             why_not = self._why_not_scored(exp_name, model_id)
             if why_not is None:
-                q[model_id] = self._add_scores(exp_name, total)
+                q.append(self._add_scores(exp_name, total))
             elif allow_skip:
                 self.logger.warning("Skipping model ID %s: %s", model_id, why_not)
             else:
@@ -162,11 +158,8 @@ class Scoring:
                 "try finalize_features and score first"
             )
         self.scores = scores = self.saver.current_store[f"{exp_name}_scores"]
-        if self.score_computer is None:
-            scores[:] = self._scores_of_trakdask(exp_name, list(q))
-        else:
-            mean_q = np.hstack([*q.values()]).mean(axis=1, keepdims=True, dtype=np.float32)
-            scores[:] = (total.numpy() / len(q)) * mean_q
+        mean_q = np.hstack(q).mean(axis=1, keepdims=True, dtype=np.float32)
+        scores[:] = (total.numpy() / len(q)) * mean_q
         self.saver.save_scores(exp_name)
         return scores  # type: ignore[no-any-return]
 
@@ -217,18 +210,9 @@ class Scoring:
                 "not finite: their scores are NaN",
                 *(n_missing, len(targets), exp_name, model_id),
             )
-        if self.score_computer is not None:
-            features = torch.as_tensor(store["features"], device=self.device)
-            self.score_computer.get_scores(features, targets, accumulator=total)
+        features = torch.as_tensor(store["features"], device=self.device)
+        self.score_computer.get_scores(features, targets, accumulator=total)
         return np.asarray(store["out_to_loss"]).copy()
-
-    def _scores_of_trakdask(self, exp_name: str, model_ids: list[int]) -> np.ndarray:
-        features, targets = open_traker(self.save_dir, exp_name, model_ids=model_ids)
-        classifiers = {kind for name, kind in TASK_TO_MODELOUT.items() if name != "clip"}
-        kind = Soft if type(self.task) in classifiers else Trak
-        damping: Damping = Absolute(self.lambda_reg) if self.lambda_reg else 0.03
-        scores = score(features, targets, kind(damping=damping))
-        return scores.compute(scheduler="threads").to_numpy()
 
     def _as_stored(self, values: Tensor) -> Tensor:
         return values.detach().to(self.dtype).cpu()

@@ -6,14 +6,14 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import torch
 
 from trakdask._version import __version__
 from trakdask.checks import require_choice
-from trakdask.projection import Projector, Rademacher
+from trakdask.projection import Projector
 from trakdask.trak.basic_projectors import AbstractProjector
 from trakdask.trak.gradient_computers import (
     AbstractGradientComputer,
@@ -26,8 +26,6 @@ from trakdask.trak.projectors import StreamProjector, default_projector
 from trakdask.trak.savers import AbstractSaver, MmapSaver, ModelIDException
 from trakdask.trak.score_computers import AbstractScoreComputer, BasicScoreComputer
 from trakdask.trak.scoring import Scoring, rows_of
-
-Mode = Literal["traker", "trakdask"]
 
 _NO_CHECKPOINT = "no ckpt loaded"
 
@@ -70,7 +68,7 @@ class TRAKer(Scoring):
         Level of the loggers ``TRAK``, ``STORE`` and ``ScoreComputer``.
     use_half_precision
         Whether features are stored, and the matrix drawn, in float16. The model runs in its own
-        precision in any case. Ignored in mode ``"trakdask"``.
+        precision in any case.
     proj_max_batch_size
         Most samples per kernel launch of ``CudaProjector``: 8, 16 or 32; other numbers are rounded
         down to one of these.
@@ -80,28 +78,21 @@ class TRAKer(Scoring):
         Names of parameters to differentiate with respect to; all by default.
     lambda_reg
         λ that is added to the diagonal of the Gram matrix of the projected gradients.
-    mode
-        ``"traker"``: matrices, normalisation, formula, dtypes and files are as in the original,
-        so that scores agree with it. ``"trakdask"``: features equal the result of
-        :func:`trakdask.featurize`, in float32, with ``td.Rademacher(proj_dim, projector_seed)``
-        unless ``projector`` is given, and scores the result of :func:`trakdask.score` with its
-        estimator and ``damping=0.03``, or ``td.Absolute(lambda_reg)`` if ``lambda_reg`` is
-        not 0, unless ``score_computer`` is given. That needs the files of :class:`MmapSaver`, and
-        leaves ``features.mmap`` empty. A folder has one mode.
 
     Raises
     ------
     ValueError
-        If ``task`` or ``mode`` is an unknown name.
+        If ``task`` is an unknown name.
     AssertionError
         If ``save_dir`` contains a run with other settings: sizes, projector, seed, dtype,
-        ``grad_wrt`` or mode; or a run of the original, which does not record the last four.
+        or ``grad_wrt``; or a run of the original, which does not record the last three.
     RuntimeError
         If a matrix must be drawn on a CUDA device and there is none.
 
     Notes
     -----
-    Differences from traker 0.3.2 in mode ``"traker"``: Gram matrices are summed in float32, a part
+    Matrices, normalisation, formula, dtypes and files are as in the original, so that scores agree
+    with it. Differences from traker 0.3.2: Gram matrices are summed in float32, a part
     of a batch may already be featurized, targets that were never scored are NaN, with a warning,
     and settings that contradict an earlier run raise an error. float16 results differ by rounding
     errors.
@@ -130,16 +121,11 @@ class TRAKer(Scoring):
         projector_seed: int = 0,
         grad_wrt: Iterable[str] | None = None,
         lambda_reg: float = 0.0,
-        *,
-        mode: Mode = "traker",
     ) -> None:
-        require_choice("mode", mode, get_args(Mode), remedy="try mode='traker'")
         self.model = model
-        self.mode = mode
         self.train_set_size = train_set_size
         self.device = device
-        is_half = use_half_precision and mode == "traker"
-        self.dtype = torch.float16 if is_half else torch.float32
+        self.dtype = torch.float16 if use_half_precision else torch.float32
         self.grad_wrt = None if grad_wrt is None else list(grad_wrt)
         self.lambda_reg = lambda_reg
         logging.basicConfig()
@@ -172,14 +158,9 @@ class TRAKer(Scoring):
             device=self.device,
             grad_wrt=self.grad_wrt,
         )
-        self.score_computer = None
-        if score_computer is not None or mode == "traker":
-            self.score_computer = (score_computer or BasicScoreComputer)(  # type: ignore[call-arg]
-                dtype=self.dtype,
-                device=self.device,
-                logging_level=logging_level,
-                lambda_reg=lambda_reg,
-            )
+        self.score_computer = (score_computer or BasicScoreComputer)(  # type: ignore[call-arg]
+            dtype=self.dtype, device=self.device, logging_level=logging_level, lambda_reg=lambda_reg
+        )
         self.saver = (saver or MmapSaver)(  # type: ignore[call-arg]
             save_dir=self.save_dir,
             metadata=self._metadata(),
@@ -187,7 +168,7 @@ class TRAKer(Scoring):
             proj_dim=self.proj_dim,
             load_from_save_dir=load_from_save_dir,
             logging_level=logging_level,
-            use_half_precision=is_half,
+            use_half_precision=use_half_precision,
         )
         self.ckpt_loaded: int | str = _NO_CHECKPOINT
         self._last_ind = 0
@@ -199,8 +180,6 @@ class TRAKer(Scoring):
         proj_max_batch_size: int,
     ) -> None:
         """Set ``projector`` and ``proj_dim``; the class documents the default."""
-        if projector is None and self.mode == "trakdask":
-            projector = Rademacher(proj_dim, self.proj_seed)
         if isinstance(projector, Projector):
             projector = StreamProjector(projector, self._shapes, self.device)
         self.projector = projector
@@ -299,8 +278,7 @@ class TRAKer(Scoring):
         model_ids
             The checkpoints; by default all in ``save_dir``. Finalized ones are skipped.
         del_grads
-            Whether to delete the projected gradients once the features are written. Not in mode
-        ``"trakdask"``, whose scores are computed from them.
+            Whether to delete the projected gradients once the features are written.
 
         Raises
         ------
@@ -325,13 +303,13 @@ class TRAKer(Scoring):
             else:
                 self.logger.info("Finalizing features of model ID %s", model_id)
                 self._finalize(model_id)
-            if del_grads and self.score_computer is not None:
+            if del_grads:
                 self.saver.del_grads(model_id)
 
     def _metadata(self) -> dict[str, Any]:
         """Return the content of ``metadata.json``: the original's keys, and one key for our own."""
         extra: dict[str, Any] = {
-            "mode": self.mode,
+            "mode": "traker",  # runs of earlier versions may have another
             "version": __version__,
             "dtype": str(self.dtype).removeprefix("torch."),
             "projector_seed": int(getattr(self.projector, "seed", self.proj_seed)),
@@ -351,10 +329,9 @@ class TRAKer(Scoring):
             self.saver.settle_lambda(self.lambda_reg)
         self.saver.load_current_store(model_id)
         store, computer = self.saver.current_store, self.score_computer
-        if computer is not None:
-            grads = torch.as_tensor(store["grads"], device=self.device)
-            features = computer.get_x_xtx_inv(grads, computer.get_xtx(grads))
-            store["features"][:] = features.to(self.dtype).cpu()
-            self._flush("features")
+        grads = torch.as_tensor(store["grads"], device=self.device)
+        features = computer.get_x_xtx_inv(grads, computer.get_xtx(grads))
+        store["features"][:] = features.to(self.dtype).cpu()
+        self._flush("features")
         self.saver.model_ids[model_id]["is_finalized"] = 1
         self.saver.serialize_current_model_id_metadata()
