@@ -29,7 +29,6 @@ SHOTS = {
     "explorer": ("page=target&target=120&k=6&where=label+%21%3D+7", 800),
     "explorer_targets": ("", 600),
     "explorer_corpus": ("page=corpus", 860),
-    "explorer_map": ("page=map&where=map_x+%3E%3D+50", 860),
     "explorer_sample": ("page=sample&sample=4403&k=6", 700),
     "explorer_marks": ("page=marks", 560),
     "explorer_new": ("page=new", 760),

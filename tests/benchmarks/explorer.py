@@ -86,8 +86,6 @@ CLICKS: Mapping[str, Callable[[int], View]] = {
     "training samples, self-influence": lambda i: View(
         page="corpus", group_by="source", first=24 * i, order="self_influence"
     ),
-    "map": lambda i: View(page="map", colour="source", where=f"map_x > {10 * i}"),
-    "map, by score": lambda i: View(page="map", colour="score", target=i),
 }
 
 IN_PARTS = ("targets", "target", "training samples", "training samples, self-influence")

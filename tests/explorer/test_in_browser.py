@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -53,32 +52,6 @@ def test_pages__open_search_filter_click_through_and_reload(
     assert tab.cards("Most helpful") == top(explorer, filtered)
 
 
-def test_map__is_brushed(explorer: Explorer, url: str, tab: Tab) -> None:
-    tab.open(f"{url}?page=map&colour=score&target=8&where=source+%21%3D+%22web%22", "Map")
-    box = tab.page.locator("svg.map").bounding_box()
-    x, y, width, height = (box[name] for name in ("x", "y", "width", "height"))
-    tab.page.mouse.move(x + 0.2 * width, y + 0.2 * height)
-    tab.page.mouse.down()
-    tab.page.mouse.move(x + 0.5 * width, y + 0.6 * height)
-    tab.page.mouse.up()
-    tab.page.wait_for_url(re.compile("map_x"))
-    tab.wait("Map")
-    view = View.from_query(tab.page.url.partition("?")[2])
-    low, high = (float(text) for text in re.findall(r"map_x [<>]= ([\d.]+)", view.where))
-    assert (low, high) == pytest.approx((0.2 * 102 - 1, 0.5 * 102 - 1), abs=1)
-    place, source = explorer.questions.map(view), explorer.questions.metadata["source"]
-    low_y, high_y = (float(text) for text in re.findall(r"map_y [<>]= ([\d.]+)", view.where))
-    is_in = place["map_x"].between(low, high) & place["map_y"].between(low_y, high_y)
-    scores = explorer.questions.scores(view)
-    inside = np.flatnonzero(is_in & (source != "web"))
-    assert tab.cards("Selected samples") == sorted(inside, key=lambda i: -scores[i])[:24]
-    tab.page.click("text=Select the whole map")
-    # The address changes after the sections, which have the same title before and after.
-    tab.page.wait_for_url(lambda url: "map_x" not in url)
-    tab.wait("Map")
-    assert len(tab.cards("Selected samples")) == 24
-
-
 def test_lists__go_on_and_going_back_finds_the_place(
     explorer: Explorer, url: str, tab: Tab
 ) -> None:
@@ -105,23 +78,6 @@ def test_lists__go_on_and_going_back_finds_the_place(
     assert f"sample {ranked[20]}" in page.inner_text(".card:focus-within header")
 
 
-def test_map__shows_the_sample_at_the_mouse(explorer: Explorer, url: str, tab: Tab) -> None:
-    tab.open(f"{url}?page=map&where=map_x+%3E%3D+50", "Map")
-    place = explorer.questions.map(View())
-    box, height = tab.page.locator("svg.map").bounding_box(), place["map_y"].max() + 2
-    x, y = place.iloc[17]
-    at = ((x + 1) / 102 * box["width"], (y + 1) / height * box["height"])
-    tab.page.mouse.move(box["x"] + at[0], box["y"] + at[1])
-    tab.page.wait_for_selector(".hovered:has-text('sample')")
-    shown = int(re.search(r"sample (\d+)", tab.page.inner_text(".hovered"))[1])
-    assert place.iloc[shown].tolist() == pytest.approx([x, y], abs=1.5)
-    assert tab.page.locator(".hovered img").evaluate("image => image.naturalWidth") > 0
-    outline = tab.page.locator("svg.map rect")
-    assert [outline.get_attribute(name) for name in ("x", "width")] == ["50.0", "50.0"]
-    tab.page.mouse.move(2, 2)
-    tab.page.wait_for_selector(".hovered", state="hidden")
-
-
 @pytest.mark.parametrize(
     ("width", "scheme"),
     [(400, "dark"), pytest.param(1280, "light", marks=pytest.mark.faults)],
@@ -130,7 +86,7 @@ def test_pages__are_accessible_and_run_nothing_of_the_metadata(
     url: str, browser: Any, width: int, scheme: str
 ) -> None:
     with Tab(browser, width=width, color_scheme=scheme) as tab:
-        for page in ("targets", "target", "sample", "corpus", "map", "marks"):
+        for page in ("targets", "target", "sample", "corpus", "marks"):
             tab.open(f"{url}?{View(page=page, sample=1, target=1, search='no. 1').to_query()}")
             is_there = "<script>window.hacked" in tab.page.inner_text(".trakdask")
             assert is_there == (page != "marks")

@@ -15,7 +15,6 @@ import pytest
 
 import trakdask as td
 from trakdask.explorer import Explorer, Marks, View
-from trakdask.explorer.maps import layers
 from trakdask.explorer.pages import sections
 
 EVIL = "</style><script>alert(1)</script><form>\"'&"
@@ -70,16 +69,16 @@ def sent(html: str) -> list[View]:
     return views
 
 
-@pytest.mark.parametrize("name", ["targets", "target", "corpus", "map", "sample"])
+@pytest.mark.parametrize("name", ["targets", "target", "corpus", "sample"])
 def test_forms__keep_the_view(explorer: Explorer, name: str) -> None:
     where = f"note != {EVIL!r}"
     view = View(
         page=name, target=3, sample=5, where=where, targets_where="label < 9", k=5,
-        checkpoints=("c0", "c2"), estimator="trak", damping="0.5", group_by="label", colour="score",
+        checkpoints=("c0", "c2"), estimator="trak", damping="0.5", group_by="label",
     )  # fmt: skip
     views = sent(html_of(explorer, view))
     assert views == [view] * len(views)
-    assert len(views) == {"targets": 2, "target": 4, "corpus": 3, "map": 3, "sample": 2}[name]
+    assert len(views) == {"targets": 2, "target": 4, "corpus": 3, "sample": 2}[name]
 
 
 def test_target__links_filter_and_bars_are_as_long_as_their_sums(explorer: Explorer) -> None:
@@ -105,28 +104,6 @@ def test_pages__read_a_long_condition_once_and_not_for_each_link(
     assert len(written) < 2000
 
 
-@pytest.mark.parametrize("colour", ["label", "score", "mark"])
-def test_map__draws_every_sample_once_in_its_colour(explorer: Explorer, colour: str) -> None:
-    explorer.marks.mark(explorer.questions.sample_ids[[4, 6]], "remove")
-    view = View(page="map", target=3, colour=colour, where="label == 0")
-    at = {f"{x:g} {y:g}": i for i, (x, y) in enumerate(explorer.questions.map(view).values)}
-    drawn: dict[str, set[int]] = {}
-    for points in layers(explorer, view):
-        positions = [at[place] for place in re.findall(r"M(.*?)h0", points.path)]
-        assert drawn.setdefault(points.kind, set()).isdisjoint(positions)
-        drawn[points.kind] |= {*positions}
-    zero = {*np.flatnonzero(explorer.features.label.values == 0).tolist()}
-    assert drawn.pop("pale") == {*range(30)} - zero
-    if colour == "score":
-        scores = explorer.questions.scores(view)
-        weak = np.abs(scores) < np.abs(scores[[*zero]]).max() / 4  # grey, whatever their sign
-        assert all(scores[i] > 0 for i in drawn["helpful"])
-        assert all(scores[i] < 0 or weak[i] for i in drawn["harmful"])
-    elif colour == "mark":
-        assert drawn["value"] == {4, 6}
-    assert set.union(*drawn.values()) == zero
-
-
 def test_pages__show_scores_in_one_unit(explorer: Explorer) -> None:
     view = View(page="target", target=3, k=4)
     html = html_of(explorer, view)
@@ -141,7 +118,7 @@ def test_pages__show_scores_in_one_unit(explorer: Explorer) -> None:
     np.testing.assert_allclose(shown, expected, atol=0.006 * unit)
 
 
-@pytest.mark.parametrize("name", ["targets", "target", "sample", "corpus", "map", "marks"])
+@pytest.mark.parametrize("name", ["targets", "target", "sample", "corpus", "marks"])
 def test_save_html__shows_text_and_asks_nobody(
     explorer: Explorer, tmp_path: Path, name: str
 ) -> None:
@@ -161,9 +138,7 @@ def test_save_html__shows_text_and_asks_nobody(
     assert outside == []
     assert (EVIL in tags.text) == (name != "targets")
     assert f"trakdask: {View(page=name, target=3).name}" in tags.text
-    dead = (
-        "Choose|Drag|Keys:|button|Clear|Rank all|See its|Select the|type a|Take back|To see|change"
-    )
+    dead = "Choose|Keys:|button|Clear|Rank all|Take back|To see|change"
     assert re.findall(dead, Tags(html.partition("<body>")[2]).text) == []
     assert "30 training samples" in tags.text
     policy = next(a["content"] for a in tags.all("meta") if "http-equiv" in a)

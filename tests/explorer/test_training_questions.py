@@ -9,10 +9,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
-from scipy.spatial.distance import pdist
 
 import trakdask as td
-from tests.explorer.simulated import FEATURES, LABEL, SOURCE, TARGETS, TRAK, M, N
+from tests.explorer.simulated import FEATURES, SOURCE, TARGETS, TRAK, M, N
 from trakdask.explorer.marks import Marks
 from trakdask.explorer.questions import Questions
 from trakdask.explorer.tables import few_values, metadata, searched
@@ -82,28 +81,6 @@ def test_duplicates__are_found_by_their_features() -> None:
     groups = table.groupby("group")["sample"].apply(list).tolist()
     assert groups == [[5, 40, 60, 61], [20, 77]]
     assert Questions(FEATURES, TARGETS).duplicates(View()).empty
-
-
-def test_map__has_the_distances_of_the_leading_principal_components(
-    questions: Questions, truth: Any
-) -> None:
-    unit = truth.phi[:, :, 1]
-    unit = unit / np.linalg.norm(unit, axis=1, keepdims=True)
-    left, sizes, _ = np.linalg.svd(unit - unit.mean(axis=0))
-    view = View(page="map", checkpoints=("c1", "c2"))
-    place = questions.map(view)
-    distances = pdist(left[:, :2] * sizes[:2])
-    np.testing.assert_allclose(
-        pdist(place) / pdist(place).max(), distances / distances.max(), atol=1e-3
-    )
-    assert place.min().tolist() == [0, 0]
-    assert place.max().max() == 100
-    mask = (place["map_x"] > 40) & (place["map_y"] <= 50) & (LABEL == 1)
-    where = "map_x > 40 and map_y <= 50 and label == 1"
-    assert questions.selected(view.replace(where=where)).tolist() == np.flatnonzero(mask).tolist()
-    failed = FEATURES.where(xr.DataArray(np.arange(N) != 3, dims="sample"))
-    missing = Questions(failed, TARGETS).map(View()).isna().any(axis=1)
-    assert np.flatnonzero(missing).tolist() == [3]
 
 
 def test_conditions__may_name_numbers_and_marks(tmp_path: Path) -> None:

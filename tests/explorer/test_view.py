@@ -21,7 +21,7 @@ views = st.builds(
     where=st.sampled_from(["", "label == 3", 'source != "a & b=c" and x < 2']),
     targets_where=st.sampled_from(["", 'text == "ü%+"']),
     search=st.text(), sort=st.text(), ascending=st.booleans(),
-    k=st.integers(1, 100), group_by=st.text(), colour=st.text(),
+    k=st.integers(1, 100), group_by=st.text(),
     estimator=st.sampled_from(["", "auto", *KINDS]),
     damping=st.sampled_from(["", "auto", "0.5", "absolute 2.5", "0.5 tr(K)/n"]),
     checkpoints=st.lists(st.text(min_size=1), max_size=3).map(tuple),

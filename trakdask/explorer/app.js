@@ -226,80 +226,6 @@ export function render({ model }) {
     go(link.getAttribute("href"))
     if (!link.closest(".orders, .bars, .facets, dl, thead")) window.scrollTo(0, 0)
   })
-  // The sample nearest to the mouse is shown beside its point, once the mouse rests.
-  let asking
-  const hide = () => {
-    clearTimeout(asking)
-    for (const shown of root.querySelectorAll(".hovered")) shown.hidden = true
-    root.querySelector(".map circle")?.classList.remove("at")
-  }
-  const pointAt = (map, { x, y }) => {
-    map.points ??= [...map.querySelectorAll("path")].flatMap((path) => {
-      const samples = path.dataset.samples.split(" ")
-      return path.getAttribute("d").split("M").slice(1).map((text, i) => (
-        { sample: Number(samples[i]), at: text.split("h")[0].split(" ").map(Number) }
-      ))
-    })
-    const distance = ({ at }) => Math.hypot(at[0] - x, at[1] - y)
-    let nearest = { distance: 1.5 }
-    for (const point of map.points) {
-      if (distance(point) < nearest.distance) nearest = { ...point, distance: distance(point) }
-    }
-    return nearest.at && nearest
-  }
-  root.addEventListener("pointermove", (event) => {
-    const map = event.target.closest("svg[data-where]")
-    hide()
-    if (!map || map.onpointermove) return
-    const point = pointAt(map, new DOMPoint(event.clientX, event.clientY).matrixTransform(map.getScreenCTM().inverse()))
-    if (!point) return
-    const circle = map.querySelector("circle")
-    circle.setAttribute("cx", point.at[0])
-    circle.setAttribute("cy", point.at[1])
-    circle.classList.add("at")
-    const box = root.querySelector(".hovered")
-    box.style.left = `${Math.min(event.clientX + 14, window.innerWidth - 190)}px`
-    box.style.top = `${Math.min(event.clientY + 14, window.innerHeight - 240)}px`
-    asking = setTimeout(() => {
-      if (model.hovered.sample === point.sample) showHovered()
-      else model.send_msg({ hovered: point.sample })
-    }, 80)
-  })
-  const showHovered = () => {
-    const box = root.querySelector(".hovered")
-    if (!box || !root.querySelector(".map circle.at")) return
-    box.innerHTML = model.hovered.html
-    box.hidden = false
-  }
-  // A rectangle that is dragged over the map becomes a condition; so do the surroundings of a click.
-  root.addEventListener("pointerdown", (event) => {
-    const map = event.target.closest("svg[data-where]")
-    if (!map || event.button) return
-    event.preventDefault()
-    const place = ({ clientX, clientY }) => {
-      const { x, y } = new DOMPoint(clientX, clientY).matrixTransform(map.getScreenCTM().inverse())
-      return [x, y]
-    }
-    const start = place(event)
-    const sides = (now) => place(now).map((to, i) => [Math.min(start[i], to), Math.max(start[i], to)])
-    map.setPointerCapture(event.pointerId)
-    map.onpointermove = (moved) => {
-      const [[x, right], [y, bottom]] = sides(moved)
-      const places = Object.entries({ x, y, width: right - x, height: bottom - y })
-      for (const [name, at] of places) map.querySelector("rect").setAttribute(name, at)
-    }
-    map.onpointerup = (ended) => {
-      map.onpointermove = null
-      const box = sides(ended)
-      const margin = box.every(([low, high]) => high - low < 1) ? 1.5 : 0
-      const terms = box.map(([low, high], i) => {
-        const ends = [Math.max(low - margin, 0), Math.max(high + margin, 0)].map((end) => end.toFixed(1))
-        return `map_${"xy"[i]} >= ${ends[0]} and map_${"xy"[i]} <= ${ends[1]}`
-      })
-      const where = [map.dataset.where, ...terms].filter((term) => term).join(" and ")
-      go(`?${map.dataset.query}&where=${encodeURIComponent(where)}`)
-    }
-  })
   root.addEventListener("submit", (event) => {
     event.preventDefault()
     if ("new" in event.target.dataset) explain(event.target)
@@ -358,7 +284,6 @@ export function render({ model }) {
   model.on("html", draw)
   model.on("marked", mark)
   model.on("said", say)
-  model.on("hovered", showHovered)
   model.on("said", forget)
   model.on("saved", save)
   model.on("query", navigate)

@@ -20,7 +20,6 @@ from trakdask.explorer.common import marked_at_once
 from trakdask.explorer.computing import Abandoned, Computation
 from trakdask.explorer.html import STYLE, count, plain_message, render
 from trakdask.explorer.pages import Section, answer, document, frame, page, sections
-from trakdask.explorer.training_pages import hovered
 from trakdask.explorer.view import View
 from trakdask.variables import SAMPLE
 
@@ -41,7 +40,6 @@ class LinkedHTML(JSComponent):
     marked = param.Dict({}, doc="Who has made which marks, by '7 wrong label'.")
     who = param.String(doc="Whose marks the buttons make and take back.")
     said = param.Dict({}, doc="A message about a mark, and how many changes can be undone.")
-    hovered = param.Dict({}, doc="The sample at the mouse on the map, and its HTML.")
     saved = param.Dict({}, doc="A file that the browser is to save, by its name.")
     follows_address = param.Boolean(False, doc="Whether the address of the page is the view's.")
 
@@ -167,14 +165,26 @@ class Session:
             self._undo()
         elif "look" in message:
             self._look()
-        elif "hovered" in message:
-            self._hover(int(message["hovered"]))
         elif 'aria-busy="true"' in self.page.html:
             self._say(-1, "This view is not complete yet; save it when it is.")
         else:
-            name = f"trakdask {self.view.name}.html".replace(" ", "-")
-            self.page.saved = {}
-            self.page.saved = {name: document(self.attributions, self.view, self.page.html)}
+            threading.Thread(target=self._save, args=(self.view,), daemon=True).start()
+
+    def _save(self, view: View) -> None:
+        """Send a view as a file for the browser to keep."""
+        name = f"trakdask {view.name}.html".replace(" ", "-")
+        try:
+            with self.attributions.computing():
+                files = {name: document(self.attributions, view)}
+        except Exception as err:
+            message = plain_message(err)
+            return self._later(lambda: self._say(-1, message))
+
+        def send() -> None:
+            self.page.saved = {}  # the same file again is a change, too
+            self.page.saved = files
+
+        self._later(send)
 
     def _mark(self, message: Mapping[str, Any]) -> None:
         """Let one sample, or all of a section, have a mark of this person or not; say so.
@@ -234,13 +244,6 @@ class Session:
         before, self.page.marked = self.page.marked, self._marked()
         if before != self.page.marked and self.view.page == "marks":
             self.go(self.view)
-
-    def _hover(self, position: int) -> None:
-        """Show a sample beside its point on the map."""
-        if 0 <= position < self.attributions.features.sizes[SAMPLE]:
-            with self.attributions.computing():
-                html = answer(lambda: hovered(self.attributions, position), set())
-            self.page.hovered = {"sample": position, "html": html}
 
     def _say(self, position: int, text: str) -> None:
         self.page.marked = self._marked()

@@ -8,7 +8,6 @@ import pandas as pd
 from trakdask.explorer.attributions import Attributions
 from trakdask.explorer.conditions import ConditionError, condition_mask
 from trakdask.explorer.html import plain_message, render, unit_of
-from trakdask.explorer.maps import chosen_colour
 from trakdask.explorer.tables import ROWS
 from trakdask.explorer.view import View
 
@@ -79,8 +78,6 @@ def histogram(attributions: Attributions, view: View, *, name: str = "") -> str:
 
 def order(attributions: Attributions, view: View, section: str) -> str:
     """Return the value by which a list of training samples is sorted; "" for their order."""
-    if section == "mapped":
-        return "score" if chosen_colour(attributions, view) == "score" else ""
     return attributions.questions.training.loss if view.order == "loss" else view.order
 
 
@@ -110,7 +107,7 @@ def samples_of(attributions: Attributions, view: View, name: str) -> np.ndarray:
     match name:
         case "helpful" | "harmful":
             return questions.top(view, largest=name == "helpful")["sample"].to_numpy()
-        case "ranking" | "mapped":
+        case "ranking":
             ranking = questions.ranking(view, order(attributions, view, name))
             return ranking.index.to_numpy()
         case "duplicates":

@@ -1,4 +1,4 @@
-"""Where features point: a map of them, and groups that point the same way."""
+"""Groups of samples whose features point the same way."""
 
 from __future__ import annotations
 
@@ -14,27 +14,10 @@ from trakdask.explorer.computing import compute
 _SAME = 0.9999
 """Samples whose features have a larger cosine are called duplicates."""
 
-_OF_AXES = 1000
-"""How many samples the two directions of the map are computed from."""
-
 _MOST_SAMPLES = 2_000_000
 """Above this, a search in the memory of one machine takes too long for a page."""
 
 _DIRECTIONS = 16
-
-
-def find_places(feature: da.Array, rows: np.ndarray) -> pd.DataFrame:
-    """Return the leading principal components of unit vectors, found from some rows, 0 to 100."""
-    (some,) = compute(feature[np.sort(rows[:_OF_AXES])])
-    unit = _unit(some.astype(np.float64))
-    unit = unit[np.isfinite(unit).all(axis=1)]
-    unit -= unit.mean(axis=0)
-    # There are fewer rows than columns, and the eigenvectors of either side have the same span.
-    weights = np.linalg.eigh(unit @ unit.T)[1][:, :-3:-1]
-    place = _components(feature, np.linalg.qr(unit.T @ weights)[0])
-    place -= np.nanmin(place, axis=0)
-    place *= 100 / np.nanmax(place)
-    return pd.DataFrame(place.round(2), columns=["map_x", "map_y"])
 
 
 def find_duplicates(feature: da.Array) -> pd.DataFrame:
@@ -61,17 +44,15 @@ def find_duplicates(feature: da.Array) -> pd.DataFrame:
 def _components(feature: da.Array, directions: np.ndarray) -> np.ndarray:
     """Return the components of unit vectors in some directions, (sample, direction)."""
     chunks = feature.chunks[0], directions.shape[1:]
-    lazy = da.map_blocks(_unit, feature, directions, chunks=chunks, dtype=np.float64)
+    lazy = da.map_blocks(_unit_components, feature, directions, chunks=chunks, dtype=np.float64)
     (components,) = compute(lazy)
     return np.asarray(components)
 
 
-def _unit(block: np.ndarray, directions: np.ndarray | None = None) -> np.ndarray:
-    """Return vectors divided by their lengths, or the components of these in some directions."""
+def _unit_components(block: np.ndarray, directions: np.ndarray) -> np.ndarray:
     norms = np.linalg.norm(block, axis=1, keepdims=True)
     with np.errstate(invalid="ignore", divide="ignore"):
-        unit = block / norms
-    return np.asarray(unit if directions is None else unit @ directions)
+        return np.asarray(block / norms @ directions)
 
 
 def _nearest(sketch: np.ndarray) -> np.ndarray:

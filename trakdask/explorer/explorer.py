@@ -132,7 +132,7 @@ def explore(
     The pages: a table of all targets; one target, with the training samples that helped and harmed
     it most, sums by group and the curve by which λ was chosen; one training sample, with the
     targets that it helped and harmed; all training samples, by self-influence, by groups against
-    targets, and duplicates; a map of their features; and the marks of samples.
+    targets, and duplicates; and the marks of samples.
 
     Parameters
     ----------

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
@@ -18,7 +21,7 @@ from trakdask._version import __version__
 from trakdask.attribution.estimators import KINDS as ESTIMATORS
 from trakdask.attribution.protocol import Rule
 from trakdask.errors import BlockError
-from trakdask.explorer.conditions import has_terms, toggled, without
+from trakdask.explorer.conditions import has_terms, toggled
 from trakdask.explorer.mark_file import KINDS
 from trakdask.explorer.questions import LEVEL
 from trakdask.explorer.tables import ROWS
@@ -143,6 +146,19 @@ def plain_message(err: BaseException) -> str:
 # ---------------------------------------------------------------------------------- templates
 
 
+_live = ContextVar("live", default=True)
+
+
+@contextmanager
+def nothing_to_click() -> Iterator[None]:
+    """Leave out forms, buttons, links and advice on them, as in a file that is saved."""
+    token = _live.set(False)
+    try:
+        yield
+    finally:
+        _live.reset(token)
+
+
 def render(name: str, /, *context: Any, **contents: Any) -> Markup:
     """Return the HTML that a macro of the templates makes of contents, which it escapes."""
     macro = getattr(_templates().get_template("pages.html").module, name)
@@ -162,9 +178,9 @@ def _templates() -> Environment:
     templates.globals |= {
         "ESTIMATORS": ("auto", *ESTIMATORS), "KINDS": KINDS, "LEVEL": LEVEL,
         "MOST_BYTES": MOST_BYTES, "ROWS": ROWS, "RULES": get_args(Rule),
-        "count": count, "has_terms": has_terms, "identifiers": _identifiers,
+        "count": count, "has_terms": has_terms, "identifiers": _identifiers, "live": _live.get,
         "now": partial(datetime.now, UTC), "rows": _rows, "toggled": toggled,
-        "version": __version__, "without": without,
+        "version": __version__,
     }  # fmt: skip
     return templates
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ from trakdask.explorer.attributions import Attributions
 from trakdask.explorer.common import histogram
 from trakdask.explorer.computing import Abandoned
 from trakdask.explorer.conditions import ConditionError
-from trakdask.explorer.html import STYLE, plain_message, render
+from trakdask.explorer.html import STYLE, nothing_to_click, plain_message, render
 from trakdask.explorer.view import View
 from trakdask.files import Folder, location
 
@@ -26,19 +25,10 @@ _FIELDS = {
     "target": {"where", "k", "estimator", "damping"},
     "sample": {"k", "estimator", "damping"},
     "corpus": {"where", "estimator", "damping"},
-    "map": {"where", "target", "estimator", "damping"},
     "new": set[str](),
     "marks": {"marks_where"},
 }
 """The fields that a page has a form for, beside which their errors are shown."""
-
-_CLICKED = re.compile(
-    r'<(form|nav|button|details|x-live)\b.*?</\1>|<div class="(?:marks|forms)"[^>]*>\s*</div>',
-    re.DOTALL,
-)
-"""Forms, buttons, links to other pages, and advice. Values are escaped, so that none matches."""
-
-_LINK = re.compile(r"<a [^>]*>(.*?)</a>", re.DOTALL)
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +46,7 @@ def sections(attributions: Attributions, view: View) -> list[Section]:
     questions = attributions.questions
     has_words = questions.has_words(view)
     is_there = {
-        "helpful_words": has_words, "harmful_words": has_words, "mapped": bool(view.where),
+        "helpful_words": has_words, "harmful_words": has_words,
         "distribution": bool(view.order), "credit": questions.has_credit(view),
         "grade": questions.has_grade(view),
         "graded": questions.has_grade(view) and questions.known_grade(view) is None,
@@ -102,11 +92,17 @@ def page(attributions: Attributions, view: View, parts: Iterable[str]) -> str:
     return render("page", attributions, view, messages=messages, content=content)
 
 
-def document(attributions: Attributions, view: View, html: str) -> str:
-    """Return a page as a whole file, with the settings of its scores and nothing to click."""
-    html = _CLICKED.sub("", _CLICKED.sub("", html))  # then elements that this has left empty
-    body = Markup(_LINK.sub(r"<span>\1</span>", html))
-    return render("document", attributions, view, body=body, style=Markup(STYLE))
+def document(attributions: Attributions, view: View) -> str:
+    """Return the page of a view as a whole file, with the settings of its scores.
+
+    What was computed for the page before is not computed again.
+    """
+    content = sections(attributions, view)
+    with nothing_to_click():
+        bodies = [section.html() for section in content]
+        parts = [frame(view, i, content[i], body) for i, body in enumerate(bodies) if body]
+        body = Markup(page(attributions, view, parts))
+        return render("document", attributions, view, body=body, style=Markup(STYLE))
 
 
 def save_html(attributions: Attributions, path: str | os.PathLike[str], view: View) -> None:
@@ -114,11 +110,7 @@ def save_html(attributions: Attributions, path: str | os.PathLike[str], view: Vi
     folder, _, name = location(path).rpartition("/")
     if os.path.isdir(f"{folder}/{name}"):
         raise ValueError(f"expected a file, got the folder {str(path)!r}; try 'view.html'")
-    content = sections(attributions, view)
-    bodies = [section.html() for section in content]
-    parts = [frame(view, i, content[i], body) for i, body in enumerate(bodies) if body]
-    html = document(attributions, view, page(attributions, view, parts))
-    Folder.at(folder or "/").write(name, html.encode())
+    Folder.at(folder or "/").write(name, document(attributions, view).encode())
 
 
 _PAGES: dict[str, dict[str, Callable[[Attributions, View], str]]] = {
@@ -151,11 +143,6 @@ _PAGES: dict[str, dict[str, Callable[[Attributions, View], str]]] = {
         "distribution": histogram,
         "duplicates": training.duplicates,
         "heat": training.heat,
-        "graded": targets.graded,
-    },
-    "map": {
-        "map": training.map_of,
-        "mapped": partial(training.ranking, section="mapped"),
         "graded": targets.graded,
     },
     "new": {"new": partial(render, "new_target")},

@@ -1,8 +1,6 @@
-"""Pages of training samples: a single one, all of them, their map, and marks."""
+"""Pages of training samples: a single one, all of them, and marks."""
 
 from __future__ import annotations
-
-import re
 
 import numpy as np
 
@@ -18,7 +16,6 @@ from trakdask.explorer.common import (
     shown,
 )
 from trakdask.explorer.html import render, unit_of
-from trakdask.explorer.maps import chosen_colour, colours, layers
 from trakdask.explorer.mark_file import KINDS
 from trakdask.explorer.marks import Marks
 from trakdask.explorer.tables import ROWS, facets
@@ -98,43 +95,6 @@ def duplicates(attributions: Attributions, view: View) -> str:
     table = attributions.questions.duplicates(view)
     groups = [group.tolist() for _, group in table[:_MOST_DUPLICATES].groupby("group")["sample"]]
     return render("duplicates", attributions, view, table=table, groups=groups)
-
-
-def map_of(attributions: Attributions, view: View) -> str:
-    """Return the map of the training samples."""
-    questions = attributions.questions
-    view = checked(view, "where", questions.first_row)
-    selected = view.replace(where="") if "where" in view.errors else view
-    return render(
-        "map", attributions, view, layers=[*layers(attributions, selected)],
-        colours=colours(attributions), colour=chosen_colour(attributions, view),
-        checkpoint=questions.first_checkpoint(view), facets=questions.facets(selected),
-        height=questions.map(view)["map_y"].max(), box=_box(selected.where),
-    )  # fmt: skip
-
-
-def _box(where: str) -> dict[str, tuple[float, float]]:
-    """Return the rectangle that a condition was dragged to be, by its axes.
-
-    Examples
-    --------
-    >>> _box("map_x >= 20.0 and map_x <= 35.5 and map_y >= 1 and map_y <= 9")
-    {'x': (20.0, 35.5), 'y': (1.0, 9.0)}
-    """
-    box = {}
-    for axis in "xy":
-        ends = [re.search(rf"map_{axis} {sign}=? ([\d.]+)", where) for sign in "><"]
-        low, high = (float(end[1]) if end else x for end, x in zip(ends, (0.0, 100.0), strict=True))
-        box[axis] = low, high
-    return box if "map_" in where else {}
-
-
-def hovered(attributions: Attributions, position: int) -> str:
-    """Return the box of a sample beside its point on the map."""
-    (content,) = attributions.samples.html([position], brief=True)
-    (reading,) = attributions.questions.training.readings([position])
-    row = attributions.questions.metadata.iloc[position]
-    return render("hovered", position, content, reading, row, attributions.questions.training.label)
 
 
 def mark_forms(attributions: Attributions, view: View) -> str:

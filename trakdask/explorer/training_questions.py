@@ -1,4 +1,4 @@
-"""Questions to training samples alone: which there are, their values, and where they lie."""
+"""Questions to training samples alone: which there are, and their values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trakdask.attribution.protocol import GramEstimator
 from trakdask.explorer import tables
 from trakdask.explorer.computing import compute
 from trakdask.explorer.conditions import condition_mask
-from trakdask.explorer.directions import find_duplicates, find_places
+from trakdask.explorer.directions import find_duplicates
 from trakdask.explorer.marks import Marks
 from trakdask.explorer.settings import Setting, Settings
 from trakdask.explorer.view import View
@@ -34,9 +34,6 @@ _DIGITS = 6
 
 _SETTINGS_KEPT = 4
 """How many settings keep the self-influence of all training samples."""
-
-_MOST_POINTS = 5000
-"""How many samples are drawn on the map."""
 
 
 class TrainingQuestions:
@@ -56,7 +53,6 @@ class TrainingQuestions:
             lambda setting: compute(_self_influence(setting, setting.features).data)[0]
         )
         self._duplicates = lru_cache(4)(lambda name: find_duplicates(self._features_at(name)))
-        self._map = lru_cache(4)(lambda name: find_places(self._features_at(name), self.points))
 
     @property
     def metadata(self) -> pd.DataFrame:
@@ -133,8 +129,6 @@ class TrainingQuestions:
         more: dict[str, Any] = {
             **self.training.numbers,
             "self_influence": lambda _: self.influences(view),
-            "map_x": lambda _: self.map(view)["map_x"],
-            "map_y": lambda _: self.map(view)["map_y"],
             "mark": lambda _: self.mark_texts(),
         }
         return self.metadata.assign(**{name: more[name] for name in more if name in named})
@@ -142,7 +136,7 @@ class TrainingQuestions:
     @property
     def first_row(self) -> pd.DataFrame:
         """One row with the columns that a condition on training samples may name."""
-        numbers = [*self.training.numbers, "self_influence", "map_x", "map_y"]
+        numbers = [*self.training.numbers, "self_influence"]
         more: dict[str, Any] = {**dict.fromkeys(numbers, 0.0), "mark": ""}
         return self.metadata[:1].assign(**{n: x for n, x in more.items() if n not in self.metadata})
 
@@ -189,23 +183,8 @@ class TrainingQuestions:
         """
         return self._duplicates(self.first_checkpoint(view))
 
-    def map(self, view: View) -> pd.DataFrame:
-        """Return where training samples lie in the two directions in which they differ most.
-
-        Columns: ``map_x`` and ``map_y``, from 0 to 100. These are components of features of length
-        one, at one checkpoint, so that samples are near each other whose gradients point the same
-        way. NaN for samples without features.
-        """
-        return self._map(self.first_checkpoint(view))
-
-    @cached_property
-    def points(self) -> np.ndarray:
-        """The positions of the training samples that are drawn on the map, at random."""
-        n = self.features.sizes[SAMPLE]
-        return np.random.default_rng(0).choice(n, min(n, _MOST_POINTS), replace=False)
-
     def first_checkpoint(self, view: View) -> str:
-        """Return the first checkpoint of a view, from which duplicates and the map are found."""
+        """Return the first checkpoint of a view, from which duplicates are found."""
         return next(c for c in self.checkpoints if c in (view.checkpoints or self.checkpoints))
 
     def _features_at(self, checkpoint: str) -> da.Array:

@@ -14,13 +14,13 @@ from trakdask.attribution.conditions import Condition
 from trakdask.attribution.estimators import KINDS
 from trakdask.attribution.protocol import Absolute, Damping, Rule
 
-PAGES = ("targets", "target", "sample", "corpus", "map", "new", "marks")
+PAGES = ("targets", "target", "sample", "corpus", "new", "marks")
 _RULES = get_args(Rule)
 _TRACE = "tr(K)/n"
 _MOST_RANKED = 100
 LISTS = {
     "helpful": "target", "harmful": "target", "ranking": "corpus", "duplicates": "corpus",
-    "mapped": "map", "marked": "marks",
+    "marked": "marks",
 }  # fmt: skip
 """Sections that list training samples, and their pages."""
 
@@ -45,15 +45,14 @@ class View:
     Parameters
     ----------
     page
-        One of ``"targets"``, ``"target"``, ``"sample"``, ``"corpus"``, ``"map"``, ``"new"`` and
+        One of ``"targets"``, ``"target"``, ``"sample"``, ``"corpus"``, ``"new"`` and
         ``"marks"``.
     target, sample
         Positions of the target and of the training sample that are looked at.
     where
         A condition on the metadata of training samples, such as ``label == 3``. It may also name
-        ``loss``, ``output``, ``self_influence``, the place on the map as ``map_x`` and ``map_y``,
-        and ``mark``, all marks of a sample in a text. On the page of a target it may name
-        ``score``.
+        ``loss``, ``output``, ``self_influence``, and ``mark``, all marks of a sample in a text. On
+        the page of a target it may name ``score``.
     targets_where
         A condition on the table of targets: their metadata, by their own names, and the model's
         predictions, as in ``predicted != label``.
@@ -75,9 +74,6 @@ class View:
         How many training samples are ranked.
     group_by
         The coord of the training samples by which scores are summed, ``""`` for none.
-    colour
-        The colours of the map: by a coord of the training samples, ``"score"`` for the target, or
-        ``"mark"``; ``""`` is the label of a classifier, or else the first coord that is fit for it.
     estimator, damping
         As in :func:`trakdask.score`; λ as a text, see :func:`damping_of`. ``""`` is the one with
         which the explorer was opened.
@@ -101,7 +97,6 @@ class View:
     of: str = ""
     k: int = 12
     group_by: str = ""
-    colour: str = ""
     estimator: str = ""
     damping: str = ""
     checkpoints: tuple[str, ...] = ()
