@@ -13,6 +13,7 @@ import xarray as xr
 from trakdask import arrays
 from trakdask.attribution.gauss_newton import Soft, Trak
 from trakdask.attribution.protocol import (
+    KINDS,
     PRODUCT,
     Damping,
     Estimator,
@@ -157,10 +158,6 @@ class TracIn(Estimator):
 
 Name = Literal["auto", "soft", "trak", "relatif", "grad_dot", "grad_cos"]
 EstimatorLike = Estimator | Name
-
-KINDS: dict[str, Any] = {
-    kind.name: kind for kind in (Soft, Trak, RelatIF, GradDot, GradCos, TracIn)
-}
 
 
 def named(features: xr.Dataset, name: str = "auto", **options: Any) -> Estimator:

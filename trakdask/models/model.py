@@ -34,7 +34,7 @@ from trakdask.models.modules import (
     select_parameters,
     without_weights,
 )
-from trakdask.models.tasks import Forward, Task, TrakTask, resolve_task, task_spec
+from trakdask.models.tasks import Forward, Task, TrakTask, resolve_task, task_fields, task_spec
 from trakdask.torch_internals import uncompiled
 
 __all__ = ["Model"]
@@ -199,6 +199,7 @@ class Model:
         build = import_callable(self.build, "build") if isinstance(self.build, str) else self.build
         return {
             "task": task_spec(self.task),
+            "task_fields": task_fields(self.task),
             "code": code_digests(self.meta_module(), task, build),
             "checkpoints": {c.name: c.digest for c in self.checkpoints},
             "checkpoint_ids": {c.name: c.id for c in self.checkpoints},
@@ -230,7 +231,7 @@ class Model:
         frozen = f" ({self._n_frozen} of them frozen)" if self._n_frozen else ""
         return (
             f"<trakdask.Model: {n} checkpoint{'s' * (n != 1)}, "
-            f"{task_spec(self.task).split('(')[0]}, "
+            f"{task_fields(self.task)['class']}, "
             f"{chosen} of {self._n_parameters} parameters{frozen}>"
         )
 

@@ -8,7 +8,15 @@ from trakdask.checks import require_choice
 from trakdask.models.tasks.clip import Clip, clip_embeddings
 from trakdask.models.tasks.language import CausalLM, expand_tokens
 from trakdask.models.tasks.preferences import Preference, Reward
-from trakdask.models.tasks.protocol import Batch, Forward, Task, TrakTask, task_spec
+from trakdask.models.tasks.protocol import (
+    Batch,
+    Forward,
+    Task,
+    TrakTask,
+    task_facts,
+    task_fields,
+    task_spec,
+)
 from trakdask.models.tasks.supervised import (
     BinaryClassification,
     Classification,
