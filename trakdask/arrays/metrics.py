@@ -1,7 +1,8 @@
 """Metrics of the outputs of targets: the value, and the derivative by each output.
 
 Outputs are margins f = log p/(1 - p) of the right class, (target,), float64; predictions for
-:func:`squared_loss`, and minus the loss for :func:`negative`. Accuracies are smoothed: a target counts p = σ(f).
+:func:`squared_loss`, and minus the loss for :func:`negative`. Accuracies are smoothed: a target
+counts p = σ(f).
 """
 
 from __future__ import annotations

@@ -146,14 +146,12 @@ def _probabilities(
     """Return the mean probabilities over the checkpoints of some features, (sample, class)."""
     import torch  # a second, which pages without a model need not wait
 
-    from trakdask.models.tasks.logits import call_model
-
     task: Any = model.task
     batch = td.tasks.Batch({n: torch.as_tensor(x) for n, x in variables.items()})
     names = checkpoint_names(features)
     with torch.no_grad():
         logits = [
-            call_model(model.forward(checkpoint), batch, task.inputs, task.positional)
+            task.logits(model.forward(checkpoint), batch)
             for checkpoint in model.checkpoints
             if checkpoint.name in names
         ]

@@ -6,7 +6,14 @@ from collections.abc import Callable
 
 from trakdask.checks import require_choice
 from trakdask.models.tasks.clip import Clip, clip_embeddings
-from trakdask.models.tasks.language import CausalLM, expand_tokens
+from trakdask.models.tasks.language import (
+    CausalLM,
+    QuestionAnswering,
+    Segmentation,
+    Seq2Seq,
+    TokenClassification,
+    expand_tokens,
+)
 from trakdask.models.tasks.preferences import Preference, Reward
 from trakdask.models.tasks.protocol import (
     Batch,
@@ -22,6 +29,7 @@ from trakdask.models.tasks.supervised import (
     Classification,
     ImageClassification,
     MultiLabel,
+    MultiRegression,
     Regression,
     TextClassification,
 )
@@ -36,15 +44,22 @@ __all__ = [
     "Forward",
     "ImageClassification",
     "MultiLabel",
+    "MultiRegression",
     "Preference",
+    "QuestionAnswering",
     "Regression",
     "Reward",
+    "Segmentation",
+    "Seq2Seq",
     "Task",
     "TextClassification",
+    "TokenClassification",
     "TrakTask",
     "clip_embeddings",
     "expand_tokens",
     "resolve_task",
+    "task_facts",
+    "task_fields",
     "task_spec",
 ]
 
@@ -56,7 +71,12 @@ TASKS: dict[str, Callable[[], Task]] = {
     "binary_classification": BinaryClassification,
     "multi_label": MultiLabel,
     "regression": Regression,
+    "multi_regression": MultiRegression,
+    "segmentation": Segmentation,
     "causal_lm": CausalLM,
+    "token_classification": TokenClassification,
+    "question_answering": QuestionAnswering,
+    "seq2seq": Seq2Seq,
     "clip": Clip,
     "preference": Preference,
     "reward": Reward,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar, dataclass_transform
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from trakdask.errors import warn_once
 from trakdask.html_tables import HtmlTable
 from trakdask.models.tasks.protocol import Batch, Forward, missing_variable
 
@@ -16,11 +21,51 @@ MASK = "attention_mask"
 """Name of the variable that marks the padding of sequences, as in transformers."""
 
 
+T = TypeVar("T")
+
+_rows_seen: WeakKeyDictionary[torch.nn.Module, dict[Any, Tensor]] = WeakKeyDictionary()
+"""By module, thread and what is looked for: numbers of the first samples."""
+
+_MOST_ROWS = 64
+_FEW_ROWS = 3
+_MANY_VALUES = 32
+_SPREAD = 0.25
+"""Logits of an untrained model may all be in [0, 1], but they are close together then."""
+
+
+def option(default: Any = None, *, alias: str | None = None) -> Any:
+    """Return a field that is passed by keyword; ``alias`` is the keyword, for type checkers."""
+    return field(default=default, kw_only=True)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(option,))
+def task(kind: type[T]) -> type[T]:
+    """Make a frozen dataclass of a task, whose field ``returned`` is its option ``output``.
+
+    A field cannot have that name, which is the name of a method of tasks.
+    """
+    made = dataclass(frozen=True)(kind)
+    generated = made.__init__
+    signature = inspect.signature(generated)
+
+    @functools.wraps(generated)
+    def init(self: Any, *args: Any, output: Any = None, **options: Any) -> None:
+        generated(self, *args, **({"returned": output} | options))
+
+    named = [
+        p.replace(name=p.name.replace("returned", "output")) for p in signature.parameters.values()
+    ]
+    init.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
+    made.__init__ = init  # type: ignore[method-assign,assignment]
+    return made
+
+
 class ModelTask(HtmlTable):
     """A task whose model takes variables of the samples, by their names or in their order."""
 
     inputs: tuple[str, ...]
     positional: bool
+    returned: str | int | None
     _other_variables: ClassVar[tuple[str, ...]] = ("label",)
     """Options that name further variables; an option that is None by default is optional."""
 
@@ -40,6 +85,25 @@ class ModelTask(HtmlTable):
         """Names of the variables that the task reads."""
         names = (*self.inputs, *(getattr(self, option) for option in self._other_variables))
         return tuple(dict.fromkeys(name for name in names if name is not None))
+
+    @property
+    def naming(self) -> tuple[str, ...]:
+        """The options that only say where the data are."""
+        return ("inputs", *self._other_variables)
+
+    @property
+    def token_variables(self) -> tuple[str, ...]:
+        """Names of the variables (batch, tokens); none of tasks that are not about texts."""
+        return ()
+
+    @property
+    def number_variables(self) -> tuple[str, ...]:
+        """Names of the variables that are one number, or a few, of each sample."""
+        return tuple(name for name in self.variables if name not in self.inputs)
+
+    def logits(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return what the model makes of a batch, float32 or float64."""
+        return call_model(forward, batch, self.inputs, self.positional, self.returned)
 
 
 def as_tensors(arrays: Mapping[Any, Any], names: Sequence[str]) -> Batch:
@@ -67,7 +131,14 @@ def check_variable(value: object, option: str, *, optional: bool = False) -> Non
         )
 
 
-def call_model(forward: Forward, batch: Batch, inputs: tuple[str, ...], positional: bool) -> Tensor:
+def call_model(
+    forward: Forward,
+    batch: Batch,
+    inputs: tuple[str, ...],
+    positional: bool,
+    returned: str | int | None = None,
+    **others: Tensor,
+) -> Tensor:
     """Run the model on some variables and return its logits, float32 or float64.
 
     Parameters
@@ -80,30 +151,50 @@ def call_model(forward: Forward, batch: Batch, inputs: tuple[str, ...], position
         Names of the variables that are the model's arguments.
     positional
         Whether they are passed in this order; otherwise by their names.
+    returned
+        Name or position of the logits in what the model returns.
+    **others
+        More arguments, by name.
 
     Raises
     ------
     ValueError
         If the model returns neither a tensor, nor an object with ``logits``, nor a tuple that
-        begins with logits.
+        begins with logits, or what it returns lacks the part of that name.
     """
     arguments = {name: batch[name] for name in inputs}
-    output = forward(*arguments.values()) if positional else forward(**arguments)
-    return at_least_float32(_logits_of(output))
+    output = (
+        forward(*arguments.values(), **others) if positional else forward(**arguments, **others)
+    )
+    return at_least_float32(part_of(output, returned))
 
 
-def _logits_of(output: Any) -> Tensor:
-    logits = output
-    if isinstance(output, Mapping) or hasattr(output, "logits"):  # such as a ModelOutput
-        logits = output["logits"] if isinstance(output, Mapping) else output.logits
-    elif isinstance(output, (tuple, list)) and output:
-        logits = output[0]
-    if not isinstance(logits, Tensor):
+def part_of(result: Any, name: str | int | None = None) -> Tensor:
+    """Return the logits in what a model returns, or the part of another name or position."""
+    if isinstance(name, int) and isinstance(result, Mapping) and name not in result:
+        result = tuple(result.values())
+    part, key = None, "logits" if name is None else name
+    if isinstance(result, Tensor):
+        part = result if name is None else None
+    elif isinstance(result, Mapping):  # such as a ModelOutput of transformers
+        part = result.get(key)
+    elif isinstance(key, str) and hasattr(result, key):
+        part = getattr(result, key)
+    elif isinstance(result, (tuple, list)) and not isinstance(name, str):
+        part = dict(enumerate(result)).get(name or 0)
+    if isinstance(part, Tensor):
+        return part
+    if isinstance(result, Mapping):
+        known = [key for key, value in result.items() if isinstance(value, Tensor)]
+        example = f"output={known[0]!r}" if known else "another model"
         raise ValueError(
-            "expected logits, an object with .logits, or a tuple that begins with logits from the "
-            f"model, got {shape_of(output)}; try wrapping the model, or a task of your own"
+            f"expected {key!r} in what the model returns, got {type(result).__name__} with "
+            f"{known}; try {example} in the task, as in td.tasks.Classification({example})"
         )
-    return logits
+    raise ValueError(
+        "expected logits, an object with .logits, or a tuple that begins with logits from the "
+        f"model, got {shape_of(result)}; try wrapping the model, or a task of your own"
+    )
 
 
 def at_least_float32(values: Tensor) -> Tensor:
@@ -148,3 +239,95 @@ def margin(logits: Tensor, label: Tensor) -> Tensor:
 def one_minus_p(margin: Tensor) -> Tensor:
     """Return 1 - p of a margin log p/(1-p), also accurate where p is near 1."""
     return torch.sigmoid(-margin)
+
+
+def warn_of_probabilities(forward: Forward, values: Tensor, *, is_softmax: bool) -> None:
+    """Warn once of a model that returns probabilities where logits are expected.
+
+    This looks at values, so ``output``, which runs under vmap, must not call it. It stops to look
+    after the first samples.
+
+    Parameters
+    ----------
+    forward
+        The model.
+    values
+        What it returned, (..., classes), or (..., labels).
+    is_softmax
+        Whether rows of probabilities would sum to 1. Else each one is for itself.
+    """
+    flat = values.flatten(0, -2)
+    rows = torch.stack([flat.amin(-1), flat.amax(-1), flat.sum(-1)], 1)
+    seen = _first_rows(forward, ("probabilities", is_softmax), rows)
+    if seen is None:
+        return
+    least, most, total = seen.unbind(1)
+    if bool((least < 0).any() | (most > 1).any()):
+        return
+    if is_softmax:
+        rounding = 1e-4 if forward.dtype is None else 1e-2
+        is_sure = len(seen) >= _FEW_ROWS and bool(((total - 1).abs() < rounding).all())
+    else:
+        is_sure = len(seen) * flat.shape[-1] >= _MANY_VALUES
+        is_sure = is_sure and bool(most.max() - least.min() >= _SPREAD)
+    if is_sure:
+        name, inverse = ("softmax", "log") if is_softmax else ("sigmoid", "logit")
+        warn_once(
+            ("probabilities", is_softmax),
+            "expected logits from the model, got numbers in [0, 1]"
+            f"{' that sum to 1' * is_softmax}, as a {name} returns them, so that output and "
+            "features are those of a model that nobody has trained; try the model without its "
+            f"{name}, or one that returns torch.{inverse} of them",
+        )
+
+
+def warn_of_padding(forward: Forward, ids: Tensor, counted: Tensor | None = None) -> None:
+    """Warn once of sequences with padding, of which no mask tells the model.
+
+    Padding is the ``pad_token_id`` of the model's configuration at either end, or else an id that
+    several sequences repeat at their ends, some more often than others.
+
+    Parameters
+    ----------
+    forward
+        The model.
+    ids
+        Tokens (batch, tokens).
+    counted
+        Whether the last token of a sequence counts in its output, (batch,).
+    """
+    if ids.ndim != 2 or ids.shape[1] < 2 or ids.is_floating_point():
+        return
+    runs = []
+    for part in (ids, ids.flip(1)):
+        run = (part == part[:, -1:]).flip(1).long().cumprod(1).sum(1)
+        runs += [part[:, -1], run if counted is None else run * counted]
+    seen = _first_rows(forward, "padding", torch.stack(runs, 1))
+    if seen is None:
+        return
+    known = getattr(getattr(forward.module, "config", None), "pad_token_id", None)
+    for last, run in (seen[:, :2].T, seen[:, 2:].T):
+        last, run = last[run > 1], run[run > 1]
+        is_known = last == known if isinstance(known, int) else torch.zeros_like(run, dtype=bool)
+        is_padded = bool((is_known.sum() > 1) | (is_known & (run > 2)).any())
+        if not is_padded and len(last.unique()) == 1 and len(run.unique()) > 1:
+            is_padded = bool(run.max() > 2)
+        if is_padded:
+            warn_once(
+                "padding",
+                "expected an attention_mask beside sequences that are padded, got none, so that "
+                f"padding (id {int(last[0])}) counts as text; try samples with a variable "
+                "'attention_mask', 0 at padding, as tokenizers return it",
+            )
+            return
+
+
+def _first_rows(forward: Forward, what: object, rows: Tensor) -> Tensor | None:
+    """Return numbers of the samples so far, (sample, number); None once these are enough."""
+    seen = _rows_seen.setdefault(forward.module, {})
+    before = seen.get(what)
+    if before is not None and len(before) >= _MOST_ROWS:
+        return None
+    rows = rows[:_MOST_ROWS].detach().cpu()
+    seen[what] = rows if before is None else torch.cat([before, rows])
+    return seen[what]
