@@ -147,9 +147,9 @@ class CausalLM(ModelTask):
 
     def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the mean of 1 - p over the predicted tokens, (batch,)."""
-        margins, predicted, vocabulary = self._margins(forward, batch)
-        self._reject_samples(forward, batch, predicted, vocabulary)
-        warn_of_probabilities(forward, self.logits(forward, batch)[:, :4], is_softmax=True)
+        margins, predicted, logits = self._margins(forward, batch)
+        self._reject_samples(forward, batch, predicted, logits.shape[2])
+        warn_of_probabilities(forward, logits[:, :4], is_softmax=True)
         if self.token_variables and MASK not in self.inputs:
             counted = self._labels(batch)[:, -1] != self.ignore_index
             warn_of_padding(forward, batch[self.inputs[0]], counted)
@@ -171,8 +171,8 @@ class CausalLM(ModelTask):
             predicted = predicted & attended[:, shift:] & before
         return predicted
 
-    def _margins(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor, int]:
-        """Return margins, whether each is predicted, and the size of the vocabulary.
+    def _margins(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return margins, whether each is predicted, and the logits that they are of.
 
         The first two are (batch, tokens - 1), or (batch, 1) for a single position.
         """
@@ -183,7 +183,6 @@ class CausalLM(ModelTask):
                 f"expected logits (batch, tokens, vocabulary) for labels {tuple(labels.shape)}, "
                 f"got {shape_of(logits)}; try wrapping the model, or a task of your own"
             )
-        vocabulary = logits.shape[2]
         target = labels[:, shift:].long()
         logits = logits[:, : labels.shape[1] - shift]
         if self.position is not None:  # select before the logits are copied
@@ -193,8 +192,8 @@ class CausalLM(ModelTask):
             target = torch.take_along_dim(target, valid, dim=1)
             predicted = torch.take_along_dim(predicted, valid, dim=1) & (valid == index)
         # `out_to_loss` rejects tokens that are out of range; here they would crash a CUDA kernel.
-        target = target.masked_fill(~predicted, 0).clamp(0, vocabulary - 1)
-        return margin(logits, target), predicted, vocabulary
+        target = target.masked_fill(~predicted, 0).clamp(0, logits.shape[2] - 1)
+        return margin(logits, target), predicted, logits
 
     def _reject_samples(
         self, forward: Forward, batch: Batch, predicted: Tensor, vocabulary: int
@@ -242,7 +241,8 @@ class CausalLM(ModelTask):
         if labels.ndim != 2 or labels.shape[1] <= self._shift or labels.is_floating_point():
             raise ValueError(
                 f"expected integers (batch, {self._shift + 1} or more tokens) in {name!r}, got "
-                f"{labels.dtype} of shape {tuple(labels.shape)}; try padding the sequences to one length"
+                f"{labels.dtype} of shape {tuple(labels.shape)}; try padding the sequences to one "
+                "length"
             )
         return labels
 
@@ -444,11 +444,11 @@ class QuestionAnswering(ModelTask):
 
     def output(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the sum of both margins, (batch,)."""
-        return self._margins(forward, batch).sum(1)
+        return self._margins(self._logits(forward, batch), batch).sum(1)
 
     def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the mean of 1 - p of both, (batch,)."""
-        logits = self._both_logits(forward, batch)
+        logits = self._logits(forward, batch)
         n = logits.shape[2]
         for name in (self.start, self.end):
             at = batch[name]
@@ -462,15 +462,14 @@ class QuestionAnswering(ModelTask):
         warn_of_probabilities(forward, logits, is_softmax=True)
         if MASK not in self.inputs:
             warn_of_padding(forward, batch[self.inputs[0]])
-        return one_minus_p(self._margins(forward, batch)).mean(1)
+        return one_minus_p(self._margins(logits, batch)).mean(1)
 
-    def _margins(self, forward: Forward, batch: Batch) -> Tensor:
+    def _margins(self, logits: Tensor, batch: Batch) -> Tensor:
         """Return the margins of the first and the last token, (batch, 2)."""
-        logits = self._both_logits(forward, batch)
         positions = torch.stack([batch[self.start], batch[self.end]], 1).long()
         return margin(logits, positions.clamp(0, logits.shape[2] - 1))
 
-    def _both_logits(self, forward: Forward, batch: Batch) -> Tensor:
+    def _logits(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the logits of the first and the last token, (batch, 2, tokens)."""
         arguments = {name: batch[name] for name in self.inputs}
         result = forward(*arguments.values()) if self.positional else forward(**arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 from weakref import WeakKeyDictionary
 
@@ -42,7 +42,8 @@ def option(default: Any = None, *, alias: str | None = None) -> Any:
 def task(kind: type[T]) -> type[T]:
     """Make a frozen dataclass of a task, whose field ``returned`` is its option ``output``.
 
-    A field cannot have that name, which is the name of a method of tasks.
+    A field cannot have that name, which is the name of a method of tasks. Options that are None are
+    not shown.
     """
     made = dataclass(frozen=True)(kind)
     generated = made.__init__
@@ -57,7 +58,19 @@ def task(kind: type[T]) -> type[T]:
     ]
     init.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
     made.__init__ = init  # type: ignore[method-assign,assignment]
+    made.__repr__ = _text  # type: ignore[method-assign,assignment]
     return made
+
+
+def _text(made: Any) -> str:
+    values = {f.name: getattr(made, f.name) for f in fields(made)}
+    optional = {f.name for f in fields(made) if f.kw_only}
+    shown = [
+        f"{'output' if name == 'returned' else name}={value!r}"
+        for name, value in values.items()
+        if value is not None or name not in optional
+    ]
+    return f"{type(made).__qualname__}({', '.join(shown)})"
 
 
 class ModelTask(HtmlTable):
@@ -275,9 +288,9 @@ def warn_of_probabilities(forward: Forward, values: Tensor, *, is_softmax: bool)
         warn_once(
             ("probabilities", is_softmax),
             "expected logits from the model, got numbers in [0, 1]"
-            f"{' that sum to 1' * is_softmax}, as a {name} returns them, so that output and "
-            "features are those of a model that nobody has trained; try the model without its "
-            f"{name}, or one that returns torch.{inverse} of them",
+            f"{' that sum to 1' * is_softmax}, as a {name} returns them, so that outputs and "
+            f"scores are wrong; try the model without its {name}, or one that returns "
+            f"torch.{inverse} of them",
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from trakdask.checks import require_number
 from trakdask.html_tables import HtmlTable
 from trakdask.models.tasks.language import CausalLM
-from trakdask.models.tasks.logits import one_minus_p, shape_of
+from trakdask.models.tasks.logits import MASK, one_minus_p, shape_of, warn_of_padding
 from trakdask.models.tasks.protocol import Batch, Forward
 
 _SIDES = ("chosen", "rejected")
@@ -132,7 +132,8 @@ class Reward(Preference):
         return reward.reshape(-1)
 
     def _check(self, forward: Forward, answers: Batch) -> None:
-        """Rewards need no check of tokens."""
+        if MASK not in self.language.inputs:
+            warn_of_padding(forward, answers[self.language.inputs[0]])
 
 
 def _answers(batch: Batch, side: str) -> Batch:

@@ -312,7 +312,7 @@ class MultiLabel(ModelTask):
 
     def output(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the sum of the signed logits, (batch,)."""
-        return self._signed_logits(forward, batch).sum(1)
+        return self._signed_logits(*self._shaped(forward, batch)).sum(1)
 
     def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the mean of 1 - p over the labels, (batch,)."""
@@ -324,12 +324,13 @@ class MultiLabel(ModelTask):
                 "{sample}; try (labels > 0).astype(int) for signs, or task='classification'"
             ),
         )
-        warn_of_probabilities(forward, self._shaped(forward, batch)[0], is_softmax=False)
-        return one_minus_p(self._signed_logits(forward, batch)).mean(1)
-
-    def _signed_logits(self, forward: Forward, batch: Batch) -> Tensor:
-        """Return the logits of the true answers, (batch, labels)."""
         logits, label = self._shaped(forward, batch)
+        signed = self._signed_logits(logits, label)
+        warn_of_probabilities(forward, logits, is_softmax=False)
+        return one_minus_p(signed).mean(1)
+
+    def _signed_logits(self, logits: Tensor, label: Tensor) -> Tensor:
+        """Return the logits of the true answers, (batch, labels)."""
         if logits.ndim != 2 or logits.shape != label.shape:
             raise ValueError(
                 f"expected logits and labels of one shape (batch, labels), got "
