@@ -84,12 +84,9 @@ def of_token(module: nn.Module, one: Batch) -> list[Tensor]:
 
 def of_span(module: nn.Module, one: Batch) -> list[Tensor]:
     whole = module(one["input_ids"], one["attention_mask"])
-    logits = (
-        (whole["s"], whole["e"])
-        if isinstance(whole, dict)
-        else (whole.start_logits, whole.end_logits)
-    )
-    return [margins(z, one[n]) for z, n in zip(logits, ["start_positions", "end_positions"])]
+    parts = whole.values() if isinstance(whole, dict) else vars(whole).values()
+    names = "start_positions", "end_positions"
+    return [margins(z, one[name]) for z, name in zip(parts, names, strict=True)]
 
 
 def of_pixels(module: nn.Module, one: Batch) -> list[Tensor]:
@@ -115,7 +112,8 @@ CASES = {
         td.tasks.QuestionAnswering(**by_name), SPANS, of_span,
     ),
     "pixels": (
-        Pixels(), td.tasks.Segmentation(output="out"), Batch(image=IMAGES, labels=PIXELS), of_pixels,
+        Pixels(), td.tasks.Segmentation(output="out"), Batch(image=IMAGES, labels=PIXELS),
+        of_pixels,
     ),
     "pixels of fewer logits": (
         Pixels(2), td.tasks.Segmentation(output="out"), Batch(image=IMAGES, labels=PIXELS),
