@@ -191,7 +191,7 @@ def _task(attrs: Mapping[Any, Any]) -> Any:
     """Return class, settings and names of variables of a task; a text that says none as it is."""
     if TASK_FIELDS in attrs:
         return as_values({TASK_FIELDS: attrs[TASK_FIELDS]})[TASK_FIELDS]
-    text = attrs.get("task")
+    text: Any = attrs.get("task")
     try:
         return _of_text(ast.parse(text, mode="eval").body)  # of older features
     except (SyntaxError, TypeError, ValueError):

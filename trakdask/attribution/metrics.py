@@ -36,7 +36,7 @@ COMBINATION = "combination"
 _COORDS = {"loss": None, "accuracy": None, "worst_group": "group", "gap": "group", "auroc": "label"}
 """The coord of the targets that each metric needs."""
 
-_LOSSES = {
+_LOSSES: dict[str, Callable[..., Measured]] = {
     "cross-entropy": arrays.metrics.loss,
     "weighted cross-entropy": arrays.metrics.weighted_loss,
     "squared error": arrays.metrics.squared_loss,
@@ -207,10 +207,12 @@ def _truth(targets: xr.Dataset, loss: str | None) -> da.Array | None:
     validate(targets, ["out_to_loss"], what="targets")
     lazy = lazy_features(targets)
     if loss == "squared error":
-        return (lazy.output + lazy.out_to_loss).mean(CHECKPOINT).data.rechunk(-1)
-    # Q is the weight times 1 - p. Sums are exact also where p is 1 at some checkpoint.
-    doubt = np.exp(-np.logaddexp(0, lazy.output.astype(np.float64)))
-    return (lazy.out_to_loss.sum(CHECKPOINT) / doubt.sum(CHECKPOINT)).data.rechunk(-1)
+        known = (lazy.output + lazy.out_to_loss).mean(CHECKPOINT)
+    else:  # Q is the weight times 1 - p. Sums are exact also where p is 1 at some checkpoint.
+        doubt = np.exp(-np.logaddexp(0, lazy.output.astype(np.float64)))
+        known = lazy.out_to_loss.sum(CHECKPOINT) / doubt.sum(CHECKPOINT)
+    truth: da.Array = known.data.rechunk(-1)
+    return truth
 
 
 def _column(metric: str, along: dict[Hashable, xr.Variable]) -> tuple[np.ndarray, ...]:

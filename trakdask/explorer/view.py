@@ -11,7 +11,7 @@ from typing import Any, get_args
 from urllib.parse import parse_qs, urlencode
 
 from trakdask.attribution.conditions import Condition
-from trakdask.attribution.estimators import KINDS
+from trakdask.attribution.protocol import KINDS
 from trakdask.attribution.protocol import Absolute, Damping, Rule
 
 PAGES = ("targets", "target", "sample", "corpus", "map", "new", "marks")

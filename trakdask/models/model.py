@@ -68,9 +68,11 @@ class Model:
         consists of the module's own weights.
     task
         A name (``"classification"``, ``"image_classification"``, ``"text_classification"``,
-        ``"binary_classification"``, ``"multi_label"``, ``"regression"``, ``"causal_lm"``,
-        ``"clip"``), a :class:`~trakdask.models.tasks.Task`, or an object with TRAK's
-        ``get_output`` and ``get_out_to_loss_grad``.
+        ``"binary_classification"``, ``"multi_label"``, ``"regression"``, ``"multi_regression"``,
+        ``"segmentation"``, ``"causal_lm"``, ``"token_classification"``, ``"question_answering"``,
+        ``"seq2seq"``, ``"clip"``, ``"preference"``, ``"reward"``), a
+        :class:`~trakdask.models.tasks.Task`, or an object with TRAK's ``get_output`` and
+        ``get_out_to_loss_grad``.
     parameters
         The parameters to differentiate: ``None`` for all, a name, a glob (``"head.*"``), a list of
         these, a class of modules (``nn.Linear``), or a predicate ``(name, parameter) -> bool``. No

@@ -102,7 +102,7 @@ class CausalLM(ModelTask):
     position: str | None = None
     ignore_index: int = -100
     positional: bool = False
-    returned: str | int | None = option(alias="output")
+    returned: str | int | None = option(default=None, alias="output")
     _other_variables: ClassVar[tuple[str, ...]] = ("labels", "position")
     _shift: ClassVar[int] = 1
     """How many tokens before its label the logits of a token are."""
@@ -434,7 +434,7 @@ class QuestionAnswering(ModelTask):
     start: str = "start_positions"
     end: str = "end_positions"
     positional: bool = False
-    returned: Any = option(alias="output")
+    returned: Any = option(default=None, alias="output")
     _other_variables: ClassVar[tuple[str, ...]] = ("start", "end")
 
     def for_variables(self, n_dims: Mapping[str, int]) -> QuestionAnswering:

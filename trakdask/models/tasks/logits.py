@@ -33,9 +33,9 @@ _SPREAD = 0.25
 """Logits of an untrained model may all be in [0, 1], but they are close together then."""
 
 
-def option(default: Any = None, *, alias: str | None = None) -> Any:
+def option(*, default: Any = None, alias: str | None = None, kw_only: bool = True) -> Any:
     """Return a field that is passed by keyword; ``alias`` is the keyword, for type checkers."""
-    return field(default=default, kw_only=True)
+    return field(default=default, kw_only=kw_only)
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(option,))
@@ -57,8 +57,8 @@ def task(kind: type[T]) -> type[T]:
         p.replace(name=p.name.replace("returned", "output")) for p in signature.parameters.values()
     ]
     init.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
-    made.__init__ = init  # type: ignore[method-assign,assignment]
-    made.__repr__ = _text  # type: ignore[method-assign,assignment]
+    made.__init__ = init  # type: ignore[method-assign]
+    made.__repr__ = _text  # type: ignore[method-assign]
     return made
 
 
@@ -323,7 +323,9 @@ def warn_of_padding(forward: Forward, ids: Tensor, counted: Tensor | None = None
         last, run = last[run > 1], run[run > 1]
         if not len(run):
             continue
-        is_known = last == known if isinstance(known, int) else torch.zeros_like(run, dtype=bool)
+        is_known = (
+            last == known if isinstance(known, int) else torch.zeros_like(run, dtype=torch.bool)
+        )
         is_padded = bool((is_known.sum() > 1) | (is_known & (run > 2)).any())
         same = last == last.mode().values  # a few texts may end in two equal words
         if 2 * same.sum() > len(last) and len(run[same].unique()) > 1:

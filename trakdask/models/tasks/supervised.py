@@ -70,8 +70,8 @@ class Classification(ModelTask):
     label: str = "label"
     temperature: float = 1.0
     positional: bool = True
-    weights: Sequence[float] | None = option()
-    returned: str | int | None = option(alias="output")
+    weights: Sequence[float] | None = option(default=None)
+    returned: str | int | None = option(default=None, alias="output")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -308,7 +308,7 @@ class MultiLabel(ModelTask):
     inputs: tuple[str, ...] = ("x",)
     label: str = "label"
     positional: bool = True
-    returned: str | int | None = option(alias="output")
+    returned: str | int | None = option(default=None, alias="output")
 
     def output(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the sum of the signed logits, (batch,)."""
@@ -425,7 +425,7 @@ class Regression(ModelTask):
     inputs: tuple[str, ...] = ("x",)
     target: str = "y"
     positional: bool = True
-    returned: str | int | None = option(alias="output")
+    returned: str | int | None = option(default=None, alias="output")
     _other_variables: ClassVar[tuple[str, ...]] = ("target",)
 
     def output(self, forward: Forward, batch: Batch) -> Tensor:
@@ -480,7 +480,7 @@ class MultiRegression(ModelTask):
     target: str = "y"
     column: str | None = None
     positional: bool = True
-    returned: str | int | None = option(alias="output")
+    returned: str | int | None = option(default=None, alias="output")
     _other_variables: ClassVar[tuple[str, ...]] = ("target", "column")
 
     @property
