@@ -177,7 +177,8 @@ def resolve(features: xr.Dataset, estimator: EstimatorLike) -> Estimator:
     ValueError
         If it is none, or does not fit the task or the checkpoints of the features.
     """
-    if isinstance(estimator, str) and estimator in get_args(Name):
+    if isinstance(estimator, str) and estimator != TracIn.name:  # which has no short form
+        require_choice("estimator", estimator, get_args(Name), remedy="try estimator='auto'")
         estimator = named(features, estimator)
     if not isinstance(estimator, Estimator):
         raise ValueError(

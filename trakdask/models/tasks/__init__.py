@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from trakdask.checks import require_choice
 from trakdask.models.tasks.clip import Clip, clip_embeddings
@@ -64,7 +65,8 @@ __all__ = [
 ]
 
 
-TASKS: dict[str, Callable[[], Task]] = {
+# Not Task, since mypy takes the option `output` of derived tasks for an attribute of that name.
+TASKS: dict[str, Callable[[], Any]] = {
     "classification": Classification,
     "image_classification": ImageClassification,
     "text_classification": TextClassification,
@@ -88,7 +90,8 @@ def resolve_task(task: str | Task | object) -> Task:
     """Return the task of a name, a task itself, or the adapter of a TRAK model output."""
     if isinstance(task, str):
         require_choice("task", task, list(TASKS), remedy="try task='classification'")
-        return TASKS[task]()
+        named: Task = TASKS[task]()
+        return named
     if isinstance(task, type):
         raise TypeError(f"expected an instance as task, got a class; try {task.__name__}()")
     if isinstance(task, Task):

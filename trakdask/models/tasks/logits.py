@@ -288,9 +288,9 @@ def warn_of_probabilities(forward: Forward, values: Tensor, *, is_softmax: bool)
         warn_once(
             ("probabilities", is_softmax),
             "expected logits from the model, got numbers in [0, 1]"
-            f"{' that sum to 1' * is_softmax}, as a {name} returns them, so that outputs and "
-            f"scores are wrong; try the model without its {name}, or one that returns "
-            f"torch.{inverse} of them",
+            f"{' that sum to 1' * is_softmax}, as a {name} returns them; if they are "
+            f"probabilities, outputs and scores are wrong; try the model without its {name}, or "
+            f"one that returns torch.{inverse} of them",
         )
 
 
@@ -335,7 +335,8 @@ def warn_of_padding(forward: Forward, ids: Tensor, counted: Tensor | None = None
                 "padding",
                 "expected an attention_mask beside sequences that are padded, got none, so that "
                 f"padding (id {int(last.mode().values)}) counts as text; try samples with a "
-                "variable 'attention_mask', 0 at padding, as tokenizers return it",
+                "variable 'attention_mask', 0 at padding, as tokenizers return it, among the "
+                "inputs of the task",
             )
             return
 
