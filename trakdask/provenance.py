@@ -228,7 +228,7 @@ def _settings(task: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     """Return a value as JSON text, in which a tuple equals the list that a store returns for it."""
-    return json.dumps(value)
+    return json.dumps(value, default=repr)
 
 
 def require_comparable(features: xr.Dataset, other: xr.Dataset, name: str = "target") -> None:

@@ -19,7 +19,6 @@ from trakdask.models.tasks.logits import (
     as_tensors,
     at_least_float32,
     call_model,
-    check_variable,
     margin,
     one_minus_p,
     option,
@@ -282,10 +281,6 @@ class TokenClassification(CausalLM):
     _known: ClassVar[str] = "classes in 0..{most} (those of the model)"
     _remedy: ClassVar[str] = "labels that start at 0"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_variable(self.labels, "labels")
-
 
 @task
 class Segmentation(TokenClassification):
@@ -377,10 +372,6 @@ class Seq2Seq(CausalLM):
 
     labels: str | None = "labels"
     _shift: ClassVar[int] = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_variable(self.labels, "labels")
 
     @property
     def token_variables(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, TypeVar, dataclass_transform
+from typing import Any, ClassVar, dataclass_transform
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,8 +20,6 @@ from trakdask.models.tasks.protocol import Batch, Forward, missing_variable
 MASK = "attention_mask"
 """Name of the variable that marks the padding of sequences, as in transformers."""
 
-
-T = TypeVar("T")
 
 _rows_seen: WeakKeyDictionary[torch.nn.Module, dict[Any, Tensor]] = WeakKeyDictionary()
 """By module, thread and what is looked for: numbers of the first samples."""
@@ -39,7 +37,7 @@ def option(*, default: Any = None, alias: str | None = None, kw_only: bool = Tru
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(option,))
-def task(kind: type[T]) -> type[T]:
+def task(kind: type[Any]) -> type[Any]:
     """Make a frozen dataclass of a task, whose field ``returned`` is its option ``output``.
 
     A field cannot have that name, which is the name of a method of tasks. Options that are None are

@@ -203,6 +203,8 @@ class Task(Protocol):
     - ``default_estimator``, ``"soft"`` or another short form, which is what ``"auto"`` stands for
       in :func:`trakdask.score`. Without it, that is ``"trak"``.
     - ``default_damping``, the rule for λ.
+    - ``naming``, the settings that only name variables, or say where the output of a sample is.
+      They do not count where features are compared.
 
     Examples
     --------
