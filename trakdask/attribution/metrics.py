@@ -209,7 +209,7 @@ def _truth(targets: xr.Dataset, loss: str | None) -> da.Array | None:
     if loss == "squared error":
         known = (lazy.output + lazy.out_to_loss).mean(CHECKPOINT)
     else:  # Q is the weight times 1 - p. Sums are exact also where p is 1 at some checkpoint.
-        doubt = np.exp(-np.logaddexp(0, lazy.output.astype(np.float64)))
+        doubt = 1 / (1 + np.exp(lazy.output.astype(np.float64)))
         known = lazy.out_to_loss.sum(CHECKPOINT) / doubt.sum(CHECKPOINT)
     truth: da.Array = known.data.rechunk(-1)
     return truth

@@ -226,12 +226,13 @@ def mean_loss(kind: str | None, output: np.ndarray, q: np.ndarray) -> tuple[str,
     >>> mean_loss("squared error", np.array([[7.0]]), np.array([[-3.0]]))
     ('loss', array([4.5]))
     """
-    cross_entropy = np.logaddexp(0, -output)
+    with np.errstate(invalid="ignore"):  # targets that failed
+        cross_entropy = np.logaddexp(0, -output)
     match kind:
         case "cross-entropy":
             losses = cross_entropy
         case "weighted cross-entropy":
-            losses = cross_entropy * q * np.exp(np.logaddexp(0, output))
+            losses = cross_entropy * q * (1 + np.exp(output))
         case "squared error":
             losses = q**2 / 2
         case "minus output":

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import trakdask as td
 from tests.bad_inputs.small_models import After
 from trakdask.errors import forget_warnings
+from trakdask.explorer.tables import SampleTable
 from trakdask.models.tasks import task_facts
 
 RNG = np.random.default_rng(0)
@@ -208,11 +209,19 @@ def softmax(y: Tensor) -> Tensor:
 
 TOKENS, ONE = EachToken(classes=30), After(lambda y: y[:, 0].sigmoid())
 
+
+def normalised(y: Tensor) -> Tensor:
+    return y.exp() / y.exp().sum(1, keepdim=True)
+
+
 WARNED = {
     "classes": (After(softmax), "classification", CLASSES, "sum to 1"),
     "two classes": (After(lambda y: y[:, :2].softmax(1)), "classification", BINARY, "softmax"),
     "labels": (After(torch.sigmoid), "multi_label", SIGNS, "torch.logit"),
     "one label": (ONE, "binary_classification", BINARY, "sigmoid"),
+    "labels, by hand": (After(lambda y: 1 / (1 + torch.exp(-y))), "multi_label", SIGNS, "sigmoid"),
+    "classes, by hand": (After(normalised), "classification", CLASSES, "softmax"),
+    "classes, each for itself": (After(torch.sigmoid), "classification", CLASSES, "sigmoid"),
     "next tokens": (EachToken(softmax, 30), "causal_lm", {"input_ids": IDS}, "softmax"),
     "padding": (Bag(), "text_classification", TEXT, "padding (id 0)"),
     "padding on the left": (Bag(), "text_classification", LEFT, "attention_mask"),
@@ -231,6 +240,7 @@ def test_warning__of_probabilities_or_padding_is_issued_once(case: str) -> None:
 QUIET = {
     "small logits": (After(lambda y: 0.01 * y), "classification", CLASSES),
     "small positive logits": (After(lambda y: 0.01 * y + 0.3), "multi_label", SIGNS),
+    "logits of a weak signal": (After(lambda y: 0.5 + 0.2 * y.clamp(-2, 2)), "multi_label", SIGNS),
     "log-probabilities": (After(lambda y: y.log_softmax(1)), "classification", CLASSES),
     "a mask": (Bag(), "text_classification", TEXT | {"attention_mask": LENGTHS}),
     "no padding": (Bag(pad=0), "text_classification", TEXT | {"input_ids": IDS}),
@@ -243,3 +253,14 @@ QUIET = {
 def test_no_warning__of_what_may_be_meant(case: str) -> None:
     module, task, arrays = QUIET[case]
     assert messages(module, task, **arrays) == []
+
+
+def test_losses__of_failed_targets_are_left_out_and_the_explorer_shows_the_others() -> None:
+    made = features(After(), tasks.Classification(weights=[0.5, 2.0, 1.0]))
+    failed = made.where(xr.DataArray(np.arange(40) != 7, dims="sample"))
+    found = td.metric(failed.output, failed, "loss")
+    kept = made.isel(sample=np.delete(np.arange(40), 7))
+    np.testing.assert_allclose(found, td.metric(kept.output, kept, "loss"), rtol=1e-6)
+    shown = SampleTable(failed, failed)
+    assert (shown.loss, shown.label) == ("loss", "")
+    np.testing.assert_allclose(shown.numbers.loss.mean(), float(found[0, 0]), rtol=1e-6)

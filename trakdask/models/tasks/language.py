@@ -148,7 +148,7 @@ class CausalLM(ModelTask):
         """Return the mean of 1 - p over the predicted tokens, (batch,)."""
         margins, predicted, logits = self._margins(forward, batch)
         self._reject_samples(forward, batch, predicted, logits.shape[2])
-        warn_of_probabilities(forward, logits[:, :4], is_softmax=True)
+        warn_of_probabilities(forward, logits)
         if self.token_variables and MASK not in self.inputs:
             counted = self._labels(batch)[:, -1] != self.ignore_index
             warn_of_padding(forward, batch[self.inputs[0]], counted)
@@ -450,7 +450,7 @@ class QuestionAnswering(ModelTask):
                     "{sample}; try leaving such samples out"
                 ),
             )
-        warn_of_probabilities(forward, logits, is_softmax=True)
+        warn_of_probabilities(forward, logits)
         if MASK not in self.inputs:
             warn_of_padding(forward, batch[self.inputs[0]])
         return one_minus_p(self._margins(logits, batch)).mean(1)

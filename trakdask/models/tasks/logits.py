@@ -16,6 +16,7 @@ from torch import Tensor
 from trakdask.errors import warn_once
 from trakdask.html_tables import HtmlTable
 from trakdask.models.tasks.protocol import Batch, Forward, missing_variable
+from trakdask.torch_internals import last_operation
 
 MASK = "attention_mask"
 """Name of the variable that marks the padding of sequences, as in transformers."""
@@ -25,10 +26,12 @@ _rows_seen: WeakKeyDictionary[torch.nn.Module, dict[Any, Tensor]] = WeakKeyDicti
 """By module, thread and what is looked for: numbers of the first samples."""
 
 _MOST_ROWS = 64
-_FEW_ROWS = 3
-_MANY_VALUES = 32
+_MANY_VALUES = 16
 _SPREAD = 0.25
-"""Logits of an untrained model may all be in [0, 1], but they are close together then."""
+"""Fewer numbers, or numbers that are closer together, may be in [0, 1] by chance."""
+
+_OF_LOGITS = ("", "addmm", "mm", "linear", "add", "convolution", "bmm")
+"""The last operation of models that end in a layer, or one that is not known."""
 
 
 def option(*, default: Any = None, alias: str | None = None, kw_only: bool = True) -> Any:
@@ -252,11 +255,12 @@ def one_minus_p(margin: Tensor) -> Tensor:
     return torch.sigmoid(-margin)
 
 
-def warn_of_probabilities(forward: Forward, values: Tensor, *, is_softmax: bool) -> None:
+def warn_of_probabilities(forward: Forward, values: Tensor, *, is_softmax: bool = True) -> None:
     """Warn once of a model that returns probabilities where logits are expected.
 
-    This looks at values, so ``output``, which runs under vmap, must not call it. It stops to look
-    after the first samples.
+    Its last operation says so, or numbers in [0, 1], of which each row sums to 1, or which vary as
+    those of a model that ends in a layer would not. This looks at values, so ``output``, which runs
+    under vmap, must not call it.
 
     Parameters
     ----------
@@ -267,29 +271,34 @@ def warn_of_probabilities(forward: Forward, values: Tensor, *, is_softmax: bool)
     is_softmax
         Whether rows of probabilities would sum to 1. Else each one is for itself.
     """
-    flat = values.flatten(0, -2)
+    operation = last_operation(values)
+    name = operation if operation in ("softmax", "sigmoid") else None
+    if name is None and (is_softmax or operation not in _OF_LOGITS):
+        name = _looks_like(forward, values, is_softmax)
+    if name is not None:
+        warn_once(
+            "probabilities",
+            "expected logits from the model, got numbers in [0, 1]"
+            f"{' that sum to 1' * (name == 'softmax')}, as a {name} returns them; if they are "
+            f"probabilities, outputs and scores are wrong; try the model without its {name}, or "
+            f"one that returns torch.{'log' if name == 'softmax' else 'logit'} of them",
+        )
+
+
+def _looks_like(forward: Forward, values: Tensor, is_softmax: bool) -> str | None:
+    """Return what the first samples look like: ``"softmax"``, ``"sigmoid"`` or None."""
+    flat = (values[:, :4] if values.ndim > 2 else values).flatten(0, -2)
     rows = torch.stack([flat.amin(-1), flat.amax(-1), flat.sum(-1)], 1)
     seen = _first_rows(forward, ("probabilities", is_softmax), rows)
-    if seen is None:
-        return
-    least, most, total = seen.unbind(1)
-    if bool((least < 0).any() | (most > 1).any()):
-        return
+    if seen is None or bool((seen[:, 0] < 0).any() | (seen[:, 1] > 1).any()):
+        return None
     if is_softmax:
-        rounding = 1e-4 if forward.dtype is None else 1e-2
-        is_sure = len(seen) >= _FEW_ROWS and bool(((total - 1).abs() < rounding).all())
-    else:
-        is_sure = len(seen) * flat.shape[-1] >= _MANY_VALUES
-        is_sure = is_sure and bool(most.max() - least.min() >= _SPREAD)
-    if is_sure:
-        name, inverse = ("softmax", "log") if is_softmax else ("sigmoid", "logit")
-        warn_once(
-            ("probabilities", is_softmax),
-            "expected logits from the model, got numbers in [0, 1]"
-            f"{' that sum to 1' * is_softmax}, as a {name} returns them; if they are "
-            f"probabilities, outputs and scores are wrong; try the model without its {name}, or "
-            f"one that returns torch.{inverse} of them",
-        )
+        eps = torch.finfo(next(iter(forward.parameters.values())).dtype).eps
+        is_one = (seen[:, 2] - 1).abs() < max(1e-4, 2 * eps)
+        return "softmax" if len(seen) > 2 and bool(is_one.all()) else None
+    is_many = len(seen) * flat.shape[-1] >= _MANY_VALUES
+    is_wide = bool(seen[:, 1].max() - seen[:, 0].min() >= _SPREAD)
+    return "sigmoid" if is_many and is_wide else None
 
 
 def warn_of_padding(forward: Forward, ids: Tensor, counted: Tensor | None = None) -> None:

@@ -105,7 +105,7 @@ class Classification(ModelTask):
         """Return 1 - p of the correct class times its weight, (batch,)."""
         logits, label = self._logits(forward, batch)
         labels, n = batch[self.label], logits.shape[1]
-        warn_of_probabilities(forward, logits, is_softmax=True)
+        warn_of_probabilities(forward, logits)
         if self.token_variables and MASK not in self.inputs:
             warn_of_padding(forward, batch[self.inputs[0]])
         reject_samples(
