@@ -210,7 +210,8 @@ def _truth(targets: xr.Dataset, loss: str | None) -> da.Array | None:
         known = (lazy.output + lazy.out_to_loss).mean(CHECKPOINT)
     else:  # Q is the weight times 1 - p. Sums are exact also where p is 1 at some checkpoint.
         doubt = 1 / (1 + np.exp(lazy.output.astype(np.float64)))
-        known = lazy.out_to_loss.sum(CHECKPOINT) / doubt.sum(CHECKPOINT)
+        total = doubt.sum(CHECKPOINT)
+        known = lazy.out_to_loss.sum(CHECKPOINT) / total.where(total > 0)
     truth: da.Array = known.data.rechunk(-1)
     return truth
 
