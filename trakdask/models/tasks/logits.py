@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, dataclass_transform
 from weakref import WeakKeyDictionary
@@ -46,7 +46,7 @@ def task(kind: type[Any]) -> type[Any]:
     A field cannot have that name, which is the name of a method of tasks. Options that are None are
     not shown.
     """
-    made = dataclass(frozen=True)(kind)
+    made: Any = dataclass(frozen=True)(kind)
     generated = made.__init__
     signature = inspect.signature(generated)
 
@@ -58,9 +58,9 @@ def task(kind: type[Any]) -> type[Any]:
         p.replace(name=p.name.replace("returned", "output")) for p in signature.parameters.values()
     ]
     init.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
-    made.__init__ = init  # type: ignore[method-assign]
-    made.__repr__ = _text  # type: ignore[method-assign]
-    return made
+    made.__init__ = init
+    made.__repr__ = _text
+    return made  # type: ignore[no-any-return]
 
 
 def _text(made: Any) -> str:
@@ -287,9 +287,12 @@ def warn_of_probabilities(forward: Forward, values: Tensor, *, is_softmax: bool 
 
 def _looks_like(forward: Forward, values: Tensor, is_softmax: bool) -> str | None:
     """Return what the first samples look like: ``"softmax"``, ``"sigmoid"`` or None."""
-    flat = (values[:, :4] if values.ndim > 2 else values).flatten(0, -2)
-    rows = torch.stack([flat.amin(-1), flat.amax(-1), flat.sum(-1)], 1)
-    seen = _first_rows(forward, ("probabilities", is_softmax), rows)
+    flat = (values[:, :4] if values.ndim > 2 else values).flatten(0, -2)[:_MOST_ROWS]
+
+    def ranges() -> Tensor:
+        return torch.stack([flat.amin(-1), flat.amax(-1), flat.sum(-1)], 1)
+
+    seen = _first_rows(forward, ("probabilities", is_softmax), ranges)
     if seen is None or bool((seen[:, 0] < 0).any() | (seen[:, 1] > 1).any()):
         return None
     if is_softmax:
@@ -318,11 +321,15 @@ def warn_of_padding(forward: Forward, ids: Tensor, counted: Tensor | None = None
     """
     if ids.ndim != 2 or ids.shape[1] < 2 or ids.is_floating_point():
         return
-    runs = []
-    for part in (ids, ids.flip(1)):
-        run = (part == part[:, -1:]).flip(1).long().cumprod(1).sum(1)
-        runs += [part[:, -1], run if counted is None else run * counted]
-    seen = _first_rows(forward, "padding", torch.stack(runs, 1))
+
+    def repetitions() -> Tensor:
+        found = []
+        for part in (ids, ids.flip(1)):
+            run = (part == part[:, -1:]).flip(1).long().cumprod(1).sum(1)
+            found += [part[:, -1], run if counted is None else run * counted]
+        return torch.stack(found, 1)
+
+    seen = _first_rows(forward, "padding", repetitions)
     if seen is None:
         return
     known = getattr(getattr(forward.module, "config", None), "pad_token_id", None)
@@ -348,12 +355,12 @@ def warn_of_padding(forward: Forward, ids: Tensor, counted: Tensor | None = None
             return
 
 
-def _first_rows(forward: Forward, what: object, rows: Tensor) -> Tensor | None:
+def _first_rows(forward: Forward, what: object, of_batch: Callable[[], Tensor]) -> Tensor | None:
     """Return numbers of the samples so far, (sample, number); None once these are enough."""
     seen = _rows_seen.setdefault(forward.module, {})
     before = seen.get(what)
     if before is not None and len(before) >= _MOST_ROWS:
         return None
-    rows = rows[:_MOST_ROWS].detach().cpu()
+    rows = of_batch().detach().cpu()
     seen[what] = rows if before is None else torch.cat([before, rows])
     return seen[what]
