@@ -195,15 +195,16 @@ def part_of(result: Any, name: str | int | None = None) -> Tensor:
     elif isinstance(key, str) and hasattr(result, key):
         part = getattr(result, key)
     elif isinstance(result, (tuple, list)) and not isinstance(name, str):
-        part = dict(enumerate(result)).get(name or 0)
+        place = name or 0
+        part = result[place] if -len(result) <= place < len(result) else None
     if isinstance(part, Tensor):
         return part
     if isinstance(result, Mapping):
         known = [key for key, value in result.items() if isinstance(value, Tensor)]
-        example = f"output={known[0]!r}" if known else "another model"
+        remedy = f"td.tasks.Classification(output={known[0]!r})" if known else "wrapping the model"
         raise ValueError(
             f"expected {key!r} in what the model returns, got {type(result).__name__} with "
-            f"{known}; try {example} in the task, as in td.tasks.Classification({example})"
+            f"tensors named {known}; try {remedy}"
         )
     raise ValueError(
         "expected logits, an object with .logits, or a tuple that begins with logits from the "
