@@ -207,6 +207,12 @@ def softmax(y: Tensor) -> Tensor:
     return y.softmax(-1)
 
 
+class Answer(EachToken):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return self.head(self.embed(labels.clamp(min=0)) + self.embed(input_ids).mean(1)[:, None])
+
+
+ANSWERS = {"input_ids": PADDED, "labels": np.where(LENGTHS, LABEL[:, None], -100)[:, :4]}
 TOKENS, ONE = EachToken(classes=30), After(lambda y: y[:, 0].sigmoid())
 
 
@@ -226,6 +232,8 @@ WARNED = {
     "padding": (Bag(), "text_classification", TEXT, "padding (id 0)"),
     "padding on the left": (Bag(), "text_classification", LEFT, "attention_mask"),
     "padding that the model names": (Bag(pad=0), "text_classification", EQUAL, "attention_mask"),
+    "padding of a text with labels": (TOKENS, "token_classification", COUNTED, "padding"),
+    "padding of a text with an answer": (Answer(), "seq2seq", ANSWERS, "padding"),
     "padding that is predicted": (TOKENS, "causal_lm", {"input_ids": PADDED}, "padding"),
 }  # fmt: skip
 

@@ -149,8 +149,10 @@ class CausalLM(ModelTask):
         margins, predicted, logits = self._margins(forward, batch)
         self._reject_samples(forward, batch, predicted, logits.shape[2])
         warn_of_probabilities(forward, logits)
-        if self.token_variables and MASK not in self.inputs:
-            counted = self._labels(batch)[:, -1] != self.ignore_index
+        if MASK not in self.inputs:
+            # Padding that follows all tokens to predict changes nothing in a causal model.
+            is_last = self._labels(batch)[:, -1] != self.ignore_index
+            counted = is_last if self._shift else None
             warn_of_padding(forward, batch[self.inputs[0]], counted)
         total = one_minus_p(margins).masked_fill(~predicted, 0).sum(1)
         return total / predicted.sum(1).clamp(min=1)
@@ -486,7 +488,7 @@ def expand_tokens(
     samples
         The task's variables by name: arrays, tensors or a Dataset.
     task
-        Determines which tokens are predicted; ``CausalLM()`` by default.
+        Determines which tokens are predicted, or have a label; ``CausalLM()`` by default.
 
     Returns
     -------
@@ -519,4 +521,4 @@ def expand_tokens(
     names = [name for name in task.variables if name != task.position]
     predicted = task.predicted(as_tensors(samples, names))
     sequence, index = predicted.cpu().nonzero(as_tuple=True)
-    return sequence.numpy(), index.numpy() + 1
+    return sequence.numpy(), index.numpy() + task._shift
