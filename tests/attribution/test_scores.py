@@ -35,7 +35,7 @@ def kernels(train: xr.Dataset, h: np.ndarray, lam: float = 2.0) -> tuple[np.ndar
 
 def of_task(ds: xr.Dataset, task: str) -> xr.Dataset:
     """Return features with the attrs that the features of a task have."""
-    return ds.assign_attrs(task=f"{task}()", **td.tasks.task_facts(getattr(td.tasks, task)()))
+    return ds.assign_attrs(task=f"{task}()", **task_facts(getattr(td.tasks, task)()))
 
 
 def oracle(train: xr.Dataset, estimator: str, power: float | None = None) -> np.ndarray:

@@ -20,7 +20,8 @@ from trakdask.featurization.job import DType, FeaturizeJob, OnError, Partition
 from trakdask.models.gradients import ENGINES
 from trakdask.models.layers import choose_engine, elements_at_once
 from trakdask.models.model import Model
-from trakdask.models.tasks import task_facts, task_spec
+from trakdask.models.tasks import task_spec
+from trakdask.models.tasks.protocol import task_facts
 from trakdask.projection import SJLT, Projector, RowMap
 from trakdask.projection.fitted import Fitted
 from trakdask.provenance import REQUIRED_SPEC, as_values, require_same

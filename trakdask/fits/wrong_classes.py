@@ -28,7 +28,7 @@ import xarray as xr
 from trakdask import arrays
 from trakdask.featurization.lazy import featurize
 from trakdask.models.model import Model
-from trakdask.models.tasks import task_facts
+from trakdask.models.tasks.protocol import task_facts
 from trakdask.models.tasks.supervised import Classification, WrongClass
 from trakdask.projection.fitted import Fitted
 from trakdask.samples import validate_samples

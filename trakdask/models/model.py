@@ -34,7 +34,8 @@ from trakdask.models.modules import (
     select_parameters,
     without_weights,
 )
-from trakdask.models.tasks import Forward, Task, TrakTask, resolve_task, task_fields, task_spec
+from trakdask.models.tasks import Forward, Task, TrakTask, resolve_task, task_spec
+from trakdask.models.tasks.protocol import task_fields
 from trakdask.torch_internals import uncompiled
 
 __all__ = ["Model"]

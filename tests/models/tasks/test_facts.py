@@ -18,7 +18,7 @@ import trakdask as td
 from tests.bad_inputs.small_models import After
 from trakdask.errors import forget_warnings
 from trakdask.explorer.tables import SampleTable
-from trakdask.models.tasks import task_facts
+from trakdask.models.tasks.protocol import LOSSES, task_facts
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(40, 4)).astype("f4")
@@ -108,7 +108,7 @@ def test_task_facts__of_a_loss_are_said_by_who_defines_it(task: Any, loss: str |
 
 @pytest.mark.parametrize("name", td.models.tasks.TASKS)
 def test_task_facts__each_task_with_a_name_says_its_loss(name: str) -> None:
-    assert task_facts(td.models.tasks.TASKS[name]())["loss_kind"] in tasks.protocol.LOSSES
+    assert task_facts(td.models.tasks.TASKS[name]())["loss_kind"] in LOSSES
 
 
 def features(module: nn.Module, task: Any, **arrays: Any) -> xr.Dataset:

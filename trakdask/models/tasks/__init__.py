@@ -16,15 +16,7 @@ from trakdask.models.tasks.language import (
     expand_tokens,
 )
 from trakdask.models.tasks.preferences import Preference, Reward
-from trakdask.models.tasks.protocol import (
-    Batch,
-    Forward,
-    Task,
-    TrakTask,
-    task_facts,
-    task_fields,
-    task_spec,
-)
+from trakdask.models.tasks.protocol import Batch, Forward, Task, TrakTask, task_spec
 from trakdask.models.tasks.supervised import (
     BinaryClassification,
     Classification,
@@ -59,8 +51,6 @@ __all__ = [
     "clip_embeddings",
     "expand_tokens",
     "resolve_task",
-    "task_facts",
-    "task_fields",
     "task_spec",
 ]
 
