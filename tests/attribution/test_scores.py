@@ -8,6 +8,7 @@ import xarray as xr
 
 import trakdask as td
 from tests.attribution.float64_features import float64_features, with_values
+from trakdask.models.tasks.protocol import task_facts
 
 N, M, P, C = 60, 11, 5, 3
 RATES = {"c0": 0.1, "c1": 0.3, "c2": 0.02}
