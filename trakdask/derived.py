@@ -57,7 +57,8 @@ def estimator_of(group: Group) -> GramEstimator | None:
     if name not in KINDS:
         raise ValueError(
             f"expected an estimator that this process knows, got {name!r} in the gram matrix of "
-            "the store; try importing the module that defines its class first"
+            "the store; try importing the module of its class first, which has a name of its own, "
+            "or td.save(..., estimator='auto')"
         )
     estimator: GramEstimator = KINDS[name](**options)
     return estimator

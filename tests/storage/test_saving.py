@@ -281,6 +281,22 @@ class Third(GramEstimator):
         return 0 * features.out_to_loss.data + self.scale
 
 
+class Derived(td.Trak):
+    """Has no name of its own."""
+
+    gram_weights = "4"
+
+    def h(self, features: xr.Dataset) -> Any:
+        return 0 * features.out_to_loss.data + 4
+
+
+def test_drop__of_an_estimator_without_a_name_does_not_take_its_base(tmp_path: Path) -> None:
+    save(FEATURES, tmp_path / "f.zarr", estimator=Derived())
+    with pytest.raises(ValueError, match="got 'Derived'"):
+        td.drop(tmp_path / "f.zarr", where="label == 1")
+    assert td.open(tmp_path / "f.zarr").sizes["sample"] == 40
+
+
 @pytest.mark.parametrize(
     "estimator",
     [Third(scale=3.0), td.RelatIF(), td.Soft(0.7, wrong_classes=False), td.Trak()],

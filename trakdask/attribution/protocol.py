@@ -228,8 +228,10 @@ class GramEstimator(Estimator):
     def attrs(self, features: xr.Dataset) -> dict[str, Any]:
         """Return the ``attrs`` of matrices that are reduced from these features."""
         options = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        is_named = KINDS.get(self.name) is type(self)  # and not a class that is derived from it
+        name = self.name if is_named else type(self).__name__
         return {
-            "estimator": {**options, "name": self.name, "damping": "auto"},
+            "estimator": {**options, "name": name, "damping": "auto"},
             "gram_weights": self.gram_weights,
             "loss_weights": self.loss_weights,
             "power": self.power,
