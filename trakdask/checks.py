@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
 import pkgutil
@@ -110,10 +111,20 @@ def require_choice(name: str, value: object, choices: Sequence[Any], *, remedy: 
     Raises
     ------
     ValueError
-        If it is not; the message lists the choices.
+        If it is not; the message lists the choices, and suggests the one that is spelled most
+        like it, or else the remedy.
+
+    Examples
+    --------
+    >>> require_choice("how", "Mean", ["mean", "sum"], remedy="try how='sum'")
+    Traceback (most recent call last):
+    ValueError: expected how to be one of 'mean', 'sum', got 'Mean'; try 'mean'
     """
     if not isinstance(value, str) or value not in choices:
         listed = ", ".join(map(repr, choices))
+        known = {str(choice).casefold(): choice for choice in choices}
+        if close := difflib.get_close_matches(str(value).casefold(), known, 1):
+            remedy = f"try {known[close[0]]!r}"
         raise ValueError(f"expected {name} to be one of {listed}, got {shown(value)}; {remedy}")
 
 

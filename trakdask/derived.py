@@ -15,7 +15,7 @@ from trakdask import arrays
 from trakdask.arrays.spectra import component_count
 from trakdask.attribution.gauss_newton import Soft, Trak
 from trakdask.attribution.grams import require_eigenvectors, sums
-from trakdask.attribution.protocol import GramEstimator
+from trakdask.attribution.protocol import KINDS, GramEstimator
 from trakdask.attribution.regularization import chosen_damping
 from trakdask.storage.blocks import save_sums
 from trakdask.storage.group import Group
@@ -49,9 +49,19 @@ def estimator_of(group: Group) -> GramEstimator | None:
     if GRAM not in group.arrays:
         return None
     attrs = group.arrays[GRAM]["attributes"]
-    if attrs["power"] is None:
-        return Trak()
-    return Soft(attrs["power"], wrong_classes=attrs["wrong_classes"])
+    if "estimator" not in attrs:  # as older versions wrote it, which had these two
+        power, wrong = attrs["power"], attrs["wrong_classes"]
+        return Trak() if power is None else Soft(power, wrong_classes=wrong)
+    options = dict(attrs["estimator"])
+    name = options.pop("name")
+    if name not in KINDS:
+        raise ValueError(
+            f"expected an estimator that this process knows, got {name!r} in the gram matrix of "
+            "the store; try importing the module of its class first, which has a name of its own, "
+            "or td.save(..., estimator='auto')"
+        )
+    estimator: GramEstimator = KINDS[name](**options)
+    return estimator
 
 
 def update_derived(

@@ -29,18 +29,25 @@ PRECISION = ("dtype", "autocast", "float32_matmul_precision")
 STORE_SPEC = (*FEATURE_SPEC, "source", *PRECISION)
 """Attrs that all blocks of a store must share: the same samples and the same precision, too."""
 
-DEFAULTS = ("default_estimator", "default_damping", "loss_kind")
-"""Attrs by which a task says how scores are made if nobody else does. They are not compared."""
+TASK_FIELDS = "task_fields"
+"""The attr with class and settings of the task, of which ``task`` is the text for people."""
 
-_NAMES_OF_VARIABLES = (
+_OLDER = {
+    **dict.fromkeys(
+        ("Classification", "ImageClassification", "TextClassification", "BinaryClassification"),
+        "cross-entropy",
+    ),
+    **dict.fromkeys(("Preference", "Reward"), "cross-entropy"),
+    **dict.fromkeys(("MultiLabel", "CausalLM", "Clip"), "other"),
+    "Regression": "squared error",
+}
+"""The losses of the tasks that had a name when features said nothing of it."""
+
+_OLDER_NAMES = (
     *("image", "text", "inputs", "label", "labels", "target", "ignore_index", "position"),
+    "reference",
 )
-"""Fields of trakdask's tasks that name the input variables and do not change the gradient."""
-
-_TASKS = (
-    *("Classification", "ImageClassification", "TextClassification", "BinaryClassification"),
-    *("MultiLabel", "Regression", "CausalLM", "Clip"),
-)
+"""Their fields that name the input variables and do not change the gradient."""
 
 _REMEDY = {
     "checkpoints": "the same checkpoints for both, in one td.Model, or selecting the ones that "
@@ -65,7 +72,7 @@ def spec(ds: xr.Dataset) -> dict[str, Any]:
     Only the selected checkpoints are included; xarray leaves ``attrs`` unchanged by a selection.
     """
     values = as_values(ds.attrs)
-    attrs = {name: values[name] for name in STORE_SPEC if name in values}
+    attrs = {name: values[name] for name in (*STORE_SPEC, TASK_FIELDS) if name in values}
     names = checkpoint_names(ds) if CHECKPOINT in ds.coords else []
     for field in BY_CHECKPOINT:
         if set(names) <= set(attrs.get(field, ())):
@@ -126,7 +133,9 @@ def require_same(
         if _plain(got) == _plain(wanted):
             continue
         if name == "task":
-            got, wanted = _task_fields(got), _task_fields(wanted)
+            got, wanted = _settings(_task(actual)), _settings(_task(expected))
+            if _plain(got) == _plain(wanted):
+                continue
         key, got, wanted = _first_difference(got, wanted)
         raise StoreMismatchError(
             f"{what} differ in {name}{key}: expected {shown(wanted)}, got {shown(got)}; "
@@ -153,32 +162,73 @@ def _first_difference(actual: Any, expected: Any) -> tuple[str, Any, Any]:
     return " (their order)", list(actual), list(expected)
 
 
-def _task_fields(task: Any) -> Any:
-    """Return the class and the fields of a task, parsed from its repr, or the task as it is.
+def facts(attrs: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return what the task of some features says of its loss: ``loss_kind``, and the ``label``.
 
-    Fields that name input variables come last, since they are never the only difference.
+    Older features said it only of a squared error, so it is known of tasks with a name.
+
+    Examples
+    --------
+    >>> facts({"task": "CausalLM(inputs=('input_ids',), position='at')"})
+    {'loss_kind': 'cross-entropy'}
+    >>> facts({"task": "CausalLM(...)", "task_fields": {}})
+    {}
     """
+    said = {name: attrs[name] for name in ("loss_kind", "label") if name in attrs}
+    if TASK_FIELDS in attrs:
+        return said
+    task = _task(attrs)
+    name, fields = (task["class"], task["fields"]) if isinstance(task, Mapping) else ("", {})
+    older = {"loss_kind": _OLDER[name]} if name in _OLDER else {}
+    if name == "CausalLM" and fields.get("position"):
+        older = {"loss_kind": "cross-entropy"}
+    if name.endswith("Classification") and older:
+        older["label"] = fields.get("label", "label")
+    return older | said
+
+
+def _task(attrs: Mapping[Any, Any]) -> Any:
+    """Return class, settings and names of variables of a task; a text that says none as it is."""
+    if TASK_FIELDS in attrs:
+        return as_values({TASK_FIELDS: attrs[TASK_FIELDS]})[TASK_FIELDS]
+    text: Any = attrs.get("task")
     try:
-        call = ast.parse(task, mode="eval").body
+        return _of_text(ast.parse(text, mode="eval").body)  # of older features
     except (SyntaxError, TypeError, ValueError):
-        return task
-    if not isinstance(call, ast.Call) or call.args or not all(field.arg for field in call.keywords):
-        return task
-    fields = {str(field.arg): _literal(field.value) for field in call.keywords}
-    last = {name: fields.pop(name) for name in _NAMES_OF_VARIABLES if name in fields}
-    return {"class": ast.unparse(call.func), **fields, **last}
+        return text
 
 
-def _literal(node: ast.expr) -> Any:
+def _of_text(node: ast.expr) -> Any:
+    """Return a value of the text of a task; a task within it, too, in the form of newer ones."""
+    if isinstance(node, ast.Call) and not node.args and all(field.arg for field in node.keywords):
+        name = ast.unparse(node.func)
+        return {
+            "class": name,
+            "fields": {str(field.arg): _of_text(field.value) for field in node.keywords},
+            "names": list(_OLDER_NAMES if name in _OLDER else ()),
+        }
     try:
         return ast.literal_eval(node)
     except ValueError:
         return ast.unparse(node)
 
 
+def _settings(task: Any) -> Any:
+    """Return the class and the settings of a task, but for those that are None.
+
+    Names of variables come last, since they are never the only difference.
+    """
+    if not isinstance(task, Mapping):
+        return task
+    fields, names = task["fields"], task["names"]
+    order = sorted(fields, key=lambda name: name in names)
+    settings = {name: _settings(fields[name]) for name in order if fields[name] is not None}
+    return {"class": task["class"], **settings}
+
+
 def _plain(value: Any) -> Any:
     """Return a value as JSON text, in which a tuple equals the list that a store returns for it."""
-    return json.dumps(value)
+    return json.dumps(value, default=repr)
 
 
 def require_comparable(features: xr.Dataset, other: xr.Dataset, name: str = "target") -> None:
@@ -200,7 +250,7 @@ def require_comparable(features: xr.Dataset, other: xr.Dataset, name: str = "tar
     )
     if COLUMN in features.coords and COLUMN in other.coords:
         ours[COLUMN], theirs[COLUMN] = (ds[COLUMN].values.tolist() for ds in (features, other))
-    if _defining(theirs.get("task")) == _defining(ours.get("task")):
+    if _plain(_defining(_task(theirs))) == _plain(_defining(_task(ours))):
         theirs["task"] = ours.get("task")
     require_same(theirs, ours, what=what, names=(*FEATURE_SPEC, CHECKPOINT, PROJ_DIM, COLUMN))
     _warn_of_precision(ours, theirs, what)
@@ -208,15 +258,17 @@ def require_comparable(features: xr.Dataset, other: xr.Dataset, name: str = "tar
 
 def _defining(task: Any) -> Any:
     """Return what of a task determines gradients: all but the names of input variables."""
-    fields = _task_fields(task)
-    if not isinstance(fields, Mapping) or fields["class"] not in _TASKS:
+    if not isinstance(task, Mapping):
         return task
-    inputs = fields.get("inputs", ())
-    # Inputs that are passed in order may have any names; and without a mask nothing is padded,
-    # as with a mask of ones.
-    named = [name for name in inputs if name != "attention_mask"]
-    others = {key: value for key, value in fields.items() if key not in _NAMES_OF_VARIABLES}
-    return {**others, "inputs": len(inputs) if fields.get("positional") else named}
+    fields, names = task["fields"], task["names"]
+    others = {key: _defining(value) for key, value in fields.items() if key not in names}
+    if "inputs" in names:
+        # Inputs that are passed in order may have any names; and without a mask nothing is padded,
+        # as with a mask of ones.
+        named = [name for name in fields.get("inputs", ()) if name != "attention_mask"]
+        others["inputs"] = len(fields["inputs"]) if fields.get("positional") else named
+    kept = {key: value for key, value in sorted(others.items()) if value is not None}
+    return {"class": task["class"], **kept}
 
 
 def _warn_of_precision(ours: Mapping[str, Any], theirs: Mapping[str, Any], what: str) -> None:

@@ -98,6 +98,7 @@ def simulate_features(
     ds = features(feature, "simulation", **data, coords={"label": label}, chunks=chunks)
     projector = {"kind": "simulated", "proj_dim": proj_dim}
     ds = ds.assign_attrs(as_text({"projector": projector}), task="simulated", source=token)
+    ds.attrs["loss_kind"] = "cross-entropy"
     del ds.attrs["default_damping"]
     return ds
 

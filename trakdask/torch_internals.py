@@ -23,6 +23,7 @@ __all__ = [
     "fake_tensor_mode",
     "few_threads",
     "int8_matmul",
+    "last_operation",
     "no_fast_path",
     "tree_flatten",
     "tree_leaves",
@@ -31,6 +32,12 @@ __all__ = [
     "uncompiled",
     "version_of",
 ]
+
+_VIEWS = (
+    *("View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "Select", "Slice", "Transpose"),
+    *("Permute", "Alias", "Expand", "Clone", "ToCopy", "Clamp", "Stack", "Cat"),
+)
+"""Names of the operations of autograd that leave the values of tensors as they are."""
 
 
 def fake_tensor_mode() -> Any:
@@ -113,3 +120,21 @@ no_fast_path = _WhileUsed(_mha.get_fastpath_enabled, _mha.set_fastpath_enabled, 
 Where no parameter requires a gradient, they run instead of the layers, whose hooks are not called
 then, and turn padded batches into nested tensors, which have no shape and cannot be vectorised.
 """
+
+
+def last_operation(result: Tensor) -> str:
+    """Return the name of the operation that made a tensor, or that it is a view of.
+
+    ``""`` if autograd does not know it.
+
+    Examples
+    --------
+    >>> x = torch.ones(2, 3, requires_grad=True)
+    >>> last_operation(x.softmax(1)[:, 0]), last_operation(x.log_softmax(1)), last_operation(x)
+    ('softmax', 'logsoftmax', '')
+    """
+    base = result._base  # of views that were made in `no_grad`, which autograd does not know
+    node = result.grad_fn if base is None or result.grad_fn is not None else base.grad_fn
+    while node is not None and type(node).__name__.startswith(_VIEWS):
+        node = node.next_functions[0][0]
+    return "" if node is None else type(node).__name__.partition("Backward")[0].lower()

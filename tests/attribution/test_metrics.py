@@ -344,7 +344,7 @@ def test_errors__of_what_does_not_fit() -> None:
         td.combine(three, metric="auroc")
     with pytest.raises(ValueError, match="metric='loss'"):
         td.combine(targets(squared=True), metric="accuracy")
-    sequences = targets().assign_attrs(task=str(td.tasks.CausalLM()))
+    sequences = targets().assign_attrs(task=str(td.tasks.CausalLM()), loss_kind="other")
     with pytest.raises(ValueError, match="a function of outputs"):
         td.combine(sequences, metric="loss")
     td.combine(targets().assign_attrs(task=str(td.tasks.CausalLM(position="at"))), metric="loss")

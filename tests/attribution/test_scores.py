@@ -8,7 +8,7 @@ import xarray as xr
 
 import trakdask as td
 from tests.attribution.float64_features import float64_features, with_values
-from trakdask.provenance import DEFAULTS
+from trakdask.models.tasks.protocol import task_facts
 
 N, M, P, C = 60, 11, 5, 3
 RATES = {"c0": 0.1, "c1": 0.3, "c2": 0.02}
@@ -36,9 +36,7 @@ def kernels(train: xr.Dataset, h: np.ndarray, lam: float = 2.0) -> tuple[np.ndar
 
 def of_task(ds: xr.Dataset, task: str) -> xr.Dataset:
     """Return features with the attrs that the features of a task have."""
-    kind = getattr(td.tasks, task)
-    defaults = {name: getattr(kind, name) for name in DEFAULTS if hasattr(kind, name)}
-    return ds.assign_attrs(task=f"{task}()", **defaults)
+    return ds.assign_attrs(task=f"{task}()", **task_facts(getattr(td.tasks, task)()))
 
 
 def oracle(train: xr.Dataset, estimator: str, power: float | None = None) -> np.ndarray:

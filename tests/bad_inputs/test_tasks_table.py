@@ -30,11 +30,44 @@ class NoScale(TwoTowers):
         return super().forward(image, text)[:2]
 
 
+class Spans(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 2)
+
+    def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.embed(input_ids).unbind(-1)
+
+
+class Misspelled:
+    variables = ("image",)
+    loss_kind = "squared_error"
+
+    def output(self, forward, batch) -> torch.Tensor:
+        return forward(batch["image"])[:, 0]
+
+    out_to_loss = output
+
+
 ROWS = [
     BadInput("tasks.ImageClassification", "image", lambda _: td.tasks.ImageClassification(image=("a", "b")), ValueError, ["('a', 'b')"]),
     BadInput("tasks.ImageClassification", "label", lambda _: td.tasks.ImageClassification(label=3), TypeError, ["label", "3"]),
     BadInput("tasks.Classification", "no inputs", lambda _: td.tasks.Classification(()), ValueError, ["inputs", "()"]),
     BadInput("tasks.Classification", "labels that are text", computed(After(), data().drop_vars("label").assign_coords(label=("sample", list("abca")))), TypeError, ["'label'", "return_inverse=True"]),
+    BadInput("tasks.Classification", "a mapping without logits", labelled([0] * 4, After(lambda y: {"scores": y, "n": 3}), task=td.tasks.Classification("image")), RuntimeError, ["named ['scores']", "output='scores'"]),
+    BadInput("tasks.Classification", "no such output", labelled([0] * 4, After(lambda y: {"scores": y}), task=td.tasks.Classification("image", output="score")), RuntimeError, ["'score'", "output='scores'"]),
+    BadInput("tasks.Classification", "no such place", labelled([0] * 4, After(lambda y: (y,)), task=td.tasks.Classification("image", output=1)), RuntimeError, ["tuple", "wrapping the model"]),
+    BadInput("tasks.Classification", "two weights", labelled([0] * 4, task=td.tasks.Classification("image", weights=[1, 2])), RuntimeError, ["3 classes", "2 weights"]),
+    BadInput("tasks.Classification", "a weight below 0", lambda _: td.tasks.Classification(weights=[1, -2]), ValueError, ["weight >= 0", "-2"]),
+    BadInput("tasks.MultiRegression", "other shape", labelled([[1.0, 2.0]] * 4, task=td.tasks.MultiRegression("image", "label")), RuntimeError, ["3)", "2)", "'label'"]),
+    BadInput("tasks.MultiRegression", "one number", labelled([1.0] * 4, After(lambda y: y[:, 0]), task=td.tasks.MultiRegression("image", "label")), RuntimeError, ["task='regression'"]),
+    BadInput("tasks.MultiRegression", "no such column", computed(After(), data(label=np.ones((4, 3)), at=np.array([0, 1, 3, 1])), td.tasks.MultiRegression("image", "label", "at")), RuntimeError, ["0..2", "got 3 at sample 2"]),
+    BadInput("tasks.TokenClassification", "labels", lambda _: td.tasks.TokenClassification(labels=None), TypeError, ["labels", "None"]),
+    BadInput("tasks.TokenClassification", "label out of range", computed(Language(), tokens(IDS % 7, labels=IDS), td.tasks.TokenClassification()), RuntimeError, ["classes in 0..6", "'labels'", "start at 0"]),
+    BadInput("tasks.TokenClassification", "no label", computed(Language(), tokens(IDS % 7, labels=[[1, 2, 3], [-100] * 3, [1, 2, 3], [1, 2, 3]]), td.tasks.TokenClassification()), RuntimeError, ["to predict", "at sample 1"]),
+    BadInput("tasks.Segmentation", "logits of images", labelled(np.zeros((4, 2, 2), int), task=td.tasks.Segmentation("image", "label")), RuntimeError, ["(batch, classes, rows, columns)", "3)"]),
+    BadInput("tasks.QuestionAnswering", "position beyond the text", computed(Spans(), tokens(IDS % 7, start_positions=[0, 1, 2, 1], end_positions=[0, 3, 2, 1]), "question_answering"), RuntimeError, ["0..2", "'end_positions'", "got 3 at sample 1"]),
+    BadInput("tasks.QuestionAnswering", "a tensor", computed(Language(), tokens(IDS % 7, start_positions=[0] * 4, end_positions=[0] * 4), "question_answering"), RuntimeError, ["expected logits", "wrapping"]),
     BadInput("tasks.TextClassification", "inputs", lambda _: td.tasks.TextClassification(3), ValueError, ["inputs", "3"]),
     BadInput("tasks.TextClassification", "label out of range", labelled(BIG, task=td.tasks.TextClassification("image", positional=True)), RuntimeError, ["got 7 at sample 2", "3 classes"]),
     BadInput("tasks.BinaryClassification", "label 2", labelled([0, 1, 2, 1], nn.Linear(4, 1), task=td.tasks.BinaryClassification("image")), RuntimeError, ["'label'", "got 2 at sample 2"]),
@@ -61,6 +94,9 @@ ROWS = [
     BadInput("tasks.clip_embeddings", "a module", lambda _: td.tasks.clip_embeddings(NET, pairs()), TypeError, ["Linear", "td.Model"]),
     BadInput("tasks.clip_embeddings", "no text", lambda _: td.tasks.clip_embeddings(td.Model(TwoTowers(), task="clip"), pairs().drop_vars("text")), ValueError, ["'text'", "'image'"]),
     BadInput("tasks.Batch", "missing", lambda _: td.tasks.Batch(x=torch.ones(2))["y"], ValueError, ["'y'", "['x']"]),
+    BadInput("tasks.resolve_task", "a name, misspelled", lambda _: td.tasks.resolve_task("multilabel"), ValueError, ["try 'multi_label'"]),
+    BadInput("tasks.resolve_task", "a name with hyphens", lambda _: td.tasks.resolve_task("Token-Classification"), ValueError, ["try 'token_classification'"]),
+    BadInput("tasks.Task", "loss_kind", computed(After(), data(), Misspelled()), ValueError, ["loss_kind", "'squared_error'", "try 'squared error'"]),
     BadInput("tasks.resolve_task", "a name", lambda _: td.tasks.resolve_task("lm"), ValueError, ["'lm'", "'causal_lm'"]),
     *[
         BadInput("tasks.ImageClassification", f"temperature {t!r}", lambda _, t=t: td.tasks.ImageClassification(t), error, ["temperature", repr(t)])

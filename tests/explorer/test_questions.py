@@ -187,7 +187,7 @@ def test_targets__have_the_loss_of_their_task_or_else_q(name, task, label, loss)
 
 
 def test_targets__without_a_loss_are_sorted_by_the_size_of_q() -> None:
-    signed = TARGETS.assign(out_to_loss=TARGETS.out_to_loss - 0.5)
+    signed = TARGETS.assign(out_to_loss=TARGETS.out_to_loss - 0.5).assign_attrs(loss_kind="other")
     q = signed.out_to_loss.values.astype(np.float64).mean(axis=1)
     table = Questions(FEATURES, signed).targets.selected(View())
     assert table.index.tolist() == np.argsort(-np.abs(q)).tolist()

@@ -36,8 +36,8 @@ def test_session__a_click_abandons_what_runs() -> None:
 
 
 def test_session__ranks_training_samples_by_loss_before_it_reads_features() -> None:
-    gate, features = Gate(), data(N, 0).assign_attrs(task="Regression(target='label')")
-    targets = data(M, 1).assign_attrs(task=features.task)
+    gate, features = Gate(), data(N, 0).assign_attrs(loss_kind="squared error")
+    targets = data(M, 1).assign_attrs(loss_kind=features.loss_kind)
     explorer = td.explore(gate.before(features), targets, estimator=TRAK)
     view = View(page="corpus", where="label == 1", estimator="trak")
     session = Session(explorer, view)

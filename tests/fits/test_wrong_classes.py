@@ -199,3 +199,41 @@ def test_damping__follows_outputs_within_a_decade_of_the_prior(rho: float) -> No
     assert float(chosen.relative) == float(near.idxmax()) != 1
     knows = xr.DataArray(np.ones((60, 3), bool), dims=("sample", "checkpoint"))
     assert float(td.damping(ds.assign(trained_on=knows)).relative) == 1
+
+
+class Logged(td.tasks.Classification):
+    """Means the same as its class, and says so."""
+
+    loss_kind = "cross-entropy"
+
+    def output(self, forward: Any, batch: Any) -> torch.Tensor:
+        return super().output(forward, batch) + 0
+
+
+class Silent(td.tasks.Classification):
+    def output(self, forward: Any, batch: Any) -> torch.Tensor:
+        return super().output(forward, batch) * 2
+
+
+class Halved(td.tasks.Classification):
+    """Has logits of its own, as the matrix between wrong classes must have."""
+
+    def _logits(self, forward: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, label = super()._logits(forward, batch)
+        return logits / 2, label
+
+
+def test_wrong_classes__of_subclasses_that_mean_the_same() -> None:
+    states = dict(zip("abc", STATES, strict=True))
+    found = {
+        kind: td.fit(SAMPLES, td.Model(net, states, kind()), n_samples=15, progress=False, **FIT)
+        for kind in (td.tasks.Classification, Logged, Silent, Halved)
+    }
+    plain, same, other, halved = (fit.arrays.get("wrong_classes") for fit in found.values())
+    np.testing.assert_array_equal(same, plain)
+    assert other is None
+    assert np.isfinite(halved).all()
+    assert not np.allclose(halved, plain, rtol=0.1)
+    weighted = td.tasks.Classification(weights=[1.0] * N_CLASSES)
+    fit = td.fit(SAMPLES, td.Model(net, states, weighted), n_samples=15, progress=False, **FIT)
+    assert fit.arrays.get("wrong_classes") is None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import dask
 import dask.array as da
@@ -19,6 +21,7 @@ from distributed import Client
 
 import trakdask as td
 from tests.storage.integers import counted, save
+from trakdask.attribution.protocol import KINDS, GramEstimator
 from trakdask.provenance import as_values
 from trakdask.storage import reading
 from trakdask.testing import simulate_features
@@ -262,3 +265,55 @@ def test_save__refuses_gram_matrices_that_no_worker_can_hold(
     with pytest.raises(MemoryError, match="for a task of the gram matrices of 2000000 columns"):
         td.save(wide, tmp_path / "f.zarr", estimator="trak", progress=False)
     assert not any(tmp_path.iterdir())
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Third(GramEstimator):
+    name: ClassVar[str] = "third"
+    damping: Any = "auto"
+    scale: float = 2.0
+
+    @property
+    def gram_weights(self) -> str:
+        return f"{self.scale}"
+
+    def h(self, features: xr.Dataset) -> Any:
+        return 0 * features.out_to_loss.data + self.scale
+
+
+class Derived(td.Trak):
+    """Has no name of its own."""
+
+    gram_weights = "4"
+
+    def h(self, features: xr.Dataset) -> Any:
+        return 0 * features.out_to_loss.data + 4
+
+
+def test_drop__of_an_estimator_without_a_name_does_not_take_its_base(tmp_path: Path) -> None:
+    save(FEATURES, tmp_path / "f.zarr", estimator=Derived())
+    with pytest.raises(ValueError, match="got 'Derived'"):
+        td.drop(tmp_path / "f.zarr", where="label == 1")
+    assert td.open(tmp_path / "f.zarr").sizes["sample"] == 40
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [Third(scale=3.0), td.RelatIF(), td.Soft(0.7, wrong_classes=False), td.Trak()],
+    ids=lambda e: e.name,
+)
+def test_drop__keeps_the_estimator_of_the_gram_matrix(
+    tmp_path: Path, estimator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tmp_path / "f.zarr"
+    save(FEATURES.assign_coords(sample_id=("sample", np.arange(40))), store, estimator=estimator)
+    dropped = td.drop(store, where="label == 1")
+    attrs = dropped.gram.attrs
+    assert attrs["estimator"]["name"] == estimator.name
+    assert attrs["gram_weights"] == estimator.gram_weights
+    expected = td.gram(dropped.drop_vars("gram"))
+    if estimator.name == "third":
+        np.testing.assert_allclose(dropped.gram, 3 * expected, rtol=1e-6)
+    monkeypatch.delitem(KINDS, estimator.name)
+    with pytest.raises(ValueError, match="this process knows"):
+        td.drop(store, where="sample_id == 4")

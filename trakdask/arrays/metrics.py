@@ -1,7 +1,8 @@
 """Metrics of the outputs of targets: the value, and the derivative by each output.
 
 Outputs are margins f = log p/(1 - p) of the right class, (target,), float64; predictions for
-:func:`squared_loss`. Accuracies are smoothed: a target counts p = σ(f).
+:func:`squared_loss`, and minus the loss for :func:`negative`. Accuracies are smoothed: a target
+counts p = σ(f).
 """
 
 from __future__ import annotations
@@ -34,6 +35,24 @@ def loss(f: Floats) -> Measured:
     [-0.25, -0.25]
     """
     return float(np.logaddexp(0, -f).mean()), -sigmoid(-f) / len(f)
+
+
+def weighted_loss(f: Floats, weight: Floats) -> Measured:
+    """Return the mean of the cross-entropies, each times a number of its target.
+
+    >>> weighted_loss(np.zeros(2), np.array([2.0, 0.0]))[1].tolist()
+    [-0.5, 0.0]
+    """
+    return float((weight * np.logaddexp(0, -f)).mean()), -weight * sigmoid(-f) / len(f)
+
+
+def negative(f: Floats) -> Measured:
+    """Return the mean of -f.
+
+    >>> negative(np.array([-1.0, -3.0]))[0]
+    2.0
+    """
+    return float(-f.mean()), np.full(len(f), -1 / len(f))
 
 
 def squared_loss(f: Floats, y: Floats) -> Measured:

@@ -13,6 +13,7 @@ import xarray as xr
 from trakdask import arrays
 from trakdask.attribution.gauss_newton import Soft, Trak
 from trakdask.attribution.protocol import (
+    KINDS,
     PRODUCT,
     Damping,
     Estimator,
@@ -158,10 +159,6 @@ class TracIn(Estimator):
 Name = Literal["auto", "soft", "trak", "relatif", "grad_dot", "grad_cos"]
 EstimatorLike = Estimator | Name
 
-KINDS: dict[str, Any] = {
-    kind.name: kind for kind in (Soft, Trak, RelatIF, GradDot, GradCos, TracIn)
-}
-
 
 def named(features: xr.Dataset, name: str = "auto", **options: Any) -> Estimator:
     """Return the estimator of a name with options; the task of the features names ``"auto"``."""
@@ -180,7 +177,8 @@ def resolve(features: xr.Dataset, estimator: EstimatorLike) -> Estimator:
     ValueError
         If it is none, or does not fit the task or the checkpoints of the features.
     """
-    if isinstance(estimator, str) and estimator in get_args(Name):
+    if isinstance(estimator, str) and estimator != TracIn.name:  # which has no short form
+        require_choice("estimator", estimator, get_args(Name), remedy="try estimator='auto'")
         estimator = named(features, estimator)
     if not isinstance(estimator, Estimator):
         raise ValueError(

@@ -33,33 +33,6 @@ from trakdask.variables import (
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Trak(GramEstimator):
-    """TRAK as it was published: h = 1, g = Q.
-
-    Parameters
-    ----------
-    damping
-        λ, as in :class:`Soft`. ``"auto"`` is ``"completeness"`` for classification into one of
-        several classes or by several labels, ``"trace"`` for regression and causal language models,
-        as was measured to be best; else it is 0.03, relative to tr(K_c²)/tr(K_c).
-
-    References
-    ----------
-    Park et al. 2023, equation 17; traker's ``TRAKer.finalize_scores``, which gives the scores of
-    ``Trak(Absolute(lambda_reg))`` up to one factor per checkpoint.
-
-    Examples
-    --------
-    >>> import trakdask as td
-    >>> td.Trak(damping=td.Absolute(1.0))
-    Trak(damping=Absolute(value=1.0))
-    """
-
-    name: ClassVar[str] = "trak"
-    damping: Damping = "auto"
-
-
-@dataclass(frozen=True, eq=False, repr=False)
 class Soft(GramEstimator):
     """The curvature and the gradient of one loss that is flatter than the real one.
 
@@ -195,3 +168,30 @@ class Soft(GramEstimator):
         """Return q^a."""
         assert not isinstance(self.power, str), "a power of sums or of scores"
         return arrays.weights.soft_loss_weights(features.out_to_loss.data, self.power)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Trak(GramEstimator):
+    """TRAK as it was published: h = 1, g = Q.
+
+    Parameters
+    ----------
+    damping
+        λ, as in :class:`Soft`. ``"auto"`` is ``"completeness"`` for classification into one of
+        several classes or by several labels, ``"trace"`` for regression and causal language models,
+        as was measured to be best; else it is 0.03, relative to tr(K_c²)/tr(K_c).
+
+    References
+    ----------
+    Park et al. 2023, equation 17; traker's ``TRAKer.finalize_scores``, which gives the scores of
+    ``Trak(Absolute(lambda_reg))`` up to one factor per checkpoint.
+
+    Examples
+    --------
+    >>> import trakdask as td
+    >>> td.Trak(damping=td.Absolute(1.0))
+    Trak(damping=Absolute(value=1.0))
+    """
+
+    name: ClassVar[str] = "trak"
+    damping: Damping = "auto"

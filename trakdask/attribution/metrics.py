@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,8 +16,8 @@ from trakdask import arrays
 from trakdask.arrays.blocks import blockwise
 from trakdask.arrays.graphs import plain
 from trakdask.arrays.metrics import Floats, Measured
-from trakdask.attribution.protocol import has_squared_error
 from trakdask.checks import require_choice
+from trakdask.provenance import facts
 from trakdask.variables import (
     CHECKPOINT,
     SAMPLE,
@@ -37,8 +36,13 @@ COMBINATION = "combination"
 _COORDS = {"loss": None, "accuracy": None, "worst_group": "group", "gap": "group", "auroc": "label"}
 """The coord of the targets that each metric needs."""
 
-_SUMS_OF_MARGINS = re.compile(r"(MultiLabel|Clip)\(|CausalLM\(.*\bposition=None")
-"""Tasks whose samples have several margins, so that log(1 + exp(-f)) is not the loss."""
+_LOSSES: dict[str, Callable[..., Measured]] = {
+    "cross-entropy": arrays.metrics.loss,
+    "weighted cross-entropy": arrays.metrics.weighted_loss,
+    "squared error": arrays.metrics.squared_loss,
+    "minus output": arrays.metrics.negative,
+}
+"""The mean loss by what tasks say of it."""
 
 _HELD_OUT = 0.75
 """The share of a margin at which the derivative is taken, as models of less data are less sure."""
@@ -73,13 +77,16 @@ def metric(outputs: xr.DataArray, targets: xr.Dataset, metric: MetricLike) -> xr
     Raises
     ------
     TypeError, ValueError
-        If there is no such metric, the targets lack its coord, or the task is a regression, whose
-        outputs have a ``"loss"`` alone.
+        If there is no such metric, the targets lack its coord, their task does not say its
+        ``loss_kind``, or its outputs are no margins, and so have a ``"loss"`` alone, or none.
 
     Notes
     -----
     Outputs that are NaN are left out. For a squared error, the loss is half of it, and the true
-    values are output + out_to_loss of the targets. A function needs torch; names do not.
+    values are output + out_to_loss of the targets; the weights of a weighted cross-entropy are in
+    out_to_loss, too. Where the output is minus the loss, as of
+    :class:`~trakdask.tasks.MultiRegression`, the loss is minus the output. A function needs torch;
+    names do not.
 
     Examples
     --------
@@ -106,7 +113,7 @@ def metric(outputs: xr.DataArray, targets: xr.Dataset, metric: MetricLike) -> xr
 
 @dataclass(frozen=True)
 class Measure:
-    """A metric of some targets. ``truth`` (target,) is lazy, for squared errors only."""
+    """A metric of some targets. ``truth`` (target,) is lazy: true values, or weights of targets."""
 
     name: str
     formula: Callable[..., Measured]
@@ -157,25 +164,56 @@ class Measure:
 def measure_of(metric: MetricLike, targets: xr.Dataset) -> Measure:
     """Return the metric of a name, or of a function, for some targets."""
     validate(targets, ["output"], what="targets")
-    is_squared, along = has_squared_error(targets), coords_along(targets, SAMPLE)
-    at = 1.0 if is_squared else _HELD_OUT
+    along, loss = coords_along(targets, SAMPLE), facts(targets.attrs).get("loss_kind")
+    at = 1.0 if loss in ("squared error", "minus output") else _HELD_OUT
     if callable(metric):
         name = getattr(metric, "__name__", type(metric).__name__)
         formula = functools.partial(_of_function, metric, list(map(str, along)))
         return Measure(name, formula, tuple(c.values for c in along.values()), None, at)
     require_choice("metric", metric, list(_COORDS), remedy="try metric='accuracy', or a function")
-    task = str(targets.attrs.get("task", ""))
-    if (is_squared and metric != "loss") or _SUMS_OF_MARGINS.match(task):
+    _require_loss(metric, targets, loss)
+    if metric != "loss":
+        return Measure(metric, getattr(arrays.metrics, metric), _column(metric, along), None, at)
+    return Measure(metric, _LOSSES[str(loss)], (), _truth(targets, loss), at)
+
+
+def _require_loss(metric: str, targets: xr.Dataset, loss: str | None) -> None:
+    """Refuse a metric that outputs do not determine, or of which the task does not say so."""
+    task = targets.attrs.get("task")
+    if loss is None:
         raise ValueError(
-            f"expected a task whose outputs are margins for metric={metric!r}, got "
-            f"{task}; try metric='loss' of a regression, or a function of outputs and coords"
+            f"expected a task that says its loss_kind for metric={metric!r}, got {task}; try "
+            f"loss_kind = 'cross-entropy', or another one of {[*_LOSSES]}, in the class of the "
+            "task, and targets.assign_attrs(loss_kind=...) for features that are there, or a "
+            "function of outputs and coords"
         )
-    if is_squared:
-        validate(targets, ["out_to_loss"], what="targets")
-        lazy = lazy_features(targets)
-        truth = (lazy.output + lazy.out_to_loss).mean(CHECKPOINT).data.rechunk(-1)
-        return Measure(metric, arrays.metrics.squared_loss, (), truth, at)
-    return Measure(metric, getattr(arrays.metrics, metric), _column(metric, along), None, at)
+    if "combined" in targets.attrs:
+        raise ValueError(
+            f"expected outputs of single targets for metric={metric!r}, got targets that were "
+            f"combined ({targets.attrs['combined']}); try the targets before td.combine"
+        )
+    if loss not in _LOSSES or (metric != "loss" and not loss.endswith("cross-entropy")):
+        remedy = "metric='loss', or " if loss in _LOSSES else ""
+        raise ValueError(
+            f"expected a task whose outputs are margins for metric={metric!r}, got {task}, whose "
+            f"loss_kind is {loss!r}; try {remedy}a function of outputs and coords"
+        )
+
+
+def _truth(targets: xr.Dataset, loss: str | None) -> da.Array | None:
+    """Return what a loss needs to know of each target beside its output, (target,)."""
+    if loss not in ("squared error", "weighted cross-entropy"):
+        return None
+    validate(targets, ["out_to_loss"], what="targets")
+    lazy = lazy_features(targets)
+    if loss == "squared error":
+        known = (lazy.output + lazy.out_to_loss).mean(CHECKPOINT)
+    else:  # Q is the weight times 1 - p. Sums are exact also where p is 1 at some checkpoint.
+        doubt = 1 / (1 + np.exp(lazy.output.astype(np.float64)))
+        total = doubt.sum(CHECKPOINT)
+        known = lazy.out_to_loss.sum(CHECKPOINT) / total.where(total > 0)
+    truth: da.Array = known.data.rechunk(-1)
+    return truth
 
 
 def _column(metric: str, along: dict[Hashable, xr.Variable]) -> tuple[np.ndarray, ...]:

@@ -48,6 +48,9 @@ LEAST_FOLDS = 5
 
 SOFT = "soft"
 
+KINDS: dict[str, Any] = {}
+"""The classes of estimators by their names, in which stores remember them."""
+
 Rule = Literal["auto", "cross_validation", "completeness", "trace"]
 
 
@@ -88,6 +91,10 @@ class Estimator(HtmlTable):
     pooled: ClassVar[bool] = True
     norms: ClassVar[tuple[str, ...]] = ()
     _formula: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        if "name" in vars(cls):
+            KINDS[cls.name] = cls
 
     @property
     def gram_weights(self) -> str:
@@ -220,7 +227,11 @@ class GramEstimator(Estimator):
 
     def attrs(self, features: xr.Dataset) -> dict[str, Any]:
         """Return the ``attrs`` of matrices that are reduced from these features."""
+        options = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        is_named = KINDS.get(self.name) is type(self)  # and not a class that is derived from it
+        name = self.name if is_named else type(self).__name__
         return {
+            "estimator": {**options, "name": name, "damping": "auto"},
             "gram_weights": self.gram_weights,
             "loss_weights": self.loss_weights,
             "power": self.power,

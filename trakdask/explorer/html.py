@@ -18,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from trakdask._version import __version__
-from trakdask.attribution.estimators import KINDS as ESTIMATORS
+from trakdask.attribution.protocol import KINDS as ESTIMATORS
 from trakdask.attribution.protocol import Rule
 from trakdask.errors import BlockError
 from trakdask.explorer.conditions import has_terms, toggled

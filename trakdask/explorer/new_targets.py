@@ -22,8 +22,6 @@ _NEW = "new"
 """The coord that is true for the targets that were added on the spot."""
 
 _ARRAYS = ("feature", "output", "out_to_loss")
-_BESIDE = ("label", "target", "position")
-"""Fields of tasks that name a variable which is a number, to be typed beside a text or image."""
 
 _MOST_CHARACTERS = 100_000
 
@@ -52,8 +50,9 @@ class TargetMaker:
     @property
     def numbers(self) -> list[str]:
         """The variables of the task that are typed as numbers, such as the label."""
-        named = (getattr(self.model.task, field, None) for field in _BESIDE)
-        return [name for name in named if name is not None]
+        task = self.model.task
+        others = list(getattr(task, "variables", ()))[1:]  # of a task that does not say it
+        return list(getattr(task, "number_variables", others))
 
     @property
     def finds_class(self) -> bool:
@@ -147,14 +146,12 @@ def _probabilities(
     """Return the mean probabilities over the checkpoints of some features, (sample, class)."""
     import torch  # a second, which pages without a model need not wait
 
-    from trakdask.models.tasks.logits import call_model
-
     task: Any = model.task
     batch = td.tasks.Batch({n: torch.as_tensor(x) for n, x in variables.items()})
     names = checkpoint_names(features)
     with torch.no_grad():
         logits = [
-            call_model(model.forward(checkpoint), batch, task.inputs, task.positional)
+            task.logits(model.forward(checkpoint), batch)
             for checkpoint in model.checkpoints
             if checkpoint.name in names
         ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ import xarray as xr
 from trakdask.explorer.computing import compute
 from trakdask.explorer.conditions import condition_mask, joined, without
 from trakdask.explorer.view import View
+from trakdask.provenance import facts
 from trakdask.variables import CHECKPOINT, OUTPUT, SAMPLE, coords_along
 
 ROWS = 24
@@ -26,9 +26,6 @@ _MOST_VALUES = 12
 
 _MOST_UNSURE = 256
 """How many samples the model is asked about; their labels are the least likely."""
-
-_WITH_MARGINS = re.compile(r"(Image|Text|Binary)?Classification\(|CausalLM\(.*\bposition='")
-"""Tasks whose output is the margin log p / (1 − p) of one answer."""
 
 Classifier = Callable[[np.ndarray], np.ndarray]
 """Returns the probabilities of all classes, (sample, class), for the samples at some positions.
@@ -78,11 +75,9 @@ class SampleTable:
     @cached_property
     def label(self) -> str:
         """The coord that has the classes of a classifier; "" for other models."""
-        task = re.fullmatch(r"\w*Classification\((.*)\)", self._task)
-        label = re.search(r"\blabel='(\w+)'", task[1]) if task else None
-        name = label[1] if label else "label"
+        name = self._facts.get("label", "")
         is_number = name in self.metadata and self.metadata[name].dtype.kind in "iuf"
-        return name if task and is_number else ""
+        return name if is_number else ""
 
     @cached_property
     def whole(self) -> pd.DataFrame:
@@ -100,14 +95,14 @@ class SampleTable:
         table = pd.DataFrame({"output": output.mean(axis=1)})
         if output.shape[1] > 1:
             table["disagreement"] = np.std(output, axis=1, ddof=1)
-        name, loss = mean_loss(self._task, output, q)
+        name, loss = mean_loss(self._facts.get("loss_kind"), output, q)
         return table.assign(**{name: loss})
 
     @property
-    def _task(self) -> str:
-        """The task whose outputs the targets have; "" for combined ones, which have no loss."""
+    def _facts(self) -> dict[str, Any]:
+        """What the task says of its loss; nothing for combined targets, which have none."""
         attrs = self.features.attrs
-        return "" if "combined" in attrs else str(attrs.get("task"))
+        return {} if "combined" in attrs else facts(attrs)
 
     @property
     def loss(self) -> str:
@@ -219,23 +214,32 @@ def output_of(ds: xr.Dataset) -> Any:
     return ds[OUTPUT].data if OUTPUT in ds else np.nan * ds["out_to_loss"].data
 
 
-def mean_loss(task: object, output: np.ndarray, q: np.ndarray) -> tuple[str, np.ndarray]:
+def mean_loss(kind: str | None, output: np.ndarray, q: np.ndarray) -> tuple[str, np.ndarray]:
     """Return ``"loss"`` and the loss of samples, (sample, checkpoint), averaged over checkpoints.
 
-    A margin has the cross-entropy log(1 + exp(−output)), and half the squared error of a regression
-    is Q²/2. The loss of other tasks cannot be computed from stored features; they get ``"Q"`` and
-    its mean.
+    A margin has the cross-entropy log(1 + exp(−output)), times its weight, Q/(1 − p), if it has
+    one. Half the squared error of a regression is Q²/2. Some outputs are minus the loss. The loss
+    of other tasks cannot be computed from stored features; they get ``"Q"`` and its mean.
 
     Examples
     --------
-    >>> mean_loss("Regression(inputs=('x',))", np.array([[7.0]]), np.array([[-3.0]]))
+    >>> mean_loss("squared error", np.array([[7.0]]), np.array([[-3.0]]))
     ('loss', array([4.5]))
     """
-    if _WITH_MARGINS.match(str(task)):
-        return "loss", np.logaddexp(0, -output).mean(axis=1)
-    if str(task).startswith("Regression("):
-        return "loss", (q**2).mean(axis=1) / 2
-    return "Q", q.mean(axis=1)
+    with np.errstate(invalid="ignore"):  # targets that failed
+        cross_entropy = np.logaddexp(0, -output)
+    match kind:
+        case "cross-entropy":
+            losses = cross_entropy
+        case "weighted cross-entropy":
+            losses = cross_entropy * q * (1 + np.exp(output))
+        case "squared error":
+            losses = q**2 / 2
+        case "minus output":
+            losses = -output
+        case _:
+            return "Q", q.mean(axis=1)
+    return "loss", losses.mean(axis=1)
 
 
 def metadata(ds: xr.Dataset) -> pd.DataFrame:

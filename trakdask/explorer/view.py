@@ -11,8 +11,7 @@ from typing import Any, get_args
 from urllib.parse import parse_qs, urlencode
 
 from trakdask.attribution.conditions import Condition
-from trakdask.attribution.estimators import KINDS
-from trakdask.attribution.protocol import Absolute, Damping, Rule
+from trakdask.attribution.protocol import KINDS, Absolute, Damping, Rule
 
 PAGES = ("targets", "target", "sample", "corpus", "new", "marks")
 _RULES = get_args(Rule)

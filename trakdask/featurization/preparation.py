@@ -21,9 +21,10 @@ from trakdask.models.gradients import ENGINES
 from trakdask.models.layers import choose_engine, elements_at_once
 from trakdask.models.model import Model
 from trakdask.models.tasks import task_spec
+from trakdask.models.tasks.protocol import task_facts
 from trakdask.projection import SJLT, Projector, RowMap
 from trakdask.projection.fitted import Fitted
-from trakdask.provenance import DEFAULTS, REQUIRED_SPEC, as_values, require_same
+from trakdask.provenance import REQUIRED_SPEC, as_values, require_same
 from trakdask.samples import lazy_variables, normalise_coord, source_of, validate_samples
 from trakdask.variables import CHECKPOINT, SAMPLE, WRONG_CLASSES, checkpoint_names, validate
 
@@ -124,7 +125,7 @@ def prepare(
         "device": device,
         "on_error": on_error,
         **({"parts": partition.spec()} if partition else {}),
-        **{name: getattr(model.task, name) for name in DEFAULTS if hasattr(model.task, name)},
+        **task_facts(model.task),
         "formula": bound.formula,
         **({"damping_prior": bound.damping_prior} if bound.damping_prior != 1 else {}),
         "trakdask_version": __version__,

@@ -28,6 +28,7 @@ import xarray as xr
 from trakdask import arrays
 from trakdask.featurization.lazy import featurize
 from trakdask.models.model import Model
+from trakdask.models.tasks.protocol import task_facts
 from trakdask.models.tasks.supervised import Classification, WrongClass
 from trakdask.projection.fitted import Fitted
 from trakdask.samples import validate_samples
@@ -51,9 +52,10 @@ def wrong_classes(
     samples = validate_samples(samples)
     model = model.for_variables({str(n): array.ndim for n, array in samples.variables.items()})
     task, between = model.task, copy.copy(model)
-    if not isinstance(task, Classification) or type(task).output is not Classification.output:
+    has_margin = task_facts(task).get("loss_kind") == "cross-entropy"
+    if not isinstance(task, Classification) or not has_margin:
         return None
-    between.task = WrongClass(task.inputs, task.label, task.temperature, task.positional)
+    between.task = WrongClass(task)
     features = featurize(samples, between, projector, **options)
     if features.sizes[PROJ_DIM] > _WIDEST:
         return None

@@ -35,6 +35,7 @@ from trakdask.models.modules import (
     without_weights,
 )
 from trakdask.models.tasks import Forward, Task, TrakTask, resolve_task, task_spec
+from trakdask.models.tasks.protocol import task_fields
 from trakdask.torch_internals import uncompiled
 
 __all__ = ["Model"]
@@ -68,9 +69,11 @@ class Model:
         consists of the module's own weights.
     task
         A name (``"classification"``, ``"image_classification"``, ``"text_classification"``,
-        ``"binary_classification"``, ``"multi_label"``, ``"regression"``, ``"causal_lm"``,
-        ``"clip"``), a :class:`~trakdask.models.tasks.Task`, or an object with TRAK's
-        ``get_output`` and ``get_out_to_loss_grad``.
+        ``"binary_classification"``, ``"multi_label"``, ``"regression"``, ``"multi_regression"``,
+        ``"segmentation"``, ``"causal_lm"``, ``"token_classification"``, ``"question_answering"``,
+        ``"seq2seq"``, ``"clip"``, ``"preference"``, ``"reward"``), a
+        :class:`~trakdask.models.tasks.Task`, or an object with TRAK's ``get_output`` and
+        ``get_out_to_loss_grad``.
     parameters
         The parameters to differentiate: ``None`` for all, a name, a glob (``"head.*"``), a list of
         these, a class of modules (``nn.Linear``), or a predicate ``(name, parameter) -> bool``. No
@@ -199,6 +202,7 @@ class Model:
         build = import_callable(self.build, "build") if isinstance(self.build, str) else self.build
         return {
             "task": task_spec(self.task),
+            "task_fields": task_fields(self.task),
             "code": code_digests(self.meta_module(), task, build),
             "checkpoints": {c.name: c.digest for c in self.checkpoints},
             "checkpoint_ids": {c.name: c.id for c in self.checkpoints},
@@ -230,7 +234,7 @@ class Model:
         frozen = f" ({self._n_frozen} of them frozen)" if self._n_frozen else ""
         return (
             f"<trakdask.Model: {n} checkpoint{'s' * (n != 1)}, "
-            f"{task_spec(self.task).split('(')[0]}, "
+            f"{task_fields(self.task)['class']}, "
             f"{chosen} of {self._n_parameters} parameters{frozen}>"
         )
 

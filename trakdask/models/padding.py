@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trakdask.models.independence import row_of, tolerance
 from trakdask.models.tasks import Batch, Forward, Task
-from trakdask.models.tasks.logits import MASK, call_model
+from trakdask.models.tasks.logits import MASK
 
 # Tokens that are left of a batch of empty sequences; a next token needs two.
 _LEAST = 2
@@ -87,4 +87,5 @@ def ignores_padding(forward: Forward, task: Task, batch: Batch) -> bool:
 
 def _logits(forward: Forward, task: Any, batch: Batch) -> Tensor:
     with torch.no_grad():
-        return call_model(forward, batch, task.inputs, task.positional)
+        logits: Tensor = task.logits(forward, batch)
+        return logits

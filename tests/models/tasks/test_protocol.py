@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import math
+import pickle
 from collections import OrderedDict
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 import trakdask as td
 from trakdask.models.tasks import TASKS, Batch, Forward, Task, TrakTask, resolve_task, task_spec
@@ -119,3 +124,35 @@ def test_call_model__finds_the_logits(wrap) -> None:
 def test_call_model__by_name_or_in_order() -> None:
     assert call(lambda t: t, ("b", "a"))[0, 0] == 1
     assert call(lambda t: t, ("b", "a"), positional=True)[0, 0] == -1
+
+
+class Named(NamedTuple):
+    hidden: Tensor
+    scores: Tensor
+
+
+@pytest.mark.parametrize(
+    ("wrap", "name"),
+    [
+        (lambda t: {"hidden": -t, "scores": t}, "scores"),
+        (lambda t: {"hidden": -t, "scores": t}, 1),
+        (lambda t: {0: t, "logits": -t}, 0),
+        (lambda t: ModelOutput(hidden=-t, scores=t), "scores"),
+        (lambda t: Named(-t, t), "scores"),
+        (lambda t: Named(-t, t), -1),
+        (lambda t: SimpleNamespace(logits=-t, scores=t), "scores"),
+    ],
+)
+def test_call_model__finds_another_output_by_name_or_position(wrap, name: str | int) -> None:
+    batch = Batch(a=torch.ones(2, 3), b=torch.zeros(2, 3))
+    found = call_model(Forward(Returns(wrap), {}, {}), batch, ("a", "b"), False, name)
+    assert torch.equal(found, torch.ones(2, 3))
+
+
+def test_task__with_an_output_by_name_is_a_value() -> None:
+    task = td.tasks.Classification(output="scores")
+    assert repr(task).endswith("positional=True, output='scores')")
+    assert pickle.loads(pickle.dumps(task)) == task == dataclasses.replace(task)
+    assert dataclasses.replace(task, temperature=2.0).returned == "scores"
+    assert task != td.tasks.Classification()
+    assert "output" in inspect.signature(td.tasks.TokenClassification).parameters

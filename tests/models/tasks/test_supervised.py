@@ -11,6 +11,7 @@ from trakdask.models.tasks import (
     Batch,
     BinaryClassification,
     ImageClassification,
+    MultiRegression,
     Regression,
     TextClassification,
 )
@@ -95,7 +96,47 @@ def _prediction(module: nn.Module, sample: Batch) -> Tensor:
     return module(sample["x"])[0, 0]
 
 
+def _weighted(logits: Tensor, data: Batch) -> Tensor:
+    weight = torch.tensor(WEIGHTS, dtype=torch.float64)
+    return functional.cross_entropy(logits, data["label"], weight, reduction="none")
+
+
+def _squares(logits: Tensor, data: Batch) -> Tensor:
+    return 0.5 * ((data["y"] - logits) ** 2).sum(1)
+
+
+def _minus_squares(module: nn.Module, sample: Batch) -> Tensor:
+    return -_squares(module(sample["x"]), sample)[0]
+
+
+def _second_prediction(module: nn.Module, sample: Batch) -> Tensor:
+    return module(sample["x"])[0, sample["k"][0]]
+
+
+def _several_numbers() -> Batch:
+    generator = torch.Generator().manual_seed(2)
+    y = torch.randn(4, 3, generator=generator).double()
+    return Batch(x=numbers(torch.zeros(4))["x"], y=y, k=torch.tensor([1, 0, 2, 1]))
+
+
+class Parts(nn.Module):
+    """Returns a mapping in which the logits have another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Bag()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+        logits = self.net(input_ids, attention_mask)["logits"]
+        return {"hidden": logits * 2, "scores": logits, "logits": logits[:, :1]}
+
+
+def _of_part(module: nn.Module, sample: Batch) -> Tensor:
+    return _of_class(module.net, sample)
+
+
 COLD = TextClassification(temperature=3)
+WEIGHTS = [0.5, 3.0, 1.0, 0.0]
 BINARY, ONE_LABEL = BinaryClassification(), torch.tensor([0, 1, 1, 0])
 
 # Module, task, samples, f by hand, the loss, and how logits rise with f.
@@ -106,6 +147,20 @@ CASES = {
     "binary, bool": (net(1), BINARY, numbers(ONE_LABEL.bool()), _of_labels, _by_logit, _signs),
     "binary, float": (net(1), BINARY, numbers(ONE_LABEL.float()), _of_labels, _by_logit, _signs),
     "labels": (net(3), "multi_label", numbers(LABELS), _of_labels, _by_logit, _signs),
+    "text, by name": (
+        Parts(), TextClassification(output="scores"), text(), _of_part, _cross_entropy, _one_hot,
+    ),
+    "text, weights": (
+        Bag(), TextClassification(weights=WEIGHTS), text(), _of_class, _weighted, _one_hot,
+    ),
+    "several numbers": (
+        net(3), "multi_regression", _several_numbers(), _minus_squares, _squares,
+        lambda data: None,
+    ),
+    "one of several numbers": (
+        net(3), MultiRegression(column="k"), _several_numbers(), _second_prediction, _squares,
+        lambda data: functional.one_hot(data["k"], 3).double(),
+    ),
     "regression": (
         net(1), "regression", _real_numbers(), _prediction, _halved_square,
         lambda _: torch.ones(4, 1),
@@ -122,9 +177,16 @@ def test_output__gradients(check_gradients, case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_q__is_the_slope_of_the_loss_while_the_output_rises(run, case: str) -> None:
     module, task, data, _, loss, rises_of = CASES[case]
+    if rises_of(data) is None:  # f is minus the loss
+        _, f, q = run(module, task, data)
+        torch.testing.assert_close(-f, loss(module(data["x"]), data).detach().float())
+        assert q.tolist() == [1] * len(f)
+        return
     inputs = [data["x"]] if "x" in data else [data["input_ids"], data["attention_mask"]]
     logits = module(*inputs)
-    logits = (logits["logits"] if isinstance(logits, dict) else logits).detach()
+    if isinstance(logits, dict):
+        logits = logits["scores" if "scores" in logits else "logits"]
+    logits = logits.detach()
     rises, temperature = rises_of(data), getattr(task, "temperature", 1)
     epsilon = torch.zeros(len(logits), dtype=torch.float64, requires_grad=True)
     raised = loss(logits / temperature + epsilon[:, None] * rises, data)
@@ -132,7 +194,9 @@ def test_q__is_the_slope_of_the_loss_while_the_output_rises(run, case: str) -> N
     _, f, q = run(module, task, data)
     n_margins = LABELS.shape[1] if case == "labels" else 1  # f, a sum of three, rises by 3
     torch.testing.assert_close(q, -slope.float() / n_margins)
-    if case.startswith(("text", "binary")) and temperature == 1:  # then the loss depends on f alone
+    if (
+        case.startswith(("text", "binary")) and temperature == 1 and case != "text, weights"
+    ):  # then the loss depends on f alone
         torch.testing.assert_close(functional.softplus(-f), raised.detach().float())
 
 

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from trakdask.checks import require_choice
 from trakdask.models.tasks.clip import Clip, clip_embeddings
-from trakdask.models.tasks.language import CausalLM, expand_tokens
+from trakdask.models.tasks.language import (
+    CausalLM,
+    QuestionAnswering,
+    Segmentation,
+    Seq2Seq,
+    TokenClassification,
+    expand_tokens,
+)
 from trakdask.models.tasks.preferences import Preference, Reward
 from trakdask.models.tasks.protocol import Batch, Forward, Task, TrakTask, task_spec
 from trakdask.models.tasks.supervised import (
@@ -14,6 +22,7 @@ from trakdask.models.tasks.supervised import (
     Classification,
     ImageClassification,
     MultiLabel,
+    MultiRegression,
     Regression,
     TextClassification,
 )
@@ -28,11 +37,16 @@ __all__ = [
     "Forward",
     "ImageClassification",
     "MultiLabel",
+    "MultiRegression",
     "Preference",
+    "QuestionAnswering",
     "Regression",
     "Reward",
+    "Segmentation",
+    "Seq2Seq",
     "Task",
     "TextClassification",
+    "TokenClassification",
     "TrakTask",
     "clip_embeddings",
     "expand_tokens",
@@ -41,14 +55,20 @@ __all__ = [
 ]
 
 
-TASKS: dict[str, Callable[[], Task]] = {
+# Not Task, since mypy takes the option `output` of derived tasks for an attribute of that name.
+TASKS: dict[str, Callable[[], Any]] = {
     "classification": Classification,
     "image_classification": ImageClassification,
     "text_classification": TextClassification,
     "binary_classification": BinaryClassification,
     "multi_label": MultiLabel,
     "regression": Regression,
+    "multi_regression": MultiRegression,
+    "segmentation": Segmentation,
     "causal_lm": CausalLM,
+    "token_classification": TokenClassification,
+    "question_answering": QuestionAnswering,
+    "seq2seq": Seq2Seq,
     "clip": Clip,
     "preference": Preference,
     "reward": Reward,
@@ -60,7 +80,8 @@ def resolve_task(task: str | Task | object) -> Task:
     """Return the task of a name, a task itself, or the adapter of a TRAK model output."""
     if isinstance(task, str):
         require_choice("task", task, list(TASKS), remedy="try task='classification'")
-        return TASKS[task]()
+        named: Task = TASKS[task]()
+        return named
     if isinstance(task, type):
         raise TypeError(f"expected an instance as task, got a class; try {task.__name__}()")
     if isinstance(task, Task):

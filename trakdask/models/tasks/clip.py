@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -75,6 +75,9 @@ class Clip(HtmlTable):
     Park et al. 2023, section 5.1; traker's ``CLIPModelOutput``.
     """
 
+    loss_kind: ClassVar[str] = "other"
+    naming: ClassVar[tuple[str, ...]] = ("image", "text")
+    number_variables: ClassVar[tuple[str, ...]] = ()
     negatives: Embeddings | None = field(default=None, repr=False, compare=False)
     image: str = "image"
     text: str = "text"

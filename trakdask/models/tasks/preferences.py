@@ -11,7 +11,7 @@ from torch import Tensor
 from trakdask.checks import require_number
 from trakdask.html_tables import HtmlTable
 from trakdask.models.tasks.language import CausalLM
-from trakdask.models.tasks.logits import call_model, one_minus_p, shape_of
+from trakdask.models.tasks.logits import MASK, one_minus_p, shape_of, warn_of_padding
 from trakdask.models.tasks.protocol import Batch, Forward
 
 _SIDES = ("chosen", "rejected")
@@ -54,6 +54,9 @@ class Preference(HtmlTable):
     """
 
     default_estimator: ClassVar[str] = "soft"
+    loss_kind: ClassVar[str] = "cross-entropy"
+    naming: ClassVar[tuple[str, ...]] = ("reference",)
+    number_variables: ClassVar[tuple[str, ...]] = ()
     beta: float = 0.1
     language: CausalLM = field(default_factory=CausalLM)
     reference: tuple[str, ...] = ("ref_chosen_logps", "ref_rejected_logps")
@@ -120,7 +123,7 @@ class Reward(Preference):
     reference: tuple[str, ...] = ()
 
     def _value(self, forward: Forward, answers: Batch) -> Tensor:
-        reward = call_model(forward, answers, self.language.inputs, self.language.positional)
+        reward = self.language.logits(forward, answers)
         if reward.numel() != answers.size:
             raise ValueError(
                 f"expected one reward per sequence for a batch of {answers.size}, got "
@@ -129,7 +132,8 @@ class Reward(Preference):
         return reward.reshape(-1)
 
     def _check(self, forward: Forward, answers: Batch) -> None:
-        """Rewards need no check of tokens."""
+        if MASK not in self.language.inputs:
+            warn_of_padding(forward, answers[self.language.inputs[0]])
 
 
 def _answers(batch: Batch, side: str) -> Batch:

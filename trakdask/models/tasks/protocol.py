@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,10 +12,20 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from trakdask.checks import require_choice
 from trakdask.html_tables import HtmlTable
 from trakdask.torch_internals import tree_leaves, tree_map
 
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+
+LOSSES = ("cross-entropy", "weighted cross-entropy", "squared error", "minus output", "other")
+"""What a task can say of its loss; see :class:`Task`."""
+
+DEFAULTS = ("default_estimator", "default_damping")
+"""Attributes by which a task says how scores are made if nobody else does."""
+
+_PLAIN = (type(None), bool, int, float, str)
+_METHODS = ("output", "out_to_loss", "get_output", "get_out_to_loss_grad")
 
 
 class Batch(dict[str, Tensor]):
@@ -177,22 +188,35 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 class Task(Protocol):
     """The contract of a task: two functions of a *batched* forward.
 
-    A task may also have an attribute ``variables``, the names of the samples' variables that it
-    reads, so that they are checked before anything runs; and ``default_estimator``, ``"soft"`` or
-    another short form, which is what ``"auto"`` stands for in :func:`trakdask.score`. Without it,
-    that is ``"trak"``. ``default_damping`` is its rule for λ, and ``loss_kind = "squared error"``
-    says that the loss has the same curvature everywhere.
+    A task may also say facts of itself, as attributes of its class. Features keep them in their
+    ``attrs``, so that a store knows them without the task:
+
+    - ``variables``, the names of the samples' variables that it reads, so that they are checked
+      before anything runs.
+    - ``loss_kind``, how the loss ℓ of a sample follows from f: ``"cross-entropy"``,
+      ℓ = log(1 + exp(-f)), where f = log p/(1-p) is the margin of the right answer;
+      ``"weighted cross-entropy"``, which is a constant of the sample times that, as is Q;
+      ``"squared error"``, ℓ = ½ (y - f)² with Q = y - f;
+      ``"minus output"``, f = -ℓ with Q = 1; or ``"other"``. Metrics such as
+      ``td.metric(..., "loss")`` need it. A subclass that has another ``output`` or ``out_to_loss``
+      does not inherit it, and says its own.
+    - ``default_estimator``, ``"soft"`` or another short form, which is what ``"auto"`` stands for
+      in :func:`trakdask.score`. Without it, that is ``"trak"``.
+    - ``default_damping``, the rule for λ.
+    - ``naming``, the settings that only name variables, or say where the output of a sample is.
+      They do not count where features are compared.
 
     Examples
     --------
     >>> class SquaredError:
     ...     variables = ("x", "y")
+    ...     loss_kind = "squared error"
     ...
     ...     def output(self, forward, batch):
     ...         return forward(batch["x"])[:, 0]
     ...
     ...     def out_to_loss(self, forward, batch):
-    ...         return 2 * (batch["y"] - forward(batch["x"])[:, 0])
+    ...         return batch["y"] - forward(batch["x"])[:, 0]
     >>> isinstance(SquaredError(), Task)
     True
     """
@@ -239,11 +263,69 @@ class TrakTask(HtmlTable):
 
 
 def task_spec(task: Task) -> str:
-    """Describe a task in one line that is equal for equal tasks in any process."""
-    subject = task.modelout if isinstance(task, TrakTask) else task
+    """Describe a task in one line, for people and messages."""
+    subject = _subject(task)
     if dataclasses.is_dataclass(subject):
         return repr(subject)
-    plain = (type(None), bool, int, float, str)
-    values = {k: v for k, v in sorted(vars(subject).items()) if isinstance(v, plain)}
-    inside = ", ".join(f"{name}={value!r}" for name, value in values.items())
+    inside = ", ".join(f"{name}={value!r}" for name, value in _settings(subject).items())
     return f"{type(subject).__qualname__}({inside})"
+
+
+def task_fields(task: Any) -> dict[str, Any]:
+    """Return the class of a task, its settings, and which of them only name variables, as JSON.
+
+    They are equal for equal tasks in any process.
+    """
+    subject = _subject(task)
+    return {
+        "class": type(subject).__qualname__,
+        "fields": {name: _as_json(setting) for name, setting in _settings(subject).items()},
+        "names": list(getattr(subject, "naming", ())),
+    }
+
+
+def task_facts(task: Task) -> dict[str, Any]:
+    """Return what a task says about itself, as attrs of its features.
+
+    ``label`` is the variable with the classes of which a cross-entropy has the margin.
+    """
+    subject = _subject(task)
+    facts = {name: getattr(subject, name) for name in DEFAULTS if hasattr(subject, name)}
+    loss = getattr(subject, "loss_kind", None)
+    if loss is None or not _is_said_of_methods(subject):
+        return facts
+    require_choice("loss_kind", loss, LOSSES, remedy="try loss_kind='other'")
+    label = getattr(subject, "label", None)
+    of_classes = {"label": label} if loss == "cross-entropy" and isinstance(label, str) else {}
+    return {**facts, "loss_kind": loss, **of_classes}
+
+
+def _subject(task: Any) -> Any:
+    return task.modelout if isinstance(task, TrakTask) else task
+
+
+def _is_said_of_methods(subject: object) -> bool:
+    """Return whether no class has changed f or Q since ``loss_kind`` was said."""
+    classes = type(subject).__mro__
+
+    def place(name: str) -> int:
+        return next((i for i, kind in enumerate(classes) if name in vars(kind)), len(classes))
+
+    said = -1 if "loss_kind" in getattr(subject, "__dict__", ()) else place("loss_kind")
+    return said <= min(map(place, _METHODS))
+
+
+def _as_json(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return task_fields(value)
+    if isinstance(value, (tuple, list)):
+        return [_as_json(item) for item in value]
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    return value if isinstance(value, _PLAIN) and is_finite else repr(value)
+
+
+def _settings(subject: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(subject):
+        names = [field.name for field in dataclasses.fields(subject) if field.repr]
+        return {name: getattr(subject, name) for name in names}
+    return {k: v for k, v in sorted(vars(subject).items()) if isinstance(v, _PLAIN)}

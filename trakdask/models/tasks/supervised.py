@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from trakdask.checks import require_number
+from trakdask.checks import require_number, shown
 from trakdask.models.tasks.logits import (
+    MASK,
     ModelTask,
-    call_model,
     margin,
     one_minus_p,
+    option,
     shape_of,
+    task,
+    warn_of_padding,
+    warn_of_probabilities,
     without_absent_mask,
 )
 from trakdask.models.tasks.protocol import Batch, Forward, reject_samples
 
 
-@dataclass(frozen=True)
+@task
 class Classification(ModelTask):
     """Classification of rows of a table, or of anything else, into two or more classes.
 
@@ -38,40 +43,71 @@ class Classification(ModelTask):
         Divides the logits in Q only.
     positional
         Whether the inputs are passed in their order; otherwise by name.
+    weights
+        Weights of the classes in the loss, as torch's ``cross_entropy`` takes them; Q has them as a
+        factor. The default estimator is then ``"trak"``, since Q is no probability.
+    output
+        Name or position of the logits in what the model returns, if that is a mapping, an object or
+        a tuple. By default ``logits``, or the first one.
 
     Raises
     ------
     TypeError, ValueError
-        If an option is invalid. When run, if logits are not (batch, classes), or labels are not
-        integers below the number of classes.
+        If an option is invalid. When run, if logits are not (batch, classes), labels are not
+        integers below the number of classes, or there is not one weight of each class.
 
     Notes
     -----
-    The cross-entropy is ℓ = log(1 + exp(-f)), hence Q = -dℓ/df at temperature 1.
+    The cross-entropy is ℓ = log(1 + exp(-f)), hence Q = -dℓ/df at temperature 1. With a weight w of
+    the label it is w times that.
 
     References
     ----------
     Park et al. 2023, section 3.3.
     """
 
-    default_estimator: ClassVar[str] = "soft"
     inputs: tuple[str, ...] = ("x",)
     label: str = "label"
     temperature: float = 1.0
     positional: bool = True
+    weights: Sequence[float] | None = option(default=None)
+    returned: str | int | None = option(default=None, alias="output")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_number("temperature", self.temperature, low=0, remedy="try temperature=1.0")
+        if self.weights is not None:
+            weights = np.asarray(self.weights, np.float64)
+            if weights.ndim != 1 or not (np.isfinite(weights) & (weights >= 0)).all():
+                raise ValueError(
+                    f"expected a finite weight >= 0 of each class, got {shown(self.weights)}; try "
+                    "weights=[1.0, 2.0]"
+                )
+            object.__setattr__(self, "weights", tuple(weights.tolist()))
+
+    @property
+    def loss_kind(self) -> str:
+        """How the loss follows from f, and from Q if it has weights."""
+        if self.weights is None:
+            return "cross-entropy"
+        return "weighted cross-entropy" if self.temperature == 1 else "other"
+
+    @property
+    def default_estimator(self) -> str:
+        """``"soft"`` where Q is a probability."""
+        return "soft" if self.weights is None else "trak"
 
     def output(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the margin of the correct class, (batch,)."""
         return margin(*self._logits(forward, batch))
 
     def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
-        """Return 1 - p of the correct class, (batch,)."""
+        """Return 1 - p of the correct class times its weight, (batch,)."""
         logits, label = self._logits(forward, batch)
         labels, n = batch[self.label], logits.shape[1]
+        warn_of_probabilities(forward, logits)
+        if self.token_variables and MASK not in self.inputs:
+            warn_of_padding(forward, batch[self.inputs[0]])
         reject_samples(
             (labels < 0) | (labels >= n),
             lambda row: (
@@ -79,7 +115,15 @@ class Classification(ModelTask):
                 "sample {sample}; try labels that start at 0, or leaving such samples out"
             ),
         )
-        return one_minus_p(margin(logits / self.temperature, label))
+        q = one_minus_p(margin(logits / self.temperature, label))
+        if self.weights is None:
+            return q
+        if len(self.weights) != n:
+            raise ValueError(
+                f"expected a weight of each of {n} classes, got {len(self.weights)} weights; try "
+                f"weights=[...] with {n} numbers"
+            )
+        return q * q.new_tensor(self.weights)[label]
 
     def _logits(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the logits (batch, classes) and the labels (batch,), int64.
@@ -87,7 +131,7 @@ class Classification(ModelTask):
         Labels that are out of range are clamped, because they would crash a CUDA kernel, and vmap
         cannot look at values. ``out_to_loss`` rejects them.
         """
-        logits = call_model(forward, batch, self.inputs, self.positional)
+        logits = self.logits(forward, batch)
         label = batch[self.label]
         if logits.ndim != 2 or logits.shape[1] < 2 or len(logits) != len(label):
             raise ValueError(
@@ -102,18 +146,30 @@ class Classification(ModelTask):
         return logits, label.long().clamp(0, logits.shape[1] - 1)
 
 
-class WrongClass(Classification):
-    """How likely the likeliest wrong class is among the wrong ones; :class:`Classification`'s Q.
+@dataclass(frozen=True)
+class WrongClass:
+    """How likely the likeliest wrong class of a task is among the wrong ones; Q of the task.
 
     The output is log r_k = logit_k - logsumexp(logits of wrong classes), for the wrong class k with
     the largest logit. It is 0 for two classes.
     """
 
+    of: Classification
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Names of the variables that the task reads."""
+        return self.of.variables
+
     def output(self, forward: Forward, batch: Batch) -> Tensor:
         """Return log r of the likeliest wrong class, (batch,)."""
-        logits, label = self._logits(forward, batch)
+        logits, label = self.of._logits(forward, batch)
         wrong = logits.scatter(-1, label[..., None], -torch.inf)
         return wrong.amax(-1) - wrong.logsumexp(-1)
+
+    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return Q of the task, (batch,)."""
+        return self.of.out_to_loss(forward, batch)
 
 
 class ImageClassification(Classification):
@@ -127,6 +183,8 @@ class ImageClassification(Classification):
         Divides the logits in Q only.
     image, label
         Names of the variables: model input (batch, ...) and integer class (batch,).
+    weights, output
+        As in :class:`Classification`.
 
     Raises
     ------
@@ -139,12 +197,18 @@ class ImageClassification(Classification):
     """
 
     def __init__(
-        self, temperature: float = 1.0, image: str = "image", label: str = "label"
+        self,
+        temperature: float = 1.0,
+        image: str = "image",
+        label: str = "label",
+        *,
+        weights: Sequence[float] | None = None,
+        output: str | int | None = None,
     ) -> None:
-        super().__init__((image,), label, temperature)
+        super().__init__((image,), label, temperature, weights=weights, output=output)
 
 
-@dataclass(frozen=True)
+@task
 class TextClassification(Classification):
     """Classification of token sequences into two or more classes.
 
@@ -162,6 +226,8 @@ class TextClassification(Classification):
         Divides the logits in Q only.
     positional
         Whether the inputs are passed in their order; otherwise by name.
+    weights, output
+        As in :class:`Classification`.
 
     Raises
     ------
@@ -200,7 +266,7 @@ class TextClassification(Classification):
         return replace(self, inputs=inputs, label=self.label if is_there else "labels")
 
 
-@dataclass(frozen=True)
+@task
 class MultiLabel(ModelTask):
     """Several independent yes-or-no labels per sample, one logit each.
 
@@ -215,6 +281,9 @@ class MultiLabel(ModelTask):
         Name of the labels (batch, labels), 0 or 1, of any dtype.
     positional
         Whether the inputs are passed in their order; otherwise by name.
+    output
+        Name or position of the logits in what the model returns, if that is a mapping, an object or
+        a tuple. By default ``logits``, or the first one.
 
     Raises
     ------
@@ -235,13 +304,15 @@ class MultiLabel(ModelTask):
     """
 
     default_estimator: ClassVar[str] = "soft"
+    loss_kind: ClassVar[str] = "other"
     inputs: tuple[str, ...] = ("x",)
     label: str = "label"
     positional: bool = True
+    returned: str | int | None = option(default=None, alias="output")
 
     def output(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the sum of the signed logits, (batch,)."""
-        return self._signed_logits(forward, batch).sum(1)
+        return self._signed_logits(*self._shaped(forward, batch)).sum(1)
 
     def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the mean of 1 - p over the labels, (batch,)."""
@@ -253,11 +324,13 @@ class MultiLabel(ModelTask):
                 "{sample}; try (labels > 0).astype(int) for signs, or task='classification'"
             ),
         )
-        return one_minus_p(self._signed_logits(forward, batch)).mean(1)
-
-    def _signed_logits(self, forward: Forward, batch: Batch) -> Tensor:
-        """Return the logits of the true answers, (batch, labels)."""
         logits, label = self._shaped(forward, batch)
+        signed = self._signed_logits(logits, label)
+        warn_of_probabilities(forward, logits, is_softmax=False)
+        return one_minus_p(signed).mean(1)
+
+    def _signed_logits(self, logits: Tensor, label: Tensor) -> Tensor:
+        """Return the logits of the true answers, (batch, labels)."""
         if logits.ndim != 2 or logits.shape != label.shape:
             raise ValueError(
                 f"expected logits and labels of one shape (batch, labels), got "
@@ -267,7 +340,7 @@ class MultiLabel(ModelTask):
         return logits * (2 * label.to(logits.dtype) - 1)
 
     def _shaped(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
-        return call_model(forward, batch, self.inputs, self.positional), batch[self.label]
+        return self.logits(forward, batch), batch[self.label]
 
 
 class BinaryClassification(MultiLabel):
@@ -284,6 +357,8 @@ class BinaryClassification(MultiLabel):
         Name of the labels (batch,), 0 or 1, of any dtype.
     positional
         Whether the inputs are passed in their order; otherwise by name.
+    output
+        As in :class:`MultiLabel`.
 
     Raises
     ------
@@ -300,6 +375,7 @@ class BinaryClassification(MultiLabel):
     """
 
     default_estimator: ClassVar[str] = "trak"
+    loss_kind: ClassVar[str] = "cross-entropy"
 
     def _shaped(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
         logits, label = super()._shaped(forward, batch)
@@ -309,7 +385,7 @@ class BinaryClassification(MultiLabel):
         )
 
 
-@dataclass(frozen=True)
+@task
 class Regression(ModelTask):
     """Regression on one number per sample with half the squared error, ℓ = ½ (y - ŷ)².
 
@@ -323,6 +399,9 @@ class Regression(ModelTask):
         Name of the true values (batch,).
     positional
         Whether the inputs are passed in their order; otherwise by name.
+    output
+        Name or position of the predictions in what the model returns, if that is a mapping, an
+        object or a tuple. By default ``logits``, or the first one.
 
     Raises
     ------
@@ -346,17 +425,102 @@ class Regression(ModelTask):
     inputs: tuple[str, ...] = ("x",)
     target: str = "y"
     positional: bool = True
+    returned: str | int | None = option(default=None, alias="output")
     _other_variables: ClassVar[tuple[str, ...]] = ("target",)
 
     def output(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the prediction, (batch,)."""
-        predicted = call_model(forward, batch, self.inputs, self.positional)
+        predicted = self.logits(forward, batch)
         return _per_sample(predicted, len(batch[self.target]), "the model's output")
 
     def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the true value minus the prediction, (batch,)."""
         predicted = self.output(forward, batch)
         return _per_sample(batch[self.target], len(predicted), repr(self.target)) - predicted
+
+
+@task
+class MultiRegression(ModelTask):
+    """Regression on several numbers per sample, with half the sum of squared errors as loss ℓ.
+
+    The output is f = -ℓ = -½ Σ_k (y_k - ŷ_k)², and Q = 1, so that the gradient of a training sample
+    is the one that it has in training. With ``column`` it is one prediction, f = ŷ_k, and
+    Q = y_k - ŷ_k; targets of the one kind fit training samples of the other.
+
+    Parameters
+    ----------
+    inputs
+        Names of the variables that the model takes.
+    target
+        Name of the true values (batch, ...), of the shape of the predictions.
+    column
+        Name of an integer variable (batch,) with the only number to explain, counted from 0.
+    positional
+        Whether the inputs are passed in their order; otherwise by name.
+    output
+        As in :class:`Regression`.
+
+    Raises
+    ------
+    ValueError
+        When run, if predictions and true values differ in shape, or there is no such column.
+
+    Notes
+    -----
+    A sum of predictions would say nothing: errors of opposite signs would cancel in Q.
+
+    References
+    ----------
+    Park et al. 2023, section 3: f is any scalar of the model, Q the derivative of the loss with
+    respect to it.
+    """
+
+    default_damping: ClassVar[str] = "trace"
+    inputs: tuple[str, ...] = ("x",)
+    target: str = "y"
+    column: str | None = None
+    positional: bool = True
+    returned: str | int | None = option(default=None, alias="output")
+    _other_variables: ClassVar[tuple[str, ...]] = ("target", "column")
+
+    @property
+    def loss_kind(self) -> str:
+        """Of one column it is a squared error."""
+        return "minus output" if self.column is None else "squared error"
+
+    def output(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return minus the loss, or one prediction, (batch,)."""
+        predicted, error = self._predicted(forward, batch)
+        return -(error**2).sum(1) / 2 if self.column is None else self._at(predicted, batch)
+
+    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return 1, or the error of one prediction, (batch,)."""
+        predicted, error = self._predicted(forward, batch)
+        if self.column is None:
+            return torch.ones_like(error[:, 0])
+        columns, n = batch[self.column], predicted.shape[1]
+        reject_samples(
+            (columns < 0) | (columns >= n),
+            lambda row: (
+                f"expected {self.column} in 0..{n - 1} ({n} predictions), got "
+                f"{int(columns[row])} at sample {{sample}}; try columns that start at 0"
+            ),
+        )
+        return self._at(error, batch)
+
+    def _at(self, values: Tensor, batch: Batch) -> Tensor:
+        column = batch[str(self.column)].long().clamp(0, values.shape[1] - 1)
+        return values.gather(1, column[:, None])[:, 0]
+
+    def _predicted(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
+        predicted, true = self.logits(forward, batch), batch[self.target]
+        if predicted.ndim < 2 or predicted.shape != true.shape:
+            raise ValueError(
+                f"expected predictions and true values of one shape (batch, numbers), got "
+                f"{tuple(predicted.shape)} and {tuple(true.shape)} in {self.target!r}; try "
+                "task='regression' for one number, or wrapping the model"
+            )
+        return predicted.flatten(1), (true - predicted).flatten(1)
 
 
 def _per_sample(values: Tensor, size: int, what: str) -> Tensor:
