@@ -85,9 +85,14 @@ def running(
     cache_states(states_bytes())
     try:
         device = device_of_task(job.device)
-        with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
-            with _threads(), no_fast_path(), applied(job.torch_settings, device):
-                yield BlockSamples(job, positions, arrays, device)
+        with (
+            torch.inference_mode(False),  # whatever the caller is in
+            torch.enable_grad(),
+            _threads(),
+            no_fast_path(),
+            applied(job.torch_settings, device),
+        ):
+            yield BlockSamples(job, positions, arrays, device)
     except Exception as err:
         raise BlockError(
             f"{what} failed: {type(err).__name__}: {err}{_circumstances(job, arrays, err)}"
@@ -96,8 +101,9 @@ def running(
 
 def _circumstances(job: FeaturizeJob, arrays: tuple[np.ndarray, ...], err: Exception) -> str:
     """Describe the inputs of the model, for errors that torch raised and not this package."""
+    notes = "".join(f"\n{note}" for note in getattr(err, "__notes__", ()))
     if isinstance(err, ValueError) or "; try " in str(err):
-        return ""
+        return notes
     inputs = dict(zip(job.inputs, arrays, strict=True))
     shapes = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in inputs.items())
     remedy = ""
@@ -107,10 +113,15 @@ def _circumstances(job: FeaturizeJob, arrays: tuple[np.ndarray, ...], err: Excep
             f"; try samples.assign({first}=samples[{first!r}].astype('float32')) if these are no "
             "ids, or td.featurize(..., dtype='float32') if the weights have another dtype"
         )
-    elif isinstance(err, RuntimeError | IndexError) and not hasattr(err, "__notes__"):
+    elif isinstance(err, RuntimeError | IndexError) and not notes:
         remedy = "; try inputs of the shape and range that the model was trained on"
-    notes = "".join(f"\n{note}" for note in getattr(err, "__notes__", ()))
     return f"\nThe inputs of the block were {shapes}{remedy}{notes}"
+
+
+def _forward(job: FeaturizeJob, checkpoint: Checkpoint, device: torch.device) -> Forward:
+    """Return the model at a checkpoint, in the precision and on the device of the job."""
+    forward, dtype = job.model.forward(checkpoint), job.torch_settings["dtype"]
+    return on_device(forward if dtype == "as given" else forward.to(getattr(torch, dtype)), device)
 
 
 def run_samples(samples: BlockSamples, checkpoint: Checkpoint, output: Output) -> Block:
@@ -120,10 +131,7 @@ def run_samples(samples: BlockSamples, checkpoint: Checkpoint, output: Output) -
     then stays.
     """
     job, device = samples.job, samples.device
-    forward = job.model.forward(checkpoint)
-    if job.torch_settings["dtype"] != "as given":
-        forward = forward.to(getattr(torch, job.torch_settings["dtype"]))
-    forward = on_device(forward, device)
+    forward = _forward(job, checkpoint, device)
     samples, places = samples.by_length()
     settings = *job.torch_settings.values(), output.rotations is not None
     run_as, find = (job.engines, job.row_map.names, settings, device), partial(Checked, job.engines)

@@ -21,6 +21,7 @@ from trakdask.models.gradients import (
     SAFER,
     WeightedSum,
     engine_of,
+    require_per_sample,
     require_same_as_loop,
     require_same_sum,
     sample_weights,
@@ -166,7 +167,7 @@ class CheckedEngine:
             warn_once(("gradients", self._samples.job.model.token, name), text, _log.warning)
             self._checked.engines, self._checked.n_samples = self._checked.engines[i:], 0
             return None
-        if self._checked.engines[1:] == () and is_of_engine(err) and "; try " not in str(err):
+        if len(errors) == 1 and self._engine in SAFER and is_of_engine(err):
             self._note_remedy(part, err, size_of("loop"))
         return err
 
@@ -192,13 +193,20 @@ class CheckedEngine:
         return ""
 
     def _note_remedy(self, part: slice, err: Exception, size: int) -> None:
-        """Say in an error of the only engine what to try, if the engine causes it."""
-        if self._engine not in SAFER or self._samples.job.on_error != "raise":
+        """Say in an error of the only engine what to try, if this engine causes it."""
+        if self._samples.job.on_error != "raise" or isinstance(err, ModelError):
             return
         with suppress(Exception):
             self._seconds_of("loop", part, size)
-            eager = ", or a model of transformers with attn_implementation='eager'"
-            remedy = SAFER[self._engine] + (eager if self._engine == "vmap" else "")
+            # Other engines know no tokens.
+            text, separator, _ = str(err).partition("; try gradients=")
+            if separator and self._engine == "tokens":
+                err.args = (text,)
+            elif separator:
+                return
+            remedy = SAFER[self._engine]
+            if self._engine == "vmap":
+                remedy += ", or a model of transformers with attn_implementation='eager'"
             err.add_note(f"The loop runs these samples; try {remedy}")
 
     def require_independent(self, rows: np.ndarray) -> None:
@@ -223,7 +231,8 @@ class CheckedEngine:
             return
         if self._engine not in ("hooks", "tokens") or not values:  # which take f of the batch
             try:
-                values = task.output(forward, batch), task.out_to_loss(forward, batch)
+                output = require_per_sample(task.output(forward, batch), batch.size, "output")
+                values = output, task.out_to_loss(forward, batch)
             except Exception:
                 if is_apart:  # it runs single samples only, and so mixes none
                     return
