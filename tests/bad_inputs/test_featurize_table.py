@@ -56,14 +56,14 @@ ROWS = [
     BadInput(F, "integer images", computed(After(), data(image=np.ones((4, 4), "u1"))), RuntimeError, ["image uint8", "samples.assign(image=samples['image'].astype('float32'))"]),
     BadInput(F, "integer images, cast", computed(After(), data(image=np.ones((4, 4), int)), dtype="float32"), RuntimeError, ["image int64", "samples.assign("]),
     BadInput(F, "integer images, float64 weights", computed(After().double(), data(image=np.ones((4, 4), int))), RuntimeError, ["dtype='float32')", "samples.assign("]),
-    BadInput(F, "fewer rows", computed(After(lambda y: y[1:])), RuntimeError, ["(1, classes)", "(0, 3)"]),
+    BadInput(F, "fewer rows", computed(After(lambda y: y[1:])), RuntimeError, ["(2, classes)", "(1, 3)"]),
     BadInput(F, "mean of the batch", computed(After(lambda y: y - y.mean(0).detach())), RuntimeError, ["sample 0"]),
     BadInput(F, "dropout", computed(After(lambda y: nn.functional.dropout(y, 0.5))), RuntimeError, ["dropout"]),
     BadInput(F, "task without samples", computed(After(), task=Mean()), RuntimeError, ["task.output", "()"]),
     *[BadInput(F, f"no gradient, {name}", computed(After(), task=Detached(), gradients=name), RuntimeError, ["no gradient", "torch.no_grad()", ".detach()"]) for name in ("auto", "hooks", "vmap", "loop")],
     BadInput(F, "detached in the model", computed(After(lambda y: y.detach())), RuntimeError, ["no gradient", ".detach()"]),
-    BadInput(F, "several outputs", computed(After(), task=AllColumns(3)), RuntimeError, ["(1, 3)", "td.tasks.MultiLabel()"]),
-    BadInput(F, "an axis of one", computed(After(), task=AllColumns(1)), RuntimeError, ["(1, 1)", "try .flatten()"]),
+    BadInput(F, "several outputs", computed(After(), task=AllColumns(3)), RuntimeError, ["(4, 3)", "td.tasks.MultiLabel()"]),
+    BadInput(F, "an axis of one", computed(After(), task=AllColumns(1)), RuntimeError, ["(4, 1)", "try .flatten()"]),
     BadInput(F, "arguments", computed(TwoTowers()), RuntimeError, ["TypeError", "'text'"]),
 ]  # fmt: skip
 

@@ -500,12 +500,17 @@ class ThatReturns(nn.Linear):
         return {"output": super().forward(x)[:, 0]}
 
 
+class Always(First):
+    def output(self, forward, batch):
+        raise RuntimeError("nine")
+
+
 @pytest.mark.parametrize("gradients", ["auto", *ENGINES])
 @pytest.mark.parametrize(
     ("module", "task", "error"),
     [
         (ThatReturns(4, 2), Keyed("x"), "KeyError: 'logits'"),
-        (nn.Linear(4, 2), Raises("x"), "RuntimeError: nine"),
+        (nn.Linear(4, 2), Always("x"), "RuntimeError: nine"),
         (nn.Linear(5, 2), First("x"), "RuntimeError: mat1 and mat2 shapes|size mismatch"),
     ],
 )
@@ -524,5 +529,7 @@ def test_featurize__no_advice_on_engines_for_errors_that_all_of_them_have(
 )
 def test_featurize__advice_on_engines_where_it_helps(kind: str, gradients: str) -> None:
     _, model, samples = model_of(kind)
-    with pytest.raises(td.errors.BlockError, match="The loop runs these .* try gradients=.*'loop'"):
+    with pytest.raises(
+        td.errors.BlockError, match=r"The loop runs these .* try gradients=.*'loop'"
+    ):
         features(samples, model, gradients=gradients)

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from time import perf_counter
+from traceback import FrameSummary, extract_tb
 from typing import Any
 
 import numpy as np
@@ -152,9 +153,9 @@ class CheckedEngine:
 
         Returns
         -------
-        None, or the error to raise if there is no such engine: that of the last one.
+        None, or the error to raise if there is no such engine: the one of the model itself.
         """
-        errors = {self._engine: err}
+        first, errors = err, {self._engine: err}
         for i, name in enumerate(self._checked.engines[1:], 1) if is_of_engine(err) else ():
             try:
                 seconds = self._seconds_of(name, part, size_of(name))
@@ -169,7 +170,8 @@ class CheckedEngine:
             return None
         if len(errors) == 1 and self._engine in SAFER and is_of_engine(err):
             self._note_remedy(part, err, size_of("loop"))
-        return err
+        # Of one error of the model, the first one tells more: other engines have smaller batches.
+        return first if _origin(first) == _origin(err) else err
 
     def _seconds_of(self, engine: str, part: slice, size: int) -> float:
         """Return how long an engine takes for a micro-batch, whose gradients are discarded."""
@@ -271,6 +273,11 @@ class CheckedEngine:
             flat = expected[name].reshape(1, -1)
             expected[name] = rotated(flat, tuple(expected[name].shape), matrices)[0]
         return expected, f, q
+
+
+def _origin(err: Exception) -> FrameSummary:
+    """Return the line that has raised an error."""
+    return extract_tb((err.__cause__ or err).__traceback__)[-1]
 
 
 def _are_finite(f: Tensor, q: Tensor, sink: Any) -> bool:
