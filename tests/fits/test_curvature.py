@@ -389,8 +389,8 @@ def distilbert() -> nn.Module:
 )
 def test_scale__is_0_where_gradients_are_rounding(build: Any, null: list[str]) -> None:
     torch.manual_seed(0)
-    module, image = build(), RNG.normal(size=(24, 2, 4, 4)).astype("f4")
-    ids = RNG.integers(1, 30, (24, 9))
+    module, draw = build(), np.random.default_rng(5)
+    ids, image = draw.integers(1, 30, (24, 9)), draw.normal(size=(24, 2, 4, 4)).astype("f4")
     words = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
     samples = td.from_arrays(
         {**(words if build is distilbert else {"image": image}), "label": LABELS}
@@ -406,3 +406,20 @@ def test_scale__is_0_where_gradients_are_rounding(build: Any, null: list[str]) -
         assert bool(scales[0][place].any()) != any(name.endswith(each) for each in null)
     for other in made[1:]:
         assert np.linalg.norm(other - made[0]) <= 1e-4 * np.linalg.norm(made[0])
+
+
+def test_components_of_gradients_that_are_0() -> None:
+    samples = td.from_arrays({"image": np.zeros((6, 4), "f4"), "label": np.arange(6) % 3})
+    model = td.Model(nn.Linear(4, 3, bias=False), task="image_classification")
+    found = td.principal_components(samples, model, 3, projector=td.Identity(), progress=False)
+    assert not any(np.any(array) for array in found.arrays.values())
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_progress__of_each_fit(progress: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    samples, model = case("cnn")
+    moments = {n: {p: torch.ones(s) for p, s in model.shapes.items()} for n in ("a", "b")}
+    td.curvature(samples, model, progress=progress)
+    td.principal_components(samples, model, 3, projector=td.SJLT(32), progress=progress)
+    td.second_moments(model, moments, progress=progress)
+    assert capsys.readouterr().out.count("2/2") == 3 * progress

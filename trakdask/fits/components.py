@@ -15,6 +15,7 @@ from trakdask.errors import warn_once
 from trakdask.execution import polled_bar, require_memory
 from trakdask.featurization.lazy import featurize
 from trakdask.featurization.preparation import model_of
+from trakdask.fits.sums import signed
 from trakdask.models.model import Model
 from trakdask.projection import SJLT, Projector
 from trakdask.projection.fitted import Components, Fitted
@@ -156,6 +157,6 @@ def _principal(
     scale = np.where(is_kept, 1 / np.sqrt(np.where(is_kept, values, 1)), 0)
     # Half precision halves what each store of features holds, and turns columns by 3e-4. So single
     # precision, which takes half of the time, is enough for the products before.
-    matrix = x.T @ (vectors * scale).astype(np.float32)
+    matrix = signed(x.T @ (vectors * scale).astype(np.float32))
     total = np.square(wide).sum() or 1.0  # of features without any length, all shares are 0
     return matrix.astype(np.float16), np.where(is_kept, values, 0) / total

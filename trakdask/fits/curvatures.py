@@ -19,7 +19,7 @@ from trakdask.execution import polled_bar
 from trakdask.featurization.block import Output, run_samples, running
 from trakdask.featurization.graphs import GraphInputs, block_tasks
 from trakdask.featurization.job import FeaturizeJob
-from trakdask.featurization.preparation import model_of, prepare
+from trakdask.featurization.preparation import model_of, prepare, require_model
 from trakdask.fits.sums import (
     AxisProducts,
     SquaredCoordinates,
@@ -116,23 +116,30 @@ def curvature(
     if not 0 <= damping < np.inf:
         raise ValueError(f"expected a finite damping >= 0, got {damping!r}; try damping=10")
     leading = require_integer("leading", leading, 0, remedy="try leading=1024")
-    prepared = prepare(samples, model, projector=Identity(), adds_up=True, **options)
+    require_model(model)
+    names, parts = [checkpoint.name for checkpoint in model.checkpoints], list[Fitted]()
+    with polled_bar("curvature", len(names), lambda: len(parts), show=progress):
+        for name in names:
+            one = model.at_checkpoints([name])
+            prepared = prepare(samples, one, projector=Identity(), adds_up=True, **options)
+            parts.append(_fitted(prepared, float(damping), leading, estimator))
+    return Fitted.joined(parts)
+
+
+def _fitted(
+    prepared: GraphInputs, damping: float, leading: int, estimator: EstimatorLike
+) -> Fitted:
+    """Return the curvature at one checkpoint."""
     weights = with_gram(xr.Dataset(attrs=prepared.attrs), estimator).of_sums()
-    lazy, parts = _lazy_curvature(prepared, weights.power), []
-    n_checkpoints = len(prepared.job.model.checkpoints)
-    with polled_bar("curvature", n_checkpoints, lambda: len(parts), show=progress):
-        for i in range(n_checkpoints):
-            parts.append(dask.compute(*(array[:, i] for array in lazy)))
-    vectors, values = (np.stack(arrays, 1) for arrays in zip(*parts, strict=True))
-    scale = np.apply_along_axis(scale_of, 0, values, prepared.job.model.shapes, damping)
-    columns = zip(values.T, scale.T, strict=True)
-    kept = np.stack([leading_coordinates(*column, leading) for column in columns], 1)
+    vectors, values = dask.compute(*_lazy_curvature(prepared, weights.power))
+    scale = scale_of(values[:, 0], prepared.job.model.shapes, damping)
+    kept = leading_coordinates(values[:, 0], scale, leading)
     arrays = {
         "curvature_eigenvectors": vectors,
-        "curvature_scale": scale,
-        "curvature_leading": kept,
+        "curvature_scale": scale[:, None],
+        "curvature_leading": kept[:, None],
     }
-    step = Curvature(float(damping), weights.power, len(kept))
+    step = Curvature(damping, weights.power, len(kept))
     return Fitted(()).with_arrays(step, arrays, model_of(prepared.attrs))
 
 

@@ -123,8 +123,21 @@ def eigenvectors_of(sums: np.ndarray, shapes: Shapes) -> np.ndarray:
     vectors = np.empty(sums.shape, np.float32)
     for _, _, length, place in factors_of(shapes):
         _, columns = np.linalg.eigh(sums[place].reshape(length, length))
-        vectors[place] = columns.reshape(sums[place].shape)
+        vectors[place] = signed(columns).reshape(sums[place].shape)
     return vectors
+
+
+def signed(columns: np.ndarray) -> np.ndarray:
+    """Return eigenvectors, each with a sign that does not depend on rounding.
+
+    Examples
+    --------
+    >>> signed(np.array([[-3.0, 4.0], [4.0, 3.0]])).tolist()
+    [[3.0, 4.0], [-4.0, 3.0]]
+    """
+    # A fixed direction, which hardly any eigenvector is perpendicular to.
+    direction = np.random.RandomState(0).standard_normal(len(columns))
+    return np.where(direction @ columns < 0, -columns, columns)
 
 
 def rounding_of(squares: np.ndarray, shapes: Shapes) -> dict[str, float]:
