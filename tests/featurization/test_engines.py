@@ -267,6 +267,9 @@ def test_auto__ends_at_the_loop(
     assert all(f"{name} failed (" in line for name in ("hooks", "vmap") if name != engine)
     assert len(calls) == 1 or engine == "vmap"  # not once for each of the four blocks
     assert np.array_equal(features(samples, model), found)
+    with dask.config.set(scheduler="threads", num_workers=2):
+        lazy = td.featurize(samples, model, projector=td.Identity(), batch_size=1)
+        np.testing.assert_allclose(lazy.feature.values[..., 0], found, rtol=1e-5, atol=1e-6)
     assert len(said(caplog)) == 1
 
 

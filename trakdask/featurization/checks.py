@@ -228,16 +228,15 @@ class CheckedEngine:
         forward, task = self._forward, self._task
         # Alone, as in the loop, a sample may take another branch than in a batch. Who asks for the
         # loop wants that; who does not would not know.
-        is_apart = self._engine == "loop" and reads_values(forward, task, batch)
-        if is_apart and self._samples.job.engines == ("loop",):
+        if self._samples.job.engines == ("loop",) and reads_values(forward, task, batch):
             return
         if self._engine not in ("hooks", "tokens") or not values:  # which take f of the batch
             try:
                 output = require_per_sample(task.output(forward, batch), batch.size, "output")
                 values = output, task.out_to_loss(forward, batch)
             except Exception:
-                if is_apart:  # it runs single samples only, and so mixes none
-                    return
+                if reads_values(forward, task, batch):
+                    return  # it runs single samples only, and so mixes none
                 raise
         require_same_alone(forward, task, batch, values[0].detach(), values[1].detach())
 
@@ -275,9 +274,9 @@ class CheckedEngine:
         return expected, f, q
 
 
-def _origin(err: Exception) -> FrameSummary:
+def _origin(err: Exception) -> list[FrameSummary]:
     """Return the line that has raised an error."""
-    return extract_tb((err.__cause__ or err).__traceback__)[-1]
+    return extract_tb((err.__cause__ or err).__traceback__)[-1:]
 
 
 def _are_finite(f: Tensor, q: Tensor, sink: Any) -> bool:
