@@ -290,9 +290,25 @@ class DroppedPacked(Packed):
         return nn.functional.dropout(super().forward(rows, length), 0.5)
 
 
+class Adapted(Residual):
+    """Takes a step of training on the whole batch first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = dict(self.net.named_parameters())
+        loss = self.net(x).square().mean()
+        steps = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+        moved = {name: w - step for (name, w), step in zip(weights.items(), steps, strict=True)}
+        return torch.func.functional_call(self.net, moved, x)
+
+
 @pytest.mark.parametrize(
     ("build", "variables"),
-    [(CentredFunction, ("x",)), (NormalizedResidual, ("x",)), (DroppedPacked, ("rows", "length"))],
+    [
+        (CentredFunction, ("x",)),
+        (NormalizedResidual, ("x",)),
+        (Adapted, ("x",)),
+        (DroppedPacked, ("rows", "length")),
+    ],
 )
 def test_auto__models_that_mix_samples_are_not_looped(build: Any, variables: Any) -> None:
     samples = td.from_arrays({name: DATA[name] for name in variables}, chunks=4)

@@ -230,6 +230,9 @@ class CheckedEngine:
         # loop wants that; who does not would not know.
         if self._samples.job.engines == ("loop",) and reads_values(forward, task, batch):
             return
+        if self._engine == "loop":  # such that the model can differentiate itself here, too
+            leaves = {n: forward.parameters[n].detach().requires_grad_() for n in self._names}
+            forward = forward.with_parameters(leaves)
         if self._engine not in ("hooks", "tokens") or not values:  # which take f of the batch
             try:
                 output = require_per_sample(task.output(forward, batch), batch.size, "output")
