@@ -1,8 +1,9 @@
 """Per-sample gradients of the model output, with the classes of the TRAK package.
 
 :class:`FunctionalGradientComputer` uses the engines of trakdask: hooks, which take one backward
-pass for a batch, if the output is built-in and the model treats samples independently, and
-otherwise ``vmap``. :class:`IterativeGradientComputer` differentiates one sample after the other.
+pass for a batch, if the output is built-in and the model treats samples independently, otherwise
+``vmap``, and one pass for each sample where this fails.
+:class:`IterativeGradientComputer` differentiates one sample after the other.
 """
 
 from __future__ import annotations
