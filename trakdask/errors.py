@@ -5,6 +5,7 @@ All other errors are of built-in types.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Hashable
 
@@ -21,6 +22,7 @@ __all__ = [
 ]
 
 _shown: set[Hashable] = set()
+_showing = threading.RLock()
 
 
 class CheckpointError(ValueError):
@@ -79,13 +81,14 @@ def warn_once(kind: Hashable, message: str, warn: Callable[[str], object] | None
     (None, None)
     >>> forget_warnings()
     """
-    if kind in _shown:
-        return
-    if warn is None:
-        warnings.warn(message, UserWarning, stacklevel=3)
-    else:
-        warn(message)
-    _shown.add(kind)
+    with _showing:  # threads may have the same reason at the same time
+        if kind in _shown:
+            return
+        if warn is None:
+            warnings.warn(message, UserWarning, stacklevel=3)
+        else:
+            warn(message)
+        _shown.add(kind)
 
 
 def forget_warnings() -> None:

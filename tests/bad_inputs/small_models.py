@@ -120,6 +120,27 @@ class Mean:
         return forward(batch["image"]).mean()
 
 
+class Detached:
+    """A task whose output autograd cannot follow."""
+
+    @torch.no_grad()
+    def output(self, forward: Any, batch: Any) -> Tensor:
+        return forward(batch["image"])[:, 0]
+
+    def out_to_loss(self, forward: Any, batch: Any) -> Tensor:
+        return forward(batch["image"])[:, 0]
+
+
+class AllColumns(Detached):
+    """A task that returns a number for each column."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def output(self, forward: Any, batch: Any) -> Tensor:
+        return forward(batch["image"])[:, : self.n]
+
+
 class OnlyOutput:
     def output(self, forward: Any, batch: Any) -> Tensor:
         return forward(batch["image"])[:, 0]

@@ -14,6 +14,8 @@ from tests.bad_inputs.small_models import (
     NAN,
     NET,
     After,
+    AllColumns,
+    Detached,
     Mean,
     TwoTowers,
     computed,
@@ -58,6 +60,10 @@ ROWS = [
     BadInput(F, "mean of the batch", computed(After(lambda y: y - y.mean(0).detach())), RuntimeError, ["sample 0"]),
     BadInput(F, "dropout", computed(After(lambda y: nn.functional.dropout(y, 0.5))), RuntimeError, ["dropout"]),
     BadInput(F, "task without samples", computed(After(), task=Mean()), RuntimeError, ["task.output", "()"]),
+    *[BadInput(F, f"no gradient, {name}", computed(After(), task=Detached(), gradients=name), RuntimeError, ["no gradient", "torch.no_grad()", ".detach()"]) for name in ("auto", "hooks", "vmap", "loop")],
+    BadInput(F, "detached in the model", computed(After(lambda y: y.detach())), RuntimeError, ["no gradient", ".detach()"]),
+    BadInput(F, "several outputs", computed(After(), task=AllColumns(3)), RuntimeError, ["(4, 3)", "td.tasks.MultiLabel()"]),
+    BadInput(F, "an axis of one", computed(After(), task=AllColumns(1)), RuntimeError, ["(4, 1)", "try .flatten()"]),
     BadInput(F, "arguments", computed(TwoTowers()), RuntimeError, ["TypeError", "'text'"]),
 ]  # fmt: skip
 

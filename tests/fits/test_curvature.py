@@ -326,3 +326,100 @@ def test_equal_samples_have_one_component() -> None:
     features = td.featurize(equal, model, components).compute()
     assert np.isfinite(features.feature).all()
     assert not features.feature[:, 1:].any()
+
+
+# --------------------------------------------------- gradients that are 0 but for their rounding
+
+
+class Keys(nn.Module):
+    """The bias of attention's keys adds the same to all logits of a query."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(4, 6) for _ in range(3))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.reshape(len(x), -1, 4)
+        weights = (self.query(x) @ self.key(x).mT).softmax(-1)
+        return self.head((weights @ self.value(x)).mean(1))
+
+
+class Normalized(nn.Module):
+    """Subtracts the mean of each channel, and with it the bias of the convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(2, 6, 3), nn.InstanceNorm2d(6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.conv(x)).relu().mean((2, 3)))
+
+
+class Shifted(nn.Module):
+    """Adds the same to all logits, and has a layer whose units are all off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.off, self.head = nn.Linear(32, 6), nn.Linear(32, 6), nn.Linear(6, 3)
+        self.shift = nn.Parameter(torch.zeros(1))
+        nn.init.constant_(self.off.bias, -99)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(1)
+        return self.head(self.first(x).tanh() + self.off(x).relu()) + self.shift
+
+
+def distilbert() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.DistilBertConfig(
+        vocab_size=30, dim=16, n_layers=2, n_heads=2, hidden_dim=32, num_labels=3
+    )
+    return transformers.DistilBertForSequenceClassification(config)
+
+
+@pytest.mark.parametrize(
+    ("build", "null"),
+    [
+        (distilbert, ["layer.0.attention.k_lin.bias", "layer.1.attention.k_lin.bias"]),
+        (Keys, ["key.bias"]),
+        (Normalized, ["conv.bias"]),
+        (Shifted, ["off.bias", "off.weight", "shift"]),
+    ],
+)
+def test_scale__is_0_where_gradients_are_rounding(build: Any, null: list[str]) -> None:
+    torch.manual_seed(0)
+    module, draw = build(), np.random.default_rng(5)
+    ids, image = draw.integers(1, 30, (24, 9)), draw.normal(size=(24, 2, 4, 4)).astype("f4")
+    words = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    samples = td.from_arrays(
+        {**(words if build is distilbert else {"image": image}), "label": LABELS}
+    )
+    task = "text_classification" if build is distilbert else "image_classification"
+    model, made, scales = td.Model(module, task=task), [], []
+    for size in (1, 3, 6):
+        fit = td.curvature(samples, model, leading=16, batch_size=size, progress=False)
+        features = td.featurize(samples, model, fit.then(td.SJLT(64)), batch_size=size)
+        made.append(features.feature.values[..., 0].astype(float))
+        scales.append(fit.arrays["curvature_scale"][:, 0])
+    for name, place in places_of(model.shapes).items():
+        assert bool(scales[0][place].any()) != any(name.endswith(each) for each in null)
+    for other in made[1:]:
+        assert np.linalg.norm(other - made[0]) <= 1e-4 * np.linalg.norm(made[0])
+
+
+def test_components_of_gradients_that_are_0() -> None:
+    samples = td.from_arrays({"image": np.zeros((6, 4), "f4"), "label": np.arange(6) % 3})
+    model = td.Model(nn.Linear(4, 3, bias=False), task="image_classification")
+    found = td.principal_components(samples, model, 3, projector=td.Identity(), progress=False)
+    assert not any(np.any(array) for array in found.arrays.values())
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_progress__of_each_fit(progress: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    samples, model = case("cnn")
+    moments = {n: {p: torch.ones(s) for p, s in model.shapes.items()} for n in ("a", "b")}
+    td.curvature(samples, model, progress=progress)
+    td.principal_components(samples, model, 3, projector=td.SJLT(32), progress=progress)
+    td.second_moments(model, moments, progress=progress)
+    assert capsys.readouterr().out.count("2/2") == 3 * progress

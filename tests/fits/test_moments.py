@@ -146,3 +146,26 @@ def test_open_moments__bad_values(damage: str) -> None:
 def test_open_moments__trainers_own_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"optimizer\.pt.*numbers them.*keep_checkpoints"):
         td.second_moments(model().at_checkpoints(["0"]), [tmp_path / "optimizer.pt"])
+
+
+@pytest.mark.parametrize("small", [0.0, 1e-18, 1e-13])
+def test_scale__is_0_where_moments_are_none_or_rounding(small: float) -> None:
+    """Of a whole parameter, as of attention's keys, and of words that training has never seen."""
+    states = moments(0)
+    states["2.bias"] *= small
+    states["0.weight"][3:5] = small
+    scale = td.second_moments(model().at_checkpoints(["0"]), [states], progress=False)
+    found = dict(
+        zip(states, np.split(scale.arrays["moment_scale"][:, 0], _ends(states)), strict=True)
+    )
+    for name, v in states.items():
+        expected = (v.sqrt() + 1e-8) ** -0.5
+        if name == "0.weight":
+            expected[3:5] = 0
+        if name == "2.bias":
+            expected[:] = 0
+        np.testing.assert_allclose(found[name], expected.flatten(), rtol=1e-6)
+
+
+def _ends(states: dict[str, Tensor]) -> np.ndarray:
+    return np.cumsum([v.numel() for v in states.values()])[:-1]

@@ -141,6 +141,47 @@ def test_compute_per_sample_grad__by_vmap_is_the_same(
     assert bool(caplog.messages) == (prepare == "hooks that fail")  # else they are not even tried
 
 
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # without setup_context, which vmap needs
+        ctx.save_for_backward(x)
+        return x**2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.rnn = built("mlp"), nn.GRU(3, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Squared.apply(self.net(x))
+
+
+@pytest.mark.parametrize("task", [ImageClassificationModelOutput, OwnImageOutput])
+def test_compute_per_sample_grad__by_the_loop_where_vmap_fails(
+    task: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    module, batch = Custom().eval(), images(N)
+    expected = by_backward(module, batch)
+    functional = computer(FunctionalGradientComputer, module, task())
+    for _ in range(2):
+        gradients = functional.compute_per_sample_grad(batch)
+        sign = -1 if task is OwnImageOutput else 1
+        assert_close(flat(gradients), sign * flat(expected), 1e-6)
+    if task is OwnImageOutput:  # hooks run the other one
+        assert caplog.messages[0].startswith(
+            "Gradients by loop, which is slow, because vmap failed"
+        )
+        assert len(caplog.messages) == 1
+    functional = computer(FunctionalGradientComputer, module.train(), task())
+    with pytest.raises(RuntimeError, match="setup_context"):
+        functional.compute_per_sample_grad(batch)
+
+
 @pytest.mark.parametrize("names", [["0.wieght"], []])
 def test_init__grad_wrt_names_parameters(names: list[str], tmp_path: Path) -> None:
     options = {

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import current_thread, main_thread
 
 import numpy as np
@@ -33,7 +34,6 @@ from trakdask.featurization.job import (
     is_of_samples,
 )
 from trakdask.models.checkpoints import Checkpoint, cache_states
-from trakdask.models.gradients import SAFER
 from trakdask.models.independence import once_per_task
 from trakdask.models.tasks import Batch, Forward
 from trakdask.projection.maps import Maps, Stream
@@ -85,7 +85,13 @@ def running(
     cache_states(states_bytes())
     try:
         device = device_of_task(job.device)
-        with _threads(), no_fast_path(), applied(job.torch_settings, device):
+        with (
+            torch.inference_mode(False),  # whatever the caller is in
+            torch.enable_grad(),
+            _threads(),
+            no_fast_path(),
+            applied(job.torch_settings, device),
+        ):
             yield BlockSamples(job, positions, arrays, device)
     except Exception as err:
         raise BlockError(
@@ -95,78 +101,71 @@ def running(
 
 def _circumstances(job: FeaturizeJob, arrays: tuple[np.ndarray, ...], err: Exception) -> str:
     """Describe the inputs of the model, for errors that torch raised and not this package."""
+    notes = "".join(f"\n{note}" for note in getattr(err, "__notes__", ()))
     if isinstance(err, ValueError) or "; try " in str(err):
-        return ""
+        return notes
     inputs = dict(zip(job.inputs, arrays, strict=True))
     shapes = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in inputs.items())
+    remedy = ""
     if isinstance(err, RuntimeError) and "type" in str(err):  # which torch words in many ways
         first = job.inputs[0]
         remedy = (
-            f"samples.assign({first}=samples[{first!r}].astype('float32')) if these are no ids, "
-            "or td.featurize(..., dtype='float32') if the weights have another dtype"
+            f"; try samples.assign({first}=samples[{first!r}].astype('float32')) if these are no "
+            "ids, or td.featurize(..., dtype='float32') if the weights have another dtype"
         )
-    else:
-        safer = f"{SAFER[job.engine]}, or " if job.engine in SAFER else ""
-        remedy = (
-            "inputs of the shape and range that the model was trained on; if it takes these, try "
-            f"{safer}a model of transformers that is built with attn_implementation='eager'"
-        )
-    return f"\nThe inputs of the block were {shapes}; try {remedy}"
+    elif isinstance(err, RuntimeError | IndexError) and not notes:
+        remedy = "; try inputs of the shape and range that the model was trained on"
+    return f"\nThe inputs of the block were {shapes}{remedy}{notes}"
+
+
+def _forward(job: FeaturizeJob, checkpoint: Checkpoint, device: torch.device) -> Forward:
+    """Return the model at a checkpoint, in the precision and on the device of the job."""
+    forward, dtype = job.model.forward(checkpoint), job.torch_settings["dtype"]
+    return on_device(forward if dtype == "as given" else forward.to(getattr(torch, dtype)), device)
 
 
 def run_samples(samples: BlockSamples, checkpoint: Checkpoint, output: Output) -> Block:
-    """Run the samples of a block in micro-batches, which are halved where memory runs out."""
+    """Run the samples of a block in micro-batches, which are halved where memory runs out.
+
+    A micro-batch that the engine cannot run, or runs wrong, goes to the next of the engines, which
+    then stays.
+    """
     job, device = samples.job, samples.device
-    forward = job.model.forward(checkpoint)
-    if job.torch_settings["dtype"] != "as given":
-        forward = forward.to(getattr(torch, job.torch_settings["dtype"]))
-    forward = on_device(forward, device)
-    unsorted, (samples, places) = samples, samples.by_length()
-    is_rotated, settings = output.rotations is not None, tuple(job.torch_settings.values())
-    run_as = job.engine, job.row_map.names, settings, device, is_rotated
+    forward = _forward(job, checkpoint, device)
+    samples, places = samples.by_length()
+    settings = *job.torch_settings.values(), output.rotations is not None
+    run_as, find = (job.engines, job.row_map.names, settings, device), partial(Checked, job.engines)
     first = samples.batch(slice(1))
-    checked = once_per_task("checks", forward, job.model.task, first, run_as, Checked)
-    if job.falls_back and checked.needs_vmap:
-        return run_samples(unsorted.by_vmap(), checkpoint, output)
+    checked = once_per_task("checks", forward, job.model.task, first, run_as, find)
     checked.measure(samples, forward)
     samples = replace(samples, trims=checked.ignores_padding)
     engine = CheckedEngine(checked, samples, forward, output.rotations)
     budget = budget_bytes(forward.parameters, device)
-    size = _micro_batch(job, output.width, checked.activation_bytes, budget)
-
-    def vmap_runs(part: slice) -> bool:  # all samples of a micro-batch that hooks failed for
-        other = samples.by_vmap()
-        size = _micro_batch(other.job, output.width, checked.activation_bytes, budget)
-        once = CheckedEngine(Checked(), other, forward, None)
-        try:
-            for few in _slices(part.start, part.stop, size):
-                once.run(few, other.batch(few), lambda *gradient: None)
-        except Exception as err:  # the error of the hooks is raised
-            _log.info("vmap fails as well: %s", err)
-            return False
-        return True
-
+    size_of = partial(_micro_batch, job, output.width, checked.activation_bytes, budget)
     rows = BlockResults(samples, checkpoint, output.width)
-    todo = _slices(0, len(samples), size)
+    todo = _slices(0, len(samples), size_of(checked.engines[0]))
     while todo:
         part = todo.pop()
         n = part.stop - part.start
         try:
             block = _run_micro_batch(samples, forward, part, output, engine)
         except Exception as err:
+            fault: Exception | None = err
             if n > 1 and is_out_of_memory(err):
                 _log.warning("out of memory: continuing with micro-batches of %d samples", n // 2)
                 todo = _slices(part.start, len(samples), n // 2)
-            elif job.falls_back and not checked.n_samples and vmap_runs(part):
-                _log.warning("gradients by vmap, which is slower, because hooks failed: %s", err)
-                checked.needs_vmap = True
-                return run_samples(unsorted, checkpoint, output)
-            elif job.on_error == "raise" or not is_of_samples(err):
-                raise samples.named(err, part) from err.__cause__
+                continue
+            # Where samples may be at fault, an engine that has run others is left for one of them.
+            if job.on_error == "raise" or not is_of_samples(err) or n == 1 or not checked.n_samples:
+                fault = engine.leave(part, err, size_of)
+            if fault is None:
+                todo = _slices(part.start, len(samples), size_of(checked.engines[0]))
+            elif job.on_error == "raise" or not is_of_samples(fault):
+                raise samples.named(fault, part) from fault.__cause__
             elif n > 1:
                 todo += _slices(part.start, part.stop, -(-n // 2))
             else:
-                rows.fail(part.start, samples.named(err, part))
+                rows.fail(part.start, samples.named(fault, part))
             continue
         rows.put(part, block)
     engine.require_independent(np.flatnonzero(np.isfinite(rows.arrays[1])))
@@ -195,7 +194,9 @@ def _run_micro_batch(
     return feature, f.numpy(force=True), q.numpy(force=True)
 
 
-def _micro_batch(job: FeaturizeJob, width: int, activations: int | None, budget: int) -> int:
+def _micro_batch(
+    job: FeaturizeJob, width: int, activations: int | None, budget: int, engine: str
+) -> int:
     """Return the number of samples whose activations and gradients fit in the budget.
 
     They are limited before anything runs out, because Linux promises a process more memory than
@@ -205,7 +206,9 @@ def _micro_batch(job: FeaturizeJob, width: int, activations: int | None, budget:
         return job.batch_size
     # Besides activations: gradients, then float64 sums and copies of them.
     width = max(width, job.projector.sketch_width(job.row_map.n_rows))  # before it is reduced
-    others = 4 * job.elements_at_once + 16 * math.prod(job.feature_shape(1, width))
+    is_first = engine == job.engines[0]
+    held = job.elements_at_once if is_first else job.row_map.n_parameters
+    others = 4 * held + 16 * math.prod(job.feature_shape(1, width))
     fits = max(1, min(job.batch_size, budget // (activations + others)))
     if fits < job.batch_size:
         _log.info("micro-batches of %d samples instead of %d save memory", fits, job.batch_size)

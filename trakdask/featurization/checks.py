@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
+from time import perf_counter
+from traceback import FrameSummary, extract_tb
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from trakdask.errors import warn_once
 from trakdask.featurization.devices import activation_bytes
-from trakdask.featurization.job import BlockSamples, ModelError
+from trakdask.featurization.job import BlockSamples, ModelError, is_of_engine, reason
 from trakdask.models.gradients import (
+    SAFER,
     WeightedSum,
     engine_of,
+    require_per_sample,
     require_same_as_loop,
     require_same_sum,
     sample_weights,
@@ -29,6 +35,8 @@ from trakdask.models.tasks import Batch, Forward
 from trakdask.models.tasks.protocol import SampleError
 from trakdask.tensors import Rotations, rotated
 
+_log = logging.getLogger(__name__)
+
 _ROUGHLY = 0.05
 """Relative error that one sample of a later block may have.
 
@@ -40,24 +48,24 @@ is on in a batch and off for the sample alone.
 
 @dataclass
 class Checked:
-    """The findings of a thread about a model, run by one engine with some settings.
+    """The findings of a thread about a model, run with some settings.
 
     Parameters
     ----------
+    engines
+        The engines that have not failed, of which the first one runs.
     n_samples
-        Size of the largest micro-batch that passed.
+        Size of the largest micro-batch that passed by this engine.
     activation_bytes
         Memory of the activations of one sample; None until a sample has passed the model.
     ignores_padding
         Whether padding of sequences can be cut.
-    needs_vmap
-        Whether vmap replaces hooks, which failed.
     """
 
+    engines: tuple[str, ...]
     n_samples: int = 0
     activation_bytes: int | None = None
     ignores_padding: bool = False
-    needs_vmap: bool = False
 
     def measure(self, samples: BlockSamples, forward: Forward) -> None:
         """Run the first two samples that the model can process, if that has not been done."""
@@ -95,11 +103,15 @@ class CheckedEngine:
         self, checked: Checked, samples: BlockSamples, forward: Forward, rotations: Rotations | None
     ) -> None:
         self._checked, self._samples, self._forward = checked, samples, forward
-        self._task, self._engine = samples.job.model.task, samples.job.engine
+        self._task, self._seconds = samples.job.model.task, 0.0
         self._names, self._rotations = samples.job.row_map.names, rotations
         # Drawn from the place of the block, so that a task that runs again checks the same sample.
         draw = np.random.default_rng(int(samples.positions[0]))
         self._spot = int(draw.integers(len(samples)))
+
+    @property
+    def _engine(self) -> str:
+        return self._checked.engines[0]
 
     def run(self, part: slice, batch: Batch, stream: Any) -> tuple[Tensor, Tensor]:
         """Pass the gradients of a micro-batch to a stream, and return its f and Q.
@@ -117,16 +129,87 @@ class CheckedEngine:
         sink = stream
         if has_sums and (is_whole or has_spot):
             sink = WeightedSum(weights, n, 0 if is_whole else row, stream)
-        run = engine_of(self._engine)
+        run, start = engine_of(self._engine), perf_counter()
         forward, names = self._forward, self._names
         f, q = run(forward, self._task, batch, names, sink, rotations=self._rotations)
+        self._seconds += perf_counter() - start
         with _of_model(self._samples.positions[part]):
             if is_whole:
                 self._require_whole(batch, weights, sink, f, q)
                 self._checked.n_samples = n
             elif has_spot:
-                self._require_spot(row, weights, sink, f, q)
+                self._require_spot(row, batch, weights, sink, f, q)
         return f, q
+
+    def leave(self, part: slice, err: Exception, size_of: Callable[[str], int]) -> Exception | None:
+        """Go on by the next engine that runs all samples of a micro-batch.
+
+        Parameters
+        ----------
+        part, err
+            The micro-batch, and the error that it has raised.
+        size_of
+            Returns the size of the micro-batches of an engine.
+
+        Returns
+        -------
+        None, or the error to raise if there is no such engine: the one of the model itself.
+        """
+        first, errors = err, {self._engine: err}
+        for i, name in enumerate(self._checked.engines[1:], 1) if is_of_engine(err) else ():
+            try:
+                seconds = self._seconds_of(name, part, size_of(name))
+            except Exception as other:
+                errors[name] = err = other
+                continue
+            why = {name: reason(each).partition("; try ")[0] for name, each in errors.items()}
+            failed = " and ".join(f"{name} failed ({text})" for name, text in why.items())
+            text = f"gradients by {name}{self._slower(part, seconds)}, because {failed}"
+            warn_once(("gradients", self._samples.job.model.token, name), text, _log.warning)
+            self._checked.engines, self._checked.n_samples = self._checked.engines[i:], 0
+            return None
+        if len(errors) == 1 and self._engine in SAFER and is_of_engine(err):
+            self._note_remedy(part, err, size_of("loop"))
+        # Of one error of the model, the first one tells more: other engines have smaller batches.
+        return first if _origin(first) == _origin(err) else err
+
+    def _seconds_of(self, engine: str, part: slice, size: int) -> float:
+        """Return how long an engine takes for a micro-batch, whose gradients are discarded."""
+        once = CheckedEngine(Checked((engine,)), self._samples, self._forward, None)
+        for start in range(part.start, part.stop, size):
+            few = slice(start, min(start + size, part.stop))
+            try:
+                once.run(few, self._samples.batch(few), lambda *gradient: None)
+            except SampleError as err:
+                raise self._samples.named(err, few) from err.__cause__
+        return once._seconds
+
+    def _slower(self, part: slice, seconds: float) -> str:
+        """Return how much longer an engine takes than a backward pass, if the batch has one."""
+        batch = self._samples.batch(part)
+        with suppress(Exception):
+            start = perf_counter()
+            self._summed_gradient(batch, sample_weights(self._forward, batch.size))
+            ratio = seconds / (perf_counter() - start)
+            return f", which takes {ratio:.2g} times as long as one backward pass of the batch"
+        return ""
+
+    def _note_remedy(self, part: slice, err: Exception, size: int) -> None:
+        """Say in an error of the only engine what to try, if this engine causes it."""
+        if self._samples.job.on_error != "raise" or isinstance(err, ModelError):
+            return
+        with suppress(Exception):
+            self._seconds_of("loop", part, size)
+            # Other engines know no tokens.
+            text, separator, _ = str(err).partition("; try gradients=")
+            if separator and self._engine == "tokens":
+                err.args = (text,)
+            elif separator:
+                return
+            remedy = SAFER[self._engine]
+            if self._engine == "vmap":
+                remedy += ", or a model of transformers with attn_implementation='eager'"
+            err.add_note(f"The loop runs these samples; try {remedy}")
 
     def require_independent(self, rows: np.ndarray) -> None:
         """Compare two samples that ran alone so far with both in a batch.
@@ -142,15 +225,23 @@ class CheckedEngine:
         return isinstance(stream, Products) and self._engine == "tokens"
 
     def _require_same_alone(self, batch: Batch, *values: Tensor) -> None:
-        if self._engine == "loop" and reads_values(self._forward, self._task, batch):
-            return  # alone, as in the loop, a sample may take another branch than in a batch
+        forward, task = self._forward, self._task
+        # Alone, as in the loop, a sample may take another branch than in a batch. Who asks for the
+        # loop wants that; who does not would not know.
+        if self._samples.job.engines == ("loop",) and reads_values(forward, task, batch):
+            return
+        if self._engine == "loop":  # such that the model can differentiate itself here, too
+            leaves = {n: forward.parameters[n].detach().requires_grad_() for n in self._names}
+            forward = forward.with_parameters(leaves)
         if self._engine not in ("hooks", "tokens") or not values:  # which take f of the batch
-            with torch.no_grad():
-                values = (
-                    self._task.output(self._forward, batch),
-                    self._task.out_to_loss(self._forward, batch),
-                )
-        require_same_alone(self._forward, self._task, batch, values[0], values[1])
+            try:
+                output = require_per_sample(task.output(forward, batch), batch.size, "output")
+                values = output, task.out_to_loss(forward, batch)
+            except Exception:
+                if reads_values(forward, task, batch):
+                    return  # it runs single samples only, and so mixes none
+                raise
+        require_same_alone(forward, task, batch, values[0].detach(), values[1].detach())
 
     def _require_whole(
         self, batch: Batch, weights: Tensor, sink: Any, f: Tensor, q: Tensor
@@ -163,9 +254,13 @@ class CheckedEngine:
             few = Batch({name: value[:2] for name, value in batch.items()})
             require_same_as_loop(self._engine, self._forward, self._task, few, self._names)
 
-    def _require_spot(self, row: int, weights: Tensor, sink: Any, f: Tensor, q: Tensor) -> None:
+    def _require_spot(
+        self, row: int, batch: Batch, weights: Tensor, sink: Any, f: Tensor, q: Tensor
+    ) -> None:
         if not _are_finite(f[row], q[row], sink):
             return  # the sample fails, and says why
+        if self._engine == "loop":  # whose f and Q are of the sample alone
+            self._require_same_alone(batch)
         one = self._samples.batch(slice(self._spot, self._spot + 1))
         expected, *alone = self._summed_gradient(one, weights)
         if isinstance(sink, WeightedSum):
@@ -180,6 +275,11 @@ class CheckedEngine:
             flat = expected[name].reshape(1, -1)
             expected[name] = rotated(flat, tuple(expected[name].shape), matrices)[0]
         return expected, f, q
+
+
+def _origin(err: Exception) -> list[FrameSummary]:
+    """Return the line that has raised an error."""
+    return extract_tb((err.__cause__ or err).__traceback__)[-1:]
 
 
 def _are_finite(f: Tensor, q: Tensor, sink: Any) -> bool:

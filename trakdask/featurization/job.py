@@ -86,9 +86,11 @@ class FeaturizeJob:
     projector: Fitted
     row_map: RowMap
     proj_dim: int
-    engine: str
+    engines: tuple[str, ...]
+    """Engines that are tried in this order, until one runs the model right."""
     batch_size: int
     elements_at_once: int
+    """Elements of the gradient of a sample that the first of the engines holds at once."""
     inputs: tuple[str, ...]
     """Names of the variables that the model reads."""
     torch_settings: Mapping[str, str]
@@ -97,8 +99,6 @@ class FeaturizeJob:
     on_error: OnError
     partition: Partition | None = None
     """How gradients are divided into parts; None for whole samples."""
-    falls_back: bool = False
-    """Whether vmap replaces the engine where this fails from the first sample on."""
 
     def feature_shape(self, n_samples: int, width: int) -> tuple[int, ...]:
         """Return the shape of the features of some samples at one checkpoint."""
@@ -128,12 +128,6 @@ class BlockSamples:
         )
         return trimmed(self.job.model.task, batch) if self.trims else batch
 
-    def by_vmap(self) -> BlockSamples:
-        """Return the samples, to be run by vmap, which holds whole gradients."""
-        held = self.job.row_map.n_parameters
-        job = replace(self.job, engine="vmap", falls_back=False, elements_at_once=held)
-        return replace(self, job=job)
-
     def by_length(self) -> tuple[BlockSamples, np.ndarray]:
         """Return the samples with the longest sequences first, and where each of them now is."""
         task = self.job.model.task
@@ -151,7 +145,11 @@ class BlockSamples:
 
 
 class ModelError(ValueError):
-    """A model that an engine does not run correctly, whatever the samples."""
+    """A model that an engine does not run correctly, whatever the samples.
+
+    Its cause is a :class:`SampleError` if f or Q of a sample depends on the batch. This is a
+    property of the model, and another engine would only hide it.
+    """
 
 
 _NOT_OF_SAMPLES = (
@@ -169,6 +167,12 @@ _NOT_OF_SAMPLES = (
 def is_of_samples(err: Exception) -> bool:
     """Return whether an error of a micro-batch may be caused by its samples."""
     return not isinstance(err, _NOT_OF_SAMPLES)
+
+
+def is_of_engine(err: Exception) -> bool:
+    """Return whether an error of a micro-batch may be one that another engine does not have."""
+    of_sample = isinstance(err, SampleError) or isinstance(err.__cause__, SampleError)
+    return not of_sample and (is_of_samples(err) or isinstance(err, ModelError))
 
 
 def reason(err: Exception) -> str:

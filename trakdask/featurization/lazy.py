@@ -61,13 +61,15 @@ def featurize(
     gradients
         Engine of the per-sample gradients: ``"hooks"``, one batched backward pass in the memory of
         one layer; ``"vmap"``, ``torch.func`` on single samples; ``"loop"``, one backward pass per
-        sample, for models that the others cannot run. ``"auto"`` chooses hooks if they can handle
-        a selected parameter; the choice and the reason for it are in ``attrs``. A thread whose
-        first micro-batch fails by hooks and not by vmap goes on by vmap, and logs a warning; the
-        gradients are the same but for rounding. Each thread checks the gradients of its first (and
-        of any larger) micro-batch by a random weighted sum, which one plain backward pass gives,
-        too. In every later block, it compares f, Q and the gradient of one sample with what the
-        sample alone gives, which costs a backward pass of one sample.
+        sample, for models that the others cannot run. ``"auto"`` tries them in this order, and
+        begins with vmap if hooks can handle no selected parameter; the first one and the reason
+        for it are in ``attrs``. If an engine fails for a micro-batch, or fails the checks below,
+        and a later one runs all of its samples, the thread goes on by that. One warning in the log
+        says why, and how much slower that is; gradients are the same but for rounding. A model that
+        mixes the samples of a batch is refused, whatever the engine. Each thread checks the
+        gradients of its first (and of any larger) micro-batch by a random weighted sum, which one
+        plain backward pass gives, too. In every later block, it compares f, Q and the gradient of
+        one sample with what the sample alone gives, which costs a backward pass of one sample.
     batch_size
         Most samples per micro-batch inside a task. With ``"auto"`` the gradients of a micro-batch
         fit in 256 MB, and it has at most 256 samples. With hooks, the gradients of the largest

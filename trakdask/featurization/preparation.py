@@ -69,9 +69,6 @@ def prepare(
                 f"{projector!r}; try leaving it out"
             )
         projector, model = projector_of(like), model.at_checkpoints(checkpoint_names(like))
-        # "auto" chooses hooks again, and may leave them again where they fail.
-        if gradients == "auto" and (engine := like.attrs.get("gradients")) in ("vmap", "loop"):
-            gradients = engine
         if dtype is None and (stored := like.attrs.get("dtype")) in get_args(DType):
             dtype = stored
     samples = validate_samples(samples)
@@ -88,13 +85,13 @@ def prepare(
     bound = fitted.bind(row_map)
     inputs = _inputs(samples, model)
     partition = divide(model, inputs) if divide else None
-    engine, reason = _engine(gradients, model, partition)
-    _log.info("gradients by %s: %s", engine, reason)
+    engines, reason = _engines(gradients, model, partition, like)
+    _log.info("gradients by %s: %s", " or ".join(engines), reason)
     sizes = dict(zip(model.shapes, map(math.prod, model.shapes.values()), strict=True))
-    held = elements_at_once(engine, model.meta_module(), sizes)
+    held = elements_at_once(engines[0], model.meta_module(), sizes)
     if adds_up:  # the products of its axes take the whole gradient of a weight
         held = max(held, *sizes.values())
-    if engine == "tokens" and partition:
+    if engines == ("tokens",) and partition:
         held *= partition.size
     settings = _torch_settings(dtype)
     job = FeaturizeJob(
@@ -102,15 +99,14 @@ def prepare(
         projector=Fitted(bound.steps),
         row_map=row_map,
         proj_dim=bound.width(row_map.n_rows),
-        engine=engine,
-        batch_size=_batch_size(batch_size, "hooks" if partition else engine, held),
+        engines=engines,
+        batch_size=_batch_size(batch_size, "hooks" if partition else engines[0], held),
         elements_at_once=held,
         inputs=tuple(inputs),
         torch_settings=settings,
         device=device,
         on_error=on_error,
         partition=partition,
-        falls_back=gradients == "auto" and engine == "hooks",
     )
     attrs = {
         **spec,
@@ -119,7 +115,7 @@ def prepare(
         **({"fitted_to": bound.origin} if bound.origin else {}),
         # Identified by what the model reads of them, so that metadata may change.
         "source": source_of(samples, inputs),
-        "gradients": engine,
+        "gradients": engines[0],
         "batch_size": job.batch_size,
         **settings,
         "device": device,
@@ -192,12 +188,19 @@ def _torch_settings(dtype: str | None) -> dict[str, str]:
     }
 
 
-def _engine(gradients: Gradients, model: Model, partition: Partition | None) -> tuple[str, str]:
+def _engines(
+    gradients: Gradients, model: Model, partition: Partition | None, like: xr.Dataset | None
+) -> tuple[tuple[str, ...], str]:
+    """Return the engines to try, in this order, and the reason for the first one."""
     if partition is not None and partition.groups is None:
-        return "tokens", "the only engine that sees the terms of single tokens"
-    if gradients == "auto":
-        return choose_engine(model.meta_module(), model.task, tuple(model.shapes))
-    return str(gradients), "as asked"
+        return ("tokens",), "the only engine that sees the terms of single tokens"
+    if gradients != "auto":
+        return (gradients,), "as asked"
+    first, reason = choose_engine(model.meta_module(), model.task, tuple(model.shapes))
+    order, before = list(ENGINES), None if like is None else like.attrs.get("gradients")
+    if before in order and order.index(before) > order.index(first):
+        first, reason = before, "as the features that these are like"
+    return tuple(order[order.index(first) :]), reason
 
 
 def _inputs(samples: xr.Dataset, model: Model) -> Arrays:

@@ -12,9 +12,10 @@ import xarray as xr
 from trakdask import arrays
 from trakdask.checks import require_integer
 from trakdask.errors import warn_once
-from trakdask.execution import require_memory
+from trakdask.execution import polled_bar, require_memory
 from trakdask.featurization.lazy import featurize
 from trakdask.featurization.preparation import model_of
+from trakdask.fits.sums import signed
 from trakdask.models.model import Model
 from trakdask.projection import SJLT, Projector
 from trakdask.projection.fitted import Components, Fitted
@@ -46,6 +47,7 @@ def principal_components(
     proj_dim: int = 512,
     *,
     projector: Projector | Fitted = WIDE,
+    progress: bool = True,
     **options: Any,
 ) -> Fitted:
     """Fit the directions in which projected gradients differ most: the last step of a projector.
@@ -68,6 +70,8 @@ def principal_components(
     projector
         The projector that gradients meet first. The wider, the less noise is left;
         :class:`Identity` leaves none. Steps that scale gradients may come before it.
+    progress
+        Show a bar of fitted checkpoints.
     **options
         ``gradients``, ``batch_size``, ``dtype`` and ``device`` of :func:`featurize`.
 
@@ -107,7 +111,7 @@ def principal_components(
     >>> import numpy as np, torch, trakdask as td
     >>> samples = td.from_arrays({"image": np.eye(4, dtype="f4"), "label": np.arange(4) % 3})
     >>> model = td.Model(torch.nn.Linear(4, 3), task="image_classification")
-    >>> td.principal_components(samples, model, 3)
+    >>> td.principal_components(samples, model, 3, progress=False)
     Fitted(SJLT(proj_dim=8192, sparsity=4, seed=0), Components(proj_dim=3))
     """
     proj_dim = require_integer("proj_dim", proj_dim, 1, remedy="try proj_dim=512")
@@ -126,10 +130,12 @@ def principal_components(
         f"try fewer samples: some thousand are enough for {n_columns} columns",
         here=True,
     )
-    by_checkpoint = [
-        _principal(np.asarray(wide.feature.data[:, :, i]), n_columns)
-        for i in range(wide.sizes[CHECKPOINT])
-    ]
+    by_checkpoint: list[Any] = []
+    n_checkpoints = wide.sizes[CHECKPOINT]
+    with polled_bar("components", n_checkpoints, lambda: len(by_checkpoint), show=progress):
+        for i in range(n_checkpoints):
+            rows = np.asarray(wide.feature.data[:, :, i])
+            by_checkpoint.append(_principal(rows, n_columns))
     matrices, shares = (np.stack(parts, -1) for parts in zip(*by_checkpoint, strict=True))
     fit = {"principal_components": matrices, "principal_shares": shares}
     fitted, step = Fitted.of(projector), Components(matrices.shape[1])
@@ -151,5 +157,6 @@ def _principal(
     scale = np.where(is_kept, 1 / np.sqrt(np.where(is_kept, values, 1)), 0)
     # Half precision halves what each store of features holds, and turns columns by 3e-4. So single
     # precision, which takes half of the time, is enough for the products before.
-    matrix = x.T @ (vectors * scale).astype(np.float32)
-    return matrix.astype(np.float16), np.where(is_kept, values, 0) / np.square(wide).sum()
+    matrix = signed(x.T @ (vectors * scale).astype(np.float32))
+    total = np.square(wide).sum() or 1.0  # of features without any length, all shares are 0
+    return matrix.astype(np.float16), np.where(is_kept, values, 0) / total

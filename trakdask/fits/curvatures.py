@@ -15,10 +15,11 @@ from dask.base import tokenize
 from trakdask.arrays.weights import gram_weights
 from trakdask.attribution.estimators import EstimatorLike, with_gram
 from trakdask.checks import require_integer
+from trakdask.execution import polled_bar
 from trakdask.featurization.block import Output, run_samples, running
 from trakdask.featurization.graphs import GraphInputs, block_tasks
 from trakdask.featurization.job import FeaturizeJob
-from trakdask.featurization.preparation import model_of, prepare
+from trakdask.featurization.preparation import model_of, prepare, require_model
 from trakdask.fits.sums import (
     AxisProducts,
     SquaredCoordinates,
@@ -42,6 +43,7 @@ def curvature(
     damping: float = 10.0,
     leading: int = 1024,
     estimator: EstimatorLike = "auto",
+    progress: bool = True,
     **options: Any,
 ) -> Fitted:
     """Fit the curvature of the loss to some training samples: the first step of a projector.
@@ -67,6 +69,8 @@ def curvature(
         beside the columns of the projector that follows. 0 before :class:`Identity`.
     estimator
         As in :func:`score`; samples have the weights h that they have in its gram matrix.
+    progress
+        Show a bar of fitted checkpoints.
     **options
         ``gradients``, ``batch_size``, ``dtype`` and ``device`` of :func:`featurize`.
 
@@ -78,7 +82,8 @@ def curvature(
     - ``curvature_eigenvectors`` (entry, checkpoint) float32: a matrix for each axis of a parameter
       (of a kernel: out, in, and all places together), unless it is longer than 4096;
     - ``curvature_scale`` (coordinate, checkpoint) float32: 1/√(Λ + δ mean Λ), where Λ is the mean
-      of h g² in the coordinates of the eigenvectors;
+      of h g² in the coordinates of the eigenvectors; 0 for gradients that are nothing but rounding,
+      as of the bias of attention's keys;
     - ``curvature_leading`` (leading, checkpoint) int64: coordinates with most Λ · scale², sorted.
 
     Raises
@@ -104,25 +109,37 @@ def curvature(
     >>> import numpy as np, torch, trakdask as td
     >>> samples = td.from_arrays({"image": np.eye(4, dtype="f4"), "label": np.arange(4) % 3})
     >>> model = td.Model(torch.nn.Linear(4, 3), task="image_classification")
-    >>> projector = td.curvature(samples, model, leading=4).then(td.SJLT(4))
+    >>> projector = td.curvature(samples, model, leading=4, progress=False).then(td.SJLT(4))
     >>> td.featurize(samples, model, projector).sizes["proj_dim"]
     8
     """
     if not 0 <= damping < np.inf:
         raise ValueError(f"expected a finite damping >= 0, got {damping!r}; try damping=10")
     leading = require_integer("leading", leading, 0, remedy="try leading=1024")
-    prepared = prepare(samples, model, projector=Identity(), adds_up=True, **options)
+    require_model(model)
+    names, parts = [checkpoint.name for checkpoint in model.checkpoints], list[Fitted]()
+    with polled_bar("curvature", len(names), lambda: len(parts), show=progress):
+        for name in names:
+            one = model.at_checkpoints([name])
+            prepared = prepare(samples, one, projector=Identity(), adds_up=True, **options)
+            parts.append(_fitted(prepared, float(damping), leading, estimator))
+    return Fitted.joined(parts)
+
+
+def _fitted(
+    prepared: GraphInputs, damping: float, leading: int, estimator: EstimatorLike
+) -> Fitted:
+    """Return the curvature at one checkpoint."""
     weights = with_gram(xr.Dataset(attrs=prepared.attrs), estimator).of_sums()
     vectors, values = dask.compute(*_lazy_curvature(prepared, weights.power))
-    scale = np.apply_along_axis(scale_of, 0, values, prepared.job.model.shapes, damping)
-    columns = zip(values.T, scale.T, strict=True)
-    kept = np.stack([leading_coordinates(*column, leading) for column in columns], 1)
+    scale = scale_of(values[:, 0], prepared.job.model.shapes, damping)
+    kept = leading_coordinates(values[:, 0], scale, leading)
     arrays = {
         "curvature_eigenvectors": vectors,
-        "curvature_scale": scale,
-        "curvature_leading": kept,
+        "curvature_scale": scale[:, None],
+        "curvature_leading": kept[:, None],
     }
-    step = Curvature(float(damping), weights.power, len(kept))
+    step = Curvature(damping, weights.power, len(kept))
     return Fitted(()).with_arrays(step, arrays, model_of(prepared.attrs))
 
 

@@ -142,7 +142,7 @@ def fit(
     if curvature == "auto":
         curvature = moments is None and part.sizes[SAMPLE] >= _FEW_SAMPLES
     n_components = min(proj_dim, part.sizes[SAMPLE])
-    first = Fitted(()) if moments is None else second_moments(model, moments)
+    first = Fitted(()) if moments is None else second_moments(model, moments, progress=False)
     asked = {
         "proj_dim": proj_dim, "curvature": curvature, "components": components,
         "sketch": sketch.spec(), "n_samples": n_samples, "samples": source_of(part), **options,
@@ -151,15 +151,17 @@ def fit(
     folder = None if store is None else kept_beside(Folder.at(store, storage_options))
     stored = None if store is None else _stored(store, storage_options, json.loads(origin))
 
+    quiet = {**options, "progress": False}  # this bar counts checkpoints
+
     def fitted(one: Model) -> Fitted:
         steps = first.at_checkpoints(list(one.spec()["checkpoints"]))
         if not curvature:
             steps = steps.then(sketch)
         else:
             n_leading, rest = _halves(sketch)
-            steps = fit_curvature(part, one, leading=n_leading, **options).then(rest)
+            steps = fit_curvature(part, one, leading=n_leading, **quiet).then(rest)
         if components:
-            steps = principal_components(part, one, n_components, projector=steps, **options)
+            steps = principal_components(part, one, n_components, projector=steps, **quiet)
         matrix = wrong_classes(part, one, steps, **options)
         more = {} if matrix is None else {WRONG_CLASSES: matrix}
         return replace(steps, arrays={**steps.arrays, **more}, model=model_of(one.spec()))

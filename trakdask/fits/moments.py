@@ -10,8 +10,10 @@ from torch import Tensor
 
 from trakdask.checks import shown
 from trakdask.errors import CheckpointError
-from trakdask.featurization.preparation import model_of
+from trakdask.execution import polled_bar
+from trakdask.featurization.preparation import model_of, require_model
 from trakdask.files import Folder, location
+from trakdask.fits.sums import rounding_of
 from trakdask.models.checkpoints import (
     CheckpointLike,
     cached_state,
@@ -21,6 +23,7 @@ from trakdask.models.checkpoints import (
 )
 from trakdask.models.kept_checkpoints import MOMENTS_FILE, REMEDY
 from trakdask.models.model import Model
+from trakdask.projection.axes import places_of
 from trakdask.projection.fitted import Fitted, SecondMoments
 
 MomentsLike = Iterable[CheckpointLike] | Mapping[str, CheckpointLike]
@@ -29,7 +32,7 @@ EPSILON = 1e-8
 """The number that Adam adds to the roots of second moments, by default."""
 
 
-def second_moments(model: Model, moments: MomentsLike) -> Fitted:
+def second_moments(model: Model, moments: MomentsLike, *, progress: bool = True) -> Fitted:
     """Scale gradients by Adam's second moments: the first step of a projector.
 
     A step of Adam moves parameters by g/(√v + ε), so the influence of a training sample on a target
@@ -40,18 +43,20 @@ def second_moments(model: Model, moments: MomentsLike) -> Fitted:
     Parameters
     ----------
     model
-        The model, at all checkpoints that features are to be computed for. Parameters that were
-        never updated (v = 0) get a very large weight, so select others with ``parameters``.
+        The model, at all checkpoints that features are to be computed for.
     moments
         Adam's v at each checkpoint, in their order or by their names: files (tensors by the names
         of parameters) or folders of :func:`keep_checkpoints`, or mappings from names of parameters
         to tensors. One path of a run's folder stands for all ``checkpoint-<step>`` in it.
+    progress
+        Show a bar of checkpoints that have been read.
 
     Returns
     -------
     The first step of a projector, in memory; ``.then(td.SJLT(2048))`` makes a projector of it. It
     holds, and features of it have as a variable, ``moment_scale`` (coordinate, checkpoint) float32:
-    (√v + 10⁻⁸)^-1/2.
+    (√v + 10⁻⁸)^-1/2; 0 for what was never updated (v = 0), and for v that is nothing but rounding
+    beside that of other parameters.
 
     Raises
     ------
@@ -68,9 +73,11 @@ def second_moments(model: Model, moments: MomentsLike) -> Fitted:
     --------
     >>> import torch, trakdask as td
     >>> model = td.Model(torch.nn.Linear(2, 1, bias=False), task="regression")
-    >>> td.second_moments(model, [{"weight": torch.tensor([[4.0, 1.0]])}]).then(td.Identity())
+    >>> v = {"weight": torch.tensor([[4.0, 1.0]])}
+    >>> td.second_moments(model, [v], progress=False).then(td.Identity())
     Fitted(SecondMoments(), Identity())
     """
+    require_model(model)
     names = [checkpoint.name for checkpoint in model.checkpoints]
 
     def check(name: str, state: Mapping[str, Tensor], folder: object) -> None:
@@ -84,12 +91,17 @@ def second_moments(model: Model, moments: MomentsLike) -> Fitted:
                     + REMEDY
                 )
 
-    scales, by_name = [], _by_name(moments, names)
-    for name in names:
-        (read,) = make_checkpoints({name: _file(by_name[name])}, accept=check)
-        state = cached_state(read)
-        flat = np.concatenate([state[n].double().flatten().numpy() for n in model.shapes])
-        scales.append(((np.sqrt(flat) + EPSILON) ** -0.5).astype(np.float32))
+    scales: list[np.ndarray] = []
+    by_name = _by_name(moments, names)
+    with polled_bar("second moments", len(names), lambda: len(scales), show=progress):
+        for name in names:
+            (read,) = make_checkpoints({name: _file(by_name[name])}, accept=check)
+            state = cached_state(read)
+            flat = np.concatenate([state[n].double().flatten().numpy() for n in model.shapes])
+            scale, least = (np.sqrt(flat) + EPSILON) ** -0.5, rounding_of(flat, model.shapes)
+            for parameter, place in places_of(model.shapes).items():
+                scale[place][flat[place] <= least[parameter]] = 0
+            scales.append(scale.astype(np.float32))
     arrays = {"moment_scale": np.stack(scales, 1)}
     return Fitted(()).with_arrays(SecondMoments(), arrays, model_of(model.spec()))
 

@@ -9,6 +9,7 @@ eigenvalues of the axes, which makes the difference between K-FAC and EK-FAC.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 
 import numpy as np
 import torch
@@ -22,6 +23,21 @@ SKETCHED_COLUMNS = 16
 
 If the sum of all products of elements is a Kronecker product, Σ h M C Mᵀ is the same matrix for
 every C, up to a factor. So R Rᵀ in the place of the identity saves nearly all of the work.
+"""
+
+NOISE = (8 * float(np.finfo(np.float32).eps)) ** 2
+"""Share of the largest mean square of a parameter's gradients below which others are rounding.
+
+Some gradients are 0 in exact arithmetic, as of a bias of attention's keys, or in front of a
+normalization: terms as large as other gradients cancel. In float32 a few units of their last digit
+remain, which other batch sizes change. To divide by them would make features of them.
+"""
+
+_SHORT_AXIS = 512
+"""Longest axis whose products are added up in float64.
+
+In float32 the eigenvectors of eigenvalues that are far below the largest turn with the batch size.
+For longer axes the products would take too much of a fit's time.
 """
 
 
@@ -74,6 +90,8 @@ class AxisProducts(Sums):
             if matrices.shape[2] > SKETCHED_COLUMNS:
                 matrices = matrices @ signs(matrices.shape[2]).to(matrices)
             rows = matrices.movedim(1, 0).flatten(1)
+            if len(rows) <= _SHORT_AXIS:
+                rows = rows.double()
             self._sums[place] += (rows @ rows.T).flatten().double().numpy(force=True)
 
 
@@ -105,22 +123,57 @@ def eigenvectors_of(sums: np.ndarray, shapes: Shapes) -> np.ndarray:
     vectors = np.empty(sums.shape, np.float32)
     for _, _, length, place in factors_of(shapes):
         _, columns = np.linalg.eigh(sums[place].reshape(length, length))
-        vectors[place] = columns.reshape(sums[place].shape)
+        vectors[place] = signed(columns).reshape(sums[place].shape)
     return vectors
 
 
-def scale_of(eigenvalues: np.ndarray, shapes: Shapes, damping: float) -> np.ndarray:
-    """Return 1/√(Λ + δ Λ̄), with the mean Λ̄ over each parameter; 0 where that is 0.
+def signed(columns: np.ndarray) -> np.ndarray:
+    """Return eigenvectors, each with a sign that does not depend on rounding.
 
     Examples
     --------
-    >>> scale_of(np.array([1.0, 7.0, 0.0]), {"weight": (2,), "bias": (1,)}, damping=2.0).tolist()
+    >>> signed(np.array([[-3.0, 4.0], [4.0, 3.0]])).tolist()
+    [[3.0, 4.0], [-4.0, 3.0]]
+    """
+    # A fixed direction, which hardly any eigenvector is perpendicular to.
+    direction = np.random.RandomState(0).standard_normal(len(columns))
+    return np.where(direction @ columns < 0, -columns, columns)
+
+
+def rounding_of(squares: np.ndarray, shapes: Shapes) -> dict[str, float]:
+    """Return the mean square of each parameter's gradients that may be nothing but rounding.
+
+    The terms that cancel are as large as gradients of the same module, whose size may be far from
+    that of other modules, or, of a parameter alone in its module, as any others.
+
+    Examples
+    --------
+    >>> rounding_of(np.array([4.0, 1.0]), {"0.weight": (1,), "0.bias": (1,)})
+    {'0.weight': 3.6...e-12, '0.bias': 3.6...e-12}
+    """
+    means = {name: float(squares[place].mean()) for name, place in places_of(shapes).items()}
+    modules: dict[str, list[float]] = defaultdict(list)
+    for name, mean in means.items():
+        modules[name.rpartition(".")[0]].append(mean)
+    least = NOISE / 64 * max(means.values())
+    return {name: max(least, NOISE * max(modules[name.rpartition(".")[0]])) for name in means}
+
+
+def scale_of(eigenvalues: np.ndarray, shapes: Shapes, damping: float) -> np.ndarray:
+    """Return 1/√(Λ + δ Λ̄), with the mean Λ̄ over each parameter; 0 where that is rounding.
+
+    Examples
+    --------
+    >>> shapes = {"weight": (2,), "bias": (1,)}
+    >>> scale_of(np.array([1.0, 7.0, 1e-14]), shapes, damping=2.0).tolist()
     [0.333..., 0.258..., 0.0]
     """
-    damped = np.empty_like(eigenvalues)
-    for place in places_of(shapes).values():
-        damped[place] = eigenvalues[place] + damping * eigenvalues[place].mean()
-    # A parameter without any gradient adds nothing, whatever it is multiplied by.
+    damped, least = np.zeros_like(eigenvalues), rounding_of(eigenvalues, shapes)
+    for name, place in places_of(shapes).items():
+        values = eigenvalues[place]
+        if values.mean() > least[name]:
+            sums = values + damping * values.mean()
+            damped[place] = np.where(sums > NOISE * values.max(), sums, 0)
     roots = np.sqrt(np.where(damped > 0, damped, np.inf))
     scale: np.ndarray = (1 / roots).astype(np.float32)
     return scale

@@ -192,18 +192,20 @@ def number_of_tokens(batch: Batch) -> int:
 
 def out_to_loss_of(forward: Forward, task: Task, batch: Batch) -> Tensor:
     """Return Q of each sample, (batch,) float32."""
-    with torch.no_grad():
-        value = task.out_to_loss(forward, batch)
-    return require_per_sample(value, batch.size, "out_to_loss").float()
+    # Not in torch.no_grad(), because models may differentiate themselves.
+    value = task.out_to_loss(forward, batch)
+    return require_per_sample(value, batch.size, "out_to_loss").detach().float()
 
 
 def require_per_sample(value: object, size: int, method: str) -> Tensor:
     """Return a value of a task's method, which must be one number per sample."""
     if isinstance(value, Tensor) and value.shape == (size,):
         return value
+    several = "a sum over the other axes, or, for several labels, td.tasks.MultiLabel()"
+    is_one = isinstance(value, Tensor) and value.shape[:1] == (size,) and value.numel() == size
     raise ValueError(
         f"expected shape ({size},) from task.{method}, one number per sample for a batch of "
-        f"{size}, got {shape_of(value)}; try a sum over the other axes, or [:, 0]"
+        f"{size}, got {shape_of(value)}; try {'.flatten()' if is_one else several}"
     )
 
 
@@ -258,9 +260,16 @@ def summed_gradient(
     output = require_per_sample(task.output(once, batch), batch.size, "output")
     out_to_loss = out_to_loss_of(once, task, batch)
     once.forget()
+    if not output.requires_grad:
+        raise ValueError(
+            "expected an output that is computed from the selected parameters, got one that has no "
+            "gradient; try task.output and a model without torch.no_grad(), .detach(), .item() and "
+            "numpy between parameters and output"
+        )
     total = (output * weights.to(output)).sum()
     gradients = torch.autograd.grad(total, list(selected.values()), materialize_grads=True)
-    return dict(zip(names, gradients, strict=True)), output.detach(), out_to_loss
+    dense = {name: g.to_dense() for name, g in zip(names, gradients, strict=True)}
+    return dense, output.detach(), out_to_loss
 
 
 def sample_weights(forward: Forward, size: int) -> Tensor:

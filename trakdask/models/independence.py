@@ -153,8 +153,8 @@ def require_same_alone(
     for row in sorted({0, size - 1}) if rows is None else rows:
         # One pass, if both call the model in the same way.
         once, one = forward.caching(), row_of(batch, row)
-        with torch.no_grad():
-            alone = float(task.output(once, one)[0]), float(task.out_to_loss(once, one)[0])
+        f, q = task.output(once, one).detach(), task.out_to_loss(once, one).detach()
+        alone = float(f[0]), float(q[0])
         require_close(forward, row, (output, out_to_loss), alone)
 
 

@@ -29,6 +29,7 @@ from trakdask.models.modules import (
     Selection,
     aliases,
     code_digests,
+    evaluating,
     overwritten,
     require_plain,
     select_parameters,
@@ -282,7 +283,7 @@ def _base_state(build: Build) -> Mapping[str, Tensor]:
 
 def _meta_module(build: Build) -> torch.nn.Module:
     with _building:
-        return without_weights(uncompiled(_built(build).eval()))
+        return without_weights(uncompiled(evaluating(_built(build))))
 
 
 def _built(build: Build) -> torch.nn.Module:

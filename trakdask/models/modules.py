@@ -42,6 +42,21 @@ def require_plain(module: nn.Module) -> None:
             )
 
 
+def evaluating(module: nn.Module) -> nn.Module:
+    """Put a module in evaluation mode, such that every engine can differentiate it.
+
+    On GPUs, cuDNN differentiates recurrent layers in training mode only. Without dropout they
+    compute the same in both modes. Sparse gradients of embeddings have the same values as dense
+    ones, which vmap needs.
+    """
+    for part in module.eval().modules():
+        if isinstance(part, nn.RNNBase):
+            part.training, part.dropout = True, 0.0
+        elif isinstance(part, nn.Embedding | nn.EmbeddingBag):
+            part.sparse = False
+    return module
+
+
 def without_weights(module: nn.Module) -> nn.Module:
     """Move the tensors that checkpoints contain to the meta device; tied tensors stay tied."""
     saved = set(module.state_dict())

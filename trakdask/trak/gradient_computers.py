@@ -1,8 +1,9 @@
 """Per-sample gradients of the model output, with the classes of the TRAK package.
 
 :class:`FunctionalGradientComputer` uses the engines of trakdask: hooks, which take one backward
-pass for a batch, if the output is built-in and the model treats samples independently, and
-otherwise ``vmap``. :class:`IterativeGradientComputer` differentiates one sample after the other.
+pass for a batch, if the output is built-in and the model treats samples independently, otherwise
+``vmap``, and one pass for each sample where this fails.
+:class:`IterativeGradientComputer` differentiates one sample after the other.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trakdask.models.gradients import hooks_gradients, require_same_as_loop, vmap_gradients
+from trakdask.models.gradients import (
+    Sink,
+    hooks_gradients,
+    loop_gradients,
+    require_same_as_loop,
+    vmap_gradients,
+)
 from trakdask.models.tasks import Batch, Forward, Task, TrakTask
 from trakdask.trak.modelout_functions import (
     TASK_TO_MODELOUT,
@@ -144,11 +151,13 @@ class FunctionalGradientComputer(_GradientComputer):
     hooks on the layers compute the gradients in about one forward and one backward pass. For each
     checkpoint, the gradients of the first 16 samples are compared with one backward pass for each.
     If they differ, or the model cannot be hooked, ``torch.func.vmap`` runs instead, as in the TRAK
-    package. The logger ``GradientComputer`` reports the choice.
+    package; and where this fails, one backward pass for each sample, unless the model is in
+    training mode. The logger ``GradientComputer`` reports the choice.
     """
 
     # Defaults of the class as well, since subclasses may replace load_model_params.
     _hooks_agree, _n_checked, _is_new_checkpoint = True, 0, True
+    _needs_loop = False  # once vmap has failed, at whatever checkpoint
 
     def load_model_params(self, model: nn.Module) -> None:
         """Use the parameters and buffers of a model."""
@@ -189,9 +198,35 @@ class FunctionalGradientComputer(_GradientComputer):
             with torch.enable_grad():
                 hooks_gradients(forward, task, inputs, names, keep)
         else:
-            with sdpa_kernel(SDPBackend.MATH):  # vmap would run other backends sample by sample
-                vmap_gradients(forward, task, inputs, names, keep)
+            self._run_others(forward, task, inputs, names, keep)
         return {name: g.reshape(-1, *selected[name].shape) for name, g in gradients.items()}
+
+    def _run_others(
+        self, forward: Forward, task: Task, inputs: Batch, names: tuple[str, ...], keep: Sink
+    ) -> None:
+        """Run vmap, or, if it fails, the loop."""
+        why = ""
+        if not self._needs_loop:
+            try:
+                with sdpa_kernel(SDPBackend.MATH):  # vmap would run other backends one by one
+                    vmap_gradients(forward, task, inputs, names, keep)
+                return
+            except Exception as err:
+                if self._is_training():  # alone, samples would have other batch statistics
+                    raise
+                why = f"{type(err).__name__}: {err}"
+        with torch.enable_grad():
+            loop_gradients(forward, task, inputs, names, keep)
+        if why:
+            self._needs_loop = True
+            self.logger.warning("Gradients by loop, which is slow, because vmap failed: %s", why)
+
+    def _is_training(self) -> bool:
+        """Return whether a module acts in another way than in evaluation."""
+        return any(
+            part.training and not (isinstance(part, nn.RNNBase) and part.dropout == 0)
+            for part in self.model.modules()
+        )
 
     def _can_hook(
         self, forward: Forward, task: Task, inputs: Batch, names: tuple[str, ...]
@@ -199,7 +234,7 @@ class FunctionalGradientComputer(_GradientComputer):
         device, size = next(iter(inputs.values())).device, inputs.size
         if isinstance(task, TrakTask) or torch.is_autocast_enabled(device.type):
             return False
-        if any(part.training for part in self.model.modules()):
+        if self._is_training():
             return False  # dropout must be independent for each sample
         n = min(_CHECKED, size)
         if self._hooks_agree and n > self._n_checked:
