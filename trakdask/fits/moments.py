@@ -23,8 +23,8 @@ from trakdask.models.checkpoints import (
 )
 from trakdask.models.kept_checkpoints import MOMENTS_FILE, REMEDY
 from trakdask.models.model import Model
-from trakdask.projection.axes import places_of
 from trakdask.projection.fitted import Fitted, SecondMoments
+from trakdask.tensors import places_of
 
 MomentsLike = Iterable[CheckpointLike] | Mapping[str, CheckpointLike]
 
