@@ -64,8 +64,9 @@ def from_arrays(
     and referenced without a copy, so do not modify them afterwards. On a cluster each task is sent
     its block of them, through the scheduler: write arrays of several gigabytes to zarr first.
     Workers read zarr arrays from their storage, and a read-only ``np.memmap`` from its file, which
-    all of them must see; a file is identified by its path, size and time of modification. For zarr
-    arrays choose ``chunks`` that are multiples of theirs; otherwise chunks are read more than once.
+    all of them must see. A memory map is hashed, too, which reads it once; so samples are the same
+    after their file was moved, copied or touched, and others if a value has changed. A zarr array
+    is identified by its path and metadata. For zarr arrays choose ``chunks`` that are multiples of theirs; otherwise chunks are read more than once.
 
     Examples
     --------
@@ -197,10 +198,11 @@ def _lazy(name: str, array: Any, size: int) -> Any:
             )
         return array.rechunk(chunks)
     opened = _opened_by_tasks(array) if isinstance(array, zarr.Array) else mapped(array)
-    source, token = (opened, opened.token) if opened else (array, fingerprint(array))
+    where = opened and opened.token
+    token = where if isinstance(array, zarr.Array) else fingerprint(array)
     # The graph has the blocks of an array in memory, or one task that opens any other array.
     lazy = da.from_array(
-        source, chunks=tuple(chunks.values()), name=read_name(name, token, size),
+        opened or array, chunks=tuple(chunks.values()), name=read_name(name, token, size, where),
         meta=np.empty((0,) * array.ndim, array.dtype),
     )  # fmt: skip
     return lazy.astype(array.dtype.newbyteorder("="), copy=False)

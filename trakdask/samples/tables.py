@@ -186,6 +186,16 @@ class Files:
         keys = ("size", "mtime", "LastModified", "ETag")
         self._versions = [[str(info.get(key)) for key in keys] for info in infos]
 
+    @property
+    def _is_local(self) -> bool:
+        return "file" in np.atleast_1d(self._fs.protocol)
+
+    def content_of_files(self) -> Any:
+        """Return what a fingerprint is made of, the bytes of the files; None if they are far."""
+        if not self._is_local:
+            return None
+        return self.columns, [(np.memmap(path, "u1", "r"), ends) for path, ends in self._files]
+
     def __len__(self) -> int:
         return sum(int(ends[-1]) for _, ends in self._files)
 
@@ -228,8 +238,7 @@ class Files:
 
     def _opened(self, path: str) -> Any:
         """Open a file; a local one of Arrow is mapped, so that only the parts in use are read."""
-        is_local = "file" in np.atleast_1d(self._fs.protocol)
-        is_mapped = is_local and path.endswith(_ARROW)
+        is_mapped = self._is_local and path.endswith(_ARROW)
         return pa.memory_map(path) if is_mapped else self._fs.open(path, "rb")
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os.path
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from itertools import takewhile
 from typing import Any
 
 from trakdask.checks import shown
@@ -97,4 +97,5 @@ def _divided(decode: Callable[[tuple[int, ...]], str], ids: Sequence[int]) -> li
 
 def _added(decode: Callable[..., str], before: tuple[int, ...], ids: Sequence[int]) -> str:
     whole = decode((*before, *ids))
-    return whole[len(os.path.commonprefix([decode(before), whole])) :] if before else whole
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(decode(before) if before else "", whole))
+    return whole[len([*same]) :]
