@@ -11,7 +11,7 @@ import xarray as xr
 from rich import box
 from rich.table import Table
 
-from trakdask.variables import RANK, TARGET
+from trakdask.variables import PROJ_DIM, RANK, SAMPLE, TARGET, checkpoint_names
 
 _MOST_TARGETS = 5
 _MOST_GROUPS = 20
@@ -44,6 +44,19 @@ def summary(data: xr.Dataset | xr.DataArray, title: str) -> Table:
         **data.attrs,
     }
     return table(pd.DataFrame(rows.items(), columns=["", " "]), title)
+
+
+def brief(features: xr.Dataset, store: str) -> str:
+    """Return three lines on what a store of features has, and how it was made."""
+    n, p = features.sizes[SAMPLE], features.sizes[PROJ_DIM]
+    coords = ", ".join(str(name) for name, coord in features.coords.items() if SAMPLE in coord.dims)
+    names = _SHORT.repr(checkpoint_names(features))
+    task, formula = (features.attrs.get(name, "unknown") for name in ("task", "formula"))
+    return (
+        f"{store}: {n:,} samples, {p:,} columns; checkpoints {names}\n"
+        f"  metadata: {coords or 'none'}\n"
+        f"  {task}; {formula}"
+    )
 
 
 def result(name: str, data: Any) -> Table:
