@@ -18,8 +18,8 @@ from distributed import get_client
 
 import trakdask as td
 from tests.command_line.job import MODULE, Run, as_arrays, refused, score_of
-from trakdask.command_line.configuration import ConfigurationError, read
 from trakdask.command_line import jobs
+from trakdask.command_line.configuration import ConfigurationError, read
 from trakdask.command_line.jobs import explored, running
 
 FIT = "projector: {kind: fit, proj_dim: 5, n_samples: 30, sketch: {kind: SJLT, proj_dim: 64}}"
@@ -258,7 +258,7 @@ def test_import__loads_nothing_that_a_shell_would_wait_for(run_python, tmp_path:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("fit", "projector: {kind: fit}"),
+        ("fit", "trakdask featurize FILE"),
         ("run job.yaml --set top_k.k=3", "trakdask top-k FILE"),
         ("demo --help", "python -m trakdask.demo"),
         ("top_k job.yaml", "top-k"),

@@ -33,7 +33,7 @@ DAYS = ["2020-01-01", "2021-02-03"]
         (np.array(DAYS, "M8[D]"), "M8[ns]"),
         (np.array([1.0, np.nan], dtype=object), "float64"),
         (torch.tensor([1.0, 2.0], requires_grad=True), "float32"),
-        (pd.Series(["a", "b"], index=[7, 8]), STRING),
+        (pd.Series(["a", "b"], index=np.arange(2.0)), STRING),
         (pd.Series([1, 2], dtype="Int64"), "int64"),
         (pd.Categorical(["b", "a"], categories=["a", "b", "c"]), STRING),
         (pd.Series([3, 1], dtype="category"), "int64"),

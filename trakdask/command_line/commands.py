@@ -16,13 +16,7 @@ from rich.console import Console
 import trakdask as td
 from trakdask import command_line as cli
 from trakdask.checks import import_callable
-from trakdask.command_line.configuration import (
-    Configuration,
-    ConfigurationError,
-    about,
-    kept,
-    read,
-)
+from trakdask.command_line.configuration import Configuration, ConfigurationError, about, kept, read
 from trakdask.files import location
 
 app = typer.Typer(
@@ -233,7 +227,7 @@ def explore(
 
 
 _INSTEAD = {
-    "fit": "`projector: {kind: fit}` in a configuration has its fit made by: trakdask featurize FILE",
+    "fit": "a projector of `kind: fit` is fitted by: trakdask featurize FILE",
     "save": "features are computed and stored by: trakdask featurize FILE",
     "attribute": "features, scores and rankings are made by: trakdask top-k FILE",
     "run": "a configuration is run by: trakdask top-k FILE",

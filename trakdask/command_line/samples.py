@@ -146,7 +146,7 @@ def _arrays(key: str, described: Any) -> dict[str, np.ndarray]:
 
 def _array(name: str, path: str) -> np.ndarray:
     """Return the array of a ``.npy`` file, or of ``"train.npz:x"``; by default it has the name."""
-    path, sign, member = path.rpartition(":") if ".npz:" in path else (path, "", name)
+    path, _, member = path.rpartition(":") if ".npz:" in path else (path, "", name)
     loaded = np.load(path, mmap_mode="r")
     if isinstance(loaded, np.ndarray):
         return loaded
@@ -187,7 +187,9 @@ def _table(coords: Any, fields: Iterable[str]) -> Any:
             "expected coords as a .csv or .parquet file of metadata, or a list of names among "
             f"{[*fields]}, got {shown(coords)}; try coords: {names}"
         )
-    return _read_csv(coords) if coords.endswith(".csv") else pd.read_parquet(coords)
+    if coords.endswith(".csv"):
+        return _read_csv(coords)
+    return pd.read_parquet(coords).reset_index(drop=True)  # which may bring a shuffled index
 
 
 def _from_zarr(store: str, **options: Any) -> xr.Dataset:

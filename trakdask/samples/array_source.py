@@ -35,8 +35,10 @@ def from_arrays(
         memory maps, torch tensors, dask arrays, zarr arrays, or lists of numbers.
     coords
         Metadata by name, or a pandas DataFrame of metadata, one value per sample: numbers,
-        booleans, strings or times. Or a list with names of ``arrays`` that become coords, such as
-        ``["label"]``; lazy ones are computed. Models can also read numeric coords.
+        booleans, strings or times. The index of pandas, if it has one, must be 0, 1, … in order;
+        ``reset_index(drop=True)`` says that the order is that of the samples. Or a list with names
+        of ``arrays`` that become coords, such as ``["label"]``; lazy ones are computed. Models can
+        also read numeric coords.
     chunks
         Samples per block, and thus per task. ``"auto"``: blocks have 512 samples until
         :func:`featurize` joins them to blocks of 16 MB of features, as long as there are four
@@ -66,7 +68,8 @@ def from_arrays(
     Workers read zarr arrays from their storage, and a read-only ``np.memmap`` from its file, which
     all of them must see. A memory map is hashed, too, which reads it once; so samples are the same
     after their file was moved, copied or touched, and others if a value has changed. A zarr array
-    is identified by its path and metadata. For zarr arrays choose ``chunks`` that are multiples of theirs; otherwise chunks are read more than once.
+    is identified by its path and metadata; choose ``chunks`` that are multiples of its own, since
+    other chunks are read more than once.
 
     Examples
     --------

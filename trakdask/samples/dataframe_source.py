@@ -126,6 +126,7 @@ def from_dataframe(
         require_samples(len(table), "the table")
         lazy = lazy_fields(Table(table, columns), size)
         loaded = _whole_columns(table, metadata) if metadata else pd.DataFrame()
+    loaded = loaded.reset_index(drop=True)  # rows are in the order of the samples
     return assemble(lazy, {name: loaded[column] for name, column in names.items()}, chunks)
 
 

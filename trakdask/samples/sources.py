@@ -70,12 +70,18 @@ def check_field(name: str, field: Array, first: int, values: Array) -> None:
         )
 
 
-def check_dtype(name: str, dtype: np.dtype[Any]) -> None:
-    """Check that a variable has a dtype that models can read."""
+def check_dtype(name: str, dtype: np.dtype[Any], column: str = "") -> None:
+    """Check that a variable, or a column of one, has a dtype that models can read."""
     if dtype.kind not in "biufc":
+        remedy = "np.unique(values, return_inverse=True)[1] for classes"
+        if dtype.kind in "mM":
+            remedy = "(times - times.min()) / np.timedelta64(1, 'D') for days"
+        of, coords = "", f"{{{name!r}: ...}}"
+        if column:
+            of, coords = f" from column {column!r}", f"[{column!r}]"
         raise TypeError(
-            f"expected numbers or booleans in variable {name!r}, got dtype {dtype}; try "
-            f"np.unique(values, return_inverse=True)[1] for classes, or coords={{{name!r}: ...}}"
+            f"expected numbers or booleans in variable {name!r}, got dtype {dtype}{of}; try "
+            f"{remedy}, or coords={coords}"
         )
 
 
@@ -160,7 +166,8 @@ def unpacked(
         arrays[name] = da.blockwise(
             take, axes, blocks, axes[:1], name, None,
             new_axes=dict(zip(axes[1:], field.shape[1:], strict=True)), dtype=field.dtype,
-            meta=np.empty((0,) * field.ndim, field.dtype), name=read_name(name, token, size, former),
+            meta=np.empty((0,) * field.ndim, field.dtype),
+            name=read_name(name, token, size, former),
         )  # fmt: skip
     return arrays
 

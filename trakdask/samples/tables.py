@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from fsspec.core import get_fs_token_paths
 
-from trakdask.samples.sources import Array, fields_of
+from trakdask.samples.sources import Array, check_dtype, fields_of
 
 _ARROW = (".arrow", ".feather", ".ipc")
 _SUFFIXES = (".parquet", ".parq", *_ARROW)
@@ -60,6 +60,8 @@ class Columns:
             several = [columns] if isinstance(columns, str) else columns
             converted = [self._array(name, _column_of(table, c), start) for c in several]
             values = [array for array, _ in converted]
+            for column, array in zip(several, values, strict=True):
+                check_dtype(name, array.dtype, column)  # numpy would convert text, and not dates
             masks += [mask for _, mask in converted if mask is not None]
             arrays[name] = values[0] if isinstance(columns, str) else np.stack(values, axis=1)
         if masks and _MASK not in arrays:
@@ -130,7 +132,13 @@ def _flattened(name: str, column: Any, samples: Array) -> tuple[Array, Array]:
 
 def _complete(name: str, column: Any, samples: Array) -> Any:
     """Return a column without its extension type, after a check that it has all values."""
-    column = column.storage if isinstance(column, pa.ExtensionArray) else column
+    if isinstance(column, pa.ExtensionArray):
+        if column.type.extension_name.startswith("pandas."):  # periods, intervals
+            raise TypeError(
+                f"expected numbers or lists in variable {name!r}, got {column.type}; try "
+                "frame[column].dt.start_time for periods, and days as numbers"
+            )
+        column = column.storage
     if column.null_count:
         null = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
         raise ValueError(

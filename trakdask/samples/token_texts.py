@@ -96,6 +96,6 @@ def _divided(decode: Callable[[tuple[int, ...]], str], ids: Sequence[int]) -> li
 
 
 def _added(decode: Callable[..., str], before: tuple[int, ...], ids: Sequence[int]) -> str:
-    whole = decode((*before, *ids))
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(decode(before) if before else "", whole))
+    whole, known = decode((*before, *ids)), decode(before) if before else ""
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(known, whole, strict=False))
     return whole[len([*same]) :]
