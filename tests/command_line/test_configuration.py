@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,17 @@ def test_keep__repeats_the_job_without_secrets(tmp_path: Path) -> None:
     kept = tmp_path / "folder" / "train.zarr.yaml"
     assert "xyz" not in kept.read_text()
     assert read(kept) == {"save": {"retries": 2}, "folder": str(tmp_path), "top_k": {"k": 5}}
+
+
+@pytest.mark.parametrize("store", ["train.zarr", "results/one/train.zarr"])
+def test_read__what_was_kept_is_read_where_its_result_was_moved(tmp_path: Path, store: str) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    values = read(written(before, f"stores: {{train: {store}}}"))
+    keep(values, before / store)
+    (before / store).mkdir()
+    shutil.copytree(before, after)
+    assert read(after / f"{store}.yaml") == {**values, "folder": str(after)}
+    assert read(before / f"{store}.yaml") == values
+    (after / f"{store}.yaml").rename(tmp_path / "alone.yaml")
+    assert read(tmp_path / "alone.yaml") == values

@@ -96,6 +96,6 @@ def test_normalise_coord__refuses(values: Any, error: type[Exception], word: str
 
 
 def test_normalise_coords__frame_gives_its_columns() -> None:
-    frame = pd.DataFrame({"a": [1, 2], "b": ["x", "y"]}, index=[5, 6])
+    frame = pd.DataFrame({"a": [1, 2], "b": ["x", "y"]})
     coords = normalise_coords(frame, 2)
     assert {name: values.tolist() for name, values in coords.items()} == frame.to_dict("list")

@@ -162,6 +162,8 @@ def read(path: Path, settings: Iterable[str] = ()) -> Configuration:
                 "init`"
             )
         values = {_FOLDER: str(path.absolute().parent), **parsed}
+        if (moved := _moved_folder(path.absolute(), parsed)) is not None:
+            values[_FOLDER] = moved
     for setting in settings:
         with about(f"--set {setting}"):
             _apply(values, setting)
@@ -176,6 +178,17 @@ def read(path: Path, settings: Iterable[str] = ()) -> Configuration:
                 advice = nearest(key, _KEYS[name], "see `trakdask init`")
                 require_choice(f"a key of {name}", key, _KEYS[name], remedy=advice)
     return {n: options for n, options in values.items() if options is not None or n == _FOLDER}
+
+
+def _moved_folder(path: Path, values: Mapping[str, Any]) -> str | None:
+    """Return the folder of a file that :func:`keep` wrote, if it was moved with its result."""
+    results = [*section(values, "stores").values(), *section(values, "outputs").values()]
+    for result in map(Path, filter(lambda result: isinstance(result, str), results)):
+        if _FOLDER in values and path.name == f"{result.name}.yaml" and not result.is_absolute():
+            folder = path.parents[len(result.parts) - 1]
+            if (folder / result).exists():
+                return str(folder)
+    return None
 
 
 def _apply(values: dict[str, Any], setting: str) -> None:

@@ -44,11 +44,11 @@ def token_texts(text: Text | Any) -> Callable[[Sequence[int]], list[str]]:
     >>> token_texts(["a", "b"])([1, 0])
     ['b', 'a']
     """
-    text = getattr(text, "decode", text)
-    if callable(text):
-        decode = lru_cache(_PAIRS_KEPT)(lambda ids: text(list(ids)))
-        one = lru_cache(_PAIRS_KEPT)(text)
-        return lambda ids: _divided(decode, ids) if _is_of_lists(text, ids) else [*map(one, ids)]
+    read: Any = getattr(text, "decode", text)
+    if callable(read):
+        decode = lru_cache(_PAIRS_KEPT)(lambda ids: read(list(ids)))
+        one = lru_cache(_PAIRS_KEPT)(read)
+        return lambda ids: _divided(decode, ids) if _is_of_lists(read, ids) else [*map(one, ids)]
     if isinstance(text, str) or not isinstance(text, Sequence):
         raise TypeError(
             f"expected text as a function of a token id, or a list of all texts, got {shown(text)};"
