@@ -228,8 +228,6 @@ def explore(
 
 _INSTEAD = {
     "fit": "a projector of `kind: fit` is fitted by: trakdask featurize FILE",
-    "save": "features are computed and stored by: trakdask featurize FILE",
-    "attribute": "features, scores and rankings are made by: trakdask top-k FILE",
     "run": "a configuration is run by: trakdask top-k FILE",
     "train": "a job trains no model; Python does: td.train_on_halves(...)",
     "demo": "the demo is run by: python -m trakdask.demo",

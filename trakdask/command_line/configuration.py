@@ -76,7 +76,7 @@ def require_keys(
     names = [*(each.name for each in named), *more]
     is_checked_there = len(named) < len(parameters) and not more
     for name in () if is_checked_there else options:
-        require_choice("a key", name, names, remedy=nearest(name, names, "try leaving it out"))
+        require_name("a key", name, names)
     missing = [each.name for each in named if each.default is each.empty]
     if missing := [name for name in missing if name not in options]:
         raise ValueError(f"expected the key {missing[0]!r}, got {[*options]}; see `trakdask init`")
@@ -98,10 +98,10 @@ def require_form(key: str, value: object, *forms: type, remedy: str) -> None:
         raise TypeError(f"expected {words} as {key}, got {shown(value)}; try {remedy}")
 
 
-def nearest(name: object, names: Iterable[str], otherwise: str) -> str:
-    """Return the advice to try the name that looks most like one that is none of them."""
+def require_name(what: str, name: object, names: Sequence[str]) -> None:
+    """Require that a name is one of some names; advise the one that looks most like it."""
     found = difflib.get_close_matches(str(name), names, 1)
-    return f"try {found[0]}" if found else otherwise
+    require_choice(what, name, names, remedy=f"try {found[0]}" if found else "see `trakdask init`")
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -169,14 +169,11 @@ def read(path: Path, settings: Iterable[str] = ()) -> Configuration:
             _apply(values, setting)
     with about("the configuration"):
         for name, options in values.items():
-            names = (*_SECTIONS, _FOLDER)
-            advice = nearest(name, names, "see `trakdask init`")
-            require_choice("a section", name, names, remedy=advice)
+            require_name("a section", name, (*_SECTIONS, _FOLDER))
             if name != _FOLDER and not isinstance(options, dict | None):
                 raise TypeError(f"expected options by name in {name!r}, got {shown(options)}")
             for key in (options or ()) if name in _KEYS else ():
-                advice = nearest(key, _KEYS[name], "see `trakdask init`")
-                require_choice(f"a key of {name}", key, _KEYS[name], remedy=advice)
+                require_name(f"a key of {name}", key, _KEYS[name])
     return {n: options for n, options in values.items() if options is not None or n == _FOLDER}
 
 

@@ -14,8 +14,8 @@ import pandas as pd
 import xarray as xr
 
 import trakdask as td
-from trakdask.checks import import_callable, require_choice, shown
-from trakdask.command_line.configuration import require_form, require_keys
+from trakdask.checks import import_callable, shown
+from trakdask.command_line.configuration import require_form, require_keys, require_name
 from trakdask.variables import CHECKPOINT, SAMPLE, TRAINED_ON
 
 
@@ -32,7 +32,7 @@ def described(options: dict[str, Any]) -> xr.Dataset:
 def of_kind(options: dict[str, Any], kinds: Mapping[str, Callable[..., Any]]) -> Any:
     """Call the function that ``kind`` names, with the other options, and return its result."""
     kind = options.pop("kind", None)
-    require_choice("kind", kind, list(kinds), remedy=f"try kind: {next(iter(kinds))}")
+    require_name("kind", kind, list(kinds))
     if isinstance(inner := options.get("then"), dict):  # of a mask
         options["then"] = of_kind(dict(inner), kinds)
     require_keys(options, kinds[str(kind)])
@@ -156,7 +156,8 @@ def _array(name: str, path: str) -> np.ndarray:
                 f"expected an array of {path!r} for {name!r}, got {path}:{member}, which has only "
                 f"{', '.join(loaded)}; try {path}:{next(iter(loaded), 'name')}"
             )
-        return loaded[member]
+        array: np.ndarray = loaded[member]
+    return array
 
 
 def _from_torch(
@@ -171,13 +172,11 @@ def _from_torch(
     require_form("dataset", dataset, str, remedy="dataset: package.module:function")
     require_form("names", names, str, list, remedy="names: [image, label]")
     function: Any = None if collate_fn is None else import_callable(collate_fn, "collate_fn")
-    fields = [names] if isinstance(names, str) else [name for name in names if name]
-    return td.from_torch(
-        dataset, names=names, coords=_table(coords, fields), chunks=chunks, collate_fn=function
-    )
+    metadata = _table(coords, [names] if isinstance(names, str) else names)
+    return td.from_torch(dataset, names=names, coords=metadata, chunks=chunks, collate_fn=function)
 
 
-def _table(coords: Any, fields: Iterable[str]) -> Any:
+def _table(coords: Any, fields: Iterable[str | None]) -> Any:
     """Return a table of metadata, or the names of some fields that are metadata."""
     if coords is None or (isinstance(coords, list) and all(isinstance(x, str) for x in coords)):
         return coords
@@ -192,17 +191,12 @@ def _table(coords: Any, fields: Iterable[str]) -> Any:
     return pd.read_parquet(coords).reset_index(drop=True)  # which may bring a shuffled index
 
 
-def _from_zarr(store: str, **options: Any) -> xr.Dataset:
-    require_form("store", store, str, remedy="store: samples.zarr")
-    return xr.open_zarr(store, **{"consolidated": False, **options})
-
-
 _KINDS: Mapping[str, Callable[..., xr.Dataset]] = {
     "table": td.from_dataframe,
     "csv": _from_csv,
     "arrays": _from_files,
     "torch": _from_torch,
-    "zarr": _from_zarr,
+    "zarr": functools.partial(xr.open_zarr, consolidated=False),
     "function": called,
 }
 """The functions that make samples, by the ``kind`` of a section."""

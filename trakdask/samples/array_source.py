@@ -201,8 +201,8 @@ def _lazy(name: str, array: Any, size: int) -> Any:
             )
         return array.rechunk(chunks)
     opened = _opened_by_tasks(array) if isinstance(array, zarr.Array) else mapped(array)
-    where = opened and opened.token
-    token = where if isinstance(array, zarr.Array) else fingerprint(array)
+    where = None if opened is None else opened.token
+    token = str(where) if isinstance(array, zarr.Array) else fingerprint(array)
     # The graph has the blocks of an array in memory, or one task that opens any other array.
     lazy = da.from_array(
         opened or array, chunks=tuple(chunks.values()), name=read_name(name, token, size, where),

@@ -164,6 +164,7 @@ _contents: dict[str, str] = {}
 
 def _content_of_map(array: np.ndarray[Any, Any], file: OpenedByTasks) -> str:
     """Return the hash of the values of a map, which is kept until its file changes."""
+    assert isinstance(file.open, partial)
     status = os.stat(file.open.args[0])
     where = f"{file.token} {status.st_ctime_ns} {status.st_ino}"
     key = hashlib.sha256(where.encode()).hexdigest()
@@ -203,10 +204,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             flat = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             return _reduced("tensor", (str(obj.dtype), tuple(obj.shape), _array_state(flat)))
         if type(obj) in (np.ndarray, np.memmap) and obj.dtype.kind in "biufcmMSU":
-            file = mapped(obj)
-            self.has_files |= file is not None
-            is_former = self.by_path and file is not None
-            return _reduced("array", file.token if is_former else _array_state(obj))
+            if (file := mapped(obj)) is not None:
+                self.has_files = True
+                if self.by_path:
+                    return _reduced("array", file.token)
+            return _reduced("array", _array_state(obj))
         if (content := _content_of_files(obj)) is not None:
             self.has_files = True
             if not self.by_path:

@@ -109,10 +109,9 @@ def _known_rows(before: Group, features: xr.Dataset, append_dim: AppendDim | Non
     """
     known = [*before.target().rows_of_sources()]
     source = source_in(features.attrs.get("source", ""), [name for name, _ in known])
-    source = source, features.sizes[SAMPLE]
     difference = None
     for name, rows in known:
-        if (name, len(rows)) == source:
+        if (name, len(rows)) == (source, features.sizes[SAMPLE]):
             difference = difference_of_block(before, features, rows)
             if difference is None:
                 return rows
