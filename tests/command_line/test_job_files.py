@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+import xarray as xr
+import zarr
 
 import trakdask as td
 from tests.command_line.job import ROWS, Result, Run, as_arrays, refused
@@ -63,11 +66,20 @@ PROJECTORS = [
 ]
 
 
-@pytest.mark.parametrize("projector", PROJECTORS)
+def as_zarr(job: Path) -> str:
+    image = ROWS[[*"abcd"]].to_numpy("f4")
+    samples = xr.Dataset({"image": (("sample", "x"), image)}, {"label": ("sample", ROWS.label)})
+    samples.to_zarr(job.parent / "rows.zarr", consolidated=False)
+    return "kind: zarr, store: rows.zarr"
+
+
+@pytest.mark.parametrize(
+    ("describe", "projector"), [(as_arrays, PROJECTORS[0]), *((as_zarr, p) for p in PROJECTORS)]
+)
 def test_job__goes_on_after_its_folder_was_moved_or_touched(
-    job: Path, run: Run, projector: str
+    job: Path, run: Run, describe: Callable[[Path], str], projector: str
 ) -> None:
-    settings = f"--set=data={{{as_arrays(job)}}}", f"--set=projector={projector}"
+    settings = f"--set=data={{{describe(job)}}}", f"--set=projector={projector}"
     (job.parent / "job").mkdir()
     before = job.parent / "job"
     for path in job.parent.glob("*.*"):
@@ -75,17 +87,21 @@ def test_job__goes_on_after_its_folder_was_moved_or_touched(
     assert (done := run("top-k", before / job.name, *settings)).exit_code == 0, done.output
     expected = pd.read_parquet(before / "top.parquet")
     shutil.copytree(before, copied := job.parent / "copied")
-    for path in copied.glob("*.npy"):
-        os.utime(path, (1, 1))
+    for path in (*copied.glob("*.npy"), copied / "rows.zarr"):
+        if path.exists():
+            os.utime(path, (1, 1))
     chunks = [*copied.glob("*.zarr/*/c*")]
     made = [path.stat().st_mtime_ns for path in chunks]
     again = run("top-k", copied / job.name, *settings, "--set=outputs.top_k=again.parquet")
     assert again.exit_code == 0, again.output
     pd.testing.assert_frame_equal(pd.read_parquet(copied / "again.parquet"), expected)
     assert [path.stat().st_mtime_ns for path in chunks] == made
-    x = np.load(copied / "x.npy")
-    x[40, 2] += 1
-    np.save(copied / "x.npy", x)
+    if describe == as_arrays:
+        x = np.load(copied / "x.npy")
+        x[40, 2] += 1
+        np.save(copied / "x.npy", x)
+    else:
+        zarr.open_array(copied / "rows.zarr", path="image", mode="r+")[40, 2] += 1
     changed = run("top-k", copied / job.name, *settings)
     assert (changed.exit_code > 0, "samples-" in changed.output) == (True, True), changed.output
 

@@ -23,7 +23,7 @@ import trakdask
 import trakdask as td
 from trakdask.samples import datasets as datasets_of_samples
 from trakdask.samples import fingerprints, source_of, validate_samples
-from trakdask.samples.fingerprints import fingerprint, mapped
+from trakdask.samples.fingerprints import content_of_folder, fingerprint, mapped
 
 # As a script, so that its classes are by-value ones of `__main__`, as in a notebook.
 SCRIPT = """
@@ -181,6 +181,19 @@ def test_source__of_a_map_is_that_of_the_array(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", x := np.arange(12.0).reshape(4, 3))
     mapped = td.from_arrays({"x": np.load(tmp_path / "x.npy", mmap_mode="r")})
     assert mapped.attrs == td.from_arrays({"x": x}).attrs
+
+
+def test_content_of_folder__follows_names_and_bytes(tmp_path: Path) -> None:
+    write(one := tmp_path / "one")
+    (one / "deep" / "er").mkdir(parents=True)
+    (one / "deep" / "er" / "empty").touch()
+    shutil.copytree(one, tmp_path / "other")
+    found = [content_of_folder(tmp_path / name) for name in ("one", "other")]
+    assert found[0] == found[1]
+    (one / "deep" / "er" / "empty").rename(one / "deep" / "empty")
+    (tmp_path / "other" / "deep" / "er" / "empty").write_text("x")
+    found += [content_of_folder(tmp_path / name) for name in ("one", "other")]
+    assert len({*found}) == 3
 
 
 @pytest.mark.parametrize("damage", [None, "", "x" * 64, b"\xff"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,8 @@ import xarray as xr
 import trakdask as td
 from trakdask.checks import import_callable, shown
 from trakdask.command_line.configuration import require_form, require_keys, require_name
+from trakdask.samples.fingerprints import content_of_folder
+from trakdask.samples.sources import renamed
 from trakdask.variables import CHECKPOINT, SAMPLE, TRAINED_ON
 
 
@@ -191,12 +194,23 @@ def _table(coords: Any, fields: Iterable[str | None]) -> Any:
     return pd.read_parquet(coords).reset_index(drop=True)  # which may bring a shuffled index
 
 
+def _from_zarr(store: str, group: str | None = None, **options: Any) -> xr.Dataset:
+    """Return the samples of a store; those of a local one are known by what its files contain."""
+    require_form("store", store, str, remedy="store: samples.zarr")
+    opened = xr.open_zarr(store, group, consolidated=False, **options)
+    if not os.path.isdir(folder := os.path.join(store, group or "")):
+        return opened
+    token = content_of_folder(folder)
+    lazy = {n: x.copy(data=renamed(str(n), x.data, token)) for n, x in opened.items() if x.chunks}
+    return opened.assign(lazy)
+
+
 _KINDS: Mapping[str, Callable[..., xr.Dataset]] = {
     "table": td.from_dataframe,
     "csv": _from_csv,
     "arrays": _from_files,
     "torch": _from_torch,
-    "zarr": functools.partial(xr.open_zarr, consolidated=False),
+    "zarr": _from_zarr,
     "function": called,
 }
 """The functions that make samples, by the ``kind`` of a section."""

@@ -28,7 +28,7 @@ from trakdask.checks import is_tensor
 from trakdask.files import replacing
 
 _LARGE = 2**28
-"""The hash of a map of so many bytes is kept for other processes: it takes 0.2 s to compute."""
+"""The hash of files of so many bytes is kept for other processes: it takes 0.2 s to compute."""
 
 _SETTLED_S = 2.0
 """A file that was changed before has another time of change if it is changed again."""
@@ -158,31 +158,51 @@ def _content(array: np.ndarray[Any, Any]) -> str:
     return hashlib.sha256(values).hexdigest()
 
 
-_contents: dict[str, str] = {}
-"""Hashes of maps, by where they lie and when their files were changed."""
-
-
 def _content_of_map(array: np.ndarray[Any, Any], file: OpenedByTasks) -> str:
     """Return the hash of the values of a map, which is kept until its file changes."""
     assert isinstance(file.open, partial)
     status = os.stat(file.open.args[0])
     where = f"{file.token} {status.st_ctime_ns} {status.st_ino}"
+    return _kept(where, array.nbytes, status.st_ctime, partial(_content, array))
+
+
+def content_of_folder(folder: str | os.PathLike[str]) -> str:
+    """Return the hash of all files in a folder and their names, kept until one of them changes."""
+    paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+    found = [(str(path.absolute()), path.stat()) for path in paths]
+    where = repr([(path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for path, s in found])
+
+    def content() -> str:
+        names = (path.relative_to(folder).as_posix() for path in paths)
+        digests = (hashlib.sha256(path.read_bytes()).hexdigest() for path in paths)
+        return hashlib.sha256(repr([*zip(names, digests, strict=True)]).encode()).hexdigest()
+
+    n_bytes = sum(status.st_size for _, status in found)
+    return _kept(where, n_bytes, max((s.st_ctime for _, s in found), default=0.0), content)
+
+
+_contents: dict[str, str] = {}
+"""Hashes of files, by where they lie and when they were changed."""
+
+
+def _kept(where: str, n_bytes: int, changed: float, content: Callable[[], str]) -> str:
+    """Return a hash of files, which is computed once; of large ones it outlives this process."""
     key = hashlib.sha256(where.encode()).hexdigest()
     if key in _contents:
         return _contents[key]
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     kept = Path(caches, "trakdask", key)
-    if array.nbytes >= _LARGE:
+    if n_bytes >= _LARGE:
         with suppress(OSError, ValueError):
-            if re.fullmatch("[0-9a-f]{64}", content := kept.read_text("ascii")):
-                return content
-    content = _content(array)
-    if time.time() - status.st_ctime > _SETTLED_S:
-        _contents[key] = content
-        if array.nbytes >= _LARGE:
+            if re.fullmatch("[0-9a-f]{64}", found := kept.read_text("ascii")):
+                return found
+    found = content()
+    if time.time() - changed > _SETTLED_S:
+        _contents[key] = found
+        if n_bytes >= _LARGE:
             with suppress(OSError), replacing(kept) as new:
-                new.write_text(content, "ascii")
-    return content
+                new.write_text(found, "ascii")
+    return found
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

@@ -70,7 +70,7 @@ def _is_of_lists(decode: Callable[..., Any], ids: Sequence[int]) -> bool:
     """Return whether a function decodes a list of ids; one of a single id may accept it, too."""
     try:
         alone = decode(ids[0])
-    except TypeError:
+    except (AttributeError, TypeError):
         return True
     try:
         among = decode([ids[0]])
