@@ -162,6 +162,11 @@ def test_featurize__damaged_csv_is_named(
         ("data={kind: arrays, arrays: all.npz, coords: [lable]}", "got 'lable'"),
         ("data={kind: arrays, array: all.npz}", "got 'array'; try arrays"),
         ("data={kind: arrays}", "the key 'arrays'"),
+        ("data={kind: arrays, arrays: {image: empty.npy}}", "got 'empty.npy'"),
+        (
+            "data={kind: arrays, arrays: all.npz, coords: {name: objects.npz}}",
+            "text in objects.npz:name",
+        ),
         ("data.coords=source", "try coords: metadata.csv"),
         ("data.coords={source: 3}", "got {'source': 3}"),
         ("data.dataset=[3]", "text as dataset, got [3]"),
@@ -186,6 +191,8 @@ def test_configuration__refused_before_anything_is_computed(
     job: Path, run: Run, setting: str, words: str
 ) -> None:
     (job.parent / "cut.csv").write_text('source,row\n"a,b\n')
+    np.savez(job.parent / "objects.npz", name=np.array(["a", None], object))
+    (job.parent / "empty.npy").touch()
     np.savez(job.parent / "all.npz", image=np.ones((60, 4), "f4"), label=ROWS.label)
     section = setting.partition(".")[0]
     command = section if section in ("groups", "credit") else "top-k"

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
+from zipfile import BadZipFile
 
 import fsspec
 import numpy as np
@@ -138,8 +139,8 @@ def _from_files(
 def _arrays(key: str, described: Any) -> dict[str, np.ndarray]:
     """Return arrays by name: of files by name, or all that one ``.npz`` file has."""
     if isinstance(described, str) and described.endswith(".npz"):
-        with np.load(described) as file:
-            return dict(file)
+        with _opened(described) as file:
+            described = {name: f"{described}:{name}" for name in file}
     remedy = f"{key}: {{image: image.npy, label: train.npz:label}}, or {key}: train.npz"
     require_form(key, described, dict, remedy=remedy)
     for name, path in described.items():
@@ -150,7 +151,7 @@ def _arrays(key: str, described: Any) -> dict[str, np.ndarray]:
 def _array(name: str, path: str) -> np.ndarray:
     """Return the array of a ``.npy`` file, or of ``"train.npz:x"``; by default it has the name."""
     path, _, member = path.rpartition(":") if ".npz:" in path else (path, "", name)
-    loaded = np.load(path, mmap_mode="r")
+    loaded = _opened(path)
     if isinstance(loaded, np.ndarray):
         return loaded
     with loaded:
@@ -159,8 +160,23 @@ def _array(name: str, path: str) -> np.ndarray:
                 f"expected an array of {path!r} for {name!r}, got {path}:{member}, which has only "
                 f"{', '.join(loaded)}; try {path}:{next(iter(loaded), 'name')}"
             )
-        array: np.ndarray = loaded[member]
+        try:
+            array: np.ndarray = loaded[member]
+        except ValueError as err:
+            raise TypeError(
+                f"expected numbers or text in {path}:{member}, got {err}; try saving "
+                f"np.array({member}, str)"
+            ) from err
     return array
+
+
+def _opened(path: str) -> Any:
+    try:
+        return np.load(path, mmap_mode="r")
+    except (EOFError, ValueError, BadZipFile) as err:
+        raise ValueError(
+            f"expected a complete .npy or .npz file, got {path!r}: {err}; try np.savez"
+        ) from err
 
 
 def _from_torch(
@@ -197,12 +213,13 @@ def _table(coords: Any, fields: Iterable[str | None]) -> Any:
 def _from_zarr(store: str, group: str | None = None, **options: Any) -> xr.Dataset:
     """Return the samples of a store; those of a local one are known by what its files contain."""
     require_form("store", store, str, remedy="store: samples.zarr")
-    opened = xr.open_zarr(store, group, consolidated=False, **options)
+    opened: xr.Dataset = xr.open_zarr(store, group, **{"consolidated": False, **options})
     if not os.path.isdir(folder := os.path.join(store, group or "")):
         return opened
     token = content_of_folder(folder)
     lazy = {n: x.copy(data=renamed(str(n), x.data, token)) for n, x in opened.items() if x.chunks}
-    return opened.assign(lazy)
+    known: xr.Dataset = opened.assign(lazy)
+    return known
 
 
 _KINDS: Mapping[str, Callable[..., xr.Dataset]] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import dask
 import dask.array as da
@@ -190,9 +190,9 @@ def read_name(name: str, token: str, size: int, former: str | None = None) -> st
 
 def renamed(name: str, array: da.Array, token: str) -> da.Array:
     """Return an array that is known by its content; older stores know the name that it has."""
-    by_content = read_name(name, token, 0)
-    _former[content_of(by_content)] = array.name
-    return da.map_blocks(_same, array, name=by_content, dtype=array.dtype, meta=array._meta)
+    known = da.map_blocks(_same, array, name=read_name(name, token, 0), meta=array._meta)
+    _former[content_of(known.name)] = array.name
+    return cast(da.Array, known)
 
 
 def _same(block: Array) -> Array:
