@@ -7,6 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from contextlib import nullcontext
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +17,6 @@ import pandas as pd
 import pytest
 import xarray as xr
 import yaml
-from distributed import get_client
 
 import trakdask as td
 from tests.command_line.job import MODULE, Run, as_arrays, refused, score_of
@@ -292,14 +294,30 @@ def test_commands__ctrl_c_says_how_to_go_on(
     assert "Traceback" not in done.output
 
 
-@pytest.mark.slow
-def test_running__leaves_ctrl_c_to_the_process_of_the_user(job: Path) -> None:
-    """A terminal sends it to all processes; a worker that got it would print a traceback."""
+IS_BLOCKED = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
 
-    def is_blocked() -> bool:
-        return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
-    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
-    with running({"folder": str(job.parent), "cluster": options}):
-        assert [*get_client().run(is_blocked).values()] == [True, True]
-        assert not is_blocked()
+def test_running__leaves_ctrl_c_to_the_process_of_the_user(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A terminal sends it to all processes; a worker that got it would print a traceback.
+
+    A cluster starts workers from a thread of its own, as Python's multiprocessing does.
+    """
+    printed: list[bytes] = []
+
+    def start_workers() -> None:
+        for _ in range(2):
+            resource_tracker.ensure_running()
+            printed.append(subprocess.check_output([sys.executable, "-c", IS_BLOCKED]))
+
+    def cluster(**_: object) -> nullcontext[None]:
+        thread = threading.Thread(target=start_workers)
+        thread.start()
+        thread.join()
+        return nullcontext()
+
+    monkeypatch.setattr(jobs, "Client", cluster)
+    with running({"folder": str(job.parent), "cluster": {"n_workers": 2}}):
+        assert printed == [b"True\n"] * 2
+        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
