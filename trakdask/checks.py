@@ -152,7 +152,7 @@ def import_callable(path: str, name: str) -> Callable[[], Any]:
     """
     try:
         imported = pkgutil.resolve_name(path)
-    except (ImportError, AttributeError, ValueError) as err:
+    except (ImportError, AttributeError, TypeError, ValueError) as err:
         raise ImportError(
             f"expected {name} = 'package.module:callable' that can be imported, got {path!r} "
             f"({type(err).__name__}: {err}); try the callable itself, or an installed module that "

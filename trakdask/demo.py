@@ -6,6 +6,7 @@ ambiguous or mislabelled. Nobody has changed a label.
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Sequence
@@ -211,4 +212,8 @@ def _print_explore() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        prog="python -m trakdask.demo",
+        description=f"{__doc__} It writes to the folder {OUTPUT}, and takes no arguments.",
+    ).parse_args()
     main()

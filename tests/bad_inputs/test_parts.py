@@ -95,7 +95,7 @@ ROWS = [
     row(Q, "samples without tokens", asked(data().rename(label="input_ids")), ValueError, "'input_ids'", "(4,)"),
     row(Q, "groups that overlap", asked(parts={"a": "w*", "b": "wte*"}), ValueError, "'wte.weight'", "'a'", "'b'"),
     row(Q, "text of a word", asked(text="abc"), TypeError, "'abc'"),
-    row(Q, "texts of fewer tokens", computed(asked(text=["a", "b"])), ValueError, "up to 6", "2 texts", "tokenizer.decode"),
+    row(Q, "texts of fewer tokens", computed(asked(text=["a", "b"])), ValueError, "up to 3", "2 texts", "tokenizer.decode"),
     row(Q, "another model", asked(model=mixing()), td.errors.StoreMismatchError, "parameters", "0.weight"),
     row(C, "neither", lambda: td.combine(T), ValueError, "none"),
     row(C, "by missing values", lambda: td.combine(KINDS.assign_coords(kind=("sample", [None] * 5)), by="kind"), ValueError, "'kind'"),

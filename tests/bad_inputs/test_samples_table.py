@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,13 @@ TWO = xr.DataArray(
     np.zeros((4, 2, 2)), {"checkpoint": ["a", "b"]}, ("sample", "proj_dim", "checkpoint")
 )
 ITEMS = [(np.zeros(2), 1)] * 4
+UTC = datetime.UTC
+SHUFFLED = pd.DataFrame({"label": [0, 1, 2, 3]}, index=[2, 0, 3, 1])
+TIMES = pd.DataFrame({
+    "day": pd.to_datetime(["2020-01-01"] * 3), "zone": pd.to_datetime(["2020-01-01"] * 3, utc=True),
+    "took": pd.to_timedelta([1, 2, 3], "D"), "month": pd.period_range("2020-01", periods=3, freq="M"),
+    "kind": pd.Categorical(["a", "b", "a"]), "y": [0.5, 1.0, 2.0],
+})  # fmt: skip
 FRAME = pd.DataFrame({"x": [1.0, 2.0, 3.0], "text": ["a", "b", "c"], "day": [1, 2, 3]})
 
 
@@ -141,6 +149,19 @@ ROWS = [
     BadInput(A, "coord lazy", coord(da.zeros(4)), TypeError, ["'c'"]),
     BadInput(A, "coord reserved", coord(range(4), "target"), ValueError, ["'target'"]),
     BadInput(A, "coord columns", lambda _: td.from_arrays({"x": X}, coords=pd.DataFrame(np.ones((4, 2)), columns=["a", "a"])), ValueError, ["'a'"]),
+    BadInput(A, "coords shuffled", lambda _: td.from_arrays({"x": X}, coords=SHUFFLED), ValueError, ["'label'", "0 to 3", "[2, 0, 3, 1]", "reset_index(drop=True)", ".loc[range(4)]"]),
+    BadInput(A, "coords by names", lambda _: td.from_arrays({"x": X}, coords=SHUFFLED.set_index(pd.Index([*"wxyz"]))), ValueError, ["'label'", "'w'", "reset_index"]),
+    BadInput(A, "coord a shuffled Series", coord(SHUFFLED.label), ValueError, ["'c'", "[2, 0, 3, 1]"]),
+    BadInput(A, "coord a filtered Series", coord(pd.Series(range(8))[::2]), ValueError, ["'c'", "[0, 2, 4, 6]"]),
+    BadInput(A, "coord a shuffled DataArray", coord(SHUFFLED.label.to_xarray()), ValueError, ["'c'", "[2, 0, 3, 1]"]),
+    BadInput(F, "coords shuffled", features(X, coords=SHUFFLED), ValueError, ["'label'", "[2, 0, 3, 1]"]),
+    BadInput(A, "date before nanoseconds", coord([datetime.date(2020, 1, 1), *[datetime.date(1066, 10, 14)] * 3]), ValueError, ["'c'", "1677-09-21", "1066-10-14", "sample 1", "astype(str)"]),
+    BadInput(A, "date after nanoseconds", coord(np.array(["9999-12-31"] * 4, "M8[s]")), ValueError, ["'c'", "2262-04-11", "9999-12-31", "sample 0"]),
+    BadInput(A, "time zones", coord([datetime.datetime(2020, 1, 1, tzinfo=zone) for zone in (UTC, UTC, datetime.timezone(datetime.timedelta(hours=1)), UTC)]), TypeError, ["'c'", "time zone", "utc=True"]),
+    BadInput(A, "time with a zone and without", coord([datetime.datetime(2020, 1, 1), *[datetime.datetime(2020, 1, 1, tzinfo=UTC)] * 3]), TypeError, ["'c'", "time zone", "utc=True"]),
+    BadInput(A, "time with a zone", coord(pd.to_datetime(["2020-01-01"] * 4, utc=True)), TypeError, ["'c'", "time zone", "utc=True"]),
+    BadInput(A, "periods", coord(pd.period_range("2020", periods=4, freq="M")), TypeError, ["'c'", "'Period'", "astype(str)"]),
+    BadInput(A, "categories of periods", coord(pd.Categorical(pd.period_range("2020", periods=4, freq="M"))), TypeError, ["'c'", "'Period'", "astype(str)"]),
     BadInput(A, "coords no field", lambda _: td.from_arrays({"x": X}, coords=["y"]), ValueError, ["'y'", "['x']"]),
     # ---------------------------------------------------------------------------------- from_torch
     BadInput(T, "DataLoader", dataset(DataLoader(TensorDataset(torch.ones(4, 2)), 2), "x"), TypeError, ["DataLoader"]),
@@ -182,6 +203,11 @@ ROWS = [
     BadInput(D, "two dtypes", table(two_kinds), ValueError, ["'x'", "int64", "float64", "sample 2"]),
     BadInput(D, "max_length zero", table(RAGGED, {"x": "tokens"}, max_length=0), ValueError, ["'x'", "0", "128"]),
     BadInput(D, "too long", table(RAGGED, {"x": "two"}, max_length=1), ValueError, ["'x'", "sample 1", "2"]),
+    *[BadInput(D, f"{name} among numbers", table(TIMES, {"x": ["y", name]}), TypeError, ["'x'", f"column {name!r}", "days", f"coords=[{name!r}]"]) for name in ("day", "zone", "took")],
+    *[BadInput(D, f"{name} in a file", table(lambda f: written(f, TIMES), {"x": [name, "y"]}), TypeError, ["'x'", f"column {name!r}", "days"]) for name in ("day", "took")],
+    BadInput(D, "times alone", table(TIMES, {"x": "day"}), TypeError, ["'x'", "datetime64", "column 'day'"]),
+    BadInput(D, "periods", table(TIMES, {"x": ["y", "month"]}), TypeError, ["'x'", "start_time"]),
+    BadInput(D, "categories among numbers", table(TIMES, {"x": ["kind", "y"]}), TypeError, ["'x'", "column 'kind'", "np.unique"]),
     BadInput(D, "coord missing", table(pd.DataFrame({"x": [1, 2], "s": ["a", None]}), coords="s"), ValueError, ["'s'", "sample 1"]),
 ]  # fmt: skip
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
+from contextlib import nullcontext
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +20,7 @@ import yaml
 
 import trakdask as td
 from tests.command_line.job import MODULE, Run, as_arrays, refused, score_of
+from trakdask.command_line import jobs
 from trakdask.command_line.configuration import ConfigurationError, read
 from trakdask.command_line.jobs import explored, running
 
@@ -34,6 +39,7 @@ def test_every_command__of_one_job(job: Path, run: Run) -> None:
     other = run("plan", job, "--set", "projector={kind: Mask, keep: 9, then: {kind: Identity}}")
     assert "Mask(keep=9, then=Identity(" in other.output
     assert "[c1]" in printed["featurize"]
+    assert len(printed["featurize"].splitlines()) <= 6
     scores = score_of(folder)
     # The function is the oracle: features have an oracle of their own.
     top = td.top_k(scores, 3).compute()
@@ -85,7 +91,7 @@ def test_top_k__where_and_settings(job: Path, run: Run) -> None:
     again = run("top-k", job.parent.parent / "elsewhere.yaml")
     *table, line = done.output.splitlines()
     assert again.output.splitlines()[:-1] == table
-    assert line.endswith(f"explore {job.parent / 'train.zarr'} {job.parent / 'targets.zarr'}")
+    assert line.endswith(f"explore {job.parent / 'train.zarr.yaml'}")
 
 
 def test_evaluate__grades_by_known_samples_and_by_training(job: Path, run: Run) -> None:
@@ -198,3 +204,69 @@ def test_import__loads_nothing_that_a_shell_would_wait_for(run_python, tmp_path:
         "print([n for n in ('torch', 'dask', 'distributed') if n in sys.modules])"
     )
     assert run_python("-c", code, cwd=tmp_path).strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("fit", "trakdask featurize FILE"),
+        ("run job.yaml --set top_k.k=3", "trakdask top-k FILE"),
+        ("demo --help", "python -m trakdask.demo"),
+        ("top_k job.yaml", "top-k"),
+    ],
+)
+def test_commands__that_are_not_there_say_what_is(run: Run, line: str, words: str) -> None:
+    done = run(*line.split())
+    assert (done.exit_code, words in done.output) == (2, True), done.output
+
+
+def test_demo__help_runs_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trakdask.demo", "--help"]
+    environment = os.environ | {"PYTHONPATH": str(Path(td.__file__).parents[1])}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "takes no arguments" in " ".join(done.stdout.split())
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("command", ["featurize", "top-k", "evaluate"])
+def test_commands__ctrl_c_says_how_to_go_on(
+    job: Path, run: Run, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(jobs, "described_or_stored", interrupted)
+    monkeypatch.setattr(logging, "disable", lambda level: None)
+    done = run(command, job)
+    assert done.exit_code == 130
+    assert "The same line goes on" in done.output
+    assert "Traceback" not in done.output
+
+
+IS_BLOCKED = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+
+
+def test_running__leaves_ctrl_c_to_the_process_of_the_user(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A terminal sends it to all processes; a worker that got it would print a traceback.
+
+    A cluster starts workers from a thread of its own, as Python's multiprocessing does.
+    """
+    printed: list[bytes] = []
+
+    def start_workers() -> None:
+        for _ in range(2):
+            resource_tracker.ensure_running()
+            printed.append(subprocess.check_output([sys.executable, "-c", IS_BLOCKED]))
+
+    def cluster(**_: object) -> nullcontext[None]:
+        thread = threading.Thread(target=start_workers)
+        thread.start()
+        thread.join()
+        return nullcontext()
+
+    monkeypatch.setattr(jobs, "Client", cluster)
+    with running({"folder": str(job.parent), "cluster": {"n_workers": 2}}):
+        assert printed == [b"True\n"] * 2
+        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -67,9 +68,55 @@ def test_read__refused(
     assert words in str(caught.value)
 
 
+def bomb(template: str) -> str:
+    """Return a file whose size, with each alias written out, is 9 to the power of 11."""
+    lines = ["  a0: &a0 {x: 1}"]
+    for i in range(1, 12):
+        again = ", ".join([f"*a{i - 1}"] * 9)
+        lines.append(f"  a{i}: &a{i} {template % again}")
+    return "\n".join(["data:", *lines])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (bomb("{<<: [%s]}"), "each alias written out"),
+        (bomb("[%s]"), "each alias written out"),
+        ("data: &a {x: [*a]}", "each alias written out"),
+        ("data: " + "[" * 999, "recursion"),
+        ("data: {" + ", ".join(f"k{i}: 0" for i in range(3000)) + ", k7: 1}", "'k7'"),
+    ],
+    ids=["merges", "aliases", "within itself", "deep", "many keys"],
+)
+def test_read__large_in_small_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        read(written(tmp_path, text))
+
+
+def test_read__aliases_and_merges_of_a_few_values(tmp_path: Path) -> None:
+    text = "data: &d {kind: csv, chunks: 3}\ntargets: {<<: *d, chunks: 4}\nmodel: {a: *d}"
+    values = read(written(tmp_path, text))
+    assert values["targets"] == {"kind": "csv", "chunks": 4}
+    assert values["model"] == {"a": values["data"]}
+
+
 def test_keep__repeats_the_job_without_secrets(tmp_path: Path) -> None:
     path = written(tmp_path, "save: {retries: 2, storage_options: {secret: xyz}}\n")
     keep(read(path, ["top_k.k=5"]), tmp_path / "folder" / "train.zarr")
     kept = tmp_path / "folder" / "train.zarr.yaml"
     assert "xyz" not in kept.read_text()
     assert read(kept) == {"save": {"retries": 2}, "folder": str(tmp_path), "top_k": {"k": 5}}
+
+
+@pytest.mark.parametrize("store", ["train.zarr", "results/one/train.zarr"])
+def test_read__what_was_kept_is_read_where_its_result_was_moved(tmp_path: Path, store: str) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    values = read(written(before, f"stores: {{train: {store}}}"))
+    keep(values, before / store)
+    (before / store).mkdir()
+    shutil.copytree(before, after)
+    assert read(after / f"{store}.yaml") == {**values, "folder": str(after)}
+    assert read(before / f"{store}.yaml") == values
+    (after / f"{store}.yaml").rename(tmp_path / "alone.yaml")
+    assert read(tmp_path / "alone.yaml") == values

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
+import xarray as xr
+import zarr
 
 import trakdask as td
 from tests.command_line.job import ROWS, Result, Run, as_arrays, refused
@@ -29,6 +35,75 @@ def test_featurize__of_csv_files_equals_that_of_arrays(job: Path, run: Run) -> N
     assert run("featurize", job, "--set", data, "--set", "stores.train=npy.zarr").exit_code == 0
     expected = td.open(job.parent / "npy.zarr").feature
     np.testing.assert_allclose(td.open(job.parent / "train.zarr").feature, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"arrays": "all.npz", "coords": ["author"]},
+        {"arrays": {"image": "all.npz:image", "label": "all.npz"}, "coords": "rows.csv"},
+        {"arrays": {"image": "x.npy", "label": "other.npz:[y]"}, "coords": {"author": "all.npz"}},
+    ],
+)
+def test_featurize__of_npz_files_equals_that_of_npy(job: Path, run: Run, data: dict) -> None:
+    folder, section = job.parent, as_arrays(job)
+    author = np.array(["bob", "zoe"] * 30)
+    np.savez(folder / "all.npz", image=np.load(folder / "x.npy"), label=ROWS.label, author=author)
+    np.savez(folder / "other.npz", **{"[y]": ROWS.label, "more": author})
+    pd.DataFrame({"author": author}).to_csv(folder / "rows.csv", index=False)
+    for store, described in {"npy": f"{{{section}}}", "train": {"kind": "arrays", **data}}.items():
+        settings = f"data={described}", f"stores.train={store}.zarr"
+        done = run("featurize", job, *(f"--set={setting}" for setting in settings))
+        assert done.exit_code == 0, done.output
+    made, expected = (td.open(folder / f"{store}.zarr") for store in ("train", "npy"))
+    np.testing.assert_array_equal(made.feature, expected.feature)
+    assert made.author.values.tolist() == author.tolist()
+
+
+PROJECTORS = [
+    "{kind: Rademacher, proj_dim: 8}",
+    "{kind: fit, proj_dim: 5, n_samples: 30, sketch: {kind: SJLT, proj_dim: 64}}",
+]
+
+
+def as_zarr(job: Path) -> str:
+    image = ROWS[[*"abcd"]].to_numpy("f4")
+    samples = xr.Dataset({"image": (("sample", "x"), image)}, {"label": ("sample", ROWS.label)})
+    samples.to_zarr(job.parent / "rows.zarr", consolidated=False)
+    return "kind: zarr, store: rows.zarr"
+
+
+@pytest.mark.parametrize(
+    ("describe", "projector"), [(as_arrays, PROJECTORS[0]), *((as_zarr, p) for p in PROJECTORS)]
+)
+def test_job__goes_on_after_its_folder_was_moved_or_touched(
+    job: Path, run: Run, describe: Callable[[Path], str], projector: str
+) -> None:
+    settings = f"--set=data={{{describe(job)}}}", f"--set=projector={projector}"
+    (job.parent / "job").mkdir()
+    before = job.parent / "job"
+    for path in job.parent.glob("*.*"):
+        path.rename(before / path.name)
+    assert (done := run("top-k", before / job.name, *settings)).exit_code == 0, done.output
+    expected = pd.read_parquet(before / "top.parquet")
+    shutil.copytree(before, copied := job.parent / "copied")
+    for path in (*copied.glob("*.npy"), copied / "rows.zarr"):
+        if path.exists():
+            os.utime(path, (1, 1))
+    chunks = [*copied.glob("*.zarr/*/c*")]
+    made = [path.stat().st_mtime_ns for path in chunks]
+    again = run("top-k", copied / job.name, *settings, "--set=outputs.top_k=again.parquet")
+    assert again.exit_code == 0, again.output
+    pd.testing.assert_frame_equal(pd.read_parquet(copied / "again.parquet"), expected)
+    assert [path.stat().st_mtime_ns for path in chunks] == made
+    if describe == as_arrays:
+        x = np.load(copied / "x.npy")
+        x[40, 2] += 1
+        np.save(copied / "x.npy", x)
+    else:
+        zarr.open_array(copied / "rows.zarr", path="image", mode="r+")[40, 2] += 1
+    changed = run("top-k", copied / job.name, *settings)
+    assert (changed.exit_code > 0, "samples-" in changed.output) == (True, True), changed.output
 
 
 TEXT = ROWS[:9].to_csv(index=False)
@@ -77,12 +152,46 @@ def test_featurize__damaged_csv_is_named(
         ("data=null", "train.zarr"),
         ("data.coords=cut.csv", "in data: cut.csv: "),
         ("groups.by=source", "'groups'"),
+        ("data={kind: arrays, arrays: x.npy}", "got 'x.npy'; try arrays: {"),
+        ("data={kind: arrays, arrays: [x.npy]}", "got ['x.npy']"),
+        ("data={kind: arrays, arrays: {image: 3}}", "arrays.image, got 3"),
+        ("data={kind: arrays, arrays: {image: 'all.npz:imag'}}", "all.npz:imag, which has only "),
+        ("data={kind: arrays, arrays: all.npz, coords: label}", "try coords: [label]"),
+        ("data={kind: arrays, arrays: all.npz, coords: [lable]}", "got 'lable'"),
+        ("data={kind: arrays, array: all.npz}", "got 'array'; try arrays"),
+        ("data={kind: arrays}", "the key 'arrays'"),
+        ("data={kind: arrays, arrays: {image: empty.npy}}", "got 'empty.npy'"),
+        (
+            "data={kind: arrays, arrays: all.npz, coords: {name: objects.npz}}",
+            "text in objects.npz:name",
+        ),
+        ("data.coords=source", "try coords: metadata.csv"),
+        ("data.coords={source: 3}", "got {'source': 3}"),
+        ("data.dataset=[3]", "text as dataset, got [3]"),
+        ("data.trained_on=3", "text as trained_on, got 3"),
+        ("data={kind: csv, source: samples.csv, variables: row}", "as variables, got 'row'"),
+        ("targets.arguments=[3]", "arguments, got [3]"),
+        ("targets.function=3", "function = 'package.module:callable'"),
+        ("model.checkpoints=3", "as checkpoints, got 3"),
+        ("model.checkpoints.argument=3", "try arguments"),
+        ("model.paramters=3", "try parameters"),
+        ("projector.projdim=3", "try proj_dim"),
+        ("featurize.batchsize=3", "try batch_size"),
+        ("save.retris=3", "try retries"),
+        ("score.dampin=3", "try damping"),
+        ("top_k.whre=label == 3", "try where"),
+        ("modle.task=regression", "try model"),
+        ("cluster.n_workers=two", "n_workers, got 'two'; try n_workers: 2"),
+        ("outputs.top_k=[top.parquet]", "text as top_k"),
     ],
 )
 def test_configuration__refused_before_anything_is_computed(
     job: Path, run: Run, setting: str, words: str
 ) -> None:
     (job.parent / "cut.csv").write_text('source,row\n"a,b\n')
+    np.savez(job.parent / "objects.npz", name=np.array(["a", None], object))
+    (job.parent / "empty.npy").touch()
+    np.savez(job.parent / "all.npz", image=np.ones((60, 4), "f4"), label=ROWS.label)
     refused(job, run("top-k", job, "--set", setting), words)
 
 

@@ -7,6 +7,7 @@ import re
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlencode
 
 import numpy as np
@@ -14,7 +15,7 @@ import pandas as pd
 import pytest
 
 import trakdask as td
-from trakdask.explorer import Explorer, Marks, View
+from trakdask.explorer import Explorer, Marks, View, target_pages
 from trakdask.explorer.pages import sections
 
 EVIL = "</style><script>alert(1)</script><form>\"'&"
@@ -171,3 +172,28 @@ def test_marks__are_listed_as_text(explorer: Explorer) -> None:
     assert "<script" not in html
     assert unescape(html).count(f"<td>{EVIL}</td>") == 2  # who marked two samples
     assert "sample=2" in html
+
+
+@pytest.mark.parametrize(
+    ("rule", "of", "said", "unsaid"),
+    [
+        ("cross-validation", ["grade", "curve"], "Checkpoints that were left out", "add up"),
+        ("cross-validation", ["grade"], "checkpoints that were left out, at most 0.5", "no output"),
+        ("completeness, calibration set", ["curve"], "calibration set", "left out"),
+        ("completeness, training rows left out", ["curve", "grade"], "at most 0.7", "at most 0.5"),
+        ("given", [], "given as a number", "correlation"),
+        ("0.1 tr(K^2)/tr(K)", [], "The rule 0.1 tr(K^2)/tr(K) chose it", "correlation"),
+    ],
+)
+def test_damping__says_what_chose_it(rule: str, of: list[str], said: str, unsaid: str) -> None:
+    """The curves are made up: what is said follows from the rule alone."""
+    features = td.testing.simulate_features(60, 4)
+    chosen = td.damping(features, td.Trak(damping="trace")).compute()
+    peaks = {"curve": 0.7, "grade": 0.5}
+    curves = {name: chosen[name].fillna(peaks[name]) for name in of}
+    chosen = chosen.assign(rule=((), np.array(rule, object)), **curves)
+    questions = SimpleNamespace(setting=lambda view: SimpleNamespace(damping=chosen))
+    html = target_pages.damping(SimpleNamespace(questions=questions), View())  # type: ignore[arg-type]
+    assert said in html
+    assert unsaid not in html
+    assert html.count("<a href") == (len(chosen.relative_damping) if of else 0)

@@ -59,6 +59,38 @@ def test_html__escapes_texts_tokens_and_names() -> None:
     assert "<script" not in html
 
 
+IDS = np.array([[3, 1, 0, 0], [2, 2, 1, 0]])
+MASK = (IDS > 0).astype(int)
+LETTERS = ["-", "a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "inputs", "texts"),
+    [
+        ({"input_ids": IDS, "attention_mask": MASK}, (), {"input_ids": "ca--"}),
+        ({"ids": IDS, "seen": MASK}, (), {"ids": "ca--"}),
+        ({"ids": IDS, "span_mask": IDS, "labels": IDS, "token_type_ids": IDS}, (), {"ids": "ca--"}),
+        ({"input_ids": MASK, "lengths": IDS}, (), {"input_ids": "aa--"}),
+        ({"chosen_input_ids": IDS, "rejected_input_ids": IDS[::-1], "goal": IDS}, (),
+         {"chosen_input_ids": "ca--", "rejected_input_ids": "bba-"}),
+        ({"counts": IDS, "words": IDS[::-1]}, ("words", "counts"), {"words": "bba-"}),
+        ({"ids": IDS - 100, "labels": IDS}, (), {}),
+        ({"ids": IDS + 4}, (), {}),
+    ],
+)  # fmt: skip
+def test_html__texts_are_the_token_ids_and_nothing_else(
+    variables: dict[str, np.ndarray], inputs: tuple[str, ...], texts: dict[str, str]
+) -> None:
+    samples = td.from_arrays(variables)
+    (html,) = Contents(samples, LETTERS, inputs).html([0])
+    expected = [
+        f'<p class="text">{texts[name]}</p>' if name in texts
+        else f'<p class="numbers">{name}: {", ".join(map(str, values[0]))}</p>'
+        for name, values in variables.items()
+    ]  # fmt: skip
+    assert html == "".join(expected)
+
+
 def test_html__of_numbers_is_short() -> None:
     samples = td.from_arrays({"x": np.arange(200.0).reshape(2, 100)})
     (html,) = Contents(samples).html([1])

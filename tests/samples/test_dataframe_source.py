@@ -297,3 +297,12 @@ def test_from_dataframe__read_by_worker_processes(
     computed = process_client.compute(ds).result()
     np.testing.assert_array_equal(computed.image, np.stack(frame().pixels))
     np.testing.assert_array_equal(computed.label, frame().label)
+
+
+@pytest.mark.parametrize("rows", [[2, 0, 1], [0, 0, 2]])
+def test_from_dataframe__coords_are_those_of_the_rows_whatever_their_index(rows: list[int]) -> None:
+    frame = pd.DataFrame({"x": [0.0, 1.0, 2.0], "name": ["a", "b", "c"]}).iloc[rows]
+    for source in (frame, dd.from_pandas(frame, npartitions=1, sort=False)):
+        samples = td.from_dataframe(source, variables={"x": "x"}, coords=["name"])
+        assert samples.x.values.tolist() == rows
+        assert samples.name.values.tolist() == ["abc"[row] for row in rows]

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import datasets
 import numpy as np
+import pandas as pd
 import pytest
 import torch
+import xarray as xr
 
 import trakdask
-from trakdask.samples.fingerprints import fingerprint, mapped
+import trakdask as td
+from trakdask.samples import datasets as datasets_of_samples
+from trakdask.samples import fingerprints, source_of, validate_samples
+from trakdask.samples.fingerprints import content_of_folder, fingerprint, mapped
 
 # As a script, so that its classes are by-value ones of `__main__`, as in a notebook.
 SCRIPT = """
@@ -90,14 +98,142 @@ def test_fingerprint__tensor_by_dtype_shape_and_values(dtype: torch.dtype) -> No
     assert fingerprint(tensor[0, 0]) != fingerprint(tensor[0, :1])
 
 
-def test_fingerprint__memory_map_by_its_file(tmp_path: Path) -> None:
-    np.save(tmp_path / "x.npy", np.zeros(100))
-    whole = np.load(tmp_path / "x.npy", mmap_mode="r")
-    first = fingerprint(whole)
-    assert first == fingerprint(np.load(tmp_path / "x.npy", mmap_mode="r"))
-    assert first != fingerprint(whole[1:])
-    np.save(tmp_path / "x.npy", np.zeros(101))
-    assert first != fingerprint(np.load(tmp_path / "x.npy", mmap_mode="r"))
+class Rows:
+    """A torch Dataset that reads its items from a map."""
+
+    def __init__(self, path: Path) -> None:
+        self.rows = np.load(path, mmap_mode="r")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.array(self.rows[index])
+
+
+def from_table(path: Path) -> xr.Dataset:
+    return td.from_dataframe(path, variables={"x": "x"})
+
+
+SOURCES: dict[str, tuple[str, Callable[[Path], xr.Dataset]]] = {
+    "map": ("x.npy", lambda path: td.from_arrays({"x": np.load(path, mmap_mode="r")})),
+    "rows of a map": (
+        "x.npy",
+        lambda path: td.from_arrays({"x": np.load(path, mmap_mode="r")[3:]}),
+    ),
+    "selection": ("x.npy", lambda path: SOURCES["map"][1](path).isel(sample=[5, 7])),
+    "map in a torch dataset": ("x.npy", lambda path: td.from_torch(Rows(path), names="x")),
+    "parquet": ("x.parquet", from_table),
+    "folder": (".", lambda path: td.from_dataframe(path / "*.arrow", variables={"x": "x"})),
+    "datasets": (".", lambda path: from_table(datasets.load_from_disk(path))),
+    "rows of datasets": (
+        ".",
+        lambda path: from_table(datasets.load_from_disk(path).select([7, 5])),
+    ),
+}
+
+
+def write(folder: Path, value: float = 1) -> None:
+    """Write the same rows in every form, the last number of the last but two as a value."""
+    x = np.arange(40.0).reshape(10, 4)
+    x[7, 3] = value
+    folder.mkdir()
+    rows = datasets.Dataset.from_dict({"x": x.tolist()})
+    rows.save_to_disk(folder)
+    np.save(folder / "x.npy", x)
+    pd.DataFrame({"x": list(x)}).to_parquet(folder / "x.parquet")
+
+
+def source(folder: Path, kind: str) -> str:
+    name, make = SOURCES[kind]
+    return source_of(validate_samples(make(folder / name).drop_attrs()))
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_source__follows_the_content_of_files(tmp_path: Path, kind: str) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    write(one)
+    before = source(one, kind)
+    shutil.copytree(one, other)
+    assert source(other, kind) == before
+    for path in one.iterdir():
+        os.utime(path, (1, 1))
+    assert source(one, kind) == before
+    one.rename(tmp_path / "moved")
+    assert source(tmp_path / "moved", kind) == before
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_source__of_a_file_that_was_changed_in_place_is_another(tmp_path: Path, kind: str) -> None:
+    """The time of change is the one before, as an archive may set it; so is the size."""
+    folder, changed = tmp_path / "one", tmp_path / "changed"
+    write(folder)
+    write(changed, 2)
+    before, times = source(folder, kind), (10**9, 10**9)
+    for path in changed.iterdir():
+        if path.suffix in (".npy", ".parquet", ".arrow"):
+            (folder / path.name).write_bytes(path.read_bytes())
+            os.utime(folder / path.name, times)
+    assert source(folder, kind) != before
+
+
+def test_source__of_a_map_is_that_of_the_array(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", x := np.arange(12.0).reshape(4, 3))
+    mapped = td.from_arrays({"x": np.load(tmp_path / "x.npy", mmap_mode="r")})
+    assert mapped.attrs == td.from_arrays({"x": x}).attrs
+
+
+def test_content_of_folder__follows_names_and_bytes(tmp_path: Path) -> None:
+    write(one := tmp_path / "one")
+    (one / "deep" / "er").mkdir(parents=True)
+    (one / "deep" / "er" / "empty").touch()
+    shutil.copytree(one, tmp_path / "other")
+    found = [content_of_folder(tmp_path / name) for name in ("one", "other")]
+    assert found[0] == found[1]
+    (one / "deep" / "er" / "empty").rename(one / "deep" / "empty")
+    (tmp_path / "other" / "deep" / "er" / "empty").write_text("x")
+    found += [content_of_folder(tmp_path / name) for name in ("one", "other")]
+    assert len({*found}) == 3
+
+
+@pytest.mark.parametrize("damage", [None, "", "x" * 64, b"\xff"])
+def test_fingerprint__of_a_large_map_is_kept_for_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str | bytes | None
+) -> None:
+    read: list[int] = []
+
+    def content(array: np.ndarray) -> str:
+        read.append(array.size)
+        return hashlib.sha256(array.tobytes()).hexdigest()
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name, value in {"_LARGE": 1, "_SETTLED_S": -1.0, "_content": content}.items():
+        monkeypatch.setattr(fingerprints, name, value)
+    np.save(tmp_path / "x.npy", np.arange(9))
+    for _ in range(2):
+        monkeypatch.setattr(fingerprints, "_contents", {})  # as in another process
+        found = fingerprint(np.load(tmp_path / "x.npy", mmap_mode="r"))
+        assert found == fingerprint(np.load(tmp_path / "x.npy", mmap_mode="r"))
+        assert found == fingerprint(np.arange(9))
+        for kept in (tmp_path / "cache" / "trakdask").iterdir():
+            if damage is not None:
+                kept.write_bytes(damage if isinstance(damage, bytes) else damage.encode())
+    assert len(read) == 3 + (damage is not None)
+
+
+def test_save__goes_on_in_a_store_that_knows_files_by_their_paths(tmp_path: Path) -> None:
+    """An older store has the source that a file had by its path, size and time of change."""
+    np.save(tmp_path / "x.npy", np.arange(12.0, dtype="f4").reshape(6, 2))
+    rows = np.load(tmp_path / "x.npy", mmap_mode="r")
+    samples = td.from_arrays({"x": rows}, coords={"label": np.arange(6) % 3})
+    model = td.Model(torch.nn.Linear(2, 3), task=td.tasks.Classification())
+    features = td.featurize(samples, model, td.SJLT(4))
+    former = features.assign_attrs(source=datasets_of_samples._former[features.attrs["source"]])
+    td.save(former, tmp_path / "s.zarr", progress=False)
+    assert td.save(features, tmp_path / "s.zarr", progress=False).attrs["source"] == former.source
+    other = td.featurize(samples.assign(x=samples.x + 1), model, td.SJLT(4))
+    with pytest.raises(td.errors.StoreMismatchError, match="source"):
+        td.save(other, tmp_path / "s.zarr", progress=False)
 
 
 def test_fingerprint__recursive_closure_ends() -> None:

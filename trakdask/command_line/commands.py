@@ -16,7 +16,7 @@ from rich.console import Console
 import trakdask as td
 from trakdask import command_line as cli
 from trakdask.checks import import_callable
-from trakdask.command_line.configuration import Configuration, ConfigurationError, about, read
+from trakdask.command_line.configuration import Configuration, ConfigurationError, about, kept, read
 from trakdask.files import location
 
 app = typer.Typer(
@@ -29,6 +29,9 @@ app = typer.Typer(
 # Names and texts of users may look like markup, [bold], or emoji, :on:.
 output = Console(markup=False, emoji=False)
 errors = Console(stderr=True, markup=False, emoji=False)
+
+_INTERRUPTED = 130
+"""The exit code after Ctrl-C, as of every command of a shell."""
 
 File = Annotated[Path, typer.Argument(help="A configuration in YAML or TOML; see `trakdask init`.")]
 Settings = Annotated[
@@ -71,7 +74,7 @@ def featurize(file: File, settings: Settings = None, debug: Debug = False) -> No
         names = [name for name in ("data", "targets") if name in values or name == "data"]
         both = cli.jobs.described_or_stored(values, names)
         for name, features in cli.jobs.saved(values, both).items():
-            output.print(cli.tables.summary(features, f"features of {name}"))
+            _say(cli.tables.brief(features, location(values["stores"][cli.jobs.STORES[name]])))
 
 
 @app.command()
@@ -82,8 +85,8 @@ def top_k(file: File, settings: Settings = None, debug: Debug = False) -> None:
         output.print(cli.tables.first_targets(ranking))
         if path is not None:
             _say(f"{path} is written")
-        stores = " ".join(location(values["stores"][name]) for name in ("train", "targets"))
-        _say(f"Look at it in a browser: trakdask explore {stores if settings else file}")
+        job = kept(values["stores"]["train"]) if settings else file
+        _say(f"Look at it in a browser: trakdask explore {job or file}")
 
 
 @app.command()
@@ -194,6 +197,31 @@ def explore(
         explorer.serve(host=host, port=port, announce=lambda url: _say(f"{url}{query}"))
 
 
+_INSTEAD = {
+    "fit": "a projector of `kind: fit` is fitted by: trakdask featurize FILE",
+    "run": "a configuration is run by: trakdask top-k FILE",
+    "train": "a job trains no model; Python does: td.train_on_halves(...)",
+    "demo": "the demo is run by: python -m trakdask.demo",
+    "serve": "pages in a browser are served by: trakdask explore FILE",
+}
+"""Commands that people expect, and what does it."""
+
+
+def _add_hint(name: str, text: str) -> None:
+    """Add a command that says what is there in its place, and that `--help` does not list."""
+
+    def command(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+        errors.print(f"There is no command {name!r}: {text}", style="red", soft_wrap=True)
+        raise typer.Exit(2)
+
+    settings = {"ignore_unknown_options": True, "help_option_names": []}
+    app.command(name, hidden=True, context_settings=settings)(command)
+
+
+for _name, _text in _INSTEAD.items():
+    _add_hint(_name, _text)
+
+
 def _say(text: str) -> None:
     output.print(text, soft_wrap=True)
 
@@ -215,6 +243,9 @@ def _reported(debug: bool) -> Iterator[None]:
             yield
     except (typer.Exit, typer.Abort):
         raise
+    except KeyboardInterrupt:
+        errors.print("Stopped. The same line goes on with what is not done yet.", soft_wrap=True)
+        raise typer.Exit(_INTERRUPTED) from None
     except Exception as err:
         if debug:
             raise

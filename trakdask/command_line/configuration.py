@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
+import itertools
+import math
 import os
 import re
 import tomllib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -48,22 +53,90 @@ def about(place: str) -> Iterator[None]:
         yield
     except ConfigurationError:
         raise
-    except (TypeError, ValueError, LookupError, ImportError, OSError, yaml.YAMLError) as err:
+    except (
+        *(TypeError, ValueError, LookupError, ImportError, OSError),
+        *(RecursionError, yaml.YAMLError),
+    ) as err:
         raise ConfigurationError(f"in {place}: {err}") from err
+
+
+def require_keys(
+    options: Mapping[str, Any], function: Callable[..., Any], n_given: int = 0, *more: str
+) -> None:
+    """Require that options are the arguments of a function after the first ones, or others.
+
+    Raises
+    ------
+    ValueError
+        If one is not, or one is missing; the message has the name that is nearest.
+    """
+    parameters = [*inspect.signature(function).parameters.values()][n_given:]
+    named = [each for each in parameters if each.kind is not each.VAR_KEYWORD]
+    names = [*(each.name for each in named), *more]
+    is_checked_there = len(named) < len(parameters) and not more
+    for name in () if is_checked_there else options:
+        require_name("a key", name, names)
+    missing = [each.name for each in named if each.default is each.empty]
+    if missing := [name for name in missing if name not in options]:
+        raise ValueError(f"expected the key {missing[0]!r}, got {[*options]}; see `trakdask init`")
+
+
+_FORMS = {str: "text", int: "an integer", list: "a list", dict: "values by name"}
+
+
+def require_form(key: str, value: object, *forms: type, remedy: str) -> None:
+    """Require that the value of a key has one of some types, such as ``str`` or ``dict``.
+
+    Raises
+    ------
+    TypeError
+        If it has not; the message names the key, and the right form.
+    """
+    if not isinstance(value, forms) or isinstance(value, bool):
+        words = " or ".join(_FORMS[form] for form in forms)
+        raise TypeError(f"expected {words} as {key}, got {shown(value)}; try {remedy}")
+
+
+def require_name(what: str, name: object, names: Sequence[str]) -> None:
+    """Require that a name is one of some names; advise the one that looks most like it."""
+    found = difflib.get_close_matches(str(name), names, 1)
+    require_choice(what, name, names, remedy=f"try {found[0]}" if found else "see `trakdask init`")
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """Reads 1e-3 as a number, as YAML 1.2 does and PyYAML does not; refuses a key that is twice."""
 
+    def construct_document(self, node: yaml.Node) -> Any:
+        """Return the content, unless aliases and merges make it much larger than it looks."""
+        if (size := _size(node, {})) > _MOST_VALUES:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"expected at most {_MOST_VALUES:,} values, with each alias written "
+                f"out, got {min(size, 10**12):,} or more", node.start_mark,
+            )  # fmt: skip
+        return super().construct_document(node)
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return a mapping; PyYAML would take the last value of a key that is there twice."""
-        keys = [key.value for key, _ in node.value]
-        if twice := [key for key in keys if keys.count(key) > 1]:
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        if keys and keys.most_common(1)[0][1] > 1:
             raise yaml.constructor.ConstructorError(
-                None, None, f"the key {twice[0]!r} is there twice", node.start_mark
+                None, None, f"the key {keys.most_common(1)[0][0]!r} is there twice", node.start_mark
             )
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
+
+
+_MOST_VALUES = 1_000_000
+
+
+def _size(node: yaml.Node, sizes: dict[yaml.Node, float]) -> float:
+    """Return how many values a node has, each alias written out; infinity within itself."""
+    if node not in sizes:
+        sizes[node] = math.inf
+        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+        flat = itertools.chain(*parts) if isinstance(node, yaml.MappingNode) else parts
+        sizes[node] = 1 + sum(_size(part, sizes) for part in flat)
+    return sizes[node]
 
 
 _Loader.add_implicit_resolver(
@@ -88,17 +161,30 @@ def read(path: Path, settings: Iterable[str] = ()) -> Configuration:
                 "init`"
             )
         values = {_FOLDER: str(path.absolute().parent), **parsed}
+        if (moved := _moved_folder(path.absolute(), parsed)) is not None:
+            values[_FOLDER] = moved
     for setting in settings:
         with about(f"--set {setting}"):
             _apply(values, setting)
     with about("the configuration"):
         for name, options in values.items():
-            require_choice("a section", name, (*_SECTIONS, _FOLDER), remedy="see `trakdask init`")
+            require_name("a section", name, (*_SECTIONS, _FOLDER))
             if name != _FOLDER and not isinstance(options, dict | None):
                 raise TypeError(f"expected options by name in {name!r}, got {shown(options)}")
             for key in (options or ()) if name in _KEYS else ():
-                require_choice(f"a key of {name}", key, _KEYS[name], remedy="see `trakdask init`")
+                require_name(f"a key of {name}", key, _KEYS[name])
     return {n: options for n, options in values.items() if options is not None or n == _FOLDER}
+
+
+def _moved_folder(path: Path, values: Mapping[str, Any]) -> str | None:
+    """Return the folder of a file that :func:`keep` wrote, if it was moved with its result."""
+    results = [*section(values, "stores").values(), *section(values, "outputs").values()]
+    for result in map(Path, filter(lambda result: isinstance(result, str), results)):
+        if _FOLDER in values and path.name == f"{result.name}.yaml" and not result.is_absolute():
+            folder = path.parents[len(result.parts) - 1]
+            if (folder / result).exists():
+                return str(folder)
+    return None
 
 
 def _apply(values: dict[str, Any], setting: str) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, chdir, contextmanager
+from multiprocessing import resource_tracker
 from typing import Any
 
 import xarray as xr
@@ -17,8 +19,17 @@ from distributed import Client
 import trakdask as td
 from trakdask import projection
 from trakdask.attribution import estimators
-from trakdask.checks import import_callable, require_choice
-from trakdask.command_line.configuration import Configuration, about, keep, kept, section
+from trakdask.checks import import_callable
+from trakdask.command_line.configuration import (
+    Configuration,
+    about,
+    keep,
+    kept,
+    require_form,
+    require_keys,
+    require_name,
+    section,
+)
 from trakdask.command_line.samples import called, expanded, named, of_kind
 from trakdask.command_line.samples import described as samples_of
 from trakdask.files import location
@@ -44,7 +55,7 @@ _CLUSTER = (
 )
 """Options of a cluster on this machine; the client of another knows its own."""
 
-_OF_ESTIMATORS = ("power", "damping", "learning_rates")
+OF_ESTIMATORS = ("power", "damping", "learning_rates")
 """Keys beside ``estimator`` that are options of its value."""
 
 
@@ -60,18 +71,32 @@ def running(configuration: Configuration) -> Iterator[None]:
         with about("cluster"):  # without options, the threads of this process
             if options:
                 stack.enter_context(_client(options))
-        yield
+        try:
+            yield
+        except KeyboardInterrupt:
+            logging.disable(logging.CRITICAL)  # of connections that end with the process
+            raise
 
 
 def _client(options: dict[str, Any]) -> Client:
     if "address" in options:
+        require_form("address", options["address"], str, remedy="address: tcp://10.0.0.1:8786")
         return Client(**{"timeout": 30, **options})
     for name in options:  # Dask would wait for workers that never start
-        require_choice("a key", name, _CLUSTER, remedy="try n_workers: 2")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Port .* is already in use")
-        # The only logs would be of connections that end with the workers.
-        return Client(processes=True, silence_logs=logging.CRITICAL, **options)
+        require_name("a key", name, _CLUSTER)
+    for name in ("n_workers", "threads_per_worker"):
+        require_form(name, options.get(name) or 1, int, remedy=f"{name}: 2")
+    # Workers, and the threads that start them again, inherit which signals they do not get: Ctrl-C
+    # reaches every process of a terminal, but this one alone is to close the cluster.
+    resource_tracker.ensure_running()  # whose start would let the thread get them again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Port .* is already in use")
+            # The only logs would be of connections that end with the workers.
+            return Client(processes=True, silence_logs=logging.CRITICAL, **options)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def features(
@@ -98,6 +123,7 @@ def features(
             projector = _projector(configuration, samples, model, fits)
     with about("featurize"):
         options = section(configuration, "featurize")
+        require_keys(options, td.featurize, 3)
         lazy = td.featurize(samples, model, projector, like=like, **options)
     described = section(configuration, "projector")
     has_components = described.get("components", True)
@@ -126,18 +152,23 @@ def _projector(
     options["storage_options"] = section(configuration, "save").get("storage_options")
     of_features = section(configuration, "featurize")
     options |= {name: of_features[name] for name in _OF_FITS if name in of_features}
+    require_keys(options, td.fit, 2, *_OF_FITS)
     return td.fit(samples, model, **options)
 
 
 def described_model(options: dict[str, Any]) -> td.Model:
     """Return the model that a section describes."""
-    checkpoints, task = options.get("checkpoints"), options.get("task")
+    checkpoints, task = options.get("checkpoints") or [], options.get("task")
+    remedy = "checkpoints: checkpoints/*.pt"
+    require_form("checkpoints", checkpoints, str, list, dict, remedy=remedy)
     if isinstance(checkpoints, dict) and "function" in checkpoints:
+        require_keys(checkpoints, called)
         options["checkpoints"] = called(**checkpoints)
     elif isinstance(checkpoints, str):
         options["checkpoints"] = expanded(checkpoints)
     if isinstance(task, str) and ":" in task:
         options["task"] = import_callable(task, "task")()
+    require_keys(options, td.Model)
     return td.Model(**options)
 
 
@@ -150,8 +181,8 @@ def described_or_stored(
     """
     options, stores = section(configuration, "save"), section(configuration, "stores")
     with about("save"):
-        others = {name: v for name, v in options.items() if name not in _OF_ESTIMATORS}
-        inspect.signature(td.save).bind("features", "store", **others)
+        others = {name: v for name, v in options.items() if name not in OF_ESTIMATORS}
+        require_keys(others, td.save, 2)
     both: dict[str, xr.Dataset] = {}
     for name in names:
         store: Any = stores.get(STORES[name])
@@ -218,7 +249,7 @@ def explored(
 def with_estimator(options: Mapping[str, Any], features: xr.Dataset) -> dict[str, Any]:
     """Return options with the estimator that its name and its own options describe, as a value."""
     others = dict(options)
-    fields = {name: others.pop(name) for name in _OF_ESTIMATORS if name in others}
+    fields = {name: others.pop(name) for name in OF_ESTIMATORS if name in others}
     if isinstance(damping := fields.get("damping"), dict):
         fields["damping"] = td.Absolute(**damping)
     name, store = others.pop("estimator", "auto"), others.pop("calibrate", None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -11,7 +10,14 @@ import xarray as xr
 import trakdask as td
 from trakdask.checks import import_callable, require_choice
 from trakdask.command_line import jobs
-from trakdask.command_line.configuration import Configuration, about, keep, section
+from trakdask.command_line.configuration import (
+    Configuration,
+    about,
+    keep,
+    require_form,
+    require_keys,
+    section,
+)
 from trakdask.export import require_replaceable
 from trakdask.variables import TRAINED_ON
 
@@ -47,6 +53,7 @@ def _output(configuration: Configuration) -> str | None:
     if path is None:
         return None
     with about("outputs"):
+        require_form("top_k", path, str, remedy="top_k: top.parquet")
         ending = f"the ending of {path!r}"
         require_choice(ending, Path(path).suffix, [*_WRITERS], remedy="try top.parquet")
         require_replaceable(path)
@@ -54,10 +61,12 @@ def _output(configuration: Configuration) -> str | None:
 
 
 def _ranking(configuration: Configuration, data: xr.Dataset, targets: xr.Dataset) -> xr.Dataset:
+    options = section(configuration, "score")
     with about("score"):
-        options = jobs.with_estimator(section(configuration, "score"), data)
-        scores = td.score(data, targets, **options)
+        require_keys(options, td.score, 2, *jobs.OF_ESTIMATORS, "calibrate")
+        scores = td.score(data, targets, **jobs.with_estimator(options, data))
     with about("top_k"):
+        require_keys(section(configuration, "top_k"), td.top_k, 1)
         return td.top_k(scores, **section(configuration, "top_k"))
 
 
@@ -73,7 +82,7 @@ def evaluated(configuration: Configuration) -> Iterator[str]:
     with about("evaluate"):
         train_fn = options.pop("train_fn", None)
         drawn = {name: options.pop(name) for name in _OF_SUBSETS if name in options}
-        inspect.signature(td.evaluate.retrain).bind("train_fn", "masks", "targets", **options)
+        require_keys(options, td.evaluate.retrain, 3, "train_fn", *_OF_SUBSETS)
         if train_fn is not None:
             train_fn = import_callable(train_fn, "train_fn")
         elif TRAINED_ON not in both["data"].variables:

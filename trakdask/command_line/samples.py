@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
+from zipfile import BadZipFile
 
 import fsspec
 import numpy as np
@@ -14,7 +16,10 @@ import pandas as pd
 import xarray as xr
 
 import trakdask as td
-from trakdask.checks import import_callable, require_choice
+from trakdask.checks import import_callable, shown
+from trakdask.command_line.configuration import require_form, require_keys, require_name
+from trakdask.samples.fingerprints import content_of_folder
+from trakdask.samples.sources import renamed
 from trakdask.variables import CHECKPOINT, SAMPLE, TRAINED_ON
 
 
@@ -24,15 +29,17 @@ def described(options: dict[str, Any]) -> xr.Dataset:
     samples: xr.Dataset = of_kind(options, _KINDS)
     if masks is None:
         return samples
+    require_form("trained_on", masks, str, remedy="trained_on: masks.npy")
     return samples.assign_coords({TRAINED_ON: ((CHECKPOINT, SAMPLE), np.load(masks))})
 
 
 def of_kind(options: dict[str, Any], kinds: Mapping[str, Callable[..., Any]]) -> Any:
     """Call the function that ``kind`` names, with the other options, and return its result."""
     kind = options.pop("kind", None)
-    require_choice("kind", kind, list(kinds), remedy=f"try kind: {next(iter(kinds))}")
+    require_name("kind", kind, list(kinds))
     if isinstance(inner := options.get("then"), dict):  # of a mask
         options["then"] = of_kind(dict(inner), kinds)
+    require_keys(options, kinds[str(kind)])
     return kinds[str(kind)](**options)
 
 
@@ -40,6 +47,7 @@ def called(
     function: str, arguments: Mapping[str, Any] | None = None, item: int | None = None
 ) -> Any:
     """Return the result of the function ``"package.module:callable"``, or an item of it."""
+    require_form("arguments", arguments or {}, dict, remedy="arguments: {seed: 0}")
     returned = import_callable(function, "function")(**(arguments or {}))
     return returned if item is None else returned[item]
 
@@ -72,6 +80,7 @@ def expanded(pattern: str) -> list[str]:
     >>> expanded("model.pt")
     ['model.pt']
     """
+    require_form("source", pattern, str, remedy="source: rows/*.csv")
     if not any(sign in pattern for sign in "*?["):
         return [pattern]
     system, _, paths = fsspec.get_fs_token_paths(pattern)
@@ -85,6 +94,10 @@ def _from_csv(
     source: str, *, variables: Mapping[str, str | list[str]], **options: Any
 ) -> xr.Dataset:
     """Return samples of the rows of one or several files, which are read into memory."""
+    require_keys({"source": source, "variables": variables, **options}, td.from_dataframe)
+    require_form("variables", variables, dict, remedy="variables: {x: [height, weight]}")
+    for name, columns in variables.items():
+        require_form(f"variables.{name}", columns, str, list, remedy=f"{name}: column")
     inputs = [[names] if isinstance(names, str) else names for names in variables.values()]
     read = functools.partial(_read_csv, numbers=[*itertools.chain(*inputs)])
     rows = pd.concat(map(read, expanded(source)), ignore_index=True)
@@ -111,35 +124,110 @@ def _read_csv(path: str, numbers: Iterable[str] = ()) -> pd.DataFrame:
     return rows
 
 
-def _from_npy(
-    arrays: Mapping[str, str], *, coords: str | None = None, chunks: int | Literal["auto"] = "auto"
+def _from_files(
+    arrays: str | Mapping[str, str],
+    *,
+    coords: str | Sequence[str] | Mapping[str, str] | None = None,
+    chunks: int | Literal["auto"] = "auto",
 ) -> xr.Dataset:
-    """Return samples of ``.npy`` files by name of the variable, and a table of metadata."""
-    loaded = {name: np.load(path, mmap_mode="r") for name, path in arrays.items()}
-    return td.from_arrays(loaded, coords=_table(coords), chunks=chunks)
+    """Return samples of arrays in ``.npy`` and ``.npz`` files, and metadata of them or a table."""
+    loaded = _arrays("arrays", arrays)
+    metadata = _arrays("coords", coords) if isinstance(coords, Mapping) else _table(coords, loaded)
+    return td.from_arrays(loaded, coords=metadata, chunks=chunks)
+
+
+def _arrays(key: str, described: Any) -> dict[str, np.ndarray]:
+    """Return arrays by name: of files by name, or all that one ``.npz`` file has."""
+    if isinstance(described, str) and described.endswith(".npz"):
+        with _opened(described) as file:
+            described = {name: f"{described}:{name}" for name in file}
+    remedy = f"{key}: {{image: image.npy, label: train.npz:label}}, or {key}: train.npz"
+    require_form(key, described, dict, remedy=remedy)
+    for name, path in described.items():
+        require_form(f"{key}.{name}", path, str, remedy=remedy)
+    return {name: _array(name, path) for name, path in described.items()}
+
+
+def _array(name: str, path: str) -> np.ndarray:
+    """Return the array of a ``.npy`` file, or of ``"train.npz:x"``; by default it has the name."""
+    path, _, member = path.rpartition(":") if ".npz:" in path else (path, "", name)
+    loaded = _opened(path)
+    if isinstance(loaded, np.ndarray):
+        return loaded
+    with loaded:
+        if member not in loaded:
+            raise ValueError(
+                f"expected an array of {path!r} for {name!r}, got {path}:{member}, which has only "
+                f"{', '.join(loaded)}; try {path}:{next(iter(loaded), 'name')}"
+            )
+        try:
+            array: np.ndarray = loaded[member]
+        except ValueError as err:
+            raise TypeError(
+                f"expected numbers or text in {path}:{member}, got {err}; try saving "
+                f"np.array({member}, str)"
+            ) from err
+    return array
+
+
+def _opened(path: str) -> Any:
+    try:
+        return np.load(path, mmap_mode="r")
+    except (EOFError, ValueError, BadZipFile) as err:
+        raise ValueError(
+            f"expected a complete .npy or .npz file, got {path!r}: {err}; try np.savez"
+        ) from err
 
 
 def _from_torch(
-    dataset: str, *, names: str | Sequence[str | None], coords: str | None = None, **options: Any
+    dataset: str,
+    *,
+    names: str | Sequence[str | None],
+    coords: str | Sequence[str] | None = None,
+    chunks: int | Literal["auto"] = "auto",
+    collate_fn: str | None = None,
 ) -> xr.Dataset:
     """Return samples of the torch Dataset that a function returns, and a table of metadata."""
-    if "collate_fn" in options:
-        options["collate_fn"] = import_callable(options["collate_fn"], "collate_fn")
-    return td.from_torch(dataset, names=names, coords=_table(coords), **options)
+    require_form("dataset", dataset, str, remedy="dataset: package.module:function")
+    require_form("names", names, str, list, remedy="names: [image, label]")
+    function: Any = None if collate_fn is None else import_callable(collate_fn, "collate_fn")
+    metadata = _table(coords, [names] if isinstance(names, str) else names)
+    return td.from_torch(dataset, names=names, coords=metadata, chunks=chunks, collate_fn=function)
 
 
-def _table(path: str | None) -> pd.DataFrame | None:
-    if path is None:
-        return None
-    return _read_csv(path) if path.endswith(".csv") else pd.read_parquet(path)
+def _table(coords: Any, fields: Iterable[str | None]) -> Any:
+    """Return a table of metadata, or the names of some fields that are metadata."""
+    if coords is None or (isinstance(coords, list) and all(isinstance(x, str) for x in coords)):
+        return coords
+    if not isinstance(coords, str) or not Path(coords).suffix:
+        names = f"[{coords}]" if coords in fields else "metadata.csv"
+        raise TypeError(
+            "expected coords as a .csv or .parquet file of metadata, or a list of names among "
+            f"{[*fields]}, got {shown(coords)}; try coords: {names}"
+        )
+    if coords.endswith(".csv"):
+        return _read_csv(coords)
+    return pd.read_parquet(coords).reset_index(drop=True)  # which may bring a shuffled index
+
+
+def _from_zarr(store: str, group: str | None = None, **options: Any) -> xr.Dataset:
+    """Return the samples of a store; those of a local one are known by what its files contain."""
+    require_form("store", store, str, remedy="store: samples.zarr")
+    opened: xr.Dataset = xr.open_zarr(store, group, **{"consolidated": False, **options})
+    if not os.path.isdir(folder := os.path.join(store, group or "")):
+        return opened
+    token = content_of_folder(folder)
+    lazy = {n: x.copy(data=renamed(str(n), x.data, token)) for n, x in opened.items() if x.chunks}
+    known: xr.Dataset = opened.assign(lazy)
+    return known
 
 
 _KINDS: Mapping[str, Callable[..., xr.Dataset]] = {
     "table": td.from_dataframe,
     "csv": _from_csv,
-    "arrays": _from_npy,
+    "arrays": _from_files,
     "torch": _from_torch,
-    "zarr": functools.partial(xr.open_zarr, consolidated=False),
+    "zarr": _from_zarr,
     "function": called,
 }
 """The functions that make samples, by the ``kind`` of a section."""

@@ -10,7 +10,7 @@ import xarray as xr
 from rich import box
 from rich.table import Table
 
-from trakdask.variables import RANK, TARGET
+from trakdask.variables import PROJ_DIM, RANK, SAMPLE, TARGET, checkpoint_names
 
 _MOST_TARGETS = 5
 _SHORT = reprlib.Repr()
@@ -31,17 +31,17 @@ def table(frame: pd.DataFrame, title: str) -> Table:
     return printed
 
 
-def summary(data: xr.Dataset | xr.DataArray, title: str) -> Table:
-    """Return the sizes, the variables, the coords and the attributes of a result."""
-    variables = data.data_vars if isinstance(data, xr.Dataset) else [data.name]
-    coords = {n: "text" if c.dtype.kind == "T" else c.dtype for n, c in data.coords.items()}
-    rows = {
-        "sizes": ", ".join(f"{size:,} {dim}" for dim, size in data.sizes.items()),
-        "variables": ", ".join(map(str, variables)),
-        "coords": ", ".join(f"{name} ({kind})" for name, kind in coords.items()),
-        **data.attrs,
-    }
-    return table(pd.DataFrame(rows.items(), columns=["", " "]), title)
+def brief(features: xr.Dataset, store: str) -> str:
+    """Return three lines on what a store of features has, and how it was made."""
+    n, p = features.sizes[SAMPLE], features.sizes[PROJ_DIM]
+    coords = ", ".join(str(name) for name, coord in features.coords.items() if SAMPLE in coord.dims)
+    names = _SHORT.repr(checkpoint_names(features))
+    task, formula = (features.attrs.get(name, "unknown") for name in ("task", "formula"))
+    return (
+        f"{store}: {n:,} samples, {p:,} columns; checkpoints {names}\n"
+        f"  metadata: {coords or 'none'}\n"
+        f"  {task}; {formula}"
+    )
 
 
 def first_targets(ranking: xr.Dataset) -> Table:

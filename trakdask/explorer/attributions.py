@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import io
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from html import escape
 from typing import Self
 
@@ -23,6 +24,7 @@ from trakdask.explorer.marks import Marks
 from trakdask.explorer.new_targets import TargetMaker, appended
 from trakdask.explorer.questions import Questions
 from trakdask.plots.galleries import Normalize, as_colours, grey_limits
+from trakdask.samples.token_texts import Text, token_texts
 from trakdask.variables import SAMPLE
 
 _LEAST_SIDE = 4
@@ -30,6 +32,9 @@ _LEAST_SIDE = 4
 
 _MOST_CHARACTERS = 2000
 _MOST_NUMBERS = 12
+_NO_TEXT = ("mask", "label", "position", "type")
+"""Parts of the names of integer vectors that are no token ids."""
+
 _BRIEF = ("image", "text", "tokens", "numbers")
 """Kinds of variables. The first of them that a sample has is shown in brief."""
 
@@ -100,7 +105,10 @@ class Contents:
     samples
         The samples that were featurized; None if they are not at hand.
     text
-        The text of a token id.
+        The text of a token id, as in :func:`trakdask.explore`.
+    inputs
+        The names of the variables that the model reads, the text before others; empty if it is not
+        at hand.
     normalize
         Mean and standard deviation that images were normalized with.
     cmap
@@ -110,7 +118,8 @@ class Contents:
     """
 
     samples: xr.Dataset | None
-    text: Callable[[int], str] | None = None
+    text: Text | None = None
+    inputs: Sequence[str] = ()
     normalize: Normalize | None = None
     cmap: str = "gray_r"
     added: Mapping[int, str] = field(default_factory=dict)
@@ -153,19 +162,34 @@ class Contents:
             return "image"
         if kind in "TUO":
             return "text"
-        return "tokens" if len(shape) == 1 and kind in "iu" and self.text is not None else "numbers"
+        return "tokens" if name in self._token_ids else "numbers"
+
+    @cached_property
+    def _token_ids(self) -> list[str]:
+        """The variables of token ids: integer vectors that the model, or their name, says to be."""
+        if self.samples is None or self.text is None:
+            return []
+        vectors = [
+            str(name)
+            for name, variable in self.samples.data_vars.items()
+            if variable.ndim == 2 and variable.dtype.kind in "iu"
+            if not any(word in str(name).lower() for word in _NO_TEXT)
+        ]
+        named = [name for name in vectors if name.endswith("input_ids")]
+        return named or [name for name in self.inputs if name in vectors][:1] or vectors
 
     def _contents(self, name: str, kind: str, values: np.ndarray) -> list[str]:
         if kind == "image":
             urls = self._picture_urls(values)
             return [f'<img src="{url}" alt="image of the sample">' for url in urls]
-        if kind == "numbers":
+        texts = [_joined(value) for value in values] if kind == "text" else None
+        is_known = name.endswith("input_ids") or name in self.inputs
+        if kind == "tokens" and (is_known or (values > 1).any()):  # else it is a mask
+            with suppress(Exception):  # what a tokenizer cannot decode is no text
+                texts = ["".join(token_texts(self.text)(row)) for row in values.tolist()]
+        if texts is None:
             texts = [f"{name}: {_numbers(value)}" for value in values]
             return [f'<p class="numbers">{escape(text)}</p>' for text in texts]
-        if kind == "tokens" and self.text is not None:
-            texts = ["".join(self.text(int(token)) for token in row) for row in values]
-        else:
-            texts = [_joined(value) for value in values]
         return [f'<p class="text">{escape(_shortened(text))}</p>' for text in texts]
 
     def _picture_urls(self, values: np.ndarray) -> list[str]:

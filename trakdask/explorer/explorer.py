@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import xarray as xr
@@ -22,11 +22,11 @@ from trakdask.explorer.questions import Questions, Words
 from trakdask.explorer.view import View
 from trakdask.plots.galleries import Normalize
 from trakdask.provenance import require_comparable
+from trakdask.samples.token_texts import Text, token_texts
 from trakdask.variables import SAMPLE, ordered, validate
 
 if TYPE_CHECKING:
     from trakdask.models.model import Model
-    from trakdask.parts.scores import Text
 
 _NEEDED = ["feature", "out_to_loss"]
 
@@ -149,7 +149,9 @@ def explore(
         As in :func:`score`. A page can change estimator, λ and checkpoints.
     text
         The text of a token id, where samples are token ids: a function (``tokenizer.decode``), the
-        tokenizer, or a list of all texts, as in :func:`score_parts`. With ``samples`` and a
+        tokenizer, or a list of all texts, as in :func:`score_parts`. Token ids are the variable
+        ``input_ids``, or the first of the model's ``inputs``, or else vectors of integers that are
+        no masks, labels or positions. With ``samples`` and a
         ``model`` that :func:`score_parts` can divide, the words of the samples that helped and
         harmed a target are coloured by their scores.
     normalize, cmap
@@ -214,7 +216,8 @@ def explore(
     resolve(features, estimator)
     _require_samples(samples, features, "samples")
     _require_samples(target_samples, targets, "target_samples")
-    text_of = _text_function(text)
+    if text is not None:
+        token_texts(text)  # which checks it, rather than a page
     variables = samples if samples is not None else target_samples
     predicts, reads = (classifier(features, model, ds) for ds in (target_samples, samples))
     has_other_use = bool(predicts or reads) or (samples is not None and text is not None)
@@ -230,24 +233,12 @@ def explore(
         features, targets, estimator, words=words, classifier=predicts, training_classifier=reads,
         marks=marks,
     )  # fmt: skip
+    task = getattr(model, "task", None)
+    inputs = (getattr(task, "text", ""), *getattr(task, "inputs", ()))
     contents, target_contents = (
-        Contents(ds, text_of, normalize, cmap) for ds in (samples, target_samples)
+        Contents(ds, text, inputs, normalize, cmap) for ds in (samples, target_samples)
     )
     return Explorer(questions, contents, target_contents, maker, active_client())
-
-
-def _text_function(text: Text | None) -> Callable[[int], str] | None:
-    """Return the text of a token id as a function, also of a tokenizer or a list of all texts."""
-    text = getattr(text, "decode", text)
-    if text is None or callable(text):
-        return text
-    if isinstance(text, str) or not isinstance(text, Sequence):
-        raise TypeError(
-            f"expected text as a function of a token id, or a list of all texts, got "
-            f"{shown(text)}; try text=tokenizer.decode"
-        )
-    texts = list(text)
-    return lambda token: texts[token] if 0 <= token < len(texts) else "\ufffd"
 
 
 def _words_of(

@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pandas as pd
+import xarray as xr
 
 import trakdask as td
 from trakdask.explorer.attributions import Attributions
@@ -128,13 +129,13 @@ def groups(attributions: Attributions, view: View) -> str:
 
 
 def damping(attributions: Attributions, view: View) -> str:
-    """Return λ of each checkpoint, and the curve it was chosen by, if there is one."""
+    """Return λ of each checkpoint, what chose it, and the curve that it was chosen by."""
     questions = attributions.questions
     chosen = questions.setting(view).damping
     if chosen is None:
         return render("note", text="This estimator has no gram matrix, and so no λ.")
     relative, curve = float(chosen["relative"].values), chosen
-    if view.damping and not np.isfinite(chosen["curve"].values).any():
+    if view.damping and not np.isfinite(_heights(chosen)).any():
         # The curve stays in sight when λ is set by hand.
         asked = damping_of(view.damping)
         relative = asked.value if isinstance(asked, MeanTrace) else np.nan
@@ -145,4 +146,44 @@ def damping(attributions: Attributions, view: View) -> str:
         text = f"{number(relative)} tr(K)/n"
     rho = curve["relative_damping"].values
     marked = int(np.argmin(np.abs(np.log(rho / relative)))) if relative > 0 else -1
-    return render("damping", attributions, view, text=text, chosen=curve, marked=marked)
+    heights = _heights(curve)
+    return render(
+        "damping", attributions, view, text=text, why=_why(str(chosen["rule"].values)),
+        bars=[*zip(rho, heights, strict=True)] if np.isfinite(heights).any() else [],
+        height=_HEIGHTS[_is_by_folds(curve)], marked=marked,
+    )  # fmt: skip
+
+
+_HEIGHTS = {
+    False: "correlation of sums of scores with outputs",
+    True: "rank correlation of scores with the outputs of checkpoints that were left out",
+}
+
+
+def _is_by_folds(chosen: xr.Dataset) -> bool:
+    return str(chosen["rule"].values) == "cross-validation"
+
+
+def _heights(chosen: xr.Dataset) -> np.ndarray:
+    """Return the curve by which λ was chosen; NaN if there is none."""
+    heights: np.ndarray = chosen["grade" if _is_by_folds(chosen) else "curve"].values
+    return heights
+
+
+def _why(rule: str) -> str:
+    """Return a sentence on what chose λ, from what :func:`trakdask.damping` calls its rule."""
+    asked = rule.removeprefix("completeness, ")
+    if rule == "cross-validation":
+        return (
+            "Checkpoints that were left out chose it: with this λ, the scores of the others best "
+            "predict how each of them ranks."
+        )
+    if asked != rule:
+        return (
+            "The model's outputs chose it: with the right λ, the scores of all training samples "
+            "for one sample add up to its output, and with this λ they follow the outputs about "
+            f"as well as with any. The outputs were of: {asked}."
+        )
+    if rule in ("given", "absolute"):
+        return "Somebody chose it: it was given as a number."
+    return f"The rule {rule} chose it, which looks at the features and at no output."

@@ -28,7 +28,7 @@ from trakdask.models.model import Model
 from trakdask.projection import Projector
 from trakdask.projection.fitted import Fitted
 from trakdask.provenance import digest, require_same
-from trakdask.samples import drawn, source_of, validate_samples
+from trakdask.samples import drawn, source_in, source_of, validate_samples
 from trakdask.storage.reading import open
 from trakdask.storage.writing import kept_beside
 from trakdask.variables import SAMPLE, WRONG_CLASSES
@@ -191,6 +191,7 @@ def _stored(
         return None
     what = f"the projector that is asked for and the one of {os.fspath(store)!r}"
     before = json.loads(features.attrs.get("fitted_to", "{}"))
+    asked = {**asked, "samples": source_in(asked["samples"], [before.get("samples")])}
     require_same(asked, before, what=what, names=tuple(asked))
     return projector_of(features)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 import dask.array as da
@@ -27,6 +27,7 @@ from trakdask.models.model import Model
 from trakdask.models.tasks.logits import MASK
 from trakdask.parts.products import OTHERS, Parts, by_token, divide, lazy_products
 from trakdask.provenance import require_comparable
+from trakdask.samples.token_texts import Text, token_texts
 from trakdask.variables import (
     CHECKPOINT,
     SAMPLE,
@@ -37,7 +38,6 @@ from trakdask.variables import (
     validate,
 )
 
-Text = Callable[[int], str] | Sequence[str]
 _TEXT_DTYPE = np.dtypes.StringDType()
 
 
@@ -237,12 +237,7 @@ def _token_coords(
         coords[MASK] = coord(prepared.inputs[MASK], 1)
     if text is None:
         return coords
-    text = getattr(text, "decode", text)  # of a tokenizer
-    if not callable(text) and (isinstance(text, str) or not isinstance(text, Sequence)):
-        raise TypeError(
-            f"expected text as a function of a token id, or a list of all texts, got {shown(text)};"
-            " try text=tokenizer.decode"
-        )
+    token_texts(text)  # which checks it, rather than the tasks
     texts: da.Array = da.map_blocks(
         _text_of, ids, text=text,
         dtype=_TEXT_DTYPE, meta=np.empty((0, 0), _TEXT_DTYPE),
@@ -256,14 +251,7 @@ def _with_other(values: np.ndarray, other: Any) -> np.ndarray:
 
 
 def _text_of(ids: np.ndarray, text: Text) -> np.ndarray:
-    different, place = np.unique(ids, return_inverse=True)
-    if not callable(text) and different[-1] >= len(text):
-        raise ValueError(
-            f"expected text= with the texts of all token ids, up to {different[-1]} here, got "
-            f"{len(text)} texts; try text=tokenizer.decode"
-        )
-    words = [text(number) if callable(text) else text[number] for number in different.tolist()]
-    return np.array(words, _TEXT_DTYPE)[place.reshape(ids.shape)]
+    return np.array([*map(token_texts(text), ids.tolist())], _TEXT_DTYPE).reshape(ids.shape)
 
 
 def _weighted_samples(

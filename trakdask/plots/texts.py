@@ -33,6 +33,9 @@ _MARGIN = 0.15
 
 _MASK = "attention_mask"
 
+_OTHERS = "[others]"
+"""The text of the last part of a model with layers that see no tokens, such as a pooled head."""
+
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -97,7 +100,8 @@ class TextPlot:
 
     def _rows(self) -> Iterator[_Row]:
         finite = np.where(np.isfinite(self.scores), self.scores, 0)
-        strengths = finite / (np.abs(finite).max(initial=0.0) or 1.0)
+        words = np.where(self.mask & (self.texts != _OTHERS), finite, 0)
+        strengths = np.clip(finite / (np.abs(words).max(initial=0.0) or 1.0), -1, 1)
         scores, totals = (x / 10.0**self.unit for x in (self.scores, finite.sum(axis=1)))
         tokens = zip(self.texts, scores, strengths, strict=True)
         for label, total, row, shown in zip(self.labels, totals, tokens, self.mask, strict=True):
@@ -122,7 +126,8 @@ def text(scores: xr.DataArray, *, label: str | None = None) -> TextPlot:
     -------
     The plot: HTML where a notebook shows it, in which each token has its score as a tooltip;
     ``figure()`` is a matplotlib Figure of it. The colour is as strong as the score is large
-    compared with the largest of all rows. Above each row are its label and the sum of its scores.
+    compared with the largest of all words. The part ``"[others]"`` is no word: it has at most the
+    colour of the strongest word. Above each row are its label and the sum of its scores.
 
     Raises
     ------
@@ -175,11 +180,11 @@ def _color(strength: float) -> str:
 
 
 def _visible(word: str) -> str:
-    """Return a text in which line ends and control characters can be seen."""
+    """Return a text in which line ends, control characters and tokens without text can be seen."""
     shown = "".join(
         character if character == "\n" or character.isprintable() else "·" for character in word
     )
-    return shown.replace("\n", "↵\n")
+    return shown.replace("\n", "↵\n") or "·"
 
 
 def _cells(rows: Iterator[_Row]) -> Iterator[tuple[int, int, str, float | None]]:

@@ -35,8 +35,10 @@ def from_arrays(
         memory maps, torch tensors, dask arrays, zarr arrays, or lists of numbers.
     coords
         Metadata by name, or a pandas DataFrame of metadata, one value per sample: numbers,
-        booleans, strings or times. Or a list with names of ``arrays`` that become coords, such as
-        ``["label"]``; lazy ones are computed. Models can also read numeric coords.
+        booleans, strings or times. The index of pandas, if it has one, must be 0, 1, … in order;
+        ``reset_index(drop=True)`` says that the order is that of the samples. Or a list with names
+        of ``arrays`` that become coords, such as ``["label"]``; lazy ones are computed. Models can
+        also read numeric coords.
     chunks
         Samples per block, and thus per task. ``"auto"``: blocks have 512 samples until
         :func:`featurize` joins them to blocks of 16 MB of features, as long as there are four
@@ -64,8 +66,10 @@ def from_arrays(
     and referenced without a copy, so do not modify them afterwards. On a cluster each task is sent
     its block of them, through the scheduler: write arrays of several gigabytes to zarr first.
     Workers read zarr arrays from their storage, and a read-only ``np.memmap`` from its file, which
-    all of them must see; a file is identified by its path, size and time of modification. For zarr
-    arrays choose ``chunks`` that are multiples of theirs; otherwise chunks are read more than once.
+    all of them must see. A memory map is hashed, too, which reads it once; so samples are the same
+    after their file was moved, copied or touched, and others if a value has changed. A zarr array
+    is identified by its path and metadata; choose ``chunks`` that are multiples of its own, since
+    other chunks are read more than once.
 
     Examples
     --------
@@ -197,10 +201,11 @@ def _lazy(name: str, array: Any, size: int) -> Any:
             )
         return array.rechunk(chunks)
     opened = _opened_by_tasks(array) if isinstance(array, zarr.Array) else mapped(array)
-    source, token = (opened, opened.token) if opened else (array, fingerprint(array))
+    where = None if opened is None else opened.token
+    token = str(where) if isinstance(array, zarr.Array) else fingerprint(array)
     # The graph has the blocks of an array in memory, or one task that opens any other array.
     lazy = da.from_array(
-        source, chunks=tuple(chunks.values()), name=read_name(name, token, size),
+        opened or array, chunks=tuple(chunks.values()), name=read_name(name, token, size, where),
         meta=np.empty((0,) * array.ndim, array.dtype),
     )  # fmt: skip
     return lazy.astype(array.dtype.newbyteorder("="), copy=False)

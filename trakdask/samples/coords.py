@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import dask.base
@@ -11,7 +12,7 @@ import pandas as pd
 import xarray as xr
 
 from trakdask import variables
-from trakdask.checks import is_tensor
+from trakdask.checks import is_tensor, shown
 from trakdask.variables import CHECKPOINT, PROJ_DIM, PROJ_DIM_1, RANK, SAMPLE, TARGET
 
 CoordsLike = Mapping[str, Any] | pd.DataFrame | Sequence[str] | None
@@ -26,8 +27,8 @@ def normalise_coords(coords: CoordsLike, n: int) -> dict[str, Any]:
     Parameters
     ----------
     coords
-        Mapping from name to values (n,), or a pandas DataFrame whose columns are the coords (its
-        index is not used), or None.
+        Mapping from name to values (n,), or a pandas DataFrame whose columns are the coords, or
+        None.
     n
         Number of samples.
 
@@ -104,7 +105,8 @@ def normalise_coord(name: str, values: Any, n: int) -> np.ndarray[Any, Any]:
     TypeError
         If the values have no such dtype, or are still lazy.
     ValueError
-        If the values have a different shape, or some are missing.
+        If the values have a different shape, some are missing, or an index says that they are in
+        another order than the samples.
 
     Notes
     -----
@@ -156,12 +158,27 @@ def _to_numpy(name: str, values: Any) -> np.ndarray[Any, Any]:
         raise TypeError(f"expected coord {name!r} in memory, got a lazy one; try .compute()")
     if is_tensor(values) or isinstance(values, np.ndarray):
         return to_numpy(f"coord {name!r}", values)
+    if isinstance(values, xr.DataArray):
+        _require_order(name, *values.indexes.values())
     if isinstance(values, xr.DataArray | xr.Variable | pd.DataFrame):  # of columns with one name
         return np.asarray(values)
     if isinstance(values, pd.Series | pd.Index | pd.Categorical):
+        _require_order(name, *([values.index] if isinstance(values, pd.Series) else []))
         return _from_pandas(pd.Series(values))
     # As objects first: numpy would write [1, "a"] as two strings.
     return np.fromiter(values, dtype=object, count=len(values))
+
+
+def _require_order(name: str, *indexes: pd.Index[Any]) -> None:
+    """Reject values whose index does not number them in their order, as after a shuffle."""
+    for index in indexes:
+        if not index.equals(pd.RangeIndex(len(index))):
+            raise ValueError(
+                f"expected coord {name!r} with the index 0 to {len(index) - 1}, as the samples are "
+                f"numbered, got one that begins {shown(index[:4].tolist())}; try "
+                "coords.reset_index(drop=True) if the rows are in the order of the samples, or "
+                f"coords.loc[range({len(index)})] if the index numbers the samples"
+            )
 
 
 def to_numpy(what: str, values: Any, dtype: Any = None) -> np.ndarray[Any, Any]:
@@ -198,10 +215,12 @@ def _portable(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if array.dtype.kind in "biu" or (array.dtype.kind == "f" and array.dtype.itemsize <= 8):
         return array.astype(array.dtype.newbyteorder("="), copy=False)
     if array.dtype.kind == "M":
-        return pd.Series(array).astype("datetime64[ns]").to_numpy()  # raises if it is out of range
+        return _in_nanoseconds(name, array)
     if array.dtype.kind in "UT":
         return array.astype(np.dtypes.StringDType(), copy=False)
-    remedy = f"{name}.astype(str)"
+    remedy = f"pd.Series({name}).astype(str)"
+    if any(getattr(value, "tzinfo", None) is not None for value in array):
+        remedy = f"pd.DatetimeIndex(pd.to_datetime({name}, utc=True)).tz_localize(None)"
     if any(map(pd.api.types.is_list_like, array)):
         remedy = "leaving it out; td.group_score shows how samples belong to several groups"
     raise TypeError(
@@ -211,13 +230,28 @@ def _portable(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     )
 
 
+def _in_nanoseconds(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    values = pd.Series(array)
+    try:
+        return values.astype("datetime64[ns]").to_numpy()
+    except pd.errors.OutOfBoundsDatetime as err:
+        low, high = pd.Timestamp.min, pd.Timestamp.max
+        at = int(((values < low) | (values > high)).argmax())
+        raise ValueError(
+            f"expected dates from {low:%Y-%m-%d} to {high:%Y-%m-%d} for coord {name!r}, which "
+            f"nanoseconds can say, got {array[at]} for sample {at}; try the dates as text, "
+            f"pd.Series({name}).astype(str), or their years as numbers"
+        ) from err
+
+
 def _from_objects(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return objects of one kind as an array of it, and others as they are."""
     kind = pd.api.types.infer_dtype(array, skipna=False)
     if kind == "string":
         return array.astype(np.dtypes.StringDType())
     if kind in ("date", "datetime", "datetime64"):
-        return _from_pandas(pd.Series(pd.to_datetime(list(array))))
+        with suppress(ValueError):  # of several time zones
+            return _from_pandas(pd.Series(pd.to_datetime(list(array))))
     if kind in ("boolean", "integer", "floating", "mixed-integer-float"):
         return np.array(array.tolist())
     if (missing := np.asarray(pd.isna(array))).any():

@@ -90,10 +90,11 @@ def from_dataframe(
     Parquet: this function reads the footers, the first row and the coords, but no variable. A task
     reads complete row groups that contain its samples, so write row groups of about ``chunks``
     (512) rows. Arrow: the same holds for record batches; local files are memory-mapped. In
-    ``attrs["source"]`` files are identified by path, size and modification time.
-    ``datasets.Dataset``: workers need to see its files; one in memory is sent to them. pandas:
-    columns of numbers stay in memory, as in :func:`from_arrays`. dask DataFrame: the length of each
-    partition, the coords and the first row are computed here, in one call.
+    ``attrs["source"]`` local files are identified by their bytes, which are read once for that, and
+    others by path, size and time of change. ``datasets.Dataset``: workers need to see its files;
+    one in memory is sent to them. pandas: columns of numbers stay in memory, as in
+    :func:`from_arrays`. dask DataFrame: the length of each partition, the coords and the first row
+    are computed here, in one call.
 
     Examples
     --------
@@ -126,6 +127,7 @@ def from_dataframe(
         require_samples(len(table), "the table")
         lazy = lazy_fields(Table(table, columns), size)
         loaded = _whole_columns(table, metadata) if metadata else pd.DataFrame()
+    loaded = loaded.reset_index(drop=True)  # rows are in the order of the samples
     return assemble(lazy, {name: loaded[column] for name, column in names.items()}, chunks)
 
 

@@ -10,17 +10,28 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import re
 import sys
+import time
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import numpy as np
 
 from trakdask.checks import is_tensor
+from trakdask.files import replacing
+
+_LARGE = 2**28
+"""The hash of files of so many bytes is kept for other processes: it takes 0.2 s to compute."""
+
+_SETTLED_S = 2.0
+"""A file that was changed before has another time of change if it is changed again."""
 
 
 def fingerprint(obj: Any) -> str:
@@ -43,10 +54,10 @@ def fingerprint(obj: Any) -> str:
     Notes
     -----
     Arrays and tensors are hashed by dtype, shape and values. Functions and classes of installed
-    modules are hashed by name, those defined in a notebook or script by their code. A read-only
-    ``np.memmap`` is hashed by the path, size and modification time of its file. Sets of strings
-    have no fixed order, so the fingerprint of an object that contains one is not reproducible. The
-    pickle is hashed as it is produced, so the object is not copied.
+    modules are hashed by name, those defined in a notebook or script by their code. The values of a
+    read-only ``np.memmap`` are read once, until its file changes. Sets of strings have no fixed
+    order, so the fingerprint of an object that contains one is not reproducible. The pickle is
+    hashed as it is produced, so the object is not copied.
 
     Examples
     --------
@@ -54,16 +65,28 @@ def fingerprint(obj: Any) -> str:
     >>> fingerprint(np.arange(3)) == fingerprint(np.arange(6)[::2] // 2)
     True
     """
+    return _fingerprint(obj)[0]
+
+
+def fingerprints(obj: Any) -> tuple[str, str | None]:
+    """Return the fingerprint, and that of older stores, by paths and times, if there are files."""
+    content, has_files = _fingerprint(obj)
+    return content, _fingerprint(obj, by_path=True)[0] if has_files else None
+
+
+def _fingerprint(obj: Any, *, by_path: bool = False) -> tuple[str, bool]:
     digest = hashlib.sha256()
     file = types.SimpleNamespace(write=digest.update)
+    pickler = _Pickler(file, 5, lambda buffer: digest.update(buffer.raw()))
+    pickler.by_path = by_path
     try:
-        _Pickler(file, 5, lambda buffer: digest.update(buffer.raw())).dump(obj)
+        pickler.dump(obj)
     except Exception as err:
         raise TypeError(
             f"expected an object that can be pickled for the workers, got {type(obj).__name__} "
             f"({err!r}); try a zero-argument callable that returns it"
         ) from err
-    return digest.hexdigest()
+    return digest.hexdigest(), pickler.has_files
 
 
 @dataclass(frozen=True)
@@ -125,10 +148,61 @@ def _version(path: str) -> tuple[int, int]:
 
 
 def _array_state(array: np.ndarray[Any, Any]) -> Any:
-    if (file := mapped(array)) is not None:
-        return file.token
-    digest = hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return array.dtype.str, array.shape, digest.hexdigest()
+    file = mapped(array)
+    content = _content(array) if file is None else _content_of_map(array, file)
+    return array.dtype.str, array.shape, content
+
+
+def _content(array: np.ndarray[Any, Any]) -> str:
+    values = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    return hashlib.sha256(values).hexdigest()
+
+
+def _content_of_map(array: np.ndarray[Any, Any], file: OpenedByTasks) -> str:
+    """Return the hash of the values of a map, which is kept until its file changes."""
+    assert isinstance(file.open, partial)
+    status = os.stat(file.open.args[0])
+    where = f"{file.token} {status.st_ctime_ns} {status.st_ino}"
+    return _kept(where, array.nbytes, status.st_ctime, partial(_content, array))
+
+
+def content_of_folder(folder: str | os.PathLike[str]) -> str:
+    """Return the hash of all files in a folder and their names, kept until one of them changes."""
+    paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+    found = [(str(path.absolute()), path.stat()) for path in paths]
+    where = repr([(path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for path, s in found])
+
+    def content() -> str:
+        names = (path.relative_to(folder).as_posix() for path in paths)
+        digests = (hashlib.sha256(path.read_bytes()).hexdigest() for path in paths)
+        return hashlib.sha256(repr([*zip(names, digests, strict=True)]).encode()).hexdigest()
+
+    n_bytes = sum(status.st_size for _, status in found)
+    return _kept(where, n_bytes, max((s.st_ctime for _, s in found), default=0.0), content)
+
+
+_contents: dict[str, str] = {}
+"""Hashes of files, by where they lie and when they were changed."""
+
+
+def _kept(where: str, n_bytes: int, changed: float, content: Callable[[], str]) -> str:
+    """Return a hash of files, which is computed once; of large ones it outlives this process."""
+    key = hashlib.sha256(where.encode()).hexdigest()
+    if key in _contents:
+        return _contents[key]
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    kept = Path(caches, "trakdask", key)
+    if n_bytes >= _LARGE:
+        with suppress(OSError, ValueError):
+            if re.fullmatch("[0-9a-f]{64}", found := kept.read_text("ascii")):
+                return found
+    found = content()
+    if time.time() - changed > _SETTLED_S:
+        _contents[key] = found
+        if n_bytes >= _LARGE:
+            with suppress(OSError), replacing(kept) as new:
+                new.write_text(found, "ascii")
+    return found
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -139,6 +213,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     not be invertible.
     """
 
+    by_path = False
+    """Whether files are hashed by paths and times, as before, and not by their content."""
+    has_files = False
+
     def reducer_override(self, obj: Any) -> Any:
         if is_tensor(obj):
             import torch  # there is a tensor, so it is loaded
@@ -146,7 +224,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             flat = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             return _reduced("tensor", (str(obj.dtype), tuple(obj.shape), _array_state(flat)))
         if type(obj) in (np.ndarray, np.memmap) and obj.dtype.kind in "biufcmMSU":
+            if (file := mapped(obj)) is not None:
+                self.has_files = True
+                if self.by_path:
+                    return _reduced("array", file.token)
             return _reduced("array", _array_state(obj))
+        if (content := _content_of_files(obj)) is not None:
+            self.has_files = True
+            if not self.by_path:
+                return _reduced(type(obj).__qualname__, content)
         if isinstance(obj, types.CodeType):
             return _reduced("code", _code_state(obj))
         if isinstance(obj, types.FunctionType) and not _is_importable(obj):
@@ -154,6 +240,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, type) and not _is_importable(obj):
             return _reduced(obj.__qualname__, _class_state(obj))
         return super().reducer_override(obj)
+
+
+def _content_of_files(obj: Any) -> Any:
+    """Return the bytes of the files that an object reads, and what else determines its content."""
+    if hasattr(type(obj), "content_of_files"):
+        return obj.content_of_files()
+    if type(obj).__name__ == "MemoryMappedTable":  # of the package datasets
+        return np.memmap(obj.path, "u1", "r"), obj.replays
+    return None
 
 
 def _stub(name: str) -> None:

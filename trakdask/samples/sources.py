@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import dask
 import dask.array as da
@@ -17,7 +17,7 @@ import numpy as np
 from trakdask.arrays.blocks import take
 from trakdask.checks import require_integer
 from trakdask.execution import n_slots
-from trakdask.samples.fingerprints import fingerprint
+from trakdask.samples.fingerprints import fingerprint, fingerprints
 
 Array = np.ndarray[Any, Any]
 
@@ -70,12 +70,18 @@ def check_field(name: str, field: Array, first: int, values: Array) -> None:
         )
 
 
-def check_dtype(name: str, dtype: np.dtype[Any]) -> None:
-    """Check that a variable has a dtype that models can read."""
+def check_dtype(name: str, dtype: np.dtype[Any], column: str = "") -> None:
+    """Check that a variable, or a column of one, has a dtype that models can read."""
     if dtype.kind not in "biufc":
+        remedy = "np.unique(values, return_inverse=True)[1] for classes"
+        if dtype.kind in "mM":
+            remedy = "(times - times.min()) / np.timedelta64(1, 'D') for days"
+        of, coords = "", f"{{{name!r}: ...}}"
+        if column:
+            of, coords = f" from column {column!r}", f"[{column!r}]"
         raise TypeError(
-            f"expected numbers or booleans in variable {name!r}, got dtype {dtype}; try "
-            f"np.unique(values, return_inverse=True)[1] for classes, or coords={{{name!r}: ...}}"
+            f"expected numbers or booleans in variable {name!r}, got dtype {dtype}{of}; try "
+            f"{remedy}, or coords={coords}"
         )
 
 
@@ -130,14 +136,15 @@ def read(source: Source, start: int, stop: int, names: Collection[str] = ()) -> 
 
 def lazy_fields(source: Source, chunks: Chunks) -> dict[str, da.Array]:
     """Build the lazy arrays of a source: one read per block serves all variables."""
-    size, token, n = block_size(chunks), fingerprint(source), len(source)
+    size, n = block_size(chunks), len(source)
+    token, former = fingerprints(source)
     # One object per block, but with the chunks of the samples, so that blockwise can match them.
     blocks = da.map_blocks(
         _read_block, dask.delayed(source, name=f"dataset-{token}", traverse=False), n, size,
         chunks=da.core.normalize_chunks(size, (n,)), dtype=object, meta=np.empty((0,), object),
         name=f"read-bundle-{token}-{size}",
     )  # fmt: skip
-    return unpacked(blocks, source.fields, token, size)
+    return unpacked(blocks, source.fields, token, size, former)
 
 
 def _read_block(source: Source, n: int, size: int, block_id: tuple[int]) -> dict[str, Array]:
@@ -146,7 +153,11 @@ def _read_block(source: Source, n: int, size: int, block_id: tuple[int]) -> dict
 
 
 def unpacked(
-    blocks: da.Array, fields: Mapping[str, Array], token: str, size: int
+    blocks: da.Array,
+    fields: Mapping[str, Array],
+    token: str,
+    size: int,
+    former: str | None = None,
 ) -> dict[str, da.Array]:
     """Return the lazy arrays of blocks that are mappings from variables to arrays."""
     arrays = {}
@@ -155,22 +166,45 @@ def unpacked(
         arrays[name] = da.blockwise(
             take, axes, blocks, axes[:1], name, None,
             new_axes=dict(zip(axes[1:], field.shape[1:], strict=True)), dtype=field.dtype,
-            meta=np.empty((0,) * field.ndim, field.dtype), name=read_name(name, token, size),
+            meta=np.empty((0,) * field.ndim, field.dtype),
+            name=read_name(name, token, size, former),
         )  # fmt: skip
     return arrays
 
 
-def read_name(name: str, token: str, size: int) -> str:
-    """Return Dask's name of a variable: equal content has equal names, except for the size."""
+_former: dict[str, str] = {}
+"""The content of arrays, as :func:`content_of` returns it, and what older stores call it."""
+
+
+def read_name(name: str, token: str, size: int, former: str | None = None) -> str:
+    """Return Dask's name of a variable: equal content has equal names, except for the size.
+
+    ``former`` is the token that older stores know it by.
+    """
     # The hash includes the variable's name, because all variables of a source share its token.
-    return f"read-{name}-{fingerprint(f'{name} {token}')}-{size}"
+    content = fingerprint(f"{name} {token}")
+    if former is not None:
+        _former[content] = fingerprint(f"{name} {former}")
+    return f"read-{name}-{content}-{size}"
 
 
-def content_of(name: str) -> str:
+def renamed(name: str, array: da.Array, token: str) -> da.Array:
+    """Return an array that is known by its content; older stores know the name that it has."""
+    known = da.map_blocks(_same, array, name=read_name(name, token, 0), meta=array._meta)
+    _former[content_of(known.name)] = array.name
+    return cast(da.Array, known)
+
+
+def _same(block: Array) -> Array:
+    return block
+
+
+def content_of(name: str, *, former: bool = False) -> str:
     """Return Dask's name of an array, without the chunk size if :func:`read_name` chose it.
 
     Only this name follows the content: an attribute would survive ``isel``, and then identify rows
     that are not there.
     """
     match = _READ_NAME.fullmatch(name)
-    return match[1] if match else name
+    content = match[1] if match else name
+    return _former.get(content, content) if former else content

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from fsspec.core import get_fs_token_paths
 
-from trakdask.samples.sources import Array, fields_of
+from trakdask.samples.sources import Array, check_dtype, fields_of
 
 _ARROW = (".arrow", ".feather", ".ipc")
 _SUFFIXES = (".parquet", ".parq", *_ARROW)
@@ -60,6 +60,8 @@ class Columns:
             several = [columns] if isinstance(columns, str) else columns
             converted = [self._array(name, _column_of(table, c), start) for c in several]
             values = [array for array, _ in converted]
+            for column, array in zip(several, values, strict=True):
+                check_dtype(name, array.dtype, column)  # numpy would convert text, and not dates
             masks += [mask for _, mask in converted if mask is not None]
             arrays[name] = values[0] if isinstance(columns, str) else np.stack(values, axis=1)
         if masks and _MASK not in arrays:
@@ -130,7 +132,13 @@ def _flattened(name: str, column: Any, samples: Array) -> tuple[Array, Array]:
 
 def _complete(name: str, column: Any, samples: Array) -> Any:
     """Return a column without its extension type, after a check that it has all values."""
-    column = column.storage if isinstance(column, pa.ExtensionArray) else column
+    if isinstance(column, pa.ExtensionArray):
+        if column.type.extension_name.startswith("pandas."):  # periods, intervals
+            raise TypeError(
+                f"expected numbers or lists in variable {name!r}, got {column.type}; try "
+                "frame[column].dt.start_time for periods, and days as numbers"
+            )
+        column = column.storage
     if column.null_count:
         null = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
         raise ValueError(
@@ -186,6 +194,16 @@ class Files:
         keys = ("size", "mtime", "LastModified", "ETag")
         self._versions = [[str(info.get(key)) for key in keys] for info in infos]
 
+    @property
+    def _is_local(self) -> bool:
+        return "file" in np.atleast_1d(self._fs.protocol)
+
+    def content_of_files(self) -> Any:
+        """Return what a fingerprint is made of, the bytes of the files; None if they are far."""
+        if not self._is_local:
+            return None
+        return self.columns, [(np.memmap(path, "u1", "r"), ends) for path, ends in self._files]
+
     def __len__(self) -> int:
         return sum(int(ends[-1]) for _, ends in self._files)
 
@@ -228,8 +246,7 @@ class Files:
 
     def _opened(self, path: str) -> Any:
         """Open a file; a local one of Arrow is mapped, so that only the parts in use are read."""
-        is_local = "file" in np.atleast_1d(self._fs.protocol)
-        is_mapped = is_local and path.endswith(_ARROW)
+        is_mapped = self._is_local and path.endswith(_ARROW)
         return pa.memory_map(path) if is_mapped else self._fs.open(path, "rb")
 
 

@@ -9,6 +9,7 @@ import xarray as xr
 
 from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
 from trakdask.provenance import BY_CHECKPOINT, STORE_SPEC, require_same, spec
+from trakdask.samples import source_in
 from trakdask.storage.blocks import difference_of_block
 from trakdask.storage.group import ERROR, SCALE, Group
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, TRAINED_ON, checkpoint_names
@@ -106,10 +107,11 @@ def _known_rows(before: Group, features: xr.Dataset, append_dim: AppendDim | Non
     Sets of as many samples of the same source, as two selections may be, are told apart by their
     features.
     """
-    source = features.attrs.get("source", ""), features.sizes[SAMPLE]
+    known = [*before.target().rows_of_sources()]
+    source = source_in(features.attrs.get("source", ""), [name for name, _ in known])
     difference = None
-    for name, rows in before.target().rows_of_sources():
-        if (name, len(rows)) == source:
+    for name, rows in known:
+        if (name, len(rows)) == (source, features.sizes[SAMPLE]):
             difference = difference_of_block(before, features, rows)
             if difference is None:
                 return rows
