@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 ROOT = Path(__file__).parents[1]
 
 HIDDEN = sorted({"/tmp", "/var/tmp", "/dev/shm", os.path.realpath(tempfile.gettempdir())})
@@ -55,8 +57,8 @@ def scheduler_command(port: int) -> list[str]:
 
 def worker_command(port: int, *more: str) -> list[str]:
     """Return the command of a worker with one thread, which waits for its scheduler."""
-    options = ["--no-nanny", "--nthreads", "1", "--no-dashboard", "--death-timeout", "240"]
-    where = ["--host", "127.0.0.1", f"tcp://127.0.0.1:{port}"]
+    options = ["--no-nanny", "--nthreads", "1", "--no-dashboard"]
+    where = ["--host", "127.0.0.1", f"tcp://127.0.0.1:{port}", "--death-timeout", str(PATIENCE_S)]
     return ["-m", "distributed.cli.dask_worker", *where, *options, *more]
 
 
@@ -67,8 +69,8 @@ def isolated(
     """Run Python with these arguments, in namespaces of their own; all are killed at the end."""
     private = {"HOME": "/tmp/home", "TMPDIR": "/tmp/files", "PYTHONPATH": str(ROOT)}
     patient = {
-        "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "240s",
-        "DASK_DISTRIBUTED__COMM__TIMEOUTS__TCP": "240s",
+        "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": f"{PATIENCE_S}s",
+        "DASK_DISTRIBUTED__COMM__TIMEOUTS__TCP": f"{PATIENCE_S}s",
         "DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL": "null",
     }
     env = {**os.environ, "OMP_NUM_THREADS": "1", **patient, **environment, **private}

@@ -57,7 +57,6 @@ def explore(line: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_readme__lines_run_in_order(tmp_path: Path) -> None:
     printed = ""
     for language, text in BLOCKS:
