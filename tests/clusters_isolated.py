@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -43,10 +44,12 @@ def require_namespaces() -> None:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        return int(opened.getsockname()[1])
+    """Return a port that nobody listens on, and that the system gives nobody else meanwhile."""
+    while True:
+        port = random.randrange(20_000, 32_000)  # Linux gives those from 32,768 on
+        with socket.socket() as opened, suppress(OSError):
+            opened.bind(("127.0.0.1", port))
+            return port
 
 
 def scheduler_command(port: int) -> list[str]:
