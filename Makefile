@@ -87,7 +87,7 @@ wheel: $(INSTALLED)
 notebooks: $(INSTALLED)
 ifneq ($(NOTEBOOKS),)
 	$(call heading,notebooks: nbmake)
-	@$(PY) -m pytest --quiet -n $(JOBS) --nbmake --nbmake-timeout=280 $(NOTEBOOKS)
+	@$(PY) -m pytest --quiet -n $(JOBS) --nbmake --nbmake-timeout=1800 $(NOTEBOOKS)
 endif
 
 # What computes gradients and projections, as on an older processor: the kernels of torch, oneDNN, MKL

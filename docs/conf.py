@@ -62,7 +62,7 @@ html_theme_options = {"show_toc_level": 2, "use_download_button": False}
 
 # Code on the pages runs at every build, so that its output is never out of date.
 nb_execution_mode = "auto"
-nb_execution_timeout = 180
+nb_execution_timeout = 1800
 nb_execution_raise_on_error = True
 nb_merge_streams = True
 # Notebooks are shown with the outputs that they were committed with; `make notebooks` runs them.

@@ -15,14 +15,18 @@ from distributed.utils import get_mp_context
 from tests.waiting import PATIENCE_S
 
 PATIENT: dict[str, Any] = {
-    "distributed.comm.timeouts.connect": f"{PATIENCE_S}s",
     "distributed.comm.timeouts.tcp": f"{PATIENCE_S}s",
     "distributed.deploy.lost-worker-timeout": f"{PATIENCE_S}s",
     "distributed.scheduler.worker-ttl": None,
     # Forked from a process that has imported everything, a worker starts in a tenth of the time.
     "distributed.worker.multiprocessing-method": "forkserver",
 }
-"""Settings without which a worker that gets no processor for a while is taken for dead."""
+"""Settings without which a worker that gets no processor for a while is taken for dead.
+
+Not among them is the patience with what cannot be connected to. If a worker begins to fetch from
+another one in the moment of its death, Dask tries to connect to the dead one for as long as that,
+and everything waits. The living answer at once, as the system accepts connections for them.
+"""
 
 IMPORTED = ["distributed", "torch.func", "trakdask.accessor", "trakdask.demo", "numba"]
 """Modules that every worker would import itself; the others follow from these."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
 
@@ -41,10 +44,12 @@ def require_namespaces() -> None:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        return int(opened.getsockname()[1])
+    """Return a port that nobody listens on, and that the system gives nobody else meanwhile."""
+    while True:
+        port = random.randrange(20_000, 32_000)  # Linux gives those from 32,768 on
+        with socket.socket() as opened, suppress(OSError):
+            opened.bind(("127.0.0.1", port))
+            return port
 
 
 def scheduler_command(port: int) -> list[str]:
@@ -55,8 +60,8 @@ def scheduler_command(port: int) -> list[str]:
 
 def worker_command(port: int, *more: str) -> list[str]:
     """Return the command of a worker with one thread, which waits for its scheduler."""
-    options = ["--no-nanny", "--nthreads", "1", "--no-dashboard", "--death-timeout", "240"]
-    where = ["--host", "127.0.0.1", f"tcp://127.0.0.1:{port}"]
+    options = ["--no-nanny", "--nthreads", "1", "--no-dashboard"]
+    where = ["--host", "127.0.0.1", f"tcp://127.0.0.1:{port}", "--death-timeout", str(PATIENCE_S)]
     return ["-m", "distributed.cli.dask_worker", *where, *options, *more]
 
 
@@ -67,8 +72,8 @@ def isolated(
     """Run Python with these arguments, in namespaces of their own; all are killed at the end."""
     private = {"HOME": "/tmp/home", "TMPDIR": "/tmp/files", "PYTHONPATH": str(ROOT)}
     patient = {
-        "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "240s",
-        "DASK_DISTRIBUTED__COMM__TIMEOUTS__TCP": "240s",
+        "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": f"{PATIENCE_S}s",
+        "DASK_DISTRIBUTED__COMM__TIMEOUTS__TCP": f"{PATIENCE_S}s",
         "DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL": "null",
     }
     env = {**os.environ, "OMP_NUM_THREADS": "1", **patient, **environment, **private}

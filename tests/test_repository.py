@@ -115,6 +115,18 @@ def test_tests__wait_for_conditions() -> None:
     assert sleeping <= SLEEPS
 
 
+def test_tests__have_no_time_limits_of_their_own() -> None:
+    """What takes a second here may take a minute elsewhere; see tests/waiting.py."""
+    limit = re.compile(r"timeout=\d|\b(wait|result|communicate)\([1-9]")
+    limited = {
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for line in path.read_text("utf-8").splitlines()
+        if limit.search(line) and "benchmarks" not in path.parts
+    }
+    assert limited == set()
+
+
 def test_constraints__pin_everything_the_two_commands_install() -> None:
     missing = required("trakdask", frozenset({"dev", "demo", "docs"}), set()) - set(pinned())
     assert missing == set()

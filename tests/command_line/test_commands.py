@@ -175,7 +175,7 @@ def test_process__that_is_killed_is_resumed_by_the_same_line(
     line = ("featurize", job)
     killed = subprocess.run(
         [sys.executable, "-m", "trakdask", *line], cwd=job.parent,
-        env={**os.environ, "KILLED": "1", "DASK_NUM_WORKERS": "1"}, timeout=280,
+        env={**os.environ, "KILLED": "1", "DASK_NUM_WORKERS": "1"},
     )  # fmt: skip
     assert killed.returncode == -signal.SIGKILL
     store = job.parent / "train.zarr"

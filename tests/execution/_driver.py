@@ -20,6 +20,7 @@ from distributed import Client, LocalCluster
 from torch import nn
 
 import trakdask as td
+from tests.waiting import PATIENCE_S
 
 N_TRAIN, N_TARGET, SIDE, CLASSES = 96, 12, 28, 4
 
@@ -92,8 +93,8 @@ def main(port: str, scheduler: str, bucket: str) -> None:
         cluster = LocalCluster(
             n_workers=0, host="127.0.0.1", scheduler_port=int(port), dashboard_address=None
         )
-    with cluster, Client(f"tcp://127.0.0.1:{port}", timeout=240) as client:
-        client.wait_for_workers(2, timeout=240)
+    with cluster, Client(f"tcp://127.0.0.1:{port}", timeout=PATIENCE_S) as client:
+        client.wait_for_workers(2, timeout=PATIENCE_S)
         assert not any(client.run(os.path.exists, os.getcwd()).values()), "a shared folder"
         found = attribute(f"s3://{bucket}/f.zarr", anywhere)
         with dask.config.set(scheduler="threads", num_workers=2):

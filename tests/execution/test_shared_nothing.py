@@ -48,7 +48,7 @@ def drive(tmp_path: Path, s3: dict[str, str], port: int, *arguments: str) -> Non
     env = {**os.environ, **s3, "PYTHONPATH": str(ROOT), **{k: str(v) for k, v in folders.items()}}
     done = subprocess.run(
         [sys.executable, "-m", "tests.execution._driver", str(port), *arguments],
-        cwd=tmp_path / "work", env=env, capture_output=True, text=True, timeout=280,
+        cwd=tmp_path / "work", env=env, capture_output=True, text=True,
     )  # fmt: skip
     logs = (tmp_path / "cluster.log").read_text()
     assert done.returncode == 0, f"{logs[-3000:]}\n--- driver\n{done.stderr[-6000:]}"

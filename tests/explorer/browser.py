@@ -14,12 +14,11 @@ from typing import Any, Self
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 
+from tests.waiting import PATIENCE_S
 from trakdask.explorer import Explorer
 from trakdask.explorer.server import server
 
 CHROMIUM = "chromium"
-PATIENCE_MS = 120_000
-"""No test may fail because the machine is slow."""
 
 
 @contextmanager
@@ -38,7 +37,7 @@ def served(explorer: Explorer, port: int = 0) -> Iterator[str]:
 
     thread = threading.Thread(target=run)
     thread.start()
-    made, url = started.get(timeout=PATIENCE_MS / 1000)
+    made, url = started.get(timeout=PATIENCE_S)
     try:
         yield url
     finally:
@@ -71,7 +70,7 @@ class Tab:
     def __init__(self, browser: Any, *, width: int = 1280, **options: Any) -> None:
         self.context = browser.new_context(viewport={"width": width, "height": 900}, **options)
         self.page = self.context.new_page()
-        self.page.set_default_timeout(PATIENCE_MS)
+        self.page.set_default_timeout(1000 * PATIENCE_S)
         self.requests: list[str] = []
         self.errors: list[str] = []
         self.page.on("request", lambda request: self.requests.append(request.url))

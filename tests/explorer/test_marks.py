@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trakdask as td
+from tests.waiting import PATIENCE_S
 from trakdask.explorer import mark_file as module
 from trakdask.explorer.mark_file import KINDS
 from trakdask.explorer.marks import Marks
@@ -117,7 +118,7 @@ def test_mark__by_threads_and_processes_at_once_loses_nothing(tmp_path: Path) ->
     with ThreadPoolExecutor(3) as pool:
         for start in (0, 5, 10):
             pool.submit(exec, MARK_MANY, {"Marks": Marks, "path": path, "start": start})
-    assert process.wait(240) == 0
+    assert process.wait(PATIENCE_S) == 0
     table = Marks(path).table()
     got = sorted(zip(table["who"], table["sample"], strict=True))
     assert got == sorted(

@@ -10,6 +10,7 @@ import pytest
 
 from tests.explorer.browser import ROOT, Tab, served
 from tests.explorer.marked import top
+from tests.waiting import wait_until
 from trakdask.explorer import Explorer, View
 from trakdask.explorer.app import Session
 
@@ -58,10 +59,11 @@ def test_server_that_stops__is_told_of_and_marks_are_sent_when_it_is_back(
             tab.page.click("button[data-mark='duplicate']")
             tab.page.wait_for_selector("text=Sample 7 is marked as duplicate.")
             with monkeypatch.context() as patched:  # it stops before it has read what is sent
-                patched.setattr(Session, "_mark", lambda *_: None)
+                unread: list[object] = []
+                patched.setattr(Session, "_mark", lambda _, message: unread.append(message))
                 tab.page.click("button[data-mark='remove']")
                 tab.page.click("button[data-mark='duplicate']")
-                tab.page.wait_for_timeout(500)
+                wait_until(lambda: len(unread) == 2, "both marks")
         tab.page.wait_for_selector("[role=alert]")
         text = tab.page.inner_text("[role=alert]")
         assert "The server has stopped; nothing is kept from here on." in text

@@ -12,6 +12,7 @@ import xarray as xr
 
 import trakdask as td
 from tests.explorer import test_new_targets as new_targets
+from tests.waiting import PATIENCE_S
 from trakdask.explorer import Explorer, Marks, View
 from trakdask.explorer.app import Session
 from trakdask.explorer.conditions import condition_mask, joined, toggled, without
@@ -112,7 +113,7 @@ def test_marks__of_many_samples_and_people(explorer: Explorer) -> None:
     explorer.marks.by("Bob").mark([5, 6], "remove")
     view = View(page="target", target=2, k=4)
     session = Session(explorer, view)
-    session.wait(60)
+    session.wait(PATIENCE_S)
     session.page._handle_msg({"mark": "wrong label", "of": "harmful", "wanted": True})
     worst = explorer.questions.top(view, largest=False)["sample"].tolist()
     assert explorer.marks.samples("wrong label").tolist() == worst
@@ -120,7 +121,7 @@ def test_marks__of_many_samples_and_people(explorer: Explorer) -> None:
     counts = [text for _, text in links(explorer, View(page="marks"), "marks")]
     assert {"Ada 4", "Bob 2", "remove 2", "wrong label 4"} <= {*counts}
     session.go(View(page="marks", marks_where="who == 'Bob'"))
-    session.wait(60)
+    session.wait(PATIENCE_S)
     assert (session.page.html.count("<td>Bob<"), session.page.html.count("<td>Ada<")) == (2, 0)
     assert "Take back" not in session.page.html
     for wanted in (False, True):  # Ada has not marked them; then both have
@@ -130,7 +131,7 @@ def test_marks__of_many_samples_and_people(explorer: Explorer) -> None:
     assert session.page.marked["5 remove"] == ["Bob", "Ada"]
     for _ in range(2):
         session.page._handle_msg({"undo": True})
-    session.wait(60)
+    session.wait(PATIENCE_S)
     assert explorer.marks.table()["sample"].tolist() == [5, 6]
     (line,) = re.findall(r"<code>(td\.drop.*?)</code>", session.page.html)
     assert eval(unescape(line), {"td": td}).sizes["sample"] == N - 2
@@ -150,19 +151,19 @@ def test_pages__show_intervals_shares_and_the_grade() -> None:
     masks = td.evaluate.subsets(train, 6).rename(subset="checkpoint")
     explorer = td.explore(train.assign(trained_on=masks), targets, estimator=td.Trak(damping=0.1))
     session = Session(explorer, View(page="target", target=3, k=N))
-    session.wait(60)
+    session.wait(PATIENCE_S)
     grade = td.evaluate.cross_validate(explorer.features, targets, td.Trak(damping=0.1))
     text = f"{float(grade.lds_mean):.2f} ± {float(grade.error):.2f}"
     assert session.page.html.count(text) == 1  # in the head
     assert "computing" not in session.page.html
     n_sections = session.page.html.count("<section")
     session.go(View())
-    session.wait(60)
+    session.wait(PATIENCE_S)
     assert session.page.html.count(text) == 2
     shares = explorer.questions.credit(View(group_by="label"))
     assert f"+{100 * shares['score'][0]:.2f}" in session.page.html
     session.go(View(page="target", target=3, k=N))
-    session.wait(60)
+    session.wait(PATIENCE_S)
     assert session.page.html.count(text) == 1
     assert session.page.html.count("<section") == n_sections
     top = explorer.questions.top(View(target=3, k=N))
@@ -170,6 +171,6 @@ def test_pages__show_intervals_shares_and_the_grade() -> None:
     assert 0 < n_unsure < N
     assert session.page.html.count('class="card unsure"') == 2 * n_unsure
     session.go(View(targets_where="label > 100"))
-    session.wait(60)
+    session.wait(PATIENCE_S)
     assert "No target meets the condition" in session.page.html
     assert "message error" not in session.page.html

@@ -20,6 +20,7 @@ import xarray as xr
 
 import trakdask as td
 from tests.explorer.browser import served
+from tests.waiting import PATIENCE_S
 from trakdask.explorer import Explorer
 from trakdask.explorer.server import server
 
@@ -40,7 +41,7 @@ def url() -> Iterator[str]:
 
 def answer(url: str) -> tuple[int, bytes]:
     try:
-        with urllib.request.urlopen(url, timeout=240) as response:
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
             return response.status, response.read()
     except urllib.error.HTTPError as err:
         with err:
@@ -85,7 +86,7 @@ def test_server__websocket_needs_the_token(url: str) -> None:
     }
 
     def status(path: str) -> int:
-        with closing(HTTPConnection(parts.netloc, timeout=240)) as connection:
+        with closing(HTTPConnection(parts.netloc, timeout=PATIENCE_S)) as connection:
             connection.request("GET", f"{path}ws", headers=headers)
             with connection.getresponse() as response:
                 return response.status
@@ -131,5 +132,5 @@ def test_explore__prints_one_address_and_ends_by_ctrl_c(tmp_path: Path) -> None:
         url = process.stdout.readline().strip()
         assert answer(url)[0] == 200
         process.send_signal(signal.SIGINT)
-        printed, errors = process.communicate(timeout=240)
+        printed, errors = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, printed, errors) == (0, "", "")

@@ -15,6 +15,7 @@ import xarray as xr
 from distributed import Client
 
 import trakdask as td
+from tests.waiting import PATIENCE_S
 from trakdask.testing import simulate_features
 
 N_BLOCKS = 24
@@ -60,7 +61,7 @@ def limit_file(counts: Path) -> Path:
 def main(store: str, counts: str, seconds: str, address: str) -> None:
     """Save on a cluster, or on this process's threads where there is no address."""
     threads = dask.config.set(scheduler="threads", num_workers=2)
-    with Client(address, timeout=30) if address else threads:
+    with Client(address, timeout=PATIENCE_S) if address else threads:
         td.save(features(Path(counts), float(seconds)), store, progress=False)
 
 

@@ -22,7 +22,7 @@ from distributed import Client, Scheduler
 
 import trakdask as td
 from tests.faults._run import N_BLOCKS, N_CHECKPOINTS, ROWS, features, limit_file
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 from trakdask.files import Folder
 from trakdask.storage.group import Group
 
@@ -80,7 +80,8 @@ class Cluster:
 
     def _start_worker(self) -> subprocess.Popen[bytes]:
         arguments = ["distributed.cli.dask_worker", self.address, "--no-nanny", "--nthreads", "1"]
-        more = ["--no-dashboard", "--death-timeout", "120", "--local-directory", str(self._folder)]
+        more = ["--no-dashboard", "--death-timeout", str(PATIENCE_S)]
+        more += ["--local-directory", str(self._folder)]
         return start(self._folder / "worker.log", "-m", *arguments, *more)
 
     def replace(self, number: int) -> None:
@@ -165,7 +166,7 @@ class Run:
             waiting = client.run_on_scheduler(n_blocks_waiting)
             return self.has_ended() or (waiting == left and done == completed(self.store))
 
-        with Client(address, timeout=240, set_as_default=False) as client:
+        with Client(address, timeout=PATIENCE_S, set_as_default=False) as client:
             wait_until(is_heard, "the driver's knowledge")
         return done
 
@@ -175,7 +176,7 @@ class Run:
         assert sum(again[block] for block in done) <= 1
 
     def wait_for_success(self) -> None:
-        assert self.driver.wait(280) == 0, (self.folder / "driver.log").read_text()
+        assert self.driver.wait(PATIENCE_S) == 0, (self.folder / "driver.log").read_text()
 
     def finish(self, expected: dict[str, str]) -> None:
         """Save the missing blocks, and compare with the store that nobody disturbed."""

@@ -83,9 +83,9 @@ def test_open_zarr__shows_what_open_shows_after_every_operation(
             feature = theirs.feature.astype("f4") * theirs["scale"].astype("f4")
             theirs = theirs.assign(feature=feature).drop_vars("scale")
         reset = whole.reset_coords().compute()
-        for name in theirs.reset_coords().data_vars:
-            known = ours if name in DERIVED else reset
-            np.testing.assert_array_equal(known[name], theirs[name], str(name))
+        for variable in theirs.reset_coords().data_vars:
+            known = ours if variable in DERIVED else reset
+            np.testing.assert_array_equal(known[variable], theirs[variable], str(variable))
         assert {*ours.coords} | {"dropped"} == {*theirs.coords} | {"dropped"}
         shown = {*ours.variables} | {*whole.variables}
         assert shown - {*theirs.variables} <= {"dropped"}

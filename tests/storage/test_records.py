@@ -5,6 +5,7 @@ The oracle is the features themselves, and the blocks that are computed.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -151,3 +152,20 @@ def test_query__reads_a_chunk_of_a_network_once(monkeypatch: pytest.MonkeyPatch)
     with dask.config.set(scheduler="sync"):
         np.testing.assert_array_equal(opened.output, FEATURES.output)
     assert sum("output/c" in path for path in read) == 2
+
+
+def test_save__parses_records_in_one_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's own parser, which reads the headers of arrays, has failed in several (3.11.7)."""
+    load, threads = np.load, set()
+
+    def noted(file: Any) -> Any:
+        threads.add(threading.current_thread())
+        return load(file)
+
+    monkeypatch.setattr(np, "load", noted)
+    saved = save(FEATURES, tmp_path / "f.zarr")
+    assert threads == {threading.main_thread()}
+    for name in SMALL[1:]:
+        np.testing.assert_array_equal(saved[name], FEATURES[name])

@@ -129,7 +129,6 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     return folder / "jobs", json.loads(done.stdout.splitlines()[-1])

@@ -55,7 +55,7 @@ def write_record(folder: Folder, record: Record, values: Mapping[str, np.ndarray
     folder.write(path_of(record), content.getvalue(), durable=False)
 
 
-def read_record(folder: Folder, record: Record) -> dict[str, np.ndarray]:
+def decoded(content: bytes, folder: Folder, record: Record) -> dict[str, np.ndarray]:
     """Return the small arrays of a block; remove a damaged record, as after a power failure.
 
     Raises
@@ -65,7 +65,7 @@ def read_record(folder: Folder, record: Record) -> dict[str, np.ndarray]:
     """
     path = path_of(record)
     try:
-        with np.load(io.BytesIO(folder.read(path))) as values:
+        with np.load(io.BytesIO(content)) as values:
             return dict(values)
     except (ValueError, EOFError, zipfile.BadZipFile) as err:
         folder.remove(path)
@@ -105,9 +105,12 @@ def small_values(
             values[name][:counts] = array[rows.start : rows.start + counts, index]
     here = [record for record in records if record[0] in rows and record[1] == index]
     with ThreadPoolExecutor() as pool:
-        contents = pool.map(lambda record: read_record(before.folder, record), here)
-        for (start, _), content in zip(here, contents, strict=True):
-            for name, rows_of_record in content.items():
+        contents = pool.map(lambda record: before.folder.read(path_of(record)), here)
+        # Decoded by this thread: numpy parses headers as Python, and until 3.11.8 Python's parser
+        # fails now and then where several threads are in it.
+        for record, content in zip(here, contents, strict=True):
+            start = record[0]
+            for name, rows_of_record in decoded(content, before.folder, record).items():
                 values[name][start - rows.start :][: len(rows_of_record)] = rows_of_record
     return values
 

@@ -38,9 +38,7 @@ def library(family: str) -> ctypes.CDLL:
     source, built = (Path(_folder.name) / f"{family}{suffix}" for suffix in (".cpp", ".so"))
     source.write_text(host_program(family))
     command = [COMPILER, *FLAGS, "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-function"]
-    done = subprocess.run(
-        [*command, "-o", str(built), str(source)], capture_output=True, text=True, timeout=200
-    )
+    done = subprocess.run([*command, "-o", str(built), str(source)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return ctypes.CDLL(str(built))
 
