@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import itertools
 import math
@@ -11,7 +10,7 @@ import re
 import tomllib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -75,7 +74,7 @@ def require_keys(
     names = [*(each.name for each in named), *more]
     is_checked_there = len(named) < len(parameters) and not more
     for name in () if is_checked_there else options:
-        require_name("a key", name, names)
+        require_choice("a key", name, names, remedy="see `trakdask init`")
     missing = [each.name for each in named if each.default is each.empty]
     if missing := [name for name in missing if name not in options]:
         raise ValueError(f"expected the key {missing[0]!r}, got {[*options]}; see `trakdask init`")
@@ -95,12 +94,6 @@ def require_form(key: str, value: object, *forms: type, remedy: str) -> None:
     if not isinstance(value, forms) or isinstance(value, bool):
         words = " or ".join(_FORMS[form] for form in forms)
         raise TypeError(f"expected {words} as {key}, got {shown(value)}; try {remedy}")
-
-
-def require_name(what: str, name: object, names: Sequence[str]) -> None:
-    """Require that a name is one of some names; advise the one that looks most like it."""
-    found = difflib.get_close_matches(str(name), names, 1)
-    require_choice(what, name, names, remedy=f"try {found[0]}" if found else "see `trakdask init`")
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -168,11 +161,11 @@ def read(path: Path, settings: Iterable[str] = ()) -> Configuration:
             _apply(values, setting)
     with about("the configuration"):
         for name, options in values.items():
-            require_name("a section", name, (*_SECTIONS, _FOLDER))
+            require_choice("a section", name, (*_SECTIONS, _FOLDER), remedy="see `trakdask init`")
             if name != _FOLDER and not isinstance(options, dict | None):
                 raise TypeError(f"expected options by name in {name!r}, got {shown(options)}")
             for key in (options or ()) if name in _KEYS else ():
-                require_name(f"a key of {name}", key, _KEYS[name])
+                require_choice(f"a key of {name}", key, _KEYS[name], remedy="see `trakdask init`")
     return {n: options for n, options in values.items() if options is not None or n == _FOLDER}
 
 

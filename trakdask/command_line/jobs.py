@@ -19,7 +19,7 @@ from distributed import Client
 import trakdask as td
 from trakdask import projection
 from trakdask.attribution import estimators
-from trakdask.checks import import_callable
+from trakdask.checks import import_callable, require_choice
 from trakdask.command_line.configuration import (
     Configuration,
     about,
@@ -27,7 +27,6 @@ from trakdask.command_line.configuration import (
     kept,
     require_form,
     require_keys,
-    require_name,
     section,
 )
 from trakdask.command_line.samples import called, expanded, named, of_kind
@@ -83,7 +82,7 @@ def _client(options: dict[str, Any]) -> Client:
         require_form("address", options["address"], str, remedy="address: tcp://10.0.0.1:8786")
         return Client(**{"timeout": 30, **options})
     for name in options:  # Dask would wait for workers that never start
-        require_name("a key", name, _CLUSTER)
+        require_choice("a key", name, _CLUSTER, remedy="see `trakdask init`")
     for name in ("n_workers", "threads_per_worker"):
         require_form(name, options.get(name) or 1, int, remedy=f"{name}: 2")
     # Workers, and the threads that start them again, inherit which signals they do not get: Ctrl-C

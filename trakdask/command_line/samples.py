@@ -16,8 +16,8 @@ import pandas as pd
 import xarray as xr
 
 import trakdask as td
-from trakdask.checks import import_callable, shown
-from trakdask.command_line.configuration import require_form, require_keys, require_name
+from trakdask.checks import import_callable, require_choice, shown
+from trakdask.command_line.configuration import require_form, require_keys
 from trakdask.samples.fingerprints import content_of_folder
 from trakdask.samples.sources import renamed
 from trakdask.variables import CHECKPOINT, SAMPLE, TRAINED_ON
@@ -36,7 +36,7 @@ def described(options: dict[str, Any]) -> xr.Dataset:
 def of_kind(options: dict[str, Any], kinds: Mapping[str, Callable[..., Any]]) -> Any:
     """Call the function that ``kind`` names, with the other options, and return its result."""
     kind = options.pop("kind", None)
-    require_name("kind", kind, list(kinds))
+    require_choice("kind", kind, list(kinds), remedy="see `trakdask init`")
     if isinstance(inner := options.get("then"), dict):  # of a mask
         options["then"] = of_kind(dict(inner), kinds)
     require_keys(options, kinds[str(kind)])
