@@ -7,13 +7,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import fsspec
 import pyarrow.dataset
 import xarray as xr
 
 import trakdask as td
 from trakdask.command_line.configuration import about, require_ending
-from trakdask.files import replacing
+from trakdask.command_line.samples import opened_zarr
+from trakdask.files import matching, replacing
 
 
 def copy(result: str, path: str) -> None:
@@ -26,7 +26,7 @@ def copy(result: str, path: str) -> None:
     """
     is_table = Path(result).suffix == ".parquet"
     with about("export"):
-        opened = _parquet(result) if is_table else xr.open_zarr(result)
+        opened = _parquet(result) if is_table else opened_zarr(result)
         require_ending(path, (".csv",) if is_table else (".csv", ".parquet", ".nc"))
         if not path.endswith(".parquet") and os.path.exists(path):
             raise FileExistsError(f"expected a new file, got {path!r}, which exists")
@@ -46,7 +46,7 @@ def copy(result: str, path: str) -> None:
 
 def _parquet(result: str) -> Any:
     """Open all files of a folder, or of a URL, as one table."""
-    system, folder = fsspec.core.url_to_fs(result)
+    system, (folder,) = matching(result)
     return pyarrow.dataset.dataset(folder, filesystem=system)
 
 

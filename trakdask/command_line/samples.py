@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import fsspec
 import numpy as np
 import pandas as pd
 import xarray as xr
+from zarr.storage import LocalStore
 
 import trakdask as td
 from trakdask.checks import import_callable, require_choice
+from trakdask.files import is_url, matching
 from trakdask.variables import CHECKPOINT, SAMPLE, TRAINED_ON
 
 
@@ -53,8 +54,8 @@ def named(text: str) -> tuple[xr.Dataset, xr.Dataset | None]:
         The path of a zarr store, or ``"package.module:function"``: the function returns a Dataset
         or, as :func:`trakdask.examples.digits` does, a pair of them.
     """
-    is_function = ":" in text and "://" not in text and not Path(text).exists()
-    samples = called(text) if is_function else xr.open_zarr(text, consolidated=False)
+    is_function = ":" in text and not is_url(text) and not Path(text).exists()
+    samples = called(text) if is_function else opened_zarr(text, consolidated=False)
     training, targets = samples if isinstance(samples, tuple) else (samples, None)
     return training, targets
 
@@ -74,11 +75,16 @@ def expanded(pattern: str) -> list[str]:
     """
     if not any(sign in pattern for sign in "*?["):
         return [pattern]
-    system, _, paths = fsspec.get_fs_token_paths(pattern)
+    system, paths = matching(pattern)
     if not paths:
         raise FileNotFoundError(f"expected files {pattern!r}, got none; try another pattern")
-    is_url = "://" in pattern
-    return sorted(system.unstrip_protocol(path) if is_url else path for path in paths)
+    return [system.unstrip_protocol(path) if is_url(pattern) else path for path in paths]
+
+
+def opened_zarr(path: str, **options: Any) -> xr.Dataset:
+    """Open a zarr group; zarr itself takes a folder ``a::b`` for a chain of protocols."""
+    is_folder = "::" in path and not is_url(path)
+    return xr.open_zarr(LocalStore(path) if is_folder else path, **options)
 
 
 def _from_csv(
@@ -139,7 +145,7 @@ _KINDS: Mapping[str, Callable[..., xr.Dataset]] = {
     "csv": _from_csv,
     "arrays": _from_npy,
     "torch": _from_torch,
-    "zarr": functools.partial(xr.open_zarr, consolidated=False),
+    "zarr": functools.partial(opened_zarr, consolidated=False),
     "function": called,
 }
 """The functions that make samples, by the ``kind`` of a section."""
