@@ -20,11 +20,11 @@ from trakdask.checks import shown
 from trakdask.execution import memory_limit
 from trakdask.files import naming
 from trakdask.samples import normalise_coords
-from trakdask.storage.coords import require_names
-from trakdask.storage.group import DROPPED, ERROR, Group, chunks_of, kind
+from trakdask.storage.coords import joined_exactly, require_names
+from trakdask.storage.group import DROPPED, ERROR, Group, chunks_of
 from trakdask.storage.lock import lock
 from trakdask.storage.places import StoreLike, readable, writable
-from trakdask.storage.reading import VERIFIED, dropped_mask, open, read_coords
+from trakdask.storage.reading import VERIFIED, dropped_mask, open, read_coords, without_dropped
 from trakdask.storage.records import packed_rows, path_of, stored_records
 from trakdask.variables import CHECKPOINT, DERIVED, FITTED, SAMPLE, TRAINED_ON, aligned
 
@@ -118,8 +118,13 @@ def assign_coords(
 
 
 def _write_trained_on(group: Group, values: Any, dropped: np.ndarray) -> None:
-    """Write which checkpoints were trained on which samples, beside what counts so far."""
-    ds = open(group.folder.url, storage_options=group.folder.options)
+    """Write which checkpoints were trained on which samples, beside what counts so far.
+
+    Dropped samples keep theirs, unless there are values of all samples.
+    """
+    ds = open(group.folder.url, storage_options=group.folder.options, dropped=True)
+    if SAMPLE not in getattr(values, "sizes", {}) or values.sizes[SAMPLE] != len(dropped):
+        ds = without_dropped(ds)
     sizes = {dim: ds.sizes[dim] for dim in (SAMPLE, CHECKPOINT)}
     if isinstance(values, xr.DataArray) and CHECKPOINT in values.indexes:
         values = aligned(values, ds, what=TRAINED_ON)
@@ -129,7 +134,11 @@ def _write_trained_on(group: Group, values: Any, dropped: np.ndarray) -> None:
             "masks.rename(subset='checkpoint'), with masks of td.evaluate.subsets"
         )
     mask = np.ones((len(dropped), len(group.checkpoints)), bool)
-    mask[~dropped] = values.transpose(SAMPLE, CHECKPOINT).values
+    is_whole = sizes[SAMPLE] == len(dropped)
+    if not is_whole and TRAINED_ON in group.arrays:
+        group.require_chunks(TRAINED_ON)
+        mask = np.asarray(group.array(TRAINED_ON, read_only=True)[...])
+    mask[slice(None) if is_whole else ~dropped] = values.transpose(SAMPLE, CHECKPOINT).values
     group.add(TRAINED_ON, sizes | {SAMPLE: len(mask)}, bool, block=packed_rows(group))
     group.array(TRAINED_ON)[:] = mask
 
@@ -147,16 +156,17 @@ def _of_all(name: str, values: Any, dropped: np.ndarray, group: Group) -> xr.Var
     if is_whole:
         return xr.Variable((SAMPLE,), new)
     before = read_coords(group, {name}).get(name)  # only here: a damaged coord can be assigned anew
-    if before is None or kind(before.dtype) != kind(new.dtype):
-        was = "new" if before is None else f"{kind(before.dtype)} so far"
+    joint = None if before is None else joined_exactly(before, xr.Variable((SAMPLE,), new), SAMPLE)
+    if before is None or joint is None:
+        was = "new" if before is None else f"{before.dtype} so far, and now {new.dtype}"
         raise ValueError(
             f"expected values of all {n_all} samples for the coord {name!r}, which is {was}, since "
             f"{n_all - n_shown} of them were dropped, got {n_shown}; try values along "
             "td.open(store, dropped=True)"
         )
-    joint = before.values.astype(np.result_type(before.dtype, new.dtype))
-    joint[~dropped] = new
-    return xr.Variable((SAMPLE,), joint, before.attrs)
+    values = joint[:n_all].values
+    values[~dropped] = joint[n_all:].values
+    return xr.Variable((SAMPLE,), values, before.attrs)
 
 
 # ------------------------------------------------------------------------------------------ damage

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 
 import numpy as np
 import pandas as pd
@@ -90,13 +90,43 @@ def joined_coords(
         of_checkpoints[CHECKPOINT] = text
         added[CHECKPOINT] = {name: c[columns] for name, c in of_checkpoints.items()}
     changed = {
-        name: xr.Variable.concat([c[name] for c in (stored, coords) if name in c], dim)
+        name: _joined(name, stored.get(name), coord, dim, url)
         for dim, coords in added.items()
-        for name in coords
+        for name, coord in coords.items()
     }
     if not before.n_samples:
         changed |= {n: c for n, c in ours.items() if not {SAMPLE, CHECKPOINT} & {*c.dims}}
     return changed
+
+
+def _joined(
+    name: str, old: xr.Variable | None, new: xr.Variable, dim: str, url: str
+) -> xr.Variable:
+    if old is None:
+        return new
+    if (joint := joined_exactly(old, new, dim)) is not None:
+        return joint
+    raise StoreMismatchError(
+        f"expected values of {name!r} that one dtype can hold beside the {old.dtype} of the store "
+        f"{url!r}, got {new.dtype}, which would change some; try features.assign_coords({name}="
+        f"features.{name}.astype({str(old.dtype)!r}))"
+    )
+
+
+def joined_exactly(old: xr.Variable, new: xr.Variable, dim: Hashable) -> xr.Variable | None:
+    """Return values of one kind after others, None where one dtype cannot hold both as they are.
+
+    Large integers beside decimals would be rounded, and far dates beside nanoseconds overflow.
+    """
+    if kind(old.dtype) != kind(new.dtype):
+        return None
+    joint, n = xr.Variable.concat([old, new], dim), old.sizes[dim]
+    with np.errstate(invalid="ignore"):  # what overflows is no longer equal
+        is_same = all(
+            joint.isel({dim: rows}).astype(part.dtype).equals(part)
+            for part, rows in ((old, slice(n)), (new, slice(n, None)))
+        )
+    return joint if is_same else None
 
 
 def _require_same_values(

@@ -325,28 +325,37 @@ def read_chunk(
         if data is not None:  # which has rows beyond the last of the array
             return data[inside]
     n_rows, n_chunk = inside[0].stop - inside[0].start, min(array.chunks[0], array.shape[0])
+    if n_rows == n_chunk or inside[0].stop > n_chunk:
+        return _read(array, folder, complete, path, rows)
+    whole = tuple(slice(s, s + size) for s, size in zip(starts, array.chunks, strict=True))
+    with _READING:  # so that it is read once, however many threads need it
+        chunk = _RECENT.pop((key, index), None)
+        if chunk is None:
+            chunk = _read(array, folder, complete, path, whole)
+        if complete or not _is_filled(chunk, array):  # an absent one may still come
+            _RECENT[key, index] = chunk
+        for oldest in list(_RECENT)[:-_MOST_RECENT]:
+            del _RECENT[oldest]
+    return chunk[inside]
+
+
+def _read(
+    array: zarr.Array[Any], folder: Folder, complete: bool, path: str, rows: tuple[slice, ...]
+) -> np.ndarray:
+    """Return rows of a chunk, as zarr reads them; raise if they should be there and are not."""
     with _named(folder, path):
-        if n_rows < n_chunk and inside[0].stop <= n_chunk:
-            block = _recent((key, index), lambda: array.get_block_selection(index))[inside]
-        else:
-            block = np.asarray(array[rows])
-    # zarr reads an absent chunk as the fill value, without a word.
-    is_filled = np.isnan(block) if block.dtype.kind == "f" else block == array.fill_value
-    if complete and is_filled.all():
+        block = np.asarray(array[rows])
+    if complete and _is_filled(block, array):
         parent, _, name = path.rpartition("/")
         if name not in (folder / parent).names():
             raise lost_chunk(folder, path)
     return block
 
 
-def _recent(key: tuple[str, tuple[int, ...]], read: Callable[[], Any]) -> np.ndarray:
-    """Return a chunk that has the rows of many blocks, from memory if it was one of the last."""
-    with _READING:  # so that it is read once, however many threads need it
-        chunk = _RECENT.pop(key, None)
-        _RECENT[key] = chunk = np.asarray(read()) if chunk is None else chunk
-        for oldest in list(_RECENT)[:-_MOST_RECENT]:
-            del _RECENT[oldest]
-    return chunk
+def _is_filled(block: np.ndarray, array: zarr.Array[Any]) -> bool:
+    """Return whether rows are as zarr reads an absent chunk: the fill value, without a word."""
+    is_filled = np.isnan(block) if block.dtype.kind == "f" else block == array.fill_value
+    return bool(is_filled.all())
 
 
 def _mapped(path: str, chunks: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray | None:

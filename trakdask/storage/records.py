@@ -132,6 +132,8 @@ def pack(before: Group, group: Group) -> None:
     records, size = stored_records(before), packed_rows(group)
     sizes = {SAMPLE: group.n_samples, CHECKPOINT: len(group.checkpoints)}
     for name in group.small:
+        if before.n_samples and name in before.before and name != ERROR:
+            before.require_chunks(name)  # else what was lost would be NaN for good
         group.add(name, sizes, before.array(name).dtype, block=size)
     arrays = {name: group.array(name) for name in group.small}
     firsts = range(0, sizes[SAMPLE], size)
