@@ -8,7 +8,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pyarrow.dataset
-import xarray as xr
 
 import trakdask as td
 from trakdask.command_line.configuration import about, require_ending

@@ -85,7 +85,7 @@ def prepare(
     fitted = fitted.at_checkpoints(names)
     row_map = RowMap.from_shapes(model.shapes, alignment=fitted.projector.row_alignment)
     bound = fitted.bind(row_map)
-    inputs = _inputs(samples, model)
+    inputs = inputs_of(samples, model)
     partition = divide(model, inputs) if divide else None
     engine, reason = _engine(gradients, model, partition)
     _log.info("gradients by %s: %s", engine, reason)
@@ -199,7 +199,7 @@ def _engine(gradients: Gradients, model: Model, partition: Partition | None) -> 
     return str(gradients), "as asked"
 
 
-def _inputs(samples: xr.Dataset, model: Model) -> Arrays:
+def inputs_of(samples: xr.Dataset, model: Model) -> Arrays:
     """Return lazy arrays of the task's inputs, looked up among the variables, then the coords."""
     names = getattr(model.task, "variables", None) or tuple(map(str, samples.data_vars))
     if missing := [name for name in names if name not in samples]:

@@ -108,8 +108,8 @@ def _joined(
         return joint
     raise StoreMismatchError(
         f"expected values of {name!r} that one dtype can hold beside the {old.dtype} of the store "
-        f"{url!r}, got {new.dtype}, which would change some; try features.assign_coords({name}="
-        f"features.{name}.astype({str(old.dtype)!r}))"
+        f"{url!r}, got {new.dtype}, which would change some; try one dtype for both, in the "
+        f"store by td.assign_coords({url!r}, {{{name!r}: values}})"
     )
 
 

@@ -219,7 +219,11 @@ def read_coords(
     metadata = {"zarr_format": 3, "node_type": "group", "consolidated_metadata": arrays}
     path = StorePath(zarr_store(group.folder, read_only=True))
     root = zarr.Group(zarr.AsyncGroup.from_dict(path, metadata))
-    ds = xr.open_dataset(xr.backends.ZarrStore(root, mode="r"), chunks=None)
+    opened = functools.partial(xr.open_dataset, xr.backends.ZarrStore(root, mode="r"), chunks=None)
+    try:
+        ds = opened()
+    except ValueError:  # a date that nanoseconds cannot hold, which xarray takes by default
+        ds = opened(decode_times=xr.coders.CFDatetimeCoder(time_unit="s"))
     coords: dict[str, xr.Variable] = {}
     for name in names:
         coord = coords[name] = ds[name].variable
