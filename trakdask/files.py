@@ -211,8 +211,8 @@ class Folder:
 def is_url(path: str) -> bool:
     """Return whether a text is a URL; anything else is a local path, whatever is in it.
 
-    Protocols before it, as in ``simplecache::s3://bucket``, must be known to fsspec: a folder may be
-    named ``a::b``.
+    Protocols before it, as in ``simplecache::s3://bucket``, must be known to fsspec: a folder may
+    be named ``a::b``.
 
     Examples
     --------

@@ -152,11 +152,8 @@ def fit(
     }  # fmt: skip
     origin = json.dumps(asked, sort_keys=True)
     folder = None if store is None else kept_beside(Folder.at(store, storage_options))
-    former = {
-        source,
-        source_of(part),
-    }  # an older store has the digest of all coords that are numbers
-    stored = None if store is None else _stored(store, storage_options, json.loads(origin), former)
+    sources = {source, source_of(part)}  # the second is what older stores have
+    stored = None if store is None else _stored(store, storage_options, json.loads(origin), sources)
 
     def fitted(one: Model) -> Fitted:
         steps = first.at_checkpoints(list(one.spec()["checkpoints"]))

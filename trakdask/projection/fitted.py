@@ -199,8 +199,8 @@ class Fitted:
         for column, (name, expected) in enumerate(self.digests.items()):
             if (got := self.digest_at(column)) != expected:
                 raise StoreMismatchError(
-                    f"expected {sorted(self.variables.values())} of checkpoint {name!r} as they were "
-                    f"fitted (fit[{name!r}] is {expected[:12]}), got others ({got[:12]}); try "
+                    f"expected {sorted(self.variables.values())} of checkpoint {name!r} as they "
+                    f"were fitted (fit[{name!r}] is {expected[:12]}), got others ({got[:12]}); try "
                     "features whose fitted values nobody has changed, or td.fit again"
                 )
 
