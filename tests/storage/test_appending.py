@@ -59,6 +59,33 @@ def test_append__checkpoint_of_samples_in_two_pieces(store: Path) -> None:
     np.testing.assert_allclose(scores, td.score(features(WHOLE), targets), rtol=1e-4, atol=1e-6)
 
 
+def test_append__checkpoint_of_all_sets_at_once(store: Path) -> None:
+    """It goes on after a stop, also where one set was saved alone, and names what is missing."""
+    save(features(B, NAMES[:2]), store, append_dim="sample")
+    td.drop(store, where="number == 3")
+    interrupted(store, WHOLE, NAMES[2:], "checkpoint", limit=4)
+    with pytest.raises(
+        td.errors.IncompleteFeaturesError,
+        match=r"the samples 40:60 \(40:60\) at \['c2'\].*append_dim='checkpoint'.*all 60 samples",
+    ):
+        save(features(slice(60, 70), NAMES[:2]), store, append_dim="sample")
+    for _ in range(2):
+        given, calls = counted(features(WHOLE, NAMES[2:]))
+        opened = save(given, store, append_dim="checkpoint")
+        assert len(calls) < 4 + 2  # not all anew
+        assert_rows(opened, [n for n in range(60) if n != 3])
+    assert opened.attrs["source"] == "0:40 + 40:60"
+    assert td.verify(store, checksums=True).empty
+
+
+def test_save__all_sets_at_once_restore_what_was_damaged(store: Path) -> None:
+    save(features(B, NAMES[:2]), store, append_dim="sample")
+    for chunk in ("c.0.0.0", "c.2.0.1"):  # the second has samples of both
+        (store / "feature" / chunk).unlink()
+    td.verify(store, repair=True)
+    assert_rows(save(features(WHOLE, NAMES[:2]), store), range(60), 2)
+
+
 def test_append__soft_sums(tmp_path: Path) -> None:
     """Sums of appended samples are added; an appended checkpoint changes the weights of all."""
     options = {"estimator": td.Soft(power=0.5)}
@@ -97,16 +124,23 @@ def test_append__what_does_not_fit_is_refused(store: Path) -> None:
             save(more, store, append_dim=append_dim)
     assert_rows(td.open(store), range(40), 2)
     save(features(B, NAMES[:2]), store, append_dim="sample")
-    with pytest.raises(
-        td.errors.StoreMismatchError, match=r"'40:60'.*append_dim='checkpoint'.*per set"
+    whole = features(WHOLE, NAMES[2:])
+    for given, words in (
+        (whole.isel(sample=slice(1, None)), r"all 60 .*'40:60'.*append_dim='checkpoint'.*per set"),
+        (whole.isel(sample=slice(None, None, -1)), "'label'.*got 1 instead of 0 at sample 0"),
+        (whole.isel(sample=np.r_[40:60, :40]), "'number'.*got 40 instead of 0"),
+        (whole.drop_vars(["label", "number"]), "one of the coords"),
     ):
-        save(features(slice(0, 60), NAMES[2:]), store, append_dim="checkpoint")
+        with pytest.raises(td.errors.StoreMismatchError, match=words):
+            save(given, store, append_dim="checkpoint")
     assert_rows(td.open(store), range(60), 2)
 
 
-def interrupted(store: Path, rows: slice, names: tuple[str, ...], append_dim: str) -> None:
-    """Append until the second block fails."""
-    given, _ = counted(features(rows, names), limit=1)
+def interrupted(
+    store: Path, rows: slice, names: tuple[str, ...], append_dim: str, limit: int = 1
+) -> None:
+    """Append until a block fails, by default the second."""
+    given, _ = counted(features(rows, names), limit=limit)
     with dask.config.set(scheduler="sync"), pytest.raises(RuntimeError, match="out of budget"):
         save(given, store, append_dim=append_dim)
 

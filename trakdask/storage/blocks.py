@@ -10,7 +10,7 @@ import itertools
 import logging
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import dask
@@ -31,7 +31,13 @@ from trakdask.errors import StoreMismatchError, warn_once
 from trakdask.files import Folder
 from trakdask.storage.group import ERROR, SCALE, Group
 from trakdask.storage.reading import from_half
-from trakdask.storage.records import Record, small_values, starts, stored_records, write_record
+from trakdask.storage.records import (
+    missing_blocks,
+    small_values,
+    starts,
+    stored_records,
+    write_record,
+)
 from trakdask.variables import (
     CHECKPOINT,
     FITTED,
@@ -62,30 +68,6 @@ _log = logging.getLogger(__name__)
 
 Tasks = tuple[da.Array, list[Key]]
 """An array, and the keys of the blocks of it that are to be computed."""
-
-
-# ------------------------------------------------------------------------------ stored blocks
-
-
-def sources_that_lack_blocks(before: Group, group: Group) -> list[str]:
-    """Return the sets of samples that lack blocks of what a store is to have."""
-    records, columns = stored_records(before), range(len(group.checkpoints))
-    return [
-        source
-        for source, rows in group.rows_of_sources()
-        if any(_missing_blocks(before, rows, index, records) for index in columns)
-    ]
-
-
-def _missing_blocks(
-    before: Group, rows: range, index: int, records: Collection[Record]
-) -> list[int]:
-    """Return the first rows of the blocks of a set of samples that are missing at a checkpoint."""
-    return [
-        start
-        for start in starts(rows, before.block)
-        if not before.counts(start, index) and (start, index) not in records
-    ]
 
 
 # ------------------------------------------------------------------------------------- writing
@@ -163,7 +145,7 @@ def save_blocks(
 
     def count() -> int:
         records = stored_records(before)
-        return total - sum(len(_missing_blocks(before, rows, c, records)) for c in columns)
+        return total - sum(len(missing_blocks(before, rows, c, records)) for c in columns)
 
     options = execution.gpu_options(features)
     with execution.polled_bar(f"save {before.folder.name}", total, count, show=progress):
@@ -193,7 +175,7 @@ def _missing(
     before: Group, features: xr.Dataset, rows: range, position: int, index: int
 ) -> Tasks | None:
     """Return the tasks of the missing blocks of one of the checkpoints of some features."""
-    todo = _missing_blocks(before, rows, index, stored_records(before))
+    todo = missing_blocks(before, rows, index, stored_records(before))
     if not todo:
         return None
     names = [name for name in before.features if name in features]

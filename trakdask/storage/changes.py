@@ -25,7 +25,7 @@ from trakdask.storage.group import DROPPED, ERROR, Group, chunks_of
 from trakdask.storage.lock import lock
 from trakdask.storage.places import StoreLike, readable, writable
 from trakdask.storage.reading import VERIFIED, dropped_mask, open, read_coords, without_dropped
-from trakdask.storage.records import packed_rows, path_of, stored_records
+from trakdask.storage.records import about_unfinished, packed_rows, path_of, stored_records
 from trakdask.variables import CHECKPOINT, DERIVED, FITTED, SAMPLE, TRAINED_ON, aligned
 
 _REPAIR = "td.verify(store, repair=True)"
@@ -233,7 +233,7 @@ def _table(group: Group, faults: list[Fault]) -> pd.DataFrame:
         for name, index, what in faults
     ]
     if "unfinished" in group.attrs:
-        rows.append(("", group.about_unfinished(), -1, -1, "the same td.save(...) again"))
+        rows.append(("", about_unfinished(group), -1, -1, "the same td.save(...) again"))
     return pd.DataFrame(rows, columns=["path", "found", "block", "checkpoint", "remedy"])
 
 

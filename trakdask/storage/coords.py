@@ -132,15 +132,17 @@ def joined_exactly(old: xr.Variable, new: xr.Variable, dim: Hashable) -> xr.Vari
 def _require_same_values(
     ours: Mapping[str, xr.Variable], stored: Mapping[str, xr.Variable], rows: range, url: str
 ) -> None:
-    """Reject coords that differ from the store's."""
+    """Reject coords that differ from the store's, but for dropped samples: they may be erased."""
+    counts = ~stored[DROPPED].values[rows.start : rows.stop] if DROPPED in stored else slice(None)
     for name, coord in ours.items():
         difference = "which has none of this name"
         if name in stored:
             there = stored[name][rows.start : rows.stop]
-            if coord.equals(there):
+            if coord[counts].equals(there[counts]):
                 continue
             new, old = (variable.values.astype(object) for variable in (coord, there))
-            sample = np.argwhere((new != old) & ~(pd.isna(new) & pd.isna(old)))[0, 0]
+            differs = (new != old) & ~(pd.isna(new) & pd.isna(old))
+            sample = np.arange(len(rows))[counts][np.argwhere(differs[counts])[0, 0]]
             values = (f"{variable.values[sample]!s:.60}" for variable in (coord, there))
             difference = f"got {' instead of '.join(values)} at sample {sample}"
         raise StoreMismatchError(

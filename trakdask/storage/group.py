@@ -195,16 +195,6 @@ class Group:
             arrays[name] = {**arrays[name], "shape": [sizes.get(dim, n) for dim, n in pairs]}
         return Group(self.folder, attrs, arrays, self.before)
 
-    def about_unfinished(self) -> str:
-        """Name the unfinished append, and how to finish it."""
-        target = self.target()
-        dim = SAMPLE if target.n_samples > self.n_samples else CHECKPOINT
-        return (
-            f"an append was not finished, to {target.n_samples} samples of the checkpoints "
-            f"{target.checkpoints}; call td.save(..., append_dim={dim!r}) with these again to "
-            "finish it, or td.verify(store, repair=True) to give it up"
-        )
-
     def add(
         self,
         name: str,

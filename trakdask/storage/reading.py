@@ -30,7 +30,7 @@ from trakdask.files import Folder
 from trakdask.provenance import as_text
 from trakdask.storage.group import DROPPED, ERROR, SCALE, STORE_ATTRS, Group, dims_of, lost_chunk
 from trakdask.storage.places import StoreLike, readable, zarr_store
-from trakdask.storage.records import all_small_values
+from trakdask.storage.records import about_unfinished, all_small_values
 from trakdask.variables import CHECKPOINT, DERIVED, SAMPLE, VARIABLES
 
 Small = Mapping[str, np.ndarray] | None
@@ -134,7 +134,7 @@ def open(
     if require_complete and "unfinished" in group.attrs:
         warnings.warn(
             f"expected no unfinished append in the store {folder.url!r}, which is shown as it was "
-            f"before: {group.about_unfinished()}",
+            f"before: {about_unfinished(group)}",
             UnfinishedAppendWarning,
             stacklevel=2,
         )
