@@ -30,7 +30,7 @@ from trakdask.checks import shown
 from trakdask.errors import StoreMismatchError, warn_once
 from trakdask.files import Folder
 from trakdask.storage.group import ERROR, SCALE, Group
-from trakdask.storage.reading import from_half
+from trakdask.storage.reading import dropped_mask, from_half
 from trakdask.storage.records import (
     missing_blocks,
     small_values,
@@ -82,6 +82,21 @@ def with_errors(group: Group, features: xr.Dataset) -> xr.Dataset:
         return features
     none = da.full_like(features.out_to_loss.data, "", dtype=np.dtypes.StringDType())
     return features.assign({ERROR: (VARIABLES[ERROR].dims, none)})
+
+
+def without_erased(before: Group, features: xr.Dataset, rows: range) -> xr.Dataset:
+    """Return features without values of the samples that a store has erased."""
+    if "erased" not in before.attrs:
+        return features
+    shown = xr.DataArray(_shown(before, rows), dims=SAMPLE)
+    nothing = {TRAINED_ON: True, ERROR: ""}
+    return features.assign(
+        {
+            name: features[name].where(shown, nothing.get(name, np.nan))
+            for name in before.features
+            if name in features
+        }
+    )
 
 
 def with_trained_on(group: Group, features: xr.Dataset) -> xr.Dataset:
@@ -282,7 +297,10 @@ def difference_of_block(before: Group, features: xr.Dataset, rows: range) -> str
     if SCALE in small:
         old = from_half(old, small[SCALE][:, None])
     (new,) = dask.compute(again.feature.data, **execution.gpu_options(features))
-    if TRAINED_ON in features and (again[TRAINED_ON].values[:, 0] != small[TRAINED_ON]).any():
+    shown = _shown(before, here)
+    if TRAINED_ON in features and (
+        (again[TRAINED_ON].values[:, 0] != small[TRAINED_ON])[shown].any()
+    ):
         return (
             f"expected {TRAINED_ON!r} as {group.folder.url!r} has it, got another one for the "
             f"samples {here.start}:{here.stop} of checkpoint {name!r}; try "
@@ -312,9 +330,16 @@ def _last_block(
         for index in reversed(columns):
             if before.counts(start, index) or (start, index) in records:
                 values = small_values(before, range(start, stop), index, records)
-                if np.isfinite(values["out_to_loss"]).all():
+                if np.isfinite(values["out_to_loss"][_shown(before, range(start, stop))]).all():
                     return range(start, stop), index, values
     return None
+
+
+def _shown(before: Group, rows: range) -> np.ndarray:
+    """Return which rows were not dropped, and so have not been erased."""
+    dropped = np.zeros(rows.stop, bool)
+    dropped[: before.n_samples] = dropped_mask(before)[: rows.stop]
+    return ~dropped[rows.start :]
 
 
 # --------------------------------------------------------------------------------------- float16

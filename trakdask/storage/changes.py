@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import os
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import dask
 import numpy as np
 import pandas as pd
 import xarray as xr
@@ -17,7 +19,7 @@ import zarr
 
 from trakdask.arrays.memory import verified
 from trakdask.checks import shown
-from trakdask.execution import memory_limit
+from trakdask.execution import memory_limit, run
 from trakdask.files import naming
 from trakdask.samples import normalise_coords
 from trakdask.storage.coords import joined_exactly, require_names
@@ -25,7 +27,7 @@ from trakdask.storage.group import DROPPED, ERROR, Group, chunks_of
 from trakdask.storage.lock import lock
 from trakdask.storage.places import StoreLike, readable, writable
 from trakdask.storage.reading import VERIFIED, dropped_mask, open, read_coords, without_dropped
-from trakdask.storage.records import about_unfinished, packed_rows, path_of, stored_records
+from trakdask.storage.records import about_unfinished, pack, packed_rows, path_of, stored_records
 from trakdask.variables import CHECKPOINT, DERIVED, FITTED, SAMPLE, TRAINED_ON, aligned
 
 _REPAIR = "td.verify(store, repair=True)"
@@ -167,6 +169,52 @@ def _of_all(name: str, values: Any, dropped: np.ndarray, group: Group) -> xr.Var
     values = joint[:n_all].values
     values[~dropped] = joint[n_all:].values
     return xr.Variable((SAMPLE,), values, before.attrs)
+
+
+# ------------------------------------------------------------------------------------------- erase
+
+
+def erase_dropped(group: Group) -> None:
+    """Overwrite whatever a store has of its dropped samples; the same call goes on after a kill.
+
+    Chunks of features are replaced where they are, each as a whole, since their other rows stay:
+    it does no harm that some are before the commit, because dropped rows count no more. Other
+    arrays get the names of chunks that do not count yet.
+    """
+    dropped, before = dropped_mask(group), copy.deepcopy(group)
+    if not dropped.any():
+        return
+    feature, block = group.array("feature"), group.block
+    bounds = [(start, min(start + block, len(dropped))) for start in range(0, len(dropped), block)]
+    tasks = [
+        dask.delayed(_erase_rows)(feature, slice(*rows), index, dropped[slice(*rows)])
+        for rows in bounds
+        if dropped[slice(*rows)].any()
+        for index in range(len(group.checkpoints))
+    ]
+    run(lambda: tasks, retries=0)
+    pack(before, group, dropped)
+    coords = read_coords(group, {*group.coords} - {CHECKPOINT, DROPPED})
+    group.write_small({n: _erased(c, dropped) for n, c in coords.items() if SAMPLE in c.dims})
+    group.attrs["erased"] = True  # so that no later call of save brings any of them back
+
+
+def _erase_rows(feature: zarr.Array[Any], rows: slice, index: int, gone: np.ndarray) -> None:
+    region = (rows, slice(None), slice(index, index + 1))
+    values = np.asarray(feature[region])
+    if not np.isnan(values[gone]).all():
+        values[gone] = np.nan
+        feature[region] = values
+
+
+def _erased(coord: xr.Variable, dropped: np.ndarray) -> xr.Variable:
+    """Return a coord in which dropped samples have a value that says nothing."""
+    nothing: dict[str, Any] = {"f": np.nan, "T": "", "U": "", "O": ""}
+    times = np.array("NaT", coord.dtype) if coord.dtype.kind in "mM" else 0
+    values = coord.values.copy()
+    rows = tuple(dropped if dim == SAMPLE else slice(None) for dim in coord.dims)
+    values[rows] = nothing.get(coord.dtype.kind, times)
+    return xr.Variable(coord.dims, values, coord.attrs)
 
 
 # ------------------------------------------------------------------------------------------ damage

@@ -35,7 +35,7 @@ METADATA = "zarr.json"
 RECORDS = "feature/records"
 """Inside of an array, because zarr warns of folders in a group that are no arrays."""
 DROPPED, ERROR, SCALE = "dropped", "error", "scale"
-STORE_ATTRS = ("arrays", "coordinates", "n_samples", "sources", "unfinished", "lacking")
+STORE_ATTRS = ("arrays", "coordinates", "n_samples", "sources", "unfinished", "lacking", "erased")
 """Attributes that describe the store, and not the features."""
 
 Metadata = dict[str, Any]

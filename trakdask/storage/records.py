@@ -175,7 +175,7 @@ def all_small_values(before: Group, group: Group) -> dict[str, np.ndarray]:
     return {name: np.stack([c[name] for c in columns], axis=1) for name in before.small}
 
 
-def pack(before: Group, group: Group) -> None:
+def pack(before: Group, group: Group, erased: np.ndarray | None = None) -> None:
     """Write the small arrays in large chunks, beside those that count so far.
 
     Parameters
@@ -184,6 +184,8 @@ def pack(before: Group, group: Group) -> None:
         The store as it counts.
     group
         As it is to be, with its blocks stored; gets the metadata of the new arrays.
+    erased
+        Which samples (sample,) are to have no values.
     """
     records, size = stored_records(before), packed_rows(group)
     sizes = {SAMPLE: group.n_samples, CHECKPOINT: len(group.checkpoints)}
@@ -196,6 +198,8 @@ def pack(before: Group, group: Group) -> None:
     for index, start in itertools.product(range(sizes[CHECKPOINT]), firsts):
         rows = range(start, min(start + size, sizes[SAMPLE]))
         for name, values in small_values(before, rows, index, records).items():
+            if erased is not None:
+                values[erased[rows.start : rows.stop]] = arrays[name].fill_value
             arrays[name][rows.start : rows.stop, index] = values
 
 

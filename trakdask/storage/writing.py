@@ -17,7 +17,13 @@ from trakdask.checks import require_choice
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.files import Folder, naming
 from trakdask.provenance import BY_CHECKPOINT, REQUIRED_SPEC, as_values
-from trakdask.storage.blocks import save_blocks, save_fit, with_errors, with_trained_on
+from trakdask.storage.blocks import (
+    save_blocks,
+    save_fit,
+    with_errors,
+    with_trained_on,
+    without_erased,
+)
 from trakdask.storage.coords import joined_coords, portable_coords, require_names
 from trakdask.storage.group import ERROR, SCALE, STORE_ATTRS, Group
 from trakdask.storage.lock import lock
@@ -100,7 +106,7 @@ def _write(
             group = before.target()
         folder.sweep()
         save_fit(before.target(), features, retries)
-        features = with_trained_on(before, features)
+        features = without_erased(before, with_trained_on(before, features), rows)
         save_blocks(before, features, rows, retries, progress=progress)
         lacking = [source for source, _ in lacking_sets(before, group)]
         if not lacking:
