@@ -67,10 +67,11 @@ def save(
     append_dim
         ``"sample"`` adds these samples to a store, ``"checkpoint"`` these checkpoints of samples
         that it has, as xarray's ``append_dim`` does. Checkpoints that the store has already are
-        left out. The gram matrix of the new samples is added to the stored one. Appending a
-        checkpoint to several sets of samples takes one call for each set: until the last,
-        :func:`open` shows the store without it, with a warning. An append that was cut short has
-        to be finished, by the same call, before another begins.
+        left out. The gram matrix of the new samples is added to the stored one. A checkpoint is
+        appended to samples that were saved one after another either at once, with features of all
+        of them in the order of the store, which their coords have to confirm; or by one call for
+        each set. Until the last, :func:`open` shows the store without it, with a warning. An append
+        that was cut short has to be finished, by the same call, before another begins.
     dtype
         ``"float16"`` stores features in half the bytes, each row scaled by a power of two: no
         element is off by more than 2^-11 of the largest of its row. :func:`open` gives float32
@@ -109,6 +110,12 @@ def save(
         has; :func:`plan` shows how much. Gradients are not counted.
     OSError
         If a block cannot be stored, with the reason; completed blocks stay.
+
+    Warns
+    -----
+    UserWarning
+        If samples are appended that have the same coords as others in the store, and coords tell
+        all samples apart.
 
     Notes
     -----

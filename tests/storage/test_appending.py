@@ -164,8 +164,8 @@ def test_append__is_given_up_for_another(store: Path) -> None:
     interrupted(store, B, NAMES[:2], "sample")
     assert "append" in td.verify(store, repair=True).found.item()
     assert_rows(td.open(store), range(40), 2)
-    opened = save(features(slice(0, 20), NAMES[:2]), store, append_dim="sample")
-    np.testing.assert_array_equal(opened.feature[40:], VALUES[:20, :, :2])
+    opened = save(features(slice(50, 70), NAMES[:2]), store, append_dim="sample")
+    np.testing.assert_array_equal(opened.feature[40:], VALUES[50:, :, :2])
     interrupted(store, A, NAMES[2:], "checkpoint")
     td.verify(store, repair=True)
     assert td.open(store).sizes == opened.sizes
@@ -236,3 +236,23 @@ def test_append__selections_of_one_source_are_told_apart(tmp_path: Path) -> None
         np.testing.assert_array_equal(opened.feature, VALUES[:40])
     with pytest.raises(td.errors.StoreMismatchError):
         save(third, tmp_path / "f.zarr")
+
+
+@pytest.mark.parametrize(("start", "n_known"), [(25, 15), (39, 1), (38, 0)])
+def test_append__samples_that_are_there_already_are_counted(
+    store: Path, start: int, n_known: int
+) -> None:
+    """By coords that tell samples apart; those that were dropped may come again."""
+    more = features(slice(start, 60), NAMES[:2])
+    if not n_known:
+        td.drop(store, where="number >= 38")
+        save(more, store, append_dim="sample")
+        return
+    with pytest.warns(UserWarning, match=rf"got {n_known} of {60 - start} \(the first at 0\)"):
+        save(more, store, append_dim="sample")
+
+
+def test_append__coords_that_are_the_same_for_many_say_nothing(tmp_path: Path) -> None:
+    first, second = (features(rows, NAMES[:2]).drop_vars("number") for rows in (A, B))
+    save(first, tmp_path / "f.zarr")
+    save(second, tmp_path / "f.zarr", append_dim="sample")

@@ -183,7 +183,11 @@ def test_featurize__metadata_are_no_part_of_the_source(tmp_path: Path) -> None:
     assert corrected.attrs["source"] == plain.attrs["source"]
     assert corrected.feature.data.name == plain.feature.data.name
     save(plain, tmp_path / "f.zarr")
+    save(plain, tmp_path / "g.zarr")
     with pytest.raises(td.errors.StoreMismatchError, match="differ in source"):
         save(featurized(label=np.zeros(6, int)), tmp_path / "f.zarr")
     td.assign_coords(tmp_path / "f.zarr", {"year": np.arange(6), "animal": RIGHT[:6]})
+    for name in ("label", "image"):
+        with pytest.warns(UserWarning, match=rf"got \['{name}'\].*of the values that it has read"):
+            td.assign_coords(tmp_path / "g.zarr", {name: np.zeros(6, int)})
     np.testing.assert_array_equal(save(corrected, tmp_path / "f.zarr").year, np.arange(6))

@@ -195,7 +195,7 @@ def test_erase__goes_on_where_it_was_stopped(
             try:
                 erase(store)
             except Killed:
-                assert len(calls) == which
+                assert len(calls) >= which  # other threads may have gone on
         shown = td.open(store)
         assert_rows(shown, shown.number.values, 2)
         assert_rows(erase(store), [n for n in range(40) if n not in ERASED], 2)

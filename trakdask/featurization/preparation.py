@@ -118,6 +118,7 @@ def prepare(
         **({"fitted_to": bound.origin} if bound.origin else {}),
         # Identified by what the model reads of them, so that metadata may change.
         "source": source_of(samples, inputs),
+        "inputs": list(inputs),
         "gradients": engine,
         "batch_size": job.batch_size,
         **settings,

@@ -6,6 +6,7 @@ import copy
 import functools
 import math
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -89,11 +90,16 @@ def assign_coords(
     StoreBusyError
         If another process writes the store.
 
+    Warns
+    -----
+    UserWarning
+        If the model has read a variable or coord of this name, such as the label: its gradients
+        stay as they were.
+
     Notes
     -----
-    The values count all at once or not at all, whatever is killed. Nothing is computed, so a coord
-    that the model read (such as the label) changes in the metadata only: its gradients stay as they
-    were. Cost: the named coords are written.
+    The values count all at once or not at all, whatever is killed. Nothing is computed. Cost:
+    the named coords are written.
 
     Examples
     --------
@@ -111,6 +117,13 @@ def assign_coords(
         group.require_complete()
         dropped = dropped_mask(group)
         small = {name: values for name, values in coords.items() if name != TRAINED_ON}
+        if read := sorted({*group.attrs.get("inputs", ())} & {*small}):
+            warnings.warn(
+                f"expected coords that the model has not read, got {read}, which it has: features, "
+                "and so scores, are still of the values that it has read; try features of the "
+                "changed samples in another store, where they matter",
+                stacklevel=2,
+            )
         if TRAINED_ON in coords:
             _write_trained_on(group, coords[TRAINED_ON], dropped)
         group.write_small(

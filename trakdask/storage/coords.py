@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Mapping
+import warnings
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -94,6 +95,8 @@ def joined_coords(
         for dim, coords in added.items()
         for name, coord in coords.items()
     }
+    if before.n_samples and added[SAMPLE]:
+        _warn_of_overlap(changed, before.n_samples, [n for n in ours if n in changed], url)
     if not before.n_samples:
         changed |= {n: c for n, c in ours.items() if not {SAMPLE, CHECKPOINT} & {*c.dims}}
     return changed
@@ -127,6 +130,27 @@ def joined_exactly(old: xr.Variable, new: xr.Variable, dim: Hashable) -> xr.Vari
             for part, rows in ((old, slice(n)), (new, slice(n, None)))
         )
     return joint if is_same else None
+
+
+def _warn_of_overlap(
+    joint: Mapping[str, xr.Variable], n_before: int, names: Sequence[str], url: str
+) -> None:
+    """Warn if new samples are like some of the store in all coords, where these tell all apart."""
+    columns = {name: joint[name].values for name in names if joint[name].dims == (SAMPLE,)}
+    columns |= {n: x.astype(object) for n, x in columns.items() if x.dtype.kind == "T"}
+    rows = pd.util.hash_pandas_object(pd.DataFrame(columns), index=False).values
+    old, new = rows[:n_before], rows[n_before:]
+    if DROPPED in joint:  # they may come back with other values
+        old = old[~joint[DROPPED].values[:n_before]]
+    known = np.isin(new, old)
+    if columns and known.any() and all(len(np.unique(x)) == len(x) for x in (old, new)):
+        warnings.warn(
+            f"expected samples that the store {url!r} does not have, got {known.sum()} of "
+            f"{len(new)} (the first at {known.argmax()}) with the same coords {[*columns]} as "
+            "samples that it has, which would count twice; try features.isel(sample=...) without "
+            "them, or td.drop(store, where=...) once they are saved",
+            stacklevel=2,
+        )
 
 
 def _require_same_values(
