@@ -45,7 +45,7 @@ def changing(
 ) -> Iterator[Group]:
     """Lock a store, read it, and let count what the block has changed, if that raises nothing."""
     folder = writable(store, storage_options)
-    Group.read(folder)  # nothing is written where there is no store, not even a lock
+    Group.read(folder).require_ours()  # nothing is written where there is no store, not even a lock
     remedy = f"the store is as it was before: try {purpose} again when the cause is gone"
     with naming(folder.url, remedy), lock(folder, purpose) as require_held:
         group = Group.read(folder)  # again: another writer may have just finished

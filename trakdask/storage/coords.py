@@ -44,7 +44,7 @@ def portable_coords(features: xr.Dataset) -> xr.Dataset:
     n = features.sizes[SAMPLE]
     text = {
         name: coord.copy(data=normalise_coord(str(name), coord.values, n))
-        for name, coord in features.coords.items()
+        for name, coord in features.coords.variables.items()
         if coord.dims == (SAMPLE,) and coord.dtype.kind in "OSUV"
     }
     return features.assign_coords(text)
@@ -68,7 +68,9 @@ def joined_coords(
         If the features have other coords than the store, or of another kind; or, of samples that
         count, other values, which would not be written.
     """
-    ours = {str(n): c.variable for n, c in features.coords.items() if n not in (ERROR, CHECKPOINT)}
+    # Variables: of each coord as a DataArray xarray would look at all others.
+    coords = features.coords.variables
+    ours = {str(n): coord for n, coord in coords.items() if n not in (ERROR, CHECKPOINT)}
     stored, url = read_coords(before, before.coords), before.folder.url
     of_samples, old = (
         {name: coord for name, coord in coords.items() if SAMPLE in coord.dims}

@@ -62,9 +62,9 @@ def open(
     Parameters
     ----------
     store
-        Folder or fsspec URL that :func:`save` wrote; or a zarr ``Store`` object that has the same
-        content, or a copy by ``xr.open_zarr(folder).to_zarr(store)``: a ``ZipStore``, an
-        ``ObjectStore`` of obstore, the store of a session of icechunk.
+        Folder or fsspec URL that :func:`save` wrote, or ``xr.open_zarr(store).to_zarr(folder)``;
+        or a zarr ``Store`` object that has the same content: a ``ZipStore``, an ``ObjectStore`` of
+        obstore, the store of a session of icechunk.
     require_complete
         Reject a store that lacks blocks: they would read as NaN.
     dropped
@@ -226,7 +226,7 @@ def read_coords(
         ds = opened(decode_times=xr.coders.CFDatetimeCoder(time_unit="s"))
     coords: dict[str, xr.Variable] = {}
     for name in names:
-        coord = coords[name] = ds[name].variable
+        coord = coords[name] = ds.variables[name]
         if name == ERROR:
             continue
         if rows and coord.dims == (SAMPLE,):

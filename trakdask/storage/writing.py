@@ -176,7 +176,7 @@ def _read(folder: Folder) -> Group | None:
     if not names:
         return None
     try:
-        return Group.read(folder)
+        return Group.read(folder).require_ours()
     except FileNotFoundError as err:
         raise FileExistsError(
             f"expected a new path or a store of features, got {folder.url!r}, which holds "
