@@ -84,7 +84,8 @@ def expanded(pattern: str) -> list[str]:
 def opened_zarr(path: str, **options: Any) -> xr.Dataset:
     """Open a zarr group; zarr itself takes a folder ``a::b`` for a chain of protocols."""
     is_folder = "::" in path and not is_url(path)
-    return xr.open_zarr(LocalStore(path) if is_folder else path, **options)
+    opened: xr.Dataset = xr.open_zarr(LocalStore(path) if is_folder else path, **options)
+    return opened
 
 
 def _from_csv(

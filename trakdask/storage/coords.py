@@ -140,7 +140,7 @@ def _warn_of_overlap(
     """Warn if new samples are like some of the store in all coords, where these tell all apart."""
     columns = {name: joint[name].values for name in names if joint[name].dims == (SAMPLE,)}
     columns |= {n: x.astype(object) for n, x in columns.items() if x.dtype.kind == "T"}
-    rows = pd.util.hash_pandas_object(pd.DataFrame(columns), index=False).values
+    rows = pd.util.hash_pandas_object(pd.DataFrame(columns), index=False).to_numpy()
     old, new = rows[:n_before], rows[n_before:]
     if DROPPED in joint:  # they may come back with other values
         old = old[~joint[DROPPED].values[:n_before]]

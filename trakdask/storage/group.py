@@ -79,11 +79,10 @@ class Group:
         layout = (metadata.get("consolidated_metadata") or {}).get("metadata") or {
             name: folder.read_json(f"{name}/{METADATA}") for name in {*folder.names()} & {*recorded}
         }
-        # A copy that xarray has made, whose chunks have other names. Of features we never change
-        # the layout, so that it tells; of other arrays, tools may have written what does not count.
-        if isinstance(folder, Content) or _layout(layout, "feature") != _layout(
-            recorded, "feature"
-        ):
+        # A copy that xarray has made, whose chunks have other names. The layout of features never
+        # changes, so that it tells; tools may have written that of arrays which do not count.
+        is_other = _layout(layout, "feature") != _layout(recorded, "feature")
+        if is_other or isinstance(folder, Content):
             arrays = {
                 name: {**layout[name], "attributes": array["attributes"]}
                 for name, array in recorded.items()
