@@ -111,9 +111,7 @@ def test_open__a_copy_that_xarray_has_made_in_a_folder(
         lambda: td.assign_coords(copy, {}),
         lambda: td.verify(copy, repair=True),
     ):
-        with pytest.raises(
-            ValueError, match=r"got a copy .*td.save\(td.open\(copy\), 'new.zarr'\)"
-        ):
+        with pytest.raises(ValueError, match=r"got a copy .*td.save\(td.open\(copy\), 'new"):
             change()
     if not options:
         new = td.save(td.open(copy), tmp_path / "new.zarr", progress=False)
@@ -122,9 +120,7 @@ def test_open__a_copy_that_xarray_has_made_in_a_folder(
 
 def test_open__a_copy_of_a_part_is_refused(folder: Path, tmp_path: Path) -> None:
     xr.open_zarr(folder).isel(sample=slice(32)).to_zarr(tmp_path / "copy.zarr")
-    with pytest.raises(
-        ValueError, match=r"copy of the whole store.*\[80, 8, 2\], got \[32, 8, 2\]"
-    ):
+    with pytest.raises(ValueError, match=r"the whole store.*\[80, 8, 2\], got \[32, 8, 2\]"):
         td.open(tmp_path / "copy.zarr")
 
 
