@@ -7,6 +7,7 @@ from pathlib import Path
 import dask
 import numpy as np
 import pytest
+import torch
 import xarray as xr
 
 import trakdask as td
@@ -256,3 +257,34 @@ def test_append__coords_that_are_the_same_for_many_say_nothing(tmp_path: Path) -
     first, second = (features(rows, NAMES[:2]).drop_vars("number") for rows in (A, B))
     save(first, tmp_path / "f.zarr")
     save(second, tmp_path / "f.zarr", append_dim="sample")
+
+
+def test_append__a_new_checkpoint_is_featurized_like_the_store(tmp_path: Path) -> None:
+    """The whole of it, with a model: a set a week, then all weeks at a checkpoint at once."""
+    random, model = np.random.default_rng(0), torch.nn.Linear(4, 3)
+    weights = {
+        name: {n: torch.randn_like(t) for n, t in model.state_dict().items()} for name in "ab"
+    }
+    first, second = (
+        td.Model(model, {name: weights[name]}, "image_classification") for name in weights
+    )
+    weeks = [
+        td.from_arrays(
+            {"image": random.normal(size=(n, 4)).astype("f4"), "label": np.arange(n) % 3},
+            coords={"week": [f"{n}-{i}" for i in range(n)]},
+        )
+        for n in (9, 5, 7)
+    ]
+    store = save(td.featurize(weeks[0], first, td.SJLT(8)), tmp_path / "f.zarr")
+    for week in weeks[1:]:
+        store = save(
+            td.featurize(week, first, like=store), tmp_path / "f.zarr", append_dim="sample"
+        )
+    everything = xr.concat(weeks, "sample")
+    more = td.featurize(everything, second, like=store)
+    opened = save(more, tmp_path / "f.zarr", append_dim="checkpoint")
+    both = td.featurize(everything, td.Model(model, weights, "image_classification"), td.SJLT(8))
+    np.testing.assert_allclose(opened.feature, both.feature, atol=1e-5)
+    other = td.Model(model, {"c": weights["b"]}, "image_classification", parameters="weight")
+    with pytest.raises(td.errors.StoreMismatchError, match="differ in parameters"):
+        td.featurize(everything, other, like=store)

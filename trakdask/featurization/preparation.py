@@ -78,10 +78,13 @@ def prepare(
     spec, names = model.spec(), [checkpoint.name for checkpoint in model.checkpoints]
     fitted = Fitted.of(projector or _DEFAULT)
     if fitted.model:
-        digests = {name: fitted.model["checkpoints"].get(name) for name in names}
+        # A random projector is of no checkpoint: others may be appended to the features of these.
+        known = fitted.model["checkpoints"]
+        digests = {name: known.get(name) for name in names if fitted.arrays or name in known}
         what = "the projector and the model that it was fitted to"
         of_fit = {**fitted.model, "checkpoints": digests}
-        require_same(of_fit, spec, what=what, names=tuple(of_fit))
+        ours = {**spec, "checkpoints": {name: spec["checkpoints"][name] for name in digests}}
+        require_same(of_fit, ours, what=what, names=tuple(of_fit))
     fitted = fitted.at_checkpoints(names)
     row_map = RowMap.from_shapes(model.shapes, alignment=fitted.projector.row_alignment)
     bound = fitted.bind(row_map)
