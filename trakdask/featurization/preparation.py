@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
@@ -121,7 +122,7 @@ def prepare(
         **({"fitted_to": bound.origin} if bound.origin else {}),
         # Identified by what the model reads of them, so that metadata may change.
         "source": source_of(samples, inputs),
-        "inputs": list(inputs),
+        "inputs": json.dumps([*inputs]),  # netCDF stores no list of texts
         "gradients": engine,
         "batch_size": job.batch_size,
         **settings,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import math
 import os
 import warnings
@@ -117,7 +118,7 @@ def assign_coords(
         group.require_complete()
         dropped = dropped_mask(group)
         small = {name: values for name, values in coords.items() if name != TRAINED_ON}
-        if read := sorted({*group.attrs.get("inputs", ())} & {*small}):
+        if read := sorted({*json.loads(group.attrs.get("inputs", "[]"))} & {*small}):
             warnings.warn(
                 f"expected coords that the model has not read, got {read}, which it has: features, "
                 "and so scores, are still of the values that it has read; try features of the "
