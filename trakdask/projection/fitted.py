@@ -185,7 +185,10 @@ class Fitted:
         """Hash the values of a checkpoint: features are comparable only if made by the same."""
         content = hashlib.sha256()
         for name in sorted(self.variables.values()):
-            content.update(np.asarray(self.arrays[name][..., column]).tobytes())
+            values = np.asarray(self.arrays[name][..., column])
+            # netCDF knows no integers of 64 bits, and has other bytes first.
+            dtype = np.dtype("<i8") if values.dtype.kind == "i" else values.dtype.newbyteorder("<")
+            content.update(values.astype(dtype, copy=False).tobytes())
         return content.hexdigest()
 
     def require_digests(self) -> None:
