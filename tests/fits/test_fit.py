@@ -257,7 +257,7 @@ def test_fit__other_metadata_are_the_same_fit(tmp_path: Path) -> None:
 def test_like__refuses_fitted_values_that_somebody_changed(name: str) -> None:
     """Also for one checkpoint alone, once for each and not for each block, and by every door."""
     features = td.featurize(SAMPLES, MODEL, td.fit(SAMPLES, MODEL, **SMALL))
-    of_b = xr.DataArray([1.0, 1.01], dims="checkpoint")
+    of_b = xr.DataArray(np.array([1, 1.01], features[name].dtype), dims="checkpoint")
     changed = features.assign({name: features[name] * of_b})
     for made in (
         td.featurize(SAMPLES, MODEL, like=changed),
