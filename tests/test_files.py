@@ -9,7 +9,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from trakdask.files import Folder, location, replacing
+from trakdask.files import Folder, is_url, location, matching, replacing
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -142,3 +142,50 @@ def test_location__local_paths_are_absolute_and_other_urls_unchanged(
 def test_location__refused(path: object) -> None:
     with pytest.raises((TypeError, ValueError), match="foo" if "foo" in str(path) else repr(path)):
         location(path)  # type: ignore[arg-type]
+
+
+ODD = (
+    "a::b",
+    "file:train",
+    "memory:x",
+    "a#b?c=%20",
+    "~x y",
+    "C:\\t",
+    "x[1]*",
+    "simplecache::t",
+    "a::s3://b",
+)
+"""Names of local folders that look like URLs, chains of protocols, patterns or homes."""
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_folder__has_its_name_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in (f"runs/{name}", name, Path(name), f"{name}/", f"{tmp_path}/deep/{name}"):
+        folder = Folder.at(path)
+        folder.write("f", b"content")
+        file = Path(path).absolute() / "f"
+        assert file.read_bytes() == folder.read("f") == b"content"
+        assert matching(str(file)) == (fsspec.filesystem("file"), [str(file)])
+        with folder.open("f") as opened:
+            assert opened.read(1) == b"c"
+        folder.remove("f")
+        assert folder.names() == []
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("s3://b/c", True), ("simplecache::s3://b/c", True), ("zip://x::simplecache::s3://b", True),
+        ("s3:/b/c", False), ("a::memory://b", False), ("runs/s3://b", False), ("://b", False),
+        ("simplecache::b", False), ("1st://b", False),
+    ],
+)  # fmt: skip
+def test_is_url(path: str, expected: bool) -> None:
+    assert is_url(path) == expected
+
+
+def test_folder__of_a_url_with_a_slash_at_its_end() -> None:
+    assert Folder.at("memory://bucket/a/") == Folder("memory://bucket/a")

@@ -115,14 +115,16 @@ def to_zarr(
             marked.to_zarr(store, mode="w" if is_free else "w-", zarr_format=3, encoding=encoding)
         return
     with _replacing(store, _ZARR, overwrite=overwrite) as folder:
+        # Of a local path zarr would take "a::b" for a chain of protocols.
+        place = LocalStore(folder.url) if folder.is_local else folder.url
         chunks = marked.to_zarr(
-            folder.url,
+            place,
             mode="w", compute=False, consolidated=False, zarr_format=3, encoding=encoding,
         )  # fmt: skip
         with warnings.catch_warnings():
             # xarray warns about a store without consolidated metadata, zarr about one with them.
             warnings.filterwarnings("ignore", message="Consolidated metadata is currently not part")
-            zarr.consolidate_metadata(folder.url, zarr_format=3)
+            zarr.consolidate_metadata(place, zarr_format=3)
         metadata = folder.read(_ZARR)
         folder.write(_ZARR, _UNFINISHED)
         chunks.compute()

@@ -26,6 +26,8 @@ import fsspec
 UNCACHED = {"use_listings_cache": False}
 """Options of fsspec: other processes write, so that a listing it has kept may be out of date."""
 
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
 _PARTIAL = re.compile(r"\.[0-9a-f]{32}\.partial$")
 """How a file ends while it is written, here and in zarr: it gets its own name when it is whole."""
 
@@ -56,7 +58,8 @@ class Folder:
         NotADirectoryError
             If a file is in the way.
         """
-        folder = cls(location(path), options or {})
+        url = location(path)
+        folder = cls(url if url.endswith("://") else url.rstrip("/") or "/", options or {})
         if folder.url.startswith(("http://", "https://")):
             raise ValueError(
                 f"expected a place to write to, got {folder.url!r}; try s3:// or gs://"
@@ -198,8 +201,30 @@ class Folder:
             fs.rm(f"{path}/{name}".rstrip("/"), recursive=True)
 
     def _fs(self) -> tuple[Any, str]:
-        fs, path = fsspec.core.url_to_fs(self.url, **{**UNCACHED, **self.options})
+        options = {**UNCACHED, **self.options}
+        if self.is_local:  # whose name may look like anything, such as a chain of protocols
+            return fsspec.filesystem("file", **options), self.url
+        fs, path = fsspec.core.url_to_fs(self.url, **options)
         return fs, path.rstrip("/")
+
+
+def is_url(path: str) -> bool:
+    """Return whether a text is a URL; anything else is a local path, whatever is in it.
+
+    Protocols before it, as in ``simplecache::s3://bucket``, must be known to fsspec: a folder may
+    be named ``a::b``.
+
+    Examples
+    --------
+    >>> is_url("s3://bucket/a"), is_url("simplecache::s3://bucket/a")
+    (True, True)
+    >>> is_url("runs/a::b"), is_url("file:a"), is_url("a::s3://b")
+    (False, False, False)
+    """
+    first, _, rest = path.partition("::")
+    if rest and first in fsspec.available_protocols():
+        return is_url(rest)
+    return bool(_SCHEME.match(path))
 
 
 def location(path: str | os.PathLike[str]) -> str:
@@ -227,11 +252,28 @@ def location(path: str | os.PathLike[str]) -> str:
     if not isinstance(url, str) or not url.strip():
         error = ValueError if isinstance(url, str) else TypeError
         raise error(f"expected a path or URL as text, got {url!r:.60}; try 'features.zarr'")
-    if "://" in url and not url.startswith(("file://", "local://")):
-        fsspec.get_filesystem_class(url.partition("://")[0].rpartition("::")[2])  # is there one?
+    if url.startswith(("file://", "local://")):
+        url = url.partition("://")[2]
+    elif is_url(url):
+        for part in url.split("::"):  # of an archive, the last part may be a local file
+            if not os.path.exists(part):
+                fsspec.get_filesystem_class(part.partition("://")[0])  # is there one?
         return url
-    local: str = os.path.abspath(fsspec.core.url_to_fs(url)[1])
-    return local
+    return os.path.abspath(os.path.expanduser(url))
+
+
+def matching(pattern: str) -> tuple[Any, list[str]]:
+    """Return a file system, and the paths on it that a path, URL or pattern names, sorted.
+
+    A file that exists is itself, whatever signs of a pattern are in its name.
+    """
+    place = location(pattern)
+    if is_url(place):
+        fs, _, paths = fsspec.get_fs_token_paths(place)
+        return fs, sorted(paths)
+    fs = fsspec.filesystem("file")
+    is_pattern = any(sign in place for sign in "*?[") and not os.path.exists(place)
+    return fs, sorted(fs.glob(place)) if is_pattern else [place]
 
 
 def explained(err: OSError, text: str) -> OSError:

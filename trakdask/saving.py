@@ -21,11 +21,13 @@ from trakdask.attribution.gauss_newton import Soft
 from trakdask.attribution.grams import require_eigenvectors, require_gram
 from trakdask.attribution.protocol import GramEstimator
 from trakdask.derived import MOST_DIM, estimator_of, update_derived
+from trakdask.errors import IncompleteFeaturesError
 from trakdask.execution import require_memory
-from trakdask.storage.changes import changing
+from trakdask.storage.changes import changing, erase_dropped
 from trakdask.storage.group import DROPPED, Group
 from trakdask.storage.placement import AppendDim
 from trakdask.storage.reading import dropped_mask, open
+from trakdask.storage.records import about_unfinished
 from trakdask.storage.writing import write
 from trakdask.variables import SAMPLE, WRONG_CLASSES, lazy_features, validate
 
@@ -65,10 +67,11 @@ def save(
     append_dim
         ``"sample"`` adds these samples to a store, ``"checkpoint"`` these checkpoints of samples
         that it has, as xarray's ``append_dim`` does. Checkpoints that the store has already are
-        left out. The gram matrix of the new samples is added to the stored one. Appending a
-        checkpoint to several sets of samples takes one call for each set: until the last,
-        :func:`open` shows the store without it, with a warning. An append that was cut short has
-        to be finished, by the same call, before another begins.
+        left out. The gram matrix of the new samples is added to the stored one. A checkpoint is
+        appended to samples that were saved one after another either at once, with features of all
+        of them in the order of the store, which their coords have to confirm; or by one call for
+        each set. Until the last, :func:`open` shows the store without it, with a warning. An append
+        that was cut short has to be finished, by the same call, before another begins.
     dtype
         ``"float16"`` stores features in half the bytes, each row scaled by a power of two: no
         element is off by more than 2^-11 of the largest of its row. :func:`open` gives float32
@@ -107,6 +110,12 @@ def save(
         has; :func:`plan` shows how much. Gradients are not counted.
     OSError
         If a block cannot be stored, with the reason; completed blocks stay.
+
+    Warns
+    -----
+    UserWarning
+        If samples are appended that have the same coords as others in the store, and coords tell
+        all samples apart.
 
     Notes
     -----
@@ -190,10 +199,14 @@ def _require_memory(
 def drop(
     store: str | os.PathLike[str],
     *,
-    where: str | xr.DataArray | Callable[[xr.Dataset], xr.DataArray],
+    where: str | xr.DataArray | Callable[[xr.Dataset], xr.DataArray] | None = None,
+    erase: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> xr.Dataset:
     """Leave samples out of a store from now on, and out of the gram matrix that it keeps.
+
+    They stay on the disk, and ``td.open(store, dropped=True)`` shows them, unless ``erase=True``
+    removes all that the store has of them.
 
     Parameters
     ----------
@@ -202,7 +215,10 @@ def drop(
     where
         Which samples to drop: a condition on their coords as text, such as ``'source == "spam"'``,
         as in :func:`top_k`; a boolean mask (sample), along what :func:`open` returns; or a function
-        from that Dataset to a mask.
+        from that Dataset to a mask. With ``erase=True`` it may be left out, or true for none.
+    erase
+        Overwrite the features, outputs, weights, norms and coords of all samples that were ever
+        dropped from the store, now or before. This cannot be undone.
     storage_options
         As in :func:`save`.
 
@@ -214,15 +230,23 @@ def drop(
     ------
     ValueError
         If ``where`` is no condition or boolean (sample), or drops all.
-    FileNotFoundError, IncompleteFeaturesError, StoreBusyError
+    IncompleteFeaturesError
+        Also if samples are to be erased while an append is unfinished.
+    FileNotFoundError, StoreBusyError
         As :func:`assign_coords`.
 
     Notes
     -----
-    The features stay on the disk; ``td.open(store, dropped=True)`` shows and marks them. The
-    sums beside them are reduced again from the remaining samples, in one pass over the features. If
-    λ and the eigenvectors of the gram matrix are stored, they are computed again, with λ chosen by
-    training samples.
+    The sums in the store are reduced again from the remaining samples, in one pass over the
+    features. If λ and the eigenvectors of the gram matrix are stored, they are computed again, with
+    λ chosen by training samples.
+
+    To erase samples, the chunks of features that have some are read and written once, on the active
+    Dask client or on threads. Numbers become NaN, texts empty, and other coords 0 or false. Their
+    places in the store stay, and later calls of :func:`save` store nothing there: a checkpoint is
+    appended with features of as many samples as before, whatever stands at these places. After a
+    kill the samples are dropped, and the same call goes on with erasing them. What was made of all
+    samples still depends on them: the checkpoints, a fitted projector, and copies of the store.
 
     Examples
     --------
@@ -237,12 +261,21 @@ def drop(
     """
     with changing(store, storage_options, "td.drop") as group:
         group.require_complete()
-        chosen = _chosen(open(store, storage_options=storage_options), where)
-        if chosen.any():
+        if erase and "unfinished" in group.attrs:
+            raise IncompleteFeaturesError(
+                f"expected no unfinished append in the store {group.folder.url!r} before samples "
+                f"are erased: {about_unfinished(group)}"
+            )
+        if where is not None or not erase:
+            chosen = _chosen(open(store, storage_options=storage_options), where)
             before, mask = copy.deepcopy(group), dropped_mask(group)
             mask[np.flatnonzero(~mask)[chosen]] = True
-            group.write_small({DROPPED: xr.Variable(SAMPLE, mask)})
-            update_derived(before, group, estimator_of(before))
+            if chosen.any():
+                group.write_small({DROPPED: xr.Variable(SAMPLE, mask)})
+                update_derived(before, group, estimator_of(before))
+    if erase:  # once they do not count any more
+        with changing(store, storage_options, "td.drop") as group:
+            erase_dropped(group)
     return open(store, storage_options=storage_options)
 
 

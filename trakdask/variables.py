@@ -273,7 +273,7 @@ def checkpoint_names(ds: xr.Dataset) -> list[str]:
 
 def load_coords(ds: xr.Dataset) -> xr.Dataset:
     """Return the Dataset with all of its coords loaded."""
-    return _load(ds, [name for name, coord in ds.coords.items() if coord.chunks is not None])
+    return _load(ds, [n for n, coord in ds.coords.variables.items() if coord.chunks is not None])
 
 
 def stays_in_store(coord: xr.Variable, sizes: tuple[int, ...]) -> bool:

@@ -40,14 +40,15 @@ def saving(
     rows: slice, name: str = "c0", append_dim: str | None = None, **coords: np.ndarray
 ) -> Operation:
     """Return a call of save; samples are appended in the middle of a block."""
-    animal = ("sample", np.array(["cat", "dgo"] * (N // 2), object))
+    n = rows.stop - rows.start
+    animal = ("sample", np.array(["cat", "dgo"] * (n // 2), object))
     ds = features(rows, (name,), block=4).drop_vars("label").assign_coords(animal=animal)
     ds = ds.assign_coords({name: ("sample", values) for name, values in coords.items()})
     return lambda store: save(ds, store, append_dim=append_dim)
 
 
-def dropping(*numbers: int) -> Operation:
-    return lambda store: td.drop(store, where=lambda ds: ds.number.isin(numbers))
+def dropping(*numbers: int, erase: bool = False) -> Operation:
+    return lambda store: td.drop(store, where=lambda ds: ds.number.isin(numbers), erase=erase)
 
 
 def assign(store: Path) -> None:
@@ -80,6 +81,12 @@ OPERATIONS: dict[str, tuple[list[Operation], Operation]] = {
     "append_samples_after_all": ([saved, drop, assign_all], weighed),
     "append_checkpoint": ([saved, drop], saving(FIRST, "c1", "checkpoint")),
     "drop": ([saved], drop),
+    "erase": ([saved, drop], dropping(2, 3, erase=True)),
+    "erase_one_set": ([saved, saving(MORE, append_dim="sample")], dropping(2, 9, erase=True)),
+    "append_checkpoint_to_all": (
+        [saved, saving(MORE, append_dim="sample")],
+        saving(slice(0, 2 * N), "c1", "checkpoint"),
+    ),
     "drop_more": ([saved, drop], dropping(2, 3)),
     "assign_coords": ([saved], assign),
     "assign_coords_again": ([saved, assign], assign_again),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import xarray as xr
 from torch import nn
 
 import trakdask as td
+from trakdask.featurization.preparation import projector_of
 from trakdask.fits import fitting
 from trakdask.fits.components import sketch_for
+from trakdask.projection.fitted import Fitted
 
 # A warning about λ, of which 64 samples of noise say little.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -210,3 +213,70 @@ def test_store__grows_in_both_directions(tmp_path: Path) -> None:
     assert not len(td.verify(store, checksums=True))
     with pytest.raises(td.errors.StoreMismatchError, match=r"fit.*like=features"):
         td.save(td.featurize(last, MODEL, td.SJLT(6)), store, append_dim="sample")
+
+
+@pytest.mark.parametrize("content", ["empty", "zeros", "foreign", "other", "changed"])
+def test_fit__makes_again_what_is_no_kept_fit(
+    tmp_path: Path, content: str, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, fitted = tmp_path / "train.zarr", []
+    curvature = fitting.fit_curvature
+    monkeypatch.setattr(
+        fitting, "fit_curvature", lambda *a, **k: [fitted.append(1), curvature(*a, **k)][1]
+    )
+    td.fit(SAMPLES, MODEL, store=store, **SMALL)
+    kept, other = sorted((tmp_path / "train.zarr.fit").iterdir())
+    whole = dict(np.load(kept))
+    bad = io.BytesIO()
+    np.savez(bad, **whole | {"curvature_scale": 2 * whole["curvature_scale"]})
+    kept.write_bytes(
+        {
+            "empty": b"", "zeros": bytes(999), "foreign": b"{}", "other": other.read_bytes(),
+            "changed": bad.getvalue(),
+        }[content]
+    )  # fmt: skip
+    td.fit(SAMPLES, MODEL, store=store, **SMALL)
+    assert len(fitted) == 3
+    assert [record.message.count("made again") for record in caplog.records] == [1]
+    np.testing.assert_array_equal(np.load(kept)["curvature_scale"], whole["curvature_scale"])
+
+
+def test_fit__other_metadata_are_the_same_fit(tmp_path: Path) -> None:
+    store = tmp_path / "train.zarr"
+    projector = td.fit(SAMPLES, MODEL, **SMALL)
+    td.save(td.featurize(SAMPLES, MODEL, projector), store, progress=False)
+    years = SAMPLES.assign_coords(year=("sample", np.arange(64)))
+    more = years.assign(unread=("sample", np.arange(64.0)))
+    for samples in (years, more):
+        assert td.fit(samples, MODEL, store=store, **SMALL).digests == projector.digests
+    with pytest.raises(td.errors.StoreMismatchError, match="differ in samples"):
+        td.fit(SAMPLES.assign(label=(SAMPLES.label + 1) % 3), MODEL, store=store, **SMALL)
+
+
+@pytest.mark.parametrize("name", ["curvature_scale", "principal_components"])
+def test_like__refuses_fitted_values_that_somebody_changed(name: str) -> None:
+    """Also for one checkpoint alone, once for each and not for each block, and by every door."""
+    features = td.featurize(SAMPLES, MODEL, td.fit(SAMPLES, MODEL, **SMALL))
+    of_b = xr.DataArray(np.array([1, 1.01], features[name].dtype), dims="checkpoint")
+    changed = features.assign({name: features[name] * of_b})
+    for made in (
+        td.featurize(SAMPLES, MODEL, like=changed),
+        td.featurize(SAMPLES, MODEL, like=changed.sel(checkpoint=["b"])),
+        td.featurize(SAMPLES, MODEL, projector_of(changed)),
+    ):
+        with pytest.raises(td.errors.StoreMismatchError, match=rf"{name}.*checkpoint 'b'"):
+            made.feature.compute()
+    of_a = changed.sel(checkpoint=["a"])
+    xr.testing.assert_equal(
+        td.featurize(SAMPLES, MODEL, like=of_a).feature, features.feature.sel(checkpoint=["a"])
+    )
+
+
+def test_like__compares_fitted_values_once(monkeypatch: Any) -> None:
+    features = td.featurize(SAMPLES, MODEL, td.fit(SAMPLES, MODEL, **SMALL))
+    compared, digest_at = [], Fitted.digest_at
+    monkeypatch.setattr(
+        Fitted, "digest_at", lambda self, i: [compared.append(1), digest_at(self, i)][1]
+    )
+    td.featurize(SAMPLES, MODEL, like=features).feature.compute(scheduler="sync")
+    assert len(compared) == 2

@@ -7,6 +7,7 @@ from pathlib import Path
 import dask
 import numpy as np
 import pytest
+import torch
 import xarray as xr
 
 import trakdask as td
@@ -59,6 +60,33 @@ def test_append__checkpoint_of_samples_in_two_pieces(store: Path) -> None:
     np.testing.assert_allclose(scores, td.score(features(WHOLE), targets), rtol=1e-4, atol=1e-6)
 
 
+def test_append__checkpoint_of_all_sets_at_once(store: Path) -> None:
+    """It goes on after a stop, also where one set was saved alone, and names what is missing."""
+    save(features(B, NAMES[:2]), store, append_dim="sample")
+    td.drop(store, where="number == 3")
+    interrupted(store, WHOLE, NAMES[2:], "checkpoint", limit=4)
+    with pytest.raises(
+        td.errors.IncompleteFeaturesError,
+        match=r"the samples 40:60 \(40:60\) at \['c2'\].*append_dim='checkpoint'.*all 60 samples",
+    ):
+        save(features(slice(60, 70), NAMES[:2]), store, append_dim="sample")
+    for _ in range(2):
+        given, calls = counted(features(WHOLE, NAMES[2:]))
+        opened = save(given, store, append_dim="checkpoint")
+        assert len(calls) < 4 + 2  # not all anew
+        assert_rows(opened, [n for n in range(60) if n != 3])
+    assert opened.attrs["source"] == "0:40 + 40:60"
+    assert td.verify(store, checksums=True).empty
+
+
+def test_save__all_sets_at_once_restore_what_was_damaged(store: Path) -> None:
+    save(features(B, NAMES[:2]), store, append_dim="sample")
+    for chunk in ("c.0.0.0", "c.2.0.1"):  # the second has samples of both
+        (store / "feature" / chunk).unlink()
+    td.verify(store, repair=True)
+    assert_rows(save(features(WHOLE, NAMES[:2]), store), range(60), 2)
+
+
 def test_append__soft_sums(tmp_path: Path) -> None:
     """Sums of appended samples are added; an appended checkpoint changes the weights of all."""
     options = {"estimator": td.Soft(power=0.5)}
@@ -97,16 +125,23 @@ def test_append__what_does_not_fit_is_refused(store: Path) -> None:
             save(more, store, append_dim=append_dim)
     assert_rows(td.open(store), range(40), 2)
     save(features(B, NAMES[:2]), store, append_dim="sample")
-    with pytest.raises(
-        td.errors.StoreMismatchError, match=r"'40:60'.*append_dim='checkpoint'.*per set"
+    whole = features(WHOLE, NAMES[2:])
+    for given, words in (
+        (whole.isel(sample=slice(1, None)), r"all 60 .*'40:60'.*append_dim='checkpoint'.*per set"),
+        (whole.isel(sample=slice(None, None, -1)), "'label'.*got 1 instead of 0 at sample 0"),
+        (whole.isel(sample=np.r_[40:60, :40]), "'number'.*got 40 instead of 0"),
+        (whole.drop_vars(["label", "number"]), "one of the coords"),
     ):
-        save(features(slice(0, 60), NAMES[2:]), store, append_dim="checkpoint")
+        with pytest.raises(td.errors.StoreMismatchError, match=words):
+            save(given, store, append_dim="checkpoint")
     assert_rows(td.open(store), range(60), 2)
 
 
-def interrupted(store: Path, rows: slice, names: tuple[str, ...], append_dim: str) -> None:
-    """Append until the second block fails."""
-    given, _ = counted(features(rows, names), limit=1)
+def interrupted(
+    store: Path, rows: slice, names: tuple[str, ...], append_dim: str, limit: int = 1
+) -> None:
+    """Append until a block fails, by default the second."""
+    given, _ = counted(features(rows, names), limit=limit)
     with dask.config.set(scheduler="sync"), pytest.raises(RuntimeError, match="out of budget"):
         save(given, store, append_dim=append_dim)
 
@@ -130,8 +165,8 @@ def test_append__is_given_up_for_another(store: Path) -> None:
     interrupted(store, B, NAMES[:2], "sample")
     assert "append" in td.verify(store, repair=True).found.item()
     assert_rows(td.open(store), range(40), 2)
-    opened = save(features(slice(0, 20), NAMES[:2]), store, append_dim="sample")
-    np.testing.assert_array_equal(opened.feature[40:], VALUES[:20, :, :2])
+    opened = save(features(slice(50, 70), NAMES[:2]), store, append_dim="sample")
+    np.testing.assert_array_equal(opened.feature[40:], VALUES[50:, :, :2])
     interrupted(store, A, NAMES[2:], "checkpoint")
     td.verify(store, repair=True)
     assert td.open(store).sizes == opened.sizes
@@ -202,3 +237,54 @@ def test_append__selections_of_one_source_are_told_apart(tmp_path: Path) -> None
         np.testing.assert_array_equal(opened.feature, VALUES[:40])
     with pytest.raises(td.errors.StoreMismatchError):
         save(third, tmp_path / "f.zarr")
+
+
+@pytest.mark.parametrize(("start", "n_known"), [(25, 15), (39, 1), (38, 0)])
+def test_append__samples_that_are_there_already_are_counted(
+    store: Path, start: int, n_known: int
+) -> None:
+    """By coords that tell samples apart; those that were dropped may come again."""
+    more = features(slice(start, 60), NAMES[:2])
+    if not n_known:
+        td.drop(store, where="number >= 38")
+        save(more, store, append_dim="sample")
+        return
+    with pytest.warns(UserWarning, match=rf"got {n_known} of {60 - start} \(the first at 0\)"):
+        save(more, store, append_dim="sample")
+
+
+def test_append__coords_that_are_the_same_for_many_say_nothing(tmp_path: Path) -> None:
+    first, second = (features(rows, NAMES[:2]).drop_vars("number") for rows in (A, B))
+    save(first, tmp_path / "f.zarr")
+    save(second, tmp_path / "f.zarr", append_dim="sample")
+
+
+def test_append__a_new_checkpoint_is_featurized_like_the_store(tmp_path: Path) -> None:
+    """The whole of it, with a model: a set a week, then all weeks at a checkpoint at once."""
+    random, model = np.random.default_rng(0), torch.nn.Linear(4, 3)
+    weights = {
+        name: {n: torch.randn_like(t) for n, t in model.state_dict().items()} for name in "ab"
+    }
+    first, second = (
+        td.Model(model, {name: weights[name]}, "image_classification") for name in weights
+    )
+    weeks = [
+        td.from_arrays(
+            {"image": random.normal(size=(n, 4)).astype("f4"), "label": np.arange(n) % 3},
+            coords={"week": [f"{n}-{i}" for i in range(n)]},
+        )
+        for n in (9, 5, 7)
+    ]
+    store = save(td.featurize(weeks[0], first, td.SJLT(8)), tmp_path / "f.zarr")
+    for week in weeks[1:]:
+        store = save(
+            td.featurize(week, first, like=store), tmp_path / "f.zarr", append_dim="sample"
+        )
+    everything = xr.concat(weeks, "sample")
+    more = td.featurize(everything, second, like=store)
+    opened = save(more, tmp_path / "f.zarr", append_dim="checkpoint")
+    both = td.featurize(everything, td.Model(model, weights, "image_classification"), td.SJLT(8))
+    np.testing.assert_allclose(opened.feature, both.feature, atol=1e-5)
+    other = td.Model(model, {"c": weights["b"]}, "image_classification", parameters="weight")
+    with pytest.raises(td.errors.StoreMismatchError, match="differ in parameters"):
+        td.featurize(everything, other, like=store)

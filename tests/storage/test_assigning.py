@@ -96,6 +96,56 @@ def test_assign_coords__with_dropped_samples(store: Path) -> None:
     assert_coords(opened, np.setdiff1d(rows, 7), animal=RIGHT, weight=np.arange(40.0))
 
 
+FAR, FINE = np.array(["5000-01-01"], "M8[s]"), np.array(["2000-01-01T00:00:00.000000001"], "M8[ns]")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (np.arange(40) + 2**60, np.arange(40) / 2),
+        (np.arange(40, dtype="u8") + 2**63, -np.arange(40)),
+        (np.linspace(0, 1, 40), np.arange(40) + 2**60),
+        (FAR.repeat(40), FINE.repeat(40)),
+    ],
+)
+def test_values_that_one_dtype_cannot_hold_change_no_other_sample(
+    tmp_path: Path, old: np.ndarray, new: np.ndarray
+) -> None:
+    """Neither of dropped samples, nor of those that were saved before."""
+    store = tmp_path / "f.zarr"
+    save(features().assign_coords(mine=("sample", old)), store)
+    td.drop(store, where="number < 2")
+    with pytest.raises(ValueError, match=r"'mine', which is .* so far, and now"):
+        td.assign_coords(store, {"mine": new[2:]})
+    more = features(B).assign_coords(mine=("sample", new[:20]))
+    with pytest.raises(td.errors.StoreMismatchError, match=r"'mine'.*one dtype"):
+        save(more, store, append_dim="sample")
+    np.testing.assert_array_equal(td.open(store, dropped=True).mine, old)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (np.arange(40, dtype="i1"), np.arange(40) / 3),
+        (np.arange(40) % 2 == 0, np.arange(40) % 3 == 0),
+        (
+            np.array(["2000-01-01"], "M8[ns]").repeat(40),
+            np.array(["2001-01-01"], "M8[s]").repeat(40),
+        ),
+        (np.array(["a"] * 40), np.array(["bcd"] * 40)),
+    ],
+)
+def test_values_of_dropped_samples_stay(tmp_path: Path, old: np.ndarray, new: np.ndarray) -> None:
+    store = tmp_path / "f.zarr"
+    save(features().assign_coords(mine=("sample", old)), store)
+    for condition in ("number < 2", "number == 39"):
+        td.drop(store, where=condition)
+    td.assign_coords(store, {"mine": new[2:39]})
+    mine = td.open(store, dropped=True).mine.values
+    np.testing.assert_array_equal(mine[[0, 1, 39]], old[[0, 1, 39]])
+    np.testing.assert_array_equal(mine[2:39], new[2:39])
+
+
 @pytest.mark.parametrize(
     ("name", "values", "words"),
     [
@@ -133,7 +183,11 @@ def test_featurize__metadata_are_no_part_of_the_source(tmp_path: Path) -> None:
     assert corrected.attrs["source"] == plain.attrs["source"]
     assert corrected.feature.data.name == plain.feature.data.name
     save(plain, tmp_path / "f.zarr")
+    save(plain, tmp_path / "g.zarr")
     with pytest.raises(td.errors.StoreMismatchError, match="differ in source"):
         save(featurized(label=np.zeros(6, int)), tmp_path / "f.zarr")
     td.assign_coords(tmp_path / "f.zarr", {"year": np.arange(6), "animal": RIGHT[:6]})
+    for name in ("label", "image"):
+        with pytest.warns(UserWarning, match=rf"got \['{name}'\].*of the values that it has read"):
+            td.assign_coords(tmp_path / "g.zarr", {name: np.zeros(6, int)})
     np.testing.assert_array_equal(save(corrected, tmp_path / "f.zarr").year, np.arange(6))

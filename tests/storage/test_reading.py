@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import fsspec
 import google_crc32c
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import xarray as xr
 import zarr
 
 import trakdask as td
+from tests.storage.integers import features as integers
 from trakdask.files import Folder
 from trakdask.storage import reading
 from trakdask.storage.group import Group
@@ -161,3 +163,41 @@ def test_open__lazy_coords_that_were_replaced_are_an_error(
     change(store)
     with pytest.raises(td.errors.IncompleteFeaturesError, match="number/c"):
         opened.number.variable.compute()
+
+
+@pytest.mark.parametrize("name", ["out_to_loss", "feature"])
+def test_open__a_chunk_that_was_away_is_read_when_it_is_back(name: str) -> None:
+    """At a URL, where chunks are kept in memory: what was absent must not be."""
+    url, files = f"memory://away-{name}/f.zarr", fsspec.filesystem("memory").store
+    opened = td.save(integers(slice(0, 40)), url, estimator="soft", progress=False)
+    targets = integers(slice(40, 45))
+    expected = td.group_score(opened, targets, "soft", by="label").compute()
+    td.assign_coords(url, {"other": np.arange(40)})  # others names, so that nothing is in memory
+    opened = td.open(url)
+    (key,) = [key for key in files if f"/{name}/c" in key and key.endswith(("0/0", "0.0"))][:1]
+    away = files.pop(key)
+    with pytest.raises(td.errors.IncompleteFeaturesError, match=name):
+        td.group_score(opened, targets, "soft", by="label").compute()
+    with pytest.raises(td.errors.IncompleteFeaturesError, match=name):
+        td.drop(url, where="number == 3")
+    files[key] = away
+    found = td.group_score(opened, targets, "soft", by="label")
+    np.testing.assert_array_equal(found, expected)
+    left = td.drop(url, where="number == 3")
+    assert np.isfinite(left.gram).all()
+    files.clear()
+
+
+@pytest.mark.parametrize("name", ["out_to_loss", "output", "feature_norm"])
+def test_append__a_lost_chunk_is_not_packed_as_missing_values(tmp_path: Path, name: str) -> None:
+    store = tmp_path / "f.zarr"
+    td.save(integers(slice(0, 40)), store, progress=False)
+    chunk = next(path for path in (store / name).rglob("*0") if path.is_file())
+    content = chunk.read_bytes()
+    chunk.unlink()
+    more = integers(slice(40, 60))
+    with pytest.raises(td.errors.IncompleteFeaturesError, match=name):
+        td.save(more, store, append_dim="sample", progress=False)
+    chunk.write_bytes(content)
+    opened = td.save(more, store, append_dim="sample", progress=False)
+    assert np.isfinite(opened[name]).all()

@@ -119,6 +119,10 @@ def test_dropped_samples_take_theirs_with_them(features, masks, store) -> None:
     np.testing.assert_array_equal(left.trained_on.values, masks.T.values[5:])
     td.assign_coords(store, {"trained_on": ~masks[:, 5:]})
     np.testing.assert_array_equal(td.open(store).trained_on.values, ~masks.T.values[5:])
+    shown = td.open(store, dropped=True).trained_on.values
+    np.testing.assert_array_equal(shown, np.r_[masks.T.values[:5], ~masks.T.values[5:]])
+    td.assign_coords(store, {"trained_on": ~masks})  # along all samples
+    np.testing.assert_array_equal(td.open(store, dropped=True).trained_on.values, ~masks.T.values)
 
 
 def test_saving_chooses_by_left_out_checkpoints_and_keeps_the_choice(features, store) -> None:

@@ -94,6 +94,36 @@ def test_open__a_zarr_store_on_a_cluster(
     xr.testing.assert_identical(found, expected)
 
 
+@pytest.mark.parametrize("options", [{}, {"consolidated": True}, {"consolidated": False}])
+@pytest.mark.parametrize(
+    "of", [xr.Dataset.copy, xr.Dataset.load, lambda ds: ds.chunk(sample=7).drop_encoding()]
+)
+def test_open__a_copy_that_xarray_has_made_in_a_folder(
+    folder: Path, tmp_path: Path, of: Callable[[xr.Dataset], xr.Dataset], options: dict[str, bool]
+) -> None:
+    copy = tmp_path / "copy.zarr"
+    of(xr.open_zarr(folder)).to_zarr(copy, **options)
+    xr.testing.assert_identical(td.open(copy).compute(), td.open(folder).compute())
+    assert td.verify(copy, checksums=True).empty
+    for change in (
+        lambda: td.save(td.open(folder), copy),
+        lambda: td.drop(copy, where="sample == 3"),
+        lambda: td.assign_coords(copy, {}),
+        lambda: td.verify(copy, repair=True),
+    ):
+        with pytest.raises(ValueError, match=r"got a copy .*td.save\(td.open\(copy\), 'new"):
+            change()
+    if not options:
+        new = td.save(td.open(copy), tmp_path / "new.zarr", progress=False)
+        xr.testing.assert_equal(new.feature, td.open(folder).feature)
+
+
+def test_open__a_copy_of_a_part_is_refused(folder: Path, tmp_path: Path) -> None:
+    xr.open_zarr(folder).isel(sample=slice(32)).to_zarr(tmp_path / "copy.zarr")
+    with pytest.raises(ValueError, match=r"the whole store.*\[80, 8, 2\], got \[32, 8, 2\]"):
+        td.open(tmp_path / "copy.zarr")
+
+
 def test_open__lost_chunks_of_a_zarr_store(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "f.zarr")
     store = LocalStore(tmp_path / "f.zarr")

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any, Literal
 from zipfile import BadZipFile
 
-import fsspec
 import numpy as np
 import pandas as pd
 import xarray as xr
+from zarr.storage import LocalStore
 
 import trakdask as td
 from trakdask.checks import import_callable, require_choice, shown
 from trakdask.command_line.configuration import require_form, require_keys
+from trakdask.files import is_url, matching
 from trakdask.samples.fingerprints import content_of_folder
 from trakdask.samples.sources import renamed
 from trakdask.variables import CHECKPOINT, SAMPLE, TRAINED_ON
@@ -61,8 +62,8 @@ def named(text: str) -> tuple[xr.Dataset, xr.Dataset | None]:
         The path of a zarr store, or ``"package.module:function"``: the function returns a Dataset
         or, as :func:`trakdask.examples.digits` does, a pair of them.
     """
-    is_function = ":" in text and "://" not in text and not Path(text).exists()
-    samples = called(text) if is_function else xr.open_zarr(text, consolidated=False)
+    is_function = ":" in text and not is_url(text) and not Path(text).exists()
+    samples = called(text) if is_function else opened_zarr(text, consolidated=False)
     training, targets = samples if isinstance(samples, tuple) else (samples, None)
     return training, targets
 
@@ -83,11 +84,17 @@ def expanded(pattern: str) -> list[str]:
     require_form("source", pattern, str, remedy="source: rows/*.csv")
     if not any(sign in pattern for sign in "*?["):
         return [pattern]
-    system, _, paths = fsspec.get_fs_token_paths(pattern)
+    system, paths = matching(pattern)
     if not paths:
         raise FileNotFoundError(f"expected files {pattern!r}, got none; try another pattern")
-    is_url = "://" in pattern
-    return sorted(system.unstrip_protocol(path) if is_url else path for path in paths)
+    return [system.unstrip_protocol(path) if is_url(pattern) else path for path in paths]
+
+
+def opened_zarr(path: str, **options: Any) -> xr.Dataset:
+    """Open a zarr group; zarr itself takes a folder ``a::b`` for a chain of protocols."""
+    is_folder = "::" in path and not is_url(path)
+    opened: xr.Dataset = xr.open_zarr(LocalStore(path) if is_folder else path, **options)
+    return opened
 
 
 def _from_csv(
@@ -213,7 +220,7 @@ def _table(coords: Any, fields: Iterable[str | None]) -> Any:
 def _from_zarr(store: str, group: str | None = None, **options: Any) -> xr.Dataset:
     """Return the samples of a store; those of a local one are known by what its files contain."""
     require_form("store", store, str, remedy="store: samples.zarr")
-    opened: xr.Dataset = xr.open_zarr(store, group, **{"consolidated": False, **options})
+    opened = opened_zarr(store, group=group, **{"consolidated": False, **options})
     if not os.path.isdir(folder := os.path.join(store, group or "")):
         return opened
     token = content_of_folder(folder)

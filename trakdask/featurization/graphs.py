@@ -15,6 +15,8 @@ import numpy as np
 from trakdask.arrays.blocks import take
 from trakdask.featurization.block import featurize_block
 from trakdask.featurization.job import ERROR_DTYPE, FeaturizeJob
+from trakdask.projection.fitted import Fitted
+from trakdask.projection.protocol import Projector
 from trakdask.provenance import digest
 
 Arrays = dict[str, da.Array]
@@ -104,16 +106,23 @@ def checkpoint_items(prepared: GraphInputs, token: str) -> da.Array:
     if not fit:
         return array
     fitted = [(a, (*(f"{n}.{axis}" for axis in range(a.ndim - 1)), "c")) for n, a in fit.items()]
+    steps = (step for step in prepared.job.projector.steps if not isinstance(step, Projector))
+    made_by = Fitted(tuple(steps), digests=prepared.attrs.get("fit", {}))
     with_fit: da.Array = da.blockwise(
-        _with_fit, "c", array, "c", tuple(fit), None, *chain.from_iterable(fitted),
+        _with_fit, "c", array, "c", made_by, None, tuple(fit), None, *chain.from_iterable(fitted),
         name=f"fit-{token}", dtype=object, meta=np.empty(0, object), concatenate=True,
         align_arrays=False,
     )  # fmt: skip
     return with_fit
 
 
-def _with_fit(items: np.ndarray, names: tuple[str, ...], *arrays: np.ndarray) -> np.ndarray:
+def _with_fit(
+    items: np.ndarray, made_by: Fitted, names: tuple[str, ...], *arrays: np.ndarray
+) -> np.ndarray:
     (checkpoint, _), with_fit = items.item(), np.empty(1, object)
+    values = dict(zip(names, arrays, strict=True))
+    digest_here = {name: text for name, text in made_by.digests.items() if name == checkpoint.name}
+    replace(made_by, arrays=values, digests=digest_here).require_digests()
     # Half precision becomes float32 here, once for all blocks of samples.
     wide = (a[..., 0].astype("f4") if a.dtype == "f2" else a[..., 0] for a in arrays)
     with_fit[0] = checkpoint, dict(zip(names, wide, strict=True))

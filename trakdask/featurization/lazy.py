@@ -19,9 +19,25 @@ from trakdask.models.model import Model
 from trakdask.projection import Projector
 from trakdask.projection.fitted import Fitted
 from trakdask.projection.protocol import require_block_fits
-from trakdask.provenance import as_text, require_comparable
+from trakdask.provenance import (
+    BY_CHECKPOINT,
+    FEATURE_SPEC,
+    as_text,
+    require_comparable,
+    require_same,
+    spec,
+)
 from trakdask.samples import ROWS, joined_rows
-from trakdask.variables import CHECKPOINT, COLUMN, PROJ_DIM, SAMPLE, TRAINED_ON, VARIABLES, aligned
+from trakdask.variables import (
+    CHECKPOINT,
+    COLUMN,
+    PROJ_DIM,
+    SAMPLE,
+    TRAINED_ON,
+    VARIABLES,
+    aligned,
+    checkpoint_names,
+)
 
 
 def featurize(
@@ -57,7 +73,8 @@ def featurize(
     like
         Features that these are to be multiplied with, as :func:`open` returns them, in the place of
         a projector: the same one, with its fitted values, is taken from them, and so are their
-        checkpoints, ``gradients`` and ``dtype``.
+        checkpoints, ``gradients`` and ``dtype``. A model of other checkpoints alone makes features
+        that can be appended to these, if the projector is random.
     gradients
         Engine of the per-sample gradients: ``"hooks"``, one batched backward pass in the memory of
         one layer; ``"vmap"``, ``torch.func`` on single samples; ``"loop"``, one backward pass per
@@ -187,7 +204,11 @@ def featurize(
     if TRAINED_ON in samples.coords:
         features[TRAINED_ON] = _trained_on(samples, features)
     if like is not None:
-        require_comparable(like, features, "these")
+        if {*checkpoint_names(like)} & {*checkpoint_names(features)}:
+            require_comparable(like, features, "these")
+        else:  # of other checkpoints, to be appended to these
+            same = tuple(name for name in FEATURE_SPEC if name not in BY_CHECKPOINT)
+            require_same(spec(features), spec(like), what="these and training features", names=same)
     return features
 
 

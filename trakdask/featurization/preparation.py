@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
@@ -76,14 +77,17 @@ def prepare(
     spec, names = model.spec(), [checkpoint.name for checkpoint in model.checkpoints]
     fitted = Fitted.of(projector or _DEFAULT)
     if fitted.model:
-        digests = {name: fitted.model["checkpoints"].get(name) for name in names}
+        # A random projector is of no checkpoint: others may be appended to the features of these.
+        known = fitted.model["checkpoints"]
+        digests = {name: known.get(name) for name in names if fitted.arrays or name in known}
         what = "the projector and the model that it was fitted to"
         of_fit = {**fitted.model, "checkpoints": digests}
-        require_same(of_fit, spec, what=what, names=tuple(of_fit))
+        ours = {**spec, "checkpoints": {name: spec["checkpoints"][name] for name in digests}}
+        require_same(of_fit, ours, what=what, names=tuple(of_fit))
     fitted = fitted.at_checkpoints(names)
     row_map = RowMap.from_shapes(model.shapes, alignment=fitted.projector.row_alignment)
     bound = fitted.bind(row_map)
-    inputs = _inputs(samples, model)
+    inputs = inputs_of(samples, model)
     partition = divide(model, inputs) if divide else None
     engines, reason = _engines(gradients, model, partition, like)
     _log.info("gradients by %s: %s", " or ".join(engines), reason)
@@ -115,6 +119,7 @@ def prepare(
         **({"fitted_to": bound.origin} if bound.origin else {}),
         # Identified by what the model reads of them, so that metadata may change.
         "source": source_of(samples, inputs),
+        "inputs": json.dumps([*inputs]),  # netCDF stores no list of texts
         "gradients": engines[0],
         "batch_size": job.batch_size,
         **settings,
@@ -203,7 +208,7 @@ def _engines(
     return tuple(order[order.index(first) :]), reason
 
 
-def _inputs(samples: xr.Dataset, model: Model) -> Arrays:
+def inputs_of(samples: xr.Dataset, model: Model) -> Arrays:
     """Return lazy arrays of the task's inputs, looked up among the variables, then the coords."""
     names = getattr(model.task, "variables", None) or tuple(map(str, samples.data_vars))
     if missing := [name for name in names if name not in samples]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
-import zipfile
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -18,7 +17,7 @@ import xarray as xr
 from trakdask.checks import require_integer, shown
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.execution import polled_bar
-from trakdask.featurization.preparation import model_of, projector_of, require_model
+from trakdask.featurization.preparation import inputs_of, model_of, projector_of, require_model
 from trakdask.files import Folder
 from trakdask.fits.components import principal_components, sketch_for
 from trakdask.fits.curvatures import curvature as fit_curvature
@@ -32,6 +31,8 @@ from trakdask.samples import drawn, source_in, source_of, validate_samples
 from trakdask.storage.reading import open
 from trakdask.storage.writing import kept_beside
 from trakdask.variables import SAMPLE, WRONG_CLASSES
+
+_log = logging.getLogger(__name__)
 
 _FEW_SAMPLES = 500
 """With fewer, the curvature made scores worse on all three tasks of 2026-11-24-recipe.txt."""
@@ -141,15 +142,18 @@ def fit(
     part = drawn(samples, n_samples, samples.chunksizes[SAMPLE][0])
     if curvature == "auto":
         curvature = moments is None and part.sizes[SAMPLE] >= _FEW_SAMPLES
+    read = inputs_of(part, model.for_variables({str(n): a.ndim for n, a in part.variables.items()}))
+    source = source_of(part.drop_vars([n for n in part.data_vars if n not in read]), read)
     n_components = min(proj_dim, part.sizes[SAMPLE])
     first = Fitted(()) if moments is None else second_moments(model, moments, progress=False)
     asked = {
         "proj_dim": proj_dim, "curvature": curvature, "components": components,
-        "sketch": sketch.spec(), "n_samples": n_samples, "samples": source_of(part), **options,
+        "sketch": sketch.spec(), "n_samples": n_samples, "samples": source, **options,
     }  # fmt: skip
     origin = json.dumps(asked, sort_keys=True)
     folder = None if store is None else kept_beside(Folder.at(store, storage_options))
-    stored = None if store is None else _stored(store, storage_options, json.loads(origin))
+    sources = {source, source_of(part)}  # the second is what older stores have
+    stored = None if store is None else _stored(store, storage_options, json.loads(origin), sources)
 
     quiet = {**options, "progress": False}  # this bar counts checkpoints
 
@@ -183,6 +187,7 @@ def _stored(
     store: str | os.PathLike[str],
     storage_options: Mapping[str, Any] | None,
     asked: Mapping[str, Any],
+    sources: Collection[str],
 ) -> Fitted | None:
     """Return the projector of the features in a store, None if they are not complete."""
     try:
@@ -191,7 +196,8 @@ def _stored(
         return None
     what = f"the projector that is asked for and the one of {os.fspath(store)!r}"
     before = json.loads(features.attrs.get("fitted_to", "{}"))
-    asked = {**asked, "samples": source_in(asked["samples"], [before.get("samples")])}
+    if before.get("samples") in {source_in(source, [before.get("samples")]) for source in sources}:
+        asked = {**asked, "samples": before["samples"]}
     require_same(asked, before, what=what, names=tuple(asked))
     return projector_of(features)
 
@@ -207,16 +213,28 @@ def _halves(sketch: Projector) -> tuple[int, Projector]:
 def _kept(folder: Folder | None, name: str, fitted: Callable[[], Fitted]) -> Fitted:
     """Return the fit that a folder has under a name, which is computed and written if it lacks it.
 
-    Checksums of the file find damaged arrays, which are computed again.
+    A file that cannot be read, or holds other values than it says, is computed again.
     """
     if folder is None:
         return fitted()
-    with suppress(FileNotFoundError, zipfile.BadZipFile):
+    try:
         content = dict(np.load(io.BytesIO(folder.read(name))))
         about = json.loads(str(content.pop("about")))
-        return Fitted.from_spec(about.pop("projector"), arrays=content, **about)
+        if about.pop("of") != name:
+            raise ValueError("it is of another model, or of other samples or options")
+        fit = Fitted.from_spec(about.pop("projector"), arrays=content, **about)
+        fit.require_digests()
+        return fit
+    except FileNotFoundError:
+        pass
+    except PermissionError:
+        raise
+    except Exception as err:  # bytes that anybody may have put there fail in many ways
+        _log.warning(
+            "%s/%s is no kept fit (%s), and is made again", folder.url, name, type(err).__name__
+        )
     fit = fitted()
-    about = {"projector": fit.spec(), "digests": fit.digests, "model": fit.model}
+    about = {"of": name, "projector": fit.spec(), "digests": fit.digests, "model": fit.model}
     file = io.BytesIO()
     np.savez(file, about=np.array(json.dumps(about)), **fit.arrays)
     folder.write(name, file.getvalue())

@@ -13,7 +13,7 @@ from safetensors.torch import save_file, save_model
 from torch import Tensor
 
 from trakdask.checks import require_integer
-from trakdask.files import Folder, replacing
+from trakdask.files import Folder, is_url, replacing
 from trakdask.models.checkpoints import checkpoint_folders
 
 __all__ = ["keep_checkpoints"]
@@ -84,7 +84,7 @@ def keep_checkpoints(
         rates = json.loads(Path("run/learning_rates.json").read_text())
         td.score(features, targets, td.TracIn(rates))
     """
-    if "://" in str(folder):
+    if is_url(str(folder)):
         raise ValueError(
             f"expected a local folder, got the URL {str(folder)!r}; try a path, and copying it "
             "after the training"

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from trakdask.errors import StoreMismatchError
 from trakdask.projection.protocol import Projector, from_spec
 from trakdask.projection.rows import RowMap
 
@@ -177,11 +178,34 @@ class Fitted:
         """Return this projector with one more step that was fitted, (..., checkpoint) in memory."""
         names = list(model["checkpoints"])
         together = {**self.at_checkpoints(names).arrays, **arrays}
-        digests = {
-            name: _digest({n: array[..., i] for n, array in together.items()})
-            for i, name in enumerate(names)
-        }
-        return Fitted((*self.steps, step), together, digests, model)
+        fitted = Fitted((*self.steps, step), together, model=model)
+        return replace(fitted, digests={name: fitted.digest_at(i) for i, name in enumerate(names)})
+
+    def digest_at(self, column: int) -> str:
+        """Hash the values of a checkpoint: features are comparable only if made by the same."""
+        content = hashlib.sha256()
+        for name in sorted(self.variables.values()):
+            values = np.asarray(self.arrays[name][..., column])
+            # netCDF knows no integers of 64 bits, and has other bytes first.
+            dtype = np.dtype("<i8") if values.dtype.kind == "i" else values.dtype.newbyteorder("<")
+            content.update(values.astype(dtype, copy=False).tobytes())
+        return content.hexdigest()
+
+    def require_digests(self) -> None:
+        """Reject fitted values that are not those which the features were made with.
+
+        Raises
+        ------
+        StoreMismatchError
+            If somebody has changed them; a digest tells at which checkpoint.
+        """
+        for column, (name, expected) in enumerate(self.digests.items()):
+            if (got := self.digest_at(column)) != expected:
+                raise StoreMismatchError(
+                    f"expected {sorted(self.variables.values())} of checkpoint {name!r} as they "
+                    f"were fitted (fit[{name!r}] is {expected[:12]}), got others ({got[:12]}); try "
+                    "features whose fitted values nobody has changed, or td.fit again"
+                )
 
     def at_checkpoints(self, names: Sequence[str]) -> Fitted:
         """Return the fit at some checkpoints, in their order."""
@@ -269,11 +293,3 @@ def _step(spec: Mapping[str, Any]) -> Step:
     options = {name: value for name, value in spec.items() if name != "kind"}
     step: Step = _STEPS[spec["kind"]](**options)
     return step
-
-
-def _digest(arrays: Mapping[str, np.ndarray]) -> str:
-    """Identify the values: features are comparable only if they were made by the same ones."""
-    content = hashlib.sha256()
-    for name in sorted(arrays):
-        content.update(arrays[name].tobytes())
-    return content.hexdigest()

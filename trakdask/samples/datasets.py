@@ -88,7 +88,7 @@ def source_of(ds: xr.Dataset, inputs: Collection[str] | None = None) -> str:
         return str(source)
     coords = sorted(
         (str(name), fingerprint(coord.values))
-        for name, coord in ds.coords.items()
+        for name, coord in ds.coords.variables.items()
         if coord.dtype.kind in "biuf" and (inputs is None or name in inputs)
     )
     names, former = (

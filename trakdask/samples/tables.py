@@ -17,8 +17,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from fsspec.core import get_fs_token_paths
 
+from trakdask.files import matching
 from trakdask.samples.sources import Array, check_dtype, fields_of
 
 _ARROW = (".arrow", ".feather", ".ipc")
@@ -265,8 +265,8 @@ def _expand(paths: list[str]) -> tuple[Any, list[str]]:
     fs = None
     files: list[str] = []
     for path in paths:
-        fs, _, matches = get_fs_token_paths(path)
-        for match in sorted(matches):
+        fs, matches = matching(path)
+        for match in matches:
             files += _inside(fs, match) if fs.isdir(match) else [match]
     if fs is None or not files:
         raise FileNotFoundError(

@@ -10,7 +10,7 @@ import itertools
 import logging
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import dask
@@ -30,8 +30,14 @@ from trakdask.checks import shown
 from trakdask.errors import StoreMismatchError, warn_once
 from trakdask.files import Folder
 from trakdask.storage.group import ERROR, SCALE, Group
-from trakdask.storage.reading import from_half
-from trakdask.storage.records import Record, small_values, starts, stored_records, write_record
+from trakdask.storage.reading import dropped_mask, from_half
+from trakdask.storage.records import (
+    missing_blocks,
+    small_values,
+    starts,
+    stored_records,
+    write_record,
+)
 from trakdask.variables import (
     CHECKPOINT,
     FITTED,
@@ -64,30 +70,6 @@ Tasks = tuple[da.Array, list[Key]]
 """An array, and the keys of the blocks of it that are to be computed."""
 
 
-# ------------------------------------------------------------------------------ stored blocks
-
-
-def sources_that_lack_blocks(before: Group, group: Group) -> list[str]:
-    """Return the sets of samples that lack blocks of what a store is to have."""
-    records, columns = stored_records(before), range(len(group.checkpoints))
-    return [
-        source
-        for source, rows in group.rows_of_sources()
-        if any(_missing_blocks(before, rows, index, records) for index in columns)
-    ]
-
-
-def _missing_blocks(
-    before: Group, rows: range, index: int, records: Collection[Record]
-) -> list[int]:
-    """Return the first rows of the blocks of a set of samples that are missing at a checkpoint."""
-    return [
-        start
-        for start in starts(rows, before.block)
-        if not before.counts(start, index) and (start, index) not in records
-    ]
-
-
 # ------------------------------------------------------------------------------------- writing
 
 
@@ -100,6 +82,21 @@ def with_errors(group: Group, features: xr.Dataset) -> xr.Dataset:
         return features
     none = da.full_like(features.out_to_loss.data, "", dtype=np.dtypes.StringDType())
     return features.assign({ERROR: (VARIABLES[ERROR].dims, none)})
+
+
+def without_erased(before: Group, features: xr.Dataset, rows: range) -> xr.Dataset:
+    """Return features without values of the samples that a store has erased."""
+    if "erased" not in before.attrs:
+        return features
+    shown = xr.DataArray(_shown(before, rows), dims=SAMPLE)
+    nothing = {TRAINED_ON: True, ERROR: ""}
+    return features.assign(
+        {
+            name: features[name].where(shown, nothing.get(name, np.nan))
+            for name in before.features
+            if name in features
+        }
+    )
 
 
 def with_trained_on(group: Group, features: xr.Dataset) -> xr.Dataset:
@@ -163,7 +160,7 @@ def save_blocks(
 
     def count() -> int:
         records = stored_records(before)
-        return total - sum(len(_missing_blocks(before, rows, c, records)) for c in columns)
+        return total - sum(len(missing_blocks(before, rows, c, records)) for c in columns)
 
     options = execution.gpu_options(features)
     with execution.polled_bar(f"save {before.folder.name}", total, count, show=progress):
@@ -193,7 +190,7 @@ def _missing(
     before: Group, features: xr.Dataset, rows: range, position: int, index: int
 ) -> Tasks | None:
     """Return the tasks of the missing blocks of one of the checkpoints of some features."""
-    todo = _missing_blocks(before, rows, index, stored_records(before))
+    todo = missing_blocks(before, rows, index, stored_records(before))
     if not todo:
         return None
     names = [name for name in before.features if name in features]
@@ -300,7 +297,10 @@ def difference_of_block(before: Group, features: xr.Dataset, rows: range) -> str
     if SCALE in small:
         old = from_half(old, small[SCALE][:, None])
     (new,) = dask.compute(again.feature.data, **execution.gpu_options(features))
-    if TRAINED_ON in features and (again[TRAINED_ON].values[:, 0] != small[TRAINED_ON]).any():
+    shown = _shown(before, here)
+    if TRAINED_ON in features and (
+        (again[TRAINED_ON].values[:, 0] != small[TRAINED_ON])[shown].any()
+    ):
         return (
             f"expected {TRAINED_ON!r} as {group.folder.url!r} has it, got another one for the "
             f"samples {here.start}:{here.stop} of checkpoint {name!r}; try "
@@ -330,9 +330,16 @@ def _last_block(
         for index in reversed(columns):
             if before.counts(start, index) or (start, index) in records:
                 values = small_values(before, range(start, stop), index, records)
-                if np.isfinite(values["out_to_loss"]).all():
+                if np.isfinite(values["out_to_loss"][_shown(before, range(start, stop))]).all():
                     return range(start, stop), index, values
     return None
+
+
+def _shown(before: Group, rows: range) -> np.ndarray:
+    """Return which rows were not dropped, and so have not been erased."""
+    dropped = np.zeros(rows.stop, bool)
+    dropped[: before.n_samples] = dropped_mask(before)[: rows.stop]
+    return ~dropped[rows.start :]
 
 
 # --------------------------------------------------------------------------------------- float16

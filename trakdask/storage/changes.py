@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import json
 import math
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import dask
 import numpy as np
 import pandas as pd
 import xarray as xr
@@ -17,15 +21,15 @@ import zarr
 
 from trakdask.arrays.memory import verified
 from trakdask.checks import shown
-from trakdask.execution import memory_limit
+from trakdask.execution import memory_limit, run
 from trakdask.files import naming
 from trakdask.samples import normalise_coords
-from trakdask.storage.coords import require_names
-from trakdask.storage.group import DROPPED, ERROR, Group, chunks_of, kind
+from trakdask.storage.coords import joined_exactly, require_names
+from trakdask.storage.group import DROPPED, ERROR, Group, chunks_of
 from trakdask.storage.lock import lock
 from trakdask.storage.places import StoreLike, readable, writable
-from trakdask.storage.reading import VERIFIED, dropped_mask, open, read_coords
-from trakdask.storage.records import packed_rows, path_of, stored_records
+from trakdask.storage.reading import VERIFIED, dropped_mask, open, read_coords, without_dropped
+from trakdask.storage.records import about_unfinished, pack, packed_rows, path_of, stored_records
 from trakdask.variables import CHECKPOINT, DERIVED, FITTED, SAMPLE, TRAINED_ON, aligned
 
 _REPAIR = "td.verify(store, repair=True)"
@@ -42,7 +46,7 @@ def changing(
 ) -> Iterator[Group]:
     """Lock a store, read it, and let count what the block has changed, if that raises nothing."""
     folder = writable(store, storage_options)
-    Group.read(folder)  # nothing is written where there is no store, not even a lock
+    Group.read(folder).require_ours()  # nothing is written where there is no store, not even a lock
     remedy = f"the store is as it was before: try {purpose} again when the cause is gone"
     with naming(folder.url, remedy), lock(folder, purpose) as require_held:
         group = Group.read(folder)  # again: another writer may have just finished
@@ -87,11 +91,16 @@ def assign_coords(
     StoreBusyError
         If another process writes the store.
 
+    Warns
+    -----
+    UserWarning
+        If the model has read a variable or coord of this name, such as the label: its gradients
+        stay as they were.
+
     Notes
     -----
-    The values count all at once or not at all, whatever is killed. Nothing is computed, so a coord
-    that the model read (such as the label) changes in the metadata only: its gradients stay as they
-    were. Cost: the named coords are written.
+    The values count all at once or not at all, whatever is killed. Nothing is computed. Cost:
+    the named coords are written.
 
     Examples
     --------
@@ -109,6 +118,13 @@ def assign_coords(
         group.require_complete()
         dropped = dropped_mask(group)
         small = {name: values for name, values in coords.items() if name != TRAINED_ON}
+        if read := sorted({*json.loads(group.attrs.get("inputs", "[]"))} & {*small}):
+            warnings.warn(
+                f"expected coords that the model has not read, got {read}, which it has: features, "
+                "and so scores, are still of the values that it has read; try features of the "
+                "changed samples in another store, where they matter",
+                stacklevel=2,
+            )
         if TRAINED_ON in coords:
             _write_trained_on(group, coords[TRAINED_ON], dropped)
         group.write_small(
@@ -118,8 +134,13 @@ def assign_coords(
 
 
 def _write_trained_on(group: Group, values: Any, dropped: np.ndarray) -> None:
-    """Write which checkpoints were trained on which samples, beside what counts so far."""
-    ds = open(group.folder.url, storage_options=group.folder.options)
+    """Write which checkpoints were trained on which samples, beside what counts so far.
+
+    Dropped samples keep theirs, unless there are values of all samples.
+    """
+    ds = open(group.folder.url, storage_options=group.folder.options, dropped=True)
+    if SAMPLE not in getattr(values, "sizes", {}) or values.sizes[SAMPLE] != len(dropped):
+        ds = without_dropped(ds)
     sizes = {dim: ds.sizes[dim] for dim in (SAMPLE, CHECKPOINT)}
     if isinstance(values, xr.DataArray) and CHECKPOINT in values.indexes:
         values = aligned(values, ds, what=TRAINED_ON)
@@ -129,7 +150,11 @@ def _write_trained_on(group: Group, values: Any, dropped: np.ndarray) -> None:
             "masks.rename(subset='checkpoint'), with masks of td.evaluate.subsets"
         )
     mask = np.ones((len(dropped), len(group.checkpoints)), bool)
-    mask[~dropped] = values.transpose(SAMPLE, CHECKPOINT).values
+    is_whole = sizes[SAMPLE] == len(dropped)
+    if not is_whole and TRAINED_ON in group.arrays:
+        group.require_chunks(TRAINED_ON)
+        mask = np.asarray(group.array(TRAINED_ON, read_only=True)[...])
+    mask[slice(None) if is_whole else ~dropped] = values.transpose(SAMPLE, CHECKPOINT).values
     group.add(TRAINED_ON, sizes | {SAMPLE: len(mask)}, bool, block=packed_rows(group))
     group.array(TRAINED_ON)[:] = mask
 
@@ -147,16 +172,63 @@ def _of_all(name: str, values: Any, dropped: np.ndarray, group: Group) -> xr.Var
     if is_whole:
         return xr.Variable((SAMPLE,), new)
     before = read_coords(group, {name}).get(name)  # only here: a damaged coord can be assigned anew
-    if before is None or kind(before.dtype) != kind(new.dtype):
-        was = "new" if before is None else f"{kind(before.dtype)} so far"
+    joint = None if before is None else joined_exactly(before, xr.Variable((SAMPLE,), new), SAMPLE)
+    if before is None or joint is None:
+        was = "new" if before is None else f"{before.dtype} so far, and now {new.dtype}"
         raise ValueError(
             f"expected values of all {n_all} samples for the coord {name!r}, which is {was}, since "
             f"{n_all - n_shown} of them were dropped, got {n_shown}; try values along "
             "td.open(store, dropped=True)"
         )
-    joint = before.values.astype(np.result_type(before.dtype, new.dtype))
-    joint[~dropped] = new
-    return xr.Variable((SAMPLE,), joint, before.attrs)
+    values = joint[:n_all].values
+    values[~dropped] = joint[n_all:].values
+    return xr.Variable((SAMPLE,), values, before.attrs)
+
+
+# ------------------------------------------------------------------------------------------- erase
+
+
+def erase_dropped(group: Group) -> None:
+    """Overwrite whatever a store has of its dropped samples; the same call goes on after a kill.
+
+    Chunks of features are replaced where they are, each as a whole, since their other rows stay:
+    it does no harm that some are before the commit, because dropped rows count no more. Other
+    arrays get the names of chunks that do not count yet.
+    """
+    dropped, before = dropped_mask(group), copy.deepcopy(group)
+    if not dropped.any():
+        return
+    feature, block = group.array("feature"), group.block
+    bounds = [(start, min(start + block, len(dropped))) for start in range(0, len(dropped), block)]
+    tasks = [
+        dask.delayed(_erase_rows)(feature, slice(*rows), index, dropped[slice(*rows)])
+        for rows in bounds
+        if dropped[slice(*rows)].any()
+        for index in range(len(group.checkpoints))
+    ]
+    run(lambda: tasks, retries=0)
+    pack(before, group, dropped)
+    coords = read_coords(group, {*group.coords} - {CHECKPOINT, DROPPED})
+    group.write_small({n: _erased(c, dropped) for n, c in coords.items() if SAMPLE in c.dims})
+    group.attrs["erased"] = True  # so that no later call of save brings any of them back
+
+
+def _erase_rows(feature: zarr.Array[Any], rows: slice, index: int, gone: np.ndarray) -> None:
+    region = (rows, slice(None), slice(index, index + 1))
+    values = np.asarray(feature[region])
+    if not np.isnan(values[gone]).all():
+        values[gone] = np.nan
+        feature[region] = values
+
+
+def _erased(coord: xr.Variable, dropped: np.ndarray) -> xr.Variable:
+    """Return a coord in which dropped samples have a value that says nothing."""
+    nothing: dict[str, Any] = {"f": np.nan, "T": "", "U": "", "O": ""}
+    times = np.array("NaT", coord.dtype) if coord.dtype.kind in "mM" else 0
+    values = coord.values.copy()
+    rows = tuple(dropped if dim == SAMPLE else slice(None) for dim in coord.dims)
+    values[rows] = nothing.get(coord.dtype.kind, times)
+    return xr.Variable(coord.dims, values, coord.attrs)
 
 
 # ------------------------------------------------------------------------------------------ damage
@@ -223,7 +295,7 @@ def _table(group: Group, faults: list[Fault]) -> pd.DataFrame:
         for name, index, what in faults
     ]
     if "unfinished" in group.attrs:
-        rows.append(("", group.about_unfinished(), -1, -1, "the same td.save(...) again"))
+        rows.append(("", about_unfinished(group), -1, -1, "the same td.save(...) again"))
     return pd.DataFrame(rows, columns=["path", "found", "block", "checkpoint", "remedy"])
 
 

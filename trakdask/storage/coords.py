@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -43,7 +44,7 @@ def portable_coords(features: xr.Dataset) -> xr.Dataset:
     n = features.sizes[SAMPLE]
     text = {
         name: coord.copy(data=normalise_coord(str(name), coord.values, n))
-        for name, coord in features.coords.items()
+        for name, coord in features.coords.variables.items()
         if coord.dims == (SAMPLE,) and coord.dtype.kind in "OSUV"
     }
     return features.assign_coords(text)
@@ -67,7 +68,9 @@ def joined_coords(
         If the features have other coords than the store, or of another kind; or, of samples that
         count, other values, which would not be written.
     """
-    ours = {str(n): c.variable for n, c in features.coords.items() if n not in (ERROR, CHECKPOINT)}
+    # Variables: of each coord as a DataArray xarray would look at all others.
+    coords = features.coords.variables
+    ours = {str(n): coord for n, coord in coords.items() if n not in (ERROR, CHECKPOINT)}
     stored, url = read_coords(before, before.coords), before.folder.url
     of_samples, old = (
         {name: coord for name, coord in coords.items() if SAMPLE in coord.dims}
@@ -90,27 +93,82 @@ def joined_coords(
         of_checkpoints[CHECKPOINT] = text
         added[CHECKPOINT] = {name: c[columns] for name, c in of_checkpoints.items()}
     changed = {
-        name: xr.Variable.concat([c[name] for c in (stored, coords) if name in c], dim)
+        name: _joined(name, stored.get(name), coord, dim, url)
         for dim, coords in added.items()
-        for name in coords
+        for name, coord in coords.items()
     }
+    if before.n_samples and added[SAMPLE]:
+        _warn_of_overlap(changed, before.n_samples, [n for n in ours if n in changed], url)
     if not before.n_samples:
         changed |= {n: c for n, c in ours.items() if not {SAMPLE, CHECKPOINT} & {*c.dims}}
     return changed
 
 
+def _joined(
+    name: str, old: xr.Variable | None, new: xr.Variable, dim: str, url: str
+) -> xr.Variable:
+    if old is None:
+        return new
+    if (joint := joined_exactly(old, new, dim)) is not None:
+        return joint
+    raise StoreMismatchError(
+        f"expected values of {name!r} that one dtype can hold beside the {old.dtype} of the store "
+        f"{url!r}, got {new.dtype}, which would change some; try one dtype for both, in the "
+        f"store by td.assign_coords({url!r}, {{{name!r}: values}})"
+    )
+
+
+def joined_exactly(old: xr.Variable, new: xr.Variable, dim: Hashable) -> xr.Variable | None:
+    """Return values of one kind after others, None where one dtype cannot hold both as they are.
+
+    Large integers beside decimals would be rounded, and far dates beside nanoseconds overflow.
+    """
+    if kind(old.dtype) != kind(new.dtype):
+        return None
+    joint, n = xr.Variable.concat([old, new], dim), old.sizes[dim]
+    with np.errstate(invalid="ignore"):  # what overflows is no longer equal
+        is_same = all(
+            joint.isel({dim: rows}).astype(part.dtype).equals(part)
+            for part, rows in ((old, slice(n)), (new, slice(n, None)))
+        )
+    return joint if is_same else None
+
+
+def _warn_of_overlap(
+    joint: Mapping[str, xr.Variable], n_before: int, names: Sequence[str], url: str
+) -> None:
+    """Warn if new samples are like some of the store in all coords, where these tell all apart."""
+    columns = {name: joint[name].values for name in names if joint[name].dims == (SAMPLE,)}
+    columns |= {n: x.astype(object) for n, x in columns.items() if x.dtype.kind == "T"}
+    rows = pd.util.hash_pandas_object(pd.DataFrame(columns), index=False).to_numpy()
+    old, new = rows[:n_before], rows[n_before:]
+    if DROPPED in joint:  # they may come back with other values
+        old = old[~joint[DROPPED].values[:n_before]]
+    known = np.isin(new, old)
+    if columns and known.any() and all(len(np.unique(x)) == len(x) for x in (old, new)):
+        warnings.warn(
+            f"expected samples that the store {url!r} does not have, got {known.sum()} of "
+            f"{len(new)} (the first at {known.argmax()}) with the same coords {[*columns]} as "
+            "samples that it has, which would count twice; try features.isel(sample=...) without "
+            "them, or td.drop(store, where=...) once they are saved",
+            stacklevel=2,
+        )
+
+
 def _require_same_values(
     ours: Mapping[str, xr.Variable], stored: Mapping[str, xr.Variable], rows: range, url: str
 ) -> None:
-    """Reject coords that differ from the store's."""
+    """Reject coords that differ from the store's, but for dropped samples: they may be erased."""
+    counts = ~stored[DROPPED].values[rows.start : rows.stop] if DROPPED in stored else slice(None)
     for name, coord in ours.items():
         difference = "which has none of this name"
         if name in stored:
             there = stored[name][rows.start : rows.stop]
-            if coord.equals(there):
+            if coord[counts].equals(there[counts]):
                 continue
             new, old = (variable.values.astype(object) for variable in (coord, there))
-            sample = np.argwhere((new != old) & ~(pd.isna(new) & pd.isna(old)))[0, 0]
+            differs = (new != old) & ~(pd.isna(new) & pd.isna(old))
+            sample = np.arange(len(rows))[counts][np.argwhere(differs[counts])[0, 0]]
             values = (f"{variable.values[sample]!s:.60}" for variable in (coord, there))
             difference = f"got {' instead of '.join(values)} at sample {sample}"
         raise StoreMismatchError(

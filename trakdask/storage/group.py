@@ -35,7 +35,7 @@ METADATA = "zarr.json"
 RECORDS = "feature/records"
 """Inside of an array, because zarr warns of folders in a group that are no arrays."""
 DROPPED, ERROR, SCALE = "dropped", "error", "scale"
-STORE_ATTRS = ("arrays", "coordinates", "n_samples", "sources", "unfinished", "lacking")
+STORE_ATTRS = ("arrays", "coordinates", "n_samples", "sources", "unfinished", "lacking", "erased")
 """Attributes that describe the store, and not the features."""
 
 Metadata = dict[str, Any]
@@ -76,17 +76,36 @@ class Group:
                 "td.save(features, store), another path, or xr.open_zarr for other zarr groups"
             )
         recorded = arrays = attrs.pop("arrays")
-        if isinstance(folder, Content):  # whose chunks may have other names than those it is of
-            layout = metadata.get("consolidated_metadata", {}).get("metadata") or {
-                name: folder.read_json(f"{name}/{METADATA}")
-                for name in {*folder.names()} & {*recorded}
-            }
+        layout = (metadata.get("consolidated_metadata") or {}).get("metadata") or {
+            name: folder.read_json(f"{name}/{METADATA}") for name in {*folder.names()} & {*recorded}
+        }
+        # A copy that xarray has made, whose chunks have other names. The layout of features never
+        # changes, so that it tells; tools may have written that of arrays which do not count.
+        is_other = _layout(layout, "feature") != _layout(recorded, "feature")
+        if is_other or isinstance(folder, Content):
             arrays = {
                 name: {**layout[name], "attributes": array["attributes"]}
                 for name, array in recorded.items()
                 if name in layout
             }
-        return cls(folder, attrs, dict(arrays), arrays, arrays != recorded)
+        group = cls(folder, attrs, dict(arrays), arrays, arrays != recorded)
+        if group.is_copy and arrays["feature"]["shape"] != recorded["feature"]["shape"]:
+            raise ValueError(
+                f"expected a copy of the whole store at {folder.url!r}, features of the shape "
+                f"{recorded['feature']['shape']}, got {arrays['feature']['shape']}; try "
+                f"xr.open_zarr({folder.url!r}) in place of td.open"
+            )
+        return group
+
+    def require_ours(self) -> Group:
+        """Return the group; raise if another program has written it: its layout is not ours."""
+        if not self.is_copy:
+            return self
+        raise ValueError(
+            f"expected a store that td.save has written, to change it, got a copy that another "
+            f"program has written at {self.folder.url!r}; try td.save(td.open(copy), 'new.zarr'), "
+            "and changing that"
+        )
 
     # ------------------------------------------------------------------------------- what it holds
 
@@ -163,9 +182,14 @@ class Group:
         return {index for index in indices if self.chunk_key(name, index) in files}
 
     def require_chunks(self, name: str) -> None:
-        """Raise if an array lacks chunks: zarr would read fill values in their place."""
-        for index in {*self.chunk_indices(name)} - self.stored_chunks(name):
-            raise lost_chunk(self.folder, f"{name}/{self.chunk_key(name, index)}")
+        """Raise if an array lacks chunks: zarr would read fill values in their place.
+
+        Chunks of numbers may be absent where :func:`verify` has put it on record.
+        """
+        sizes, is_small = chunks_of(self.arrays[name]), dims_of(self.arrays[name]) in _OF_FEATURES
+        for index in sorted({*self.chunk_indices(name)} - self.stored_chunks(name)):
+            if not is_small or self.counts(index[0] * sizes[0], index[-1]):
+                raise lost_chunk(self.folder, f"{name}/{self.chunk_key(name, index)}")
 
     def require_complete(self) -> None:
         """Raise if blocks are missing of what counts."""
@@ -189,16 +213,6 @@ class Group:
             pairs = zip(dims_of(arrays[name]), arrays[name]["shape"], strict=True)
             arrays[name] = {**arrays[name], "shape": [sizes.get(dim, n) for dim, n in pairs]}
         return Group(self.folder, attrs, arrays, self.before)
-
-    def about_unfinished(self) -> str:
-        """Name the unfinished append, and how to finish it."""
-        target = self.target()
-        dim = SAMPLE if target.n_samples > self.n_samples else CHECKPOINT
-        return (
-            f"an append was not finished, to {target.n_samples} samples of the checkpoints "
-            f"{target.checkpoints}; call td.save(..., append_dim={dim!r}) with these again to "
-            "finish it, or td.verify(store, repair=True) to give it up"
-        )
 
     def add(
         self,
@@ -287,7 +301,8 @@ class Group:
             },
         }
         for path in sorted(files, key=lambda path: (path == METADATA) == bool(self.before)):
-            self.folder.write(path, json.dumps(files[path]).encode())
+            is_commit = path == METADATA  # the others are for other readers
+            self.folder.write(path, json.dumps(files[path]).encode(), durable=is_commit)
         self.before = dict(self.arrays)
 
     def sweep(self) -> None:
@@ -333,6 +348,11 @@ def chunks_of(metadata: Metadata) -> list[int]:
 def separator_of(metadata: Metadata) -> str:
     """Return the character between the numbers in the name of a chunk."""
     return str(metadata["chunk_key_encoding"]["configuration"]["separator"])
+
+
+def _layout(arrays: Mapping[str, Metadata], name: str) -> Any:
+    array = arrays.get(name)
+    return array and (chunks_of(array), separator_of(array))
 
 
 def lost_chunk(folder: Folder, path: str) -> IncompleteFeaturesError:

@@ -11,13 +11,44 @@ from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
 from trakdask.provenance import BY_CHECKPOINT, STORE_SPEC, require_same, spec
 from trakdask.samples import source_in
 from trakdask.storage.blocks import difference_of_block
-from trakdask.storage.group import ERROR, SCALE, Group
+from trakdask.storage.coords import joined_coords
+from trakdask.storage.group import DROPPED, ERROR, SCALE, Group
+from trakdask.storage.records import about_unfinished
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, TRAINED_ON, checkpoint_names
 
 AppendDim = Literal["sample", "checkpoint"]
 
 
 _SAME = tuple(name for name in STORE_SPEC if name not in (*BY_CHECKPOINT, "source"))
+
+
+def by_sets(before: Group, features: xr.Dataset, append_dim: AppendDim | None) -> list[xr.Dataset]:
+    """Return features of all samples of a store as features of its sets; others as they are.
+
+    So each set goes on, is compared and is named as if it were saved alone. That these are its
+    samples, in its order, is known from their coords.
+
+    Raises
+    ------
+    StoreMismatchError
+        If coords differ, or there is none that could.
+    """
+    sets = [*before.rows_of_sources()]
+    n = features.sizes[SAMPLE]
+    if append_dim == SAMPLE or len(sets) < 2 or n != before.n_samples:
+        return [features]
+    joined_coords(before, before, features, range(n))
+    known = {name for name in before.coords if name not in (CHECKPOINT, DROPPED)}
+    if known and not known & {*map(str, features.coords)}:
+        raise StoreMismatchError(
+            f"expected one of the coords {sorted(known)} of the store {before.folder.url!r}, which "
+            f"tell whether these are its {n} samples in its order, got none; try "
+            "features.assign_coords(...), or samples with them"
+        )
+    return [
+        features.isel({SAMPLE: slice(rows.start, rows.stop)}).assign_attrs(source=source)
+        for source, rows in sets
+    ]
 
 
 def place(
@@ -49,7 +80,7 @@ def place(
     if append_dim and "unfinished" in before.attrs:
         raise IncompleteFeaturesError(
             f"expected no unfinished append in the store {before.folder.url!r}: "
-            f"{before.about_unfinished()}"
+            f"{about_unfinished(before)}"
         )
     # More samples come with all checkpoints; more checkpoints of samples are to be asked for.
     may_differ, sources = append_dim == CHECKPOINT, [*target.attrs["sources"]]
@@ -58,8 +89,9 @@ def place(
         source = [str(ours.get("source", "")), len(rows)]
         if len(sources) > 1 and append_dim == CHECKPOINT:
             raise StoreMismatchError(
-                f"expected one of the sets of samples {sources} that the store has, got {source}; "
-                f"try one td.save(..., append_dim={CHECKPOINT!r}) per set"
+                f"expected all {before.n_samples} samples of the store, dropped ones among them, "
+                f"or one of its sets {sources}, got {source}; try the features of all samples in "
+                f"the order of the store, or one td.save(..., append_dim={CHECKPOINT!r}) per set"
             )
         if rows.start and append_dim != SAMPLE:
             require_same({"source": source}, {"source": sources}, what=what, names=("source",))

@@ -30,7 +30,7 @@ from trakdask.files import Folder
 from trakdask.provenance import as_text
 from trakdask.storage.group import DROPPED, ERROR, SCALE, STORE_ATTRS, Group, dims_of, lost_chunk
 from trakdask.storage.places import StoreLike, readable, zarr_store
-from trakdask.storage.records import all_small_values
+from trakdask.storage.records import about_unfinished, all_small_values
 from trakdask.variables import CHECKPOINT, DERIVED, SAMPLE, VARIABLES
 
 Small = Mapping[str, np.ndarray] | None
@@ -62,9 +62,9 @@ def open(
     Parameters
     ----------
     store
-        Folder or fsspec URL that :func:`save` wrote; or a zarr ``Store`` object that has the same
-        content, or a copy by ``xr.open_zarr(folder).to_zarr(store)``: a ``ZipStore``, an
-        ``ObjectStore`` of obstore, the store of a session of icechunk.
+        Folder or fsspec URL that :func:`save` wrote, or ``xr.open_zarr(store).to_zarr(folder)``;
+        or a zarr ``Store`` object that has the same content: a ``ZipStore``, an ``ObjectStore`` of
+        obstore, the store of a session of icechunk.
     require_complete
         Reject a store that lacks blocks: they would read as NaN.
     dropped
@@ -134,7 +134,7 @@ def open(
     if require_complete and "unfinished" in group.attrs:
         warnings.warn(
             f"expected no unfinished append in the store {folder.url!r}, which is shown as it was "
-            f"before: {group.about_unfinished()}",
+            f"before: {about_unfinished(group)}",
             UnfinishedAppendWarning,
             stacklevel=2,
         )
@@ -219,10 +219,14 @@ def read_coords(
     metadata = {"zarr_format": 3, "node_type": "group", "consolidated_metadata": arrays}
     path = StorePath(zarr_store(group.folder, read_only=True))
     root = zarr.Group(zarr.AsyncGroup.from_dict(path, metadata))
-    ds = xr.open_dataset(xr.backends.ZarrStore(root, mode="r"), chunks=None)
+    opened = functools.partial(xr.open_dataset, xr.backends.ZarrStore(root, mode="r"), chunks=None)
+    try:
+        ds = opened()
+    except ValueError:  # a date that nanoseconds cannot hold, which xarray takes by default
+        ds = opened(decode_times=xr.coders.CFDatetimeCoder(time_unit="s"))
     coords: dict[str, xr.Variable] = {}
     for name in names:
-        coord = coords[name] = ds[name].variable
+        coord = coords[name] = ds.variables[name]
         if name == ERROR:
             continue
         if rows and coord.dims == (SAMPLE,):
@@ -325,28 +329,37 @@ def read_chunk(
         if data is not None:  # which has rows beyond the last of the array
             return data[inside]
     n_rows, n_chunk = inside[0].stop - inside[0].start, min(array.chunks[0], array.shape[0])
+    if n_rows == n_chunk or inside[0].stop > n_chunk:
+        return _read(array, folder, complete, path, rows)
+    whole = tuple(slice(s, s + size) for s, size in zip(starts, array.chunks, strict=True))
+    with _READING:  # so that it is read once, however many threads need it
+        chunk = _RECENT.pop((key, index), None)
+        if chunk is None:
+            chunk = _read(array, folder, complete, path, whole)
+        if complete or not _is_filled(chunk, array):  # an absent one may still come
+            _RECENT[key, index] = chunk
+        for oldest in list(_RECENT)[:-_MOST_RECENT]:
+            del _RECENT[oldest]
+    return chunk[inside]
+
+
+def _read(
+    array: zarr.Array[Any], folder: Folder, complete: bool, path: str, rows: tuple[slice, ...]
+) -> np.ndarray:
+    """Return rows of a chunk, as zarr reads them; raise if they should be there and are not."""
     with _named(folder, path):
-        if n_rows < n_chunk and inside[0].stop <= n_chunk:
-            block = _recent((key, index), lambda: array.get_block_selection(index))[inside]
-        else:
-            block = np.asarray(array[rows])
-    # zarr reads an absent chunk as the fill value, without a word.
-    is_filled = np.isnan(block) if block.dtype.kind == "f" else block == array.fill_value
-    if complete and is_filled.all():
+        block = np.asarray(array[rows])
+    if complete and _is_filled(block, array):
         parent, _, name = path.rpartition("/")
         if name not in (folder / parent).names():
             raise lost_chunk(folder, path)
     return block
 
 
-def _recent(key: tuple[str, tuple[int, ...]], read: Callable[[], Any]) -> np.ndarray:
-    """Return a chunk that has the rows of many blocks, from memory if it was one of the last."""
-    with _READING:  # so that it is read once, however many threads need it
-        chunk = _RECENT.pop(key, None)
-        _RECENT[key] = chunk = np.asarray(read()) if chunk is None else chunk
-        for oldest in list(_RECENT)[:-_MOST_RECENT]:
-            del _RECENT[oldest]
-    return chunk
+def _is_filled(block: np.ndarray, array: zarr.Array[Any]) -> bool:
+    """Return whether rows are as zarr reads an absent chunk: the fill value, without a word."""
+    is_filled = np.isnan(block) if block.dtype.kind == "f" else block == array.fill_value
+    return bool(is_filled.all())
 
 
 def _mapped(path: str, chunks: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray | None:

@@ -25,6 +25,9 @@ _LEAST_ROWS, _MOST_ROWS, _BLOCKS = 2**18, 2**21, 128
 """Rows and blocks of a packed chunk, which then has 1 to 16 MB. Six arrays in chunks of 128 blocks
 are 0.05 objects for each block. But a task that needs one block has the chunk in memory."""
 
+_MOST_SETS = 3
+"""Sets of samples that a message names."""
+
 Record = tuple[int, int]
 """The first row of a block, or of the rows of a block that were saved together, and the number of a
 checkpoint."""
@@ -44,6 +47,59 @@ def stored_records(before: Group) -> set[Record]:
     names = (name.split(".") for name in (before.folder / RECORDS).names())
     records = {(int(start), int(index)) for start, index, _ in names}
     return {record for record in records if not before.counts(*record)}
+
+
+def missing_blocks(
+    before: Group, rows: range, index: int, records: Collection[Record]
+) -> list[int]:
+    """Return the first rows of the blocks of a set of samples that are missing at a checkpoint."""
+    return [
+        start
+        for start in starts(rows, before.block)
+        if not before.counts(start, index) and (start, index) not in records
+    ]
+
+
+def lacking_sets(before: Group, group: Group) -> dict[tuple[str, range], list[str]]:
+    """Return the sets of samples that lack blocks of what a store is to have, and where they do.
+
+    Parameters
+    ----------
+    before, group
+        The store as it counts, and as it is to be.
+
+    Returns
+    -------
+    Source and rows of a set -> the checkpoints that it lacks blocks of.
+    """
+    records = stored_records(before)
+    lacking = {
+        (source, rows): [
+            name
+            for index, name in enumerate(group.checkpoints)
+            if missing_blocks(before, rows, index, records)
+        ]
+        for source, rows in group.rows_of_sources()
+    }
+    return {key: names for key, names in lacking.items() if names}
+
+
+def about_unfinished(before: Group) -> str:
+    """Name the unfinished append, the samples that it lacks, and how to finish it."""
+    target = before.target()
+    dim = SAMPLE if target.n_samples > before.n_samples else CHECKPOINT
+    sets = [
+        f"{rows.start}:{rows.stop} ({source:.24}) at {names}"
+        for (source, rows), names in lacking_sets(before, target).items()
+    ]
+    more = f" and those of {len(sets) - _MOST_SETS} more sets" if len(sets) > _MOST_SETS else ""
+    lacks = f", and lacks the samples {', '.join(sets[:_MOST_SETS])}{more}" if sets else ""
+    whole = f" or of all {target.n_samples} samples in this order," if dim == CHECKPOINT else ""
+    return (
+        f"an append was not finished, to {target.n_samples} samples of the checkpoints "
+        f"{target.checkpoints}{lacks}; call td.save(..., append_dim={dim!r}) with features of "
+        f"these,{whole} to finish it, or td.verify(store, repair=True) to give it up"
+    )
 
 
 def write_record(folder: Folder, record: Record, values: Mapping[str, np.ndarray]) -> None:
@@ -122,7 +178,7 @@ def all_small_values(before: Group, group: Group) -> dict[str, np.ndarray]:
     return {name: np.stack([c[name] for c in columns], axis=1) for name in before.small}
 
 
-def pack(before: Group, group: Group) -> None:
+def pack(before: Group, group: Group, erased: np.ndarray | None = None) -> None:
     """Write the small arrays in large chunks, beside those that count so far.
 
     Parameters
@@ -131,16 +187,22 @@ def pack(before: Group, group: Group) -> None:
         The store as it counts.
     group
         As it is to be, with its blocks stored; gets the metadata of the new arrays.
+    erased
+        Which samples (sample,) are to have no values.
     """
     records, size = stored_records(before), packed_rows(group)
     sizes = {SAMPLE: group.n_samples, CHECKPOINT: len(group.checkpoints)}
     for name in group.small:
+        if before.n_samples and name in before.before and name != ERROR:
+            before.require_chunks(name)  # else what was lost would be NaN for good
         group.add(name, sizes, before.array(name).dtype, block=size)
     arrays = {name: group.array(name) for name in group.small}
     firsts = range(0, sizes[SAMPLE], size)
     for index, start in itertools.product(range(sizes[CHECKPOINT]), firsts):
         rows = range(start, min(start + size, sizes[SAMPLE]))
         for name, values in small_values(before, rows, index, records).items():
+            if erased is not None:
+                values[erased[rows.start : rows.stop]] = arrays[name].fill_value
             arrays[name][rows.start : rows.stop, index] = values
 
 

@@ -20,16 +20,16 @@ from trakdask.provenance import BY_CHECKPOINT, REQUIRED_SPEC, as_values
 from trakdask.storage.blocks import (
     save_blocks,
     save_fit,
-    sources_that_lack_blocks,
     with_errors,
     with_trained_on,
+    without_erased,
 )
 from trakdask.storage.coords import joined_coords, portable_coords, require_names
 from trakdask.storage.group import ERROR, SCALE, STORE_ATTRS, Group
 from trakdask.storage.lock import lock
-from trakdask.storage.placement import AppendDim, blockwise, place
+from trakdask.storage.placement import AppendDim, blockwise, by_sets, place
 from trakdask.storage.places import writable
-from trakdask.storage.records import pack
+from trakdask.storage.records import lacking_sets, pack
 from trakdask.variables import (
     CHECKPOINT,
     FITTED,
@@ -67,7 +67,30 @@ def write(
     _require_options(features, dtype, append_dim)
     features = _storable(features)
     folder = writable(store, storage_options)
-    _read(folder)  # nothing is written into other folders than stores, not even a lock
+    before = _read(folder)  # nothing is written into other folders than stores, not even a lock
+    parts = by_sets(before, features, append_dim) if before else [features]
+    for part in parts:
+        lost = _write(part, folder, derive, append_dim, dtype, progress=progress, retries=retries)
+    if lost:
+        raise IncompleteFeaturesError(
+            f"expected all blocks in the store {folder.url!r}, but the samples of {lost} still "
+            "lack some; these features were saved, now try td.save with the others"
+        )
+    if any(name in features for name in FITTED):
+        kept_beside(folder).remove()
+
+
+def _write(
+    features: xr.Dataset,
+    folder: Folder,
+    derive: Callable[[Group, Group], None],
+    append_dim: AppendDim | None,
+    dtype: str | None,
+    *,
+    progress: bool,
+    retries: int,
+) -> list[str]:
+    """Write one set of samples; return the sets that lack blocks which were lost."""
     remedy = "stored blocks are safe: try the same td.save(...) again when the cause is gone"
     with naming(folder.url, remedy), lock(folder, "td.save") as require_held:
         before = _read(folder) or _new_group(folder, features, dtype)
@@ -83,14 +106,9 @@ def write(
             group = before.target()
         folder.sweep()
         save_fit(before.target(), features, retries)
-        features = with_trained_on(before, features)
+        features = without_erased(before, with_trained_on(before, features), rows)
         save_blocks(before, features, rows, retries, progress=progress)
-        lacking = sources_that_lack_blocks(before, group)
-        if lacking and "lacking" in group.attrs:
-            raise IncompleteFeaturesError(
-                f"expected all blocks in the store {folder.url!r}, but the samples of {lacking} "
-                "still lack some; these features were saved, now try td.save with the others"
-            )
+        lacking = [source for source, _ in lacking_sets(before, group)]
         if not lacking:
             sizes = [(g.n_samples, g.checkpoints) for g in (before, group)]
             if group.attrs.pop("lacking", None) or sizes[0] != sizes[1]:
@@ -101,8 +119,7 @@ def write(
                 require_held()  # while this process slept, another one may have taken it for dead
                 group.commit()
                 group.sweep()
-    if any(name in features for name in FITTED):
-        kept_beside(folder).remove()
+        return lacking if "lacking" in group.attrs else []
 
 
 def kept_beside(folder: Folder) -> Folder:
@@ -159,7 +176,7 @@ def _read(folder: Folder) -> Group | None:
     if not names:
         return None
     try:
-        return Group.read(folder)
+        return Group.read(folder).require_ours()
     except FileNotFoundError as err:
         raise FileExistsError(
             f"expected a new path or a store of features, got {folder.url!r}, which holds "
