@@ -12,13 +12,7 @@ from trakdask.checks import shown
 from trakdask.errors import CheckpointError
 from trakdask.featurization.preparation import model_of
 from trakdask.files import Folder, location
-from trakdask.models.checkpoints import (
-    CheckpointLike,
-    cached_state,
-    checkpoint_folders,
-    folder_at,
-    make_checkpoints,
-)
+from trakdask.models.checkpoints import CheckpointLike, checkpoint_folders, folder_at, read_state
 from trakdask.models.kept_checkpoints import MOMENTS_FILE, REMEDY
 from trakdask.models.model import Model
 from trakdask.projection.fitted import Fitted, SecondMoments
@@ -73,7 +67,7 @@ def second_moments(model: Model, moments: MomentsLike) -> Fitted:
     """
     names = [checkpoint.name for checkpoint in model.checkpoints]
 
-    def check(name: str, state: Mapping[str, Tensor], folder: object) -> None:
+    def check(name: str, state: Mapping[str, Tensor]) -> None:
         for parameter, shape in model.shapes.items():
             value = state.get(parameter)
             got = None if value is None else tuple(value.shape)
@@ -86,8 +80,8 @@ def second_moments(model: Model, moments: MomentsLike) -> Fitted:
 
     scales, by_name = [], _by_name(moments, names)
     for name in names:
-        (read,) = make_checkpoints({name: _file(by_name[name])}, accept=check)
-        state = cached_state(read)
+        state = read_state(_file(by_name[name]))
+        check(name, state)
         flat = np.concatenate([state[n].double().flatten().numpy() for n in model.shapes])
         scales.append(((np.sqrt(flat) + EPSILON) ** -0.5).astype(np.float32))
     arrays = {"moment_scale": np.stack(scales, 1)}
