@@ -24,6 +24,9 @@ from trakdask.errors import CheckpointError
 # time.
 building = threading.RLock()
 
+# The modules of the base model inside of PEFT's wrappers.
+_WRAPPED = ("base_layer", "original_module", "token_adapter")
+
 
 def by_class(module: nn.Module, saved: Mapping[str, Tensor], name: str) -> dict[str, Tensor] | None:
     """Return the tensors of a file as the class of the model loads them.
@@ -69,9 +72,9 @@ def without_adapters(module: nn.Module) -> tuple[nn.Module, dict[str, str]]:
     adapted = next(part for part in module.modules() if isinstance(part, _peft_model()))
     base: nn.Module = adapted.get_base_model()
     for path, part in reversed(list(base.named_modules())):  # inner wrappers before outer ones
-        children = dict(part.named_children())
-        if inner := children.get("base_layer", children.get("original_module")):
-            base.set_submodule(path, inner)
+        inner = [child for name, child in part.named_children() if name in _WRAPPED]
+        if inner and type(part).__module__.startswith("peft."):
+            base.set_submodule(path, inner[0])
     state = base.state_dict(keep_vars=True)
     return base, {name: full_names[id(tensor)] for name, tensor in state.items()}
 
@@ -84,12 +87,12 @@ def base_names(module: nn.Module) -> set[str]:
 
 def use_saved_prompts(module: nn.Module) -> None:
     """Make the prompts of PEFT parameters: it saves them, and not the layers that made them."""
-    for part in module.modules():
-        for name, encoder in getattr(part, "prompt_encoder", {}).items():
-            config = part.peft_config[name]
+    adapted: list[Any] = [part for part in module.modules() if isinstance(part, _peft_model())]
+    for part in adapted:
+        for name, encoder in dict(part.named_children()).get("prompt_encoder", {}).items():
             if len(list(encoder.children())) > 1:
-                config.inference_mode = True
-                part.prompt_encoder[name] = type(encoder)(config)
+                part.peft_config[name].inference_mode = True
+                part.prompt_encoder[name] = type(encoder)(part.peft_config[name])
 
 
 def _peft_model() -> Any:
@@ -120,7 +123,7 @@ def _adapter(part: Any, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
     copied = copy.deepcopy(part)
     # Tensors of the copy are on the meta device, where they cannot be set.
     copied.load_state_dict = lambda tensors, **options: placed.update(tensors)
-    for encoder in getattr(copied, "prompt_encoder", {}).values():
+    for encoder in dict(copied.named_children()).get("prompt_encoder", {}).values():
         encoder.embedding.to_empty(device="cpu")  # PEFT sets this one in another way
     peft.set_peft_model_state_dict(copied, dict(saved), copied.active_adapter)
     placed.pop("prompt_embeddings", None)
@@ -149,7 +152,8 @@ def _pretrained(part: Any, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
     # Those that are missing have random values now.
     state = {n: t for n, t in loaded.state_dict().items() if n not in report["missing_keys"]}
     others = {name: shape for name, shape, _ in report["mismatched_keys"]}
-    others |= {name: (0,) for name in report["unexpected_keys"] if not _is_head(name, part, saved)}
+    further = sorted(report["unexpected_keys"])
+    others |= {name: (0,) for name in further if not _is_head(name, part, saved)}
     return state | {name: torch.empty(shape, device="meta") for name, shape in others.items()}
 
 
@@ -160,7 +164,8 @@ def _is_head(name: str, part: Any, saved: Mapping[str, Tensor]) -> bool:
     """
     prefix = f"{part.base_model_prefix}."
     is_outside = not name.startswith(prefix) and any(n.startswith(prefix) for n in saved)
-    steps = name.split(".")
+    is_base = not hasattr(part, part.base_model_prefix)
+    steps = (name.removeprefix(prefix) if is_base else name).split(".")
     for depth, step in enumerate(steps):
         if vars(part).get(step, ()) is None:  # as the pooler with ``add_pooling_layer=False``
             return True

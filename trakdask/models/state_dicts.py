@@ -161,11 +161,11 @@ def _differences(
     """Return what the model has and the state dict does not, and the other way round."""
     needed = module.state_dict(keep_vars=True)
     # One of the names of tied weights is enough.
-    present = {id(tensor) for name, tensor in needed.items() if name in state}
+    present = {id(tensor) for name, tensor in needed.items() if name in state or name in optional}
     missing = []
     for name, tensor in needed.items():
         got = tuple(state[name].shape) if name in state else "no such tensor"
-        is_elsewhere = name not in state and (id(tensor) in present or name in optional)
+        is_elsewhere = name not in state and id(tensor) in present
         if got != (shape := tuple(tensor.shape)) and not is_elsewhere:
             missing.append(f"{name!r} of shape {shape}, got {got}")
     return missing, [f"tensors of the model, got {n!r} too" for n in state if n not in needed]
