@@ -196,6 +196,24 @@ def test_adapter__gives_what_from_pretrained_gives(
     assert float((found[:, -1] - without[:, -1]).abs().max()) > 1e-4
 
 
+@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head"]}], ids=str)
+def test_adapter__inside_of_a_model_of_transformers(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    base = FAMILIES["llama"][0]
+    base().save_pretrained(tmp_path / "base")
+
+    def build() -> Any:
+        built = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        built.add_adapter(peft.LoraConfig(r=2, init_lora_weights=False, **TARGETS, **options))
+        return built
+
+    build().save_pretrained(tmp_path / "adapter")
+    wanted = first(hf.AutoModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()(**IDS))
+    found = outputs(build, tmp_path / "adapter", IDS)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
 class Wrapped(nn.Module):
     """A model of transformers inside of another one."""
 

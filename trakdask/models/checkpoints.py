@@ -192,8 +192,8 @@ def _read_verified(checkpoint: Checkpoint, module: nn.Module) -> State:
 
 def read_state(value: CheckpointLike) -> State:
     """Read the tensors in a file, or take those that are given, by the names that they have."""
-    is_place = isinstance(value, (str, Path))
-    states = states_in(read_content(location(value)) if is_place else value, str(value)[:60])
+    content = read_content(location(value)) if isinstance(value, (str, Path)) else value
+    states = states_in(content, f"{value!s:.60}")
     if None not in states:
         raise CheckpointError(
             f"expected tensors by name, got them under the keys {list(states)} in {value!r:.60}; "

@@ -17,7 +17,6 @@ from trakdask.html_tables import html_table
 from trakdask.models.checkpoints import (
     Checkpoint,
     CheckpointLike,
-    State,
     base_files,
     cached,
     cached_state,
@@ -34,6 +33,7 @@ from trakdask.models.modules import (
     without_weights,
 )
 from trakdask.models.pretrained import building, use_saved_prompts, without_adapters
+from trakdask.models.state_dicts import State
 from trakdask.models.tasks import Forward, Task, TrakTask, resolve_task, task_spec
 from trakdask.torch_internals import uncompiled
 

@@ -24,6 +24,9 @@ from trakdask.errors import CheckpointError
 # time.
 building = threading.RLock()
 
+_PEFT = ("peft.peft_model", "PeftModel")
+_TRANSFORMERS = ("transformers.modeling_utils", "PreTrainedModel")
+
 # The modules of the base model inside of PEFT's wrappers.
 _WRAPPED = ("base_layer", "original_module", "token_adapter")
 
@@ -51,14 +54,14 @@ def by_class(module: nn.Module, saved: Mapping[str, Tensor], name: str) -> dict[
     CheckpointError
         If the class cannot load them, or the model has several adapters.
     """
-    for load, kind in ((_adapter, _peft_model()), (_pretrained, _pretrained_model())):
-        for path, part in module.named_modules():
-            if isinstance(part, kind):
-                prefix = f"{path}." if path else ""
-                plain = {key.removeprefix("module."): tensor for key, tensor in saved.items()}
-                with building, _quiet(), _explained(part, name):
-                    return {prefix + key: tensor for key, tensor in load(part, plain).items()}
-    return None
+    adapted, pretrained = _adapted(module), _parts(module, *_TRANSFORMERS)
+    if not adapted and not pretrained:
+        return None
+    load, (path, part) = (_adapter, adapted[0]) if adapted else (_pretrained, pretrained[0])
+    prefix = f"{path}." if path else ""
+    plain = {key.removeprefix("module."): tensor for key, tensor in saved.items()}
+    with building, _quiet(), _explained(part, name):
+        return {prefix + key: tensor for key, tensor in load(part, plain).items()}
 
 
 def without_adapters(module: nn.Module) -> tuple[nn.Module, dict[str, str]]:
@@ -69,8 +72,8 @@ def without_adapters(module: nn.Module) -> tuple[nn.Module, dict[str, str]]:
     The base model, and the names of its tensors in the whole model.
     """
     full_names = first_names(module)
-    adapted = next(part for part in module.modules() if isinstance(part, _peft_model()))
-    base: nn.Module = adapted.get_base_model()
+    _, adapted = _adapted(module)[0]
+    base: nn.Module = adapted.get_base_model() if _parts(adapted, *_PEFT) else adapted
     for path, part in reversed(list(base.named_modules())):  # inner wrappers before outer ones
         inner = [child for name, child in part.named_children() if name in _WRAPPED]
         if inner and type(part).__module__.startswith("peft."):
@@ -81,27 +84,28 @@ def without_adapters(module: nn.Module) -> tuple[nn.Module, dict[str, str]]:
 
 def base_names(module: nn.Module) -> set[str]:
     """Return the names of the tensors of a model that belong to the base model of an adapter."""
-    is_adapted = any(isinstance(part, _peft_model()) for part in module.modules())
-    return set(without_adapters(copy.deepcopy(module))[1].values()) if is_adapted else set()
+    return set(without_adapters(copy.deepcopy(module))[1].values()) if _adapted(module) else set()
 
 
 def use_saved_prompts(module: nn.Module) -> None:
     """Make the prompts of PEFT parameters: it saves them, and not the layers that made them."""
-    adapted: list[Any] = [part for part in module.modules() if isinstance(part, _peft_model())]
-    for part in adapted:
+    for _, part in _parts(module, *_PEFT):
         for name, encoder in dict(part.named_children()).get("prompt_encoder", {}).items():
             if len(list(encoder.children())) > 1:
                 part.peft_config[name].inference_mode = True
                 part.prompt_encoder[name] = type(encoder)(part.peft_config[name])
 
 
-def _peft_model() -> Any:
-    """Return the class of PEFT models; where nobody has imported it, no class."""
-    return getattr(sys.modules.get("peft.peft_model"), "PeftModel", ())
+def _parts(module: nn.Module, package: str, name: str) -> list[tuple[str, Any]]:
+    """Return the modules of a class, which is there if somebody has imported its package."""
+    kind = getattr(sys.modules.get(package), name, ())
+    return [(path, part) for path, part in module.named_modules() if isinstance(part, kind)]
 
 
-def _pretrained_model() -> Any:
-    return getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+def _adapted(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return the models with adapters: of PEFT, or of transformers after ``add_adapter``."""
+    parts = [*_parts(module, *_PEFT), *_parts(module, *_TRANSFORMERS)]
+    return [(path, part) for path, part in parts if getattr(part, "peft_config", None)]
 
 
 def first_names(module: nn.Module) -> dict[int, str]:
@@ -125,7 +129,10 @@ def _adapter(part: Any, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
     copied.load_state_dict = lambda tensors, **options: placed.update(tensors)
     for encoder in dict(copied.named_children()).get("prompt_encoder", {}).values():
         encoder.embedding.to_empty(device="cpu")  # PEFT sets this one in another way
-    peft.set_peft_model_state_dict(copied, dict(saved), copied.active_adapter)
+    if not _parts(part, *_PEFT):
+        saved = {name.removeprefix("base_model.model."): tensor for name, tensor in saved.items()}
+    (adapter,) = part.peft_config
+    peft.set_peft_model_state_dict(copied, dict(saved), adapter)
     placed.pop("prompt_embeddings", None)
     return placed | {n: t for n, t in copied.state_dict().items() if not t.is_meta}
 
@@ -136,11 +143,12 @@ def _pretrained(part: Any, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
     built = copy.deepcopy(part)
     if dtypes:  # the stored precision
         built = built.to(functools.reduce(torch.promote_types, dtypes))
-    kind = type(part)
+    kind: Any = type(part)
     # ``from_pretrained`` makes an instance of its class, with arguments that only ``build`` knows.
     # Of this class it gets the model as it was built.
     methods = {"__new__": lambda *_, **__: built, "__module__": kind.__module__}
-    loaded, report = type(kind.__name__, (kind,), methods).from_pretrained(
+    returning: Any = type(kind.__name__, (kind,), methods)
+    loaded, report = returning.from_pretrained(
         None,
         config=part.config,
         state_dict=dict(saved),
@@ -178,8 +186,9 @@ def _is_head(name: str, part: Any, saved: Mapping[str, Tensor]) -> bool:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Let transformers report neither progress nor what is missing, which are errors here."""
-    from transformers.utils import logging
+    from transformers.utils import logging as untyped
 
+    logging: Any = untyped
     level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
