@@ -125,8 +125,9 @@ def test_make_checkpoints__what_people_save(
 
 
 def test_make_checkpoints__a_file_for_a_module_inside_of_the_model() -> None:
-    for wrapped in (torch.nn.Sequential(torch.nn.Linear(4, 2, device="meta")),):
-        (made,) = module.make_checkpoints([state()], wrapped)
+    wrapped = torch.nn.Sequential(torch.nn.Linear(4, 2, device="meta"))
+    for given in (state(), renamed("module.")):
+        (made,) = module.make_checkpoints([given], wrapped)
         assert digest_state(module.cached_state(made, wrapped)) == digest_state(renamed("0."))
 
 

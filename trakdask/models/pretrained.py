@@ -127,14 +127,17 @@ def _adapter(part: Any, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
     copied = copy.deepcopy(part)
     # Tensors of the copy are on the meta device, where they cannot be set.
     copied.load_state_dict = lambda tensors, **options: placed.update(tensors)
-    for encoder in dict(copied.named_children()).get("prompt_encoder", {}).values():
-        encoder.embedding.to_empty(device="cpu")  # PEFT sets this one in another way
+    prompts = dict(copied.named_children()).get("prompt_encoder", {})
+    for encoder in prompts.values():  # PEFT sets these itself
+        encoder.embedding.to_empty(device="cpu")
     if not _parts(part, *_PEFT):
         saved = {name.removeprefix("base_model.model."): tensor for name, tensor in saved.items()}
     (adapter,) = part.peft_config
     peft.set_peft_model_state_dict(copied, dict(saved), adapter)
     placed.pop("prompt_embeddings", None)
-    return placed | {n: t for n, t in copied.state_dict().items() if not t.is_meta}
+    names = first_names(copied)
+    weights = [encoder.embedding.weight for encoder in prompts.values()]
+    return placed | {names[id(weight)]: weight.detach() for weight in weights}
 
 
 def _pretrained(part: Any, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:

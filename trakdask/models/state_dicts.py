@@ -84,7 +84,12 @@ def states_in(content: Any, name: str, key: str | None = None) -> dict[str | Non
     inside: dict[str | None, State] = {at: dict(value) for at, value in items if _is_state(value)}
     if inside and key is None:
         return inside
-    advice = f"td.Model(..., key={next(iter(inside))!r})" if inside else "model.state_dict()"
+    others = [at for at, value in items if not isinstance(value, Tensor)]
+    advice = "model.state_dict()"
+    if inside:
+        advice = f"td.Model(..., key={next(iter(inside))!r})"
+    elif 0 < len(others) < len(items):
+        advice = f"the same without {others[0]!r}, which is no tensor"
     raise CheckpointError(
         f"expected a state dict (tensors by parameter name) in checkpoint {name!r}, got "
         f"{type(content).__name__} with the keys {[at for at, _ in items][:5]}; try {advice}"
@@ -106,7 +111,7 @@ def _cut(
     states: Mapping[str | None, State], prefix: str | None, checkpoint: str
 ) -> dict[str | None, State]:
     """Take the tensors whose names start with a prefix, and remove it and the names of wrappers."""
-    start = "" if prefix is None else _plain(f"{prefix.removesuffix('.')}.")
+    start = _plain(f"{prefix.removesuffix('.')}.") if prefix else ""
     cut = {
         at: {_plain(n)[len(start) :]: t for n, t in state.items() if _plain(n).startswith(start)}
         for at, state in states.items()
@@ -138,7 +143,8 @@ def _attempts(module: nn.Module, state: State, name: str) -> Iterator[State]:
     for start in ("", *_common_prefixes(state)):
         yield _without(start, state, needed)
     for start in _common_prefixes(needed):  # the tensors of a module inside of the model
-        yield {needed.get(start + n, n): tensor for n, tensor in state.items()}
+        names = {n: start + n.removeprefix("module.") for n in state}
+        yield {needed.get(names[n], n): tensor for n, tensor in state.items()}
     if (loaded := by_class(module, state, name)) is not None:
         yield loaded
 
