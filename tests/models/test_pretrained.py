@@ -217,12 +217,24 @@ def test_adapter__inside_of_a_model_of_transformers(
 class Wrapped(nn.Module):
     """A model of transformers inside of another one."""
 
-    def __init__(self) -> None:
+    def __init__(self, net: nn.Module | None = None) -> None:
         super().__init__()
-        self.net = FAMILIES["vit"][0]()
+        self.net = net or FAMILIES["vit"][0]()
 
     def forward(self, **inputs: Tensor) -> Any:
         return self.net(**inputs)
+
+
+def test_adapter__inside_of_another_module(tmp_path: Path) -> None:
+    base, config = ADAPTERS["prompt"]
+    base().save_pretrained(tmp_path / "base")
+    trained = peft.get_peft_model(type(base()).from_pretrained(tmp_path / "base"), config())
+    trained.save_pretrained(tmp_path / "adapter")
+    trained.eval()
+    found = outputs(
+        lambda: Wrapped(peft.get_peft_model(base(), config())), tmp_path / "adapter", IDS
+    )
+    torch.testing.assert_close(found, first(trained(**IDS)).detach(), rtol=0, atol=1e-6)
 
 
 def renamed(path: Path, *changes: tuple[str, str]) -> None:

@@ -56,13 +56,14 @@ class Model:
         since threads that share a module silently corrupt each other's results, and by one thread
         at a time.
     checkpoints
-        List of paths or URLs (``.pt``, which is read with ``weights_only=True``, ``.safetensors``,
-        or a folder that ``save_pretrained`` or ``Trainer`` wrote) or of state dicts, or a mapping
-        from names to these. One path of a run's folder stands for all ``checkpoint-<step>`` in it.
-        The file of a PEFT adapter is completed by the weights of its base model: from the folder
-        that the adapter's configuration names, if it exists, or else from ``build``. Workers read
-        files themselves. If ``build`` is a module, checkpoints may be omitted; the only one then
-        consists of the module's own weights.
+        List of paths or URLs (files of ``torch.save``, such as ``.pt`` or ``.ckpt``, which are read
+        with ``weights_only=True``; ``.safetensors``; folders that ``save_pretrained``, ``Trainer``
+        or PEFT wrote, which are loaded as ``from_pretrained`` of the model's class does) or of
+        state dicts, or a mapping from names to these. One path of a run's folder stands for all
+        ``checkpoint-<step>`` in it. An adapter is completed by the weights of its base model: from
+        the folder that the adapter's configuration names, if it exists, or else from ``build``.
+        Workers read files themselves. If ``build`` is a module, checkpoints may be omitted; the
+        only one then consists of the module's own weights.
     task
         A name (``"classification"``, ``"image_classification"``, ``"text_classification"``,
         ``"binary_classification"``, ``"multi_label"``, ``"regression"``, ``"causal_lm"``,
@@ -74,8 +75,13 @@ class Model:
         gradients of other parameters are computed. ``"*lora_*"`` selects a model's adapters, and
         ``lambda name, parameter: parameter.requires_grad`` what ``build`` has not frozen.
     key
-        Key of the state dict in checkpoints that hold more than that; Lightning's is
-        ``"state_dict"``.
+        Key of the state dict in checkpoints that hold more than that. By default, it is the only
+        one whose tensors fit the model. Name it where there are several, as with averaged weights.
+    prefix
+        Beginning of the names of the model's tensors, such as ``"net."`` where Lightning's module
+        keeps the model as ``self.net``. It is removed, and tensors with other names are left out.
+        By default, a prefix that all names have in common is removed if all tensors fit then, and
+        so is what DDP, FSDP and ``torch.compile`` add.
     checkpoint_ids
         Integers that select the projection matrices; by default the first 32 bits of each
         checkpoint's content hash, so that features computed separately can be joined.
