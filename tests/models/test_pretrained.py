@@ -52,6 +52,7 @@ def detr() -> nn.Module:
     layers = {"encoder_layers": 1, "decoder_layers": 1}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
     options = {"use_timm_backbone": False, "backbone_config": backbone, "backbone": None}
+    options["use_pretrained_backbone"] = False
     return hf.DetrForObjectDetection(hf.DetrConfig(**options, **sizes, **layers, **heads))
 
 
@@ -196,7 +197,7 @@ def test_adapter__gives_what_from_pretrained_gives(
     assert float((found[:, -1] - without[:, -1]).abs().max()) > 1e-4
 
 
-@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head"]}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["norm"]}], ids=str)
 def test_adapter__inside_of_a_model_of_transformers(
     options: dict[str, Any], tmp_path: Path
 ) -> None:

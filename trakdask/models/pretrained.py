@@ -135,6 +135,8 @@ def _adapter(part: Any, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
     (adapter,) = part.peft_config
     peft.set_peft_model_state_dict(copied, dict(saved), adapter)
     placed.pop("prompt_embeddings", None)
+    needed = copied.state_dict()  # PEFT 0.18 leaves some names as in the file
+    placed = {f"{n}.{adapter}" if f"{n}.{adapter}" in needed else n: placed[n] for n in placed}
     names = first_names(copied)
     weights = [encoder.embedding.weight for encoder in prompts.values()]
     return placed | {names[id(weight)]: weight.detach() for weight in weights}
