@@ -76,6 +76,7 @@ ROWS = [
         ("a prefix and more", given(renamed("net.model.") | {"loss.weight": torch.ones(3)}), "'weight'", "(3, 4)", "td.Model(..., prefix='net.model.')"),
         ("prefix of nothing", given(renamed("net."), prefix="model."), "prefix='model.'", "'net.weight'"),
         ("key of nothing", given({"model": STATE}, key="state_dict"), "['model']", "key='model'"),
+        ("a list", written("c.pt", saved([STATE])), "got list", "model.state_dict()"),
         ("numbers beside tensors", given({**STATE, "epoch": 3}), "'weight', 'bias', 'epoch'", "without 'epoch'"),
         ("nothing fits inside", given({"model": {"a": torch.ones(2)}, "step": 3}), "'weight' of shape (3, 4)", "'model' of checkpoint '0'"),
         ("a scalar of numpy", written("c.ckpt", saved({"state_dict": STATE, "best": np.float64(1)})), "c.ckpt", "numpy", "scalar", *TRUST),

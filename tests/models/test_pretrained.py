@@ -150,6 +150,7 @@ LM, TARGETS = {"task_type": "CAUSAL_LM"}, {"target_modules": ["q_proj", "down_pr
 PROMPTS = {**LM, "num_virtual_tokens": 3}
 ADAPTERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "lora": (lm("LlamaConfig"), lambda: peft.LoraConfig(r=2, **TARGETS)),
+    "lora of experts": (FAMILIES["mixtral"][0], lambda: peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)),
     "lora with a head": (bert, lambda: peft.LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")),
     "lora with tokens": (lm("LlamaConfig"), lambda: peft.LoraConfig(r=2, **TARGETS, trainable_token_indices=[3, 5])),
     "dora": (gpt2, lambda: peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, use_dora=True)),
@@ -195,6 +196,27 @@ def test_adapter__gives_what_from_pretrained_gives(
     found = outputs(lambda: peft.get_peft_model(build(), config()), tmp_path / "adapter", inputs)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
     assert float((found[:, -1] - without[:, -1]).abs().max()) > 1e-4
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
+def test_adapter__with_embeddings_of_more_words(tmp_path: Path) -> None:
+    """The base model's own embeddings do not fit, and are not needed."""
+    base = FAMILIES["gpt2"][0]
+    base().save_pretrained(tmp_path / "base")
+
+    def build(base: Any) -> Any:
+        base.resize_token_embeddings(43, mean_resizing=False)
+        return peft.get_peft_model(
+            base, peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+        )
+
+    trained = build(type(base()).from_pretrained(tmp_path / "base"))
+    trained.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    found = outputs(lambda: build(base()), tmp_path / "adapter", IDS)
+    torch.testing.assert_close(found, first(trained.eval()(**IDS)).detach(), rtol=0, atol=1e-6)
+    renamed(tmp_path / "base", (".ln_1.", ".other."))
+    with pytest.raises(CheckpointError, match=r"ln_1.*no such tensor.*its base model"):
+        outputs(lambda: build(base()), tmp_path / "adapter", IDS)
 
 
 @pytest.mark.parametrize("options", [{}, {"modules_to_save": ["norm"]}], ids=str)

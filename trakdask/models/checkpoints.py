@@ -24,7 +24,7 @@ from trakdask.checks import require_integer
 from trakdask.errors import CheckpointError
 from trakdask.files import UNCACHED, Folder, location
 from trakdask.models.pretrained import base_names, without_adapters
-from trakdask.models.state_dicts import State, fitted, states_in
+from trakdask.models.state_dicts import State, fitted, require_whole, states_in
 
 CheckpointLike = str | Path | Mapping[str, Tensor]
 
@@ -193,13 +193,8 @@ def _read_verified(checkpoint: Checkpoint, module: nn.Module) -> State:
 def read_state(value: CheckpointLike) -> State:
     """Read the tensors in a file, or take those that are given, by the names that they have."""
     content = read_content(location(value)) if isinstance(value, (str, Path)) else value
-    states = states_in(content, f"{value!s:.60}")
-    if None not in states:
-        raise CheckpointError(
-            f"expected tensors by name, got them under the keys {list(states)} in {value!r:.60}; "
-            f"try content[{next(iter(states))!r}], with content = torch.load(file)"
-        )
-    return {name: tensor.detach().cpu() for name, tensor in states[None].items()}
+    state = states_in(content, f"{value!s:.60}").get(None, {})
+    return {name: tensor.detach().cpu() for name, tensor in state.items()}
 
 
 def read_content(place: str) -> Any:
@@ -294,6 +289,8 @@ def _open(
         tensors = fit(module, value, name)
         state = {n: tensor.detach().cpu().clone() for n, tensor in tensors.items()}
     base = base_of(folder) if base_names(module) - set(state) else None
+    if base is not None:
+        require_whole(module, cached_state(base, module) | state, name)
     return cached(name, state, source, base)
 
 
@@ -316,16 +313,23 @@ def read_files(
     fit: Callable[[nn.Module, Any, str], State] = fitted,
 ) -> State:
     """Read a checkpoint from its only file, or from its shards."""
-    contents = [read_content(place) for place in places]
-    merged = {n: value for content in contents for n, value in content.items()}
-    return fit(module, merged if len(contents) > 1 else contents[0], name)
+    content, *shards = (read_content(place) for place in places)
+    for shard in shards:
+        content |= shard
+    return fit(module, content, name)
 
 
 def read_base(module: nn.Module, places: Iterable[str]) -> State:
-    """Read the base model below an adapter, by the names of its tensors in the whole model."""
+    """Read the base model below an adapter, by the names of its tensors in the whole model.
+
+    Tensors that do not fit are left out, because the adapter may have brought its own: embeddings
+    of more words.
+    """
     base, names = without_adapters(copy.deepcopy(module))
-    state = read_files(base, places, "base model")
-    return {names[name]: tensor for name, tensor in state.items()}
+    needed = base.state_dict()
+    state = read_files(base, places, "base model", partial(fitted, strict=False))
+    fits = {n: t for n, t in state.items() if n in needed and t.shape == needed[n].shape}
+    return {names[name]: tensor for name, tensor in fits.items()}
 
 
 def base_files(adapter: Folder | None) -> tuple[str, ...]:

@@ -253,11 +253,12 @@ def _base_model(
     """
     places = base_files(adapter)
     if places not in bases:
-        source: Callable[[torch.nn.Module], State]
-        if places:
-            source = functools.partial(read_base, places=places)
-        else:  # Workers build it, too: it is too large to be sent with every adapter.
-            source = functools.partial(_built_base, build=build)
+        # Workers build it, too: it is too large to be sent with every adapter.
+        source: Callable[[torch.nn.Module], State] = (
+            functools.partial(read_base, places=places)
+            if places
+            else functools.partial(_built_base, build=build)
+        )
         is_sent = not places and isinstance(build, torch.nn.Module)
         bases[places] = cached("base model", source(module), None if is_sent else source)
     return bases[places]

@@ -60,8 +60,17 @@ def by_class(module: nn.Module, saved: Mapping[str, Tensor], name: str) -> dict[
     load, (path, part) = (_adapter, adapted[0]) if adapted else (_pretrained, pretrained[0])
     prefix = f"{path}." if path else ""
     plain = {key.removeprefix("module."): tensor for key, tensor in saved.items()}
-    with building, _quiet(), _explained(part, name):
-        return {prefix + key: tensor for key, tensor in load(part, plain).items()}
+    try:
+        with building, _quiet():
+            return {prefix + key: tensor for key, tensor in load(part, plain).items()}
+    except CheckpointError:
+        raise
+    except Exception as err:  # these libraries have no class of errors for it
+        raise CheckpointError(
+            f"expected weights that {type(part).__name__} can load in checkpoint {name!r}, got "
+            f"{type(err).__name__}: {str(err).strip().partition(chr(10))[0]}; try the build "
+            "function that this checkpoint was trained with"
+        ) from err
 
 
 def without_adapters(module: nn.Module) -> tuple[nn.Module, dict[str, str]]:
@@ -78,6 +87,7 @@ def without_adapters(module: nn.Module) -> tuple[nn.Module, dict[str, str]]:
         inner = [child for name, child in part.named_children() if name in _WRAPPED]
         if inner and type(part).__module__.startswith("peft."):
             base.set_submodule(path, inner[0])
+    vars(base).pop("peft_config", None)  # it is a model without adapters now
     state = base.state_dict(keep_vars=True)
     return base, {name: full_names[id(tensor)] for name, tensor in state.items()}
 
@@ -191,9 +201,8 @@ def _is_head(name: str, part: Any, saved: Mapping[str, Tensor]) -> bool:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Let transformers report neither progress nor what is missing, which are errors here."""
-    from transformers.utils import logging as untyped
+    from transformers.utils import logging
 
-    logging: Any = untyped
     level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -203,17 +212,3 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if has_bars:
             logging.enable_progress_bar()
-
-
-@contextmanager
-def _explained(part: nn.Module, name: str) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as err:  # these libraries have no class of errors for it
-        raise CheckpointError(
-            f"expected weights that {type(part).__name__} can load in checkpoint {name!r}, got "
-            f"{type(err).__name__}: {str(err).strip().partition(chr(10))[0]}; try the build "
-            "function that this checkpoint was trained with"
-        ) from err

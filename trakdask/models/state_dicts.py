@@ -23,6 +23,7 @@ def fitted(
     *,
     key: str | None = None,
     prefix: str | None = None,
+    strict: bool = True,
 ) -> State:
     """Return the tensors of a checkpoint by the names that they have in the model.
 
@@ -39,6 +40,8 @@ def fitted(
     prefix
         Take the tensors whose names start with it, and strip it. By default, a prefix that all
         names have in common is stripped if all tensors fit then.
+    strict
+        Whether all tensors must fit.
 
     Returns
     -------
@@ -61,17 +64,27 @@ def fitted(
                 + " or ".join(f"td.Model(..., key={at!r})" for at in fits)
             )
     at, (wrong, state) = min(best.items(), key=lambda item: len(item[1][0]))
-    if wrong:
+    if wrong and strict:
         where = f"checkpoint {name!r}" if at is None else f"{at!r} of checkpoint {name!r}"
-        raise CheckpointError(
-            f"expected {wrong[0]}, in {where} ({len(wrong)} tensors differ); try "
-            + _advice(module, states[at], optional)
-        )
+        raise _misfit(wrong, where, _advice(module, states[at], optional))
     if not optional:
         return state
     # Of several names of a tensor the first one, so that the base model's cannot take its place.
-    names, tensors = first_names(module), module.state_dict(keep_vars=True)
-    return {names[id(tensors[name])]: tensor for name, tensor in state.items()}
+    first, tensors = first_names(module), module.state_dict(keep_vars=True)
+    return {first[id(tensors[name])]: tensor for name, tensor in state.items()}
+
+
+def require_whole(module: nn.Module, state: State, name: str) -> None:
+    """Reject an adapter and a base model that are not the whole model together."""
+    if wrong := _differences(module, state, set())[0]:
+        where = f"checkpoint {name!r} with its base model"
+        raise _misfit(wrong, where, _advice(module, state, {name}))
+
+
+def _misfit(wrong: list[str], where: str, advice: str) -> CheckpointError:
+    return CheckpointError(
+        f"expected {wrong[0]}, in {where} ({len(wrong)} tensors differ); try {advice}"
+    )
 
 
 def states_in(content: Any, name: str, key: str | None = None) -> dict[str | None, State]:
