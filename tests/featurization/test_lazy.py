@@ -177,10 +177,8 @@ def test_featurize__compute_reads_the_weights_of_each_checkpoint_once(
     made = td.Model(build, paths)
     checkpoints._states.by_digest.clear()
     reads = []
-    read = checkpoints.read_state
-    monkeypatch.setattr(
-        checkpoints, "read_state", lambda path, key: reads.append(path) or read(path)
-    )
+    read = checkpoints.read_content
+    monkeypatch.setattr(checkpoints, "read_content", lambda path: reads.append(path) or read(path))
     features = td.featurize(samples(32, chunks=2), made, projector=td.Rademacher(proj_dim=4))
     assert features.feature.data.numblocks == (16, 1, 4)
     features.compute(scheduler="threads", num_workers=2)

@@ -16,7 +16,15 @@ from safetensors.torch import save_file
 
 from trakdask.errors import CheckpointError
 from trakdask.models import checkpoints as module
-from trakdask.models.checkpoints import State, States, cached_state, digest_state, make_checkpoints
+from trakdask.models.checkpoints import Checkpoint, State, States, digest_state
+
+
+def make_checkpoints(checkpoints: object, **options: object) -> tuple[Checkpoint, ...]:
+    return module.make_checkpoints(checkpoints, torch.nn.Linear(4, 2, device="meta"), **options)
+
+
+def cached_state(checkpoint: Checkpoint) -> State:
+    return module.cached_state(checkpoint, torch.nn.Linear(4, 2, device="meta"))
 
 
 def state(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -80,13 +88,47 @@ def test_make_checkpoints__pickled_code_is_refused_and_does_not_run(
     assert not trap.exists()
 
 
-def test_make_checkpoints__wrapped_state_dict(tmp_path: Path) -> None:
-    torch.save({"state_dict": state(), "epoch": 3}, tmp_path / "w.pt")
-    with pytest.raises(CheckpointError, match=r"w\.pt.*key='state_dict'"):
-        make_checkpoints([tmp_path / "w.pt"])
-    (made,) = make_checkpoints([tmp_path / "w.pt"], key="state_dict")
-    module._states.by_digest.clear()
-    assert digest_state(cached_state(made)) == digest_state(state())
+def renamed(prefix: str, seed: int = 0) -> State:
+    return {prefix + name: tensor for name, tensor in state(seed).items()}
+
+
+SAVED: dict[str, tuple[object, dict[str, str]]] = {
+    "of Lightning": ({"state_dict": renamed("net."), "epoch": 3, "loops": {"a": {}}}, {}),
+    "of DDP": (renamed("module."), {}),
+    "compiled": (renamed("_orig_mod."), {}),
+    "both, in a loop of torch": ({"model": renamed("module._orig_mod."), "best": 0.5}, {}),
+    "sharded": (renamed("_fsdp_wrapped_module."), {}),
+    "averaged beside, by key": ({"model": state(1), "ema": state()}, {"key": "ema"}),
+    "averaged beside, by prefix": (renamed("net.", 1) | renamed("ema.net."), {"prefix": "ema.net"}),
+    "with a loss": (renamed("net.") | {"loss.weight": torch.ones(2)}, {"prefix": "net."}),
+    "key and prefix": (
+        {"a": renamed("net.") | renamed("x.", 1), "b": state(2)},
+        {"key": "a", "prefix": "net"},
+    ),
+    "AveragedModel": ({"n_averaged": torch.tensor(3)} | renamed("module."), {"prefix": "module."}),
+}
+
+
+@pytest.mark.parametrize("case", SAVED)
+@pytest.mark.parametrize("name", ["c.ckpt", "c.pth.tar", "c.th"])
+def test_make_checkpoints__what_people_save(
+    tmp_path: Path, bucket: str, case: str, name: str
+) -> None:
+    content, options = SAVED[case]
+    torch.save(content, tmp_path / name)
+    fsspec.filesystem("memory").put_file(str(tmp_path / name), f"/checkpoints/{name}")
+    for given in (content, tmp_path / name, f"{bucket}/{name}"):
+        (made,) = make_checkpoints([given], **options)
+        assert made.digest == digest_state(state())
+        module._states.by_digest.clear()
+        assert digest_state(cached_state(pickle.loads(pickle.dumps(made)))) == made.digest
+
+
+def test_make_checkpoints__a_file_for_a_module_inside_of_the_model() -> None:
+    wrapped = torch.nn.Sequential(torch.nn.Linear(4, 2, device="meta"))
+    for given in (state(), renamed("module.")):
+        (made,) = module.make_checkpoints([given], wrapped)
+        assert digest_state(module.cached_state(made, wrapped)) == digest_state(renamed("0."))
 
 
 @pytest.mark.parametrize("name", ["c0.pt", "c0.safetensors"])

@@ -137,16 +137,17 @@ def test_adapter__equals_the_model_in_memory(
 def test_adapter__several_share_one_base_which_belongs_to_their_identity(
     folder: Path, tmp_path: Path
 ) -> None:
-    (first, one), (second, two) = (adapter(folder, seed) for seed in (1, 2))
+    (first, one), (second, two), (_, three) = (adapter(folder, seed) for seed in (1, 2, 3))
     other = Path(shutil.copytree(first, tmp_path / "adapter"))
     gpt2().save_pretrained(tmp_path / "base")
     name_base(other, str(tmp_path / "base"))
-    states = {"1": first, "2": second, "memory": peft.get_peft_model_state_dict(two), "3": other}
+    states = {"1": first, "2": second, "memory": peft.get_peft_model_state_dict(three), "3": other}
     model = td.Model(one, states, task="causal_lm", parameters="*lora_*")
     assert model.checkpoints[0].base is model.checkpoints[1].base is not None
+    assert model.checkpoints[0].base == model.checkpoints[2].base  # which build gives
     assert len({checkpoint.digest for checkpoint in model.checkpoints}) == 4
     found = features(model)
-    for index, adapted_model in enumerate((one, two, two)):
+    for index, adapted_model in enumerate((one, two, three)):
         wanted = features(td.Model(adapted_model, task="causal_lm", parameters="*lora_*"))
         np.testing.assert_allclose(found[..., index], wanted[..., 0], rtol=1e-5, atol=1e-6)
 
@@ -190,8 +191,8 @@ def two() -> nn.Module:
     ("build", "words"),
     [
         (lambda: lora(gpt2(hidden_size=32)), r"shape"),
-        (lambda: lora(gpt2(), targets=["c_proj"]), r"c_attn.*target modules"),
-        (two, r"lora_A.*default.*other"),
+        (lambda: lora(gpt2(), targets=["c_proj"]), r"c_proj.*target modules"),
+        (two, r"one adapter.*default.*other"),
         (gpt2, r"adapter.*get_peft_model"),
     ],
     ids=["another base", "other modules", "two adapters", "no adapter"],

@@ -14,13 +14,7 @@ from trakdask.execution import polled_bar
 from trakdask.featurization.preparation import model_of, require_model
 from trakdask.files import Folder, location
 from trakdask.fits.sums import rounding_of
-from trakdask.models.checkpoints import (
-    CheckpointLike,
-    cached_state,
-    checkpoint_folders,
-    folder_at,
-    make_checkpoints,
-)
+from trakdask.models.checkpoints import CheckpointLike, checkpoint_folders, folder_at, read_state
 from trakdask.models.kept_checkpoints import MOMENTS_FILE, REMEDY
 from trakdask.models.model import Model
 from trakdask.projection.fitted import Fitted, SecondMoments
@@ -80,7 +74,7 @@ def second_moments(model: Model, moments: MomentsLike, *, progress: bool = True)
     require_model(model)
     names = [checkpoint.name for checkpoint in model.checkpoints]
 
-    def check(name: str, state: Mapping[str, Tensor], folder: object) -> None:
+    def check(name: str, state: Mapping[str, Tensor]) -> None:
         for parameter, shape in model.shapes.items():
             value = state.get(parameter)
             got = None if value is None else tuple(value.shape)
@@ -95,8 +89,8 @@ def second_moments(model: Model, moments: MomentsLike, *, progress: bool = True)
     by_name = _by_name(moments, names)
     with polled_bar("second moments", len(names), lambda: len(scales), show=progress):
         for name in names:
-            (read,) = make_checkpoints({name: _file(by_name[name])}, accept=check)
-            state = cached_state(read)
+            state = read_state(_file(by_name[name]))
+            check(name, state)
             flat = np.concatenate([state[n].double().flatten().numpy() for n in model.shapes])
             scale, least = (np.sqrt(flat) + EPSILON) ** -0.5, rounding_of(flat, model.shapes)
             for parameter, place in places_of(model.shapes).items():

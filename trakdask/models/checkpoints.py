@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import re
@@ -9,6 +10,7 @@ import socket
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -16,22 +18,25 @@ from typing import Any
 import fsspec
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trakdask.checks import require_integer
 from trakdask.errors import CheckpointError
-from trakdask.files import Folder, location
+from trakdask.files import UNCACHED, Folder, location
+from trakdask.models.pretrained import base_names, without_adapters
+from trakdask.models.state_dicts import State, fitted, require_whole, states_in
 
-State = dict[str, Tensor]
 CheckpointLike = str | Path | Mapping[str, Tensor]
-Accept = Callable[[str, State, "Folder | None"], "Checkpoint | None"]
 
-_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
 _FEWEST_STATES = 2
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+_ADAPTER_CONFIG = "adapter_config.json"
 _STEP = re.compile(r"checkpoint-(\d+)")
+
+# What torch and safetensors say of files that end too early.
+_CUT = ("central directory", "EOF", "Ran out", "not fully covered", "header length", "too small")
 
 
 class States:
@@ -73,7 +78,7 @@ class Checkpoint:
     name
         Label on the ``checkpoint`` dimension.
     source
-        Paths or URLs of the files with the tensors, the tensors, or a function that returns them.
+        The tensors, or a function of the model on the meta device that reads them.
     digest
         SHA-256 of the names, dtypes, shapes and bytes of all tensors. The digest of an adapter
         contains the digest of its base model.
@@ -81,43 +86,40 @@ class Checkpoint:
         The number in [0, 2³²) that selects the projection matrix.
     base
         The base model, if the tensors belong to an adapter alone.
-    key
-        Key of the state dict in a file that holds more than that.
     """
 
     name: str
-    source: tuple[str, ...] | State | Callable[[], Mapping[str, Tensor]] = field(
-        repr=False, compare=False
-    )
+    source: State | Callable[[nn.Module], State] = field(repr=False, compare=False)
     digest: str
     id: int
     base: Checkpoint | None = None
-    key: str | None = None
 
 
 def make_checkpoints(
     checkpoints: Iterable[CheckpointLike] | Mapping[str, CheckpointLike],
+    module: nn.Module,
     ids: Iterable[int] | None = None,
     *,
     key: str | None = None,
-    accept: Accept = lambda name, state, folder: None,
+    prefix: str | None = None,
+    base_of: Callable[[Folder | None], Checkpoint | None] = lambda folder: None,
 ) -> tuple[Checkpoint, ...]:
     """Read and hash checkpoints given as a list or as a mapping from name to checkpoint.
 
     Parameters
     ----------
     checkpoints
-        Paths or URLs (``.pt``, ``.safetensors``, folders of ``save_pretrained``) or state dicts. In
-        a list, a file is named by its stem, a folder by its name and a state dict by its position.
-        One path of a folder with ``checkpoint-<step>`` folders stands for these.
+        Paths or URLs of files, or of folders of ``save_pretrained``, or state dicts. In a list, a
+        file is named by its stem, a folder by its name and a state dict by its position. One path
+        of a folder with ``checkpoint-<step>`` folders stands for these.
+    module
+        The model on the meta device, which the tensors must fit.
     ids
         Projection ids; by default the first 32 bits of each content hash.
-    key
-        Key of the state dict in files and mappings that hold more than that.
-    accept
-        Called with the name, the tensors and the folder (or None) of each checkpoint while it is in
-        memory. Raises an error if they are wrong, and returns the base model if they belong to an
-        adapter alone.
+    key, prefix
+        As of :func:`~trakdask.models.state_dicts.fitted`.
+    base_of
+        Called with the folder, or None, of an adapter without its base model, which it returns.
 
     Raises
     ------
@@ -129,7 +131,8 @@ def make_checkpoints(
     named = _named(checkpoints)
     if not named:
         raise ValueError("expected at least one checkpoint, got none; try checkpoints=['model.pt']")
-    opened = [_open(name, value, key, accept) for name, value in named.items()]
+    fit = partial(fitted, key=key, prefix=prefix)
+    opened = [_open(name, value, module, fit, base_of) for name, value in named.items()]
     digests = [checkpoint.digest for checkpoint in opened]
     if len(set(digests)) < len(digests):
         twice = [checkpoint.name for checkpoint in opened if digests.count(checkpoint.digest) > 1]
@@ -158,15 +161,16 @@ def _digest(state: Mapping[str, Tensor], base: Checkpoint | None) -> str:
     return hashlib.sha256(f"{base.digest}|{digest}".encode()).hexdigest()
 
 
-def cached_state(checkpoint: Checkpoint) -> State:
+def cached_state(checkpoint: Checkpoint, module: nn.Module) -> State:
     """Return the tensors of a checkpoint; each process caches the last two, and others that fit.
-
-    An adapter has only its own tensors here; its base model is a checkpoint of its own.
 
     The hash is verified at each read, because a file that has changed since the model was created
     would give features of other weights under the old name.
     """
-    return _states.get(checkpoint.digest, lambda: _read_verified(checkpoint))
+    state = _states.get(checkpoint.digest, lambda: _read_verified(checkpoint, module))
+    if checkpoint.base is None:
+        return state
+    return cached_state(checkpoint.base, module) | state
 
 
 def cache_states(most_bytes: int) -> None:
@@ -174,9 +178,9 @@ def cache_states(most_bytes: int) -> None:
     _states.most_bytes = most_bytes
 
 
-def _read_verified(checkpoint: Checkpoint) -> State:
-    source = checkpoint.source() if callable(checkpoint.source) else checkpoint.source
-    state = dict(source) if isinstance(source, Mapping) else _read_files(source, checkpoint.key)
+def _read_verified(checkpoint: Checkpoint, module: nn.Module) -> State:
+    source = checkpoint.source
+    state = source(module) if callable(source) else source
     if (digest := _digest(state, checkpoint.base)) != checkpoint.digest:
         raise CheckpointError(
             f"expected checkpoint {checkpoint.name!r} as td.Model has read it (content hash "
@@ -186,8 +190,15 @@ def _read_verified(checkpoint: Checkpoint) -> State:
     return state
 
 
-def read_state(place: str, key: str | None = None) -> State:
-    """Read a state dict from a ``.safetensors`` file or a ``torch.save`` file of plain tensors.
+def read_state(value: CheckpointLike) -> State:
+    """Read the tensors in a file, or take those that are given, by the names that they have."""
+    content = read_content(location(value)) if isinstance(value, (str, Path)) else value
+    state = states_in(content, f"{value!s:.60}").get(None, {})
+    return {name: tensor.detach().cpu() for name, tensor in state.items()}
+
+
+def read_content(place: str) -> Any:
+    """Read a ``.safetensors`` file, or a ``torch.save`` file that needs no code to be read.
 
     The file, at a path or URL, is read into memory and not memory-mapped, because training may
     overwrite it later, and its tensors would then no longer match their hash.
@@ -197,47 +208,45 @@ def read_state(place: str, key: str | None = None) -> State:
     OSError
         If the file cannot be opened.
     CheckpointError
-        If the file is damaged, or contains pickled code or anything but tensors by name.
+        If the file is damaged, or contains pickled code.
     """
-    try:
-        with fsspec.open(place, "rb") if "://" in place else open(place, "rb") as file:
+    with fsspec.open(place, "rb") if "://" in place else open(place, "rb") as file:
+        try:
             if place.endswith(".safetensors"):
-                content = safetensors.torch.load(file.read())
-            else:
-                content = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, MemoryError):
-        raise
-    except Exception as err:  # on other bytes the unpickler fails in many ways
-        raise CheckpointError(
-            f"checkpoint {place!r} cannot be read ({type(err).__name__}: {_first_sentence(err)}); "
-            "try saving model.state_dict(), or copying the file again"
-        ) from err
-    return _state(content, place, key)
+                return safetensors.torch.load(file.read())
+            return torch.load(file, map_location="cpu", weights_only=True)
+        except (OSError, MemoryError):
+            raise
+        except Exception as err:  # on other bytes the unpickler fails in many ways
+            file.seek(0)
+            raise CheckpointError(
+                f"checkpoint {place!r} cannot be read: {_reason(str(err), file.read(20))}"
+            ) from err
 
 
-def _first_sentence(err: Exception) -> str:
-    """Return the fact of an error of torch, whose advice follows, in bold."""
-    return str(err).partition("\n")[0].partition(". ")[0]
-
-
-def _state(content: Any, where: str, key: str | None) -> State:
-    """Return the state dict in the content of a file or of a mapping in memory."""
-    if key is not None and isinstance(content, Mapping) and key in content:
-        content = content[key]
-    if _is_state(content):
-        return {str(name): tensor for name, tensor in content.items()}
-    names = list(content) if isinstance(content, Mapping) else []
-    inside = [name for name in names if _is_state(content[name])]
-    advice = f"td.Model(..., key={inside[0]!r})" if inside else "model.state_dict()"
-    raise CheckpointError(
-        f"expected a state dict (tensors by parameter name) in checkpoint {where!r}, got "
-        f"{type(content).__name__} with the keys {names[:5]}; try {advice}"
+def _reason(error: str, begin: bytes) -> str:
+    """Say what torch or safetensors found, and what to try."""
+    trusted = (
+        "try content = torch.load(file, weights_only=False), if you trust the file, and as the "
+        "checkpoint content['state_dict'], or content.state_dict() of a module; or save "
+        "model.state_dict() alone"
     )
-
-
-def _is_state(value: Any) -> bool:
-    is_mapping = isinstance(value, Mapping) and len(value) > 0
-    return is_mapping and all(isinstance(tensor, Tensor) for tensor in value.values())
+    if "TorchScript" in error:
+        return (
+            "it is a program of torch.jit.save; try torch.jit.load(file).state_dict() as the "
+            "checkpoint"
+        )
+    if ".tar format" in error:
+        return f"it has the tar format of torch 0.1, which may run code; {trusted}"
+    if " GLOBAL " in error:
+        name = error.partition(" GLOBAL ")[2].split()[0]
+        return f"it has {name} in it, which may run code; {trusted}"
+    if not error or any(words in error for words in _CUT):
+        return "it ends too early; try copying it again, or saving model.state_dict() again"
+    return (
+        f"it begins with {begin!r}, as no file of torch.save or safetensors does; try git lfs "
+        "pull, downloading it again, or torch.save(model.state_dict(), file)"
+    )
 
 
 def _named(
@@ -262,23 +271,74 @@ def _named(
     return dict(zip(names, values, strict=True))
 
 
-def _open(name: str, value: CheckpointLike, key: str | None, accept: Accept) -> Checkpoint:
-    folder, source = None, tuple[str, ...]()
+def _open(
+    name: str,
+    value: CheckpointLike,
+    module: nn.Module,
+    fit: Callable[[nn.Module, Any, str], State],
+    base_of: Callable[[Folder | None], Checkpoint | None],
+) -> Checkpoint:
+    folder, source = None, None
     if isinstance(value, (str, Path)):
         place = location(value)
         folder = folder_at(place)
-        source = tuple(require_weight_files(folder)) if folder else (place,)
-        state = _read_files(source, key)
+        places = require_weight_files(folder) if folder else [place]
+        source = partial(read_files, places=places, name=name, fit=fit)
+        state = source(module)
     else:  # copied, because the caller may continue to train the module
-        state = {n: t.detach().cpu().clone() for n, t in _state(value, name, key).items()}
-    base = accept(name, state, folder)
+        tensors = fit(module, value, name)
+        state = {n: tensor.detach().cpu().clone() for n, tensor in tensors.items()}
+    base = base_of(folder) if base_names(module) - set(state) else None
+    if base is not None:
+        require_whole(module, cached_state(base, module) | state, name)
+    return cached(name, state, source, base)
+
+
+def cached(
+    name: str,
+    state: State,
+    source: Callable[[nn.Module], State] | None,
+    base: Checkpoint | None = None,
+) -> Checkpoint:
+    """Return the checkpoint of some tensors, or of a function that reads them; cache them."""
     digest = _digest(state, base)
     _states.get(digest, lambda: state)
-    return Checkpoint(name, source or state, digest, 0, base, key)
+    return Checkpoint(name, source or state, digest, 0, base)
 
 
-def _read_files(places: Iterable[str], key: str | None) -> State:
-    return {name: tensor for place in places for name, tensor in read_state(place, key).items()}
+def read_files(
+    module: nn.Module,
+    places: Iterable[str],
+    name: str,
+    fit: Callable[[nn.Module, Any, str], State] = fitted,
+) -> State:
+    """Read a checkpoint from its only file, or from its shards."""
+    content, *shards = (read_content(place) for place in places)
+    for shard in shards:
+        content |= shard
+    return fit(module, content, name)
+
+
+def read_base(module: nn.Module, places: Iterable[str]) -> State:
+    """Read the base model below an adapter, by the names of its tensors in the whole model.
+
+    Tensors that do not fit are left out, because the adapter may have brought its own: embeddings
+    of more words.
+    """
+    base, names = without_adapters(copy.deepcopy(module))
+    needed = base.state_dict()
+    state = read_files(base, places, "base model", partial(fitted, strict=False))
+    fits = {n: t for n, t in state.items() if n in needed and t.shape == needed[n].shape}
+    return {names[name]: tensor for name, tensor in fits.items()}
+
+
+def base_files(adapter: Folder | None) -> tuple[str, ...]:
+    """Return the files of the base model that an adapter names, or nothing without any."""
+    if adapter is None or _ADAPTER_CONFIG not in adapter.names():
+        return ()
+    name = adapter.read_json(_ADAPTER_CONFIG).get("base_model_name_or_path")
+    folder = Folder(location(name)) if name else None
+    return tuple(require_weight_files(folder)) if folder and weight_files(folder) else ()
 
 
 def checkpoint_folders(folder: Folder) -> list[str]:
@@ -315,10 +375,11 @@ def require_weight_files(folder: Folder) -> list[str]:
 
 
 def folder_at(place: str) -> Folder | None:
-    """Return the folder at a path or URL; a URL that does not end like weights is a folder."""
-    is_url = "://" in place
-    is_folder = Path(place).suffix not in _SUFFIXES if is_url else os.path.isdir(place)
-    return Folder(place) if is_folder else None
+    """Return the folder at a path or URL, or None for a file."""
+    if "://" in place:
+        fs, path = fsspec.core.url_to_fs(place, **UNCACHED)
+        return None if fs.isfile(path) else Folder(place)
+    return Folder(place) if os.path.isdir(place) else None
 
 
 def _ids(digests: list[str], ids: Iterable[int] | None) -> list[int]:

@@ -6,24 +6,22 @@ import copy
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 from uuid import uuid4
 
 import torch
-from torch import Tensor
 
 from trakdask.checks import import_callable, shown
-from trakdask.errors import CheckpointError
 from trakdask.files import Folder
 from trakdask.html_tables import html_table
-from trakdask.models.adapters import base_folder, completed, is_adapter
 from trakdask.models.checkpoints import (
     Checkpoint,
     CheckpointLike,
-    State,
+    base_files,
+    cached,
     cached_state,
     make_checkpoints,
+    read_base,
 )
 from trakdask.models.modules import (
     Selection,
@@ -35,6 +33,8 @@ from trakdask.models.modules import (
     select_parameters,
     without_weights,
 )
+from trakdask.models.pretrained import building, use_saved_prompts, without_adapters
+from trakdask.models.state_dicts import State
 from trakdask.models.tasks import Forward, Task, TrakTask, resolve_task, task_spec
 from trakdask.models.tasks.protocol import task_fields
 from trakdask.torch_internals import uncompiled
@@ -45,9 +45,6 @@ Build = torch.nn.Module | Callable[[], torch.nn.Module] | str
 
 _MOST_MODULES = 2
 _local = threading.local()
-
-# ``from_pretrained`` changes global state, so only one thread of a process builds at a time.
-_building = threading.RLock()
 
 
 class Model:
@@ -61,13 +58,14 @@ class Model:
         since threads that share a module silently corrupt each other's results, and by one thread
         at a time.
     checkpoints
-        List of paths or URLs (``.pt``, which is read with ``weights_only=True``, ``.safetensors``,
-        or a folder that ``save_pretrained`` or ``Trainer`` wrote) or of state dicts, or a mapping
-        from names to these. One path of a run's folder stands for all ``checkpoint-<step>`` in it.
-        The file of a PEFT adapter is completed by the weights of its base model: from the folder
-        that the adapter's configuration names, if it exists, or else from ``build``. Workers read
-        files themselves. If ``build`` is a module, checkpoints may be omitted; the only one then
-        consists of the module's own weights.
+        List of paths or URLs (files of ``torch.save``, such as ``.pt`` or ``.ckpt``, which are read
+        with ``weights_only=True``; ``.safetensors``; folders that ``save_pretrained``, ``Trainer``
+        or PEFT wrote, which are loaded as ``from_pretrained`` of the model's class does) or of
+        state dicts, or a mapping from names to these. One path of a run's folder stands for all
+        ``checkpoint-<step>`` in it. An adapter is completed by the weights of its base model: from
+        the folder that the adapter's configuration names, if it exists, or else from ``build``.
+        Workers read files themselves. If ``build`` is a module, checkpoints may be omitted; the
+        only one then consists of the module's own weights.
     task
         A name (``"classification"``, ``"image_classification"``, ``"text_classification"``,
         ``"binary_classification"``, ``"multi_label"``, ``"regression"``, ``"multi_regression"``,
@@ -81,8 +79,13 @@ class Model:
         gradients of other parameters are computed. ``"*lora_*"`` selects a model's adapters, and
         ``lambda name, parameter: parameter.requires_grad`` what ``build`` has not frozen.
     key
-        Key of the state dict in checkpoints that hold more than that; Lightning's is
-        ``"state_dict"``.
+        Key of the state dict in checkpoints that hold more than that. By default, it is the only
+        one whose tensors fit the model. Name it where there are several, as with averaged weights.
+    prefix
+        Beginning of the names of the model's tensors, such as ``"net."`` where Lightning's module
+        keeps the model as ``self.net``. It is removed, and tensors with other names are left out.
+        By default, a prefix that all names have in common is removed if all tensors fit then, and
+        so is what DDP, FSDP and ``torch.compile`` add.
     checkpoint_ids
         Integers that select the projection matrices; by default the first 32 bits of each
         checkpoint's content hash, so that features computed separately can be joined.
@@ -126,6 +129,7 @@ class Model:
         parameters: Selection = None,
         *,
         key: str | None = None,
+        prefix: str | None = None,
         checkpoint_ids: Iterable[int] | None = None,
     ) -> None:
         if not callable(build) and not isinstance(build, str):
@@ -151,15 +155,17 @@ class Model:
         self._n_frozen = sum(t.numel() for t in selected.values() if not t.requires_grad)
         self.checkpoints = make_checkpoints(
             checkpoints,
+            module,
             checkpoint_ids,
             key=key,
-            accept=functools.partial(_accept, build, module, {}),
+            prefix=prefix,
+            base_of=functools.partial(_base_model, build, module, {}),
         )
 
     def forward(self, checkpoint: Checkpoint) -> Forward:
         """Return the model at one checkpoint, on this thread's own copy of the architecture."""
         module = self.meta_module()
-        state = completed(module, cached_state(checkpoint), checkpoint.base, checkpoint.name)
+        state = cached_state(checkpoint, module)
         names_of = aliases(module)
         parameters = {
             name: next(state[alias] for alias in names_of[name] if alias in state)
@@ -240,50 +246,41 @@ class Model:
         )
 
 
-def _accept(
+def _base_model(
     build: Build,
     module: torch.nn.Module,
-    bases: dict[str | None, Checkpoint],
-    name: str,
-    state: State,
-    folder: Folder | None,
-) -> Checkpoint | None:
-    """Check the tensors of a checkpoint; return the base model of one that is an adapter alone.
+    bases: dict[tuple[str, ...], Checkpoint],
+    adapter: Folder | None,
+) -> Checkpoint:
+    """Return the base model of an adapter, from the files that it names, or else from ``build``.
 
-    Adapters share their base model, which is read once, by the folder that it is in.
+    Adapters share it.
     """
-    base = None
-    if is_adapter(state, module.state_dict()):
-        place = None if folder is None else base_folder(folder)
-        if place not in bases:
-            bases[place] = _base_model(build, place)
-        base = bases[place]
-    _require_fit(module, completed(module, state, base, name), name)
-    return base
+    places = base_files(adapter)
+    if places not in bases:
+        # Workers build it, too: it is too large to be sent with every adapter.
+        source: Callable[[torch.nn.Module], State] = (
+            functools.partial(read_base, places=places)
+            if places
+            else functools.partial(_built_base, build=build)
+        )
+        is_sent = not places and isinstance(build, torch.nn.Module)
+        bases[places] = cached("base model", source(module), None if is_sent else source)
+    return bases[places]
 
 
-def _base_model(build: Build, place: str | None) -> Checkpoint:
-    """Return the base model in a folder, or else the one that ``build`` gives."""
-    weights = _base_state(build) if place is None else place
-    (base,) = make_checkpoints({"base model": weights})
-    if place is not None or isinstance(build, torch.nn.Module):
-        return base
-    # Workers build it, too: it is too large to be sent with every adapter.
-    return replace(base, source=functools.partial(_base_state, build))
-
-
-def _base_state(build: Build) -> Mapping[str, Tensor]:
-    """Return the weights of the base model in a PEFT model, as ``build`` gives it."""
-    with _building:
-        module = _built(build)
-    unload = getattr(module, "unload", None) or getattr(module, "get_base_model", None)
-    base = module if unload is None else unload()
-    return cast(Mapping[str, Tensor], base.state_dict())
+def _built_base(module: torch.nn.Module, build: Build) -> State:
+    with building:
+        base, names = without_adapters(_built(build))
+    return {names[name]: tensor for name, tensor in base.state_dict().items()}
 
 
 def _meta_module(build: Build) -> torch.nn.Module:
-    with _building:
-        return without_weights(uncompiled(evaluating(_built(build))))
+    with building:
+        module = _built(build)
+        if not isinstance(build, torch.nn.Module):
+            use_saved_prompts(module)
+        return without_weights(uncompiled(evaluating(module)))
 
 
 def _built(build: Build) -> torch.nn.Module:
@@ -304,34 +301,3 @@ def _named(build: object) -> str:
     if isinstance(build, torch.nn.Module):
         return type(build).__name__
     return getattr(build, "__name__", None) or repr(build)
-
-
-def _require_fit(module: torch.nn.Module, state: Mapping[str, Tensor], checkpoint: str) -> None:
-    needed = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    # One of the names of tied weights is enough.
-    tied = {n for group in aliases(module).values() if set(group) & set(state) for n in group}
-    actual = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    wrong = [
-        f"{name!r} of shape {shape}, got {actual.get(name, 'no such tensor')}"
-        for name, shape in needed.items()
-        if actual.get(name) != shape and not (name in tied and name not in actual)
-    ]
-    wrong += [f"tensors of the model, got {name!r} too" for name in actual if name not in needed]
-    if wrong:
-        raise CheckpointError(
-            f"expected {wrong[0]}, in checkpoint {checkpoint!r} ({len(wrong)} tensors differ); try "
-            + _advice(state, needed)
-        )
-
-
-def _advice(state: Mapping[str, Tensor], needed: Iterable[str]) -> str:
-    first = next(iter(needed), "")
-    prefixes = [name.removesuffix(first) for name in state if name.endswith(f".{first}")]
-    if prefixes:
-        return (
-            f"{{name.removeprefix({prefixes[0]!r}): tensor for name, tensor in state.items() if "
-            f"name.startswith({prefixes[0]!r})}} as the checkpoint, with state = torch.load(file)"
-        )
-    if all(name.startswith("base_model.") for name in state):
-        return "a build function that returns the adapter, too: peft.get_peft_model(base, config)"
-    return "the build function that this checkpoint was trained with"
