@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trakdask.models.layers import HookedLayer
+from trakdask.models.reading import reading_of
 from trakdask.torch_internals import tree_flatten, tree_leaves, tree_unflatten, version_of
 
 # Relative error that no reordering stays below: other rows are as far away as they are long.
@@ -146,7 +147,8 @@ def local_gradients(
         selected: Mapping[str, Tensor], inputs: list[Any], weights: list[Tensor]
     ) -> Tensor:
         args, kwargs = tree_unflatten(inputs, spec)
-        returned = torch.func.functional_call(call.module, {**tensors, **selected}, args, kwargs)
+        read = reading_of(call.module)
+        returned = read.call(call.module, {**tensors, **selected}, args, kwargs)
         outputs = [y for y in tree_leaves(returned) if is_floating(y)]
         terms = [(outputs[i] * weight).sum() for i, weight in zip(used, weights, strict=True)]
         total: Tensor = torch.stack(terms).sum()

@@ -21,6 +21,7 @@ from torch import Tensor
 from trakdask.checks import require_integer
 from trakdask.errors import CheckpointError
 from trakdask.files import Folder, location
+from trakdask.models.loading import as_tensor, is_extra_state
 
 State = dict[str, Tensor]
 CheckpointLike = str | Path | Mapping[str, Tensor]
@@ -225,7 +226,7 @@ def _state(content: Any, where: str, key: str | None) -> State:
     if key is not None and isinstance(content, Mapping) and key in content:
         content = content[key]
     if _is_state(content):
-        return {str(name): tensor for name, tensor in content.items()}
+        return {str(name): as_tensor(str(name), value) for name, value in content.items()}
     names = list(content) if isinstance(content, Mapping) else []
     inside = [name for name in names if _is_state(content[name])]
     advice = f"td.Model(..., key={inside[0]!r})" if inside else "model.state_dict()"
@@ -236,8 +237,11 @@ def _state(content: Any, where: str, key: str | None) -> State:
 
 
 def _is_state(value: Any) -> bool:
-    is_mapping = isinstance(value, Mapping) and len(value) > 0
-    return is_mapping and all(isinstance(tensor, Tensor) for tensor in value.values())
+    return (
+        isinstance(value, Mapping)
+        and any(isinstance(entry, Tensor) for entry in value.values())
+        and all(isinstance(v, Tensor) or is_extra_state(str(n)) for n, v in value.items())
+    )
 
 
 def _named(

@@ -35,6 +35,7 @@ from trakdask.models.delivery import Delivery, RowsOfGradient
 from trakdask.models.layers import HookedLayer, rules_by_parameter
 from trakdask.models.plans import hooked
 from trakdask.models.products import PRODUCTS, Products, wide
+from trakdask.models.reading import reading_of
 from trakdask.models.rules import BY_POSITION, TURNABLE, GradientRule, turned
 from trakdask.models.tasks import Forward
 from trakdask.projection.axes import Rotations, rotated
@@ -262,9 +263,9 @@ class GradientCollector:
         forward, layer = self._forward, call.layer
         tensors = {i: forward.parameters[name] for i, name in layer.parameters.items()}
         prefix = f"{layer.path}." if layer.path else ""
-        for name, tensor in forward.buffers.items():
-            if name.startswith(prefix):
-                tensors[name.removeprefix(prefix)] = tensor
+        for name, first in reading_of(forward.module).places.items():
+            if name.startswith(prefix) and first in forward.buffers:
+                tensors[name.removeprefix(prefix)] = forward.buffers[first]
         n_rows = self._n_rows if call.by_token else self._n_samples
         gradients = local_gradients(call, tensors, deltas, axes, n_rows)
         for inside, name in layer.selected.items():

@@ -25,15 +25,9 @@ from trakdask.models.checkpoints import (
     cached_state,
     make_checkpoints,
 )
-from trakdask.models.modules import (
-    Selection,
-    aliases,
-    code_digests,
-    overwritten,
-    require_plain,
-    select_parameters,
-    without_weights,
-)
+from trakdask.models.loading import load, loads_itself
+from trakdask.models.modules import Selection, code_digests, require_plain, select_parameters
+from trakdask.models.reading import reading_of, require_ties, without_weights
 from trakdask.models.tasks import Forward, Task, TrakTask, resolve_task, task_spec
 from trakdask.torch_internals import uncompiled
 
@@ -114,6 +108,7 @@ class Model:
     token: str
     """Identifies this model in all processes."""
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         build: Build,
@@ -139,11 +134,13 @@ class Model:
         self.task = resolve_task(task)
         self.build = _meta_module(build) if isinstance(build, torch.nn.Module) else build
         self.token = uuid4().hex
+        self._state: dict[str, dict[str, str]] = {}
         module = self.meta_module()
         tensors = dict(module.named_parameters())
         selected = {name: tensors[name] for name in select_parameters(module, parameters)}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in selected.items()}
         self._n_parameters = sum(tensor.numel() for tensor in tensors.values())
+        self._loads_itself = loads_itself(module)
         self._n_frozen = sum(t.numel() for t in selected.values() if not t.requires_grad)
         self.checkpoints = make_checkpoints(
             checkpoints,
@@ -151,19 +148,24 @@ class Model:
             key=key,
             accept=functools.partial(_accept, build, module, {}),
         )
+        for checkpoint in self.checkpoints if self._loads_itself else (None,):
+            self._module(checkpoint)
+            if len(self._state[checkpoint.name if checkpoint else ""]) > 1 and build is self.build:
+                with torch.random.fork_rng([]):  # as if it were built once
+                    self._made(checkpoint)
 
     def forward(self, checkpoint: Checkpoint) -> Forward:
         """Return the model at one checkpoint, on this thread's own copy of the architecture."""
-        module = self.meta_module()
-        state = completed(module, cached_state(checkpoint), checkpoint.base, checkpoint.name)
-        names_of = aliases(module)
-        parameters = {
-            name: next(state[alias] for alias in names_of[name] if alias in state)
-            for name, _ in module.named_parameters()
-        }
-        for name in overwritten(module):  # the state is cached, and others read it, too
+        module, state = (
+            self._module(checkpoint if self._loads_itself else None),
+            dict[str, Tensor](),
+        )
+        if not self._loads_itself:
+            state = completed(module, cached_state(checkpoint), checkpoint.base, checkpoint.name)
+        read = reading_of(module)
+        parameters, buffers = read.with_state(state)
+        for name in read.overwritten:  # the state is cached, and others read it, too
             parameters[name] = parameters[name].clone()
-        buffers = {n: state[n] for n, _ in module.named_buffers() if n in state}
         return Forward(module, parameters, buffers, checkpoint.name)
 
     def for_variables(self, n_dims: Mapping[str, int]) -> Model:
@@ -207,12 +209,38 @@ class Model:
 
     def meta_module(self) -> torch.nn.Module:
         """Return this thread's own copy of the architecture, without weights."""
+        return self._module(None)
+
+    def _module(self, checkpoint: Checkpoint | None) -> torch.nn.Module:
+        """Return this thread's own module, which has weights only if it loads them itself."""
         modules: dict[str, torch.nn.Module] = _local.__dict__.setdefault("modules", {})
-        if self.token not in modules:
+        key = self.token + (checkpoint.digest if checkpoint else "")
+        if key not in modules:
             while len(modules) >= _MOST_MODULES:
                 modules.pop(next(iter(modules)))
-            modules[self.token] = _meta_module(self.build)
-        return modules[self.token]
+            modules[key] = self._made(checkpoint)
+        return modules[key]
+
+    def _made(self, checkpoint: Checkpoint | None) -> torch.nn.Module:
+        """Build the module, and check that it is the same one as ever."""
+        module = _meta_module(self.build)
+        if checkpoint is not None:
+            load(module, _whole_state(module, checkpoint), checkpoint.name)
+        name = checkpoint.name if checkpoint else ""
+        found = reading_of(module).digests(module.state_dict())
+        self._require_same(self._state.setdefault(name, found), found)
+        return module
+
+    def _require_same(self, first: Mapping[str, str], found: Mapping[str, str]) -> None:
+        """Compare what is not in checkpoints with what td.Model has read."""
+        for name in {**first, **found}:
+            if first.get(name) != found.get(name):
+                raise ValueError(
+                    f"expected the same model whenever build = {_named(self.build)} is called, as "
+                    f"each thread does, got another value of {name!r}, which no checkpoint has; "
+                    "try register_buffer (and checkpoints that have it), or torch.manual_seed(0) "
+                    "inside build, or the module itself: td.Model(module, ...)"
+                )
 
     def _repr_html_(self) -> str:
         names = [checkpoint.name for checkpoint in self.checkpoints]
@@ -253,8 +281,15 @@ def _accept(
         if place not in bases:
             bases[place] = _base_model(build, place)
         base = bases[place]
-    _require_fit(module, completed(module, state, base, name), name)
+    whole = completed(module, state, base, name)
+    require_ties(reading_of(module), whole, name)
+    if not loads_itself(module):  # it takes each checkpoint by its own code
+        _require_fit(module, whole, name)
     return base
+
+
+def _whole_state(module: torch.nn.Module, checkpoint: Checkpoint) -> State:
+    return completed(module, cached_state(checkpoint), checkpoint.base, checkpoint.name)
 
 
 def _base_model(build: Build, place: str | None) -> Checkpoint:
@@ -276,15 +311,24 @@ def _base_state(build: Build) -> Mapping[str, Tensor]:
     return cast(Mapping[str, Tensor], base.state_dict())
 
 
+@torch.inference_mode(False)
 def _meta_module(build: Build) -> torch.nn.Module:
     with _building:
-        return without_weights(uncompiled(_built(build).eval()))
+        module = uncompiled(_built(build).eval())
+        return module if loads_itself(module) else without_weights(module)
 
 
 def _built(build: Build) -> torch.nn.Module:
     if isinstance(build, torch.nn.Module):
         require_plain(build)  # before it is copied, which modules of other code cannot be
-        return copy.deepcopy(build)
+        try:
+            return copy.deepcopy(build)
+        except Exception as err:
+            raise TypeError(
+                f"expected a module that can be copied, since each thread has its own, got an "
+                f"error for {_not_copied(build)!r} ({type(err).__name__}: {err}); try td.Model("
+                "build, [module.state_dict()], ...) with a function build that returns the module"
+            ) from err
     module = (import_callable(build, "build") if isinstance(build, str) else build)()
     if not isinstance(module, torch.nn.Module):
         raise TypeError(
@@ -293,6 +337,17 @@ def _built(build: Build) -> torch.nn.Module:
         )
     require_plain(module)
     return module
+
+
+def _not_copied(module: torch.nn.Module) -> str:
+    """Return the name of an attribute that cannot be copied."""
+    for path, part in module.named_modules():
+        for name, value in {**vars(part), "_modules": None}.items():
+            try:
+                copy.deepcopy(value)
+            except Exception:
+                return f"{path}.{name}" if path else name
+    return type(module).__name__
 
 
 def _named(build: object) -> str:
@@ -304,7 +359,9 @@ def _named(build: object) -> str:
 def _require_fit(module: torch.nn.Module, state: Mapping[str, Tensor], checkpoint: str) -> None:
     needed = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     # One of the names of tied weights is enough.
-    tied = {n for group in aliases(module).values() if set(group) & set(state) for n in group}
+    names = reading_of(module).names
+    given = {names[name] for name in state if name in names}
+    tied = {name for name, first in names.items() if first in given}
     actual = {name: tuple(tensor.shape) for name, tensor in state.items()}
     wrong = [
         f"{name!r} of shape {shape}, got {actual.get(name, 'no such tensor')}"

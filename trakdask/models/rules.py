@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from trakdask.models.reading import reading_of
 from trakdask.projection.acceleration import Scratch
 
 Buffers = Mapping[str, Tensor]
@@ -207,9 +208,11 @@ def _channel_norm_weight(module: Any, x: Tensor, delta: Tensor, buffers: Buffers
 
 def _normalized(module: nn.Module, x: Tensor, buffers: Buffers) -> Tensor:
     """Return x as the layer normalizes it, before its weight and bias."""
-    parameters = module.named_parameters(recurse=False)
-    neutral = {name: x.new_full(p.shape, float(name == "weight")) for name, p in parameters}
-    normal: Tensor = torch.func.functional_call(module, {**neutral, **buffers}, x)
+    with reading_of(module).holding(buffers):
+        for name, tensor in module._parameters.items():
+            if tensor is not None:
+                module._parameters[name] = x.new_full(tensor.shape, float(name == "weight"))
+        normal: Tensor = module(x)
     return normal
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trakdask.html_tables import HtmlTable
+from trakdask.models.reading import reading_of
 from trakdask.torch_internals import tree_leaves, tree_map
 
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
@@ -99,7 +101,7 @@ class Forward:
         """
         tensors = {**self.parameters, **self.buffers}
         args, kwargs = tree_map(partial(_copied, dtype=self.dtype), (args, kwargs))
-        return torch.func.functional_call(self.module, tensors, args, kwargs)
+        return reading_of(self.module).call(self.module, tensors, args, kwargs)
 
     def with_parameters(self, parameters: Mapping[str, Tensor]) -> Forward:
         """Return the same model with some parameters replaced."""
@@ -219,9 +221,8 @@ class TrakTask(HtmlTable):
         """Return the output of each sample, (batch,)."""
 
         def one(*sample: Tensor) -> Tensor:
-            output: Tensor = self.modelout.get_output(
-                forward.module, forward.parameters, forward.buffers, *sample
-            )
+            with _for_trak(forward) as model:
+                output: Tensor = self.modelout.get_output(*model, *sample)
             return output.reshape(())
 
         samples = tuple(batch.values())
@@ -232,10 +233,22 @@ class TrakTask(HtmlTable):
     def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
         """Return TRAK's out-to-loss gradient of each sample, (batch,)."""
         samples = tuple(batch.values())
-        result: Tensor = self.modelout.get_out_to_loss_grad(
-            forward.module, forward.parameters, forward.buffers, samples
-        )
+        with _for_trak(forward) as model:
+            result: Tensor = self.modelout.get_out_to_loss_grad(*model, samples)
         return result.reshape(-1) if result.numel() == len(samples[0]) else result
+
+
+@contextmanager
+def _for_trak(forward: Forward) -> Iterator[tuple[Any, ...]]:
+    """Give the first arguments of TRAK's methods: the model, its weights and its buffers.
+
+    The weights are in the model, too, and it is restored, because ``functional_call`` does not
+    restore tied weights in a module that has two names.
+    """
+    read = reading_of(forward.module)
+    with read.holding({**forward.parameters, **forward.buffers}):
+        buffers = {name: b for name, b in forward.buffers.items() if name in read.names}
+        yield forward.module, forward.parameters, buffers
 
 
 def task_spec(task: Task) -> str:
