@@ -19,6 +19,7 @@ from distributed import get_worker
 from distributed.system import MEMORY_LIMIT
 from torch import Tensor
 
+from trakdask.models.reading import reading_of
 from trakdask.models.tasks import Batch, Forward, Task
 from trakdask.projection.cuda import missing
 
@@ -89,9 +90,11 @@ def activation_bytes(forward: Forward, task: Task, batch: Batch) -> int:
         name: tensor.detach().requires_grad_(tensor.is_floating_point())
         for name, tensor in forward.parameters.items()
     }
-    not_saved = {
-        t.untyped_storage().data_ptr() for t in (*leaves.values(), *forward.buffers.values())
-    }
+    if reading_of(forward.module).copied is None:
+        with torch.no_grad():  # the first call copies buffers, which are no activations
+            task.output(forward, batch)
+    tensors = forward.with_parameters(leaves).tensors()
+    not_saved = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from trakdask.checks import require_integer
 from trakdask.errors import CheckpointError
 from trakdask.files import Folder, location
-from trakdask.models.loading import as_tensor, is_extra_state
+from trakdask.models.loading import as_state, is_extra_state
 
 State = dict[str, Tensor]
 CheckpointLike = str | Path | Mapping[str, Tensor]
@@ -176,8 +176,11 @@ def cache_states(most_bytes: int) -> None:
 
 
 def _read_verified(checkpoint: Checkpoint) -> State:
-    source = checkpoint.source() if callable(checkpoint.source) else checkpoint.source
-    state = dict(source) if isinstance(source, Mapping) else _read_files(source, checkpoint.key)
+    source = checkpoint.source
+    if isinstance(source, tuple):
+        state = _read_files(source, checkpoint.key)
+    else:
+        state = as_state(source()) if callable(source) else source
     if (digest := _digest(state, checkpoint.base)) != checkpoint.digest:
         raise CheckpointError(
             f"expected checkpoint {checkpoint.name!r} as td.Model has read it (content hash "
@@ -226,7 +229,7 @@ def _state(content: Any, where: str, key: str | None) -> State:
     if key is not None and isinstance(content, Mapping) and key in content:
         content = content[key]
     if _is_state(content):
-        return {str(name): as_tensor(str(name), value) for name, value in content.items()}
+        return as_state(content)
     names = list(content) if isinstance(content, Mapping) else []
     inside = [name for name in names if _is_state(content[name])]
     advice = f"td.Model(..., key={inside[0]!r})" if inside else "model.state_dict()"
@@ -274,7 +277,8 @@ def _open(name: str, value: CheckpointLike, key: str | None, accept: Accept) -> 
         source = tuple(require_weight_files(folder)) if folder else (place,)
         state = _read_files(source, key)
     else:  # copied, because the caller may continue to train the module
-        state = {n: t.detach().cpu().clone() for n, t in _state(value, name, key).items()}
+        state = _state(value, name, key)
+        state.update({n: tensor.detach().cpu().clone() for n, tensor in state.items()})
     base = accept(name, state, folder)
     digest = _digest(state, base)
     _states.get(digest, lambda: state)
@@ -282,7 +286,10 @@ def _open(name: str, value: CheckpointLike, key: str | None, accept: Accept) -> 
 
 
 def _read_files(places: Iterable[str], key: str | None) -> State:
-    return {name: tensor for place in places for name, tensor in read_state(place, key).items()}
+    whole, *others = (read_state(place, key) for place in places)
+    for state in others:
+        whole |= state
+    return whole
 
 
 def checkpoint_folders(folder: Folder) -> list[str]:

@@ -263,9 +263,10 @@ class GradientCollector:
         forward, layer = self._forward, call.layer
         tensors = {i: forward.parameters[name] for i, name in layer.parameters.items()}
         prefix = f"{layer.path}." if layer.path else ""
+        others = {**forward.buffers, **forward.others}
         for name, first in reading_of(forward.module).places.items():
-            if name.startswith(prefix) and first in forward.buffers:
-                tensors[name.removeprefix(prefix)] = forward.buffers[first]
+            if name.startswith(prefix) and first in others:
+                tensors[name.removeprefix(prefix)] = others[first]
         n_rows = self._n_rows if call.by_token else self._n_samples
         gradients = local_gradients(call, tensors, deltas, axes, n_rows)
         for inside, name in layer.selected.items():

@@ -7,8 +7,9 @@ extra state, which may be any object. So it gets a checkpoint by its own ``load_
 from __future__ import annotations
 
 import io
+from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,35 +43,58 @@ def is_extra_state(name: str) -> bool:
     return name.rpartition(".")[2] == "_extra_state"
 
 
-def as_tensor(name: str, value: Any) -> Tensor:
-    """Return an entry of a state dict as a tensor: extra state as the bytes of a file."""
-    if not is_extra_state(name):
-        tensor: Tensor = value
-        return tensor
+def as_state(content: Mapping[Any, Any]) -> dict[str, Tensor]:
+    """Return a state dict of tensors: extra state is one, the bytes of a file.
+
+    The versions of modules, by which their code knows how to read a file, stay an attribute of it.
+    """
+    state: Any = OrderedDict()
+    for name, value in content.items():
+        state[str(name)] = _as_bytes(value) if is_extra_state(str(name)) else value
+    state._metadata = getattr(content, "_metadata", None)
+    return cast(dict[str, Tensor], state)
+
+
+def _as_bytes(value: Any) -> Tensor:
     file = io.BytesIO()
     torch.save(value, file)
     return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
 
-def load(module: nn.Module, state: Mapping[str, Tensor], checkpoint: str) -> None:
+def load(
+    module: nn.Module, state: Mapping[str, Tensor], names: Mapping[str, str], checkpoint: str
+) -> None:
     """Load a checkpoint into a module by the module's own code.
+
+    Parameters
+    ----------
+    module
+        The module, with its own weights.
+    state
+        The tensors of the checkpoint, with one name of tied tensors at least.
+    names
+        All names of the module's tensors, with the first name of the same tensor.
+    checkpoint
+        Name of the checkpoint, for messages.
 
     Raises
     ------
     CheckpointError
-        If the module does not take it, or extra state is an object that no file may have.
+        If the module does not take the checkpoint, or extra state has objects of own classes.
     """
+    given = {names[name]: tensor for name, tensor in state.items() if name in names}
+    tied = {n: given[names[n]] for n in module.state_dict() if names.get(n) in given}
+    entries: Any = OrderedDict(tied | dict(state))
+    entries._metadata = getattr(state, "_metadata", None)
     try:
-        entries = {
-            name: torch.load(io.BytesIO(tensor.numpy().tobytes()), weights_only=True)
-            if is_extra_state(name)
-            else tensor
-            for name, tensor in state.items()
-        }
+        for name in filter(is_extra_state, entries):
+            file = io.BytesIO(entries[name].numpy().tobytes())
+            entries[name] = torch.load(file, weights_only=True)
         module.load_state_dict(entries)
     except Exception as err:
+        text = " ".join(str(err).partition("\n\n")[0].split())
         raise CheckpointError(
-            "expected a checkpoint that the model's own load_state_dict takes, got "
-            f"{type(err).__name__} for checkpoint {checkpoint!r}: {' '.join(str(err).split())}; "
-            "try the state_dict() of a model that build made, with plain values as extra state"
+            f"expected a checkpoint that the model's own load_state_dict takes, got "
+            f"{type(err).__name__} for checkpoint {checkpoint!r}: {text}; try the state_dict() of "
+            "a model that build made, with plain values and tensors as extra state"
         ) from err

@@ -27,7 +27,7 @@ from trakdask.models.checkpoints import (
 )
 from trakdask.models.loading import load, loads_itself
 from trakdask.models.modules import Selection, code_digests, require_plain, select_parameters
-from trakdask.models.reading import reading_of, require_ties, without_weights
+from trakdask.models.reading import Reading, reading_of, require_ties, without_weights
 from trakdask.models.tasks import Forward, Task, TrakTask, resolve_task, task_spec
 from trakdask.torch_internals import uncompiled
 
@@ -156,17 +156,13 @@ class Model:
 
     def forward(self, checkpoint: Checkpoint) -> Forward:
         """Return the model at one checkpoint, on this thread's own copy of the architecture."""
-        module, state = (
-            self._module(checkpoint if self._loads_itself else None),
-            dict[str, Tensor](),
-        )
-        if not self._loads_itself:
-            state = completed(module, cached_state(checkpoint), checkpoint.base, checkpoint.name)
+        module = self._module(checkpoint if self._loads_itself else None)
+        state = {} if self._loads_itself else _whole(checkpoint, module)
         read = reading_of(module)
-        parameters, buffers = read.with_state(state)
+        parameters, buffers, others = read.with_state(state)
         for name in read.overwritten:  # the state is cached, and others read it, too
             parameters[name] = parameters[name].clone()
-        return Forward(module, parameters, buffers, checkpoint.name)
+        return Forward(module, parameters, buffers, checkpoint.name, others=others)
 
     def for_variables(self, n_dims: Mapping[str, int]) -> Model:
         """Return the model whose task reads samples with some variables.
@@ -225,7 +221,9 @@ class Model:
         """Build the module, and check that it is the same one as ever."""
         module = _meta_module(self.build)
         if checkpoint is not None:
-            load(module, _whole_state(module, checkpoint), checkpoint.name)
+            load(module, _whole(checkpoint, module), Reading(module).names, checkpoint.name)
+        elif loads_itself(module):  # which may change all that it has
+            return module
         name = checkpoint.name if checkpoint else ""
         found = reading_of(module).digests(module.state_dict())
         self._require_same(self._state.setdefault(name, found), found)
@@ -237,7 +235,7 @@ class Model:
             if first.get(name) != found.get(name):
                 raise ValueError(
                     f"expected the same model whenever build = {_named(self.build)} is called, as "
-                    f"each thread does, got another value of {name!r}, which no checkpoint has; "
+                    f"each thread does, got a difference in {name!r}, which is not in checkpoints; "
                     "try register_buffer (and checkpoints that have it), or torch.manual_seed(0) "
                     "inside build, or the module itself: td.Model(module, ...)"
                 )
@@ -288,7 +286,8 @@ def _accept(
     return base
 
 
-def _whole_state(module: torch.nn.Module, checkpoint: Checkpoint) -> State:
+def _whole(checkpoint: Checkpoint, module: torch.nn.Module) -> State:
+    """Return the tensors of a checkpoint, with those of its base model."""
     return completed(module, cached_state(checkpoint), checkpoint.base, checkpoint.name)
 
 

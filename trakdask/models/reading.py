@@ -62,7 +62,8 @@ class Reading:
         self._first: dict[int, str] = {}
         self._slots: dict[str, list[tuple[Any, Any]]] = {}
         self._containers: dict[int, Any] = {}
-        self._copied: set[str] | None = None  # which these are, the first call shows
+        self.copied: set[str] | None = None
+        """Tensors that are copied for each call; the first call copies more, and shows which."""
         for kind in ("_parameters", "_buffers"):
             for path, part in module.named_modules(remove_duplicate=False):
                 for key, tensor in vars(part)[kind].items():
@@ -96,7 +97,8 @@ class Reading:
 
     def _read(self, name: str, part: nn.Module, key: str, value: Any, modules: set[int]) -> None:
         """Note the state in an attribute that is neither a parameter nor a buffer."""
-        found, has_numbers = [], not is_library(type(part).__module__)
+        found: list[tuple[str, Any]] = []
+        has_numbers = not is_library(type(part).__module__)
         for place, container, at, inside, is_own in _inside(name, vars(part), key, value, modules):
             if isinstance(inside, Tensor):
                 if self._put(place, container, at, inside) not in self.names:
@@ -112,10 +114,8 @@ class Reading:
         if found:
             self.outside[name] = found
 
-    def with_state(
-        self, state: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the parameters and all other tensors by their first names.
+    def with_state(self, state: Mapping[str, Tensor]) -> tuple[State, State, State]:
+        """Return parameters, buffers, and tensors in other attributes, by their first names.
 
         Parameters
         ----------
@@ -125,7 +125,8 @@ class Reading:
         given = {self.names[name]: tensor for name, tensor in state.items() if name in self.names}
         values = {name: given.get(name, tensor.detach()) for name, tensor in self.tensors.items()}
         parameters = {name: values.pop(name) for name in self.parameters}
-        return parameters, {name: t for name, t in values.items() if name in self._slots}
+        others = {n: values.pop(n) for n in self.tensors.keys() - self.names.keys()}
+        return parameters, values, others
 
     def digests(self, saved: Mapping[str, Any]) -> dict[str, str]:
         """Return digests of what is not in the state dict, by attribute, and one of all names."""
@@ -136,7 +137,7 @@ class Reading:
             if name not in saved and first not in self.parameters
         }
         found = {name: _digest(values) for name, values in (others | self.outside).items()}
-        return {"state_dict()": _digest([("", repr(layout))]), **found}
+        return {"the names and shapes of tensors": _digest([("", repr(layout))]), **found}
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
         """Put tensors, by any of their names, in all places of the module's own."""
@@ -147,7 +148,8 @@ class Reading:
     @contextmanager
     def holding(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
         """Put tensors in the module while the ``with`` body runs; then all of it is as before."""
-        before = [(container, container.copy()) for container in self._containers.values()]
+        # Most containers, those of hooks, are empty.
+        before = [(each, each.copy() if each else ()) for each in self._containers.values()]
         try:
             self.put(tensors)
             yield
@@ -167,7 +169,7 @@ class Reading:
         RuntimeError
             If the module changes another tensor in place.
         """
-        copied = tensors.keys() - self.parameters if self._copied is None else self._copied
+        copied = tensors.keys() - self.parameters if self.copied is None else self.copied
         tensors = {n: tensor.clone() if n in copied else tensor for n, tensor in tensors.items()}
         versions = {name: version_of(tensor) for name, tensor in tensors.items()}
         with self.holding(tensors):
@@ -179,7 +181,7 @@ class Reading:
                 f"{min(unexpected)!r} changed in place; try a new tensor in the forward pass "
                 "(w = self.w.clamp(0) for self.w.clamp_(0)), or the change before td.Model"
             )
-        self._copied = changed if self._copied is None else self._copied
+        self.copied = changed if self.copied is None else self.copied
         return result
 
 
@@ -333,6 +335,9 @@ def _digest(values: list[tuple[str, Any]]) -> str:
 
 def _is_same(container: Any, before: Any) -> bool:
     """Return whether a container has the same objects as before, under the same keys."""
-    is_same = len(container) == len(before) and all(map(is_, container, before))
+    if not container or len(container) != len(before):
+        return len(container) == len(before)
     is_dict = isinstance(container, dict)
-    return is_same and (not is_dict or all(map(is_, container.values(), before.values())))
+    return all(map(is_, container, before)) and (
+        not is_dict or all(map(is_, container.values(), before.values()))
+    )

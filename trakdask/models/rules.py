@@ -209,9 +209,10 @@ def _channel_norm_weight(module: Any, x: Tensor, delta: Tensor, buffers: Buffers
 def _normalized(module: nn.Module, x: Tensor, buffers: Buffers) -> Tensor:
     """Return x as the layer normalizes it, before its weight and bias."""
     with reading_of(module).holding(buffers):
-        for name, tensor in module._parameters.items():
+        parameters: dict[str, Any] = module._parameters
+        for name, tensor in parameters.items():
             if tensor is not None:
-                module._parameters[name] = x.new_full(tensor.shape, float(name == "weight"))
+                parameters[name] = x.new_full(tensor.shape, float(name == "weight"))
         normal: Tensor = module(x)
     return normal
 

@@ -85,6 +85,8 @@ class Forward:
     dtype
         Precision of the model, to which floating-point inputs are cast; None to leave them as they
         are.
+    others
+        Tensors that the module has in other attributes than parameters and buffers.
     """
 
     module: torch.nn.Module
@@ -92,6 +94,7 @@ class Forward:
     buffers: Mapping[str, Tensor]
     checkpoint: str | None = None
     dtype: torch.dtype | None = None
+    others: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on a batch, with the arguments of the module's own ``forward``.
@@ -99,9 +102,12 @@ class Forward:
         The model gets copies of its inputs, so that a model that modifies them in place does not
         change the batch, which other passes read, too.
         """
-        tensors = {**self.parameters, **self.buffers}
         args, kwargs = tree_map(partial(_copied, dtype=self.dtype), (args, kwargs))
-        return reading_of(self.module).call(self.module, tensors, args, kwargs)
+        return reading_of(self.module).call(self.module, self.tensors(), args, kwargs)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors by name."""
+        return {**self.parameters, **self.buffers, **self.others}
 
     def with_parameters(self, parameters: Mapping[str, Tensor]) -> Forward:
         """Return the same model with some parameters replaced."""
@@ -113,17 +119,15 @@ class Forward:
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Forward:
         """Return the same model with a function of each of its tensors."""
-        parameters, buffers = (
+        parameters, buffers, others = (
             {name: function(tensor) for name, tensor in tensors.items()}
-            for tensors in (self.parameters, self.buffers)
+            for tensors in (self.parameters, self.buffers, self.others)
         )
-        return replace(self, parameters=parameters, buffers=buffers)
+        return replace(self, parameters=parameters, buffers=buffers, others=others)
 
     def caching(self) -> CachingForward:
         """Return the same model, which returns its last result again for the same inputs."""
-        return CachingForward(
-            self.module, self.parameters, self.buffers, self.checkpoint, self.dtype
-        )
+        return CachingForward(**{name: getattr(self, name) for name in self.__match_args__})
 
 
 @dataclass(eq=False)
@@ -242,13 +246,11 @@ class TrakTask(HtmlTable):
 def _for_trak(forward: Forward) -> Iterator[tuple[Any, ...]]:
     """Give the first arguments of TRAK's methods: the model, its weights and its buffers.
 
-    The weights are in the model, too, and it is restored, because ``functional_call`` does not
-    restore tied weights in a module that has two names.
+    The weights are in the model, too, which is restored afterwards: ``functional_call`` leaves a
+    tied weight changed where its module has two names.
     """
-    read = reading_of(forward.module)
-    with read.holding({**forward.parameters, **forward.buffers}):
-        buffers = {name: b for name, b in forward.buffers.items() if name in read.names}
-        yield forward.module, forward.parameters, buffers
+    with reading_of(forward.module).holding(forward.tensors()):
+        yield forward.module, forward.parameters, forward.buffers
 
 
 def task_spec(task: Task) -> str:
