@@ -19,7 +19,6 @@ from distributed import get_worker
 from distributed.system import MEMORY_LIMIT
 from torch import Tensor
 
-from trakdask.models.reading import reading_of
 from trakdask.models.tasks import Batch, Forward, Task
 from trakdask.projection.cuda import missing
 
@@ -90,7 +89,7 @@ def activation_bytes(forward: Forward, task: Task, batch: Batch) -> int:
         name: tensor.detach().requires_grad_(tensor.is_floating_point())
         for name, tensor in forward.parameters.items()
     }
-    if reading_of(forward.module).copied is None:
+    if forward.reading.copied is None:
         with torch.no_grad():  # the first call copies buffers, which are no activations
             task.output(forward, batch)
     tensors = forward.with_parameters(leaves).tensors()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trakdask.models.layers import HookedLayer
-from trakdask.models.reading import reading_of
+from trakdask.models.reading import Reading
 from trakdask.torch_internals import tree_flatten, tree_leaves, tree_unflatten, version_of
 
 # Relative error that no reordering stays below: other rows are as far away as they are long.
@@ -110,6 +110,7 @@ class Call:
 
 def local_gradients(
     call: Call,
+    read: Reading,
     tensors: Mapping[str, Tensor],
     deltas: Sequence[Tensor | None],
     axes: Sequence[int],
@@ -121,6 +122,8 @@ def local_gradients(
     ----------
     call
         The recorded call of the module.
+    read
+        What was read of the module.
     tensors
         The parameters and buffers of the module by name.
     deltas, axes
@@ -147,7 +150,6 @@ def local_gradients(
         selected: Mapping[str, Tensor], inputs: list[Any], weights: list[Tensor]
     ) -> Tensor:
         args, kwargs = tree_unflatten(inputs, spec)
-        read = reading_of(call.module)
         returned = read.call(call.module, {**tensors, **selected}, args, kwargs)
         outputs = [y for y in tree_leaves(returned) if is_floating(y)]
         terms = [(outputs[i] * weight).sum() for i, weight in zip(used, weights, strict=True)]

@@ -35,7 +35,6 @@ from trakdask.models.delivery import Delivery, RowsOfGradient
 from trakdask.models.layers import HookedLayer, rules_by_parameter
 from trakdask.models.plans import hooked
 from trakdask.models.products import PRODUCTS, Products, wide
-from trakdask.models.reading import reading_of
 from trakdask.models.rules import BY_POSITION, TURNABLE, GradientRule, turned
 from trakdask.models.tasks import Forward
 from trakdask.projection.axes import Rotations, rotated
@@ -264,11 +263,12 @@ class GradientCollector:
         tensors = {i: forward.parameters[name] for i, name in layer.parameters.items()}
         prefix = f"{layer.path}." if layer.path else ""
         others = {**forward.buffers, **forward.others}
-        for name, first in reading_of(forward.module).places.items():
+        for name, first in forward.reading.places.items():
             if name.startswith(prefix) and first in others:
                 tensors[name.removeprefix(prefix)] = others[first]
         n_rows = self._n_rows if call.by_token else self._n_samples
-        gradients = local_gradients(call, tensors, deltas, axes, n_rows)
+        read = forward.reading.of(call.module)
+        gradients = local_gradients(call, read, tensors, deltas, axes, n_rows)
         for inside, name in layer.selected.items():
             rows = gradients[inside].reshape(n_rows, -1)
             gradient = in_coordinates(rows, name, forward, self._rotations)

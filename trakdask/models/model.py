@@ -27,7 +27,7 @@ from trakdask.models.checkpoints import (
 )
 from trakdask.models.loading import load, loads_itself
 from trakdask.models.modules import Selection, code_digests, require_plain, select_parameters
-from trakdask.models.reading import Reading, reading_of, require_ties, without_weights
+from trakdask.models.reading import Reading, require_ties, without_weights
 from trakdask.models.tasks import Forward, Task, TrakTask, resolve_task, task_spec
 from trakdask.torch_internals import uncompiled
 
@@ -149,20 +149,19 @@ class Model:
             accept=functools.partial(_accept, build, module, {}),
         )
         for checkpoint in self.checkpoints if self._loads_itself else (None,):
-            self._module(checkpoint)
+            self._read(checkpoint)
             if len(self._state[checkpoint.name if checkpoint else ""]) > 1 and build is self.build:
                 with torch.random.fork_rng([]):  # as if it were built once
                     self._made(checkpoint)
 
     def forward(self, checkpoint: Checkpoint) -> Forward:
         """Return the model at one checkpoint, on this thread's own copy of the architecture."""
-        module = self._module(checkpoint if self._loads_itself else None)
+        module, read = self._read(checkpoint if self._loads_itself else None)
         state = {} if self._loads_itself else _whole(checkpoint, module)
-        read = reading_of(module)
         parameters, buffers, others = read.with_state(state)
         for name in read.overwritten:  # the state is cached, and others read it, too
             parameters[name] = parameters[name].clone()
-        return Forward(module, parameters, buffers, checkpoint.name, others=others)
+        return Forward(module, parameters, buffers, checkpoint.name, None, others, read)
 
     def for_variables(self, n_dims: Mapping[str, int]) -> Model:
         """Return the model whose task reads samples with some variables.
@@ -195,9 +194,11 @@ class Model:
         """Return everything that determines the gradients, as plain JSON values."""
         task = self.task.modelout if isinstance(self.task, TrakTask) else self.task
         build = import_callable(self.build, "build") if isinstance(self.build, str) else self.build
+        module, read = self._read(None)
+        digests = {} if self._loads_itself else read.digests(module.state_dict(), numbers=False)
         return {
             "task": task_spec(self.task),
-            "code": code_digests(self.meta_module(), task, build),
+            "code": {**code_digests(module, task, build), **digests},
             "checkpoints": {c.name: c.digest for c in self.checkpoints},
             "checkpoint_ids": {c.name: c.id for c in self.checkpoints},
             "parameters": {name: list(shape) for name, shape in self.shapes.items()},
@@ -205,11 +206,12 @@ class Model:
 
     def meta_module(self) -> torch.nn.Module:
         """Return this thread's own copy of the architecture, without weights."""
-        return self._module(None)
+        return self._read(None)[0]
 
-    def _module(self, checkpoint: Checkpoint | None) -> torch.nn.Module:
+    def _read(self, checkpoint: Checkpoint | None) -> tuple[torch.nn.Module, Reading]:
         """Return this thread's own module, which has weights only if it loads them itself."""
-        modules: dict[str, torch.nn.Module] = _local.__dict__.setdefault("modules", {})
+        modules: dict[str, tuple[torch.nn.Module, Reading]]
+        modules = _local.__dict__.setdefault("modules", {})
         key = self.token + (checkpoint.digest if checkpoint else "")
         if key not in modules:
             while len(modules) >= _MOST_MODULES:
@@ -217,17 +219,18 @@ class Model:
             modules[key] = self._made(checkpoint)
         return modules[key]
 
-    def _made(self, checkpoint: Checkpoint | None) -> torch.nn.Module:
+    def _made(self, checkpoint: Checkpoint | None) -> tuple[torch.nn.Module, Reading]:
         """Build the module, and check that it is the same one as ever."""
         module = _meta_module(self.build)
         if checkpoint is not None:
             load(module, _whole(checkpoint, module), Reading(module).names, checkpoint.name)
-        elif loads_itself(module):  # which may change all that it has
-            return module
-        name = checkpoint.name if checkpoint else ""
-        found = reading_of(module).digests(module.state_dict())
-        self._require_same(self._state.setdefault(name, found), found)
-        return module
+        read = Reading(module)
+        if checkpoint is not None or not loads_itself(module):  # which may change all of it
+            found = read.digests(module.state_dict())
+            self._require_same(
+                self._state.setdefault(checkpoint.name if checkpoint else "", found), found
+            )
+        return module, read
 
     def _require_same(self, first: Mapping[str, str], found: Mapping[str, str]) -> None:
         """Compare what is not in checkpoints with what td.Model has read."""
@@ -280,7 +283,7 @@ def _accept(
             bases[place] = _base_model(build, place)
         base = bases[place]
     whole = completed(module, state, base, name)
-    require_ties(reading_of(module), whole, name)
+    require_ties(Reading(module).names, whole, name)
     if not loads_itself(module):  # it takes each checkpoint by its own code
         _require_fit(module, whole, name)
     return base
@@ -358,7 +361,7 @@ def _named(build: object) -> str:
 def _require_fit(module: torch.nn.Module, state: Mapping[str, Tensor], checkpoint: str) -> None:
     needed = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     # One of the names of tied weights is enough.
-    names = reading_of(module).names
+    names = Reading(module).names
     given = {names[name] for name in state if name in names}
     tied = {name for name, first in names.items() if first in given}
     actual = {name: tuple(tensor.shape) for name, tensor in state.items()}

@@ -18,7 +18,6 @@ from itertools import chain
 from operator import is_
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -62,6 +61,7 @@ class Reading:
         self._first: dict[int, str] = {}
         self._slots: dict[str, list[tuple[Any, Any]]] = {}
         self._containers: dict[int, Any] = {}
+        self._parts: dict[nn.Module, Reading] = {}
         self.copied: set[str] | None = None
         """Tensors that are copied for each call; the first call copies more, and shows which."""
         for kind in ("_parameters", "_buffers"):
@@ -114,6 +114,12 @@ class Reading:
         if found:
             self.outside[name] = found
 
+    def of(self, part: nn.Module) -> Reading:
+        """Return what is read of a module inside of this one, in which names are shorter."""
+        if part not in self._parts:
+            self._parts[part] = Reading(part)
+        return self._parts[part]
+
     def with_state(self, state: Mapping[str, Tensor]) -> tuple[State, State, State]:
         """Return parameters, buffers, and tensors in other attributes, by their first names.
 
@@ -128,16 +134,28 @@ class Reading:
         others = {n: values.pop(n) for n in self.tensors.keys() - self.names.keys()}
         return parameters, values, others
 
-    def digests(self, saved: Mapping[str, Any]) -> dict[str, str]:
-        """Return digests of what is not in the state dict, by attribute, and one of all names."""
-        layout = [(name, first, self.tensors[first].shape) for name, first in self.names.items()]
-        others = {
+    def digests(self, saved: Mapping[str, Any], *, numbers: bool = True) -> dict[str, str]:
+        """Return digests of the state that is not in a state dict, by attribute.
+
+        Parameters
+        ----------
+        saved
+            The state dict.
+        numbers
+            Whether attributes count that have numbers alone, and the names of all tensors.
+        """
+        values = self.outside | {
             name: [(name, self.tensors[first])]
             for name, first in self.names.items()
             if name not in saved and first not in self.parameters
         }
-        found = {name: _digest(values) for name, values in (others | self.outside).items()}
-        return {"the names and shapes of tensors": _digest([("", repr(layout))]), **found}
+        if not numbers:
+            arrays = (Tensor, np.ndarray)
+            values = {n: v for n, v in values.items() if any(isinstance(x, arrays) for _, x in v)}
+        else:
+            shapes = {n: (first, self.tensors[first].shape) for n, first in self.names.items()}
+            values = {"the names and shapes of tensors": [("", repr(shapes))], **values}
+        return {name: _digest(entries) for name, entries in values.items()}
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
         """Put tensors, by any of their names, in all places of the module's own."""
@@ -185,16 +203,6 @@ class Reading:
         return result
 
 
-_readings: WeakKeyDictionary[nn.Module, Reading] = WeakKeyDictionary()
-
-
-def reading_of(module: nn.Module) -> Reading:
-    """Return what was read of a module; it is read now if nobody has asked before."""
-    if module not in _readings:
-        _readings[module] = Reading(module)
-    return _readings[module]
-
-
 def without_weights(module: nn.Module) -> nn.Module:
     """Move the tensors that checkpoints contain to the meta device; tied tensors stay tied.
 
@@ -227,12 +235,25 @@ def without_weights(module: nn.Module) -> nn.Module:
     return module
 
 
-def require_ties(read: Reading, state: Mapping[str, Tensor], checkpoint: str) -> None:
-    """Reject a checkpoint with different tensors under the names of one tensor of the model."""
+def require_ties(names: Mapping[str, str], state: Mapping[str, Tensor], checkpoint: str) -> None:
+    """Reject a checkpoint with different tensors under the names of one tensor of the model.
+
+    Parameters
+    ----------
+    names
+        All names of each tensor of the model, with the first one.
+    state, checkpoint
+        The tensors of the checkpoint, and its name.
+
+    Raises
+    ------
+    CheckpointError
+        If tensors differ.
+    """
     given: dict[str, str] = {}
     for name, tensor in state.items():
-        if name in read.names:
-            other = given.setdefault(read.names[name], name)
+        if name in names:
+            other = given.setdefault(names[name], name)
             if not torch.equal(*(t.double().nan_to_num() for t in (state[other], tensor))):
                 raise CheckpointError(
                     f"expected the same tensor as {other!r} and as {name!r}, which are tied in the "

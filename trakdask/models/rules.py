@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trakdask.models.reading import reading_of
+from trakdask.models.reading import Reading
 from trakdask.projection.acceleration import Scratch
 
 Buffers = Mapping[str, Tensor]
@@ -208,7 +208,7 @@ def _channel_norm_weight(module: Any, x: Tensor, delta: Tensor, buffers: Buffers
 
 def _normalized(module: nn.Module, x: Tensor, buffers: Buffers) -> Tensor:
     """Return x as the layer normalizes it, before its weight and bias."""
-    with reading_of(module).holding(buffers):
+    with Reading(module).holding(buffers):
         parameters: dict[str, Any] = module._parameters
         for name, tensor in parameters.items():
             if tensor is not None:

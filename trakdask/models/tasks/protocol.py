@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from trakdask.html_tables import HtmlTable
-from trakdask.models.reading import reading_of
+from trakdask.models.reading import Reading
 from trakdask.torch_internals import tree_leaves, tree_map
 
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
@@ -87,6 +87,8 @@ class Forward:
         are.
     others
         Tensors that the module has in other attributes than parameters and buffers.
+    reading
+        What was read of the module before it was called; by default it is read now.
     """
 
     module: torch.nn.Module
@@ -95,6 +97,10 @@ class Forward:
     checkpoint: str | None = None
     dtype: torch.dtype | None = None
     others: Mapping[str, Tensor] = field(default_factory=dict)
+    reading: Reading = field(default=cast(Reading, None), repr=False)
+
+    def __post_init__(self) -> None:
+        self.reading = self.reading or Reading(self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on a batch, with the arguments of the module's own ``forward``.
@@ -103,7 +109,7 @@ class Forward:
         change the batch, which other passes read, too.
         """
         args, kwargs = tree_map(partial(_copied, dtype=self.dtype), (args, kwargs))
-        return reading_of(self.module).call(self.module, self.tensors(), args, kwargs)
+        return self.reading.call(self.module, self.tensors(), args, kwargs)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name."""
@@ -249,7 +255,7 @@ def _for_trak(forward: Forward) -> Iterator[tuple[Any, ...]]:
     The weights are in the model, too, which is restored afterwards: ``functional_call`` leaves a
     tied weight changed where its module has two names.
     """
-    with reading_of(forward.module).holding(forward.tensors()):
+    with forward.reading.holding(forward.tensors()):
         yield forward.module, forward.parameters, forward.buffers
 
 
