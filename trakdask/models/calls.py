@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from trakdask.models.checkpoints import State
 from trakdask.models.layers import HookedLayer
 from trakdask.models.reading import Reading
 from trakdask.torch_internals import tree_flatten, tree_leaves, tree_unflatten, version_of
@@ -79,7 +80,7 @@ class Call:
     module: nn.Module
     inputs: Any  # (args, kwargs)
     version: int
-    buffers: Mapping[str, Tensor]
+    buffers: State
     in_axes: list[int | None]
     out_axes: list[int | None]
     by_token: bool = False

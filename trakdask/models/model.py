@@ -27,7 +27,7 @@ from trakdask.models.checkpoints import (
 )
 from trakdask.models.loading import load, loads_itself
 from trakdask.models.modules import Selection, code_digests, require_plain, select_parameters
-from trakdask.models.reading import Reading, require_ties, without_weights
+from trakdask.models.reading import Reading, require_replaceable, require_ties, without_weights
 from trakdask.models.tasks import Forward, Task, TrakTask, resolve_task, task_spec
 from trakdask.torch_internals import uncompiled
 
@@ -323,6 +323,7 @@ def _meta_module(build: Build) -> torch.nn.Module:
 def _built(build: Build) -> torch.nn.Module:
     if isinstance(build, torch.nn.Module):
         require_plain(build)  # before it is copied, which modules of other code cannot be
+        require_replaceable(build)  # copies do not share memory
         try:
             return copy.deepcopy(build)
         except Exception as err:
@@ -338,6 +339,7 @@ def _built(build: Build) -> torch.nn.Module:
             "returning the module from the function"
         )
     require_plain(module)
+    require_replaceable(module)
     return module
 
 

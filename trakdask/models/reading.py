@@ -12,7 +12,7 @@ import hashlib
 import logging
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import chain
 from operator import is_
@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from trakdask.errors import CheckpointError
 from trakdask.models.checkpoints import State, digest_state
 from trakdask.models.modules import is_library
-from trakdask.torch_internals import version_of
+from trakdask.torch_internals import Watching, storage_of, tree_leaves, version_of
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -190,49 +190,76 @@ class Reading:
         copied = tensors.keys() - self.parameters if self.copied is None else self.copied
         tensors = {n: tensor.clone() if n in copied else tensor for n, tensor in tensors.items()}
         versions = {name: version_of(tensor) for name, tensor in tensors.items()}
-        with self.holding(tensors):
+        fixed = {storage_of(t): n for n, t in tensors.items() if n not in copied | self.overwritten}
+        is_first = self.copied is None
+        with self.holding(tensors), Watching(partial(_keep, fixed)) if is_first else nullcontext():
             result = module(*args, **kwargs)
         changed = {name for name, tensor in tensors.items() if version_of(tensor) != versions[name]}
-        if unexpected := changed - copied - self.overwritten:
-            raise RuntimeError(
-                f"expected a call of the model to leave its weights as they are, got "
-                f"{min(unexpected)!r} changed in place; try a new tensor in the forward pass "
-                "(w = self.w.clamp(0) for self.w.clamp_(0)), or the change before td.Model"
-            )
-        self.copied = changed if self.copied is None else self.copied
+        for name in changed - copied - self.overwritten:
+            raise _changed_in_place(name)
+        self.copied = changed if is_first else self.copied
         return result
+
+
+def _keep(fixed: Mapping[int, str], func: Any, args: Any, kwargs: Any) -> None:
+    """Raise an error before an operation writes to one of some tensors, given by their storages."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written = args[i] if i < len(args) else kwargs.get(argument.name)
+            for storage in filter(None, map(storage_of, tree_leaves(written))):
+                if storage in fixed:
+                    raise _changed_in_place(fixed[storage])
+
+
+def _changed_in_place(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"expected a call of the model to leave its weights as they are, got {name!r} changed in "
+        "place; try a new tensor in the forward pass (w = self.w.clamp(0) for self.w.clamp_(0)), "
+        "or the change before td.Model"
+    )
+
+
+def require_replaceable(module: nn.Module) -> None:
+    """Reject modules that have a tensor of the state dict where no other one can be put.
+
+    Raises
+    ------
+    ValueError
+        If so. The message names the tensor and the place.
+    """
+    read = Reading(module)
+    saved = _saved(read, module)
+    storages = {storage_of(read.tensors[name]): name for name in saved}
+    hidden = {place: name for place, name in read.stuck.items() if name in saved}
+    for place, value in chain(*read.outside.values()):
+        if (storage := storage_of(value)) and storage in storages:
+            hidden[place] = storages[storage]
+    for place, name in hidden.items():
+        raise ValueError(
+            f"expected the tensors of a checkpoint in parameters and buffers only, got {name!r} "
+            f"also in {place!r}, which would keep other weights; try to take it from the parameter "
+            "in the forward pass"
+        )
 
 
 def without_weights(module: nn.Module) -> nn.Module:
     """Move the tensors that checkpoints contain to the meta device; tied tensors stay tied.
 
     All others travel with the module, on the CPU.
-
-    Raises
-    ------
-    ValueError
-        If the memory of one of these tensors is also where no other tensor can be put.
     """
     read = Reading(module)
-    saved = {read.names[name] for name in module.state_dict() if name in read.names}
-    storages = {_storage(read.tensors[name]): name for name in saved}
-    hidden = {place: name for place, name in read.stuck.items() if name in saved}
-    for place, value in chain(*read.outside.values()):
-        if isinstance(value, Tensor) and (storage := _storage(value)) and storage in storages:
-            hidden[place] = storages[storage]
-    for place, name in hidden.items():
-        raise ValueError(
-            f"expected the tensors of a checkpoint in parameters and buffers only, got {name!r} "
-            f"also in {place!r}, which would keep the weights of the build; try to take it from "
-            "the parameter in the forward pass"
-        )
-    empty = {}
+    saved, moved = _saved(read, module), {}
     for name, tensor in read.tensors.items():
-        moved = tensor.detach().to("meta" if name in saved else "cpu")
+        alone = tensor.detach().to("meta" if name in saved else "cpu")
         is_parameter = isinstance(tensor, nn.Parameter)
-        empty[name] = nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
-    read.put(empty)
+        moved[name] = nn.Parameter(alone, tensor.requires_grad) if is_parameter else alone
+    read.put(moved)
     return module
+
+
+def _saved(read: Reading, module: nn.Module) -> set[str]:
+    """Return the first names of the tensors in the state dict."""
+    return {read.names[name] for name in module.state_dict() if name in read.names}
 
 
 def require_ties(names: Mapping[str, str], state: Mapping[str, Tensor], checkpoint: str) -> None:
@@ -261,13 +288,6 @@ def require_ties(names: Mapping[str, str], state: Mapping[str, Tensor], checkpoi
                     "that does not tie them (a model of transformers has tie_word_embeddings=False "
                     "in its config), or a checkpoint that has one of them"
                 )
-
-
-def _storage(tensor: Tensor) -> int:
-    """Return the place of a tensor in memory, or 0."""
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        return 0
-    return tensor.untyped_storage().data_ptr()
 
 
 def _joined(path: str, name: str) -> str:
