@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 from uuid import uuid4
 
+import cloudpickle
 import torch
 from torch import Tensor
 
@@ -243,6 +245,16 @@ class Model:
                     "inside build, or the module itself: td.Model(module, ...)"
                 )
 
+    def __copy__(self) -> Model:
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # distributed has a way of its own with tensors, which does not know those without values;
+        # it takes it where pickle fails, as with classes that are defined in a function.
+        return _unpickled, (cloudpickle.dumps(vars(self)),)
+
     def _repr_html_(self) -> str:
         names = [checkpoint.name for checkpoint in self.checkpoints]
         rows = {
@@ -262,6 +274,12 @@ class Model:
             f"{task_spec(self.task).split('(')[0]}, "
             f"{chosen} of {self._n_parameters} parameters{frozen}>"
         )
+
+
+def _unpickled(content: bytes) -> Model:
+    model = object.__new__(Model)
+    vars(model).update(pickle.loads(content))
+    return model
 
 
 def _accept(
