@@ -53,7 +53,8 @@ class Model:
         A callable without arguments that returns the ``nn.Module``, its name as
         ``"package.module:callable"``, or a module itself. It is called once per worker thread,
         since threads that share a module silently corrupt each other's results, and by one thread
-        at a time.
+        at a time. Whatever it gives a module that checkpoints do not have (tensors, arrays and
+        numbers in attributes, non-persistent buffers) must be the same each time.
     checkpoints
         List of paths or URLs (``.pt``, which is read with ``weights_only=True``, ``.safetensors``,
         or a folder that ``save_pretrained`` or ``Trainer`` wrote) or of state dicts, or a mapping
@@ -83,16 +84,22 @@ class Model:
     ------
     FileNotFoundError, CheckpointError
         If a checkpoint is missing or damaged, contains code, or has other tensors than the model
-        (the message names the first of them).
+        (the message names the first of them), or different ones where the model has one.
     TypeError, ValueError
-        If another argument is invalid.
+        If another argument is invalid, a module is TorchScript, quantised or cannot be copied, or
+        two calls of ``build`` give modules with different attributes.
 
     Notes
     -----
-    Cost: builds the module once and reads every checkpoint once, to hash it. A path is read by each
-    process that needs it, once. A state dict, or the weights of a module, is one task of a graph,
-    which is sent once: for weights of more than a few hundred megabytes, pass a path or URL that
-    the workers of a cluster can read.
+    Each call of the module starts from what was read of it here: what a call leaves in attributes,
+    buffers and modes is undone, so that no sample depends on those before it. Modules that load or
+    save themselves in a way of their own (extra state, hooks that rename) get their checkpoints by
+    ``load_state_dict``, and each thread then has weights of its own.
+
+    Cost: builds the module twice, to compare, and reads every checkpoint once, to hash it. A path
+    is read by each process that needs it, once. A state dict, or the weights of a module, is one
+    task of a graph, which is sent once: for weights of more than a few hundred megabytes, pass a
+    path or URL that the workers of a cluster can read.
 
     Examples
     --------
@@ -398,7 +405,7 @@ def _require_fit(module: torch.nn.Module, state: Mapping[str, Tensor], checkpoin
         )
 
 
-def _advice(state: Mapping[str, Tensor], needed: Iterable[str]) -> str:
+def _advice(state: Mapping[str, Tensor], needed: Mapping[str, tuple[int, ...]]) -> str:
     first = next(iter(needed), "")
     prefixes = [name.removesuffix(first) for name in state if name.endswith(f".{first}")]
     if prefixes:
@@ -408,4 +415,8 @@ def _advice(state: Mapping[str, Tensor], needed: Iterable[str]) -> str:
         )
     if all(name.startswith("base_model.") for name in state):
         return "a build function that returns the adapter, too: peft.get_peft_model(base, config)"
+    missing = [name for name in needed if name not in state]
+    if len(missing) == 1 and (twins := [n for n in state if needed.get(n) == needed[missing[0]]]):
+        pair = f"{missing[0]!r}: state[{twins[0]!r}]"
+        return f"a build function that ties the two, or {{**state, {pair}}} as the checkpoint"
     return "the build function that this checkpoint was trained with"
