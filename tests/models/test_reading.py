@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -141,11 +142,12 @@ class InList(Net):
         return y @ self.hidden[0]
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, "hooks"])
-@pytest.mark.parametrize("build", [TwoNames, Inside, Shared, InList])
+REFUSED = [(InList, "hooks"), (Shared, "vmap")]  # used elsewhere; recurrent
+TIES = product((TwoNames, Inside, Shared, InList), (*ENGINES, "hooks"))
+
+
+@pytest.mark.parametrize(("build", "engine"), [pair for pair in TIES if pair not in REFUSED])
 def test_forward__ties(build: type[nn.Module], engine: str) -> None:
-    if (build, engine) == (InList, "hooks") or (build, engine) == (Shared, "vmap"):
-        pytest.skip("which this engine refuses")
     whole = state_of(build)
     model = td.Model(build, [whole], task=First())
     for _ in range(2):  # the second time the module has been called
@@ -321,6 +323,7 @@ HOLDERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "object": (lambda t: SimpleNamespace(inner=Settings(t)), lambda h: h.inner.scale),
     "slots": (Slotted, lambda h: h.scale),
     "closure": (closure, lambda h: h()),
+    "default": (lambda t: lambda scale=t: scale, lambda h: h()),
     "array": (lambda t: [t.numpy()], lambda h: torch.as_tensor(h[0])),
     "number": (lambda t: float(t[0]), lambda h: h),
     "numbers": (lambda t: t.tolist(), lambda h: torch.tensor(h)),
@@ -371,6 +374,14 @@ def test_model__state_that_each_build_draws_is_named(holder: str) -> None:
     same(found(td.Model(fixed, [whole], task=First())), expected(fixed, whole))
     module = build()  # which travels itself
     same(found(td.Model(module, task=First())), gradients_of(module))
+
+
+def test_spec__tells_models_with_other_state_apart() -> None:
+    build = with_state("object", drawn)
+    module, other = build(), build()
+    other.load_state_dict(module.state_dict())
+    codes = [td.Model(each).spec()["code"] for each in (module, module, other)]
+    assert codes[0] == codes[1] != codes[2]
 
 
 def gradients_of(module: nn.Module) -> np.ndarray:

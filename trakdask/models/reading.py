@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -35,6 +35,7 @@ _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
 _NAMESPACES = (SimpleNamespace, argparse.Namespace)
 # A handle's number differs between builds, and a logger knows all other loggers.
 _NO_STATE = (type, ModuleType, logging.Logger, RemovableHandle)
+_DEFAULTS = ("__defaults__", "__kwdefaults__")
 _NUMBERS = (bool, int, float, complex, np.generic)
 
 
@@ -187,28 +188,30 @@ class Reading:
         RuntimeError
             If the module changes another tensor in place.
         """
+        is_first = self.copied is None
         copied = tensors.keys() - self.parameters if self.copied is None else self.copied
         tensors = {n: tensor.clone() if n in copied else tensor for n, tensor in tensors.items()}
         versions = {name: version_of(tensor) for name, tensor in tensors.items()}
-        fixed = {storage_of(t): n for n, t in tensors.items() if n not in copied | self.overwritten}
-        is_first = self.copied is None
-        with self.holding(tensors), Watching(partial(_keep, fixed)) if is_first else nullcontext():
+        fixed = tensors.keys() - copied - self.overwritten
+        storages = {storage_of(tensors[name]): name for name in fixed} if is_first else {}
+        watch = Watching(partial(_keep, storages)) if is_first else nullcontext()
+        with self.holding(tensors), watch:
             result = module(*args, **kwargs)
         changed = {name for name, tensor in tensors.items() if version_of(tensor) != versions[name]}
-        for name in changed - copied - self.overwritten:
+        for name in changed & fixed:
             raise _changed_in_place(name)
         self.copied = changed if is_first else self.copied
         return result
 
 
-def _keep(fixed: Mapping[int, str], func: Any, args: Any, kwargs: Any) -> None:
-    """Raise an error before an operation writes to one of some tensors, given by their storages."""
+def _keep(names: Mapping[int, str], func: Any, args: Any, kwargs: Any) -> None:
+    """Raise an error before an operation writes to a tensor, named by its place in memory."""
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             written = args[i] if i < len(args) else kwargs.get(argument.name)
             for storage in filter(None, map(storage_of, tree_leaves(written))):
-                if storage in fixed:
-                    raise _changed_in_place(fixed[storage])
+                if storage in names:
+                    raise _changed_in_place(names[storage])
 
 
 def _changed_in_place(name: str) -> RuntimeError:
@@ -349,6 +352,7 @@ def _items(value: Any) -> Iterator[tuple[str, Any, Any, Any]]:
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             with suppress(ValueError):  # a cell that has no value yet
                 yield f".{name}", None, None, cell.cell_contents
+        yield from ((f".{n}", None, None, getattr(value, n)) for n in _DEFAULTS)
     else:
         for key, item in getattr(value, "__dict__", {}).items():
             yield f".{key}", value.__dict__, key, item
@@ -360,7 +364,7 @@ def _items(value: Any) -> Iterator[tuple[str, Any, Any, Any]]:
 
 def _digest(values: list[tuple[str, Any]]) -> str:
     digest = hashlib.sha256()
-    for name, value in values:
+    for name, value in sorted(values, key=itemgetter(0)):  # sets have another order elsewhere
         if isinstance(value, Tensor):
             dense = value.dequantize() if value.is_quantized else value.detach().to_dense()
             dense = dense.new_empty(0, device="cpu") if dense.is_meta else dense
