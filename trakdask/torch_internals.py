@@ -19,12 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
-    "TorchDispatchMode",
+    "Watching",
     "fake_tensor_mode",
     "few_threads",
     "int8_matmul",
     "last_operation",
     "no_fast_path",
+    "storage_of",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -57,6 +58,43 @@ def int8_matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
     torch has no public name for it, and what it does may change: results are to be checked.
     """
     torch._int_mm(left, right.T, out=out)
+
+
+class _SeesOperations:
+    """Calls a function with every operation of torch and its arguments, before it runs.
+
+    A class of its own, since torch imports its compiler, which takes a second, to wrap this method
+    if a class of modes defines it itself.
+    """
+
+    def __init__(self, see: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
+        super().__init__()
+        self._see = see
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        self._see(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+class Watching(_SeesOperations, TorchDispatchMode):
+    """The mode in which a function sees the operations, and may raise an error before one."""
+
+
+def storage_of(value: Any) -> int:
+    """Return the place in memory of a tensor, or 0 where it has none of its own.
+
+    Inside of ``torch.func`` a tensor wraps another one, which has the memory.
+    """
+    functorch = torch._C._functorch
+    while isinstance(value, Tensor) and functorch.is_functorch_wrapped_tensor(value):
+        value = functorch.get_unwrapped(value)
+    if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
+        return 0
+    with torch._C.DisableTorchFunction():  # our own modes, which look for such calls by a model
+        place: int = value.untyped_storage().data_ptr()
+        return place
 
 
 def version_of(value: object) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,9 @@ from tests.bad_inputs.small_models import NET, OnlyOutput
 
 STATE = NET.state_dict()
 M, K = "Model", "keep_checkpoints"
+UNTIED, TIED = (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(2))
+TIED[1].weight = TIED[0].weight
+ONCE = {name: tensor for name, tensor in UNTIED.state_dict().items() if name != "1.weight"}
 QUANTISED = type("Linear8bitLt", (nn.Linear,), {"__module__": "bitsandbytes.nn.modules"})(2, 2)
 
 
@@ -33,6 +38,29 @@ def checkpoint(make: Callable[[Path], Any]) -> Callable[[Path], object]:
 def folder_with_file(folder: Path) -> str:
     torch.save(STATE, folder / "epoch_3.pt")
     return str(folder)
+
+
+def having(value: Any) -> nn.Module:
+    module = nn.Sequential(nn.Linear(4, 3))
+    module[0].odd = value
+    return module
+
+
+def of_torchscript(make: Callable[..., Any], *arguments: Any) -> nn.Module:
+    with warnings.catch_warnings(action="ignore"):  # it is deprecated
+        return make(*arguments)
+
+
+class Extra(nn.Linear):
+    """A layer whose extra state is of a class of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+
+    def get_extra_state(self) -> Any:
+        return Path()
+
+    def set_extra_state(self, state: Any) -> None: ...
 
 
 def needs_arguments(width: int, *, depth: int) -> nn.Module:
@@ -55,6 +83,12 @@ ROWS = [
         ("parameters a number", model(parameters=3), "3", "parameters='head.*'"),
         ("predicate of one argument", model(parameters=lambda name: True), "1 positional argument"),
         ("parallel", model(nn.Sequential(nn.DataParallel(NET))), "'0' of class DataParallel"),
+        ("parallel as a whole", model(nn.DataParallel(NET)), "got the model of class DataParallel"),
+        ("scripted", model(of_torchscript(torch.jit.script, NET)), "the model of TorchScript", "state_dict()"),
+        ("traced inside", model(nn.Sequential(of_torchscript(torch.jit.trace, NET, torch.ones(1, 4)))), "layer '0' of TorchScript"),
+        ("with a lock", model(having(threading.Lock())), "'0.odd'", "[module.state_dict()]"),
+        ("with a generator", model(having(i for i in ())), "'0.odd'", "[module.state_dict()]"),
+        ("with a tensor that has a graph", model(having(nn.Parameter(torch.ones(3)) * 2)), "'0.odd'", "function build"),
         ("moments a number", moments(3), "moments", "3"),
         ("quantised", model(nn.Sequential(QUANTISED), task="causal_lm"), "'0'", "Linear8bitLt", "bfloat16"),
     ),
@@ -71,6 +105,10 @@ ROWS = [
         ("other shape", model(NET, [nn.Linear(5, 3).state_dict()]), "'weight'", "(3, 4)", "(3, 5)"),
         ("missing tensor", model(NET, [{"weight": STATE["weight"]}]), "'bias'", "(3,)"),
         ("further tensor", model(NET, [{**STATE, "extra": torch.ones(1)}]), "'extra'"),
+        ("ties that the checkpoint has not", model(TIED, [UNTIED.state_dict()]), "'0.weight' and as '1.weight'", "does not tie them"),
+        ("no ties of the checkpoint", model(UNTIED, [ONCE]), "'1.weight'", "no such tensor", "'1.weight': state['0.weight']"),
+        ("extra state of a class", model(Extra()), "'0'", "WeightsUnpickler", "plain values"),
+        ("no extra state", model(Extra(), [STATE]), "Missing key", "_extra_state"),
         ("twice the same", model(NET, {"a": STATE, "b": STATE}), "['a', 'b']"),
         ("task unknown", model(task="clasification"), "'clasification'", "_classification"),
         ("parameters empty", model(parameters=[]), "got []", "None"),

@@ -9,7 +9,6 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -66,7 +65,11 @@ def applied(settings: Mapping[str, str], device: torch.device) -> Iterator[None]
     if before != precision:
         torch.set_float32_matmul_precision(precision)
     try:
-        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+        # Gradients are taken whatever the caller has switched off: this also leaves ``no_grad``.
+        with (
+            torch.inference_mode(False),
+            torch.autocast(device.type, dtype=dtype, enabled=dtype is not None),
+        ):
             yield
     finally:
         if before != precision:
@@ -77,10 +80,7 @@ def on_device(forward: Forward, device: torch.device) -> Forward:
     """Return the model on a device; for the CPU the same object, since its tensors are there."""
     if device.type == "cpu":
         return forward
-    # Non-persistent buffers are not in checkpoints; the module has them on the CPU.
-    on_cpu = {name: b for name, b in forward.module.named_buffers() if not b.is_meta}
-    whole = replace(forward, buffers={**on_cpu, **forward.buffers})
-    return whole.mapped(lambda tensor: tensor.to(device))
+    return forward.mapped(lambda tensor: tensor.to(device))
 
 
 def activation_bytes(forward: Forward, task: Task, batch: Batch) -> int:
@@ -89,9 +89,11 @@ def activation_bytes(forward: Forward, task: Task, batch: Batch) -> int:
         name: tensor.detach().requires_grad_(tensor.is_floating_point())
         for name, tensor in forward.parameters.items()
     }
-    not_saved = {
-        t.untyped_storage().data_ptr() for t in (*leaves.values(), *forward.buffers.values())
-    }
+    if forward.reading.copied is None:
+        with torch.no_grad():  # the first call copies buffers, which are no activations
+            task.output(forward, batch)
+    tensors = forward.with_parameters(leaves).tensors()
+    not_saved = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trakdask.models.layers import HookedLayer
+from trakdask.models.loading import State
+from trakdask.models.reading import Reading
 from trakdask.torch_internals import tree_flatten, tree_leaves, tree_unflatten, version_of
 
 # Relative error that no reordering stays below: other rows are as far away as they are long.
@@ -78,7 +80,7 @@ class Call:
     module: nn.Module
     inputs: Any  # (args, kwargs)
     version: int
-    buffers: Mapping[str, Tensor]
+    buffers: State
     in_axes: list[int | None]
     out_axes: list[int | None]
     by_token: bool = False
@@ -109,6 +111,7 @@ class Call:
 
 def local_gradients(
     call: Call,
+    read: Reading,
     tensors: Mapping[str, Tensor],
     deltas: Sequence[Tensor | None],
     axes: Sequence[int],
@@ -120,6 +123,8 @@ def local_gradients(
     ----------
     call
         The recorded call of the module.
+    read
+        What was read of the module.
     tensors
         The parameters and buffers of the module by name.
     deltas, axes
@@ -146,7 +151,7 @@ def local_gradients(
         selected: Mapping[str, Tensor], inputs: list[Any], weights: list[Tensor]
     ) -> Tensor:
         args, kwargs = tree_unflatten(inputs, spec)
-        returned = torch.func.functional_call(call.module, {**tensors, **selected}, args, kwargs)
+        returned = read.call(call.module, {**tensors, **selected}, args, kwargs)
         outputs = [y for y in tree_leaves(returned) if is_floating(y)]
         terms = [(outputs[i] * weight).sum() for i, weight in zip(used, weights, strict=True)]
         total: Tensor = torch.stack(terms).sum()

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from trakdask.checks import require_integer
 from trakdask.errors import CheckpointError
 from trakdask.files import UNCACHED, Folder, location
+from trakdask.models.loading import State, digest_state
 from trakdask.models.pretrained import base_names, without_adapters
-from trakdask.models.state_dicts import State, fitted, require_whole, states_in
+from trakdask.models.state_dicts import fitted, require_whole, states_in
 
 CheckpointLike = str | Path | Mapping[str, Tensor]
 
@@ -142,16 +143,6 @@ def make_checkpoints(
         )
     numbers = _ids(digests, ids)
     return tuple(replace(checkpoint, id=id) for checkpoint, id in zip(opened, numbers, strict=True))
-
-
-def digest_state(state: Mapping[str, Tensor]) -> str:
-    """Hash the names, dtypes, shapes and bytes of all tensors, in one pass over the bytes."""
-    digest = hashlib.sha256()
-    for name in sorted(state):
-        tensor = state[name].detach().cpu().contiguous()
-        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _digest(state: Mapping[str, Tensor], base: Checkpoint | None) -> str:
@@ -286,8 +277,8 @@ def _open(
         source = partial(read_files, places=places, name=name, fit=fit)
         state = source(module)
     else:  # copied, because the caller may continue to train the module
-        tensors = fit(module, value, name)
-        state = {n: tensor.detach().cpu().clone() for n, tensor in tensors.items()}
+        state = fit(module, value, name)
+        state.update({n: tensor.detach().cpu().clone() for n, tensor in state.items()})
     base = base_of(folder) if base_names(module) - set(state) else None
     if base is not None:
         require_whole(module, cached_state(base, module) | state, name)

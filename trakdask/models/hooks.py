@@ -262,11 +262,13 @@ class GradientCollector:
         forward, layer = self._forward, call.layer
         tensors = {i: forward.parameters[name] for i, name in layer.parameters.items()}
         prefix = f"{layer.path}." if layer.path else ""
-        for name, tensor in forward.buffers.items():
-            if name.startswith(prefix):
-                tensors[name.removeprefix(prefix)] = tensor
+        others = {**forward.buffers, **forward.others}
+        for name, first in forward.reading.places.items():
+            if name.startswith(prefix) and first in others:
+                tensors[name.removeprefix(prefix)] = others[first]
         n_rows = self._n_rows if call.by_token else self._n_samples
-        gradients = local_gradients(call, tensors, deltas, axes, n_rows)
+        read = forward.reading.of(call.module)
+        gradients = local_gradients(call, read, tensors, deltas, axes, n_rows)
         for inside, name in layer.selected.items():
             rows = gradients[inside].reshape(n_rows, -1)
             gradient = in_coordinates(rows, name, forward, self._rotations)

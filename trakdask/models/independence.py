@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from trakdask.models.tasks import Batch, Forward, Task, task_spec
 from trakdask.models.tasks.protocol import SampleError
-from trakdask.torch_internals import TorchDispatchMode, fake_tensor_mode
+from trakdask.torch_internals import Watching, fake_tensor_mode
 
 T = TypeVar("T")
 
@@ -66,23 +66,10 @@ class _ValueRead(Exception):
     """An operation whose result, or its shape, can steer the next steps of a model."""
 
 
-class _RefusesValues:
-    """Raises an error where a tensor's values leave it, or decide on the shape of another one.
-
-    A class of its own, since torch imports its compiler, which takes a second, to wrap this method
-    if a class of modes defines it itself.
-    """
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        if _STEERING.intersection(func.tags):
-            raise _ValueRead(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-class _NoValues(_RefusesValues, TorchDispatchMode):
-    """Operations on tensors may not read values."""
+def _refuse_values(func: Any, args: Any, kwargs: Any) -> None:
+    """Raise an error where a tensor's values leave it, or decide on the shape of another one."""
+    if _STEERING.intersection(func.tags):
+        raise _ValueRead(str(func))
 
 
 class _NoArrays(TorchFunctionMode):
@@ -105,7 +92,7 @@ def _runs_without_values(forward: Forward, task: Task, batch: Batch) -> bool:
 
     Whatever error a pass raises, it is safe to assume that values are read.
     """
-    no_values = _NoValues()  # type: ignore[no-untyped-call]
+    no_values = Watching(_refuse_values)
     with suppress(Exception), torch.no_grad(), torch.random.fork_rng([]), _NoArrays(), no_values:
         task.output(forward, batch)
         return True

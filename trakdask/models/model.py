@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
+import cloudpickle
 import torch
 
 from trakdask.checks import import_callable, shown
@@ -23,18 +25,16 @@ from trakdask.models.checkpoints import (
     make_checkpoints,
     read_base,
 )
+from trakdask.models.loading import State, load, loads_itself
 from trakdask.models.modules import (
     Selection,
-    aliases,
     code_digests,
     evaluating,
-    overwritten,
     require_plain,
     select_parameters,
-    without_weights,
 )
 from trakdask.models.pretrained import building, use_saved_prompts, without_adapters
-from trakdask.models.state_dicts import State
+from trakdask.models.reading import Reading, require_replaceable, without_weights
 from trakdask.models.tasks import Forward, Task, TrakTask, resolve_task, task_spec
 from trakdask.models.tasks.protocol import task_fields
 from trakdask.torch_internals import uncompiled
@@ -56,7 +56,8 @@ class Model:
         A callable without arguments that returns the ``nn.Module``, its name as
         ``"package.module:callable"``, or a module itself. It is called once per worker thread,
         since threads that share a module silently corrupt each other's results, and by one thread
-        at a time.
+        at a time. Whatever it gives a module that checkpoints do not have (tensors, arrays and
+        numbers in attributes, non-persistent buffers) must be the same each time.
     checkpoints
         List of paths or URLs (files of ``torch.save``, such as ``.pt`` or ``.ckpt``, which are read
         with ``weights_only=True``; ``.safetensors``; folders that ``save_pretrained``, ``Trainer``
@@ -94,16 +95,22 @@ class Model:
     ------
     FileNotFoundError, CheckpointError
         If a checkpoint is missing or damaged, contains code, or has other tensors than the model
-        (the message names the first of them).
+        (the message names the first of them), or different ones where the model has one.
     TypeError, ValueError
-        If another argument is invalid.
+        If another argument is invalid, a module is TorchScript, quantised or cannot be copied, or
+        two calls of ``build`` give modules with different attributes.
 
     Notes
     -----
-    Cost: builds the module once and reads every checkpoint once, to hash it. A path is read by each
-    process that needs it, once. A state dict, or the weights of a module, is one task of a graph,
-    which is sent once: for weights of more than a few hundred megabytes, pass a path or URL that
-    the workers of a cluster can read.
+    Each call of the module starts from what was read of it here: what a call leaves in attributes,
+    buffers and modes is undone, so that no sample depends on those before it. Modules that load or
+    save themselves in a way of their own (extra state, hooks that rename) get their checkpoints by
+    ``load_state_dict``, and each thread then has weights of its own.
+
+    Cost: builds the module twice, to compare, and reads every checkpoint once, to hash it. A path
+    is read by each process that needs it, once. A state dict, or the weights of a module, is one
+    task of a graph, which is sent once: for weights of more than a few hundred megabytes, pass a
+    path or URL that the workers of a cluster can read.
 
     Examples
     --------
@@ -121,6 +128,7 @@ class Model:
     token: str
     """Identifies this model in all processes."""
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         build: Build,
@@ -147,11 +155,13 @@ class Model:
         self.task = resolve_task(task)
         self.build = _meta_module(build) if isinstance(build, torch.nn.Module) else build
         self.token = uuid4().hex
+        self._state: dict[str, dict[str, str]] = {}
         module = self.meta_module()
         tensors = dict(module.named_parameters())
         selected = {name: tensors[name] for name in select_parameters(module, parameters)}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in selected.items()}
         self._n_parameters = sum(tensor.numel() for tensor in tensors.values())
+        self._loads_itself = loads_itself(module)
         self._n_frozen = sum(t.numel() for t in selected.values() if not t.requires_grad)
         self.checkpoints = make_checkpoints(
             checkpoints,
@@ -161,20 +171,20 @@ class Model:
             prefix=prefix,
             base_of=functools.partial(_base_model, build, module, {}),
         )
+        for checkpoint in self.checkpoints if self._loads_itself else (None,):
+            self._read(checkpoint)
+            if len(self._state[checkpoint.name if checkpoint else ""]) > 1 and build is self.build:
+                with torch.random.fork_rng([]):  # as if it were built once
+                    self._made(checkpoint)
 
     def forward(self, checkpoint: Checkpoint) -> Forward:
         """Return the model at one checkpoint, on this thread's own copy of the architecture."""
-        module = self.meta_module()
-        state = cached_state(checkpoint, module)
-        names_of = aliases(module)
-        parameters = {
-            name: next(state[alias] for alias in names_of[name] if alias in state)
-            for name, _ in module.named_parameters()
-        }
-        for name in overwritten(module):  # the state is cached, and others read it, too
+        module, read = self._read(checkpoint if self._loads_itself else None)
+        state = {} if self._loads_itself else cached_state(checkpoint, module)
+        parameters, buffers, others = read.with_state(state)
+        for name in read.overwritten:  # the state is cached, and others read it, too
             parameters[name] = parameters[name].clone()
-        buffers = {n: state[n] for n, _ in module.named_buffers() if n in state}
-        return Forward(module, parameters, buffers, checkpoint.name)
+        return Forward(module, parameters, buffers, checkpoint.name, None, others, read)
 
     def for_variables(self, n_dims: Mapping[str, int]) -> Model:
         """Return the model whose task reads samples with some variables.
@@ -207,10 +217,12 @@ class Model:
         """Return everything that determines the gradients, as plain JSON values."""
         task = self.task.modelout if isinstance(self.task, TrakTask) else self.task
         build = import_callable(self.build, "build") if isinstance(self.build, str) else self.build
+        module, read = self._read(None)
+        digests = {} if self._loads_itself else read.digests(module.state_dict(), numbers=False)
         return {
             "task": task_spec(self.task),
             "task_fields": task_fields(self.task),
-            "code": code_digests(self.meta_module(), task, build),
+            "code": {**code_digests(module, task, build), **digests},
             "checkpoints": {c.name: c.digest for c in self.checkpoints},
             "checkpoint_ids": {c.name: c.id for c in self.checkpoints},
             "parameters": {name: list(shape) for name, shape in self.shapes.items()},
@@ -218,12 +230,52 @@ class Model:
 
     def meta_module(self) -> torch.nn.Module:
         """Return this thread's own copy of the architecture, without weights."""
-        modules: dict[str, torch.nn.Module] = _local.__dict__.setdefault("modules", {})
-        if self.token not in modules:
+        return self._read(None)[0]
+
+    def _read(self, checkpoint: Checkpoint | None) -> tuple[torch.nn.Module, Reading]:
+        """Return this thread's own module, which has weights only if it loads them itself."""
+        modules: dict[str, tuple[torch.nn.Module, Reading]]
+        modules = _local.__dict__.setdefault("modules", {})
+        key = self.token + (checkpoint.digest if checkpoint else "")
+        if key not in modules:
             while len(modules) >= _MOST_MODULES:
                 modules.pop(next(iter(modules)))
-            modules[self.token] = _meta_module(self.build)
-        return modules[self.token]
+            modules[key] = self._made(checkpoint)
+        return modules[key]
+
+    def _made(self, checkpoint: Checkpoint | None) -> tuple[torch.nn.Module, Reading]:
+        """Build the module, and check that it is the same one as ever."""
+        module = _meta_module(self.build)
+        if checkpoint is not None:
+            load(module, cached_state(checkpoint, module), Reading(module).names, checkpoint.name)
+        read = Reading(module)
+        if checkpoint is not None or not loads_itself(module):  # which may change all of it
+            found = read.digests(module.state_dict())
+            self._require_same(
+                self._state.setdefault(checkpoint.name if checkpoint else "", found), found
+            )
+        return module, read
+
+    def _require_same(self, first: Mapping[str, str], found: Mapping[str, str]) -> None:
+        """Compare what is not in checkpoints with what td.Model has read."""
+        for name in {**first, **found}:
+            if first.get(name) != found.get(name):
+                raise ValueError(
+                    f"expected the same model whenever build = {_named(self.build)} is called, as "
+                    f"each thread does, got a difference in {name!r}, which is not in checkpoints; "
+                    "try register_buffer (and checkpoints that have it), or torch.manual_seed(0) "
+                    "inside build, or the module itself: td.Model(module, ...)"
+                )
+
+    def __copy__(self) -> Model:
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # distributed has a way of its own with tensors, which does not know those without values;
+        # it takes it where pickle fails, as with classes that are defined in a function.
+        return _unpickled, (cloudpickle.dumps(vars(self)),)
 
     def _repr_html_(self) -> str:
         names = [checkpoint.name for checkpoint in self.checkpoints]
@@ -244,6 +296,12 @@ class Model:
             f"{task_fields(self.task)['class']}, "
             f"{chosen} of {self._n_parameters} parameters{frozen}>"
         )
+
+
+def _unpickled(content: bytes) -> Model:
+    model = object.__new__(Model)
+    vars(model).update(pickle.loads(content))
+    return model
 
 
 def _base_model(
@@ -275,18 +333,28 @@ def _built_base(module: torch.nn.Module, build: Build) -> State:
     return {names[name]: tensor for name, tensor in base.state_dict().items()}
 
 
+@torch.inference_mode(False)
 def _meta_module(build: Build) -> torch.nn.Module:
     with building:
         module = _built(build)
         if not isinstance(build, torch.nn.Module):
             use_saved_prompts(module)
-        return without_weights(uncompiled(evaluating(module)))
+        module = uncompiled(evaluating(module))
+        return module if loads_itself(module) else without_weights(module)
 
 
 def _built(build: Build) -> torch.nn.Module:
     if isinstance(build, torch.nn.Module):
         require_plain(build)  # before it is copied, which modules of other code cannot be
-        return copy.deepcopy(build)
+        require_replaceable(build)  # copies do not share memory
+        try:
+            return copy.deepcopy(build)
+        except Exception as err:
+            raise TypeError(
+                f"expected a module that can be copied, since each thread has its own, got an "
+                f"error for {_not_copied(build)!r} ({type(err).__name__}: {err}); try td.Model("
+                "build, [module.state_dict()], ...) with a function build that returns the module"
+            ) from err
     module = (import_callable(build, "build") if isinstance(build, str) else build)()
     if not isinstance(module, torch.nn.Module):
         raise TypeError(
@@ -294,7 +362,19 @@ def _built(build: Build) -> torch.nn.Module:
             "returning the module from the function"
         )
     require_plain(module)
+    require_replaceable(module)
     return module
+
+
+def _not_copied(module: torch.nn.Module) -> str:
+    """Return the name of an attribute that cannot be copied."""
+    for path, part in module.named_modules():
+        for name, value in {**vars(part), "_modules": None}.items():
+            try:
+                copy.deepcopy(value)
+            except Exception:
+                return f"{path}.{name}" if path else name
+    return type(module).__name__
 
 
 def _named(build: object) -> str:

@@ -16,6 +16,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 
 Selection = None | str | Sequence[str] | type[nn.Module] | Callable[[str, Tensor], bool]
 
@@ -29,16 +30,23 @@ _PLAIN = (type(None), bool, int, float, str)
 def require_plain(module: nn.Module) -> None:
     """Reject modules whose parameters cannot be replaced in a call."""
     for path, part in module.named_modules():
+        kind, where = type(part), f"layer {path!r}" if path else "the model"
         if isinstance(part, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             raise TypeError(
-                f"expected a model in one process on one device, got {path!r} of class "
-                f"{type(part).__name__}; try the module inside it, its attribute module"
+                f"expected a model in one process on one device, got {where} of class "
+                f"{kind.__name__}; try the module inside it, its attribute module"
             )
-        if type(part).__module__.split(".")[0] == "bitsandbytes":
+        if isinstance(part, ScriptModule):
             raise TypeError(
-                f"expected plain tensors as weights, got layer {path!r} of bitsandbytes' "
-                f"{type(part).__name__}; try the base model in bfloat16, without "
-                "quantization_config (the adapter's file is the same)"
+                f"expected a model that runs as Python code, got {where} of TorchScript; try the "
+                "module that was scripted or traced, with the state_dict() of this one as its "
+                "checkpoint"
+            )
+        if kind.__module__.startswith(("bitsandbytes", "torch.ao.nn.quantized")):
+            raise TypeError(
+                f"expected plain tensors as weights, got {where} of class {kind.__name__}, which "
+                "is quantised; try the model before quantisation: for an adapter, the base model "
+                "in bfloat16, without quantization_config (the adapter's file is the same)"
             )
 
 
@@ -55,43 +63,6 @@ def evaluating(module: nn.Module) -> nn.Module:
         elif isinstance(part, nn.Embedding | nn.EmbeddingBag):
             part.sparse = False
     return module
-
-
-def without_weights(module: nn.Module) -> nn.Module:
-    """Move the tensors that checkpoints contain to the meta device; tied tensors stay tied."""
-    saved = set(module.state_dict())
-    empty: dict[int, Tensor] = {}
-    for prefix, part in module.named_modules():
-        tensors = dict(part.named_parameters("", recurse=False, remove_duplicate=False))
-        tensors |= dict(part.named_buffers("", recurse=False, remove_duplicate=False))
-        for name, tensor in tensors.items():
-            if (f"{prefix}.{name}" if prefix else name) not in saved:
-                continue  # a non-persistent buffer, which no checkpoint contains
-            if id(tensor) not in empty:
-                meta = tensor.detach().to("meta")
-                if isinstance(tensor, nn.Parameter):
-                    meta = nn.Parameter(meta, tensor.requires_grad)
-                empty[id(tensor)] = meta
-            setattr(part, name, empty[id(tensor)])
-    return module
-
-
-def overwritten(module: nn.Module) -> list[str]:
-    """Return the parameters that a forward pass changes: weights of embeddings with max_norm."""
-    changed = {
-        id(part.weight)
-        for part in module.modules()
-        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None
-    }
-    return [name for name, tensor in module.named_parameters() if id(tensor) in changed]
-
-
-def aliases(module: nn.Module) -> dict[str, list[str]]:
-    """Return all names of each parameter; a file may contain tied weights under any one of them."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(tensor), []).append(name)
-    return {group[0]: group for group in names.values()}
 
 
 def select_parameters(module: nn.Module, selection: Selection) -> tuple[str, ...]:
@@ -194,19 +165,20 @@ def code_digests(module: nn.Module, task: object, build: object = None) -> dict[
     if isinstance(build, FunctionType):
         digests["build"] = _hashed(_of_functions([build], ()))
     classes: dict[str, list[type]] = {}
-    for kind in {type(part) for part in module.modules() if not _is_library(type(part).__module__)}:
+    for kind in {type(part) for part in module.modules() if not is_library(type(part).__module__)}:
         classes.setdefault(kind.__name__, []).append(kind)
     for name, kinds in sorted(classes.items()):
         digests[name] = _hashed(sorted(_hashed(_of_class(kind)) for kind in kinds))
     return digests
 
 
-def _is_library(module: object) -> bool:
+def is_library(module: object) -> bool:
+    """Return whether a module of Python is known by its version: of torch, or of Python itself."""
     return str(module).partition(".")[0] in _LIBRARIES
 
 
 def _of_class(kind: type) -> Iterator[str]:
-    bases = [base for base in kind.__mro__ if not _is_library(base.__module__)]
+    bases = [base for base in kind.__mro__ if not is_library(base.__module__)]
     for name, value in sorted(vars(kind).items()) if bases else ():
         # What a task says of its loss may be added later. Older digests have the only old value.
         is_said = name == "loss_kind" and value != "squared error"
@@ -238,7 +210,7 @@ def _of_functions(functions: list[FunctionType], classes: Iterable[type]) -> Ite
 def _function(value: Any) -> FunctionType | None:
     """Return the function in a method, a property or a decorator of a library, if there is one."""
     value = getattr(value, "fget", None) or getattr(value, "__func__", None) or value
-    while isinstance(value, FunctionType) and _is_library(value.__globals__.get("__name__")):
+    while isinstance(value, FunctionType) and is_library(value.__globals__.get("__name__")):
         value = getattr(value, "__wrapped__", None)
     return value if isinstance(value, FunctionType) else None
 

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from trakdask.models.loading import State
+from trakdask.models.reading import Reading
 from trakdask.tensors import Scratch
 
-Buffers = Mapping[str, Tensor]
 GradientRule = Callable[..., Tensor]
 ALL_ROWS = slice(None)
 
@@ -100,7 +101,7 @@ class Outer:
         module: Any,
         x: Tensor,
         delta: Tensor,
-        buffers: Buffers,
+        buffers: State,
         rows: slice = ALL_ROWS,
         into: Tensor | None = None,
     ) -> Tensor:
@@ -122,17 +123,17 @@ class Outer:
 linear_weight, transposed_linear_weight = Outer(), Outer(is_transposed=True)
 
 
-def last_bias(module: nn.Module, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
+def last_bias(module: nn.Module, x: Tensor, delta: Tensor, buffers: State) -> Tensor:
     """Return δ, summed over positions: the rule of a bias that is added along the last axis."""
     return _positions(delta).sum(1)
 
 
-def _channel_bias(module: nn.Module, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
+def _channel_bias(module: nn.Module, x: Tensor, delta: Tensor, buffers: State) -> Tensor:
     return delta.reshape(*delta.shape[:2], -1).sum(2)
 
 
 def _conv_weight(
-    module: Any, x: Tensor, delta: Tensor, buffers: Buffers, places: Tensor | None = None
+    module: Any, x: Tensor, delta: Tensor, buffers: State, places: Tensor | None = None
 ) -> Tensor:
     """Multiply delta with patches of the input, per group; patches are (weights, positions).
 
@@ -176,7 +177,7 @@ def _both_sides(module: Any) -> list[int]:
 
 
 def embedding_weight(
-    module: nn.Embedding, x: Tensor, delta: Tensor, buffers: Buffers, rows: slice = ALL_ROWS
+    module: nn.Embedding, x: Tensor, delta: Tensor, buffers: State, rows: slice = ALL_ROWS
 ) -> Tensor:
     """Return δ, added to the rows of the tokens that were looked up."""
     n, width = len(x), module.embedding_dim
@@ -192,24 +193,27 @@ def embedding_weight(
     return out.view(n, -1)
 
 
-def _layer_norm_bias(module: Any, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
+def _layer_norm_bias(module: Any, x: Tensor, delta: Tensor, buffers: State) -> Tensor:
     shape = module.normalized_shape
     return delta.reshape(len(delta), -1, math.prod(shape)).sum(1)
 
 
-def _layer_norm_weight(module: Any, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
+def _layer_norm_weight(module: Any, x: Tensor, delta: Tensor, buffers: State) -> Tensor:
     return _layer_norm_bias(module, x, _normalized(module, x, buffers).mul_(delta), buffers)
 
 
-def _channel_norm_weight(module: Any, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
+def _channel_norm_weight(module: Any, x: Tensor, delta: Tensor, buffers: State) -> Tensor:
     return _channel_bias(module, x, _normalized(module, x, buffers).mul_(delta), buffers)
 
 
-def _normalized(module: nn.Module, x: Tensor, buffers: Buffers) -> Tensor:
+def _normalized(module: nn.Module, x: Tensor, buffers: State) -> Tensor:
     """Return x as the layer normalizes it, before its weight and bias."""
-    parameters = module.named_parameters(recurse=False)
-    neutral = {name: x.new_full(p.shape, float(name == "weight")) for name, p in parameters}
-    normal: Tensor = torch.func.functional_call(module, {**neutral, **buffers}, x)
+    with Reading(module).holding(buffers):
+        parameters: dict[str, Any] = module._parameters
+        for name, tensor in parameters.items():
+            if tensor is not None:
+                parameters[name] = x.new_full(tensor.shape, float(name == "weight"))
+        normal: Tensor = module(x)
     return normal
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from trakdask.errors import CheckpointError
+from trakdask.models.loading import State, as_state, is_extra_state, loads_itself
 from trakdask.models.pretrained import base_names, by_class, first_names
-
-State = dict[str, Tensor]
+from trakdask.models.reading import Reading, require_ties
 
 # What torch puts into the names of modules that are compiled, sharded or recomputed.
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -45,12 +45,14 @@ def fitted(
 
     Returns
     -------
-    All tensors of the model, or all but the base model of a PEFT adapter.
+    All tensors of the model, or all but the base model of a PEFT adapter. A model that loads itself
+    gets what does not fit as it is.
 
     Raises
     ------
     CheckpointError
-        If there is no state dict, none fits the model, or several do.
+        If there is no state dict, none fits the model, or several do; or if it has different
+        tensors under the names of a tied one.
     """
     states = _cut(states_in(content, name, key), prefix, name)
     optional = base_names(module)
@@ -64,11 +66,14 @@ def fitted(
                 + " or ".join(f"td.Model(..., key={at!r})" for at in fits)
             )
     at, (wrong, state) = min(best.items(), key=lambda item: len(item[1][0]))
+    if wrong and loads_itself(module):  # whose code may rename tensors
+        return states[at]
     if wrong and strict:
         where = f"checkpoint {name!r}" if at is None else f"{at!r} of checkpoint {name!r}"
         raise _misfit(wrong, where, _advice(module, states[at], optional))
+    require_ties(Reading(module).names, state, name)
     if not optional:
-        return state
+        return states[at] if [*state] == [*states[at]] else state  # with the versions of modules
     # Of several names of a tensor the first one, so that the base model's cannot take its place.
     first, tensors = first_names(module), module.state_dict(keep_vars=True)
     return {first[id(tensors[name])]: tensor for name, tensor in state.items()}
@@ -76,6 +81,7 @@ def fitted(
 
 def require_whole(module: nn.Module, state: State, name: str) -> None:
     """Reject an adapter and a base model that are not the whole model together."""
+    require_ties(Reading(module).names, state, name)
     if wrong := _differences(module, state, set())[0]:
         where = f"checkpoint {name!r} with its base model"
         raise _misfit(wrong, where, _advice(module, state, {name}))
@@ -92,9 +98,9 @@ def states_in(content: Any, name: str, key: str | None = None) -> dict[str | Non
     if key is not None and isinstance(content, Mapping) and key in content:
         return states_in(content[key], name)
     if _is_state(content):
-        return {None: {str(name): tensor for name, tensor in content.items()}}
+        return {None: as_state(content)}
     items = content.items() if isinstance(content, Mapping) else ()
-    inside: dict[str | None, State] = {at: dict(value) for at, value in items if _is_state(value)}
+    inside: dict[str | None, State] = {at: as_state(x) for at, x in items if _is_state(x)}
     if inside and key is None:
         return inside
     others = [at for at, value in items if not isinstance(value, Tensor)]
@@ -110,8 +116,11 @@ def states_in(content: Any, name: str, key: str | None = None) -> dict[str | Non
 
 
 def _is_state(value: Any) -> bool:
-    is_mapping = isinstance(value, Mapping) and len(value) > 0
-    return is_mapping and all(isinstance(tensor, Tensor) for tensor in value.values())
+    return (
+        isinstance(value, Mapping)
+        and any(isinstance(entry, Tensor) for entry in value.values())
+        and all(isinstance(v, Tensor) or is_extra_state(str(n)) for n, v in value.items())
+    )
 
 
 def _plain(name: str) -> str:
@@ -124,6 +133,8 @@ def _cut(
     states: Mapping[str | None, State], prefix: str | None, checkpoint: str
 ) -> dict[str | None, State]:
     """Take the tensors whose names start with a prefix, and remove it and the names of wrappers."""
+    if prefix is None and all(_plain(n) == n for state in states.values() for n in state):
+        return dict(states)
     start = _plain(f"{prefix.removesuffix('.')}.") if prefix else ""
     cut = {
         at: {_plain(n)[len(start) :]: t for n, t in state.items() if _plain(n).startswith(start)}
@@ -178,7 +189,7 @@ def _differences(
     module: nn.Module, state: State, optional: Set[str]
 ) -> tuple[list[str], list[str]]:
     """Return what the model has and the state dict does not, and the other way round."""
-    needed = module.state_dict(keep_vars=True)
+    needed = {n: t for n, t in module.state_dict(keep_vars=True).items() if not is_extra_state(n)}
     # One of the names of tied weights is enough.
     present = {id(tensor) for name, tensor in needed.items() if name in state or name in optional}
     missing = []
@@ -187,7 +198,8 @@ def _differences(
         is_elsewhere = name not in state and id(tensor) in present
         if got != (shape := tuple(tensor.shape)) and not is_elsewhere:
             missing.append(f"{name!r} of shape {shape}, got {got}")
-    return missing, [f"tensors of the model, got {n!r} too" for n in state if n not in needed]
+    further = [n for n in state if n not in needed and not is_extra_state(n)]
+    return missing, [f"tensors of the model, got {n!r} too" for n in further]
 
 
 def _prefixes(module: nn.Module, state: State, optional: Set[str]) -> list[str]:
@@ -213,4 +225,9 @@ def _advice(module: nn.Module, state: State, optional: Set[str]) -> str:
         )
     if all(name.startswith(("base_model.", "prompt_embeddings")) for name in state):
         return "a build function that returns the adapter, too: peft.get_peft_model(base, config)"
+    shapes = {name: tensor.shape for name, tensor in module.state_dict(keep_vars=True).items()}
+    missing = [name for name in shapes if name not in state]
+    if len(missing) == 1 and (twins := [n for n in state if shapes.get(n) == shapes[missing[0]]]):
+        pair = f"{missing[0]!r}: state[{twins[0]!r}]"
+        return f"a build function that ties the two, or {{**state, {pair}}} as the checkpoint"
     return "the build function that this checkpoint was trained with"

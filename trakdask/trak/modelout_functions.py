@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from trakdask.models.checkpoints import digest_state
+from trakdask.models.loading import digest_state
 from trakdask.models.tasks import Batch, Classification, Forward, Task
 from trakdask.trak.pairs import PairsTask
 

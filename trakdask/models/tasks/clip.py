@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trakdask.checks import require_integer, require_number
 from trakdask.html_tables import HtmlTable
-from trakdask.models.checkpoints import digest_state
+from trakdask.models.loading import digest_state
 from trakdask.models.tasks.logits import (
     as_tensors,
     at_least_float32,

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from trakdask.checks import require_choice
 from trakdask.html_tables import HtmlTable
+from trakdask.models.reading import Reading
 from trakdask.torch_internals import tree_leaves, tree_map
 
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
@@ -94,6 +96,10 @@ class Forward:
     dtype
         Precision of the model, to which floating-point inputs are cast; None to leave them as they
         are.
+    others
+        Tensors that the module has in other attributes than parameters and buffers.
+    reading
+        What was read of the module before it was called; by default it is read now.
     """
 
     module: torch.nn.Module
@@ -101,6 +107,11 @@ class Forward:
     buffers: Mapping[str, Tensor]
     checkpoint: str | None = None
     dtype: torch.dtype | None = None
+    others: Mapping[str, Tensor] = field(default_factory=dict)
+    reading: Reading = field(default=cast(Reading, None), repr=False)
+
+    def __post_init__(self) -> None:
+        self.reading = self.reading or Reading(self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on a batch, with the arguments of the module's own ``forward``.
@@ -108,9 +119,12 @@ class Forward:
         The model gets copies of its inputs, so that a model that modifies them in place does not
         change the batch, which other passes read, too.
         """
-        tensors = {**self.parameters, **self.buffers}
         args, kwargs = tree_map(partial(_copied, dtype=self.dtype), (args, kwargs))
-        return torch.func.functional_call(self.module, tensors, args, kwargs)
+        return self.reading.call(self.module, self.tensors(), args, kwargs)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors by name."""
+        return {**self.parameters, **self.buffers, **self.others}
 
     def with_parameters(self, parameters: Mapping[str, Tensor]) -> Forward:
         """Return the same model with some parameters replaced."""
@@ -122,17 +136,15 @@ class Forward:
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Forward:
         """Return the same model with a function of each of its tensors."""
-        parameters, buffers = (
+        parameters, buffers, others = (
             {name: function(tensor) for name, tensor in tensors.items()}
-            for tensors in (self.parameters, self.buffers)
+            for tensors in (self.parameters, self.buffers, self.others)
         )
-        return replace(self, parameters=parameters, buffers=buffers)
+        return replace(self, parameters=parameters, buffers=buffers, others=others)
 
     def caching(self) -> CachingForward:
         """Return the same model, which returns its last result again for the same inputs."""
-        return CachingForward(
-            self.module, self.parameters, self.buffers, self.checkpoint, self.dtype
-        )
+        return CachingForward(**{name: getattr(self, name) for name in self.__match_args__})
 
 
 @dataclass(eq=False)
@@ -243,9 +255,8 @@ class TrakTask(HtmlTable):
         """Return the output of each sample, (batch,)."""
 
         def one(*sample: Tensor) -> Tensor:
-            output: Tensor = self.modelout.get_output(
-                forward.module, forward.parameters, forward.buffers, *sample
-            )
+            with _for_trak(forward) as model:
+                output: Tensor = self.modelout.get_output(*model, *sample)
             return output.reshape(())
 
         samples = tuple(batch.values())
@@ -256,10 +267,20 @@ class TrakTask(HtmlTable):
     def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
         """Return TRAK's out-to-loss gradient of each sample, (batch,)."""
         samples = tuple(batch.values())
-        result: Tensor = self.modelout.get_out_to_loss_grad(
-            forward.module, forward.parameters, forward.buffers, samples
-        )
+        with _for_trak(forward) as model:
+            result: Tensor = self.modelout.get_out_to_loss_grad(*model, samples)
         return result.reshape(-1) if result.numel() == len(samples[0]) else result
+
+
+@contextmanager
+def _for_trak(forward: Forward) -> Iterator[tuple[Any, ...]]:
+    """Give the first arguments of TRAK's methods: the model, its weights and its buffers.
+
+    The weights are in the model, too, which is restored afterwards: ``functional_call`` leaves a
+    tied weight changed where its module has two names.
+    """
+    with forward.reading.holding(forward.tensors()):
+        yield forward.module, forward.parameters, forward.buffers
 
 
 def task_spec(task: Task) -> str:
