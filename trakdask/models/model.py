@@ -33,7 +33,7 @@ from trakdask.models.modules import (
     require_plain,
     select_parameters,
 )
-from trakdask.models.pretrained import building, use_saved_prompts, without_adapters
+from trakdask.models.pretrained import building, keep_what_is_saved, without_adapters
 from trakdask.models.reading import Reading, require_replaceable, without_weights
 from trakdask.models.tasks import Forward, Task, TrakTask, resolve_task, task_spec
 from trakdask.models.tasks.protocol import task_fields
@@ -338,7 +338,7 @@ def _meta_module(build: Build) -> torch.nn.Module:
     with building:
         module = _built(build)
         if not isinstance(build, torch.nn.Module):
-            use_saved_prompts(module)
+            keep_what_is_saved(module)
         module = uncompiled(evaluating(module))
         return module if loads_itself(module) else without_weights(module)
 

@@ -97,13 +97,20 @@ def base_names(module: nn.Module) -> set[str]:
     return set(without_adapters(copy.deepcopy(module))[1].values()) if _adapted(module) else set()
 
 
-def use_saved_prompts(module: nn.Module) -> None:
-    """Make the prompts of PEFT parameters: it saves them, and not the layers that made them."""
+def keep_what_is_saved(module: nn.Module) -> None:
+    """Leave in a model of PEFT what it saves, since ``build`` draws the rest anew.
+
+    It saves prompts, and not the layers that made them. Copies of embeddings that it needs to undo
+    a merge are not read otherwise.
+    """
     for _, part in _parts(module, *_PEFT):
         for name, encoder in dict(part.named_children()).get("prompt_encoder", {}).items():
             if len(list(encoder.children())) > 1:
                 part.peft_config[name].inference_mode = True
                 part.prompt_encoder[name] = type(encoder)(part.peft_config[name])
+        for path, copies in part.named_modules():
+            if path.endswith(".trainable_tokens_original"):
+                copies.clear()
 
 
 def _parts(module: nn.Module, package: str, name: str) -> list[tuple[str, Any]]:
