@@ -78,7 +78,7 @@ def labels_of_groups(
         too many.
     """
     dims, coords = _labels_of_targets(targets)
-    names: list[Any] = list(by) if by and isinstance(by, list | tuple) else [by]
+    names: list[Any] = list(by) if isinstance(by, list | tuple) and by else [by]
     codes, sizes = np.zeros((), np.int8), []
     for name in names:
         require_group_coord(name, coords_along(samples, SAMPLE), [TARGET, *coords])

@@ -20,7 +20,7 @@ from trakdask.attribution.groups import group_codes, require_group_coord
 from trakdask.attribution.masks import Where, columns_along, mask_of
 from trakdask.checks import require_choice, require_integer, require_number
 from trakdask.execution import require_memory
-from trakdask.variables import RANK, SAMPLE, TARGET, VARIABLES, coords_along
+from trakdask.variables import N_SAMPLES, RANK, SAMPLE, TARGET, VARIABLES, coords_along
 
 Over = Literal["max", "mean"]
 
@@ -218,6 +218,7 @@ def top_k(
     # A copy, as dask.compute (2026.8) misses an array of a Dataset that only one other is made of.
     shown = da.map_blocks(np.copy, position)
     attrs = {**scores.attrs, "order": "descending" if largest else "ascending"}
+    attrs[N_SAMPLES] = scores.sizes[SAMPLE]
     coords: dict[Hashable, Any] = {}
     columns: dict[Hashable, Any] = {}
     for name, values in columns_along(scores, SAMPLE).items():

@@ -142,7 +142,8 @@ def estimated(
     """Return labels, lazy scores with their standard errors over checkpoints, and attrs.
 
     The scores have dtype :func:`trakdask.arrays.score.estimate`. Errors need two checkpoints.
-    ``name`` is in the names of tiles. Sums by group may be ``relative`` to the sum of all samples.
+    ``name`` is in the names of tiles. Sums by group may be of all targets, and ``relative`` to the
+    sum of all samples.
     """
     if targets is None:
         features, operands, forms = self_influence_forms(features, estimator)
@@ -165,12 +166,17 @@ def estimated(
             folds=operands.fold_weights(of), pooled=operands.estimator.pooled, name=name,
         )  # fmt: skip
         return labels, tiles, attrs
-    tiles = _of_groups(operands, members, solved, relative=relative)
-    return labels, tiles.reshape((*n_groups, tiles.shape[1])), attrs
+    if not relative:
+        tiles = _of_groups(operands, members, solved)
+        return labels, tiles.reshape((*n_groups, tiles.shape[1])), attrs
+    total = solved.sum(axis=0, keepdims=True, dtype=np.float64).astype(solved.dtype)
+    tiles = _of_groups(operands, members, total, relative=True)
+    names, coords = labels[0][: len(n_groups)], labels[1]
+    return (names, {name: coords[name] for name in names}), tiles.reshape(n_groups), attrs
 
 
 def _of_groups(
-    operands: Solver, members: sparse.csr_array, solved: da.Array, *, relative: bool
+    operands: Solver, members: sparse.csr_array, solved: da.Array, *, relative: bool = False
 ) -> da.Array:
     """Return the scores of groups with their errors, (group, target)."""
     if relative:
@@ -231,7 +237,8 @@ def credit(
     checkpoints, and not the error of the method: show the grade of
     :func:`trakdask.evaluate.cross_validate` beside a statement. Leave out targets that failed.
 
-    Cost: one pass over the features, whatever the number of targets, which are added up first.
+    Cost: one pass over the features, whatever the number of targets, which are added up first; for
+    ``"grad_cos"``, after each of them was divided by its length.
 
     Examples
     --------
@@ -242,14 +249,14 @@ def credit(
     >>> round(float(found.share.sum()), 3)
     1.0
     """
-    summed = combine(targets, weights={"all": np.ones(targets.sizes[SAMPLE])})
     quantile = _quantile(features, level)
-    labels, tiles, attrs = estimated(features, summed, estimator, by, relative=True)
+    if TARGET not in resolve(features, estimator).norms:
+        targets = combine(targets, weights={"all": np.ones(targets.sizes[SAMPLE])})
+    labels, tiles, attrs = estimated(features, targets, estimator, by, relative=True)
     parts = arrays.jackknife.interval(tiles, quantile)
-    found = _labelled(labels, parts, {**attrs, "level": level})
-    found = found.isel({TARGET: 0}, drop=True).rename(score="share")
+    found = _labelled(labels, parts, {**attrs, "level": level}).rename(score="share")
     found["share"].attrs = {"description": "share of the sum of all scores"}
-    _, members, sizes = labels_of_members(features, summed, by)
+    _, members, sizes = labels_of_members(features, targets, by)
     count = members.sum(axis=0).reshape(sizes)
     is_certain = (found.lower > 0) | (found.upper < 0)
     return found.assign(is_certain=is_certain, samples=(found.share.dims, da.asarray(count)))
