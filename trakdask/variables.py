@@ -160,6 +160,11 @@ def validate(ds: xr.Dataset, names: Iterable[str], *, what: str = "dataset") -> 
             f"expected {what} as an xarray.Dataset, got {shown(ds)} ({type(ds).__name__}); try the "
             "result of td.featurize or td.open"
         )
+    if ds.sizes.get(CHECKPOINT) == 0:
+        raise ValueError(
+            f"expected {what} of one or more checkpoints, got none; try other labels in "
+            "ds.sel(checkpoint=...)"
+        )
     for name in names:
         _validate_variable(ds, VARIABLES[name], what)
 

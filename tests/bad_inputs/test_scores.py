@@ -73,6 +73,7 @@ FEATURES = [
     ("features with a renamed dimension", lambda: td.gram(X.rename(sample="row")), ValueError, ["('row', 'proj_dim', 'checkpoint')", "ds.rename({'row': 'sample'})"]),
     ("features of one checkpoint", lambda: score(X.isel(checkpoint=0)), ValueError, ["('sample', 'proj_dim')", "ds.isel(checkpoint=[0])"]),
     ("features in chunks of proj_dim", lambda: score(X.chunk(proj_dim=2)), ValueError, ["2 (2, 2)"]),
+    ("features of no checkpoints", lambda: score(X.isel(checkpoint=[]), T.isel(checkpoint=[])), ValueError, ["one or more checkpoints"]),
     ("features of no samples", lambda: score(X.isel(sample=slice(0))), ValueError, ["0 samples"]),
     ("weights of other samples", lambda: td.gram(X, weights=weights(H[:7])), ValueError, ["{'sample': 7}", "'sample': 20"]),
     ("negative weights", lambda: td.gram(X, weights=weights(H - 2)), ValueError, ["-1.0", "'sample': 0"]),
@@ -134,7 +135,7 @@ OTHERS = {
         ("too few checkpoints", lambda: td.intervals(X, T), ValueError, ["5 or more", "got 3", "average=False"]),
         *((f"level of {bad!r}", lambda bad=bad: td.intervals(SEEDS, SEEDS, level=bad), ValueError, ["level", repr(bad)]) for bad in (0, 1, 90)),
         ("q of 5", lambda: td.intervals(SEEDS, SEEDS, q=5), ValueError, ["q", "5"]),
-        ("another group", lambda: td.intervals(SEEDS, SEEDS, by="lable"), ValueError, ["'lable'"]),
+        ("another group", lambda: td.intervals(X, T, by="lable"), ValueError, ["'lable'"]),
         ("no self-influence", lambda: td.intervals(SEEDS, estimator="grad_cos"), ValueError, ["GradCos("]),
     ],
     "credit": [

@@ -160,6 +160,8 @@ class Measure:
 def measure_of(metric: MetricLike, targets: xr.Dataset) -> Measure:
     """Return the metric of a name, or of a function, for some targets."""
     validate(targets, ["output"], what="targets")
+    if not targets.sizes[SAMPLE]:
+        raise ValueError("expected one or more targets to measure, got none; try selecting others")
     is_squared, along = has_squared_error(targets), coords_along(targets, SAMPLE)
     at = 1.0 if is_squared else _HELD_OUT
     if callable(metric):

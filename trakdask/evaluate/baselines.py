@@ -155,7 +155,8 @@ def baselines(
 def _unit(rows: Any, sizes: tuple[int, ...]) -> da.Array:
     """Return the rows of a matrix, divided by their norms, in chunks of these sizes."""
     data = da.asarray(rows).rechunk((sizes, -1))
-    unit: da.Array = data / da.linalg.norm(data, axis=1, keepdims=True)
+    norm = da.linalg.norm(data, axis=1, keepdims=True)
+    unit: da.Array = data / da.where(norm > 0, norm, np.nan)
     return unit
 
 
@@ -170,7 +171,8 @@ def _bm25(texts: Any, target_texts: Any) -> tuple[sparse.csr_array, sparse.csr_a
     counts, of_targets = counts[: len(texts)], counts[len(texts) :]
     n_with = np.bincount(counts.indices, minlength=len(vocabulary))
     rarity = np.log1p((len(texts) - n_with + 0.5) / (n_with + 0.5))
-    length = np.repeat(counts.sum(axis=1) / counts.sum(axis=1).mean(), np.diff(counts.indptr))
+    n_words = counts.sum(axis=1)
+    length = np.repeat(n_words / (n_words.mean() or 1), np.diff(counts.indptr))
     saturation = k_1 * (1 - b + b * length)
     counts.data *= rarity[counts.indices] * (k_1 + 1) / (counts.data + saturation)
     return counts, of_targets

@@ -121,7 +121,7 @@ def _write_trained_on(group: Group, values: Any, dropped: np.ndarray) -> None:
     """Write which checkpoints were trained on which samples, beside what counts so far."""
     ds = open(group.folder.url, storage_options=group.folder.options)
     sizes = {dim: ds.sizes[dim] for dim in (SAMPLE, CHECKPOINT)}
-    if isinstance(values, xr.DataArray) and CHECKPOINT in values.indexes:
+    if isinstance(values, xr.DataArray) and set(values.dims) == set(sizes):
         values = aligned(values, ds, what=TRAINED_ON)
     if not isinstance(values, xr.DataArray) or values.dtype != bool or values.sizes != sizes:
         raise ValueError(
