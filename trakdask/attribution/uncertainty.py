@@ -166,17 +166,16 @@ def estimated(
             folds=operands.fold_weights(of), pooled=operands.estimator.pooled, name=name,
         )  # fmt: skip
         return labels, tiles, attrs
-    if not relative:
-        tiles = _of_groups(operands, members, solved)
-        return labels, tiles.reshape((*n_groups, tiles.shape[1])), attrs
-    total = solved.sum(axis=0, keepdims=True, dtype=np.float64).astype(solved.dtype)
-    tiles = _of_groups(operands, members, total, relative=True)
-    names, coords = labels[0][: len(n_groups)], labels[1]
-    return (names, {name: coords[name] for name in names}), tiles.reshape(n_groups), attrs
+    if relative:
+        solved = solved.sum(axis=0, keepdims=True, dtype=np.float64).astype(solved.dtype)
+        names = labels[0][: len(n_groups)]
+        labels = names, {name: labels[1][name] for name in names}
+    tiles = _of_groups(operands, members, solved, relative=relative)
+    return labels, tiles.reshape((*n_groups, tiles.shape[1])), attrs
 
 
 def _of_groups(
-    operands: Solver, members: sparse.csr_array, solved: da.Array, *, relative: bool = False
+    operands: Solver, members: sparse.csr_array, solved: da.Array, *, relative: bool
 ) -> da.Array:
     """Return the scores of groups with their errors, (group, target)."""
     if relative:
@@ -253,7 +252,7 @@ def credit(
     if TARGET not in resolve(features, estimator).norms:
         targets = combine(targets, weights={"all": np.ones(targets.sizes[SAMPLE])})
     labels, tiles, attrs = estimated(features, targets, estimator, by, relative=True)
-    parts = arrays.jackknife.interval(tiles, quantile)
+    parts = [part[..., 0] for part in arrays.jackknife.interval(tiles, quantile)]
     found = _labelled(labels, parts, {**attrs, "level": level}).rename(score="share")
     found["share"].attrs = {"description": "share of the sum of all scores"}
     _, members, sizes = labels_of_members(features, targets, by)
