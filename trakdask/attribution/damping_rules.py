@@ -97,7 +97,7 @@ def chosen_by_outputs(
     by_trace, rules = _by_trace(gram, prior)
     if calibrate is not None:
         require_calibration(features, calibrate)
-        samples, rows = "calibration set", lazy_features(calibrate)
+        samples, rows = arrays.damping.CALIBRATION, lazy_features(calibrate)
         totals = arrays.damping.held_out(chooses.spectrum, rows.feature.data)
         outputs = rows.output.data
     elif features.sizes[SAMPLE] >= _LEAST_ROWS:

@@ -12,7 +12,7 @@ from scipy import sparse
 
 from trakdask import arrays
 from trakdask.attribution.metrics import COMBINATION, MetricLike, measure_of
-from trakdask.checks import require_choice, require_integer, shown
+from trakdask.checks import nearest, require_choice, require_integer, shown
 from trakdask.variables import (
     CHECKPOINT,
     SAMPLE,
@@ -212,10 +212,13 @@ def require_group_coord(
     ValueError
         If it is not.
     """
-    if not isinstance(by, str) or by not in set(coords) or by in set(of_targets):
+    names, taken = list(map(str, coords)), set(of_targets)
+    if not isinstance(by, str) or by not in names or by in taken:
+        near = nearest(by, [name for name in names if name not in taken])
+        remedy = f"try {near!r}, or " if near else "try "
         raise ValueError(
-            f"expected by as the name of a coord of the samples, one of {list(map(str, coords))}, "
-            f"each once, and not of a coord of the targets, got {shown(by)}; try "
+            f"expected by as the name of a coord of the samples, one of {names}, each once, and "
+            f"not of a coord of the targets, got {shown(by)}; {remedy}"
             "assign_coords(group=('sample', values)), and by='group'"
         )
 

@@ -18,7 +18,7 @@ from trakdask.arrays.graphs import plain, reader
 from trakdask.arrays.topk import TileMask
 from trakdask.attribution.groups import group_codes, require_group_coord
 from trakdask.attribution.masks import Where, columns_along, mask_of
-from trakdask.checks import require_choice, require_integer, require_number
+from trakdask.checks import nearest, require_choice, require_integer, require_number
 from trakdask.execution import require_memory
 from trakdask.variables import N_SAMPLES, RANK, SAMPLE, TARGET, VARIABLES, coords_along
 
@@ -167,9 +167,11 @@ def top_k(
     others: dict[Hashable, xr.DataArray] = {}
     if isinstance(scores, xr.Dataset):
         if rank_by not in scores:
+            near = nearest(rank_by, scores)
             raise ValueError(
                 f"expected scores with the variable rank_by={rank_by!r}, got "
-                f"{list(map(str, scores))}; try td.intervals(features, targets), or td.score"
+                f"{list(map(str, scores))}; try {f'rank_by={near!r}' if near else 'another one'}, "
+                "or what td.intervals or td.score returns"
             )
         others = {
             name: array

@@ -13,7 +13,13 @@ from scipy import sparse
 from trakdask import arrays
 from trakdask.attribution.estimators import EstimatorLike, resolve
 from trakdask.attribution.groups import combine
-from trakdask.attribution.labels import Labels, labels_of_members, labels_of_scores, score_attrs
+from trakdask.attribution.labels import (
+    Labels,
+    labels_of_members,
+    labels_of_scores,
+    names_of_groups,
+    score_attrs,
+)
 from trakdask.attribution.operands import (
     Solver,
     operands_of,
@@ -110,7 +116,7 @@ def intervals(
     >>> td.top_k(found, 3, rank_by="lower").compute().upper.dims
     ('target', 'rank')
     """
-    quantile = _quantile(features, level)
+    quantile = _quantile(features, level, by)
     if q is not None:
         q = require_number("q", q, low=0, high=1, remedy="try q=0.1")
     labels, tiles, attrs = estimated(features, targets, estimator, by)
@@ -248,7 +254,7 @@ def credit(
     >>> round(float(found.share.sum()), 3)
     1.0
     """
-    quantile = _quantile(features, level)
+    quantile = _quantile(features, level, by)
     if TARGET not in resolve(features, estimator).norms:
         targets = combine(targets, weights={"all": np.ones(targets.sizes[SAMPLE])})
     labels, tiles, attrs = estimated(features, targets, estimator, by, relative=True)
@@ -261,12 +267,14 @@ def credit(
     return found.assign(is_certain=is_certain, samples=(found.share.dims, da.asarray(count)))
 
 
-def _quantile(features: xr.Dataset, level: float) -> float:
+def _quantile(features: xr.Dataset, level: float, by: By | None) -> float:
     """Return the distance of the bounds in standard errors."""
     from scipy.special import stdtrit  # the cost of importing
 
     level = require_number("level", level, low=0, high=1, remedy="try level=0.9")
     validate(features, ["feature", "out_to_loss"], what="features")
+    if by is not None and not isinstance(by, xr.DataArray):
+        names_of_groups(features, by)
     if (n := features.sizes[CHECKPOINT]) < LEAST_FOLDS:
         raise ValueError(
             f"expected {LEAST_FOLDS} or more checkpoints for intervals, which follow from how much "

@@ -15,7 +15,15 @@ from scipy import sparse
 from trakdask.arrays.blocks import blockwise
 from trakdask.arrays.graphs import plain
 from trakdask.attribution.scores import score, self_influence
-from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, TARGET_PREFIX, data_in_order
+from trakdask.checks import nearest
+from trakdask.variables import (
+    CHECKPOINT,
+    SAMPLE,
+    TARGET,
+    TARGET_PREFIX,
+    coords_along,
+    data_in_order,
+)
 
 
 def baselines(
@@ -122,9 +130,11 @@ def baselines(
     if isinstance(texts, str):
         for side, ds in {"features": features, "targets": targets}.items():
             if texts not in ds.coords:
+                near = nearest(texts, coords_along(ds, SAMPLE))
+                pair = "(features['text'].values, targets['prompt'].values)"
                 raise ValueError(
                     f"expected {side} with the coord {texts!r}, got {list(ds.coords)}; try "
-                    "texts=(features['text'].values, targets['prompt'].values)"
+                    f"texts={repr(near) if near else pair}"
                 )
         texts = features[texts].data, targets[texts].data
     pairs = {

@@ -11,7 +11,7 @@ import pandas as pd
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.checks import require_integer, shown
+from trakdask.checks import nearest, require_integer, shown
 from trakdask.evaluate.results import (
     Scores,
     as_array,
@@ -81,6 +81,12 @@ def subsets(
     n_subsets = require_integer("n_subsets", n_subsets, 1, remedy="try n_subsets=100")
     fraction = require_fraction("fraction", fraction)
     labelled = samples if isinstance(samples, xr.Dataset | xr.DataArray) else xr.Dataset()
+    if isinstance(by, str) and by not in coords:
+        near = nearest(by, coords)
+        raise KeyError(
+            f"expected by as a coord of the samples, one of {list(coords)}, got {by!r}; try "
+            f"{repr(near) if near else 'one label per sample'}"
+        )
     by = coords[by].values if isinstance(by, str) else by
     groups = None if by is None else _groups(data_in_order(by, labelled, SAMPLE, what="by"), n)
     n_drawn = n if groups is None else int(groups.max()) + 1
