@@ -15,13 +15,6 @@ import numpy as np
 import numpy.typing as npt
 from dask.base import tokenize
 
-if dask.config.get("array.query-planning", None):
-    raise ImportError(
-        "expected Dask with array.query-planning off, since its own arrays of expressions lack "
-        "functions such as store and where; try DASK_ARRAY__QUERY_PLANNING=False, or the package "
-        "dask-array, whose dask_array.xarray.register() trakdask works with"
-    )
-
 Block: TypeAlias = npt.NDArray[Any]
 Chunks: TypeAlias = tuple[tuple[int, ...], ...]
 Key: TypeAlias = tuple[Any, ...]
@@ -77,7 +70,7 @@ def blockwise(
     array: da.Array = da.blockwise(
         function,
         out,
-        *arguments,
+        *map(_lowered, arguments),
         name=f"{name}-{tokenize(function, out, arguments, options)}",
         align_arrays=False,
         dtype=dtype,
@@ -85,6 +78,32 @@ def blockwise(
         **options,
     )
     return array
+
+
+def _lowered(argument: Any) -> Any:
+    """Return an array of expressions whose chunks Dask will not change any more."""
+    if not hasattr(argument, "expr"):
+        return argument
+    return type(argument)(argument.expr.lower_completely())
+
+
+def where(condition: Any, x: Any, y: Any) -> da.Array:
+    """Return :func:`dask.array.where`, which Dask lacks with array.query-planning."""
+    elemwise = getattr(da, "elemwise", da.core.elemwise)
+    return elemwise(np.where, condition, x, y)  # type: ignore[no-any-return]
+
+
+def field(array: da.Array, name: str) -> da.Array:
+    """Return a field, a number or (g,), of the only entry of a structured array (1,)."""
+    dtype = array.dtype[name]
+    return blockwise(
+        _field, "g" * len(dtype.shape), array, "k", new_axes=dict(zip("g", dtype.shape)),
+        concatenate=True, name="field", dtype=dtype.base, key=name,
+    )  # fmt: skip
+
+
+def _field(block: Block, *, key: str) -> Block:
+    return np.asarray(block[key][0])
 
 
 def align_weights(weights: da.Array, feature: da.Array) -> da.Array:
@@ -194,6 +213,8 @@ def add(
         # The scheduler owns the blocks and may pass them to another task, too.
         total = np.add(total, block, out=None if total is first else total)
     dtype = total.dtype if rounded_to is None else rounded_to
+    if not len(total):  # Dask tries it out on nothing, with array.query-planning
+        keepdims = True
     return (total if keepdims else total[0]).astype(dtype, copy=False)
 
 
@@ -226,7 +247,7 @@ def whole_columns(score: da.Array) -> da.Array:
     >>> whole_columns(da.zeros((6, 4), chunks=(2, 3))).chunks
     ((6,), (3, 1))
     """
-    column = score.shape[0] * score.itemsize * math.prod(score.chunksize[2:])
+    column = score.shape[0] * score.itemsize * math.prod(map(max, score.chunks[2:]))
     most = max(1, _COLUMN_BYTES // max(column, 1))
     columns: da.Array = score.rechunk({0: -1, 1: divided(score.chunks[1], most)})
     return columns

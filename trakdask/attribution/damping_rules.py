@@ -8,6 +8,7 @@ import xarray as xr
 from dask.array.utils import meta_from_array
 
 from trakdask import arrays
+from trakdask.arrays.blocks import field, where
 from trakdask.arrays.graphs import plain
 from trakdask.attribution.folds import differ, fold_weights, require_folds
 from trakdask.attribution.gauss_newton import Trak
@@ -120,8 +121,8 @@ def chosen_by_outputs(
     choice = arrays.damping.choose(
         curve, samples=samples, prior=prior, decades=decades, n_samples=n, quiet=quiet
     )
-    rho = choice["relative"][0]
-    lam = by_trace * da.where(da.isnan(rho), 1, rho / prior)
+    rho = field(choice, "relative")
+    lam = by_trace * where(da.isnan(rho), 1, rho / prior)
     return lam, (f"{COMPLETENESS}{samples}", *rules), choice
 
 
@@ -151,7 +152,7 @@ def chosen_by_folds(
         rows, outputs = held_out.feature.data, held_out.output.data
     totals = arrays.folds.totals(gram.spectrum, sums, rows)
     folded = arrays.folds.choose(totals, outputs, known_choice(choice), start, differ(features))
-    factor = da.where(folded["by_folds"][0], folded["relative"][0] / start, 1)
+    factor = where(field(folded, "by_folds"), field(folded, "relative") / start, 1)
     return lam * factor, rules, folded
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
+from trakdask.arrays.blocks import where
 from trakdask.attribution.gauss_newton import Soft, Trak
 from trakdask.attribution.protocol import (
     PRODUCT,
@@ -229,13 +230,13 @@ def choosing(features: xr.Dataset) -> GramEstimator:
 
 def _over_root(x: da.Array | int, norm: da.Array) -> da.Array:
     """Return x / √norm, NaN where the norm is 0."""
-    quotient: da.Array = x * (1 / da.sqrt(da.where(norm > 0, norm, np.nan)))
+    quotient: da.Array = x * (1 / da.sqrt(where(norm > 0, norm, np.nan)))
     return quotient
 
 
 def _sign(q: da.Array) -> da.Array:
     """Return the sign of mean values of Q; +1 for 0."""
-    sign: da.Array = da.where(q < 0, -1.0, 1.0)
+    sign: da.Array = where(q < 0, -1.0, 1.0)
     return sign
 
 

@@ -200,7 +200,7 @@ def top_k(
         )
     n = int(mask.sum()) if isinstance(mask, np.ndarray) else scores.sizes[SAMPLE]
     (k,) = _counts([n], k, fraction)
-    rows, n_targets = scores.data.chunksize
+    rows, n_targets = map(max, scores.data.chunks)
     require_memory(
         arrays.memory.top_k(
             rows, n_targets, k, itemsize=scores.dtype.itemsize, n_others=len(others)
@@ -313,7 +313,9 @@ def _counts(sizes: Sequence[int], k: int | None, fraction: float | None) -> list
 def _gathered(name: Hashable, values: Any, position: da.Array) -> da.Array:
     """Return the metadata of the ranked samples, looked up once their positions are known."""
     # One task; others take the rows that they need, from it or from the store.
-    column = dask.delayed(reader(values) or values, name=f"column-{uuid4().hex}", traverse=False)
+    column = reader(values) or values
+    if not hasattr(position, "expr"):  # Dask loses it with array.query-planning
+        column = dask.delayed(column, name=f"column-{uuid4().hex}", traverse=False)
     gathered: da.Array = da.map_blocks(
         _gather, position, column=column,
         dtype=values.dtype, meta=np.empty((0,) * position.ndim, values.dtype),

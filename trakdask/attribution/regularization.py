@@ -14,6 +14,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
+from trakdask.arrays.blocks import field
 from trakdask.attribution.damping_rules import (
     COMPLETENESS,
     by_rule,
@@ -155,10 +156,10 @@ def describe_damping(regularized: Regularized) -> xr.Dataset:
     return xr.Dataset(
         {
             "damping": VARIABLES["damping"].holding(regularized.damping),
-            "curve": ("relative_damping", choice["correlation"][0], curve),
-            "grade": ("relative_damping", choice["grade"][0], grade),
+            "curve": ("relative_damping", field(choice, "correlation"), curve),
+            "grade": ("relative_damping", field(choice, "grade"), grade),
             "rule": ((), rule, {"description": "what chose λ"}),
-            **{n: ((), choice[n][0], {"description": text}) for n, text in numbers.items()},
+            **{n: ((), field(choice, n), {"description": text}) for n, text in numbers.items()},
         },
         coords={
             CHECKPOINT: regularized.features[CHECKPOINT],

@@ -11,6 +11,7 @@ import xarray as xr
 from scipy import sparse
 
 from trakdask import arrays
+from trakdask.arrays.blocks import where
 from trakdask.attribution.estimators import EstimatorLike, resolve
 from trakdask.attribution.folds import require_all_samples
 from trakdask.attribution.labels import (
@@ -225,12 +226,13 @@ def group_score(
     data = arrays.score.score(sums, operands.vectors(explained), None)
     if metric is not None:
         known = ~da.isnan(data).all(0)  # a group may have failed, or a target
-        total = da.where(known, da.nansum(data, 0), np.nan)
+        total = where(known, da.nansum(data, 0), np.nan)
         data = measure.raised_by(data, total, explained.output.data.T)[:n, None]
         names, coords = labels[0][: len(n_groups)], labels[1]
         name = (TARGET,), np.array([measure.name], object)
         labels = (*names, TARGET), {k: coords[k] for k in names} | {_MEASURED: name}
-    data = data.reshape((*n_groups, *data.shape[1:]))
+    if len(n_groups) > 1:
+        data = data.reshape((*n_groups, *data.shape[1:]))
     return labelled("score", labels, data, score_attrs(training, targets, operands.attrs))
 
 

@@ -177,7 +177,9 @@ def estimated(
         names = labels[0][: len(n_groups)]
         labels = names, {name: labels[1][name] for name in names}
     tiles = _of_groups(operands, members, solved, relative=relative)
-    return labels, tiles.reshape((*n_groups, tiles.shape[1])), attrs
+    if len(n_groups) > 1:
+        tiles = tiles.reshape((*n_groups, tiles.shape[1]))
+    return labels, tiles, attrs
 
 
 def _of_groups(

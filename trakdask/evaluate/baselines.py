@@ -12,7 +12,7 @@ import pandas as pd
 import xarray as xr
 from scipy import sparse
 
-from trakdask.arrays.blocks import blockwise
+from trakdask.arrays.blocks import blockwise, where
 from trakdask.arrays.graphs import plain
 from trakdask.attribution.scores import score, self_influence
 from trakdask.checks import nearest
@@ -166,7 +166,7 @@ def _unit(rows: Any, sizes: tuple[int, ...]) -> da.Array:
     """Return the rows of a matrix, divided by their norms, in chunks of these sizes."""
     data = da.asarray(rows).rechunk((sizes, -1))
     norm = da.linalg.norm(data, axis=1, keepdims=True)
-    unit: da.Array = data / da.where(norm > 0, norm, np.nan)
+    unit: da.Array = data / where(norm > 0, norm, np.nan)
     return unit
 
 
