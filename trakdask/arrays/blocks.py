@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -70,7 +70,7 @@ def blockwise(
     array: da.Array = da.blockwise(
         function,
         out,
-        *map(_lowered, arguments),
+        *_prepared(arguments),
         name=f"{name}-{tokenize(function, out, arguments, options)}",
         align_arrays=False,
         dtype=dtype,
@@ -80,11 +80,14 @@ def blockwise(
     return array
 
 
-def _lowered(argument: Any) -> Any:
-    """Return an array of expressions whose chunks Dask will not change any more."""
-    if not hasattr(argument, "expr"):
-        return argument
-    return type(argument)(argument.expr.lower_completely())
+def _prepared(arguments: Sequence[Any]) -> Iterator[Any]:
+    """Yield arrays and their indices, features and matrices in chunks of one checkpoint."""
+    for array, index in zip(arguments[::2], arguments[1::2], strict=True):
+        if isinstance(array, da.Array) and "p" in index[:-1] and index[-1] == "c":
+            array = array.rechunk({array.ndim - 1: 1})  # a task reads the first of its block
+        if hasattr(array, "expr"):  # Dask would change the chunks of expressions later
+            array = type(array)(array.expr.lower_completely())
+        yield from (array, index)
 
 
 def where(condition: Any, x: Any, y: Any) -> da.Array:
