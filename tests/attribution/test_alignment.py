@@ -159,7 +159,7 @@ def test_lds__compares_coords() -> None:
         td.evaluate.lds(made.isel(sample=by_label), masks, outputs)
     with pytest.raises(ValueError, match="'target_label'"):
         td.evaluate.lds(made, masks, outputs.isel(target=np.argsort(T.label.values)))
-    with pytest.raises(ValueError, match="scores of 'b'.*'label'"):
+    with pytest.raises(ValueError, match=r"scores of 'b'.*'label'"):
         td.evaluate.lds({"a": made, "b": made.isel(sample=by_label)}, masks, outputs)
 
 

@@ -348,7 +348,7 @@ def test_errors__of_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="a function of outputs"):
         td.combine(sequences, metric="loss")
     td.combine(targets().assign_attrs(task=str(td.tasks.CausalLM(position="at"))), metric="loss")
-    with pytest.raises(ValueError, match="outputs with the sizes {'sample': 24}"):
+    with pytest.raises(ValueError, match=r"outputs with the sizes {'sample': 24}"):
         td.metric(targets().output[:5], targets(), "loss")
     X = training()
     X = X.assign(gram=td.gram(X)).isel(sample=slice(30))

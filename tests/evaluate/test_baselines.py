@@ -120,7 +120,9 @@ def test_baselines__know_nothing_of_what_is_missing() -> None:
     label = np.where(np.arange(N) == 0, np.nan, FEATURES.label.values)
     whole = xr.DataArray(np.arange(N) != 1, dims="sample")
     broken = FEATURES.assign_coords(label=("sample", label))
-    broken = broken.assign({name: FEATURES[name].where(whole) for name in ("feature", "out_to_loss")})
+    broken = broken.assign(
+        {name: FEATURES[name].where(whole) for name in ("feature", "out_to_loss")}
+    )
     zero = np.where(np.arange(N)[:, None] == 2, 0, EMBEDDINGS[0])
     found = td.evaluate.baselines(broken, TARGETS, embeddings=(zero, EMBEDDINGS[1]))
     unknown = {"same_label": 0, "loss": 1, "gradient_norm": 1, "gradient_cosine": 1, "embedding": 2}

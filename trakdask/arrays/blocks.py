@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import dask
 import dask.array as da
 import numpy as np
 import numpy.typing as npt
@@ -100,7 +99,7 @@ def field(array: da.Array, name: str) -> da.Array:
     """Return a field, a number or (g,), of the only entry of a structured array (1,)."""
     dtype = array.dtype[name]
     return blockwise(
-        _field, "g" * len(dtype.shape), array, "k", new_axes=dict(zip("g", dtype.shape)),
+        _field, "g" * len(dtype.shape), array, "k", new_axes=dict(zip("g", dtype.shape, strict=False)),
         concatenate=True, name="field", dtype=dtype.base, key=name,
     )  # fmt: skip
 

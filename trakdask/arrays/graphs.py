@@ -46,9 +46,9 @@ def graph_of(array: da.Array, keys: Sequence[Any]) -> Any:
     if hasattr(array, "expr"):
         raise NotImplementedError(
             "expected Dask with array.query-planning off to store or fit arrays, since its arrays "
-            "of expressions have no da.optimize, got it on; try DASK_ARRAY__QUERY_PLANNING=False in "
-            "the process that stores, or the package dask-array, whose dask_array.xarray.register() "
-            "trakdask works with"
+            "of expressions have no da.optimize, got it on; try DASK_ARRAY__QUERY_PLANNING=False "
+            "in the process that stores, or the package dask-array, with whose "
+            "dask_array.xarray.register() trakdask works"
         )
     return da.optimize(array.dask, keys)
 

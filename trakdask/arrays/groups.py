@@ -27,7 +27,6 @@ from trakdask.arrays.blocks import (
 from trakdask.arrays.graphs import Bounds, PackedRows, read_in_task, reader
 from trakdask.arrays.weights import pooled as pooled_weights
 
-
 N_COUNTS = 2
 """Columns behind the sums of a group: how many of its samples were added up, and how many not."""
 

@@ -151,10 +151,8 @@ class _Evaluation:
                 return ~self._compared(ast.In(), left, right)
             case ast.In(), ast.Name():
                 return self._contains(right, left)
-            case ast.In(), ast.List(elts=others) | ast.Tuple(elts=others) | ast.Set(elts=others) if (
-                others
-            ):
-                return self._is_in(left, others)
+            case ast.In(), ast.List(elts=each) | ast.Tuple(elts=each) | ast.Set(elts=each) if each:
+                return self._is_in(left, each)
         if type(sign) not in _COMPARISONS:
             raise self._refused("one of == != < <= > >=, or in before a list such as [1, 2]", right)
         values = self._alike(left, right)

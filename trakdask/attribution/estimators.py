@@ -119,8 +119,8 @@ class TracIn(Estimator):
     Parameters
     ----------
     learning_rates
-        η of each checkpoint: a list in the order of the checkpoints, or by their names, a mapping or a
-        DataArray (checkpoint).
+        η of each checkpoint: a list in the order of the checkpoints; or by their names, a mapping
+        or a DataArray (checkpoint).
 
     References
     ----------

@@ -26,12 +26,7 @@ from trakdask.attribution.damping_rules import (
 from trakdask.attribution.estimators import EstimatorLike, choosing, with_gram
 from trakdask.attribution.gauss_newton import Soft
 from trakdask.attribution.grams import GramMatrix, gram_matrix, is_of_gram, of_gram, stored_matrix
-from trakdask.attribution.protocol import (
-    LOGIT_VARIANCE,
-    SCORE_POWER,
-    Absolute,
-    GramEstimator,
-)
+from trakdask.attribution.protocol import LOGIT_VARIANCE, SCORE_POWER, Absolute, GramEstimator
 from trakdask.variables import (
     CHECKPOINT,
     DAMPING,
@@ -42,7 +37,6 @@ from trakdask.variables import (
     lazy_features,
     validate,
 )
-
 
 _AUTOMATIC = 0.5
 """The power in the gram matrix of an estimator whose power in scores is automatic."""

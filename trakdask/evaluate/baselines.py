@@ -142,8 +142,8 @@ def baselines(
         for name, pair in {"embeddings": embeddings, "texts": texts}.items()
         if pair is not None
     }
-    for name, pair in pairs.items():
-        if (lengths := tuple(map(len, pair))) != zero.shape:
+    for name, found in pairs.items():
+        if (lengths := tuple(map(len, found))) != zero.shape:
             raise ValueError(
                 f"expected {name} of {zero.shape} samples and targets, got {lengths}; try "
                 f"{name} of the samples that were featurized"
