@@ -99,7 +99,8 @@ def field(array: da.Array, name: str) -> da.Array:
     """Return a field, a number or (g,), of the only entry of a structured array (1,)."""
     dtype = array.dtype[name]
     return blockwise(
-        _field, "g" * len(dtype.shape), array, "k", new_axes=dict(zip("g", dtype.shape, strict=False)),
+        _field, "g" * len(dtype.shape), array, "k",
+        new_axes=dict(zip("g", dtype.shape, strict=False)),
         concatenate=True, name="field", dtype=dtype.base, key=name,
     )  # fmt: skip
 
