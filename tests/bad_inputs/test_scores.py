@@ -95,6 +95,8 @@ LAMBDA = [
     ("calibrate of few samples", lambda: td.damping(X, "soft", calibrate=T), ValueError, ["5", "50"]),
     ("calibrate without outputs", lambda: td.damping(X, "soft", calibrate=T.drop_vars("output")), ValueError, ["calibrate", "'output'"]),
     ("a default estimator that is none", lambda: score(X.assign_attrs(default_estimator="best")), ValueError, ["'best'"]),
+    ("a list with a learning rate too few", lambda: tracin([0.1, 0.1]), ValueError, ["3 checkpoints", "[0.1, 0.1]", "td.TracIn("]),
+    ("an estimator that is nearly one", lambda: score(estimator="grad_kos"), ValueError, ["try estimator='grad_cos'"]),
     ("a learning rate too few", lambda: tracin({"c0": 0.1, "c1": 0.1}), ValueError, ["'c2'"]),
     *((f"a learning rate of {bad!r}", lambda bad=bad: tracin({**dict.fromkeys(CHECKPOINTS, 0.1), "c1": bad}), ValueError, [repr(bad), "'c1'"])
       for bad in (np.nan, np.inf, -0.1, "0.1", True)),
@@ -135,10 +137,11 @@ OTHERS = {
         ("too few checkpoints", lambda: td.intervals(X, T), ValueError, ["5 or more", "got 3", "average=False"]),
         *((f"level of {bad!r}", lambda bad=bad: td.intervals(SEEDS, SEEDS, level=bad), ValueError, ["level", repr(bad)]) for bad in (0, 1, 90)),
         ("q of 5", lambda: td.intervals(SEEDS, SEEDS, q=5), ValueError, ["q", "5"]),
-        ("another group", lambda: td.intervals(X, T, by="lable"), ValueError, ["'lable'"]),
+        ("another group", lambda: td.intervals(X, T, by="lable"), ValueError, ["'lable'", "try 'label'"]),
         ("no self-influence", lambda: td.intervals(SEEDS, estimator="grad_cos"), ValueError, ["GradCos("]),
     ],
     "credit": [
+        ("another group", lambda: td.credit(X, T, by="lable"), ValueError, ["'lable'", "try 'label'"]),
         ("too few checkpoints", lambda: td.credit(X, T, by="label"), ValueError, ["5 or more", "got 3"]),
         ("parts of targets", lambda: td.credit(SEEDS, SEEDS, by=xr.DataArray(np.ones((20, 3)), dims=("target", "author"))), ValueError, ["('target', 'author')", "xr.DataArray"]),
         ("parts that are missing", lambda: td.credit(SEEDS, SEEDS, by=xr.DataArray(np.full((20, 3), np.nan), dims=("sample", "author"))), ValueError, ["finite"]),
