@@ -1,4 +1,4 @@
-"""Dask's arrays of expressions: its own are refused, and the package dask-array is taken."""
+"""Dask's arrays of expressions answer queries; those of the package dask-array do everything."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import dask.array as da
 import distributed
 import numpy as np
 import pytest
@@ -21,9 +22,40 @@ _SCRIPT = """
 import json, warnings
 warnings.simplefilter("ignore")
 {first}
-from tests.test_dask_expressions import answers
-print(json.dumps(answers({folder!r}, cluster={cluster})))
+from tests.test_dask_expressions import answers, queries
+print(json.dumps({call}))
 """
+
+
+def queries(folder: str, *, is_planned: bool) -> dict[str, object]:
+    """Return what is asked of features in stores, and lazy arrays of theirs."""
+    assert hasattr(da, "elemwise") == is_planned, "the arrays are the other ones"
+    features, targets = td.open(f"{folder}/train.zarr"), td.open(f"{folder}/targets.zarr")
+    sums = ["gram", "loss_gradient", "feature_norm"]
+    changed = features.drop_vars(sums)  # they are made anew
+    results = {f"score, {e}": td.score(features, targets, e) for e in ESTIMATORS}
+    results |= {
+        "changed": td.score(changed, targets, "soft"),
+        "some": td.score(features.isel(sample=slice(3, 77)), targets, "soft"),
+        "each": td.score(features, targets, "soft", average=False),
+        "chunks": td.score(features.chunk(sample=33), targets.chunk(sample=2), "soft"),
+        "persisted": td.score(features.persist(), targets, "soft"),
+        "top_k": td.top_k(results["score, soft"], 3).position,
+        "top_k, where": td.top_k(results["score, soft"], 3, where="label == 1").position,
+        "group_score": td.group_score(features, targets, "soft", by="label"),
+        "intervals": td.intervals(features, targets, "soft").upper,
+        "credit": td.credit(features, targets, "grad_cos", by="label").share,
+        "self_influence": td.self_influence(features),
+        "gram": td.gram(changed),
+        "damping": td.damping(changed, "soft").damping,
+        "combine": td.score(features, td.combine(targets, by="label"), "trak"),
+        "metric": td.score(features, td.combine(targets, metric="accuracy"), "trak"),
+        "feature": features.feature.isel(sample=slice(29, 31)),
+    }
+    return {name: result.compute().values.round(4).tolist() for name, result in results.items()}
+
+
+ESTIMATORS = ("auto", "soft", "trak", "relatif", "grad_dot", "grad_cos")
 
 
 def answers(folder: str, *, cluster: bool) -> dict[str, object]:
@@ -56,25 +88,30 @@ def answers(folder: str, *, cluster: bool) -> dict[str, object]:
     return {name: result.values.round(4).tolist() for name, result in results.items()}
 
 
-_CALL = "import dask.array as da; da.store([], [])"
-_PLANNING = {**os.environ, "DASK_ARRAY__QUERY_PLANNING": "True"}
-
-
-def run(
-    first: str, folder: Path, *, cluster: bool = False, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    folder.mkdir()
-    script = _SCRIPT.format(first=first, folder=str(folder), cluster=cluster)
+def run(call: str, first: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    script = _SCRIPT.format(first=first, call=call)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **variables}
     return subprocess.run([sys.executable, "-c", script], env=env, text=True, capture_output=True)
 
 
 @pytest.mark.slow
-def test_query_planning__of_dask_itself_is_refused(tmp_path: Path) -> None:
-    done = run("", tmp_path / "f", DASK_ARRAY__QUERY_PLANNING="True")
-    assert "ImportError: expected Dask with array.query-planning off" in done.stderr
-    done = subprocess.run([sys.executable, "-c", _CALL], env=_PLANNING, capture_output=True)
-    assert b"NotImplementedError" in done.stderr, "Dask has da.store now: try not to refuse it"
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_query_planning__of_dask_itself_answers_queries(tmp_path: Path) -> None:
+    for name, n, estimator in (("train", 120, "soft"), ("targets", 7, None)):
+        made = td.testing.simulate_features(n, 6, 5, chunks=30, seed=n)
+        td.save(made, tmp_path / f"{name}.zarr", estimator=estimator, progress=False)
+    done = run(f"queries({str(tmp_path)!r}, is_planned=True)", DASK_ARRAY__QUERY_PLANNING="True")
+    assert not done.returncode, done.stderr
+    theirs, ours = json.loads(done.stdout), queries(str(tmp_path), is_planned=False)
+    assert theirs.keys() == ours.keys()
+    for name, values in ours.items():
+        np.testing.assert_allclose(theirs[name], values, rtol=1e-3, atol=1e-3, err_msg=name)
+
+
+@pytest.mark.slow
+def test_query_planning__of_dask_itself_stores_nothing(tmp_path: Path) -> None:
+    done = run(f"answers({str(tmp_path)!r}, cluster=False)", DASK_ARRAY__QUERY_PLANNING="True")
+    assert "NotImplementedError: expected Dask with array.query-planning off" in done.stderr
 
 
 @pytest.mark.slow
@@ -83,9 +120,10 @@ def test_query_planning__of_dask_itself_is_refused(tmp_path: Path) -> None:
 def test_dask_array__in_the_place_of_dask(tmp_path: Path, cluster: bool) -> None:
     pytest.importorskip("dask_array")
     register = "from dask_array.xarray import register; register()"
-    done = run(register, tmp_path / "theirs", cluster=cluster)
+    for name in ("theirs", "ours"):
+        (tmp_path / name).mkdir()
+    done = run(f"answers({str(tmp_path / 'theirs')!r}, cluster={cluster})", register)
     assert not done.returncode, done.stderr
-    (tmp_path / "ours").mkdir()
     theirs, ours = json.loads(done.stdout), answers(str(tmp_path / "ours"), cluster=False)
     for name, values in ours.items():
         np.testing.assert_allclose(theirs[name], values, rtol=1e-3, atol=1e-3, err_msg=name)

@@ -8,7 +8,7 @@ import operator
 import pkgutil
 import reprlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 
@@ -122,10 +122,22 @@ def require_choice(name: str, value: object, choices: Sequence[Any], *, remedy: 
     """
     if not isinstance(value, str) or value not in choices:
         listed = ", ".join(map(repr, choices))
-        known = {str(choice).casefold(): choice for choice in choices}
-        if close := difflib.get_close_matches(str(value).casefold(), known, 1):
-            remedy = f"try {known[close[0]]!r}"
+        if close := nearest(value, choices):
+            remedy = f"try {close!r}"
         raise ValueError(f"expected {name} to be one of {listed}, got {shown(value)}; {remedy}")
+
+
+def nearest(name: object, names: Iterable[object]) -> str | None:
+    """Return the name that is spelled most like another one, None if all are spelled otherwise.
+
+    Examples
+    --------
+    >>> nearest("Labell", ["label", "source"])
+    'label'
+    """
+    known = {str(each).casefold(): str(each) for each in names}
+    close = difflib.get_close_matches(str(name).casefold(), known, 1)
+    return known[close[0]] if close else None
 
 
 def import_callable(path: str, name: str) -> Callable[[], Any]:

@@ -29,7 +29,7 @@ from trakdask.storage.placement import AppendDim
 from trakdask.storage.reading import dropped_mask, open
 from trakdask.storage.records import about_unfinished
 from trakdask.storage.writing import write
-from trakdask.variables import SAMPLE, WRONG_CLASSES, lazy_features, validate
+from trakdask.variables import SAMPLE, WRONG_CLASSES, aligned, lazy_features, validate
 
 __all__ = ["calibrate", "drop", "save"]
 
@@ -288,7 +288,7 @@ def _chosen(ds: xr.Dataset, where: Any) -> np.ndarray:
     if isinstance(mask, xr.DataArray):
         content = f"{mask.dtype} {dict(mask.sizes)}"
         if mask.dtype == bool and dict(mask.sizes) == {SAMPLE: ds.sizes[SAMPLE]}:
-            chosen = np.asarray(mask.values)
+            chosen = np.asarray(aligned(mask, ds, what="where").values)
             if not chosen.all():
                 return chosen
             content = f"true for all {len(chosen)}"

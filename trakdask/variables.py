@@ -160,6 +160,11 @@ def validate(ds: xr.Dataset, names: Iterable[str], *, what: str = "dataset") -> 
             f"expected {what} as an xarray.Dataset, got {shown(ds)} ({type(ds).__name__}); try the "
             "result of td.featurize or td.open"
         )
+    if ds.sizes.get(CHECKPOINT) == 0:
+        raise ValueError(
+            f"expected {what} of one or more checkpoints, got none; try other labels in "
+            "ds.sel(checkpoint=...)"
+        )
     for name in names:
         _validate_variable(ds, VARIABLES[name], what)
 
@@ -205,13 +210,13 @@ def aligned(array: xr.DataArray, to: xr.Dataset | xr.DataArray, *, what: str) ->
     """Return an array with its entries reordered by label to match ``to``.
 
     Along each dimension that has an index on both sides, entries are selected by label, and those
-    that ``to`` lacks are left out. Other dimensions are matched by position. Coords that both
-    arrays have must be equal.
+    that ``to`` lacks are left out. Other dimensions are matched by position, and have to be as long
+    as in ``to``. Coords that both arrays have must be equal.
 
     Raises
     ------
     ValueError
-        If labels are missing, only ``array`` has labels, or coords differ.
+        If labels are missing, only ``array`` has labels, sizes differ, or coords differ.
     pandas.errors.InvalidIndexError
         If labels of ``array`` are not unique.
 
@@ -233,9 +238,45 @@ def aligned(array: xr.DataArray, to: xr.Dataset | xr.DataArray, *, what: str) ->
                 f"expected {what} with the labels {shown(wanted.tolist())} along {dim!r}, got "
                 f"{shown(labels.tolist())}, where {len(missing)} are missing, the first of them "
                 f"{missing.tolist()[:1]}; try .sel({dim}=...) with the same labels on both, or "
-                f".drop_vars({dim!r}) to match entries by position"
+                f".drop_vars({dim!r}), or .to_numpy() of what pandas made, to match by position"
             )
         array = array.isel({dim: positions})
+    require_alike(array, to, what=what)
+    return array
+
+
+def data_in_order(values: Any, to: xr.Dataset | xr.DataArray, *dims: Hashable, what: str) -> Any:
+    """Return values along some dimensions of ``to``, without labels, in the order of its labels.
+
+    A DataArray, and what pandas made, have labels of their own, see :func:`aligned`. What has none
+    is returned as it is.
+
+    Examples
+    --------
+    >>> to = xr.DataArray([0, 0], coords={"sample": ["a", "b"]})
+    >>> data_in_order(pd.Series([1, 2], ["b", "a"]), to, "sample", what="by").tolist()
+    [2, 1]
+    """
+    if isinstance(values, pd.Series | pd.DataFrame):
+        values = xr.DataArray(values, dims=dims[: values.ndim])
+    return aligned(values, to, what=what).data if isinstance(values, xr.DataArray) else values
+
+
+def require_alike(array: xr.DataArray, to: xr.Dataset | xr.DataArray, *, what: str) -> None:
+    """Check that the dimensions of an array that ``to`` has, too, have the same size and coords.
+
+    Raises
+    ------
+    ValueError
+        If they differ.
+    """
+    shared = [dim for dim in array.dims if dim in to.sizes]
+    sizes, wanted = ({dim: ds.sizes[dim] for dim in shared} for ds in (array, to))
+    if sizes != wanted:
+        raise ValueError(
+            f"expected {what} with the sizes {wanted}, got {sizes}; try one entry for each that "
+            "there is now: samples may have been selected, dropped or appended"
+        )
     for name, coord in coords_along(array, *array.dims).items():
         other = to.coords.variables.get(name, coord)
         is_alike = coord.sizes == other.sizes and name != "error"
@@ -247,7 +288,6 @@ def aligned(array: xr.DataArray, to: xr.Dataset | xr.DataArray, *, what: str) ->
                 f"selecting and sorting both in the same way, or {what}.reset_coords(drop=True) "
                 "to match by position"
             )
-    return array
 
 
 def coords_along(array: xr.DataArray | xr.Dataset, *dims: Hashable) -> dict[Hashable, xr.Variable]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pickle
 
+import dask
 import dask.array as da
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import sparse
 
 from tests.stored_arrays import stored
+from trakdask import arrays
 from trakdask.arrays import blocks
 from trakdask.arrays.blocks import add, block_starts, flat
 from trakdask.arrays.gram import pooled
@@ -88,3 +91,55 @@ def test_whole_columns__stay_within_the_budget(
     assert whole.chunks[0] == (10,)
     assert max(whole.chunks[1]) == most
     np.testing.assert_array_equal(whole.compute(), score.compute())
+
+
+X, W = (np.random.default_rng(i).normal(size=(n, 5, 3)) for i, n in enumerate((40, 6)))
+G = np.random.default_rng(2).random((40, 3))
+MATRIX = np.einsum("spc,sqc->pqc", X, X)
+PARTS = sparse.csr_array(np.eye(4)[np.arange(40) % 4])
+
+
+def kernels(x: da.Array, w: da.Array, matrix: da.Array) -> dict[str, da.Array]:
+    g, labels, lam = da.from_array(G), ["a", "b", "c"], da.full(3, 2.0, chunks=1)
+    inverse = arrays.solve.cholesky(matrix, lam, labels)
+    factors = arrays.spectra.eigenvectors(matrix, labels, 5)
+    r = arrays.gram.loss_gradient(x, g)
+    spectrum = arrays.spectra.spectrum(*factors, r, 40, labels)
+    sums = arrays.folds.fold_sums(x, g)
+    members = arrays.jackknife.member_sums(x, da.ones((40, 4), chunks=-1), PARTS)
+    return {
+        "gram": arrays.gram.gram(x, g),
+        "gram and sum": arrays.gram.gram_and_sum(x, g, g)[1],
+        "loss gradient": r,
+        "traces": arrays.gram.closed_form(matrix, 0.1, labels),
+        "score": arrays.score.score(x, w, g),
+        "score of each": arrays.score.score(x, w, g, average=False),
+        "score with errors": arrays.score.score(x, w, g, folds=g)["error"],
+        "groups": arrays.groups.group_sum(x, g, np.arange(40) % 4, 4),
+        "members": arrays.jackknife.member_score(members, w)["error"],
+        "top": arrays.topk.top_k(arrays.score.score(x, w, g), 3)[0],
+        "solve": arrays.solve.solve(inverse, w),
+        "eigenvectors": arrays.solve.solve(arrays.spectra.inverse(spectrum, lam), w),
+        "leverage": arrays.solve.leverage(inverse, x),
+        "norms": arrays.weights.squared_norm(x),
+        "self-influence": arrays.weights.self_influence(
+            arrays.solve.leverage(inverse, x), g.rechunk((8, 1)), average=True
+        ),
+        "folds": arrays.folds.predicted(sums, w),
+        "totals of folds": arrays.folds.totals(spectrum, sums, x),
+        "totals": arrays.damping.left_out(spectrum, x, g, g),
+        "totals of others": arrays.damping.held_out(spectrum, w),
+        "checked": arrays.score.checked(x, arrays.weights.squared_norm(x), g)[0],
+    }
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_kernels__take_chunks_of_several_checkpoints(size: int) -> None:
+    found, expected = (
+        dask.compute(kernels(*(da.from_array(x, chunks=(8, -1, c)) for x in (X, W, MATRIX))))[0]
+        for c in (size, 1)
+    )
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-10, err_msg=name)
+    scores = np.einsum("spc,tpc->st", X, W) / 3 * G.mean(1)[:, None]
+    np.testing.assert_allclose(found["score"], scores)

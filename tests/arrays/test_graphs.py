@@ -135,12 +135,14 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     "positions": lambda seed: np.array([1, 3 + seed]),
     "counts": lambda seed: [1, 3 + seed],
     "k": lambda seed: 2 + seed,
+    "if_failed": lambda seed: 0.0 + seed,
     "mask": lambda seed: [None, np.arange(N) % 2 == 0][seed],
 }
 """The value of each parameter, or of "function.parameter", for seed 0; another one for seed 1."""
 
 HELPERS = {
-    "align_weights", "blockwise", "map_stored", "stored", "tree", "tree_sum", "whole_columns"
+    *("align_weights", "blockwise", "field", "known_sums", "map_stored", "stored", "tree"),
+    *("tree_sum", "where", "whole_columns"),
 }  # fmt: skip
 """They make lazy functions."""
 

@@ -90,3 +90,55 @@ def test_condition__anything_else_is_an_error(text: str) -> None:
         Condition(text)(TILE)
     with pytest.raises(ValueError, match="got 3"):
         Condition(3)  # type: ignore[arg-type]
+
+
+MANY = {
+    "label": (np.arange(400) % 90, [*range(0, 120, 2), -1, 2.5, 10**20, True]),
+    "half": (np.linspace(0, 1, 11, dtype="f4")[np.arange(400) % 11], [i / 40 for i in range(41)]),
+    "name": (np.array([f"n{i % 70}" for i in range(400)], object), [f"n{i}" for i in range(50)]),
+    "text": (np.array([f"n{i % 70}" for i in range(400)]), [f"n{i}" for i in range(50)]),
+    "day": (
+        np.datetime64("2024-01-01", "ns") + np.arange(400) * np.timedelta64(1, "D"),
+        [str(np.datetime64("2024-02-01") + 3 * i) for i in range(50)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_condition__of_many_terms_is_that_of_each(name: str) -> None:
+    values, constants = MANY[name]
+    of_kind = np.datetime64 if name == "day" else lambda constant: constant
+    expected = np.any([values == of_kind(constant) for constant in constants], axis=0)
+    dtype = np.dtypes.StringDType() if name == "text" else values.dtype
+    tile = xr.Dataset(coords={name: ("sample", values.astype(dtype)), "good": ("sample", expected)})
+    apart = [f"{name} == {constant!r}" for constant in constants]
+    for text in (f"{name} in {constants}", " or ".join(apart), f"good or {' or '.join(apart)}"):
+        np.testing.assert_array_equal(Condition(text)(tile), expected)
+    none = " and ".join(term.replace("==", "!=") for term in apart)
+    np.testing.assert_array_equal(Condition(none)(tile), ~expected)
+    assert Condition(" or ".join(apart * 100))(tile).sum() == expected.sum()
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("labell == 7", "try the coord 'label'"),
+        ("Label == 7", "try the coord 'label'"),
+        ("'w' in sorce", "try the coord 'source'"),
+        ("source == web", "quotes around text"),
+        ("good == true", "try True"),
+        ("FALSE", "try False"),
+        ("label = 7", "try label == 7"),
+        ("label == 7 && ! good", "try label == 7 and not good"),
+        ("label == 7 & good", "try label == 7 and good"),
+        ("label <> 7 OR good", "try label != 7 or good"),
+        ("source == “web”", 'try source == "web"'),
+        ("day > 'June'", "2024-06-01"),
+        ("not " * 3000 + "good", "expected a condition"),
+    ],
+)
+def test_condition__says_how_to_spell_it(text: str, remedy: str) -> None:
+    with pytest.raises(ValueError, match="expected") as caught:
+        Condition(text)(TILE)
+    assert remedy in str(caught.value)
+    assert len(str(caught.value)) < 600

@@ -103,3 +103,14 @@ def test_gram__with_weights_of_ones_own_belongs_to_all_samples() -> None:
     few = {"proj_dim": slice(2)}
     with pytest.raises(ValueError, match="2 columns"):
         td.score(given.isel(few), targets.isel(few), estimator)
+
+
+def test_tracin__takes_a_list_in_the_order_of_checkpoints() -> None:
+    x, t = (td.testing.simulate_features(n, 4, 3, seed=n) for n in (20, 5))
+    rates = [0.5, 0.25, 1.0]
+    phi, psi, q = (v.values.astype("f8") for v in (x.feature, t.feature, x.out_to_loss))
+    expected = np.einsum("spc,tpc,sc,c->st", phi, psi, q, rates)
+    by_name = {"c2": 1.0, "c0": 0.5, "c1": 0.25}
+    for given in (rates, tuple(rates), np.array(rates), by_name):
+        found = td.score(x, t, td.TracIn(given))
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)

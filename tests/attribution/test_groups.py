@@ -131,3 +131,47 @@ def test_combined_targets__are_saved_and_opened_like_others(how, tmp_path: Path)
     assert scores[title].values.tolist() == expected[title].values.tolist()
     top = td.top_k(scores, 3).compute()
     np.testing.assert_array_equal(top.position, np.argsort(-expected.values, 0, "stable")[:3].T)
+
+
+# --- groups whose samples failed ------------------------------------------------------------------
+
+SEEDS, ASKED = (simulate_features(n, 4, 5, chunks=8, seed=n).astype("f8") for n in (20, 3))
+SOURCE = np.array(["a", "b", "c", "d"])[np.arange(20) % 4]
+
+
+def failed(rows: np.ndarray) -> xr.Dataset:
+    whole = xr.DataArray(~rows, dims="sample")
+    names = ("feature", "output", "out_to_loss")
+    return SEEDS.assign({name: SEEDS[name].where(whole) for name in names})
+
+
+@pytest.mark.parametrize("estimator", ["soft", "trak", "relatif", "grad_dot", "grad_cos"])
+@pytest.mark.parametrize("by", ["coord", "parts"])
+def test_groups__whose_samples_all_failed_are_nan(estimator: str, by: str) -> None:
+    train = failed((SOURCE == "b") | (np.arange(20) == 4))
+    train = train.assign_coords(source=("sample", SOURCE))
+    groups = "source"
+    if by == "parts":
+        groups = xr.DataArray(SOURCE[:, None] == list("abcd"), dims=("sample", "source"))
+    dense = td.score(train, ASKED, estimator).values
+    expected = np.stack([np.nansum(dense[name == SOURCE], axis=0) for name in "abcd"])
+    expected[1] = np.nan
+    options = {"estimator": estimator, "by": groups * 1.0 if by == "parts" else groups}
+    close = {"rtol": 1e-6, "atol": 1e-9}
+    np.testing.assert_allclose(td.group_score(train, ASKED, **options), expected, **close)
+    found = td.intervals(train, ASKED, **options).compute()
+    np.testing.assert_allclose(found.score, expected, **close)
+    np.testing.assert_array_equal(np.isnan(found.upper), np.isnan(expected))
+    share = expected.sum(1) / np.nansum(dense)
+    np.testing.assert_allclose(td.credit(train, ASKED, **options).share, share, **close)
+    raised = td.group_score(train, ASKED, **options, metric="loss").values[:, 0]
+    np.testing.assert_array_equal(np.isnan(raised), np.isnan(share))
+
+
+def test_groups__without_samples_sum_to_0() -> None:
+    train = SEEDS.assign_coords(source=("sample", SOURCE), half=("sample", SOURCE > "b"))
+    found = td.group_score(train, ASKED, "grad_dot", by=["source", "half"])
+    assert not found.sel(source="a", half=True).any()
+    parts = xr.DataArray(np.eye(20, 5), dims=("sample", "author"))[:, ::-1]
+    parts[:, 0] = 0
+    assert not td.group_score(train, ASKED, "grad_dot", by=parts)[0].any()

@@ -211,7 +211,10 @@ AUTHORS = xr.DataArray(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ["trak", "soft", "relatif, signed", "grad_dot", "tracin"])
+_LINEAR = ["trak", "soft", "relatif, signed", "grad_dot", "tracin"]
+
+
+@pytest.mark.parametrize("case", [*_LINEAR, "grad_cos", "grad_cos, signed"])
 def test_credit__is_a_jackknife_of_shares_of_all_scores(case: str) -> None:
     name, train = CASES[case]
 
@@ -236,6 +239,17 @@ def test_group_score__counts_samples_in_parts(case: str) -> None:
     oracle = (AUTHORS * dense).sum("sample")
     np.testing.assert_allclose(found, oracle, rtol=1e-8, atol=1e-12)
     assert found.dims == ("author", "target")
+
+
+def test_credit__of_cosines_adds_up_cosines() -> None:
+    phi, psi = (ds.feature.transpose("checkpoint", "sample", ...).values for ds in (TRAIN, TARGETS))
+    units = [x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (phi, psi)]
+    sign = np.where(TRAIN.out_to_loss.mean("checkpoint") < 0, -1, 1)
+    total = (units[0] @ units[1].swapaxes(1, 2)).mean(0).sum(1) * sign
+    expected = [total[TRAIN.label == label].sum() / total.sum() for label in (0, 1)]
+    found = td.credit(TRAIN, TARGETS, "grad_cos", by="label")
+    np.testing.assert_allclose(found.share, expected, rtol=1e-9)
+    assert found.share.dims == ("label",)
 
 
 def test_credit__takes_parts_that_pandas_makes_of_lists() -> None:

@@ -251,3 +251,29 @@ def test_score__other_selections_are_refused(stores, kind, change) -> None:
         with pytest.raises(ValueError, match=r"isel\(sample=.*drop_vars"):
             call(changed, kind(damping=0.03))
     td.score(changed, TARGETS, estimator="grad_dot").compute(scheduler="sync")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("estimator", ["soft", "trak", "relatif"])
+def test_scores__of_a_selection_keep_a_gram_matrix_that_is_held(tmp_path, estimator: str) -> None:
+    lazy, targets = (td.testing.simulate_features(n, 4, 3, chunks=16, seed=n) for n in (80, 5))
+    rows = np.arange(80) % 3 == 0
+    saved = td.save(lazy, tmp_path / "f.zarr", estimator=estimator, progress=False)
+    damped = {"soft": td.Soft, "trak": td.Trak, "relatif": td.RelatIF}[estimator](damping=0.1)
+    apart = {}
+    for name, features in {"saved": saved, "lazy": lazy}.items():
+        whole = td.score(features, targets, damped).values[rows]
+        apart[name] = np.abs(td.score(features.isel(sample=rows), targets, damped) - whole).max()
+    assert apart["saved"] == 0
+    assert apart["lazy"] > 1e-3
+    phi, psi = (
+        ds.feature.transpose("checkpoint", "sample", ...).values.astype("f8")
+        for ds in (lazy.isel(sample=rows), targets)
+    )
+    gram = phi.swapaxes(1, 2) @ phi
+    trace = np.trace(gram @ gram, axis1=1, axis2=2) / np.trace(gram, axis1=1, axis2=2)
+    solved = np.linalg.solve(gram + 0.1 * trace[:, None, None] * np.eye(4), psi.swapaxes(1, 2))
+    q = lazy.out_to_loss.values[rows].mean(1)
+    if estimator == "trak":
+        found = td.score(saved.isel(sample=rows).drop_vars("gram"), targets, damped)
+        np.testing.assert_allclose(found, (phi @ solved).mean(0) * q[:, None], rtol=1e-4, atol=1e-5)

@@ -348,9 +348,46 @@ def test_errors__of_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="a function of outputs"):
         td.combine(sequences, metric="loss")
     td.combine(targets().assign_attrs(task=str(td.tasks.CausalLM(position="at"))), metric="loss")
-    with pytest.raises(ValueError, match="outputs of the 24 targets"):
+    with pytest.raises(ValueError, match=r"outputs with the sizes {'sample': 24}"):
         td.metric(targets().output[:5], targets(), "loss")
     X = training()
     X = X.assign(gram=td.gram(X)).isel(sample=slice(30))
     with pytest.raises(ValueError, match="all 60 training samples"):
         td.group_score(X, targets(), TRAK, by="source", metric="accuracy")
+
+
+# --- nothing to measure ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*IN_TORCH, "squared loss"])
+@pytest.mark.parametrize("how", ["all", "one label"])
+def test_metrics__of_nothing_are_nan(name: str, how: str) -> None:
+    squared = name == "squared loss"
+    T, X = targets(squared).compute(), training(squared)
+    failed = np.ones(M, bool) if how == "all" else LABEL == 1
+    for variable in ("feature", "output", "out_to_loss"):
+        T[variable][failed] = np.nan
+    has_nothing = how == "all" or name == "auroc"
+    metrics = ["loss"] if squared else [name, *[IN_TORCH[name]] * (how == "all")]
+    for metric in metrics:
+        score = td.score(X, td.combine(T, metric=metric), TRAK)
+        summed = td.group_score(X, T, TRAK, by="source", metric=metric)
+        value = td.metric(T.output, T, metric)
+        for found in (score, summed, value):
+            assert (np.isnan(found) if has_nothing else np.isfinite(found)).all()
+
+
+def test_metrics__of_no_group_are_nan() -> None:
+    nowhere = targets().assign_coords(group=("sample", np.full(M, np.nan)))
+    for name in ("worst_group", "gap"):
+        assert np.isnan(td.score(training(), td.combine(nowhere, metric=name), TRAK)).all()
+
+
+def test_metrics__have_no_cosine() -> None:
+    T, X = targets(), training()
+    with pytest.raises(ValueError, match="linear in the targets"):
+        td.score(X, td.combine(T, metric="loss"), "grad_cos")
+    found = td.group_score(X, T, "grad_cos", by="source", metric="accuracy")
+    np.testing.assert_allclose(
+        found[:, 0], raised_by_hand(X, T, IN_TORCH["accuracy"], td.GradCos()), rtol=1e-6
+    )

@@ -114,3 +114,19 @@ def test_mapping__is_evaluated_as_each_of_its_entries(name: str) -> None:
         xr.testing.assert_allclose(found.sel(estimator=which, drop=True), alone)
     as_dataset = EVALUATIONS[name](xr.Dataset({"a": scores, "b": -scores}))
     np.testing.assert_array_equal(as_dataset.estimator, ["a", "b"])
+
+
+def test_baselines__know_nothing_of_what_is_missing() -> None:
+    label = np.where(np.arange(N) == 0, np.nan, FEATURES.label.values)
+    whole = xr.DataArray(np.arange(N) != 1, dims="sample")
+    broken = FEATURES.assign_coords(label=("sample", label))
+    broken = broken.assign(
+        {name: FEATURES[name].where(whole) for name in ("feature", "out_to_loss")}
+    )
+    zero = np.where(np.arange(N)[:, None] == 2, 0, EMBEDDINGS[0])
+    found = td.evaluate.baselines(broken, TARGETS, embeddings=(zero, EMBEDDINGS[1]))
+    unknown = {"same_label": 0, "loss": 1, "gradient_norm": 1, "gradient_cosine": 1, "embedding": 2}
+    for name, row in unknown.items():
+        rows = np.flatnonzero(np.isnan(found[name]).all("target"))
+        assert rows.tolist() == [row], name
+    assert not td.evaluate.baselines(FEATURES, TARGETS, texts=([""] * N, [""] * M)).bm25.any()

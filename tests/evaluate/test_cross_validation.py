@@ -197,3 +197,10 @@ def test_store_grades_as_its_features_do(features, targets, tmp_path) -> None:
         td.evaluate.cross_validate(opened, targets, estimator).drop_vars("target_label"),
         expected.drop_vars("target_label"),
     )
+
+
+@pytest.mark.parametrize("empty", ["features", "estimators"])
+def test_cross_validate__of_an_empty_mapping_says_so(features, targets, empty: str) -> None:
+    both = ({}, {}) if empty == "features" else (features, targets)
+    with pytest.raises(ValueError, match="got an empty mapping; try"):
+        td.evaluate.cross_validate(*both, {} if empty == "estimators" else "auto")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -142,3 +143,34 @@ def test_many_coords__none_is_looked_at_for_each_of_the_others(
         td.save(features.assign_coords(coords), tmp_path / f"{n}.zarr", progress=False)
         counts.append(len(made))
     assert counts[0] == counts[1]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("task", ["classification", "one margin", "regression", "one checkpoint"])
+def test_six_lines_of_the_page_give_the_scores(task: str, tmp_path: Path, monkeypatch) -> None:
+    page = Path(__file__).parents[2] / "docs" / "reference" / "store_format.md"
+    (lines,) = re.findall(r"```python\n(train, targets.*?)```", page.read_text("utf-8"), re.DOTALL)
+    assert len(lines.splitlines()) == 6
+    train, asked = (
+        td.testing.simulate_features(n, 5, 1 if task == "one checkpoint" else 3, chunks=30, seed=n)
+        for n in (120, 7)
+    )
+    # As sure of every sample, Q itself is their weight; else its root, or a power between.
+    flatter = 0.4 + train.out_to_loss / 1000
+    train = train.assign(out_to_loss=flatter if task == "one margin" else train.out_to_loss**4)
+    train, asked = (ds.assign_attrs(default_estimator="soft") for ds in (train, asked))
+    if task == "regression":
+        train, asked = (ds.assign_attrs(loss_kind="squared error") for ds in (train, asked))
+        train = train.assign(out_to_loss=train.out_to_loss - 0.5)
+    td.save(train.isel(sample=slice(90)), tmp_path / "train.zarr", progress=False)
+    rest = train.isel(sample=slice(90, None)).assign_attrs(source="later")
+    td.save(rest, tmp_path / "train.zarr", append_dim="sample", progress=False)
+    td.save(asked, tmp_path / "targets.zarr", estimator=None, progress=False)
+    monkeypatch.chdir(tmp_path)
+    values = {"np": np, "xr": xr}
+    exec(lines, values)
+    opened = td.open("train.zarr")
+    expected = td.score(opened, td.open("targets.zarr"))
+    np.testing.assert_allclose(values["scores"], expected, rtol=1e-4, atol=1e-5)
+    assert 0.5 <= opened.damping.attrs["score_power"] <= 1
+    assert (opened.damping.attrs["score_power"] == 1) == (task in ("one margin", "regression"))

@@ -270,3 +270,21 @@ def cuda_stand_in(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *a, **k: zeros(*a, **{**k, "device": "cpu"}))
     return stand_in_for_fast_jl(monkeypatch)
+
+
+def test_steps__that_were_left_out_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    empty = Run().make(TRAKer, tmp_path / "empty")
+    with pytest.raises(ModelIDException, match="got none; try load_checkpoint and featurize"):
+        empty.finalize_features()
+    traker = featurized(tmp_path / "f")
+    with caplog.at_level("WARNING", "TRAK"):
+        score(traker)
+    assert "call finalize_features before finalize_scores" in caplog.text
+    with pytest.raises(ModelIDException, match="which is not; try finalize_features"):
+        traker.finalize_scores("test")
+    traker.finalize_features()
+    traker.start_scoring_checkpoint("other", checkpoints("mlp", 1)[0], 0, M)
+    with pytest.raises(FileNotFoundError, match="got none; try start_scoring_checkpoint and score"):
+        traker.finalize_scores("other")

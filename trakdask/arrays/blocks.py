@@ -5,22 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import dask
 import dask.array as da
 import numpy as np
 import numpy.typing as npt
 from dask.base import tokenize
-
-if dask.config.get("array.query-planning", None):
-    raise ImportError(
-        "expected Dask with array.query-planning off, since its own arrays of expressions lack "
-        "functions such as store and where; try DASK_ARRAY__QUERY_PLANNING=False, or the package "
-        "dask-array, whose dask_array.xarray.register() trakdask works with"
-    )
 
 Block: TypeAlias = npt.NDArray[Any]
 Chunks: TypeAlias = tuple[tuple[int, ...], ...]
@@ -77,7 +69,7 @@ def blockwise(
     array: da.Array = da.blockwise(
         function,
         out,
-        *arguments,
+        *_prepared(arguments),
         name=f"{name}-{tokenize(function, out, arguments, options)}",
         align_arrays=False,
         dtype=dtype,
@@ -85,6 +77,36 @@ def blockwise(
         **options,
     )
     return array
+
+
+def _prepared(arguments: Sequence[Any]) -> Iterator[Any]:
+    """Yield arrays and their indices, features and matrices in chunks of one checkpoint."""
+    for array, index in zip(arguments[::2], arguments[1::2], strict=True):
+        if isinstance(array, da.Array) and "p" in index[:-1] and index[-1] == "c":
+            array = array.rechunk({array.ndim - 1: 1})  # a task reads the first of its block
+        if hasattr(array, "expr"):  # Dask would change the chunks of expressions later
+            array = type(array)(array.expr.lower_completely())
+        yield from (array, index)
+
+
+def where(condition: Any, x: Any, y: Any) -> da.Array:
+    """Return :func:`dask.array.where`, which Dask lacks with array.query-planning."""
+    elemwise = getattr(da, "elemwise", da.core.elemwise)
+    return elemwise(np.where, condition, x, y)  # type: ignore[no-any-return]
+
+
+def field(array: da.Array, name: str) -> da.Array:
+    """Return a field, a number or (g,), of the only entry of a structured array (1,)."""
+    dtype = array.dtype[name]
+    return blockwise(
+        _field, "g" * len(dtype.shape), array, "k",
+        new_axes=dict(zip("g", dtype.shape, strict=False)),
+        concatenate=True, name="field", dtype=dtype.base, key=name,
+    )  # fmt: skip
+
+
+def _field(block: Block, *, key: str) -> Block:
+    return np.asarray(block[key][0])
 
 
 def align_weights(weights: da.Array, feature: da.Array) -> da.Array:
@@ -194,6 +216,8 @@ def add(
         # The scheduler owns the blocks and may pass them to another task, too.
         total = np.add(total, block, out=None if total is first else total)
     dtype = total.dtype if rounded_to is None else rounded_to
+    if not len(total):  # Dask tries it out on nothing, with array.query-planning
+        keepdims = True
     return (total if keepdims else total[0]).astype(dtype, copy=False)
 
 
@@ -226,7 +250,7 @@ def whole_columns(score: da.Array) -> da.Array:
     >>> whole_columns(da.zeros((6, 4), chunks=(2, 3))).chunks
     ((6,), (3, 1))
     """
-    column = score.shape[0] * score.itemsize * math.prod(score.chunksize[2:])
+    column = score.shape[0] * score.itemsize * math.prod(map(max, score.chunks[2:]))
     most = max(1, _COLUMN_BYTES // max(column, 1))
     columns: da.Array = score.rechunk({0: -1, 1: divided(score.chunks[1], most)})
     return columns

@@ -41,6 +41,9 @@ LARGER = 0.2
 HARDLY_FOLLOWED = 0.57
 FEW_SAMPLES = 500
 
+#: The name of held-out samples that choose λ.
+CALIBRATION = "calibration set"
+
 #: The correlation for every ρ of the grid, and the number of rows that it is computed from.
 CURVE = np.dtype([("correlation", np.float64, GRID.shape), ("n_rows", np.int64)])
 #: How λ was chosen: ρ, NaN if not by outputs; the largest correlation; the one that the prior needs
@@ -288,15 +291,23 @@ def warn_of_choice(rho: float, peak: float, samples: str) -> None:
     """
     if np.isnan(rho):
         defect = (
-            f"outputs of the {samples} correlate at most {peak:.2f} with their attribution totals"
+            f"do not follow the sums of their scores (they correlate by {peak:.2f} at most, which "
+            "may be chance)"
             if np.isfinite(peak)
-            else f"outputs of the {samples} or their attribution totals are constant, so their "
-            "correlation is undefined"
+            else "or the sums of their scores are all the same"
         )
+        remedy = "Featurize more of them, or set damping='trace' to silence this."
+        if samples != CALIBRATION:
+            remedy = (
+                "Let 50 or more held-out samples choose it, with held_out = td.featurize(samples, "
+                "model, like=features): type td.calibrate('train.zarr', held_out) if the features "
+                "are in a store, as td.attribute keeps them, and ask again; else pass "
+                "td.Soft(damping=td.damping(features, calibrate=held_out)) as the estimator."
+            )
         message = (
-            f"{defect} (3 standard errors above 0 are needed to choose λ by them). λ comes from "
-            "the gram matrix alone, as by damping='trace'. Try held-out samples: "
-            "td.damping(features, calibrate=held_out)."
+            f"outputs of the {samples} {defect}, so they cannot say how large the damping λ "
+            "should be. λ comes from the gram matrix alone, as by damping='trace', which suits "
+            f"most models that were trained to the end. {remedy}"
         )
     elif rho == GRID[-1]:
         message = (

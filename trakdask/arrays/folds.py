@@ -22,7 +22,7 @@ from trakdask.arrays.blocks import (
     tree_sum,
 )
 from trakdask.arrays.damping import CHOICE, GRID
-from trakdask.arrays.evaluation import Ranking, correlation
+from trakdask.arrays.evaluation import Ranking, correlation, mean_without_nan
 from trakdask.arrays.graphs import read_in_task
 from trakdask.arrays.spectra import Spectrum
 
@@ -240,6 +240,8 @@ def _choose(totals: Block, outputs: Block, choice: Block, start: Block, differ: 
     of_rows, without = agreement(totals, outputs.astype(np.float64))
     grade, chosen = _mean(of_rows), choice.copy()
     chosen["grade"] = grade
+    if np.isnan(grade).any():  # no row has predictions and outputs that differ
+        return chosen
     distance = np.abs(np.log10(GRID / float(start)))
     at, near = int(distance.argmin()), np.flatnonzero(distance < _NEAR)
     best = int(near[np.argmax(grade[near])])
@@ -297,9 +299,7 @@ def agreement(
 
 
 def _mean(correlation: Floats) -> Floats:
-    known = ~np.isnan(correlation)
-    total = np.where(known, correlation, 0).sum(axis=0)
-    return np.asarray(total / np.maximum(known.sum(axis=0), 1))
+    return mean_without_nan(np.moveaxis(correlation, 0, -1))
 
 
 def jackknife_error(values: npt.ArrayLike) -> Floats:

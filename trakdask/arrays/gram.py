@@ -143,7 +143,7 @@ def loss_gradient(feature: da.Array, loss_weights: da.Array) -> da.Array:
     [3.0, 3.0]
     """
     every_sample = np.zeros(len(feature), np.int8)
-    total: da.Array = group_sum(feature, loss_weights, every_sample, 1)[0]
+    total: da.Array = group_sum(feature, loss_weights, every_sample, 1, if_failed=0)[0]
     return total
 
 

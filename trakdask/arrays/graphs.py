@@ -43,6 +43,13 @@ def graph_of(array: da.Array, keys: Sequence[Any]) -> Any:
 
     Dask would fuse less of a selection, such as ``array.blocks`` returns.
     """
+    if hasattr(array, "expr"):
+        raise NotImplementedError(
+            "expected Dask with array.query-planning off to store or fit arrays, since its arrays "
+            "of expressions have no da.optimize, got it on; try DASK_ARRAY__QUERY_PLANNING=False "
+            "in the process that stores, or the package dask-array, with whose "
+            "dask_array.xarray.register() trakdask works"
+        )
     return da.optimize(array.dask, keys)
 
 
@@ -209,11 +216,14 @@ def reader(array: object) -> Read | None:
     An array belongs to a store as long as :func:`stored` made its tasks: a persisted one has the
     same name, and other tasks.
     """
-    layer = array.dask.layers.get(array.name) if isinstance(array, da.Array) else None
-    for argument in layer.io_deps.values() if isinstance(layer, Blockwise) else ():
-        if isinstance(argument, _ReadsOfArray):
-            return argument.read
-    return None
+    if not isinstance(array, da.Array):
+        return None
+    if hasattr(array, "expr"):  # with array.query-planning of Dask
+        arguments: Any = array.expr.operands
+    else:
+        layer = array.dask.layers.get(array.name)
+        arguments = layer.io_deps.values() if isinstance(layer, Blockwise) else ()
+    return next((a.read for a in arguments if isinstance(a, _ReadsOfArray)), None)
 
 
 def map_stored(

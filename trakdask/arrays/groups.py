@@ -27,6 +27,9 @@ from trakdask.arrays.blocks import (
 from trakdask.arrays.graphs import Bounds, PackedRows, read_in_task, reader
 from trakdask.arrays.weights import pooled as pooled_weights
 
+N_COUNTS = 2
+"""Columns behind the sums of a group: how many of its samples were added up, and how many not."""
+
 
 def group_sum(
     feature: da.Array,
@@ -35,6 +38,7 @@ def group_sum(
     n_groups: int,
     *,
     pooled: bool = True,
+    if_failed: float = np.nan,
 ) -> da.Array:
     """Return the sum of weighted features of every group of samples.
 
@@ -53,6 +57,8 @@ def group_sum(
         Number of groups, at least 1. A group without samples sums to 0.
     pooled
         Use the mean of g over checkpoints; if False, each checkpoint uses its own g.
+    if_failed
+        The sum of a group whose samples all failed: of nothing that is known.
 
     Returns
     -------
@@ -67,7 +73,8 @@ def group_sum(
 
     Exactness: sums are float32 (as above) within a block and float64 between blocks, with the same
     bits on any scheduler for given chunks. Rows of failed samples, which are entirely NaN, and rows
-    whose weight is NaN are left out; any other NaN affects only the sum of its own group.
+    whose weight is NaN are left out, unless these are all rows of a group; any other NaN affects
+    only the sum of its own group.
 
     Examples
     --------
@@ -102,16 +109,37 @@ def group_sum(
         ]
     parts = blockwise(
         _partial, "sgpc", PackedRows(groups, n_groups, sizes), "s", *itertools.chain(*inputs),
-        new_axes={"g": n_groups, "p": p}, adjust_chunks={"s": (1,) * len(sizes)},
+        new_axes={"g": n_groups, "p": p + N_COUNTS}, adjust_chunks={"s": (1,) * len(sizes)},
         concatenate=False, name="group-sum-blocks", dtype=np.float64, n_groups=n_groups,
     )  # fmt: skip
     if not reads and len(used) < len(sizes):
         parts = parts.blocks[used]
-    return tree_sum(parts, name="group-sum", dtype=dtype)
+    return known_sums(tree_sum(parts, name="group-sum", dtype=dtype), if_failed)
+
+
+def known_sums(sums: da.Array, if_failed: float = np.nan) -> da.Array:
+    """Return sums (..., column, checkpoint) without their counts, NaN where all samples failed."""
+    index = "gfpc" if sums.ndim == 4 else "gpc"
+    return blockwise(
+        _known_sums, index, sums, index, adjust_chunks={"p": (sums.shape[-2] - N_COUNTS,)},
+        name="known-sums", dtype=sums.dtype, if_failed=if_failed,
+    )  # fmt: skip
+
+
+def _known_sums(sums: Block, *, if_failed: float) -> Block:
+    added, failed = sums[..., -2:-1, :], sums[..., -1:, :]
+    values = sums[..., :-N_COUNTS, :]
+    return np.where((added == 0) & (failed > 0), values.dtype.type(if_failed), values)
+
+
+def counts_of(groups: Block, is_whole: Block, n_groups: int) -> Block:
+    """Return how many samples of each group are whole, and how many failed, (group, 2)."""
+    parts = (groups[is_whole], groups[~is_whole])
+    return np.stack([np.bincount(part, minlength=n_groups) for part in parts], axis=1)
 
 
 def _partial(codes: Any, feature: Blocks, weight: Blocks | None = None, *, n_groups: int) -> Block:
-    """Return the (1, group, p, 1) sums of the blocks of a task."""
+    """Return the (1, group, p + 2, 1) sums and counts of the blocks of a task."""
     groups = PackedRows.unpack(codes) - 1
     weights = itertools.repeat(None) if weight is None else flat(weight)
     total, start = None, 0
@@ -125,16 +153,19 @@ def _partial(codes: Any, feature: Blocks, weight: Blocks | None = None, *, n_gro
 
 
 def _block_sums(block: Block, weight: Block | None, groups: Block, n_groups: int) -> Block:
-    """Return the (group, p) sums of one block.
+    """Return the (group, p) sums of one block, and counts behind them.
 
     The product is sparse, because 0 · NaN in a dense one-hot product would make all groups NaN.
     """
     x = matrix(block)
     g = np.ones(len(x)) if weight is None else weight.reshape(len(x)).astype(np.float64)
-    member = np.flatnonzero((groups >= 0) & ~np.isnan(g) & ~failed_rows(block))
+    member = np.flatnonzero(groups >= 0)
+    is_whole = ~(np.isnan(g) | failed_rows(block))[member]
+    counts = counts_of(groups[member], is_whole, n_groups)
+    member = member[is_whole]
     entries = (g[member].astype(x.dtype), (groups[member], member))
     sums = sparse.csr_array(entries, shape=(n_groups, len(x))) @ x
-    return np.asarray(sums, np.float64)
+    return np.concatenate([sums, counts], axis=1, dtype=np.float64)
 
 
 def combine_rows(data: da.Array, weights: sparse.csr_array) -> da.Array:

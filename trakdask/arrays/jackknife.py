@@ -25,6 +25,7 @@ from trakdask.arrays.blocks import (
 )
 from trakdask.arrays.folds import jackknife_error, mean_of_others
 from trakdask.arrays.graphs import SparseRows, read_in_task
+from trakdask.arrays.groups import N_COUNTS, counts_of, known_sums
 from trakdask.arrays.score import estimate
 
 #: Levels of p-values by which significance is decided. Each is 1.03 times the one before.
@@ -50,7 +51,8 @@ def member_sums(feature: da.Array, weights: da.Array, members: sparse.csr_array)
     Notes
     -----
     Cost: 2 p C flops per fold and member; :func:`trakdask.arrays.memory.group_sums` bounds the
-    memory of a task. Samples that failed at a checkpoint are left out of all folds.
+    memory of a task. Samples that failed at a checkpoint are left out of all folds. A group whose
+    samples all failed is NaN.
 
     Examples
     --------
@@ -68,11 +70,11 @@ def member_sums(feature: da.Array, weights: da.Array, members: sparse.csr_array)
     parts = blockwise(
         _member_sums, "sgfpc", *(read or (feature, "spc")), weights.rechunk(chunks), index,
         SparseRows(members, sizes), "s",
-        new_axes={"g": members.shape[1], "p": feature.shape[1]},
+        new_axes={"g": members.shape[1], "p": feature.shape[1] + N_COUNTS},
         adjust_chunks={"s": (1,) * len(sizes)},
         concatenate=False, name="member-sum-blocks", dtype=np.float64,
     )  # fmt: skip
-    return tree_sum(parts, name="member-sum", dtype=np.float64)
+    return known_sums(tree_sum(parts, name="member-sum", dtype=np.float64))
 
 
 def _member_sums(feature: Blocks, weights: Blocks, members: sparse.csr_array) -> Block:
@@ -83,13 +85,16 @@ def _member_sums(feature: Blocks, weights: Blocks, members: sparse.csr_array) ->
         rows = slice(start, start := start + len(block))
         x, entries = matrix(block), members[rows].tocoo()
         whole = ~(failed_rows(block) | np.isnan(w[rows]).any(axis=1))[entries.row]
+        counts = counts_of(entries.col, whole, n_groups)
         sample, group, part = (a[whole] for a in (entries.row, entries.col, entries.data))
         # A row for each group and fold. A dense product would have 0 · NaN where samples failed.
         row = (group[:, None] * n_folds + np.arange(n_folds)).ravel()
         values = (part[:, None] * w[rows][sample]).astype(x.dtype).ravel()
         entries = values, (row, np.repeat(sample, n_folds))
         summed = sparse.csr_array(entries, (n_groups * n_folds, len(x))) @ x
-        total = summed.astype(np.float64) if total is None else total + summed
+        both = [summed, np.repeat(counts, n_folds, axis=0)]
+        summed = np.concatenate(both, axis=1, dtype=np.float64)
+        total = summed if total is None else np.add(total, summed, out=total)
     assert total is not None
     return np.asarray(total).reshape(1, n_groups, n_folds, -1, 1)
 

@@ -19,6 +19,9 @@ Measured = tuple[float, Floats]
 COMPLETE = 0.5
 """Sums of scores that correlate less with outputs say nothing of the sizes of scores."""
 
+NOTHING: Measured = (np.nan, np.array(np.nan))
+"""A metric where all outputs failed, or all of one label; and its derivative by each."""
+
 TEMPERATURE = 0.1
 """Groups whose accuracies differ by less share the derivative of the worst, and of the best."""
 
@@ -92,12 +95,14 @@ def gap(f: Floats, group: npt.NDArray[np.intp]) -> Measured:
     0.0
     """
     (best, of_best), (worst, of_worst) = _extreme(f, group, 1), _extreme(f, group, -1)
-    return best - worst, of_best - of_worst
+    return best - worst, np.asarray(of_best - of_worst)
 
 
 def _extreme(f: Floats, group: npt.NDArray[np.intp], sign: int) -> Measured:
     """Return the extreme accuracy, and how the softmax of all accuracies depends on outputs."""
     is_member = group >= 0
+    if not is_member.any():
+        return NOTHING
     _, code = np.unique(group[is_member], return_inverse=True)
     p, count = sigmoid(f[is_member]), np.bincount(code)
     by_group = np.bincount(code, p) / count
@@ -115,6 +120,8 @@ def auroc(f: Floats, label: npt.NDArray[np.bool_]) -> Measured:
     >>> auroc(np.array([0.0, 0.0]), np.array([True, False]))[0]
     0.5
     """
+    if label.all() or not label.any():
+        return NOTHING
     z = np.where(label, f, -f)
     pairs = sigmoid(z[label][:, None] - z[~label])
     slope, gradient = pairs * (1 - pairs) / pairs.size, np.zeros(len(f))
@@ -125,10 +132,17 @@ def auroc(f: Floats, label: npt.NDArray[np.bool_]) -> Measured:
 def measured(
     f: Floats, truth: Floats | None, formula: Callable[..., Measured], columns: Any
 ) -> Measured:
-    """Return a metric of the outputs that are not NaN, and its derivative by all outputs."""
+    """Return a metric of the outputs that are not NaN, and its derivative by all outputs.
+
+    Both are NaN where there is nothing to measure: a derivative of 0 would be a score of 0.
+    """
     whole, gradient = np.isfinite(f), np.zeros(len(f))
     known = columns if truth is None else (truth, *columns)
-    value, gradient[whole] = formula(f[whole], *(column[whole] for column in known))
+    value, gradient[whole] = (
+        formula(f[whole], *(column[whole] for column in known)) if whole.any() else NOTHING
+    )
+    if np.isnan(value):
+        gradient[:] = np.nan
     return value, gradient
 
 
@@ -144,8 +158,9 @@ def derivative(
 ) -> Floats:
     """Return the mean derivative at a share of outputs (checkpoint, target), (target,)."""
     rows = at * outputs.astype(np.float64)
-    weights = np.mean([measured(f, truth, **how)[1] for f in rows], axis=0)
-    if np.isnan(weights).any():
+    values, gradients = zip(*(measured(f, truth, **how) for f in rows), strict=True)
+    weights = np.mean(gradients, axis=0)
+    if np.isnan(weights).any() and not np.isnan(values).any():
         raise ValueError(
             "expected a metric with a derivative at all outputs, got one without; try a smooth "
             "function of the tensor of outputs, or td.group_score(..., metric=), which needs none"

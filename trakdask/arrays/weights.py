@@ -53,8 +53,9 @@ def logit_variance(out_to_loss: da.Array) -> da.Array:
     [1.0]
     """
     logit = blockwise(_logit, "sc", out_to_loss, "sc", name="logit", dtype=np.float64)
-    variance: da.Array = da.nan_to_num(da.nanvar(logit, axis=0))  # of failed samples alone, 0
-    return variance
+    # A dtype, because arrays of expressions cannot tell theirs to numpy.
+    variance: da.Array = da.nan_to_num(da.nanvar(logit, axis=0, dtype=np.float64))
+    return variance  # of failed samples alone, 0
 
 
 def _logit(q: Block) -> Block:

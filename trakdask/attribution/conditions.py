@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import operator
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,6 +15,8 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
+from trakdask.attribution.groups import group_codes
+from trakdask.checks import nearest
 from trakdask.variables import SAMPLE, TARGET
 
 _COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
@@ -26,6 +29,23 @@ _COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 }
 _KINDS = dict.fromkeys("biuf", "number") | dict.fromkeys("TUO", "text") | {"M": "time"}
 _EXAMPLE = 'try a comparison such as: label == 3 and source != "web"'
+_OF_OTHER_LANGUAGES = (
+    (r"(?<![=!<>])={1,3}(?!=)", "=="),
+    (r"&+|\bAND\b", " and "),
+    (r"\|+|\bOR\b", " or "),
+    (r"<>", "!="),
+    (r"!(?!=)|~|\bNOT\b", " not "),
+    (r"\btrue\b", "True"),
+    (r"\bfalse\b", "False"),
+    (r"[“”„]", '"'),
+)
+"""What people type from other languages, and what it is here."""
+
+_MANY = 32
+"""Constants that are looked up in a table, which takes as long as so many comparisons."""
+
+_MERGED = {ast.Or: (ast.Eq, ast.In), ast.And: (ast.NotEq, ast.NotIn)}
+"""The comparisons of one coord that are one look into a list, however many there are."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +77,13 @@ class Condition:
 
     def __call__(self, tile: xr.Dataset) -> xr.DataArray:
         """Return for which samples and targets of a tile the condition is true."""
-        mask = _Evaluation(self.text, tile).mask(self._parsed())
-        if not isinstance(mask, xr.DataArray) or mask.dtype != bool:
+        try:
+            mask = _Evaluation(self.text, tile).mask(self._parsed())
+        except RecursionError as err:
+            raise self._no_condition() from err
+        if not isinstance(mask, xr.Variable) or mask.dtype != bool:
             raise ValueError(f"expected comparisons of coords, got {self.text!r:.200}; {_EXAMPLE}")
-        return mask
+        return xr.DataArray(mask)
 
     @property
     def names(self) -> set[str]:
@@ -71,7 +94,10 @@ class Condition:
         try:
             return ast.parse(self.text.strip(), mode="eval").body
         except (AttributeError, SyntaxError, ValueError, RecursionError, MemoryError) as err:
-            raise ValueError(f"expected a condition, got {self.text!r:.200}; {_EXAMPLE}") from err
+            raise self._no_condition() from err
+
+    def _no_condition(self) -> ValueError:
+        return ValueError(f"expected a condition, got {self.text!r:.200}; {_spelled(self.text)}")
 
 
 def selection(scores: xr.DataArray, text: str) -> xr.DataArray | Condition:
@@ -109,10 +135,9 @@ class _Evaluation:
     def mask(self, node: ast.expr) -> Any:
         """Return the value of a part of a condition, a mask if the condition is one."""
         match node:
-            case ast.BoolOp(op=ast.And(), values=values):
-                return functools.reduce(operator.and_, map(self.mask, values))
-            case ast.BoolOp(op=ast.Or(), values=values):
-                return functools.reduce(operator.or_, map(self.mask, values))
+            case ast.BoolOp(op=sign, values=values):
+                together = operator.and_ if isinstance(sign, ast.And) else operator.or_
+                return functools.reduce(together, map(self.mask, _merged(sign, values)))
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 return ~self.mask(operand)
             case ast.Compare(left=left, ops=signs, comparators=others):
@@ -126,9 +151,8 @@ class _Evaluation:
                 return ~self._compared(ast.In(), left, right)
             case ast.In(), ast.Name():
                 return self._contains(right, left)
-            case ast.In(), ast.List(elts=others) | ast.Tuple(elts=others) if others:
-                masks = (self._compared(ast.Eq(), left, other) for other in others)
-                return functools.reduce(operator.or_, masks)
+            case ast.In(), ast.List(elts=each) | ast.Tuple(elts=each) | ast.Set(elts=each) if each:
+                return self._is_in(left, each)
         if type(sign) not in _COMPARISONS:
             raise self._refused("one of == != < <= > >=, or in before a list such as [1, 2]", right)
         values = self._alike(left, right)
@@ -136,7 +160,23 @@ class _Evaluation:
             values = _coded(*values)
         return _COMPARISONS[type(sign)](*values)
 
-    def _contains(self, name: ast.Name, text: ast.expr) -> xr.DataArray:
+    def _is_in(self, left: ast.expr, others: list[ast.expr]) -> Any:
+        pairs = [self._alike(left, other) for other in others]
+        values, (coord, first) = [value for _, value in pairs], pairs[0]
+        is_short = len(values) < _MANY or not isinstance(coord, xr.Variable)
+        if is_short or any(isinstance(value, xr.Variable) for value in values):
+            masks = (self._compared(ast.Eq(), left, other) for other in others)
+            return functools.reduce(operator.or_, masks)
+        codes, groups = group_codes(coord.values)
+        if isinstance(first, np.datetime64):
+            known = np.isin(groups, np.array(values))
+        else:  # as numpy compares numbers with those of Python: in the precision of the array
+            of_kind = groups.dtype.type if groups.dtype.kind == "f" else (lambda value: value)
+            wanted = {of_kind(value) for value in values}
+            known = np.array([value in wanted for value in groups.tolist()], bool)
+        return coord.copy(data=np.append(known, False)[codes])
+
+    def _contains(self, name: ast.Name, text: ast.expr) -> xr.Variable:
         coord, part = self._coord(name.id), self._value(text)
         if not isinstance(part, str) or _kind(coord) != "text":
             raise self._refused("quoted text in a coord of texts, or a list such as [1, 2]", name)
@@ -149,7 +189,11 @@ class _Evaluation:
         kinds = [_kind(value) for value in values]
         if sorted(kinds) == ["text", "time"]:
             text = kinds.index("text")
-            values[text] = np.datetime64(values[text])
+            try:
+                values[text] = np.datetime64(values[text])
+            except ValueError as err:
+                expected, literal = 'a time such as "2024-06-01"', (left, right)[text]
+                raise self._refused(expected, literal, "try a date, or a date and a time") from err
         elif kinds[0] != kinds[1]:
             expected = f"two values of one kind, not {kinds[0]} and {kinds[1]}"
             literal = right if isinstance(right, ast.Constant) else left
@@ -166,19 +210,58 @@ class _Evaluation:
                 return -value
         raise self._refused("names of coords, numbers and quoted text", node)
 
-    def _coord(self, name: str) -> xr.DataArray:
+    def _coord(self, name: str) -> xr.Variable:
         if name not in self.tile.coords:
+            names = sorted(map(str, self.tile.coords))
+            near = nearest(name, names)
+            remedy = f"try the coord {near!r}" if near else f"try one of {names}"
+            if name.lower() in ("true", "false"):
+                remedy = f"try {name.capitalize()}"
             raise ValueError(
-                f"expected names of coords in the condition {self.text!r}, got {name!r}; try one "
-                f"of {sorted(map(str, self.tile.coords))}, or quotes around text"
+                f"expected names of coords in the condition {self.text!r:.200}, got {name!r}; "
+                f"{remedy}, or quotes around text"
             )
-        return self.tile[name].reset_coords(drop=True)
+        return self.tile.variables[name].to_base_variable()
 
     def _refused(self, expected: str, node: ast.expr, remedy: str = _EXAMPLE) -> ValueError:
+        if isinstance(node, ast.BinOp):
+            remedy = _spelled(self.text)
         return ValueError(
-            f"expected {expected} in the condition {self.text!r}, got {ast.unparse(node)!r:.60}; "
-            f"{remedy}"
+            f"expected {expected} in the condition {self.text!r:.200}, got "
+            f"{ast.unparse(node)!r:.60}; {remedy}"
         )
+
+
+def _merged(sign: ast.boolop, values: list[ast.expr]) -> list[ast.expr]:
+    """Return terms in which comparisons of one name with many constants are one with a list."""
+    each, together = _MERGED[type(sign)]
+    lists: dict[str, list[ast.expr]] = {}
+    others: list[ast.expr] = []
+    for value in values:
+        match value:
+            case ast.Compare(ast.Name(id=name), [one], [ast.Constant() as constant]) if (
+                type(one) is each
+            ):
+                lists.setdefault(name, []).append(constant)
+            case _:
+                others.append(value)
+    return others + [
+        ast.Compare(ast.Name(name), [together()], [ast.List(constants)])
+        for name, constants in lists.items()
+    ]
+
+
+def _spelled(text: object) -> str:
+    """Return the remedy of a text that would be a condition with the signs of Python."""
+    spelled = str(text)
+    for theirs, ours in _OF_OTHER_LANGUAGES:
+        spelled = re.sub(theirs, ours, spelled)
+    spelled = " ".join(spelled.split())
+    try:
+        ast.parse(spelled, mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return _EXAMPLE
+    return f"try {spelled:.200}" if spelled != text else _EXAMPLE
 
 
 def _of_other_kind(node: ast.expr) -> str:
@@ -204,6 +287,6 @@ def _coded(left: Any, right: Any) -> tuple[Any, Any]:
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, xr.DataArray):
+    if isinstance(value, xr.Variable):
         return _KINDS.get(value.dtype.kind, str(value.dtype))
     return "text" if isinstance(value, str) else "number"

@@ -8,6 +8,7 @@ import xarray as xr
 from dask.array.utils import meta_from_array
 
 from trakdask import arrays
+from trakdask.arrays.blocks import field, where
 from trakdask.arrays.graphs import plain
 from trakdask.attribution.folds import differ, fold_weights, require_folds
 from trakdask.attribution.gauss_newton import Trak
@@ -97,7 +98,7 @@ def chosen_by_outputs(
     by_trace, rules = _by_trace(gram, prior)
     if calibrate is not None:
         require_calibration(features, calibrate)
-        samples, rows = "calibration set", lazy_features(calibrate)
+        samples, rows = arrays.damping.CALIBRATION, lazy_features(calibrate)
         totals = arrays.damping.held_out(chooses.spectrum, rows.feature.data)
         outputs = rows.output.data
     elif features.sizes[SAMPLE] >= _LEAST_ROWS:
@@ -120,8 +121,8 @@ def chosen_by_outputs(
     choice = arrays.damping.choose(
         curve, samples=samples, prior=prior, decades=decades, n_samples=n, quiet=quiet
     )
-    rho = choice["relative"][0]
-    lam = by_trace * da.where(da.isnan(rho), 1, rho / prior)
+    rho = field(choice, "relative")
+    lam = by_trace * where(da.isnan(rho), 1, rho / prior)
     return lam, (f"{COMPLETENESS}{samples}", *rules), choice
 
 
@@ -151,7 +152,7 @@ def chosen_by_folds(
         rows, outputs = held_out.feature.data, held_out.output.data
     totals = arrays.folds.totals(gram.spectrum, sums, rows)
     folded = arrays.folds.choose(totals, outputs, known_choice(choice), start, differ(features))
-    factor = da.where(folded["by_folds"][0], folded["relative"][0] / start, 1)
+    factor = where(field(folded, "by_folds"), field(folded, "relative") / start, 1)
     return lam * factor, rules, folded
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
+from trakdask.arrays.blocks import where
 from trakdask.attribution.gauss_newton import Soft, Trak
 from trakdask.attribution.protocol import (
     KINDS,
@@ -22,8 +23,8 @@ from trakdask.attribution.protocol import (
     has_squared_error,
     of_checkpoints,
 )
-from trakdask.checks import require_choice, shown
-from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, WRONG_CLASSES
+from trakdask.checks import nearest, require_choice, shown
+from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, WRONG_CLASSES, checkpoint_names
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -119,7 +120,8 @@ class TracIn(Estimator):
     Parameters
     ----------
     learning_rates
-        η by name of checkpoint, a mapping or a DataArray (checkpoint).
+        η of each checkpoint: a list in the order of the checkpoints; or by their names, a mapping
+        or a DataArray (checkpoint).
 
     References
     ----------
@@ -129,6 +131,8 @@ class TracIn(Estimator):
     --------
     >>> TracIn({"c0": 0.1, "c1": 0.05})
     TracIn(learning_rates={'c0': 0.1, 'c1': 0.05})
+    >>> TracIn([0.1, 0.05])
+    TracIn(learning_rates=[0.1, 0.05])
     """
 
     name: ClassVar[str] = "tracin"
@@ -139,9 +143,17 @@ class TracIn(Estimator):
     def resolved(self, features: xr.Dataset) -> TracIn:
         """Return the estimator with the rates in the order of the checkpoints."""
         rates: Any = self.learning_rates
+        names = checkpoint_names(features)
+        if isinstance(rates, list | tuple | np.ndarray):
+            if len(rates) != len(names):
+                raise ValueError(
+                    f"expected a learning rate of each of the {len(names)} checkpoints {names}, "
+                    f"got {shown(rates)}; try td.TracIn({dict.fromkeys(names[:3], 0.1)})"
+                )
+            rates = dict(zip(names, rates, strict=True))
         if isinstance(rates, Mapping):
             values = np.array(list(rates.values()), dtype=object)
-            rates = xr.DataArray(values, coords={CHECKPOINT: list(rates)})
+            rates = xr.DataArray(values, coords={CHECKPOINT: list(map(str, rates))})
         rates = of_checkpoints(features, rates, "learning_rates")
         return TracIn(rates.astype(np.float64))
 
@@ -181,10 +193,11 @@ def resolve(features: xr.Dataset, estimator: EstimatorLike) -> Estimator:
         require_choice("estimator", estimator, get_args(Name), remedy="try estimator='auto'")
         estimator = named(features, estimator)
     if not isinstance(estimator, Estimator):
+        names = list(get_args(Name))
         raise ValueError(
-            f"expected estimator as one of {list(get_args(Name))}, or as a value such as "
-            f"td.Soft(power=1) or td.TracIn(learning_rates), got {shown(estimator)}; try "
-            "estimator='auto'"
+            f"expected estimator as one of {names}, or as a value such as td.Soft(power=1) or "
+            f"td.TracIn(learning_rates), got {shown(estimator)}; try estimator="
+            f"{nearest(estimator, names) or 'auto'!r}"
         )
     return estimator.resolved(features)
 
@@ -215,13 +228,13 @@ def choosing(features: xr.Dataset) -> GramEstimator:
 
 def _over_root(x: da.Array | int, norm: da.Array) -> da.Array:
     """Return x / √norm, NaN where the norm is 0."""
-    quotient: da.Array = x * (1 / da.sqrt(da.where(norm > 0, norm, np.nan)))
+    quotient: da.Array = x * (1 / da.sqrt(where(norm > 0, norm, np.nan)))
     return quotient
 
 
 def _sign(q: da.Array) -> da.Array:
     """Return the sign of mean values of Q; +1 for 0."""
-    sign: da.Array = da.where(q < 0, -1.0, 1.0)
+    sign: da.Array = where(q < 0, -1.0, 1.0)
     return sign
 
 

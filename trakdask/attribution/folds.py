@@ -6,6 +6,7 @@ import dask.array as da
 import numpy as np
 import xarray as xr
 
+from trakdask.arrays.blocks import where
 from trakdask.attribution.estimators import EstimatorLike, resolve
 from trakdask.variables import CHECKPOINT, GRAM, N_SAMPLES, SAMPLE, TRAINED_ON, validate
 
@@ -72,6 +73,6 @@ def fold_weights(
     if whole.pooled:
         return without
     is_left_out = np.eye(features.sizes[CHECKPOINT], dtype=bool)
-    apart = da.where(is_left_out, 0, whole.weight(features, inverse)[:, None, :])
+    apart = where(is_left_out, 0, whole.weight(features, inverse)[:, None, :])
     weights: da.Array = without[:, :, None] * apart
     return weights

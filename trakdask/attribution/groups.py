@@ -12,13 +12,14 @@ from scipy import sparse
 
 from trakdask import arrays
 from trakdask.attribution.metrics import COMBINATION, MetricLike, measure_of
-from trakdask.checks import require_choice, require_integer, shown
+from trakdask.checks import nearest, require_choice, require_integer, shown
 from trakdask.variables import (
     CHECKPOINT,
     SAMPLE,
     VARIABLES,
     aligned,
     coords_along,
+    data_in_order,
     lazy_features,
     validate,
 )
@@ -40,8 +41,8 @@ def combine(
     """Combine targets before anything is solved: one target per group or contrast, or a metric.
 
     The output of a combination is Σ_t w_t f(t), and its feature Σ_t w_t φ(t). Scores are linear in
-    φ(t) (but for :class:`GradCos`), so the score of a combination is that combination of
-    scores, at the price of one target.
+    φ(t), so the score of a combination is that combination of scores, at the price of one target.
+    :class:`GradCos` gives the cosine with the combined gradient instead, as LESS has it.
 
     Parameters
     ----------
@@ -59,7 +60,8 @@ def combine(
         dimension may have any name.
     metric
         Instead of ``by`` or ``weights``: a metric M of all outputs, as :func:`trakdask.metric`
-        takes it. Its score is Σ_t ∂M/∂f_t · score(z, t), and its output is M itself.
+        takes it. Its score is Σ_t ∂M/∂f_t · score(z, t), and its output is M itself. There is no
+        such score of :class:`GradCos`.
 
     Returns
     -------
@@ -176,19 +178,21 @@ def _weighted(targets: xr.Dataset, weights: Any) -> tuple[str, np.ndarray, spars
             f"sample) of {n} targets, got {shown(weights)}; try weights={{'first - second': {{0: 1,"
             " 1: -1}}"
         )
-    dense = [_row(n, name, row) for name, row in zip(names, rows, strict=True)]
+    dense = [_row(targets, name, row) for name, row in zip(names, rows, strict=True)]
     return title, names, sparse.csr_array(np.stack(dense))
 
 
-def _row(n: int, name: str, weights: Any) -> np.ndarray:
+def _row(targets: xr.Dataset, name: str, weights: Any) -> np.ndarray:
     """Return the weight of each target in one combination."""
+    n = targets.sizes[SAMPLE]
     if isinstance(weights, Mapping):
         row = np.zeros(n)
         for position, weight in weights.items():
             what = f"the position of each target in {name!r}"
             row[require_integer(what, position, 0, n, remedy="try {0: 1, 1: -1}")] = weight
     else:
-        row = np.asarray(weights, np.float64)
+        values = data_in_order(weights, targets, SAMPLE, what=f"weights of {name!r}")
+        row = np.asarray(values, np.float64)
     if row.shape != (n,) or not np.isfinite(row).all() or not row.any():
         raise ValueError(
             f"expected finite weights of {n} targets in {name!r}, not all of them 0, got "
@@ -208,10 +212,13 @@ def require_group_coord(
     ValueError
         If it is not.
     """
-    if not isinstance(by, str) or by not in set(coords) or by in set(of_targets):
+    names, taken = list(map(str, coords)), set(of_targets)
+    if not isinstance(by, str) or by not in names or by in taken:
+        near = nearest(by, [name for name in names if name not in taken])
+        remedy = f"try {near!r}, or " if near else "try "
         raise ValueError(
-            f"expected by as the name of a coord of the samples, one of {list(map(str, coords))}, "
-            f"each once, and not of a coord of the targets, got {shown(by)}; try "
+            f"expected by as the name of a coord of the samples, one of {names}, each once, and "
+            f"not of a coord of the targets, got {shown(by)}; {remedy}"
             "assign_coords(group=('sample', values)), and by='group'"
         )
 

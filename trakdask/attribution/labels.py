@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,10 +78,9 @@ def labels_of_groups(
         too many.
     """
     dims, coords = _labels_of_targets(targets)
-    names: list[Any] = list(by) if by and isinstance(by, list | tuple) else [by]
+    names = names_of_groups(samples, by, [TARGET, *coords])
     codes, sizes = np.zeros((), np.int8), []
     for name in names:
-        require_group_coord(name, coords_along(samples, SAMPLE), [TARGET, *coords])
         numbers, groups = group_codes(samples[name].values)
         coords[name] = name, groups
         sizes.append(len(groups))
@@ -96,6 +95,18 @@ def labels_of_groups(
         product = codes.astype(kind) * kind.type(len(groups)) + numbers.astype(kind)
         codes = np.where((codes < 0) | (numbers < 0), kind.type(-1), product)
     return ((*names, *dims), coords), codes, sizes
+
+
+def names_of_groups(
+    samples: xr.Dataset, by: str | Sequence[str], of_targets: Iterable[Hashable] = ()
+) -> list[str]:
+    """Return the names of the coords that samples are grouped by; see :func:`labels_of_groups`."""
+    names: list[Any] = list(by) if isinstance(by, list | tuple) and by else [by]
+    taken = list(of_targets)
+    for name in names:
+        require_group_coord(name, coords_along(samples, SAMPLE), taken)
+        taken.append(name)
+    return names
 
 
 def labels_of_members(

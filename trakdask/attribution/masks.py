@@ -41,17 +41,15 @@ def mask_of(scores: xr.DataArray, where: Where | None) -> np.ndarray | TileMask 
                     columns.append((values, axis))
         return TileMask(functools.partial(_mask_of_coords, where, dims), tuple(columns))
     if not isinstance(where, xr.DataArray):  # which makes NaN of what a masked array hides
-        n_dims = np.ndim(where)
+        n_dims = np.ndim(where)  # and keeps the index of what pandas made
         where = xr.DataArray(where, dims=(SAMPLE, TARGET, *range(2, n_dims))[:n_dims])
-    elif set(where.dims) <= {SAMPLE, TARGET}:
-        where = aligned(where, scores, what="where")
-    fits = all(scores.sizes.get(dim) == size for dim, size in where.sizes.items())
-    if where.dtype.kind != "b" or not where.dims or not fits:
+    if where.dtype.kind != "b" or not where.dims or not set(where.dims) <= {SAMPLE, TARGET}:
         raise ValueError(
             f"expected where as bool over samples, or over both of {dict(scores.sizes)}, got "
             f"{where.dtype} over {dict(where.sizes)}; try where=(scores.label == 3), or "
             "where=lambda tile: tile.label == tile.target_label"
         )
+    where = aligned(where, scores, what="where")
     if where.dims == (SAMPLE,):
         return where.values
     index = "t" if where.dims == (TARGET,) else "st"

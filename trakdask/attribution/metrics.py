@@ -23,6 +23,7 @@ from trakdask.variables import (
     SAMPLE,
     TARGET,
     TARGET_PREFIX,
+    aligned,
     coords_along,
     lazy_features,
     validate,
@@ -98,17 +99,19 @@ def metric(outputs: xr.DataArray, targets: xr.Dataset, metric: MetricLike) -> xr
     """
     measure = measure_of(metric, targets)
     dim = TARGET if TARGET in outputs.dims else SAMPLE
-    if outputs.sizes[dim] != targets.sizes[SAMPLE]:
-        raise ValueError(
-            f"expected outputs of the {targets.sizes[SAMPLE]} targets, got {dict(outputs.sizes)}; "
-            "try the targets whose outputs they are"
-        )
+    # Outputs have the coords of scores, where the names of the targets' coords have a prefix.
+    coords = {
+        str(name).removeprefix(TARGET_PREFIX) if name != TARGET else SAMPLE: (SAMPLE, coord.values)
+        for name, coord in coords_along(outputs, dim).items()
+    }
+    positions = xr.DataArray(np.arange(outputs.sizes[dim]), coords, SAMPLE)
+    outputs = outputs.isel({dim: aligned(positions, targets, what="outputs").values})
     lazy = outputs.transpose(..., dim).chunk({dim: -1})
     data = measure.values(plain(lazy.data))[..., None]
-    coords: dict[Hashable, Any] = dict(coords_along(lazy, *lazy.dims[:-1]))
-    coords[f"{TARGET_PREFIX}{COMBINATION}"] = TARGET, np.array([measure.name], object)
+    labels: dict[Hashable, Any] = dict(coords_along(lazy, *lazy.dims[:-1]))
+    labels[f"{TARGET_PREFIX}{COMBINATION}"] = TARGET, np.array([measure.name], object)
     dims = (*lazy.dims[:-1], TARGET)
-    return xr.DataArray(data, coords, dims, name="metric", attrs={"metric": measure.name})
+    return xr.DataArray(data, labels, dims, name="metric", attrs={"metric": measure.name})
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,8 @@ class Measure:
 def measure_of(metric: MetricLike, targets: xr.Dataset) -> Measure:
     """Return the metric of a name, or of a function, for some targets."""
     validate(targets, ["output"], what="targets")
+    if not targets.sizes[SAMPLE]:
+        raise ValueError("expected one or more targets to measure, got none; try selecting others")
     along, loss = coords_along(targets, SAMPLE), facts(targets.attrs).get("loss_kind")
     at = 1.0 if loss in ("squared error", "minus output") else _HELD_OUT
     if callable(metric):

@@ -20,7 +20,7 @@ from trakdask.attribution.protocol import Absolute, Estimator, GramEstimator
 from trakdask.attribution.regularization import Regularized, regularize
 from trakdask.execution import require_memory
 from trakdask.provenance import require_comparable
-from trakdask.variables import SAMPLE, lazy_features, validate
+from trakdask.variables import SAMPLE, TARGET, lazy_features, validate
 
 _MOST_TARGETS = 4096
 """In a block. More would make large tiles, where a selection of targets needs little."""
@@ -60,6 +60,13 @@ class Solver:
 
     def vectors(self, targets: xr.Dataset) -> da.Array:
         """Return the vectors that features are multiplied with, for some targets."""
+        combined = str(targets.attrs.get("combined", ""))
+        if combined.startswith("metric") and TARGET in self.estimator.norms:
+            raise ValueError(
+                "expected an estimator whose scores are linear in the targets, since the score of "
+                f"a {combined} is a sum over them, got {self.estimator}; try 'grad_dot', or "
+                "td.group_score(..., metric=...), which adds up scores"
+            )
         return self.estimator.vectors(self.solve(targets.feature.data), targets)
 
     def weight(self, of: xr.Dataset) -> da.Array:

@@ -7,7 +7,7 @@ all, and what chooses λ. Nothing else asks for its name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, Self, get_args
 
@@ -35,6 +35,9 @@ GIVEN = "given"
 
 LOGIT_VARIANCE = "logit_variance"
 """In the attrs of the stored λ: how much log((1 - q)/q) varies at each checkpoint."""
+
+SCORE_POWER = "score_power"
+"""In the attrs of the stored λ: the power of Q in the weights g of scores by ``"auto"``."""
 
 _OF_TRACES = 0.03
 """λ in units of tr(K²)/tr(K) where no rule was measured to be better; fitted by
@@ -75,7 +78,7 @@ class Absolute(HtmlTable):
 
 
 Damping = Rule | float | Absolute | xr.Dataset | xr.DataArray
-LearningRates = Mapping[str, float] | xr.DataArray
+LearningRates = Mapping[str, float] | Sequence[float] | xr.DataArray
 
 
 class Estimator(HtmlTable):

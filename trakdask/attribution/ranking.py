@@ -18,9 +18,9 @@ from trakdask.arrays.graphs import plain, reader
 from trakdask.arrays.topk import TileMask
 from trakdask.attribution.groups import group_codes, require_group_coord
 from trakdask.attribution.masks import Where, columns_along, mask_of
-from trakdask.checks import require_choice, require_integer, require_number
+from trakdask.checks import nearest, require_choice, require_integer, require_number
 from trakdask.execution import require_memory
-from trakdask.variables import RANK, SAMPLE, TARGET, VARIABLES, coords_along
+from trakdask.variables import N_SAMPLES, RANK, SAMPLE, TARGET, VARIABLES, coords_along
 
 Over = Literal["max", "mean"]
 
@@ -167,9 +167,11 @@ def top_k(
     others: dict[Hashable, xr.DataArray] = {}
     if isinstance(scores, xr.Dataset):
         if rank_by not in scores:
+            near = nearest(rank_by, scores)
             raise ValueError(
                 f"expected scores with the variable rank_by={rank_by!r}, got "
-                f"{list(map(str, scores))}; try td.intervals(features, targets), or td.score"
+                f"{list(map(str, scores))}; try {f'rank_by={near!r}' if near else 'another one'}, "
+                "or what td.intervals or td.score returns"
             )
         others = {
             name: array
@@ -198,7 +200,7 @@ def top_k(
         )
     n = int(mask.sum()) if isinstance(mask, np.ndarray) else scores.sizes[SAMPLE]
     (k,) = _counts([n], k, fraction)
-    rows, n_targets = scores.data.chunksize
+    rows, n_targets = map(max, scores.data.chunks)
     require_memory(
         arrays.memory.top_k(
             rows, n_targets, k, itemsize=scores.dtype.itemsize, n_others=len(others)
@@ -218,6 +220,7 @@ def top_k(
     # A copy, as dask.compute (2026.8) misses an array of a Dataset that only one other is made of.
     shown = da.map_blocks(np.copy, position)
     attrs = {**scores.attrs, "order": "descending" if largest else "ascending"}
+    attrs[N_SAMPLES] = scores.sizes[SAMPLE]
     coords: dict[Hashable, Any] = {}
     columns: dict[Hashable, Any] = {}
     for name, values in columns_along(scores, SAMPLE).items():
@@ -310,7 +313,9 @@ def _counts(sizes: Sequence[int], k: int | None, fraction: float | None) -> list
 def _gathered(name: Hashable, values: Any, position: da.Array) -> da.Array:
     """Return the metadata of the ranked samples, looked up once their positions are known."""
     # One task; others take the rows that they need, from it or from the store.
-    column = dask.delayed(reader(values) or values, name=f"column-{uuid4().hex}", traverse=False)
+    column = reader(values) or values
+    if not hasattr(position, "expr"):  # Dask loses it with array.query-planning
+        column = dask.delayed(column, name=f"column-{uuid4().hex}", traverse=False)
     gathered: da.Array = da.map_blocks(
         _gather, position, column=column,
         dtype=values.dtype, meta=np.empty((0,) * position.ndim, values.dtype),

@@ -14,6 +14,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
+from trakdask.arrays.blocks import field
 from trakdask.attribution.damping_rules import (
     COMPLETENESS,
     by_rule,
@@ -25,7 +26,7 @@ from trakdask.attribution.damping_rules import (
 from trakdask.attribution.estimators import EstimatorLike, choosing, with_gram
 from trakdask.attribution.gauss_newton import Soft
 from trakdask.attribution.grams import GramMatrix, gram_matrix, is_of_gram, of_gram, stored_matrix
-from trakdask.attribution.protocol import LOGIT_VARIANCE, Absolute, GramEstimator
+from trakdask.attribution.protocol import LOGIT_VARIANCE, SCORE_POWER, Absolute, GramEstimator
 from trakdask.variables import (
     CHECKPOINT,
     DAMPING,
@@ -36,6 +37,9 @@ from trakdask.variables import (
     lazy_features,
     validate,
 )
+
+_AUTOMATIC = 0.5
+"""The power in the gram matrix of an estimator whose power in scores is automatic."""
 
 
 def damping(
@@ -146,10 +150,10 @@ def describe_damping(regularized: Regularized) -> xr.Dataset:
     return xr.Dataset(
         {
             "damping": VARIABLES["damping"].holding(regularized.damping),
-            "curve": ("relative_damping", choice["correlation"][0], curve),
-            "grade": ("relative_damping", choice["grade"][0], grade),
+            "curve": ("relative_damping", field(choice, "correlation"), curve),
+            "grade": ("relative_damping", field(choice, "grade"), grade),
             "rule": ((), rule, {"description": "what chose λ"}),
-            **{n: ((), choice[n][0], {"description": text}) for n, text in numbers.items()},
+            **{n: ((), field(choice, n), {"description": text}) for n, text in numbers.items()},
         },
         coords={
             CHECKPOINT: regularized.features[CHECKPOINT],
@@ -275,8 +279,12 @@ def chosen_damping(
         "rule": str(chosen.rule.values),
         "pooled_checkpoints": checkpoint_names(ds),
     }
+    power = resolved.of_sums().power
+    attrs[SCORE_POWER] = 1.0 if power is None else power  # Trak has none
     if variance is not None:
         attrs[LOGIT_VARIANCE] = variance.tolist()
+        if power == _AUTOMATIC:
+            attrs[SCORE_POWER] = float(arrays.weights.power_of(variance))
     if regularized.choice is not None:
         attrs |= {name: float(chosen[name]) for name in ("relative", "peak", "threshold")}
         of_grid = {name: chosen[name].values for name in ("curve", "grade")}

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import dask.array as da
 import numpy as np
 import xarray as xr
 from scipy import sparse
 
 from trakdask import arrays
+from trakdask.arrays.blocks import where
 from trakdask.attribution.estimators import EstimatorLike, resolve
 from trakdask.attribution.folds import require_all_samples
 from trakdask.attribution.labels import (
@@ -160,8 +162,8 @@ def group_score(
     -------
     Lazy DataArray ``score`` (``by``, target), one dimension per coord, groups sorted: what
     ``score(features, targets).groupby(by).sum()`` would give, at the cost of one pass over the
-    features, whatever the number of targets. As there, samples that failed are left out. A
-    combination without samples sums to 0.
+    features, whatever the number of targets. As there, samples that failed are left out, but a
+    group whose samples all failed is NaN. A combination without samples sums to 0.
 
     Raises
     ------
@@ -223,11 +225,14 @@ def group_score(
         sums = operands.group_sums(operands.features, codes, n + (metric is not None))
     data = arrays.score.score(sums, operands.vectors(explained), None)
     if metric is not None:
-        data = measure.raised_by(data, data.sum(0), explained.output.data.T)[:n, None]
+        known = ~da.isnan(data).all(0)  # a group may have failed, or a target
+        total = where(known, da.nansum(data, 0), np.nan)
+        data = measure.raised_by(data, total, explained.output.data.T)[:n, None]
         names, coords = labels[0][: len(n_groups)], labels[1]
         name = (TARGET,), np.array([measure.name], object)
         labels = (*names, TARGET), {k: coords[k] for k in names} | {_MEASURED: name}
-    data = data.reshape((*n_groups, *data.shape[1:]))
+    if len(n_groups) > 1:
+        data = data.reshape((*n_groups, *data.shape[1:]))
     return labelled("score", labels, data, score_attrs(training, targets, operands.attrs))
 
 

@@ -13,7 +13,13 @@ from scipy import sparse
 from trakdask import arrays
 from trakdask.attribution.estimators import EstimatorLike, resolve
 from trakdask.attribution.groups import combine
-from trakdask.attribution.labels import Labels, labels_of_members, labels_of_scores, score_attrs
+from trakdask.attribution.labels import (
+    Labels,
+    labels_of_members,
+    labels_of_scores,
+    names_of_groups,
+    score_attrs,
+)
 from trakdask.attribution.operands import (
     Solver,
     operands_of,
@@ -110,7 +116,7 @@ def intervals(
     >>> td.top_k(found, 3, rank_by="lower").compute().upper.dims
     ('target', 'rank')
     """
-    quantile = _quantile(features, level)
+    quantile = _quantile(features, level, by)
     if q is not None:
         q = require_number("q", q, low=0, high=1, remedy="try q=0.1")
     labels, tiles, attrs = estimated(features, targets, estimator, by)
@@ -142,7 +148,8 @@ def estimated(
     """Return labels, lazy scores with their standard errors over checkpoints, and attrs.
 
     The scores have dtype :func:`trakdask.arrays.score.estimate`. Errors need two checkpoints.
-    ``name`` is in the names of tiles. Sums by group may be ``relative`` to the sum of all samples.
+    ``name`` is in the names of tiles. Sums by group may be of all targets, and ``relative`` to the
+    sum of all samples.
     """
     if targets is None:
         features, operands, forms = self_influence_forms(features, estimator)
@@ -165,8 +172,14 @@ def estimated(
             folds=operands.fold_weights(of), pooled=operands.estimator.pooled, name=name,
         )  # fmt: skip
         return labels, tiles, attrs
+    if relative:
+        solved = solved.sum(axis=0, keepdims=True, dtype=np.float64).astype(solved.dtype)
+        names = labels[0][: len(n_groups)]
+        labels = names, {name: labels[1][name] for name in names}
     tiles = _of_groups(operands, members, solved, relative=relative)
-    return labels, tiles.reshape((*n_groups, tiles.shape[1])), attrs
+    if len(n_groups) > 1:
+        tiles = tiles.reshape((*n_groups, tiles.shape[1]))
+    return labels, tiles, attrs
 
 
 def _of_groups(
@@ -231,7 +244,8 @@ def credit(
     checkpoints, and not the error of the method: show the grade of
     :func:`trakdask.evaluate.cross_validate` beside a statement. Leave out targets that failed.
 
-    Cost: one pass over the features, whatever the number of targets, which are added up first.
+    Cost: one pass over the features, whatever the number of targets, which are added up first; for
+    ``"grad_cos"``, after each of them was divided by its length.
 
     Examples
     --------
@@ -242,25 +256,27 @@ def credit(
     >>> round(float(found.share.sum()), 3)
     1.0
     """
-    summed = combine(targets, weights={"all": np.ones(targets.sizes[SAMPLE])})
-    quantile = _quantile(features, level)
-    labels, tiles, attrs = estimated(features, summed, estimator, by, relative=True)
-    parts = arrays.jackknife.interval(tiles, quantile)
-    found = _labelled(labels, parts, {**attrs, "level": level})
-    found = found.isel({TARGET: 0}, drop=True).rename(score="share")
+    quantile = _quantile(features, level, by)
+    if TARGET not in resolve(features, estimator).norms:
+        targets = combine(targets, weights={"all": np.ones(targets.sizes[SAMPLE])})
+    labels, tiles, attrs = estimated(features, targets, estimator, by, relative=True)
+    parts = [part[..., 0] for part in arrays.jackknife.interval(tiles, quantile)]
+    found = _labelled(labels, parts, {**attrs, "level": level}).rename(score="share")
     found["share"].attrs = {"description": "share of the sum of all scores"}
-    _, members, sizes = labels_of_members(features, summed, by)
+    _, members, sizes = labels_of_members(features, targets, by)
     count = members.sum(axis=0).reshape(sizes)
     is_certain = (found.lower > 0) | (found.upper < 0)
     return found.assign(is_certain=is_certain, samples=(found.share.dims, da.asarray(count)))
 
 
-def _quantile(features: xr.Dataset, level: float) -> float:
+def _quantile(features: xr.Dataset, level: float, by: By | None) -> float:
     """Return the distance of the bounds in standard errors."""
     from scipy.special import stdtrit  # the cost of importing
 
     level = require_number("level", level, low=0, high=1, remedy="try level=0.9")
     validate(features, ["feature", "out_to_loss"], what="features")
+    if by is not None and not isinstance(by, xr.DataArray):
+        names_of_groups(features, by)
     if (n := features.sizes[CHECKPOINT]) < LEAST_FOLDS:
         raise ValueError(
             f"expected {LEAST_FOLDS} or more checkpoints for intervals, which follow from how much "

@@ -12,10 +12,18 @@ import pandas as pd
 import xarray as xr
 from scipy import sparse
 
-from trakdask.arrays.blocks import blockwise
+from trakdask.arrays.blocks import blockwise, where
 from trakdask.arrays.graphs import plain
 from trakdask.attribution.scores import score, self_influence
-from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, TARGET_PREFIX
+from trakdask.checks import nearest
+from trakdask.variables import (
+    CHECKPOINT,
+    SAMPLE,
+    TARGET,
+    TARGET_PREFIX,
+    coords_along,
+    data_in_order,
+)
 
 
 def baselines(
@@ -57,7 +65,8 @@ def baselines(
     - ``gradient_norm``: the same times (mean_c[‖φ_c(z)‖²])^½, minus the norm of the gradient of the
       loss;
     - ``gradient_cosine``: mean_c[cos(φ_c(z), φ_c(t))] times the sign of Q, without a gram matrix;
-    - ``same_label``, or how the coord is called: 1 for samples of the target's class, else -1;
+    - ``same_label``, or how the coord is called: 1 for samples of the target's class, else -1; NaN
+      where a label is missing;
     - ``embedding``: the cosine of embeddings;
     - ``bm25``: how many words of the target the text of the sample has, weighted by their rarity,
       with k₁ = 1.5 and b = 0.75. Words are runs of letters and digits, in lower case.
@@ -101,12 +110,12 @@ def baselines(
     >>> simple.bm25.values.round(2).tolist()
     [[0.47, -0.47], [-0.0, 0.94], [0.47, -0.47]]
     """
-    cosine = score(features, targets, estimator="grad_cos")
+    cosine, both = score(features, targets, estimator="grad_cos"), (features, targets)
     zero, (rows, columns) = xr.zeros_like(cosine).drop_attrs(), cosine.data.chunks
     normal = da.random.default_rng(seed).standard_normal(cosine.shape, chunks=4096)
     simple = {
         "random": zero.copy(data=normal.rechunk(cosine.chunks)),
-        "loss": zero - abs(features.out_to_loss.variable.mean(CHECKPOINT)),
+        "loss": zero - abs(features.out_to_loss.variable.mean(CHECKPOINT, skipna=False)),
         "gradient_norm": zero - self_influence(features, estimator="grad_dot").variable ** 0.5,
         "gradient_cosine": cosine,
     }
@@ -114,29 +123,40 @@ def baselines(
     if {label, f"{TARGET_PREFIX}{label}"} <= set(cosine.coords):
         of_sample = cosine[label].variable.chunk({SAMPLE: rows})
         of_target = cosine[f"{TARGET_PREFIX}{label}"].variable.chunk({TARGET: columns})
-        is_same = plain((of_sample == of_target).data)
-        simple[f"same_{label}"] = sign = 2 * zero.copy(data=is_same) - 1
+        is_known = of_sample.notnull() & of_target.notnull()
+        is_same = (of_sample == of_target).where(is_known).transpose(SAMPLE, TARGET)
+        simple[f"same_{label}"] = same = 2 * zero.copy(data=plain(is_same.data)) - 1
+        sign = same.fillna(1)
     if isinstance(texts, str):
         for side, ds in {"features": features, "targets": targets}.items():
             if texts not in ds.coords:
+                near = nearest(texts, coords_along(ds, SAMPLE))
+                pair = "(features['text'].values, targets['prompt'].values)"
                 raise ValueError(
                     f"expected {side} with the coord {texts!r}, got {list(ds.coords)}; try "
-                    "texts=(features['text'].values, targets['prompt'].values)"
+                    f"texts={repr(near) if near else pair}"
                 )
         texts = features[texts].data, targets[texts].data
-    for name, pair in {"embeddings": embeddings, "texts": texts}.items():
-        if pair is not None and (lengths := tuple(map(len, pair))) != zero.shape:
+    pairs = {
+        name: [data_in_order(pair[i], both[i], SAMPLE, "dim", what=name) for i in range(2)]
+        for name, pair in {"embeddings": embeddings, "texts": texts}.items()
+        if pair is not None
+    }
+    for name, found in pairs.items():
+        if (lengths := tuple(map(len, found))) != zero.shape:
             raise ValueError(
                 f"expected {name} of {zero.shape} samples and targets, got {lengths}; try "
                 f"{name} of the samples that were featurized"
             )
-    if embeddings is not None:
-        cosines = _unit(embeddings[0], rows) @ _unit(embeddings[1], columns).T
+    if "embeddings" in pairs:
+        of_samples, of_targets = pairs["embeddings"]
+        cosines = _unit(of_samples, rows) @ _unit(of_targets, columns).T
         simple["embedding"] = sign * zero.copy(data=cosines)
-    if texts is not None:
+    if "texts" in pairs:
+        words = dask.delayed(_bm25)(*pairs["texts"])
         data = blockwise(
             _bm25_block, "st", da.arange(len(zero), chunks=(rows,)), "s", name="bm25",
-            new_axes={"t": zero.sizes[TARGET]}, dtype=np.float64, words=dask.delayed(_bm25)(*texts),
+            new_axes={"t": zero.sizes[TARGET]}, dtype=np.float64, words=words,
         )  # fmt: skip
         simple["bm25"] = sign * zero.copy(data=data)
     return xr.Dataset(simple).astype(np.float32)
@@ -145,7 +165,8 @@ def baselines(
 def _unit(rows: Any, sizes: tuple[int, ...]) -> da.Array:
     """Return the rows of a matrix, divided by their norms, in chunks of these sizes."""
     data = da.asarray(rows).rechunk((sizes, -1))
-    unit: da.Array = data / da.linalg.norm(data, axis=1, keepdims=True)
+    norm = da.linalg.norm(data, axis=1, keepdims=True)
+    unit: da.Array = data / where(norm > 0, norm, np.nan)
     return unit
 
 
@@ -160,7 +181,8 @@ def _bm25(texts: Any, target_texts: Any) -> tuple[sparse.csr_array, sparse.csr_a
     counts, of_targets = counts[: len(texts)], counts[len(texts) :]
     n_with = np.bincount(counts.indices, minlength=len(vocabulary))
     rarity = np.log1p((len(texts) - n_with + 0.5) / (n_with + 0.5))
-    length = np.repeat(counts.sum(axis=1) / counts.sum(axis=1).mean(), np.diff(counts.indptr))
+    n_words = counts.sum(axis=1)
+    length = np.repeat(n_words / (n_words.mean() or 1), np.diff(counts.indptr))
     saturation = k_1 * (1 - b + b * length)
     counts.data *= rarity[counts.indices] * (k_1 + 1) / (counts.data + saturation)
     return counts, of_targets

@@ -156,7 +156,13 @@ def _settings(
             "expected features and targets as two Datasets, or as two mappings with the same "
             f"names, got {list(training)} and {list(explained)}; try both with the same names"
         )
-    pairs = product(training, _by_name(estimators).items())
+    named = _by_name(estimators)
+    if not training or not named:
+        raise ValueError(
+            "expected a name for each of the features and estimators to grade, got an empty "
+            "mapping; try {'soft': 'soft', 'trak': 'trak'}"
+        )
+    pairs = product(training, named.items())
     return {
         ", ".join(filter(None, (one, two))): (training[one], explained[one], estimator)
         for one, (two, estimator) in pairs

@@ -11,7 +11,7 @@ import pandas as pd
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.checks import require_integer, shown
+from trakdask.checks import nearest, require_integer, shown
 from trakdask.evaluate.results import (
     Scores,
     as_array,
@@ -23,7 +23,7 @@ from trakdask.evaluate.results import (
     require_fraction,
     require_known,
 )
-from trakdask.variables import SAMPLE, TARGET, coords_along
+from trakdask.variables import SAMPLE, TARGET, coords_along, data_in_order, require_alike
 
 
 def subsets(
@@ -80,7 +80,15 @@ def subsets(
     n, coords = _size_and_coords(samples)
     n_subsets = require_integer("n_subsets", n_subsets, 1, remedy="try n_subsets=100")
     fraction = require_fraction("fraction", fraction)
-    groups = None if by is None else _groups(coords[by] if isinstance(by, str) else by, n)
+    labelled = samples if isinstance(samples, xr.Dataset | xr.DataArray) else xr.Dataset()
+    if isinstance(by, str) and by not in coords:
+        near = nearest(by, coords)
+        raise KeyError(
+            f"expected by as a coord of the samples, one of {list(coords)}, got {by!r}; try "
+            f"{repr(near) if near else 'one label per sample'}"
+        )
+    by = coords[by].values if isinstance(by, str) else by
+    groups = None if by is None else _groups(data_in_order(by, labelled, SAMPLE, what="by"), n)
     n_drawn = n if groups is None else int(groups.max()) + 1
     size = round(fraction * n_drawn)
     if not 0 < size < n_drawn:
@@ -236,6 +244,8 @@ def lds(
     outputs = outputs.transpose("subset", "seed", TARGET)
     more = scores.dims[2:]
     xr.align(scores, masks, outputs, join="exact", copy=False, exclude={"seed", *more})
+    require_alike(masks, scores, what="masks")
+    require_alike(outputs, scores, what="outputs")
     options = require_bootstrap(resamples, seed, confidence)
     prediction = arrays.subsets.subset_sums(lazy_data(masks), lazy_data(scores))
     result = lazy_results(

@@ -23,7 +23,7 @@ from trakdask.evaluate.results import (
     require_fraction,
     with_mean,
 )
-from trakdask.variables import SAMPLE, TARGET, TARGET_PREFIX
+from trakdask.variables import SAMPLE, TARGET, TARGET_PREFIX, data_in_order
 
 TWENTIETHS = tuple(i / 20 for i in range(1, 20))
 
@@ -313,7 +313,8 @@ def mislabelled_curve(
 
 
 def _checked(values: Scores, is_mislabelled: object) -> tuple[xr.DataArray, np.ndarray]:
-    values, wrong = as_array(values, SAMPLE), np.asarray(is_mislabelled)
+    values = as_array(values, SAMPLE)
+    wrong = np.asarray(data_in_order(is_mislabelled, values, SAMPLE, what="is_mislabelled"))
     n = values.sizes[SAMPLE]
     if wrong.dtype != bool or wrong.shape != (n,) or wrong.all() or not wrong.any():
         raise ValueError(

@@ -13,7 +13,7 @@ import xarray as xr
 from trakdask.arrays import evaluation
 from trakdask.arrays.graphs import plain
 from trakdask.checks import require_integer, require_number
-from trakdask.variables import SAMPLE, TARGET, coords_along
+from trakdask.variables import SAMPLE, TARGET, coords_along, require_alike
 
 Scores = xr.DataArray | Mapping[str, xr.DataArray]
 
@@ -63,6 +63,8 @@ def as_array(scores: Scores, *dims: Hashable) -> xr.DataArray:
                 "expected at least one array of scores, got none; try {'soft': scores}"
             )
         first = next(iter(scores.values()))
+        for name, one in scores.items():
+            require_alike(one, first, what=f"scores of {name!r}")
         together = xr.concat(
             [one.reset_coords(drop=True) for one in scores.values()],
             xr.Variable("estimator", list(scores)),

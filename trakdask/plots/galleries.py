@@ -12,7 +12,7 @@ import xarray as xr
 
 from trakdask.checks import require_integer
 from trakdask.plots.figures import BLUE, GREEN, RED, new_figure
-from trakdask.variables import RANK, TARGET
+from trakdask.variables import N_SAMPLES, RANK, TARGET
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -81,7 +81,7 @@ def gallery(
         If there is no image of a ranked sample: give the images of all training samples, in order.
         Also if a target is not there.
     ValueError
-        If ``targets`` is empty.
+        If ``targets`` is empty, or there are images of other samples than were ranked.
 
     Examples
     --------
@@ -112,6 +112,11 @@ def gallery(
     sides = [r.isel(target=chosen, rank=slice(n_shown)).compute() for r in (helpful, harmful)]
     _require_image("target_images", target_images, last)
     _require_image("images", images, max(int(side.position.max()) for side in sides))
+    if len(images) != (n := helpful.attrs.get(N_SAMPLES, len(images))):
+        raise ValueError(
+            f"expected images= of the {n} samples that were ranked, got {len(images)}; try "
+            "images[rows] of the rows that were selected, or that the store has not dropped"
+        )
     pictures = _pictures(sides, images, target_images, chosen, label, predictions)
     places, stored, titles, colors = zip(*pictures, strict=True)
     drawn = as_colours(stored, normalize)

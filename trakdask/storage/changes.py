@@ -142,7 +142,7 @@ def _write_trained_on(group: Group, values: Any, dropped: np.ndarray) -> None:
     if SAMPLE not in getattr(values, "sizes", {}) or values.sizes[SAMPLE] != len(dropped):
         ds = without_dropped(ds)
     sizes = {dim: ds.sizes[dim] for dim in (SAMPLE, CHECKPOINT)}
-    if isinstance(values, xr.DataArray) and CHECKPOINT in values.indexes:
+    if isinstance(values, xr.DataArray) and set(values.dims) == set(sizes):
         values = aligned(values, ds, what=TRAINED_ON)
     if not isinstance(values, xr.DataArray) or values.dtype != bool or values.sizes != sizes:
         raise ValueError(

@@ -58,9 +58,19 @@ class Scoring:
         ------
         ModelIDException, StoreMismatchError
             If the model id has no files, or the experiment has another number of targets.
+
+        Notes
+        -----
+        A warning is logged if the features of the model id are not finalized yet.
         """
         self._scoring = None
         self.saver.init_experiment(exp_name, num_targets, model_id)
+        if not self.saver.model_ids[model_id]["is_finalized"]:
+            self.logger.warning(
+                "expected finalized features of model ID %s, got targets before them; call "
+                "finalize_features before finalize_scores",
+                model_id,
+            )
         self._load_weights(checkpoint, model_id)
         self._last_ind_target = 0
         self._scoring = exp_name, model_id, num_targets
@@ -187,7 +197,8 @@ class Scoring:
 
     def _why_not_scored(self, exp_name: str, model_id: int) -> Exception | None:
         """Return an error if the open checkpoint lacks target gradients, or is not finalized."""
-        if self.saver.current_store[f"{exp_name}_grads"] is None:
+        grads = self.saver.current_store[f"{exp_name}_grads"]
+        if grads is None or np.isnan(np.asarray(grads)[:, 0]).all():
             return FileNotFoundError(
                 f"expected target gradients of model id {model_id} for experiment {exp_name!r}, "
                 "got none; try start_scoring_checkpoint and score, or allow_skip=True"

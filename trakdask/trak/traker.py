@@ -290,7 +290,13 @@ class TRAKer(Scoring):
         torch.cuda.empty_cache()
         self.projector.free_memory()
         self._last_ind = 0
-        for model_id in list(self.saver.model_ids if model_ids is None else model_ids):
+        ids = list(self.saver.model_ids if model_ids is None else model_ids)
+        if not ids:
+            raise ModelIDException(
+                f"expected featurized model ids in {str(self.save_dir)!r}, got none; try "
+                "load_checkpoint and featurize first"
+            )
+        for model_id in ids:
             state = self.saver.model_ids.get(model_id)
             if state is None or state["is_featurized"] == 0:
                 how = "not registered" if state is None else "not fully featurized"
