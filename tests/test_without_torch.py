@@ -38,7 +38,7 @@ top = td.top_k(td.score(train, targets), 3, where="source == 'web'")
 td.to_parquet(top, "top.parquet")
 td.to_zarr(td.score(train, targets), "scores.zarr")
 
-for arguments in ("export scores.zarr scores.csv", "info train.zarr", "verify train.zarr"):
+for arguments in ("verify train.zarr",):
     app(arguments.split(), standalone_mode=False)
 
 masks = td.evaluate.subsets(train, 8).compute()

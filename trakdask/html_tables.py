@@ -41,5 +41,7 @@ class HtmlTable:
 def _fields(value: Any) -> dict[str, Any]:
     if not dataclasses.is_dataclass(value):
         return dict(vars(value))  # a subclass of a user
-    shown = (field.name for field in dataclasses.fields(value) if field.repr)
-    return {name: getattr(value, name) for name in shown}
+    fields = [field for field in dataclasses.fields(value) if field.repr]
+    values = {field.name: getattr(value, field.name) for field in fields}
+    optional = {field.name for field in fields if field.kw_only}
+    return {n: x for n, x in values.items() if x is not None or n not in optional}

@@ -168,7 +168,10 @@ def test_choose__a_larger_rho_only_for_a_clear_gain(values, options, expected) -
 
 def test_choose__totals_of_noise_do_not_choose() -> None:
     assert choice(np.full(21, 0.43), m=50) == 1
-    for values, text in ((np.full(21, 0.40), "at most 0.40"), (np.full(21, np.nan), "undefined")):
+    for values, text in (
+        (np.full(21, 0.40), "by 0.40 at most"),
+        (np.full(21, np.nan), "all the same"),
+    ):
         with pytest.warns(UserWarning, match=text):
             assert np.isnan(choice(values, m=50))
 

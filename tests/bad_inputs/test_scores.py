@@ -96,7 +96,7 @@ LAMBDA = [
     ("calibrate without outputs", lambda: td.damping(X, "soft", calibrate=T.drop_vars("output")), ValueError, ["calibrate", "'output'"]),
     ("a default estimator that is none", lambda: score(X.assign_attrs(default_estimator="best")), ValueError, ["'best'"]),
     ("a list with a learning rate too few", lambda: tracin([0.1, 0.1]), ValueError, ["3 checkpoints", "[0.1, 0.1]", "td.TracIn("]),
-    ("an estimator that is nearly one", lambda: score(estimator="grad_kos"), ValueError, ["try estimator='grad_cos'"]),
+    ("an estimator that is nearly one", lambda: score(estimator="grad_kos"), ValueError, ["try 'grad_cos'"]),
     ("a learning rate too few", lambda: tracin({"c0": 0.1, "c1": 0.1}), ValueError, ["'c2'"]),
     *((f"a learning rate of {bad!r}", lambda bad=bad: tracin({**dict.fromkeys(CHECKPOINTS, 0.1), "c1": bad}), ValueError, [repr(bad), "'c1'"])
       for bad in (np.nan, np.inf, -0.1, "0.1", True)),

@@ -11,7 +11,6 @@ import xarray as xr
 
 import trakdask as td
 from tests.storage.integers import NAMES, A, features, save
-from trakdask.command_line.copies import copy
 from trakdask.command_line.samples import named
 
 
@@ -29,8 +28,6 @@ def test_every_door__takes_a_local_path_as_it_is(
     for _ in range(2):
         td.to_zarr(scores, f"{name}/s.zarr", overwrite=True)
         td.to_parquet(td.top_k(scores, k=2), f"{name}/s.parquet", overwrite=True)
-    copy(f"{name}/s.zarr", f"{name}/s.nc")
-    copy(f"{name}/s.parquet", f"{name}/s.csv")
     xr.testing.assert_equal(named(f"{name}/s.zarr")[0].score.compute(), scores.compute())
     for pattern in (f"{name}/s.parquet", [f"{name}/s.parquet"]):
         samples = td.from_dataframe(pattern, variables={"mine": "score"})
@@ -43,5 +40,5 @@ def test_every_door__takes_a_local_path_as_it_is(
     options = {"sketch": projector, "store": f"{name}/g.zarr", "progress": False}
     td.fit(td.from_arrays(image), model, 2, **options)
     assert {path.name for path in tmp_path.iterdir()} == {name}
-    there = {"f.zarr", "s.zarr", "s.parquet", "s.nc", "s.csv", "w.pt", "g.zarr.fit"}
+    there = {"f.zarr", "s.zarr", "s.parquet", "w.pt", "g.zarr.fit"}
     assert {path.name for path in (tmp_path / name).iterdir()} == there

@@ -357,11 +357,17 @@ def warn_of_padding(forward: Forward, ids: Tensor, counted: Tensor | None = None
 
 
 def _first_rows(forward: Forward, what: object, of_batch: Callable[[], Tensor]) -> Tensor | None:
-    """Return numbers of the samples so far, (sample, number); None once these are enough."""
+    """Return numbers of the samples so far, (sample, number); None once these are enough.
+
+    Nobody looks where a model has no values, or where TRAK's methods pass the module itself.
+    """
+    if not isinstance(forward, Forward):
+        return None
     seen = _rows_seen.setdefault(forward.module, {})
     before = seen.get(what)
     if before is not None and len(before) >= _MOST_ROWS:
         return None
-    rows = of_batch().detach().cpu()
-    seen[what] = rows if before is None else torch.cat([before, rows])
+    if (rows := of_batch().detach()).is_meta:
+        return None
+    seen[what] = rows.cpu() if before is None else torch.cat([before, rows.cpu()])
     return seen[what]
