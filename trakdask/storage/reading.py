@@ -353,6 +353,8 @@ def _read(
         parent, _, name = path.rpartition("/")
         if name not in (folder / parent).names():
             raise lost_chunk(folder, path)
+        with _named(folder, path):  # again: it may have come back since the first time
+            block = np.asarray(array[rows])
     return block
 
 
