@@ -86,7 +86,7 @@ def metric(outputs: xr.DataArray, targets: xr.Dataset, metric: MetricLike) -> xr
     Outputs that are NaN are left out. For a squared error, the loss is half of it, and the true
     values are output + out_to_loss of the targets; the weights of a weighted cross-entropy are in
     out_to_loss, too. Where the output is minus the loss, as of
-    :class:`~trakdask.tasks.MultiRegression`, the loss is minus the output. A function needs torch;
+    :class:`~trakdask.models.tasks.MultiRegression`, the loss is minus the output. A function needs torch;
     names do not.
 
     Examples
