@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import pickle
+
 import numpy as np
 import pytest
 import xarray as xr
@@ -90,6 +93,15 @@ def test_condition__anything_else_is_an_error(text: str) -> None:
         Condition(text)(TILE)
     with pytest.raises(ValueError, match="got 3"):
         Condition(3)  # type: ignore[arg-type]
+
+
+def test_condition__is_parsed_where_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No task parses: in threads, Python's parser fails before 3.11.8."""
+    conditions = [Condition(text) for text in ("label == 3", "label in [1, 3] and not label < 2")]
+    monkeypatch.setattr(ast, "parse", None)
+    for condition in (*conditions, *pickle.loads(pickle.dumps(conditions))):
+        np.testing.assert_array_equal(condition(TILE), TILE.label == 3)
+        assert condition.names == {"label"}
 
 
 MANY = {

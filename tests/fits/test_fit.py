@@ -253,7 +253,7 @@ def test_fit__other_metadata_are_the_same_fit(tmp_path: Path) -> None:
         td.fit(SAMPLES.assign(label=(SAMPLES.label + 1) % 3), MODEL, store=store, **SMALL)
 
 
-@pytest.mark.parametrize("name", ["curvature_scale", "principal_components"])
+@pytest.mark.parametrize("name", ["curvature_scale", "principal_components", "wrong_classes"])
 def test_like__refuses_fitted_values_that_somebody_changed(name: str) -> None:
     """Also for one checkpoint alone, once for each and not for each block, and by every door."""
     features = td.featurize(SAMPLES, MODEL, td.fit(SAMPLES, MODEL, **SMALL))
