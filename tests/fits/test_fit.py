@@ -272,6 +272,15 @@ def test_like__refuses_fitted_values_that_somebody_changed(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("columns", [slice(3), [3, 1], [1, 0, 2, 3, 4, 5]])
+def test_like__needs_all_columns(columns: Any) -> None:
+    features = td.featurize(SAMPLES, MODEL, td.fit(SAMPLES, MODEL, **SMALL))
+    with pytest.raises(ValueError, match=r"all 6 columns.*isel\(proj_dim=...\) on both"):
+        td.featurize(SAMPLES, MODEL, like=features.isel(proj_dim=columns))
+    like = td.featurize(SAMPLES, MODEL, like=features.transpose())
+    np.testing.assert_array_equal(like.feature, features.feature)
+
+
 def test_like__compares_fitted_values_once(monkeypatch: Any) -> None:
     features = td.featurize(SAMPLES, MODEL, td.fit(SAMPLES, MODEL, **SMALL))
     compared, digest_at = [], Fitted.digest_at
