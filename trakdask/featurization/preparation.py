@@ -161,9 +161,9 @@ def projector_of(features: xr.Dataset) -> Fitted:
     is_reduced = isinstance(last := fitted.steps[-1], Components)
     if is_reduced and columns.tolist() != [*range(last.proj_dim)]:
         raise ValueError(
-            f"expected features with all {last.proj_dim} columns of the fitted projector, in their order, got "
-            f"{len(columns)} of them, {shown(columns.tolist())}; try like= the features before "
-            "isel(proj_dim=...), and then the same isel(proj_dim=...) on both"
+            f"expected features with all {last.proj_dim} columns of the fitted projector, in their "
+            f"order, got {len(columns)} of them, {shown(columns.tolist())}; try like= the "
+            "features before isel(proj_dim=...), and then the same isel(proj_dim=...) on both"
         )
     if missing := [name for name in wanted if name not in features]:
         raise ValueError(
