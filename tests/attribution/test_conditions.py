@@ -145,6 +145,8 @@ def test_condition__of_many_terms_is_that_of_each(name: str) -> None:
         ("label == 7 & good", "try label == 7 and good"),
         ("label <> 7 OR good", "try label != 7 or good"),
         ("source == “web”", 'try source == "web"'),
+        ("label ≥ 3 and label ≠ 7", "try label >= 3 and label != 7"),
+        ("~good", "try not good"),
         ("day > 'June'", "2024-06-01"),
         ("not " * 3000 + "good", "expected a condition"),
     ],

@@ -39,6 +39,9 @@ _OF_OTHER_LANGUAGES = (
     (r"\btrue\b", "True"),
     (r"\bfalse\b", "False"),
     (r"[“”„]", '"'),
+    ("≠", "!="),
+    ("≤", "<="),
+    ("≥", ">="),
 )
 """What people type from other languages, and what it is here."""
 
@@ -231,7 +234,7 @@ class _Evaluation:
         return self.tile.variables[name].to_base_variable()
 
     def _refused(self, expected: str, node: ast.expr, remedy: str = _EXAMPLE) -> ValueError:
-        if isinstance(node, ast.BinOp):
+        if isinstance(node, ast.BinOp | ast.UnaryOp):
             remedy = _spelled(self.text)
         return ValueError(
             f"expected {expected} in the condition {self.text!r:.200}, got "

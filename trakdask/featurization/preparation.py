@@ -158,8 +158,8 @@ def projector_of(features: xr.Dataset) -> Fitted:
         )
     fitted = Fitted.from_spec(attrs["projector"])
     wanted, columns = fitted.variables.values(), features.get(COLUMN, features[PROJ_DIM]).values
-    is_reduced = isinstance(last := fitted.steps[-1], Components)
-    if is_reduced and columns.tolist() != [*range(last.proj_dim)]:
+    last = fitted.steps[-1]
+    if isinstance(last, Components) and columns.tolist() != [*range(last.proj_dim)]:
         raise ValueError(
             f"expected features with all {last.proj_dim} columns of the fitted projector, in their "
             f"order, got {len(columns)} of them, {shown(columns.tolist())}; try like= the "
