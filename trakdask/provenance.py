@@ -58,8 +58,8 @@ _REMEDY = {
     COLUMN: "the same isel(proj_dim=...) on both",
     "code": "featurizing both again with the code of today, or, if the change does not alter the "
     "model's output, features.attrs['code'] = other.attrs['code']",
-    "source": "another store, append_dim='sample' if these are more samples of it, or setting "
-    "samples.attrs['source'] if the data are the same",
+    "source": "another store, append_dim='sample' if these are more samples of it, or, where the "
+    "code that makes the samples can say that the data are the same, samples.attrs['source']",
     "variables": "the same for both; td.assign_coords(store, {'trained_on': masks}) gives a store "
     "that has none which checkpoints were trained on which samples",
     "tag": "another store, or the store's tag= if both train models in the same way",

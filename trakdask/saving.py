@@ -29,7 +29,15 @@ from trakdask.storage.placement import AppendDim
 from trakdask.storage.reading import dropped_mask, open
 from trakdask.storage.records import about_unfinished
 from trakdask.storage.writing import write
-from trakdask.variables import SAMPLE, WRONG_CLASSES, aligned, lazy_features, validate
+from trakdask.variables import (
+    PROJ_DIM,
+    PROJ_DIM_1,
+    SAMPLE,
+    WRONG_CLASSES,
+    aligned,
+    lazy_features,
+    validate,
+)
 
 __all__ = ["calibrate", "drop", "save"]
 
@@ -156,6 +164,12 @@ def save(
             f"expected an estimator with damping='auto', since appends choose the λ of a store "
             f"anew, got {estimator}; try {estimator.with_damping('auto')} here, and the damping "
             "in td.score"
+        )
+    p = features.sizes[PROJ_DIM]
+    if (both := features.sizes.get(PROJ_DIM_1, p)) != p:
+        raise ValueError(
+            f"expected features with all {both} columns of their fit, got {p}, beside matrices of "
+            "all; try td.save before isel(proj_dim=...), or features.drop_dims('proj_dim_1')"
         )
     asked = None
     if estimator is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import pickle
+
 import numpy as np
 import pytest
 import xarray as xr
@@ -92,6 +95,15 @@ def test_condition__anything_else_is_an_error(text: str) -> None:
         Condition(3)  # type: ignore[arg-type]
 
 
+def test_condition__is_parsed_where_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No task parses: in threads, Python's parser fails before 3.11.8."""
+    conditions = [Condition(text) for text in ("label == 3", "label in [1, 3] and not label < 2")]
+    monkeypatch.setattr(ast, "parse", None)
+    for condition in (*conditions, *pickle.loads(pickle.dumps(conditions))):
+        np.testing.assert_array_equal(condition(TILE), TILE.label == 3)
+        assert condition.names == {"label"}
+
+
 MANY = {
     "label": (np.arange(400) % 90, [*range(0, 120, 2), -1, 2.5, 10**20, True]),
     "half": (np.linspace(0, 1, 11, dtype="f4")[np.arange(400) % 11], [i / 40 for i in range(41)]),
@@ -133,6 +145,8 @@ def test_condition__of_many_terms_is_that_of_each(name: str) -> None:
         ("label == 7 & good", "try label == 7 and good"),
         ("label <> 7 OR good", "try label != 7 or good"),
         ("source == “web”", 'try source == "web"'),
+        ("label ≥ 3 and label ≠ 7", "try label >= 3 and label != 7"),
+        ("~good", "try not good"),
         ("day > 'June'", "2024-06-01"),
         ("not " * 3000 + "good", "expected a condition"),
     ],

@@ -26,6 +26,7 @@ HIDDEN = np.ma.array(X, mask=[[0, 0], [0, 0], [0, 1], [0, 0]])
 TWO = xr.DataArray(
     np.zeros((4, 2, 2)), {"checkpoint": ["a", "b"]}, ("sample", "proj_dim", "checkpoint")
 )
+NAMED = xr.DataArray(X, {"name": ("sample", [*"abcd"])}, ("sample", "proj_dim"))
 ITEMS = [(np.zeros(2), 1)] * 4
 UTC = datetime.UTC
 SHUFFLED = pd.DataFrame({"label": [0, 1, 2, 3]}, index=[2, 0, 3, 1])
@@ -154,6 +155,10 @@ ROWS = [
     BadInput(A, "coord a shuffled Series", coord(SHUFFLED.label), ValueError, ["'c'", "[2, 0, 3, 1]"]),
     BadInput(A, "coord a filtered Series", coord(pd.Series(range(8))[::2]), ValueError, ["'c'", "[0, 2, 4, 6]"]),
     BadInput(A, "coord a shuffled DataArray", coord(SHUFFLED.label.to_xarray()), ValueError, ["'c'", "[2, 0, 3, 1]"]),
+    *[BadInput(A, f"coord a {type(values).__name__}", coord(values), TypeError, ["'c'", "in the order", "a list"]) for values in ({1: "a", 0: "b", 2: "c", 3: "d"}, {*"abcd"}, "abcd")],
+    *[BadInput(F, f"{name} a shuffled Series", features(X, **{name: SHUFFLED.label / 2}), ValueError, [name, "[2, 0, 3, 1]", "reset_index"]) for name in ("output", "out_to_loss")],
+    BadInput(F, "output of other samples", features(X, output=SHUFFLED.label.rename_axis("sample").to_xarray()), ValueError, ["output", "[2, 0, 3, 1]"]),
+    BadInput(F, "output in another order", features(NAMED, output=NAMED[::-1, 0]), ValueError, ["output", "'name'", "which have a", "got d"]),
     BadInput(F, "coords shuffled", features(X, coords=SHUFFLED), ValueError, ["'label'", "[2, 0, 3, 1]"]),
     BadInput(A, "date before nanoseconds", coord([datetime.date(2020, 1, 1), *[datetime.date(1066, 10, 14)] * 3]), ValueError, ["'c'", "1677-09-21", "1066-10-14", "sample 1", "astype(str)"]),
     BadInput(A, "date after nanoseconds", coord(np.array(["9999-12-31"] * 4, "M8[s]")), ValueError, ["'c'", "2262-04-11", "9999-12-31", "sample 0"]),
@@ -190,8 +195,8 @@ ROWS = [
     BadInput(F, "one dimension", features(X[:, 0]), ValueError, ["1 vs 2"]),
     BadInput(F, "sparse", features(sparse.csr_array(X)), TypeError, ["'feature'", "csr_array", "toarray()"]),
     BadInput(F, "complex", features(X * 1j), ValueError, ["'feature'", "complex"]),
-    BadInput(F, "fewer outputs", features(X, output=[1.0, 2.0]), ValueError, ["length 2 on 'output'"]),
-    BadInput(F, "other checkpoints", features(TWO, output=TWO[:, 0, ::-1]), ValueError, ["'checkpoint'", "exact"]),
+    BadInput(F, "fewer outputs", features(X, output=[1.0, 2.0]), ValueError, ["output", "'sample': 4", "'sample': 2"]),
+    BadInput(F, "other checkpoints", features(TWO, output=TWO[:, 0].assign_coords(checkpoint=["a", "c"])), ValueError, ["output", "'checkpoint'", "['b']"]),
     BadInput(F, "other dimensions", features(TWO.rename(proj_dim="width")), ValueError, ["'width'"]),
     BadInput(F, "reserved coord", features(X, coords={"output": range(4)}), ValueError, ["'output'", "'my_output'"]),
     BadInput(F, "chunks zero", features(X, chunks=0), ValueError, ["chunks", "0"]),

@@ -75,6 +75,7 @@ SAVE = [
     ("unknown estimator", save(estimator="trakk"), ValueError, ["'trakk'", "'trak'"]),
     ("an estimator without a gram matrix", save(estimator=td.GradDot()), ValueError, ["GradDot()", "gram matrix"]),
     ("an estimator with a damping", save(estimator=td.Soft(damping=td.Absolute(1.0))), ValueError, ["damping='auto'", "Absolute"]),
+    ("some columns of a fit", save(FEATURES.assign(wrong_classes=(("proj_dim", "proj_dim_1", "checkpoint"), np.ones((4, 4, 2)))).isel(proj_dim=[0, 2])), ValueError, ["all 4 columns", "got 2", "drop_dims"]),
     ("no samples", save(FEATURES.isel(sample=[])), ValueError, ["sample", "0"]),
     ("checkpoint twice", save(FEATURES.isel(checkpoint=[0, 0])), ValueError, ["'c0', 'c0'"]),
     ("unknown checkpoints", save(FEATURES.assign_coords(checkpoint=["a", "b"])), ValueError, ["'a', 'b'", "'c0', 'c1'"]),

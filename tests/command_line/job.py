@@ -65,6 +65,26 @@ def pair():
     return one(), one().isel(sample=slice(6))
 
 
+def tokens():
+    samples = td.from_arrays({"input_ids": np.arange(300).reshape(60, 5)})
+    return samples, samples.isel(sample=slice(6))
+
+
+def word(number):
+    return f"<w{number}> "
+
+
+class Tokenizer:
+    def __call__(self, text):
+        return {"input_ids": [int(text)]}
+
+    def decode(self, ids):
+        return " ".join(f"<w{number}>" for number in ids)
+
+
+tokenizer = Tokenizer()
+
+
 def three():
     return (*pair(), 3)
 '''

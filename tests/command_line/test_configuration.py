@@ -56,6 +56,8 @@ def test_read__settings_are_applied_in_order(tmp_path: Path) -> None:
         ("score: 3", (), "got 3"),
         ("stores: {}", ("stores.train",), "stores.train"),
         ("stores: {}", ("=3",), "''"),
+        ("stores: train.zarr", (), "by name in 'stores', got 'train.zarr'"),
+        ("stores: {train: a}\noutputs: [top.parquet]", (), "by name in 'outputs'"),
         ("stores: {}", ("stores.train=[",), "stores.train=["),
         ("stores: {}", ("other.x=3",), "'other'"),
     ],

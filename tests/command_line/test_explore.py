@@ -52,6 +52,17 @@ def test_explore__saves_a_view_of_two_stores(saved: Path, run: Run, samples: str
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # too few checkpoints and samples for a good λ
+@pytest.mark.parametrize("text", ["tiny:word", "tiny:tokenizer", "tiny:tokenizer.decode"])
+def test_explore__shows_token_ids_as_text(saved: Path, run: Run, text: str) -> None:
+    line = f"explore train.zarr targets.zarr --samples tiny:tokens --text {text} --save v.html"
+    done = run(*line.split(), "--view", "page=target&target=2&damping=0.1")
+    assert done.exit_code == 0, done.output
+    assert "&lt;w10&gt; &lt;w11&gt;" in (saved / "v.html").read_text()
+    refused = run(*line.replace(text, "tiny:words").split())
+    assert "--text tiny:words" in refused.output
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # too few checkpoints and samples for a good λ
 def test_explore__of_a_configuration_computes_what_is_missing(job: Path, run: Run) -> None:
     view = "page=target&target=2&damping=0.1"
     done = run("explore", job, "--view", view, "--save", "v.html")

@@ -169,6 +169,7 @@ def test_featurize__damaged_csv_is_named(
         ("data.coords={source: 3}", "got {'source': 3}"),
         ("data.dataset=[3]", "text as dataset, got [3]"),
         ("data.trained_on=3", "text as trained_on, got 3"),
+        ("data.trained_on=samples.csv", "expected a complete .npy or .npz file, got 'samples.csv'"),
         ("data={kind: csv, source: samples.csv, variables: row}", "as variables, got 'row'"),
         ("targets.arguments=[3]", "arguments, got [3]"),
         ("targets.function=3", "function = 'package.module:callable'"),

@@ -74,6 +74,8 @@ LETTERS = ["-", "a", "b", "c"]
         ({"chosen_input_ids": IDS, "rejected_input_ids": IDS[::-1], "goal": IDS}, (),
          {"chosen_input_ids": "ca--", "rejected_input_ids": "bba-"}),
         ({"counts": IDS, "words": IDS[::-1]}, ("words", "counts"), {"words": "bba-"}),
+        ({"padding": MASK, "ids": IDS}, ("padding", "ids"), {"ids": "ca--"}),
+        ({"segments": IDS, "length": IDS, "words": IDS}, (), {"words": "ca--"}),
         ({"ids": IDS - 100, "labels": IDS}, (), {}),
         ({"ids": IDS + 4}, (), {}),
     ],

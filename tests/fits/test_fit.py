@@ -253,7 +253,7 @@ def test_fit__other_metadata_are_the_same_fit(tmp_path: Path) -> None:
         td.fit(SAMPLES.assign(label=(SAMPLES.label + 1) % 3), MODEL, store=store, **SMALL)
 
 
-@pytest.mark.parametrize("name", ["curvature_scale", "principal_components"])
+@pytest.mark.parametrize("name", ["curvature_scale", "principal_components", "wrong_classes"])
 def test_like__refuses_fitted_values_that_somebody_changed(name: str) -> None:
     """Also for one checkpoint alone, once for each and not for each block, and by every door."""
     features = td.featurize(SAMPLES, MODEL, td.fit(SAMPLES, MODEL, **SMALL))
@@ -270,6 +270,15 @@ def test_like__refuses_fitted_values_that_somebody_changed(name: str) -> None:
     xr.testing.assert_equal(
         td.featurize(SAMPLES, MODEL, like=of_a).feature, features.feature.sel(checkpoint=["a"])
     )
+
+
+@pytest.mark.parametrize("columns", [slice(3), [3, 1], [1, 0, 2, 3, 4, 5]])
+def test_like__needs_all_columns(columns: Any) -> None:
+    features = td.featurize(SAMPLES, MODEL, td.fit(SAMPLES, MODEL, **SMALL))
+    with pytest.raises(ValueError, match=r"all 6 columns.*isel\(proj_dim=...\) on both"):
+        td.featurize(SAMPLES, MODEL, like=features.isel(proj_dim=columns))
+    like = td.featurize(SAMPLES, MODEL, like=features.transpose())
+    np.testing.assert_array_equal(like.feature, features.feature)
 
 
 def test_like__compares_fitted_values_once(monkeypatch: Any) -> None:

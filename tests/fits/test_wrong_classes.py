@@ -237,3 +237,19 @@ def test_wrong_classes__of_subclasses_that_mean_the_same() -> None:
     weighted = td.tasks.Classification(weights=[1.0] * N_CLASSES)
     fit = td.fit(SAMPLES, td.Model(net, states, weighted), n_samples=15, progress=False, **FIT)
     assert fit.arrays.get("wrong_classes") is None
+
+
+@pytest.mark.parametrize("columns", [[3, 0, 2], [*range(1, 32), 0]])
+def test_wrong_classes__follow_the_columns_that_are_selected(columns: list[int]) -> None:
+    """``isel(proj_dim=...)`` selects along one of the two axes of their matrix."""
+    some, estimator = {"proj_dim": columns}, td.Soft(power=0.5, damping=td.Absolute(1.0))
+    both = features().wrong_classes.isel(some).values[:, columns]
+    expected = td.score(
+        features().isel(some).drop_vars(["wrong_classes", "proj_column"]).assign(
+            wrong_classes=(("proj_dim", "proj_dim_1", "checkpoint"), both)
+        ),
+        targets().isel(some).drop_vars(["wrong_classes", "proj_column"]),
+        estimator,
+    )  # fmt: skip
+    found = td.score(features().isel(some), targets().isel(some), estimator)
+    np.testing.assert_allclose(found, expected, rtol=1e-9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,21 @@ def test_from_arrays__source_is_the_content() -> None:
         source(da.from_array(x)),
     ]
     assert len({first, *others}) == 7
+
+
+@pytest.mark.parametrize("path", ["", "group/x"])
+def test_from_arrays__a_zarr_array_in_a_folder_is_known_by_its_content(
+    path: str, tmp_path: Path
+) -> None:
+    x, folders = x_of(6, 2), [tmp_path / "a.zarr", tmp_path / "b.zarr"]
+    stored = zarr.create_array(folders[0], name=path or None, data=x, chunks=(2, 2))
+    first = from_arrays({"x": stored}).attrs["source"]
+    shutil.copytree(*folders)
+    found = [zarr.open_array(folder, path=path, mode="r+") for folder in folders]
+    assert {from_arrays({"x": array}).attrs["source"] for array in found} == {first}
+    found[0][5, 1] = 7.0
+    assert from_arrays({"x": found[0]}).attrs["source"] != first
+    np.testing.assert_array_equal(from_arrays({"x": found[1]}).x, x)
 
 
 @pytest.mark.slow

@@ -195,3 +195,11 @@ def test_page__reads_stores_of_bergson(dtype: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(
         td.score(features, features, "grad_dot"), gradients @ gradients.T, rtol=1e-6
     )
+
+
+def test_features__arrays_have_the_order_of_labels() -> None:
+    labels, dims = {"checkpoint": ["a", "b"]}, ("sample", "checkpoint")
+    feature = xr.DataArray(np.ones((4, 3, 2)), labels, ("sample", "proj_dim", "checkpoint"))
+    output = xr.DataArray(np.arange(8.0).reshape(4, 2), labels, dims)
+    made = td.features(feature, "words", output=output[:, ::-1])
+    np.testing.assert_array_equal(made.output, output)

@@ -96,6 +96,24 @@ def test_assign_coords__with_dropped_samples(store: Path) -> None:
     assert_coords(opened, np.setdiff1d(rows, 7), animal=RIGHT, weight=np.arange(40.0))
 
 
+def test_assign_coords__compares_the_coords_of_an_array(store: Path) -> None:
+    """By all that are not assigned, of all samples or of those that count."""
+
+    def shuffled(**options: bool) -> xr.DataArray:
+        return td.open(store, **options).animal.isel(sample=slice(None, None, -1))
+
+    for name in ("animal", "other"):
+        with pytest.raises(ValueError, match=r"'(number|label)' at sample 0"):
+            td.assign_coords(store, {name: shuffled()})
+    td.drop(store, where="number < 2")
+    for options in ({}, {"dropped": True}):
+        with pytest.raises(ValueError, match=r"'(number|label|dropped)' at sample"):
+            td.assign_coords(store, {"animal": shuffled(**options)})
+    changed = td.open(store).assign_coords(number=("sample", np.arange(38) + 7))
+    opened = td.assign_coords(store, {"number": changed.number, "animal": changed.animal})
+    np.testing.assert_array_equal(opened.number, np.arange(38) + 7)
+
+
 FAR, FINE = np.array(["5000-01-01"], "M8[s]"), np.array(["2000-01-01T00:00:00.000000001"], "M8[ns]")
 
 

@@ -6,8 +6,9 @@ import ast
 import functools
 import operator
 import re
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -38,8 +39,14 @@ _OF_OTHER_LANGUAGES = (
     (r"\btrue\b", "True"),
     (r"\bfalse\b", "False"),
     (r"[“”„]", '"'),
+    ("≠", "!="),
+    ("≤", "<="),
+    ("≥", ">="),
 )
 """What people type from other languages, and what it is here."""
+
+_PARSING = threading.Lock()
+"""Python's parser fails in one of two threads that are at it, before 3.11.8 and 3.12.2."""
 
 _MANY = 32
 """Constants that are looked up in a table, which takes as long as so many comparisons."""
@@ -71,14 +78,18 @@ class Condition:
     """
 
     text: str
+    tree: ast.expr = field(init=False, repr=False, compare=False)  # parsed here, and by no task
 
     def __post_init__(self) -> None:
-        self._parsed()
+        try:
+            object.__setattr__(self, "tree", _parsed(self.text.strip()))
+        except (AttributeError, SyntaxError, ValueError, RecursionError, MemoryError) as err:
+            raise self._no_condition() from err
 
     def __call__(self, tile: xr.Dataset) -> xr.DataArray:
         """Return for which samples and targets of a tile the condition is true."""
         try:
-            mask = _Evaluation(self.text, tile).mask(self._parsed())
+            mask = _Evaluation(self.text, tile).mask(self.tree)
         except RecursionError as err:
             raise self._no_condition() from err
         if not isinstance(mask, xr.Variable) or mask.dtype != bool:
@@ -88,16 +99,15 @@ class Condition:
     @property
     def names(self) -> set[str]:
         """The coords that the condition looks at."""
-        return {node.id for node in ast.walk(self._parsed()) if isinstance(node, ast.Name)}
-
-    def _parsed(self) -> ast.expr:
-        try:
-            return ast.parse(self.text.strip(), mode="eval").body
-        except (AttributeError, SyntaxError, ValueError, RecursionError, MemoryError) as err:
-            raise self._no_condition() from err
+        return {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
 
     def _no_condition(self) -> ValueError:
         return ValueError(f"expected a condition, got {self.text!r:.200}; {_spelled(self.text)}")
+
+
+def _parsed(text: str) -> ast.expr:
+    with _PARSING:
+        return ast.parse(text, mode="eval").body
 
 
 def selection(scores: xr.DataArray, text: str) -> xr.DataArray | Condition:
@@ -224,7 +234,7 @@ class _Evaluation:
         return self.tile.variables[name].to_base_variable()
 
     def _refused(self, expected: str, node: ast.expr, remedy: str = _EXAMPLE) -> ValueError:
-        if isinstance(node, ast.BinOp):
+        if isinstance(node, ast.BinOp | ast.UnaryOp):
             remedy = _spelled(self.text)
         return ValueError(
             f"expected {expected} in the condition {self.text!r:.200}, got "
@@ -258,7 +268,7 @@ def _spelled(text: object) -> str:
         spelled = re.sub(theirs, ours, spelled)
     spelled = " ".join(spelled.split())
     try:
-        ast.parse(spelled, mode="eval")
+        _parsed(spelled)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return _EXAMPLE
     return f"try {spelled:.200}" if spelled != text else _EXAMPLE

@@ -21,11 +21,13 @@ from trakdask.attribution.protocol import (
 )
 from trakdask.variables import (
     CHECKPOINT,
+    COLUMN,
     DAMPING,
     GRAM,
     LOSS_GRADIENT,
     N_SAMPLES,
     PROJ_DIM,
+    PROJ_DIM_1,
     SAMPLE,
     WRONG_CLASSES,
     checkpoint_names,
@@ -156,8 +158,11 @@ class Soft(GramEstimator):
         """Return the matrix plus n times the mean curvature between wrong classes."""
         if not self.wrong_classes:
             return matrix
-        mean = plain(features.variables[WRONG_CLASSES].chunk({CHECKPOINT: 1}).data)
-        both: da.Array = matrix + features.sizes[SAMPLE] * mean
+        mean, p = features.variables[WRONG_CLASSES], features.sizes[PROJ_DIM]
+        columns = features[COLUMN].values if COLUMN in features.coords else np.arange(p)
+        if columns.max() < mean.sizes[PROJ_DIM_1]:  # isel(proj_dim=...) selects along one axis
+            mean = mean.isel({PROJ_DIM_1: columns})
+        both: da.Array = matrix + features.sizes[SAMPLE] * plain(mean.chunk({CHECKPOINT: 1}).data)
         return both
 
     def rank(self, n_samples: int, features: xr.Dataset) -> int:

@@ -17,6 +17,7 @@ from trakdask.attribution.protocol import GIVEN, GramEstimator
 from trakdask.execution import require_memory
 from trakdask.variables import (
     CHECKPOINT,
+    COLUMN,
     EIGENVALUES,
     EIGENVECTORS,
     GRAM,
@@ -272,7 +273,9 @@ def stored_matrix(features: xr.Dataset, name: str, estimator: GramEstimator) -> 
         )
     compared = {GRAM: ["gram_weights"], LOSS_GRADIENT: ["loss_weights", "pooled_checkpoints"]}
     is_same = all(matrix.attrs.get(key) == needed[key] for key in compared[name])
-    if not is_same or set(matrix.shape[:-1]) != {features.sizes[PROJ_DIM]}:
+    p = features.sizes[PROJ_DIM]
+    is_whole = features.get(COLUMN, features[PROJ_DIM]).values.tolist() == [*range(p)]
+    if not (is_same and is_whole) or set(matrix.shape[:-1]) != {p}:
         return None
     if (n := features.sizes[SAMPLE]) > matrix.attrs[N_SAMPLES]:
         raise ValueError(

@@ -143,6 +143,10 @@ def explore(
     preprocess: Annotated[
         str | None, typer.Option(help="package.module:callable, from an image to the input.")
     ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(help="package.module:callable, from a token id to its text, or a tokenizer."),
+    ] = None,
     view: Annotated[
         str, typer.Option(help="The part of an address of the explorer after the question mark.")
     ] = "",
@@ -178,10 +182,13 @@ def explore(
             job["cluster"] = {"address": cluster}
         stack.enter_context(cli.jobs.running(job))
         store, features, target_features, options = cli.jobs.explored(job, samples)
-        for name, text in (("model", model), ("tokenizer", tokenizer), ("preprocess", preprocess)):
-            if text is not None:
-                with about(f"--{name} {text}"):
-                    options[name] = import_callable(text, f"--{name}")
+        given = {"model": model, "tokenizer": tokenizer, "preprocess": preprocess, "text": text}
+        for name, path in given.items():
+            if path is not None:
+                with about(f"--{name} {path}"):
+                    options[name] = import_callable(path, f"--{name}")
+        if hasattr(options.get("tokenizer"), "decode"):
+            options.setdefault("text", options["tokenizer"])
         if model is not None:
             options["model"] = options["model"]()
         kept = Marks.beside(store) if marks is None else Marks(marks, store=store)

@@ -171,8 +171,9 @@ def read(path: Path, settings: Iterable[str] = ()) -> Configuration:
 
 def _moved_folder(path: Path, values: Mapping[str, Any]) -> str | None:
     """Return the folder of a file that :func:`keep` wrote, if it was moved with its result."""
-    results = [*section(values, "stores").values(), *section(values, "outputs").values()]
-    for result in map(Path, filter(lambda result: isinstance(result, str), results)):
+    sections = (values.get(name) for name in _KEYS)
+    results = [r for s in sections if isinstance(s, dict) for r in s.values() if isinstance(r, str)]
+    for result in map(Path, results):
         if _FOLDER in values and path.name == f"{result.name}.yaml" and not result.is_absolute():
             folder = path.parents[len(result.parts) - 1]
             if (folder / result).exists():

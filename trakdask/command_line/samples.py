@@ -31,7 +31,9 @@ def described(options: dict[str, Any]) -> xr.Dataset:
     if masks is None:
         return samples
     require_form("trained_on", masks, str, remedy="trained_on: masks.npy")
-    return samples.assign_coords({TRAINED_ON: ((CHECKPOINT, SAMPLE), np.load(masks))})
+    return samples.assign_coords(
+        {TRAINED_ON: ((CHECKPOINT, SAMPLE), np.array(_array(TRAINED_ON, masks)))}
+    )
 
 
 def of_kind(options: dict[str, Any], kinds: Mapping[str, Callable[..., Any]]) -> Any:

@@ -32,7 +32,7 @@ _LEAST_SIDE = 4
 
 _MOST_CHARACTERS = 2000
 _MOST_NUMBERS = 12
-_NO_TEXT = ("mask", "label", "position", "type")
+_NO_TEXT = ("mask", "label", "position", "type", "padding", "segment", "length", "attention")
 """Parts of the names of integer vectors that are no token ids."""
 
 _BRIEF = ("image", "text", "tokens", "numbers")

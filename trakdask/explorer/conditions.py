@@ -100,8 +100,8 @@ def toggled(where: str, condition: str) -> str:
 def _terms(where: str) -> tuple[str, ...]:
     """Return the conditions that are joined by and; none if the text is no condition."""
     try:
-        return tuple(_joined_by_and(ast.parse(where.strip(), mode="eval").body))
-    except (SyntaxError, ValueError):
+        return tuple(_joined_by_and(Condition(where).tree))
+    except ValueError:
         return ()
 
 

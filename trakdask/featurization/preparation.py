@@ -24,10 +24,19 @@ from trakdask.models.model import Model
 from trakdask.models.tasks import task_spec
 from trakdask.models.tasks.protocol import task_facts
 from trakdask.projection import SJLT, Projector, RowMap
-from trakdask.projection.fitted import Fitted
+from trakdask.projection.fitted import Components, Fitted
 from trakdask.provenance import REQUIRED_SPEC, as_values, require_same
 from trakdask.samples import lazy_variables, normalise_coord, source_of, validate_samples
-from trakdask.variables import CHECKPOINT, SAMPLE, WRONG_CLASSES, checkpoint_names, validate
+from trakdask.variables import (
+    CHECKPOINT,
+    COLUMN,
+    PROJ_DIM,
+    SAMPLE,
+    WRONG_CLASSES,
+    checkpoint_names,
+    ordered,
+    validate,
+)
 
 Gradients = Literal["auto", "hooks", "vmap", "loop"]
 Divide = Callable[[Model, Arrays], Partition]
@@ -140,6 +149,7 @@ def prepare(
 
 def projector_of(features: xr.Dataset) -> Fitted:
     """Return the projector that features were made with, and its fitted values."""
+    features = ordered(features)
     attrs, names = as_values(features.attrs), checkpoint_names(features)
     if missing := [name for name in REQUIRED_SPEC if name not in attrs]:
         raise ValueError(
@@ -147,7 +157,14 @@ def projector_of(features: xr.Dataset) -> Fitted:
             "features.assign_attrs(original.attrs)"
         )
     fitted = Fitted.from_spec(attrs["projector"])
-    wanted = fitted.variables.values()
+    wanted, columns = fitted.variables.values(), features.get(COLUMN, features[PROJ_DIM]).values
+    last = fitted.steps[-1]
+    if isinstance(last, Components) and columns.tolist() != [*range(last.proj_dim)]:
+        raise ValueError(
+            f"expected features with all {last.proj_dim} columns of the fitted projector, in their "
+            f"order, got {len(columns)} of them, {shown(columns.tolist())}; try like= the "
+            "features before isel(proj_dim=...), and then the same isel(proj_dim=...) on both"
+        )
     if missing := [name for name in wanted if name not in features]:
         raise ValueError(
             f"expected the values of the fitted projector in the features, got none of {missing}; "

@@ -168,7 +168,9 @@ def fit(
             steps = principal_components(part, one, n_components, projector=steps, **quiet)
         matrix = wrong_classes(part, one, steps, **options)
         more = {} if matrix is None else {WRONG_CLASSES: matrix}
-        return replace(steps, arrays={**steps.arrays, **more}, model=model_of(one.spec()))
+        steps = replace(steps, arrays={**steps.arrays, **more}, model=model_of(one.spec()))
+        known = {name: steps.digest_at(i) for i, name in enumerate(steps.digests)}
+        return replace(steps, digests=known)
 
     parts: list[Fitted] = []
     names = [checkpoint.name for checkpoint in model.checkpoints]

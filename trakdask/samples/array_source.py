@@ -13,12 +13,13 @@ import pandas as pd
 import xarray as xr
 import zarr
 from dask.array.utils import meta_from_array
+from zarr.storage import LocalStore
 
 from trakdask.arrays.graphs import plain
 from trakdask.checks import is_tensor
 from trakdask.samples.coords import CoordsLike, fields_as_coords, to_numpy
 from trakdask.samples.datasets import assemble, dataset_of
-from trakdask.samples.fingerprints import OpenedByTasks, fingerprint, mapped
+from trakdask.samples.fingerprints import OpenedByTasks, content_of_folder, fingerprint, mapped
 from trakdask.samples.sources import ROWS, Chunks, block_size, check_dtype, read_name
 from trakdask.variables import SAMPLE, TRAINED_ON
 
@@ -66,9 +67,10 @@ def from_arrays(
     and referenced without a copy, so do not modify them afterwards. On a cluster each task is sent
     its block of them, through the scheduler: write arrays of several gigabytes to zarr first.
     Workers read zarr arrays from their storage, and a read-only ``np.memmap`` from its file, which
-    all of them must see. A memory map is hashed, too, which reads it once; so samples are the same
-    after their file was moved, copied or touched, and others if a value has changed. A zarr array
-    is identified by its path and metadata; choose ``chunks`` that are multiples of its own, since
+    all of them must see. A memory map is hashed, too, and so are the files of a zarr array in a
+    local folder, which reads them once; so samples are the same after their files were moved,
+    copied or touched, and others if a value has changed. A zarr array elsewhere is identified by
+    its path and metadata; choose ``chunks`` that are multiples of its own, since
     other chunks are read more than once.
 
     Examples
@@ -202,7 +204,10 @@ def _lazy(name: str, array: Any, size: int) -> Any:
         return array.rechunk(chunks)
     opened = _opened_by_tasks(array) if isinstance(array, zarr.Array) else mapped(array)
     where = None if opened is None else opened.token
-    token = str(where) if isinstance(array, zarr.Array) else fingerprint(array)
+    if isinstance(array, zarr.Array) and isinstance(array.store, LocalStore):
+        token = content_of_folder(array.store.root / array.path)
+    else:
+        token = str(where) if isinstance(array, zarr.Array) else fingerprint(array)
     # The graph has the blocks of an array in memory, or one task that opens any other array.
     lazy = da.from_array(
         opened or array, chunks=tuple(chunks.values()), name=read_name(name, token, size, where),

@@ -7,6 +7,7 @@ from typing import Any
 
 import dask.array as da
 import numpy as np
+import pandas as pd
 import xarray as xr
 
 from trakdask._version import __version__
@@ -14,10 +15,18 @@ from trakdask.arrays.graphs import plain
 from trakdask.checks import shown
 from trakdask.provenance import as_text
 from trakdask.samples.array_source import data_of, lazy_variables
-from trakdask.samples.coords import normalise_coord, normalise_coords
+from trakdask.samples.coords import normalise_coord, normalise_coords, require_order
 from trakdask.samples.datasets import source_of
 from trakdask.samples.sources import Chunks, block_size, joined_rows
-from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES, coords_along, validate
+from trakdask.variables import (
+    CHECKPOINT,
+    PROJ_DIM,
+    SAMPLE,
+    VARIABLES,
+    aligned,
+    coords_along,
+    validate,
+)
 
 
 def features(
@@ -99,12 +108,12 @@ def features(
         size = joined_rows(shape[0] or 0, 4 * (shape[1] or 1)) if len(shape) > 1 else size
     asked = {"feature": feature, "output": output, "out_to_loss": out_to_loss}
     arrays = {name: _labelled(name, a, size) for name, a in asked.items() if a is not None}
+    arrays = {name: aligned(a, arrays["feature"], what=name) for name, a in arrays.items()}
     source = source_of(xr.Dataset({name: a.variable for name, a in arrays.items()}), ())
     arrays = {name: _in_blocks(a, size) for name, a in arrays.items()}
     first = arrays["feature"]
     if out_to_loss is None:
         arrays["out_to_loss"] = xr.ones_like(first.isel({PROJ_DIM: 0}))
-    xr.align(*arrays.values(), join="exact")
     n = first.sizes[SAMPLE]
     known = {str(name): v.compute() for name, v in coords_along(first, SAMPLE).items()}
     metadata = normalise_coords(known, n) | normalise_coords(coords, n)
@@ -133,6 +142,8 @@ def features(
 def _labelled(name: str, array: Any, size: int) -> xr.DataArray:
     """Return a lazy array with the dimensions of the variable of this name, in their order."""
     dims = VARIABLES[name].dims
+    if isinstance(array, pd.Series):
+        require_order(name, array.index)
     if isinstance(array, xr.DataArray):
         labelled = array.transpose(*(dim for dim in dims if dim in array.dims))
         labelled = labelled.copy(data=_lazy(name, data_of(labelled), size))

@@ -158,26 +158,31 @@ def _to_numpy(name: str, values: Any) -> np.ndarray[Any, Any]:
         raise TypeError(f"expected coord {name!r} in memory, got a lazy one; try .compute()")
     if is_tensor(values) or isinstance(values, np.ndarray):
         return to_numpy(f"coord {name!r}", values)
+    if isinstance(values, str | bytes | Mapping | set | frozenset):
+        raise TypeError(
+            f"expected values of coord {name!r} in the order of the samples, got {shown(values)}; "
+            "try a list with one value for each sample"
+        )
     if isinstance(values, xr.DataArray):
-        _require_order(name, *values.indexes.values())
+        require_order(f"coord {name!r}", *values.indexes.values())
     if isinstance(values, xr.DataArray | xr.Variable | pd.DataFrame):  # of columns with one name
         return np.asarray(values)
     if isinstance(values, pd.Series | pd.Index | pd.Categorical):
-        _require_order(name, *([values.index] if isinstance(values, pd.Series) else []))
+        require_order(f"coord {name!r}", *([values.index] if isinstance(values, pd.Series) else []))
         return _from_pandas(pd.Series(values))
     # As objects first: numpy would write [1, "a"] as two strings.
     return np.fromiter(values, dtype=object, count=len(values))
 
 
-def _require_order(name: str, *indexes: pd.Index[Any]) -> None:
+def require_order(what: str, *indexes: pd.Index[Any]) -> None:
     """Reject values whose index does not number them in their order, as after a shuffle."""
     for index in indexes:
         if not index.equals(pd.RangeIndex(len(index))):
             raise ValueError(
-                f"expected coord {name!r} with the index 0 to {len(index) - 1}, as the samples are "
+                f"expected {what} with the index 0 to {len(index) - 1}, as the samples are "
                 f"numbered, got one that begins {shown(index[:4].tolist())}; try "
-                "coords.reset_index(drop=True) if the rows are in the order of the samples, or "
-                f"coords.loc[range({len(index)})] if the index numbers the samples"
+                ".reset_index(drop=True) if the rows are in the order of the samples, or "
+                f".loc[range({len(index)})] if the index numbers the samples"
             )
 
 

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -30,7 +30,15 @@ from trakdask.storage.lock import lock
 from trakdask.storage.places import StoreLike, readable, writable
 from trakdask.storage.reading import VERIFIED, dropped_mask, open, read_coords, without_dropped
 from trakdask.storage.records import about_unfinished, pack, packed_rows, path_of, stored_records
-from trakdask.variables import CHECKPOINT, DERIVED, FITTED, SAMPLE, TRAINED_ON, aligned
+from trakdask.variables import (
+    CHECKPOINT,
+    DERIVED,
+    FITTED,
+    SAMPLE,
+    TRAINED_ON,
+    aligned,
+    require_alike,
+)
 
 _REPAIR = "td.verify(store, repair=True)"
 _REMEDY = f"{_REPAIR}, then td.save(features, store)"
@@ -128,7 +136,7 @@ def assign_coords(
         if TRAINED_ON in coords:
             _write_trained_on(group, coords[TRAINED_ON], dropped)
         group.write_small(
-            {name: _of_all(name, values, dropped, group) for name, values in small.items()}
+            {name: _of_all(name, values, dropped, group, small) for name, values in small.items()}
         )
     return open(store, storage_options=storage_options)
 
@@ -159,7 +167,9 @@ def _write_trained_on(group: Group, values: Any, dropped: np.ndarray) -> None:
     group.array(TRAINED_ON)[:] = mask
 
 
-def _of_all(name: str, values: Any, dropped: np.ndarray, group: Group) -> xr.Variable:
+def _of_all(
+    name: str, values: Any, dropped: np.ndarray, group: Group, changed: Collection[str]
+) -> xr.Variable:
     """Return values of all samples: dropped ones keep theirs that have none here."""
     if isinstance(values, xr.DataArray) and values.dims != (SAMPLE,):
         raise ValueError(
@@ -168,6 +178,10 @@ def _of_all(name: str, values: Any, dropped: np.ndarray, group: Group) -> xr.Var
         )
     n_all, n_shown = len(dropped), int((~dropped).sum())
     is_whole = not dropped.any() or (hasattr(values, "__len__") and len(values) == n_all)
+    if isinstance(values, xr.DataArray):
+        others = xr.Dataset(coords=read_coords(group, {*map(str, values.coords)} - {*changed}))
+        rows = slice(None) if is_whole else ~dropped
+        require_alike(values, others.isel({SAMPLE: rows}, missing_dims="ignore"), what=name)
     new = normalise_coords({name: values}, n_all if is_whole else n_shown)[name]
     if is_whole:
         return xr.Variable((SAMPLE,), new)
