@@ -22,7 +22,7 @@ from trakdask.attribution.protocol import KINDS as ESTIMATORS
 from trakdask.attribution.protocol import Rule
 from trakdask.errors import BlockError
 from trakdask.explorer.conditions import has_terms, toggled
-from trakdask.explorer.mark_file import KINDS
+from trakdask.explorer.marks import KINDS
 from trakdask.explorer.questions import LEVEL
 from trakdask.explorer.tables import ROWS
 from trakdask.explorer.uploads import MOST_BYTES

@@ -26,7 +26,7 @@ _FIELDS = {
     "sample": {"k", "estimator", "damping"},
     "corpus": {"where", "estimator", "damping"},
     "new": set[str](),
-    "marks": {"marks_where"},
+    "marks": set[str](),
 }
 """The fields that a page has a form for, beside which their errors are shown."""
 
@@ -146,5 +146,5 @@ _PAGES: dict[str, dict[str, Callable[[Attributions, View], str]]] = {
         "graded": targets.graded,
     },
     "new": {"new": partial(render, "new_target")},
-    "marks": {"marks": training.mark_forms, "marked": training.mark_table},
+    "marks": {"marks": training.mark_lines, "marked": training.mark_table},
 }

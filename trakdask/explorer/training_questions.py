@@ -73,12 +73,12 @@ class TrainingQuestions:
     def marked(self) -> pd.DataFrame:
         """Return all marks with the ``position`` of their samples; none if none are kept."""
         if self.marks is None:
-            return pd.DataFrame({SAMPLE: [], "mark": [], "who": [], "position": []})
+            return pd.DataFrame({SAMPLE: [], "mark": [], "position": []})
         return self.marks.at(self.sample_ids)
 
     def mark_texts(self) -> pd.Series[str]:
-        """Return the marks that each training sample has from anybody, as one text."""
-        table = self.marked().drop_duplicates(["position", "mark"]).sort_values("mark")
+        """Return the marks that each training sample has, as one text."""
+        table = self.marked().sort_values("mark")
         texts = table.groupby("position")["mark"].agg(", ".join)
         return texts.reindex(self.metadata.index, fill_value="").astype(object)
 
