@@ -17,6 +17,7 @@ import xarray as xr
 
 from trakdask.checks import require_choice, shown
 from trakdask.errors import StoreBusyError
+from trakdask.explorer.computing import compute
 from trakdask.files import Folder, location, naming
 from trakdask.storage import open
 from trakdask.storage.lock import lock
@@ -228,9 +229,10 @@ class Marks:
         if self.store is not None:
             self._require_same_samples(self.table().attrs)
             stored = self._opened(self.store)
-            for rows in np.arange(stored.sizes[SAMPLE]), np.flatnonzero(~stored["dropped"].values):
-                norm = stored[NORM].isel({SAMPLE: rows})
-                if NORM in features and norm.variable.equals(features[NORM].variable):
+            lazy = [ds[NORM].data for ds in (stored, features) if NORM in ds]
+            norm, *others = compute(*lazy)
+            for rows in np.arange(len(norm)), np.flatnonzero(~stored["dropped"].values):
+                if others and np.array_equal(norm[rows], others[0], equal_nan=True):
                     return rows
         raise ValueError(
             f"expected features with labels in the coord {SAMPLE!r}, or all that td.open returns "
