@@ -25,8 +25,6 @@ _FIELDS = {
     "target": {"where", "k", "estimator", "damping"},
     "sample": {"k", "estimator", "damping"},
     "corpus": {"where", "estimator", "damping"},
-    "new": set[str](),
-    "marks": set[str](),
 }
 """The fields that a page has a form for, beside which their errors are shown."""
 
@@ -86,7 +84,7 @@ def page(attributions: Attributions, view: View, parts: Iterable[str]) -> str:
     messages = [
         f"One part of the address, {name}, was left out. {text}"
         for name, text in view.errors.items()
-        if name not in _FIELDS[view.page]
+        if name not in _FIELDS.get(view.page, ())
     ]
     content = Markup("".join(parts))
     return render("page", attributions, view, messages=messages, content=content)

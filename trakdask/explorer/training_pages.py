@@ -48,7 +48,7 @@ def targets_of_sample(attributions: Attributions, view: View) -> str:
 def forms(attributions: Attributions, view: View) -> str:
     """Return the condition and the values by which training samples can be filtered."""
     view = checked(view, "where", attributions.questions.first_row)
-    counts = [] if "where" in view.errors else attributions.questions.facets(view)
+    counts = {} if "where" in view.errors else attributions.questions.facets(view)
     return render("corpus", attributions, view, facets=counts)
 
 

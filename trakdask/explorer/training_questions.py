@@ -116,7 +116,7 @@ class TrainingQuestions:
         """Return the positions of the training samples that meet the condition of a view."""
         return np.flatnonzero(condition_mask(self._table(view), view.where))
 
-    def facets(self, view: View) -> list[tables.Facet]:
+    def facets(self, view: View) -> dict[str, tuple[pd.Series[int], int]]:
         """Return how many of the training samples that a view selects have which metadata."""
         table, names = self._table(view), self.groupings
         if self.marks is not None and (texts := self.mark_texts()).any():
