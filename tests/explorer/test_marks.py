@@ -55,9 +55,6 @@ def test_mark__is_in_the_file_once_with_its_label_and_note(tmp_path: Path) -> No
     assert marks.samples("duplicate").tolist() == [3, 1, 5]
     assert marks.samples("remove").tolist() == []
     assert [path.name for path in tmp_path.iterdir()] == ["train.marks.parquet"]
-    for texts in ({"label": 4}, {"note": b"x"}):
-        with pytest.raises(TypeError, match=r"as text, got (4|b'x'); try"):
-            marks.mark(1, "remove", **texts)
 
 
 @pytest.mark.parametrize("samples", [[3, 1, 3], ["b", "a", "b"]])
