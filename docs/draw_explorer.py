@@ -38,7 +38,8 @@ SHOTS = {
 FILM = {"width": 1000, "height": 640}
 """Size of the moving picture."""
 
-MARKED = {"Ada": ("wrong label", [2808, 4403, 3714]), "Grace": ("remove", [1122])}
+MARKED = {"wrong label": {2808: "", 4403: "9", 3714: "3"}, "remove": {1122: ""}}
+"""Samples with a mark, and their corrected labels."""
 
 
 def main() -> None:
@@ -52,8 +53,9 @@ def main() -> None:
             shutil.copytree(folder / Path(store).name, store)
         options = ["--samples", "trakdask.examples:mnist"]
         options += ["--model", "trakdask.demo:model", "--preprocess", "trakdask.demo:preprocess"]
-        for who, (kind, samples) in MARKED.items():
-            Marks.beside(stores[0], who=who).mark(samples, kind)
+        for kind, labels in MARKED.items():
+            for sample, label in labels.items():
+                Marks.beside(stores[0]).mark(sample, kind, label=label)
         command = [sys.executable, "-m", "trakdask", "explore", *stores, *options]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             try:

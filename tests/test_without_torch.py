@@ -38,8 +38,7 @@ top = td.top_k(td.score(train, targets), 3, where="source == 'web'")
 td.to_parquet(top, "top.parquet")
 td.to_zarr(td.score(train, targets), "scores.zarr")
 
-for arguments in ("verify train.zarr",):
-    app(arguments.split(), standalone_mode=False)
+app(["verify", "train.zarr"], standalone_mode=False)
 
 masks = td.evaluate.subsets(train, 8).compute()
 outputs = xr.DataArray(np.random.default_rng(0).random((8, 5)), dims=("subset", "target"))
@@ -77,3 +76,25 @@ def test_process_that_only_asks__needs_no_torch(tmp_path: Path) -> None:
         [sys.executable, "-W", "ignore", "-c", ASKS], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+EXPLORES = """
+import sys
+
+from trakdask.command_line.commands import app
+
+for page in ("targets", "target"):
+    line = f"explore train.zarr targets.zarr --view page={page} --save {page}.html"
+    app(line.split(), standalone_mode=False)
+assert not {"torch", "distributed"} & {*sys.modules}
+"""
+
+
+def test_first_pages_of_the_explorer__import_neither_torch_nor_distributed(tmp_path: Path) -> None:
+    for name, n in (("train", 60), ("targets", 8)):
+        features = td.testing.simulate_features(n, 4, 3, chunks=20)
+        td.save(features, tmp_path / f"{name}.zarr", progress=False)
+    command = [sys.executable, "-W", "ignore", "-c", EXPLORES]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "targets.html is written" in done.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections import Counter
@@ -83,6 +84,8 @@ def run(
 
 def active_client() -> Client | None:
     """Return the client that dask would compute on, if any."""
+    if "distributed" not in sys.modules:  # dask would import it to ask
+        return None
     client = getattr(get_scheduler(), "__self__", None)
     if client is None:
         return None

@@ -53,8 +53,8 @@ ROWS = [
 ]  # fmt: skip
 
 
-def mark(samples: Any, label: Any = "remove", who: Any = "") -> Callable[[Path], object]:
-    return lambda folder: Marks(folder / "m.parquet", who=who).mark(samples, label)
+def mark(samples: Any, kind: Any = "remove", **texts: Any) -> Callable[[Path], object]:
+    return lambda folder: Marks(folder / "m.parquet").mark(samples, kind, **texts)
 
 
 def marked_by_text(folder: Path) -> Marks:
@@ -71,7 +71,8 @@ def drop_marked(folder: Path) -> object:
 MARKS = [
     BadInput("Marks", "a folder", lambda folder: Marks(folder), ValueError, ["a file"]),
     BadInput("Marks", "no such folder", lambda folder: Marks(folder / "no" / "m.parquet"), FileNotFoundError, ["no/m.parquet"]),
-    BadInput("Marks", "who is no text", mark([1], who=3), TypeError, ["who", "got 3"]),
+    BadInput("Marks", "a label that is a number", mark([1], label=3), TypeError, ["label as text", "got 3", "label='3'"]),
+    BadInput("Marks", "a note in bytes", mark([1], note=b"x"), TypeError, ["note as text", "got b'x'"]),
     BadInput("Marks", "no such mark", mark([1], "remvoe"), ValueError, ["'remvoe'", "'remove'"]),
     BadInput("Marks", "samples are a mask", mark([True, False]), TypeError, ["got [True, False]"]),
     BadInput("Marks", "numbers beside text", lambda folder: marked_by_text(folder).mark(7, "remove"), TypeError, ["'a'", "7"]),

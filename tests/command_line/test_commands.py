@@ -266,7 +266,7 @@ def test_running__leaves_ctrl_c_to_the_process_of_the_user(
         thread.join()
         return nullcontext()
 
-    monkeypatch.setattr(jobs, "Client", cluster)
+    monkeypatch.setattr("distributed.Client", cluster)
     with running({"folder": str(job.parent), "cluster": {"n_workers": 2}}):
         assert printed == [b"True\n"] * 2
         assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])

@@ -51,7 +51,7 @@ def explorer(tmp_path_factory: pytest.TempPathFactory) -> Explorer:
     train = td.save(marked_features(150, 0), folder / "train.zarr", progress=False)
     return td.explore(
         train, marked_features(60, 1), samples=samples(150, 0), target_samples=samples(60, 1),
-        marks=Marks.beside(folder / "train.zarr", who="Ada"), estimator=td.Trak(damping=0.1),
+        marks=Marks.beside(folder / "train.zarr"), estimator=td.Trak(damping=0.1),
     )  # fmt: skip
 
 

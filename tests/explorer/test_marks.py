@@ -1,4 +1,4 @@
-"""Marks: the marks of everybody are there, and exactly the marked samples are dropped."""
+"""Marks: each mark is there once, and exactly the marked samples are dropped."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 import trakdask as td
 from tests.waiting import PATIENCE_S
-from trakdask.explorer import mark_file as module
-from trakdask.explorer.mark_file import KINDS
-from trakdask.explorer.marks import Marks
+from trakdask.explorer import marks as module
+from trakdask.explorer.marks import KINDS, Marks
 from trakdask.files import Folder
 from trakdask.storage.lock import lock
 
@@ -38,24 +37,50 @@ def pairs(marks: Marks) -> list[tuple[object, str]]:
     return list(zip(table["sample"].tolist(), table["mark"].tolist(), strict=True))
 
 
-def test_mark__is_in_the_file_once_for_each_person(tmp_path: Path) -> None:
-    ada = Marks(tmp_path / "train.marks.parquet", who="Ada")
-    before = pd.Timestamp.now("UTC").floor("us")
-    assert ada.mark([3, 1, 3], "duplicate") == 2
-    bob = ada.by("Bob")
-    assert bob.mark(np.array([1, 5]), "duplicate") == 2
-    assert bob.mark(1, "remove") == 1
-    assert ada.mark(1, "duplicate") == bob.mark(1, "duplicate") == 0
-    table = pd.read_parquet(ada.path)
-    assert list(table.columns) == ["sample", "mark", "who", "time"]
-    assert table["sample"].tolist() == [3, 1, 1, 5, 1]
+def test_mark__is_in_the_file_once_with_its_label_and_note(tmp_path: Path) -> None:
+    marks = Marks(tmp_path / "train.marks.parquet")
+    assert marks.mark([3, 1, 3], "duplicate", note="of 7") == 2
+    assert marks.mark(np.array([1, 5]), "duplicate") == 1
+    assert marks.mark(1, "wrong label", label="<b>4</b>") == 1
+    assert marks.mark([1, 3], "duplicate", note="of 8", label="") == 2
+    assert marks.mark([1, 3], "duplicate", note="of 8") == marks.mark(5, "duplicate") == 0
+    table = pd.read_parquet(marks.path)
+    assert list(table.columns) == ["sample", "mark", "label", "note"]
+    assert table.values.tolist() == [
+        [3, "duplicate", "", "of 8"], [1, "duplicate", "", "of 8"],
+        [5, "duplicate", "", ""], [1, "wrong label", "<b>4</b>", ""],
+    ]  # fmt: skip
     assert table["sample"].dtype == np.int64
-    assert table["mark"].tolist() == ["duplicate"] * 4 + ["remove"]
-    assert table["who"].tolist() == ["Ada", "Ada", "Bob", "Bob", "Bob"]
-    assert table["time"].between(before, pd.Timestamp.now("UTC")).all()
-    assert ada.samples("duplicate").tolist() == [3, 1, 5]
-    assert ada.samples("wrong label").tolist() == []
+    pd.testing.assert_frame_equal(marks.table(), table)
+    assert marks.samples("duplicate").tolist() == [3, 1, 5]
+    assert marks.samples("remove").tolist() == []
     assert [path.name for path in tmp_path.iterdir()] == ["train.marks.parquet"]
+
+
+@pytest.mark.parametrize("samples", [[3, 1, 3], ["b", "a", "b"]])
+def test_table__of_the_former_version(tmp_path: Path, samples: list[Any]) -> None:
+    former = pd.DataFrame({"sample": samples, "mark": "remove", "who": ["", "Ada", "Bob"]})
+    former["time"] = pd.Timestamp.now("UTC")
+    former.attrs = {"source": "a", "samples": 4}
+    former.to_parquet(tmp_path / "m.parquet", index=False)
+    marks = Marks(tmp_path / "m.parquet")
+    assert marks.table().values.tolist() == [[x, "remove", "", ""] for x in samples[:2]]
+    assert marks.table().attrs == former.attrs
+    assert marks.mark(samples[1:], "remove", note="seen") == 2
+    assert marks.unmark(samples[0], "remove") == 1
+    assert pd.read_parquet(marks.path).values.tolist() == [[samples[1], "remove", "", "seen"]]
+
+
+def test_undo__leaves_what_another_process_has_changed_since(tmp_path: Path) -> None:
+    ada, bob = (Marks(tmp_path / "m.parquet") for _ in range(2))
+    ada.mark([1, 2], "remove")
+    bob.mark(1, "remove", note="kept")
+    assert ada.undo() == 1
+    assert ada.table().values.tolist() == [[1, "remove", "", "kept"]]
+    bob.unmark(1, "remove")
+    ada.mark(1, "remove")
+    assert bob.undo() == 0
+    assert pairs(bob) == [(1, "remove")]
 
 
 def test_mark__samples_known_by_text_after_numbers_are_taken_back(tmp_path: Path) -> None:
@@ -73,41 +98,40 @@ def test_mark__samples_known_by_text_after_numbers_are_taken_back(tmp_path: Path
 
 CHANGES = st.tuples(
     st.sampled_from(["mark", "unmark", "undo"]),
-    st.integers(0, 1),
     st.lists(st.integers(0, 4), max_size=3),
     st.sampled_from(KINDS),
+    st.fixed_dictionaries({}, optional=dict.fromkeys(("label", "note"), st.sampled_from("ab"))),
 )
 
 
 @given(st.lists(CHANGES, max_size=12))
-def test_marks__are_a_set_for_each_person_with_undo(tmp_path_factory, changes) -> None:
-    """The oracle is a Python set for each person, and a stack of sets before each change."""
-    first = Marks(tmp_path_factory.mktemp("marks") / "m.parquet", who="0")
-    people = [first, first.by("1")]
-    expected: list[set[tuple[int, str]]] = [set(), set()]
-    stacks: list[list[set[tuple[int, str]]]] = [[], []]
-    for kind, who, samples, label in changes:
-        before, keys = expected[who], {(sample, label) for sample in samples}
-        after = before | keys if kind == "mark" else before - keys
-        if kind == "undo":
-            after = stacks[who].pop() if stacks[who] else before
-        elif after != before:
-            stacks[who].append(before)
-        expected[who] = after
-        arguments = () if kind == "undo" else (samples, label)
-        assert getattr(people[who], kind)(*arguments) == len(before ^ after)
-        rows = first.table()[["who", "sample", "mark"]].values.tolist()
-        assert sorted(map(tuple, rows)) == sorted(
-            (str(person), *key) for person in (0, 1) for key in expected[person]
-        )
-    marked = sorted({sample for keys in expected for sample, mark in keys if mark == KINDS[0]})
-    assert sorted(first.samples(KINDS[0])) == marked
+def test_marks__are_a_mapping_with_undo(tmp_path_factory, changes) -> None:
+    """The oracle is a dict from a sample and its mark to texts, and a stack of such dicts."""
+    marks = Marks(tmp_path_factory.mktemp("marks") / "m.parquet")
+    expected: dict[tuple[int, str], dict[str, str]] = {}
+    stack: list[dict[tuple[int, str], dict[str, str]]] = []
+    for kind, samples, mark, texts in changes:
+        before, keys = expected, dict.fromkeys((sample, mark) for sample in samples)
+        if kind == "mark":
+            empty = {"label": "", "note": ""}
+            expected = before | {key: before.get(key, empty) | texts for key in keys}
+        elif kind == "unmark":
+            expected = {key: before[key] for key in before if key not in keys}
+        elif stack:
+            expected = stack.pop()
+        if kind != "undo" and expected != before:
+            stack.append(before)
+        arguments = () if kind == "undo" else (samples, mark)
+        count = getattr(marks, kind)(*arguments, **(texts if kind == "mark" else {}))
+        assert count == sum(before.get(k) != expected.get(k) for k in {*before, *expected})
+        rows = marks.table().set_index(["sample", "mark"]).to_dict("index")
+        assert rows == expected
 
 
 MARK_MANY = """
-marks = Marks(path, who=str(start))
+marks = Marks(path)
 for sample in range(start, start + 5):
-    marks.mark([sample, 1000], "duplicate")
+    marks.mark([sample, 1000], "duplicate", note=str(start))
 """
 
 
@@ -120,10 +144,9 @@ def test_mark__by_threads_and_processes_at_once_loses_nothing(tmp_path: Path) ->
             pool.submit(exec, MARK_MANY, {"Marks": Marks, "path": path, "start": start})
     assert process.wait(PATIENCE_S) == 0
     table = Marks(path).table()
-    got = sorted(zip(table["who"], table["sample"], strict=True))
-    assert got == sorted(
-        (str(start), i) for start in (0, 5, 10, 15) for i in (*range(start, start + 5), 1000)
-    )
+    assert sorted(table["sample"]) == [*range(20), 1000]
+    each = table[table["sample"] < 1000]
+    assert each["note"].tolist() == [str(i // 5 * 5) for i in each["sample"]]
 
 
 def full_disk(*_: object) -> None:
@@ -160,7 +183,7 @@ def test_where__drops_what_is_marked_also_after_an_earlier_drop(store: Path) -> 
     marks.mark(marks.ids(td.open(store))[[2, 5]], "remove")
     left = td.drop(store, where=marks.where("remove"))
     np.testing.assert_array_equal(left.output, np.delete(outputs, [2, 5], axis=0))
-    again = marks.by("Bob")
+    again = Marks.beside(store)
     again.mark(again.ids(left)[[0, 2, 7]], "remove")  # rows 0, 3 and 9 of the store
     assert again.samples("remove").tolist() == [2, 5, 0, 3, 9]
     left = td.drop(store, where=again.where("remove"))
@@ -240,7 +263,7 @@ def test_marks__of_a_store_at_a_url() -> None:
     store = f"memory://{uuid4().hex}/train.zarr"
     features = td.testing.simulate_features(n_samples=10, proj_dim=4)
     opened = td.save(features, store, progress=False)
-    marks = Marks.beside(store, who="Ada")
+    marks = Marks.beside(store)
     assert marks.path == store.replace("train.zarr", "train.marks.parquet")
     assert marks.mark(marks.ids(opened)[[7, 2]], "remove") == 2
     assert td.drop(store, where=marks.where("remove")).sizes["sample"] == 8
@@ -260,7 +283,7 @@ def test_marks__on_s3_are_made_by_several_at_once() -> None:
         fs, path = Folder("s3://marks", options)._fs()
         fs.mkdir(path)
         marks = Marks("s3://marks/m.parquet", storage_options=options)
-        makers = [marks.by(f"user {i}") for i in range(3)]
+        makers = [Marks(marks.path, storage_options=options) for _ in range(3)]
         with ThreadPoolExecutor(3) as pool:
             done = pool.map(lambda i: makers[i].mark([i, 100 + i], "remove"), range(3))
             assert list(done) == [2] * 3

@@ -1,8 +1,9 @@
-"""Marks in a real browser: buttons, keys, other people, and a server that stops."""
+"""Marks in a real browser: buttons, keys, downloads, and a server that stops."""
 
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -15,23 +16,18 @@ from trakdask.explorer import Explorer, View
 from trakdask.explorer.app import Session
 
 
-def test_marks__are_in_the_file_beside_other_people_s_and_undone_on_any_page(
+def test_marks__are_in_the_file_and_undone_on_any_page(
     explorer: Explorer, url: str, tab: Tab
 ) -> None:
-    bob = explorer.marks.by("Bob")
-    bob.mark([5], "remove")
     tab.open(f"{url}?page=sample&sample=5", "Training sample 5")
     button = tab.page.locator("button[data-mark='remove']")
     assert button.get_attribute("aria-pressed") == "false"
-    after = button.evaluate("node => getComputedStyle(node, '::after').content")
-    assert after == '" +1"'
-    assert "also marked by Bob" in button.get_attribute("title")
     for kind in ("wrong label", "duplicate", "remove"):
         tab.page.click(f"button[data-mark='{kind}']")
         tab.page.wait_for_selector(f"text=Sample 5 is marked as {kind}.")
     assert tab.page.locator("button[aria-pressed=true]").count() == 3
     table = pd.read_parquet(explorer.marks.path)
-    assert table[["sample", "mark", "who"]].values.tolist()[1] == [5, "wrong label", "Ada"]
+    assert table.values.tolist()[0] == [5, "wrong label", "", ""]
     tab.page.keyboard.press("Control+z")
     tab.page.wait_for_selector("button:text-is('Undo (2)')")
     tab.page.click("nav >> text=Targets")
@@ -45,8 +41,7 @@ def test_marks__are_in_the_file_beside_other_people_s_and_undone_on_any_page(
             f"() => {{ {ROOT}; return root.querySelectorAll('[data-undo]').length === {left} }}"
         )
     assert "sample 5 is undone" in tab.page.inner_text("[data-said]")
-    assert explorer.marks.table()["who"].tolist() == ["Bob"]
-    bob.unmark([5], "remove")
+    assert explorer.marks.table().empty
 
 
 def test_server_that_stops__is_told_of_and_marks_are_sent_when_it_is_back(
@@ -78,7 +73,7 @@ def test_server_that_stops__is_told_of_and_marks_are_sent_when_it_is_back(
         with served(explorer, int(re.search(r":(\d+)/", url)[1])):
             tab.page.wait_for_selector("[role=alert]", state="detached")
             tab.wait("Training sample 7")
-            tab.page.wait_for_selector("text=no longer marked as duplicate by you")
+            tab.page.wait_for_selector("text=no longer marked as duplicate")
             assert explorer.marks.table()[["sample", "mark"]].values.tolist() == [[7, "remove"]]
             pressed = tab.page.locator("button[aria-pressed=true]").all_inner_texts()
             assert pressed == ["remove"]
@@ -124,11 +119,29 @@ def test_keys__reach_and_mark_samples_and_turn_pages(
     tab.wait("Target 2")
 
 
-def test_marks_of_others__appear_while_a_page_is_open(
+def test_page_of_marks__keeps_what_is_typed_and_downloads_the_table(
     explorer: Explorer, url: str, tab: Tab
 ) -> None:
-    tab.open(f"{url}?page=sample&sample=11", "Training sample 11")
-    explorer.marks.by("Bob").mark([11], "duplicate")
-    tab.page.wait_for_selector("button[data-others=' +1']")
-    explorer.marks.by("Bob").unmark([11], "duplicate")
-    tab.page.wait_for_selector("button[data-others=' +1']", state="detached")
+    explorer.marks.mark([11, 3], "wrong label")
+    tab.open(f"{url}?page=marks", "Marks")
+    page = tab.page
+    page.fill("[aria-label='Corrected label of sample 11, wrong label']", "4, 1 or 7")
+    page.keyboard.press("Tab")
+    page.wait_for_selector("text=The label of sample 11 is kept.")
+    page.keyboard.type("a note")  # in the next field, which was not drawn again
+    page.keyboard.press("Tab")
+    page.wait_for_selector("text=The note of sample 11 is kept.")
+    expected = [[11, "wrong label", "4, 1 or 7", "a note"], [3, "wrong label", "", ""]]
+    readers = {"CSV": partial(pd.read_csv, keep_default_na=False), "Parquet": pd.read_parquet}
+    for kind, read in readers.items():
+        with page.expect_download() as download:
+            page.click(f"text=Download as {kind}")
+        assert download.value.suggested_filename == f"train.marks.{kind.lower()}"
+        assert read(download.value.path()).values.tolist() == expected
+    page.reload()
+    tab.wait("Marks")
+    fields = page.locator("td input").evaluate_all("all => all.map((field) => field.value)")
+    assert fields == ["", "", "4, 1 or 7", "a note"]  # the newest mark first
+    page.click("[aria-label='Take back: sample 11 as wrong label']")
+    page.wait_for_selector("text=Sample 11 is no longer marked as wrong label.")
+    explorer.marks.unmark(3, "wrong label")

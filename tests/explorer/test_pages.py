@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,7 +45,7 @@ def explorer(tmp_path: Path) -> Explorer:
     notes = np.array([f"{EVIL} {i}" for i in range(30)], object)
     features = train.assign_coords(note=("sample", notes), sample=("sample", notes))
     images = td.from_arrays({"image": np.ones((30, 1, 4, 4), "f4")})
-    marks = Marks(tmp_path / "marks.parquet", who=EVIL)
+    marks = Marks(tmp_path / "marks.parquet")
     return td.explore(
         features, targets, samples=images, marks=marks, estimator=td.Trak(damping=0.1)
     )
@@ -167,10 +166,12 @@ def test_save_html__of_a_folder(explorer: Explorer, tmp_path: Path) -> None:
 def test_marks__are_listed_as_text(explorer: Explorer) -> None:
     view = View(page="marks")
     assert "No sample is marked" in html_of(explorer, view)
-    explorer.marks.mark([f"{EVIL} 2", "=1+1", f"{EVIL} 5"], "remove")
+    texts = {"label": EVIL, "note": f'"{EVIL}'}
+    explorer.marks.mark([f"{EVIL} 2", "=1+1", f"{EVIL} 5"], "remove", **texts)
     html = html_of(explorer, view)
     assert "<script" not in html
-    assert unescape(html).count(f"<td>{EVIL}</td>") == 2  # who marked two samples
+    fields = [tag for tag in Tags(html).all("input") if tag["name"] in texts]
+    assert [tag["value"] for tag in fields] == [*texts.values()] * 2
     assert "sample=2" in html
 
 

@@ -84,12 +84,11 @@ def test_duplicates__are_found_by_their_features() -> None:
 
 
 def test_conditions__may_name_numbers_and_marks(tmp_path: Path) -> None:
-    marks = Marks(tmp_path / "m.parquet", who="Ada")
+    marks = Marks(tmp_path / "m.parquet")
     marked = Questions(FEATURES.assign_coords(sample=range(N)), TARGETS, TRAK, marks=marks)
-    assert "mark" not in [facet.name for facet in marked.facets(View())]
+    assert "mark" not in marked.facets(View())
     marks.mark([4, 9], "remove")
-    marks.by("Bob").mark([9], "duplicate")
-    marks.by("Bob").mark([9], "remove")
+    Marks(tmp_path / "m.parquet").mark([9], "duplicate")
 
     def selected(where: str) -> list[int]:
         return marked.selected(View(page="corpus", where=where)).tolist()
@@ -98,7 +97,7 @@ def test_conditions__may_name_numbers_and_marks(tmp_path: Path) -> None:
     assert selected("mark == 'duplicate, remove'") == [9]
     assert len(selected("mark == ''")) == N - 2
     assert sorted(marked.top(View(where="mark != ''"))["sample"]) == [4, 9]
-    counts = marked.facets(View())[-1].counts
+    counts = marked.facets(View())["mark"][0]
     assert counts.to_dict() == {"": N - 2, "remove": 1, "duplicate, remove": 1}
     marks.undo()
     assert selected("mark != ''") == [9]  # at once: marks are never kept

@@ -191,10 +191,7 @@ def gram_matrix(
     matrix, gradient = held[GRAM], held.get(LOSS_GRADIENT)
     assert matrix is not None, "it is stored, or a sum"
     if (chooses_damping or decomposed) and factors is None:
-        p, dtype = features.sizes[PROJ_DIM], features["feature"].dtype
-        k = arrays.spectra.component_count(estimator.rank(n, features), p, dtype)
-        require_eigenvectors(p, k)
-        factors = arrays.spectra.eigenvectors(matrix, labels, k)
+        factors = decomposition(features, estimator, matrix, n)
     spectrum = factors and arrays.spectra.spectrum(*factors, gradient, n, labels)
     return GramMatrix(matrix, n, labels, estimator, is_stored, spectrum)
 
@@ -242,6 +239,16 @@ def require_eigenvectors(proj_dim: int, n_component: int) -> None:
         "try fewer columns, larger workers, or an estimator with a damping of yours, which needs "
         "none",
     )
+
+
+def decomposition(
+    features: xr.Dataset, estimator: GramEstimator, matrix: da.Array, n: int
+) -> tuple[da.Array, da.Array]:
+    """Return the lazy eigenvalues and eigenvectors of the gram matrix of n samples."""
+    p, dtype = features.sizes[PROJ_DIM], features["feature"].dtype
+    k = arrays.spectra.component_count(estimator.rank(n, features), p, dtype)
+    require_eigenvectors(p, k)
+    return arrays.spectra.eigenvectors(matrix, checkpoint_names(features), k)
 
 
 def of_gram(features: xr.Dataset, estimator: GramEstimator) -> GramEstimator:

@@ -132,7 +132,6 @@ def explore(
     marks: Annotated[
         str | None, typer.Option(help="File or URL of marks; by default beside the store.")
     ] = None,
-    who: Annotated[str, typer.Option(help="The name that is written beside your marks.")] = "",
     model: Annotated[
         str | None,
         typer.Option(help="package.module:function, which returns the td.Model: for new targets."),
@@ -192,7 +191,7 @@ def explore(
         if model is not None:
             options["model"] = options["model"]()
         kept = Marks.beside(store) if marks is None else Marks(marks, store=store)
-        explorer = td.explore(features, target_features, marks=kept.by(who), **options)
+        explorer = td.explore(features, target_features, marks=kept, **options)
         shown = View.from_query(view)
         if shown.errors:
             problems = "; ".join(f"{name}: {text}" for name, text in shown.errors.items())

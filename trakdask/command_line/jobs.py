@@ -11,13 +11,11 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, chdir, contextmanager
 from multiprocessing import resource_tracker
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xarray as xr
-from distributed import Client
 
 import trakdask as td
-from trakdask import projection
 from trakdask.attribution import estimators
 from trakdask.checks import import_callable, require_choice
 from trakdask.command_line.configuration import (
@@ -32,18 +30,16 @@ from trakdask.command_line.configuration import (
 from trakdask.command_line.samples import called, expanded, named, of_kind
 from trakdask.command_line.samples import described as samples_of
 from trakdask.files import location
-from trakdask.fits.components import sketch_for
-from trakdask.projection.fitted import Components, Fitted
 from trakdask.provenance import as_text
 
-_PROJECTORS = {
-    kind: getattr(projection, kind) for kind in ("SJLT", "Rademacher", "Mask", "FastJL", "Identity")
-}
+if TYPE_CHECKING:  # functions import what needs torch or distributed: `explore` may need neither
+    from distributed import Client
+
+_PROJECTORS = ("SJLT", "Rademacher", "Mask", "FastJL", "Identity")
 _FIT = "fit"
 """The kind of a projector that is fitted to the training samples."""
 _OF_FITS = ("gradients", "batch_size", "dtype", "device")
 """Options of ``featurize`` that a fit has, too."""
-_DEFAULTS = {name: p.default for name, p in inspect.signature(td.fit).parameters.items()}
 
 STORES = {"data": "train", "targets": "targets"}
 """The sections of samples, and the names of their stores."""
@@ -78,6 +74,8 @@ def running(configuration: Configuration) -> Iterator[None]:
 
 
 def _client(options: dict[str, Any]) -> Client:
+    from distributed import Client
+
     if "address" in options:
         require_form("address", options["address"], str, remedy="address: tcp://10.0.0.1:8786")
         return Client(**{"timeout": 30, **options})
@@ -127,7 +125,10 @@ def features(
     described = section(configuration, "projector")
     has_components = described.get("components", True)
     if described.get("kind") == _FIT and has_components and not fits:  # its columns
-        asked = [described.get(name, _DEFAULTS[name]) for name in ("proj_dim", "n_samples")]
+        from trakdask.projection.fitted import Components, Fitted
+
+        fit = inspect.signature(td.fit).parameters
+        asked = [described.get(name, fit[name].default) for name in ("proj_dim", "n_samples")]
         steps = projector, Components(min(*asked, lazy.sizes["sample"]))
         lazy.attrs |= as_text({"projector": Fitted(steps).spec()})
     return lazy
@@ -137,14 +138,18 @@ def _projector(
     configuration: Configuration, samples: xr.Dataset, model: td.Model, fits: bool
 ) -> Any:
     """Return the projector of a section, which is fitted unless the store of features has it."""
+    from trakdask import projection
+    from trakdask.fits.components import sketch_for
+
     described = section(configuration, "projector")
     if not described:
         return None
+    kinds = {kind: getattr(projection, kind) for kind in _PROJECTORS}
     if described.get("kind") != _FIT:
-        return of_kind(described, {_FIT: td.fit, **_PROJECTORS})
+        return of_kind(described, {_FIT: td.fit, **kinds})
     del described["kind"]
     if isinstance(sketch := described.get("sketch"), dict):
-        described["sketch"] = of_kind(dict(sketch), _PROJECTORS)
+        described["sketch"] = of_kind(dict(sketch), kinds)
     if not fits:
         return described.get("sketch", sketch_for(model))
     options: dict[str, Any] = {"store": section(configuration, "stores")["train"], **described}

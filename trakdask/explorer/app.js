@@ -5,18 +5,13 @@ export function render({ model }) {
   root.className = "trakdask"
 
   const mark = () => {
-    const keys = Object.keys(model.marked)
+    const marked = new Set(model.marked)
     for (const button of root.querySelectorAll("button[data-key]")) {
-      const people = model.marked[`${button.dataset.sample} ${button.dataset.mark}`] ?? []
-      const others = people.filter((who) => who !== model.who)
-      button.setAttribute("aria-pressed", people.includes(model.who))
-      button.dataset.others = others.length ? ` +${others.length}` : ""
-      const names = others.map((who) => who || "somebody without a name").join(", ")
-      button.title = `Key ${button.dataset.key}${names && `; also marked by ${names}`}`
+      button.setAttribute("aria-pressed", marked.has(`${button.dataset.sample} ${button.dataset.mark}`))
     }
     for (const count of root.querySelectorAll("[data-count]")) {
-      count.textContent = new Set(keys.map((key) => key.split(" ")[0])).size
-      count.hidden = !keys.length
+      count.textContent = new Set(model.marked.map((key) => key.split(" ")[0])).size
+      count.hidden = !marked.size
     }
   }
 
@@ -216,8 +211,9 @@ export function render({ model }) {
       model.send_msg({ undo: true })
       return
     }
-    if (event.target.closest("button[data-save]")) {
-      model.send_msg({ save: true })
+    const saving = event.target.closest("button[data-save]")
+    if (saving) {
+      model.send_msg({ save: saving.dataset.save })
       return
     }
     const link = event.target.closest("a[href^='?']")
@@ -232,12 +228,15 @@ export function render({ model }) {
     else go(`?${new URLSearchParams(new FormData(event.target))}`)
   })
   root.addEventListener("change", (event) => {
-    if (event.target.matches("select")) event.target.form.requestSubmit()
+    const { name, value, dataset: { mark, sample } } = event.target
+    if (mark) sendMark({ mark, sample: Number(sample), wanted: true, [name]: value })
+    else if (event.target.matches("select")) event.target.form.requestSubmit()
   })
   const save = () => {
-    for (const [name, html] of Object.entries(model.saved)) {
+    for (const [name, text] of Object.entries(model.saved)) {
+      const bytes = Uint8Array.from(window.atob(text), (character) => character.charCodeAt(0))
       const link = document.createElement("a")
-      link.href = URL.createObjectURL(new Blob([html], { type: "text/html" }))
+      link.href = URL.createObjectURL(new Blob([bytes]))
       link.download = name
       link.click()
       URL.revokeObjectURL(link.href)
@@ -248,8 +247,6 @@ export function render({ model }) {
     model.send_msg({ query: window.location.search })
     restoring = event.state?.top === undefined ? null : event.state
   }
-  // Others may mark samples while this page is open.
-  const looking = setInterval(() => isLost || document.hidden || model.send_msg({ look: true }), 4000)
   const press = (event) => {
     const isTyping = event.composedPath()[0].matches?.("input:not([type=checkbox]), textarea, select")
     if (isLost || isTyping || event.shiftKey || event.altKey) return
@@ -279,7 +276,6 @@ export function render({ model }) {
   model.on("remove", () => {
     window.removeEventListener("popstate", back)
     keys.removeEventListener("keydown", press)
-    clearInterval(looking)
   })
   model.on("html", draw)
   model.on("marked", mark)

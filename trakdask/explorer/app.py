@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, ClassVar
 
 import panel as pn
@@ -19,6 +20,7 @@ from trakdask.explorer.attributions import Attributions
 from trakdask.explorer.common import marked_at_once
 from trakdask.explorer.computing import Abandoned, Computation
 from trakdask.explorer.html import STYLE, count, plain_message, render
+from trakdask.explorer.marks import Marks
 from trakdask.explorer.pages import Section, answer, document, frame, page, sections
 from trakdask.explorer.view import View
 from trakdask.variables import SAMPLE
@@ -37,10 +39,9 @@ class LinkedHTML(JSComponent):
     html = param.String(doc="Escaped HTML; each section of it is replaced on its own.")
     query = param.String(doc="The view, as the part of a URL after '?'.")
     names = param.List([*vars(View())], doc="Parameters of the URL of a view.")
-    marked = param.Dict({}, doc="Who has made which marks, by '7 wrong label'.")
-    who = param.String(doc="Whose marks the buttons make and take back.")
+    marked = param.List([], doc="Which samples have which marks, as in '7 wrong label'.")
     said = param.Dict({}, doc="A message about a mark, and how many changes can be undone.")
-    saved = param.Dict({}, doc="A file that the browser is to save, by its name.")
+    saved = param.Dict({}, doc="A file that the browser is to save, as base64, by its name.")
     follows_address = param.Boolean(False, doc="Whether the address of the page is the view's.")
 
     _esm: ClassVar[Any] = Path(__file__).parent / "app.js"
@@ -69,7 +70,9 @@ class Session:
             view = View.from_query(location.search if location else "")
         self.view = view
         marks = attributions.marks
-        self._marks = None if marks is None else marks.by(marks.who)
+        self._marks = marks and Marks(  # which undoes what was marked in this tab
+            marks.path, store=marks.store, storage_options=marks.storage_options
+        )
         # For each change of marks that is not undone: the position of its sample or −1, and words.
         self._changes: list[tuple[int, str]] = []
         self._answered = 0  # when the browser sent the last mark, by its clock
@@ -77,7 +80,6 @@ class Session:
             sizing_mode="stretch_width",
             follows_address=location is not None,
             marked=self._marked(),
-            who="" if marks is None else marks.who,
         )
         self.page.told = self._told
         self._computation = Computation()
@@ -163,35 +165,43 @@ class Session:
             self._mark(message)
         elif "undo" in message:
             self._undo()
-        elif "look" in message:
-            self._look()
-        elif 'aria-busy="true"' in self.page.html:
+        elif message["save"] == "html" and 'aria-busy="true"' in self.page.html:
             self._say(-1, "This view is not complete yet; save it when it is.")
         else:
-            threading.Thread(target=self._save, args=(self.view,), daemon=True).start()
+            arguments = self.view, message["save"]
+            threading.Thread(target=self._save, args=arguments, daemon=True).start()
 
-    def _save(self, view: View) -> None:
-        """Send a view as a file for the browser to keep."""
-        name = f"trakdask {view.name}.html".replace(" ", "-")
+    def _save(self, view: View, kind: str) -> None:
+        """Send a view, or all marks, as a file for the browser to keep."""
         try:
             with self.attributions.computing():
-                files = {name: document(self.attributions, view)}
+                if kind == "html":
+                    name = f"trakdask {view.name}.html".replace(" ", "-")
+                    content = document(self.attributions, view).encode()
+                else:
+                    assert self._marks is not None
+                    name = f"{PurePath(self._marks.path).stem}.{kind}"
+                    content = self._marks.table().to_parquet(index=False)
+                    if kind == "csv":
+                        content = self._marks.table().to_csv(index=False).encode()
         except Exception as err:
             message = plain_message(err)
             return self._later(lambda: self._say(-1, message))
 
         def send() -> None:
             self.page.saved = {}  # the same file again is a change, too
-            self.page.saved = files
+            self.page.saved = {name: b64encode(content).decode()}
 
         self._later(send)
 
     def _mark(self, message: Mapping[str, Any]) -> None:
-        """Let one sample, or all of a section, have a mark of this person or not; say so.
+        """Let one sample, or all of a section, have a mark or not; say so.
 
-        The message has the state that is wanted, because the same message may come twice.
+        The message has the state that is wanted, because the same message may come twice. It may
+        have the corrected label, or a note, as they were typed.
         """
-        label, wanted = str(message["mark"]), bool(message["wanted"])
+        mark, wanted = str(message["mark"]), bool(message["wanted"])
+        texts = {name: message[name] for name in ("label", "note") if name in message}
         place, what, be = -1, "", "are"
         n = self.attributions.features.sizes[SAMPLE]
         try:
@@ -206,14 +216,18 @@ class Session:
             what = count(len(positions), "sample")
             if len(positions) == 1:
                 place, what, be = positions[0], f"sample {positions[0]}", "is"
+            ids = self.attributions.questions.sample_ids[positions].tolist()
             change = self._marks.mark if wanted else self._marks.unmark
-            if change(self.attributions.questions.sample_ids[positions].tolist(), label):
+            if change(ids, mark, **texts):
                 self._changes.append((place, what))
         except Exception as err:
             self._say(place, plain_message(err))
         else:
-            marked = f"marked as {label}" if wanted else f"no longer marked as {label} by you"
-            self._say(place, f"{what.capitalize()} {be} {marked}.")
+            marked = f"marked as {mark}" if wanted else f"no longer marked as {mark}"
+            text = f"{what.capitalize()} {be} {marked}."
+            if texts:  # the page has them already, and perhaps more that is being typed
+                text = f"The {' and the '.join(texts)} of {what} is kept."
+            self._say(place, text, is_drawn=bool(texts))
 
     def _undo(self) -> None:
         """Take back the last change that was made here, and say so."""
@@ -230,26 +244,18 @@ class Session:
         text = f"The last change of {what} is undone."
         self._say(place, text if has_changed else "Somebody else has undone this already.")
 
-    def _marked(self) -> dict[str, list[str]]:
-        """Return who has made which mark, by the position of the sample and the mark."""
-        people: dict[str, list[str]] = {}
+    def _marked(self) -> list[str]:
+        """Return the positions of marked samples with their marks."""
         with suppress(OSError, ValueError):  # the error is shown when somebody marks a sample
             table = self.attributions.questions.marked()
-            for position, mark, who in table[["position", "mark", "who"]].values:
-                people.setdefault(f"{position} {mark}", []).append(who)
-        return people
+            return [f"{position} {mark}" for position, mark in table[["position", "mark"]].values]
+        return []
 
-    def _look(self) -> None:
-        """Show marks that others have made in the meantime."""
-        before, self.page.marked = self.page.marked, self._marked()
-        if before != self.page.marked and self.view.page == "marks":
-            self.go(self.view)
-
-    def _say(self, position: int, text: str) -> None:
+    def _say(self, position: int, text: str, *, is_drawn: bool = False) -> None:
         self.page.marked = self._marked()
         undo, answered = len(self._changes), self._answered
         self.page.said = {"sample": position, "text": text, "undo": undo, "answered": answered}
-        if self.view.page == "marks":
+        if self.view.page == "marks" and not is_drawn:
             self.go(self.view)
 
     def explain(self, content: Mapping[str, str]) -> None:

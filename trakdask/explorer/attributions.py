@@ -13,11 +13,10 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import xarray as xr
-from distributed import Client
 
 from trakdask.explorer.computing import compute
 from trakdask.explorer.marks import Marks
@@ -26,6 +25,9 @@ from trakdask.explorer.questions import Questions
 from trakdask.plots.galleries import Normalize, as_colours, grey_limits
 from trakdask.samples.token_texts import Text, token_texts
 from trakdask.variables import SAMPLE
+
+if TYPE_CHECKING:
+    from distributed import Client
 
 _LEAST_SIDE = 4
 """Arrays with fewer rows or columns are no images."""

@@ -81,16 +81,9 @@ def order(attributions: Attributions, view: View, section: str) -> str:
     return attributions.questions.training.loss if view.order == "loss" else view.order
 
 
-def all_marks(attributions: Attributions) -> pd.DataFrame:
-    """Return all marks, newest first, with times that a condition can name."""
-    table = attributions.questions.marked().iloc[::-1].reset_index(drop=True)
-    return table.assign(time=table["time"].dt.tz_localize(None))
-
-
-def marked(attributions: Attributions, view: View) -> pd.DataFrame:
-    """Return the marks that a view selects, newest first."""
-    table = all_marks(attributions)
-    return table[condition_mask(table, view.marks_where)]
+def marked(attributions: Attributions) -> pd.DataFrame:
+    """Return all marks of the training samples, newest first."""
+    return attributions.questions.marked().iloc[::-1].reset_index(drop=True)
 
 
 def samples_of(attributions: Attributions, view: View, name: str) -> np.ndarray:
@@ -113,7 +106,7 @@ def samples_of(attributions: Attributions, view: View, name: str) -> np.ndarray:
         case "duplicates":
             return questions.duplicates(view)["sample"].to_numpy()
         case "marked":
-            return marked(attributions, view)["position"].unique()
+            return marked(attributions)["position"].unique()
     raise ValueError(f"There are no samples to mark in {name!r:.60}.")
 
 

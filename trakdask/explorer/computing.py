@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dask
 import dask.array as da
 import xarray as xr
-from dask.base import get_scheduler
-from distributed import Client, Future, futures_of, wait
+from dask import threaded
 
 from trakdask.execution import active_client
+
+if TYPE_CHECKING:  # functions import distributed, which is slow and threads do not need
+    from distributed import Client, Future
 
 _ASKED_EVERY_S = 0.2
 """How often a cluster is asked how far it is, and a click is noticed while it computes."""
@@ -60,16 +63,19 @@ class Computation:
         self.require_wanted()
         if (client := active_client()) is not None:
             return self._on_cluster(client, lazy)
-        if get_scheduler() is not None:  # synchronous, or somebody's own
+        if dask.config.get("scheduler", None) is not None:  # synchronous, or somebody's own
             return dask.compute(*lazy)  # type: ignore[no-any-return]
         watch = (None, None, self._before_task, self._after_task, None)
         # Threads of BLAS inside threads of dask would wait for each other: ten times as slow.
         with _ONE_THREAD:
+            # The function, because dask would import distributed for the name of a scheduler.
             return dask.compute(  # type: ignore[no-any-return]
-                *lazy, scheduler="threads", callbacks=[watch]
+                *lazy, scheduler=threaded.get, callbacks=[watch]
             )
 
     def _on_cluster(self, client: Client, lazy: tuple[Any, ...]) -> tuple[Any, ...]:
+        from distributed import Future
+
         results = client.compute(list(lazy))
         futures = [result for result in results if isinstance(result, Future)]  # numpy stays numpy
         try:
@@ -83,6 +89,8 @@ class Computation:
 
         They are released and not cancelled then: equal tasks of another user go on.
         """
+        from distributed import wait
+
         total = 0
         while not all(future.done() for future in futures):
             self.require_wanted()
@@ -162,6 +170,8 @@ def persist(*lazy: da.Array) -> tuple[da.Array, ...]:
 
 
 def _persisted_on(client: Client, lazy: tuple[da.Array, ...]) -> tuple[da.Array, ...]:
+    from distributed import futures_of
+
     kept = tuple(dask.persist(*lazy))
     futures = futures_of(kept)
     try:
@@ -181,6 +191,10 @@ def released_if_failed(array: xr.Dataset) -> bool:
     This happens if workers die again and again while they compute them once more. The cluster then
     forgets the error, so that a new :func:`persist` can succeed.
     """
+    if "distributed" not in sys.modules:  # whose import takes long, and which made no future then
+        return False
+    from distributed import futures_of
+
     futures = futures_of(array)
     has_failed = any(future.status in ("error", "cancelled") for future in futures)
     if has_failed:

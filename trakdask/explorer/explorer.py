@@ -18,7 +18,7 @@ from trakdask.explorer.attributions import Attributions, Contents
 from trakdask.explorer.marks import Marks
 from trakdask.explorer.new_targets import classifier, target_maker
 from trakdask.explorer.pages import save_html
-from trakdask.explorer.questions import Questions, Words
+from trakdask.explorer.questions import Questions
 from trakdask.explorer.view import View
 from trakdask.plots.galleries import Normalize
 from trakdask.provenance import require_comparable
@@ -246,7 +246,7 @@ def _words_of(
     samples: xr.Dataset | None,
     model: Model | None,
     text: Text | None,
-) -> Words | None:
+) -> Callable[..., xr.DataArray] | None:
     """Return the scores of tokens as a function; None where samples cannot be divided into them."""
     if samples is None or model is None or text is None:
         return None

@@ -13,7 +13,6 @@ from typing import Any, get_args
 
 import numpy as np
 import pandas as pd
-from distributed import KilledWorker
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -22,7 +21,7 @@ from trakdask.attribution.protocol import KINDS as ESTIMATORS
 from trakdask.attribution.protocol import Rule
 from trakdask.errors import BlockError
 from trakdask.explorer.conditions import has_terms, toggled
-from trakdask.explorer.mark_file import KINDS
+from trakdask.explorer.marks import KINDS
 from trakdask.explorer.questions import LEVEL
 from trakdask.explorer.tables import ROWS
 from trakdask.explorer.uploads import MOST_BYTES
@@ -129,7 +128,7 @@ def plain_message(err: BaseException) -> str:
     """
     text = " ".join(str(err).split())
     text = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}…"
-    if isinstance(err, KilledWorker):
+    if type(err).__name__ == "KilledWorker":  # of distributed, which is slow to import
         return (
             "A worker process ended while it computed this. Try again; if it happens again, the "
             "workers may need more memory."

@@ -1,9 +1,12 @@
-"""Marks of samples: a small parquet file beside a store, which several people may write."""
+"""Marks of samples: one table in a small parquet file beside a store."""
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,20 +15,31 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from trakdask.checks import shown
-from trakdask.explorer import mark_file as tables
-from trakdask.files import Folder, location
+from trakdask.checks import require_choice, shown
+from trakdask.errors import StoreBusyError
+from trakdask.explorer.computing import compute
+from trakdask.files import Folder, location, naming
 from trakdask.storage import open
+from trakdask.storage.lock import lock
 from trakdask.variables import NORM, SAMPLE
 
+KINDS = ("wrong label", "duplicate", "remove")
+"""The marks that a sample may have, one or more of them."""
+
+_KEY = [SAMPLE, "mark"]
+"""The columns in which two marks differ."""
+
+_COLUMNS = [*_KEY, "label", "note"]
 _SUFFIX = ".marks.parquet"
+_PATIENCE_S = 10.0
+_LOOKED_EVERY_S = 0.1
 
 
 class Marks:
     """Marks of samples of a store: wrong label, duplicate, or to be removed.
 
-    The marks are one small parquet file with a row for each sample, mark and person, which
-    :func:`pandas.read_parquet` reads. Several people and processes may change it at the same time.
+    The marks are one small parquet file with a row for each sample and mark, which
+    :func:`pandas.read_parquet` reads. Several processes may change it at the same time.
 
     Parameters
     ----------
@@ -37,9 +51,6 @@ class Marks:
         too, so that it stays the same when samples are dropped or appended. The file records which
         samples the rows refer to. Marks are therefore not shown on another store that happens to
         have the same path.
-    who
-        The name that is written beside each mark; by default none. Marks of others are left as
-        they are.
     storage_options
         Options with which fsspec opens the URLs of the file and of the store.
 
@@ -53,16 +64,15 @@ class Marks:
     Examples
     --------
     >>> import tempfile
-    >>> marks = Marks(f"{tempfile.mkdtemp()}/train.marks.parquet", who="Ada")
-    >>> marks.mark([7, 2], "wrong label"), marks.mark([2], "remove")
+    >>> marks = Marks(f"{tempfile.mkdtemp()}/train.marks.parquet")
+    >>> marks.mark([7, 2], "wrong label"), marks.mark(2, "remove", note="blank")
     (2, 1)
-    >>> marks.table()[["sample", "mark", "who"]]
-       sample         mark  who
-    0       7  wrong label  Ada
-    1       2  wrong label  Ada
-    2       2       remove  Ada
-    >>> marks.undo(), marks.samples("remove").tolist()
-    (1, [])
+    >>> marks.mark(7, "wrong label", label="cat")
+    1
+    >>> marks.table().values.tolist()[:2]
+    [[7, 'wrong label', 'cat', ''], [2, 'wrong label', '', '']]
+    >>> marks.undo(), marks.undo(), marks.samples("remove").tolist()
+    (1, 1, [])
 
     Then ``td.drop("train.zarr", where=marks.where("remove"))`` leaves out the marked samples.
     """
@@ -72,117 +82,132 @@ class Marks:
         path: str | os.PathLike[str],
         *,
         store: str | os.PathLike[str] | None = None,
-        who: str = "",
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        if not isinstance(who, str):
-            raise TypeError(f"expected who as text, got {shown(who)}; try who='Ada'")
         url = location(path)
-        parent, _, name = url.rpartition("/")
-        folder = Folder.at(parent or "/", storage_options)
-        self._file = tables.MarkFile(folder, name)
-        self.path: Path | str = Path(url) if folder.is_local else url
-        if not name or (folder.is_local and os.path.isdir(url)):
+        parent, _, self._name = url.rpartition("/")
+        self._folder = Folder.at(parent or "/", storage_options)
+        is_local = self._folder.is_local
+        self.path: Path | str = Path(url) if is_local else url
+        if not self._name or (is_local and os.path.isdir(url)):
             raise ValueError(f"expected marks in a file, got {url!r}; try 'train{_SUFFIX}'")
-        if folder.is_local and not os.path.isdir(folder.url):
+        if is_local and not os.path.isdir(self._folder.url):
             raise FileNotFoundError(
                 f"expected marks in a folder that exists, got {url!r}; try the path of the store, "
                 "as in Marks.beside('train.zarr')"
             )
         self.storage_options = storage_options
         self.store = None if store is None else location(store)
-        self.who = who
         self._done: list[tuple[pd.DataFrame, pd.DataFrame]] = []
 
     @classmethod
     def beside(
-        cls,
-        store: str | os.PathLike[str],
-        *,
-        who: str = "",
-        storage_options: Mapping[str, Any] | None = None,
+        cls, store: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
     ) -> Marks:
         """Return the marks of a store: ``train.marks.parquet`` beside ``train.zarr``."""
-        return cls(_beside(store), store=store, who=who, storage_options=storage_options)
+        return cls(_beside(store), store=store, storage_options=storage_options)
 
     def __repr__(self) -> str:
-        who = f", who={self.who!r}" if self.who else ""
-        if self.store is None:
-            return f"Marks({str(self.path)!r}{who})"
-        if str(self.path) == _beside(self.store):
-            return f"Marks.beside({self.store!r}{who})"
-        return f"Marks({str(self.path)!r}, store={self.store!r}{who})"
+        if self.store is not None and str(self.path) == _beside(self.store):
+            return f"Marks.beside({self.store!r})"
+        store = "" if self.store is None else f", store={self.store!r}"
+        return f"Marks({str(self.path)!r}{store})"
 
-    def by(self, who: str) -> Marks:
-        """Return the marks in the same file for another person, whose ``undo`` is their own."""
-        return Marks(self.path, store=self.store, who=who, storage_options=self.storage_options)
-
-    def mark(self, samples: Any, label: str) -> int:
-        """Mark samples; a sample that this person has marked so keeps its mark as it is.
+    def mark(
+        self, samples: Any, mark: str, *, label: str | None = None, note: str | None = None
+    ) -> int:
+        """Mark samples; those that are marked so already may get another label or note.
 
         Parameters
         ----------
         samples
             The labels or rows by which :meth:`ids` knows them.
-        label
+        mark
             ``"wrong label"``, ``"duplicate"`` or ``"remove"``.
+        label
+            The corrected label, as text; without it, a label that is there stays.
+        note
+            What you want to remember; without it, a note that is there stays.
 
         Returns
         -------
-        How many samples got the mark from this person.
+        How many samples got the mark, or another label or note.
 
         Raises
         ------
         TypeError, ValueError
             If samples are neither integers nor text, or the file knows its samples by the other of
-            the two; if there is no such mark, or the file has no marks, or marks of another store.
+            the two; if label or note is no text; if there is no such mark, or the file has no
+            marks, or marks of another store.
         StoreBusyError
             If another process keeps the file locked for ten seconds.
         OSError
             If the file cannot be written.
         """
-        wanted = tables.made(samples, label, self.who)
-        return self._change(lambda before: tables.joined(before, wanted))
+        texts = {name: x for name, x in (("label", label), ("note", note)) if x is not None}
+        for name, text in texts.items():
+            if not isinstance(text, str):
+                raise TypeError(f"expected the {name} as text, got {shown(text)}; try {name}='3'")
+        wanted = _made(samples, mark)
 
-    def unmark(self, samples: Any, label: str) -> int:
-        """Take this person's mark from samples; return how many had it.
+        def changed(before: pd.DataFrame) -> pd.DataFrame:
+            after = _joined(before, wanted).copy()
+            for name, text in texts.items():
+                after.loc[_is_among(after, wanted, _KEY), name] = text
+            return after
 
-        Takes the arguments, and raises the errors, of :meth:`mark`. For another person's mark, call
-        ``marks.by("Bob").unmark(...)``.
+        return self._change(changed)
+
+    def unmark(self, samples: Any, mark: str) -> int:
+        """Take a mark from samples; return how many had it.
+
+        Takes the first two arguments, and raises the errors, of :meth:`mark`.
         """
-        wanted = tables.made(samples, label, self.who)
-        return self._change(lambda before: tables.without(before, wanted))
+        wanted = _made(samples, mark)
+        return self._change(lambda before: before[~_is_among(before, wanted, _KEY)])
 
     def undo(self) -> int:
         """Take back the last change of this object that it has not taken back yet.
 
-        Changes of others since then stay as they are. Returns how many marks came or went, 0 if
-        there is nothing to take back.
+        Changes that others have made since then stay as they are. Returns how many marks changed,
+        0 if there is nothing to take back.
         """
         if not self._done:
             return 0
         added, taken = self._done[-1]
-        changed = self._change(
-            lambda before: tables.joined(tables.without(before, added, tables.COLUMNS), taken)
-        )
-        del self._done[-2 if changed else -1 :]  # the undoing, too, is no change to be undone
-        return changed
+
+        def changed(before: pd.DataFrame) -> pd.DataFrame:
+            return _joined(before[~_is_among(before, added, _COLUMNS)], taken)
+
+        count = self._change(changed)
+        del self._done[-2 if count else -1 :]  # the undoing, too, is no change to be undone
+        return count
 
     def table(self) -> pd.DataFrame:
         """Return all marks, in the order in which they were made.
 
         Returns
         -------
-        One row for each sample, mark and person, with the columns ``sample`` (int64 or text),
-        ``mark``, ``who`` and ``time`` (UTC). A file that has no marks raises a ValueError.
+        One row for each sample and mark, with the columns ``sample`` (int64 or text), ``mark``,
+        ``label``, the corrected label, and ``note``, both text that may be empty. A file that has
+        no marks raises a ValueError.
         """
-        return self._file.read()
+        try:
+            table = pd.read_parquet(io.BytesIO(self._folder.read(self._name)))
+            marks = table[_KEY].assign(label=table.get("label", ""), note=table.get("note", ""))
+        except FileNotFoundError:
+            return _made([], KINDS[0])
+        except (KeyError, ValueError) as err:
+            raise ValueError(
+                f"expected marks in {str(self.path)!r}, got another file ({err}); try another path"
+            ) from err
+        return marks.drop_duplicates(_KEY, ignore_index=True)  # former tables: one row per person
 
-    def samples(self, label: str) -> np.ndarray:
-        """Return the samples with a mark, by anybody: labels, or rows in the store; (marked,)."""
-        tables.require_kind(label)
+    def samples(self, mark: str) -> np.ndarray:
+        """Return the samples with a mark: labels, or rows in the store; (marked,)."""
+        _require_kind(mark)
         table = self.table()
-        return table.loc[table["mark"] == label, SAMPLE].drop_duplicates().to_numpy()
+        return table.loc[table["mark"] == mark, SAMPLE].to_numpy()
 
     def ids(self, features: xr.Dataset) -> np.ndarray:
         """Return the label, or the row in the store, of each sample of these features; (sample,).
@@ -204,9 +229,10 @@ class Marks:
         if self.store is not None:
             self._require_same_samples(self.table().attrs)
             stored = self._opened(self.store)
-            for rows in np.arange(stored.sizes[SAMPLE]), np.flatnonzero(~stored["dropped"].values):
-                norm = stored[NORM].isel({SAMPLE: rows})
-                if NORM in features and norm.variable.equals(features[NORM].variable):
+            lazy = [ds[NORM].data for ds in (stored, features) if NORM in ds]
+            norm, *others = compute(*lazy)
+            for rows in np.arange(len(norm)), np.flatnonzero(~stored["dropped"].values):
+                if others and np.array_equal(norm[rows], others[0], equal_nan=True):
                     return rows
         raise ValueError(
             f"expected features with labels in the coord {SAMPLE!r}, or all that td.open returns "
@@ -227,7 +253,7 @@ class Marks:
         places = pd.DataFrame({SAMPLE: index[positions], "position": positions})
         return table.merge(places, on=SAMPLE)
 
-    def where(self, label: str) -> Callable[[xr.Dataset], xr.DataArray]:
+    def where(self, mark: str) -> Callable[[xr.Dataset], xr.DataArray]:
         """Return the ``where=`` with which :func:`trakdask.drop` leaves out samples with a mark.
 
         Samples that were dropped before, or are not in the store, do not matter.
@@ -238,12 +264,12 @@ class Marks:
             If there is no such mark; when it is called, the errors of :meth:`ids`, or if the
             samples in the file are of another kind.
         """
-        tables.require_kind(label)
+        _require_kind(mark)
 
         def chosen(features: xr.Dataset) -> xr.DataArray:
-            ids, marked = self.ids(features), self.samples(label)
+            ids, marked = self.ids(features), self.samples(mark)
             if len(marked):
-                tables.require_same_kind(marked, ids)
+                _require_same_kind(marked, ids)
             return xr.DataArray(np.isin(ids, marked), dims=SAMPLE)
 
         return chosen
@@ -276,21 +302,81 @@ class Marks:
                 "in the coord 'sample', by which marks stay with their samples"
             )
 
+    @contextmanager
+    def _locked(self) -> Iterator[Callable[[], None]]:
+        """Be the only writer of the file, after waiting for others; see :func:`lock`."""
+        deadline = time.monotonic() + _PATIENCE_S
+        with ExitStack() as stack:
+            stack.enter_context(naming(f"{self._folder.url}/{self._name}", "try another file"))
+            while True:
+                try:
+                    held = lock(self._folder, "mark samples", name=f"{self._name}.lock")
+                    require_held = stack.enter_context(held)
+                    break
+                except StoreBusyError:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(_LOOKED_EVERY_S)
+            yield require_held
+
     def _change(self, of: Callable[[pd.DataFrame], pd.DataFrame]) -> int:
-        """Replace the marks by a function of them, and remember which came and went."""
-        with self._file.locked() as require_held:
+        """Replace the marks by a function of them, and remember which rows came and went."""
+        with self._locked() as require_held:
             before = self.table()
             after = of(before)
             if before[SAMPLE].dtype.kind == "i":
                 self._require_same_samples(before.attrs)
-            added, taken = tables.without(after, before), tables.without(before, after)
-            if changed := len(added) + len(taken):
+            added = after[~_is_among(after, before, _COLUMNS)]
+            taken = before[~_is_among(before, after, _COLUMNS)]
+            if changed := len(pd.concat([added, taken])[_KEY].drop_duplicates()):
                 require_held()
                 after.attrs = before.attrs if len(before) else self._rows_of
-                self._file.write(after)
+                self._folder.write(self._name, after.to_parquet(index=False))
                 self._done.append((added, taken))
         return changed
 
 
 def _beside(store: str | os.PathLike[str]) -> str:
     return location(store).rstrip("/").removesuffix(".zarr") + _SUFFIX
+
+
+def _made(samples: Any, mark: str) -> pd.DataFrame:
+    """Return a mark of labels or rows, without a corrected label or a note."""
+    _require_kind(mark)
+    are_several = np.iterable(samples) and not isinstance(samples, str)
+    ids = list(samples) if are_several else [samples]
+    kind = pd.api.types.infer_dtype(ids, skipna=False)
+    if kind not in ("integer", "string", "empty"):
+        raise TypeError(
+            f"expected samples as integers or as text, got {shown(samples)}; try "
+            "marks.ids(features)[[0, 7]]"
+        )
+    values = pd.unique(np.array(ids, object if kind == "string" else np.int64))
+    return pd.DataFrame({SAMPLE: values, "mark": mark, "label": "", "note": ""})
+
+
+def _joined(rows: pd.DataFrame, more: pd.DataFrame) -> pd.DataFrame:
+    """Return rows, and the marks of other rows that are not among them."""
+    if not len(rows) or not len(more):
+        return rows if len(rows) else more
+    _require_same_kind(rows[SAMPLE].to_numpy(), more[SAMPLE].to_numpy())
+    return pd.concat([rows, more]).drop_duplicates(_KEY, ignore_index=True)
+
+
+def _is_among(rows: pd.DataFrame, others: pd.DataFrame, names: list[str]) -> np.ndarray:
+    """Return which rows are among the others, by the columns of these names."""
+    keys = pd.MultiIndex.from_frame(others[names])
+    return np.asarray(pd.MultiIndex.from_frame(rows[names]).isin(keys))
+
+
+def _require_kind(mark: object) -> None:
+    require_choice("the mark", mark, KINDS, remedy=f"try {KINDS[0]!r}")
+
+
+def _require_same_kind(before: np.ndarray, ids: np.ndarray) -> None:
+    """Reject samples that are known by text beside others that are known by numbers."""
+    if (before.dtype.kind in "iu") != (ids.dtype.kind in "iu"):
+        raise TypeError(
+            f"expected samples of the kind that is marked already, such as {before[0]!r}, got "
+            f"{ids[0]!r}; try Marks with another file"
+        )

@@ -25,8 +25,6 @@ _ARRAYS = ("feature", "output", "out_to_loss")
 
 _MOST_CHARACTERS = 100_000
 
-Prepare = Callable[[Any], Any]
-
 
 @dataclass(frozen=True, eq=False)
 class TargetMaker:
@@ -44,8 +42,8 @@ class TargetMaker:
 
     model: td.Model
     features: xr.Dataset
-    tokenizer: Prepare | None
-    preprocess: Prepare | None
+    tokenizer: Callable[[Any], Any] | None
+    preprocess: Callable[[Any], Any] | None
 
     @property
     def numbers(self) -> list[str]:
@@ -161,8 +159,8 @@ def _probabilities(
 def target_maker(
     features: xr.Dataset,
     model: td.Model | None,
-    tokenizer: Prepare | None,
-    preprocess: Prepare | None,
+    tokenizer: Callable[[Any], Any] | None,
+    preprocess: Callable[[Any], Any] | None,
     samples: xr.Dataset | None,
     *,
     has_other_use: bool = False,

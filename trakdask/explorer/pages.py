@@ -25,8 +25,6 @@ _FIELDS = {
     "target": {"where", "k", "estimator", "damping"},
     "sample": {"k", "estimator", "damping"},
     "corpus": {"where", "estimator", "damping"},
-    "new": set[str](),
-    "marks": {"marks_where"},
 }
 """The fields that a page has a form for, beside which their errors are shown."""
 
@@ -86,7 +84,7 @@ def page(attributions: Attributions, view: View, parts: Iterable[str]) -> str:
     messages = [
         f"One part of the address, {name}, was left out. {text}"
         for name, text in view.errors.items()
-        if name not in _FIELDS[view.page]
+        if name not in _FIELDS.get(view.page, ())
     ]
     content = Markup("".join(parts))
     return render("page", attributions, view, messages=messages, content=content)
@@ -146,5 +144,5 @@ _PAGES: dict[str, dict[str, Callable[[Attributions, View], str]]] = {
         "graded": targets.graded,
     },
     "new": {"new": partial(render, "new_target")},
-    "marks": {"marks": training.mark_forms, "marked": training.mark_table},
+    "marks": {"marks": training.mark_lines, "marked": training.mark_table},
 }

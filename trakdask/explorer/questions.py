@@ -41,8 +41,6 @@ _TARGETS_TOGETHER, _INTERVALS_KEPT = 256, 8
 """How many targets get the intervals of sums in one pass over the features, and how many passes are
 kept: 4 bytes for each group and target."""
 
-Words = Callable[..., xr.DataArray]
-
 
 class Questions(TrainingQuestions):
     """Answers about features and targets.
@@ -69,7 +67,7 @@ class Questions(TrainingQuestions):
         targets: xr.Dataset,
         estimator: EstimatorLike = "auto",
         *,
-        words: Words | None = None,
+        words: Callable[..., xr.DataArray] | None = None,
         classifier: tables.Classifier | None = None,
         training_classifier: tables.Classifier | None = None,
         marks: Marks | None = None,

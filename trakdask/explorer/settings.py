@@ -10,11 +10,9 @@ import numpy as np
 import xarray as xr
 
 import trakdask as td
-from trakdask import arrays
-from trakdask.arrays.spectra import component_count
 from trakdask.attribution.estimators import EstimatorLike, named
-from trakdask.attribution.grams import stored_decomposition, sums
-from trakdask.attribution.protocol import GIVEN, Estimator, GramEstimator
+from trakdask.attribution.grams import decomposition, stored_decomposition, sums
+from trakdask.attribution.protocol import GIVEN, Estimator, GramEstimator, damping_prior
 from trakdask.explorer.computing import compute, persist, released_if_failed
 from trakdask.explorer.view import MeanTrace, View, damping_of
 from trakdask.variables import (
@@ -23,8 +21,6 @@ from trakdask.variables import (
     EIGENVALUES,
     EIGENVECTORS,
     LOSS_GRADIENT,
-    N_SAMPLES,
-    PROJ_DIM,
     SAMPLE,
     VARIABLES,
     checkpoint_names,
@@ -95,7 +91,8 @@ class Settings:
         if damping_text:
             damping = damping_of(damping_text)
         if isinstance(damping, MeanTrace):
-            damping = _of_trace(features, damping.value)
+            by_trace = td.damping(features, estimator.with_damping("trace"))["damping"]
+            damping = by_trace * (damping.value / damping_prior(features))
         (chosen,) = compute(td.damping(features, estimator.with_damping(damping)))
         return Setting(features, estimator.with_damping(chosen), chosen)
 
@@ -114,20 +111,10 @@ def _selected(features: xr.Dataset, checkpoints: tuple[str, ...]) -> xr.Dataset:
     return features.sel({CHECKPOINT: list(checkpoints)}) if checkpoints else features
 
 
-def _of_trace(features: xr.Dataset, value: float) -> xr.DataArray:
-    """Return λ of each checkpoint, from a number in units of tr(K)/n."""
-    gram = features["gram"]
-    mean = arrays.gram.mean_trace(gram.data, gram.attrs[N_SAMPLES], checkpoint_names(features))
-    (values,) = compute(value * mean)
-    return xr.DataArray(values, coords={CHECKPOINT: features[CHECKPOINT]}, name="damping")
-
-
 def _with_decomposition(features: xr.Dataset, estimator: GramEstimator) -> xr.Dataset:
     features = features.drop_vars(DERIVED, errors="ignore")
     (matrix,) = sums(features, estimator, ["gram"])
-    rank = estimator.rank(features.sizes[SAMPLE], features)
-    k = component_count(rank, features.sizes[PROJ_DIM], features["feature"].dtype)
-    values, vectors = arrays.spectra.eigenvectors(matrix, checkpoint_names(features), k)
+    values, vectors = decomposition(features, estimator, matrix, features.sizes[SAMPLE])
     derived = {"gram": matrix, EIGENVALUES: values, EIGENVECTORS: vectors}
     attrs = estimator.attrs(features)
     variables = {name: (VARIABLES[name].dims, data, attrs) for name, data in derived.items()}

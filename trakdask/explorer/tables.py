@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -32,15 +31,6 @@ Classifier = Callable[[np.ndarray], np.ndarray]
 
 They are NaN for samples that are not at hand.
 """
-
-
-@dataclass(frozen=True)
-class Facet:
-    """The most frequent values of a column, with their counts, and how many are not listed."""
-
-    name: str
-    counts: pd.Series[int]
-    left_out: int
 
 
 class SampleTable:
@@ -166,7 +156,7 @@ class SampleTable:
         columns = zip(label, p, *self.predictions(at), strict=True)
         return [dict(zip(names, x, strict=True)) if np.isfinite(x[1]) else {} for x in columns]
 
-    def facets(self, view: View) -> list[Facet]:
+    def facets(self, view: View) -> dict[str, tuple[pd.Series[int], int]]:
         """Return how many of the targets that a view selects have which metadata."""
         names = [*self.groupings, *(["predicted"] if self.label else [])]
         return facets(searched(self.whole, view.search), names, view.targets_where)
@@ -276,19 +266,22 @@ def few_values(table: pd.DataFrame, most: int) -> list[str]:
     return [name for name, count in counts.items() if 2 <= count <= min(most, len(table) // 2)]
 
 
-def facets(table: pd.DataFrame, names: Sequence[str], where: str) -> list[Facet]:
+def facets(
+    table: pd.DataFrame, names: Sequence[str], where: str
+) -> dict[str, tuple[pd.Series[int], int]]:
     """Return how many of the rows that meet a condition have which value of some columns.
 
+    By the name of the column: the counts of its most frequent values, and how many others it has.
     The terms of the condition that are about a column do not count for this column, so that its
     other values are listed, too.
     """
-    listed = []
+    listed = {}
     for name in names:
         counts = table[name][condition_mask(table, without(where, name))].value_counts()
         most = counts[:_MOST_VALUES]
         if most.index.dtype.kind in "biuf":  # texts stay in the order of their counts
             most = most.sort_index()
-        listed.append(Facet(name, most, len(counts) - len(most)))
+        listed[name] = most, len(counts) - len(most)
     return listed
 
 

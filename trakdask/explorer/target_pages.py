@@ -23,7 +23,7 @@ def forms(attributions: Attributions, view: View) -> str:
     targets = attributions.questions.targets
     view = checked(view, "targets_where", targets.whole)
     is_wrong = "targets_where" in view.errors
-    counts, n_wrong = ([], 0) if is_wrong else (targets.facets(view), targets.wrong_count(view))
+    counts, n_wrong = ({}, 0) if is_wrong else (targets.facets(view), targets.wrong_count(view))
     return render("target_forms", attributions, view, facets=counts, n_wrong=n_wrong)
 
 

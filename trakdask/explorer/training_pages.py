@@ -5,20 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from trakdask.explorer.attributions import Attributions
-from trakdask.explorer.common import (
-    all_marks,
-    checked,
-    grouped,
-    marked,
-    neighbours,
-    order,
-    samples_of,
-    shown,
-)
+from trakdask.explorer.common import checked, grouped, marked, neighbours, order, samples_of, shown
 from trakdask.explorer.html import render, unit_of
-from trakdask.explorer.mark_file import KINDS
-from trakdask.explorer.marks import Marks
-from trakdask.explorer.tables import ROWS, facets
+from trakdask.explorer.marks import KINDS
+from trakdask.explorer.tables import ROWS
 from trakdask.explorer.view import LISTS, View
 from trakdask.variables import SAMPLE
 
@@ -58,7 +48,7 @@ def targets_of_sample(attributions: Attributions, view: View) -> str:
 def forms(attributions: Attributions, view: View) -> str:
     """Return the condition and the values by which training samples can be filtered."""
     view = checked(view, "where", attributions.questions.first_row)
-    counts = [] if "where" in view.errors else attributions.questions.facets(view)
+    counts = {} if "where" in view.errors else attributions.questions.facets(view)
     return render("corpus", attributions, view, facets=counts)
 
 
@@ -97,32 +87,23 @@ def duplicates(attributions: Attributions, view: View) -> str:
     return render("duplicates", attributions, view, table=table, groups=groups)
 
 
-def mark_forms(attributions: Attributions, view: View) -> str:
-    """Return the condition on marks, and lines of Python that leave out marked samples."""
+def mark_lines(attributions: Attributions, view: View) -> str:
+    """Return lines of Python that leave out marked samples."""
     if attributions.marks is None:
         return render("no_marks")
-    table = all_marks(attributions)
-    view = checked(view, "marks_where", table)
-    is_wrong = "marks_where" in view.errors
-    counts = [] if is_wrong else facets(table, ["mark", "who"], view.marks_where)
-    kinds = [kind for kind in KINDS if (table["mark"] == kind).any()]
-    lines = {kind: _line(attributions.marks, kind) for kind in kinds}
-    return render("mark_forms", attributions, view, facets=counts, lines=lines)
-
-
-def _line(marks: Marks, kind: str) -> str:
-    """Return the line of Python that leaves out the marked samples."""
-    where = f"td.explorer.{marks.by('')!r}.where({kind!r})"
-    if marks.store is None:
-        return f"features.isel(sample=~{where}(features))"
-    return f"td.drop({marks.store!r}, where={where})"
+    table, marks = marked(attributions), attributions.marks
+    lines = {}
+    for kind in [kind for kind in KINDS if (table["mark"] == kind).any()]:
+        where = f"td.explorer.{marks!r}.where({kind!r})"
+        lines[kind] = f"td.drop({marks.store!r}, where={where})"
+        if marks.store is None:
+            lines[kind] = f"features.isel(sample=~{where}(features))"
+    return render("mark_lines", attributions, lines=lines)
 
 
 def mark_table(attributions: Attributions, view: View) -> str:
     """Return the table of marks."""
-    if attributions.marks is None:
-        return ""
-    selected = marked(attributions, view)
-    table = shown(selected, view)
+    every = marked(attributions)
+    table = shown(every, view)
     contents = attributions.samples.html(table["position"].tolist(), brief=True)
-    return render("marks", attributions, view, table=table, total=len(selected), contents=contents)
+    return render("marks", attributions, view, table=table, total=len(every), contents=contents)

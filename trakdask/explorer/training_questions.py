@@ -73,12 +73,12 @@ class TrainingQuestions:
     def marked(self) -> pd.DataFrame:
         """Return all marks with the ``position`` of their samples; none if none are kept."""
         if self.marks is None:
-            return pd.DataFrame({SAMPLE: [], "mark": [], "who": [], "position": []})
+            return pd.DataFrame({SAMPLE: [], "mark": [], "position": []})
         return self.marks.at(self.sample_ids)
 
     def mark_texts(self) -> pd.Series[str]:
-        """Return the marks that each training sample has from anybody, as one text."""
-        table = self.marked().drop_duplicates(["position", "mark"]).sort_values("mark")
+        """Return the marks that each training sample has, as one text."""
+        table = self.marked().sort_values("mark")
         texts = table.groupby("position")["mark"].agg(", ".join)
         return texts.reindex(self.metadata.index, fill_value="").astype(object)
 
@@ -116,7 +116,7 @@ class TrainingQuestions:
         """Return the positions of the training samples that meet the condition of a view."""
         return np.flatnonzero(condition_mask(self._table(view), view.where))
 
-    def facets(self, view: View) -> list[tables.Facet]:
+    def facets(self, view: View) -> dict[str, tuple[pd.Series[int], int]]:
         """Return how many of the training samples that a view selects have which metadata."""
         table, names = self._table(view), self.groupings
         if self.marks is not None and (texts := self.mark_texts()).any():

@@ -27,7 +27,7 @@ _CHOICES = {
     "page": PAGES, "estimator": ("", "auto", *KINDS), "ascending": ("0", "1"),
     "order": ("loss", "self_influence", ""), "of": ("", *LISTS),
 }  # fmt: skip
-_CONDITIONS = ("where", "targets_where", "marks_where")
+_CONDITIONS = ("where", "targets_where")
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,6 @@ class View:
     targets_where
         A condition on the table of targets: their metadata, by their own names, and the model's
         predictions, as in ``predicted != label``.
-    marks_where
-        A condition on the table of marks, such as ``who == "Ada" and mark == "remove"``.
     search
         Text that the metadata of a target must contain.
     sort, ascending
@@ -87,7 +85,6 @@ class View:
     sample: int = 0
     where: str = ""
     targets_where: str = ""
-    marks_where: str = ""
     search: str = ""
     sort: str = "loss"
     ascending: bool = False

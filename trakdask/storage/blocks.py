@@ -20,7 +20,6 @@ import xarray as xr
 import zarr
 from dask.base import get_scheduler, tokenize
 from dask.typing import Key
-from distributed import as_completed
 
 from trakdask import execution
 from trakdask.arrays.blocks import Block, Unread, block_of
@@ -180,6 +179,8 @@ def _compute(tasks: Tasks, **options: Any) -> None:
     if client is None:
         get_scheduler(collections=[array])(graph, keys)
         return
+    from distributed import as_completed  # slow to import
+
     finished = as_completed(client.get(graph, keys, sync=False, **options))
     for future in finished:
         future.result()
