@@ -409,6 +409,43 @@ def test_model__other_state_that_each_build_draws_is_named() -> None:
             td.Model(build, [state_of(build)])
 
 
+def helper(layer: Any) -> Any:
+    return layer.kept
+
+
+NUMBERED: dict[str, tuple[Callable[[Any, Tensor], Any], bool]] = {
+    "unused": (lambda net, y: y, True),
+    "of another function": (lambda net, y: y * id(net) / id(net), True),
+    "by name": (lambda net, y: y * getattr(net, "kept"), False),  # noqa: B009
+    "by a part of its name": (lambda net, y: y * getattr(net, f"ke{'pt'}"), False),
+    "by a function": (lambda net, y: y * helper(net), False),
+    "by a function inside": (lambda net, y: y * sum(part.kept for part in [net]), False),
+}
+
+
+@pytest.mark.parametrize("case", NUMBERED)
+def test_model__numbers_that_no_call_reads_may_differ(case: str) -> None:
+    end, is_label = NUMBERED[case]
+    numbers = iter(range(1, 99))
+
+    class Numbered(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.id = self.kept = next(numbers)
+            self.names = {"first": self.id, "second": float(self.id)}
+
+        def extra_repr(self) -> str:
+            return f"{self.id} {self.kept} {self.names}"
+
+    Numbered.end = end  # type: ignore[method-assign]
+    state = state_of(Numbered)
+    if is_label:
+        same(found(td.Model(Numbered, [state], task=First()), "threads"), expected(Numbered, state))
+    else:
+        with pytest.raises(ValueError, match="difference in 'kept'"):
+            td.Model(Numbered, [state])
+
+
 def test_model__a_build_that_differs_in_another_thread_is_named() -> None:
     builds = iter([1.0, 1.0, 2.0])
     build = with_state("tensor", lambda: torch.full((3,), next(builds)))

@@ -251,15 +251,17 @@ class Model:
         read = Reading(module)
         if checkpoint is not None or not loads_itself(module):  # which may change all of it
             found = read.digests(module.state_dict())
-            self._require_same(
-                self._state.setdefault(checkpoint.name if checkpoint else "", found), found
-            )
+            first = self._state.setdefault(checkpoint.name if checkpoint else "", found)
+            labels = read.labels(module) if found != first else set()
+            self._require_same(first, found, labels)
         return module, read
 
-    def _require_same(self, first: Mapping[str, str], found: Mapping[str, str]) -> None:
-        """Compare what is not in checkpoints with what td.Model has read."""
+    def _require_same(
+        self, first: Mapping[str, str], found: Mapping[str, str], labels: set[str]
+    ) -> None:
+        """Compare what is not in checkpoints, and no label, with what td.Model has read."""
         for name in {**first, **found}:
-            if first.get(name) != found.get(name):
+            if first.get(name) != found.get(name) and name not in labels:
                 raise ValueError(
                     f"expected the same model whenever build = {_named(self.build)} is called, as "
                     f"each thread does, got a difference in {name!r}, which is not in checkpoints; "

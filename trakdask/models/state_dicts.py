@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trakdask.errors import CheckpointError
@@ -154,7 +155,10 @@ def _best_attempt(
 ) -> tuple[list[str], State]:
     """Return the first renamed state dict that fits, or the closest one and how it differs."""
     attempts = []
+    # Files of torch before 0.4.1, and of other libraries, have no counters of BatchNorm.
+    counters = {n for n in module.state_dict() if n.endswith(".num_batches_tracked")} - optional
     for attempt in _attempts(module, state, name):
+        attempt |= {n: torch.tensor(0) for n in counters - attempt.keys()}
         missing, further = _differences(module, attempt, optional)
         attempts.append((missing + further, attempt))
         if not missing + further:
