@@ -518,6 +518,58 @@ class SavesTied(TwoNames, Saves):
     forward = TwoNames.forward
 
 
+class RenamesOld(Net):
+    """Knows old names; before version 3 a weight was transposed."""
+
+    _version = 3
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        for name in ("weight", "bias"):
+            if f"{prefix}linear.{name}" in state:
+                state[f"{prefix}layer.{name}"] = state.pop(f"{prefix}linear.{name}")
+        if metadata.get("version", 1) < 3:
+            state[f"{prefix}layer.weight"] = state[f"{prefix}layer.weight"].T
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+class Within(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = RenamesOld()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize(
+    ("build", "prefix", "options"),
+    [
+        *((build, prefix, {}) for build in (RenamesOld, Within) for prefix in ("", "module.")),
+        (Within, "_orig_mod.", {}),
+        (RenamesOld, "model.net.", {}),
+        (RenamesOld, "model.net.", {"prefix": "model.net"}),
+        (Within, "a.module._orig_mod.", {"prefix": "a.module"}),
+    ],
+)
+def test_forward__versions_of_modules_are_those_below_a_prefix(
+    build: Any, prefix: str, options: Any, old: bool, tmp_path: Path
+) -> None:
+    state = state_of(build)
+    saved, versions = type(state)(state), state._metadata
+    if old:
+        saved = {name.replace("layer.", "linear."): tensor for name, tensor in state.items()}
+    saved = type(state)((prefix + name, tensor) for name, tensor in saved.items())
+    saved._metadata = {f"{prefix}{n}".removesuffix("."): version for n, version in versions.items()}
+    torch.save({"state_dict": saved, "epoch": 1}, tmp_path / "1.ckpt")
+    for given in (saved, tmp_path / "1.ckpt"):
+        model = td.Model(build, [given], task=First(), **options)
+        same(found(model), expected(build, state))
+    if build is Within and not old:  # tensors of a module inside of the model
+        alone = td.Model(Within, [state_of(RenamesOld)], task=First())
+        same(found(alone), expected(Within, state))
+
+
 @pytest.mark.parametrize("build", [Saves, SavesMore, Renames, SavesTied])
 def test_forward__of_modules_that_load_themselves(build: type[Net], tmp_path: Path) -> None:
     states = [state_of(build, seed) for seed in range(3)]

@@ -147,6 +147,8 @@ def make_checkpoints(
 
 def _digest(state: Mapping[str, Tensor], base: Checkpoint | None) -> str:
     digest = digest_state(state)
+    if versions := getattr(state, "_metadata", None):  # with others, it is loaded otherwise
+        digest = hashlib.sha256(f"{sorted(versions.items())}|{digest}".encode()).hexdigest()
     if base is None:
         return digest
     return hashlib.sha256(f"{base.digest}|{digest}".encode()).hexdigest()
