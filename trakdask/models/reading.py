@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import logging
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
@@ -31,7 +31,7 @@ from trakdask.torch_internals import Watching, storage_of, tree_leaves, version_
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
+_CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
 _NAMESPACES = (SimpleNamespace, argparse.Namespace)
 # A handle's number differs between builds, and a logger knows all other loggers.
 _NO_STATE = (type, ModuleType, logging.Logger, RemovableHandle)
