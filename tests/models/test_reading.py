@@ -11,7 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, cycle, product, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -403,7 +403,18 @@ def test_model__other_state_that_each_build_draws_is_named() -> None:
         module.layer.register_forward_hook(lambda part, inputs, output: output + noise)
         return module
 
+    def slope() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 3), nn.LeakyReLU(random.random()))
+
+    def norm() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3, eps=random.random()))
+
+    def activation() -> nn.Module:
+        return nn.Sequential(next(activations)(), nn.Linear(3, 3))
+
+    activations = cycle([nn.ReLU, nn.Tanh, nn.GELU])
     for build, name in (
+        *((build, "the layers and their options") for build in (slope, norm, activation)),
         (with_buffer(drawn), r"layer\.state"),
         (with_state("list", order), "state"),
         (hooked, r"layer\._forward_hooks"),
@@ -450,7 +461,7 @@ def test_model__numbers_that_no_call_reads_may_differ(case: str) -> None:
 
 
 def test_model__a_build_that_differs_in_another_thread_is_named() -> None:
-    builds = iter([1.0, 1.0, 2.0])
+    builds = chain([1.0, 1.0], repeat(2.0))  # threads may fail one after the other
     build = with_state("tensor", lambda: torch.full((3,), next(builds)))
     state = state_of(with_state("tensor", lambda: torch.ones(3)))
     model = td.Model(build, [state], task=First())

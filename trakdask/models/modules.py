@@ -229,12 +229,15 @@ def names_read(module: nn.Module, functions: Iterable[FunctionType]) -> tuple[se
     """
     names, texts, seen = set[str](), set[str](), set[FunctionType]()
     kinds = {kind for part in module.modules() for kind in type(part).__mro__}
-    todo: list[Any] = [*functions]
-    todo += [v for kind in kinds for n, v in vars(kind).items() if n not in _OUTSIDE_OF_CALLS]
+    methods = (v for kind in kinds for n, v in vars(kind).items() if n not in _OUTSIDE_OF_CALLS)
+    own = {*functions, *filter(None, map(_function, methods))}
+    todo: list[Any] = [*own]
     while todo:
         function = _function(todo.pop())
         if function is None or function in seen or is_library(function.__module__):
             continue
+        if function not in own and "-packages" in function.__code__.co_filename:
+            continue  # installed packages do not know the attributes of other ones
         seen.add(function)
         for code in _codes(function.__code__):
             steps = dis.get_instructions(code)

@@ -137,16 +137,17 @@ class Reading:
         others = {n: values.pop(n) for n in self.tensors.keys() - self.names.keys()}
         return parameters, values, others
 
-    def digests(self, saved: Mapping[str, Any], *, numbers: bool = True) -> dict[str, str]:
+    def digests(self, module: nn.Module, *, numbers: bool = True) -> dict[str, str]:
         """Return digests of the state that is not in a state dict, by attribute.
 
         Parameters
         ----------
-        saved
-            The state dict.
+        module
+            The module.
         numbers
-            Whether attributes count that have numbers alone, and the names of all tensors.
+            Whether attributes count that have numbers alone, layers, and the names of all tensors.
         """
+        saved = module.state_dict()
         values = self.outside | {
             name: [(name, self.tensors[first])]
             for name, first in self.names.items()
@@ -157,7 +158,15 @@ class Reading:
             values = {n: v for n, v in values.items() if any(isinstance(x, arrays) for _, x in v)}
         else:
             shapes = {n: (first, self.tensors[first].shape) for n, first in self.names.items()}
-            values = {"the names and shapes of tensors": [("", repr(shapes))], **values}
+            layers = [
+                (name, type(part).__name__, part.extra_repr() * is_library(type(part).__module__))
+                for name, part in module.named_modules(remove_duplicate=False)
+            ]
+            values = {
+                "the names and shapes of tensors": [("", repr(shapes))],
+                "the layers and their options": [("", repr(layers))],
+                **values,
+            }
         return {name: _digest(entries) for name, entries in values.items()}
 
     def labels(self, module: nn.Module) -> set[str]:
