@@ -33,7 +33,7 @@ def featurize(model: td.Model, data: xr.Dataset | None = None, **options) -> xr.
 
 
 MIXING = {
-    "softmax": td.Model(After(lambda y: y.log_softmax(0))),
+    "softmax": td.Model(After(lambda y: 2 * y.softmax(0))),  # no probabilities
     "mean": td.Model(After(lambda y: y - y.mean(0))),
     "constant_mean": td.Model(After(lambda y: y - y.mean(0).detach())),
     "batch_size": td.Model(After(lambda y: y / len(y))),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 import xarray as xr
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import trakdask as td
 from trakdask.models.gradients import ENGINES
@@ -179,6 +182,46 @@ class Distinct(nn.Module):
         return self.head(torch.tanh(self.embed(words))[places].mean(1))
 
 
+class Recomputed(nn.Module):
+    """Runs a part again for the backward pass, which reads what the call has left in attributes."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant, self.n_calls = use_reentrant, 0
+        self.first, self.second, self.tied = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+        self.tied.weight = self.second.weight
+        self.register_buffer("n", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        self.n_calls += 1
+        y = self.first(x)
+        self.scale = y.detach().mean(1, keepdim=True) * self.n * self.n_calls
+        return checkpoint(self.part, y, use_reentrant=self.use_reentrant)
+
+    def part(self, y: Tensor) -> Tensor:
+        return self.tied(torch.tanh(self.second(y))) * self.scale
+
+
+class RecomputedLayers(nn.Module):
+    """Layers of all kinds, in a module that loads itself."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.first, self.rnn = nn.Linear(4, 5), nn.LSTM(5, 5, batch_first=True)
+        self.layers = nn.Sequential(nn.Linear(5, 5), nn.Dropout(), nn.BatchNorm1d(5), nn.Tanh())
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None: ...
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(self.rnn, self.first(x)[:, None], use_reentrant=self.use_reentrant)[0]
+        return checkpoint_sequential(self.layers, 2, y[:, 0], use_reentrant=self.use_reentrant)
+
+
 class Alone(nn.Module):
     """Takes no batch of several samples."""
 
@@ -211,6 +254,11 @@ KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "straight-through estimator": (Quantized, ("x",)),
     "distinct words": (Distinct, ("ids",)),
     "single samples": (Alone, ("x",)),
+    **{
+        f"{build.__name__}({again})": (partial(build, again), ("x",))
+        for build in (Recomputed, RecomputedLayers)
+        for again in (False, True)
+    },
 }
 
 
@@ -219,9 +267,9 @@ def backward(module: nn.Module, variables: tuple[str, ...], data=DATA) -> np.nda
     module.eval()
     rows = []
     for i in range(N):
-        module.zero_grad()
-        module(*(torch.tensor(data[name][i : i + 1]) for name in variables))[0, 0].backward()
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters()]
+        alone = copy.deepcopy(module)
+        alone(*(torch.tensor(data[name][i : i + 1]) for name in variables))[0, 0].backward()
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in alone.parameters()]
         rows.append(torch.cat([g.to_dense().flatten() for g in grads]))
     return torch.stack(rows).double().numpy()
 

@@ -131,6 +131,16 @@ def test_make_checkpoints__a_file_for_a_module_inside_of_the_model() -> None:
         assert digest_state(module.cached_state(made, wrapped)) == digest_state(renamed("0."))
 
 
+@pytest.mark.parametrize("prefix", ["", "module.", "net."])
+def test_make_checkpoints__a_file_without_the_counters_of_batch_norm(prefix: str) -> None:
+    """As torchvision's first ones; ``load_state_dict`` takes them, too."""
+    norm = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3))
+    whole = norm.state_dict()
+    given = {prefix + n: t for n, t in whole.items() if not n.endswith("num_batches_tracked")}
+    (made,) = module.make_checkpoints([given], norm.to("meta"))
+    assert digest_state(module.cached_state(made, norm)) == digest_state(whole)
+
+
 @pytest.mark.parametrize("name", ["c0.pt", "c0.safetensors"])
 def test_cached_state__file_overwritten_while_in_use(folder: Path, name: str) -> None:
     save_file(state(), folder / "c0.safetensors")

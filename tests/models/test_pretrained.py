@@ -162,6 +162,7 @@ ADAPTERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "prefix": (lm("LlamaConfig"), lambda: peft.PrefixTuningConfig(**PROMPTS)),
     "prefix by layers": (lm("LlamaConfig"), lambda: peft.PrefixTuningConfig(**PROMPTS, prefix_projection=True, encoder_hidden_size=8)),
     "p-tuning": (lm("LlamaConfig"), lambda: peft.PromptEncoderConfig(**PROMPTS, encoder_hidden_size=8)),
+    "llama-adapter": (lm("LlamaConfig"), lambda: peft.AdaptionPromptConfig(**LM, adapter_len=3, adapter_layers=1)),
     "hra": (lm("LlamaConfig"), lambda: peft.HRAConfig(r=2, **TARGETS)),
 }  # fmt: skip
 
@@ -196,6 +197,21 @@ def test_adapter__gives_what_from_pretrained_gives(
     found = outputs(lambda: peft.get_peft_model(build(), config()), tmp_path / "adapter", inputs)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
     assert float((found[:, -1] - without[:, -1]).abs().max()) > 1e-4
+
+
+@pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora"])
+def test_adapter__that_changes_its_base_model_first(start: str, tmp_path: Path) -> None:
+    base = ADAPTERS["lora"][0]
+    config = lambda: peft.LoraConfig(r=2, **TARGETS, init_lora_weights=start)  # noqa: E731
+    base().save_pretrained(tmp_path / "base")
+    loaded = type(base()).from_pretrained(tmp_path / "base")
+    trained = peft.get_peft_model(loaded, config()).eval()
+    trained.save_pretrained(tmp_path / "adapter")
+    build = lambda: peft.get_peft_model(base(), config())  # noqa: E731
+    with pytest.raises(CheckpointError, match=rf"'{start}'.* try model.state_dict\(\)"):
+        td.Model(build, [tmp_path / "adapter"], task="classification")
+    found = outputs(build, trained.state_dict(), IDS)
+    torch.testing.assert_close(found, first(trained(**IDS)).detach(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")

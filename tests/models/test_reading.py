@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, cycle, product, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -213,6 +214,7 @@ class Remembers(Net):
 
     def start(self) -> None:
         self.last, self.all, self.kept = None, [], SimpleNamespace(last=0.0)
+        self.seen = Counter[int]()
 
     def end(self, y: Tensor) -> Tensor:
         mixed = y + self.kept.last + sum(self.all)
@@ -220,7 +222,8 @@ class Remembers(Net):
             mixed = mixed + self.last
         self.last = self.kept.last = y.detach().sum()
         self.all.append(self.last)
-        return mixed
+        self.seen.update([1])
+        return mixed * self.seen[1]
 
 
 class Counts(Net):
@@ -400,7 +403,18 @@ def test_model__other_state_that_each_build_draws_is_named() -> None:
         module.layer.register_forward_hook(lambda part, inputs, output: output + noise)
         return module
 
+    def slope() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 3), nn.LeakyReLU(random.random()))
+
+    def norm() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3, eps=random.random()))
+
+    def activation() -> nn.Module:
+        return nn.Sequential(next(activations)(), nn.Linear(3, 3))
+
+    activations = cycle([nn.ReLU, nn.Tanh, nn.GELU])
     for build, name in (
+        *((build, "the layers and their options") for build in (slope, norm, activation)),
         (with_buffer(drawn), r"layer\.state"),
         (with_state("list", order), "state"),
         (hooked, r"layer\._forward_hooks"),
@@ -409,8 +423,45 @@ def test_model__other_state_that_each_build_draws_is_named() -> None:
             td.Model(build, [state_of(build)])
 
 
+def helper(layer: Any) -> Any:
+    return layer.kept
+
+
+NUMBERED: dict[str, tuple[Callable[[Any, Tensor], Any], bool]] = {
+    "unused": (lambda net, y: y, True),
+    "of another function": (lambda net, y: y * id(net) / id(net), True),
+    "by name": (lambda net, y: y * getattr(net, "kept"), False),  # noqa: B009
+    "by a part of its name": (lambda net, y: y * getattr(net, f"ke{'pt'}"), False),
+    "by a function": (lambda net, y: y * helper(net), False),
+    "by a function inside": (lambda net, y: y * sum(part.kept for part in [net]), False),
+}
+
+
+@pytest.mark.parametrize("case", NUMBERED)
+def test_model__numbers_that_no_call_reads_may_differ(case: str) -> None:
+    end, is_label = NUMBERED[case]
+    numbers = iter(range(1, 99))
+
+    class Numbered(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.id = self.kept = next(numbers)
+            self.names = {"first": self.id, "second": float(self.id)}
+
+        def extra_repr(self) -> str:
+            return f"{self.id} {self.kept} {self.names}"
+
+    Numbered.end = end  # type: ignore[method-assign]
+    state = state_of(Numbered)
+    if is_label:
+        same(found(td.Model(Numbered, [state], task=First()), "threads"), expected(Numbered, state))
+    else:
+        with pytest.raises(ValueError, match="difference in 'kept'"):
+            td.Model(Numbered, [state])
+
+
 def test_model__a_build_that_differs_in_another_thread_is_named() -> None:
-    builds = iter([1.0, 1.0, 2.0])
+    builds = chain([1.0, 1.0], repeat(2.0))  # threads may fail one after the other
     build = with_state("tensor", lambda: torch.full((3,), next(builds)))
     state = state_of(with_state("tensor", lambda: torch.ones(3)))
     model = td.Model(build, [state], task=First())
@@ -479,6 +530,58 @@ class SavesTied(TwoNames, Saves):
         Saves.start(self)
 
     forward = TwoNames.forward
+
+
+class RenamesOld(Net):
+    """Knows old names; before version 3 a weight was transposed."""
+
+    _version = 3
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        for name in ("weight", "bias"):
+            if f"{prefix}linear.{name}" in state:
+                state[f"{prefix}layer.{name}"] = state.pop(f"{prefix}linear.{name}")
+        if metadata.get("version", 1) < 3:
+            state[f"{prefix}layer.weight"] = state[f"{prefix}layer.weight"].T
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+class Within(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = RenamesOld()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize(
+    ("build", "prefix", "options"),
+    [
+        *((build, prefix, {}) for build in (RenamesOld, Within) for prefix in ("", "module.")),
+        (Within, "_orig_mod.", {}),
+        (RenamesOld, "model.net.", {}),
+        (RenamesOld, "model.net.", {"prefix": "model.net"}),
+        (Within, "a.module._orig_mod.", {"prefix": "a.module"}),
+    ],
+)
+def test_forward__versions_of_modules_are_those_below_a_prefix(
+    build: Any, prefix: str, options: Any, old: bool, tmp_path: Path
+) -> None:
+    state = state_of(build)
+    saved, versions = type(state)(state), state._metadata
+    if old:
+        saved = {name.replace("layer.", "linear."): tensor for name, tensor in state.items()}
+    saved = type(state)((prefix + name, tensor) for name, tensor in saved.items())
+    saved._metadata = {f"{prefix}{n}".removesuffix("."): version for n, version in versions.items()}
+    torch.save({"state_dict": saved, "epoch": 1}, tmp_path / "1.ckpt")
+    for given in (saved, tmp_path / "1.ckpt"):
+        model = td.Model(build, [given], task=First(), **options)
+        same(found(model), expected(build, state))
+    if build is Within and not old:  # tensors of a module inside of the model
+        alone = td.Model(Within, [state_of(RenamesOld)], task=First())
+        same(found(alone), expected(Within, state))
 
 
 @pytest.mark.parametrize("build", [Saves, SavesMore, Renames, SavesTied])

@@ -86,8 +86,8 @@ def metric(outputs: xr.DataArray, targets: xr.Dataset, metric: MetricLike) -> xr
     Outputs that are NaN are left out. For a squared error, the loss is half of it, and the true
     values are output + out_to_loss of the targets; the weights of a weighted cross-entropy are in
     out_to_loss, too. Where the output is minus the loss, as of
-    :class:`~trakdask.models.tasks.MultiRegression`, the loss is minus the output. A function needs torch;
-    names do not.
+    :class:`~trakdask.models.tasks.MultiRegression`, the loss is minus the output. A function needs
+    torch; names do not.
 
     Examples
     --------

@@ -34,6 +34,8 @@ _FEWEST_STATES = 2
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _ADAPTER_CONFIG = "adapter_config.json"
+# Ways of PEFT to begin an adapter that change the weights of its base model.
+_START_FROM_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _STEP = re.compile(r"checkpoint-(\d+)")
 
 # What torch and safetensors say of files that end too early.
@@ -147,6 +149,8 @@ def make_checkpoints(
 
 def _digest(state: Mapping[str, Tensor], base: Checkpoint | None) -> str:
     digest = digest_state(state)
+    if versions := getattr(state, "_metadata", None):  # with others, it is loaded otherwise
+        digest = hashlib.sha256(f"{sorted(versions.items())}|{digest}".encode()).hexdigest()
     if base is None:
         return digest
     return hashlib.sha256(f"{base.digest}|{digest}".encode()).hexdigest()
@@ -327,9 +331,20 @@ def base_files(adapter: Folder | None) -> tuple[str, ...]:
     """Return the files of the base model that an adapter names, or nothing without any."""
     if adapter is None or _ADAPTER_CONFIG not in adapter.names():
         return ()
-    name = adapter.read_json(_ADAPTER_CONFIG).get("base_model_name_or_path")
+    config = adapter.read_json(_ADAPTER_CONFIG)
+    name = config.get("base_model_name_or_path")
     folder = Folder(location(name)) if name else None
-    return tuple(require_weight_files(folder)) if folder and weight_files(folder) else ()
+    if not folder or not weight_files(folder):
+        return ()
+    start = str(config.get("init_lora_weights")).lower()
+    if start.startswith(_START_FROM_BASE):
+        raise CheckpointError(
+            "expected an adapter beside the weights of its base model, got one with "
+            f"init_lora_weights={start!r} in {adapter.url!r}, which PEFT takes out of the base "
+            "model first; try model.state_dict() of the PeftModel that "
+            "PeftModel.from_pretrained returns as the checkpoint"
+        )
+    return tuple(require_weight_files(folder))
 
 
 def checkpoint_folders(folder: Folder) -> list[str]:

@@ -58,7 +58,7 @@ def loop_gradients(
     sink: Sink,
     rotations: Rotations | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Differentiate sample by sample with ``torch.autograd.grad``; the reference for other engines.
+    """Differentiate sample by sample with ``backward()``; the reference for other engines.
 
     f and Q belong to each sample alone, too. Cost: one forward and backward pass per sample.
     Memory: batch × parameters.
@@ -257,18 +257,22 @@ def summed_gradient(
     """Return autograd's gradient of the weighted sum of f over a batch, f and Q, by one pass."""
     selected = {name: forward.parameters[name].detach().requires_grad_() for name in names}
     once = forward.with_parameters(selected).caching()
-    output = require_per_sample(task.output(once, batch), batch.size, "output")
-    out_to_loss = out_to_loss_of(once, task, batch)
-    once.forget()
-    if not output.requires_grad:
-        raise ValueError(
-            "expected an output that is computed from the selected parameters, got one that has no "
-            "gradient; try task.output and a model without torch.no_grad(), .detach(), .item() and "
-            "numpy between parameters and output"
-        )
-    total = (output * weights.to(output)).sum()
-    gradients = torch.autograd.grad(total, list(selected.values()), materialize_grads=True)
-    dense = {name: g.to_dense() for name, g in zip(names, gradients, strict=True)}
+    with forward.reading.keeping():
+        output = require_per_sample(task.output(once, batch), batch.size, "output")
+        out_to_loss = out_to_loss_of(once, task, batch)
+        once.forget()
+        if not output.requires_grad:
+            raise ValueError(
+                "expected an output that is computed from the selected parameters, got one that "
+                "has no gradient; try task.output and a model without torch.no_grad(), .detach(), "
+                ".item() and numpy between parameters and output"
+            )
+        # Not torch.autograd.grad, with which torch.utils.checkpoint(use_reentrant=True) fails.
+        (output * weights.to(output)).sum().backward()
+    dense = {
+        name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.to_dense()
+        for name, leaf in selected.items()
+    }
     return dense, output.detach(), out_to_loss
 
 

@@ -218,7 +218,7 @@ class Model:
         task = self.task.modelout if isinstance(self.task, TrakTask) else self.task
         build = import_callable(self.build, "build") if isinstance(self.build, str) else self.build
         module, read = self._read(None)
-        digests = {} if self._loads_itself else read.digests(module.state_dict(), numbers=False)
+        digests = {} if self._loads_itself else read.digests(module, numbers=False)
         return {
             "task": task_spec(self.task),
             "task_fields": task_fields(self.task),
@@ -250,16 +250,18 @@ class Model:
             load(module, cached_state(checkpoint, module), Reading(module).names, checkpoint.name)
         read = Reading(module)
         if checkpoint is not None or not loads_itself(module):  # which may change all of it
-            found = read.digests(module.state_dict())
-            self._require_same(
-                self._state.setdefault(checkpoint.name if checkpoint else "", found), found
-            )
+            found = read.digests(module)
+            first = self._state.setdefault(checkpoint.name if checkpoint else "", found)
+            labels = read.labels(module) if found != first else set()
+            self._require_same(first, found, labels)
         return module, read
 
-    def _require_same(self, first: Mapping[str, str], found: Mapping[str, str]) -> None:
-        """Compare what is not in checkpoints with what td.Model has read."""
+    def _require_same(
+        self, first: Mapping[str, str], found: Mapping[str, str], labels: set[str]
+    ) -> None:
+        """Compare what is not in checkpoints, and no label, with what td.Model has read."""
         for name in {**first, **found}:
-            if first.get(name) != found.get(name):
+            if first.get(name) != found.get(name) and name not in labels:
                 raise ValueError(
                     f"expected the same model whenever build = {_named(self.build)} is called, as "
                     f"each thread does, got a difference in {name!r}, which is not in checkpoints; "

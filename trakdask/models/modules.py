@@ -12,7 +12,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ _LIBRARIES = {"torch", "trakdask", *sys.stdlib_module_names}
 
 # Types of values whose ``repr`` is the same in every process.
 _PLAIN = (type(None), bool, int, float, str)
+
+_OUTSIDE_OF_CALLS = ("__init__", "__repr__", "__str__", "extra_repr")
 
 
 def require_plain(module: nn.Module) -> None:
@@ -215,9 +217,51 @@ def _function(value: Any) -> FunctionType | None:
     return value if isinstance(value, FunctionType) else None
 
 
+def names_read(module: nn.Module, functions: Iterable[FunctionType]) -> tuple[set[str], set[str]]:
+    """Return what the code reads that a call of a module may run: names of attributes, and texts.
+
+    Parameters
+    ----------
+    module
+        The module.
+    functions
+        The functions in its attributes and hooks.
+    """
+    names, texts, seen = set[str](), set[str](), set[FunctionType]()
+    kinds = {kind for part in module.modules() for kind in type(part).__mro__}
+    methods = (v for kind in kinds for n, v in vars(kind).items() if n not in _OUTSIDE_OF_CALLS)
+    own = {*functions, *filter(None, map(_function, methods))}
+    todo: list[Any] = [*own]
+    while todo:
+        function = _function(todo.pop())
+        if function is None or function in seen or is_library(function.__module__):
+            continue
+        if function not in own and "-packages" in function.__code__.co_filename:
+            continue  # installed packages do not know the attributes of other ones
+        seen.add(function)
+        for code in _codes(function.__code__):
+            steps = dis.get_instructions(code)
+            names |= {s.argval for s in steps if s.opname in ("LOAD_ATTR", "LOAD_METHOD")}
+            texts |= {text for text in code.co_consts if isinstance(text, str) and text}
+        called = _names(function.__code__)
+        near = [function.__globals__.get(name) for name in called]
+        near += [c.cell_contents for c in function.__closure__ or () if c != CellType()]
+        near += [vars(file).get(n) for file in near if isinstance(file, ModuleType) for n in called]
+        near += [v for kind in near if isinstance(kind, type) for v in vars(kind).values()]
+        todo += [getattr(function, "__wrapped__", None), *near]
+    return names, texts
+
+
 def _names(code: CodeType) -> list[str]:
-    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return [*code.co_names, *(name for function in inner for name in _names(function))]
+    return [name for each in _codes(code) for name in each.co_names]
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function, and of the functions inside of it."""
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _codes(inner)
 
 
 @lru_cache(maxsize=4096)

@@ -28,7 +28,7 @@ _PEFT = ("peft.peft_model", "PeftModel")
 _TRANSFORMERS = ("transformers.modeling_utils", "PreTrainedModel")
 
 # The modules of the base model inside of PEFT's wrappers.
-_WRAPPED = ("base_layer", "original_module", "token_adapter")
+_WRAPPED = ("base_layer", "original_module", "token_adapter", "model")
 
 
 def by_class(module: nn.Module, saved: Mapping[str, Tensor], name: str) -> dict[str, Tensor] | None:

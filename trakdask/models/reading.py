@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import logging
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import chain
 from operator import is_, itemgetter
@@ -26,12 +26,12 @@ from torch.utils.hooks import RemovableHandle
 
 from trakdask.errors import CheckpointError
 from trakdask.models.loading import State, digest_state
-from trakdask.models.modules import is_library
+from trakdask.models.modules import is_library, names_read
 from trakdask.torch_internals import Watching, storage_of, tree_leaves, version_of
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
+_CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
 _NAMESPACES = (SimpleNamespace, argparse.Namespace)
 # A handle's number differs between builds, and a logger knows all other loggers.
 _NO_STATE = (type, ModuleType, logging.Logger, RemovableHandle)
@@ -65,6 +65,8 @@ class Reading:
         self._parts: dict[nn.Module, Reading] = {}
         self.copied: set[str] | None = None
         """Tensors that are copied for each call; the first call copies more, and shows which."""
+        self._kept = ExitStack()
+        self._is_keeping = False
         for kind in ("_parameters", "_buffers"):
             for path, part in module.named_modules(remove_duplicate=False):
                 for key, tensor in vars(part)[kind].items():
@@ -130,21 +132,22 @@ class Reading:
             The tensors of a checkpoint, under any of their names. Others are the module's own.
         """
         given = {self.names[name]: tensor for name, tensor in state.items() if name in self.names}
-        values = {name: given.get(name, tensor.detach()) for name, tensor in self.tensors.items()}
+        values = {name: given.get(name, t).detach() for name, t in self.tensors.items()}
         parameters = {name: values.pop(name) for name in self.parameters}
         others = {n: values.pop(n) for n in self.tensors.keys() - self.names.keys()}
         return parameters, values, others
 
-    def digests(self, saved: Mapping[str, Any], *, numbers: bool = True) -> dict[str, str]:
+    def digests(self, module: nn.Module, *, numbers: bool = True) -> dict[str, str]:
         """Return digests of the state that is not in a state dict, by attribute.
 
         Parameters
         ----------
-        saved
-            The state dict.
+        module
+            The module.
         numbers
-            Whether attributes count that have numbers alone, and the names of all tensors.
+            Whether attributes count that have numbers alone, layers, and the names of all tensors.
         """
+        saved = module.state_dict()
         values = self.outside | {
             name: [(name, self.tensors[first])]
             for name, first in self.names.items()
@@ -155,8 +158,30 @@ class Reading:
             values = {n: v for n, v in values.items() if any(isinstance(x, arrays) for _, x in v)}
         else:
             shapes = {n: (first, self.tensors[first].shape) for n, first in self.names.items()}
-            values = {"the names and shapes of tensors": [("", repr(shapes))], **values}
+            layers = [
+                (name, type(part).__name__, part.extra_repr() * is_library(type(part).__module__))
+                for name, part in module.named_modules(remove_duplicate=False)
+            ]
+            values = {
+                "the names and shapes of tensors": [("", repr(shapes))],
+                "the layers and their options": [("", repr(layers))],
+                **values,
+            }
         return {name: _digest(entries) for name, entries in values.items()}
+
+    def labels(self, module: nn.Module) -> set[str]:
+        """Return the attributes with numbers that no call reads, such as a number of each layer."""
+        items = [(part, *item) for part in module.modules() for item in _attributes(part)]
+        inside = (_inside("", None, "", value, set()) for _, _, value in items)
+        functions = {e[3] for entries in inside for e in entries if isinstance(e[3], FunctionType)}
+        names, texts = names_read(module, functions)
+        return {
+            name
+            for name, found in self.outside.items()
+            if all(type(value) in (int, float) for _, value in found)
+            and (key := name.rpartition(".")[2]) not in names
+            and not key.startswith(tuple(texts))
+        }
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
         """Put tensors, by any of their names, in all places of the module's own."""
@@ -165,18 +190,31 @@ class Reading:
                 container[key] = tensor
 
     @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Restore the module after the last call only when the ``with`` body ends.
+
+        Autograd calls parts of it again where the model uses activation checkpointing.
+        """
+        self._is_keeping = True
+        try:
+            yield
+        finally:
+            self._is_keeping = False
+            self._kept.close()
+
+    @contextmanager
     def holding(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
         """Put tensors in the module while the ``with`` body runs; then all of it is as before."""
+        self._kept.close()
         # Most containers, those of hooks, are empty.
         before = [(each, each.copy() if each else ()) for each in self._containers.values()]
+        self._kept.callback(_restore, before)
         try:
             self.put(tensors)
             yield
         finally:
-            for container, copy in before:
-                if not _is_same(container, copy):
-                    container.clear()
-                    (getattr(container, "extend", None) or container.update)(copy)
+            if not self._is_keeping:
+                self._kept.close()
 
     def call(self, module: nn.Module, tensors: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
         """Call the module with other tensors, which other threads may use, too.
@@ -202,6 +240,13 @@ class Reading:
             raise _changed_in_place(name)
         self.copied = changed if is_first else self.copied
         return result
+
+
+def _restore(before: list[tuple[Any, Any]]) -> None:
+    for container, copy in before:
+        if not _is_same(container, copy):
+            container.clear()
+            (getattr(container, "extend", None) or container.update)(copy)
 
 
 def _keep(names: Mapping[int, str], func: Any, args: Any, kwargs: Any) -> None:

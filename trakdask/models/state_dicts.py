@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Set
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from trakdask.errors import CheckpointError
@@ -67,13 +69,13 @@ def fitted(
             )
     at, (wrong, state) = min(best.items(), key=lambda item: len(item[1][0]))
     if wrong and loads_itself(module):  # whose code may rename tensors
-        return states[at]
+        return state
     if wrong and strict:
         where = f"checkpoint {name!r}" if at is None else f"{at!r} of checkpoint {name!r}"
         raise _misfit(wrong, where, _advice(module, states[at], optional))
     require_ties(Reading(module).names, state, name)
     if not optional:
-        return states[at] if [*state] == [*states[at]] else state  # with the versions of modules
+        return state if loads_itself(module) else dict(state)
     # Of several names of a tensor the first one, so that the base model's cannot take its place.
     first, tensors = first_names(module), module.state_dict(keep_vars=True)
     return {first[id(tensors[name])]: tensor for name, tensor in state.items()}
@@ -137,7 +139,7 @@ def _cut(
         return dict(states)
     start = _plain(f"{prefix.removesuffix('.')}.") if prefix else ""
     cut = {
-        at: {_plain(n)[len(start) :]: t for n, t in state.items() if _plain(n).startswith(start)}
+        at: _moved({_plain(n): t for n, t in state.items()}, state, start)
         for at, state in states.items()
     }
     if not any(cut.values()):
@@ -154,7 +156,10 @@ def _best_attempt(
 ) -> tuple[list[str], State]:
     """Return the first renamed state dict that fits, or the closest one and how it differs."""
     attempts = []
+    # Files of torch before 0.4.1, and of other libraries, have no counters of BatchNorm.
+    counters = {n for n in module.state_dict() if n.endswith(".num_batches_tracked")} - optional
     for attempt in _attempts(module, state, name):
+        attempt |= {n: torch.tensor(0) for n in counters - attempt.keys()}
         missing, further = _differences(module, attempt, optional)
         attempts.append((missing + further, attempt))
         if not missing + further:
@@ -166,17 +171,37 @@ def _attempts(module: nn.Module, state: State, name: str) -> Iterator[State]:
     needed = {_plain(name): name for name in module.state_dict()}
     for start in ("", *_common_prefixes(state)):
         yield _without(start, state, needed)
+    bare = _moved(state, state, "module." if "module." in _common_prefixes(state) else "")
     for start in _common_prefixes(needed):  # the tensors of a module inside of the model
-        names = {n: start + n.removeprefix("module.") for n in state}
-        yield {needed.get(names[n], n): tensor for n, tensor in state.items()}
+        inside = {needed.get(start + n, n): tensor for n, tensor in bare.items()}
+        yield _moved(inside, bare, to=start)
     if (loaded := by_class(module, state, name)) is not None:
         yield loaded
 
 
 def _without(start: str, state: State, needed: Mapping[str, str]) -> State:
     """Return the tensors whose names start with a prefix, by the model's names without it."""
-    starting = {n: tensor for n, tensor in state.items() if n.startswith(start)}
-    return {needed.get(n[len(start) :], n): tensor for n, tensor in starting.items()}
+    moved = _moved(state, state, start)
+    return _moved({needed.get(n, n): tensor for n, tensor in moved.items()}, moved)
+
+
+def _moved(tensors: State, state: State, start: str = "", to: str = "") -> State:
+    """Return the tensors whose names start with a prefix, without it.
+
+    The versions of modules, by which their code knows how to read a file, go with them: those of
+    ``state``, from the paths with the prefix to others.
+    """
+    moved: Any = OrderedDict(
+        (n[len(start) :], t) for n, t in tensors.items() if n.startswith(start)
+    )
+    versions = getattr(state, "_metadata", None) or {}
+    paths = {f"{_plain(path)}." if path else "": version for path, version in versions.items()}
+    moved._metadata = {
+        f"{to}{path[len(start) :]}".removesuffix("."): version
+        for path, version in paths.items()
+        if path.startswith(start)
+    }
+    return cast(State, moved)
 
 
 def _common_prefixes(names: Mapping[str, object]) -> list[str]:

@@ -356,7 +356,7 @@ def warn_of_padding(forward: Forward, ids: Tensor, counted: Tensor | None = None
             return
 
 
-def _first_rows(forward: Forward, what: object, of_batch: Callable[[], Tensor]) -> Tensor | None:
+def _first_rows(forward: object, what: object, of_batch: Callable[[], Tensor]) -> Tensor | None:
     """Return numbers of the samples so far, (sample, number); None once these are enough.
 
     Nobody looks where a model has no values, or where TRAK's methods pass the module itself.
