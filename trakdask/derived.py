@@ -60,8 +60,7 @@ def estimator_of(group: Group) -> GramEstimator | None:
             "the store; try importing the module of its class first, which has a name of its own, "
             "or td.save(..., estimator='auto')"
         )
-    estimator: GramEstimator = KINDS[name](**options)
-    return estimator
+    return KINDS[name](**options)
 
 
 def update_derived(

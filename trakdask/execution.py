@@ -101,8 +101,7 @@ def workers_of(client: Client) -> dict[str, Any]:
     every few seconds, by an answer without workers.
     """
     assert client.scheduler is not None
-    workers: dict[str, Any] = client.sync(client.scheduler.identity, n_workers=-1)["workers"]
-    return workers
+    return client.sync(client.scheduler.identity, n_workers=-1)["workers"]
 
 
 def gpu_options(features: xr.Dataset) -> dict[str, Any]:

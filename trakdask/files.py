@@ -135,8 +135,7 @@ class Folder:
     def open(self, name: str) -> IO[bytes]:
         """Open a file to read parts of it."""
         fs, path = self._fs()
-        file: IO[bytes] = fs.open(f"{path}/{name}")
-        return file
+        return fs.open(f"{path}/{name}")
 
     def write(self, name: str, data: bytes, *, durable: bool = True) -> None:
         """Write or replace a file; readers see the old content or the new."""

@@ -93,8 +93,7 @@ def storage_of(value: Any) -> int:
     if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
         return 0
     with torch._C.DisableTorchFunction():  # our own modes, which look for such calls by a model
-        place: int = value.untyped_storage().data_ptr()
-        return place
+        return value.untyped_storage().data_ptr()
 
 
 def version_of(value: object) -> int:

@@ -66,7 +66,7 @@ def blockwise(
     Chunks are taken as they are, and the function is not tried out on empty blocks. Functions of
     ``map_blocks`` would be, and lists of blocks along contracted axes would be concatenated there.
     """
-    array: da.Array = da.blockwise(
+    return da.blockwise(
         function,
         out,
         *_prepared(arguments),
@@ -76,7 +76,6 @@ def blockwise(
         meta=np.empty((0,) * len(out), dtype),
         **options,
     )
-    return array
 
 
 def _prepared(arguments: Sequence[Any]) -> Iterator[Any]:
@@ -92,7 +91,7 @@ def _prepared(arguments: Sequence[Any]) -> Iterator[Any]:
 def where(condition: Any, x: Any, y: Any) -> da.Array:
     """Return :func:`dask.array.where`, which Dask lacks with array.query-planning."""
     elemwise = getattr(da, "elemwise", da.core.elemwise)
-    return elemwise(np.where, condition, x, y)  # type: ignore[no-any-return]
+    return elemwise(np.where, condition, x, y)
 
 
 def field(array: da.Array, name: str) -> da.Array:
@@ -111,8 +110,7 @@ def _field(block: Block, *, key: str) -> Block:
 
 def align_weights(weights: da.Array, feature: da.Array) -> da.Array:
     """Return (sample, checkpoint) weights in the sample chunks of ``feature`` and chunks of 1."""
-    aligned: da.Array = weights.rechunk((feature.chunks[0], 1), method="tasks")
-    return aligned
+    return weights.rechunk((feature.chunks[0], 1), method="tasks")
 
 
 def flat(blocks: Blocks) -> Iterator[Block]:
@@ -177,7 +175,7 @@ def tree(
     dtype: npt.DTypeLike,
 ) -> da.Array:
     """Reduce blocks along axis 0 by a tree whose nodes take 8 in list order; the last finishes."""
-    result: da.Array = da.reduction(
+    return da.reduction(
         parts,
         chunk=_same,
         combine=combine,
@@ -189,7 +187,6 @@ def tree(
         dtype=dtype,
         meta=np.empty((0,) * (parts.ndim - 1), dtype),
     )
-    return result
 
 
 def _same(block: Block, axis: Any, keepdims: bool) -> Block:
@@ -252,8 +249,7 @@ def whole_columns(score: da.Array) -> da.Array:
     """
     column = score.shape[0] * score.itemsize * math.prod(map(max, score.chunks[2:]))
     most = max(1, _COLUMN_BYTES // max(column, 1))
-    columns: da.Array = score.rechunk({0: -1, 1: divided(score.chunks[1], most)})
-    return columns
+    return score.rechunk({0: -1, 1: divided(score.chunks[1], most)})
 
 
 def divided(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:

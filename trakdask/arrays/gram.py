@@ -143,8 +143,7 @@ def loss_gradient(feature: da.Array, loss_weights: da.Array) -> da.Array:
     [3.0, 3.0]
     """
     every_sample = np.zeros(len(feature), np.int8)
-    total: da.Array = group_sum(feature, loss_weights, every_sample, 1, if_failed=0)[0]
-    return total
+    return group_sum(feature, loss_weights, every_sample, 1, if_failed=0)[0]
 
 
 def _reduced(
@@ -273,8 +272,7 @@ def mean_trace(gram: da.Array, n_sample: int, labels: Sequence[object]) -> da.Ar
     >>> mean_trace(da.ones((2, 2, 1), chunks=(2, 2, 1)), 4, ["c0"]).compute().tolist()
     [0.5]
     """
-    mean: da.Array = _traces(gram, labels)[0] / n_sample
-    return mean
+    return _traces(gram, labels)[0] / n_sample
 
 
 def closed_form(gram: da.Array, factor: float, labels: Sequence[object]) -> da.Array:
@@ -313,8 +311,7 @@ def closed_form(gram: da.Array, factor: float, labels: Sequence[object]) -> da.A
     >>> closed_form(k, 0.5, ["c0"]).compute().tolist()
     [1.0]
     """
-    damping: da.Array = factor * _traces(gram, labels)[1]
-    return damping
+    return factor * _traces(gram, labels)[1]
 
 
 def _traces(gram: da.Array, labels: Sequence[object]) -> da.Array:

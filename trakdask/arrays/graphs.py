@@ -123,8 +123,7 @@ class Slices(_Arguments):
         self.values = values
 
     def __getitem__(self, index: tuple[int, ...]) -> Block:
-        block: Block = self.values[self.slices(index)]
-        return block
+        return self.values[self.slices(index)]
 
 
 class PackedRows(_Arguments):
@@ -157,8 +156,7 @@ class PackedRows(_Arguments):
         planes, first, n = argument
         bits = np.unpackbits(planes, axis=1)[:, first : first + n]
         powers = np.left_shift(1, np.arange(len(planes), dtype=np.int64))
-        values: Block = powers @ bits
-        return values
+        return powers @ bits
 
 
 class SparseRows(_Arguments):
@@ -204,10 +202,9 @@ def stored(read: Read, chunks: Chunks, dtype: npt.DTypeLike, name: str) -> da.Ar
     """
     index, meta = "sxyz"[: len(chunks)], np.empty((0,) * len(chunks), dtype)
     reads = _ReadsOfArray(name, read, chunks, None, range(len(chunks)))
-    lazy: da.Array = da.blockwise(
+    return da.blockwise(
         block_of, index, reads, index, name=name, align_arrays=False, dtype=dtype, meta=meta
     )
-    return lazy
 
 
 def reader(array: object) -> Read | None:
@@ -246,8 +243,7 @@ def map_stored(
         read = functools.partial(_read_and_apply, function, read)
         return stored(read, array.chunks, dtype, name)
     meta = np.empty((0,) * array.ndim, dtype)
-    result: da.Array = da.map_blocks(function, array, name=name, dtype=dtype, meta=meta)
-    return result
+    return da.map_blocks(function, array, name=name, dtype=dtype, meta=meta)
 
 
 def _read_and_apply(function: Callable[..., Block], read: Read, key: Key) -> Block:

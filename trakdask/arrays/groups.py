@@ -89,8 +89,7 @@ def group_sum(
     used = blocks_with(groups > 0, sizes)
     if not used:
         chunks = (n_groups, p, (1,) * n_checkpoint)
-        empty: da.Array = da.zeros((n_groups, p, n_checkpoint), dtype=dtype, chunks=chunks)
-        return empty
+        return da.zeros((n_groups, p, n_checkpoint), dtype=dtype, chunks=chunks)
     g = None if loss_weights is None else align_weights(loss_weights, feature)
     if g is not None and pooled:
         g = pooled_weights(g)

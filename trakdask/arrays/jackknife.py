@@ -199,18 +199,15 @@ def interval(tiles: da.Array, quantile: float) -> tuple[da.Array, ...]:
 
 
 def _score(tile: Block) -> Block:
-    score: Block = tile["score"].copy()
-    return score
+    return tile["score"].copy()
 
 
 def _bound(tile: Block, *, quantile: float) -> Block:
-    bound: Block = tile["score"] + tile["error"] * tile["error"].dtype.type(quantile)
-    return bound
+    return tile["score"] + tile["error"] * tile["error"].dtype.type(quantile)
 
 
 def _ratio(tile: Block) -> Block:
-    ratio: Block = tile["score"] / np.where(tile["error"] > 0, tile["error"], np.nan)
-    return ratio
+    return tile["score"] / np.where(tile["error"] > 0, tile["error"], np.nan)
 
 
 def least_significant(ratio: da.Array, edges: npt.NDArray[np.float64], q: float) -> da.Array:

@@ -65,8 +65,7 @@ def leave_out_each(n: int, positions: NDArray[np.int64]) -> da.Array:
     [[True, True, False], [False, True, True]]
     """
     left_out = da.from_array(positions[:, None], chunks=(max(1, _BYTES_PER_BLOCK // max(n, 1)), 1))
-    masks: da.Array = left_out != da.arange(n, chunks=-1)
-    return masks
+    return left_out != da.arange(n, chunks=-1)
 
 
 def subset_sums(masks: da.Array, values: da.Array) -> da.Array:
@@ -75,5 +74,4 @@ def subset_sums(masks: da.Array, values: da.Array) -> da.Array:
     Computed block by block, so neither array is in memory as a whole. A NaN makes all sums of its
     column NaN.
     """
-    sums: da.Array = da.tensordot(masks.astype("f8"), values.astype("f8"), axes=((1,), (0,)))
-    return sums
+    return da.tensordot(masks.astype("f8"), values.astype("f8"), axes=((1,), (0,)))

@@ -357,5 +357,4 @@ def _thresholds(
 
 def _reaches(score: Block, codes: Any, bounds: tuple[int, int], thresholds: Block) -> Block:
     groups, keys = _groups_and_keys(score, codes, bounds)
-    reaches: Block = (groups >= 0) & (keys != _NOTHING) & (keys >= thresholds[()][groups])
-    return reaches
+    return (groups >= 0) & (keys != _NOTHING) & (keys >= thresholds[()][groups])

@@ -148,8 +148,7 @@ def _loss_weights(q: Block, power: float) -> Block:
 def gram_weights(q: Block, power: float) -> Block:
     """Return h = q^a (1 - q) of a block, float64; see :func:`soft_gram_weights`."""
     q = _probability(q)
-    weights: Block = np.power(q, power) * (1 - q)
-    return weights
+    return np.power(q, power) * (1 - q)
 
 
 def _probability(q: Block) -> Block:

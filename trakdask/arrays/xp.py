@@ -47,5 +47,4 @@ def array_module() -> Any:
 
 def asnumpy(array: Any) -> Block:
     """Return an array in host memory: a numpy array itself, or a copy of a CuPy array."""
-    host: Block = array if isinstance(array, np.ndarray) else array.get()
-    return host
+    return array if isinstance(array, np.ndarray) else array.get()

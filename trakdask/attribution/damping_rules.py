@@ -162,8 +162,7 @@ def _taken(data: da.Array, rows: list[slice]) -> da.Array:
         data[some].map_blocks(np.copy, dtype=data.dtype, meta=meta_from_array(data))
         for some in rows
     ]
-    taken: da.Array = da.concatenate(parts)
-    return taken
+    return da.concatenate(parts)
 
 
 def require_calibration(features: xr.Dataset, calibrate: xr.Dataset) -> None:

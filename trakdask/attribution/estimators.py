@@ -103,14 +103,12 @@ class GradCos(Estimator):
     def fold_weights(self, samples: xr.Dataset, inverse: da.Array | None) -> da.Array:
         """Return -1 where the mean of Q has another sign without a checkpoint."""
         q = self.g(samples)
-        signs: da.Array = _sign(arrays.folds.means_of_others(q)) * _sign(_mean(q))
-        return signs
+        return _sign(arrays.folds.means_of_others(q)) * _sign(_mean(q))
 
     def vectors(self, solved: da.Array, targets: xr.Dataset) -> da.Array:
         """Return vectors of length 1."""
         norm = arrays.weights.squared_norm(targets.feature.data)
-        unit: da.Array = solved * _over_root(1, norm).astype(solved.dtype)[:, None, :]
-        return unit
+        return solved * _over_root(1, norm).astype(solved.dtype)[:, None, :]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -177,8 +175,7 @@ def named(features: xr.Dataset, name: str = "auto", **options: Any) -> Estimator
     if name == "auto":
         name = features.attrs.get("default_estimator", Trak.name)
     require_choice("estimator", name, list(KINDS), remedy="try estimator='auto'")
-    estimator: Estimator = KINDS[name](**options)
-    return estimator
+    return KINDS[name](**options)
 
 
 def resolve(features: xr.Dataset, estimator: EstimatorLike) -> Estimator:
@@ -228,23 +225,19 @@ def choosing(features: xr.Dataset) -> GramEstimator:
 
 def _over_root(x: da.Array | int, norm: da.Array) -> da.Array:
     """Return x / √norm, NaN where the norm is 0."""
-    quotient: da.Array = x * (1 / da.sqrt(where(norm > 0, norm, np.nan)))
-    return quotient
+    return x * (1 / da.sqrt(where(norm > 0, norm, np.nan)))
 
 
 def _sign(q: da.Array) -> da.Array:
     """Return the sign of mean values of Q; +1 for 0."""
-    sign: da.Array = where(q < 0, -1.0, 1.0)
-    return sign
+    return where(q < 0, -1.0, 1.0)
 
 
 def _mean(values: da.Array) -> da.Array:
     """Return the mean over checkpoints, (sample, 1)."""
-    mean: da.Array = values.mean(axis=1, keepdims=True)
-    return mean
+    return values.mean(axis=1, keepdims=True)
 
 
 def _of_all_checkpoints(weight: da.Array) -> da.Array:
     """Return weights that are NaN for samples that failed at some checkpoint: they have no mean."""
-    whole: da.Array = weight + 0 * _mean(weight)
-    return whole
+    return weight + 0 * _mean(weight)

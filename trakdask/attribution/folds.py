@@ -44,15 +44,13 @@ def require_all_samples(features: xr.Dataset) -> None:
 
 def _knows(features: xr.Dataset) -> da.Array:
     """Return what each checkpoint was trained on, one chunk of checkpoints: a task costs more."""
-    knows: da.Array = features[TRAINED_ON].transpose(SAMPLE, CHECKPOINT).data.rechunk({1: -1})
-    return knows
+    return features[TRAINED_ON].transpose(SAMPLE, CHECKPOINT).data.rechunk({1: -1})
 
 
 def differ(features: xr.Dataset) -> da.Array:
     """Return whether any sample was seen by some checkpoints and not by others, (), lazy bool."""
     knows = _knows(features)
-    found: da.Array = (knows.any(axis=1) & ~knows.all(axis=1)).any()
-    return found
+    return (knows.any(axis=1) & ~knows.all(axis=1)).any()
 
 
 def fold_weights(
@@ -74,5 +72,4 @@ def fold_weights(
         return without
     is_left_out = np.eye(features.sizes[CHECKPOINT], dtype=bool)
     apart = where(is_left_out, 0, whole.weight(features, inverse)[:, None, :])
-    weights: da.Array = without[:, :, None] * apart
-    return weights
+    return without[:, :, None] * apart

@@ -162,8 +162,7 @@ class Soft(GramEstimator):
         columns = features[COLUMN].values if COLUMN in features.coords else np.arange(p)
         if columns.max() < mean.sizes[PROJ_DIM_1]:  # isel(proj_dim=...) selects along one axis
             mean = mean.isel({PROJ_DIM_1: columns})
-        both: da.Array = matrix + features.sizes[SAMPLE] * plain(mean.chunk({CHECKPOINT: 1}).data)
-        return both
+        return matrix + features.sizes[SAMPLE] * plain(mean.chunk({CHECKPOINT: 1}).data)
 
     def rank(self, n_samples: int, features: xr.Dataset) -> int:
         """Return a bound of the rank."""

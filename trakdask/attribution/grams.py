@@ -105,8 +105,7 @@ def _checked_weights(features: xr.Dataset, weights: xr.DataArray) -> da.Array:
                 f"{weights.values[tuple(bad[0])]} at {where}; try weights.clip(min=0).fillna(0)"
             )
     chunks = {dim: features.feature.variable.chunksizes[dim] for dim in shape}
-    data: da.Array = plain(weights.variable.set_dims(shape).chunk(chunks).data)
-    return data
+    return plain(weights.variable.set_dims(shape).chunk(chunks).data)
 
 
 @dataclass(frozen=True)
@@ -290,8 +289,7 @@ def stored_matrix(features: xr.Dataset, name: str, estimator: GramEstimator) -> 
             f"got {n}; try features.isel(sample=...), or {_REMEDY} for the matrix of these samples"
         )
     validate(features, [name], what="features")
-    data: da.Array = matrix.data
-    return data
+    return matrix.data
 
 
 def stored_decomposition(

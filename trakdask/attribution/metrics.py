@@ -161,7 +161,7 @@ class Measure:
             name="metric-scale", dtype=np.float64,
         )  # fmt: skip
         without = outputs[None] - scale * sums[:, None]
-        return self.values(outputs).mean() - self.values(without).mean(-1)  # type: ignore[no-any-return]
+        return self.values(outputs).mean() - self.values(without).mean(-1)
 
 
 def measure_of(metric: MetricLike, targets: xr.Dataset) -> Measure:
@@ -217,8 +217,7 @@ def _truth(targets: xr.Dataset, loss: str | None) -> da.Array | None:
         doubt = 1 / (1 + np.exp(lazy.output.astype(np.float64)))
         total = doubt.sum(CHECKPOINT)
         known = lazy.out_to_loss.sum(CHECKPOINT) / total.where(total > 0)
-    truth: da.Array = known.data.rechunk(-1)
-    return truth
+    return known.data.rechunk(-1)
 
 
 def _column(metric: str, along: dict[Hashable, xr.Variable]) -> tuple[np.ndarray, ...]:

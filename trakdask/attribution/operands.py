@@ -91,8 +91,7 @@ class Solver:
         weight = arrays.weights.pooled(weight) if self.estimator.pooled else weight
         require_sums(of.feature.data, members.shape[1])
         sums: da.Array = arrays.jackknife.member_sums(of.feature.data, weight[:, None], members)
-        one: da.Array = sums[:, 0]
-        return one
+        return sums[:, 0]
 
 
 def solver(features: xr.Dataset, estimator: Estimator) -> Solver:

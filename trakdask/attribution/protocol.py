@@ -134,8 +134,7 @@ class Estimator(HtmlTable):
 
     def g(self, features: xr.Dataset) -> da.Array:
         """Return the weights of samples in their loss, (sample, checkpoint)."""
-        q: da.Array = features.out_to_loss.data
-        return q
+        return features.out_to_loss.data
 
     def weight(self, samples: xr.Dataset, inverse: da.Array | None) -> da.Array:
         """Return the factor of the products of samples, (sample, checkpoint).
@@ -152,8 +151,7 @@ class Estimator(HtmlTable):
         """
         if self.pooled:
             return arrays.folds.means_of_others(self.g(samples))
-        ones: da.Array = da.ones_like(samples.out_to_loss.data, dtype=np.float64)
-        return ones
+        return da.ones_like(samples.out_to_loss.data, dtype=np.float64)
 
     def vectors(self, solved: da.Array, targets: xr.Dataset) -> da.Array:
         """Return the vectors that samples are multiplied with, from solved features of targets."""
@@ -269,7 +267,7 @@ def of_checkpoints(features: xr.Dataset, values: Any, what: str) -> xr.DataArray
         raise ValueError(
             f"expected finite {what} >= 0, got {values.to_series().to_dict()}; try numbers"
         )
-    return values  # type: ignore[no-any-return]
+    return values
 
 
 def is_positive(value: Any) -> bool:

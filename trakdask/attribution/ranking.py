@@ -316,12 +316,11 @@ def _gathered(name: Hashable, values: Any, position: da.Array) -> da.Array:
     column = reader(values) or values
     if not hasattr(position, "expr"):  # Dask loses it with array.query-planning
         column = dask.delayed(column, name=f"column-{uuid4().hex}", traverse=False)
-    gathered: da.Array = da.map_blocks(
+    return da.map_blocks(
         _gather, position, column=column,
         dtype=values.dtype, meta=np.empty((0,) * position.ndim, values.dtype),
         name=f"{name}-{uuid4().hex}",
     )  # fmt: skip
-    return gathered
 
 
 def _gather(position: np.ndarray, column: np.ndarray | Read) -> np.ndarray:

@@ -115,8 +115,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
             raise yaml.constructor.ConstructorError(
                 None, None, f"the key {keys.most_common(1)[0][0]!r} is there twice", node.start_mark
             )
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-        return mapping
+        return super().construct_mapping(node, deep)
 
 
 _MOST_VALUES = 1_000_000

@@ -95,8 +95,7 @@ def expanded(pattern: str) -> list[str]:
 def opened_zarr(path: str, **options: Any) -> xr.Dataset:
     """Open a zarr group; zarr itself takes a folder ``a::b`` for a chain of protocols."""
     is_folder = "::" in path and not is_url(path)
-    opened: xr.Dataset = xr.open_zarr(LocalStore(path) if is_folder else path, **options)
-    return opened
+    return xr.open_zarr(LocalStore(path) if is_folder else path, **options)
 
 
 def _from_csv(
@@ -227,8 +226,7 @@ def _from_zarr(store: str, group: str | None = None, **options: Any) -> xr.Datas
         return opened
     token = content_of_folder(folder)
     lazy = {n: x.copy(data=renamed(str(n), x.data, token)) for n, x in opened.items() if x.chunks}
-    known: xr.Dataset = opened.assign(lazy)
-    return known
+    return opened.assign(lazy)
 
 
 _KINDS: Mapping[str, Callable[..., xr.Dataset]] = {

@@ -166,8 +166,7 @@ def _unit(rows: Any, sizes: tuple[int, ...]) -> da.Array:
     """Return the rows of a matrix, divided by their norms, in chunks of these sizes."""
     data = da.asarray(rows).rechunk((sizes, -1))
     norm = da.linalg.norm(data, axis=1, keepdims=True)
-    unit: da.Array = data / where(norm > 0, norm, np.nan)
-    return unit
+    return data / where(norm > 0, norm, np.nan)
 
 
 def _bm25(texts: Any, target_texts: Any) -> tuple[sparse.csr_array, sparse.csr_array]:

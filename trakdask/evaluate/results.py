@@ -76,8 +76,7 @@ def as_array(scores: Scores, *dims: Hashable) -> xr.DataArray:
 
 def lazy_data(array: xr.DataArray) -> da.Array:
     """Return the array of a DataArray, made lazy if it is in memory."""
-    data: da.Array = plain(array.variable.chunk().data if array.chunks is None else array.data)
-    return data
+    return plain(array.variable.chunk().data if array.chunks is None else array.data)
 
 
 def checked_masks(masks: xr.DataArray) -> xr.DataArray:

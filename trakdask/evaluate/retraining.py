@@ -228,14 +228,13 @@ def _lazy_outputs(
     """Build the graph: one task per (mask, seed); each worker receives the function once."""
     token = tokenize(train_fn, masks.name, seeds, n_targets, models)
     function = dask.delayed(train_fn, name=f"train-fn-{token}", traverse=False)
-    outputs: da.Array = da.blockwise(
+    return da.blockwise(
         functools.partial(_train_block, n_targets, models), "mst",
         masks.rechunk((1, -1)), "mn", da.arange(len(masks), chunks=1), "m",
         da.from_array(seeds, chunks=1, name=f"seed-{token}"), "s",
         new_axes={"t": n_targets}, name=f"train-{token}", concatenate=True, align_arrays=False,
         dtype=np.float64, meta=np.empty((0, 0, 0)), train_fn=function,
     )  # fmt: skip
-    return outputs
 
 
 def _train_block(
@@ -268,8 +267,7 @@ def _train_block(
 def _stored(models: Folder, file: str) -> NDArray[np.float64] | None:
     """Read the outputs of a completed model; None if it has not been completed."""
     try:
-        outputs: NDArray[np.float64] = np.load(io.BytesIO(models.read(file)))
-        return outputs
+        return np.load(io.BytesIO(models.read(file)))
     except FileNotFoundError:
         return None
     except (ValueError, EOFError) as err:

@@ -64,14 +64,12 @@ class Computation:
         if (client := active_client()) is not None:
             return self._on_cluster(client, lazy)
         if dask.config.get("scheduler", None) is not None:  # synchronous, or somebody's own
-            return dask.compute(*lazy)  # type: ignore[no-any-return]
+            return dask.compute(*lazy)
         watch = (None, None, self._before_task, self._after_task, None)
         # Threads of BLAS inside threads of dask would wait for each other: ten times as slow.
         with _ONE_THREAD:
             # The function, because dask would import distributed for the name of a scheduler.
-            return dask.compute(  # type: ignore[no-any-return]
-                *lazy, scheduler=threaded.get, callbacks=[watch]
-            )
+            return dask.compute(*lazy, scheduler=threaded.get, callbacks=[watch])
 
     def _on_cluster(self, client: Client, lazy: tuple[Any, ...]) -> tuple[Any, ...]:
         from distributed import Future

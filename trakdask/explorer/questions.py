@@ -152,8 +152,7 @@ class Questions(TrainingQuestions):
         targets = self.targets.at(setting.checkpoints).isel({SAMPLE: some})
         lazy = td.intervals(features, targets, setting.estimator, by=by)
         (found,) = compute(lazy[["score", "upper"]])
-        half: xr.DataArray = found["upper"] - found["score"]
-        return half
+        return found["upper"] - found["score"]
 
     def has_intervals(self, view: View) -> bool:
         """Return whether there are the five checkpoints that intervals need."""
@@ -171,8 +170,7 @@ class Questions(TrainingQuestions):
         interval; ``samples``, how many. Largest share first.
         """
         view = view.replace(page="targets", first=0, sort="", ascending=False)
-        table: pd.DataFrame = self._credits(view)
-        return table
+        return self._credits(view)
 
     def _credited(self, view: View) -> pd.DataFrame:
         setting, selected = self.setting(view), np.sort(self.targets.selected(view).index)

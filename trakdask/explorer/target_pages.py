@@ -166,8 +166,7 @@ def _is_by_folds(chosen: xr.Dataset) -> bool:
 
 def _heights(chosen: xr.Dataset) -> np.ndarray:
     """Return the curve by which λ was chosen; NaN if there is none."""
-    heights: np.ndarray = chosen["grade" if _is_by_folds(chosen) else "curve"].values
-    return heights
+    return chosen["grade" if _is_by_folds(chosen) else "curve"].values
 
 
 def _why(rule: str) -> str:

@@ -189,8 +189,7 @@ class TrainingQuestions:
 
     def _features_at(self, checkpoint: str) -> da.Array:
         one = lazy_features(self.features.sel({CHECKPOINT: [checkpoint]}))
-        feature: da.Array = one["feature"].data[:, :, 0]
-        return feature
+        return one["feature"].data[:, :, 0]
 
 
 def _edges(values: np.ndarray, *, is_logarithmic: bool) -> np.ndarray:
@@ -218,8 +217,7 @@ def scores_of_sample(setting: Setting, targets: xr.Dataset, position: int) -> da
     """
     sample = setting.features.isel({SAMPLE: [position]})
     if not isinstance(setting.estimator, GramEstimator):
-        scores: da.Array = td.score(sample, targets, setting.estimator).data[0]
-        return scores
+        return td.score(sample, targets, setting.estimator).data[0]
     features, one = lazy_features(setting.features), lazy_features(sample)
     solved = solver(features, resolve(features, setting.estimator))
     rows = lazy_features(targets)["feature"].data

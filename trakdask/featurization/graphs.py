@@ -56,8 +56,7 @@ class GraphInputs:
     @property
     def rows(self) -> tuple[int, ...]:
         """Number of samples of each block."""
-        rows: tuple[int, ...] = next(iter(self.inputs.values())).chunks[0]
-        return rows
+        return next(iter(self.inputs.values())).chunks[0]
 
 
 def lazy_arrays(prepared: GraphInputs) -> Arrays:
@@ -78,7 +77,7 @@ def block_tasks(
         (array, ("s", *(f"{name}.{axis}" for axis in range(1, array.ndim))))
         for name, array in prepared.inputs.items()
     ]
-    tasks: da.Array = da.blockwise(
+    return da.blockwise(
         run, index,
         shared_task(prepared.job, token), None,
         checkpoint_items(prepared, token), "c",
@@ -88,7 +87,6 @@ def block_tasks(
         align_arrays=False,  # all chunks match; aligning would warn about the outer product
         **options,
     )  # fmt: skip
-    return tasks
 
 
 def shared_task(job: FeaturizeJob, token: str) -> Any:
@@ -108,12 +106,11 @@ def checkpoint_items(prepared: GraphInputs, token: str) -> da.Array:
     fitted = [(a, (*(f"{n}.{axis}" for axis in range(a.ndim - 1)), "c")) for n, a in fit.items()]
     steps = (step for step in prepared.job.projector.steps if not isinstance(step, Projector))
     made_by = Fitted(tuple(steps), digests=prepared.attrs.get("fit", {}))
-    with_fit: da.Array = da.blockwise(
+    return da.blockwise(
         _with_fit, "c", array, "c", made_by, None, tuple(fit), None, *chain.from_iterable(fitted),
         name=f"fit-{token}", dtype=object, meta=np.empty(0, object), concatenate=True,
         align_arrays=False,
     )  # fmt: skip
-    return with_fit
 
 
 def _with_fit(
@@ -131,11 +128,10 @@ def _with_fit(
 
 def _starts(sizes: tuple[int, ...], token: str) -> da.Array:
     """Return the position of the first sample of each block; all but the last are equally large."""
-    starts: da.Array = da.map_blocks(
+    return da.map_blocks(
         _start, sizes[0], chunks=(sizes,), name=f"start-{token}",
         dtype=np.int64, meta=np.empty(0, np.int64),
     )  # fmt: skip
-    return starts
 
 
 def _start(size: int, block_id: tuple[int, ...]) -> np.ndarray:
@@ -161,11 +157,10 @@ def variable_of(
     """Return one of the variables that each task returns."""
     # Axis v counts the passes of a task over its block. Without v, the first of them is enough.
     get = take if set(index) <= set(out) else _take_of_first
-    variable: da.Array = da.blockwise(
+    return da.blockwise(
         get, out, tasks, index, item, None,
         name=name, dtype=dtype, meta=np.empty((0,) * len(out), dtype), **options,
     )  # fmt: skip
-    return variable
 
 
 def _take_of_first(results: Any, key: Any) -> Any:

@@ -158,8 +158,7 @@ def _lazy_curvature(prepared: GraphInputs, power: float | None) -> tuple[da.Arra
             new_axes={"e": length}, adjust_chunks={"s": 1}, name=f"{title}-{token}",
             dtype=np.float64,
         )  # fmt: skip
-        total: da.Array = blocks.sum(axis=0, split_every=4)
-        return total
+        return blocks.sum(axis=0, split_every=4)
 
     sums = summed(AxisProducts, n_entries, "axis-products", None, None)
     vectors = da.map_blocks(eigenvectors_of, sums, shapes, dtype=np.float32)

@@ -175,8 +175,7 @@ def scale_of(eigenvalues: np.ndarray, shapes: Shapes, damping: float) -> np.ndar
             sums = values + damping * values.mean()
             damped[place] = np.where(sums > NOISE * values.max(), sums, 0)
     roots = np.sqrt(np.where(damped > 0, damped, np.inf))
-    scale: np.ndarray = (1 / roots).astype(np.float32)
-    return scale
+    return (1 / roots).astype(np.float32)
 
 
 def leading_coordinates(eigenvalues: np.ndarray, scale: np.ndarray, n_leading: int) -> np.ndarray:

@@ -56,8 +56,7 @@ def split_axis(value: Tensor, axis: int, n_samples: int) -> Tensor:
             f"expected as many rows of a layer's input or output for every sample, got "
             f"{value.shape[axis]} for {n_samples} samples; try gradients='vmap', or 'loop'"
         )
-    split: Tensor = value.unflatten(axis, (n_samples, -1))
-    return split
+    return value.unflatten(axis, (n_samples, -1))
 
 
 def first_leaf(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -154,16 +153,14 @@ def local_gradients(
         returned = read.call(call.module, {**tensors, **selected}, args, kwargs)
         outputs = [y for y in tree_leaves(returned) if is_floating(y)]
         terms = [(outputs[i] * weight).sum() for i, weight in zip(used, weights, strict=True)]
-        total: Tensor = torch.stack(terms).sum()
-        return total
+        return torch.stack(terms).sum()
 
     selected = {inside: tensors[inside] for inside in call.layer.selected}
     one = torch.func.grad(weighted_output)
     try:
         with sdpa_kernel(SDPBackend.MATH):  # the only backend that vmap supports
             every = torch.func.vmap(one, in_dims=(None, call.in_axes, out_axes))
-            gradients: dict[str, Tensor] = every(selected, inputs, weights)
-            return gradients
+            return every(selected, inputs, weights)
     except RuntimeError:  # some operators, such as RNNs', cannot be vectorized
         # Slower, but of this layer alone; errors of the layer itself are raised again here.
         rows = [

@@ -87,5 +87,4 @@ def ignores_padding(forward: Forward, task: Task, batch: Batch) -> bool:
 
 def _logits(forward: Forward, task: Any, batch: Batch) -> Tensor:
     with torch.no_grad():
-        logits: Tensor = task.logits(forward, batch)
-        return logits
+        return task.logits(forward, batch)

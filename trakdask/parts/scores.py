@@ -281,8 +281,7 @@ def _errors(results: dict[str, da.Array], dim: str, name: str) -> dict[Hashable,
 
 
 def _first_error(errors: np.ndarray) -> np.ndarray:
-    first: np.ndarray = errors[np.arange(len(errors)), (errors != "").argmax(axis=1)]
-    return first
+    return errors[np.arange(len(errors)), (errors != "").argmax(axis=1)]
 
 
 def _divides_targets(

@@ -302,5 +302,4 @@ def _step(spec: Mapping[str, Any]) -> Step:
     if spec.get("kind") not in _STEPS:
         return from_spec(spec)
     options = {name: value for name, value in spec.items() if name != "kind"}
-    step: Step = _STEPS[spec["kind"]](**options)
-    return step
+    return _STEPS[spec["kind"]](**options)

@@ -106,8 +106,7 @@ class Projector(HtmlTable, ABC):
 
     def width(self, n_rows: int) -> int:
         """Return the number of feature columns: ``proj_dim``, for kinds that have this field."""
-        width: int = self.proj_dim  # type: ignore[attr-defined]
-        return width
+        return self.proj_dim  # type: ignore[attr-defined]
 
     def scale(self, n_rows: int) -> float:
         """Return the factor that makes feature products estimate gradient products.

@@ -174,8 +174,7 @@ def _whole_columns(table: Files | HuggingFace, columns: list[str]) -> pd.DataFra
     parts = [part for _, part in table.parts(0, len(table), columns)]
     whole = pa.concat_tables(parts, promote_options="permissive").unify_dictionaries()
     # Integers with nulls are read as objects, because floats would silently round them.
-    frame: pd.DataFrame = whole.to_pandas(date_as_object=False, integer_object_nulls=True)
-    return frame
+    return whole.to_pandas(date_as_object=False, integer_object_nulls=True)
 
 
 def _from_dask(

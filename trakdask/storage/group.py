@@ -331,8 +331,7 @@ _OF_FEATURES = ([SAMPLE, PROJ_DIM, CHECKPOINT], [SAMPLE, CHECKPOINT])
 
 
 def _metadata_in(files: Mapping[str, Buffer], name: str) -> Metadata:
-    metadata: Metadata = json.loads(files[f"{name}/{METADATA}"].to_bytes())
-    return metadata
+    return json.loads(files[f"{name}/{METADATA}"].to_bytes())
 
 
 def dims_of(metadata: Metadata) -> list[str]:

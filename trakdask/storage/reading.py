@@ -312,8 +312,7 @@ def from_half(halves: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """Return (rows, p, 1) features that are stored as float16 as float32."""
     mantissa, exponent = np.frexp(scale[:, None, :])
     # The mantissa is 1/2, or NaN in a block that was never stored.
-    feature: np.ndarray = np.ldexp(halves * mantissa.astype(np.float32), exponent)
-    return feature
+    return np.ldexp(halves * mantissa.astype(np.float32), exponent)
 
 
 def read_chunk(

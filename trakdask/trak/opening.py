@@ -147,8 +147,7 @@ def _features(folder: Path, ids: Sequence[int], exp_name: str = "") -> xr.Datase
         columns = [
             da.from_array(mapped(a) or a, chunks=(rows, -1), inline_array=True) for a in arrays
         ]
-        stacked: da.Array = da.stack(columns, axis=-1)
-        return stacked
+        return da.stack(columns, axis=-1)
 
     data = {"feature": lazy(grads)}
     if not exp_name:

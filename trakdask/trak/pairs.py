@@ -26,8 +26,7 @@ class PairsTask:
         image, text, _ = forward(**batch)
         right = (image * text).sum(1)
         by_text = right - (image @ texts.to(image).T).logsumexp(1)
-        matches: Tensor = by_text + right - (text @ images.to(text).T).logsumexp(1)
-        return matches
+        return by_text + right - (text @ images.to(text).T).logsumexp(1)
 
     def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
         """Return 1 - p, (batch,), among the pairs of the batch."""

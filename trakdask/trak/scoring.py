@@ -171,7 +171,7 @@ class Scoring:
         mean_q = np.hstack(q).mean(axis=1, keepdims=True, dtype=np.float32)
         scores[:] = (total.numpy() / len(q)) * mean_q
         self.saver.save_scores(exp_name)
-        return scores  # type: ignore[no-any-return]
+        return scores
 
     def _load_weights(self, checkpoint: Mapping[str, Any], model_id: int) -> None:
         self._weights_of = None

@@ -80,8 +80,7 @@ def resolve_task(task: str | Task | object) -> Task:
     """Return the task of a name, a task itself, or the adapter of a TRAK model output."""
     if isinstance(task, str):
         require_choice("task", task, list(TASKS), remedy="try task='classification'")
-        named: Task = TASKS[task]()
-        return named
+        return TASKS[task]()
     if isinstance(task, type):
         raise TypeError(f"expected an instance as task, got a class; try {task.__name__}()")
     if isinstance(task, Task):

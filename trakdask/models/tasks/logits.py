@@ -60,7 +60,7 @@ def task(kind: type[Any]) -> type[Any]:
     init.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
     made.__init__ = init
     made.__repr__ = _text
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def _text(made: Any) -> str:
