@@ -338,5 +338,5 @@ def batched_task(modelout: object) -> Task | None:
     if {"get_output", "get_out_to_loss_grad"} & set(vars(modelout)):
         return None
     if type(modelout) in (ImageClassificationModelOutput, TextClassificationModelOutput):
-        return modelout.with_temperature()
+        return modelout.with_temperature()  # type: ignore[attr-defined]
     return PairsTask(modelout) if type(modelout) is CLIPModelOutput else None
