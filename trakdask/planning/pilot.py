@@ -104,6 +104,7 @@ def _measured(blocks: list[list[da.Array]], scheduler: str | None) -> dict[str, 
         while not is_done.wait(_SAMPLING_S):
             most = max(most, memory().rss)
 
+    _give_back()  # what was freed before would seem to be of the first block
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     count_elements(NUMPY_ELEMENTS)  # numba from the first block on: the second is like the others
@@ -112,9 +113,7 @@ def _measured(blocks: list[list[da.Array]], scheduler: str | None) -> dict[str, 
             start = time.perf_counter()
             feature, *_ = dask.compute(*block, scheduler=scheduler, num_workers=1)
             seconds.append(time.perf_counter() - start)
-            # glibc keeps freed memory for the next task, which must not count twice.
-            with suppress(AttributeError, OSError):
-                ctypes.CDLL("libc.so.6").malloc_trim(0)
+            _give_back()
             held.append(memory().rss)
     finally:
         is_done.set()
@@ -130,6 +129,12 @@ def _measured(blocks: list[list[da.Array]], scheduler: str | None) -> dict[str, 
         "task_bytes": max(most - held[0], 0),
         "gpu_bytes": torch.cuda.max_memory_allocated(),
     }
+
+
+def _give_back() -> None:
+    """Give freed memory, which glibc keeps for the next task, back to the system."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def counted(number: int, noun: str) -> str:
