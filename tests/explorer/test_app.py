@@ -102,6 +102,7 @@ def test_session__tells_what_it_did_not_understand(explorer: Explorer) -> None:
     assert "x<b>" not in html
     missing = opened(explorer, View(page="target", target=M)).page.html
     assert missing.count(f"There is no target {M}") == 1  # and not in every section
+    assert missing.count('role="alert"') == 1
     assert "Traceback" not in missing
 
 

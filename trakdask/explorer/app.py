@@ -93,7 +93,7 @@ class Session:
         else:
             pn.state.on_session_destroyed(lambda context: self._give_up())
             # Until a browser is connected, changes from another thread would be lost.
-            pn.state.onload(lambda: self.go(view))
+            pn.state.onload(lambda: self._later(lambda: self.go(view)))
 
     def panel(self) -> Any:
         """Return the Panel object that a browser shows."""
@@ -143,16 +143,30 @@ class Session:
             self.page.html = page(self.attributions, self.view, parts)
 
     def _later(self, change: Callable[[], None]) -> None:
-        """Change the page from the thread that its document belongs to."""
-        if not self._loop or not self._document or self._document.session_context is None:
+        """Change the page from the thread that its document belongs to; every change comes here."""
+        loop, document = self._loop, self._document
+        if not loop or not document or document.session_context is None:
             change()
-        else:
-            # By the loop: from here it could be lost among events that the document holds back.
-            self._loop.add_callback(self._document.add_next_tick_callback, change)
+            return
+
+        def held() -> None:
+            # Held back, changes are sent by Bokeh, under its lock and in order. Panel sends changes
+            # that are not held itself, and can forget those that come while it sends others.
+            document.hold("combine")
+            try:
+                change()
+            finally:
+                document.unhold()
+
+        # By the loop: from here it could be lost among events that the document holds back.
+        loop.add_callback(document.add_next_tick_callback, held)
 
     # ---------------------------------------------------------------------- messages of a browser
 
     def _told(self, message: dict[str, Any]) -> None:
+        self._later(lambda: self._do(message))
+
+    def _do(self, message: dict[str, Any]) -> None:
         if "shown" in message:
             if self._in_notebook:
                 self.go(self.view)

@@ -230,7 +230,7 @@ class Questions(TrainingQuestions):
     def _mask(self, view: View) -> np.ndarray:
         """Return which training samples meet a condition, which may name the target's ``score``."""
         table = self._table(view).assign(score=self.scores(view))
-        return condition_mask(table, view.where, self.targets.metadata.iloc[[view.target]])
+        return condition_mask(table, view.where, self.targets.one(view.target, "target"))
 
     def targets_of(self, view: View) -> pd.DataFrame:
         """Return the targets that a training sample helped most and harmed most, best first.

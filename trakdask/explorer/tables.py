@@ -190,9 +190,13 @@ class SampleTable:
 
     def row(self, position: int, what: str) -> pd.Series[Any]:
         """Return metadata and numbers of one sample, a training sample or a target."""
-        require_position(position, len(self.metadata), what)
-        row = self.metadata.iloc[[position]].assign(**self.numbers.iloc[position])
+        row = self.one(position, what).assign(**self.numbers.iloc[position])
         return row.astype(object).iloc[0]  # in which integers are still integers
+
+    def one(self, position: int, what: str) -> pd.DataFrame:
+        """Return the coords of one sample, a training sample or a target, as a table of one row."""
+        require_position(position, len(self.metadata), what)
+        return self.metadata.iloc[[position]]
 
     def at(self, checkpoints: np.ndarray) -> xr.Dataset:
         """Return the features of all targets at some checkpoints."""

@@ -74,7 +74,7 @@ def target(attributions: Attributions, view: View) -> str:
 def filters(attributions: Attributions, view: View) -> str:
     """Return the forms that say which training samples are ranked, and how."""
     questions = attributions.questions
-    target = questions.targets.metadata.iloc[[view.target]]
+    target = questions.targets.one(view.target, "target")
     view = checked(view, "where", questions.first_row.assign(score=0.0), target)
     return render("filters", attributions, view)
 
