@@ -9,7 +9,6 @@ HYPOTHESIS_PROFILE ?= dev
 VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
-PEERS := $(VENV)/.installed-peers
 DOCUMENTERS := $(VENV)/.installed-docs
 # Twice quiet: pip's notes about its own settings drown its errors.
 PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt
@@ -45,7 +44,7 @@ help:
 	@echo 'make unit-dask-array | unit-query-planning  some tests with other arrays than those of Dask'
 	@echo 'make test-faults the long tests that make test leaves out: kills at many moments: minutes'
 	@echo 'make format      let ruff fix what it can'
-	@echo 'make benchmarks  measure everything, also traker and dattri, into files $(RESULTS)-...: hours'
+	@echo 'make benchmarks  measure everything, also traker, into files $(RESULTS)-...: hours'
 	@echo 'make docs        build the documentation in docs/_build/html, and run the code on its pages'
 	@echo 'make pictures    draw the pictures of README and pages again, by an installed Chromium'
 	@echo 'make clean       remove what the other targets made, except .venv'
@@ -120,7 +119,7 @@ test-faults: $(INSTALLED)
 # What has its file is not measured again, so that the hours need not be in one piece.
 benchmarks: $(patsubst tests/benchmarks/%.py,$(RESULTS)-%.txt,$(BENCHMARKS))
 
-$(RESULTS)-%.txt: | $(PEERS)
+$(RESULTS)-%.txt: | $(INSTALLED)
 	@mkdir -p $(@D)
 	$(call heading,$@)
 	@$(PY) tests/benchmarks/_machine.py tests/benchmarks/$*.py > $@.part
@@ -159,8 +158,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 $(DOCUMENTERS): $(INSTALLED)
 	@$(PIP_INSTALL) --editable '.[dev,demo,docs]'
-	@touch $@
-
-$(PEERS): $(INSTALLED)
-	@$(PIP_INSTALL) --editable '.[dev,demo,peers]'
 	@touch $@

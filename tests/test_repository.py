@@ -24,7 +24,7 @@ TOP_LEVEL = {
     *(".ci", ".github", ".gitignore", ".pre-commit-config.yaml", "CITATION.cff", "docs"),
 }
 HEAVY = ("dask", "distributed", "zarr")
-OPTIONAL = ("numba", "cupy", "fast_jl", "matplotlib", "sklearn", "bokeh", "panel", "trak", "dattri")
+OPTIONAL = ("numba", "cupy", "fast_jl", "matplotlib", "sklearn", "bokeh", "panel", "trak")
 
 
 def read(name: str) -> str:

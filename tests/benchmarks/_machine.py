@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("torch", "numpy", "numba", "dask", "xarray", "zarr", "traker", "dattri")
+PACKAGES = ("torch", "numpy", "numba", "dask", "xarray", "zarr", "traker")
 
 
 def cpu_name() -> str:

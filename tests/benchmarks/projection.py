@@ -199,7 +199,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--engines", nargs="+", choices=names, default=names)
     options = parser.parse_args(argv)
     if PEER in options.engines and importlib.util.find_spec("trak") is None:
-        parser.error(f"{PEER} is not installed. Type pip install -e '.[peers]', or --engines.")
+        parser.error(f"{PEER} is not installed. Type pip install traker==0.3.2, or --engines.")
     return options
 
 

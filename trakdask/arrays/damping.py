@@ -32,7 +32,7 @@ FOLLOWED = 3.0
 _LEFT_OUT_BLOCKS = 8
 #: How much larger than that at the prior a correlation must be, in Fisher's z, to choose its ρ.
 #: Checkpoints of halves of the data gain up to 0.5 at a ρ that makes scores worse. This and the
-#: next constants were chosen by tests/benchmarks/halves.py; in Fisher's z because near 1 a
+#: next constants were chosen by 2026-11-24-halves.txt; in Fisher's z because near 1 a
 #: correlation grows by ever less: from 0.9 to 0.94 is as far as from 0 to 0.25.
 CLEARLY_LARGER = 0.6
 #: The same where the totals at the prior explain less than a third of the outputs, or samples are

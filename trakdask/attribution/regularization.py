@@ -119,7 +119,8 @@ def damping(
     (1/√m) above 0, λ is as by ``"trace"``.
 
     ρ is free of the scale of the gradients of any checkpoint. What λ loses against the best one was
-    measured by ``tests/benchmarks/halves.py`` and is on the page "Estimator and λ".
+    measured (``tests/benchmarks/results/2026-11-24-halves.txt``) and is on the page "Estimator and
+    λ".
 
     Examples
     --------

@@ -58,7 +58,7 @@ def curvature(
     ----------
     samples
         Training samples, as in :func:`featurize`. A part of them, drawn at random, will do:
-        ``tests/benchmarks/fits.py`` fits a quarter of about a thousand.
+        ``2026-11-24-fits.txt`` fitted a quarter of about a thousand.
     model
         The model, at all checkpoints that features are to be computed for.
     damping
