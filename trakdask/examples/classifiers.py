@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trakdask.checks import require_integer
+from trakdask.evaluate.halves import train_on_halves
 from trakdask.examples.images import Images, Labels, digits, mnist
 from trakdask.files import Folder
-from trakdask.training import train_on_halves
 
 
 def digits_mlp() -> nn.Module:
