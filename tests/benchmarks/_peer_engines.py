@@ -91,9 +91,9 @@ def builder(name: str) -> Callable[[], Any]:
 
 
 def load_digits(job: Job) -> Digits:
-    from trakdask.examples import digits_arrays
+    from trakdask.examples import digits
 
-    train, target = digits_arrays(N_HELD_OUT)
+    train, target = ((ds.image.values, ds.label.values) for ds in digits(N_HELD_OUT))
     rows = np.arange(job.n_train) % len(train[0])  # more samples than digits: some come twice
     return Digits(*(a[rows] for a in train), *(a[: job.n_target] for a in target))
 
@@ -333,11 +333,12 @@ def prepare(folder: Path, build: str, n_checkpoints: int) -> dict[str, Any]:
     """Train the checkpoints, and choose λ by the closed form for the first one's gradients."""
     import torch
 
-    from trakdask.examples import digits_arrays, digits_checkpoints
+    from trakdask.examples import digits, digits_checkpoints
 
     torch.set_num_threads(1)
     paths = digits_checkpoints(folder, builder(build), n_checkpoints, n_target=N_HELD_OUT)
-    (images, labels), _ = digits_arrays(N_HELD_OUT)
+    train, _ = digits(N_HELD_OUT)
+    images, labels = train.image.values, train.label.values
     few, n = slice(256), len(images)
     gradients = _gradients(builder(build)(), _load(str(paths[0])), images[few], labels[few])
     kernel = gradients @ gradients.T

@@ -100,7 +100,9 @@ def wine() -> Data:
 
 def imbalanced() -> Data:
     """Keep 0.7 times as many digits of each class as of the one before; targets as they are."""
-    (images, labels), targets = examples.digits_arrays(n_target=150)
+    (images, labels), targets = (
+        (ds.image.values, ds.label.values) for ds in examples.digits(n_target=150)
+    )
     first = np.bincount(labels).min()
     rows = [np.flatnonzero(labels == k)[: round(first * KEPT**k)] for k in range(N_CLASSES)]
     kept = np.sort(np.concatenate(rows))
