@@ -24,6 +24,7 @@ from .attribution import metric as metric
 from .attribution import score as score
 from .attribution import self_influence as self_influence
 from .attribution import top_k as top_k
+from .evaluate.halves import train_on_halves as train_on_halves
 from .explorer import explore as explore
 from .export import to_parquet as to_parquet
 from .export import to_zarr as to_zarr
@@ -51,4 +52,3 @@ from .saving import save as save
 from .storage import assign_coords as assign_coords
 from .storage import open as open
 from .storage import verify as verify
-from .training import train_on_halves as train_on_halves

@@ -23,7 +23,7 @@ from rich.table import Table
 
 import trakdask as td
 from trakdask import examples
-from trakdask.plots.figures import new_figure
+from trakdask.plots.figures import new_figure, power_of_ten
 
 __all__ = ["main", "model", "preprocess"]
 
@@ -120,7 +120,7 @@ def _featurize(datasets: Iterable[xr.Dataset], network: td.Model) -> list[xr.Dat
 
 
 def _print_rankings(ends: Sequence[xr.Dataset], shown: list[int], margins: xr.DataArray) -> None:
-    unit = td.plots.power_of_ten(*(end.score[shown] for end in ends))
+    unit = power_of_ten(*(end.score[shown] for end in ends))
     rows = []
     for target in shown:
         best, worst = (_ranked(end.isel(target=target), unit) for end in ends)
@@ -152,7 +152,7 @@ def _print_queries(scores: xr.DataArray, shown: list[int]) -> None:
     queries = ("label == target_label", "label != target_label", "label in [4, 9]")
     lazy = {text: td.top_k(one, SHOWN, where=text) for text in queries}
     (rankings,) = dask.compute(lazy)  # computed together, as they share the solve
-    unit = td.plots.power_of_ten(*(top.score for top in rankings.values()))
+    unit = power_of_ten(*(top.score for top in rankings.values()))
     title = f"Queries by metadata, target {target} (a {label}); score in 1e{unit}"
     rows = [(text, _ranked(top.isel(target=0), unit)) for text, top in rankings.items()]
     _print_table(title, ("where", f"top {SHOWN}: digit score"), rows)

@@ -14,7 +14,6 @@ from scipy import sparse
 
 from tests.stored_arrays import stored
 from trakdask import arrays
-from trakdask.arrays import blocks
 from trakdask.arrays.blocks import add, block_starts, flat
 from trakdask.arrays.gram import pooled
 from trakdask.arrays.graphs import PackedRows, map_stored, read_in_task
@@ -79,18 +78,6 @@ def test_add__sums_in_list_order_without_changing_its_inputs() -> None:
     np.testing.assert_array_equal(add(parts, keepdims=True), [[(1e16 + 1.0) - 1e16] * 2])
     assert add(parts).shape == (2,)
     assert parts[0][0, 0] == 1e16
-
-
-@pytest.mark.parametrize(("budget", "most"), [(2**26, 4), (10 * 8 * 3, 3), (1, 1)])
-def test_whole_columns__stay_within_the_budget(
-    monkeypatch: pytest.MonkeyPatch, budget: int, most: int
-) -> None:
-    monkeypatch.setattr(blocks, "_COLUMN_BYTES", budget)
-    score = da.random.default_rng(0).random((10, 9), chunks=(3, 4))
-    whole = blocks.whole_columns(score)
-    assert whole.chunks[0] == (10,)
-    assert max(whole.chunks[1]) == most
-    np.testing.assert_array_equal(whole.compute(), score.compute())
 
 
 X, W = (np.random.default_rng(i).normal(size=(n, 5, 3)) for i, n in enumerate((40, 6)))

@@ -1,55 +1,12 @@
-"""How well scores separate two classes, by scikit-learn, scipy and counting by hand."""
+"""How well scores separate two classes, by scipy and counting by hand."""
 
 from __future__ import annotations
 
-import dask.array as da
 import numpy as np
 import pytest
 from scipy import stats
-from sklearn.metrics import roc_auc_score
 
-from trakdask.arrays.detection import class_ranks, proportion_interval, roc_auc
-
-N, M, COUNTS = 40, 6, [1, 4, 40]
-RNG = np.random.default_rng(0)
-CODES = np.stack([RNG.integers(3, size=N), RNG.integers(2, size=N)], axis=1)
-TARGET_CODES = np.stack([RNG.integers(3, size=M), RNG.integers(2, size=M)], axis=1)
-SCORES = {
-    "distinct": RNG.standard_normal((N, M, 2)),
-    "ties": RNG.integers(4, size=(N, M, 2)).astype("f4"),
-    "infinite": np.where(RNG.random((N, M, 2)) < 0.2, np.inf, RNG.standard_normal((N, M, 2))),
-    "unknown": np.where(RNG.random((N, M, 2)) < 0.2, np.nan, RNG.integers(9, size=(N, M, 2))),
-}
-
-
-def by_hand(values: np.ndarray, relevant: np.ndarray) -> list[float]:
-    """AUC of scikit-learn; ranks by counting, samples of other classes first among equals."""
-    finite = np.unique(values, return_inverse=True)[1]  # scikit-learn refuses inf
-    rank = [
-        1 + sum(v > own for v in values[relevant]) + sum(values[~relevant] >= own) + before
-        for own, before in zip(values[relevant], ties_before(values[relevant]), strict=True)
-    ]
-    found = [sum(r <= k for r in rank) for k in COUNTS]
-    precision = [n / k for n, k in zip(found, COUNTS, strict=True)]
-    return [roc_auc_score(relevant, finite), *precision]
-
-
-def ties_before(values: np.ndarray) -> list[int]:
-    return [int((values[:i] == values[i]).sum()) for i in range(len(values))]
-
-
-@pytest.mark.parametrize("case", SCORES)
-@pytest.mark.parametrize("chunks", [(7, 4, 1), (40, 1, 2), (1, 6, 2)])
-def test_class_ranks__by_hand(case: str, chunks: tuple[int, ...]) -> None:
-    scores = SCORES[case]
-    result = class_ranks(da.from_array(scores, chunks), CODES, TARGET_CODES, COUNTS).compute()
-    assert result.shape == (M, 2, 1 + len(COUNTS))
-    for t in range(M):
-        for e in range(2):
-            column = scores[:, t, e]
-            ranked = (CODES[:, 1] == TARGET_CODES[t, 1]) & ~np.isnan(column)
-            relevant = CODES[ranked, 0] == TARGET_CODES[t, 0]
-            np.testing.assert_allclose(result[t, e], by_hand(column[ranked], relevant))
+from trakdask.arrays.detection import proportion_interval, roc_auc
 
 
 def auc(values: np.ndarray, positive: np.ndarray) -> float:

@@ -110,14 +110,3 @@ def test_mean_interval__equals_scipy() -> None:
     np.testing.assert_allclose(found, expected)
     np.testing.assert_array_equal(evaluation.mean_interval(x[:, None], 0.9)[..., 0], found)
     assert np.isnan(evaluation.mean_interval(x[:, :1], 0.9)).all()
-
-
-def test_bootstrap_mean__as_in_scipy() -> None:
-    values = np.random.default_rng(0).exponential(size=(40, 3, 2))
-    means, bounds = evaluation.bootstrap_mean(values, resamples=4000, seed=0, confidence=0.9)
-    np.testing.assert_allclose(means, values.mean(axis=0))
-    expected = stats.bootstrap(
-        (values,), np.mean, axis=0, n_resamples=4000, confidence_level=0.9, method="percentile",
-        rng=np.random.default_rng(1),
-    ).confidence_interval  # fmt: skip
-    np.testing.assert_allclose(bounds, [expected.low, expected.high], atol=0.025)

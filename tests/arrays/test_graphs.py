@@ -109,9 +109,6 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     "weighted_sum.weights": lambda seed: da.from_array(np.random.default_rng(seed).random(N)),
     "among_best.score": lambda seed: da.from_array(np.random.default_rng(seed).random(N), chunks=7),
     "among_best.counts": lambda seed: np.array([2, 3, 1 + seed]),
-    "class_ranks.codes": lambda seed: np.stack([np.arange(N) % (3 + seed), np.zeros(N, int)], 1),
-    "target_codes": lambda seed: np.stack([np.arange(9) % (3 + seed), np.zeros(9, int)], 1),
-    "positive": lambda seed: np.arange(N) % (3 + seed) == 0,
     # options
     "n_sample": lambda seed: N + seed,
     "n_component": lambda seed: P - seed,
@@ -142,7 +139,7 @@ INPUTS: dict[str, Callable[[int], Any]] = {
 
 HELPERS = {
     *("align_weights", "blockwise", "field", "known_sums", "map_stored", "stored", "tree"),
-    *("tree_sum", "where", "whole_columns"),
+    *("tree_sum", "where"),
 }  # fmt: skip
 """They make lazy functions."""
 

@@ -59,7 +59,6 @@ GOOD = {
     "retrain": {"train_fn": train, "masks": MASKS, "targets": M, "progress": False},
     "removal_curve": {"train_fn": train, "scores": SCORES, "fractions": [0.2], "n_random": 1},
     "leave_group_out": {"train_fn": train, "sums": SUMS, "groups": GROUPS, "resamples": 2},
-    "class_detection": {"scores": LABELLED, "ks": [1], "resamples": 2},
 }
 
 
@@ -76,10 +75,6 @@ def test_good_input(name: str) -> None:
 
 def rows(name: str, *cases: tuple[object, ...]) -> list[BadInput]:
     return changed(f"evaluate.{name}", functools.partial(call, name), *cases)
-
-
-def labelled(dim: str, **labels: object) -> dict[str, object]:
-    return {"scores": LABELLED.assign_coords({n: (dim, x) for n, x in labels.items()})}
 
 
 BOOTSTRAP = (
@@ -156,16 +151,6 @@ ROWS = [
         ("another coord", {"groups": GROUPS.rename("source")}, ValueError, ["source"]),
         ("raises", {"train_fn": failing}, FAILED, ["subset", "loss is NaN"]),
         ("sums are NaN", {"sums": SUMS * np.nan}, ValueError, ["NaN", "3 targets"]),
-    ),
-    *rows(
-        "class_detection",
-        *BOOTSTRAP,
-        ("no labels", {"scores": SCORES}, KeyError, ["label"]),
-        ("texts", labelled("target", target_label=list("abc")), ValueError, ["'label'", "0 of 12"]),
-        ("one label", labelled("sample", label=[1] * N), ValueError, ["'label'", "12 of 12"]),
-        ("a label is missing", labelled("sample", label=[np.nan] * N), ValueError, ["12"]),
-        ("k above the samples", {"ks": [13]}, ValueError, ["k", "13"]),
-        ("scores are NaN", {"scores": LABELLED * np.nan}, ValueError, ["NaN", "3 targets"]),
     ),
 ]  # fmt: skip
 

@@ -36,7 +36,6 @@ ROWS = [
         ("n_shown 0", {"n_shown": 0}, ValueError, ["n_shown", "0"]),
     ),
     *changed("examples.digits", td.examples.digits, *SPLIT),
-    *changed("examples.digits_arrays", td.examples.digits_arrays, *SPLIT),
     *changed("examples.mnist", td.examples.mnist, *SPLIT),
     *changed(
         "testing.simulate_features", td.testing.simulate_features,

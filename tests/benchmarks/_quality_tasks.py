@@ -122,7 +122,9 @@ def perceptron(
 
 def digits(wrong: float = 0.0) -> Data:
     """Split digits into 1000 to train on, a share of them labelled wrongly, and 150 targets."""
-    (images, labels), targets = examples.digits_arrays(n_target=150)
+    (images, labels), targets = (
+        (ds.image.values, ds.label.values) for ds in examples.digits(n_target=150)
+    )
     images, labels = images[:1000], labels[:1000].copy()
     rng = np.random.default_rng(0)
     chosen = rng.permutation(len(labels))[: round(wrong * len(labels))]

@@ -93,7 +93,7 @@ def small_job(by: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     train, targets = (
-        tuple(a[:N_TRAIN] for a in part) for part in examples.digits_arrays(N_TARGETS)
+        (ds.image.values[:N_TRAIN], ds.label.values[:N_TRAIN]) for ds in examples.digits(N_TARGETS)
     )
     net = examples.digits_cnn().eval()
     with tempfile.TemporaryDirectory() as folder:

@@ -98,7 +98,6 @@ def train(positions: np.ndarray, seed: int) -> np.ndarray:
 
 EVALUATIONS = {
     "removal_curve": lambda scores: td.evaluate.removal_curve(train, scores, [0.2, 0.1]),
-    "class_detection": lambda scores: td.evaluate.class_detection(scores, ks=[2], resamples=9),
     "mislabelled_curve": lambda scores: td.evaluate.mislabelled_curve(scores, np.arange(N) < 9),
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -46,7 +45,6 @@ Blocks: TypeAlias = "Block | list[Any] | Unread"
 SPLIT_EVERY = 8
 """Blocks that a node of a tree takes: a task holds one more of the partial results."""
 
-_COLUMN_BYTES = 2**26
 """The size of a chunk that holds all scores of some targets."""
 
 _MOST_GROUPS = 4096
@@ -235,21 +233,6 @@ def blocks_with(selected: npt.NDArray[np.bool_], sizes: tuple[int, ...]) -> list
     """
     bounds = itertools.pairwise(block_starts(sizes))
     return [i for i, (start, stop) in enumerate(bounds) if selected[start:stop].any()]
-
-
-def whole_columns(score: da.Array) -> da.Array:
-    """Return scores (sample, target, ...) in chunks of all samples and few targets, lazy.
-
-    A chunk has no more targets than it had before, and at most 64 MB unless one target has more.
-
-    Examples
-    --------
-    >>> whole_columns(da.zeros((6, 4), chunks=(2, 3))).chunks
-    ((6,), (3, 1))
-    """
-    column = score.shape[0] * score.itemsize * math.prod(map(max, score.chunks[2:]))
-    most = max(1, _COLUMN_BYTES // max(column, 1))
-    return score.rechunk({0: -1, 1: divided(score.chunks[1], most)})
 
 
 def divided(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:

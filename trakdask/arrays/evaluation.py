@@ -231,37 +231,3 @@ def mean_interval(values: Floats, confidence: float) -> Floats:
         error = np.sqrt(((values - mean[..., None]) ** 2).sum(axis=-1) / (n - 1) / n)
         half = special.stdtrit(n - 1, (1 + confidence) / 2) * error
     return np.stack([mean - half, mean + half])
-
-
-def bootstrap_mean(
-    values: Floats, *, resamples: int, seed: int, confidence: float
-) -> tuple[Floats, Floats]:
-    """Return means over the first axis, without NaN, and their intervals (bound, ...).
-
-    Percentiles of means of rows that are drawn anew, the same rows for all columns; rows with a NaN
-    in a column do not count there. NaN where all rows are NaN.
-
-    References
-    ----------
-    Efron and Tibshirani 1993, section 13.3.
-
-    Examples
-    --------
-    >>> means, interval = bootstrap_mean(
-    ...     np.array([0.0, 1.0, np.nan]), resamples=1000, seed=0, confidence=0.9
-    ... )
-    >>> float(means), interval.tolist()
-    (0.5, [0.0, 1.0])
-    """
-    flat = values.reshape(len(values), -1)
-    present = (~np.isnan(flat)).astype(np.float64)
-    filled = np.nan_to_num(flat)
-    rng, n = np.random.default_rng(seed), len(flat)
-    draws = np.empty((flat.shape[1], resamples))
-    with np.errstate(invalid="ignore"):
-        for i in range(resamples):
-            counts = np.bincount(rng.integers(n, size=n), minlength=n).astype(np.float64)
-            draws[:, i] = (counts @ filled) / (counts @ present)
-        means = filled.sum(axis=0) / present.sum(axis=0)
-    more = values.shape[1:]
-    return means.reshape(more), percentiles(draws, confidence).reshape(2, *more)

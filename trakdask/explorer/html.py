@@ -25,7 +25,7 @@ from trakdask.explorer.marks import KINDS
 from trakdask.explorer.questions import LEVEL
 from trakdask.explorer.tables import ROWS
 from trakdask.explorer.uploads import MOST_BYTES
-from trakdask.plots import power_of_ten
+from trakdask.plots.figures import power_of_ten
 
 _FOLDER = Path(__file__).parent
 STYLE = (_FOLDER / "explorer.css").read_text("utf-8")

@@ -2,7 +2,6 @@
 
 from trakdask.plots.bars import intervals
 from trakdask.plots.curves import damping, lds, mislabelled_curve
-from trakdask.plots.figures import power_of_ten
 from trakdask.plots.galleries import gallery
 from trakdask.plots.grades import cross_validation
 from trakdask.plots.texts import text
@@ -14,7 +13,6 @@ __all__ = [
     "intervals",
     "lds",
     "mislabelled_curve",
-    "power_of_ten",
     "text",
 ]
 

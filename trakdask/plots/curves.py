@@ -47,8 +47,8 @@ def damping(chosen: xr.Dataset, *, ax: Axes | None = None) -> Figure:
         :include-source:
 
         >>> import numpy as np, trakdask as td
-        >>> (images, labels), _ = td.examples.digits_arrays()
-        >>> x, y = images.reshape(-1, 64), np.where(labels == 8, 1, -1)
+        >>> digits, _ = td.examples.digits()
+        >>> x, y = digits.image.values.reshape(-1, 64), np.where(digits.label == 8, 1, -1)
         >>> ridges = np.multiply.outer([3, 10, 30], np.eye(64))
         >>> margins = 3 * y[:, None] * (x @ np.linalg.solve(x.T @ x + ridges, x.T @ y).T)
         >>> gradients = np.stack([x * y[:, None]] * 3, axis=2)

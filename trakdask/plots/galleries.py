@@ -91,8 +91,9 @@ def gallery(
         :include-source:
 
         >>> import trakdask as td
-        >>> (images, labels), (tested, _) = td.examples.digits_arrays()
-        >>> coords = {"label": labels}
+        >>> digits, others = td.examples.digits()
+        >>> images, tested = digits.image.values, others.image.values
+        >>> coords = {"label": digits.label.values}
         >>> features = td.features(images.reshape(-1, 64), "pixels", coords=coords)
         >>> targets = td.features(tested[2:4].reshape(-1, 64), "pixels")
         >>> scores = td.score(features, targets, "grad_cos")

@@ -6,36 +6,30 @@ import functools
 import hashlib
 import json
 import os
-import threading
 import warnings
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import dask
 import numpy as np
-import torch
 import xarray as xr
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from trakdask import arrays
 from trakdask.checks import require_integer, shown
-from trakdask.errors import BlockError
-from trakdask.execution import polled_bar
+from trakdask.evaluate.retraining import bar_of, stored_spec, trained_alone
 from trakdask.files import Folder
-from trakdask.provenance import require_same
 from trakdask.samples import source_in, validate_samples
 from trakdask.variables import CHECKPOINT, SAMPLE, TRAINED_ON
 
-__all__ = ["train_on_halves"]
-
-TrainFn = Callable[[NDArray[np.int64], int], nn.Module | Mapping[str, Tensor]]
+if TYPE_CHECKING:  # evaluations that train nothing need no torch
+    from torch import Tensor, nn
 
 _SPEC = "halves.json"
-_one_at_a_time = threading.Lock()
 
 
 def train_on_halves(
-    train_fn: TrainFn,
+    train_fn: Callable[[NDArray[np.int64], int], nn.Module | Mapping[str, Tensor]],
     samples: xr.Dataset,
     folder: str | os.PathLike[str],
     n: int = 10,
@@ -129,34 +123,24 @@ def train_on_halves(
     models = Folder.at(folder)
     spec = {"samples": n_samples, "seed": seed, "tag": tag}
     source = validate_samples(samples).attrs["source"]
-    if _SPEC in models.names():
-        what = f"these models and those in {models.url!r}"
-        stored = models.read_json(_SPEC)
-        require_same(spec, stored, what=what, names=tuple(spec))
-        before = stored.get("source", source)
-        if source_in(source, [before]) != before:
-            warnings.warn(
-                f"the values of the samples, such as their labels, are not those that the models "
-                f"in {models.url!r} were trained on, and these models are not trained again. Try "
-                "another folder, unless only metadata have changed.",
-                stacklevel=2,
-            )
-    else:
+    stored = stored_spec(models, _SPEC, spec)
+    if stored is None:
         models.write(_SPEC, json.dumps({**spec, "source": source}).encode())
+    elif source_in(source, [before := stored.get("source", source)]) != before:
+        warnings.warn(
+            f"the values of the samples, such as their labels, are not those that the models in "
+            f"{models.url!r} were trained on, and these models are not trained again. Try another "
+            "folder, unless only metadata have changed.",
+            stacklevel=2,
+        )
     names = [f"half-{i}" for i in range(n)]
-    files = {f"{name}.pt" for name in names}
-    missing = [i for i in range(n) if f"half-{i}.pt" not in models.names()]
+    missing = [i for i, name in enumerate(names) if f"{name}.pt" not in models.names()]
     function = dask.delayed(train_fn, traverse=False)
     train = dask.delayed(functools.partial(_train, models))
     tasks = [
         train(function, np.flatnonzero(masks[i]), i, _seed_of(seed, i), pure=False) for i in missing
     ]
-    with polled_bar(
-        f"train {models.name}",
-        n,
-        lambda: len(files.intersection(models.names())),
-        show=progress and bool(missing),
-    ):
+    with bar_of(models, models.name, {f"{name}.pt" for name in names}, progress and bool(missing)):
         dask.compute(*tasks)
     known = xr.DataArray(masks, dims=(CHECKPOINT, SAMPLE), coords={CHECKPOINT: names})
     paths = {name: f"{models.url}/{name}.pt" for name in names}
@@ -167,25 +151,21 @@ def _seed_of(seed: int, i: int) -> int:
     return int(hashlib.sha256(f"{seed}-{i}".encode()).hexdigest()[:8], 16) >> 1
 
 
-def _train(
-    models: Folder, train_fn: TrainFn, positions: NDArray[np.int64], i: int, seed: int
-) -> None:
+def _train(models: Folder, train_fn: Any, positions: NDArray[np.int64], i: int, seed: int) -> None:
     """Train a model and put its weights into the folder."""
-    try:
-        # Lazy samples that train_fn reads are computed here: by the cluster, they might wait for
-        # the threads that wait for them.
-        with _one_at_a_time, dask.config.set(scheduler="synchronous"):
-            torch.manual_seed(seed)
-            trained = train_fn(positions, seed)
-        state = trained.state_dict() if isinstance(trained, nn.Module) else trained
+    import torch  # it takes a second, and the other evaluations need none
+
+    def weights(positions: NDArray[np.int64], seed: int) -> Mapping[str, Tensor]:
+        torch.manual_seed(seed)
+        trained = train_fn(positions, seed)
+        state = trained.state_dict() if isinstance(trained, torch.nn.Module) else trained
         if not isinstance(state, Mapping):
             raise TypeError(
                 f"expected train_fn to return a module or its state_dict(), got {shown(state)}; "
                 "try return model"
             )
-    except Exception as err:
-        raise BlockError(
-            f"training on half {i} ({len(positions)} samples) failed: {type(err).__name__}: {err}"
-        ) from err
+        return state
+
+    state = trained_alone(weights, positions, seed, f"half {i} ({len(positions)} samples)")
     with models.writing(f"half-{i}.pt") as file:
         torch.save({name: tensor.detach().cpu() for name, tensor in state.items()}, file)
