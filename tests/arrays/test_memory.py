@@ -209,7 +209,7 @@ def test_tabled(text: bool, tmp_path: Path) -> None:
 
 
 def _require_tight_table(text: bool, folder: Path) -> None:
-    """Compare in a process of its own: Arrow's allocator keeps pages that other tests have freed."""
+    """Compare in a process of its own: Arrow keeps pages that other tests have freed."""
     shape, bounds = (10_000, 200), []
     words = np.array([f"source {i}" for i in range(1000)], np.dtypes.StringDType())
     values: dict[str, np.ndarray] = {"position": np.arange(2_000_000).reshape(shape)}
