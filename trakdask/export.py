@@ -8,7 +8,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import dask.array as da
 import numpy as np
@@ -18,8 +18,7 @@ import pyarrow.parquet as pq
 import xarray as xr
 import zarr
 from dask.utils import format_bytes, parse_bytes
-from zarr.abc.store import Store
-from zarr.storage import FsspecStore, LocalStore, ObjectStore, ZipStore
+from zarr.storage import LocalStore
 
 from trakdask import execution
 from trakdask.arrays.graphs import plain
@@ -47,7 +46,7 @@ _ROWS_AT_ONCE = 2**20
 
 def to_zarr(
     data: xr.DataArray | xr.Dataset,
-    store: str | os.PathLike[str] | Store,
+    store: str | os.PathLike[str],
     *,
     max_bytes: int | str = _MAX_BYTES,
     overwrite: bool = False,
@@ -59,8 +58,7 @@ def to_zarr(
     data
         Result of :func:`score`, :func:`top_k` or :func:`group_score`.
     store
-        Folder or fsspec URL, or a zarr ``Store`` object, such as the store of a session of
-        icechunk. Read it with ``xarray.open_zarr(store)``.
+        Folder or fsspec URL. Read it with ``xarray.open_zarr(store)``.
     max_bytes
         Raise an error instead of writing more than this, a number of bytes or a string such as
         ``"60 GB"``. Scores of a million samples for ten thousand targets take 40 GB.
@@ -71,8 +69,7 @@ def to_zarr(
     Raises
     ------
     TypeError
-        If ``data`` is not a DataArray or Dataset, or a ``Store`` object cannot take what tasks
-        write: a ``ZipStore`` never, and one that is not a place, while a Dask client is active.
+        If ``data`` is not a DataArray or Dataset.
     ValueError
         If ``data`` takes more than ``max_bytes``.
     FileExistsError
@@ -86,7 +83,6 @@ def to_zarr(
     renamed at the end, so that whatever was there stays until then. Object stores cannot rename:
     there, an earlier result is removed first, and the new one can be opened, with NaN, only during
     the moment in which its metadata are made. The same call replaces the rest of a killed one.
-    Nothing of this holds for a ``Store`` object, which is written as xarray writes it.
     """
     if not isinstance(data, (xr.DataArray, xr.Dataset)):
         raise TypeError(
@@ -107,13 +103,6 @@ def to_zarr(
     )
     # The encoding of a coord says how another store has it, which need not fit here.
     marked = _with_equal_chunks(ds).drop_encoding().assign_attrs(_WRITER)
-    if isinstance(store, Store):
-        _require_written_by_tasks(store)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Consolidated metadata is currently not part")
-            is_free = overwrite and _is_result(store)
-            marked.to_zarr(store, mode="w" if is_free else "w-", zarr_format=3, encoding=encoding)
-        return
     with _replacing(store, _ZARR, overwrite=overwrite) as folder:
         # Of a local path zarr would take "a::b" for a chain of protocols.
         place = LocalStore(folder.url) if folder.is_local else folder.url
@@ -129,23 +118,6 @@ def to_zarr(
         folder.write(_ZARR, _UNFINISHED)
         chunks.compute()
         folder.write(_ZARR, metadata)
-
-
-def _require_written_by_tasks(store: Store) -> None:
-    """Reject a Store object if each task would write to its own copy of it."""
-    is_place = isinstance(store, (LocalStore, FsspecStore, ObjectStore))
-    if isinstance(store, ZipStore) or (execution.active_client() and not is_place):
-        raise TypeError(
-            f"expected a store in which tasks can write, got {store} ({type(store).__name__}), of "
-            "which each would write a copy; try td.to_zarr(data, 'scores.zarr'), and a copy of "
-            "that, or for other stores than ZipStore, dask.config.set(scheduler='threads')"
-        )
-
-
-def _is_result(store: Store) -> bool:
-    with suppress(FileNotFoundError):
-        return bool(_WRITER.items() <= dict(zarr.open_group(store, mode="r+").attrs).items())
-    return False
 
 
 def _with_equal_chunks(ds: xr.Dataset) -> xr.Dataset:

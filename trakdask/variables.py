@@ -167,6 +167,12 @@ def validate(ds: xr.Dataset, names: Iterable[str], *, what: str = "dataset") -> 
         )
     for name in names:
         _validate_variable(ds, VARIABLES[name], what)
+    if "scale" in ds:  # as xr.open_zarr shows a store in float16
+        raise ValueError(
+            f"expected {what} as td.open decodes them, got features in float16 and their scale; "
+            "try ds.assign(feature=ds.feature.astype('f4') * ds.scale.astype('f4'))"
+            ".drop_vars('scale')"
+        )
 
 
 def _validate_variable(ds: xr.Dataset, variable: Variable, what: str) -> None:

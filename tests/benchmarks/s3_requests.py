@@ -14,7 +14,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any
 
 import dask
@@ -25,7 +24,6 @@ import xarray as xr
 import zarr
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
-from zarr.storage import ObjectStore
 
 import trakdask as td
 from trakdask.testing import simulate_features
@@ -101,14 +99,6 @@ def counted(
         "read features": lambda: td.open(store, storage_options=options).feature.compute(),
         "score": lambda: td.score(td.open(with_gram, storage_options=options), targets).compute(),
     }
-    if find_spec("obstore"):
-        from obstore.store import S3Store
-
-        theirs = S3Store(
-            store.split("/")[2], prefix="f.zarr", region="us-east-1", endpoint=server.url,
-            access_key_id="k", secret_access_key="s", client_options={"allow_http": True},
-        )  # fmt: skip
-        steps["read, obstore"] = lambda: td.open(ObjectStore(theirs)).compute()
     for name, step in steps.items():
         server.counts.clear()
         step()

@@ -69,7 +69,7 @@ def test_lazy_array__equals_what_zarr_reads(group: Group) -> None:
 def test_chunks__are_mapped_where_they_are_large(group: Group) -> None:
     width = group.arrays["feature"]["shape"][1]
     rows = (slice(0, 4), slice(0, width), slice(0, 1))
-    block = read_chunk(group.array("feature"), group.folder, True, "", rows)
+    block = read_chunk(group.array("feature"), group.folder, "", rows)
     base = block
     while isinstance(base.base, np.ndarray):
         base = base.base

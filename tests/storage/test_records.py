@@ -123,20 +123,6 @@ def test_save__a_record_that_cannot_be_read(tmp_path: Path) -> None:
     assert len(calls) == 2  # one is to compare
 
 
-@pytest.mark.usefixtures("in_chunks_of_8")
-def test_open__an_unfinished_save(tmp_path: Path) -> None:
-    """Stored blocks are shown, and NaN for others, with features as float16."""
-    store = tmp_path / "f.zarr"
-    broken, _ = counted(FEATURES, limit=7)
-    with pytest.raises(RuntimeError, match="out of budget"):
-        save(broken, store, dtype="float16")
-    there = td.open(store, require_complete=False)
-    assert there.out_to_loss.notnull().sum() == there.feature.notnull().all("proj_dim").sum() == 28
-    is_there = there.out_to_loss.notnull().compute()
-    np.testing.assert_array_equal(there.output, FEATURES.output.where(is_there))
-    np.testing.assert_allclose(there.feature, FEATURES.feature.where(is_there), atol=2e-3)
-
-
 def test_query__reads_a_chunk_of_a_network_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A task needs the rows of one block of it."""
     td.save(FEATURES, "memory://records/f.zarr", progress=False)

@@ -22,12 +22,11 @@ import zarr
 from trakdask.arrays.memory import verified
 from trakdask.checks import shown
 from trakdask.execution import memory_limit, run
-from trakdask.files import naming
+from trakdask.files import Folder, naming
 from trakdask.samples import normalise_coords
 from trakdask.storage.coords import joined_exactly, require_names
 from trakdask.storage.group import DROPPED, ERROR, Group, chunks_of
 from trakdask.storage.lock import lock
-from trakdask.storage.places import StoreLike, readable, writable
 from trakdask.storage.reading import VERIFIED, dropped_mask, open, read_coords, without_dropped
 from trakdask.storage.records import about_unfinished, pack, packed_rows, path_of, stored_records
 from trakdask.variables import (
@@ -50,11 +49,11 @@ Fault = tuple[str, tuple[int, ...], str]
 
 @contextmanager
 def changing(
-    store: StoreLike, storage_options: Mapping[str, Any] | None, purpose: str
+    store: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, purpose: str
 ) -> Iterator[Group]:
     """Lock a store, read it, and let count what the block has changed, if that raises nothing."""
-    folder = writable(store, storage_options)
-    Group.read(folder).require_ours()  # nothing is written where there is no store, not even a lock
+    folder = Folder.at(store, storage_options)
+    Group.read(folder)  # nothing is written where there is no store, not even a lock
     remedy = f"the store is as it was before: try {purpose} again when the cause is gone"
     with naming(folder.url, remedy), lock(folder, purpose) as require_held:
         group = Group.read(folder)  # again: another writer may have just finished
@@ -249,7 +248,7 @@ def _erased(coord: xr.Variable, dropped: np.ndarray) -> xr.Variable:
 
 
 def verify(
-    store: StoreLike,
+    store: str | os.PathLike[str],
     *,
     checksums: bool = False,
     repair: bool = False,
@@ -260,7 +259,7 @@ def verify(
     Parameters
     ----------
     store
-        What :func:`open` takes; with ``repair``, a folder or fsspec URL.
+        Folder or fsspec URL that :func:`save` wrote.
     checksums
         Read every chunk, which compares its CRC-32C. Else only look whether it is there.
     repair
@@ -291,7 +290,7 @@ def verify(
     and fewer where memory for 8 is lacking.
     """
     if not repair:
-        group = Group.read(readable(store, storage_options))
+        group = Group.read(Folder.at(store, storage_options))
         return _table(group, [*_faults(group, checksums=checksums)])
     with changing(store, storage_options, "td.verify") as group:
         faults = [*_faults(group, checksums=checksums)]

@@ -22,13 +22,13 @@ import numpy as np
 import xarray as xr
 import zarr
 from zarr.abc.buffer import Buffer
+from zarr.abc.store import OffsetByteRequest, Store
 from zarr.codecs import Crc32cCodec, ZstdCodec
-from zarr.storage import MemoryStore, StorePath
+from zarr.storage import FsspecStore, LocalStore, MemoryStore, StorePath
 
 from trakdask._version import __version__
 from trakdask.errors import IncompleteFeaturesError
-from trakdask.files import Folder
-from trakdask.storage.places import Content, zarr_store
+from trakdask.files import UNCACHED, Folder
 from trakdask.variables import CHECKPOINT, DERIVED, FITTED, PROJ_DIM, SAMPLE, VARIABLES
 
 METADATA = "zarr.json"
@@ -41,6 +41,22 @@ STORE_ATTRS = ("arrays", "coordinates", "n_samples", "sources", "unfinished", "l
 Metadata = dict[str, Any]
 
 
+class _Files(FsspecStore):
+    """Files at a URL, each read in one request."""
+
+    async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Buffer | None:
+        # s3fs would first ask how long a whole file is, in a request of its own.
+        return await super().get(key, prototype, byte_range or OffsetByteRequest(0))
+
+
+def zarr_store(folder: Folder, *, read_only: bool = False) -> Store:
+    """Return a folder as a zarr store."""
+    if folder.is_local:
+        return LocalStore(folder.url, read_only=read_only)
+    options = {**UNCACHED, **folder.options}
+    return _Files.from_url(folder.url, options, read_only=read_only)
+
+
 @dataclass
 class Group:
     """The valid state of a store: its attributes, and the metadata of its arrays by their names."""
@@ -50,8 +66,6 @@ class Group:
     arrays: dict[str, Metadata]
     before: Mapping[str, Metadata] = field(default_factory=dict)
     """Metadata of the arrays that count so far."""
-    is_copy: bool = False
-    """Whether another program has written the chunks: of a copy, an absent one is no damage."""
 
     @classmethod
     def read(cls, folder: Folder) -> Group:
@@ -62,7 +76,7 @@ class Group:
         FileNotFoundError
             If there is no store.
         ValueError
-            If its metadata cannot be read.
+            If its metadata cannot be read, or another program has written it.
         """
         metadata: Metadata = {}
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -75,37 +89,19 @@ class Group:
                 f"expected a store of features at {folder.url!r}, which {holds}; try "
                 "td.save(features, store), another path, or xr.open_zarr for other zarr groups"
             )
-        recorded = arrays = attrs.pop("arrays")
-        layout = (metadata.get("consolidated_metadata") or {}).get("metadata") or {
-            name: folder.read_json(f"{name}/{METADATA}") for name in {*folder.names()} & {*recorded}
+        arrays = attrs.pop("arrays")
+        # What xarray has copied has chunks of other names. The layout of features never changes, so
+        # that it tells.
+        there = (metadata.get("consolidated_metadata") or {}).get("metadata") or {
+            "feature": folder.read_json(f"feature/{METADATA}")
         }
-        # A copy that xarray has made, whose chunks have other names. The layout of features never
-        # changes, so that it tells; tools may have written that of arrays which do not count.
-        is_other = _layout(layout, "feature") != _layout(recorded, "feature")
-        if is_other or isinstance(folder, Content):
-            arrays = {
-                name: {**layout[name], "attributes": array["attributes"]}
-                for name, array in recorded.items()
-                if name in layout
-            }
-        group = cls(folder, attrs, dict(arrays), arrays, arrays != recorded)
-        if group.is_copy and arrays["feature"]["shape"] != recorded["feature"]["shape"]:
+        if _layout(there["feature"]) != _layout(arrays["feature"]):
             raise ValueError(
-                f"expected a copy of the whole store at {folder.url!r}, features of the shape "
-                f"{recorded['feature']['shape']}, got {arrays['feature']['shape']}; try "
-                f"xr.open_zarr({folder.url!r}) in place of td.open"
+                f"expected a store that td.save has written, got a copy that another program has "
+                f"written at {folder.url!r}; try xr.open_zarr({folder.url!r}), or "
+                "td.save(xr.open_zarr(copy), 'new.zarr') to change it"
             )
-        return group
-
-    def require_ours(self) -> Group:
-        """Return the group; raise if another program has written it: its layout is not ours."""
-        if not self.is_copy:
-            return self
-        raise ValueError(
-            f"expected a store that td.save has written, to change it, got a copy that another "
-            f"program has written at {self.folder.url!r}; try td.save(td.open(copy), 'new.zarr'), "
-            "and changing that"
-        )
+        return cls(folder, attrs, dict(arrays), arrays)
 
     # ------------------------------------------------------------------------------- what it holds
 
@@ -175,11 +171,8 @@ class Group:
 
     def stored_chunks(self, name: str) -> set[tuple[int, ...]]:
         """Return the numbers of the chunks that are in the store, from one listing."""
-        indices = self.chunk_indices(name)
-        if self.is_copy:
-            return {*indices}
         files = (self.folder / name).files()
-        return {index for index in indices if self.chunk_key(name, index) in files}
+        return {i for i in self.chunk_indices(name) if self.chunk_key(name, i) in files}
 
     def require_chunks(self, name: str) -> None:
         """Raise if an array lacks chunks: zarr would read fill values in their place.
@@ -349,9 +342,8 @@ def separator_of(metadata: Metadata) -> str:
     return str(metadata["chunk_key_encoding"]["configuration"]["separator"])
 
 
-def _layout(arrays: Mapping[str, Metadata], name: str) -> Any:
-    array = arrays.get(name)
-    return array and (chunks_of(array), separator_of(array))
+def _layout(array: Metadata) -> Any:
+    return chunks_of(array), separator_of(array)
 
 
 def lost_chunk(folder: Folder, path: str) -> IncompleteFeaturesError:

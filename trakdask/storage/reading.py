@@ -28,12 +28,18 @@ from trakdask.arrays.graphs import reader, stored
 from trakdask.errors import IncompleteFeaturesError, UnfinishedAppendWarning
 from trakdask.files import Folder
 from trakdask.provenance import as_text
-from trakdask.storage.group import DROPPED, ERROR, SCALE, STORE_ATTRS, Group, dims_of, lost_chunk
-from trakdask.storage.places import StoreLike, readable, zarr_store
-from trakdask.storage.records import about_unfinished, all_small_values
+from trakdask.storage.group import (
+    DROPPED,
+    ERROR,
+    SCALE,
+    STORE_ATTRS,
+    Group,
+    dims_of,
+    lost_chunk,
+    zarr_store,
+)
+from trakdask.storage.records import about_unfinished
 from trakdask.variables import CHECKPOINT, DERIVED, SAMPLE, VARIABLES
-
-Small = Mapping[str, np.ndarray] | None
 
 _CRC_BYTES = 4
 _LEAST_MAPPED = 2**20
@@ -50,9 +56,8 @@ VERIFIED: dict[str, tuple[int, int, int]] = {}
 
 
 def open(
-    store: StoreLike,
+    store: str | os.PathLike[str],
     *,
-    require_complete: bool = True,
     dropped: bool = False,
     load_coords: bool = True,
     storage_options: Mapping[str, Any] | None = None,
@@ -62,11 +67,8 @@ def open(
     Parameters
     ----------
     store
-        Folder or fsspec URL that :func:`save` wrote, or ``xr.open_zarr(store).to_zarr(folder)``;
-        or a zarr ``Store`` object that has the same content: a ``ZipStore``, an ``ObjectStore`` of
-        obstore, the store of a session of icechunk.
-    require_complete
-        Reject a store that lacks blocks: they would read as NaN.
+        Folder or fsspec URL that :func:`save` wrote. What others have copied, such as the store of
+        a session of icechunk, is for ``xr.open_zarr``.
     dropped
         Show the samples that :func:`drop` left out, too, marked by the coord ``dropped``; without
         the sums that do not cover them.
@@ -120,18 +122,18 @@ def open(
     ...     td.open(f"{folder}/train.zarr").feature.shape
     (8, 4, 2)
     """
-    folder = readable(store, storage_options)
+    folder = Folder.at(store, storage_options)
     group = Group.read(folder)
     while True:
         try:
-            ds = _opened(group, require_complete, dropped, load_coords)
+            ds = _opened(group, dropped, load_coords)
             break
         except (IncompleteFeaturesError, ValueError):
             # A writer may have replaced arrays since the group was read.
             before, group = group, Group.read(folder)
             if group.attrs["saved"] == before.attrs["saved"]:
                 raise
-    if require_complete and "unfinished" in group.attrs:
+    if "unfinished" in group.attrs:
         warnings.warn(
             f"expected no unfinished append in the store {folder.url!r}, which is shown as it was "
             f"before: {about_unfinished(group)}",
@@ -141,14 +143,9 @@ def open(
     return ds
 
 
-def _opened(group: Group, require_complete: bool, dropped: bool, load_coords: bool) -> xr.Dataset:
-    small: Small = None
-    if require_complete:
-        group.require_complete()
-    elif not group.n_samples:
-        before, group = group, group.target()
-        small = all_small_values(before, group)
-    ds = assembled(group, small, complete=require_complete)
+def _opened(group: Group, dropped: bool, load_coords: bool) -> xr.Dataset:
+    group.require_complete()
+    ds = assembled(group)
     ds.encoding["source"] = group.folder.url  # as xarray names what it has opened
     ds = ds.assign_coords(read_coords(group, rows=() if load_coords else ds.chunksizes[SAMPLE]))
     if not dropped:
@@ -158,11 +155,10 @@ def _opened(group: Group, require_complete: bool, dropped: bool, load_coords: bo
     return ds.assign_coords({DROPPED: (SAMPLE, dropped_mask(group))})
 
 
-def assembled(group: Group, small: Small = None, *, complete: bool = True) -> xr.Dataset:
+def assembled(group: Group) -> xr.Dataset:
     """Return the lazy arrays of a store, with the names of checkpoints, and the dropped samples."""
-    lazy = functools.partial(lazy_array, group, small=small, complete=complete)
     data = {
-        name: (dims_of(array), lazy(name), array["attributes"])
+        name: (dims_of(array), lazy_array(group, name), array["attributes"])
         for name in dict.fromkeys((*VARIABLES, *group.features))
         if (array := group.arrays.get(name)) and name not in (ERROR, SCALE)
     }
@@ -264,35 +260,23 @@ def _named(folder: Folder, path: str) -> Iterator[None]:
 # ----------------------------------------------------------------------------------------- numbers
 
 
-def lazy_array(group: Group, name: str, small: Small = None, *, complete: bool = True) -> da.Array:
-    """Return an array of numbers, lazy, in blocks; features as float32 or float64.
-
-    Parameters
-    ----------
-    group, name
-        The store, and the name of the array.
-    small
-        Content of the small arrays, if it is not in the store yet.
-    complete
-        Whether an absent chunk is an error, when it is read; else it reads as NaN.
-    """
+def lazy_array(group: Group, name: str) -> da.Array:
+    """Return an array of numbers, lazy, in blocks; features as float32 or float64."""
     array = group.array(name, read_only=True)
-    complete = complete and not group.is_copy
     # Chunks of small arrays have the rows of many blocks.
     chunks = (group.block, 1) if name in group.small else array.chunks
     sizes = da.core.normalize_chunks(chunks, array.shape)
-    values = small.get(name) if small else None
-    key = _name(group, name, complete, values)
-    read: Read = functools.partial(read_chunk, array, group.folder, complete, key)
-    lazy = stored(read if values is None else values.__getitem__, sizes, array.dtype, key)
+    key = _name(group, name)
+    read = functools.partial(read_chunk, array, group.folder, key)
+    lazy = stored(read, sizes, array.dtype, key)
     if name == "feature" and SCALE in group.arrays:
-        return decoded(lazy, lazy_array(group, SCALE, small, complete=complete))
+        return decoded(lazy, lazy_array(group, SCALE))
     return lazy
 
 
-def _name(group: Group, name: str, *more: object) -> str:
+def _name(group: Group, name: str) -> str:
     """Return the name of a Dask array: another one after every commit, since content may differ."""
-    token = tokenize(group.folder.url, group.attrs["saved"], group.arrays[name], *more)
+    token = tokenize(group.folder.url, group.attrs["saved"], group.arrays[name])
     return f"open-{name.replace('_', '-')}-{token}"
 
 
@@ -310,13 +294,12 @@ def _read_decoded(halves: Read, scales: Read, key: tuple[slice, ...]) -> np.ndar
 
 def from_half(halves: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """Return (rows, p, 1) features that are stored as float16 as float32."""
-    mantissa, exponent = np.frexp(scale[:, None, :])
-    # The mantissa is 1/2, or NaN in a block that was never stored.
+    mantissa, exponent = np.frexp(scale[:, None, :])  # ½, or NaN of an erased sample
     return np.ldexp(halves * mantissa.astype(np.float32), exponent)
 
 
 def read_chunk(
-    array: zarr.Array[Any], folder: Folder, complete: bool, key: str, rows: tuple[slice, ...]
+    array: zarr.Array[Any], folder: Folder, key: str, rows: tuple[slice, ...]
 ) -> np.ndarray:
     """Return rows of a chunk of numbers, by their slices of the array; ``key`` as of a cache."""
     index = tuple(part.start // size for part, size in zip(rows, array.chunks, strict=True))
@@ -329,38 +312,30 @@ def read_chunk(
             return data[inside]
     n_rows, n_chunk = inside[0].stop - inside[0].start, min(array.chunks[0], array.shape[0])
     if n_rows == n_chunk or inside[0].stop > n_chunk:
-        return _read(array, folder, complete, path, rows)
+        return _read(array, folder, path, rows)
     whole = tuple(slice(s, s + size) for s, size in zip(starts, array.chunks, strict=True))
     with _READING:  # so that it is read once, however many threads need it
         chunk = _RECENT.pop((key, index), None)
         if chunk is None:
-            chunk = _read(array, folder, complete, path, whole)
-        if complete or not _is_filled(chunk, array):  # an absent one may still come
-            _RECENT[key, index] = chunk
+            chunk = _read(array, folder, path, whole)
+        _RECENT[key, index] = chunk
         for oldest in list(_RECENT)[:-_MOST_RECENT]:
             del _RECENT[oldest]
     return chunk[inside]
 
 
-def _read(
-    array: zarr.Array[Any], folder: Folder, complete: bool, path: str, rows: tuple[slice, ...]
-) -> np.ndarray:
+def _read(array: zarr.Array[Any], folder: Folder, path: str, rows: tuple[slice, ...]) -> np.ndarray:
     """Return rows of a chunk, as zarr reads them; raise if they should be there and are not."""
     with _named(folder, path):
         block = np.asarray(array[rows])
-    if complete and _is_filled(block, array):
+    is_filled = np.isnan(block) if block.dtype.kind == "f" else block == array.fill_value
+    if is_filled.all():  # as zarr reads an absent chunk, without a word
         parent, _, name = path.rpartition("/")
         if name not in (folder / parent).names():
             raise lost_chunk(folder, path)
         with _named(folder, path):  # again: it may have come back since the first time
             block = np.asarray(array[rows])
     return block
-
-
-def _is_filled(block: np.ndarray, array: zarr.Array[Any]) -> bool:
-    """Return whether rows are as zarr reads an absent chunk: the fill value, without a word."""
-    is_filled = np.isnan(block) if block.dtype.kind == "f" else block == array.fill_value
-    return bool(is_filled.all())
 
 
 def _mapped(path: str, chunks: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray | None:

@@ -171,13 +171,6 @@ def small_values(
     return values
 
 
-def all_small_values(before: Group, group: Group) -> dict[str, np.ndarray]:
-    """Return the small arrays (sample, checkpoint) of a store as it is to be; NaN where absent."""
-    records, rows, n = stored_records(before), range(group.n_samples), len(group.checkpoints)
-    columns = [small_values(before, rows, index, records) for index in range(n)]
-    return {name: np.stack([c[name] for c in columns], axis=1) for name in before.small}
-
-
 def pack(before: Group, group: Group, erased: np.ndarray | None = None) -> None:
     """Write the small arrays in large chunks, beside those that count so far.
 

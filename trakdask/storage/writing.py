@@ -28,7 +28,6 @@ from trakdask.storage.coords import joined_coords, portable_coords, require_name
 from trakdask.storage.group import ERROR, SCALE, STORE_ATTRS, Group
 from trakdask.storage.lock import lock
 from trakdask.storage.placement import AppendDim, blockwise, by_sets, place
-from trakdask.storage.places import writable
 from trakdask.storage.records import lacking_sets, pack
 from trakdask.variables import (
     CHECKPOINT,
@@ -66,7 +65,7 @@ def write(
     """
     _require_options(features, dtype, append_dim)
     features = _storable(features)
-    folder = writable(store, storage_options)
+    folder = Folder.at(store, storage_options)
     before = _read(folder)  # nothing is written into other folders than stores, not even a lock
     parts = by_sets(before, features, append_dim) if before else [features]
     for part in parts:
@@ -176,7 +175,7 @@ def _read(folder: Folder) -> Group | None:
     if not names:
         return None
     try:
-        return Group.read(folder).require_ours()
+        return Group.read(folder)
     except FileNotFoundError as err:
         raise FileExistsError(
             f"expected a new path or a store of features, got {folder.url!r}, which holds "
