@@ -29,7 +29,6 @@ from trakdask.variables import (
     EIGENVECTORS,
     GRAM,
     LOSS_GRADIENT,
-    NORM,
     PROJ_DIM,
     PROJ_DIM_1,
     SAMPLE,
@@ -183,7 +182,7 @@ def _update_damping(
     group: Group, estimator: GramEstimator, calibrate: xr.Dataset | None, chosen_by: str | None
 ) -> None:
     """Choose and store λ."""
-    ds = without_dropped(assembled(group)).drop_vars(NORM)  # these rows need not be compared
+    ds = without_dropped(assembled(group))
     values, attrs = chosen_damping(ds, estimator, calibrate)
     attrs |= {**_about(group), "chosen_by": chosen_by}
     group.add(DAMPING, {CHECKPOINT: len(values)}, "f8", attrs=attrs)

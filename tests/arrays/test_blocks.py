@@ -17,8 +17,6 @@ from trakdask import arrays
 from trakdask.arrays.blocks import add, block_starts, flat
 from trakdask.arrays.gram import pooled
 from trakdask.arrays.graphs import PackedRows, map_stored, read_in_task
-from trakdask.arrays.score import checked
-from trakdask.arrays.weights import squared_norm
 
 _sizes = st.lists(st.integers(0, 20), min_size=1, max_size=6).map(tuple)
 
@@ -63,14 +61,6 @@ def test_read_in_task__what_is_made_of_stored_blocks() -> None:
     np.testing.assert_array_equal(last, np.sqrt(values[5:, 1:]))
     (mean,), _ = blocks_of(pooled(weights))
     np.testing.assert_allclose(mean, values[:5].mean(axis=1))
-    x = np.random.default_rng(0).standard_normal((10, 3, 2))
-    norm = squared_norm(da.from_array(x, chunks=(5, 3, 1))).compute()
-    feature, norms = stored(x, (5, 3, 1)), stored(norm, (5, 1))
-    read, _ = checked(feature, norms, norms)
-    np.testing.assert_array_equal(blocks_of(read)[1][0], x[5:, :, :1])
-    read, _ = checked(feature, stored(norm + 1, (5, 1)), norms)
-    with pytest.raises(ValueError, match="feature_norm"):
-        blocks_of(read)
 
 
 def test_add__sums_in_list_order_without_changing_its_inputs() -> None:
@@ -116,7 +106,7 @@ def kernels(x: da.Array, w: da.Array, matrix: da.Array) -> dict[str, da.Array]:
         "totals of folds": arrays.folds.totals(spectrum, sums, x),
         "totals": arrays.damping.left_out(spectrum, x, g, g),
         "totals of others": arrays.damping.held_out(spectrum, w),
-        "checked": arrays.score.checked(x, arrays.weights.squared_norm(x), g)[0],
+        "checked": arrays.score.checked(x, arrays.weights.squared_norm(x), g),
     }
 
 

@@ -115,7 +115,6 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     "proj_dim": lambda seed: P + seed,
     "prior": lambda seed: [1.0, 10**0.5][seed],
     "decades": lambda seed: [0.0, 1.0][seed],
-    "weighted": lambda seed: bool(seed),
     "n_samples": lambda seed: [N, 1000][seed],
     "quiet": lambda seed: bool(seed),
     "n": lambda seed: N + seed,

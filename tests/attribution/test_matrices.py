@@ -134,43 +134,6 @@ def test_score__changed_features_are_refused(stores, estimator, change, form) ->
             scores(rows, TARGETS, estimator)
 
 
-WEIGHTS = {
-    "halved": lambda ds: ds.assign(out_to_loss=ds.out_to_loss / 2),
-    "of the other half": lambda ds: ds.assign(
-        out_to_loss=ds.out_to_loss.where(ds.label == 0, 1 - ds.out_to_loss)
-    ),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("change", WEIGHTS)
-def test_score__changed_weights_of_a_soft_matrix_are_refused(
-    stores, change: str, form: str
-) -> None:
-    soft, trak = (FORMS[form](stores("saved", name)) for name in ("soft", "trak"))
-    changed = WEIGHTS[change](soft)
-    for rows in (changed, changed.isel(sample=slice(5, 90))):
-        with pytest.raises(ValueError, match=r"'out_to_loss'.*drop_vars"):
-            scores(rows, TARGETS, SOFT)
-        with pytest.raises(ValueError, match=r"'out_to_loss'.*drop_vars"):
-            td.self_influence(rows, estimator="soft").compute(scheduler="sync")
-    fresh = changed.drop_vars(["gram", "feature_norm"])
-    assert np.isfinite(scores(fresh, TARGETS, SOFT)).all()
-    # A matrix without weights does not depend on Q.
-    changed = WEIGHTS[change](trak)
-    expected = scores(WEIGHTS[change](MADE), TARGETS, TRAK)
-    np.testing.assert_allclose(scores(changed, TARGETS, TRAK), expected, rtol=1e-4, atol=1e-6)
-
-
-def test_save__weights_of_a_soft_matrix_are_those_that_were_saved(tmp_path: Path) -> None:
-    first = save(MADE, tmp_path / "f.zarr", estimator="soft").load()
-    changed = first.drop_vars([name for name in first if "gram" in name or name == "damping"])
-    changed = changed.assign(out_to_loss=1 - changed.out_to_loss)
-    opened = save(changed, tmp_path / "g.zarr", estimator="soft")
-    for rows in (opened, opened.load(), opened.isel(sample=[3, 4])):
-        assert np.isfinite(scores(rows, TARGETS, SOFT)).all()
-
-
 TRANSPOSED: dict[str, Callable[[xr.Dataset, xr.Dataset], object]] = {
     "score": lambda ds, targets: td.score(ds, targets, SOFT),
     "scores of each checkpoint": lambda ds, targets: td.score(ds, targets, average=False),

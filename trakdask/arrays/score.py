@@ -11,13 +11,10 @@ from typing import Any
 import dask.array as da
 import numpy as np
 import numpy.typing as npt
-from dask.base import tokenize
 
 from trakdask.arrays.blocks import (
     Block,
     Blocks,
-    Key,
-    Read,
     align_weights,
     blockwise,
     flat,
@@ -25,8 +22,8 @@ from trakdask.arrays.blocks import (
     mean_weight,
     product_dtype,
 )
-from trakdask.arrays.graphs import read_in_task, reader, stored
-from trakdask.arrays.weights import row_norms, with_digest
+from trakdask.arrays.graphs import read_in_task, reader
+from trakdask.arrays.weights import row_norms
 from trakdask.arrays.xp import array_module, asnumpy
 
 #: The rows of a block whose norms are compared with their stored norms.
@@ -137,10 +134,11 @@ def score(
     )  # fmt: skip
 
 
-def checked(
-    feature: da.Array, norm: da.Array, out_to_loss: da.Array, *, weighted: bool = False
-) -> tuple[da.Array, da.Array]:
-    """Return arrays that raise an error when computed if features do not have their stored norms.
+def checked(feature: da.Array, norm: da.Array, out_to_loss: da.Array) -> da.Array:
+    """Return Q, which raises an error when computed if features do not have their stored norms.
+
+    Features in memory, or computed from those of a store, may have been changed since their gram
+    matrix was reduced. Blocks that tasks read from a store are as they were: they have checksums.
 
     Parameters
     ----------
@@ -150,77 +148,40 @@ def checked(
         ‖φ_c(z)‖² as it was when the features were made, (sample, checkpoint).
     out_to_loss
         Q, (sample, checkpoint), which every score of a sample is multiplied with.
-    weighted
-        Whether the gram matrix was weighted by Q, so that Q must be as it was, too. The norms then
-        have the digest of :func:`trakdask.arrays.weights.with_digest`.
 
     Returns
     -------
-    ``feature`` and ``out_to_loss``. In each block, 24 rows that are spread over it are compared, or
-    all rows of a smaller block, up to the rounding of float16.
+    ``out_to_loss``. In each block of features, 24 rows that are spread over it are compared, or all
+    rows of a smaller block, up to the rounding of float16.
 
-    Notes
-    -----
-    Comparing all rows would take longer than their product with one target, which is limited by
-    memory. With 24, what costs time is reading the norms of a block, one small chunk.
+    Raises
+    ------
+    ValueError
+        When computed, with a row that differs.
 
     Examples
     --------
     >>> x, q = da.ones((3, 2, 1), chunks=(2, 2, 1)), da.ones((3, 1), chunks=(2, 1))
-    >>> [array.compute().sum().item() for array in checked(x, 2 * q, q)]
-    [6.0, 3.0]
+    >>> checked(x, 2 * q, q).compute().sum().item()
+    3.0
     """
+    if reader(feature) is not None:
+        return out_to_loss
+    # Q raises the error, and not the features: blocks in the memory of workers stay what they are,
+    # since every result of a task would be sent again to where the other checkpoints' blocks are.
     small = [align_weights(out_to_loss, feature), "sc", align_weights(norm, feature), "sc"]
-    if (rows := reader(feature)) and (norms := reader(norm)):
-        name = "checked-" + tokenize(feature, norm)
-        read = functools.partial(_read_checked, rows, norms)
-        if weighted and reader(out_to_loss) is None:  # else its checksum is enough
-            out_to_loss = blockwise(
-                _weighted, "sc", *small, name="weighted", dtype=out_to_loss.dtype
-            )
-        return stored(read, feature.chunks, feature.dtype, name), out_to_loss
-    # Blocks in the memory of workers stay what they are, since every result of a task would be sent
-    # again to where the blocks of a sample's other checkpoints are.
-    guarded = blockwise(
-        _guarded, "sc", *small, feature, "spc",
-        concatenate=None, name="guarded", dtype=out_to_loss.dtype, weighted=weighted,
+    return blockwise(
+        _checked, "sc", *small, feature, "spc",
+        concatenate=None, name="checked", dtype=out_to_loss.dtype,
     )  # fmt: skip
-    return feature, guarded
 
 
-def _read_checked(feature: Read, norm: Read, key: Key) -> Block:
-    return _checked(feature(key), norm((key[0], key[2])))
-
-
-def _guarded(out_to_loss: Block, norm: Block, feature: Blocks, *, weighted: bool) -> Block:
-    for block in flat(feature):
-        _checked(block, norm)
-    return _weighted(out_to_loss, norm) if weighted else out_to_loss
-
-
-def _weighted(out_to_loss: Block, norm: Block) -> Block:
-    some = _some_rows(len(norm))
-    changed = (with_digest(norm[some], out_to_loss[some]) != norm[some]) & np.isfinite(norm[some])
-    if changed.any() and norm.dtype == np.float64:  # other precisions have lost the digest
-        row, column = np.argwhere(changed)[0]
-        raise ValueError(
-            "expected 'out_to_loss' as it was when 'gram' was weighted by it, got "
-            f"{out_to_loss[some][row, column]:.6g} where it was another; try "
-            "features.drop_vars(['gram', 'feature_norm'], errors='ignore'), which reduces a new "
-            "gram matrix with the values as they are now"
-        )
-    return out_to_loss
-
-
-def _some_rows(n: int) -> np.ndarray:
+def _checked(out_to_loss: Block, norm: Block, feature: Blocks) -> Block:
+    n, (block,) = len(norm), flat(feature)
     # Multiples of the golden ratio are spread evenly, and unlike every k-th row, they are not all
     # in the same half of rows that alternate.
-    return np.arange(n) if n <= _ROWS_COMPARED else (_MULTIPLES * n).astype(np.intp)
-
-
-def _checked(feature: Block, norm: Block) -> Block:
-    some = _some_rows(len(feature))
-    actual, expected = row_norms(feature[some]), norm[some]
+    some = np.arange(n) if n <= _ROWS_COMPARED else (_MULTIPLES * n).astype(np.intp)
+    actual, expected = row_norms(block[some]), norm[some]
     with np.errstate(invalid="ignore"):  # infinity less infinity
         differs = np.abs(actual - expected) > _HALF_PRECISION * expected
     differs |= np.isnan(actual) != np.isnan(expected)
@@ -232,7 +193,7 @@ def _checked(feature: Block, norm: Block) -> Block:
             f"{expected[row, column]:.6g}; try features.drop_vars(['gram', 'feature_norm'], "
             "errors='ignore'), which reduces a new gram matrix of the features as they are now"
         )
-    return feature
+    return out_to_loss
 
 
 def _averaged(

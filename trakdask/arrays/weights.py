@@ -29,7 +29,6 @@ _ROUNDING = 1e-6
 _EQUALLY_SURE, _UNEQUALLY_SURE = 0.8, 1.4
 
 _ROWS_AT_ONCE = 64
-_LAST_BITS = np.uint64(2**12 - 1)
 
 #: q is cut off here for its logarithm: q of float32 may be exactly 0 or 1.
 _SMALLEST, _LARGEST = 1e-12, 1 - 1e-6
@@ -217,26 +216,6 @@ def row_norms(feature: Block) -> Block:
         # that depends on where a row begins.
         norms[rows] = np.square(np.moveaxis(feature[rows], 1, 2), dtype=np.float64).sum(axis=-1)
     return norms
-
-
-def with_digest(norm: Block, out_to_loss: Block) -> Block:
-    """Return ‖φ‖², float64, with a digest of Q in its last 12 bits, which are 10⁻¹² of it.
-
-    A gram matrix of weighted samples belongs to their Q as well as to their features. A variable of
-    its own for the proof would be one more file per block.
-
-    Examples
-    --------
-    >>> norm = with_digest(np.array([2.0]), np.array([0.5]))
-    >>> bool((norm == with_digest(norm, np.array([0.5]))).all()), norm.round(9).tolist()
-    (True, [2.0])
-    >>> bool((norm == with_digest(norm, np.array([0.6]))).any())
-    False
-    """
-    bits = out_to_loss.astype(np.float32).view(np.uint32).astype(np.uint64)
-    digest = bits * np.uint64(0x9E3779B1) >> np.uint64(20) & _LAST_BITS
-    marked = (norm.astype(np.float64).view(np.uint64) & ~_LAST_BITS | digest).view(np.float64)
-    return np.where(np.isfinite(norm) & (norm > 0), marked, norm)
 
 
 def self_influence(forms: da.Array, loss_weights: da.Array, *, average: bool) -> da.Array:

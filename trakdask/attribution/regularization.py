@@ -25,7 +25,7 @@ from trakdask.attribution.damping_rules import (
 )
 from trakdask.attribution.estimators import EstimatorLike, choosing, with_gram
 from trakdask.attribution.gauss_newton import Soft
-from trakdask.attribution.grams import GramMatrix, gram_matrix, is_of_gram, of_gram, stored_matrix
+from trakdask.attribution.grams import gram_matrix, is_of_gram, of_gram, stored_matrix
 from trakdask.attribution.protocol import LOGIT_VARIANCE, SCORE_POWER, Absolute, GramEstimator
 from trakdask.variables import (
     CHECKPOINT,
@@ -221,8 +221,11 @@ def regularize(
     )
     if by_outputs and not chooses_itself:
         chooses = gram_matrix(features, by, chooses_damping=True)
-    if NORM in features:
-        features = _checked(features, gram, chooses)
+    # Stored rows have checksums; others may have been changed since K was reduced from them.
+    if NORM in features and (gram.is_stored or chooses.is_stored):
+        q = features["out_to_loss"]
+        checked = arrays.score.checked(features["feature"].data, features[NORM].data, q.data)
+        features = features.assign(out_to_loss=q.copy(data=checked))
     if by_outputs:
         chosen = chosen_by_outputs(features, calibrate, gram, chooses, quiet=quiet)
     else:
@@ -234,20 +237,6 @@ def regularize(
     else:
         inverse = arrays.spectra.inverse(gram.spectrum, chosen[0])
     return Regularized(features, inverse, in_sums.gram_weights, *chosen)
-
-
-def _checked(features: xr.Dataset, *matrices: GramMatrix) -> xr.Dataset:
-    """Return features that are compared, when they are read, with what stored matrices are of."""
-    stored = [matrix for matrix in matrices if matrix.is_stored]
-    if not stored:
-        return features
-    names = "feature", "out_to_loss"
-    checked = arrays.score.checked(
-        *(features[name].data for name in ("feature", NORM, "out_to_loss")),
-        weighted=any(isinstance(matrix.estimator, Soft) for matrix in stored),
-    )
-    pairs = zip(names, checked, strict=True)
-    return features.assign({name: features[name].copy(data=data) for name, data in pairs})
 
 
 def stored_damping(

@@ -13,7 +13,7 @@ from threading import current_thread, main_thread
 import numpy as np
 import torch
 
-from trakdask.arrays.weights import row_norms, with_digest
+from trakdask.arrays.weights import row_norms
 from trakdask.errors import BlockError
 from trakdask.execution import note_start
 from trakdask.featurization.checks import Checked, CheckedEngine
@@ -52,7 +52,7 @@ def featurize_block(
         maps = Maps(job.projector, job.row_map, checkpoint.id, fit, samples.device)
         output = Output(job.proj_dim, lambda _, batch: maps.open(batch.size), maps.rotations)
         feature, f, q, *error = run_samples(samples, checkpoint, output)
-        return feature, with_digest(row_norms(feature), q), f, q, *error
+        return feature, row_norms(feature), f, q, *error
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def featurize(
 
     - ``feature`` (sample, proj_dim, checkpoint), chunks (sample block, proj_dim, 1);
     - ``feature_norm`` (sample, checkpoint): ‖φ‖², float64, large for outliers; scores compare it
-      with the features before they use the gram matrix of a store;
+      with features that are not read from a store, before they use its gram matrix;
     - ``output`` (sample, checkpoint): f itself;
     - ``out_to_loss`` (sample, checkpoint): Q, 1 - p for classification;
     - ``trained_on`` (sample, checkpoint), bool, if the samples have it;

@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import dask.array as da
 import numpy as np
 import xarray as xr
 
 from trakdask.arrays.blocks import align_weights
-from trakdask.arrays.weights import squared_norm, with_digest
+from trakdask.arrays.weights import squared_norm
 from trakdask.checks import require_choice
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.files import Folder, naming
@@ -162,9 +161,8 @@ def _storable(features: xr.Dataset) -> xr.Dataset:
     features = load_coords(lazy_features(features))
     feature = features.feature.data
     norm = features[NORM].data if NORM in features else squared_norm(feature)
-    small = (align_weights(array, feature) for array in (norm, features.out_to_loss.data))
-    marked = da.map_blocks(with_digest, *small, dtype=np.float64)
-    features = features.assign({NORM: VARIABLES[NORM].holding(marked)})
+    norm = align_weights(norm, feature).astype(np.float64)
+    features = features.assign({NORM: VARIABLES[NORM].holding(norm)})
     require_names(features.coords)
     return portable_coords(features)
 
