@@ -174,11 +174,11 @@ def test_session__says_why_it_cannot_mark(tmp_path: Path, explorer: Explorer) ->
         session.page._handle_msg({"mark": "remove", "sample": sample, "wanted": True})
         assert marks.table().empty
         assert f"got {sample!r}" in session.page.said["text"]
-    marks.path.write_text("mine")
+    Path(marks.path).write_text("mine")
     session.page._handle_msg({"mark": "remove", "sample": 1, "wanted": True})
     assert "m.parquet" in session.page.said["text"]
     assert session.page.said["undo"] == 0
-    assert marks.path.read_text() == "mine"
+    assert Path(marks.path).read_text() == "mine"
 
 
 def test_session__in_a_notebook_computes_when_the_browser_shows_it(explorer: Explorer) -> None:

@@ -86,7 +86,7 @@ def test_undo__leaves_what_another_process_has_changed_since(tmp_path: Path) -> 
 def test_mark__samples_known_by_text_after_numbers_are_taken_back(tmp_path: Path) -> None:
     marks = Marks(tmp_path / "m.parquet")
     assert marks.mark([], "remove") == 0
-    assert not marks.path.exists()
+    assert not Path(marks.path).exists()
     marks.mark(2, "remove")
     assert marks.undo() == 1
     assert pairs(marks) == []  # nothing says any more that samples are numbers
@@ -179,7 +179,7 @@ def test_mark__waits_no_longer_than_ten_seconds(tmp_path: Path, monkeypatch) -> 
 def test_where__drops_what_is_marked_also_after_an_earlier_drop(store: Path) -> None:
     outputs = td.open(store).output.values
     marks = Marks.beside(store)
-    assert marks.path == store.parent / "train.marks.parquet"
+    assert marks.path == str(store.parent / "train.marks.parquet")
     marks.mark(marks.ids(td.open(store))[[2, 5]], "remove")
     left = td.drop(store, where=marks.where("remove"))
     np.testing.assert_array_equal(left.output, np.delete(outputs, [2, 5], axis=0))

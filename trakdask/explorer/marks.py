@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,10 +25,6 @@ from trakdask.variables import NORM, SAMPLE
 KINDS = ("wrong label", "duplicate", "remove")
 """The marks that a sample may have, one or more of them."""
 
-_KEY = [SAMPLE, "mark"]
-"""The columns in which two marks differ."""
-
-_COLUMNS = [*_KEY, "label", "note"]
 _SUFFIX = ".marks.parquet"
 _PATIENCE_S = 10.0
 _LOOKED_EVERY_S = 0.1
@@ -84,34 +79,34 @@ class Marks:
         store: str | os.PathLike[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        url = location(path)
-        parent, _, self._name = url.rpartition("/")
-        self._folder = Folder.at(parent or "/", storage_options)
-        is_local = self._folder.is_local
-        self.path: Path | str = Path(url) if is_local else url
-        if not self._name or (is_local and os.path.isdir(url)):
-            raise ValueError(f"expected marks in a file, got {url!r}; try 'train{_SUFFIX}'")
-        if is_local and not os.path.isdir(self._folder.url):
-            raise FileNotFoundError(
-                f"expected marks in a folder that exists, got {url!r}; try the path of the store, "
-                "as in Marks.beside('train.zarr')"
-            )
-        self.storage_options = storage_options
+        self.path = location(path)
         self.store = None if store is None else location(store)
-        self._done: list[tuple[pd.DataFrame, pd.DataFrame]] = []
+        self.storage_options = storage_options
+        parent, _, self._name = self.path.rpartition("/")
+        self._folder = Folder.at(parent or "/", storage_options)
+        if not self._name or (self._folder.is_local and os.path.isdir(self.path)):
+            raise ValueError(f"expected marks in a file, got {self.path!r}; try 'train{_SUFFIX}'")
+        if self._folder.is_local and not os.path.isdir(self._folder.url):
+            raise FileNotFoundError(
+                f"expected marks in a folder that exists, got {self.path!r}; try the path of the "
+                "store, as in Marks.beside('train.zarr')"
+            )
+        # For each change: the label and note of each mark before and after; None for no mark.
+        self._done: list[dict[Any, Any]] = []
 
     @classmethod
     def beside(
         cls, store: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
     ) -> Marks:
         """Return the marks of a store: ``train.marks.parquet`` beside ``train.zarr``."""
-        return cls(_beside(store), store=store, storage_options=storage_options)
+        path = location(store).rstrip("/").removesuffix(".zarr") + _SUFFIX
+        return cls(path, store=store, storage_options=storage_options)
 
     def __repr__(self) -> str:
-        if self.store is not None and str(self.path) == _beside(self.store):
+        if self.store is not None and self.path == Marks.beside(self.store).path:
             return f"Marks.beside({self.store!r})"
         store = "" if self.store is None else f", store={self.store!r}"
-        return f"Marks({str(self.path)!r}{store})"
+        return f"Marks({self.path!r}{store})"
 
     def mark(
         self, samples: Any, mark: str, *, label: str | None = None, note: str | None = None
@@ -148,23 +143,16 @@ class Marks:
         for name, text in texts.items():
             if not isinstance(text, str):
                 raise TypeError(f"expected the {name} as text, got {shown(text)}; try {name}='3'")
-        wanted = _made(samples, mark)
-
-        def changed(before: pd.DataFrame) -> pd.DataFrame:
-            after = _joined(before, wanted).copy()
-            for name, text in texts.items():
-                after.loc[_is_among(after, wanted, _KEY), name] = text
-            return after
-
-        return self._change(changed)
+        wanted, empty = _keys(samples, mark), {"label": "", "note": ""}
+        return self._change(lambda marks: {key: marks.get(key, empty) | texts for key in wanted})
 
     def unmark(self, samples: Any, mark: str) -> int:
         """Take a mark from samples; return how many had it.
 
         Takes the first two arguments, and raises the errors, of :meth:`mark`.
         """
-        wanted = _made(samples, mark)
-        return self._change(lambda before: before[~_is_among(before, wanted, _KEY)])
+        wanted = _keys(samples, mark)
+        return self._change(lambda marks: dict.fromkeys(wanted))
 
     def undo(self) -> int:
         """Take back the last change of this object that it has not taken back yet.
@@ -174,12 +162,10 @@ class Marks:
         """
         if not self._done:
             return 0
-        added, taken = self._done[-1]
-
-        def changed(before: pd.DataFrame) -> pd.DataFrame:
-            return _joined(before[~_is_among(before, added, _COLUMNS)], taken)
-
-        count = self._change(changed)
+        done = self._done[-1]
+        count = self._change(
+            lambda marks: {k: old for k, (old, new) in done.items() if marks.get(k) == new}
+        )
         del self._done[-2 if count else -1 :]  # the undoing, too, is no change to be undone
         return count
 
@@ -194,14 +180,16 @@ class Marks:
         """
         try:
             table = pd.read_parquet(io.BytesIO(self._folder.read(self._name)))
-            marks = table[_KEY].assign(label=table.get("label", ""), note=table.get("note", ""))
+            marks = table[[SAMPLE, "mark"]]
         except FileNotFoundError:
-            return _made([], KINDS[0])
+            return _table({})
         except (KeyError, ValueError) as err:
             raise ValueError(
-                f"expected marks in {str(self.path)!r}, got another file ({err}); try another path"
+                f"expected marks in {self.path!r}, got another file ({err}); try another path"
             ) from err
-        return marks.drop_duplicates(_KEY, ignore_index=True)  # former tables: one row per person
+        # Former tables have a row per person, and neither label nor note.
+        marks = marks.assign(label=table.get("label", ""), note=table.get("note", ""))
+        return marks.drop_duplicates([SAMPLE, "mark"], ignore_index=True)
 
     def samples(self, mark: str) -> np.ndarray:
         """Return the samples with a mark: labels, or rows in the store; (marked,)."""
@@ -241,18 +229,6 @@ class Marks:
             "features.assign_coords(sample=('sample', names))"
         )
 
-    def at(self, ids: np.ndarray) -> pd.DataFrame:
-        """Return all marks with the ``position`` of their samples among these, see :meth:`ids`.
-
-        Absent samples are left out. Samples that share a label share its marks.
-        """
-        table, index = self.table(), pd.Index(ids)
-        positions = index.isin(table[SAMPLE]).nonzero()[0]
-        if not len(positions):  # pandas does not merge labels of one kind with none of another
-            return table.iloc[:0].assign(position=[])
-        places = pd.DataFrame({SAMPLE: index[positions], "position": positions})
-        return table.merge(places, on=SAMPLE)
-
     def where(self, mark: str) -> Callable[[xr.Dataset], xr.DataArray]:
         """Return the ``where=`` with which :func:`trakdask.drop` leaves out samples with a mark.
 
@@ -268,8 +244,7 @@ class Marks:
 
         def chosen(features: xr.Dataset) -> xr.DataArray:
             ids, marked = self.ids(features), self.samples(mark)
-            if len(marked):
-                _require_same_kind(marked, ids)
+            _require_same_kind([*marked[:1].tolist(), *ids[:1].tolist()])
             return xr.DataArray(np.isin(ids, marked), dims=SAMPLE)
 
         return chosen
@@ -283,8 +258,7 @@ class Marks:
             stored = self._opened(self.store)
         except FileNotFoundError:
             return {}
-        source = str(stored.attrs.get("source"))
-        return {"source": source, "samples": stored.sizes[SAMPLE]}
+        return {"source": str(stored.attrs.get("source")), "samples": stored.sizes[SAMPLE]}
 
     def _opened(self, store: str) -> xr.Dataset:
         return open(store, dropped=True, load_coords=False, storage_options=self.storage_options)
@@ -297,7 +271,7 @@ class Marks:
         is_same = source == marked["source"] or source.startswith(f"{marked['source']} + ")
         if not is_same or n < marked["samples"]:
             raise ValueError(
-                f"expected the marks {str(self.path)!r} to be of the samples in {self.store!r}, "
+                f"expected the marks {self.path!r} to be of the samples in {self.store!r}, "
                 f"{self._rows_of}, got marks of the rows of {marked}; try another file, or labels "
                 "in the coord 'sample', by which marks stay with their samples"
             )
@@ -307,7 +281,7 @@ class Marks:
         """Be the only writer of the file, after waiting for others; see :func:`lock`."""
         deadline = time.monotonic() + _PATIENCE_S
         with ExitStack() as stack:
-            stack.enter_context(naming(f"{self._folder.url}/{self._name}", "try another file"))
+            stack.enter_context(naming(self.path, "try another file"))
             while True:
                 try:
                     held = lock(self._folder, "mark samples", name=f"{self._name}.lock")
@@ -319,29 +293,30 @@ class Marks:
                     time.sleep(_LOOKED_EVERY_S)
             yield require_held
 
-    def _change(self, of: Callable[[pd.DataFrame], pd.DataFrame]) -> int:
-        """Replace the marks by a function of them, and remember which rows came and went."""
+    def _change(self, of: Callable[[dict[Any, Any]], dict[Any, Any]]) -> int:
+        """Let marks have the texts that a function of all marks returns; None takes them away."""
         with self._locked() as require_held:
+            # 1. What others have written since is the table that is changed.
             before = self.table()
-            after = of(before)
             if before[SAMPLE].dtype.kind == "i":
                 self._require_same_samples(before.attrs)
-            added = after[~_is_among(after, before, _COLUMNS)]
-            taken = before[~_is_among(before, after, _COLUMNS)]
-            if changed := len(pd.concat([added, taken])[_KEY].drop_duplicates()):
-                require_held()
+            marks = before.set_index([SAMPLE, "mark"]).to_dict("index")
+            # 2. Only differences count, and can be undone.
+            changes = {k: (marks.get(k), new) for k, new in of(marks).items()}
+            changes = {key: texts for key, texts in changes.items() if texts[0] != texts[1]}
+            if changes:
+                changed = marks | {key: new for key, (_, new) in changes.items()}
+                after = _table({key: texts for key, texts in changed.items() if texts is not None})
                 after.attrs = before.attrs if len(before) else self._rows_of
+                # 3. Nobody may have taken the lock away, who would write at the same time.
+                require_held()
                 self._folder.write(self._name, after.to_parquet(index=False))
-                self._done.append((added, taken))
-        return changed
+                self._done.append(changes)
+        return len(changes)
 
 
-def _beside(store: str | os.PathLike[str]) -> str:
-    return location(store).rstrip("/").removesuffix(".zarr") + _SUFFIX
-
-
-def _made(samples: Any, mark: str) -> pd.DataFrame:
-    """Return a mark of labels or rows, without a corrected label or a note."""
+def _keys(samples: Any, mark: str) -> list[tuple[int | str, str]]:
+    """Return each of some labels or rows with a mark."""
     _require_kind(mark)
     are_several = np.iterable(samples) and not isinstance(samples, str)
     ids = list(samples) if are_several else [samples]
@@ -351,32 +326,29 @@ def _made(samples: Any, mark: str) -> pd.DataFrame:
             f"expected samples as integers or as text, got {shown(samples)}; try "
             "marks.ids(features)[[0, 7]]"
         )
-    values = pd.unique(np.array(ids, object if kind == "string" else np.int64))
-    return pd.DataFrame({SAMPLE: values, "mark": mark, "label": "", "note": ""})
+    return [(str(name) if kind == "string" else int(name), mark) for name in ids]
 
 
-def _joined(rows: pd.DataFrame, more: pd.DataFrame) -> pd.DataFrame:
-    """Return rows, and the marks of other rows that are not among them."""
-    if not len(rows) or not len(more):
-        return rows if len(rows) else more
-    _require_same_kind(rows[SAMPLE].to_numpy(), more[SAMPLE].to_numpy())
-    return pd.concat([rows, more]).drop_duplicates(_KEY, ignore_index=True)
-
-
-def _is_among(rows: pd.DataFrame, others: pd.DataFrame, names: list[str]) -> np.ndarray:
-    """Return which rows are among the others, by the columns of these names."""
-    keys = pd.MultiIndex.from_frame(others[names])
-    return np.asarray(pd.MultiIndex.from_frame(rows[names]).isin(keys))
+def _table(marks: Mapping[tuple[int | str, str], Mapping[str, str]]) -> pd.DataFrame:
+    """Return marks as a table, in which integers are int64 also if there is none."""
+    samples = [sample for sample, _ in marks]
+    _require_same_kind(samples)
+    rows = [(mark, texts["label"], texts["note"]) for (_, mark), texts in marks.items()]
+    table = pd.DataFrame(rows, columns=["mark", "label", "note"])
+    is_text = samples and isinstance(samples[0], str)
+    table.insert(0, SAMPLE, np.array(samples, object if is_text else np.int64))
+    return table
 
 
 def _require_kind(mark: object) -> None:
     require_choice("the mark", mark, KINDS, remedy=f"try {KINDS[0]!r}")
 
 
-def _require_same_kind(before: np.ndarray, ids: np.ndarray) -> None:
+def _require_same_kind(samples: list[int | str]) -> None:
     """Reject samples that are known by text beside others that are known by numbers."""
-    if (before.dtype.kind in "iu") != (ids.dtype.kind in "iu"):
+    other = [sample for sample in samples if type(sample) is not type(samples[0])]
+    if other:
         raise TypeError(
-            f"expected samples of the kind that is marked already, such as {before[0]!r}, got "
-            f"{ids[0]!r}; try Marks with another file"
+            f"expected samples of the kind that is marked already, such as {samples[0]!r}, got "
+            f"{other[0]!r}; try Marks with another file"
         )

@@ -71,10 +71,17 @@ class TrainingQuestions:
         return self.marks.ids(self.features)
 
     def marked(self) -> pd.DataFrame:
-        """Return all marks with the ``position`` of their samples; none if none are kept."""
+        """Return all marks with the ``position`` of their samples; none if none are kept.
+
+        Marks of absent samples are left out. Samples that share a label share its marks.
+        """
         if self.marks is None:
             return pd.DataFrame({SAMPLE: [], "mark": [], "position": []})
-        return self.marks.at(self.sample_ids)
+        table, names = self.marks.table(), pd.Series(self.sample_ids, name=SAMPLE)
+        names = names[names.isin(table[SAMPLE])]
+        places = names.rename_axis("position").reset_index()
+        # As objects, because pandas merges no numbers with texts.
+        return table.astype({SAMPLE: object}).merge(places.astype({SAMPLE: object}), on=SAMPLE)
 
     def mark_texts(self) -> pd.Series[str]:
         """Return the marks that each training sample has, as one text."""
