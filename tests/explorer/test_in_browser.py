@@ -13,6 +13,7 @@ from tests.explorer import test_new_targets as new_targets
 from tests.explorer.browser import Tab, served
 from tests.explorer.marked import top
 from trakdask.explorer import Explorer, View
+from trakdask.explorer.app import Session
 
 
 def test_pages__open_search_filter_click_through_and_reload(
@@ -76,6 +77,26 @@ def test_lists__go_on_and_going_back_finds_the_place(
     tab.wait("Target 9")
     page.wait_for_function(f"() => Math.abs(window.scrollY - {scrolled}) < 2")
     assert f"sample {ranked[20]}" in page.inner_text(".card:focus-within header")
+
+
+def test_every_change_of_a_page__is_held_so_that_none_is_lost(
+    url: str, browser: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of pages that Panel sends by itself, some stay at "computing" on a busy machine."""
+    held: list[str | None] = []
+
+    def draw(session: Session, *arguments: Any) -> None:
+        held.append(session._document.callbacks.hold_value)
+        drawn(session, *arguments)
+
+    drawn = Session._draw
+    monkeypatch.setattr(Session, "_draw", draw)
+    with Tab(browser) as tab:
+        tab.open(url)
+        tab.page.click("nav >> text=Training samples")
+        tab.wait("Training samples")
+    assert len(held) > 4
+    assert set(held) == {"combine"}
 
 
 @pytest.mark.parametrize(
