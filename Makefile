@@ -52,7 +52,7 @@ help:
 install: $(INSTALLED)
 
 demo: $(INSTALLED)
-	@$(PY) -m trakdask.demo
+	@$(PY) docs/demo.py
 
 # Cheap checks first; the unit tests last, so that their summary closes the output. The pages take one
 # core, and the longest: what else takes one core runs beside them, and then the notebooks.

@@ -52,7 +52,7 @@ def main() -> None:
         for store in stores:
             shutil.copytree(folder / Path(store).name, store)
         options = ["--samples", "trakdask.examples:mnist"]
-        options += ["--model", "trakdask.demo:model", "--preprocess", "trakdask.demo:preprocess"]
+        options += ["--model", "docs.demo:model", "--preprocess", "docs.demo:preprocess"]
         for kind, labels in MARKED.items():
             for sample, label in labels.items():
                 Marks.beside(stores[0]).mark(sample, kind, label=label)

@@ -28,7 +28,7 @@ another one in the moment of its death, Dask tries to connect to the dead one fo
 and everything waits. The living answer at once, as the system accepts connections for them.
 """
 
-IMPORTED = ["distributed", "torch.func", "trakdask.accessor", "trakdask.demo", "numba"]
+IMPORTED = ["distributed", "torch.func", "trakdask.accessor", "trakdask.examples", "numba"]
 """Modules that every worker would import itself; the others follow from these."""
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import matplotlib.image
@@ -11,7 +14,8 @@ import pytest
 import xarray as xr
 
 import trakdask as td
-from trakdask import demo, examples
+from docs import demo
+from trakdask import examples
 from trakdask.command_line.commands import app
 
 
@@ -51,3 +55,11 @@ def test_demo__writes_what_it_says(
     assert page.count("<img") == 24  # the first page of targets
     for picture in ("gallery.png", "suspicious.png"):
         assert matplotlib.image.imread(output / picture).shape[0] > 300
+
+
+def test_demo__help_runs_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, demo.__file__, "--help"]
+    environment = os.environ | {"PYTHONPATH": str(Path(td.__file__).parents[1])}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "takes no arguments" in " ".join(done.stdout.split())
+    assert not [*tmp_path.iterdir()]

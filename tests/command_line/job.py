@@ -17,7 +17,7 @@ Run = Callable[..., Result]
 MODULE = '''
 """A linear model of random samples; it can kill the process once a block is stored."""
 import glob, os, signal
-import numpy as np, torch
+import numpy as np, pandas as pd, torch
 import trakdask as td
 
 X = np.random.default_rng(0).standard_normal((60, 4)).astype("f4")
@@ -47,6 +47,11 @@ def checkpoints(n):
 
 def targets(kind=""):
     return td.from_arrays({"image": X[:6] + 1, "label": LABEL[:6]}, coords={"name": list("uvwxyz")})
+
+
+def samples():
+    coords = pd.read_csv("samples.csv")
+    return td.from_torch("tiny:Samples", names=["image", "label"], coords=coords, chunks=20)
 
 
 def all_samples():
@@ -90,12 +95,8 @@ def three():
 '''
 JOB = """
 data:
-  kind: torch
-  dataset: tiny:Samples
-  names: [image, label]
-  collate_fn: torch.utils.data:default_collate
-  coords: samples.csv
-  chunks: 20
+  kind: function
+  function: tiny:samples
 targets: {kind: function, function: tiny:targets, arguments: {kind: six}}
 model:
   build: tiny:build

@@ -206,28 +206,6 @@ def test_import__loads_nothing_that_a_shell_would_wait_for(run_python, tmp_path:
     assert run_python("-c", code, cwd=tmp_path).strip() == "[]"
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("fit", "trakdask featurize FILE"),
-        ("run job.yaml --set top_k.k=3", "trakdask top-k FILE"),
-        ("demo --help", "python -m trakdask.demo"),
-        ("top_k job.yaml", "top-k"),
-    ],
-)
-def test_commands__that_are_not_there_say_what_is(run: Run, line: str, words: str) -> None:
-    done = run(*line.split())
-    assert (done.exit_code, words in done.output) == (2, True), done.output
-
-
-def test_demo__help_runs_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "trakdask.demo", "--help"]
-    environment = os.environ | {"PYTHONPATH": str(Path(td.__file__).parents[1])}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert "takes no arguments" in " ".join(done.stdout.split())
-    assert not [*tmp_path.iterdir()]
-
-
 @pytest.mark.parametrize("command", ["featurize", "top-k", "evaluate"])
 def test_commands__ctrl_c_says_how_to_go_on(
     job: Path, run: Run, monkeypatch: pytest.MonkeyPatch, command: str

@@ -203,31 +203,6 @@ def explore(
         explorer.serve(host=host, port=port, announce=lambda url: _say(f"{url}{query}"))
 
 
-_INSTEAD = {
-    "fit": "a projector of `kind: fit` is fitted by: trakdask featurize FILE",
-    "run": "a configuration is run by: trakdask top-k FILE",
-    "train": "a job trains no model; Python does: td.train_on_halves(...)",
-    "demo": "the demo is run by: python -m trakdask.demo",
-    "serve": "pages in a browser are served by: trakdask explore FILE",
-}
-"""Commands that people expect, and what does it."""
-
-
-def _add_hint(name: str, text: str) -> None:
-    """Add a command that says what is there in its place, and that `--help` does not list."""
-
-    def command(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
-        errors.print(f"There is no command {name!r}: {text}", style="red", soft_wrap=True)
-        raise typer.Exit(2)
-
-    settings = {"ignore_unknown_options": True, "help_option_names": []}
-    app.command(name, hidden=True, context_settings=settings)(command)
-
-
-for _name, _text in _INSTEAD.items():
-    _add_hint(_name, _text)
-
-
 def _say(text: str) -> None:
     output.print(text, soft_wrap=True)
 

@@ -187,22 +187,6 @@ def _opened(path: str) -> Any:
         ) from err
 
 
-def _from_torch(
-    dataset: str,
-    *,
-    names: str | Sequence[str | None],
-    coords: str | Sequence[str] | None = None,
-    chunks: int | Literal["auto"] = "auto",
-    collate_fn: str | None = None,
-) -> xr.Dataset:
-    """Return samples of the torch Dataset that a function returns, and a table of metadata."""
-    require_form("dataset", dataset, str, remedy="dataset: package.module:function")
-    require_form("names", names, str, list, remedy="names: [image, label]")
-    function: Any = None if collate_fn is None else import_callable(collate_fn, "collate_fn")
-    metadata = _table(coords, [names] if isinstance(names, str) else names)
-    return td.from_torch(dataset, names=names, coords=metadata, chunks=chunks, collate_fn=function)
-
-
 def _table(coords: Any, fields: Iterable[str | None]) -> Any:
     """Return a table of metadata, or the names of some fields that are metadata."""
     if coords is None or (isinstance(coords, list) and all(isinstance(x, str) for x in coords)):
@@ -233,7 +217,6 @@ _KINDS: Mapping[str, Callable[..., xr.Dataset]] = {
     "table": td.from_dataframe,
     "csv": _from_csv,
     "arrays": _from_files,
-    "torch": _from_torch,
     "zarr": _from_zarr,
     "function": called,
 }

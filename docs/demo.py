@@ -204,8 +204,8 @@ def _print_explore() -> None:
     After ``make demo`` its environment is not active in the shell, so it is named.
     """
     stores = f"{OUTPUT / 'train.zarr'} {OUTPUT / 'targets.zarr'}"
-    options = "--samples trakdask.examples:mnist --model trakdask.demo:model"
-    options += " --preprocess trakdask.demo:preprocess"
+    options = "--samples trakdask.examples:mnist --model docs.demo:model"
+    options += " --preprocess docs.demo:preprocess"
     line = f"{sys.executable} -m trakdask explore {stores} {options}"
     console.print("Look at them in a browser:")
     console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
@@ -213,7 +213,7 @@ def _print_explore() -> None:
 
 if __name__ == "__main__":
     argparse.ArgumentParser(
-        prog="python -m trakdask.demo",
+        prog="python docs/demo.py",
         description=f"{__doc__} It writes to the folder {OUTPUT}, and takes no arguments.",
     ).parse_args()
     main()
