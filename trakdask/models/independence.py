@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
-from typing import Any, TypeVar, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,14 +21,17 @@ from trakdask.models.tasks import Batch, Forward, Task, task_spec
 from trakdask.models.tasks.protocol import SampleError
 from trakdask.torch_internals import Watching, fake_tensor_mode
 
-T = TypeVar("T")
-
 _answers: WeakKeyDictionary[torch.nn.Module, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
 def once_per_task(
-    purpose: str, forward: Forward, task: Task, batch: Batch, also: Hashable, find: Callable[[], T]
-) -> T:
+    purpose: str,
+    forward: Forward,
+    task: Task,
+    batch: Batch,
+    also: Hashable,
+    find: Callable[[], Any],
+) -> Any:
     """Return an answer about a module as a task uses it, which is found out once.
 
     Threads have a module each, but all models of one ``build`` share it, whatever their tasks. So
@@ -45,7 +48,7 @@ def once_per_task(
     answers = _answers.setdefault(forward.module, {})
     if key not in answers:
         answers[key] = find()
-    return cast(T, answers[key])
+    return answers[key]
 
 
 def reads_values(forward: Forward, task: Task, batch: Batch) -> bool:
