@@ -25,12 +25,7 @@ _answers: WeakKeyDictionary[torch.nn.Module, dict[Hashable, Any]] = WeakKeyDicti
 
 
 def once_per_task(
-    purpose: str,
-    forward: Forward,
-    task: Task,
-    batch: Batch,
-    also: Hashable,
-    find: Callable[[], Any],
+    purpose: str, forward: Forward, task: Task, batch: Batch, also: Any, find: Callable[[], Any]
 ) -> Any:
     """Return an answer about a module as a task uses it, which is found out once.
 
@@ -62,17 +57,13 @@ def reads_values(forward: Forward, task: Task, batch: Batch) -> bool:
     def find() -> bool:
         return not _runs_without_values(forward, task, repeated(batch, 2))
 
-    return once_per_task("reads values", forward, task, batch, None, find)
-
-
-class _ValueRead(Exception):
-    """An operation whose result, or its shape, can steer the next steps of a model."""
+    return bool(once_per_task("reads values", forward, task, batch, None, find))
 
 
 def _refuse_values(func: Any, args: Any, kwargs: Any) -> None:
     """Raise an error where a tensor's values leave it, or decide on the shape of another one."""
     if _STEERING.intersection(func.tags):
-        raise _ValueRead(str(func))
+        raise RuntimeError(f"{func} can steer the next steps of a model")
 
 
 class _NoArrays(TorchFunctionMode):
@@ -82,7 +73,7 @@ class _NoArrays(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
         if func in _CONVERSIONS:
-            raise _ValueRead(str(func))
+            raise RuntimeError(f"{func} can steer the next steps of a model")
         return func(*args, **(kwargs or {}))
 
 

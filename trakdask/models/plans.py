@@ -45,7 +45,8 @@ def hook_plan(forward: Forward, task: Task, batch: Batch, names: tuple[str, ...]
         ]
         return HookPlan(tuple(layers), rest, copied)
 
-    return once_per_task("hook plan", forward, task, batch, names, find)
+    plan: HookPlan = once_per_task("hook plan", forward, task, batch, names, find)
+    return plan
 
 
 def with_copies(forward: Forward, names: Sequence[str], n: int) -> Forward:
