@@ -39,7 +39,6 @@ from trakdask.variables import (
 )
 
 Gradients = Literal["auto", "hooks", "vmap", "loop"]
-Divide = Callable[[Model, Arrays], Partition]
 _log = logging.getLogger(__name__)
 _DEFAULT = SJLT(proj_dim=2048, seed=0)
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -58,7 +57,7 @@ def prepare(
     dtype: DType | None = None,
     device: str = "auto",
     on_error: OnError = "raise",
-    divide: Divide | None = None,
+    divide: Callable[[Model, Arrays], Partition] | None = None,
     adds_up: bool = False,
 ) -> GraphInputs:
     """Check the arguments of :func:`featurize`, and gather the inputs of its graph.

@@ -8,9 +8,6 @@ from torch import Tensor
 
 from trakdask.models.rules import SLICEABLE, WRITES_TO, GradientRule
 
-RowsOfGradient = Callable[..., Tensor]
-"""Computes the gradient of some rows of a weight, from one of its uses."""
-
 # Size of a gradient slice: on a CPU it fits in a cache, on a GPU it outlasts a kernel launch.
 _SLICE_BYTES = {"cpu": 2**22, "cuda": 2**28}
 
@@ -39,15 +36,16 @@ class Delivery:
     ) -> None:
         self._parameters, self._rules, self._n_rows, self._sink = parameters, rules, n_rows, sink
         self._buffer_for = getattr(sink, "buffer_for", None)
-        # How many uses of a parameter are still to come, and the uses so far.
+        # How many uses of a parameter are still to come, and for each use so far a function that
+        # computes the gradient of some rows of the weight.
         self._due = dict.fromkeys(rules, 0)
-        self._uses: dict[str, list[RowsOfGradient]] = {name: [] for name in rules}
+        self._uses: dict[str, list[Callable[..., Tensor]]] = {name: [] for name in rules}
 
     def expect(self, name: str) -> None:
         """Wait for one more use of a parameter."""
         self._due[name] += 1
 
-    def add(self, name: str, rows_of_gradient: RowsOfGradient) -> None:
+    def add(self, name: str, rows_of_gradient: Callable[..., Tensor]) -> None:
         """Keep the gradient function of one use; after the last one, pass on the sum."""
         self._uses[name].append(rows_of_gradient)
         self._due[name] -= 1
@@ -101,7 +99,7 @@ class Delivery:
 
 
 def _summed(
-    uses: Sequence[RowsOfGradient], rows: slice | None = None, into: Tensor | None = None
+    uses: Sequence[Callable[..., Tensor]], rows: slice | None = None, into: Tensor | None = None
 ) -> Tensor:
     """Return the sum of the gradients of all uses, in ``into`` if the first one can write there."""
     where = () if rows is None else (rows,)

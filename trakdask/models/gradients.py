@@ -1,8 +1,11 @@
 """Compute per-sample gradients of the model output with one of several engines.
 
 An engine takes a batch and passes the gradient of each selected parameter, (batch, numel), to the
-sink. The gradient may be in a buffer that the next one overwrites, so a sink that needs it later
-must copy it. Engines never compute gradients of other parameters, and store nothing themselves.
+sink, ``sink(name, gradient)``, or, in order, slices of it, ``sink(name, gradient, first)``. The
+gradient may be in a buffer that the next one overwrites, so a sink that needs it later must copy
+it. By name, an engine takes ``rotations``: other coordinates in which the sink receives gradients.
+It returns output and out_to_loss, (batch,) float32. Engines never compute gradients of other
+parameters, and store nothing themselves.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,26 +39,13 @@ SAFER = {
 _MOST_IN_HALF_PRECISION = 8
 
 
-class Sink(Protocol):
-    """A function that receives the gradients."""
-
-    def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
-        """Receive a parameter's gradient, or, in order, a slice that starts at ``first``."""
-
-
-Engine = Callable[..., tuple[Tensor, Tensor]]
-"""Takes forward, task, batch, names of parameters, a sink, and, by name, ``rotations``: other
-coordinates in which the sink receives gradients. Returns output and out_to_loss, (batch,) float32.
-"""
-
-
 @no_fast_path()
 def loop_gradients(
     forward: Forward,
     task: Task,
     batch: Batch,
     names: Sequence[str],
-    sink: Sink,
+    sink: Callable[..., None],
     rotations: Rotations | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Differentiate sample by sample with ``backward()``; the reference for other engines.
@@ -86,7 +76,7 @@ def vmap_gradients(
     task: Task,
     batch: Batch,
     names: Sequence[str],
-    sink: Sink,
+    sink: Callable[..., None],
     rotations: Rotations | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Vectorize the gradient of one sample with ``torch.func``.
@@ -117,7 +107,7 @@ def hooks_gradients(
     task: Task,
     batch: Batch,
     names: Sequence[str],
-    sink: Sink,
+    sink: Callable[..., None],
     rotations: Rotations | None = None,
     by_token: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -172,7 +162,7 @@ def hooks_gradients(
     return output.detach().float(), out_to_loss
 
 
-ENGINES: dict[str, Engine] = {
+ENGINES: dict[str, Callable[..., Any]] = {
     "hooks": hooks_gradients,
     "vmap": vmap_gradients,
     "loop": loop_gradients,
@@ -180,7 +170,7 @@ ENGINES: dict[str, Engine] = {
 """The engines of gradients of whole samples, which users choose from."""
 
 
-def engine_of(name: str) -> Engine:
+def engine_of(name: str) -> Callable[..., Any]:
     """Return one of the engines, or ``"tokens"``, the engine for gradients of single tokens."""
     return partial(hooks_gradients, by_token=True) if name == "tokens" else ENGINES[name]
 
@@ -232,7 +222,7 @@ class WeightedSum:
     """
 
     def __init__(
-        self, weights: Tensor, size: int, first: int = 0, sink: Sink | None = None
+        self, weights: Tensor, size: int, first: int = 0, sink: Callable[..., None] | None = None
     ) -> None:
         self.sums: dict[str, list[Tensor]] = defaultdict(list)
         self.buffer_for = getattr(sink, "buffer_for", None)

@@ -31,7 +31,7 @@ from trakdask.models.calls import (
     is_floating,
     local_gradients,
 )
-from trakdask.models.delivery import Delivery, RowsOfGradient
+from trakdask.models.delivery import Delivery
 from trakdask.models.layers import HookedLayer, rules_by_parameter
 from trakdask.models.plans import hooked
 from trakdask.models.products import PRODUCTS, Products, wide
@@ -285,7 +285,7 @@ class GradientCollector:
         inputs = tree_unflatten(leaves, spec)
         return replace(call, inputs=inputs, in_axes=in_axes), deltas, [0] * len(deltas)
 
-    def _use(self, call: Call, name: str, rows_of_gradient: RowsOfGradient) -> None:
+    def _use(self, call: Call, name: str, rows_of_gradient: Callable[..., Tensor]) -> None:
         """Pass on the function that gives the gradient of one use."""
         if self._products is not None:  # they are linear: no need to wait for the other uses
             self._products(name, rows_of_gradient())
@@ -304,7 +304,7 @@ def in_coordinates(
     return rotated(gradient, shape, matrices) if matrices else gradient
 
 
-def _at_first_token(rows_of_gradient: RowsOfGradient, n_tokens: int, *where: Any) -> Tensor:
+def _at_first_token(rows_of_gradient: Callable[..., Tensor], n_tokens: int, *where: Any) -> Tensor:
     """Return the gradient of whole samples as a gradient of their first tokens, (tokens, numel)."""
     gradient = rows_of_gradient(*where)
     rows = gradient.new_zeros(len(gradient) * n_tokens, gradient.shape[1])

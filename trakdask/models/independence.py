@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
-from typing import Any, TypeVar, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,14 +21,12 @@ from trakdask.models.tasks import Batch, Forward, Task, task_spec
 from trakdask.models.tasks.protocol import SampleError
 from trakdask.torch_internals import Watching, fake_tensor_mode
 
-T = TypeVar("T")
-
 _answers: WeakKeyDictionary[torch.nn.Module, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
 def once_per_task(
-    purpose: str, forward: Forward, task: Task, batch: Batch, also: Hashable, find: Callable[[], T]
-) -> T:
+    purpose: str, forward: Forward, task: Task, batch: Batch, also: Any, find: Callable[[], Any]
+) -> Any:
     """Return an answer about a module as a task uses it, which is found out once.
 
     Threads have a module each, but all models of one ``build`` share it, whatever their tasks. So
@@ -45,7 +43,7 @@ def once_per_task(
     answers = _answers.setdefault(forward.module, {})
     if key not in answers:
         answers[key] = find()
-    return cast(T, answers[key])
+    return answers[key]
 
 
 def reads_values(forward: Forward, task: Task, batch: Batch) -> bool:
@@ -59,17 +57,13 @@ def reads_values(forward: Forward, task: Task, batch: Batch) -> bool:
     def find() -> bool:
         return not _runs_without_values(forward, task, repeated(batch, 2))
 
-    return once_per_task("reads values", forward, task, batch, None, find)
-
-
-class _ValueRead(Exception):
-    """An operation whose result, or its shape, can steer the next steps of a model."""
+    return bool(once_per_task("reads values", forward, task, batch, None, find))
 
 
 def _refuse_values(func: Any, args: Any, kwargs: Any) -> None:
     """Raise an error where a tensor's values leave it, or decide on the shape of another one."""
     if _STEERING.intersection(func.tags):
-        raise _ValueRead(str(func))
+        raise RuntimeError(f"{func} can steer the next steps of a model")
 
 
 class _NoArrays(TorchFunctionMode):
@@ -79,7 +73,7 @@ class _NoArrays(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
         if func in _CONVERSIONS:
-            raise _ValueRead(str(func))
+            raise RuntimeError(f"{func} can steer the next steps of a model")
         return func(*args, **(kwargs or {}))
 
 

@@ -20,9 +20,6 @@ _ACROSS_TOKENS = (
     *(CONVOLUTIONS + CHANNEL_NORMS),
 )
 
-CallAxes = tuple[list[int | None], list[int | None]]
-"""The batch axis of each input and of each output of a call; None if it has no batch axis."""
-
 
 @dataclass(frozen=True)
 class HookedLayer:
@@ -42,7 +39,8 @@ class HookedLayer:
     rules
         The rule of each selected parameter, by its name inside; empty if one of them has none.
     calls
-        The batch axes of each call, in order, once they are known.
+        The batch axis of each input and of each output of each call, in order, once they are known;
+        None for what has no batch axis.
     attention
         Path of the ``nn.MultiheadAttention`` whose projection this is, which is no module.
     """
@@ -51,7 +49,7 @@ class HookedLayer:
     selected: dict[str, str]
     parameters: dict[str, str]
     rules: Mapping[str, GradientRule]
-    calls: tuple[CallAxes, ...] = ()
+    calls: tuple[tuple[list[int | None], list[int | None]], ...] = ()
     attention: str | None = None
 
 

@@ -15,12 +15,9 @@ from torch import Tensor, nn
 from trakdask.models.attention import visible
 from trakdask.models.calls import is_by_token
 from trakdask.models.independence import allowed_error, once_per_task, repeated
-from trakdask.models.layers import CallAxes, HookedLayer, HookPlan, hookable_layers
+from trakdask.models.layers import HookedLayer, HookPlan, hookable_layers
 from trakdask.models.tasks import Batch, Forward, Task
 from trakdask.torch_internals import fake_tensor_mode, tree_leaves
-
-_Shapes = list[tuple[int, ...]]
-_CallShapes = tuple[_Shapes, _Shapes]
 
 
 def hook_plan(forward: Forward, task: Task, batch: Batch, names: tuple[str, ...]) -> HookPlan:
@@ -48,7 +45,8 @@ def hook_plan(forward: Forward, task: Task, batch: Batch, names: tuple[str, ...]
         ]
         return HookPlan(tuple(layers), rest, copied)
 
-    return once_per_task("hook plan", forward, task, batch, names, find)
+    plan: HookPlan = once_per_task("hook plan", forward, task, batch, names, find)
+    return plan
 
 
 def with_copies(forward: Forward, names: Sequence[str], n: int) -> Forward:
@@ -92,9 +90,9 @@ def _can_be_copied(forward: Forward, task: Task, batch: Batch, name: str) -> boo
 
 def _call_shapes(
     run: Callable[[], object], module: nn.Module, layers: Sequence[HookedLayer]
-) -> Mapping[str, list[_CallShapes]]:
+) -> Mapping[str, list[Any]]:
     """Return the shapes of the inputs and outputs of every call of the layers during ``run()``."""
-    shapes: dict[str, list[_CallShapes]] = {layer.path: [] for layer in layers}
+    shapes: dict[str, list[Any]] = {layer.path: [] for layer in layers}
 
     def hook_of(layer: HookedLayer) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -107,13 +105,13 @@ def _call_shapes(
     return shapes
 
 
-def _shapes(values: Any) -> _Shapes:
+def _shapes(values: Any) -> list[tuple[int, ...]]:
     # Other values than tensors have no axes, and are passed to all samples alike.
     leaves = tree_leaves(values)
     return [tuple(leaf.shape) if isinstance(leaf, Tensor) else () for leaf in leaves]
 
 
-def _call_axes(two: _CallShapes, three: _CallShapes) -> CallAxes:
+def _call_axes(two: Any, three: Any) -> tuple[list[int | None], list[int | None]]:
     """Return the first axis of each tensor of a call whose length differs, if there is one."""
     inputs, outputs = (
         [

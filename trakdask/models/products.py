@@ -8,7 +8,6 @@ of a single token is never formed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +18,6 @@ from trakdask.models.rules import (
     linear_weight,
     transposed_linear_weight,
 )
-
-Product = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
-"""Takes a layer, x (rows, positions, ...), delta likewise, and vectors (m, *shape of the weight);
-returns the products of the gradients of the rows with the vectors, (rows, m)."""
 
 
 class Products:
@@ -94,9 +89,13 @@ def _embedding(module: nn.Embedding, x: Tensor, delta: Tensor, vectors: Tensor) 
     return sums.view(len(x), -1, len(vectors)).sum(1)
 
 
-PRODUCTS: dict[GradientRule, Product] = {
+PRODUCTS: dict[GradientRule, Callable[..., Tensor]] = {
     linear_weight: linear_weight.products,
     transposed_linear_weight: transposed_linear_weight.products,
     embedding_weight: _embedding,
 }
-"""By the rule that would form the gradient; gradients of other rules are small, and are formed."""
+"""By the rule that would form the gradient; gradients of other rules are small, and are formed.
+
+Each function takes a layer, x (rows, positions, ...), delta likewise, and vectors (m, *shape of the
+weight); it returns the products of the gradients of the rows with the vectors, (rows, m).
+"""

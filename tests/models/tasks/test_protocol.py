@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 import pickle
 from collections import OrderedDict
@@ -150,9 +149,8 @@ def test_call_model__finds_another_output_by_name_or_position(wrap, name: str | 
 
 
 def test_task__with_an_output_by_name_is_a_value() -> None:
-    task = td.tasks.Classification(output="scores")
-    assert repr(task).endswith("positional=True, output='scores')")
+    task = td.tasks.Classification(returned="scores")
+    assert repr(task).endswith("weights=None, returned='scores')")
     assert pickle.loads(pickle.dumps(task)) == task == dataclasses.replace(task)
     assert dataclasses.replace(task, temperature=2.0).returned == "scores"
     assert task != td.tasks.Classification()
-    assert "output" in inspect.signature(td.tasks.TokenClassification).parameters

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from trakdask.checks import require_choice
 from trakdask.models.tasks.clip import Clip, clip_embeddings
@@ -55,8 +54,7 @@ __all__ = [
 ]
 
 
-# Not Task, since mypy takes the option `output` of derived tasks for an attribute of that name.
-TASKS: dict[str, Callable[[], Any]] = {
+TASKS: dict[str, Callable[[], Task]] = {
     "classification": Classification,
     "image_classification": ImageClassification,
     "text_classification": TextClassification,

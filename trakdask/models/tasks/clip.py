@@ -21,9 +21,6 @@ from trakdask.models.tasks.logits import (
 )
 from trakdask.models.tasks.protocol import Batch, Forward
 
-Embeddings = Mapping[str, tuple[Tensor, Tensor]]
-"""Embeddings (n, embedding) of images, and of texts, by name of the checkpoint."""
-
 
 @dataclass(frozen=True)
 class Clip(HtmlTable):
@@ -78,7 +75,9 @@ class Clip(HtmlTable):
     loss_kind: ClassVar[str] = "other"
     naming: ClassVar[tuple[str, ...]] = ("image", "text")
     number_variables: ClassVar[tuple[str, ...]] = ()
-    negatives: Embeddings | None = field(default=None, repr=False, compare=False)
+    negatives: Mapping[str, tuple[Tensor, Tensor]] | None = field(
+        default=None, repr=False, compare=False
+    )
     image: str = "image"
     text: str = "text"
     temperature: float | None = None

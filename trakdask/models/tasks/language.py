@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,18 +21,15 @@ from trakdask.models.tasks.logits import (
     call_model,
     margin,
     one_minus_p,
-    option,
     part_of,
     shape_of,
-    task,
     warn_of_padding,
     warn_of_probabilities,
-    without_absent_mask,
 )
 from trakdask.models.tasks.protocol import Batch, Forward, reject_samples
 
 
-@task
+@dataclass(frozen=True)
 class CausalLM(ModelTask):
     """Next-token prediction, per sequence or per token.
 
@@ -57,7 +54,7 @@ class CausalLM(ModelTask):
         Label of positions that are not predicted.
     positional
         Whether the inputs are passed in their order; otherwise by name.
-    output
+    returned
         Name or position of the logits in what the model returns, if that is a mapping, an object or
         a tuple. By default ``logits``, or the first one.
 
@@ -101,7 +98,7 @@ class CausalLM(ModelTask):
     position: str | None = None
     ignore_index: int = -100
     positional: bool = False
-    returned: str | int | None = option(default=None, alias="output")
+    returned: str | int | None = field(default=None, kw_only=True)
     _other_variables: ClassVar[tuple[str, ...]] = ("labels", "position")
     _shift: ClassVar[int] = 1
     """How many tokens before its label the logits of a token are."""
@@ -133,11 +130,10 @@ class CausalLM(ModelTask):
         """Names of the variables (batch, tokens)."""
         return self.inputs if self.labels is None else (*self.inputs, self.labels)
 
-    def for_variables(self, n_dims: Mapping[str, int]) -> CausalLM:
+    def for_variables(self, n_dims: Mapping[str, int]) -> Any:
         """Return the task for samples with some variables, given their numbers of dimensions."""
-        has_labels = self.labels is None and n_dims.get("labels") == 2
-        inputs = self.inputs if self.positional else without_absent_mask(self.inputs, n_dims)
-        return replace(self, inputs=inputs, labels="labels" if has_labels else self.labels)
+        task, has_labels = super().for_variables(n_dims), n_dims.get("labels") == 2
+        return replace(task, labels="labels") if has_labels and self.labels is None else task
 
     def output(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the sum of the margins of the predicted tokens, (batch,)."""
@@ -248,7 +244,7 @@ class CausalLM(ModelTask):
         return labels
 
 
-@task
+@dataclass(frozen=True)
 class TokenClassification(CausalLM):
     """A label of each token, such as the part of speech or the name that a word belongs to.
 
@@ -257,7 +253,7 @@ class TokenClassification(CausalLM):
 
     Parameters
     ----------
-    inputs, position, ignore_index, positional, output
+    inputs, position, ignore_index, positional, returned
         As in :class:`CausalLM`.
     labels
         Name of the variable with the class of each token (batch, tokens), or ``ignore_index``.
@@ -284,15 +280,15 @@ class TokenClassification(CausalLM):
     _remedy: ClassVar[str] = "labels that start at 0"
 
 
-@task
+@dataclass(frozen=True)
 class Segmentation(TokenClassification):
     """A class of each pixel of an image; as :class:`TokenClassification`, with pixels as tokens.
 
     Parameters
     ----------
-    inputs, position, positional, output
-        As in :class:`CausalLM`; models of torchvision return their logits as ``output="out"``. The
-        position of a pixel counts row by row.
+    inputs, position, positional, returned
+        As in :class:`CausalLM`; models of torchvision return their logits as
+        ``returned="out"``. The position of a pixel counts row by row.
     labels
         Name of the variable with the class of each pixel (batch, rows, columns), or
         ``ignore_index``.
@@ -340,7 +336,7 @@ class Segmentation(TokenClassification):
         return super()._labels({str(self.labels): batch[str(self.labels)].flatten(1)})
 
 
-@task
+@dataclass(frozen=True)
 class Seq2Seq(CausalLM):
     """A text from another one, such as a translation or a summary, by T5, BART and the like.
 
@@ -349,7 +345,7 @@ class Seq2Seq(CausalLM):
 
     Parameters
     ----------
-    inputs, position, ignore_index, output
+    inputs, position, ignore_index, returned
         As in :class:`CausalLM`; inputs are those of the encoder.
     labels
         Name of the variable with the tokens of the answer (batch, tokens), or ``ignore_index``. The
@@ -386,7 +382,7 @@ class Seq2Seq(CausalLM):
         return call_model(forward, batch, *how, labels=self._labels(batch).long())
 
 
-@task
+@dataclass(frozen=True)
 class QuestionAnswering(ModelTask):
     """The answer to a question as a part of a text, from its first token to its last one.
 
@@ -402,7 +398,7 @@ class QuestionAnswering(ModelTask):
         Names of the variables (batch,) with the positions of the first and the last token.
     positional
         Whether the inputs are passed in their order; otherwise by name.
-    output
+    returned
         Names or positions of both logits (batch, tokens) in what the model returns.
 
     Raises
@@ -427,13 +423,8 @@ class QuestionAnswering(ModelTask):
     start: str = "start_positions"
     end: str = "end_positions"
     positional: bool = False
-    returned: Any = option(default=None, alias="output")
+    returned: Any = field(default=None, kw_only=True)
     _other_variables: ClassVar[tuple[str, ...]] = ("start", "end")
-
-    def for_variables(self, n_dims: Mapping[str, int]) -> QuestionAnswering:
-        """Return the task for samples with some variables, given their numbers of dimensions."""
-        inputs = self.inputs if self.positional else without_absent_mask(self.inputs, n_dims)
-        return replace(self, inputs=inputs)
 
     def output(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the sum of both margins, (batch,)."""
@@ -472,7 +463,7 @@ class QuestionAnswering(ModelTask):
         if start.ndim != 2 or start.shape != end.shape:
             raise ValueError(
                 f"expected logits (batch, tokens) of the first and of the last token, got "
-                f"{shape_of(start)} and {shape_of(end)}; try output=(names of both), or wrapping "
+                f"{shape_of(start)} and {shape_of(end)}; try returned=(names of both), or wrapping "
                 "the model"
             )
         return at_least_float32(torch.stack([start, end], 1))

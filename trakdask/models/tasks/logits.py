@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, dataclass_transform
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -34,52 +32,15 @@ _OF_LOGITS = ("", "addmm", "mm", "linear", "add", "convolution", "bmm")
 """The last operation of models that end in a layer, or one that is not known."""
 
 
-def option(*, default: Any = None, alias: str | None = None, kw_only: bool = True) -> Any:
-    """Return a field that is passed by keyword; ``alias`` is the keyword, for type checkers."""
-    return field(default=default, kw_only=kw_only)
-
-
-@dataclass_transform(frozen_default=True, field_specifiers=(option,))
-def task(kind: type[Any]) -> type[Any]:
-    """Make a frozen dataclass of a task, whose field ``returned`` is its option ``output``.
-
-    A field cannot have that name, which is the name of a method of tasks. Options that are None are
-    not shown.
-    """
-    made: Any = dataclass(frozen=True)(kind)
-    generated = made.__init__
-    signature = inspect.signature(generated)
-
-    @functools.wraps(generated)
-    def init(self: Any, *args: Any, output: Any = None, **options: Any) -> None:
-        generated(self, *args, **({"returned": output} | options))
-
-    named = [
-        p.replace(name=p.name.replace("returned", "output")) for p in signature.parameters.values()
-    ]
-    init.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
-    made.__init__ = init
-    made.__repr__ = _text
-    return made
-
-
-def _text(made: Any) -> str:
-    values = {f.name: getattr(made, f.name) for f in fields(made)}
-    optional = {f.name for f in fields(made) if f.kw_only}
-    shown = [
-        f"{'output' if name == 'returned' else name}={value!r}"
-        for name, value in values.items()
-        if value is not None or name not in optional
-    ]
-    return f"{type(made).__qualname__}({', '.join(shown)})"
-
-
+@dataclass(frozen=True)
 class ModelTask(HtmlTable):
-    """A task whose model takes variables of the samples, by their names or in their order."""
+    """A task whose model takes variables of the samples, by their names or in their order.
 
-    inputs: tuple[str, ...]
-    positional: bool
-    returned: str | int | None
+    Tasks have the fields ``positional`` and ``returned``, too, behind those of their own: stores
+    keep the settings of a task in their order.
+    """
+
+    inputs: tuple[str, ...] = ("x",)
     _other_variables: ClassVar[tuple[str, ...]] = ("label",)
     """Options that name further variables; an option that is None by default is optional."""
 
@@ -115,7 +76,17 @@ class ModelTask(HtmlTable):
         """Names of the variables that are one number, or a few, of each sample."""
         return tuple(name for name in self.variables if name not in self.inputs)
 
-    def logits(self, forward: Forward, batch: Batch) -> Tensor:
+    def for_variables(self: Any, n_dims: Mapping[str, int]) -> Any:
+        """Return the task for samples with some variables, given their numbers of dimensions.
+
+        A model that takes its inputs by name needs no attention mask where nothing is padded.
+        """
+        inputs = self.inputs
+        if MASK not in n_dims and not self.positional:
+            inputs = tuple(name for name in inputs if name != MASK)
+        return self if inputs == self.inputs else replace(self, inputs=inputs)
+
+    def logits(self: Any, forward: Forward, batch: Batch) -> Tensor:
         """Return what the model makes of a batch, float32 or float64."""
         return call_model(forward, batch, self.inputs, self.positional, self.returned)
 
@@ -130,11 +101,6 @@ def as_tensors(arrays: Mapping[Any, Any], names: Sequence[str]) -> Batch:
 
 def _as_tensor(value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(np.asarray(value))
-
-
-def without_absent_mask(inputs: tuple[str, ...], present: Collection[str]) -> tuple[str, ...]:
-    """Return the inputs without the attention mask, if it is not there: nothing is padded then."""
-    return inputs if MASK in present else tuple(name for name in inputs if name != MASK)
 
 
 def check_variable(value: object, option: str, *, optional: bool = False) -> None:
@@ -201,7 +167,9 @@ def part_of(result: Any, name: str | int | None = None) -> Tensor:
         return part
     if isinstance(result, Mapping):
         known = [key for key, value in result.items() if isinstance(value, Tensor)]
-        remedy = f"td.tasks.Classification(output={known[0]!r})" if known else "wrapping the model"
+        remedy = (
+            f"td.tasks.Classification(returned={known[0]!r})" if known else "wrapping the model"
+        )
         raise ValueError(
             f"expected {key!r} in what the model returns, got {type(result).__name__} with "
             f"tensors named {known}; try {remedy}"

@@ -100,6 +100,8 @@ class Forward:
         Tensors that the module has in other attributes than parameters and buffers.
     reading
         What was read of the module before it was called; by default it is read now.
+    caches
+        Whether the last result is kept, and returned again for the same inputs.
     """
 
     module: torch.nn.Module
@@ -109,6 +111,8 @@ class Forward:
     dtype: torch.dtype | None = None
     others: Mapping[str, Tensor] = field(default_factory=dict)
     reading: Reading = field(default=cast(Reading, None), repr=False)
+    caches: bool = False
+    _last: tuple[list[Any], Any, Any] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.reading = self.reading or Reading(self.module)
@@ -119,6 +123,16 @@ class Forward:
         The model gets copies of its inputs, so that a model that modifies them in place does not
         change the batch, which other passes read, too.
         """
+        if not self.caches:
+            return self._run(args, kwargs)
+        leaves = tree_leaves((args, kwargs))
+        # Tensors are compared by identity, which holds as long as they are kept with the result.
+        key = [id(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves] + sorted(kwargs)
+        if self._last is None or self._last[0] != key:
+            self._last = key, leaves, self._run(args, kwargs)
+        return self._last[2]
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
         args, kwargs = tree_map(partial(_copied, dtype=self.dtype), (args, kwargs))
         return self.reading.call(self.module, self.tensors(), args, kwargs)
 
@@ -142,25 +156,12 @@ class Forward:
         )
         return replace(self, parameters=parameters, buffers=buffers, others=others)
 
-    def caching(self) -> CachingForward:
-        """Return the same model, which returns its last result again for the same inputs."""
-        return CachingForward(**{name: getattr(self, name) for name in self.__match_args__})
+    def caching(self) -> Forward:
+        """Return the same model, which returns its last result again for the same inputs.
 
-
-@dataclass(eq=False)
-class CachingForward(Forward):
-    """A model that returns its last result again for the same inputs, so f and Q share one pass."""
-
-    _last: tuple[list[Any], Any, Any] | None = field(default=None, init=False, repr=False)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on a batch, or return the last result if the inputs are the same."""
-        leaves = tree_leaves((args, kwargs))
-        # Tensors are compared by identity, which holds as long as they are kept with the result.
-        key = [id(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves] + sorted(kwargs)
-        if self._last is None or self._last[0] != key:
-            self._last = key, leaves, super().__call__(*args, **kwargs)
-        return self._last[2]
+        So f and Q share one pass.
+        """
+        return replace(self, caches=True)
 
     def forget(self) -> None:
         """Release the last result, and with it the autograd graph that produced it."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,17 +16,14 @@ from trakdask.models.tasks.logits import (
     ModelTask,
     margin,
     one_minus_p,
-    option,
     shape_of,
-    task,
     warn_of_padding,
     warn_of_probabilities,
-    without_absent_mask,
 )
 from trakdask.models.tasks.protocol import Batch, Forward, reject_samples
 
 
-@task
+@dataclass(frozen=True)
 class Classification(ModelTask):
     """Classification of rows of a table, or of anything else, into two or more classes.
 
@@ -46,7 +43,7 @@ class Classification(ModelTask):
     weights
         Weights of the classes in the loss, as torch's ``cross_entropy`` takes them; Q has them as a
         factor. The default estimator is then ``"trak"``, since Q is no probability.
-    output
+    returned
         Name or position of the logits in what the model returns, if that is a mapping, an object or
         a tuple. By default ``logits``, or the first one.
 
@@ -66,12 +63,11 @@ class Classification(ModelTask):
     Park et al. 2023, section 3.3.
     """
 
-    inputs: tuple[str, ...] = ("x",)
     label: str = "label"
     temperature: float = 1.0
     positional: bool = True
-    weights: Sequence[float] | None = option(default=None)
-    returned: str | int | None = option(default=None, alias="output")
+    weights: Sequence[float] | None = field(default=None, kw_only=True)
+    returned: str | int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -183,7 +179,7 @@ class ImageClassification(Classification):
         Divides the logits in Q only.
     image, label
         Names of the variables: model input (batch, ...) and integer class (batch,).
-    weights, output
+    weights, returned
         As in :class:`Classification`.
 
     Raises
@@ -203,12 +199,12 @@ class ImageClassification(Classification):
         label: str = "label",
         *,
         weights: Sequence[float] | None = None,
-        output: str | int | None = None,
+        returned: str | int | None = None,
     ) -> None:
-        super().__init__((image,), label, temperature, weights=weights, output=output)
+        super().__init__((image,), label, temperature, weights=weights, returned=returned)
 
 
-@task
+@dataclass(frozen=True)
 class TextClassification(Classification):
     """Classification of token sequences into two or more classes.
 
@@ -226,7 +222,7 @@ class TextClassification(Classification):
         Divides the logits in Q only.
     positional
         Whether the inputs are passed in their order; otherwise by name.
-    weights, output
+    weights, returned
         As in :class:`Classification`.
 
     Raises
@@ -256,17 +252,17 @@ class TextClassification(Classification):
         """Names of the variables (batch, tokens)."""
         return self.inputs
 
-    def for_variables(self, n_dims: Mapping[str, int]) -> TextClassification:
+    def for_variables(self, n_dims: Mapping[str, int]) -> Any:
         """Return the task for samples with some variables, given their numbers of dimensions.
 
         Classes are read from ``labels``, as transformers names them, if there is no ``label``.
         """
+        task = super().for_variables(n_dims)
         is_there = self.label in n_dims or self.label != "label" or n_dims.get("labels") != 1
-        inputs = self.inputs if self.positional else without_absent_mask(self.inputs, n_dims)
-        return replace(self, inputs=inputs, label=self.label if is_there else "labels")
+        return task if is_there else replace(task, label="labels")
 
 
-@task
+@dataclass(frozen=True)
 class MultiLabel(ModelTask):
     """Several independent yes-or-no labels per sample, one logit each.
 
@@ -281,7 +277,7 @@ class MultiLabel(ModelTask):
         Name of the labels (batch, labels), 0 or 1, of any dtype.
     positional
         Whether the inputs are passed in their order; otherwise by name.
-    output
+    returned
         Name or position of the logits in what the model returns, if that is a mapping, an object or
         a tuple. By default ``logits``, or the first one.
 
@@ -305,10 +301,9 @@ class MultiLabel(ModelTask):
 
     default_estimator: ClassVar[str] = "soft"
     loss_kind: ClassVar[str] = "other"
-    inputs: tuple[str, ...] = ("x",)
     label: str = "label"
     positional: bool = True
-    returned: str | int | None = option(default=None, alias="output")
+    returned: str | int | None = field(default=None, kw_only=True)
 
     def output(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the sum of the signed logits, (batch,)."""
@@ -357,7 +352,7 @@ class BinaryClassification(MultiLabel):
         Name of the labels (batch,), 0 or 1, of any dtype.
     positional
         Whether the inputs are passed in their order; otherwise by name.
-    output
+    returned
         As in :class:`MultiLabel`.
 
     Raises
@@ -385,7 +380,7 @@ class BinaryClassification(MultiLabel):
         )
 
 
-@task
+@dataclass(frozen=True)
 class Regression(ModelTask):
     """Regression on one number per sample with half the squared error, ℓ = ½ (y - ŷ)².
 
@@ -399,7 +394,7 @@ class Regression(ModelTask):
         Name of the true values (batch,).
     positional
         Whether the inputs are passed in their order; otherwise by name.
-    output
+    returned
         Name or position of the predictions in what the model returns, if that is a mapping, an
         object or a tuple. By default ``logits``, or the first one.
 
@@ -422,10 +417,9 @@ class Regression(ModelTask):
 
     default_damping: ClassVar[str] = "trace"
     loss_kind: ClassVar[str] = "squared error"
-    inputs: tuple[str, ...] = ("x",)
     target: str = "y"
     positional: bool = True
-    returned: str | int | None = option(default=None, alias="output")
+    returned: str | int | None = field(default=None, kw_only=True)
     _other_variables: ClassVar[tuple[str, ...]] = ("target",)
 
     def output(self, forward: Forward, batch: Batch) -> Tensor:
@@ -439,7 +433,7 @@ class Regression(ModelTask):
         return _per_sample(batch[self.target], len(predicted), repr(self.target)) - predicted
 
 
-@task
+@dataclass(frozen=True)
 class MultiRegression(ModelTask):
     """Regression on several numbers per sample, with half the sum of squared errors as loss ℓ.
 
@@ -457,7 +451,7 @@ class MultiRegression(ModelTask):
         Name of an integer variable (batch,) with the only number to explain, counted from 0.
     positional
         Whether the inputs are passed in their order; otherwise by name.
-    output
+    returned
         As in :class:`Regression`.
 
     Raises
@@ -476,11 +470,10 @@ class MultiRegression(ModelTask):
     """
 
     default_damping: ClassVar[str] = "trace"
-    inputs: tuple[str, ...] = ("x",)
     target: str = "y"
     column: str | None = None
     positional: bool = True
-    returned: str | int | None = option(default=None, alias="output")
+    returned: str | int | None = field(default=None, kw_only=True)
     _other_variables: ClassVar[tuple[str, ...]] = ("target", "column")
 
     @property
