@@ -58,7 +58,7 @@ SCORES = xr.DataArray(da.zeros((50_000, 4000), chunks=-1, dtype="f4"), dims=("sa
     [
         (lambda path: td.save(wide(5000, 6400, rows=500), path, estimator="trak"), "matri"),
         (lambda path: td.save(wide(5000, 5200, rows=500), path, estimator="trak"), "eigenvectors"),
-        (lambda path: td.save(wide(125_000, 1000, rows=125_000), path, estimator=None), "a block of"),
+        (lambda path: td.save(wide(10**5, 1100, rows=10**5), path, estimator=None), "a block of"),
         (
             lambda _: td.score(wide(50_000, 16, rows=50_000), TARGETS[5000], "grad_dot"),
             "scores of a block of 50000 samples for 4096 targets",
