@@ -15,7 +15,9 @@ from distributed import Client, LocalCluster
 import trakdask as td
 from trakdask.testing import simulate_features
 
-LIMIT = 400 * 10**6
+# A bare worker that has imported torch takes 200 to 400 MB of it, by the machine and the build of
+# torch, and is killed at 95 %. So what fits is small beside the rest, and what does not is larger.
+LIMIT = 10**9
 
 
 @pytest.fixture(scope="module")
@@ -47,27 +49,27 @@ def wide(n: int, p: int, n_checkpoints: int = 1, *, rows: int) -> xr.Dataset:
 
 
 TARGETS = {n: wide(n, 16, rows=n) for n in (10, 5000)}
-SCORES = xr.DataArray(da.zeros((20_000, 4000), chunks=-1, dtype="f4"), dims=("sample", "target"))
+SCORES = xr.DataArray(da.zeros((50_000, 4000), chunks=-1, dtype="f4"), dims=("sample", "target"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "what"),
     [
-        (lambda path: td.save(wide(5000, 4000, rows=500), path, estimator="trak"), "matri"),
-        (lambda path: td.save(wide(5000, 3300, rows=500), path, estimator="trak"), "eigenvectors"),
-        (lambda path: td.save(wide(50_000, 1000, rows=50_000), path, estimator=None), "a block of"),
+        (lambda path: td.save(wide(5000, 6400, rows=500), path, estimator="trak"), "matri"),
+        (lambda path: td.save(wide(5000, 5200, rows=500), path, estimator="trak"), "eigenvectors"),
+        (lambda path: td.save(wide(10**5, 1100, rows=10**5), path, estimator=None), "a block of"),
         (
-            lambda _: td.score(wide(20_000, 16, rows=20_000), TARGETS[5000], "grad_dot"),
-            "scores of a block of 20000 samples for 4096 targets",
+            lambda _: td.score(wide(50_000, 16, rows=50_000), TARGETS[5000], "grad_dot"),
+            "scores of a block of 50000 samples for 4096 targets",
         ),
         (
             lambda _: td.group_score(
-                wide(10**6, 16, rows=5000), TARGETS[10], "grad_dot", by="user"
+                wide(25 * 10**5, 16, rows=5000), TARGETS[10], "grad_dot", by="user"
             ),
-            "the sums of 1000000 groups",
+            "the sums of 2500000 groups",
         ),
-        (lambda _: td.top_k(SCORES, 10), "ranking 10 of a block of 20000 samples"),
+        (lambda _: td.top_k(SCORES, 10), "ranking 10 of a block of 50000 samples"),
         (lambda path: td.to_zarr(SCORES, path), "writing a block"),
     ],
 )
@@ -76,7 +78,7 @@ def test_too_large_for_a_worker__is_refused(
 ) -> None:
     with pytest.raises(MemoryError, match=what) as err:
         call(tmp_path / "store")
-    assert "got 381.47 MiB; try" in str(err.value)  # the memory of a worker
+    assert "got 0.93 GiB; try" in str(err.value)  # the memory of a worker
     assert not any(tmp_path.iterdir())
 
 
