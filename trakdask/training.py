@@ -23,7 +23,7 @@ from trakdask.errors import BlockError
 from trakdask.execution import polled_bar
 from trakdask.files import Folder
 from trakdask.provenance import require_same
-from trakdask.samples import source_in, validate_samples
+from trakdask.samples import validate_samples
 from trakdask.variables import CHECKPOINT, SAMPLE, TRAINED_ON
 
 __all__ = ["train_on_halves"]
@@ -133,8 +133,7 @@ def train_on_halves(
         what = f"these models and those in {models.url!r}"
         stored = models.read_json(_SPEC)
         require_same(spec, stored, what=what, names=tuple(spec))
-        before = stored.get("source", source)
-        if source_in(source, [before]) != before:
+        if stored.get("source", source) != source:
             warnings.warn(
                 f"the values of the samples, such as their labels, are not those that the models "
                 f"in {models.url!r} were trained on, and these models are not trained again. Try "
