@@ -21,7 +21,6 @@ import xarray as xr
 
 import trakdask
 import trakdask as td
-from trakdask.samples import datasets as datasets_of_samples
 from trakdask.samples import fingerprints, source_of, validate_samples
 from trakdask.samples.fingerprints import content_of_folder, fingerprint, mapped
 
@@ -219,21 +218,6 @@ def test_fingerprint__of_a_large_map_is_kept_for_other_processes(
             if damage is not None:
                 kept.write_bytes(damage if isinstance(damage, bytes) else damage.encode())
     assert len(read) == 3 + (damage is not None)
-
-
-def test_save__goes_on_in_a_store_that_knows_files_by_their_paths(tmp_path: Path) -> None:
-    """An older store has the source that a file had by its path, size and time of change."""
-    np.save(tmp_path / "x.npy", np.arange(12.0, dtype="f4").reshape(6, 2))
-    rows = np.load(tmp_path / "x.npy", mmap_mode="r")
-    samples = td.from_arrays({"x": rows}, coords={"label": np.arange(6) % 3})
-    model = td.Model(torch.nn.Linear(2, 3), task=td.tasks.Classification())
-    features = td.featurize(samples, model, td.SJLT(4))
-    former = features.assign_attrs(source=datasets_of_samples._former[features.attrs["source"]])
-    td.save(former, tmp_path / "s.zarr", progress=False)
-    assert td.save(features, tmp_path / "s.zarr", progress=False).attrs["source"] == former.source
-    other = td.featurize(samples.assign(x=samples.x + 1), model, td.SJLT(4))
-    with pytest.raises(td.errors.StoreMismatchError, match="source"):
-        td.save(other, tmp_path / "s.zarr", progress=False)
 
 
 def test_fingerprint__recursive_closure_ends() -> None:

@@ -19,7 +19,7 @@ from trakdask import arrays
 from trakdask.checks import require_integer, shown
 from trakdask.evaluate.retraining import bar_of, stored_spec, trained_alone
 from trakdask.files import Folder
-from trakdask.samples import source_in, validate_samples
+from trakdask.samples import validate_samples
 from trakdask.variables import CHECKPOINT, SAMPLE, TRAINED_ON
 
 if TYPE_CHECKING:  # evaluations that train nothing need no torch
@@ -126,7 +126,7 @@ def train_on_halves(
     stored = stored_spec(models, _SPEC, spec)
     if stored is None:
         models.write(_SPEC, json.dumps({**spec, "source": source}).encode())
-    elif source_in(source, [before := stored.get("source", source)]) != before:
+    elif stored.get("source", source) != source:
         warnings.warn(
             f"the values of the samples, such as their labels, are not those that the models in "
             f"{models.url!r} were trained on, and these models are not trained again. Try another "

@@ -6,7 +6,7 @@ import io
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -27,7 +27,7 @@ from trakdask.models.model import Model
 from trakdask.projection import Projector
 from trakdask.projection.fitted import Fitted
 from trakdask.provenance import digest, require_same
-from trakdask.samples import drawn, source_in, source_of, validate_samples
+from trakdask.samples import drawn, source_of, validate_samples
 from trakdask.storage.reading import open
 from trakdask.storage.writing import kept_beside
 from trakdask.variables import SAMPLE, WRONG_CLASSES
@@ -152,8 +152,7 @@ def fit(
     }  # fmt: skip
     origin = json.dumps(asked, sort_keys=True)
     folder = None if store is None else kept_beside(Folder.at(store, storage_options))
-    sources = {source, source_of(part)}  # the second is what older stores have
-    stored = None if store is None else _stored(store, storage_options, json.loads(origin), sources)
+    stored = None if store is None else _stored(store, storage_options, json.loads(origin))
 
     quiet = {**options, "progress": False}  # this bar counts checkpoints
 
@@ -189,7 +188,6 @@ def _stored(
     store: str | os.PathLike[str],
     storage_options: Mapping[str, Any] | None,
     asked: Mapping[str, Any],
-    sources: Collection[str],
 ) -> Fitted | None:
     """Return the projector of the features in a store, None if they are not complete."""
     try:
@@ -198,8 +196,6 @@ def _stored(
         return None
     what = f"the projector that is asked for and the one of {os.fspath(store)!r}"
     before = json.loads(features.attrs.get("fitted_to", "{}"))
-    if before.get("samples") in {source_in(source, [before.get("samples")]) for source in sources}:
-        asked = {**asked, "samples": before["samples"]}
     require_same(asked, before, what=what, names=tuple(asked))
     return projector_of(features)
 

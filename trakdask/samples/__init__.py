@@ -6,7 +6,7 @@
 from trakdask.samples.array_source import from_arrays, lazy_variables, validate_samples
 from trakdask.samples.computed_elsewhere import features
 from trakdask.samples.coords import normalise_coord, normalise_coords
-from trakdask.samples.datasets import drawn, source_in, source_of
+from trakdask.samples.datasets import drawn, source_of
 from trakdask.samples.sources import ROWS, joined_rows
 from trakdask.samples.torch_source import from_torch
 
@@ -20,7 +20,6 @@ __all__ = [
     "lazy_variables",
     "normalise_coord",
     "normalise_coords",
-    "source_in",
     "source_of",
     "validate_samples",
 ]

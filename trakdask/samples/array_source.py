@@ -203,14 +203,13 @@ def _lazy(name: str, array: Any, size: int) -> Any:
             )
         return array.rechunk(chunks)
     opened = _opened_by_tasks(array) if isinstance(array, zarr.Array) else mapped(array)
-    where = None if opened is None else opened.token
     if isinstance(array, zarr.Array) and isinstance(array.store, LocalStore):
         token = content_of_folder(array.store.root / array.path)
     else:
-        token = str(where) if isinstance(array, zarr.Array) else fingerprint(array)
+        token = opened.token if opened and isinstance(array, zarr.Array) else fingerprint(array)
     # The graph has the blocks of an array in memory, or one task that opens any other array.
     lazy = da.from_array(
-        opened or array, chunks=tuple(chunks.values()), name=read_name(name, token, size, where),
+        opened or array, chunks=tuple(chunks.values()), name=read_name(name, token, size),
         meta=np.empty((0,) * array.ndim, array.dtype),
     )  # fmt: skip
     return lazy.astype(array.dtype.newbyteorder("="), copy=False)

@@ -91,24 +91,8 @@ def source_of(ds: xr.Dataset, inputs: Collection[str] | None = None) -> str:
         for name, coord in ds.coords.variables.items()
         if coord.dtype.kind in "biuf" and (inputs is None or name in inputs)
     )
-    names, former = (
-        sorted(
-            (str(name), str(array.dtype), array.shape, content_of(array.data.name, former=former))
-            for name, array in ds.data_vars.items()
-        )
-        for former in (False, True)
+    names = sorted(
+        (str(name), str(array.dtype), array.shape, content_of(array.data.name))
+        for name, array in ds.data_vars.items()
     )
-    source = f"samples-{fingerprint(repr((names, coords)))}"
-    if former != names:
-        _former[source] = f"samples-{fingerprint(repr((former, coords)))}"
-    return source
-
-
-_former: dict[str, str] = {}
-"""Sources of samples in files, and what older stores call them."""
-
-
-def source_in(source: str, known: Collection[str]) -> str:
-    """Return a source by the name that older stores have, if that is known and it is not."""
-    former = _former.get(source, source)
-    return former if former in known and source not in known else source
+    return f"samples-{fingerprint(repr((names, coords)))}"

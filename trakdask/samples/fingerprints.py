@@ -65,20 +65,9 @@ def fingerprint(obj: Any) -> str:
     >>> fingerprint(np.arange(3)) == fingerprint(np.arange(6)[::2] // 2)
     True
     """
-    return _fingerprint(obj)[0]
-
-
-def fingerprints(obj: Any) -> tuple[str, str | None]:
-    """Return the fingerprint, and that of older stores, by paths and times, if there are files."""
-    content, has_files = _fingerprint(obj)
-    return content, _fingerprint(obj, by_path=True)[0] if has_files else None
-
-
-def _fingerprint(obj: Any, *, by_path: bool = False) -> tuple[str, bool]:
     digest = hashlib.sha256()
     file = types.SimpleNamespace(write=digest.update)
     pickler = _Pickler(file, 5, lambda buffer: digest.update(buffer.raw()))
-    pickler.by_path = by_path
     try:
         pickler.dump(obj)
     except Exception as err:
@@ -86,7 +75,7 @@ def _fingerprint(obj: Any, *, by_path: bool = False) -> tuple[str, bool]:
             f"expected an object that can be pickled for the workers, got {type(obj).__name__} "
             f"({err!r}); try a zero-argument callable that returns it"
         ) from err
-    return digest.hexdigest(), pickler.has_files
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -213,10 +202,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     not be invertible.
     """
 
-    by_path = False
-    """Whether files are hashed by paths and times, as before, and not by their content."""
-    has_files = False
-
     def reducer_override(self, obj: Any) -> Any:
         if is_tensor(obj):
             import torch  # there is a tensor, so it is loaded
@@ -224,15 +209,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             flat = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             return _reduced("tensor", (str(obj.dtype), tuple(obj.shape), _array_state(flat)))
         if type(obj) in (np.ndarray, np.memmap) and obj.dtype.kind in "biufcmMSU":
-            if (file := mapped(obj)) is not None:
-                self.has_files = True
-                if self.by_path:
-                    return _reduced("array", file.token)
             return _reduced("array", _array_state(obj))
         if (content := _content_of_files(obj)) is not None:
-            self.has_files = True
-            if not self.by_path:
-                return _reduced(type(obj).__qualname__, content)
+            return _reduced(type(obj).__qualname__, content)
         if isinstance(obj, types.CodeType):
             return _reduced("code", _code_state(obj))
         if isinstance(obj, types.FunctionType) and not _is_importable(obj):

@@ -17,7 +17,7 @@ import numpy as np
 from trakdask.arrays.blocks import take
 from trakdask.checks import require_integer
 from trakdask.execution import n_slots
-from trakdask.samples.fingerprints import fingerprint, fingerprints
+from trakdask.samples.fingerprints import fingerprint
 
 Array = np.ndarray[Any, Any]
 
@@ -137,14 +137,14 @@ def read(source: Source, start: int, stop: int, names: Collection[str] = ()) -> 
 def lazy_fields(source: Source, chunks: Chunks) -> dict[str, da.Array]:
     """Build the lazy arrays of a source: one read per block serves all variables."""
     size, n = block_size(chunks), len(source)
-    token, former = fingerprints(source)
+    token = fingerprint(source)
     # One object per block, but with the chunks of the samples, so that blockwise can match them.
     blocks = da.map_blocks(
         _read_block, dask.delayed(source, name=f"dataset-{token}", traverse=False), n, size,
         chunks=da.core.normalize_chunks(size, (n,)), dtype=object, meta=np.empty((0,), object),
         name=f"read-bundle-{token}-{size}",
     )  # fmt: skip
-    return unpacked(blocks, source.fields, token, size, former)
+    return unpacked(blocks, source.fields, token, size)
 
 
 def _read_block(source: Source, n: int, size: int, block_id: tuple[int]) -> dict[str, Array]:
@@ -153,11 +153,7 @@ def _read_block(source: Source, n: int, size: int, block_id: tuple[int]) -> dict
 
 
 def unpacked(
-    blocks: da.Array,
-    fields: Mapping[str, Array],
-    token: str,
-    size: int,
-    former: str | None = None,
+    blocks: da.Array, fields: Mapping[str, Array], token: str, size: int
 ) -> dict[str, da.Array]:
     """Return the lazy arrays of blocks that are mappings from variables to arrays."""
     arrays = {}
@@ -167,31 +163,21 @@ def unpacked(
             take, axes, blocks, axes[:1], name, None,
             new_axes=dict(zip(axes[1:], field.shape[1:], strict=True)), dtype=field.dtype,
             meta=np.empty((0,) * field.ndim, field.dtype),
-            name=read_name(name, token, size, former),
+            name=read_name(name, token, size),
         )  # fmt: skip
     return arrays
 
 
-_former: dict[str, str] = {}
-"""The content of arrays, as :func:`content_of` returns it, and what older stores call it."""
-
-
-def read_name(name: str, token: str, size: int, former: str | None = None) -> str:
-    """Return Dask's name of a variable: equal content has equal names, except for the size.
-
-    ``former`` is the token that older stores know it by.
-    """
+def read_name(name: str, token: str, size: int) -> str:
+    """Return Dask's name of a variable: equal content has equal names, except for the size."""
     # The hash includes the variable's name, because all variables of a source share its token.
     content = fingerprint(f"{name} {token}")
-    if former is not None:
-        _former[content] = fingerprint(f"{name} {former}")
     return f"read-{name}-{content}-{size}"
 
 
 def renamed(name: str, array: da.Array, token: str) -> da.Array:
-    """Return an array that is known by its content; older stores know the name that it has."""
+    """Return an array that is known by its content."""
     known = da.map_blocks(_same, array, name=read_name(name, token, 0), meta=array._meta)
-    _former[content_of(known.name)] = array.name
     return cast(da.Array, known)
 
 
@@ -199,12 +185,11 @@ def _same(block: Array) -> Array:
     return block
 
 
-def content_of(name: str, *, former: bool = False) -> str:
+def content_of(name: str) -> str:
     """Return Dask's name of an array, without the chunk size if :func:`read_name` chose it.
 
     Only this name follows the content: an attribute would survive ``isel``, and then identify rows
     that are not there.
     """
     match = _READ_NAME.fullmatch(name)
-    content = match[1] if match else name
-    return _former.get(content, content) if former else content
+    return match[1] if match else name

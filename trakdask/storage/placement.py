@@ -9,7 +9,6 @@ import xarray as xr
 
 from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
 from trakdask.provenance import BY_CHECKPOINT, STORE_SPEC, require_same, spec
-from trakdask.samples import source_in
 from trakdask.storage.blocks import difference_of_block
 from trakdask.storage.coords import joined_coords
 from trakdask.storage.group import DROPPED, ERROR, SCALE, Group
@@ -139,10 +138,8 @@ def _known_rows(before: Group, features: xr.Dataset, append_dim: AppendDim | Non
     Sets of as many samples of the same source, as two selections may be, are told apart by their
     features.
     """
-    known = [*before.target().rows_of_sources()]
-    source = source_in(features.attrs.get("source", ""), [name for name, _ in known])
-    difference = None
-    for name, rows in known:
+    source, difference = features.attrs.get("source", ""), None
+    for name, rows in before.target().rows_of_sources():
         if (name, len(rows)) == (source, features.sizes[SAMPLE]):
             difference = difference_of_block(before, features, rows)
             if difference is None:
