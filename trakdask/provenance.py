@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import hashlib
 import json
@@ -31,23 +30,6 @@ STORE_SPEC = (*FEATURE_SPEC, "source", *PRECISION)
 
 TASK_FIELDS = "task_fields"
 """The attr with class and settings of the task, of which ``task`` is the text for people."""
-
-_OLDER = {
-    **dict.fromkeys(
-        ("Classification", "ImageClassification", "TextClassification", "BinaryClassification"),
-        "cross-entropy",
-    ),
-    **dict.fromkeys(("Preference", "Reward"), "cross-entropy"),
-    **dict.fromkeys(("MultiLabel", "CausalLM", "Clip"), "other"),
-    "Regression": "squared error",
-}
-"""The losses of the tasks that had a name when features said nothing of it."""
-
-_OLDER_NAMES = (
-    *("image", "text", "inputs", "label", "labels", "target", "ignore_index", "position"),
-    "reference",
-)
-"""Their fields that name the input variables and do not change the gradient."""
 
 _REMEDY = {
     "checkpoints": "the same checkpoints for both, in one td.Model, or selecting the ones that "
@@ -132,8 +114,9 @@ def require_same(
             got, wanted = _comparable_code(got or {}, wanted or {})
         if _plain(got) == _plain(wanted):
             continue
-        if name == "task":
-            got, wanted = _settings(_task(actual)), _settings(_task(expected))
+        if name == "task" and TASK_FIELDS in actual and TASK_FIELDS in expected:
+            # Options that a later version has added are None, or not there.
+            got, wanted = _settings(actual[TASK_FIELDS]), _settings(expected[TASK_FIELDS])
             if _plain(got) == _plain(wanted):
                 continue
         key, got, wanted = _first_difference(got, wanted)
@@ -160,57 +143,6 @@ def _first_difference(actual: Any, expected: Any) -> tuple[str, Any, Any]:
         if _plain(actual.get(key)) != _plain(expected.get(key)):
             return f"[{key!r}]", actual.get(key), expected.get(key)
     return " (their order)", list(actual), list(expected)
-
-
-def facts(attrs: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return what the task of some features says of its loss: ``loss_kind``, and the ``label``.
-
-    Older features said it only of a squared error, so it is known of tasks with a name.
-
-    Examples
-    --------
-    >>> facts({"task": "CausalLM(inputs=('input_ids',), position='at')"})
-    {'loss_kind': 'cross-entropy'}
-    >>> facts({"task": "CausalLM(...)", "task_fields": {}})
-    {}
-    """
-    said = {name: attrs[name] for name in ("loss_kind", "label") if name in attrs}
-    if TASK_FIELDS in attrs:
-        return said
-    task = _task(attrs)
-    name, fields = (task["class"], task["fields"]) if isinstance(task, Mapping) else ("", {})
-    older = {"loss_kind": _OLDER[name]} if name in _OLDER else {}
-    if name == "CausalLM" and fields.get("position"):
-        older = {"loss_kind": "cross-entropy"}
-    if name.endswith("Classification") and older:
-        older["label"] = fields.get("label", "label")
-    return older | said
-
-
-def _task(attrs: Mapping[Any, Any]) -> Any:
-    """Return class, settings and names of variables of a task; a text that says none as it is."""
-    if TASK_FIELDS in attrs:
-        return as_values({TASK_FIELDS: attrs[TASK_FIELDS]})[TASK_FIELDS]
-    text: Any = attrs.get("task")
-    try:
-        return _of_text(ast.parse(text, mode="eval").body)  # of older features
-    except (SyntaxError, TypeError, ValueError):
-        return text
-
-
-def _of_text(node: ast.expr) -> Any:
-    """Return a value of the text of a task; a task within it, too, in the form of newer ones."""
-    if isinstance(node, ast.Call) and not node.args and all(field.arg for field in node.keywords):
-        name = ast.unparse(node.func)
-        return {
-            "class": name,
-            "fields": {str(field.arg): _of_text(field.value) for field in node.keywords},
-            "names": list(_OLDER_NAMES if name in _OLDER else ()),
-        }
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        return ast.unparse(node)
 
 
 def _settings(task: Any) -> Any:
@@ -250,8 +182,9 @@ def require_comparable(features: xr.Dataset, other: xr.Dataset, name: str = "tar
     )
     if COLUMN in features.coords and COLUMN in other.coords:
         ours[COLUMN], theirs[COLUMN] = (ds[COLUMN].values.tolist() for ds in (features, other))
-    if _plain(_defining(_task(theirs))) == _plain(_defining(_task(ours))):
-        theirs["task"] = ours.get("task")
+    tasks = [_plain(_defining(attrs.get(TASK_FIELDS))) for attrs in (theirs, ours)]
+    if TASK_FIELDS in ours and tasks[0] == tasks[1]:
+        theirs["task"] = ours["task"]
     require_same(theirs, ours, what=what, names=(*FEATURE_SPEC, CHECKPOINT, PROJ_DIM, COLUMN))
     _warn_of_precision(ours, theirs, what)
 

@@ -85,7 +85,7 @@ def simulated(args: argparse.Namespace, n: int, seed: int) -> xr.Dataset:
         n, args.proj_dim, args.checkpoints, chunks=args.chunks, seed=seed
     )
     scale = xr.DataArray(np.arange(1, args.proj_dim + 1, dtype=np.float32) ** -0.5, dims="proj_dim")
-    about = {"task": "ImageClassification()", "batch_norm": False}
+    about = {"task": "ImageClassification()", "label": "label", "batch_norm": False}
     return features.assign(feature=features.feature * scale).assign_attrs(about)
 
 

@@ -18,7 +18,7 @@ def features(n: int, seed: int) -> xr.Dataset:
     simulated = td.testing.simulate_features(n, 8, 3, chunks=64, seed=seed)
     note = np.array([f"{EVIL} no. {i}" if i % 2 else f"plain no. {i}" for i in range(n)], object)
     source = np.array(["web", "book", EVIL], object)[np.arange(n) % 3]
-    about = {"task": "ImageClassification()", "default_estimator": "soft"}
+    about = {"task": "ImageClassification()", "label": "label", "default_estimator": "soft"}
     return simulated.assign_coords(source=("sample", source), note=("sample", note)).assign_attrs(
         about
     )

@@ -78,7 +78,7 @@ def test_session__keeps_the_curve_when_a_bar_of_it_is_chosen() -> None:
     shifted = features.feature + np.float32(1)
     output = shifted.sum("proj_dim") + features.output
     features = features.assign(feature=shifted, output=output).assign_attrs(
-        task="ImageClassification()", default_estimator="soft"
+        task="ImageClassification()", label="label", default_estimator="soft"
     )
     explorer = td.explore(features, features.isel(sample=slice(M)), estimator="soft")
     view = View(page="target")
@@ -140,7 +140,9 @@ def test_session__says_beside_its_field_what_is_wrong(
 )
 def test_session__says_what_the_model_makes_of_a_target(label: int, q: float, verdict: str) -> None:
     features, targets = (
-        data(n, seed).assign_attrs(task="ImageClassification()", default_estimator="soft")
+        data(n, seed).assign_attrs(
+            task="ImageClassification()", label="label", default_estimator="soft"
+        )
         for n, seed in ((N, 0), (M, 1))
     )
     targets = targets.isel(sample=[0]).assign_coords(label=("sample", [label]))

@@ -223,7 +223,7 @@ def test_words__are_asked_for_with_the_options_of_the_view(truth: Any) -> None:
 
 def test_questions__of_combined_targets_have_no_class_and_no_loss(tmp_path) -> None:
     task = str(td.tasks.ImageClassification())
-    features, targets = (ds.assign_attrs(task=task) for ds in (FEATURES, TARGETS))
+    features, targets = (ds.assign_attrs(task=task, label="label") for ds in (FEATURES, TARGETS))
     assert "probability" in Questions(features, targets).targets.whole
     combined = td.combine(targets, by="label")
     stored = td.save(combined, tmp_path / "t.zarr", estimator=None, progress=False)

@@ -17,7 +17,6 @@ from trakdask.arrays.blocks import blockwise
 from trakdask.arrays.graphs import plain
 from trakdask.arrays.metrics import Floats, Measured
 from trakdask.checks import require_choice
-from trakdask.provenance import facts
 from trakdask.variables import (
     CHECKPOINT,
     SAMPLE,
@@ -169,7 +168,7 @@ def measure_of(metric: MetricLike, targets: xr.Dataset) -> Measure:
     validate(targets, ["output"], what="targets")
     if not targets.sizes[SAMPLE]:
         raise ValueError("expected one or more targets to measure, got none; try selecting others")
-    along, loss = coords_along(targets, SAMPLE), facts(targets.attrs).get("loss_kind")
+    along, loss = coords_along(targets, SAMPLE), targets.attrs.get("loss_kind")
     at = 1.0 if loss in ("squared error", "minus output") else _HELD_OUT
     if callable(metric):
         name = getattr(metric, "__name__", type(metric).__name__)

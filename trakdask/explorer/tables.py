@@ -13,7 +13,6 @@ import xarray as xr
 from trakdask.explorer.computing import compute
 from trakdask.explorer.conditions import condition_mask, joined, without
 from trakdask.explorer.view import View
-from trakdask.provenance import facts
 from trakdask.variables import CHECKPOINT, OUTPUT, SAMPLE, coords_along
 
 ROWS = 24
@@ -65,7 +64,7 @@ class SampleTable:
     @cached_property
     def label(self) -> str:
         """The coord that has the classes of a classifier; "" for other models."""
-        name = self._facts.get("label", "")
+        name = self._said("label")
         is_number = name in self.metadata and self.metadata[name].dtype.kind in "iuf"
         return name if is_number else ""
 
@@ -85,14 +84,13 @@ class SampleTable:
         table = pd.DataFrame({"output": output.mean(axis=1)})
         if output.shape[1] > 1:
             table["disagreement"] = np.std(output, axis=1, ddof=1)
-        name, loss = mean_loss(self._facts.get("loss_kind"), output, q)
+        name, loss = mean_loss(self._said("loss_kind"), output, q)
         return table.assign(**{name: loss})
 
-    @property
-    def _facts(self) -> dict[str, Any]:
-        """What the task says of its loss; nothing for combined targets, which have none."""
+    def _said(self, name: str) -> str:
+        """Return what the task says of its loss; nothing for combined targets, which have none."""
         attrs = self.features.attrs
-        return {} if "combined" in attrs else facts(attrs)
+        return "" if "combined" in attrs else str(attrs.get(name, ""))
 
     @property
     def loss(self) -> str:

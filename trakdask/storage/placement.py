@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import xarray as xr
 
@@ -16,6 +17,16 @@ from trakdask.storage.records import about_unfinished
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, TRAINED_ON, checkpoint_names
 
 AppendDim = Literal["sample", "checkpoint"]
+
+
+class Placement(NamedTuple):
+    """Where features belong in a store."""
+
+    before: Group
+    """The store as it counts, in which the append that they begin or go on with is noted."""
+    target: Group
+    """As it is to be with them."""
+    rows: range
 
 
 _SAME = tuple(name for name in STORE_SPEC if name not in (*BY_CHECKPOINT, "source"))
@@ -52,8 +63,8 @@ def by_sets(before: Group, features: xr.Dataset, append_dim: AppendDim | None) -
 
 def place(
     before: Group, features: xr.Dataset, append_dim: AppendDim | None, dtype: str | None
-) -> tuple[Group, range]:
-    """Return a store as it is to be, and the rows of features; note what they add as unfinished.
+) -> Placement:
+    """Find the place of features in a store; ``before`` stays as it is.
 
     Features are at home in a store if they were made in the same way as its content. Their
     samples are either a set that was saved before, completely or not, or are appended. What an
@@ -73,9 +84,9 @@ def place(
     rows, added = _known_rows(before, features, append_dim), {*names} - {*target.checkpoints}
     if rows is not None and not added:
         if rows.stop <= before.n_samples and {*names} <= {*before.checkpoints}:
-            return copy.deepcopy(before), rows
+            return Placement(before, copy.deepcopy(before), rows)
         if {*target.checkpoints} - {*before.checkpoints} <= {*names}:
-            return target, rows
+            return Placement(before, target, rows)
     if append_dim and "unfinished" in before.attrs:
         raise IncompleteFeaturesError(
             f"expected no unfinished append in the store {before.folder.url!r}: "
@@ -99,8 +110,9 @@ def place(
     if not may_differ:
         require_same(ours, target.attrs, what=what, names=BY_CHECKPOINT)
     joined = " + ".join(name for name, _ in sources)
-    before.attrs["unfinished"] = {"source": joined, "sources": sources, **checkpoints}
-    return before.target(), rows
+    unfinished = {"source": joined, "sources": sources, **checkpoints}
+    noted = replace(before, attrs={**before.attrs, "unfinished": unfinished})
+    return Placement(noted, noted.target(), rows)
 
 
 def _joined_checkpoints(

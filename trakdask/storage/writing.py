@@ -93,11 +93,10 @@ def _write(
     with naming(folder.url, remedy), lock(folder, "td.save") as require_held:
         before = _read(folder) or _new_group(folder, features, dtype)
         before.sweep_records()  # a killed writer may have left them
-        begun = before.attrs.get("unfinished")
-        features = with_errors(before, features)
-        group, rows = place(before, features, append_dim, dtype)
+        features, read = with_errors(before, features), before
+        before, group, rows = place(read, features, append_dim, dtype)
         coords = joined_coords(before, group, features, rows)
-        if before.attrs.get("unfinished") != begun:
+        if before is not read:
             # Before the first block of an append is written it is on record, so that whoever reads
             # the store, or goes on after a kill, knows what the further chunks are.
             before.commit()
