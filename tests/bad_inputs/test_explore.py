@@ -34,22 +34,15 @@ def explore(case: str, error: type[Exception], words: list[str], **changed: Any)
 
 
 ROWS = [
-    explore("features are a path", TypeError, ["features", "'train.zarr'", "td.open"], features="train.zarr"),
-    explore("features without Q", ValueError, ["'out_to_loss'", "features", "try"], features=FEATURES.drop_vars("out_to_loss")),
     explore("targets without features", ValueError, ["'feature'", "targets"], targets=TARGETS[["output"]]),
-    explore("another projector", td.errors.StoreMismatchError, ["projector"], targets=td.testing.simulate_features(8, 5)),
     explore("samples are an array", TypeError, ["samples", "ndarray", "td.featurize"], samples=np.zeros(60)),
     explore("samples are others", ValueError, ["60", "59", "same order"], samples=SAMPLES),
     explore("target samples are others", ValueError, ["target_samples", "8", "59"], target_samples=SAMPLES),
-    explore("no such estimator", ValueError, ["'best'", "'soft'"], estimator="best"),
-    explore("learning rates of other checkpoints", ValueError, ["'c0'", "'a'"], estimator=td.TracIn({"a": 0.1})),
-    explore("text is no function", TypeError, ["text", "'gpt2'", "tokenizer.decode"], text="gpt2"),
     explore("model is a module", TypeError, ["model", "Linear", "td.Model"], model=torch.nn.Linear(2, 2), tokenizer=str),
     explore("model without a way to its inputs", ValueError, ["tokenizer", "preprocess"], model=MODEL),
     explore("preprocess without a model", ValueError, ["preprocess", "model=td.Model"], preprocess=np.asarray),
     explore("tokenizer is a name", TypeError, ["tokenizer", "'gpt2'"], model=MODEL, tokenizer="gpt2"),
     explore("model of other features", td.errors.StoreMismatchError, ["the model's", "parameters"], model=MODEL, preprocess=np.asarray, features=OF_A_MODEL, targets=OF_A_MODEL),
-    explore("marks are a number", TypeError, ["got 3", "try"], marks=3),
 ]  # fmt: skip
 
 
@@ -63,23 +56,15 @@ def marked_by_text(folder: Path) -> Marks:
     return marks
 
 
-def drop_marked(folder: Path) -> object:
-    marks = marked_by_text(folder)
-    return td.drop(marks.store, where=marks.where("remove"))
-
-
 MARKS = [
     BadInput("Marks", "a folder", lambda folder: Marks(folder), ValueError, ["a file"]),
     BadInput("Marks", "no such folder", lambda folder: Marks(folder / "no" / "m.parquet"), FileNotFoundError, ["no/m.parquet"]),
     BadInput("Marks", "a label that is a number", mark([1], label=3), TypeError, ["label as text", "got 3", "label='3'"]),
     BadInput("Marks", "a note in bytes", mark([1], note=b"x"), TypeError, ["note as text", "got b'x'"]),
-    BadInput("Marks", "no such mark", mark([1], "remvoe"), ValueError, ["'remvoe'", "'remove'"]),
     BadInput("Marks", "samples are a mask", mark([True, False]), TypeError, ["got [True, False]"]),
     BadInput("Marks", "numbers beside text", lambda folder: marked_by_text(folder).mark(7, "remove"), TypeError, ["'a'", "7"]),
-    BadInput("Marks", "no such mark to drop", lambda folder: Marks(folder / "m.parquet").where("old"), ValueError, ["'old'"]),
     BadInput("Marks", "features of no store", lambda folder: Marks(folder / "m.parquet").ids(STORED), ValueError, ["'sample'", "8 samples"]),
     BadInput("Marks", "features of another store", lambda folder: Marks.beside(store_in(folder)).ids(STORED[{"sample": [1, 0, *range(2, 8)]}]), ValueError, ["f.zarr", "8 samples", "assign_coords"]),
-    BadInput("drop", "marks of another kind", drop_marked, TypeError, ["'a'"]),
 ]  # fmt: skip
 
 test_bad_input = one_test([*ROWS, *MARKS])

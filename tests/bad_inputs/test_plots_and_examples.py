@@ -33,13 +33,10 @@ ROWS = [
         ("too few targets' images", {"target_images": IMAGES[:1]}, IndexError, ["target_images=", "got 1", "sample 3"]),
         ("no targets", {"targets": []}, ValueError, ["at least one", "targets=[0]"]),
         ("targets that are not there", {"targets": [0, 99]}, IndexError, ["below 4", "got 99"]),
-        ("n_shown 0", {"n_shown": 0}, ValueError, ["n_shown", "0"]),
     ),
     *changed("examples.digits", td.examples.digits, *SPLIT),
-    *changed("examples.mnist", td.examples.mnist, *SPLIT),
     *changed(
         "testing.simulate_features", td.testing.simulate_features,
-        ("chunks is a tuple", {"chunks": (8, 8)}, TypeError, ["chunks", "(8, 8)"]),
     ),
 ]  # fmt: skip
 

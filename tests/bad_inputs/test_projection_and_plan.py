@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -48,15 +47,13 @@ def rows(
 PROJECTORS = [
     *rows(
         "Rademacher",
-        *((lambda bad=bad: td.Rademacher(bad), ValueError, ["proj_dim", str(bad)]) for bad in (0, -5, 2**32)),  # type: ignore[misc]
+        *((lambda bad=bad: td.Rademacher(bad), ValueError, ["proj_dim", str(bad)]) for bad in (0, 2**32)),  # type: ignore[misc]
         (lambda: td.Rademacher(seed=-1), ValueError, ["seed", "-1"]),
         (lambda: td.Rademacher(arithmetic="fp32"), ValueError, ["arithmetic", "'fp32'"]),
-        (lambda: replace(td.Rademacher(), proj_dim=0), ValueError, ["proj_dim", "0"]),
         (lambda: featurize(td.Rademacher(2**31)), ValueError, ["1000000 samples", f"{2**31} columns"]),
     ),
     *rows(
         "SJLT",
-        (lambda: td.SJLT(2**31), ValueError, ["proj_dim", "2147483648"]),
         (lambda: td.SJLT(sparsity=65), ValueError, ["sparsity", "65"]),
     ),
     *rows(
@@ -69,13 +66,10 @@ PROJECTORS = [
     *rows(
         "FastJL",
         (lambda: FastJL(1000, num_sms=132), ValueError, ["proj_dim", "1000"]),
-        (lambda: FastJL(seed=2**31, num_sms=132), ValueError, ["seed", "2147483648"]),
-        (lambda: FastJL(entries="gauss", num_sms=132), ValueError, ["entries", "'gauss'"]),
     ),
     *rows(
         "Identity",
         (lambda: td.Identity(5), TypeError, ["Identity"]),
-        (lambda: featurize(td.Identity(), 1000), ValueError, ["1000000 samples", "1001000 columns"]),
     ),
 ]  # fmt: skip
 
@@ -93,7 +87,6 @@ PLAN = rows(
     (lambda: td.plan(td.testing.simulate_features()), ValueError, ["kind", "'simulated'"]),
     (lambda: td.plan(with_spec(definition=2)), ValueError, ["definition", "2"]),
     (lambda: td.plan(features(), [td.SJLT(8), None]), TypeError, ["projectors", "None"]),
-    (lambda: td.plan(features(), td.Mask(3)), ValueError, ["keep", "2", "3"]),
     (lambda: td.plan(features().compute(scheduler="sync"), pilot=True), ValueError, ["pilot=True"]),
 )  # fmt: skip
 

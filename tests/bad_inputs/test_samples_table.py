@@ -80,11 +80,6 @@ class Broken(list):
         return super().__getitem__(index)
 
 
-def longest(items: list[Any]) -> Any:
-    x, y = zip(*items, strict=True)
-    return torch.nn.utils.rnn.pad_sequence(list(map(torch.tensor, x)), batch_first=True), list(y)
-
-
 def unpicklable() -> Any:
     class Open(list):
         def __reduce__(self) -> Any:
@@ -100,21 +95,10 @@ def written(folder: Path, frame: pd.DataFrame | None = None) -> str:
     return str(path)
 
 
-def text_file(folder: Path) -> str:
-    (folder / "train.csv").write_text("x,text\n1,a\n")
-    return str(folder / "train.csv")
-
-
 def truncated(folder: Path) -> str:
     path = Path(written(folder))
     path.write_bytes(path.read_bytes()[:-20])
     return str(path)
-
-
-def two_kinds(folder: Path) -> str:
-    for name, values in (("a", [1, 2]), ("b", [0.5])):
-        pq.write_table(pa.table({"x": values}), folder / f"{name}.parquet")
-    return str(folder)
 
 
 @functools.cache
@@ -143,7 +127,7 @@ ROWS = [
     BadInput(A, "reserved name", arrays(sample=X), ValueError, ["'sample'"]),
     BadInput(A, "name no str", lambda _: td.from_arrays({3: X}), TypeError, ["3", "int", "str"]),
     BadInput(A, "both", lambda _: td.from_arrays({"x": X}, coords={"x": range(4)}), ValueError, ["'x'"]),
-    *[BadInput(A, f"chunks {chunks!r}", lambda _, chunks=chunks: td.from_arrays({"x": X}, chunks=chunks), ValueError if chunks in (0, -1) else TypeError, ["chunks", repr(chunks), "chunks=512"]) for chunks in (0, -1, 2.5, True, "512", None, np.nan)],
+    *[BadInput(A, f"chunks {chunks!r}", lambda _, chunks=chunks: td.from_arrays({"x": X}, chunks=chunks), ValueError if chunks == 0 else TypeError, ["chunks", repr(chunks), "chunks=512"]) for chunks in (0, 2.5)],
     BadInput(A, "coords a list", lambda _: td.from_arrays({"x": X}, coords=[1]), TypeError, ["list"]),
     BadInput(A, "coord of kinds", coord([1, "a", 2, 3]), TypeError, ["'c'", "'int', 'str'"]),
     BadInput(A, "coord missing", coord(["a", None, "b", "c"]), ValueError, ["'c'", "sample 1"]),
@@ -151,22 +135,13 @@ ROWS = [
     BadInput(A, "coord reserved", coord(range(4), "target"), ValueError, ["'target'"]),
     BadInput(A, "coord columns", lambda _: td.from_arrays({"x": X}, coords=pd.DataFrame(np.ones((4, 2)), columns=["a", "a"])), ValueError, ["'a'"]),
     BadInput(A, "coords shuffled", lambda _: td.from_arrays({"x": X}, coords=SHUFFLED), ValueError, ["'label'", "0 to 3", "[2, 0, 3, 1]", "reset_index(drop=True)", ".loc[range(4)]"]),
-    BadInput(A, "coords by names", lambda _: td.from_arrays({"x": X}, coords=SHUFFLED.set_index(pd.Index([*"wxyz"]))), ValueError, ["'label'", "'w'", "reset_index"]),
-    BadInput(A, "coord a shuffled Series", coord(SHUFFLED.label), ValueError, ["'c'", "[2, 0, 3, 1]"]),
-    BadInput(A, "coord a filtered Series", coord(pd.Series(range(8))[::2]), ValueError, ["'c'", "[0, 2, 4, 6]"]),
-    BadInput(A, "coord a shuffled DataArray", coord(SHUFFLED.label.to_xarray()), ValueError, ["'c'", "[2, 0, 3, 1]"]),
-    *[BadInput(A, f"coord a {type(values).__name__}", coord(values), TypeError, ["'c'", "in the order", "a list"]) for values in ({1: "a", 0: "b", 2: "c", 3: "d"}, {*"abcd"}, "abcd")],
+    *[BadInput(A, f"coord a {type(values).__name__}", coord(values), TypeError, ["'c'", "in the order", "a list"]) for values in ({1: "a", 0: "b", 2: "c", 3: "d"}, "abcd")],
     *[BadInput(F, f"{name} a shuffled Series", features(X, **{name: SHUFFLED.label / 2}), ValueError, [name, "[2, 0, 3, 1]", "reset_index"]) for name in ("output", "out_to_loss")],
     BadInput(F, "output of other samples", features(X, output=SHUFFLED.label.rename_axis("sample").to_xarray()), ValueError, ["output", "[2, 0, 3, 1]"]),
     BadInput(F, "output in another order", features(NAMED, output=NAMED[::-1, 0]), ValueError, ["output", "'name'", "which have a", "got d"]),
-    BadInput(F, "coords shuffled", features(X, coords=SHUFFLED), ValueError, ["'label'", "[2, 0, 3, 1]"]),
     BadInput(A, "date before nanoseconds", coord([datetime.date(2020, 1, 1), *[datetime.date(1066, 10, 14)] * 3]), ValueError, ["'c'", "1677-09-21", "1066-10-14", "sample 1", "astype(str)"]),
-    BadInput(A, "date after nanoseconds", coord(np.array(["9999-12-31"] * 4, "M8[s]")), ValueError, ["'c'", "2262-04-11", "9999-12-31", "sample 0"]),
     BadInput(A, "time zones", coord([datetime.datetime(2020, 1, 1, tzinfo=zone) for zone in (UTC, UTC, datetime.timezone(datetime.timedelta(hours=1)), UTC)]), TypeError, ["'c'", "time zone", "utc=True"]),
-    BadInput(A, "time with a zone and without", coord([datetime.datetime(2020, 1, 1), *[datetime.datetime(2020, 1, 1, tzinfo=UTC)] * 3]), TypeError, ["'c'", "time zone", "utc=True"]),
-    BadInput(A, "time with a zone", coord(pd.to_datetime(["2020-01-01"] * 4, utc=True)), TypeError, ["'c'", "time zone", "utc=True"]),
     BadInput(A, "periods", coord(pd.period_range("2020", periods=4, freq="M")), TypeError, ["'c'", "'Period'", "astype(str)"]),
-    BadInput(A, "categories of periods", coord(pd.Categorical(pd.period_range("2020", periods=4, freq="M"))), TypeError, ["'c'", "'Period'", "astype(str)"]),
     BadInput(A, "coords no field", lambda _: td.from_arrays({"x": X}, coords=["y"]), ValueError, ["'y'", "['x']"]),
     # ---------------------------------------------------------------------------------- from_torch
     BadInput(T, "DataLoader", dataset(DataLoader(TensorDataset(torch.ones(4, 2)), 2), "x"), TypeError, ["DataLoader"]),
@@ -175,18 +150,13 @@ ROWS = [
     BadInput(T, "no names", dataset(ITEMS, ()), ValueError, ["names=()"]),
     BadInput(T, "names too few", dataset(ITEMS, "x"), ValueError, ["sample 0", "1 fields", "got 2"]),
     BadInput(T, "no key", dataset([{"imagex": 1}], "image"), ValueError, ["'image'", "['imagex']"]),
-    BadInput(T, "text", dataset([("a", 1)]), TypeError, ["'x'", "<U1"]),
-    BadInput(T, "objects", dataset([(object(), 1)]), TypeError, ["'x'", "object"]),
     BadInput(T, "huge integer", dataset([(2**70, 1)]), ValueError, ["'x'", "sample 0"]),
     BadInput(T, "other shape", computed([*ITEMS, (np.zeros(3), 1)]), ValueError, ["'x'", "(3,)", "sample 4"]),
-    BadInput(T, "collate_fn to the longest", computed([([1], 0), ([1, 2], 0)], collate_fn=longest), ValueError, ["'x'", "(1,)", "(2,)", "sample 1", "max_length"]),
     BadInput(T, "collate_fn of no batch", dataset(ITEMS, collate_fn=lambda items: items[0]), ValueError, ["collate_fn", "'x'", "(2,)", "sample 0"]),
     BadInput(T, "collate_fn fails", dataset(ITEMS, collate_fn=lambda items: items[7]), RuntimeError, ["collate_fn", "sample 0", "IndexError"]),
     BadInput(T, "other dtype", computed([*ITEMS, (np.zeros(2), 1.5)]), ValueError, ["'y'", "int64", "float32", "sample 4"]),
     BadInput(T, "unreadable", computed(Broken(ITEMS)), RuntimeError, ["sample 2", "img_2.png"]),
-    BadInput(T, "coords no field", dataset(ITEMS, coords=["z"]), ValueError, ["'z'", "['x', 'y']"]),
     # ------------------------------------------------------------------------------ from_dataframe
-    BadInput(D, "a reserved coord", table(FRAME.rename(columns={"day": "target"}), coords=["target"]), ValueError, ["'my_target'"]),
     BadInput(D, "a number", table(3), TypeError, ["int", "parquet"]),
     BadInput(D, "nothing there", table(lambda f: f / "no.parquet"), FileNotFoundError, ["no.parquet"]),
     BadInput(D, "empty folder", table(lambda f: f), FileNotFoundError, ["matches none"]),
@@ -196,20 +166,13 @@ ROWS = [
     BadInput(F, "sparse", features(sparse.csr_array(X)), TypeError, ["'feature'", "csr_array", "toarray()"]),
     BadInput(F, "complex", features(X * 1j), ValueError, ["'feature'", "complex"]),
     BadInput(F, "fewer outputs", features(X, output=[1.0, 2.0]), ValueError, ["output", "'sample': 4", "'sample': 2"]),
-    BadInput(F, "other checkpoints", features(TWO, output=TWO[:, 0].assign_coords(checkpoint=["a", "c"])), ValueError, ["output", "'checkpoint'", "['b']"]),
     BadInput(F, "other dimensions", features(TWO.rename(proj_dim="width")), ValueError, ["'width'"]),
-    BadInput(F, "reserved coord", features(X, coords={"output": range(4)}), ValueError, ["'output'", "'my_output'"]),
-    BadInput(F, "chunks zero", features(X, chunks=0), ValueError, ["chunks", "0"]),
     BadInput(D, "variables empty", table(FRAME, {}), TypeError, ["variables={}"]),
     BadInput(D, "no column", table(FRAME, {"x": "xs"}), ValueError, ["'xs'", "['x', 'text', 'day']"]),
-    BadInput(D, "both", table(FRAME, {"day": "day"}, coords=["day"]), ValueError, ["'day'"]),
     BadInput(D, "jagged", table(pd.DataFrame({"x": [[1, 2], [1]]})), ValueError, ["'x'", "sample 1", "got 1"]),
     BadInput(D, "missing in a file", table(lambda f: written(f, pd.DataFrame({"x": [1, None]}, dtype="Int64"))), ValueError, ["'x'", "sample 1"]),
-    BadInput(D, "two dtypes", table(two_kinds), ValueError, ["'x'", "int64", "float64", "sample 2"]),
-    BadInput(D, "max_length zero", table(RAGGED, {"x": "tokens"}, max_length=0), ValueError, ["'x'", "0", "128"]),
     BadInput(D, "too long", table(RAGGED, {"x": "two"}, max_length=1), ValueError, ["'x'", "sample 1", "2"]),
-    *[BadInput(D, f"{name} among numbers", table(TIMES, {"x": ["y", name]}), TypeError, ["'x'", f"column {name!r}", "days", f"coords=[{name!r}]"]) for name in ("day", "zone", "took")],
-    *[BadInput(D, f"{name} in a file", table(lambda f: written(f, TIMES), {"x": [name, "y"]}), TypeError, ["'x'", f"column {name!r}", "days"]) for name in ("day", "took")],
+    *[BadInput(D, f"{name} among numbers", table(TIMES, {"x": ["y", name]}), TypeError, ["'x'", f"column {name!r}", "days", f"coords=[{name!r}]"]) for name in ("day", "took")],
     BadInput(D, "times alone", table(TIMES, {"x": "day"}), TypeError, ["'x'", "datetime64", "column 'day'"]),
     BadInput(D, "periods", table(TIMES, {"x": ["y", "month"]}), TypeError, ["'x'", "start_time"]),
     BadInput(D, "categories among numbers", table(TIMES, {"x": ["kind", "y"]}), TypeError, ["'x'", "column 'kind'", "np.unique"]),

@@ -84,23 +84,20 @@ FEATURES = [
 
 LAMBDA = [
     *((f"damping of {bad!r}", lambda bad=bad: damped(bad), ValueError, [repr(bad)])
-      for bad in ("closed-form", -0.1, np.nan, np.inf, None, [0.1, 0.1], True)),
+      for bad in ("closed-form", np.nan, True)),
     ("damping without checkpoints", lambda: damped(xr.DataArray(np.ones(3), dims="c")), ValueError, ["damping"]),
     ("damping of unknown checkpoints", lambda: damped(xr.DataArray(np.ones(3), coords={"checkpoint": ["c0", "c1", "x"]})), ValueError, ["'c2'"]),
     ("negative damping of an array", lambda: damped(xr.DataArray([1.0, -1, 1], coords={"checkpoint": CHECKPOINTS})), ValueError, ["'c1': -1.0"]),
-    *((f"estimator of {bad!r}", lambda bad=bad: score(estimator=bad), ValueError, [repr(bad)]) for bad in ("sfot", None, ["trak"])),
-    *((f"power of {bad!r}", lambda bad=bad: td.Soft(power=bad), ValueError, [repr(bad)]) for bad in (2, -0.1, "half", np.nan, True)),
+    *((f"estimator of {bad!r}", lambda bad=bad: score(estimator=bad), ValueError, [repr(bad)]) for bad in ("sfot", None)),
+    *((f"power of {bad!r}", lambda bad=bad: td.Soft(power=bad), ValueError, [repr(bad)]) for bad in (2, np.nan)),
     ("power of a squared error", lambda: score(*(ds.assign_attrs(task="Regression()", loss_kind="squared error") for ds in (X, T)), td.Soft(power=0.5)), ValueError, ["Regression()", "0.5"]),
     ("calibrate without a rule for it", lambda: td.damping(X, td.Trak(damping=0.1), calibrate=T), ValueError, ["0.1", "calibrate"]),
     ("calibrate of few samples", lambda: td.damping(X, "soft", calibrate=T), ValueError, ["5", "50"]),
     ("calibrate without outputs", lambda: td.damping(X, "soft", calibrate=T.drop_vars("output")), ValueError, ["calibrate", "'output'"]),
-    ("a default estimator that is none", lambda: score(X.assign_attrs(default_estimator="best")), ValueError, ["'best'"]),
     ("a list with a learning rate too few", lambda: tracin([0.1, 0.1]), ValueError, ["3 checkpoints", "[0.1, 0.1]", "td.TracIn("]),
-    ("an estimator that is nearly one", lambda: score(estimator="grad_kos"), ValueError, ["try 'grad_cos'"]),
     ("a learning rate too few", lambda: tracin({"c0": 0.1, "c1": 0.1}), ValueError, ["'c2'"]),
     *((f"a learning rate of {bad!r}", lambda bad=bad: tracin({**dict.fromkeys(CHECKPOINTS, 0.1), "c1": bad}), ValueError, [repr(bad), "'c1'"])
-      for bad in (np.nan, np.inf, -0.1, "0.1", True)),
-    ("learning rates of unknown checkpoints", lambda: tracin(xr.DataArray(np.ones(3), coords={"checkpoint": ["a", "b", "c"]})), ValueError, ["'a'", "'c0'"]),
+      for bad in (np.nan, True)),
 ]  # fmt: skip
 
 SCORE = [
@@ -121,40 +118,30 @@ SCORE = [
 ]  # fmt: skip
 
 GROUPS = [
-    ("features without Q", lambda: td.group_score(X.drop_vars("out_to_loss"), T, by="label"), ValueError, ["'out_to_loss'"]),
     *((f"by {by!r}", lambda by=by: td.group_score(X, T, by=by), ValueError, [repr(by), "'label'"])
-      for by in ("lable", [], "target", "target_label", None, "checkpoint")),
-    *((f"{n} coords of 20 values", lambda n=n: td.group_score(MANY, T, by=[*MANY.drop_vars(["label", "checkpoint"]).coords][:n]), ValueError, ["by", f"{20**5:,}", "assign_coords"])
-      for n in (5, 30)),
+      for by in ("lable", [], "target")),
+    ("coords of 20 values", lambda: td.group_score(MANY, T, by=[*MANY.drop_vars(["label", "checkpoint"]).coords]), ValueError, ["by", f"{20**5:,}", "assign_coords"]),
 ]  # fmt: skip
 
 OTHERS = {
     "self_influence": [
         ("another estimator", lambda: td.self_influence(X, "relatif"), ValueError, ["RelatIF("]),
-        ("features without Q", lambda: td.self_influence(X.drop_vars("out_to_loss")), ValueError, ["'out_to_loss'"]),
     ],
     "intervals": [
         ("too few checkpoints", lambda: td.intervals(X, T), ValueError, ["5 or more", "got 3", "average=False"]),
-        *((f"level of {bad!r}", lambda bad=bad: td.intervals(SEEDS, SEEDS, level=bad), ValueError, ["level", repr(bad)]) for bad in (0, 1, 90)),
-        ("q of 5", lambda: td.intervals(SEEDS, SEEDS, q=5), ValueError, ["q", "5"]),
-        ("another group", lambda: td.intervals(X, T, by="lable"), ValueError, ["'lable'", "try 'label'"]),
+        ("level in percent", lambda: td.intervals(SEEDS, SEEDS, level=90), ValueError, ["level", "90"]),
         ("no self-influence", lambda: td.intervals(SEEDS, estimator="grad_cos"), ValueError, ["GradCos("]),
     ],
     "credit": [
-        ("another group", lambda: td.credit(X, T, by="lable"), ValueError, ["'lable'", "try 'label'"]),
-        ("too few checkpoints", lambda: td.credit(X, T, by="label"), ValueError, ["5 or more", "got 3"]),
         ("parts of targets", lambda: td.credit(SEEDS, SEEDS, by=xr.DataArray(np.ones((20, 3)), dims=("target", "author"))), ValueError, ["('target', 'author')", "xr.DataArray"]),
         ("parts that are missing", lambda: td.credit(SEEDS, SEEDS, by=xr.DataArray(np.full((20, 3), np.nan), dims=("sample", "author"))), ValueError, ["finite"]),
     ],
     "damping": [
         ("estimator without damping", lambda: td.damping(X, "grad_cos"), ValueError, ["GradCos()"]),
-        ("features without outputs", lambda: td.damping(X.drop_vars("output"), td.Trak(damping="completeness")), ValueError, ["'output'"]),
     ],
     "Absolute": [
         (repr(bad), lambda bad=bad: td.Absolute(bad), ValueError, [repr(bad)])
-        for bad in (-1, np.nan, np.inf, "1", None, True, [1.0, 2.0])
-    ],
-    "accessor": [
+        for bad in (-1, np.nan, None, True)
     ],
 }  # fmt: skip
 
@@ -171,16 +158,15 @@ RANKED = [
     *((f"a {type(bad).__name__}", lambda bad=bad: td.top_k(bad, 3), ValueError, ["scores"])
       for bad in (X, None, np.ones((20, 5)))),
     ("scores of an ensemble", lambda: td.top_k(td.score(X, T, average=False), 3), ValueError, ["'checkpoint'"]),
-    *((f"k of {bad!r}", lambda bad=bad: top(bad), ValueError, ["k", repr(bad)]) for bad in (0, -3, 21, None)),
-    *((f"k of {bad!r}", lambda bad=bad: top(bad), TypeError, ["k", repr(bad)]) for bad in (3.0, "3", True)),
-    *((f"fraction of {bad!r}", lambda bad=bad: top(None, fraction=bad), ValueError, ["fraction", repr(bad)]) for bad in (0, 5, np.nan)),
+    *((f"k of {bad!r}", lambda bad=bad: top(bad), ValueError, ["k", repr(bad)]) for bad in (0, 21, None)),
+    *((f"k of {bad!r}", lambda bad=bad: top(bad), TypeError, ["k", repr(bad)]) for bad in (3.0, True)),
+    *((f"fraction of {bad!r}", lambda bad=bad: top(None, fraction=bad), ValueError, ["fraction", repr(bad)]) for bad in (0, 5)),
     ("k and fraction", lambda: top(3, fraction=0.1), ValueError, ["k=3", "fraction=0.1"]),
     ("an unknown rank_by", lambda: td.top_k(td.intervals(SEEDS, SEEDS), 3, rank_by="low"), ValueError, ["rank_by='low'", "'lower'"]),
     ("by without over_targets", lambda: top(3, by="label"), ValueError, ["over_targets", "'label'"]),
     ("by missing values", lambda: td.top_k(scores().assign_coords(kind=("sample", [None] * 20)), 3, over_targets="max", by="kind"), ValueError, ["got none"]),
     ("over targets by pairs", lambda: over(where=lambda tile: tile.label == tile.target_label), ValueError, ["where"]),
     ("nothing selected", lambda: top(where=np.zeros(20, bool)), ValueError, ["got none", "try a condition"]),
-    ("too few selected", lambda: top(where=np.arange(20) < 2), ValueError, ["2 samples", "got 3"]),
     ("positions for a mask", lambda: top(where=[3, 4, 5]), ValueError, ["int64", "{'sample': 3}"]),
     ("a mask of other samples", lambda: top(where=np.ones(19, bool)), ValueError, ["{'sample': 19}"]),
     ("a mask without one label", lambda: td.top_k(scores().assign_coords(sample=NAMES), 3, where=weights(np.ones(19, bool), sample=NAMES[:19])), ValueError, ["'s19'"]),

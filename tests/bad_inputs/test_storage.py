@@ -71,16 +71,13 @@ SAVE = [
     ("unknown protocol", save(store="s4://bucket/f.zarr"), ValueError, ["s4"]),
     ("foreign folder", lambda f: td.save(FEATURES, foreign_folder(f)), FileExistsError, ["notes"]),
     ("foreign zarr", lambda f: td.save(FEATURES, foreign_zarr(f)), FileExistsError, ["mine.zarr"]),
-    ("unknown dtype", save(dtype="float8"), ValueError, ["'float8'", "'float16'"]),
-    ("unknown estimator", save(estimator="trakk"), ValueError, ["'trakk'", "'trak'"]),
     ("an estimator without a gram matrix", save(estimator=td.GradDot()), ValueError, ["GradDot()", "gram matrix"]),
     ("an estimator with a damping", save(estimator=td.Soft(damping=td.Absolute(1.0))), ValueError, ["damping='auto'", "Absolute"]),
     ("some columns of a fit", save(FEATURES.assign(wrong_classes=(("proj_dim", "proj_dim_1", "checkpoint"), np.ones((4, 4, 2)))).isel(proj_dim=[0, 2])), ValueError, ["all 4 columns", "got 2", "drop_dims"]),
     ("no samples", save(FEATURES.isel(sample=[])), ValueError, ["sample", "0"]),
     ("checkpoint twice", save(FEATURES.isel(checkpoint=[0, 0])), ValueError, ["'c0', 'c0'"]),
-    ("unknown checkpoints", save(FEATURES.assign_coords(checkpoint=["a", "b"])), ValueError, ["'a', 'b'", "'c0', 'c1'"]),
     ("no provenance", save(FEATURES.drop_attrs()), ValueError, ["projector"]),
-    *[(f"coord named {name or 'nothing'}", named(name), ValueError, [f"'{name}'"]) for name in ("lock", "..", ".", "", "a/b", "zarr.json", "a b", "__x", "gram", "dropped")],
+    *[(f"coord named {name or 'nothing'}", named(name), ValueError, [f"'{name}'"]) for name in ("lock", "..", "", "a b", "gram")],
     ("coord of bytes", with_coord([b"a"] * 8), TypeError, ["'mine'", "S1"]),
     ("other task", save_again(FEATURES.assign_attrs(task="other")), td.errors.StoreMismatchError, ["task", "other"]),
     ("append with other width", save_again(FEATURES.isel(proj_dim=slice(2)).assign_attrs(source="more"), append_dim="sample"), td.errors.StoreMismatchError, ["4", "2"]),
@@ -92,12 +89,9 @@ OPEN = [
     ("nothing there", opened(lambda f: f / "f.zarr"), FileNotFoundError, ["f.zarr", "does not exist"]),
     ("foreign folder", opened(foreign_folder), FileNotFoundError, ["notes.txt"]),
     ("foreign zarr", opened(foreign_zarr), FileNotFoundError, ["mine.zarr"]),
-    ("file", opened(file), NotADirectoryError, ["notes.txt"]),
 ]  # fmt: skip
 
 VERIFY = [
-    ("nothing there", verify(lambda f: f / "f.zarr", repair=True), FileNotFoundError, ["does not exist"]),
-    ("foreign zarr", verify(foreign_zarr), FileNotFoundError, ["mine.zarr"]),
     ("a live writer", verify(with_lock(ALIVE), repair=True), td.errors.StoreBusyError, ["process 7"]),
 ]  # fmt: skip
 
@@ -106,20 +100,17 @@ DROP = [
     ("too many", drop(along([True, False] * 4)), ValueError, ["{'sample': 8}", "sample: 6"]),
     ("all samples", drop(along([True] * 6)), ValueError, ["true for all 6"]),
     ("a condition on nothing there", drop("colour == 3"), ValueError, ["'colour'", "'label'"]),
-    ("a condition on targets", drop("target == 0"), ValueError, ["'target'", "'label'"]),
     ("a function that returns nothing", drop(lambda _: None), ValueError, ["NoneType"]),
 ]  # fmt: skip
 
 ASSIGN = [
-    ("too few", assign({"label": [1, 2]}), ValueError, ["'label'", "(2,)", "6"]),
     ("missing text", assign({"label": ["a", None] * 4}), ValueError, ["'label'"]),
-    *[(f"coord named {name or 'nothing'}", assign({name: [1] * 8}), ValueError, [f"'{name}'"]) for name in ("..", "", "a/b", "gram", "target_label", "sample", "zarr.json")],
+    ("coord named gram", assign({"gram": [1] * 8}), ValueError, ["'gram'"]),
 ]  # fmt: skip
 
 
 CALIBRATE = [
     ("a store without gram matrix", lambda f: td.calibrate(without_gram(f)), ValueError, ["gram", "'feature'"]),
-    ("few samples", lambda f: td.calibrate(store_in(f), FEATURES), ValueError, ["8", "50"]),
 ]  # fmt: skip
 
 

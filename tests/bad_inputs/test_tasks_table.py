@@ -39,23 +39,12 @@ class Spans(nn.Module):
         return self.embed(input_ids).unbind(-1)
 
 
-class Misspelled:
-    variables = ("image",)
-    loss_kind = "squared_error"
-
-    def output(self, forward, batch) -> torch.Tensor:
-        return forward(batch["image"])[:, 0]
-
-    out_to_loss = output
-
-
 ROWS = [
     BadInput("tasks.ImageClassification", "image", lambda _: td.tasks.ImageClassification(image=("a", "b")), ValueError, ["('a', 'b')"]),
     BadInput("tasks.ImageClassification", "label", lambda _: td.tasks.ImageClassification(label=3), TypeError, ["label", "3"]),
     BadInput("tasks.Classification", "no inputs", lambda _: td.tasks.Classification(()), ValueError, ["inputs", "()"]),
     BadInput("tasks.Classification", "labels that are text", computed(After(), data().drop_vars("label").assign_coords(label=("sample", list("abca")))), TypeError, ["'label'", "return_inverse=True"]),
     BadInput("tasks.Classification", "a mapping without logits", labelled([0] * 4, After(lambda y: {"scores": y, "n": 3}), task=td.tasks.Classification("image")), RuntimeError, ["named ['scores']", "returned='scores'"]),
-    BadInput("tasks.Classification", "no such output", labelled([0] * 4, After(lambda y: {"scores": y}), task=td.tasks.Classification("image", returned="score")), RuntimeError, ["'score'", "returned='scores'"]),
     BadInput("tasks.Classification", "no such place", labelled([0] * 4, After(lambda y: (y,)), task=td.tasks.Classification("image", returned=1)), RuntimeError, ["tuple", "wrapping the model"]),
     BadInput("tasks.Classification", "two weights", labelled([0] * 4, task=td.tasks.Classification("image", weights=[1, 2])), RuntimeError, ["3 classes", "2 weights"]),
     BadInput("tasks.Classification", "a weight below 0", lambda _: td.tasks.Classification(weights=[1, -2]), ValueError, ["weight >= 0", "-2"]),
@@ -67,40 +56,28 @@ ROWS = [
     BadInput("tasks.TokenClassification", "no label", computed(Language(), tokens(IDS % 7, labels=[[1, 2, 3], [-100] * 3, [1, 2, 3], [1, 2, 3]]), td.tasks.TokenClassification()), RuntimeError, ["to predict", "at sample 1"]),
     BadInput("tasks.Segmentation", "logits of images", labelled(np.zeros((4, 2, 2), int), task=td.tasks.Segmentation("image", "label")), RuntimeError, ["(batch, classes, rows, columns)", "3)"]),
     BadInput("tasks.QuestionAnswering", "position beyond the text", computed(Spans(), tokens(IDS % 7, start_positions=[0, 1, 2, 1], end_positions=[0, 3, 2, 1]), "question_answering"), RuntimeError, ["0..2", "'end_positions'", "got 3 at sample 1"]),
-    BadInput("tasks.QuestionAnswering", "a tensor", computed(Language(), tokens(IDS % 7, start_positions=[0] * 4, end_positions=[0] * 4), "question_answering"), RuntimeError, ["expected logits", "wrapping"]),
-    BadInput("tasks.TextClassification", "inputs", lambda _: td.tasks.TextClassification(3), ValueError, ["inputs", "3"]),
     BadInput("tasks.TextClassification", "label out of range", labelled(BIG, task=td.tasks.TextClassification("image", positional=True)), RuntimeError, ["got 7 at sample 2", "3 classes"]),
     BadInput("tasks.BinaryClassification", "label 2", labelled([0, 1, 2, 1], nn.Linear(4, 1), task=td.tasks.BinaryClassification("image")), RuntimeError, ["'label'", "got 2 at sample 2"]),
-    BadInput("tasks.MultiLabel", "label 2", labelled([[0, 1, 0]] * 3 + [[1, 2, 0]], task=td.tasks.MultiLabel("image")), RuntimeError, ["'label'", "got 2 at sample 3"]),
     BadInput("tasks.MultiLabel", "other shape", labelled([[0, 1]] * 4, task=td.tasks.MultiLabel("image")), RuntimeError, ["3)", "2)", "'label'"]),
     BadInput("tasks.Regression", "three outputs", labelled([1.0] * 4, task=td.tasks.Regression("image", "label")), RuntimeError, ["3)", "one number"]),
-    BadInput("tasks.Regression", "fewer rows", labelled([1.0] * 4, After(lambda y: y[1:, 0]), task=td.tasks.Regression("image", "label")), RuntimeError, ["(1,)", "batch of "]),
     BadInput("tasks.CausalLM", "token out of range", language(tokens(IDS)), RuntimeError, ["index out of range", "input_ids"]),
     BadInput("tasks.CausalLM", "label out of range", language(tokens(IDS % 7, y=IDS), task={"labels": "y"}), RuntimeError, ["0..6", "'y'", "got 9 at sample 2"]),
     BadInput("tasks.CausalLM", "other ignore_index", language(tokens(IDS % 7, y=[[1, 2, -1]] * 4), task={"labels": "y"}), RuntimeError, ["got -1 at sample 0", "ignore_index=-100"]),
     BadInput("tasks.CausalLM", "too long", language(tokens(np.ones((2, 6), int))), RuntimeError, ["index out of range", "input_ids"]),
-    BadInput("tasks.CausalLM", "all labels ignored", language(tokens(IDS % 7, y=[[1, 2, 3], [1, -100, -100], [1, 2, 3], [1, 2, 3]]), task={"labels": "y"}), RuntimeError, ["token to predict", "2 labels -100", "at sample 1"]),
     BadInput("tasks.CausalLM", "position that nothing predicts", language(tokens(IDS % 7, at=[1, 2, 0, 1]), task={"position": "at"}), RuntimeError, ["'at' = 0", "at sample 2"]),
     BadInput("tasks.CausalLM", "one token", language(tokens([[1], [2]])), RuntimeError, ["'input_ids'", "(2, 1)", "padding"]),
-    BadInput("tasks.CausalLM", "ignore_index", lambda _: td.tasks.CausalLM(ignore_index="pad"), TypeError, ["ignore_index", "'pad'"]),
     BadInput("tasks.CausalLM", "no tokens", computed(Language(), data(), "causal_lm"), ValueError, ["'input_ids'", "CausalLM("]),
     BadInput("tasks.expand_tokens", "no tokens", lambda _: td.tasks.expand_tokens({"ids": IDS}), ValueError, ["'input_ids'", "'ids'"]),
     BadInput("tasks.Clip", "no mapping", lambda _: td.tasks.Clip(drawn()["0"]), TypeError, ["tuple", "clip_embeddings"]),
-    BadInput("tasks.Clip", "temperature", lambda _: td.tasks.Clip(temperature=-1), ValueError, ["temperature", "-1"]),
     BadInput("tasks.Clip", "other shapes", lambda _: td.tasks.Clip({"0": (torch.ones(3, 2), torch.ones(2, 2))}), ValueError, ["(3, 2)", "(2, 2)"]),
     BadInput("tasks.Clip", "without negatives", computed(TwoTowers(), pairs(), "clip"), RuntimeError, ["'0'", "clip_embeddings"]),
     BadInput("tasks.Clip", "fewer rows", computed(TwoTowers(slice(1, None)), pairs(), td.tasks.Clip(drawn())), RuntimeError, ["(2, embedding)", "(1, 3)"]),
     BadInput("tasks.Clip", "no logit_scale", computed(NoScale(), pairs(), td.tasks.Clip(drawn())), RuntimeError, ["no logit_scale", "temperature=0.07"]),
     BadInput("tasks.clip_embeddings", "a module", lambda _: td.tasks.clip_embeddings(NET, pairs()), TypeError, ["Linear", "td.Model"]),
-    BadInput("tasks.clip_embeddings", "no text", lambda _: td.tasks.clip_embeddings(td.Model(TwoTowers(), task="clip"), pairs().drop_vars("text")), ValueError, ["'text'", "'image'"]),
     BadInput("tasks.Batch", "missing", lambda _: td.tasks.Batch(x=torch.ones(2))["y"], ValueError, ["'y'", "['x']"]),
-    BadInput("tasks.resolve_task", "a name, misspelled", lambda _: td.tasks.resolve_task("multilabel"), ValueError, ["try 'multi_label'"]),
-    BadInput("tasks.resolve_task", "a name with hyphens", lambda _: td.tasks.resolve_task("Token-Classification"), ValueError, ["try 'token_classification'"]),
-    BadInput("tasks.Task", "loss_kind", computed(After(), data(), Misspelled()), ValueError, ["loss_kind", "'squared_error'", "try 'squared error'"]),
-    BadInput("tasks.resolve_task", "a name", lambda _: td.tasks.resolve_task("lm"), ValueError, ["'lm'", "'causal_lm'"]),
     *[
         BadInput("tasks.ImageClassification", f"temperature {t!r}", lambda _, t=t: td.tasks.ImageClassification(t), error, ["temperature", repr(t)])
-        for error, bad in ((ValueError, (0, -1.0, float("nan"))), (TypeError, ("cold", True)))
+        for error, bad in ((ValueError, (0, float("nan"))), (TypeError, ("cold",)))
         for t in bad
     ],
 ]  # fmt: skip

@@ -62,14 +62,9 @@ NOT_FINAL = '{"1": {"is_featurized": 1, "is_finalized": 0}}'
 
 ROWS = [
     row("no such folder", lambda f: open_traker(f / "runs"), FileNotFoundError, "/runs'"),
-    row("a folder of runs", open_traker, FileNotFoundError, "metadata.json", "one of the folders"),
     row("no checkpoint", opened(lambda run: [path.unlink() for path in run.glob("id_*.json")]), ValueError, "out of the []"),
-    row("unknown model id", opened(as_it_is, model_ids=[0, 5]), ValueError, "[0, 1]", "[0, 5]"),
-    row("model id twice", opened(as_it_is, model_ids=[0, 0]), ValueError, "[0, 0]"),
-    row("no model ids", opened(as_it_is, model_ids=[]), ValueError, "got []"),
     row("array of another run", opened(lambda run: array(run / "1/grads.mmap", (6, 5), "f2")), ValueError, "(6, 4)", "(6, 5)"),
     row("unknown experiment", opened(as_it_is, "val"), FileNotFoundError, "val_grads"),
-    row("other number of targets", opened(lambda run: array(run / "1/test_grads.mmap", (2, 4), "f2"), "test"), ValueError, "(3, 4)", "(2, 4)"),
     row("not finalized", opened(write("id_1.json", NOT_FINAL), "test"), ValueError, "[1]", "final"),
 ]  # fmt: skip
 
