@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import dask
 import xarray as xr
@@ -21,8 +21,6 @@ from trakdask.errors import BlockError
 
 if TYPE_CHECKING:  # functions import distributed, which takes half a second and threads do not need
     from distributed import Client, KilledWorker
-
-T = TypeVar("T")
 
 _STARTED = "trakdask-started"
 _INTERVAL_S = 0.5
@@ -39,8 +37,8 @@ def run(
     submission: Callable[[], Any],
     *,
     retries: int,
-    compute: Callable[..., T] = dask.compute,
-) -> T | None:
+    compute: Callable[..., Any] = dask.compute,
+) -> Any:
     """Compute the tasks that are still missing, and retry after transient errors.
 
     Parameters

@@ -8,17 +8,14 @@ from functools import lru_cache
 from typing import ClassVar, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from trakdask.checks import shown
 from trakdask.projection.identity import Identity
-from trakdask.projection.philox import STREAM_MASK, UInt64Array, fill_words
+from trakdask.projection.philox import STREAM_MASK, fill_words
 from trakdask.projection.protocol import Cost, Projector, allowed
 from trakdask.projection.rows import RowMap
-
-Int64Array = npt.NDArray[np.int64]
 
 _ROWS_PER_COUNTER = 2
 _COUNTERS_PER_BATCH = 1 << 16
@@ -148,7 +145,7 @@ class Mask(Projector):
         object.__setattr__(bound, "_n_rows", row_map.n_rows)
         return bound
 
-    def selected_rows(self, checkpoint: int) -> Int64Array:
+    def selected_rows(self, checkpoint: int) -> np.ndarray:
         """Return the selected rows, ascending; read-only."""
         return self._selected(checkpoint)[0]
 
@@ -192,7 +189,7 @@ class Mask(Projector):
     def _kept_rows(self) -> RowMap:
         return RowMap.from_shapes({"kept": (self.keep,)}, alignment=self.then.row_alignment)
 
-    def _selected(self, checkpoint: int) -> tuple[Int64Array, Int64Array]:
+    def _selected(self, checkpoint: int) -> tuple[np.ndarray, np.ndarray]:
         assert self._n_rows is not None, "bind comes first"
         return select_rows(self._n_rows, self.keep, self.seed, checkpoint)
 
@@ -207,7 +204,7 @@ class Mask(Projector):
 @lru_cache(maxsize=8)
 def select_rows(
     n_rows: int, keep: int, seed: int, checkpoint: int
-) -> tuple[Int64Array, Int64Array]:
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows that a mask selects, and the order of their keys.
 
     Parameters
@@ -238,7 +235,7 @@ def select_rows(
 
 def _candidates(
     n_rows: int, keep: int, seed: int, checkpoint: int
-) -> tuple[Int64Array, UInt64Array]:
+) -> tuple[np.ndarray, np.ndarray]:
     """Return at least ``keep`` rows that have the smallest keys, ascending, and their keys."""
     expected = keep + _margin(keep)
     while True:
@@ -257,7 +254,7 @@ def _margin(keep: int) -> int:
 
 def _rows_up_to(
     largest: int, n_rows: int, seed: int, checkpoint: int
-) -> tuple[Int64Array, UInt64Array]:
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows with keys of at most ``largest``, ascending, and their keys."""
     rows, small_keys = [], []
     n_counters = -(-n_rows // _ROWS_PER_COUNTER)

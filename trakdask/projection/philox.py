@@ -24,7 +24,6 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from trakdask.projection.acceleration import numba_kernels
@@ -37,7 +36,6 @@ STREAM_MASK = 2
 
 ROWS_PER_COUNTER = 128
 
-UInt64Array = npt.NDArray[np.uint64]
 
 _COUNTERS_PER_GRID = 1 << 14  # numpy's buffers of a grid, 48 bytes per counter, fit in a cache
 _MULTIPLIERS = np.array([0xCD9E8D57, 0xD2511F53], np.uint64).reshape(2, 1, 1)
@@ -54,7 +52,7 @@ def split_seed(seed: int) -> tuple[int, int]:
 
 
 def fill_words(
-    out: UInt64Array, index: int, column: int, *, seed: int, checkpoint: int, stream: int
+    out: np.ndarray, index: int, column: int, *, seed: int, checkpoint: int, stream: int
 ) -> None:
     """Write the four words of every counter of a grid, by numba if it is installed, else by numpy.
 
@@ -86,7 +84,7 @@ def fill_words(
 
 
 def _fill_grid(
-    out: UInt64Array, index: int, column: int, seed: int, checkpoint: int, stream: int
+    out: np.ndarray, index: int, column: int, seed: int, checkpoint: int, stream: int
 ) -> None:
     """Do the same for a small grid, by numpy, without allocations in the loop over rounds."""
     n_columns, n_indices, _ = out.shape
@@ -111,7 +109,7 @@ def _fill_grid(
 
 
 @lru_cache(maxsize=8)
-def _round_keys(key: tuple[int, int]) -> UInt64Array:
+def _round_keys(key: tuple[int, int]) -> np.ndarray:
     """Return (rounds, 2, 1, 1) uint64: the key of every round."""
     keys = [[(k + i * w) & 0xFFFFFFFF for k, w in zip(key, _WEYL, strict=True)] for i in range(10)]
     return np.array(keys, np.uint64)[:, :, None, None]
