@@ -39,7 +39,6 @@ Settings = Annotated[
     typer.Option("--set", metavar="KEY.PATH=VALUE", help="Change a value of the configuration."),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-StorePath = Annotated[str, typer.Argument(help="Folder or URL of a store of features.")]
 
 
 @app.command()
@@ -99,7 +98,7 @@ def evaluate(file: File, settings: Settings = None, debug: Debug = False) -> Non
 
 @app.command()
 def verify(
-    store: StorePath,
+    store: Annotated[str, typer.Argument(help="Folder or URL of a store of features.")],
     checksums: Annotated[bool, typer.Option(help="Read every chunk.")] = False,
     repair: Annotated[bool, typer.Option(help="Remove what cannot be read.")] = False,
     debug: Debug = False,

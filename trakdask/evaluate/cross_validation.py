@@ -27,16 +27,15 @@ from trakdask.variables import (
     validate,
 )
 
-Features = xr.Dataset | Mapping[str, xr.Dataset]
-Estimators = EstimatorLike | Mapping[str, EstimatorLike]
-
 _NEW = "estimator"
 _FIRST = "these scores predict left-out checkpoints at {:.2f} ± {:.2f}"
 _OTHER = "{}: {:.3f} ± {:.3f} {}"
 
 
 def cross_validate(
-    features: Features, targets: Features, estimators: Estimators = "auto"
+    features: xr.Dataset | Mapping[str, xr.Dataset],
+    targets: xr.Dataset | Mapping[str, xr.Dataset],
+    estimators: EstimatorLike | Mapping[str, EstimatorLike] = "auto",
 ) -> xr.Dataset:
     """Grade scores by how well they predict checkpoints that they were not made with.
 
@@ -147,7 +146,7 @@ _DIMS: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def _settings(
-    features: Features, targets: Features, estimators: Estimators
+    features: Any, targets: Any, estimators: Any
 ) -> dict[str, tuple[xr.Dataset, xr.Dataset, EstimatorLike]]:
     """Return the features, targets and estimators to grade, by name."""
     training, explained = _by_name(features), _by_name(targets)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import dask.array as da
@@ -13,7 +15,7 @@ from trakdask.attribution.groups import group_codes
 from trakdask.checks import shown
 from trakdask.evaluate.datamodeling import described_lds, rank_correlations
 from trakdask.evaluate.results import Scores, as_array, lazy_data, lazy_results, require_bootstrap
-from trakdask.evaluate.retraining import Seeds, Store, TrainFn, train_models
+from trakdask.evaluate.retraining import TrainFn, train_models
 from trakdask.variables import TARGET
 
 _OF_ALL = -2
@@ -25,11 +27,11 @@ def leave_group_out(
     sums: Scores | xr.Dataset,
     groups: xr.DataArray,
     *,
-    seeds: Seeds = 3,
+    seeds: int | Sequence[int] = 3,
     resamples: int = 1000,
     seed: int = 0,
     confidence: float = 0.95,
-    store: Store | None = None,
+    store: str | os.PathLike[str] | None = None,
     tag: str | None = None,
     progress: bool = True,
 ) -> xr.Dataset:

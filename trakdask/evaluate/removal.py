@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import dask
@@ -12,7 +13,7 @@ import xarray as xr
 from trakdask import arrays
 from trakdask.checks import require_integer
 from trakdask.evaluate.results import Scores, as_array, lazy_data, lazy_results, require_fraction
-from trakdask.evaluate.retraining import Seeds, Store, TrainFn, train_models
+from trakdask.evaluate.retraining import TrainFn, train_models
 from trakdask.variables import SAMPLE, TARGET
 
 
@@ -22,11 +23,11 @@ def removal_curve(
     fractions: Sequence[float],
     *,
     helpful: bool = True,
-    seeds: Seeds = 1,
+    seeds: int | Sequence[int] = 1,
     n_random: int = 3,
     random_seed: int = 0,
     confidence: float = 0.95,
-    store: Store | None = None,
+    store: str | os.PathLike[str] | None = None,
     tag: str | None = None,
     progress: bool = True,
 ) -> xr.Dataset:

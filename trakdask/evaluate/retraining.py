@@ -29,8 +29,6 @@ from trakdask.provenance import require_same
 from trakdask.variables import TARGET, coords_along
 
 TrainFn = Callable[[NDArray[np.int64], int], ArrayLike]
-Seeds = int | Sequence[int]
-Store = str | os.PathLike[str]
 
 _SPEC = "spec.json"
 _one_at_a_time = threading.Lock()
@@ -41,8 +39,8 @@ def retrain(
     masks: xr.DataArray,
     targets: int | xr.DataArray,
     *,
-    seeds: Seeds = 1,
-    store: Store | None = None,
+    seeds: int | Sequence[int] = 1,
+    store: str | os.PathLike[str] | None = None,
     tag: str | None = None,
     progress: bool = True,
 ) -> xr.DataArray:
@@ -130,7 +128,7 @@ def retrain(
     )
 
 
-def _seed_numbers(seeds: Seeds) -> NDArray[np.int64]:
+def _seed_numbers(seeds: int | Sequence[int]) -> NDArray[np.int64]:
     """Return the seed numbers: 0, 1, ... if only their count is given."""
     if np.ndim(seeds) == 0:
         return np.arange(require_integer("seeds", seeds, 1, 2**20, remedy="try seeds=3"))
@@ -146,8 +144,8 @@ def train_models(
     masks: da.Array,
     n_targets: int,
     *,
-    seeds: Seeds,
-    store: Store | None,
+    seeds: int | Sequence[int],
+    store: str | os.PathLike[str] | None,
     tag: str | None,
     progress: bool,
 ) -> da.Array | np.ndarray:

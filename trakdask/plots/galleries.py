@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import xarray as xr
 
 from trakdask.checks import require_integer
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
 
 Normalize = tuple[float | Sequence[float], float | Sequence[float]]
-Array = npt.NDArray[Any]
 
 _CHANNELS = (1, 3)
 _IMAGE_IN, _TARGET_IN = 0.92, 1.15
@@ -221,7 +219,9 @@ def _grid(n_rows: int, n_shown: int, n_lines: int, note: str) -> tuple[Figure, n
     return figure, axes
 
 
-def as_colours(images: Sequence[Array | xr.DataArray], normalize: Normalize | None) -> list[Array]:
+def as_colours(
+    images: Sequence[np.ndarray | xr.DataArray], normalize: Normalize | None
+) -> list[np.ndarray]:
     """Return images as (h, w), in their units, or as (h, w, 3), between 0 and 1.
 
     Parameters
@@ -252,7 +252,7 @@ def as_colours(images: Sequence[Array | xr.DataArray], normalize: Normalize | No
     ]
 
 
-def _channels_last(image: Array) -> Array:
+def _channels_last(image: np.ndarray) -> np.ndarray:
     if image.dtype == bool:
         image = image.astype(np.float32)
     if image.ndim == 3 and image.shape[0] in _CHANNELS:
@@ -260,7 +260,7 @@ def _channels_last(image: Array) -> Array:
     return image[..., 0] if image.ndim == 3 and image.shape[-1] == 1 else image
 
 
-def _range(values: Array) -> tuple[float, float]:
+def _range(values: np.ndarray) -> tuple[float, float]:
     """Return the smallest usual range of colours that includes all values."""
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
     for usual in ((0.0, 1.0), (-1.0, 1.0), (0.0, 255.0)):

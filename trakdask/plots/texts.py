@@ -39,10 +39,6 @@ _OTHERS = "[others]"
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-_Row = tuple[str, list[tuple[str, float, float]]]
-"""A title, and the tokens below it: text, score in the unit of the plot, strength from -1 to 1."""
-
-
 @dataclass(frozen=True, repr=False, eq=False)
 class TextPlot:
     """Rows of coloured tokens: HTML in a notebook, and a figure anywhere else.
@@ -98,7 +94,8 @@ class TextPlot:
             _draw(ax, *cell)
         return figure
 
-    def _rows(self) -> Iterator[_Row]:
+    def _rows(self) -> Iterator[tuple[str, list[tuple[str, float, float]]]]:
+        """Yield titles and tokens: text, score in the unit of the plot, strength from -1 to 1."""
         finite = np.where(np.isfinite(self.scores), self.scores, 0)
         words = np.where(self.mask & (self.texts != _OTHERS), finite, 0)
         strengths = np.clip(finite / (np.abs(words).max(initial=0.0) or 1.0), -1, 1)
@@ -187,7 +184,9 @@ def _visible(word: str) -> str:
     return shown.replace("\n", "↵\n") or "·"
 
 
-def _cells(rows: Iterator[_Row]) -> Iterator[tuple[int, int, str, float | None]]:
+def _cells(
+    rows: Iterator[tuple[str, list[tuple[str, float, float]]]],
+) -> Iterator[tuple[int, int, str, float | None]]:
     """Yield line, column, character and strength, None for titles; lines end at the margin."""
     y = 0
     for title, tokens in rows:
