@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 import transformers
 from torch import Tensor, nn
@@ -143,27 +142,6 @@ class InList(Net):
         return y @ self.hidden[0]
 
 
-REFUSED = [(InList, "hooks"), (Shared, "vmap")]  # used elsewhere; recurrent
-TIES = product((TwoNames, Inside, Shared, InList), (*ENGINES, "hooks"))
-
-
-@pytest.mark.parametrize(("build", "engine"), [pair for pair in TIES if pair not in REFUSED])
-def test_forward__ties(build: type[nn.Module], engine: str) -> None:
-    whole = state_of(build)
-    model = td.Model(build, [whole], task=First())
-    for _ in range(2):  # the second time the module has been called
-        same(found(model, gradients=engine), expected(build, whole))
-
-
-@pytest.mark.parametrize("name", ["embed.weight", "twice.weight", "head.weight"])
-def test_forward__ties_of_which_a_file_has_one_name(name: str, tmp_path: Path) -> None:
-    whole = state_of(TwoNames)
-    once = {n: t for n, t in whole.items() if n == name or n.startswith("layer")}
-    safetensors.torch.save_file(once, tmp_path / "c.safetensors")
-    model = td.Model(TwoNames, [tmp_path / "c.safetensors"], task=First())
-    same(found(model), expected(TwoNames, whole))
-
-
 class Wrapper(nn.Module):
     """A GPT-2, and a second name of its embedding."""
 
@@ -179,13 +157,28 @@ class Wrapper(nn.Module):
         return self.model(x).logits.sum(1) + self.embed(x).sum((1, 2))[:, None]
 
 
-def test_forward__wrapper_of_gpt2() -> None:
-    whole = state_of(Wrapper)
-    ties = ("model.lm_head.weight", "embed.weight")
-    once = {name: tensor for name, tensor in whole.items() if name not in ties}
-    model = td.Model(Wrapper, [once], task=First())
-    for engine in ("hooks", "loop"):
-        same(found(model, gradients=engine), expected(Wrapper, whole))
+REFUSED = [(InList, "hooks"), (Shared, "vmap")]  # used elsewhere; recurrent
+TIES = product((TwoNames, Inside, Shared, InList), (*ENGINES, "hooks"))
+NAMES = ("embed.weight", "twice.weight", "head.weight")  # of one tensor
+OF_GPT2 = ("model.lm_head.weight", "embed.weight")
+
+
+@pytest.mark.parametrize(
+    ("build", "engine", "left_out"),
+    [
+        *((*pair, ()) for pair in TIES if pair not in REFUSED),
+        *((TwoNames, "auto", {*NAMES} - {name}) for name in NAMES),
+        *((Wrapper, engine, OF_GPT2) for engine in ("hooks", "loop")),
+    ],
+)
+def test_forward__ties(build: Any, engine: str, left_out: Any, tmp_path: Path) -> None:
+    """Tied tensors are one, also where a file has only one of their names."""
+    whole = state_of(build)
+    once = {name: tensor for name, tensor in whole.items() if name not in left_out}
+    torch.save(once, tmp_path / "c.pt")
+    model = td.Model(build, [tmp_path / "c.pt"], task=First())
+    for _ in range(2):  # the second time the module has been called
+        same(found(model, gradients=engine), expected(build, whole))
 
 
 def test_forward__trak_task_that_calls_the_module_itself() -> None:

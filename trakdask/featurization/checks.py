@@ -28,12 +28,13 @@ from trakdask.models.gradients import (
     sample_weights,
     summed_gradient,
 )
+from trakdask.models.hooks import in_coordinates
 from trakdask.models.independence import reads_values, require_close, require_same_alone
 from trakdask.models.padding import ignores_padding
 from trakdask.models.products import Products
 from trakdask.models.tasks import Batch, Forward
 from trakdask.models.tasks.protocol import SampleError
-from trakdask.tensors import Rotations, rotated
+from trakdask.tensors import Rotations
 
 _log = logging.getLogger(__name__)
 
@@ -271,10 +272,11 @@ class CheckedEngine:
         self, batch: Batch, weights: Tensor
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         expected, f, q = summed_gradient(self._forward, self._task, batch, self._names, weights)
-        for name, matrices in (self._rotations or {}).items():
-            flat = expected[name].reshape(1, -1)
-            expected[name] = rotated(flat, tuple(expected[name].shape), matrices)[0]
-        return expected, f, q
+        turned = {
+            name: in_coordinates(total.reshape(1, -1), name, self._forward, self._rotations)[0]
+            for name, total in expected.items()
+        }
+        return turned, f, q
 
 
 def _origin(err: Exception) -> list[FrameSummary]:

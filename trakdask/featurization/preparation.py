@@ -65,11 +65,13 @@ def prepare(
     ``divide`` says how to divide samples into parts, whose gradients are multiplied with vectors
     and not projected; ``adds_up``, that gradients are only added up.
     """
+    # 1. The options are among those allowed.
     _require_options(model, projector, device)
     require_choice("gradients", gradients, ["auto", *ENGINES], remedy="try gradients='auto'")
     require_choice("on_error", on_error, get_args(OnError), remedy="try on_error='record'")
     if dtype is not None:
         require_choice("dtype", dtype, get_args(DType), remedy="try dtype='float32', or None")
+    # 2. Features that these are to be like decide on projector, checkpoints and precision.
     if like is not None:
         validate(like, (), what="like")
         if projector is not None:
@@ -80,32 +82,23 @@ def prepare(
         projector, model = projector_of(like), model.at_checkpoints(checkpoint_names(like))
         if dtype is None and (stored := like.attrs.get("dtype")) in get_args(DType):
             dtype = stored
+    # 3. The task reads the variables that there are, and the projector was fitted to this model.
     samples = validate_samples(samples)
     model = model.for_variables({str(n): array.ndim for n, array in samples.variables.items()})
     spec, names = model.spec(), [checkpoint.name for checkpoint in model.checkpoints]
     fitted = Fitted.of(projector or _DEFAULT)
-    if fitted.model:
-        # A random projector is of no checkpoint: others may be appended to the features of these.
-        known = fitted.model["checkpoints"]
-        digests = {name: known.get(name) for name in names if fitted.arrays or name in known}
-        what = "the projector and the model that it was fitted to"
-        of_fit = {**fitted.model, "checkpoints": digests}
-        ours = {**spec, "checkpoints": {name: spec["checkpoints"][name] for name in digests}}
-        require_same(of_fit, ours, what=what, names=tuple(of_fit))
+    _require_fitted_to(fitted, spec)
+    # 4. Each gradient element has a row of the random matrix.
     fitted = fitted.at_checkpoints(names)
     row_map = RowMap.from_shapes(model.shapes, alignment=fitted.projector.row_alignment)
     bound = fitted.bind(row_map)
+    # 5. The engine, and how many elements of a gradient it holds at once, decide on micro-batches.
     inputs = inputs_of(samples, model)
     partition = divide(model, inputs) if divide else None
     engines, reason = _engines(gradients, model, partition, like)
     _log.info("gradients by %s: %s", " or ".join(engines), reason)
-    sizes = dict(zip(model.shapes, map(math.prod, model.shapes.values()), strict=True))
-    held = elements_at_once(engines[0], model.meta_module(), sizes)
-    if adds_up:  # the products of its axes take the whole gradient of a weight
-        held = max(held, *sizes.values())
-    if engines == ("tokens",) and partition:
-        held *= partition.size
-    settings = _torch_settings(dtype)
+    held = _elements_at_once(engines, model, partition, adds_up=adds_up)
+    # 6. What all tasks share, and what features say of how they were made.
     job = FeaturizeJob(
         model=model,
         projector=Fitted(bound.steps),
@@ -115,35 +108,66 @@ def prepare(
         batch_size=_batch_size(batch_size, "hooks" if partition else engines[0], held),
         elements_at_once=held,
         inputs=tuple(inputs),
-        torch_settings=settings,
+        torch_settings=_torch_settings(dtype),
         device=device,
         on_error=on_error,
         partition=partition,
     )
-    attrs = {
-        **spec,
+    checkpoint = normalise_coord(CHECKPOINT, names, len(names))
+    coords = {**samples.coords, CHECKPOINT: (CHECKPOINT, checkpoint)}
+    attrs = {**spec, **_attrs(job, bound, source_of(samples, inputs)), "gradients_reason": reason}
+    return GraphInputs(job, inputs, attrs, coords, _lazy_fit(bound))
+
+
+def _require_fitted_to(fitted: Fitted, spec: Mapping[str, Any]) -> None:
+    """Reject a projector that was fitted to another model.
+
+    A random projector is of no checkpoint: others may be appended to the features of these.
+    """
+    if not fitted.model:
+        return
+    known, ours = fitted.model["checkpoints"], spec["checkpoints"]
+    kept = [name for name in ours if fitted.arrays or name in known]
+    of_fit, of_model = (
+        {**each, "checkpoints": {name: digests.get(name) for name in kept}}
+        for each, digests in ((fitted.model, known), (spec, ours))
+    )
+    what = "the projector and the model that it was fitted to"
+    require_same(of_fit, of_model, what=what, names=tuple(of_fit))
+
+
+def _elements_at_once(
+    engines: tuple[str, ...], model: Model, partition: Partition | None, *, adds_up: bool
+) -> int:
+    """Return how many gradient elements of a sample the first of the engines holds at once."""
+    sizes = {name: math.prod(shape) for name, shape in model.shapes.items()}
+    held = elements_at_once(engines[0], model.meta_module(), sizes)
+    if adds_up:  # the products of its axes take the whole gradient of a weight
+        held = max(held, *sizes.values())
+    return held * partition.size if engines == ("tokens",) and partition else held
+
+
+def _attrs(job: FeaturizeJob, bound: Fitted, source: Any) -> dict[str, Any]:
+    """Return the attrs of features that say how a job makes them."""
+    return {
         "projector": bound.spec(),
         **({"fit": dict(bound.digests)} if bound.digests else {}),
         **({"fitted_to": bound.origin} if bound.origin else {}),
         # Identified by what the model reads of them, so that metadata may change.
-        "source": source_of(samples, inputs),
-        "inputs": json.dumps([*inputs]),  # netCDF stores no list of texts
-        "gradients": engines[0],
+        "source": source,
+        "inputs": json.dumps([*job.inputs]),  # netCDF stores no list of texts
+        "gradients": job.engines[0],
         "batch_size": job.batch_size,
-        **settings,
-        "device": device,
-        "on_error": on_error,
-        **({"parts": partition.spec()} if partition else {}),
-        **task_facts(model.task),
+        **job.torch_settings,
+        "device": job.device,
+        "on_error": job.on_error,
+        **({"parts": job.partition.spec()} if job.partition else {}),
+        **task_facts(job.model.task),
         "formula": bound.formula,
         **({"damping_prior": bound.damping_prior} if bound.damping_prior != 1 else {}),
         "trakdask_version": __version__,
         "torch_version": str(torch.__version__),
-        "gradients_reason": reason,
     }
-    checkpoint = normalise_coord(CHECKPOINT, names, len(names))
-    coords = {**samples.coords, CHECKPOINT: (CHECKPOINT, checkpoint)}
-    return GraphInputs(job, inputs, attrs, coords, _lazy_fit(bound))
 
 
 def projector_of(features: xr.Dataset) -> Fitted:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trakdask.models.gradients import (
-    Sink,
     hooks_gradients,
     loop_gradients,
     require_same_as_loop,
@@ -202,7 +201,7 @@ class FunctionalGradientComputer(_GradientComputer):
         return {name: g.reshape(-1, *selected[name].shape) for name, g in gradients.items()}
 
     def _run_others(
-        self, forward: Forward, task: Task, inputs: Batch, names: tuple[str, ...], keep: Sink
+        self, forward: Forward, task: Task, inputs: Batch, names: tuple[str, ...], keep: Any
     ) -> None:
         """Run vmap, or, if it fails, the loop."""
         why = ""
