@@ -20,7 +20,7 @@ from trakdask.checks import import_callable, require_choice, shown
 from trakdask.command_line.configuration import require_form, require_keys
 from trakdask.files import is_url, matching
 from trakdask.samples.fingerprints import content_of_folder
-from trakdask.samples.sources import renamed
+from trakdask.samples.sources import known_by
 from trakdask.variables import CHECKPOINT, SAMPLE, TRAINED_ON
 
 
@@ -209,8 +209,10 @@ def _from_zarr(store: str, group: str | None = None, **options: Any) -> xr.Datas
     if not os.path.isdir(folder := os.path.join(store, group or "")):
         return opened
     token = content_of_folder(folder)
-    lazy = {n: x.copy(data=renamed(str(n), x.data, token)) for n, x in opened.items() if x.chunks}
-    return opened.assign(lazy)
+    lazy = {str(n): known_by(token, str(n), x.data) for n, x in opened.items() if x.chunks}
+    return opened.assign(
+        {n: (opened[n].dims, v.data, opened[n].attrs | v.attrs) for n, v in lazy.items()}
+    )
 
 
 _KINDS: Mapping[str, Callable[..., xr.Dataset]] = {

@@ -259,7 +259,7 @@ def inputs_of(samples: xr.Dataset, model: Model) -> Arrays:
         )
     coords = {name: samples[name].values for name in names if name in samples.coords}
     lazy = lazy_variables(coords, samples.chunksizes[SAMPLE][0]) if coords else {}
-    return {name: lazy[name] if name in coords else samples[name].data for name in names}
+    return {name: lazy.get(name, samples.variables[name]).data for name in names}
 
 
 def _batch_size(batch_size: int | Literal["auto"], engine: str, held: int) -> int:

@@ -20,7 +20,7 @@ from trakdask.checks import is_tensor
 from trakdask.samples.coords import CoordsLike, fields_as_coords, to_numpy
 from trakdask.samples.datasets import assemble, dataset_of
 from trakdask.samples.fingerprints import OpenedByTasks, content_of_folder, fingerprint, mapped
-from trakdask.samples.sources import ROWS, Chunks, block_size, check_dtype, read_name
+from trakdask.samples.sources import ROWS, Chunks, block_size, check_dtype, content_of, variable_of
 from trakdask.variables import SAMPLE, TRAINED_ON
 
 
@@ -154,8 +154,10 @@ def validate_samples(ds: xr.Dataset) -> xr.Dataset:
     kept = ds.drop_vars(TRAINED_ON, errors="ignore").coords  # that is of features, not of samples
     coords = {str(n): coord.compute() for n, coord in kept.items() if SAMPLE in coord.dims}
     data: dict[Any, Any] = {name: data_of(array) for name, array in ds.items()}
-    arrays = lazy_variables(data, _block_size(ds))
-    variables = {n: xr.Variable(ds[n].dims, array, ds[n].attrs) for n, array in arrays.items()}
+    variables = {
+        name: xr.Variable(ds[name].dims, lazy.data, {**ds[name].attrs, **lazy.attrs})
+        for name, lazy in lazy_variables(data, _block_size(ds)).items()
+    }
     return dataset_of(variables, coords, ds.attrs)
 
 
@@ -179,12 +181,12 @@ def _loaded(array: Any) -> Any:
     return np.asarray(array) if isinstance(array, da.Array | zarr.Array) else array
 
 
-def lazy_variables(arrays: Mapping[str, Any], size: int) -> dict[str, da.Array]:
+def lazy_variables(arrays: Mapping[str, Any], size: int) -> dict[str, xr.Variable]:
     """Make every array lazy, in blocks of ``size`` samples."""
     return {name: _lazy(name, array, size) for name, array in arrays.items()}
 
 
-def _lazy(name: str, array: Any, size: int) -> Any:
+def _lazy(name: str, array: Any, size: int) -> xr.Variable:
     what = f"variable {name!r}"
     if is_tensor(array) or isinstance(array, np.ndarray | list | tuple | pd.Series):
         array = to_numpy(what, array)
@@ -201,18 +203,20 @@ def _lazy(name: str, array: Any, size: int) -> Any:
                 f"expected {what} without a mask, got a masked array; try "
                 "dask.array.ma.filled(array, value)"
             )
-        return array.rechunk(chunks)
+        return variable_of(name, array.rechunk(chunks))
     opened = _opened_by_tasks(array) if isinstance(array, zarr.Array) else mapped(array)
     if isinstance(array, zarr.Array) and isinstance(array.store, LocalStore):
         token = content_of_folder(array.store.root / array.path)
     else:
         token = opened.token if opened and isinstance(array, zarr.Array) else fingerprint(array)
+    content = content_of(name, token)
     # The graph has the blocks of an array in memory, or one task that opens any other array.
     lazy = da.from_array(
-        opened or array, chunks=tuple(chunks.values()), name=read_name(name, token, size),
+        opened or array, chunks=tuple(chunks.values()), name=f"read-{name}-{content}-{size}",
         meta=np.empty((0,) * array.ndim, array.dtype),
     )  # fmt: skip
-    return lazy.astype(array.dtype.newbyteorder("="), copy=False)
+    lazy = lazy.astype(array.dtype.newbyteorder("="), copy=False)
+    return variable_of(name, lazy, content)
 
 
 def _opened_by_tasks(array: zarr.Array[Any]) -> OpenedByTasks:

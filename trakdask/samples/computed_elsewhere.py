@@ -17,7 +17,7 @@ from trakdask.provenance import as_text
 from trakdask.samples.array_source import data_of, lazy_variables
 from trakdask.samples.coords import normalise_coord, normalise_coords, require_order
 from trakdask.samples.datasets import source_of
-from trakdask.samples.sources import Chunks, block_size, joined_rows
+from trakdask.samples.sources import Chunks, block_size, joined_rows, variable_of
 from trakdask.variables import (
     CHECKPOINT,
     PROJ_DIM,
@@ -146,16 +146,20 @@ def _labelled(name: str, array: Any, size: int) -> xr.DataArray:
         require_order(name, array.index)
     if isinstance(array, xr.DataArray):
         labelled = array.transpose(*(dim for dim in dims if dim in array.dims))
-        labelled = labelled.copy(data=_lazy(name, data_of(labelled), size))
+        lazy = _lazy(name, data_of(labelled), size)
+        labelled = labelled.copy(data=lazy.data)
     else:
-        data = _lazy(name, array, size)
-        labelled = xr.DataArray(data, dims=dims[: max(data.ndim, len(dims) - 1)])
+        lazy = _lazy(name, array, size)
+        labelled = xr.DataArray(lazy.data, dims=dims[: max(lazy.ndim, len(dims) - 1)])
+    labelled.attrs.update(lazy.attrs)
     return labelled if CHECKPOINT in labelled.dims else labelled.expand_dims(CHECKPOINT, axis=-1)
 
 
-def _lazy(name: str, array: Any, size: int) -> da.Array:
+def _lazy(name: str, array: Any, size: int) -> xr.Variable:
     # Here and not there, because blocks of other sizes would be made of all checkpoints first.
-    return array if isinstance(array, da.Array) else lazy_variables({name: array}, size)[name]
+    if isinstance(array, da.Array):
+        return variable_of(name, array)
+    return lazy_variables({name: array}, size)[name]
 
 
 def _in_blocks(array: xr.DataArray, size: int) -> xr.DataArray:

@@ -28,6 +28,7 @@ from trakdask.samples.sources import (
     unpacked,
 )
 from trakdask.samples.tables import Columns, Files, HuggingFace, Table
+from trakdask.variables import SAMPLE
 
 __all__ = ["from_dataframe"]
 
@@ -179,7 +180,7 @@ def _whole_columns(table: Files | HuggingFace, columns: list[str]) -> pd.DataFra
 
 def _from_dask(
     frame: Any, columns: Columns, metadata: list[str], size: int
-) -> tuple[dict[str, da.Array], pd.DataFrame]:
+) -> tuple[dict[str, xr.Variable], pd.DataFrame]:
     # Delayed objects, because dask may fuse partitions of a DataFrame differently for each column.
     parts = frame[columns.names].to_delayed()
     heads = [(part.shape[0], part.head(1)) for part in parts]
@@ -205,7 +206,8 @@ def _from_dask(
         if length
     ]
     whole = da.concatenate(blocks)
-    lazy = lazy_variables(unpacked(whole, fields, whole.name, 0), size)
+    read = unpacked(whole, fields, whole.name, 0)
+    lazy = {name: variable.chunk({SAMPLE: size}) for name, variable in read.items()}
     return lazy, pd.concat(loaded) if metadata else pd.DataFrame()
 
 

@@ -6,26 +6,22 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import dask.array as da
 import numpy as np
 import xarray as xr
 
 from trakdask.samples.coords import CoordsLike, check_name, normalise_coords
 from trakdask.samples.fingerprints import fingerprint
-from trakdask.samples.sources import Chunks, content_of, require_samples
+from trakdask.samples.sources import Chunks, identity_of, require_samples
 from trakdask.variables import SAMPLE
 
 _SOURCE = re.compile(r"samples-[0-9a-f]{64}")
 
 
-def assemble(arrays: Mapping[str, da.Array], coords: CoordsLike, chunks: Chunks) -> xr.Dataset:
-    """Create a Dataset from lazy arrays with equal chunks along samples, and from coords."""
-    variables = {
-        name: xr.Variable((SAMPLE, *(f"{name}_dim_{axis}" for axis in range(1, array.ndim))), array)
-        for name, array in arrays.items()
-    }
-    attrs = {"chunks": chunks} if chunks == "auto" else {}
-    return dataset_of(variables, coords, attrs)
+def assemble(
+    variables: Mapping[str, xr.Variable], coords: CoordsLike, chunks: Chunks
+) -> xr.Dataset:
+    """Create a Dataset from lazy variables with equal chunks along samples, and from coords."""
+    return dataset_of(variables, coords, {"chunks": chunks} if chunks == "auto" else {})
 
 
 def dataset_of(
@@ -92,7 +88,8 @@ def source_of(ds: xr.Dataset, inputs: Collection[str] | None = None) -> str:
         if coord.dtype.kind in "biuf" and (inputs is None or name in inputs)
     )
     names = sorted(
-        (str(name), str(array.dtype), array.shape, content_of(array.data.name))
-        for name, array in ds.data_vars.items()
+        (str(name), str(array.dtype), array.shape, identity_of(array))
+        for name, array in ds.variables.items()
+        if name in ds.data_vars
     )
     return f"samples-{fingerprint(repr((names, coords)))}"

@@ -6,18 +6,19 @@ one task of the graph, and identified by its pickled content.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol
 
 import dask
 import dask.array as da
 import numpy as np
+import xarray as xr
 
 from trakdask.arrays.blocks import take
 from trakdask.checks import require_integer
 from trakdask.execution import n_slots
 from trakdask.samples.fingerprints import fingerprint
+from trakdask.variables import SAMPLE
 
 Array = np.ndarray[Any, Any]
 
@@ -26,8 +27,6 @@ ROWS = 512
 """Samples of a block until features are made of them."""
 _FEATURE_BYTES, _INPUT_BYTES = 2**24, 2**26
 _LEAST_BLOCKS, _BLOCKS_PER_TASK = 64, 4
-
-_READ_NAME = re.compile(r"read-.+-([0-9a-f]{64})-\d+", re.DOTALL)
 
 
 class Source(Protocol):
@@ -134,8 +133,8 @@ def read(source: Source, start: int, stop: int, names: Collection[str] = ()) -> 
     return block
 
 
-def lazy_fields(source: Source, chunks: Chunks) -> dict[str, da.Array]:
-    """Build the lazy arrays of a source: one read per block serves all variables."""
+def lazy_fields(source: Source, chunks: Chunks) -> dict[str, xr.Variable]:
+    """Build the lazy variables of a source: one read per block serves all variables."""
     size, n = block_size(chunks), len(source)
     token = fingerprint(source)
     # One object per block, but with the chunks of the samples, so that blockwise can match them.
@@ -154,42 +153,50 @@ def _read_block(source: Source, n: int, size: int, block_id: tuple[int]) -> dict
 
 def unpacked(
     blocks: da.Array, fields: Mapping[str, Array], token: str, size: int
-) -> dict[str, da.Array]:
-    """Return the lazy arrays of blocks that are mappings from variables to arrays."""
-    arrays = {}
+) -> dict[str, xr.Variable]:
+    """Return the lazy variables of blocks that are mappings from variables to arrays."""
+    variables = {}
     for name, field in fields.items():
         axes = tuple(range(field.ndim))
-        arrays[name] = da.blockwise(
+        content = content_of(name, token)
+        array = da.blockwise(
             take, axes, blocks, axes[:1], name, None,
             new_axes=dict(zip(axes[1:], field.shape[1:], strict=True)), dtype=field.dtype,
             meta=np.empty((0,) * field.ndim, field.dtype),
-            name=read_name(name, token, size),
+            name=f"read-{name}-{content}-{size}",
         )  # fmt: skip
-    return arrays
+        variables[name] = variable_of(name, array, content)
+    return variables
 
 
-def read_name(name: str, token: str, size: int) -> str:
-    """Return Dask's name of a variable: equal content has equal names, except for the size."""
-    # The hash includes the variable's name, because all variables of a source share its token.
-    content = fingerprint(f"{name} {token}")
-    return f"read-{name}-{content}-{size}"
+def content_of(name: str, token: str) -> str:
+    """Return the hash of a variable; all variables of a source share its token."""
+    return fingerprint(f"{name} {token}")
 
 
-def renamed(name: str, array: da.Array, token: str) -> da.Array:
-    """Return an array that is known by its content."""
-    known = da.map_blocks(_same, array, name=read_name(name, token, 0), meta=array._meta)
-    return cast(da.Array, known)
+def variable_of(name: str, array: da.Array, content: str | None = None) -> xr.Variable:
+    """Return a lazy variable (sample, ...), which says the hash of its content if that is known.
+
+    Dask's name of the array stands beside the hash: attributes survive ``isel``, and the hash is
+    not that of the rows which are left.
+    """
+    dims = (SAMPLE, *(f"{name}_dim_{axis}" for axis in range(1, array.ndim)))
+    return xr.Variable(dims, array, {} if content is None else {"content": [array.name, content]})
+
+
+def known_by(token: str, name: str, array: da.Array) -> xr.Variable:
+    """Return a variable of another array, so that it, and what is selected from it, are known."""
+    content = content_of(name, token)
+    named = da.map_blocks(_same, array, name=f"read-{name}-{content}-0", meta=array._meta)
+    return variable_of(name, named, content)
 
 
 def _same(block: Array) -> Array:
     return block
 
 
-def content_of(name: str) -> str:
-    """Return Dask's name of an array, without the chunk size if :func:`read_name` chose it.
-
-    Only this name follows the content: an attribute would survive ``isel``, and then identify rows
-    that are not there.
-    """
-    match = _READ_NAME.fullmatch(name)
-    return match[1] if match else name
+def identity_of(variable: xr.Variable) -> str:
+    """Return the hash of a variable's content, or Dask's name of its array if it is unknown."""
+    name: str = variable.data.name
+    known, content = variable.attrs.get("content", (None, ""))
+    return str(content) if known == name else name
