@@ -30,9 +30,9 @@ from trakdask.errors import StoreMismatchError, warn_once
 from trakdask.files import Folder
 from trakdask.storage.group import ERROR, SCALE, Group
 from trakdask.storage.reading import dropped_mask, from_half
-from trakdask.storage.records import (
+from trakdask.storage.unfinished import (
     missing_blocks,
-    small_values,
+    numbers_of,
     starts,
     stored_records,
     write_record,
@@ -64,9 +64,6 @@ _LONGEST, _ENOUGH_ROWS = 30, 16
 longer than 7 times the median of all; see ``2026-11-24-outliers.txt``."""
 
 _log = logging.getLogger(__name__)
-
-Tasks = tuple[da.Array, list[Key]]
-"""An array, and the keys of the blocks of it that are to be computed."""
 
 
 # ------------------------------------------------------------------------------------- writing
@@ -168,7 +165,7 @@ def save_blocks(
             execution.run(tasks, retries=retries, compute=functools.partial(_compute, **options))
 
 
-def _compute(tasks: Tasks, **options: Any) -> None:
+def _compute(tasks: tuple[da.Array, list[Key]], **options: Any) -> None:
     """Compute tasks for what they store; on a cluster each is forgotten as soon as it is done.
 
     Otherwise the scheduler would compute a stored block again if its worker dies later.
@@ -189,7 +186,7 @@ def _compute(tasks: Tasks, **options: Any) -> None:
 
 def _missing(
     before: Group, features: xr.Dataset, rows: range, position: int, index: int
-) -> Tasks | None:
+) -> tuple[da.Array, list[Key]] | None:
     """Return the tasks of the missing blocks of one of the checkpoints of some features."""
     todo = missing_blocks(before, rows, index, stored_records(before))
     if not todo:
@@ -323,14 +320,14 @@ def difference_of_block(before: Group, features: xr.Dataset, rows: range) -> str
 def _last_block(
     before: Group, features: xr.Dataset, rows: range
 ) -> tuple[range, int, dict[str, np.ndarray]] | None:
-    """Return the rows of the last block without failures, a checkpoint, and its small arrays."""
+    """Return the rows of the last block without failures, a checkpoint, and its numbers."""
     names, records = checkpoint_names(features), stored_records(before)
     columns = [i for i, name in enumerate(before.target().checkpoints) if name in names]
     bounds = [*starts(rows, before.block), rows.stop]
     for start, stop in reversed([*itertools.pairwise(bounds)]):
         for index in reversed(columns):
             if before.counts(start, index) or (start, index) in records:
-                values = small_values(before, range(start, stop), index, records)
+                values = numbers_of(before, range(start, stop), index, records)
                 if np.isfinite(values["out_to_loss"][_shown(before, range(start, stop))]).all():
                     return range(start, stop), index, values
     return None

@@ -28,7 +28,7 @@ from trakdask.storage.coords import joined_coords, portable_coords, require_name
 from trakdask.storage.group import ERROR, SCALE, STORE_ATTRS, Group
 from trakdask.storage.lock import lock
 from trakdask.storage.placement import AppendDim, blockwise, by_sets, place
-from trakdask.storage.records import lacking_sets, pack
+from trakdask.storage.unfinished import pack, unfinished_sets
 from trakdask.variables import (
     CHECKPOINT,
     FITTED,
@@ -106,18 +106,18 @@ def _write(
         save_fit(before.target(), features, retries)
         features = without_erased(before, with_trained_on(before, features), rows)
         save_blocks(before, features, rows, retries, progress=progress)
-        lacking = [source for source, _ in lacking_sets(before, group)]
-        if not lacking:
+        unfinished = [source for source, _ in unfinished_sets(before, group)]
+        if not unfinished:
             sizes = [(g.n_samples, g.checkpoints) for g in (before, group)]
             if group.attrs.pop("lacking", None) or sizes[0] != sizes[1]:
                 pack(before, group)
-            group.write_small(coords)
+            group.write_variables(coords)
             derive(before, group)
             if (group.arrays, group.attrs) != (before.arrays, before.attrs):
                 require_held()  # while this process slept, another one may have taken it for dead
                 group.commit()
                 group.sweep()
-        return lacking if "lacking" in group.attrs else []
+        return unfinished if "lacking" in group.attrs else []
 
 
 def kept_beside(folder: Folder) -> Folder:
