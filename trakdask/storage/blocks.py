@@ -63,44 +63,31 @@ _LONGEST, _ENOUGH_ROWS = 30, 16
 """Length of features in medians of their block, and its least rows. On 29 tasks no feature was
 longer than 7 times the median of all; see ``2026-11-24-outliers.txt``."""
 
+_NOTHING = {TRAINED_ON: True, ERROR: ""}
+"""Values that say nothing of a sample."""
+
 _log = logging.getLogger(__name__)
 
 
 # ------------------------------------------------------------------------------------- writing
 
 
-def with_errors(group: Group, features: xr.Dataset) -> xr.Dataset:
-    """Return features that say where samples failed if the store does, and let it if they do."""
-    if ERROR not in group.arrays and ERROR in features:
-        sizes = {SAMPLE: group.n_samples, CHECKPOINT: len(group.checkpoints)}
-        group.add(ERROR, sizes, np.dtypes.StringDType(), block=group.block)
-    if ERROR in features or ERROR not in group.arrays:
-        return features
-    none = da.full_like(features.out_to_loss.data, "", dtype=np.dtypes.StringDType())
-    return features.assign({ERROR: (VARIABLES[ERROR].dims, none)})
-
-
-def without_erased(before: Group, features: xr.Dataset, rows: range) -> xr.Dataset:
-    """Return features without values of the samples that a store has erased."""
-    if "erased" not in before.attrs:
-        return features
-    shown = xr.DataArray(_shown(before, rows), dims=SAMPLE)
-    nothing = {TRAINED_ON: True, ERROR: ""}
-    return features.assign(
-        {
-            name: features[name].where(shown, nothing.get(name, np.nan))
-            for name in before.features
-            if name in features
-        }
-    )
-
-
-def with_trained_on(group: Group, features: xr.Dataset) -> xr.Dataset:
-    """Return features that say what checkpoints were trained on, if the store does: on all."""
-    if TRAINED_ON in features or TRAINED_ON not in group.arrays:
-        return features
-    everything = da.ones_like(features.out_to_loss.data, dtype=bool)
-    return features.assign({TRAINED_ON: (VARIABLES[TRAINED_ON].dims, everything)})
+def as_stored(before: Group, features: xr.Dataset, rows: range) -> xr.Dataset:
+    """Return features with all that the store has of their rows, and nothing of erased samples."""
+    # 1. Features that say nothing of failures, or of training sets, had none, and were trained on.
+    for name, none in _NOTHING.items():
+        if name in before.arrays and name not in features:
+            dtype = before.array(name).dtype
+            data = da.full_like(features.out_to_loss.data, none, dtype=dtype)
+            features = features.assign({name: (VARIABLES[name].dims, data)})
+    # 2. Later calls must not bring back what was erased, whatever stands at these places.
+    if "erased" in before.attrs:
+        shown = xr.DataArray(_shown(before, rows), dims=SAMPLE)
+        names = [name for name in before.features if name in features]
+        features = features.assign(
+            {name: features[name].where(shown, _NOTHING.get(name, np.nan)) for name in names}
+        )
+    return features
 
 
 def save_fit(group: Group, features: xr.Dataset, retries: int) -> None:

@@ -56,8 +56,8 @@ def missing_blocks(
     ]
 
 
-def unfinished_sets(before: Group, group: Group) -> dict[tuple[str, range], list[str]]:
-    """Return the sets of samples that lack blocks of what a store is to have, and where they do.
+def unfinished_sets(before: Group, group: Group) -> dict[tuple[str, range], dict[str, int]]:
+    """Return the sets of samples that lack blocks of what a store is to have.
 
     Parameters
     ----------
@@ -66,30 +66,32 @@ def unfinished_sets(before: Group, group: Group) -> dict[tuple[str, range], list
 
     Returns
     -------
-    Source and rows of a set -> the checkpoints that it lacks blocks of.
+    Source and rows of a set -> checkpoint -> how many blocks of it are missing.
     """
-    records = stored_records(before)
-    unfinished = {
-        (source, rows): [
-            name
+    records, unfinished = stored_records(before), {}
+    for source, rows in group.rows_of_sources():
+        counts = {
+            name: len(missing_blocks(before, rows, index, records))
             for index, name in enumerate(group.checkpoints)
-            if missing_blocks(before, rows, index, records)
-        ]
-        for source, rows in group.rows_of_sources()
-    }
-    return {key: names for key, names in unfinished.items() if names}
+        }
+        if any(counts.values()):
+            unfinished[source, rows] = {name: n for name, n in counts.items() if n}
+    return unfinished
 
 
 def about_unfinished(before: Group) -> str:
     """Name the unfinished append, the samples that it lacks, and how to finish it."""
     target = before.target()
     dim = SAMPLE if target.n_samples > before.n_samples else CHECKPOINT
+    unfinished = unfinished_sets(before, target)
+    n_blocks = sum(sum(counts.values()) for counts in unfinished.values())
     sets = [
-        f"{rows.start}:{rows.stop} ({source:.24}) at {names}"
-        for (source, rows), names in unfinished_sets(before, target).items()
+        f"{rows.start}:{rows.stop} ({source:.24}) at {[*counts]}"
+        for (source, rows), counts in unfinished.items()
     ]
     more = f" and those of {len(sets) - _MOST_SETS} more sets" if len(sets) > _MOST_SETS else ""
-    lacks = f", and lacks the samples {', '.join(sets[:_MOST_SETS])}{more}" if sets else ""
+    of_samples = f"{n_blocks} blocks of the samples {', '.join(sets[:_MOST_SETS])}{more}"
+    lacks = f", and lacks {of_samples}" if sets else ""
     whole = f" or of all {target.n_samples} samples in this order," if dim == CHECKPOINT else ""
     return (
         f"an append was not finished, to {target.n_samples} samples of the checkpoints "
