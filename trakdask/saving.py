@@ -27,7 +27,7 @@ from trakdask.storage.changes import changing, erase_dropped
 from trakdask.storage.group import DROPPED, Group
 from trakdask.storage.placement import AppendDim
 from trakdask.storage.reading import dropped_mask, open
-from trakdask.storage.records import about_unfinished
+from trakdask.storage.unfinished import about_unfinished
 from trakdask.storage.writing import write
 from trakdask.variables import (
     PROJ_DIM,
@@ -285,7 +285,7 @@ def drop(
             before, mask = copy.deepcopy(group), dropped_mask(group)
             mask[np.flatnonzero(~mask)[chosen]] = True
             if chosen.any():
-                group.write_small({DROPPED: xr.Variable(SAMPLE, mask)})
+                group.write_variables({DROPPED: xr.Variable(SAMPLE, mask)})
                 update_derived(before, group, estimator_of(before))
     if erase:  # once they do not count any more
         with changing(store, storage_options, "td.drop") as group:

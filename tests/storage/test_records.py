@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import trakdask as td
 from tests.storage.integers import counted
 from trakdask.files import Folder
-from trakdask.storage import records
+from trakdask.storage import unfinished
 from trakdask.storage.group import Group
 from trakdask.testing import simulate_features
 
@@ -30,8 +30,8 @@ SMALL = ("feature_norm", "output", "out_to_loss")
 @pytest.fixture
 def in_chunks_of_8(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small arrays have the rows of two blocks in a chunk."""
-    monkeypatch.setattr(records, "_BLOCKS", 2)
-    monkeypatch.setattr(records, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(unfinished, "_BLOCKS", 2)
+    monkeypatch.setattr(unfinished, "_LEAST_ROWS", 1)
 
 
 def save(features: xr.Dataset, store: Path, **options: Any) -> xr.Dataset:

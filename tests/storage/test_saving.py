@@ -69,7 +69,7 @@ def test_save__resumes_and_computes_only_what_is_missing(tmp_path: Path) -> None
     with pytest.raises(td.errors.IncompleteFeaturesError):
         td.open(tmp_path / "f.zarr")
     (row,) = td.verify(tmp_path / "f.zarr").query("found.str.contains('not finished')").found
-    assert "lacks the samples 0:40" in row
+    assert "lacks 4 blocks of the samples 0:40" in row
     whole, second = counted(FEATURES)
     opened = save(whole, tmp_path / "f.zarr")
     assert len(second) == 4 + 1  # and one to compare

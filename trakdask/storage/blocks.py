@@ -30,9 +30,9 @@ from trakdask.errors import StoreMismatchError, warn_once
 from trakdask.files import Folder
 from trakdask.storage.group import ERROR, SCALE, Group
 from trakdask.storage.reading import dropped_mask, from_half
-from trakdask.storage.records import (
+from trakdask.storage.unfinished import (
     missing_blocks,
-    small_values,
+    numbers_of,
     starts,
     stored_records,
     write_record,
@@ -63,47 +63,31 @@ _LONGEST, _ENOUGH_ROWS = 30, 16
 """Length of features in medians of their block, and its least rows. On 29 tasks no feature was
 longer than 7 times the median of all; see ``2026-11-24-outliers.txt``."""
 
-_log = logging.getLogger(__name__)
+_NOTHING = {TRAINED_ON: True, ERROR: ""}
+"""Values that say nothing of a sample."""
 
-Tasks = tuple[da.Array, list[Key]]
-"""An array, and the keys of the blocks of it that are to be computed."""
+_log = logging.getLogger(__name__)
 
 
 # ------------------------------------------------------------------------------------- writing
 
 
-def with_errors(group: Group, features: xr.Dataset) -> xr.Dataset:
-    """Return features that say where samples failed if the store does, and let it if they do."""
-    if ERROR not in group.arrays and ERROR in features:
-        sizes = {SAMPLE: group.n_samples, CHECKPOINT: len(group.checkpoints)}
-        group.add(ERROR, sizes, np.dtypes.StringDType(), block=group.block)
-    if ERROR in features or ERROR not in group.arrays:
-        return features
-    none = da.full_like(features.out_to_loss.data, "", dtype=np.dtypes.StringDType())
-    return features.assign({ERROR: (VARIABLES[ERROR].dims, none)})
-
-
-def without_erased(before: Group, features: xr.Dataset, rows: range) -> xr.Dataset:
-    """Return features without values of the samples that a store has erased."""
-    if "erased" not in before.attrs:
-        return features
-    shown = xr.DataArray(_shown(before, rows), dims=SAMPLE)
-    nothing = {TRAINED_ON: True, ERROR: ""}
-    return features.assign(
-        {
-            name: features[name].where(shown, nothing.get(name, np.nan))
-            for name in before.features
-            if name in features
-        }
-    )
-
-
-def with_trained_on(group: Group, features: xr.Dataset) -> xr.Dataset:
-    """Return features that say what checkpoints were trained on, if the store does: on all."""
-    if TRAINED_ON in features or TRAINED_ON not in group.arrays:
-        return features
-    everything = da.ones_like(features.out_to_loss.data, dtype=bool)
-    return features.assign({TRAINED_ON: (VARIABLES[TRAINED_ON].dims, everything)})
+def as_stored(before: Group, features: xr.Dataset, rows: range) -> xr.Dataset:
+    """Return features with all that the store has of their rows, and nothing of erased samples."""
+    # 1. Features that say nothing of failures, or of training sets, had none, and were trained on.
+    for name, none in _NOTHING.items():
+        if name in before.arrays and name not in features:
+            dtype = before.array(name).dtype
+            data = da.full_like(features.out_to_loss.data, none, dtype=dtype)
+            features = features.assign({name: (VARIABLES[name].dims, data)})
+    # 2. Later calls must not bring back what was erased, whatever stands at these places.
+    if "erased" in before.attrs:
+        shown = xr.DataArray(_shown(before, rows), dims=SAMPLE)
+        names = [name for name in before.features if name in features]
+        features = features.assign(
+            {name: features[name].where(shown, _NOTHING.get(name, np.nan)) for name in names}
+        )
+    return features
 
 
 def save_fit(group: Group, features: xr.Dataset, retries: int) -> None:
@@ -168,7 +152,7 @@ def save_blocks(
             execution.run(tasks, retries=retries, compute=functools.partial(_compute, **options))
 
 
-def _compute(tasks: Tasks, **options: Any) -> None:
+def _compute(tasks: tuple[da.Array, list[Key]], **options: Any) -> None:
     """Compute tasks for what they store; on a cluster each is forgotten as soon as it is done.
 
     Otherwise the scheduler would compute a stored block again if its worker dies later.
@@ -189,7 +173,7 @@ def _compute(tasks: Tasks, **options: Any) -> None:
 
 def _missing(
     before: Group, features: xr.Dataset, rows: range, position: int, index: int
-) -> Tasks | None:
+) -> tuple[da.Array, list[Key]] | None:
     """Return the tasks of the missing blocks of one of the checkpoints of some features."""
     todo = missing_blocks(before, rows, index, stored_records(before))
     if not todo:
@@ -323,14 +307,14 @@ def difference_of_block(before: Group, features: xr.Dataset, rows: range) -> str
 def _last_block(
     before: Group, features: xr.Dataset, rows: range
 ) -> tuple[range, int, dict[str, np.ndarray]] | None:
-    """Return the rows of the last block without failures, a checkpoint, and its small arrays."""
+    """Return the rows of the last block without failures, a checkpoint, and its numbers."""
     names, records = checkpoint_names(features), stored_records(before)
     columns = [i for i, name in enumerate(before.target().checkpoints) if name in names]
     bounds = [*starts(rows, before.block), rows.stop]
     for start, stop in reversed([*itertools.pairwise(bounds)]):
         for index in reversed(columns):
             if before.counts(start, index) or (start, index) in records:
-                values = small_values(before, range(start, stop), index, records)
+                values = numbers_of(before, range(start, stop), index, records)
                 if np.isfinite(values["out_to_loss"][_shown(before, range(start, stop))]).all():
                     return range(start, stop), index, values
     return None

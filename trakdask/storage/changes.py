@@ -28,7 +28,7 @@ from trakdask.storage.coords import joined_exactly, require_names
 from trakdask.storage.group import DROPPED, ERROR, Group, chunks_of
 from trakdask.storage.lock import lock
 from trakdask.storage.reading import VERIFIED, dropped_mask, open, read_coords, without_dropped
-from trakdask.storage.records import about_unfinished, pack, packed_rows, path_of, stored_records
+from trakdask.storage.unfinished import about_unfinished, pack, packed_rows, path_of, stored_records
 from trakdask.variables import (
     CHECKPOINT,
     DERIVED,
@@ -43,8 +43,6 @@ _REPAIR = "td.verify(store, repair=True)"
 _REMEDY = f"{_REPAIR}, then td.save(features, store)"
 _READERS = 8
 """Chunks that are read at once, where the machine has the memory."""
-Fault = tuple[str, tuple[int, ...], str]
-"""An array, the numbers of a chunk of it, and the fault of that chunk."""
 
 
 @contextmanager
@@ -134,7 +132,7 @@ def assign_coords(
             )
         if TRAINED_ON in coords:
             _write_trained_on(group, coords[TRAINED_ON], dropped)
-        group.write_small(
+        group.write_variables(
             {name: _of_all(name, values, dropped, group, small) for name, values in small.items()}
         )
     return open(store, storage_options=storage_options)
@@ -222,7 +220,7 @@ def erase_dropped(group: Group) -> None:
     run(lambda: tasks, retries=0)
     pack(before, group, dropped)
     coords = read_coords(group, {*group.coords} - {CHECKPOINT, DROPPED})
-    group.write_small({n: _erased(c, dropped) for n, c in coords.items() if SAMPLE in c.dims})
+    group.write_variables({n: _erased(c, dropped) for n, c in coords.items() if SAMPLE in c.dims})
     group.attrs["erased"] = True  # so that no later call of save brings any of them back
 
 
@@ -302,7 +300,7 @@ def verify(
     return table
 
 
-def _table(group: Group, faults: list[Fault]) -> pd.DataFrame:
+def _table(group: Group, faults: list[tuple[str, tuple[int, ...], str]]) -> pd.DataFrame:
     rows = [
         (f"{name}/{group.chunk_key(name, index)}", what, *_about(group, name, index))
         for name, index, what in faults
@@ -312,7 +310,7 @@ def _table(group: Group, faults: list[Fault]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["path", "found", "block", "checkpoint", "remedy"])
 
 
-def _faults(group: Group, *, checksums: bool) -> Iterator[Fault]:
+def _faults(group: Group, *, checksums: bool) -> Iterator[tuple[str, tuple[int, ...], str]]:
     VERIFIED.clear()  # bytes may have changed without a new time
     for name in group.arrays:
         array, indices = group.array(name, read_only=True), [*group.chunk_indices(name)]
@@ -341,7 +339,7 @@ def _about(group: Group, name: str, index: tuple[int, ...]) -> tuple[int, int, s
     """Return block and checkpoint of a chunk, -1 for none, and how to restore it."""
     if name == "feature":
         return index[0], index[-1], _REMEDY
-    if name in (*group.small, *FITTED, *DERIVED):
+    if name in (*group.numbers, *FITTED, *DERIVED):
         return -1, index[-1], _REMEDY
     if name == DROPPED:
         return -1, -1, f"{_REPAIR}, which shows all samples, then td.drop(store, ...)"

@@ -36,9 +36,9 @@ RECORDS = "feature/records"
 """Inside of an array, because zarr warns of folders in a group that are no arrays."""
 DROPPED, ERROR, SCALE = "dropped", "error", "scale"
 STORE_ATTRS = ("arrays", "coordinates", "n_samples", "sources", "unfinished", "lacking", "erased")
-"""Attributes that describe the store, and not the features."""
-
-Metadata = dict[str, Any]
+"""Attributes that describe the store, and not the features. What a call of save adds is
+``unfinished`` until all of it counts; ``lacking`` are blocks that counted, and that repair removed.
+"""
 
 
 class _Files(FsspecStore):
@@ -63,8 +63,8 @@ class Group:
 
     folder: Folder
     attrs: dict[str, Any]
-    arrays: dict[str, Metadata]
-    before: Mapping[str, Metadata] = field(default_factory=dict)
+    arrays: dict[str, dict[str, Any]]
+    before: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """Metadata of the arrays that count so far."""
 
     @classmethod
@@ -78,7 +78,7 @@ class Group:
         ValueError
             If its metadata cannot be read, or another program has written it.
         """
-        metadata: Metadata = {}
+        metadata: dict[str, Any] = {}
         with suppress(FileNotFoundError, NotADirectoryError):
             metadata = folder.read_json(METADATA)
         attrs = metadata.get("attributes", {})
@@ -133,7 +133,7 @@ class Group:
         return [n for n, array in self.arrays.items() if dims_of(array) in _OF_FEATURES]
 
     @property
-    def small(self) -> list[str]:
+    def numbers(self) -> list[str]:
         """Names of these arrays but for the features themselves."""
         return [name for name in self.features if name != "feature"]
 
@@ -246,7 +246,7 @@ class Group:
         is_dotted = name in self.before and separator_of(self.before[name]) == "."
         return {"name": "default", "separator": "." if is_dotted == grows else "/"}
 
-    def write_small(self, variables: Mapping[str, xr.Variable]) -> None:
+    def write_variables(self, variables: Mapping[str, xr.Variable]) -> None:
         """Write arrays that are in memory, as xarray encodes them, beside the stored ones."""
         encoding = {
             name: {
@@ -323,26 +323,26 @@ class Group:
 _OF_FEATURES = ([SAMPLE, PROJ_DIM, CHECKPOINT], [SAMPLE, CHECKPOINT])
 
 
-def _metadata_in(files: Mapping[str, Buffer], name: str) -> Metadata:
+def _metadata_in(files: Mapping[str, Buffer], name: str) -> dict[str, Any]:
     return json.loads(files[f"{name}/{METADATA}"].to_bytes())
 
 
-def dims_of(metadata: Metadata) -> list[str]:
+def dims_of(metadata: dict[str, Any]) -> list[str]:
     """Return the dimensions of an array."""
     return list(metadata.get("dimension_names") or [])
 
 
-def chunks_of(metadata: Metadata) -> list[int]:
+def chunks_of(metadata: dict[str, Any]) -> list[int]:
     """Return the sizes of its chunks."""
     return list(metadata["chunk_grid"]["configuration"]["chunk_shape"])
 
 
-def separator_of(metadata: Metadata) -> str:
+def separator_of(metadata: dict[str, Any]) -> str:
     """Return the character between the numbers in the name of a chunk."""
     return str(metadata["chunk_key_encoding"]["configuration"]["separator"])
 
 
-def _layout(array: Metadata) -> Any:
+def _layout(array: dict[str, Any]) -> Any:
     return chunks_of(array), separator_of(array)
 
 

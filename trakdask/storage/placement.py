@@ -13,7 +13,7 @@ from trakdask.provenance import BY_CHECKPOINT, STORE_SPEC, require_same, spec
 from trakdask.storage.blocks import difference_of_block
 from trakdask.storage.coords import joined_coords
 from trakdask.storage.group import DROPPED, ERROR, SCALE, Group
-from trakdask.storage.records import about_unfinished
+from trakdask.storage.unfinished import about_unfinished
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, TRAINED_ON, checkpoint_names
 
 AppendDim = Literal["sample", "checkpoint"]

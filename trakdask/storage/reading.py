@@ -38,7 +38,7 @@ from trakdask.storage.group import (
     lost_chunk,
     zarr_store,
 )
-from trakdask.storage.records import about_unfinished
+from trakdask.storage.unfinished import about_unfinished
 from trakdask.variables import CHECKPOINT, DERIVED, SAMPLE, VARIABLES
 
 _CRC_BYTES = 4
@@ -263,8 +263,8 @@ def _named(folder: Folder, path: str) -> Iterator[None]:
 def lazy_array(group: Group, name: str) -> da.Array:
     """Return an array of numbers, lazy, in blocks; features as float32 or float64."""
     array = group.array(name, read_only=True)
-    # Chunks of small arrays have the rows of many blocks.
-    chunks = (group.block, 1) if name in group.small else array.chunks
+    # Chunks of numbers have the rows of many blocks.
+    chunks = (group.block, 1) if name in group.numbers else array.chunks
     sizes = da.core.normalize_chunks(chunks, array.shape)
     key = _name(group, name)
     read = functools.partial(read_chunk, array, group.folder, key)

@@ -16,18 +16,12 @@ from trakdask.checks import require_choice
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.files import Folder, naming
 from trakdask.provenance import BY_CHECKPOINT, REQUIRED_SPEC, as_values
-from trakdask.storage.blocks import (
-    save_blocks,
-    save_fit,
-    with_errors,
-    with_trained_on,
-    without_erased,
-)
+from trakdask.storage.blocks import as_stored, save_blocks, save_fit
 from trakdask.storage.coords import joined_coords, portable_coords, require_names
 from trakdask.storage.group import ERROR, SCALE, STORE_ATTRS, Group
 from trakdask.storage.lock import lock
 from trakdask.storage.placement import AppendDim, blockwise, by_sets, place
-from trakdask.storage.records import lacking_sets, pack
+from trakdask.storage.unfinished import pack, unfinished_sets
 from trakdask.variables import (
     CHECKPOINT,
     FITTED,
@@ -93,7 +87,10 @@ def _write(
     with naming(folder.url, remedy), lock(folder, "td.save") as require_held:
         before = _read(folder) or _new_group(folder, features, dtype)
         before.sweep_records()  # a killed writer may have left them
-        features, read = with_errors(before, features), before
+        if ERROR in features and ERROR not in before.arrays:
+            sizes = {SAMPLE: before.n_samples, CHECKPOINT: len(before.checkpoints)}
+            before.add(ERROR, sizes, np.dtypes.StringDType(), block=before.block)
+        read = before
         before, group, rows = place(read, features, append_dim, dtype)
         coords = joined_coords(before, group, features, rows)
         if before is not read:
@@ -103,20 +100,19 @@ def _write(
             group = before.target()
         folder.sweep()
         save_fit(before.target(), features, retries)
-        features = without_erased(before, with_trained_on(before, features), rows)
-        save_blocks(before, features, rows, retries, progress=progress)
-        lacking = [source for source, _ in lacking_sets(before, group)]
-        if not lacking:
-            sizes = [(g.n_samples, g.checkpoints) for g in (before, group)]
-            if group.attrs.pop("lacking", None) or sizes[0] != sizes[1]:
+        save_blocks(before, as_stored(before, features, rows), rows, retries, progress=progress)
+        unfinished = [source for source, _ in unfinished_sets(before, group)]
+        if not unfinished:
+            states = [(each.n_samples, each.checkpoints) for each in (before, group)]
+            if group.attrs.pop("lacking", None) or states[0] != states[1]:
                 pack(before, group)
-            group.write_small(coords)
+            group.write_variables(coords)
             derive(before, group)
             if (group.arrays, group.attrs) != (before.arrays, before.attrs):
                 require_held()  # while this process slept, another one may have taken it for dead
                 group.commit()
                 group.sweep()
-        return lacking if "lacking" in group.attrs else []
+        return unfinished if "lacking" in group.attrs else []
 
 
 def kept_beside(folder: Folder) -> Folder:

@@ -1,4 +1,4 @@
-"""Small arrays of a block, until they count: one record for its outputs, weights and norms.
+"""What is unfinished: blocks that do not count yet, each with a record of its other numbers.
 
 A task stores the features of its block and then the record, by which the block is known to be
 stored. If outputs, weights and norms had chunks of a block, three of four objects of a store would
@@ -28,10 +28,6 @@ are 0.05 objects for each block. But a task that needs one block has the chunk i
 _MOST_SETS = 3
 """Sets of samples that a message names."""
 
-Record = tuple[int, int]
-"""The first row of a block, or of the rows of a block that were saved together, and the number of a
-checkpoint."""
-
 
 def starts(rows: range, block: int) -> list[int]:
     """Return the first row of each record of consecutive rows, which may begin within a block.
@@ -42,7 +38,7 @@ def starts(rows: range, block: int) -> list[int]:
     return [rows.start, *range((rows.start // block + 1) * block, rows.stop, block)]
 
 
-def stored_records(before: Group) -> set[Record]:
+def stored_records(before: Group) -> set[tuple[int, int]]:
     """Return the records of blocks that do not count yet, from one listing."""
     names = (name.split(".") for name in (before.folder / RECORDS).names())
     records = {(int(start), int(index)) for start, index, _ in names}
@@ -50,7 +46,7 @@ def stored_records(before: Group) -> set[Record]:
 
 
 def missing_blocks(
-    before: Group, rows: range, index: int, records: Collection[Record]
+    before: Group, rows: range, index: int, records: Collection[tuple[int, int]]
 ) -> list[int]:
     """Return the first rows of the blocks of a set of samples that are missing at a checkpoint."""
     return [
@@ -60,8 +56,8 @@ def missing_blocks(
     ]
 
 
-def lacking_sets(before: Group, group: Group) -> dict[tuple[str, range], list[str]]:
-    """Return the sets of samples that lack blocks of what a store is to have, and where they do.
+def unfinished_sets(before: Group, group: Group) -> dict[tuple[str, range], dict[str, int]]:
+    """Return the sets of samples that lack blocks of what a store is to have.
 
     Parameters
     ----------
@@ -70,30 +66,32 @@ def lacking_sets(before: Group, group: Group) -> dict[tuple[str, range], list[st
 
     Returns
     -------
-    Source and rows of a set -> the checkpoints that it lacks blocks of.
+    Source and rows of a set -> checkpoint -> how many blocks of it are missing.
     """
-    records = stored_records(before)
-    lacking = {
-        (source, rows): [
-            name
+    records, unfinished = stored_records(before), {}
+    for source, rows in group.rows_of_sources():
+        counts = {
+            name: len(missing_blocks(before, rows, index, records))
             for index, name in enumerate(group.checkpoints)
-            if missing_blocks(before, rows, index, records)
-        ]
-        for source, rows in group.rows_of_sources()
-    }
-    return {key: names for key, names in lacking.items() if names}
+        }
+        if any(counts.values()):
+            unfinished[source, rows] = {name: n for name, n in counts.items() if n}
+    return unfinished
 
 
 def about_unfinished(before: Group) -> str:
     """Name the unfinished append, the samples that it lacks, and how to finish it."""
     target = before.target()
     dim = SAMPLE if target.n_samples > before.n_samples else CHECKPOINT
+    unfinished = unfinished_sets(before, target)
+    n_blocks = sum(sum(counts.values()) for counts in unfinished.values())
     sets = [
-        f"{rows.start}:{rows.stop} ({source:.24}) at {names}"
-        for (source, rows), names in lacking_sets(before, target).items()
+        f"{rows.start}:{rows.stop} ({source:.24}) at {[*counts]}"
+        for (source, rows), counts in unfinished.items()
     ]
     more = f" and those of {len(sets) - _MOST_SETS} more sets" if len(sets) > _MOST_SETS else ""
-    lacks = f", and lacks the samples {', '.join(sets[:_MOST_SETS])}{more}" if sets else ""
+    of_samples = f"{n_blocks} blocks of the samples {', '.join(sets[:_MOST_SETS])}{more}"
+    lacks = f", and lacks {of_samples}" if sets else ""
     whole = f" or of all {target.n_samples} samples in this order," if dim == CHECKPOINT else ""
     return (
         f"an append was not finished, to {target.n_samples} samples of the checkpoints "
@@ -102,8 +100,8 @@ def about_unfinished(before: Group) -> str:
     )
 
 
-def write_record(folder: Folder, record: Record, values: Mapping[str, np.ndarray]) -> None:
-    """Store the small arrays of a block, (rows,) each, in one piece and with checksums."""
+def write_record(folder: Folder, record: tuple[int, int], values: Mapping[str, np.ndarray]) -> None:
+    """Store the numbers of a block, (rows,) each, in one piece and with checksums."""
     content, values = io.BytesIO(), dict(values)
     if ERROR in values:  # numpy has no format for texts of any length
         values[ERROR] = np.array(values[ERROR].tolist(), "U")
@@ -111,8 +109,8 @@ def write_record(folder: Folder, record: Record, values: Mapping[str, np.ndarray
     folder.write(path_of(record), content.getvalue(), durable=False)
 
 
-def decoded(content: bytes, folder: Folder, record: Record) -> dict[str, np.ndarray]:
-    """Return the small arrays of a block; remove a damaged record, as after a power failure.
+def decoded(content: bytes, folder: Folder, record: tuple[int, int]) -> dict[str, np.ndarray]:
+    """Return the numbers of a block; remove a damaged record, as after a power failure.
 
     Raises
     ------
@@ -131,15 +129,15 @@ def decoded(content: bytes, folder: Folder, record: Record) -> dict[str, np.ndar
         ) from err
 
 
-def path_of(record: Record) -> str:
+def path_of(record: tuple[int, int]) -> str:
     """Return the path of a record in a store."""
     return f"{RECORDS}/{record[0]}.{record[1]}.npz"
 
 
-def small_values(
-    before: Group, rows: range, index: int, records: Collection[Record]
+def numbers_of(
+    before: Group, rows: range, index: int, records: Collection[tuple[int, int]]
 ) -> dict[str, np.ndarray]:
-    """Return the small arrays of rows at a checkpoint, from the store or from records; else NaN.
+    """Return the numbers of rows at a checkpoint, from the store or from records; else NaN.
 
     Parameters
     ----------
@@ -154,7 +152,7 @@ def small_values(
     """
     n_counts = before.n_samples if index < len(before.checkpoints) else 0
     counts, values = len(range(rows.start, min(rows.stop, n_counts))), {}
-    for name in before.small:
+    for name in before.numbers:
         array = before.array(name, read_only=True)
         values[name] = np.full(len(rows), array.fill_value, array.dtype)
         if counts:
@@ -172,7 +170,7 @@ def small_values(
 
 
 def pack(before: Group, group: Group, erased: np.ndarray | None = None) -> None:
-    """Write the small arrays in large chunks, beside those that count so far.
+    """Write the numbers in large chunks, beside those that count so far.
 
     Parameters
     ----------
@@ -185,21 +183,21 @@ def pack(before: Group, group: Group, erased: np.ndarray | None = None) -> None:
     """
     records, size = stored_records(before), packed_rows(group)
     sizes = {SAMPLE: group.n_samples, CHECKPOINT: len(group.checkpoints)}
-    for name in group.small:
+    for name in group.numbers:
         if before.n_samples and name in before.before and name != ERROR:
             before.require_chunks(name)  # else what was lost would be NaN for good
         group.add(name, sizes, before.array(name).dtype, block=size)
-    arrays = {name: group.array(name) for name in group.small}
+    arrays = {name: group.array(name) for name in group.numbers}
     firsts = range(0, sizes[SAMPLE], size)
     for index, start in itertools.product(range(sizes[CHECKPOINT]), firsts):
         rows = range(start, min(start + size, sizes[SAMPLE]))
-        for name, values in small_values(before, rows, index, records).items():
+        for name, values in numbers_of(before, rows, index, records).items():
             if erased is not None:
                 values[erased[rows.start : rows.stop]] = arrays[name].fill_value
             arrays[name][rows.start : rows.stop, index] = values
 
 
 def packed_rows(group: Group) -> int:
-    """Return how many rows of small arrays are in a chunk: the rows of whole blocks, or all."""
+    """Return how many rows of numbers are in a chunk: the rows of whole blocks, or all."""
     rows = min(max(_BLOCKS * group.block, _LEAST_ROWS), _MOST_ROWS)
     return min(group.n_samples, max(1, rows // group.block) * group.block)
