@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import dask.array as da
 import numpy as np
 import pandas as pd
 from _fits import ALL, arguments_of, print_gains
@@ -49,11 +48,11 @@ def package(row: Row) -> float:
     """Return what the package chooses."""
     if group_of(row["task"]) == "regression, language":
         return prior(row)
-    curve = da.from_array(np.array([(row["curve"], row["samples"])], damping.CURVE))
-    chosen = damping.choose(
-        curve, samples="rows", prior=prior(row), decades=0, n_samples=row["samples"], quiet=True
-    )
-    rho = float(chosen.compute()["relative"][0])
+    chosen = damping.chosen(
+        np.array(row["curve"]), row["samples"], samples="rows", otherwise="", prior=prior(row),
+        decades=0, n_samples=row["samples"], quiet=True,
+    )  # fmt: skip
+    rho = float(chosen["relative"][0])
     return prior(row) if np.isnan(rho) else rho
 
 
