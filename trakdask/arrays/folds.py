@@ -14,6 +14,7 @@ from trakdask.arrays.blocks import (
     SPLIT_EVERY,
     Block,
     Blocks,
+    Floats,
     blockwise,
     failed_rows,
     flat,
@@ -25,8 +26,6 @@ from trakdask.arrays.damping import CHOICE, CROSS_VALIDATION, GRID
 from trakdask.arrays.evaluation import Ranking, correlation, mean_without_nan
 from trakdask.arrays.graphs import read_in_task
 from trakdask.arrays.spectra import Spectrum
-
-Floats = npt.NDArray[np.float64]
 
 #: Candidates for ρ are this many decades around the start, with the ends.
 _NEAR = 1.01
