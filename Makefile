@@ -76,8 +76,9 @@ types: $(INSTALLED)
 	@$(PY) -m mypy
 
 imports: $(INSTALLED)
-	$(call heading,import layers: import-linter)
+	$(call heading,import layers: import-linter$(comma) and how far calls walk)
 	@$(VENV)/bin/lint-imports --no-logo
+	@$(PY) docs/walks.py --check
 
 wheel: $(INSTALLED)
 	$(call heading,wheel: build$(comma) install beside the environment$(comma) read every kernel file)

@@ -1,18 +1,19 @@
 """Print how far a call walks through the package: ``python docs/walks.py``.
 
 A walk is every call of a function of trakdask that one call of its public API makes, in this
-process and thread. An entry is such a call from a function of another module of trakdask. Functions
-without a name (comprehensions, lambdas) belong to what is around them, and a generator counts once.
-Arrays are small, and everything was called once before, so that neither imports nor what a process
-computes once are counted.
+process and thread. Its **stays** are the functions that the Dataset of features passes through: one
+of their arguments is or holds a Dataset, or their result does. Functions without a name
+(comprehensions, lambdas) belong to what is around them. Arrays are small, and everything was called
+once before, so that neither imports nor what a process computes once are counted.
+
+With the name of a walk, its stays are printed in their order. ``--check`` fails if a walk has more
+stays than its budget.
 """
 
 from __future__ import annotations
 
-import ast
+import dataclasses
 import functools
-import inspect
-import math
 import sys
 import tempfile
 from collections import Counter
@@ -25,47 +26,60 @@ from typing import Any
 import dask
 import numpy as np
 import torch
+import xarray as xr
 
 import trakdask as td
 
 PACKAGE = Path(td.__file__).parent
-SUBJECT = "estimators"
-_RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-_SHORT_MODULE = 15  # lines; shorter ones only name what a folder holds
+
+#: The most stays of a walk. The next feature has to take some away, or to say why it needs more.
+BUDGETS = {
+    "score, computed": 35,
+    "score, saved": 35,
+    "group_score": 36,
+    "credit": 48,
+    "save": 50,
+}
 
 
 @dataclass
 class Walk:
-    """The calls of functions of the package, counted while it is a profile function."""
+    """The functions of the package that are called while it is a profile function."""
 
     calls: Counter[str] = field(default_factory=Counter)
-    """By module."""
-    entries: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By the module that they come from, and the one that they lead to."""
-    functions: Counter[str] = field(default_factory=Counter)
-    _begun: dict[int, FrameType] = field(default_factory=dict)
+    modules: set[str] = field(default_factory=set)
+    stays: dict[str, None] = field(default_factory=dict)
+    """The functions that a Dataset passes through, in the order of their first calls."""
 
-    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        """Count a call; as ``sys.setprofile`` wants it."""
-        module = module_of(frame.f_code)
-        if event != "call" or module is None or frame.f_code.co_name.startswith("<"):
+    def __call__(self, frame: FrameType, event: str, result: Any) -> None:
+        """Count a call, or look at its result; as ``sys.setprofile`` wants it."""
+        code = frame.f_code
+        module = module_of(code)
+        if module is None or code.co_name.startswith("<") or event not in ("call", "return"):
             return
-        if frame.f_code.co_flags & _RESUMED:  # called again for each value that it yields
-            if id(frame) in self._begun:
-                return
-            self._begun[id(frame)] = frame  # alive, so that its id stays its own
-        self.calls[module] += 1
-        self.functions[f"{module}.{frame.f_code.co_qualname}"] += 1
-        caller = frame.f_back
-        while caller is not None and module_of(caller.f_code) is None:
-            caller = caller.f_back
-        if caller is not None and (before := module_of(caller.f_code)) not in (None, module):
-            self.entries[before or "", module] += 1
+        name = f"{module}.{code.co_qualname}"
+        passed: list[Any] = [result]
+        if event == "call":
+            self.calls[name] += 1
+            self.modules.add(module)
+            n = code.co_argcount + code.co_kwonlyargcount
+            passed = [frame.f_locals.get(argument) for argument in code.co_varnames[:n]]
+        if any(map(holds_dataset, passed)):
+            self.stays.setdefault(name)
 
-    def row(self) -> tuple[int, int, int, int]:
-        """Return the numbers of calls, modules, entries, and entries into estimators."""
-        into = sum(n for (_, to), n in self.entries.items() if to.endswith(SUBJECT))
-        return self.calls.total(), len(self.calls), self.entries.total(), into
+
+def holds_dataset(value: Any, depth: int = 2) -> bool:
+    """Return whether a value is a Dataset, or a tuple, list or dataclass that holds one."""
+    if isinstance(value, xr.Dataset):
+        return True
+    if not depth:
+        return False
+    if isinstance(value, tuple | list):
+        return any(holds_dataset(item, depth - 1) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [each.name for each in dataclasses.fields(value)]
+        return any(holds_dataset(getattr(value, name, None), depth - 1) for name in names)
+    return False
 
 
 @functools.cache
@@ -90,68 +104,47 @@ def walked(call: Callable[[], object]) -> Walk:
 
 def walks() -> Iterator[tuple[str, Walk]]:
     """Yield the name and the walk of each call that is followed."""
-    options = {"n_checkpoints": 2, "proj_dim": 4}
-    features = td.testing.simulate_features(n_samples=16, chunks=8, **options)
-    targets = td.testing.simulate_features(n_samples=4, seed=1, **options)
+    source = {"source": ("sample", ["web", "wiki"] * 8)}
+    features, targets, five = (
+        td.testing.simulate_features(n, 4, c, chunks=8, seed=seed)
+        for n, c, seed in ((16, 2, 0), (4, 2, 1), (16, 5, 0))
+    )
+    features, five = features.assign_coords(source), five.assign_coords(source)
+    few = five.isel(sample=slice(4)).drop_vars("source")
     samples = td.from_arrays({"image": np.ones((16, 4), "f4"), "label": np.zeros(16, int)})
     model = td.Model(torch.nn.Linear(4, 2), task="image_classification")
     with tempfile.TemporaryDirectory() as folder, dask.config.set(scheduler="synchronous"):
         saved = td.save(features, f"{folder}/once.zarr", progress=False)
-        for name, ds in (("computed", features), ("saved", saved)):
-            td.score(ds, targets)
-            yield f"score, {name}", walked(functools.partial(td.score, ds, targets))
-        steps: dict[str, Callable[[], object]] = {
+        calls: dict[str, Callable[[], object]] = {
+            "score, computed": lambda: td.score(features, targets),
+            "score, saved": lambda: td.score(saved, targets),
+            "group_score": lambda: td.group_score(saved, targets, by="source"),
+            "credit": lambda: td.credit(five, few, by="source"),
             "save": lambda: td.save(features, f"{folder}/f.zarr", progress=False),
             "save, resumed": lambda: td.save(features, f"{folder}/f.zarr", progress=False),
             "open": lambda: td.open(f"{folder}/f.zarr"),
             "featurize": lambda: td.featurize(samples, model),
         }
-        td.featurize(samples, model)
-        for name, step in steps.items():
-            yield name, walked(step)
-
-
-def bodies() -> list[int]:
-    """Return the lines of every function's body, without its docstring."""
-    trees = [ast.parse(path.read_text("utf-8")) for path in PACKAGE.rglob("*.py")]
-    functions = [
-        node
-        for tree in trees
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-    return sorted(map(_lines, functions))
-
-
-def _lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    body = function.body[ast.get_docstring(function) is not None :]
-    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
-
-
-def modules() -> list[Path]:
-    """Return the modules that hold more than names."""
-    paths = PACKAGE.rglob("*.py")
-    return [path for path in paths if len(path.read_text("utf-8").splitlines()) > _SHORT_MODULE]
+        for name, call in calls.items():
+            if name != "save":
+                call()
+            yield name, walked(call)
 
 
 def main() -> None:
-    """Print the table; with the name of a walk, its entries and functions, the most first."""
-    if len(sys.argv) > 1:
-        walk = dict(walks())[sys.argv[1]]
-        for (before, to), n in walk.entries.most_common():
-            print(f"{n:6} {before} -> {to}")
-        for name, n in walk.functions.most_common():
-            print(f"{n:6} {name}")
-        return
-    lines = bodies()
-    ninth = lines[math.ceil(0.9 * len(lines)) - 1]
-    print(f"modules over {_SHORT_MODULE} lines: {len(modules())}")
-    print(f"body of a function, lines: median {lines[len(lines) // 2]}, p90 {ninth}, ", end="")
-    print(f"max {lines[-1]}")
-    print(f"\n{'walk':18}{'calls':>8}{'modules':>9}{'entries':>9}  into {SUBJECT}")
-    for name, walk in walks():
-        calls, n, entries, into = walk.row()
-        print(f"{name:18}{calls:>8}{n:>9}{entries:>9}  {into:>{5 + len(SUBJECT)}}")
+    """Print the table, or the stays of one walk, or fail where a walk is over its budget."""
+    found = dict(walks())
+    for name in sys.argv[1:]:
+        if name in found:
+            print("\n".join(found[name].stays))
+            return
+    print(f"{'walk':18}{'calls':>8}{'functions':>11}{'modules':>9}{'stays':>7}  budget")
+    for name, walk in found.items():
+        sizes = f"{walk.calls.total():>8}{len(walk.calls):>11}{len(walk.modules):>9}"
+        print(f"{name:18}{sizes}{len(walk.stays):>7}  {BUDGETS.get(name, '')}")
+    over = [name for name, most in BUDGETS.items() if len(found[name].stays) > most]
+    if "--check" in sys.argv and over:
+        sys.exit(f"more stays than their budget: {', '.join(over)}; see python docs/walks.py NAME")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.arrays.decomposed_features import LABELS, data, decomposed, lazy
 from tests.waiting import wait_until
-from trakdask.arrays.damping import CURVE, GRID, choose, curve, held_out, left_out
+from trakdask.arrays.damping import GRID, choose, chosen, held_out, left_out
 from trakdask.arrays.gram import gram_and_sum
 from trakdask.arrays.spectra import eigenvectors, spectrum
 from trakdask.testing import raise_if_dask_computes
@@ -68,16 +68,15 @@ def oracle_choice(
     )
 
 
-def made(values: list[float] | np.ndarray, m: int = 100) -> da.Array:
-    return da.from_array(np.array([(values, m)], CURVE))
+OPTIONS = {"samples": "targets", "otherwise": "tr(K)/n"}
 
 
 def choice(
     values: Sequence[float], m: int = 1000, prior: float = 1.0, n: int = 1000, decades: float = 0.0
 ) -> float:
     """Return the ρ that a curve chooses, NaN if the totals do not follow the outputs."""
-    chosen = choose(made(values, m), samples="targets", prior=prior, decades=decades, n_samples=n)
-    return float(chosen.compute(scheduler="sync")["relative"][0])
+    options = {"prior": prior, "decades": decades, "n_samples": n, **OPTIONS}
+    return float(chosen(np.asarray(values), m, **options)["relative"][0])
 
 
 def rising(at_prior: float, peak: float, prior: float = 1.0) -> np.ndarray:
@@ -96,20 +95,20 @@ def test_left_out__dense_solves_without_each_row(weighted: bool) -> None:
     np.testing.assert_allclose(found, oracle_left_out(x, h, g.mean(1)), rtol=1e-9)
 
 
-def test_curve__pearson_of_means_over_checkpoints() -> None:
+def test_choose__pearson_of_means_over_checkpoints() -> None:
     rng = np.random.default_rng(0)
     totals, outputs = rng.standard_normal((30, len(GRID), 3)), rng.standard_normal((30, 3))
     totals[4, 3, 1] = outputs[9, 2] = np.nan
     with raise_if_dask_computes():
-        found = curve(
-            da.from_array(totals, chunks=(8, len(GRID), 1)), da.from_array(outputs, chunks=5)
-        )
+        found = choose(
+            da.from_array(totals, chunks=(8, len(GRID), 1)), da.from_array(outputs, chunks=5),
+            prior=1.0, decades=0.0, n_samples=1000, quiet=True, **OPTIONS,
+        )  # fmt: skip
     good = np.delete(np.arange(30), [4, 9])
     expected = [
         np.corrcoef(totals[good, i].mean(1), outputs[good].mean(1))[0, 1] for i in range(len(GRID))
     ]
     np.testing.assert_allclose(found["correlation"][0], expected, rtol=1e-12)
-    assert found["n_rows"].compute() == 28
 
 
 @given(
@@ -125,11 +124,12 @@ def test_choose__as_the_oracle(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         options = {"prior": prior, "n_samples": n, "decades": decades}
-        found = choose(made(values, m), samples="targets", **options)
-        found = found.compute(scheduler="sync")
+        found = chosen(np.array(values), m, **options, **OPTIONS)
     if max(values) * m**0.5 < 3:
         assert np.isnan(found["relative"])
+        assert found["rule"] == "tr(K)/n"
     else:
+        assert found["rule"] == "completeness, targets"
         assert found["relative"] == oracle_choice(values, **options)
         assert found["peak"] == max(values)
     np.testing.assert_array_equal(found["correlation"][0], values)
@@ -185,10 +185,11 @@ def test_choose__warns_at_the_end_of_the_grid() -> None:
 def test_choose__warns_the_client_of_a_worker(process_client: object) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        choose(
-            made(np.full(21, 0.2)), samples="targets", prior=1.0, decades=0.0, n_samples=1000
-        ).compute()
-        wait_until(lambda: any("0.20" in str(w.message) for w in caught), "the worker's warning")
+        totals = da.zeros((100, len(GRID), 1), chunks=-1)
+        choose(totals, totals[:, 0], prior=1.0, decades=0.0, n_samples=1000, **OPTIONS).compute()
+        wait_until(
+            lambda: any("all the same" in str(w.message) for w in caught), "the worker's warning"
+        )
 
 
 def test_totals__of_fewer_samples_than_dimensions() -> None:

@@ -18,7 +18,7 @@ from scipy import sparse
 
 import trakdask.arrays
 from tests.arrays.decomposed_features import data, decomposed, lazy
-from trakdask.arrays.damping import CHOICE, CURVE, GRID
+from trakdask.arrays.damping import GRID, made_choice
 from trakdask.arrays.jackknife import LEVELS
 from trakdask.arrays.score import estimate
 from trakdask.arrays.solve import cholesky
@@ -40,11 +40,6 @@ def positive_definite(seed: int) -> da.Array:
 def decomposition(seed: int) -> da.Array:
     x, h, g, _ = data()
     return decomposed(x + seed, h, g)
-
-
-def peaked(seed: int) -> da.Array:
-    values = 0.5 + seed / 10 - np.abs(np.arange(len(GRID)) - 8) / 50
-    return da.from_array(np.array([(values, 100)], CURVE))
 
 
 def half(seed: int) -> da.Array:
@@ -73,7 +68,6 @@ INPUTS: dict[str, Callable[[int], Any]] = {
         positive_definite(seed), da.from_array(np.array([0.5, 0.5]), chunks=1), LABELS
     ),
     "totals": lambda seed: random(seed, N, len(GRID), C),
-    "curve": peaked,
     "folds": lambda seed: random(seed, N, C),
     "others": lambda seed: [(), (random(0, N, 9).rechunk(7),)][seed],
     "members": lambda seed: sparse.csr_array((np.arange(3 * N).reshape(N, 3) + seed) % 2.0),
@@ -91,10 +85,11 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     "quantile": lambda seed: 2.0 + seed,
     "sums": lambda seed: lazy(np.random.default_rng(seed).random((C, P, C)), P),
     "choose.totals": lambda seed: random(seed, N, len(GRID), C).rechunk({2: -1}),
-    "choice": lambda seed: da.from_array(np.array([(seed, 0, 0, 0, 0, False)], CHOICE)),
+    "choice": lambda seed: da.from_array(made_choice("trace", relative=seed)),
     "start": lambda seed: da.from_array(np.array(1.0 + seed)),
     "differ": lambda seed: da.from_array(np.array(seed == 0)),
     "samples": lambda seed: ["rows", "targets"][seed],
+    "otherwise": lambda seed: ["trace", "given"][seed],
     "score": lambda seed: da.from_array(np.random.default_rng(seed).random((N, 9)), chunks=7),
     "masks": lambda seed: da.from_array(np.random.default_rng(seed).random((8, N)) < 0.5, chunks=7),
     "values": lambda seed: da.from_array(np.random.default_rng(seed).random((N, 9)), chunks=7),
@@ -116,7 +111,7 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     "prior": lambda seed: [1.0, 10**0.5][seed],
     "decades": lambda seed: [0.0, 1.0][seed],
     "n_samples": lambda seed: [N, 1000][seed],
-    "quiet": lambda seed: bool(seed),
+    "quiet": lambda seed: not seed,
     "n": lambda seed: N + seed,
     "labels": lambda seed: [LABELS, ["a", "c"]][seed],
     "factor": lambda seed: 0.03 + seed,

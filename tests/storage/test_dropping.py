@@ -12,8 +12,7 @@ import xarray as xr
 
 import trakdask as td
 from tests.storage.integers import NAMES, VALUES, A, B, assert_rows, features, gram, save
-from trakdask.attribution.gauss_newton import Trak
-from trakdask.attribution.grams import stored_matrix
+from trakdask.attribution.grams import stored
 from trakdask.storage import changes
 from trakdask.storage.group import Group
 from trakdask.variables import DERIVED
@@ -46,7 +45,7 @@ def store(tmp_path: Path) -> Path:
     save(features(A, NAMES[:2]), tmp_path / "f.zarr")
     opened = td.drop(tmp_path / "f.zarr", where=lambda ds: ds.number < 5)
     assert_rows(opened, LEFT, 2)
-    assert stored_matrix(opened, "gram", Trak()) is not None
+    assert stored(opened, "gram", {"gram_weights": "1"}) is not None
     shown = td.open(tmp_path / "f.zarr", dropped=True)
     np.testing.assert_array_equal(shown.feature, VALUES[:40, :, :2])
     np.testing.assert_array_equal(shown.dropped, np.arange(40) < 5)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from dask.base import tokenize
 
 Block: TypeAlias = npt.NDArray[Any]
+Floats: TypeAlias = npt.NDArray[np.float64]
 Chunks: TypeAlias = tuple[tuple[int, ...], ...]
 Key: TypeAlias = tuple[Any, ...]
 """Slices of a block, or positions along the only axis."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
+from typing import Any
 
 import dask.array as da
 import numpy as np
@@ -41,25 +42,38 @@ LARGER = 0.2
 HARDLY_FOLLOWED = 0.57
 FEW_SAMPLES = 500
 
-#: The name of held-out samples that choose λ.
+#: The name of held-out samples that choose λ, of the rule by outputs, and by left-out checkpoints.
 CALIBRATION = "calibration set"
+COMPLETENESS = "completeness"
+CROSS_VALIDATION = "cross-validation"
 
-#: The correlation for every ρ of the grid, and the number of rows that it is computed from.
-CURVE = np.dtype([("correlation", np.float64, GRID.shape), ("n_rows", np.int64)])
-#: How λ was chosen: ρ, NaN if not by outputs; the largest correlation; the one that the prior needs
-#: to be chosen; all correlations; and, by :func:`trakdask.arrays.folds.choose`, what checkpoints
-#: that were left out say of each ρ, and whether they changed it.
+#: How λ was chosen: by which rule, in the end; by the outputs of which samples, if any were asked;
+#: ρ, NaN if outputs did not choose; the largest correlation; the one that the prior needs to be
+#: chosen; all correlations; and what left-out checkpoints say of each ρ.
 CHOICE = np.dtype(
     [
+        ("rule", "U64"),
+        ("samples", "U32"),
         ("relative", np.float64),
         ("peak", np.float64),
         ("threshold", np.float64),
         ("correlation", np.float64, GRID.shape),
         ("grade", np.float64, GRID.shape),
-        ("by_folds", np.bool_),
     ]
 )
-NO_CHOICE = np.array([(np.nan, np.nan, np.nan, np.nan, np.nan, False)], CHOICE)
+
+
+def made_choice(rule: str, samples: str = "", **numbers: object) -> Block:
+    """Return how λ was chosen, (1,) of dtype :data:`CHOICE`; other numbers are NaN.
+
+    Examples
+    --------
+    >>> choice = made_choice("tr(K)/n", peak=0.2)
+    >>> choice["peak"].tolist(), choice["relative"].tolist()
+    ([0.2], [nan])
+    """
+    names = ("relative", "peak", "threshold", "correlation", "grade")
+    return np.array([(rule, samples, *(numbers.get(name, np.nan) for name in names))], CHOICE)
 
 
 def _inverse(spectrum: Spectrum) -> Inverse:
@@ -164,62 +178,29 @@ def spread_rows(sizes: tuple[int, ...], most: int) -> list[slice]:
     return [slice(int(starts[i]), int(starts[i]) + min(rows, sizes[i])) for i in chosen]
 
 
-def curve(totals: da.Array, outputs: da.Array) -> da.Array:
-    """Correlate totals with outputs for every ρ, both as means over checkpoints.
-
-    Parameters
-    ----------
-    totals
-        (row, ρ, checkpoint).
-    outputs
-        f, (row, checkpoint).
-
-    Returns
-    -------
-    (1,) of dtype :data:`CURVE`, lazy: Pearson's correlation over the finite rows (NaN where a side
-    does not vary), and the number of these rows.
-    """
-    aligned = outputs.rechunk((totals.chunks[0], 1), method="tasks")
-    return blockwise(
-        _curve, "k", totals, "sgc", aligned, "sc",
-        new_axes={"k": 1}, concatenate=True, name="completeness-curve", dtype=CURVE,
-    )  # fmt: skip
-
-
-def _curve(totals: Block, outputs: Block) -> Block:
-    total, output = totals.mean(axis=2), outputs.astype(np.float64).mean(axis=1)
-    finite = np.isfinite(output) & np.isfinite(total).all(axis=1)
-    return np.array([(_correlation(total[finite], output[finite]), finite.sum())], CURVE)
-
-
-def _correlation(x: Block, y: Block) -> Block:
-    """Return Pearson's correlation of every column of x with y, NaN where a side is constant."""
-    if len(y) < 2:
-        return np.full(x.shape[1], np.nan)
-    varies = (np.ptp(x, axis=0) > 0) & (np.ptp(y) > 0)
-    columns, values = (x - x.mean(axis=0)).T, y - y.mean()
-    # Rounding may put it beyond 1, where no point of a curve reaches the threshold.
-    clipped = np.clip(correlation(columns, values, np.ones(len(y))), -1, 1)
-    return np.where(varies, clipped, np.nan)
-
-
 def choose(
-    curve: da.Array,
+    totals: da.Array,
+    outputs: da.Array,
     *,
     samples: str,
+    otherwise: str,
     prior: float,
     decades: float,
     n_samples: int,
     quiet: bool = False,
 ) -> da.Array:
-    """Choose ρ by samples whose totals follow their outputs.
+    """Choose ρ by samples whose totals follow their outputs, both as means over checkpoints.
 
     Parameters
     ----------
-    curve
-        Result of :func:`curve`.
+    totals
+        (row, ρ, checkpoint), NaN for samples to leave out.
+    outputs
+        f, (row, checkpoint).
     samples
-        The name of the samples of the curve in warnings.
+        The name of these samples.
+    otherwise
+        The rule that chooses if the totals do not follow the outputs.
     prior
         The ρ of models that were trained to the end.
     decades
@@ -231,7 +212,8 @@ def choose(
 
     Returns
     -------
-    (1,) of dtype :data:`CHOICE`, lazy. ``relative`` is NaN if the totals do not follow the outputs.
+    (1,) of dtype :data:`CHOICE`, lazy, with Pearson's correlations over the finite rows (NaN where
+    a side does not vary). ``relative`` is NaN if the totals do not follow the outputs.
 
     Warns
     -----
@@ -245,36 +227,64 @@ def choose(
     the correlation at the prior by 0.6, or by 0.2 where the latter is below 0.57 or K is of fewer
     than 500 samples. Otherwise ρ is where it is largest within so many decades of the prior.
     """
+    aligned = outputs.rechunk((totals.chunks[0], 1), method="tasks")
     return blockwise(
-        _choose, "k", curve, "k", concatenate=True, name="completeness-choice", dtype=CHOICE,
-        samples=samples, prior=prior, decades=decades, n_samples=n_samples, quiet=quiet,
+        _choose, "k", totals, "sgc", aligned, "sc",
+        new_axes={"k": 1}, concatenate=True, name="completeness-choice", dtype=CHOICE,
+        samples=samples, otherwise=otherwise, prior=prior, decades=decades, n_samples=n_samples,
+        quiet=quiet,
     )  # fmt: skip
 
 
-def _choose(
-    curve: Block, *, samples: str, prior: float, decades: float, n_samples: int, quiet: bool
+def _choose(totals: Block, outputs: Block, **options: Any) -> Block:
+    total, output = totals.mean(axis=2), outputs.astype(np.float64).mean(axis=1)
+    finite = np.isfinite(output) & np.isfinite(total).all(axis=1)
+    return chosen(_correlation(total[finite], output[finite]), int(finite.sum()), **options)
+
+
+def _correlation(x: Block, y: Block) -> Block:
+    """Return Pearson's correlation of every column of x with y, NaN where a side is constant."""
+    if len(y) < 2:
+        return np.full(x.shape[1], np.nan)
+    varies = (np.ptp(x, axis=0) > 0) & (np.ptp(y) > 0)
+    columns, values = (x - x.mean(axis=0)).T, y - y.mean()
+    # Rounding may put it beyond 1, where no point of a curve reaches the threshold.
+    clipped = np.clip(correlation(columns, values, np.ones(len(y))), -1, 1)
+    return np.where(varies, clipped, np.nan)
+
+
+def chosen(
+    correlation: Block,
+    n_rows: int,
+    *,
+    samples: str,
+    otherwise: str,
+    prior: float,
+    decades: float,
+    n_samples: int,
+    quiet: bool = False,
 ) -> Block:
-    values, n_rows = curve["correlation"][0], curve["n_rows"][0]
-    peak = float(np.nanmax(values)) if np.isfinite(values).any() else np.nan
-    rho, threshold = np.nan, np.nan
+    """Return what :func:`choose` returns, from the correlation for every ρ, of so many rows."""
+    peak = float(np.nanmax(correlation)) if np.isfinite(correlation).any() else np.nan
+    numbers: dict[str, Any] = {"peak": peak, "correlation": correlation}
+    # 1. Totals that do not follow the outputs say nothing: λ is then as by the trace.
+    rho, rule = np.nan, otherwise
     if peak * math.sqrt(n_rows) >= FOLLOWED:
-        rho, threshold = _chosen(values, prior, decades, n_samples)
+        # 2. The largest correlation from the prior on, if it is clearly larger than at the prior.
+        distance = np.abs(np.log10(GRID / prior))
+        at, near = int(distance.argmin()), np.flatnonzero(distance < decades + _STEP / 2)
+        larger = correlation[at:]
+        is_easy = larger[0] < HARDLY_FOLLOWED or n_samples < FEW_SAMPLES
+        with np.errstate(divide="ignore"):  # of a correlation of exactly 1
+            z = np.arctanh(np.nanmax(larger)) - (LARGER if is_easy else CLEARLY_LARGER)
+        # 3. Otherwise the largest one near the prior.
+        is_clear = larger[0] < np.tanh(z)
+        best = at + np.nanargmax(larger) if is_clear else near[np.nanargmax(correlation[near])]
+        rho, rule = float(prior if best == at else GRID[best]), f"{COMPLETENESS}, {samples}"
+        numbers |= {"relative": rho, "threshold": float(np.tanh(z))}
     if not quiet:
         warn_of_choice(rho, peak, samples)
-    return np.array([(rho, peak, threshold, values, np.nan, False)], CHOICE)
-
-
-def _chosen(values: Block, prior: float, decades: float, n_samples: int) -> tuple[float, float]:
-    """Return ρ, and the correlation that the prior needs to be nearly chosen."""
-    distance = np.abs(np.log10(GRID / prior))
-    at, near = int(distance.argmin()), np.flatnonzero(distance < decades + _STEP / 2)
-    larger = values[at:]
-    is_easy = larger[0] < HARDLY_FOLLOWED or n_samples < FEW_SAMPLES
-    with np.errstate(divide="ignore"):  # of a correlation of exactly 1
-        z = np.arctanh(np.nanmax(larger)) - (LARGER if is_easy else CLEARLY_LARGER)
-    is_clear = larger[0] < np.tanh(z)
-    best = at + np.nanargmax(larger) if is_clear else near[np.nanargmax(values[near])]
-    return float(prior if best == at else GRID[best]), float(np.tanh(z))
+    return made_choice(rule, samples, **numbers)
 
 
 def warn_of_choice(rho: float, peak: float, samples: str) -> None:

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-Floats = NDArray[np.float64]
-
+from trakdask.arrays.blocks import Floats
 
 # ------------------------------------------------------------ rank correlations of many targets
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.linalg import blas, lapack
 
-Matrix = npt.NDArray[np.float64]
+from trakdask.arrays.blocks import Floats
 
 #: Smaller eigenvalues, as a share of the largest, are rounding of the float32 products in K; and
 #: eigenvectors that are computed from a factor of K are orthogonal to this precision at least.
@@ -22,7 +22,7 @@ _LEAST = float(np.sqrt(np.finfo(np.float64).eps))
 _BLOCK = 128
 
 
-def decompose(matrix: Matrix, n_component: int) -> tuple[Matrix, Matrix]:
+def decompose(matrix: Floats, n_component: int) -> tuple[Floats, Floats]:
     """Return eigenvalues, ascending, at least 0, and eigenvectors of a gram matrix.
 
     Parameters
@@ -66,7 +66,7 @@ def decompose(matrix: Matrix, n_component: int) -> tuple[Matrix, Matrix]:
     return values, vectors
 
 
-def _pivoted_factor(matrix: Matrix, rank: int) -> tuple[Matrix, npt.NDArray[np.intp]]:
+def _pivoted_factor(matrix: Floats, rank: int) -> tuple[Floats, npt.NDArray[np.intp]]:
     """Return L (p, rank) and pivots with K[pivots][:, pivots] = L Lᵀ.
 
     Columns beyond K's own rank are 0.
@@ -78,7 +78,7 @@ def _pivoted_factor(matrix: Matrix, rank: int) -> tuple[Matrix, npt.NDArray[np.i
     return lower, pivots - 1
 
 
-def cholesky_in_place(a: Matrix) -> bool:
+def cholesky_in_place(a: Floats) -> bool:
     """Replace a symmetric matrix by its lower Cholesky factor.
 
     Parameters
@@ -118,7 +118,7 @@ def cholesky_in_place(a: Matrix) -> bool:
     return True
 
 
-def solve_in_place(lower: Matrix, rows: Matrix) -> None:
+def solve_in_place(lower: Floats, rows: Floats) -> None:
     """Replace every row r by (L Lᵀ)⁻¹ r.
 
     Parameters
@@ -148,7 +148,7 @@ def solve_in_place(lower: Matrix, rows: Matrix) -> None:
 
 
 def _solve_panel(
-    lower: Matrix, rows: Matrix, start: int, solved: slice, *, transposed: bool
+    lower: Floats, rows: Floats, start: int, solved: slice, *, transposed: bool
 ) -> None:
     """Solve one block of columns of ``rows``, given the columns that are already solved."""
     block = slice(start, start + _BLOCK)

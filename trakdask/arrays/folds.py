@@ -14,6 +14,7 @@ from trakdask.arrays.blocks import (
     SPLIT_EVERY,
     Block,
     Blocks,
+    Floats,
     blockwise,
     failed_rows,
     flat,
@@ -21,12 +22,10 @@ from trakdask.arrays.blocks import (
     product_dtype,
     tree_sum,
 )
-from trakdask.arrays.damping import CHOICE, GRID
+from trakdask.arrays.damping import CHOICE, CROSS_VALIDATION, GRID
 from trakdask.arrays.evaluation import Ranking, correlation, mean_without_nan
 from trakdask.arrays.graphs import read_in_task
 from trakdask.arrays.spectra import Spectrum
-
-Floats = npt.NDArray[np.float64]
 
 #: Candidates for ρ are this many decades around the start, with the ends.
 _NEAR = 1.01
@@ -218,7 +217,7 @@ def choose(
     Returns
     -------
     ``choice`` with the ``grade`` of every ρ. If another ρ is clearly better, it is ``relative``,
-    and ``by_folds`` is true. Checkpoints that do not differ leave ``choice`` as it is.
+    and its ``rule`` is cross-validation. Checkpoints that do not differ leave ``choice`` as it is.
 
     Notes
     -----
@@ -246,7 +245,7 @@ def _choose(totals: Block, outputs: Block, choice: Block, start: Block, differ: 
     at, near = int(distance.argmin()), np.flatnonzero(distance < _NEAR)
     best = int(near[np.argmax(grade[near])])
     if grade[best] - grade[at] > jackknife_error(without[:, best] - without[:, at]):
-        chosen["relative"], chosen["by_folds"] = GRID[best], True
+        chosen["relative"], chosen["rule"] = GRID[best], CROSS_VALIDATION
     return chosen
 
 

@@ -8,8 +8,16 @@ from typing import NamedTuple
 import dask.array as da
 import numpy as np
 
-from trakdask.arrays.blocks import Block, Blocks, blockwise, coarse_groups, flat, product_dtype
-from trakdask.arrays.factorization import Matrix, cholesky_in_place, solve_in_place
+from trakdask.arrays.blocks import (
+    Block,
+    Blocks,
+    Floats,
+    blockwise,
+    coarse_groups,
+    flat,
+    product_dtype,
+)
+from trakdask.arrays.factorization import cholesky_in_place, solve_in_place
 from trakdask.arrays.graphs import Labels, read_in_task
 from trakdask.arrays.spectra import Inverse, not_definite, require_finite
 
@@ -17,15 +25,15 @@ from trakdask.arrays.spectra import Inverse, not_definite, require_finite
 class Factor(NamedTuple):
     """(K + λI)⁻¹ of one checkpoint, by the lower Cholesky factor of K + λI."""
 
-    lower: Matrix
+    lower: Floats
 
-    def solve(self, rows: Block) -> Matrix:
+    def solve(self, rows: Block) -> Floats:
         """Return (K + λI)⁻¹ of each row."""
         solved = rows.astype(np.float64, order="C", copy=True)
         solve_in_place(self.lower, solved)
         return solved
 
-    def forms(self, rows: Block) -> Matrix:
+    def forms(self, rows: Block) -> Floats:
         """Return φᵀ (K + λI)⁻¹ φ of each row, (row, 1)."""
         return np.asarray(np.einsum("sp,sp->s", rows, self.solve(rows)))[:, None]
 

@@ -13,8 +13,8 @@ import dask.array as da
 import numpy as np
 import numpy.typing as npt
 
-from trakdask.arrays.blocks import Block, Blocks, blockwise, flat
-from trakdask.arrays.factorization import Matrix, decompose
+from trakdask.arrays.blocks import Block, Blocks, Floats, blockwise, flat
+from trakdask.arrays.factorization import decompose
 from trakdask.arrays.graphs import Labels
 
 #: SciPy holds Python's lock while it factorizes; a worker can do without it for a second or two.
@@ -32,18 +32,18 @@ class Inverse(NamedTuple):
     nothing is orthogonal to it, and λ may be 0: ``along`` is 1/(s + λ), and ``rest`` is 0.
     """
 
-    along: Matrix
-    rest: Matrix
-    vectors: Matrix
+    along: Floats
+    rest: Floats
+    vectors: Floats
 
-    def solve(self, rows: npt.NDArray[Any]) -> Matrix:
+    def solve(self, rows: npt.NDArray[Any]) -> Floats:
         """Return (K + λI)⁻¹ of each row, for the first λ. A row that is NaN stays so, alone."""
         with np.errstate(invalid="ignore"):
             solved = ((rows @ self.vectors) * self.along[:, 0]) @ self.vectors.T
             solved += rows * self.rest[0]
         return np.asarray(solved)
 
-    def forms(self, rows: npt.NDArray[Any]) -> Matrix:
+    def forms(self, rows: npt.NDArray[Any]) -> Floats:
         """Return φᵀ (K + λI)⁻¹ φ of each row, (row, λ)."""
         vectors = self.vectors
         if not self.rest.any():  # a sum of squares: products as exact as the features are enough
@@ -60,9 +60,9 @@ class Spectrum(NamedTuple):
     V is (p, component); if it has fewer columns than rows, the missing ones have the eigenvalue 0.
     """
 
-    values: Matrix
-    vectors: Matrix
-    loss_gradient: Matrix
+    values: Floats
+    vectors: Floats
+    loss_gradient: Floats
     mean: float
     label: str
 
@@ -139,17 +139,17 @@ def eigenvectors(
     )
 
 
-def _factors(gram: Blocks, label: str, *, n_component: int) -> tuple[Matrix, Matrix]:
+def _factors(gram: Blocks, label: str, *, n_component: int) -> tuple[Floats, Floats]:
     (block,) = flat(gram)
     require_finite(block, label)
     return decompose(block[:, :, 0].astype(np.float64, copy=False), n_component)
 
 
-def _values(factors: tuple[Matrix, Matrix]) -> Block:
+def _values(factors: tuple[Floats, Floats]) -> Block:
     return factors[0][:, None]
 
 
-def _vectors(factors: tuple[Matrix, Matrix]) -> Block:
+def _vectors(factors: tuple[Floats, Floats]) -> Block:
     return factors[1][:, :, None]
 
 

@@ -1,6 +1,12 @@
-"""How λ is chosen: by a rule that asks no outputs, by outputs, and by left-out checkpoints."""
+"""How λ is chosen: by a rule that asks no outputs, by outputs, and by left-out checkpoints.
+
+Each rule is a function of the features, their sums, and the estimator, in the dict :data:`RULES`.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import dask.array as da
 import numpy as np
@@ -9,18 +15,23 @@ from dask.array.utils import meta_from_array
 
 from trakdask import arrays
 from trakdask.arrays.blocks import field, where
+from trakdask.arrays.damping import COMPLETENESS, CROSS_VALIDATION, made_choice
 from trakdask.arrays.graphs import plain
+from trakdask.attribution.estimators import choosing
 from trakdask.attribution.folds import differ, fold_weights, require_folds
 from trakdask.attribution.gauss_newton import Trak
-from trakdask.attribution.grams import GramMatrix
+from trakdask.attribution.grams import Sums, is_of_gram, stored, sums_of
 from trakdask.attribution.protocol import Absolute, GramEstimator, damping_prior
 from trakdask.errors import warn_once
 from trakdask.provenance import require_comparable
 from trakdask.variables import (
     CHECKPOINT,
+    DAMPING,
+    GRAM,
     SAMPLE,
     TRAINED_ON,
     WRONG_CLASSES,
+    checkpoint_names,
     lazy_features,
     validate,
 )
@@ -36,124 +47,213 @@ _NEAR_PRIOR = 1.0
 """Within so many decades of the prior, ρ is where totals follow outputs best."""
 
 
-COMPLETENESS = "completeness, "
-"""The name of the rule by outputs, in front of the samples that were asked."""
+class Choice(NamedTuple):
+    """λ of each checkpoint, (checkpoint,), the rule that was asked, and how λ was chosen, lazy.
+
+    ``how`` is (1,) of dtype :data:`trakdask.arrays.damping.CHOICE`; its rule is the one that chose
+    in the end, which is known when it is computed.
+    """
+
+    value: da.Array
+    rule: str
+    how: da.Array
+
+    @property
+    def is_by_outputs(self) -> bool:
+        """Whether outputs were asked."""
+        return self.rule in (COMPLETENESS, CROSS_VALIDATION)
 
 
-Chosen = tuple[da.Array, tuple[str, ...], da.Array | None]
-"""λ, the names of what may have chosen it, and how outputs chose it, as in :class:`Regularized`."""
-
-
-def known_choice(choice: da.Array | None) -> da.Array:
-    """Return how outputs chose λ; numbers that are NaN if they were not asked."""
-    return da.from_array(arrays.damping.NO_CHOICE) if choice is None else choice
-
-
-def by_rule(features: xr.Dataset, gram: GramMatrix, estimator: GramEstimator) -> Chosen:
-    """Return λ by a rule that asks no outputs, and the name of the rule."""
-    damping = estimator.damping
-    if isinstance(damping, xr.DataArray):
-        return plain(damping.variable.chunk({CHECKPOINT: 1}).data), ("given",), None
-    if isinstance(damping, Absolute):
-        lam = da.full(len(gram.labels), float(damping.value), chunks=1)
-        return lam, ("absolute",), None
-    if isinstance(damping, float):
-        lam = arrays.gram.closed_form(gram.data, damping, gram.labels)
-        return lam, (f"{damping:.3g} tr(K^2)/tr(K)",), None
-    return *_by_trace(gram, damping_prior(features)), None
-
-
-def _by_trace(gram: GramMatrix, rho: float) -> tuple[da.Array, tuple[str]]:
-    lam = rho * arrays.gram.mean_trace(gram.data, gram.n_samples, gram.labels)
-    return lam, ("tr(K)/n" if rho == 1 else f"{rho:.3g} tr(K)/n",)
-
-
-def chosen_before(damping: xr.DataArray) -> Chosen:
-    """Return the stored λ, its rule, and how it was chosen, if by outputs; warn as then."""
-    lam, attrs = plain(damping.variable.chunk({CHECKPOINT: 1}).data), damping.attrs
-    if "samples" in attrs:
-        _warn_of_few_checkpoints(damping.size)
-        arrays.damping.warn_of_choice(attrs["relative"], attrs["peak"], attrs["samples"])
-    if "relative" not in attrs:
-        return lam, (attrs["rule"],), None
-    of_grid = (attrs.get(name, np.nan) for name in ("curve", "grade"))
-    values = (attrs["relative"], attrs["peak"], attrs["threshold"], *of_grid, False)
-    choice = da.from_array(np.array([values], arrays.damping.CHOICE))
-    return lam, (attrs["rule"],), choice
-
-
-def chosen_by_outputs(
-    features: xr.Dataset,
-    calibrate: xr.Dataset | None,
-    gram: GramMatrix,
-    chooses: GramMatrix,
-    *,
-    quiet: bool,
-) -> Chosen:
-    """Let outputs choose λ of a gram matrix, in units of tr(K)/n, under the weights of another."""
-    if not quiet:
-        _warn_of_few_checkpoints(len(gram.labels))
-    assert chooses.spectrum is not None
-    prior = damping_prior(features)
-    by_trace, rules = _by_trace(gram, prior)
-    if calibrate is not None:
-        require_calibration(features, calibrate)
-        samples, rows = arrays.damping.CALIBRATION, lazy_features(calibrate)
-        totals = arrays.damping.held_out(chooses.spectrum, rows.feature.data)
-        outputs = rows.output.data
-    elif features.sizes[SAMPLE] >= _LEAST_ROWS:
-        samples = "training rows left out"
-        h, g = chooses.estimator.h(features), chooses.estimator.g(features)
-        some_rows = arrays.damping.spread_rows(features.feature.data.chunks[0], _LEFT_OUT_ROWS)
-        totals = arrays.damping.left_out(
-            chooses.spectrum,
-            _taken(features.feature.data, some_rows),
-            None if h is None else _taken(h, some_rows),
-            _taken(g, some_rows),
-        )
-        outputs = _taken(features.output.data, some_rows)
-    else:
-        return by_trace, rules, None
-    curve, n = arrays.damping.curve(totals, outputs), chooses.n_samples
-    # Without the wrong classes K is too small for totals to be as large as outputs. Rows that a
-    # checkpoint was not trained on ask for a larger ρ than scores do.
-    decades = _NEAR_PRIOR if WRONG_CLASSES in features and TRAINED_ON not in features else 0.0
-    choice = arrays.damping.choose(
-        curve, samples=samples, prior=prior, decades=decades, n_samples=n, quiet=quiet
-    )
-    rho = field(choice, "relative")
-    lam = by_trace * where(da.isnan(rho), 1, rho / prior)
-    return lam, (f"{COMPLETENESS}{samples}", *rules), choice
-
-
-def chosen_by_folds(
+def regularize(
     features: xr.Dataset,
     estimator: GramEstimator,
+    calibrate: xr.Dataset | None = None,
+    *,
+    quiet: bool = False,
+) -> tuple[Sums, Choice]:
+    """Return the sums of a resolved estimator and its λ; features are chunked.
+
+    With ``quiet``, the warnings about λ are left to the calls that will use the store.
+    """
+    by_folds = estimator.rule == "cross_validation"
+    if calibrate is not None and not (by_folds or estimator.rule == "completeness"):
+        raise ValueError(
+            f"expected an estimator whose λ outputs choose with calibrate, got {estimator}; try "
+            "damping='completeness', or leaving calibrate out"
+        )
+    # 1. A store keeps the λ of "auto", so that no query chooses it again.
+    known = chosen_before(features, estimator) if calibrate is None else None
+    if known is not None:
+        return sums_of(features, estimator), known
+    # 2. The sums. Left-out checkpoints change the λ of another rule, and outputs need r.
+    rule = estimator.rule_without_folds(features) if by_folds else estimator.rule
+    chooses = None
+    if rule == "completeness":
+        validate(features, ["output", "out_to_loss"], what="features")
+        chooses = choosing(features)
+    sums = sums_of(features, estimator, chooses=chooses, decomposed=by_folds)
+    # 3. λ.
+    return sums, choose(features, sums, estimator, calibrate, quiet)
+
+
+def choose(
+    features: xr.Dataset,
+    sums: Sums,
+    estimator: GramEstimator,
     calibrate: xr.Dataset | None,
-    gram: GramMatrix,
-    chosen: Chosen,
-) -> Chosen:
-    """Let checkpoints that were left out change the λ that was chosen without them.
+    quiet: bool,
+) -> Choice:
+    """Return the λ of an estimator: the one that it has, or the one that its rule chooses."""
+    damping = estimator.damping
+    if isinstance(damping, xr.DataArray):
+        return _unasked(_of_variable(damping), "given")
+    if isinstance(damping, Absolute):
+        lam = da.full(len(sums.labels), float(damping.value), chunks=1)
+        return _unasked(lam, "absolute")._replace(rule=f"{damping.value}")
+    if isinstance(damping, float):
+        lam = arrays.gram.closed_form(sums.gram, damping, sums.labels)
+        return _unasked(lam, f"{damping:.3g} tr(K^2)/tr(K)")
+    return RULES[str(damping)](features, sums, estimator, calibrate, quiet)
+
+
+def _unasked(lam: da.Array, rule: str) -> Choice:
+    return Choice(lam, rule, da.from_array(made_choice(rule)))
+
+
+def _of_variable(damping: xr.DataArray) -> da.Array:
+    return plain(damping.variable.chunk({CHECKPOINT: 1}).data)
+
+
+def by_trace(
+    features: xr.Dataset,
+    sums: Sums,
+    estimator: GramEstimator,
+    calibrate: xr.Dataset | None = None,
+    quiet: bool = True,
+) -> Choice:
+    """Return λ in units of tr(K)/n, at the prior of the features."""
+    rho = damping_prior(features)
+    return _unasked(rho * sums.unit, "tr(K)/n" if rho == 1 else f"{rho:.3g} tr(K)/n")
+
+
+def by_outputs(
+    features: xr.Dataset,
+    sums: Sums,
+    estimator: GramEstimator,
+    calibrate: xr.Dataset | None,
+    quiet: bool,
+) -> Choice:
+    """Let outputs choose λ in units of tr(K)/n, under weights that suit the choice."""
+    if not quiet:
+        _warn_of_few_checkpoints(len(sums.labels))
+    # 1. K and r of those weights: of these sums, if they have them.
+    by, trace = choosing(features), by_trace(features, sums, estimator)
+    if sums.gradient is None:
+        sums = sums_of(features, by, chooses=by, any_weights=False)
+    # 2. The totals of some samples, and their outputs.
+    if calibrate is not None:
+        require_calibration(features, calibrate)
+        samples = arrays.damping.CALIBRATION
+        held_out = lazy_features(calibrate)
+        totals = arrays.damping.held_out(sums.spectrum, held_out.feature.data)
+        outputs = held_out.output.data
+    elif features.sizes[SAMPLE] >= _LEAST_ROWS:
+        samples = "training rows left out"
+        some, h = _some_rows(features), by.h(features)
+        totals = arrays.damping.left_out(
+            sums.spectrum,
+            _taken(features.feature.data, some),
+            None if h is None else _taken(h, some),
+            _taken(by.g(features), some),
+        )
+        outputs = _taken(features.output.data, some)
+    else:
+        return trace
+    # 3. The ρ where they agree best. Without the wrong classes K is too small for totals to be as
+    # large as outputs. Rows that a checkpoint was not trained on ask for a larger ρ than scores do.
+    prior = damping_prior(features)
+    decades = _NEAR_PRIOR if WRONG_CLASSES in features and TRAINED_ON not in features else 0.0
+    how = arrays.damping.choose(
+        totals, outputs, samples=samples, otherwise=trace.rule, prior=prior, decades=decades,
+        n_samples=sums.n_samples, quiet=quiet,
+    )  # fmt: skip
+    rho = field(how, "relative")
+    return Choice(trace.value * where(da.isnan(rho), 1, rho / prior), COMPLETENESS, how)
+
+
+def by_folds(
+    features: xr.Dataset,
+    sums: Sums,
+    estimator: GramEstimator,
+    calibrate: xr.Dataset | None,
+    quiet: bool,
+) -> Choice:
+    """Let checkpoints that were left out change the λ that is chosen without them.
 
     Checkpoints that were all trained on the same samples say nothing.
     """
+    # 1. λ without them, and its ρ.
+    alone = estimator.with_damping(estimator.rule_without_folds(features))
+    before = choose(features, sums, alone, calibrate, quiet)
     require_folds(features)
-    assert gram.spectrum is not None
-    lam, rules, choice = chosen
-    start = (lam / arrays.gram.mean_trace(gram.data, gram.n_samples, gram.labels)).mean()
-    # The norms of some estimators need λ.
+    start = (before.value / sums.unit).mean()
+    # 2. What the scores of the other checkpoints add up to, for each. The norms of some estimators
+    # need λ, so that these are left to the weights of Trak.
     by = Trak() if estimator.norms else estimator.of_sums()
-    sums = arrays.folds.fold_sums(features.feature.data, fold_weights(features, by, None))
+    of_folds = arrays.folds.fold_sums(features.feature.data, fold_weights(features, by, None))
     if calibrate is None:
-        some = arrays.damping.spread_rows(features.feature.data.chunks[0], _LEFT_OUT_ROWS)
+        some = _some_rows(features)
         rows, outputs = (_taken(features[n].data, some) for n in ("feature", "output"))
     else:
         held_out = lazy_features(calibrate)
         rows, outputs = held_out.feature.data, held_out.output.data
-    totals = arrays.folds.totals(gram.spectrum, sums, rows)
-    folded = arrays.folds.choose(totals, outputs, known_choice(choice), start, differ(features))
-    factor = where(field(folded, "by_folds"), field(folded, "relative") / start, 1)
-    return lam * factor, rules, folded
+    totals = arrays.folds.totals(sums.spectrum, of_folds, rows)
+    # 3. The ρ near the one before whose totals agree best with the outputs.
+    how = arrays.folds.choose(totals, outputs, before.how, start, differ(features))
+    has_changed = field(how, "rule") == CROSS_VALIDATION
+    factor = where(has_changed, field(how, "relative") / start, 1)
+    return Choice(before.value * factor, CROSS_VALIDATION, how)
+
+
+RULES: dict[str, Callable[..., Choice]] = {
+    "trace": by_trace,
+    "completeness": by_outputs,
+    "cross_validation": by_folds,
+}
+
+
+def chosen_before(features: xr.Dataset, estimator: GramEstimator) -> Choice | None:
+    """Return the λ that features hold beside their gram matrix, if the estimator asks for it.
+
+    It was chosen as ``"auto"`` says, for all checkpoints together; it warns as it did then.
+    """
+    if isinstance(estimator.damping, Absolute | xr.DataArray):
+        return None
+    about = {"gram_weights": estimator.of_sums().gram_weights}
+    if stored(features, GRAM, about) is None or not is_of_gram(features, DAMPING):
+        return None
+    attrs = features[DAMPING].attrs
+    is_auto = estimator.damping == estimator.with_damping("auto").resolved(features).damping
+    if not is_auto or set(attrs["pooled_checkpoints"]) != set(checkpoint_names(features)):
+        return None
+    lam, samples = _of_variable(features[DAMPING]), attrs.get("samples", "")
+    if samples:
+        _warn_of_few_checkpoints(len(lam))
+        arrays.damping.warn_of_choice(attrs["relative"], attrs["peak"], samples)
+    if "relative" not in attrs:
+        return _unasked(lam, attrs["rule"])
+    names = {"curve": "correlation"}
+    how = made_choice(**{names.get(name, name): attrs[name] for name in KEPT if name in attrs})
+    rule = CROSS_VALIDATION if estimator.rule == "cross_validation" else COMPLETENESS
+    return Choice(lam, rule, da.from_array(how))
+
+
+KEPT = ("rule", "samples", "relative", "peak", "threshold", "curve", "grade")
+"""What the attrs of a stored λ say of its choice."""
+
+
+def _some_rows(features: xr.Dataset) -> list[slice]:
+    return arrays.damping.spread_rows(features.feature.data.chunks[0], _LEFT_OUT_ROWS)
 
 
 def _taken(data: da.Array, rows: list[slice]) -> da.Array:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import dask.array as da
 import numpy as np
@@ -19,7 +19,6 @@ from trakdask.attribution.protocol import (
     Damping,
     Estimator,
     GramEstimator,
-    LearningRates,
     has_squared_error,
     of_checkpoints,
 )
@@ -136,7 +135,7 @@ class TracIn(Estimator):
     name: ClassVar[str] = "tracin"
     pooled: ClassVar[bool] = False
     _formula: ClassVar[str] = "sum_c[learning_rate_c Q_c(z) phi_c(z) phi_c(t)]"
-    learning_rates: LearningRates
+    learning_rates: Mapping[str, float] | Sequence[float] | xr.DataArray
 
     def resolved(self, features: xr.Dataset) -> TracIn:
         """Return the estimator with the rates in the order of the checkpoints."""
@@ -166,8 +165,7 @@ class TracIn(Estimator):
         return _of_all_checkpoints(self.g(samples) * (len(self.rates) * self.rates))
 
 
-Name = Literal["auto", "soft", "trak", "relatif", "grad_dot", "grad_cos"]
-EstimatorLike = Estimator | Name
+EstimatorLike = Estimator | Literal["auto", "soft", "trak", "relatif", "grad_dot", "grad_cos"]
 
 
 def named(features: xr.Dataset, name: str = "auto", **options: Any) -> Estimator:
@@ -186,11 +184,11 @@ def resolve(features: xr.Dataset, estimator: EstimatorLike) -> Estimator:
     ValueError
         If it is none, or does not fit the task or the checkpoints of the features.
     """
-    if isinstance(estimator, str) and estimator != TracIn.name:  # which has no short form
-        require_choice("estimator", estimator, get_args(Name), remedy="try estimator='auto'")
+    names = ["auto", *(name for name in KINDS if name != TracIn.name)]  # which has no short form
+    if isinstance(estimator, str) and estimator != TracIn.name:
+        require_choice("estimator", estimator, names, remedy="try estimator='auto'")
         estimator = named(features, estimator)
     if not isinstance(estimator, Estimator):
-        names = list(get_args(Name))
         raise ValueError(
             f"expected estimator as one of {names}, or as a value such as td.Soft(power=1) or "
             f"td.TracIn(learning_rates), got {shown(estimator)}; try estimator="

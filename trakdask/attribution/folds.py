@@ -7,7 +7,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask.arrays.blocks import where
-from trakdask.attribution.estimators import EstimatorLike, resolve
+from trakdask.attribution.protocol import Estimator
 from trakdask.variables import CHECKPOINT, GRAM, N_SAMPLES, SAMPLE, TRAINED_ON, validate
 
 LEAST_CHECKPOINTS = 4
@@ -53,23 +53,20 @@ def differ(features: xr.Dataset) -> da.Array:
     return (knows.any(axis=1) & ~knows.all(axis=1)).any()
 
 
-def fold_weights(
-    features: xr.Dataset, estimator: EstimatorLike, inverse: da.Array | None
-) -> da.Array:
+def fold_weights(features: xr.Dataset, estimator: Estimator, inverse: da.Array | None) -> da.Array:
     """Return the factor of samples where checkpoint j is left out.
 
     Whether j saw the sample, less the part of all checkpoints that did, times the weight in a score
-    without j. (sample, fold) for an estimator that pools its weights, else (sample, fold,
-    checkpoint).
+    without j. The estimator is as in scores. (sample, fold) for one that pools its weights, else
+    (sample, fold, checkpoint).
     """
-    whole = resolve(features, estimator).of_scores(features)
     # Scores without j have another level for every j: without a checkpoint of large scores it is
     # low. Sums over all that j saw would rank the levels, too, and these follow the outputs.
     knows = _knows(features).astype(np.float64)
     differs = knows - knows.mean(axis=1, keepdims=True)
-    without: da.Array = differs * whole.fold_weights(features, inverse)
-    if whole.pooled:
+    without: da.Array = differs * estimator.fold_weights(features, inverse)
+    if estimator.pooled:
         return without
     is_left_out = np.eye(features.sizes[CHECKPOINT], dtype=bool)
-    apart = where(is_left_out, 0, whole.weight(features, inverse)[:, None, :])
+    apart = where(is_left_out, 0, estimator.weight(features, inverse)[:, None, :])
     return without[:, :, None] * apart

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import dask.array as da
 import numpy as np
@@ -18,6 +18,7 @@ from trakdask.execution import require_memory
 from trakdask.variables import (
     CHECKPOINT,
     COLUMN,
+    DERIVED,
     EIGENVALUES,
     EIGENVECTORS,
     GRAM,
@@ -76,7 +77,9 @@ def gram(features: xr.Dataset, *, weights: xr.DataArray | None = None) -> xr.Dat
     features = lazy_features(features)
     h = None if weights is None else _checked_weights(features, weights)
     variable, coords = VARIABLES[GRAM], {CHECKPOINT: features[CHECKPOINT]}
-    attrs = variable.attrs | (Trak() if weights is None else _OfCaller()).attrs(features)
+    attrs = variable.attrs | Trak().attrs(features)
+    if weights is not None:
+        attrs["gram_weights"] = GIVEN
     require_gram(Sizes.of(features.feature.data))
     data = arrays.gram.gram(features.feature.data, h)
     return xr.DataArray(data, coords, variable.dims, GRAM, attrs)
@@ -108,60 +111,63 @@ def _checked_weights(features: xr.Dataset, weights: xr.DataArray) -> da.Array:
     return plain(weights.variable.set_dims(shape).chunk(chunks).data)
 
 
-@dataclass(frozen=True)
-class GramMatrix:
-    """K of all samples under some weights, and the arrays that belong to it.
+class Sums(NamedTuple):
+    """The sums over all training samples that stand between two features, of one estimator, lazy.
 
-    ``labels`` are the names of the checkpoints, for errors. ``spectrum`` has the eigenvectors,
-    where they are stored, or λ is to be chosen by outputs.
+    They belong to the Dataset: they are used for its rows, whichever were selected. ``weights`` is
+    the formula of h in K. ``gradient`` is r, if it was asked for. ``factors`` are the eigenvalues
+    and eigenvectors of K, if they are stored, or were asked for.
     """
 
-    data: da.Array
-    n_samples: int
+    weights: str
     labels: list[str]
-    estimator: GramEstimator
+    n_samples: int
     is_stored: bool
-    spectrum: da.Array | None
-
-
-class _OfCaller(Trak):
-    """The weights of a gram matrix that was made with weights of its caller, for any estimator."""
+    gram: da.Array
+    gradient: da.Array | None
+    factors: tuple[da.Array, da.Array] | None
 
     @property
-    def gram_weights(self) -> str:
-        """The name of the weights in ``attrs``."""
-        return GIVEN
+    def spectrum(self) -> da.Array:
+        """K by its eigenvectors, (checkpoint,), one object each, for all λ."""
+        assert self.factors is not None, "they were asked for"
+        return arrays.spectra.spectrum(*self.factors, self.gradient, self.n_samples, self.labels)
 
-    def h(self, features: xr.Dataset) -> da.Array:
-        """Raise: the features do not have them."""
-        raise ValueError(
-            f"expected {GRAM!r} with the {features.sizes[PROJ_DIM]} columns of the features, as "
-            "td.gram(features, weights=...) returns it, got another shape; try making it anew"
-        )
+    @property
+    def unit(self) -> da.Array:
+        """tr(K_c)/n, (checkpoint,), which λ is relative to."""
+        return arrays.gram.mean_trace(self.gram, self.n_samples, self.labels)
+
+    def inverse(self, damping: da.Array) -> da.Array:
+        """Return (K_c + λ_c I)⁻¹, (checkpoint,), for :func:`trakdask.arrays.solve.solve`."""
+        if self.factors is None:
+            return arrays.solve.cholesky(self.gram, damping, self.labels)
+        return arrays.spectra.inverse(self.spectrum, damping)
 
 
-def gram_matrix(
+def sums_of(
     features: xr.Dataset,
     estimator: GramEstimator,
     *,
-    chooses_damping: bool = False,
+    chooses: GramEstimator | None = None,
     decomposed: bool = False,
-) -> GramMatrix:
-    """Return the gram matrix that features hold, or reduce it; features are chunked already.
-
-    A gram matrix belongs to the Dataset: it is used for the rows of the Dataset, whichever were
-    selected.
+    any_weights: bool = True,
+) -> Sums:
+    """Return the sums that features hold, or reduce them; features are chunked already.
 
     Parameters
     ----------
     features
         Features of all training samples, or rows of them with the gram matrix of all.
     estimator
-        The estimator of scores, or of the choice of λ, with its weights in sums.
-    chooses_damping
-        Whether λ is to be chosen with the matrix.
+        The estimator of scores, or of the choice of λ.
+    chooses
+        The estimator under whose weights outputs are to choose λ, if they are. If K has these
+        weights, the sums have what chooses λ, too, of the same pass over the features.
     decomposed
-        Whether its eigenvectors are needed anyway.
+        Whether the eigenvectors are needed anyway.
+    any_weights
+        Whether a gram matrix that was made with weights of its caller serves the estimator.
 
     Raises
     ------
@@ -169,30 +175,44 @@ def gram_matrix(
         If there are more rows than the gram matrix has samples, if it has a dimension ``sample``,
         or if rows were selected and another matrix of all samples is needed than the one at hand.
     """
-    n, labels = features.sizes[SAMPLE], checkpoint_names(features)
-    total = int(features[GRAM].attrs.get(N_SAMPLES, n)) if GRAM in features else n
-    needed = [GRAM, LOSS_GRADIENT] if chooses_damping else [GRAM]
-    held = {GRAM: stored_matrix(features, GRAM, estimator)}
-    is_stored, factors = held[GRAM] is not None, None
-    if is_stored:
-        n, factors = total, stored_decomposition(features, estimator)
-        # None if other checkpoints were pooled when it was stored.
-        held[LOSS_GRADIENT] = stored_matrix(features, LOSS_GRADIENT, estimator)
-    missing = [name for name in needed if held.get(name) is None]
-    if missing and features.sizes[SAMPLE] < total:
+    estimator, n, labels = estimator.of_sums(), features.sizes[SAMPLE], checkpoint_names(features)
+    held = features[GRAM].attrs if GRAM in features else {}
+    total = int(held.get(N_SAMPLES, n))
+    is_given = any_weights and held.get("gram_weights") == GIVEN
+    weights = GIVEN if is_given else estimator.gram_weights
+    # 1. What the features hold. r pools the checkpoints, so that all of them have to be there.
+    matrix, gradient, factors = stored(features, GRAM, {"gram_weights": weights}), None, None
+    is_stored = matrix is not None
+    missing = [] if is_stored else [GRAM]
+    if is_given and not is_stored:
+        raise ValueError(
+            f"expected {GRAM!r} with the {features.sizes[PROJ_DIM]} columns of the features, as "
+            "td.gram(features, weights=...) returns it, got another shape; try making it anew"
+        )
+    if chooses is not None and chooses.gram_weights == weights:
+        if is_stored:
+            about = {"loss_weights": estimator.loss_weights, "pooled_checkpoints": labels}
+            gradient = stored(features, LOSS_GRADIENT, about)
+        missing += [LOSS_GRADIENT] if gradient is None else []
+    # 2. What is missing is added up in one pass, which has to see all samples.
+    if missing and n < total:
         raise ValueError(
             f"expected all {total} samples, to add up what the features do not hold (a gram matrix "
             "with other weights, or the 'loss_gradient' of these checkpoints), got "
-            f"{features.sizes[SAMPLE]}; try selecting from the scores of all, or {_REMEDY} for "
-            "sums of these samples alone"
+            f"{n}; try selecting from the scores of all, or {_REMEDY} for sums of these samples "
+            "alone"
         )
-    held |= zip(missing, sums(features, estimator, missing), strict=True)
-    matrix, gradient = held[GRAM], held.get(LOSS_GRADIENT)
+    added = dict(zip(missing, sums(features, estimator, missing), strict=True))
+    matrix, gradient = added.get(GRAM, matrix), added.get(LOSS_GRADIENT, gradient)
     assert matrix is not None, "it is stored, or a sum"
-    if (chooses_damping or decomposed) and factors is None:
+    # 3. Eigenvectors, where a choice of λ needs those of many λ.
+    n = total if is_stored else n
+    if is_stored and is_of_gram(features, EIGENVECTORS) and EIGENVALUES in features:
+        validate(features, [EIGENVALUES, EIGENVECTORS], what="features")
+        factors = features[EIGENVALUES].data, features[EIGENVECTORS].data
+    elif decomposed or gradient is not None:
         factors = decomposition(features, estimator, matrix, n)
-    spectrum = factors and arrays.spectra.spectrum(*factors, gradient, n, labels)
-    return GramMatrix(matrix, n, labels, estimator, is_stored, spectrum)
+    return Sums(weights, labels, n, is_stored, matrix, gradient, factors)
 
 
 def sums(
@@ -250,40 +270,39 @@ def decomposition(
     return arrays.spectra.eigenvectors(matrix, checkpoint_names(features), k)
 
 
-def of_gram(features: xr.Dataset, estimator: GramEstimator) -> GramEstimator:
-    """Return the estimator with the weights that the gram matrix of features has, or is to have."""
-    is_of_caller = GRAM in features and features[GRAM].attrs.get("gram_weights") == GIVEN
-    return _OfCaller() if is_of_caller else estimator.of_sums()
+def with_decomposition(features: xr.Dataset, estimator: GramEstimator) -> xr.Dataset:
+    """Return features that hold the gram matrix of an estimator and its eigenvectors, lazy."""
+    sums = sums_of(features, estimator, decomposed=True, any_weights=False)
+    if sums.is_stored and is_of_gram(features, EIGENVECTORS):
+        return features
+    assert sums.factors is not None, "they were asked for"
+    features = features.drop_vars(DERIVED, errors="ignore")
+    attrs = estimator.attrs(features) | {N_SAMPLES: sums.n_samples}
+    derived = {GRAM: sums.gram, EIGENVALUES: sums.factors[0], EIGENVECTORS: sums.factors[1]}
+    return features.assign({k: (VARIABLES[k].dims, data, attrs) for k, data in derived.items()})
 
 
-def stored_matrix(features: xr.Dataset, name: str, estimator: GramEstimator) -> da.Array | None:
-    """Return the gram matrix or loss gradient that features hold, if its weights are these.
-
-    It is the sum over all samples that the features were selected from. ``loss_gradient`` pools
-    the checkpoints, and is only returned if all of them are present.
+def stored(features: xr.Dataset, name: str, about: Mapping[str, Any]) -> da.Array | None:
+    """Return the sum over all samples that features hold, if its attrs are as they have to be.
 
     Raises
     ------
     ValueError
-        If the features have more rows than the matrix has samples, or it got a dimension
-        ``sample``.
+        If the features have more rows than the sum has samples, or it got a dimension ``sample``.
     """
     if name not in features:
         return None
-    matrix, needed = features[name], estimator.attrs(features)
+    matrix, n, p = features[name], features.sizes[SAMPLE], features.sizes[PROJ_DIM]
     if SAMPLE in matrix.dims:
         raise ValueError(
             f"expected {name!r} without the dimension 'sample', which where(..., drop=True) and "
             "concat add to all variables, got "
             f"{matrix.dims}; try features.isel(sample=...) to select rows, or {_REMEDY}"
         )
-    compared = {GRAM: ["gram_weights"], LOSS_GRADIENT: ["loss_weights", "pooled_checkpoints"]}
-    is_same = all(matrix.attrs.get(key) == needed[key] for key in compared[name])
-    p = features.sizes[PROJ_DIM]
     is_whole = features.get(COLUMN, features[PROJ_DIM]).values.tolist() == [*range(p)]
-    if not (is_same and is_whole) or set(matrix.shape[:-1]) != {p}:
+    if not (_says(matrix, about) and is_whole) or set(matrix.shape[:-1]) != {p}:
         return None
-    if (n := features.sizes[SAMPLE]) > matrix.attrs[N_SAMPLES]:
+    if n > matrix.attrs[N_SAMPLES]:
         raise ValueError(
             f"expected at most the {matrix.attrs[N_SAMPLES]} samples that {name!r} is a sum over, "
             f"got {n}; try features.isel(sample=...), or {_REMEDY} for the matrix of these samples"
@@ -292,21 +311,11 @@ def stored_matrix(features: xr.Dataset, name: str, estimator: GramEstimator) -> 
     return matrix.data
 
 
-def stored_decomposition(
-    features: xr.Dataset, estimator: GramEstimator
-) -> tuple[da.Array, da.Array] | None:
-    """Return the stored eigenvalues and eigenvectors of the gram matrix of some weights."""
-    if stored_matrix(features, GRAM, estimator) is None:
-        return None
-    if EIGENVALUES not in features or not is_of_gram(features, EIGENVECTORS):
-        return None
-    validate(features, [EIGENVALUES, EIGENVECTORS], what="features")
-    return features[EIGENVALUES].data, features[EIGENVECTORS].data
-
-
 def is_of_gram(features: xr.Dataset, name: str) -> bool:
     """Return whether features hold a variable, and it is of the gram matrix that they hold."""
-    return name in features and all(
-        features[name].attrs.get(key) == features[GRAM].attrs[key]
-        for key in ("gram_weights", N_SAMPLES)
-    )
+    about = {key: features[GRAM].attrs[key] for key in ("gram_weights", N_SAMPLES)}
+    return name in features and _says(features[name], about)
+
+
+def _says(array: xr.DataArray, about: Mapping[str, Any]) -> bool:
+    return all(array.attrs.get(key) == value for key, value in about.items())

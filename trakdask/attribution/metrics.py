@@ -13,9 +13,9 @@ import pandas as pd
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.arrays.blocks import blockwise
+from trakdask.arrays.blocks import Floats, blockwise
 from trakdask.arrays.graphs import plain
-from trakdask.arrays.metrics import Floats, Measured
+from trakdask.arrays.metrics import Measured
 from trakdask.checks import require_choice
 from trakdask.variables import (
     CHECKPOINT,

@@ -15,12 +15,12 @@ from scipy import sparse
 from trakdask import arrays
 from trakdask.arrays.blocks import divided
 from trakdask.arrays.memory import Sizes
+from trakdask.attribution.damping_rules import regularize
 from trakdask.attribution.estimators import EstimatorLike, TracIn, resolve
-from trakdask.attribution.protocol import Absolute, Estimator, GramEstimator
-from trakdask.attribution.regularization import Regularized, regularize
+from trakdask.attribution.protocol import Estimator, GramEstimator
 from trakdask.execution import require_memory
 from trakdask.provenance import require_comparable
-from trakdask.variables import SAMPLE, TARGET, lazy_features, validate
+from trakdask.variables import NORM, SAMPLE, TARGET, lazy_features, validate
 
 _MOST_TARGETS = 4096
 """In a block. More would make large tiles, where a selection of targets needs little."""
@@ -43,20 +43,20 @@ def operands_of(features: xr.Dataset, targets: xr.Dataset) -> tuple[xr.Dataset, 
 class Solver:
     """The two operands of an estimator's product; each can be asked for alone.
 
-    ``features`` of all training samples are compared with their norms as they are read, if their
-    gram matrix is stored. ``estimator`` has the weights that it has in scores.
-    ``matrix`` is None where there is no gram matrix; ``attrs`` say how scores are made.
+    ``features`` are those of all training samples, whose Q raises an error when computed if they
+    were changed since their gram matrix was reduced. ``estimator`` has the weights that it has in
+    scores. ``inverse`` is (K_c + λ_c I)⁻¹, None where there is no gram matrix; ``attrs`` say how
+    scores are made.
     """
 
     features: xr.Dataset
     estimator: Estimator
-    matrix: Regularized | None
+    inverse: da.Array | None
     attrs: dict[str, str]
 
     def solve(self, vectors: da.Array) -> da.Array:
         """Return (K + λ)⁻¹ of vectors, (row, proj_dim, checkpoint); them where there is no K."""
-        matrix = self.matrix
-        return vectors if matrix is None else arrays.solve.solve(matrix.inverse, vectors)
+        return vectors if self.inverse is None else arrays.solve.solve(self.inverse, vectors)
 
     def vectors(self, targets: xr.Dataset) -> da.Array:
         """Return the vectors that features are multiplied with, for some targets."""
@@ -71,12 +71,11 @@ class Solver:
 
     def weight(self, of: xr.Dataset) -> da.Array:
         """Return the weight of each sample, (sample, checkpoint)."""
-        return self.estimator.weight(of, None if self.matrix is None else self.matrix.inverse)
+        return self.estimator.weight(of, self.inverse)
 
     def fold_weights(self, of: xr.Dataset) -> da.Array:
         """Return the factor of each sample where a checkpoint is left out, (sample, fold)."""
-        inverse = None if self.matrix is None else self.matrix.inverse
-        return self.estimator.fold_weights(of, inverse)
+        return self.estimator.fold_weights(of, self.inverse)
 
     def group_sums(self, of: xr.Dataset, codes: np.ndarray, n_groups: int) -> da.Array:
         """Return the weighted sum of the features of each group of samples."""
@@ -102,12 +101,13 @@ def solver(features: xr.Dataset, estimator: Estimator) -> Solver:
         if isinstance(estimator, TracIn):
             attrs["learning_rates"] = ", ".join(f"{rate:g}" for rate in estimator.rates)
         return Solver(features, of_scores, None, attrs)
-    matrix, damping = regularize(features, estimator), estimator.damping
-    rule = f"{damping.value}" if isinstance(damping, Absolute) else matrix.rules[-1]
-    by_outputs = "cross-validation" if estimator.rule == "cross_validation" else "completeness"
-    attrs["damping"] = rule if matrix.choice is None else by_outputs
-    attrs["gram_weights"] = matrix.gram_weights
-    return Solver(matrix.features, of_scores, matrix, attrs)
+    sums, choice = regularize(features, estimator)
+    attrs |= {"damping": choice.rule, "gram_weights": sums.weights}
+    if sums.is_stored and NORM in features:
+        x, norm, q = (features[name].data for name in ("feature", NORM, "out_to_loss"))
+        checked = features["out_to_loss"].copy(data=arrays.score.checked(x, norm, q))
+        features = features.assign(out_to_loss=checked)
+    return Solver(features, of_scores, sums.inverse(choice.value), attrs)
 
 
 def self_influence_forms(
@@ -123,7 +123,7 @@ def self_influence_forms(
             "'soft' or 'grad_dot'"
         )
     operands = solver(features, resolved)
-    if operands.matrix is None:
+    if operands.inverse is None:
         return features, operands, arrays.weights.squared_norm(features.feature.data)
     data = operands.features.feature.data
     sizes = Sizes.of(data)
@@ -132,7 +132,7 @@ def self_influence_forms(
         f"the products of a block of {sizes.rows} samples with a gram matrix",
         "try fewer columns, or smaller blocks: features.chunk(sample=...)",
     )
-    return features, operands, arrays.solve.leverage(operands.matrix.inverse, data)
+    return features, operands, arrays.solve.leverage(operands.inverse, data)
 
 
 def require_tiles(

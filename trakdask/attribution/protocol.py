@@ -7,7 +7,6 @@ all, and what chooses λ. Nothing else asks for its name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, Self, get_args
 
@@ -78,7 +77,6 @@ class Absolute(HtmlTable):
 
 
 Damping = Rule | float | Absolute | xr.Dataset | xr.DataArray
-LearningRates = Mapping[str, float] | Sequence[float] | xr.DataArray
 
 
 class Estimator(HtmlTable):

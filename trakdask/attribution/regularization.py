@@ -1,42 +1,20 @@
-"""The damping λ of gram matrices, and their damped inverses.
-
-λ is a number, a rule that looks at the gram matrix alone, or chosen by the outputs of the model.
-"""
+"""The damping λ of gram matrices: what chose it, and what a store keeps of the choice."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import dask
-import dask.array as da
 import numpy as np
 import xarray as xr
 
 from trakdask import arrays
 from trakdask.arrays.blocks import field
-from trakdask.attribution.damping_rules import (
-    COMPLETENESS,
-    by_rule,
-    chosen_before,
-    chosen_by_folds,
-    chosen_by_outputs,
-    known_choice,
-)
-from trakdask.attribution.estimators import EstimatorLike, choosing, with_gram
+from trakdask.attribution.damping_rules import Choice, regularize
+from trakdask.attribution.estimators import EstimatorLike, with_gram
 from trakdask.attribution.gauss_newton import Soft
-from trakdask.attribution.grams import gram_matrix, is_of_gram, of_gram, stored_matrix
-from trakdask.attribution.protocol import LOGIT_VARIANCE, SCORE_POWER, Absolute, GramEstimator
-from trakdask.variables import (
-    CHECKPOINT,
-    DAMPING,
-    GRAM,
-    NORM,
-    VARIABLES,
-    checkpoint_names,
-    lazy_features,
-    validate,
-)
+from trakdask.attribution.protocol import LOGIT_VARIANCE, SCORE_POWER, GramEstimator
+from trakdask.variables import CHECKPOINT, VARIABLES, checkpoint_names, lazy_features, validate
 
 _AUTOMATIC = 0.5
 """The power in the gram matrix of an estimator whose power in scores is automatic."""
@@ -132,127 +110,30 @@ def damping(
     """
     validate(features, ["feature"], what="features")
     features = lazy_features(features)
-    return describe_damping(regularize(features, with_gram(features, estimator), calibrate))
+    _, choice = regularize(features, with_gram(features, estimator), calibrate)
+    return _described(features, choice)
 
 
-def describe_damping(regularized: Regularized) -> xr.Dataset:
-    """Return λ and how it was chosen, as :func:`damping` does."""
-    choice = known_choice(regularized.choice)
-    rule = da.map_blocks(
-        _rule, choice, regularized.rules, drop_axis=0, dtype=object, meta=np.empty((), object)
-    )
-    numbers = {
+def _described(features: xr.Dataset, choice: Choice) -> xr.Dataset:
+    about = {
         "relative": "λ in units of tr(K)/n",
+        "curve": "correlation of outputs with totals of attributions",
         "peak": "largest correlation of the curve",
         "threshold": "least correlation that suffices for the prior",
+        "grade": "mean rank correlation of scores with outputs of left-out checkpoints",
+        "rule": "what chose λ",
     }
-    curve = {"description": "correlation of outputs with totals of attributions"}
-    grade = {"description": "mean rank correlation of scores with outputs of left-out checkpoints"}
-    return xr.Dataset(
-        {
-            "damping": VARIABLES["damping"].holding(regularized.damping),
-            "curve": ("relative_damping", field(choice, "correlation"), curve),
-            "grade": ("relative_damping", field(choice, "grade"), grade),
-            "rule": ((), rule, {"description": "what chose λ"}),
-            **{n: ((), field(choice, n), {"description": text}) for n, text in numbers.items()},
-        },
-        coords={
-            CHECKPOINT: regularized.features[CHECKPOINT],
-            "relative_damping": (
-                "relative_damping",
-                arrays.damping.GRID,
-                {"description": "λ in units of tr(K)/n"},
-            ),
-        },
-    )
-
-
-def _rule(choice: np.ndarray, rules: tuple[str, ...]) -> np.ndarray:
-    by_outputs = rules[-1 if np.isnan(choice["relative"][0]) else 0]
-    return np.array("cross-validation" if choice["by_folds"][0] else by_outputs, dtype=object)
-
-
-@dataclass(frozen=True)
-class Regularized:
-    """The inverse of a gram matrix with its λ (checkpoint), and how λ was chosen.
-
-    ``features`` are to be multiplied with; they are checked if their gram matrix is stored.
-    ``inverse`` is for :func:`trakdask.arrays.solve.solve`. ``choice`` is the result of
-    :func:`trakdask.arrays.damping.choose`, None where outputs were not asked. ``rules`` are names
-    of what may have chosen λ: outputs, if they were asked, and last what decides if they do not.
-    """
-
-    features: xr.Dataset
-    inverse: da.Array
-    gram_weights: str
-    damping: da.Array
-    rules: tuple[str, ...]
-    choice: da.Array | None
-
-
-def regularize(
-    features: xr.Dataset,
-    estimator: GramEstimator,
-    calibrate: xr.Dataset | None = None,
-    *,
-    quiet: bool = False,
-) -> Regularized:
-    """Return the inverse of the gram matrix of an estimator and its λ; features are chunked.
-
-    With ``quiet``, the warnings about λ are left to the calls that will use the store.
-    """
-    if calibrate is not None and estimator.rule not in ("completeness", "cross_validation"):
-        raise ValueError(
-            f"expected an estimator whose λ outputs choose with calibrate, got {estimator}; try "
-            "damping='completeness', or leaving calibrate out"
-        )
-    in_sums = of_gram(features, estimator)
-    stored = stored_damping(features, estimator, in_sums) if calibrate is None else None
-    by_folds = estimator.rule == "cross_validation" and stored is None
-    if by_folds:
-        estimator = estimator.with_damping(estimator.rule_without_folds(features))
-    by_outputs = estimator.rule == "completeness" and stored is None
-    if by_outputs:
-        validate(features, ["output", "out_to_loss"], what="features")
-    by = choosing(features)
-    chooses_itself = by_outputs and by.gram_weights == in_sums.gram_weights
-    gram = chooses = gram_matrix(
-        features, in_sums, chooses_damping=chooses_itself, decomposed=by_folds
-    )
-    if by_outputs and not chooses_itself:
-        chooses = gram_matrix(features, by, chooses_damping=True)
-    # Stored rows have checksums; others may have been changed since K was reduced from them.
-    if NORM in features and (gram.is_stored or chooses.is_stored):
-        q = features["out_to_loss"]
-        checked = arrays.score.checked(features["feature"].data, features[NORM].data, q.data)
-        features = features.assign(out_to_loss=q.copy(data=checked))
-    if by_outputs:
-        chosen = chosen_by_outputs(features, calibrate, gram, chooses, quiet=quiet)
-    else:
-        chosen = by_rule(features, gram, estimator) if stored is None else chosen_before(stored)
-    if by_folds:
-        chosen = chosen_by_folds(features, estimator, calibrate, gram, chosen)
-    if gram.spectrum is None:
-        inverse = arrays.solve.cholesky(gram.data, chosen[0], gram.labels)
-    else:
-        inverse = arrays.spectra.inverse(gram.spectrum, chosen[0])
-    return Regularized(features, inverse, in_sums.gram_weights, *chosen)
-
-
-def stored_damping(
-    features: xr.Dataset, estimator: GramEstimator, in_sums: GramEstimator
-) -> xr.DataArray | None:
-    """Return the λ that features hold beside the gram matrix, if the estimator asks for it.
-
-    It was chosen as ``"auto"`` says, for all checkpoints together.
-    """
-    if isinstance(estimator.damping, Absolute | xr.DataArray):
-        return None
-    if stored_matrix(features, GRAM, in_sums) is None or not is_of_gram(features, DAMPING):
-        return None
-    is_auto = estimator.damping == estimator.with_damping("auto").resolved(features).damping
-    pooled = features[DAMPING].attrs["pooled_checkpoints"]
-    return features[DAMPING] if is_auto and set(pooled) == set(checkpoint_names(features)) else None
+    data: dict[str, Any] = {"damping": VARIABLES["damping"].holding(choice.value)}
+    for name, text in about.items():
+        values = field(choice.how, "correlation" if name == "curve" else name)
+        dims = ("relative_damping",) * values.ndim
+        data[name] = dims, values, {"description": text}
+    grid = arrays.damping.GRID, {"description": "λ in units of tr(K)/n"}
+    coords = {
+        CHECKPOINT: features[CHECKPOINT],
+        "relative_damping": ("relative_damping", *grid),
+    }
+    return xr.Dataset(data, coords=coords)
 
 
 def chosen_damping(
@@ -263,22 +144,22 @@ def chosen_damping(
     if isinstance(estimator, Soft):
         variance = arrays.weights.logit_variance(features.out_to_loss.data)
     resolved = estimator.resolved(ds)
-    regularized = regularize(features, resolved, calibrate, quiet=True)
-    chosen, variance = dask.compute(describe_damping(regularized), variance)
-    attrs: dict[str, Any] = {
-        "rule": str(chosen.rule.values),
-        "pooled_checkpoints": checkpoint_names(ds),
-    }
+    _, choice = regularize(features, resolved, calibrate, quiet=True)
+    values, (how,), variance = dask.compute(choice.value, choice.how, variance)
     power = resolved.of_sums().power
-    attrs[SCORE_POWER] = 1.0 if power is None else power  # Trak has none
+    attrs: dict[str, Any] = {
+        "rule": str(how["rule"]),
+        "pooled_checkpoints": checkpoint_names(ds),
+        SCORE_POWER: 1.0 if power is None else power,  # Trak has none
+    }
     if variance is not None:
         attrs[LOGIT_VARIANCE] = variance.tolist()
         if power == _AUTOMATIC:
             attrs[SCORE_POWER] = float(arrays.weights.power_of(variance))
-    if regularized.choice is not None:
-        attrs |= {name: float(chosen[name]) for name in ("relative", "peak", "threshold")}
-        of_grid = {name: chosen[name].values for name in ("curve", "grade")}
+    if choice.is_by_outputs:
+        attrs |= {name: float(how[name]) for name in ("relative", "peak", "threshold")}
+        of_grid = {"curve": how["correlation"], "grade": how["grade"]}
         attrs |= {name: x.tolist() for name, x in of_grid.items() if np.isfinite(x).any()}
-        if regularized.rules[0].startswith(COMPLETENESS):
-            attrs["samples"] = regularized.rules[0].removeprefix(COMPLETENESS)
-    return chosen.damping.values, attrs
+        if how["samples"]:
+            attrs["samples"] = str(how["samples"])
+    return values, attrs

@@ -190,8 +190,7 @@ def _predictions(features: xr.Dataset, targets: xr.Dataset, estimator: Estimator
     training, explained = operands_of(features, targets)
     require_folds(training)
     operands = solver(training, resolve(training, estimator))
-    inverse = None if operands.matrix is None else operands.matrix.inverse
-    weights = fold_weights(operands.features, estimator, inverse)
+    weights = fold_weights(operands.features, operands.estimator, operands.inverse)
     sums = arrays.folds.fold_sums(operands.features.feature.data, weights)
     return arrays.folds.predicted(sums, operands.vectors(explained))
 

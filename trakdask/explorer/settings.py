@@ -11,21 +11,11 @@ import xarray as xr
 
 import trakdask as td
 from trakdask.attribution.estimators import EstimatorLike, named
-from trakdask.attribution.grams import decomposition, stored_decomposition, sums
+from trakdask.attribution.grams import with_decomposition
 from trakdask.attribution.protocol import GIVEN, Estimator, GramEstimator, damping_prior
 from trakdask.explorer.computing import compute, persist, released_if_failed
 from trakdask.explorer.view import MeanTrace, View, damping_of
-from trakdask.variables import (
-    CHECKPOINT,
-    DERIVED,
-    EIGENVALUES,
-    EIGENVECTORS,
-    LOSS_GRADIENT,
-    SAMPLE,
-    VARIABLES,
-    checkpoint_names,
-    lazy_features,
-)
+from trakdask.variables import CHECKPOINT, DERIVED, LOSS_GRADIENT, checkpoint_names, lazy_features
 
 _KEPT = 4
 """How many settings are kept in memory: one factor of p² numbers per checkpoint each."""
@@ -99,8 +89,7 @@ class Settings:
     def _decompose(self, estimator: GramEstimator, checkpoints: tuple[str, ...]) -> xr.Dataset:
         """Return the features with gram matrix and eigenvectors in memory."""
         features = lazy_features(_selected(self.features, checkpoints))
-        if stored_decomposition(features, estimator) is None:
-            features = _with_decomposition(features, estimator)
+        features = with_decomposition(features, estimator)
         wanted = {*DERIVED, "output", "out_to_loss"} - {LOSS_GRADIENT}
         names = [name for name in features if name in wanted]
         kept = zip(names, persist(*(features[name].data for name in names)), strict=True)
@@ -109,13 +98,3 @@ class Settings:
 
 def _selected(features: xr.Dataset, checkpoints: tuple[str, ...]) -> xr.Dataset:
     return features.sel({CHECKPOINT: list(checkpoints)}) if checkpoints else features
-
-
-def _with_decomposition(features: xr.Dataset, estimator: GramEstimator) -> xr.Dataset:
-    features = features.drop_vars(DERIVED, errors="ignore")
-    (matrix,) = sums(features, estimator, ["gram"])
-    values, vectors = decomposition(features, estimator, matrix, features.sizes[SAMPLE])
-    derived = {"gram": matrix, EIGENVALUES: values, EIGENVECTORS: vectors}
-    attrs = estimator.attrs(features)
-    variables = {name: (VARIABLES[name].dims, data, attrs) for name, data in derived.items()}
-    return features.assign(variables)
