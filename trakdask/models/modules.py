@@ -11,12 +11,14 @@ import fnmatch
 import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache, partial
-from types import CellType, CodeType, FunctionType, ModuleType
+from functools import partial
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.jit import ScriptModule
+
+from trakdask.instructions import codes, instructions, names_used
 
 Selection = None | str | Sequence[str] | type[nn.Module] | Callable[[str, Tensor], bool]
 
@@ -196,9 +198,9 @@ def _of_functions(functions: list[FunctionType], classes: Iterable[type]) -> Ite
         code = function.__code__
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         yield repr([value for value in defaults if isinstance(value, _PLAIN)])
-        yield _instructions(code)
+        yield instructions(code)
         # A constructor mostly calls functions that make weights, which checkpoints replace.
-        names = ["__init__"] if function.__name__ == "__init__" else _names(code)
+        names = ["__init__"] if function.__name__ == "__init__" else names_used(code)
         called = [getattr(function, "__wrapped__", None)]
         for name in names:
             nearby = function.__globals__.get(name)
@@ -239,44 +241,17 @@ def names_read(module: nn.Module, functions: Iterable[FunctionType]) -> tuple[se
         if function not in own and "-packages" in function.__code__.co_filename:
             continue  # installed packages do not know the attributes of other ones
         seen.add(function)
-        for code in _codes(function.__code__):
+        for code in codes(function.__code__):
             steps = dis.get_instructions(code)
             names |= {s.argval for s in steps if s.opname in ("LOAD_ATTR", "LOAD_METHOD")}
             texts |= {text for text in code.co_consts if isinstance(text, str) and text}
-        called = _names(function.__code__)
+        called = names_used(function.__code__)
         near = [function.__globals__.get(name) for name in called]
         near += [c.cell_contents for c in function.__closure__ or () if c != CellType()]
         near += [vars(file).get(n) for file in near if isinstance(file, ModuleType) for n in called]
         near += [v for kind in near if isinstance(kind, type) for v in vars(kind).values()]
         todo += [getattr(function, "__wrapped__", None), *near]
     return names, texts
-
-
-def _names(code: CodeType) -> list[str]:
-    return [name for each in _codes(code) for name in each.co_names]
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code of a function, and of the functions inside of it."""
-    yield code
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _codes(inner)
-
-
-@lru_cache(maxsize=4096)
-def _instructions(code: CodeType) -> str:
-    """Return instructions with their constants and names in place of numbers."""
-    lines = (f"{step.opname} {_constant(step.argval)}" for step in dis.get_instructions(code))
-    return "\n".join(lines)
-
-
-def _constant(value: Any) -> str:
-    if isinstance(value, CodeType):
-        return _instructions(value)
-    if isinstance(value, frozenset):  # its order differs between processes
-        return repr(sorted(map(repr, value)))
-    return repr(value)
 
 
 def _hashed(texts: Iterable[str]) -> str:

@@ -26,6 +26,7 @@ import numpy as np
 
 from trakdask.checks import is_tensor
 from trakdask.files import replacing
+from trakdask.instructions import codes, instructions, names_used
 
 _LARGE = 2**28
 """The hash of files of so many bytes is kept for other processes: it takes 0.2 s to compute."""
@@ -213,7 +214,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if (content := _content_of_files(obj)) is not None:
             return _reduced(type(obj).__qualname__, content)
         if isinstance(obj, types.CodeType):
-            return _reduced("code", _code_state(obj))
+            # Instructions name the arguments, but not in the order of the call.
+            return _reduced("code", (instructions(obj), [each.co_varnames for each in codes(obj)]))
         if isinstance(obj, types.FunctionType) and not _is_importable(obj):
             return _reduced(obj.__qualname__, _function_state(obj))
         if isinstance(obj, type) and not _is_importable(obj):
@@ -250,18 +252,10 @@ def _is_importable(obj: Any) -> bool:
     return definition is obj
 
 
-def _code_state(code: types.CodeType) -> Any:
-    constants = [
-        sorted(map(repr, const)) if isinstance(const, frozenset) else const
-        for const in code.co_consts
-    ]
-    return code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars
-
-
 def _function_state(function: types.FunctionType) -> Any:
     cells = [_cell_contents(cell) for cell in function.__closure__ or ()]
-    names = sorted(_names(function.__code__) & function.__globals__.keys())
-    used = [(name, function.__globals__[name]) for name in names]
+    known = sorted({*names_used(function.__code__)} & function.__globals__.keys())
+    used = [(name, function.__globals__[name]) for name in known]
     return function.__code__, function.__defaults__, function.__kwdefaults__, cells, used
 
 
@@ -270,11 +264,6 @@ def _cell_contents(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # the cell is empty: its variable is not bound yet
         return None
-
-
-def _names(code: types.CodeType) -> set[str]:
-    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    return set(code.co_names).union(*map(_names, inner))
 
 
 _NOT_CONTENT = frozenset({
