@@ -143,7 +143,7 @@ def chosen_by_folds(
     start = (lam / arrays.gram.mean_trace(gram.data, gram.n_samples, gram.labels)).mean()
     # The norms of some estimators need λ.
     by = Trak() if estimator.norms else estimator.of_sums()
-    sums = arrays.folds.fold_sums(features.feature.data, fold_weights(features, by, None))
+    sums = arrays.groups.weighted_sums(features.feature.data, fold_weights(features, by, None))
     if calibrate is None:
         some = arrays.damping.spread_rows(features.feature.data.chunks[0], _LEFT_OUT_ROWS)
         rows, outputs = (_taken(features[n].data, some) for n in ("feature", "output"))

@@ -193,7 +193,7 @@ def _predictions(features: xr.Dataset, targets: xr.Dataset, estimator: Estimator
     operands = solver(training, resolve(training, estimator))
     inverse = None if operands.matrix is None else operands.matrix.inverse
     weights = fold_weights(operands.features, estimator, inverse)
-    sums = arrays.folds.fold_sums(operands.features.feature.data, weights)
+    sums = arrays.groups.weighted_sums(operands.features.feature.data, weights)
     return arrays.folds.predicted(sums, operands.vectors(explained))
 
 
