@@ -82,8 +82,8 @@ def kernels(x: da.Array, w: da.Array, matrix: da.Array) -> dict[str, da.Array]:
     factors = arrays.spectra.eigenvectors(matrix, labels, 5)
     r = arrays.gram.loss_gradient(x, g)
     spectrum = arrays.spectra.spectrum(*factors, r, 40, labels)
-    sums = arrays.folds.fold_sums(x, g)
-    members = arrays.jackknife.member_sums(x, da.ones((40, 4), chunks=-1), PARTS)
+    sums = arrays.groups.weighted_sums(x, g)
+    members = arrays.groups.weighted_sums(x, da.ones((40, 4), chunks=-1), PARTS, 4)
     return {
         "gram": arrays.gram.gram(x, g),
         "gram and sum": arrays.gram.gram_and_sum(x, g, g)[1],
@@ -92,7 +92,7 @@ def kernels(x: da.Array, w: da.Array, matrix: da.Array) -> dict[str, da.Array]:
         "score": arrays.score.score(x, w, g),
         "score of each": arrays.score.score(x, w, g, average=False),
         "score with errors": arrays.score.score(x, w, g, folds=g)["error"],
-        "groups": arrays.groups.group_sum(x, g, np.arange(40) % 4, 4),
+        "groups": arrays.groups.weighted_sums(x, g, np.arange(40) % 4, 4, axes="sc"),
         "members": arrays.jackknife.member_score(members, w)["error"],
         "top": arrays.topk.top_k(arrays.score.score(x, w, g), 3)[0],
         "solve": arrays.solve.solve(inverse, w),

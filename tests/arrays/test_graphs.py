@@ -70,7 +70,6 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     "totals": lambda seed: random(seed, N, len(GRID), C),
     "folds": lambda seed: random(seed, N, C),
     "others": lambda seed: [(), (random(0, N, 9).rechunk(7),)][seed],
-    "members": lambda seed: sparse.csr_array((np.arange(3 * N).reshape(N, 3) + seed) % 2.0),
     "member_score.sums": lambda seed: da.from_array(
         np.random.default_rng(seed).random((3, C + 1, P, C)), chunks=(3, C + 1, P, 1)
     ),
@@ -100,6 +99,9 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     "combine_rows.weights": lambda seed: sparse.csr_array(
         np.random.default_rng(seed).integers(-1, 2, (3, N)).astype("f8")
     ),
+    "weighted_sums.members": lambda seed: (np.arange(N) + seed) % 3,
+    "axes": lambda seed: ["sf", "sc"][seed],
+    "dtype": lambda seed: ["f8", "f4"][seed],
     "weighted_sum.data": half,
     "weighted_sum.weights": lambda seed: da.from_array(np.random.default_rng(seed).random(N)),
     "among_best.score": lambda seed: da.from_array(np.random.default_rng(seed).random(N), chunks=7),
@@ -126,14 +128,13 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     "positions": lambda seed: np.array([1, 3 + seed]),
     "counts": lambda seed: [1, 3 + seed],
     "k": lambda seed: 2 + seed,
-    "if_failed": lambda seed: 0.0 + seed,
     "mask": lambda seed: [None, np.arange(N) % 2 == 0][seed],
 }
 """The value of each parameter, or of "function.parameter", for seed 0; another one for seed 1."""
 
 HELPERS = {
     *("align_weights", "blockwise", "field", "known_sums", "map_stored", "stored", "tree"),
-    *("tree_sum", "where"),
+    *("tree_sum", "where", "whole_columns"),
 }  # fmt: skip
 """They make lazy functions."""
 

@@ -4,10 +4,11 @@ import dask.array as da
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import sparse
 
 from tests.arrays.decomposed_features import lazy
 from tests.stored_arrays import stored
-from trakdask.arrays.groups import group_sum
+from trakdask.arrays.groups import weighted_sums
 
 
 def oracle(x: np.ndarray, g: np.ndarray, codes: np.ndarray, n_groups: int) -> np.ndarray:
@@ -30,30 +31,43 @@ def arrays(n: int = 95, c: int = 2) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     st.integers(1, 5),
     st.integers(0, 2**32),
 )
-def test_group_sum__exact_for_any_chunks(rows: tuple[int, ...], n_groups: int, seed: int) -> None:
+def test_weighted_sums__exact_for_any_chunks(
+    rows: tuple[int, ...], n_groups: int, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     n = sum(rows)
     x = rng.integers(-4, 5, (n, 3, 2)).astype(np.float32)
     g = rng.integers(0, 9, (n, 2)).astype(np.float32)
     codes = rng.integers(-1, n_groups, n)
-    for weight, dense in ((lazy(g, 4), g), (None, np.ones_like(g))):
-        for feature in (lazy(x, rows), stored(x, (rows, -1, 1))):
-            found = group_sum(feature, weight, codes, n_groups).compute(scheduler="sync")
-            np.testing.assert_array_equal(found, oracle(x, dense, codes, n_groups))
+    weight, expected = lazy(g.astype("f8"), 4), oracle(x, g, codes, n_groups)
+    everything = oracle(x, g, 0 * codes, 1)[0]
+    folds = da.stack([weight.mean(1), 2 * weight.mean(1)], axis=1)
+    members = sparse.csr_array(codes[:, None] == np.arange(n_groups), dtype=np.float32)
+    for feature in (lazy(x, rows), stored(x, (rows, -1, 1))):
+        for of_groups in (codes, members):
+            found = weighted_sums(feature, folds, of_groups, n_groups).compute(scheduler="sync")
+            np.testing.assert_array_equal(found, np.stack([expected, 2 * expected], axis=1))
+            found = weighted_sums(feature, weight.mean(1), of_groups, n_groups)
+            np.testing.assert_array_equal(found.compute(scheduler="sync"), expected)
+        found = weighted_sums(feature, folds).compute(scheduler="sync")
+        np.testing.assert_array_equal(found, [everything, 2 * everything])
 
 
-def test_group_sum__failed_samples_are_left_out() -> None:
+def test_weighted_sums__failed_samples_are_left_out() -> None:
     x, g, codes = arrays()
     codes[:3] = 1
     x[0, :, 1] = g[0, 1] = g[1, 0] = np.nan
     left_out = codes.copy()
     left_out[:2] = -1
     known = np.nan_to_num(x), np.nan_to_num(g)
-    expected = group_sum(lazy(known[0]), lazy(known[1]), left_out, 4).compute()
-    np.testing.assert_array_equal(group_sum(lazy(x), lazy(g), codes, 4).compute(), expected)
+    expected = weighted_sums(
+        lazy(known[0]), lazy(known[1].astype("f8")).mean(1), left_out, 4
+    ).compute()
+    found = weighted_sums(lazy(x), lazy(g.astype("f8")).mean(1), codes, 4).compute()
+    np.testing.assert_array_equal(found, expected)
 
 
-def test_group_sum__blocks_without_a_group_are_not_read() -> None:
+def test_weighted_sums__blocks_without_a_group_are_not_read() -> None:
     x, g, codes = arrays(90)
     read = []
 
@@ -65,9 +79,9 @@ def test_group_sum__blocks_without_a_group_are_not_read() -> None:
     feature = da.map_blocks(block, chunks=chunks, dtype="f4", meta=np.empty((0, 0, 0), "f4"))
     codes[:20] = codes[30:] = -1
     codes[25] = 0
-    found = group_sum(feature, lazy(g), codes, 4).compute(scheduler="sync")
+    found = weighted_sums(feature, lazy(g.astype("f8")).mean(1), codes, 4).compute(scheduler="sync")
     np.testing.assert_allclose(found, oracle(x, g, codes, 4), atol=1e-5)
     assert set(read) == {2}
-    nothing = group_sum(feature, lazy(g), np.full(90, -1), 4)
+    nothing = weighted_sums(feature, lazy(g.astype("f8")).mean(1), np.full(90, -1), 4)
     assert nothing.chunks == ((4,), (6,), (1, 1))
     assert not nothing.compute().any()

@@ -111,15 +111,15 @@ def test_group_sums(read: bool, n_groups: int) -> None:
     x, codes = zeros(8000, 512, 1, 4000, read=read), np.arange(8000) % n_groups
     weights = da.ones((8000, 1), chunks=(4000, 1))
     bound = memory.group_sums(Sizes.of(x), n_groups)
-    require_tight(bound, peak(arrays.groups.group_sum(x, weights, codes, n_groups)))
+    require_tight(bound, peak(arrays.groups.weighted_sums(x, weights, codes, n_groups, axes="sc")))
 
 
 def test_group_sums__of_folds() -> None:
     x = zeros(2000, 256, 1, 1000)
     members = sparse.csr_array((np.ones(2000), (np.arange(2000), np.arange(2000) % 500)))
-    sums = arrays.jackknife.member_sums(x, da.ones((2000, 5), chunks=(1000, 5)), members)
+    sums = arrays.groups.weighted_sums(x, da.ones((2000, 5), chunks=(1000, 5)), members, 500)
     require_tight(memory.group_sums(Sizes.of(x), 500, 5), peak(sums))
-    folds = arrays.folds.fold_sums(x, da.ones((2000, 50), chunks=(1000, 50)))
+    folds = arrays.groups.weighted_sums(x, da.ones((2000, 50), chunks=(1000, 50)))
     require_tight(memory.group_sums(Sizes.of(x), 50), peak(folds))
 
 

@@ -10,21 +10,9 @@ import dask.array as da
 import numpy as np
 import numpy.typing as npt
 
-from trakdask.arrays.blocks import (
-    SPLIT_EVERY,
-    Block,
-    Blocks,
-    Floats,
-    blockwise,
-    failed_rows,
-    flat,
-    matrix,
-    product_dtype,
-    tree_sum,
-)
+from trakdask.arrays.blocks import Block, Floats, blockwise
 from trakdask.arrays.damping import CHOICE, CROSS_VALIDATION, GRID
 from trakdask.arrays.evaluation import Ranking, correlation, mean_without_nan
-from trakdask.arrays.graphs import read_in_task
 from trakdask.arrays.spectra import Spectrum
 
 #: Candidates for ρ are this many decades around the start, with the ends.
@@ -62,69 +50,14 @@ def mean_of_others(values: Block) -> Block:
     return np.where(has_failed, np.nan, mean)
 
 
-def fold_sums(feature: da.Array, weights: da.Array) -> da.Array:
-    """Return Σ_z w_jc(z) φ_c(z) for every fold j, in one pass over the features.
-
-    Parameters
-    ----------
-    feature
-        (sample, proj_dim, checkpoint), float, chunks (rows, p, 1).
-    weights
-        w, (sample, fold) if they are the same for all checkpoints, or (sample, fold, checkpoint).
-
-    Returns
-    -------
-    (fold, proj_dim, checkpoint) float64, lazy, chunks (folds, p, 1).
-
-    Notes
-    -----
-    Cost: 2 n p C flops per fold; products in the dtype of the features, sums in float64. Rows of
-    failed samples, which are entirely NaN, are left out of all folds, and a row with a weight that
-    is NaN of that fold.
-
-    Examples
-    --------
-    >>> x = da.ones((4, 2, 1), chunks=(2, 2, 1), dtype="float32")
-    >>> fold_sums(x, da.from_array(np.array([[1, 0], [1, 1], [0, 1], [0, 3]]))).compute()[:, 0, 0]
-    array([2., 5.])
-    """
-    sizes, index = feature.chunks[0], "sfc"[: weights.ndim]
-    n = len(sizes)
-    groups = [range(i, min(i + SPLIT_EVERY, n)) for i in range(0, n, SPLIT_EVERY)]
-    if read := read_in_task(feature, groups=groups, by_checkpoint=True):
-        sizes = tuple(sum(sizes[i] for i in group) for group in groups)
-    chunks = (sizes, -1, *(1,) * (weights.ndim - 2))
-    parts = blockwise(
-        _partial, "sfpc", *(read or (feature, "spc")), weights.rechunk(chunks), index,
-        new_axes={"p": feature.shape[1]}, adjust_chunks={"s": (1,) * len(sizes)},
-        concatenate=False, name="fold-sum-blocks", dtype=np.float64,
-    )  # fmt: skip
-    return tree_sum(parts, name="fold-sum", dtype=np.float64)
-
-
-def _partial(feature: Blocks, weights: Blocks) -> Block:
-    (w,), start, total = flat(weights), 0, None
-    w = w.reshape(*w.shape[:2])
-    for block in flat(feature):
-        part = np.array(w[start : start + len(block)], product_dtype(block))
-        part[np.isnan(part)] = 0
-        x, failed = matrix(block), failed_rows(block)
-        if failed.any():
-            x = np.where(failed[:, None], 0, x)
-        start += len(block)
-        product = (part.T @ x).astype(np.float64)
-        total = product if total is None else total + product
-    assert total is not None
-    return np.asarray(total)[None, :, :, None]
-
-
 def predicted(sums: da.Array, solved: da.Array) -> da.Array:
     """Return the mean over the other checkpoints of the products of sums and solved features.
 
     Parameters
     ----------
     sums
-        Result of :func:`fold_sums`, with a fold for each checkpoint, in their order.
+        Result of :func:`trakdask.arrays.groups.weighted_sums`, with a fold for each checkpoint, in
+        their order.
     solved
         Result of :func:`trakdask.arrays.solve.solve`, (target, proj_dim, checkpoint).
 
@@ -167,7 +100,7 @@ def totals(spectrum: da.Array, sums: da.Array, feature: da.Array) -> da.Array:
     spectrum
         Result of :func:`trakdask.arrays.spectra.spectrum`.
     sums
-        Result of :func:`fold_sums`.
+        Result of :func:`trakdask.arrays.groups.weighted_sums`.
     feature
         φ of the rows, (row, proj_dim, checkpoint), chunks (rows, p, 1).
 

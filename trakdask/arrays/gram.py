@@ -21,8 +21,8 @@ from trakdask.arrays.blocks import (
     product_dtype,
     tree_sum,
 )
-from trakdask.arrays.graphs import Labels, read_in_task
-from trakdask.arrays.groups import group_sum
+from trakdask.arrays.graphs import Labels, grouped
+from trakdask.arrays.groups import weighted_sums
 from trakdask.arrays.weights import pooled
 from trakdask.arrays.xp import array_module, asnumpy
 
@@ -142,8 +142,8 @@ def loss_gradient(feature: da.Array, loss_weights: da.Array) -> da.Array:
     >>> loss_gradient(x, da.full((6, 1), 0.5)).compute().ravel().tolist()
     [3.0, 3.0]
     """
-    every_sample = np.zeros(len(feature), np.int8)
-    return group_sum(feature, loss_weights, every_sample, 1, if_failed=0)[0]
+    g = pooled(align_weights(loss_weights, feature))
+    return weighted_sums(feature, g)
 
 
 def _reduced(
@@ -157,9 +157,14 @@ def _reduced(
         )
     feature = feature.rechunk({2: 1})  # a task reads the first checkpoint of its block
     groups = _groups(feature.chunks[0], ROWS_PER_DIM * p)
+    ends = np.searchsorted(block_starts(feature.chunks[0]), block_starts(groups))
+    blocks = [range(start, end) for start, end in pairwise(ends.tolist())]
     h = None if gram_weights is None else align_weights(gram_weights, feature)
     g = None if loss_weights is None else pooled(align_weights(loss_weights, feature))
-    inputs = [(None, None) if x is None else _merged(x, groups) for x in (feature, h, g)]
+    inputs = [
+        (None, None) if x is None else grouped(x, index, blocks)
+        for x, index in ((feature, "spc"), (h, "sc"), (g, "s"))
+    ]
     parts = blockwise(
         _partial, "spqc", *itertools.chain(*inputs),
         new_axes={"p": p, "q": p if loss_weights is None else p + 1},
@@ -195,18 +200,6 @@ def _groups(sizes: tuple[int, ...], min_rows: int) -> tuple[int, ...]:
         tail = groups.pop()
         groups[-1] += tail
     return tuple(groups)
-
-
-def _merged(array: da.Array, groups: tuple[int, ...]) -> tuple[object, str]:
-    """Return an argument of ``blockwise`` with all rows of a group in one task, and its index.
-
-    Blocks in a store are read by that task. Others, wherever they were computed, are sent there.
-    """
-    index = {1: "s", 2: "sc", 3: "spc"}[array.ndim]
-    ends = np.searchsorted(block_starts(array.chunks[0]), block_starts(groups))
-    blocks = [range(start, end) for start, end in pairwise(ends.tolist())]
-    read = read_in_task(array, groups=blocks, by_checkpoint=array.ndim > 1)
-    return read or (array.rechunk({0: groups}, method="tasks"), index)
 
 
 def _concatenated(blocks: Blocks) -> Block:

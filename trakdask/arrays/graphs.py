@@ -283,6 +283,27 @@ def read_in_task(
     return _Reads(array.name, read, array.chunks, groups, axes), "sc"[: len(axes)]
 
 
+def grouped(array: da.Array, index: str, groups: Sequence[Sequence[int]]) -> tuple[Any, str]:
+    """Return an argument of ``blockwise`` with the rows of some blocks in each task, and its index.
+
+    Blocks in a store are read by that task. Others, wherever they were computed, are sent there.
+
+    Parameters
+    ----------
+    array
+        (sample, ...), with the index ``"s"``, or one that ends with ``"c"`` for checkpoints.
+    groups
+        The blocks along samples of each task, ascending. Blocks of no task are left out.
+    """
+    if read := read_in_task(array, groups=groups, by_checkpoint=index[-1] == "c"):
+        return read
+    used = list(itertools.chain(*groups))
+    rows = tuple(sum(array.chunks[0][i] for i in group) for group in groups)
+    if len(used) < array.numblocks[0]:
+        array = array.blocks[used]
+    return array.rechunk({0: rows}, method="tasks"), index
+
+
 class _Reads(_Arguments):
     """The blocks that each task reads: some along samples, and one or all along other axes."""
 

@@ -1,8 +1,7 @@
-"""Sum the features of groups of samples, and combine rows linearly."""
+"""Sum the features of samples by group and fold, and combine rows linearly."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import dask.array as da
@@ -14,156 +13,176 @@ from trakdask.arrays.blocks import (
     SPLIT_EVERY,
     Block,
     Blocks,
-    align_weights,
-    block_starts,
     blocks_with,
     blockwise,
     failed_rows,
     flat,
     matrix,
-    product_dtype,
     tree_sum,
 )
-from trakdask.arrays.graphs import Bounds, PackedRows, read_in_task, reader
-from trakdask.arrays.weights import pooled as pooled_weights
+from trakdask.arrays.graphs import Bounds, PackedRows, SparseRows, grouped, reader
 
 N_COUNTS = 2
-"""Columns behind the sums of a group: how many of its samples were added up, and how many not."""
+"""Columns behind the sums of a group: how many of its entries were added up, and how many not."""
 
 
-def group_sum(
+def weighted_sums(
     feature: da.Array,
-    loss_weights: da.Array | None,
-    codes: npt.ArrayLike,
-    n_groups: int,
+    weights: da.Array,
+    members: npt.NDArray[np.integer] | sparse.csr_array | None = None,
+    n_groups: int = 1,
     *,
-    pooled: bool = True,
-    if_failed: float = np.nan,
+    axes: str | None = None,
+    dtype: npt.DTypeLike = np.float64,
 ) -> da.Array:
-    """Return the sum of weighted features of every group of samples.
+    """Return Σ_z m_g(z) w_jc(z) φ_c(z) for every group g and fold j, in one pass over the features.
 
-    Σ_{z in group} mean_c[ g_c(z) ] φ_c(z). Its product with the solved targets is the sum of the
-    group's scores, at the cost of one pass over the features and without computing the scores.
+    Its product with solved targets is a sum of scores, at a cost that the targets do not change.
 
     Parameters
     ----------
     feature
-        (sample, proj_dim, checkpoint), float, chunks (rows, p, 1).
-    loss_weights
-        g, (sample, checkpoint); None for 1.
-    codes
-        Group of each sample, (sample,) integer in [0, n_groups), or -1 for none.
+        φ, (sample, proj_dim, checkpoint), float, chunks (rows, p, 1).
+    weights
+        w, with the axes ``"s"`` (samples), ``"sc"`` (of each checkpoint), ``"sf"`` (of each fold),
+        or ``"sfc"``. NaN leaves a sample out of its fold.
+    members
+        m: the group of each sample, (sample,) integer in [0, n_groups), or -1 for none; or parts of
+        samples in groups, (sample, group), sparse. None for one sum of all samples.
     n_groups
         Number of groups, at least 1. A group without samples sums to 0.
-    pooled
-        Use the mean of g over checkpoints; if False, each checkpoint uses its own g.
-    if_failed
-        The sum of a group whose samples all failed: of nothing that is known.
+    axes
+        The axes of ``weights``; by default the first ones of ``"sfc"``.
+    dtype
+        Of the sums.
 
     Returns
     -------
-    (group, proj_dim, checkpoint) float32 (float64 if the features are), lazy, chunks (n_groups, p,
-    1). Can be passed as ``feature`` to :func:`trakdask.arrays.score.score`.
+    (group, fold, proj_dim, checkpoint), lazy, one chunk per checkpoint, without groups if there are
+    no ``members``, and without folds if ``weights`` have none. Sums of groups can be passed
+    as ``feature`` to :func:`trakdask.arrays.score.score`.
 
     Notes
     -----
-    Cost: 2 n p C flops, memory-bound. Blocks in which no sample has a group are never read. Blocks
-    that are stored are read by the task that sums them, 8 in a row.
+    Cost: 2 p C flops per fold and member. Blocks without members are never read. Blocks that are
+    stored are read by the task that sums them, 8 in a row.
     :func:`trakdask.arrays.memory.group_sums` bounds the memory of a task.
 
-    Exactness: sums are float32 (as above) within a block and float64 between blocks, with the same
-    bits on any scheduler for given chunks. Rows of failed samples, which are entirely NaN, and rows
-    whose weight is NaN are left out, unless these are all rows of a group; any other NaN affects
-    only the sum of its own group.
+    Exactness: products in the dtype of the features, at least float32, sums of blocks in float64,
+    with the same bits on any scheduler for given chunks. Rows of failed samples, which are entirely
+    NaN, and entries whose weight is NaN are left out. If these are all entries of a group, its sum
+    is NaN: nothing is known of it. Any other NaN affects only the sums of its own groups.
 
     Examples
     --------
     >>> x = da.ones((4, 2, 1), chunks=(2, 2, 1), dtype="float32")
-    >>> group_sum(x, None, [0, 1, 1, -1], 2).compute()[:, :, 0].tolist()
-    [[1.0, 1.0], [2.0, 2.0]]
+    >>> w = da.from_array(np.array([[1, 0], [1, 1], [0, 1], [0, 3]]))
+    >>> weighted_sums(x, w).compute()[:, 0, 0]
+    array([2., 5.])
+    >>> weighted_sums(x, w[:, 1], np.array([0, 1, 1, -1]), 2).compute()[:, 0, 0]
+    array([0., 2.])
+    >>> halves = sparse.csr_array([[1], [0], [0.5], [0.5]])
+    >>> weighted_sums(x, w, halves).compute()[0, :, 0, 0]
+    array([1., 2.])
     """
-    # From 0, which is no group: few bits hold them, and each task gets no more than those.
-    groups = np.add(codes, 1, dtype=np.min_scalar_type(n_groups), casting="unsafe")
-    _, p, n_checkpoint = feature.shape
-    dtype, sizes = product_dtype(feature), feature.chunks[0]
-    used = blocks_with(groups > 0, sizes)
-    if not used:
-        chunks = (n_groups, p, (1,) * n_checkpoint)
-        return da.zeros((n_groups, p, n_checkpoint), dtype=dtype, chunks=chunks)
-    g = None if loss_weights is None else align_weights(loss_weights, feature)
-    if g is not None and pooled:
-        g = pooled_weights(g)
-    inputs: list[tuple[Any, str]] = [(feature, "spc")]
-    if g is not None:
-        inputs.append((g, "sc"[: g.ndim]))
-    if reads := all(reader(array) for array, _ in inputs):
-        # As many blocks as a node of the tree adds, in its order: the bits are the same.
-        merged = [used[i : i + SPLIT_EVERY] for i in range(0, len(used), SPLIT_EVERY)]
-        starts = block_starts(sizes)
-        groups = np.concatenate([groups[starts[i] : starts[i + 1]] for i in used])
-        sizes = tuple(sum(sizes[i] for i in blocks) for blocks in merged)
-        inputs = [
-            read_in_task(array, groups=merged, by_checkpoint=array.ndim > 1) or (array, index)
-            for array, index in inputs
-        ]
+    axes = axes or "sfc"[: weights.ndim]
+    sizes, p = feature.chunks[0], feature.shape[1]
+    new_axes = {"g": n_groups} if members is not None else {}
+    out = "g" * (members is not None) + "f" * ("f" in axes)
+    # 1. Blocks without members are not read.
+    used = list(range(len(sizes)))
+    if members is not None:
+        is_parts = isinstance(members, sparse.csr_array)
+        used = blocks_with(np.diff(members.indptr) > 0 if is_parts else members >= 0, sizes)
+        if not used:
+            outer = [n_groups, *weights.shape[1:2]][: len(out)]
+            chunks = (*outer, p, (1,) * feature.shape[2])
+            return da.zeros((*outer, p, feature.shape[2]), dtype=dtype, chunks=chunks)
+        if len(used) < len(sizes):
+            members = members[np.repeat(np.isin(np.arange(len(sizes)), used), sizes)]
+    # 2. A task reads as many blocks as a node of the tree adds, in its order, so that the bits are
+    #    those of blocks that are in memory, one for each task.
+    step = SPLIT_EVERY if reader(feature) else 1
+    groups = [used[i : i + step] for i in range(0, len(used), step)]
+    rows = tuple(sum(sizes[i] for i in blocks) for blocks in groups)
+    weights = weights.rechunk(tuple({"s": sizes, "f": -1, "c": 1}[axis] for axis in axes))
+    # 3. Each task gets the members of its own rows; numbers of groups in as few bits as they need.
+    of_members: Any = None
+    if isinstance(members, sparse.csr_array):
+        of_members = SparseRows(members, rows)
+    elif members is not None:  # from 0, which is no group
+        kind = np.min_scalar_type(n_groups)
+        numbers = np.add(members, 1, dtype=kind, casting="unsafe")
+        of_members = PackedRows(numbers, n_groups, rows)
     parts = blockwise(
-        _partial, "sgpc", PackedRows(groups, n_groups, sizes), "s", *itertools.chain(*inputs),
-        new_axes={"g": n_groups, "p": p + N_COUNTS}, adjust_chunks={"s": (1,) * len(sizes)},
-        concatenate=False, name="group-sum-blocks", dtype=np.float64, n_groups=n_groups,
+        _partial, f"s{out}pc", *grouped(feature, "spc", groups), *grouped(weights, axes, groups),
+        of_members, None if members is None else "s",
+        new_axes={**new_axes, "p": p + N_COUNTS * len(new_axes)},
+        adjust_chunks={"s": (1,) * len(rows)},
+        concatenate=False, name="weighted-sum-blocks", dtype=np.float64,
+        n_groups=n_groups, axes=out,
     )  # fmt: skip
-    if not reads and len(used) < len(sizes):
-        parts = parts.blocks[used]
-    return known_sums(tree_sum(parts, name="group-sum", dtype=dtype), if_failed)
-
-
-def known_sums(sums: da.Array, if_failed: float = np.nan) -> da.Array:
-    """Return sums (..., column, checkpoint) without their counts, NaN where all samples failed."""
-    index = "gfpc" if sums.ndim == 4 else "gpc"
+    sums = tree_sum(parts, name="weighted-sums", dtype=dtype)
+    if members is None:
+        return sums
     return blockwise(
-        _known_sums, index, sums, index, adjust_chunks={"p": (sums.shape[-2] - N_COUNTS,)},
-        name="known-sums", dtype=sums.dtype, if_failed=if_failed,
+        _known_sums, f"{out}pc", sums, f"{out}pc", adjust_chunks={"p": (p,)},
+        name="known-sums", dtype=dtype,
     )  # fmt: skip
 
 
-def _known_sums(sums: Block, *, if_failed: float) -> Block:
+def _known_sums(sums: Block) -> Block:
+    """Return sums (..., column, checkpoint) without their counts, NaN where all samples failed."""
     added, failed = sums[..., -2:-1, :], sums[..., -1:, :]
-    values = sums[..., :-N_COUNTS, :]
-    return np.where((added == 0) & (failed > 0), values.dtype.type(if_failed), values)
+    unknown, nan = (added == 0) & (failed > 0), sums.dtype.type(np.nan)
+    return np.where(unknown, nan, sums[..., :-N_COUNTS, :])
 
 
-def counts_of(groups: Block, is_whole: Block, n_groups: int) -> Block:
-    """Return how many samples of each group are whole, and how many failed, (group, 2)."""
-    parts = (groups[is_whole], groups[~is_whole])
-    return np.stack([np.bincount(part, minlength=n_groups) for part in parts], axis=1)
-
-
-def _partial(codes: Any, feature: Blocks, weight: Blocks | None = None, *, n_groups: int) -> Block:
-    """Return the (1, group, p + 2, 1) sums and counts of the blocks of a task."""
-    groups = PackedRows.unpack(codes) - 1
-    weights = itertools.repeat(None) if weight is None else flat(weight)
+def _partial(feature: Blocks, weights: Blocks, members: Any, *, n_groups: int, axes: str) -> Block:
+    """Return the sums, and counts behind them if there are members, of the blocks of a task."""
+    w = np.concatenate([block.reshape(len(block), -1) for block in flat(weights)])
+    if isinstance(members, tuple):  # numbers of groups, in bits
+        codes = PackedRows.unpack(members) - 1
+        is_member = codes >= 0
+        starts = np.concatenate([[0], np.cumsum(is_member)])
+        entries = np.ones(starts[-1]), codes[is_member], starts
+        members = sparse.csr_array(entries, shape=(len(codes), n_groups))
     total, start = None, 0
-    for block, g in zip(flat(feature), weights, strict=False):
-        stop = start + len(block)
-        sums = _block_sums(block, g, groups[start:stop], n_groups)
+    for block in flat(feature):
+        rows = slice(start, start := start + len(block))
+        if members is None:
+            sums = _sums_of_all(block, w[rows])
+        else:
+            sums = _sums_of_members(block, w[rows], members[rows].tocoo())
         total = sums if total is None else np.add(total, sums, out=total)
-        start = stop
     assert total is not None
-    return total.reshape(1, *total.shape, 1)
+    outer = [{"g": n_groups, "f": w.shape[1]}[axis] for axis in axes]
+    return np.asarray(total.reshape(1, *outer, -1, 1))
 
 
-def _block_sums(block: Block, weight: Block | None, groups: Block, n_groups: int) -> Block:
-    """Return the (group, p) sums of one block, and counts behind them.
+def _sums_of_all(block: Block, weights: Block) -> Block:
+    """Return the (fold, p) sums of one block, by a dense product."""
+    x, failed = matrix(block), failed_rows(block)
+    weights = np.where(np.isnan(weights), 0, weights).astype(x.dtype)
+    if failed.any():
+        x = np.where(failed[:, None], 0, x)
+    return np.asarray((weights.T @ x).astype(np.float64))
 
-    The product is sparse, because 0 · NaN in a dense one-hot product would make all groups NaN.
+
+def _sums_of_members(block: Block, weights: Block, members: sparse.coo_array) -> Block:
+    """Return the (group · fold, p) sums of one block, and how many entries are whole, and failed.
+
+    The product is sparse, because 0 · NaN in a dense product would make all groups NaN.
     """
-    x = matrix(block)
-    g = np.ones(len(x)) if weight is None else weight.reshape(len(x)).astype(np.float64)
-    member = np.flatnonzero(groups >= 0)
-    is_whole = ~(np.isnan(g) | failed_rows(block))[member]
-    counts = counts_of(groups[member], is_whole, n_groups)
-    member = member[is_whole]
-    entries = (g[member].astype(x.dtype), (groups[member], member))
-    sums = sparse.csr_array(entries, shape=(n_groups, len(x))) @ x
+    x, n_folds = matrix(block), weights.shape[1]
+    n_rows = members.shape[1] * n_folds
+    row = members.col.astype(np.intp)[:, None] * n_folds + np.arange(n_folds)
+    values = members.data[:, None] * weights[members.row]
+    whole = ~(np.isnan(values) | failed_rows(block)[members.row][:, None])
+    counts = np.stack([np.bincount(row[some], minlength=n_rows) for some in (whole, ~whole)], 1)
+    sample = np.broadcast_to(members.row[:, None], row.shape)[whole]
+    entries = values[whole].astype(x.dtype), (row[whole], sample)
+    sums = sparse.csr_array(entries, shape=(n_rows, len(x))) @ x
     return np.concatenate([sums, counts], axis=1, dtype=np.float64)
 
 

@@ -10,93 +10,13 @@ import functools
 import dask.array as da
 import numpy as np
 import numpy.typing as npt
-from scipy import sparse
 
-from trakdask.arrays.blocks import (
-    SPLIT_EVERY,
-    Block,
-    Blocks,
-    blockwise,
-    failed_rows,
-    flat,
-    matrix,
-    product_dtype,
-    tree_sum,
-)
+from trakdask.arrays.blocks import Block, Blocks, blockwise, flat, product_dtype, tree_sum
 from trakdask.arrays.folds import jackknife_error, mean_of_others
-from trakdask.arrays.graphs import SparseRows, read_in_task
-from trakdask.arrays.groups import N_COUNTS, counts_of, known_sums
 from trakdask.arrays.score import estimate
 
 #: Levels of p-values by which significance is decided. Each is 1.03 times the one before.
 LEVELS = np.geomspace(1e-12, 1, 1024)
-
-
-def member_sums(feature: da.Array, weights: da.Array, members: sparse.csr_array) -> da.Array:
-    """Return Σ_z m_g(z) w_jc(z) φ_c(z) for every group g and fold j, in one pass over the features.
-
-    Parameters
-    ----------
-    feature
-        φ, (sample, proj_dim, checkpoint), float, chunks (rows, p, 1).
-    weights
-        w, (sample, fold) if they are the same for all checkpoints, or (sample, fold, checkpoint).
-    members
-        m, (sample, group), sparse: the part of each sample that belongs to each group.
-
-    Returns
-    -------
-    (group, fold, proj_dim, checkpoint) float64, lazy, chunks (groups, folds, p, 1).
-
-    Notes
-    -----
-    Cost: 2 p C flops per fold and member; :func:`trakdask.arrays.memory.group_sums` bounds the
-    memory of a task. Samples that failed at a checkpoint are left out of all folds. A group whose
-    samples all failed is NaN.
-
-    Examples
-    --------
-    >>> x = da.ones((4, 2, 1), chunks=(2, 2, 1), dtype="float32")
-    >>> w = da.from_array(np.array([[1, 0], [1, 1], [0, 1], [0, 3]]))
-    >>> halves = sparse.csr_array([[1], [0], [0.5], [0.5]])
-    >>> member_sums(x, w, halves).compute()[0, :, 0, 0]
-    array([1., 2.])
-    """
-    sizes, index = feature.chunks[0], "sfc"[: weights.ndim]
-    groups = [range(i, min(i + SPLIT_EVERY, len(sizes))) for i in range(0, len(sizes), SPLIT_EVERY)]
-    if read := read_in_task(feature, groups=groups, by_checkpoint=True):
-        sizes = tuple(sum(sizes[i] for i in group) for group in groups)
-    chunks = (sizes, -1, *(1,) * (weights.ndim - 2))
-    parts = blockwise(
-        _member_sums, "sgfpc", *(read or (feature, "spc")), weights.rechunk(chunks), index,
-        SparseRows(members, sizes), "s",
-        new_axes={"g": members.shape[1], "p": feature.shape[1] + N_COUNTS},
-        adjust_chunks={"s": (1,) * len(sizes)},
-        concatenate=False, name="member-sum-blocks", dtype=np.float64,
-    )  # fmt: skip
-    return known_sums(tree_sum(parts, name="member-sum", dtype=np.float64))
-
-
-def _member_sums(feature: Blocks, weights: Blocks, members: sparse.csr_array) -> Block:
-    (w,), start, total = flat(weights), 0, None
-    n_groups, n_folds = members.shape[1], w.shape[1]
-    w = w.reshape(len(w), n_folds)
-    for block in flat(feature):
-        rows = slice(start, start := start + len(block))
-        x, entries = matrix(block), members[rows].tocoo()
-        whole = ~(failed_rows(block) | np.isnan(w[rows]).any(axis=1))[entries.row]
-        counts = counts_of(entries.col, whole, n_groups)
-        sample, group, part = (a[whole] for a in (entries.row, entries.col, entries.data))
-        # A row for each group and fold. A dense product would have 0 · NaN where samples failed.
-        row = (group[:, None] * n_folds + np.arange(n_folds)).ravel()
-        values = (part[:, None] * w[rows][sample]).astype(x.dtype).ravel()
-        entries = values, (row, np.repeat(sample, n_folds))
-        summed = sparse.csr_array(entries, (n_groups * n_folds, len(x))) @ x
-        both = [summed, np.repeat(counts, n_folds, axis=0)]
-        summed = np.concatenate(both, axis=1, dtype=np.float64)
-        total = summed if total is None else np.add(total, summed, out=total)
-    assert total is not None
-    return np.asarray(total).reshape(1, n_groups, n_folds, -1, 1)
 
 
 def member_score(sums: da.Array, solved: da.Array, *, relative: bool = False) -> da.Array:
@@ -105,12 +25,12 @@ def member_score(sums: da.Array, solved: da.Array, *, relative: bool = False) ->
     Parameters
     ----------
     sums
-        Results of :func:`member_sums`, with a fold for each checkpoint, in their order, and the
-        sums of all checkpoints as the last fold.
+        Result of :func:`trakdask.arrays.groups.weighted_sums`, with a fold for each checkpoint, in
+        their order, and the sums of all checkpoints as the last fold.
     solved
         w of the targets, (target, proj_dim, checkpoint), chunks (rows, p, 1).
     relative
-        Divide by the score of the last group, in each fold by itself, and leave that group out.
+        Divide by the sum of all groups, in each fold by itself, and leave the last group out.
 
     Returns
     -------
@@ -132,7 +52,7 @@ def _member_score(sums: Blocks, solved: Blocks, *, relative: bool) -> Block:
     total[:, :n] /= n - 1
     total[:, n] /= n
     if relative:
-        total = total[:-1] / total[-1]
+        total = total[:-1] / np.nansum(total, axis=0)  # a group that failed is not known
     return _estimates(total[:, n], np.moveaxis(total[:, :n], 1, 0), product_dtype(w))
 
 

@@ -155,7 +155,7 @@ def top_k(rows: int, n_targets: int, k: int, *, itemsize: int = 4, n_others: int
 
 
 def group_sums(x: Sizes, n_groups: int, n_folds: int = 1) -> int:
-    """Bound a task of :func:`trakdask.arrays.groups.group_sum`, and of sums by member and fold.
+    """Bound a task of :func:`trakdask.arrays.groups.weighted_sums`.
 
     Examples
     --------

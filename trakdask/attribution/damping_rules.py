@@ -200,7 +200,7 @@ def by_folds(
     # 2. What the scores of the other checkpoints add up to, for each. The norms of some estimators
     # need λ, so that these are left to the weights of Trak.
     by = Trak() if estimator.norms else estimator.of_sums()
-    of_folds = arrays.folds.fold_sums(features.feature.data, fold_weights(features, by, None))
+    of_folds = arrays.groups.weighted_sums(features.feature.data, fold_weights(features, by, None))
     if calibrate is None:
         some = _some_rows(features)
         rows, outputs = (_taken(features[n].data, some) for n in ("feature", "output"))

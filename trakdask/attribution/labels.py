@@ -32,6 +32,9 @@ _MOST_COMBINATIONS = 2**20
 Labels = tuple[tuple[str, ...], dict[Hashable, Any]]
 """Dimensions, and coords along them."""
 
+By = str | Sequence[str] | xr.DataArray
+"""One coord of samples, several, or the part of each sample that belongs to each group."""
+
 
 def labelled(
     name: str, labels: Labels, data: Any, attrs: Any, checkpoint: xr.DataArray | None = None
@@ -65,18 +68,21 @@ def labels_of_scores(samples: xr.Dataset, targets: xr.Dataset) -> Labels:
 
 
 def labels_of_groups(
-    samples: xr.Dataset, targets: xr.Dataset, by: str | Sequence[str]
-) -> tuple[Labels, np.ndarray, list[int]]:
-    """Return the dimensions and coords of sums of scores by coords, and the samples' groups.
+    samples: xr.Dataset, targets: xr.Dataset, by: By
+) -> tuple[Labels, np.ndarray | sparse.csr_array, list[int]]:
+    """Return the dimensions and coords of sums of scores by groups, and the samples' groups.
 
-    Groups are numbered as the entries of an array whose shape comes last, with -1 for none.
+    Groups are numbered as the entries of an array whose shape comes last, with -1 for none. If
+    ``by`` is a DataArray, they are the parts of samples in groups, (sample, group), sparse.
 
     Raises
     ------
     ValueError
         If the samples have no such coord, the targets have one of that name, or combinations are
-        too many.
+        too many; if an array has other dimensions, or is not finite.
     """
+    if isinstance(by, xr.DataArray):
+        return _labels_of_parts(samples, targets, by)
     dims, coords = _labels_of_targets(targets)
     names = names_of_groups(samples, by, [TARGET, *coords])
     codes, sizes = np.zeros((), np.int8), []
@@ -109,25 +115,9 @@ def names_of_groups(
     return names
 
 
-def labels_of_members(
-    samples: xr.Dataset, targets: xr.Dataset, by: str | Sequence[str] | xr.DataArray
+def _labels_of_parts(
+    samples: xr.Dataset, targets: xr.Dataset, by: xr.DataArray
 ) -> tuple[Labels, sparse.csr_array, list[int]]:
-    """Return the same as :func:`labels_of_groups`, but the part of each sample in each group.
-
-    The parts are sparse, (sample, group): one group each, unless ``by`` is a DataArray of parts.
-
-    Raises
-    ------
-    ValueError
-        As :func:`labels_of_groups`; if an array has other dimensions, or is not finite.
-    """
-    if not isinstance(by, xr.DataArray):
-        labels, codes, sizes = labels_of_groups(samples, targets, by)
-        is_member = codes >= 0
-        starts = np.concatenate([[0], np.cumsum(is_member)])
-        ones = np.ones(starts[-1], np.float32)
-        shape = (len(codes), math.prod(sizes))
-        return labels, sparse.csr_array((ones, codes[is_member], starts), shape), sizes
     if by.ndim != 2 or SAMPLE not in by.dims or not np.isfinite(by.values).all():
         raise ValueError(
             f"expected by as finite parts of samples in groups, (sample, group), got {by.dtype} "
@@ -139,6 +129,15 @@ def labels_of_members(
     dims, coords = _labels_of_targets(targets)
     coords[name] = by[name].variable
     return ((name, *dims), coords), sparse.csr_array(parts.values), [by.sizes[name]]
+
+
+def with_rest(
+    members: np.ndarray | sparse.csr_array, n_groups: int
+) -> np.ndarray | sparse.csr_array:
+    """Return members with one group more, of what no group has, so that groups are all samples."""
+    if isinstance(members, sparse.csr_array):
+        return sparse.hstack([members, 1 - members.sum(axis=1)[:, None]], format="csr")
+    return np.where(members < 0, n_groups, members)
 
 
 def _labels_of_samples(ds: xr.Dataset) -> Labels:

@@ -13,7 +13,7 @@ import xarray as xr
 from scipy import sparse
 
 from trakdask import arrays
-from trakdask.arrays.blocks import divided
+from trakdask.arrays.blocks import align_weights, divided, product_dtype
 from trakdask.arrays.memory import Sizes
 from trakdask.attribution.damping_rules import regularize
 from trakdask.attribution.estimators import EstimatorLike, TracIn, resolve
@@ -77,20 +77,18 @@ class Solver:
         """Return the factor of each sample where a checkpoint is left out, (sample, fold)."""
         return self.estimator.fold_weights(of, self.inverse)
 
-    def group_sums(self, of: xr.Dataset, codes: np.ndarray, n_groups: int) -> da.Array:
+    def sums(
+        self, of: xr.Dataset, members: np.ndarray | sparse.csr_array, n_groups: int
+    ) -> da.Array:
         """Return the weighted sum of the features of each group of samples."""
-        require_sums(of.feature.data, n_groups)
-        return arrays.groups.group_sum(
-            of.feature.data, self.weight(of), codes, n_groups, pooled=self.estimator.pooled
-        )
-
-    def member_sums(self, of: xr.Dataset, members: sparse.csr_array) -> da.Array:
-        """Return the weighted sum of the features of each group, whose samples count in parts."""
-        weight = self.weight(of)
-        weight = arrays.weights.pooled(weight) if self.estimator.pooled else weight
-        require_sums(of.feature.data, members.shape[1])
-        sums: da.Array = arrays.jackknife.member_sums(of.feature.data, weight[:, None], members)
-        return sums[:, 0]
+        feature, weight, pooled = of.feature.data, self.weight(of), self.estimator.pooled
+        require_sums(feature, n_groups)
+        if pooled:
+            weight = arrays.weights.pooled(align_weights(weight, feature))
+        return arrays.groups.weighted_sums(
+            feature, weight, members, n_groups,
+            axes="s" if pooled else "sc", dtype=product_dtype(feature),
+        )  # fmt: skip
 
 
 def solver(features: xr.Dataset, estimator: Estimator) -> Solver:

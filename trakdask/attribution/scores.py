@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import dask.array as da
 import numpy as np
 import xarray as xr
-from scipy import sparse
 
 from trakdask import arrays
 from trakdask.arrays.blocks import where
@@ -17,9 +16,9 @@ from trakdask.attribution.folds import require_all_samples
 from trakdask.attribution.labels import (
     labelled,
     labels_of_groups,
-    labels_of_members,
     labels_of_scores,
     score_attrs,
+    with_rest,
 )
 from trakdask.attribution.metrics import COMBINATION, MetricLike, measure_of
 from trakdask.attribution.operands import operands_of, require_tiles, self_influence_forms, solver
@@ -210,19 +209,11 @@ def group_score(
         require_all_samples(training)
         measure = measure_of(metric, explained)
         operands.attrs["metric"] = measure.name
-    # With a metric, one group more has the samples of no other, so that groups are all samples.
-    if isinstance(by, xr.DataArray):
-        labels, members, n_groups = labels_of_members(training, explained, by)
-        n = math.prod(n_groups)
-        if metric is not None:
-            members = sparse.hstack([members, 1 - members.sum(axis=1)[:, None]], format="csr")
-        sums = operands.member_sums(operands.features, members)
-    else:
-        labels, codes, n_groups = labels_of_groups(training, explained, by)
-        n = math.prod(n_groups)
-        if metric is not None:
-            codes = np.where(codes < 0, n, codes)
-        sums = operands.group_sums(operands.features, codes, n + (metric is not None))
+    labels, members, n_groups = labels_of_groups(training, explained, by)
+    n = math.prod(n_groups)
+    if metric is not None:
+        members = with_rest(members, n)
+    sums = operands.sums(operands.features, members, n + (metric is not None))
     data = arrays.score.score(sums, operands.vectors(explained), None)
     if metric is not None:
         known = ~da.isnan(data).all(0)  # a group may have failed, or a target

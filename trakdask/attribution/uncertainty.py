@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -15,10 +16,11 @@ from trakdask.attribution.estimators import EstimatorLike, resolve
 from trakdask.attribution.groups import combine
 from trakdask.attribution.labels import (
     Labels,
-    labels_of_members,
+    labels_of_groups,
     labels_of_scores,
     names_of_groups,
     score_attrs,
+    with_rest,
 )
 from trakdask.attribution.operands import (
     Solver,
@@ -160,7 +162,7 @@ def estimated(
     if by is None:
         labels = labels_of_scores(training, explained)
     else:
-        labels, members, n_groups = labels_of_members(training, explained, by)
+        labels, members, n_groups = labels_of_groups(training, explained, by)
     operands = solver(training, resolve(training, estimator))
     attrs = score_attrs(training, targets, operands.attrs)
     solved = operands.vectors(explained)
@@ -176,19 +178,23 @@ def estimated(
         solved = solved.sum(axis=0, keepdims=True, dtype=np.float64).astype(solved.dtype)
         names = labels[0][: len(n_groups)]
         labels = names, {name: labels[1][name] for name in names}
-    tiles = _of_groups(operands, members, solved, relative=relative)
+    tiles = _of_groups(operands, members, math.prod(n_groups), solved, relative=relative)
     if len(n_groups) > 1:
         tiles = tiles.reshape((*n_groups, tiles.shape[1]))
     return labels, tiles, attrs
 
 
 def _of_groups(
-    operands: Solver, members: sparse.csr_array, solved: da.Array, *, relative: bool
+    operands: Solver,
+    members: np.ndarray | sparse.csr_array,
+    n_groups: int,
+    solved: da.Array,
+    *,
+    relative: bool,
 ) -> da.Array:
     """Return the scores of groups with their errors, (group, target)."""
     if relative:
-        everything = sparse.csr_array(np.ones((members.shape[0], 1)))
-        members = sparse.hstack([members, everything], format="csr")
+        members, n_groups = with_rest(members, n_groups), n_groups + 1
     of = operands.features
     weight, without = operands.weight(of), operands.fold_weights(of)
     if operands.estimator.pooled:
@@ -197,8 +203,10 @@ def _of_groups(
     else:
         folds = da.concatenate([without, da.ones_like(without[:, :1])], axis=1)
         weights = folds[:, :, None] * weight[:, None, :]
-    require_sums(of.feature.data, members.shape[1], weights.shape[1])
-    sums = arrays.jackknife.member_sums(of.feature.data, weights, members)
+    # A sample that failed at a checkpoint has a weight without it, but none with all of them.
+    weights += 0 * weights.sum(axis=1, keepdims=True)
+    require_sums(of.feature.data, n_groups, weights.shape[1])
+    sums = arrays.groups.weighted_sums(of.feature.data, weights, members, n_groups)
     return arrays.jackknife.member_score(sums, solved, relative=relative)
 
 
@@ -263,10 +271,15 @@ def credit(
     parts = [part[..., 0] for part in arrays.jackknife.interval(tiles, quantile)]
     found = _labelled(labels, parts, {**attrs, "level": level}).rename(score="share")
     found["share"].attrs = {"description": "share of the sum of all scores"}
-    _, members, sizes = labels_of_members(features, targets, by)
-    count = members.sum(axis=0).reshape(sizes)
+    _, members, sizes = labels_of_groups(features, targets, by)
+    if isinstance(members, np.ndarray):
+        count = np.bincount(members[members >= 0], minlength=math.prod(sizes))
+    else:
+        count = members.sum(axis=0)
     is_certain = (found.lower > 0) | (found.upper < 0)
-    return found.assign(is_certain=is_certain, samples=(found.share.dims, da.asarray(count)))
+    return found.assign(
+        is_certain=is_certain, samples=(found.share.dims, da.asarray(count.reshape(sizes)))
+    )
 
 
 def _quantile(features: xr.Dataset, level: float, by: By | None) -> float:

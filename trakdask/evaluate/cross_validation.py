@@ -191,7 +191,7 @@ def _predictions(features: xr.Dataset, targets: xr.Dataset, estimator: Estimator
     require_folds(training)
     operands = solver(training, resolve(training, estimator))
     weights = fold_weights(operands.features, operands.estimator, operands.inverse)
-    sums = arrays.folds.fold_sums(operands.features.feature.data, weights)
+    sums = arrays.groups.weighted_sums(operands.features.feature.data, weights)
     return arrays.folds.predicted(sums, operands.vectors(explained))
 
 

@@ -259,8 +259,8 @@ def _weighted_samples(
 ) -> tuple[Labels, da.Array]:
     """Return the labels of scores, and the solved vectors of training samples, or of groups."""
     if by is not None:
-        labels, codes, (n_groups,) = labels_of_groups(training, targets, by)
-        return labels, operands.solve(operands.group_sums(training, codes, n_groups))
+        labels, members, (n_groups,) = labels_of_groups(training, targets, by)
+        return labels, operands.solve(operands.sums(training, members, n_groups))
     vectors = operands.vectors(training)
     weight = _pooled(operands, operands.weight(training)).astype(vectors.dtype)
     return labels_of_scores(training, targets), vectors * weight[:, None, :]
