@@ -141,6 +141,7 @@ NOT_LAZY = {
     "assign_coords": "writes to a store",
     "calibrate": "writes to a store",
     "drop": "writes to a store",
+    "evaluate.train_on_halves": "trains models",
     "evaluate.cross_validate": "returns numbers, not arrays to go on with",
     "examples.digits": "returns arrays that are bundled",
     "examples.digits_halves": "trains models",
@@ -148,7 +149,6 @@ NOT_LAZY = {
     "from_dataframe": "has a test of its own above",
     "open": "has a test of its own above",
     "save": "runs the computation",
-    "train_on_halves": "trains models",
 }
 """Public functions that return labelled arrays but are not in the table, with the reason."""
 

@@ -8,7 +8,8 @@ effect of leaving out single samples.
 Nothing is retrained by the others: ``cross_validate`` predicts checkpoints that were left out, and
 ``mislabelled_auc`` and ``mislabelled_curve`` measure whether scores find wrong labels.
 
-``baselines`` makes simple scores, which tell in all of these whether attribution was needed.
+``train_on_halves`` trains checkpoints for ``cross_validate``. ``baselines`` makes simple
+scores, which tell in all of these whether attribution was needed.
 """
 
 from trakdask.evaluate.baselines import baselines
@@ -16,6 +17,7 @@ from trakdask.evaluate.cross_validation import cross_validate
 from trakdask.evaluate.datamodeling import lds, leave_one_out, subsets
 from trakdask.evaluate.detection import mislabelled_auc, mislabelled_curve
 from trakdask.evaluate.groups import leave_group_out
+from trakdask.evaluate.halves import train_on_halves
 from trakdask.evaluate.removal import removal_curve
 from trakdask.evaluate.retraining import retrain
 
@@ -30,6 +32,7 @@ __all__ = [
     "removal_curve",
     "retrain",
     "subsets",
+    "train_on_halves",
 ]
 
 
