@@ -80,7 +80,7 @@ PUBLIC = {
     "top_k of intervals": lambda: td.top_k(td.intervals(SEEDS, SEEDS), 3, rank_by="lower"),
     "combine": lambda: td.combine(TARGETS, by="label"),
     "combine_metric": lambda: td.combine(TARGETS, metric="accuracy"),
-    "metric": lambda: td.metric(TARGETS.output, TARGETS, "accuracy"),
+    "metric": lambda: td.evaluate.metric(TARGETS.output, TARGETS, "accuracy"),
     "group_score_metric": lambda: td.group_score(FEATURES, TARGETS, by="label", metric="loss"),
     "top_k, over targets": lambda: td.top_k(
         td.score(FEATURES, TARGETS), fraction=0.1, over_targets="max", by="label"

@@ -155,11 +155,11 @@ def test_older_features__are_compared_scored_and_appended_to(case: str, tmp_path
     assert td.score(train, targets, td.Trak(0.1)).shape == (6, 6)
     target = targets if of_targets else train
     if case != "a token of a text":
-        loss = [td.metric(ds.output, ds, "loss").values for ds in (target, targets)]
+        loss = [td.evaluate.metric(ds.output, ds, "loss").values for ds in (target, targets)]
         np.testing.assert_array_equal(*loss)
     else:
         with pytest.raises(ValueError, match="loss_kind is 'other'"):
-            td.metric(train.output, train, "loss")
+            td.evaluate.metric(train.output, train, "loss")
     store = tmp_path / "train.zarr"
     td.save(train, store, progress=False)
     more = td.from_arrays({name: array.values[:4] + 0 for name, array in samples.items()})

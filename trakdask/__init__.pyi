@@ -20,7 +20,6 @@ from .attribution import damping as damping
 from .attribution import gram as gram
 from .attribution import group_score as group_score
 from .attribution import intervals as intervals
-from .attribution import metric as metric
 from .attribution import score as score
 from .attribution import self_influence as self_influence
 from .attribution import top_k as top_k
