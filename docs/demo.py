@@ -49,7 +49,7 @@ def main() -> None:
     # On a laptop, a cluster of processes takes twice as long: each imports torch for itself.
     console.print("Everything runs on the threads of this process. Where a Dask client was started")
     console.print("before, the same calls run on its workers.\n")
-    checkpoints, train = td.train_on_halves(
+    checkpoints, train = td.evaluate.train_on_halves(
         examples.fit_mnist_cnn, train, OUTPUT / "halves", N_CHECKPOINTS
     )
     network, samples = td.Model(examples.mnist_cnn, checkpoints), (train, targets)

@@ -80,7 +80,7 @@ PUBLIC = {
     "top_k of intervals": lambda: td.top_k(td.intervals(SEEDS, SEEDS), 3, rank_by="lower"),
     "combine": lambda: td.combine(TARGETS, by="label"),
     "combine_metric": lambda: td.combine(TARGETS, metric="accuracy"),
-    "metric": lambda: td.metric(TARGETS.output, TARGETS, "accuracy"),
+    "metric": lambda: td.evaluate.metric(TARGETS.output, TARGETS, "accuracy"),
     "group_score_metric": lambda: td.group_score(FEATURES, TARGETS, by="label", metric="loss"),
     "top_k, over targets": lambda: td.top_k(
         td.score(FEATURES, TARGETS), fraction=0.1, over_targets="max", by="label"
@@ -141,6 +141,7 @@ NOT_LAZY = {
     "assign_coords": "writes to a store",
     "calibrate": "writes to a store",
     "drop": "writes to a store",
+    "evaluate.train_on_halves": "trains models",
     "evaluate.cross_validate": "returns numbers, not arrays to go on with",
     "examples.digits": "returns arrays that are bundled",
     "examples.digits_halves": "trains models",
@@ -148,7 +149,6 @@ NOT_LAZY = {
     "from_dataframe": "has a test of its own above",
     "open": "has a test of its own above",
     "save": "runs the computation",
-    "train_on_halves": "trains models",
 }
 """Public functions that return labelled arrays but are not in the table, with the reason."""
 

@@ -31,7 +31,7 @@ assert td.self_influence(train).compute().shape == (60,)
 assert td.gram(train).compute().shape == (16, 16, 4)
 assert td.combine(targets, by="source").feature.compute().shape == (2, 16, 4)
 assert td.combine(targets, metric="accuracy").feature.compute().shape == (1, 16, 4)
-assert td.metric(targets.output, targets, "loss").compute().shape == (4, 1)
+assert td.evaluate.metric(targets.output, targets, "loss").compute().shape == (4, 1)
 assert td.group_score(train, targets, by="source", metric="loss").compute().shape == (2, 1)
 
 top = td.top_k(td.score(train, targets), 3, where="source == 'web'")

@@ -20,11 +20,9 @@ from .attribution import damping as damping
 from .attribution import gram as gram
 from .attribution import group_score as group_score
 from .attribution import intervals as intervals
-from .attribution import metric as metric
 from .attribution import score as score
 from .attribution import self_influence as self_influence
 from .attribution import top_k as top_k
-from .evaluate.halves import train_on_halves as train_on_halves
 from .explorer import explore as explore
 from .export import to_parquet as to_parquet
 from .export import to_zarr as to_zarr

@@ -65,7 +65,7 @@ OUTPUTS = RNG.normal(size=(3, M))
 #: The same along targets.
 OF_TARGETS: dict[str, tuple[Ask, np.ndarray]] = {
     "combine": (lambda _, t, v: td.combine(t, weights={"one": v}).output, PARTS[:M, 0]),
-    "metric": (lambda _, t, v: td.metric(v.rename(sample="target"), t, AUROC), OUTPUTS[0]),
+    "metric": (lambda _, t, v: td.evaluate.metric(v.rename(sample="target"), t, AUROC), OUTPUTS[0]),
     "top_k": (
         lambda x, t, v: td.top_k(scores(x, t), 2, where=v.rename(sample="target")).position,
         np.ones(M, bool),

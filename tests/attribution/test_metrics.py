@@ -116,7 +116,7 @@ def test_metric__value_is_that_of_torch(name) -> None:
     T = targets().compute()
     expected = [float(IN_TORCH[name](torch.tensor(f), coords_of(T))) for f in T.output.values.T]
     for metric in (name, IN_TORCH[name]):
-        found = td.metric(T.output, T, metric)
+        found = td.evaluate.metric(T.output, T, metric)
         assert found.dims == ("checkpoint", "target")
         assert found.attrs == {"metric": name}
         np.testing.assert_allclose(found[:, 0], expected, rtol=1e-12)
@@ -128,8 +128,8 @@ def test_metric__of_groups_is_the_hard_extreme() -> None:
     p = 1 / (1 + np.exp(-T.output))
     means = p.assign_coords(group=("sample", GROUP)).groupby("group").mean()
     worst, best = means.min("group"), means.max("group")
-    np.testing.assert_allclose(td.metric(T.output, T, "worst_group")[:, 0], worst)
-    np.testing.assert_allclose(td.metric(T.output, T, "gap")[:, 0], best - worst)
+    np.testing.assert_allclose(td.evaluate.metric(T.output, T, "worst_group")[:, 0], worst)
+    np.testing.assert_allclose(td.evaluate.metric(T.output, T, "gap")[:, 0], best - worst)
 
 
 @pytest.mark.parametrize("name", ["loss", "accuracy", "auroc"])
@@ -140,7 +140,7 @@ def test_derivative__is_that_of_finite_differences(name) -> None:
     f, step = 0.75 * T.output.values[:, 0], 1e-6
     for i in range(M):
         up, down = (T.output[:, 0].copy(data=f + s * (np.arange(M) == i)) for s in (step, -step))
-        rise = td.metric(up, T, name) - td.metric(down, T, name)
+        rise = td.evaluate.metric(up, T, name) - td.evaluate.metric(down, T, name)
         np.testing.assert_allclose(weights[i], float(rise[0]) / (2 * step), rtol=1e-6, atol=1e-9)
 
 
@@ -149,7 +149,9 @@ def test_squared_error__is_half_of_it_and_not_shrunk() -> None:
     residual = T.out_to_loss.values.mean(1, keepdims=True)
     f = T.output.values
     y = (T.output + T.out_to_loss).values.mean(1, keepdims=True)
-    np.testing.assert_allclose(td.metric(T.output, T, "loss")[:, 0], ((f - y) ** 2).mean(0) / 2)
+    np.testing.assert_allclose(
+        td.evaluate.metric(T.output, T, "loss")[:, 0], ((f - y) ** 2).mean(0) / 2
+    )
     found = td.score(X, td.combine(T, metric="loss"), TRAK)
     expected = td.score(X, T, TRAK).values @ (-residual / M)
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
@@ -290,7 +292,7 @@ def test_combined_metric__ranks_saves_and_is_evaluated(tmp_path) -> None:
     outputs = xr.DataArray(
         np.random.default_rng(0).normal(size=(12, 2, M)), dims=("subset", "seed", "target")
     )
-    truth = td.metric(outputs, T, "worst_group")
+    truth = td.evaluate.metric(outputs, T, "worst_group")
     assert truth.dims == ("subset", "seed", "target")
     assert td.evaluate.lds(scores, masks, truth, resamples=2).lds.compute().shape == (1,)
 
@@ -300,7 +302,7 @@ def test_combined_metric__is_graded_by_checkpoints_of_halves() -> None:
     X = X.assign(trained_on=td.evaluate.subsets(X, 5).rename(subset="checkpoint"))
     made = td.combine(T, metric="loss")
     grade = td.evaluate.cross_validate(X, made, SOFT)
-    outputs = td.metric(T.output, T, "loss")[:, 0]
+    outputs = td.evaluate.metric(T.output, T, "loss")[:, 0]
     flipped = td.evaluate.cross_validate(X, made.assign(output=-made.output), SOFT)
     assert grade.lds.sizes == {"target": 1}
     np.testing.assert_allclose(made.output[0], outputs, rtol=1e-5)
@@ -349,7 +351,7 @@ def test_errors__of_what_does_not_fit() -> None:
         td.combine(sequences, metric="loss")
     td.combine(targets().assign_attrs(task=str(td.tasks.CausalLM(position="at"))), metric="loss")
     with pytest.raises(ValueError, match=r"outputs with the sizes {'sample': 24}"):
-        td.metric(targets().output[:5], targets(), "loss")
+        td.evaluate.metric(targets().output[:5], targets(), "loss")
     X = training()
     X = X.assign(gram=td.gram(X)).isel(sample=slice(30))
     with pytest.raises(ValueError, match="all 60 training samples"):
@@ -372,7 +374,7 @@ def test_metrics__of_nothing_are_nan(name: str, how: str) -> None:
     for metric in metrics:
         score = td.score(X, td.combine(T, metric=metric), TRAK)
         summed = td.group_score(X, T, TRAK, by="source", metric=metric)
-        value = td.metric(T.output, T, metric)
+        value = td.evaluate.metric(T.output, T, metric)
         for found in (score, summed, value):
             assert (np.isnan(found) if has_nothing else np.isfinite(found)).all()
 

@@ -125,7 +125,7 @@ def test_evaluate__grades_by_known_samples_and_by_training(job: Path, run: Run) 
 
 
 def test_evaluate__says_what_is_needed_before_anything_is_computed(job: Path, run: Run) -> None:
-    refused(job, run("evaluate", job), "td.train_on_halves")
+    refused(job, run("evaluate", job), "td.evaluate.train_on_halves")
     for key in ("train_fn: tiny:none", "train_fn: tiny:one, subsets: 4"):
         refused(job, run("evaluate", job, "--set", f"evaluate={{{key}}}"), "in evaluate: ")
 

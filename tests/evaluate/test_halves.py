@@ -14,6 +14,7 @@ import trakdask as td
 from trakdask.errors import BlockError, StoreMismatchError
 
 N = 30
+train_on_halves = td.evaluate.train_on_halves
 
 
 class Remember:
@@ -43,7 +44,7 @@ def samples() -> xr.Dataset:
 @pytest.mark.parametrize("returns", ["module", "state_dict"])
 def test_masks_say_what_models_were_trained_on(samples, tmp_path, returns: str) -> None:
     train = Remember(tmp_path / "log", returns)
-    checkpoints, known = td.train_on_halves(train, samples, tmp_path / "m", n=4, progress=False)
+    checkpoints, known = train_on_halves(train, samples, tmp_path / "m", n=4, progress=False)
     assert list(checkpoints) == ["half-0", "half-1", "half-2", "half-3"]
     for name, path in checkpoints.items():
         weight = torch.load(path)["weight"][0].numpy() == 1
@@ -55,8 +56,8 @@ def test_masks_say_what_models_were_trained_on(samples, tmp_path, returns: str) 
 
 def test_what_is_there_is_not_trained_again(samples, tmp_path) -> None:
     train = Remember(tmp_path / "log")
-    few, first = td.train_on_halves(train, samples, tmp_path / "m", n=2, progress=False)
-    more, known = td.train_on_halves(train, samples, tmp_path / "m", n=3, progress=False)
+    few, first = train_on_halves(train, samples, tmp_path / "m", n=2, progress=False)
+    more, known = train_on_halves(train, samples, tmp_path / "m", n=3, progress=False)
     seeds = (tmp_path / "log").read_text().split()
     assert len(seeds) == len(set(seeds)) == 3
     assert few.items() < more.items()
@@ -65,10 +66,10 @@ def test_what_is_there_is_not_trained_again(samples, tmp_path) -> None:
 
 def test_a_checkpoint_that_is_added_brings_its_mask(samples, tmp_path) -> None:
     train, build = Remember(tmp_path / "log"), nn.Linear(N, 2)
-    few, known = td.train_on_halves(train, samples, tmp_path / "m", n=2, progress=False)
+    few, known = train_on_halves(train, samples, tmp_path / "m", n=2, progress=False)
     store, projector = tmp_path / "f.zarr", td.SJLT(proj_dim=8)
     td.save(td.featurize(known, td.Model(build, few), projector), store, progress=False)
-    more, known = td.train_on_halves(train, samples, tmp_path / "m", n=3, progress=False)
+    more, known = train_on_halves(train, samples, tmp_path / "m", n=3, progress=False)
     new = td.Model(build, {name: more[name] for name in more if name not in few})
     features = td.featurize(known, new, projector)
     opened = td.save(features, store, append_dim="checkpoint", progress=False)
@@ -77,28 +78,28 @@ def test_a_checkpoint_that_is_added_brings_its_mask(samples, tmp_path) -> None:
 
 def test_other_samples_or_another_recipe_are_refused(samples, tmp_path) -> None:
     train, folder = Remember(tmp_path / "log"), tmp_path / "m"
-    td.train_on_halves(train, samples, folder, n=1, progress=False)
+    train_on_halves(train, samples, folder, n=1, progress=False)
     for other in ({"seed": 1}, {"tag": "longer"}):
         with pytest.raises(StoreMismatchError, match=next(iter(other))):
-            td.train_on_halves(train, samples, folder, n=1, progress=False, **other)
+            train_on_halves(train, samples, folder, n=1, progress=False, **other)
     with pytest.raises(StoreMismatchError, match="samples"):
-        td.train_on_halves(train, samples.isel(sample=slice(9)), folder, n=1, progress=False)
+        train_on_halves(train, samples.isel(sample=slice(9)), folder, n=1, progress=False)
 
 
 def test_changed_labels_are_noticed__new_metadata_are_not(samples, tmp_path) -> None:
     train, folder = Remember(tmp_path / "log"), tmp_path / "m"
-    _, known = td.train_on_halves(train, samples, folder, n=1, progress=False)
+    _, known = train_on_halves(train, samples, folder, n=1, progress=False)
     described = known.assign_coords(origin=("sample", ["web"] * N))
-    td.train_on_halves(train, described, folder, n=2, progress=False)
+    train_on_halves(train, described, folder, n=2, progress=False)
     corrected = known.assign_coords(label=1 - known.label)
     with pytest.warns(UserWarning, match="labels.*not trained again.*another folder"):
-        td.train_on_halves(train, corrected, folder, n=2, progress=False)
+        train_on_halves(train, corrected, folder, n=2, progress=False)
 
 
 def test_errors_name_the_half(samples, tmp_path) -> None:
     train = Remember(tmp_path / "log", "nothing")
     with pytest.raises(BlockError, match=r"half 0 \(15 samples\).*return model"):
-        td.train_on_halves(train, samples, tmp_path / "m", n=1, progress=False)
+        train_on_halves(train, samples, tmp_path / "m", n=1, progress=False)
 
 
 def test_lazy_samples_may_be_read_while_training(samples, tmp_path, process_client) -> None:
@@ -109,7 +110,7 @@ def test_lazy_samples_may_be_read_while_training(samples, tmp_path, process_clie
         model.weight.data[0] = torch.from_numpy(samples.image.values[positions].mean(axis=0))
         return model
 
-    checkpoints, _ = td.train_on_halves(train, samples, tmp_path / "m", n=4, progress=False)
+    checkpoints, _ = train_on_halves(train, samples, tmp_path / "m", n=4, progress=False)
     assert all(Path(path).exists() for path in checkpoints.values())
 
 
@@ -137,7 +138,7 @@ def test_a_trainer_of_hugging_face_trains_halves(tmp_path: Path) -> None:
         return trainer.model
 
     samples = td.from_arrays({"input_ids": ids})
-    checkpoints, known = td.train_on_halves(train, samples, tmp_path / "m", n=5, progress=False)
+    checkpoints, known = train_on_halves(train, samples, tmp_path / "m", n=5, progress=False)
     expected = map(np.flatnonzero, known.trained_on.values)
     assert sorted(map(tuple, seen)) == sorted(map(tuple, expected))
     model = td.Model(gpt2, checkpoints, td.tasks.CausalLM("input_ids"))

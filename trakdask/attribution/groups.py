@@ -59,9 +59,9 @@ def combine(
         ``{"cat - dog": {0: 1, 3: -1}}``; or a DataArray (combination, sample), whose first
         dimension may have any name.
     metric
-        Instead of ``by`` or ``weights``: a metric M of all outputs, as :func:`trakdask.metric`
-        takes it. Its score is Σ_t ∂M/∂f_t · score(z, t), and its output is M itself. There is no
-        such score of :class:`GradCos`.
+        Instead of ``by`` or ``weights``: a metric M of all outputs, as
+        :func:`trakdask.evaluate.metric` takes it. Its score is Σ_t ∂M/∂f_t · score(z, t), and its
+        output is M itself. There is no such score of :class:`GradCos`.
 
     Returns
     -------
@@ -76,7 +76,7 @@ def combine(
     TypeError, ValueError
         If not exactly one of ``by``, ``weights`` and ``metric`` is given; if there is no such
         coord; if weights have another length, are not finite, or are all zero; as
-        :func:`trakdask.metric` does. When computed: if a metric has no derivative.
+        :func:`trakdask.evaluate.metric` does. When computed: if a metric has no derivative.
 
     Notes
     -----

@@ -93,7 +93,7 @@ def metric(outputs: xr.DataArray, targets: xr.Dataset, metric: MetricLike) -> xr
     >>> import trakdask as td
     >>> targets = td.testing.simulate_features(n_samples=6, proj_dim=4, n_checkpoints=3)
     >>> targets = targets.assign_coords(group=targets.label)
-    >>> td.metric(targets.output, targets, "worst_group").dims
+    >>> td.evaluate.metric(targets.output, targets, "worst_group").dims
     ('checkpoint', 'target')
     """
     measure = measure_of(metric, targets)

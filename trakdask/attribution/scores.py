@@ -152,8 +152,8 @@ def group_score(
         group) with the part of each sample that belongs to each group, such as its authors'. A
         store has no lists as coords; see Examples for parts that pandas makes of lists.
     metric
-        A metric of all outputs, as :func:`trakdask.metric` takes it. The result, (``by``, target)
-        with one target, is how much each group raised it, M(f) - M(f - sums), mean over
+        A metric of all outputs, as :func:`trakdask.evaluate.metric` takes it. The result, (``by``,
+        target) with one target, is how much each group raised it, M(f) - M(f - sums), mean over
         checkpoints: the group's sums of scores are subtracted from the outputs, and no derivative
         is needed. See Notes on sizes.
 
@@ -169,7 +169,7 @@ def group_score(
     ValueError
         If there is no such coord, the result has a coord of the targets of that name, or there are
         more combinations than samples, and more than a million. With ``metric``: as
-        :func:`trakdask.metric`, and if samples were selected.
+        :func:`trakdask.evaluate.metric`, and if samples were selected.
     MemoryError
         If the sums of all groups take more memory than any worker has.
 

@@ -88,7 +88,7 @@ def evaluated(configuration: Configuration) -> Iterator[str]:
         elif TRAINED_ON not in both["data"].variables:
             raise ValueError(
                 "expected checkpoints that were trained on known samples, or the name of a "
-                "function that trains, as train_fn, got neither; try td.train_on_halves"
+                "function that trains, as train_fn, got neither; try td.evaluate.train_on_halves"
             )
     both = jobs.saved(configuration, both)
     train, targets = both["data"], both["targets"]

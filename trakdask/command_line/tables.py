@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 
 import pandas as pd
@@ -10,11 +9,10 @@ import xarray as xr
 from rich import box
 from rich.table import Table
 
+from trakdask.checks import shown
 from trakdask.variables import PROJ_DIM, RANK, SAMPLE, TARGET, checkpoint_names
 
 _MOST_TARGETS = 5
-_SHORT = reprlib.Repr()
-_SHORT.maxdict, _SHORT.maxstring, _SHORT.maxother = 8, 80, 80
 
 
 def table(frame: pd.DataFrame, title: str) -> Table:
@@ -32,16 +30,10 @@ def table(frame: pd.DataFrame, title: str) -> Table:
 
 
 def brief(features: xr.Dataset, store: str) -> str:
-    """Return three lines on what a store of features has, and how it was made."""
+    """Return a line on what a store of features has."""
     n, p = features.sizes[SAMPLE], features.sizes[PROJ_DIM]
-    coords = ", ".join(str(name) for name, coord in features.coords.items() if SAMPLE in coord.dims)
-    names = _SHORT.repr(checkpoint_names(features))
-    task, formula = (features.attrs.get(name, "unknown") for name in ("task", "formula"))
-    return (
-        f"{store}: {n:,} samples, {p:,} columns; checkpoints {names}\n"
-        f"  metadata: {coords or 'none'}\n"
-        f"  {task}; {formula}"
-    )
+    names = shown(checkpoint_names(features))
+    return f"{store}: {n:,} samples, {p:,} columns; checkpoints {names}"
 
 
 def first_targets(ranking: xr.Dataset) -> Table:
@@ -53,7 +45,6 @@ def first_targets(ranking: xr.Dataset) -> Table:
 
 
 def _brief(value: object) -> str:
-    """Return a value in a few words; a value with many items by its first ones."""
     if isinstance(value, Mapping | list | tuple):
-        return _SHORT.repr(value)
+        return shown(value)
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -8,14 +8,18 @@ effect of leaving out single samples.
 Nothing is retrained by the others: ``cross_validate`` predicts checkpoints that were left out, and
 ``mislabelled_auc`` and ``mislabelled_curve`` measure whether scores find wrong labels.
 
-``baselines`` makes simple scores, which tell in all of these whether attribution was needed.
+``train_on_halves`` trains checkpoints for ``cross_validate``. ``metric`` computes a
+metric of outputs. ``baselines`` makes simple scores, which tell in all of these whether
+attribution was needed.
 """
 
+from trakdask.attribution.metrics import metric
 from trakdask.evaluate.baselines import baselines
 from trakdask.evaluate.cross_validation import cross_validate
 from trakdask.evaluate.datamodeling import lds, leave_one_out, subsets
 from trakdask.evaluate.detection import mislabelled_auc, mislabelled_curve
 from trakdask.evaluate.groups import leave_group_out
+from trakdask.evaluate.halves import train_on_halves
 from trakdask.evaluate.removal import removal_curve
 from trakdask.evaluate.retraining import retrain
 
@@ -25,11 +29,13 @@ __all__ = [
     "lds",
     "leave_group_out",
     "leave_one_out",
+    "metric",
     "mislabelled_auc",
     "mislabelled_curve",
     "removal_curve",
     "retrain",
     "subsets",
+    "train_on_halves",
 ]
 
 

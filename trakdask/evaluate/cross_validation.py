@@ -205,7 +205,7 @@ def _graded(predicted: np.ndarray, output: np.ndarray, differ: bool) -> dict[str
     if not differ:
         raise ValueError(
             f"expected checkpoints that were trained on different samples, got {TRAINED_ON!r} with "
-            "the same samples for all; try td.train_on_halves"
+            "the same samples for all; try td.evaluate.train_on_halves"
         )
     lds, without = arrays.folds.agreement(predicted, output.astype(np.float64), unbiased=True)
     return {

@@ -111,7 +111,9 @@ def train_on_halves(
     ...         optimizer.step()
     ...     return model
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     checkpoints, samples = td.train_on_halves(train, samples, folder, n=3, progress=False)
+    ...     checkpoints, samples = td.evaluate.train_on_halves(
+    ...         train, samples, folder, n=3, progress=False
+    ...     )
     ...     model = td.Model(torch.nn.Linear(3, 2), checkpoints, "image_classification")
     ...     features = td.featurize(samples, model).compute()
     >>> features.trained_on.sum("sample").values.tolist()

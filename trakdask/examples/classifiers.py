@@ -131,7 +131,7 @@ def fit_mnist_cnn(positions: NDArray[np.int64], seed: int) -> dict[str, Tensor]:
 
     Returns
     -------
-    The trained state dict, as :func:`trakdask.train_on_halves` takes it.
+    The trained state dict, as :func:`trakdask.evaluate.train_on_halves` takes it.
     """
     return _trained(mnist_cnn, mnist()[0], positions, seed, 6)
 
@@ -144,7 +144,7 @@ def digits_halves(
     Parameters
     ----------
     folder, n
-        As in :func:`trakdask.train_on_halves`.
+        As in :func:`trakdask.evaluate.train_on_halves`.
     epochs
         Passes over the samples.
 

@@ -122,11 +122,11 @@ def features(module: nn.Module, task: Any, **arrays: Any) -> xr.Dataset:
 def test_metric__of_a_loss_that_is_not_known_names_the_attribute(task: Any, metric: str) -> None:
     made = features(After(), task)
     with pytest.raises(ValueError, match="says its loss_kind") as raised:
-        td.metric(made.output, made, metric)
+        td.evaluate.metric(made.output, made, metric)
     assert type(task).__name__ in str(raised.value)
     said = made.assign_attrs(loss_kind="minus output")
     np.testing.assert_allclose(
-        td.metric(made.output, said, "loss"), -made.output.values.mean(0)[:, None]
+        td.evaluate.metric(made.output, said, "loss"), -made.output.values.mean(0)[:, None]
     )
 
 
@@ -135,24 +135,26 @@ def test_metric__of_weights_and_several_numbers_is_that_of_torch() -> None:
     logits, label = module(torch.tensor(X)).detach(), torch.tensor(LABEL)
     made = features(module, tasks.Classification(weights=weights))
     losses = nn.functional.cross_entropy(logits, label, weights, reduction="none")
-    found = td.metric(made.output, made, "loss")
+    found = td.evaluate.metric(made.output, made, "loss")
     np.testing.assert_allclose(found, [[losses.mean()]], rtol=1e-6)
     y = RNG.normal(size=(40, 3)).astype("f4")
     several = features(module, "multi_regression", y=y)
     expected = ((logits.numpy() - y) ** 2).sum(1).mean() / 2
-    np.testing.assert_allclose(td.metric(several.output, several, "loss"), [[expected]], rtol=1e-6)
+    np.testing.assert_allclose(
+        td.evaluate.metric(several.output, several, "loss"), [[expected]], rtol=1e-6
+    )
     summed = td.score(several, td.combine(several, metric="loss"), td.Trak(0.1)).values[:, 0]
     apart = td.score(several, several, td.Trak(0.1)).values
     np.testing.assert_allclose(summed, -apart.mean(1), rtol=1e-4, atol=1e-6)
     with pytest.raises(ValueError, match="metric='loss', or a function"):
-        td.metric(several.output, several, "accuracy")
+        td.evaluate.metric(several.output, several, "accuracy")
 
 
 def test_metric__of_combined_targets_has_no_loss() -> None:
     made = features(After(), "classification").assign_coords(group=("sample", LABEL))
     combined = td.combine(made, by="group", how="sum")
     with pytest.raises(ValueError, match="the targets before"):
-        td.metric(combined.output, combined, "loss")
+        td.evaluate.metric(combined.output, combined, "loss")
 
 
 # --- warnings -------------------------------------------------------------------------------------
@@ -266,9 +268,9 @@ def test_no_warning__of_what_may_be_meant(case: str) -> None:
 def test_losses__of_failed_targets_are_left_out_and_the_explorer_shows_the_others() -> None:
     made = features(After(), tasks.Classification(weights=[0.5, 2.0, 1.0]))
     failed = made.where(xr.DataArray(np.arange(40) != 7, dims="sample"))
-    found = td.metric(failed.output, failed, "loss")
+    found = td.evaluate.metric(failed.output, failed, "loss")
     kept = made.isel(sample=np.delete(np.arange(40), 7))
-    np.testing.assert_allclose(found, td.metric(kept.output, kept, "loss"), rtol=1e-6)
+    np.testing.assert_allclose(found, td.evaluate.metric(kept.output, kept, "loss"), rtol=1e-6)
     shown = SampleTable(failed, failed)
     assert (shown.loss, shown.label) == ("loss", "")
     np.testing.assert_allclose(shown.numbers.loss.mean(), float(found[0, 0]), rtol=1e-6)

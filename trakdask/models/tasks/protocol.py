@@ -211,8 +211,8 @@ class Task(Protocol):
       ``"weighted cross-entropy"``, which is a constant of the sample times that, as is Q;
       ``"squared error"``, ℓ = ½ (y - f)² with Q = y - f;
       ``"minus output"``, f = -ℓ with Q = 1; or ``"other"``. Metrics such as
-      ``td.metric(..., "loss")`` need it. A subclass that has another ``output`` or ``out_to_loss``
-      does not inherit it, and says its own.
+      ``td.evaluate.metric(..., "loss")`` need it. A subclass that has another ``output`` or
+      ``out_to_loss`` does not inherit it, and says its own.
     - ``default_estimator``, ``"soft"`` or another short form, which is what ``"auto"`` stands for
       in :func:`trakdask.score`. Without it, that is ``"trak"``.
     - ``default_damping``, the rule for λ.
