@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trakdask.errors import CheckpointError
 from trakdask.models.loading import State, as_state, is_extra_state, loads_itself
 from trakdask.models.pretrained import base_names, by_class, first_names
-from trakdask.models.reading import Reading, require_ties
+from trakdask.models.reading import Reading
 
 # What torch puts into the names of modules that are compiled, sharded or recomputed.
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -73,7 +73,7 @@ def fitted(
     if wrong and strict:
         where = f"checkpoint {name!r}" if at is None else f"{at!r} of checkpoint {name!r}"
         raise _misfit(wrong, where, _advice(module, states[at], optional))
-    require_ties(Reading(module).names, state, name)
+    _require_ties(module, state, name)
     if not optional:
         return state if loads_itself(module) else dict(state)
     # Of several names of a tensor the first one, so that the base model's cannot take its place.
@@ -83,10 +83,25 @@ def fitted(
 
 def require_whole(module: nn.Module, state: State, name: str) -> None:
     """Reject an adapter and a base model that are not the whole model together."""
-    require_ties(Reading(module).names, state, name)
+    _require_ties(module, state, name)
     if wrong := _differences(module, state, set())[0]:
         where = f"checkpoint {name!r} with its base model"
         raise _misfit(wrong, where, _advice(module, state, {name}))
+
+
+def _require_ties(module: nn.Module, state: State, checkpoint: str) -> None:
+    """Reject a checkpoint with different tensors under the names of one tensor of the model."""
+    names, given = Reading(module).names, dict[str, str]()
+    for name, tensor in state.items():
+        if name in names:
+            other = given.setdefault(names[name], name)
+            if not torch.equal(*(t.double().nan_to_num() for t in (state[other], tensor))):
+                raise CheckpointError(
+                    f"expected the same tensor as {other!r} and as {name!r}, which are tied in the "
+                    f"model, got different ones in checkpoint {checkpoint!r}; try a build function "
+                    "that does not tie them (a model of transformers has tie_word_embeddings=False "
+                    "in its config), or a checkpoint that has one of them"
+                )
 
 
 def _misfit(wrong: list[str], where: str, advice: str) -> CheckpointError:
