@@ -224,15 +224,19 @@ class Reading:
         RuntimeError
             If the module changes another tensor in place.
         """
+        # 1. Copies of what a call changes: all but parameters, until the first call has shown it.
         is_first = self.copied is None
         copied = tensors.keys() - self.parameters if self.copied is None else self.copied
         tensors = {n: tensor.clone() if n in copied else tensor for n, tensor in tensors.items()}
+        # 2. The call. In the first one, a write to any other tensor is stopped before it happens,
+        # since threads share these; later calls only compare versions, which is cheap.
         versions = {name: version_of(tensor) for name, tensor in tensors.items()}
         fixed = tensors.keys() - copied - self.overwritten
         storages = {storage_of(tensors[name]): name for name in fixed} if is_first else {}
         watch = Watching(partial(_keep, storages)) if is_first else nullcontext()
         with self.holding(tensors), watch:
             result = module(*args, **kwargs)
+        # 3. What was changed in place: copies may be, all others are an error.
         changed = {name for name, tensor in tensors.items() if version_of(tensor) != versions[name]}
         for name in changed & fixed:
             raise _changed_in_place(name)

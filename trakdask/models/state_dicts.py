@@ -56,9 +56,11 @@ def fitted(
         If there is no state dict, none fits the model, or several do; or if it has different
         tensors under the names of a tied one.
     """
+    # 1. The state dicts in the file, each by the names that may be those of the model.
     states = _cut(states_in(content, name, key), prefix, name)
     optional = base_names(module)
     best = {at: _best_attempt(module, state, name, optional) for at, state in states.items()}
+    # 2. Several that fit are a question for the user: nothing says which one was trained.
     if len(states) > 1:  # averaged weights may have a counter beside them
         fits = [at for at in states if not best[at][0] or _prefixes(module, states[at], optional)]
         if len(fits) > 1:
@@ -67,6 +69,7 @@ def fitted(
                 f"of the keys {fits}; try "
                 + " or ".join(f"td.Model(..., key={at!r})" for at in fits)
             )
+    # 3. The one that fits best, which must fit, and be one tensor where the model has one.
     at, (wrong, state) = min(best.items(), key=lambda item: len(item[1][0]))
     if wrong and loads_itself(module):  # whose code may rename tensors
         return state
