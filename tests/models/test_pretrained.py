@@ -130,20 +130,27 @@ def outputs(
         return first(model.forward(model.checkpoints[0])(**inputs))
 
 
+def same(
+    build: Callable[[], nn.Module], checkpoint: object, wanted: Any, inputs: Any = IDS
+) -> None:
+    """Compare a model at a checkpoint with the outputs of another one."""
+    with torch.no_grad():
+        expected = first(wanted.eval()(**inputs))
+    torch.testing.assert_close(outputs(build, checkpoint, inputs), expected, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_folder__gives_what_from_pretrained_gives(family: str, tmp_path: Path) -> None:
     build, inputs = FAMILIES[family]
     torch.manual_seed(1)
     build().save_pretrained(tmp_path)
-    loaded = type(build()).from_pretrained(tmp_path).eval()
-    with torch.no_grad():
-        wanted = first(loaded(**inputs))
-    torch.testing.assert_close(outputs(build, tmp_path, inputs), wanted, rtol=0, atol=1e-6)
+    loaded = type(build()).from_pretrained(tmp_path)
+    same(build, tmp_path, loaded, inputs)
     tensors = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     for place in (tmp_path, tmp_path / "pytorch_model.bin"):
-        torch.testing.assert_close(outputs(build, place, inputs), wanted, rtol=0, atol=1e-6)
+        same(build, place, loaded, inputs)
 
 
 LM, TARGETS = {"task_type": "CAUSAL_LM"}, {"target_modules": ["q_proj", "down_proj"]}
@@ -153,6 +160,8 @@ ADAPTERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "lora of experts": (FAMILIES["mixtral"][0], lambda: peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)),
     "lora with a head": (bert, lambda: peft.LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")),
     "lora with tokens": (lm("LlamaConfig"), lambda: peft.LoraConfig(r=2, **TARGETS, trainable_token_indices=[3, 5])),
+    "lora of embeddings": (gpt2, lambda: peft.LoraConfig(r=2, target_modules=["c_attn", "wte"], fan_in_fan_out=True)),
+    "lora with a norm": (gpt2, lambda: peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, modules_to_save=["ln_f"])),
     "dora": (gpt2, lambda: peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, use_dora=True)),
     "ia3": (lm("LlamaConfig"), lambda: peft.IA3Config(**TARGETS, feedforward_modules=["down_proj"])),
     "vera": (lm("LlamaConfig"), lambda: peft.VeraConfig(r=2, target_modules=["q_proj", "o_proj"])),
@@ -205,13 +214,12 @@ def test_adapter__that_changes_its_base_model_first(start: str, tmp_path: Path) 
     config = lambda: peft.LoraConfig(r=2, **TARGETS, init_lora_weights=start)  # noqa: E731
     base().save_pretrained(tmp_path / "base")
     loaded = type(base()).from_pretrained(tmp_path / "base")
-    trained = peft.get_peft_model(loaded, config()).eval()
+    trained = peft.get_peft_model(loaded, config())
     trained.save_pretrained(tmp_path / "adapter")
     build = lambda: peft.get_peft_model(base(), config())  # noqa: E731
     with pytest.raises(CheckpointError, match=rf"'{start}'.* try model.state_dict\(\)"):
         td.Model(build, [tmp_path / "adapter"], task="classification")
-    found = outputs(build, trained.state_dict(), IDS)
-    torch.testing.assert_close(found, first(trained(**IDS)).detach(), rtol=0, atol=1e-6)
+    same(build, trained.state_dict(), trained)
 
 
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
@@ -228,8 +236,7 @@ def test_adapter__with_embeddings_of_more_words(tmp_path: Path) -> None:
 
     trained = build(type(base()).from_pretrained(tmp_path / "base"))
     trained.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
-    found = outputs(lambda: build(base()), tmp_path / "adapter", IDS)
-    torch.testing.assert_close(found, first(trained.eval()(**IDS)).detach(), rtol=0, atol=1e-6)
+    same(lambda: build(base()), tmp_path / "adapter", trained)
     renamed(tmp_path / "base", (".ln_1.", ".other."))
     with pytest.raises(CheckpointError, match=r"ln_1.*no such tensor.*its base model"):
         outputs(lambda: build(base()), tmp_path / "adapter", IDS)
@@ -248,9 +255,8 @@ def test_adapter__inside_of_a_model_of_transformers(
         return built
 
     build().save_pretrained(tmp_path / "adapter")
-    wanted = first(hf.AutoModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()(**IDS))
-    found = outputs(build, tmp_path / "adapter", IDS)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+    wanted = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    same(build, tmp_path / "adapter", wanted)
 
 
 class Wrapped(nn.Module):
@@ -269,11 +275,8 @@ def test_adapter__inside_of_another_module(tmp_path: Path) -> None:
     base().save_pretrained(tmp_path / "base")
     trained = peft.get_peft_model(type(base()).from_pretrained(tmp_path / "base"), config())
     trained.save_pretrained(tmp_path / "adapter")
-    trained.eval()
-    found = outputs(
-        lambda: Wrapped(peft.get_peft_model(base(), config())), tmp_path / "adapter", IDS
-    )
-    torch.testing.assert_close(found, first(trained(**IDS)).detach(), rtol=0, atol=1e-6)
+    inside = lambda: Wrapped(peft.get_peft_model(base(), config()))  # noqa: E731
+    same(inside, tmp_path / "adapter", trained)
 
 
 def renamed(path: Path, *changes: tuple[str, str]) -> None:
@@ -296,21 +299,17 @@ OLD = {
 def test_folder__with_old_names(case: str, tmp_path: Path) -> None:
     build, changes, inputs = OLD[case]
     torch.manual_seed(1)
-    trained = build().eval()
+    trained = build()
     trained.save_pretrained(tmp_path)
     renamed(tmp_path, *changes)
-    with torch.no_grad():
-        wanted = first(trained(**inputs))
-    torch.testing.assert_close(outputs(build, tmp_path, inputs), wanted, rtol=0, atol=1e-6)
+    same(build, tmp_path, trained, inputs)
 
 
 def test_folder__of_the_model_inside_of_another_one(tmp_path: Path) -> None:
-    trained = FAMILIES["vit"][0]().eval()
+    trained = FAMILIES["vit"][0]()
     trained.save_pretrained(tmp_path)
-    with torch.no_grad():
-        wanted = first(trained(**PIXELS))
     for given in (tmp_path, {f"model.net.{n}": t for n, t in trained.state_dict().items()}):
-        torch.testing.assert_close(outputs(Wrapped, given, PIXELS), wanted, rtol=0, atol=1e-6)
+        same(Wrapped, given, trained, PIXELS)
 
 
 def test_folder__of_a_model_with_a_head_that_the_built_one_lacks(tmp_path: Path) -> None:
@@ -320,8 +319,7 @@ def test_folder__of_a_model_with_a_head_that_the_built_one_lacks(tmp_path: Path)
         of("BertModel", "BertConfig", **SMALL),
         of("BertForMaskedLM", "BertConfig", **SMALL),
     ):
-        wanted = first(type(build()).from_pretrained(tmp_path).eval()(**IDS))
-        torch.testing.assert_close(outputs(build, tmp_path, IDS), wanted, rtol=0, atol=1e-6)
+        same(build, tmp_path, type(build()).from_pretrained(tmp_path))
     assert outputs(without_pooler, tmp_path, IDS).shape == (1, 5, 16)
 
 

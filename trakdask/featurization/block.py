@@ -131,8 +131,10 @@ def run_samples(samples: BlockSamples, checkpoint: Checkpoint, output: Output) -
     then stays.
     """
     job, device = samples.job, samples.device
+    # 1. The model here, and the samples with the longest sequences first.
     forward = _forward(job, checkpoint, device)
     samples, places = samples.by_length()
+    # 2. What this thread has found out about the model under the same settings, or finds out now.
     settings = *job.torch_settings.values(), output.rotations is not None
     run_as, find = (job.engines, job.row_map.names, settings, device), partial(Checked, job.engines)
     first = samples.batch(slice(1))
@@ -140,6 +142,7 @@ def run_samples(samples: BlockSamples, checkpoint: Checkpoint, output: Output) -
     checked.measure(samples, forward)
     samples = replace(samples, trims=checked.ignores_padding)
     engine = CheckedEngine(checked, samples, forward, output.rotations)
+    # 3. Micro-batches that fit in memory, as a stack: one that fails is put back in smaller ones.
     budget = budget_bytes(forward.parameters, device)
     size_of = partial(_micro_batch, job, output.width, checked.activation_bytes, budget)
     rows = BlockResults(samples, checkpoint, output.width)
@@ -168,6 +171,7 @@ def run_samples(samples: BlockSamples, checkpoint: Checkpoint, output: Output) -
                 rows.fail(part.start, samples.named(fault, part))
             continue
         rows.put(part, block)
+    # 4. A block that ran one by one is compared with a batch; results are put in their old order.
     engine.require_independent(np.flatnonzero(np.isfinite(rows.arrays[1])))
     return tuple(array[places] for array in rows.result())
 

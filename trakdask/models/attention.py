@@ -75,11 +75,12 @@ def _attend(
         heads: Tensor = x.unflatten(2, (module.num_heads, -1))
         return heads.transpose(1, 2)
 
+    # 1. One layout for all callers: (batch, length, width).
     is_batched = query.ndim == 3
     inputs = [in_layout(x if is_batched else x[None]) for x in (query, key, value)]
     if key_padding_mask is not None and not is_batched:
         key_padding_mask = key_padding_mask[None]
-    # As many projections as torch computes: one where all three inputs are the same tensor.
+    # 2. As many projections as torch computes: one where all three inputs are the same tensor.
     if module._qkv_same_embed_dim and key is value:
         spans = [(0, 3)] if query is key else [(0, 1), (1, 3)]
     else:
@@ -88,6 +89,7 @@ def _attend(
     for start, stop in spans:
         projected += _in_projection(module, seen, inputs[start], start, stop)
     q, k, v = projected
+    # 3. Keys and values that the module adds to those of the caller.
     if module.bias_k is not None:
         of_samples = (len(k), -1, -1)
         k = torch.cat([k, seen("bias_k", inputs[1], module.bias_k.expand(of_samples))], 1)
@@ -95,6 +97,7 @@ def _attend(
     if module.add_zero_attn:
         k, v = (functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
     n_added = k.shape[1] - inputs[1].shape[1]
+    # 4. Each head attends. The fused function gives no weights, so they take products of their own.
     q, k, v = map(by_head, (q, k, v))
     mask = _mask(q, attn_mask, key_padding_mask, n_added)
     weights = None
@@ -106,6 +109,7 @@ def _attend(
         weights = weights if is_batched else weights[0]
     else:
         mixed = functional.scaled_dot_product_attention(q, k, v, mask)
+    # 5. The last projection, and the layout of the caller.
     mixed = mixed.transpose(1, 2).flatten(2)
     out = functional.linear(mixed, module.out_proj.weight, module.out_proj.bias)
     out = seen("out_proj", mixed, out)

@@ -60,13 +60,10 @@ class States:
             if digest not in self.by_digest:
                 self.by_digest[digest] = read()
             self.by_digest.move_to_end(digest)
-            while len(self.by_digest) > _FEWEST_STATES and self._n_bytes() > self.most_bytes:
-                self.by_digest.popitem(last=False)
+            sizes = {d: sum(t.nbytes for t in s.values()) for d, s in self.by_digest.items()}
+            while len(sizes) > _FEWEST_STATES and sum(sizes.values()) > self.most_bytes:
+                del sizes[self.by_digest.popitem(last=False)[0]]
             return self.by_digest[digest]
-
-    def _n_bytes(self) -> int:
-        states = self.by_digest.values()
-        return sum(tensor.nbytes for state in states for tensor in state.values())
 
 
 _states = States()

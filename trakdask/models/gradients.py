@@ -134,30 +134,36 @@ def hooks_gradients(
             "expected a task that runs batches, got one that runs one sample at a time; try "
             "gradients='vmap', or td.tasks.CausalLM()"
         )
+    # 1. Which layers to hook; parameters outside of these get a copy per sample, or wait for 6.
     plan = hook_plan(forward, task, batch, tuple(names))
     parameters = {name: tensor.detach() for name, tensor in forward.parameters.items()}
     once = with_copies(forward.with_parameters(parameters), plan.by_sample, batch.size).caching()
     copies = {name: once.parameters[name].requires_grad_() for name in plan.by_sample}
+    # 2. One forward pass, in which hooks note the inputs of the layers.
     n_tokens = number_of_tokens(batch) if by_token else None
     collector = GradientCollector(once, plan.layers, batch.size, sink, n_tokens, rotations)
     try:
         with collector.listening():  # f runs the model, and Q takes the same result
             output = require_per_sample(task.output(once, batch), batch.size, "output")
         out_to_loss = out_to_loss_of(once, task, batch)
+        # 3. Where the model decides on values, what each layer saw of each sample is compared.
         if reads_values(forward, task, batch):
             # Each batch may take another branch, so the samples of every batch are compared.
             for row in range(batch.size):
                 with collector.comparing(row):
                     values = output.detach(), out_to_loss, [row]
                     require_same_alone(forward, task, batch, *values)
+        # 4. One backward pass: each layer's gradients go to the sink as soon as they are known.
         collector.differentiate(output)
+        # 5. Copies have their gradients when the pass is over.
         for name, copy in copies.items():
             gradient = torch.zeros_like(copy) if copy.grad is None else copy.grad
             sink(name, in_coordinates(gradient.flatten(1), name, forward, rotations))
     finally:
         collector.release()
         once.forget()
-    if plan.rest:  # in a pass of their own, after the tensors of the first one are released
+    # 6. The rest, in a pass of its own, after the tensors of the first one are released.
+    if plan.rest:
         vmap_gradients(forward, task, batch, plan.rest, sink, rotations)
     return output.detach().float(), out_to_loss
 

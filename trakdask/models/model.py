@@ -152,17 +152,20 @@ class Model:
                     "td.Model(build, checkpoints=['model.pt'], ...), or a trained module as build"
                 )
             checkpoints = [build.state_dict()]
+        # 1. The architecture without weights: a module of its own, so that training may go on.
         self.task = resolve_task(task)
         self.build = _meta_module(build) if isinstance(build, torch.nn.Module) else build
         self.token = uuid4().hex
         self._state: dict[str, dict[str, str]] = {}
         module = self.meta_module()
+        # 2. What is differentiated.
         tensors = dict(module.named_parameters())
         selected = {name: tensors[name] for name in select_parameters(module, parameters)}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in selected.items()}
         self._n_parameters = sum(tensor.numel() for tensor in tensors.values())
         self._loads_itself = loads_itself(module)
         self._n_frozen = sum(t.numel() for t in selected.values() if not t.requires_grad)
+        # 3. The weights, by the names that this architecture has for them.
         self.checkpoints = make_checkpoints(
             checkpoints,
             module,
@@ -171,6 +174,7 @@ class Model:
             prefix=prefix,
             base_of=functools.partial(_base_model, build, module, {}),
         )
+        # 4. A second build: each thread makes one, and what no checkpoint has must be the same.
         for checkpoint in self.checkpoints if self._loads_itself else (None,):
             self._read(checkpoint)
             if len(self._state[checkpoint.name if checkpoint else ""]) > 1 and build is self.build:

@@ -20,11 +20,9 @@ from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from trakdask.errors import CheckpointError
 from trakdask.models.loading import State, digest_state
 from trakdask.models.modules import is_library, names_read
 from trakdask.torch_internals import Watching, storage_of, tree_leaves, version_of
@@ -226,15 +224,19 @@ class Reading:
         RuntimeError
             If the module changes another tensor in place.
         """
+        # 1. Copies of what a call changes: all but parameters, until the first call has shown it.
         is_first = self.copied is None
         copied = tensors.keys() - self.parameters if self.copied is None else self.copied
         tensors = {n: tensor.clone() if n in copied else tensor for n, tensor in tensors.items()}
+        # 2. The call. In the first one, a write to any other tensor is stopped before it happens,
+        # since threads share these; later calls only compare versions, which is cheap.
         versions = {name: version_of(tensor) for name, tensor in tensors.items()}
         fixed = tensors.keys() - copied - self.overwritten
         storages = {storage_of(tensors[name]): name for name in fixed} if is_first else {}
         watch = Watching(partial(_keep, storages)) if is_first else nullcontext()
         with self.holding(tensors), watch:
             result = module(*args, **kwargs)
+        # 3. What was changed in place: copies may be, all others are an error.
         changed = {name for name, tensor in tensors.items() if version_of(tensor) != versions[name]}
         for name in changed & fixed:
             raise _changed_in_place(name)
@@ -308,34 +310,6 @@ def without_weights(module: nn.Module) -> nn.Module:
 def _saved(read: Reading, module: nn.Module) -> set[str]:
     """Return the first names of the tensors in the state dict."""
     return {read.names[name] for name in module.state_dict() if name in read.names}
-
-
-def require_ties(names: Mapping[str, str], state: Mapping[str, Tensor], checkpoint: str) -> None:
-    """Reject a checkpoint with different tensors under the names of one tensor of the model.
-
-    Parameters
-    ----------
-    names
-        All names of each tensor of the model, with the first one.
-    state, checkpoint
-        The tensors of the checkpoint, and its name.
-
-    Raises
-    ------
-    CheckpointError
-        If tensors differ.
-    """
-    given: dict[str, str] = {}
-    for name, tensor in state.items():
-        if name in names:
-            other = given.setdefault(names[name], name)
-            if not torch.equal(*(t.double().nan_to_num() for t in (state[other], tensor))):
-                raise CheckpointError(
-                    f"expected the same tensor as {other!r} and as {name!r}, which are tied in the "
-                    f"model, got different ones in checkpoint {checkpoint!r}; try a build function "
-                    "that does not tie them (a model of transformers has tie_word_embeddings=False "
-                    "in its config), or a checkpoint that has one of them"
-                )
 
 
 def _joined(path: str, name: str) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trakdask.errors import CheckpointError
 from trakdask.models.loading import State, as_state, is_extra_state, loads_itself
 from trakdask.models.pretrained import base_names, by_class, first_names
-from trakdask.models.reading import Reading, require_ties
+from trakdask.models.reading import Reading
 
 # What torch puts into the names of modules that are compiled, sharded or recomputed.
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -56,9 +56,11 @@ def fitted(
         If there is no state dict, none fits the model, or several do; or if it has different
         tensors under the names of a tied one.
     """
+    # 1. The state dicts in the file, each by the names that may be those of the model.
     states = _cut(states_in(content, name, key), prefix, name)
     optional = base_names(module)
     best = {at: _best_attempt(module, state, name, optional) for at, state in states.items()}
+    # 2. Several that fit are a question for the user: nothing says which one was trained.
     if len(states) > 1:  # averaged weights may have a counter beside them
         fits = [at for at in states if not best[at][0] or _prefixes(module, states[at], optional)]
         if len(fits) > 1:
@@ -67,13 +69,14 @@ def fitted(
                 f"of the keys {fits}; try "
                 + " or ".join(f"td.Model(..., key={at!r})" for at in fits)
             )
+    # 3. The one that fits best, which must fit, and be one tensor where the model has one.
     at, (wrong, state) = min(best.items(), key=lambda item: len(item[1][0]))
     if wrong and loads_itself(module):  # whose code may rename tensors
         return state
     if wrong and strict:
         where = f"checkpoint {name!r}" if at is None else f"{at!r} of checkpoint {name!r}"
         raise _misfit(wrong, where, _advice(module, states[at], optional))
-    require_ties(Reading(module).names, state, name)
+    _require_ties(module, state, name)
     if not optional:
         return state if loads_itself(module) else dict(state)
     # Of several names of a tensor the first one, so that the base model's cannot take its place.
@@ -83,10 +86,25 @@ def fitted(
 
 def require_whole(module: nn.Module, state: State, name: str) -> None:
     """Reject an adapter and a base model that are not the whole model together."""
-    require_ties(Reading(module).names, state, name)
+    _require_ties(module, state, name)
     if wrong := _differences(module, state, set())[0]:
         where = f"checkpoint {name!r} with its base model"
         raise _misfit(wrong, where, _advice(module, state, {name}))
+
+
+def _require_ties(module: nn.Module, state: State, checkpoint: str) -> None:
+    """Reject a checkpoint with different tensors under the names of one tensor of the model."""
+    names, given = Reading(module).names, dict[str, str]()
+    for name, tensor in state.items():
+        if name in names:
+            other = given.setdefault(names[name], name)
+            if not torch.equal(*(t.double().nan_to_num() for t in (state[other], tensor))):
+                raise CheckpointError(
+                    f"expected the same tensor as {other!r} and as {name!r}, which are tied in the "
+                    f"model, got different ones in checkpoint {checkpoint!r}; try a build function "
+                    "that does not tie them (a model of transformers has tie_word_embeddings=False "
+                    "in its config), or a checkpoint that has one of them"
+                )
 
 
 def _misfit(wrong: list[str], where: str, advice: str) -> CheckpointError:

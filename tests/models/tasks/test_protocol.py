@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput
 
 import trakdask as td
 from trakdask.models.tasks import TASKS, Batch, Forward, Task, TrakTask, resolve_task, task_spec
-from trakdask.models.tasks.logits import call_model, margin, one_minus_p
+from trakdask.models.tasks.logits import margin, one_minus_p
 
 
 def test_forward__with_parameters_replaces_only_those() -> None:
@@ -101,7 +101,8 @@ class Returns(nn.Module):
 
 def call(wrap, inputs: tuple[str, ...] = ("a", "b"), positional: bool = False) -> Tensor:
     batch = Batch(a=torch.ones(2, 3), b=torch.zeros(2, 3, dtype=torch.float64))
-    return call_model(Forward(Returns(wrap), {}, {}), batch, inputs, positional)
+    task = td.tasks.Classification(inputs, positional=positional)
+    return task.logits(Forward(Returns(wrap), {}, {}), batch)
 
 
 @pytest.mark.parametrize(
@@ -115,12 +116,12 @@ def call(wrap, inputs: tuple[str, ...] = ("a", "b"), positional: bool = False) -
         lambda t: SimpleNamespace(logits=t),
     ],
 )
-def test_call_model__finds_the_logits(wrap) -> None:
+def test_logits__finds_the_logits(wrap) -> None:
     assert torch.equal(call(wrap), torch.ones(2, 3, dtype=torch.float64))
     assert call(lambda t: wrap(t.bfloat16())).dtype == torch.float32
 
 
-def test_call_model__by_name_or_in_order() -> None:
+def test_logits__by_name_or_in_order() -> None:
     assert call(lambda t: t, ("b", "a"))[0, 0] == 1
     assert call(lambda t: t, ("b", "a"), positional=True)[0, 0] == -1
 
@@ -142,9 +143,10 @@ class Named(NamedTuple):
         (lambda t: SimpleNamespace(logits=-t, scores=t), "scores"),
     ],
 )
-def test_call_model__finds_another_output_by_name_or_position(wrap, name: str | int) -> None:
+def test_logits__finds_another_output_by_name_or_position(wrap, name: str | int) -> None:
     batch = Batch(a=torch.ones(2, 3), b=torch.zeros(2, 3))
-    found = call_model(Forward(Returns(wrap), {}, {}), batch, ("a", "b"), False, name)
+    task = td.tasks.Classification(("a", "b"), returned=name)
+    found = task.logits(Forward(Returns(wrap), {}, {}), batch)
     assert torch.equal(found, torch.ones(2, 3))
 
 

@@ -18,7 +18,6 @@ from trakdask.models.tasks.logits import (
     ModelTask,
     as_tensors,
     at_least_float32,
-    call_model,
     margin,
     one_minus_p,
     part_of,
@@ -378,8 +377,8 @@ class Seq2Seq(CausalLM):
 
     def logits(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the logits of the tokens of the answer, (batch, tokens, vocabulary)."""
-        how = self.inputs, self.positional, self.returned
-        return call_model(forward, batch, *how, labels=self._labels(batch).long())
+        result = self._call(forward, batch, labels=self._labels(batch).long())
+        return at_least_float32(part_of(result, self.returned))
 
 
 @dataclass(frozen=True)
@@ -455,8 +454,7 @@ class QuestionAnswering(ModelTask):
 
     def _logits(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the logits of the first and the last token, (batch, 2, tokens)."""
-        arguments = {name: batch[name] for name in self.inputs}
-        result = forward(*arguments.values()) if self.positional else forward(**arguments)
+        result = self._call(forward, batch)
         is_plain = isinstance(result, (tuple, list)) and not hasattr(result, "start_logits")
         names = self.returned or ((0, 1) if is_plain else ("start_logits", "end_logits"))
         start, end = (part_of(result, name) for name in names)

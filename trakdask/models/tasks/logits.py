@@ -87,8 +87,22 @@ class ModelTask(HtmlTable):
         return self if inputs == self.inputs else replace(self, inputs=inputs)
 
     def logits(self: Any, forward: Forward, batch: Batch) -> Tensor:
-        """Return what the model makes of a batch, float32 or float64."""
-        return call_model(forward, batch, self.inputs, self.positional, self.returned)
+        """Return what the model makes of a batch, float32 or float64.
+
+        Raises
+        ------
+        ValueError
+            If the model returns neither a tensor, nor an object with ``logits``, nor a tuple that
+            begins with logits, or what it returns lacks the part that is named.
+        """
+        return at_least_float32(part_of(self._call(forward, batch), self.returned))
+
+    def _call(self: Any, forward: Forward, batch: Batch, **others: Tensor) -> Any:
+        """Return what the model returns for its inputs, and for other arguments by name."""
+        arguments = {name: batch[name] for name in self.inputs}
+        if self.positional:
+            return forward(*arguments.values(), **others)
+        return forward(**arguments, **others)
 
 
 def as_tensors(arrays: Mapping[Any, Any], names: Sequence[str]) -> Batch:
@@ -109,44 +123,6 @@ def check_variable(value: object, option: str, *, optional: bool = False) -> Non
         raise TypeError(
             f"expected the name of a variable as {option}, got {value!r}; try {option}={option!r}"
         )
-
-
-def call_model(
-    forward: Forward,
-    batch: Batch,
-    inputs: tuple[str, ...],
-    positional: bool,
-    returned: str | int | None = None,
-    **others: Tensor,
-) -> Tensor:
-    """Run the model on some variables and return its logits, float32 or float64.
-
-    Parameters
-    ----------
-    forward
-        Model at one checkpoint.
-    batch
-        Samples.
-    inputs
-        Names of the variables that are the model's arguments.
-    positional
-        Whether they are passed in this order; otherwise by their names.
-    returned
-        Name or position of the logits in what the model returns.
-    **others
-        More arguments, by name.
-
-    Raises
-    ------
-    ValueError
-        If the model returns neither a tensor, nor an object with ``logits``, nor a tuple that
-        begins with logits, or what it returns lacks the part of that name.
-    """
-    arguments = {name: batch[name] for name in inputs}
-    output = (
-        forward(*arguments.values(), **others) if positional else forward(**arguments, **others)
-    )
-    return at_least_float32(part_of(output, returned))
 
 
 def part_of(result: Any, name: str | int | None = None) -> Tensor:
