@@ -107,7 +107,7 @@ PUBLIC = {
     "mislabelled_curve": lambda: td.evaluate.mislabelled_curve(FEATURES.output, LABEL_IS_WRONG),
     "class_detection": lambda: td.evaluate.class_detection(td.score(FEATURES, TARGETS)),
     "accessor": lambda: FEATURES.trak.score(TARGETS).trak.top_k(3),
-    "features": lambda: td.features(X, "embeddings", coords={"label": LABEL}, chunks=5),
+    "from_features": lambda: td.from_features(X, "embeddings", coords={"label": LABEL}, chunks=5),
     "simulate_features": lambda: simulate_features(),
 }
 

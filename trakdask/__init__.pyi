@@ -41,8 +41,8 @@ from .projection import SJLT as SJLT
 from .projection import Identity as Identity
 from .projection import Mask as Mask
 from .projection import Rademacher as Rademacher
-from .samples import features as features
 from .samples import from_arrays as from_arrays
+from .samples import from_features as from_features
 from .samples import from_torch as from_torch
 from .samples.dataframe_source import from_dataframe as from_dataframe
 from .saving import calibrate as calibrate

@@ -92,7 +92,7 @@ def texts(name: str, cache: Path) -> None:
         "BM25": simple.bm25.data,
     }
     for kind, arrays in kinds.items():
-        both = [td.features(array, f"{kind} of {name}") for array in arrays]
+        both = [td.from_features(array, f"{kind} of {name}") for array in arrays]
         scores |= {f"{kind}, {way}": sign * s.data for way, s in ways(*both).items()}
         scores[f"{kind}, gram, x Q"] = sign * td.score(*both).data * q
     labelled = {n: xr.DataArray(s, dims=("sample", "target")) for n, s in scores.items()}
@@ -129,8 +129,8 @@ def trees(name: str) -> None:
         each = [code.transform(pair[side]) for code, pair in zip(coded, leaves, strict=True)]
         return np.stack([np.pad(one, ((0, 0), (0, width - one.shape[1]))) for one in each], -1)
 
-    train = td.features(indicators(0), f"leaves of {name}", out_to_loss=residual)
-    scores = ways(train, td.features(indicators(1), f"leaves of {name}"))
+    train = td.from_features(indicators(0), f"leaves of {name}", out_to_loss=residual)
+    scores = ways(train, td.from_features(indicators(1), f"leaves of {name}"))
     squared = np.square(x[:, None] - x_new).sum(-1)
     nearness = {
         f"Gaussian of distance, {c:g}": np.exp(-c * squared / np.median(squared)) for c in (1, 4)

@@ -93,8 +93,8 @@ def gallery(
         >>> import trakdask as td
         >>> (images, labels), (tested, _) = td.examples.digits_arrays()
         >>> coords = {"label": labels}
-        >>> features = td.features(images.reshape(-1, 64), "pixels", coords=coords)
-        >>> targets = td.features(tested[2:4].reshape(-1, 64), "pixels")
+        >>> features = td.from_features(images.reshape(-1, 64), "pixels", coords=coords)
+        >>> targets = td.from_features(tested[2:4].reshape(-1, 64), "pixels")
         >>> scores = td.score(features, targets, "grad_cos")
         >>> alike, unlike = td.top_k(scores, 4), td.top_k(scores, 4, largest=False)
         >>> figure = td.plots.gallery(alike, unlike, images, tested[2:4])
