@@ -3,6 +3,7 @@ from . import errors as errors
 from . import evaluate as evaluate
 from . import examples as examples
 from . import explorer as explorer
+from . import fits as fits
 from . import plots as plots
 from . import testing as testing
 from ._version import __version__ as __version__
@@ -28,10 +29,7 @@ from .explorer import explore as explore
 from .export import to_parquet as to_parquet
 from .export import to_zarr as to_zarr
 from .featurization import featurize as featurize
-from .fits import curvature as curvature
 from .fits import fit as fit
-from .fits import principal_components as principal_components
-from .fits import second_moments as second_moments
 from .models import tasks as tasks
 from .models.kept_checkpoints import keep_checkpoints as keep_checkpoints
 from .models.model import Model as Model

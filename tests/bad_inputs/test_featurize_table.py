@@ -35,7 +35,7 @@ ROWS = [
     BadInput(F, "no samples", options(data().isel(sample=[])), ValueError, ["at least one sample"]),
     BadInput(F, "missing variable", options(data().rename(image="pixels")), ValueError, ["'image'", "'pixels'"]),
     BadInput(F, "a module", lambda _: td.featurize(data(), NET), TypeError, ["td.Model", "Linear"]),
-    *[BadInput(fit.__name__, "a module", lambda _, fit=fit: fit(data(), NET), TypeError, ["td.Model", "Linear"]) for fit in (td.fit, td.curvature, td.principal_components)],
+    *[BadInput(fit.__name__, "a module", lambda _, fit=fit: fit(data(), NET), TypeError, ["td.Model", "Linear"]) for fit in (td.fit, td.fits.curvature, td.fits.principal_components)],
     BadInput("fit", "curvature a name", lambda _: td.fit(data(), td.Model(NET), curvature="off"), ValueError, ["'off'"]),
     BadInput(F, "projector a number", options(projector=512), TypeError, ["projector", "512"]),
     BadInput(F, "gradients", options(gradients="hook"), ValueError, ["'hook'", "'hooks'"]),

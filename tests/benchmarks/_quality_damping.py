@@ -57,7 +57,7 @@ def _rows(subject: Subject, cache: Path) -> Iterator[Row]:
     parts = subject.samples(0), subject.samples(1)
     for data, train in (("all", checkpoints), ("halves", half_checkpoints)):
         model = td.Model(subject.build, train(subject, cache, N_CHECKPOINTS), subject.task)
-        curved = td.curvature(a_quarter(parts[0]), model).then(td.SJLT(proj_dim=1024))
+        curved = td.fits.curvature(a_quarter(parts[0]), model).then(td.SJLT(proj_dim=1024))
         for kind, projector in (("plain", SKETCH), ("curvature", curved)):
             for row in _of_features(subject, *featurized(model, *parts, projector)):
                 yield {"task": subject.name, "data": data, "features": kind} | row

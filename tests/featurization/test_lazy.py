@@ -350,9 +350,9 @@ def test_featurize__vmap_does_not_replace_hooks_because_of_a_bad_sample(
 
 def test_curvature__by_vmap_counts_every_sample_once() -> None:
     module, data = _FixedNegatives(), samples()
-    found = td.curvature(data, td.Model(module))
+    found = td.fits.curvature(data, td.Model(module))
     with mock.patch("trakdask.featurization.preparation.choose_engine", return_value=("vmap", "")):
-        expected = td.curvature(data, td.Model(module))
+        expected = td.fits.curvature(data, td.Model(module))
     scales = [fit.arrays["curvature_scale"] for fit in (found, expected)]
     np.testing.assert_allclose(*scales, rtol=1e-3)
 

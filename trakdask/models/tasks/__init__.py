@@ -16,7 +16,8 @@ from trakdask.models.tasks.language import (
     expand_tokens,
 )
 from trakdask.models.tasks.preferences import Preference, Reward
-from trakdask.models.tasks.protocol import Batch, Forward, Task, TrakTask, task_spec
+from trakdask.models.tasks.protocol import Batch, Forward, Task, TrakTask
+from trakdask.models.tasks.protocol import task_spec as task_spec
 from trakdask.models.tasks.supervised import (
     BinaryClassification,
     Classification,
@@ -28,7 +29,6 @@ from trakdask.models.tasks.supervised import (
 )
 
 __all__ = [
-    "TASKS",
     "Batch",
     "BinaryClassification",
     "CausalLM",
@@ -50,8 +50,6 @@ __all__ = [
     "TrakTask",
     "clip_embeddings",
     "expand_tokens",
-    "resolve_task",
-    "task_spec",
 ]
 
 
