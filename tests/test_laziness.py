@@ -106,7 +106,7 @@ PUBLIC = {
     "mislabelled_auc": lambda: td.evaluate.mislabelled_auc(FEATURES.output, LABEL_IS_WRONG),
     "mislabelled_curve": lambda: td.evaluate.mislabelled_curve(FEATURES.output, LABEL_IS_WRONG),
     "accessor": lambda: FEATURES.trak.score(TARGETS).trak.top_k(3),
-    "features": lambda: td.features(X, "embeddings", coords={"label": LABEL}, chunks=5),
+    "from_features": lambda: td.from_features(X, "embeddings", coords={"label": LABEL}, chunks=5),
     "simulate_features": lambda: simulate_features(),
 }
 

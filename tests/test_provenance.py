@@ -80,7 +80,7 @@ def test_features__can_be_written_as_netcdf(tmp_path: Path) -> None:
     x = np.random.default_rng(0).normal(size=(12, 4)).astype("f4")
     samples = td.from_arrays({"image": x, "label": np.arange(12) % 3})
     model = td.Model(torch.nn.Linear(4, 3), task="image_classification")
-    projector = td.curvature(samples, model, leading=2).then(td.SJLT(4))
+    projector = td.fits.curvature(samples, model, leading=2).then(td.SJLT(4))
     features = td.featurize(samples, model, projector)
     features.to_netcdf(tmp_path / "f.nc")
     again = xr.open_dataset(tmp_path / "f.nc")

@@ -3,6 +3,7 @@ from . import errors as errors
 from . import evaluate as evaluate
 from . import examples as examples
 from . import explorer as explorer
+from . import fits as fits
 from . import plots as plots
 from . import testing as testing
 from ._version import __version__ as __version__
@@ -27,10 +28,7 @@ from .explorer import explore as explore
 from .export import to_parquet as to_parquet
 from .export import to_zarr as to_zarr
 from .featurization import featurize as featurize
-from .fits import curvature as curvature
 from .fits import fit as fit
-from .fits import principal_components as principal_components
-from .fits import second_moments as second_moments
 from .models import tasks as tasks
 from .models.kept_checkpoints import keep_checkpoints as keep_checkpoints
 from .models.model import Model as Model
@@ -40,8 +38,8 @@ from .projection import SJLT as SJLT
 from .projection import Identity as Identity
 from .projection import Mask as Mask
 from .projection import Rademacher as Rademacher
-from .samples import features as features
 from .samples import from_arrays as from_arrays
+from .samples import from_features as from_features
 from .samples import from_torch as from_torch
 from .samples.dataframe_source import from_dataframe as from_dataframe
 from .saving import calibrate as calibrate

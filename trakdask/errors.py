@@ -17,8 +17,6 @@ __all__ = [
     "StoreBusyError",
     "StoreMismatchError",
     "UnfinishedAppendWarning",
-    "forget_warnings",
-    "warn_once",
 ]
 
 _shown: set[Hashable] = set()

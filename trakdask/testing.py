@@ -14,7 +14,7 @@ import xarray as xr
 
 from trakdask.checks import require_integer
 from trakdask.provenance import as_text
-from trakdask.samples import features
+from trakdask.samples import from_features
 from trakdask.variables import CHECKPOINT, VARIABLES
 
 __all__ = ["raise_if_dask_computes", "simulate_features"]
@@ -95,7 +95,7 @@ def simulate_features(
     of_checkpoints = {CHECKPOINT: [f"c{i}" for i in range(n_checkpoints)]}
     feature = xr.DataArray(data.pop("feature"), of_checkpoints, VARIABLES["feature"].dims)
     label = np.arange(n_samples) % 2
-    ds = features(feature, "simulation", **data, coords={"label": label}, chunks=chunks)
+    ds = from_features(feature, "simulation", **data, coords={"label": label}, chunks=chunks)
     projector = {"kind": "simulated", "proj_dim": proj_dim}
     ds = ds.assign_attrs(as_text({"projector": projector}), task="simulated", source=token)
     ds.attrs["loss_kind"] = "cross-entropy"

@@ -28,7 +28,7 @@ def model(*arguments: Any, **options: Any) -> Callable[[Path], object]:
 
 
 def moments(given: Any) -> Callable[[Path], object]:
-    return lambda _: td.second_moments(td.Model(NET), given)
+    return lambda _: td.fits.second_moments(td.Model(NET), given)
 
 
 def checkpoint(make: Callable[[Path], Any]) -> Callable[[Path], object]:

@@ -108,7 +108,7 @@ def unknown_chunks() -> Any:
 
 
 def features(feature: Any, **options: Any) -> Callable[[Path], object]:
-    return lambda _: td.features(feature, "words", **options)
+    return lambda _: td.from_features(feature, "words", **options)
 
 
 A, T, D, F = "from_arrays", "from_torch", "from_dataframe", "features"

@@ -53,7 +53,7 @@ def features_of(x: np.ndarray, residual: np.ndarray, **coords: np.ndarray) -> xr
     rng = np.random.default_rng(len(x))
     noise = 1 + 0.1 * rng.standard_normal((len(x), 1, C))
     q = np.repeat(residual[:, None], C, axis=1)
-    return td.features(x[:, :, None] * noise, "columns of X", out_to_loss=q, coords=coords)
+    return td.from_features(x[:, :, None] * noise, "columns of X", out_to_loss=q, coords=coords)
 
 
 FEATURES = features_of(X, Y - X @ THETA, author=author)

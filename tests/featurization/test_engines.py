@@ -438,7 +438,7 @@ def test_auto__a_store_that_began_with_hooks_goes_on(
     assert distance(store.feature.values[:, :, 0], expected) < 1e-6
 
 
-@pytest.mark.parametrize("fit", [td.curvature, td.fit])
+@pytest.mark.parametrize("fit", [td.fits.curvature, td.fit])
 def test_auto__fits_count_every_sample_once(fit: Any) -> None:
     """A micro-batch by hooks, and one by the loop, add up."""
     model, samples = later()
@@ -447,7 +447,7 @@ def test_auto__fits_count_every_sample_once(fit: Any) -> None:
         options |= {"curvature": True, "sketch": td.Identity(), "progress": False}
     with dask.config.set(scheduler="sync"):
         found, expected = (fit(samples, model, gradients=g, **options) for g in ("auto", "loop"))
-        if fit is td.curvature:
+        if fit is td.fits.curvature:
             arrays = (each.arrays["curvature_scale"] for each in (found, expected))
         else:
             made = [

@@ -75,7 +75,7 @@ def case(name: str) -> tuple[xr.Dataset, td.Model]:
 
 @functools.cache
 def fitted(name: str, **options: Any) -> Fitted:
-    return td.curvature(*case(name), **options)
+    return td.fits.curvature(*case(name), **options)
 
 
 @functools.cache
@@ -169,7 +169,7 @@ def test_weights_whose_gradients_come_in_slices() -> None:
     samples = td.from_arrays({"image": image, "label": LABELS}, chunks=24)
     model = td.Model(net, task="image_classification")
     by_hooks, by_loop = (
-        td.curvature(samples, model, leading=32, gradients=g) for g in ("hooks", "loop")
+        td.fits.curvature(samples, model, leading=32, gradients=g) for g in ("hooks", "loop")
     )
     one, other = (f.arrays["curvature_scale"] for f in (by_hooks, by_loop))
     np.testing.assert_allclose(one, other, rtol=5e-4)
@@ -185,7 +185,7 @@ def test_chunks_and_workers_are_invisible(process_cluster: Any) -> None:
     first = fitted("cnn", leading=16)
     projector = first.then(td.SJLT(16))
     with process_cluster.get_client():
-        remote = td.curvature(samples.chunk(sample=5), model)
+        remote = td.fits.curvature(samples.chunk(sample=5), model)
         far = td.featurize(samples.chunk(sample=7), model, projector).compute()
     scale, expected = (fit.arrays["curvature_scale"] for fit in (remote, first))
     np.testing.assert_allclose(scale, expected, rtol=1e-3)
@@ -197,7 +197,7 @@ def test_chunks_and_workers_are_invisible(process_cluster: Any) -> None:
 def test_everything_works_on_top(tmp_path: Any) -> None:
     samples, model = case("words")
     sketch = fitted("words", leading=16).then(td.SJLT(16))
-    projector = td.principal_components(samples, model, 12, projector=sketch)
+    projector = td.fits.principal_components(samples, model, 12, projector=sketch)
     features = td.featurize(samples, model, projector)
     some = td.featurize(samples.isel(sample=slice(16)).chunk(sample=5), model, projector)
     store = td.save(some, tmp_path / "train.zarr")
@@ -224,7 +224,7 @@ def test_features_of_other_coordinates_are_refused() -> None:
     for targets, field in ((td.SJLT(16), "projector"), (other, "projector.*damping")):
         with pytest.raises(td.errors.StoreMismatchError, match=field):
             td.score(features, td.featurize(samples, model, targets))
-    half = td.curvature(samples.isel(sample=slice(12)), model, leading=8).then(td.SJLT(8))
+    half = td.fits.curvature(samples.isel(sample=slice(12)), model, leading=8).then(td.SJLT(8))
     with pytest.raises(td.errors.StoreMismatchError, match=r"fit\['a'\].*like=features"):
         td.score(features, td.featurize(samples, model, half))
 
@@ -232,25 +232,25 @@ def test_features_of_other_coordinates_are_refused() -> None:
 def test_honest_mistakes_have_clear_errors() -> None:
     samples, model = case("cnn")
     projector = fitted("cnn", leading=8).then(td.SJLT(8))
-    components = td.principal_components(samples, model, 4, projector=td.SJLT(32))
+    components = td.fits.principal_components(samples, model, 4, projector=td.SJLT(32))
     features = td.featurize(samples, model, components)
     other = td.Model(small_cnn, {"a": small_cnn().state_dict()}, task="image_classification")
     values = samples.image.values.copy()
     values[3] = np.nan
     broken = td.from_arrays({"image": values, "label": LABELS}, chunks=8)
     mismatch = td.errors.StoreMismatchError
-    one = td.curvature(samples, model.at_checkpoints(["a"])).then(td.SJLT(8))
+    one = td.fits.curvature(samples, model.at_checkpoints(["a"])).then(td.SJLT(8))
     for error, words, call in (
         (mismatch, "parameters", lambda: td.featurize(*case("words"), projector)),
         (mismatch, r"checkpoints\['b'\]", lambda: td.featurize(samples, model, one)),
         (mismatch, "checkpoints", lambda: td.featurize(samples, other, projector)),
-        (ValueError, "damping", lambda: td.curvature(samples, model, damping=np.inf)),
+        (ValueError, "damping", lambda: td.fits.curvature(samples, model, damping=np.inf)),
         (ValueError, "SJLT", lambda: td.featurize(samples, model, fitted("cnn"))),
         (ValueError, "in this order", lambda: projector.then(td.SJLT(8))),
         (ValueError, "without a p", lambda: td.featurize(samples, model, projector, like=features)),
-        (td.errors.BlockError, "0:8", lambda: td.curvature(broken, model)),
+        (td.errors.BlockError, "0:8", lambda: td.fits.curvature(broken, model)),
         (TypeError, "projector", lambda: td.featurize(samples, model, np.eye(4))),
-        (ValueError, "proj_dim", lambda: td.principal_components(samples, model, 0)),
+        (ValueError, "proj_dim", lambda: td.fits.principal_components(samples, model, 0)),
         (
             ValueError,
             "principal_components",
@@ -266,7 +266,7 @@ def test_honest_mistakes_have_clear_errors() -> None:
 def test_a_checkpoint_of_a_fit_of_three() -> None:
     """A fit belongs to checkpoints, and can be used for one of them, in any order."""
     samples, model = case("cnn")
-    projector = td.principal_components(
+    projector = td.fits.principal_components(
         samples, model, 4, projector=fitted("cnn", leading=8).then(td.SJLT(8))
     )
     both = td.featurize(samples, model, projector).compute()
@@ -291,7 +291,7 @@ def test_components_are_the_right_singular_vectors(is_curved: bool) -> None:
     if is_curved:
         projector = fitted("cnn", leading=128).then(td.SJLT(128))
     wide = rows_along(td.featurize(samples, model, projector))
-    components = td.principal_components(samples, model, 5, projector=projector)
+    components = td.fits.principal_components(samples, model, 5, projector=projector)
     _, singular, rows = np.linalg.svd(wide)
     share = singular**2 / (singular**2).sum()
     shares = components.arrays["principal_shares"][:, 0]
@@ -313,7 +313,7 @@ def test_columns_that_there_are_not_are_cut_with_both_numbers(
     samples, model = case("cnn")
     forget_warnings()
     with pytest.warns(UserWarning, match=f"expected {n} columns.*got {expected}: 24 samples and"):
-        found = td.principal_components(samples, model, n, projector=td.SJLT(width))
+        found = td.fits.principal_components(samples, model, n, projector=td.SJLT(width))
     assert found.steps[-1] == Components(expected)
     np.testing.assert_allclose(found.arrays["principal_shares"].sum(0), 1, rtol=1e-6)
 
@@ -321,7 +321,7 @@ def test_columns_that_there_are_not_are_cut_with_both_numbers(
 def test_equal_samples_have_one_component() -> None:
     samples, model = case("cnn")
     equal = samples.isel(sample=[0] * 6)
-    components = td.principal_components(equal, model, 3)
+    components = td.fits.principal_components(equal, model, 3)
     shares = components.arrays["principal_shares"][:, 0]
     np.testing.assert_allclose(shares, [1, 0, 0], atol=1e-6)
     features = td.featurize(equal, model, components).compute()
@@ -399,7 +399,7 @@ def test_scale__is_0_where_gradients_are_rounding(build: Any, null: list[str]) -
     task = "text_classification" if build is distilbert else "image_classification"
     model, made, scales = td.Model(module, task=task), [], []
     for size in (1, 3, 6):
-        fit = td.curvature(samples, model, leading=16, batch_size=size, progress=False)
+        fit = td.fits.curvature(samples, model, leading=16, batch_size=size, progress=False)
         features = td.featurize(samples, model, fit.then(td.SJLT(64)), batch_size=size)
         made.append(features.feature.values[..., 0].astype(float))
         scales.append(fit.arrays["curvature_scale"][:, 0])
@@ -412,7 +412,7 @@ def test_scale__is_0_where_gradients_are_rounding(build: Any, null: list[str]) -
 def test_components_of_gradients_that_are_0() -> None:
     samples = td.from_arrays({"image": np.zeros((6, 4), "f4"), "label": np.arange(6) % 3})
     model = td.Model(nn.Linear(4, 3, bias=False), task="image_classification")
-    found = td.principal_components(samples, model, 3, projector=td.Identity(), progress=False)
+    found = td.fits.principal_components(samples, model, 3, projector=td.Identity(), progress=False)
     assert not any(np.any(array) for array in found.arrays.values())
 
 
@@ -420,7 +420,7 @@ def test_components_of_gradients_that_are_0() -> None:
 def test_progress__of_each_fit(progress: bool, capsys: pytest.CaptureFixture[str]) -> None:
     samples, model = case("cnn")
     moments = {n: {p: torch.ones(s) for p, s in model.shapes.items()} for n in ("a", "b")}
-    td.curvature(samples, model, progress=progress)
-    td.principal_components(samples, model, 3, projector=td.SJLT(32), progress=progress)
-    td.second_moments(model, moments, progress=progress)
+    td.fits.curvature(samples, model, progress=progress)
+    td.fits.principal_components(samples, model, 3, projector=td.SJLT(32), progress=progress)
+    td.fits.second_moments(model, moments, progress=progress)
     assert capsys.readouterr().out.count("2/2") == 3 * progress

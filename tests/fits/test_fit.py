@@ -50,8 +50,8 @@ SMALL: dict[str, Any] = {
 
 def test_fit__is_the_chain_of_its_steps() -> None:
     front = td.fit(SAMPLES, MODEL, **SMALL)
-    sketch = td.curvature(SAMPLES, MODEL, leading=12).then(td.SJLT(12))
-    by_hand = td.principal_components(SAMPLES, MODEL, 6, projector=sketch)
+    sketch = td.fits.curvature(SAMPLES, MODEL, leading=12).then(td.SJLT(12))
+    by_hand = td.fits.principal_components(SAMPLES, MODEL, 6, projector=sketch)
     assert front.steps == by_hand.steps
     one, other = (td.featurize(SAMPLES, MODEL, p).feature.compute() for p in (front, by_hand))
     products = [np.einsum("ipc,jpc->cij", x.values, x.values) for x in (one, other)]

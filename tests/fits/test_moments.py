@@ -60,7 +60,7 @@ BOTH = [moments(0), moments(1)]
 def features(made: td.Model, given: object = BOTH, **options: object) -> xr.Dataset:
     projector = td.Identity()
     if given is not None:
-        projector = td.second_moments(made, given).then(projector)
+        projector = td.fits.second_moments(made, given).then(projector)
     return td.featurize(samples(), made, projector, **options).compute(scheduler="sync")
 
 
@@ -138,14 +138,14 @@ def test_open_moments__bad_values(damage: str) -> None:
     if damage in ("negative", "nan"):
         state["2.weight"][0, 0] = -1 if damage == "negative" else np.nan
     with pytest.raises(CheckpointError, match=r"'2.weight'.*\(5, 18\).*'1'.*keep_checkpoints"):
-        td.second_moments(model(), [moments(0), state])
+        td.fits.second_moments(model(), [moments(0), state])
     head = model(parameters="4.head.*")
-    assert td.second_moments(head, [moments(0), state]).digests  # not needed there
+    assert td.fits.second_moments(head, [moments(0), state]).digests  # not needed there
 
 
 def test_open_moments__trainers_own_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"optimizer\.pt.*numbers them.*keep_checkpoints"):
-        td.second_moments(model().at_checkpoints(["0"]), [tmp_path / "optimizer.pt"])
+        td.fits.second_moments(model().at_checkpoints(["0"]), [tmp_path / "optimizer.pt"])
 
 
 @pytest.mark.parametrize("small", [0.0, 1e-18, 1e-13])
@@ -154,7 +154,7 @@ def test_scale__is_0_where_moments_are_none_or_rounding(small: float) -> None:
     states = moments(0)
     states["2.bias"] *= small
     states["0.weight"][3:5] = small
-    scale = td.second_moments(model().at_checkpoints(["0"]), [states], progress=False)
+    scale = td.fits.second_moments(model().at_checkpoints(["0"]), [states], progress=False)
     found = dict(
         zip(states, np.split(scale.arrays["moment_scale"][:, 0], _ends(states)), strict=True)
     )

@@ -143,7 +143,7 @@ def test_keep_checkpoints__second_moments(tmp_path: Path) -> None:
     assert set(found) == set(squares)
     for name, expected in squares.items():
         torch.testing.assert_close(found[name], expected / (1 - 0.9**5), rtol=1e-5, atol=1e-12)
-    made = td.second_moments(td.Model(gpt2, kept, task="causal_lm"), kept)
+    made = td.fits.second_moments(td.Model(gpt2, kept, task="causal_lm"), kept)
     assert list(made.digests) == ["checkpoint-5"]
 
 

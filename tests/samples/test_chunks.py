@@ -81,8 +81,7 @@ def test_auto__is_the_default_of_all_sources() -> None:
     assert [ds.attrs["chunks"] for ds in made] == ["auto"] * 3
     wide = np.broadcast_to(np.float32(1), (64 * 1024, 2048))
     with dask.config.set(scheduler="sync"):
-        assert (
-            block_of(td.features(xr.DataArray(wide, dims=("sample", "proj_dim")), "ones")) == 1024
-        )
+        labelled = xr.DataArray(wide, dims=("sample", "proj_dim"))
+        assert block_of(td.from_features(labelled, "ones")) == 1024
     with pytest.raises(ValueError, match="try chunks=512"):
         samples(chunks=0)

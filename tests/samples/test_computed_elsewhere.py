@@ -30,11 +30,11 @@ ROWS = {"source": SOURCE, "row": np.arange(N)}
 def train(rows: slice = slice(None), **options: Any) -> xr.Dataset:
     coords = {name: values[rows] for name, values in ROWS.items()}
     options = {"out_to_loss": Q[rows], "coords": coords, "chunks": 16} | options
-    return td.features(X[rows], "words, version 1", **options)
+    return td.from_features(X[rows], "words, version 1", **options)
 
 
 def targets(made_by: str = "words, version 1") -> xr.Dataset:
-    return td.features(NEW, made_by, coords={"row": np.arange(M)})
+    return td.from_features(NEW, made_by, coords={"row": np.arange(M)})
 
 
 def expected(x: np.ndarray = X, q: np.ndarray = Q, h: np.ndarray | float = 1.0) -> np.ndarray:
@@ -63,7 +63,7 @@ def test_features__kinds_of_arrays(kind: str, chunks: int, tmp_path: Path) -> No
         "labelled": lambda: labelled.transpose("checkpoint", ...),
     }[kind]()
     with raise_if_dask_computes():
-        features = td.features(array, "x", output=F, chunks=chunks)
+        features = td.from_features(array, "x", output=F, chunks=chunks)
     names = ["a", "b"] if kind == "labelled" else ["0", "1"]
     assert features.checkpoint.values.tolist() == names
     assert ("source" in features.coords) == (kind == "labelled")
@@ -80,7 +80,7 @@ def test_features__kinds_of_arrays(kind: str, chunks: int, tmp_path: Path) -> No
 )
 def test_features__one_model_and_any_numbers(dtype: str, stored: str) -> None:
     words = (RNG.random((9, 4)) < 0.5).astype(dtype)
-    features = td.features(words, "words", out_to_loss=np.arange(9.0))
+    features = td.from_features(words, "words", out_to_loss=np.arange(9.0))
     assert features.feature.dtype == stored
     np.testing.assert_array_equal(features.feature.values[..., 0], words)
     np.testing.assert_array_equal(features.out_to_loss.values[:, 0], np.arange(9))
@@ -114,7 +114,7 @@ def test_damping__by_outputs_only_where_there_are_some_and_if_asked() -> None:
     with pytest.raises(ValueError, match="'output'"):
         td.damping(train(), td.Trak(damping="completeness"))
     with pytest.raises(TypeError, match="made_by as text, got None"):
-        td.features(X, None)  # type: ignore[arg-type]
+        td.from_features(X, None)  # type: ignore[arg-type]
     knows = train().isel(checkpoint=[0] * 5)
     mask = xr.DataArray(np.ones((N, 5), bool), dims=("sample", "checkpoint"))
     assert td.Trak().resolved(knows.assign(trained_on=mask)).damping == "trace"
@@ -143,7 +143,7 @@ def test_store__is_saved_opened_appended_dropped_and_verified(
     assert "output" not in td.open(store)
     with pytest.raises(td.errors.StoreMismatchError, match=r"made_by: .*1.*2"):
         td.score(left, targets("words, version 2"))
-    other = td.features(X[:5], "words, version 2", coords={k: v[:5] for k, v in ROWS.items()})
+    other = td.from_features(X[:5], "words, version 2", coords={k: v[:5] for k, v in ROWS.items()})
     with pytest.raises(td.errors.StoreMismatchError, match="made_by"):
         td.save(other, store, append_dim="sample", progress=False)
     assert client is None or client.scheduler_info()["workers"]
@@ -201,5 +201,5 @@ def test_features__arrays_have_the_order_of_labels() -> None:
     labels, dims = {"checkpoint": ["a", "b"]}, ("sample", "checkpoint")
     feature = xr.DataArray(np.ones((4, 3, 2)), labels, ("sample", "proj_dim", "checkpoint"))
     output = xr.DataArray(np.arange(8.0).reshape(4, 2), labels, dims)
-    made = td.features(feature, "words", output=output[:, ::-1])
+    made = td.from_features(feature, "words", output=output[:, ::-1])
     np.testing.assert_array_equal(made.output, output)

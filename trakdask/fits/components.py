@@ -111,7 +111,7 @@ def principal_components(
     >>> import numpy as np, torch, trakdask as td
     >>> samples = td.from_arrays({"image": np.eye(4, dtype="f4"), "label": np.arange(4) % 3})
     >>> model = td.Model(torch.nn.Linear(4, 3), task="image_classification")
-    >>> td.principal_components(samples, model, 3, progress=False)
+    >>> td.fits.principal_components(samples, model, 3, progress=False)
     Fitted(SJLT(proj_dim=8192, sparsity=4, seed=0), Components(proj_dim=3))
     """
     proj_dim = require_integer("proj_dim", proj_dim, 1, remedy="try proj_dim=512")

@@ -109,7 +109,7 @@ def curvature(
     >>> import numpy as np, torch, trakdask as td
     >>> samples = td.from_arrays({"image": np.eye(4, dtype="f4"), "label": np.arange(4) % 3})
     >>> model = td.Model(torch.nn.Linear(4, 3), task="image_classification")
-    >>> projector = td.curvature(samples, model, leading=4, progress=False).then(td.SJLT(4))
+    >>> projector = td.fits.curvature(samples, model, leading=4, progress=False).then(td.SJLT(4))
     >>> td.featurize(samples, model, projector).sizes["proj_dim"]
     8
     """

@@ -72,17 +72,17 @@ def fit(
         Columns of the features; fewer, where fewer samples are fitted. Models of images need few,
         texts and more samples need many.
     curvature
-        Whether gradients are scaled by :func:`curvature`, half of the sketch being leading
-        coordinates. ``"auto"`` leaves it out if there are ``moments``, or fewer than 500 samples to
-        fit it to, where it made scores worse.
+        Whether gradients are scaled by :func:`~trakdask.fits.curvature`, half of the sketch being
+        leading coordinates. ``"auto"`` leaves it out if there are ``moments``, or fewer than 500
+        samples to fit it to, where it made scores worse.
     components
-        Whether the sketch is reduced by :func:`principal_components`. Without it, the sketch itself
-        gets ``proj_dim`` columns.
+        Whether the sketch is reduced by :func:`~trakdask.fits.principal_components`. Without it,
+        the sketch itself gets ``proj_dim`` columns.
     sketch
         The projector that gradients meet first. ``"auto"``: an :class:`SJLT` of up to a quarter as
         many columns as the model has parameters, but 8,192 to 32,768.
     moments
-        Adam's second moments at each checkpoint, as in :func:`second_moments`.
+        Adam's second moments at each checkpoint, as in :func:`~trakdask.fits.second_moments`.
     n_samples
         How many of the samples are used: they are drawn at random, always the same ones.
     store, storage_options

@@ -68,7 +68,7 @@ def second_moments(model: Model, moments: MomentsLike, *, progress: bool = True)
     >>> import torch, trakdask as td
     >>> model = td.Model(torch.nn.Linear(2, 1, bias=False), task="regression")
     >>> v = {"weight": torch.tensor([[4.0, 1.0]])}
-    >>> td.second_moments(model, [v], progress=False).then(td.Identity())
+    >>> td.fits.second_moments(model, [v], progress=False).then(td.Identity())
     Fitted(SecondMoments(), Identity())
     """
     require_model(model)

@@ -41,7 +41,7 @@ def keep_checkpoints(
         of each epoch; or a number of steps.
     second_moments
         Whether to keep Adam's second moments as well, corrected for their bias, by the names of
-        the parameters, for :func:`second_moments`.
+        the parameters, for :func:`~trakdask.fits.second_moments`.
 
     Returns
     -------

@@ -53,8 +53,8 @@ def intervals(result: xr.Dataset, label: str | None = None, *, ax: Axes | None =
         >>> seen = np.random.default_rng(0).random((64, 5)) < 0.3
         >>> pixels = (train - train.mean(0)).reshape(-1, 64, 1) * seen
         >>> tested = (test[:1] - train.mean(0)).reshape(-1, 64, 1) * seen
-        >>> features = td.features(pixels, "pixels", coords={"label": digits.label.values})
-        >>> targets = td.features(tested, "pixels")
+        >>> features = td.from_features(pixels, "pixels", coords={"label": digits.label.values})
+        >>> targets = td.from_features(tested, "pixels")
         >>> sums = td.intervals(features, targets, "grad_cos", by="label")
         >>> figure = td.plots.intervals(sums.isel(target=0))
     """

@@ -53,7 +53,7 @@ def damping(chosen: xr.Dataset, *, ax: Axes | None = None) -> Figure:
         >>> margins = 3 * y[:, None] * (x @ np.linalg.solve(x.T @ x + ridges, x.T @ y).T)
         >>> gradients = np.stack([x * y[:, None]] * 3, axis=2)
         >>> q = 1 / (1 + np.exp(margins))
-        >>> features = td.features(gradients, "margins", output=margins, out_to_loss=q)
+        >>> features = td.from_features(gradients, "margins", output=margins, out_to_loss=q)
         >>> chosen = td.damping(features, td.Soft(damping="completeness"))
         >>> figure = td.plots.damping(chosen)
     """

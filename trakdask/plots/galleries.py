@@ -92,8 +92,8 @@ def gallery(
         >>> digits, others = td.examples.digits()
         >>> images, tested = digits.image.values, others.image.values
         >>> coords = {"label": digits.label.values}
-        >>> features = td.features(images.reshape(-1, 64), "pixels", coords=coords)
-        >>> targets = td.features(tested[2:4].reshape(-1, 64), "pixels")
+        >>> features = td.from_features(images.reshape(-1, 64), "pixels", coords=coords)
+        >>> targets = td.from_features(tested[2:4].reshape(-1, 64), "pixels")
         >>> scores = td.score(features, targets, "grad_cos")
         >>> alike, unlike = td.top_k(scores, 4), td.top_k(scores, 4, largest=False)
         >>> figure = td.plots.gallery(alike, unlike, images, tested[2:4])

@@ -169,7 +169,7 @@ class Fitted:
         >>> import numpy as np, torch, trakdask as td
         >>> samples = td.from_arrays({"image": np.eye(4, dtype="f4"), "label": np.arange(4) % 3})
         >>> model = td.Model(torch.nn.Linear(4, 3), task="image_classification")
-        >>> td.curvature(samples, model, leading=2, progress=False).then(td.SJLT(8))
+        >>> td.fits.curvature(samples, model, leading=2, progress=False).then(td.SJLT(8))
         Fitted(Curvature(damping=10.0, power=0.5, leading=2), SJLT(proj_dim=8, sparsity=4, seed=0))
         """
         return replace(self, steps=(*self.steps, projector))

@@ -4,7 +4,7 @@
 """
 
 from trakdask.samples.array_source import from_arrays, lazy_variables, validate_samples
-from trakdask.samples.computed_elsewhere import features
+from trakdask.samples.computed_elsewhere import from_features
 from trakdask.samples.coords import normalise_coord, normalise_coords
 from trakdask.samples.datasets import drawn, source_of
 from trakdask.samples.sources import ROWS, joined_rows
@@ -13,8 +13,8 @@ from trakdask.samples.torch_source import from_torch
 __all__ = [
     "ROWS",
     "drawn",
-    "features",
     "from_arrays",
+    "from_features",
     "from_torch",
     "joined_rows",
     "lazy_variables",

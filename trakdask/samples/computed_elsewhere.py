@@ -29,7 +29,7 @@ from trakdask.variables import (
 )
 
 
-def features(
+def from_features(
     feature: Any,
     made_by: str,
     *,
@@ -92,8 +92,8 @@ def features(
     >>> import numpy as np, trakdask as td
     >>> words = np.array([[1, 0, 2], [0, 3, 0], [1, 1, 0]])
     >>> made_by = "counts of 3 words"
-    >>> train = td.features(words, made_by, coords={"source": ["web", "book", "web"]})
-    >>> targets = td.features(np.array([[0, 1, 0]]), made_by)
+    >>> train = td.from_features(words, made_by, coords={"source": ["web", "book", "web"]})
+    >>> targets = td.from_features(np.array([[0, 1, 0]]), made_by)
     >>> td.group_score(train, targets, by="source").round(2).values.tolist()
     [[0.2], [0.05]]
     """

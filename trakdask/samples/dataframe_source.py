@@ -18,7 +18,6 @@ from trakdask.checks import require_integer
 from trakdask.samples.array_source import lazy_variables
 from trakdask.samples.datasets import assemble
 from trakdask.samples.sources import (
-    Array,
     Chunks,
     block_size,
     check_field,
@@ -32,11 +31,9 @@ from trakdask.variables import SAMPLE
 
 __all__ = ["from_dataframe"]
 
-Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-
 
 def from_dataframe(
-    source: Paths | pd.DataFrame | Any,
+    source: Any,
     *,
     variables: Mapping[str, str | Sequence[str]],
     coords: Sequence[str] | Mapping[str, str] = (),
@@ -212,8 +209,8 @@ def _from_dask(
 
 
 def _convert(
-    part: pd.DataFrame, columns: Columns, fields: dict[str, Array], start: int
-) -> dict[str, Array]:
+    part: pd.DataFrame, columns: Columns, fields: dict[str, np.ndarray], start: int
+) -> dict[str, np.ndarray]:
     arrays = columns.arrays(part, start)
     for name, values in arrays.items():
         check_field(name, fields[name], start, values)

@@ -20,8 +20,6 @@ from trakdask.execution import n_slots
 from trakdask.samples.fingerprints import fingerprint
 from trakdask.variables import SAMPLE
 
-Array = np.ndarray[Any, Any]
-
 Chunks = int | Literal["auto"]
 ROWS = 512
 """Samples of a block until features are made of them."""
@@ -35,16 +33,16 @@ class Source(Protocol):
     ``fields`` has an array (0, ...) of each variable, whose shape and dtype all samples must have.
     """
 
-    fields: dict[str, Array]
+    fields: dict[str, np.ndarray]
 
     def __len__(self) -> int: ...
 
-    def rows(self, start: int, stop: int) -> Iterator[tuple[int, dict[str, Array]]]:
+    def rows(self, start: int, stop: int) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
         """Yield the samples ``start:stop``, some at a time, after the number of the first."""
         ...
 
 
-def fields_of(arrays: Mapping[str, Array]) -> dict[str, Array]:
+def fields_of(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return no samples of each variable (sample, ...), after a check of its dtype."""
     for name, array in arrays.items():
         check_dtype(name, array.dtype)
@@ -52,7 +50,7 @@ def fields_of(arrays: Mapping[str, Array]) -> dict[str, Array]:
     return {name: array[:0].copy() for name, array in arrays.items()}
 
 
-def check_field(name: str, field: Array, first: int, values: Array) -> None:
+def check_field(name: str, field: np.ndarray, first: int, values: np.ndarray) -> None:
     """Check the shape and dtype of values (sample, ...) that begin with sample ``first``."""
     if values.shape[1:] != field.shape[1:]:
         raise ValueError(
@@ -120,7 +118,9 @@ def require_samples(n: int, what: str) -> None:
         raise ValueError(f"expected at least one sample, got none in {what}")
 
 
-def read(source: Source, start: int, stop: int, names: Collection[str] = ()) -> dict[str, Array]:
+def read(
+    source: Source, start: int, stop: int, names: Collection[str] = ()
+) -> dict[str, np.ndarray]:
     """Return the samples ``start:stop`` of all variables, or of some."""
     fields = {name: source.fields[name] for name in names or source.fields}
     n = stop - start
@@ -146,13 +146,13 @@ def lazy_fields(source: Source, chunks: Chunks) -> dict[str, xr.Variable]:
     return unpacked(blocks, source.fields, token, size)
 
 
-def _read_block(source: Source, n: int, size: int, block_id: tuple[int]) -> dict[str, Array]:
+def _read_block(source: Source, n: int, size: int, block_id: tuple[int]) -> dict[str, np.ndarray]:
     start = block_id[0] * size
     return read(source, start, min(start + size, n))
 
 
 def unpacked(
-    blocks: da.Array, fields: Mapping[str, Array], token: str, size: int
+    blocks: da.Array, fields: Mapping[str, np.ndarray], token: str, size: int
 ) -> dict[str, xr.Variable]:
     """Return the lazy variables of blocks that are mappings from variables to arrays."""
     variables = {}
@@ -191,7 +191,7 @@ def known_by(token: str, name: str, array: da.Array) -> xr.Variable:
     return variable_of(name, named, content)
 
 
-def _same(block: Array) -> Array:
+def _same(block: np.ndarray) -> np.ndarray:
     return block
 
 

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from trakdask.files import matching
-from trakdask.samples.sources import Array, check_dtype, fields_of
+from trakdask.samples.sources import check_dtype, fields_of
 
 _ARROW = (".arrow", ".feather", ".ipc")
 _SUFFIXES = (".parquet", ".parq", *_ARROW)
@@ -52,10 +52,10 @@ class Columns:
         """Names of all columns that are read, once each."""
         return list(dict.fromkeys(np.hstack([*self.variables.values()]).tolist()))
 
-    def arrays(self, table: pa.Table | pd.DataFrame, start: int) -> dict[str, Array]:
+    def arrays(self, table: pa.Table | pd.DataFrame, start: int) -> dict[str, np.ndarray]:
         """Return the variables of the rows of a table, whose first row is sample ``start``."""
-        arrays: dict[str, Array] = {}
-        masks: list[Array] = []
+        arrays: dict[str, np.ndarray] = {}
+        masks: list[np.ndarray] = []
         for name, columns in self.variables.items():
             several = [columns] if isinstance(columns, str) else columns
             converted = [self._array(name, _column_of(table, c), start) for c in several]
@@ -68,7 +68,7 @@ class Columns:
             arrays[_MASK] = masks[0].astype(np.int64)
         return arrays
 
-    def _array(self, name: str, column: Any, start: int) -> tuple[Array, Array | None]:
+    def _array(self, name: str, column: Any, start: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Return a column as an array (row, ...) and, if it was padded, the mask of its values."""
         if isinstance(column, np.ndarray):
             return column, None
@@ -106,7 +106,7 @@ def _column_of(table: pa.Table | pd.DataFrame, name: str) -> Any:
     return pa.array(values, from_pandas=False)
 
 
-def _stacked(name: str, column: Any, samples: Array) -> Array:
+def _stacked(name: str, column: Any, samples: np.ndarray) -> np.ndarray:
     """Convert a column of numbers, or of lists of one length, to an array (row, ...).
 
     ``samples`` has the sample that each entry of the column belongs to.
@@ -124,13 +124,13 @@ def _stacked(name: str, column: Any, samples: Array) -> Array:
     return values.reshape(len(column), int(lengths[0]) if len(lengths) else 0, *values.shape[1:])
 
 
-def _flattened(name: str, column: Any, samples: Array) -> tuple[Array, Array]:
+def _flattened(name: str, column: Any, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the entries of all lists of a column, one after the other, and the lists' lengths."""
     lengths = np.asarray(pc.list_value_length(column).to_numpy(zero_copy_only=False))
     return _stacked(name, column.flatten(), np.repeat(samples, lengths)), lengths
 
 
-def _complete(name: str, column: Any, samples: Array) -> Any:
+def _complete(name: str, column: Any, samples: np.ndarray) -> Any:
     """Return a column without its extension type, after a check that it has all values."""
     if isinstance(column, pa.ExtensionArray):
         if column.type.extension_name.startswith("pandas."):  # periods, intervals
@@ -163,7 +163,7 @@ class Table:
     def __len__(self) -> int:
         return len(self.table)
 
-    def rows(self, start: int, stop: int) -> Iterator[tuple[int, dict[str, Array]]]:
+    def rows(self, start: int, stop: int) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
         """Yield the rows ``start:stop`` of every variable, part by part."""
         for first, part in self.table.parts(start, stop, self.columns.names):
             yield first, self.columns.arrays(part, first)

@@ -16,8 +16,6 @@ from trakdask.samples.datasets import assemble
 from trakdask.samples.fingerprints import fingerprint
 from trakdask.samples.sources import Chunks, fields_of, lazy_fields, read, require_samples
 
-Array = np.ndarray[Any, Any]
-
 
 def from_torch(
     dataset: Any,
@@ -147,7 +145,7 @@ class _Items:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.Lock())
 
-    def rows(self, start: int, stop: int) -> Iterator[tuple[int, dict[str, Array]]]:
+    def rows(self, start: int, stop: int) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
         """Yield the samples ``start:stop``, one at a time."""
         with self._lock:
             self._dataset = _open(self.opener) if self._dataset is None else self._dataset
@@ -173,7 +171,7 @@ class _Items:
                 stacklevel=3,
             )
 
-    def _item(self, index: int) -> dict[str, Array]:
+    def _item(self, index: int) -> dict[str, np.ndarray]:
         """Return the fields of a sample, each (1, ...)."""
         how = f"dataset[{index}]" if self.collate_fn is None else f"collate_fn([dataset[{index}]])"
         try:

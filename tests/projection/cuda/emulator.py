@@ -14,7 +14,14 @@ from pathlib import Path
 
 import numpy as np
 
-from trakdask.projection.cuda.launch import FAMILIES, Argument, family_of, kernel_program, packed
+from trakdask.projection.cuda.launch import (
+    FAMILIES,
+    Argument,
+    Kernels,
+    family_of,
+    kernel_program,
+    packed,
+)
 
 HEADER = Path(__file__).with_name("emulator.hpp")
 COMPILER = shutil.which("g++")
@@ -43,7 +50,7 @@ def library(family: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(built))
 
 
-class EmulatedKernels:
+class EmulatedKernels(Kernels):
     """The kernels on a CPU; ``reverse`` runs the threads of a block in the opposite order."""
 
     description = "emulated"

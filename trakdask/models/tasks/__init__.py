@@ -15,7 +15,8 @@ from trakdask.models.tasks.language import (
     expand_tokens,
 )
 from trakdask.models.tasks.preferences import Preference, Reward
-from trakdask.models.tasks.protocol import Batch, Forward, Task, TrakTask, task_spec
+from trakdask.models.tasks.protocol import Batch, Forward, Task, TrakTask
+from trakdask.models.tasks.protocol import task_spec as task_spec
 from trakdask.models.tasks.supervised import (
     BinaryClassification,
     Classification,
@@ -27,7 +28,6 @@ from trakdask.models.tasks.supervised import (
 )
 
 __all__ = [
-    "TASKS",
     "Batch",
     "BinaryClassification",
     "CausalLM",
@@ -49,8 +49,6 @@ __all__ = [
     "TrakTask",
     "clip_embeddings",
     "expand_tokens",
-    "resolve_task",
-    "task_spec",
 ]
 
 

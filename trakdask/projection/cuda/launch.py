@@ -11,7 +11,7 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,39 +42,6 @@ _INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
 _MOST_SHARED_BYTES = 48 * 2**10  # a function must request more explicitly
 
 
-class Kernels(Protocol):
-    """The kernels of one device."""
-
-    description: str
-    """Model, driver and versions of the device, for messages."""
-
-    cache_bytes: int
-    """Size of the second-level cache, in which operands made on the fly should stay."""
-
-    def launch(
-        self,
-        name: str,
-        grid: tuple[int, int],
-        threads: int,
-        arguments: Sequence[Argument],
-        shared_bytes: int = 0,
-    ) -> None:
-        """Start a kernel, to run after the work that torch has started on the device.
-
-        Parameters
-        ----------
-        name
-            One of :data:`FAMILIES`.
-        grid, threads
-            Blocks of threads, and threads per block.
-        arguments
-            Tensors are passed as addresses, None as the null address, and numbers as they are;
-            numbers must have the types that the kernel declares.
-        shared_bytes
-            Shared memory per block of threads.
-        """
-
-
 def kernels_for(device: torch.device) -> Kernels:
     """Return the kernels of a CUDA device, which are compiled when first launched.
 
@@ -88,7 +55,7 @@ def kernels_for(device: torch.device) -> Kernels:
 
 @cache
 def _kernels(index: int) -> Kernels:
-    return CupyKernels(index)
+    return Kernels(index)
 
 
 def missing() -> str | None:
@@ -109,13 +76,20 @@ def family_of(name: str) -> str:
     return next(family for family, names in FAMILIES.items() if name in names)
 
 
-class CupyKernels:
-    """Kernels of one GPU, through CuPy and NVRTC.
+class Kernels:
+    """The kernels of one GPU, through CuPy and NVRTC.
 
     Parameters
     ----------
     index
         Number of the device in this process.
+
+    Attributes
+    ----------
+    description
+        Model, driver and versions of the device, for messages.
+    cache_bytes
+        Size of the second-level cache, in which operands made on the fly should stay.
 
     Notes
     -----
@@ -145,7 +119,19 @@ class CupyKernels:
         arguments: Sequence[Argument],
         shared_bytes: int = 0,
     ) -> None:
-        """Start a kernel; see :class:`Kernels`.
+        """Start a kernel, to run after the work that torch has started on the device.
+
+        Parameters
+        ----------
+        name
+            One of :data:`FAMILIES`.
+        grid, threads
+            Blocks of threads, and threads per block.
+        arguments
+            Tensors are passed as addresses, None as the null address, and numbers as they are;
+            numbers must have the types that the kernel declares.
+        shared_bytes
+            Shared memory per block of threads.
 
         Raises
         ------
