@@ -8,20 +8,17 @@ import pytest
 import xarray as xr
 
 import trakdask as td
-from trakdask.accessor import FeaturesAccessor, ScoresAccessor
-
-METHODS = [
-    pytest.param(data, name, id=f"{accessor.__name__}.{name}")
-    for accessor, data in ((FeaturesAccessor, xr.Dataset()), (ScoresAccessor, xr.DataArray(1.0)))
-    for name in vars(accessor)
-    if not name.startswith("_")
-]
 
 
-@pytest.mark.parametrize(("data", "name"), METHODS)
-def test_method__is_the_function_of_the_data(data: xr.Dataset, name: str) -> None:
-    function, method = getattr(td, name), getattr(data.trak, name)
-    assert method.__doc__ == function.__doc__
-    assert name in dir(data.trak)
-    parameters = list(inspect.signature(function).parameters.values())
-    assert list(inspect.signature(method).parameters.values()) == parameters[1:]
+@pytest.mark.parametrize("data", [xr.Dataset(), xr.DataArray(1.0)])
+def test_methods__are_the_functions_of_the_data(data: xr.Dataset | xr.DataArray) -> None:
+    assert "top_k" in dir(data.trak)
+    assert ("score" in dir(data.trak)) == isinstance(data, xr.Dataset)
+    for name in dir(data.trak):
+        function, method = getattr(td, name), getattr(data.trak, name)
+        assert method.__doc__ == function.__doc__
+        parameters = list(inspect.signature(function).parameters.values())
+        assert list(inspect.signature(method).parameters.values()) == parameters[1:]
+    for name in ("_repr_html_", "verify"):
+        with pytest.raises(AttributeError, match=f"got '{name}'"):
+            getattr(data.trak, name)

@@ -12,46 +12,25 @@ import xarray as xr
 
 import trakdask as td
 
-
-class _Method:
-    """A public function with the array of the accessor as its first argument."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, accessor: Any, owner: type) -> Any:
-        function = getattr(td, self._name)
-        return function if accessor is None else MethodType(function, accessor._array)
+_OF_SCORES = ("top_k", "to_zarr", "to_parquet")
+_OF_FEATURES = (
+    *("save", "combine", "gram", "damping", "score", "group_score", "intervals", "credit"),
+    *("top_k", "self_influence", "to_zarr", "to_parquet"),
+)
 
 
 @xr.register_dataarray_accessor("trak")
-class ScoresAccessor:
-    """Methods of scores (sample, target)."""
-
-    def __init__(self, scores: xr.DataArray) -> None:
-        self._array = scores
-
-    top_k = _Method()
-    to_zarr = _Method()
-    to_parquet = _Method()
-
-
 @xr.register_dataset_accessor("trak")
-class FeaturesAccessor:
-    """Methods of features, of intervals, and of the rankings made from them."""
+class Accessor:
+    """Methods of scores, an array, or of features, intervals and rankings, which are Datasets."""
 
-    def __init__(self, ds: xr.Dataset) -> None:
-        self._array = ds
+    def __init__(self, data: xr.DataArray | xr.Dataset) -> None:
+        self._data = data
 
-    save = _Method()
-    combine = _Method()
-    gram = _Method()
-    damping = _Method()
-    score = _Method()
-    group_score = _Method()
-    intervals = _Method()
-    credit = _Method()
-    top_k = _Method()
-    self_influence = _Method()
-    to_zarr = _Method()
-    to_parquet = _Method()
+    def __dir__(self) -> list[str]:
+        return [*(_OF_SCORES if isinstance(self._data, xr.DataArray) else _OF_FEATURES)]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in dir(self):
+            raise AttributeError(f"expected a method as in dir(data.trak), got {name!r}; try td")
+        return MethodType(getattr(td, name), self._data)

@@ -8,16 +8,14 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes
 from hypothesis.extra.numpy import arrays as np_arrays
 
-from tests.stored_arrays import stored as as_read
 from trakdask.storage.blocks import encoded
-from trakdask.storage.reading import decoded
-from trakdask.testing import raise_if_dask_computes
+from trakdask.storage.reading import from_half
 
 
 def round_trip(feature: np.ndarray) -> np.ndarray:
     stored, scale = encoded(feature)
     assert stored.dtype == np.float16
-    result = decoded(as_read(stored, (2, -1, 1)), as_read(scale, (2, 1))).compute()
+    result = from_half(stored, scale)
     assert result.dtype == np.float32
     return result
 
@@ -57,10 +55,3 @@ def test_encoded__the_end_of_float32() -> None:
     found = round_trip(feature)
     np.testing.assert_array_equal(np.isinf(found), np.isinf(feature))
     np.testing.assert_allclose(found[..., 0], feature[..., 0], rtol=2**-11, atol=1e30)
-
-
-def test_decoded__is_lazy_and_missing_blocks_are_nan() -> None:
-    scale = as_read(np.array([[np.nan], [2.0]]), (2, 1))
-    with raise_if_dask_computes():
-        lazy = decoded(as_read(np.ones((2, 3, 1), "f2"), (2, 3, 1)), scale)
-    np.testing.assert_array_equal(lazy.compute()[..., 0], [[np.nan] * 3, [2.0] * 3])

@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import dask.array as da
 import google_crc32c
@@ -24,7 +24,7 @@ from dask.base import tokenize
 from zarr.storage import StorePath
 
 from trakdask.arrays.blocks import Key, Read
-from trakdask.arrays.graphs import reader, stored
+from trakdask.arrays.graphs import stored
 from trakdask.errors import IncompleteFeaturesError, UnfinishedAppendWarning
 from trakdask.files import Folder
 from trakdask.provenance import as_text
@@ -266,26 +266,22 @@ def lazy_array(group: Group, name: str) -> da.Array:
     # Chunks of numbers have the rows of many blocks.
     chunks = (group.block, 1) if name in group.numbers else array.chunks
     sizes = da.core.normalize_chunks(chunks, array.shape)
-    key = _name(group, name)
-    read = functools.partial(read_chunk, array, group.folder, key)
-    lazy = stored(read, sizes, array.dtype, key)
+    read, dtype = _reader(group, name), array.dtype
     if name == "feature" and SCALE in group.arrays:
-        return decoded(lazy, lazy_array(group, SCALE))
-    return lazy
+        read = functools.partial(_read_decoded, read, _reader(group, SCALE))
+        dtype = np.dtype(np.float32)
+    return stored(read, sizes, dtype, _name(group, name))
+
+
+def _reader(group: Group, name: str) -> Read:
+    array = group.array(name, read_only=True)
+    return functools.partial(read_chunk, array, group.folder, _name(group, name))
 
 
 def _name(group: Group, name: str) -> str:
     """Return the name of a Dask array: another one after every commit, since content may differ."""
     token = tokenize(group.folder.url, group.attrs["saved"], group.arrays[name])
     return f"open-{name.replace('_', '-')}-{token}"
-
-
-def decoded(halves: da.Array, scale: da.Array) -> da.Array:
-    """Return features that are stored as float16 as float32, lazy."""
-    rows, scales = (cast(Read, reader(array)) for array in (halves, scale))
-    read = functools.partial(_read_decoded, rows, scales)
-    name = f"feature-of-half-{tokenize(halves.name, scale.name)}"
-    return stored(read, halves.chunks, np.float32, name)
 
 
 def _read_decoded(halves: Read, scales: Read, key: tuple[slice, ...]) -> np.ndarray:
