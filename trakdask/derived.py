@@ -14,7 +14,7 @@ import xarray as xr
 from trakdask import arrays
 from trakdask.arrays.spectra import component_count
 from trakdask.attribution.gauss_newton import Soft, Trak
-from trakdask.attribution.grams import require_eigenvectors, sums
+from trakdask.attribution.grams import decomposition, sums
 from trakdask.attribution.protocol import KINDS, GramEstimator
 from trakdask.attribution.regularization import chosen_damping
 from trakdask.storage.blocks import save_sums
@@ -159,15 +159,14 @@ def _update_factors(
 ) -> bool:
     """Store the eigenvectors of the gram matrices that lack them; return whether some stay."""
     ds, stays = assembled(group), gram_stays and EIGENVECTORS in before.arrays
-    n, p, matrices = ds[GRAM].attrs["n_samples"], ds.sizes[PROJ_DIM], ds[GRAM].data
-    k = component_count(estimator.rank(n, ds), p, ds.feature.dtype)
+    n = ds[GRAM].attrs["n_samples"]
+    k = component_count(estimator.rank(n, ds), ds.sizes[PROJ_DIM], ds.feature.dtype)
     for name in _FACTORS:
         group.add(name, {**ds.sizes, COMPONENT: k}, "f8", grows=stays, attrs=_about(group))
     for index, name in enumerate(group.checkpoints):
         if not (stays and name in before.checkpoints):
-            matrix = matrices[..., index : index + 1]
-            require_eigenvectors(p, k)
-            factors = arrays.spectra.eigenvectors(matrix, [name], k)
+            one = ds.isel({CHECKPOINT: [index]})
+            factors = decomposition(one, estimator, one[GRAM].data, n)
             save_sums(group, _FACTORS, factors, index, retries)
     return stays
 

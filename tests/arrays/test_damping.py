@@ -108,7 +108,7 @@ def test_choose__pearson_of_means_over_checkpoints() -> None:
     expected = [
         np.corrcoef(totals[good, i].mean(1), outputs[good].mean(1))[0, 1] for i in range(len(GRID))
     ]
-    np.testing.assert_allclose(found["correlation"][0], expected, rtol=1e-12)
+    np.testing.assert_allclose(found["curve"][0], expected, rtol=1e-12)
 
 
 @given(
@@ -132,7 +132,7 @@ def test_choose__as_the_oracle(
         assert found["rule"] == "completeness, targets"
         assert found["relative"] == oracle_choice(values, **options)
         assert found["peak"] == max(values)
-    np.testing.assert_array_equal(found["correlation"][0], values)
+    np.testing.assert_array_equal(found["curve"][0], values)
 
 
 SHORT, PRIOR = 10**1.5, 10**0.5

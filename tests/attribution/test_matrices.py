@@ -216,27 +216,9 @@ def test_score__other_selections_are_refused(stores, kind, change) -> None:
     td.score(changed, TARGETS, estimator="grad_dot").compute(scheduler="sync")
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("estimator", ["soft", "trak", "relatif"])
-def test_scores__of_a_selection_keep_a_gram_matrix_that_is_held(tmp_path, estimator: str) -> None:
-    lazy, targets = (td.testing.simulate_features(n, 4, 3, chunks=16, seed=n) for n in (80, 5))
-    rows = np.arange(80) % 3 == 0
-    saved = td.save(lazy, tmp_path / "f.zarr", estimator=estimator, progress=False)
-    damped = {"soft": td.Soft, "trak": td.Trak, "relatif": td.RelatIF}[estimator](damping=0.1)
-    apart = {}
-    for name, features in {"saved": saved, "lazy": lazy}.items():
-        whole = td.score(features, targets, damped).values[rows]
-        apart[name] = np.abs(td.score(features.isel(sample=rows), targets, damped) - whole).max()
-    assert apart["saved"] == 0
-    assert apart["lazy"] > 1e-3
-    phi, psi = (
-        ds.feature.transpose("checkpoint", "sample", ...).values.astype("f8")
-        for ds in (lazy.isel(sample=rows), targets)
-    )
-    gram = phi.swapaxes(1, 2) @ phi
-    trace = np.trace(gram @ gram, axis1=1, axis2=2) / np.trace(gram, axis1=1, axis2=2)
-    solved = np.linalg.solve(gram + 0.1 * trace[:, None, None] * np.eye(4), psi.swapaxes(1, 2))
-    q = lazy.out_to_loss.values[rows].mean(1)
-    if estimator == "trak":
-        found = td.score(saved.isel(sample=rows).drop_vars("gram"), targets, damped)
-        np.testing.assert_allclose(found, (phi @ solved).mean(0) * q[:, None], rtol=1e-4, atol=1e-5)
+def test_score__of_a_selection_without_its_matrix_is_under_that_of_the_selection(stores) -> None:
+    rows = np.arange(200) % 3 == 0
+    dropped = stores("saved", "trak").isel(sample=rows).drop_vars("gram")
+    found, expected = (scores(ds, TARGETS, TRAK) for ds in (dropped, MADE.isel(sample=rows)))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    assert np.abs(found - scores(MADE, TARGETS, TRAK)[rows]).max() > 1e-3

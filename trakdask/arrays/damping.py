@@ -49,7 +49,7 @@ CROSS_VALIDATION = "cross-validation"
 
 #: How λ was chosen: by which rule, in the end; by the outputs of which samples, if any were asked;
 #: ρ, NaN if outputs did not choose; the largest correlation; the one that the prior needs to be
-#: chosen; all correlations; and what left-out checkpoints say of each ρ.
+#: chosen; all correlations, the curve; and what left-out checkpoints say of each ρ.
 CHOICE = np.dtype(
     [
         ("rule", "U64"),
@@ -57,7 +57,7 @@ CHOICE = np.dtype(
         ("relative", np.float64),
         ("peak", np.float64),
         ("threshold", np.float64),
-        ("correlation", np.float64, GRID.shape),
+        ("curve", np.float64, GRID.shape),
         ("grade", np.float64, GRID.shape),
     ]
 )
@@ -72,7 +72,7 @@ def made_choice(rule: str, samples: str = "", **numbers: object) -> Block:
     >>> choice["peak"].tolist(), choice["relative"].tolist()
     ([0.2], [nan])
     """
-    names = ("relative", "peak", "threshold", "correlation", "grade")
+    names = ("relative", "peak", "threshold", "curve", "grade")
     return np.array([(rule, samples, *(numbers.get(name, np.nan) for name in names))], CHOICE)
 
 
@@ -266,7 +266,7 @@ def chosen(
 ) -> Block:
     """Return what :func:`choose` returns, from the correlation for every ρ, of so many rows."""
     peak = float(np.nanmax(correlation)) if np.isfinite(correlation).any() else np.nan
-    numbers: dict[str, Any] = {"peak": peak, "correlation": correlation}
+    numbers: dict[str, Any] = {"peak": peak, "curve": correlation}
     # 1. Totals that do not follow the outputs say nothing: λ is then as by the trace.
     rho, rule = np.nan, otherwise
     if peak * math.sqrt(n_rows) >= FOLLOWED:

@@ -15,7 +15,7 @@ from dask.array.utils import meta_from_array
 
 from trakdask import arrays
 from trakdask.arrays.blocks import field, where
-from trakdask.arrays.damping import COMPLETENESS, CROSS_VALIDATION, made_choice
+from trakdask.arrays.damping import CHOICE, COMPLETENESS, CROSS_VALIDATION, made_choice
 from trakdask.arrays.graphs import plain
 from trakdask.attribution.estimators import choosing
 from trakdask.attribution.folds import differ, fold_weights, require_folds
@@ -242,14 +242,9 @@ def chosen_before(features: xr.Dataset, estimator: GramEstimator) -> Choice | No
         arrays.damping.warn_of_choice(attrs["relative"], attrs["peak"], samples)
     if "relative" not in attrs:
         return _unasked(lam, attrs["rule"])
-    names = {"curve": "correlation"}
-    how = made_choice(**{names.get(name, name): attrs[name] for name in KEPT if name in attrs})
+    how = made_choice(**{name: attrs[name] for name in CHOICE.names or () if name in attrs})
     rule = CROSS_VALIDATION if estimator.rule == "cross_validation" else COMPLETENESS
     return Choice(lam, rule, da.from_array(how))
-
-
-KEPT = ("rule", "samples", "relative", "peak", "threshold", "curve", "grade")
-"""What the attrs of a stored λ say of its choice."""
 
 
 def _some_rows(features: xr.Dataset) -> list[slice]:

@@ -272,12 +272,13 @@ def decomposition(
 
 def with_decomposition(features: xr.Dataset, estimator: GramEstimator) -> xr.Dataset:
     """Return features that hold the gram matrix of an estimator and its eigenvectors, lazy."""
-    sums = sums_of(features, estimator, decomposed=True, any_weights=False)
+    sums = sums_of(features, estimator, decomposed=True)
     if sums.is_stored and is_of_gram(features, EIGENVECTORS):
         return features
     assert sums.factors is not None, "they were asked for"
     features = features.drop_vars(DERIVED, errors="ignore")
-    attrs = estimator.attrs(features) | {N_SAMPLES: sums.n_samples}
+    about = {"gram_weights": sums.weights, N_SAMPLES: sums.n_samples}
+    attrs = estimator.attrs(features) | about
     derived = {GRAM: sums.gram, EIGENVALUES: sums.factors[0], EIGENVECTORS: sums.factors[1]}
     return features.assign({k: (VARIABLES[k].dims, data, attrs) for k, data in derived.items()})
 

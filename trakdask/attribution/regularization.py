@@ -125,14 +125,11 @@ def _described(features: xr.Dataset, choice: Choice) -> xr.Dataset:
     }
     data: dict[str, Any] = {"damping": VARIABLES["damping"].holding(choice.value)}
     for name, text in about.items():
-        values = field(choice.how, "correlation" if name == "curve" else name)
+        values = field(choice.how, name)
         dims = ("relative_damping",) * values.ndim
         data[name] = dims, values, {"description": text}
-    grid = arrays.damping.GRID, {"description": "λ in units of tr(K)/n"}
-    coords = {
-        CHECKPOINT: features[CHECKPOINT],
-        "relative_damping": ("relative_damping", *grid),
-    }
+    grid = "relative_damping", arrays.damping.GRID, {"description": about["relative"]}
+    coords = {CHECKPOINT: features[CHECKPOINT], "relative_damping": grid}
     return xr.Dataset(data, coords=coords)
 
 
@@ -158,8 +155,8 @@ def chosen_damping(
             attrs[SCORE_POWER] = float(arrays.weights.power_of(variance))
     if choice.is_by_outputs:
         attrs |= {name: float(how[name]) for name in ("relative", "peak", "threshold")}
-        of_grid = {"curve": how["correlation"], "grade": how["grade"]}
-        attrs |= {name: x.tolist() for name, x in of_grid.items() if np.isfinite(x).any()}
+        of_grid = [name for name in ("curve", "grade") if np.isfinite(how[name]).any()]
+        attrs |= {name: how[name].tolist() for name in of_grid}
         if how["samples"]:
             attrs["samples"] = str(how["samples"])
     return values, attrs

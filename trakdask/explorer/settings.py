@@ -12,7 +12,7 @@ import xarray as xr
 import trakdask as td
 from trakdask.attribution.estimators import EstimatorLike, named
 from trakdask.attribution.grams import with_decomposition
-from trakdask.attribution.protocol import GIVEN, Estimator, GramEstimator, damping_prior
+from trakdask.attribution.protocol import Estimator, GramEstimator, damping_prior
 from trakdask.explorer.computing import compute, persist, released_if_failed
 from trakdask.explorer.view import MeanTrace, View, damping_of
 from trakdask.variables import CHECKPOINT, DERIVED, LOSS_GRADIENT, checkpoint_names, lazy_features
@@ -73,10 +73,7 @@ class Settings:
         estimator, features = self.estimator(name), _selected(self.features, checkpoints)
         if not isinstance(estimator, GramEstimator):
             return Setting(features, estimator, None)
-        if "gram" in features and features["gram"].attrs.get("gram_weights") == GIVEN:
-            features = lazy_features(features)
-        else:
-            features = self._decomposed(estimator.resolved(self.features).of_sums(), checkpoints)
+        features = self._decomposed(estimator.resolved(self.features).of_sums(), checkpoints)
         damping: Any = getattr(self.opened, "damping", "auto")
         if damping_text:
             damping = damping_of(damping_text)
