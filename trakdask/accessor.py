@@ -38,7 +38,7 @@ class ScoresAccessor:
 
 @xr.register_dataset_accessor("trak")
 class FeaturesAccessor:
-    """Methods of features, of intervals, and of the rankings made from them."""
+    """Methods of features, of scores with intervals, and of the rankings made from them."""
 
     def __init__(self, ds: xr.Dataset) -> None:
         self._array = ds
@@ -49,8 +49,6 @@ class FeaturesAccessor:
     damping = _Method()
     score = _Method()
     group_score = _Method()
-    intervals = _Method()
-    credit = _Method()
     top_k = _Method()
     self_influence = _Method()
     to_zarr = _Method()

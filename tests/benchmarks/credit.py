@@ -9,12 +9,12 @@ they have. In three of them, 40 % of the labels are wrong. Scores are of ten che
 over draws, ± the standard error where there are several.
 
 "Rank correlations" are over sources: of the sums of scores for single targets with the changes of
-their outputs, and of shares in `td.credit` with the changes of the sum of all outputs. "Size" is
-the number of samples of a source, and "same class" the number with the target's class, which need
-no attribution. "Coverage" is how often the measured change is within 90 % intervals of
-`td.intervals` and `td.credit`, times the number that fits best (the scale), and how often it is if
-the error of the measured change is added. "Wide" is the mean distance of the bounds from the score,
-times the scale, in units of the standard deviation of the measured changes.
+their outputs, and of shares in `td.group_score(share=True)` with the changes of the sum of all
+outputs. "Size" is the number of samples of a source, and "same class" the number with the target's
+class, which need no attribution. "Coverage" is how often the measured change is within 90 %
+intervals of `td.group_score(level=)`, times the number that fits best (the scale), and how often it
+is if the error of the measured change is added. "Wide" is the mean distance of the bounds from the
+score, times the scale, in units of the standard deviation of the measured changes.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def row(name: str, draw: int) -> dict[str, Any]:
         result = td.evaluate.leave_group_out(function, sums, train.source, seeds=seeds, resamples=9)
         return result.compute()
 
-    bounded = td.intervals(train, targets, by="source", level=LEVEL).compute()
+    bounded = td.group_score(train, targets, by="source", level=LEVEL).compute()
     size = xr.ones_like(train.out_to_loss[:, 0]).groupby("source").sum().drop_vars("checkpoint")
     sums = {
         "scores": bounded.score,
@@ -124,13 +124,14 @@ def row(name: str, draw: int) -> dict[str, Any]:
         is_same = train.label.values[:, None] == targets.label.values
         of_class = xr.DataArray(is_same * 1.0, {"source": train.source}, ("sample", "target"))
         sums["same class"] = of_class.groupby("source").sum()
-    statement = td.credit(train, targets, by="source", level=LEVEL).compute()
+    statement = td.group_score(train, targets, by="source", level=LEVEL, share=True).compute()
     singles, pairs = compared(train_fn, sums), compared(train_fn, bounded)
     shares = compared(total, statement)
     of_size = compared(total, size.rename("score").expand_dims(target=1))
     sums_with_noise, sums_wide = with_noise(bounded, pairs, n - 1)
     shares_with_noise, shares_wide = with_noise(statement, shares, n - 1)
     is_right = np.sign(statement.share) == np.sign(shares.effect[:, 0])
+    is_certain = (statement.lower > 0) | (statement.upper < 0)
     lowest = np.argsort(statement.share.values)[:WRONG]
     return {
         "task": name,
@@ -146,8 +147,8 @@ def row(name: str, draw: int) -> dict[str, Any]:
         "shares": float(shares.coverage[0]),
         "shares, both errors": shares_with_noise,
         "shares, wide": shares_wide,
-        "certain": float(statement.is_certain.mean()),
-        "right sign where certain": float(is_right.where(statement.is_certain).mean()),
+        "certain": float(is_certain.mean()),
+        "right sign where certain": float(is_right.where(is_certain).mean()),
         "sources with wrong labels among the 3 lowest": float((lowest < WRONG).sum()),
     }
 
