@@ -72,12 +72,12 @@ PUBLIC = {
     "score_tracin": lambda: td.score(FEATURES, TARGETS, td.TracIn({"c0": 0.1, "c1": 0.2})),
     "self_influence": lambda: td.self_influence(MANY, estimator="soft"),
     "group_score": lambda: td.group_score(FEATURES, TARGETS, by="label"),
-    "intervals": lambda: td.intervals(SEEDS, SEEDS),
-    "credit": lambda: td.credit(SEEDS, SEEDS, by="label"),
-    "intervals, groups": lambda: td.intervals(SEEDS, SEEDS, by="label"),
-    "intervals, self-influence": lambda: td.intervals(SEEDS),
-    "intervals, kept": lambda: td.intervals(SEEDS, SEEDS, q=0.1),
-    "top_k of intervals": lambda: td.top_k(td.intervals(SEEDS, SEEDS), 3, rank_by="lower"),
+    "intervals": lambda: td.score(SEEDS, SEEDS, level=0.9),
+    "credit": lambda: td.group_score(SEEDS, SEEDS, by="label", share=True, level=0.9),
+    "intervals, groups": lambda: td.group_score(SEEDS, SEEDS, by="label", level=0.9),
+    "intervals, self-influence": lambda: td.self_influence(SEEDS, level=0.9),
+    "intervals, kept": lambda: td.score(SEEDS, SEEDS, q=0.1, level=0.9),
+    "top_k of intervals": lambda: td.top_k(td.score(SEEDS, SEEDS, level=0.9), 3, rank_by="lower"),
     "combine": lambda: td.combine(TARGETS, by="label"),
     "combine_metric": lambda: td.combine(TARGETS, metric="accuracy"),
     "metric": lambda: td.evaluate.metric(TARGETS.output, TARGETS, "accuracy"),
@@ -101,7 +101,7 @@ PUBLIC = {
     "baselines": lambda: td.evaluate.baselines(FEATURES, TARGETS),
     "removal_curve": lambda: td.evaluate.removal_curve(train, td.score(FEATURES, TARGETS), [0.1]),
     "leave_group_out": lambda: td.evaluate.leave_group_out(
-        train, td.intervals(SEEDS, SEEDS, by="label"), SEEDS.label
+        train, td.group_score(SEEDS, SEEDS, by="label", level=0.9), SEEDS.label
     ),
     "mislabelled_auc": lambda: td.evaluate.mislabelled_auc(FEATURES.output, LABEL_IS_WRONG),
     "mislabelled_curve": lambda: td.evaluate.mislabelled_curve(FEATURES.output, LABEL_IS_WRONG),

@@ -16,11 +16,9 @@ from .attribution import Soft as Soft
 from .attribution import TracIn as TracIn
 from .attribution import Trak as Trak
 from .attribution import combine as combine
-from .attribution import credit as credit
 from .attribution import damping as damping
 from .attribution import gram as gram
 from .attribution import group_score as group_score
-from .attribution import intervals as intervals
 from .attribution import score as score
 from .attribution import self_influence as self_influence
 from .attribution import top_k as top_k

@@ -14,7 +14,7 @@ import trakdask as td
 
 _OF_SCORES = ("top_k", "to_zarr", "to_parquet")
 _OF_FEATURES = (
-    *("save", "combine", "gram", "damping", "score", "group_score", "intervals", "credit"),
+    *("save", "combine", "gram", "damping", "score", "group_score"),
     *("top_k", "self_influence", "to_zarr", "to_parquet"),
 )
 
@@ -22,7 +22,7 @@ _OF_FEATURES = (
 @xr.register_dataarray_accessor("trak")
 @xr.register_dataset_accessor("trak")
 class Accessor:
-    """Methods of scores, an array, or of features, intervals and rankings, which are Datasets."""
+    """Methods of scores, an array, or of features, scores with intervals and rankings: Datasets."""
 
     def __init__(self, data: xr.DataArray | xr.Dataset) -> None:
         self._data = data

@@ -144,8 +144,9 @@ def to_parquet(
     Parameters
     ----------
     data
-        Dataset of :func:`top_k` or :func:`intervals`, or a DataArray: scores of :func:`score`,
-        sums by one or several groups of :func:`group_score`, or :func:`self_influence`.
+        Dataset of :func:`top_k` or of scores with intervals, or a DataArray: scores of
+        :func:`score`, sums by one or several groups of :func:`group_score`, or
+        :func:`self_influence`.
     path
         Folder or fsspec URL. There is one file per block (of a ranking, per block of targets), so
         that nothing larger than a block is in memory.
@@ -297,7 +298,7 @@ def _as_table(data: object) -> xr.Dataset:
     ):
         got = tuple(data.dims) if isinstance(data, xr.Dataset) else type(data)
         raise ValueError(
-            "expected a Dataset of td.top_k or td.intervals, or a DataArray such as td.score "
+            "expected a Dataset of td.top_k, scores with level=, or a DataArray such as td.score "
             "returns, got "
             f"{got}; try a variable of a Dataset, or td.to_zarr(data, path)"
         )

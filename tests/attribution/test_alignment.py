@@ -39,8 +39,7 @@ def scores(x: xr.Dataset, t: xr.Dataset) -> xr.DataArray:
 OF_SAMPLES: dict[str, tuple[Ask, np.ndarray]] = {
     "group_score": (parts(td.group_score), PARTS),
     "group_score, metric": (parts(td.group_score, metric="loss"), PARTS),
-    "intervals": (lambda *args: parts(td.intervals)(*args).upper, PARTS),
-    "credit": (lambda *args: parts(td.credit)(*args).share, PARTS),
+    "share": (lambda *args: parts(td.group_score, share=True, level=0.9)(*args).upper, PARTS),
     "top_k": (lambda x, t, v: td.top_k(scores(x, t), 2, where=v).position, FLAGS),
     "gram": (lambda x, _, v: td.gram(x, weights=v), PARTS[:, 0]),
     "subsets": (lambda x, _, v: td.evaluate.subsets(x, 3, by=v), np.arange(N) // 4),
@@ -142,9 +141,8 @@ def test_parts__of_the_samples_before_some_were_dropped_are_refused(tmp_path: Pa
     with pytest.raises(ValueError, match="'label'"):
         td.drop(store, where=mask[by_label])
     kept = td.drop(store, where=mask)
-    for ask in (td.group_score, td.intervals, td.credit):
-        with pytest.raises(ValueError, match=r"{'sample': 13}, got {'sample': 20}"):
-            ask(kept, T, DOT, by=labelled(PARTS))
+    with pytest.raises(ValueError, match=r"{'sample': 13}, got {'sample': 20}"):
+        td.group_score(kept, T, DOT, by=labelled(PARTS))
     found = td.group_score(kept, T, DOT, by=labelled(PARTS)[~FLAGS])
     expected = PARTS[~FLAGS].T @ scores(X, T).values[~FLAGS]
     np.testing.assert_allclose(found, expected, rtol=1e-5)

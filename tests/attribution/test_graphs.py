@@ -77,12 +77,12 @@ LAZY: dict[str, Callable[[xr.Dataset], xr.Dataset | xr.DataArray]] = {
     ),
     "group_score": lambda f: td.group_score(f, simulated(3), TRAK, by="source"),
     "self_influence": lambda f: td.self_influence(f, TRAK),
-    "intervals": lambda f: td.intervals(f, simulated(3), TRAK),
-    "intervals, relatif": lambda f: td.intervals(f, simulated(3), td.RelatIF(damping=0.03)),
-    "intervals, groups": lambda f: td.intervals(f, simulated(3), TRAK, by="source"),
-    "intervals, self-influence": lambda f: td.intervals(f, estimator=TRAK),
-    "top_k of intervals": lambda f: td.top_k(td.intervals(f, simulated(3), TRAK), 3),
-    "intervals, kept": lambda f: td.intervals(f, simulated(3), TRAK, q=0.1),
+    "intervals": lambda f: td.score(f, simulated(3), TRAK, level=0.9),
+    "intervals, relatif": lambda f: td.score(f, simulated(3), td.RelatIF(damping=0.03), level=0.9),
+    "intervals, groups": lambda f: td.group_score(f, simulated(3), TRAK, by="source", level=0.9),
+    "intervals, self-influence": lambda f: td.self_influence(f, estimator=TRAK, level=0.9),
+    "top_k of intervals": lambda f: td.top_k(td.score(f, simulated(3), TRAK, level=0.9), 3),
+    "intervals, kept": lambda f: td.score(f, simulated(3), TRAK, q=0.1, level=0.9),
     "damping": lambda f: td.damping(f, estimator="trak"),
     "damping, completeness": lambda f: td.damping(f, td.Trak(damping="completeness")),
 }
@@ -123,8 +123,8 @@ def answers(features: xr.Dataset, targets: xr.Dataset) -> dict[str, xr.DataArray
         sides = {"features": features, "targets": targets, "estimator": estimator}
         made[estimator] = td.score(**sides)
         made[f"{estimator}, groups"] = td.group_score(**sides, by="source")
-        made[f"{estimator}, intervals"] = td.intervals(**sides)
-        made[f"{estimator}, intervals of groups"] = td.intervals(**sides, by="source")
+        made[f"{estimator}, intervals"] = td.score(**sides, level=0.9)
+        made[f"{estimator}, intervals of groups"] = td.group_score(**sides, by="source", level=0.9)
     scored, found = made["soft"], made["soft, intervals"]
     some = features.assign_coords(some=("sample", SOME))
     made["each"] = td.score(features, targets, estimator="soft", average=False)
@@ -132,11 +132,11 @@ def answers(features: xr.Dataset, targets: xr.Dataset) -> dict[str, xr.DataArray
     made["top"] = td.top_k(scored, 5, where=scored.label == 2)
     made["pairs"] = td.top_k(scored, 5, where=lambda tile: tile.label == tile.target_label)
     made["top intervals"] = td.top_k(found, 5, rank_by="lower")
-    made["kept intervals"] = td.intervals(features, targets, "soft", q=0.5)
+    made["kept intervals"] = td.score(features, targets, "soft", q=0.5, level=0.9)
     made["gram"] = td.gram(features)
     made["gram of weights"] = td.gram(features, weights=features.out_to_loss)
     made["self"] = td.self_influence(features)
-    made["self, intervals"] = td.intervals(features)
+    made["self, intervals"] = td.self_influence(features, level=0.9)
     return made
 
 
@@ -180,9 +180,9 @@ def test_stored_blocks__never_leave_their_task(name: str) -> None:
         "score": scores_of(features, targets),
         "top_k": td.top_k(scores_of(features, targets), 3),
         "group_score": td.group_score(features, targets, td.Trak(damping=0.03), by="label"),
-        "intervals": td.intervals(features, targets, td.Trak(damping=0.03)),
-        "top intervals": td.top_k(td.intervals(features, targets, td.Trak(damping=0.03)), 3),
-        "intervals of groups": td.intervals(features, targets, TRAK, by="label"),
+        "intervals": td.score(features, targets, td.Trak(damping=0.03), level=0.9),
+        "top intervals": td.top_k(td.score(features, targets, td.Trak(damping=0.03), level=0.9), 3),
+        "intervals of groups": td.group_score(features, targets, TRAK, by="label", level=0.9),
     }[name]
     with Callback(posttask=lambda key, result, *_: sizes.append(getattr(result, "nbytes", 0))):
         lazy.compute(scheduler="sync")

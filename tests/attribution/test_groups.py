@@ -159,11 +159,14 @@ def test_groups__whose_samples_all_failed_are_nan(estimator: str, by: str) -> No
     options = {"estimator": estimator, "by": groups * 1.0 if by == "parts" else groups}
     close = {"rtol": 1e-6, "atol": 1e-9}
     np.testing.assert_allclose(td.group_score(train, ASKED, **options), expected, **close)
-    found = td.intervals(train, ASKED, **options).compute()
+    found = td.group_score(train, ASKED, **options, level=0.9).compute()
     np.testing.assert_allclose(found.score, expected, **close)
     np.testing.assert_array_equal(np.isnan(found.upper), np.isnan(expected))
     share = expected.sum(1) / np.nansum(dense)
-    np.testing.assert_allclose(td.credit(train, ASKED, **options).share, share, **close)
+    for of_level in ({}, {"level": 0.9}):
+        found = td.group_score(train, ASKED, **options, share=True, **of_level)
+        found = found.share if of_level else found
+        np.testing.assert_allclose(found, share, **close)
     raised = td.group_score(train, ASKED, **options, metric="loss").values[:, 0]
     np.testing.assert_array_equal(np.isnan(raised), np.isnan(share))
 

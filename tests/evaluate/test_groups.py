@@ -61,7 +61,7 @@ TARGETS = features_of(X_TARGET, np.ones(M))
 TRAK = td.Trak(damping=td.Absolute(1e-6))
 GROUPS = FEATURES.author
 SUMS = td.group_score(FEATURES, TARGETS, TRAK, by="author").compute(scheduler="sync")
-BOUNDED = td.intervals(FEATURES, TARGETS, TRAK, by="author").compute(scheduler="sync")
+BOUNDED = td.group_score(FEATURES, TARGETS, TRAK, by="author", level=0.9).compute(scheduler="sync")
 
 
 def test_leave_group_out__effects_are_those_of_the_closed_form() -> None:
@@ -97,7 +97,9 @@ def test_leave_group_out__counts_the_effects_between_bounds() -> None:
 
 
 def test_leave_group_out__of_a_statement_is_of_the_sum_of_targets() -> None:
-    statement = td.credit(FEATURES, TARGETS, TRAK, by="author").compute()
+    statement = td.group_score(
+        FEATURES, TARGETS, TRAK, by="author", share=True, level=0.9
+    ).compute()
 
     def total(positions: np.ndarray, seed: int) -> np.ndarray:
         return train(positions, seed).sum(keepdims=True)

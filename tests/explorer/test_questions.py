@@ -252,7 +252,7 @@ def test_scores_and_sums__have_intervals_from_five_checkpoints_on(
 ) -> None:
     view = View(target=3, group_by="label", where=where, k=100)
     mask = np.arange(N) < (50 if where else N)
-    expected = td.intervals(graded.features, graded.targets.features, TRAK).compute()
+    expected = td.score(graded.features, graded.targets.features, TRAK, level=0.9).compute()
     half = (expected.upper - expected.score).values
     top = graded.top(view)
     np.testing.assert_allclose(top["spread"], half[top["sample"], 3], rtol=1e-4)
@@ -261,7 +261,8 @@ def test_scores_and_sums__have_intervals_from_five_checkpoints_on(
     groups = graded.groups(view).set_index("label")
     chosen = graded.features.isel(sample=mask)  # the gram matrix is of all samples
     chosen = chosen.assign(gram=td.gram(graded.features))
-    found = td.intervals(chosen, graded.targets.features, TRAK, by="label").isel(target=3).compute()
+    one = graded.targets.features.isel(sample=[3])
+    found = td.group_score(chosen, one, TRAK, by="label", level=0.9).isel(target=0).compute()
     np.testing.assert_allclose(groups["score"], found.score.sel(label=groups.index), rtol=1e-4)
     np.testing.assert_allclose(
         groups["spread"], (found.upper - found.score).sel(label=groups.index), rtol=1e-3
@@ -275,15 +276,16 @@ def test_groups__read_the_features_once_for_a_block_of_targets(
 ) -> None:
     monkeypatch.setattr("trakdask.explorer.questions._TARGETS_TOGETHER", 25)
     calls: list[int] = []
-    intervals = td.intervals
+    group_score = td.group_score
 
     def counted(features: xr.Dataset, targets: xr.Dataset, *args: Any, **kwargs: Any) -> xr.Dataset:
         calls.append(targets.sizes["sample"])
-        return intervals(features, targets, *args, **kwargs)
+        return group_score(features, targets, *args, **kwargs)
 
-    monkeypatch.setattr(td, "intervals", counted)
+    monkeypatch.setattr(td, "group_score", counted)
     questions = graded.with_targets(graded.targets.features)
-    found = intervals(graded.features, graded.targets.features, TRAK, by="label").compute()
+    features, targets = graded.features, graded.targets.features
+    found = group_score(features, targets, TRAK, by="label", level=0.9).compute()
     for target in (26, 49, 53, 27):
         groups = questions.groups(View(target=target, group_by="label")).set_index("label")
         expected = (found.upper - found.score).sel(label=groups.index).isel(target=target)
@@ -295,13 +297,13 @@ def test_credit_and_grade__are_those_of_their_functions(graded: Questions) -> No
     view = View(group_by="label", targets_where="sample >= 20")
     credit = graded.credit(view).set_index("label")
     targets = graded.targets.features
-    found = td.credit(
-        graded.features, targets.isel(sample=slice(20, None)), TRAK, by="label"
-    ).compute()
+    chosen, options = targets.isel(sample=slice(20, None)), {"share": True, "level": 0.9}
+    found = td.group_score(graded.features, chosen, TRAK, by="label", **options).compute()
     found = found.sel(label=credit.index)
     np.testing.assert_allclose(credit["score"], found.share, rtol=1e-4)
     np.testing.assert_allclose(credit["spread"], found.upper - found.share, rtol=1e-3)
-    assert credit["samples"].tolist() == found.samples.values.tolist()
+    counts = graded.features.label.to_series().value_counts()
+    assert credit["samples"].tolist() == counts[credit.index].tolist()
     assert not graded.has_credit(View(estimator="grad_cos"))
     assert graded.has_grade(view)
     assert graded.known_grade(view) is None

@@ -27,7 +27,8 @@ def drawn(figure, unit: int) -> tuple[np.ndarray, np.ndarray, list[str], list[st
 
 
 def test_intervals__of_groups_are_sorted_bars() -> None:
-    found = td.intervals(FEATURES, TARGETS, "grad_dot", by="source").isel(target=3).compute()
+    found = td.group_score(FEATURES, TARGETS, "grad_dot", by="source", level=0.9)
+    found = found.isel(target=3).compute()
     unit = power_of_ten(found.score, found.lower, found.upper)
     widths, ends, colors, names = drawn(td.plots.intervals(found), unit)
     found = found.sortby("score", ascending=False)
@@ -39,7 +40,7 @@ def test_intervals__of_groups_are_sorted_bars() -> None:
 
 
 def test_intervals__of_a_ranking_keep_its_order_and_leave_out_nothing_ranked() -> None:
-    found = td.intervals(FEATURES, TARGETS, "grad_dot")
+    found = td.score(FEATURES, TARGETS, "grad_dot", level=0.9)
     top = td.top_k(found, 5, rank_by="lower").isel(target=0).compute()
     top["score"][4] = np.nan
     unit = power_of_ten(top.score, top.lower, top.upper)
@@ -49,13 +50,13 @@ def test_intervals__of_a_ranking_keep_its_order_and_leave_out_nothing_ranked() -
 
 
 def test_intervals__of_several_targets_is_an_error() -> None:
-    found = td.intervals(FEATURES, TARGETS, "grad_dot", by="source")
+    found = td.group_score(FEATURES, TARGETS, "grad_dot", by="source", level=0.9)
     with pytest.raises(ValueError, match=r"'target': 4.*isel\(target=0\)"):
         td.plots.intervals(found)
 
 
 def test_intervals__are_drawn_into_axes() -> None:
     figure, (first, second) = plt.subplots(1, 2)
-    found = td.intervals(FEATURES, TARGETS, "grad_dot", by="source").isel(target=0)
+    found = td.group_score(FEATURES, TARGETS, "grad_dot", by="source", level=0.9).isel(target=0)
     assert td.plots.intervals(found, ax=second) is figure
     assert (len(first.patches), len(second.patches)) == (0, 3)

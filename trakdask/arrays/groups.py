@@ -92,8 +92,10 @@ def weighted_sums(
     # 1. Blocks without members are not read.
     used = list(range(len(sizes)))
     if members is not None:
-        is_parts = isinstance(members, sparse.csr_array)
-        used = blocks_with(np.diff(members.indptr) > 0 if is_parts else members >= 0, sizes)
+        if isinstance(members, sparse.csr_array):
+            used = blocks_with(np.diff(members.indptr) > 0, sizes)
+        else:
+            used = blocks_with(members >= 0, sizes)
         if not used:
             outer = [n_groups, *weights.shape[1:2]][: len(out)]
             chunks = (*outer, p, (1,) * feature.shape[2])

@@ -9,7 +9,6 @@ from trakdask.attribution.protocol import Absolute
 from trakdask.attribution.ranking import top_k
 from trakdask.attribution.regularization import damping
 from trakdask.attribution.scores import group_score, score, self_influence
-from trakdask.attribution.uncertainty import credit, intervals
 
 __all__ = [
     "Absolute",
@@ -20,11 +19,9 @@ __all__ = [
     "TracIn",
     "Trak",
     "combine",
-    "credit",
     "damping",
     "gram",
     "group_score",
-    "intervals",
     "metric",
     "score",
     "self_influence",

@@ -131,6 +131,12 @@ def _labels_of_parts(
     return ((name, *dims), coords), sparse.csr_array(parts.values), [by.sizes[name]]
 
 
+def labels_without_targets(labels: Labels, n_axes: int) -> Labels:
+    """Return the labels of groups, which are the first axes, alone."""
+    names = labels[0][:n_axes]
+    return names, {name: labels[1][name] for name in names}
+
+
 def with_rest(
     members: np.ndarray | sparse.csr_array, n_groups: int
 ) -> np.ndarray | sparse.csr_array:

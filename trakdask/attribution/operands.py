@@ -17,6 +17,7 @@ from trakdask.arrays.blocks import align_weights, divided, product_dtype
 from trakdask.arrays.memory import Sizes
 from trakdask.attribution.damping_rules import regularize
 from trakdask.attribution.estimators import EstimatorLike, TracIn, resolve
+from trakdask.attribution.groups import combine
 from trakdask.attribution.protocol import Estimator, GramEstimator
 from trakdask.execution import require_memory
 from trakdask.provenance import require_comparable
@@ -68,6 +69,13 @@ class Solver:
                 "td.group_score(..., metric=...), which adds up scores"
             )
         return self.estimator.vectors(self.solve(targets.feature.data), targets)
+
+    def vectors_of_all(self, targets: xr.Dataset) -> da.Array:
+        """Return the sum of the vectors of all targets, as one row."""
+        if TARGET not in self.estimator.norms:  # then one sum is solved, and not each of them
+            targets = combine(targets, weights={"all": np.ones(targets.sizes[SAMPLE])})
+        vectors = self.vectors(targets)
+        return vectors.sum(axis=0, keepdims=True, dtype=np.float64).astype(vectors.dtype)
 
     def weight(self, of: xr.Dataset) -> da.Array:
         """Return the weight of each sample, (sample, checkpoint)."""

@@ -84,7 +84,7 @@ def top_k(
     ----------
     scores
         Scores (sample, target) of :func:`score`, or one number per sample (sample), as
-        :func:`self_influence` returns; or a Dataset of either, as :func:`intervals` returns.
+        :func:`self_influence` returns; or a Dataset of either with intervals (``level=``).
     k
         How many samples per target.
     fraction
@@ -171,7 +171,7 @@ def top_k(
             raise ValueError(
                 f"expected scores with the variable rank_by={rank_by!r}, got "
                 f"{list(map(str, scores))}; try {f'rank_by={near!r}' if near else 'another one'}, "
-                "or what td.intervals or td.score returns"
+                "or what td.score returns"
             )
         others = {
             name: array

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from typing import overload
 
 import dask.array as da
 import numpy as np
@@ -14,26 +14,48 @@ from trakdask.arrays.blocks import where
 from trakdask.attribution.estimators import EstimatorLike, resolve
 from trakdask.attribution.folds import require_all_samples
 from trakdask.attribution.labels import (
+    By,
     labelled,
     labels_of_groups,
     labels_of_scores,
+    labels_without_targets,
     score_attrs,
     with_rest,
 )
 from trakdask.attribution.metrics import COMBINATION, MetricLike, measure_of
 from trakdask.attribution.operands import operands_of, require_tiles, self_influence_forms, solver
+from trakdask.attribution.uncertainty import SHARE, bounded
 from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, TARGET_PREFIX, VARIABLES, coords_along
 
 _MEASURED = f"{TARGET_PREFIX}{COMBINATION}"
 
 
+@overload
+def score(
+    features: xr.Dataset,
+    targets: xr.Dataset,
+    estimator: EstimatorLike = ...,
+    *,
+    average: bool = ...,
+) -> xr.DataArray: ...
+@overload
+def score(
+    features: xr.Dataset,
+    targets: xr.Dataset,
+    estimator: EstimatorLike = ...,
+    *,
+    level: float,
+    q: float | None = ...,
+) -> xr.Dataset: ...
 def score(
     features: xr.Dataset,
     targets: xr.Dataset,
     estimator: EstimatorLike = "auto",
     *,
     average: bool = True,
-) -> xr.DataArray:
+    level: float | None = None,
+    q: float | None = None,
+) -> xr.DataArray | xr.Dataset:
     """Attribute the output of every target to every training sample.
 
     A positive score means that training on z raised the output of t. This holds for every
@@ -61,12 +83,22 @@ def score(
         ``"trak"``.
     average
         ``False`` keeps the ensemble: (sample, target, checkpoint), whose mean is the score.
+    level
+        Return intervals, too, which say how far scores would differ with other seeds: which part of
+        such intervals contains the score that infinitely many checkpoints would give, such as 0.9.
+    q
+        With ``level``: keep only the scores that differ from 0, at this false discovery rate: the
+        expected share of the kept scores of a target that are 0 in truth. The others are NaN, which
+        :func:`top_k` never ranks.
 
     Returns
     -------
     Lazy DataArray ``score`` (sample, target), float32 (float64 of float64 features), in tiles of
     sample blocks × target blocks; blocks of more than 4096 targets are divided. Coords of the
     training samples keep their names, coords of the targets get the prefix ``target_``.
+
+    With ``level`` a lazy Dataset: ``score``, ``lower``, ``upper``, and ``snr``, the score divided
+    by its standard error. :func:`top_k` ranks it by any of them.
 
     Raises
     ------
@@ -77,7 +109,8 @@ def score(
         dimension ``sample``; if rows were selected, and another gram matrix of all is needed than
         the one at hand. When computed: if ``feature`` was changed since its ``gram`` and
         ``feature_norm`` were made; if q of ``"soft"`` is not in [0, 1], or features are not finite;
-        ``numpy.linalg.LinAlgError`` if the damped gram matrix is singular.
+        ``numpy.linalg.LinAlgError`` if the damped gram matrix is singular. With ``level``: if there
+        are fewer than five checkpoints.
     MemoryError
         If a tile, or a gram matrix that is to be computed, takes more memory than any worker of the
         active client has; without a client, than this machine has.
@@ -99,9 +132,23 @@ def score(
     Samples and targets that failed (``featurize(..., on_error="record")``) have NaN scores. They do
     not affect the scores of others, except that n in tr(K)/n still counts failed samples.
 
+    Intervals need independent checkpoints: trained with other seeds, or on other samples.
+    Checkpoints of one training resemble each other, and their intervals are too narrow. Only the
+    draw of checkpoints varies; λ and the power of ``"soft"`` are held fixed. Scores are a linear
+    model of retraining, whose error :func:`trakdask.evaluate.cross_validate` grades. The errors are
+    a jackknife: a score is a product of two means over checkpoints for most estimators, and each
+    checkpoint is left out of both. The bounds are quantiles of Student's distribution.
+    :class:`TracIn` is a sum along a training; here its terms are taken for independent. Intervals
+    take 76 bytes of memory more per entry of a tile.
+
+    With ``q``, all samples, or groups, of a target are one family of two-sided tests, by the
+    procedure of Benjamini and Hochberg. P-values are rounded up by at most 3 %. The scores are
+    computed once more to count them, and not kept.
+
     References
     ----------
-    Park et al. 2023, equation 17.
+    Park et al. 2023, equation 17. Efron & Stein 1981 (jackknife); Benjamini & Hochberg 1995.
+    Coverage of intervals: ``2026-11-24-intervals.txt``.
 
     Examples
     --------
@@ -120,7 +167,19 @@ def score(
     >>> without_c1 = apart.drop_sel(checkpoint="c1").mean("checkpoint")
     >>> spread.dims == signal_to_noise.dims == without_c1.dims == ("sample", "target")
     True
+
+    Intervals, and a ranking by their lower bounds:
+
+    >>> five = td.testing.simulate_features(n_samples=8, proj_dim=4, n_checkpoints=5)
+    >>> found = td.score(five, five.isel(sample=[0, 1]), level=0.5)
+    >>> bool(((found.lower < found.score) & (found.score < found.upper)).all())
+    True
+    >>> td.top_k(found, 3, rank_by="lower").compute().upper.dims
+    ('target', 'rank')
     """
+    if level is not None or q is not None:
+        _require_average(average)
+        return bounded(features, targets, estimator, level=level, q=q)
     training, explained = operands_of(features, targets)
     labels = labels_of_scores(training, explained)
     operands = solver(training, resolve(training, estimator))
@@ -132,14 +191,38 @@ def score(
     return labelled("score", labels, data, attrs, None if average else features[CHECKPOINT])
 
 
+@overload
+def group_score(
+    features: xr.Dataset,
+    targets: xr.Dataset,
+    estimator: EstimatorLike = ...,
+    *,
+    by: By,
+    metric: MetricLike | None = ...,
+    share: bool = ...,
+) -> xr.DataArray: ...
+@overload
+def group_score(
+    features: xr.Dataset,
+    targets: xr.Dataset,
+    estimator: EstimatorLike = ...,
+    *,
+    by: By,
+    level: float,
+    q: float | None = ...,
+    share: bool = ...,
+) -> xr.Dataset: ...
 def group_score(
     features: xr.Dataset,
     targets: xr.Dataset,
     estimator: EstimatorLike = "auto",
     *,
-    by: str | Sequence[str] | xr.DataArray,
+    by: By,
     metric: MetricLike | None = None,
-) -> xr.DataArray:
+    share: bool = False,
+    level: float | None = None,
+    q: float | None = None,
+) -> xr.DataArray | xr.Dataset:
     """Sum the scores of the training samples of each group, without forming the scores.
 
     Parameters
@@ -156,6 +239,16 @@ def group_score(
         target) with one target, is how much each group raised it, M(f) - M(f - sums), mean over
         checkpoints: the group's sums of scores are subtracted from the outputs, and no derivative
         is needed. See Notes on sizes.
+    share
+        Return which share of the scores of all targets each group has, (``by``): Σ_t Σ_z m(z)
+        score(z, t) / Σ_t Σ_z score(z, t), with the part m of the sample z that belongs to the
+        group, and all samples in the denominator. Groups that harmed the targets have negative
+        shares. If each sample belongs to groups entirely, shares add up to 1. If the sum of all
+        scores is near 0, shares say little. Leave out targets that failed.
+    level, q
+        As in :func:`score`: return a Dataset with intervals of the sums, or of the ``share``. They
+        cover the draw of the checkpoints, and not the error of the method: show the grade of
+        :func:`trakdask.evaluate.cross_validate` beside a statement.
 
     Returns
     -------
@@ -169,7 +262,8 @@ def group_score(
     ValueError
         If there is no such coord, the result has a coord of the targets of that name, or there are
         more combinations than samples, and more than a million. With ``metric``: as
-        :func:`trakdask.evaluate.metric`, and if samples were selected.
+        :func:`trakdask.evaluate.metric`, and if samples were selected. With ``level``: as
+        :func:`score`.
     MemoryError
         If the sums of all groups take more memory than any worker has.
 
@@ -181,6 +275,10 @@ def group_score(
     mostly do. Most of the effects that were predicted so for tasks of classification were within a
     factor of two of the effects of retraining; otherwise they are too small, often by a factor of
     four and more (``tests/benchmarks/results/2026-11-24-metrics.txt``).
+
+    Intervals take one more sum of features for each checkpoint: C + 1 times the operations and the
+    memory, groups × p × C numbers. For a share, targets are added up before they are solved; for
+    ``"grad_cos"``, after each of them was divided by its length.
 
     Examples
     --------
@@ -202,7 +300,17 @@ def group_score(
     {'Ada': 0.5, 'Bo': 0.5, 'Cy': 0.0}
     >>> td.group_score(features, features, by=parts).sizes
     Frozen({'author': 3, 'target': 8})
+    >>> shares = td.group_score(features, features, by=parts, share=True)
+    >>> round(float(shares.sum()), 3)
+    1.0
     """
+    if metric is not None and (share or level is not None or q is not None):
+        raise ValueError(
+            "expected metric= without share=, level= and q=, since it has neither shares nor "
+            "intervals, got them; try leaving out either"
+        )
+    if level is not None or q is not None:
+        return bounded(features, targets, estimator, by, level=level, q=q, share=share)
     training, explained = operands_of(features, targets)
     operands = solver(training, resolve(training, estimator))
     if metric is not None:
@@ -210,29 +318,51 @@ def group_score(
         measure = measure_of(metric, explained)
         operands.attrs["metric"] = measure.name
     labels, members, n_groups = labels_of_groups(training, explained, by)
-    n = math.prod(n_groups)
-    if metric is not None:
+    n, of_all = math.prod(n_groups), share or metric is not None
+    if of_all:
         members = with_rest(members, n)
-    sums = operands.sums(operands.features, members, n + (metric is not None))
-    data = arrays.score.score(sums, operands.vectors(explained), None)
-    if metric is not None:
+    sums = operands.sums(operands.features, members, n + of_all)
+    solved = operands.vectors_of_all(explained) if share else operands.vectors(explained)
+    data = arrays.score.score(sums, solved, None)
+    attrs = score_attrs(training, targets, operands.attrs)
+    if of_all:
         known = ~da.isnan(data).all(0)  # a group may have failed, or a target
         total = where(known, da.nansum(data, 0), np.nan)
+        labels = labels_without_targets(labels, len(n_groups))
+    if share:
+        data, attrs["description"] = (data[:n] / total)[:, 0], SHARE
+    if metric is not None:
         data = measure.raised_by(data, total, explained.output.data.T)[:n, None]
-        names, coords = labels[0][: len(n_groups)], labels[1]
         name = (TARGET,), np.array([measure.name], object)
-        labels = (*names, TARGET), {k: coords[k] for k in names} | {_MEASURED: name}
+        labels = (*labels[0], TARGET), labels[1] | {_MEASURED: name}
     if len(n_groups) > 1:
         data = data.reshape((*n_groups, *data.shape[1:]))
-    return labelled("score", labels, data, score_attrs(training, targets, operands.attrs))
+    return labelled("share" if share else "score", labels, data, attrs)
 
 
+@overload
+def self_influence(
+    features: xr.Dataset,
+    estimator: EstimatorLike = ...,
+    *,
+    average: bool = ...,
+) -> xr.DataArray: ...
+@overload
+def self_influence(
+    features: xr.Dataset,
+    estimator: EstimatorLike = ...,
+    *,
+    level: float,
+    q: float | None = ...,
+) -> xr.Dataset: ...
 def self_influence(
     features: xr.Dataset,
     estimator: EstimatorLike = "auto",
     *,
     average: bool = True,
-) -> xr.DataArray:
+    level: float | None = None,
+    q: float | None = None,
+) -> xr.DataArray | xr.Dataset:
     """Return how much training on each sample lowered its own loss: g(z) · score(z, z), not < 0.
 
     mean_c[ φ_c(z)ᵀ (K_c + λ_c I)⁻¹ φ_c(z) ] · mean_c[ g_c(z) ]². Large for samples that the model
@@ -246,10 +376,13 @@ def self_influence(
         :class:`Trak` or :class:`Soft`; :class:`GradDot` is mean_c ‖φ_c(z)‖² · mean_c[Q_c(z)]².
     average
         ``False`` keeps ``checkpoint``.
+    level, q
+        As in :func:`score`.
 
     Returns
     -------
-    Lazy DataArray ``self_influence`` (sample), float64, or (sample, checkpoint).
+    Lazy DataArray ``self_influence`` (sample), float64, or (sample, checkpoint). With ``level`` a
+    Dataset with intervals, as :func:`score` returns it.
 
     Notes
     -----
@@ -266,6 +399,9 @@ def self_influence(
     >>> td.self_influence(features).dims
     ('sample',)
     """
+    if level is not None or q is not None:
+        _require_average(average)
+        return bounded(features, None, estimator, level=level, q=q)
     features, operands, forms = self_influence_forms(features, estimator)
     g = operands.estimator.g(operands.features)
     data = arrays.weights.self_influence(forms, g, average=average)
@@ -273,3 +409,11 @@ def self_influence(
     labels = (SAMPLE,), coords_along(features, SAMPLE)
     checkpoint = None if average else features[CHECKPOINT]
     return labelled(variable.name, labels, data, variable.attrs, checkpoint)
+
+
+def _require_average(average: bool) -> None:
+    if not average:
+        raise ValueError(
+            "expected average=True with level= or q=, since intervals are of means over "
+            "checkpoints, got average=False; try leaving out either"
+        )

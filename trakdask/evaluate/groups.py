@@ -46,9 +46,9 @@ def leave_group_out(
         As in :func:`retrain`: (positions, seed) -> outputs of all targets.
     sums
         Predictions of the effects: sums of scores (group, target) of :func:`trakdask.group_score`,
-        or a mapping from names to such sums; :func:`trakdask.intervals` of them, whose bounds are
-        compared, too; or a statement of :func:`trakdask.credit`, for which ``train_fn`` returns one
-        output, the sum of the outputs of all targets. Groups that these lack are not left out.
+        or a mapping from names to such sums; or a Dataset of it with ``level=``, whose bounds are
+        compared, too, also of shares, for which ``train_fn`` returns one output, the sum of the
+        outputs of all targets. Groups that these lack are not left out.
     groups
         The group of each training sample, (sample), such as ``features.source``, with the name that
         the sums have as a dimension.

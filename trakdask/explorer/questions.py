@@ -29,7 +29,7 @@ from trakdask.explorer.view import View
 from trakdask.variables import SAMPLE, TARGET, TRAINED_ON
 
 LEVEL = 0.9
-"""The part of the intervals that contains the score, by default in :func:`trakdask.intervals`."""
+"""The part of the intervals that contains the score, as a rule."""
 
 _MOST_TARGETS = 25
 """How many targets are columns where they have no groups."""
@@ -150,7 +150,7 @@ class Questions(TrainingQuestions):
         features = setting.features if is_whole else setting.features.isel({SAMPLE: chosen})
         some = slice(block * _TARGETS_TOGETHER, (block + 1) * _TARGETS_TOGETHER)
         targets = self.targets.at(setting.checkpoints).isel({SAMPLE: some})
-        lazy = td.intervals(features, targets, setting.estimator, by=by)
+        lazy = td.group_score(features, targets, setting.estimator, by=by, level=LEVEL)
         (found,) = compute(lazy[["score", "upper"]])
         return found["upper"] - found["score"]
 
@@ -178,11 +178,15 @@ class Questions(TrainingQuestions):
         failed = self.targets.numbers.iloc[selected, -1].isna().to_numpy()
         targets = targets.isel({SAMPLE: ~failed})
         by = view.group_by
-        (found,) = compute(td.credit(setting.features, targets, setting.estimator, by=by))
+        lazy = td.group_score(
+            setting.features, targets, setting.estimator, by=by, share=True, level=LEVEL
+        )
+        (found,) = compute(lazy)
         table: pd.DataFrame = found.to_dataframe().rename(columns={"share": "score"})
         table["spread"] = table["upper"] - table["score"]
         table = table.dropna(subset="score")
-        table["samples"] = table["samples"].astype(int)  # no group of these has parts of samples
+        counts = pd.Series(setting.features[by].values).value_counts()
+        table["samples"] = counts.reindex(table.index).to_numpy(int)
         return table.sort_values("score", ascending=False, kind="stable").reset_index()
 
     def has_grade(self, view: View) -> bool:

@@ -20,9 +20,9 @@ def intervals(result: xr.Dataset, label: str | None = None, *, ax: Axes | None =
     Parameters
     ----------
     result
-        The result of :func:`trakdask.intervals`, or a ranking of it by :func:`trakdask.top_k`, for
-        one target: ``result.isel(target=0)``; or the result of :func:`trakdask.credit`. Computed
-        here.
+        Scores with intervals, as :func:`trakdask.score` and :func:`trakdask.group_score` return
+        them with ``level=``, or a ranking of them by :func:`trakdask.top_k`, for one target:
+        ``result.isel(target=0)``; or shares. Computed here.
     label
         Name of the coord whose values name the bars; by default the dimension.
     ax
@@ -55,7 +55,7 @@ def intervals(result: xr.Dataset, label: str | None = None, *, ax: Axes | None =
         >>> tested = (test[:1] - train.mean(0)).reshape(-1, 64, 1) * seen
         >>> features = td.from_features(pixels, "pixels", coords={"label": digits.label.values})
         >>> targets = td.from_features(tested, "pixels")
-        >>> sums = td.intervals(features, targets, "grad_cos", by="label")
+        >>> sums = td.group_score(features, targets, "grad_cos", by="label", level=0.9)
         >>> figure = td.plots.intervals(sums.isel(target=0))
     """
     value = "share" if "share" in result else "score"
