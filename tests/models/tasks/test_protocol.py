@@ -152,7 +152,7 @@ def test_logits__finds_another_output_by_name_or_position(wrap, name: str | int)
 
 def test_task__with_an_output_by_name_is_a_value() -> None:
     task = td.tasks.Classification(returned="scores")
-    assert repr(task).endswith("weights=None, returned='scores')")
+    assert repr(task).endswith("positional=True, returned='scores')")
     assert pickle.loads(pickle.dumps(task)) == task == dataclasses.replace(task)
     assert dataclasses.replace(task, temperature=2.0).returned == "scores"
     assert task != td.tasks.Classification()

@@ -28,7 +28,7 @@ from trakdask.models.tasks.logits import (
 from trakdask.models.tasks.protocol import Batch, Forward, reject_samples
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CausalLM(ModelTask):
     """Next-token prediction, per sequence or per token.
 
@@ -243,7 +243,7 @@ class CausalLM(ModelTask):
         return labels
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TokenClassification(CausalLM):
     """A label of each token, such as the part of speech or the name that a word belongs to.
 
@@ -279,7 +279,7 @@ class TokenClassification(CausalLM):
     _remedy: ClassVar[str] = "labels that start at 0"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Segmentation(TokenClassification):
     """A class of each pixel of an image; as :class:`TokenClassification`, with pixels as tokens.
 
@@ -335,7 +335,7 @@ class Segmentation(TokenClassification):
         return super()._labels({str(self.labels): batch[str(self.labels)].flatten(1)})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Seq2Seq(CausalLM):
     """A text from another one, such as a translation or a summary, by T5, BART and the like.
 
@@ -381,7 +381,7 @@ class Seq2Seq(CausalLM):
         return at_least_float32(part_of(result, self.returned))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class QuestionAnswering(ModelTask):
     """The answer to a question as a part of a text, from its first token to its last one.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -32,7 +32,7 @@ _OF_LOGITS = ("", "addmm", "mm", "linear", "add", "convolution", "bmm")
 """The last operation of models that end in a layer, or one that is not known."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ModelTask(HtmlTable):
     """A task whose model takes variables of the samples, by their names or in their order.
 
@@ -54,6 +54,13 @@ class ModelTask(HtmlTable):
         for option in self._other_variables:
             is_optional = getattr(type(self), option) is None
             check_variable(getattr(self, option), option, optional=is_optional)
+
+    def __repr__(self) -> str:
+        # Optional settings that are None are not shown: older texts of tasks do not have them.
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        optional = {f.name for f in fields(self) if f.kw_only}
+        shown = [f"{n}={v!r}" for n, v in values.items() if v is not None or n not in optional]
+        return f"{type(self).__qualname__}({', '.join(shown)})"
 
     @property
     def variables(self) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from trakdask.models.tasks.logits import (
 from trakdask.models.tasks.protocol import Batch, Forward, reject_samples
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Classification(ModelTask):
     """Classification of rows of a table, or of anything else, into two or more classes.
 
@@ -204,7 +204,7 @@ class ImageClassification(Classification):
         super().__init__((image,), label, temperature, weights=weights, returned=returned)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TextClassification(Classification):
     """Classification of token sequences into two or more classes.
 
@@ -262,7 +262,7 @@ class TextClassification(Classification):
         return task if is_there else replace(task, label="labels")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MultiLabel(ModelTask):
     """Several independent yes-or-no labels per sample, one logit each.
 
@@ -380,7 +380,7 @@ class BinaryClassification(MultiLabel):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Regression(ModelTask):
     """Regression on one number per sample with half the squared error, ℓ = ½ (y - ŷ)².
 
@@ -433,7 +433,7 @@ class Regression(ModelTask):
         return _per_sample(batch[self.target], len(predicted), repr(self.target)) - predicted
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MultiRegression(ModelTask):
     """Regression on several numbers per sample, with half the sum of squared errors as loss ℓ.
 
