@@ -82,20 +82,20 @@ def engine(caplog: pytest.LogCaptureFixture) -> str:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "selection"), [(torch.float64, "all"), *((torch.float32, s) for s in SELECTIONS)]
+    ("model", "dtype", "selection"),
+    [
+        *((model, torch.float64, "all") for model in ("mlp", "normed", "scaled", "text")),
+        *(("normed", torch.float32, selection) for selection in SELECTIONS),
+    ],
 )
-@pytest.mark.parametrize("model", ["mlp", "normed", "scaled", "text"])
 def test_compute_per_sample_grad__is_backward_sample_by_sample(
     model: str, dtype: torch.dtype, selection: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "GradientComputer")
     task: Any = ImageClassificationModelOutput()
     if model == "text":
-        module, batch, task = (
-            untrained(Classifier, dtype),
-            texts(N),
-            TextClassificationModelOutput(),
-        )
+        module, batch = untrained(Classifier, dtype), texts(N)
+        task = TextClassificationModelOutput()
     else:
         module, batch = built(model, dtype), images(N, dtype=dtype)
     expected = by_backward(module, batch)
