@@ -2,10 +2,10 @@
 
 from trakdask.fits.components import principal_components
 from trakdask.fits.curvatures import curvature
-from trakdask.fits.fitting import fit as fit
+from trakdask.fits.fitting import fit
 from trakdask.fits.moments import second_moments
 
-__all__ = ["curvature", "principal_components", "second_moments"]
+__all__ = ["curvature", "fit", "principal_components", "second_moments"]
 
 
 def __dir__() -> list[str]:
