@@ -38,7 +38,7 @@ BUDGETS = {
     "score, saved": 35,
     "group_score": 36,
     "credit": 48,
-    "save": 50,
+    "save": 51,
 }
 
 
