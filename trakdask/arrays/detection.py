@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from scipy import special
 
 from trakdask.arrays.blocks import blockwise, whole_columns
+from trakdask.arrays.evaluation import Floats
 
-Floats = NDArray[np.float64]
 Codes = NDArray[np.signedinteger[Any]]
 
 

@@ -12,10 +12,8 @@ import numpy.typing as npt
 
 from trakdask.arrays.blocks import Block, blockwise
 from trakdask.arrays.damping import CHOICE, GRID
-from trakdask.arrays.evaluation import Ranking, correlation, mean_without_nan
+from trakdask.arrays.evaluation import Floats, Ranking, correlation, mean_without_nan
 from trakdask.arrays.spectra import Spectrum
-
-Floats = npt.NDArray[np.float64]
 
 #: Candidates for ρ are this many decades around the start, with the ends.
 _NEAR = 1.01

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from trakdask.arrays.evaluation import Floats
+
 Measured = tuple[float, Floats]
 
 COMPLETE = 0.5

@@ -14,8 +14,9 @@ import xarray as xr
 
 from trakdask import arrays
 from trakdask.arrays.blocks import blockwise
+from trakdask.arrays.evaluation import Floats
 from trakdask.arrays.graphs import plain
-from trakdask.arrays.metrics import Floats, Measured
+from trakdask.arrays.metrics import Measured
 from trakdask.checks import require_choice
 from trakdask.provenance import facts
 from trakdask.variables import (

@@ -10,7 +10,8 @@ import pandas as pd
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.arrays.detection import Codes, Floats
+from trakdask.arrays.detection import Codes
+from trakdask.arrays.evaluation import Floats
 from trakdask.attribution.groups import group_codes
 from trakdask.checks import require_integer
 from trakdask.evaluate.results import (
