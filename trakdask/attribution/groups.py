@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -26,16 +26,13 @@ from trakdask.variables import (
 
 _ROWS_AT_ONCE = 2**20
 
-How = Literal["mean", "sum"]
-CombinationWeights = Mapping[str, Any] | xr.DataArray
-
 
 def combine(
     targets: xr.Dataset,
     *,
     by: str | None = None,
     how: Literal["mean", "sum"] = "mean",
-    weights: CombinationWeights | None = None,
+    weights: Mapping[str, Any] | xr.DataArray | None = None,
     metric: MetricLike | None = None,
 ) -> xr.Dataset:
     """Combine targets before anything is solved: one target per group or contrast, or a metric.
@@ -147,8 +144,8 @@ def _measured(targets: xr.Dataset, metric: MetricLike) -> xr.Dataset:
     )
 
 
-def _grouped(targets: xr.Dataset, by: str, how: How) -> tuple[str, np.ndarray, sparse.csr_array]:
-    require_choice("how", how, get_args(How), remedy="try how='mean'")
+def _grouped(targets: xr.Dataset, by: str, how: str) -> tuple[str, np.ndarray, sparse.csr_array]:
+    require_choice("how", how, ["mean", "sum"], remedy="try how='mean'")
     require_group_coord(by, coords_along(targets, SAMPLE))
     codes, names = group_codes(targets[by].values)
     if not len(names):
