@@ -6,8 +6,10 @@ import functools
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import xarray as xr
 
 import trakdask as td
@@ -52,7 +54,23 @@ def foreign_folder(folder: Path) -> Path:
     return folder / "mine"
 
 
-def foreign_zarr(folder: Path) -> Path:
+def foreign_zarr(folder: Path, zarr_format: Any = 3) -> Path:
     ds = xr.Dataset({"x": ("y", np.arange(3))})
-    ds.to_zarr(folder / "mine.zarr", consolidated=False)
+    ds.to_zarr(folder / "mine.zarr", consolidated=False, zarr_format=zarr_format)
     return folder / "mine.zarr"
+
+
+def older_zarr(folder: Path) -> Path:
+    return foreign_zarr(folder, 2)
+
+
+def foreign_parquet(folder: Path) -> Path:
+    (folder / "mine").mkdir()
+    pd.DataFrame({"x": [1]}).to_parquet(folder / "mine/part-00000-00000.parquet")
+    return folder / "mine"
+
+
+def text_as_parquet(folder: Path) -> Path:
+    (folder / "mine").mkdir()
+    (folder / "mine/part-00000-00000.parquet").write_text("x")
+    return folder / "mine"

@@ -13,6 +13,7 @@ from zipfile import BadZipFile
 import numpy as np
 import pandas as pd
 import xarray as xr
+from zarr.storage import LocalStore
 
 import trakdask as td
 from trakdask.checks import import_callable, require_choice, shown
@@ -64,7 +65,7 @@ def named(text: str) -> tuple[xr.Dataset, xr.Dataset | None]:
         or, as :func:`trakdask.examples.digits` does, a pair of them.
     """
     is_function = ":" in text and not is_url(text) and not Path(text).exists()
-    samples = called(text) if is_function else xr.open_zarr(text, consolidated=False)
+    samples = called(text) if is_function else opened_zarr(text, consolidated=False)
     training, targets = samples if isinstance(samples, tuple) else (samples, None)
     return training, targets
 
@@ -89,6 +90,12 @@ def expanded(pattern: str) -> list[str]:
     if not paths:
         raise FileNotFoundError(f"expected files {pattern!r}, got none; try another pattern")
     return [system.unstrip_protocol(path) if is_url(pattern) else path for path in paths]
+
+
+def opened_zarr(path: str, **options: Any) -> xr.Dataset:
+    """Open a zarr group; zarr itself takes a folder ``a::b`` for a chain of protocols."""
+    is_folder = "::" in path and not is_url(path)
+    return xr.open_zarr(LocalStore(path) if is_folder else path, **options)
 
 
 def _from_csv(
@@ -198,7 +205,7 @@ def _table(coords: Any, fields: Iterable[str | None]) -> Any:
 def _from_zarr(store: str, group: str | None = None, **options: Any) -> xr.Dataset:
     """Return the samples of a store; those of a local one are known by what its files contain."""
     require_form("store", store, str, remedy="store: samples.zarr")
-    opened = xr.open_zarr(store, group=group, **{"consolidated": False, **options})
+    opened = opened_zarr(store, group=group, **{"consolidated": False, **options})
     if not os.path.isdir(folder := os.path.join(store, group or "")):
         return opened
     token = content_of_folder(folder)
