@@ -72,7 +72,7 @@ def metric(outputs: xr.DataArray, targets: xr.Dataset, metric: MetricLike) -> xr
     Returns
     -------
     Lazy DataArray (..., target), float64, with one target, as scores of
-    :func:`combine` have it. So :func:`trakdask.evaluate.lds` compares the two.
+    :func:`trakdask.combine` have it. So :func:`trakdask.evaluate.lds` compares the two.
 
     Raises
     ------

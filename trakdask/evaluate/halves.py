@@ -52,7 +52,7 @@ def train_on_halves(
         2³¹, which returns the trained module or its ``state_dict()``. With a Trainer of Hugging
         Face: ``trainer.train()`` on ``dataset.select(positions)``, then ``trainer.model``.
     samples
-        Training samples, as in :func:`featurize`.
+        Training samples, as in :func:`trakdask.featurize`.
     folder
         Folder or fsspec URL for the files ``half-0.pt``, ``half-1.pt``, ... A model whose file is
         there is not trained again: call with a larger ``n`` for more.
@@ -69,10 +69,10 @@ def train_on_halves(
     Returns
     -------
     checkpoints
-        Paths by name, for :class:`Model`.
+        Paths by name, for :class:`trakdask.Model`.
     samples
         The samples with the coord ``trained_on`` (sample, checkpoint), bool, which
-        :func:`featurize` takes over into the features.
+        :func:`trakdask.featurize` takes over into the features.
 
     Raises
     ------

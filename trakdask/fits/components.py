@@ -60,8 +60,8 @@ def principal_components(
     Parameters
     ----------
     samples
-        Training samples, as in :func:`featurize`: at least ``proj_dim`` of them, and better two or
-        four times as many, drawn at random.
+        Training samples, as in :func:`trakdask.featurize`: at least ``proj_dim`` of them, and
+        better two or four times as many, drawn at random.
     model
         The model, at all checkpoints that features are to be computed for.
     proj_dim
@@ -69,11 +69,11 @@ def principal_components(
         If it is more, there are fewer columns, with a warning that has both numbers.
     projector
         The projector that gradients meet first. The wider, the less noise is left;
-        :class:`Identity` leaves none. Steps that scale gradients may come before it.
+        :class:`trakdask.Identity` leaves none. Steps that scale gradients may come before it.
     progress
         Show a bar of fitted checkpoints.
     **options
-        ``gradients``, ``batch_size``, ``dtype`` and ``device`` of :func:`featurize`.
+        ``gradients``, ``batch_size``, ``dtype`` and ``device`` of :func:`trakdask.featurize`.
 
     Returns
     -------
@@ -88,7 +88,7 @@ def principal_components(
     Raises
     ------
     TypeError, ValueError, BlockError
-        As :func:`featurize`.
+        As :func:`trakdask.featurize`.
 
     Notes
     -----

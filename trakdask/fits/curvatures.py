@@ -57,8 +57,8 @@ def curvature(
     Parameters
     ----------
     samples
-        Training samples, as in :func:`featurize`. A part of them, drawn at random, will do:
-        ``2026-11-24-fits.txt`` fitted a quarter of about a thousand.
+        Training samples, as in :func:`trakdask.featurize`. A part of them, drawn at random, will
+        do: ``2026-11-24-fits.txt`` fitted a quarter of about a thousand.
     model
         The model, at all checkpoints that features are to be computed for.
     damping
@@ -66,13 +66,13 @@ def curvature(
         even are the directions of the features. ``2026-11-24-recipe.txt`` compares 1 to 100.
     leading
         How many of the coordinates with most of the scaled curvature become columns of their own,
-        beside the columns of the projector that follows. 0 before :class:`Identity`.
+        beside the columns of the projector that follows. 0 before :class:`trakdask.Identity`.
     estimator
-        As in :func:`score`; samples have the weights h that they have in its gram matrix.
+        As in :func:`trakdask.score`; samples have the weights h that they have in its gram matrix.
     progress
         Show a bar of fitted checkpoints.
     **options
-        ``gradients``, ``batch_size``, ``dtype`` and ``device`` of :func:`featurize`.
+        ``gradients``, ``batch_size``, ``dtype`` and ``device`` of :func:`trakdask.featurize`.
 
     Returns
     -------
@@ -89,7 +89,7 @@ def curvature(
     Raises
     ------
     TypeError, ValueError, BlockError
-        As :func:`featurize`; also if gradients are not finite.
+        As :func:`trakdask.featurize`; also if gradients are not finite.
 
     Notes
     -----

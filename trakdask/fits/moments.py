@@ -40,8 +40,8 @@ def second_moments(model: Model, moments: MomentsLike, *, progress: bool = True)
         The model, at all checkpoints that features are to be computed for.
     moments
         Adam's v at each checkpoint, in their order or by their names: files (tensors by the names
-        of parameters) or folders of :func:`keep_checkpoints`, or mappings from names of parameters
-        to tensors. One path of a run's folder stands for all ``checkpoint-<step>`` in it.
+        of parameters) or folders of :func:`trakdask.keep_checkpoints`, or mappings from names of
+        parameters to tensors. One path of a run's folder stands for all ``checkpoint-<step>`` in it.
     progress
         Show a bar of checkpoints that have been read.
 
