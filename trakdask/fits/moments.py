@@ -41,7 +41,8 @@ def second_moments(model: Model, moments: MomentsLike, *, progress: bool = True)
     moments
         Adam's v at each checkpoint, in their order or by their names: files (tensors by the names
         of parameters) or folders of :func:`trakdask.keep_checkpoints`, or mappings from names of
-        parameters to tensors. One path of a run's folder stands for all ``checkpoint-<step>`` in it.
+        parameters to tensors. One path of a run's folder stands for all ``checkpoint-<step>`` in
+        it.
     progress
         Show a bar of checkpoints that have been read.
 
