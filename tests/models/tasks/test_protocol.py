@@ -145,14 +145,14 @@ class Named(NamedTuple):
 )
 def test_logits__finds_another_output_by_name_or_position(wrap, name: str | int) -> None:
     batch = Batch(a=torch.ones(2, 3), b=torch.zeros(2, 3))
-    task = td.tasks.Classification(("a", "b"), returned=name)
+    task = td.tasks.Classification(("a", "b"), output=name)
     found = task.logits(Forward(Returns(wrap), {}, {}), batch)
     assert torch.equal(found, torch.ones(2, 3))
 
 
 def test_task__with_an_output_by_name_is_a_value() -> None:
-    task = td.tasks.Classification(returned="scores")
-    assert repr(task).endswith("positional=True, returned='scores')")
+    task = td.tasks.Classification(output="scores")
+    assert repr(task).endswith("positional=True, output='scores')")
     assert pickle.loads(pickle.dumps(task)) == task == dataclasses.replace(task)
     assert dataclasses.replace(task, temperature=2.0).returned == "scores"
     assert task != td.tasks.Classification()

@@ -98,7 +98,7 @@ def of_pixels(module: nn.Module, one: Batch) -> list[Tensor]:
 TEXT = {"input_ids": IDS, "attention_mask": MASK}
 SPANS = Batch(TEXT, start_positions=STARTS, end_positions=ENDS)
 TAGS = Batch(TEXT, labels=LABELS)
-by_name = {"returned": ("s", "e")}
+by_name = {"output": ("s", "e")}
 
 CASES = {
     "tokens": (Tagger(4), "token_classification", TAGS, of_tokens),
@@ -112,11 +112,11 @@ CASES = {
         td.tasks.QuestionAnswering(**by_name), SPANS, of_span,
     ),
     "pixels": (
-        Pixels(), td.tasks.Segmentation(returned="out"), Batch(image=IMAGES, labels=PIXELS),
+        Pixels(), td.tasks.Segmentation(output="out"), Batch(image=IMAGES, labels=PIXELS),
         of_pixels,
     ),
     "pixels of fewer logits": (
-        Pixels(2), td.tasks.Segmentation(returned="out"), Batch(image=IMAGES, labels=PIXELS),
+        Pixels(2), td.tasks.Segmentation(output="out"), Batch(image=IMAGES, labels=PIXELS),
         of_pixels,
     ),
 }  # fmt: skip

@@ -148,7 +148,7 @@ CASES = {
     "binary, float": (net(1), BINARY, numbers(ONE_LABEL.float()), _of_labels, _by_logit, _signs),
     "labels": (net(3), "multi_label", numbers(LABELS), _of_labels, _by_logit, _signs),
     "text, by name": (
-        Parts(), TextClassification(returned="scores"), text(), _of_part, _cross_entropy, _one_hot,
+        Parts(), TextClassification(output="scores"), text(), _of_part, _cross_entropy, _one_hot,
     ),
     "text, weights": (
         Bag(), TextClassification(weights=WEIGHTS), text(), _of_class, _weighted, _one_hot,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,15 +20,17 @@ from trakdask.models.tasks.logits import (
     at_least_float32,
     margin,
     one_minus_p,
+    option,
     part_of,
     shape_of,
+    task,
     warn_of_padding,
     warn_of_probabilities,
 )
 from trakdask.models.tasks.protocol import Batch, Forward, reject_samples
 
 
-@dataclass(frozen=True, repr=False)
+@task
 class CausalLM(ModelTask):
     """Next-token prediction, per sequence or per token.
 
@@ -53,7 +55,7 @@ class CausalLM(ModelTask):
         Label of positions that are not predicted.
     positional
         Whether the inputs are passed in their order; otherwise by name.
-    returned
+    output
         Name or position of the logits in what the model returns, if that is a mapping, an object or
         a tuple. By default ``logits``, or the first one.
 
@@ -97,7 +99,7 @@ class CausalLM(ModelTask):
     position: str | None = None
     ignore_index: int = -100
     positional: bool = False
-    returned: str | int | None = field(default=None, kw_only=True)
+    returned: str | int | None = option(default=None, alias="output")
     _other_variables: ClassVar[tuple[str, ...]] = ("labels", "position")
     _shift: ClassVar[int] = 1
     """How many tokens before its label the logits of a token are."""
@@ -243,7 +245,7 @@ class CausalLM(ModelTask):
         return labels
 
 
-@dataclass(frozen=True, repr=False)
+@task
 class TokenClassification(CausalLM):
     """A label of each token, such as the part of speech or the name that a word belongs to.
 
@@ -252,7 +254,7 @@ class TokenClassification(CausalLM):
 
     Parameters
     ----------
-    inputs, position, ignore_index, positional, returned
+    inputs, position, ignore_index, positional, output
         As in :class:`CausalLM`.
     labels
         Name of the variable with the class of each token (batch, tokens), or ``ignore_index``.
@@ -279,15 +281,15 @@ class TokenClassification(CausalLM):
     _remedy: ClassVar[str] = "labels that start at 0"
 
 
-@dataclass(frozen=True, repr=False)
+@task
 class Segmentation(TokenClassification):
     """A class of each pixel of an image; as :class:`TokenClassification`, with pixels as tokens.
 
     Parameters
     ----------
-    inputs, position, positional, returned
+    inputs, position, positional, output
         As in :class:`CausalLM`; models of torchvision return their logits as
-        ``returned="out"``. The position of a pixel counts row by row.
+        ``output="out"``. The position of a pixel counts row by row.
     labels
         Name of the variable with the class of each pixel (batch, rows, columns), or
         ``ignore_index``.
@@ -335,7 +337,7 @@ class Segmentation(TokenClassification):
         return super()._labels({str(self.labels): batch[str(self.labels)].flatten(1)})
 
 
-@dataclass(frozen=True, repr=False)
+@task
 class Seq2Seq(CausalLM):
     """A text from another one, such as a translation or a summary, by T5, BART and the like.
 
@@ -344,7 +346,7 @@ class Seq2Seq(CausalLM):
 
     Parameters
     ----------
-    inputs, position, ignore_index, returned
+    inputs, position, ignore_index, output
         As in :class:`CausalLM`; inputs are those of the encoder.
     labels
         Name of the variable with the tokens of the answer (batch, tokens), or ``ignore_index``. The
@@ -381,7 +383,7 @@ class Seq2Seq(CausalLM):
         return at_least_float32(part_of(result, self.returned))
 
 
-@dataclass(frozen=True, repr=False)
+@task
 class QuestionAnswering(ModelTask):
     """The answer to a question as a part of a text, from its first token to its last one.
 
@@ -397,7 +399,7 @@ class QuestionAnswering(ModelTask):
         Names of the variables (batch,) with the positions of the first and the last token.
     positional
         Whether the inputs are passed in their order; otherwise by name.
-    returned
+    output
         Names or positions of both logits (batch, tokens) in what the model returns.
 
     Raises
@@ -422,7 +424,7 @@ class QuestionAnswering(ModelTask):
     start: str = "start_positions"
     end: str = "end_positions"
     positional: bool = False
-    returned: Any = field(default=None, kw_only=True)
+    returned: Any = option(default=None, alias="output")
     _other_variables: ClassVar[tuple[str, ...]] = ("start", "end")
 
     def output(self, forward: Forward, batch: Batch) -> Tensor:
@@ -461,7 +463,7 @@ class QuestionAnswering(ModelTask):
         if start.ndim != 2 or start.shape != end.shape:
             raise ValueError(
                 f"expected logits (batch, tokens) of the first and of the last token, got "
-                f"{shape_of(start)} and {shape_of(end)}; try returned=(names of both), or wrapping "
+                f"{shape_of(start)} and {shape_of(end)}; try output=(names of both), or wrapping "
                 "the model"
             )
         return at_least_float32(torch.stack([start, end], 1))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, dataclass_transform
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -32,6 +34,33 @@ _OF_LOGITS = ("", "addmm", "mm", "linear", "add", "convolution", "bmm")
 """The last operation of models that end in a layer, or one that is not known."""
 
 
+def option(*, default: Any = None, alias: str | None = None, kw_only: bool = True) -> Any:
+    """Return a field that is passed by keyword; ``alias`` is the keyword, for type checkers."""
+    return field(default=default, kw_only=kw_only)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(option,))
+def task(kind: type[Any]) -> type[Any]:
+    """Make a frozen dataclass of a task, whose field ``returned`` is its option ``output``.
+
+    No field can have that name, which is the name of a method of tasks.
+    """
+    made: Any = dataclass(frozen=True, repr=False)(kind)
+    generated = made.__init__
+    signature = inspect.signature(generated)
+
+    @functools.wraps(generated)
+    def init(self: Any, *args: Any, output: Any = None, **options: Any) -> None:
+        generated(self, *args, **({"returned": output} | options))
+
+    named = [
+        p.replace(name=p.name.replace("returned", "output")) for p in signature.parameters.values()
+    ]
+    init.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
+    made.__init__ = init
+    return made
+
+
 @dataclass(frozen=True, repr=False)
 class ModelTask(HtmlTable):
     """A task whose model takes variables of the samples, by their names or in their order.
@@ -57,9 +86,12 @@ class ModelTask(HtmlTable):
 
     def __repr__(self) -> str:
         # Optional settings that are None are not shown: older texts of tasks do not have them.
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        optional = {f.name for f in fields(self) if f.kw_only}
-        shown = [f"{n}={v!r}" for n, v in values.items() if v is not None or n not in optional]
+        values = {f: getattr(self, f.name) for f in fields(self)}
+        shown = [
+            f"{'output' if f.name == 'returned' else f.name}={value!r}"
+            for f, value in values.items()
+            if value is not None or not f.kw_only
+        ]
         return f"{type(self).__qualname__}({', '.join(shown)})"
 
     @property
@@ -150,9 +182,7 @@ def part_of(result: Any, name: str | int | None = None) -> Tensor:
         return part
     if isinstance(result, Mapping):
         known = [key for key, value in result.items() if isinstance(value, Tensor)]
-        remedy = (
-            f"td.tasks.Classification(returned={known[0]!r})" if known else "wrapping the model"
-        )
+        remedy = f"td.tasks.Classification(output={known[0]!r})" if known else "wrapping the model"
         raise ValueError(
             f"expected {key!r} in what the model returns, got {type(result).__name__} with "
             f"tensors named {known}; try {remedy}"

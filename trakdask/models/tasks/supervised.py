@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,14 +16,16 @@ from trakdask.models.tasks.logits import (
     ModelTask,
     margin,
     one_minus_p,
+    option,
     shape_of,
+    task,
     warn_of_padding,
     warn_of_probabilities,
 )
 from trakdask.models.tasks.protocol import Batch, Forward, reject_samples
 
 
-@dataclass(frozen=True, repr=False)
+@task
 class Classification(ModelTask):
     """Classification of rows of a table, or of anything else, into two or more classes.
 
@@ -43,7 +45,7 @@ class Classification(ModelTask):
     weights
         Weights of the classes in the loss, as torch's ``cross_entropy`` takes them; Q has them as a
         factor. The default estimator is then ``"trak"``, since Q is no probability.
-    returned
+    output
         Name or position of the logits in what the model returns, if that is a mapping, an object or
         a tuple. By default ``logits``, or the first one.
 
@@ -66,8 +68,8 @@ class Classification(ModelTask):
     label: str = "label"
     temperature: float = 1.0
     positional: bool = True
-    weights: Sequence[float] | None = field(default=None, kw_only=True)
-    returned: str | int | None = field(default=None, kw_only=True)
+    weights: Sequence[float] | None = option(default=None)
+    returned: str | int | None = option(default=None, alias="output")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -179,7 +181,7 @@ class ImageClassification(Classification):
         Divides the logits in Q only.
     image, label
         Names of the variables: model input (batch, ...) and integer class (batch,).
-    weights, returned
+    weights, output
         As in :class:`Classification`.
 
     Raises
@@ -199,12 +201,12 @@ class ImageClassification(Classification):
         label: str = "label",
         *,
         weights: Sequence[float] | None = None,
-        returned: str | int | None = None,
+        output: str | int | None = None,
     ) -> None:
-        super().__init__((image,), label, temperature, weights=weights, returned=returned)
+        super().__init__((image,), label, temperature, weights=weights, output=output)
 
 
-@dataclass(frozen=True, repr=False)
+@task
 class TextClassification(Classification):
     """Classification of token sequences into two or more classes.
 
@@ -222,7 +224,7 @@ class TextClassification(Classification):
         Divides the logits in Q only.
     positional
         Whether the inputs are passed in their order; otherwise by name.
-    weights, returned
+    weights, output
         As in :class:`Classification`.
 
     Raises
@@ -262,7 +264,7 @@ class TextClassification(Classification):
         return task if is_there else replace(task, label="labels")
 
 
-@dataclass(frozen=True, repr=False)
+@task
 class MultiLabel(ModelTask):
     """Several independent yes-or-no labels per sample, one logit each.
 
@@ -277,7 +279,7 @@ class MultiLabel(ModelTask):
         Name of the labels (batch, labels), 0 or 1, of any dtype.
     positional
         Whether the inputs are passed in their order; otherwise by name.
-    returned
+    output
         Name or position of the logits in what the model returns, if that is a mapping, an object or
         a tuple. By default ``logits``, or the first one.
 
@@ -303,7 +305,7 @@ class MultiLabel(ModelTask):
     loss_kind: ClassVar[str] = "other"
     label: str = "label"
     positional: bool = True
-    returned: str | int | None = field(default=None, kw_only=True)
+    returned: str | int | None = option(default=None, alias="output")
 
     def output(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the sum of the signed logits, (batch,)."""
@@ -352,7 +354,7 @@ class BinaryClassification(MultiLabel):
         Name of the labels (batch,), 0 or 1, of any dtype.
     positional
         Whether the inputs are passed in their order; otherwise by name.
-    returned
+    output
         As in :class:`MultiLabel`.
 
     Raises
@@ -380,7 +382,7 @@ class BinaryClassification(MultiLabel):
         )
 
 
-@dataclass(frozen=True, repr=False)
+@task
 class Regression(ModelTask):
     """Regression on one number per sample with half the squared error, ℓ = ½ (y - ŷ)².
 
@@ -394,7 +396,7 @@ class Regression(ModelTask):
         Name of the true values (batch,).
     positional
         Whether the inputs are passed in their order; otherwise by name.
-    returned
+    output
         Name or position of the predictions in what the model returns, if that is a mapping, an
         object or a tuple. By default ``logits``, or the first one.
 
@@ -419,7 +421,7 @@ class Regression(ModelTask):
     loss_kind: ClassVar[str] = "squared error"
     target: str = "y"
     positional: bool = True
-    returned: str | int | None = field(default=None, kw_only=True)
+    returned: str | int | None = option(default=None, alias="output")
     _other_variables: ClassVar[tuple[str, ...]] = ("target",)
 
     def output(self, forward: Forward, batch: Batch) -> Tensor:
@@ -433,7 +435,7 @@ class Regression(ModelTask):
         return _per_sample(batch[self.target], len(predicted), repr(self.target)) - predicted
 
 
-@dataclass(frozen=True, repr=False)
+@task
 class MultiRegression(ModelTask):
     """Regression on several numbers per sample, with half the sum of squared errors as loss ℓ.
 
@@ -451,7 +453,7 @@ class MultiRegression(ModelTask):
         Name of an integer variable (batch,) with the only number to explain, counted from 0.
     positional
         Whether the inputs are passed in their order; otherwise by name.
-    returned
+    output
         As in :class:`Regression`.
 
     Raises
@@ -473,7 +475,7 @@ class MultiRegression(ModelTask):
     target: str = "y"
     column: str | None = None
     positional: bool = True
-    returned: str | int | None = field(default=None, kw_only=True)
+    returned: str | int | None = option(default=None, alias="output")
     _other_variables: ClassVar[tuple[str, ...]] = ("target", "column")
 
     @property
