@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from trakdask.checks import require_choice
 from trakdask.models.tasks.clip import Clip, clip_embeddings
@@ -52,7 +53,7 @@ __all__ = [
 ]
 
 
-TASKS: dict[str, Callable[[], Task]] = {
+TASKS: dict[str, Callable[[], Any]] = {
     "classification": Classification,
     "image_classification": ImageClassification,
     "text_classification": TextClassification,
