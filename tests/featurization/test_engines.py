@@ -485,6 +485,17 @@ def test_score_parts__of_modules_goes_to_the_loop_and_of_tokens_says_so() -> Non
             words.compute()
 
 
+@pytest.mark.parametrize("gradients", ["auto", "hooks", "vmap", "loop"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_featurize__inside_of_a_mode_without_gradients(gradients: str, mode: Any) -> None:
+    model = td.Model(nn.Linear(4, 2), task=First("x"))
+    samples = td.from_arrays({"x": DATA["x"]})
+    expected = features(samples, model, gradients=gradients)
+    with mode():
+        found = features(samples, model, gradients=gradients)
+    np.testing.assert_array_equal(found, expected)
+
+
 class Sparse(nn.Module):
     def __init__(self, layer: type[nn.Module]) -> None:
         super().__init__()
