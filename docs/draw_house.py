@@ -56,21 +56,25 @@ def _rows() -> Iterator[tuple[int, str]]:
         if is_new:
             yield y, _text(LEFT - 10, y + 19, name, stroke, "end")
         width = (INNER - 8 * (len(layer) - 1)) / len(layer)
+        size = 14 if width > 100 else 10  # so that the longest name fits
         for i, module in enumerate(layer):
             x = LEFT + 15 + i * (width + 8)
             yield (
                 y + ROW,
                 (
                     f'<rect x="{x:.0f}" y="{y}" width="{width:.0f}" height="{ROW - 6}" rx="5" '
-                    f'fill="{fill}" stroke="{stroke}"/>' + _text(x + width / 2, y + 19, module)
+                    f'fill="{fill}" stroke="{stroke}"/>'
+                    + _text(x + width / 2, y + 19, module, size=size)
                 ),
             )
         y, is_new = y + ROW, False
 
 
-def _text(x: float, y: float, text: str, fill: str = "#222", anchor: str = "middle") -> str:
+def _text(
+    x: float, y: float, text: str, fill: str = "#222", anchor: str = "middle", size: int = 14
+) -> str:
     return (
-        f'<text x="{x:.0f}" y="{y}" text-anchor="{anchor}" font-size="14" fill="{fill}">'
+        f'<text x="{x:.0f}" y="{y}" text-anchor="{anchor}" font-size="{size}" fill="{fill}">'
         f"{text}</text>"
     )
 
