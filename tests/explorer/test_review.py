@@ -71,6 +71,21 @@ def test_predictions__are_those_of_the_model(is_there: bool) -> None:
     assert clicks[f"{name} {len(wrong)}"].targets_where == "predicted != label"
 
 
+@pytest.mark.parametrize("where", ["", "label == 1"])
+def test_confusion__counts_and_leads_to_what_it_counts(where: str) -> None:
+    explorer = new_targets.explorer_of_images()
+    table = explorer.questions.targets.whole
+    if where:
+        table = table[table["label"] == 1]
+    clicks = links(explorer, View(targets_where=where), "confusion")
+    assert sum(int(text) for _, text in clicks) == len(table)
+    for view, text in clicks:
+        assert len(explorer.questions.targets.selected(view)) == int(text)
+        wanted = condition_mask(table, view.targets_where)
+        assert wanted.sum() == int(text)
+    assert not links(explorer, View(targets_where="label == 77"), "confusion")
+
+
 @pytest.mark.parametrize(
     "where", ["", "label == 1", 'source == "it\'s" and (label == 0 or sample > 9)']
 )
