@@ -60,11 +60,37 @@ def _forget() -> Iterator[None]:
     devices._automatic.cache_clear()
 
 
-def test_device_of_task__automatic_is_the_gpu_if_kernels_can_run(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
+@pytest.mark.parametrize("why", ["try pip install CuPy", None])
+def test_device_of_task__automatic_is_an_accelerator_and_says_so(
+    kind: str, why: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(devices, "missing", lambda: None)
-    assert device_of_task("auto") == torch.device("cuda")
+    monkeypatch.setattr(devices, "_number_of", lambda asked: int(asked == kind))
+    monkeypatch.setattr(devices, "missing", lambda: why)
+    assert [device_of_task("auto") for _ in range(2)] == [torch.device(kind)] * 2
+    (record,) = caplog.records  # once
+    assert record.levelname == "WARNING"
+    assert f"tasks run on {kind}" in record.getMessage()
+    assert ("faster" in record.getMessage()) == (why is not None)
+
+
+@NO_GPU
+def test_device_of_task__automatic_is_the_cpu_without_a_word(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert device_of_task("auto") == torch.device("cpu")
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "xpu", "mps"])
+def test_featurize__any_device_of_torch(device: str) -> None:
+    assert td.featurize(samples(), model(), device=device).attrs["device"] == device
+
+
+@pytest.mark.parametrize("device", ["gpu", "meta", "cuda:x", 0, None])
+def test_featurize__no_device_that_computes(device: Any) -> None:
+    with pytest.raises(ValueError, match=r"'cuda', 'xpu', 'mps'.*try device='auto'"):
+        td.featurize(samples(), model(), device=device)
 
 
 @NO_GPU

@@ -1,6 +1,6 @@
 """Where a task runs, by which settings of torch, and in how much memory.
 
-It runs on the GPU of its worker if that has one, else on the CPU.
+It runs on the accelerator of its worker if that has one, else on the CPU.
 """
 
 from __future__ import annotations
@@ -27,32 +27,42 @@ _log = logging.getLogger(__name__)
 _SHARE_OF_STATES = 0.2
 _LEAST_BUDGET, _BUDGET_OF_WEIGHTS = 96 * 2**20, 8
 _CPU = torch.device("cpu")
+_ACCELERATORS = ("cuda", "xpu", "mps")  # "cuda" is also the name of AMD's
 
 
 def device_of_task(asked: str) -> torch.device:
-    """Return the device of tasks of this process; ``"auto"`` is the GPU if kernels can run on it.
+    """Return the device of tasks of this process; ``"auto"`` is an accelerator if there is one.
 
     Raises
     ------
     RuntimeError
-        If a GPU is requested and this process has none.
+        If a device is requested and this process has none.
     """
     if asked == "auto":
         return _automatic()
     device = torch.device(asked)
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if (n := _number_of(device.type)) <= (device.index or 0):
         raise RuntimeError(
-            f"expected a GPU on every worker for device={asked!r}, got a process without one "
-            f"({missing()}); try device='auto', which uses a GPU only where there is one"
+            f"expected a GPU on every worker for device={asked!r}, got a process with {n} of these "
+            f"by torch {torch.__version__}; try device='auto', which takes one where there is one"
         )
     return device
 
 
+def _number_of(kind: str) -> int:
+    """Return how many devices of a kind this process has."""
+    return int(torch.get_device_module(kind).device_count())
+
+
 @cache
 def _automatic() -> torch.device:
-    why = missing()
-    _log.info("tasks run on the %s", f"CPU: {why}" if why else "GPU")
-    return torch.device("cpu" if why else "cuda")
+    device = torch.device(next(filter(_number_of, _ACCELERATORS), "cpu"))
+    if device.type == "cpu":
+        _log.info("tasks run on the CPU: torch %s sees no GPU", torch.__version__)
+    else:
+        faster = f"; projections could be faster: {why}" if (why := missing()) else ""
+        _log.warning("tasks run on %s%s", device, faster)
+    return device
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
@@ -41,7 +40,6 @@ from trakdask.variables import (
 Gradients = Literal["auto", "hooks", "vmap", "loop"]
 _log = logging.getLogger(__name__)
 _DEFAULT = SJLT(proj_dim=2048, seed=0)
-_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _MICRO_BATCH_BYTES = 2**28
 _MICRO_BATCH_MOST = 256
 
@@ -289,8 +287,17 @@ def _require_options(model: object, projector: object, device: object) -> None:
         raise TypeError(
             f"expected a projector, got {shown(projector)}; try projector=td.SJLT(proj_dim=2048)"
         )
-    if not (isinstance(device, str) and _DEVICE.fullmatch(device)):
+    if not _is_device(device):
         raise ValueError(
-            "expected 'auto', 'cpu', 'cuda', or one GPU of each worker, such as 'cuda:1', as "
-            f"device, got {shown(device)}; try device='auto'"
+            "expected 'auto', 'cpu', 'cuda', 'xpu', 'mps', or one GPU of each worker, such as "
+            f"'cuda:1', as device, got {shown(device)}; try device='auto'"
         )
+
+
+def _is_device(device: object) -> bool:
+    try:
+        return device == "auto" or (
+            isinstance(device, str) and torch.device(device).type != "meta"  # which has no values
+        )
+    except RuntimeError:
+        return False
