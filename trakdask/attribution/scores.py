@@ -25,6 +25,7 @@ from trakdask.attribution.labels import (
 from trakdask.attribution.metrics import COMBINATION, MetricLike, measure_of
 from trakdask.attribution.operands import operands_of, require_tiles, self_influence_forms, solver
 from trakdask.attribution.uncertainty import SHARE, bounded
+from trakdask.checks import shown
 from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, TARGET_PREFIX, VARIABLES, coords_along
 
 _MEASURED = f"{TARGET_PREFIX}{COMBINATION}"
@@ -304,6 +305,8 @@ def group_score(
     >>> round(float(shares.sum()), 3)
     1.0
     """
+    if share not in (True, False):
+        raise TypeError(f"expected True or False for share, got {shown(share)}; try share=True")
     if metric is not None and (share or level is not None or q is not None):
         raise ValueError(
             "expected metric= without share=, level= and q=, since it has neither shares nor "
