@@ -298,9 +298,9 @@ def group_score(
 
     Groups of two coords:
 
-    >>> wide = features.assign_coords(wide=features.feature_norm.mean("checkpoint") > 1)
-    >>> td.group_score(wide, targets, by=["species", "wide"]).sizes
-    Frozen({'species': 3, 'wide': 2, 'target': 30})
+    >>> known = features.assign_coords(sure=features.output.mean("checkpoint") > 2)
+    >>> td.group_score(known, targets, by=["species", "sure"]).sizes
+    Frozen({'species': 3, 'sure': 2, 'target': 30})
 
     Samples with several authors, who get equal parts of them (``parts.reindex(sample=range(8),
     fill_value=0)`` adds samples without authors):
