@@ -122,8 +122,9 @@ def fit(
 
     It is computed at once, checkpoint by checkpoint, on the active client or on threads. Cost:
     four passes over ``n_samples`` samples, two of them for the curvature and one for the wrong
-    classes, one over 300 samples for the weights, and the eigenvectors of the products of these samples: for the small models of
-    ``tests/benchmarks/results/2026-11-24-fits.txt`` about what features of 12,000 samples cost.
+    classes, one over 300 samples for the weights, and the eigenvectors of the products of these
+    samples: for the small models of ``tests/benchmarks/results/2026-11-24-fits.txt`` about what
+    features of 12,000 samples cost.
     Memory does not grow with the number of all samples.
 
     Examples
