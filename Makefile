@@ -141,7 +141,7 @@ docs: $(DOCUMENTERS)
 
 # The stories are drawn from the outputs of notebooks, the explorer from what the demo has written.
 pictures: demo docs
-	@for drawn in house stories explorer dashboard; do $(PY) docs/draw_$$drawn.py || exit; done
+	@for drawn in house leaderboard stories explorer dashboard; do $(PY) docs/draw_$$drawn.py || exit; done
 
 clean:
 	rm -rf docs/_build docs/jupyter_execute docs/notebooks docs/reference/generated

@@ -15,7 +15,7 @@ import torch
 
 from trakdask.arrays.weights import row_norms
 from trakdask.errors import BlockError
-from trakdask.execution import note_start
+from trakdask.execution import note_share, note_start
 from trakdask.featurization.checks import Checked, CheckedEngine
 from trakdask.featurization.devices import (
     applied,
@@ -94,7 +94,7 @@ def running(
             no_fast_path(),
             applied(job.torch_settings, device),
         ):
-            yield BlockSamples(job, positions, arrays, device)
+            yield BlockSamples(job, positions, arrays, device, what)
     except Exception as err:
         raise BlockError(
             f"{what} failed: {type(err).__name__}: {err}{_circumstances(job, arrays, err)}"
@@ -186,6 +186,8 @@ def run_samples(samples: BlockSamples, checkpoint: Checkpoint, output: Output) -
                 rows.fail(part.start, samples.named(fault, part))
             continue
         rows.put(part, block)
+        if job.counted_as:
+            note_share(job.counted_as, samples.what, part.stop / len(samples))
     # 4. A block that ran one by one is compared with a batch; results are put in their old order.
     engine.require_independent(np.flatnonzero(np.isfinite(rows.arrays[1])))
     return tuple(array[places] for array in rows.result())

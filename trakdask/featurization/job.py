@@ -100,6 +100,8 @@ class FeaturizeJob:
     on_error: OnError
     partition: Partition | None = None
     """How gradients are divided into parts; None for whole samples."""
+    counted_as: str = ""
+    """The name by which a bar counts the blocks; empty if no bar does."""
 
     def feature_shape(self, n_samples: int, width: int) -> tuple[int, ...]:
         """Return the shape of the features of some samples at one checkpoint."""
@@ -114,6 +116,8 @@ class BlockSamples:
     positions: np.ndarray
     arrays: tuple[np.ndarray, ...]
     device: torch.device
+    what: str = ""
+    """What errors call the block."""
     trims: bool = False
     """Whether padding that all samples of a batch share is cut."""
 

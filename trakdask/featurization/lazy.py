@@ -155,9 +155,11 @@ def featurize(
     If some workers have a GPU and others do not, the projection of equal gradients has the same
     bits on both. The gradients themselves
     come from torch and differ by rounding: on GPUs, torch uses TF32 for convolutions by default.
-    ``attrs["device"]`` is the device that was requested. If workers declare
-    ``resources={"GPU": 1}``, :func:`save` computes gradients only on these. ``features.compute()``
-    does not do so by itself: call ``features.compute(resources={"GPU": 1})``.
+    ``attrs["device"]`` is the device that was requested. If workers of the active client declare
+    ``resources={"GPU": 1}``, gradients are computed only on these, whoever computes the features,
+    unless ``device="cpu"``; everything else runs anywhere. If no worker does, gradients run
+    anywhere, too. Features that were made before there was a client do not know this, until another
+    call of trakdask has met it.
 
     References
     ----------
