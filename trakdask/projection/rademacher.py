@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -143,8 +142,11 @@ class Rademacher(GpuProjector):
     def project_by_torch(self, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
         """Add the projection of consecutive row blocks to ``out``; see ``GpuProjector``."""
         matrix = {"width": self.proj_dim, "n_digits": self.n_digits, **self._at(checkpoint)}
-        sums = partial(by_torch.dense_sums, **matrix)
-        by_torch.project(rows, row_offset, out, self.n_digits, sums)
+
+        def sums_of(integers: Tensor, row: int) -> Tensor:
+            return by_torch.dense_sums(integers, row, **matrix)
+
+        by_torch.project(rows, row_offset, out, self.n_digits, sums_of)
 
     def multiply_vectors(self, row_map: RowMap, checkpoint: int, vectors: Tensor) -> Tensor:
         """Return the product with the matrix from the other side; see ``Projector``."""

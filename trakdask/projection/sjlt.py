@@ -183,9 +183,13 @@ class SJLT(GpuProjector):
 
     def project_by_torch(self, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
         """Add the projection of consecutive row blocks to ``out``; see ``GpuProjector``."""
-        at = {"seed": self.seed, "checkpoint": checkpoint, "stream": STREAM_SJLT}
-        sums = partial(by_torch.sparse_sums, width=self.proj_dim, sparsity=self.sparsity, **at)
-        by_torch.project(rows, row_offset, out, _N_DIGITS, sums)
+        matrix = {"width": self.proj_dim, "sparsity": self.sparsity, "seed": self.seed}
+        at = {"checkpoint": checkpoint, "stream": STREAM_SJLT}
+
+        def sums_of(integers: Tensor, row: int) -> Tensor:
+            return by_torch.sparse_sums(integers, row, **matrix, **at)
+
+        by_torch.project(rows, row_offset, out, _N_DIGITS, sums_of)
 
     def multiply_vectors(self, row_map: RowMap, checkpoint: int, vectors: Tensor) -> Tensor:
         """Return the product with the matrix from the other side; see ``Projector``."""
