@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
+from dask.utils import format_bytes
 from distributed import Client
 from torch import nn
 
@@ -129,7 +130,7 @@ def test_plan__a_fit_takes_as_long_as_its_passes_and_products() -> None:
     more = dataclasses.replace(fit, operations=2 * 10 * 8**2).seconds(pilot, 3, 8)
     assert more - fit.seconds(pilot, 3, 8) == pytest.approx(3 * 1.6 * 0.5 / 2)
     shown = repr(dataclasses.replace(plan(FEATURES), pilot=pilot, fit=fit, block_bytes=4 * 10 * 8))
-    assert "A td.fit before: 4 passes over 100 samples, about 80.00 s, up to" in shown
+    assert "A td.fit before: about 80.00 s, 4 passes over 100 samples, " in shown
 
 
 def test_plan__opened_store_gives_the_same(tmp_path: Path) -> None:
@@ -142,6 +143,18 @@ def test_plan__opened_store_gives_the_same(tmp_path: Path) -> None:
     frame = found.to_dataframe()
     assert frame.proj_dim.tolist() == [40, 512]
     assert {dtype.kind for dtype in frame.drop(columns="projector").dtypes} <= {"i", "f"}
+
+
+def test_plan__says_time_bytes_and_memory_first() -> None:
+    found = plan(FEATURES, [OTHER])
+    time, store, memory, *_ = repr(found).splitlines()
+    assert "pilot=True" in time
+    assert store == f"Store: {format_bytes(found.projections[0].store_bytes)}"
+    assert memory.startswith("Memory: ")
+    seen, folded = found._repr_html_().split("<details>")
+    assert "error of a product" in seen
+    assert "random_bits" not in seen
+    assert "random_bits" in folded
 
 
 def test_plan__store_bytes_are_those_on_disk(tmp_path: Path) -> None:

@@ -25,6 +25,16 @@ ENVIRONMENT = os.environ | {
     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
 }
 
+READERS_OWN = """
+import numpy as np, torch
+import trakdask as td
+from trakdask import examples
+
+(train, test), build = examples.mnist(), examples.mnist_cnn
+torch.save(examples.fit_mnist_cnn(np.arange(train.sizes["sample"]), seed=0), "model.pt")
+"""
+"""What the first block takes for granted; each of the others goes on from those before it."""
+
 FEWER_HALVES = "sed -i 's/n: 8}/n: 5, epochs: 6}/' trakdask.yaml"
 
 
@@ -77,7 +87,7 @@ def explore(line: str, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_readme__lines_run_in_order(tmp_path: Path) -> None:
-    printed = ""
+    printed, python = "", ""
     for language, text in BLOCKS:
         if text.startswith("pip install"):  # which was done before tests could run
             extras = re.search(r"\[(.*)\]", text).group(1).split(",")
@@ -86,10 +96,15 @@ def test_readme__lines_run_in_order(tmp_path: Path) -> None:
             explore(text.strip(), tmp_path)
         elif language == "text":
             assert shape_of(printed[printed.index("these scores") :]) == shape_of(text)
+        elif text.startswith("model = "):
+            (tmp_path / "own").mkdir()
+            run([sys.executable, "-c", READERS_OWN + text], tmp_path / "own")
+        elif language == "python":
+            python += text
+            printed = run([sys.executable, "-c", python], tmp_path)
         else:
             text = text.replace("trakdask init", f"trakdask init\n{FEWER_HALVES}")
-            interpreter = {"python": [sys.executable, "-c"], "console": ["bash", "-ec"]}[language]
-            printed = run([*interpreter, text], tmp_path)
+            printed = run(["bash", "-ec", text], tmp_path)
     assert matplotlib.image.imread(tmp_path / "gallery.png").shape[0] > 300
     assert printed.splitlines()[-1].startswith("these scores predict left-out checkpoints at 0.")
     frame = pd.read_parquet(tmp_path / "digits" / "top.parquet")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import webbrowser
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.resources import files
@@ -159,6 +160,9 @@ def explore(
     ] = None,
     host: Annotated[str, typer.Option(help="0.0.0.0 lets other machines connect.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 0,
+    open_browser: Annotated[
+        bool, typer.Option("--open", help="Also open the address in a browser.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Look at attributions in a browser: prints the address, and serves it until Ctrl-C.
@@ -202,7 +206,13 @@ def explore(
             explorer.save_html(save, shown)
             return _say(f"{save} is written")
         query = f"?{shown.to_query()}" if view else ""
-        explorer.serve(host=host, port=port, announce=lambda url: _say(f"{url}{query}"))
+
+        def announce(url: str) -> None:
+            _say(f"{url}{query}")
+            if open_browser:
+                webbrowser.open(f"{url}{query}")
+
+        explorer.serve(host=host, port=port, announce=announce)
 
 
 def _say(text: str) -> None:

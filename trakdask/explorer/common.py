@@ -7,7 +7,7 @@ import pandas as pd
 
 from trakdask.explorer.attributions import Attributions
 from trakdask.explorer.conditions import ConditionError, condition_mask
-from trakdask.explorer.html import plain_message, render, unit_of
+from trakdask.explorer.html import plain_message, render
 from trakdask.explorer.tables import ROWS
 from trakdask.explorer.view import View
 
@@ -59,8 +59,7 @@ def bars(
     ends = table if len(table) <= _MOST_GROUPS else pd.concat([table[:half], table[-half:]])
     return render(
         "groups", attributions, view, table=ends, left_out=len(table) - len(ends),
-        unit=-2 if is_share else unit_of(attributions.questions.scores(view)), is_share=is_share,
-        largest=float((ends["score"].abs() + ends["spread"].fillna(0)).max()),
+        is_share=is_share, largest=float((ends["score"].abs() + ends["spread"].fillna(0)).max()),
     )  # fmt: skip
 
 
@@ -69,8 +68,7 @@ def histogram(attributions: Attributions, view: View, *, name: str = "") -> str:
     questions = attributions.questions
     name = name or order(attributions, view, "ranking")
     bins = questions.histogram(view, name)
-    unit = unit_of(questions.values(view, name))
-    return render("histogram", view, name=name.replace("_", "-"), bins=bins, unit=unit)
+    return render("histogram", view, name=name.replace("_", "-"), bins=bins)
 
 
 # ---------------------------------------------------------------- lists of training samples

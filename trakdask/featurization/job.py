@@ -21,6 +21,7 @@ from trakdask.models.tasks import Batch
 from trakdask.models.tasks.protocol import SampleError
 from trakdask.projection import RowMap
 from trakdask.projection.fitted import Fitted
+from trakdask.tensors import float64_device
 
 OnError = Literal["raise", "record"]
 DType = Literal["float64", "float32", "bfloat16", "float16"]
@@ -127,10 +128,14 @@ class BlockSamples:
         """Return some of the samples as tensors."""
         # A copy, because torch cannot share read-only memory, such as a memory-mapped file.
         inputs = zip(self.job.inputs, self.arrays, strict=True)
-        batch = Batch(
-            {name: torch.tensor(array[part], device=self.device) for name, array in inputs}
-        )
+        batch = Batch({name: self._there(torch.tensor(array[part])) for name, array in inputs})
         return trimmed(self.job.model.task, batch) if self.trims else batch
+
+    def _there(self, value: Tensor) -> Tensor:
+        """Return a tensor on the device, in float32 if that has no float64."""
+        home = float64_device(self.device)
+        lacks = value.dtype == torch.float64 and home.type != self.device.type
+        return (value.float() if lacks else value).to(self.device)
 
     def by_length(self) -> tuple[BlockSamples, np.ndarray]:
         """Return the samples with the longest sequences first, and where each of them now is."""

@@ -102,9 +102,11 @@ def featurize(
         the settings of ``torch.autocast`` and ``torch.set_float32_matmul_precision`` that are
         active where featurize is called. All of these are recorded in ``attrs``.
     device
-        Device on which gradients are computed and projected: ``"auto"``, ``"cpu"`` or ``"cuda"``.
-        ``"auto"`` is the NVIDIA GPU of the worker that runs a task, if torch sees one and CuPy is
-        installed (``pip install 'trakdask[cuda]'``), else its CPU. Start one worker process per
+        Device of torch on which gradients are computed and projected: ``"auto"``, ``"cpu"``,
+        ``"cuda"`` (also AMD's), ``"xpu"``, ``"mps"``, or one of several, such as ``"cuda:1"``.
+        ``"auto"`` is an accelerator of the worker that runs a task, if torch sees one, else its
+        CPU; the log says which. Projections have the bits of the CPU on all of them. On NVIDIA's
+        they are faster with CuPy (``pip install 'trakdask[cuda]'``). Start one worker process per
         GPU, as ``dask_cuda.LocalCUDACluster`` does. Results are in host memory. **This has not run
         on a GPU yet.**
     on_error
