@@ -258,6 +258,12 @@ def counted(graph: str) -> str:
     return graph
 
 
+def skipped(name: str, n_blocks: int) -> None:
+    """Tell the bar of this context that some blocks need not be computed."""
+    if counted(name):
+        _note_here(name, "", n_blocks)
+
+
 def note_share(graph: str, what: str, share: float) -> None:
     """Tell the bar that counts the blocks of a graph how much of one of them is computed."""
     from distributed import get_worker
@@ -329,12 +335,11 @@ def polled_bar(
 
 
 @contextmanager
-def block_bar(title: str, total: int, before: int = 0, *, show: bool = True) -> Iterator[None]:
+def block_bar(title: str, total: int, *, show: bool = True) -> Iterator[None]:
     """Show how many blocks of samples are computed, of the graphs that the ``with`` body builds.
 
     Their tasks say so after each micro-batch, in this process or through the scheduler, so the bar
-    moves as they do, and is the same on threads and on a cluster. ``before`` counts the blocks that
-    need not be computed.
+    moves as they do, and is the same on threads and on a cluster.
     """
     if not show:
         yield
@@ -346,7 +351,7 @@ def block_bar(title: str, total: int, before: int = 0, *, show: bool = True) -> 
 
     def count() -> float:
         computed = sum(sum([*_SHARES[graph].values()]) for graph in graphs)
-        return total if is_done.is_set() else before + computed
+        return total if is_done.is_set() else computed
 
     try:
         with polled_bar(title, total, count):
