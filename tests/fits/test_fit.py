@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import xarray as xr
 from torch import nn
 
 import trakdask as td
+from trakdask import execution
 from trakdask.featurization.preparation import projector_of
 from trakdask.fits import fitting
 from trakdask.fits.components import sketch_for
@@ -74,6 +77,39 @@ def test_fit__is_the_chain_of_its_steps() -> None:
     moments = [{n: t.abs() for n, t in state.items()} for state in states().values()]
     scaled = td.fit(SAMPLES, MODEL, moments=moments, **SMALL | {"curvature": "auto"})
     assert repr(scaled).startswith("Fitted(SecondMoments(), SJLT(proj_dim=24")
+
+
+@pytest.mark.parametrize("scheduler", ["threads", "client"])
+def test_fit__the_bar_counts_blocks_of_all_passes_and_checkpoints(
+    scheduler: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    if scheduler == "client":
+        request.getfixturevalue("client")
+    monkeypatch.setattr(fitting, "_LONG_S", 0)
+    monkeypatch.setattr(execution, "_EARLIEST_S", 0)
+    counted, bar = [], execution._bar
+
+    @contextmanager
+    def spied(*arguments: Any) -> Iterator[Any]:
+        with bar(*arguments) as (update, say):
+            yield lambda done: [counted.append(done), update(done)], say
+
+    monkeypatch.setattr(execution, "_bar", spied)
+    monkeypatch.setattr(fitting, "wrong_classes", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        td.fit(SAMPLES, MODEL, store=tmp_path / "f.zarr", **SMALL | {"progress": True})
+    # Of four blocks: two passes for the curvature, one for weights, all at both checkpoints; one
+    # for components, at the first.
+    assert counted[-1] == 28
+    assert "random columns" in capsys.readouterr().out.replace("\n", " ")
+    monkeypatch.undo()
+    td.fit(SAMPLES, MODEL, store=tmp_path / "f.zarr", **SMALL | {"progress": True})
+    assert "fit" in (shown := capsys.readouterr().out)
+    assert "40/40" in shown
 
 
 def test_fit__a_sketch_by_name_says_what_to_try() -> None:

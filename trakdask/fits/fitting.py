@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 import xarray as xr
+from dask.utils import format_time
 
 from trakdask.checks import require_integer, shown
 from trakdask.errors import IncompleteFeaturesError
@@ -34,6 +35,10 @@ from trakdask.variables import SAMPLE, WRONG_CLASSES
 
 _FEW_SAMPLES = 500
 """With fewer, the curvature made scores worse on all three tasks of 2026-11-24-recipe.txt."""
+
+
+_LONG_S = 60.0
+"""Whoever waits longer is told how long, and what would be cheaper."""
 
 
 def fit(
@@ -88,10 +93,11 @@ def fit(
     store, storage_options
         Where the features will be saved, as in :func:`save`. The fit of checkpoints whose features
         it has is taken from there. Fits of other checkpoints are kept beside, in a folder whose
-        name ends in ``.fit``, until :func:`save` has stored them, so that the same call goes on
-        after a kill.
+        name ends in ``.fit``, until :func:`save` has stored them, and so is each block of a pass
+        until the pass is done: a kill loses the blocks in flight, and the same call goes on.
     progress
-        Show a bar of blocks of samples, over all passes and checkpoints, with the time left.
+        Show a bar of blocks of samples, over all passes and checkpoints, with the time left; and
+        after ten seconds, if it will all take more than a minute, what would be cheaper.
     **options
         ``gradients``, ``batch_size``, ``dtype`` and ``device`` of :func:`featurize`.
 
@@ -117,7 +123,9 @@ def fit(
     √0.03. Weights are in the first of ``steps`` of the projector, and in attrs of its features.
     Checkpoints that are appended to a store have the weights of the store.
 
-    It is computed at once, checkpoint by checkpoint, on the active client or on threads. Cost:
+    It is computed at once, on the active client or on threads, at as many checkpoints side by side
+    as there are tasks for. Until they are summed, a store on the disk of workers keeps 8 bytes for
+    each parameter and each entry of an axis' matrix, of every block. Cost:
     four passes over ``n_samples`` samples, two of them for the curvature and one for the wrong
     classes, one over 300 samples for the weights, and the eigenvectors of the products of these
     samples: for the small models of ``tests/benchmarks/results/2026-11-24-fits.txt`` about what
@@ -180,7 +188,11 @@ def fit(
         return kept_fits(folder, files, model, compute, n, total)
 
     n_leading, rest = _halves(sketch) if curvature else (0, sketch)
-    with block_bar("fit", len(todo) * (of_curvature + of_sketch), show=progress):
+    total, of_features = (
+        len(todo) * b for b in (of_curvature + of_sketch, len(samples.chunksizes[SAMPLE]))
+    )
+    tell = partial(_estimate, total, of_features)
+    with block_bar("fit", total, show=progress, estimate=tell):
         # 2. The scale of gradients at each checkpoint, and the weights that all of them have.
         steps = {name: first.at_checkpoints([name]) for name in todo}
         if curvature:
@@ -195,6 +207,26 @@ def fit(
         done = kept("sketch", before, of_sketch, run)
     parts = [done[n] if n in done else stored.at_checkpoints([n]) for n in names]
     return replace(Fitted.joined(parts), origin=origin)
+
+
+def _estimate(of_fit: int, of_features: int, block_s: float) -> str:
+    """Say how long a fit and the features after it will take, if that is more than a minute.
+
+    Examples
+    --------
+    >>> _estimate(16, 100, 0.1)
+    ''
+    >>> _estimate(16, 100, 3.0).partition(". ")[0]
+    'This takes about 48.00 s, and features of all samples then about 5.00 min'
+    """
+    fit_s, features_s = of_fit * block_s, of_features * block_s
+    if fit_s + features_s < _LONG_S:
+        return ""
+    return (
+        f"This takes about {format_time(fit_s)}, and features of all samples then about "
+        f"{format_time(features_s)}. Cheaper: td.fit(..., n_samples=500) fits fewer samples; "
+        "td.save(td.featurize(samples, model), store) has random columns, and needs no fit"
+    )
 
 
 def _curvature(part: xr.Dataset, options: Mapping[str, Any], model: Model) -> Fitted:
