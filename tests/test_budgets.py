@@ -18,11 +18,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "tests" / "benchmarks"
 
-LINES_OF_PACKAGE = 23_185
-LINES_OF_TESTS = 25_140
+LINES_OF_PACKAGE = 23_275
+LINES_OF_TESTS = 25_195
 LINES_OF_BENCHMARKS = 1_898
 NAMED_TYPES = 229
-PUBLIC_NAMES = 105
+PUBLIC_NAMES = 107
 
 PUBLIC_MODULES = (
     *("trakdask", "trakdask.fits", "trakdask.models.tasks", "trakdask.evaluate", "trakdask.plots"),
