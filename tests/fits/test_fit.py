@@ -8,16 +8,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import dask
 import numpy as np
 import pytest
 import torch
 import xarray as xr
+from distributed import Client, get_task_stream
 from torch import nn
 
 import trakdask as td
 from trakdask import execution
 from trakdask.featurization.preparation import projector_of
-from trakdask.fits import fitting
+from trakdask.fits import fitting, keeping
 from trakdask.fits.components import sketch_for
 from trakdask.fits.weights import weighted
 from trakdask.projection.fitted import Fitted
@@ -110,6 +112,27 @@ def test_fit__the_bar_counts_blocks_of_all_passes_and_checkpoints(
     td.fit(SAMPLES, MODEL, store=tmp_path / "f.zarr", **SMALL | {"progress": True})
     assert "fit" in (shown := capsys.readouterr().out)
     assert "40/40" in shown
+
+
+def test_fit__runs_as_many_checkpoints_side_by_side_as_keep_workers_busy(
+    monkeypatch: pytest.MonkeyPatch, process_client: Client
+) -> None:
+    monkeypatch.setattr(keeping, "n_slots", lambda: 8)
+    curvature, together = fitting.fit_curvature, []
+
+    def spied(samples: xr.Dataset, model: td.Model, **options: Any) -> Fitted:
+        together.append(list(model.spec()["checkpoints"]))
+        return curvature(samples, model, **options)
+
+    monkeypatch.setattr(fitting, "fit_curvature", spied)
+    with get_task_stream(process_client) as stream:
+        fitted = td.fit(SAMPLES, MODEL, **SMALL)
+    assert together == [["a", "b"]]
+    tasks = {str(each["key"]).partition("-")[0] for each in stream.data}
+    assert {"_principal", "_facts_at", "('eigenvectors_of"} <= tasks  # on workers, and not here
+    monkeypatch.undo()
+    with dask.config.set(scheduler="threads"):
+        assert td.fit(SAMPLES, MODEL, **SMALL).digests == fitted.digests
 
 
 def test_fit__a_sketch_by_name_says_what_to_try() -> None:
