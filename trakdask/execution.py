@@ -344,32 +344,36 @@ def block_bar(
     total: int,
     *,
     show: bool = True,
-    estimate: Callable[[float], str] = lambda block_s: "",
+    estimate: Callable[[float, float], str] = lambda left_s, block_s: "",
 ) -> Iterator[None]:
     """Show how many blocks of samples are computed, of the graphs that the ``with`` body builds.
 
     Their tasks say so after each micro-batch, in this process or through the scheduler, so the bar
     moves as they do, and is the same on threads and on a cluster. What ``estimate`` makes of the
-    seconds that a block takes is printed once, when ten of them have passed.
+    seconds that are left, and those that a block takes, is printed once, when blocks have been
+    computed for ten seconds.
     """
     if not show:
         yield
         return
     graphs: list[str] = []
-    is_done, token, start = threading.Event(), _GRAPHS.set(graphs), time.monotonic()
+    is_done, token = threading.Event(), _GRAPHS.set(graphs)
     if (client := active_client()) is not None:
         client.subscribe_topic(_COMPUTED, lambda event: _note_here(*event[1]))
-    say, is_said = list[Callable[[str], object]](), threading.Event()
+    say, begun = list[Callable[[str], object]](), list[tuple[float, float]]()
 
     def count() -> float:
         blocks = [pair for graph in graphs for pair in [*_SHARES[graph].items()]]
-        computed = sum(share for what, share in blocks if what)
-        seconds = time.monotonic() - start
-        if say and computed and seconds >= _EARLIEST_S and not is_said.is_set():
-            is_said.set()
-            if text := estimate(seconds / computed):
+        done, computed = (sum(x for what, x in blocks if what or all_) for all_ in (True, False))
+        now = time.monotonic()
+        if computed and not begun:  # what comes before the first micro-batch comes once
+            begun.append((now, computed))
+        elif say and begun and now - begun[0][0] >= _EARLIEST_S and computed > begun[0][1]:
+            block_s = (now - begun[0][0]) / (computed - begun[0][1])
+            if text := estimate((total - done) * block_s, block_s):
                 say[0](text)
-        return total if is_done.is_set() else sum(share for _, share in blocks)
+            say.clear()
+        return total if is_done.is_set() else done
 
     try:
         with polled_bar(title, total, count) as print_above:
@@ -406,7 +410,7 @@ def _bar(
     columns = *Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn()
     progress = Progress(*columns, speed_estimate_period=math.inf)  # a block may take minutes
     # Set here and not by an update: earlier work would distort the estimated speed.
-    task = progress.add_task(title, total=total, completed=done)
+    task = progress.add_task(title, total=total, completed=int(done))
     if not progress.console.is_jupyter:
         with progress:
             yield lambda done: progress.update(task, completed=done), progress.console.print

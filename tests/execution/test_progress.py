@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dask
@@ -69,11 +72,8 @@ def test_block_bar__counts_micro_batches_of_the_graphs_of_its_body(
         (_, shares) = execution._SHARES.values()
         wait_until(lambda: sum(shares.values()) == blocks, "blocks to be counted")
 
-    def estimate(block_s: float) -> str:
-        return f"more than nothing: {block_s > 0}"
-
     def interrupted() -> None:
-        with execution.block_bar("fit", 10, estimate=estimate):
+        with execution.block_bar("fit", 10):
             execution.skipped("kept", 1)
             features = td.featurize(samples, model, **options).feature.data
             features[:24].compute()
@@ -84,14 +84,33 @@ def test_block_bar__counts_micro_batches_of_the_graphs_of_its_body(
             finally:
                 wait_for(3.5)
 
-    monkeypatch.setattr(execution, "_EARLIEST_S", 0)
     with pytest.raises(td.errors.BlockError, match="thirteen"):
         interrupted()
     shown = capsys.readouterr().out
-    assert shown.count("more than nothing: True") == 1
     assert "45%" in shown
     assert "4/10" in shown
     assert not execution._SHARES
     with execution.block_bar("fit", 10):
         pass
     assert "10/10" in capsys.readouterr().out
+
+
+def test_block_bar__estimates_once_from_blocks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, said, counts = 0.0, [], []
+
+    @contextmanager
+    def captured(title: str, total: int, count: Callable[[], float]) -> Iterator[Any]:
+        counts.append(count)
+        yield said.append
+
+    monkeypatch.setattr(execution, "polled_bar", captured)
+    monkeypatch.setattr(execution, "time", SimpleNamespace(monotonic=lambda: seconds))
+    with execution.block_bar("fit", 20, estimate=lambda left_s, block_s: f"{left_s}, {block_s}"):
+        execution.counted("pass")
+        execution.skipped("kept", 2)
+        # The first half of a block comes after 100 s, others take 8 s.
+        for seconds, share in ((50.0, 0), (100.0, 0.5), (104.0, 1), (112.0, 2), (120.0, 3)):
+            for i in range(int(share + 0.5)):
+                execution.note_share("pass", f"block {i}", min(share - i, 1))
+            assert counts[0]() == 2 + share
+            assert said == ([f"{8.0 * (20 - 4)}, 8.0"] if seconds > 104 else [])

@@ -91,8 +91,6 @@ def test_fit__the_bar_counts_blocks_of_all_passes_and_checkpoints(
 ) -> None:
     if scheduler == "client":
         request.getfixturevalue("client")
-    monkeypatch.setattr(fitting, "_LONG_S", 0)
-    monkeypatch.setattr(execution, "_EARLIEST_S", 0)
     counted, bar = [], execution._bar
 
     @contextmanager
@@ -107,7 +105,7 @@ def test_fit__the_bar_counts_blocks_of_all_passes_and_checkpoints(
     # Of four blocks: two passes for the curvature, one for weights, all at both checkpoints; one
     # for components, at the first.
     assert counted[-1] == 28
-    assert "random columns" in capsys.readouterr().out.replace("\n", " ")
+    capsys.readouterr()
     monkeypatch.undo()
     td.fit(SAMPLES, MODEL, store=tmp_path / "f.zarr", **SMALL | {"progress": True})
     assert "fit" in (shown := capsys.readouterr().out)

@@ -188,10 +188,8 @@ def fit(
         return kept_fits(folder, files, model, compute, n, total)
 
     n_leading, rest = _halves(sketch) if curvature else (0, sketch)
-    total, of_features = (
-        len(todo) * b for b in (of_curvature + of_sketch, len(samples.chunksizes[SAMPLE]))
-    )
-    tell = partial(_estimate, total, of_features)
+    total = len(todo) * (of_curvature + of_sketch)
+    tell = partial(_estimate, len(todo) * len(samples.chunksizes[SAMPLE]))
     with block_bar("fit", total, show=progress, estimate=tell):
         # 2. The scale of gradients at each checkpoint, and the weights that all of them have.
         steps = {name: first.at_checkpoints([name]) for name in todo}
@@ -209,21 +207,21 @@ def fit(
     return replace(Fitted.joined(parts), origin=origin)
 
 
-def _estimate(of_fit: int, of_features: int, block_s: float) -> str:
-    """Say how long a fit and the features after it will take, if that is more than a minute.
+def _estimate(n_blocks: int, left_s: float, block_s: float) -> str:
+    """Say how long a fit and features of so many blocks will take, if it is more than a minute.
 
     Examples
     --------
-    >>> _estimate(16, 100, 0.1)
+    >>> _estimate(100, 1.6, 0.1)
     ''
-    >>> _estimate(16, 100, 3.0).partition(". ")[0]
-    'This takes about 48.00 s, and features of all samples then about 300.00 s'
+    >>> _estimate(100, 48.0, 3.0).partition(". ")[0]
+    'The fit takes about 48.00 s more, and features of all samples then about 300.00 s'
     """
-    fit_s, features_s = of_fit * block_s, of_features * block_s
-    if fit_s + features_s < _LONG_S:
+    features_s = n_blocks * block_s
+    if left_s + features_s < _LONG_S:
         return ""
     return (
-        f"This takes about {format_time(fit_s)}, and features of all samples then about "
+        f"The fit takes about {format_time(left_s)} more, and features of all samples then about "
         f"{format_time(features_s)}. Cheaper: td.fit(..., n_samples=500) fits fewer samples; "
         "td.save(td.featurize(samples, model), store) has random columns, and needs no fit"
     )
