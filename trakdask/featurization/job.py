@@ -128,8 +128,9 @@ class BlockSamples:
         """Return some of the samples as tensors."""
         # A copy, because torch cannot share read-only memory, such as a memory-mapped file.
         inputs = zip(self.job.inputs, self.arrays, strict=True)
-        batch = Batch({name: self._there(torch.tensor(array[part])) for name, array in inputs})
-        return trimmed(self.job.model.task, batch) if self.trims else batch
+        batch = Batch({name: torch.tensor(array[part]) for name, array in inputs})
+        batch = trimmed(self.job.model.task, batch) if self.trims else batch
+        return Batch({name: self._there(value) for name, value in batch.items()})
 
     def _there(self, value: Tensor) -> Tensor:
         """Return a tensor on the device, in float32 if that has no float64."""
