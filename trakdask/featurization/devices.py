@@ -157,8 +157,11 @@ def free_bytes(device: torch.device) -> int:
     if not hasattr(module, "mem_get_info"):
         return min(psutil.virtual_memory().available, MEMORY_LIMIT)
     free, _ = module.mem_get_info(device)
-    # torch caches memory that it has freed, and can use it again
-    return int(free + module.memory_reserved(device) - module.memory_allocated(device))
+    try:  # torch caches memory that it has freed, and can use it again
+        cached = module.memory_reserved(device) - module.memory_allocated(device)
+    except RuntimeError:  # memory of RMM, of which torch keeps no books (pytorch#133281)
+        cached = 0
+    return int(free + cached)
 
 
 def states_bytes(device: torch.device = _CPU) -> int:
@@ -184,5 +187,5 @@ def current_worker() -> Any:
 
 def is_out_of_memory(err: Exception) -> bool:
     """Return whether an error means out of memory, also where torch has no class for it."""
-    words = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "out of memory")
+    words = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "out of memory", "out_of_memory")
     return isinstance(err, torch.OutOfMemoryError) or any(word in str(err) for word in words)
