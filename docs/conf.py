@@ -55,6 +55,7 @@ exclude_patterns = ["_build", "jupyter_execute"]
 html_theme = "sphinx_book_theme"
 html_title = f"trakdask {version}"
 html_static_path = ["_static"]
+html_favicon = "_static/favicon.svg"
 html_css_files = ["custom.css"]
 html_js_files = ["labels.js"]
 html_show_copyright = False

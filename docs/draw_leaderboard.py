@@ -68,7 +68,9 @@ def main() -> None:
         panel.spines[["top", "right", "left"]].set_visible(False)
     panels[0].set_yticks(range(len(methods)), methods, fontsize=9)
     panels[0].invert_yaxis()
-    figure.supxlabel("LDS: dots at the defaults, circles at the best λ; dotted: the ceiling", size=9)
+    figure.supxlabel(
+        "LDS: dots at the defaults, circles at the best λ; dotted: the ceiling", size=9
+    )
     figure.savefig(ROOT / "docs" / "_static" / "leaderboard.png", dpi=130)
 
 

@@ -18,7 +18,7 @@ DOCS = ROOT / "docs"
 RESULTS = ROOT / "tests" / "benchmarks" / "results"
 BUILT = {DOCS / "_build", DOCS / "jupyter_execute", DOCS / "reference" / "generated"}
 PAGES = [
-    *(ROOT / name for name in ("README.md", ".github/CONTRIBUTING.md")),
+    *(ROOT / name for name in ("README.md", ".github/CONTRIBUTING.md", ".github/SECURITY.md")),
     *(page for page in DOCS.rglob("*.md") if not BUILT & set(page.parents)),
 ]
 

@@ -25,15 +25,12 @@ ENVIRONMENT = os.environ | {
     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
 }
 
-READERS_OWN = """
-import numpy as np, torch
-import trakdask as td
-from trakdask import examples
-
-(train, test), build = examples.mnist(), examples.mnist_cnn
-torch.save(examples.fit_mnist_cnn(np.arange(train.sizes["sample"]), seed=0), "model.pt")
+# What the first block takes for granted.
+READERS_OWN = """import numpy as np, torch, trakdask as td
+from trakdask.examples import fit_mnist_cnn, mnist, mnist_cnn as build
+train, test = mnist()
+torch.save(fit_mnist_cnn(np.arange(train.sizes["sample"]), seed=0), "model.pt")
 """
-"""What the first block takes for granted; each of the others goes on from those before it."""
 
 FEWER_HALVES = "sed -i 's/n: 8}/n: 5, epochs: 6}/' trakdask.yaml"
 
@@ -86,7 +83,7 @@ def explore(line: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_readme__lines_run_in_order(tmp_path: Path) -> None:
+def test_readme__lines_run_in_order(tmp_path: Path, tmp_path_factory) -> None:
     printed, python = "", ""
     for language, text in BLOCKS:
         if text.startswith("pip install"):  # which was done before tests could run
@@ -97,10 +94,9 @@ def test_readme__lines_run_in_order(tmp_path: Path) -> None:
         elif language == "text":
             assert shape_of(printed[printed.index("these scores") :]) == shape_of(text)
         elif text.startswith("model = "):
-            (tmp_path / "own").mkdir()
-            run([sys.executable, "-c", READERS_OWN + text], tmp_path / "own")
+            run([sys.executable, "-c", READERS_OWN + text], tmp_path_factory.mktemp("own"))
         elif language == "python":
-            python += text
+            python += text  # which goes on from the block before
             printed = run([sys.executable, "-c", python], tmp_path)
         else:
             text = text.replace("trakdask init", f"trakdask init\n{FEWER_HALVES}")

@@ -16,7 +16,7 @@ from tests.waiting import PATIENCE_S
 from trakdask.explorer import Explorer, Marks, View
 from trakdask.explorer.app import Session
 from trakdask.explorer.conditions import condition_mask, joined, toggled, without
-from trakdask.explorer.html import measured
+from trakdask.explorer.html import signed
 from trakdask.explorer.pages import sections
 
 N, M = 90, 40
@@ -168,8 +168,8 @@ def test_pages__show_intervals_shares_and_the_grade() -> None:
     session.wait(PATIENCE_S)
     assert session.page.html.count(text) == 2
     shares = explorer.questions.credit(View(group_by="label"))
-    share, error = measured(*(100 * shares[["score", "spread"]].iloc[0]))
-    assert f'{share} <span class="quiet">± {error}<' in session.page.html
+    share, _, error = signed(*(100 * shares[["score", "spread"]].iloc[0]), 1).partition(" ")
+    assert f'{share}</strong> <span class="quiet">{error}<' in session.page.html
     session.go(View(page="target", target=3, k=N))
     session.wait(PATIENCE_S)
     assert session.page.html.count(text) == 1

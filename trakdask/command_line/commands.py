@@ -64,7 +64,10 @@ def plan(
 ) -> None:
     """Print the cost of the features, before anything runs."""
     with _job(file, settings, debug) as values:
-        output.print(td.plan(cli.jobs.features(values, "data", fits=False), pilot=pilot))
+        described = cli.jobs.features(values, "data", fits=False)
+        fitted = values.get("projector") or {}
+        options = {"n_fitted": fitted["n_samples"]} if "n_samples" in fitted else {}
+        output.print(td.plan(described, pilot=pilot, **options))
 
 
 @app.command()

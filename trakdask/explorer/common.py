@@ -10,6 +10,7 @@ from trakdask.explorer.conditions import ConditionError, condition_mask
 from trakdask.explorer.html import plain_message, render
 from trakdask.explorer.tables import ROWS
 from trakdask.explorer.view import View
+from trakdask.plots.figures import decimals
 
 _MOST_GROUPS = 24
 
@@ -59,7 +60,8 @@ def bars(
     ends = table if len(table) <= _MOST_GROUPS else pd.concat([table[:half], table[-half:]])
     return render(
         "groups", attributions, view, table=ends, left_out=len(table) - len(ends),
-        is_share=is_share, largest=float((ends["score"].abs() + ends["spread"].fillna(0)).max()),
+        digits=1 if is_share else decimals(table["score"]), is_share=is_share,
+        largest=float((ends["score"].abs() + ends["spread"].fillna(0)).max()),
     )  # fmt: skip
 
 

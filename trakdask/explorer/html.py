@@ -25,6 +25,7 @@ from trakdask.explorer.marks import KINDS
 from trakdask.explorer.questions import LEVEL
 from trakdask.explorer.tables import ROWS
 from trakdask.explorer.uploads import MOST_BYTES
+from trakdask.plots.figures import decimals
 
 _FOLDER = Path(__file__).parent
 STYLE = (_FOLDER / "explorer.css").read_text("utf-8")
@@ -32,7 +33,6 @@ STYLE = (_FOLDER / "explorer.css").read_text("utf-8")
 _LARGE = 10_000
 """Numbers that are larger are shown with all digits: they may be names of something."""
 
-_SMALL = 1e-4
 _MOST_CHARACTERS = 400
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -57,25 +57,20 @@ def _superscript(exponent: int) -> str:
     return str(exponent).translate(_SUPERSCRIPT)
 
 
-def measured(x: float, error: float = math.nan) -> tuple[str, str]:
-    """Return a number with its sign, to two digits of its error, and the error; "" for none.
+def signed(x: float, error: float, digits: int) -> str:
+    """Return a number with its sign, and as many digits as two of its error, if it has one.
 
     Examples
     --------
-    >>> measured(0.27883, 0.0558), measured(-1740.7, 336.4)
-    (('+0.279', '0.056'), ('−1,740', '340'))
-    >>> measured(3.14e-8, 2.5e-9), measured(-0.00346), measured(float("nan"))
-    (('+3.14 × 10⁻⁸', '0.25 × 10⁻⁸'), ('−0.00346', ''), ('–', ''))
+    >>> signed(0.27883, 0.05582, 3), signed(-0.0012345, float("nan"), 5)
+    ('+0.279 ± 0.056', '−0.00123')
     """
-    if not math.isfinite(x) or not 0 < error < math.inf:
-        return (f"+{number(x)}" if x > 0 else number(x)), ""
-    largest = max(abs(x), error)
-    power = math.floor(math.log10(largest)) if largest < _SMALL else 0
-    decimals = power + 1 - math.floor(math.log10(error))
-    unit = f" × 10{_superscript(power)}" if power else ""
-    values = (round(y / 10.0**power, decimals) for y in (x, error))
-    texts = [f"{y:{sign},.{max(decimals, 0)}f}{unit}" for y, sign in zip(values, "+-", strict=True)]
-    return texts[0].replace("-", "−", 1), texts[1]
+    if not math.isfinite(x):
+        return "–"
+    if not error > 0:
+        return f"{x:+,.{digits}f}".replace("-", "−", 1)
+    digits = decimals(error, digits=2)
+    return f"{x:+,.{digits}f} ± {error:,.{digits}f}".replace("-", "−", 1)
 
 
 def value(x: Any) -> str:
@@ -166,13 +161,14 @@ def _templates() -> Environment:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined,
     )  # fmt: skip
     templates.filters |= {
-        "condition": _condition, "number": number, "share": _share, "value": value,
+        "condition": _condition, "number": number, "signed": signed,
+        "share": _share, "value": value,
     }  # fmt: skip
     templates.globals |= {
         "ESTIMATORS": ("auto", *ESTIMATORS), "KINDS": KINDS, "LEVEL": LEVEL,
         "MOST_BYTES": MOST_BYTES, "ROWS": ROWS, "RULES": get_args(Rule),
         "count": count, "has_terms": has_terms, "identifiers": _identifiers, "live": _live.get,
-        "measured": measured, "now": partial(datetime.now, UTC), "rows": _rows, "toggled": toggled,
+        "now": partial(datetime.now, UTC), "rows": _rows, "toggled": toggled,
         "version": __version__,
     }  # fmt: skip
     return templates

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import xarray as xr
 
@@ -12,7 +10,7 @@ from trakdask.explorer.attributions import Attributions
 from trakdask.explorer.common import bars, checked, grouped, neighbours, shown
 from trakdask.explorer.html import number, render, value
 from trakdask.explorer.view import MeanTrace, View, damping_of
-from trakdask.plots.figures import power_of_ten
+from trakdask.plots.figures import decimals
 
 _MOST_TEXTS = 5
 """How many samples have their words coloured."""
@@ -92,7 +90,7 @@ def ranked(attributions: Attributions, view: View, *, largest: bool) -> str:
     positions = table["sample"].tolist()
     return render(
         "ranked", attributions, view, table=table, contents=attributions.samples.html(positions),
-        readings=questions.training.readings(positions),
+        readings=questions.training.readings(positions), digits=decimals(questions.scores(view)),
         kind="helpful" if largest else "harmful",
     )  # fmt: skip
 
@@ -123,10 +121,10 @@ def words(attributions: Attributions, view: View, *, largest: bool) -> str:
     top = questions.top(view.replace(k=min(view.k, _MOST_TEXTS)), largest=largest)
     if top.empty:
         return render("note", text="No training sample meets the condition.")
-    position, unit = top["sample"].to_numpy(), power_of_ten(questions.scores(view))
+    position = top["sample"].to_numpy()
     names = [f"sample {number}" for number in position]
     scores = questions.words(view, position).assign_coords(row=("sample", names))
-    return dataclasses.replace(td.plots.text(scores, label="row"), unit=unit)._repr_html_()
+    return td.plots.text(scores, label="row")._repr_html_()
 
 
 def groups(attributions: Attributions, view: View) -> str:

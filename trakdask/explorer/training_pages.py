@@ -10,6 +10,7 @@ from trakdask.explorer.html import render
 from trakdask.explorer.marks import KINDS
 from trakdask.explorer.tables import ROWS
 from trakdask.explorer.view import LISTS, View
+from trakdask.plots.figures import decimals
 from trakdask.variables import SAMPLE
 
 _MOST_ROWS = 60
@@ -51,7 +52,7 @@ def targets_of_sample(attributions: Attributions, view: View) -> str:
     table = attributions.questions.targets_of(view)
     positions = table.index.tolist()
     return render(
-        "targets_of_sample", attributions, view, table=table,
+        "targets_of_sample", attributions, view, table=table, digits=decimals(table["score"]),
         contents=attributions.target_samples.html(positions, brief=True),
         readings=targets.readings(positions), names=[*targets.metadata],
     )  # fmt: skip
@@ -75,7 +76,9 @@ def heat(attributions: Attributions, view: View) -> str:
     strongest = heat.abs().max(axis=1).nlargest(_MOST_ROWS).index
     heat = heat[heat.index.isin(strongest)] if len(heat) > _MOST_ROWS else heat
     largest = float(np.nanmax(np.abs(heat.to_numpy()), initial=0.0))
-    return render("heat", attributions, view, heat=heat, largest=largest)
+    return render(
+        "heat", attributions, view, heat=heat, digits=decimals(heat, digits=2), largest=largest
+    )
 
 
 def ranking(attributions: Attributions, view: View, *, section: str) -> str:

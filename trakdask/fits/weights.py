@@ -23,6 +23,7 @@ import torch
 import xarray as xr
 from torch import Tensor, nn
 
+from trakdask.arrays.agreement import mean_agreement
 from trakdask.arrays.weights import gram_weights
 from trakdask.featurization.block import Output, run_samples, running
 from trakdask.featurization.graphs import block_tasks, variable_of
@@ -114,18 +115,13 @@ def _size(shapes: Shapes, names: Sequence[str]) -> int:
 
 
 def _facts(kernel: np.ndarray, h: np.ndarray, rho: float) -> tuple[np.ndarray, ...]:
-    """Return scores φᵀ (Σ h φ φᵀ + λ)⁻¹ φ for the first samples, trace, and directions.
-
-    Without their diagonal, which training draws near to its sample, and centred.
-    """
+    """Return scores φᵀ (Σ h φ φᵀ + λ)⁻¹ φ for the first samples, trace, and directions."""
     roots = np.sqrt(h)
     weighted = roots[:, None] * kernel * roots
     n, trace = len(h), np.trace(weighted)
     lam = rho * trace / n or 1.0  # of gradients that are 0, all is 0
     solved = np.linalg.solve(weighted + lam * np.eye(n), roots[:, None] * kernel[:, :_TARGETS])
     scores = (kernel[:, :_TARGETS] - (kernel * roots) @ solved) / lam
-    np.fill_diagonal(scores, np.nan)
-    scores = np.nan_to_num(scores - np.nanmean(scores, 0))
     squares = np.square(weighted).sum()
     return scores.astype(np.float32), trace / n, trace**2 / squares if squares else 0.0
 
@@ -196,7 +192,7 @@ def weights_of(facts: Mapping[str, np.ndarray], model: Model) -> Weights:
     share, directions = (facts[name].mean(-1) for name in ("traces", "directions"))
     share = share / share.sum()
     n_checkpoints = facts["scores"].shape[-1]
-    agreement = _agreement(facts["scores"])
+    agreement = mean_agreement(facts["scores"])
     if n_checkpoints > 1:
         r = np.maximum(agreement, _LEAST)
         alpha = (n_checkpoints * r / (1 + (n_checkpoints - 1) * r)) ** 2
@@ -213,15 +209,6 @@ def weights_of(facts: Mapping[str, np.ndarray], model: Model) -> Weights:
         title: {name: float(f"{column[i]:.6g}") for name, column in columns.items()}
         for i, title in enumerate(titles)
     }
-
-
-def _agreement(scores: np.ndarray) -> np.ndarray:
-    """Return the mean correlation of (sample, target, group, checkpoint) between checkpoints."""
-    unit = np.moveaxis(scores, 2, 0).reshape(scores.shape[2], -1, scores.shape[3])
-    unit = unit / np.maximum(np.linalg.norm(unit, axis=1, keepdims=True), 1e-30)
-    products = unit.mT @ unit
-    n = scores.shape[3]
-    return (products.sum((1, 2)) - np.trace(products, axis1=1, axis2=2)) / max(n * (n - 1), 1)
 
 
 def _writes_words(model: Model) -> str | None:
