@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -58,3 +60,21 @@ def test_intervals__are_drawn_into_axes() -> None:
     found = td.group_score(FEATURES, TARGETS, "grad_dot", by="source", level=0.9).isel(target=0)
     assert td.plots.intervals(found, ax=second) is figure
     assert (len(first.patches), len(second.patches)) == (0, 3)
+
+
+def test_weights__are_the_numbers_of_the_projector() -> None:
+    groups = {
+        "words.$weight": {"weight": 0.5, "share": 0.8, "directions": 30.0, "agreement": 0.2},
+        "head.weight": {"weight": 2.0, "share": 0.2, "directions": 9.0, "agreement": 0.8},
+    }
+    projector = {"kind": "fitted", "steps": [{"kind": "curvature", "weights": groups}]}
+    features = FEATURES.assign_attrs(projector=json.dumps(projector))
+    share, *others = td.plots.weights(features).axes
+    widths = [bar.get_width() for bar in share.patches]
+    np.testing.assert_allclose(widths, [0.8, 0.2, 0.2, 0.8])
+    assert [text.get_text() for text in share.get_yticklabels()] == list(groups)
+    for ax, name in zip(others, ("agreement", "directions", "weight"), strict=True):
+        assert ax.get_xlabel() == name
+        assert [bar.get_width() for bar in ax.patches] == [g[name] for g in groups.values()]
+    with pytest.raises(ValueError, match=r"no fitted step.*td.fit\(samples, model\)"):
+        td.plots.weights(FEATURES)

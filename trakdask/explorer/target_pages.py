@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
 import xarray as xr
 
 import trakdask as td
@@ -35,6 +34,12 @@ def table(attributions: Attributions, view: View) -> str:
     return render(
         "target_table", attributions, view, table=table, total=len(selected), contents=contents
     )
+
+
+def confusion(attributions: Attributions, view: View) -> str:
+    """Return how often which class is predicted for which label."""
+    targets = attributions.questions.targets
+    return render("confusion", view, table=targets.confusion(view), label=targets.label)
 
 
 def grade(attributions: Attributions, view: View) -> str:
@@ -81,30 +86,33 @@ def filters(attributions: Attributions, view: View) -> str:
 def ranked(attributions: Attributions, view: View, *, largest: bool) -> str:
     """Return the training samples that helped or harmed a target most."""
     questions = attributions.questions
-    table, scores = questions.top(view, largest=largest), questions.scores(view)
+    table = questions.top(view, largest=largest)
     positions = table["sample"].tolist()
     return render(
         "ranked", attributions, view, table=table, contents=attributions.samples.html(positions),
-        readings=questions.training.readings(positions), digits=decimals(scores),
+        readings=questions.training.readings(positions), digits=decimals(questions.scores(view)),
         kind="helpful" if largest else "harmful",
-        summary=_summary(table, scores, grouped(attributions, view).group_by),
     )  # fmt: skip
 
 
-def _summary(table: pd.DataFrame, scores: np.ndarray, by: str) -> str:
-    """Return a sentence: the share of the ranked samples in all scores, and their common value."""
-    is_raising = bool(table["score"].max() > -table["score"].min())
-    table = table[(table["score"] > 0) if is_raising else (table["score"] < 0)]
-    whole = np.nansum(scores[scores > 0] if is_raising else scores[scores < 0])
-    if table.empty:
-        return ""
-    n, share = len(table), 100 * table["score"].sum() / whole
-    common = ""
-    if n > 1 and by in table and (counts := table[by].value_counts()).iloc[0] >= n / 2:
-        common = f" {counts.iloc[0]} of them have {by} {value(counts.index[0])}."
-    verb = "raised" if is_raising else "lowered"
-    subject = "This sample makes" if n == 1 else f"These {n} samples make"
-    return f"{subject} up {share:.0f} % of all that {verb} its output.{common}"
+def story(attributions: Attributions, view: View) -> str:
+    """Return in words what the samples that helped and harmed a target most have in common."""
+    questions, by = attributions.questions, grouped(attributions, view).group_by
+    scores, sentences = questions.scores(view), []
+    for sign, verb, effect in ((1, "helped", "raised"), (-1, "harmed", "lowered")):
+        # 1. Those that did so: the list of a small store may have others at its end.
+        table = questions.top(view, largest=sign > 0)
+        table = table[sign * table["score"] > 0]
+        if table.empty:
+            continue
+        # 2. Their share in all that did so, and the value that half of them or more have.
+        n, share = len(table), 100 * table["score"].sum() / scores[sign * scores > 0].sum()
+        common = ""
+        if n > 1 and by in table and (counts := table[by].value_counts()).iloc[0] >= n / 2:
+            common = f"; {counts.iloc[0]} of them have {by} {value(counts.index[0])}"
+        most = f"{n} samples that {verb} most make" if n > 1 else f"sample that {verb} most makes"
+        sentences.append(f"The {most} up {share:.0f} % of all that {effect} the output{common}.")
+    return render("story", sentences=sentences)
 
 
 def words(attributions: Attributions, view: View, *, largest: bool) -> str:

@@ -34,6 +34,18 @@ def sample(attributions: Attributions, view: View) -> str:
     )  # fmt: skip
 
 
+def alike(attributions: Attributions, view: View) -> str:
+    """Return the training samples whose features are most like those of one."""
+    questions = attributions.questions
+    table = questions.alike(view)
+    positions = table.index.tolist()
+    return render(
+        "alike", attributions, view, table=table.join(questions.metadata),
+        contents=attributions.samples.html(positions, brief=True),
+        readings=questions.training.readings(positions),
+    )  # fmt: skip
+
+
 def targets_of_sample(attributions: Attributions, view: View) -> str:
     """Return the targets that a training sample helped and harmed most."""
     targets = attributions.questions.targets

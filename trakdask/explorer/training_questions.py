@@ -192,6 +192,18 @@ class TrainingQuestions:
         """
         return self._duplicates(self.first_checkpoint(view))
 
+    def alike(self, view: View) -> pd.DataFrame:
+        """Return the k training samples most like one: the cosine of their features, largest first.
+
+        By position; column ``cosine``, the mean over the checkpoints of the view.
+        """
+        features = self.setting(view).features
+        one = features.isel({SAMPLE: [view.sample]})
+        top = td.top_k(td.score(features, one, td.GradCos()), min(view.k + 1, len(self.metadata)))
+        position, cosine = compute(top["position"].data[0], top["score"].data[0])
+        table = pd.DataFrame({"cosine": cosine}, index=position)
+        return table.drop(index=[view.sample, -1], errors="ignore")[: view.k]
+
     def first_checkpoint(self, view: View) -> str:
         """Return the first checkpoint of a view, from which duplicates are found."""
         return next(c for c in self.checkpoints if c in (view.checkpoints or self.checkpoints))

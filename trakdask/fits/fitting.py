@@ -22,10 +22,11 @@ from trakdask.files import Folder
 from trakdask.fits.components import principal_components, sketch_for
 from trakdask.fits.curvatures import curvature as fit_curvature
 from trakdask.fits.moments import MomentsLike, second_moments
+from trakdask.fits.weights import FACTS, scores_by_group, weighted, weights_of
 from trakdask.fits.wrong_classes import wrong_classes
 from trakdask.models.model import Model
 from trakdask.projection import Projector
-from trakdask.projection.fitted import Fitted
+from trakdask.projection.fitted import Curvature, Fitted, Weights
 from trakdask.provenance import digest, require_same
 from trakdask.samples import drawn, source_of, validate_samples
 from trakdask.storage.reading import open
@@ -56,8 +57,10 @@ def fit(
     """Fit a projector to a model, which makes features of few columns that predict well.
 
     A random projection treats all directions of a gradient alike. A fitted one scales gradients by
-    the curvature of the loss, sketches them, and keeps the directions in which the gradients of
-    your samples differ most. Features take half of the space and predict better. For a
+    the curvature of the loss, gives parameters weights, sketches them, and keeps the directions in
+    which the gradients of your samples differ most. Features take half of the space and predict
+    better. A parameter has weight if scores by its gradients alone agree between your checkpoints,
+    and if these gradients have many directions: see Notes. For a
     classifier of several classes the fit also measures how the loss curves between the wrong
     classes, which :class:`Soft` adds to the gram matrix. Features keep the fit, so that
     targets are made by ``td.featurize(test, model, like=features)``.
@@ -108,10 +111,20 @@ def fit(
 
     Notes
     -----
+    The weight α of a parameter multiplies its gradients after the scale of the curvature; biases
+    and other vectors have one together. α = R² √D, times a number for all. D = tr(K)² / tr(K²) is
+    the number of directions of the products K of these gradients, each with the weight of its
+    sample in the gram matrix. R = C r / (1 + (C - 1) r), for C checkpoints, is the reliability of
+    scores that K alone gives, whose mean correlation between two checkpoints is r. With one
+    checkpoint R is 1; only in a causal language model all but the layer that writes words have
+    √0.03. Weights are in the first of ``steps`` of the projector, and in attrs of its features.
+    Checkpoints that are appended to a store have the weights of the store.
+
     It is computed at once, checkpoint by checkpoint, on the active client or on threads. Cost:
     four passes over ``n_samples`` samples, two of them for the curvature and one for the wrong
-    classes, and the eigenvectors of the products of these samples: for the small models of
-    ``tests/benchmarks/results/2026-11-24-fits.txt`` about what features of 12,000 samples cost.
+    classes, one over 300 samples for the weights, and the eigenvectors of the products of these
+    samples: for the small models of ``tests/benchmarks/results/2026-11-24-fits.txt`` about what
+    features of 12,000 samples cost.
     Memory does not grow with the number of all samples.
 
     Examples
@@ -154,34 +167,62 @@ def fit(
     folder = None if store is None else kept_beside(Folder.at(store, storage_options))
     stored = None if store is None else _stored(store, storage_options, json.loads(origin))
 
-    quiet = {**options, "progress": False}  # this bar counts checkpoints
-
-    def fitted(one: Model) -> Fitted:
-        steps = first.at_checkpoints(list(one.spec()["checkpoints"]))
-        if not curvature:
-            steps = steps.then(sketch)
-        else:
-            n_leading, rest = _halves(sketch)
-            steps = fit_curvature(part, one, leading=n_leading, **quiet).then(rest)
-        if components:
-            steps = principal_components(part, one, n_components, projector=steps, **quiet)
-        matrix = wrong_classes(part, one, steps, **options)
-        more = {} if matrix is None else {WRONG_CLASSES: matrix}
-        steps = replace(steps, arrays={**steps.arrays, **more}, model=model_of(one.spec()))
-        known = {name: steps.digest_at(i) for i, name in enumerate(steps.digests)}
-        return replace(steps, digests=known)
-
-    parts: list[Fitted] = []
+    # 1. The store has some checkpoints; what was kept of the others is not computed again.
     names = [checkpoint.name for checkpoint in model.checkpoints]
-    with polled_bar("fit", len(names), lambda: len(parts), show=progress):
-        for name in names:
-            one = model.at_checkpoints([name])
-            if stored is not None and name in stored.model["checkpoints"]:
-                parts.append(stored.at_checkpoints([name]))
-                continue
-            of = {**asked, "model": one.spec(), "moments": first.digests.get(name)}
-            parts.append(_kept(folder, f"{digest(of)[:32]}.npz", partial(fitted, one)))
+    known = () if stored is None else stored.model["checkpoints"]
+    todo = {name: model.at_checkpoints([name]) for name in names if name not in known}
+
+    def kept(step: str, name: str, before: Any, compute: Callable[[], Fitted]) -> Fitted:
+        of = {**asked, "model": todo[name].spec(), "before": before}
+        return _kept(folder, f"{step}-{digest(of)[:32]}.npz", compute)
+
+    scaled, done = dict.fromkeys(todo, first), dict[str, Fitted]()
+    n_leading, rest = _halves(sketch) if curvature else (0, sketch)
+    with polled_bar("fit", 2 * len(todo), lambda: len(scaled) + len(done), show=progress):
+        # 2. The scale of gradients at each checkpoint, and the weights that all of them have.
+        if curvature:
+            scaled = {}
+            for name, one in todo.items():
+                run = partial(_curvature, part, one, options)
+                scaled[name] = kept("curvature", name, None, run)
+            weights = _weights(list(scaled.values()), model, stored)
+        # 3. At each checkpoint, the sketch, its components, and how it curves between classes.
+        for name, one in todo.items():
+            steps = scaled[name].at_checkpoints([name])
+            if curvature:
+                steps = weighted(steps, weights, model.shapes, n_leading)
+            n = n_components if components else 0
+            run = partial(_sketched, part, one, steps.then(rest), n, options)
+            done[name] = kept("sketch", name, dict(steps.digests), run)
+    parts = [done[n] if n in done else stored.at_checkpoints([n]) for n in names]
     return replace(Fitted.joined(parts), origin=origin)
+
+
+def _curvature(part: xr.Dataset, one: Model, options: Mapping[str, Any]) -> Fitted:
+    """Return the curvature at one checkpoint, and what it says of the weights of parameters."""
+    fit = fit_curvature(part, one, leading=0, progress=False, **options)
+    return fit.beside(scores_by_group(part, one, fit, **options))
+
+
+def _weights(scaled: list[Fitted], model: Model, stored: Fitted | None) -> Weights | None:
+    """Return the weights that features of all checkpoints have: those of a store stay."""
+    if stored is not None:
+        return next((s.weights for s in stored.steps if isinstance(s, Curvature)), None)
+    facts = {n: np.concatenate([fit.arrays[n] for fit in scaled], -1) for n in FACTS}
+    return weights_of(facts, model)
+
+
+def _sketched(
+    part: xr.Dataset, one: Model, steps: Fitted, n_components: int, options: Mapping[str, Any]
+) -> Fitted:
+    """Return the whole projector at one checkpoint, with the curvature between wrong classes."""
+    if n_components:
+        steps = principal_components(
+            part, one, n_components, projector=steps, progress=False, **options
+        )
+    matrix = wrong_classes(part, one, steps, **options)
+    steps = replace(steps, model=model_of(one.spec()))
+    return steps if matrix is None else steps.beside({WRONG_CLASSES: matrix})
 
 
 def _stored(

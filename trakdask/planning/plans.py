@@ -14,6 +14,7 @@ import xarray as xr
 from dask.utils import format_bytes, format_time
 
 from trakdask.execution import memory_limit
+from trakdask.planning.fits import N_SAMPLES, PlannedFit, planned_fit
 from trakdask.planning.pilot import Pilot, counted, run_pilot
 from trakdask.planning.projections import (
     MOST_PER_COLUMN,
@@ -42,9 +43,10 @@ def plan(
     features: xr.Dataset,
     projectors: Projector | Iterable[Projector] | None = None,
     *,
+    n_fitted: int = N_SAMPLES,
     pilot: bool = False,
 ) -> Plan:
-    """Estimate the cost of features, and the error of their products as gradient products.
+    """Estimate the cost of features and of a fit, and the error of products of features.
 
     Parameters
     ----------
@@ -55,9 +57,12 @@ def plan(
         One or more other projectors to compare with, on the same samples and model. By default
         projectors of two and four times as many columns, where there are more than two samples per
         random column.
+    n_fitted
+        ``n_samples`` of :func:`~trakdask.fit`, which is planned for features that are not fitted
+        yet: with its defaults, or as the ``attrs`` of the features say.
     pilot
         Compute the first two blocks, on the active client or on a thread, and estimate from them
-        how long :func:`~trakdask.save` will take, and how much memory.
+        how long :func:`~trakdask.save` and :func:`~trakdask.fit` will take, and how much memory.
 
     Returns
     -------
@@ -110,6 +115,9 @@ def plan(
     more = wider(used.projector, min(n_samples, n_parameters)) if used.is_random else []
     others = more if projectors is None else checked(projectors)
     fit_bytes = sum(features[name].nbytes for name in FITTED if name in features)
+    fit = None
+    if not fit_bytes:
+        fit = planned_fit(used, attrs, min(n_fitted, n_samples), n_checkpoints)
     return Plan(
         n_samples=n_samples,
         n_blocks=len(blocks),
@@ -124,6 +132,7 @@ def plan(
         has_few_columns=bool(more),
         pilot=run_pilot(features) if pilot else None,
         worker_bytes=memory_limit(),
+        fit=fit,
     )
 
 
@@ -149,6 +158,8 @@ class Plan:
         Whether there are more than two samples (and parameters) per random column.
     pilot
         The measured blocks, if they were requested.
+    fit
+        The cost of a fit before these features; None if it is done.
     """
 
     n_samples: int
@@ -161,6 +172,7 @@ class Plan:
     worker_bytes: int
     has_few_columns: bool = False
     pilot: Pilot | None = None
+    fit: PlannedFit | None = None
 
     @property
     def n_tasks(self) -> int:
@@ -169,12 +181,20 @@ class Plan:
 
     @property
     def estimated_s(self) -> float | None:
-        """Seconds that all tasks will take, estimated from the pilot."""
+        """Seconds that all tasks of the features will take, estimated from the pilot."""
         if (pilot := self.pilot) is None:
             return None
         waves = self.n_checkpoints * math.ceil(self.n_blocks / pilot.n_slots)
         once = max(pilot.first_s - pilot.block_s, 0)
         return once + waves * (pilot.block_s + pilot.gram_s)
+
+    @property
+    def estimated_fit_s(self) -> float | None:
+        """Seconds that a fit will take, estimated from the pilot."""
+        if self.pilot is None or self.fit is None:
+            return None
+        width = self.block_bytes // (4 * self.pilot.n_samples)
+        return self.fit.seconds(self.pilot, self.n_checkpoints, width)
 
     def memory_bytes(self, n_threads: int = 1) -> int | None:
         """Return the most memory that a process with some threads will hold, by the pilot.
@@ -213,6 +233,18 @@ class Plan:
             table[name] = [_readable(str(name), value) for value in column.tolist()]
         return table.T
 
+    def _of_fit(self) -> list[str]:
+        if (fit := self.fit) is None:
+            return []
+        seconds = self.estimated_fit_s
+        time = "" if seconds is None else f"about {format_time(seconds)}, "
+        samples = counted(fit.n_samples, "sample")
+        return [
+            f"A td.fit before: {time}{fit.n_passes} passes over {samples}, "
+            f"{format_bytes(fit.memory_bytes)} for its largest task, "
+            f"{format_bytes(fit.kept_bytes)} of the store. Random columns need none"
+        ]
+
     def _titles(self) -> list[str]:
         batches = "" if self.batch_size is None else f" and micro-batches of {self.batch_size}"
         own = self.projections[0]
@@ -227,6 +259,7 @@ class Plan:
             f"Time: {time}",
             f"Store: {format_bytes(own.store_bytes)}",
             f"Memory: {memory}",
+            *self._of_fit(),
             f"Plan: {counted(self.n_samples, 'sample')} in {counted(self.n_blocks, 'block')}"
             f" of {format_bytes(self.block_bytes)}"
             f"{batches}, {counted(self.n_checkpoints, 'checkpoint')}, "
