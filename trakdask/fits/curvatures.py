@@ -133,7 +133,7 @@ def _fitted(
     weights = with_gram(xr.Dataset(attrs=prepared.attrs), estimator).of_sums()
     vectors, values = dask.compute(*_lazy_curvature(prepared, weights.power))
     scale = scale_of(values[:, 0], prepared.job.model.shapes, damping)
-    kept = leading_coordinates(values[:, 0], scale, leading)
+    kept = leading_coordinates(values[:, 0] * scale.astype(np.float64) ** 2, leading)
     arrays = {
         "curvature_eigenvectors": vectors,
         "curvature_scale": scale[:, None],

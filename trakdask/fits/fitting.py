@@ -169,16 +169,18 @@ def fit(
 
     # 1. The store has some checkpoints; what was kept of the others is not computed again.
     names = [checkpoint.name for checkpoint in model.checkpoints]
-    known = () if stored is None else stored.model["checkpoints"]
+    known = [] if stored is None else [n for n in names if n in stored.model["checkpoints"]]
     todo = {name: model.at_checkpoints([name]) for name in names if name not in known}
 
     def kept(step: str, name: str, before: Any, compute: Callable[[], Fitted]) -> Fitted:
         of = {**asked, "model": todo[name].spec(), "before": before}
         return _kept(folder, f"{step}-{digest(of)[:32]}.npz", compute)
 
-    scaled, done = dict.fromkeys(todo, first), dict[str, Fitted]()
+    scaled = dict.fromkeys(todo, first)
+    done = {} if stored is None else {name: stored.at_checkpoints([name]) for name in known}
     n_leading, rest = _halves(sketch) if curvature else (0, sketch)
-    with polled_bar("fit", 2 * len(todo), lambda: len(scaled) + len(done), show=progress):
+    n_steps = len(names) + len(todo)
+    with polled_bar("fit", n_steps, lambda: len(scaled) + len(done), show=progress):
         # 2. The scale of gradients at each checkpoint, and the weights that all of them have.
         if curvature:
             scaled = {}
@@ -191,11 +193,11 @@ def fit(
             steps = scaled[name].at_checkpoints([name])
             if curvature:
                 steps = weighted(steps, weights, model.shapes, n_leading)
+                one = one.differentiating(steps.differentiated(one.shapes))
             n = n_components if components else 0
             run = partial(_sketched, part, one, steps.then(rest), n, options)
             done[name] = kept("sketch", name, dict(steps.digests), run)
-    parts = [done[n] if n in done else stored.at_checkpoints([n]) for n in names]
-    return replace(Fitted.joined(parts), origin=origin)
+    return replace(Fitted.joined([done[name] for name in names]), origin=origin)
 
 
 def _curvature(part: xr.Dataset, one: Model, options: Mapping[str, Any]) -> Fitted:
