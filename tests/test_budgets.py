@@ -18,8 +18,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "tests" / "benchmarks"
 
-LINES_OF_PACKAGE = 23_275
-LINES_OF_TESTS = 25_195
+LINES_OF_PACKAGE = 23_285
+LINES_OF_TESTS = 25_235
 LINES_OF_BENCHMARKS = 1_898
 NAMED_TYPES = 229
 PUBLIC_NAMES = 107

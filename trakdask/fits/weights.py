@@ -88,8 +88,8 @@ def scores_by_group(
     step = curvature.steps[0]
     assert isinstance(step, Curvature)
     h = np.ones(n) if step.power is None else gram_weights(q[:, 0], step.power)
-    of_groups = np.split(sketches[..., 0].astype(np.float64), np.cumsum(widths)[:-1], axis=1)
-    facts = [_facts(x @ x.T, h, step.damping_prior) for x in of_groups]
+    of_groups = np.split(sketches[..., 0], np.cumsum(widths)[:-1], axis=1)
+    facts = [_facts(x.astype(np.float64), h, step.damping_prior) for x in of_groups]
     return {
         name: np.stack(parts, -1)[..., None]
         for name, parts in zip(FACTS, zip(*facts, strict=True), strict=True)
@@ -100,9 +100,9 @@ def _size(shapes: Shapes, names: Sequence[str]) -> int:
     return sum(math.prod(shapes[name]) for name in names)
 
 
-def _facts(kernel: np.ndarray, h: np.ndarray, rho: float) -> tuple[np.ndarray, ...]:
+def _facts(x: np.ndarray, h: np.ndarray, rho: float) -> tuple[Any, ...]:
     """Return scores φᵀ (Σ h φ φᵀ + λ)⁻¹ φ for the first samples, trace, and directions."""
-    roots = np.sqrt(h)
+    roots, kernel = np.sqrt(h), x @ x.T
     weighted = roots[:, None] * kernel * roots
     n, trace = len(h), np.trace(weighted)
     lam = rho * trace / n or 1.0  # of gradients that are 0, all is 0
