@@ -18,11 +18,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "tests" / "benchmarks"
 
-LINES_OF_PACKAGE = 23_285
-LINES_OF_TESTS = 25_235
+LINES_OF_PACKAGE = 23_800
+LINES_OF_TESTS = 26_240
 LINES_OF_BENCHMARKS = 1_898
-NAMED_TYPES = 229
-PUBLIC_NAMES = 107
+NAMED_TYPES = 231
+PUBLIC_NAMES = 110
 
 PUBLIC_MODULES = (
     *("trakdask", "trakdask.fits", "trakdask.models.tasks", "trakdask.evaluate", "trakdask.plots"),

@@ -30,6 +30,9 @@ class Accessor:
     def __dir__(self) -> list[str]:
         return [*(_OF_SCORES if isinstance(self._data, xr.DataArray) else _OF_FEATURES)]
 
+    def __repr__(self) -> str:
+        return f"<trakdask: {', '.join(map('.trak.{}()'.format, dir(self)))}>"
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in dir(self):
             raise AttributeError(f"expected a method as in dir(data.trak), got {name!r}; try td")

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 import trakdask as td
-from trakdask.plots.figures import GREEN, RED, power_of_ten
+from trakdask.plots.figures import GREEN, RED
 
 FEATURES = td.testing.simulate_features(60, 5, 6).assign_coords(
     source=("sample", np.array(["web", "$wiki", "book"] * 20))
@@ -18,12 +18,12 @@ FEATURES = td.testing.simulate_features(60, 5, 6).assign_coords(
 TARGETS = FEATURES.isel(sample=slice(4))
 
 
-def drawn(figure, unit: int) -> tuple[np.ndarray, np.ndarray, list[str], list[str]]:
+def drawn(figure) -> tuple[np.ndarray, np.ndarray, list[str], list[str]]:
     (ax,) = figure.axes
     bars = [bar for bar in ax.patches]
-    widths = np.array([bar.get_width() for bar in bars]) * 10.0**unit
+    widths = np.array([bar.get_width() for bar in bars])
     segments = ax.collections[0].get_segments()
-    ends = np.array([segment[:, 0] for segment in segments]) * 10.0**unit
+    ends = np.array([segment[:, 0] for segment in segments])
     colors = [to_hex(bar.get_facecolor()) for bar in bars]
     return widths, ends, colors, [text.get_text() for text in ax.get_yticklabels()]
 
@@ -31,8 +31,7 @@ def drawn(figure, unit: int) -> tuple[np.ndarray, np.ndarray, list[str], list[st
 def test_intervals__of_groups_are_sorted_bars() -> None:
     found = td.group_score(FEATURES, TARGETS, "grad_dot", by="source", level=0.9)
     found = found.isel(target=3).compute()
-    unit = power_of_ten(found.score, found.lower, found.upper)
-    widths, ends, colors, names = drawn(td.plots.intervals(found), unit)
+    widths, ends, colors, names = drawn(td.plots.intervals(found))
     found = found.sortby("score", ascending=False)
     np.testing.assert_allclose(widths, found.score, rtol=1e-5)
     np.testing.assert_allclose(ends, np.stack([found.lower, found.upper], 1), rtol=1e-4)
@@ -45,8 +44,7 @@ def test_intervals__of_a_ranking_keep_its_order_and_leave_out_nothing_ranked() -
     found = td.score(FEATURES, TARGETS, "grad_dot", level=0.9)
     top = td.top_k(found, 5, rank_by="lower").isel(target=0).compute()
     top["score"][4] = np.nan
-    unit = power_of_ten(top.score, top.lower, top.upper)
-    widths, _, _, names = drawn(td.plots.intervals(top, "source"), unit)
+    widths, _, _, names = drawn(td.plots.intervals(top, "source"))
     np.testing.assert_allclose(widths, top.score[:4], rtol=1e-5)
     assert names == top.source.values[:4].tolist()
 

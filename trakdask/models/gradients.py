@@ -24,8 +24,8 @@ from trakdask.models.plans import hook_plan, with_copies
 from trakdask.models.tasks import Batch, Forward, Task, TrakTask
 from trakdask.models.tasks.logits import shape_of
 from trakdask.models.tasks.protocol import SampleError
-from trakdask.tensors import Rotations
-from trakdask.torch_internals import no_fast_path
+from trakdask.tensors import Rotations, in_float64
+from trakdask.torch_internals import math_attention, no_fast_path
 
 SAFER = {
     "hooks": "gradients='vmap', or 'loop'",
@@ -71,6 +71,7 @@ def loop_gradients(
 
 
 @no_fast_path()
+@math_attention()
 def vmap_gradients(
     forward: Forward,
     task: Task,
@@ -311,8 +312,8 @@ def require_same_sum(
         If a sum differs by more, relative to the norm of all parameters together. (A parameter
         alone may have almost no gradient, and then only rounding errors.)
     """
-    flat = torch.cat([gradient.flatten() for gradient in expected.values()]).double()
-    errors = torch.cat([part for name in expected for part in sums[name]]) - flat
+    flat = in_float64(torch.cat([gradient.flatten() for gradient in expected.values()]))
+    errors = torch.cat([part for name in expected for part in sums[name]]).to(flat.device) - flat
     norm, error = flat.norm(), errors.norm()
     # With weights from a normal distribution, the sum is about as long as one gradient times the
     # root of their number, so rounding stays as small in the sum as in each of them.

@@ -54,7 +54,7 @@ class GradientCollector:
         Batch size.
     sink
         Receives the gradients of a parameter, (rows, numel), one row per sample, when all uses of
-        the parameter have been processed. Gradients larger than 4 MB (on a GPU, 256 MB) are passed
+        the parameter have been processed. Gradients larger than 4 MB (on a GPU, 64 MB) are passed
         in slices, each with the index of its first element, if the rules of the layer allow it. If
         the sink has a method ``buffer_for(name, first)``, the gradients of linear layers are
         written where it says.

@@ -203,7 +203,7 @@ def tolerance(dtype: torch.dtype, device: str) -> float:
     coarse = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
     if torch.is_autocast_enabled(device):
         coarse = max(coarse, torch.finfo(torch.get_autocast_dtype(device)).eps)
-    if device == "cuda":
+    if device != "cpu":
         coarse = max(coarse, 2.0**-10)  # of TF32, which torch uses for convolutions by default
     return max(1e-3, 8 * coarse)
 

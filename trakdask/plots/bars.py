@@ -8,7 +8,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask.checks import shown
-from trakdask.plots.figures import BLUE, GREEN, RED, axes, finish, new_figure, power_of_ten
+from trakdask.plots.figures import BLUE, GREEN, RED, axes, finish, new_figure
 from trakdask.provenance import as_values
 
 if TYPE_CHECKING:
@@ -71,8 +71,7 @@ def intervals(result: xr.Dataset, label: str | None = None, *, ax: Axes | None =
     if dim != "rank":
         result = result.sortby(value, ascending=False)
     names = [str(name) for name in result[label or dim].values]
-    unit = power_of_ten(result.lower, result.upper) if value == "score" else 0
-    score, low, high = (result[name].values / 10.0**unit for name in (value, "lower", "upper"))
+    score, low, high = (result[name].values for name in (value, "lower", "upper"))
     colors = np.where(low > 0, GREEN, np.where(high < 0, RED, "0.7"))
     ax = axes(ax, 6.4, 1.1 + 0.3 * len(names))
     rows = np.arange(len(names))
@@ -85,7 +84,7 @@ def intervals(result: xr.Dataset, label: str | None = None, *, ax: Axes | None =
     ax.set_ylim(len(names) - 0.4, -0.6)
     ax.axvline(0, color="0.4", linewidth=0.8)
     title = f"{result.attrs['level']:.0%} intervals; grey cannot be told from 0"
-    return finish(ax, f"{value} in 1e{unit}" if unit else value, label or str(dim), title)
+    return finish(ax, value, label or str(dim), title)
 
 
 def weights(features: xr.Dataset) -> Figure:
