@@ -6,7 +6,8 @@ The device ``meta`` refuses to meet tensors of the CPU, as a GPU does.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -238,9 +239,15 @@ def test_save__gradients_go_to_the_workers_that_declare_a_gpu(
         assert td.plan(features, pilot=True).pilot.n_slots == 1
 
 
-@pytest.mark.parametrize("error", [KernelError, ImportError, torch.OutOfMemoryError])
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(KernelError, ImportError, torch.OutOfMemoryError),
+        partial(RuntimeError, "MPS backend out of memory"),
+    ],
+)
 def test_featurize__no_sample_is_blamed_for_its_device(
-    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+    error: Callable[[str], Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
         raise error("of the machine")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trakdask.errors import KernelError
+from trakdask.featurization.devices import is_out_of_memory
 from trakdask.models.checkpoints import Checkpoint
 from trakdask.models.gradients import number_of_tokens
 from trakdask.models.model import Model
@@ -176,7 +177,7 @@ _NOT_OF_SAMPLES = (
 
 def is_of_samples(err: Exception) -> bool:
     """Return whether an error of a micro-batch may be caused by its samples."""
-    return not isinstance(err, _NOT_OF_SAMPLES)
+    return not isinstance(err, _NOT_OF_SAMPLES) and not is_out_of_memory(err)
 
 
 def is_of_engine(err: Exception) -> bool:

@@ -191,7 +191,8 @@ def embedding_weight(
     if x.device.type == "cpu":  # few tokens are in a slice; to look for them would wait for a GPU
         places = used.flatten().nonzero()[:, 0]
         into, delta = into[places], delta[places]
-    # The last row takes what is not used.
+    # The last row takes what is not used. GPUs add floats in any order, so that the last bits of
+    # tokens that come twice are not the same in each run.
     out = _scratch.take("gradient", (n_rows + 1, width), delta.dtype, delta.device).zero_()
     return out.index_add_(0, into, delta)[:n_rows].view(n, -1)
 
