@@ -48,7 +48,8 @@ def attribute(
     store, storage_options
         Where the features of the training samples are kept, as in :func:`save`.
     progress
-        Show bars.
+        Show bars; and after ten seconds, if it will all take more than a minute, how long, and what
+        would be cheaper.
     **options
         Passed on to :func:`fit`; ``gradients``, ``batch_size``, ``dtype`` and ``device`` are also
         those of the features.

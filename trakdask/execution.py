@@ -34,6 +34,9 @@ The key of a task that Dask has fused of several has all of their names.
 
 _STARTED, _COMPUTED = "trakdask-started", "trakdask-computed"
 _INTERVAL_S = 0.5
+_EARLIEST_S = 10.0
+"""How long a bar measures before anything is estimated."""
+
 _SHARE = 20
 """Times as long as counting takes, the bar waits."""
 
@@ -258,6 +261,12 @@ def counted(graph: str) -> str:
     return graph
 
 
+def skipped(name: str, n_blocks: int) -> None:
+    """Tell the bar of this context that some blocks need not be computed."""
+    if counted(name):
+        _note_here(name, "", n_blocks)
+
+
 def note_share(graph: str, what: str, share: float) -> None:
     """Tell the bar that counts the blocks of a graph how much of one of them is computed."""
     from distributed import get_worker
@@ -303,25 +312,26 @@ def _died_of(client: Client | None, n_deaths: int) -> str | None:
 @contextmanager
 def polled_bar(
     title: str, total: int, count: Callable[[], float], *, show: bool = True
-) -> Iterator[None]:
+) -> Iterator[Callable[[str], object]]:
     """Show ``count()`` out of ``total`` while the ``with`` body runs, updated twice a second.
 
     The count is of completed work in the store, so the bar is the same on threads, processes and a
     cluster, and is correct after a restart. Counting takes at most a twentieth of the time: if
     listing the store is slow, the bar is updated less often. The remaining time is estimated from
     the work completed since the bar appeared. The title counts the blocks that were stored before.
+    Gives a function that prints above the bar.
     """
     if not show:
-        yield
+        yield lambda text: None
         return
     done = count()
     title = f"{title} ({done} of {total} were stored before)" if done else title
     stop = threading.Event()
-    with _bar(title, total, done) as update:
+    with _bar(title, total, done) as (update, say):
         poller = threading.Thread(target=_poll, args=(update, count, stop), daemon=True)
         poller.start()
         try:
-            yield
+            yield say
         finally:
             stop.set()
             poller.join()
@@ -329,27 +339,41 @@ def polled_bar(
 
 
 @contextmanager
-def block_bar(title: str, total: int, before: int = 0, *, show: bool = True) -> Iterator[None]:
+def block_bar(
+    title: str,
+    total: int,
+    *,
+    show: bool = True,
+    estimate: Callable[[float], str] = lambda block_s: "",
+) -> Iterator[None]:
     """Show how many blocks of samples are computed, of the graphs that the ``with`` body builds.
 
     Their tasks say so after each micro-batch, in this process or through the scheduler, so the bar
-    moves as they do, and is the same on threads and on a cluster. ``before`` counts the blocks that
-    need not be computed.
+    moves as they do, and is the same on threads and on a cluster. What ``estimate`` makes of the
+    seconds that a block takes is printed once, when ten of them have passed.
     """
     if not show:
         yield
         return
     graphs: list[str] = []
-    is_done, token = threading.Event(), _GRAPHS.set(graphs)
+    is_done, token, start = threading.Event(), _GRAPHS.set(graphs), time.monotonic()
     if (client := active_client()) is not None:
         client.subscribe_topic(_COMPUTED, lambda event: _note_here(*event[1]))
+    say, is_said = list[Callable[[str], object]](), threading.Event()
 
     def count() -> float:
-        computed = sum(sum([*_SHARES[graph].values()]) for graph in graphs)
-        return total if is_done.is_set() else before + computed
+        blocks = [pair for graph in graphs for pair in [*_SHARES[graph].items()]]
+        computed = sum(share for what, share in blocks if what)
+        seconds = time.monotonic() - start
+        if say and computed and seconds >= _EARLIEST_S and not is_said.is_set():
+            is_said.set()
+            if text := estimate(seconds / computed):
+                say[0](text)
+        return total if is_done.is_set() else sum(share for _, share in blocks)
 
     try:
-        with polled_bar(title, total, count):
+        with polled_bar(title, total, count) as print_above:
+            say.append(print_above)
             yield
             is_done.set()  # what the last tasks said may be on its way
     finally:
@@ -372,8 +396,10 @@ def _poll(
 
 
 @contextmanager
-def _bar(title: str, total: int, done: float) -> Iterator[Callable[[float], object]]:
-    """Show a bar, and give the function that updates it."""
+def _bar(
+    title: str, total: int, done: float
+) -> Iterator[tuple[Callable[[float], object], Callable[[str], object]]]:
+    """Show a bar, and give a function that updates it, and one that prints above it."""
     # Here, because tasks on workers show no bar, and need not import this.
     from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
@@ -383,7 +409,7 @@ def _bar(title: str, total: int, done: float) -> Iterator[Callable[[float], obje
     task = progress.add_task(title, total=total, completed=done)
     if not progress.console.is_jupyter:
         with progress:
-            yield lambda done: progress.update(task, completed=done)
+            yield lambda done: progress.update(task, completed=done), progress.console.print
         return
     from IPython.display import display  # always installed in a notebook
 
@@ -394,4 +420,4 @@ def _bar(title: str, total: int, done: float) -> Iterator[Callable[[float], obje
         progress.update(task, completed=done)
         shown.update(progress.make_tasks_table(progress.tasks))
 
-    yield update
+    yield update, print

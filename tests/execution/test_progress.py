@@ -49,12 +49,15 @@ class Thirteen(td.tasks.ImageClassification):
 
 @pytest.mark.parametrize("scheduler", ["sync", "threads", "client", "process_client"])
 def test_block_bar__counts_micro_batches_of_the_graphs_of_its_body(
-    scheduler: str, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+    scheduler: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     if "client" in scheduler:
         request.getfixturevalue(scheduler)
     else:
-        request.getfixturevalue("monkeypatch").setitem(dask.config.config, "scheduler", scheduler)
+        monkeypatch.setitem(dask.config.config, "scheduler", scheduler)
     images = np.arange(32, dtype="f4")[:, None].repeat(4, 1)
     images[13], images[28] = 0, 13  # in the second half of the last of four blocks
     samples = td.from_arrays({"image": images, "label": np.arange(32) % 3}, chunks=8)
@@ -63,11 +66,15 @@ def test_block_bar__counts_micro_batches_of_the_graphs_of_its_body(
     other = td.featurize(samples.isel(sample=slice(8)), model, **options)
 
     def wait_for(blocks: float) -> None:
-        (shares,) = execution._SHARES.values()
+        (_, shares) = execution._SHARES.values()
         wait_until(lambda: sum(shares.values()) == blocks, "blocks to be counted")
 
+    def estimate(block_s: float) -> str:
+        return f"more than nothing: {block_s > 0}"
+
     def interrupted() -> None:
-        with execution.block_bar("fit", 10, before=1):
+        with execution.block_bar("fit", 10, estimate=estimate):
+            execution.skipped("kept", 1)
             features = td.featurize(samples, model, **options).feature.data
             features[:24].compute()
             other.feature.data.compute()
@@ -77,10 +84,11 @@ def test_block_bar__counts_micro_batches_of_the_graphs_of_its_body(
             finally:
                 wait_for(3.5)
 
+    monkeypatch.setattr(execution, "_EARLIEST_S", 0)
     with pytest.raises(td.errors.BlockError, match="thirteen"):
         interrupted()
     shown = capsys.readouterr().out
-    assert "fit (1 of 10 were stored before)" in shown
+    assert shown.count("more than nothing: True") == 1
     assert "45%" in shown
     assert "4/10" in shown
     assert not execution._SHARES

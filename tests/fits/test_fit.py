@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import dask
 import numpy as np
 import pytest
 import torch
 import xarray as xr
+from distributed import Client, get_task_stream
 from torch import nn
 
 import trakdask as td
+from trakdask import execution
 from trakdask.featurization.preparation import projector_of
-from trakdask.fits import fitting
+from trakdask.fits import fitting, keeping
 from trakdask.fits.components import sketch_for
 from trakdask.fits.weights import weighted
 from trakdask.projection.fitted import Fitted
@@ -74,6 +79,60 @@ def test_fit__is_the_chain_of_its_steps() -> None:
     moments = [{n: t.abs() for n, t in state.items()} for state in states().values()]
     scaled = td.fit(SAMPLES, MODEL, moments=moments, **SMALL | {"curvature": "auto"})
     assert repr(scaled).startswith("Fitted(SecondMoments(), SJLT(proj_dim=24")
+
+
+@pytest.mark.parametrize("scheduler", ["threads", "client"])
+def test_fit__the_bar_counts_blocks_of_all_passes_and_checkpoints(
+    scheduler: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    if scheduler == "client":
+        request.getfixturevalue("client")
+    monkeypatch.setattr(fitting, "_LONG_S", 0)
+    monkeypatch.setattr(execution, "_EARLIEST_S", 0)
+    counted, bar = [], execution._bar
+
+    @contextmanager
+    def spied(*arguments: Any) -> Iterator[Any]:
+        with bar(*arguments) as (update, say):
+            yield lambda done: [counted.append(done), update(done)], say
+
+    monkeypatch.setattr(execution, "_bar", spied)
+    monkeypatch.setattr(fitting, "wrong_classes", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        td.fit(SAMPLES, MODEL, store=tmp_path / "f.zarr", **SMALL | {"progress": True})
+    # Of four blocks: two passes for the curvature, one for weights, all at both checkpoints; one
+    # for components, at the first.
+    assert counted[-1] == 28
+    assert "random columns" in capsys.readouterr().out.replace("\n", " ")
+    monkeypatch.undo()
+    td.fit(SAMPLES, MODEL, store=tmp_path / "f.zarr", **SMALL | {"progress": True})
+    assert "fit" in (shown := capsys.readouterr().out)
+    assert "40/40" in shown
+
+
+def test_fit__runs_as_many_checkpoints_side_by_side_as_keep_workers_busy(
+    monkeypatch: pytest.MonkeyPatch, process_client: Client
+) -> None:
+    monkeypatch.setattr(keeping, "n_slots", lambda: 8)
+    curvature, together = fitting.fit_curvature, []
+
+    def spied(samples: xr.Dataset, model: td.Model, **options: Any) -> Fitted:
+        together.append(list(model.spec()["checkpoints"]))
+        return curvature(samples, model, **options)
+
+    monkeypatch.setattr(fitting, "fit_curvature", spied)
+    with get_task_stream(process_client) as stream:
+        fitted = td.fit(SAMPLES, MODEL, **SMALL)
+    assert together == [["a", "b"]]
+    tasks = {str(each["key"]).partition("-")[0] for each in stream.data}
+    assert {"_principal", "_facts_at", "('eigenvectors_of"} <= tasks  # on workers, and not here
+    monkeypatch.undo()
+    with dask.config.set(scheduler="threads"):
+        assert td.fit(SAMPLES, MODEL, **SMALL).digests == fitted.digests
 
 
 def test_fit__a_sketch_by_name_says_what_to_try() -> None:

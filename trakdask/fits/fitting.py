@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import io
 import json
-import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import xarray as xr
+from dask.utils import format_time
 
 from trakdask.checks import require_integer, shown
 from trakdask.errors import IncompleteFeaturesError
-from trakdask.execution import polled_bar
+from trakdask.execution import block_bar
 from trakdask.featurization.preparation import inputs_of, model_of, projector_of, require_model
 from trakdask.files import Folder
 from trakdask.fits.components import principal_components, sketch_for
 from trakdask.fits.curvatures import curvature as fit_curvature
+from trakdask.fits.keeping import kept_fits
 from trakdask.fits.moments import MomentsLike, second_moments
-from trakdask.fits.weights import FACTS, scores_by_group, weighted, weights_of
-from trakdask.fits.wrong_classes import wrong_classes
+from trakdask.fits.weights import FACTS, SAMPLES_OF_WEIGHTS, scores_by_group, weighted, weights_of
+from trakdask.fits.wrong_classes import compares_classes, wrong_classes
 from trakdask.models.model import Model
 from trakdask.projection import Projector
 from trakdask.projection.fitted import Curvature, Fitted, Weights
@@ -33,10 +33,12 @@ from trakdask.storage.reading import open
 from trakdask.storage.writing import kept_beside
 from trakdask.variables import SAMPLE, WRONG_CLASSES
 
-_log = logging.getLogger(__name__)
-
 _FEW_SAMPLES = 500
 """With fewer, the curvature made scores worse on all three tasks of 2026-11-24-recipe.txt."""
+
+
+_LONG_S = 60.0
+"""Whoever waits longer is told how long, and what would be cheaper."""
 
 
 def fit(
@@ -91,10 +93,11 @@ def fit(
     store, storage_options
         Where the features will be saved, as in :func:`save`. The fit of checkpoints whose features
         it has is taken from there. Fits of other checkpoints are kept beside, in a folder whose
-        name ends in ``.fit``, until :func:`save` has stored them, so that the same call goes on
-        after a kill.
+        name ends in ``.fit``, until :func:`save` has stored them, and so is each block of a pass
+        until the pass is done: a kill loses the blocks in flight, and the same call goes on.
     progress
-        Show a bar of fitted checkpoints.
+        Show a bar of blocks of samples, over all passes and checkpoints, with the time left; and
+        after ten seconds, if it will all take more than a minute, what would be cheaper.
     **options
         ``gradients``, ``batch_size``, ``dtype`` and ``device`` of :func:`featurize`.
 
@@ -120,7 +123,9 @@ def fit(
     √0.03. Weights are in the first of ``steps`` of the projector, and in attrs of its features.
     Checkpoints that are appended to a store have the weights of the store.
 
-    It is computed at once, checkpoint by checkpoint, on the active client or on threads. Cost:
+    It is computed at once, on the active client or on threads, at as many checkpoints side by side
+    as there are tasks for. Until they are summed, a store on the disk of workers keeps 8 bytes for
+    each parameter and each entry of an axis' matrix, of every block. Cost:
     four passes over ``n_samples`` samples, two of them for the curvature and one for the wrong
     classes, one over 300 samples for the weights, and the eigenvectors of the products of these
     samples: for the small models of ``tests/benchmarks/results/2026-11-24-fits.txt`` about what
@@ -170,38 +175,64 @@ def fit(
     # 1. The store has some checkpoints; what was kept of the others is not computed again.
     names = [checkpoint.name for checkpoint in model.checkpoints]
     known = () if stored is None else stored.model["checkpoints"]
-    todo = {name: model.at_checkpoints([name]) for name in names if name not in known}
+    todo = [name for name in names if name not in known]
+    n, n_drawn = len(part.chunksizes[SAMPLE]), min(part.sizes[SAMPLE], SAMPLES_OF_WEIGHTS)
+    of_curvature = 2 * n + (1 if n_drawn < part.sizes[SAMPLE] else n) if curvature else 0
+    of_sketch = n * (components + compares_classes(model.task))
 
-    def kept(step: str, name: str, before: Any, compute: Callable[[], Fitted]) -> Fitted:
-        of = {**asked, "model": todo[name].spec(), "before": before}
-        return _kept(folder, f"{step}-{digest(of)[:32]}.npz", compute)
+    def kept(step: str, before: Mapping[str, Any], total: int, compute: Any) -> dict[str, Fitted]:
+        files = {}
+        for name in todo:
+            of = {**asked, "model": model.at_checkpoints([name]).spec(), "before": before.get(name)}
+            files[name] = f"{step}-{digest(of)[:32]}.npz"
+        return kept_fits(folder, files, model, compute, n, total)
 
-    scaled, done = dict.fromkeys(todo, first), dict[str, Fitted]()
     n_leading, rest = _halves(sketch) if curvature else (0, sketch)
-    with polled_bar("fit", 2 * len(todo), lambda: len(scaled) + len(done), show=progress):
+    total, of_features = (
+        len(todo) * b for b in (of_curvature + of_sketch, len(samples.chunksizes[SAMPLE]))
+    )
+    tell = partial(_estimate, total, of_features)
+    with block_bar("fit", total, show=progress, estimate=tell):
         # 2. The scale of gradients at each checkpoint, and the weights that all of them have.
+        steps = {name: first.at_checkpoints([name]) for name in todo}
         if curvature:
-            scaled = {}
-            for name, one in todo.items():
-                run = partial(_curvature, part, one, options)
-                scaled[name] = kept("curvature", name, None, run)
-            weights = _weights(list(scaled.values()), model, stored)
+            steps = kept("curvature", {}, of_curvature, partial(_curvature, part, options))
+            weights = _weights(list(steps.values()), model, stored)
+            for name, fit in steps.items():
+                steps[name] = weighted(fit, weights, model.shapes, n_leading)
         # 3. At each checkpoint, the sketch, its components, and how it curves between classes.
-        for name, one in todo.items():
-            steps = scaled[name].at_checkpoints([name])
-            if curvature:
-                steps = weighted(steps, weights, model.shapes, n_leading)
-            n = n_components if components else 0
-            run = partial(_sketched, part, one, steps.then(rest), n, options)
-            done[name] = kept("sketch", name, dict(steps.digests), run)
+        before = {name: dict(fit.digests) for name, fit in steps.items()}
+        n_columns = n_components if components else 0
+        run = partial(_sketched, part, options, steps, rest, n_columns)
+        done = kept("sketch", before, of_sketch, run)
     parts = [done[n] if n in done else stored.at_checkpoints([n]) for n in names]
     return replace(Fitted.joined(parts), origin=origin)
 
 
-def _curvature(part: xr.Dataset, one: Model, options: Mapping[str, Any]) -> Fitted:
-    """Return the curvature at one checkpoint, and what it says of the weights of parameters."""
-    fit = fit_curvature(part, one, leading=0, progress=False, **options)
-    return fit.beside(scores_by_group(part, one, fit, **options))
+def _estimate(of_fit: int, of_features: int, block_s: float) -> str:
+    """Say how long a fit and the features after it will take, if that is more than a minute.
+
+    Examples
+    --------
+    >>> _estimate(16, 100, 0.1)
+    ''
+    >>> _estimate(16, 100, 3.0).partition(". ")[0]
+    'This takes about 48.00 s, and features of all samples then about 5.00 min'
+    """
+    fit_s, features_s = of_fit * block_s, of_features * block_s
+    if fit_s + features_s < _LONG_S:
+        return ""
+    return (
+        f"This takes about {format_time(fit_s)}, and features of all samples then about "
+        f"{format_time(features_s)}. Cheaper: td.fit(..., n_samples=500) fits fewer samples; "
+        "td.save(td.featurize(samples, model), store) has random columns, and needs no fit"
+    )
+
+
+def _curvature(part: xr.Dataset, options: Mapping[str, Any], model: Model) -> Fitted:
+    """Return the curvature, and what it says of the weights of parameters."""
+    fit = fit_curvature(part, model, leading=0, progress=False, **options)
+    return fit.beside(scores_by_group(part, model, fit, **options))
 
 
 def _weights(scaled: list[Fitted], model: Model, stored: Fitted | None) -> Weights | None:
@@ -213,16 +244,23 @@ def _weights(scaled: list[Fitted], model: Model, stored: Fitted | None) -> Weigh
 
 
 def _sketched(
-    part: xr.Dataset, one: Model, steps: Fitted, n_components: int, options: Mapping[str, Any]
+    part: xr.Dataset,
+    options: Mapping[str, Any],
+    steps: Mapping[str, Fitted],
+    sketch: Projector,
+    n_components: int,
+    model: Model,
 ) -> Fitted:
-    """Return the whole projector at one checkpoint, with the curvature between wrong classes."""
+    """Return the whole projector, with the curvature between wrong classes."""
+    parts = [steps[checkpoint.name] for checkpoint in model.checkpoints]
+    fit = (Fitted.joined(parts) if parts[0].arrays else parts[0]).then(sketch)
     if n_components:
-        steps = principal_components(
-            part, one, n_components, projector=steps, progress=False, **options
+        fit = principal_components(
+            part, model, n_components, projector=fit, progress=False, **options
         )
-    matrix = wrong_classes(part, one, steps, **options)
-    steps = replace(steps, model=model_of(one.spec()))
-    return steps if matrix is None else steps.beside({WRONG_CLASSES: matrix})
+    matrix = wrong_classes(part, model, fit, **options)
+    fit = replace(fit, model=model_of(model.spec()))
+    return fit if matrix is None else fit.beside({WRONG_CLASSES: matrix})
 
 
 def _stored(
@@ -247,34 +285,3 @@ def _halves(sketch: Projector) -> tuple[int, Projector]:
     if columns is None:  # the whole gradient has room for all
         return 0, sketch
     return columns // 2, replace(sketch, proj_dim=columns - columns // 2)  # type: ignore[call-arg]
-
-
-def _kept(folder: Folder | None, name: str, fitted: Callable[[], Fitted]) -> Fitted:
-    """Return the fit that a folder has under a name, which is computed and written if it lacks it.
-
-    A file that cannot be read, or holds other values than it says, is computed again.
-    """
-    if folder is None:
-        return fitted()
-    try:
-        content = dict(np.load(io.BytesIO(folder.read(name))))
-        about = json.loads(str(content.pop("about")))
-        if about.pop("of") != name:
-            raise ValueError("it is of another model, or of other samples or options")
-        fit = Fitted.from_spec(about.pop("projector"), arrays=content, **about)
-        fit.require_digests()
-        return fit
-    except FileNotFoundError:
-        pass
-    except PermissionError:
-        raise
-    except Exception as err:  # bytes that anybody may have put there fail in many ways
-        _log.warning(
-            "%s/%s is no kept fit (%s), and is made again", folder.url, name, type(err).__name__
-        )
-    fit = fitted()
-    about = {"of": name, "projector": fit.spec(), "digests": fit.digests, "model": fit.model}
-    file = io.BytesIO()
-    np.savez(file, about=np.array(json.dumps(about)), **fit.arrays)
-    folder.write(name, file.getvalue())
-    return fit

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import dask
+import dask.array as da
 import numpy as np
 import torch
 import xarray as xr
@@ -29,6 +30,7 @@ from trakdask.featurization.block import Output, run_samples, running
 from trakdask.featurization.graphs import block_tasks, variable_of
 from trakdask.featurization.job import Block, FeaturizeJob
 from trakdask.featurization.preparation import prepare
+from trakdask.fits.keeping import kept_blocks
 from trakdask.fits.sums import leading_coordinates
 from trakdask.models.model import Model
 from trakdask.models.tasks import Batch, Forward
@@ -47,7 +49,7 @@ VECTORS = "biases and norms"
 FACTS = "scores", "traces", "directions"
 """What weights are made of."""
 
-_SAMPLES, _TARGETS = 300, 100
+SAMPLES_OF_WEIGHTS, _TARGETS = 300, 100
 _WIDEST, _SKETCH_BYTES = 4096, 2**28
 
 _LEAST = 0.01
@@ -77,14 +79,14 @@ def groups_of(shapes: Shapes) -> dict[str, list[str]]:
 def scores_by_group(
     samples: xr.Dataset, model: Model, curvature: Fitted, **options: Any
 ) -> dict[str, np.ndarray]:
-    """Return what weights are made of, at one checkpoint, by group of parameters.
+    """Return what weights are made of, by group of parameters.
 
     ``scores`` (sample, target, group, checkpoint) float32 are those of training samples among
     themselves, by this group of parameters alone; ``traces`` and ``directions`` are (group,
     checkpoint). Cost: a pass over 300 samples, and as many³ flops for each group.
     """
     # 1. Sketches of scaled gradients, side by side; a group that is small enough is not sketched.
-    some = drawn(samples, _SAMPLES, _SAMPLES)
+    some = drawn(samples, SAMPLES_OF_WEIGHTS, SAMPLES_OF_WEIGHTS)
     n, groups = some.sizes[SAMPLE], groups_of(model.shapes)
     width = min(_WIDEST, 2 ** math.floor(math.log2(_SKETCH_BYTES / (4 * n * len(groups)))))
     widths = [min(width, _size(model.shapes, names)) for names in groups.values()]
@@ -94,20 +96,27 @@ def scores_by_group(
         name=f"sketches-{prepared.token}",
     )  # fmt: skip
     columns = {"p": sum(widths)}
-    sketches, q = dask.compute(
-        variable_of(tasks, "sc", "spc", 0, f"sketch-{prepared.token}", new_axes=columns),
-        variable_of(tasks, "sc", "sc", 2, f"sketch-q-{prepared.token}"),
-    )
-    # 2. Of each group, products of samples and what follows from them.
+    sketches = variable_of(tasks, "sc", "spc", 0, f"sketch-{prepared.token}", new_axes=columns)
+    q = variable_of(tasks, "sc", "sc", 2, f"sketch-q-{prepared.token}")
+    both = da.concatenate([sketches, q[:, None, :]], axis=1).rechunk({1: -1})
+    # 2. Of each group, products of samples and what follows from them, in a task per checkpoint.
     step = curvature.steps[0]
     assert isinstance(step, Curvature)
-    h = np.ones(n) if step.power is None else gram_weights(q[:, 0], step.power)
-    of_groups = np.split(sketches[..., 0].astype(np.float64), np.cumsum(widths)[:-1], axis=1)
+    facts = [
+        dask.delayed(_facts_at)(kept_blocks(both[..., i]), widths, step)
+        for i in range(len(prepared.job.model.checkpoints))
+    ]
+    columns_of = zip(*dask.compute(*facts), strict=True)
+    return {name: np.stack(parts, -1) for name, parts in zip(FACTS, columns_of, strict=True)}
+
+
+def _facts_at(both: np.ndarray, widths: list[int], step: Curvature) -> tuple[np.ndarray, ...]:
+    """Return scores, traces and directions at one checkpoint, with groups along the last axis."""
+    sketches, q = both[:, :-1], both[:, -1]
+    h = np.ones(len(q)) if step.power is None else gram_weights(q, step.power)
+    of_groups = np.split(sketches.astype(np.float64), np.cumsum(widths)[:-1], axis=1)
     facts = [_facts(x @ x.T, h, step.damping_prior) for x in of_groups]
-    return {
-        name: np.stack(parts, -1)[..., None]
-        for name, parts in zip(FACTS, zip(*facts, strict=True), strict=True)
-    }
+    return tuple(np.stack(parts, -1) for parts in zip(*facts, strict=True))
 
 
 def _size(shapes: Shapes, names: Sequence[str]) -> int:
