@@ -28,7 +28,7 @@ def counted(samples: xr.Dataset, model: td.Model) -> Counter[str]:
     ("name", "n_reads"),
     [
         *((name, 2) for name in ("perceptron", "convolutions", "LSTM", "GPT-2")),
-        ("transformer", 5),  # and one for its padding, and two where a block may have more of it
+        ("transformer", 5),  # three of them find out whether it ignores padding, once per block
         ("DistilBERT", 4),  # two of them are its own, by which it looks at its mask
     ],
 )
