@@ -4,7 +4,7 @@
 #     OUT=/tmp/on_gpu bash tests/benchmarks/on_gpu.sh          # an NVIDIA GPU; DEVICE=xpu or mps: others
 #     DEVICE=fakegpu ONLY=perceptron bash tests/benchmarks/on_gpu.sh    # a rehearsal without a GPU
 #
-# It has not run on a GPU yet. The last lines say which steps failed.
+# It has not run on a GPU yet. The last line says which steps failed. PATIENCE multiplies the limits.
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
 export DEVICE=${DEVICE:-cuda} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 out=${OUT:-$(mktemp -d)} python=${PYTHON:-python3} failed=()
@@ -13,7 +13,7 @@ step() { # name, seconds, command
     local name=$1 limit=$2 start=$SECONDS
     shift 2
     echo "=== $name"
-    timeout -k 5 "$limit" "$@" >"$out/$name.log" 2>&1
+    timeout -k 5 "$((limit * ${PATIENCE:-1}))" "$@" >"$out/$name.log" 2>&1
     local rc=$?
     tail -n 60 "$out/$name.log" | cut -c1-260
     echo "=== $name: exit $rc after $((SECONDS - start)) s"
