@@ -219,7 +219,7 @@ def _estimate(of_fit: int, of_features: int, block_s: float) -> str:
     >>> _estimate(16, 100, 0.1)
     ''
     >>> _estimate(16, 100, 3.0).partition(". ")[0]
-    'This takes about 48.00 s, and features of all samples then about 5.00 min'
+    'This takes about 48.00 s, and features of all samples then about 300.00 s'
     """
     fit_s, features_s = of_fit * block_s, of_features * block_s
     if fit_s + features_s < _LONG_S:
