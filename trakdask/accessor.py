@@ -22,7 +22,12 @@ _OF_FEATURES = (
 @xr.register_dataarray_accessor("trak")
 @xr.register_dataset_accessor("trak")
 class Accessor:
-    """Methods of scores, an array, or of features, scores with intervals and rankings: Datasets."""
+    """The public functions as methods: ``scores.trak.top_k(10)`` is ``td.top_k(scores, 10)``.
+
+    Scores, a DataArray, have ``top_k``, ``to_zarr`` and ``to_parquet``. Features, scores with
+    intervals and rankings, which are Datasets, also have ``save``, ``combine``, ``gram``,
+    ``damping``, ``score``, ``group_score`` and ``self_influence``.
+    """
 
     def __init__(self, data: xr.DataArray | xr.Dataset) -> None:
         self._data = data

@@ -22,6 +22,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 LONGEST_AXIS = 4096
 """A longer axis, such as a vocabulary, keeps its coordinates: eigenvectors cost d³."""
 
+VECTORS = "biases and norms"
+"""The group of all parameters with less than two axes."""
+
 _CPU = torch.device("cpu")
 
 Rotations = dict[str, dict[int, Tensor]]
@@ -52,6 +55,25 @@ def factors_of(shapes: Shapes) -> Iterator[tuple[str, int, int, slice]]:
             if len(lengths) > 1 and 1 < length <= LONGEST_AXIS:
                 yield name, axis, length, slice(start, start + length**2)
                 start += length**2
+
+
+def group_of(name: str, shapes: Shapes) -> str:
+    """Return the group of a parameter that shares its weight: few biases say much by themselves."""
+    return name if len(shapes[name]) > 1 else VECTORS
+
+
+def groups_of(shapes: Shapes) -> dict[str, list[str]]:
+    """Return the parameters of each group: a matrix alone, and all vectors together.
+
+    Examples
+    --------
+    >>> groups_of({"0.weight": (2, 3), "0.bias": (2,), "1.weight": (2,)})
+    {'0.weight': ['0.weight'], 'biases and norms': ['0.bias', '1.weight']}
+    """
+    groups: dict[str, list[str]] = {}
+    for name in shapes:
+        groups.setdefault(group_of(name, shapes), []).append(name)
+    return groups
 
 
 def places_of(shapes: Shapes) -> dict[str, slice]:

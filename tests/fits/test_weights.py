@@ -12,10 +12,10 @@ from torch import nn
 import trakdask as td
 from tests.fits.test_curvature import case, fitted, gradients, kronecker
 from trakdask.fits import weights
-from trakdask.fits.weights import VECTORS, groups_of, weights_of
+from trakdask.fits.weights import weights_of
 from trakdask.projection.fitted import Fitted
 from trakdask.provenance import as_values
-from trakdask.tensors import places_of
+from trakdask.tensors import VECTORS, groups_of, places_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore::UserWarning")
 EXACT: dict[str, Any] = {
@@ -134,6 +134,50 @@ def test_weights__follow_by_every_door(tmp_path: Any) -> None:
     np.testing.assert_allclose(
         parts.sum("module"), scores, rtol=1e-2, atol=1e-3 * float(abs(scores).max())
     )
+
+
+def test_weights__what_has_none_is_not_differentiated(tmp_path: Any, monkeypatch: Any) -> None:
+    samples, model = case("cnn")
+    whole = td.fit(samples, model, **EXACT)
+    monkeypatch.setattr(weights, "_NEGLIGIBLE", 0.1)
+    projector = td.fit(samples, model, **EXACT)
+    found, before = weights_in(projector), weights_in(whole)
+    small = [t for t, w in before.items() if w["weight"] ** 2 * w["share"] < 0.1]
+    assert 0 < len(small) < len(before)
+    assert [title for title, w in found.items() if not w["weight"]] == small
+    kept = [n for title, names in groups_of(model.shapes).items() if found[title]["weight"]
+            for n in names]  # fmt: skip
+    features = td.featurize(samples, model, projector).compute()
+    assert as_values(features.attrs)["parameters"].keys() == set(kept)
+    assert projector.model["parameters"].keys() == set(kept)
+    places = places_of(model.shapes)
+    columns = np.concatenate([np.arange(p.start, p.stop) for n, p in places.items() if n in kept])
+    title = next(title for title, w in found.items() if w["weight"])
+    gain = found[title]["weight"] / before[title]["weight"]  # as long as before, all together
+    expected = gain * td.featurize(samples, model, whole).feature.values[:, columns]
+    np.testing.assert_allclose(features.feature, expected, rtol=1e-3, atol=1e-5)
+
+    store, options = tmp_path / "a.zarr", EXACT | {"sketch": td.SJLT(64), "proj_dim": 64}
+    one, first = model.at_checkpoints(["a"]), samples.isel(sample=slice(16))
+    fit = td.fit(samples, one, store=store, **options)
+    opened = td.save(td.featurize(first, one, fit), store, progress=False)
+    more = td.featurize(samples.isel(sample=slice(16, 24)), one, like=opened)
+    td.save(more, store, append_dim="sample", progress=False)
+    fit = td.fit(samples, model, store=store, **options)
+    features = td.save(
+        td.featurize(samples, model, fit), store, append_dim="checkpoint", progress=False
+    )
+    targets = td.featurize(samples.isel(sample=[1, 5]), model, like=features)
+    np.testing.assert_allclose(targets.feature, features.feature[[1, 5]], rtol=1e-3, atol=1e-5)
+    parts = td.score_parts(
+        features, targets, model, of=samples, parts={"one": next(iter(fit.model["parameters"]))}
+    )
+    scores = td.score(features, targets)
+    np.testing.assert_allclose(
+        parts.sum("module"), scores, rtol=1e-2, atol=1e-3 * float(abs(scores).max())
+    )
+    with pytest.raises(td.errors.StoreMismatchError, match="parameters"):
+        td.featurize(*case("words"), projector)
 
 
 class Tiny(nn.Module):

@@ -130,7 +130,8 @@ def _forward(job: FeaturizeJob, checkpoint: Checkpoint, device: torch.device) ->
     def moved() -> State:
         return on_device(here if kind is None else here.to(kind), device).tensors()
 
-    states.most_bytes = states_bytes(device)
+    if device.type != "cpu":  # where other weights are cached already, and casts are cheap
+        states.most_bytes = states_bytes(device)
     state = dict(states.get(f"{job.model.token} {checkpoint.digest} {dtype}", moved))
     for name in here.reading.overwritten:  # by each call of the model
         state[name] = state[name].clone()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trakdask.errors import KernelError
+from trakdask.featurization.devices import is_out_of_memory
 from trakdask.models.checkpoints import Checkpoint
 from trakdask.models.gradients import number_of_tokens
 from trakdask.models.model import Model
@@ -128,8 +129,9 @@ class BlockSamples:
         """Return some of the samples as tensors."""
         # A copy, because torch cannot share read-only memory, such as a memory-mapped file.
         inputs = zip(self.job.inputs, self.arrays, strict=True)
-        batch = Batch({name: self._there(torch.tensor(array[part])) for name, array in inputs})
-        return trimmed(self.job.model.task, batch) if self.trims else batch
+        batch = Batch({name: torch.tensor(array[part]) for name, array in inputs})
+        batch = trimmed(self.job.model.task, batch) if self.trims else batch
+        return Batch({name: self._there(value) for name, value in batch.items()})
 
     def _there(self, value: Tensor) -> Tensor:
         """Return a tensor on the device, in float32 if that has no float64."""
@@ -175,7 +177,7 @@ _NOT_OF_SAMPLES = (
 
 def is_of_samples(err: Exception) -> bool:
     """Return whether an error of a micro-batch may be caused by its samples."""
-    return not isinstance(err, _NOT_OF_SAMPLES)
+    return not isinstance(err, _NOT_OF_SAMPLES) and not is_out_of_memory(err)
 
 
 def is_of_engine(err: Exception) -> bool:

@@ -86,8 +86,9 @@ def prepare(
     # 3. The task reads the variables that there are, and the projector was fitted to this model.
     samples = validate_samples(samples)
     model = model.for_variables({str(n): array.ndim for n, array in samples.variables.items()})
-    spec, names = model.spec(), [checkpoint.name for checkpoint in model.checkpoints]
     fitted = Fitted.of(projector or _DEFAULT)
+    model = model.differentiating(fitted.differentiated(model.shapes))
+    spec, names = model.spec(), [checkpoint.name for checkpoint in model.checkpoints]
     _require_fitted_to(fitted, spec)
     # 4. Each gradient element has a row of the random matrix.
     fitted = fitted.at_checkpoints(names)

@@ -139,7 +139,7 @@ def _fitted(
     """Return the curvature at one checkpoint."""
     vectors, values = both
     scale = scale_of(values[:, 0], prepared.job.model.shapes, damping)
-    kept = leading_coordinates(values[:, 0], scale, leading)
+    kept = leading_coordinates(values[:, 0] * scale.astype(np.float64) ** 2, leading)
     arrays = {
         "curvature_eigenvectors": vectors,
         "curvature_scale": scale[:, None],

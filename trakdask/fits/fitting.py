@@ -120,8 +120,10 @@ def fit(
     sample in the gram matrix. R = C r / (1 + (C - 1) r), for C checkpoints, is the reliability of
     scores that K alone gives, whose mean correlation between two checkpoints is r. With one
     checkpoint R is 1; only in a causal language model all but the layer that writes words have
-    √0.03. Weights are in the first of ``steps`` of the projector, and in attrs of its features.
-    Checkpoints that are appended to a store have the weights of the store.
+    √0.03. A matrix with less than 0.2 % of the weighted squared length has the weight 0, and
+    features are made without its gradients. :func:`trakdask.plots.weights` draws the weights, which
+    are in the first of ``steps`` of the projector, and in attrs of its features. Checkpoints that
+    are appended to a store have the weights of the store.
 
     It is computed at once, on the active client or on threads, at as many checkpoints side by side
     as there are tasks for. Until they are summed, a store on the disk of workers keeps 8 bytes for
@@ -251,7 +253,10 @@ def _sketched(
 ) -> Fitted:
     """Return the whole projector, with the curvature between wrong classes."""
     parts = [steps[checkpoint.name] for checkpoint in model.checkpoints]
-    fit = (Fitted.joined(parts) if parts[0].arrays else parts[0]).then(sketch)
+    fit = Fitted.joined(parts) if parts[0].arrays else parts[0]
+    if fit.arrays:  # parameters without weight need no gradients
+        model = model.differentiating(fit.differentiated(model.shapes))
+    fit = fit.then(sketch)
     if n_components:
         fit = principal_components(
             part, model, n_components, projector=fit, progress=False, **options

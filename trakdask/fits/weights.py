@@ -40,11 +40,8 @@ from trakdask.projection.fitted import Curvature, Fitted, Weights
 from trakdask.projection.maps import Stream
 from trakdask.projection.stream import ProjectionStream
 from trakdask.samples import drawn
-from trakdask.tensors import Shapes, places_of, rotations
+from trakdask.tensors import Shapes, factors_of, group_of, groups_of, places_of, rotations
 from trakdask.variables import SAMPLE
-
-VECTORS = "biases and norms"
-"""The group of all parameters with less than two axes."""
 
 FACTS = "scores", "traces", "directions"
 """What weights are made of."""
@@ -55,22 +52,11 @@ _WIDEST, _SKETCH_BYTES = 4096, 2**28
 _LEAST = 0.01
 """The agreement of scores that do not agree; 0 for all parameters would leave nothing."""
 
+_NEGLIGIBLE = 0.002
+"""Groups with a smaller share of the weighted squared length are not differentiated."""
+
 _INNER = 0.03
 """w of all but the layer that writes words, where one checkpoint cannot say that it is noise."""
-
-
-def groups_of(shapes: Shapes) -> dict[str, list[str]]:
-    """Return the parameters of each group: a matrix alone, and all vectors together.
-
-    Examples
-    --------
-    >>> groups_of({"0.weight": (2, 3), "0.bias": (2,), "1.weight": (2,)})
-    {'0.weight': ['0.weight'], 'biases and norms': ['0.bias', '1.weight']}
-    """
-    groups: dict[str, list[str]] = {}
-    for name, shape in shapes.items():
-        groups.setdefault(name if len(shape) > 1 else VECTORS, []).append(name)
-    return groups
 
 
 # ------------------------------------------------------------------------------ at one checkpoint
@@ -114,8 +100,8 @@ def _facts_at(both: np.ndarray, widths: list[int], step: Curvature) -> tuple[np.
     """Return scores, traces and directions at one checkpoint, with groups along the last axis."""
     sketches, q = both[:, :-1], both[:, -1]
     h = np.ones(len(q)) if step.power is None else gram_weights(q, step.power)
-    of_groups = np.split(sketches.astype(np.float64), np.cumsum(widths)[:-1], axis=1)
-    facts = [_facts(x @ x.T, h, step.damping_prior) for x in of_groups]
+    of_groups = np.split(sketches, np.cumsum(widths)[:-1], axis=1)
+    facts = [_facts(x.astype(np.float64), h, step.damping_prior) for x in of_groups]
     return tuple(np.stack(parts, -1) for parts in zip(*facts, strict=True))
 
 
@@ -123,16 +109,17 @@ def _size(shapes: Shapes, names: Sequence[str]) -> int:
     return sum(math.prod(shapes[name]) for name in names)
 
 
-def _facts(kernel: np.ndarray, h: np.ndarray, rho: float) -> tuple[np.ndarray, ...]:
+def _facts(x: np.ndarray, h: np.ndarray, rho: float) -> tuple[Any, ...]:
     """Return scores φᵀ (Σ h φ φᵀ + λ)⁻¹ φ for the first samples, trace, and directions."""
-    roots = np.sqrt(h)
+    roots, kernel = np.sqrt(h), x @ x.T
     weighted = roots[:, None] * kernel * roots
     n, trace = len(h), np.trace(weighted)
     lam = rho * trace / n or 1.0  # of gradients that are 0, all is 0
     solved = np.linalg.solve(weighted + lam * np.eye(n), roots[:, None] * kernel[:, :_TARGETS])
     scores = (kernel[:, :_TARGETS] - (kernel * roots) @ solved) / lam
     squares = np.square(weighted).sum()
-    return scores.astype(np.float32), trace / n, trace**2 / squares if squares else 0.0
+    directions = np.float64(trace**2 / squares if squares else 0)
+    return scores.astype(np.float32), np.float64(trace / n), directions
 
 
 def _sketch_block(
@@ -195,7 +182,7 @@ def weights_of(facts: Mapping[str, np.ndarray], model: Model) -> Weights:
     -------
     For each group of parameters its ``weight`` α; its ``share`` of the squared length of gradients
     before, so that Σ α² share = 1; ``agreement`` r, of several checkpoints; and the number of
-    ``directions``.
+    ``directions``. The weight 0 says that its parameters are not differentiated.
     """
     titles = list(groups_of(model.shapes))
     share, directions = (facts[name].mean(-1) for name in ("traces", "directions"))
@@ -210,6 +197,8 @@ def weights_of(facts: Mapping[str, np.ndarray], model: Model) -> Weights:
         is_inner = np.array([writer in titles and title != writer for title in titles])
         alpha = np.where(is_inner, math.sqrt(_INNER), 1.0)
     alpha = alpha * np.sqrt(directions)
+    lengths = alpha**2 * share
+    alpha[lengths < _NEGLIGIBLE * lengths.sum()] = 0
     alpha /= np.sqrt((alpha**2 * share).sum())
     columns = {"weight": alpha, "share": share, "directions": directions}
     if n_checkpoints > 1:
@@ -234,24 +223,26 @@ def _writes_words(model: Model) -> str | None:
 def weighted(curvature: Fitted, weights: Weights | None, shapes: Shapes, n_leading: int) -> Fitted:
     """Return the curvature at one checkpoint with weights in its scale, and other leading columns.
 
-    The eigenvalues are those that its scale was made of: Λ s² = 1 - δ mean(Λ) s².
+    It lacks parameters whose weight is 0. The eigenvalues are those that the scale was made of:
+    Λ s² = 1 - δ mean(Λ) s².
     """
-    step, scale = curvature.steps[0], curvature.arrays["curvature_scale"].astype(np.float64)
+    step, places = curvature.steps[0], places_of(shapes)
     assert isinstance(step, Curvature)
-    alpha, lengths = np.zeros_like(scale[:, 0]), np.zeros_like(scale[:, 0])
-    places = places_of(shapes)
-    for title, names in groups_of(shapes).items():
-        for name in names:
-            s = scale[places[name], 0]
-            alpha[places[name]] = weights[title]["weight"] if weights else 1
-            if s.any():
-                mean = np.square(1 / s).mean() / (1 + step.damping)
-                lengths[places[name]] = 1 - step.damping * mean * s**2
-    kept = leading_coordinates(lengths, alpha, n_leading)
+    step = replace(step, weights=weights)
+    plain, scales, lengths = curvature.arrays["curvature_scale"], [], []
+    for name in (kept := step.differentiated(shapes)):
+        s = plain[places[name]].astype(np.float64)
+        alpha = weights[group_of(name, shapes)]["weight"] if weights else 1.0
+        mean = np.square(1 / s).mean() / (1 + step.damping) if s.any() else 0
+        scales.append((alpha * s).astype(np.float32))
+        lengths.append(np.where(s > 0, alpha**2 * (1 - step.damping * mean * s**2), 0))
+    vectors = curvature.arrays["curvature_eigenvectors"]
+    entries = [vectors[place] for name, _, _, place in factors_of(shapes) if name in kept]
+    leading = leading_coordinates(np.concatenate(lengths)[:, 0], n_leading)
     arrays = {
-        "curvature_eigenvectors": curvature.arrays["curvature_eigenvectors"],
-        "curvature_scale": (alpha[:, None] * scale).astype(np.float32),
-        "curvature_leading": kept[:, None],
+        "curvature_eigenvectors": np.concatenate([vectors[:0], *entries]),
+        "curvature_scale": np.concatenate(scales),
+        "curvature_leading": leading[:, None],
     }
-    step = replace(step, leading=len(kept), weights=weights)
-    return Fitted(()).with_arrays(step, arrays, curvature.model)
+    model = {**curvature.model, "parameters": {n: list(shapes[n]) for n in kept}}
+    return Fitted(()).with_arrays(replace(step, leading=len(leading)), arrays, model)

@@ -94,7 +94,8 @@ class GradientCollector:
         self._handles: list[Any] = []
         # Parameters are detached, so that autograd does not differentiate them, too. Added to the
         # output of the first layers, this makes autograd follow what becomes of it all the same.
-        self._anchor = torch.zeros((), requires_grad=True)
+        device = next(iter(forward.parameters.values())).device
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
 
     @contextmanager
     def listening(self) -> Iterator[None]:

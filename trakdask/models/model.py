@@ -217,6 +217,12 @@ class Model:
         selected.checkpoints = tuple(by_name[name] for name in names)
         return selected
 
+    def differentiating(self, names: Sequence[str]) -> Model:
+        """Return the model of which only some of the selected parameters are differentiated."""
+        fewer = copy.copy(self)
+        fewer.shapes = {name: self.shapes[name] for name in names}
+        return fewer
+
     def spec(self) -> dict[str, Any]:
         """Return everything that determines the gradients, as plain JSON values."""
         task = self.task.modelout if isinstance(self.task, TrakTask) else self.task

@@ -19,6 +19,7 @@ import numpy as np
 from trakdask.errors import StoreMismatchError
 from trakdask.projection.protocol import Projector, from_spec
 from trakdask.projection.rows import RowMap
+from trakdask.tensors import Shapes, group_of
 
 KIND = "fitted"
 """In the spec of a projector with fitted steps."""
@@ -69,6 +70,12 @@ class Curvature:
         "the first columns are leading coordinates, which P^T takes as 0"
     )
     damping_prior: ClassVar[float] = 10**0.75
+
+    def differentiated(self, shapes: Shapes) -> list[str]:
+        """Return the parameters that have a weight."""
+        weights = self.weights or {}
+        left_out = {title for title, values in weights.items() if not values["weight"]}
+        return [name for name in shapes if group_of(name, shapes) not in left_out]
 
     def __repr__(self) -> str:
         values = f"damping={self.damping}, power={self.power}, leading={self.leading}"
@@ -272,6 +279,11 @@ class Fitted:
             f"expected a projector as one of the steps, got {self!r}; try "
             ".then(td.SJLT(proj_dim=1024))"
         )
+
+    def differentiated(self, shapes: Shapes) -> list[str]:
+        """Return the parameters of a model whose gradients make features."""
+        first = self.steps[0]
+        return first.differentiated(shapes) if isinstance(first, Curvature) else [*shapes]
 
     @property
     def variables(self) -> dict[str, str]:
