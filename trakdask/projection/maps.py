@@ -111,7 +111,8 @@ class Maps:
             start, shape = self.row_map.offset(name), self.row_map.shape(name)
             place = slice(start, start + math.prod(shape))
             transposed = {axis: matrix.T for axis, matrix in matrices.items()}
-            rows[:, place] = rotated(rows[:, place], shape, transposed)
+            if transposed:  # else it would be copied to itself, which torch refuses for one row
+                rows[:, place] = rotated(rows[:, place], shape, transposed)
         return rows
 
 
