@@ -85,7 +85,7 @@ OPERATIONS: dict[str, Callable[[Path], Results]] = {
     "group_score": lambda _: values(
         td.group_score(*operands(), by="kind").to_dataset(name="score")
     ),
-    "credit": lambda _: values(td.group_score(*operands(), by="kind", share=True, level=0.9)),
+    "effects": lambda _: values(td.group_score(*operands(), by="kind", effect=True, level=0.9)),
     "cross_validate": lambda _: values(td.evaluate.cross_validate(*operands())),
 }
 

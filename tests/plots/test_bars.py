@@ -5,6 +5,7 @@ from __future__ import annotations
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+import xarray as xr
 from matplotlib.colors import to_hex
 
 import trakdask as td
@@ -60,3 +61,17 @@ def test_intervals__are_drawn_into_axes() -> None:
     found = td.group_score(FEATURES, TARGETS, "grad_dot", by="source", level=0.9).isel(target=0)
     assert td.plots.intervals(found, ax=second) is figure
     assert (len(first.patches), len(second.patches)) == (0, 3)
+
+
+def test_intervals__of_effects_have_the_mean_of_many_as_a_thick_line() -> None:
+    names = ("effect", "lower", "upper", "mean_lower", "mean_upper")
+    values = {
+        name: ("source", [x + 10, x]) for name, x in zip(names, (2, -1, 5, 1, 3), strict=True)
+    }
+    found = xr.Dataset(values, {"source": ["a", "b"]}, {"level": 0.9, "units": "loss"})
+    (ax,) = td.plots.intervals(found).axes
+    assert ax.get_xlabel() == "effect on loss"
+    thick = next(one for one in ax.collections if one.get_linewidths()[0] == 3)
+    np.testing.assert_allclose(
+        [segment[:, 0] for segment in thick.get_segments()], [[11, 13], [1, 3]]
+    )
