@@ -119,9 +119,7 @@ def walks() -> Iterator[tuple[str, Walk]]:
             "score, computed": lambda: td.score(features, targets),
             "score, saved": lambda: td.score(saved, targets),
             "group_score": lambda: td.group_score(saved, targets, by="source"),
-            "group_score, share": lambda: td.group_score(
-                five, few, by="source", share=True, level=0.9
-            ),
+            "group_score, share": lambda: td.group_score(five, few, by="source", share=True),
             "save": lambda: td.save(features, f"{folder}/f.zarr", progress=False),
             "save, resumed": lambda: td.save(features, f"{folder}/f.zarr", progress=False),
             "open": lambda: td.open(f"{folder}/f.zarr"),

@@ -44,9 +44,7 @@ def queries(folder: str, *, is_planned: bool) -> dict[str, object]:
         "top_k, where": td.top_k(results["score, soft"], 3, where="label == 1").position,
         "group_score": td.group_score(features, targets, "soft", by="label"),
         "intervals": td.score(features, targets, "soft", level=0.9).upper,
-        "credit": td.group_score(
-            features, targets, "grad_cos", by="label", share=True, level=0.9
-        ).share,
+        "share": td.group_score(features, targets, "grad_cos", by="label", share=True),
         "self_influence": td.self_influence(features),
         "gram": td.gram(changed),
         "damping": td.damping(changed, "soft").damping,

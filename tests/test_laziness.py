@@ -58,6 +58,7 @@ TARGETS = simulate_features(n_samples=10, proj_dim=8, chunks=16, seed=1)
 MANY = simulate_features(n_samples=60, proj_dim=8, n_checkpoints=3, chunks=16)
 MANY_TARGETS = simulate_features(n_samples=50, proj_dim=8, n_checkpoints=3, seed=1)
 SEEDS = simulate_features(n_samples=60, proj_dim=8, n_checkpoints=5, chunks=16)
+HALVES = td.evaluate.subsets(SEEDS, 5).rename(subset="checkpoint")
 PUBLIC = {
     "from_arrays": from_arrays,
     "from_torch": from_torch,
@@ -73,7 +74,10 @@ PUBLIC = {
     "self_influence": lambda: td.self_influence(MANY, estimator="soft"),
     "group_score": lambda: td.group_score(FEATURES, TARGETS, by="label"),
     "intervals": lambda: td.score(SEEDS, SEEDS, level=0.9),
-    "credit": lambda: td.group_score(SEEDS, SEEDS, by="label", share=True, level=0.9),
+    "share": lambda: td.group_score(SEEDS, SEEDS, by="label", share=True),
+    "effects": lambda: td.group_score(
+        SEEDS.assign(trained_on=HALVES), SEEDS, by="label", effect=True
+    ),
     "intervals, groups": lambda: td.group_score(SEEDS, SEEDS, by="label", level=0.9),
     "intervals, self-influence": lambda: td.self_influence(SEEDS, level=0.9),
     "intervals, kept": lambda: td.score(SEEDS, SEEDS, q=0.1, level=0.9),

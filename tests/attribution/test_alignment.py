@@ -39,7 +39,7 @@ def scores(x: xr.Dataset, t: xr.Dataset) -> xr.DataArray:
 OF_SAMPLES: dict[str, tuple[Ask, np.ndarray]] = {
     "group_score": (parts(td.group_score), PARTS),
     "group_score, metric": (parts(td.group_score, metric="loss"), PARTS),
-    "share": (lambda *args: parts(td.group_score, share=True, level=0.9)(*args).upper, PARTS),
+    "share": (parts(td.group_score, share=True), PARTS),
     "top_k": (lambda x, t, v: td.top_k(scores(x, t), 2, where=v).position, FLAGS),
     "gram": (lambda x, _, v: td.gram(x, weights=v), PARTS[:, 0]),
     "subsets": (lambda x, _, v: td.evaluate.subsets(x, 3, by=v), np.arange(N) // 4),

@@ -163,10 +163,8 @@ def test_groups__whose_samples_all_failed_are_nan(estimator: str, by: str) -> No
     np.testing.assert_allclose(found.score, expected, **close)
     np.testing.assert_array_equal(np.isnan(found.upper), np.isnan(expected))
     share = expected.sum(1) / np.nansum(dense)
-    for of_level in ({}, {"level": 0.9}):
-        found = td.group_score(train, ASKED, **options, share=True, **of_level)
-        found = found.share if of_level else found
-        np.testing.assert_allclose(found, share, **close)
+    found = td.group_score(train, ASKED, **options, share=True)
+    np.testing.assert_allclose(found, share, **close)
     raised = td.group_score(train, ASKED, **options, metric="loss").values[:, 0]
     np.testing.assert_array_equal(np.isnan(raised), np.isnan(share))
 

@@ -17,6 +17,7 @@ from trakdask.testing import simulate_features
 X = simulate_features(20, 4, 3, chunks=8)
 T = simulate_features(5, 4, 3, chunks=8, seed=1)
 SEEDS = simulate_features(20, 4, 5, chunks=8)
+EVERYTHING = xr.DataArray(np.ones((20, 5), bool), dims=("sample", "checkpoint"))
 NAMES = [f"s{i}" for i in range(20)]
 CHECKPOINTS = ["c0", "c1", "c2"]
 H = np.ones(20)
@@ -137,11 +138,20 @@ OTHERS = {
         ("no self-influence", lambda: td.self_influence(SEEDS, estimator="grad_cos", level=0.9), ValueError, ["GradCos("]),
     ],
     "share": [
-        ("too few checkpoints", lambda: td.group_score(X, T, by="label", share=True, level=0.9), ValueError, ["5 or more", "got 3"]),
+        ("with bounds", lambda: td.group_score(X, T, by="label", share=True, level=0.9), ValueError, ["neither units", "effect=True, level=0.9"]),
+        ("of a regression", lambda: td.group_score(X, T.assign_attrs(loss_kind="squared error"), by="label", share=True), ValueError, ["both signs", "metric='loss'"]),
         ("of a metric", lambda: td.group_score(X, T, by="label", share=True, metric="loss"), ValueError, ["metric=", "share="]),
         ("a word", lambda: td.group_score(X, T, by="label", share="yes"), TypeError, ["share", "'yes'", "True"]),
         ("parts of targets", lambda: td.group_score(SEEDS, SEEDS, by=xr.DataArray(np.ones((20, 3)), dims=("target", "author"))), ValueError, ["('target', 'author')", "xr.DataArray"]),
         ("parts that are missing", lambda: td.group_score(SEEDS, SEEDS, by=xr.DataArray(np.full((20, 3), np.nan), dims=("sample", "author"))), ValueError, ["finite"]),
+    ],
+    "effects": [
+        ("of all data", lambda: td.group_score(X, T, by="label", effect=True), ValueError, ["'trained_on'", "try td.evaluate.train_on_halves"]),
+        ("of the same data", lambda: td.group_score(SEEDS.assign(trained_on=EVERYTHING), SEEDS, "trak", by="label", effect=True).compute(), ValueError, ["the same for all", "try td.evaluate.train_on_halves"]),
+        ("of few targets", lambda: td.group_score(SEEDS.assign(trained_on=EVERYTHING), SEEDS[{"sample": [0]}], by="label", effect=True), ValueError, ["20 or more targets", "got 1"]),
+        ("bounds of a metric that is a guess", lambda: td.group_score(X, T, by="label", metric="loss", level=0.9), ValueError, ["try effect=True, level=0.9"]),
+        ("chosen by q", lambda: td.group_score(X, T, by="label", effect=True, level=0.9, q=0.1), ValueError, ["q=0.1", "scores alone"]),
+        ("level of 90", lambda: td.group_score(X, T, by="label", effect=True, level=90), ValueError, ["level", "90"]),
     ],
     "damping": [
         ("estimator without damping", lambda: td.damping(X, "grad_cos"), ValueError, ["GradCos()"]),

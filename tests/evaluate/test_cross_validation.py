@@ -175,7 +175,7 @@ def test_failed_samples_are_left_out(features, targets) -> None:
 
 
 def test_mistakes_say_what_to_try(features, targets) -> None:
-    with pytest.raises(ValueError, match=r"trained_on.*samples.assign_coords"):
+    with pytest.raises(ValueError, match=r"trained_on.*train_on_halves"):
         td.evaluate.cross_validate(features.drop_vars("trained_on"), targets)
     with pytest.raises(ValueError, match="different samples"):
         td.evaluate.cross_validate(features.assign(trained_on=features.trained_on | True), targets)

@@ -85,7 +85,11 @@ OPERATIONS: dict[str, Callable[[Path], Results]] = {
     "group_score": lambda _: values(
         td.group_score(*operands(), by="kind").to_dataset(name="score")
     ),
-    "credit": lambda _: values(td.group_score(*operands(), by="kind", share=True, level=0.9)),
+    "effects": lambda _: values(
+        td.group_score(
+            operands()[0], features(X + 1), ESTIMATOR, by="kind", effect=True
+        ).to_dataset()
+    ),
     "cross_validate": lambda _: values(td.evaluate.cross_validate(*operands())),
 }
 

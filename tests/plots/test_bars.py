@@ -7,6 +7,7 @@ import json
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+import xarray as xr
 from matplotlib.colors import to_hex
 
 import trakdask as td
@@ -78,3 +79,17 @@ def test_weights__are_the_numbers_of_the_projector() -> None:
         assert [bar.get_width() for bar in ax.patches] == [g[name] for g in groups.values()]
     with pytest.raises(ValueError, match=r"no fitted step.*td.fit\(samples, model\)"):
         td.plots.weights(FEATURES)
+
+
+def test_intervals__of_effects_have_the_mean_of_many_as_a_thick_line() -> None:
+    names = ("effect", "lower", "upper", "mean_lower", "mean_upper")
+    values = {
+        name: ("source", [x + 10, x]) for name, x in zip(names, (2, -1, 5, 1, 3), strict=True)
+    }
+    found = xr.Dataset(values, {"source": ["a", "b"]}, {"level": 0.9, "units": "loss"})
+    (ax,) = td.plots.intervals(found).axes
+    assert ax.get_xlabel() == "effect on loss"
+    thick = next(one for one in ax.collections if one.get_linewidths()[0] == 3)
+    np.testing.assert_allclose(
+        [segment[:, 0] for segment in thick.get_segments()], [[11, 13], [1, 3]]
+    )

@@ -4,6 +4,7 @@
 from trakdask.arrays import (
     damping,
     detection,
+    effects,
     evaluation,
     folds,
     gram,

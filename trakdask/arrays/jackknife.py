@@ -19,7 +19,7 @@ from trakdask.arrays.score import estimate
 LEVELS = np.geomspace(1e-12, 1, 1024)
 
 
-def member_score(sums: da.Array, solved: da.Array, *, relative: bool = False) -> da.Array:
+def member_score(sums: da.Array, solved: da.Array) -> da.Array:
     """Return the score of each group for each target, with its error over checkpoints.
 
     Parameters
@@ -29,8 +29,6 @@ def member_score(sums: da.Array, solved: da.Array, *, relative: bool = False) ->
         their order, and the sums of all checkpoints as the last fold.
     solved
         w of the targets, (target, proj_dim, checkpoint), chunks (rows, p, 1).
-    relative
-        Divide by the sum of all groups, in each fold by itself, and leave the last group out.
 
     Returns
     -------
@@ -38,12 +36,11 @@ def member_score(sums: da.Array, solved: da.Array, *, relative: bool = False) ->
     """
     return blockwise(
         _member_score, "gt", sums, "gfpc", solved, "tpc",
-        adjust_chunks={"g": (len(sums) - relative,)}, relative=relative,
         concatenate=False, name="member-score", dtype=estimate(product_dtype(solved)),
     )  # fmt: skip
 
 
-def _member_score(sums: Blocks, solved: Blocks, *, relative: bool) -> Block:
+def _member_score(sums: Blocks, solved: Blocks) -> Block:
     total, n = np.zeros(()), 0
     for of_groups, w in zip(flat(sums), flat(solved), strict=True):
         product = of_groups[..., 0] @ w[:, :, 0].T.astype(np.float64)
@@ -51,8 +48,6 @@ def _member_score(sums: Blocks, solved: Blocks, *, relative: bool) -> Block:
         total, n = total + product, n + 1
     total[:, :n] /= n - 1
     total[:, n] /= n
-    if relative:
-        total = total[:-1] / np.nansum(total, axis=0)  # a group that failed is not known
     return _estimates(total[:, n], np.moveaxis(total[:, :n], 1, 0), product_dtype(w))
 
 

@@ -17,9 +17,6 @@ from trakdask.arrays.blocks import Floats
 
 Measured = tuple[float, Floats]
 
-COMPLETE = 0.5
-"""Sums of scores that correlate less with outputs say nothing of the sizes of scores."""
-
 NOTHING: Measured = (np.nan, np.array(np.nan))
 """A metric where all outputs failed, or all of one label; and its derivative by each."""
 
@@ -167,20 +164,3 @@ def derivative(
             "function of the tensor of outputs, or td.group_score(..., metric=), which needs none"
         )
     return np.asarray(weights)
-
-
-def scale(outputs: npt.NDArray[np.floating], total: npt.NDArray[np.floating]) -> Floats:
-    """Return the factor of scores with which they add up to half of the outputs.
-
-    Scores rank effects, and their sizes differ between estimators. In a linear model scores add up
-    to outputs; the half of that was closest to the effects of retraining. Where sums of scores do
-    not follow the outputs, as of estimators whose weights are the gradient of the loss, which
-    vanishes at the end of training, they say nothing of sizes.
-    """
-    f = outputs.mean(0)
-    both = np.isfinite(f) & np.isfinite(total)
-    f, total = f[both], total[both]
-    spread = np.std(f) * np.std(total) if len(f) > 1 else 0.0
-    if spread == 0 or np.cov(f, total, ddof=0)[0, 1] / spread < COMPLETE:
-        return np.ones(())
-    return np.asarray(f @ total / (total @ total) / 2)

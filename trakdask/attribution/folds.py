@@ -19,9 +19,8 @@ def require_folds(features: xr.Dataset) -> None:
     if TRAINED_ON not in features:
         raise ValueError(
             f"expected {TRAINED_ON!r} in the features, which says what each checkpoint was trained "
-            f"on, got {sorted(map(str, features.data_vars))}; try featurizing "
-            "samples.assign_coords(trained_on=masks), or td.assign_coords(store, "
-            "{'trained_on': masks}), with masks (checkpoint, sample)"
+            f"on, got {sorted(map(str, features.data_vars))}; try td.evaluate.train_on_halves, or "
+            "td.assign_coords(store, {'trained_on': masks}), with masks (checkpoint, sample)"
         )
     validate(features, [TRAINED_ON], what="features")
     if (n := features.sizes[CHECKPOINT]) < LEAST_CHECKPOINTS:

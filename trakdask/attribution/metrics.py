@@ -146,21 +146,30 @@ class Measure:
             name="metric-weights", dtype=np.float64,
         )  # fmt: skip
 
-    def raised_by(self, sums: da.Array, total: da.Array, outputs: da.Array) -> da.Array:
+    def raised_by(
+        self, sums: da.Array, total: da.Array, outputs: da.Array, scale: da.Array | float
+    ) -> da.Array:
         """Return how much each group raised the metric of outputs (checkpoint, target).
 
-        ``sums`` of scores are (group, target), and ``total`` (target,) is the sum of all samples.
+        ``sums`` of scores are (group, target), ``total`` (target,) is the sum of all samples, and
+        ``scale`` is what :func:`trakdask.arrays.effects.scale` returns.
         """
         rows = max(_AT_ONCE // max(outputs.size, 1), 1)
         sums = sums.rechunk((rows, -1)).astype(np.float64)
-        total = total.rechunk(-1)
-        outputs = outputs.rechunk(-1) + 0 * total  # a target without scores is left out of both
-        scale = blockwise(
-            arrays.metrics.scale, "", outputs, "ct", total, "t", concatenate=True,
-            name="metric-scale", dtype=np.float64,
-        )  # fmt: skip
+        outputs = outputs.rechunk(-1) + 0 * total.rechunk(-1)  # a target without scores is left out
         without = outputs[None] - scale * sums[:, None]
         return self.values(outputs).mean() - self.values(without).mean(-1)
+
+    def error(self, predicted: da.Array, outputs: da.Array, slope: da.Array) -> da.Array:
+        """Return how far the metric of one more model is from predictions, (1,).
+
+        ``predicted`` and ``outputs`` (target, checkpoint) are of checkpoints that were left out.
+        """
+        outputs, predicted = (x.rechunk(-1).astype(np.float64) for x in (outputs, predicted))
+        mean = outputs.mean(axis=1, keepdims=True)
+        fitted = mean + slope * (predicted - predicted.mean(axis=1, keepdims=True))
+        rest = self.values(outputs.T) - self.values(fitted.T)
+        return rest.std(ddof=1, keepdims=True)
 
 
 def measure_of(metric: MetricLike, targets: xr.Dataset) -> Measure:

@@ -6,13 +6,12 @@ import math
 from typing import overload
 
 import dask.array as da
-import numpy as np
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.arrays.blocks import where
+from trakdask.attribution.effects import DESCRIPTIONS, group_effects
 from trakdask.attribution.estimators import EstimatorLike, resolve
-from trakdask.attribution.folds import require_all_samples
+from trakdask.attribution.folds import require_all_samples, require_folds
 from trakdask.attribution.labels import (
     By,
     labelled,
@@ -22,13 +21,11 @@ from trakdask.attribution.labels import (
     score_attrs,
     with_rest,
 )
-from trakdask.attribution.metrics import COMBINATION, MetricLike, measure_of
+from trakdask.attribution.metrics import MetricLike, measure_of
 from trakdask.attribution.operands import operands_of, require_tiles, self_influence_forms, solver
-from trakdask.attribution.uncertainty import SHARE, bounded
-from trakdask.checks import shown
-from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, TARGET_PREFIX, VARIABLES, coords_along
-
-_MEASURED = f"{TARGET_PREFIX}{COMBINATION}"
+from trakdask.attribution.uncertainty import bounded
+from trakdask.checks import require_number, shown
+from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, coords_along, validate
 
 
 @overload
@@ -200,6 +197,7 @@ def group_score(
     *,
     by: By,
     metric: MetricLike | None = ...,
+    effect: bool = ...,
     share: bool = ...,
 ) -> xr.DataArray: ...
 @overload
@@ -209,9 +207,10 @@ def group_score(
     estimator: EstimatorLike = ...,
     *,
     by: By,
+    metric: MetricLike | None = ...,
+    effect: bool = ...,
     level: float,
     q: float | None = ...,
-    share: bool = ...,
 ) -> xr.Dataset: ...
 def group_score(
     features: xr.Dataset,
@@ -220,6 +219,7 @@ def group_score(
     *,
     by: By,
     metric: MetricLike | None = None,
+    effect: bool = False,
     share: bool = False,
     level: float | None = None,
     q: float | None = None,
@@ -237,48 +237,80 @@ def group_score(
         store has no lists as coords; see Examples for parts that pandas makes of lists.
     metric
         A metric of all outputs, as :func:`trakdask.evaluate.metric` takes it. The result, (``by``,
-        target) with one target, is how much each group raised it, M(f) - M(f - sums), mean over
-        checkpoints: the group's sums of scores are subtracted from the outputs, and no derivative
-        is needed. See Notes on sizes.
+        target) with one target, is how much each group raised it, M(f) - M(f - effects), mean over
+        checkpoints: the group's effects are subtracted from the outputs, and no derivative is
+        needed.
+    effect
+        Return effects in units of the output f, or of the metric: the value of models of all
+        samples, less the value of models without the group. Where an effect is positive, models
+        without the group have a lower output: a classifier is less sure of the right class, and its
+        loss higher. Needs checkpoints of known halves, see
+        :func:`trakdask.evaluate.train_on_halves`, and 20 or more targets.
     share
         Return which share of the scores of all targets each group has, (``by``): Σ_t Σ_z m(z)
         score(z, t) / Σ_t Σ_z score(z, t), with the part m of the sample z that belongs to the
         group, and all samples in the denominator. Groups that harmed the targets have negative
-        shares. If each sample belongs to groups entirely, shares add up to 1. If the sum of all
-        scores is near 0, shares say little. Leave out targets that failed.
-    level, q
-        As in :func:`score`: return a Dataset with intervals of the sums, or of the ``share``. They
-        cover the draw of the checkpoints, and not the error of the method: show the grade of
-        :func:`trakdask.evaluate.cross_validate` beside a statement.
+        shares. If each sample belongs to groups entirely, shares add up to 1. Leave out targets
+        that failed. A regression has none, since its outputs have both signs.
+    level
+        With ``effect``: return a Dataset with prediction intervals, ``lower`` and ``upper`` for a
+        single retraining without the group, and ``mean_lower`` and ``mean_upper`` for the mean of
+        many, such as of 0.9. Else as in :func:`score`: intervals of sums, which cover the draw of
+        the checkpoints, and not the error of the method. Shares have none.
+    q
+        As in :func:`score`, for sums alone.
 
     Returns
     -------
     Lazy DataArray ``score`` (``by``, target), one dimension per coord, groups sorted: what
     ``score(features, targets).groupby(by).sum()`` would give, at the cost of one pass over the
     features, whatever the number of targets. As there, samples that failed are left out, but a
-    group whose samples all failed is NaN. A combination without samples sums to 0.
+    group whose samples all failed is NaN. A combination without samples sums to 0. With a unit its
+    name is ``effect``, and its ``units`` are in ``attrs``; of shares it is ``share``.
 
     Raises
     ------
     ValueError
         If there is no such coord, the result has a coord of the targets of that name, or there are
         more combinations than samples, and more than a million. With ``metric``: as
-        :func:`trakdask.evaluate.metric`, and if samples were selected. With ``level``: as
-        :func:`score`.
+        :func:`trakdask.evaluate.metric`, and if samples were selected. With ``effect``: if
+        ``trained_on`` is missing, or, when computed, the same for all checkpoints; if there are
+        fewer than four checkpoints, or 20 targets, or samples were selected. With ``share``: of a
+        regression, or with bounds. With ``level`` alone: as :func:`score`.
     MemoryError
         If the sums of all groups take more memory than any worker has.
 
+    Warns
+    -----
+    UserWarning
+        With intervals of effects: if a group has more than 30 % of the samples.
+
     Notes
     -----
-    Scores rank effects well, and their sizes differ between estimators. With ``metric``, the sums
-    are therefore multiplied by one number, so that the scores of all samples add up to half of the
-    outputs, if they correlate with them by more than ½ over targets, as sums of :class:`Soft`
-    mostly do. Most of the effects that were predicted so for tasks of classification were within a
-    factor of two of the effects of retraining; otherwise they are too small, often by a factor of
-    four and more (``tests/benchmarks/results/2026-11-24-metrics.txt``).
+    **Effects.** Each checkpoint j was trained on a known part of the samples. The scores of the
+    others predict its outputs, up to a slope b that all targets have in common, and residuals with
+    the variance σ² (:func:`trakdask.evaluate.cross_validate` ranks the same predictions). b is of
+    models of half of the data, which a sample changes more than it changes models of all. How much
+    more was measured by retraining: the slope of effects is the one with which scores add up to
+    half of the outputs, if they correlate with them by more than ½ over targets, but 0.3 b to b;
+    else it is 0.75 b. The variance of one retraining without a part γ of the samples is taken to be
+    σ² (1 + 3 γ) + (0.3 effect)², that of the mean of many σ² (0.1 + 3 γ) + (0.3 effect)². Bounds
+    are quantiles of Student's distribution. σ² is the mean of that of the target and of all. Where
+    the mean margin of a classifier is below 1, models of halves have hardly learned. Then the slope
+    is b, and 30 γ takes the place of 3 γ.
 
-    Intervals take one more sum of features for each checkpoint: C + 1 times the operations and the
-    memory, groups × p × C numbers. For a share, targets are added up before they are solved; for
+    These numbers gave about the right coverage on small tasks, which the guide to groups lists.
+    They are untested for groups of more than 30 % and for a class that vanishes with its source.
+
+    **Metrics.** Without ``effect``, sums are multiplied by one number, so that the scores of all
+    samples add up to half of the outputs, if they correlate with them by more than ½ over targets,
+    as sums of :class:`Soft` mostly do. Most of the effects that were predicted so for tasks of
+    classification were within a factor of two of the effects of retraining; otherwise they are too
+    small, often by a factor of four and more (``tests/benchmarks/results/2026-11-24-metrics.txt``).
+
+    **Cost.** Effects take one more pass over the features, 2 n p C² flops. Intervals of sums take
+    one more sum of features for each checkpoint: C + 1 times the operations and the memory, groups
+    × p × C numbers. For a share, targets are added up before they are solved; for
     ``"grad_cos"``, after each of them was divided by its length.
 
     Examples
@@ -317,42 +349,86 @@ def group_score(
     >>> shares = td.group_score(features, features, by=parts, share=True)
     >>> round(float(shares.sum()), 3)
     1.0
+
+    Effects in units of the output, by checkpoints of known halves:
+
+    >>> features = td.testing.simulate_features(60, 4, n_checkpoints=5)
+    >>> halves = td.evaluate.subsets(features, 5).rename(subset="checkpoint")
+    >>> features = features.assign(trained_on=halves)
+    >>> features = features.assign_coords(source=("sample", ["a", "b", "c", "d"] * 15))
+    >>> targets = td.testing.simulate_features(30, 4, n_checkpoints=5, seed=1)
+    >>> effects = td.group_score(features, targets, by="source", effect=True, level=0.9)
+    >>> list(effects), effects.effect.sizes
+    (['effect', 'lower', 'upper', 'mean_lower', 'mean_upper'], Frozen({'source': 4, 'target': 30}))
     """
     if share not in (True, False):
         raise TypeError(f"expected True or False for share, got {shown(share)}; try share=True")
-    if metric is not None and (share or level is not None or q is not None):
+    _require_options(effect, share, metric is not None, level, q)
+    if not effect and (level is not None or q is not None):
+        return bounded(features, targets, estimator, by, level=level, q=q)
+    if not effect and metric is None:
+        return _sums(features, targets, estimator, by, share=share)
+    training, explained = operands_of(features, targets)
+    validate(explained, ["output"], what="targets")
+    measure = None if metric is None else measure_of(metric, explained)
+    (require_folds if effect else require_all_samples)(training)
+    operands = solver(training, resolve(training, estimator))
+    labels, found = group_effects(operands, explained, by, measure, effect=effect, level=level)
+    attrs = score_attrs(training, targets, operands.attrs)
+    attrs["units"] = "output"
+    if measure is not None:
+        attrs["metric"] = attrs["units"] = measure.name
+    if level is None:
+        attrs["description"] = DESCRIPTIONS["effect"]
+        return labelled("effect", labels, found["effect"], attrs)
+    variables = {
+        name: (labels[0], data, {"description": DESCRIPTIONS[name]}) for name, data in found.items()
+    }
+    return xr.Dataset(variables, labels[1], attrs | {"level": level})
+
+
+def _require_options(
+    effect: bool, share: bool, is_metric: bool, level: float | None, q: float | None
+) -> None:
+    """Refuse options of :func:`group_score` that have no meaning together."""
+    if share and (effect or is_metric or level is not None or q is not None):
         raise ValueError(
-            "expected metric= without share=, level= and q=, since it has neither shares nor "
-            "intervals, got them; try leaving out either"
+            "expected share= without effect=, metric=, level= and q=, since shares have "
+            "neither units nor known errors, got them; try metric='loss', effect=True, level=0.9"
         )
-    if level is not None or q is not None:
-        return bounded(features, targets, estimator, by, level=level, q=q, share=share)
+    if (effect and q is not None) or (is_metric and not effect and (q, level) != (None, None)):
+        raise ValueError(
+            "expected q= for scores alone, and level= of a metric with effect=True, got "
+            f"{q=}, {level=}, {effect=}; try effect=True, level=0.9"
+        )
+    if effect and level is not None:
+        require_number("level", level, low=0, high=1, remedy="try level=0.9")
+
+
+def _sums(
+    features: xr.Dataset, targets: xr.Dataset, estimator: EstimatorLike, by: By, *, share: bool
+) -> xr.DataArray:
+    """Return the sums of scores by group, (group, target), or their shares, (group,)."""
+    if share and targets.attrs.get("loss_kind") == "squared error":
+        raise ValueError(
+            "expected outputs that say how right they are for share=True, got a regression, whose "
+            "outputs have both signs, and may add up to 0; try metric='loss', effect=True"
+        )
     training, explained = operands_of(features, targets)
     operands = solver(training, resolve(training, estimator))
-    if metric is not None:
-        require_all_samples(training)
-        measure = measure_of(metric, explained)
-        operands.attrs["metric"] = measure.name
     labels, members, n_groups = labels_of_groups(training, explained, by)
-    n, of_all = math.prod(n_groups), share or metric is not None
-    if of_all:
+    n = math.prod(n_groups)
+    if share:
         members = with_rest(members, n)
-    sums = operands.sums(operands.features, members, n + of_all)
+    sums = operands.sums(operands.features, members, n + share)
     solved = operands.vectors_of_all(explained) if share else operands.vectors(explained)
     data = arrays.score.score(sums, solved, None)
     attrs = score_attrs(training, targets, operands.attrs)
-    if of_all:
-        known = ~da.isnan(data).all(0)  # a group may have failed, or a target
-        total = where(known, da.nansum(data, 0), np.nan)
-        labels = labels_without_targets(labels, len(n_groups))
     if share:
-        data, attrs["description"] = (data[:n] / total)[:, 0], SHARE
-    if metric is not None:
-        data = measure.raised_by(data, total, explained.output.data.T)[:n, None]
-        name = (TARGET,), np.array([measure.name], object)
-        labels = (*labels[0], TARGET), labels[1] | {_MEASURED: name}
-    if len(n_groups) > 1:
-        data = data.reshape((*n_groups, *data.shape[1:]))
+        data = (data[:n] / da.nansum(data, 0))[:, 0]  # a group may have failed
+        labels = labels_without_targets(labels, len(n_groups))
+        attrs["description"] = "share of the sum of all scores"
+    data = data.reshape((*n_groups, *data.shape[1:]))
     return labelled("share" if share else "score", labels, data, attrs)
 
 

@@ -18,10 +18,8 @@ from trakdask.attribution.labels import (
     Labels,
     labels_of_groups,
     labels_of_scores,
-    labels_without_targets,
     names_of_groups,
     score_attrs,
-    with_rest,
 )
 from trakdask.attribution.operands import (
     Solver,
@@ -34,8 +32,6 @@ from trakdask.attribution.operands import (
 from trakdask.attribution.protocol import LEAST_FOLDS
 from trakdask.checks import require_number
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, coords_along, validate
-
-SHARE = "share of the sum of all scores"
 
 _DESCRIPTIONS = {
     "score": VARIABLES["score"].description,
@@ -53,37 +49,29 @@ def bounded(
     *,
     level: float | None,
     q: float | None,
-    share: bool = False,
 ) -> xr.Dataset:
     """Return scores, or the self-influence, with intervals; see :func:`score`."""
     quantile = _quantile(features, level, by)
     if q is not None:
         q = require_number("q", q, low=0, high=1, remedy="try q=0.1")
-    labels, tiles, attrs = estimated(features, targets, estimator, by, share=share)
+    labels, tiles, attrs = estimated(features, targets, estimator, by)
     attrs = {**attrs, "level": level}
     parts = arrays.jackknife.interval(tiles, quantile)
     if q is not None:
         from scipy.special import stdtrit  # the cost of importing
 
         # Under another name, since the scores would else wait in memory until all are counted.
-        _, counted, _ = estimated(
-            features, targets, estimator, by, share=share, name="counted-score"
-        )
+        _, counted, _ = estimated(features, targets, estimator, by, name="counted-score")
         columns = counted[:, None] if targets is None else counted.reshape(-1, counted.shape[-1])
         *_, ratio = arrays.jackknife.interval(columns, 0)
         edges = -stdtrit(features.sizes[CHECKPOINT] - 1, arrays.jackknife.LEVELS / 2)
         least = arrays.jackknife.least_significant(ratio, edges, q)
         parts = tuple(da.where(abs(parts[-1]) >= least, part, np.nan) for part in parts)
         attrs["false_discovery_rate"] = q
-    descriptions = dict(_DESCRIPTIONS)
-    if share:
-        parts = tuple(part[..., 0] for part in parts)  # one row of all targets
-        descriptions = {"share": SHARE} | descriptions
-        del descriptions["score"]
     dims, coords = labels
     data = {
         name: (dims, part, {"description": description})
-        for (name, description), part in zip(descriptions.items(), parts, strict=True)
+        for (name, description), part in zip(_DESCRIPTIONS.items(), parts, strict=True)
     }
     return xr.Dataset(data, coords=coords, attrs=attrs)
 
@@ -95,13 +83,11 @@ def estimated(
     by: By | None = None,
     *,
     name: str = "score",
-    share: bool = False,
 ) -> tuple[Labels, da.Array, dict[str, Any]]:
     """Return labels, lazy scores with their standard errors over checkpoints, and attrs.
 
     The scores have dtype :func:`trakdask.arrays.score.estimate`. Errors need two checkpoints.
-    ``name`` is in the names of tiles. Of a ``share``, the only target is the sum of all, and labels
-    have none.
+    ``name`` is in the names of tiles.
     """
     if targets is None:
         features, operands, forms = self_influence_forms(features, estimator)
@@ -123,10 +109,7 @@ def estimated(
             folds=operands.fold_weights(of), pooled=operands.estimator.pooled, name=name,
         )  # fmt: skip
         return labels, tiles, attrs
-    solved = operands.vectors_of_all(explained) if share else operands.vectors(explained)
-    if share:
-        labels = labels_without_targets(labels, len(n_groups))
-    tiles = _of_groups(operands, members, math.prod(n_groups), solved, relative=share)
+    tiles = _of_groups(operands, members, math.prod(n_groups), operands.vectors(explained))
     if len(n_groups) > 1:
         tiles = tiles.reshape((*n_groups, tiles.shape[1]))
     return labels, tiles, attrs
@@ -137,12 +120,8 @@ def _of_groups(
     members: np.ndarray | sparse.csr_array,
     n_groups: int,
     solved: da.Array,
-    *,
-    relative: bool,
 ) -> da.Array:
     """Return the scores of groups with their errors, (group, target)."""
-    if relative:
-        members, n_groups = with_rest(members, n_groups), n_groups + 1
     of = operands.features
     weight, without = operands.weight(of), operands.fold_weights(of)
     if operands.estimator.pooled:
@@ -155,7 +134,7 @@ def _of_groups(
     weights += 0 * weights.sum(axis=1, keepdims=True)
     require_sums(of.feature.data, n_groups, weights.shape[1])
     sums = arrays.groups.weighted_sums(of.feature.data, weights, members, n_groups)
-    return arrays.jackknife.member_score(sums, solved, relative=relative)
+    return arrays.jackknife.member_score(sums, solved)
 
 
 def _quantile(features: xr.Dataset, level: float | None, by: By | None) -> float:

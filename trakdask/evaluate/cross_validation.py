@@ -7,13 +7,13 @@ from itertools import product
 from typing import Any
 
 import dask
-import dask.array as da
 import numpy as np
 import xarray as xr
 
 from trakdask import arrays
+from trakdask.attribution.effects import left_out
 from trakdask.attribution.estimators import EstimatorLike, resolve
-from trakdask.attribution.folds import differ, fold_weights, require_folds
+from trakdask.attribution.folds import differ
 from trakdask.attribution.operands import operands_of, solver
 from trakdask.evaluate.results import require_known
 from trakdask.variables import (
@@ -111,7 +111,9 @@ def cross_validate(
     lazy, first = [], next(iter(settings.values()))[1]
     for training, explained, estimator in settings.values():
         validate(explained, ["output"], what="targets")
-        predicted = _predictions(training, explained, estimator)
+        asked, to = operands_of(training, explained)
+        operands = solver(asked, resolve(asked, estimator))
+        predicted = left_out(operands, operands.vectors(to))
         output = explained.output.transpose(SAMPLE, CHECKPOINT).data
         lazy.append((predicted, output, differ(lazy_features(training))))
     grades = [_graded(*each) for each in dask.compute(*lazy)]
@@ -166,33 +168,6 @@ def _settings(
         ", ".join(filter(None, (one, two))): (training[one], explained[one], estimator)
         for one, (two, estimator) in pairs
     }
-
-
-def _predictions(features: xr.Dataset, targets: xr.Dataset, estimator: EstimatorLike) -> da.Array:
-    """Return Σ_z (m_zj - mean_c m_zc) s_j(z, t), with the scores s_j of all checkpoints but j.
-
-    Parameters
-    ----------
-    features
-        Features of all training samples, with ``trained_on``, m.
-    targets, estimator
-        As in :func:`trakdask.score`. K and λ stay as they are, whichever checkpoint is left out.
-
-    Returns
-    -------
-    (target, checkpoint) float64, lazy.
-
-    Raises
-    ------
-    ValueError
-        If ``trained_on`` is missing, there are too few checkpoints, or samples were selected.
-    """
-    training, explained = operands_of(features, targets)
-    require_folds(training)
-    operands = solver(training, resolve(training, estimator))
-    weights = fold_weights(operands.features, operands.estimator, operands.inverse)
-    sums = arrays.groups.weighted_sums(operands.features.feature.data, weights)
-    return arrays.folds.predicted(sums, operands.vectors(explained))
 
 
 def _by_name(values: Any) -> dict[str, Any]:

@@ -47,8 +47,8 @@ def leave_group_out(
     sums
         Predictions of the effects: sums of scores (group, target) of :func:`trakdask.group_score`,
         or a mapping from names to such sums; or a Dataset of it with ``level=``, whose bounds are
-        compared, too, also of shares, for which ``train_fn`` returns one output, the sum of the
-        outputs of all targets. Groups that these lack are not left out.
+        compared, too: of effects, those for the mean of many retrainings. Groups that these lack
+        are not left out.
     groups
         The group of each training sample, (sample), such as ``features.source``, with the name that
         the sums have as a dimension.
@@ -72,7 +72,7 @@ def leave_group_out(
     - ``scale`` (): the number by which the sums have to be multiplied to be nearest to the effects,
       by least squares;
     - ``coverage`` (target), if there are bounds: the share of the groups whose effect lies between
-      the bounds times ``scale``, and ``coverage_mean`` ().
+      the bounds, times ``scale`` if they have no units, and ``coverage_mean`` ().
 
     Raises
     ------
@@ -87,10 +87,11 @@ def leave_group_out(
     Cost: (groups + 1) × seeds trainings. With a store, models that other evaluations have trained
     are not trained again.
 
-    Bounds cover the draw of the checkpoints that scores are made of. Effects differ from scores for
-    two further reasons: scores are a linear model of retraining, and a few seeds measure effects
-    with the error ``effect_error``. So the coverage is lower than the level of the bounds, mostly
-    by far (``tests/benchmarks/results/2026-11-24-credit.txt``).
+    Bounds of sums cover the draw of the checkpoints that scores are made of. Effects differ from
+    scores for two further reasons: scores are a linear model of retraining, and a few seeds measure
+    effects with the error ``effect_error``. So the coverage is lower than the level of the bounds,
+    mostly by far (``tests/benchmarks/results/2026-11-24-credit.txt``). Bounds of effects, by
+    ``effect=True``, cover the error of the linear model, too.
 
     References
     ----------
@@ -112,12 +113,12 @@ def leave_group_out(
     ([0.0, 3.0, 12.0], 1.0)
     """
     options = require_bootstrap(resamples, seed, confidence)
-    name, bounds = str(groups.name), []
+    name, bounds, has_units = str(groups.name), [], False
     if isinstance(sums, xr.Dataset):
-        if TARGET not in sums.dims:  # a share is of one target, the sum of all
-            sums = sums.expand_dims(TARGET)
-        bounds = [lazy_data(sums[bound].transpose(name, TARGET)) for bound in ("lower", "upper")]
-        sums = sums["share" if "share" in sums else "score"]
+        has_units = "effect" in sums
+        kinds = ("mean_lower", "mean_upper") if has_units else ("lower", "upper")
+        bounds = [lazy_data(sums[bound].transpose(name, TARGET)) for bound in kinds]
+        sums = sums["effect" if has_units else "score"]
     sums = as_array(sums, name, TARGET)
     codes, names = group_codes(groups.values)
     left_out = pd.Index(names).get_indexer(sums[name].values)
@@ -139,11 +140,11 @@ def leave_group_out(
         "scale": (more, "by which sums are nearest to effects, by least squares"),
     }
     if bounds:
-        variables["coverage"] = (TARGET,), "share of groups with their effect in scaled bounds"
+        variables["coverage"] = (TARGET,), "share of groups with their effect in the bounds"
         variables["coverage_mean"] = (), "mean of coverage over targets"
     result = lazy_results(
-        _compared, lazy_data(sums), bounds, outputs, options, of=sums, variables=variables,
-        labels={name: sums[name].values}, sizes={"draw": resamples},
+        _compared, lazy_data(sums), bounds, has_units, outputs, options,
+        of=sums, variables=variables, labels={name: sums[name].values}, sizes={"draw": resamples},
     )  # fmt: skip
     result = result.assign_attrs(options)
     return result if store is None else result.compute()
@@ -152,6 +153,7 @@ def leave_group_out(
 def _compared(
     sums: np.ndarray,
     bounds: list[np.ndarray],
+    has_units: bool,
     outputs: np.ndarray,
     options: dict[str, Any],
 ) -> dict[str, np.ndarray]:
@@ -169,7 +171,7 @@ def _compared(
         "scale": np.divide(*products).reshape(sums.shape[2:]),
     }
     if bounds:
-        low, high = np.sort(np.stack(bounds) * results["scale"], axis=0)
+        low, high = np.sort(np.stack(bounds) * (1 if has_units else results["scale"]), axis=0)
         covered = np.where(np.isnan(low), np.nan, (low <= effect) & (effect <= high)).mean(axis=0)
         results |= {"coverage": covered, "coverage_mean": np.nanmean(covered)}
     return results

@@ -161,13 +161,15 @@ class Questions(TrainingQuestions):
     def has_credit(self, view: View) -> bool:
         """Return whether groups of training samples have shares of the scores of many targets."""
         is_sum = TARGET not in self.settings.estimator(view.estimator).norms
-        return self.has_intervals(view) and is_sum and bool(self.groupings)
+        is_signed = self.features.attrs.get("loss_kind") == "squared error"
+        has_shares = is_sum and not is_signed
+        return self.has_intervals(view) and has_shares and bool(self.groupings)
 
     def credit(self, view: View) -> pd.DataFrame:
         """Return each group's share of the scores of the targets that a view selects.
 
-        Columns: the coord that the view groups by; ``score``, the share; ``spread``, half of its
-        interval; ``samples``, how many. Largest share first.
+        Columns: the coord that the view groups by; ``score``, the share; ``spread``, NaN, as the
+        error of a share is not known; ``samples``, how many. Largest share first.
         """
         view = view.replace(page="targets", first=0, sort="", ascending=False)
         return self._credits(view)
@@ -178,12 +180,9 @@ class Questions(TrainingQuestions):
         failed = self.targets.numbers.iloc[selected, -1].isna().to_numpy()
         targets = targets.isel({SAMPLE: ~failed})
         by = view.group_by
-        lazy = td.group_score(
-            setting.features, targets, setting.estimator, by=by, share=True, level=LEVEL
-        )
+        lazy = td.group_score(setting.features, targets, setting.estimator, by=by, share=True)
         (found,) = compute(lazy)
-        table: pd.DataFrame = found.to_dataframe().rename(columns={"share": "score"})
-        table["spread"] = table["upper"] - table["score"]
+        table: pd.DataFrame = found.to_dataframe(name="score").assign(spread=np.nan)
         table = table.dropna(subset="score")
         counts = pd.Series(setting.features[by].values).value_counts()
         table["samples"] = counts.reindex(table.index).to_numpy(int)

@@ -22,9 +22,9 @@ def intervals(result: xr.Dataset, label: str | None = None, *, ax: Axes | None =
     Parameters
     ----------
     result
-        Scores with intervals, as :func:`trakdask.score` and :func:`trakdask.group_score` return
-        them with ``level=``, or a ranking of them by :func:`trakdask.top_k`, for one target:
-        ``result.isel(target=0)``; or shares. Computed here.
+        Scores or effects with intervals, as :func:`trakdask.score` and
+        :func:`trakdask.group_score` return them with ``level=``, or a ranking of them by
+        :func:`trakdask.top_k`, for one target: ``result.isel(target=0)``. Computed here.
     label
         Name of the coord whose values name the bars; by default the dimension.
     ax
@@ -33,7 +33,8 @@ def intervals(result: xr.Dataset, label: str | None = None, *, ax: Axes | None =
     Returns
     -------
     Figure with a bar for each group, the largest score first, or for each ranked sample: green
-    where the whole interval is above 0, red where it is below, and grey where it contains 0.
+    where the whole interval is above 0, red where it is below, and grey where it contains 0. Of the
+    two intervals of effects, the thick line is for the mean of many retrainings.
 
     Raises
     ------
@@ -60,7 +61,7 @@ def intervals(result: xr.Dataset, label: str | None = None, *, ax: Axes | None =
         >>> sums = td.group_score(features, targets, "grad_cos", by="label", level=0.9)
         >>> figure = td.plots.intervals(sums.isel(target=0))
     """
-    value = "share" if "share" in result else "score"
+    value = "effect" if "effect" in result else "score"
     if len(result[value].dims) != 1:
         raise ValueError(
             f"expected scores along one dimension, got {dict(result[value].sizes)}; try "
@@ -80,11 +81,15 @@ def intervals(result: xr.Dataset, label: str | None = None, *, ax: Axes | None =
         score, rows, xerr=[score - low, high - score], fmt="none", capsize=3, linewidth=1.2,
         ecolor=ax.xaxis.label.get_color(),  # black, or white on a dark ground
     )  # fmt: skip
+    if value == "effect":
+        least, most = (result[name].values for name in ("mean_lower", "mean_upper"))
+        ax.hlines(rows, least, most, color=ax.xaxis.label.get_color(), linewidth=3)
     ax.set_yticks(rows, names, parse_math=False)
     ax.set_ylim(len(names) - 0.4, -0.6)
     ax.axvline(0, color="0.4", linewidth=0.8)
     title = f"{result.attrs['level']:.0%} intervals; grey cannot be told from 0"
-    return finish(ax, value, label or str(dim), title)
+    name = f"effect on {result.attrs['units']}" if value == "effect" else value
+    return finish(ax, name, label or str(dim), title)
 
 
 def weights(features: xr.Dataset) -> Figure:

@@ -1,0 +1,194 @@
+"""Effects of groups against a loop over left-out checkpoints in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+from scipy import stats
+
+import trakdask as td
+
+N, P, C, M = 90, 7, 5, 24
+SOURCE = np.random.default_rng(1).choice(["a", "b", "c", "d"], N, p=[0.1, 0.2, 0.3, 0.4])
+SOURCE = SOURCE.astype(object)
+SOURCE[SOURCE == "d"] = None
+LEVEL = 0.8
+RATES = {f"c{i}": 0.1 * (i + 1) for i in range(C)}
+
+
+def simulated(n: int, seed: int, chunks: int) -> xr.Dataset:
+    made = td.testing.simulate_features(n, P, C, seed=seed).astype(np.float64).compute()
+    return made.assign_attrs(loss_kind="cross-entropy").chunk(sample=chunks)
+
+
+def training(chunks: int = 32) -> xr.Dataset:
+    masks = td.evaluate.subsets(N, C).rename(subset="checkpoint")
+    made = simulated(N, 0, chunks).assign(trained_on=masks)
+    return made.assign_coords(source=("sample", SOURCE))
+
+
+def targets(follow: str, estimator: td.Estimator, chunks: int = 10) -> xr.Dataset:
+    """Targets whose outputs follow sums of scores, of all samples or of those of checkpoints."""
+    made = simulated(M, 1, chunks)
+    scores = td.score(training(), made, estimator).values
+    noise = np.random.default_rng(0).standard_normal((M, C)) * scores.std()
+    halves = scores.T @ training().trained_on.transpose("sample", "checkpoint").values
+    halves -= halves.mean(axis=1, keepdims=True)
+    level = 5 * scores.sum(axis=0)[:, None] if follow == "all" else 0
+    level = level + (0 if follow == "little" else 3)
+    made["output"] = ("sample", "checkpoint"), 7 * halves + noise + level
+    return made.chunk(sample=chunks)
+
+
+def left_out(X: xr.Dataset, T: xr.Dataset, estimator: td.Estimator) -> np.ndarray:
+    """Predict each checkpoint by the public scores of the others, with K and λ as they are."""
+    knows = X.trained_on.transpose("sample", "checkpoint").values.astype(float)
+    predicted = np.zeros((M, C))
+    for j, name in enumerate(X.checkpoint.values):
+        others = [c for c in X.checkpoint.values if c != name]
+        one = estimator
+        if isinstance(one, td.TracIn):  # a sum over some checkpoints, as a sum over all of them
+            one = td.TracIn({c: RATES[c] * C / (C - 1) for c in others})
+        scores = td.score(X.sel(checkpoint=others), T.sel(checkpoint=others), one)
+        predicted[:, j] = (knows[:, j] - knows.mean(axis=1)) @ scores.values
+    return predicted
+
+
+def slopes(predicted: np.ndarray, f: np.ndarray, total: np.ndarray) -> tuple[float, float]:
+    """Return the slope over left-out checkpoints, and that of effects on models of all data."""
+    p, f = predicted.ravel(), f.ravel()
+    target = np.repeat(np.arange(M), C)
+    design = np.column_stack([p, target[:, None] == np.arange(M)])
+    slope = max(np.linalg.lstsq(design, f, rcond=None)[0][0], 0)
+    mean = f.reshape(M, C).mean(1)
+    follows = np.corrcoef(mean, total)[0, 1] >= 0.5
+    half = (mean @ total) / (total @ total) / 2
+    if f.mean() < 1:  # margins of models that have hardly learned
+        return slope, slope
+    return slope, min(max(half, 0.3 * slope), slope) if follows else 0.75 * slope
+
+
+def bounds(effect: np.ndarray, error: Any, part: np.ndarray, f: np.ndarray) -> dict[str, Any]:
+    t, added = stats.t.ppf((1 + LEVEL) / 2, C - 1), (30 if f.mean() < 1 else 3) * part
+    one, many = (t * np.sqrt(error**2 * (own + added) + (0.3 * effect) ** 2) for own in (1.0, 0.1))
+    names = ("lower", "upper", "mean_lower", "mean_upper")
+    return dict(zip(names, (effect - one, effect + one, effect - many, effect + many), strict=True))
+
+
+def by_hand(
+    X: xr.Dataset, T: xr.Dataset, estimator: td.Estimator
+) -> tuple[dict[str, np.ndarray], Any]:
+    """Return effects with bounds, and what shares and metrics are made of."""
+    scores, f = td.score(X, T, estimator).values, T.output.values
+    predicted, total = left_out(X, T, estimator), scores.sum(0)
+    slope, scale = slopes(predicted, f, total)
+    rest = f - slope * predicted
+    rest -= rest.mean(1, keepdims=True)
+    own = (rest**2).sum(1) / (C - 1)
+    sums = np.stack([scores[name == SOURCE].sum(0) for name in "abc"])
+    part = np.array([(name == SOURCE).mean() for name in "abc"])[:, None]
+    effect = scale * sums
+    found = {"effect": effect, **bounds(effect, np.sqrt((own + own.mean()) / 2), part, f)}
+    return found, (sums, scale, slope, predicted, rest, part, total)
+
+
+ESTIMATORS = [
+    td.Trak(td.Absolute(2.0)),
+    td.Soft(power=0.5, damping=td.Absolute(0.3)),
+    td.RelatIF(td.Absolute(2.0)),
+    td.GradDot(),
+    td.GradCos(),
+    td.TracIn(RATES),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.* of the samples")
+@pytest.mark.parametrize("follow", ["all", "halves", "little"])
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda estimator: estimator.name)
+def test_effects_are_those_of_a_loop_over_checkpoints(estimator, follow: str) -> None:
+    X, T = training(), targets(follow, estimator)
+    expected, _ = by_hand(X, T, estimator)
+    found = td.group_score(X, T, estimator, by="source", effect=True, level=LEVEL)
+    assert found.effect.dims == ("source", "target")
+    assert found.attrs["units"] == "output"
+    assert found.attrs["level"] == LEVEL
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-6, atol=1e-9)
+    alone = td.group_score(X, T, estimator, by="source", effect=True)
+    assert alone.name == "effect"
+    np.testing.assert_allclose(alone, expected["effect"], rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:.* of the samples")
+@pytest.mark.parametrize("follow", ["all", "halves", "little"])
+def test_effects_on_a_metric_are_plugged_in(follow: str) -> None:
+    X, T = training(), targets(follow, ESTIMATORS[1])
+    _, (sums, scale, slope, predicted, _, part, _) = by_hand(X, T, ESTIMATORS[1])
+    f = T.output.values
+
+    def accuracy(outputs: np.ndarray) -> np.ndarray:
+        return (1 / (1 + np.exp(-outputs))).mean(0)
+
+    effect = [accuracy(f).mean() - accuracy(f - scale * one[:, None]).mean() for one in sums]
+    fitted = f.mean(1, keepdims=True) + slope * (predicted - predicted.mean(1, keepdims=True))
+    error = (accuracy(f) - accuracy(fitted)).std(ddof=1)
+    effect = np.array(effect)[:, None]
+    options = {"by": "source", "metric": "accuracy", "effect": True, "level": LEVEL}
+    found = td.group_score(X, T, ESTIMATORS[1], **options)
+    assert found.target_combination.values.tolist() == ["accuracy"]
+    assert found.attrs["units"] == "accuracy"
+    for name, values in {"effect": effect, **bounds(effect, error, part, f)}.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:.* of the samples")
+def test_effects_do_not_depend_on_chunks_and_failed_targets() -> None:
+    estimator = ESTIMATORS[1]
+    options = {"estimator": estimator, "by": ["source", "label"], "effect": True, "level": 0.5}
+    T = targets("all", estimator)
+    one = td.group_score(training(), T, **options).compute()
+    for chunks in (N, 11):
+        other = td.group_score(training(chunks), targets("all", estimator, M), **options)
+        xr.testing.assert_allclose(other.drop_attrs(), one.drop_attrs(), rtol=1e-9)
+    failed = T.compute().copy(deep=True)
+    failed.feature[3], failed.output[3] = np.nan, np.nan
+    rest = T.isel(sample=np.delete(np.arange(M), 3))
+    found = td.group_score(training(), failed, **options).drop_isel(target=3)
+    np.testing.assert_allclose(found.upper, td.group_score(training(), rest, **options).upper)
+
+
+def test_effects_of_large_groups_warn() -> None:
+    X = training().assign_coords(half=("sample", np.arange(N) % 2))
+    with pytest.warns(UserWarning, match="2 of 2 groups have more than 30% of the samples"):
+        td.group_score(X, targets("all", ESTIMATORS[0]), "trak", by="half", effect=True, level=0.9)
+
+
+def test_ninety_percent_intervals_hold_linear_effects_at_their_rate() -> None:
+    """Outputs that are linear in the data, with noise: new models without each group."""
+    rng, n, m, inside = np.random.default_rng(0), 300, 60, []
+    for seed in range(6):
+        phi, asked = rng.standard_normal((n, 6)), rng.standard_normal((m, 6))
+        q = rng.random(n)
+        scores = 3 * q[:, None] * (phi @ asked.T)
+        masks = td.evaluate.subsets(n, 10, seed=seed).rename(subset="checkpoint").compute()
+        noise = scores.std() * 6
+        knows = masks.transpose("sample", "checkpoint").values
+        f = scores.T @ knows + noise * rng.standard_normal((m, 10))
+        X = td.testing.simulate_features(n, 6, 10).assign(trained_on=masks)
+        T = td.testing.simulate_features(m, 6, 10, seed=1)
+        for ds, values in ((X, phi), (T, asked)):
+            ds["feature"] = ds.feature.copy(data=np.repeat(values[:, :, None], 10, axis=2))
+        X["out_to_loss"] = X.out_to_loss.copy(data=np.repeat(q[:, None], 10, axis=1))
+        # Without a level in common, outputs say nothing of the sums of scores.
+        T["output"] = T.output.copy(data=f - f.mean(axis=1, keepdims=True) + 3)
+        source = rng.choice(["a", "b", "c", "d", "e", "f"], n)
+        X = X.assign_coords(source=("sample", source))
+        found = td.group_score(X, T, "grad_dot", by="source", effect=True, level=0.9).compute()
+        for name in found.source.values:
+            one = found.sel(source=name)
+            truth = 0.75 * scores[source == name].sum(0) + noise * rng.standard_normal(m)
+            inside.append(((one.lower <= truth) & (truth <= one.upper)).values)
+    assert 0.87 < np.mean(inside) < 0.98
