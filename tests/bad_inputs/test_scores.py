@@ -139,6 +139,7 @@ OTHERS = {
     "share": [
         ("too few checkpoints", lambda: td.group_score(X, T, by="label", share=True, level=0.9), ValueError, ["5 or more", "got 3"]),
         ("of a metric", lambda: td.group_score(X, T, by="label", share=True, metric="loss"), ValueError, ["metric=", "share="]),
+        ("a word", lambda: td.group_score(X, T, by="label", share="yes"), TypeError, ["share", "'yes'", "True"]),
         ("parts of targets", lambda: td.group_score(SEEDS, SEEDS, by=xr.DataArray(np.ones((20, 3)), dims=("target", "author"))), ValueError, ["('target', 'author')", "xr.DataArray"]),
         ("parts that are missing", lambda: td.group_score(SEEDS, SEEDS, by=xr.DataArray(np.full((20, 3), np.nan), dims=("sample", "author"))), ValueError, ["finite"]),
     ],
