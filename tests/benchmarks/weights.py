@@ -3,7 +3,7 @@
     python tests/benchmarks/weights.py --cache demo-output/quality    # half an hour
 
 LDS on random halves, everything by default, and beside it with λ at its prior, 5.62 tr(K)/n.
-"Unpruned" also differentiates parameters with less than 0.2 % of the weighted length, and "without"
+"Unpruned" also differentiates parameters with less than 1 % of the weighted length, and "without"
 gives all parameters the weight 1. Then what features and fits take, and the weights; and the LDS of
 one checkpoint (or ten) that td.evaluate.reliability expects from the three.
 """
