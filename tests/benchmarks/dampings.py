@@ -151,7 +151,8 @@ def package(row: Row) -> float:
     """Return what the package chooses, without left-out checkpoints."""
     rho = chosen(
         np.array(row["curve"]), row["samples"], row["n"], samples="rows", otherwise="",
-        prior=row["prior"], is_whole=row["wc"] and row["data"] != "halves", quiet=True,
+        prior=row["prior"], is_whole=row["wc"] and row["data"] != "halves",
+        n_samples=row["samples"], quiet=True,
     )["relative"][0]  # fmt: skip
     return prior(row) if np.isnan(rho) else float(rho)
 
