@@ -37,6 +37,13 @@ _LEFT_OUT_BLOCKS = 8
 #: by a decade. 2026-11-28-dampings.txt has the tasks that this was chosen by.
 LARGER = 0.2
 _DECADE = 4
+#: The same without the wrong classes, for any number of checkpoints, where totals at the prior
+#: explain a third of the outputs and samples are not few: random columns of checkpoints of halves
+#: gain up to 0.5 at a ρ that makes scores worse. Else it is LARGER: that gain comes from a short
+#: training. These were chosen by 2026-11-24-halves.txt.
+CLEARLY_LARGER = 0.6
+HARDLY_FOLLOWED = 0.57
+FEW_SAMPLES = 500
 
 #: The name of held-out samples that choose λ, of the rule by outputs, and by left-out checkpoints.
 CALIBRATION = "calibration set"
@@ -182,6 +189,7 @@ def choose(
     otherwise: str,
     prior: float,
     is_whole: bool,
+    n_samples: int,
     quiet: bool = False,
 ) -> da.Array:
     """Choose ρ by samples whose totals follow their outputs, both as means over checkpoints.
@@ -200,6 +208,8 @@ def choose(
         The ρ of models that were trained to the end.
     is_whole
         Whether K is the whole curvature, and checkpoints were trained on all samples.
+    n_samples
+        How many samples K is a sum over.
     quiet
         Does not warn; the caller does, by :func:`warn_of_choice`.
 
@@ -217,14 +227,17 @@ def choose(
     Notes
     -----
     ρ is where the correlation is largest, if its artanh exceeds artanh of the correlation at the
-    prior by 0.2/√C with C checkpoints; else it is the prior. Where K is whole, 0.1/√C suffices
-    above the prior, and ρ may be down to a tenth of it; else it is never below.
+    prior; else it is the prior. Where K is whole, it has to by 0.1/√C above the prior, with C
+    checkpoints, and by 0.2/√C below, down to a tenth of it. Elsewhere ρ is never below, and has to
+    by 0.6, or by 0.2 where the correlation at the prior is below 0.57 or K is of fewer than 500
+    samples.
     """
     aligned = outputs.rechunk((totals.chunks[0], 1), method="tasks")
     return blockwise(
         _choose, "k", totals, "sgc", aligned, "sc",
         new_axes={"k": 1}, concatenate=True, name="completeness-choice", dtype=CHOICE,
-        samples=samples, otherwise=otherwise, prior=prior, is_whole=is_whole, quiet=quiet,
+        samples=samples, otherwise=otherwise, prior=prior, is_whole=is_whole, n_samples=n_samples,
+        quiet=quiet,
     )  # fmt: skip
 
 
@@ -255,6 +268,7 @@ def chosen(
     otherwise: str,
     prior: float,
     is_whole: bool,
+    n_samples: int,
     quiet: bool = False,
 ) -> Block:
     """Return what :func:`choose` returns, from the correlation for every ρ, of so many rows."""
@@ -265,7 +279,11 @@ def chosen(
     if peak * math.sqrt(n_rows) >= FOLLOWED:
         # 2. Correlations, less how much larger than at the prior they have to be.
         at = int(np.abs(np.log(GRID / prior)).argmin())
-        needed = np.full(len(GRID), LARGER / math.sqrt(n_checkpoints))
+        least = LARGER / math.sqrt(n_checkpoints)
+        if not is_whole:
+            is_easy = correlation[at] < HARDLY_FOLLOWED or n_samples < FEW_SAMPLES
+            least = LARGER if is_easy else CLEARLY_LARGER
+        needed = np.full(len(GRID), least)
         needed[at + 1 :] /= 1 + is_whole
         needed[: max(at - is_whole * _DECADE, 0)] = needed[at] = np.inf
         with np.errstate(divide="ignore", invalid="ignore"):  # of a correlation of exactly 1

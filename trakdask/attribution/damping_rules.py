@@ -172,7 +172,8 @@ def by_outputs(
     prior = damping_prior(features)
     how = arrays.damping.choose(
         totals, outputs, samples=samples, otherwise=trace.rule, prior=prior,
-        is_whole=WRONG_CLASSES in features and TRAINED_ON not in features, quiet=quiet,
+        is_whole=WRONG_CLASSES in features and TRAINED_ON not in features,
+        n_samples=sums.n_samples, quiet=quiet,
     )  # fmt: skip
     rho = field(how, "relative")
     return Choice(trace.value * where(da.isnan(rho), 1, rho / prior), COMPLETENESS, how)

@@ -72,10 +72,11 @@ def damping(
     samples with the outputs f (both as means over checkpoints), under soft weights of power ½. The
     prior is the features' ``attrs["damping_prior"]`` (1 if missing, 5.6 in the coordinates of a
     curvature), which is best for models that were trained to the end. The ρ with the largest
-    correlation is chosen instead, if that is clearly larger than at the prior: by 0.2/√C in
-    Fisher's z = artanh(r), with C checkpoints. So after a short training, ρ is 10 to 300 times as
-    large. ρ is never below the prior, but with ``wrong_classes`` in the features and without
-    ``trained_on``: then it may be down to a tenth of it, and a larger one has to gain only 0.1/√C.
+    correlation is chosen instead, if that is clearly larger in Fisher's z = artanh(r), as after a
+    short training, where ρ has to be 10 to 300 times as large. With ``wrong_classes`` in the
+    features and without ``trained_on``, C checkpoints need 0.1/√C for a larger ρ, and 0.2/√C for a
+    smaller one, down to a tenth. Otherwise ρ is never smaller, and a larger one needs 0.6, or 0.2
+    if the correlation at the prior is below 0.57 or there are fewer than 500 samples.
 
     Cross-validation, where features have ``trained_on`` and five or more checkpoints, for every
     task. Each checkpoint is left out, and the scores of the others, added up over its samples,
