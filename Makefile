@@ -34,13 +34,14 @@ export COVERAGE_CORE ?= sysmon
 
 heading = @printf '\n== %s\n' '$(1)'
 
-.PHONY: help install demo test test-faults benchmarks docs pictures lint format types imports wheel notebooks unit unit-portable unit-dask-array unit-query-planning clean
+.PHONY: help install demo test test-faults benchmarks docs pictures lint format types imports wheel notebooks unit unit-portable unit-fakegpu unit-dask-array unit-query-planning clean
 
 help:
 	@echo 'make demo        attribute a digits classifier, and grade its scores'
 	@echo 'make test        everything below that checks something'
 	@echo 'make lint | types | imports | wheel | docs | notebooks | unit'
 	@echo 'make unit-portable  some tests as on a processor without AVX-512'
+	@echo 'make unit-fakegpu   tests of devices on one that stands for a GPU'
 	@echo 'make unit-dask-array | unit-query-planning  some tests with other arrays than those of Dask'
 	@echo 'make test-faults the long tests that make test leaves out: kills at many moments: minutes'
 	@echo 'make format      let ruff fix what it can'
@@ -98,6 +99,11 @@ unit-portable: $(INSTALLED)
 		$(PY) -m pytest --quiet -n $(JOBS) tests/models/test_gradients.py tests/models/test_hooks.py \
 		tests/featurization tests/projection/test_words.py
 
+# A device of host memory that is as strict as a GPU: tests/fakegpu.
+unit-fakegpu: $(INSTALLED)
+	$(call heading,gradients$(comma) fits and scores on a device that stands for a GPU: pytest)
+	@TESTS_WITH=fakegpu $(PY) -m pytest --quiet -n $(JOBS) --dist loadfile tests/devices
+
 unit: $(INSTALLED)
 	$(call heading,unit$(comma) property$(comma) doctest and process-cluster tests: pytest)
 	@$(PY) -m pytest --quiet -n $(JOBS) --dist loadfile --no-loadscope-reorder -m 'not faults' --ignore=tests/test_packaging.py $(COVERAGE)
@@ -135,7 +141,7 @@ docs: $(DOCUMENTERS)
 
 # The stories are drawn from the outputs of notebooks, the explorer from what the demo has written.
 pictures: demo docs
-	@for drawn in house stories explorer dashboard; do $(PY) docs/draw_$$drawn.py || exit; done
+	@for drawn in house leaderboard stories explorer dashboard; do $(PY) docs/draw_$$drawn.py || exit; done
 
 clean:
 	rm -rf docs/_build docs/jupyter_execute docs/notebooks docs/reference/generated

@@ -55,6 +55,7 @@ exclude_patterns = ["_build", "jupyter_execute"]
 html_theme = "sphinx_book_theme"
 html_title = f"trakdask {version}"
 html_static_path = ["_static"]
+html_favicon = "_static/favicon.svg"
 html_css_files = ["custom.css"]
 html_js_files = ["labels.js"]
 html_show_copyright = False
@@ -72,7 +73,8 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 autosummary_generate = True
-autodoc_typehints = "none"  # docstrings say in words what a parameter takes
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented_params"
 autodoc_member_order = "bysource"
 add_module_names = False
 napoleon_google_docstring = False
@@ -89,6 +91,9 @@ plot_formats = [("png", 144)]
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|nn|np|numpy|xr|xarray|da|dask|distributed|pd|pandas|zarr|collections)\..*"),
+    ("py:.*", r"(os|pathlib)\..*|Axes|Figure|Normalize|NDArray|Tensor|EstimatorLike|Selection"),
+    # Types of parameters and fields that have no page of their own.
+    ("py:.*", r"trakdask\.(attribution|explorer|models|plots|projection)\.[a-z_]+\.[A-Za-z_]+"),
 ]
 
 

@@ -23,7 +23,7 @@ from rich.table import Table
 
 import trakdask as td
 from trakdask import examples
-from trakdask.plots.figures import new_figure, power_of_ten
+from trakdask.plots.figures import decimals, new_figure
 
 __all__ = ["main", "model", "preprocess"]
 
@@ -120,14 +120,14 @@ def _featurize(datasets: Iterable[xr.Dataset], network: td.Model) -> list[xr.Dat
 
 
 def _print_rankings(ends: Sequence[xr.Dataset], shown: list[int], margins: xr.DataArray) -> None:
-    unit = power_of_ten(*(end.score[shown] for end in ends))
+    digits = decimals(*(end.score[shown] for end in ends), digits=2)
     rows = []
     for target in shown:
-        best, worst = (_ranked(end.isel(target=target), unit) for end in ends)
+        best, worst = (_ranked(end.isel(target=target), digits) for end in ends)
         name = f"{target} (a {int(margins.label[target])})"
         margin = f"{float(margins[target]):.2f}"
         rows.append((name, margin, f"[green]{best}[/]\n[red]{worst}[/]"))
-    title = f"The {len(shown)} targets with the smallest margin; score in 1e{unit}"
+    title = f"The {len(shown)} targets with the smallest margin"
     columns = ("target", "margin f", f"top and bottom {SHOWN} training samples: digit score")
     _print_table(title, columns, rows)
 
@@ -139,9 +139,9 @@ def _print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str
     console.print(table)
 
 
-def _ranked(ranking: xr.Dataset, unit: int) -> str:
-    pairs = zip(ranking.label.values, ranking.score.values / 10.0**unit, strict=True)
-    return "  ".join(f"{label:g} {score:+.1f}" for label, score in pairs)
+def _ranked(ranking: xr.Dataset, digits: int) -> str:
+    pairs = zip(ranking.label.values, ranking.score.values, strict=True)
+    return "  ".join(f"{label:g} {score:+.{digits}f}" for label, score in pairs)
 
 
 def _print_queries(scores: xr.DataArray, shown: list[int]) -> None:
@@ -152,9 +152,9 @@ def _print_queries(scores: xr.DataArray, shown: list[int]) -> None:
     queries = ("label == target_label", "label != target_label", "label in [4, 9]")
     lazy = {text: td.top_k(one, SHOWN, where=text) for text in queries}
     (rankings,) = dask.compute(lazy)  # computed together, as they share the solve
-    unit = power_of_ten(*(top.score for top in rankings.values()))
-    title = f"Queries by metadata, target {target} (a {label}); score in 1e{unit}"
-    rows = [(text, _ranked(top.isel(target=0), unit)) for text, top in rankings.items()]
+    digits = decimals(*(top.score for top in rankings.values()), digits=2)
+    title = f"Queries by metadata, target {target} (a {label})"
+    rows = [(text, _ranked(top.isel(target=0), digits)) for text, top in rankings.items()]
     _print_table(title, ("where", f"top {SHOWN}: digit score"), rows)
 
 

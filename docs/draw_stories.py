@@ -2,15 +2,18 @@
 
     make demo docs && .venv/bin/python docs/draw_stories.py
 
-The two larger pictures come from ``make demo``.
+The picture at the top of the README is drawn by the lines of the README, and the one of suspicious
+digits by ``make demo``.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import re
+import tempfile
 from html import unescape
 from pathlib import Path
 
@@ -99,6 +102,15 @@ def words() -> Image.Image:
     return Image.open(buffer)
 
 
+def misread() -> Image.Image:
+    """Run the lines of the README that draw its first picture."""
+    readme = (HERE.parent / "README.md").read_text("utf-8")
+    (lines,) = re.findall(r"```python\n([^`]*gallery\.png[^`]*)```", readme)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        exec(lines.replace('"gallery.png"', '"gallery.png", dpi=160'), {})
+        return Image.open(io.BytesIO(Path("gallery.png").read_bytes()))
+
+
 def main() -> None:
     """Draw one picture after the other."""
     for name, (notebook, text, part) in CROPS.items():
@@ -106,8 +118,8 @@ def main() -> None:
         write(name, card(Image.open(io.BytesIO(png)).crop(part)))
     write("story_friday", fridays())
     write("story_language", card(words()))
-    for name in ("gallery", "suspicious"):
-        write(name, Image.open(DEMO / f"{name}.png"))
+    write("gallery", misread())
+    write("suspicious", Image.open(DEMO / "suspicious.png"))
 
 
 if __name__ == "__main__":

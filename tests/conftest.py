@@ -17,6 +17,7 @@ import torch
 from distributed import Client, LocalCluster
 from hypothesis import settings
 
+from tests import fakegpu
 from tests.clusters import PATIENT, local_cluster
 from trakdask.errors import forget_warnings
 
@@ -54,6 +55,11 @@ if os.environ.get("TESTS_WITH") == "dask-array":  # `make unit-dask-array`
     from dask_array.xarray import register
 
     register()
+# Only a process that starts with the device can have it, and then has it in all of its tests.
+if os.environ.get("TESTS_WITH") != "fakegpu":  # `make unit-fakegpu`
+    collect_ignore.append("devices")
+elif not fakegpu.missing():
+    fakegpu.start()
 torch.set_num_threads(1)
 
 
@@ -126,6 +132,16 @@ def process_client(process_cluster: LocalCluster) -> Iterator[Client]:
     """Make the process cluster the active one, for this test only."""
     with Client(process_cluster, set_as_default=False) as client, client.as_current():
         yield client
+
+
+@pytest.fixture
+def fake_gpu() -> Iterator[None]:
+    """Test on a device that stands for a GPU: with float64, and nothing counted yet."""
+    if os.environ.get("TESTS_WITH") != "fakegpu" or fakegpu.missing():
+        pytest.skip(fakegpu.missing() or "no fake GPU in this process; try: make unit-fakegpu")
+    fakegpu.calls()
+    yield
+    fakegpu.allow_float64(True)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import trakdask as td
 @pytest.mark.parametrize("data", [xr.Dataset(), xr.DataArray(1.0)])
 def test_methods__are_the_functions_of_the_data(data: xr.Dataset | xr.DataArray) -> None:
     assert "top_k" in dir(data.trak)
+    assert ".trak.top_k()" in repr(data.trak)
     assert ("score" in dir(data.trak)) == isinstance(data, xr.Dataset)
     for name in dir(data.trak):
         function, method = getattr(td, name), getattr(data.trak, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 import trakdask as td
 from trakdask.html_tables import html_table
@@ -30,3 +31,11 @@ def test_html_table__escapes() -> None:
     evil = "</code><script>alert(1)</script>&"
     assert cells(td.tasks.ImageClassification(image=evil))["inputs"] == repr((evil,))
     assert "<script>" not in html_table(evil, {evil: evil})
+
+
+def test_model__has_a_card() -> None:
+    rows = cells(td.Model(torch.nn.Linear(400, 3), task="image_classification"))
+    assert rows["network"] == "Linear"
+    assert rows["task"] == "ImageClassification"
+    assert rows["checkpoints"].startswith("1: ")
+    assert rows["differentiated"] == "1,203 of 1,203 parameters: ['weight', 'bias']"

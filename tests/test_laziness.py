@@ -147,6 +147,7 @@ NOT_LAZY = {
     "drop": "writes to a store",
     "evaluate.train_on_halves": "trains models",
     "evaluate.cross_validate": "returns numbers, not arrays to go on with",
+    "evaluate.reliability": "returns numbers, not arrays to go on with",
     "examples.digits": "returns arrays that are bundled",
     "examples.digits_halves": "trains models",
     "examples.mnist": "returns arrays that are bundled",

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
+from dask.utils import format_bytes
 from distributed import Client
 from torch import nn
 
 import trakdask as td
 from trakdask.planning import plan
+from trakdask.planning.fits import PlannedFit
+from trakdask.planning.pilot import Pilot
 from trakdask.projection import Projector
 from trakdask.projection.mask import Mask
 from trakdask.testing import raise_if_dask_computes
@@ -96,6 +99,40 @@ def test_plan__numbers_are_those_by_hand() -> None:
     assert (identity.sample_operations, identity.rounding_error) == (0, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("n_samples", "n_fitted", "task"),
+    [
+        (600, 520, "image_classification"),
+        (90, 2000, "image_classification"),
+        (600, 500, "regression"),
+    ],
+)
+def test_plan__a_fit_keeps_the_bytes_that_are_planned(
+    n_samples: int, n_fitted: int, task: str
+) -> None:
+    inputs = {"image" if "image" in task else "x": np.eye(n_samples, 6, dtype="f4")}
+    labels = {"label" if "image" in task else "y": np.arange(n_samples) % 3}
+    samples = td.from_arrays(inputs | labels)
+    nets = [nn.Linear(6, 3 if "image" in task else 1) for _ in range(2)]
+    model = td.Model(nets[0], [net.state_dict() for net in nets], task=task)
+    found = plan(td.featurize(samples, model), n_fitted=n_fitted).fit
+    fitted = td.fit(samples, model, n_samples=n_fitted, progress=False)
+    assert found is not None
+    assert found.kept_bytes == sum(array.nbytes for array in fitted.arrays.values())
+    assert found.n_passes == 1 + 2 * (n_samples >= 500) + ("image" in task)
+    assert plan(td.featurize(samples, model, fitted)).fit is None
+
+
+def test_plan__a_fit_takes_as_long_as_its_passes_and_products() -> None:
+    pilot = Pilot(10, 3.0, 2.0, 0.5, 2, 0, 0, 0)
+    fit = PlannedFit(100, n_passes=4, operations=0, kept_bytes=0, memory_bytes=0)
+    assert fit.seconds(pilot, n_checkpoints=3, proj_dim=8) == 3 * 4 * 100 * 0.2 / 2
+    more = dataclasses.replace(fit, operations=2 * 10 * 8**2).seconds(pilot, 3, 8)
+    assert more - fit.seconds(pilot, 3, 8) == pytest.approx(3 * 1.6 * 0.5 / 2)
+    shown = repr(dataclasses.replace(plan(FEATURES), pilot=pilot, fit=fit, block_bytes=4 * 10 * 8))
+    assert "A td.fit before: about 80.00 s, 4 passes over 100 samples, " in shown
+
+
 def test_plan__opened_store_gives_the_same(tmp_path: Path) -> None:
     lazy = features(Mask(keep=40))  # its spec is nested
     opened = td.save(lazy, tmp_path / "f.zarr", progress=False)
@@ -106,6 +143,18 @@ def test_plan__opened_store_gives_the_same(tmp_path: Path) -> None:
     frame = found.to_dataframe()
     assert frame.proj_dim.tolist() == [40, 512]
     assert {dtype.kind for dtype in frame.drop(columns="projector").dtypes} <= {"i", "f"}
+
+
+def test_plan__says_time_bytes_and_memory_first() -> None:
+    found = plan(FEATURES, [OTHER])
+    time, store, memory, *_ = repr(found).splitlines()
+    assert "pilot=True" in time
+    assert store == f"Store: {format_bytes(found.projections[0].store_bytes)}"
+    assert memory.startswith("Memory: ")
+    seen, folded = found._repr_html_().split("<details>")
+    assert "error of a product" in seen
+    assert "random_bits" not in seen
+    assert "random_bits" in folded
 
 
 def test_plan__store_bytes_are_those_on_disk(tmp_path: Path) -> None:
@@ -127,7 +176,7 @@ def test_plan__compares_more_columns_where_they_are_few(rank: int, widths: list[
     samples = td.from_arrays({"image": np.zeros((rank, 100), "f4"), "label": np.zeros(rank, int)})
     found = plan(td.featurize(samples, wide, projector=OWN))
     assert [p.proj_dim for p in found.projections] == [32, *widths]
-    assert ("td.fit" in repr(found)) == bool(widths)
+    assert ("or td.fit" in repr(found)) == bool(widths)
 
 
 class Counted(nn.Sequential):

@@ -87,3 +87,15 @@ def test_features__can_be_written_as_netcdf(tmp_path: Path) -> None:
     assert as_values(again.attrs)["projector"] == projector.spec()
     like = td.featurize(samples, model, like=again)
     np.testing.assert_array_equal(like.feature, features.feature)
+
+
+def test_stores__can_be_written_as_netcdf_and_asked_from_there(tmp_path: Path) -> None:
+    features = td.testing.simulate_features(n_samples=60, proj_dim=4, n_checkpoints=3)
+    saved = td.save(features, tmp_path / "f.zarr", estimator="soft", progress=False)
+    saved.to_netcdf(tmp_path / "f.nc")
+    again = xr.open_dataset(tmp_path / "f.nc", chunks={"sample": 16, "checkpoint": 1})
+    scores = td.score(saved, features).compute()
+    scores.to_netcdf(tmp_path / "scores.nc")
+    for copy in (again, xr.open_zarr(tmp_path / "f.zarr")):  # whose attrs are not all texts
+        np.testing.assert_array_equal(td.score(copy, features).compute(), scores)
+    td.gram(features).to_netcdf(tmp_path / "gram.nc")

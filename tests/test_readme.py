@@ -25,6 +25,13 @@ ENVIRONMENT = os.environ | {
     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
 }
 
+# What the first block takes for granted.
+READERS_OWN = """import numpy as np, torch, trakdask as td
+from trakdask.examples import fit_mnist_cnn, mnist, mnist_cnn as build
+train, test = mnist()
+torch.save(fit_mnist_cnn(np.arange(train.sizes["sample"]), seed=0), "model.pt")
+"""
+
 FEWER_HALVES = "sed -i 's/n: 8}/n: 5, epochs: 6}/' trakdask.yaml"
 
 
@@ -76,8 +83,8 @@ def explore(line: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_readme__lines_run_in_order(tmp_path: Path) -> None:
-    printed = ""
+def test_readme__lines_run_in_order(tmp_path: Path, tmp_path_factory) -> None:
+    printed, python = "", ""
     for language, text in BLOCKS:
         if text.startswith("pip install"):  # which was done before tests could run
             extras = re.search(r"\[(.*)\]", text).group(1).split(",")
@@ -86,10 +93,14 @@ def test_readme__lines_run_in_order(tmp_path: Path) -> None:
             explore(text.strip(), tmp_path)
         elif language == "text":
             assert shape_of(printed[printed.index("these scores") :]) == shape_of(text)
+        elif text.startswith("model = "):
+            run([sys.executable, "-c", READERS_OWN + text], tmp_path_factory.mktemp("own"))
+        elif language == "python":
+            python += text  # which goes on from the block before
+            printed = run([sys.executable, "-c", python], tmp_path)
         else:
             text = text.replace("trakdask init", f"trakdask init\n{FEWER_HALVES}")
-            interpreter = {"python": [sys.executable, "-c"], "console": ["bash", "-ec"]}[language]
-            printed = run([*interpreter, text], tmp_path)
+            printed = run(["bash", "-ec", text], tmp_path)
     assert matplotlib.image.imread(tmp_path / "gallery.png").shape[0] > 300
     assert printed.splitlines()[-1].startswith("these scores predict left-out checkpoints at 0.")
     frame = pd.read_parquet(tmp_path / "digits" / "top.parquet")

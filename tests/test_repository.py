@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import subprocess
 import sys
@@ -74,6 +75,17 @@ def test_makefile__has_every_target_that_pages_and_workflows_name() -> None:
         for file in re.findall(r"\.ci/[\w./]*\w", steps):
             assert (ROOT / file).exists(), f"{path.name} names {file}"
     assert named <= set(re.findall(r"^([a-z-]+):", read("Makefile"), flags=re.MULTILINE))
+
+
+def test_forms_of_issues__ask_for_what_there_is() -> None:
+    forms = {path.name: path.read_text("utf-8") for path in (ROOT / ".github").rglob("*TE/*.yml")}
+    assert "td.show_versions()" in forms["fault.yml"]
+    for name, text in forms.items():
+        assert yaml.safe_load(text), name
+        for path in re.findall(r"\btd\.([\w.]+\w)\(", text):
+            assert operator.attrgetter(path)(td), f"{name} names td.{path}"
+        for page in re.findall(r"docs/[\w/]+\.md", text):
+            assert (ROOT / page).exists(), f"{name} names {page}"
 
 
 IN_CONDA = {"torch": "pytorch", "dask": "dask-core"}

@@ -1,8 +1,10 @@
-"""Training-data attribution as array programs on Dask, xarray and torch.
+"""Which training samples made my model do that? Training data attribution by TRAK.
 
-Importing this loads xarray, to register the accessor ``.trak``. Public names load on first use;
-names that need torch take a second. ``__init__.pyi`` lists them by module.
+Call Model, attribute and top_k; or featurize, save and score, each by itself. All pages: docs/.
 """
+
+# Importing this loads xarray, to register the accessor ``.trak``. Public names load on first use;
+# names that need torch take a second. ``__init__.pyi`` lists them by module.
 
 import lazy_loader
 

@@ -7,6 +7,7 @@ from . import fits as fits
 from . import plots as plots
 from . import testing as testing
 from ._version import __version__ as __version__
+from ._version import show_versions as show_versions
 from .attributing import attribute as attribute
 from .attribution import Absolute as Absolute
 from .attribution import GradCos as GradCos
@@ -17,6 +18,7 @@ from .attribution import TracIn as TracIn
 from .attribution import Trak as Trak
 from .attribution import combine as combine
 from .attribution import damping as damping
+from .attribution import duplicates as duplicates
 from .attribution import gram as gram
 from .attribution import group_score as group_score
 from .attribution import score as score

@@ -22,13 +22,21 @@ _OF_FEATURES = (
 @xr.register_dataarray_accessor("trak")
 @xr.register_dataset_accessor("trak")
 class Accessor:
-    """Methods of scores, an array, or of features, scores with intervals and rankings: Datasets."""
+    """The public functions as methods: ``scores.trak.top_k(10)`` is ``td.top_k(scores, 10)``.
+
+    Scores, a DataArray, have ``top_k``, ``to_zarr`` and ``to_parquet``. Features, scores with
+    intervals and rankings, which are Datasets, also have ``save``, ``combine``, ``gram``,
+    ``damping``, ``score``, ``group_score`` and ``self_influence``.
+    """
 
     def __init__(self, data: xr.DataArray | xr.Dataset) -> None:
         self._data = data
 
     def __dir__(self) -> list[str]:
         return [*(_OF_SCORES if isinstance(self._data, xr.DataArray) else _OF_FEATURES)]
+
+    def __repr__(self) -> str:
+        return f"<trakdask: {', '.join(map('.trak.{}()'.format, dir(self)))}>"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in dir(self):

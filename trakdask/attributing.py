@@ -16,6 +16,9 @@ from trakdask.saving import save
 
 __all__ = ["attribute"]
 
+_OF_FEATURES = ("gradients", "batch_size", "dtype", "device")
+"""Options of ``fit`` that ``featurize`` has, too."""
+
 
 def attribute(
     train: xr.Dataset,
@@ -45,9 +48,11 @@ def attribute(
     store, storage_options
         Where the features of the training samples are kept, as in :func:`save`.
     progress
-        Show bars.
+        Show bars; and after ten seconds, if it will all take more than a minute, how long, and what
+        would be cheaper.
     **options
-        Passed on to :func:`fit`.
+        Passed on to :func:`fit`; ``gradients``, ``batch_size``, ``dtype`` and ``device`` are also
+        those of the features.
 
     Returns
     -------
@@ -73,6 +78,7 @@ def attribute(
     """
     where: dict[str, Any] = {"storage_options": storage_options, "progress": progress}
     projector = fit(train, model, store=store, **where, **options)
-    features = save(featurize(train, model, projector), store, **where)
-    targets = featurize(test, model, like=features).persist()
+    of_features = {name: options[name] for name in _OF_FEATURES if name in options}
+    features = save(featurize(train, model, projector, **of_features), store, **where)
+    targets = featurize(test, model, like=features, **of_features).persist()
     return score(features, targets)

@@ -250,7 +250,8 @@ def location(path: str | os.PathLike[str]) -> str:
     url = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(url, str) or not url.strip():
         error = ValueError if isinstance(url, str) else TypeError
-        raise error(f"expected a path or URL as text, got {url!r:.60}; try 'features.zarr'")
+        remedy = "xr.open_zarr" if hasattr(url, "list_prefix") else "'features.zarr'"  # of zarr
+        raise error(f"expected a path or URL as text, got {url!r:.60}; try {remedy}")
     if url.startswith(("file://", "local://")):
         url = url.partition("://")[2]
     elif is_url(url):

@@ -17,15 +17,16 @@ def html_table(title: str, rows: Mapping[str, object]) -> str:
 
     Examples
     --------
-    >>> "<p>a &lt; b</p>" in html_table("a < b", {"seed": 0})
+    >>> "<b>a &lt; b</b>" in html_table("a < b", {"seed": 0})
     True
     """
     body = "".join(
         f"<tr><th>{escape(name)}</th><td><code>{escape(str(value))}</code></td></tr>"
         for name, value in rows.items()
     )
-    table = f"<p>{escape(title)}</p><table><tbody>{body}</tbody></table>"
-    return f'<div class="trakdask-html">{table}</div>'
+    table = f"<p><b>{escape(title)}</b></p><table><tbody>{body}</tbody></table>"
+    frame = "border: 1px solid #8884; border-radius: 4px; padding: 0 1em; display: inline-block"
+    return f'<div class="trakdask-html" style="{frame}">{table}</div>'
 
 
 class HtmlTable:

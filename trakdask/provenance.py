@@ -63,14 +63,28 @@ def spec(ds: xr.Dataset) -> dict[str, Any]:
 
 
 def as_text(attrs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return attrs with their mappings as JSON text: netCDF stores no mapping.
+    """Return attrs as netCDF stores them: mappings and lists of texts as JSON, and no None.
 
     Examples
     --------
-    >>> as_text({"projector": {"seed": 0}, "estimator": "trak"})
-    {'projector': '{"seed": 0}', 'estimator': 'trak'}
+    >>> as_text({"projector": {"seed": 0}, "estimator": "trak", "chosen_by": None, "of": ["a"]})
+    {'projector': '{"seed": 0}', 'estimator': 'trak', 'of': '["a"]'}
     """
-    return {k: json.dumps(v) if isinstance(v, Mapping) else v for k, v in attrs.items()}
+    return {name: _plain_attr(value) for name, value in attrs.items() if value is not None}
+
+
+def _plain_attr(value: Any) -> Any:
+    if isinstance(value, Mapping) or (
+        isinstance(value, list) and value and isinstance(value[0], str)
+    ):
+        return json.dumps(value)
+    return int(value) if isinstance(value, bool) else value
+
+
+def pooled_checkpoints(attrs: Mapping[str, Any]) -> list[str]:
+    """Return the checkpoints over which something was pooled: a list in stores, else JSON text."""
+    names = attrs.get("pooled_checkpoints", [])
+    return json.loads(names) if isinstance(names, str) else list(names)
 
 
 def as_values(attrs: Mapping[Any, Any]) -> dict[Any, Any]:

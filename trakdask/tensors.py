@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 LONGEST_AXIS = 4096
 """A longer axis, such as a vocabulary, keeps its coordinates: eigenvectors cost d³."""
+
+VECTORS = "biases and norms"
+"""The group of all parameters with less than two axes."""
 
 _CPU = torch.device("cpu")
 
@@ -53,6 +57,25 @@ def factors_of(shapes: Shapes) -> Iterator[tuple[str, int, int, slice]]:
                 start += length**2
 
 
+def group_of(name: str, shapes: Shapes) -> str:
+    """Return the group of a parameter that shares its weight: few biases say much by themselves."""
+    return name if len(shapes[name]) > 1 else VECTORS
+
+
+def groups_of(shapes: Shapes) -> dict[str, list[str]]:
+    """Return the parameters of each group: a matrix alone, and all vectors together.
+
+    Examples
+    --------
+    >>> groups_of({"0.weight": (2, 3), "0.bias": (2,), "1.weight": (2,)})
+    {'0.weight': ['0.weight'], 'biases and norms': ['0.bias', '1.weight']}
+    """
+    groups: dict[str, list[str]] = {}
+    for name in shapes:
+        groups.setdefault(group_of(name, shapes), []).append(name)
+    return groups
+
+
 def places_of(shapes: Shapes) -> dict[str, slice]:
     """Return the place of every parameter among the elements of all."""
     ends = np.cumsum([math.prod(shape) for shape in shapes.values()]).tolist()
@@ -81,15 +104,33 @@ def rotated(gradient: Tensor, shape: tuple[int, ...], matrices: Mapping[int, Ten
     return value.reshape(len(gradient), -1)
 
 
+@cache
+def float64_device(device: torch.device) -> torch.device:
+    """Return where the float64 numbers of a device are: there, or on the CPU if it has none.
+
+    Apple's GPUs have none, nor have some of Intel's, which show it when they compute.
+    """
+    try:
+        return torch.ones(1, device=device).double().device
+    except (TypeError, RuntimeError):
+        return _CPU
+
+
+def in_float64(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64, on its device or, if that has none, on the CPU."""
+    return tensor.to(float64_device(tensor.device)).double()
+
+
 class Scratch(threading.local):
     """Named buffers that a thread reuses, because new memory costs page faults.
 
-    Each grows to the largest request. There is one for each dtype and device, too: a view of other
-    numbers would be an alias that nobody sees.
+    Each grows to the largest request. There is one for each dtype, too: a view of other numbers
+    would be an alias that nobody sees. Other devices than the CPU get new memory, which torch keeps
+    for all threads together.
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.dtype, torch.device], list[Tensor]] = {}
+        self._buffers: dict[tuple[str, torch.dtype], list[Tensor]] = {}
 
     def take(
         self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device = _CPU
@@ -102,7 +143,7 @@ class Scratch(threading.local):
 
     def take_out(self, name: str, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a buffer of at least this length, which belongs to the caller."""
-        kept = self._buffers.get((name, dtype, device))
+        kept = self._buffers.get((name, dtype)) if device.type == "cpu" else None
         if kept and len(buffer := kept.pop()) >= length:
             return buffer
         # A tensor created in inference mode could not be modified outside of it later.
@@ -111,6 +152,8 @@ class Scratch(threading.local):
 
     def put_back(self, name: str, buffer: Tensor) -> None:
         """Keep a buffer, one of three, for the next call by this name."""
-        kept = self._buffers.setdefault((name, buffer.dtype, buffer.device), [])
+        if buffer.device.type != "cpu":
+            return
+        kept = self._buffers.setdefault((name, buffer.dtype), [])
         kept.append(buffer)
         del kept[:-3]  # the first and the last block of a parameter wait beside the one in work

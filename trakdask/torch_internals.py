@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# Its public form, sdpa_kernel, restores what each thread finds, under the others.
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, _sdpa_kernel
+
 # The documentation of torch names this module where it explains how operations are intercepted.
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,10 +23,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 __all__ = [
     "Watching",
+    "cudnn_allow_tf32",
     "fake_tensor_mode",
     "few_threads",
+    "float32_matmul_precision",
     "int8_matmul",
     "last_operation",
+    "math_attention",
     "no_fast_path",
     "storage_of",
     "tree_flatten",
@@ -136,19 +142,39 @@ class _WhileUsed:
         with self._lock:
             if self._users == 0:
                 self._before = self._get()
-                self._change(self._value)
+                if self._before != self._value:
+                    self._change(self._value)
             self._users += 1
         try:
             yield
         finally:
             with self._lock:
                 self._users -= 1
-                if self._users == 0:
+                if self._users == 0 and self._before != self._value:
                     self._change(self._before)
 
 
+float32_matmul_precision = {
+    value: _WhileUsed(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, value)
+    for value in ("highest", "high", "medium")
+}
+"""By its value. It is of the whole process: tasks that need two values at once get one of them."""
+
 few_threads = _WhileUsed(torch.get_num_threads, torch.set_num_threads, 1)
 """One thread per operation, where there is a task on every core."""
+
+cudnn_allow_tf32 = {
+    value: _WhileUsed(
+        lambda: torch.backends.cudnn.allow_tf32,
+        lambda allowed: setattr(torch.backends.cudnn, "allow_tf32", allowed),
+        value == "True",
+    )
+    for value in ("True", "False")
+}
+"""Whether convolutions of NVIDIA's GPUs round to ten bits, by the text of the value."""
+
+math_attention = _WhileUsed(_cur_sdpa_kernel_backends, _sdpa_kernel, [SDPBackend.MATH])
+"""Attention by plain operations: the only kind that vmap vectorises."""
 
 _mha = torch.backends.mha
 no_fast_path = _WhileUsed(_mha.get_fastpath_enabled, _mha.set_fastpath_enabled, False)

@@ -141,6 +141,7 @@ OTHERS = {
         ("with bounds", lambda: td.group_score(X, T, by="label", share=True, level=0.9), ValueError, ["neither units", "effect=True, level=0.9"]),
         ("of a regression", lambda: td.group_score(X, T.assign_attrs(loss_kind="squared error"), by="label", share=True), ValueError, ["both signs", "metric='loss'"]),
         ("of a metric", lambda: td.group_score(X, T, by="label", share=True, metric="loss"), ValueError, ["metric=", "share="]),
+        ("a word", lambda: td.group_score(X, T, by="label", share="yes"), TypeError, ["share", "'yes'", "True"]),
         ("parts of targets", lambda: td.group_score(SEEDS, SEEDS, by=xr.DataArray(np.ones((20, 3)), dims=("target", "author"))), ValueError, ["('target', 'author')", "xr.DataArray"]),
         ("parts that are missing", lambda: td.group_score(SEEDS, SEEDS, by=xr.DataArray(np.full((20, 3), np.nan), dims=("sample", "author"))), ValueError, ["finite"]),
     ],

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xarray as xr
+import zarr
 
 import trakdask as td
 from tests.bad_inputs.bad_input import BadInput, one_test, parametrize
@@ -86,6 +87,7 @@ SAVE = [
 
 OPEN = [
     ("features", opened(lambda _: FEATURES), TypeError, ["Dataset"]),
+    ("a store of zarr", opened(lambda f: zarr.storage.LocalStore(f)), TypeError, ["LocalStore", "xr.open_zarr"]),
     ("nothing there", opened(lambda f: f / "f.zarr"), FileNotFoundError, ["f.zarr", "does not exist"]),
     ("foreign folder", opened(foreign_folder), FileNotFoundError, ["notes.txt"]),
     ("foreign zarr", opened(foreign_zarr), FileNotFoundError, ["mine.zarr"]),

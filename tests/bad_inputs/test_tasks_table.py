@@ -46,6 +46,7 @@ ROWS = [
     BadInput("tasks.Classification", "labels that are text", computed(After(), data().drop_vars("label").assign_coords(label=("sample", list("abca")))), TypeError, ["'label'", "return_inverse=True"]),
     BadInput("tasks.Classification", "a mapping without logits", labelled([0] * 4, After(lambda y: {"scores": y, "n": 3}), task=td.tasks.Classification("image")), RuntimeError, ["named ['scores']", "output='scores'"]),
     BadInput("tasks.Classification", "no such place", labelled([0] * 4, After(lambda y: (y,)), task=td.tasks.Classification("image", output=1)), RuntimeError, ["tuple", "wrapping the model"]),
+    BadInput("tasks.Classification", "output by both of its names", lambda _: td.tasks.Classification(output="a", returned="b"), TypeError, ["'a'", "'b'", "output="]),
     BadInput("tasks.Classification", "two weights", labelled([0] * 4, task=td.tasks.Classification("image", weights=[1, 2])), RuntimeError, ["3 classes", "2 weights"]),
     BadInput("tasks.Classification", "a weight below 0", lambda _: td.tasks.Classification(weights=[1, -2]), ValueError, ["weight >= 0", "-2"]),
     BadInput("tasks.MultiRegression", "other shape", labelled([[1.0, 2.0]] * 4, task=td.tasks.MultiRegression("image", "label")), RuntimeError, ["3)", "2)", "'label'"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import webbrowser
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -15,7 +16,7 @@ from tests.command_line.job import Run, job_in, score_of
 from trakdask.command_line.commands import app
 from trakdask.command_line.configuration import read
 from trakdask.command_line.jobs import explored, running
-from trakdask.explorer import View
+from trakdask.explorer import Explorer, View
 from trakdask.explorer.pages import page
 
 
@@ -30,6 +31,19 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def saved(stores: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(stores)
     return stores
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_explore__opens_the_address_that_it_prints(
+    saved: Path, run: Run, monkeypatch: pytest.MonkeyPatch, is_asked: bool
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    monkeypatch.setattr(Explorer, "serve", lambda self, *, announce, **_: announce("http://a/"))
+    line = "explore train.zarr targets.zarr --view page=corpus"
+    done = run(*line.split(), *["--open"] * is_asked)
+    assert done.stdout.strip() == "http://a/?page=corpus"
+    assert opened == ["http://a/?page=corpus"] * is_asked
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # too few checkpoints and samples for a good λ

@@ -67,6 +67,17 @@ def test_baselines__equal_loops_over_their_formulas(labelled: bool) -> None:
     assert set(found.coords) == set(td.score(FEATURES, targets).coords)
 
 
+@pytest.mark.parametrize("as_rows", [True, False])
+def test_baselines__tokens_are_words(as_rows: bool) -> None:
+    ids = [RNG.integers(0, 9, (n, 6)) for n in (N, M)]
+    if not as_rows:  # of several lengths, one of them 0
+        ids = [[row[:length].tolist() for length, row in enumerate(rows)] for rows in ids]
+    words = [[" ".join(map(str, row)) for row in rows] for rows in ids]
+    found = td.evaluate.baselines(FEATURES, TARGETS.drop_vars("label"), texts=tuple(ids)).bm25
+    expected = [[bm25(words[0], query)[z] for query in words[1]] for z in range(N)]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 def test_baselines__chunks_are_invisible_and_random_is_seeded() -> None:
     features = FEATURES.assign_coords(text=("sample", TEXTS[0]))
     targets = TARGETS.assign_coords(text=("sample", TEXTS[1]))

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import dask
+import numpy as np
 import pytest
+import torch
 
 import trakdask as td
+from tests.waiting import wait_until
 from trakdask import execution
 
 
@@ -31,3 +39,78 @@ def test_polled_bar__says_what_is_resumed(capsys: pytest.CaptureFixture[str]) ->
         with execution.polled_bar("title", 5, lambda: done):  # noqa: B023
             pass
         assert (f"{done} of 5 were stored before" in capsys.readouterr().out) == (done > 0)
+
+
+class Thirteen(td.tasks.ImageClassification):
+    """Stops at an image of thirteens, as Ctrl-C does."""
+
+    def output(self, forward: Any, batch: Any) -> torch.Tensor:
+        if (batch["image"][:, 0] == 13).any():
+            raise ValueError("thirteen")
+        return super().output(forward, batch)
+
+
+@pytest.mark.parametrize("scheduler", ["sync", "threads", "client", "process_client"])
+def test_block_bar__counts_micro_batches_of_the_graphs_of_its_body(
+    scheduler: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    if "client" in scheduler:
+        request.getfixturevalue(scheduler)
+    else:
+        monkeypatch.setitem(dask.config.config, "scheduler", scheduler)
+    images = np.arange(32, dtype="f4")[:, None].repeat(4, 1)
+    images[13], images[28] = 0, 13  # in the second half of the last of four blocks
+    samples = td.from_arrays({"image": images, "label": np.arange(32) % 3}, chunks=8)
+    model = td.Model(torch.nn.Linear(4, 3), task=Thirteen())
+    options = {"projector": td.SJLT(4), "batch_size": 4, "gradients": "loop"}
+    other = td.featurize(samples.isel(sample=slice(8)), model, **options)
+
+    def wait_for(blocks: float) -> None:
+        (_, shares) = execution._SHARES.values()
+        wait_until(lambda: sum(shares.values()) == blocks, "blocks to be counted")
+
+    def interrupted() -> None:
+        with execution.block_bar("fit", 10):
+            execution.skipped("kept", 1)
+            features = td.featurize(samples, model, **options).feature.data
+            features[:24].compute()
+            other.feature.data.compute()
+            wait_for(3)
+            try:
+                features[24:].compute()
+            finally:
+                wait_for(3.5)
+
+    with pytest.raises(td.errors.BlockError, match="thirteen"):
+        interrupted()
+    shown = capsys.readouterr().out
+    assert "45%" in shown
+    assert "4/10" in shown
+    assert not execution._SHARES
+    with execution.block_bar("fit", 10):
+        pass
+    assert "10/10" in capsys.readouterr().out
+
+
+def test_block_bar__estimates_once_from_blocks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, said, counts = 0.0, [], []
+
+    @contextmanager
+    def captured(title: str, total: int, count: Callable[[], float]) -> Iterator[Any]:
+        counts.append(count)
+        yield said.append
+
+    monkeypatch.setattr(execution, "polled_bar", captured)
+    monkeypatch.setattr(execution, "time", SimpleNamespace(monotonic=lambda: seconds))
+    with execution.block_bar("fit", 20, estimate=lambda left_s, block_s: f"{left_s}, {block_s}"):
+        execution.counted("pass")
+        execution.skipped("kept", 2)
+        # The first half of a block comes after 100 s, others take 8 s.
+        for seconds, share in ((50.0, 0), (100.0, 0.5), (104.0, 1), (112.0, 2), (120.0, 3)):
+            for i in range(int(share + 0.5)):
+                execution.note_share("pass", f"block {i}", min(share - i, 1))
+            assert counts[0]() == 2 + share
+            assert said == ([f"{8.0 * (20 - 4)}, 8.0"] if seconds > 104 else [])

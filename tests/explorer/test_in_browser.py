@@ -156,6 +156,11 @@ def test_new_target__is_uploaded_and_explained_in_one_tab(browser: Any, tmp_path
         tab.page.wait_for_selector("[role=alert]")
         assert "cannot be read" in tab.page.inner_text("[role=alert]")
         tab.page.set_input_files("input[name=image]", tmp_path / "target.png")
+        shown = tab.page.locator("img[alt='the chosen image']")
+        shown.wait_for()
+        tab.page.set_input_files("input[name=image]", tmp_path / "target.png")
+        assert shown.count() == 1  # the one before is gone
+        assert shown.evaluate("image => image.decode().then(() => image.naturalWidth)") > 0
         tab.page.fill("input[name=label]", "2")
         tab.page.click("text=Explain it")
         tab.wait(f"Target {new_targets.M}")

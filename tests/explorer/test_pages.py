@@ -104,18 +104,18 @@ def test_pages__read_a_long_condition_once_and_not_for_each_link(
     assert len(written) < 2000
 
 
-def test_pages__show_scores_in_one_unit(explorer: Explorer) -> None:
-    view = View(page="target", target=3, k=4)
-    html = html_of(explorer, view)
-    units = set(re.findall(r"in units of 10([⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+)", html)) or {"⁰"}
-    (exponent,) = units
-    unit = 10.0 ** int(exponent.translate(str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")))
-    numbers = re.findall(r"<strong>([+−][\d.,]+)</strong>", html)
-    shown = [float(x.replace("−", "-").replace(",", "")) * unit for x in numbers]
+def test_pages__show_scores_with_two_digits_of_their_errors(explorer: Explorer) -> None:
+    html = html_of(explorer, View(page="target", target=3, k=4))
+    pairs = re.findall(r"<strong>([+−][\d.,]+)</strong> <span class=\"quiet\">± ([\d.,]+)<", html)
+    shown = [float(score.replace("−", "-").replace(",", "")) for score, _ in pairs]
     scores = td.score(explorer.features, explorer.targets, td.Trak(damping=0.1)).values
     order = np.argsort(scores[:, 3])
     expected = scores[[*order[:-5:-1], *order[:4]], 3]
-    np.testing.assert_allclose(shown, expected, atol=0.006 * unit)
+    for found, true, (score, error) in zip(shown, expected, pairs, strict=True):
+        decimals = len(error.partition(".")[2])
+        assert len(score.partition(".")[2]) == decimals
+        assert len(error.replace(".", "").replace(",", "").lstrip("0")) >= 2
+        assert abs(found - true) <= 0.51 * 10.0**-decimals
 
 
 @pytest.mark.parametrize("name", ["targets", "target", "sample", "corpus", "marks"])

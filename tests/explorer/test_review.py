@@ -16,6 +16,7 @@ from tests.waiting import PATIENCE_S
 from trakdask.explorer import Explorer, Marks, View
 from trakdask.explorer.app import Session
 from trakdask.explorer.conditions import condition_mask, joined, toggled, without
+from trakdask.explorer.html import signed
 from trakdask.explorer.pages import sections
 
 N, M = 90, 40
@@ -69,6 +70,21 @@ def test_predictions__are_those_of_the_model(is_there: bool) -> None:
     clicks = {text: view for view, text in links(explorer, View(), "targets")}
     name = "wrong or unknown" if np.isnan(expected).any() else "wrong"
     assert clicks[f"{name} {len(wrong)}"].targets_where == "predicted != label"
+
+
+@pytest.mark.parametrize("where", ["", "label == 1"])
+def test_confusion__counts_and_leads_to_what_it_counts(where: str) -> None:
+    explorer = new_targets.explorer_of_images()
+    table = explorer.questions.targets.whole
+    if where:
+        table = table[table["label"] == 1]
+    clicks = links(explorer, View(targets_where=where), "confusion")
+    assert sum(int(text) for _, text in clicks) == len(table)
+    for view, text in clicks:
+        assert len(explorer.questions.targets.selected(view)) == int(text)
+        wanted = condition_mask(table, view.targets_where)
+        assert wanted.sum() == int(text)
+    assert not links(explorer, View(targets_where="label == 77"), "confusion")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +168,8 @@ def test_pages__show_intervals_shares_and_the_grade() -> None:
     session.wait(PATIENCE_S)
     assert session.page.html.count(text) == 2
     shares = explorer.questions.credit(View(group_by="label"))
-    assert f"+{100 * shares['score'][0]:.2f}" in session.page.html
+    share, _, error = signed(*(100 * shares[["score", "spread"]].iloc[0]), 1).partition(" ")
+    assert f'{share}</strong> <span class="quiet">{error}<' in session.page.html
     session.go(View(page="target", target=3, k=N))
     session.wait(PATIENCE_S)
     assert session.page.html.count(text) == 1

@@ -35,6 +35,16 @@ def test_ranking__is_by_self_influence(questions: Questions, truth: Any) -> None
     assert questions.histogram(View(), "self_influence")["samples"].sum() == N
 
 
+def test_alike__is_sorted_by_the_mean_cosine(questions: Questions, truth: Any) -> None:
+    alike = questions.alike(View(sample=17, k=5))
+    unit = truth.phi / np.linalg.norm(truth.phi, axis=1, keepdims=True)
+    cosine = np.einsum("npc,pc->n", unit, unit[17]) / unit.shape[2]
+    others = np.setdiff1d(np.argsort(-cosine, kind="stable"), [17], assume_unique=True)
+    assert alike.index.tolist() == others[:5].tolist()
+    np.testing.assert_allclose(alike["cosine"], cosine[others[:5]], rtol=1e-5)
+    assert len(questions.alike(View(sample=0, k=N))) == N - 1  # all but itself
+
+
 def test_sample__has_its_self_influence(questions: Questions, truth: Any) -> None:
     facts = questions.sample(View(sample=17))
     assert facts["self_influence"] == pytest.approx(truth.influence[17], rel=1e-5)

@@ -163,7 +163,7 @@ def shown(store: Path) -> str:
         ds = td.open(store).compute()
     except (FileNotFoundError, td.errors.IncompleteFeaturesError):
         return "nothing"
-    chosen_by = ds.damping.attrs["chosen_by"] if "damping" in ds else ""
+    chosen_by = ds.damping.attrs.get("chosen_by") if "damping" in ds else ""
     return f"{hashed(ds)} {chosen_by}"
 
 

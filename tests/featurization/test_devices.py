@@ -6,9 +6,10 @@ The device ``meta`` refuses to meet tensors of the CPU, as a GPU does.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -60,11 +61,109 @@ def _forget() -> Iterator[None]:
     devices._automatic.cache_clear()
 
 
-def test_device_of_task__automatic_is_the_gpu_if_kernels_can_run(
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
+@pytest.mark.parametrize("why", ["try pip install CuPy", None])
+def test_device_of_task__automatic_is_an_accelerator_and_says_so(
+    kind: str, why: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(devices, "_number_of", lambda asked: int(asked == kind))
+    monkeypatch.setattr(devices, "missing", lambda: why)
+    assert [device_of_task("auto") for _ in range(2)] == [torch.device(kind)] * 2
+    (record,) = caplog.records  # once
+    assert record.levelname == "WARNING"
+    assert f"tasks run on {kind}" in record.getMessage()
+    assert ("faster" in record.getMessage()) == (why is not None)
+
+
+@NO_GPU
+def test_device_of_task__automatic_is_the_cpu_without_a_word(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert device_of_task("auto") == torch.device("cpu")
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "xpu", "mps"])
+def test_featurize__any_device_of_torch(device: str) -> None:
+    assert td.featurize(samples(), model(), device=device).attrs["device"] == device
+
+
+@pytest.mark.parametrize("device", ["gpu", "meta", "cuda:x", 0, None])
+def test_featurize__no_device_that_computes(device: Any) -> None:
+    with pytest.raises(ValueError, match=r"'cuda', 'xpu', 'mps'.*try device='auto'"):
+        td.featurize(samples(), model(), device=device)
+
+
+def test_featurize__like_others_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    for here, kind in [("xpu", "xpu:1"), ("cuda", "auto")]:  # this process has none of the first
+        monkeypatch.setattr(devices, "_number_of", lambda asked, here=here: 2 * (asked == here))
+        like = td.featurize(samples(), model(), device="xpu:1")
+        assert td.featurize(samples(3), model(), like=like).attrs["device"] == kind
+        asked = td.featurize(samples(3), model(), like=like, device="cpu")
+        assert asked.attrs["device"] == "cpu"
+
+
+def test_free_bytes__of_a_device_that_tells_and_of_one_that_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(devices, "missing", lambda: None)
-    assert device_of_task("auto") == torch.device("cuda")
+    tells = {"mem_get_info": lambda _: (7, 9), "memory_reserved": lambda _: 5}
+    xpu = SimpleNamespace(**tells, memory_allocated=lambda _: 2)
+    monkeypatch.setattr(torch, "get_device_module", lambda d: xpu if d.type == "xpu" else object())
+    assert devices.free_bytes(torch.device("xpu")) == 10
+    assert devices.free_bytes(torch.device("mps")) > 2**20
+
+    def keeps_no_books(_: torch.device) -> int:
+        raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
+
+    xpu.memory_reserved = keeps_no_books  # as where torch takes its memory from RMM
+    assert devices.free_bytes(torch.device("xpu")) == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("MPS backend out of memory (MPS allocated: 1 GB)", True),
+        ("std::bad_alloc: out_of_memory: RMM failure: Maximum pool size exceeded", True),
+        ("no memory", False),
+    ],
+)
+def test_is_out_of_memory__also_without_a_class_of_errors(text: str, expected: bool) -> None:
+    assert devices.is_out_of_memory(RuntimeError(text)) == expected
+
+
+def test_applied__counts_who_needs_a_setting() -> None:
+    """The first task that ends leaves the settings to the others."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    settings = {"autocast": "off", "float32_matmul_precision": "high", "cudnn_allow_tf32": "False"}
+    first, second = (devices.applied(settings, torch.device("cpu")) for _ in range(2))
+    with second:
+        with first:
+            pass
+        assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == (
+            *("high", False),
+        )
+    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
+
+
+def test_featurize__says_whether_convolutions_may_round() -> None:
+    for allowed in (True, False):
+        with torch.backends.cudnn.flags(allow_tf32=allowed):
+            attrs = td.featurize(samples(), model()).attrs
+        assert attrs["cudnn_allow_tf32"] == str(allowed)
+
+
+def test_featurize__threads_share_what_was_moved_or_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves: list[Forward] = []
+    cast = Forward.to
+    monkeypatch.setattr(
+        Forward, "to", lambda forward, dtype: moves.append(forward) or cast(forward, dtype)
+    )
+    two = td.Model(Net, [Net().state_dict(), Net().state_dict()])
+    options = {"projector": td.SJLT(8), "dtype": "float64"}
+    found = td.featurize(samples(), two, **options).feature.compute(scheduler="threads")
+    expected = td.featurize(samples(), two, **options).feature.compute(scheduler="sync")
+    assert len(moves) == 2  # once per checkpoint, for 12 blocks
+    np.testing.assert_array_equal(found, expected)
 
 
 @NO_GPU
@@ -97,10 +196,8 @@ def test_engines__stay_on_the_device(engine: str, monkeypatch: pytest.MonkeyPatc
     def sink(name: str, gradient: Tensor, first: int | None = None) -> None:
         found[name] = gradient.device
 
-    # The scalar that hooks hang the graph on is on the CPU, which other devices do not mind.
-    with META if engine == "hooks" else nullcontext():
-        run = gradients.ENGINES[engine]
-        output, out_to_loss = run(forward, here.task, batch, list(here.shapes), sink)
+    run = gradients.ENGINES[engine]
+    output, out_to_loss = run(forward, here.task, batch, list(here.shapes), sink)
     assert {*found.values(), output.device, out_to_loss.device} == {META}
     assert set(found) == set(here.shapes)
 
@@ -142,9 +239,15 @@ def test_save__gradients_go_to_the_workers_that_declare_a_gpu(
         assert td.plan(features, pilot=True).pilot.n_slots == 1
 
 
-@pytest.mark.parametrize("error", [KernelError, ImportError, torch.OutOfMemoryError])
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(KernelError, ImportError, torch.OutOfMemoryError),
+        partial(RuntimeError, "MPS backend out of memory"),
+    ],
+)
 def test_featurize__no_sample_is_blamed_for_its_device(
-    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+    error: Callable[[str], Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
         raise error("of the machine")

@@ -59,9 +59,10 @@ def chain(
     components=st.booleans(),
     seed=st.integers(0, 2**16),
     checkpoint=st.integers(0, 2**32 - 1),
+    n_vectors=st.integers(1, 2),
 )
 def test_back__is_the_adjoint(
-    first: str, projector: Projector, seed: int, checkpoint: int, components: bool
+    first: str, projector: Projector, seed: int, checkpoint: int, components: bool, n_vectors: int
 ) -> None:
     """⟨φ(g), v⟩ = ⟨g, φᵀ(v)⟩, with gradients in parameters' coordinates on the right."""
     rng = np.random.default_rng(seed)
@@ -77,7 +78,7 @@ def test_back__is_the_adjoint(
         turned = rotated(gradient, SHAPES[name], (maps.rotations or {}).get(name, {}))
         stream(name, turned.clone())
     feature = stream.result().double().numpy()
-    v = rng.standard_normal((2, feature.shape[1])).astype("f4")
+    v = rng.standard_normal((n_vectors, feature.shape[1])).astype("f4")
     back = maps.back(torch.from_numpy(v)).double().numpy()
     flat = np.zeros((4, rows.n_rows))
     for name, gradient in gradients.items():

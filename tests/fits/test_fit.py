@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import dask
 import numpy as np
 import pytest
 import torch
 import xarray as xr
+from distributed import Client, get_task_stream
 from torch import nn
 
 import trakdask as td
+from trakdask import execution
 from trakdask.featurization.preparation import projector_of
-from trakdask.fits import fitting
+from trakdask.fits import fitting, keeping
 from trakdask.fits.components import sketch_for
+from trakdask.fits.weights import weighted
 from trakdask.projection.fitted import Fitted
 
 # A warning about λ, of which 64 samples of noise say little.
@@ -50,7 +56,16 @@ SMALL: dict[str, Any] = {
 
 def test_fit__is_the_chain_of_its_steps() -> None:
     front = td.fit(SAMPLES, MODEL, **SMALL)
-    sketch = td.fits.curvature(SAMPLES, MODEL, leading=12).then(td.SJLT(12))
+    curved = [
+        weighted(
+            td.fits.curvature(SAMPLES, MODEL.at_checkpoints([name]), leading=0, progress=False),
+            front.steps[0].weights,
+            MODEL.shapes,
+            12,
+        )
+        for name in "ab"
+    ]
+    sketch = Fitted.joined(curved).then(td.SJLT(12))
     by_hand = td.fits.principal_components(SAMPLES, MODEL, 6, projector=sketch)
     assert front.steps == by_hand.steps
     one, other = (td.featurize(SAMPLES, MODEL, p).feature.compute() for p in (front, by_hand))
@@ -58,12 +73,64 @@ def test_fit__is_the_chain_of_its_steps() -> None:
     np.testing.assert_allclose(*products, rtol=1e-3, atol=1e-4 * products[0].max())
     for options, steps in (
         ({"curvature": False}, "SJLT(proj_dim=24, sparsity=4, seed=0), Components(proj_dim=6)"),
-        ({"components": False}, "leading=3), SJLT(proj_dim=3, sparsity=4, seed=0)"),
+        ({"components": False}, "}), SJLT(proj_dim=3, sparsity=4, seed=0)"),
     ):
         assert steps in repr(td.fit(SAMPLES, MODEL, **SMALL | options))
     moments = [{n: t.abs() for n, t in state.items()} for state in states().values()]
     scaled = td.fit(SAMPLES, MODEL, moments=moments, **SMALL | {"curvature": "auto"})
     assert repr(scaled).startswith("Fitted(SecondMoments(), SJLT(proj_dim=24")
+
+
+@pytest.mark.parametrize("scheduler", ["threads", "client"])
+def test_fit__the_bar_counts_blocks_of_all_passes_and_checkpoints(
+    scheduler: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    if scheduler == "client":
+        request.getfixturevalue("client")
+    counted, bar = [], execution._bar
+
+    @contextmanager
+    def spied(*arguments: Any) -> Iterator[Any]:
+        with bar(*arguments) as (update, say):
+            yield lambda done: [counted.append(done), update(done)], say
+
+    monkeypatch.setattr(execution, "_bar", spied)
+    monkeypatch.setattr(fitting, "wrong_classes", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        td.fit(SAMPLES, MODEL, store=tmp_path / "f.zarr", **SMALL | {"progress": True})
+    # Of four blocks: two passes for the curvature, one for weights, all at both checkpoints; one
+    # for components, at the first.
+    assert counted[-1] == 28
+    capsys.readouterr()
+    monkeypatch.undo()
+    td.fit(SAMPLES, MODEL, store=tmp_path / "f.zarr", **SMALL | {"progress": True})
+    assert "fit" in (shown := capsys.readouterr().out)
+    assert "40/40" in shown
+
+
+def test_fit__runs_as_many_checkpoints_side_by_side_as_keep_workers_busy(
+    monkeypatch: pytest.MonkeyPatch, process_client: Client
+) -> None:
+    monkeypatch.setattr(keeping, "n_slots", lambda: 8)
+    curvature, together = fitting.fit_curvature, []
+
+    def spied(samples: xr.Dataset, model: td.Model, **options: Any) -> Fitted:
+        together.append(list(model.spec()["checkpoints"]))
+        return curvature(samples, model, **options)
+
+    monkeypatch.setattr(fitting, "fit_curvature", spied)
+    with get_task_stream(process_client) as stream:
+        fitted = td.fit(SAMPLES, MODEL, **SMALL)
+    assert together == [["a", "b"]]
+    tasks = {str(each["key"]).partition("-")[0] for each in stream.data}
+    assert {"_principal", "_facts_at", "('eigenvectors_of"} <= tasks  # on workers, and not here
+    monkeypatch.undo()
+    with dask.config.set(scheduler="threads"):
+        assert td.fit(SAMPLES, MODEL, **SMALL).digests == fitted.digests
 
 
 def test_fit__a_sketch_by_name_says_what_to_try() -> None:
@@ -121,10 +188,12 @@ def test_fit__goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: Any) -> N
         td.fit(SAMPLES, MODEL, store=store, **SMALL)
     projector = td.fit(SAMPLES, MODEL, store=store, **SMALL)
     assert fitted_to == ["a", "b", "b"]
-    (kept, other) = sorted((tmp_path / "train.zarr.fit").iterdir())
+    (kept, other) = sorted((tmp_path / "train.zarr.fit").glob("curvature-*"))
+    (sketch, _) = sorted((tmp_path / "train.zarr.fit").glob("sketch-*"))
     again = td.fit(SAMPLES, MODEL, store=store, **SMALL)
     assert again.digests == projector.digests
-    kept.write_bytes(kept.read_bytes()[:-300])  # damaged: that checkpoint is fitted again
+    for damaged in (kept, sketch):  # these steps are fitted again
+        damaged.write_bytes(damaged.read_bytes()[:-300])
     content = other.read_bytes()
     other.write_bytes(content[:200] + bytes([content[200] ^ 1]) + content[201:])
     assert td.fit(SAMPLES, MODEL, store=store, **SMALL).digests.keys() == {"a", "b"}
@@ -225,7 +294,7 @@ def test_fit__makes_again_what_is_no_kept_fit(
         fitting, "fit_curvature", lambda *a, **k: [fitted.append(1), curvature(*a, **k)][1]
     )
     td.fit(SAMPLES, MODEL, store=store, **SMALL)
-    kept, other = sorted((tmp_path / "train.zarr.fit").iterdir())
+    kept, other = sorted((tmp_path / "train.zarr.fit").glob("curvature-*"))
     whole = dict(np.load(kept))
     bad = io.BytesIO()
     np.savez(bad, **whole | {"curvature_scale": 2 * whole["curvature_scale"]})

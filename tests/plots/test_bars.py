@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import xarray as xr
 from matplotlib.colors import to_hex
 
 import trakdask as td
-from trakdask.plots.figures import GREEN, RED, power_of_ten
+from trakdask.plots.figures import GREEN, RED
 
 FEATURES = td.testing.simulate_features(60, 5, 6).assign_coords(
     source=("sample", np.array(["web", "$wiki", "book"] * 20))
@@ -17,12 +19,12 @@ FEATURES = td.testing.simulate_features(60, 5, 6).assign_coords(
 TARGETS = FEATURES.isel(sample=slice(4))
 
 
-def drawn(figure, unit: int) -> tuple[np.ndarray, np.ndarray, list[str], list[str]]:
+def drawn(figure) -> tuple[np.ndarray, np.ndarray, list[str], list[str]]:
     (ax,) = figure.axes
     bars = [bar for bar in ax.patches]
-    widths = np.array([bar.get_width() for bar in bars]) * 10.0**unit
+    widths = np.array([bar.get_width() for bar in bars])
     segments = ax.collections[0].get_segments()
-    ends = np.array([segment[:, 0] for segment in segments]) * 10.0**unit
+    ends = np.array([segment[:, 0] for segment in segments])
     colors = [to_hex(bar.get_facecolor()) for bar in bars]
     return widths, ends, colors, [text.get_text() for text in ax.get_yticklabels()]
 
@@ -30,8 +32,7 @@ def drawn(figure, unit: int) -> tuple[np.ndarray, np.ndarray, list[str], list[st
 def test_intervals__of_groups_are_sorted_bars() -> None:
     found = td.group_score(FEATURES, TARGETS, "grad_dot", by="source", level=0.9)
     found = found.isel(target=3).compute()
-    unit = power_of_ten(found.score, found.lower, found.upper)
-    widths, ends, colors, names = drawn(td.plots.intervals(found), unit)
+    widths, ends, colors, names = drawn(td.plots.intervals(found))
     found = found.sortby("score", ascending=False)
     np.testing.assert_allclose(widths, found.score, rtol=1e-5)
     np.testing.assert_allclose(ends, np.stack([found.lower, found.upper], 1), rtol=1e-4)
@@ -44,8 +45,7 @@ def test_intervals__of_a_ranking_keep_its_order_and_leave_out_nothing_ranked() -
     found = td.score(FEATURES, TARGETS, "grad_dot", level=0.9)
     top = td.top_k(found, 5, rank_by="lower").isel(target=0).compute()
     top["score"][4] = np.nan
-    unit = power_of_ten(top.score, top.lower, top.upper)
-    widths, _, _, names = drawn(td.plots.intervals(top, "source"), unit)
+    widths, _, _, names = drawn(td.plots.intervals(top, "source"))
     np.testing.assert_allclose(widths, top.score[:4], rtol=1e-5)
     assert names == top.source.values[:4].tolist()
 
@@ -75,3 +75,21 @@ def test_intervals__of_effects_have_the_mean_of_many_as_a_thick_line() -> None:
     np.testing.assert_allclose(
         [segment[:, 0] for segment in thick.get_segments()], [[11, 13], [1, 3]]
     )
+
+
+def test_weights__are_the_numbers_of_the_projector() -> None:
+    groups = {
+        "words.$weight": {"weight": 0.5, "share": 0.8, "directions": 30.0, "agreement": 0.2},
+        "head.weight": {"weight": 2.0, "share": 0.2, "directions": 9.0, "agreement": 0.8},
+    }
+    projector = {"kind": "fitted", "steps": [{"kind": "curvature", "weights": groups}]}
+    features = FEATURES.assign_attrs(projector=json.dumps(projector))
+    share, *others = td.plots.weights(features).axes
+    widths = [bar.get_width() for bar in share.patches]
+    np.testing.assert_allclose(widths, [0.8, 0.2, 0.2, 0.8])
+    assert [text.get_text() for text in share.get_yticklabels()] == list(groups)
+    for ax, name in zip(others, ("agreement", "directions", "weight"), strict=True):
+        assert ax.get_xlabel() == name
+        assert [bar.get_width() for bar in ax.patches] == [g[name] for g in groups.values()]
+    with pytest.raises(ValueError, match=r"no fitted step.*td.fit\(samples, model\)"):
+        td.plots.weights(FEATURES)

@@ -1,4 +1,4 @@
-"""Curves and dots show the numbers of the result; the unit of scores."""
+"""Curves and dots show the numbers of the result."""
 
 from __future__ import annotations
 

@@ -63,11 +63,11 @@ def test_text__html_has_every_token_and_nothing_that_runs(row: str, prefix: str)
 
 def test_text__colours_and_numbers_are_those_of_the_scores() -> None:
     spans = parsed(scores()).spans
-    assert spans[0] == ("+1.000", "background:#1a7f3723")
-    assert spans[1] == ("-2.000", "background:#c6282846")
-    assert spans[15] == ("-4.000", "background:#c628288c")
+    assert spans[0] == ("+0.00100", "background:#1a7f3723")
+    assert spans[1] == ("-0.00200", "background:#c6282846")
+    assert spans[15] == ("-0.00400", "background:#c628288c")
     assert spans[4][1].endswith("00")
-    assert "-0.40" in parsed(scores()).text  # the sum of the first row, without the NaN
+    assert "-0.00040" in parsed(scores()).text  # the sum of the first row, without the NaN
 
 
 def test_text__figure_draws_every_character_once(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_text__printed() -> None:
     words = words.assign_coords(source=("sample", ["web"]))
     printed = repr(td.plots.text(words, label="source")).split("\n")
     assert printed[0].split() == ["web", "-1.20"]
-    assert repr(td.plots.text(words / 100, label="source")).split("\n")[0] == "web   -1.20 × 10⁻²"
+    assert repr(td.plots.text(words / 100, label="source")).split("\n")[0] == "web   -0.0120"
     assert printed[1] == "the cat sat down"
     assert printed[2].endswith("'cat' -2.00, 'the' +0.50, 'down' +0.20")
 

@@ -304,7 +304,7 @@ def test_drop__keeps_the_estimator_of_the_gram_matrix(
     save(FEATURES.assign_coords(sample_id=("sample", np.arange(40))), store, estimator=estimator)
     dropped = td.drop(store, where="label == 1")
     attrs = dropped.gram.attrs
-    assert attrs["estimator"]["name"] == estimator.name
+    assert as_values(attrs)["estimator"]["name"] == estimator.name
     assert attrs["gram_weights"] == estimator.gram_weights
     expected = td.gram(dropped.drop_vars("gram"))
     if estimator.name == "third":

@@ -1,5 +1,6 @@
 """Attribution: from features to the gram matrix, its damping, scores and rankings."""
 
+from trakdask.attribution.duplicates import duplicates
 from trakdask.attribution.estimators import GradCos, GradDot, RelatIF, TracIn
 from trakdask.attribution.gauss_newton import Soft, Trak
 from trakdask.attribution.grams import gram
@@ -20,6 +21,7 @@ __all__ = [
     "Trak",
     "combine",
     "damping",
+    "duplicates",
     "gram",
     "group_score",
     "metric",

@@ -23,7 +23,7 @@ from trakdask.attribution.gauss_newton import Trak
 from trakdask.attribution.grams import Sums, is_of_gram, stored, sums_of
 from trakdask.attribution.protocol import Absolute, GramEstimator, damping_prior
 from trakdask.errors import warn_once
-from trakdask.provenance import require_comparable
+from trakdask.provenance import pooled_checkpoints, require_comparable
 from trakdask.variables import (
     CHECKPOINT,
     DAMPING,
@@ -234,7 +234,7 @@ def chosen_before(features: xr.Dataset, estimator: GramEstimator) -> Choice | No
         return None
     attrs = features[DAMPING].attrs
     is_auto = estimator.damping == estimator.with_damping("auto").resolved(features).damping
-    if not is_auto or set(attrs["pooled_checkpoints"]) != set(checkpoint_names(features)):
+    if not is_auto or set(pooled_checkpoints(attrs)) != set(checkpoint_names(features)):
         return None
     lam, samples = _of_variable(features[DAMPING]), attrs.get("samples", "")
     if samples:

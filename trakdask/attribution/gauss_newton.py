@@ -19,6 +19,7 @@ from trakdask.attribution.protocol import (
     has_squared_error,
     is_positive,
 )
+from trakdask.provenance import pooled_checkpoints
 from trakdask.variables import (
     CHECKPOINT,
     COLUMN,
@@ -142,7 +143,7 @@ class Soft(GramEstimator):
         attrs = features[DAMPING].attrs if DAMPING in features and GRAM in features else {}
         # Only stores keep variances, and not if they were saved for "trak".
         variances = attrs.get(LOGIT_VARIANCE, ())
-        by_name = dict(zip(attrs.get("pooled_checkpoints", ()), variances, strict=False))
+        by_name = dict(zip(pooled_checkpoints(attrs), variances, strict=False))
         names = checkpoint_names(features)
         if set(names) <= set(by_name) and features.sizes[SAMPLE] <= attrs[N_SAMPLES]:
             variance = np.array([by_name[name] for name in names])

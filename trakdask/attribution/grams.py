@@ -15,6 +15,7 @@ from trakdask.arrays.memory import Sizes
 from trakdask.attribution.gauss_newton import Trak
 from trakdask.attribution.protocol import GIVEN, GramEstimator
 from trakdask.execution import require_memory
+from trakdask.provenance import as_text
 from trakdask.variables import (
     CHECKPOINT,
     COLUMN,
@@ -77,7 +78,7 @@ def gram(features: xr.Dataset, *, weights: xr.DataArray | None = None) -> xr.Dat
     features = lazy_features(features)
     h = None if weights is None else _checked_weights(features, weights)
     variable, coords = VARIABLES[GRAM], {CHECKPOINT: features[CHECKPOINT]}
-    attrs = variable.attrs | Trak().attrs(features)
+    attrs = variable.attrs | as_text(Trak().attrs(features))
     if weights is not None:
         attrs["gram_weights"] = GIVEN
     require_gram(Sizes.of(features.feature.data))
@@ -319,4 +320,5 @@ def is_of_gram(features: xr.Dataset, name: str) -> bool:
 
 
 def _says(array: xr.DataArray, about: Mapping[str, Any]) -> bool:
-    return all(array.attrs.get(key) == value for key, value in about.items())
+    attrs = as_text(array.attrs)
+    return all(attrs.get(key) == value for key, value in as_text(about).items())

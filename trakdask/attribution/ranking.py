@@ -155,14 +155,17 @@ def top_k(
     Examples
     --------
     >>> import trakdask as td
-    >>> features = td.testing.simulate_features(n_samples=20, proj_dim=4)
-    >>> scores = td.score(features, features.isel(sample=slice(3)))
-    >>> top = td.top_k(scores, 3, where=scores.label == 1).compute()
-    >>> top.label.values.tolist()
-    [[1, 1, 1], [1, 1, 1], [1, 1, 1]]
-    >>> selection = td.top_k(scores, fraction=0.2, over_targets="max", by="label")
-    >>> selection.selected.groupby("label").sum().values.tolist()
-    [2, 2]
+    >>> features, targets = td.examples.iris_features()
+    >>> scores = td.score(features, targets)
+    >>> top = td.top_k(scores, 3, where="species != target_species").compute()
+    >>> str(top.target_species.values[0]), top.species[0].values.tolist()
+    ('versicolor', ['setosa', 'setosa', 'setosa'])
+
+    The tenth of each species that helps some target most:
+
+    >>> selection = td.top_k(scores, fraction=0.1, over_targets="max", by="species").compute()
+    >>> selection.selected.groupby("species").sum().values.tolist()
+    [5, 4, 4]
     """
     others: dict[Hashable, xr.DataArray] = {}
     if isinstance(scores, xr.Dataset):

@@ -24,7 +24,7 @@ from trakdask.attribution.labels import (
 from trakdask.attribution.metrics import MetricLike, measure_of
 from trakdask.attribution.operands import operands_of, require_tiles, self_influence_forms, solver
 from trakdask.attribution.uncertainty import bounded
-from trakdask.checks import require_number
+from trakdask.checks import require_number, shown
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, coords_along, validate
 
 
@@ -150,30 +150,30 @@ def score(
 
     Examples
     --------
-    >>> import trakdask as td
-    >>> features = td.testing.simulate_features(n_samples=8, proj_dim=4, n_checkpoints=3)
-    >>> targets = features.isel(sample=[0, 1])
-    >>> scores = td.score(features, targets)  # lazy
-    >>> td.top_k(scores, 3).position.values.tolist()
-    [[0, 4, 3], [1, 2, 4]]
+    Which of 120 irises helped the models most to recognise the first of 30 others?
 
-    Spread, signal-to-noise and the score without one checkpoint:
+    >>> import trakdask as td
+    >>> features, targets = td.examples.iris_features()
+    >>> str(targets.species.values[0])
+    'versicolor'
+    >>> scores = td.score(features, targets)  # lazy
+    >>> td.top_k(scores, 3).compute().species[0].values.tolist()
+    ['versicolor', 'versicolor', 'versicolor']
+
+    The scores of each of the five checkpoints, whose mean is the score:
 
     >>> apart = td.score(features, targets, average=False)
-    >>> spread = apart.std("checkpoint", ddof=1) / 3**0.5
-    >>> signal_to_noise = apart.mean("checkpoint") / spread
-    >>> without_c1 = apart.drop_sel(checkpoint="c1").mean("checkpoint")
-    >>> spread.dims == signal_to_noise.dims == without_c1.dims == ("sample", "target")
-    True
+    >>> apart.dims
+    ('sample', 'target', 'checkpoint')
+    >>> spread = apart.std("checkpoint", ddof=1) / 5**0.5  # its standard error
 
-    Intervals, and a ranking by their lower bounds:
+    Intervals, and a ranking by their lower bounds, of what helped for certain:
 
-    >>> five = td.testing.simulate_features(n_samples=8, proj_dim=4, n_checkpoints=5)
-    >>> found = td.score(five, five.isel(sample=[0, 1]), level=0.5)
-    >>> bool(((found.lower < found.score) & (found.score < found.upper)).all())
-    True
-    >>> td.top_k(found, 3, rank_by="lower").compute().upper.dims
-    ('target', 'rank')
+    >>> found = td.score(features, targets, level=0.9)
+    >>> list(found)
+    ['score', 'lower', 'upper', 'snr']
+    >>> td.top_k(found, 3, rank_by="lower").compute().species[0].values.tolist()
+    ['versicolor', 'versicolor', 'versicolor']
     """
     if level is not None or q is not None:
         _require_average(average)
@@ -315,17 +315,30 @@ def group_score(
 
     Examples
     --------
+    Which species taught the models to recognise each species, and which one made it harder to
+    recognise the virginicas, the last column?
+
     >>> import trakdask as td
-    >>> features = td.testing.simulate_features(n_samples=8, proj_dim=4)
-    >>> features = features.assign_coords(source=("sample", ["web", "web", "wiki", "book"] * 2))
-    >>> td.group_score(features, features, by=["source", "label"]).shape
-    (3, 2, 8)
+    >>> features, targets = td.examples.iris_features()
+    >>> asked = td.combine(targets, by="species")  # one target for each species
+    >>> sums = td.group_score(features, asked, by="species").compute()
+    >>> sums.species[sums.argmax("species")].values.tolist()
+    ['setosa', 'versicolor', 'virginica']
+    >>> str(sums.species.values[sums[:, 2].argmin("species")])
+    'versicolor'
+
+    Groups of two coords:
+
+    >>> known = features.assign_coords(sure=features.output.mean("checkpoint") > 2)
+    >>> td.group_score(known, targets, by=["species", "sure"]).sizes
+    Frozen({'species': 3, 'sure': 2, 'target': 30})
 
     Samples with several authors, who get equal parts of them (``parts.reindex(sample=range(8),
     fill_value=0)`` adds samples without authors):
 
     >>> import pandas as pd
     >>> import xarray as xr
+    >>> features = td.testing.simulate_features(n_samples=8, proj_dim=4)
     >>> authors = pd.Series([["Ada"], ["Ada", "Bo"], ["Bo", "Cy"], ["Cy"]] * 2).explode()
     >>> parts = pd.crosstab(authors.index, authors, normalize="index")
     >>> parts = xr.DataArray(parts, dims=("sample", "author"))
@@ -348,6 +361,8 @@ def group_score(
     >>> list(effects), effects.effect.sizes
     (['effect', 'lower', 'upper', 'mean_lower', 'mean_upper'], Frozen({'source': 4, 'target': 30}))
     """
+    if share not in (True, False):
+        raise TypeError(f"expected True or False for share, got {shown(share)}; try share=True")
     _require_options(effect, share, metric is not None, level, q)
     if not effect and (level is not None or q is not None):
         return bounded(features, targets, estimator, by, level=level, q=q)

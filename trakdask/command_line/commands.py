@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import webbrowser
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.resources import files
@@ -63,7 +64,10 @@ def plan(
 ) -> None:
     """Print the cost of the features, before anything runs."""
     with _job(file, settings, debug) as values:
-        output.print(td.plan(cli.jobs.features(values, "data", fits=False), pilot=pilot))
+        described = cli.jobs.features(values, "data", fits=False)
+        fitted = values.get("projector") or {}
+        options = {"n_fitted": fitted["n_samples"]} if "n_samples" in fitted else {}
+        output.print(td.plan(described, pilot=pilot, **options))
 
 
 @app.command()
@@ -156,6 +160,9 @@ def explore(
     ] = None,
     host: Annotated[str, typer.Option(help="0.0.0.0 lets other machines connect.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 0,
+    open_browser: Annotated[
+        bool, typer.Option("--open", help="Also open the address in a browser.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Look at attributions in a browser: prints the address, and serves it until Ctrl-C.
@@ -199,7 +206,13 @@ def explore(
             explorer.save_html(save, shown)
             return _say(f"{save} is written")
         query = f"?{shown.to_query()}" if view else ""
-        explorer.serve(host=host, port=port, announce=lambda url: _say(f"{url}{query}"))
+
+        def announce(url: str) -> None:
+            _say(f"{url}{query}")
+            if open_browser:
+                webbrowser.open(f"{url}{query}")
+
+        explorer.serve(host=host, port=port, announce=announce)
 
 
 def _say(text: str) -> None:

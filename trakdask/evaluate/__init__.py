@@ -8,9 +8,9 @@ effect of leaving out single samples.
 Nothing is retrained by the others: ``cross_validate`` predicts checkpoints that were left out, and
 ``mislabelled_auc`` and ``mislabelled_curve`` measure whether scores find wrong labels.
 
-``train_on_halves`` trains checkpoints for ``cross_validate``. ``metric`` computes a
-metric of outputs. ``baselines`` makes simple scores, which tell in all of these whether
-attribution was needed.
+``train_on_halves`` trains checkpoints for ``cross_validate``. ``reliability`` says what more
+checkpoints would gain. ``metric`` computes a metric of outputs. ``baselines`` makes simple scores,
+which tell in all of these whether attribution was needed.
 """
 
 from trakdask.attribution.metrics import metric
@@ -20,6 +20,7 @@ from trakdask.evaluate.datamodeling import lds, leave_one_out, subsets
 from trakdask.evaluate.detection import mislabelled_auc, mislabelled_curve
 from trakdask.evaluate.groups import leave_group_out
 from trakdask.evaluate.halves import train_on_halves
+from trakdask.evaluate.noise import reliability
 from trakdask.evaluate.removal import removal_curve
 from trakdask.evaluate.retraining import retrain
 
@@ -32,6 +33,7 @@ __all__ = [
     "metric",
     "mislabelled_auc",
     "mislabelled_curve",
+    "reliability",
     "removal_curve",
     "retrain",
     "subsets",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import dask
@@ -32,7 +31,7 @@ def baselines(
     *,
     label: str = "label",
     embeddings: tuple[Any, Any] | None = None,
-    texts: str | tuple[Sequence[str], Sequence[str]] | None = None,
+    texts: str | tuple[Any, Any] | None = None,
     seed: int = 0,
 ) -> xr.Dataset:
     """Make simple scores, by which every evaluation shows whether attribution was needed.
@@ -50,7 +49,8 @@ def baselines(
         as the last hidden layer of the model, or of another model.
     texts
         The texts of the training samples and of the targets, or the name of a coord that holds
-        them.
+        them. Without texts: numbers of their tokens, a row or a list for each, where padding is a
+        word like others.
     seed
         Seed of ``random``.
 
@@ -173,7 +173,9 @@ def _bm25(texts: Any, target_texts: Any) -> tuple[sparse.csr_array, sparse.csr_a
     """Return the weights of words, (sample, word), and their numbers in the targets' texts."""
     k_1, b = 1.5, 0.75
     both = pd.Series([*texts, *target_texts])
-    words = both.str.lower().str.findall(r"\w+").explode().dropna()
+    if not both.map(np.ndim).any():  # texts, some of which may be None
+        both = both.str.lower().str.findall(r"\w+")
+    words = both.explode().dropna()
     columns, vocabulary = words.factorize()
     shape = len(both), len(vocabulary)
     counts = sparse.csr_array((np.ones(len(words)), (words.index, columns)), shape)

@@ -190,7 +190,9 @@ def stored_spec(folder: Folder, file: str, spec: dict[str, Any]) -> dict[str, An
     return stored
 
 
-def bar_of(models: Folder, name: str, files: set[str], show: bool) -> AbstractContextManager[None]:
+def bar_of(
+    models: Folder, name: str, files: set[str], show: bool
+) -> AbstractContextManager[object]:
     """Show a bar of the files that are in a folder of models, while the block runs."""
     return polled_bar(
         f"train {name}", len(files), lambda: len(files.intersection(models.names())), show=show

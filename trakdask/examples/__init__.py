@@ -9,6 +9,7 @@ from trakdask.examples.classifiers import (
     mnist_cnn,
     train_classifier,
 )
+from trakdask.examples.flowers import iris_features
 from trakdask.examples.images import digits, mnist
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "digits_halves",
     "digits_mlp",
     "fit_mnist_cnn",
+    "iris_features",
     "mnist",
     "mnist_cnn",
     "train_classifier",

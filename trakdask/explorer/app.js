@@ -159,6 +159,12 @@ export function render({ model }) {
     left = {}
     model.send_msg({ new: given })
   }
+  const preview = async (input) => {
+    const image = Object.assign(document.createElement("img"), { alt: "the chosen image" })
+    image.src = `data:;base64,${await encoded(input.files[0])}`
+    input.parentElement.querySelector("img")?.remove()
+    input.after(image)
+  }
   const encoded = (file) => new Promise((resolve) => {
     const reader = new FileReader()
     reader.onload = () => resolve(reader.result.split(",")[1])
@@ -231,6 +237,7 @@ export function render({ model }) {
     const { name, value, dataset: { mark, sample } } = event.target
     if (mark) sendMark({ mark, sample: Number(sample), wanted: true, [name]: value })
     else if (event.target.matches("select")) event.target.form.requestSubmit()
+    else if (event.target.files?.[0]?.size <= Number(event.target.form.dataset.most)) preview(event.target)
   })
   const save = () => {
     for (const [name, text] of Object.entries(model.saved)) {

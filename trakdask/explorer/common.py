@@ -7,9 +7,10 @@ import pandas as pd
 
 from trakdask.explorer.attributions import Attributions
 from trakdask.explorer.conditions import ConditionError, condition_mask
-from trakdask.explorer.html import plain_message, render, unit_of
+from trakdask.explorer.html import plain_message, render
 from trakdask.explorer.tables import ROWS
 from trakdask.explorer.view import View
+from trakdask.plots.figures import decimals
 
 _MOST_GROUPS = 24
 
@@ -59,7 +60,7 @@ def bars(
     ends = table if len(table) <= _MOST_GROUPS else pd.concat([table[:half], table[-half:]])
     return render(
         "groups", attributions, view, table=ends, left_out=len(table) - len(ends),
-        unit=-2 if is_share else unit_of(attributions.questions.scores(view)), is_share=is_share,
+        digits=1 if is_share else decimals(table["score"]), is_share=is_share,
         largest=float((ends["score"].abs() + ends["spread"].fillna(0)).max()),
     )  # fmt: skip
 
@@ -69,8 +70,7 @@ def histogram(attributions: Attributions, view: View, *, name: str = "") -> str:
     questions = attributions.questions
     name = name or order(attributions, view, "ranking")
     bins = questions.histogram(view, name)
-    unit = unit_of(questions.values(view, name))
-    return render("histogram", view, name=name.replace("_", "-"), bins=bins, unit=unit)
+    return render("histogram", view, name=name.replace("_", "-"), bins=bins)
 
 
 # ---------------------------------------------------------------- lists of training samples

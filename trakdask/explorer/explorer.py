@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import xarray as xr
 
 import trakdask as td
@@ -262,7 +263,7 @@ def _words_of(
 
 
 def _require_samples(samples: object, features: xr.Dataset, name: str) -> None:
-    """Check that there are as many samples as features."""
+    """Check that there are as many samples as features, with the same labels if both have some."""
     if samples is None:
         return
     if not isinstance(samples, xr.Dataset):
@@ -276,3 +277,12 @@ def _require_samples(samples: object, features: xr.Dataset, name: str) -> None:
             f"{dict(samples.sizes) if n is None else n}; try the samples that were "
             "given to td.featurize, in the same order"
         )
+    if SAMPLE in samples.coords and SAMPLE in features.coords:
+        differs = np.asarray(samples[SAMPLE].values != features[SAMPLE].values)
+        if differs.any():
+            i = int(differs.argmax())
+            raise ValueError(
+                f"expected {name} in the order of the features, whose label {i} is "
+                f"{str(features[SAMPLE].values[i])!r}, got {str(samples[SAMPLE].values[i])!r}; try "
+                f"{name}.sel(sample=features.sample)"
+            )

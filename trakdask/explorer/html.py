@@ -25,7 +25,7 @@ from trakdask.explorer.marks import KINDS
 from trakdask.explorer.questions import LEVEL
 from trakdask.explorer.tables import ROWS
 from trakdask.explorer.uploads import MOST_BYTES
-from trakdask.plots.figures import power_of_ten
+from trakdask.plots.figures import decimals
 
 _FOLDER = Path(__file__).parent
 STYLE = (_FOLDER / "explorer.css").read_text("utf-8")
@@ -57,30 +57,20 @@ def _superscript(exponent: int) -> str:
     return str(exponent).translate(_SUPERSCRIPT)
 
 
-def unit_of(values: Any) -> int:
-    """Return the multiple e of 3 for which the largest of ``value / 10**e`` is from 1 to 1000.
+def signed(x: float, error: float, digits: int) -> str:
+    """Return a number with its sign, and as many digits as two of its error, if it has one.
 
     Examples
     --------
-    >>> unit_of([-0.0034, float("nan")]), unit_of([250.0]), unit_of([0.05])
-    (-3, 0, -3)
+    >>> signed(0.27883, 0.05582, 3), signed(-0.0012345, float("nan"), 5)
+    ('+0.279 ± 0.056', '−0.00123')
     """
-    return 3 * (power_of_ten(values) // 3)
-
-
-def scaled(x: float, unit: int, sign: str = "+") -> str:
-    """Return a number in some unit, with its sign.
-
-    Examples
-    --------
-    >>> scaled(0.0012345, -3), scaled(-2.0, 0), scaled(0.5, 0, sign="")
-    ('+1.23', '−2.00', '0.50')
-    """
-    return f"{x / 10.0**unit:{sign},.2f}".replace("-", "−", 1) if math.isfinite(x) else "–"
-
-
-def _in_units(unit: int) -> str:
-    return f", in units of 10{_superscript(unit)}" if unit else ""
+    if not math.isfinite(x):
+        return "–"
+    if not error > 0:
+        return f"{x:+,.{digits}f}".replace("-", "−", 1)
+    digits = decimals(error, digits=2)
+    return f"{x:+,.{digits}f} ± {error:,.{digits}f}".replace("-", "−", 1)
 
 
 def value(x: Any) -> str:
@@ -171,7 +161,7 @@ def _templates() -> Environment:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined,
     )  # fmt: skip
     templates.filters |= {
-        "condition": _condition, "in_units": _in_units, "number": number, "scaled": scaled,
+        "condition": _condition, "number": number, "signed": signed,
         "share": _share, "value": value,
     }  # fmt: skip
     templates.globals |= {

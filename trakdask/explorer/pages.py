@@ -46,6 +46,7 @@ def sections(attributions: Attributions, view: View) -> list[Section]:
     is_there = {
         "helpful_words": has_words, "harmful_words": has_words,
         "distribution": bool(view.order), "credit": questions.has_credit(view),
+        "confusion": questions.targets.label in questions.targets.groupings,
         "grade": questions.has_grade(view),
         "graded": questions.has_grade(view) and questions.known_grade(view) is None,
     }  # fmt: skip
@@ -116,11 +117,13 @@ _PAGES: dict[str, dict[str, Callable[[Attributions, View], str]]] = {
         "targets": targets.forms,
         "table": targets.table,
         "grade": targets.grade,
+        "confusion": targets.confusion,
         "credit": targets.credit,
     },
     "target": {
         "target": targets.target,
         "filters": targets.filters,
+        "story": targets.story,
         "helpful": partial(targets.ranked, largest=True),
         "harmful": partial(targets.ranked, largest=False),
         "helpful_words": partial(targets.words, largest=True),
@@ -133,6 +136,7 @@ _PAGES: dict[str, dict[str, Callable[[Attributions, View], str]]] = {
     "sample": {
         "sample": training.sample,
         "targets_of_sample": training.targets_of_sample,
+        "alike": training.alike,
         "graded": targets.graded,
     },
     "corpus": {

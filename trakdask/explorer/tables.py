@@ -167,6 +167,16 @@ class SampleTable:
         others = without(view.targets_where, "predicted")
         return int(condition_mask(table, joined(others, f"predicted != {self.label}")).sum())
 
+    def confusion(self, view: View) -> pd.DataFrame:
+        """Return how many of the targets that a view selects have a label (row) and a class.
+
+        The classes that the model predicts are the columns; empty for other models.
+        """
+        if not self.label:
+            return pd.DataFrame()
+        table = self.selected(view).dropna(subset="predicted")
+        return pd.crosstab(table[self.label], table["predicted"].astype(table[self.label].dtype))
+
     def selected(self, view: View) -> pd.DataFrame:
         """Return the targets that a view searches and filters for, sorted.
 

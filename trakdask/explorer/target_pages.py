@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
-import pandas as pd
 import xarray as xr
 
 import trakdask as td
 from trakdask.explorer.attributions import Attributions
 from trakdask.explorer.common import bars, checked, grouped, neighbours, shown
-from trakdask.explorer.html import number, render, unit_of, value
+from trakdask.explorer.html import number, render, value
 from trakdask.explorer.view import MeanTrace, View, damping_of
+from trakdask.plots.figures import decimals
 
 _MOST_TEXTS = 5
 """How many samples have their words coloured."""
@@ -36,6 +34,12 @@ def table(attributions: Attributions, view: View) -> str:
     return render(
         "target_table", attributions, view, table=table, total=len(selected), contents=contents
     )
+
+
+def confusion(attributions: Attributions, view: View) -> str:
+    """Return how often which class is predicted for which label."""
+    targets = attributions.questions.targets
+    return render("confusion", view, table=targets.confusion(view), label=targets.label)
 
 
 def grade(attributions: Attributions, view: View) -> str:
@@ -82,30 +86,33 @@ def filters(attributions: Attributions, view: View) -> str:
 def ranked(attributions: Attributions, view: View, *, largest: bool) -> str:
     """Return the training samples that helped or harmed a target most."""
     questions = attributions.questions
-    table, scores = questions.top(view, largest=largest), questions.scores(view)
+    table = questions.top(view, largest=largest)
     positions = table["sample"].tolist()
     return render(
         "ranked", attributions, view, table=table, contents=attributions.samples.html(positions),
-        readings=questions.training.readings(positions), unit=unit_of(scores),
+        readings=questions.training.readings(positions), digits=decimals(questions.scores(view)),
         kind="helpful" if largest else "harmful",
-        summary=_summary(table, scores, grouped(attributions, view).group_by),
     )  # fmt: skip
 
 
-def _summary(table: pd.DataFrame, scores: np.ndarray, by: str) -> str:
-    """Return a sentence: the share of the ranked samples in all scores, and their common value."""
-    is_raising = bool(table["score"].max() > -table["score"].min())
-    table = table[(table["score"] > 0) if is_raising else (table["score"] < 0)]
-    whole = np.nansum(scores[scores > 0] if is_raising else scores[scores < 0])
-    if table.empty:
-        return ""
-    n, share = len(table), 100 * table["score"].sum() / whole
-    common = ""
-    if n > 1 and by in table and (counts := table[by].value_counts()).iloc[0] >= n / 2:
-        common = f" {counts.iloc[0]} of them have {by} {value(counts.index[0])}."
-    verb = "raised" if is_raising else "lowered"
-    subject = "This sample makes" if n == 1 else f"These {n} samples make"
-    return f"{subject} up {share:.0f} % of all that {verb} its output.{common}"
+def story(attributions: Attributions, view: View) -> str:
+    """Return in words what the samples that helped and harmed a target most have in common."""
+    questions, by = attributions.questions, grouped(attributions, view).group_by
+    scores, sentences = questions.scores(view), []
+    for sign, verb, effect in ((1, "helped", "raised"), (-1, "harmed", "lowered")):
+        # 1. Those that did so: the list of a small store may have others at its end.
+        table = questions.top(view, largest=sign > 0)
+        table = table[sign * table["score"] > 0]
+        if table.empty:
+            continue
+        # 2. Their share in all that did so, and the value that half of them or more have.
+        n, share = len(table), 100 * table["score"].sum() / scores[sign * scores > 0].sum()
+        common = ""
+        if n > 1 and by in table and (counts := table[by].value_counts()).iloc[0] >= n / 2:
+            common = f"; {counts.iloc[0]} of them have {by} {value(counts.index[0])}"
+        most = f"{n} samples that {verb} most make" if n > 1 else f"sample that {verb} most makes"
+        sentences.append(f"The {most} up {share:.0f} % of all that {effect} the output{common}.")
+    return render("story", sentences=sentences)
 
 
 def words(attributions: Attributions, view: View, *, largest: bool) -> str:
@@ -114,10 +121,10 @@ def words(attributions: Attributions, view: View, *, largest: bool) -> str:
     top = questions.top(view.replace(k=min(view.k, _MOST_TEXTS)), largest=largest)
     if top.empty:
         return render("note", text="No training sample meets the condition.")
-    position, unit = top["sample"].to_numpy(), unit_of(questions.scores(view))
+    position = top["sample"].to_numpy()
     names = [f"sample {number}" for number in position]
     scores = questions.words(view, position).assign_coords(row=("sample", names))
-    return dataclasses.replace(td.plots.text(scores, label="row"), unit=unit)._repr_html_()
+    return td.plots.text(scores, label="row")._repr_html_()
 
 
 def groups(attributions: Attributions, view: View) -> str:

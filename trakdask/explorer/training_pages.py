@@ -6,10 +6,11 @@ import numpy as np
 
 from trakdask.explorer.attributions import Attributions
 from trakdask.explorer.common import checked, grouped, marked, neighbours, order, samples_of, shown
-from trakdask.explorer.html import render, unit_of
+from trakdask.explorer.html import render
 from trakdask.explorer.marks import KINDS
 from trakdask.explorer.tables import ROWS
 from trakdask.explorer.view import LISTS, View
+from trakdask.plots.figures import decimals
 from trakdask.variables import SAMPLE
 
 _MOST_ROWS = 60
@@ -33,13 +34,25 @@ def sample(attributions: Attributions, view: View) -> str:
     )  # fmt: skip
 
 
+def alike(attributions: Attributions, view: View) -> str:
+    """Return the training samples whose features are most like those of one."""
+    questions = attributions.questions
+    table = questions.alike(view)
+    positions = table.index.tolist()
+    return render(
+        "alike", attributions, view, table=table.join(questions.metadata),
+        contents=attributions.samples.html(positions, brief=True),
+        readings=questions.training.readings(positions),
+    )  # fmt: skip
+
+
 def targets_of_sample(attributions: Attributions, view: View) -> str:
     """Return the targets that a training sample helped and harmed most."""
     targets = attributions.questions.targets
     table = attributions.questions.targets_of(view)
     positions = table.index.tolist()
     return render(
-        "targets_of_sample", attributions, view, table=table, unit=unit_of(table["score"]),
+        "targets_of_sample", attributions, view, table=table, digits=decimals(table["score"]),
         contents=attributions.target_samples.html(positions, brief=True),
         readings=targets.readings(positions), names=[*targets.metadata],
     )  # fmt: skip
@@ -63,7 +76,9 @@ def heat(attributions: Attributions, view: View) -> str:
     strongest = heat.abs().max(axis=1).nlargest(_MOST_ROWS).index
     heat = heat[heat.index.isin(strongest)] if len(heat) > _MOST_ROWS else heat
     largest = float(np.nanmax(np.abs(heat.to_numpy()), initial=0.0))
-    return render("heat", attributions, view, heat=heat, unit=unit_of(heat), largest=largest)
+    return render(
+        "heat", attributions, view, heat=heat, digits=decimals(heat, digits=2), largest=largest
+    )
 
 
 def ranking(attributions: Attributions, view: View, *, section: str) -> str:
@@ -76,7 +91,6 @@ def ranking(attributions: Attributions, view: View, *, section: str) -> str:
         "ranking", attributions, view, table=table, total=len(ranking), name=name, section=section,
         contents=attributions.samples.html(positions, brief=True),
         readings=questions.training.readings(positions),
-        unit=unit_of(questions.values(view, name)) if name else 0,
     )  # fmt: skip
 
 

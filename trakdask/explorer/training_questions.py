@@ -14,6 +14,7 @@ import xarray as xr
 
 import trakdask as td
 from trakdask import arrays
+from trakdask.attribution.duplicates import find_duplicates
 from trakdask.attribution.estimators import EstimatorLike, GradDot, resolve
 from trakdask.attribution.gauss_newton import Trak
 from trakdask.attribution.operands import solver
@@ -21,7 +22,6 @@ from trakdask.attribution.protocol import GramEstimator
 from trakdask.explorer import tables
 from trakdask.explorer.computing import compute
 from trakdask.explorer.conditions import condition_mask
-from trakdask.explorer.directions import find_duplicates
 from trakdask.explorer.marks import Marks
 from trakdask.explorer.settings import Setting, Settings
 from trakdask.explorer.view import View
@@ -52,7 +52,9 @@ class TrainingQuestions:
         self._influences = lru_cache(_SETTINGS_KEPT)(
             lambda setting: compute(_self_influence(setting, setting.features).data)[0]
         )
-        self._duplicates = lru_cache(4)(lambda name: find_duplicates(self._features_at(name)))
+        self._duplicates = lru_cache(4)(
+            lambda name: find_duplicates(self._features_at(name), compute)
+        )
 
     @property
     def metadata(self) -> pd.DataFrame:
@@ -189,6 +191,18 @@ class TrainingQuestions:
             If there are more than two million samples.
         """
         return self._duplicates(self.first_checkpoint(view))
+
+    def alike(self, view: View) -> pd.DataFrame:
+        """Return the k training samples most like one: the cosine of their features, largest first.
+
+        By position; column ``cosine``, the mean over the checkpoints of the view.
+        """
+        features = self.setting(view).features
+        one = features.isel({SAMPLE: [view.sample]})
+        top = td.top_k(td.score(features, one, td.GradCos()), min(view.k + 1, len(self.metadata)))
+        position, cosine = compute(top["position"].data[0], top["score"].data[0])
+        table = pd.DataFrame({"cosine": cosine}, index=position)
+        return table.drop(index=[view.sample, -1], errors="ignore")[: view.k]
 
     def first_checkpoint(self, view: View) -> str:
         """Return the first checkpoint of a view, from which duplicates are found."""

@@ -15,7 +15,7 @@ import torch
 
 from trakdask.arrays.weights import row_norms
 from trakdask.errors import BlockError
-from trakdask.execution import note_start
+from trakdask.execution import note_share, note_start
 from trakdask.featurization.checks import Checked, CheckedEngine
 from trakdask.featurization.devices import (
     applied,
@@ -25,6 +25,7 @@ from trakdask.featurization.devices import (
     is_out_of_memory,
     on_device,
     states_bytes,
+    states_there,
 )
 from trakdask.featurization.job import (
     Block,
@@ -35,6 +36,7 @@ from trakdask.featurization.job import (
 )
 from trakdask.models.checkpoints import Checkpoint, cache_states
 from trakdask.models.independence import once_per_task
+from trakdask.models.loading import State
 from trakdask.models.tasks import Batch, Forward
 from trakdask.projection.maps import Maps, Stream
 from trakdask.tensors import Rotations
@@ -92,7 +94,7 @@ def running(
             no_fast_path(),
             applied(job.torch_settings, device),
         ):
-            yield BlockSamples(job, positions, arrays, device)
+            yield BlockSamples(job, positions, arrays, device, what)
     except Exception as err:
         raise BlockError(
             f"{what} failed: {type(err).__name__}: {err}{_circumstances(job, arrays, err)}"
@@ -120,8 +122,22 @@ def _circumstances(job: FeaturizeJob, arrays: tuple[np.ndarray, ...], err: Excep
 
 def _forward(job: FeaturizeJob, checkpoint: Checkpoint, device: torch.device) -> Forward:
     """Return the model at a checkpoint, in the precision and on the device of the job."""
-    forward, dtype = job.model.forward(checkpoint), job.torch_settings["dtype"]
-    return on_device(forward if dtype == "as given" else forward.to(getattr(torch, dtype)), device)
+    here, dtype = job.model.forward(checkpoint), job.torch_settings["dtype"]
+    if dtype == "as given" and device.type == "cpu":
+        return here
+    kind, states = None if dtype == "as given" else getattr(torch, dtype), states_there(device)
+
+    def moved() -> State:
+        return on_device(here if kind is None else here.to(kind), device).tensors()
+
+    if device.type != "cpu":  # where other weights are cached already, and casts are cheap
+        states.most_bytes = states_bytes(device)
+    state = dict(states.get(f"{job.model.token} {checkpoint.digest} {dtype}", moved))
+    for name in here.reading.overwritten:  # by each call of the model
+        state[name] = state[name].clone()
+    groups = here.parameters, here.buffers, here.others
+    parameters, buffers, others = ({name: state[name] for name in group} for group in groups)
+    return replace(here, parameters=parameters, buffers=buffers, others=others, dtype=kind)
 
 
 def run_samples(samples: BlockSamples, checkpoint: Checkpoint, output: Output) -> Block:
@@ -171,6 +187,8 @@ def run_samples(samples: BlockSamples, checkpoint: Checkpoint, output: Output) -
                 rows.fail(part.start, samples.named(fault, part))
             continue
         rows.put(part, block)
+        if job.counted_as:
+            note_share(job.counted_as, samples.what, part.stop / len(samples))
     # 4. A block that ran one by one is compared with a batch; results are put in their old order.
     engine.require_independent(np.flatnonzero(np.isfinite(rows.arrays[1])))
     return tuple(array[places] for array in rows.result())

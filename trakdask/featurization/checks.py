@@ -33,7 +33,7 @@ from trakdask.models.independence import reads_values, require_close, require_sa
 from trakdask.models.padding import ignores_padding
 from trakdask.models.products import Products
 from trakdask.models.tasks import Batch, Forward
-from trakdask.models.tasks.protocol import SampleError
+from trakdask.models.tasks.protocol import SampleError, rejecting_later
 from trakdask.tensors import Rotations
 
 _log = logging.getLogger(__name__)
@@ -125,6 +125,7 @@ class CheckedEngine:
         n, row = part.stop - part.start, self._spot - part.start
         is_whole, has_spot = n > self._checked.n_samples, 0 <= row < n
         weights = sample_weights(self._forward, n) if is_whole else torch.ones(1)
+        weights = weights.to(self._samples.device)
         # Others are compared with the loop, and products of tokens are not gradients.
         has_sums = self._engine != "loop" and not self._multiplies_tokens(stream)
         sink = stream
@@ -258,15 +259,14 @@ class CheckedEngine:
     def _require_spot(
         self, row: int, batch: Batch, weights: Tensor, sink: Any, f: Tensor, q: Tensor
     ) -> None:
-        if not _are_finite(f[row], q[row], sink):
-            return  # the sample fails, and says why
         if self._engine == "loop":  # whose f and Q are of the sample alone
             self._require_same_alone(batch)
         one = self._samples.batch(slice(self._spot, self._spot + 1))
-        expected, *alone = self._summed_gradient(one, weights)
+        with rejecting_later(ever=False):  # nor was it in its batch
+            expected, *alone = self._summed_gradient(one, weights)
         if isinstance(sink, WeightedSum):
             require_same_sum(self._engine, sink.sums, expected, _ROUGHLY)
-        require_close(self._forward, row, (f, q), (float(alone[0]), float(alone[1])), _ROUGHLY)
+        require_close(self._forward, row, (f, q), (alone[0][0], alone[1][0]), _ROUGHLY)
 
     def _summed_gradient(
         self, batch: Batch, weights: Tensor
@@ -286,7 +286,7 @@ def _origin(err: Exception) -> list[FrameSummary]:
 
 def _are_finite(f: Tensor, q: Tensor, sink: Any) -> bool:
     sums = sink.sums.values() if isinstance(sink, WeightedSum) else ()
-    return all(bool(tensor.isfinite().all()) for tensor in chain((f, q), *sums))
+    return bool(torch.stack([t.isfinite().all() for t in chain((f, q), *sums)]).all())
 
 
 @contextmanager

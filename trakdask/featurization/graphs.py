@@ -13,6 +13,7 @@ import dask.array as da
 import numpy as np
 
 from trakdask.arrays.blocks import take
+from trakdask.execution import GRADIENTS, ON_CPU, active_client, counted
 from trakdask.featurization.block import featurize_block
 from trakdask.featurization.job import ERROR_DTYPE, FeaturizeJob
 from trakdask.projection.fitted import Fitted
@@ -62,7 +63,7 @@ class GraphInputs:
 def lazy_arrays(prepared: GraphInputs) -> Arrays:
     """Build the graph: a task per (sample block × checkpoint), and one per variable of it."""
     job, token = prepared.job, prepared.token
-    tasks = block_tasks(featurize_block, "sc", prepared, token, name=f"featurize-{token}")
+    tasks = block_tasks(featurize_block, "sc", prepared, token)
     new_axes = {"p": job.proj_dim}
     feature = variable_of(tasks, "sc", "spc", 0, f"feature-{token}", new_axes=new_axes)
     return {"feature": feature} | other_variables(job, tasks, "sc", token)
@@ -70,29 +71,35 @@ def lazy_arrays(prepared: GraphInputs) -> Arrays:
 
 def block_tasks(
     run: Callable[..., Any], index: str, prepared: GraphInputs, token: str, *more: Any,
-    dtype: Any = object, **options: Any,
+    name: str | None = None, dtype: Any = object, **options: Any,
 ) -> da.Array:  # fmt: skip
-    """Return what ``run`` returns for each block of samples and checkpoint, mostly a tuple."""
+    """Return what ``run`` returns for each block of samples and checkpoint, mostly a tuple.
+
+    These are the tasks that take gradients, and the names of all of them say so.
+    """
+    active_client()  # whose scheduler gets to know where they are to run
+    name = name or token
     inputs = [
         (array, ("s", *(f"{name}.{axis}" for axis in range(1, array.ndim))))
         for name, array in prepared.inputs.items()
     ]
     return da.blockwise(
         run, index,
-        shared_task(prepared.job, token), None,
+        shared_task(prepared.job, name), None,
         checkpoint_items(prepared, token), "c",
         _starts(prepared.rows, token), "s",  # so that errors can name samples
         *more, *chain.from_iterable(inputs),
+        name=f"{ON_CPU if prepared.job.device == 'cpu' else GRADIENTS}{name}",
         dtype=dtype, meta=np.empty((0,) * len(index), dtype=dtype), concatenate=True,
         align_arrays=False,  # all chunks match; aligning would warn about the outer product
         **options,
     )  # fmt: skip
 
 
-def shared_task(job: FeaturizeJob, token: str) -> Any:
+def shared_task(job: FeaturizeJob, name: str) -> Any:
     """Return what all blocks share as one task, so that a graph does not grow with their number."""
-    shared = replace(job, model=job.model.at_checkpoints(()))
-    return dask.delayed(shared, name=f"job-{token}", traverse=False)
+    shared = replace(job, model=job.model.at_checkpoints(()), counted_as=counted(name))
+    return dask.delayed(shared, name=f"job-{name}", traverse=False)
 
 
 def checkpoint_items(prepared: GraphInputs, token: str) -> da.Array:

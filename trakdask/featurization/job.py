@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trakdask.errors import KernelError
+from trakdask.featurization.devices import is_out_of_memory
 from trakdask.models.checkpoints import Checkpoint
 from trakdask.models.gradients import number_of_tokens
 from trakdask.models.model import Model
@@ -21,6 +22,7 @@ from trakdask.models.tasks import Batch
 from trakdask.models.tasks.protocol import SampleError
 from trakdask.projection import RowMap
 from trakdask.projection.fitted import Fitted
+from trakdask.tensors import float64_device
 
 OnError = Literal["raise", "record"]
 DType = Literal["float64", "float32", "bfloat16", "float16"]
@@ -99,6 +101,8 @@ class FeaturizeJob:
     on_error: OnError
     partition: Partition | None = None
     """How gradients are divided into parts; None for whole samples."""
+    counted_as: str = ""
+    """The name by which a bar counts the blocks; empty if no bar does."""
 
     def feature_shape(self, n_samples: int, width: int) -> tuple[int, ...]:
         """Return the shape of the features of some samples at one checkpoint."""
@@ -113,6 +117,8 @@ class BlockSamples:
     positions: np.ndarray
     arrays: tuple[np.ndarray, ...]
     device: torch.device
+    what: str = ""
+    """What errors call the block."""
     trims: bool = False
     """Whether padding that all samples of a batch share is cut."""
 
@@ -123,10 +129,15 @@ class BlockSamples:
         """Return some of the samples as tensors."""
         # A copy, because torch cannot share read-only memory, such as a memory-mapped file.
         inputs = zip(self.job.inputs, self.arrays, strict=True)
-        batch = Batch(
-            {name: torch.tensor(array[part], device=self.device) for name, array in inputs}
-        )
-        return trimmed(self.job.model.task, batch) if self.trims else batch
+        batch = Batch({name: torch.tensor(array[part]) for name, array in inputs})
+        batch = trimmed(self.job.model.task, batch) if self.trims else batch
+        return Batch({name: self._there(value) for name, value in batch.items()})
+
+    def _there(self, value: Tensor) -> Tensor:
+        """Return a tensor on the device, in float32 if that has no float64."""
+        home = float64_device(self.device)
+        lacks = value.dtype == torch.float64 and home.type != self.device.type
+        return (value.float() if lacks else value).to(self.device)
 
     def by_length(self) -> tuple[BlockSamples, np.ndarray]:
         """Return the samples with the longest sequences first, and where each of them now is."""
@@ -166,7 +177,7 @@ _NOT_OF_SAMPLES = (
 
 def is_of_samples(err: Exception) -> bool:
     """Return whether an error of a micro-batch may be caused by its samples."""
-    return not isinstance(err, _NOT_OF_SAMPLES)
+    return not isinstance(err, _NOT_OF_SAMPLES) and not is_out_of_memory(err)
 
 
 def is_of_engine(err: Exception) -> bool:

@@ -102,9 +102,11 @@ def featurize(
         the settings of ``torch.autocast`` and ``torch.set_float32_matmul_precision`` that are
         active where featurize is called. All of these are recorded in ``attrs``.
     device
-        Device on which gradients are computed and projected: ``"auto"``, ``"cpu"`` or ``"cuda"``.
-        ``"auto"`` is the NVIDIA GPU of the worker that runs a task, if torch sees one and CuPy is
-        installed (``pip install 'trakdask[cuda]'``), else its CPU. Start one worker process per
+        Device of torch on which gradients are computed and projected: ``"auto"``, ``"cpu"``,
+        ``"cuda"`` (also AMD's), ``"xpu"``, ``"mps"``, or one of several, such as ``"cuda:1"``.
+        ``"auto"`` is an accelerator of the worker that runs a task, if torch sees one, else its
+        CPU; the log says which. Projections have the bits of the CPU on all of them. On NVIDIA's
+        they are faster with CuPy (``pip install 'trakdask[cuda]'``). Start one worker process per
         GPU, as ``dask_cuda.LocalCUDACluster`` does. Results are in host memory. **This has not run
         on a GPU yet.**
     on_error
@@ -153,9 +155,11 @@ def featurize(
     If some workers have a GPU and others do not, the projection of equal gradients has the same
     bits on both. The gradients themselves
     come from torch and differ by rounding: on GPUs, torch uses TF32 for convolutions by default.
-    ``attrs["device"]`` is the device that was requested. If workers declare
-    ``resources={"GPU": 1}``, :func:`save` computes gradients only on these. ``features.compute()``
-    does not do so by itself: call ``features.compute(resources={"GPU": 1})``.
+    ``attrs["device"]`` is the device that was requested. If workers of the active client declare
+    ``resources={"GPU": 1}``, gradients are computed only on these, whoever computes the features,
+    unless ``device="cpu"``; everything else runs anywhere. If no worker does, gradients run
+    anywhere, too. Features that were made before there was a client do not know this, until another
+    call of trakdask has met it.
 
     References
     ----------

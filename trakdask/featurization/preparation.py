@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
@@ -16,6 +15,7 @@ import xarray as xr
 
 from trakdask._version import __version__
 from trakdask.checks import require_choice, require_integer, shown
+from trakdask.featurization.devices import ACCELERATORS, is_here
 from trakdask.featurization.graphs import Arrays, GraphInputs
 from trakdask.featurization.job import DType, FeaturizeJob, OnError, Partition
 from trakdask.models.gradients import ENGINES
@@ -41,7 +41,6 @@ from trakdask.variables import (
 Gradients = Literal["auto", "hooks", "vmap", "loop"]
 _log = logging.getLogger(__name__)
 _DEFAULT = SJLT(proj_dim=2048, seed=0)
-_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _MICRO_BATCH_BYTES = 2**28
 _MICRO_BATCH_MOST = 256
 
@@ -82,11 +81,14 @@ def prepare(
         projector, model = projector_of(like), model.at_checkpoints(checkpoint_names(like))
         if dtype is None and (stored := like.attrs.get("dtype")) in get_args(DType):
             dtype = stored
+        stored = like.attrs.get("device", device)
+        device = stored if device == "auto" and is_here(stored) else device
     # 3. The task reads the variables that there are, and the projector was fitted to this model.
     samples = validate_samples(samples)
     model = model.for_variables({str(n): array.ndim for n, array in samples.variables.items()})
-    spec, names = model.spec(), [checkpoint.name for checkpoint in model.checkpoints]
     fitted = Fitted.of(projector or _DEFAULT)
+    model = model.differentiating(fitted.differentiated(model.shapes))
+    spec, names = model.spec(), [checkpoint.name for checkpoint in model.checkpoints]
     _require_fitted_to(fitted, spec)
     # 4. Each gradient element has a row of the random matrix.
     fitted = fitted.at_checkpoints(names)
@@ -108,7 +110,7 @@ def prepare(
         batch_size=_batch_size(batch_size, "hooks" if partition else engines[0], held),
         elements_at_once=held,
         inputs=tuple(inputs),
-        torch_settings=_torch_settings(dtype),
+        torch_settings=_torch_settings(dtype, device),
         device=device,
         on_error=on_error,
         partition=partition,
@@ -216,20 +218,24 @@ def _lazy_fit(fitted: Fitted) -> Arrays:
     }
 
 
-def _torch_settings(dtype: str | None) -> dict[str, str]:
+def _torch_settings(dtype: str | None, device: str) -> dict[str, str]:
     """Return the settings of torch that affect gradients, as they are active in the caller.
 
     Weights and inputs are cast to ``dtype``, unless it is ``"as given"``.
-    ``autocast`` is the dtype of ``torch.autocast`` for GPUs or else for the CPU, which applies on
-    any device that tasks run on. ``float32_matmul_precision`` is ``"highest"``, or one that allows
-    TF32 or bfloat16 inside float32 products.
+    ``autocast`` is the dtype of ``torch.autocast`` for accelerators or else for the CPU, which
+    applies on any device that tasks run on. ``float32_matmul_precision`` is ``"highest"``, or one
+    that allows TF32 or bfloat16 inside float32 products, and ``cudnn_allow_tf32`` the same for
+    convolutions.
     """
-    active = [device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)]
+    asked = [] if device == "auto" else [torch.device(device).type]
+    kinds = dict.fromkeys((*asked, *ACCELERATORS, "cpu"))
+    active = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
     autocast = str(torch.get_autocast_dtype(active[0])).removeprefix("torch.") if active else "off"
     return {
         "dtype": dtype or "as given",
         "autocast": autocast,
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "cudnn_allow_tf32": str(torch.backends.cudnn.allow_tf32),
     }
 
 
@@ -289,8 +295,17 @@ def _require_options(model: object, projector: object, device: object) -> None:
         raise TypeError(
             f"expected a projector, got {shown(projector)}; try projector=td.SJLT(proj_dim=2048)"
         )
-    if not (isinstance(device, str) and _DEVICE.fullmatch(device)):
+    if not _is_device(device):
         raise ValueError(
-            "expected 'auto', 'cpu', 'cuda', or one GPU of each worker, such as 'cuda:1', as "
-            f"device, got {shown(device)}; try device='auto'"
+            "expected 'auto', 'cpu', 'cuda', 'xpu', 'mps', or one GPU of each worker, such as "
+            f"'cuda:1', as device, got {shown(device)}; try device='auto'"
         )
+
+
+def _is_device(device: object) -> bool:
+    try:
+        return device == "auto" or (
+            isinstance(device, str) and torch.device(device).type != "meta"  # which has no values
+        )
+    except RuntimeError:
+        return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import dask
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
@@ -12,14 +13,16 @@ import xarray as xr
 from trakdask import arrays
 from trakdask.checks import require_integer
 from trakdask.errors import warn_once
-from trakdask.execution import polled_bar, require_memory
+from trakdask.execution import block_bar, require_memory
 from trakdask.featurization.lazy import featurize
-from trakdask.featurization.preparation import model_of
+from trakdask.featurization.preparation import model_of, require_model
+from trakdask.fits.keeping import kept_blocks
 from trakdask.fits.sums import signed
 from trakdask.models.model import Model
 from trakdask.projection import SJLT, Projector
 from trakdask.projection.fitted import Components, Fitted
 from trakdask.provenance import as_values
+from trakdask.samples import validate_samples
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE
 
 WIDE = SJLT(proj_dim=8192, seed=0)
@@ -71,7 +74,7 @@ def principal_components(
         The projector that gradients meet first. The wider, the less noise is left;
         :class:`trakdask.Identity` leaves none. Steps that scale gradients may come before it.
     progress
-        Show a bar of fitted checkpoints.
+        Show a bar of blocks of samples, over all checkpoints.
     **options
         ``gradients``, ``batch_size``, ``dtype`` and ``device`` of :func:`trakdask.featurize`.
 
@@ -94,9 +97,9 @@ def principal_components(
     -----
     It is computed at once, since features of training samples and of targets need the same values.
     Cost: one pass over the n samples, and 4 n² w + 9 n³ flops for each checkpoint, with the width w
-    of the projector. Memory of this process: 20 n w + 40 n² bytes,
-    one checkpoint at a time; more than it has is refused. Each sample
-    that is featurized later costs 2 w ``proj_dim`` flops more than its projection.
+    of the projector. Memory of the task that decomposes them, one for each checkpoint:
+    20 n w + 40 n² bytes; more than any worker has is refused. Each sample that is featurized later
+    costs 2 w ``proj_dim`` flops more than its projection.
 
     Features are equal up to rounding, and not bit by bit, on other processors and in other batches,
     since they are a product of floating-point numbers.
@@ -115,7 +118,15 @@ def principal_components(
     Fitted(SJLT(proj_dim=8192, sparsity=4, seed=0), Components(proj_dim=3))
     """
     proj_dim = require_integer("proj_dim", proj_dim, 1, remedy="try proj_dim=512")
-    wide = featurize(samples, model, projector, **options)
+    samples = validate_samples(samples)
+    require_model(model)
+    n_blocks = len(samples.chunksizes[SAMPLE]) * len(model.checkpoints)
+    with block_bar("components", n_blocks, show=progress):
+        return _fitted(featurize(samples, model, projector, **options), proj_dim, projector)
+
+
+def _fitted(wide: xr.Dataset, proj_dim: int, projector: Projector | Fitted) -> Fitted:
+    """Return a projector with the components of its features as one more step."""
     n_columns = min(proj_dim, wide.sizes[SAMPLE], wide.sizes[PROJ_DIM])
     if n_columns < proj_dim:
         warn_once(
@@ -126,16 +137,11 @@ def principal_components(
         )
     require_memory(
         arrays.memory.principal_components(wide.sizes[SAMPLE], wide.sizes[PROJ_DIM]),
-        f"the principal components of {wide.sizes[SAMPLE]} samples, in this process",
+        f"the principal components of {wide.sizes[SAMPLE]} samples",
         f"try fewer samples: some thousand are enough for {n_columns} columns",
-        here=True,
     )
-    by_checkpoint: list[Any] = []
-    n_checkpoints = wide.sizes[CHECKPOINT]
-    with polled_bar("components", n_checkpoints, lambda: len(by_checkpoint), show=progress):
-        for i in range(n_checkpoints):
-            rows = np.asarray(wide.feature.data[:, :, i])
-            by_checkpoint.append(_principal(rows, n_columns))
+    rows = [kept_blocks(wide.feature.data[:, :, i]) for i in range(wide.sizes[CHECKPOINT])]
+    by_checkpoint = dask.compute(*(dask.delayed(_principal)(x, n_columns) for x in rows))
     matrices, shares = (np.stack(parts, -1) for parts in zip(*by_checkpoint, strict=True))
     fit = {"principal_components": matrices, "principal_shares": shares}
     fitted, step = Fitted.of(projector), Components(matrices.shape[1])

@@ -15,11 +15,12 @@ from dask.base import tokenize
 from trakdask.arrays.weights import gram_weights
 from trakdask.attribution.estimators import EstimatorLike, with_gram
 from trakdask.checks import require_integer
-from trakdask.execution import polled_bar
+from trakdask.execution import block_bar
 from trakdask.featurization.block import Output, run_samples, running
 from trakdask.featurization.graphs import GraphInputs, block_tasks
 from trakdask.featurization.job import FeaturizeJob
 from trakdask.featurization.preparation import model_of, prepare, require_model
+from trakdask.fits.keeping import kept_blocks
 from trakdask.fits.sums import (
     AxisProducts,
     SquaredCoordinates,
@@ -70,7 +71,7 @@ def curvature(
     estimator
         As in :func:`trakdask.score`; samples have the weights h that they have in its gram matrix.
     progress
-        Show a bar of fitted checkpoints.
+        Show a bar of blocks of samples, over both passes and all checkpoints.
     **options
         ``gradients``, ``batch_size``, ``dtype`` and ``device`` of :func:`trakdask.featurize`.
 
@@ -117,29 +118,34 @@ def curvature(
         raise ValueError(f"expected a finite damping >= 0, got {damping!r}; try damping=10")
     leading = require_integer("leading", leading, 0, remedy="try leading=1024")
     require_model(model)
-    names, parts = [checkpoint.name for checkpoint in model.checkpoints], list[Fitted]()
-    with polled_bar("curvature", len(names), lambda: len(parts), show=progress):
-        for name in names:
-            one = model.at_checkpoints([name])
-            prepared = prepare(samples, one, projector=Identity(), adds_up=True, **options)
-            parts.append(_fitted(prepared, float(damping), leading, estimator))
-    return Fitted.joined(parts)
+    one_by_one = (model.at_checkpoints([checkpoint.name]) for checkpoint in model.checkpoints)
+    prepared = [
+        prepare(samples, one, projector=Identity(), adds_up=True, **options) for one in one_by_one
+    ]
+    weights = with_gram(xr.Dataset(attrs=prepared[0].attrs), estimator).of_sums()
+    with block_bar("curvature", 2 * len(prepared[0].rows) * len(prepared), show=progress):
+        (both,) = dask.compute([_lazy_curvature(each, weights.power) for each in prepared])
+    steps = (float(damping), leading, weights.power)
+    return Fitted.joined([_fitted(*each, *steps) for each in zip(prepared, both, strict=True)])
 
 
 def _fitted(
-    prepared: GraphInputs, damping: float, leading: int, estimator: EstimatorLike
+    prepared: GraphInputs,
+    both: tuple[np.ndarray, np.ndarray],
+    damping: float,
+    leading: int,
+    power: float | None,
 ) -> Fitted:
     """Return the curvature at one checkpoint."""
-    weights = with_gram(xr.Dataset(attrs=prepared.attrs), estimator).of_sums()
-    vectors, values = dask.compute(*_lazy_curvature(prepared, weights.power))
+    vectors, values = both
     scale = scale_of(values[:, 0], prepared.job.model.shapes, damping)
-    kept = leading_coordinates(values[:, 0], scale, leading)
+    kept = leading_coordinates(values[:, 0] * scale.astype(np.float64) ** 2, leading)
     arrays = {
         "curvature_eigenvectors": vectors,
         "curvature_scale": scale[:, None],
         "curvature_leading": kept[:, None],
     }
-    step = Curvature(damping, weights.power, len(kept))
+    step = Curvature(damping, power, len(kept))
     return Fitted(()).with_arrays(step, arrays, model_of(prepared.attrs))
 
 
@@ -158,7 +164,7 @@ def _lazy_curvature(prepared: GraphInputs, power: float | None) -> tuple[da.Arra
             new_axes={"e": length}, adjust_chunks={"s": 1}, name=f"{title}-{token}",
             dtype=np.float64,
         )  # fmt: skip
-        return blocks.sum(axis=0, split_every=4)
+        return kept_blocks(blocks).sum(axis=0, split_every=4)
 
     sums = summed(AxisProducts, n_entries, "axis-products", None, None)
     vectors = da.map_blocks(eigenvectors_of, sums, shapes, dtype=np.float32)

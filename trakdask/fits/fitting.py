@@ -2,40 +2,43 @@
 
 from __future__ import annotations
 
-import io
 import json
-import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import xarray as xr
+from dask.utils import format_time
 
 from trakdask.checks import require_integer, shown
 from trakdask.errors import IncompleteFeaturesError
-from trakdask.execution import polled_bar
+from trakdask.execution import block_bar
 from trakdask.featurization.preparation import inputs_of, model_of, projector_of, require_model
 from trakdask.files import Folder
 from trakdask.fits.components import principal_components, sketch_for
 from trakdask.fits.curvatures import curvature as fit_curvature
+from trakdask.fits.keeping import kept_fits
 from trakdask.fits.moments import MomentsLike, second_moments
-from trakdask.fits.wrong_classes import wrong_classes
+from trakdask.fits.weights import FACTS, SAMPLES_OF_WEIGHTS, scores_by_group, weighted, weights_of
+from trakdask.fits.wrong_classes import compares_classes, wrong_classes
 from trakdask.models.model import Model
 from trakdask.projection import Projector
-from trakdask.projection.fitted import Fitted
+from trakdask.projection.fitted import Curvature, Fitted, Weights
 from trakdask.provenance import digest, require_same
 from trakdask.samples import drawn, source_of, validate_samples
 from trakdask.storage.reading import open
 from trakdask.storage.writing import kept_beside
 from trakdask.variables import SAMPLE, WRONG_CLASSES
 
-_log = logging.getLogger(__name__)
-
 _FEW_SAMPLES = 500
 """With fewer, the curvature made scores worse on all three tasks of 2026-11-24-recipe.txt."""
+
+
+_LONG_S = 60.0
+"""Whoever waits longer is told how long, and what would be cheaper."""
 
 
 def fit(
@@ -56,8 +59,10 @@ def fit(
     """Fit a projector to a model, which makes features of few columns that predict well.
 
     A random projection treats all directions of a gradient alike. A fitted one scales gradients by
-    the curvature of the loss, sketches them, and keeps the directions in which the gradients of
-    your samples differ most. Features take half of the space and predict better. For a
+    the curvature of the loss, gives parameters weights, sketches them, and keeps the directions in
+    which the gradients of your samples differ most. Features take half of the space and predict
+    better. A parameter has weight if scores by its gradients alone agree between your checkpoints,
+    and if these gradients have many directions: see Notes. For a
     classifier of several classes the fit also measures how the loss curves between the wrong
     classes, which :class:`Soft` adds to the gram matrix. Features keep the fit, so that
     targets are made by ``td.featurize(test, model, like=features)``.
@@ -88,10 +93,11 @@ def fit(
     store, storage_options
         Where the features will be saved, as in :func:`save`. The fit of checkpoints whose features
         it has is taken from there. Fits of other checkpoints are kept beside, in a folder whose
-        name ends in ``.fit``, until :func:`save` has stored them, so that the same call goes on
-        after a kill.
+        name ends in ``.fit``, until :func:`save` has stored them, and so is each block of a pass
+        until the pass is done: a kill loses the blocks in flight, and the same call goes on.
     progress
-        Show a bar of fitted checkpoints.
+        Show a bar of blocks of samples, over all passes and checkpoints, with the time left; and
+        after ten seconds, if it will all take more than a minute, what would be cheaper.
     **options
         ``gradients``, ``batch_size``, ``dtype`` and ``device`` of :func:`featurize`.
 
@@ -108,10 +114,24 @@ def fit(
 
     Notes
     -----
-    It is computed at once, checkpoint by checkpoint, on the active client or on threads. Cost:
+    The weight α of a parameter multiplies its gradients after the scale of the curvature; biases
+    and other vectors have one together. α = R² √D, times a number for all. D = tr(K)² / tr(K²) is
+    the number of directions of the products K of these gradients, each with the weight of its
+    sample in the gram matrix. R = C r / (1 + (C - 1) r), for C checkpoints, is the reliability of
+    scores that K alone gives, whose mean correlation between two checkpoints is r. With one
+    checkpoint R is 1; only in a causal language model all but the layer that writes words have
+    √0.03. A matrix with less than 0.2 % of the weighted squared length has the weight 0, and
+    features are made without its gradients. :func:`trakdask.plots.weights` draws the weights, which
+    are in the first of ``steps`` of the projector, and in attrs of its features. Checkpoints that
+    are appended to a store have the weights of the store.
+
+    It is computed at once, on the active client or on threads, at as many checkpoints side by side
+    as there are tasks for. Until they are summed, a store on the disk of workers keeps 8 bytes for
+    each parameter and each entry of an axis' matrix, of every block. Cost:
     four passes over ``n_samples`` samples, two of them for the curvature and one for the wrong
-    classes, and the eigenvectors of the products of these samples: for the small models of
-    ``tests/benchmarks/results/2026-11-24-fits.txt`` about what features of 12,000 samples cost.
+    classes, one over 300 samples for the weights, and the eigenvectors of the products of these
+    samples: for the small models of ``tests/benchmarks/results/2026-11-24-fits.txt`` about what
+    features of 12,000 samples cost.
     Memory does not grow with the number of all samples.
 
     Examples
@@ -154,34 +174,96 @@ def fit(
     folder = None if store is None else kept_beside(Folder.at(store, storage_options))
     stored = None if store is None else _stored(store, storage_options, json.loads(origin))
 
-    quiet = {**options, "progress": False}  # this bar counts checkpoints
-
-    def fitted(one: Model) -> Fitted:
-        steps = first.at_checkpoints(list(one.spec()["checkpoints"]))
-        if not curvature:
-            steps = steps.then(sketch)
-        else:
-            n_leading, rest = _halves(sketch)
-            steps = fit_curvature(part, one, leading=n_leading, **quiet).then(rest)
-        if components:
-            steps = principal_components(part, one, n_components, projector=steps, **quiet)
-        matrix = wrong_classes(part, one, steps, **options)
-        more = {} if matrix is None else {WRONG_CLASSES: matrix}
-        steps = replace(steps, arrays={**steps.arrays, **more}, model=model_of(one.spec()))
-        known = {name: steps.digest_at(i) for i, name in enumerate(steps.digests)}
-        return replace(steps, digests=known)
-
-    parts: list[Fitted] = []
+    # 1. The store has some checkpoints; what was kept of the others is not computed again.
     names = [checkpoint.name for checkpoint in model.checkpoints]
-    with polled_bar("fit", len(names), lambda: len(parts), show=progress):
-        for name in names:
-            one = model.at_checkpoints([name])
-            if stored is not None and name in stored.model["checkpoints"]:
-                parts.append(stored.at_checkpoints([name]))
-                continue
-            of = {**asked, "model": one.spec(), "moments": first.digests.get(name)}
-            parts.append(_kept(folder, f"{digest(of)[:32]}.npz", partial(fitted, one)))
+    known = () if stored is None else stored.model["checkpoints"]
+    todo = [name for name in names if name not in known]
+    n, n_drawn = len(part.chunksizes[SAMPLE]), min(part.sizes[SAMPLE], SAMPLES_OF_WEIGHTS)
+    of_curvature = 2 * n + (1 if n_drawn < part.sizes[SAMPLE] else n) if curvature else 0
+    of_sketch = n * (components + compares_classes(model.task))
+
+    def kept(step: str, before: Mapping[str, Any], total: int, compute: Any) -> dict[str, Fitted]:
+        files = {}
+        for name in todo:
+            of = {**asked, "model": model.at_checkpoints([name]).spec(), "before": before.get(name)}
+            files[name] = f"{step}-{digest(of)[:32]}.npz"
+        return kept_fits(folder, files, model, compute, n, total)
+
+    n_leading, rest = _halves(sketch) if curvature else (0, sketch)
+    total = len(todo) * (of_curvature + of_sketch)
+    tell = partial(_estimate, len(todo) * len(samples.chunksizes[SAMPLE]))
+    with block_bar("fit", total, show=progress, estimate=tell):
+        # 2. The scale of gradients at each checkpoint, and the weights that all of them have.
+        steps = {name: first.at_checkpoints([name]) for name in todo}
+        if curvature:
+            steps = kept("curvature", {}, of_curvature, partial(_curvature, part, options))
+            weights = _weights(list(steps.values()), model, stored)
+            for name, fit in steps.items():
+                steps[name] = weighted(fit, weights, model.shapes, n_leading)
+        # 3. At each checkpoint, the sketch, its components, and how it curves between classes.
+        before = {name: dict(fit.digests) for name, fit in steps.items()}
+        n_columns = n_components if components else 0
+        run = partial(_sketched, part, options, steps, rest, n_columns)
+        done = kept("sketch", before, of_sketch, run)
+    parts = [done[n] if n in done else stored.at_checkpoints([n]) for n in names]
     return replace(Fitted.joined(parts), origin=origin)
+
+
+def _estimate(n_blocks: int, left_s: float, block_s: float) -> str:
+    """Say how long a fit and features of so many blocks will take, if it is more than a minute.
+
+    Examples
+    --------
+    >>> _estimate(100, 1.6, 0.1)
+    ''
+    >>> _estimate(100, 48.0, 3.0).partition(". ")[0]
+    'The fit takes about 48.00 s more, and features of all samples then about 300.00 s'
+    """
+    features_s = n_blocks * block_s
+    if left_s + features_s < _LONG_S:
+        return ""
+    return (
+        f"The fit takes about {format_time(left_s)} more, and features of all samples then about "
+        f"{format_time(features_s)}. Cheaper: td.fit(..., n_samples=500) fits fewer samples; "
+        "td.save(td.featurize(samples, model), store) has random columns, and needs no fit"
+    )
+
+
+def _curvature(part: xr.Dataset, options: Mapping[str, Any], model: Model) -> Fitted:
+    """Return the curvature, and what it says of the weights of parameters."""
+    fit = fit_curvature(part, model, leading=0, progress=False, **options)
+    return fit.beside(scores_by_group(part, model, fit, **options))
+
+
+def _weights(scaled: list[Fitted], model: Model, stored: Fitted | None) -> Weights | None:
+    """Return the weights that features of all checkpoints have: those of a store stay."""
+    if stored is not None:
+        return next((s.weights for s in stored.steps if isinstance(s, Curvature)), None)
+    facts = {n: np.concatenate([fit.arrays[n] for fit in scaled], -1) for n in FACTS}
+    return weights_of(facts, model)
+
+
+def _sketched(
+    part: xr.Dataset,
+    options: Mapping[str, Any],
+    steps: Mapping[str, Fitted],
+    sketch: Projector,
+    n_components: int,
+    model: Model,
+) -> Fitted:
+    """Return the whole projector, with the curvature between wrong classes."""
+    parts = [steps[checkpoint.name] for checkpoint in model.checkpoints]
+    fit = Fitted.joined(parts) if parts[0].arrays else parts[0]
+    if fit.arrays:  # parameters without weight need no gradients
+        model = model.differentiating(fit.differentiated(model.shapes))
+    fit = fit.then(sketch)
+    if n_components:
+        fit = principal_components(
+            part, model, n_components, projector=fit, progress=False, **options
+        )
+    matrix = wrong_classes(part, model, fit, **options)
+    fit = replace(fit, model=model_of(model.spec()))
+    return fit if matrix is None else fit.beside({WRONG_CLASSES: matrix})
 
 
 def _stored(
@@ -206,34 +288,3 @@ def _halves(sketch: Projector) -> tuple[int, Projector]:
     if columns is None:  # the whole gradient has room for all
         return 0, sketch
     return columns // 2, replace(sketch, proj_dim=columns - columns // 2)  # type: ignore[call-arg]
-
-
-def _kept(folder: Folder | None, name: str, fitted: Callable[[], Fitted]) -> Fitted:
-    """Return the fit that a folder has under a name, which is computed and written if it lacks it.
-
-    A file that cannot be read, or holds other values than it says, is computed again.
-    """
-    if folder is None:
-        return fitted()
-    try:
-        content = dict(np.load(io.BytesIO(folder.read(name))))
-        about = json.loads(str(content.pop("about")))
-        if about.pop("of") != name:
-            raise ValueError("it is of another model, or of other samples or options")
-        fit = Fitted.from_spec(about.pop("projector"), arrays=content, **about)
-        fit.require_digests()
-        return fit
-    except FileNotFoundError:
-        pass
-    except PermissionError:
-        raise
-    except Exception as err:  # bytes that anybody may have put there fail in many ways
-        _log.warning(
-            "%s/%s is no kept fit (%s), and is made again", folder.url, name, type(err).__name__
-        )
-    fit = fitted()
-    about = {"of": name, "projector": fit.spec(), "digests": fit.digests, "model": fit.model}
-    file = io.BytesIO()
-    np.savez(file, about=np.array(json.dumps(about)), **fit.arrays)
-    folder.write(name, file.getvalue())
-    return fit

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trakdask.models.products import wide
-from trakdask.tensors import Shapes, axes_of, factors_of, places_of
+from trakdask.tensors import Shapes, axes_of, factors_of, float64_device, in_float64, places_of
 
 SKETCHED_COLUMNS = 16
 """Columns to which M is reduced by random signs R before M Mᵀ is added up.
@@ -49,7 +49,7 @@ class Sums:
     shapes
         The selected parameters.
     weights
-        h of each sample, (n,).
+        h of each sample, (n,), on the device of the gradients.
     total
         The total, to which the sums are added once all gradients are there: a micro-batch that
         runs out of memory is divided and starts again.
@@ -57,11 +57,12 @@ class Sums:
 
     def __init__(self, shapes: Shapes, weights: Tensor, total: np.ndarray) -> None:
         self._shapes, self._weights, self._total = shapes, weights, total
-        self._sums = np.zeros_like(total)
+        device = float64_device(weights.device)
+        self._sums = torch.zeros(total.shape, dtype=torch.float64, device=device)
 
     def result(self) -> Tensor:
         """Add the sums to the total, and return rows without columns."""
-        self._total += self._sums
+        self._total += self._sums.numpy(force=True)
         return torch.empty(len(self._weights), 0)
 
 
@@ -91,8 +92,8 @@ class AxisProducts(Sums):
                 matrices = matrices @ signs(matrices.shape[2]).to(matrices)
             rows = matrices.movedim(1, 0).flatten(1)
             if len(rows) <= _SHORT_AXIS:
-                rows = rows.double()
-            self._sums[place] += (rows @ rows.T).flatten().double().numpy(force=True)
+                rows = in_float64(rows)
+            self._sums[place] += in_float64((rows @ rows.T).flatten())
 
 
 class SquaredCoordinates(Sums):
@@ -101,8 +102,8 @@ class SquaredCoordinates(Sums):
     def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
         """Add the rotated gradients of a parameter, (n, numel), or a slice of them."""
         start = places_of(self._shapes)[name].start + (first or 0)
-        squares = self._weights.to(gradient.device) @ gradient.float().square()
-        self._sums[start : start + len(squares)] += squares.double().numpy(force=True)
+        squares = self._weights @ gradient.float().square()
+        self._sums[start : start + len(squares)] += in_float64(squares)
 
 
 def signs(n_rows: int) -> Tensor:
@@ -178,13 +179,12 @@ def scale_of(eigenvalues: np.ndarray, shapes: Shapes, damping: float) -> np.ndar
     return (1 / roots).astype(np.float32)
 
 
-def leading_coordinates(eigenvalues: np.ndarray, scale: np.ndarray, n_leading: int) -> np.ndarray:
-    """Return the numbers of the coordinates in which scaled gradients are largest, sorted.
+def leading_coordinates(lengths: np.ndarray, n_leading: int) -> np.ndarray:
+    """Return the numbers of the coordinates in which scaled gradients are longest, sorted.
 
     Examples
     --------
-    >>> leading_coordinates(np.array([1.0, 4.0, 2.0]), np.array([3.0, 1.0, 1.0]), 2).tolist()
-    [0, 1]
+    >>> leading_coordinates(np.array([9.0, 4.0, 2.0, 5.0]), 2).tolist()
+    [0, 3]
     """
-    order = np.argsort(-(eigenvalues * scale.astype(np.float64) ** 2), kind="stable")
-    return np.sort(order[:n_leading]).astype(np.int64)
+    return np.sort(np.argsort(-lengths, kind="stable")[:n_leading]).astype(np.int64)

@@ -21,12 +21,14 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import dask
 import dask.array as da
 import numpy as np
 import xarray as xr
 
 from trakdask import arrays
 from trakdask.featurization.lazy import featurize
+from trakdask.fits.keeping import kept_blocks
 from trakdask.models.model import Model
 from trakdask.models.tasks.protocol import task_facts
 from trakdask.models.tasks.supervised import Classification, WrongClass
@@ -52,14 +54,28 @@ def wrong_classes(
     samples = validate_samples(samples)
     model = model.for_variables({str(n): array.ndim for n, array in samples.variables.items()})
     task, between = model.task, copy.copy(model)
-    has_margin = task_facts(task).get("loss_kind") == "cross-entropy"
-    if not isinstance(task, Classification) or not has_margin:
+    if not compares_classes(task):
         return None
+    assert isinstance(task, Classification)
     between.task = WrongClass(task)
     features = featurize(samples, between, projector, **options)
     if features.sizes[PROJ_DIM] > _WIDEST:
         return None
-    q = features.out_to_loss.data
-    total = arrays.gram.gram(features.feature.data, q**_POWER / _POWER)
-    mean: da.Array = total / len(q)
-    return np.asarray(mean.compute())
+    q = features.out_to_loss.data[:, None, :]
+    both = da.concatenate([features.feature.data, q], axis=1).rechunk({1: -1})
+    kept = [kept_blocks(both[..., i : i + 1]) for i in range(both.shape[2])]
+    totals = [arrays.gram.gram(x[:, :-1], x[:, -1] ** _POWER / _POWER) for x in kept]
+    return np.concatenate(dask.compute(*totals), -1) / len(q)
+
+
+def compares_classes(task: Any) -> bool:
+    """Return whether a task compares the correct class with wrong ones by their logits.
+
+    Examples
+    --------
+    >>> import trakdask as td
+    >>> compares_classes(td.tasks.ImageClassification()), compares_classes(td.tasks.CausalLM())
+    (True, False)
+    """
+    has_margin = task_facts(task).get("loss_kind") == "cross-entropy"
+    return isinstance(task, Classification) and has_margin

@@ -8,12 +8,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trakdask.models.layers import HookedLayer
 from trakdask.models.loading import State
 from trakdask.models.reading import Reading
-from trakdask.torch_internals import tree_flatten, tree_leaves, tree_unflatten, version_of
+from trakdask.tensors import in_float64
+from trakdask.torch_internals import (
+    math_attention,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    version_of,
+)
 
 # Relative error that no reordering stays below: other rows are as far away as they are long.
 # Rounding errors are far below, but can grow from layer to layer, and in half precision a layer's
@@ -104,8 +110,9 @@ class Call:
         alone = batch_first(alone, axis, 1)[0]
         if alone.shape != in_batch.shape:
             return False
-        error = (alone.double() - in_batch.double()).norm()
-        return bool(error <= _ROUGHLY * alone.double().norm())
+        alone = in_float64(alone)
+        error = (alone - in_float64(in_batch)).norm()
+        return bool(error <= _ROUGHLY * alone.norm())
 
 
 def local_gradients(
@@ -158,7 +165,7 @@ def local_gradients(
     selected = {inside: tensors[inside] for inside in call.layer.selected}
     one = torch.func.grad(weighted_output)
     try:
-        with sdpa_kernel(SDPBackend.MATH):  # the only backend that vmap supports
+        with math_attention():
             every = torch.func.vmap(one, in_dims=(None, call.in_axes, out_axes))
             return every(selected, inputs, weights)
     except RuntimeError:  # some operators, such as RNNs', cannot be vectorized

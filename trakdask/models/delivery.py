@@ -8,8 +8,10 @@ from torch import Tensor
 
 from trakdask.models.rules import SLICEABLE, WRITES_TO, GradientRule
 
-# Size of a gradient slice: on a CPU it fits in a cache, on a GPU it outlasts a kernel launch.
-_SLICE_BYTES = {"cpu": 2**22, "cuda": 2**28}
+# Size of a gradient slice: on a CPU it fits in a cache, on a GPU it outlasts a kernel launch, and
+# is small beside the half of the memory that no micro-batch is given.
+_SLICE_BYTES = {"cpu": 2**22}
+_SLICE_BYTES_OF_GPU = 2**26
 
 
 class Delivery:
@@ -112,4 +114,4 @@ def _summed(
 
 
 def _slice_bytes(parameter: Tensor) -> int:
-    return _SLICE_BYTES.get(parameter.device.type, _SLICE_BYTES["cpu"])
+    return _SLICE_BYTES.get(parameter.device.type, _SLICE_BYTES_OF_GPU)

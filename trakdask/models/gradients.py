@@ -23,9 +23,9 @@ from trakdask.models.independence import allowed_error, reads_values, require_sa
 from trakdask.models.plans import hook_plan, with_copies
 from trakdask.models.tasks import Batch, Forward, Task, TrakTask
 from trakdask.models.tasks.logits import shape_of
-from trakdask.models.tasks.protocol import SampleError
-from trakdask.tensors import Rotations
-from trakdask.torch_internals import no_fast_path
+from trakdask.models.tasks.protocol import SampleError, rejecting_later
+from trakdask.tensors import Rotations, in_float64
+from trakdask.torch_internals import math_attention, no_fast_path
 
 SAFER = {
     "hooks": "gradients='vmap', or 'loop'",
@@ -54,11 +54,11 @@ def loop_gradients(
     Memory: batch × parameters.
     """
     rows: dict[str, list[Tensor]] = {name: [] for name in names}
-    values = []
+    values, weights = [], torch.ones(1, device=next(iter(batch.values())).device)
     for i in range(batch.size):
         alone = row_of(batch, i)  # a batch of one, as models expect an axis of samples
         try:
-            gradients, *f_and_q = summed_gradient(forward, task, alone, names, torch.ones(1))
+            gradients, *f_and_q = summed_gradient(forward, task, alone, names, weights)
         except SampleError as err:  # which knows the sample as the first of its batch
             raise SampleError(err.text, i) from err.__cause__
         for name, gradient in gradients.items():
@@ -71,6 +71,7 @@ def loop_gradients(
 
 
 @no_fast_path()
+@math_attention()
 def vmap_gradients(
     forward: Forward,
     task: Task,
@@ -189,7 +190,8 @@ def number_of_tokens(batch: Batch) -> int:
 def out_to_loss_of(forward: Forward, task: Task, batch: Batch) -> Tensor:
     """Return Q of each sample, (batch,) float32."""
     # Not in torch.no_grad(), because models may differentiate themselves.
-    value = task.out_to_loss(forward, batch)
+    with rejecting_later():
+        value = task.out_to_loss(forward, batch)
     return require_per_sample(value, batch.size, "out_to_loss").detach().float()
 
 
@@ -311,12 +313,13 @@ def require_same_sum(
         If a sum differs by more, relative to the norm of all parameters together. (A parameter
         alone may have almost no gradient, and then only rounding errors.)
     """
-    flat = torch.cat([gradient.flatten() for gradient in expected.values()]).double()
-    errors = torch.cat([part for name in expected for part in sums[name]]) - flat
+    flat = in_float64(torch.cat([gradient.flatten() for gradient in expected.values()]))
+    errors = torch.cat([part for name in expected for part in sums[name]]).to(flat.device) - flat
     norm, error = flat.norm(), errors.norm()
     # With weights from a normal distribution, the sum is about as long as one gradient times the
     # root of their number, so rounding stays as small in the sum as in each of them.
-    if error > allowed_error(expected.values(), least) * norm:
+    wrong = (error > allowed_error(expected.values(), least) * norm) & error.isfinite()
+    if wrong:  # a gradient that is not finite fails by itself
         sizes = [gradient.numel() for gradient in expected.values()]
         of_parameters = torch.stack([part.norm() for part in errors.split(sizes)])
         name = list(expected)[int(of_parameters.argmax())]

@@ -54,7 +54,7 @@ class GradientCollector:
         Batch size.
     sink
         Receives the gradients of a parameter, (rows, numel), one row per sample, when all uses of
-        the parameter have been processed. Gradients larger than 4 MB (on a GPU, 256 MB) are passed
+        the parameter have been processed. Gradients larger than 4 MB (on a GPU, 64 MB) are passed
         in slices, each with the index of its first element, if the rules of the layer allow it. If
         the sink has a method ``buffer_for(name, first)``, the gradients of linear layers are
         written where it says.
@@ -94,7 +94,8 @@ class GradientCollector:
         self._handles: list[Any] = []
         # Parameters are detached, so that autograd does not differentiate them, too. Added to the
         # output of the first layers, this makes autograd follow what becomes of it all the same.
-        self._anchor = torch.zeros((), requires_grad=True)
+        device = next(iter(forward.parameters.values())).device
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
 
     @contextmanager
     def listening(self) -> Iterator[None]:

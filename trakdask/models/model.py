@@ -217,6 +217,12 @@ class Model:
         selected.checkpoints = tuple(by_name[name] for name in names)
         return selected
 
+    def differentiating(self, names: Sequence[str]) -> Model:
+        """Return the model of which only some of the selected parameters are differentiated."""
+        fewer = copy.copy(self)
+        fewer.shapes = {name: self.shapes[name] for name in names}
+        return fewer
+
     def spec(self) -> dict[str, Any]:
         """Return everything that determines the gradients, as plain JSON values."""
         task = self.task.modelout if isinstance(self.task, TrakTask) else self.task
@@ -286,22 +292,22 @@ class Model:
     def _repr_html_(self) -> str:
         names = [checkpoint.name for checkpoint in self.checkpoints]
         rows = {
-            "build": self.build if isinstance(self.build, str) else _named(self.build),
-            "task": task_spec(self.task),
-            f"{len(names)} checkpoints": shown(names),
-            "parameters": shown(list(self.shapes)),
+            "network": self.build if isinstance(self.build, str) else _named(self.build),
+            "task": task_fields(self.task)["class"],
+            "checkpoints": f"{len(names)}: {', '.join(names[:5])}{' …' * (len(names) > 5)}",
+            "differentiated": f"{self._differentiated()}: {shown(list(self.shapes))}",
         }
-        return html_table(repr(self), rows)
+        return html_table("trakdask.Model", rows)
 
     def __repr__(self) -> str:
-        n = len(self.checkpoints)
+        n, kind = len(self.checkpoints), task_fields(self.task)["class"]
+        return f"<trakdask.Model: {n} checkpoint{'s' * (n != 1)}, {kind}, {self._differentiated()}>"
+
+    def _differentiated(self) -> str:
+        """Return how many parameters are differentiated, of how many."""
         chosen = sum(torch.Size(shape).numel() for shape in self.shapes.values())
-        frozen = f" ({self._n_frozen} of them frozen)" if self._n_frozen else ""
-        return (
-            f"<trakdask.Model: {n} checkpoint{'s' * (n != 1)}, "
-            f"{task_fields(self.task)['class']}, "
-            f"{chosen} of {self._n_parameters} parameters{frozen}>"
-        )
+        frozen = f" ({self._n_frozen:,} of them frozen)" if self._n_frozen else ""
+        return f"{chosen:,} of {self._n_parameters:,} parameters{frozen}"
 
 
 def _unpickled(content: bytes) -> Model:

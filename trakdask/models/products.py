@@ -18,6 +18,7 @@ from trakdask.models.rules import (
     linear_weight,
     transposed_linear_weight,
 )
+from trakdask.tensors import float64_device
 
 
 class Products:
@@ -49,7 +50,7 @@ class Products:
         self._vectors, self._groups = vectors, groups or {}
         first = next(iter(vectors.values()))
         shape = (n_rows, n_groups, len(first))
-        self._sums = torch.zeros(shape, dtype=torch.float64, device=first.device)
+        self._sums = torch.zeros(shape, dtype=torch.float64, device=float64_device(first.device))
         self._others = self._sums.new_zeros(n_others, 1, len(first))
         self.has_others = n_others > 0
 
@@ -62,7 +63,7 @@ class Products:
     def add(self, name: str, products: Tensor) -> None:
         """Add products of a parameter, (rows, m), that are known already."""
         sums = self._sums if len(products) == len(self._sums) else self._others
-        sums[:, self._groups.get(name, 0)] += products
+        sums[:, self._groups.get(name, 0)] += products.to(sums.device)
 
     def vectors(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return the vectors of a parameter, (m, *shape)."""

@@ -182,15 +182,19 @@ def embedding_weight(
     """Return δ, added to the rows of the tokens that were looked up."""
     n, width = len(x), module.embedding_dim
     start, stop, _ = rows.indices(module.num_embeddings)
-    out = _scratch.take("gradient", (n * (stop - start), width), delta.dtype, delta.device).zero_()
-    tokens = x.reshape(n, -1)
+    n_rows, tokens = n * (stop - start), x.reshape(n, -1)
     used = (tokens >= start) & (tokens < stop)
     if module.padding_idx is not None:
         used &= tokens != module.padding_idx
-    sample, position = used.nonzero(as_tuple=True)
-    into = sample * (stop - start) + tokens[sample, position] - start
-    out.index_add_(0, into, delta.reshape(n, -1, width)[sample, position])
-    return out.view(n, -1)
+    first = torch.arange(-start, n_rows - start, stop - start, device=x.device)[:, None]
+    into, delta = torch.where(used, first + tokens, n_rows).flatten(), delta.reshape(-1, width)
+    if x.device.type == "cpu":  # few tokens are in a slice; to look for them would wait for a GPU
+        places = used.flatten().nonzero()[:, 0]
+        into, delta = into[places], delta[places]
+    # The last row takes what is not used. GPUs add floats in any order, so that the last bits of
+    # tokens that come twice are not the same in each run.
+    out = _scratch.take("gradient", (n_rows + 1, width), delta.dtype, delta.device).zero_()
+    return out.index_add_(0, into, delta)[:n_rows].view(n, -1)
 
 
 def _layer_norm_bias(module: Any, x: Tensor, delta: Tensor, buffers: State) -> Tensor:

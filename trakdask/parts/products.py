@@ -172,9 +172,8 @@ def lazy_products(prepared: GraphInputs, vectors: da.Array) -> Arrays:
         new_axes={"r": n_rows}, name=f"back-project-{token}", concatenate=True,
         align_arrays=False, dtype=np.float32, meta=np.empty((0, 0, 0), np.float32),
     )  # fmt: skip
-    name = f"featurize-{token}"
     unfitted = replace(prepared, fit={})  # the vectors are back in the coordinates of parameters
-    tasks = block_tasks(_multiply_block, "svc", unfitted, token, back, "vrc", name=name)
+    tasks = block_tasks(_multiply_block, "svc", unfitted, token, back, "vrc")
     assert job.partition is not None
     new_axes = {"t": job.partition.size}
     product = variable_of(tasks, "svc", "stvc", 0, f"product-{token}", new_axes=new_axes)

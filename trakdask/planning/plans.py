@@ -14,6 +14,7 @@ import xarray as xr
 from dask.utils import format_bytes, format_time
 
 from trakdask.execution import memory_limit
+from trakdask.planning.fits import N_SAMPLES, PlannedFit, planned_fit
 from trakdask.planning.pilot import Pilot, counted, run_pilot
 from trakdask.planning.projections import (
     MOST_PER_COLUMN,
@@ -27,14 +28,25 @@ from trakdask.projection.fitted import Fitted
 from trakdask.provenance import as_values
 from trakdask.variables import CHECKPOINT, FITTED, PROJ_DIM, SAMPLE, validate
 
+_SHOWN = {
+    "proj_dim": "columns",
+    "store_bytes": "store",
+    "save_bytes": "memory of a task of save",
+    "query_bytes": "memory of a task of a query",
+    "product_error": "error of a product",
+    "worst_product_error": "error in the worst case",
+}
+"""What people ask first, in words; the other numbers are in a fold, and in ``to_dataframe``."""
+
 
 def plan(
     features: xr.Dataset,
     projectors: Projector | Iterable[Projector] | None = None,
     *,
+    n_fitted: int = N_SAMPLES,
     pilot: bool = False,
 ) -> Plan:
-    """Estimate the cost of features, and the error of their products as gradient products.
+    """Estimate the cost of features and of a fit, and the error of products of features.
 
     Parameters
     ----------
@@ -45,15 +57,18 @@ def plan(
         One or more other projectors to compare with, on the same samples and model. By default
         projectors of two and four times as many columns, where there are more than two samples per
         random column.
+    n_fitted
+        ``n_samples`` of :func:`~trakdask.fit`, which is planned for features that are not fitted
+        yet: with its defaults, or as the ``attrs`` of the features say.
     pilot
         Compute the first two blocks, on the active client or on a thread, and estimate from them
-        how long :func:`~trakdask.save` will take, and how much memory.
+        how long :func:`~trakdask.save` and :func:`~trakdask.fit` will take, and how much memory.
 
     Returns
     -------
-    The plan. It is displayed as a table of the attributes of
-    :class:`~trakdask.planning.PlannedProjection`, which explains them; ``plan.projections`` has
-    their values, ``plan.to_dataframe()`` as columns.
+    The plan. It is displayed with time, bytes and memory first, and the projectors as a table.
+    ``plan.projections`` has all numbers, which :class:`~trakdask.planning.PlannedProjection`
+    explains, and ``plan.to_dataframe()`` has them as columns.
 
     Raises
     ------
@@ -100,6 +115,9 @@ def plan(
     more = wider(used.projector, min(n_samples, n_parameters)) if used.is_random else []
     others = more if projectors is None else checked(projectors)
     fit_bytes = sum(features[name].nbytes for name in FITTED if name in features)
+    fit = None
+    if not fit_bytes:
+        fit = planned_fit(used, attrs, min(n_fitted, n_samples), n_checkpoints)
     return Plan(
         n_samples=n_samples,
         n_blocks=len(blocks),
@@ -114,6 +132,7 @@ def plan(
         has_few_columns=bool(more),
         pilot=run_pilot(features) if pilot else None,
         worker_bytes=memory_limit(),
+        fit=fit,
     )
 
 
@@ -139,6 +158,8 @@ class Plan:
         Whether there are more than two samples (and parameters) per random column.
     pilot
         The measured blocks, if they were requested.
+    fit
+        The cost of a fit before these features; None if it is done.
     """
 
     n_samples: int
@@ -151,6 +172,7 @@ class Plan:
     worker_bytes: int
     has_few_columns: bool = False
     pilot: Pilot | None = None
+    fit: PlannedFit | None = None
 
     @property
     def n_tasks(self) -> int:
@@ -159,12 +181,20 @@ class Plan:
 
     @property
     def estimated_s(self) -> float | None:
-        """Seconds that all tasks will take, estimated from the pilot."""
+        """Seconds that all tasks of the features will take, estimated from the pilot."""
         if (pilot := self.pilot) is None:
             return None
         waves = self.n_checkpoints * math.ceil(self.n_blocks / pilot.n_slots)
         once = max(pilot.first_s - pilot.block_s, 0)
         return once + waves * (pilot.block_s + pilot.gram_s)
+
+    @property
+    def estimated_fit_s(self) -> float | None:
+        """Seconds that a fit will take, estimated from the pilot."""
+        if self.pilot is None or self.fit is None:
+            return None
+        width = self.block_bytes // (4 * self.pilot.n_samples)
+        return self.fit.seconds(self.pilot, self.n_checkpoints, width)
 
     def memory_bytes(self, n_threads: int = 1) -> int | None:
         """Return the most memory that a process with some threads will hold, by the pilot.
@@ -185,12 +215,16 @@ class Plan:
 
     def __repr__(self) -> str:
         named = [f"{number}: {p.projector}" for number, p in enumerate(self.projections, start=1)]
-        table = self._table().set_axis(range(1, len(named) + 1), axis="columns")
-        return "\n".join([*self._titles(), *named, "", table.to_string()])
+        table = self._table().loc[list(_SHOWN)].rename(_SHOWN)
+        text = table.set_axis(range(1, len(named) + 1), axis="columns").to_string()
+        return "\n".join([*self._titles(), *named, "", text])
 
     def _repr_html_(self) -> str:
         titles = "".join(f"<p>{escape(title)}</p>" for title in self._titles())
-        return titles + self._table().to_html(border=0)
+        table = self._table()
+        shown = table.loc[list(_SHOWN)].rename(_SHOWN).to_html(border=0)
+        others = table.drop(index=list(_SHOWN)).to_html(border=0)
+        return f"{titles}{shown}<details><summary>All numbers</summary>{others}</details>"
 
     def _table(self) -> pd.DataFrame:
         """Return one column per projector, in units that people read."""
@@ -199,22 +233,38 @@ class Plan:
             table[name] = [_readable(str(name), value) for value in column.tolist()]
         return table.T
 
+    def _of_fit(self) -> list[str]:
+        if (fit := self.fit) is None:
+            return []
+        seconds = self.estimated_fit_s
+        time = "" if seconds is None else f"about {format_time(seconds)}, "
+        samples = counted(fit.n_samples, "sample")
+        return [
+            f"A td.fit before: {time}{fit.n_passes} passes over {samples}, "
+            f"{format_bytes(fit.memory_bytes)} for its largest task, "
+            f"{format_bytes(fit.kept_bytes)} of the store. Random columns need none"
+        ]
+
     def _titles(self) -> list[str]:
         batches = "" if self.batch_size is None else f" and micro-batches of {self.batch_size}"
-        title = (
+        own = self.projections[0]
+        task = format_bytes(max(own.save_bytes, own.query_bytes))
+        time = "measured by td.plan(features, pilot=True)"
+        memory = f"{task} for the largest task, and gradients, which a pilot measures"
+        if self.pilot is not None:
+            time = f"about {format_time(self.estimated_s or 0)}. {self.pilot}"
+            one, two = (format_bytes(self.memory_bytes(n) or 0) for n in (1, 2))
+            memory = f"about {one} in a process with 1 thread, {two} with 2"
+        titles = [
+            f"Time: {time}",
+            f"Store: {format_bytes(own.store_bytes)}",
+            f"Memory: {memory}",
+            *self._of_fit(),
             f"Plan: {counted(self.n_samples, 'sample')} in {counted(self.n_blocks, 'block')}"
             f" of {format_bytes(self.block_bytes)}"
             f"{batches}, {counted(self.n_checkpoints, 'checkpoint')}, "
-            f"{counted(self.n_parameters, 'parameter')}: {counted(self.n_tasks, 'task')}"
-        )
-        titles = [title]
-        if self.pilot is not None:
-            one, two = (format_bytes(self.memory_bytes(n) or 0) for n in (1, 2))
-            titles += [
-                f"{self.pilot}: about {format_time(self.estimated_s or 0)}",
-                f"Memory: about {one} in a process with 1 thread, {two} with 2",
-            ]
-        own = self.projections[0]
+            f"{counted(self.n_parameters, 'parameter')}: {counted(self.n_tasks, 'task')}",
+        ]
         for call, n_bytes in {"td.save": own.save_bytes, "a query": own.query_bytes}.items():
             if n_bytes > self.worker_bytes:
                 titles.append(
@@ -225,8 +275,8 @@ class Plan:
         if self.has_few_columns:
             titles.append(
                 f"More than {MOST_PER_COLUMN} samples per random column: where this was measured, "
-                "it cost 0.04 to 0.10 of LDS with 1 checkpoint, up to 0.08 with 3; try more "
-                "columns, as in the table, or td.fit"
+                "scores ranked retrained models worse by 0.04 to 0.10 of LDS with 1 checkpoint, "
+                "and by up to 0.08 with 3; try more columns, as in the table, or td.fit"
             )
         return titles
 

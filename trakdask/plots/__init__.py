@@ -1,6 +1,6 @@
 """Plots of results; each function takes labelled data and returns a matplotlib Figure."""
 
-from trakdask.plots.bars import intervals
+from trakdask.plots.bars import intervals, weights
 from trakdask.plots.curves import damping, lds, mislabelled_curve
 from trakdask.plots.galleries import gallery
 from trakdask.plots.grades import cross_validation
@@ -14,6 +14,7 @@ __all__ = [
     "lds",
     "mislabelled_curve",
     "text",
+    "weights",
 ]
 
 

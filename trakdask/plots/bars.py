@@ -1,4 +1,4 @@
-"""Bars of scores with their intervals: groups, or the ranked samples of a target."""
+"""Bars: scores with their intervals, and what each layer of a model counts in features."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xarray as xr
 
-from trakdask.plots.figures import GREEN, RED, axes, finish, power_of_ten
+from trakdask.checks import shown
+from trakdask.plots.figures import BLUE, GREEN, RED, axes, finish, new_figure
+from trakdask.provenance import as_values
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,8 +72,7 @@ def intervals(result: xr.Dataset, label: str | None = None, *, ax: Axes | None =
     if dim != "rank":
         result = result.sortby(value, ascending=False)
     names = [str(name) for name in result[label or dim].values]
-    unit = power_of_ten(result.lower, result.upper) if value == "score" else 0
-    score, low, high = (result[name].values / 10.0**unit for name in (value, "lower", "upper"))
+    score, low, high = (result[name].values for name in (value, "lower", "upper"))
     colors = np.where(low > 0, GREEN, np.where(high < 0, RED, "0.7"))
     ax = axes(ax, 6.4, 1.1 + 0.3 * len(names))
     rows = np.arange(len(names))
@@ -81,11 +82,73 @@ def intervals(result: xr.Dataset, label: str | None = None, *, ax: Axes | None =
         ecolor=ax.xaxis.label.get_color(),  # black, or white on a dark ground
     )  # fmt: skip
     if value == "effect":
-        least, most = (result[name].values / 10.0**unit for name in ("mean_lower", "mean_upper"))
+        least, most = (result[name].values for name in ("mean_lower", "mean_upper"))
         ax.hlines(rows, least, most, color=ax.xaxis.label.get_color(), linewidth=3)
     ax.set_yticks(rows, names, parse_math=False)
     ax.set_ylim(len(names) - 0.4, -0.6)
     ax.axvline(0, color="0.4", linewidth=0.8)
     title = f"{result.attrs['level']:.0%} intervals; grey cannot be told from 0"
     name = f"effect on {result.attrs['units']}" if value == "effect" else value
-    return finish(ax, f"{name} in 1e{unit}" if unit else name, label or str(dim), title)
+    return finish(ax, name, label or str(dim), title)
+
+
+def weights(features: xr.Dataset) -> Figure:
+    """Draw which layers of a model agree between trainings, and what they count in features.
+
+    Parameters
+    ----------
+    features
+        Features that were made by a projector of :func:`trakdask.fit`.
+
+    Returns
+    -------
+    Figure with a bar for each matrix of the model, and one for all biases and norms, in four parts:
+    the share of the squared length of gradients before and after the weights; the agreement of
+    scores by these gradients alone between checkpoints, if there were several; the number of
+    directions that the gradients have; and the weight that follows, by which they are multiplied.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is missing: install ``trakdask[plots]``.
+    ValueError
+        If parameters have no weights: the projector was fitted without curvature, or is random.
+
+    Examples
+    --------
+    .. plot::
+        :include-source:
+
+        >>> import numpy as np, torch, trakdask as td
+        >>> digits, _ = td.examples.digits()
+        >>> module = td.examples.digits_mlp()
+        >>> model = td.Model(module, task="image_classification")
+        >>> projector = td.fit(digits, model, 64, n_samples=500, progress=False)
+        >>> figure = td.plots.weights(td.featurize(digits, model, projector))
+    """
+    first = as_values(features.attrs).get("projector", {}).get("steps", [{}])[0]
+    if not (found := first.get("weights")):
+        raise ValueError(
+            "expected features of a projector with weights of parameters, got one that begins with "
+            f"{shown(first.get('kind', 'no fitted step'))}; try td.fit(samples, model)"
+        )
+    names = list(found)
+    columns = {key: np.array([found[n].get(key, np.nan) for n in names]) for key in (
+        "share", "agreement", "directions", "weight",
+    )}  # fmt: skip
+    figure = new_figure(11, 1.2 + 0.24 * len(names))
+    figure.set_layout_engine("constrained")
+    panels = figure.subplots(1, 4, sharey=True)
+    rows = np.arange(len(names))
+    after = columns["share"] * columns["weight"] ** 2
+    for ax, (key, values) in zip(panels, columns.items(), strict=True):
+        if key == "share":
+            ax.barh(rows - 0.2, values, 0.36, color="0.7", label="before")
+            ax.barh(rows + 0.2, after, 0.36, color=BLUE, label="with weights")
+        else:
+            ax.barh(rows, values, 0.62, color=BLUE)
+        finish(ax, key, "")
+    panels[0].set_yticks(rows, names, parse_math=False)
+    panels[0].set_ylim(len(names) - 0.4, -0.6)
+    panels[0].legend(frameon=False, fontsize=8)
+    return figure

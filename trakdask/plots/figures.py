@@ -1,4 +1,4 @@
-"""New figures, their colours, and the unit of the scores that they show."""
+"""New figures, their colours, and how many digits the numbers have that people see."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 GREEN, RED, BLUE = "#1a7f37", "#c62828", "#1565c0"
 
 
-def power_of_ten(*scores: npt.ArrayLike) -> int:
-    """Return the exponent e for which the largest of ``score / 10**e`` is between 1 and 10.
+def decimals(*values: npt.ArrayLike, digits: int = 3) -> int:
+    """Return the number of decimals with which the largest of some values has so many digits.
 
-    NaN and infinite scores are ignored.
+    NaN and infinite values are ignored. An error of two digits says how many its value has.
 
     Examples
     --------
-    >>> power_of_ten([-0.00034, 0.00011])
-    -4
+    >>> decimals([-0.0034, 0.0011]), decimals(250.0), decimals(0.056, digits=2)
+    (5, 0, 3)
     """
-    values = (np.abs(np.asarray(array, np.float64)) for array in scores)
-    largest = max(float(np.max(x, where=np.isfinite(x), initial=0.0)) for x in values)
-    return math.floor(math.log10(largest)) if largest > 0 else 0
+    sizes = (np.abs(np.asarray(array, np.float64)) for array in values)
+    largest = max(float(np.max(x, where=np.isfinite(x), initial=0.0)) for x in sizes)
+    return max(digits - 1 - math.floor(math.log10(largest)), 0) if largest > 0 else 0
 
 
 def new_figure(width: float, height: float) -> Figure:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xarray as xr
 
-from trakdask.plots.figures import GREEN, RED, new_figure, power_of_ten
+from trakdask.plots.figures import GREEN, RED, decimals, new_figure
 from trakdask.variables import TARGET_PREFIX
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ _MASK = "attention_mask"
 _OTHERS = "[others]"
 """The text of the last part of a model with layers that see no tokens, such as a pooled head."""
 
-_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-
 
 @dataclass(frozen=True, repr=False, eq=False)
 class TextPlot:
@@ -53,25 +51,24 @@ class TextPlot:
         Text and score of each token, (row, token).
     mask
         Which tokens are shown, (row, token).
-    unit
-        Scores are written in units of this power of ten.
+    decimals
+        How many decimals scores are written with.
     """
 
     labels: list[str]
     texts: np.ndarray
     scores: np.ndarray
     mask: np.ndarray
-    unit: int
+    decimals: int
 
     def __repr__(self) -> str:
-        return "\n\n".join(_plain_row(*row, self.unit) for row in self._rows())
+        return "\n\n".join(_plain_row(*row, self.decimals) for row in self._rows())
 
     def _repr_html_(self) -> str:
-        rows = "".join(_html_row(*row) for row in self._rows())
+        rows = "".join(_html_row(*row, self.decimals) for row in self._rows())
         return (
             f'<div class="trakdask-html" style="font-family:monospace;line-height:1.6">{rows}'
-            '<div style="margin-top:0.6em;opacity:0.7">scores in units of '
-            f"10<sup>{self.unit}</sup>: green helped, red harmed</div></div>"
+            '<div style="margin-top:0.6em;opacity:0.7">green helped, red harmed</div></div>'
         )
 
     def figure(self) -> Figure:
@@ -95,16 +92,15 @@ class TextPlot:
         return figure
 
     def _rows(self) -> Iterator[tuple[str, list[tuple[str, float, float]]]]:
-        """Yield titles and tokens: text, score in the unit of the plot, strength from -1 to 1."""
+        """Yield titles and tokens: text, score, strength from -1 to 1."""
         finite = np.where(np.isfinite(self.scores), self.scores, 0)
         words = np.where(self.mask & (self.texts != _OTHERS), finite, 0)
         strengths = np.clip(finite / (np.abs(words).max(initial=0.0) or 1.0), -1, 1)
-        scores, totals = (x / 10.0**self.unit for x in (self.scores, finite.sum(axis=1)))
-        tokens = zip(self.texts, scores, strengths, strict=True)
+        tokens, totals = zip(self.texts, self.scores, strengths, strict=True), finite.sum(axis=1)
         for label, total, row, shown in zip(self.labels, totals, tokens, self.mask, strict=True):
             columns = (column[shown] for column in row)
-            unit = f" × 10{str(self.unit).translate(_RAISED)}" if self.unit else ""
-            yield f"{label}   {total:+.2f}{unit}".strip(), list(zip(*columns, strict=True))
+            title = f"{label}   {total:+.{self.decimals}f}".strip()
+            yield title, list(zip(*columns, strict=True))
 
 
 def text(scores: xr.DataArray, *, label: str | None = None) -> TextPlot:
@@ -149,19 +145,19 @@ def text(scores: xr.DataArray, *, label: str | None = None) -> TextPlot:
     if f"{prefix}{_MASK}" in scores.coords:
         mask = scores[f"{prefix}{_MASK}"].values != 0
     labels = [""] * len(scores) if label is None else [str(value) for value in scores[label].values]
-    return TextPlot(labels, texts, scores.values.astype(np.float64), mask, power_of_ten(scores))
+    return TextPlot(labels, texts, scores.values.astype(np.float64), mask, decimals(scores))
 
 
-def _plain_row(title: str, tokens: list[tuple[str, float, float]], unit: int) -> str:
+def _plain_row(title: str, tokens: list[tuple[str, float, float]], digits: int) -> str:
     strongest = sorted(tokens, key=lambda token: -abs(token[2]))[:_N_STRONGEST]
-    scores = ", ".join(f"{_visible(text).strip()!r} {score:+.2f}" for text, score, _ in strongest)
+    words = (f"{_visible(text).strip()!r} {score:+.{digits}f}" for text, score, _ in strongest)
     texts = "".join(_visible(text) for text, *_ in tokens).strip()
-    return f"{title}\n{texts}\nstrongest, in 1e{unit}: {scores}"
+    return f"{title}\n{texts}\nstrongest: {', '.join(words)}"
 
 
-def _html_row(title: str, tokens: list[tuple[str, float, float]]) -> str:
+def _html_row(title: str, tokens: list[tuple[str, float, float]], digits: int) -> str:
     spans = "".join(
-        f'<span title="{score:+.3f}" style="background:{_color(strength)}">'
+        f'<span title="{score:+.{digits}f}" style="background:{_color(strength)}">'
         f"{escape(_visible(text))}</span>"
         for text, score, strength in tokens
     )

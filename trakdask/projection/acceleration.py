@@ -1,4 +1,4 @@
-"""Means to fast projections: numba if it is installed, and GPUs.
+"""Means to fast projections: numba if it is installed, and accelerators.
 
 Importing numba and reading its machine code takes most of a second, and compiling it after an
 installation takes several. A process therefore projects its first ``NUMPY_ELEMENTS`` elements of
@@ -42,8 +42,8 @@ def numba_kernels() -> Any:
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Return whether a tensor is on an NVIDIA GPU, where the CUDA kernels can run."""
-    return tensor.device.type == "cuda"
+    """Return whether a tensor is on an accelerator, whatever its kind, and not on the CPU."""
+    return tensor.device.type != "cpu"
 
 
 @cache

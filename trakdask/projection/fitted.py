@@ -19,9 +19,13 @@ import numpy as np
 from trakdask.errors import StoreMismatchError
 from trakdask.projection.protocol import Projector, from_spec
 from trakdask.projection.rows import RowMap
+from trakdask.tensors import Shapes, group_of
 
 KIND = "fitted"
 """In the spec of a projector with fitted steps."""
+
+Weights = Mapping[str, Mapping[str, float]]
+"""By group of parameters: ``weight``, ``share``, ``directions`` and ``agreement``."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +50,14 @@ class Curvature:
     leading
         Coordinates with most of the scaled curvature, which are features of their own. What
         follows projects the others.
+    weights
+        What the scale of each group of parameters is multiplied by, and why; None for 1.
     """
 
     damping: float
     power: float | None
     leading: int
+    weights: Weights | None = None
 
     kind: ClassVar[str] = "curvature"
     arrays: ClassVar[Mapping[str, str]] = {
@@ -63,6 +70,22 @@ class Curvature:
         "the first columns are leading coordinates, which P^T takes as 0"
     )
     damping_prior: ClassVar[float] = 10**0.75
+
+    def differentiated(self, shapes: Shapes) -> list[str]:
+        """Return the parameters that have a weight."""
+        weights = self.weights or {}
+        left_out = {title for title, values in weights.items() if not values["weight"]}
+        return [name for name in shapes if group_of(name, shapes) not in left_out]
+
+    def __repr__(self) -> str:
+        values = f"damping={self.damping}, power={self.power}, leading={self.leading}"
+        weights = self.weights or {}
+        order = sorted(
+            weights, key=lambda name: -(weights[name]["weight"] ** 2) * weights[name]["share"]
+        )
+        most = ", ".join(f"{name!r}: {weights[name]['weight']:.3g}" for name in order[:3])
+        more = ", ..." if len(order) > 3 else ""
+        return f"Curvature({values}{f', weights={{{most}{more}}}' if weights else ''})"
 
 
 @dataclass(frozen=True)
@@ -145,10 +168,7 @@ class Fitted:
 
     def spec(self) -> dict[str, Any]:
         """Return JSON values that say which steps these are; digests name the fitted values."""
-        steps = [
-            step.spec() if isinstance(step, Projector) else {"kind": step.kind, **asdict(step)}
-            for step in self.steps
-        ]
+        steps = [step.spec() if isinstance(step, Projector) else _spec(step) for step in self.steps]
         return steps[0] if self.is_random else {"kind": KIND, "steps": steps}
 
     @property
@@ -180,6 +200,13 @@ class Fitted:
         together = {**self.at_checkpoints(names).arrays, **arrays}
         fitted = Fitted((*self.steps, step), together, model=model)
         return replace(fitted, digests={name: fitted.digest_at(i) for i, name in enumerate(names)})
+
+    def beside(self, arrays: Mapping[str, np.ndarray]) -> Fitted:
+        """Return this projector with values that belong to no step."""
+        fitted = replace(self, arrays={**self.arrays, **arrays})
+        return replace(
+            fitted, digests={name: fitted.digest_at(i) for i, name in enumerate(self.digests)}
+        )
 
     def digest_at(self, column: int) -> str:
         """Hash the values of a checkpoint: features are comparable only if made by the same.
@@ -253,6 +280,11 @@ class Fitted:
             ".then(td.SJLT(proj_dim=1024))"
         )
 
+    def differentiated(self, shapes: Shapes) -> list[str]:
+        """Return the parameters of a model whose gradients make features."""
+        first = self.steps[0]
+        return first.differentiated(shapes) if isinstance(first, Curvature) else [*shapes]
+
     @property
     def variables(self) -> dict[str, str]:
         """Names of the variables that the steps are fitted with, by their purpose."""
@@ -296,6 +328,11 @@ class Fitted:
 def _place(step: Step) -> int:
     """Return where among the steps one may be."""
     return 1 if isinstance(step, Projector) else 2 * isinstance(step, Components)
+
+
+def _spec(step: Step) -> dict[str, Any]:
+    values = {name: value for name, value in asdict(step).items() if name != "weights" or value}
+    return {"kind": step.kind, **values}  # the specs of stores without weights are as they were
 
 
 def _step(spec: Mapping[str, Any]) -> Step:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trakdask.projection.acceleration import numba_kernels
 from trakdask.projection.philox import ROWS_PER_COUNTER, fill_words
-from trakdask.tensors import Scratch
+from trakdask.tensors import Scratch, in_float64
 from trakdask.torch_internals import int8_matmul
 
 FRACTION_BITS = {1: 7, 2: 14, 3: 22}
@@ -61,16 +61,25 @@ def quantize(block: Tensor, fraction_bits: int) -> tuple[Tensor, Tensor]:
     Exactness: the scaled value is rounded once, half to even; scaling is exact, also for subnormal
     and for the largest values.
     """
-    rounded = _scratch.take("rounded", block.shape, torch.float32)
-    if (kernels := numba_kernels()) is not None:
-        flat, stride = flatten(block)
-        factors, steps = compiled_scales(flat, stride, block.shape, fraction_bits)
-        integers = rounded.view(torch.int32)
-        kernels.integers(flat, stride, factors, integers.numpy())
-        return integers, torch.from_numpy(steps)
-    largest = torch.maximum(block.amax(1), -block.amin(1)).float()  # NaN and infinity propagate
+    if (kernels := numba_kernels()) is None:
+        return round_by_torch(block, fraction_bits)
+    integers = _scratch.take("integers", block.shape, torch.int32)
+    flat, stride = flatten(block)
+    factors, steps = compiled_scales(flat, stride, block.shape, fraction_bits)
+    kernels.integers(flat, stride, factors, integers.numpy())
+    return integers, torch.from_numpy(steps)
+
+
+def round_by_torch(blocks: Tensor, fraction_bits: int) -> tuple[Tensor, Tensor]:
+    """Do the same for one or several row blocks, (..., rows), on any device.
+
+    The step is on the CPU for a device without float64.
+    """
+    # NaN and infinity propagate.
+    largest = torch.maximum(blocks.amax(-1), -blocks.amin(-1)).float()
     lift, scale, step = _scales(largest, fraction_bits)
-    torch.mul(rounded.copy_(block).mul_(lift), scale, out=rounded).add_(_ROUNDING)
+    rounded = _scratch.take("rounded", blocks.shape, torch.float32, blocks.device)
+    torch.mul(rounded.copy_(blocks).mul_(lift), scale, out=rounded).add_(_ROUNDING)
     return rounded.view(torch.int32).sub_(_ROUNDING_BITS), step
 
 
@@ -96,7 +105,7 @@ def compiled_scales(
 
 
 def _scales(largest: Tensor, fraction_bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return two factors (B, 1) float32 before rounding and the step (B,) float64 after it.
+    """Return two factors (..., 1) float32 before rounding and the step (...) float64 after it.
 
     There are two factors, both powers of two, because the scale of a block of subnormals would
     exceed the float32 range.
@@ -104,12 +113,12 @@ def _scales(largest: Tensor, fraction_bits: int) -> tuple[Tensor, Tensor, Tensor
     tiny = (largest > 0) & (largest < _TINY)
     lift = torch.ones_like(largest).masked_fill_(tiny, 1 / _TINY)
     finite = torch.isfinite(largest)
-    # frexp, and no logarithm: the exponent has to be the same on every processor.
-    exponent = torch.frexp(torch.where(finite, largest * lift, 1.0)).exponent
-    # The bits of the float32 power of two with this exponent, in [-126, 127].
-    scale = ((fraction_bits - exponent + 127) << 23).view(torch.float32)
-    step = torch.where(finite, 1 / (scale.double() * lift.double()), torch.nan)
-    return lift[:, None], scale[:, None], step
+    # The bits of a float32, and no logarithm: the exponent has to be the same on every processor.
+    bits = torch.where(finite & (largest > 0), largest * lift, 0.5).view(torch.int32)
+    # The bits of the power of two that scales to fraction_bits, in [-126, 127].
+    scale = ((fraction_bits + 253 - (bits >> 23)) << 23).view(torch.float32)
+    factors = torch.where(finite, torch.stack([lift, scale]), torch.nan)
+    return lift[..., None], scale[..., None], 1 / in_float64(factors).prod(0)
 
 
 def sign_bits(
@@ -225,7 +234,7 @@ def integer_matmul(bits: Tensor, digits: Tensor, out: Tensor) -> None:
     128 * 16384 = 2**21. The choice, made once per process by :func:`int8_matmul_is_usable`,
     changes the speed only.
     """
-    product = int8_matmul if int8_matmul_is_usable() else _float_matmul
+    product = int8_matmul if int8_matmul_is_usable() else float_matmul
     product(bits, digits, out)
 
 
@@ -245,10 +254,15 @@ def int8_matmul_is_usable() -> bool:
                 return False
     except (AttributeError, RuntimeError, NotImplementedError, TypeError):
         return False
-    products = partial(int8_matmul, bits, digits, out), partial(_float_matmul, bits, digits, out)
+    products = partial(int8_matmul, bits, digits, out), partial(float_matmul, bits, digits, out)
     int8_s, float_s = (min(repeat(product, number=1, repeat=4)) for product in products)
     return int8_s < 2 * float_s
 
 
-def _float_matmul(bits: Tensor, digits: Tensor, out: Tensor) -> None:
-    out.copy_(torch.mm(bits.float(), digits.float().T))
+def float_matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Write the product left rightᵀ of bits and digits to an int32 tensor, on any device.
+
+    It is exact also by TF32 or bfloat16 inside float32 products, since a digit has 8 bits.
+    """
+    with torch.autocast(left.device.type, enabled=False):
+        out.copy_(torch.mm(left.float(), right.float().T))

@@ -33,6 +33,7 @@ class Identity(Projector):
     def project_block(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
         """Add one row block to its own columns of ``out``; see ``Projector``."""
         block = block.float()  # a float64 value such as 1e300 is infinite as a float32 feature
+        block = block.to(out.device)
         out[:, row_offset : row_offset + block.shape[1]].add_(block)
         # As with other projectors, one value that is not finite spoils all columns of its sample.
         out.masked_fill_(~torch.isfinite(block).all(1, keepdim=True), torch.nan)

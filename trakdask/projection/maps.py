@@ -72,6 +72,7 @@ class Maps:
         edges = np.cumsum([0, *map(row_map.size, row_map.names)])
         owners = np.searchsorted(edges, leading, side="right") - 1
         self.leading_rows = leading - edges[owners] + np.array(row_map.offsets)[owners]
+        self.leading_places = torch.from_numpy(self.leading_rows).to(device)
         self.leading_scale = torch.empty(0)
         if "scale" in by_use:
             flat = torch.tensor(by_use["scale"], device=device)
@@ -110,7 +111,8 @@ class Maps:
             start, shape = self.row_map.offset(name), self.row_map.shape(name)
             place = slice(start, start + math.prod(shape))
             transposed = {axis: matrix.T for axis, matrix in matrices.items()}
-            rows[:, place] = rotated(rows[:, place], shape, transposed)
+            if transposed:  # else it would be copied to itself, which torch refuses for one row
+                rows[:, place] = rotated(rows[:, place], shape, transposed)
         return rows
 
 
@@ -144,8 +146,7 @@ class _FittedStream:
         maps = self._maps
         here = slice(*np.searchsorted(maps.leading_rows, (row, row + gradient.shape[1])))
         if here.start < here.stop:
-            places = torch.from_numpy(maps.leading_rows[here] - row).to(gradient.device)
-            kept = gradient.index_select(1, places)
+            kept = gradient.index_select(1, maps.leading_places[here] - row)
             torch.mul(kept, maps.leading_scale[here], out=self._leading[:, here])
 
     def result(self) -> Tensor:

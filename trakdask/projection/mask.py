@@ -159,7 +159,7 @@ class Mask(Projector):
             self.then.project_block(block, row_offset, checkpoint, out)
             return
         ranks = self._selected(checkpoint)[1][row_offset : row_offset + block.shape[1]]
-        values = block.float()
+        values = block.float().to(out.device)
         # Each rank comes once, so the order of additions cannot change a bit.
         out.index_add_(1, torch.from_numpy(ranks).to(out.device), values.double())
         out.masked_fill_(~torch.isfinite(values).all(1, keepdim=True), torch.nan)

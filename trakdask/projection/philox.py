@@ -96,7 +96,7 @@ def _fill_grid(
     # The counter is (index, column, checkpoint, high part of the index and stream).
     even[0], odd[0] = indices & _LOW, np.arange(column, column + n_columns)[:, None]
     even[1], odd[1] = checkpoint, (indices >> _HALF) | np.uint64(stream << 16)
-    for key in _round_keys(split_seed(seed)):
+    for key in _round_keys(seed):
         # Words 0 and 2 in one call, and 1 and 3: on a small grid, calls take much of the time.
         np.multiply(even[::-1], _MULTIPLIERS, out=product)
         np.right_shift(product, _HALF, out=even)
@@ -108,8 +108,13 @@ def _fill_grid(
     np.bitwise_or(even, odd, out=np.moveaxis(out, 2, 0))
 
 
+def round_keys(seed: int) -> list[list[int]]:
+    """Return both words of the key of each of the ten rounds."""
+    key = split_seed(seed)
+    return [[(k + i * w) & 0xFFFFFFFF for k, w in zip(key, _WEYL, strict=True)] for i in range(10)]
+
+
 @lru_cache(maxsize=8)
-def _round_keys(key: tuple[int, int]) -> np.ndarray:
-    """Return (rounds, 2, 1, 1) uint64: the key of every round."""
-    keys = [[(k + i * w) & 0xFFFFFFFF for k, w in zip(key, _WEYL, strict=True)] for i in range(10)]
-    return np.array(keys, np.uint64)[:, :, None, None]
+def _round_keys(seed: int) -> np.ndarray:
+    """Return the same as an array, (rounds, 2, 1, 1) uint64."""
+    return np.array(round_keys(seed), np.uint64)[:, :, None, None]

@@ -154,8 +154,8 @@ class Projector(HtmlTable, ABC):
         checkpoint
             Checkpoint id in [0, 2**32).
         out
-            Shape (B, width), float64, on the same device, changed in place. A sample whose gradient
-            is not finite gets a row of NaN.
+            Shape (B, width), float64, on the same device, or on the CPU if that has no float64;
+            changed in place. A sample whose gradient is not finite gets a row of NaN.
         """
 
     def sample_tile(self) -> int | None:

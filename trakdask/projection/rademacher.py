@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from trakdask.projection import by_torch
 from trakdask.projection.cuda import GpuProjector, Kernels, products
 from trakdask.projection.fixed_point import (
     FRACTION_BITS,
@@ -20,7 +21,6 @@ from trakdask.projection.fixed_point import (
 from trakdask.projection.philox import STREAM_RADEMACHER
 from trakdask.projection.protocol import ARITHMETIC, ROUNDING_ERROR, Cost, allowed
 from trakdask.projection.rows import ROW_ALIGNMENT, ROW_BLOCK, RowMap
-from trakdask.torch_internals import int8_matmul
 
 _COLUMN_TILE = 2048
 
@@ -136,8 +136,17 @@ class Rademacher(GpuProjector):
                 for block in range(run.n_blocks):
                     row = row_offset + run.first + block * run.n_rows
                     products.fill_bits(kernels, bits, row, column, self.seed, checkpoint)
-                    int8_matmul(digits[block], bits, sums[block])
+                    products.multiply(digits[block], bits, sums[block])
                 products.combine(kernels, sums, steps, target, totals, self.n_digits)
+
+    def project_by_torch(self, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
+        """Add the projection of consecutive row blocks to ``out``; see ``GpuProjector``."""
+        matrix = {"width": self.proj_dim, "n_digits": self.n_digits, **self._at(checkpoint)}
+
+        def sums_of(integers: Tensor, row: int) -> Tensor:
+            return by_torch.dense_sums(integers, row, **matrix)
+
+        by_torch.project(rows, row_offset, out, self.n_digits, sums_of)
 
     def multiply_vectors(self, row_map: RowMap, checkpoint: int, vectors: Tensor) -> Tensor:
         """Return the product with the matrix from the other side; see ``Projector``."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from trakdask.projection.acceleration import count_elements, on_gpu
 from trakdask.projection.protocol import Projector
 from trakdask.projection.rows import ROW_BLOCK, RowMap
-from trakdask.tensors import Scratch
+from trakdask.tensors import Scratch, float64_device
 
 _PROBE_STEP = 512
 _scratch = Scratch()
@@ -39,8 +39,8 @@ class ProjectionStream:
     checkpoint
         Checkpoint id in [0, 2**32).
     device
-        Device of the gradients and of the result. On an NVIDIA GPU, CUDA kernels project them, with
-        the same bits as on a CPU. (The kernels have not run on a GPU yet.)
+        Device of the gradients and of the result, any of torch. All give the bits of a CPU. On an
+        NVIDIA GPU, CUDA kernels project them if CuPy is installed. (They have not run on one yet.)
 
     Notes
     -----
@@ -156,10 +156,10 @@ class ProjectionStream:
                 f"try stream.add({missing[0]!r}, gradient) next"
             )
         shape, scale = (self._n_samples, self._width), self._projector.scale(self._row_map.n_rows)
-        features = torch.empty(shape, device=self._device)
+        features = torch.empty(shape, device=self._sums[0].device)
         for sums, rows in zip(self._sums, features.split(self._tile), strict=True):
             torch.mul(sums, scale, out=rows)
-        return features
+        return features.to(self._device)
 
     def _incomplete(self) -> list[str]:
         return [name for name, end in self._next.items() if end < self._row_map.size(name)]
@@ -224,7 +224,8 @@ class ProjectionStream:
         tiles = []
         for first in range(0, max(n_samples, 1), self._tile):
             shape = (self._width, self._tile) if self._is_tiled else (self._tile, self._width)
-            sums = torch.zeros(shape, dtype=torch.float64, device=self._device)
+            device = float64_device(self._device)
+            sums = torch.zeros(shape, dtype=torch.float64, device=device)
             tiles.append((sums.T if self._is_tiled else sums)[: n_samples - first])
         return tiles
 

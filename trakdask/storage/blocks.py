@@ -145,11 +145,10 @@ def save_blocks(
         records = stored_records(before)
         return total - sum(len(missing_blocks(before, rows, c, records)) for c in columns)
 
-    options = execution.gpu_options(features)
     with execution.polled_bar(f"save {before.folder.name}", total, count, show=progress):
         for position, index in enumerate(columns):
             tasks = functools.partial(_missing, before, chunked, rows, position, index)
-            execution.run(tasks, retries=retries, compute=functools.partial(_compute, **options))
+            execution.run(tasks, retries=retries, compute=_compute)
 
 
 def _compute(tasks: tuple[da.Array, list[Key]], **options: Any) -> None:
@@ -281,7 +280,7 @@ def difference_of_block(before: Group, features: xr.Dataset, rows: range) -> str
     old = np.asarray(group.array("feature")[here.start : here.stop, :, index : index + 1])
     if SCALE in small:
         old = from_half(old, small[SCALE][:, None])
-    (new,) = dask.compute(again.feature.data, **execution.gpu_options(features))
+    (new,) = dask.compute(again.feature.data)
     shown = _shown(before, here)
     if TRAINED_ON in features and (
         (again[TRAINED_ON].values[:, 0] != small[TRAINED_ON])[shown].any()

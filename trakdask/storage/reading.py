@@ -158,7 +158,7 @@ def _opened(group: Group, dropped: bool, load_coords: bool) -> xr.Dataset:
 def assembled(group: Group) -> xr.Dataset:
     """Return the lazy arrays of a store, with the names of checkpoints, and the dropped samples."""
     data = {
-        name: (dims_of(array), lazy_array(group, name), array["attributes"])
+        name: (dims_of(array), lazy_array(group, name), as_text(array["attributes"]))
         for name in dict.fromkeys((*VARIABLES, *group.features))
         if (array := group.arrays.get(name)) and name not in (ERROR, SCALE)
     }

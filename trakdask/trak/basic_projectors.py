@@ -16,6 +16,8 @@ import torch
 from distributed.system import MEMORY_LIMIT
 from torch import Tensor
 
+from trakdask.featurization.devices import free_bytes
+
 Gradients = Mapping[str, Tensor] | Tensor
 """Gradients by parameter name, each (batch, *shape), or all in one tensor (batch, elements)."""
 
@@ -259,8 +261,8 @@ def flattened(grads: Gradients) -> Tensor:
 
 def _fits(n_bytes: int, device: torch.device) -> bool:
     """Return whether a matrix of this size may stay in memory between batches."""
-    if device.type == "cuda":
-        available, _ = torch.cuda.mem_get_info(device)
+    if device.type != "cpu":
+        available = free_bytes(device)
     else:
         free = MEMORY_LIMIT - psutil.Process().memory_info().rss  # containers have a limit
         available = min(psutil.virtual_memory().available, free)

@@ -17,7 +17,6 @@ from warnings import warn
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trakdask.models.gradients import (
     hooks_gradients,
@@ -207,8 +206,7 @@ class FunctionalGradientComputer(_GradientComputer):
         why = ""
         if not self._needs_loop:
             try:
-                with sdpa_kernel(SDPBackend.MATH):  # vmap would run other backends one by one
-                    vmap_gradients(forward, task, inputs, names, keep)
+                vmap_gradients(forward, task, inputs, names, keep)
                 return
             except Exception as err:
                 if self._is_training():  # alone, samples would have other batch statistics
@@ -325,7 +323,7 @@ class _OutputOnly(TrakTask):
     """An output of your own without Q: its method may need autograd, and targets have no Q."""
 
     def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
-        return torch.zeros(len(batch["0"]))
+        return torch.zeros(len(batch["0"]), device=batch["0"].device)
 
 
 def selected_parameters(

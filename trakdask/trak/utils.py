@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trakdask.featurization.devices import free_bytes
 from trakdask.trak.basic_projectors import NoOpProjector, flattened
 from trakdask.trak.projectors import chunk_sizes
 from trakdask.trak.score_computers import product
@@ -85,14 +86,12 @@ def get_output_memory(features: Tensor, target_grads: Tensor, target_dtype: torc
 
 
 def get_free_memory(device: torch.device | str) -> int:
-    """Return the bytes that can still be allocated on a CUDA device.
+    """Return the bytes that can still be allocated on a device.
 
     The original counts only memory that torch has reserved but not used. That is nearly always too
     little, so its :func:`get_matrix_mult` computes block by block without need.
     """
-    free, _ = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(free + unused)
+    return free_bytes(torch.device(device))
 
 
 def get_matrix_mult_standard(
@@ -113,7 +112,7 @@ def get_matrix_mult_blockwise(
     Parameters
     ----------
     features, target_grads
-        Shapes (n, p) and (m, p), in host memory; not copied as a whole.
+        Shapes (n, p) and (m, p); not copied as a whole.
     target_dtype
         Dtype of the result.
     bs
@@ -122,9 +121,11 @@ def get_matrix_mult_blockwise(
 
     Notes
     -----
-    Blocks are multiplied on the GPU if there is one, else on the CPU.
+    Blocks are multiplied on the device of ``features``. If that is the CPU, they are multiplied on
+    the GPU that CUDA has, if there is one.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    on_cuda = features.device.type == "cpu" and torch.cuda.is_available()
+    device = torch.device("cuda") if on_cuda else features.device
     result = torch.empty(len(features), len(target_grads), dtype=target_dtype)
     for first in range(0, len(target_grads), bs):
         targets = target_grads[first : first + bs].to(device)
@@ -169,7 +170,7 @@ def get_matrix_mult(
     )
     if fits and not use_blockwise:
         return get_matrix_mult_standard(features, target_grads, dtype)
-    return get_matrix_mult_blockwise(features.cpu(), target_grads.cpu(), dtype, batch_size)
+    return get_matrix_mult_blockwise(features, target_grads, dtype, batch_size)
 
 
 def get_parameter_chunk_sizes(model: torch.nn.Module, batch_size: int) -> tuple[int, list[int]]:

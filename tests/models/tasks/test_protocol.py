@@ -17,6 +17,7 @@ from transformers.utils import ModelOutput
 import trakdask as td
 from trakdask.models.tasks import TASKS, Batch, Forward, Task, TrakTask, resolve_task, task_spec
 from trakdask.models.tasks.logits import margin, one_minus_p
+from trakdask.models.tasks.protocol import SampleError, reject_samples, rejecting_later
 
 
 def test_forward__with_parameters_replaces_only_those() -> None:
@@ -156,3 +157,36 @@ def test_task__with_an_output_by_name_is_a_value() -> None:
     assert pickle.loads(pickle.dumps(task)) == task == dataclasses.replace(task)
     assert dataclasses.replace(task, temperature=2.0).returned == "scores"
     assert task != td.tasks.Classification()
+
+
+def numbered(row: int) -> str:
+    return f"row {row} is bad"
+
+
+def rejected_later(*bad: list[bool], error: Exception | None = None, ever: bool = True) -> None:
+    """Look at some samples after the others, and go on."""
+    with rejecting_later(ever=ever):
+        for each in bad:
+            with rejecting_later():  # inside of another one, it does nothing
+                reject_samples(torch.tensor(each), numbered)
+        if error is not None:
+            raise error
+
+
+def test_rejecting_later__raises_the_first_at_the_end() -> None:
+    with pytest.raises(SampleError, match="row 1"):
+        rejected_later([False, False], [False, True], [True, False])
+    rejected_later([False])
+    with pytest.raises(SampleError, match="row 0"):  # it is over
+        reject_samples(torch.tensor([True]), numbered)
+
+
+def test_rejecting_later__tells_what_made_the_body_fail() -> None:
+    with pytest.raises(SampleError, match="row 1"):
+        rejected_later([False, True], error=IndexError("of a label"))
+    with pytest.raises(IndexError):
+        rejected_later([False, False], error=IndexError("of a label"))
+
+
+def test_rejecting_later__samples_that_have_been_looked_at() -> None:
+    rejected_later([True], ever=False)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.projection.cuda.emulator import COMPILER, EmulatedKernels
-from trakdask.projection import SJLT, Rademacher, fixed_point, rademacher
+from trakdask.projection import SJLT, Rademacher, fixed_point
 from trakdask.projection.cuda import GpuProjector, products
 from trakdask.projection.cuda.launch import FAMILIES
 from trakdask.projection.cuda.products import Run
@@ -78,7 +78,7 @@ def _strict_product(monkeypatch: pytest.MonkeyPatch) -> None:
             assert not operand.data_ptr() % 16
         fixed_point.int8_matmul(digits, bits, out)
 
-    monkeypatch.setattr(rademacher, "int8_matmul", multiply)
+    monkeypatch.setattr(products, "int8_matmul", multiply)
 
 
 # ------------------------------------------------------------------------------- kernel by kernel

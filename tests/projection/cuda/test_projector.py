@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -47,7 +49,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
     monkeypatch.setattr(on_device, "on_gpu", lambda tensor: True)
     monkeypatch.setattr(stream_of_blocks, "on_gpu", lambda tensor: True)
     monkeypatch.setattr(on_device, "kernels_for", lambda device: kernels)
-    monkeypatch.setattr(on_device, "_proven", set())
+    monkeypatch.setattr(on_device, "_proven", {})
 
 
 def gradients(n_samples: int = 4) -> dict[str, Tensor]:
@@ -81,17 +83,81 @@ def test_stream__same_bits_as_on_a_cpu(
 
 
 @pytest.mark.parametrize("projector", [Rademacher(8), SJLT(8)], ids=str)
-def test_require_proven__other_bits_name_the_device(
-    projector: Rademacher | SJLT, monkeypatch: pytest.MonkeyPatch
+def test_kernels_that_work__other_bits_leave_it_to_torch_and_say_why(
+    projector: Rademacher | SJLT, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pretend(monkeypatch, WrongKernels())
-    out = torch.zeros(1, 8, dtype=torch.float64)
+    broken = WrongKernels()
+    pretend(monkeypatch, broken)
+    rows, expected, found = torch.ones(1, 40000), *torch.zeros(2, 1, 8, dtype=torch.float64)
+    for first in range(0, 40000, 16384):
+        projector.project_block(rows[:, first : first + 16384], first, 0, expected)
+    for _ in range(2):
+        found.zero_()
+        projector.project_rows(rows, 0, 0, found)
+        assert torch.equal(found, expected)
+        broken.launched.clear()
     kind = type(projector).__name__
-    message = rf"kernels of {kind}\(.*other bits .*of 40 sums.*a broken GPU"
-    with pytest.raises(KernelError, match=message):
-        projector.project_rows(torch.ones(1, 5), 0, 0, out)
-    assert not out.any()
-    assert not on_device._proven
+    message = rf"by torch.*kernels of {kind}\(.*other bits .*of 40 sums.*a broken GPU"
+    (record,) = caplog.records  # once
+    assert re.search(message, record.getMessage())
+
+
+@pytest.mark.parametrize("error", [ImportError("no CuPy"), KernelError("NVRTC knows no sm_70")])
+def test_kernels_that_work__none_for_this_gpu(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(device: torch.device) -> Kernels:
+        raise error
+
+    pretend(monkeypatch, EmulatedKernels())
+    monkeypatch.setattr(on_device, "kernels_for", fail)
+    for dtype in (torch.float32, torch.float16):
+        assert on_device.kernels_that_work(SJLT(8), torch.ones(1, 5, dtype=dtype)) is None
+    (record,) = caplog.records
+    assert str(error) in record.getMessage()
+
+
+def test_multiply__where_the_gpu_has_no_int8_product(
+    kernels: EmulatedKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul")
+
+    rows = gradients()["c"]
+    found, expected = torch.zeros(2, 4, 33, dtype=torch.float64)
+    Rademacher(33).project_rows(rows, 0, 0, expected)
+    monkeypatch.setattr(on_device, "int8_matmul", fail)
+    Rademacher(33).project_rows(rows, 0, 0, found)
+    assert torch.equal(found, expected)
+    assert expected.any()
+
+
+def test_kernels_for__no_nvidia_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch.kernels_for(torch.device("mps")) is None
+    monkeypatch.setattr(torch.version, "cuda", None)  # as on AMD's
+    assert launch.kernels_for(torch.device("cuda")) is None
+
+
+@pytest.mark.parametrize(
+    ("why", "error"),
+    [
+        ("CUDA_ERROR_OUT_OF_MEMORY: out of memory", torch.OutOfMemoryError),
+        ("CUDA_ERROR_INVALID_VALUE: invalid argument", KernelError),
+    ],
+)
+def test_launch__out_of_memory_is_an_error_that_halves_micro_batches(
+    why: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(name: str) -> None:
+        raise RuntimeError(why)
+
+    kernels = object.__new__(Kernels)
+    kernels._cupy, kernels._index, kernels.description = MagicMock(), 0, "a GPU"
+    kernels._cupy.cuda.driver.CUDADriverError = RuntimeError
+    monkeypatch.setattr(torch.cuda, "current_stream", MagicMock())
+    monkeypatch.setattr(kernels, "_function", fail)
+    with pytest.raises(error, match="combine_int32"):
+        kernels.launch("combine_int32", (1, 1), 32, [])
 
 
 @pytest.mark.parametrize(("version", "extra"), [("13.0", "cuda"), ("12.8", "cuda12")])

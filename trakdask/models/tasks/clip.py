@@ -165,7 +165,11 @@ class Clip(HtmlTable):
 
 
 def clip_embeddings(
-    model: Any, samples: Mapping[Any, Any], *, batch_size: int = 256
+    model: Any,
+    samples: Mapping[Any, Any],
+    *,
+    batch_size: int = 256,
+    device: str | torch.device = "cpu",
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Embed images and texts at every checkpoint of a model, to serve as negatives.
 
@@ -177,6 +181,8 @@ def clip_embeddings(
         Images and texts by the task's names: arrays, tensors or a Dataset.
     batch_size
         Samples per pass.
+    device
+        Device of torch that the model runs on.
 
     Returns
     -------
@@ -199,12 +205,12 @@ def clip_embeddings(
     require_integer("batch_size", batch_size, 1, remedy="try batch_size=256")
     whole = as_tensors(samples, task.variables)
     starts = range(0, len(whole[task.image]), batch_size)
-    batches = [Batch({n: t[i : i + batch_size] for n, t in whole.items()}) for i in starts]
+    parts = [{n: t[i : i + batch_size].to(device) for n, t in whole.items()} for i in starts]
     embeddings = {}
     for checkpoint in model.checkpoints:
-        forward = model.forward(checkpoint)
+        forward = model.forward(checkpoint).mapped(lambda tensor: tensor.to(device))
         with torch.no_grad():
-            parts = [task.embed(forward, batch) for batch in batches]
-        image, text = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
+            pairs = [task.embed(forward, Batch(part)) for part in parts]
+        image, text = (torch.cat(part).cpu() for part in zip(*pairs, strict=True))
         embeddings[checkpoint.name] = (image, text)
     return embeddings

@@ -51,6 +51,11 @@ def task(kind: type[Any]) -> type[Any]:
 
     @functools.wraps(generated)
     def init(self: Any, *args: Any, output: Any = None, **options: Any) -> None:
+        if "returned" in options and output is not None:
+            raise TypeError(
+                f"expected one of output= and returned=, got {output!r} and "
+                f"{options['returned']!r}; try output={output!r}"
+            )
         generated(self, *args, **({"returned": output} | options))
 
     named = [

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from threading import local
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -17,6 +18,8 @@ from trakdask.checks import require_choice
 from trakdask.html_tables import HtmlTable
 from trakdask.models.reading import Reading
 from trakdask.torch_internals import tree_leaves, tree_map
+
+_local = local()
 
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
@@ -180,9 +183,32 @@ def reject_samples(bad: Tensor, text_of: Callable[..., str]) -> None:
     text_of
         Called with the first place of a bad value; returns the text of a :class:`SampleError`.
     """
-    if bool(bad.any()):
+    if (found := getattr(_local, "found", None)) is not None:
+        found.append((bad, text_of))
+    elif bool(bad.any()):
         place = bad.nonzero()[0].tolist()
         raise SampleError(text_of(*place), place[0])
+
+
+@contextmanager
+def rejecting_later(*, ever: bool = True) -> Iterator[None]:
+    """Let :func:`reject_samples` wait until the body ends, or fails: then one read serves all.
+
+    Each read waits for the device. If not ``ever``, nothing is rejected: for samples that have been
+    looked at. Inside of another one, this does nothing.
+    """
+    if getattr(_local, "found", None) is not None:
+        yield
+        return
+    found: list[tuple[Tensor, Callable[..., str]]] = []
+    _local.found = found
+    try:
+        yield
+    finally:
+        _local.found = None
+        if ever and found and bool(torch.stack([bad.any() for bad, _ in found]).any()):
+            for each in found:
+                reject_samples(*each)
 
 
 def _copied(value: Any, dtype: torch.dtype | None) -> Any:

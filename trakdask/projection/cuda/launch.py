@@ -42,14 +42,16 @@ _INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
 _MOST_SHARED_BYTES = 48 * 2**10  # a function must request more explicitly
 
 
-def kernels_for(device: torch.device) -> Kernels:
-    """Return the kernels of a CUDA device, which are compiled when first launched.
+def kernels_for(device: torch.device) -> Kernels | None:
+    """Return the kernels of an NVIDIA GPU, which are compiled when first launched; else None.
 
     Raises
     ------
     ImportError
         If CuPy is missing; the message names the extra.
     """
+    if device.type != "cuda" or torch.version.cuda is None:  # AMD's GPUs are named "cuda", too
+        return None
     return _kernels(torch.cuda.current_device() if device.index is None else device.index)
 
 
@@ -59,12 +61,13 @@ def _kernels(index: int) -> Kernels:
 
 
 def missing() -> str | None:
-    """Return why this process cannot project on a GPU, in one line; None if it can."""
-    if not torch.cuda.is_available():
-        why = "is a build for CPUs" if torch.version.cuda is None else "sees no GPU"
-        return f"torch {torch.__version__} {why}"
+    """Return why kernels cannot run on the NVIDIA GPU of this process; None if nothing is missing.
+
+    On other accelerators nothing is, since there are no kernels for these.
+    """
     try:
-        _cupy()
+        if torch.cuda.is_available() and torch.version.cuda is not None:
+            _cupy()
     except ImportError as err:
         return str(err)
     return None
@@ -137,17 +140,21 @@ class Kernels:
         ------
         KernelError
             If the kernel cannot be compiled, or the driver rejects the launch.
+        torch.OutOfMemoryError
+            If the driver has no memory for the kernel.
         """
         cuda, current = self._cupy.cuda, torch.cuda.current_stream(self._index)
         stream = _Stream(current.cuda_stream)
         with cuda.Device(self._index), cuda.Stream.from_external(stream):
-            function = self._function(name)
             try:
+                function = self._function(name)
                 if shared_bytes > max(_MOST_SHARED_BYTES, function.max_dynamic_shared_size_bytes):
                     function.max_dynamic_shared_size_bytes = shared_bytes
                 function((*grid, 1), (threads,), packed(arguments), shared_mem=shared_bytes)
             except self._cupy.cuda.driver.CUDADriverError as err:
-                raise KernelError(
+                # Out of memory, a micro-batch is halved.
+                is_memory = "OUT_OF_MEMORY" in str(err)
+                raise (torch.OutOfMemoryError if is_memory else KernelError)(
                     f"expected kernel {name} with grid {grid} and {shared_bytes} bytes of shared "
                     f"memory to start on {self.description}, got {err}; try device='cpu'"
                 ) from err
@@ -226,8 +233,8 @@ def _cupy() -> Any:
         major = (torch.version.cuda or "13").partition(".")[0]
         extra = "cuda12" if major == "12" else "cuda"
         raise ImportError(
-            f"expected CuPy, which compiles the kernels for the GPU, got an import error ({err}); "
-            f"try pip install 'trakdask[{extra}]', or device='cpu'"
+            "expected CuPy, which compiles the faster kernels for the GPU, got an import error "
+            f"({err}); try pip install 'trakdask[{extra}]'"
         ) from err
     return cupy
 

@@ -8,6 +8,7 @@ results. Every kernel is compared with the CPU before it is first used.
 
 from __future__ import annotations
 
+import logging
 import threading
 from abc import abstractmethod
 from collections.abc import Hashable, Iterator
@@ -18,13 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trakdask.errors import KernelError
+from trakdask.errors import KernelError, warn_once
 from trakdask.projection.acceleration import on_gpu
 from trakdask.projection.cuda.launch import Argument, Kernels, kernels_for
-from trakdask.projection.fixed_point import FRACTION_BITS
+from trakdask.projection.fixed_point import FRACTION_BITS, float_matmul
 from trakdask.projection.philox import ROWS_PER_COUNTER
 from trakdask.projection.protocol import Projector
 from trakdask.projection.rows import ROW_BLOCK
+from trakdask.torch_internals import int8_matmul
 
 THREADS = 512
 """Threads of a block that works on one sample of one row block; a power of two."""
@@ -41,13 +43,14 @@ _PROOF_WIDTH = 77
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-_proven: set[Hashable] = set()
+_log = logging.getLogger(__name__)
+_proven: dict[Hashable, Kernels | None] = {}
 _proving = threading.Lock()
 
 
 @dataclass(frozen=True)
 class GpuProjector(Projector):
-    """A projector with CUDA kernels, which project blocks that are on an NVIDIA GPU."""
+    """A projector with ways of its own for blocks that are on an accelerator."""
 
     rounds_row_blocks: ClassVar[bool] = True
 
@@ -72,59 +75,66 @@ class GpuProjector(Projector):
             Sums (B, proj_dim), float64, with adjacent columns, which the product is added to.
         """
 
+    @abstractmethod
+    def project_by_torch(self, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
+        """Do the same by operations of torch, on any device, and for rows of any strides."""
+
     def project_rows(self, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
         """Add the projection of consecutive row blocks to ``out``; see ``Projector``.
 
-        CUDA kernels project rows that are on an NVIDIA GPU, with the same bits as a CPU. (They have
-        not run on a GPU yet.)
-
-        Raises
-        ------
-        ImportError
-            If the rows are on a GPU and CuPy is missing.
-        KernelError
-            If the kernels cannot run on that GPU, or give other bits than the CPU.
+        On any device but the CPU, these are operations of torch, or the CUDA kernels where
+        :func:`kernels_that_work` returns some. All give the bits of the CPU.
         """
         if not on_gpu(rows):
             super().project_rows(rows, row_offset, checkpoint, out)
             return
         # Kernels read 16 or 32 bits, and columns that lie side by side.
         rows = rows if rows.dtype in _DTYPES else rows.float()
+        if (kernels := kernels_that_work(self, rows)) is None:
+            self.project_by_torch(rows, row_offset, checkpoint, out)
+            return
         rows = rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
-        kernels = kernels_for(rows.device)
-        require_proven(self, kernels, rows)
         self.project_on_gpu(kernels, rows, row_offset, checkpoint, out)
 
 
-def require_proven(projector: GpuProjector, kernels: Kernels, rows: Tensor) -> None:
-    """Project a small tile on the GPU and on the CPU, once per process, device and kernel.
+def kernels_that_work(projector: GpuProjector, rows: Tensor) -> Kernels | None:
+    """Return the kernels that project some rows; None if operations of torch do.
 
-    Raises
-    ------
-    KernelError
-        If any bit differs.
+    Kernels are used where they have given the bits of the CPU for a small tile, which is tried once
+    per process, device and kernel. Where an NVIDIA GPU has none that do, a warning says why.
     """
     # Few columns suffice: a wrong kernel, option or compiler changes the bits of all of them.
     small = replace(projector, proj_dim=min(projector.proj_dim, _PROOF_WIDTH))
-    key = (kernels.description, rows.device, rows.dtype, small)
+    key = (rows.device, rows.dtype, small)
     with _proving:
-        if key in _proven:
-            return
-        tile = _proof_tile(rows.dtype)
-        expected = torch.zeros(len(tile), small.proj_dim, dtype=torch.float64)
-        for row in range(0, _PROOF_ROWS, ROW_BLOCK):
-            small.project_block(tile[:, row : row + ROW_BLOCK], row, 1, expected)
-        on_device = torch.zeros_like(expected, device=rows.device)
-        small.project_on_gpu(kernels, tile.to(rows.device), 0, 1, on_device)
-        actual = on_device.cpu()
-        wrong = (actual != expected) & ~(actual.isnan() & expected.isnan())
-        if wrong.any():
-            raise KernelError(
-                f"expected the kernels of {small} to give the bits of the CPU, "
-                f"got other bits in {int(wrong.sum())} of {wrong.numel()} sums for {rows.dtype} "
-                f"gradients on {kernels.description}; try device='cpu', and report this message"
-            )
-        _proven.add(key)
+        if key not in _proven:
+            try:
+                _proven[key] = kernels_for(rows.device)
+                if (kernels := _proven[key]) is not None:
+                    _require_bits_of_cpu(small, kernels, _proof_tile(rows.dtype), rows.device)
+            except (ImportError, KernelError) as err:
+                _proven[key] = None
+                text = f"gradients are projected by torch, which is slower on a GPU, because: {err}"
+                warn_once(("kernels", rows.device), text, _log.warning)
+        return _proven[key]
+
+
+def _require_bits_of_cpu(
+    projector: GpuProjector, kernels: Kernels, tile: Tensor, device: torch.device
+) -> None:
+    expected = torch.zeros(len(tile), projector.proj_dim, dtype=torch.float64)
+    for row in range(0, _PROOF_ROWS, ROW_BLOCK):
+        projector.project_block(tile[:, row : row + ROW_BLOCK], row, 1, expected)
+    on_device = torch.zeros_like(expected, device=device)
+    projector.project_on_gpu(kernels, tile.to(device), 0, 1, on_device)
+    actual = on_device.cpu()
+    wrong = (actual != expected) & ~(actual.isnan() & expected.isnan())
+    if wrong.any():
+        raise KernelError(
+            f"expected the kernels of {projector} to give the bits of the CPU, "
+            f"got other bits in {int(wrong.sum())} of {wrong.numel()} sums for {tile.dtype} "
+            f"gradients on {kernels.description}; try reporting this message"
+        )
 
 
 def _proof_tile(dtype: torch.dtype) -> Tensor:
@@ -170,6 +180,14 @@ def fill_bits(
     arguments = (*counters, *window, np.uint64(seed), np.uint32(checkpoint), bits)
     grid = -(-n_columns * n_counters // _TILE_THREADS), 1  # a thread per counter
     kernels.launch("rademacher_bits", grid, _TILE_THREADS, arguments, 16 * _TILE_THREADS)
+
+
+def multiply(digits: Tensor, bits: Tensor, out: Tensor) -> None:
+    """Write the exact product digits bitsᵀ, (lines, columns), to an int32 tensor."""
+    try:
+        int8_matmul(digits, bits, out)
+    except RuntimeError:  # cuBLAS has none for some shapes on some GPUs
+        float_matmul(digits, bits, out)
 
 
 def combine(

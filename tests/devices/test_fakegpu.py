@@ -1,0 +1,135 @@
+"""The device that stands for a GPU is as strict as one."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests import fakegpu
+
+ON = "fakegpu:0"
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda here, there: here + there,
+        lambda here, there: here @ there,
+        lambda here, there: torch.cat([here, there]),
+        lambda here, there: nn.functional.linear(here, there),
+        lambda here, there: here.gather(0, there.long()),
+        lambda here, there: here.index_select(0, there[0].long()),
+        lambda here, there: here.index_add_(0, there[0].long(), here),
+        lambda here, there: nn.functional.conv1d(here[None], there[None]),
+    ],
+)
+@pytest.mark.parametrize("other", ["cpu", "fakegpu:1"])
+def test_operators__refuse_tensors_of_two_devices(mix, other: str, fake_gpu: None) -> None:
+    here, there = torch.ones(2, 2, device=ON), torch.ones(2, 2, device=other)
+    with pytest.raises(RuntimeError, match="same device"):
+        mix(here, there)
+
+
+def test_operators__take_numbers_and_indices_of_the_cpu(fake_gpu: None) -> None:
+    here = torch.arange(3.0, device=ON)
+    assert (here * torch.tensor(2.0)).tolist() == [0, 2, 4]
+    assert here[torch.tensor([2, 1])].tolist() == [2, 1]
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.dot(here, torch.tensor(2.0))
+
+
+def test_memory__cannot_be_seen_by_numpy(fake_gpu: None) -> None:
+    here = torch.ones(2, device=ON)
+    for read in (here.numpy, lambda: np.asarray(here)):
+        with pytest.raises(TypeError):
+            read()
+    assert here.numpy(force=True).tolist() == [1, 1]
+
+
+def test_generators__are_of_the_device(fake_gpu: None) -> None:
+    with pytest.raises(RuntimeError, match="generator"):
+        torch.rand(2, device=ON, generator=torch.Generator())
+    drawn = [torch.rand(2, device=ON, generator=torch.Generator(ON).manual_seed(1)) for _ in "ab"]
+    assert torch.equal(*drawn)
+
+
+def test_views__share_memory_and_storages_grow(fake_gpu: None) -> None:
+    here = torch.zeros(2, 3, device=ON)
+    here.T[1].add_(1)
+    assert here.tolist() == [[0, 1, 0], [0, 1, 0]]
+    out = torch.empty(0, device=ON)
+    torch.add(here, 1, out=out)
+    assert out.shape == (2, 3)
+    assert str(out.device) == ON
+
+
+@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers__have_gradients_in_training_mode_only(cell, fake_gpu: None) -> None:
+    layer, x = cell(3, 4, bidirectional=True), torch.ones(2, 5, 3)
+    expected = layer(x)[0]
+    found = layer.to(ON)(x.to(ON))[0]
+    torch.testing.assert_close(found.cpu(), expected)
+    found.sum().backward()
+    with pytest.raises(RuntimeError, match="training mode"):
+        layer.eval()(x.to(ON))[0].sum().backward()
+    with torch.no_grad():
+        layer(x.to(ON))
+
+
+def test_convolution__has_the_bits_of_the_cpu(fake_gpu: None) -> None:
+    layer, x = nn.Conv2d(4, 6, 3, groups=2), torch.rand(2, 4, 7, 7)
+    expected = torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
+    layer.to(ON)
+    found = torch.autograd.grad(layer(x.to(ON)).square().sum(), list(layer.parameters()))
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
+
+
+def test_backward__runs_in_a_thread_of_the_device(fake_gpu: None) -> None:
+    x, threads = torch.ones(2, device=ON, requires_grad=True), []
+    y = x * 2
+    y.register_hook(lambda _: threads.append(threading.get_ident()))
+    y.sum().backward()
+    assert threads != [threading.get_ident()]
+
+
+def test_autocast__lowers_the_precision_of_products(fake_gpu: None) -> None:
+    here = torch.ones(2, 2, device=ON)
+    with torch.autocast("fakegpu", dtype=torch.bfloat16):
+        assert (here @ here).dtype == torch.bfloat16
+        assert here.exp().dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x.double(),
+        lambda x: torch.zeros(2, dtype=torch.float64, device=x.device),
+        lambda x: torch.ones(2, dtype=torch.float64).to(x.device),
+        lambda x: x.sum(dtype=torch.float64),
+    ],
+)
+def test_float64__can_be_forbidden(make, fake_gpu: None) -> None:
+    x = torch.ones(2, device=ON)
+    assert make(x).dtype == torch.float64
+    fakegpu.allow_float64(False)
+    with pytest.raises(TypeError, match="float64"):
+        make(x)
+    assert (x * 0.5).dtype == torch.float32
+
+
+def test_calls__are_counted(fake_gpu: None) -> None:
+    x = torch.ones(3).to(ON)
+    assert fakegpu.counts()["bytes to device"] == 12
+    x.exp_()
+    x.exp_()
+    assert fakegpu.calls() == {"aten::exp.out": 2}
+    assert x.sum() > 2
+    x.cpu()
+    found = fakegpu.counts()
+    assert (found["reads"], found["copies to host"], found["copies to device"]) == (1, 1, 0)
+    assert found["operators"] > 3
+    assert not fakegpu.counts()

@@ -1,0 +1,157 @@
+"""What a fit keeps while it runs, so that it goes on after a kill: blocks, and whole checkpoints.
+
+They are files in a folder beside the store. One that cannot be read, or holds other values than it
+says, is computed again.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from functools import partial
+
+import dask.array as da
+import numpy as np
+
+from trakdask.execution import n_slots, skipped
+from trakdask.files import Folder
+from trakdask.models.model import Model
+from trakdask.projection.fitted import Fitted
+
+_FOLDER: ContextVar[Folder | None] = ContextVar("folder", default=None)
+"""Where the passes of this context keep their blocks."""
+
+_log = logging.getLogger(__name__)
+
+
+def kept_blocks(array: da.Array) -> da.Array:
+    """Return an array whose blocks along samples are kept, and read if they are there already.
+
+    Tasks write them. Whatever follows gets the same blocks in the same order, so that not one bit
+    of a sum depends on which of them were there.
+    """
+    if (folder := _FOLDER.get()) is None:
+        return array
+    title, there = array.name, set(folder.names())
+    files = [_file(title, i) for i in range(array.numblocks[0])]
+    is_kept = [file in there and _content(folder, file) is not None for file in files]
+    skipped(title, sum(is_kept))
+    options = {"dtype": array.dtype, "meta": array._meta}
+    write, read = (partial(function, folder, title) for function in (_written, _read))
+    written = da.map_blocks(write, array, name=f"keep-{title}", **options)
+    kept = da.map_blocks(read, chunks=array.chunks, name=f"kept-{title}", **options)
+    both = [(kept if is_there else written).blocks[i] for i, is_there in enumerate(is_kept)]
+    return da.concatenate(both) if any(is_kept) else written
+
+
+def kept_fits(
+    folder: Folder | None,
+    files: Mapping[str, str],
+    model: Model,
+    compute: Callable[[Model], Fitted],
+    n_blocks: int,
+    total: int,
+) -> dict[str, Fitted]:
+    """Return the fit at each checkpoint, as a folder has it, or computed and written.
+
+    Parameters
+    ----------
+    folder
+        Beside the store; nothing is kept without one.
+    files
+        The name of the file of each checkpoint.
+    compute
+        Fits the model that it is given, at all of its checkpoints.
+    model
+        What is fitted. As many checkpoints run side by side as workers need to be busy.
+    n_blocks, total
+        The blocks of a pass over the samples at one checkpoint, and those of all its passes.
+    """
+    done = {name: _fit(folder, file) for name, file in files.items()}
+    made = {name: fit for name, fit in done.items() if fit is not None}
+    for name in made:
+        skipped(files[name], total)
+    lacking = [name for name in files if name not in made]
+    blocks = None if folder is None else folder / "blocks"
+    n, token = max(1, n_slots() // n_blocks), _FOLDER.set(blocks)
+    try:
+        for names in (lacking[i : i + n] for i in range(0, len(lacking), n)):
+            fit = compute(model.at_checkpoints(names))
+            for name in names:
+                made[name] = fit.at_checkpoints([name])
+                if folder is not None:
+                    _write_fit(folder, files[name], made[name])
+            if blocks is not None:
+                blocks.remove()
+    finally:
+        _FOLDER.reset(token)
+    return {name: made[name] for name in files}
+
+
+def _file(title: str, number: int) -> str:
+    return f"{title}-{number}.npz"
+
+
+def _written(
+    folder: Folder, title: str, block: np.ndarray, block_id: tuple[int, ...]
+) -> np.ndarray:
+    file = io.BytesIO()
+    np.savez(file, block=block)
+    folder.write(_file(title, block_id[0]), file.getvalue(), durable=False)
+    return block
+
+
+def _read(folder: Folder, title: str, block_id: tuple[int, ...]) -> np.ndarray:
+    content = _content(folder, _file(title, block_id[0]))
+    if content is None:
+        raise OSError(
+            f"expected the blocks of a fit in {folder.url!r}, which were there when the fit began; "
+            "try the same call again"
+        )
+    return content["block"]
+
+
+def _content(folder: Folder, file: str) -> dict[str, np.ndarray] | None:
+    """Return the arrays of a file, whose checksums it has; None if it cannot be read."""
+    try:
+        return dict(np.load(io.BytesIO(folder.read(file))))
+    except FileNotFoundError:
+        return None
+    except PermissionError:
+        raise
+    except Exception as err:  # bytes that anybody may have put there fail in many ways
+        _warn(folder, file, err)
+        return None
+
+
+def _warn(folder: Folder, file: str, err: Exception) -> None:
+    _log.warning(
+        "%s/%s is no kept fit (%s), and is made again", folder.url, file, type(err).__name__
+    )
+
+
+def _fit(folder: Folder | None, file: str) -> Fitted | None:
+    """Return the fit that a folder has under a name."""
+    content = None if folder is None else _content(folder, file)
+    if folder is None or content is None:
+        return None
+    try:
+        about = json.loads(str(content.pop("about")))
+        if about.pop("of") != file:
+            raise ValueError("it is of another model, or of other samples or options")
+        fit = Fitted.from_spec(about.pop("projector"), arrays=content, **about)
+        fit.require_digests()
+    except Exception as err:
+        _warn(folder, file, err)
+        return None
+    return fit
+
+
+def _write_fit(folder: Folder, file: str, fit: Fitted) -> None:
+    about = {"of": file, "projector": fit.spec(), "digests": fit.digests, "model": fit.model}
+    content = io.BytesIO()
+    np.savez(content, about=np.array(json.dumps(about)), **fit.arrays)
+    folder.write(file, content.getvalue())

@@ -1,0 +1,101 @@
+"""The cost of a fit, from shapes and the pilot of the features."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trakdask.arrays import memory
+from trakdask.planning.pilot import Pilot
+from trakdask.projection import SJLT
+from trakdask.projection.fitted import Components, Fitted
+from trakdask.tensors import factors_of
+
+N_SAMPLES, PROJ_DIM = 2000, 1024
+"""What :func:`trakdask.fit` uses if nobody says otherwise."""
+
+_FEWEST, _SKETCHED, _WIDEST = 500, 16, 8192
+"""Samples of a curvature; columns that its matrices are sketched to; columns of wrong classes."""
+_SLOWER = 1.6
+"""Rotations and eigenvectors take so many times as long as a product of two large matrices with as
+many operations: 1.5 to 1.8 on the machine of the benchmarks."""
+
+
+def sketch_of(n_parameters: int) -> SJLT:
+    """Return the sketch for a model: 8,192 columns, up to 32,768 for larger ones.
+
+    It has up to a quarter as many columns as there are parameters. Texts need that; and the more
+    parameters there are, the less products with wide components cost beside gradients, and the less
+    space components take beside checkpoints.
+
+    Examples
+    --------
+    >>> sketch_of(11_000_000)
+    SJLT(proj_dim=32768, sparsity=4, seed=0)
+    """
+    width = 2 ** math.floor(math.log2(n_parameters / 4))
+    return SJLT(proj_dim=min(max(width, 8192), 32768), seed=0)
+
+
+@dataclass(frozen=True)
+class PlannedFit:
+    """The cost of :func:`~trakdask.fit` for the samples and the model of a plan.
+
+    Parameters
+    ----------
+    n_samples
+        How many samples it uses.
+    n_passes
+        How often each of them passes each checkpoint.
+    operations
+        Arithmetic operations per checkpoint, beside those of gradients and their sketch.
+    kept_bytes
+        Bytes of the fitted values of all checkpoints, which a store keeps.
+    memory_bytes
+        The most memory of one of its tasks, beside gradients.
+    """
+
+    n_samples: int
+    n_passes: int
+    operations: int
+    kept_bytes: int
+    memory_bytes: int
+
+    def seconds(self, pilot: Pilot, n_checkpoints: int, proj_dim: int) -> float:
+        """Return how long it will take, if gradients take as long as in a pilot of features."""
+        gradients_s = self.n_passes * self.n_samples * pilot.block_s / pilot.n_samples
+        operation_s = pilot.gram_s / (2 * pilot.n_samples * proj_dim**2)
+        of_one = gradients_s + _SLOWER * self.operations * operation_s
+        return n_checkpoints * of_one / pilot.n_slots
+
+
+def planned_fit(
+    projector: Fitted, attrs: Mapping[str, Any], n_samples: int, n_checkpoints: int
+) -> PlannedFit:
+    """Return the cost of a fit: of the projector, if it has components, else by default."""
+    # 1. What is fitted: n samples in w columns of a sketch, of which p are kept.
+    shapes = attrs["parameters"]
+    n_parameters = sum(map(math.prod, shapes.values()))
+    widths = [step.proj_dim for step in projector.steps if isinstance(step, Components)]
+    sketch = projector.projector if widths else sketch_of(n_parameters)
+    n, w = n_samples, int(getattr(sketch, "proj_dim", n_parameters))
+    p, n_leading, n_passes = min(*(widths or [PROJ_DIM]), n), 0, 1
+    if has_curvature := n >= _FEWEST:  # half of the columns are leading coordinates
+        n_leading, n_passes = min(w // 2, n_parameters), 3
+        w = n_leading + w - w // 2
+    # 2. Components of the products of samples, and products of gradients with them.
+    kept, operations = p * (2 * w + 8), n * w * (4 * n + 2 * p) + 9 * n**3
+    if attrs.get("loss_kind") == "cross-entropy" and p <= _WIDEST:
+        n_passes += 1
+        kept, operations = kept + 8 * p**2, operations + n * p * (2 * w + p)
+    # 3. The matrices of each axis, and gradients in the coordinates of their eigenvectors.
+    if has_curvature:
+        kept += 4 * n_parameters + 8 * n_leading
+        for name, _, d, _ in factors_of(shapes):
+            turned = 2 * math.prod(shapes[name]) * ((n_passes - 1) * d + _SKETCHED)
+            operations += n * (turned + 2 * _SKETCHED * d**2) + 9 * d**3
+            kept += 4 * d**2
+    most = max(memory.principal_components(n, w), 4 * kept)
+    return PlannedFit(n, n_passes, operations, kept * n_checkpoints, most)
