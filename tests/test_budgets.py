@@ -18,8 +18,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "tests" / "benchmarks"
 
-LINES_OF_PACKAGE = 22_982
-LINES_OF_TESTS = 24_985
+LINES_OF_PACKAGE = 22_987
+LINES_OF_TESTS = 25_002
 LINES_OF_BENCHMARKS = 1_898
 NAMED_TYPES = 227
 PUBLIC_NAMES = 105
