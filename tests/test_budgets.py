@@ -18,8 +18,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "tests" / "benchmarks"
 
-LINES_OF_PACKAGE = 23_394
-LINES_OF_TESTS = 26_389
+LINES_OF_PACKAGE = 23_225
+LINES_OF_TESTS = 26_230
 LINES_OF_BENCHMARKS = 2_000
 NAMED_TYPES = 227
 PUBLIC_NAMES = 105

@@ -50,33 +50,34 @@ def oracle_left_out(
 
 
 def oracle_choice(
-    values: Sequence[float], prior: float = 1.0, n_samples: int = 1000, decades: float = 0.0
+    values: Sequence[float], prior: float = 1.0, n: int = 1, is_whole: bool = False, m: int = 1000
 ) -> float:
-    """The ρ of the largest correlation above the prior, if it is clearly better than the prior.
-
-    Else the ρ of the largest correlation near the prior.
-    """
-    above = {rho: z for rho, z in zip(GRID, np.arctanh(values), strict=True) if rho >= prior}
-    best = max(above, key=above.__getitem__)
-    needed = 0.2 if np.tanh(above[prior]) < 0.57 or n_samples < 500 else 0.6
-    if above[best] - above[prior] > needed:
-        return best
-    nearness = np.abs(np.log10(GRID) - np.log10(prior))
-    return max(
-        (rho for rho, d in zip(GRID, nearness, strict=True) if d < decades + 0.01),
-        key=dict(zip(GRID, values, strict=True)).__getitem__,
-    )
+    """The ρ whose correlation exceeds the one at the prior by most, beyond what it has to."""
+    by_rho = dict(zip(GRID, np.arctanh(values), strict=True))
+    prior = min(GRID, key=lambda rho: abs(np.log(rho / prior)))
+    alone = 0.2 if np.tanh(by_rho[prior]) < 0.57 or m < 500 else 0.6
+    best, most = prior, by_rho[prior]
+    for rho, z in by_rho.items():
+        needed = (0.1 if rho > prior else 0.2) / n**0.5 if is_whole else alone
+        if (rho > prior or (is_whole and prior / 11 < rho < prior)) and z - needed > most:
+            best, most = rho, z - needed
+    return float(best)
 
 
 OPTIONS = {"samples": "targets", "otherwise": "tr(K)/n"}
 
 
 def choice(
-    values: Sequence[float], m: int = 1000, prior: float = 1.0, n: int = 1000, decades: float = 0.0
+    values: Sequence[float],
+    m: int = 1000,
+    prior: float = 1.0,
+    n: int = 1,
+    is_whole: bool = False,
+    n_samples: int = 1000,
 ) -> float:
     """Return the ρ that a curve chooses, NaN if the totals do not follow the outputs."""
-    options = {"prior": prior, "decades": decades, "n_samples": n, **OPTIONS}
-    return float(chosen(np.asarray(values), m, **options)["relative"][0])
+    options = {"prior": prior, "is_whole": is_whole, "n_samples": n_samples, **OPTIONS}
+    return float(chosen(np.asarray(values), m, n, **options)["relative"][0])
 
 
 def rising(at_prior: float, peak: float, prior: float = 1.0) -> np.ndarray:
@@ -102,7 +103,7 @@ def test_choose__pearson_of_means_over_checkpoints() -> None:
     with raise_if_dask_computes():
         found = choose(
             da.from_array(totals, chunks=(8, len(GRID), 1)), da.from_array(outputs, chunks=5),
-            prior=1.0, decades=0.0, n_samples=1000, quiet=True, **OPTIONS,
+            prior=1.0, is_whole=False, n_samples=1000, quiet=True, **OPTIONS,
         )  # fmt: skip
     good = np.delete(np.arange(30), [4, 9])
     expected = [
@@ -115,27 +116,30 @@ def test_choose__pearson_of_means_over_checkpoints() -> None:
     st.lists(st.floats(-0.999, 0.999), min_size=21, max_size=21),
     st.integers(50, 10_000),
     st.sampled_from([1.0, 10**0.5]),
+    st.integers(1, 10),
+    st.booleans(),
     st.sampled_from([499, 500]),
-    st.sampled_from([0.0, 0.5, 1.0]),
 )
 def test_choose__as_the_oracle(
-    values: list[float], m: int, prior: float, n: int, decades: float
+    values: list[float], m: int, prior: float, n: int, is_whole: bool, n_samples: int
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        options = {"prior": prior, "n_samples": n, "decades": decades}
-        found = chosen(np.array(values), m, **options, **OPTIONS)
+        options = {"prior": prior, "is_whole": is_whole, "n_samples": n_samples, **OPTIONS}
+        found = chosen(np.array(values), m, n, **options)
     if max(values) * m**0.5 < 3:
         assert np.isnan(found["relative"])
         assert found["rule"] == "tr(K)/n"
     else:
         assert found["rule"] == "completeness, targets"
-        assert found["relative"] == oracle_choice(values, **options)
+        assert found["relative"] == pytest.approx(
+            oracle_choice(values, prior, n, is_whole, n_samples)
+        )
         assert found["peak"] == max(values)
     np.testing.assert_array_equal(found["curve"][0], values)
 
 
-SHORT, PRIOR = 10**1.5, 10**0.5
+SHORT, PRIOR, WHOLE = 10**1.5, 10**0.5, {"is_whole": True}
 CHOICES = [
     (rising(0.80, 0.92), {}, 1),  # artanh(0.92) - artanh(0.80) = 0.49, as halves of the data have
     (rising(0.76, 0.89, PRIOR), {"prior": PRIOR}, PRIOR),
@@ -148,22 +152,26 @@ CHOICES = [
     (rising(0.60, 0.70), {}, 1),
     (rising(0.52, 0.60), {}, 1),
     # or with few training samples, however many are held out.
-    (rising(0.90, 0.95), {"m": 128, "n": 128}, SHORT),
-    (rising(0.90, 0.95), {"m": 128, "n": 1000}, 1),
-    (rising(0.90, 0.91), {"m": 128, "n": 128}, 1),
-    # The peak near the prior, above or below it, however small the gain.
-    (rising(0.80, 0.81, 10), {"prior": 10, "decades": 1}, SHORT),
-    (rising(0.80, 0.81), {"decades": 1}, 10),
-    (np.linspace(0.95, 0.90, 21), {"decades": 0.5}, 10**-0.5),
-    # Else never below the prior.
-    (np.linspace(0.95, 0.1, 21), {"n": 100}, 1),
+    (rising(0.90, 0.95), {"m": 128, "n_samples": 128}, SHORT),
+    (rising(0.90, 0.95), {"m": 128}, 1),
+    (rising(0.90, 0.91), {"m": 128, "n_samples": 128}, 1),
+    # Of the whole curvature, by 0.1/√C.
+    (rising(0.87, 0.90), WHOLE, SHORT),
+    (rising(0.87, 0.88), WHOLE, 1),
+    (rising(0.87, 0.88), {"n": 9, **WHOLE}, SHORT),
+    # Only there, a smaller ρ, by 0.2/√C, but not by more than a decade.
+    (rising(0.87, 0.92)[::-1], {"prior": 10}, 10),
+    (rising(0.87, 0.95)[::-1], {"prior": 10, **WHOLE}, 1),
+    (rising(0.87, 0.95, 10)[::-1], {**WHOLE}, 10**-0.5),
+    (rising(0.87, 0.90, 10)[::-1], {**WHOLE}, 1),
     (np.full(21, 1.0), {}, 1),
+    (np.full(21, 1.0), WHOLE, 1),
 ]
 
 
 @pytest.mark.parametrize(("values", "options", "expected"), CHOICES)
-def test_choose__a_larger_rho_only_for_a_clear_gain(values, options, expected) -> None:
-    assert choice(values, **options) == expected
+def test_choose__another_rho_only_for_a_clear_gain(values, options, expected) -> None:
+    assert choice(values, **options) == pytest.approx(expected)
 
 
 def test_choose__totals_of_noise_do_not_choose() -> None:
@@ -186,7 +194,7 @@ def test_choose__warns_the_client_of_a_worker(process_client: object) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         totals = da.zeros((100, len(GRID), 1), chunks=-1)
-        choose(totals, totals[:, 0], prior=1.0, decades=0.0, n_samples=1000, **OPTIONS).compute()
+        choose(totals, totals[:, 0], prior=1.0, is_whole=False, n_samples=1000, **OPTIONS).compute()
         wait_until(
             lambda: any("all the same" in str(w.message) for w in caught), "the worker's warning"
         )

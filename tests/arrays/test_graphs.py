@@ -111,7 +111,6 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     "n_component": lambda seed: P - seed,
     "proj_dim": lambda seed: P + seed,
     "prior": lambda seed: [1.0, 10**0.5][seed],
-    "decades": lambda seed: [0.0, 1.0][seed],
     "n_samples": lambda seed: [N, 1000][seed],
     "quiet": lambda seed: not seed,
     "n": lambda seed: N + seed,
@@ -120,7 +119,9 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     "power": lambda seed: [0.5, 1][seed],
     "codes": lambda seed: (np.arange(N) + seed) % 3,
     "n_groups": lambda seed: 3 + seed,
-    **dict.fromkeys(("pooled", "average", "largest", "relative"), lambda seed: not seed),
+    **dict.fromkeys(
+        ("pooled", "average", "largest", "relative", "is_whole"), lambda seed: not seed
+    ),
     "n_subsets": lambda seed: 6 + seed,
     "size": lambda seed: 10 + seed,
     "seed": lambda seed: seed,

@@ -88,10 +88,10 @@ def test_damping__by_a_calibration_set(power, rho, noise, chosen) -> None:
     curve = curve_of(TRAIN, rows, h, g)
     found = td.damping(TRAIN, td.Soft(power=power), calibrate=rows).compute()
     np.testing.assert_allclose(found.curve, curve, atol=1e-10)
-    assert float(found.relative) == oracle_choice(list(curve), n_samples=N)
+    assert float(found.relative) == oracle_choice(list(curve), m=N)
     assert chosen[0] <= float(found.relative) <= chosen[1]
     assert float(found.peak) == pytest.approx(curve.max(), abs=1e-10)
-    least = np.tanh(np.arctanh(curve[GRID >= 1].max()) - 0.2)  # of few samples
+    least = np.tanh(np.arctanh(curve[GRID > 1].max()) - 0.2)  # of few samples
     assert float(found.threshold) == pytest.approx(least, abs=1e-10)
     assert str(found.rule.values) == "completeness, calibration set"
     x = TRAIN.feature.values
@@ -130,7 +130,7 @@ def test_damping__by_training_rows_left_out() -> None:
     found = td.damping(train, estimator="soft").compute()
     curve = np.array([np.corrcoef(totals_left_out(train, r, h, g), f)[0, 1] for r in GRID])
     np.testing.assert_allclose(found.curve, curve, atol=1e-10)
-    assert float(found.relative) == oracle_choice(list(curve), n_samples=N)
+    assert float(found.relative) == oracle_choice(list(curve), m=N)
     assert str(found.rule.values) == "completeness, training rows left out"
 
 

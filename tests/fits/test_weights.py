@@ -55,9 +55,13 @@ def explicit(name: str, checkpoints: list[int]) -> dict[str, dict[str, float]]:
             "share": np.mean(traces), "directions": np.mean(directions),
         } | ({"agreement": np.mean(r)} if r else {})  # fmt: skip
     total = sum(each["share"] for each in found.values())
-    length = sum(each["weight"] ** 2 * each["share"] / total for each in found.values())
+    length = sum(each["weight"] ** 2 * each["share"] for each in found.values())
     for each in found.values():
+        if each["weight"] ** 2 * each["share"] < 0.01 * length:
+            each["weight"] = 0
         each["share"] /= total
+    length = sum(each["weight"] ** 2 * each["share"] for each in found.values())
+    for each in found.values():
         each["weight"] /= np.sqrt(length)
     return found
 
@@ -82,7 +86,8 @@ def test_weights__are_those_of_explicit_modules(name: str, checkpoints: list[int
     owner = {n: title for title, names in groups_of(model.shapes).items() for n in names}
     for i, c in enumerate(checkpoints):
         rows, _ = scaled(name, c)
-        rows = {n: x * expected[owner[n]]["weight"] for n, x in rows.items()}
+        weight = {n: expected[owner[n]]["weight"] for n in rows}
+        rows = {n: x * weight[n] for n, x in rows.items() if weight[n]}
         whole = np.concatenate([*rows.values()], 1)
         atol = 1e-4 * np.abs(whole).max()
         np.testing.assert_allclose(features.feature.values[..., i], whole, atol=atol)
@@ -138,6 +143,7 @@ def test_weights__follow_by_every_door(tmp_path: Any) -> None:
 
 def test_weights__what_has_none_is_not_differentiated(tmp_path: Any, monkeypatch: Any) -> None:
     samples, model = case("cnn")
+    monkeypatch.setattr(weights, "_NEGLIGIBLE", 0)
     whole = td.fit(samples, model, **EXACT)
     monkeypatch.setattr(weights, "_NEGLIGIBLE", 0.1)
     projector = td.fit(samples, model, **EXACT)

@@ -25,20 +25,23 @@ from trakdask.errors import warn_once
 
 #: Candidates for ρ, a quarter of a decade apart, which scores hardly notice.
 GRID: npt.NDArray[np.float64] = 10.0 ** np.linspace(-2, 3, 21)
-_STEP = 0.25
 #: Totals follow the outputs if their correlation is this many standard errors, 1/√m, above 0.
 FOLLOWED = 3.0
 #: A few rows of a block take as long to read as all of it. Rows of eight blocks are not of one
 #: class or source alone where samples are sorted.
 _LEFT_OUT_BLOCKS = 8
-#: How much larger than that at the prior a correlation must be, in Fisher's z, to choose its ρ.
-#: Checkpoints of halves of the data gain up to 0.5 at a ρ that makes scores worse. This and the
-#: next constants were chosen by 2026-11-24-halves.txt; in Fisher's z because near 1 a
-#: correlation grows by ever less: from 0.9 to 0.94 is as far as from 0 to 0.25.
-CLEARLY_LARGER = 0.6
-#: The same where the totals at the prior explain less than a third of the outputs, or samples are
-#: few, so that a training has few steps: a gain there comes from a short training.
+#: How much larger than at the prior a correlation must be to choose its ρ, by one checkpoint; by C,
+#: this divided by √C, as the noise of their trainings. In Fisher's z, because near 1 a correlation
+#: grows by ever less: from 0.9 to 0.94 is as far as from 0 to 0.25. Where K has the wrong classes,
+#: half of it suffices for a larger ρ, since that noise asks for too small a ρ, and ρ may be smaller
+#: by a decade. 2026-11-28-dampings.txt has the tasks that this was chosen by.
 LARGER = 0.2
+_DECADE = 4
+#: The same without the wrong classes, for any number of checkpoints, where totals at the prior
+#: explain a third of the outputs and samples are not few: random columns of checkpoints of halves
+#: gain up to 0.5 at a ρ that makes scores worse. Else it is LARGER: that gain comes from a short
+#: training. These were chosen by 2026-11-24-halves.txt.
+CLEARLY_LARGER = 0.6
 HARDLY_FOLLOWED = 0.57
 FEW_SAMPLES = 500
 
@@ -185,7 +188,7 @@ def choose(
     samples: str,
     otherwise: str,
     prior: float,
-    decades: float,
+    is_whole: bool,
     n_samples: int,
     quiet: bool = False,
 ) -> da.Array:
@@ -203,8 +206,8 @@ def choose(
         The rule that chooses if the totals do not follow the outputs.
     prior
         The ρ of models that were trained to the end.
-    decades
-        How far from the prior the largest correlation is followed, however small its gain.
+    is_whole
+        Whether K is the whole curvature, and checkpoints were trained on all samples.
     n_samples
         How many samples K is a sum over.
     quiet
@@ -223,15 +226,17 @@ def choose(
 
     Notes
     -----
-    ρ is where the correlation is largest, at or above the prior, if its artanh exceeds artanh of
-    the correlation at the prior by 0.6, or by 0.2 where the latter is below 0.57 or K is of fewer
-    than 500 samples. Otherwise ρ is where it is largest within so many decades of the prior.
+    ρ is where the correlation is largest, if its artanh exceeds artanh of the correlation at the
+    prior; else it is the prior. Where K is whole, it has to by 0.1/√C above the prior, with C
+    checkpoints, and by 0.2/√C below, down to a tenth of it. Elsewhere ρ is never below, and has to
+    by 0.6, or by 0.2 where the correlation at the prior is below 0.57 or K is of fewer than 500
+    samples.
     """
     aligned = outputs.rechunk((totals.chunks[0], 1), method="tasks")
     return blockwise(
         _choose, "k", totals, "sgc", aligned, "sc",
         new_axes={"k": 1}, concatenate=True, name="completeness-choice", dtype=CHOICE,
-        samples=samples, otherwise=otherwise, prior=prior, decades=decades, n_samples=n_samples,
+        samples=samples, otherwise=otherwise, prior=prior, is_whole=is_whole, n_samples=n_samples,
         quiet=quiet,
     )  # fmt: skip
 
@@ -239,7 +244,8 @@ def choose(
 def _choose(totals: Block, outputs: Block, **options: Any) -> Block:
     total, output = totals.mean(axis=2), outputs.astype(np.float64).mean(axis=1)
     finite = np.isfinite(output) & np.isfinite(total).all(axis=1)
-    return chosen(_correlation(total[finite], output[finite]), int(finite.sum()), **options)
+    correlation, n_checkpoints = _correlation(total[finite], output[finite]), totals.shape[2]
+    return chosen(correlation, int(finite.sum()), n_checkpoints, **options)
 
 
 def _correlation(x: Block, y: Block) -> Block:
@@ -256,11 +262,12 @@ def _correlation(x: Block, y: Block) -> Block:
 def chosen(
     correlation: Block,
     n_rows: int,
+    n_checkpoints: int,
     *,
     samples: str,
     otherwise: str,
     prior: float,
-    decades: float,
+    is_whole: bool,
     n_samples: int,
     quiet: bool = False,
 ) -> Block:
@@ -270,18 +277,22 @@ def chosen(
     # 1. Totals that do not follow the outputs say nothing: λ is then as by the trace.
     rho, rule = np.nan, otherwise
     if peak * math.sqrt(n_rows) >= FOLLOWED:
-        # 2. The largest correlation from the prior on, if it is clearly larger than at the prior.
-        distance = np.abs(np.log10(GRID / prior))
-        at, near = int(distance.argmin()), np.flatnonzero(distance < decades + _STEP / 2)
-        larger = correlation[at:]
-        is_easy = larger[0] < HARDLY_FOLLOWED or n_samples < FEW_SAMPLES
-        with np.errstate(divide="ignore"):  # of a correlation of exactly 1
-            z = np.arctanh(np.nanmax(larger)) - (LARGER if is_easy else CLEARLY_LARGER)
-        # 3. Otherwise the largest one near the prior.
-        is_clear = larger[0] < np.tanh(z)
-        best = at + np.nanargmax(larger) if is_clear else near[np.nanargmax(correlation[near])]
-        rho, rule = float(prior if best == at else GRID[best]), f"{COMPLETENESS}, {samples}"
-        numbers |= {"relative": rho, "threshold": float(np.tanh(z))}
+        # 2. Correlations, less how much larger than at the prior they have to be.
+        at = int(np.abs(np.log(GRID / prior)).argmin())
+        least = LARGER / math.sqrt(n_checkpoints)
+        if not is_whole:
+            is_easy = correlation[at] < HARDLY_FOLLOWED or n_samples < FEW_SAMPLES
+            least = LARGER if is_easy else CLEARLY_LARGER
+        needed = np.full(len(GRID), least)
+        needed[at + 1 :] /= 1 + is_whole
+        needed[: max(at - is_whole * _DECADE, 0)] = needed[at] = np.inf
+        with np.errstate(divide="ignore", invalid="ignore"):  # of a correlation of exactly 1
+            others = np.arctanh(correlation) - needed
+        # 3. The best of the others, if the prior is below it.
+        best = int(np.nanargmax(others))
+        threshold, rule = float(np.tanh(others[best])), f"{COMPLETENESS}, {samples}"
+        rho = float(GRID[best]) if correlation[at] < threshold else prior
+        numbers |= {"relative": rho, "threshold": threshold}
     if not quiet:
         warn_of_choice(rho, peak, samples)
     return made_choice(rule, samples, **numbers)

@@ -43,8 +43,6 @@ _LEAST_ROWS = 50
 #: A standard error of their correlation is below 0.032, and 2 p² flops for each are less than
 #: the 9 p³ of the eigendecomposition, from p of a few hundred on.
 _LEFT_OUT_ROWS = 1000
-_NEAR_PRIOR = 1.0
-"""Within so many decades of the prior, ρ is where totals follow outputs best."""
 
 
 class Choice(NamedTuple):
@@ -172,9 +170,9 @@ def by_outputs(
     # 3. The ρ where they agree best. Without the wrong classes K is too small for totals to be as
     # large as outputs. Rows that a checkpoint was not trained on ask for a larger ρ than scores do.
     prior = damping_prior(features)
-    decades = _NEAR_PRIOR if WRONG_CLASSES in features and TRAINED_ON not in features else 0.0
     how = arrays.damping.choose(
-        totals, outputs, samples=samples, otherwise=trace.rule, prior=prior, decades=decades,
+        totals, outputs, samples=samples, otherwise=trace.rule, prior=prior,
+        is_whole=WRONG_CLASSES in features and TRAINED_ON not in features,
         n_samples=sums.n_samples, quiet=quiet,
     )  # fmt: skip
     rho = field(how, "relative")

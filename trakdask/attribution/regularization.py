@@ -71,12 +71,12 @@ def damping(
     score(z, t) = f(t), if λ is right. So for 21 ρ from 0.01 to 1000 these sums are correlated over
     samples with the outputs f (both as means over checkpoints), under soft weights of power ½. The
     prior is the features' ``attrs["damping_prior"]`` (1 if missing, 5.6 in the coordinates of a
-    curvature), which is best for models that were trained to the end. A larger ρ, where the
-    correlation is largest, is chosen if it is clearly larger than at the prior: by 0.6 in
-    Fisher's z = artanh(r), or by 0.2 if that at the prior is below 0.57 or there are fewer than 500
-    samples, as after a short training, where ρ has to be 10 to 300 times as large. Otherwise, with
-    ``wrong_classes`` in the features and without ``trained_on``, it is where the correlation is
-    largest within a decade of the prior.
+    curvature), which is best for models that were trained to the end. The ρ with the largest
+    correlation is chosen instead, if that is clearly larger in Fisher's z = artanh(r), as after a
+    short training, where ρ has to be 10 to 300 times as large. With ``wrong_classes`` in the
+    features and without ``trained_on``, C checkpoints need 0.1/√C for a larger ρ, and 0.2/√C for a
+    smaller one, down to a tenth. Otherwise ρ is never smaller, and a larger one needs 0.6, or 0.2
+    if the correlation at the prior is below 0.57 or there are fewer than 500 samples.
 
     Cross-validation, where features have ``trained_on`` and five or more checkpoints, for every
     task. Each checkpoint is left out, and the scores of the others, added up over its samples,
@@ -96,9 +96,8 @@ def damping(
     depends on the training features alone. If the correlation is less than three standard errors
     (1/√m) above 0, λ is as by ``"trace"``.
 
-    ρ is free of the scale of the gradients of any checkpoint. What λ loses against the best one was
-    measured (``tests/benchmarks/results/2026-11-24-halves.txt``) and is on the page "Estimator and
-    λ".
+    ρ is free of the scale of the gradients of any checkpoint. What λ loses against the best one is
+    on the page "Estimator and λ" (``tests/benchmarks/results/2026-11-28-dampings.txt``).
 
     Examples
     --------

@@ -120,7 +120,7 @@ def fit(
     sample in the gram matrix. R = C r / (1 + (C - 1) r), for C checkpoints, is the reliability of
     scores that K alone gives, whose mean correlation between two checkpoints is r. With one
     checkpoint R is 1; only in a causal language model all but the layer that writes words have
-    √0.03. A matrix with less than 0.2 % of the weighted squared length has the weight 0, and
+    √0.03. A matrix with less than 1 % of the weighted squared length has the weight 0, and
     features are made without its gradients. :func:`trakdask.plots.weights` draws the weights, which
     are in the first of ``steps`` of the projector, and in attrs of its features. Checkpoints that
     are appended to a store have the weights of the store.

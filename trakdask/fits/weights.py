@@ -52,7 +52,7 @@ _WIDEST, _SKETCH_BYTES = 4096, 2**28
 _LEAST = 0.01
 """The agreement of scores that do not agree; 0 for all parameters would leave nothing."""
 
-_NEGLIGIBLE = 0.002
+_NEGLIGIBLE = 0.01
 """Groups with a smaller share of the weighted squared length are not differentiated."""
 
 _INNER = 0.03
