@@ -36,8 +36,8 @@ PACKAGE = Path(td.__file__).parent
 BUDGETS = {
     "score, computed": 35,
     "score, saved": 35,
-    "group_score": 36,
-    "group_score, share": 48,
+    "group_score": 37,
+    "group_score, share": 44,
     "save": 50,
 }
 
