@@ -130,7 +130,7 @@ def test_plan__a_fit_takes_as_long_as_its_passes_and_products() -> None:
     more = dataclasses.replace(fit, operations=2 * 10 * 8**2).seconds(pilot, 3, 8)
     assert more - fit.seconds(pilot, 3, 8) == pytest.approx(3 * 1.6 * 0.5 / 2)
     shown = repr(dataclasses.replace(plan(FEATURES), pilot=pilot, fit=fit, block_bytes=4 * 10 * 8))
-    assert "A td.fit before: about 80.00 s, 4 passes over 100 samples, " in shown
+    assert "A td.fit before: about 80 s, 4 passes over 100 samples, " in shown
 
 
 def test_plan__opened_store_gives_the_same(tmp_path: Path) -> None:

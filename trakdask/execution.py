@@ -309,6 +309,20 @@ def _died_of(client: Client | None, n_deaths: int) -> str | None:
     return None
 
 
+def duration(seconds: float) -> str:
+    """Return about how long something takes, as people say it.
+
+    Examples
+    --------
+    >>> duration(0.123), duration(48.3), duration(300), duration(8000)
+    ('0.12 s', '48 s', '5 min', '2.2 h')
+    """
+    units = ("h", 3600), ("min", 60), ("s", 0.0)
+    unit, size = next((unit, size or 1) for unit, size in units if seconds >= 1.5 * size)
+    value = seconds / size
+    return f"{value:.0f} {unit}" if value >= 10 else f"{value:.2g} {unit}"
+
+
 @contextmanager
 def polled_bar(
     title: str, total: int, count: Callable[[], float], *, show: bool = True

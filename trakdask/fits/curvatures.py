@@ -125,8 +125,10 @@ def curvature(
     weights = with_gram(xr.Dataset(attrs=prepared[0].attrs), estimator).of_sums()
     with block_bar("curvature", 2 * len(prepared[0].rows) * len(prepared), show=progress):
         (both,) = dask.compute([_lazy_curvature(each, weights.power) for each in prepared])
-    steps = (float(damping), leading, weights.power)
-    return Fitted.joined([_fitted(*each, *steps) for each in zip(prepared, both, strict=True)])
+    of_each = zip(prepared, both, strict=True)
+    return Fitted.joined(
+        [_fitted(one, sums, float(damping), leading, weights.power) for one, sums in of_each]
+    )
 
 
 def _fitted(

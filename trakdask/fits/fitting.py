@@ -11,11 +11,10 @@ from typing import Any, Literal
 
 import numpy as np
 import xarray as xr
-from dask.utils import format_time
 
 from trakdask.checks import require_integer, shown
 from trakdask.errors import IncompleteFeaturesError
-from trakdask.execution import block_bar
+from trakdask.execution import block_bar, duration
 from trakdask.featurization.preparation import inputs_of, model_of, projector_of, require_model
 from trakdask.files import Folder
 from trakdask.fits.components import principal_components, sketch_for
@@ -176,7 +175,7 @@ def fit(
 
     # 1. The store has some checkpoints; what was kept of the others is not computed again.
     names = [checkpoint.name for checkpoint in model.checkpoints]
-    known = () if stored is None else stored.model["checkpoints"]
+    known = [] if stored is None else [n for n in names if n in stored.model["checkpoints"]]
     todo = [name for name in names if name not in known]
     n, n_drawn = len(part.chunksizes[SAMPLE]), min(part.sizes[SAMPLE], SAMPLES_OF_WEIGHTS)
     of_curvature = 2 * n + (1 if n_drawn < part.sizes[SAMPLE] else n) if curvature else 0
@@ -205,8 +204,9 @@ def fit(
         n_columns = n_components if components else 0
         run = partial(_sketched, part, options, steps, rest, n_columns)
         done = kept("sketch", before, of_sketch, run)
-    parts = [done[n] if n in done else stored.at_checkpoints([n]) for n in names]
-    return replace(Fitted.joined(parts), origin=origin)
+    if stored is not None:
+        done |= {name: stored.at_checkpoints([name]) for name in known}
+    return replace(Fitted.joined([done[name] for name in names]), origin=origin)
 
 
 def _estimate(n_blocks: int, left_s: float, block_s: float) -> str:
@@ -217,14 +217,14 @@ def _estimate(n_blocks: int, left_s: float, block_s: float) -> str:
     >>> _estimate(100, 1.6, 0.1)
     ''
     >>> _estimate(100, 48.0, 3.0).partition(". ")[0]
-    'The fit takes about 48.00 s more, and features of all samples then about 300.00 s'
+    'The fit takes about 48 s more, and features of all samples then about 5 min'
     """
     features_s = n_blocks * block_s
     if left_s + features_s < _LONG_S:
         return ""
     return (
-        f"The fit takes about {format_time(left_s)} more, and features of all samples then about "
-        f"{format_time(features_s)}. Cheaper: td.fit(..., n_samples=500) fits fewer samples; "
+        f"The fit takes about {duration(left_s)} more, and features of all samples then about "
+        f"{duration(features_s)}. Cheaper: td.fit(..., n_samples=500) fits fewer samples; "
         "td.save(td.featurize(samples, model), store) has random columns, and needs no fit"
     )
 

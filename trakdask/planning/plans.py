@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import xarray as xr
-from dask.utils import format_bytes, format_time
+from dask.utils import format_bytes
 
-from trakdask.execution import memory_limit
+from trakdask.execution import duration, memory_limit
 from trakdask.planning.fits import N_SAMPLES, PlannedFit, planned_fit
 from trakdask.planning.pilot import Pilot, counted, run_pilot
 from trakdask.planning.projections import (
@@ -237,7 +237,7 @@ class Plan:
         if (fit := self.fit) is None:
             return []
         seconds = self.estimated_fit_s
-        time = "" if seconds is None else f"about {format_time(seconds)}, "
+        time = "" if seconds is None else f"about {duration(seconds)}, "
         samples = counted(fit.n_samples, "sample")
         return [
             f"A td.fit before: {time}{fit.n_passes} passes over {samples}, "
@@ -252,7 +252,7 @@ class Plan:
         time = "measured by td.plan(features, pilot=True)"
         memory = f"{task} for the largest task, and gradients, which a pilot measures"
         if self.pilot is not None:
-            time = f"about {format_time(self.estimated_s or 0)}. {self.pilot}"
+            time = f"about {duration(self.estimated_s or 0)}. {self.pilot}"
             one, two = (format_bytes(self.memory_bytes(n) or 0) for n in (1, 2))
             memory = f"about {one} in a process with 1 thread, {two} with 2"
         titles = [
