@@ -118,7 +118,8 @@ def test_plan__a_fit_keeps_the_bytes_that_are_planned(
     found = plan(td.featurize(samples, model), n_fitted=n_fitted).fit
     fitted = td.fit(samples, model, n_samples=n_fitted, progress=False)
     assert found is not None
-    assert found.kept_bytes == sum(array.nbytes for array in fitted.arrays.values())
+    kept = sum(array.nbytes for array in fitted.arrays.values())
+    assert 0.99 * found.kept_bytes < kept <= found.kept_bytes  # parameters may have no weight
     assert found.n_passes == 1 + 2 * (n_samples >= 500) + ("image" in task)
     assert plan(td.featurize(samples, model, fitted)).fit is None
 

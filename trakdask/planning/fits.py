@@ -52,7 +52,8 @@ class PlannedFit:
     operations
         Arithmetic operations per checkpoint, beside those of gradients and their sketch.
     kept_bytes
-        Bytes of the fitted values of all checkpoints, which a store keeps.
+        Bytes of the fitted values of all checkpoints, which a store keeps, if all parameters have
+        weight; else a little less.
     memory_bytes
         The most memory of one of its tasks, beside gradients.
     """
