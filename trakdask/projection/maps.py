@@ -72,10 +72,10 @@ class Maps:
         edges = np.cumsum([0, *map(row_map.size, row_map.names)])
         owners = np.searchsorted(edges, leading, side="right") - 1
         self.leading_rows = leading - edges[owners] + np.array(row_map.offsets)[owners]
-        self.leading_places = torch.from_numpy(self.leading_rows).to(device)
-        self.leading_scale = torch.empty(0)
+        self.leading_places = self.leading_scale = torch.empty(0)
         if "scale" in by_use:
             flat = torch.tensor(by_use["scale"], device=device)
+            self.leading_places = torch.from_numpy(self.leading_rows).to(device)
             self.leading_scale = flat[leading]
             flat[leading] = 0  # the sketch takes them as zeros
             self.factors = {name: flat[place] for name, place in places_of(shapes).items()}
