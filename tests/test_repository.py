@@ -112,6 +112,7 @@ def test_recipe__agrees_with_pyproject_and_the_citation() -> None:
 SLEEPS = {
     "tests/waiting.py",  # where all others wait
     "tests/faults/_run.py",  # the time that computing a block takes
+    "tests/faults/_fit.py",  # the same
     "tests/faults/test_kills.py",  # kills at random moments
 }
 

@@ -21,7 +21,7 @@ def test_pages__open_search_filter_click_through_and_reload(
 ) -> None:
     page = tab.page
     tab.open(url)
-    assert page.locator("tbody tr").count() == 24
+    assert page.locator(".rows tbody tr").count() == 24
     assert "1–24 of 60" in page.inner_text("nav.pager >> nth=0")
     page.fill("input[name=search]", "no. 4")
     page.click("button:has-text('Search')")

@@ -20,7 +20,7 @@ def test_marks__are_in_the_file_and_undone_on_any_page(
     explorer: Explorer, url: str, tab: Tab
 ) -> None:
     tab.open(f"{url}?page=sample&sample=5", "Training sample 5")
-    button = tab.page.locator("button[data-mark='remove']")
+    button = tab.page.locator(".one button[data-mark='remove']")
     assert button.get_attribute("aria-pressed") == "false"
     for kind in ("wrong label", "duplicate", "remove"):
         tab.page.click(f"button[data-mark='{kind}']")

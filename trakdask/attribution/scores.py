@@ -428,7 +428,8 @@ def _sums(
         data = (data[:n] / da.nansum(data, 0))[:, 0]  # a group may have failed
         labels = labels_without_targets(labels, len(n_groups))
         attrs["description"] = "share of the sum of all scores"
-    data = data.reshape((*n_groups, *data.shape[1:]))
+    if len(n_groups) > 1:
+        data = data.reshape((*n_groups, *data.shape[1:]))
     return labelled("share" if share else "score", labels, data, attrs)
 
 
