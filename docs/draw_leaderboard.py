@@ -18,6 +18,7 @@ FILES = (
     "2026-11-28-leaderboard-captum.txt",
     "2026-11-24-leaderboard.txt",  # of two files that have a cell, the later one here counts
     "2026-11-28-leaderboard-language.txt",
+    "2026-11-29-leaderboard.txt",
 )
 SHOWN = {"trakdask, halves": "10", "BM25": "1"}
 """How many checkpoints a method has; 3 where none is named."""
