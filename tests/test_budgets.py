@@ -18,8 +18,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "tests" / "benchmarks"
 
-LINES_OF_PACKAGE = 24_161
-LINES_OF_TESTS = 26_764
+LINES_OF_PACKAGE = 24_179
+LINES_OF_TESTS = 26_781
 LINES_OF_BENCHMARKS = 1_999
 NAMED_TYPES = 231
 PUBLIC_NAMES = 110

@@ -51,3 +51,25 @@ def test_weights__are_copied_once(fake_gpu: None) -> None:
     first, again = (counted(many, model)["bytes to device"] for _ in range(2))
     assert weights <= first < 1.2 * weights
     assert again < 0.2 * weights
+
+
+def test_fits__are_copied_once(fake_gpu: None) -> None:
+    samples, model = case("perceptron", 2)
+    many = xr.concat([samples] * (N_BLOCKS // 2), "sample")
+    options = {"device": "fakegpu", "gradients": "hooks"}
+    projector = td.fit(
+        many, model, 16, curvature=True, sketch=td.SJLT(256), progress=False, **options
+    )
+    first, again = (bytes_there(td.featurize(many, model, projector, **options)) for _ in range(2))
+    fitted = sum(array.nbytes for array in projector.arrays.values())
+    assert again < 0.2 * fitted < first
+    expected = td.featurize(many, model, projector, device="cpu").feature
+    found = td.featurize(many, model, projector, **options).feature
+    xr.testing.assert_allclose(found.compute(), expected.compute(), rtol=1e-4, atol=1e-4)
+
+
+def bytes_there(lazy: xr.Dataset) -> int:
+    """Compute features, and return how many bytes were copied to the device for them."""
+    fakegpu.counts()
+    lazy.compute(scheduler="sync")
+    return fakegpu.counts()["bytes to device"]

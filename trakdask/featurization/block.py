@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from threading import current_thread, main_thread
+from threading import Lock, current_thread, main_thread
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,6 +45,10 @@ from trakdask.torch_internals import few_threads, no_fast_path
 
 _log = logging.getLogger(__name__)
 
+_MOST_MAPS = 2
+_maps_there: dict[tuple[Any, ...], Maps] = {}
+_lock = Lock()
+
 
 def featurize_block(
     job: FeaturizeJob, item: np.ndarray, start: np.ndarray, *arrays: np.ndarray
@@ -51,10 +56,27 @@ def featurize_block(
     """Return feature, its squared norm, output, out_to_loss (and error) of a block of samples."""
     checkpoint, fit = item.item()
     with running(job, checkpoint, start, arrays) as samples:
-        maps = Maps(job.projector, job.row_map, checkpoint.id, fit, samples.device)
+        maps = _maps(job, checkpoint, fit, samples.device)
         output = Output(job.proj_dim, lambda _, batch: maps.open(batch.size), maps.rotations)
         feature, f, q, *error = run_samples(samples, checkpoint, output)
         return feature, row_norms(feature), f, q, *error
+
+
+def _maps(
+    job: FeaturizeJob, checkpoint: Checkpoint, fit: Mapping[str, np.ndarray], device: torch.device
+) -> Maps:
+    """Return the steps of the projector; tasks of a process share what is on a device."""
+    digest = job.projector.digests.get(checkpoint.name)
+    make = partial(Maps, job.projector, job.row_map, checkpoint.id, fit, device)
+    if device.type == "cpu" or digest is None:
+        return make()
+    key = device, digest, checkpoint.id, repr(job.projector), job.row_map.names
+    with _lock:  # other threads wait for the same copy
+        kept = _maps_there.pop(key, None) or make()
+        _maps_there[key] = kept
+        while len(_maps_there) > _MOST_MAPS:
+            del _maps_there[next(iter(_maps_there))]
+    return kept
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def prepare(
     # 6. What all tasks share, and what features say of how they were made.
     job = FeaturizeJob(
         model=model,
-        projector=Fitted(bound.steps),
+        projector=Fitted(bound.steps, digests=bound.digests),
         row_map=row_map,
         proj_dim=bound.width(row_map.n_rows),
         engines=engines,
