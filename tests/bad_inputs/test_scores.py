@@ -179,6 +179,7 @@ RANKED = [
     *((f"k of {bad!r}", lambda bad=bad: top(bad), TypeError, ["k", repr(bad)]) for bad in (3.0, True)),
     *((f"fraction of {bad!r}", lambda bad=bad: top(None, fraction=bad), ValueError, ["fraction", repr(bad)]) for bad in (0, 5)),
     ("k and fraction", lambda: top(3, fraction=0.1), ValueError, ["k=3", "fraction=0.1"]),
+    ("rank_by of one array", lambda: td.top_k(td.score(SEEDS, SEEDS), 3, rank_by="lower"), ValueError, ["rank_by='lower'", "level=0.9"]),
     ("an unknown rank_by", lambda: td.top_k(td.score(SEEDS, SEEDS, level=0.9), 3, rank_by="low"), ValueError, ["rank_by='low'", "'lower'"]),
     ("by without over_targets", lambda: top(3, by="label"), ValueError, ["over_targets", "'label'"]),
     ("by missing values", lambda: td.top_k(scores().assign_coords(kind=("sample", [None] * 20)), 3, over_targets="max", by="kind"), ValueError, ["got none"]),

@@ -168,6 +168,11 @@ def top_k(
     [5, 4, 4]
     """
     others: dict[Hashable, xr.DataArray] = {}
+    if isinstance(scores, xr.DataArray) and rank_by != "score":
+        raise ValueError(
+            f"expected a Dataset of scores for rank_by={rank_by!r}, got one array; try "
+            "td.score(features, targets, level=0.9), which has bounds"
+        )
     if isinstance(scores, xr.Dataset):
         if rank_by not in scores:
             near = nearest(rank_by, scores)
