@@ -46,8 +46,6 @@ Blocks: TypeAlias = "Block | list[Any] | Unread"
 SPLIT_EVERY = 8
 """Blocks that a node of a tree takes: a task holds one more of the partial results."""
 
-"""The size of a chunk that holds all scores of some targets."""
-
 _MOST_GROUPS = 4096
 """Groups of blocks along samples. A scheduler takes about a millisecond for each of its tasks."""
 
