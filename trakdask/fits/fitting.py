@@ -190,7 +190,8 @@ def fit(
 
     n_leading, rest = _halves(sketch) if curvature else (0, sketch)
     total = len(todo) * (of_curvature + of_sketch)
-    tell = partial(_estimate, len(todo) * len(samples.chunksizes[SAMPLE]))
+    n_fewer = -(-part.sizes[SAMPLE] // 4)
+    tell = partial(_estimate, len(todo) * len(samples.chunksizes[SAMPLE]), n_fewer)
     with block_bar("fit", total, show=progress, estimate=tell):
         # 2. The scale of gradients at each checkpoint, and the weights that all of them have.
         steps = {name: first.at_checkpoints([name]) for name in todo}
@@ -209,22 +210,24 @@ def fit(
     return replace(Fitted.joined([done[name] for name in names]), origin=origin)
 
 
-def _estimate(n_blocks: int, left_s: float, block_s: float) -> str:
+def _estimate(n_blocks: int, n_fewer: int, left_s: float, block_s: float) -> str:
     """Say how long a fit and features of so many blocks will take, if it is more than a minute.
 
     Examples
     --------
-    >>> _estimate(100, 1.6, 0.1)
+    >>> _estimate(100, 500, 1.6, 0.1)
     ''
-    >>> _estimate(100, 48.0, 3.0).partition(". ")[0]
-    'The fit takes about 48 s more, and features of all samples then about 5 min'
+    >>> text, cheaper, _ = _estimate(100, 500, 48.0, 3.0).replace("; ", ". ").split(". ", 2)
+    >>> text, cheaper
+    ('The fit takes about 48 s more, and features of all samples then about 5 min',
+     'Cheaper: td.fit(..., n_samples=500) fits fewer samples')
     """
     features_s = n_blocks * block_s
     if left_s + features_s < _LONG_S:
         return ""
     return (
         f"The fit takes about {duration(left_s)} more, and features of all samples then about "
-        f"{duration(features_s)}. Cheaper: td.fit(..., n_samples=500) fits fewer samples; "
+        f"{duration(features_s)}. Cheaper: td.fit(..., n_samples={n_fewer}) fits fewer samples; "
         "td.save(td.featurize(samples, model), store) has random columns, and needs no fit"
     )
 
