@@ -74,7 +74,7 @@ class Clip(HtmlTable):
     Examples
     --------
     >>> import torch, trakdask as td
-    >>> images = texts = torch.eye(8)  # or those of clip_embeddings
+    >>> images = texts = torch.eye(8)  # from clip_embeddings, in earnest
     >>> td.tasks.Clip({"clip.pt": (images, texts)}).variables
     ('image', 'text')
     """
