@@ -105,10 +105,10 @@ def featurize(
         Device of torch on which gradients are computed and projected: ``"auto"``, ``"cpu"``,
         ``"cuda"`` (also AMD's), ``"xpu"``, ``"mps"``, or one of several, such as ``"cuda:1"``.
         ``"auto"`` is an accelerator of the worker that runs a task, if torch sees one, else its
-        CPU; the log says which. Projections have the bits of the CPU on all of them. On NVIDIA's
-        they are faster with CuPy (``pip install 'trakdask[cuda]'``). Start one worker process per
-        GPU, as ``dask_cuda.LocalCUDACluster`` does. Results are in host memory. **This has not run
-        on a GPU yet.**
+        CPU; the log says which. Results are in host memory. Start one worker process per GPU, as
+        ``dask_cuda.LocalCUDACluster`` does. **This has not run on a GPU yet.** Projections are
+        meant to have the bits of the CPU on all of them, and to be faster with CuPy
+        (``pip install 'trakdask[cuda]'``) on NVIDIA's.
     on_error
         What to do with a sample whose output, gradient or Q is not finite, or for which the model
         raises an error (located by halving its micro-batch). ``"raise"``: the block fails.

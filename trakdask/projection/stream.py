@@ -39,8 +39,9 @@ class ProjectionStream:
     checkpoint
         Checkpoint id in [0, 2**32).
     device
-        Device of the gradients and of the result, any of torch. All give the bits of a CPU. On an
-        NVIDIA GPU, CUDA kernels project them if CuPy is installed. (They have not run on one yet.)
+        Device of the gradients and of the result, any of torch. All are meant to give the bits of a
+        CPU. If CuPy is installed, CUDA kernels are meant to project them on an NVIDIA GPU. (They
+        have not run on one yet.)
 
     Notes
     -----

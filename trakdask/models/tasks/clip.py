@@ -70,6 +70,13 @@ class Clip(HtmlTable):
     References
     ----------
     Park et al. 2023, section 5.1; traker's ``CLIPModelOutput``.
+
+    Examples
+    --------
+    >>> import torch, trakdask as td
+    >>> images = texts = torch.eye(8)  # from clip_embeddings, in earnest
+    >>> td.tasks.Clip({"clip.pt": (images, texts)}).variables
+    ('image', 'text')
     """
 
     loss_kind: ClassVar[str] = "other"

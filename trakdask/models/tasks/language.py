@@ -91,6 +91,12 @@ class CausalLM(ModelTask):
     ----------
     Park et al. 2023, section 5.2 (language models: every token a classification). bergson's
     ``trak`` has the same Q.
+
+    Examples
+    --------
+    >>> import trakdask as td
+    >>> td.tasks.CausalLM().variables, td.tasks.CausalLM(position="token").variables
+    (('input_ids', 'attention_mask'), ('input_ids', 'attention_mask', 'token'))
     """
 
     default_damping: ClassVar[str] = "trace"
@@ -273,6 +279,12 @@ class TokenClassification(CausalLM):
     References
     ----------
     Park et al. 2023, section 5.2 (every token a classification).
+
+    Examples
+    --------
+    >>> import trakdask as td
+    >>> td.tasks.TokenClassification(labels="tags").variables
+    ('input_ids', 'attention_mask', 'tags')
     """
 
     labels: str | None = "labels"
@@ -309,6 +321,16 @@ class Segmentation(TokenClassification):
     References
     ----------
     Park et al. 2023, section 3.3, for a single pixel.
+
+    Examples
+    --------
+    Which pixels of a digit are ink?
+
+    >>> import torch, trakdask as td
+    >>> digits, _ = td.examples.digits()
+    >>> samples = digits.assign(labels=(digits.image[:, 0] > 0.5).astype(int))
+    >>> td.Model(torch.nn.Conv2d(1, 2, 3, padding=1), task=td.tasks.Segmentation())
+    <trakdask.Model: 1 checkpoint, Segmentation, 20 of 20 parameters>
     """
 
     inputs: tuple[str, ...] = ("image",)
@@ -367,6 +389,12 @@ class Seq2Seq(CausalLM):
     References
     ----------
     Park et al. 2023, section 5.3, has this output for T5.
+
+    Examples
+    --------
+    >>> import trakdask as td
+    >>> td.tasks.Seq2Seq().variables
+    ('input_ids', 'attention_mask', 'labels')
     """
 
     labels: str | None = "labels"
@@ -416,6 +444,12 @@ class QuestionAnswering(ModelTask):
     References
     ----------
     Park et al. 2023, section 3.3, for a single classification.
+
+    Examples
+    --------
+    >>> import trakdask as td
+    >>> td.tasks.QuestionAnswering().variables
+    ('input_ids', 'attention_mask', 'start_positions', 'end_positions')
     """
 
     default_estimator: ClassVar[str] = "soft"

@@ -51,6 +51,12 @@ class Preference(HtmlTable):
     References
     ----------
     Rafailov et al. 2023, "Direct Preference Optimization", equation 7.
+
+    Examples
+    --------
+    >>> import trakdask as td
+    >>> td.tasks.Preference(reference=()).variables  # the reference model is left out
+    ('chosen_input_ids', 'chosen_attention_mask', 'rejected_input_ids', 'rejected_attention_mask')
     """
 
     default_estimator: ClassVar[str] = "soft"
@@ -117,6 +123,12 @@ class Reward(Preference):
     References
     ----------
     Ouyang et al. 2022, equation 1.
+
+    Examples
+    --------
+    >>> import trakdask as td
+    >>> td.tasks.Reward().variables
+    ('chosen_input_ids', 'chosen_attention_mask', 'rejected_input_ids', 'rejected_attention_mask')
     """
 
     beta: float = 1.0

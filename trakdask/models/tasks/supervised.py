@@ -63,6 +63,15 @@ class Classification(ModelTask):
     References
     ----------
     Park et al. 2023, section 3.3.
+
+    Examples
+    --------
+    Petals and sepals of three irises, of which the third counts twice in the loss:
+
+    >>> import torch, trakdask as td
+    >>> task = td.tasks.Classification(["x"], weights=[1, 1, 2])
+    >>> td.Model(torch.nn.Linear(4, 3), task=task)
+    <trakdask.Model: 1 checkpoint, Classification, 15 of 15 parameters>
     """
 
     label: str = "label"
@@ -192,6 +201,14 @@ class ImageClassification(Classification):
     References
     ----------
     Park et al. 2023, section 3.3; traker's ``ImageClassificationModelOutput``.
+
+    Examples
+    --------
+    >>> import trakdask as td
+    >>> train, test = td.examples.digits()  # with the variable image and the coordinate label
+    >>> model = td.Model(td.examples.digits_mlp(), task=td.tasks.ImageClassification())
+    >>> td.featurize(train, model).sizes["sample"]
+    1597
     """
 
     def __init__(
@@ -244,6 +261,12 @@ class TextClassification(Classification):
     ----------
     Park et al. 2023, section 3.3; traker's ``TextClassificationModelOutput``, whose inputs are
     ``("input_ids", "token_type_ids", "attention_mask")``, by name.
+
+    Examples
+    --------
+    >>> import trakdask as td
+    >>> td.tasks.TextClassification().variables
+    ('input_ids', 'attention_mask', 'label')
     """
 
     inputs: tuple[str, ...] = ("input_ids", "attention_mask")
@@ -299,6 +322,17 @@ class MultiLabel(ModelTask):
     References
     ----------
     Park et al. 2023, section 3, for a single label.
+
+    Examples
+    --------
+    Is a digit even, and is it above 4?
+
+    >>> import numpy as np, trakdask as td
+    >>> digits, _ = td.examples.digits()
+    >>> answers = np.stack([digits.label % 2 == 0, digits.label > 4], axis=1)
+    >>> samples = digits.assign(answers=(("sample", "question"), answers))
+    >>> td.tasks.MultiLabel(["image"], label="answers").variables
+    ('image', 'answers')
     """
 
     default_estimator: ClassVar[str] = "soft"
@@ -369,6 +403,15 @@ class BinaryClassification(MultiLabel):
     References
     ----------
     Park et al. 2023, section 3 (logistic regression).
+
+    Examples
+    --------
+    >>> import torch, trakdask as td
+    >>> digits, _ = td.examples.digits()
+    >>> samples = digits.assign_coords(even=digits.label % 2 == 0)
+    >>> network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 1))
+    >>> td.Model(network, task=td.tasks.BinaryClassification(["image"], label="even"))
+    <trakdask.Model: 1 checkpoint, BinaryClassification, 65 of 65 parameters>
     """
 
     default_estimator: ClassVar[str] = "trak"
@@ -415,6 +458,14 @@ class Regression(ModelTask):
     ----------
     Park et al. 2023, section 3: f is the model output, Q the derivative of the loss with respect to
     it.
+
+    Examples
+    --------
+    The petal width of an iris from its other three sizes:
+
+    >>> import torch, trakdask as td
+    >>> td.Model(torch.nn.Linear(3, 1), task=td.tasks.Regression(["sizes"], target="width"))
+    <trakdask.Model: 1 checkpoint, Regression, 4 of 4 parameters>
     """
 
     default_damping: ClassVar[str] = "trace"
@@ -469,6 +520,15 @@ class MultiRegression(ModelTask):
     ----------
     Park et al. 2023, section 3: f is any scalar of the model, Q the derivative of the loss with
     respect to it.
+
+    Examples
+    --------
+    Both sizes of the petal from both sizes of the sepal; targets ask for one, by ``which``:
+
+    >>> import torch, trakdask as td
+    >>> network = torch.nn.Linear(2, 2)
+    >>> model = td.Model(network, task=td.tasks.MultiRegression(["sepal"], "petal"))
+    >>> of_one = td.Model(network, task=td.tasks.MultiRegression(["sepal"], "petal", "which"))
     """
 
     default_damping: ClassVar[str] = "trace"
