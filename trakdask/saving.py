@@ -25,7 +25,6 @@ from trakdask.errors import IncompleteFeaturesError
 from trakdask.execution import require_memory
 from trakdask.storage.changes import changing, erase_dropped
 from trakdask.storage.group import DROPPED, Group
-from trakdask.storage.placement import AppendDim
 from trakdask.storage.reading import dropped_mask, open
 from trakdask.storage.unfinished import about_unfinished
 from trakdask.storage.writing import write
@@ -47,7 +46,7 @@ def save(
     store: str | os.PathLike[str],
     *,
     estimator: EstimatorLike | None = "auto",
-    append_dim: AppendDim | None = None,
+    append_dim: Literal["sample", "checkpoint"] | None = None,
     dtype: Literal["float16"] | None = None,
     storage_options: Mapping[str, Any] | None = None,
     progress: bool = True,

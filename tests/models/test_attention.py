@@ -128,7 +128,7 @@ def test_attention__returns_what_torch_returns(options: Options, batched: bool) 
 
 def layers(build: Callable[[], nn.Module]) -> list[str]:
     module = build()
-    return [layer.path for layer in hookable_layers(module, list(module.state_dict())).layers]
+    return [layer.path for layer in hookable_layers(module, list(module.state_dict()))[0]]
 
 
 def test_hookable_layers__projections_of_attention() -> None:

@@ -463,8 +463,8 @@ def test_hook_plan__copies_of_parameters_only_where_they_change_nothing(
     build, x = LAYERS[layer]
     model = Model(made(build), task=Total())
     forward = model.forward(model.checkpoints[0])
-    plan = hook_plan(forward, model.task, Batch(x=x), tuple(model.shapes))
-    assert (set(plan.by_sample), set(plan.rest)) == (copied, rest)
+    _, others, by_sample = hook_plan(forward, model.task, Batch(x=x), tuple(model.shapes))
+    assert (set(by_sample), set(others)) == (copied, rest)
 
 
 def test_rules_of__no_rule_for_what_it_does_not_know() -> None:

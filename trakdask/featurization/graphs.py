@@ -20,8 +20,6 @@ from trakdask.projection.fitted import Fitted
 from trakdask.projection.protocol import Projector
 from trakdask.provenance import digest
 
-Arrays = dict[str, da.Array]
-
 
 @dataclass(frozen=True)
 class GraphInputs:
@@ -40,10 +38,10 @@ class GraphInputs:
     """
 
     job: FeaturizeJob
-    inputs: Arrays
+    inputs: dict[str, da.Array]
     attrs: dict[str, Any]
     coords: dict[Hashable, Any]
-    fit: Arrays
+    fit: dict[str, da.Array]
 
     @cached_property
     def token(self) -> str:
@@ -60,7 +58,7 @@ class GraphInputs:
         return next(iter(self.inputs.values())).chunks[0]
 
 
-def lazy_arrays(prepared: GraphInputs) -> Arrays:
+def lazy_arrays(prepared: GraphInputs) -> dict[str, da.Array]:
     """Build the graph: a task per (sample block × checkpoint), and one per variable of it."""
     job, token = prepared.job, prepared.token
     tasks = block_tasks(featurize_block, "sc", prepared, token)
@@ -145,7 +143,9 @@ def _start(size: int, block_id: tuple[int, ...]) -> np.ndarray:
     return np.array([block_id[0] * size])
 
 
-def other_variables(job: FeaturizeJob, tasks: da.Array, index: str, token: str) -> Arrays:
+def other_variables(
+    job: FeaturizeJob, tasks: da.Array, index: str, token: str
+) -> dict[str, da.Array]:
     """Return all variables that each task returns, except the first one."""
     others: dict[str, Any] = {} if job.partition else {"feature_norm": np.dtype(np.float64)}
     others |= dict.fromkeys(("output", "out_to_loss"), np.dtype(np.float32))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,10 +23,6 @@ from trakdask.models.tasks.protocol import SampleError
 from trakdask.projection import RowMap
 from trakdask.projection.fitted import Fitted
 from trakdask.tensors import float64_device
-
-OnError = Literal["raise", "record"]
-DType = Literal["float64", "float32", "bfloat16", "float16"]
-
 
 ERROR_DTYPE = np.dtypes.StringDType()
 Block = tuple[np.ndarray, ...]
@@ -98,7 +94,7 @@ class FeaturizeJob:
     torch_settings: Mapping[str, str]
     """Settings of torch that change gradients, as they were when featurize was called."""
     device: str
-    on_error: OnError
+    on_error: str
     partition: Partition | None = None
     """How gradients are divided into parts; None for whole samples."""
     counted_as: str = ""

@@ -13,8 +13,7 @@ from distributed.system import MEMORY_LIMIT
 from trakdask.arrays.graphs import plain
 from trakdask.execution import active_client, workers_of
 from trakdask.featurization.graphs import GraphInputs, lazy_arrays
-from trakdask.featurization.job import DType, OnError
-from trakdask.featurization.preparation import Gradients, prepare
+from trakdask.featurization.preparation import prepare
 from trakdask.models.model import Model
 from trakdask.projection import Projector
 from trakdask.projection.fitted import Fitted
@@ -46,11 +45,11 @@ def featurize(
     projector: Projector | Fitted | None = None,
     *,
     like: xr.Dataset | None = None,
-    gradients: Gradients = "auto",
+    gradients: Literal["auto", "hooks", "vmap", "loop"] = "auto",
     batch_size: int | Literal["auto"] = "auto",
-    dtype: DType | None = None,
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] | None = None,
     device: str = "auto",
-    on_error: OnError = "raise",
+    on_error: Literal["raise", "record"] = "raise",
 ) -> xr.Dataset:
     """Compute the projected gradient of the model output for every sample and checkpoint.
 

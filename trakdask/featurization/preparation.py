@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import dask.array as da
 import torch
@@ -16,8 +16,8 @@ import xarray as xr
 from trakdask._version import __version__
 from trakdask.checks import require_choice, require_integer, shown
 from trakdask.featurization.devices import ACCELERATORS, is_here
-from trakdask.featurization.graphs import Arrays, GraphInputs
-from trakdask.featurization.job import DType, FeaturizeJob, OnError, Partition
+from trakdask.featurization.graphs import GraphInputs
+from trakdask.featurization.job import FeaturizeJob, Partition
 from trakdask.models.gradients import ENGINES
 from trakdask.models.layers import choose_engine, elements_at_once
 from trakdask.models.model import Model
@@ -38,9 +38,9 @@ from trakdask.variables import (
     validate,
 )
 
-Gradients = Literal["auto", "hooks", "vmap", "loop"]
 _log = logging.getLogger(__name__)
 _DEFAULT = SJLT(proj_dim=2048, seed=0)
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
 _MICRO_BATCH_BYTES = 2**28
 _MICRO_BATCH_MOST = 256
 
@@ -51,12 +51,12 @@ def prepare(
     *,
     projector: Projector | Fitted | None = None,
     like: xr.Dataset | None = None,
-    gradients: Gradients = "auto",
+    gradients: str = "auto",
     batch_size: int | Literal["auto"] = "auto",
-    dtype: DType | None = None,
+    dtype: str | None = None,
     device: str = "auto",
-    on_error: OnError = "raise",
-    divide: Callable[[Model, Arrays], Partition] | None = None,
+    on_error: str = "raise",
+    divide: Callable[[Model, dict[str, da.Array]], Partition] | None = None,
     adds_up: bool = False,
 ) -> GraphInputs:
     """Check the arguments of :func:`featurize`, and gather the inputs of its graph.
@@ -67,9 +67,9 @@ def prepare(
     # 1. The options are among those allowed.
     _require_options(model, projector, device)
     require_choice("gradients", gradients, ["auto", *ENGINES], remedy="try gradients='auto'")
-    require_choice("on_error", on_error, get_args(OnError), remedy="try on_error='record'")
+    require_choice("on_error", on_error, ["raise", "record"], remedy="try on_error='record'")
     if dtype is not None:
-        require_choice("dtype", dtype, get_args(DType), remedy="try dtype='float32', or None")
+        require_choice("dtype", dtype, _DTYPES, remedy="try dtype='float32', or None")
     # 2. Features that these are to be like decide on projector, checkpoints and precision.
     if like is not None:
         validate(like, (), what="like")
@@ -79,7 +79,7 @@ def prepare(
                 f"{projector!r}; try leaving it out"
             )
         projector, model = projector_of(like), model.at_checkpoints(checkpoint_names(like))
-        if dtype is None and (stored := like.attrs.get("dtype")) in get_args(DType):
+        if dtype is None and (stored := like.attrs.get("dtype")) in _DTYPES:
             dtype = stored
         stored = like.attrs.get("device", device)
         device = stored if device == "auto" and is_here(stored) else device
@@ -210,7 +210,7 @@ def model_of(attrs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: attrs[name] for name in ("parameters", "checkpoints")}
 
 
-def _lazy_fit(fitted: Fitted) -> Arrays:
+def _lazy_fit(fitted: Fitted) -> dict[str, da.Array]:
     """Return the fitted values as Dask arrays, in a chunk per checkpoint."""
     return {
         name: da.asarray(array).rechunk((*[-1] * (array.ndim - 1), 1))
@@ -240,7 +240,7 @@ def _torch_settings(dtype: str | None, device: str) -> dict[str, str]:
 
 
 def _engines(
-    gradients: Gradients, model: Model, partition: Partition | None, like: xr.Dataset | None
+    gradients: str, model: Model, partition: Partition | None, like: xr.Dataset | None
 ) -> tuple[tuple[str, ...], str]:
     """Return the engines to try, in this order, and the reason for the first one."""
     if partition is not None and partition.groups is None:
@@ -254,7 +254,7 @@ def _engines(
     return tuple(order[order.index(first) :]), reason
 
 
-def inputs_of(samples: xr.Dataset, model: Model) -> Arrays:
+def inputs_of(samples: xr.Dataset, model: Model) -> dict[str, da.Array]:
     """Return lazy arrays of the task's inputs, looked up among the variables, then the coords."""
     names = getattr(model.task, "variables", None) or tuple(map(str, samples.data_vars))
     if missing := [name for name in names if name not in samples]:

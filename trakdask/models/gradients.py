@@ -136,13 +136,13 @@ def hooks_gradients(
             "gradients='vmap', or td.tasks.CausalLM()"
         )
     # 1. Which layers to hook; parameters outside of these get a copy per sample, or wait for 6.
-    plan = hook_plan(forward, task, batch, tuple(names))
+    layers, rest, by_sample = hook_plan(forward, task, batch, tuple(names))
     parameters = {name: tensor.detach() for name, tensor in forward.parameters.items()}
-    once = with_copies(forward.with_parameters(parameters), plan.by_sample, batch.size).caching()
-    copies = {name: once.parameters[name].requires_grad_() for name in plan.by_sample}
+    once = with_copies(forward.with_parameters(parameters), by_sample, batch.size).caching()
+    copies = {name: once.parameters[name].requires_grad_() for name in by_sample}
     # 2. One forward pass, in which hooks note the inputs of the layers.
     n_tokens = number_of_tokens(batch) if by_token else None
-    collector = GradientCollector(once, plan.layers, batch.size, sink, n_tokens, rotations)
+    collector = GradientCollector(once, layers, batch.size, sink, n_tokens, rotations)
     try:
         with collector.listening():  # f runs the model, and Q takes the same result
             output = require_per_sample(task.output(once, batch), batch.size, "output")
@@ -164,8 +164,8 @@ def hooks_gradients(
         collector.release()
         once.forget()
     # 6. The rest, in a pass of its own, after the tensors of the first one are released.
-    if plan.rest:
-        vmap_gradients(forward, task, batch, plan.rest, sink, rotations)
+    if rest:
+        vmap_gradients(forward, task, batch, rest, sink, rotations)
     return output.detach().float(), out_to_loss
 
 

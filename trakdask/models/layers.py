@@ -53,29 +53,18 @@ class HookedLayer:
     attention: str | None = None
 
 
-@dataclass(frozen=True)
-class HookPlan:
-    """How the gradients of the selected parameters of a model are computed.
+def hookable_layers(
+    module: nn.Module, names: Sequence[str]
+) -> tuple[tuple[HookedLayer, ...], tuple[str, ...]]:
+    """Find the modules to hook for the selected parameters; tied weights belong to several.
 
-    Parameters
-    ----------
-    layers
-        The modules to hook.
-    rest
-        Selected parameters that hooks cannot handle. They belong directly to modules that also have
-        children with parameters, so that only the module's own code determines how the parameter is
-        used. (Children without parameters, such as activations, are hooked with their parent.)
-    by_sample
-        Parameters in addition to these; a batch can have one copy of them per sample.
+    Returns
+    -------
+    The modules, and the selected parameters that hooks cannot handle. These belong directly to
+    modules that also have children with parameters, so that only the module's own code determines
+    how the parameter is used. (Children without parameters, such as activations, are hooked with
+    their parent.)
     """
-
-    layers: tuple[HookedLayer, ...]
-    rest: tuple[str, ...]
-    by_sample: tuple[str, ...] = ()
-
-
-def hookable_layers(module: nn.Module, names: Sequence[str]) -> HookPlan:
-    """Find the modules to hook for the selected parameters; tied weights belong to several."""
     canonical: dict[int, str] = {}
     for name, tensor in module.named_parameters():
         canonical.setdefault(id(tensor), name)
@@ -104,7 +93,7 @@ def hookable_layers(module: nn.Module, names: Sequence[str]) -> HookPlan:
         if selected and not parts:
             fits = set(selected) <= set(rules)
             layers.append(HookedLayer(path, selected, all_names, rules if fits else {}))
-    return HookPlan(tuple(layers), tuple(name for name in names if name in rest))
+    return tuple(layers), tuple(name for name in names if name in rest)
 
 
 def _submodules(module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
@@ -147,9 +136,9 @@ def require_layers_of_tokens(module: nn.Module, names: Sequence[str]) -> None:
         If a selected parameter belongs to a layer that looks at several tokens at once, or to a
         module with further modules inside: hooks do not see how it uses the parameter.
     """
-    plan = hookable_layers(module, names)
-    bad = [f"{name!r}, which a module with others inside uses" for name in plan.rest]
-    for layer in plan.layers:
+    layers, rest = hookable_layers(module, names)
+    bad = [f"{name!r}, which a module with others inside uses" for name in rest]
+    for layer in layers:
         submodule = module.get_submodule(layer.path) if layer.attention is None else None
         if isinstance(submodule, _ACROSS_TOKENS):
             bad.append(
@@ -175,12 +164,12 @@ def choose_engine(module: nn.Module, task: Task, names: Sequence[str]) -> tuple[
     """Return the engine that ``gradients="auto"`` chooses, and the reason."""
     if isinstance(task, TrakTask):
         return "vmap", "the task hands the model one sample at a time"
-    plan = hookable_layers(module, names)
-    if not plan.layers:
+    layers, rest = hookable_layers(module, names)
+    if not layers:
         return "vmap", "no selected parameter belongs to a layer of its own"
-    if plan.rest:
-        others = f"all but {len(plan.rest)} of {len(names)} selected parameters"
-        return "hooks", f"{others} belong to layers: {plan.rest[0]}"
+    if rest:
+        others = f"all but {len(rest)} of {len(names)} selected parameters"
+        return "hooks", f"{others} belong to layers: {rest[0]}"
     return "hooks", "all selected parameters belong to layers"
 
 
@@ -198,7 +187,7 @@ def elements_at_once(engine: str, module: nn.Module, sizes: Mapping[str, int]) -
     """
     if engine not in ("hooks", "tokens"):
         return sum(sizes.values())
-    plan = hookable_layers(module, tuple(sizes))
-    rules = rules_by_parameter(plan.layers)
+    layers, rest = hookable_layers(module, tuple(sizes))
+    rules = rules_by_parameter(layers)
     held = [sizes[name] for name in rules if not rules[name] <= SLICEABLE]
-    return max([*held, sum(sizes[name] for name in plan.rest)])
+    return max([*held, sum(sizes[name] for name in rest)])

@@ -26,13 +26,7 @@ from trakdask.models.checkpoints import (
     read_base,
 )
 from trakdask.models.loading import State, load, loads_itself
-from trakdask.models.modules import (
-    Selection,
-    code_digests,
-    evaluating,
-    require_plain,
-    select_parameters,
-)
+from trakdask.models.modules import code_digests, evaluating, require_plain, select_parameters
 from trakdask.models.pretrained import building, keep_what_is_saved, without_adapters
 from trakdask.models.reading import Reading, require_replaceable, without_weights
 from trakdask.models.tasks import Forward, Task, TrakTask, resolve_task, task_spec
@@ -134,7 +128,11 @@ class Model:
         build: Build,
         checkpoints: Iterable[CheckpointLike] | Mapping[str, CheckpointLike] | None = None,
         task: str | Task | object = "image_classification",
-        parameters: Selection = None,
+        parameters: str
+        | Sequence[str]
+        | type[torch.nn.Module]
+        | Callable[[str, torch.Tensor], bool]
+        | None = None,
         *,
         key: str | None = None,
         prefix: str | None = None,

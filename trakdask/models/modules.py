@@ -10,17 +10,15 @@ import dis
 import fnmatch
 import hashlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.jit import ScriptModule
 
 from trakdask.instructions import codes, instructions, names_used
-
-Selection = None | str | Sequence[str] | type[nn.Module] | Callable[[str, Tensor], bool]
 
 # Packages whose code is known by their version.
 _LIBRARIES = {"torch", "trakdask", *sys.stdlib_module_names}
@@ -69,7 +67,7 @@ def evaluating(module: nn.Module) -> nn.Module:
     return module
 
 
-def select_parameters(module: nn.Module, selection: Selection) -> tuple[str, ...]:
+def select_parameters(module: nn.Module, selection: Any) -> tuple[str, ...]:
     """Return the names of the selected parameters, in the order of the module.
 
     Parameters

@@ -15,38 +15,45 @@ from torch import Tensor, nn
 from trakdask.models.attention import visible
 from trakdask.models.calls import is_by_token
 from trakdask.models.independence import allowed_error, once_per_task, repeated
-from trakdask.models.layers import HookedLayer, HookPlan, hookable_layers
+from trakdask.models.layers import HookedLayer, hookable_layers
 from trakdask.models.tasks import Batch, Forward, Task
 from trakdask.torch_internals import fake_tensor_mode, tree_leaves
 
 
-def hook_plan(forward: Forward, task: Task, batch: Batch, names: tuple[str, ...]) -> HookPlan:
+def hook_plan(
+    forward: Forward, task: Task, batch: Batch, names: tuple[str, ...]
+) -> tuple[tuple[HookedLayer, ...], tuple[str, ...], tuple[str, ...]]:
     """Return the layers to hook, with the batch axes of all inputs and outputs of their calls.
 
     A batch axis is one whose length changes with the batch size. (A length alone is not enough,
     since a sequence may be as long as the batch.) So the first sample is run, repeated two and
     three times, once for each model, task and kind of batch.
+
+    Returns
+    -------
+    The layers, the parameters that hooks cannot handle, and those in addition of which a batch can
+    have one copy per sample.
     """
 
-    def find() -> HookPlan:
-        plan = hookable_layers(forward.module, names)
-        copied = tuple(name for name in plan.rest if _can_be_copied(forward, task, batch, name))
-        rest = tuple(name for name in plan.rest if name not in copied)
+    def find() -> Any:
+        found, others = hookable_layers(forward.module, names)
+        copied = tuple(name for name in others if _can_be_copied(forward, task, batch, name))
+        rest = tuple(name for name in others if name not in copied)
         # Not one and two samples: models may squeeze the axis of a single one.
         runs = (
             partial(task.output, with_copies(forward, copied, n), repeated(batch, n))
             for n in (2, 3)
         )
-        two, three = (_call_shapes(run, forward.module, plan.layers) for run in runs)
+        two, three = (_call_shapes(run, forward.module, found) for run in runs)
         # Whether a layer is called more often for more samples, the collector notices.
         layers = [
             replace(layer, calls=tuple(map(_call_axes, two[layer.path], three[layer.path])))
-            for layer in plan.layers
+            for layer in found
         ]
-        return HookPlan(tuple(layers), rest, copied)
+        return tuple(layers), rest, copied
 
-    plan: HookPlan = once_per_task("hook plan", forward, task, batch, names, find)
-    return plan
+    layers, rest, by_sample = once_per_task("hook plan", forward, task, batch, names, find)
+    return layers, rest, by_sample
 
 
 def with_copies(forward: Forward, names: Sequence[str], n: int) -> Forward:
@@ -160,7 +167,7 @@ def has_pooled_layers(
     inputs
         Tensors without values, of one sample each; sequences are the first of them.
     """
-    layers, shapes_of = hookable_layers(module, names).layers, {}
+    layers, shapes_of = hookable_layers(module, names)[0], {}
     n_tokens = next(iter(inputs.values())).shape[1]
     with suppress(Exception), fake_tensor_mode():
         state = {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -16,7 +16,6 @@ from dask.base import tokenize
 from trakdask.checks import shown
 from trakdask.featurization.block import Output, run_samples, running
 from trakdask.featurization.graphs import (
-    Arrays,
     GraphInputs,
     block_tasks,
     checkpoint_items,
@@ -24,7 +23,7 @@ from trakdask.featurization.graphs import (
     shared_task,
     variable_of,
 )
-from trakdask.featurization.job import Block, FeaturizeJob, OnError, Partition
+from trakdask.featurization.job import Block, FeaturizeJob, Partition
 from trakdask.featurization.preparation import prepare
 from trakdask.models.layers import require_layers_of_tokens
 from trakdask.models.model import Model
@@ -48,7 +47,7 @@ def divide(
     *,
     parts: Parts,
     features: xr.Dataset,
-    on_error: OnError,
+    on_error: str,
 ) -> tuple[GraphInputs, xr.Dataset]:
     """Divide samples into parts, whose features can be multiplied without being computed.
 
@@ -81,7 +80,7 @@ def by_token(parts: object) -> bool:
     return isinstance(parts, str) and parts == TOKEN
 
 
-def _tokens(model: Model, inputs: Arrays) -> Partition:
+def _tokens(model: Model, inputs: dict[str, da.Array]) -> Partition:
     """Divide sequences into tokens."""
     name, first = next(iter(inputs.items()))
     if first.ndim < 2 or first.shape[1] < 1:
@@ -96,7 +95,7 @@ def _tokens(model: Model, inputs: Arrays) -> Partition:
     return Partition(TOKEN, int(first.shape[1]) + has_others, has_others=has_others)
 
 
-def _modules(parts: Any, model: Model, inputs: Arrays) -> Partition:
+def _modules(parts: Any, model: Model, inputs: dict[str, da.Array]) -> Partition:
     """Divide parameters among parts, by globs or words; a last part has the others."""
     names, patterns = tuple(model.shapes), _patterns(parts)
     chosen = {
@@ -142,7 +141,7 @@ def _patterns(parts: Any) -> dict[str, str | list[str]]:
 # -------------------------------------------------------------------------------------- products
 
 
-def lazy_products(prepared: GraphInputs, vectors: da.Array) -> Arrays:
+def lazy_products(prepared: GraphInputs, vectors: da.Array) -> dict[str, da.Array]:
     """Build the graph of products of features with vectors, without the features.
 
     Parameters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, Literal
 
 import dask.array as da
 import numpy as np
@@ -21,7 +21,7 @@ from trakdask.attribution.labels import (
 from trakdask.attribution.operands import Solver, solver
 from trakdask.checks import shown
 from trakdask.featurization.graphs import GraphInputs
-from trakdask.featurization.job import ERROR_DTYPE, OnError
+from trakdask.featurization.job import ERROR_DTYPE
 from trakdask.featurization.preparation import projector_of
 from trakdask.models.model import Model
 from trakdask.models.tasks.logits import MASK
@@ -52,7 +52,7 @@ def score_parts(
     parts: Parts = "token",
     text: Text | None = None,
     average: bool = True,
-    on_error: OnError = "raise",
+    on_error: Literal["raise", "record"] = "raise",
 ) -> xr.DataArray:
     """Divide scores among the words of sequences, or among the modules of the model.
 
@@ -197,7 +197,7 @@ def _divided(
     *,
     parts: Parts,
     text: Text | None,
-    on_error: OnError,
+    on_error: str,
 ) -> tuple[GraphInputs, xr.Dataset]:
     """Divide samples as they are to be multiplied with vectors of some features."""
     if text is not None and not by_token(parts):

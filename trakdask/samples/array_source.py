@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import dask.array as da
 import numpy as np
@@ -17,15 +17,18 @@ from zarr.storage import LocalStore
 
 from trakdask.arrays.graphs import plain
 from trakdask.checks import is_tensor
-from trakdask.samples.coords import CoordsLike, fields_as_coords, to_numpy
+from trakdask.samples.coords import fields_as_coords, to_numpy
 from trakdask.samples.datasets import assemble, dataset_of
 from trakdask.samples.fingerprints import OpenedByTasks, content_of_folder, fingerprint, mapped
-from trakdask.samples.sources import ROWS, Chunks, block_size, check_dtype, content_of, variable_of
+from trakdask.samples.sources import ROWS, block_size, check_dtype, content_of, variable_of
 from trakdask.variables import SAMPLE, TRAINED_ON
 
 
 def from_arrays(
-    arrays: Mapping[str, Any], *, coords: CoordsLike = None, chunks: Chunks = "auto"
+    arrays: Mapping[str, Any],
+    *,
+    coords: Mapping[str, Any] | pd.DataFrame | Sequence[str] | None = None,
+    chunks: int | Literal["auto"] = "auto",
 ) -> xr.Dataset:
     """Create a Dataset of samples from arrays.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import dask.array as da
 import numpy as np
@@ -17,7 +17,7 @@ from trakdask.provenance import as_text
 from trakdask.samples.array_source import data_of, lazy_variables
 from trakdask.samples.coords import normalise_coord, normalise_coords, require_order
 from trakdask.samples.datasets import source_of
-from trakdask.samples.sources import Chunks, block_size, joined_rows, variable_of
+from trakdask.samples.sources import block_size, joined_rows, variable_of
 from trakdask.variables import (
     CHECKPOINT,
     PROJ_DIM,
@@ -36,7 +36,7 @@ def from_features(
     output: Any = None,
     out_to_loss: Any = None,
     coords: Mapping[str, Any] | None = None,
-    chunks: Chunks = "auto",
+    chunks: int | Literal["auto"] = "auto",
 ) -> xr.Dataset:
     """Make a Dataset of features that another program computed, of any kind.
 

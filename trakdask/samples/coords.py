@@ -15,13 +15,13 @@ from trakdask import variables
 from trakdask.checks import is_tensor, shown
 from trakdask.variables import CHECKPOINT, PROJ_DIM, PROJ_DIM_1, RANK, SAMPLE, TARGET
 
-CoordsLike = Mapping[str, Any] | pd.DataFrame | Sequence[str] | None
-
 # Names of dimensions, and of variables that results have in addition to the samples' coords.
 _RESERVED = {*variables.VARIABLES, SAMPLE, TARGET, CHECKPOINT, PROJ_DIM, PROJ_DIM_1, RANK}
 
 
-def normalise_coords(coords: CoordsLike, n: int) -> dict[str, Any]:
+def normalise_coords(
+    coords: Mapping[str, Any] | pd.DataFrame | Sequence[str] | None, n: int
+) -> dict[str, Any]:
     """Convert all coords of ``n`` samples as :func:`normalise_coord` does.
 
     Parameters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import dask
 import dask.array as da
@@ -18,7 +18,6 @@ from trakdask.checks import require_integer
 from trakdask.samples.array_source import lazy_variables
 from trakdask.samples.datasets import assemble
 from trakdask.samples.sources import (
-    Chunks,
     block_size,
     check_field,
     fields_of,
@@ -37,7 +36,7 @@ def from_dataframe(
     *,
     variables: Mapping[str, str | Sequence[str]],
     coords: Sequence[str] | Mapping[str, str] = (),
-    chunks: Chunks = "auto",
+    chunks: int | Literal["auto"] = "auto",
     max_length: int | Mapping[str, int] | None = None,
     truncate: bool = False,
 ) -> xr.Dataset:

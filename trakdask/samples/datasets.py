@@ -9,23 +9,21 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from trakdask.samples.coords import CoordsLike, check_name, normalise_coords
+from trakdask.samples.coords import check_name, normalise_coords
 from trakdask.samples.fingerprints import fingerprint
-from trakdask.samples.sources import Chunks, identity_of, require_samples
+from trakdask.samples.sources import identity_of, require_samples
 from trakdask.variables import SAMPLE
 
 _SOURCE = re.compile(r"samples-[0-9a-f]{64}")
 
 
-def assemble(
-    variables: Mapping[str, xr.Variable], coords: CoordsLike, chunks: Chunks
-) -> xr.Dataset:
+def assemble(variables: Mapping[str, xr.Variable], coords: Any, chunks: object) -> xr.Dataset:
     """Create a Dataset from lazy variables with equal chunks along samples, and from coords."""
     return dataset_of(variables, coords, {"chunks": chunks} if chunks == "auto" else {})
 
 
 def dataset_of(
-    variables: Mapping[str, xr.Variable], coords: CoordsLike, attrs: Mapping[str, Any]
+    variables: Mapping[str, xr.Variable], coords: Any, attrs: Mapping[str, Any]
 ) -> xr.Dataset:
     """Create a Dataset from lazy variables (sample, ...) and from coords, after checks of both."""
     if not variables:

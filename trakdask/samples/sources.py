@@ -20,7 +20,6 @@ from trakdask.execution import n_slots
 from trakdask.samples.fingerprints import fingerprint
 from trakdask.variables import SAMPLE
 
-Chunks = int | Literal["auto"]
 ROWS = 512
 """Samples of a block until features are made of them."""
 _FEATURE_BYTES, _INPUT_BYTES = 2**24, 2**26
@@ -82,7 +81,7 @@ def check_dtype(name: str, dtype: np.dtype[Any], column: str = "") -> None:
         )
 
 
-def block_size(chunks: Chunks) -> int:
+def block_size(chunks: int | Literal["auto"]) -> int:
     """Return how many samples are in a block; see :func:`joined_rows`."""
     is_auto = isinstance(chunks, str) and chunks == "auto"
     return ROWS if is_auto else require_integer("chunks", chunks, 1, remedy="try chunks=512")
@@ -133,7 +132,7 @@ def read(
     return block
 
 
-def lazy_fields(source: Source, chunks: Chunks) -> dict[str, xr.Variable]:
+def lazy_fields(source: Source, chunks: int | Literal["auto"]) -> dict[str, xr.Variable]:
     """Build the lazy variables of a source: one read per block serves all variables."""
     size, n = block_size(chunks), len(source)
     token = fingerprint(source)

@@ -5,24 +5,25 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 import xarray as xr
 
 from trakdask.checks import import_callable
-from trakdask.samples.coords import CoordsLike, fields_as_coords, to_numpy
+from trakdask.samples.coords import fields_as_coords, to_numpy
 from trakdask.samples.datasets import assemble
 from trakdask.samples.fingerprints import fingerprint
-from trakdask.samples.sources import Chunks, fields_of, lazy_fields, read, require_samples
+from trakdask.samples.sources import fields_of, lazy_fields, read, require_samples
 
 
 def from_torch(
     dataset: Any,
     *,
     names: str | Sequence[str | None],
-    coords: CoordsLike = None,
-    chunks: Chunks = "auto",
+    coords: Mapping[str, Any] | pd.DataFrame | Sequence[str] | None = None,
+    chunks: int | Literal["auto"] = "auto",
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> xr.Dataset:
     """Create a Dataset of samples from a map-style torch Dataset, read inside tasks.

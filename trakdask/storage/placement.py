@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import xarray as xr
 
@@ -16,23 +16,10 @@ from trakdask.storage.group import DROPPED, ERROR, SCALE, Group
 from trakdask.storage.unfinished import about_unfinished
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, TRAINED_ON, checkpoint_names
 
-AppendDim = Literal["sample", "checkpoint"]
-
-
-class Placement(NamedTuple):
-    """Where features belong in a store."""
-
-    before: Group
-    """The store as it counts, in which the append that they begin or go on with is noted."""
-    target: Group
-    """As it is to be with them."""
-    rows: range
-
-
 _SAME = tuple(name for name in STORE_SPEC if name not in (*BY_CHECKPOINT, "source"))
 
 
-def by_sets(before: Group, features: xr.Dataset, append_dim: AppendDim | None) -> list[xr.Dataset]:
+def by_sets(before: Group, features: xr.Dataset, append_dim: str | None) -> list[xr.Dataset]:
     """Return features of all samples of a store as features of its sets; others as they are.
 
     So each set goes on, is compared and is named as if it were saved alone. That these are its
@@ -62,13 +49,18 @@ def by_sets(before: Group, features: xr.Dataset, append_dim: AppendDim | None) -
 
 
 def place(
-    before: Group, features: xr.Dataset, append_dim: AppendDim | None, dtype: str | None
-) -> Placement:
+    before: Group, features: xr.Dataset, append_dim: str | None, dtype: str | None
+) -> tuple[Group, Group, range]:
     """Find the place of features in a store; ``before`` stays as it is.
 
     Features are at home in a store if they were made in the same way as its content. Their
     samples are either a set that was saved before, completely or not, or are appended. What an
     unfinished append adds counts only for calls that bring it, because no other has its coords.
+
+    Returns
+    -------
+    The store as it counts, in which the append that they begin or go on with is noted; as it is to
+    be with them; and their rows.
 
     Raises
     ------
@@ -84,9 +76,9 @@ def place(
     rows, added = _known_rows(before, features, append_dim), {*names} - {*target.checkpoints}
     if rows is not None and not added:
         if rows.stop <= before.n_samples and {*names} <= {*before.checkpoints}:
-            return Placement(before, copy.deepcopy(before), rows)
+            return before, copy.deepcopy(before), rows
         if {*target.checkpoints} - {*before.checkpoints} <= {*names}:
-            return Placement(before, target, rows)
+            return before, target, rows
     if append_dim and "unfinished" in before.attrs:
         raise IncompleteFeaturesError(
             f"expected no unfinished append in the store {before.folder.url!r}: "
@@ -112,7 +104,7 @@ def place(
     joined = " + ".join(name for name, _ in sources)
     unfinished = {"source": joined, "sources": sources, **checkpoints}
     noted = replace(before, attrs={**before.attrs, "unfinished": unfinished})
-    return Placement(noted, noted.target(), rows)
+    return noted, noted.target(), rows
 
 
 def _joined_checkpoints(
@@ -144,7 +136,7 @@ def _joined_checkpoints(
     return joined
 
 
-def _known_rows(before: Group, features: xr.Dataset, append_dim: AppendDim | None) -> range | None:
+def _known_rows(before: Group, features: xr.Dataset, append_dim: str | None) -> range | None:
     """Return where samples are that were begun before, None if these are others.
 
     Sets of as many samples of the same source, as two selections may be, are told apart by their

@@ -20,7 +20,7 @@ from trakdask.storage.blocks import as_stored, save_blocks, save_fit
 from trakdask.storage.coords import joined_coords, portable_coords, require_names
 from trakdask.storage.group import ERROR, SCALE, STORE_ATTRS, Group
 from trakdask.storage.lock import lock
-from trakdask.storage.placement import AppendDim, blockwise, by_sets, place
+from trakdask.storage.placement import blockwise, by_sets, place
 from trakdask.storage.unfinished import pack, unfinished_sets
 from trakdask.variables import (
     CHECKPOINT,
@@ -40,7 +40,7 @@ def write(
     store: str | os.PathLike[str],
     derive: Callable[[Group, Group], None],
     *,
-    append_dim: AppendDim | None,
+    append_dim: str | None,
     dtype: str | None,
     storage_options: Mapping[str, Any] | None,
     progress: bool,
@@ -76,7 +76,7 @@ def _write(
     features: xr.Dataset,
     folder: Folder,
     derive: Callable[[Group, Group], None],
-    append_dim: AppendDim | None,
+    append_dim: str | None,
     dtype: str | None,
     *,
     progress: bool,

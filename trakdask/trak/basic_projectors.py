@@ -18,9 +18,6 @@ from torch import Tensor
 
 from trakdask.featurization.devices import free_bytes
 
-Gradients = Mapping[str, Tensor] | Tensor
-"""Gradients by parameter name, each (batch, *shape), or all in one tensor (batch, elements)."""
-
 _BLOCKS_PER_CHECKPOINT = 100
 
 
@@ -93,7 +90,7 @@ class NoOpProjector(AbstractProjector):
     ) -> None:
         super().__init__(grad_dim, proj_dim, seed, proj_type, device)
 
-    def project(self, grads: Gradients, model_id: int) -> Tensor:
+    def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
         """Return the gradients as one tensor."""
         return flattened(grads)
 
@@ -172,7 +169,7 @@ class BasicProjector(AbstractProjector):
         """Draw ``proj_matrix``, (grad_dim, block_size), from one of ``generator_states``."""
         self._draw(generator_state)
 
-    def project(self, grads: Gradients, model_id: int) -> Tensor:
+    def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
         """Return the projection, (batch, proj_dim), in the dtype of the matrix."""
         if model_id != self.model_id:
             self.free_memory()
@@ -252,7 +249,7 @@ def _seed_of_block(block: int) -> int:
     return 1000 * rest + (2**31 + hundreds if hundreds else 0)
 
 
-def flattened(grads: Gradients) -> Tensor:
+def flattened(grads: Mapping[str, Tensor] | Tensor) -> Tensor:
     """Return gradients as one tensor, (batch, elements), whose dtype can represent all of them."""
     if isinstance(grads, Tensor):
         return grads.detach()

@@ -17,7 +17,6 @@ from trakdask.projection import FastJL, Projector, RowMap, project
 from trakdask.trak.basic_projectors import (
     AbstractProjector,
     BasicProjector,
-    Gradients,
     ProjectionType,
     flattened,
 )
@@ -72,7 +71,7 @@ class CudaProjector(AbstractProjector):
         self._projector = StreamProjector(fast_jl, {"all": (grad_dim,)}, device)
         self.project(torch.zeros(1, grad_dim, device=device), model_id=0)  # does it work here?
 
-    def project(self, grads: Gradients, model_id: int) -> Tensor:
+    def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
         """Return the projection, (batch, proj_dim) float32."""
         size = max((k for k in _KERNELS if k <= self.max_batch_size), default=_KERNELS[0])
         parts = flattened(grads).split(size)
@@ -123,7 +122,7 @@ class ChunkedCudaProjector:
         for projector in self.projector_per_chunk:
             projector.free_memory()
 
-    def project(self, grads: Gradients, model_id: int) -> Tensor:
+    def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
         """Return the sum of the projections of all chunks, (batch, proj_dim)."""
         flat = flattened(grads)
         result = torch.zeros(len(flat), self.proj_dim, device=self.device)
@@ -170,7 +169,7 @@ class StreamProjector(AbstractProjector):
             device=device,
         )
 
-    def project(self, grads: Gradients, model_id: int) -> Tensor:
+    def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
         """Return the projection, (batch, proj_dim) float32."""
         if isinstance(grads, Tensor):
             names = self.row_map.names
