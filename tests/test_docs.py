@@ -36,7 +36,7 @@ def test_pages__link_to_what_exists() -> None:
         assert [link for link in links if not (page.parent / link).exists()] == [], page
 
 
-def test_notebooks__were_run_in_order_and_show_their_figures() -> None:
+def test_notebooks__were_run_in_order_say_for_how_long_and_show_their_figures() -> None:
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         cells = json.loads(path.read_text("utf-8"))["cells"]
         code = [cell for cell in cells if cell["cell_type"] == "code"]
@@ -46,6 +46,9 @@ def test_notebooks__were_run_in_order_and_show_their_figures() -> None:
             is_figure = re.match(r"<\w+ size .*Axes>", "".join(data.get("text/plain", "")))
             assert ("image/png" in data) == bool(is_figure), path
             assert output.get("name") != "stderr", path
+        first, last = "".join(cells[0]["source"]), str(code[-1]["outputs"])
+        if printed := re.search(r"took ([\d.]+) minutes of CPU time", last):
+            assert f"takes about {printed[1]} minutes of CPU time" in first, path
 
 
 def test_house__is_drawn_from_the_layers_that_the_page_on_design_explains() -> None:

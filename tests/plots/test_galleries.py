@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -63,6 +65,13 @@ def test_figures__are_shown_once_by_a_notebook() -> None:
     for _ in range(2):  # as a result, and when a later cell names it
         assert "image/png" in formatter.format(figure)[0]
         assert not plt.get_fignums()  # the backend would show open figures again
+
+
+def test_figures__are_matplotlib_s_own_and_can_be_sent_elsewhere() -> None:
+    figure = td.plots.gallery(td.top_k(SCORES, 1), td.top_k(SCORES, 1), IMAGES, IMAGES)
+    for each in (figure, pickle.loads(pickle.dumps(figure))):
+        assert type(each) is Figure  # by whose name wandb and others know a figure
+        assert len(each.axes) == len(figure.axes)
 
 
 def test_gallery__leaves_missing_ranks_empty() -> None:

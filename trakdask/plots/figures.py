@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -41,19 +42,22 @@ def new_figure(width: float, height: float) -> Figure:
     """
     try:
         import matplotlib.pyplot as plt  # optional dependency
-        from matplotlib.figure import Figure
     except ImportError as err:
         raise ImportError(
             f"expected matplotlib for plots, got an import error ({err}); try pip install "
             "'trakdask[plots]'"
         ) from err
+    figure = plt.figure(figsize=(width, height))
+    figure._ipython_display_ = partial(_close, figure)  # type: ignore[attr-defined]
+    return figure
 
-    class Shown(Figure):
-        def _ipython_display_(self) -> None:
-            plt.close(self)  # a notebook would show it a second time, as a figure that is open
-            raise NotImplementedError  # it is displayed as any other figure
 
-    return plt.figure(figsize=(width, height), FigureClass=Shown)
+def _close(figure: Figure) -> None:
+    """Keep a notebook from showing a figure twice, as a value and as an open figure."""
+    import matplotlib.pyplot as plt
+
+    plt.close(figure)
+    raise NotImplementedError  # for IPython: display it as any other figure
 
 
 def axes(ax: Axes | None, width: float, height: float) -> Axes:
