@@ -15,7 +15,7 @@ import torch
 
 import trakdask as td
 from tests.waiting import wait_until
-from trakdask import execution
+from trakdask import bars
 
 
 @pytest.mark.parametrize("scheduler", ["threads", "cluster"])
@@ -36,7 +36,7 @@ def test_save__the_same_bar_with_and_without_a_client(
 
 def test_polled_bar__says_what_is_resumed(capsys: pytest.CaptureFixture[str]) -> None:
     for done in (0, 3, 5):
-        with execution.polled_bar("title", 5, lambda: done):  # noqa: B023
+        with bars.polled_bar("title", 5, lambda: done):  # noqa: B023
             pass
         assert (f"{done} of 5 were stored before" in capsys.readouterr().out) == (done > 0)
 
@@ -69,12 +69,12 @@ def test_block_bar__counts_micro_batches_of_the_graphs_of_its_body(
     other = td.featurize(samples.isel(sample=slice(8)), model, **options)
 
     def wait_for(blocks: float) -> None:
-        (_, shares) = execution._SHARES.values()
+        (_, shares) = bars._SHARES.values()
         wait_until(lambda: sum(shares.values()) == blocks, "blocks to be counted")
 
     def interrupted() -> None:
-        with execution.block_bar("fit", 10):
-            execution.skipped("kept", 1)
+        with bars.block_bar("fit", 10):
+            bars.skipped("kept", 1)
             features = td.featurize(samples, model, **options).feature.data
             features[:24].compute()
             other.feature.data.compute()
@@ -89,8 +89,8 @@ def test_block_bar__counts_micro_batches_of_the_graphs_of_its_body(
     shown = capsys.readouterr().out
     assert "45%" in shown
     assert "4/10" in shown
-    assert not execution._SHARES
-    with execution.block_bar("fit", 10):
+    assert not bars._SHARES
+    with bars.block_bar("fit", 10):
         pass
     assert "10/10" in capsys.readouterr().out
 
@@ -103,14 +103,14 @@ def test_block_bar__estimates_once_from_blocks_alone(monkeypatch: pytest.MonkeyP
         counts.append(count)
         yield said.append
 
-    monkeypatch.setattr(execution, "polled_bar", captured)
-    monkeypatch.setattr(execution, "time", SimpleNamespace(monotonic=lambda: seconds))
-    with execution.block_bar("fit", 20, estimate=lambda left_s, block_s: f"{left_s}, {block_s}"):
-        execution.counted("pass")
-        execution.skipped("kept", 2)
+    monkeypatch.setattr(bars, "polled_bar", captured)
+    monkeypatch.setattr(bars, "time", SimpleNamespace(monotonic=lambda: seconds))
+    with bars.block_bar("fit", 20, estimate=lambda left_s, block_s: f"{left_s}, {block_s}"):
+        bars.counted("pass")
+        bars.skipped("kept", 2)
         # The first half of a block comes after 100 s, others take 8 s.
         for seconds, share in ((50.0, 0), (100.0, 0.5), (104.0, 1), (112.0, 2), (120.0, 3)):
             for i in range(int(share + 0.5)):
-                execution.note_share("pass", f"block {i}", min(share - i, 1))
+                bars.note_share("pass", f"block {i}", min(share - i, 1))
             assert counts[0]() == 2 + share
             assert said == ([f"{8.0 * (20 - 4)}, 8.0"] if seconds > 104 else [])

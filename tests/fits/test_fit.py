@@ -17,7 +17,7 @@ from distributed import Client, get_task_stream
 from torch import nn
 
 import trakdask as td
-from trakdask import execution
+from trakdask import bars
 from trakdask.featurization.preparation import projector_of
 from trakdask.fits import fitting, keeping
 from trakdask.fits.components import sketch_for
@@ -91,14 +91,14 @@ def test_fit__the_bar_counts_blocks_of_all_passes_and_checkpoints(
 ) -> None:
     if scheduler == "client":
         request.getfixturevalue("client")
-    counted, bar = [], execution._bar
+    counted, bar = [], bars._bar
 
     @contextmanager
     def spied(*arguments: Any) -> Iterator[Any]:
         with bar(*arguments) as (update, say):
             yield lambda done: [counted.append(done), update(done)], say
 
-    monkeypatch.setattr(execution, "_bar", spied)
+    monkeypatch.setattr(bars, "_bar", spied)
     monkeypatch.setattr(fitting, "wrong_classes", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         td.fit(SAMPLES, MODEL, store=tmp_path / "f.zarr", **SMALL | {"progress": True})

@@ -92,6 +92,7 @@ def digests(source: str) -> Mapping[str, str]:
         ('names = "one"', 'names = "two"', "Net"),
         ('"two", "three"', '"two", "four"', "Net"),
         ("2 * batch", "3 * batch", "task"),
+        ("out_to_loss(self, forward, batch)", "out_to_loss(self, batch, forward)", "arguments"),
         ("class MyTask:", "class MyTask:\n    loss_kind = 'other'", ""),
         ("lambda: Net()", "lambda: Net().double()", "build"),
         ("nn.ReLU", "nn.GELU", "Net modules"),

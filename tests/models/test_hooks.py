@@ -481,5 +481,5 @@ def test_hooks__input_changed_in_place() -> None:
 
         return Net(call, first=nn.Linear(6, 6), second=nn.Linear(6, 6))
 
-    with pytest.raises(RuntimeError, match=r"'second'.*changed in place.*gradients='vmap'"):
+    with pytest.raises(ValueError, match=r"'second'.*changed in place.*gradients='vmap'"):
         by_hooks(careless, made(careless), normal(3, 6))

@@ -20,10 +20,10 @@ import xarray as xr
 from dask.base import tokenize
 from numpy.typing import ArrayLike, NDArray
 
+from trakdask.bars import polled_bar
 from trakdask.checks import require_integer, shown
 from trakdask.errors import BlockError
 from trakdask.evaluate.results import checked_masks, lazy_data
-from trakdask.execution import polled_bar
 from trakdask.files import Folder, location
 from trakdask.provenance import require_same
 from trakdask.variables import TARGET, coords_along

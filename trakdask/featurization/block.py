@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from trakdask.arrays.weights import row_norms
-from trakdask.errors import BlockError
-from trakdask.execution import note_share, note_start
+from trakdask.bars import note_share
+from trakdask.errors import BlockError, KernelError
+from trakdask.execution import note_start
 from trakdask.featurization.checks import Checked, CheckedEngine
 from trakdask.featurization.devices import (
     applied,
@@ -124,9 +125,12 @@ def running(
 
 
 def _circumstances(job: FeaturizeJob, arrays: tuple[np.ndarray, ...], err: Exception) -> str:
-    """Describe the inputs of the model, for errors that torch raised and not this package."""
+    """Describe the inputs of the model, for errors that torch raised and not this package.
+
+    Those of this package say themselves what to try, and are ValueErrors or of kernels.
+    """
     notes = "".join(f"\n{note}" for note in getattr(err, "__notes__", ()))
-    if isinstance(err, ValueError) or "; try " in str(err):
+    if isinstance(err, ValueError | KernelError):
         return notes
     inputs = dict(zip(job.inputs, arrays, strict=True))
     shapes = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in inputs.items())

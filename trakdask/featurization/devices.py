@@ -37,14 +37,14 @@ def device_of_task(asked: str) -> torch.device:
 
     Raises
     ------
-    RuntimeError
+    ValueError
         If a device is requested and this process has none.
     """
     if asked == "auto":
         return _automatic()
     device = torch.device(asked)
     if (n := _number_of(device.type)) <= (device.index or 0):
-        raise RuntimeError(
+        raise ValueError(
             f"expected a GPU on every worker for device={asked!r}, got a process with {n} of these "
             f"by torch {torch.__version__}; try device='auto', which takes one where there is one"
         )

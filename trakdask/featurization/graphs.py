@@ -13,9 +13,11 @@ import dask.array as da
 import numpy as np
 
 from trakdask.arrays.blocks import take
-from trakdask.execution import GRADIENTS, ON_CPU, active_client, counted
+from trakdask.bars import counted
+from trakdask.execution import active_client
 from trakdask.featurization.block import featurize_block
 from trakdask.featurization.job import ERROR_DTYPE, FeaturizeJob
+from trakdask.gpu_workers import GRADIENTS, ON_CPU
 from trakdask.projection.fitted import Fitted
 from trakdask.projection.protocol import Projector
 from trakdask.provenance import digest

@@ -11,9 +11,10 @@ import numpy.typing as npt
 import xarray as xr
 
 from trakdask import arrays
+from trakdask.bars import block_bar
 from trakdask.checks import require_integer
 from trakdask.errors import warn_once
-from trakdask.execution import block_bar, require_memory
+from trakdask.execution import require_memory
 from trakdask.featurization.lazy import featurize
 from trakdask.featurization.preparation import model_of, require_model
 from trakdask.fits.keeping import kept_blocks

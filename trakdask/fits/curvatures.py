@@ -14,8 +14,8 @@ from dask.base import tokenize
 
 from trakdask.arrays.weights import gram_weights
 from trakdask.attribution.estimators import EstimatorLike, with_gram
+from trakdask.bars import block_bar
 from trakdask.checks import require_integer
-from trakdask.execution import block_bar
 from trakdask.featurization.block import Output, run_samples, running
 from trakdask.featurization.graphs import GraphInputs, block_tasks
 from trakdask.featurization.job import FeaturizeJob

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import numpy as np
 import xarray as xr
 
+from trakdask.bars import block_bar, duration
 from trakdask.checks import require_integer, shown
 from trakdask.errors import IncompleteFeaturesError
-from trakdask.execution import block_bar, duration
 from trakdask.featurization.preparation import inputs_of, model_of, projector_of, require_model
 from trakdask.files import Folder
 from trakdask.fits.components import principal_components, sketch_for

@@ -16,7 +16,8 @@ from functools import partial
 import dask.array as da
 import numpy as np
 
-from trakdask.execution import n_slots, skipped
+from trakdask.bars import skipped
+from trakdask.execution import n_slots
 from trakdask.files import Folder
 from trakdask.models.model import Model
 from trakdask.projection.fitted import Fitted

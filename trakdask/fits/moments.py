@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from trakdask.bars import polled_bar
 from trakdask.checks import shown
 from trakdask.errors import CheckpointError
-from trakdask.execution import polled_bar
 from trakdask.featurization.preparation import model_of, require_model
 from trakdask.files import Folder, location
 from trakdask.fits.sums import rounding_of

@@ -58,7 +58,7 @@ def batch_first(value: Tensor, axis: int, n_samples: int) -> Tensor:
 def split_axis(value: Tensor, axis: int, n_samples: int) -> Tensor:
     """Split the batch axis into two: the samples, and the rows of each sample, mostly one."""
     if value.shape[axis] % n_samples:
-        raise RuntimeError(
+        raise ValueError(
             f"expected as many rows of a layer's input or output for every sample, got "
             f"{value.shape[axis]} for {n_samples} samples; try gradients='vmap', or 'loop'"
         )
@@ -95,7 +95,7 @@ class Call:
         """Return the first input, which must still have the values that the layer used."""
         leaf: Tensor = first_leaf(*self.inputs)
         if version_of(leaf) != self.version:
-            raise RuntimeError(
+            raise ValueError(
                 f"expected the input of layer {self.layer.path!r} as it was used, got one that was "
                 "changed in place; try x = x + y instead of x += y, or gradients='vmap'"
             )

@@ -152,7 +152,7 @@ class GradientCollector:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             axes = next(self._axes[layer.path], None)  # calls are told apart by their order
             if axes is None:
-                raise RuntimeError(
+                raise ValueError(
                     f"expected as many calls of layer {layer.path!r} for a batch of any size, got "
                     f"more for {self._n_samples} samples than for two (does the model loop over "
                     "samples?); try gradients='vmap', or 'loop'"

@@ -147,7 +147,8 @@ def code_digests(module: nn.Module, task: object, build: object = None) -> dict[
     By name of the class: a digest of its methods, and of the methods and functions that these call
     by name, in other classes or in the same file. In addition ``"python"``, the version that has
     compiled the code, without which digests cannot be compared; ``"modules"``, of the names and
-    classes of all modules; ``"task"``; and ``"build"``, if that is a function.
+    classes of all modules; ``"task"``; ``"build"``, if that is a function; and ``"arguments"``, of
+    the order in which all of these functions take their arguments, if there are any.
 
     Notes
     -----
@@ -156,22 +157,25 @@ def code_digests(module: nn.Module, task: object, build: object = None) -> dict[
     addresses. Values that functions read from elsewhere are not seen, except default arguments and
     attributes of classes.
     """
+    orders: list[str] = []
     layout = [(name, type(part).__name__) for name, part in module.named_modules()]
     digests = {
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "modules": _hashed(map(repr, layout)),
-        "task": _hashed(_of_class(type(task))),
+        "task": _hashed(_of_class(type(task), orders)),
     }
     while isinstance(build, partial):
         build = build.func
     if isinstance(build, FunctionType):
-        digests["build"] = _hashed(_of_functions([build], ()))
+        digests["build"] = _hashed(_of_functions([build], (), orders))
     classes: dict[str, list[type]] = {}
     for kind in {type(part) for part in module.modules() if not is_library(type(part).__module__)}:
         classes.setdefault(kind.__name__, []).append(kind)
     for name, kinds in sorted(classes.items()):
-        digests[name] = _hashed(sorted(_hashed(_of_class(kind)) for kind in kinds))
-    return digests
+        digests[name] = _hashed(sorted(_hashed(_of_class(kind, orders)) for kind in kinds))
+    # Instructions name the arguments, but not in the order of the call. That has a digest of its
+    # own, because stores that were written before it can then still be compared by the others.
+    return {**digests, "arguments": _hashed(sorted(orders))} if orders else digests
 
 
 def is_library(module: object) -> bool:
@@ -179,7 +183,7 @@ def is_library(module: object) -> bool:
     return str(module).partition(".")[0] in _LIBRARIES
 
 
-def _of_class(kind: type) -> Iterator[str]:
+def _of_class(kind: type, orders: list[str]) -> Iterator[str]:
     bases = [base for base in kind.__mro__ if not is_library(base.__module__)]
     for name, value in sorted(vars(kind).items()) if bases else ():
         # What a task says of its loss may be added later. Older digests have the only old value.
@@ -187,16 +191,20 @@ def _of_class(kind: type) -> Iterator[str]:
         if isinstance(value, _PLAIN) and not name.startswith("__") and not is_said:
             yield f"{name} = {value!r}"
     methods = [_function(value) for _, value in sorted(vars(kind).items())] if bases else []
-    yield from _of_functions([method for method in methods if method], bases)
+    yield from _of_functions([method for method in methods if method], bases, orders)
 
 
-def _of_functions(functions: list[FunctionType], classes: Iterable[type]) -> Iterator[str]:
-    """Yield the instructions of functions, and of the functions that they call by name."""
+def _of_functions(
+    functions: list[FunctionType], classes: Iterable[type], orders: list[str]
+) -> Iterator[str]:
+    """Yield the instructions of functions, and of those that they call by name; note arguments."""
     for function in functions:  # which grows meanwhile
         code = function.__code__
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         yield repr([value for value in defaults if isinstance(value, _PLAIN)])
         yield instructions(code)
+        each = [c.co_varnames[: c.co_argcount + c.co_kwonlyargcount] for c in codes(code)]
+        orders.append(repr(each))
         # A constructor mostly calls functions that make weights, which checkpoints replace.
         names = ["__init__"] if function.__name__ == "__init__" else names_used(code)
         called = [getattr(function, "__wrapped__", None)]

@@ -13,7 +13,8 @@ import pandas as pd
 import xarray as xr
 from dask.utils import format_bytes
 
-from trakdask.execution import duration, memory_limit
+from trakdask.bars import duration
+from trakdask.execution import memory_limit
 from trakdask.planning.fits import N_SAMPLES, PlannedFit, planned_fit
 from trakdask.planning.pilot import Pilot, counted, run_pilot
 from trakdask.planning.projections import (

@@ -21,7 +21,7 @@ import zarr
 from dask.base import get_scheduler, tokenize
 from dask.typing import Key
 
-from trakdask import execution
+from trakdask import bars, execution
 from trakdask.arrays.blocks import Block, Unread, block_of
 from trakdask.arrays.damping import warn_client
 from trakdask.arrays.graphs import Bounds, graph_of, plain
@@ -145,7 +145,7 @@ def save_blocks(
         records = stored_records(before)
         return total - sum(len(missing_blocks(before, rows, c, records)) for c in columns)
 
-    with execution.polled_bar(f"save {before.folder.name}", total, count, show=progress):
+    with bars.polled_bar(f"save {before.folder.name}", total, count, show=progress):
         for position, index in enumerate(columns):
             tasks = functools.partial(_missing, before, chunked, rows, position, index)
             execution.run(tasks, retries=retries, compute=_compute)

@@ -1,0 +1,33 @@
+"""Send the tasks that take gradients to the workers of a cluster that have a GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # importing distributed takes half a second, and threads do not need it
+    from distributed.diagnostics.plugin import SchedulerPlugin
+
+GRADIENTS, ON_CPU = "featurize-", "featurize-cpu-"
+"""What the keys of tasks contain that take gradients, and of those that do so on a CPU in any case.
+
+The key of a task that Dask has fused of several has all of their names.
+"""
+
+
+def gradients_to_gpus() -> SchedulerPlugin:
+    """Return a plugin for the scheduler, which need not have trakdask: it is sent by value."""
+    from distributed.diagnostics.plugin import SchedulerPlugin
+
+    class GradientsToGPUs(SchedulerPlugin):
+        name = "trakdask-gradients-to-gpus"
+        idempotent = True
+
+        def update_graph(self, scheduler: Any, *, tasks: Any, **_: Any) -> None:
+            if not any(worker.resources.get("GPU") for worker in scheduler.workers.values()):
+                return  # they would wait for one
+            for key in tasks:
+                task = scheduler.tasks[key]
+                if task.state == "released" and GRADIENTS in str(key) and ON_CPU not in str(key):
+                    task.resource_restrictions = task.resource_restrictions or {"GPU": 1}
+
+    return GradientsToGPUs()
