@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
+import numpy as np
+
 
 def shown(value: object) -> str:
     """Return a short, one-line ``repr`` of an offending value.
@@ -103,6 +105,22 @@ def require_number(
             f"{shown(value)}; {remedy}"
         )
     return number
+
+
+def require_flags(**options: object) -> None:
+    """Reject options that are neither true nor false: "no" would count as true.
+
+    Examples
+    --------
+    >>> require_flags(erase="no")
+    Traceback (most recent call last):
+    TypeError: expected True or False for erase, got 'no'; try erase=True
+    """
+    for name, value in options.items():
+        if not (isinstance(value, int | np.bool_) and value in (0, 1)):
+            raise TypeError(
+                f"expected True or False for {name}, got {shown(value)}; try {name}=True"
+            )
 
 
 def require_choice(name: str, value: object, choices: Sequence[Any], *, remedy: str) -> None:

@@ -23,6 +23,7 @@ from zarr.storage import LocalStore
 from trakdask import execution
 from trakdask.arrays.graphs import plain
 from trakdask.arrays.memory import exported, tabled
+from trakdask.checks import require_flags
 from trakdask.files import Folder, naming, replacing
 from trakdask.provenance import as_values
 from trakdask.variables import RANK, TARGET
@@ -239,6 +240,7 @@ def require_replaceable(path: str) -> None:
 @contextmanager
 def _replacing(path: str | os.PathLike[str], marker: str, *, overwrite: bool) -> Iterator[Folder]:
     """Yield an empty folder that cannot be opened; at the end, its content gets the path."""
+    require_flags(overwrite=overwrite)
     target = _free_folder(path, marker, overwrite=overwrite)
     if not target.is_local:
         earlier = {*target.names()} - {marker}

@@ -20,6 +20,7 @@ from trakdask.attribution.estimators import EstimatorLike, with_gram
 from trakdask.attribution.gauss_newton import Soft
 from trakdask.attribution.grams import require_eigenvectors, require_gram
 from trakdask.attribution.protocol import GramEstimator
+from trakdask.checks import require_flags
 from trakdask.derived import MOST_DIM, estimator_of, update_derived
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.execution import require_memory
@@ -272,6 +273,7 @@ def drop(
     ...     left.sizes["sample"]
     4
     """
+    require_flags(erase=erase)
     with changing(store, storage_options, "td.drop") as group:
         group.require_complete()
         if erase and "unfinished" in group.attrs:

@@ -142,6 +142,12 @@ OTHERS = {
         ("of a regression", lambda: td.group_score(X, T.assign_attrs(loss_kind="squared error"), by="label", share=True), ValueError, ["both signs", "metric='loss'"]),
         ("of a metric", lambda: td.group_score(X, T, by="label", share=True, metric="loss"), ValueError, ["metric=", "share="]),
         ("a word", lambda: td.group_score(X, T, by="label", share="yes"), TypeError, ["share", "'yes'", "True"]),
+        *((f"a word for {name}", call, TypeError, [name, "'no'", "True"]) for name, call in {
+            "effect": lambda: td.group_score(X, T, by="label", effect="no"),
+            "average": lambda: td.score(X, T, average="no"),
+            "largest": lambda: td.top_k(td.score(X, T), 3, largest="no"),
+            "overwrite": lambda: td.to_parquet(td.top_k(td.score(X, T), 3), "x", overwrite="no"),
+        }.items()),
         ("parts of targets", lambda: td.group_score(SEEDS, SEEDS, by=xr.DataArray(np.ones((20, 3)), dims=("target", "author"))), ValueError, ["('target', 'author')", "xr.DataArray"]),
         ("parts that are missing", lambda: td.group_score(SEEDS, SEEDS, by=xr.DataArray(np.full((20, 3), np.nan), dims=("sample", "author"))), ValueError, ["finite"]),
     ],

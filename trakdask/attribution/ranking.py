@@ -18,7 +18,7 @@ from trakdask.arrays.graphs import plain, reader
 from trakdask.arrays.topk import TileMask
 from trakdask.attribution.groups import group_codes, require_group_coord
 from trakdask.attribution.masks import Where, columns_along, mask_of
-from trakdask.checks import nearest, require_choice, require_integer, require_number
+from trakdask.checks import nearest, require_choice, require_flags, require_integer, require_number
 from trakdask.execution import require_memory
 from trakdask.variables import N_SAMPLES, RANK, SAMPLE, TARGET, VARIABLES, coords_along
 
@@ -167,6 +167,7 @@ def top_k(
     >>> selection.selected.groupby("species").sum().values.tolist()
     [5, 4, 4]
     """
+    require_flags(largest=largest)
     others: dict[Hashable, xr.DataArray] = {}
     if isinstance(scores, xr.DataArray) and rank_by != "score":
         raise ValueError(

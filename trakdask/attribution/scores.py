@@ -24,7 +24,7 @@ from trakdask.attribution.labels import (
 from trakdask.attribution.metrics import MetricLike, measure_of
 from trakdask.attribution.operands import operands_of, require_tiles, self_influence_forms, solver
 from trakdask.attribution.uncertainty import bounded
-from trakdask.checks import require_number, shown
+from trakdask.checks import require_flags, require_number
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, coords_along, validate
 
 
@@ -175,6 +175,7 @@ def score(
     >>> td.top_k(found, 3, rank_by="lower").compute().species[0].values.tolist()
     ['versicolor', 'versicolor', 'versicolor']
     """
+    require_flags(average=average)
     if level is not None or q is not None:
         _require_average(average)
         return bounded(features, targets, estimator, level=level, q=q)
@@ -361,8 +362,7 @@ def group_score(
     >>> list(effects), effects.effect.sizes
     (['effect', 'lower', 'upper', 'mean_lower', 'mean_upper'], Frozen({'source': 4, 'target': 30}))
     """
-    if share not in (True, False):
-        raise TypeError(f"expected True or False for share, got {shown(share)}; try share=True")
+    require_flags(effect=effect, share=share)
     _require_options(effect, share, metric is not None, level, q)
     if not effect and (level is not None or q is not None):
         return bounded(features, targets, estimator, by, level=level, q=q)
@@ -492,6 +492,7 @@ def self_influence(
     >>> td.self_influence(features).dims
     ('sample',)
     """
+    require_flags(average=average)
     if level is not None or q is not None:
         _require_average(average)
         return bounded(features, None, estimator, level=level, q=q)

@@ -11,7 +11,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.checks import require_integer
+from trakdask.checks import require_flags, require_integer
 from trakdask.evaluate.results import Scores, as_array, lazy_data, lazy_results, require_fraction
 from trakdask.evaluate.retraining import TrainFn, train_models
 from trakdask.variables import SAMPLE, TARGET
@@ -96,6 +96,7 @@ def removal_curve(
     >>> curve.mean_output.values.tolist()
     [6.0, 3.0]
     """
+    require_flags(helpful=helpful)
     scores = as_array(scores, SAMPLE, TARGET)
     n, m, *sizes = scores.shape
     more = scores.dims[2:]

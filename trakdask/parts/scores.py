@@ -19,7 +19,7 @@ from trakdask.attribution.labels import (
     score_attrs,
 )
 from trakdask.attribution.operands import Solver, solver
-from trakdask.checks import shown
+from trakdask.checks import require_flags, shown
 from trakdask.featurization.graphs import GraphInputs
 from trakdask.featurization.job import ERROR_DTYPE
 from trakdask.featurization.preparation import projector_of
@@ -157,6 +157,7 @@ def score_parts(
     True
     """
     validate(features, ["feature", "out_to_loss"], what="features")
+    require_flags(average=average)
     divides_targets = _divides_targets(features, targets, of, by)
     training = lazy_features(features)
     resolved = resolve(training, estimator)
