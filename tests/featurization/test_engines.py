@@ -572,12 +572,18 @@ class Always(First):
         raise RuntimeError("nine")
 
 
+class AlwaysValues(First):
+    def output(self, forward, batch):
+        raise ValueError("nine; try ten")
+
+
 @pytest.mark.parametrize("gradients", ["auto", *ENGINES])
 @pytest.mark.parametrize(
     ("module", "task", "error"),
     [
         (ThatReturns(4, 2), Keyed("x"), "KeyError: 'logits'"),
         (nn.Linear(4, 2), Always("x"), "RuntimeError: nine"),
+        (nn.Linear(4, 2), AlwaysValues("x"), "ValueError: nine; try ten"),
         (nn.Linear(5, 2), First("x"), "RuntimeError: mat1 and mat2 shapes|size mismatch"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ import torch
 
 from trakdask.arrays.weights import row_norms
 from trakdask.bars import note_share
-from trakdask.errors import BlockError, KernelError
+from trakdask.errors import BlockError
 from trakdask.execution import note_start
 from trakdask.featurization.checks import Checked, CheckedEngine
 from trakdask.featurization.devices import (
@@ -125,12 +126,10 @@ def running(
 
 
 def _circumstances(job: FeaturizeJob, arrays: tuple[np.ndarray, ...], err: Exception) -> str:
-    """Describe the inputs of the model, for errors that torch raised and not this package.
-
-    Those of this package say themselves what to try, and are ValueErrors or of kernels.
-    """
+    """Describe the inputs of the model, unless this package raised the error, and advises."""
     notes = "".join(f"\n{note}" for note in getattr(err, "__notes__", ()))
-    if isinstance(err, ValueError | KernelError):
+    *_, (raising, _) = traceback.walk_tb(err.__traceback__)
+    if raising.f_globals["__name__"].startswith("trakdask."):
         return notes
     inputs = dict(zip(job.inputs, arrays, strict=True))
     shapes = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in inputs.items())

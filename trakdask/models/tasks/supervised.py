@@ -66,7 +66,7 @@ class Classification(ModelTask):
 
     Examples
     --------
-    Petals and sepals of three irises, of which the third counts twice in the loss:
+    Four measurements of irises, whose third species counts twice in the loss:
 
     >>> import torch, trakdask as td
     >>> task = td.tasks.Classification(["x"], weights=[1, 1, 2])
