@@ -134,9 +134,9 @@ def test_attribute__takes_all_gradients_by_its_options(
 
 
 def test_traker__scores_as_on_the_cpu(device: str, tmp_path: Path) -> None:
-    scores = []
+    scores = []  # of 12 samples in 8 columns, whose gram matrix has an inverse without λ
     for d in (device, "cpu"):
-        options = {"save_dir": tmp_path / d, "train_set_size": 12, "projector": td.SJLT(16)}
+        options = {"save_dir": tmp_path / d, "train_set_size": 12, "projector": td.SJLT(8)}
         traker = TRAKer(
             built("normed").to(d), "image_classification", device=d, logging_level=100, **options
         )
@@ -150,4 +150,5 @@ def test_traker__scores_as_on_the_cpu(device: str, tmp_path: Path) -> None:
             traker.start_scoring_checkpoint("some", state, i, num_targets=4)
             traker.score([tensor[:4] for tensor in batch], num_samples=4)
         scores.append(traker.finalize_scores("some"))
-    np.testing.assert_allclose(*scores, rtol=1e-3, atol=2**-23)  # two steps of float16
+    # Two steps of float16, and what float32 loses where large terms cancel.
+    np.testing.assert_allclose(*scores, rtol=1e-3, atol=2**-16 * np.abs(scores[1]).max())
