@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -28,6 +29,11 @@ _LEAST_WORKER = 2**28
 
 _KNOWN: WeakSet[Client] = WeakSet()
 """Clients whose schedulers send gradient tasks to GPU workers."""
+
+_AT_WORK: set[object] = set()
+"""The tasks that threads of this process are at."""
+
+_CHANGED = threading.Condition()
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +79,7 @@ def run(
         except KilledWorker as err:
             raise BlockError(_killed(err, cluster)) from err
         except Exception as err:
+            _wait_for_others()
             if not left:
                 raise
             _log.warning("%s: %s; %d more attempts", type(err).__name__, err, left)
@@ -198,15 +205,37 @@ def memory_limit(*, here: bool = False) -> int:
     return int(most or MEMORY_LIMIT)  # a worker without a limit has 0
 
 
-def note_start(what: str) -> None:
-    """Record on the scheduler the task that this worker starts, so that an error can name it.
+@contextmanager
+def at_work(what: str) -> Iterator[None]:
+    """Tell :func:`run` of the task that this thread or worker is at.
 
-    The scheduler itself blames every task that was waiting on the worker that died.
+    On a cluster an error can name it: the scheduler itself blames every task that was waiting on
+    the worker that died.
     """
     from distributed import get_worker
 
     with suppress(ValueError):  # this process is not a worker
         get_worker().log_event(_STARTED, {"what": what})
+    task = object()
+    with _CHANGED:
+        _AT_WORK.add(task)
+    try:
+        yield
+    finally:
+        with _CHANGED:
+            _AT_WORK.remove(task)
+            _CHANGED.notify_all()
+
+
+def _wait_for_others() -> None:
+    """Wait until the tasks are over that other threads of this process are at.
+
+    Dask raises the first error, and leaves them running. They build models, and so draw from the
+    random numbers of torch that whoever called has for its own, and a retry would begin them twice.
+    """
+    with _CHANGED:
+        now = set(_AT_WORK)
+        _CHANGED.wait_for(lambda: not now & _AT_WORK)
 
 
 def _killed(err: KilledWorker, client: Client | None) -> str:

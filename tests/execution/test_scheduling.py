@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +21,7 @@ from distributed import Client, get_worker, worker_client
 import trakdask as td
 from tests.clusters import local_cluster
 from tests.waiting import wait_until
-from trakdask.execution import _STARTED
+from trakdask.execution import _STARTED, at_work
 
 FEATURES = td.testing.simulate_features(n_samples=40, proj_dim=8, chunks=16)
 
@@ -50,6 +52,41 @@ def test_save__further_attempts_compute_only_what_is_missing(tmp_path: Path) -> 
         with pytest.raises(OSError, match="connection reset"):
             td.save(broken, tmp_path / "b.zarr", progress=False, retries=2)
     assert len(list((tmp_path / "broken").iterdir())) == 3
+
+
+def test_save__raises_once_no_other_task_is_at_work(tmp_path: Path) -> None:
+    begun, may_end, over = (threading.Event() for _ in range(3))
+    calls = itertools.count()
+
+    def work(block: np.ndarray) -> np.ndarray:
+        with at_work("a block"):
+            number = next(calls)
+            if number == 0:
+                begun.wait()
+                raise OSError("connection reset")
+            begun.set()
+            may_end.wait()
+        return block
+
+    meta = np.empty((0, 0, 0), "f4")
+    data = da.map_blocks(work, FEATURES.feature.data, dtype="f4", meta=meta, name="feature-works")
+    features = FEATURES.assign(feature=(FEATURES.feature.dims, data))
+
+    def save() -> None:
+        with (
+            dask.config.set(scheduler="threads", num_workers=2),
+            pytest.raises(OSError, match="reset"),
+        ):
+            td.save(features, tmp_path / "f.zarr", estimator=None, progress=False)
+        over.set()
+
+    saving = threading.Thread(target=save)
+    saving.start()
+    begun.wait()
+    assert not over.wait(1)  # without waiting for the others it takes much less
+    may_end.set()
+    saving.join()
+    assert over.is_set()
 
 
 def test_save__further_attempts_on_a_cluster(client: Client, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 from trakdask.arrays.weights import row_norms
 from trakdask.bars import note_share
 from trakdask.errors import BlockError
-from trakdask.execution import note_start
+from trakdask.execution import at_work
 from trakdask.featurization.checks import Checked, CheckedEngine
 from trakdask.featurization.devices import (
     applied,
@@ -107,11 +107,11 @@ def running(
     """Give the samples of a task, whose errors say which samples they are."""
     positions = np.arange(start.item(), start.item() + len(arrays[0]))
     what = f"samples {positions[0]}:{positions[-1] + 1} of checkpoint {checkpoint.name!r}"
-    note_start(what)
     cache_states(states_bytes())
     try:
         device = device_of_task(job.device)
         with (
+            at_work(what),
             torch.inference_mode(False),  # whatever the caller is in
             torch.enable_grad(),
             _threads(),
