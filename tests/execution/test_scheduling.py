@@ -21,6 +21,7 @@ from distributed import Client, get_worker, worker_client
 import trakdask as td
 from tests.clusters import local_cluster
 from tests.waiting import wait_until
+from trakdask import execution
 from trakdask.execution import _STARTED, at_work
 
 FEATURES = td.testing.simulate_features(n_samples=40, proj_dim=8, chunks=16)
@@ -54,39 +55,36 @@ def test_save__further_attempts_compute_only_what_is_missing(tmp_path: Path) -> 
     assert len(list((tmp_path / "broken").iterdir())) == 3
 
 
-def test_save__raises_once_no_other_task_is_at_work(tmp_path: Path) -> None:
-    begun, may_end, over = (threading.Event() for _ in range(3))
-    calls = itertools.count()
+def test_save__raises_once_no_other_task_is_at_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, waited_for, ended = (threading.Event() for _ in range(3))
+    calls, wait_for_others = itertools.count(), execution._wait_for_others
 
     def work(block: np.ndarray) -> np.ndarray:
         with at_work("a block"):
-            number = next(calls)
-            if number == 0:
+            if next(calls) == 0:
                 begun.wait()
                 raise OSError("connection reset")
             begun.set()
-            may_end.wait()
+            waited_for.wait()
+            ended.set()
         return block
 
+    def wait() -> None:
+        waited_for.set()
+        wait_for_others()
+
+    monkeypatch.setattr(execution, "_wait_for_others", wait)
     meta = np.empty((0, 0, 0), "f4")
     data = da.map_blocks(work, FEATURES.feature.data, dtype="f4", meta=meta, name="feature-works")
     features = FEATURES.assign(feature=(FEATURES.feature.dims, data))
-
-    def save() -> None:
-        with (
-            dask.config.set(scheduler="threads", num_workers=2),
-            pytest.raises(OSError, match="reset"),
-        ):
+    with dask.config.set(scheduler="threads", num_workers=2):
+        with pytest.raises(OSError, match="reset"):
             td.save(features, tmp_path / "f.zarr", estimator=None, progress=False)
-        over.set()
-
-    saving = threading.Thread(target=save)
-    saving.start()
-    begun.wait()
-    assert not over.wait(1)  # without waiting for the others it takes much less
-    may_end.set()
-    saving.join()
-    assert over.is_set()
+        over = ended.is_set()
+    waited_for.set()  # else the pool of threads would never end where nobody waits
+    assert over
 
 
 def test_save__further_attempts_on_a_cluster(client: Client, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -33,14 +35,16 @@ def fit(store: str | Path, **options: Any) -> Fitted:
 
 
 def main(store: str, begun: str) -> None:
-    note_start = block.note_start
+    at_work = block.at_work
 
-    def begin(what: str) -> None:
-        Path(begun, uuid4().hex).touch()
-        time.sleep(0.02)
-        note_start(what)
+    @contextmanager
+    def begin(what: str) -> Iterator[None]:
+        with at_work(what):
+            Path(begun, uuid4().hex).touch()
+            time.sleep(0.02)
+            yield
 
-    block.note_start = begin
+    block.at_work = begin
     with dask.config.set(scheduler="threads", num_workers=2):
         fit(store)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import dask
@@ -31,13 +33,15 @@ def test_fit__interrupted_again_and_again(
     """Only the block that Ctrl-C stops is computed again."""
     begun, left, n_stops = 0, 0, 0
 
-    def begin(what: str) -> None:
+    @contextmanager
+    def begin(what: str) -> Iterator[None]:
         nonlocal begun, left
         begun, left = begun + 1, left - 1
         if left == 0:
             raise KeyboardInterrupt
+        yield
 
-    monkeypatch.setattr(block, "note_start", begin)
+    monkeypatch.setattr(block, "at_work", begin)
     fitted = None
     while fitted is None:
         left = 4
@@ -83,12 +87,14 @@ def test_fit__computes_damaged_blocks_again(
 ) -> None:
     begun: list[str] = []
 
-    def begin(what: str) -> None:
+    @contextmanager
+    def begin(what: str) -> Iterator[None]:
         begun.append(what)
         if len(begun) == 7:  # the third block of the second pass
             raise KeyboardInterrupt
+        yield
 
-    monkeypatch.setattr(block, "note_start", begin)
+    monkeypatch.setattr(block, "at_work", begin)
     with dask.config.set(scheduler="sync"):
         with pytest.raises(KeyboardInterrupt):
             fit(tmp_path / "f.zarr")
