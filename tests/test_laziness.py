@@ -115,6 +115,8 @@ PUBLIC = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.* groups have more than 30% of the samples")
+@pytest.mark.filterwarnings("ignore:all samples of .* are in one group")
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_function__computes_nothing(name: str) -> None:
     with raise_if_dask_computes():

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import xarray as xr
+from distributed import Client
 from scipy import stats
 
 import trakdask as td
+from trakdask.errors import forget_warnings
 
 N, P, C, M = 90, 7, 5, 24
 SOURCE = np.random.default_rng(1).choice(["a", "b", "c", "d"], N, p=[0.1, 0.2, 0.3, 0.4])
@@ -114,6 +117,7 @@ def test_effects_are_those_of_a_loop_over_checkpoints(estimator, follow: str) ->
     found = td.group_score(X, T, estimator, by="source", effect=True, level=LEVEL)
     assert found.effect.dims == ("source", "target")
     assert found.attrs["units"] == "output"
+    assert found.attrs["sign"] == "positive: lower without the group"
     assert found.attrs["level"] == LEVEL
     for name, values in expected.items():
         np.testing.assert_allclose(found[name], values, rtol=1e-6, atol=1e-9)
@@ -162,8 +166,58 @@ def test_effects_do_not_depend_on_chunks_and_failed_targets() -> None:
 
 def test_effects_of_large_groups_warn() -> None:
     X = training().assign_coords(half=("sample", np.arange(N) % 2))
-    with pytest.warns(UserWarning, match="2 of 2 groups have more than 30% of the samples"):
-        td.group_score(X, targets("all", ESTIMATORS[0]), "trak", by="half", effect=True, level=0.9)
+    for options in ({}, {"level": 0.9}):
+        with pytest.warns(UserWarning, match="2 of 2 groups have more than 30% of the samples"):
+            td.group_score(X, targets("all", ESTIMATORS[0]), by="half", effect=True, **options)
+
+
+def test_effects_of_groups_with_all_samples_of_a_class_warn() -> None:
+    X = training().assign_attrs(label="animal")
+    source, others = X.source.values, np.random.default_rng(0).choice(["cat", "dog"], N)
+    animal = np.where(source == "b", "yak", others)
+    parts = xr.DataArray(
+        [(source == "a") | (source == "b"), source == "c"], {"one": ["ab", "c"]}, ("one", "sample")
+    )
+    T, options = targets("all", ESTIMATORS[0]), {"effect": True, "level": 0.9}
+    for by in ("source", parts.astype(float)):
+        with pytest.warns(UserWarning, match=r"all samples of \['yak'\] are in one group"):
+            td.group_score(X.assign_coords(animal=("sample", animal)), T, by=by, **options)
+    one_elsewhere = animal.copy()
+    one_elsewhere[np.flatnonzero(source == "c")[0]] = "yak"
+    missing = np.where(animal == "yak", None, animal)
+    for values in (one_elsewhere, missing):
+        td.group_score(X.assign_coords(animal=("sample", values)), T, by="source", **options)
+
+
+def test_effects_warn_where_models_of_halves_have_hardly_learned() -> None:
+    forget_warnings()
+    T = targets("little", ESTIMATORS[0])
+    lazy = td.group_score(training(), T, ESTIMATORS[0], by="source", effect=True)
+    with pytest.warns(UserWarning, match=r"hardly learned: the mean margin .* is -?0\.\d+"):
+        lazy.compute()
+    regression = T.assign_attrs(loss_kind="squared error")  # outputs are no margins
+    td.group_score(training(), regression, ESTIMATORS[0], by="source", effect=True).compute()
+
+
+def test_effects_are_those_of_a_store_that_grew(tmp_path: Path, process_client: Client) -> None:
+    """Appended, with rows dropped, on workers; and of float16."""
+    store, options = tmp_path / "f.zarr", {"by": "source", "effect": True, "level": 0.9}
+    T, rows = targets("all", ESTIMATORS[1]), np.arange(N)
+    X = training().assign_coords(row=("sample", rows), source=("sample", rows % 6))
+    for part in (X[{"sample": slice(0, 64)}], X[{"sample": slice(64, None)}]):
+        stored = td.save(part, store, append_dim="sample", progress=False)
+    whole = td.group_score(X, T, ESTIMATORS[1], **options).compute(scheduler="sync")
+    xr.testing.assert_allclose(
+        td.group_score(stored, T, ESTIMATORS[1], **options).compute().drop_attrs(),
+        whole.drop_attrs(),
+    )
+    half = stored.assign(feature=stored.feature.astype(np.float16))
+    rounded = td.group_score(half, T, ESTIMATORS[1], **options).compute()
+    np.testing.assert_allclose(rounded.effect, whole.effect, rtol=0.02, atol=0.02)
+    td.drop(store, where="row >= 80")
+    rest = td.group_score(X[{"sample": slice(0, 80)}], T, ESTIMATORS[1], **options).compute()
+    found = td.group_score(td.open(store), T, ESTIMATORS[1], **options).compute()
+    xr.testing.assert_allclose(found.drop_attrs(), rest.drop_attrs())
 
 
 def test_ninety_percent_intervals_hold_linear_effects_at_their_rate() -> None:

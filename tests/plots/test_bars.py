@@ -86,9 +86,10 @@ def test_intervals__of_effects_have_the_mean_of_many_as_a_thick_line() -> None:
     values = {
         name: ("source", [x + 10, x]) for name, x in zip(names, (2, -1, 5, 1, 3), strict=True)
     }
-    found = xr.Dataset(values, {"source": ["a", "b"]}, {"level": 0.9, "units": "loss"})
+    attrs = {"level": 0.9, "units": "loss", "sign": "positive: lower without the group"}
+    found = xr.Dataset(values, {"source": ["a", "b"]}, attrs)
     (ax,) = td.plots.intervals(found).axes
-    assert ax.get_xlabel() == "effect on loss"
+    assert ax.get_xlabel() == "effect on the loss (positive: lower without the group)"
     thick = next(one for one in ax.collections if one.get_linewidths()[0] == 3)
     np.testing.assert_allclose(
         [segment[:, 0] for segment in thick.get_segments()], [[11, 13], [1, 3]]

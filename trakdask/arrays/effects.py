@@ -6,6 +6,8 @@ import dask.array as da
 import numpy as np
 
 from trakdask.arrays.blocks import Block, Floats, blockwise
+from trakdask.arrays.damping import warn_client
+from trakdask.errors import warn_once
 
 SEED, PER_PART, RELATIVE = 0.9, 3.0, 0.3
 """Part of the variance of residuals that is a training's own noise; how much variance a group adds,
@@ -17,6 +19,12 @@ data differ from them in more than the samples of a group; :data:`PER_PART` of t
 
 OF_HALVES, LEAST_OF_HALVES = 0.75, 0.3
 """What the effect of a sample on models of all data is of that on models of half of the data."""
+
+_HARDLY = (
+    "models of half of the samples have hardly learned: the mean margin of their outputs is {:.2g}. "
+    "A model of all samples differs from them in more than a group, so that effects can be several "
+    "times too small; try longer training, or larger parts than halves."
+)
 
 COMPLETE = 0.5
 """Sums of scores that correlate less with outputs say nothing of the sizes of scores."""
@@ -66,7 +74,8 @@ def scale(
 
 
 def _scale(outputs: Block, total: Block, slope: Floats | None = None, *, margins: bool) -> Floats:
-    if slope is not None and margins and np.nanmean(outputs) < LEARNED:
+    if slope is not None and margins and (mean := np.nanmean(outputs)) < LEARNED:
+        warn_once("hardly learned", _HARDLY.format(mean), warn_client)
         return np.asarray(slope)
     f = outputs.mean(axis=1)
     both = np.isfinite(f) & np.isfinite(total)

@@ -14,6 +14,7 @@ from scipy import sparse
 from trakdask import arrays
 from trakdask.arrays.blocks import where
 from trakdask.attribution.folds import fold_weights, require_folds
+from trakdask.attribution.groups import group_codes
 from trakdask.attribution.labels import (
     By,
     Labels,
@@ -23,7 +24,8 @@ from trakdask.attribution.labels import (
 )
 from trakdask.attribution.metrics import COMBINATION, Measure
 from trakdask.attribution.operands import Solver
-from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, TARGET_PREFIX
+from trakdask.checks import shown
+from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, TARGET_PREFIX, coords_along
 
 _LEAST_TARGETS = 20
 """Targets from which on their common slope is known."""
@@ -98,12 +100,13 @@ def group_effects(
     if measure is not None:
         value = measure.raised_by(data, total, output.T, scale)[:, None]
     found = {"effect": value}
+    parts = _parts(operands.features, members, n) if effect else np.empty(0)
     if left is not None and level is not None:
         from scipy.special import stdtrit  # the cost of importing
 
         quantile = float(stdtrit(output.shape[1] - 1, (1 + level) / 2))
         error = (measure.error if measure else arrays.effects.errors)(*left)
-        variance = arrays.effects.per_part(output, margins=margins) * _parts(members, n)
+        variance = arrays.effects.per_part(output, margins=margins) * parts
         bounds = arrays.effects.bounds(value, error, variance, quantile)
         found |= dict(zip(BOUNDS, bounds, strict=True))
     # 3. Their labels.
@@ -130,17 +133,35 @@ def _left_out(
     return predicted, output, arrays.effects.slope(predicted, output)
 
 
-def _parts(members: np.ndarray | sparse.csr_array, n_groups: int) -> npt.NDArray[np.float64]:
-    """Return the part of all samples that each group has, (group,); warn of large ones."""
-    if isinstance(members, sparse.csr_array):
-        count = members.sum(axis=0)
-    else:
-        count = np.bincount(members[members >= 0], minlength=n_groups)
-    parts = np.asarray(count / members.shape[0], np.float64)
+def _parts(
+    features: xr.Dataset, members: np.ndarray | sparse.csr_array, n_groups: int
+) -> npt.NDArray[np.float64]:
+    """Return the part of all samples that each group has, (group,); warn of what is untested."""
+    n = features.sizes[SAMPLE]
+    # 1. The part of each sample in each group, and of all samples.
+    if not isinstance(members, sparse.csr_array):
+        (rows,) = np.nonzero(members >= 0)
+        members = sparse.csr_array((np.ones(len(rows)), (rows, members[rows])), (n, n_groups))
+    parts = np.asarray(members.sum(axis=0) / n, np.float64)
     if large := int((parts > _LARGEST_PART).sum()):
         warnings.warn(
             f"{large} of {n_groups} groups have more than {_LARGEST_PART:.0%} of the samples. "
-            "Intervals were tested for smaller groups, and effects of large ones are often off.",
+            "Effects were tested for smaller groups, and those of large ones are often off.",
             stacklevel=4,
         )
+    # 2. Classes that a group has all samples of: models without it would not know them.
+    label, along = features.attrs.get("label"), coords_along(features, SAMPLE)
+    if label in along:
+        codes, names = group_codes(along[label].values)
+        (rows,) = np.nonzero(codes >= 0)
+        of_class = sparse.csr_array((np.ones(len(rows)), (codes[rows], rows)), (len(names), n))
+        shared = (of_class @ members).tocoo()
+        gone = shared.coords[0][shared.data >= np.bincount(codes[rows])[shared.coords[0]] - 1e-6]
+        if len(gone):
+            warnings.warn(
+                f"all samples of {shown(names[np.unique(gone)].tolist())} are in one group, and "
+                "models without it would not know them. Effects were not tested there, and are "
+                "mostly too small; try groups that share classes.",
+                stacklevel=4,
+            )
     return parts

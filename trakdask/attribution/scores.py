@@ -267,7 +267,8 @@ def group_score(
     ``score(features, targets).groupby(by).sum()`` would give, at the cost of one pass over the
     features, whatever the number of targets. As there, samples that failed are left out, but a
     group whose samples all failed is NaN. A combination without samples sums to 0. With a unit its
-    name is ``effect``, and its ``units`` are in ``attrs``; of shares it is ``share``.
+    name is ``effect``, and its ``units`` and ``sign``, in words, are in ``attrs``; of shares it is
+    ``share``.
 
     Raises
     ------
@@ -284,7 +285,8 @@ def group_score(
     Warns
     -----
     UserWarning
-        With intervals of effects: if a group has more than 30 % of the samples.
+        Of effects: if a group has more than 30 % of the samples, or all samples of a class. When
+        computed: if models of half of the samples have hardly learned.
 
     Notes
     -----
@@ -378,6 +380,7 @@ def group_score(
     attrs["units"] = "output"
     if measure is not None:
         attrs["metric"] = attrs["units"] = measure.name
+    attrs["sign"] = "positive: lower without the group"
     if level is None:
         attrs["description"] = DESCRIPTIONS["effect"]
         return labelled("effect", labels, found["effect"], attrs)

@@ -88,7 +88,9 @@ def intervals(result: xr.Dataset, label: str | None = None, *, ax: Axes | None =
     ax.set_ylim(len(names) - 0.4, -0.6)
     ax.axvline(0, color="0.4", linewidth=0.8)
     title = f"{result.attrs['level']:.0%} intervals; grey cannot be told from 0"
-    name = f"effect on {result.attrs['units']}" if value == "effect" else value
+    name = value
+    if value == "effect":  # what people read first is which way is good
+        name = f"effect on the {result.attrs['units']} ({result.attrs['sign']})"
     return finish(ax, name, label or str(dim), title)
 
 
