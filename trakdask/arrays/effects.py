@@ -21,8 +21,8 @@ OF_HALVES, LEAST_OF_HALVES = 0.75, 0.3
 """What the effect of a sample on models of all data is of that on models of half of the data."""
 
 _HARDLY = (
-    "models of half of the samples have hardly learned: the mean margin of their outputs is {:.2g}. "
-    "A model of all samples differs from them in more than a group, so that effects can be several "
+    "models of half of the samples have hardly learned: the mean margin of outputs is {:.2g}. A "
+    "model of all samples differs from them in more than a group, so that effects can be several "
     "times too small; try longer training, or larger parts than halves."
 )
 
