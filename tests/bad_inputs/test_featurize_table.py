@@ -34,6 +34,7 @@ ROWS = [
     BadInput(F, "no variables", options(xr.Dataset(coords={"c": ("sample", [1])})), ValueError, ["reset_coords"]),
     BadInput(F, "a module", lambda _: td.featurize(data(), NET), TypeError, ["td.Model", "Linear"]),
     *[BadInput(fit.__name__, "a module", lambda _, fit=fit: fit(data(), NET), TypeError, ["td.Model", "Linear"]) for fit in (td.fit,)],
+    BadInput("fit", "components a word", lambda _: td.fit(data(), td.Model(NET), components="no"), TypeError, ["components", "'no'", "True"]),
     BadInput("fit", "curvature a name", lambda _: td.fit(data(), td.Model(NET), curvature="off"), ValueError, ["'off'"]),
     BadInput(F, "projector a number", options(projector=512), TypeError, ["projector", "512"]),
     BadInput(F, "device", options(device="gpu"), ValueError, ["'gpu'"]),

@@ -171,6 +171,7 @@ ROWS = [
     BadInput(D, "no column", table(FRAME, {"x": "xs"}), ValueError, ["'xs'", "['x', 'text', 'day']"]),
     BadInput(D, "jagged", table(pd.DataFrame({"x": [[1, 2], [1]]})), ValueError, ["'x'", "sample 1", "got 1"]),
     BadInput(D, "missing in a file", table(lambda f: written(f, pd.DataFrame({"x": [1, None]}, dtype="Int64"))), ValueError, ["'x'", "sample 1"]),
+    BadInput(D, "truncate a word", table(RAGGED, {"x": "two"}, max_length=1, truncate="no"), TypeError, ["truncate", "'no'", "True"]),
     BadInput(D, "too long", table(RAGGED, {"x": "two"}, max_length=1), ValueError, ["'x'", "sample 1", "2"]),
     *[BadInput(D, f"{name} among numbers", table(TIMES, {"x": ["y", name]}), TypeError, ["'x'", f"column {name!r}", "days", f"coords=[{name!r}]"]) for name in ("day", "took")],
     BadInput(D, "times alone", table(TIMES, {"x": "day"}), TypeError, ["'x'", "datetime64", "column 'day'"]),

@@ -94,6 +94,7 @@ OPEN = [
 ]  # fmt: skip
 
 VERIFY = [
+    ("repair a word", verify(store_in, repair="no"), TypeError, ["repair", "'no'", "True"]),
     ("a live writer", verify(with_lock(ALIVE), repair=True), td.errors.StoreBusyError, ["process 7"]),
 ]  # fmt: skip
 

@@ -19,6 +19,7 @@ from trakdask.attribution.protocol import (
     has_squared_error,
     is_positive,
 )
+from trakdask.checks import require_flags
 from trakdask.provenance import pooled_checkpoints
 from trakdask.variables import (
     CHECKPOINT,
@@ -95,6 +96,7 @@ class Soft(GramEstimator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_flags(wrong_classes=self.wrong_classes)
         power: Any = self.power
         if is_positive(power) and power <= 1:
             object.__setattr__(self, "power", float(power))

@@ -13,7 +13,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask.bars import block_bar, duration
-from trakdask.checks import require_integer, shown
+from trakdask.checks import require_flags, require_integer, shown
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.featurization.preparation import inputs_of, model_of, projector_of, require_model
 from trakdask.files import Folder
@@ -145,6 +145,7 @@ def fit(
     require_model(model)
     n_samples = require_integer("n_samples", n_samples, 1, remedy="try n_samples=2000")
     proj_dim = require_integer("proj_dim", proj_dim, 1, remedy="try proj_dim=1024")
+    require_flags(components=components)
     if curvature not in (True, False, "auto"):
         raise ValueError(
             f"expected curvature=True, False or 'auto', got {shown(curvature)}; try 'auto'"

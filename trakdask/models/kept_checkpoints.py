@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file, save_model
 from torch import Tensor
 
-from trakdask.checks import require_integer
+from trakdask.checks import require_flags, require_integer
 from trakdask.files import Folder, is_url, replacing
 from trakdask.models.checkpoints import checkpoint_folders
 
@@ -91,7 +91,8 @@ def keep_checkpoints(
         )
     if every not in ("save", "epoch") or isinstance(every, bool):
         every = require_integer("every", every, 1, remedy="try every='save', 'epoch' or 500")
-    return _Keeper(Path(folder), every, bool(second_moments))
+    require_flags(second_moments=second_moments)
+    return _Keeper(Path(folder), every, second_moments)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -14,6 +14,7 @@ import xarray as xr
 from dask.utils import format_bytes
 
 from trakdask.bars import duration
+from trakdask.checks import require_flags
 from trakdask.execution import memory_limit
 from trakdask.planning.fits import N_SAMPLES, PlannedFit, planned_fit
 from trakdask.planning.pilot import Pilot, counted, run_pilot
@@ -106,6 +107,7 @@ def plan(
             "expected features with the attrs that td.featurize writes, got none named "
             f"{sorted(missing)}; try features.assign_attrs(original.attrs)"
         )
+    require_flags(pilot=pilot)
     attrs = as_values(features.attrs)
     shapes = attrs["parameters"]
     n_samples, n_checkpoints = features.sizes[SAMPLE], features.sizes[CHECKPOINT]

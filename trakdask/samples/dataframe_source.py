@@ -14,7 +14,7 @@ import pandas as pd
 import pyarrow as pa
 import xarray as xr
 
-from trakdask.checks import require_integer
+from trakdask.checks import require_flags, require_integer
 from trakdask.samples.array_source import lazy_variables
 from trakdask.samples.datasets import assemble
 from trakdask.samples.sources import (
@@ -154,6 +154,7 @@ def _columns(variables: Any, max_length: Any, truncate: bool) -> Columns:
         max_length = {} if max_length is None else dict.fromkeys(variables, max_length)
     for name, length in max_length.items():
         require_integer(f"max_length of {name!r}", length, 1, remedy="try max_length=128")
+    require_flags(truncate=truncate)
     return Columns(variables, max_length, truncate)
 
 

@@ -20,7 +20,7 @@ import xarray as xr
 import zarr
 
 from trakdask.arrays.memory import verified
-from trakdask.checks import shown
+from trakdask.checks import require_flags, shown
 from trakdask.execution import memory_limit, run
 from trakdask.files import Folder, naming
 from trakdask.samples import normalise_coords
@@ -287,6 +287,7 @@ def verify(
     One listing of each array; with ``checksums``, one pass over its bytes, up to 8 chunks at once,
     and fewer where memory for 8 is lacking.
     """
+    require_flags(checksums=checksums, repair=repair)
     if not repair:
         group = Group.read(Folder.at(store, storage_options))
         return _table(group, [*_faults(group, checksums=checksums)])
