@@ -75,8 +75,8 @@ class Soft(GramEstimator):
     -----
     On seven small classification tasks with half of the samples removed, the linear datamodeling
     score of ``Soft()`` was at least the score of :class:`Trak` at the best λ in hindsight
-    (``tests/benchmarks/results/2026-11-23-quality.txt``). Nineteen further tasks, regression and
-    language models are on the page "Quality".
+    (``tests/benchmarks/results/2026-11-23-quality.txt``). Other packages are on the page
+    "Leaderboard and other packages".
 
     References
     ----------

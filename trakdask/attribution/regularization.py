@@ -97,7 +97,7 @@ def damping(
     (1/√m) above 0, λ is as by ``"trace"``.
 
     ρ is free of the scale of the gradients of any checkpoint. What λ loses against the best one is
-    on the page "Estimator and λ" (``tests/benchmarks/results/2026-11-28-dampings.txt``).
+    on the page "Best settings" (``tests/benchmarks/results/2026-11-28-dampings.txt``).
 
     Examples
     --------
