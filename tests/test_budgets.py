@@ -18,8 +18,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "tests" / "benchmarks"
 
-LINES_OF_PACKAGE = 24_227
-LINES_OF_TESTS = 26_833
+LINES_OF_PACKAGE = 24_260
+LINES_OF_TESTS = 26_931
 LINES_OF_BENCHMARKS = 1_999
 NAMED_TYPES = 220
 PUBLIC_NAMES = 110
