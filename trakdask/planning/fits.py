@@ -90,7 +90,7 @@ def planned_fit(
     kept, operations = p * (w + 8), n * w * (4 * n + 2 * p) + 9 * n**3
     if attrs.get("loss_kind") == "cross-entropy" and p <= _WIDEST:
         n_passes += 1
-        kept, operations = kept + 8 * p**2, operations + n * p * (2 * w + p)
+        kept, operations = kept + 4 * p**2, operations + n * p * (2 * w + p)
     # 3. The matrices of each axis, and gradients in the coordinates of their eigenvectors.
     if has_curvature:
         kept += 4 * n_parameters + 8 * n_leading
