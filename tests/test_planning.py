@@ -46,8 +46,8 @@ def by_hand(projector: td.Rademacher) -> dict[str, Any]:
         "random_bits": entries,
         "feature_bytes": 4 * features * projector.proj_dim,
         "store_bytes": features * (4 * (projector.proj_dim + 2) + 8)
-        + 8 * N_CHECKPOINTS * projector.proj_dim**2
-        + 8 * features * (projector.proj_dim + 1),
+        + 4 * N_CHECKPOINTS * projector.proj_dim**2
+        + features * (4 * projector.proj_dim + 8),
         "buffer_bytes": projector.cost(n_rows).buffer_bytes,
         **memory_by_hand(projector.proj_dim),
         "rounding_error": {1: 1.1e-2, 2: 9e-5, 3: 4e-7}[digits],

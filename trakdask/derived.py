@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from trakdask import arrays
 from trakdask.arrays.spectra import component_count
 from trakdask.attribution.gauss_newton import Soft, Trak
 from trakdask.attribution.grams import decomposition, sums
@@ -129,9 +128,9 @@ def _update_sums(before: Group, group: Group, estimator: GramEstimator, retries:
     about = {**attrs, "n_samples": ds.sizes[SAMPLE] - n_appended}
     reusable = [name for name in estimator.sums if _is_reusable(before, name, about)]
     sizes = {**ds.sizes, PROJ_DIM_1: ds.sizes[PROJ_DIM]}
-    dtype = np.result_type(arrays.gram.accumulation_dtype(ds.sizes[PROJ_DIM]), ds.feature.dtype)
     for name in estimator.sums:
         stays = name in reusable and not n_appended
+        dtype = _dtype(ds, name, before if stays else None)
         group.add(name, sizes, dtype, grows=stays, attrs=attrs)
     for index, checkpoint in enumerate(group.checkpoints):
         old = reusable if checkpoint in before.checkpoints else []
@@ -145,6 +144,16 @@ def _update_sums(before: Group, group: Group, estimator: GramEstimator, retries:
                 group, old, [a + b for a, b in zip(there, added, strict=True)], index, retries
             )
     return GRAM in reusable and not n_appended
+
+
+def _dtype(ds: xr.Dataset, name: str, before: Group | None) -> np.dtype[Any]:
+    """Return the dtype in which an array is stored: the one that it has, where it stays.
+
+    Matrices of p² numbers are in the precision of the features. Products have no more.
+    """
+    if before is not None:
+        return before.array(name).dtype
+    return np.dtype(ds.feature.dtype if name in (GRAM, EIGENVECTORS) else np.float64)
 
 
 def _is_reusable(before: Group, name: str, attrs: dict[str, Any]) -> bool:
@@ -162,7 +171,8 @@ def _update_factors(
     n = ds[GRAM].attrs["n_samples"]
     k = component_count(estimator.rank(n, ds), ds.sizes[PROJ_DIM], ds.feature.dtype)
     for name in _FACTORS:
-        group.add(name, {**ds.sizes, COMPONENT: k}, "f8", grows=stays, attrs=_about(group))
+        dtype = _dtype(ds, name, before if stays else None)
+        group.add(name, {**ds.sizes, COMPONENT: k}, dtype, grows=stays, attrs=_about(group))
     for index, name in enumerate(group.checkpoints):
         if not (stays and name in before.checkpoints):
             one = ds.isel({CHECKPOINT: [index]})

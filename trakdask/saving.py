@@ -139,7 +139,7 @@ def save(
     ``td.verify(store, checksums=True)``.
 
     λ and the eigenvectors are computed once, after the gram matrices: one eigendecomposition per
-    checkpoint, about 9 p³ flops and 40 p² bytes in a task, and 8 p² bytes in the store (above
+    checkpoint, about 9 p³ flops and 40 p² bytes in a task, and 4 p² bytes in the store (above
     proj_dim 8192 :func:`calibrate` makes them). A query then costs two small products instead, and
     no λ is chosen anew. An append or a drop renews them for the checkpoints that changed.
 

@@ -105,7 +105,7 @@ _ALL = (
     Variable(
         "principal_components",
         (SKETCH_DIM, PROJ_DIM, CHECKPOINT),
-        "orthonormal columns that reduce the sketch",
+        "orthonormal columns that reduce the sketch; int8: sign(q) q², divided by its length",
     ),
     Variable(
         "principal_shares",

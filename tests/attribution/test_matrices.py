@@ -76,7 +76,8 @@ def test_score__kept_matrices_give_the_same_scores_and_spare_the_features(
 ) -> None:
     opened = save(MADE, tmp_path / "f.zarr", estimator="soft")
     expected = scores(opened, TARGETS, SOFT)
-    np.testing.assert_array_equal(expected, scores(reduced(opened), TARGETS, SOFT))
+    anew, largest = scores(reduced(opened), TARGETS, SOFT), np.abs(expected).max()
+    np.testing.assert_allclose(anew, expected, atol=1e-6 * largest)  # matrices in float32
     chunks = [path for path in (tmp_path / "f.zarr" / "feature").rglob("c*") if path.is_file()]
     others = [path for path in chunks if not re.search(r"c[./]0[./]\d[./]\d$", str(path))]
     assert len(others) == 9

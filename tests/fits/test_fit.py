@@ -326,7 +326,7 @@ def test_fit__other_metadata_are_the_same_fit(tmp_path: Path) -> None:
 def test_like__refuses_fitted_values_that_somebody_changed(name: str) -> None:
     """Also for one checkpoint alone, once for each and not for each block, and by every door."""
     features = td.featurize(SAMPLES, MODEL, td.fit(SAMPLES, MODEL, **SMALL))
-    of_b = xr.DataArray(np.array([1, 1.01], features[name].dtype), dims="checkpoint")
+    of_b = xr.DataArray(np.array([1, 2], features[name].dtype), dims="checkpoint")
     changed = features.assign({name: features[name] * of_b})
     for made in (
         td.featurize(SAMPLES, MODEL, like=changed),
@@ -358,3 +358,65 @@ def test_like__compares_fitted_values_once(monkeypatch: Any) -> None:
     )
     td.featurize(SAMPLES, MODEL, like=features).feature.compute(scheduler="sync")
     assert len(compared) == 2
+
+
+# ------------------------------------------------------------------- stores of earlier versions
+
+
+def fitted_as_before(names: str, monkeypatch: Any) -> Fitted:
+    """Return a fit whose components are halves, and the wrong classes in float64."""
+
+    def halves(matrix: np.ndarray) -> np.ndarray:
+        return matrix.astype("f2")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trakdask.fits.components.encoded", halves)
+        fit = td.fit(SAMPLES, MODEL.at_checkpoints([*names]), **SMALL)
+    return fit.beside({"wrong_classes": fit.arrays["wrong_classes"].astype("f8")})
+
+
+def test_fit__goes_on_in_the_dtypes_of_an_older_store(tmp_path: Path, monkeypatch: Any) -> None:
+    """Features are the ones that the store had, and those of a new checkpoint can be made again."""
+    store, before = tmp_path / "f.zarr", fitted_as_before("a", monkeypatch)
+    of_a = MODEL.at_checkpoints(["a"])
+    first = td.save(td.featurize(SAMPLES, of_a, before), store, progress=False).compute()
+    exact = before.arrays["principal_components"].astype("f4")
+    plain = Fitted(
+        before.steps, {**before.arrays, "principal_components": exact}, model=before.model
+    )
+    np.testing.assert_array_equal(td.featurize(SAMPLES, of_a, plain).feature, first.feature)
+    again = td.featurize(SAMPLES, of_a, like=td.open(store))
+    np.testing.assert_array_equal(again.feature, first.feature)
+    both = td.fit(SAMPLES, MODEL, store=store, **SMALL)
+    assert both.digests["a"] == before.digests["a"]
+    both.require_digests()
+    made = td.featurize(SAMPLES, MODEL, both).compute()
+    td.save(td.featurize(SAMPLES, MODEL, both), store, append_dim="checkpoint", progress=False)
+    opened = td.open(store)
+    assert opened.principal_components.dtype == np.float16
+    assert opened.wrong_classes.dtype == np.float64
+    np.testing.assert_array_equal(opened.feature[..., :1], first.feature)
+    for features in (opened, td.featurize(SAMPLES, MODEL, like=opened)):
+        np.testing.assert_array_equal(features.feature, made.feature)
+
+
+def test_save__refuses_components_in_other_dtypes_than_the_store_has(tmp_path: Path) -> None:
+    sketch, store = td.SJLT(24), tmp_path / "f.zarr"
+    fit = td.fits.principal_components(SAMPLES, MODEL, 6, projector=sketch, progress=False)
+    halves = (fit.arrays["principal_components"] / 127).astype("f2")
+    older = fit.beside({"principal_components": halves}).at_checkpoints(["a"])
+    of_a = MODEL.at_checkpoints(["a"])
+    td.save(td.featurize(SAMPLES, of_a, older), store, progress=False)
+    newer = td.featurize(SAMPLES, MODEL.at_checkpoints(["b"]), fit)
+    with pytest.raises(td.errors.StoreMismatchError, match=r"\(float16\).*\['b'\].*int8.*store="):
+        td.save(newer, store, append_dim="checkpoint", progress=False)
+
+
+def test_like__of_a_store_gives_the_bits_of_the_process_that_fitted(tmp_path: Path) -> None:
+    fit = td.fit(SAMPLES, MODEL, **SMALL)
+    made = td.featurize(SAMPLES, MODEL, fit).compute()
+    stored = td.save(td.featurize(SAMPLES, MODEL, fit), tmp_path / "f.zarr", progress=False)
+    assert stored.principal_components.dtype == np.int8
+    for like in (stored, made):
+        again = td.featurize(SAMPLES, MODEL, like=like)
+        np.testing.assert_array_equal(again.feature, made.feature)

@@ -193,7 +193,9 @@ def _spectrum(
     r = np.full((len(v), 1), np.nan)
     if loss_gradient is not None:
         (r,) = flat(loss_gradient)
-    return Spectrum(s[:, 0], v[:, :, 0], r[:, 0], float(s.sum()) / n_sample, label)
+    # A store has them in the precision of its features.
+    wide = v[:, :, 0].astype(np.float64, copy=False)
+    return Spectrum(s[:, 0], wide, r[:, 0], float(s.sum()) / n_sample, label)
 
 
 def inverse(spectrum: da.Array, damping: da.Array) -> da.Array:

@@ -18,6 +18,7 @@ from trakdask.execution import active_client
 from trakdask.featurization.block import featurize_block
 from trakdask.featurization.job import ERROR_DTYPE, FeaturizeJob
 from trakdask.gpu_workers import GRADIENTS, ON_CPU
+from trakdask.projection.companding import widened
 from trakdask.projection.fitted import Fitted
 from trakdask.projection.protocol import Projector
 from trakdask.provenance import digest
@@ -127,9 +128,8 @@ def _with_fit(
     values = dict(zip(names, arrays, strict=True))
     digest_here = {name: text for name, text in made_by.digests.items() if name == checkpoint.name}
     replace(made_by, arrays=values, digests=digest_here).require_digests()
-    # Half precision becomes float32 here, once for all blocks of samples.
-    wide = (a[..., 0].astype("f4") if a.dtype == "f2" else a[..., 0] for a in arrays)
-    with_fit[0] = checkpoint, dict(zip(names, wide, strict=True))
+    # Codes, and half precision of older stores, become float32 here, once for all blocks.
+    with_fit[0] = checkpoint, {name: widened(a[..., 0]) for name, a in values.items()}
     return with_fit
 
 

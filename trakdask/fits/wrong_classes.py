@@ -46,7 +46,7 @@ _POWER = 0.5
 def wrong_classes(
     samples: xr.Dataset, model: Model, projector: Fitted, **options: Any
 ) -> np.ndarray | None:
-    """Return the mean of 2 √q ψ ψᵀ over samples, (proj_dim, proj_dim_1, checkpoint) float64.
+    """Return the mean of 2 √q ψ ψᵀ over samples, (proj_dim, proj_dim_1, checkpoint) float32.
 
     It is None if the task does not compare the correct class with several wrong ones, by their
     logits, or features are very wide.
@@ -65,7 +65,8 @@ def wrong_classes(
     both = da.concatenate([features.feature.data, q], axis=1).rechunk({1: -1})
     kept = [kept_blocks(both[..., i : i + 1]) for i in range(both.shape[2])]
     totals = [arrays.gram.gram(x[:, :-1], x[:, -1] ** _POWER / _POWER) for x in kept]
-    return np.concatenate(dask.compute(*totals), -1) / len(q)
+    mean = np.concatenate(dask.compute(*totals), -1) / len(q)
+    return mean.astype(np.float32)  # as exact as the products that it is a mean of
 
 
 def compares_classes(task: Any) -> bool:

@@ -87,10 +87,10 @@ def planned_fit(
         n_leading, n_passes = min(w // 2, n_parameters), 3
         w = n_leading + w - w // 2
     # 2. Components of the products of samples, and products of gradients with them.
-    kept, operations = p * (2 * w + 8), n * w * (4 * n + 2 * p) + 9 * n**3
+    kept, operations = p * (w + 8), n * w * (4 * n + 2 * p) + 9 * n**3
     if attrs.get("loss_kind") == "cross-entropy" and p <= _WIDEST:
         n_passes += 1
-        kept, operations = kept + 8 * p**2, operations + n * p * (2 * w + p)
+        kept, operations = kept + 4 * p**2, operations + n * p * (2 * w + p)
     # 3. The matrices of each axis, and gradients in the coordinates of their eigenvectors.
     if has_curvature:
         kept += 4 * n_parameters + 8 * n_leading

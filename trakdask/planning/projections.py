@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trakdask.arrays import gram, memory, spectra
+from trakdask.arrays import memory, spectra
 from trakdask.checks import shown
 from trakdask.projection import Projector, RowMap
 from trakdask.projection.fitted import Fitted
@@ -116,14 +116,14 @@ def planned(
     bound = projector.bind(row_map)
     cost, width = bound.projector.cost(row_map.n_rows), bound.width(row_map.n_rows)
     feature_bytes = 4 * n_samples * width * n_checkpoints
-    matrix_bytes = width**2 * n_checkpoints * gram.accumulation_dtype(width).itemsize
+    matrix_bytes = 4 * width**2 * n_checkpoints
     output_bytes = (4 + 4 + 8) * n_samples * n_checkpoints  # norms are float64
     k = 0
     if width <= _MOST_COLUMNS:
         k = spectra.component_count(n_samples, width, np.dtype(np.float32))
     sizes = memory.Sizes(n_samples, block_rows, width, n_checkpoints, read=True)
     targets = replace(sizes, n_samples=_TARGETS, rows=_TARGETS, read=False)
-    eigenvector_bytes = 8 * (width + 1) * k * n_checkpoints  # and eigenvalues
+    eigenvector_bytes = (4 * width + 8) * k * n_checkpoints  # and eigenvalues
     decomposition = 9 * width**3 if k == width else 4 * width * k**2 + 9 * k**3
     decomposition_bytes = memory.eigenvectors(width, k) if k else 0
     return PlannedProjection(

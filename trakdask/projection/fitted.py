@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from trakdask.errors import StoreMismatchError
+from trakdask.projection.companding import widened
 from trakdask.projection.protocol import Projector, from_spec
 from trakdask.projection.rows import RowMap
 from trakdask.tensors import Shapes, group_of
@@ -223,7 +224,8 @@ class Fitted:
         for name in sorted(names):
             values = np.asarray(self.arrays[name][..., column])
             # netCDF knows no integers of 64 bits, and has other bytes first.
-            dtype = np.dtype("<i8") if values.dtype.kind == "i" else values.dtype.newbyteorder("<")
+            is_number = values.dtype.kind == "i" and values.dtype != np.int8
+            dtype = np.dtype("<i8") if is_number else values.dtype.newbyteorder("<")
             content.update(values.astype(dtype, copy=False).tobytes())
         return content.hexdigest()
 
@@ -260,7 +262,13 @@ class Fitted:
 
     @classmethod
     def joined(cls, parts: Sequence[Fitted]) -> Fitted:
-        """Return the fits of several checkpoints, each with the same steps, as one."""
+        """Return the fits of several checkpoints, each with the same steps, as one.
+
+        Values that some of them have in more bits, as older stores do, have as many in all of them.
+        """
+        names = parts[0].arrays
+        dtypes = {n: np.result_type(*(part.arrays[n].dtype for part in parts)) for n in names}
+        parts = [part._in(dtypes) for part in parts]
         first, models = parts[0], [part.model["checkpoints"] for part in parts]
         return replace(
             first,
@@ -268,6 +276,12 @@ class Fitted:
             digests={name: text for part in parts for name, text in part.digests.items()},
             model={**first.model, "checkpoints": {n: v for m in models for n, v in m.items()}},
         )
+
+    def _in(self, dtypes: Mapping[str, np.dtype[Any]]) -> Fitted:
+        """Return the fit with values in other dtypes, and their digests."""
+        others = {n: dtype for n, dtype in dtypes.items() if dtype != self.arrays[n].dtype}
+        values = {n: widened(self.arrays[n]).astype(dtype) for n, dtype in others.items()}
+        return self.beside(values) if values else self
 
     @property
     def projector(self) -> Projector:

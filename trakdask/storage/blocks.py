@@ -96,17 +96,20 @@ def save_fit(group: Group, features: xr.Dataset, retries: int) -> None:
     Raises
     ------
     StoreMismatchError
-        If the features do not have what the store lacks.
+        If the features do not have what the store lacks, or in another dtype.
     """
     names = checkpoint_names(features)
+    got = {name: features[name].dtype.name for name in FITTED if name in features}
     for variable in [name for name in FITTED if name in group.arrays]:
+        expected = group.array(variable).dtype.name
         stored = {index[-1] for index in group.stored_chunks(variable)}
         lacking = [name for i, name in enumerate(group.checkpoints) if i not in stored]
-        if variable not in features and set(lacking) & set(names):
+        if got.get(variable) != expected and set(lacking) & set(names):
             raise StoreMismatchError(
-                f"expected {variable!r} in features of the checkpoints {lacking}, which the store "
-                f"{group.folder.url!r} lacks, got {sorted(map(str, features.data_vars))}; try "
-                "td.featurize(samples, model, projector) without like="
+                f"expected {variable!r} ({expected}) in features of the checkpoints {lacking}, "
+                f"which the store {group.folder.url!r} lacks, got {got}; try "
+                "td.featurize(samples, model, projector) without like=, and with the projector of "
+                "td.fit(samples, model, store=...) where the store is older"
             )
         for name in lacking if variable in features else ():
             if name in names:
