@@ -85,7 +85,7 @@ def test_target__links_filter_and_bars_are_as_long_as_their_sums(explorer: Explo
     view = View(page="target", target=3, k=4, group_by="label")
     html = html_of(explorer, view)
     groups = explorer.questions.groups(view)["score"]
-    shares = re.findall(r'class="(?:helpful|harmful)" style="--length:([\d.]+)"', html)
+    shares = re.findall(r'class="(?:more )?(?:helpful|harmful)" style="--length:([\d.]+)"', html)
     np.testing.assert_allclose([float(x) for x in shares], groups.abs() / groups.abs().max(), 1e-3)
     conditions = {View.from_query(attrs["href"]).where for attrs in Tags(html).all("a")}
     best = explorer.questions.top(view)["note"][0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -38,8 +39,8 @@ _ROWS_KEPT = 2
 """How many targets keep the scores of all training samples, 8 bytes for each sample."""
 
 _TARGETS_TOGETHER, _INTERVALS_KEPT = 256, 8
-"""How many targets get the intervals of sums in one pass over the features, and how many passes are
-kept: 4 bytes for each group and target."""
+"""How many targets get effects or intervals in one pass over the features, and how many passes are
+kept: 16 bytes for each group and target."""
 
 
 class Questions(TrainingQuestions):
@@ -87,7 +88,7 @@ class Questions(TrainingQuestions):
         self.targets = tables.SampleTable(targets, self.features, self._classifier)
         self._scores = lru_cache(_ROWS_KEPT)(self._scored)
         self._credits = lru_cache(_ROWS_KEPT)(self._credited)
-        self._half_intervals = lru_cache(_INTERVALS_KEPT)(self._half_intervals_of)
+        self._bounds = lru_cache(_INTERVALS_KEPT)(self._bounds_of)
 
     def top(self, view: View, *, largest: bool = True) -> pd.DataFrame:
         """Return the k training samples that helped or harmed a target most.
@@ -122,71 +123,107 @@ class Questions(TrainingQuestions):
         return self._words is not None and SAMPLE not in estimator.norms
 
     def groups(self, view: View) -> pd.DataFrame:
-        """Return the sum of a target's scores by group of training samples, largest sum first.
+        """Return what groups of training samples did to a target, the most helpful first.
 
-        Columns: the coord that the view groups by; ``score``, the sum; ``samples``, how many;
-        ``spread``, half of the interval of the sum, NaN for fewer than five checkpoints. Only
-        samples that the condition of the view selects are counted.
+        Columns: the coord that the view groups by; ``samples``, how many; ``score`` and ``spread``,
+        the sum of scores and half of its interval, NaN for fewer than five checkpoints. Only
+        samples that the condition of the view selects are counted. Where all are, and checkpoints
+        of halves tell, ``score`` is the effect in units of the output, and there are the columns of
+        :func:`_with_effects`.
         """
         by, scores, mask = view.group_by, self.scores(view).astype(np.float64), self._mask(view)
         table = pd.DataFrame({by: self.metadata[by], "score": scores})[mask]
         sums = table.groupby(by).agg(score=("score", "sum"), samples=("score", "size"))
-        sums["spread"] = np.nan
-        if self.has_intervals(view) and mask.any():
-            block, place = divmod(view.target, _TARGETS_TOGETHER)
-            half = self._half_intervals(self.setting(view), by, mask.tobytes(), block)
-            sums["spread"] = half.isel({TARGET: place}).to_series()
+        # 1. What is computed for many targets at once. The last block has the rest, too, since
+        # effects need many targets.
+        block = min(view.target, max(len(self.targets.metadata) - _TARGETS_TOGETHER, 0))
+        block //= _TARGETS_TOGETHER
+        found = self._bounds(self.setting(view), by, mask.tobytes(), block) if mask.any() else None
+        # 2. One target of these.
+        if found is not None:
+            found = found.isel({TARGET: view.target - block * _TARGETS_TOGETHER})
+        if found is not None and "effect" in found:
+            sums = _with_effects(sums, found, self._vanishing(by, [view.target]))
+        else:
+            half = np.nan if found is None else (found["upper"] - found["score"]).to_series()
+            sums = sums.assign(spread=half)
         return sums.sort_values("score", ascending=False, kind="stable").reset_index()
 
-    def _half_intervals_of(
-        self, setting: Setting, by: str, mask: bytes, block: int
-    ) -> xr.DataArray:
-        """Return half of the intervals of the sums by group, for a block of targets.
+    def _bounds_of(self, setting: Setting, by: str, mask: bytes, block: int) -> xr.Dataset | None:
+        """Return the effects of groups on a block of targets, or sums, with bounds if they can be.
 
         Nearly all of the time goes into sums of features, which are the same for all targets.
         """
         chosen = np.flatnonzero(np.frombuffer(mask, bool))
         is_whole = len(chosen) == setting.features.sizes[SAMPLE]
         features = setting.features if is_whole else setting.features.isel({SAMPLE: chosen})
-        some = slice(block * _TARGETS_TOGETHER, (block + 1) * _TARGETS_TOGETHER)
-        targets = self.targets.at(setting.checkpoints).isel({SAMPLE: some})
+        start, n = block * _TARGETS_TOGETHER, len(self.targets.metadata)
+        stop = n if n - start < 2 * _TARGETS_TOGETHER else start + _TARGETS_TOGETHER
+        targets = self.targets.at(setting.checkpoints).isel({SAMPLE: slice(start, stop)})
+        if is_whole:
+            with suppress(ValueError):
+                return _effects(setting, targets, by)
+        if len(setting.checkpoints) < LEAST_FOLDS:
+            return None
         lazy = td.group_score(features, targets, setting.estimator, by=by, level=LEVEL)
+        found: xr.Dataset
         (found,) = compute(lazy[["score", "upper"]])
-        return found["upper"] - found["score"]
+        return found
+
+    def _vanishing(self, by: str, targets: Any) -> list[Any]:
+        """Return the groups that have all training samples of the class of one of some targets."""
+        label = self.targets.label
+        if label not in self.metadata:
+            return []
+        groups = self.metadata[by].groupby(self.metadata[label])
+        is_one = groups.nunique(dropna=False) == 1
+        classes = self.targets.metadata[label].iloc[targets]
+        return groups.first()[is_one & is_one.index.isin(classes)].tolist()
 
     def has_intervals(self, view: View) -> bool:
         """Return whether there are the five checkpoints that intervals need."""
         return len(view.checkpoints or self.checkpoints) >= LEAST_FOLDS
 
     def has_credit(self, view: View) -> bool:
-        """Return whether groups of training samples have shares of the scores of many targets."""
+        """Return whether it can be known what groups of training samples did to many targets."""
+        return bool(self.groupings) and (self.has_grade(view) or self._has_shares(view))
+
+    def _has_shares(self, view: View) -> bool:
         is_sum = TARGET not in self.settings.estimator(view.estimator).norms
         is_signed = self.features.attrs.get("loss_kind") == "squared error"
-        has_shares = is_sum and not is_signed
-        return self.has_intervals(view) and has_shares and bool(self.groupings)
+        return self.has_intervals(view) and is_sum and not is_signed
 
     def credit(self, view: View) -> pd.DataFrame:
-        """Return each group's share of the scores of the targets that a view selects.
+        """Return what groups did to the targets that a view selects, the most helpful first.
 
-        Columns: the coord that the view groups by; ``score``, the share; ``spread``, NaN, as the
-        error of a share is not known; ``samples``, how many. Largest share first.
+        Columns as of :meth:`groups`: with checkpoints of halves, ``score`` is the effect on the
+        mean loss. Else, it is the group's share of all scores, whose error is not known.
         """
         view = view.replace(page="targets", first=0, sort="", ascending=False)
         return self._credits(view)
 
     def _credited(self, view: View) -> pd.DataFrame:
-        setting, selected = self.setting(view), np.sort(self.targets.selected(view).index)
+        setting, by = self.setting(view), view.group_by
+        selected = np.sort(self.targets.selected(view).index)
+        selected = selected[self.targets.numbers.iloc[selected, -1].notna()]
         targets = self.targets.at(setting.checkpoints).isel({SAMPLE: selected})
-        failed = self.targets.numbers.iloc[selected, -1].isna().to_numpy()
-        targets = targets.isel({SAMPLE: ~failed})
-        by = view.group_by
-        lazy = td.group_score(setting.features, targets, setting.estimator, by=by, share=True)
-        (found,) = compute(lazy)
-        table: pd.DataFrame = found.to_dataframe(name="score").assign(spread=np.nan)
-        table = table.dropna(subset="score")
-        counts = pd.Series(setting.features[by].values).value_counts()
-        table["samples"] = counts.reindex(table.index).to_numpy(int)
-        return table.sort_values("score", ascending=False, kind="stable").reset_index()
+        counts = self.metadata[by].value_counts().rename("samples").to_frame()
+        found, gone = None, self._vanishing(by, selected)
+        if len(gone) < len(counts):
+            try:
+                found = _effects(setting, targets, by, metric="loss").isel({TARGET: 0})
+            except ValueError:
+                if not self._has_shares(view):
+                    raise
+        table = counts.assign(score=np.nan, spread=np.nan)
+        if (found is None or gone) and self._has_shares(view):
+            features, estimator = setting.features, setting.estimator
+            (shares,) = compute(td.group_score(features, targets, estimator, by=by, share=True))
+            table["score"] = shares.to_series()
+        if found is None:
+            table = table.dropna(subset="score")
+            return table.sort_values("score", ascending=False, kind="stable").reset_index()
+        return _with_effects(table, found, gone).sort_values("score", kind="stable").reset_index()
 
     def has_grade(self, view: View) -> bool:
         """Return whether it is known which samples the checkpoints were trained on."""
@@ -277,6 +314,31 @@ class Questions(TrainingQuestions):
         (sums,) = compute(lazy)
         index = pd.Index(sums[view.group_by].values, name=view.group_by)
         return pd.DataFrame(sums.values, index=index, columns=pd.Index(names, name=across))
+
+
+def _effects(setting: Setting, targets: xr.Dataset, by: str, **how: Any) -> xr.Dataset:
+    """Return effects of groups, with bounds for one training without each of them."""
+    lazy = td.group_score(
+        setting.features, targets, setting.estimator, by=by, effect=True, level=LEVEL, **how
+    )
+    found = lazy[["effect", "upper"]]
+    # As arrays: of this part of the Dataset, dask loses a key.
+    values = compute(*(variable.data for variable in found.data_vars.values()))
+    return found.copy(data=dict(zip(found, values, strict=True)))
+
+
+def _with_effects(table: pd.DataFrame, found: xr.Dataset, gone: list[Any]) -> pd.DataFrame:
+    """Return a table in which effects take the place of the column ``score``.
+
+    ``spread`` is half of their intervals, and ``sum`` is what was in ``score``. Effects are NaN for
+    the groups that are ``gone``: what models without them make of their class is not known.
+    """
+    effects = found.to_dataframe()[["effect", "upper"]].dropna()
+    effects["sum"] = table["score"]
+    effects["samples"] = table["samples"]
+    effects["spread"] = effects["upper"] - effects["effect"]
+    effects.loc[effects.index.isin(gone), ["effect", "spread"]] = np.nan
+    return effects.rename(columns={"effect": "score"}).drop(columns="upper")
 
 
 def _spread(error: np.ndarray, setting: Setting) -> np.ndarray:

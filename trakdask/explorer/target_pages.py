@@ -54,11 +54,12 @@ def graded(attributions: Attributions, view: View) -> str:
 
 
 def credit(attributions: Attributions, view: View) -> str:
-    """Return the share of each group of training samples in all scores of these targets."""
+    """Return what each group of training samples did to the loss of these targets, or its share."""
     view = grouped(attributions, view)
     if attributions.questions.targets.selected(view).empty:
         return render("note", text="No target meets the condition.")
-    return bars(attributions, view, attributions.questions.credit(view), is_share=True)
+    found = attributions.questions.credit(view)
+    return bars(attributions, view, found, what="their mean loss" if "sum" in found else "")
 
 
 def target(attributions: Attributions, view: View) -> str:
@@ -128,11 +129,14 @@ def words(attributions: Attributions, view: View, *, largest: bool) -> str:
 
 
 def groups(attributions: Attributions, view: View) -> str:
-    """Return sums of the scores of a target by group of training samples."""
+    """Return what each group of training samples did to a target: its effect, or its sum."""
     view = grouped(attributions, view)
     if not view.group_by:
         return render("group_form", attributions, view)
-    return bars(attributions, view, attributions.questions.groups(view))
+    found = attributions.questions.groups(view)
+    is_margin = str(attributions.features.attrs.get("loss_kind")).endswith("cross-entropy")
+    what = "the right answer's margin" if is_margin else "the output"
+    return bars(attributions, view, found, what=what if "sum" in found else "")
 
 
 def damping(attributions: Attributions, view: View) -> str:
