@@ -51,7 +51,8 @@ def test_top__is_a_sorted_row(questions: Questions, truth: Any, where: str, larg
 def test_top__of_few_samples_or_checkpoints(questions: Questions, truth: Any) -> None:
     assert sorted(questions.top(View(where="sample in [3, 5]"))["sample"]) == [3, 5]
     assert questions.top(View(where="length > 1000")).empty
-    one = questions.top(View(checkpoints=("c1",), k=1))
+    features, targets = (ds.isel(checkpoint=[1]) for ds in (FEATURES, TARGETS))
+    one = Questions(features, targets, TRAK).top(View(k=1))
     assert one["sample"].tolist() == [int((truth.products[:, 0, 1] * truth.q[:, 1]).argmax())]
     assert one["spread"].isna().all()
 
@@ -64,18 +65,13 @@ OTHERS = [td.GradDot(), td.GradCos(), td.TracIn({"c0": 0.1, "c1": 0.01, "c2": 1.
     [*(kind(damping=td.Absolute(LAMBDA)) for kind in (td.Trak, td.Soft, td.RelatIF)), *OTHERS],
     ids=lambda estimator: estimator.name,
 )
-def test_top_and_targets_of__are_a_column_and_a_row(questions: Questions, estimator: Any) -> None:
+def test_top_and_targets_of__are_a_column_and_a_row(estimator: Any) -> None:
     chosen = Questions(FEATURES, TARGETS, estimator)
     scores = td.score(FEATURES, TARGETS, estimator).values
     top = chosen.top(View(target=7, k=5))
     assert top["sample"].tolist() == np.argsort(-scores[:, 7])[:5].tolist()
     np.testing.assert_allclose(top["score"], scores[top["sample"], 7], rtol=1e-5)
-    view = View(sample=11, k=4)
-    if estimator.name == "tracin":  # whose learning rates no view has
-        questions = chosen
-    else:
-        view = view.replace(estimator=estimator.name, damping="absolute 2.5")
-    table = questions.targets_of(view)
+    table = chosen.targets_of(View(sample=11, k=4))
     order = np.argsort(-scores[11])
     assert table.index.tolist() == [*order[:4], *order[-4:]]
     np.testing.assert_allclose(table["score"], scores[11][table.index], rtol=1e-4)
@@ -115,13 +111,12 @@ def test_page_of_a_target__computes_its_scores_once() -> None:
     lazy = da.map_blocks(counted, x, dtype=x.dtype, meta=x._meta)
     features = FEATURES.assign(feature=(FEATURES.feature.dims, lazy))
     questions = Questions(features, TARGETS, TRAK)
-    questions.setting(View())
+    assert questions.setting
     read.clear()
     for view in (View(target=3, group_by="source"), View(target=3, where="length > 50", k=3)):
         questions.top(view)
         questions.top(view, largest=False)
         questions.groups(view.replace(group_by="source"))
-        questions.histogram(view, "score")
     assert len(read) == x.npartitions
 
 
@@ -129,7 +124,7 @@ def test_questions__with_other_targets_keep_their_setting(questions: Questions, 
     view = View(target=2, k=4)
     questions.top(view)
     other = questions.with_targets(TARGETS.isel(sample=slice(None, None, -1)))
-    assert other.setting(view) is questions.setting(view)
+    assert other.setting is questions.setting
     of_others = other.top(view)
     order = np.argsort(-truth.scores[:, M - 3])[:4]
     assert of_others["sample"].tolist() == order.tolist()
@@ -206,7 +201,7 @@ def test_scores__with_wrong_classes_and_with_a_gram_matrix_that_was_given() -> N
         np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_words__are_asked_for_with_the_options_of_the_view(truth: Any) -> None:
+def test_words__are_asked_for_with_the_estimator(truth: Any) -> None:
     def words_of(known, target, at, estimator):
         scores = td.score(known, target, estimator).isel(sample=at)
         return (scores * xr.DataArray([0.75, 0.25], dims="token")).transpose(
@@ -217,8 +212,8 @@ def test_words__are_asked_for_with_the_options_of_the_view(truth: Any) -> None:
     words = questions.words(View(target=7), np.array([5, 2]))
     scores = truth.scores[[5, 2], 7]
     np.testing.assert_allclose(words.values, scores[:, None] * [0.75, 0.25], rtol=1e-3)
-    assert questions.has_words(View())
-    assert not questions.has_words(View(estimator="grad_cos"))
+    assert questions.has_words
+    assert not Questions(FEATURES, TARGETS, "grad_cos", words=words_of).has_words
 
 
 def test_questions__of_combined_targets_have_no_class_and_no_loss(tmp_path) -> None:
@@ -231,9 +226,9 @@ def test_questions__of_combined_targets_have_no_class_and_no_loss(tmp_path) -> N
     table = questions.targets.whole
     assert set(table) == {"label", "output", "disagreement", "Q"}
     np.testing.assert_allclose(table.Q, combined.out_to_loss.mean("checkpoint"), rtol=1e-6)
-    view = View(target=1, k=2, estimator="trak", damping=f"absolute {LAMBDA}")
     expected = td.score(features, combined, TRAK).values[:, 1]
-    np.testing.assert_allclose(questions.top(view).score, np.sort(expected)[::-1][:2], rtol=1e-5)
+    top = Questions(features, stored, TRAK).top(View(target=1, k=2))
+    np.testing.assert_allclose(top.score, np.sort(expected)[::-1][:2], rtol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -255,8 +250,7 @@ def test_scores__have_intervals_from_five_checkpoints_on(graded: Questions) -> N
     np.testing.assert_allclose(top["spread"], half[top["sample"], 3], rtol=1e-4)
     of_sample = graded.targets_of(View(sample=7, k=4))
     np.testing.assert_allclose(of_sample["spread"], half[7, of_sample.index], rtol=1e-3)
-    assert graded.has_intervals(View())
-    assert not graded.has_intervals(View(checkpoints=("c0", "c1", "c2", "c3")))
+    assert graded.has_intervals
 
 
 def test_groups__have_effects_where_checkpoints_of_halves_tell(graded: Questions) -> None:
@@ -354,8 +348,8 @@ def test_credit__is_the_effect_on_the_loss_or_a_share(graded: Questions) -> None
         assert credit["spread"].isna().all()
         counts = graded.features[by].to_series().value_counts()
         assert credit["samples"].tolist() == counts[credit.index].tolist()
-    assert without.has_credit(view)
-    assert not without.has_credit(View(estimator="grad_cos"))
+    assert without.has_credit
+    assert not Questions(without.features, without.targets.features, "grad_cos").has_credit
 
 
 def test_credit__of_a_regression_is_an_effect_or_an_error() -> None:
@@ -369,20 +363,19 @@ def test_credit__of_a_regression_is_an_effect_or_an_error() -> None:
     np.testing.assert_allclose(credit, effect.sort_values(), rtol=1e-3)
     with pytest.raises(ValueError, match="20 or more targets"):
         questions.credit(view.replace(targets_where="sample < 10"))
-    assert not Questions(train.drop_vars("trained_on"), targets, TRAK).has_credit(view)
+    assert not Questions(train.drop_vars("trained_on"), targets, TRAK).has_credit
 
 
 def test_grade__is_that_of_its_function(graded: Questions) -> None:
-    view = View(group_by="label", targets_where="sample >= 20")
-    assert graded.has_grade(view)
-    assert graded.known_grade(view) is None
+    assert graded.has_grade
+    assert graded.known_grade is None
     expected = td.evaluate.cross_validate(graded.features, graded.targets.features, TRAK)
-    assert float(graded.grade(view).lds_mean) == pytest.approx(float(expected.lds_mean), rel=1e-4)
-    assert graded.grade(view.replace(targets_where="")) is graded.known_grade(view)
+    assert float(graded.grade().lds_mean) == pytest.approx(float(expected.lds_mean), rel=1e-4)
+    assert graded.grade() is graded.known_grade
 
 
 def test_questions__of_few_checkpoints_have_no_credit_and_no_grade(questions: Questions) -> None:
     view = View(target=3, group_by="source")
     assert questions.groups(view)["spread"].isna().all()
-    assert not questions.has_credit(view)
-    assert not questions.has_grade(view)
+    assert not questions.has_credit
+    assert not questions.has_grade

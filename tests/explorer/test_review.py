@@ -104,28 +104,6 @@ def test_facets__count_what_a_click_shows(explorer: Explorer, where: str) -> Non
             assert (f"{value} {count}", toggled(where, condition)) in clicks
 
 
-@pytest.mark.parametrize(("page", "name"), [("target", "scores"), ("corpus", "distribution")])
-def test_histogram__a_bar_shows_its_samples(explorer: Explorer, page: str, name: str) -> None:
-    view = View(page=page, target=3, k=100, order="self_influence")
-    questions = explorer.questions
-    is_target = page == "target"
-    counts = questions.histogram(view, "score" if is_target else "self_influence")["samples"]
-    bars = [bar for bar, _ in links(explorer, view, name)]
-    shown = [len(questions.top(v) if is_target else questions.ranking(v)) for v in bars]
-    assert shown == counts[counts > 0].tolist()
-    assert sum(shown) == N
-    assert links(explorer, bars[2], name)[2][0].where == ""  # a second click on the same bar
-    elsewhere = bars[2].replace(page="targets")  # where nothing has a score
-    assert (elsewhere.where == "") == is_target
-
-
-def test_heat__cells_lead_to_their_samples(explorer: Explorer) -> None:
-    cells = links(explorer, View(page="corpus", group_by="source"), "heat")
-    names = [f"source == {value!r}" for value in ("book", "it's", "web")]
-    pairs = {(row, column) for row in ("", *names) for column in ("", *names)} - {("", "")}
-    assert {(view.where, view.targets_where) for view, _ in cells} == pairs
-
-
 def test_marks__of_many_samples(explorer: Explorer) -> None:
     explorer.marks.mark([5, 6], "remove")
     view = View(page="target", target=2, k=4)

@@ -91,14 +91,6 @@ def _sentences(table: pd.DataFrame, by: str, what: str) -> list[str]:
     return sentences
 
 
-def histogram(attributions: Attributions, view: View, *, name: str = "") -> str:
-    """Return how scores, or the values by which training samples are ordered, are distributed."""
-    questions = attributions.questions
-    name = name or order(attributions, view, "ranking")
-    bins = questions.histogram(view, name)
-    return render("histogram", view, name=name.replace("_", "-"), bins=bins)
-
-
 # ---------------------------------------------------------------- lists of training samples
 
 
@@ -130,7 +122,7 @@ def samples_of(attributions: Attributions, view: View, name: str) -> np.ndarray:
             ranking = questions.ranking(view, order(attributions, view, name))
             return ranking.index.to_numpy()
         case "duplicates":
-            return questions.duplicates(view)["sample"].to_numpy()
+            return questions.duplicates()["sample"].to_numpy()
         case "marked":
             return marked(attributions)["position"].unique()
     raise ValueError(f"There are no samples to mark in {name!r:.60}.")
@@ -139,6 +131,6 @@ def samples_of(attributions: Attributions, view: View, name: str) -> np.ndarray:
 def marked_at_once(attributions: Attributions, view: View, name: str) -> np.ndarray:
     """Return the samples that a button below a section marks: all but the first of duplicates."""
     if name == "duplicates":
-        table = attributions.questions.duplicates(view)
+        table = attributions.questions.duplicates()
         return table["sample"][table["group"].duplicated()].to_numpy()
     return samples_of(attributions, view, name)

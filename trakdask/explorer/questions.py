@@ -32,9 +32,6 @@ from trakdask.variables import SAMPLE, TARGET, TRAINED_ON
 LEVEL = 0.9
 """The part of the intervals that contains the score, as a rule."""
 
-_MOST_TARGETS = 25
-"""How many targets are columns where they have no groups."""
-
 _ROWS_KEPT = 2
 """How many targets keep the scores of all training samples, 8 bytes for each sample."""
 
@@ -51,7 +48,7 @@ class Questions(TrainingQuestions):
     features, targets
         As in :func:`trakdask.score`.
     estimator
-        As in :func:`trakdask.score`; a view may ask for another one, and for another λ.
+        As in :func:`trakdask.score`.
     words
         Returns the scores of tokens, given features, a target, positions of training samples and
         an estimator; None if words are to have none.
@@ -75,7 +72,7 @@ class Questions(TrainingQuestions):
     ) -> None:
         super().__init__(features, estimator, training_classifier, marks)
         self._words, self._classifier = words, classifier
-        self._grades: dict[tuple[Any, ...], xr.Dataset] = {}
+        self.known_grade: xr.Dataset | None = None
         self._explain(targets)
 
     def with_targets(self, targets: xr.Dataset) -> Questions:
@@ -96,7 +93,7 @@ class Questions(TrainingQuestions):
         Columns: ``sample``, its position; ``score``; ``spread``, see :func:`_spread`; the coords of
         the sample. Fewer rows than k if the condition of the view selects fewer.
         """
-        scores, spread = self._scores(self.setting(view), view.target)
+        scores, spread = self._scores(view.target)
         selected = pd.Series(scores)[self._mask(view)].dropna()
         ranked = selected.nlargest(view.k) if largest else selected.nsmallest(view.k)
         position = ranked.index.to_numpy()
@@ -110,17 +107,16 @@ class Questions(TrainingQuestions):
         (sample, token), with the coord ``text``; they add up to the scores of the samples.
         """
         assert self._words is not None
-        setting = self.setting(view)
-        target = self._target(setting, view.target)
+        target, setting = self._target(view.target), self.setting
         lazy = self._words(setting.features, target, position, setting.estimator)
         scores: xr.DataArray
         (scores,) = compute(lazy.isel({TARGET: 0}))
         return scores
 
-    def has_words(self, view: View) -> bool:
-        """Return whether words have scores under the estimator of a view."""
-        estimator = self.settings.estimator(view.estimator)
-        return self._words is not None and SAMPLE not in estimator.norms
+    @property
+    def has_words(self) -> bool:
+        """Whether words have scores under the estimator."""
+        return self._words is not None and SAMPLE not in self.estimator.norms
 
     def groups(self, view: View) -> pd.DataFrame:
         """Return what groups of training samples did to a target, the most helpful first.
@@ -138,7 +134,7 @@ class Questions(TrainingQuestions):
         # effects need many targets.
         block = min(view.target, max(len(self.targets.metadata) - _TARGETS_TOGETHER, 0))
         block //= _TARGETS_TOGETHER
-        found = self._bounds(self.setting(view), by, mask.tobytes(), block) if mask.any() else None
+        found = self._bounds(by, mask.tobytes(), block) if mask.any() else None
         # 2. One target of these.
         if found is not None:
             found = found.isel({TARGET: view.target - block * _TARGETS_TOGETHER})
@@ -149,21 +145,21 @@ class Questions(TrainingQuestions):
             sums = sums.assign(spread=half)
         return sums.sort_values("score", ascending=False, kind="stable").reset_index()
 
-    def _bounds_of(self, setting: Setting, by: str, mask: bytes, block: int) -> xr.Dataset | None:
+    def _bounds_of(self, by: str, mask: bytes, block: int) -> xr.Dataset | None:
         """Return the effects of groups on a block of targets, or sums, with bounds if they can be.
 
         Nearly all of the time goes into sums of features, which are the same for all targets.
         """
-        chosen = np.flatnonzero(np.frombuffer(mask, bool))
+        setting, chosen = self.setting, np.flatnonzero(np.frombuffer(mask, bool))
         is_whole = len(chosen) == setting.features.sizes[SAMPLE]
         features = setting.features if is_whole else setting.features.isel({SAMPLE: chosen})
         start, n = block * _TARGETS_TOGETHER, len(self.targets.metadata)
         stop = n if n - start < 2 * _TARGETS_TOGETHER else start + _TARGETS_TOGETHER
-        targets = self.targets.at(setting.checkpoints).isel({SAMPLE: slice(start, stop)})
+        targets = self.targets.features.isel({SAMPLE: slice(start, stop)})
         if is_whole:
             with suppress(ValueError):
                 return _effects(setting, targets, by)
-        if len(setting.checkpoints) < LEAST_FOLDS:
+        if not self.has_intervals:
             return None
         lazy = td.group_score(features, targets, setting.estimator, by=by, level=LEVEL)
         found: xr.Dataset
@@ -180,18 +176,20 @@ class Questions(TrainingQuestions):
         classes = self.targets.metadata[label].iloc[targets]
         return groups.first()[is_one & is_one.index.isin(classes)].tolist()
 
-    def has_intervals(self, view: View) -> bool:
-        """Return whether there are the five checkpoints that intervals need."""
-        return len(view.checkpoints or self.checkpoints) >= LEAST_FOLDS
+    @property
+    def has_intervals(self) -> bool:
+        """Whether there are the five checkpoints that intervals need."""
+        return len(self.checkpoints) >= LEAST_FOLDS
 
-    def has_credit(self, view: View) -> bool:
-        """Return whether it can be known what groups of training samples did to many targets."""
-        return bool(self.groupings) and (self.has_grade(view) or self._has_shares(view))
+    @property
+    def has_credit(self) -> bool:
+        """Whether it can be known what groups of training samples did to many targets."""
+        return bool(self.groupings) and (self.has_grade or self._has_shares)
 
-    def _has_shares(self, view: View) -> bool:
-        is_sum = TARGET not in self.settings.estimator(view.estimator).norms
+    @property
+    def _has_shares(self) -> bool:
         is_signed = self.features.attrs.get("loss_kind") == "squared error"
-        return self.has_intervals(view) and is_sum and not is_signed
+        return self.has_intervals and TARGET not in self.estimator.norms and not is_signed
 
     def credit(self, view: View) -> pd.DataFrame:
         """Return what groups did to the targets that a view selects, the most helpful first.
@@ -203,20 +201,20 @@ class Questions(TrainingQuestions):
         return self._credits(view)
 
     def _credited(self, view: View) -> pd.DataFrame:
-        setting, by = self.setting(view), view.group_by
+        setting, by = self.setting, view.group_by
         selected = np.sort(self.targets.selected(view).index)
         selected = selected[self.targets.numbers.iloc[selected, -1].notna()]
-        targets = self.targets.at(setting.checkpoints).isel({SAMPLE: selected})
+        targets = self.targets.features.isel({SAMPLE: selected})
         counts = self.metadata[by].value_counts().rename("samples").to_frame()
         found, gone = None, self._vanishing(by, selected)
         if len(gone) < len(counts):
             try:
                 found = _effects(setting, targets, by, metric="loss").isel({TARGET: 0})
             except ValueError:
-                if not self._has_shares(view):
+                if not self._has_shares:
                     raise
         table = counts.assign(score=np.nan, spread=np.nan)
-        if (found is None or gone) and self._has_shares(view):
+        if (found is None or gone) and self._has_shares:
             features, estimator = setting.features, setting.estimator
             (shares,) = compute(td.group_score(features, targets, estimator, by=by, share=True))
             table["score"] = shares.to_series()
@@ -225,47 +223,39 @@ class Questions(TrainingQuestions):
             return table.sort_values("score", ascending=False, kind="stable").reset_index()
         return _with_effects(table, found, gone).sort_values("score", kind="stable").reset_index()
 
-    def has_grade(self, view: View) -> bool:
-        """Return whether it is known which samples the checkpoints were trained on."""
-        return TRAINED_ON in self.features and len(view.checkpoints or self.checkpoints) > 3
+    @property
+    def has_grade(self) -> bool:
+        """Whether it is known which samples the checkpoints were trained on."""
+        return TRAINED_ON in self.features and len(self.checkpoints) > 3
 
-    def known_grade(self, view: View) -> xr.Dataset | None:
-        """Return the grade if it was computed before."""
-        return self._grades.get(_key(view))
-
-    def grade(self, view: View) -> xr.Dataset:
+    def grade(self) -> xr.Dataset:
         """Return how well scores predict checkpoints that were left out; computed once."""
-        if (grade := self.known_grade(view)) is None:
-            setting = self.setting(view)
-            targets = self.targets.at(setting.checkpoints)
-            grade = td.evaluate.cross_validate(setting.features, targets, setting.estimator)
-            self._grades[_key(view)] = grade
-        return grade
+        if self.known_grade is None:
+            features, estimator = self.setting.features, self.setting.estimator
+            targets = self.targets.features
+            self.known_grade = td.evaluate.cross_validate(features, targets, estimator)
+        return self.known_grade
 
     def scores(self, view: View) -> np.ndarray:
         """Return the scores of all training samples for a target, (sample,)."""
-        return self._scores(self.setting(view), view.target)[0]
+        return self._scores(view.target)[0]
 
-    def values(self, view: View, name: str) -> np.ndarray:
-        """Return the ``score``, the ``self_influence`` or a number of every training sample."""
-        return self.scores(view) if name == "score" else super().values(view, name)
-
-    def _target(self, setting: Setting, position: int) -> xr.Dataset:
+    def _target(self, position: int) -> xr.Dataset:
         tables.require_position(position, self.targets.features.sizes[SAMPLE], "target")
-        return self.targets.at(setting.checkpoints).isel({SAMPLE: [position]})
+        return self.targets.features.isel({SAMPLE: [position]})
 
-    def _scored(self, setting: Setting, position: int) -> tuple[np.ndarray, np.ndarray]:
+    def _scored(self, position: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the scores of one target, (sample,), and their :func:`_spread`.
 
         It is NaN for one checkpoint. All that the page of a target shows is taken from them.
         """
-        target = self._target(setting, position)
-        if len(setting.checkpoints) < 2:
+        target, setting = self._target(position), self.setting
+        if len(self.checkpoints) < 2:
             (scores,) = compute(td.score(setting.features, target, setting.estimator).data[:, 0])
             return scores, np.full(len(scores), np.nan, np.float32)
         _, lazy, _ = estimated(setting.features, target, setting.estimator)
         (tiles,) = compute(lazy[:, 0])
-        return tiles["score"].copy(), _spread(tiles["error"], setting)
+        return tiles["score"].copy(), _spread(tiles["error"], len(self.checkpoints))
 
     def _mask(self, view: View) -> np.ndarray:
         """Return which training samples meet a condition, which may name the target's ``score``."""
@@ -278,42 +268,21 @@ class Questions(TrainingQuestions):
         Columns: the columns of the table of targets, ``score`` and ``spread``, see
         :func:`_spread`. At most 2 k rows.
         """
-        setting, k = self.setting(view), view.k
+        setting, k = self.setting, view.k
         tables.require_position(view.sample, setting.features.sizes[SAMPLE], "training sample")
-        targets = self.targets.at(setting.checkpoints)
+        targets = self.targets.features
         (scores,) = compute(scores_of_sample(setting, targets, view.sample))
         table = self.targets.whole.assign(score=scores).dropna(subset="score")
         table = table.sort_values("score", ascending=False, kind="stable")
         table = table if len(table) <= 2 * k else pd.concat([table[:k], table[-k:]])
         table["spread"] = np.nan
-        if len(setting.checkpoints) > 1 and len(table):
+        if len(self.checkpoints) > 1 and len(table):
             shown = targets.isel({SAMPLE: table.index.to_numpy()})
             sample = setting.features.isel({SAMPLE: [view.sample]})
             _, lazy, _ = estimated(sample, shown, setting.estimator)
             (tiles,) = compute(lazy[0])
-            table["spread"] = _spread(tiles["error"], setting)
+            table["spread"] = _spread(tiles["error"], len(self.checkpoints))
         return table
-
-    def heatmap(self, view: View, across: str = "") -> pd.DataFrame:
-        """Return mean scores of groups of training samples (rows) and of targets (columns).
-
-        An entry is the sum of the scores of the group's samples for one target, averaged over the
-        targets that share a value of their coord ``across``. A
-        cosine has no mean over targets, so under ``"grad_cos"`` columns are the first targets.
-        """
-        setting = self.setting(view)
-        targets = self.targets.at(setting.checkpoints)
-        if across and TARGET not in setting.estimator.norms:
-            is_whole = self.targets.numbers.iloc[:, -1].notna().to_numpy()  # the loss, or Q
-            targets = td.combine(targets.isel({SAMPLE: is_whole}), by=across)
-            names = targets[across].values
-        else:
-            across, targets = "", targets.isel({SAMPLE: slice(_MOST_TARGETS)})
-            names = np.arange(targets.sizes[SAMPLE])
-        lazy = td.group_score(setting.features, targets, setting.estimator, by=view.group_by)
-        (sums,) = compute(lazy)
-        index = pd.Index(sums[view.group_by].values, name=view.group_by)
-        return pd.DataFrame(sums.values, index=index, columns=pd.Index(names, name=across))
 
 
 def _effects(setting: Setting, targets: xr.Dataset, by: str, **how: Any) -> xr.Dataset:
@@ -341,17 +310,12 @@ def _with_effects(table: pd.DataFrame, found: xr.Dataset, gone: list[Any]) -> pd
     return effects.rename(columns={"effect": "score"}).drop(columns="upper")
 
 
-def _spread(error: np.ndarray, setting: Setting) -> np.ndarray:
-    """Return half of the intervals of scores, from their standard errors over checkpoints.
+def _spread(error: np.ndarray, n: int) -> np.ndarray:
+    """Return half of the intervals of scores, from their standard errors over n checkpoints.
 
     With fewer than five checkpoints the standard errors themselves.
     """
     from scipy.special import stdtrit  # slow to import
 
-    n = len(setting.checkpoints)
     width = stdtrit(n - 1, (1 + LEVEL) / 2) if n >= LEAST_FOLDS else 1
     return np.asarray(error * width, np.float32)
-
-
-def _key(view: View) -> tuple[Any, ...]:
-    return view.estimator, view.damping, view.checkpoints
