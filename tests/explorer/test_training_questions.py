@@ -17,11 +17,9 @@ from trakdask.explorer.view import View
 
 
 def test_ranking__is_by_self_influence(questions: Questions, truth: Any) -> None:
-    assert (
-        questions.ranking(View(), "self_influence").index.tolist()
-        == np.argsort(-truth.influence).tolist()
-    )
-    of_web = questions.ranking(View(where='source == "web"'), "self_influence")
+    view = View(order="self_influence")
+    assert questions.ranking(view).index.tolist() == np.argsort(-truth.influence).tolist()
+    of_web = questions.ranking(view.replace(where='source == "web"'))
     is_web = SOURCE == "web"
     order = [i for i in np.argsort(-truth.influence) if is_web[i]]
     assert of_web.index.tolist() == order

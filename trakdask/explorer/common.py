@@ -94,11 +94,6 @@ def _sentences(table: pd.DataFrame, by: str, what: str) -> list[str]:
 # ---------------------------------------------------------------- lists of training samples
 
 
-def order(attributions: Attributions, view: View, section: str) -> str:
-    """Return the value by which a list of training samples is sorted; "" for their order."""
-    return attributions.questions.training.loss if view.order == "loss" else view.order
-
-
 def marked(attributions: Attributions) -> pd.DataFrame:
     """Return all marks of the training samples, newest first."""
     return attributions.questions.marked().iloc[::-1].reset_index(drop=True)
@@ -119,8 +114,7 @@ def samples_of(attributions: Attributions, view: View, name: str) -> np.ndarray:
         case "helpful" | "harmful":
             return questions.top(view, largest=name == "helpful")["sample"].to_numpy()
         case "ranking":
-            ranking = questions.ranking(view, order(attributions, view, name))
-            return ranking.index.to_numpy()
+            return questions.ranking(view).index.to_numpy()
         case "duplicates":
             return questions.duplicates()["sample"].to_numpy()
         case "marked":

@@ -48,11 +48,8 @@ def number(x: float, digits: int = 3) -> str:
     if x is None or not math.isfinite(x):
         return "–"
     mantissa, _, exponent = f"{x:.{digits}g}".partition("e")
-    return mantissa.replace("-", "−") + (f" × 10{_superscript(int(exponent))}" if exponent else "")
-
-
-def _superscript(exponent: int) -> str:
-    return str(exponent).translate(_SUPERSCRIPT)
+    power = f" × 10{str(int(exponent)).translate(_SUPERSCRIPT)}" if exponent else ""
+    return mantissa.replace("-", "−") + power
 
 
 def signed(x: float, error: float, digits: int) -> str:

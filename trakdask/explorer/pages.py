@@ -137,7 +137,7 @@ _PAGES: dict[str, dict[str, Callable[[Attributions, View], str]]] = {
     },
     "corpus": {
         "corpus": training.forms,
-        "ranking": partial(training.ranking, section="ranking"),
+        "ranking": training.ranking,
         "duplicates": training.duplicates,
         "graded": targets.graded,
     },

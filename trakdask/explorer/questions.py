@@ -24,8 +24,7 @@ from trakdask.explorer import tables
 from trakdask.explorer.computing import compute
 from trakdask.explorer.conditions import condition_mask
 from trakdask.explorer.marks import Marks
-from trakdask.explorer.settings import Setting
-from trakdask.explorer.training_questions import TrainingQuestions, scores_of_sample
+from trakdask.explorer.training_questions import Setting, TrainingQuestions, scores_of_sample
 from trakdask.explorer.view import View
 from trakdask.variables import SAMPLE, TARGET, TRAINED_ON
 
@@ -73,6 +72,12 @@ class Questions(TrainingQuestions):
         super().__init__(features, estimator, training_classifier, marks)
         self._words, self._classifier = words, classifier
         self.known_grade: xr.Dataset | None = None
+        self.has_words = words is not None and SAMPLE not in self.estimator.norms
+        self.has_intervals = len(self.checkpoints) >= LEAST_FOLDS
+        self.has_grade = TRAINED_ON in features and len(self.checkpoints) > 3
+        is_signed = features.attrs.get("loss_kind") == "squared error"
+        is_sum = TARGET not in self.estimator.norms
+        self._has_shares = self.has_intervals and is_sum and not is_signed
         self._explain(targets)
 
     def with_targets(self, targets: xr.Dataset) -> Questions:
@@ -112,11 +117,6 @@ class Questions(TrainingQuestions):
         scores: xr.DataArray
         (scores,) = compute(lazy.isel({TARGET: 0}))
         return scores
-
-    @property
-    def has_words(self) -> bool:
-        """Whether words have scores under the estimator."""
-        return self._words is not None and SAMPLE not in self.estimator.norms
 
     def groups(self, view: View) -> pd.DataFrame:
         """Return what groups of training samples did to a target, the most helpful first.
@@ -177,19 +177,9 @@ class Questions(TrainingQuestions):
         return groups.first()[is_one & is_one.index.isin(classes)].tolist()
 
     @property
-    def has_intervals(self) -> bool:
-        """Whether there are the five checkpoints that intervals need."""
-        return len(self.checkpoints) >= LEAST_FOLDS
-
-    @property
     def has_credit(self) -> bool:
         """Whether it can be known what groups of training samples did to many targets."""
-        return bool(self.groupings) and (self.has_grade or self._has_shares)
-
-    @property
-    def _has_shares(self) -> bool:
-        is_signed = self.features.attrs.get("loss_kind") == "squared error"
-        return self.has_intervals and TARGET not in self.estimator.norms and not is_signed
+        return (self.has_grade or self._has_shares) and bool(self.groupings)
 
     def credit(self, view: View) -> pd.DataFrame:
         """Return what groups did to the targets that a view selects, the most helpful first.
@@ -222,11 +212,6 @@ class Questions(TrainingQuestions):
             table = table.dropna(subset="score")
             return table.sort_values("score", ascending=False, kind="stable").reset_index()
         return _with_effects(table, found, gone).sort_values("score", kind="stable").reset_index()
-
-    @property
-    def has_grade(self) -> bool:
-        """Whether it is known which samples the checkpoints were trained on."""
-        return TRAINED_ON in self.features and len(self.checkpoints) > 3
 
     def grade(self) -> xr.Dataset:
         """Return how well scores predict checkpoints that were left out; computed once."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from trakdask.explorer.attributions import Attributions
-from trakdask.explorer.common import checked, marked, neighbours, order, samples_of, shown
+from trakdask.explorer.common import checked, marked, neighbours, samples_of, shown
 from trakdask.explorer.html import render
 from trakdask.explorer.marks import KINDS
 from trakdask.explorer.tables import ROWS
@@ -65,14 +65,14 @@ def forms(attributions: Attributions, view: View) -> str:
     return render("corpus", attributions, view, facets=counts)
 
 
-def ranking(attributions: Attributions, view: View, *, section: str) -> str:
-    """Return the training samples that a view selects, in the order of a section."""
-    questions, name = attributions.questions, order(attributions, view, section)
-    ranking = questions.ranking(view, name)
+def ranking(attributions: Attributions, view: View) -> str:
+    """Return the training samples that a view selects, in its order."""
+    questions = attributions.questions
+    ranking = questions.ranking(view)
     table = shown(ranking, view)
     positions = table.index.tolist()
     return render(
-        "ranking", attributions, view, table=table, total=len(ranking), name=name, section=section,
+        "ranking", attributions, view, table=table, total=len(ranking), name=questions.order(view),
         contents=attributions.samples.html(positions, brief=True),
         readings=questions.training.readings(positions),
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -16,17 +17,25 @@ from trakdask import arrays
 from trakdask.attribution.duplicates import find_duplicates
 from trakdask.attribution.estimators import EstimatorLike, GradDot, named, resolve
 from trakdask.attribution.gauss_newton import Trak
+from trakdask.attribution.grams import with_decomposition
 from trakdask.attribution.operands import solver
 from trakdask.attribution.protocol import Estimator, GramEstimator
 from trakdask.explorer import tables
-from trakdask.explorer.computing import compute, released_if_failed
+from trakdask.explorer.computing import compute, persist, released_if_failed
 from trakdask.explorer.conditions import condition_mask
 from trakdask.explorer.marks import Marks
-from trakdask.explorer.settings import Setting, prepared
 from trakdask.explorer.view import View
-from trakdask.variables import SAMPLE, checkpoint_names, lazy_features
+from trakdask.variables import DERIVED, LOSS_GRADIENT, SAMPLE, checkpoint_names, lazy_features
 
 _MOST_GROUPS = 1000
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """How scores are made, and features with their gram matrix and eigenvectors in memory."""
+
+    features: xr.Dataset
+    estimator: Estimator
 
 
 class TrainingQuestions:
@@ -45,8 +54,10 @@ class TrainingQuestions:
             estimator = named(features, estimator)
         self.estimator: Estimator = estimator
         # In functions that copies share.
-        self._prepared = lru_cache(1)(lambda: prepared(features, estimator))
-        self.duplicates = lru_cache(1)(lambda: find_duplicates(self._first_features(), compute))
+        self._prepared = lru_cache(1)(lambda: _prepared(features, estimator))
+        self.duplicates = lru_cache(1)(  # by the first checkpoint
+            lambda: find_duplicates(lazy_features(features)["feature"].data[:, :, 0], compute)
+        )
         self.influences = lru_cache(1)(
             lambda: compute(_self_influence(self.setting, self.setting.features).data)[0]
         )
@@ -106,12 +117,13 @@ class TrainingQuestions:
         row["self_influence"] = influence[0]
         return row
 
-    def ranking(self, view: View, name: str = "self_influence") -> pd.DataFrame:
-        """Return the training samples that a view selects, the largest of a number first.
+    def order(self, view: View) -> str:
+        """Return the number by which a view sorts training samples; "" for their order."""
+        return self.training.loss if view.order == "loss" else view.order
 
-        Without a name in their order.
-        """
-        table = self.metadata.iloc[self.selected(view)]
+    def ranking(self, view: View) -> pd.DataFrame:
+        """Return the training samples that a view selects, in its order, largest first."""
+        table, name = self.metadata.iloc[self.selected(view)], self.order(view)
         if not name:
             return table
         is_influence = name == "self_influence"
@@ -160,9 +172,19 @@ class TrainingQuestions:
         table = pd.DataFrame({"cosine": cosine}, index=position)
         return table.drop(index=[view.sample, -1], errors="ignore")[: view.k]
 
-    def _first_features(self) -> da.Array:
-        """Return the features of the first checkpoint, by which duplicates are found."""
-        return lazy_features(self.features)["feature"].data[:, :, 0]
+
+def _prepared(features: xr.Dataset, estimator: Estimator) -> Setting:
+    """Return the setting of an estimator: p² numbers per checkpoint are computed, and λ."""
+    if not isinstance(estimator, GramEstimator):
+        return Setting(features, estimator)
+    features = lazy_features(features)
+    features = with_decomposition(features, estimator.resolved(features).of_sums())
+    wanted = {*DERIVED, "output", "out_to_loss"} - {LOSS_GRADIENT}
+    names = [name for name in features if name in wanted]
+    kept = zip(names, persist(*(features[name].data for name in names)), strict=True)
+    features = features.assign({name: features[name].copy(data=data) for name, data in kept})
+    (chosen,) = compute(td.damping(features, estimator))
+    return Setting(features, estimator.with_damping(chosen))
 
 
 def _self_influence(setting: Setting, features: xr.Dataset) -> xr.DataArray:
