@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import trakdask as td
-from tests.command_line.job import Run, job_in, score_of
+from tests.command_line.job import Run, job_in
 from trakdask.command_line.commands import app
 from trakdask.command_line.configuration import read
 from trakdask.command_line.jobs import explored, running
@@ -49,15 +49,15 @@ def test_explore__opens_the_address_that_it_prints(
 @pytest.mark.filterwarnings("ignore::UserWarning")  # too few checkpoints and samples for a good λ
 @pytest.mark.parametrize("samples", ["tiny:pair", "tiny:one"])
 def test_explore__saves_a_view_of_two_stores(saved: Path, run: Run, samples: str) -> None:
-    where = urlencode(
-        {"page": "target", "target": 4, "where": 'source == "[books]"', "k": 2, "damping": 0.1}
-    )
+    view = {"page": "target", "target": 4, "where": 'source == "[books]"', "k": 2}
+    where = urlencode(view)
     line = f"explore train.zarr targets.zarr --samples {samples} --view {where} --save v.html"
     done = run(*line.split())
     assert done.exit_code == 0, done.output
     assert "v.html is written" in done.output
     page = (saved / "v.html").read_text()
-    scores = score_of(saved).isel(target=[4])
+    stores = (td.open(saved / f"{name}.zarr") for name in ("train", "targets"))
+    scores = td.score(*stores).isel(target=[4])
     top = td.top_k(scores, 2, where=scores.source == "[books]").compute()
     for position in top.position.values.ravel():
         assert f"{position:g}" in page
@@ -69,7 +69,7 @@ def test_explore__saves_a_view_of_two_stores(saved: Path, run: Run, samples: str
 @pytest.mark.parametrize("text", ["tiny:word", "tiny:tokenizer", "tiny:tokenizer.decode"])
 def test_explore__shows_token_ids_as_text(saved: Path, run: Run, text: str) -> None:
     line = f"explore train.zarr targets.zarr --samples tiny:tokens --text {text} --save v.html"
-    done = run(*line.split(), "--view", "page=target&target=2&damping=0.1")
+    done = run(*line.split(), "--view", "page=target&target=2")
     assert done.exit_code == 0, done.output
     assert "&lt;w10&gt; &lt;w11&gt;" in (saved / "v.html").read_text()
     refused = run(*line.replace(text, "tiny:words").split())
@@ -78,7 +78,7 @@ def test_explore__shows_token_ids_as_text(saved: Path, run: Run, text: str) -> N
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # too few checkpoints and samples for a good λ
 def test_explore__of_a_configuration_computes_what_is_missing(job: Path, run: Run) -> None:
-    view = "page=target&target=2&damping=0.1"
+    view = "page=target&target=2"
     done = run("explore", job, "--view", view, "--save", "v.html")
     assert done.exit_code == 0, done.output
     page = (job.parent / "v.html").read_text()

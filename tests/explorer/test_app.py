@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,29 +72,6 @@ def test_session__shows_words_with_their_scores_and_asks_a_tokenizer() -> None:
     assert "&lt;script&gt;alert(1)&lt;/script&gt;bc" in html
 
 
-def test_session__keeps_the_curve_when_a_bar_of_it_is_chosen() -> None:
-    features = data(200, 0)
-    shifted = features.feature + np.float32(1)
-    output = shifted.sum("proj_dim") + features.output
-    features = features.assign(feature=shifted, output=output).assign_attrs(
-        task="ImageClassification()", label="label", default_estimator="soft"
-    )
-    explorer = td.explore(features, features.isel(sample=slice(M)), estimator="soft")
-    view = View(page="target")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of how λ is chosen for made-up features
-        session = opened(explorer, view)
-        (bar, *_) = [view for view in links(session) if view.damping]
-        again = opened(explorer, bar)
-    assert bar.damping == "0.01 tr(K)/n"
-    chosen = explorer.questions.setting(bar).damping
-    assert chosen is not None
-    trace = (explorer.questions.setting(bar).features.gram.values.diagonal().sum(axis=1)) / 200
-    np.testing.assert_allclose(chosen.damping, 0.01 * trace)
-    assert [view for view in links(again) if "tr(K)/n" in view.damping]
-    assert 'class="marked"' in again.page.html
-
-
 def test_session__tells_what_it_did_not_understand(explorer: Explorer) -> None:
     html = opened(explorer, View.from_query("?target=x<b>")).page.html
     assert "One part of the address, target" in html
@@ -112,9 +88,7 @@ def test_session__tells_what_it_did_not_understand(explorer: Explorer) -> None:
         ({"page": "targets", "targets_where": "nothing == 1"}, ["targets_where"], "nothing == 1"),
         ({"page": "target", "where": "source == 3"}, ["where"], "source == 3"),
         ({"page": "corpus", "where": "label ="}, ["where"], "label ="),
-        (
-            {"page": "target", "k": "x", "damping": "lots"}, ["k", "damping"], "",
-        ),
+        ({"page": "target", "k": "x"}, ["k"], ""),
     ],
 )  # fmt: skip
 def test_session__says_beside_its_field_what_is_wrong(

@@ -72,26 +72,6 @@ def wait_for_turn(x: np.ndarray, name: str) -> np.ndarray:
     return x
 
 
-def test_computation__tells_how_far_it_is_on_a_cluster(process_client: Client) -> None:
-    computation, name, told = Computation(), "explorer-progress", []
-    turns, granted = Queue(name, client=process_client), []
-
-    def tell(done: int, total: int) -> None:
-        told.append((done, total))
-        if done >= len(granted):  # one block more may be computed when the last one was told of
-            granted.append(1)
-            turns.put(1)
-
-    computation.progress = tell
-    lazy = da.map_blocks(wait_for_turn, da.ones(5, chunks=1), name, meta=np.empty(0))
-    with process_client.as_current():
-        np.testing.assert_array_equal(within(computation, lazy)(), [np.ones(5)])
-    done, totals = zip(*told, strict=True)
-    assert list(done) == sorted(done)
-    assert {0, 1, 2, 3, 4} <= {*done}
-    assert len({*totals}) == 1
-
-
 def test_computation__of_two_users_is_not_cancelled_by_one_of_them(process_client: Client) -> None:
     # Not the cluster inside this process: an event of a task would make a client that stays.
     name = "explorer-two-users"

@@ -119,9 +119,9 @@ def test_pages__are_accessible_and_run_nothing_of_the_metadata(
 def test_saved_view__is_what_was_seen_and_needs_no_server_and_no_network(
     url: str, tab: Tab, browser: Any, tmp_path: Path
 ) -> None:
-    def heights(tab: Tab) -> list[float]:
-        return tab.page.locator(".columns [style]").evaluate_all(
-            "bars => bars.map(bar => bar.getBoundingClientRect().height)"
+    def widths(tab: Tab) -> list[float]:
+        return tab.page.locator(".bar span").evaluate_all(
+            "bars => bars.map(bar => bar.getBoundingClientRect().width)"
         )
 
     tab.open(f"{url}?page=target&target=8&k=2", "Target 8")
@@ -133,8 +133,8 @@ def test_saved_view__is_what_was_seen_and_needs_no_server_and_no_network(
         other.page.goto(f"file://{saved}")
         for title in ("Most helpful", "Most harmful"):
             assert other.cards(title) == tab.cards(title) != []
-        assert heights(other) == pytest.approx(heights(tab), abs=0.5)
-        assert max(heights(other)) > 30
+        assert widths(other) == pytest.approx(widths(tab), abs=0.5)
+        assert max(widths(other)) > 30
         assert other.page.locator("article img").first.evaluate("image => image.naturalWidth") > 0
         assert other.page.locator("a, button, input, form").count() == 0
         assert other.page.evaluate("window.hacked") is None

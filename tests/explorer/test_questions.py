@@ -24,7 +24,7 @@ from tests.explorer.simulated import (
     C,
     M,
     N,
-    P,
+    halves,
 )
 from trakdask.explorer.questions import Questions
 from trakdask.explorer.view import View
@@ -51,7 +51,8 @@ def test_top__is_a_sorted_row(questions: Questions, truth: Any, where: str, larg
 def test_top__of_few_samples_or_checkpoints(questions: Questions, truth: Any) -> None:
     assert sorted(questions.top(View(where="sample in [3, 5]"))["sample"]) == [3, 5]
     assert questions.top(View(where="length > 1000")).empty
-    one = questions.top(View(checkpoints=("c1",), k=1))
+    features, targets = (ds.isel(checkpoint=[1]) for ds in (FEATURES, TARGETS))
+    one = Questions(features, targets, TRAK).top(View(k=1))
     assert one["sample"].tolist() == [int((truth.products[:, 0, 1] * truth.q[:, 1]).argmax())]
     assert one["spread"].isna().all()
 
@@ -64,18 +65,13 @@ OTHERS = [td.GradDot(), td.GradCos(), td.TracIn({"c0": 0.1, "c1": 0.01, "c2": 1.
     [*(kind(damping=td.Absolute(LAMBDA)) for kind in (td.Trak, td.Soft, td.RelatIF)), *OTHERS],
     ids=lambda estimator: estimator.name,
 )
-def test_top_and_targets_of__are_a_column_and_a_row(questions: Questions, estimator: Any) -> None:
+def test_top_and_targets_of__are_a_column_and_a_row(estimator: Any) -> None:
     chosen = Questions(FEATURES, TARGETS, estimator)
     scores = td.score(FEATURES, TARGETS, estimator).values
     top = chosen.top(View(target=7, k=5))
     assert top["sample"].tolist() == np.argsort(-scores[:, 7])[:5].tolist()
     np.testing.assert_allclose(top["score"], scores[top["sample"], 7], rtol=1e-5)
-    view = View(sample=11, k=4)
-    if estimator.name == "tracin":  # whose learning rates no view has
-        questions = chosen
-    else:
-        view = view.replace(estimator=estimator.name, damping="absolute 2.5")
-    table = questions.targets_of(view)
+    table = chosen.targets_of(View(sample=11, k=4))
     order = np.argsort(-scores[11])
     assert table.index.tolist() == [*order[:4], *order[-4:]]
     np.testing.assert_allclose(table["score"], scores[11][table.index], rtol=1e-4)
@@ -115,13 +111,12 @@ def test_page_of_a_target__computes_its_scores_once() -> None:
     lazy = da.map_blocks(counted, x, dtype=x.dtype, meta=x._meta)
     features = FEATURES.assign(feature=(FEATURES.feature.dims, lazy))
     questions = Questions(features, TARGETS, TRAK)
-    questions.setting(View())
+    assert questions.setting
     read.clear()
     for view in (View(target=3, group_by="source"), View(target=3, where="length > 50", k=3)):
         questions.top(view)
         questions.top(view, largest=False)
         questions.groups(view.replace(group_by="source"))
-        questions.histogram(view, "score")
     assert len(read) == x.npartitions
 
 
@@ -129,7 +124,7 @@ def test_questions__with_other_targets_keep_their_setting(questions: Questions, 
     view = View(target=2, k=4)
     questions.top(view)
     other = questions.with_targets(TARGETS.isel(sample=slice(None, None, -1)))
-    assert other.setting(view) is questions.setting(view)
+    assert other.setting is questions.setting
     of_others = other.top(view)
     order = np.argsort(-truth.scores[:, M - 3])[:4]
     assert of_others["sample"].tolist() == order.tolist()
@@ -206,7 +201,7 @@ def test_scores__with_wrong_classes_and_with_a_gram_matrix_that_was_given() -> N
         np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_words__are_asked_for_with_the_options_of_the_view(truth: Any) -> None:
+def test_words__are_asked_for_with_the_estimator(truth: Any) -> None:
     def words_of(known, target, at, estimator):
         scores = td.score(known, target, estimator).isel(sample=at)
         return (scores * xr.DataArray([0.75, 0.25], dims="token")).transpose(
@@ -217,8 +212,8 @@ def test_words__are_asked_for_with_the_options_of_the_view(truth: Any) -> None:
     words = questions.words(View(target=7), np.array([5, 2]))
     scores = truth.scores[[5, 2], 7]
     np.testing.assert_allclose(words.values, scores[:, None] * [0.75, 0.25], rtol=1e-3)
-    assert questions.has_words(View())
-    assert not questions.has_words(View(estimator="grad_cos"))
+    assert questions.has_words
+    assert not Questions(FEATURES, TARGETS, "grad_cos", words=words_of).has_words
 
 
 def test_questions__of_combined_targets_have_no_class_and_no_loss(tmp_path) -> None:
@@ -231,44 +226,79 @@ def test_questions__of_combined_targets_have_no_class_and_no_loss(tmp_path) -> N
     table = questions.targets.whole
     assert set(table) == {"label", "output", "disagreement", "Q"}
     np.testing.assert_allclose(table.Q, combined.out_to_loss.mean("checkpoint"), rtol=1e-6)
-    view = View(target=1, k=2, estimator="trak", damping=f"absolute {LAMBDA}")
     expected = td.score(features, combined, TRAK).values[:, 1]
-    np.testing.assert_allclose(questions.top(view).score, np.sort(expected)[::-1][:2], rtol=1e-5)
+    top = Questions(features, stored, TRAK).top(View(target=1, k=2))
+    np.testing.assert_allclose(top.score, np.sort(expected)[::-1][:2], rtol=1e-5)
 
 
 @pytest.fixture(scope="module")
 def graded() -> Questions:
     """Return questions to six checkpoints, each trained on half of the samples."""
-    train, targets = (
-        td.testing.simulate_features(n, P, 6, chunks=17, seed=seed) for n, seed in ((N, 0), (60, 1))
-    )
-    masks = td.evaluate.subsets(train, 6).rename(subset="checkpoint")
-    return Questions(train.assign(trained_on=masks), targets, TRAK)
+    return Questions(*halves(), TRAK)
 
 
-@pytest.mark.parametrize("where", ["", "sample < 50"])
-def test_scores_and_sums__have_intervals_from_five_checkpoints_on(
-    graded: Questions, where: str
-) -> None:
-    view = View(target=3, group_by="label", where=where, k=100)
-    mask = np.arange(N) < (50 if where else N)
+def halved(found: xr.Dataset, name: str, **of: Any) -> tuple[pd.Series, pd.Series]:
+    """Return values of groups and half of their intervals."""
+    found = found.compute().isel(**of)
+    return found[name].to_series(), ((found.upper - found.lower) / 2).to_series()
+
+
+def test_scores__have_intervals_from_five_checkpoints_on(graded: Questions) -> None:
     expected = td.score(graded.features, graded.targets.features, TRAK, level=0.9).compute()
     half = (expected.upper - expected.score).values
-    top = graded.top(view)
+    top = graded.top(View(target=3, k=100))
     np.testing.assert_allclose(top["spread"], half[top["sample"], 3], rtol=1e-4)
     of_sample = graded.targets_of(View(sample=7, k=4))
     np.testing.assert_allclose(of_sample["spread"], half[7, of_sample.index], rtol=1e-3)
-    groups = graded.groups(view).set_index("label")
-    chosen = graded.features.isel(sample=mask)  # the gram matrix is of all samples
-    chosen = chosen.assign(gram=td.gram(graded.features))
-    one = graded.targets.features.isel(sample=[3])
-    found = td.group_score(chosen, one, TRAK, by="label", level=0.9).isel(target=0).compute()
-    np.testing.assert_allclose(groups["score"], found.score.sel(label=groups.index), rtol=1e-4)
-    np.testing.assert_allclose(
-        groups["spread"], (found.upper - found.score).sel(label=groups.index), rtol=1e-3
-    )
-    assert graded.has_intervals(view)
-    assert not graded.has_intervals(View(checkpoints=("c0", "c1", "c2", "c3")))
+    assert graded.has_intervals
+
+
+def test_groups__have_effects_where_checkpoints_of_halves_tell(graded: Questions) -> None:
+    targets = graded.targets.features
+    how = {"by": "source", "effect": True, "level": 0.9}
+    found = td.group_score(graded.features, targets, TRAK, **how)
+    scores = td.score(graded.features, targets, TRAK).groupby("source").sum()
+    for target in (3, 5):  # of the classes 0 and 2, which is in one source alone
+        groups = graded.groups(View(target=target, group_by="source")).set_index("source")
+        effect, half = halved(found, "effect", target=target)
+        known = ["a", "b", "c", "d"][: 3 if target == 5 else 4]
+        np.testing.assert_allclose(groups["score"][known], effect[known], rtol=1e-3)
+        np.testing.assert_allclose(groups["spread"][known], half[known], rtol=1e-3)
+        assert (
+            groups.index.tolist()[: len(known)] == effect[known].sort_values()[::-1].index.tolist()
+        )
+        assert groups["score"].isna().tolist() == [False] * len(known) + [True] * (4 - len(known))
+        sums = scores.isel(target=target).to_series()
+        np.testing.assert_allclose(groups["sum"], sums[groups.index], rtol=1e-3)
+        assert groups["samples"].tolist() == [23 if name in "ab" else 22 for name in groups.index]
+
+
+@pytest.mark.parametrize("fewer", ["halves", "targets", "samples", "checkpoints"])
+def test_groups__have_sums_where_effects_are_unknown(fewer: str) -> None:
+    train, targets = halves()
+    where, names = "", train.checkpoint.values
+    match fewer:
+        case "halves":
+            train = train.drop_vars("trained_on")
+        case "targets":
+            targets = targets.isel(sample=slice(19))
+        case "samples":
+            where = "sample < 50"
+        case "checkpoints":
+            train, targets = train.drop_vars("trained_on"), targets.sel(checkpoint=names[:4])
+            train = train.sel(checkpoint=names[:4])
+    view = View(target=3, group_by="source", where=where)
+    groups = Questions(train, targets, TRAK).groups(view).set_index("source")
+    assert "sum" not in groups
+    chosen = train.isel(sample=slice(50 if where else N)).assign(gram=td.gram(train))
+    if fewer == "checkpoints":
+        sums = td.group_score(chosen, targets, TRAK, by="source").isel(target=3).to_series()
+        assert groups["spread"].isna().all()
+    else:
+        found = td.group_score(chosen, targets, TRAK, by="source", level=0.9)
+        sums, half = halved(found, "score", target=3)
+        np.testing.assert_allclose(groups["spread"], half[groups.index], rtol=1e-3)
+    np.testing.assert_allclose(groups["score"], sums[groups.index], rtol=1e-3)
 
 
 def test_groups__read_the_features_once_for_a_block_of_targets(
@@ -285,34 +315,67 @@ def test_groups__read_the_features_once_for_a_block_of_targets(
     monkeypatch.setattr(td, "group_score", counted)
     questions = graded.with_targets(graded.targets.features)
     features, targets = graded.features, graded.targets.features
-    found = group_score(features, targets, TRAK, by="label", level=0.9).compute()
-    for target in (26, 49, 53, 27):
-        groups = questions.groups(View(target=target, group_by="label")).set_index("label")
-        expected = (found.upper - found.score).sel(label=groups.index).isel(target=target)
-        np.testing.assert_allclose(groups["spread"], expected, rtol=1e-3)
-    assert calls == [25, 10]
+    blocks = [slice(25), slice(25, None)]  # the rest of ten would be too few
+    how = {"by": "source", "effect": True, "level": 0.9}
+    found = [group_score(features, targets.isel(sample=block), TRAK, **how) for block in blocks]
+    for target in (27, 48, 3, 54, 24):
+        groups = questions.groups(View(target=target, group_by="source")).set_index("source")
+        block = target >= 25
+        effect, _ = halved(found[block], "effect", target=target - 25 * block)
+        np.testing.assert_allclose(groups["score"], effect[groups.index], rtol=1e-3)
+    assert calls == [35, 25]
 
 
-def test_credit_and_grade__are_those_of_their_functions(graded: Questions) -> None:
-    view = View(group_by="label", targets_where="sample >= 20")
-    credit = graded.credit(view).set_index("label")
-    targets = graded.targets.features
-    chosen = targets.isel(sample=slice(20, None))
-    found = td.group_score(graded.features, chosen, TRAK, by="label", share=True).compute()
-    np.testing.assert_allclose(credit["score"], found.sel(label=credit.index), rtol=1e-4)
-    assert credit["spread"].isna().all()
-    counts = graded.features.label.to_series().value_counts()
-    assert credit["samples"].tolist() == counts[credit.index].tolist()
-    assert not graded.has_credit(View(estimator="grad_cos"))
-    assert graded.has_grade(view)
-    assert graded.known_grade(view) is None
-    expected = td.evaluate.cross_validate(graded.features, targets, TRAK)
-    assert float(graded.grade(view).lds_mean) == pytest.approx(float(expected.lds_mean), rel=1e-4)
-    assert graded.grade(view.replace(targets_where="")) is graded.known_grade(view)
+def test_credit__is_the_effect_on_the_loss_or_a_share(graded: Questions) -> None:
+    view = View(group_by="source", targets_where="sample >= 20")
+    credit = graded.credit(view).set_index("source")
+    chosen = graded.targets.features.isel(sample=slice(20, None))
+    how = {"by": "source", "metric": "loss", "effect": True, "level": 0.9}
+    effect, half = halved(td.group_score(graded.features, chosen, TRAK, **how), "effect", target=0)
+    assert credit.index.tolist() == [*effect[["a", "b", "c"]].sort_values().index, "d"]
+    np.testing.assert_allclose(credit["score"][:3], effect[credit.index[:3]], rtol=1e-3)
+    np.testing.assert_allclose(credit["spread"][:3], half[credit.index[:3]], rtol=1e-3)
+    assert credit.loc["d", ["score", "spread"]].isna().all()  # without d, no model knows class 2
+    share = td.group_score(graded.features, chosen, TRAK, by="source", share=True).to_series()
+    np.testing.assert_allclose(credit["sum"], share[credit.index], rtol=1e-3)
+    # Shares alone, if all groups are whole classes, or halves are not known.
+    without = Questions(graded.features.drop_vars("trained_on"), graded.targets.features, TRAK)
+    for questions, by in ((graded, "label"), (without, "source")):
+        credit = questions.credit(view.replace(group_by=by)).set_index(by)
+        found = td.group_score(graded.features, chosen, TRAK, by=by, share=True).to_series()
+        np.testing.assert_allclose(credit["score"], found[credit.index], rtol=1e-3)
+        assert "sum" not in credit
+        assert credit["spread"].isna().all()
+        counts = graded.features[by].to_series().value_counts()
+        assert credit["samples"].tolist() == counts[credit.index].tolist()
+    assert without.has_credit
+    assert not Questions(without.features, without.targets.features, "grad_cos").has_credit
+
+
+def test_credit__of_a_regression_is_an_effect_or_an_error() -> None:
+    train, targets = (
+        ds.assign_attrs(task="Regression()", label="", loss_kind="squared error") for ds in halves()
+    )
+    questions, view = Questions(train, targets, TRAK), View(group_by="source")
+    how = {"by": "source", "metric": "loss", "effect": True}
+    effect = td.group_score(train, targets, TRAK, **how).isel(target=0).to_series()
+    credit = questions.credit(view).set_index("source")["score"]
+    np.testing.assert_allclose(credit, effect.sort_values(), rtol=1e-3)
+    with pytest.raises(ValueError, match="20 or more targets"):
+        questions.credit(view.replace(targets_where="sample < 10"))
+    assert not Questions(train.drop_vars("trained_on"), targets, TRAK).has_credit
+
+
+def test_grade__is_that_of_its_function(graded: Questions) -> None:
+    assert graded.has_grade
+    assert graded.known_grade is None
+    expected = td.evaluate.cross_validate(graded.features, graded.targets.features, TRAK)
+    assert float(graded.grade().lds_mean) == pytest.approx(float(expected.lds_mean), rel=1e-4)
+    assert graded.grade() is graded.known_grade
 
 
 def test_questions__of_few_checkpoints_have_no_credit_and_no_grade(questions: Questions) -> None:
     view = View(target=3, group_by="source")
     assert questions.groups(view)["spread"].isna().all()
-    assert not questions.has_credit(view)
-    assert not questions.has_grade(view)
+    assert not questions.has_credit
+    assert not questions.has_grade

@@ -12,6 +12,7 @@ import xarray as xr
 
 import trakdask as td
 from tests.explorer import test_new_targets as new_targets
+from tests.explorer.simulated import TRAK, halves
 from tests.waiting import PATIENCE_S
 from trakdask.explorer import Explorer, Marks, View
 from trakdask.explorer.app import Session
@@ -103,28 +104,6 @@ def test_facets__count_what_a_click_shows(explorer: Explorer, where: str) -> Non
             assert (f"{value} {count}", toggled(where, condition)) in clicks
 
 
-@pytest.mark.parametrize(("page", "name"), [("target", "scores"), ("corpus", "distribution")])
-def test_histogram__a_bar_shows_its_samples(explorer: Explorer, page: str, name: str) -> None:
-    view = View(page=page, target=3, k=100, order="self_influence")
-    questions = explorer.questions
-    is_target = page == "target"
-    counts = questions.histogram(view, "score" if is_target else "self_influence")["samples"]
-    bars = [bar for bar, _ in links(explorer, view, name)]
-    shown = [len(questions.top(v) if is_target else questions.ranking(v)) for v in bars]
-    assert shown == counts[counts > 0].tolist()
-    assert sum(shown) == N
-    assert links(explorer, bars[2], name)[2][0].where == ""  # a second click on the same bar
-    elsewhere = bars[2].replace(page="targets")  # where nothing has a score
-    assert (elsewhere.where == "") == is_target
-
-
-def test_heat__cells_lead_to_their_samples(explorer: Explorer) -> None:
-    cells = links(explorer, View(page="corpus", group_by="source"), "heat")
-    names = [f"source == {value!r}" for value in ("book", "it's", "web")]
-    pairs = {(row, column) for row in ("", *names) for column in ("", *names)} - {("", "")}
-    assert {(view.where, view.targets_where) for view, _ in cells} == pairs
-
-
 def test_marks__of_many_samples(explorer: Explorer) -> None:
     explorer.marks.mark([5, 6], "remove")
     view = View(page="target", target=2, k=4)
@@ -153,13 +132,13 @@ def test_pages__say_what_to_add_where_samples_are_missing(
     assert "--samples" not in Session(explorer, View()).page.html
 
 
-def test_pages__show_intervals_shares_and_the_grade() -> None:
-    train, targets = (td.testing.simulate_features(n, 8, 6, chunks=25, seed=n) for n in (N, 60))
-    masks = td.evaluate.subsets(train, 6).rename(subset="checkpoint")
-    explorer = td.explore(train.assign(trained_on=masks), targets, estimator=td.Trak(damping=0.1))
+def test_pages__show_intervals_effects_and_the_grade() -> None:
+    train, targets = halves()
+    train = train.drop_vars("label")  # by which the first groups would be, two of a third each
+    explorer = td.explore(train, targets, estimator=TRAK)
     session = Session(explorer, View(page="target", target=3, k=N))
     session.wait(PATIENCE_S)
-    grade = td.evaluate.cross_validate(explorer.features, targets, td.Trak(damping=0.1))
+    grade = td.evaluate.cross_validate(train, targets, TRAK)
     text = f"{float(grade.lds_mean):.2f} ± {float(grade.error):.2f}"
     assert session.page.html.count(text) == 1  # in the head
     assert "computing" not in session.page.html
@@ -167,8 +146,8 @@ def test_pages__show_intervals_shares_and_the_grade() -> None:
     session.go(View())
     session.wait(PATIENCE_S)
     assert session.page.html.count(text) == 2
-    shares = explorer.questions.credit(View(group_by="label"))
-    assert f"{signed(100 * shares['score'][0], np.nan, 1)}</strong></td>" in session.page.html
+    effect = explorer.questions.credit(View(group_by="source")).iloc[0]
+    assert f"<strong>{signed(effect['score'], effect['spread'], 0).split()[0]}" in session.page.html
     session.go(View(page="target", target=3, k=N))
     session.wait(PATIENCE_S)
     assert session.page.html.count(text) == 1
@@ -181,3 +160,42 @@ def test_pages__show_intervals_shares_and_the_grade() -> None:
     session.wait(PATIENCE_S)
     assert "No target meets the condition" in session.page.html
     assert "message error" not in session.page.html
+
+
+@pytest.mark.parametrize("page", ["target", "targets"])
+def test_pages__say_in_words_what_groups_did(page: str) -> None:
+    """Target 11 is of class 2, which only samples of the source d have."""
+    train, targets = halves()
+    explorer = td.explore(train, targets, estimator=TRAK)
+    sums = td.group_score(train, targets, TRAK, by="source").sel(source="a").values
+    # Targets that a helped, so that its effect on their loss is sure.
+    where = f"sample in {[*map(int, np.argsort(sums)[-30:])]}"
+    view = View(page=page, target=11, group_by="source", targets_where=where)
+    is_loss = page == "targets"
+    table = (explorer.questions.credit if is_loss else explorer.questions.groups)(view)
+    html = next(s for s in sections(explorer, view) if s.name in ("groups", "credit")).html()
+    text = unescape(re.sub("<[^>]*>", "", html))
+    what = "their mean loss" if is_loss else "the right answer's margin"
+    known = table.dropna(subset="score")
+    sure = known[known["score"].abs() > known["spread"]]
+    found = re.findall(rf"Without source (\w), {what} would be ([\d.]+) (\w+) \(([\d.]+) to", text)
+    ends = [rows for rows in (sure[sure["score"] > 0], sure[sure["score"] < 0]) if len(rows)]
+    assert len(found) == len(ends) > 0
+    for (name, size, way, low), rows in zip(found, ends, strict=True):
+        row = rows.loc[rows["score"].abs().idxmax()]
+        assert (name, way) == (row["source"], "lower" if row["score"] > 0 else "higher")
+        assert float(size) == pytest.approx(abs(row["score"]), abs=row["spread"] / 10)
+        assert float(low) == pytest.approx(
+            abs(row["score"]) - row["spread"], abs=row["spread"] / 10
+        )
+    unsure = len(known) - len(sure)
+    assert ("cannot be told from zero." in text) == (unsure > 0)
+    # Green is what helped: it raised the margin, or lowered the loss.
+    shown = re.findall(r'<span class="(more )?(helpful|harmful)( unsure)?"', html)
+    more = (known["score"] > 0).tolist()
+    assert [bool(is_more) for is_more, _, _ in shown] == more
+    assert [kind == "helpful" for _, kind, _ in shown] == [x != is_loss for x in more]
+    assert [bool(x) for _, _, x in shown].count(True) == unsure
+    assert html.count("<i style") == len(known)
+    assert text.count("all of a class") == 1
+    assert f"{'share' if is_loss else 'sum'} " in text

@@ -43,7 +43,7 @@ def test_session__ranks_training_samples_by_loss_before_it_reads_features() -> N
     gate, features = Gate(), data(N, 0).assign_attrs(loss_kind="squared error")
     targets = data(M, 1).assign_attrs(loss_kind=features.loss_kind)
     explorer = td.explore(gate.before(features), targets, estimator=TRAK)
-    view = View(page="corpus", where="label == 1", estimator="trak")
+    view = View(page="corpus", where="label == 1")
     session = Session(explorer, view)
     assert gate.started.wait(PATIENCE_S)
     loss = (features.out_to_loss.values**2).mean(axis=1) / 2

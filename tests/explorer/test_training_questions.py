@@ -6,33 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
-import xarray as xr
 
 import trakdask as td
-from tests.explorer.simulated import FEATURES, SOURCE, TARGETS, TRAK, M, N
+from tests.explorer.simulated import FEATURES, SOURCE, TARGETS, TRAK, N
 from trakdask.explorer.marks import Marks
 from trakdask.explorer.questions import Questions
 from trakdask.explorer.tables import few_values, metadata, searched
 from trakdask.explorer.view import View
 
 
-def test_score_histogram__counts_every_sample(questions: Questions, truth: Any) -> None:
-    bins = questions.histogram(View(target=2), "score")
-    scores = truth.scores[:, 2]
-    assert bins["samples"].sum() == N
-    ends = [bins["low"].iloc[0], bins["high"].iloc[-1]]
-    np.testing.assert_allclose(ends, [scores.min(), scores.max()], rtol=1e-4)
-
-
 def test_ranking__is_by_self_influence(questions: Questions, truth: Any) -> None:
-    assert questions.ranking(View()).index.tolist() == np.argsort(-truth.influence).tolist()
-    of_web = questions.ranking(View(where='source == "web"'))
+    view = View(order="self_influence")
+    assert questions.ranking(view).index.tolist() == np.argsort(-truth.influence).tolist()
+    of_web = questions.ranking(view.replace(where='source == "web"'))
     is_web = SOURCE == "web"
     order = [i for i in np.argsort(-truth.influence) if is_web[i]]
     assert of_web.index.tolist() == order
-    assert questions.histogram(View(), "self_influence")["samples"].sum() == N
 
 
 def test_alike__is_sorted_by_the_mean_cosine(questions: Questions, truth: Any) -> None:
@@ -53,25 +43,6 @@ def test_sample__has_its_self_influence(questions: Questions, truth: Any) -> Non
     assert facts["output"] == pytest.approx(FEATURES.output.values[17].mean())
 
 
-def test_heatmap__is_a_mean_over_targets_of_sums_over_samples(
-    questions: Questions, truth: Any
-) -> None:
-    heat = questions.heatmap(View(group_by="source"), across="label")
-    scores = pd.DataFrame(truth.scores).groupby(SOURCE).sum()
-    means = scores.T.groupby(TARGETS.label.values).mean().T
-    np.testing.assert_allclose(heat.values, means.values, rtol=1e-3, atol=1e-6)
-    failed = TARGETS.where(xr.DataArray(np.arange(M) != 3, dims="sample"))
-    without = questions.with_targets(failed)
-    means = scores.drop(columns=3).T.groupby(np.delete(TARGETS.label.values, 3)).mean().T
-    heat = without.heatmap(View(group_by="source"), across="label")
-    np.testing.assert_allclose(heat.values, means.values, rtol=1e-3, atol=1e-6)
-    cosines = questions.heatmap(View(group_by="source", estimator="grad_cos"), across="label")
-    of_first = td.group_score(FEATURES, TARGETS, by="source", estimator="grad_cos").values
-    np.testing.assert_allclose(cosines.values, of_first[:, : cosines.shape[1]], rtol=1e-3)
-    first = questions.heatmap(View(group_by="source"))
-    np.testing.assert_allclose(first.values, scores.values[:, : first.shape[1]], rtol=1e-3)
-
-
 def test_tables__of_metadata() -> None:
     table = metadata(td.testing.simulate_features(5, 4, 2))
     assert {name: table[name].tolist() for name in table} == {"label": [0, 1, 0, 1, 0]}
@@ -87,10 +58,10 @@ def test_duplicates__are_found_by_their_features() -> None:
     rows = np.arange(N)
     rows[[40, 60, 61]] = 5
     rows[20] = 77
-    table = Questions(FEATURES.isel(sample=rows).load(), TARGETS).duplicates(View())
+    table = Questions(FEATURES.isel(sample=rows).load(), TARGETS).duplicates()
     groups = table.groupby("group")["sample"].apply(list).tolist()
     assert groups == [[5, 40, 60, 61], [20, 77]]
-    assert Questions(FEATURES, TARGETS).duplicates(View()).empty
+    assert Questions(FEATURES, TARGETS).duplicates().empty
 
 
 def test_conditions__may_name_numbers_and_marks(tmp_path: Path) -> None:
@@ -113,14 +84,3 @@ def test_conditions__may_name_numbers_and_marks(tmp_path: Path) -> None:
     assert selected("mark != ''") == [9]  # at once: marks are never kept
     output = FEATURES.output.values.mean(axis=1)
     assert selected("output > 0.5") == np.flatnonzero(output > 0.5).tolist()
-
-
-def test_damping__is_that_of_the_setting(questions: Questions, truth: Any) -> None:
-    chosen = questions.setting(View(damping="0.5")).damping
-    assert chosen is not None
-    expected_damping = td.damping(FEATURES, td.Trak(damping=0.5)).damping.values
-    np.testing.assert_allclose(chosen.damping.values, expected_damping, rtol=1e-5)
-    assert questions.setting(View(estimator="grad_dot")).damping is None
-    of_trace = questions.setting(View(damping="0.5 tr(K)/n")).damping
-    assert of_trace is not None
-    np.testing.assert_allclose(of_trace.damping, 0.5 * (truth.phi**2).sum((0, 1)) / N)

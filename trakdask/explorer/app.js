@@ -255,7 +255,7 @@ export function render({ model }) {
     restoring = event.state?.top === undefined ? null : event.state
   }
   const press = (event) => {
-    const isTyping = event.composedPath()[0].matches?.("input:not([type=checkbox]), textarea, select")
+    const isTyping = event.composedPath()[0].matches?.("input, textarea, select")
     if (isLost || isTyping || event.shiftKey || event.altKey) return
     let isUsed = false
     if (event.ctrlKey || event.metaKey) {

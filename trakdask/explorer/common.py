@@ -7,7 +7,7 @@ import pandas as pd
 
 from trakdask.explorer.attributions import Attributions
 from trakdask.explorer.conditions import ConditionError, condition_mask
-from trakdask.explorer.html import plain_message, render
+from trakdask.explorer.html import count, plain_message, render, value
 from trakdask.explorer.tables import ROWS
 from trakdask.explorer.view import View
 from trakdask.plots.figures import decimals
@@ -52,33 +52,46 @@ def neighbours(positions: np.ndarray, at: int, n: int) -> dict[str, int]:
     return {**found, "place": place, "total": len(positions)}
 
 
-def bars(
-    attributions: Attributions, view: View, table: pd.DataFrame, *, is_share: bool = False
-) -> str:
-    """Return sums of scores by group, or shares, as bars with intervals."""
+def bars(attributions: Attributions, view: View, table: pd.DataFrame, *, what: str = "") -> str:
+    """Return what groups did, as bars with intervals: sums of scores, shares, or effects.
+
+    ``what`` are effects on, in words; without it these are sums, or of many targets shares.
+    """
     half = _MOST_GROUPS // 2
     ends = table if len(table) <= _MOST_GROUPS else pd.concat([table[:half], table[-half:]])
+    # An effect on the loss harmed where it is positive.
+    sign = -1 if what and view.page == "targets" else 1
     return render(
-        "groups", attributions, view, table=ends, left_out=len(table) - len(ends),
-        digits=1 if is_share else decimals(table["score"]), is_share=is_share,
+        "groups", attributions, view, table=ends, left_out=len(table) - len(ends), sign=sign,
+        digits=decimals(table["score"]), what=what,
+        sentences=_sentences(table, view.group_by, what) if what else [],
         largest=float((ends["score"].abs() + ends["spread"].fillna(0)).max()),
     )  # fmt: skip
 
 
-def histogram(attributions: Attributions, view: View, *, name: str = "") -> str:
-    """Return how scores, or the values by which training samples are ordered, are distributed."""
-    questions = attributions.questions
-    name = name or order(attributions, view, "ranking")
-    bins = questions.histogram(view, name)
-    return render("histogram", view, name=name.replace("_", "-"), bins=bins)
+def _sentences(table: pd.DataFrame, by: str, what: str) -> list[str]:
+    """Return in words the effects of the groups at both ends, and how many are of unknown sign."""
+    is_sure, sentences = table["score"].abs() > table["spread"], []
+    for sign, way in ((1, "lower"), (-1, "higher")):
+        found = table[is_sure & (sign * table["score"] > 0)]
+        if found.empty:
+            continue
+        row = found.loc[(sign * found["score"]).idxmax()]
+        effect, half = abs(row["score"]), row["spread"]
+        digits = decimals(half, digits=2)
+        low, middle, high = (f"{x:,.{digits}f}" for x in (effect - half, effect, effect + half))
+        name = f"{by} {value(row[by])}"
+        sentences.append(f"Without {name}, {what} would be {middle} {way} ({low} to {high}).")
+    unsure = table[~is_sure & table["score"].notna()]
+    if len(unsure) == 1:
+        name = f"{by} {value(unsure[by].iloc[0])}"
+        sentences.append(f"The effect of {name} cannot be told from zero.")
+    elif len(unsure):
+        sentences.append(f"The effects of {count(len(unsure), 'group')} cannot be told from zero.")
+    return sentences
 
 
 # ---------------------------------------------------------------- lists of training samples
-
-
-def order(attributions: Attributions, view: View, section: str) -> str:
-    """Return the value by which a list of training samples is sorted; "" for their order."""
-    return attributions.questions.training.loss if view.order == "loss" else view.order
 
 
 def marked(attributions: Attributions) -> pd.DataFrame:
@@ -101,10 +114,9 @@ def samples_of(attributions: Attributions, view: View, name: str) -> np.ndarray:
         case "helpful" | "harmful":
             return questions.top(view, largest=name == "helpful")["sample"].to_numpy()
         case "ranking":
-            ranking = questions.ranking(view, order(attributions, view, name))
-            return ranking.index.to_numpy()
+            return questions.ranking(view).index.to_numpy()
         case "duplicates":
-            return questions.duplicates(view)["sample"].to_numpy()
+            return questions.duplicates()["sample"].to_numpy()
         case "marked":
             return marked(attributions)["position"].unique()
     raise ValueError(f"There are no samples to mark in {name!r:.60}.")
@@ -113,6 +125,6 @@ def samples_of(attributions: Attributions, view: View, name: str) -> np.ndarray:
 def marked_at_once(attributions: Attributions, view: View, name: str) -> np.ndarray:
     """Return the samples that a button below a section marks: all but the first of duplicates."""
     if name == "duplicates":
-        table = attributions.questions.duplicates(view)
+        table = attributions.questions.duplicates()
         return table["sample"][table["group"].duplicated()].to_numpy()
     return samples_of(attributions, view, name)

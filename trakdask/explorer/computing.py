@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # functions import distributed, which is slow and threads do 
     from distributed import Client, Future
 
 _ASKED_EVERY_S = 0.2
-"""How often a cluster is asked how far it is, and a click is noticed while it computes."""
+"""How often a click is noticed while a cluster computes."""
 
 
 class Abandoned(Exception):
@@ -36,9 +36,8 @@ class Computation:
     """The computation of one click.
 
     ``progress`` is called with the number of tasks that are done and the number of all tasks, by
-    the thread that computes. On a cluster these are the tasks that were still to be done when it
-    was first asked. Once ``is_abandoned`` is true, no further task starts; on a cluster, except
-    tasks that others still wait for.
+    the thread that computes; a cluster is not asked. Once ``is_abandoned`` is true, no further task
+    starts; on a cluster, except tasks that others still wait for.
     """
 
     progress: Callable[[int, int], None] | None = None
@@ -77,28 +76,22 @@ class Computation:
         results = client.compute(list(lazy))
         futures = [result for result in results if isinstance(result, Future)]  # numpy stays numpy
         try:
-            self.wait(client, futures)
+            self.wait(futures)
             return tuple(client.gather(results))
         finally:
             _release(futures)
 
-    def wait(self, client: Client, futures: Sequence[Future[Any]]) -> None:
+    def wait(self, futures: Sequence[Future[Any]]) -> None:
         """Wait until futures have a result or an error, unless the computation is abandoned.
 
         They are released and not cancelled then: equal tasks of another user go on.
         """
         from distributed import wait
 
-        total = 0
         while not all(future.done() for future in futures):
             self.require_wanted()
             with suppress(TimeoutError):
                 wait(futures, timeout=_ASKED_EVERY_S)
-                return
-            left = client.run_on_scheduler(_counter([future.key for future in futures]))
-            total = max(total, left)
-            if self.progress is not None and total:
-                self.progress(total - left, total)
 
     def _before_task(self, key: Any, graph: Any, state: Any) -> None:
         self.require_wanted()
@@ -161,19 +154,19 @@ def persist(*lazy: da.Array) -> tuple[da.Array, ...]:
 
     This is part of the computation that is active in this thread.
     """
-    if (client := active_client()) is not None:
-        return _persisted_on(client, lazy)
+    if active_client() is not None:
+        return _persisted(lazy)
     pairs = zip(lazy, compute(*lazy), strict=True)
     return tuple(da.from_array(value, chunks=x.chunks, name=x.name) for x, value in pairs)
 
 
-def _persisted_on(client: Client, lazy: tuple[da.Array, ...]) -> tuple[da.Array, ...]:
+def _persisted(lazy: tuple[da.Array, ...]) -> tuple[da.Array, ...]:
     from distributed import futures_of
 
     kept = tuple(dask.persist(*lazy))
     futures = futures_of(kept)
     try:
-        (_CURRENT.get() or Computation()).wait(client, futures)
+        (_CURRENT.get() or Computation()).wait(futures)
         for future in futures:
             if future.status != "finished":
                 future.result()  # raises what went wrong
@@ -207,19 +200,3 @@ def _release(futures: Sequence[Future[Any]]) -> None:
     for client in {future.client for future in futures}:
         with suppress(RuntimeError, ValueError):  # of a client that has been closed
             client.sync(asyncio.sleep, 0)  # its event loop handles the releases first
-
-
-def _counter(keys: Sequence[Any]) -> Callable[[Any], int]:
-    """Return a function for the scheduler, which need not have trakdask: it is sent by value."""
-
-    def count(dask_scheduler: Any) -> int:
-        tasks = dask_scheduler.tasks
-        waiting, left = [tasks[key] for key in keys if key in tasks], set()
-        while waiting:
-            task = waiting.pop()
-            if task not in left and task.state not in ("memory", "erred", "released"):
-                left.add(task)
-                waiting.extend(task.waiting_on or ())
-        return len(left)
-
-    return count

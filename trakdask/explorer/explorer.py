@@ -131,9 +131,9 @@ def explore(
     """Look at attributions in a browser or in a notebook.
 
     The pages: a table of all targets; one target, with the training samples that helped and harmed
-    it most, sums by group and the curve by which λ was chosen; one training sample, with the
-    targets that it helped and harmed; all training samples, by self-influence, by groups against
-    targets, and duplicates; and the marks of samples.
+    it most, and what groups of them did; one training sample, with the targets that it helped and
+    harmed; all training samples, by loss or self-influence, and duplicates; and the marks of
+    samples.
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ def explore(
         The marks of training samples. Pages then have buttons to mark samples:
         ``Marks.beside("train.zarr")``, or the path of another file for samples with labels.
     estimator
-        As in :func:`score`. A page can change estimator, λ and checkpoints.
+        As in :func:`score`.
     text
         The text of a token id, where samples are token ids: a function (``tokenizer.decode``), the
         tokenizer, or a list of all texts, as in :func:`score_parts`. Token ids are the variable
@@ -191,10 +191,10 @@ def explore(
     -----
     Lazy: a page computes its own answers, on the dask client that is active when this is called or
     else on threads, and the next click gives up a computation that still runs. Scores of all
-    samples and targets never exist. The first click under an estimator computes its gram matrix and
-    eigenvectors, unless the store has them; they stay in memory, p² numbers per checkpoint, for the
-    last four settings. Each click after that reads the features once. Self-influence of all samples
-    takes 2 p² flops per sample and checkpoint, once per setting.
+    samples and targets never exist. The first click computes the gram matrix of the estimator and
+    its eigenvectors, unless the store has them; they stay in memory, p² numbers per checkpoint.
+    Each click after that reads the features once. Self-influence of all samples takes 2 p² flops
+    per sample and checkpoint, once.
 
     Examples
     --------

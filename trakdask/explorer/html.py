@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,8 +17,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from trakdask._version import __version__
-from trakdask.attribution.protocol import KINDS as ESTIMATORS
-from trakdask.attribution.protocol import Rule
 from trakdask.errors import BlockError
 from trakdask.explorer.conditions import has_terms, toggled
 from trakdask.explorer.marks import KINDS
@@ -50,11 +48,8 @@ def number(x: float, digits: int = 3) -> str:
     if x is None or not math.isfinite(x):
         return "–"
     mantissa, _, exponent = f"{x:.{digits}g}".partition("e")
-    return mantissa.replace("-", "−") + (f" × 10{_superscript(int(exponent))}" if exponent else "")
-
-
-def _superscript(exponent: int) -> str:
-    return str(exponent).translate(_SUPERSCRIPT)
+    power = f" × 10{str(int(exponent)).translate(_SUPERSCRIPT)}" if exponent else ""
+    return mantissa.replace("-", "−") + power
 
 
 def signed(x: float, error: float, digits: int) -> str:
@@ -165,8 +160,8 @@ def _templates() -> Environment:
         "share": _share, "value": value,
     }  # fmt: skip
     templates.globals |= {
-        "ESTIMATORS": ("auto", *ESTIMATORS), "KINDS": KINDS, "LEVEL": LEVEL,
-        "MOST_BYTES": MOST_BYTES, "ROWS": ROWS, "RULES": get_args(Rule),
+        "KINDS": KINDS, "LEVEL": LEVEL,
+        "MOST_BYTES": MOST_BYTES, "ROWS": ROWS,
         "count": count, "has_terms": has_terms, "identifiers": _identifiers, "live": _live.get,
         "now": partial(datetime.now, UTC), "rows": _rows, "toggled": toggled,
         "version": __version__,

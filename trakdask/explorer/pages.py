@@ -13,7 +13,6 @@ from markupsafe import Markup
 from trakdask.explorer import target_pages as targets
 from trakdask.explorer import training_pages as training
 from trakdask.explorer.attributions import Attributions
-from trakdask.explorer.common import histogram
 from trakdask.explorer.computing import Abandoned
 from trakdask.explorer.conditions import ConditionError
 from trakdask.explorer.html import STYLE, nothing_to_click, plain_message, render
@@ -22,9 +21,9 @@ from trakdask.files import Folder, location
 
 _FIELDS = {
     "targets": {"search", "targets_where"},
-    "target": {"where", "k", "estimator", "damping"},
-    "sample": {"k", "estimator", "damping"},
-    "corpus": {"where", "estimator", "damping"},
+    "target": {"where", "k"},
+    "sample": {"k"},
+    "corpus": {"where"},
 }
 """The fields that a page has a form for, beside which their errors are shown."""
 
@@ -42,14 +41,13 @@ class Section:
 def sections(attributions: Attributions, view: View) -> list[Section]:
     """Return the sections of the page of a view; nothing is computed before their ``html()``."""
     questions = attributions.questions
-    has_words = questions.has_words(view)
     is_there = {
-        "helpful_words": has_words, "harmful_words": has_words,
-        "distribution": bool(view.order), "credit": questions.has_credit(view),
+        **dict.fromkeys(("helpful_words", "harmful_words"), questions.has_words),
+        "credit": questions.has_credit,
         "confusion": questions.targets.label in questions.targets.groupings,
-        "grade": questions.has_grade(view),
-        "graded": questions.has_grade(view) and questions.known_grade(view) is None,
-    }  # fmt: skip
+        "grade": questions.has_grade,
+        "graded": questions.has_grade and questions.known_grade is None,
+    }
     return [
         Section(name, partial(html, attributions, view))
         for name, html in _PAGES[view.page].items()
@@ -129,8 +127,6 @@ _PAGES: dict[str, dict[str, Callable[[Attributions, View], str]]] = {
         "helpful_words": partial(targets.words, largest=True),
         "harmful_words": partial(targets.words, largest=False),
         "groups": targets.groups,
-        "damping": targets.damping,
-        "scores": partial(histogram, name="score"),
         "graded": targets.graded,
     },
     "sample": {
@@ -141,10 +137,8 @@ _PAGES: dict[str, dict[str, Callable[[Attributions, View], str]]] = {
     },
     "corpus": {
         "corpus": training.forms,
-        "ranking": partial(training.ranking, section="ranking"),
-        "distribution": histogram,
+        "ranking": training.ranking,
         "duplicates": training.duplicates,
-        "heat": training.heat,
         "graded": targets.graded,
     },
     "new": {"new": partial(render, "new_target")},

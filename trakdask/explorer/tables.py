@@ -13,7 +13,7 @@ import xarray as xr
 from trakdask.explorer.computing import compute
 from trakdask.explorer.conditions import condition_mask, joined, without
 from trakdask.explorer.view import View
-from trakdask.variables import CHECKPOINT, OUTPUT, SAMPLE, coords_along
+from trakdask.variables import OUTPUT, SAMPLE, coords_along
 
 ROWS = 24
 """Rows of a page of a table."""
@@ -205,10 +205,6 @@ class SampleTable:
         """Return the coords of one sample, a training sample or a target, as a table of one row."""
         require_position(position, len(self.metadata), what)
         return self.metadata.iloc[[position]]
-
-    def at(self, checkpoints: np.ndarray) -> xr.Dataset:
-        """Return the features of all targets at some checkpoints."""
-        return self.features.sel({CHECKPOINT: checkpoints})
 
 
 def output_of(ds: xr.Dataset) -> Any:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
-import xarray as xr
-
 import trakdask as td
 from trakdask.explorer.attributions import Attributions
 from trakdask.explorer.common import bars, checked, grouped, neighbours, shown
-from trakdask.explorer.html import number, render, value
-from trakdask.explorer.view import MeanTrace, View, damping_of
+from trakdask.explorer.html import render, value
+from trakdask.explorer.view import View
 from trakdask.plots.figures import decimals
 
 _MOST_TEXTS = 5
@@ -44,21 +41,22 @@ def confusion(attributions: Attributions, view: View) -> str:
 
 def grade(attributions: Attributions, view: View) -> str:
     """Return the grade of the scores."""
-    return render("grade", grade=attributions.questions.grade(view))
+    return render("grade", grade=attributions.questions.grade())
 
 
 def graded(attributions: Attributions, view: View) -> str:
     """Compute the grade, last on its page, so that the head of the page has it; nothing else."""
-    attributions.questions.grade(view)
+    attributions.questions.grade()
     return ""
 
 
 def credit(attributions: Attributions, view: View) -> str:
-    """Return the share of each group of training samples in all scores of these targets."""
+    """Return what each group of training samples did to the loss of these targets, or its share."""
     view = grouped(attributions, view)
     if attributions.questions.targets.selected(view).empty:
         return render("note", text="No target meets the condition.")
-    return bars(attributions, view, attributions.questions.credit(view), is_share=True)
+    found = attributions.questions.credit(view)
+    return bars(attributions, view, found, what="their mean loss" if "sum" in found else "")
 
 
 def target(attributions: Attributions, view: View) -> str:
@@ -128,68 +126,11 @@ def words(attributions: Attributions, view: View, *, largest: bool) -> str:
 
 
 def groups(attributions: Attributions, view: View) -> str:
-    """Return sums of the scores of a target by group of training samples."""
+    """Return what each group of training samples did to a target: its effect, or its sum."""
     view = grouped(attributions, view)
     if not view.group_by:
         return render("group_form", attributions, view)
-    return bars(attributions, view, attributions.questions.groups(view))
-
-
-def damping(attributions: Attributions, view: View) -> str:
-    """Return λ of each checkpoint, what chose it, and the curve that it was chosen by."""
-    questions = attributions.questions
-    chosen = questions.setting(view).damping
-    if chosen is None:
-        return render("note", text="This estimator has no gram matrix, and so no λ.")
-    relative, curve = float(chosen["relative"].values), chosen
-    if view.damping and not np.isfinite(_heights(chosen)).any():
-        # The curve stays in sight when λ is set by hand.
-        asked = damping_of(view.damping)
-        relative = asked.value if isinstance(asked, MeanTrace) else np.nan
-        curve = questions.setting(view.replace(damping="")).damping or chosen
-    values = ", ".join(number(x) for x in chosen["damping"].values)
-    text = f"{values}, in the squared units of the features"
-    if np.isfinite(relative):
-        text = f"{number(relative)} tr(K)/n"
-    rho = curve["relative_damping"].values
-    marked = int(np.argmin(np.abs(np.log(rho / relative)))) if relative > 0 else -1
-    heights = _heights(curve)
-    return render(
-        "damping", attributions, view, text=text, why=_why(str(chosen["rule"].values)),
-        bars=[*zip(rho, heights, strict=True)] if np.isfinite(heights).any() else [],
-        height=_HEIGHTS[_is_by_folds(curve)], marked=marked,
-    )  # fmt: skip
-
-
-_HEIGHTS = {
-    False: "correlation of sums of scores with outputs",
-    True: "rank correlation of scores with the outputs of checkpoints that were left out",
-}
-
-
-def _is_by_folds(chosen: xr.Dataset) -> bool:
-    return str(chosen["rule"].values) == "cross-validation"
-
-
-def _heights(chosen: xr.Dataset) -> np.ndarray:
-    """Return the curve by which λ was chosen; NaN if there is none."""
-    return chosen["grade" if _is_by_folds(chosen) else "curve"].values
-
-
-def _why(rule: str) -> str:
-    """Return a sentence on what chose λ, from what :func:`trakdask.damping` calls its rule."""
-    asked = rule.removeprefix("completeness, ")
-    if rule == "cross-validation":
-        return (
-            "Checkpoints that were left out chose it: with this λ, the scores of the others best "
-            "predict how each of them ranks."
-        )
-    if asked != rule:
-        return (
-            "The model's outputs chose it: with the right λ, the scores of all training samples "
-            "for one sample add up to its output, and with this λ they follow the outputs about "
-            f"as well as with any. The outputs were of: {asked}."
-        )
-    if rule in ("given", "absolute"):
-        return "Somebody chose it: it was given as a number."
-    return f"The rule {rule} chose it, which looks at the features and at no output."
+    found = attributions.questions.groups(view)
+    is_margin = str(attributions.features.attrs.get("loss_kind")).endswith("cross-entropy")
+    what = "the right answer's margin" if is_margin else "the output"
+    return bars(attributions, view, found, what=what if "sum" in found else "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from trakdask.explorer.attributions import Attributions
-from trakdask.explorer.common import checked, grouped, marked, neighbours, order, samples_of, shown
+from trakdask.explorer.common import checked, marked, neighbours, samples_of, shown
 from trakdask.explorer.html import render
 from trakdask.explorer.marks import KINDS
 from trakdask.explorer.tables import ROWS
@@ -65,30 +65,14 @@ def forms(attributions: Attributions, view: View) -> str:
     return render("corpus", attributions, view, facets=counts)
 
 
-def heat(attributions: Attributions, view: View) -> str:
-    """Return mean scores of groups of training samples for groups of targets."""
-    view = grouped(attributions, view)
-    if not view.group_by:
-        return render("group_form", attributions, view)
-    names = attributions.questions.targets.groupings
-    across = view.group_by if view.group_by in names else (*names, "")[0]
-    heat = attributions.questions.heatmap(view, across)
-    strongest = heat.abs().max(axis=1).nlargest(_MOST_ROWS).index
-    heat = heat[heat.index.isin(strongest)] if len(heat) > _MOST_ROWS else heat
-    largest = float(np.nanmax(np.abs(heat.to_numpy()), initial=0.0))
-    return render(
-        "heat", attributions, view, heat=heat, digits=decimals(heat, digits=2), largest=largest
-    )
-
-
-def ranking(attributions: Attributions, view: View, *, section: str) -> str:
-    """Return the training samples that a view selects, in the order of a section."""
-    questions, name = attributions.questions, order(attributions, view, section)
-    ranking = questions.ranking(view, name)
+def ranking(attributions: Attributions, view: View) -> str:
+    """Return the training samples that a view selects, in its order."""
+    questions = attributions.questions
+    ranking = questions.ranking(view)
     table = shown(ranking, view)
     positions = table.index.tolist()
     return render(
-        "ranking", attributions, view, table=table, total=len(ranking), name=name, section=section,
+        "ranking", attributions, view, table=table, total=len(ranking), name=questions.order(view),
         contents=attributions.samples.html(positions, brief=True),
         readings=questions.training.readings(positions),
     )  # fmt: skip
@@ -96,7 +80,7 @@ def ranking(attributions: Attributions, view: View, *, section: str) -> str:
 
 def duplicates(attributions: Attributions, view: View) -> str:
     """Return groups of samples whose features point the same way."""
-    table = attributions.questions.duplicates(view)
+    table = attributions.questions.duplicates()
     groups = [group.tolist() for _, group in table[:_MOST_DUPLICATES].groupby("group")["sample"]]
     return render("duplicates", attributions, view, table=table, groups=groups)
 

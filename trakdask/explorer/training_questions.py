@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
 from typing import Any
 
 import dask.array as da
@@ -15,25 +15,27 @@ import xarray as xr
 import trakdask as td
 from trakdask import arrays
 from trakdask.attribution.duplicates import find_duplicates
-from trakdask.attribution.estimators import EstimatorLike, GradDot, resolve
+from trakdask.attribution.estimators import EstimatorLike, GradDot, named, resolve
 from trakdask.attribution.gauss_newton import Trak
+from trakdask.attribution.grams import with_decomposition
 from trakdask.attribution.operands import solver
-from trakdask.attribution.protocol import GramEstimator
+from trakdask.attribution.protocol import Estimator, GramEstimator
 from trakdask.explorer import tables
-from trakdask.explorer.computing import compute
+from trakdask.explorer.computing import compute, persist, released_if_failed
 from trakdask.explorer.conditions import condition_mask
 from trakdask.explorer.marks import Marks
-from trakdask.explorer.settings import Setting, Settings
 from trakdask.explorer.view import View
-from trakdask.variables import CHECKPOINT, SAMPLE, checkpoint_names, lazy_features
+from trakdask.variables import DERIVED, LOSS_GRADIENT, SAMPLE, checkpoint_names, lazy_features
 
 _MOST_GROUPS = 1000
-_BINS = 30
-_DIGITS = 6
-"""Digits of the edges of bins, so that a condition can name them."""
 
-_SETTINGS_KEPT = 4
-"""How many settings keep the self-influence of all training samples."""
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """How scores are made, and features with their gram matrix and eigenvectors in memory."""
+
+    features: xr.Dataset
+    estimator: Estimator
 
 
 class TrainingQuestions:
@@ -48,12 +50,16 @@ class TrainingQuestions:
     ) -> None:
         self.features, self.marks = features, marks
         self.training = tables.SampleTable(features, features, classifier)
-        self.settings = Settings(features, estimator)
-        self._influences = lru_cache(_SETTINGS_KEPT)(
-            lambda setting: compute(_self_influence(setting, setting.features).data)[0]
+        if not isinstance(estimator, Estimator):
+            estimator = named(features, estimator)
+        self.estimator: Estimator = estimator
+        # In functions that copies share.
+        self._prepared = lru_cache(1)(lambda: _prepared(features, estimator))
+        self.duplicates = lru_cache(1)(  # by the first checkpoint
+            lambda: find_duplicates(lazy_features(features)["feature"].data[:, :, 0], compute)
         )
-        self._duplicates = lru_cache(4)(
-            lambda name: find_duplicates(self._features_at(name), compute)
+        self.influences = lru_cache(1)(
+            lambda: compute(_self_influence(self.setting, self.setting.features).data)[0]
         )
 
     @property
@@ -96,28 +102,33 @@ class TrainingQuestions:
         """The names of the checkpoints."""
         return checkpoint_names(self.features)
 
-    def setting(self, view: View) -> Setting:
-        """Return how a view makes scores."""
-        return self.settings.of(view)
+    @property
+    def setting(self) -> Setting:
+        """How scores are made; it is computed the first time that it is asked for."""
+        if released_if_failed(self._prepared().features):
+            self._prepared.cache_clear()
+        return self._prepared()
 
     def sample(self, view: View) -> pd.Series:
         """Return the coords of a training sample, its output, loss and self-influence."""
-        setting = self.setting(view)
         row = self.training.row(view.sample, "training sample")
-        one = setting.features.isel({SAMPLE: [view.sample]})
-        (influence,) = compute(_self_influence(setting, one).data)
+        one = self.setting.features.isel({SAMPLE: [view.sample]})
+        (influence,) = compute(_self_influence(self.setting, one).data)
         row["self_influence"] = influence[0]
         return row
 
-    def ranking(self, view: View, name: str = "self_influence") -> pd.DataFrame:
-        """Return the training samples that a view selects, largest ``values`` of a name first.
+    def order(self, view: View) -> str:
+        """Return the number by which a view sorts training samples; "" for their order."""
+        return self.training.loss if view.order == "loss" else view.order
 
-        Without a name in their order.
-        """
-        table = self.metadata.iloc[self.selected(view)]
+    def ranking(self, view: View) -> pd.DataFrame:
+        """Return the training samples that a view selects, in its order, largest first."""
+        table, name = self.metadata.iloc[self.selected(view)], self.order(view)
         if not name:
             return table
-        table = table.assign(**{name: self.values(view, name)[table.index]})
+        is_influence = name == "self_influence"
+        values = self.influences() if is_influence else self.training.numbers[name].to_numpy()
+        table = table.assign(**{name: values[table.index]})
         key = np.abs if name == "Q" else None
         return table.sort_values(name, ascending=False, kind="stable", key=key)
 
@@ -137,7 +148,7 @@ class TrainingQuestions:
         named = {*re.findall(r"\w+", view.where)} - {*self.metadata}
         more: dict[str, Any] = {
             **self.training.numbers,
-            "self_influence": lambda _: self.influences(view),
+            "self_influence": lambda _: self.influences(),
             "mark": lambda _: self.mark_texts(),
         }
         return self.metadata.assign(**{name: more[name] for name in more if name in named})
@@ -149,78 +160,31 @@ class TrainingQuestions:
         more: dict[str, Any] = {**dict.fromkeys(numbers, 0.0), "mark": ""}
         return self.metadata[:1].assign(**{n: x for n, x in more.items() if n not in self.metadata})
 
-    def values(self, view: View, name: str) -> np.ndarray:
-        """Return the ``self_influence`` or another number of every training sample."""
-        is_influence = name == "self_influence"
-        return self.influences(view) if is_influence else self.training.numbers[name].to_numpy()
-
-    def histogram(self, view: View, name: str) -> pd.DataFrame:
-        """Return how :meth:`values` of training samples are distributed.
-
-        A row for each bin: its ends ``low`` and ``high``, how many ``samples`` are in it, their
-        logarithm as ``height``, and the ``condition`` that a sample is in it. Bins have the same
-        width, in the logarithm of self-influence and of losses.
-        """
-        is_signed, values = name in ("score", "Q"), self.values(view, name)
-        values = values[np.isfinite(values) & ((values > 0) | is_signed)]
-        edges = _edges(values, is_logarithmic=not is_signed) if len(values) else values
-        counts = np.histogram(values, edges)[0] if len(values) else values
-        ends = [f"{edge:.{_DIGITS}g}" for edge in edges]
-        return pd.DataFrame(
-            {
-                "low": edges[:-1],
-                "high": edges[1:],
-                "samples": counts,
-                "height": np.log1p(counts),
-                "condition": [f"{name} >= {x} and {name} < {y}" for x, y in pairwise(ends)],
-            }
-        )
-
-    def influences(self, view: View) -> np.ndarray:
-        """Return the self-influence of every training sample, (sample,)."""
-        return np.asarray(self._influences(self.setting(view)))
-
-    def duplicates(self, view: View) -> pd.DataFrame:
-        """Return training samples whose features point the same way as another sample's.
-
-        Columns: ``group``, numbered from 0 by the first sample of each, and ``sample``.
-
-        Raises
-        ------
-        ValueError
-            If there are more than two million samples.
-        """
-        return self._duplicates(self.first_checkpoint(view))
-
     def alike(self, view: View) -> pd.DataFrame:
         """Return the k training samples most like one: the cosine of their features, largest first.
 
-        By position; column ``cosine``, the mean over the checkpoints of the view.
+        By position; column ``cosine``, the mean over checkpoints.
         """
-        features = self.setting(view).features
+        features = self.setting.features
         one = features.isel({SAMPLE: [view.sample]})
         top = td.top_k(td.score(features, one, td.GradCos()), min(view.k + 1, len(self.metadata)))
         position, cosine = compute(top["position"].data[0], top["score"].data[0])
         table = pd.DataFrame({"cosine": cosine}, index=position)
         return table.drop(index=[view.sample, -1], errors="ignore")[: view.k]
 
-    def first_checkpoint(self, view: View) -> str:
-        """Return the first checkpoint of a view, from which duplicates are found."""
-        return next(c for c in self.checkpoints if c in (view.checkpoints or self.checkpoints))
 
-    def _features_at(self, checkpoint: str) -> da.Array:
-        one = lazy_features(self.features.sel({CHECKPOINT: [checkpoint]}))
-        return one["feature"].data[:, :, 0]
-
-
-def _edges(values: np.ndarray, *, is_logarithmic: bool) -> np.ndarray:
-    """Return edges of bins of equal width around values, of few digits."""
-    low, high = float(values.min()), float(values.max())
-    margin = 10.0 ** (1 - _DIGITS)  # rounded edges do not leave out the ends
-    low, high = low - abs(low) * margin, high + (abs(high) or 1) * margin
-    edges = (np.geomspace if is_logarithmic else np.linspace)(low, high, _BINS + 1)
-    # In the precision of the values, in which conditions compare them.
-    return np.unique([float(f"{x:.{_DIGITS}g}") for x in edges]).astype(values.dtype)
+def _prepared(features: xr.Dataset, estimator: Estimator) -> Setting:
+    """Return the setting of an estimator: p² numbers per checkpoint are computed, and λ."""
+    if not isinstance(estimator, GramEstimator):
+        return Setting(features, estimator)
+    features = lazy_features(features)
+    features = with_decomposition(features, estimator.resolved(features).of_sums())
+    wanted = {*DERIVED, "output", "out_to_loss"} - {LOSS_GRADIENT}
+    names = [name for name in features if name in wanted]
+    kept = zip(names, persist(*(features[name].data for name in names)), strict=True)
+    features = features.assign({name: features[name].copy(data=data) for name, data in kept})
+    (chosen,) = compute(td.damping(features, estimator))
+    return Setting(features, estimator.with_damping(chosen))
 
 
 def _self_influence(setting: Setting, features: xr.Dataset) -> xr.DataArray:

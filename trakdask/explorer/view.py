@@ -7,15 +7,12 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 from urllib.parse import parse_qs, urlencode
 
 from trakdask.attribution.conditions import Condition
-from trakdask.attribution.protocol import KINDS, Absolute, Damping, Rule
 
 PAGES = ("targets", "target", "sample", "corpus", "new", "marks")
-_RULES = get_args(Rule)
-_TRACE = "tr(K)/n"
 _MOST_RANKED = 100
 LISTS = {
     "helpful": "target", "harmful": "target", "ranking": "corpus", "duplicates": "corpus",
@@ -24,22 +21,15 @@ LISTS = {
 """Sections that list training samples, and their pages."""
 
 _CHOICES = {
-    "page": PAGES, "estimator": ("", "auto", *KINDS), "ascending": ("0", "1"),
-    "order": ("loss", "self_influence", ""), "of": ("", *LISTS),
+    "page": PAGES, "ascending": ("0", "1"), "order": ("loss", "self_influence", ""),
+    "of": ("", *LISTS),
 }  # fmt: skip
 _CONDITIONS = ("where", "targets_where")
 
 
 @dataclass(frozen=True)
-class MeanTrace:
-    """A damping λ_c of each checkpoint in units of tr(K_c)/n, in which its curve is drawn."""
-
-    value: float
-
-
-@dataclass(frozen=True)
 class View:
-    """The content of a page: its kind, its target or sample, and how its scores are made.
+    """The content of a page: its kind, its target or sample, and what is selected.
 
     Parameters
     ----------
@@ -71,11 +61,6 @@ class View:
         How many training samples are ranked.
     group_by
         The coord of the training samples by which scores are summed, ``""`` for none.
-    estimator, damping
-        As in :func:`trakdask.score`; λ as a text, see :func:`damping_of`. ``""`` is the one with
-        which the explorer was opened.
-    checkpoints
-        Names of the checkpoints that scores are averaged over; empty for all.
     errors
         Errors of a URL: a sentence by the name of the field. They are not part of the URL.
     """
@@ -93,9 +78,6 @@ class View:
     of: str = ""
     k: int = 12
     group_by: str = ""
-    estimator: str = ""
-    damping: str = ""
-    checkpoints: tuple[str, ...] = ()
     errors: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
@@ -136,10 +118,9 @@ class View:
     def to_pairs(self, without: Collection[str] = ()) -> list[tuple[str, str]]:
         """Return names and texts of the fields that are not as in ``View()``, but for some."""
         return [
-            (name, text)
+            (name, str(int(value) if isinstance(value, bool) else value))
             for name, value in vars(self).items()
             if name not in ("errors", *without) and value != getattr(_DEFAULT, name)
-            for text in _as_text(value)
         ]
 
     @classmethod
@@ -160,7 +141,7 @@ class View:
         for name, texts in parse_qs(query.removeprefix("?"), keep_blank_values=True).items():
             if name in vars(_DEFAULT) and name != "errors":
                 try:
-                    fields[name] = _value_of(name, texts)
+                    fields[name] = _value_of(name, texts[-1])
                 except ValueError as err:
                     errors[name] = str(err)[:1].upper() + str(err)[1:]
                     if name in _CONDITIONS:
@@ -171,69 +152,20 @@ class View:
 _DEFAULT = View()
 
 
-def _as_text(value: object) -> list[str]:
-    if isinstance(value, tuple):
-        return [str(text) for text in value]
-    return [str(int(value) if isinstance(value, bool) else value)]
-
-
-def damping_of(text: str) -> Damping | MeanTrace:
-    """Return the damping λ that a text stands for.
-
-    A rule; a number, relative to tr(K²)/tr(K); ``absolute 2.5``; or ``2.5 tr(K)/n``.
-
-    Raises
-    ------
-    ValueError
-        If it is none of them.
-
-    Examples
-    --------
-    >>> damping_of("0.03"), damping_of("absolute 2.5").value
-    (0.03, 2.5)
-    >>> damping_of("1.5 tr(K)/n")
-    MeanTrace(value=1.5)
-    """
-    if text in _RULES:
-        return text  # type: ignore[return-value]
-    text = text.strip()
-    absolute, of_trace = text.startswith("absolute"), text.endswith(_TRACE)
-    try:
-        value = float(text.removeprefix("absolute").removesuffix(_TRACE))
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf or (absolute and of_trace):
-        raise ValueError(
-            f"λ must be one of {', '.join(_RULES)}, or a number such as 0.03, absolute 2.5 or "
-            f"0.5 {_TRACE}, not {text!r:.60}."
-        )
-    if of_trace:
-        return MeanTrace(value)
-    return Absolute(value) if absolute else value
-
-
-def _value_of(name: str, texts: list[str]) -> Any:
-    """Return the value of a field of a view from the texts of a URL."""
-    text, default = texts[-1], getattr(_DEFAULT, name)
+def _value_of(name: str, text: str) -> Any:
+    """Return the value of a field of a view from the text of a URL."""
     if text not in _CHOICES.get(name, (text,)):
         names = ", ".join(choice for choice in _CHOICES[name] if choice)
         raise ValueError(f"This must be one of {names}, not {text!r:.60}.")
     if name in _CONDITIONS and text:
         Condition(text)
-    if name == "damping" and text:
-        damping_of(text)
-    match default:
-        case tuple():
-            return tuple(text for text in texts if text)
+    match getattr(_DEFAULT, name):
         case bool():
             return text == "1"
         case int():
-            return _whole_number(text, *((1, _MOST_RANKED) if name == "k" else (0, math.inf)))
+            low, high = (1, _MOST_RANKED) if name == "k" else (0, math.inf)
+            if not text.isdecimal() or not low <= int(text) <= high:
+                allowed = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
+                raise ValueError(f"This must be a whole number {allowed}, not {text!r:.60}.")
+            return int(text)
     return text
-
-
-def _whole_number(text: str, low: int, high: float) -> int:
-    if not text.isdecimal() or not low <= int(text) <= high:
-        allowed = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
-        raise ValueError(f"This must be a whole number {allowed}, not {text!r:.60}.")
-    return int(text)
