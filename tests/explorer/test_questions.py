@@ -29,6 +29,9 @@ from tests.explorer.simulated import (
 from trakdask.explorer.questions import Questions
 from trakdask.explorer.view import View
 
+# A page says the same beside the number.
+pytestmark = pytest.mark.filterwarnings("ignore:all samples of .* are in one group")
+
 
 @pytest.mark.parametrize("largest", [True, False])
 @pytest.mark.parametrize("where", ["", 'source == "web" and length < 70', '"w" in source'])

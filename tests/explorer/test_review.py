@@ -20,6 +20,9 @@ from trakdask.explorer.conditions import condition_mask, joined, toggled, withou
 from trakdask.explorer.html import signed
 from trakdask.explorer.pages import sections
 
+# A page says the same beside the number.
+pytestmark = pytest.mark.filterwarnings("ignore:all samples of .* are in one group")
+
 N, M = 90, 40
 
 
