@@ -13,7 +13,6 @@ from trakdask.explorer.view import LISTS, View
 from trakdask.plots.figures import decimals
 from trakdask.variables import SAMPLE
 
-_MOST_ROWS = 60
 _MOST_DUPLICATES = 100
 
 
