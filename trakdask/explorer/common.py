@@ -76,7 +76,7 @@ def _sentences(table: pd.DataFrame, by: str, what: str) -> list[str]:
         found = table[is_sure & (sign * table["score"] > 0)]
         if found.empty:
             continue
-        row = found.loc[(sign * found["score"]).idxmax()]
+        row = found.iloc[int((sign * found["score"]).argmax())]
         effect, half = abs(row["score"]), row["spread"]
         digits = decimals(half, digits=2)
         low, middle, high = (f"{x:,.{digits}f}" for x in (effect - half, effect, effect + half))
