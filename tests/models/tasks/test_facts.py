@@ -126,7 +126,8 @@ def test_metric__of_a_loss_that_is_not_known_names_the_attribute(task: Any, metr
     assert type(task).__name__ in str(raised.value)
     said = made.assign_attrs(loss_kind="minus output")
     np.testing.assert_allclose(
-        td.evaluate.metric(made.output, said, "loss"), -made.output.values.mean(0)[:, None]
+        td.evaluate.metric(made.output, said, "loss"),
+        -made.output.values.mean(0, dtype=np.float64)[:, None],
     )
 
 
