@@ -156,7 +156,7 @@ OTHERS = {
     ],
     "effects": [
         ("of all data", lambda: td.group_score(X, T, by="label", effect=True), ValueError, ["'trained_on'", "try td.evaluate.train_on_halves"]),
-        ("of the same data", lambda: td.group_score(SEEDS.assign(trained_on=EVERYTHING), SEEDS, "trak", by="label", effect=True).compute(), ValueError, ["the same for all", "try td.evaluate.train_on_halves"]),
+        ("of the same data", lambda: td.group_score(SEEDS.assign(trained_on=EVERYTHING).assign_coords(source=("sample", np.arange(20) % 5)), SEEDS, "trak", by="source", effect=True).compute(), ValueError, ["the same for all", "try td.evaluate.train_on_halves"]),
         ("of few targets", lambda: td.group_score(SEEDS.assign(trained_on=EVERYTHING), SEEDS[{"sample": [0]}], by="label", effect=True), ValueError, ["20 or more targets", "got 1"]),
         ("bounds of a metric that is a guess", lambda: td.group_score(X, T, by="label", metric="loss", level=0.9), ValueError, ["try effect=True, level=0.9"]),
         ("chosen by q", lambda: td.group_score(X, T, by="label", effect=True, level=0.9, q=0.1), ValueError, ["q=0.1", "scores alone"]),

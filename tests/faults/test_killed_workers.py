@@ -27,7 +27,10 @@ import trakdask as td
 from tests.clusters import local_cluster
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.*(30%|half) of the samples|.*are in one group"),
+]
 
 N, N_CHECKPOINTS = 24, 5
 DRAW = np.random.default_rng(0)
