@@ -187,6 +187,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:models of half of the samples have hardly learned")
 @pytest.mark.parametrize("function", FUNCTIONS, ids=named)
 def test_lazy__blocks_are_as_declared(function: Callable[..., Any]) -> None:
     for array in results(function):
