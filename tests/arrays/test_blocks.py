@@ -16,7 +16,7 @@ from tests.stored_arrays import stored
 from trakdask import arrays
 from trakdask.arrays.blocks import add, block_starts, flat
 from trakdask.arrays.gram import pooled
-from trakdask.arrays.graphs import PackedRows, map_stored, read_in_task
+from trakdask.arrays.graphs import map_stored, packed, read_in_task, unpacked
 
 _sizes = st.lists(st.integers(0, 20), min_size=1, max_size=6).map(tuple)
 
@@ -24,9 +24,9 @@ _sizes = st.lists(st.integers(0, 20), min_size=1, max_size=6).map(tuple)
 @given(_sizes, st.sampled_from([1, 2, 3, 7, 8, 255, 256, 70_000]), st.integers(0, 2**32))
 def test_packed_rows__are_the_integers(sizes: tuple[int, ...], most: int, seed: int) -> None:
     values = np.random.default_rng(seed).integers(0, most + 1, sum(sizes))
-    packed, starts = PackedRows(values, most, sizes), block_starts(sizes)
+    rows, starts = packed(values, most, sizes), block_starts(sizes)
     for i in range(len(sizes)):
-        block = PackedRows.unpack(packed[(i,)])
+        block = unpacked(rows[(i,)])
         np.testing.assert_array_equal(block, values[starts[i] : starts[i + 1]])
         assert block.dtype == np.int64
 

@@ -15,10 +15,8 @@ from dask.base import tokenize
 
 Block: TypeAlias = npt.NDArray[Any]
 Floats: TypeAlias = npt.NDArray[np.float64]
-Chunks: TypeAlias = tuple[tuple[int, ...], ...]
-Key: TypeAlias = tuple[Any, ...]
-"""Slices of a block, or positions along the only axis."""
-Read: TypeAlias = Callable[[Key], Block]
+Read: TypeAlias = Callable[[tuple[Any, ...]], Block]
+"""Reads what slices select, of a block, or positions along the only axis."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Unread:
     """
 
     read: Read
-    keys: tuple[Key, ...]
+    keys: tuple[tuple[slice, ...], ...]
     n_rows: int
 
 

@@ -21,7 +21,7 @@ from trakdask.arrays.blocks import (
     product_dtype,
     tree_sum,
 )
-from trakdask.arrays.graphs import Labels, grouped
+from trakdask.arrays.graphs import grouped, texts
 from trakdask.arrays.groups import weighted_sums
 from trakdask.arrays.weights import pooled
 from trakdask.arrays.xp import array_module, asnumpy
@@ -310,7 +310,7 @@ def closed_form(gram: da.Array, factor: float, labels: Sequence[object]) -> da.A
 def _traces(gram: da.Array, labels: Sequence[object]) -> da.Array:
     """Return tr(K) and tr(K²)/tr(K), (2, checkpoint)."""
     return blockwise(
-        _traces_of_block, "tc", gram, "pqc", Labels(labels), "c",
+        _traces_of_block, "tc", gram, "pqc", texts(labels), "c",
         new_axes={"t": 2}, concatenate=False, name="traces", dtype=np.float64,
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 from uuid import uuid4
@@ -21,10 +22,10 @@ import numpy.typing as npt
 from dask.base import is_dask_collection, tokenize
 from dask.blockwise import Blockwise
 from dask.core import flatten
-from dask.layers import ArrayBlockwiseDep
+from dask.layers import ArrayBlockwiseDep, ArraySliceDep, ArrayValuesDep
 from scipy import sparse
 
-from trakdask.arrays.blocks import Block, Chunks, Key, Read, Unread, block_of, block_starts
+from trakdask.arrays.blocks import Block, Read, Unread, block_of
 
 
 def plain(array: Any) -> Any:
@@ -53,130 +54,106 @@ def graph_of(array: da.Array, keys: Sequence[Any]) -> Any:
     return da.optimize(array.dask, keys)
 
 
-class _Arguments(ArrayBlockwiseDep):
+class _Parts(ArrayBlockwiseDep):
     """An argument of ``blockwise``: each task gets its part, so that no task grows.
 
     Dask asks for the part of one block at a time, when it turns a layer into tasks. Until then a
     graph holds the object itself, once.
+
+    Parameters
+    ----------
+    chunks
+        Sizes of the blocks along each axis.
+    part
+        Returns the part of a block, from its slices, one for each axis. Can be pickled.
+    token
+        Equal tokens mean equal parts.
     """
 
-    def __init__(self, chunks: Chunks, token: object) -> None:
+    def __init__(
+        self, chunks: tuple[tuple[int, ...], ...], part: Callable[..., Any], token: object
+    ) -> None:
         super().__init__(chunks)
-        self.token = token
-        self.starts = [block_starts(sizes).tolist() for sizes in chunks]
+        self.slices, self.part, self.token = ArraySliceDep(chunks), part, token
 
-    def slices(self, index: tuple[int, ...]) -> tuple[slice, ...]:
-        """Return where a block is."""
-        pairs = zip(self.starts, index, strict=True)
-        return tuple(slice(starts[i], starts[i + 1]) for starts, i in pairs)
+    def __getitem__(self, index: tuple[int, ...]) -> Any:
+        return self.part(self.slices[index])
 
     def __dask_tokenize__(self) -> tuple[Any, ...]:
         return type(self).__name__, self.token, self.chunks
 
 
-class Bounds(_Arguments):
-    """The first position of each block along an axis, and the position after its last.
+def bounds(sizes: tuple[int, ...]) -> ArrayBlockwiseDep:
+    """Return an argument of ``blockwise`` by which tasks know the slice of their block, in a tuple.
 
     Examples
     --------
-    >>> Bounds((3, 2))[(1,)]
-    (3, 5)
+    >>> bounds((3, 2))[(1,)]
+    (slice(3, 5, None),)
     """
-
-    def __init__(self, sizes: tuple[int, ...]) -> None:
-        super().__init__((sizes,), None)
-
-    def __getitem__(self, index: tuple[int, ...]) -> tuple[int, int]:
-        (here,) = self.slices(index)
-        return here.start, here.stop
+    return ArraySliceDep((sizes,))
 
 
-class Labels(_Arguments):
-    """A text for each checkpoint, of chunks of one checkpoint.
+def texts(labels: Sequence[object]) -> ArrayBlockwiseDep:
+    """Return an argument of ``blockwise``: a text for each checkpoint, of chunks of one.
 
     Examples
     --------
-    >>> Labels(["c0", "c1"])[(1,)]
+    >>> texts(["c0", "c1"])[(1,)]
     'c1'
     """
-
-    def __init__(self, labels: Sequence[object]) -> None:
-        self.labels = tuple(map(str, labels))
-        super().__init__(((1,) * len(labels),), self.labels)
-
-    def __getitem__(self, index: tuple[int, ...]) -> str:
-        return self.labels[index[0]]
+    return ArrayValuesDep(((1,) * len(labels),), np.array([*map(str, labels)], object))
 
 
-class Slices(_Arguments):
-    """The blocks of an array in memory: a graph has the array once, and each task its block.
+def sliced(
+    values: Block | sparse.csr_array, chunks: tuple[tuple[int, ...], ...]
+) -> ArrayBlockwiseDep:
+    """Return an argument of ``blockwise``: blocks of an array in memory, which a graph has once.
 
     Examples
     --------
-    >>> Slices(np.arange(5), ((3, 2),))[(1,)].tolist()
+    >>> sliced(np.arange(5), ((3, 2),))[(1,)].tolist()
     [3, 4]
     """
-
-    def __init__(self, values: Block, chunks: Chunks) -> None:
-        # Hashing the values could take longer than everything else that builds a graph.
-        super().__init__(chunks, uuid4().hex)
-        self.values = values
-
-    def __getitem__(self, index: tuple[int, ...]) -> Block:
-        return self.values[self.slices(index)]
+    # Hashing the values could take longer than everything else that builds a graph.
+    return _Parts(chunks, functools.partial(operator.getitem, values), uuid4().hex)
 
 
-class PackedRows(_Arguments):
-    """The blocks of integers from 0 to ``most``, in as few bits as they need.
+def packed(values: Block, most: int, sizes: tuple[int, ...]) -> ArrayBlockwiseDep:
+    """Return an argument of ``blockwise``: blocks of integers from 0 to ``most``, in few bits.
 
     At 10⁸ samples a mask takes 12.5 MB and the numbers of 7 groups 37.5 MB, in place of 100 and
-    800. :meth:`unpack` turns the argument of a task into integers again.
+    800. :func:`unpacked` turns the argument of a task into integers again.
 
     Examples
     --------
-    >>> rows = PackedRows(np.array([3, 0, 1]), 3, (2, 1))
-    >>> PackedRows.unpack(rows[(0,)]).tolist(), PackedRows.unpack(rows[(1,)]).tolist()
+    >>> rows = packed(np.array([3, 0, 1]), 3, (2, 1))
+    >>> unpacked(rows[(0,)]).tolist(), unpacked(rows[(1,)]).tolist()
     ([3, 0], [1])
     """
-
-    def __init__(self, values: Block, most: int, sizes: tuple[int, ...]) -> None:
-        values = values.astype(np.min_scalar_type(most), copy=False)
-        planes = range(max(int(most).bit_length(), 1))
-        self.planes = np.stack([np.packbits((values >> i) & 1) for i in planes])
-        super().__init__((sizes,), tokenize(self.planes))
-
-    def __getitem__(self, index: tuple[int, ...]) -> tuple[Block, int, int]:
-        (here,) = self.slices(index)
-        packed = self.planes[:, here.start // 8 : -(-here.stop // 8)]
-        return packed, here.start % 8, here.stop - here.start
-
-    @staticmethod
-    def unpack(argument: tuple[Block, int, int]) -> Block:
-        """Return the integers of a block, int64."""
-        planes, first, n = argument
-        bits = np.unpackbits(planes, axis=1)[:, first : first + n]
-        powers = np.left_shift(1, np.arange(len(planes), dtype=np.int64))
-        return powers @ bits
+    values = values.astype(np.min_scalar_type(most), copy=False)
+    planes = np.stack(
+        [np.packbits((values >> i) & 1) for i in range(max(int(most).bit_length(), 1))]
+    )
+    return _Parts((sizes,), functools.partial(_bits, planes), tokenize(planes))
 
 
-class SparseRows(_Arguments):
-    """The rows of each block of a sparse matrix in memory.
-
-    Examples
-    --------
-    >>> SparseRows(sparse.csr_array([[1, 0], [0, 2], [3, 0]]), (2, 1))[(1,)].toarray().tolist()
-    [[3, 0]]
-    """
-
-    def __init__(self, matrix: sparse.csr_array, sizes: tuple[int, ...]) -> None:
-        super().__init__((sizes,), tokenize(matrix.data, matrix.indices, matrix.indptr))
-        self.matrix = matrix
-
-    def __getitem__(self, index: tuple[int, ...]) -> sparse.csr_array:
-        return self.matrix[self.slices(index)[0]]
+def _bits(planes: Block, rows: tuple[slice]) -> tuple[Block, int, int]:
+    (here,) = rows
+    bits = planes[:, here.start // 8 : -(-here.stop // 8)]
+    return bits, here.start % 8, here.stop - here.start
 
 
-def stored(read: Read, chunks: Chunks, dtype: npt.DTypeLike, name: str) -> da.Array:
+def unpacked(argument: tuple[Block, int, int]) -> Block:
+    """Return the integers of a block, int64; see :func:`packed`."""
+    planes, first, n = argument
+    bits = np.unpackbits(planes, axis=1)[:, first : first + n]
+    return np.left_shift(1, np.arange(len(planes), dtype=np.int64)) @ bits
+
+
+def stored(
+    read: Read, chunks: tuple[tuple[int, ...], ...], dtype: npt.DTypeLike, name: str
+) -> da.Array:
     """Return a lazy array of a store, whose blocks are read by the tasks that need them.
 
     A selection, a result or a persisted copy of it is an ordinary array, whose blocks tasks share,
@@ -201,7 +178,7 @@ def stored(read: Read, chunks: Chunks, dtype: npt.DTypeLike, name: str) -> da.Ar
     [0.0, 1.0, 2.0, 3.0, 4.0]
     """
     index, meta = "sxyz"[: len(chunks)], np.empty((0,) * len(chunks), dtype)
-    reads = _ReadsOfArray(name, read, chunks, None, range(len(chunks)))
+    reads = _Reads(name, read, chunks, None, range(len(chunks)))
     return da.blockwise(
         block_of, index, reads, index, name=name, align_arrays=False, dtype=dtype, meta=meta
     )
@@ -220,7 +197,9 @@ def reader(array: object) -> Read | None:
     else:
         layer = array.dask.layers.get(array.name)
         arguments = layer.io_deps.values() if isinstance(layer, Blockwise) else ()
-    return next((a.read for a in arguments if isinstance(a, _ReadsOfArray)), None)
+    # Arrays that were made of it read its blocks, too, under its name and not theirs.
+    reads = (each for each in arguments if isinstance(each, _Reads) and each.name == array.name)
+    return next((each.read for each in reads), None)
 
 
 def map_stored(
@@ -246,7 +225,7 @@ def map_stored(
     return da.map_blocks(function, array, name=name, dtype=dtype, meta=meta)
 
 
-def _read_and_apply(function: Callable[..., Block], read: Read, key: Key) -> Block:
+def _read_and_apply(function: Callable[..., Block], read: Read, key: tuple[Any, ...]) -> Block:
     return function(read(key))
 
 
@@ -304,32 +283,31 @@ def grouped(array: da.Array, index: str, groups: Sequence[Sequence[int]]) -> tup
     return array.rechunk({0: rows}, method="tasks"), index
 
 
-class _Reads(_Arguments):
+class _Reads(ArrayBlockwiseDep):
     """The blocks that each task reads: some along samples, and one or all along other axes."""
 
     def __init__(
         self,
         name: str,
         read: Read,
-        chunks: Chunks,
+        chunks: tuple[tuple[int, ...], ...],
         groups: Sequence[Sequence[int]] | None,
         axes: Sequence[int],
     ) -> None:
         # The chunks of this argument are the tasks, and not the blocks of the array.
         self.groups = [(i,) for i in range(len(chunks[0]))] if groups is None else groups
         rows = tuple(sum(chunks[0][i] for i in group) for group in self.groups)
-        super().__init__((rows, *(chunks[axis] for axis in axes[1:])), (name, groups, tuple(axes)))
-        self.read, self.axes = read, axes
-        self.starts = [block_starts(sizes).tolist() for sizes in chunks]
+        super().__init__((rows, *(chunks[axis] for axis in axes[1:])))
+        self.name, self.read, self.axes = name, read, tuple(axes)
+        self.slices = ArraySliceDep(chunks)
 
     def __getitem__(self, index: tuple[int, ...]) -> Unread:
-        blocks: list[Sequence[int]] = [range(len(starts) - 1) for starts in self.starts]
+        blocks: list[Sequence[int]] = [range(n) for n in self.slices.numblocks]
         for axis, i in zip(self.axes, index, strict=True):
             blocks[axis] = (i,)
         blocks[0] = self.groups[index[0]]
-        keys = tuple(map(self.slices, itertools.product(*blocks)))
+        keys = tuple(map(self.slices.__getitem__, itertools.product(*blocks)))
         return Unread(self.read, keys, self.chunks[0][index[0]])
 
-
-class _ReadsOfArray(_Reads):
-    """The blocks that the tasks of an array of a store read, each its own."""
+    def __dask_tokenize__(self) -> tuple[Any, ...]:
+        return self.name, self.groups, self.axes, self.chunks

@@ -20,7 +20,7 @@ from trakdask.arrays.blocks import (
     matrix,
     tree_sum,
 )
-from trakdask.arrays.graphs import Bounds, PackedRows, SparseRows, grouped, reader
+from trakdask.arrays.graphs import bounds, grouped, packed, reader, sliced, unpacked
 
 N_COUNTS = 2
 """Columns behind the sums of a group: how many of its entries were added up, and how many not."""
@@ -111,11 +111,11 @@ def weighted_sums(
     # 3. Each task gets the members of its own rows; numbers of groups in as few bits as they need.
     of_members: Any = None
     if isinstance(members, sparse.csr_array):
-        of_members = SparseRows(members, rows)
+        of_members = sliced(members, (rows,))
     elif members is not None:  # from 0, which is no group
         kind = np.min_scalar_type(n_groups)
         numbers = np.add(members, 1, dtype=kind, casting="unsafe")
-        of_members = PackedRows(numbers, n_groups, rows)
+        of_members = packed(numbers, n_groups, rows)
     parts = blockwise(
         _partial, f"s{out}pc", *grouped(feature, "spc", groups), *grouped(weights, axes, groups),
         of_members, None if members is None else "s",
@@ -144,7 +144,7 @@ def _partial(feature: Blocks, weights: Blocks, members: Any, *, n_groups: int, a
     """Return the sums, and counts behind them if there are members, of the blocks of a task."""
     w = np.concatenate([block.reshape(len(block), -1) for block in flat(weights)])
     if isinstance(members, tuple):  # numbers of groups, in bits
-        codes = PackedRows.unpack(members) - 1
+        codes = unpacked(members) - 1
         is_member = codes >= 0
         starts = np.concatenate([[0], np.cumsum(is_member)])
         entries = np.ones(starts[-1]), codes[is_member], starts
@@ -215,7 +215,7 @@ def combine_rows(data: da.Array, weights: sparse.csr_array) -> da.Array:
     """
     index = "sxyz"[: data.ndim]
     parts = blockwise(
-        _combined, "sk" + index[1:], data, index, Bounds(data.chunks[0]), "s",
+        _combined, "sk" + index[1:], data, index, bounds(data.chunks[0]), "s",
         new_axes={"k": weights.shape[0]}, adjust_chunks={"s": (1,) * data.numblocks[0]},
         name="combine-blocks", dtype=np.float64, weights=weights.tocsc(),
     )  # fmt: skip
@@ -252,11 +252,10 @@ def weighted_sum(data: da.Array, weights: da.Array) -> da.Array:
 
 
 def _weighted(block: Block, weights: Block) -> Block:
-    return _combined(block, (0, len(block)), weights=sparse.csc_array(weights[None]))
+    return _combined(block, (slice(None),), weights=sparse.csc_array(weights[None]))
 
 
-def _combined(block: Block, bounds: tuple[int, int], *, weights: sparse.csc_array) -> Block:
+def _combined(block: Block, rows: tuple[slice], *, weights: sparse.csc_array) -> Block:
     """Return (1, combination, ...): the sums over the rows of one block."""
-    of_block = weights[:, slice(*bounds)]
-    sums = of_block @ block.reshape(len(block), -1).astype(np.float64)
+    sums = weights[:, rows[0]] @ block.reshape(len(block), -1).astype(np.float64)
     return np.asarray(sums).reshape(1, weights.shape[0], *block.shape[1:])

@@ -18,7 +18,7 @@ from trakdask.arrays.blocks import (
     product_dtype,
 )
 from trakdask.arrays.factorization import cholesky_in_place, solve_in_place
-from trakdask.arrays.graphs import Labels, read_in_task
+from trakdask.arrays.graphs import read_in_task, texts
 from trakdask.arrays.spectra import Inverse, not_definite, require_finite
 
 
@@ -75,7 +75,7 @@ def cholesky(gram: da.Array, damping: da.Array, labels: Sequence[object]) -> da.
     (1,)
     """
     return blockwise(
-        _cholesky, "c", gram, "pqc", damping.rechunk(1, method="tasks"), "c", Labels(labels), "c",
+        _cholesky, "c", gram, "pqc", damping.rechunk(1, method="tasks"), "c", texts(labels), "c",
         concatenate=True, name="cholesky", dtype=object,
     )  # fmt: skip
 

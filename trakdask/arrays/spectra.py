@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from trakdask.arrays.blocks import Block, Blocks, Floats, blockwise, flat
 from trakdask.arrays.factorization import decompose
-from trakdask.arrays.graphs import Labels
+from trakdask.arrays.graphs import texts
 
 #: SciPy holds Python's lock while it factorizes; a worker can do without it for a second or two.
 _MOST_FLOPS = 5e10
@@ -128,7 +128,7 @@ def eigenvectors(
     p = gram.shape[0]
     axes = {"p": p, "k": n_component or p}
     factors = blockwise(
-        _factors, "c", gram, "pqc", Labels(labels), "c",
+        _factors, "c", gram, "pqc", texts(labels), "c",
         concatenate=False, name="decomposition", dtype=object, n_component=axes["k"],
     )  # fmt: skip
     values = blockwise(
@@ -181,7 +181,7 @@ def spectrum(
     """
     gradient = (None, None) if loss_gradient is None else (loss_gradient, "pc")
     return blockwise(
-        _spectrum, "c", values, "kc", vectors, "pkc", *gradient, Labels(labels), "c",
+        _spectrum, "c", values, "kc", vectors, "pkc", *gradient, texts(labels), "c",
         concatenate=False, name="spectrum", dtype=object, n_sample=n_sample,
     )  # fmt: skip
 

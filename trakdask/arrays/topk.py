@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trakdask.arrays.blocks import Block, Blocks, block_of, blocks_with, blockwise, flat, tree
-from trakdask.arrays.graphs import Bounds, PackedRows, Slices, read_in_task
+from trakdask.arrays.graphs import bounds, packed, read_in_task, sliced, unpacked
 
 
 @dataclass(frozen=True)
@@ -131,11 +131,11 @@ def _local_keys(
             if isinstance(values, da.Array):
                 arguments += read_in_task(values) or (values, index)
             else:
-                arguments += Slices(values, tuple(chunks[axis] for axis in index)), index
+                arguments += sliced(values, tuple(chunks[axis] for axis in index)), index
     elif mask is not None:
-        arguments += [PackedRows(mask, 1, sizes), "s"]
+        arguments += [packed(mask, 1, sizes), "s"]
     keys = blockwise(
-        _local, "st", score, "st", Bounds(sizes), "s", Bounds(target_sizes), "t", *arguments,
+        _local, "st", score, "st", bounds(sizes), "s", bounds(target_sizes), "t", *arguments,
         adjust_chunks={"s": tuple(min(k, size) for size in sizes)},
         name="top-k-local", dtype=_with_others(len(others)) if others else np.int64,
         k=k, largest=largest, n_others=len(others),
@@ -150,8 +150,8 @@ def _local_keys(
 
 def _local(
     score: Blocks,
-    rows: tuple[int, int],
-    columns: tuple[int, int],
+    rows: tuple[slice],
+    columns: tuple[slice],
     *arguments: Any,
     k: int,
     largest: bool,
@@ -163,15 +163,15 @@ def _local(
     ``arguments`` are other tiles, and then the arguments of ``mask_of``, or the packed mask of the
     samples.
     """
-    (tile,) = flat(score)
+    (tile,), (row,), (column,) = flat(score), rows, columns
     others, masks = arguments[:n_others], arguments[n_others:]
-    keys = _keys_of(tile, np.arange(*rows), largest)
+    keys = _keys_of(tile, np.arange(row.start, row.stop), largest)
     if mask_of is not None and tile.size:
         blocks = [block_of(mask) for mask in masks]
-        keys[~mask_of(range(*rows), range(*columns), *blocks).T] = _NOTHING
+        at = range(row.start, row.stop), range(column.start, column.stop)
+        keys[~mask_of(*at, *blocks).T] = _NOTHING
     elif masks:
-        (packed,) = masks
-        keys[:, PackedRows.unpack(packed) == 0] = _NOTHING
+        keys[:, unpacked(masks[0]) == 0] = _NOTHING
     if others:
         candidates = np.empty(tile.shape, _with_others(n_others))
         candidates["key"] = keys.T
@@ -297,8 +297,8 @@ def among_best(
     """
     dtype = np.min_scalar_type(len(counts))  # codes may come in a dtype that has no room for more
     from_1 = np.add(codes, 1, dtype=dtype, casting="unsafe")
-    packed = PackedRows(from_1, len(counts), score.chunks[0])
-    samples = (score, "s", packed, "s", Bounds(score.chunks[0]), "s")
+    numbers, rows = packed(from_1, len(counts), score.chunks[0]), bounds(score.chunks[0])
+    samples = (score, "s", numbers, "s", rows, "s")
     candidates = blockwise(
         _candidates, "s", *samples, adjust_chunks={"s": (1,) * score.numblocks[0]},
         name="among-best-local", dtype=object, counts=counts,
@@ -310,16 +310,17 @@ def among_best(
 
 
 def _candidates(
-    score: Block, codes: Any, bounds: tuple[int, int], *, counts: npt.NDArray[np.int64]
+    score: Block, codes: Any, rows: tuple[slice], *, counts: npt.NDArray[np.int64]
 ) -> Block:
     """Return (1,): the groups and keys of the samples of a block that may be taken."""
-    groups, keys = _groups_and_keys(score, codes, bounds)
+    groups, keys = _groups_and_keys(score, codes, rows)
     ranked = (groups >= 0) & (keys != _NOTHING)
     return _in_a_box(_best_of_groups(groups[ranked], keys[ranked], counts))
 
 
-def _groups_and_keys(score: Block, codes: Any, bounds: tuple[int, int]) -> tuple[Block, Block]:
-    return PackedRows.unpack(codes) - 1, _keys_of(score[:, None], np.arange(*bounds), True)[0]
+def _groups_and_keys(score: Block, codes: Any, rows: tuple[slice]) -> tuple[Block, Block]:
+    positions = np.arange(rows[0].start, rows[0].stop)
+    return unpacked(codes) - 1, _keys_of(score[:, None], positions, True)[0]
 
 
 def _best_of_groups(groups: Block, keys: Block, counts: Block) -> tuple[Block, Block]:
@@ -355,6 +356,6 @@ def _thresholds(
     return _in_a_box(last).reshape(())
 
 
-def _reaches(score: Block, codes: Any, bounds: tuple[int, int], thresholds: Block) -> Block:
-    groups, keys = _groups_and_keys(score, codes, bounds)
+def _reaches(score: Block, codes: Any, rows: tuple[slice], thresholds: Block) -> Block:
+    groups, keys = _groups_and_keys(score, codes, rows)
     return (groups >= 0) & (keys != _NOTHING) & (keys >= thresholds[()][groups])

@@ -9,16 +9,7 @@ import dask.array as da
 import numpy as np
 from dask.base import tokenize
 
-from trakdask.arrays.blocks import (
-    Block,
-    Blocks,
-    Key,
-    Read,
-    blockwise,
-    coarse_groups,
-    flat,
-    mean_weight,
-)
+from trakdask.arrays.blocks import Block, Blocks, Read, blockwise, coarse_groups, flat, mean_weight
 from trakdask.arrays.graphs import map_stored, read_in_task, reader, stored
 
 #: Tolerance for values of 1 - p that rounding puts outside [0, 1].
@@ -175,7 +166,7 @@ def pooled(weights: da.Array) -> da.Array:
     )
 
 
-def _read_pooled(read: Read, n_checkpoints: int, key: Key) -> Block:
+def _read_pooled(read: Read, n_checkpoints: int, key: tuple[slice, ...]) -> Block:
     return mean_weight([read((*key, slice(i, i + 1))) for i in range(n_checkpoints)])
 
 

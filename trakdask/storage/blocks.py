@@ -24,7 +24,7 @@ from dask.typing import Key
 from trakdask import bars, execution
 from trakdask.arrays.blocks import Block, Unread, block_of
 from trakdask.arrays.damping import warn_client
-from trakdask.arrays.graphs import Bounds, graph_of, plain
+from trakdask.arrays.graphs import bounds, graph_of, plain
 from trakdask.checks import shown
 from trakdask.errors import StoreMismatchError, warn_once
 from trakdask.files import Folder
@@ -189,7 +189,7 @@ def _missing(
     pairs = [(plain(features[n].data), "spc" if features[n].ndim == 3 else "sc") for n in names]
     written = da.blockwise(
         write, "sc",
-        Bounds(features.chunksizes[SAMPLE]), "s", *(item for pair in pairs for item in pair),
+        bounds(features.chunksizes[SAMPLE]), "s", *(item for pair in pairs for item in pair),
         adjust_chunks={"s": 1, "c": 1}, align_arrays=False, dtype=bool,
         meta=np.empty((0, 0), bool),
         name=f"save-block-{tokenize(before.folder.url, rows, index, *(x.name for x, _ in pairs))}",
@@ -207,7 +207,7 @@ def _write_block(
     names: Sequence[str],
     index: int,
     offset: int,
-    bounds: tuple[int, int],
+    part: tuple[slice],
     *blocks: Block | Unread,
 ) -> np.ndarray:
     """Store the rows of a block: its record last, by which the block is known to be stored.
@@ -215,8 +215,8 @@ def _write_block(
     zarr puts a chunk in one piece. If a chunk has other rows, too, zarr reads and keeps them. Two
     tasks never write the same chunk, since a call of save writes one set of consecutive rows.
     """
-    began, (start, stop) = time.time(), bounds
-    rows = slice(offset + start, offset + stop)
+    began, (here,) = time.time(), part
+    rows = slice(offset + here.start, offset + here.stop)
     values = dict(zip(names, map(block_of, blocks), strict=True))
     _warn_of_outliers(values[NORM][:, 0], rows.start)
     if is_half:

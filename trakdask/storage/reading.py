@@ -23,7 +23,7 @@ import zarr
 from dask.base import tokenize
 from zarr.storage import StorePath
 
-from trakdask.arrays.blocks import Key, Read
+from trakdask.arrays.blocks import Read
 from trakdask.arrays.graphs import stored
 from trakdask.errors import IncompleteFeaturesError, UnfinishedAppendWarning
 from trakdask.files import Folder
@@ -239,7 +239,9 @@ def read_coords(
     return coords
 
 
-def _read_coord(coord: xr.Variable, require_chunks: Callable[[], None], key: Key) -> np.ndarray:
+def _read_coord(
+    coord: xr.Variable, require_chunks: Callable[[], None], key: tuple[Any, ...]
+) -> np.ndarray:
     values = np.asarray(coord[key].values)
     require_chunks()
     return values
