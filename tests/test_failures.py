@@ -13,6 +13,7 @@ import xarray as xr
 from torch import nn
 
 import trakdask as td
+from trakdask.attribution.estimators import GradCos, GradDot
 from trakdask.projection import Projector
 
 N = 20
@@ -114,8 +115,8 @@ ESTIMATORS = [
     td.Trak(),
     td.RelatIF(),
     td.Soft(damping=0.03),
-    td.GradDot(),
-    td.GradCos(),
+    GradDot(),
+    GradCos(),
     td.TracIn({"c0": 0.1, "c1": 0.2, "c2": 0.3}),
 ]
 TARGETS = td.testing.simulate_features(60, 8, 3, seed=1)

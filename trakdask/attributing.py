@@ -8,8 +8,8 @@ from typing import Any
 
 import xarray as xr
 
-from trakdask.attribution import score
-from trakdask.featurization import featurize
+from trakdask.attribution.scores import score
+from trakdask.featurization.lazy import featurize
 from trakdask.fits import fit
 from trakdask.models.model import Model
 from trakdask.saving import save

@@ -13,10 +13,8 @@ __all__ = [
     "BlockError",
     "CheckpointError",
     "IncompleteFeaturesError",
-    "KernelError",
     "StoreBusyError",
     "StoreMismatchError",
-    "UnfinishedAppendWarning",
 ]
 
 _shown: set[Hashable] = set()
@@ -37,10 +35,6 @@ class StoreBusyError(RuntimeError):
 
 class IncompleteFeaturesError(ValueError):
     """Blocks of a store were never completed."""
-
-
-class UnfinishedAppendWarning(UserWarning):
-    """An append to a store is unfinished; only the data from before the append are shown."""
 
 
 class KernelError(RuntimeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 from collections import Counter
@@ -158,8 +159,8 @@ def _slots(worker: Mapping[str, Any], resources: Mapping[str, int]) -> int:
     return int(min((worker["nthreads"], *fits)))
 
 
-def require_memory(n_bytes: int, what: str, remedy: str, *, here: bool = False) -> None:
-    """Refuse a task that no worker of the active client, or this machine, has the memory for.
+def require_memory(n_bytes: int, what: str, remedy: str) -> None:
+    """Refuse a task that no worker of the active client, or without one this machine, has room for.
 
     Parameters
     ----------
@@ -167,8 +168,6 @@ def require_memory(n_bytes: int, what: str, remedy: str, *, here: bool = False) 
         A bound of :mod:`trakdask.arrays.memory`.
     what, remedy
         Texts of the error: the array that takes so much, and what to try.
-    here
-        Whether it runs in this process, and not on workers.
 
     Raises
     ------
@@ -182,15 +181,17 @@ def require_memory(n_bytes: int, what: str, remedy: str, *, here: bool = False) 
     Traceback (most recent call last):
     MemoryError: expected 909.49 TiB of memory for a task of the gram matrix, got ...
     """
-    if n_bytes > _LEAST_WORKER and n_bytes > (most := memory_limit(here=here)):
+    if n_bytes > _LEAST_WORKER and n_bytes > (most := memory_limit()):
         raise MemoryError(
             f"expected {format_bytes(n_bytes)} of memory for {what}, got {format_bytes(most)}; "
             f"{remedy}"
         )
 
 
-def memory_limit(*, here: bool = False) -> int:
+def memory_limit(*, here: bool = False) -> float:
     """Return the memory of the largest worker of the active client, or without one of this machine.
+
+    It is infinite while the client has no workers, and if one of them has no limit.
 
     Examples
     --------
@@ -200,9 +201,10 @@ def memory_limit(*, here: bool = False) -> int:
     from distributed.system import MEMORY_LIMIT
 
     client = None if here else active_client()
-    workers = workers_of(client).values() if client else ()
-    most = max((worker["memory_limit"] for worker in workers), default=0)
-    return int(most or MEMORY_LIMIT)  # a worker without a limit has 0
+    if client is None:
+        return float(MEMORY_LIMIT)
+    limits = [worker["memory_limit"] for worker in workers_of(client).values()]
+    return float(max(limits)) if limits and all(limits) else math.inf  # without a limit it is 0
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import xarray as xr
 
 from trakdask.checks import require_integer
 from trakdask.provenance import as_text
-from trakdask.samples import from_features
+from trakdask.samples.computed_elsewhere import from_features
 from trakdask.variables import CHECKPOINT, VARIABLES
 
 __all__ = ["raise_if_dask_computes", "simulate_features"]

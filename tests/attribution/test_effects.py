@@ -12,6 +12,7 @@ from distributed import Client
 from scipy import stats
 
 import trakdask as td
+from trakdask.attribution.estimators import GradCos, GradDot
 from trakdask.errors import forget_warnings
 
 N, P, C, M = 90, 7, 5, 24
@@ -102,8 +103,8 @@ ESTIMATORS = [
     td.Trak(td.Absolute(2.0)),
     td.Soft(power=0.5, damping=td.Absolute(0.3)),
     td.RelatIF(td.Absolute(2.0)),
-    td.GradDot(),
-    td.GradCos(),
+    GradDot(),
+    GradCos(),
     td.TracIn(RATES),
 ]
 

@@ -13,7 +13,7 @@ import xarray as xr
 from dask.base import tokenize
 
 import trakdask as td
-from trakdask.attribution.estimators import KINDS, resolve
+from trakdask.attribution.estimators import KINDS, GradCos, GradDot, resolve
 from trakdask.attribution.protocol import Estimator
 from trakdask.testing import simulate_features
 
@@ -29,8 +29,8 @@ VALUES = [
     td.Trak(),
     td.Trak(damping="trace"),
     td.RelatIF(),
-    td.GradDot(),
-    td.GradCos(),
+    GradDot(),
+    GradCos(),
     td.TracIn({"c0": 1, "c1": 2, "c2": 3}),
     td.TracIn({"c0": 3, "c1": 2, "c2": 1}),
 ]
@@ -49,7 +49,7 @@ def test_estimators__are_equal_if_their_options_are() -> None:
 
 def test_estimators__are_shown_as_they_are_typed() -> None:
     assert repr(td.Soft()) == "Soft(power='auto', damping='auto', wrong_classes=True)"
-    assert repr(td.GradDot()) == "GradDot()"
+    assert repr(GradDot()) == "GradDot()"
     assert "\n" not in repr(td.Soft(damping=LAMBDA))
     for value in VALUES[:4] + VALUES[6:]:
         names = {kind.__name__: kind for kind in (*KINDS.values(), td.Absolute)}

@@ -11,6 +11,7 @@ import xarray as xr
 
 import trakdask as td
 from trakdask.attribution import groups
+from trakdask.attribution.estimators import GradDot
 from trakdask.testing import simulate_features
 
 WORDS = np.array(["b", "", "a", "b", "ä", "c", "a"], np.dtypes.StringDType())
@@ -56,7 +57,7 @@ ESTIMATORS = [
     td.Trak(damping=0.1),
     td.Soft(damping=0.1),
     td.RelatIF(damping=0.1),
-    td.GradDot(),
+    GradDot(),
 ]
 
 

@@ -14,6 +14,7 @@ from scipy import stats
 import trakdask as td
 from tests.attribution.float64_features import float64_features, with_values
 from trakdask.arrays.jackknife import LEVELS
+from trakdask.attribution.estimators import GradCos, GradDot
 
 N, M, P, C = 60, 11, 5, 6
 RATES = {f"c{c}": 0.1 + c for c in range(C)}
@@ -41,8 +42,8 @@ ESTIMATORS: dict[str, Callable[[xr.Dataset], td.attribution.protocol.Estimator]]
     "trak": lambda ds: td.Trak(LAMBDA),
     "soft": lambda ds: td.Soft(power=0.5, damping=LAMBDA),
     "relatif": lambda ds: td.RelatIF(LAMBDA),
-    "grad_dot": lambda ds: td.GradDot(),
-    "grad_cos": lambda ds: td.GradCos(),
+    "grad_dot": lambda ds: GradDot(),
+    "grad_cos": lambda ds: GradCos(),
     # A sum over some checkpoints, as a sum over all of them.
     "tracin": lambda ds: td.TracIn({c: RATES[c] * C / ds.sizes["checkpoint"] for c in RATES}),
 }

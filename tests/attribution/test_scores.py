@@ -8,6 +8,7 @@ import xarray as xr
 
 import trakdask as td
 from tests.attribution.float64_features import float64_features, with_values
+from trakdask.attribution.estimators import GradCos, GradDot
 from trakdask.models.tasks.protocol import task_facts
 
 N, M, P, C = 60, 11, 5, 3
@@ -69,8 +70,8 @@ ESTIMATORS = {
     "trak": td.Trak(LAMBDA),
     "soft": td.Soft(damping=LAMBDA),
     "relatif": td.RelatIF(LAMBDA),
-    "grad_dot": td.GradDot(),
-    "grad_cos": td.GradCos(),
+    "grad_dot": GradDot(),
+    "grad_cos": GradCos(),
     "tracin": td.TracIn(RATES),
     "tracin, labelled": td.TracIn(xr.DataArray([*RATES.values()], {"checkpoint": [*RATES]})[::-1]),
 }

@@ -10,6 +10,7 @@ import pytest
 import xarray as xr
 
 import trakdask as td
+from trakdask.attribution.estimators import GradCos, GradDot
 
 N, P, C, M = 90, 7, 5, 11
 
@@ -54,8 +55,8 @@ def spearman(x: np.ndarray, y: np.ndarray) -> float:
         td.Soft(power=0.5, damping=td.Absolute(0.3)),
         td.Soft(power=1.0, damping=td.Absolute(0.3)),
         td.RelatIF(td.Absolute(2.0)),
-        td.GradDot(),
-        td.GradCos(),
+        GradDot(),
+        GradCos(),
         td.TracIn({f"c{i}": 0.1 * (i + 1) for i in range(C)}),
     ],
     ids=lambda estimator: estimator.name,
@@ -168,9 +169,9 @@ def test_failed_samples_are_left_out(features, targets) -> None:
     features = features.compute()
     for name in ("feature", "out_to_loss", "output"):
         features[name][dict(sample=3, checkpoint=1)] = np.nan
-    predicted = left_out(features.chunk(), targets, td.GradDot())
+    predicted = left_out(features.chunk(), targets, GradDot())
     expected = [spearman(*pair) for pair in zip(predicted, targets.output.values, strict=True)]
-    result = td.evaluate.cross_validate(features.chunk(), targets, td.GradDot())
+    result = td.evaluate.cross_validate(features.chunk(), targets, GradDot())
     np.testing.assert_allclose(result.lds, expected, atol=1e-12)
 
 

@@ -26,6 +26,7 @@ from tests.explorer.simulated import (
     N,
     halves,
 )
+from trakdask.attribution.estimators import GradCos, GradDot
 from trakdask.explorer.questions import Questions
 from trakdask.explorer.view import View
 
@@ -60,7 +61,7 @@ def test_top__of_few_samples_or_checkpoints(questions: Questions, truth: Any) ->
     assert one["spread"].isna().all()
 
 
-OTHERS = [td.GradDot(), td.GradCos(), td.TracIn({"c0": 0.1, "c1": 0.01, "c2": 1.0})]
+OTHERS = [GradDot(), GradCos(), td.TracIn({"c0": 0.1, "c1": 0.01, "c2": 1.0})]
 
 
 @pytest.mark.parametrize(

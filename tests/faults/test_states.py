@@ -79,7 +79,7 @@ class StoreMachine(RuleBasedStateMachine):
         try:
             with warnings.catch_warnings():
                 if len(self.pending) > 1:  # others lack this checkpoint
-                    warnings.simplefilter("ignore", td.errors.UnfinishedAppendWarning)
+                    warnings.filterwarnings("ignore", ".*no unfinished append")
                 td.save(given, self.store, append_dim=append_dim, progress=False)
         except Crash:
             return False
@@ -162,9 +162,8 @@ class StoreMachine(RuleBasedStateMachine):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             opened = td.open(self.store)
-        assert [each.category for each in caught] == [td.errors.UnfinishedAppendWarning][
-            : len(caught)
-        ]
+        assert len(caught) < 2
+        assert all("no unfinished append" in str(each.message) for each in caught)
         assert not caught or self.pending
         self.looks_as_before_or_after(opened)
 

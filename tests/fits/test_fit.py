@@ -269,7 +269,7 @@ def test_store__grows_in_both_directions(tmp_path: Path) -> None:
     more = td.featurize(last, MODEL, like=opened)
     opened = td.save(more, store, append_dim="sample", progress=False)
     assert opened.sizes["checkpoint"] == 1
-    with pytest.warns(td.errors.UnfinishedAppendWarning):
+    with pytest.warns(match="no unfinished append"):
         td.save(
             td.featurize(first, MODEL, projector), store, append_dim="checkpoint", progress=False
         )

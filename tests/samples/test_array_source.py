@@ -18,7 +18,7 @@ from distributed import Client
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trakdask.samples import from_arrays
+from trakdask.samples.array_source import from_arrays
 from trakdask.testing import raise_if_dask_computes
 
 

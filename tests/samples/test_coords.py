@@ -14,7 +14,7 @@ import xarray as xr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trakdask.samples import normalise_coord, normalise_coords
+from trakdask.samples.coords import normalise_coord, normalise_coords
 
 STRING = np.dtypes.StringDType()
 DAYS = ["2020-01-01", "2021-02-03"]

@@ -21,14 +21,16 @@ import xarray as xr
 
 import trakdask
 import trakdask as td
-from trakdask.samples import fingerprints, source_of, validate_samples
+from trakdask.samples import fingerprints
+from trakdask.samples.array_source import validate_samples
+from trakdask.samples.datasets import source_of
 from trakdask.samples.fingerprints import content_of_folder, fingerprint, mapped
 
 # As a script, so that its classes are by-value ones of `__main__`, as in a notebook.
 SCRIPT = """
 import numpy as np, torch
 from torch.utils.data import Dataset, TensorDataset
-from trakdask.samples import from_arrays
+from trakdask.samples.array_source import from_arrays
 from trakdask.samples.fingerprints import fingerprint
 
 scale = {scale}

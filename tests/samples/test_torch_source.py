@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 import trakdask as td
 from tests.waiting import Overlap
-from trakdask.samples import from_torch
+from trakdask.samples.torch_source import from_torch
 from trakdask.testing import raise_if_dask_computes
 
 N = 23

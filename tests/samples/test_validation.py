@@ -11,7 +11,8 @@ import pandas as pd
 import pytest
 import xarray as xr
 
-from trakdask.samples import from_arrays, from_torch, validate_samples
+from trakdask.samples.array_source import from_arrays, validate_samples
+from trakdask.samples.torch_source import from_torch
 from trakdask.testing import raise_if_dask_computes
 
 

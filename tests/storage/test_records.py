@@ -68,7 +68,7 @@ def test_small_arrays__have_a_chunk_for_each_checkpoint(tmp_path: Path, dtype: s
 
 
 @pytest.mark.usefixtures("in_chunks_of_8")
-@pytest.mark.filterwarnings("ignore::trakdask.errors.UnfinishedAppendWarning")
+@pytest.mark.filterwarnings("ignore:expected no unfinished append")
 def test_small_arrays__in_several_chunks(tmp_path: Path) -> None:
     """Chunks of 8 rows, the last one not full, after appends in the middle of one."""
     store = tmp_path / "f.zarr"

@@ -70,7 +70,7 @@ def test_masks_are_matched_by_the_names_of_checkpoints(features, masks, model) -
         td.featurize(samples.assign_coords(trained_on=unnamed), model)
 
 
-@pytest.mark.filterwarnings("ignore::trakdask.errors.UnfinishedAppendWarning")
+@pytest.mark.filterwarnings("ignore:expected no unfinished append")
 def test_appends_in_both_directions_keep_them(features, masks, store) -> None:
     first, last = features.isel(sample=slice(26)), features.isel(sample=slice(26, None))
     save(first.isel(checkpoint=slice(4)), store)

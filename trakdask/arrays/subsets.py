@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from trakdask.arrays.blocks import blockwise
 
 _BYTES_PER_BLOCK = 2**24
-Mask = NDArray[np.bool_]
 
 
 def random_subsets(
@@ -48,7 +47,7 @@ def random_subsets(
 
 def _random_masks(
     numbers: NDArray[np.int64], *, n: int, size: int, seed: int, groups: NDArray[np.int64] | None
-) -> Mask:
+) -> NDArray[np.bool_]:
     n_drawn = n if groups is None else int(groups.max()) + 1
     drawn = np.zeros((len(numbers), n_drawn), bool)
     for mask, number in zip(drawn, numbers.tolist(), strict=True):

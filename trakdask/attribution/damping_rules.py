@@ -5,7 +5,6 @@ Each rule is a function of the features, their sums, and the estimator, in the d
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import dask.array as da
@@ -55,11 +54,6 @@ class Choice(NamedTuple):
     value: da.Array
     rule: str
     how: da.Array
-
-    @property
-    def is_by_outputs(self) -> bool:
-        """Whether outputs were asked."""
-        return self.rule in (COMPLETENESS, CROSS_VALIDATION)
 
 
 def regularize(
@@ -111,7 +105,11 @@ def choose(
     if isinstance(damping, float):
         lam = arrays.gram.closed_form(sums.gram, damping, sums.labels)
         return _unasked(lam, f"{damping:.3g} tr(K^2)/tr(K)")
-    return RULES[str(damping)](features, sums, estimator, calibrate, quiet)
+    if damping == "trace":
+        return by_trace(features, sums)
+    if damping == "cross_validation":
+        return by_folds(features, sums, estimator, calibrate, quiet)
+    return by_outputs(features, sums, calibrate, quiet)
 
 
 def _unasked(lam: da.Array, rule: str) -> Choice:
@@ -122,30 +120,20 @@ def _of_variable(damping: xr.DataArray) -> da.Array:
     return plain(damping.variable.chunk({CHECKPOINT: 1}).data)
 
 
-def by_trace(
-    features: xr.Dataset,
-    sums: Sums,
-    estimator: GramEstimator,
-    calibrate: xr.Dataset | None = None,
-    quiet: bool = True,
-) -> Choice:
+def by_trace(features: xr.Dataset, sums: Sums) -> Choice:
     """Return λ in units of tr(K)/n, at the prior of the features."""
     rho = damping_prior(features)
     return _unasked(rho * sums.unit, "tr(K)/n" if rho == 1 else f"{rho:.3g} tr(K)/n")
 
 
 def by_outputs(
-    features: xr.Dataset,
-    sums: Sums,
-    estimator: GramEstimator,
-    calibrate: xr.Dataset | None,
-    quiet: bool,
+    features: xr.Dataset, sums: Sums, calibrate: xr.Dataset | None, quiet: bool
 ) -> Choice:
     """Let outputs choose λ in units of tr(K)/n, under weights that suit the choice."""
     if not quiet:
         _warn_of_few_checkpoints(len(sums.labels))
     # 1. K and r of those weights: of these sums, if they have them.
-    by, trace = choosing(features), by_trace(features, sums, estimator)
+    by, trace = choosing(features), by_trace(features, sums)
     if sums.gradient is None:
         sums = sums_of(features, by, chooses=by, any_weights=False)
     # 2. The totals of some samples, and their outputs.
@@ -211,13 +199,6 @@ def by_folds(
     has_changed = field(how, "rule") == CROSS_VALIDATION
     factor = where(has_changed, field(how, "relative") / start, 1)
     return Choice(before.value * factor, CROSS_VALIDATION, how)
-
-
-RULES: dict[str, Callable[..., Choice]] = {
-    "trace": by_trace,
-    "completeness": by_outputs,
-    "cross_validation": by_folds,
-}
 
 
 def chosen_before(features: xr.Dataset, estimator: GramEstimator) -> Choice | None:

@@ -39,7 +39,7 @@ def combine(
 
     The output of a combination is Σ_t w_t f(t), and its feature Σ_t w_t φ(t). Scores are linear in
     φ(t), so the score of a combination is that combination of scores, at the price of one target.
-    :class:`GradCos` gives the cosine with the combined gradient instead, as LESS has it.
+    ``"grad_cos"`` gives the cosine with the combined gradient instead, as LESS has it.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ def combine(
     metric
         Instead of ``by`` or ``weights``: a metric M of all outputs, as
         :func:`trakdask.evaluate.metric` takes it. Its score is Σ_t ∂M/∂f_t · score(z, t), and its
-        output is M itself. There is no such score of :class:`GradCos`.
+        output is M itself. There is no such score by ``"grad_cos"``.
 
     Returns
     -------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import dask.array as da
 import numpy as np
@@ -12,8 +13,6 @@ import xarray as xr
 from trakdask.arrays.topk import TileMask
 from trakdask.attribution.conditions import Condition, selection
 from trakdask.variables import SAMPLE, TARGET, aligned, coords_along, stays_in_store
-
-Where = str | xr.DataArray | np.ndarray | Callable[[xr.Dataset], xr.DataArray]
 
 
 def columns_along(scores: xr.DataArray, dim: str) -> dict[Hashable, np.ndarray | da.Array]:
@@ -25,7 +24,7 @@ def columns_along(scores: xr.DataArray, dim: str) -> dict[Hashable, np.ndarray |
     }
 
 
-def mask_of(scores: xr.DataArray, where: Where | None) -> np.ndarray | TileMask | None:
+def mask_of(scores: xr.DataArray, where: Any) -> np.ndarray | TileMask | None:
     """Return None, a mask over samples, or one of tiles."""
     if where is None:
         return None

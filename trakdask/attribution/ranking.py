@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Literal, Self, get_args
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Literal, Self
 from uuid import uuid4
 
 import dask
@@ -17,12 +17,10 @@ from trakdask.arrays.blocks import Read
 from trakdask.arrays.graphs import plain, reader
 from trakdask.arrays.topk import TileMask
 from trakdask.attribution.groups import group_codes, require_group_coord
-from trakdask.attribution.masks import Where, columns_along, mask_of
+from trakdask.attribution.masks import columns_along, mask_of
 from trakdask.checks import nearest, require_choice, require_flags, require_integer, require_number
 from trakdask.execution import require_memory
 from trakdask.variables import N_SAMPLES, RANK, SAMPLE, TARGET, VARIABLES, coords_along
-
-Over = Literal["max", "mean"]
 
 _MISSING = {"f": np.nan, "M": "NaT", "m": "NaT", "i": -1, "b": False}
 """The value of coords where there is no sample, by the kind of their dtype; text has ``""``."""
@@ -69,9 +67,9 @@ def top_k(
     k: int | None = None,
     *,
     fraction: float | None = None,
-    where: Where | None = None,
+    where: str | xr.DataArray | np.ndarray | Callable[[xr.Dataset], xr.DataArray] | None = None,
     largest: bool = True,
-    over_targets: Over | None = None,
+    over_targets: Literal["max", "mean"] | None = None,
     by: str | None = None,
     rank_by: str = "score",
 ) -> xr.Dataset:
@@ -259,12 +257,12 @@ def _top_over_targets(
     mask: np.ndarray | TileMask | None,
     k: int | None,
     fraction: float | None,
-    over_targets: Over,
+    over_targets: str,
     by: str | None,
     *,
     largest: bool,
 ) -> xr.Dataset:
-    require_choice("over_targets", over_targets, get_args(Over), remedy="try over_targets='max'")
+    require_choice("over_targets", over_targets, ["max", "mean"], remedy="try over_targets='max'")
     if isinstance(mask, TileMask):
         raise ValueError(
             "expected where as a mask over samples with over_targets, got one that depends on "

@@ -152,7 +152,7 @@ def chosen_damping(
         attrs[LOGIT_VARIANCE] = variance.tolist()
         if power == _AUTOMATIC:
             attrs[SCORE_POWER] = float(arrays.weights.power_of(variance))
-    if choice.is_by_outputs:
+    if choice.rule in (arrays.damping.COMPLETENESS, arrays.damping.CROSS_VALIDATION):
         attrs |= {name: float(how[name]) for name in ("relative", "peak", "threshold")}
         of_grid = [name for name in ("curve", "grade") if np.isfinite(how[name]).any()]
         attrs |= {name: how[name].tolist() for name in of_grid}

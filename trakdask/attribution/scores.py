@@ -73,12 +73,13 @@ def score(
     targets
         Features of the samples to explain, made with the same model and projector.
     estimator
-        A value: :class:`Soft`, :class:`Trak`, :class:`RelatIF`, :class:`GradDot`, :class:`GradCos`
-        or :class:`TracIn`, which say what they are, and have λ among their options. Or a short form
-        of one with its defaults: ``"soft"``, ``"trak"``, ``"relatif"``, ``"grad_dot"``,
-        ``"grad_cos"``. ``"auto"`` is the one that the task names as its ``default_estimator``:
-        ``"soft"`` for classification into one of several classes, or by several labels, else
-        ``"trak"``.
+        A value: :class:`Soft`, :class:`Trak`, :class:`RelatIF` or :class:`TracIn`, which say what
+        they are, and have λ among their options. Or a short form with its defaults: ``"soft"``,
+        ``"trak"``, ``"relatif"``; and two without options or a gram matrix. ``"grad_dot"`` is
+        mean_c[φ_c(z)·φ_c(t)] · mean_c[Q_c(z)]. ``"grad_cos"`` is mean_c[cos(φ_c(z), φ_c(t))] times
+        the sign of Q, NaN where a feature is 0. ``"auto"`` is the one that the task names as its
+        ``default_estimator``: ``"soft"`` for classification into one of several classes, or by
+        several labels, else ``"trak"``.
     average
         ``False`` keeps the ensemble: (sample, target, checkpoint), whose mean is the score.
     level
@@ -469,7 +470,7 @@ def self_influence(
     features
         As in :func:`score`.
     estimator
-        :class:`Trak` or :class:`Soft`; :class:`GradDot` is mean_c ‖φ_c(z)‖² · mean_c[Q_c(z)]².
+        :class:`Trak` or :class:`Soft`; ``"grad_dot"`` is mean_c ‖φ_c(z)‖² · mean_c[Q_c(z)]².
     average
         ``False`` keeps ``checkpoint``.
     level, q

@@ -19,7 +19,7 @@ from trakdask import arrays
 from trakdask.checks import require_integer, shown
 from trakdask.evaluate.retraining import bar_of, stored_spec, trained_alone
 from trakdask.files import Folder
-from trakdask.samples import validate_samples
+from trakdask.samples.array_source import validate_samples
 from trakdask.variables import CHECKPOINT, SAMPLE, TRAINED_ON
 
 if TYPE_CHECKING:  # evaluations that train nothing need no torch

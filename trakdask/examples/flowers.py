@@ -9,10 +9,10 @@ import xarray as xr
 from torch import nn
 
 from trakdask.examples.classifiers import train_classifier
-from trakdask.featurization import featurize
+from trakdask.featurization.lazy import featurize
 from trakdask.models.model import Model
 from trakdask.projection import Identity
-from trakdask.samples import from_arrays
+from trakdask.samples.array_source import from_arrays
 
 
 def _perceptron() -> nn.Module:

@@ -11,7 +11,7 @@ import xarray as xr
 from numpy.typing import NDArray
 
 from trakdask.checks import require_integer
-from trakdask.samples import from_arrays
+from trakdask.samples.array_source import from_arrays
 
 
 def digits(n_target: int = 200, seed: int = 0, chunks: int = 256) -> tuple[xr.Dataset, xr.Dataset]:

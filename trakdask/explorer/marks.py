@@ -18,8 +18,8 @@ from trakdask.checks import require_choice, shown
 from trakdask.errors import StoreBusyError
 from trakdask.explorer.computing import compute
 from trakdask.files import Folder, location, naming
-from trakdask.storage import open
 from trakdask.storage.lock import lock
+from trakdask.storage.reading import open
 from trakdask.variables import NORM, SAMPLE
 
 KINDS = ("wrong label", "duplicate", "remove")

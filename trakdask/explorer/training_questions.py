@@ -167,7 +167,7 @@ class TrainingQuestions:
         """
         features = self.setting.features
         one = features.isel({SAMPLE: [view.sample]})
-        top = td.top_k(td.score(features, one, td.GradCos()), min(view.k + 1, len(self.metadata)))
+        top = td.top_k(td.score(features, one, "grad_cos"), min(view.k + 1, len(self.metadata)))
         position, cosine = compute(top["position"].data[0], top["score"].data[0])
         table = pd.DataFrame({"cosine": cosine}, index=position)
         return table.drop(index=[view.sample, -1], errors="ignore")[: view.k]

@@ -7,7 +7,7 @@ import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from threading import Lock, current_thread, main_thread
 from typing import Any
@@ -30,13 +30,7 @@ from trakdask.featurization.devices import (
     states_bytes,
     states_there,
 )
-from trakdask.featurization.job import (
-    Block,
-    BlockResults,
-    BlockSamples,
-    FeaturizeJob,
-    is_of_samples,
-)
+from trakdask.featurization.job import BlockResults, BlockSamples, FeaturizeJob, is_of_samples
 from trakdask.models.checkpoints import Checkpoint, cache_states
 from trakdask.models.independence import once_per_task
 from trakdask.models.loading import State
@@ -54,13 +48,17 @@ _lock = Lock()
 
 def featurize_block(
     job: FeaturizeJob, item: np.ndarray, start: np.ndarray, *arrays: np.ndarray
-) -> Block:
+) -> tuple[np.ndarray, ...]:
     """Return feature, its squared norm, output, out_to_loss (and error) of a block of samples."""
     checkpoint, fit = item.item()
     with running(job, checkpoint, start, arrays) as samples:
         maps = _maps(job, checkpoint, fit, samples.device)
-        output = Output(job.proj_dim, lambda _, batch: maps.open(batch.size), maps.rotations)
-        feature, f, q, *error = run_samples(samples, checkpoint, output)
+
+        def open_stream(_: Forward, batch: Batch) -> Stream:
+            return maps.open(batch.size)
+
+        results = run_samples(samples, checkpoint, job.proj_dim, open_stream, maps.rotations)
+        feature, f, q, *error = results
         return feature, row_norms(feature), f, q, *error
 
 
@@ -79,25 +77,6 @@ def _maps(
         while len(_maps_there) > _MOST_MAPS:
             del _maps_there[next(iter(_maps_there))]
     return kept
-
-
-@dataclass(frozen=True)
-class Output:
-    """A result that a task makes of gradients.
-
-    Parameters
-    ----------
-    width
-        Length of the rows of the results.
-    open
-        Returns a stream for a micro-batch.
-    rotations
-        The coordinates in which streams receive gradients.
-    """
-
-    width: int
-    open: Callable[[Forward, Batch], Stream]
-    rotations: Rotations | None = None
 
 
 @contextmanager
@@ -165,34 +144,57 @@ def _forward(job: FeaturizeJob, checkpoint: Checkpoint, device: torch.device) ->
     return replace(here, parameters=parameters, buffers=buffers, others=others, dtype=kind)
 
 
-def run_samples(samples: BlockSamples, checkpoint: Checkpoint, output: Output) -> Block:
+def run_samples(
+    samples: BlockSamples,
+    checkpoint: Checkpoint,
+    width: int,
+    open_stream: Callable[[Forward, Batch], Stream],
+    rotations: Rotations | None = None,
+) -> tuple[np.ndarray, ...]:
     """Run the samples of a block in micro-batches, which are halved where memory runs out.
 
     A micro-batch that the engine cannot run, or runs wrong, goes to the next of the engines, which
     then stays.
+
+    Parameters
+    ----------
+    samples, checkpoint
+        The samples, and the weights of the model.
+    width
+        Length of the rows of the results.
+    open_stream
+        Returns the stream that makes them of the gradients of a micro-batch.
+    rotations
+        The coordinates in which streams receive gradients.
+
+    Returns
+    -------
+    Features (sample, width, 1), output and out_to_loss (sample, 1), float32, and errors (sample, 1)
+    if failures are recorded.
     """
     job, device = samples.job, samples.device
     # 1. The model here, and the samples with the longest sequences first.
     forward = _forward(job, checkpoint, device)
     samples, places = samples.by_length()
     # 2. What this thread has found out about the model under the same settings, or finds out now.
-    settings = *job.torch_settings.values(), output.rotations is not None
+    settings = *job.torch_settings.values(), rotations is not None
     run_as, find = (job.engines, job.row_map.names, settings, device), partial(Checked, job.engines)
     first = samples.batch(slice(1))
     checked = once_per_task("checks", forward, job.model.task, first, run_as, find)
     checked.measure(samples, forward)
     samples = replace(samples, trims=checked.ignores_padding)
-    engine = CheckedEngine(checked, samples, forward, output.rotations)
+    engine = CheckedEngine(checked, samples, forward, rotations)
     # 3. Micro-batches that fit in memory, as a stack: one that fails is put back in smaller ones.
     budget = budget_bytes(forward.parameters, device)
-    size_of = partial(_micro_batch, job, output.width, checked.activation_bytes, budget)
-    rows = BlockResults(samples, checkpoint, output.width)
+    size_of = partial(_micro_batch, job, width, checked.activation_bytes, budget)
+    rows = BlockResults(samples, checkpoint, width)
+    run_part = partial(_run_micro_batch, samples, width, partial(open_stream, forward), engine)
     todo = _slices(0, len(samples), size_of(checked.engines[0]))
     while todo:
         part = todo.pop()
         n = part.stop - part.start
         try:
-            block = _run_micro_batch(samples, forward, part, output, engine)
+            block = run_part(part)
         except Exception as err:
             fault: Exception | None = err
             if n > 1 and is_out_of_memory(err):
@@ -225,16 +227,20 @@ def _slices(start: int, stop: int, size: int) -> list[slice]:
 
 
 def _run_micro_batch(
-    samples: BlockSamples, forward: Forward, part: slice, output: Output, engine: CheckedEngine
-) -> Block:
+    samples: BlockSamples,
+    width: int,
+    open_stream: Callable[[Batch], Stream],
+    engine: CheckedEngine,
+    part: slice,
+) -> tuple[np.ndarray, ...]:
     job, n, batch = samples.job, part.stop - part.start, samples.batch(part)
-    stream = output.open(forward, batch)
+    stream = open_stream(batch)
     f, q = engine.run(part, batch, stream)
     feature = stream.result().numpy(force=True)
     if job.partition is not None:
         size = job.partition.of(batch).size
         products = feature.reshape(n, size, -1)
-        feature = np.zeros(job.feature_shape(n, output.width), np.float32)
+        feature = np.zeros(job.feature_shape(n, width), np.float32)
         n_tokens = size - job.partition.has_others
         feature[:, :n_tokens] = products[:, :n_tokens]  # padding was cut, and has zeros
         feature[:, feature.shape[1] - size + n_tokens :] = products[:, n_tokens:]

@@ -25,8 +25,6 @@ from trakdask.projection.fitted import Fitted
 from trakdask.tensors import float64_device
 
 ERROR_DTYPE = np.dtypes.StringDType()
-Block = tuple[np.ndarray, ...]
-"""Feature, output and out_to_loss, followed by error if failures are recorded."""
 
 _LONGEST_REASON = 200
 _NAMES = ("gradient", "output", "out_to_loss")
@@ -222,7 +220,7 @@ class BlockResults:
         self._raised: list[Exception] = []
         self._reasons: dict[int, str] = {}
 
-    def put(self, part: slice, block: Block) -> None:
+    def put(self, part: slice, block: tuple[np.ndarray, ...]) -> None:
         """Store the results of a micro-batch; non-finite samples raise an error or become NaN."""
         bad = not_finite(*block)
         if bad and self._on_error == "raise":
@@ -255,7 +253,7 @@ class BlockResults:
             f"samples.isel(sample={position}) to inspect it"
         )
 
-    def result(self) -> Block:
+    def result(self) -> tuple[np.ndarray, ...]:
         """Return the block, or raise the first error if all of several samples failed."""
         n = len(self._positions)
         if 1 < n == len(self._raised):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 import xarray as xr
-from distributed.system import MEMORY_LIMIT
 
 from trakdask.arrays.graphs import plain
-from trakdask.execution import active_client, workers_of
+from trakdask.execution import memory_limit
 from trakdask.featurization.graphs import GraphInputs, lazy_arrays
 from trakdask.featurization.preparation import prepare
 from trakdask.models.model import Model
@@ -26,7 +24,7 @@ from trakdask.provenance import (
     require_same,
     spec,
 )
-from trakdask.samples import ROWS, joined_rows
+from trakdask.samples.sources import ROWS, joined_rows
 from trakdask.variables import (
     CHECKPOINT,
     COLUMN,
@@ -198,8 +196,7 @@ def featurize(
     if samples.attrs.get("chunks") == "auto" and max(prepared.rows) == ROWS:
         prepared = _joined(prepared)
     job, n_samples = prepared.job, max(prepared.rows)
-    limit = _largest_memory()
-    require_block_fits(job.projector.projector, job.row_map.n_rows, n_samples, limit)
+    require_block_fits(job.projector.projector, job.row_map.n_rows, n_samples, memory_limit())
     arrays = lazy_arrays(prepared) | prepared.fit
     data = {name: VARIABLES[name].holding(array) for name, array in arrays.items()}
     coords = {**prepared.coords, COLUMN: (PROJ_DIM, np.arange(job.proj_dim))}
@@ -239,16 +236,3 @@ def _trained_on(samples: xr.Dataset, features: xr.Dataset) -> xr.Variable:
     chunks: dict[Any, Any] = {SAMPLE: features.chunksizes[SAMPLE], CHECKPOINT: 1}
     variable = given.variable.transpose(SAMPLE, CHECKPOINT).chunk(chunks)
     return xr.Variable(variable.dims, plain(variable.data), VARIABLES[TRAINED_ON].attrs)
-
-
-def _largest_memory() -> float:
-    """Return the memory limit of the largest worker of the active client, or of this machine.
-
-    Infinite if the active client has no workers yet, or a worker without a limit.
-    """
-    client = active_client()
-    if client is None:
-        return float(MEMORY_LIMIT)
-    workers = workers_of(client)
-    limits = [worker["memory_limit"] for worker in workers.values()]
-    return float(max(limits)) if limits and all(limits) else math.inf

@@ -26,7 +26,9 @@ from trakdask.models.tasks.protocol import task_facts
 from trakdask.projection import SJLT, Projector, RowMap
 from trakdask.projection.fitted import Components, Fitted
 from trakdask.provenance import REQUIRED_SPEC, as_values, require_same
-from trakdask.samples import lazy_variables, normalise_coord, source_of, validate_samples
+from trakdask.samples.array_source import lazy_variables, validate_samples
+from trakdask.samples.coords import normalise_coord
+from trakdask.samples.datasets import source_of
 from trakdask.variables import (
     CHECKPOINT,
     COLUMN,

@@ -24,7 +24,7 @@ from trakdask.projection import SJLT, Projector
 from trakdask.projection.companding import encoded
 from trakdask.projection.fitted import Components, Fitted
 from trakdask.provenance import as_values
-from trakdask.samples import validate_samples
+from trakdask.samples.array_source import validate_samples
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE
 
 WIDE = SJLT(proj_dim=8192, seed=0)

@@ -16,7 +16,7 @@ from trakdask.arrays.weights import gram_weights
 from trakdask.attribution.estimators import EstimatorLike, with_gram
 from trakdask.bars import block_bar
 from trakdask.checks import require_integer
-from trakdask.featurization.block import Output, run_samples, running
+from trakdask.featurization.block import run_samples, running
 from trakdask.featurization.graphs import GraphInputs, block_tasks
 from trakdask.featurization.job import FeaturizeJob
 from trakdask.featurization.preparation import model_of, prepare, require_model
@@ -199,7 +199,7 @@ def _add_up_block(
         matrices = None
         if eigenvectors is not None:
             matrices = rotations(eigenvectors[:, 0], shapes, samples.device)
-        run_samples(samples, checkpoint, Output(0, open_stream, matrices))
+        run_samples(samples, checkpoint, 0, open_stream, matrices)
         if not np.isfinite(total).all():
             raise ValueError(
                 "expected finite gradients for the curvature, got NaN or infinity; try "

@@ -27,7 +27,8 @@ from trakdask.models.model import Model
 from trakdask.projection import Projector
 from trakdask.projection.fitted import Curvature, Fitted, Weights
 from trakdask.provenance import digest, require_same
-from trakdask.samples import drawn, source_of, validate_samples
+from trakdask.samples.array_source import validate_samples
+from trakdask.samples.datasets import drawn, source_of
 from trakdask.storage.reading import open
 from trakdask.storage.writing import kept_beside
 from trakdask.variables import SAMPLE, WRONG_CLASSES

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from trakdask.arrays.agreement import mean_agreement
 from trakdask.arrays.weights import gram_weights
-from trakdask.featurization.block import Output, run_samples, running
+from trakdask.featurization.block import run_samples, running
 from trakdask.featurization.graphs import block_tasks, variable_of
-from trakdask.featurization.job import Block, FeaturizeJob
+from trakdask.featurization.job import FeaturizeJob
 from trakdask.featurization.preparation import prepare
 from trakdask.fits.keeping import kept_blocks
 from trakdask.fits.sums import leading_coordinates
@@ -39,7 +39,7 @@ from trakdask.projection import SJLT, Identity, RowMap
 from trakdask.projection.fitted import Curvature, Fitted, Weights
 from trakdask.projection.maps import Stream
 from trakdask.projection.stream import ProjectionStream
-from trakdask.samples import drawn
+from trakdask.samples.datasets import drawn
 from trakdask.tensors import Shapes, factors_of, group_of, groups_of, places_of, rotations
 from trakdask.variables import SAMPLE
 
@@ -125,7 +125,7 @@ def _facts(x: np.ndarray, h: np.ndarray, rho: float) -> tuple[Any, ...]:
 def _sketch_block(
     width: int, n_columns: int, job: FeaturizeJob, item: np.ndarray, start: np.ndarray,
     *arrays: np.ndarray,
-) -> Block:  # fmt: skip
+) -> tuple[np.ndarray, ...]:  # fmt: skip
     """Return sketches of a block, (sample, column, 1), f and Q."""
     (checkpoint, fit), shapes = item.item(), job.model.shapes
     with running(job, checkpoint, start, arrays) as samples:
@@ -136,7 +136,7 @@ def _sketch_block(
         def open_stream(_: Forward, batch: Batch) -> Stream:
             return _Sketches(shapes, scale, width, batch.size, checkpoint.id)
 
-        return run_samples(samples, checkpoint, Output(n_columns, open_stream, matrices))
+        return run_samples(samples, checkpoint, n_columns, open_stream, matrices)
 
 
 class _Sketches:

@@ -33,7 +33,7 @@ from trakdask.models.model import Model
 from trakdask.models.tasks.protocol import task_facts
 from trakdask.models.tasks.supervised import Classification, WrongClass
 from trakdask.projection.fitted import Fitted
-from trakdask.samples import validate_samples
+from trakdask.samples.array_source import validate_samples
 from trakdask.variables import PROJ_DIM
 
 _WIDEST = 8192

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import dask.array as da
 import numpy as np
@@ -14,7 +14,7 @@ import xarray as xr
 from dask.base import tokenize
 
 from trakdask.checks import shown
-from trakdask.featurization.block import Output, run_samples, running
+from trakdask.featurization.block import run_samples, running
 from trakdask.featurization.graphs import (
     GraphInputs,
     block_tasks,
@@ -23,7 +23,7 @@ from trakdask.featurization.graphs import (
     shared_task,
     variable_of,
 )
-from trakdask.featurization.job import Block, FeaturizeJob, Partition
+from trakdask.featurization.job import FeaturizeJob, Partition
 from trakdask.featurization.preparation import prepare
 from trakdask.models.layers import require_layers_of_tokens
 from trakdask.models.model import Model
@@ -34,8 +34,6 @@ from trakdask.projection.maps import Maps, Stream
 from trakdask.provenance import as_text
 from trakdask.variables import CHECKPOINT, MODULE, PROJ_DIM, SAMPLE, TOKEN
 
-Parts = Literal["token"] | Sequence[str] | Mapping[str, str | Sequence[str]]
-
 OTHERS = "others"
 """Name of the part with the parameters that no given part has."""
 _VECTOR_BYTES = 2**28
@@ -45,7 +43,7 @@ def divide(
     samples: xr.Dataset,
     model: Model,
     *,
-    parts: Parts,
+    parts: Any,
     features: xr.Dataset,
     on_error: str,
 ) -> tuple[GraphInputs, xr.Dataset]:
@@ -189,7 +187,7 @@ def _back_project(job: FeaturizeJob, item: np.ndarray, vectors: np.ndarray) -> n
 
 def _multiply_block(
     job: FeaturizeJob, item: np.ndarray, start: np.ndarray, vectors: np.ndarray, *arrays: np.ndarray
-) -> Block:
+) -> tuple[np.ndarray, ...]:
     """Return products of gradients with vectors (vector, row, 1), in the place of features.
 
     Otherwise as ``featurize_block``. Products with a vector that is not finite are NaN.
@@ -210,7 +208,6 @@ def _multiply_block(
             assert job.partition is not None
             return job.partition.of(batch).products(by_name, batch.size)
 
-        output = Output(len(flat), open_stream)
-        products, *others = run_samples(samples, checkpoint, output)
+        products, *others = run_samples(samples, checkpoint, len(flat), open_stream)
     products[..., ~is_finite.numpy(), :] = np.nan
     return products, *others

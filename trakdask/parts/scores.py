@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import dask.array as da
@@ -25,7 +25,7 @@ from trakdask.featurization.job import ERROR_DTYPE
 from trakdask.featurization.preparation import projector_of
 from trakdask.models.model import Model
 from trakdask.models.tasks.logits import MASK
-from trakdask.parts.products import OTHERS, Parts, by_token, divide, lazy_products
+from trakdask.parts.products import OTHERS, by_token, divide, lazy_products
 from trakdask.provenance import require_comparable
 from trakdask.samples.token_texts import Text, token_texts
 from trakdask.variables import (
@@ -49,7 +49,7 @@ def score_parts(
     *,
     of: xr.Dataset | None = None,
     by: str | None = None,
-    parts: Parts = "token",
+    parts: Literal["token"] | Sequence[str] | Mapping[str, str | Sequence[str]] = "token",
     text: Text | None = None,
     average: bool = True,
     on_error: Literal["raise", "record"] = "raise",
@@ -196,7 +196,7 @@ def _divided(
     model: Model,
     features: xr.Dataset,
     *,
-    parts: Parts,
+    parts: Any,
     text: Text | None,
     on_error: str,
 ) -> tuple[GraphInputs, xr.Dataset]:

@@ -172,7 +172,7 @@ class Plan:
     n_parameters: int
     batch_size: int | None
     projections: tuple[PlannedProjection, ...]
-    worker_bytes: int
+    worker_bytes: float
     has_few_columns: bool = False
     pilot: Pilot | None = None
     fit: PlannedFit | None = None

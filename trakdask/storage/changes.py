@@ -23,7 +23,7 @@ from trakdask.arrays.memory import verified
 from trakdask.checks import require_flags, shown
 from trakdask.execution import memory_limit, run
 from trakdask.files import Folder, naming
-from trakdask.samples import normalise_coords
+from trakdask.samples.coords import normalise_coords
 from trakdask.storage.coords import joined_exactly, require_names
 from trakdask.storage.group import DROPPED, ERROR, Group, chunks_of
 from trakdask.storage.lock import lock
@@ -319,7 +319,7 @@ def _faults(group: Group, *, checksums: bool) -> Iterator[tuple[str, tuple[int, 
         faults = {index: "no such file" for index in indices if index not in stored}
         if checksums:
             chunk = math.prod(chunks_of(group.arrays[name])) * array.dtype.itemsize
-            fit = memory_limit(here=True) // verified(chunk, 1)
+            fit = int(memory_limit(here=True)) // verified(chunk, 1)
             with ThreadPoolExecutor(min(max(fit, 1), _READERS)) as pool:
                 damage = pool.map(functools.partial(_damage, array), stored)
                 faults |= zip(stored, damage, strict=True)

@@ -11,7 +11,7 @@ import pandas as pd
 import xarray as xr
 
 from trakdask.errors import StoreMismatchError
-from trakdask.samples import normalise_coord
+from trakdask.samples.coords import normalise_coord
 from trakdask.storage.group import DROPPED, ERROR, METADATA, SCALE, Group, kind
 from trakdask.storage.reading import read_coords
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, checkpoint_names

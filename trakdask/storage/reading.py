@@ -25,7 +25,6 @@ from zarr.storage import StorePath
 
 from trakdask.arrays.blocks import Read
 from trakdask.arrays.graphs import stored
-from trakdask.errors import IncompleteFeaturesError, UnfinishedAppendWarning
 from trakdask.files import Folder
 from trakdask.provenance import as_text
 from trakdask.storage.group import (
@@ -108,7 +107,7 @@ def open(
 
     Warns
     -----
-    UnfinishedAppendWarning
+    UserWarning
         If an append was cut short, or goes on in another process: the result is the store as it
         was before.
 
@@ -128,7 +127,7 @@ def open(
         try:
             ds = _opened(group, dropped, load_coords)
             break
-        except (IncompleteFeaturesError, ValueError):
+        except ValueError:  # also IncompleteFeaturesError
             # A writer may have replaced arrays since the group was read.
             before, group = group, Group.read(folder)
             if group.attrs["saved"] == before.attrs["saved"]:
@@ -137,7 +136,6 @@ def open(
         warnings.warn(
             f"expected no unfinished append in the store {folder.url!r}, which is shown as it was "
             f"before: {about_unfinished(group)}",
-            UnfinishedAppendWarning,
             stacklevel=2,
         )
     return ds
