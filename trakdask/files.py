@@ -276,11 +276,6 @@ def matching(pattern: str) -> tuple[Any, list[str]]:
     return fs, sorted(fs.glob(place)) if is_pattern else [place]
 
 
-def explained(err: OSError, text: str) -> OSError:
-    """Return the error with another text, of the same built-in class where it has one."""
-    return OSError(err.errno, text) if err.errno else OSError(text)
-
-
 @contextmanager
 def naming(path: str, remedy: str) -> Iterator[None]:
     """Let errors of a disk or a network say which path they are about, if they do not.
@@ -293,7 +288,8 @@ def naming(path: str, remedy: str) -> Iterator[None]:
         if err.filename is not None or path in str(err):
             raise
         text = f"expected to write {path}, but could not ({type(err).__name__}: {err}); {remedy}"
-        raise explained(err, text) from err
+        # With its number it is of the same built-in class, such as PermissionError.
+        raise (OSError(err.errno, text) if err.errno else OSError(text)) from err
 
 
 @contextmanager

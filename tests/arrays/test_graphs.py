@@ -102,8 +102,6 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     "weighted_sums.members": lambda seed: (np.arange(N) + seed) % 3,
     "axes": lambda seed: ["sf", "sc"][seed],
     "dtype": lambda seed: ["f8", "f4"][seed],
-    "weighted_sum.data": half,
-    "weighted_sum.weights": lambda seed: da.from_array(np.random.default_rng(seed).random(N)),
     "among_best.score": lambda seed: da.from_array(np.random.default_rng(seed).random(N), chunks=7),
     "among_best.counts": lambda seed: np.array([2, 3, 1 + seed]),
     "predicted": lambda seed: random(seed, N, C),

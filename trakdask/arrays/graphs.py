@@ -115,8 +115,10 @@ def sliced(
     >>> sliced(np.arange(5), ((3, 2),))[(1,)].tolist()
     [3, 4]
     """
-    # Hashing the values could take longer than everything else that builds a graph.
-    return _Parts(chunks, functools.partial(operator.getitem, values), uuid4().hex)
+    # Hashing an array could take longer than everything else that builds a graph.
+    is_sparse = isinstance(values, sparse.csr_array)
+    token = tokenize(values.data, values.indices, values.indptr) if is_sparse else uuid4().hex
+    return _Parts(chunks, functools.partial(operator.getitem, values), token)
 
 
 def packed(values: Block, most: int, sizes: tuple[int, ...]) -> ArrayBlockwiseDep:

@@ -20,7 +20,7 @@ from trakdask.arrays.blocks import (
     matrix,
     tree_sum,
 )
-from trakdask.arrays.graphs import bounds, grouped, packed, reader, sliced, unpacked
+from trakdask.arrays.graphs import grouped, packed, reader, sliced, unpacked
 
 N_COUNTS = 2
 """Columns behind the sums of a group: how many of its entries were added up, and how many not."""
@@ -188,7 +188,7 @@ def _sums_of_members(block: Block, weights: Block, members: sparse.coo_array) ->
     return np.concatenate([sums, counts], axis=1, dtype=np.float64)
 
 
-def combine_rows(data: da.Array, weights: sparse.csr_array) -> da.Array:
+def combine_rows(data: da.Array, weights: sparse.csr_array | da.Array) -> da.Array:
     """Return Σ_i w_ki x_i for each row k of some weights.
 
     Parameters
@@ -196,8 +196,8 @@ def combine_rows(data: da.Array, weights: sparse.csr_array) -> da.Array:
     data
         (sample, ...), float, in any chunks.
     weights
-        (combination, sample), sparse. Where a weight is 0, the sample is not read into the sum,
-        whatever it holds.
+        (combination, sample), sparse; or lazy (sample,) for one combination. Where a weight is 0,
+        the sample is not read into the sum, whatever it holds.
 
     Returns
     -------
@@ -213,49 +213,22 @@ def combine_rows(data: da.Array, weights: sparse.csr_array) -> da.Array:
     >>> combine_rows(x, sparse.csr_array([[-1.0, 1.0, 0.0]])).compute().tolist()
     [[2.0, 3.0]]
     """
-    index = "sxyz"[: data.ndim]
+    index, sizes = "sxyz"[: data.ndim], data.chunks[0]
+    if isinstance(weights, da.Array):
+        n, of_rows = 1, weights.rechunk((sizes,))
+    else:
+        n, of_rows = weights.shape[0], sliced(weights.T.tocsr(), (sizes,))
     parts = blockwise(
-        _combined, "sk" + index[1:], data, index, bounds(data.chunks[0]), "s",
-        new_axes={"k": weights.shape[0]}, adjust_chunks={"s": (1,) * data.numblocks[0]},
-        name="combine-blocks", dtype=np.float64, weights=weights.tocsc(),
+        _combined, "sk" + index[1:], data, index, of_rows, "s",
+        new_axes={"k": n}, adjust_chunks={"s": (1,) * len(sizes)},
+        name="combine-blocks", dtype=np.float64,
     )  # fmt: skip
     return tree_sum(parts, name="combine", dtype=data.dtype)
 
 
-def weighted_sum(data: da.Array, weights: da.Array) -> da.Array:
-    """Return Σ_i w_i x_i for lazy weights, as :func:`combine_rows` does for weights in memory.
-
-    Parameters
-    ----------
-    data
-        (sample, ...), float, in any chunks.
-    weights
-        (sample,), lazy. Where a weight is 0, the sample is not read into the sum.
-
-    Returns
-    -------
-    (1, ...) in the dtype of ``data``, lazy.
-
-    Examples
-    --------
-    >>> x = da.from_array(np.array([[1.0, 2.0], [3.0, 5.0], [np.nan, 0.0]]), chunks=(2, 2))
-    >>> weighted_sum(x, da.from_array(np.array([-1.0, 1.0, 0.0]))).compute().tolist()
-    [[2.0, 3.0]]
-    """
-    index = "sxyz"[: data.ndim]
-    parts = blockwise(
-        _weighted, "sk" + index[1:], data, index, weights.rechunk((data.chunks[0],)), "s",
-        new_axes={"k": 1}, adjust_chunks={"s": (1,) * data.numblocks[0]},
-        name="weighted-blocks", dtype=np.float64,
-    )  # fmt: skip
-    return tree_sum(parts, name="weighted-sum", dtype=data.dtype)
-
-
-def _weighted(block: Block, weights: Block) -> Block:
-    return _combined(block, (slice(None),), weights=sparse.csc_array(weights[None]))
-
-
-def _combined(block: Block, rows: tuple[slice], *, weights: sparse.csc_array) -> Block:
+def _combined(block: Block, weights: Block | sparse.csr_array) -> Block:
     """Return (1, combination, ...): the sums over the rows of one block."""
-    sums = weights[:, rows[0]] @ block.reshape(len(block), -1).astype(np.float64)
-    return np.asarray(sums).reshape(1, weights.shape[0], *block.shape[1:])
+    if isinstance(weights, np.ndarray):  # zeros among them would be multiplied with NaN
+        weights = sparse.csr_array(weights[:, None])
+    sums = weights.T @ block.reshape(len(block), -1).astype(np.float64)
+    return np.asarray(sums).reshape(1, -1, *block.shape[1:])

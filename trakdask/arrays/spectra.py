@@ -13,7 +13,7 @@ import dask.array as da
 import numpy as np
 import numpy.typing as npt
 
-from trakdask.arrays.blocks import Block, Blocks, Floats, blockwise, flat
+from trakdask.arrays.blocks import Block, Blocks, Floats, blockwise, flat, take
 from trakdask.arrays.factorization import decompose
 from trakdask.arrays.graphs import texts
 
@@ -132,25 +132,18 @@ def eigenvectors(
         concatenate=False, name="decomposition", dtype=object, n_component=axes["k"],
     )  # fmt: skip
     values = blockwise(
-        _values, "kc", factors, "c", new_axes={"k": axes["k"]}, name="eigenvalues", dtype="f8"
+        take, "kc", factors, "c", key=0, new_axes={"k": axes["k"]}, name="eigenvalues", dtype="f8"
     )
     return values, blockwise(
-        _vectors, "pkc", factors, "c", new_axes=axes, name="eigenvectors", dtype="f8"
+        take, "pkc", factors, "c", key=1, new_axes=axes, name="eigenvectors", dtype="f8"
     )
 
 
 def _factors(gram: Blocks, label: str, *, n_component: int) -> tuple[Floats, Floats]:
     (block,) = flat(gram)
     require_finite(block, label)
-    return decompose(block[:, :, 0].astype(np.float64, copy=False), n_component)
-
-
-def _values(factors: tuple[Floats, Floats]) -> Block:
-    return factors[0][:, None]
-
-
-def _vectors(factors: tuple[Floats, Floats]) -> Block:
-    return factors[1][:, :, None]
+    values, vectors = decompose(block[:, :, 0].astype(np.float64, copy=False), n_component)
+    return values[:, None], vectors[:, :, None]
 
 
 def spectrum(

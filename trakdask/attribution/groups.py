@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, Literal
 
+import dask.array as da
 import numpy as np
 import pandas as pd
 import xarray as xr
@@ -106,42 +107,36 @@ def combine(
             f"expected one of by=, weights= and metric=, got {chosen or 'none'}; try by='label', "
             "weights={'first - second': {0: 1, 1: -1}}, or metric='accuracy'"
         )
+    lazy, output = lazy_features(targets), None
     if metric is not None:
-        return _measured(targets, metric)
-    if by is not None:
+        title, (names, matrix, output) = COMBINATION, _measured(lazy, metric)
+        combined = f"metric {names[0]}"
+    elif by is not None:
         title, names, matrix = _grouped(targets, by, how)
+        combined = f"{how} by {by}"
     else:
         title, names, matrix = _weighted(targets, weights)
-    lazy = lazy_features(targets)
+        combined = f"weights of {len(names)}"
     data = {
-        name: VARIABLES[name].holding(arrays.groups.combine_rows(lazy[name].data, matrix))
+        name: arrays.groups.combine_rows(lazy[name].data, matrix)
         for name in ("feature", "output", "out_to_loss")
         if name in lazy
     }
-    coords = {title: (SAMPLE, names), CHECKPOINT: lazy[CHECKPOINT]}
-    attrs = {**targets.attrs, "combined": f"{how} by {by}" if by else f"weights of {len(names)}"}
-    return xr.Dataset(data, coords=coords, attrs=attrs)
-
-
-def _measured(targets: xr.Dataset, metric: MetricLike) -> xr.Dataset:
-    measure, lazy = measure_of(metric, targets), lazy_features(targets)
-    outputs = lazy.output.data.T.rechunk(-1)
-    outputs += 0 * outputs.sum(0)  # a target that failed at one checkpoint has no score
-    weights = measure.weights(outputs)
-    data = {
-        name: arrays.groups.weighted_sum(lazy[name].data, weights)
-        for name in ("feature", "out_to_loss")
-        if name in lazy
-    }
-    data["output"] = measure.values(outputs).astype(lazy.output.dtype)[None].rechunk((1, 1))
+    if output is not None:
+        data["output"] = output
     return xr.Dataset(
         {name: VARIABLES[name].holding(array) for name, array in data.items()},
-        coords={
-            COMBINATION: (SAMPLE, np.array([measure.name], object)),
-            CHECKPOINT: lazy[CHECKPOINT],
-        },
-        attrs={**targets.attrs, "combined": f"metric {measure.name}"},
+        {title: (SAMPLE, names), CHECKPOINT: lazy[CHECKPOINT]},
+        {**targets.attrs, "combined": combined},
     )
+
+
+def _measured(targets: xr.Dataset, metric: MetricLike) -> tuple[np.ndarray, da.Array, da.Array]:
+    """Return the name of a metric, the weights of targets in it, and the metric of outputs."""
+    measure, outputs = measure_of(metric, targets), targets.output.data.T.rechunk(-1)
+    outputs += 0 * outputs.sum(0)  # a target that failed at one checkpoint has no score
+    output = measure.values(outputs).astype(targets.output.dtype)[None].rechunk((1, 1))
+    return np.array([measure.name], object), measure.weights(outputs), output
 
 
 def _grouped(targets: xr.Dataset, by: str, how: str) -> tuple[str, np.ndarray, sparse.csr_array]:

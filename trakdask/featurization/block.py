@@ -47,11 +47,11 @@ _lock = Lock()
 
 
 def featurize_block(
-    job: FeaturizeJob, item: np.ndarray, start: np.ndarray, *arrays: np.ndarray
+    job: FeaturizeJob, item: np.ndarray, rows: tuple[slice], *arrays: np.ndarray
 ) -> tuple[np.ndarray, ...]:
     """Return feature, its squared norm, output, out_to_loss (and error) of a block of samples."""
     checkpoint, fit = item.item()
-    with running(job, checkpoint, start, arrays) as samples:
+    with running(job, checkpoint, rows, arrays) as samples:
         maps = _maps(job, checkpoint, fit, samples.device)
 
         def open_stream(_: Forward, batch: Batch) -> Stream:
@@ -81,11 +81,11 @@ def _maps(
 
 @contextmanager
 def running(
-    job: FeaturizeJob, checkpoint: Checkpoint, start: np.ndarray, arrays: tuple[np.ndarray, ...]
+    job: FeaturizeJob, checkpoint: Checkpoint, rows: tuple[slice], arrays: tuple[np.ndarray, ...]
 ) -> Iterator[BlockSamples]:
     """Give the samples of a task, whose errors say which samples they are."""
-    positions = np.arange(start.item(), start.item() + len(arrays[0]))
-    what = f"samples {positions[0]}:{positions[-1] + 1} of checkpoint {checkpoint.name!r}"
+    (here,) = rows
+    what = f"samples {here.start}:{here.stop} of checkpoint {checkpoint.name!r}"
     cache_states(states_bytes())
     try:
         device = device_of_task(job.device)
@@ -97,7 +97,7 @@ def running(
             no_fast_path(),
             applied(job.torch_settings, device),
         ):
-            yield BlockSamples(job, positions, arrays, device, what)
+            yield BlockSamples(job, np.arange(here.start, here.stop), arrays, device, what)
     except Exception as err:
         raise BlockError(
             f"{what} failed: {type(err).__name__}: {err}{_circumstances(job, arrays, err)}"

@@ -13,6 +13,7 @@ import dask.array as da
 import numpy as np
 
 from trakdask.arrays.blocks import take
+from trakdask.arrays.graphs import bounds
 from trakdask.bars import counted
 from trakdask.execution import active_client
 from trakdask.featurization.block import featurize_block
@@ -88,7 +89,7 @@ def block_tasks(
         run, index,
         shared_task(prepared.job, name), None,
         checkpoint_items(prepared, token), "c",
-        _starts(prepared.rows, token), "s",  # so that errors can name samples
+        bounds(prepared.rows), "s",  # so that errors can name samples
         *more, *chain.from_iterable(inputs),
         name=f"{ON_CPU if prepared.job.device == 'cpu' else GRADIENTS}{name}",
         dtype=dtype, meta=np.empty((0,) * len(index), dtype=dtype), concatenate=True,
@@ -131,18 +132,6 @@ def _with_fit(
     # Codes, and half precision of older stores, become float32 here, once for all blocks.
     with_fit[0] = checkpoint, {name: widened(a[..., 0]) for name, a in values.items()}
     return with_fit
-
-
-def _starts(sizes: tuple[int, ...], token: str) -> da.Array:
-    """Return the position of the first sample of each block; all but the last are equally large."""
-    return da.map_blocks(
-        _start, sizes[0], chunks=(sizes,), name=f"start-{token}",
-        dtype=np.int64, meta=np.empty(0, np.int64),
-    )  # fmt: skip
-
-
-def _start(size: int, block_id: tuple[int, ...]) -> np.ndarray:
-    return np.array([block_id[0] * size])
 
 
 def other_variables(

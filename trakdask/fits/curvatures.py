@@ -180,14 +180,14 @@ def _add_up_block(
     length: int,
     job: FeaturizeJob,
     item: np.ndarray,
-    start: np.ndarray,
+    rows: tuple[slice],
     eigenvectors: np.ndarray | None,
     *arrays: np.ndarray,
 ) -> np.ndarray:
     """Return sums over a block, (1, length, 1) float64, with weights q^power (1 - q), or 1."""
     (checkpoint, _), total = item.item(), np.zeros(length)
     task, shapes = job.model.task, job.model.shapes
-    with running(job, checkpoint, start, arrays) as samples:
+    with running(job, checkpoint, rows, arrays) as samples:
 
         def open_stream(forward: Forward, batch: Batch) -> Stream:
             h = torch.ones(batch.size)

@@ -123,12 +123,12 @@ def _facts(x: np.ndarray, h: np.ndarray, rho: float) -> tuple[Any, ...]:
 
 
 def _sketch_block(
-    width: int, n_columns: int, job: FeaturizeJob, item: np.ndarray, start: np.ndarray,
+    width: int, n_columns: int, job: FeaturizeJob, item: np.ndarray, rows: tuple[slice],
     *arrays: np.ndarray,
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
     """Return sketches of a block, (sample, column, 1), f and Q."""
     (checkpoint, fit), shapes = item.item(), job.model.shapes
-    with running(job, checkpoint, start, arrays) as samples:
+    with running(job, checkpoint, rows, arrays) as samples:
         device = samples.device
         scale = torch.tensor(fit["curvature_scale"], device=device)
         matrices = rotations(fit["curvature_eigenvectors"], shapes, device)

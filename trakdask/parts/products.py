@@ -186,7 +186,11 @@ def _back_project(job: FeaturizeJob, item: np.ndarray, vectors: np.ndarray) -> n
 
 
 def _multiply_block(
-    job: FeaturizeJob, item: np.ndarray, start: np.ndarray, vectors: np.ndarray, *arrays: np.ndarray
+    job: FeaturizeJob,
+    item: np.ndarray,
+    rows: tuple[slice],
+    vectors: np.ndarray,
+    *arrays: np.ndarray,
 ) -> tuple[np.ndarray, ...]:
     """Return products of gradients with vectors (vector, row, 1), in the place of features.
 
@@ -195,13 +199,13 @@ def _multiply_block(
     (checkpoint, *_), flat = item.item(), torch.tensor(vectors[..., 0])
     is_finite = flat.isfinite().all(1)
     flat[~is_finite] = 0  # so that samples, which share the pass, are not taken for the cause
-    with running(job, checkpoint, start, arrays) as samples:
-        rows, flat = job.row_map, flat.to(samples.device)
+    with running(job, checkpoint, rows, arrays) as samples:
+        places, flat = job.row_map, flat.to(samples.device)
         by_name = {
-            name: flat[:, rows.offset(name) : rows.offset(name) + rows.size(name)].unflatten(
-                1, rows.shape(name) or (1,)
+            name: flat[:, places.offset(name) : places.offset(name) + places.size(name)].unflatten(
+                1, places.shape(name) or (1,)
             )
-            for name in rows.names
+            for name in places.names
         }
 
         def open_stream(forward: Forward, batch: Batch) -> Stream:
