@@ -11,7 +11,6 @@ import xarray as xr
 
 import trakdask as td
 from trakdask.attribution import groups
-from trakdask.attribution.estimators import GradDot
 from trakdask.testing import simulate_features
 
 WORDS = np.array(["b", "", "a", "b", "ä", "c", "a"], np.dtypes.StringDType())
@@ -53,12 +52,7 @@ T = simulate_features(7, 4, 3, chunks=3, seed=1).astype("f8")
 KIND = np.array(["b", "a", "b", "", "a", "b", "c"], object)
 KIND[3] = None
 NAMED = T.assign_coords(kind=("sample", KIND))
-ESTIMATORS = [
-    td.Trak(damping=0.1),
-    td.Soft(damping=0.1),
-    td.RelatIF(damping=0.1),
-    GradDot(),
-]
+ESTIMATORS = [*(kind(damping=0.1) for kind in (td.Trak, td.Soft, td.RelatIF)), "grad_dot"]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids=repr)

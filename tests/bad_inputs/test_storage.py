@@ -15,7 +15,6 @@ import zarr
 import trakdask as td
 from tests.bad_inputs.bad_input import BadInput, one_test, parametrize
 from tests.bad_inputs.stores import FEATURES, file, foreign_folder, foreign_zarr, scores, store_in
-from trakdask.attribution.estimators import GradDot
 
 
 def save(features: Any = FEATURES, **options: Any) -> Callable[[Path], object]:
@@ -73,7 +72,7 @@ SAVE = [
     ("unknown protocol", save(store="s4://bucket/f.zarr"), ValueError, ["s4"]),
     ("foreign folder", lambda f: td.save(FEATURES, foreign_folder(f)), FileExistsError, ["notes"]),
     ("foreign zarr", lambda f: td.save(FEATURES, foreign_zarr(f)), FileExistsError, ["mine.zarr"]),
-    ("an estimator without a gram matrix", save(estimator=GradDot()), ValueError, ["GradDot()", "gram matrix"]),
+    ("an estimator without a gram matrix", save(estimator="grad_dot"), ValueError, ["GradDot()", "gram matrix"]),
     ("an estimator with a damping", save(estimator=td.Soft(damping=td.Absolute(1.0))), ValueError, ["damping='auto'", "Absolute"]),
     ("some columns of a fit", save(FEATURES.assign(wrong_classes=(("proj_dim", "proj_dim_1", "checkpoint"), np.ones((4, 4, 2)))).isel(proj_dim=[0, 2])), ValueError, ["all 4 columns", "got 2", "drop_dims"]),
     ("no samples", save(FEATURES.isel(sample=[])), ValueError, ["sample", "0"]),

@@ -22,8 +22,7 @@ DAYS = np.datetime64("2026-01-01", "ns") + np.arange(N) * np.timedelta64(1, "D")
 A, Z = slice(0, 50), slice(50, N)
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:expected no unfinished append",
-    "ignore:Consolidated metadata is currently",
+    "ignore:expected no unfinished append", "ignore:Consolidated metadata is currently"
 )
 
 
