@@ -183,8 +183,8 @@ def require_memory(n_bytes: int, what: str, remedy: str) -> None:
     """
     if n_bytes > _LEAST_WORKER and n_bytes > (most := memory_limit()):
         raise MemoryError(
-            f"expected {format_bytes(n_bytes)} of memory for {what}, got {format_bytes(int(most))}; "
-            f"{remedy}"
+            f"expected {format_bytes(n_bytes)} of memory for {what}, got "
+            f"{format_bytes(int(most))}; {remedy}"
         )
 
 

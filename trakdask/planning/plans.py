@@ -272,8 +272,8 @@ class Plan:
             if n_bytes > self.worker_bytes:
                 titles.append(
                     f"Too large: a task of {call} takes up to {format_bytes(n_bytes)}, and no "
-                    f"worker has more than {format_bytes(int(self.worker_bytes))}; try fewer columns, "
-                    "smaller blocks, or larger workers"
+                    f"worker has more than {format_bytes(int(self.worker_bytes))}; try fewer "
+                    "columns, smaller blocks, or larger workers"
                 )
         if self.has_few_columns:
             titles.append(
