@@ -1,6 +1,6 @@
 """How λ is chosen: by a rule that asks no outputs, by outputs, and by left-out checkpoints.
 
-Each rule is a function of the features, their sums, and the estimator, in the dict :data:`RULES`.
+Each rule is a function of the features and their sums, which :func:`choose` calls.
 """
 
 from __future__ import annotations
