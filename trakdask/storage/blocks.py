@@ -137,8 +137,8 @@ def save_blocks(
         Show a bar.
     """
     # In blocks of the store. The first one is partial if it begins within a chunk.
-    bounds = [*starts(rows, before.block), rows.stop]
-    sizes = tuple(np.diff(bounds).tolist())
+    edges = [*starts(rows, before.block), rows.stop]
+    sizes = tuple(np.diff(edges).tolist())
     chunked = features.chunk({SAMPLE: sizes, PROJ_DIM: -1, CHECKPOINT: 1})
     checkpoints = before.target().checkpoints
     columns = [checkpoints.index(name) for name in checkpoint_names(features)]
@@ -312,8 +312,8 @@ def _last_block(
     """Return the rows of the last block without failures, a checkpoint, and its numbers."""
     names, records = checkpoint_names(features), stored_records(before)
     columns = [i for i, name in enumerate(before.target().checkpoints) if name in names]
-    bounds = [*starts(rows, before.block), rows.stop]
-    for start, stop in reversed([*itertools.pairwise(bounds)]):
+    edges = [*starts(rows, before.block), rows.stop]
+    for start, stop in reversed([*itertools.pairwise(edges)]):
         for index in reversed(columns):
             if before.counts(start, index) or (start, index) in records:
                 values = numbers_of(before, range(start, stop), index, records)
