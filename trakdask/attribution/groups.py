@@ -107,7 +107,9 @@ def combine(
             f"expected one of by=, weights= and metric=, got {chosen or 'none'}; try by='label', "
             "weights={'first - second': {0: 1, 1: -1}}, or metric='accuracy'"
         )
-    lazy, output = lazy_features(targets), None
+    lazy = lazy_features(targets)
+    output: da.Array | None = None
+    matrix: sparse.csr_array | da.Array
     if metric is not None:
         title, (names, matrix, output) = COMBINATION, _measured(lazy, metric)
         combined = f"metric {names[0]}"
