@@ -14,8 +14,6 @@ from trakdask.fits import fit
 from trakdask.models.model import Model
 from trakdask.saving import save
 
-__all__ = ["attribute"]
-
 _OF_FEATURES = ("gradients", "batch_size", "dtype", "device")
 """Options of ``fit`` that ``featurize`` has, too."""
 

@@ -28,8 +28,6 @@ from trakdask.files import Folder, naming, replacing
 from trakdask.provenance import as_values
 from trakdask.variables import RANK, TARGET
 
-__all__ = ["to_parquet", "to_zarr"]
-
 _MAX_BYTES = "10 GiB"
 _WRITER = {"_NCProperties": "trakdask"}
 """Attribute by which a result is known for one. xarray does not read attributes that begin with

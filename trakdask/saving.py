@@ -39,8 +39,6 @@ from trakdask.variables import (
     validate,
 )
 
-__all__ = ["calibrate", "drop", "save"]
-
 
 def save(
     features: xr.Dataset,

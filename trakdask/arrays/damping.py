@@ -181,7 +181,17 @@ def spread_rows(sizes: tuple[int, ...], most: int) -> list[slice]:
     return [slice(int(starts[i]), int(starts[i]) + min(rows, sizes[i])) for i in chosen]
 
 
-def choose(totals: da.Array, outputs: da.Array, **options: Any) -> da.Array:
+def choose(
+    totals: da.Array,
+    outputs: da.Array,
+    *,
+    samples: str,
+    otherwise: str,
+    prior: float,
+    is_whole: bool,
+    n_samples: int,
+    quiet: bool = False,
+) -> da.Array:
     """Choose ρ by samples whose totals follow their outputs, both as means over checkpoints.
 
     Parameters
@@ -190,8 +200,18 @@ def choose(totals: da.Array, outputs: da.Array, **options: Any) -> da.Array:
         (row, ρ, checkpoint), NaN for samples to leave out.
     outputs
         f, (row, checkpoint).
-    options
-        Those of :func:`chosen`.
+    samples
+        The name of these samples.
+    otherwise
+        The rule that chooses if the totals do not follow the outputs.
+    prior
+        The ρ of models that were trained to the end.
+    is_whole
+        Whether K is the whole curvature, and checkpoints were trained on all samples.
+    n_samples
+        How many samples K is a sum over.
+    quiet
+        Does not warn; the caller does, by :func:`warn_of_choice`.
 
     Returns
     -------
@@ -216,7 +236,8 @@ def choose(totals: da.Array, outputs: da.Array, **options: Any) -> da.Array:
     return blockwise(
         _choose, "k", totals, "sgc", aligned, "sc",
         new_axes={"k": 1}, concatenate=True, name="completeness-choice", dtype=CHOICE,
-        **options,
+        samples=samples, otherwise=otherwise, prior=prior, is_whole=is_whole, n_samples=n_samples,
+        quiet=quiet,
     )  # fmt: skip
 
 
@@ -250,27 +271,7 @@ def chosen(
     n_samples: int,
     quiet: bool = False,
 ) -> Block:
-    """Return what :func:`choose` returns, from the correlation for every ρ, of so many rows.
-
-    Parameters
-    ----------
-    correlation
-        Of totals with outputs, (ρ,).
-    n_rows, n_checkpoints
-        How many they are means over.
-    samples
-        The name of these samples.
-    otherwise
-        The rule that chooses if the totals do not follow the outputs.
-    prior
-        The ρ of models that were trained to the end.
-    is_whole
-        Whether K is the whole curvature, and checkpoints were trained on all samples.
-    n_samples
-        How many samples K is a sum over.
-    quiet
-        Does not warn; the caller does, by :func:`warn_of_choice`.
-    """
+    """Return what :func:`choose` returns, from the correlation for every ρ, of so many rows."""
     peak = float(np.nanmax(correlation)) if np.isfinite(correlation).any() else np.nan
     numbers: dict[str, Any] = {"peak": peak, "curve": correlation}
     # 1. Totals that do not follow the outputs say nothing: λ is then as by the trace.

@@ -28,8 +28,6 @@ from trakdask.samples.sources import (
 from trakdask.samples.tables import Columns, Files, HuggingFace, Table
 from trakdask.variables import SAMPLE
 
-__all__ = ["from_dataframe"]
-
 
 def from_dataframe(
     source: Any,
