@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "tests" / "benchmarks"
 
-LINES_OF_PACKAGE = 23_994
+LINES_OF_PACKAGE = 23_995
 LINES_OF_TESTS = 27_046
 LINES_OF_BENCHMARKS = 1_986
 NAMED_TYPES = 203

@@ -116,8 +116,9 @@ def sliced(
     [3, 4]
     """
     # Hashing an array could take longer than everything else that builds a graph.
-    is_sparse = isinstance(values, sparse.csr_array)
-    token = tokenize(values.data, values.indices, values.indptr) if is_sparse else uuid4().hex
+    token = uuid4().hex
+    if not isinstance(values, np.ndarray):
+        token = tokenize(values.data, values.indices, values.indptr)
     return _Parts(chunks, functools.partial(operator.getitem, values), token)
 
 
