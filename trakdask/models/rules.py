@@ -224,7 +224,7 @@ def turned(
     matrices = {axis: matrix.to(delta.dtype) for axis, matrix in matrices.items()}
     if rule is _conv_weight:
         x, delta = (
-            value if axis not in matrices else _mixed_channels(value, matrices[axis])
+            (matrices[axis].T @ value.flatten(2)).view(value.shape) if axis in matrices else value
             for value, axis in ((x, 1), (delta, 0))
         )
         return partial(_conv_weight, places=matrices.get(2)), x, delta
@@ -242,10 +242,6 @@ def turned(
         for axis, side in zip(axes, (x, delta), strict=True)
     )
     return rule, x, delta
-
-
-def _mixed_channels(value: Tensor, matrix: Tensor) -> Tensor:
-    return (matrix.T @ value.flatten(2)).view(value.shape)
 
 
 _CONV1D: Mapping[str, GradientRule] = {"weight": transposed_linear_weight, "bias": last_bias}
