@@ -91,7 +91,7 @@ plot_formats = [("png", 144)]
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|nn|np|numpy|xr|xarray|da|dask|distributed|pd|pandas|zarr|collections)\..*"),
-    ("py:.*", r"(os|pathlib)\..*|Axes|Figure|Normalize|NDArray|Tensor|EstimatorLike"),
+    ("py:.*", r"(os|pathlib)\..*|Axes|Figure|NDArray|Tensor|EstimatorLike"),
     # Types of parameters and fields that have no page of their own.
     ("py:.*", r"trakdask\.(attribution|explorer|models|plots|projection)\.[a-z_]+\.[A-Za-z_]+"),
 ]

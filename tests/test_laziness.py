@@ -107,7 +107,6 @@ PUBLIC = {
     "leave_group_out": lambda: td.evaluate.leave_group_out(
         train, td.group_score(SEEDS, SEEDS, by="label", level=0.9), SEEDS.label
     ),
-    "mislabelled_auc": lambda: td.evaluate.mislabelled_auc(FEATURES.output, LABEL_IS_WRONG),
     "mislabelled_curve": lambda: td.evaluate.mislabelled_curve(FEATURES.output, LABEL_IS_WRONG),
     "accessor": lambda: FEATURES.trak.score(TARGETS).trak.top_k(3),
     "from_features": lambda: td.from_features(X, "embeddings", coords={"label": LABEL}, chunks=5),

@@ -43,8 +43,8 @@ OF_SAMPLES: dict[str, tuple[Ask, np.ndarray]] = {
     "top_k": (lambda x, t, v: td.top_k(scores(x, t), 2, where=v).position, FLAGS),
     "gram": (lambda x, _, v: td.gram(x, weights=v), PARTS[:, 0]),
     "subsets": (lambda x, _, v: td.evaluate.subsets(x, 3, by=v), np.arange(N) // 4),
-    "mislabelled_auc": (
-        lambda x, _, v: td.evaluate.mislabelled_auc(td.self_influence(x, DOT), v).auc,
+    "mislabelled_curve": (
+        lambda x, _, v: td.evaluate.mislabelled_curve(td.self_influence(x, DOT), v).auc,
         FLAGS,
     ),
     "baselines": (
@@ -117,7 +117,7 @@ def test_arrays__along_targets_are_reordered_by_their_labels(name: str) -> None:
 
 
 FROM_PANDAS = {
-    name: OF_SAMPLES[name] for name in ("top_k", "subsets", "mislabelled_auc", "baselines")
+    name: OF_SAMPLES[name] for name in ("top_k", "subsets", "mislabelled_curve", "baselines")
 }
 
 

@@ -53,7 +53,6 @@ GOOD = {
     "lds": {"scores": SCORES, "masks": MASKS, "outputs": OUTPUTS, "resamples": 2},
     "subsets": {"samples": N, "n_subsets": 4},
     "leave_one_out": {"samples": N},
-    "mislabelled_auc": {"values": SCORES[:, 0], "is_mislabelled": WRONG},
     "mislabelled_curve": {"values": SCORES[:, 0], "is_mislabelled": WRONG},
     "retrain": {"train_fn": train, "masks": MASKS, "targets": M, "progress": False},
     "removal_curve": {"train_fn": train, "scores": SCORES, "fractions": [0.2], "n_random": 1},
@@ -116,7 +115,7 @@ ROWS = [
         ("out of range", {"positions": [3, 12]}, ValueError, ["12"]),
     ),
     *rows(
-        "mislabelled_auc",
+        "mislabelled_curve",
         ("a NaN", {"values": nan_at(SCORES[:, 0], [7, 9])}, ValueError, ["2 of 12", "sample 7"]),
         ("positions", {"is_mislabelled": [0, 1, 2]}, ValueError, ["int64"]),
         ("other samples", {"is_mislabelled": WRONG[:9]}, ValueError, ["12", "9"]),

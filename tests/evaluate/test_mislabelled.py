@@ -22,15 +22,15 @@ def pairs_in_order(values: np.ndarray) -> float:
     return float(np.mean((above > 0) + 0.5 * (above == 0)))
 
 
-def test_mislabelled_auc__of_every_entry() -> None:
+def test_mislabelled_curve__auc_of_every_entry() -> None:
     with raise_if_dask_computes():
-        result = td.evaluate.mislabelled_auc(VALUES.chunk(sample=7, checkpoint=1), WRONG)
+        result = td.evaluate.mislabelled_curve(VALUES.chunk(sample=7, checkpoint=1), WRONG)
         assert "auc" in repr(result)
     expected = [pairs_in_order(column) for column in VALUES.values.T]
     np.testing.assert_allclose(result.auc, expected)
     assert result.checkpoint.values.tolist() == ["a", "b", "c"]
-    low, high = result.interval.values
-    wider = td.evaluate.mislabelled_auc(VALUES, WRONG, confidence=0.99).interval.values
+    low, high = result.auc_interval.values
+    wider = td.evaluate.mislabelled_curve(VALUES, WRONG, confidence=0.99).auc_interval.values
     assert (np.diff([wider[0], low, result.auc, high, wider[1]], axis=0) > 0).all()
 
 
@@ -72,8 +72,7 @@ def test_mislabelled_curve__area_is_that_under_the_curve() -> None:
     under = np.trapezoid(np.concatenate(ends), dx=1 / 50, axis=0)
     np.testing.assert_allclose(curve.area, under)
     area_of_best = 1 - WRONG.mean() / 2
-    auc = td.evaluate.mislabelled_auc(VALUES, WRONG).compute()
-    for area, of_auc in ((curve.area, auc.auc), (curve.area_interval, auc.interval)):
+    for area, of_auc in ((curve.area, curve.auc), (curve.area_interval, curve.auc_interval)):
         # From 0 and 1 of the AUC to the areas of the worst and the best order.
         expected = (1 - area_of_best) + (2 * area_of_best - 1) * of_auc
         np.testing.assert_allclose(area, expected)

@@ -96,6 +96,6 @@ def test_plan__says_what_will_be_refused(client: Client) -> None:
     model = td.Model(torch.nn.Linear(4, 3), task="image_classification")
     plan = td.plan(td.featurize(samples, model, td.SJLT(4096)), td.SJLT(8192))
     assert "Too large" not in repr(plan)
-    assert plan.projections[0].save_bytes < LIMIT < plan.projections[1].save_bytes
+    assert plan.projections.save_bytes[0] < LIMIT < plan.projections.save_bytes[1]
     wide_plan = td.plan(td.featurize(samples, model, td.SJLT(8192)))
     assert "a task of td.save takes up to" in repr(wide_plan)

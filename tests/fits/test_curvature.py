@@ -307,7 +307,7 @@ def test_components_are_the_right_singular_vectors(is_curved: bool) -> None:
     np.testing.assert_allclose(np.abs(rows[:5] @ vectors), np.eye(5), atol=0.01)
 
     features = td.featurize(samples, model, components)
-    assert td.plan(features).projections[0].proj_dim == 5
+    assert td.plan(features).projections.proj_dim[0] == 5
     expected = wide @ vectors
     np.testing.assert_allclose(rows_along(features), expected, atol=1e-5 * np.abs(expected).max())
     np.testing.assert_allclose(features.feature_norm.values[:, 0], (expected**2).sum(1), rtol=1e-4)

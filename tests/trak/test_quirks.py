@@ -145,9 +145,8 @@ def test_14__other_settings_are_refused(tmp_path: Path, option: str, value: obje
     before = content(tmp_path)
     for load_from_save_dir in (True, False):
         run = Run(options={option: value, "load_from_save_dir": load_from_save_dir})
-        with pytest.raises(AssertionError, match=r"expected .*, got ") as caught:
+        with pytest.raises(AssertionError, match=r"expected .*, got "):
             run.make(TRAKer, tmp_path)
-        assert isinstance(caught.value, StoreMismatchError)
     assert content(tmp_path).keys() == before.keys()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 import webbrowser
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib.resources import files
 from pathlib import Path
@@ -17,7 +17,7 @@ from rich.console import Console
 import trakdask as td
 from trakdask import command_line as cli
 from trakdask.checks import import_callable
-from trakdask.command_line.configuration import Configuration, ConfigurationError, about, kept, read
+from trakdask.command_line.configuration import ConfigurationError, about, kept, read
 from trakdask.files import location
 
 app = typer.Typer(
@@ -220,7 +220,7 @@ def _say(text: str) -> None:
 
 
 @contextmanager
-def _job(file: Path, settings: list[str] | None, debug: bool) -> Iterator[Configuration]:
+def _job(file: Path, settings: list[str] | None, debug: bool) -> Iterator[Mapping[str, Any]]:
     with _reported(debug):
         values = read(file, settings or [])
         with cli.jobs.running(values):

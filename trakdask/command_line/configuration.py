@@ -21,8 +21,6 @@ from trakdask._version import __version__
 from trakdask.checks import require_choice, shown
 from trakdask.files import Folder, location
 
-Configuration = Mapping[str, Any]
-
 _SECTIONS = (
     *("data", "targets", "model", "projector", "featurize", "save"),
     *("stores", "cluster", "score", "top_k", "evaluate", "outputs"),
@@ -136,7 +134,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-def read(path: Path, settings: Iterable[str] = ()) -> Configuration:
+def read(path: Path, settings: Iterable[str] = ()) -> Mapping[str, Any]:
     """Read a YAML or TOML file and apply settings such as ``"projector.proj_dim=512"``.
 
     Raises
@@ -193,12 +191,12 @@ def _apply(values: dict[str, Any], setting: str) -> None:
     values[last] = yaml.load(text, _Loader)
 
 
-def section(configuration: Configuration, name: str) -> dict[str, Any]:
+def section(configuration: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return a copy of a section, which is empty if it is not there."""
     return dict(configuration.get(name) or {})
 
 
-def keep(configuration: Configuration, written: str | os.PathLike[str]) -> None:
+def keep(configuration: Mapping[str, Any], written: str | os.PathLike[str]) -> None:
     """Write the configuration beside a result of a job, so that the job can be repeated.
 
     A file that trakdask did not write stays there, with a warning.

@@ -19,7 +19,6 @@ import trakdask as td
 from trakdask.attribution import estimators
 from trakdask.checks import import_callable, require_choice
 from trakdask.command_line.configuration import (
-    Configuration,
     about,
     keep,
     kept,
@@ -55,7 +54,7 @@ OF_ESTIMATORS = ("power", "damping", "learning_rates")
 
 
 @contextmanager
-def running(configuration: Configuration) -> Iterator[None]:
+def running(configuration: Mapping[str, Any]) -> Iterator[None]:
     """Run the body in the folder of the configuration, on its cluster."""
     folder, options = configuration["folder"], section(configuration, "cluster")
     with ExitStack() as stack:
@@ -97,7 +96,11 @@ def _client(options: dict[str, Any]) -> Client:
 
 
 def features(
-    configuration: Configuration, name: str, like: xr.Dataset | None = None, *, fits: bool = True
+    configuration: Mapping[str, Any],
+    name: str,
+    like: xr.Dataset | None = None,
+    *,
+    fits: bool = True,
 ) -> xr.Dataset:
     """Return the lazy features of the samples that a section describes.
 
@@ -135,7 +138,7 @@ def features(
 
 
 def _projector(
-    configuration: Configuration, samples: xr.Dataset, model: td.Model, fits: bool
+    configuration: Mapping[str, Any], samples: xr.Dataset, model: td.Model, fits: bool
 ) -> Any:
     """Return the projector of a section, which is fitted unless the store of features has it."""
     from trakdask import projection
@@ -177,7 +180,7 @@ def described_model(options: dict[str, Any]) -> td.Model:
 
 
 def described_or_stored(
-    configuration: Configuration, names: Iterable[str] = STORES
+    configuration: Mapping[str, Any], names: Iterable[str] = STORES
 ) -> dict[str, xr.Dataset]:
     """Return the lazy features of training samples and targets, before anything is computed.
 
@@ -199,7 +202,9 @@ def described_or_stored(
     return both
 
 
-def saved(configuration: Configuration, both: Mapping[str, xr.Dataset]) -> dict[str, xr.Dataset]:
+def saved(
+    configuration: Mapping[str, Any], both: Mapping[str, xr.Dataset]
+) -> dict[str, xr.Dataset]:
     """Store the features that sections describe, and return the contents of both stores."""
     options, stores = section(configuration, "save"), section(configuration, "stores")
     results = dict(both)
@@ -214,7 +219,7 @@ def saved(configuration: Configuration, both: Mapping[str, xr.Dataset]) -> dict[
 
 
 def explored(
-    configuration: Configuration, text: str | None = None
+    configuration: Mapping[str, Any], text: str | None = None
 ) -> tuple[str, xr.Dataset, xr.Dataset, dict[str, Any]]:
     """Return the store of training samples, both features, and what :func:`explore` shows of them.
 

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import xarray as xr
 
 import trakdask as td
 from trakdask.checks import import_callable, require_choice
 from trakdask.command_line import jobs
-from trakdask.command_line.configuration import (
-    Configuration,
-    about,
-    keep,
-    require_form,
-    require_keys,
-    section,
-)
+from trakdask.command_line.configuration import about, keep, require_form, require_keys, section
 from trakdask.export import require_replaceable
 from trakdask.variables import TRAINED_ON
 
@@ -28,7 +22,7 @@ _WRITERS: Mapping[str, Callable[..., None]] = {".zarr": td.to_zarr, ".parquet": 
 _IN_MEMORY = 2**30
 
 
-def ranking(configuration: Configuration) -> tuple[xr.Dataset, str | None]:
+def ranking(configuration: Mapping[str, Any]) -> tuple[xr.Dataset, str | None]:
     """Rank the training samples, and write the ranking where the section ``outputs`` says.
 
     Returns
@@ -47,7 +41,7 @@ def ranking(configuration: Configuration) -> tuple[xr.Dataset, str | None]:
     return ranking, path
 
 
-def _output(configuration: Configuration) -> str | None:
+def _output(configuration: Mapping[str, Any]) -> str | None:
     """Return where to write the ranking, if anywhere, after a check that this is possible."""
     path = section(configuration, "outputs").get("top_k")
     if path is None:
@@ -60,7 +54,7 @@ def _output(configuration: Configuration) -> str | None:
     return str(path)
 
 
-def _ranking(configuration: Configuration, data: xr.Dataset, targets: xr.Dataset) -> xr.Dataset:
+def _ranking(configuration: Mapping[str, Any], data: xr.Dataset, targets: xr.Dataset) -> xr.Dataset:
     options = section(configuration, "score")
     with about("score"):
         require_keys(options, td.score, 2, *jobs.OF_ESTIMATORS, "calibrate")
@@ -70,7 +64,7 @@ def _ranking(configuration: Configuration, data: xr.Dataset, targets: xr.Dataset
         return td.top_k(scores, **section(configuration, "top_k"))
 
 
-def evaluated(configuration: Configuration) -> Iterator[str]:
+def evaluated(configuration: Mapping[str, Any]) -> Iterator[str]:
     """Yield sentences on the quality of the scores, the cheapest first.
 
     Raises

@@ -6,7 +6,7 @@ group of samples. With the masks of ``leave_one_out``, the first chain compares 
 effect of leaving out single samples.
 
 Nothing is retrained by the others: ``cross_validate`` predicts checkpoints that were left out, and
-``mislabelled_auc`` and ``mislabelled_curve`` measure whether scores find wrong labels.
+``mislabelled_curve`` measures whether scores find wrong labels.
 
 ``train_on_halves`` trains checkpoints for ``cross_validate``. ``reliability`` says what more
 checkpoints would gain. ``metric`` computes a metric of outputs. ``baselines`` makes simple scores,
@@ -17,7 +17,7 @@ from trakdask.attribution.metrics import metric
 from trakdask.evaluate.baselines import baselines
 from trakdask.evaluate.cross_validation import cross_validate
 from trakdask.evaluate.datamodeling import lds, leave_one_out, subsets
-from trakdask.evaluate.detection import mislabelled_auc, mislabelled_curve
+from trakdask.evaluate.detection import mislabelled_curve
 from trakdask.evaluate.groups import leave_group_out
 from trakdask.evaluate.halves import train_on_halves
 from trakdask.evaluate.noise import reliability
@@ -31,7 +31,6 @@ __all__ = [
     "leave_group_out",
     "leave_one_out",
     "metric",
-    "mislabelled_auc",
     "mislabelled_curve",
     "reliability",
     "removal_curve",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ import xarray as xr
 from trakdask import arrays
 from trakdask.checks import nearest, require_integer, shown
 from trakdask.evaluate.results import (
-    Scores,
     as_array,
     checked_masks,
     lazy_data,
@@ -152,7 +151,7 @@ def leave_one_out(
 
 
 def lds(
-    scores: Scores,
+    scores: xr.DataArray | Mapping[str, xr.DataArray],
     masks: xr.DataArray,
     outputs: xr.DataArray,
     *,

@@ -2,74 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.evaluate.results import Scores, as_array, lazy_data, lazy_results, require_fraction
+from trakdask.evaluate.results import as_array, lazy_data, lazy_results, require_fraction
 from trakdask.variables import SAMPLE, data_in_order
 
 TWENTIETHS = tuple(i / 20 for i in range(1, 20))
 
 
-def mislabelled_auc(
-    values: Scores,
-    is_mislabelled: np.ndarray | xr.DataArray,
-    *,
-    confidence: float = 0.95,
-) -> xr.Dataset:
-    """Measure how well values separate wrong labels from right ones.
-
-    Parameters
-    ----------
-    values
-        One value per training sample, which is higher the more suspicious its label is, such as the
-        self-influence: (sample), with any further dimensions, whose entries are all evaluated; or
-        a mapping from names to values, which has the further dimension ``estimator``.
-    is_mislabelled
-        Which labels are wrong, bool (sample,).
-    confidence
-        Level of the interval.
-
-    Returns
-    -------
-    Lazy Dataset of ``auc``, the probability that a wrong label has a higher value than a right one
-    (0.5 by chance; ties count half), and ``interval`` (bound): DeLong's, symmetric on the logit
-    scale.
-
-    Raises
-    ------
-    ValueError
-        If sizes do not agree, or all labels are wrong or all are right; when computed, if a value
-        is NaN.
-
-    References
-    ----------
-    DeLong et al. 1988; Koh and Liang 2017, section 5.4.
-
-    Examples
-    --------
-    >>> import trakdask as td
-    >>> values = xr.DataArray([0.1, 0.9, 0.2, 0.8], dims="sample")
-    >>> td.evaluate.mislabelled_auc(values, [False, True, False, True]).auc.values.item()
-    1.0
-    """
-    values, wrong = _checked(values, is_mislabelled)
-    confidence = require_fraction("confidence", confidence)
-    more = values.dims[1:]
-    return lazy_results(
-        _auc, lazy_data(values), wrong, confidence, of=values,
-        variables={
-            "auc": (more, "probability that a wrong label has the higher value"),
-            "interval": (("bound", *more), "of auc"),
-        },
-    )  # fmt: skip
-
-
 def mislabelled_curve(
-    values: Scores,
+    values: xr.DataArray | Mapping[str, xr.DataArray],
     is_mislabelled: np.ndarray | xr.DataArray,
     fractions: Sequence[float] = TWENTIETHS,
     *,
@@ -80,7 +26,9 @@ def mislabelled_curve(
     Parameters
     ----------
     values
-        As in :func:`mislabelled_auc`: (sample), higher the more suspicious.
+        One value per training sample, which is higher the more suspicious its label is, such as the
+        self-influence: (sample), with any further dimensions, whose entries are all evaluated; or
+        a mapping from names to values, which has the further dimension ``estimator``.
     is_mislabelled
         Which labels are wrong, bool (sample,).
     fractions
@@ -94,8 +42,11 @@ def mislabelled_curve(
 
     - ``found`` (fraction): share of the wrong labels that is among the inspected samples, with
       ``interval`` (bound, fraction), Wilson's, of as many trials as there are wrong labels;
-    - ``area``: the area under this curve for fractions from 0 to 1, with ``area_interval`` (bound).
-      Both follow from the results of :func:`mislabelled_auc`. A random order has ½;
+    - ``auc``: the probability that a wrong label has a higher value than a right one (0.5 by
+      chance; ties count half), with ``auc_interval`` (bound): DeLong's, symmetric on the logit
+      scale;
+    - ``area``: the area under the curve for fractions from 0 to 1, with ``area_interval`` (bound).
+      Both follow from ``auc``. A random order has ½;
     - ``random_interval`` (bound, fraction): where the share found in a random order lies, whose
       expectation is the fraction itself;
     - ``best`` (fraction): the share found if all wrong labels came first. The area of that curve is
@@ -116,16 +67,16 @@ def mislabelled_curve(
 
     References
     ----------
-    Koh and Liang 2017, section 5.4; Kwon et al. 2024, "DataInf". Quanda (Bareeva et al. 2024) calls
-    this mislabeling detection.
+    DeLong et al. 1988; Koh and Liang 2017, section 5.4; Kwon et al. 2024, "DataInf". Quanda
+    (Bareeva et al. 2024) calls this mislabeling detection.
 
     Examples
     --------
     >>> import trakdask as td
     >>> values = xr.DataArray([0.1, 0.9, 0.2, 0.8], dims="sample")
     >>> curve = td.evaluate.mislabelled_curve(values, [False, True, False, True], [0.25, 0.5])
-    >>> curve.found.values.tolist(), float(curve.area)
-    ([0.5, 1.0], 0.75)
+    >>> curve.found.values.tolist(), float(curve.area), float(curve.auc)
+    ([0.5, 1.0], 0.75, 1.0)
     """
     values, wrong = _checked(values, is_mislabelled)
     confidence = require_fraction("confidence", confidence)
@@ -136,6 +87,8 @@ def mislabelled_curve(
         variables={
             "found": (("fraction", *more), "share of the wrong labels that is found"),
             "interval": (("bound", "fraction", *more), "of found"),
+            "auc": (more, "probability that a wrong label has the higher value"),
+            "auc_interval": (("bound", *more), "of auc"),
             "area": (more, "area under found, for fractions from 0 to 1"),
             "area_interval": (("bound", *more), "of area"),
             "random_interval": (("bound", "fraction"), "of found in a random order"),
@@ -145,7 +98,9 @@ def mislabelled_curve(
     )  # fmt: skip
 
 
-def _checked(values: Scores, is_mislabelled: object) -> tuple[xr.DataArray, np.ndarray]:
+def _checked(
+    values: xr.DataArray | Mapping[str, xr.DataArray], is_mislabelled: object
+) -> tuple[xr.DataArray, np.ndarray]:
     values = as_array(values, SAMPLE)
     wrong = np.asarray(data_in_order(is_mislabelled, values, SAMPLE, what="is_mislabelled"))
     n = values.sizes[SAMPLE]
@@ -158,7 +113,8 @@ def _checked(values: Scores, is_mislabelled: object) -> tuple[xr.DataArray, np.n
     return values, wrong
 
 
-def _auc(values: np.ndarray, wrong: np.ndarray, confidence: float) -> dict[str, np.ndarray]:
+def _auc(values: np.ndarray, wrong: np.ndarray, confidence: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return the area under the ROC curve of every entry, (...), and its interval, (bound, ...)."""
     more, columns = values.shape[1:], values.reshape(len(values), -1).T
     if (unknown := np.isnan(columns).any(axis=0)).any():
         raise ValueError(
@@ -166,16 +122,14 @@ def _auc(values: np.ndarray, wrong: np.ndarray, confidence: float) -> dict[str, 
             f"samples, the first at sample {int(np.argmax(unknown))}; try values.dropna('sample')"
         )
     results = [arrays.detection.roc_auc(column, wrong, confidence) for column in columns]
-    return {
-        "auc": np.array([area for area, _ in results]).reshape(more),
-        "interval": np.stack([bounds for _, bounds in results], axis=1).reshape(2, *more),
-    }
+    areas, bounds = zip(*results, strict=True)
+    return np.array(areas).reshape(more), np.stack(bounds, axis=1).reshape(2, *more)
 
 
 def _found_curve(
     values: np.ndarray, wrong: np.ndarray, shares: list[float], confidence: float
 ) -> dict[str, np.ndarray]:
-    area = _auc(values, wrong, confidence)
+    auc, auc_interval = _auc(values, wrong, confidence)
     n, n_wrong, more = len(wrong), int(wrong.sum()), values.shape[1:]
     inspected = np.array(shares) * n
     columns = values.reshape(n, -1).T
@@ -187,8 +141,10 @@ def _found_curve(
     return {
         "found": found,
         "interval": arrays.detection.proportion_interval(found, n_wrong, confidence),
-        "area": of_wrong + (1 - n_wrong / n) * area["auc"],
-        "area_interval": of_wrong + (1 - n_wrong / n) * area["interval"],
+        "auc": auc,
+        "auc_interval": auc_interval,
+        "area": of_wrong + (1 - n_wrong / n) * auc,
+        "area_interval": of_wrong + (1 - n_wrong / n) * auc_interval,
         "random_interval": _random_interval(inspected, n, n_wrong, confidence),
         "best": np.minimum(inspected / n_wrong, 1),
     }

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import dask.array as da
 import numpy as np
 import pandas as pd
 import xarray as xr
+from numpy.typing import ArrayLike, NDArray
 
 from trakdask.attribution.groups import group_codes
 from trakdask.checks import shown
 from trakdask.evaluate.datamodeling import described_lds, rank_correlations
-from trakdask.evaluate.results import Scores, as_array, lazy_data, lazy_results, require_bootstrap
-from trakdask.evaluate.retraining import TrainFn, train_models
+from trakdask.evaluate.results import as_array, lazy_data, lazy_results, require_bootstrap
+from trakdask.evaluate.retraining import train_models
 from trakdask.variables import TARGET
 
 _OF_ALL = -2
@@ -23,8 +24,8 @@ _OF_ALL = -2
 
 
 def leave_group_out(
-    train_fn: TrainFn,
-    sums: Scores | xr.Dataset,
+    train_fn: Callable[[NDArray[np.int64], int], ArrayLike],
+    sums: xr.DataArray | Mapping[str, xr.DataArray] | xr.Dataset,
     groups: xr.DataArray,
     *,
     seeds: int | Sequence[int] = 3,

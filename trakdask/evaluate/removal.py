@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import dask
 import dask.array as da
 import numpy as np
 import xarray as xr
+from numpy.typing import ArrayLike, NDArray
 
 from trakdask import arrays
 from trakdask.checks import require_flags, require_integer
-from trakdask.evaluate.results import Scores, as_array, lazy_data, lazy_results, require_fraction
-from trakdask.evaluate.retraining import TrainFn, train_models
+from trakdask.evaluate.results import as_array, lazy_data, lazy_results, require_fraction
+from trakdask.evaluate.retraining import train_models
 from trakdask.variables import SAMPLE, TARGET
 
 
 def removal_curve(
-    train_fn: TrainFn,
-    scores: Scores,
+    train_fn: Callable[[NDArray[np.int64], int], ArrayLike],
+    scores: xr.DataArray | Mapping[str, xr.DataArray],
     fractions: Sequence[float],
     *,
     helpful: bool = True,

@@ -14,8 +14,6 @@ from trakdask.arrays.graphs import plain
 from trakdask.checks import require_integer, require_number
 from trakdask.variables import SAMPLE, coords_along, require_alike
 
-Scores = xr.DataArray | Mapping[str, xr.DataArray]
-
 
 def lazy_results(
     function: Callable[..., Mapping[str, np.ndarray]],
@@ -51,7 +49,7 @@ def lazy_results(
     return xr.Dataset(arrays, coords={**coords_along(of, *of.dims[1:]), **labels})
 
 
-def as_array(scores: Scores, *dims: Hashable) -> xr.DataArray:
+def as_array(scores: xr.DataArray | Mapping[str, xr.DataArray], *dims: Hashable) -> xr.DataArray:
     """Return scores with these dimensions first; a mapping gets the dimension ``estimator``.
 
     All entries of a mapping have the coords of the first one: others may be bare numbers.

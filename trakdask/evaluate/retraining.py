@@ -28,14 +28,12 @@ from trakdask.files import Folder, location
 from trakdask.provenance import require_same
 from trakdask.variables import TARGET, coords_along
 
-TrainFn = Callable[[NDArray[np.int64], int], ArrayLike]
-
 _SPEC = "spec.json"
 _one_at_a_time = threading.Lock()
 
 
 def retrain(
-    train_fn: TrainFn,
+    train_fn: Callable[[NDArray[np.int64], int], ArrayLike],
     masks: xr.DataArray,
     targets: int | xr.DataArray,
     *,
@@ -140,7 +138,7 @@ def _seed_numbers(seeds: int | Sequence[int]) -> NDArray[np.int64]:
 
 
 def train_models(
-    train_fn: TrainFn,
+    train_fn: Callable[..., ArrayLike],
     masks: da.Array,
     n_targets: int,
     *,
@@ -237,7 +235,7 @@ def _files(masks: NDArray[np.bool_], seeds: NDArray[np.int64]) -> set[str]:
     return {f"{model_key(mask, seed)}.npy" for mask in masks for seed in seeds.tolist()}
 
 
-def _tag(train_fn: TrainFn) -> str:
+def _tag(train_fn: Callable[..., ArrayLike]) -> str:
     name: str | None = getattr(train_fn, "__qualname__", None)
     if name is None or "<lambda>" in name:
         raise ValueError(
@@ -248,7 +246,7 @@ def _tag(train_fn: TrainFn) -> str:
 
 
 def _lazy_outputs(
-    train_fn: TrainFn,
+    train_fn: Callable[..., ArrayLike],
     masks: da.Array,
     seeds: NDArray[np.int64],
     n_targets: int,
@@ -273,7 +271,7 @@ def _train_block(
     subsets: NDArray[np.int64],
     seeds: NDArray[np.int64],
     *,
-    train_fn: TrainFn,
+    train_fn: Callable[..., ArrayLike],
 ) -> NDArray[np.float64]:
     """Read the outputs of one model, or train it and store them."""
     (mask,), seed = masks, int(seeds[0])
@@ -300,7 +298,7 @@ def _stored(models: Folder, file: str) -> NDArray[np.float64] | None:
 
 
 def _outputs(
-    train_fn: TrainFn, n_targets: int, positions: NDArray[np.int64], seed: int
+    train_fn: Callable[..., ArrayLike], n_targets: int, positions: NDArray[np.int64], seed: int
 ) -> NDArray[np.float64]:
     outputs = np.asarray(train_fn(positions, seed), np.float64)
     if outputs.shape != (n_targets,):

@@ -22,7 +22,7 @@ from trakdask.explorer.computing import compute
 from trakdask.explorer.marks import Marks
 from trakdask.explorer.new_targets import TargetMaker, appended
 from trakdask.explorer.questions import Questions
-from trakdask.plots.galleries import Normalize, as_colours, grey_limits
+from trakdask.plots.galleries import as_colours, grey_limits
 from trakdask.samples.token_texts import Text, token_texts
 from trakdask.variables import SAMPLE
 
@@ -122,7 +122,7 @@ class Contents:
     samples: xr.Dataset | None
     text: Text | None = None
     inputs: Sequence[str] = ()
-    normalize: Normalize | None = None
+    normalize: tuple[float | Sequence[float], float | Sequence[float]] | None = None
     cmap: str = "gray_r"
     added: Mapping[int, str] = field(default_factory=dict)
 

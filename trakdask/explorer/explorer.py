@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +21,6 @@ from trakdask.explorer.new_targets import classifier, target_maker
 from trakdask.explorer.pages import save_html
 from trakdask.explorer.questions import Questions
 from trakdask.explorer.view import View
-from trakdask.plots.galleries import Normalize
 from trakdask.provenance import require_comparable
 from trakdask.samples.token_texts import Text, token_texts
 from trakdask.variables import SAMPLE, ordered, validate
@@ -122,7 +121,7 @@ def explore(
     marks: Marks | str | os.PathLike[str] | None = None,
     estimator: EstimatorLike = "auto",
     text: Text | None = None,
-    normalize: Normalize | None = None,
+    normalize: tuple[float | Sequence[float], float | Sequence[float]] | None = None,
     cmap: str = "gray_r",
     model: Model | None = None,
     tokenizer: Callable[[str], Any] | None = None,

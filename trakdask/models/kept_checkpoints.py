@@ -95,10 +95,6 @@ def keep_checkpoints(
     return _Keeper(Path(folder), every, second_moments)
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing at other events."""
-
-
 class _Keeper:
     """A callback of ``Trainer``, which looks methods up by name: transformers is not imported."""
 
@@ -112,7 +108,7 @@ class _Keeper:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("on_"):
-            return _nothing
+            return lambda *args, **kwargs: None  # at other events
         raise AttributeError(name)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **context: Any) -> None:

@@ -35,8 +35,6 @@ from trakdask.torch_internals import uncompiled
 
 __all__ = ["Model"]
 
-Build = torch.nn.Module | Callable[[], torch.nn.Module] | str
-
 _MOST_MODULES = 2
 _local = threading.local()
 
@@ -114,7 +112,7 @@ class Model:
     <trakdask.Model: 1 checkpoint, ImageClassification, 8 of 10 parameters>
     """
 
-    build: Build
+    build: torch.nn.Module | Callable[[], torch.nn.Module] | str
     """A module has no weights here; a checkpoint has them."""
     checkpoints: tuple[Checkpoint, ...]
     task: Task
@@ -125,7 +123,7 @@ class Model:
     @torch.inference_mode(False)
     def __init__(
         self,
-        build: Build,
+        build: torch.nn.Module | Callable[[], torch.nn.Module] | str,
         checkpoints: Iterable[CheckpointLike] | Mapping[str, CheckpointLike] | None = None,
         task: str | Task | object = "image_classification",
         parameters: str
@@ -315,7 +313,7 @@ def _unpickled(content: bytes) -> Model:
 
 
 def _base_model(
-    build: Build,
+    build: Any,
     module: torch.nn.Module,
     bases: dict[tuple[str, ...], Checkpoint],
     adapter: Folder | None,
@@ -337,14 +335,14 @@ def _base_model(
     return bases[places]
 
 
-def _built_base(module: torch.nn.Module, build: Build) -> State:
+def _built_base(module: torch.nn.Module, build: Any) -> State:
     with building:
         base, names = without_adapters(_built(build))
     return {names[name]: tensor for name, tensor in base.state_dict().items()}
 
 
 @torch.inference_mode(False)
-def _meta_module(build: Build) -> torch.nn.Module:
+def _meta_module(build: Any) -> torch.nn.Module:
     with building:
         module = _built(build)
         if not isinstance(build, torch.nn.Module):
@@ -353,7 +351,7 @@ def _meta_module(build: Build) -> torch.nn.Module:
         return module if loads_itself(module) else without_weights(module)
 
 
-def _built(build: Build) -> torch.nn.Module:
+def _built(build: Any) -> torch.nn.Module:
     if isinstance(build, torch.nn.Module):
         require_plain(build)  # before it is copied, which modules of other code cannot be
         require_replaceable(build)  # copies do not share memory

@@ -90,9 +90,23 @@ def _embedding(module: nn.Embedding, x: Tensor, delta: Tensor, vectors: Tensor) 
     return sums.view(len(x), -1, len(vectors)).sum(1)
 
 
+def _linear(module: nn.Module, x: Tensor, delta: Tensor, vectors: Tensor) -> Tensor:
+    """Return Σ δᵀ U x over the positions of each row, (rows, m), for U of (m, a, b)."""
+    flat = delta.flatten(0, -2), x.flatten(0, -2)
+    # The result of the matrix product is the larger one of the two arrays, so keep it small.
+    delta_first = vectors.shape[1] >= vectors.shape[2]
+    near, far = flat if delta_first else flat[::-1]
+    sums = [(near @ (u if delta_first else u.mT)).mul_(far).sum(1) for u in vectors]
+    return torch.stack(sums, 1).view(len(x), -1, len(vectors)).sum(1)
+
+
+def _transposed_linear(module: nn.Module, x: Tensor, delta: Tensor, vectors: Tensor) -> Tensor:
+    return _linear(module, delta, x, vectors)
+
+
 PRODUCTS: dict[GradientRule, Callable[..., Tensor]] = {
-    linear_weight: linear_weight.products,
-    transposed_linear_weight: transposed_linear_weight.products,
+    linear_weight: _linear,
+    transposed_linear_weight: _transposed_linear,
     embedding_weight: _embedding,
 }
 """By the rule that would form the gradient; gradients of other rules are small, and are formed.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -86,41 +85,28 @@ def _positions(x: Tensor) -> Tensor:
     return x.reshape(len(x), -1, x.shape[-1])
 
 
-@dataclass(frozen=True)
-class Outer:
-    """The rule of a linear layer's weight: δᵀx, or xᵀδ if the weight is stored transposed."""
-
-    is_transposed: bool = False
-
-    def operands(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the side of the rows of the weight, and the side of its columns, or undo that."""
-        return (x, delta) if self.is_transposed else (delta, x)
-
-    def __call__(
-        self,
-        module: Any,
-        x: Tensor,
-        delta: Tensor,
-        buffers: State,
-        rows: slice = ALL_ROWS,
-        into: Tensor | None = None,
-    ) -> Tensor:
-        """Return the gradient of some rows of the weight, in ``into`` if it can be there."""
-        left, right = map(_positions, self.operands(x, delta))
-        return _outer(left[..., rows], right, into)
-
-    def products(self, module: Any, x: Tensor, delta: Tensor, vectors: Tensor) -> Tensor:
-        """Return Σ leftᵀ U right over the positions of each row, (rows, m), for U of (m, a, b)."""
-        left, right = self.operands(x, delta)
-        flat = left.flatten(0, -2), right.flatten(0, -2)
-        # The result of the matrix product is the larger one of the two arrays, so keep it small.
-        left_first = vectors.shape[1] >= vectors.shape[2]
-        near, far = flat if left_first else flat[::-1]
-        sums = [(near @ (u if left_first else u.mT)).mul_(far).sum(1) for u in vectors]
-        return torch.stack(sums, 1).view(len(left), -1, len(vectors)).sum(1)
+def linear_weight(
+    module: nn.Module,
+    x: Tensor,
+    delta: Tensor,
+    buffers: State,
+    rows: slice = ALL_ROWS,
+    into: Tensor | None = None,
+) -> Tensor:
+    """Return δᵀx for some rows of a linear layer's weight, in ``into`` if it can be there."""
+    return _outer(_positions(delta)[..., rows], _positions(x), into)
 
 
-linear_weight, transposed_linear_weight = Outer(), Outer(is_transposed=True)
+def transposed_linear_weight(
+    module: nn.Module,
+    x: Tensor,
+    delta: Tensor,
+    buffers: State,
+    rows: slice = ALL_ROWS,
+    into: Tensor | None = None,
+) -> Tensor:
+    """Return xᵀδ, for a weight that is stored transposed."""
+    return linear_weight(module, delta, x, buffers, rows, into)
 
 
 def last_bias(module: nn.Module, x: Tensor, delta: Tensor, buffers: State) -> Tensor:
@@ -238,7 +224,7 @@ def turned(
     matrices = {axis: matrix.to(delta.dtype) for axis, matrix in matrices.items()}
     if rule is _conv_weight:
         x, delta = (
-            value if axis not in matrices else _mixed_channels(value, matrices[axis])
+            (matrices[axis].T @ value.flatten(2)).view(value.shape) if axis in matrices else value
             for value, axis in ((x, 1), (delta, 0))
         )
         return partial(_conv_weight, places=matrices.get(2)), x, delta
@@ -250,16 +236,12 @@ def turned(
             if module.padding_idx is not None:
                 x[tokens == module.padding_idx] = 0
         return rule, x, delta @ matrices[1] if 1 in matrices else delta
-    assert isinstance(rule, Outer)
-    left, right = (
+    axes = (1, 0) if rule is linear_weight else (0, 1)  # of the weight, of x and of delta
+    x, delta = (
         side @ matrices[axis] if axis in matrices else side
-        for axis, side in enumerate(rule.operands(x, delta))
+        for axis, side in zip(axes, (x, delta), strict=True)
     )
-    return rule, *rule.operands(left, right)
-
-
-def _mixed_channels(value: Tensor, matrix: Tensor) -> Tensor:
-    return (matrix.T @ value.flatten(2)).view(value.shape)
+    return rule, x, delta
 
 
 _CONV1D: Mapping[str, GradientRule] = {"weight": transposed_linear_weight, "bias": last_bias}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from trakdask.arrays import memory
@@ -39,43 +38,13 @@ def sketch_of(n_parameters: int) -> SJLT:
     return SJLT(proj_dim=min(max(width, 8192), 32768), seed=0)
 
 
-@dataclass(frozen=True)
-class PlannedFit:
-    """The cost of :func:`~trakdask.fit` for the samples and the model of a plan.
-
-    Parameters
-    ----------
-    n_samples
-        How many samples it uses.
-    n_passes
-        How often each of them passes each checkpoint.
-    operations
-        Arithmetic operations per checkpoint, beside those of gradients and their sketch.
-    kept_bytes
-        Bytes of the fitted values of all checkpoints, which a store keeps, if all parameters have
-        weight; else a little less.
-    memory_bytes
-        The most memory of one of its tasks, beside gradients.
-    """
-
-    n_samples: int
-    n_passes: int
-    operations: int
-    kept_bytes: int
-    memory_bytes: int
-
-    def seconds(self, pilot: Pilot, n_checkpoints: int, proj_dim: int) -> float:
-        """Return how long it will take, if gradients take as long as in a pilot of features."""
-        gradients_s = self.n_passes * self.n_samples * pilot.block_s / pilot.n_samples
-        operation_s = pilot.gram_s / (2 * pilot.n_samples * proj_dim**2)
-        of_one = gradients_s + _SLOWER * self.operations * operation_s
-        return n_checkpoints * of_one / pilot.n_slots
-
-
 def planned_fit(
     projector: Fitted, attrs: Mapping[str, Any], n_samples: int, n_checkpoints: int
-) -> PlannedFit:
-    """Return the cost of a fit: of the projector, if it has components, else by default."""
+) -> dict[str, int]:
+    """Return the cost of a fit: of the projector, if it has components, else by default.
+
+    The numbers are those that :class:`~trakdask.planning.Plan` explains.
+    """
     # 1. What is fitted: n samples in w columns of a sketch, of which p are kept.
     shapes = attrs["parameters"]
     n_parameters = sum(map(math.prod, shapes.values()))
@@ -99,4 +68,18 @@ def planned_fit(
             operations += n * (turned + 2 * _SKETCHED * d**2) + 9 * d**3
             kept += 4 * d**2
     most = max(memory.principal_components(n, w), 4 * kept)
-    return PlannedFit(n, n_passes, operations, kept * n_checkpoints, most)
+    return {
+        "n_samples": n,
+        "n_passes": n_passes,
+        "operations": operations,
+        "kept_bytes": kept * n_checkpoints,
+        "memory_bytes": most,
+    }
+
+
+def fit_seconds(fit: Mapping[str, int], pilot: Pilot, n_checkpoints: int, proj_dim: int) -> float:
+    """Return how long a fit will take, if gradients take as long as in a pilot of features."""
+    gradients_s = fit["n_passes"] * fit["n_samples"] * pilot.block_s / pilot.n_samples
+    operation_s = pilot.gram_s / (2 * pilot.n_samples * proj_dim**2)
+    of_one = gradients_s + _SLOWER * fit["operations"] * operation_s
+    return n_checkpoints * of_one / pilot.n_slots

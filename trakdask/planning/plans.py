@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -16,15 +16,9 @@ from dask.utils import format_bytes
 from trakdask.bars import duration
 from trakdask.checks import require_flags
 from trakdask.execution import memory_limit
-from trakdask.planning.fits import N_SAMPLES, PlannedFit, planned_fit
+from trakdask.planning.fits import N_SAMPLES, fit_seconds, planned_fit
 from trakdask.planning.pilot import Pilot, counted, run_pilot
-from trakdask.planning.projections import (
-    MOST_PER_COLUMN,
-    PlannedProjection,
-    checked,
-    planned,
-    wider,
-)
+from trakdask.planning.projections import MOST_PER_COLUMN, checked, planned, wider
 from trakdask.projection import Projector, RowMap
 from trakdask.projection.fitted import Fitted
 from trakdask.provenance import as_values
@@ -38,7 +32,7 @@ _SHOWN = {
     "product_error": "error of a product",
     "worst_product_error": "error in the worst case",
 }
-"""What people ask first, in words; the other numbers are in a fold, and in ``to_dataframe``."""
+"""What people ask first, in words; the other numbers are in a fold, and in ``projections``."""
 
 
 def plan(
@@ -69,8 +63,7 @@ def plan(
     Returns
     -------
     The plan. It is displayed with time, bytes and memory first, and the projectors as a table.
-    ``plan.projections`` has all numbers, which :class:`~trakdask.planning.PlannedProjection`
-    explains, and ``plan.to_dataframe()`` has them as columns.
+    ``plan.projections`` is a DataFrame of all their numbers.
 
     Raises
     ------
@@ -96,7 +89,7 @@ def plan(
     >>> import numpy as np, torch, trakdask as td
     >>> samples = td.from_arrays({"image": np.zeros((100, 4), "f4"), "label": np.zeros(100, int)})
     >>> features = td.featurize(samples, td.Model(torch.nn.Linear(4, 3)))
-    >>> plan(features, [td.Rademacher(proj_dim=512)]).to_dataframe().feature_bytes.tolist()
+    >>> plan(features, [td.Rademacher(proj_dim=512)]).projections.feature_bytes.tolist()
     [819200, 204800]
     >>> plan(features, pilot=True).pilot.n_samples
     100
@@ -128,7 +121,7 @@ def plan(
         n_checkpoints=n_checkpoints,
         n_parameters=n_parameters,
         batch_size=features.attrs.get("batch_size"),
-        projections=tuple(
+        projections=pd.DataFrame(
             planned(projector, shapes, n_samples, max(blocks), n_checkpoints, n_bytes)
             for projector, n_bytes in [(used, fit_bytes), *((Fitted.of(p), 0) for p in others)]
         ),
@@ -139,7 +132,7 @@ def plan(
     )
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Plan:
     """The cost of computing features, as returned by :func:`~trakdask.plan`.
 
@@ -154,7 +147,32 @@ class Plan:
     batch_size
         Samples per micro-batch, if the features' ``attrs`` name it.
     projections
-        The features' own projector, then those to compare with.
+        A row for the features' own projector, then for those to compare with. The columns:
+
+        - projector: its ``repr``
+        - proj_dim: feature columns
+        - n_rows: elements of one gradient, which are the parameters and the padding between tensors
+        - sample_operations: arithmetic operations of the projection per sample and checkpoint; a
+          multiplication and an addition count as two
+        - random_bits: bits of the random matrix, drawn once per micro-batch and checkpoint
+        - gram_operations: operations for the gram matrices of all checkpoints; twice as many with
+          weights
+        - decomposition_operations: operations for their eigenvectors
+        - feature_bytes: bytes of all features, float32: samples × proj_dim × checkpoints × 4
+        - store_bytes: bytes that :func:`~trakdask.save` writes, without metadata: features, their
+          norms, output, out_to_loss, gram matrices and their eigenvectors, and the values of a
+          fitted projector
+        - buffer_bytes: working memory of one thread, in addition to gradients and features, for
+          micro-batches of 512 samples
+        - save_bytes: the most memory of a task of :func:`~trakdask.save`, beside gradients: it
+          stores a block, or sums a gram matrix, or decomposes it
+        - query_bytes: the most memory of a task that ranks all samples for 100 targets, read from
+          a store
+        - rounding_error: relative error of the features of Gaussian gradients against exact
+          arithmetic
+        - product_error: standard deviation of the error of φ·φ' for two gradients of norm 1 that
+          are spread over many rows
+        - worst_product_error: the same in the worst case
     worker_bytes
         Memory of the largest worker of the active client; without one, of this machine.
     has_few_columns
@@ -162,7 +180,15 @@ class Plan:
     pilot
         The measured blocks, if they were requested.
     fit
-        The cost of a fit before these features; None if it is done.
+        The cost of a fit before these features; None if it is done. By name:
+
+        - n_samples: how many samples it uses
+        - n_passes: how often each of them passes each checkpoint
+        - operations: arithmetic operations per checkpoint, beside those of gradients and their
+          sketch
+        - kept_bytes: bytes of the fitted values of all checkpoints, which a store keeps, if all
+          parameters have weight; else a little less
+        - memory_bytes: the most memory of one of its tasks, beside gradients
     """
 
     n_samples: int
@@ -171,11 +197,11 @@ class Plan:
     block_bytes: int
     n_parameters: int
     batch_size: int | None
-    projections: tuple[PlannedProjection, ...]
+    projections: pd.DataFrame
     worker_bytes: float
     has_few_columns: bool = False
     pilot: Pilot | None = None
-    fit: PlannedFit | None = None
+    fit: Mapping[str, int] | None = None
 
     @property
     def n_tasks(self) -> int:
@@ -197,7 +223,7 @@ class Plan:
         if self.pilot is None or self.fit is None:
             return None
         width = self.block_bytes // (4 * self.pilot.n_samples)
-        return self.fit.seconds(self.pilot, self.n_checkpoints, width)
+        return fit_seconds(self.fit, self.pilot, self.n_checkpoints, width)
 
     def memory_bytes(self, n_threads: int = 1) -> int | None:
         """Return the most memory that a process with some threads will hold, by the pilot.
@@ -208,16 +234,11 @@ class Plan:
         """
         if (pilot := self.pilot) is None:
             return None
-        return pilot.process_bytes + n_threads * max(
-            pilot.task_bytes, self.projections[0].save_bytes
-        )
-
-    def to_dataframe(self) -> pd.DataFrame:
-        """Return one row per projector; columns are the fields of :class:`PlannedProjection`."""
-        return pd.DataFrame(list(self.projections))
+        of_save = int(self.projections.save_bytes[0])
+        return pilot.process_bytes + n_threads * max(pilot.task_bytes, of_save)
 
     def __repr__(self) -> str:
-        named = [f"{number}: {p.projector}" for number, p in enumerate(self.projections, start=1)]
+        named = [f"{number}: {p}" for number, p in enumerate(self.projections.projector, start=1)]
         table = self._table().loc[list(_SHOWN)].rename(_SHOWN)
         text = table.set_axis(range(1, len(named) + 1), axis="columns").to_string()
         return "\n".join([*self._titles(), *named, "", text])
@@ -231,7 +252,7 @@ class Plan:
 
     def _table(self) -> pd.DataFrame:
         """Return one column per projector, in units that people read."""
-        table = self.to_dataframe().set_index("projector")
+        table = self.projections.set_index("projector")
         for name, column in table.items():
             table[name] = [_readable(str(name), value) for value in column.tolist()]
         return table.T
@@ -241,16 +262,16 @@ class Plan:
             return []
         seconds = self.estimated_fit_s
         time = "" if seconds is None else f"about {duration(seconds)}, "
-        samples = counted(fit.n_samples, "sample")
+        samples = counted(fit["n_samples"], "sample")
         return [
-            f"A td.fit before: {time}{fit.n_passes} passes over {samples}, "
-            f"{format_bytes(fit.memory_bytes)} for its largest task, "
-            f"{format_bytes(fit.kept_bytes)} of the store. Random columns need none"
+            f"A td.fit before: {time}{fit['n_passes']} passes over {samples}, "
+            f"{format_bytes(fit['memory_bytes'])} for its largest task, "
+            f"{format_bytes(fit['kept_bytes'])} of the store. Random columns need none"
         ]
 
     def _titles(self) -> list[str]:
         batches = "" if self.batch_size is None else f" and micro-batches of {self.batch_size}"
-        own = self.projections[0]
+        own = self.projections.iloc[0]
         task = format_bytes(max(own.save_bytes, own.query_bytes))
         time = "measured by td.plan(features, pilot=True)"
         memory = f"{task} for the largest task, and gradients, which a pilot measures"

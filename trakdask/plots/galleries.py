@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-Normalize = tuple[float | Sequence[float], float | Sequence[float]]
-
 _CHANNELS = (1, 3)
 _IMAGE_IN, _TARGET_IN = 0.92, 1.15
 _POINTS = 11
@@ -38,7 +36,7 @@ def gallery(
     label: str = "label",
     predictions: np.ndarray | xr.DataArray | None = None,
     n_shown: int = 5,
-    normalize: Normalize | None = None,
+    normalize: tuple[float | Sequence[float], float | Sequence[float]] | None = None,
     cmap: str = "gray_r",
 ) -> Figure:
     """Draw targets, each with its most helpful and most harmful training images.
@@ -220,7 +218,8 @@ def _grid(n_rows: int, n_shown: int, n_lines: int, note: str) -> tuple[Figure, n
 
 
 def as_colours(
-    images: Sequence[np.ndarray | xr.DataArray], normalize: Normalize | None
+    images: Sequence[np.ndarray | xr.DataArray],
+    normalize: tuple[float | Sequence[float], float | Sequence[float]] | None,
 ) -> list[np.ndarray]:
     """Return images as (h, w), in their units, or as (h, w, 3), between 0 and 1.
 

@@ -88,37 +88,7 @@ class AbstractGradientComputer(ABC):
         """Return the derivative of the loss with respect to the model output, (batch, 1)."""
 
 
-class _GradientComputer(AbstractGradientComputer):
-    """The common part of both gradient computers."""
-
-    func_weights: Any = None  # None: the model has its own
-    func_buffers: Any = None
-
-    def __init__(
-        self,
-        model: nn.Module,
-        task: AbstractModelOutput,
-        grad_dim: int | None,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        grad_wrt: Iterable[str] | None = None,
-    ) -> None:
-        super().__init__(model, task, grad_dim, dtype, device)
-        _require_output_for(self)
-        self.num_params = sum(parameter.numel() for parameter in model.parameters())
-        self.grad_wrt = None if grad_wrt is None else list(grad_wrt)
-        self.load_model_params(model)
-
-    def compute_loss_grad(self, batch: Iterable[Tensor]) -> Tensor:  # type: ignore[override]
-        """Return the derivative of the loss as the model output defines it, (batch, 1)."""
-        gradient: Tensor = self.modelout_fn.get_out_to_loss_grad(
-            self.model, self.func_weights, self.func_buffers, batch
-        )
-        # The package's tasks compute it in float32; the original, in the precision of the model.
-        return gradient.detach().to(next(self.model.parameters()).dtype)
-
-
-class FunctionalGradientComputer(_GradientComputer):
+class FunctionalGradientComputer(AbstractGradientComputer):
     """Gradients of all samples of a batch at once.
 
     Parameters
@@ -154,14 +124,39 @@ class FunctionalGradientComputer(_GradientComputer):
     """
 
     # Defaults of the class as well, since subclasses may replace load_model_params.
+    func_weights: Any = None  # None: the model has its own
+    func_buffers: Any = None
     _hooks_agree, _n_checked, _is_new_checkpoint = True, 0, True
     _needs_loop = False  # once vmap has failed, at whatever checkpoint
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: AbstractModelOutput,
+        grad_dim: int | None,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        grad_wrt: Iterable[str] | None = None,
+    ) -> None:
+        super().__init__(model, task, grad_dim, dtype, device)
+        _require_output_for(self)
+        self.num_params = sum(parameter.numel() for parameter in model.parameters())
+        self.grad_wrt = None if grad_wrt is None else list(grad_wrt)
+        self.load_model_params(model)
 
     def load_model_params(self, model: nn.Module) -> None:
         """Use the parameters and buffers of a model."""
         self.func_weights = dict(model.named_parameters())
         self.func_buffers = dict(model.named_buffers())
         self._hooks_agree, self._n_checked, self._is_new_checkpoint = True, 0, True
+
+    def compute_loss_grad(self, batch: Iterable[Tensor]) -> Tensor:  # type: ignore[override]
+        """Return the derivative of the loss as the model output defines it, (batch, 1)."""
+        gradient: Tensor = self.modelout_fn.get_out_to_loss_grad(
+            self.model, self.func_weights, self.func_buffers, batch
+        )
+        # The package's tasks compute it in float32; the original, in the precision of the model.
+        return gradient.detach().to(next(self.model.parameters()).dtype)
 
     def compute_per_sample_grad(self, batch: Iterable[Tensor]) -> dict[str, Tensor]:
         """Return the gradient of every sample's model output with respect to each parameter.
@@ -189,7 +184,8 @@ class FunctionalGradientComputer(_GradientComputer):
 
         weights = {name: tensor.detach() for name, tensor in self.func_weights.items()}
         forward, names = Forward(self.model, weights, self.func_buffers), tuple(selected)
-        task = batched_task(self.modelout_fn) or _OutputOnly(self.modelout_fn)
+        # The Q of an output of your own may need autograd, and targets have none.
+        task = batched_task(self.modelout_fn) or TrakTask(self.modelout_fn, has_q=False)
         variables = getattr(task, "variables", None) or map(str, range(len(tensors)))
         inputs = Batch(zip(variables, tensors, strict=True))
         if self._can_hook(forward, task, inputs, names):
@@ -258,7 +254,7 @@ class FunctionalGradientComputer(_GradientComputer):
         self._is_new_checkpoint = False
 
 
-class IterativeGradientComputer(_GradientComputer):
+class IterativeGradientComputer(FunctionalGradientComputer):
     """Gradients of one sample after the other, by autograd, for outputs that take whole batches.
 
     For outputs whose ``get_output`` calls the model with the whole batch, and for models that
@@ -291,7 +287,9 @@ class IterativeGradientComputer(_GradientComputer):
         selected = selected_parameters(dict(model.named_parameters()), self.grad_wrt)
         self.model_params: list[Tensor] = list(selected.values())
 
-    def compute_per_sample_grad(self, batch: Iterable[Tensor]) -> Tensor:
+    def compute_per_sample_grad(  # type: ignore[override]
+        self, batch: Iterable[Tensor]
+    ) -> Tensor:
         """Return the gradient of every sample's model output.
 
         Parameters
@@ -317,13 +315,6 @@ class IterativeGradientComputer(_GradientComputer):
                 )
                 gradients[i] = torch.cat([gradient.reshape(-1).to(dtype) for gradient in of_sample])
         return gradients
-
-
-class _OutputOnly(TrakTask):
-    """An output of your own without Q: its method may need autograd, and targets have no Q."""
-
-    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
-        return torch.zeros(len(batch["0"]), device=batch["0"].device)
 
 
 def selected_parameters(

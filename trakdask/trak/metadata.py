@@ -7,15 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trakdask.errors import StoreMismatchError
 from trakdask.files import replacing
 
 EXTRA = "trakdask"
 """Key of ``metadata.json`` that contains everything that the original does not write."""
-
-
-class SettingsMismatchError(StoreMismatchError, AssertionError):
-    """A folder was written with other settings; the original raises an AssertionError."""
 
 
 def read_json(path: Path) -> Any:
@@ -30,16 +25,19 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def require_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
-    """Reject settings that contradict the settings of the run that began in a folder."""
+    """Reject settings that contradict the settings of the run that began in a folder.
+
+    The error is an AssertionError, as in the original.
+    """
     if EXTRA in now and EXTRA not in before:
-        raise SettingsMismatchError(
+        raise AssertionError(
             f"expected a folder of trakdask.trak, got {str(folder)!r}, which the original wrote; "
             "try another save_dir, or open_traker to read its features"
         )
     old, new = ({**metadata, **metadata.get(EXTRA, {})} for metadata in (before, now))
     for key in set(old) & set(new) - {EXTRA, "version"}:
         if old[key] != new[key]:
-            raise SettingsMismatchError(
+            raise AssertionError(
                 f"expected {key} {old[key]!r}, which the run in {str(folder)!r} was started with, "
                 f"got {new[key]!r}; try the same setting, or another save_dir"
             )

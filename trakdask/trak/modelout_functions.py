@@ -60,13 +60,25 @@ class AbstractModelOutput(ABC):
         """Return the absolute derivative of the loss with respect to the model output."""
 
 
-class _Classification(AbstractModelOutput):
-    """The common part of the three outputs of classifiers, which is a task of trakdask.
+def _margin(
+    task: Classification, model: nn.Module, weights: Any, buffers: Any, *sample: Tensor
+) -> Tensor:
+    """Return the margin of one sample, a scalar."""
+    batch = Batch(zip(task.variables, (part[None] for part in sample), strict=True))
+    return task.output(Forward(model, weights, buffers), batch)[0]
+
+
+class ImageClassificationModelOutput(AbstractModelOutput):
+    """Margin of an image classifier, log p/(1 - p) of the correct class.
 
     Parameters
     ----------
     temperature
-        Divides the logits in the out-to-loss gradient, but not in the margin.
+        Divides the logits in the out-to-loss gradient 1 - p, but not in the margin.
+
+    References
+    ----------
+    Park et al. 2023, section 3.3.
     """
 
     _task: ClassVar[Classification] = _IMAGES
@@ -75,6 +87,17 @@ class _Classification(AbstractModelOutput):
         super().__init__()
         self.softmax = nn.Softmax(-1)
         self.loss_temperature = temperature
+
+    @staticmethod
+    def get_output(  # type: ignore[override]
+        model: nn.Module,
+        weights: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        image: Tensor,
+        label: Tensor,
+    ) -> Tensor:
+        """Return the margin of one image (without a batch axis), a scalar."""
+        return _margin(_IMAGES, model, weights, buffers, image, label)
 
     @torch.no_grad()
     def get_out_to_loss_grad(  # type: ignore[override]
@@ -94,40 +117,7 @@ class _Classification(AbstractModelOutput):
         return replace(self._task, temperature=self.loss_temperature)
 
 
-def _margin(
-    task: Classification, model: nn.Module, weights: Any, buffers: Any, *sample: Tensor
-) -> Tensor:
-    """Return the margin of one sample, a scalar."""
-    batch = Batch(zip(task.variables, (part[None] for part in sample), strict=True))
-    return task.output(Forward(model, weights, buffers), batch)[0]
-
-
-class ImageClassificationModelOutput(_Classification):
-    """Margin of an image classifier, log p/(1 - p) of the correct class.
-
-    Parameters
-    ----------
-    temperature
-        Divides the logits in the out-to-loss gradient 1 - p, but not in the margin.
-
-    References
-    ----------
-    Park et al. 2023, section 3.3.
-    """
-
-    @staticmethod
-    def get_output(  # type: ignore[override]
-        model: nn.Module,
-        weights: dict[str, Tensor],
-        buffers: dict[str, Tensor],
-        image: Tensor,
-        label: Tensor,
-    ) -> Tensor:
-        """Return the margin of one image (without a batch axis), a scalar."""
-        return _margin(_IMAGES, model, weights, buffers, image, label)
-
-
-class TextClassificationModelOutput(_Classification):
+class TextClassificationModelOutput(ImageClassificationModelOutput):
     """Margin of a text classifier, log p/(1 - p) of the correct class.
 
     A sample is (input_ids, token_type_ids, attention_mask, label); the model takes the first three
@@ -156,7 +146,7 @@ class TextClassificationModelOutput(_Classification):
         return _margin(_TEXTS, model, weights, buffers, *text, label)
 
 
-class IterativeImageClassificationModelOutput(_Classification):
+class IterativeImageClassificationModelOutput(ImageClassificationModelOutput):
     """Margin of an image classifier, for :class:`.IterativeGradientComputer`.
 
     The model is called with whole batches and its own weights; ``weights`` and ``buffers`` may be

@@ -20,7 +20,7 @@ from numpy.lib.format import open_memmap
 
 from trakdask.errors import StoreMismatchError
 from trakdask.files import replacing
-from trakdask.trak.metadata import EXTRA, SettingsMismatchError, read_json, require_same, write_json
+from trakdask.trak.metadata import EXTRA, read_json, require_same, write_json
 
 
 class ModelIDException(Exception):
@@ -137,7 +137,7 @@ class AbstractSaver(ABC):
                 extra["lambda_reg"] = lambda_reg
                 write_json(self.metadata_file, metadata)
         if extra["lambda_reg"] != lambda_reg:
-            raise SettingsMismatchError(
+            raise AssertionError(
                 f"expected lambda_reg={extra['lambda_reg']}, which other features in "
                 f"{str(self.save_dir)!r} were computed with, got {lambda_reg}; try the same value, "
                 "or another save_dir"

@@ -156,5 +156,5 @@ def test_planted_contradictions__have_the_largest_self_influence() -> None:
         states.append(module.state_dict())
     features = td.featurize(samples, td.Model(Answering, states, task=task), td.SJLT(64))
     influence = td.self_influence(features).compute()
-    auc = td.evaluate.mislabelled_auc(influence, is_wrong).compute().auc
+    auc = td.evaluate.mislabelled_curve(influence, is_wrong).compute().auc
     assert float(auc) > 0.9

@@ -16,7 +16,8 @@ from trakdask.models.tasks.language import (
     expand_tokens,
 )
 from trakdask.models.tasks.preferences import Preference, Reward
-from trakdask.models.tasks.protocol import Batch, Forward, Task, TrakTask
+from trakdask.models.tasks.protocol import Batch, Forward, Task
+from trakdask.models.tasks.protocol import TrakTask as TrakTask
 from trakdask.models.tasks.protocol import task_spec as task_spec
 from trakdask.models.tasks.supervised import (
     BinaryClassification,
@@ -47,7 +48,6 @@ __all__ = [
     "Task",
     "TextClassification",
     "TokenClassification",
-    "TrakTask",
     "clip_embeddings",
     "expand_tokens",
 ]

@@ -154,11 +154,9 @@ def as_tensors(arrays: Mapping[Any, Any], names: Sequence[str]) -> Batch:
     for name in names:
         if name not in arrays:
             raise missing_variable(name, arrays)
-    return Batch({name: _as_tensor(arrays[name]) for name in names})
-
-
-def _as_tensor(value: Any) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.tensor(np.asarray(value))
+    values = {name: arrays[name] for name in names}
+    tensors = {n: torch.tensor(np.asarray(v)) for n, v in values.items() if not torch.is_tensor(v)}
+    return Batch(values | tensors)
 
 
 def check_variable(value: object, option: str, *, optional: bool = False) -> None:

@@ -273,10 +273,12 @@ class TrakTask(HtmlTable):
 
     ``get_output(model, weights, buffers, *sample)`` takes one sample without batch axis, in the
     order of the samples' variables, and is vectorised here; ``get_out_to_loss_grad(model, weights,
-    buffers, batch)`` takes the batch and returns (batch,) or (batch, 1).
+    buffers, batch)`` takes the batch and returns (batch,) or (batch, 1). It is called
+    only if ``has_q``; else Q is 0.
     """
 
     modelout: Any
+    has_q: bool = True
 
     def output(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the output of each sample, (batch,)."""
@@ -292,8 +294,10 @@ class TrakTask(HtmlTable):
         return torch.func.vmap(one, randomness="different")(*samples)
 
     def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
-        """Return TRAK's out-to-loss gradient of each sample, (batch,)."""
+        """Return TRAK's out-to-loss gradient of each sample, (batch,), or 0 for each."""
         samples = tuple(batch.values())
+        if not self.has_q:
+            return samples[0].new_zeros(len(samples[0]), dtype=torch.float32)
         with _for_trak(forward) as model:
             result: Tensor = self.modelout.get_out_to_loss_grad(*model, samples)
         return result.reshape(-1) if result.numel() == len(samples[0]) else result
