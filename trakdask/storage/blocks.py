@@ -257,7 +257,7 @@ def save_sums(
     """Compute arrays of one checkpoint and store them, each in one chunk."""
     is_upper = [TRIANGLE in group.arrays[name]["attributes"] for name in names]
     values = [
-        v.map_blocks(_upper, dtype=v.dtype) if upper else v
+        da.map_blocks(_upper, v, dtype=v.dtype) if upper else v
         for v, upper in zip(values, is_upper, strict=True)
     ]
     regions = [(*[slice(None)] * (v.ndim - 1), slice(index, index + 1)) for v in values]
