@@ -46,8 +46,7 @@ def by_hand(projector: td.Rademacher) -> dict[str, Any]:
         "random_bits": entries,
         "feature_bytes": 4 * features * projector.proj_dim,
         "store_bytes": features * (4 * (projector.proj_dim + 2) + 8)
-        + 4 * N_CHECKPOINTS * projector.proj_dim**2
-        + features * (4 * projector.proj_dim + 8),
+        + 4 * N_CHECKPOINTS * projector.proj_dim * (projector.proj_dim + 1) // 2,
         "buffer_bytes": projector.cost(n_rows).buffer_bytes,
         **memory_by_hand(projector.proj_dim),
         "rounding_error": {1: 1.1e-2, 2: 9e-5, 3: 4e-7}[digits],
@@ -158,7 +157,13 @@ def test_plan__says_time_bytes_and_memory_first() -> None:
     assert "random_bits" in folded
 
 
-def test_plan__store_bytes_are_those_on_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("least", [0, 32])
+def test_plan__store_bytes_are_those_on_disk(
+    least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With eigenvectors and without."""
+    for module in ("derived", "planning.projections"):
+        monkeypatch.setattr(f"trakdask.{module}.LEAST_DIM", least)
     td.save(FEATURES, tmp_path / "f.zarr", progress=False)
     sizes = [
         file.stat().st_size
@@ -168,7 +173,8 @@ def test_plan__store_bytes_are_those_on_disk(tmp_path: Path) -> None:
     ]
     padding = (24 - N_SAMPLES) * N_CHECKPOINTS * 4 * 32  # zarr fills up the last chunk
     checks = 4 * len(sizes)  # a CRC-32C for each chunk
-    assert sum(sizes) == plan(FEATURES).projections.store_bytes[0] + padding + checks
+    planned = plan(FEATURES).projections.store_bytes[0] + padding + checks
+    assert sum(sizes) == pytest.approx(planned, rel=0.02)  # zeros of a small matrix take some space
 
 
 @pytest.mark.parametrize(("rank", "widths"), [(64, []), (65, [64, 128])])

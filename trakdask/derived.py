@@ -37,6 +37,11 @@ MOST_DIM = 8192
 """Above this proj_dim, :func:`save` leaves the decomposition, which takes 40 p² bytes in one task,
 to :func:`calibrate`."""
 
+LEAST_DIM = 1024
+"""Up to this proj_dim no eigenvectors are stored: they are a third of all that :func:`save` writes
+beside few features, and whoever asks for them anew waits for half a second. With the λ that is
+stored, scores need a Cholesky factor instead, which takes a twentieth of that."""
+
 _FACTORS = (EIGENVALUES, EIGENVECTORS)
 
 _log = logging.getLogger(__name__)
@@ -97,13 +102,16 @@ def update_derived(
     if estimator is None:
         return
     gram_stays = _update_sums(before, group, estimator, retries)
-    if group.arrays[GRAM]["shape"][0] > MOST_DIM and not anew:
+    p = group.arrays[GRAM]["shape"][0]
+    if p > MOST_DIM and not anew:
         return
     try:
-        factors_stay = _update_factors(before, group, estimator, gram_stays, retries)
+        stays = gram_stays
+        if p > LEAST_DIM:
+            stays = _update_factors(before, group, estimator, gram_stays, retries)
         chosen_by = None if calibrate is None else str(calibrate.attrs.get("source", ""))
         stored = before.arrays.get(DAMPING, {})
-        is_same = stored and factors_stay and before.checkpoints == group.checkpoints
+        is_same = stored and stays and before.checkpoints == group.checkpoints
         if is_same and (not anew or stored["attributes"]["chosen_by"] == chosen_by):
             group.arrays[DAMPING] = stored
         else:

@@ -65,11 +65,11 @@ def save(
         Folder or fsspec URL; all workers must reach it.
     estimator
         As in :func:`score`. The store also keeps what scores with this estimator need of all of
-        these (training) samples: the gram matrix of each checkpoint, its eigenvectors, and λ as
-        ``damping="auto"`` chooses it, the only damping that is accepted here; for :class:`Soft`
-        also the sum of the weighted features, ``loss_gradient``. Other estimators can still be
-        used: they reduce theirs from the features. ``None`` stores features alone, which is enough
-        for targets.
+        these (training) samples: the gram matrix of each checkpoint, λ as ``damping="auto"``
+        chooses it, the only damping that is accepted here, and above proj_dim 1024 the
+        eigenvectors of the gram matrix; for :class:`Soft` also the sum of the weighted features,
+        ``loss_gradient``. Other estimators can still be used: they reduce theirs from the features.
+        ``None`` stores features alone, which is enough for targets.
     append_dim
         ``"sample"`` adds these samples to a store, ``"checkpoint"`` these checkpoints of samples
         that it has, as xarray's ``append_dim`` does. Checkpoints that the store has already are
@@ -125,10 +125,11 @@ def save(
 
     Notes
     -----
-    zarr v3, uncompressed (features do not compress), one chunk of features per block with a CRC-32C
-    that every reader checks, NaN fill. When all blocks are stored, this process packs outputs,
-    weights and norms into chunks of many blocks; an append packs them anew. So whoever has opened a
-    store opens it again after an append.
+    zarr v3, one chunk of features per block, uncompressed (features do not compress), with a
+    CRC-32C that every reader checks, NaN fill. Of symmetric matrices only the upper triangle takes
+    space. When all blocks are stored, this process packs outputs, weights and norms into chunks of
+    many blocks; an append packs them anew. So whoever has opened a store opens it again after an
+    append.
 
     Resuming lists the store once. Any workers, scheduler, blocks and micro-batch may resume it. One
     block that is stored is computed again, the last, and compared: within 1 % of the length of its
@@ -137,9 +138,10 @@ def save(
     ``td.verify(store, checksums=True)``.
 
     λ and the eigenvectors are computed once, after the gram matrices: one eigendecomposition per
-    checkpoint, about 9 p³ flops and 40 p² bytes in a task, and 4 p² bytes in the store (above
-    proj_dim 8192 :func:`calibrate` makes them). A query then costs two small products instead, and
-    no λ is chosen anew. An append or a drop renews them for the checkpoints that changed.
+    checkpoint, about 9 p³ flops and 40 p² bytes in a task (above proj_dim 8192 :func:`calibrate`
+    makes them). So no query chooses λ anew. Above proj_dim 1024 the eigenvectors are stored, 4 p²
+    bytes, and a query costs two small products; up to it, a factorization of p³/3 flops. An append
+    or a drop renews them for the checkpoints that changed.
 
     Dask counts a worker's death against the task it was running, and gives the task up after
     ``distributed.scheduler.allowed-failures`` (3) of them. Where machines are taken away at any
@@ -318,7 +320,7 @@ def calibrate(
     *,
     storage_options: Mapping[str, Any] | None = None,
 ) -> xr.Dataset:
-    """Store λ and the eigenvectors of the gram matrix, so that no query computes them.
+    """Store λ, above proj_dim 1024 also the eigenvectors of the gram matrix, for all queries.
 
     :func:`save` does this, too; this is to choose λ anew, and for a proj_dim above 8192.
 

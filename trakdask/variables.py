@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
+from trakdask.arrays.gram import mirrored
 from trakdask.arrays.graphs import plain, reader
 from trakdask.checks import shown
 
@@ -32,6 +33,8 @@ GRAM, LOSS_GRADIENT, DAMPING = "gram", "loss_gradient", "damping"
 EIGENVALUES, EIGENVECTORS = "gram_eigenvalues", "gram_eigenvectors"
 WRONG_CLASSES = "wrong_classes"
 TRAINED_ON = "trained_on"
+TRIANGLE = "triangle"
+"""In the attrs of a symmetric matrix in a store, which has zeros below the diagonal."""
 
 DERIVED = (GRAM, LOSS_GRADIENT, EIGENVALUES, EIGENVECTORS, DAMPING)
 """All that :func:`trakdask.save` computes from features and stores beside them."""
@@ -342,9 +345,22 @@ def _load(ds: xr.Dataset, names: Iterable[Hashable]) -> xr.Dataset:
 
 
 def ordered(features: xr.Dataset) -> xr.Dataset:
-    """Return features with all dimensions in the order in which :data:`VARIABLES` has them."""
+    """Return features with all dimensions in the order in which :data:`VARIABLES` has them.
+
+    Matrices of which a store has the triangle, as ``xr.open_zarr`` shows them, are made whole.
+    """
     order = (SAMPLE, SKETCH_DIM, PROJ_DIM, PROJ_DIM_1, COMPONENT, ..., CHECKPOINT)
-    return features.transpose(*order, missing_dims="ignore")
+    features = features.transpose(*order, missing_dims="ignore")
+    return features.assign(
+        {n: _whole(a.variable) for n, a in features.data_vars.items() if TRIANGLE in a.attrs}
+    )
+
+
+def _whole(upper: xr.Variable) -> xr.Variable:
+    """Return a symmetric matrix as :func:`open` shows it, of one as ``xr.open_zarr`` does."""
+    data = plain(upper.chunk({PROJ_DIM: -1, PROJ_DIM_1: -1, CHECKPOINT: 1}).data)
+    attrs = {name: value for name, value in upper.attrs.items() if name != TRIANGLE}
+    return xr.Variable(upper.dims, data.map_blocks(mirrored, dtype=data.dtype), attrs)
 
 
 def lazy_features(features: xr.Dataset) -> xr.Dataset:

@@ -17,6 +17,12 @@ WIDE = 96
 FACTORS = ["gram_eigenvalues", "gram_eigenvectors", "damping"]
 
 
+@pytest.fixture(autouse=True)
+def keeps_all_eigenvectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this small proj_dim were a large one."""
+    monkeypatch.setattr("trakdask.derived.LEAST_DIM", 0)
+
+
 def shifted(n: int, seed: int, p: int = P, falling: float = 0.7) -> xr.Dataset:
     """Features with falling eigenvalues and a mean, so that they add up to something."""
     made = simulate_features(n, p, C, chunks=32, seed=seed)
@@ -146,18 +152,22 @@ def test_save__matrices_in_single_precision_give_the_scores_of_double(
 def test_store__of_matrices_in_double_precision_keeps_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As earlier versions wrote them; an append of samples makes others."""
+    """As earlier versions wrote them, as a whole; an append of samples makes others."""
     path = tmp_path / "f.zarr"
     with monkeypatch.context() as patch:
         patch.setattr("trakdask.derived._dtype", lambda *_: np.dtype("f8"))
+        patch.setattr("trakdask.storage.group._COMPRESSED", ())
         first = save(images(checkpoints=(0, 1)), path).compute()
     assert first.gram.dtype == np.float64
     after = save(images(checkpoints=(2,)), path, append_dim="checkpoint")
     for name in ("gram", "gram_eigenvectors"):
         np.testing.assert_array_equal(after[name][..., :2], first[name])
         assert after[name].dtype == np.float64
+    np.testing.assert_array_equal(xr.open_zarr(path).gram, after.gram)
+    assert td.verify(path, checksums=True).empty
     assert_scores(after, TARGETS)
     more = save(images(40, seed=1), path, append_dim="sample")
+    assert not np.tril(xr.open_zarr(path).gram.values[..., 0], -1).any()
     assert (more.gram.dtype, more.gram_eigenvectors.dtype) == ("f4", "f4")
     assert_scores(more, TARGETS)
 
@@ -170,6 +180,25 @@ def test_save__append_checkpoint_keeps_the_other_eigenvectors(tmp_path: Path) ->
         after.gram_eigenvectors.isel(checkpoint=[0, 1]), first.gram_eigenvectors
     )
     assert_scores(after, TARGETS)
+
+
+def test_store__of_few_columns_keeps_no_eigenvectors(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has some loses them with the next change; scores need none."""
+    before = td.open(store)
+    scores, chosen = td.score(before, TARGETS).compute(), before.damping.values
+    monkeypatch.setattr("trakdask.derived.LEAST_DIM", P)
+    opened = save(images(), store)
+    assert {*FACTORS} & {*opened} == {"damping"}
+    np.testing.assert_array_equal(opened.damping, chosen)
+    atol = 1e-6 * float(abs(scores).max())
+    np.testing.assert_allclose(td.score(opened, TARGETS), scores, rtol=1e-5, atol=atol)
+    opened = save(images(40, seed=1), store, append_dim="sample")
+    lam = td.damping(opened.drop_vars("damping")).damping.values
+    np.testing.assert_allclose(opened.damping, lam, rtol=1e-12)
+    assert_scores(opened, TARGETS)
+    assert_scores(td.drop(store, where="label == 1"), TARGETS)
 
 
 @pytest.mark.parametrize("change", ["drop", "append"])

@@ -255,6 +255,20 @@ def _partial(features: Blocks, gram_weights: Blocks | None, loss_weights: Blocks
     return asnumpy(total).reshape(1, *total.shape, 1)
 
 
+def mirrored(matrix: Block) -> Block:
+    """Return a symmetric matrix (p, p, ...) of which the lower triangle was not known.
+
+    Examples
+    --------
+    >>> mirrored(np.array([[1, 2], [0, 3]])).tolist()
+    [[1, 2], [2, 3]]
+    """
+    whole = matrix.copy()
+    for i, row in enumerate(matrix):
+        whole[i + 1 :, i] = row[i + 1 :]
+    return whole
+
+
 def mean_trace(gram: da.Array, n_sample: int, labels: Sequence[object]) -> da.Array:
     """Return tr(K_c)/n, (checkpoint,) float64, lazy: the unit of relative damping.
 

@@ -160,8 +160,8 @@ class Plan:
         - decomposition_operations: operations for their eigenvectors
         - feature_bytes: bytes of all features, float32: samples × proj_dim × checkpoints × 4
         - store_bytes: bytes that :func:`~trakdask.save` writes, without metadata: features, their
-          norms, output, out_to_loss, gram matrices and their eigenvectors, and the values of a
-          fitted projector
+          norms, output, out_to_loss, gram matrices, their eigenvectors above ``proj_dim`` 1024, and
+          the values of a fitted projector; what is compressed may take 15 % less
         - buffer_bytes: working memory of one thread, in addition to gradients and features, for
           micro-batches of 512 samples
         - save_bytes: the most memory of a task of :func:`~trakdask.save`, beside gradients: it

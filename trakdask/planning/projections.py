@@ -10,14 +10,13 @@ import numpy as np
 
 from trakdask.arrays import memory, spectra
 from trakdask.checks import shown
+from trakdask.derived import LEAST_DIM, MOST_DIM
 from trakdask.projection import Projector, RowMap
 from trakdask.projection.fitted import Fitted
 
 MOST_PER_COLUMN = 2
 """With more samples than this per random column, every task that was measured lost 0.04 or more of
 its LDS with one checkpoint (``tests/benchmarks/results/2026-11-23-columns.txt``)."""
-_MOST_COLUMNS = 8192
-"""With more columns, :func:`trakdask.save` makes no eigenvectors."""
 _TARGETS = 100
 """The number of targets of the query whose memory a plan has."""
 
@@ -39,7 +38,7 @@ def wider(projector: Projector, rank: int) -> list[Projector]:
     columns: int | None = getattr(projector, "proj_dim", None)
     if columns is None or rank <= MOST_PER_COLUMN * columns:
         return []
-    widths = [factor * columns for factor in (2, 4) if factor * columns <= _MOST_COLUMNS]
+    widths = [factor * columns for factor in (2, 4) if factor * columns <= MOST_DIM]
     return [replace(projector, proj_dim=width) for width in widths]  # type: ignore[call-arg]
 
 
@@ -59,14 +58,14 @@ def planned(
     bound = projector.bind(row_map)
     cost, width = bound.projector.cost(row_map.n_rows), bound.width(row_map.n_rows)
     feature_bytes = 4 * n_samples * width * n_checkpoints
-    matrix_bytes = 4 * width**2 * n_checkpoints
+    matrix_bytes = 4 * (width * (width + 1) // 2) * n_checkpoints  # its other half is zeros
     output_bytes = (4 + 4 + 8) * n_samples * n_checkpoints  # norms are float64
     k = 0
-    if width <= _MOST_COLUMNS:
+    if width <= MOST_DIM:
         k = spectra.component_count(n_samples, width, np.dtype(np.float32))
     sizes = memory.Sizes(n_samples, block_rows, width, n_checkpoints, read=True)
     targets = replace(sizes, n_samples=_TARGETS, rows=_TARGETS, read=False)
-    eigenvector_bytes = (4 * width + 8) * k * n_checkpoints  # and eigenvalues
+    eigenvector_bytes = (4 * width + 8) * k * n_checkpoints * (width > LEAST_DIM)  # and eigenvalues
     decomposition = 9 * width**3 if k == width else 4 * width * k**2 + 9 * k**3
     decomposition_bytes = memory.eigenvectors(width, k) if k else 0
     return {

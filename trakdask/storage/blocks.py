@@ -44,6 +44,7 @@ from trakdask.variables import (
     PROJ_DIM,
     SAMPLE,
     TRAINED_ON,
+    TRIANGLE,
     VARIABLES,
     checkpoint_names,
 )
@@ -115,6 +116,7 @@ def save_fit(group: Group, features: xr.Dataset, retries: int) -> None:
             if name in names:
                 position = names.index(name)
                 value = da.asarray(features[variable].data[..., position : position + 1])
+                value = value.rechunk(-1)
                 save_sums(group, [variable], [value], group.checkpoints.index(name), retries)
 
 
@@ -253,10 +255,19 @@ def save_sums(
     group: Group, names: Sequence[str], values: Sequence[da.Array], index: int, retries: int
 ) -> None:
     """Compute arrays of one checkpoint and store them, each in one chunk."""
+    is_upper = [TRIANGLE in group.arrays[name]["attributes"] for name in names]
+    values = [
+        da.map_blocks(_upper, v, dtype=v.dtype) if upper else v
+        for v, upper in zip(values, is_upper, strict=True)
+    ]
     regions = [(*[slice(None)] * (v.ndim - 1), slice(index, index + 1)) for v in values]
     into: Any = [group.array(name) for name in names]
     tasks = functools.partial(da.store, values, into, regions=regions, lock=False, compute=False)
     execution.run(tasks, retries=retries)
+
+
+def _upper(matrix: np.ndarray) -> np.ndarray:
+    return np.triu(matrix[:, :, 0])[:, :, None]
 
 
 # ------------------------------------------------------------------------------ the same features

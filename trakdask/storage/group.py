@@ -29,7 +29,18 @@ from zarr.storage import FsspecStore, LocalStore, MemoryStore, StorePath
 from trakdask._version import __version__
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.files import UNCACHED, Folder
-from trakdask.variables import CHECKPOINT, DERIVED, FITTED, PROJ_DIM, SAMPLE, VARIABLES
+from trakdask.variables import (
+    CHECKPOINT,
+    DERIVED,
+    FITTED,
+    GRAM,
+    PROJ_DIM,
+    PROJ_DIM_1,
+    SAMPLE,
+    TRIANGLE,
+    VARIABLES,
+    WRONG_CLASSES,
+)
 
 METADATA = "zarr.json"
 RECORDS = "feature/records"
@@ -39,6 +50,11 @@ STORE_ATTRS = ("arrays", "coordinates", "n_samples", "sources", "unfinished", "l
 """Attributes that describe the store, and not the features. What a call of save adds is
 ``unfinished`` until all of it counts; ``lacking`` are blocks that counted, and that repair removed.
 """
+
+
+_COMPRESSED = (GRAM, WRONG_CLASSES, "principal_components")
+"""Symmetric matrices, whose zeros below the diagonal then take no space, and codes, whose space is
+an eighth less. Whatever queries read is not compressed: it takes longer, and saves 7 %."""
 
 
 class _Files(FsspecStore):
@@ -220,23 +236,25 @@ class Group:
         """Add the metadata of an array in chunks of a block of samples and a checkpoint.
 
         Features do not compress, so they are stored as they are, with a checksum. An array that
-        grows keeps its chunks; else it is beside the one that counts.
+        grows keeps its chunks, as they are encoded; else it is beside the one that counts.
         """
         files: dict[str, Buffer] = {}
         variable = VARIABLES.get(name)
         dims = variable.dims if variable else (SAMPLE, CHECKPOINT)
         chunks = {**sizes, SAMPLE: block, CHECKPOINT: 1}
+        is_compressed = compresses(self.before[name]) if grows else name in _COMPRESSED
+        triangle = {TRIANGLE: "upper"} if is_compressed and PROJ_DIM_1 in dims else {}
         zarr.create_array(
             MemoryStore(files),
             name=name,
             shape=tuple(sizes[dim] for dim in dims),
             chunks=tuple(max(1, chunks[dim]) for dim in dims),
             dtype=dtype,
-            compressors=[Crc32cCodec()],
+            compressors=[ZstdCodec(), Crc32cCodec()] if is_compressed else [Crc32cCodec()],
             chunk_key_encoding=self._key_encoding(name, grows=grows),
             fill_value={"T": "", "i": -1, "b": True}.get(np.dtype(dtype).kind, np.nan),
             dimension_names=dims,
-            attributes={**(variable.attrs if variable else {}), **(attrs or {})},
+            attributes={**(variable.attrs if variable else {}), **(attrs or {}), **triangle},
             zarr_format=3,
         )
         self.arrays[name] = _metadata_in(files, name)
@@ -340,6 +358,11 @@ def chunks_of(metadata: dict[str, Any]) -> list[int]:
 def separator_of(metadata: dict[str, Any]) -> str:
     """Return the character between the numbers in the name of a chunk."""
     return str(metadata["chunk_key_encoding"]["configuration"]["separator"])
+
+
+def compresses(metadata: dict[str, Any]) -> bool:
+    """Return whether the chunks of an array are compressed."""
+    return any(codec["name"] == "zstd" for codec in metadata["codecs"])
 
 
 def _layout(array: dict[str, Any]) -> Any:

@@ -24,6 +24,7 @@ from dask.base import tokenize
 from zarr.storage import StorePath
 
 from trakdask.arrays.blocks import Read
+from trakdask.arrays.gram import mirrored
 from trakdask.arrays.graphs import stored
 from trakdask.files import Folder
 from trakdask.provenance import as_text
@@ -38,7 +39,7 @@ from trakdask.storage.group import (
     zarr_store,
 )
 from trakdask.storage.unfinished import about_unfinished
-from trakdask.variables import CHECKPOINT, DERIVED, SAMPLE, VARIABLES
+from trakdask.variables import CHECKPOINT, DERIVED, SAMPLE, TRIANGLE, VARIABLES
 
 _CRC_BYTES = 4
 _LEAST_MAPPED = 2**20
@@ -87,12 +88,14 @@ def open(
     Dataset with ``feature`` (sample, proj_dim, checkpoint), what :func:`featurize` has of each
     sample and checkpoint (``output``, ``out_to_loss`` and others) and, if saved, ``gram``
     (proj_dim, proj_dim_1, checkpoint), ``loss_gradient`` (proj_dim, checkpoint),
-    ``gram_eigenvalues`` (component, checkpoint), ``gram_eigenvectors`` (proj_dim, component,
-    checkpoint) and ``damping`` (checkpoint), λ, whose ``attrs`` say what chose it; if failures were
-    recorded, the coord ``error`` (sample, checkpoint) says why, "" where there was none. ``sample``
-    has no index. Its ``attrs`` say how the features were made (hashes of weights, source,
-    projector, parameters, task, precision) and, in ``saved``, when the store last changed.
-    ``xr.open_zarr(store)`` shows the same, but for samples that were dropped and for float16.
+    ``damping`` (checkpoint), λ, whose ``attrs`` say what chose it, and above proj_dim 1024
+    ``gram_eigenvalues`` (component, checkpoint) and ``gram_eigenvectors`` (proj_dim, component,
+    checkpoint); if failures were recorded, the coord ``error`` (sample, checkpoint) says why, ""
+    where there was none. ``sample`` has no index. Its ``attrs`` say how the features were made
+    (hashes of weights, source, projector, parameters, task, precision) and, in ``saved``, when the
+    store last changed.
+    ``xr.open_zarr(store)`` shows the same, but for samples that were dropped, float16, and the
+    lower triangle of symmetric matrices.
 
     Raises
     ------
@@ -156,7 +159,7 @@ def _opened(group: Group, dropped: bool, load_coords: bool) -> xr.Dataset:
 def assembled(group: Group) -> xr.Dataset:
     """Return the lazy arrays of a store, with the names of checkpoints, and the dropped samples."""
     data = {
-        name: (dims_of(array), lazy_array(group, name), as_text(array["attributes"]))
+        name: (dims_of(array), lazy_array(group, name), _attrs(array))
         for name in dict.fromkeys((*VARIABLES, *group.features))
         if (array := group.arrays.get(name)) and name not in (ERROR, SCALE)
     }
@@ -166,6 +169,11 @@ def assembled(group: Group) -> xr.Dataset:
     if DROPPED in group.arrays:
         coords[DROPPED] = (SAMPLE, dropped_mask(group))
     return xr.Dataset(data, coords, as_text(attrs))
+
+
+def _attrs(array: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attrs of an array, which is whole, whatever a store has of it."""
+    return as_text({key: v for key, v in array["attributes"].items() if key != TRIANGLE})
 
 
 def without_dropped(ds: xr.Dataset) -> xr.Dataset:
@@ -275,7 +283,10 @@ def lazy_array(group: Group, name: str) -> da.Array:
 
 def _reader(group: Group, name: str) -> Read:
     array = group.array(name, read_only=True)
-    return functools.partial(read_chunk, array, group.folder, _name(group, name))
+    read = functools.partial(read_chunk, array, group.folder, _name(group, name))
+    if TRIANGLE not in array.attrs:
+        return read
+    return functools.partial(_read_mirrored, read, array.shape[0])
 
 
 def _name(group: Group, name: str) -> str:
@@ -286,6 +297,12 @@ def _name(group: Group, name: str) -> str:
 
 def _read_decoded(halves: Read, scales: Read, key: tuple[slice, ...]) -> np.ndarray:
     return from_half(halves(key), scales((key[0], key[2])))
+
+
+def _read_mirrored(triangles: Read, size: int, key: tuple[slice, ...]) -> np.ndarray:
+    rows, columns, checkpoint = key
+    whole = slice(0, size)
+    return mirrored(triangles((whole, whole, checkpoint)))[rows, columns]
 
 
 def from_half(halves: np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -302,7 +319,7 @@ def read_chunk(
     starts = [i * size for i, size in zip(index, array.chunks, strict=True)]
     inside = tuple(slice(r.start - s, r.stop - s) for r, s in zip(rows, starts, strict=True))
     path = f"{array.basename}/{array.metadata.encode_chunk_key(index)}"
-    if folder.is_local:
+    if folder.is_local and len(array.compressors) == 1:  # the checksum
         data = _mapped(f"{folder.url}/{path}", array.chunks, array.dtype)
         if data is not None:  # which has rows beyond the last of the array
             return data[inside]
