@@ -13,8 +13,8 @@ from trakdask.projection import SJLT
 from trakdask.projection.fitted import Components, Fitted
 from trakdask.tensors import factors_of
 
-N_SAMPLES, PROJ_DIM = 2000, 1024
-"""What :func:`trakdask.fit` uses if nobody says otherwise."""
+N_SAMPLES, PROJ_DIM, N_FEW = 2000, 1024, 300
+"""What :func:`trakdask.fit` uses if nobody says otherwise; N_FEW samples for curvatures."""
 
 _FEWEST, _SKETCHED, _WIDEST = 500, 16, 8192
 """Samples of a curvature; columns that its matrices are sketched to; columns of wrong classes."""
@@ -47,8 +47,8 @@ class PlannedFit:
     ----------
     n_samples
         How many samples it uses.
-    n_passes
-        How often each of them passes each checkpoint.
+    n_gradients
+        How many gradients it takes at each checkpoint.
     operations
         Arithmetic operations per checkpoint, beside those of gradients and their sketch.
     kept_bytes
@@ -59,14 +59,14 @@ class PlannedFit:
     """
 
     n_samples: int
-    n_passes: int
+    n_gradients: int
     operations: int
     kept_bytes: int
     memory_bytes: int
 
     def seconds(self, pilot: Pilot, n_checkpoints: int, proj_dim: int) -> float:
         """Return how long it will take, if gradients take as long as in a pilot of features."""
-        gradients_s = self.n_passes * self.n_samples * pilot.block_s / pilot.n_samples
+        gradients_s = self.n_gradients * pilot.block_s / pilot.n_samples
         operation_s = pilot.gram_s / (2 * pilot.n_samples * proj_dim**2)
         of_one = gradients_s + _SLOWER * self.operations * operation_s
         return n_checkpoints * of_one / pilot.n_slots
@@ -82,21 +82,23 @@ def planned_fit(
     widths = [step.proj_dim for step in projector.steps if isinstance(step, Components)]
     sketch = projector.projector if widths else sketch_of(n_parameters)
     n, w = n_samples, int(getattr(sketch, "proj_dim", n_parameters))
-    p, n_leading, n_passes = min(*(widths or [PROJ_DIM]), n), 0, 1
+    p, n_few = min(*(widths or [PROJ_DIM]), n), min(n, N_FEW)
+    n_leading, n_gradients = 0, n
     if has_curvature := n >= _FEWEST:  # half of the columns are leading coordinates
-        n_leading, n_passes = min(w // 2, n_parameters), 3
+        n_leading, n_gradients = min(w // 2, n_parameters), n + 3 * n_few
         w = n_leading + w - w // 2
     # 2. Components of the products of samples, and products of gradients with them.
     kept, operations = p * (w + 8), n * w * (4 * n + 2 * p) + 9 * n**3
     if attrs.get("loss_kind") == "cross-entropy" and p <= _WIDEST:
-        n_passes += 1
-        kept, operations = kept + 4 * p**2, operations + n * p * (2 * w + p)
+        n_gradients += n_few
+        kept, operations = kept + 4 * p**2, operations + n_few * p * (2 * w + p)
     # 3. The matrices of each axis, and gradients in the coordinates of their eigenvectors.
     if has_curvature:
         kept += 4 * n_parameters + 8 * n_leading
         for name, _, d, _ in factors_of(shapes):
-            turned = 2 * math.prod(shapes[name]) * ((n_passes - 1) * d + _SKETCHED)
-            operations += n * (turned + 2 * _SKETCHED * d**2) + 9 * d**3
+            size, n_turned = math.prod(shapes[name]), n_gradients - n_few
+            of_products = 2 * n_few * _SKETCHED * (size + d**2)
+            operations += 2 * n_turned * size * d + of_products + 9 * d**3
             kept += 4 * d**2
     most = max(memory.principal_components(n, w), 4 * kept)
-    return PlannedFit(n, n_passes, operations, kept * n_checkpoints, most)
+    return PlannedFit(n, n_gradients, operations, kept * n_checkpoints, most)

@@ -241,9 +241,8 @@ class Plan:
             return []
         seconds = self.estimated_fit_s
         time = "" if seconds is None else f"about {duration(seconds)}, "
-        samples = counted(fit.n_samples, "sample")
         return [
-            f"A td.fit before: {time}{fit.n_passes} passes over {samples}, "
+            f"A td.fit before: {time}gradients of {counted(fit.n_gradients, 'sample')}, "
             f"{format_bytes(fit.memory_bytes)} for its largest task, "
             f"{format_bytes(fit.kept_bytes)} of the store. Random columns need none"
         ]
