@@ -118,19 +118,22 @@ def test_plan__a_fit_keeps_the_bytes_that_are_planned(
     fitted = td.fit(samples, model, n_samples=n_fitted, progress=False)
     kept = sum(array.nbytes for array in fitted.arrays.values())
     assert 0.99 * found["kept_bytes"] < kept <= found["kept_bytes"]  # parameters may have no weight
-    assert found["n_passes"] == 1 + 2 * (n_samples >= 500) + ("image" in task)
+    n, with_curvature = min(n_samples, n_fitted), n_samples >= 500
+    n_few, n_weights = min(n, N_FEW), min(n, N_WEIGHTS)
+    of_curvature = (2 * n_few + n_weights) * with_curvature
+    assert found["n_gradients"] == n + of_curvature + n_few * ("image" in task)
     assert plan(td.featurize(samples, model, fitted)).fit is None
 
 
 def test_plan__a_fit_takes_as_long_as_its_passes_and_products() -> None:
     pilot = Pilot(10, 3.0, 2.0, 0.5, 2, 0, 0, 0)
-    fit = {"n_samples": 100, "n_passes": 4, "operations": 0, "kept_bytes": 0, "memory_bytes": 0}
+    fit = {"n_samples": 100, "n_gradients": 400, "operations": 0, "kept_bytes": 0, "memory_bytes": 0}
     once = fit_seconds(fit, pilot, n_checkpoints=3, proj_dim=8)
-    assert once == 3 * 4 * 100 * 0.2 / 2
+    assert once == 3 * 400 * 0.2 / 2
     more = fit_seconds(fit | {"operations": 2 * 10 * 8**2}, pilot, 3, 8)
     assert more - once == pytest.approx(3 * 1.6 * 0.5 / 2)
     shown = repr(dataclasses.replace(plan(FEATURES), pilot=pilot, fit=fit, block_bytes=4 * 10 * 8))
-    assert "A td.fit before: about 80 s, 4 passes over 100 samples, " in shown
+    assert "A td.fit before: about 80 s, gradients of 400 samples, " in shown
 
 
 def test_plan__opened_store_gives_the_same(tmp_path: Path) -> None:

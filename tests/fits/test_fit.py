@@ -22,7 +22,9 @@ from trakdask.featurization.preparation import projector_of
 from trakdask.fits import fitting, keeping
 from trakdask.fits.components import sketch_for
 from trakdask.fits.weights import weighted
+from trakdask.fits.wrong_classes import wrong_classes
 from trakdask.projection.fitted import Fitted
+from trakdask.samples import drawn
 
 # A warning about λ, of which 64 samples of noise say little.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -79,6 +81,18 @@ def test_fit__is_the_chain_of_its_steps() -> None:
     moments = [{n: t.abs() for n, t in state.items()} for state in states().values()]
     scaled = td.fit(SAMPLES, MODEL, moments=moments, **SMALL | {"curvature": "auto"})
     assert repr(scaled).startswith("Fitted(SecondMoments(), SJLT(proj_dim=24")
+
+
+def test_fit__curvatures_are_of_few_of_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "SAMPLES_OF_CURVATURE", 16)
+    monkeypatch.setattr(fitting, "_weights", lambda *_: None)
+    fitted, few = td.fit(SAMPLES, MODEL, **SMALL), drawn(SAMPLES, 16, 16)
+    alone = td.fits.curvature(few, MODEL, progress=False).arrays
+    for name in ("curvature_eigenvectors", "curvature_scale"):
+        np.testing.assert_allclose(fitted.arrays[name], alone[name], rtol=1e-5, atol=1e-6)
+    among = wrong_classes(few, MODEL, fitted)
+    np.testing.assert_allclose(fitted.arrays["wrong_classes"], among, atol=1e-6)
+    assert abs(among - wrong_classes(SAMPLES, MODEL, fitted)).max() > 1e-3
 
 
 @pytest.mark.parametrize("scheduler", ["threads", "client"])

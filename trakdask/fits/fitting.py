@@ -21,7 +21,7 @@ from trakdask.fits.components import principal_components, sketch_for
 from trakdask.fits.curvatures import curvature as fit_curvature
 from trakdask.fits.keeping import kept_fits
 from trakdask.fits.moments import MomentsLike, second_moments
-from trakdask.fits.weights import FACTS, SAMPLES_OF_WEIGHTS, scores_by_group, weighted, weights_of
+from trakdask.fits.weights import FACTS, scores_by_group, weighted, weights_of
 from trakdask.fits.wrong_classes import compares_classes, wrong_classes
 from trakdask.models.model import Model
 from trakdask.projection import Projector
@@ -36,6 +36,8 @@ from trakdask.variables import SAMPLE, WRONG_CLASSES
 _FEW_SAMPLES = 500
 """With fewer, the curvature made scores worse on all three tasks of 2026-11-24-recipe.txt."""
 
+SAMPLES_OF_CURVATURE = 300
+"""Curvatures are means of squares over samples: more of them change the LDS by less than 0.003."""
 
 _LONG_S = 60.0
 """Whoever waits longer is told how long, and what would be cheaper."""
@@ -89,7 +91,8 @@ def fit(
     moments
         Adam's second moments at each checkpoint, as in :func:`~trakdask.fits.second_moments`.
     n_samples
-        How many of the samples are used: they are drawn at random, always the same ones.
+        How many of the samples the components are fitted to, and 300 of them the curvatures: they
+        are drawn at random, always the same ones.
     store, storage_options
         Where the features will be saved, as in :func:`save`. The fit of checkpoints whose features
         it has is taken from there. Fits of other checkpoints are kept beside, in a folder whose
@@ -128,10 +131,8 @@ def fit(
     It is computed at once, on the active client or on threads, at as many checkpoints side by side
     as there are tasks for. Until they are summed, a store on the disk of workers keeps 8 bytes for
     each parameter and each entry of an axis' matrix, of every block. Cost:
-    four passes over ``n_samples`` samples, two of them for the curvature and one for the wrong
-    classes, one over 300 samples for the weights, and the eigenvectors of the products of these
-    samples: for the small models of ``tests/benchmarks/results/2026-11-24-fits.txt`` about what
-    features of 12,000 samples cost.
+    one pass over ``n_samples`` samples, four over 300 of them (two for the curvature, one for the
+    weights, one for the wrong classes), and the eigenvectors of the products of all samples.
     Memory does not grow with the number of all samples.
 
     Examples
@@ -161,6 +162,7 @@ def fit(
         sketch = replace(sketch, proj_dim=proj_dim)  # type: ignore[call-arg]
     samples = validate_samples(samples)
     part = drawn(samples, n_samples, samples.chunksizes[SAMPLE][0])
+    few = drawn(part, SAMPLES_OF_CURVATURE, part.chunksizes[SAMPLE][0])
     if curvature == "auto":
         curvature = moments is None and part.sizes[SAMPLE] >= _FEW_SAMPLES
     read = inputs_of(part, model.for_variables({str(n): a.ndim for n, a in part.variables.items()}))
@@ -179,9 +181,9 @@ def fit(
     names = [checkpoint.name for checkpoint in model.checkpoints]
     known = [] if stored is None else [n for n in names if n in stored.model["checkpoints"]]
     todo = [name for name in names if name not in known]
-    n, n_drawn = len(part.chunksizes[SAMPLE]), min(part.sizes[SAMPLE], SAMPLES_OF_WEIGHTS)
-    of_curvature = 2 * n + (1 if n_drawn < part.sizes[SAMPLE] else n) if curvature else 0
-    of_sketch = n * (components + compares_classes(model.task))
+    n, n_few = (len(each.chunksizes[SAMPLE]) for each in (part, few))
+    of_curvature = 3 * n_few if curvature else 0  # two passes, and one for the weights
+    of_sketch = n * components + n_few * compares_classes(model.task)
 
     def kept(step: str, before: Mapping[str, Any], total: int, compute: Any) -> dict[str, Fitted]:
         files = {}
@@ -198,14 +200,14 @@ def fit(
         # 2. The scale of gradients at each checkpoint, and the weights that all of them have.
         steps = {name: first.at_checkpoints([name]) for name in todo}
         if curvature:
-            steps = kept("curvature", {}, of_curvature, partial(_curvature, part, options))
+            steps = kept("curvature", {}, of_curvature, partial(_curvature, few, options))
             weights = _weights(list(steps.values()), model, stored)
             for name, fit in steps.items():
                 steps[name] = weighted(fit, weights, model.shapes, n_leading)
         # 3. At each checkpoint, the sketch, its components, and how it curves between classes.
         before = {name: dict(fit.digests) for name, fit in steps.items()}
         n_columns = n_components if components else 0
-        run = partial(_sketched, part, options, steps, rest, n_columns)
+        run = partial(_sketched, part, few, options, steps, rest, n_columns)
         done = kept("sketch", before, of_sketch, run)
     if stored is not None:
         done |= {name: stored.at_checkpoints([name]) for name in known}
@@ -234,10 +236,10 @@ def _estimate(n_blocks: int, n_fewer: int, left_s: float, block_s: float) -> str
     )
 
 
-def _curvature(part: xr.Dataset, options: Mapping[str, Any], model: Model) -> Fitted:
+def _curvature(few: xr.Dataset, options: Mapping[str, Any], model: Model) -> Fitted:
     """Return the curvature, and what it says of the weights of parameters."""
-    fit = fit_curvature(part, model, leading=0, progress=False, **options)
-    return fit.beside(scores_by_group(part, model, fit, **options))
+    fit = fit_curvature(few, model, leading=0, progress=False, **options)
+    return fit.beside(scores_by_group(few, model, fit, **options))
 
 
 def _weights(scaled: list[Fitted], model: Model, stored: Fitted | None) -> Weights | None:
@@ -250,6 +252,7 @@ def _weights(scaled: list[Fitted], model: Model, stored: Fitted | None) -> Weigh
 
 def _sketched(
     part: xr.Dataset,
+    few: xr.Dataset,
     options: Mapping[str, Any],
     steps: Mapping[str, Fitted],
     sketch: Projector,
@@ -266,7 +269,7 @@ def _sketched(
         fit = principal_components(
             part, model, n_components, projector=fit, progress=False, **options
         )
-    matrix = wrong_classes(part, model, fit, **options)
+    matrix = wrong_classes(few, model, fit, **options)
     fit = replace(fit, model=model_of(model.spec()))
     return fit if matrix is None else fit.beside({WRONG_CLASSES: matrix})
 

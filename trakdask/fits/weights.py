@@ -46,7 +46,7 @@ from trakdask.variables import SAMPLE
 FACTS = "scores", "traces", "directions"
 """What weights are made of."""
 
-SAMPLES_OF_WEIGHTS, _TARGETS = 300, 100
+_TARGETS = 100
 _WIDEST, _SKETCH_BYTES = 4096, 2**28
 
 _LEAST = 0.01
@@ -69,14 +69,13 @@ def scores_by_group(
 
     ``scores`` (sample, target, group, checkpoint) float32 are those of training samples among
     themselves, by this group of parameters alone; ``traces`` and ``directions`` are (group,
-    checkpoint). Cost: a pass over 300 samples, and as many³ flops for each group.
+    checkpoint). Cost: a pass over the samples, and as many³ flops for each group.
     """
     # 1. Sketches of scaled gradients, side by side; a group that is small enough is not sketched.
-    some = drawn(samples, SAMPLES_OF_WEIGHTS, SAMPLES_OF_WEIGHTS)
-    n, groups = some.sizes[SAMPLE], groups_of(model.shapes)
+    n, groups = samples.sizes[SAMPLE], groups_of(model.shapes)
     width = min(_WIDEST, 2 ** math.floor(math.log2(_SKETCH_BYTES / (4 * n * len(groups)))))
     widths = [min(width, _size(model.shapes, names)) for names in groups.values()]
-    prepared = prepare(some, model, projector=curvature.then(SJLT(width)), **options)
+    prepared = prepare(samples, model, projector=curvature.then(SJLT(width)), **options)
     tasks = block_tasks(
         partial(_sketch_block, width, sum(widths)), "sc", prepared, prepared.token,
         name=f"sketches-{prepared.token}",

@@ -15,6 +15,11 @@ from trakdask.tensors import factors_of
 N_SAMPLES, PROJ_DIM = 2000, 1024
 """What :func:`trakdask.fit` uses if nobody says otherwise."""
 
+N_CURVATURE, N_WEIGHTS = 600, 300
+"""Samples of curvatures and of weights, which are means over samples. With all of a thousand for
+curvatures, fits took 1.1 to 1.5 times as long, and the LDS was 0.0004 lower in the mean
+(``tests/benchmarks/results/2026-11-29-choices.txt``)."""
+
 _FEWEST, _SKETCHED, _WIDEST = 500, 16, 8192
 """Samples of a curvature; columns that its matrices are sketched to; columns of wrong classes."""
 _SLOWER = 1.6
@@ -51,26 +56,28 @@ def planned_fit(
     widths = [step.proj_dim for step in projector.steps if isinstance(step, Components)]
     sketch = projector.projector if widths else sketch_of(n_parameters)
     n, w = n_samples, int(getattr(sketch, "proj_dim", n_parameters))
-    p, n_leading, n_passes = min(*(widths or [PROJ_DIM]), n), 0, 1
+    p, n_few = min(*(widths or [PROJ_DIM]), n), min(n, N_CURVATURE)
+    n_leading, n_gradients = 0, n
     if has_curvature := n >= _FEWEST:  # half of the columns are leading coordinates
-        n_leading, n_passes = min(w // 2, n_parameters), 3
+        n_leading, n_gradients = min(w // 2, n_parameters), n + 2 * n_few + min(n, N_WEIGHTS)
         w = n_leading + w - w // 2
     # 2. Components of the products of samples, and products of gradients with them.
     kept, operations = p * (w + 8), n * w * (4 * n + 2 * p) + 9 * n**3
     if attrs.get("loss_kind") == "cross-entropy" and p <= _WIDEST:
-        n_passes += 1
-        kept, operations = kept + 4 * p**2, operations + n * p * (2 * w + p)
+        n_gradients += n_few
+        kept, operations = kept + 4 * p**2, operations + n_few * p * (2 * w + p)
     # 3. The matrices of each axis, and gradients in the coordinates of their eigenvectors.
     if has_curvature:
         kept += 4 * n_parameters + 8 * n_leading
         for name, _, d, _ in factors_of(shapes):
-            turned = 2 * math.prod(shapes[name]) * ((n_passes - 1) * d + _SKETCHED)
-            operations += n * (turned + 2 * _SKETCHED * d**2) + 9 * d**3
+            size, n_turned = math.prod(shapes[name]), n_gradients - n_few
+            of_products = 2 * n_few * _SKETCHED * (size + d**2)
+            operations += 2 * n_turned * size * d + of_products + 9 * d**3
             kept += 4 * d**2
     most = max(memory.principal_components(n, w), 4 * kept)
     return {
         "n_samples": n,
-        "n_passes": n_passes,
+        "n_gradients": n_gradients,
         "operations": operations,
         "kept_bytes": kept * n_checkpoints,
         "memory_bytes": most,
@@ -79,7 +86,7 @@ def planned_fit(
 
 def fit_seconds(fit: Mapping[str, int], pilot: Pilot, n_checkpoints: int, proj_dim: int) -> float:
     """Return how long a fit will take, if gradients take as long as in a pilot of features."""
-    gradients_s = fit["n_passes"] * fit["n_samples"] * pilot.block_s / pilot.n_samples
+    gradients_s = fit["n_gradients"] * pilot.block_s / pilot.n_samples
     operation_s = pilot.gram_s / (2 * pilot.n_samples * proj_dim**2)
     of_one = gradients_s + _SLOWER * fit["operations"] * operation_s
     return n_checkpoints * of_one / pilot.n_slots

@@ -183,7 +183,7 @@ class Plan:
         The cost of a fit before these features; None if it is done. By name:
 
         - n_samples: how many samples it uses
-        - n_passes: how often each of them passes each checkpoint
+        - n_gradients: how many gradients it takes at each checkpoint
         - operations: arithmetic operations per checkpoint, beside those of gradients and their
           sketch
         - kept_bytes: bytes of the fitted values of all checkpoints, which a store keeps, if all
@@ -262,9 +262,9 @@ class Plan:
             return []
         seconds = self.estimated_fit_s
         time = "" if seconds is None else f"about {duration(seconds)}, "
-        samples = counted(fit["n_samples"], "sample")
+        gradients = counted(fit["n_gradients"], "sample")
         return [
-            f"A td.fit before: {time}{fit['n_passes']} passes over {samples}, "
+            f"A td.fit before: {time}gradients of {gradients}, "
             f"{format_bytes(fit['memory_bytes'])} for its largest task, "
             f"{format_bytes(fit['kept_bytes'])} of the store. Random columns need none"
         ]
