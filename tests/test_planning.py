@@ -17,7 +17,7 @@ from torch import nn
 
 import trakdask as td
 from trakdask.planning import plan
-from trakdask.planning.fits import fit_seconds
+from trakdask.planning.fits import N_CURVATURE, N_WEIGHTS, fit_seconds
 from trakdask.planning.pilot import Pilot
 from trakdask.projection import Projector
 from trakdask.projection.mask import Mask
@@ -119,7 +119,7 @@ def test_plan__a_fit_keeps_the_bytes_that_are_planned(
     kept = sum(array.nbytes for array in fitted.arrays.values())
     assert 0.99 * found["kept_bytes"] < kept <= found["kept_bytes"]  # parameters may have no weight
     n, with_curvature = min(n_samples, n_fitted), n_samples >= 500
-    n_few, n_weights = min(n, N_FEW), min(n, N_WEIGHTS)
+    n_few, n_weights = min(n, N_CURVATURE), min(n, N_WEIGHTS)
     of_curvature = (2 * n_few + n_weights) * with_curvature
     assert found["n_gradients"] == n + of_curvature + n_few * ("image" in task)
     assert plan(td.featurize(samples, model, fitted)).fit is None
@@ -127,7 +127,7 @@ def test_plan__a_fit_keeps_the_bytes_that_are_planned(
 
 def test_plan__a_fit_takes_as_long_as_its_passes_and_products() -> None:
     pilot = Pilot(10, 3.0, 2.0, 0.5, 2, 0, 0, 0)
-    fit = {"n_samples": 100, "n_gradients": 400, "operations": 0, "kept_bytes": 0, "memory_bytes": 0}
+    fit = {"n_gradients": 400, "operations": 0, "kept_bytes": 0, "memory_bytes": 0}
     once = fit_seconds(fit, pilot, n_checkpoints=3, proj_dim=8)
     assert once == 3 * 400 * 0.2 / 2
     more = fit_seconds(fit | {"operations": 2 * 10 * 8**2}, pilot, 3, 8)

@@ -19,7 +19,6 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 
 from _machine import in_a_process
 
@@ -104,14 +103,14 @@ def _fitted_maps(shapes: Mapping[str, tuple[int, ...]]):  # type: ignore[no-unty
     import numpy as np
     import torch
 
-    from trakdask.fits.components import sketch_for
+    from trakdask.planning.fits import sketch_of
     from trakdask.projection import SJLT, RowMap
     from trakdask.projection.fitted import Components, Curvature, Fitted
     from trakdask.projection.maps import Maps
     from trakdask.tensors import factors_of
 
     rng, n_rows = np.random.default_rng(0), sum(map(math.prod, shapes.values()))
-    width = sketch_for(SimpleNamespace(shapes=shapes)).proj_dim  # type: ignore[arg-type]
+    width = sketch_of(shapes).proj_dim
     arrays = {
         "curvature_eigenvectors": np.zeros([p.stop for *_, p in factors_of(shapes)][-1], "f4"),
         "curvature_scale": rng.uniform(0.5, 2, n_rows).astype("f4"),

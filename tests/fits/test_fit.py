@@ -20,9 +20,9 @@ import trakdask as td
 from trakdask import bars
 from trakdask.featurization.preparation import projector_of
 from trakdask.fits import fitting, keeping
-from trakdask.fits.components import sketch_for
 from trakdask.fits.weights import weighted
 from trakdask.fits.wrong_classes import wrong_classes
+from trakdask.planning.fits import sketch_of
 from trakdask.projection.fitted import Fitted
 from trakdask.samples import drawn
 
@@ -84,7 +84,7 @@ def test_fit__is_the_chain_of_its_steps() -> None:
 
 
 def test_fit__curvatures_are_of_few_of_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "SAMPLES_OF_CURVATURE", 16)
+    monkeypatch.setattr(fitting, "N_CURVATURE", 16)
     monkeypatch.setattr(fitting, "_weights", lambda *_: None)
     fitted, few = td.fit(SAMPLES, MODEL, **SMALL), drawn(SAMPLES, 16, 16)
     alone = td.fits.curvature(few, MODEL, progress=False).arrays
@@ -166,10 +166,18 @@ def test_fit__has_fewer_columns_where_fewer_samples_are_fitted() -> None:
     assert td.featurize(SAMPLES, MODEL, projector).sizes["proj_dim"] == 9
 
 
-@pytest.mark.parametrize(("width", "columns"), [(64, 8192), (300, 16384), (500, 32768)])
+@pytest.mark.parametrize(("width", "columns"), [(9, 4096), (300, 16384), (500, 32768)])
 def test_sketch__follows_the_size_of_the_model(width: int, columns: int) -> None:
-    model = td.Model(nn.Linear(width, width, bias=False), task="image_classification")
-    assert sketch_for(model).proj_dim == columns
+    assert sketch_of({"weight": (width, width)}).proj_dim == columns
+
+
+def test_fit__of_another_checkpoint_goes_on_with_the_sketch_of_the_store(tmp_path: Path) -> None:
+    store, options = tmp_path / "f.zarr", SMALL | {"store": tmp_path / "f.zarr"}
+    one, both = MODEL.at_checkpoints(["a"]), MODEL
+    td.save(td.featurize(SAMPLES, one, td.fit(SAMPLES, one, **options)), store, progress=False)
+    assert td.fit(SAMPLES, both, **options | {"sketch": "auto"}).projector == td.SJLT(12)
+    with pytest.raises(td.errors.StoreMismatchError, match="sketch"):
+        td.fit(SAMPLES, both, **options | {"sketch": td.SJLT(48)})
 
 
 def test_fit__draws_the_same_part_of_the_samples_in_any_chunks() -> None:

@@ -142,7 +142,7 @@ def _projector(
 ) -> Any:
     """Return the projector of a section, which is fitted unless the store of features has it."""
     from trakdask import projection
-    from trakdask.fits.components import sketch_for
+    from trakdask.planning.fits import sketch_of
 
     described = section(configuration, "projector")
     if not described:
@@ -154,7 +154,7 @@ def _projector(
     if isinstance(sketch := described.get("sketch"), dict):
         described["sketch"] = of_kind(dict(sketch), kinds)
     if not fits:
-        return described.get("sketch", sketch_for(model))
+        return described.get("sketch", sketch_of(model.shapes))
     options: dict[str, Any] = {"store": section(configuration, "stores")["train"], **described}
     options["storage_options"] = section(configuration, "save").get("storage_options")
     of_features = section(configuration, "featurize")

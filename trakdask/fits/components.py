@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import dask
@@ -28,22 +27,9 @@ from trakdask.samples.array_source import validate_samples
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE
 
 WIDE = SJLT(proj_dim=8192, seed=0)
-_WIDEST = 32768
 
 _LEAST = 1e-10
 """Smaller eigenvalues, as a share of the largest, are rounding of the features."""
-
-
-def sketch_for(model: Model) -> SJLT:
-    """Return the sketch for a model: 8,192 columns, up to 32,768 for larger ones.
-
-    It has up to a quarter as many columns as there are parameters. Texts need that; and the more
-    parameters there are, the less products with wide components cost beside gradients, and the less
-    space components take beside checkpoints.
-    """
-    n_parameters = sum(math.prod(shape) for shape in model.shapes.values())
-    width = 2 ** math.floor(math.log2(n_parameters / 4))
-    return SJLT(proj_dim=min(max(width, WIDE.proj_dim), _WIDEST), seed=WIDE.seed)
 
 
 def principal_components(

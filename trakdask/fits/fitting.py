@@ -17,15 +17,17 @@ from trakdask.checks import require_flags, require_integer, shown
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.featurization.preparation import inputs_of, model_of, projector_of, require_model
 from trakdask.files import Folder
-from trakdask.fits.components import principal_components, sketch_for
+from trakdask.fits.components import principal_components
 from trakdask.fits.curvatures import curvature as fit_curvature
 from trakdask.fits.keeping import kept_fits
 from trakdask.fits.moments import MomentsLike, second_moments
 from trakdask.fits.weights import FACTS, scores_by_group, weighted, weights_of
 from trakdask.fits.wrong_classes import compares_classes, wrong_classes
 from trakdask.models.model import Model
+from trakdask.planning.fits import N_CURVATURE, N_WEIGHTS, sketch_of
 from trakdask.projection import Projector
 from trakdask.projection.fitted import Curvature, Fitted, Weights
+from trakdask.projection.protocol import from_spec
 from trakdask.provenance import digest, require_same
 from trakdask.samples.array_source import validate_samples
 from trakdask.samples.datasets import drawn, source_of
@@ -35,9 +37,6 @@ from trakdask.variables import SAMPLE, WRONG_CLASSES
 
 _FEW_SAMPLES = 500
 """With fewer, the curvature made scores worse on all three tasks of 2026-11-24-recipe.txt."""
-
-SAMPLES_OF_CURVATURE = 300
-"""Curvatures are means of squares over samples: more of them change the LDS by less than 0.003."""
 
 _LONG_S = 60.0
 """Whoever waits longer is told how long, and what would be cheaper."""
@@ -87,12 +86,12 @@ def fit(
         the sketch itself gets ``proj_dim`` columns.
     sketch
         The projector that gradients meet first. ``"auto"``: an :class:`SJLT` of up to a quarter as
-        many columns as the model has parameters, but 8,192 to 32,768.
+        many columns as the model has parameters, but 4,096 to 32,768; or that of the store.
     moments
         Adam's second moments at each checkpoint, as in :func:`~trakdask.fits.second_moments`.
     n_samples
-        How many of the samples the components are fitted to, and 300 of them the curvatures: they
-        are drawn at random, always the same ones.
+        How many of the samples the components are fitted to, and up to 600 of them the curvatures.
+        They are drawn at random, always the same ones.
     store, storage_options
         Where the features will be saved, as in :func:`save`. The fit of checkpoints whose features
         it has is taken from there. Fits of other checkpoints are kept beside, in a folder whose
@@ -131,8 +130,8 @@ def fit(
     It is computed at once, on the active client or on threads, at as many checkpoints side by side
     as there are tasks for. Until they are summed, a store on the disk of workers keeps 8 bytes for
     each parameter and each entry of an axis' matrix, of every block. Cost:
-    one pass over ``n_samples`` samples, four over 300 of them (two for the curvature, one for the
-    weights, one for the wrong classes), and the eigenvectors of the products of all samples.
+    one pass over ``n_samples`` samples, three over 600 of them (two for the curvature, one for the
+    wrong classes), one over 300 for the weights, and the eigenvectors of the products of all.
     Memory does not grow with the number of all samples.
 
     Examples
@@ -152,8 +151,11 @@ def fit(
         raise ValueError(
             f"expected curvature=True, False or 'auto', got {shown(curvature)}; try 'auto'"
         )
-    if sketch == "auto":
-        sketch = sketch_for(model)
+    features = None if store is None else _features_of(store, storage_options)
+    before = {} if features is None else json.loads(features.attrs.get("fitted_to", "{}"))
+    if sketch == "auto":  # a store goes on with the sketch that it has
+        known = before.get("sketch")
+        sketch = sketch_of(model.shapes) if known is None else from_spec(known)
     if not isinstance(sketch, Projector):
         raise TypeError(
             f"expected a projector as sketch, got {sketch!r}; try sketch=td.SJLT(proj_dim=8192)"
@@ -162,7 +164,7 @@ def fit(
         sketch = replace(sketch, proj_dim=proj_dim)  # type: ignore[call-arg]
     samples = validate_samples(samples)
     part = drawn(samples, n_samples, samples.chunksizes[SAMPLE][0])
-    few = drawn(part, SAMPLES_OF_CURVATURE, part.chunksizes[SAMPLE][0])
+    few = drawn(part, N_CURVATURE, part.chunksizes[SAMPLE][0])
     if curvature == "auto":
         curvature = moments is None and part.sizes[SAMPLE] >= _FEW_SAMPLES
     read = inputs_of(part, model.for_variables({str(n): a.ndim for n, a in part.variables.items()}))
@@ -175,20 +177,26 @@ def fit(
     }  # fmt: skip
     origin = json.dumps(asked, sort_keys=True)
     folder = None if store is None else kept_beside(Folder.at(store, storage_options))
-    stored = None if store is None else _stored(store, storage_options, json.loads(origin))
+    stored = None
+    if features is not None:
+        what = f"the projector that is asked for and the one of {os.fspath(store or '')!r}"
+        require_same(json.loads(origin), before, what=what, names=tuple(asked))
+        stored = projector_of(features)
 
     # 1. The store has some checkpoints; what was kept of the others is not computed again.
     names = [checkpoint.name for checkpoint in model.checkpoints]
     known = [] if stored is None else [n for n in names if n in stored.model["checkpoints"]]
     todo = [name for name in names if name not in known]
     n, n_few = (len(each.chunksizes[SAMPLE]) for each in (part, few))
-    of_curvature = 3 * n_few if curvature else 0  # two passes, and one for the weights
+    n_weights = 1 if few.sizes[SAMPLE] > N_WEIGHTS else n_few  # one block, if they are drawn
+    of_curvature = 2 * n_few + n_weights if curvature else 0
     of_sketch = n * components + n_few * compares_classes(model.task)
 
-    def kept(step: str, before: Mapping[str, Any], total: int, compute: Any) -> dict[str, Fitted]:
+    def kept(step: str, digests: Mapping[str, Any], total: int, compute: Any) -> dict[str, Fitted]:
         files = {}
         for name in todo:
-            of = {**asked, "model": model.at_checkpoints([name]).spec(), "before": before.get(name)}
+            of_one = model.at_checkpoints([name]).spec()
+            of = {**asked, "model": of_one, "before": digests.get(name)}
             files[name] = f"{step}-{digest(of)[:32]}.npz"
         return kept_fits(folder, files, model, compute, n, total)
 
@@ -205,10 +213,10 @@ def fit(
             for name, fit in steps.items():
                 steps[name] = weighted(fit, weights, model.shapes, n_leading)
         # 3. At each checkpoint, the sketch, its components, and how it curves between classes.
-        before = {name: dict(fit.digests) for name, fit in steps.items()}
+        digests = {name: dict(fit.digests) for name, fit in steps.items()}
         n_columns = n_components if components else 0
         run = partial(_sketched, part, few, options, steps, rest, n_columns)
-        done = kept("sketch", before, of_sketch, run)
+        done = kept("sketch", digests, of_sketch, run)
     if stored is not None:
         done |= {name: stored.at_checkpoints([name]) for name in known}
     return replace(Fitted.joined([done[name] for name in names]), origin=origin)
@@ -274,20 +282,14 @@ def _sketched(
     return fit if matrix is None else fit.beside({WRONG_CLASSES: matrix})
 
 
-def _stored(
-    store: str | os.PathLike[str],
-    storage_options: Mapping[str, Any] | None,
-    asked: Mapping[str, Any],
-) -> Fitted | None:
-    """Return the projector of the features in a store, None if they are not complete."""
+def _features_of(
+    store: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
+) -> xr.Dataset | None:
+    """Return the features in a store, None if they are not complete."""
     try:
-        features = open(store, load_coords=False, storage_options=storage_options)
+        return open(store, load_coords=False, storage_options=storage_options)
     except (FileNotFoundError, IncompleteFeaturesError):
         return None
-    what = f"the projector that is asked for and the one of {os.fspath(store)!r}"
-    before = json.loads(features.attrs.get("fitted_to", "{}"))
-    require_same(asked, before, what=what, names=tuple(asked))
-    return projector_of(features)
 
 
 def _halves(sketch: Projector) -> tuple[int, Projector]:

@@ -35,6 +35,7 @@ from trakdask.fits.sums import leading_coordinates
 from trakdask.models.model import Model
 from trakdask.models.tasks import Batch, Forward
 from trakdask.models.tasks.language import CausalLM, TokenClassification
+from trakdask.planning.fits import N_WEIGHTS
 from trakdask.projection import SJLT, Identity, RowMap
 from trakdask.projection.fitted import Curvature, Fitted, Weights
 from trakdask.projection.maps import Stream
@@ -69,13 +70,14 @@ def scores_by_group(
 
     ``scores`` (sample, target, group, checkpoint) float32 are those of training samples among
     themselves, by this group of parameters alone; ``traces`` and ``directions`` are (group,
-    checkpoint). Cost: a pass over the samples, and as many³ flops for each group.
+    checkpoint). Cost: a pass over 300 samples, and as many³ flops for each group.
     """
     # 1. Sketches of scaled gradients, side by side; a group that is small enough is not sketched.
-    n, groups = samples.sizes[SAMPLE], groups_of(model.shapes)
+    some = drawn(samples, N_WEIGHTS, N_WEIGHTS)
+    n, groups = some.sizes[SAMPLE], groups_of(model.shapes)
     width = min(_WIDEST, 2 ** math.floor(math.log2(_SKETCH_BYTES / (4 * n * len(groups)))))
     widths = [min(width, _size(model.shapes, names)) for names in groups.values()]
-    prepared = prepare(samples, model, projector=curvature.then(SJLT(width)), **options)
+    prepared = prepare(some, model, projector=curvature.then(SJLT(width)), **options)
     tasks = block_tasks(
         partial(_sketch_block, width, sum(widths)), "sc", prepared, prepared.token,
         name=f"sketches-{prepared.token}",

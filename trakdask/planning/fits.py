@@ -10,7 +10,7 @@ from trakdask.arrays import memory
 from trakdask.planning.pilot import Pilot
 from trakdask.projection import SJLT
 from trakdask.projection.fitted import Components, Fitted
-from trakdask.tensors import factors_of
+from trakdask.tensors import Shapes, factors_of
 
 N_SAMPLES, PROJ_DIM = 2000, 1024
 """What :func:`trakdask.fit` uses if nobody says otherwise."""
@@ -27,8 +27,8 @@ _SLOWER = 1.6
 many operations: 1.5 to 1.8 on the machine of the benchmarks."""
 
 
-def sketch_of(n_parameters: int) -> SJLT:
-    """Return the sketch for a model: 8,192 columns, up to 32,768 for larger ones.
+def sketch_of(shapes: Shapes) -> SJLT:
+    """Return the sketch for a model: 4,096 columns, up to 32,768 for larger ones.
 
     It has up to a quarter as many columns as there are parameters. Texts need that; and the more
     parameters there are, the less products with wide components cost beside gradients, and the less
@@ -36,11 +36,12 @@ def sketch_of(n_parameters: int) -> SJLT:
 
     Examples
     --------
-    >>> sketch_of(11_000_000)
+    >>> sketch_of({"weight": (1000, 11_000)})
     SJLT(proj_dim=32768, sparsity=4, seed=0)
     """
+    n_parameters = sum(map(math.prod, shapes.values()))
     width = 2 ** math.floor(math.log2(n_parameters / 4))
-    return SJLT(proj_dim=min(max(width, 8192), 32768), seed=0)
+    return SJLT(proj_dim=min(max(width, 4096), 32768), seed=0)
 
 
 def planned_fit(
@@ -54,7 +55,7 @@ def planned_fit(
     shapes = attrs["parameters"]
     n_parameters = sum(map(math.prod, shapes.values()))
     widths = [step.proj_dim for step in projector.steps if isinstance(step, Components)]
-    sketch = projector.projector if widths else sketch_of(n_parameters)
+    sketch = projector.projector if widths else sketch_of(shapes)
     n, w = n_samples, int(getattr(sketch, "proj_dim", n_parameters))
     p, n_few = min(*(widths or [PROJ_DIM]), n), min(n, N_CURVATURE)
     n_leading, n_gradients = 0, n
