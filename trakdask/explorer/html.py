@@ -20,9 +20,10 @@ from trakdask._version import __version__
 from trakdask.errors import BlockError
 from trakdask.explorer.conditions import has_terms, toggled
 from trakdask.explorer.marks import KINDS
+from trakdask.explorer.new_targets import MOST_BYTES
 from trakdask.explorer.questions import LEVEL
-from trakdask.explorer.tables import ROWS
-from trakdask.explorer.uploads import MOST_BYTES
+from trakdask.explorer.tables import records
+from trakdask.explorer.view import ROWS
 from trakdask.plots.figures import decimals
 
 _FOLDER = Path(__file__).parent
@@ -160,18 +161,12 @@ def _templates() -> Environment:
         "share": _share, "value": value,
     }  # fmt: skip
     templates.globals |= {
-        "KINDS": KINDS, "LEVEL": LEVEL,
-        "MOST_BYTES": MOST_BYTES, "ROWS": ROWS,
+        "KINDS": KINDS, "LEVEL": LEVEL, "MOST_BYTES": MOST_BYTES, "ROWS": ROWS,
         "count": count, "has_terms": has_terms, "identifiers": _identifiers, "live": _live.get,
-        "now": partial(datetime.now, UTC), "rows": _rows, "toggled": toggled,
+        "now": partial(datetime.now, UTC), "rows": records, "toggled": toggled,
         "version": __version__,
     }  # fmt: skip
     return templates
-
-
-def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the rows of a table, in which integers are still integers."""
-    return table.astype(object).to_dict("records")  # type: ignore[return-value]
 
 
 def _identifiers(table: pd.DataFrame) -> list[str]:
