@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import trakdask as td
-from tests.explorer.sessions import SCRIPT, TRAK, M, N, cards, data, go, links, opened
+from tests.explorer.sessions import SCRIPT, TRAK, M, N, data, go, links, opened
 from tests.waiting import PATIENCE_S
 from trakdask.explorer import Explorer, Marks, View
 from trakdask.explorer.app import Session
@@ -43,13 +43,6 @@ def test_session__shows_every_page_and_escapes_all_data(explorer: Explorer, page
     assert all(not view.errors for view in links(session))
     # Each field has a name.
     assert not re.findall(r"<label>\s*<(?:select|input)(?![^>]* aria-label)", html)
-
-
-def test_session__follows_links_forms_and_filters(explorer: Explorer) -> None:
-    session = opened(explorer, View())
-    assert "Target 3" in go(session, {"query": "?page=target&target=3"})
-    go(session, {"query": "?page=target&target=3&where='web'+in+source"})
-    assert {i % 3 for i in cards(session)} == {1}
 
 
 def test_session__shows_words_with_their_scores_and_asks_a_tokenizer() -> None:

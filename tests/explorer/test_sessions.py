@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import suppress
-from functools import partial
-from io import BytesIO
 from pathlib import Path
 
 import dask.array as da
 import numpy as np
-import pandas as pd
 import pytest
 from distributed import Client, LocalCluster
 
@@ -94,36 +91,6 @@ def test_session__marks_samples_and_takes_it_back_step_by_step(tmp_path: Path) -
     session._handle_msg({"mark": "duplicate", "sample": 7, "wanted": False})
     assert session.marked == []
     assert session.said["text"] == "Sample 7 is no longer marked as duplicate."
-
-
-def test_session__keeps_what_is_typed_and_sends_the_table(tmp_path: Path) -> None:
-    marks = Marks(tmp_path / "train.marks.parquet")
-    marks.mark([4, 2], "wrong label")
-    features = data(N, 0).assign_coords(sample=range(N))
-    explorer = td.explore(features, data(M, 1), marks=marks, estimator=TRAK)
-    session = opened(explorer, View(page="marks"))
-    before = session.html
-    typed = {"label": '"3", ü', "note": " two\nlines"}
-    for name, text in typed.items():
-        message = {"mark": "wrong label", "sample": 4, "wanted": True, name: text}
-        session._handle_msg(message)
-        assert session.said["text"] == f"The {name} of sample 4 is kept."
-    assert session.html == before  # the browser has it, and perhaps more that is being typed
-    expected = [[4, "wrong label", *typed.values()], [2, "wrong label", "", ""]]
-    assert marks.table().values.tolist() == expected
-    readers = {
-        "parquet": pd.read_parquet, "csv": partial(pd.read_csv, dtype=str, keep_default_na=False),
-    }  # fmt: skip
-    for kind, read in readers.items():
-        session._save(session.view, kind)
-        ((name, content),) = session.saved.items()
-        assert name == f"train.marks.{kind}"
-        table = read(BytesIO(content)).astype({"sample": int})
-        assert table.values.tolist() == expected
-    session._handle_msg({"undo": True})
-    session.wait(PATIENCE_S)
-    assert marks.table()["note"].tolist() == ["", ""]
-    assert 'value="&#34;3&#34;, ü"' in session.html
 
 
 def test_session__that_is_left_adds_no_target() -> None:

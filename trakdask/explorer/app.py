@@ -157,7 +157,7 @@ class Session(JSComponent):
     def _featurized(self, content: Mapping[str, Any]) -> str:
         """Make a target of a text or an image that somebody gave, and go to its page."""
         computation, maker = self._computation, self.questions.maker
-        if maker is None:
+        if maker is None or not maker.takes_content:
             raise ValueError("There is no model here that could explain it.")
         features, html = maker.target(content)
 

@@ -126,6 +126,9 @@ class Contents:
         return [f'<p class="text">{escape(_shortened(text))}</p>' for text in texts]
 
 
+NO_CONTENTS = Contents()
+
+
 def data_url(image: np.ndarray, cmap: str = "gray", low: float = 0, high: float = 1) -> str:
     """Return an image, (h, w) between limits or (h, w, 3) between 0 and 1, as a PNG in a URL."""
     from matplotlib.image import imsave  # optional dependency

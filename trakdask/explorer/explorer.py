@@ -15,7 +15,7 @@ from trakdask.attribution.estimators import EstimatorLike, resolve
 from trakdask.checks import shown
 from trakdask.explorer.contents import Contents
 from trakdask.explorer.marks import Marks
-from trakdask.explorer.new_targets import classifier, target_maker
+from trakdask.explorer.new_targets import target_maker
 from trakdask.explorer.pages import document
 from trakdask.explorer.questions import Questions
 from trakdask.explorer.view import View
@@ -228,11 +228,8 @@ def explore(
     if text is not None:
         token_texts(text)  # which checks it, rather than a page
     variables = samples if samples is not None else target_samples
-    classifiers = classifier(features, model, samples), classifier(features, model, target_samples)
-    has_other_use = any(classifiers) or (samples is not None and text is not None)
-    maker = target_maker(
-        features, model, tokenizer, preprocess, variables, has_other_use=has_other_use
-    )
+    has_words = samples is not None and text is not None
+    maker = target_maker(features, model, tokenizer, preprocess, variables, has_words=has_words)
     if marks is not None:
         marks = marks if isinstance(marks, Marks) else Marks(marks)
         marks.ids(features)  # now, rather than when somebody opens a page
@@ -240,7 +237,7 @@ def explore(
     inputs = (getattr(task, "text", ""), *getattr(task, "inputs", ()))
     train, shown = (Contents(x, text, inputs, normalize, cmap) for x in (samples, target_samples))
     return Explorer(
-        features, targets, estimator, contents=(train, shown), classifiers=classifiers,
+        features, targets, estimator, contents=(train, shown),
         words=_words_of(features, samples, model, text), marks=marks, maker=maker,
     )  # fmt: skip
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -131,17 +129,8 @@ def plain_message(err: BaseException) -> str:
 # ---------------------------------------------------------------------------------- templates
 
 
-_live = ContextVar("live", default=True)
-
-
-@contextmanager
-def nothing_to_click() -> Iterator[None]:
-    """Leave out forms, buttons, links and advice on them, as in a file that is saved."""
-    token = _live.set(False)
-    try:
-        yield
-    finally:
-        _live.reset(token)
+LIVE = ContextVar("live", default=True)
+"""Whether pages have forms, buttons, links and advice on them; a file that is saved has none."""
 
 
 def render(name: str, /, *context: Any, **contents: Any) -> Markup:
@@ -162,7 +151,7 @@ def _templates() -> Environment:
     }  # fmt: skip
     templates.globals |= {
         "KINDS": KINDS, "LEVEL": LEVEL, "MOST_BYTES": MOST_BYTES, "ROWS": ROWS,
-        "count": count, "has_terms": has_terms, "identifiers": _identifiers, "live": _live.get,
+        "count": count, "has_terms": has_terms, "identifiers": _identifiers, "live": LIVE.get,
         "now": partial(datetime.now, UTC), "rows": records, "toggled": toggled,
         "version": __version__,
     }  # fmt: skip

@@ -36,7 +36,7 @@ _MOST_CHARACTERS, _SHOWN_PIXELS = 100_000, 256
 
 @dataclass(frozen=True, eq=False)
 class TargetMaker:
-    """Makes targets of texts and images, as the targets of a store were made.
+    """The model of a store: it makes targets of texts and images as the store's were made.
 
     Parameters
     ----------
@@ -59,6 +59,11 @@ class TargetMaker:
         task = self.model.task
         others = list(getattr(task, "variables", ()))[1:]  # of a task that does not say it
         return list(getattr(task, "number_variables", others))
+
+    @property
+    def takes_content(self) -> bool:
+        """Whether somebody can give it a text or an image."""
+        return self.tokenizer is not None or self.preprocess is not None
 
     @property
     def finds_class(self) -> bool:
@@ -88,13 +93,26 @@ class TargetMaker:
         texts = {name: content.get(name, "").strip() for name in self.numbers}
         typed = {name: _number(name, text) for name, text in texts.items() if text}
         if self.finds_class and not typed:
-            (name, *_), one = self.numbers, {n: x[None] for n, x in variables.items()}
-            typed[name] = _probabilities(self.model, self.features, one)[0].argmax()
+            one = td.from_arrays({n: x[None] for n, x in variables.items()})
+            typed[self.numbers[0]] = self.probabilities(one)[0].argmax()
         arrays = {n: x[None] for n, x in variables.items()} | {n: x[None] for n, x in typed.items()}
         coords = {name: arrays.pop(name) for name, x in typed.items() if not x.ndim}
         samples = td.from_arrays(arrays, coords=coords)
         lazy = td.featurize(samples, self.model, like=self.features)[list(_ARRAYS)]
         return compute(lazy)[0], html
+
+    def probabilities(self, samples: xr.Dataset) -> np.ndarray:
+        """Return the probabilities of a classifier, the mean over checkpoints, (sample, class)."""
+        import torch  # a second, which pages without a model need not wait
+
+        task: Any = self.model.task
+        (chosen,) = compute(samples[[n for n in getattr(task, "inputs", ()) if n in samples]])
+        arrays = {str(n): _array(str(n), x.values) for n, x in chosen.data_vars.items()}
+        batch = td.tasks.Batch({n: torch.as_tensor(x) for n, x in arrays.items()})
+        known, names = self.model.checkpoints, checkpoint_names(self.features)
+        with torch.no_grad():
+            logits = [task.logits(self.model.forward(c), batch) for c in known if c.name in names]
+        return torch.stack(logits).softmax(-1).mean(0).numpy()
 
     def _content(self, content: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], str]:
         """Return the variables of the task, without a dimension of samples, and the content."""
@@ -151,47 +169,6 @@ def decoded_image(content: bytes) -> Image:
     )
 
 
-def classifier(
-    features: xr.Dataset, model: td.Model | None, samples: xr.Dataset | None
-) -> Callable[[np.ndarray], np.ndarray] | None:
-    """Return a function that predicts classes; None without a model that is a classifier."""
-    if model is None or samples is None:
-        return None
-    if not isinstance(model, td.Model) or not isinstance(model.task, td.tasks.Classification):
-        return None
-    bound = model.for_variables({str(n): x.ndim for n, x in samples.variables.items()})
-    names = list(getattr(bound.task, "inputs", ()))
-
-    def probabilities(positions: np.ndarray) -> np.ndarray:
-        is_there = positions < samples.sizes[SAMPLE]
-        (chosen,) = compute(samples[names].isel({SAMPLE: positions[is_there]}))
-        arrays = {name: _array(name, chosen[name].values) for name in names}
-        stored = _probabilities(bound, features, arrays)
-        whole = np.full((len(positions), stored.shape[1]), np.nan)
-        whole[is_there] = stored
-        return whole
-
-    return probabilities
-
-
-def _probabilities(
-    model: td.Model, features: xr.Dataset, variables: Mapping[str, np.ndarray]
-) -> np.ndarray:
-    """Return the mean probabilities over the checkpoints of some features, (sample, class)."""
-    import torch  # a second, which pages without a model need not wait
-
-    task: Any = model.task
-    batch = td.tasks.Batch({n: torch.as_tensor(x) for n, x in variables.items()})
-    names = checkpoint_names(features)
-    with torch.no_grad():
-        logits = [
-            task.logits(model.forward(checkpoint), batch)
-            for checkpoint in model.checkpoints
-            if checkpoint.name in names
-        ]
-    return torch.stack(logits).softmax(-1).mean(0).numpy()
-
-
 def target_maker(
     features: xr.Dataset,
     model: td.Model | None,
@@ -199,9 +176,9 @@ def target_maker(
     preprocess: Callable[[Any], Any] | None,
     samples: xr.Dataset | None,
     *,
-    has_other_use: bool = False,
+    has_words: bool,
 ) -> TargetMaker | None:
-    """Return the maker of new targets; None without a model, or if it is there for something else.
+    """Return the maker of new targets, which may be there for classes or words alone; or None.
 
     Raises
     ------
@@ -228,7 +205,8 @@ def target_maker(
         raise TypeError(
             f"expected model as a td.Model, got {shown(model)}; try td.Model(build, ...)"
         )
-    if not asked and not has_other_use:
+    is_classifier = samples is not None and isinstance(model.task, td.tasks.Classification)
+    if not asked and not is_classifier and not has_words:
         raise ValueError(
             "expected a tokenizer or a preprocess beside the model, got neither; try "
             "preprocess=transform, a function of an image of PIL, or tokenizer=tokenizer"
@@ -236,7 +214,7 @@ def target_maker(
     if samples is not None:
         model = model.for_variables({str(n): x.ndim for n, x in samples.variables.items()})
     _require_same_model(features, model)
-    return TargetMaker(model, features, tokenizer, preprocess) if asked else None
+    return TargetMaker(model, features, tokenizer, preprocess)
 
 
 def _require_same_model(features: xr.Dataset, model: td.Model) -> None:

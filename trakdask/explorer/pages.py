@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
+from contextvars import copy_context
 from functools import partial
 
 from markupsafe import Markup, escape
 
-from trakdask.explorer.html import STYLE, nothing_to_click, plain_message, render
+from trakdask.explorer.html import LIVE, STYLE, plain_message, render
 from trakdask.explorer.questions import Questions
 from trakdask.explorer.sections import PAGES
 from trakdask.explorer.view import View
@@ -67,8 +68,12 @@ def document(questions: Questions, view: View) -> str:
 
     What was computed for the page before is not computed again.
     """
-    with nothing_to_click():
-        bodies = {name: html() for name, html in sections(questions, view).items()}
-        parts = [frame(view, name, body) for name, body in bodies.items() if body]
-        body = Markup(page(questions, view, parts))
-        return render("document", questions, view, body=body, style=Markup(STYLE))
+    return copy_context().run(_document, questions, view)
+
+
+def _document(questions: Questions, view: View) -> str:
+    LIVE.set(False)
+    bodies = {name: html() for name, html in sections(questions, view).items()}
+    parts = [frame(view, name, body) for name, body in bodies.items() if body]
+    body = Markup(page(questions, view, parts))
+    return render("document", questions, view, body=body, style=Markup(STYLE))

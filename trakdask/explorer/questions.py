@@ -26,7 +26,7 @@ from trakdask.execution import active_client
 from trakdask.explorer import tables
 from trakdask.explorer.computing import compute, released_if_failed
 from trakdask.explorer.conditions import condition_mask
-from trakdask.explorer.contents import Contents
+from trakdask.explorer.contents import NO_CONTENTS, Contents
 from trakdask.explorer.marks import Marks
 from trakdask.explorer.new_targets import TargetMaker
 from trakdask.explorer.prepared import prepared, scores_of_sample, self_influence
@@ -58,16 +58,15 @@ class Questions:
         As in :func:`trakdask.score`.
     estimator
         As in :func:`trakdask.score`.
-    contents, classifiers
-        How training samples and targets are shown, and who predicts their classes; as in
-        :class:`~trakdask.explorer.tables.SampleTable`.
+    contents
+        How training samples and targets are shown.
     words
         Returns the scores of tokens, given features, a target, positions of training samples and
         an estimator; None if words are to have none.
     marks
         The marks of training samples; None if none are kept.
     maker
-        Makes new targets; None without a model.
+        Makes new targets, and predicts classes; None without a model.
     """
 
     def __init__(
@@ -76,16 +75,15 @@ class Questions:
         targets: xr.Dataset,
         estimator: EstimatorLike = "auto",
         *,
-        contents: tuple[Contents, Contents] | None = None,
-        classifiers: tuple[Any, Any] = (None, None),
+        contents: tuple[Contents, Contents] = (NO_CONTENTS, NO_CONTENTS),
         words: Callable[..., xr.DataArray] | None = None,
         marks: Marks | None = None,
         maker: TargetMaker | None = None,
     ) -> None:
         self.features, self.marks, self.maker, self._words = features, marks, maker, words
         self.client = active_client()
-        sides = zip((features, targets), contents or (None, None), classifiers, strict=True)
-        self.training, asked = (tables.SampleTable(x, features, *how) for x, *how in sides)
+        reader = maker.probabilities if maker and maker.finds_class else None
+        self.training = tables.SampleTable(features, features, contents[0], reader)
         if not isinstance(estimator, Estimator):
             estimator = named(features, estimator)
         self.estimator: Estimator = estimator
@@ -102,7 +100,7 @@ class Questions:
         is_sum = TARGET not in self.estimator.norms
         self._has_shares = self.has_intervals and is_sum and not is_signed
         self.known_grade: xr.Dataset | None = None
-        self._explain(asked)
+        self._explain(tables.SampleTable(targets, features, contents[1], reader))
 
     def _explain(self, targets: tables.SampleTable) -> None:
         self.targets = targets

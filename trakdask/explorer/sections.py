@@ -114,7 +114,8 @@ def filters(questions: Questions, view: View) -> str:
 def helpful(questions: Questions, view: View, kind: str = "helpful") -> str:
     """Return the training samples that helped a target most, or harmed it."""
     table, digits = questions.listed(view, kind), decimals(questions.scores(view))
-    return render("ranked", questions, view, table=table, digits=digits, kind=kind)
+    how = {"of": kind, "number": "score", "digits": digits, "brief": False}
+    return render("cards", questions, view, table, **how)
 
 
 def harmful(questions: Questions, view: View) -> str:
@@ -220,13 +221,14 @@ def sample(questions: Questions, view: View) -> str:
 def targets_of_sample(questions: Questions, view: View) -> str:
     """Return the targets that a training sample helped and harmed most."""
     table = questions.targets_of(view)
-    digits = decimals(table["score"])
-    return render("targets_of_sample", questions, view, table=table, digits=digits)
+    empty = "This sample has no scores: its features could not be computed."
+    how = {"number": "score", "digits": decimals(table["score"]), "empty": empty}
+    return render("cards", questions, view, table, "target", **how)
 
 
 def alike(questions: Questions, view: View) -> str:
     """Return the training samples whose features are most like those of one."""
-    return render("alike", questions, view, table=questions.alike(view))
+    return render("cards", questions, view, questions.alike(view), number="cosine")
 
 
 def corpus(questions: Questions, view: View) -> str:

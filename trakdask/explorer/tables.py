@@ -13,7 +13,7 @@ import xarray as xr
 
 from trakdask.explorer.computing import compute
 from trakdask.explorer.conditions import condition_mask, joined, without
-from trakdask.explorer.contents import Contents
+from trakdask.explorer.contents import NO_CONTENTS, Contents
 from trakdask.explorer.view import View
 from trakdask.variables import CHECKPOINT, OUTPUT, SAMPLE, coords_along
 
@@ -42,20 +42,19 @@ class SampleTable:
     contents
         How they are shown.
     classifier
-        Returns the probabilities of all classes, (sample, class), for the samples at some
-        positions, NaN for samples that are not at hand; None for a model that is not at hand, or no
-        classifier.
+        Returns the probabilities of all classes for some samples, (sample, class); None for a model
+        that is not at hand, or no classifier.
     """
 
     def __init__(
         self,
         features: xr.Dataset,
         training: xr.Dataset,
-        contents: Contents | None = None,
-        classifier: Callable[[np.ndarray], np.ndarray] | None = None,
+        contents: Contents = NO_CONTENTS,
+        classifier: Callable[[xr.Dataset], np.ndarray] | None = None,
     ) -> None:
         self.features, self._training, self._classifier = features, training, classifier
-        self.contents = contents or Contents()
+        self.contents = contents
 
     def with_one_more(self, new: xr.Dataset, html: str) -> Self:
         """Return these and one more sample, with the coord ``new`` and its content.
@@ -142,14 +141,13 @@ class SampleTable:
             is_other = (p < 0.5) & np.isin(label, classes)
             predicted[is_other] = classes.sum() - label[is_other]
             probability[is_other] = 1 - p[is_other]
-        elif self._classifier is not None:
+        elif self._classifier is not None and (samples := self.contents.samples) is not None:
             unsure = np.argsort(p, kind="stable")[:_MOST_UNSURE]
-            unsure = unsure[p[unsure] < 0.5]
+            unsure = unsure[(p[unsure] < 0.5) & (positions[unsure] < samples.sizes[SAMPLE])]
             if len(unsure):
-                probabilities = self._classifier(positions[unsure])
+                probabilities = self._classifier(samples.isel({SAMPLE: positions[unsure]}))
                 probability[unsure] = probabilities.max(axis=1)
-                is_known = np.isfinite(probability[unsure])
-                predicted[unsure] = np.where(is_known, probabilities.argmax(axis=1), np.nan)
+                predicted[unsure] = probabilities.argmax(axis=1)
         return predicted, probability
 
     def readings(self, positions: Sequence[int]) -> list[dict[str, Any]]:
