@@ -38,9 +38,7 @@ export function render({ model }) {
     model.send_msg(sent)
   }
 
-  let isLost = false
   const lose = () => {
-    isLost = true
     for (const part of root.children) part.inert = true
     const banner = Object.assign(document.createElement("div"), { className: "message error lost" })
     banner.setAttribute("role", "alert")
@@ -208,7 +206,7 @@ export function render({ model }) {
   }
   const type = (event) => {
     const isTyping = event.composedPath()[0].matches?.("input, textarea, select")
-    if (isLost || isTyping || event.shiftKey || event.altKey) return
+    if (root.querySelector(".lost") || isTyping || event.shiftKey || event.altKey) return
     let isUsed = false
     if (event.ctrlKey || event.metaKey) isUsed = event.key === "z" && press("button[data-undo]:not([hidden])")
     else if (event.key.startsWith("Arrow")) isUsed = move(event.key)

@@ -108,7 +108,7 @@ def filters(questions: Questions, view: View) -> str:
     """Return the forms that say which training samples are ranked, and how."""
     one = questions.targets.one(view.target, "target")
     view = checked(view, "where", questions.first_row.assign(score=0.0), one)
-    return render("filters", questions, view, names=questions.metadata)
+    return render("filters", questions, view, questions.metadata)
 
 
 def helpful(questions: Questions, view: View, kind: str = "helpful") -> str:
@@ -235,7 +235,7 @@ def corpus(questions: Questions, view: View) -> str:
     """Return the condition and the values by which training samples can be filtered."""
     view = checked(view, "where", questions.first_row)
     facets = {} if "where" in view.errors else questions.facets(view)
-    return render("corpus", questions, view, facets=facets)
+    return render("filters", questions, view, questions.first_row, facets)
 
 
 def ranking(questions: Questions, view: View) -> str:
