@@ -65,7 +65,7 @@ class Contents:
         """
         stored = [position for position in positions if position not in self.added]
         contents = dict(zip(stored, self._stored(stored, brief=brief), strict=True))
-        return [*map((contents | self.added).__getitem__, positions)]
+        return [*map({**contents, **self.added}.__getitem__, positions)]
 
     def _stored(self, positions: Sequence[int], *, brief: bool) -> list[str]:
         if self.samples is None or not len(positions):
