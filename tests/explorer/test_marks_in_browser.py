@@ -55,7 +55,7 @@ def test_server_that_stops__is_told_of_and_marks_are_sent_when_it_is_back(
             tab.page.wait_for_selector("text=Sample 7 is marked as duplicate.")
             with monkeypatch.context() as patched:  # it stops before it has read what is sent
                 unread: list[object] = []
-                patched.setattr(Session, "_mark", lambda _, message: unread.append(message))
+                patched.setattr(Session, "_say", lambda _, change, **how: unread.append(change))
                 tab.page.click("button[data-mark='remove']")
                 tab.page.click("button[data-mark='duplicate']")
                 wait_until(lambda: len(unread) == 2, "both marks")
