@@ -37,8 +37,8 @@ def explore(case: str, error: type[Exception], words: list[str], **changed: Any)
 ROWS = [
     explore("targets without features", ValueError, ["'feature'", "targets"], targets=TARGETS[["output"]]),
     explore("samples are an array", TypeError, ["samples", "ndarray", "td.featurize"], samples=np.zeros(60)),
-    explore("samples are others", ValueError, ["60", "59", "same order"], samples=SAMPLES),
-    explore("samples in another order", ValueError, ["label 0 is 'id 0'", "'id 59'", "sel(sample=features.sample)"], features=FEATURES.assign_coords(sample=IDS), samples=xr.Dataset({"x": ("sample", np.zeros(60))}, {"sample": IDS[::-1]})),
+    explore("samples are others", ValueError, ["samples", "60", "59"], samples=SAMPLES),
+    explore("samples in another order", ValueError, ["samples in the order", "id 0", "id 59"], features=FEATURES.assign_coords(sample=IDS), samples=xr.Dataset({"x": ("sample", np.zeros(60))}, {"sample": IDS[::-1]})),
     explore("target samples are others", ValueError, ["target_samples", "8", "59"], target_samples=SAMPLES),
     explore("model is a module", TypeError, ["model", "Linear", "td.Model"], model=torch.nn.Linear(2, 2), tokenizer=str),
     explore("model without a way to its inputs", ValueError, ["tokenizer", "preprocess"], model=MODEL),

@@ -31,7 +31,7 @@ def samples(n: int, seed: int) -> xr.Dataset:
 
 def top(explorer: Explorer, view: View, *, largest: bool = True) -> list[int]:
     """Return the positions that the function ranks: it has an oracle of its own."""
-    target = explorer.targets.isel(sample=[view.target])
+    target = explorer.targets.features.isel(sample=[view.target])
     scores = td.score(explorer.features, target, td.Trak(damping=0.1))
     where = scores.source == "web" if view.where else None
     ranked = td.top_k(scores, view.k, where=where, largest=largest).compute()

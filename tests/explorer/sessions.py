@@ -34,13 +34,14 @@ def data(n: int, seed: int) -> xr.Dataset:
 
 def opened(explorer: Explorer, view: View) -> Session:
     session = Session(explorer, view)
+    session._handle_msg({"shown": True})
     session.wait(PATIENCE_S)
-    assert 'aria-busy="true"' not in session.page.html
+    assert 'aria-busy="true"' not in session.html
     return session
 
 
 def links(session: Session) -> list[View]:
-    hrefs = re.findall(r'href="\?([^"]*)"', session.page.html)
+    hrefs = re.findall(r'href="\?([^"]*)"', session.html)
     return [View.from_query(unescape(href)) for href in hrefs]
 
 
@@ -51,7 +52,7 @@ def best(target: int) -> list[int]:
 
 
 def cards(session: Session) -> list[int]:
-    return [int(i) for i in re.findall(r"<a [^>]*>sample (\d+)</a></header>", session.page.html)]
+    return [int(i) for i in re.findall(r"<a [^>]*>sample (\d+)</a></header>", session.html)]
 
 
 class Gate:
@@ -78,6 +79,6 @@ class Gate:
 
 def go(session: Session, message: dict[str, Any]) -> str:
     """Send what a browser would, and return the page when it is complete."""
-    session.page._handle_msg(message)
+    session._handle_msg(message)
     session.wait(PATIENCE_S)
-    return str(session.page.html)
+    return str(session.html)

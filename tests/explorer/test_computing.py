@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import dask
 import dask.array as da
@@ -18,7 +18,7 @@ import xarray as xr
 from distributed import Client, Event, Queue
 
 from tests.waiting import PATIENCE_S
-from trakdask.explorer.computing import Abandoned, Computation, compute, persist
+from trakdask.explorer.computing import Computation, compute, persist
 
 
 def within(computation: Computation, *lazy: da.Array) -> Callable[[], object]:
@@ -29,7 +29,8 @@ def within(computation: Computation, *lazy: da.Array) -> Callable[[], object]:
     return run
 
 
-def test_computation__tells_how_far_it_is() -> None:
+def test_computation__tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trakdask.explorer.computing._TOLD_EVERY_S", 0)
     computation, told = Computation(), []
     computation.progress = lambda done, total: told.append((done, total))
     within(computation, da.map_blocks(np.copy, da.ones(8, chunks=1)))()
@@ -54,10 +55,10 @@ def test_computation__that_is_abandoned_starts_no_further_task() -> None:
         assert started.wait(PATIENCE_S)
         computation.is_abandoned = True
         go_on.set()
-        with pytest.raises(Abandoned):
+        with pytest.raises(CancelledError):
             answer.result(PATIENCE_S)
     assert len(count) < 10
-    with pytest.raises(Abandoned):
+    with pytest.raises(CancelledError):
         within(computation, lazy)()
 
 
@@ -86,7 +87,7 @@ def test_computation__of_two_users_is_not_cancelled_by_one_of_them(process_clien
         first, second = (pool.submit(run, computation) for computation in computations)
         assert Event(f"{name}-started", client=process_client).wait(PATIENCE_S)
         computations[0].is_abandoned = True
-        with pytest.raises(Abandoned):
+        with pytest.raises(CancelledError):
             first.result(PATIENCE_S)
         Event(name, client=process_client).set()
         np.testing.assert_array_equal(second.result(PATIENCE_S)[0], [1, 1])
@@ -96,13 +97,13 @@ _OVERLAPPING = """
 import threading
 import numpy
 from threadpoolctl import threadpool_info
-from trakdask.explorer.computing import _ONE_THREAD
+from trakdask.explorer.computing import one_blas_thread
 
 def threads():
     return [info["num_threads"] for info in threadpool_info() if info["user_api"] == "blas"]
 
 def first_in_and_first_out():
-    with _ONE_THREAD:
+    with one_blas_thread():
         is_in.set()
         assert both_in.wait()
     is_out.set()
@@ -112,12 +113,12 @@ is_in, both_in, is_out = (threading.Event() for _ in range(3))
 first = threading.Thread(target=first_in_and_first_out)
 first.start()
 assert is_in.wait()
-with _ONE_THREAD:
+with one_blas_thread():
     both_in.set()
     assert is_out.wait()
     inside = threads()
 first.join()
-with _ONE_THREAD:
+with one_blas_thread():
     again = threads()
 print(before, inside, threads(), again)
 """

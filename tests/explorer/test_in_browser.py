@@ -86,7 +86,7 @@ def test_every_change_of_a_page__is_held_so_that_none_is_lost(
     held: list[str | None] = []
 
     def draw(session: Session, *arguments: Any) -> None:
-        held.append(session._document.callbacks.hold_value)
+        held.append(session._doc.callbacks.hold_value)
         drawn(session, *arguments)
 
     drawn = Session._draw

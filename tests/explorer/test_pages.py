@@ -51,16 +51,14 @@ def explorer(tmp_path: Path) -> Explorer:
 
 
 def html_of(explorer: Explorer, view: View) -> str:
-    return "".join(section.html() for section in sections(explorer, view))
+    return "".join(html() for html in sections(explorer, view).values())
 
 
 def sent(html: str) -> list[View]:
     """Return the views that the forms of a page lead to if nothing is changed in them."""
     views = []
     for form in re.findall(r"<form method.*?</form>", html, re.DOTALL):
-        pairs = re.findall(
-            r'<select name="(\w+)".*?<option value="([^"]*)" selected', form, re.DOTALL
-        )
+        pairs = re.findall(r'<select name="(\w+)".*?<option selected>([^<]*)', form, re.DOTALL)
         for field in Tags(form).all("input"):
             if field.get("type", "hidden") == "hidden" or "checked" in field:
                 pairs.append((field["name"], field["value"]))
@@ -83,11 +81,11 @@ def test_forms__keep_the_view(explorer: Explorer, name: str) -> None:
 def test_target__links_filter_and_bars_are_as_long_as_their_sums(explorer: Explorer) -> None:
     view = View(page="target", target=3, k=4, group_by="label")
     html = html_of(explorer, view)
-    groups = explorer.questions.groups(view)["score"]
+    groups = explorer.groups(view)["score"]
     shares = re.findall(r'class="(?:more )?(?:helpful|harmful)" style="--length:([\d.]+)"', html)
     np.testing.assert_allclose([float(x) for x in shares], groups.abs() / groups.abs().max(), 1e-3)
     conditions = {View.from_query(attrs["href"]).where for attrs in Tags(html).all("a")}
-    best = explorer.questions.top(view)["note"][0]
+    best = explorer.top(view)["note"].iloc[0]
     assert {"label == 0", "label == 1", f"note == {best!r}"} <= conditions
 
 
@@ -107,7 +105,7 @@ def test_pages__show_scores_with_two_digits_of_their_errors(explorer: Explorer) 
     html = html_of(explorer, View(page="target", target=3, k=4))
     pairs = re.findall(r"<strong>([+−][\d.,]+)</strong> <span class=\"quiet\">± ([\d.,]+)<", html)
     shown = [float(score.replace("−", "-").replace(",", "")) for score, _ in pairs]
-    scores = td.score(explorer.features, explorer.targets, td.Trak(damping=0.1)).values
+    scores = td.score(explorer.features, explorer.targets.features, td.Trak(damping=0.1)).values
     order = np.argsort(scores[:, 3])
     expected = scores[[*order[:-5:-1], *order[:4]], 3]
     for found, true, (score, error) in zip(shown, expected, pairs, strict=True):

@@ -12,6 +12,7 @@ import xarray as xr
 
 import trakdask as td
 from tests.explorer import test_new_targets as new_targets
+from tests.explorer.sessions import opened
 from tests.explorer.simulated import TRAK, halves
 from tests.waiting import PATIENCE_S
 from trakdask.explorer import Explorer, Marks, View
@@ -43,7 +44,7 @@ def explorer(tmp_path: Path) -> Explorer:
 
 def links(explorer: Explorer, view: View, name: str) -> list[tuple[View, str]]:
     """Return the views that a section links to, and the texts of the links."""
-    html = next(section for section in sections(explorer, view) if section.name == name).html()
+    html = sections(explorer, view)[name]()
     return [
         (View.from_query(unescape(href)), unescape(re.sub("<[^>]*>", "", text)))
         for href, text in re.findall(r'<a [^>]*href="\?([^"]*)"[^>]*>(.*?)</a>', html, re.DOTALL)
@@ -54,22 +55,24 @@ def links(explorer: Explorer, view: View, name: str) -> list[tuple[View, str]]:
 def test_predictions__are_those_of_the_model(is_there: bool) -> None:
     explorer = new_targets.explorer_of_images()
     if not is_there:
-        explorer = td.explore(explorer.features, explorer.targets, estimator=td.Trak(damping=0.1))
+        explorer = td.explore(
+            explorer.features, explorer.targets.features, estimator=td.Trak(damping=0.1)
+        )
     samples = new_targets.samples(new_targets.M, 1)
     p, label = new_targets.probabilities(samples.image.values), samples.label.values
     assert (p.argmax(1) != label).any()
     is_known = is_there | (p[np.arange(len(p)), label] >= 0.5)
     expected = np.where(is_known, p.argmax(1), np.nan)
-    table = explorer.questions.targets.whole
+    table = explorer.targets.whole
     np.testing.assert_array_equal(table["predicted"], expected)
     np.testing.assert_allclose(table["probability"], np.where(is_known, p.max(1), np.nan), 1e-5)
     training = new_targets.samples(new_targets.N, 0)
     p = new_targets.probabilities(training.image.values)
-    readings = explorer.questions.training.readings([*range(new_targets.N)])
+    readings = explorer.training.readings([*range(new_targets.N)])
     is_sure = p[np.arange(len(p)), training.label] >= 0.5
     read = [reading["predicted"] for reading in readings]
     np.testing.assert_array_equal(read, np.where(is_there | is_sure, p.argmax(1), np.nan))
-    wrong = explorer.questions.targets.selected(View(targets_where="predicted != label"))
+    wrong = explorer.targets.selected(View(targets_where="predicted != label"))
     assert sorted(wrong.index) == np.flatnonzero(expected != label).tolist()
     clicks = {text: view for view, text in links(explorer, View(), "targets")}
     name = "wrong or unknown" if np.isnan(expected).any() else "wrong"
@@ -79,13 +82,13 @@ def test_predictions__are_those_of_the_model(is_there: bool) -> None:
 @pytest.mark.parametrize("where", ["", "label == 1"])
 def test_confusion__counts_and_leads_to_what_it_counts(where: str) -> None:
     explorer = new_targets.explorer_of_images()
-    table = explorer.questions.targets.whole
+    table = explorer.targets.whole
     if where:
         table = table[table["label"] == 1]
     clicks = links(explorer, View(targets_where=where), "confusion")
     assert sum(int(text) for _, text in clicks) == len(table)
     for view, text in clicks:
-        assert len(explorer.questions.targets.selected(view)) == int(text)
+        assert len(explorer.targets.selected(view)) == int(text)
         wanted = condition_mask(table, view.targets_where)
         assert wanted.sum() == int(text)
     assert not links(explorer, View(targets_where="label == 77"), "confusion")
@@ -95,9 +98,9 @@ def test_confusion__counts_and_leads_to_what_it_counts(where: str) -> None:
     "where", ["", "label == 1", 'source == "it\'s" and (label == 0 or sample > 9)']
 )
 def test_facets__count_what_a_click_shows(explorer: Explorer, where: str) -> None:
-    view, table = View(page="corpus", where=where), explorer.questions.metadata
+    view, table = View(page="corpus", where=where), explorer.metadata
     clicks = [(text, click.where) for click, text in links(explorer, view, "corpus")]
-    facets = {name: x for name, (x, _) in explorer.questions.facets(view).items()}
+    facets = {name: x for name, (x, _) in explorer.facets(view).items()}
     assert len(facets["label"]) >= 2
     assert len(facets["source"]) == 3
     for name, counts in facets.items():
@@ -110,19 +113,18 @@ def test_facets__count_what_a_click_shows(explorer: Explorer, where: str) -> Non
 def test_marks__of_many_samples(explorer: Explorer) -> None:
     explorer.marks.mark([5, 6], "remove")
     view = View(page="target", target=2, k=4)
-    session = Session(explorer, view)
-    session.wait(PATIENCE_S)
-    session.page._handle_msg({"mark": "wrong label", "of": "harmful", "wanted": True})
-    worst = explorer.questions.top(view, largest=False)["sample"].tolist()
+    session = opened(explorer, view)
+    session._handle_msg({"mark": "wrong label", "of": "harmful", "wanted": True})
+    worst = explorer.top(view, largest=False)["sample"].tolist()
     assert explorer.marks.samples("wrong label").tolist() == worst
-    assert session.page.said["text"] == "4 samples are marked as wrong label."
+    assert session.said["text"] == "4 samples are marked as wrong label."
     session.go(View(page="marks"))
     session.wait(PATIENCE_S)
-    assert session.page.html.count("Take back</button>") == 6
-    session.page._handle_msg({"undo": True})
+    assert session.html.count("Take back</button>") == 6
+    session._handle_msg({"undo": True})
     session.wait(PATIENCE_S)
     assert explorer.marks.table()["sample"].tolist() == [5, 6]
-    (line,) = re.findall(r"<code>(td\.drop.*?)</code>", session.page.html)
+    (line,) = re.findall(r"<code>(td\.drop.*?)</code>", session.html)
     assert eval(unescape(line), {"td": td}).sizes["sample"] == N - 2
 
 
@@ -131,38 +133,37 @@ def test_pages__say_what_to_add_where_samples_are_missing(
 ) -> None:
     targets = td.save(features(M), tmp_path / "targets.zarr", estimator=None, progress=False)
     alone = Session(td.explore(explorer.features, targets), View())
-    assert re.search(r"trakdask explore \S*train.zarr \S*targets.zarr --samples", alone.page.html)
-    assert "--samples" not in Session(explorer, View()).page.html
+    assert re.search(r"trakdask explore \S*train.zarr \S*targets.zarr --samples", alone.html)
+    assert "--samples" not in Session(explorer, View()).html
 
 
 def test_pages__show_intervals_effects_and_the_grade() -> None:
     train, targets = halves()
     train = train.drop_vars("label")  # by which the first groups would be, two of a third each
     explorer = td.explore(train, targets, estimator=TRAK)
-    session = Session(explorer, View(page="target", target=3, k=N))
-    session.wait(PATIENCE_S)
+    session = opened(explorer, View(page="target", target=3, k=N))
     grade = td.evaluate.cross_validate(train, targets, TRAK)
     text = f"{float(grade.lds_mean):.2f} ± {float(grade.error):.2f}"
-    assert session.page.html.count(text) == 1  # in the head
-    assert "computing" not in session.page.html
-    n_sections = session.page.html.count("<section")
+    assert session.html.count(text) == 1  # in the head
+    assert "computing" not in session.html
+    n_sections = session.html.count("<section")
     session.go(View())
     session.wait(PATIENCE_S)
-    assert session.page.html.count(text) == 2
-    effect = explorer.questions.credit(View(group_by="source")).iloc[0]
-    assert f"<strong>{signed(effect['score'], effect['spread'], 0).split()[0]}" in session.page.html
+    assert session.html.count(text) == 1
+    effect = explorer.credit(View(group_by="source")).iloc[0]
+    assert f"<strong>{signed(effect['score'], effect['spread'], 0).split()[0]}" in session.html
     session.go(View(page="target", target=3, k=N))
     session.wait(PATIENCE_S)
-    assert session.page.html.count(text) == 1
-    assert session.page.html.count("<section") == n_sections
-    top = explorer.questions.top(View(target=3, k=N))
+    assert session.html.count(text) == 1
+    assert session.html.count("<section") == n_sections
+    top = explorer.top(View(target=3, k=N))
     n_unsure = int((top["score"].abs() < top["spread"]).sum())
     assert 0 < n_unsure < N
-    assert session.page.html.count('class="card unsure"') == 2 * n_unsure
+    assert session.html.count('class="card unsure"') == 2 * n_unsure
     session.go(View(targets_where="label > 100"))
     session.wait(PATIENCE_S)
-    assert "No target meets the condition" in session.page.html
-    assert "message error" not in session.page.html
+    assert "No target meets the condition" in session.html
+    assert "message error" not in session.html
 
 
 @pytest.mark.parametrize("page", ["target", "targets"])
@@ -175,8 +176,8 @@ def test_pages__say_in_words_what_groups_did(page: str) -> None:
     where = f"sample in {[*map(int, np.argsort(sums)[-30:])]}"
     view = View(page=page, target=11, group_by="source", targets_where=where)
     is_loss = page == "targets"
-    table = (explorer.questions.credit if is_loss else explorer.questions.groups)(view)
-    html = next(s for s in sections(explorer, view) if s.name in ("groups", "credit")).html()
+    table = (explorer.credit if is_loss else explorer.groups)(view)
+    html = sections(explorer, view)["credit" if is_loss else "groups"]()
     text = unescape(re.sub("<[^>]*>", "", html))
     what = "their mean loss" if is_loss else "the right answer's margin"
     known = table.dropna(subset="score")

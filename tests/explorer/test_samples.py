@@ -11,7 +11,7 @@ import pytest
 import xarray as xr
 
 import trakdask as td
-from trakdask.explorer.attributions import Contents
+from trakdask.explorer.contents import Contents
 
 SCRIPT = "<script>alert('you')</script>&\"'"
 ESCAPED = "&lt;script&gt;alert(&#x27;you&#x27;)&lt;/script&gt;&amp;&quot;&#x27;"

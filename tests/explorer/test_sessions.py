@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from base64 import b64decode
 from contextlib import suppress
-from functools import partial
-from io import BytesIO
 from pathlib import Path
 
 import dask.array as da
 import numpy as np
-import pandas as pd
 import pytest
 from distributed import Client, LocalCluster
 
@@ -28,6 +24,7 @@ def test_session__a_click_abandons_what_runs() -> None:
     gate = Gate()
     explorer = td.explore(gate.before(data(N, 0)), data(M, 1))
     session = Session(explorer, View(page="corpus"))
+    session._handle_msg({"shown": True})
     assert gate.started.wait(PATIENCE_S)
     before = session._thread
     session.go(View())
@@ -35,8 +32,8 @@ def test_session__a_click_abandons_what_runs() -> None:
     session.wait(PATIENCE_S)
     assert before is not None
     before.join(PATIENCE_S)
-    assert "Targets" in session.page.html
-    assert session.page.html.count("<section") == 2
+    assert "Targets" in session.html
+    assert session.html.count("<section") == 2
 
 
 def test_session__ranks_training_samples_by_loss_before_it_reads_features() -> None:
@@ -45,11 +42,12 @@ def test_session__ranks_training_samples_by_loss_before_it_reads_features() -> N
     explorer = td.explore(gate.before(features), targets, estimator=TRAK)
     view = View(page="corpus", where="label == 1")
     session = Session(explorer, view)
+    session._handle_msg({"shown": True})
     assert gate.started.wait(PATIENCE_S)
     loss = (features.out_to_loss.values**2).mean(axis=1) / 2
     by_loss = [i for i in np.argsort(-loss, kind="stable") if i % 2]
     assert cards(session) == by_loss[:24]
-    assert "computing" in session.page.html
+    assert "computing" in session.html
     gate.open()
     session.wait(PATIENCE_S)
     session.go(view.replace(first=24, order="self_influence"))
@@ -71,58 +69,28 @@ def test_session__marks_samples_and_takes_it_back_step_by_step(tmp_path: Path) -
     marks = Marks(tmp_path / "marks.parquet")
     explorer = td.explore(features, data(M, 1), marks=marks, estimator=TRAK)
     session, other = (opened(explorer, View(page="target")) for _ in range(2))
-    assert 'data-mark="wrong label"' in session.page.html
+    assert 'data-mark="wrong label"' in session.html
     for position, label in ((7, "wrong label"), (8, "remove"), (7, "remove"), (7, "remove")):
-        session.page._handle_msg({"mark": label, "sample": position, "wanted": True})
-        assert session.page.said["sample"] == position
-        assert session.page.said["text"] == f"Sample {position} is marked as {label}."
-    assert sorted(session.page.marked) == ["59 remove", "7 remove", "7 wrong label", "8 remove"]
-    other.page._handle_msg({"mark": "duplicate", "sample": 7, "wanted": True})
+        session._handle_msg({"mark": label, "sample": position, "wanted": True})
+        assert session.said["text"] == f"Sample {position} is marked as {label}."
+    assert sorted(session.marked) == ["59 remove", "7 remove", "7 wrong label", "8 remove"]
+    other._handle_msg({"mark": "duplicate", "sample": 7, "wanted": True})
     marks.mark(["of another store"], "remove")
     session.go(View(page="sample", sample=3))  # what can be undone is not lost on the way
     session.wait(PATIENCE_S)
     left = []
-    while session.page.said["undo"]:
-        session.page._handle_msg({"undo": True})
-        left.append((session.page.said["sample"], session.page.said["undo"]))
-    assert left == [(7, 2), (8, 1), (7, 0)]
-    session.page._handle_msg({"undo": True})
-    assert "nothing" in session.page.said["text"]
-    assert session.page.marked == ["7 duplicate"]
-    assert other.page.said["undo"] == 1
-    session.page._handle_msg({"mark": "duplicate", "sample": 7, "wanted": False})
-    assert session.page.marked == []
-    assert session.page.said["text"] == "Sample 7 is no longer marked as duplicate."
-
-
-def test_session__keeps_what_is_typed_and_sends_the_table(tmp_path: Path) -> None:
-    marks = Marks(tmp_path / "train.marks.parquet")
-    marks.mark([4, 2], "wrong label")
-    features = data(N, 0).assign_coords(sample=range(N))
-    explorer = td.explore(features, data(M, 1), marks=marks, estimator=TRAK)
-    session = opened(explorer, View(page="marks"))
-    before = session.page.html
-    typed = {"label": '"3", ü', "note": " two\nlines"}
-    for name, text in typed.items():
-        message = {"mark": "wrong label", "sample": 4, "wanted": True, name: text}
-        session.page._handle_msg(message)
-        assert session.page.said["text"] == f"The {name} of sample 4 is kept."
-    assert session.page.html == before  # the browser has it, and perhaps more that is being typed
-    expected = [[4, "wrong label", *typed.values()], [2, "wrong label", "", ""]]
-    assert marks.table().values.tolist() == expected
-    readers = {
-        "parquet": pd.read_parquet, "csv": partial(pd.read_csv, dtype=str, keep_default_na=False),
-    }  # fmt: skip
-    for kind, read in readers.items():
-        session._save(session.view, kind)
-        ((name, content),) = session.page.saved.items()
-        assert name == f"train.marks.{kind}"
-        table = read(BytesIO(b64decode(content))).astype({"sample": int})
-        assert table.values.tolist() == expected
-    session.page._handle_msg({"undo": True})
-    session.wait(PATIENCE_S)
-    assert marks.table()["note"].tolist() == ["", ""]
-    assert 'value="&#34;3&#34;, ü"' in session.page.html
+    while session.said["undo"]:
+        session._handle_msg({"undo": True})
+        left.append((session.said["text"], session.said["undo"]))
+    undone = [f"The last change of sample {position} is undone." for position in (7, 8, 7)]
+    assert left == list(zip(undone, (2, 1, 0), strict=True))
+    session._handle_msg({"undo": True})
+    assert "nothing" in session.said["text"]
+    assert session.marked == ["7 duplicate"]
+    assert other.said["undo"] == 1
+    session._handle_msg({"mark": "duplicate", "sample": 7, "wanted": False})
+    assert session.marked == []
+    assert session.said["text"] == "Sample 7 is no longer marked as duplicate."
 
 
 def test_session__that_is_left_adds_no_target() -> None:
@@ -130,7 +98,7 @@ def test_session__that_is_left_adds_no_target() -> None:
     explorer = new_targets.explorer_of_images(gate)
     session = opened(explorer, View(page="new"))
     upload = new_targets.upload(new_targets.images(1, 7)[0])
-    session.page._handle_msg({"new": {"image": upload, "label": "2"}})
+    session._handle_msg({"new": {"image": upload, "label": "2"}})
     assert gate.started.wait(PATIENCE_S)
     before = session._thread
     session.go(View())
@@ -138,7 +106,7 @@ def test_session__that_is_left_adds_no_target() -> None:
     assert before is not None
     before.join(PATIENCE_S)
     session.wait(PATIENCE_S)
-    assert session.attributions is explorer
+    assert session.questions is explorer
     assert session.view == View()
 
 
@@ -155,8 +123,8 @@ def test_session__works_again_when_a_store_that_vanished_is_back(tmp_path: Path)
     explorer = td.explore(td.save(data(N, 0), store, progress=False), data(M, 1), estimator=TRAK)
     store.rename(away)
     session = opened(explorer, View(page="target", target=1))
-    assert "does not exist" in session.page.html
-    assert "Traceback" not in session.page.html
+    assert "does not exist" in session.html
+    assert "Traceback" not in session.html
     away.rename(store)
     session.go(View(page="target", target=2))
     session.wait(PATIENCE_S)
@@ -176,8 +144,8 @@ def test_session__works_again_when_what_killed_a_worker_is_gone(
     explorer = td.explore(lazy, data(M, 1), estimator=TRAK)
     switch.touch()
     session = opened(explorer, View(page="target", target=1))
-    assert "A worker process ended" in session.page.html
+    assert "A worker process ended" in session.html
     session.go(View(page="target", target=2))
     session.wait(PATIENCE_S)
-    assert "message error" not in session.page.html
+    assert "message error" not in session.html
     assert cards(session)[:10] == best(target=2)

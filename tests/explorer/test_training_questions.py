@@ -72,7 +72,7 @@ def test_conditions__may_name_numbers_and_marks(tmp_path: Path) -> None:
     Marks(tmp_path / "m.parquet").mark([9], "duplicate")
 
     def selected(where: str) -> list[int]:
-        return marked.selected(View(page="corpus", where=where)).tolist()
+        return marked.ranking(View(page="corpus", where=where, order="")).index.tolist()
 
     assert selected("'remove' in mark") == [4, 9]
     assert selected("mark == 'duplicate, remove'") == [9]

@@ -15,46 +15,30 @@ export function render({ model }) {
     }
   }
 
-  // A message about a mark is shown for a while, beside its sample if the page shows the sample.
+  // A message about a mark is shown for a while.
   let forgetting
   const say = () => {
     clearTimeout(forgetting)
-    for (const old of root.querySelectorAll(".said")) old.replaceChildren()
-    const { sample, text, undo } = model.said
-    if (!text) return
-    const marks = root.querySelector(`.marks[data-sample="${sample}"]`)
-    let place = marks ? marks.querySelector(".said") : root.querySelector("[data-said]")
-    if (!place) {
-      place = Object.assign(document.createElement("div"), { className: "said" })
-      place.setAttribute("role", "status")
-      marks.append(place)
-    }
-    place.append(text)
-    forgetting = setTimeout(() => place.matches(":hover, :focus-within") || place.replaceChildren(), 20000)
-    if (!undo) return
-    const button = Object.assign(document.createElement("button"), { type: "button" })
+    const [place, { text, undo }] = [root.querySelector(".said"), model.said]
+    place.querySelector("span").textContent = text ?? ""
+    const button = place.querySelector("button")
+    button.hidden = !undo
     button.textContent = undo > 1 ? `Undo (${undo})` : "Undo"
-    button.title = "Ctrl-Z"
-    button.dataset.undo = ""
-    place.append(" ", button)
+    forgetting = setTimeout(() => place.matches(":hover, :focus-within") || (place.hidden = true), 20000)
+    place.hidden = !text
   }
 
   // Marks that the server has not answered are kept by this tab, also while it loads the page again.
   const place = `trakdask ${window.location.pathname}`
   const unanswered = () => JSON.parse(window.sessionStorage.getItem(place) ?? "[]")
+  const remember = (marks) => window.sessionStorage.setItem(place, JSON.stringify(marks))
   const sendMark = (message) => {
-    const marks = [...unanswered(), { ...message, at: Date.now() }]
-    if (model.follows_address) window.sessionStorage.setItem(place, JSON.stringify(marks))
-    model.send_msg(marks.at(-1))
-  }
-  const forget = () => {
-    const left = unanswered().filter(({ at }) => at > model.said.answered)
-    window.sessionStorage.setItem(place, JSON.stringify(left))
+    const sent = { ...message, at: Date.now() }
+    if (model.follows_address) remember([...unanswered(), sent])
+    model.send_msg(sent)
   }
 
-  let isLost = false
   const lose = () => {
-    isLost = true
     for (const part of root.children) part.inert = true
     const banner = Object.assign(document.createElement("div"), { className: "message error lost" })
     banner.setAttribute("role", "alert")
@@ -75,15 +59,10 @@ export function render({ model }) {
   const update = (parent, nodes) => {
     nodes.forEach((node, i) => {
       const old = parent.children[i]
-      const source = node.outerHTML
-      if (old !== undefined && old.localName === "main" && node.localName === "main") {
-        update(old, [...node.children])
-      } else if (old === undefined || old.source !== source) {
-        node.source = source
-        for (const child of node.localName === "main" ? node.children : []) child.source = child.outerHTML
-        if (old === undefined) parent.append(node)
-        else old.replaceWith(node)
-      }
+      node.source = node.outerHTML
+      if (old?.localName === "main") update(old, [...node.children])
+      else if (!old) parent.append(node)
+      else if (old.source !== node.source) old.replaceWith(node)
     })
     while (parent.children.length > nodes.length) parent.lastElementChild.remove()
   }
@@ -92,11 +71,7 @@ export function render({ model }) {
     fresh.innerHTML = model.html
     update(root, [...fresh.children])
     mark()
-    say()
-    if (model.follows_address) {
-      const title = root.querySelector("h1")?.textContent
-      document.title = title ? `${title} – trakdask` : "trakdask"
-    }
+    if (model.follows_address) document.title = `${root.querySelector("h1").textContent} – trakdask`
     restore()
     const first = isTurning && root.querySelector("section[aria-busy=false] .card header a")
     if (first) {
@@ -107,38 +82,33 @@ export function render({ model }) {
 
   // Arrow keys move between the samples of a page; 1, 2 and 3 mark the one with the focus.
   let isTurning = false
-  const center = (card) => {
-    const { left, right, top, bottom } = card.getBoundingClientRect()
-    return [(left + right) / 2, (top + bottom) / 2]
-  }
-  const neighbour = (cards, card, key) => {
-    const step = { ArrowRight: 1, ArrowLeft: -1 }[key]
-    if (step) return cards[cards.indexOf(card) + step]
-    const [x, y] = center(card)
-    const way = key === "ArrowDown" ? 1 : -1
-    const distance = (other) => Math.hypot(center(other)[0] - x, center(other)[1] - y)
-    const beyond = cards.filter((other) => way * (center(other)[1] - y) > card.offsetHeight / 2)
-    return beyond.sort((a, b) => distance(a) - distance(b))[0]
-  }
   const move = (key) => {
     const cards = [...root.querySelectorAll(".card")]
     const active = root.getRootNode().activeElement
     const card = active?.closest(".card")
     if (active?.closest(".wide") || !cards.length || (!card && key !== "ArrowRight")) return false
-    const next = card ? neighbour(cards, card, key) : cards[0]
-    const more = card?.closest("section").querySelector("a[rel=next]")
+    const isBeside = ({ parentElement, offsetTop }) => (
+      parentElement === card?.parentElement && offsetTop === card.offsetTop
+    )
+    const below = cards.filter(isBeside).length
+    const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: below, ArrowUp: -below }[key]
+    const next = cards[cards.indexOf(card) + step]
+    const more = key === "ArrowRight" && card?.closest("section").querySelector("a[rel=next]")
     if (next) next.querySelector("header a").focus()
-    else if (more && key === "ArrowRight") {
+    else if (more) {
       isTurning = true
       more.click()
     }
     return Boolean(next || more)
   }
-  const pressMark = (key) => {
-    const card = root.getRootNode().activeElement?.closest(".card") ?? root.querySelector(".one")
-    const button = card?.querySelector(`button[data-key="${key}"]`)
+  const press = (selector) => {
+    const button = root.querySelector(selector)
     button?.click()
     return Boolean(button)
+  }
+  const pressMark = (key) => {
+    const card = root.getRootNode().activeElement?.closest(".card")
+    return press(`${card ? ".card:focus-within" : ".one"} button[data-key="${key}"]`)
   }
 
   // Parameters of the address that are not part of a view, such as a token, are kept.
@@ -148,29 +118,22 @@ export function render({ model }) {
     const text = [model.query, kept.toString()].filter((part) => part).join("&")
     return text ? `?${text}` : window.location.pathname
   }
-  // A file is sent as base64; one that is too large for the connection is not read at all.
   const explain = async (form) => {
-    const given = {}
-    for (const [name, value] of new FormData(form)) {
-      if (!(value instanceof File)) given[name] = value
-      else if (value.size > Number(form.dataset.most)) given.too_large = String(value.size)
-      else if (value.size) given[name] = await encoded(value)
-    }
+    const given = Object.fromEntries(new FormData(form))
+    if (given.image) given.image = await given.image.arrayBuffer()
     left = {}
     model.send_msg({ new: given })
   }
-  const preview = async (input) => {
-    const image = Object.assign(document.createElement("img"), { alt: "the chosen image" })
-    image.src = `data:;base64,${await encoded(input.files[0])}`
-    input.parentElement.querySelector("img")?.remove()
-    input.after(image)
+  // The chosen image is shown; one that is too large for the connection is not sent.
+  const preview = (input) => {
+    const [image, [file]] = [input.parentElement.querySelector("img"), input.files]
+    const isLarge = file?.size > Number(input.dataset.most)
+    input.setCustomValidity(isLarge ? input.title : "")
+    input.reportValidity()
+    URL.revokeObjectURL(image.src)
+    image.hidden = !file || isLarge
+    image.src = image.hidden ? "" : URL.createObjectURL(file)
   }
-  const encoded = (file) => new Promise((resolve) => {
-    const reader = new FileReader()
-    reader.onload = () => resolve(reader.result.split(",")[1])
-    reader.onerror = () => resolve("")
-    reader.readAsDataURL(file)
-  })
   // The history keeps how far a page was scrolled, and which link had the focus.
   let left = null
   let restoring = null
@@ -197,31 +160,21 @@ export function render({ model }) {
     if (!root.querySelector("[aria-busy=true]")) restoring = null
   }
 
+  const copy = (button) => {
+    const line = button.previousElementSibling
+    window.getSelection().selectAllChildren(line)
+    navigator.clipboard?.writeText(line.textContent) // which plain HTTP to another machine lacks
+    button.textContent = navigator.clipboard ? "Copied" : "Press Ctrl-C"
+  }
   root.addEventListener("click", (event) => {
-    const button = event.target.closest("button[data-mark]")
-    if (button) {
-      const { mark, sample, of, wanted } = button.dataset
+    const button = event.target.closest("button")
+    const { mark, sample, of, wanted, save, undo } = button?.dataset ?? {}
+    if (mark) {
       const isWanted = wanted ? wanted === "1" : button.getAttribute("aria-pressed") !== "true"
       sendMark({ mark, wanted: isWanted, ...(of ? { of } : { sample: Number(sample) }) })
-      return
-    }
-    const copy = event.target.closest("button[data-copy]")
-    if (copy) {
-      const line = copy.previousElementSibling
-      window.getSelection().selectAllChildren(line)
-      navigator.clipboard?.writeText(line.textContent) // which plain HTTP to another machine lacks
-      copy.textContent = navigator.clipboard ? "Copied" : "Press Ctrl-C"
-      return
-    }
-    if (event.target.closest("button[data-undo]")) {
-      model.send_msg({ undo: true })
-      return
-    }
-    const saving = event.target.closest("button[data-save]")
-    if (saving) {
-      model.send_msg({ save: saving.dataset.save })
-      return
-    }
+    } else if (save) model.send_msg({ save })
+    else if (undo) model.send_msg({ undo: true })
+    else if (button?.matches(".line *")) copy(button)
     const link = event.target.closest("a[href^='?']")
     if (!link || event.button || event.ctrlKey || event.metaKey || event.shiftKey) return
     event.preventDefault()
@@ -233,20 +186,17 @@ export function render({ model }) {
     if ("new" in event.target.dataset) explain(event.target)
     else go(`?${new URLSearchParams(new FormData(event.target))}`)
   })
-  root.addEventListener("change", (event) => {
-    const { name, value, dataset: { mark, sample } } = event.target
+  root.addEventListener("change", ({ target }) => {
+    const { name, value, dataset: { mark, sample } } = target
     if (mark) sendMark({ mark, sample: Number(sample), wanted: true, [name]: value })
-    else if (event.target.matches("select")) event.target.form.requestSubmit()
-    else if (event.target.files?.[0]?.size <= Number(event.target.form.dataset.most)) preview(event.target)
+    else if (target.matches("select")) target.form.requestSubmit()
+    else if (target.files) preview(target)
   })
   const save = () => {
-    for (const [name, text] of Object.entries(model.saved)) {
-      const bytes = Uint8Array.from(window.atob(text), (character) => character.charCodeAt(0))
-      const link = document.createElement("a")
-      link.href = URL.createObjectURL(new Blob([bytes]))
-      link.download = name
-      link.click()
-      URL.revokeObjectURL(link.href)
+    for (const [name, bytes] of Object.entries(model.saved)) {
+      const href = URL.createObjectURL(new Blob([bytes]))
+      Object.assign(document.createElement("a"), { href, download: name }).click()
+      URL.revokeObjectURL(href)
     }
   }
   const back = (event) => {
@@ -254,24 +204,18 @@ export function render({ model }) {
     model.send_msg({ query: window.location.search })
     restoring = event.state?.top === undefined ? null : event.state
   }
-  const press = (event) => {
+  const type = (event) => {
     const isTyping = event.composedPath()[0].matches?.("input, textarea, select")
-    if (isLost || isTyping || event.shiftKey || event.altKey) return
+    if (root.querySelector(".lost") || isTyping || event.shiftKey || event.altKey) return
     let isUsed = false
-    if (event.ctrlKey || event.metaKey) {
-      isUsed = event.key === "z" && model.said.undo > 0
-      if (isUsed) model.send_msg({ undo: true })
-    } else if (event.key.startsWith("Arrow")) isUsed = move(event.key)
+    if (event.ctrlKey || event.metaKey) isUsed = event.key === "z" && press("button[data-undo]:not([hidden])")
+    else if (event.key.startsWith("Arrow")) isUsed = move(event.key)
     else if ("123".includes(event.key)) isUsed = pressMark(event.key)
-    else if ("np".includes(event.key)) {
-      const link = root.querySelector(`main a[rel=${event.key === "n" ? "next" : "prev"}]`)
-      link?.click()
-      isUsed = Boolean(link)
-    }
+    else if ("np".includes(event.key)) isUsed = press(`main a[rel=${event.key === "n" ? "next" : "prev"}]`)
     if (isUsed) event.preventDefault()
   }
   const keys = model.follows_address ? window : root
-  keys.addEventListener("keydown", press)
+  keys.addEventListener("keydown", type)
   if (model.follows_address) {
     window.addEventListener("popstate", back)
     window.history.scrollRestoration = "manual"
@@ -282,12 +226,12 @@ export function render({ model }) {
   } else root.style.minHeight = "0" // a part of a notebook
   model.on("remove", () => {
     window.removeEventListener("popstate", back)
-    keys.removeEventListener("keydown", press)
+    keys.removeEventListener("keydown", type)
   })
   model.on("html", draw)
   model.on("marked", mark)
   model.on("said", say)
-  model.on("said", forget)
+  model.on("said", () => remember(unanswered().filter(({ at }) => at > model.said.answered)))
   model.on("saved", save)
   model.on("query", navigate)
   draw()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from base64 import b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Any, ClassVar
@@ -16,24 +14,20 @@ from panel.custom import JSComponent
 from tornado.ioloop import IOLoop
 
 from trakdask.checks import require_integer
-from trakdask.explorer.attributions import Attributions
-from trakdask.explorer.common import marked_at_once
-from trakdask.explorer.computing import Abandoned, Computation
+from trakdask.explorer.computing import Computation
 from trakdask.explorer.html import STYLE, count, plain_message, render
 from trakdask.explorer.marks import Marks
-from trakdask.explorer.pages import Section, answer, document, frame, page, sections
+from trakdask.explorer.pages import answer, document, frame, page, sections
+from trakdask.explorer.questions import Questions
 from trakdask.explorer.view import View
-from trakdask.variables import SAMPLE
-
-_PROGRESS_S = 0.25
-"""How often the progress of a section is drawn."""
 
 
-class LinkedHTML(JSComponent):
-    """HTML in a page. Links, forms and buttons call ``told`` with a dict.
+class Session(JSComponent):
+    """The state of one browser: its view, the page that shows it, and the running computation.
 
-    The address of the page follows ``query``; other parameters in it are kept, and the
-    browser's button to go back works. A link that is opened in another tab works by itself.
+    Sections are computed in a thread, one after the other. A new view abandons them. Links, forms
+    and buttons of the page send messages. The address of the page follows ``query``; other
+    parameters in it are kept, and the browser's button to go back works.
     """
 
     html = param.String(doc="Escaped HTML; each section of it is replaced on its own.")
@@ -41,76 +35,45 @@ class LinkedHTML(JSComponent):
     names = param.List([*vars(View())], doc="Parameters of the URL of a view.")
     marked = param.List([], doc="Which samples have which marks, as in '7 wrong label'.")
     said = param.Dict({}, doc="A message about a mark, and how many changes can be undone.")
-    saved = param.Dict({}, doc="A file that the browser is to save, as base64, by its name.")
+    saved = param.Dict({}, doc="The bytes of a file that the browser is to save, by its name.")
     follows_address = param.Boolean(False, doc="Whether the address of the page is the view's.")
 
     _esm: ClassVar[Any] = Path(__file__).parent / "app.js"
     _stylesheets: ClassVar[Any] = [STYLE]
 
-    told: Callable[[dict[str, Any]], None] | None = None
-
-    def _handle_msg(self, msg: dict[str, Any]) -> None:
-        if self.told is not None:
-            self.told(msg)
-
-
-class Session:
-    """The state of one browser: its view, the page that shows it, and the running computation.
-
-    Sections are computed in a thread, one after the other. A new view abandons them.
-    """
-
-    def __init__(
-        self, attributions: Attributions, view: View | None = None, *, in_notebook: bool = False
-    ) -> None:
-        self.attributions = attributions
-        self._document, self._loop = pn.state.curdoc, IOLoop.current(instance=False)
+    def __init__(self, questions: Questions, view: View | None = None) -> None:
         location = pn.state.location
-        if view is None:
-            view = View.from_query(location.search if location else "")
-        self.view = view
-        marks = attributions.marks
+        super().__init__(  # type: ignore[no-untyped-call]
+            sizing_mode="stretch_width", margin=0, follows_address=location is not None
+        )
+        self.questions = questions
+        self._doc, self._loop = pn.state.curdoc, IOLoop.current(instance=False)
+        marks = questions.marks
         self._marks = marks and Marks(  # which undoes what was marked in this tab
             marks.path, store=marks.store, storage_options=marks.storage_options
         )
-        # For each change of marks that is not undone: the position of its sample or −1, and words.
-        self._changes: list[tuple[int, str]] = []
+        self._changes: list[str] = []  # what was changed, for each change that is not undone
         self._answered = 0  # when the browser sent the last mark, by its clock
-        self.page = LinkedHTML(  # type: ignore[no-untyped-call]
-            sizing_mode="stretch_width",
-            follows_address=location is not None,
-            marked=self._marked(),
-        )
-        self.page.told = self._told
         self._computation = Computation()
         self._thread: threading.Thread | None = None
-        self._in_notebook = in_notebook
-        if in_notebook:
-            # Changes before the browser shows the page are lost. It says when it does.
-            self._draw(self._computation, _waiting(view, sections(attributions, view)))
-        elif self._document is None or self._document.session_context is None:
-            self.go(view)
-        else:
+        self.marked = self._marked()
+        if location:
             pn.state.on_session_destroyed(lambda context: self._give_up())
-            # Until a browser is connected, changes from another thread would be lost.
-            pn.state.onload(lambda: self._later(lambda: self.go(view)))
+        # Changes before a browser shows the page are lost. It says when it does.
+        self.view = view or View.from_query(location.search if location else "")
+        waiting = [frame(self.view, name, "", busy=True) for name in sections(questions, self.view)]
+        self.html = page(questions, self.view, waiting)
 
-    def panel(self) -> Any:
-        """Return the Panel object that a browser shows."""
-        return pn.Column(self.page, sizing_mode="stretch_width", margin=0)
-
-    def go(self, view: View, more: Sequence[Section] = ()) -> None:
+    def go(self, view: View, more: Mapping[str, Callable[[], str]] | None = None) -> None:
         """Show a view, and more below it; the computation of the view before is given up."""
         self._give_up()
-        self.view, self._computation = view, Computation()
-        content = [*sections(self.attributions, view), *more]
-        parts = _waiting(view, content)
+        self.view, self._computation = view, Computation(self.questions.client)
+        content = {**sections(self.questions, view), **(more or {})}
+        parts = {name: frame(view, name, "", busy=True) for name in content}
         self._draw(self._computation, parts)
-        self.page.query = view.to_query()
-        self._thread = threading.Thread(
-            target=self._answer, args=(self._computation, content, parts),
-            name="trakdask-explorer", daemon=True,
-        )  # fmt: skip
+        self.query = view.to_query()
+        arguments = self._computation, content, parts
+        self._thread = threading.Thread(target=self._answer, args=arguments, daemon=True)
         self._thread.start()
 
     def _give_up(self) -> None:
@@ -121,30 +84,35 @@ class Session:
         if self._thread is not None:
             self._thread.join(timeout)
 
-    def _answer(self, computation: Computation, content: list[Section], parts: list[str]) -> None:
-        told: set[str] = set()
-        for i, section in enumerate(content):
+    def _answer(
+        self,
+        computation: Computation,
+        content: Mapping[str, Callable[[], str]],
+        parts: dict[str, str],
+    ) -> None:
+        for name, html in content.items():
 
-            def show(html: str, i: int = i, section: Section = section, busy: bool = True) -> None:
-                parts[i] = frame(self.view, i, section, html, busy=busy) if busy or html else ""
+            def show(body: str, name: str = name, busy: bool = True) -> None:
+                parts[name] = frame(self.view, name, body, busy=busy) if busy or body else ""
                 self._later(lambda: self._draw(computation, parts))
 
-            computation.progress = _progress(show)
-            try:
-                with self.attributions.computing(), computation.active():
-                    computation.require_wanted()
-                    html = answer(section.html, told)
-            except Abandoned:
-                return
-            show(html, busy=False)
+            def progress(done: int, total: int, show: Callable[[str], None] = show) -> None:
+                show(render("progress", done=done, total=total))
 
-    def _draw(self, computation: Computation, parts: list[str]) -> None:
+            computation.progress = progress
+            with computation.active():
+                body = answer(html, parts.values())
+            if computation.is_abandoned:
+                return
+            show(body, busy=False)
+
+    def _draw(self, computation: Computation, parts: Mapping[str, str]) -> None:
         if not computation.is_abandoned:
-            self.page.html = page(self.attributions, self.view, parts)
+            self.html = page(self.questions, self.view, parts.values())
 
     def _later(self, change: Callable[[], None]) -> None:
         """Change the page from the thread that its document belongs to; every change comes here."""
-        loop, document = self._loop, self._document
+        loop, document = self._loop, self._doc
         if not loop or not document or document.session_context is None:
             change()
             return
@@ -163,159 +131,117 @@ class Session:
 
     # ---------------------------------------------------------------------- messages of a browser
 
-    def _told(self, message: dict[str, Any]) -> None:
-        self._later(lambda: self._do(message))
+    def _handle_msg(self, msg: dict[str, Any]) -> None:
+        self._later(lambda: self._do(msg))
 
     def _do(self, message: dict[str, Any]) -> None:
         if "shown" in message:
-            if self._in_notebook:
-                self.go(self.view)
+            self.go(self.view)
         elif "query" in message:
             self.go(View.from_query(str(message["query"])))
         elif "new" in message:
-            self.explain({str(name): str(text) for name, text in message["new"].items()})
+            self.go(View(page="new"), {"features": lambda: self._featurized(message["new"])})
         elif "mark" in message:
             self._answered = message.get("at", 0)
-            self._mark(message)
+            # The page has what was typed already, and perhaps more that is being typed.
+            is_typed = bool({"label", "note"} & {*message})
+            self._say(lambda: self._mark(message), is_drawn=is_typed)
         elif "undo" in message:
-            self._undo()
-        elif message["save"] == "html" and 'aria-busy="true"' in self.page.html:
-            self._say(-1, "This view is not complete yet; save it when it is.")
+            self._say(self._undo)
+        elif message["save"] == "html" and 'aria-busy="true"' in self.html:
+            self._say(lambda: "This view is not complete yet; save it when it is.")
         else:
             arguments = self.view, message["save"]
             threading.Thread(target=self._save, args=arguments, daemon=True).start()
 
+    def _featurized(self, content: Mapping[str, Any]) -> str:
+        """Make a target of a text or an image that somebody gave, and go to its page."""
+        computation, maker = self._computation, self.questions.maker
+        if maker is None or not maker.takes_content:
+            raise ValueError("There is no model here that could explain it.")
+        features, html = maker.target(content)
+
+        def add() -> None:
+            if not computation.is_abandoned:
+                last = len(self.questions.targets.metadata)
+                self.questions = self.questions.with_target(features, html)
+                self.go(View(page="target", target=last))
+
+        self._later(add)
+        return ""
+
     def _save(self, view: View, kind: str) -> None:
         """Send a view, or all marks, as a file for the browser to keep."""
         try:
-            with self.attributions.computing():
+            with Computation(self.questions.client).active():
                 if kind == "html":
                     name = f"trakdask {view.name}.html".replace(" ", "-")
-                    content = document(self.attributions, view).encode()
+                    content = document(self.questions, view).encode()
                 else:
                     assert self._marks is not None
-                    name = f"{PurePath(self._marks.path).stem}.{kind}"
-                    content = self._marks.table().to_parquet(index=False)
-                    if kind == "csv":
-                        content = self._marks.table().to_csv(index=False).encode()
+                    name, table = f"{PurePath(self._marks.path).stem}.{kind}", self._marks.table()
+                    content = getattr(table, f"to_{kind}")(None, index=False)
+                    content = content.encode() if kind == "csv" else content
         except Exception as err:
             message = plain_message(err)
-            return self._later(lambda: self._say(-1, message))
+            return self._later(lambda: self._say(lambda: message))
 
         def send() -> None:
-            self.page.saved = {}  # the same file again is a change, too
-            self.page.saved = {name: b64encode(content).decode()}
+            self.saved = {}  # the same file again is a change, too
+            self.saved = {name: content}
 
         self._later(send)
 
-    def _mark(self, message: Mapping[str, Any]) -> None:
-        """Let one sample, or all of a section, have a mark or not; say so.
+    def _mark(self, message: Mapping[str, Any]) -> str:
+        """Let one sample, or all of a section, have a mark or not; return what was done.
 
         The message has the state that is wanted, because the same message may come twice. It may
         have the corrected label, or a note, as they were typed.
         """
         mark, wanted = str(message["mark"]), bool(message["wanted"])
         texts = {name: message[name] for name in ("label", "note") if name in message}
-        place, what, be = -1, "", "are"
-        n = self.attributions.features.sizes[SAMPLE]
-        try:
-            if self._marks is None:
-                raise ValueError("No marks are kept here.")
-            with self.attributions.computing():
-                positions = (
-                    marked_at_once(self.attributions, self.view, str(message["of"])).tolist()
-                    if "of" in message
-                    else [require_integer("sample", message["sample"], 0, n, remedy="try 0")]
-                )
-            what = count(len(positions), "sample")
-            if len(positions) == 1:
-                place, what, be = positions[0], f"sample {positions[0]}", "is"
-            ids = self.attributions.questions.sample_ids[positions].tolist()
-            change = self._marks.mark if wanted else self._marks.unmark
-            if change(ids, mark, **texts):
-                self._changes.append((place, what))
-        except Exception as err:
-            self._say(place, plain_message(err))
+        if self._marks is None:
+            raise ValueError("No marks are kept here.")
+        if "of" in message:
+            with Computation(self.questions.client).active():
+                positions = self.questions.listed(self.view, str(message["of"])).index.tolist()
         else:
-            marked = f"marked as {mark}" if wanted else f"no longer marked as {mark}"
-            text = f"{what.capitalize()} {be} {marked}."
-            if texts:  # the page has them already, and perhaps more that is being typed
-                text = f"The {' and the '.join(texts)} of {what} is kept."
-            self._say(place, text, is_drawn=bool(texts))
+            n = len(self.questions.metadata)
+            positions = [require_integer("sample", message["sample"], 0, n, remedy="try 0")]
+        is_one = len(positions) == 1
+        what = f"sample {positions[0]}" if is_one else count(len(positions), "sample")
+        ids = self.questions.sample_ids[positions].tolist()
+        if (self._marks.mark if wanted else self._marks.unmark)(ids, mark, **texts):
+            self._changes.append(what)
+        if texts:
+            return f"The {' and the '.join(texts)} of {what} is kept."
+        marked = f"marked as {mark}" if wanted else f"no longer marked as {mark}"
+        return f"{what.capitalize()} {'is' if is_one else 'are'} {marked}."
 
-    def _undo(self) -> None:
-        """Take back the last change that was made here, and say so."""
+    def _undo(self) -> str:
+        """Take back the last change that was made here; return what was done."""
         if self._marks is None or not self._changes:
-            self._say(-1, "There is nothing to undo.")
-            return
-        place, what = self._changes[-1]
-        try:
-            has_changed = self._marks.undo()
-        except Exception as err:
-            self._say(place, plain_message(err))
-            return
-        self._changes.pop()
-        text = f"The last change of {what} is undone."
-        self._say(place, text if has_changed else "Somebody else has undone this already.")
+            return "There is nothing to undo."
+        has_changed = self._marks.undo()
+        what = self._changes.pop()
+        if not has_changed:
+            return "Somebody else has undone this already."
+        return f"The last change of {what} is undone."
 
     def _marked(self) -> list[str]:
         """Return the positions of marked samples with their marks."""
         with suppress(OSError, ValueError):  # the error is shown when somebody marks a sample
-            table = self.attributions.questions.marked()
+            table = self.questions.marked()
             return [f"{position} {mark}" for position, mark in table[["position", "mark"]].values]
         return []
 
-    def _say(self, position: int, text: str, *, is_drawn: bool = False) -> None:
-        self.page.marked = self._marked()
-        undo, answered = len(self._changes), self._answered
-        self.page.said = {"sample": position, "text": text, "undo": undo, "answered": answered}
+    def _say(self, change: Callable[[], str], *, is_drawn: bool = False) -> None:
+        """Change marks, and say what was done, or what went wrong."""
+        try:
+            text = change()
+        except Exception as err:
+            text = plain_message(err)
+        self.marked = self._marked()
+        self.said = {"text": text, "undo": len(self._changes), "answered": self._answered}
         if self.view.page == "marks" and not is_drawn:
             self.go(self.view)
-
-    def explain(self, content: Mapping[str, str]) -> None:
-        """Make a target of a text or an image that somebody gave, and go to its page."""
-        self.go(View(page="new"), [Section("features", lambda: self._featurized(content))])
-
-    def _featurized(self, content: Mapping[str, str]) -> str:
-        computation, maker = self._computation, self.attributions.maker
-        if maker is None:
-            raise ValueError("There is no model here that could explain it.")
-        features, html = maker.target(content)
-
-        def add() -> None:
-            if not computation.is_abandoned:
-                last = int(self.attributions.targets.sizes[SAMPLE])
-                self.attributions = self.attributions.with_target(features, html)
-                self.go(View(page="target", target=last))
-
-        self._later(add)
-        return ""
-
-
-def in_notebook(attributions: Attributions, include: Any, exclude: Any) -> Any:
-    """Return the app of an explorer for a notebook, or a text that says how to show it."""
-    if not pn.extension._loaded:
-        return {
-            "text/plain": "trakdask explorer. To see it here, run `import panel; "
-            "panel.extension()` in a cell, and then this cell again. Without a network: "
-            "`panel.extension(inline=True)`."
-        }
-    session = Session(attributions, View(), in_notebook=True)
-    return session.panel()._repr_mimebundle_(include, exclude)
-
-
-def _waiting(view: View, content: Sequence[Section]) -> list[str]:
-    return [frame(view, i, section, "", busy=True) for i, section in enumerate(content)]
-
-
-def _progress(show: Callable[[str], None]) -> Callable[[int, int], None]:
-    """Return a function that shows how far a computation is, not too often."""
-    shown = time.monotonic()
-
-    def tell(done: int, total: int) -> None:
-        nonlocal shown
-        if total and time.monotonic() - shown >= _PROGRESS_S:
-            shown = time.monotonic()
-            show(render("progress", done=done, total=total))
-
-    return tell

@@ -6,11 +6,12 @@ import asyncio
 import functools
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import dask
@@ -26,9 +27,8 @@ if TYPE_CHECKING:  # functions import distributed, which is slow and threads do 
 _ASKED_EVERY_S = 0.2
 """How often a click is noticed while a cluster computes."""
 
-
-class Abandoned(Exception):
-    """The answer is no longer wanted."""
+_TOLD_EVERY_S = 0.25
+"""How often the progress of a computation is told."""
 
 
 @dataclass(eq=False)
@@ -37,25 +37,30 @@ class Computation:
 
     ``progress`` is called with the number of tasks that are done and the number of all tasks, by
     the thread that computes; a cluster is not asked. Once ``is_abandoned`` is true, no further task
-    starts; on a cluster, except tasks that others still wait for.
+    starts; on a cluster, except tasks that others still wait for. It uses ``client``, while that is
+    connected.
     """
 
+    client: Client | None = None
     progress: Callable[[int, int], None] | None = None
     is_abandoned: bool = False
+    told_at: float = field(default_factory=time.monotonic)
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Make :func:`compute` of this thread part of this computation."""
+        is_usable = self.client is not None and self.client.status == "running"
         token = _CURRENT.set(self)
         try:
-            yield
+            with self.client.as_current() if self.client and is_usable else nullcontext():
+                yield
         finally:
             _CURRENT.reset(token)
 
     def require_wanted(self) -> None:
-        """Raise :class:`Abandoned` if the answer is no longer wanted."""
+        """Raise an error if the answer is no longer wanted."""
         if self.is_abandoned:
-            raise Abandoned
+            raise CancelledError
 
     def compute(self, *lazy: Any) -> tuple[Any, ...]:
         """Return what ``dask.compute`` returns, unless the computation is abandoned."""
@@ -66,7 +71,7 @@ class Computation:
             return dask.compute(*lazy)
         watch = (None, None, self._before_task, self._after_task, None)
         # Threads of BLAS inside threads of dask would wait for each other: ten times as slow.
-        with _ONE_THREAD:
+        with one_blas_thread():
             # The function, because dask would import distributed for the name of a scheduler.
             return dask.compute(*lazy, scheduler=threaded.get, callbacks=[watch])
 
@@ -97,36 +102,29 @@ class Computation:
         self.require_wanted()
 
     def _after_task(self, key: Any, result: Any, graph: Any, state: Any, worker: Any) -> None:
-        if self.progress is not None:
+        if self.progress is not None and time.monotonic() - self.told_at >= _TOLD_EVERY_S:
+            self.told_at = time.monotonic()
             done = len(state["finished"])
             total = done + sum(len(state[name]) for name in ("ready", "waiting", "running"))
             self.progress(done, total)
 
 
-class _OneThread:
+@contextmanager
+def one_blas_thread() -> Iterator[None]:
     """While any thread is inside, BLAS computes on one thread; after the last one as before.
 
     Another thread sets and lifts the limit, because threadpoolctl heeds only the thread that set
     it, and the last to leave need not be the first that came.
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trakdask-blas")
-        self._inside = 0
-        self._limit: Any = None
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._limit = self._thread.submit(_limit_to_one_thread).result()
-            self._inside += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                self._thread.submit(self._limit.__exit__, None, None, None).result()
+    with _LOCK:
+        _INSIDE.append(_INSIDE[0] if _INSIDE else _LIMITING.submit(_limit_to_one_thread).result())
+    try:
+        yield
+    finally:
+        with _LOCK:
+            limit = _INSIDE.pop()
+            if not _INSIDE:
+                _LIMITING.submit(limit.__exit__, None, None, None).result()
 
 
 def _limit_to_one_thread() -> Any:
@@ -140,7 +138,10 @@ def _blas() -> Any:
     return ThreadpoolController()
 
 
-_ONE_THREAD = _OneThread()
+_LOCK, _LIMITING = threading.Lock(), ThreadPoolExecutor(1, thread_name_prefix="trakdask-blas")
+_INSIDE: list[Any] = []
+"""The limit of BLAS, once for each thread that is inside."""
+
 _CURRENT: ContextVar[Computation | None] = ContextVar("computation", default=None)
 
 
@@ -154,13 +155,9 @@ def persist(*lazy: da.Array) -> tuple[da.Array, ...]:
 
     This is part of the computation that is active in this thread.
     """
-    if active_client() is not None:
-        return _persisted(lazy)
-    pairs = zip(lazy, compute(*lazy), strict=True)
-    return tuple(da.from_array(value, chunks=x.chunks, name=x.name) for x, value in pairs)
-
-
-def _persisted(lazy: tuple[da.Array, ...]) -> tuple[da.Array, ...]:
+    if active_client() is None:
+        pairs = zip(lazy, compute(*lazy), strict=True)
+        return tuple(da.from_array(value, chunks=x.chunks, name=x.name) for x, value in pairs)
     from distributed import futures_of
 
     kept = tuple(dask.persist(*lazy))

@@ -14,10 +14,6 @@ from trakdask.attribution.conditions import Condition
 from trakdask.variables import SAMPLE, TARGET, TARGET_PREFIX
 
 
-class ConditionError(ValueError):
-    """A condition cannot be evaluated; the form in which it was typed says why."""
-
-
 def condition_mask(
     table: pd.DataFrame, condition: str, target: pd.DataFrame | None = None
 ) -> np.ndarray:
@@ -27,7 +23,7 @@ def condition_mask(
 
     Raises
     ------
-    ConditionError
+    ValueError
         If it is no condition, or names other columns.
 
     Examples
@@ -42,10 +38,7 @@ def condition_mask(
     if target is not None:
         target = target.add_prefix(TARGET_PREFIX).rename(columns={TARGET_PREFIX + SAMPLE: TARGET})
         coords |= {name: (TARGET, target[name].to_numpy()) for name in target}
-    try:
-        mask = Condition(condition)(xr.Dataset(coords=coords))
-    except ValueError as err:
-        raise ConditionError(str(err)) from err
+    mask = Condition(condition)(xr.Dataset(coords=coords))
     return np.broadcast_to(mask.isel({TARGET: 0}, missing_dims="ignore").values, len(table))
 
 

@@ -8,22 +8,21 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import xarray as xr
 
 import trakdask as td
 from trakdask.attribution.estimators import EstimatorLike, resolve
 from trakdask.checks import shown
-from trakdask.execution import active_client
-from trakdask.explorer.attributions import Attributions, Contents
+from trakdask.explorer.contents import Contents
 from trakdask.explorer.marks import Marks
-from trakdask.explorer.new_targets import classifier, target_maker
-from trakdask.explorer.pages import save_html
+from trakdask.explorer.new_targets import target_maker
+from trakdask.explorer.pages import document
 from trakdask.explorer.questions import Questions
 from trakdask.explorer.view import View
+from trakdask.files import Folder, location
 from trakdask.provenance import require_comparable
 from trakdask.samples.token_texts import Text, token_texts
-from trakdask.variables import SAMPLE, ordered, validate
+from trakdask.variables import SAMPLE, ordered, require_alike, validate
 
 if TYPE_CHECKING:
     from trakdask.models.model import Model
@@ -31,21 +30,21 @@ if TYPE_CHECKING:
 _NEEDED = ["feature", "out_to_loss"]
 
 
-class Explorer(Attributions):
+class Explorer(Questions):
     """Attributions that can be looked at in a browser; see :func:`trakdask.explore`.
 
     Each call of ``app()`` makes an app with its own state.
     """
 
     def __repr__(self) -> str:
-        n, m = self.features.sizes[SAMPLE], self.targets.sizes[SAMPLE]
+        n, m = (side.features.sizes[SAMPLE] for side in (self.training, self.targets))
         return f"<trakdask.Explorer: {n} training samples, {m} targets; .serve() starts a server>"
 
     def app(self, view: View | None = None) -> Any:
         """Return a Panel app for one session of a browser, at a view or at the view of its URL."""
         from trakdask.explorer.app import Session  # optional dependency
 
-        return Session(self, view).panel()
+        return Session(self, view)
 
     def serve(
         self,
@@ -104,12 +103,21 @@ class Explorer(Attributions):
         OSError
             If the file cannot be written.
         """
-        save_html(self, path, view or View())
+        folder, _, name = location(path).rpartition("/")
+        if os.path.isdir(f"{folder}/{name}"):
+            raise ValueError(f"expected a file, got the folder {str(path)!r}; try 'view.html'")
+        Folder.at(folder or "/").write(name, document(self, view or View()).encode())
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
-        from trakdask.explorer.app import in_notebook  # optional dependency
+        import panel  # optional dependency
 
-        return in_notebook(self, include, exclude)
+        if panel.extension._loaded:
+            return self.app(View())._repr_mimebundle_(include, exclude)
+        return {
+            "text/plain": "trakdask explorer. To see it here, run `import panel; "
+            "panel.extension()` in a cell, and then this cell again. Without a network: "
+            "`panel.extension(inline=True)`."
+        }
 
 
 def explore(
@@ -201,7 +209,7 @@ def explore(
     >>> features = td.testing.simulate_features(n_samples=60, proj_dim=4)
     >>> explorer = td.explore(features, features.isel(sample=slice(8)))
     >>> view = td.explorer.View(target=3, k=2)
-    >>> explorer.questions.top(view)[["sample", "label"]].shape
+    >>> explorer.top(view)[["sample", "label"]].shape
     (2, 2)
     """
     if importlib.util.find_spec("panel") is None:
@@ -219,26 +227,18 @@ def explore(
     if text is not None:
         token_texts(text)  # which checks it, rather than a page
     variables = samples if samples is not None else target_samples
-    predicts, reads = (classifier(features, model, ds) for ds in (target_samples, samples))
-    has_other_use = bool(predicts or reads) or (samples is not None and text is not None)
-    maker = target_maker(
-        features, model, tokenizer, preprocess, variables, has_other_use=has_other_use
-    )
-    if marks is not None and not isinstance(marks, Marks):
-        marks = Marks(marks)
+    has_words = samples is not None and text is not None
+    maker = target_maker(features, model, tokenizer, preprocess, variables, has_words=has_words)
     if marks is not None:
+        marks = marks if isinstance(marks, Marks) else Marks(marks)
         marks.ids(features)  # now, rather than when somebody opens a page
-    words = _words_of(features, samples, model, text)
-    questions = Questions(
-        features, targets, estimator, words=words, classifier=predicts, training_classifier=reads,
-        marks=marks,
-    )  # fmt: skip
     task = getattr(model, "task", None)
     inputs = (getattr(task, "text", ""), *getattr(task, "inputs", ()))
-    contents, target_contents = (
-        Contents(ds, text, inputs, normalize, cmap) for ds in (samples, target_samples)
-    )
-    return Explorer(questions, contents, target_contents, maker, active_client())
+    train, shown = (Contents(x, text, inputs, normalize, cmap) for x in (samples, target_samples))
+    return Explorer(
+        features, targets, estimator, contents=(train, shown),
+        words=_words_of(features, samples, model, text), marks=marks, maker=maker,
+    )  # fmt: skip
 
 
 def _words_of(
@@ -265,23 +265,9 @@ def _require_samples(samples: object, features: xr.Dataset, name: str) -> None:
     """Check that there are as many samples as features, with the same labels if both have some."""
     if samples is None:
         return
-    if not isinstance(samples, xr.Dataset):
+    if not isinstance(samples, xr.Dataset) or SAMPLE not in samples.dims:
         raise TypeError(
-            f"expected {name} as an xarray.Dataset, got {shown(samples)} "
-            f"({type(samples).__name__}); try the samples given to td.featurize"
+            f"expected {name} as an xarray.Dataset with the dimension {SAMPLE!r}, got "
+            f"{shown(samples)} ({type(samples).__name__}); try the samples given to td.featurize"
         )
-    if (n := samples.sizes.get(SAMPLE)) != features.sizes[SAMPLE]:
-        raise ValueError(
-            f"expected {name} of the {features.sizes[SAMPLE]} samples of the features, got "
-            f"{dict(samples.sizes) if n is None else n}; try the samples that were "
-            "given to td.featurize, in the same order"
-        )
-    if SAMPLE in samples.coords and SAMPLE in features.coords:
-        differs = np.asarray(samples[SAMPLE].values != features[SAMPLE].values)
-        if differs.any():
-            i = int(differs.argmax())
-            raise ValueError(
-                f"expected {name} in the order of the features, whose label {i} is "
-                f"{str(features[SAMPLE].values[i])!r}, got {str(samples[SAMPLE].values[i])!r}; try "
-                f"{name}.sel(sample=features.sample)"
-            )
+    require_alike(samples[SAMPLE].reset_coords(drop=True), features, what=name)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -20,9 +18,10 @@ from trakdask._version import __version__
 from trakdask.errors import BlockError
 from trakdask.explorer.conditions import has_terms, toggled
 from trakdask.explorer.marks import KINDS
+from trakdask.explorer.new_targets import MOST_BYTES
 from trakdask.explorer.questions import LEVEL
-from trakdask.explorer.tables import ROWS
-from trakdask.explorer.uploads import MOST_BYTES
+from trakdask.explorer.tables import records
+from trakdask.explorer.view import ROWS
 from trakdask.plots.figures import decimals
 
 _FOLDER = Path(__file__).parent
@@ -130,17 +129,8 @@ def plain_message(err: BaseException) -> str:
 # ---------------------------------------------------------------------------------- templates
 
 
-_live = ContextVar("live", default=True)
-
-
-@contextmanager
-def nothing_to_click() -> Iterator[None]:
-    """Leave out forms, buttons, links and advice on them, as in a file that is saved."""
-    token = _live.set(False)
-    try:
-        yield
-    finally:
-        _live.reset(token)
+LIVE = ContextVar("live", default=True)
+"""Whether pages have forms, buttons, links and advice on them; a file that is saved has none."""
 
 
 def render(name: str, /, *context: Any, **contents: Any) -> Markup:
@@ -160,18 +150,12 @@ def _templates() -> Environment:
         "share": _share, "value": value,
     }  # fmt: skip
     templates.globals |= {
-        "KINDS": KINDS, "LEVEL": LEVEL,
-        "MOST_BYTES": MOST_BYTES, "ROWS": ROWS,
-        "count": count, "has_terms": has_terms, "identifiers": _identifiers, "live": _live.get,
-        "now": partial(datetime.now, UTC), "rows": _rows, "toggled": toggled,
+        "KINDS": KINDS, "LEVEL": LEVEL, "MOST_BYTES": MOST_BYTES, "ROWS": ROWS,
+        "count": count, "has_terms": has_terms, "identifiers": _identifiers, "live": LIVE.get,
+        "now": partial(datetime.now, UTC), "rows": records, "toggled": toggled,
         "version": __version__,
     }  # fmt: skip
     return templates
-
-
-def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the rows of a table, in which integers are still integers."""
-    return table.astype(object).to_dict("records")  # type: ignore[return-value]
 
 
 def _identifiers(table: pd.DataFrame) -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
@@ -13,22 +14,29 @@ import xarray as xr
 import trakdask as td
 from trakdask.checks import is_tensor, shown
 from trakdask.explorer.computing import compute
-from trakdask.explorer.tables import Classifier, metadata
-from trakdask.explorer.uploads import decoded_image, thumbnail, too_large
+from trakdask.explorer.contents import data_url
 from trakdask.provenance import require_comparable
-from trakdask.variables import CHECKPOINT, SAMPLE, checkpoint_names
+from trakdask.variables import SAMPLE, checkpoint_names
 
-_NEW = "new"
-"""The coord that is true for the targets that were added on the spot."""
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 _ARRAYS = ("feature", "output", "out_to_loss")
 
-_MOST_CHARACTERS = 100_000
+MOST_BYTES = 10 * 2**20
+"""The largest size of an uploaded file."""
+
+_MOST_PIXELS = 50_000_000
+"""The largest size of an uploaded image, which takes three bytes for each in memory."""
+
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+
+_MOST_CHARACTERS, _SHOWN_PIXELS = 100_000, 256
 
 
 @dataclass(frozen=True, eq=False)
 class TargetMaker:
-    """Makes targets of texts and images, as the targets of a store were made.
+    """The model of a store: it makes targets of texts and images as the store's were made.
 
     Parameters
     ----------
@@ -53,17 +61,22 @@ class TargetMaker:
         return list(getattr(task, "number_variables", others))
 
     @property
+    def takes_content(self) -> bool:
+        """Whether somebody can give it a text or an image."""
+        return self.tokenizer is not None or self.preprocess is not None
+
+    @property
     def finds_class(self) -> bool:
         """Whether the class may be left out: then it is the one that the model predicts."""
         return isinstance(self.model.task, td.tasks.Classification)
 
-    def target(self, content: Mapping[str, str]) -> tuple[xr.Dataset, str]:
+    def target(self, content: Mapping[str, Any]) -> tuple[xr.Dataset, str]:
         """Return a target of a text or an image that somebody gave.
 
         Parameters
         ----------
         content
-            ``"text"``; ``"image"``, the file in base64; and :attr:`numbers` by name.
+            ``"text"``; ``"image"``, the bytes of its file; and :attr:`numbers` by name.
 
         Returns
         -------
@@ -80,30 +93,40 @@ class TargetMaker:
         texts = {name: content.get(name, "").strip() for name in self.numbers}
         typed = {name: _number(name, text) for name, text in texts.items() if text}
         if self.finds_class and not typed:
-            (name, *_), one = self.numbers, {n: x[None] for n, x in variables.items()}
-            typed[name] = _probabilities(self.model, self.features, one)[0].argmax()
-        arrays = variables | {name: x for name, x in typed.items() if x.ndim}
-        coords = {name: x for name, x in typed.items() if not x.ndim}
-        samples = td.from_arrays(
-            {name: x[None] for name, x in arrays.items()},
-            coords={name: x[None] for name, x in coords.items()},
-        )
+            one = td.from_arrays({n: x[None] for n, x in variables.items()})
+            typed[self.numbers[0]] = self.probabilities(one)[0].argmax()
+        arrays = {n: x[None] for n, x in variables.items()} | {n: x[None] for n, x in typed.items()}
+        coords = {name: arrays.pop(name) for name, x in typed.items() if not x.ndim}
+        samples = td.from_arrays(arrays, coords=coords)
         lazy = td.featurize(samples, self.model, like=self.features)[list(_ARRAYS)]
         return compute(lazy)[0], html
 
-    def _content(self, content: Mapping[str, str]) -> tuple[dict[str, np.ndarray], str]:
+    def probabilities(self, samples: xr.Dataset) -> np.ndarray:
+        """Return the probabilities of a classifier, the mean over checkpoints, (sample, class)."""
+        import torch  # a second, which pages without a model need not wait
+
+        task: Any = self.model.task
+        (chosen,) = compute(samples[[n for n in getattr(task, "inputs", ()) if n in samples]])
+        arrays = {str(n): _array(str(n), x.values) for n, x in chosen.data_vars.items()}
+        batch = td.tasks.Batch({n: torch.as_tensor(x) for n, x in arrays.items()})
+        known, names = self.model.checkpoints, checkpoint_names(self.features)
+        with torch.no_grad():
+            logits = [task.logits(self.model.forward(c), batch) for c in known if c.name in names]
+        return torch.stack(logits).softmax(-1).mean(0).numpy()
+
+    def _content(self, content: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], str]:
         """Return the variables of the task, without a dimension of samples, and the content."""
         variables: dict[str, Any] = {}
         html = ""
         if self.preprocess is not None:
-            if size := content.get("too_large"):
-                raise too_large(f"{int(size) / 1e6:.1f} MB")
             if not content.get("image"):
                 raise ValueError("Choose the file of an image.")
             image = decoded_image(content["image"])
             name = str(getattr(self.model.task, "image", "image"))
-            variables |= _by_name(self.preprocess(image), name, "preprocess")
-            html += f'<img src="{thumbnail(image)}" alt="the image that was uploaded">'
+            variables |= _by_name(self.preprocess(image.copy()), name, "preprocess")
+            image.thumbnail((_SHOWN_PIXELS, _SHOWN_PIXELS))
+            url = data_url(np.asarray(image) / 255)
+            html += f'<img src="{url}" alt="the image that was uploaded">'
         if self.tokenizer is not None:
             text = content.get("text", "")
             if not 0 < len(text.strip()) <= _MOST_CHARACTERS:
@@ -115,45 +138,35 @@ class TargetMaker:
         return {n: _array(n, value) for n, value in variables.items() if n in used}, html
 
 
-def classifier(
-    features: xr.Dataset, model: td.Model | None, samples: xr.Dataset | None
-) -> Classifier | None:
-    """Return a function that predicts classes; None without a model that is a classifier."""
-    if model is None or samples is None:
-        return None
-    if not isinstance(model, td.Model) or not isinstance(model.task, td.tasks.Classification):
-        return None
-    bound = model.for_variables({str(n): x.ndim for n, x in samples.variables.items()})
-    names = list(getattr(bound.task, "inputs", ()))
+def decoded_image(content: bytes) -> Image:
+    """Return an image in RGB, the way up it was taken, from its file.
 
-    def probabilities(positions: np.ndarray) -> np.ndarray:
-        is_there = positions < samples.sizes[SAMPLE]
-        (chosen,) = compute(samples[names].isel({SAMPLE: positions[is_there]}))
-        arrays = {name: _array(name, chosen[name].values) for name in names}
-        stored = _probabilities(bound, features, arrays)
-        whole = np.full((len(positions), stored.shape[1]), np.nan)
-        whole[is_there] = stored
-        return whole
+    The number of pixels is read from the head of the file, before any of them is decoded.
 
-    return probabilities
+    Raises
+    ------
+    ValueError
+        If the file is larger than 10 MB, or no image, or damaged, or has more than 50 million
+        pixels.
+    """
+    from PIL import Image, ImageOps  # optional dependency, of matplotlib
 
-
-def _probabilities(
-    model: td.Model, features: xr.Dataset, variables: Mapping[str, np.ndarray]
-) -> np.ndarray:
-    """Return the mean probabilities over the checkpoints of some features, (sample, class)."""
-    import torch  # a second, which pages without a model need not wait
-
-    task: Any = model.task
-    batch = td.tasks.Batch({n: torch.as_tensor(x) for n, x in variables.items()})
-    names = checkpoint_names(features)
-    with torch.no_grad():
-        logits = [
-            task.logits(model.forward(checkpoint), batch)
-            for checkpoint in model.checkpoints
-            if checkpoint.name in names
-        ]
-    return torch.stack(logits).softmax(-1).mean(0).numpy()
+    try:
+        with Image.open(BytesIO(content), formats=_FORMATS) as image:
+            width, height = image.size
+            if width * height <= _MOST_PIXELS and len(content) <= MOST_BYTES:
+                return ImageOps.exif_transpose(image).convert("RGB")
+    except Image.DecompressionBombError:
+        width = height = None
+    except (OSError, SyntaxError, ValueError, EOFError) as err:
+        raise ValueError(
+            f"This file cannot be read as an image. It may be one of {', '.join(_FORMATS)}."
+        ) from err
+    pixels = "too many" if width is None else f"{width:,} × {height:,}"
+    raise ValueError(
+        f"This image is too large: {len(content) / 1e6:.1f} MB, {pixels} pixels. It may have up to "
+        f"{MOST_BYTES // 2**20} MB and {_MOST_PIXELS:,} pixels."
+    )
 
 
 def target_maker(
@@ -163,9 +176,9 @@ def target_maker(
     preprocess: Callable[[Any], Any] | None,
     samples: xr.Dataset | None,
     *,
-    has_other_use: bool = False,
+    has_words: bool,
 ) -> TargetMaker | None:
-    """Return the maker of new targets; None without a model, or if it is there for something else.
+    """Return the maker of new targets, which may be there for classes or words alone; or None.
 
     Raises
     ------
@@ -174,25 +187,26 @@ def target_maker(
     StoreMismatchError
         If the features were made with another model.
     """
-    prepare = {"tokenizer": tokenizer, "preprocess": preprocess}
-    for name, function in prepare.items():
-        if function is not None and not callable(function):
+    given = {"tokenizer": tokenizer, "preprocess": preprocess}
+    asked = {name: function for name, function in given.items() if function is not None}
+    for name, function in asked.items():
+        if not callable(function):
             raise TypeError(
                 f"expected {name} as a function of a text or an image, got {shown(function)}; try "
                 f"{name}=lambda text: ..."
             )
-    asked = [name for name, function in prepare.items() if function is not None]
     if model is None:
         if asked:
             raise ValueError(
-                f"expected a model beside {asked[0]}, got none; try model=td.Model(...)"
+                f"expected a model beside {[*asked]}, got none; try model=td.Model(...)"
             )
         return None
     if not isinstance(model, td.Model):
         raise TypeError(
             f"expected model as a td.Model, got {shown(model)}; try td.Model(build, ...)"
         )
-    if not asked and not has_other_use:
+    is_classifier = samples is not None and isinstance(model.task, td.tasks.Classification)
+    if not asked and not is_classifier and not has_words:
         raise ValueError(
             "expected a tokenizer or a preprocess beside the model, got neither; try "
             "preprocess=transform, a function of an image of PIL, or tokenizer=tokenizer"
@@ -200,7 +214,7 @@ def target_maker(
     if samples is not None:
         model = model.for_variables({str(n): x.ndim for n, x in samples.variables.items()})
     _require_same_model(features, model)
-    return TargetMaker(model, features, tokenizer, preprocess) if asked else None
+    return TargetMaker(model, features, tokenizer, preprocess)
 
 
 def _require_same_model(features: xr.Dataset, model: td.Model) -> None:
@@ -211,31 +225,6 @@ def _require_same_model(features: xr.Dataset, model: td.Model) -> None:
     as_model = features.isel({SAMPLE: slice(0)})
     as_model.attrs = features.attrs | model.spec()
     require_comparable(features, as_model, name="the model's")
-
-
-def appended(targets: xr.Dataset, new: xr.Dataset) -> xr.Dataset:
-    """Return targets and one more, with the coord ``new``; metadata that it lacks is missing."""
-    table, new = metadata(targets), new.assign_coords({_NEW: (SAMPLE, [True])})
-    if _NEW not in table:
-        table[_NEW] = False
-    coords = {
-        name: (SAMPLE, _with_one_more(table[name].to_numpy(), new.get(name))) for name in table
-    }
-    data = {
-        name: xr.Variable.concat(
-            [targets[name].variable, new[name].variable.astype(targets[name].dtype)], SAMPLE
-        )
-        for name in _ARRAYS
-    }
-    return xr.Dataset(data, {**coords, CHECKPOINT: targets[CHECKPOINT]}, targets.attrs)
-
-
-def _with_one_more(values: np.ndarray, more: xr.DataArray | None) -> np.ndarray:
-    if more is not None:
-        return np.append(values, more.values)
-    missing: dict[str, Any] = {"M": np.datetime64("NaT"), "m": np.timedelta64("NaT"), "b": False}
-    missing |= dict.fromkeys("iuf", np.nan)
-    return np.append(values, missing.get(values.dtype.kind, ""))
 
 
 def _by_name(result: Any, name: str, function: str) -> dict[str, Any]:

@@ -1,23 +1,19 @@
-"""Pages: lists of sections. A section asks one question and writes the answer as HTML."""
+"""Pages: their sections one after the other, in a browser or in a file."""
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from concurrent.futures import CancelledError
+from contextvars import copy_context
 from functools import partial
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
-from trakdask.explorer import target_pages as targets
-from trakdask.explorer import training_pages as training
-from trakdask.explorer.attributions import Attributions
-from trakdask.explorer.computing import Abandoned
-from trakdask.explorer.conditions import ConditionError
-from trakdask.explorer.html import STYLE, nothing_to_click, plain_message, render
+from trakdask.explorer.html import LIVE, STYLE, plain_message, render
+from trakdask.explorer.questions import Questions
+from trakdask.explorer.sections import PAGES
 from trakdask.explorer.view import View
-from trakdask.files import Folder, location
 
 _FIELDS = {
     "targets": {"search", "targets_where"},
@@ -30,117 +26,54 @@ _FIELDS = {
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Section:
-    """A part of a page: its name, by which templates know its title, and its HTML as a function."""
-
-    name: str
-    html: Callable[[], str]
-
-
-def sections(attributions: Attributions, view: View) -> list[Section]:
-    """Return the sections of the page of a view; nothing is computed before their ``html()``."""
-    questions = attributions.questions
+def sections(questions: Questions, view: View) -> dict[str, Callable[[], str]]:
+    """Return the HTML of each section of a page; nothing is computed before it is called."""
     is_there = {
         **dict.fromkeys(("helpful_words", "harmful_words"), questions.has_words),
         "credit": questions.has_credit,
         "confusion": questions.targets.label in questions.targets.groupings,
-        "grade": questions.has_grade,
-        "graded": questions.has_grade and questions.known_grade is None,
+        "grade": questions.has_grade and questions.known_grade is None,
     }
-    return [
-        Section(name, partial(html, attributions, view))
-        for name, html in _PAGES[view.page].items()
-        if is_there.get(name, True)
-    ]
+    all_of_page = {html.__name__: partial(html, questions, view) for html in PAGES[view.page]}
+    return {name: html for name, html in all_of_page.items() if is_there.get(name, True)}
 
 
-def answer(html: Callable[[], str], told: set[str]) -> str:
+def answer(html: Callable[[], str], shown: Iterable[str]) -> str:
     """Return the HTML of a section, or its error; "" if the page shows that error already."""
     try:
         return html()
-    except Abandoned:
-        raise
-    except ConditionError:
-        return render("note", text="Correct the condition to see this.")
     except Exception as err:
         message = plain_message(err)
-        if message in told:
+        if escape(message) in "".join(shown):
             return ""
-        told.add(message)
-        _log.warning("a section of the explorer failed", exc_info=True)
-        return render("error", text=message)
+        if not isinstance(err, CancelledError):
+            _log.warning("a section of the explorer failed", exc_info=True)
+        return render("note", text=message, is_error=True)
 
 
-def frame(view: View, i: int, section: Section, body: str, *, busy: bool = False) -> str:
-    """Return the i-th section of a page around escaped HTML or, if busy, its progress."""
-    level = 2 if i else 1
-    return render("frame", view, name=section.name, body=Markup(body), busy=busy, level=level)
+def frame(view: View, name: str, body: str, *, busy: bool = False) -> str:
+    """Return a section of a page around escaped HTML or, if busy, its progress."""
+    return render("frame", view, name=name, body=Markup(body), busy=busy)
 
 
-def page(attributions: Attributions, view: View, parts: Iterable[str]) -> str:
+def page(questions: Questions, view: View, parts: Iterable[str]) -> str:
     """Return a page: links to all pages, sizes, messages, and its sections."""
-    messages = [
-        f"One part of the address, {name}, was left out. {text}"
-        for name, text in view.errors.items()
-        if name not in _FIELDS.get(view.page, ())
-    ]
-    content = Markup("".join(parts))
-    return render("page", attributions, view, messages=messages, content=content)
+    fields = _FIELDS.get(view.page, ())
+    errors = {name: text for name, text in view.errors.items() if name not in fields}
+    return render("page", questions, view, errors=errors, content=Markup("".join(parts)))
 
 
-def document(attributions: Attributions, view: View) -> str:
+def document(questions: Questions, view: View) -> str:
     """Return the page of a view as a whole file, with the settings of its scores.
 
     What was computed for the page before is not computed again.
     """
-    content = sections(attributions, view)
-    with nothing_to_click():
-        bodies = [section.html() for section in content]
-        parts = [frame(view, i, content[i], body) for i, body in enumerate(bodies) if body]
-        body = Markup(page(attributions, view, parts))
-        return render("document", attributions, view, body=body, style=Markup(STYLE))
+    return copy_context().run(_document, questions, view)
 
 
-def save_html(attributions: Attributions, path: str | os.PathLike[str], view: View) -> None:
-    """Write one view to an HTML file; see :meth:`trakdask.explorer.Explorer.save_html`."""
-    folder, _, name = location(path).rpartition("/")
-    if os.path.isdir(f"{folder}/{name}"):
-        raise ValueError(f"expected a file, got the folder {str(path)!r}; try 'view.html'")
-    Folder.at(folder or "/").write(name, document(attributions, view).encode())
-
-
-_PAGES: dict[str, dict[str, Callable[[Attributions, View], str]]] = {
-    "targets": {
-        "targets": targets.forms,
-        "table": targets.table,
-        "grade": targets.grade,
-        "confusion": targets.confusion,
-        "credit": targets.credit,
-    },
-    "target": {
-        "target": targets.target,
-        "filters": targets.filters,
-        "story": targets.story,
-        "helpful": partial(targets.ranked, largest=True),
-        "harmful": partial(targets.ranked, largest=False),
-        "helpful_words": partial(targets.words, largest=True),
-        "harmful_words": partial(targets.words, largest=False),
-        "groups": targets.groups,
-        "graded": targets.graded,
-    },
-    "sample": {
-        "sample": training.sample,
-        "targets_of_sample": training.targets_of_sample,
-        "alike": training.alike,
-        "graded": targets.graded,
-    },
-    "corpus": {
-        "corpus": training.forms,
-        "ranking": training.ranking,
-        "duplicates": training.duplicates,
-        "graded": targets.graded,
-    },
-    "new": {"new": partial(render, "new_target")},
-    "marks": {"marks": training.mark_lines, "marked": training.mark_table},
-}
+def _document(questions: Questions, view: View) -> str:
+    LIVE.set(False)
+    bodies = {name: html() for name, html in sections(questions, view).items()}
+    parts = [frame(view, name, body) for name, body in bodies.items() if body]
+    body = Markup(page(questions, view, parts))
+    return render("document", questions, view, body=body, style=Markup(STYLE))

@@ -7,26 +7,31 @@ the active dask client, or on threads. Scores of all samples and targets never e
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from contextlib import suppress
-from functools import lru_cache
-from typing import Any
+from functools import cached_property, lru_cache, partial
+from typing import Any, Self
 
 import numpy as np
 import pandas as pd
 import xarray as xr
 
 import trakdask as td
-from trakdask.attribution.estimators import EstimatorLike
-from trakdask.attribution.protocol import LEAST_FOLDS
+from trakdask.attribution.duplicates import find_duplicates
+from trakdask.attribution.estimators import EstimatorLike, named
+from trakdask.attribution.protocol import LEAST_FOLDS, Estimator
 from trakdask.attribution.uncertainty import estimated
+from trakdask.execution import active_client
 from trakdask.explorer import tables
-from trakdask.explorer.computing import compute
+from trakdask.explorer.computing import compute, released_if_failed
 from trakdask.explorer.conditions import condition_mask
+from trakdask.explorer.contents import NO_CONTENTS, Contents
 from trakdask.explorer.marks import Marks
-from trakdask.explorer.training_questions import Setting, TrainingQuestions, scores_of_sample
+from trakdask.explorer.new_targets import TargetMaker
+from trakdask.explorer.prepared import prepared, scores_of_sample, self_influence
 from trakdask.explorer.view import View
-from trakdask.variables import SAMPLE, TARGET, TRAINED_ON
+from trakdask.variables import SAMPLE, TARGET, TRAINED_ON, checkpoint_names, lazy_features
 
 LEVEL = 0.9
 """The part of the intervals that contains the score, as a rule."""
@@ -38,9 +43,14 @@ _TARGETS_TOGETHER, _INTERVALS_KEPT = 256, 8
 """How many targets get effects or intervals in one pass over the features, and how many passes are
 kept: 16 bytes for each group and target."""
 
+_MOST_GROUPS = 1000
 
-class Questions(TrainingQuestions):
-    """Answers about features and targets.
+
+class Questions:
+    """Answers about features and targets, for several users.
+
+    Results such as the eigenvectors of the gram matrix are computed for the first user, and kept
+    for the others.
 
     Parameters
     ----------
@@ -48,14 +58,15 @@ class Questions(TrainingQuestions):
         As in :func:`trakdask.score`.
     estimator
         As in :func:`trakdask.score`.
+    contents
+        How training samples and targets are shown.
     words
         Returns the scores of tokens, given features, a target, positions of training samples and
         an estimator; None if words are to have none.
-    classifier, training_classifier
-        Predict classes of targets and of training samples; None if the model is not at
-        hand, or no classifier.
     marks
         The marks of training samples; None if none are kept.
+    maker
+        Makes new targets, and predicts classes; None without a model.
     """
 
     def __init__(
@@ -64,39 +75,186 @@ class Questions(TrainingQuestions):
         targets: xr.Dataset,
         estimator: EstimatorLike = "auto",
         *,
+        contents: tuple[Contents, Contents] = (NO_CONTENTS, NO_CONTENTS),
         words: Callable[..., xr.DataArray] | None = None,
-        classifier: tables.Classifier | None = None,
-        training_classifier: tables.Classifier | None = None,
         marks: Marks | None = None,
+        maker: TargetMaker | None = None,
     ) -> None:
-        super().__init__(features, estimator, training_classifier, marks)
-        self._words, self._classifier = words, classifier
-        self.known_grade: xr.Dataset | None = None
+        self.features, self.marks, self.maker, self._words = features, marks, maker, words
+        self.client = active_client()
+        reader = maker.probabilities if maker and maker.finds_class else None
+        self.training = tables.SampleTable(features, features, contents[0], reader)
+        if not isinstance(estimator, Estimator):
+            estimator = named(features, estimator)
+        self.estimator: Estimator = estimator
+        # In functions that copies share.
+        self._prepared = lru_cache(1)(lambda: prepared(features, estimator))
+        self.duplicates = lru_cache(1)(  # by the first checkpoint
+            lambda: find_duplicates(lazy_features(features)["feature"].data[:, :, 0], compute)
+        )
+        self.influences = lru_cache(1)(lambda: compute(self_influence(*self.setting).data)[0])
         self.has_words = words is not None and SAMPLE not in self.estimator.norms
         self.has_intervals = len(self.checkpoints) >= LEAST_FOLDS
         self.has_grade = TRAINED_ON in features and len(self.checkpoints) > 3
         is_signed = features.attrs.get("loss_kind") == "squared error"
         is_sum = TARGET not in self.estimator.norms
         self._has_shares = self.has_intervals and is_sum and not is_signed
-        self._explain(targets)
+        self.known_grade: xr.Dataset | None = None
+        self._explain(tables.SampleTable(targets, features, contents[1], reader))
 
-    def with_targets(self, targets: xr.Dataset) -> Questions:
-        """Return the same questions to other targets; answers about training samples are kept."""
-        other = copy.copy(self)
-        other._explain(targets)
-        return other
-
-    def _explain(self, targets: xr.Dataset) -> None:
-        self.targets = tables.SampleTable(targets, self.features, self._classifier)
+    def _explain(self, targets: tables.SampleTable) -> None:
+        self.targets = targets
         self._scores = lru_cache(_ROWS_KEPT)(self._scored)
         self._credits = lru_cache(_ROWS_KEPT)(self._credited)
         self._bounds = lru_cache(_INTERVALS_KEPT)(self._bounds_of)
 
+    def with_target(self, features: xr.Dataset, html: str) -> Self:
+        """Return the same questions to one more target; answers about training samples are kept."""
+        other = copy.copy(self)
+        other._explain(self.targets.with_one_more(features, html))
+        return other
+
+    # ------------------------------------------------------------------------ training samples
+
+    @property
+    def metadata(self) -> pd.DataFrame:
+        """The coords of the training samples, by position."""
+        return self.training.metadata
+
+    @cached_property
+    def groupings(self) -> list[str]:
+        """The coords with 2 to 1,000 values, each of two training samples or more on average."""
+        return tables.few_values(self.metadata, _MOST_GROUPS)
+
+    @cached_property
+    def sample_ids(self) -> np.ndarray:
+        """The name of each training sample in the marks, (sample,)."""
+        assert self.marks is not None
+        return self.marks.ids(self.features)
+
+    def marked(self) -> pd.DataFrame:
+        """Return all marks with the ``position`` of their samples, newest first; none if not kept.
+
+        Marks of absent samples are left out. Samples that share a label share its marks.
+        """
+        if self.marks is None:
+            return pd.DataFrame({SAMPLE: [], "mark": [], "position": []})
+        table, names = self.marks.table(), pd.Series(self.sample_ids, name=SAMPLE)
+        names = names[names.isin(table[SAMPLE])]
+        places = names.rename_axis("position").reset_index()
+        # As objects, because pandas merges no numbers with texts.
+        found = table.astype({SAMPLE: object}).merge(places.astype({SAMPLE: object}), on=SAMPLE)
+        return found.iloc[::-1].reset_index(drop=True)
+
+    def mark_texts(self) -> pd.Series[str]:
+        """Return the marks that each training sample has, as one text."""
+        table = self.marked().sort_values("mark")
+        texts = table.groupby("position")["mark"].agg(", ".join)
+        return texts.reindex(self.metadata.index, fill_value="").astype(object)
+
+    @cached_property
+    def checkpoints(self) -> list[str]:
+        """The names of the checkpoints."""
+        return checkpoint_names(self.features)
+
+    @property
+    def setting(self) -> tuple[xr.Dataset, Estimator]:
+        """Features and estimator of all scores, prepared when they are first asked for."""
+        if released_if_failed(self._prepared()[0]):
+            self._prepared.cache_clear()
+        return self._prepared()
+
+    def sample(self, view: View) -> pd.Series:
+        """Return the coords of a training sample, its output, loss and self-influence."""
+        row = self.training.row(view.sample, "training sample")
+        features, estimator = self.setting
+        one = features.isel({SAMPLE: [view.sample]})
+        (influence,) = compute(self_influence(one, estimator).data)
+        row["self_influence"] = influence[0]
+        return row
+
+    def order(self, view: View) -> str:
+        """Return the number by which a view sorts training samples; "" for their order."""
+        return self.training.loss if view.order == "loss" else view.order
+
+    def ranking(self, view: View) -> pd.DataFrame:
+        """Return the training samples that a view selects, in its order, largest first."""
+        name = self.order(view)
+        table = self._table(view, name)
+        return tables.in_order(table[condition_mask(table, view.where)], name)
+
+    def facets(self, view: View) -> dict[str, tuple[pd.Series[int], int]]:
+        """Return how many of the training samples that a view selects have which metadata."""
+        table, names = self._table(view), self.groupings
+        if self.marks is not None and (texts := self.mark_texts()).any():
+            table, names = table.assign(mark=texts), [*names, "mark"]
+        return tables.facets(table, names, view.where)
+
+    def _table(self, view: View, *names: str) -> pd.DataFrame:
+        """Return metadata, and of the other columns those that a view or some names ask for."""
+        asked = {*re.findall(r"\w+", view.where), *names}
+        more = {name: values() for name, values in self._columns.items() if name in asked}
+        return self.metadata.assign(**more)
+
+    @property
+    def _columns(self) -> dict[str, Callable[[], Any]]:
+        """The columns that conditions on training samples may name beside metadata."""
+        numbers = self.training.numbers
+        columns: dict[str, Callable[[], Any]] = {n: partial(numbers.get, n) for n in numbers}
+        columns |= {"self_influence": self.influences, "mark": self.mark_texts}
+        return {name: values for name, values in columns.items() if name not in self.metadata}
+
+    @property
+    def first_row(self) -> pd.DataFrame:
+        """One row with the columns that a condition on training samples may name."""
+        return self.metadata[:1].assign(**{n: "" if n == "mark" else 0.0 for n in self._columns})
+
+    def grouped(self, view: View) -> View:
+        """Return a view that groups by some column, or by "" if none is fit for it."""
+        names = self.groupings
+        return view if view.group_by in names else view.replace(group_by=(*names, "")[0])
+
+    def listed(self, view: View, name: str) -> pd.DataFrame:
+        """Return the table of training samples in a section, by position, in the order of it.
+
+        ``"copies"`` are all but the first of each group of duplicates.
+
+        Raises
+        ------
+        ValueError
+            If this is no such section.
+        """
+        match name:
+            case "helpful" | "harmful":
+                return self.top(view, largest=name == "helpful")
+            case "ranking":
+                return self.ranking(view)
+            case "marked":
+                return self.marked().drop_duplicates("position").set_index("position")
+            case "duplicates" | "copies":
+                table = self.duplicates().set_index(SAMPLE)
+                return table[table["group"].duplicated()] if name == "copies" else table
+        raise ValueError(f"There are no samples to mark in {name!r:.60}.")
+
+    def alike(self, view: View) -> pd.DataFrame:
+        """Return the k training samples most like one: the cosine of their features, largest first.
+
+        By position; column ``cosine``, the mean over checkpoints.
+        """
+        features, _ = self.setting
+        one = features.isel({SAMPLE: [view.sample]})
+        top = td.top_k(td.score(features, one, "grad_cos"), min(view.k + 1, len(self.metadata)))
+        position, cosine = compute(top["position"].data[0], top["score"].data[0])
+        table = pd.DataFrame({"cosine": cosine}, index=position)
+        return table.drop(index=[view.sample, -1], errors="ignore")[: view.k]
+
+    # --------------------------------------------------------------------------------- targets
+
     def top(self, view: View, *, largest: bool = True) -> pd.DataFrame:
         """Return the k training samples that helped or harmed a target most.
 
-        Columns: ``sample``, its position; ``score``; ``spread``, see :func:`_spread`; the coords of
-        the sample. Fewer rows than k if the condition of the view selects fewer.
+        By position; columns: ``sample``, the position; ``score``; ``spread``, half of its interval;
+        the coords of the sample. Fewer rows than k if the condition of the view selects fewer.
         """
         scores, spread = self._scores(view.target)
         selected = pd.Series(scores)[self._mask(view)].dropna()
@@ -104,7 +262,7 @@ class Questions(TrainingQuestions):
         position = ranked.index.to_numpy()
         table = pd.DataFrame({SAMPLE: position, "score": ranked, "spread": spread[position]})
         coords = self.metadata.drop(columns=list(table), errors="ignore")
-        return table.join(coords).reset_index(drop=True)
+        return table.join(coords)
 
     def words(self, view: View, position: np.ndarray) -> xr.DataArray:
         """Return the scores of the tokens of some training samples for one target.
@@ -112,8 +270,8 @@ class Questions(TrainingQuestions):
         (sample, token), with the coord ``text``; they add up to the scores of the samples.
         """
         assert self._words is not None
-        target, setting = self._target(view.target), self.setting
-        lazy = self._words(setting.features, target, position, setting.estimator)
+        features, estimator = self.setting
+        lazy = self._words(features, self._target(view.target), position, estimator)
         scores: xr.DataArray
         (scores,) = compute(lazy.isel({TARGET: 0}))
         return scores
@@ -150,18 +308,18 @@ class Questions(TrainingQuestions):
 
         Nearly all of the time goes into sums of features, which are the same for all targets.
         """
-        setting, chosen = self.setting, np.flatnonzero(np.frombuffer(mask, bool))
-        is_whole = len(chosen) == setting.features.sizes[SAMPLE]
-        features = setting.features if is_whole else setting.features.isel({SAMPLE: chosen})
+        (features, estimator), chosen = self.setting, np.flatnonzero(np.frombuffer(mask, bool))
+        is_whole = len(chosen) == features.sizes[SAMPLE]
         start, n = block * _TARGETS_TOGETHER, len(self.targets.metadata)
         stop = n if n - start < 2 * _TARGETS_TOGETHER else start + _TARGETS_TOGETHER
         targets = self.targets.features.isel({SAMPLE: slice(start, stop)})
         if is_whole:
             with suppress(ValueError):
-                return _effects(setting, targets, by)
+                return _effects(features, targets, estimator, by)
         if not self.has_intervals:
             return None
-        lazy = td.group_score(features, targets, setting.estimator, by=by, level=LEVEL)
+        features = features if is_whole else features.isel({SAMPLE: chosen})
+        lazy = td.group_score(features, targets, estimator, by=by, level=LEVEL)
         found: xr.Dataset
         (found,) = compute(lazy[["score", "upper"]])
         return found
@@ -191,7 +349,7 @@ class Questions(TrainingQuestions):
         return self._credits(view)
 
     def _credited(self, view: View) -> pd.DataFrame:
-        setting, by = self.setting, view.group_by
+        (features, estimator), by = self.setting, view.group_by
         selected = np.sort(self.targets.selected(view).index)
         selected = selected[self.targets.numbers.iloc[selected, -1].notna()]
         targets = self.targets.features.isel({SAMPLE: selected})
@@ -199,13 +357,12 @@ class Questions(TrainingQuestions):
         found, gone = None, self._vanishing(by, selected)
         if len(gone) < len(counts):
             try:
-                found = _effects(setting, targets, by, metric="loss").isel({TARGET: 0})
+                found = _effects(features, targets, estimator, by, metric="loss").isel({TARGET: 0})
             except ValueError:
                 if not self._has_shares:
                     raise
         table = counts.assign(score=np.nan, spread=np.nan)
         if (found is None or gone) and self._has_shares:
-            features, estimator = setting.features, setting.estimator
             (shares,) = compute(td.group_score(features, targets, estimator, by=by, share=True))
             table["score"] = shares.to_series()
         if found is None:
@@ -216,9 +373,10 @@ class Questions(TrainingQuestions):
     def grade(self) -> xr.Dataset:
         """Return how well scores predict checkpoints that were left out; computed once."""
         if self.known_grade is None:
-            features, estimator = self.setting.features, self.setting.estimator
-            targets = self.targets.features
-            self.known_grade = td.evaluate.cross_validate(features, targets, estimator)
+            features, estimator = self.setting
+            self.known_grade = td.evaluate.cross_validate(
+                features, self.targets.features, estimator
+            )
         return self.known_grade
 
     def scores(self, view: View) -> np.ndarray:
@@ -230,17 +388,31 @@ class Questions(TrainingQuestions):
         return self.targets.features.isel({SAMPLE: [position]})
 
     def _scored(self, position: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the scores of one target, (sample,), and their :func:`_spread`.
+        """Return the scores of one target, (sample,), and their spread.
 
-        It is NaN for one checkpoint. All that the page of a target shows is taken from them.
+        All that the page of a target shows is taken from them.
         """
-        target, setting = self._target(position), self.setting
-        if len(self.checkpoints) < 2:
-            (scores,) = compute(td.score(setting.features, target, setting.estimator).data[:, 0])
-            return scores, np.full(len(scores), np.nan, np.float32)
-        _, lazy, _ = estimated(setting.features, target, setting.estimator)
-        (tiles,) = compute(lazy[:, 0])
-        return tiles["score"].copy(), _spread(tiles["error"], len(self.checkpoints))
+        target, (features, _) = self._target(position), self.setting
+        scores, spread = self._with_spread(features, target)
+        return scores[:, 0].copy(), spread[:, 0].copy()
+
+    def _with_spread(
+        self, features: xr.Dataset, targets: xr.Dataset
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return scores and half of their intervals, both (sample, target).
+
+        With fewer than five checkpoints these are their standard errors, NaN for one checkpoint.
+        """
+        from scipy.special import stdtrit  # slow to import
+
+        (_, estimator), n = self.setting, len(self.checkpoints)
+        if n < 2:
+            (scores,) = compute(td.score(features, targets, estimator).data)
+            return scores, np.full(scores.shape, np.nan, np.float32)
+        _, lazy, _ = estimated(features, targets, estimator)
+        (tiles,) = compute(lazy)
+        width = stdtrit(n - 1, (1 + LEVEL) / 2) if self.has_intervals else 1
+        return tiles["score"], np.asarray(tiles["error"] * width, np.float32)
 
     def _mask(self, view: View) -> np.ndarray:
         """Return which training samples meet a condition, which may name the target's ``score``."""
@@ -253,28 +425,24 @@ class Questions(TrainingQuestions):
         Columns: the columns of the table of targets, ``score`` and ``spread``, see
         :func:`_spread`. At most 2 k rows.
         """
-        setting, k = self.setting, view.k
-        tables.require_position(view.sample, setting.features.sizes[SAMPLE], "training sample")
-        targets = self.targets.features
-        (scores,) = compute(scores_of_sample(setting, targets, view.sample))
+        tables.require_position(view.sample, len(self.metadata), "training sample")
+        (features, estimator), targets, k = self.setting, self.targets.features, view.k
+        (scores,) = compute(scores_of_sample(features, targets, estimator, view.sample))
         table = self.targets.whole.assign(score=scores).dropna(subset="score")
         table = table.sort_values("score", ascending=False, kind="stable")
         table = table if len(table) <= 2 * k else pd.concat([table[:k], table[-k:]])
-        table["spread"] = np.nan
-        if len(self.checkpoints) > 1 and len(table):
-            shown = targets.isel({SAMPLE: table.index.to_numpy()})
-            sample = setting.features.isel({SAMPLE: [view.sample]})
-            _, lazy, _ = estimated(sample, shown, setting.estimator)
-            (tiles,) = compute(lazy[0])
-            table["spread"] = _spread(tiles["error"], len(self.checkpoints))
-        return table
+        if table.empty:
+            return table
+        shown = targets.isel({SAMPLE: table.index.to_numpy()})
+        _, spread = self._with_spread(features.isel({SAMPLE: [view.sample]}), shown)
+        return table.assign(spread=spread[0])
 
 
-def _effects(setting: Setting, targets: xr.Dataset, by: str, **how: Any) -> xr.Dataset:
+def _effects(
+    features: xr.Dataset, targets: xr.Dataset, estimator: Estimator, by: str, **how: Any
+) -> xr.Dataset:
     """Return effects of groups, with bounds for one training without each of them."""
-    lazy = td.group_score(
-        setting.features, targets, setting.estimator, by=by, effect=True, level=LEVEL, **how
-    )
+    lazy = td.group_score(features, targets, estimator, by=by, effect=True, level=LEVEL, **how)
     found = lazy[["effect", "upper"]]
     # As arrays: of this part of the Dataset, dask loses a key.
     values = compute(*(variable.data for variable in found.data_vars.values()))
@@ -293,14 +461,3 @@ def _with_effects(table: pd.DataFrame, found: xr.Dataset, gone: list[Any]) -> pd
     effects["spread"] = effects["upper"] - effects["effect"]
     effects.loc[effects.index.isin(gone), ["effect", "spread"]] = np.nan
     return effects.rename(columns={"effect": "score"}).drop(columns="upper")
-
-
-def _spread(error: np.ndarray, n: int) -> np.ndarray:
-    """Return half of the intervals of scores, from their standard errors over n checkpoints.
-
-    With fewer than five checkpoints the standard errors themselves.
-    """
-    from scipy.special import stdtrit  # slow to import
-
-    width = stdtrit(n - 1, (1 + LEVEL) / 2) if n >= LEAST_FOLDS else 1
-    return np.asarray(error * width, np.float32)

@@ -24,8 +24,8 @@ def server(app: Callable[[], Any], *, host: str = "127.0.0.1", port: int = 0) ->
     token = secrets.token_urlsafe(_TOKEN_BYTES)
     listening = get_server(
         {"/": app}, port, host, title="trakdask", prefix=token, ico_path="none",
-        extra_patterns=[("/favicon.ico", _NoIcon)], default_handler_class=_Refused,
-        log_function=_log,
+        extra_patterns=[("/favicon.ico", _Nothing, {"status": 204})],
+        default_handler_class=_Nothing, log_function=_log,
     )  # fmt: skip
     # The token protects the websocket, under whatever name of this machine a browser knows it.
     listening._tornado.websocket_origins.add("*")
@@ -38,17 +38,16 @@ def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-class _Refused(RequestHandler):
-    """Answers requests that do not begin with the token."""
+class _Nothing(RequestHandler):
+    """Answers requests for an icon, and requests that do not begin with the token."""
+
+    def initialize(self, status: int = 403) -> None:
+        self._status = status
 
     def prepare(self) -> None:
-        self.set_status(403)
-        self.finish("The address lacks the token that the server printed when it was started.\n")
-
-
-class _NoIcon(RequestHandler):
-    def get(self) -> None:
-        self.set_status(204)  # no content
+        self.set_status(self._status)
+        why = "The address lacks the token that the server printed when it was started.\n"
+        self.finish(why if self._status == 403 else None)
 
 
 def _log(handler: Any) -> None:

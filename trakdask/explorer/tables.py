@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pandas as pd
@@ -12,11 +13,9 @@ import xarray as xr
 
 from trakdask.explorer.computing import compute
 from trakdask.explorer.conditions import condition_mask, joined, without
+from trakdask.explorer.contents import NO_CONTENTS, Contents
 from trakdask.explorer.view import View
-from trakdask.variables import OUTPUT, SAMPLE, coords_along
-
-ROWS = 24
-"""Rows of a page of a table."""
+from trakdask.variables import CHECKPOINT, OUTPUT, SAMPLE, coords_along
 
 _MOST_COLUMNS = 40
 _MOST_VALUES = 12
@@ -25,15 +24,14 @@ _MOST_VALUES = 12
 _MOST_UNSURE = 256
 """How many samples the model is asked about; their labels are the least likely."""
 
-Classifier = Callable[[np.ndarray], np.ndarray]
-"""Returns the probabilities of all classes, (sample, class), for the samples at some positions.
+_NEW = "new"
+"""The coord that is true for the targets that were added on the spot."""
 
-They are NaN for samples that are not at hand.
-"""
+_ARRAYS = ("feature", "output", "out_to_loss")
 
 
 class SampleTable:
-    """Samples, targets or training samples, and the table of them.
+    """Samples, targets or training samples: how they look, and the table of them.
 
     Parameters
     ----------
@@ -41,15 +39,32 @@ class SampleTable:
         Their features, with outputs and Q.
     training
         The training samples' features; their labels say which classes there are.
+    contents
+        How they are shown.
     classifier
-        The model, if it is at hand and a classifier.
+        Returns the probabilities of all classes for some samples, (sample, class); None for a model
+        that is not at hand, or no classifier.
     """
 
     def __init__(
-        self, features: xr.Dataset, training: xr.Dataset, classifier: Classifier | None = None
+        self,
+        features: xr.Dataset,
+        training: xr.Dataset,
+        contents: Contents = NO_CONTENTS,
+        classifier: Callable[[xr.Dataset], np.ndarray] | None = None,
     ) -> None:
         self.features, self._training, self._classifier = features, training, classifier
-        self._asked: dict[int, np.ndarray] = {}
+        self.contents = contents
+
+    def with_one_more(self, new: xr.Dataset, html: str) -> Self:
+        """Return these and one more sample, with the coord ``new`` and its content.
+
+        Metadata that it lacks is missing.
+        """
+        added = {**self.contents.added, len(self.metadata): html}
+        contents = replace(self.contents, added=added)
+        features = _appended(self.features, new.assign_coords({_NEW: (SAMPLE, [True])}))
+        return type(self)(features, self._training, contents, self._classifier)
 
     @cached_property
     def metadata(self) -> pd.DataFrame:
@@ -100,7 +115,10 @@ class SampleTable:
     @cached_property
     def _outputs(self) -> tuple[np.ndarray, np.ndarray]:
         """Output and Q of all samples, both (sample, checkpoint)."""
-        output, q = compute(output_of(self.features), self.features["out_to_loss"].data)
+        q = self.features["out_to_loss"].data
+        output, q = compute(
+            self.features[OUTPUT].data if OUTPUT in self.features else np.nan * q, q
+        )
         return np.asarray(output, np.float64), np.asarray(q, np.float64)
 
     @property
@@ -123,23 +141,14 @@ class SampleTable:
             is_other = (p < 0.5) & np.isin(label, classes)
             predicted[is_other] = classes.sum() - label[is_other]
             probability[is_other] = 1 - p[is_other]
-        elif self._classifier is not None:
+        elif self._classifier is not None and (samples := self.contents.samples) is not None:
             unsure = np.argsort(p, kind="stable")[:_MOST_UNSURE]
-            unsure = unsure[p[unsure] < 0.5]
+            unsure = unsure[(p[unsure] < 0.5) & (positions[unsure] < samples.sizes[SAMPLE])]
             if len(unsure):
-                probabilities = self._asked_about(positions[unsure])
+                probabilities = self._classifier(samples.isel({SAMPLE: positions[unsure]}))
                 probability[unsure] = probabilities.max(axis=1)
-                is_known = np.isfinite(probability[unsure])
-                predicted[unsure] = np.where(is_known, probabilities.argmax(axis=1), np.nan)
+                predicted[unsure] = probabilities.argmax(axis=1)
         return predicted, probability
-
-    def _asked_about(self, positions: np.ndarray) -> np.ndarray:
-        """Return the probabilities of all classes for some samples; the model is asked once."""
-        assert self._classifier is not None
-        new = [position for position in positions.tolist() if position not in self._asked]
-        if new:
-            self._asked |= zip(new, self._classifier(np.array(new)), strict=True)
-        return np.stack([self._asked[position] for position in positions.tolist()])
 
     def readings(self, positions: Sequence[int]) -> list[dict[str, Any]]:
         """Return the predictions of a classifier for some samples; nothing for other models.
@@ -150,9 +159,24 @@ class SampleTable:
             return [{}] * len(positions)
         at = np.asarray(positions)
         label, p = self.metadata[self.label].to_numpy()[at], self.label_probability[at]
-        names = ("label", "p", "predicted", "probability")
-        columns = zip(label, p, *self.predictions(at), strict=True)
-        return [dict(zip(names, x, strict=True)) if np.isfinite(x[1]) else {} for x in columns]
+        predicted, probability = self.predictions(at)
+        columns = {"label": label, "p": p, "predicted": predicted, "probability": probability}
+        return [x if np.isfinite(x["p"]) else {} for x in records(pd.DataFrame(columns))]
+
+    def cards(self, table: pd.DataFrame, *, brief: bool = False) -> list[dict[str, Any]]:
+        """Return what is shown of the samples whose positions are the index of a table.
+
+        Each has its ``position``, ``content``, ``reading``, ``facts``, which are its metadata, and
+        ``row`` of the table.
+        """
+        positions = table.index.tolist()
+        columns = {
+            "content": self.contents.html(positions, brief=brief),
+            "reading": self.readings(positions),
+            "facts": records(self.metadata.loc[positions]),
+            "row": records(table),
+        }
+        return records(pd.DataFrame({"position": positions, **columns}))
 
     def facets(self, view: View) -> dict[str, tuple[pd.Series[int], int]]:
         """Return how many of the targets that a view selects have which metadata."""
@@ -185,12 +209,8 @@ class SampleTable:
         ``output``, its mean over checkpoints; ``disagreement``, its standard deviation between
         them; ``loss`` or ``Q``, see :func:`mean_loss`. Targets are sorted by the size of Q.
         """
-        table = self.whole[condition_mask(self.whole, view.targets_where)]
-        table, name = searched(table, view.search), self.sorted_by(view)
-        if name not in table:
-            return table
-        key = np.abs if name == "Q" else None
-        return table.sort_values(name, ascending=view.ascending, kind="stable", key=key)
+        table = searched(self.whole[condition_mask(self.whole, view.targets_where)], view.search)
+        return in_order(table, self.sorted_by(view), ascending=view.ascending)
 
     def sorted_by(self, view: View) -> str:
         """Return the column by which a view sorts: Q in place of a loss that is not known."""
@@ -205,11 +225,6 @@ class SampleTable:
         """Return the coords of one sample, a training sample or a target, as a table of one row."""
         require_position(position, len(self.metadata), what)
         return self.metadata.iloc[[position]]
-
-
-def output_of(ds: xr.Dataset) -> Any:
-    """Return the outputs of samples, (sample, checkpoint), NaN if their features have none."""
-    return ds[OUTPUT].data if OUTPUT in ds else np.nan * ds["out_to_loss"].data
 
 
 def mean_loss(kind: str | None, output: np.ndarray, q: np.ndarray) -> tuple[str, np.ndarray]:
@@ -248,6 +263,19 @@ def metadata(ds: xr.Dataset) -> pd.DataFrame:
         if variable.dtype.kind != "V"
     }
     return pd.DataFrame(coords, index=pd.RangeIndex(ds.sizes[SAMPLE]))
+
+
+def records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return the rows of a table, in which integers are still integers."""
+    return table.astype(object).to_dict("records")  # type: ignore[return-value]
+
+
+def in_order(table: pd.DataFrame, name: str, *, ascending: bool = False) -> pd.DataFrame:
+    """Return a table sorted by a column, Q by its size; as it is if there is no such column."""
+    if name not in table:
+        return table
+    key = np.abs if name == "Q" else None
+    return table.sort_values(name, ascending=ascending, kind="stable", key=key)
 
 
 def searched(table: pd.DataFrame, text: str) -> pd.DataFrame:
@@ -297,3 +325,25 @@ def require_position(position: int, n: int, what: str) -> None:
     """Reject the position of a sample or target that is not there."""
     if not 0 <= position < n:
         raise ValueError(f"There is no {what} {position}: they are numbered from 0 to {n - 1}.")
+
+
+def _appended(ds: xr.Dataset, new: xr.Dataset) -> xr.Dataset:
+    """Return features of samples and one more; metadata that it lacks is missing."""
+    table = metadata(ds)
+    if _NEW not in table:
+        table[_NEW] = False
+    coords = {n: (SAMPLE, _with_one_more(table[n].to_numpy(), new.get(n))) for n in table}
+    data = {
+        name: xr.Variable.concat(
+            [ds[name].variable, new[name].variable.astype(ds[name].dtype)], SAMPLE
+        )
+        for name in _ARRAYS
+    }
+    return xr.Dataset(data, {**coords, CHECKPOINT: ds[CHECKPOINT]}, ds.attrs)
+
+
+def _with_one_more(values: np.ndarray, more: xr.DataArray | None) -> np.ndarray:
+    if more is not None:
+        return np.append(values, more.values)
+    missing: dict[str, Any] = {"M": np.datetime64("NaT"), "m": np.timedelta64("NaT"), "b": False}
+    return np.append(values, (missing | dict.fromkeys("iuf", np.nan)).get(values.dtype.kind, ""))

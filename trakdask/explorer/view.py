@@ -10,9 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs, urlencode
 
+import pandas as pd
+
 from trakdask.attribution.conditions import Condition
 
 PAGES = ("targets", "target", "sample", "corpus", "new", "marks")
+ROWS = 24
+"""Rows of a page of a table."""
+
 _MOST_RANKED = 100
 LISTS = {
     "helpful": "target", "harmful": "target", "ranking": "corpus", "duplicates": "corpus",
@@ -104,6 +109,10 @@ class View:
             is_foreign = page not in ("target", "sample") and "score" in re.findall(r"\w+", where)
             changes = {"first": 0, "of": "", **changes, "where": "" if is_foreign else where}
         return dataclasses.replace(self, **{"errors": {}, **changes})
+
+    def rows(self, table: pd.DataFrame) -> pd.DataFrame:
+        """Return the rows of a table that are on this page of it."""
+        return table.iloc[self.first : self.first + ROWS]
 
     def to_query(self) -> str:
         """Return the part of a URL after ``?``, with the fields that are not as in ``View()``.

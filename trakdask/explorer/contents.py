@@ -1,33 +1,22 @@
-"""The content of the pages: questions to scores, contents of samples, marks, new targets.
-
-All text from data is escaped.
-"""
+"""The contents of samples as HTML; all text from data is escaped."""
 
 from __future__ import annotations
 
-import dataclasses
 import io
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
-from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import xarray as xr
 
 from trakdask.explorer.computing import compute
-from trakdask.explorer.marks import Marks
-from trakdask.explorer.new_targets import TargetMaker, appended
-from trakdask.explorer.questions import Questions
 from trakdask.plots.galleries import as_colours, grey_limits
 from trakdask.samples.token_texts import Text, token_texts
 from trakdask.variables import SAMPLE
-
-if TYPE_CHECKING:
-    from distributed import Client
 
 _LEAST_SIDE = 4
 """Arrays with fewer rows or columns are no images."""
@@ -39,63 +28,6 @@ _NO_TEXT = ("mask", "label", "position", "type", "padding", "segment", "length",
 
 _BRIEF = ("image", "text", "tokens", "numbers")
 """Kinds of variables. The first of them that a sample has is shown in brief."""
-
-
-@dataclass(frozen=True, eq=False)
-class Attributions:
-    """Attributions that can be looked at.
-
-    It is a value, which several users share. Results such as the eigenvectors of the gram matrix
-    are computed for the first user, and kept for the others.
-
-    Parameters
-    ----------
-    questions
-        Answers about features and targets.
-    samples, target_samples
-        How training samples and targets are shown.
-    maker
-        Makes new targets; None without a model.
-    client
-        The client that was active when the explorer was made.
-    """
-
-    questions: Questions
-    samples: Contents
-    target_samples: Contents
-    maker: TargetMaker | None = None
-    client: Client | None = None
-
-    @property
-    def features(self) -> xr.Dataset:
-        """Features of the training samples."""
-        return self.questions.features
-
-    @property
-    def targets(self) -> xr.Dataset:
-        """Features of the targets, new ones at the end."""
-        return self.questions.targets.features
-
-    @property
-    def marks(self) -> Marks | None:
-        """The marks of training samples; None if none are kept."""
-        return self.questions.marks
-
-    def with_target(self, features: xr.Dataset, html: str) -> Self:
-        """Return these and one more target; results for the others are kept."""
-        added = {**self.target_samples.added, int(self.targets.sizes[SAMPLE]): html}
-        return dataclasses.replace(
-            self,
-            questions=self.questions.with_targets(appended(self.targets, features)),
-            target_samples=dataclasses.replace(self.target_samples, added=added),
-        )
-
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Let this thread use the client that was active when the explorer was made."""
-        is_usable = self.client is not None and self.client.status == "running"
-        with self.client.as_current() if self.client and is_usable else nullcontext():
-            yield
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +51,7 @@ class Contents:
         Contents of samples that were added after these, as escaped HTML, by position.
     """
 
-    samples: xr.Dataset | None
+    samples: xr.Dataset | None = None
     text: Text | None = None
     inputs: Sequence[str] = ()
     normalize: tuple[float | Sequence[float], float | Sequence[float]] | None = None
@@ -132,11 +64,8 @@ class Contents:
         ``brief`` leaves out everything but the first image or text. Reads these samples only.
         """
         stored = [position for position in positions if position not in self.added]
-        contents = iter(self._stored(stored, brief=brief))
-        return [
-            self.added[position] if position in self.added else next(contents)
-            for position in positions
-        ]
+        contents = dict(zip(stored, self._stored(stored, brief=brief), strict=True))
+        return [*map({**contents, **self.added}.__getitem__, positions)]
 
     def _stored(self, positions: Sequence[int], *, brief: bool) -> list[str]:
         if self.samples is None or not len(positions):
@@ -182,7 +111,9 @@ class Contents:
 
     def _contents(self, name: str, kind: str, values: np.ndarray) -> list[str]:
         if kind == "image":
-            urls = self._picture_urls(values)
+            colours = as_colours(list(values), self.normalize)
+            limits = grey_limits(colours) or (0.0, 1.0)
+            urls = [data_url(image, self.cmap, *limits) for image in colours]
             return [f'<img src="{url}" alt="image of the sample">' for url in urls]
         texts = [_joined(value) for value in values] if kind == "text" else None
         is_known = name.endswith("input_ids") or name in self.inputs
@@ -194,13 +125,11 @@ class Contents:
             return [f'<p class="numbers">{escape(text)}</p>' for text in texts]
         return [f'<p class="text">{escape(_shortened(text))}</p>' for text in texts]
 
-    def _picture_urls(self, values: np.ndarray) -> list[str]:
-        colours = as_colours(list(values), self.normalize)
-        low, high = grey_limits(colours) or (0.0, 1.0)
-        return [_data_url(image, self.cmap, low, high) for image in colours]
+
+NO_CONTENTS = Contents()
 
 
-def _data_url(image: np.ndarray, cmap: str, low: float, high: float) -> str:
+def data_url(image: np.ndarray, cmap: str = "gray", low: float = 0, high: float = 1) -> str:
     """Return an image, (h, w) between limits or (h, w, 3) between 0 and 1, as a PNG in a URL."""
     from matplotlib.image import imsave  # optional dependency
 

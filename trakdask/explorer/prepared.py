@@ -1,0 +1,54 @@
+"""Features and estimators that are prepared for many scores: what takes long is in memory."""
+
+from __future__ import annotations
+
+import dask.array as da
+import xarray as xr
+
+import trakdask as td
+from trakdask import arrays
+from trakdask.attribution.estimators import GradDot, resolve
+from trakdask.attribution.gauss_newton import Trak
+from trakdask.attribution.grams import with_decomposition
+from trakdask.attribution.operands import solver
+from trakdask.attribution.protocol import Estimator, GramEstimator
+from trakdask.explorer.computing import compute, persist
+from trakdask.variables import DERIVED, LOSS_GRADIENT, SAMPLE, lazy_features
+
+
+def prepared(features: xr.Dataset, estimator: Estimator) -> tuple[xr.Dataset, Estimator]:
+    """Compute p² numbers per checkpoint, which stay with the features in memory, and λ."""
+    if not isinstance(estimator, GramEstimator):
+        return features, estimator
+    features = lazy_features(features)
+    features = with_decomposition(features, estimator.resolved(features).of_sums())
+    wanted = {*DERIVED, "output", "out_to_loss"} - {LOSS_GRADIENT}
+    names = [name for name in features if name in wanted]
+    kept = zip(names, persist(*(features[name].data for name in names)), strict=True)
+    features = features.assign({name: features[name].copy(data=data) for name, data in kept})
+    (chosen,) = compute(td.damping(features, estimator))
+    return features, estimator.with_damping(chosen)
+
+
+def self_influence(features: xr.Dataset, estimator: Estimator) -> xr.DataArray:
+    """Return the lazy self-influence of some samples, under the gram matrix of all."""
+    if estimator.norms or not estimator.pooled:  # for these there is no self-influence
+        estimator = Trak(estimator.damping) if isinstance(estimator, GramEstimator) else GradDot()
+    return td.self_influence(features, estimator)
+
+
+def scores_of_sample(
+    features: xr.Dataset, targets: xr.Dataset, estimator: Estimator, position: int
+) -> da.Array:
+    """Return the scores of one training sample for all targets, (target,).
+
+    With a gram matrix the sample's side is solved, one vector, instead of all targets'.
+    """
+    sample = features.isel({SAMPLE: [position]})
+    if not isinstance(estimator, GramEstimator):
+        return td.score(sample, targets, estimator).data[0]
+    one = lazy_features(sample)
+    solved = solver(lazy_features(features), resolve(features, estimator))
+    rows = lazy_features(targets)["feature"].data
+    products = arrays.score.score(rows, solved.vectors(one), None)[:, 0]
+    return products * solved.weight(one).mean(axis=1)[0]
