@@ -209,8 +209,7 @@ def _require_loss(metric: str, targets: xr.Dataset, loss: str | None) -> None:
         remedy = "metric='loss', or " if loss in _LOSSES else ""
         raise ValueError(
             f"expected a task whose outputs are margins for metric={metric!r}, got {task}, whose "
-            f"loss_kind is {loss!r}; try {remedy}"
-            "metric=lambda outputs, coords: outputs.mean()"
+            f"loss_kind is {loss!r}; try {remedy}metric=lambda outputs, coords: outputs.mean()"
         )
 
 

@@ -62,10 +62,9 @@ def intervals(result: xr.Dataset, label: str | None = None, *, ax: Axes | None =
         >>> figure = td.plots.intervals(sums.isel(target=0))
     """
     if "lower" not in getattr(result, "data_vars", ()):
-        got = getattr(result, "name", [*result])
         raise ValueError(
-            f"expected scores or effects with intervals, got {got!r} without; try "
-            "level=0.9 in the call that made them (shares have no intervals)"
+            f"expected intervals, got {getattr(result, 'name', [*result])!r} without; try "
+            "level=0.9 in the call that made it (shares have no intervals)"
         )
     value = "effect" if "effect" in result else "score"
     if len(result[value].dims) != 1:
