@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,15 @@ def test_require_same__order_of_checkpoints_matters() -> None:
     turned = dict(reversed(SPEC["checkpoints"].items()))
     with pytest.raises(StoreMismatchError, match=r"checkpoints \(their order\): expected"):
         require_same({**SPEC, "checkpoints": turned}, SPEC, what="both")
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "checkpoint_ids", "fit"])
+def test_require_same__names_the_checkpoints_where_one_is_missing(name: str) -> None:
+    """Hashes of the weights tell nobody which checkpoint is missing."""
+    both, one = {name: {"a": "hash", "b": "hash"}}, {name: {"a": "hash"}}
+    words = re.escape(f"{name} (their names): expected ['a', 'b'], got ['a']; try")
+    with pytest.raises(StoreMismatchError, match=words):
+        require_same({**SPEC, **one}, {**SPEC, **both}, what="both")
 
 
 def features_of(task: object) -> xr.Dataset:

@@ -133,7 +133,10 @@ def require_same(
             got, wanted = _settings(actual[TASK_FIELDS]), _settings(expected[TASK_FIELDS])
             if _plain(got) == _plain(wanted):
                 continue
-        key, got, wanted = _first_difference(got, wanted)
+        if name in BY_CHECKPOINT and {*(got or ())} != {*(wanted or ())}:
+            key, got, wanted = " (their names)", list(got or ()), list(wanted or ())
+        else:
+            key, got, wanted = _first_difference(got, wanted)
         raise StoreMismatchError(
             f"{what} differ in {name}{key}: expected {shown(wanted)}, got {shown(got)}; "
             f"try {_REMEDY.get(name, f'the same {name} for both')}"

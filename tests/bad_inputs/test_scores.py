@@ -96,6 +96,7 @@ LAMBDA = [
     ("calibrate of few samples", lambda: td.damping(X, "soft", calibrate=T), ValueError, ["5", "50"]),
     ("calibrate without outputs", lambda: td.damping(X, "soft", calibrate=T.drop_vars("output")), ValueError, ["calibrate", "'output'"]),
     ("a list with a learning rate too few", lambda: tracin([0.1, 0.1]), ValueError, ["3 checkpoints", "[0.1, 0.1]", "td.TracIn("]),
+    ("one learning rate for all", lambda: tracin(0.1), ValueError, ["3 checkpoints", "got 0.1", "td.TracIn("]),
     ("a learning rate too few", lambda: tracin({"c0": 0.1, "c1": 0.1}), ValueError, ["'c2'"]),
     *((f"a learning rate of {bad!r}", lambda bad=bad: tracin({**dict.fromkeys(CHECKPOINTS, 0.1), "c1": bad}), ValueError, [repr(bad), "'c1'"])
       for bad in (np.nan, True)),

@@ -242,7 +242,7 @@ def test_honest_mistakes_have_clear_errors() -> None:
     one = td.fits.curvature(samples, model.at_checkpoints(["a"])).then(td.SJLT(8))
     for error, words, call in (
         (mismatch, "parameters", lambda: td.featurize(*case("words"), projector)),
-        (mismatch, r"checkpoints\['b'\]", lambda: td.featurize(samples, model, one)),
+        (mismatch, r"checkpoints \(their names", lambda: td.featurize(samples, model, one)),
         (mismatch, "checkpoints", lambda: td.featurize(samples, other, projector)),
         (ValueError, "damping", lambda: td.fits.curvature(samples, model, damping=np.inf)),
         (ValueError, "SJLT", lambda: td.featurize(samples, model, fitted("cnn"))),

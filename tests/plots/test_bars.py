@@ -56,6 +56,15 @@ def test_intervals__of_several_targets_is_an_error() -> None:
         td.plots.intervals(found)
 
 
+def test_intervals__of_what_has_none_is_an_error() -> None:
+    sums = td.group_score(FEATURES, TARGETS, "grad_dot", by="source").isel(target=0)
+    shares = td.group_score(FEATURES, TARGETS, "grad_dot", by="source", share=True)
+    top = td.top_k(td.score(FEATURES, TARGETS, "grad_dot"), 5).isel(target=0)
+    for given, name in ((sums, "'score'"), (shares, "'share'"), (top, "'position'")):
+        with pytest.raises(ValueError, match=rf"got .*{name}.* without; try level=0.9"):
+            td.plots.intervals(given)
+
+
 def test_intervals__are_drawn_into_axes() -> None:
     figure, (first, second) = plt.subplots(1, 2)
     found = td.group_score(FEATURES, TARGETS, "grad_dot", by="source", level=0.9).isel(target=0)

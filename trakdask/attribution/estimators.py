@@ -141,8 +141,8 @@ class TracIn(Estimator):
         """Return the estimator with the rates in the order of the checkpoints."""
         rates: Any = self.learning_rates
         names = checkpoint_names(features)
-        if isinstance(rates, list | tuple | np.ndarray):
-            if len(rates) != len(names):
+        if not isinstance(rates, Mapping | xr.DataArray):
+            if np.ndim(rates) != 1 or len(rates) != len(names):
                 raise ValueError(
                     f"expected a learning rate of each of the {len(names)} checkpoints {names}, "
                     f"got {shown(rates)}; try td.TracIn({dict.fromkeys(names[:3], 0.1)})"

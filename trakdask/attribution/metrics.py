@@ -197,8 +197,8 @@ def _require_loss(metric: str, targets: xr.Dataset, loss: str | None) -> None:
         raise ValueError(
             f"expected a task that says its loss_kind for metric={metric!r}, got {task}; try "
             f"loss_kind = 'cross-entropy', or another one of {[*_LOSSES]}, in the class of the "
-            "task, and targets.assign_attrs(loss_kind=...) for features that are there, or a "
-            "function of outputs and coords"
+            "task, and targets.assign_attrs(loss_kind=...) for features that are there, or "
+            "metric=lambda outputs, coords: outputs.mean()"
         )
     if "combined" in targets.attrs:
         raise ValueError(
@@ -209,7 +209,7 @@ def _require_loss(metric: str, targets: xr.Dataset, loss: str | None) -> None:
         remedy = "metric='loss', or " if loss in _LOSSES else ""
         raise ValueError(
             f"expected a task whose outputs are margins for metric={metric!r}, got {task}, whose "
-            f"loss_kind is {loss!r}; try {remedy}a function of outputs and coords"
+            f"loss_kind is {loss!r}; try {remedy}metric=lambda outputs, coords: outputs.mean()"
         )
 
 

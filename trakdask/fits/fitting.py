@@ -240,6 +240,7 @@ def _estimate(n_blocks: int, n_fewer: int, left_s: float, block_s: float) -> str
     return (
         f"The fit takes about {duration(left_s)} more, and features of all samples then about "
         f"{duration(features_s)}. Cheaper: td.fit(..., n_samples={n_fewer}) fits fewer samples; "
+        "td.Model(..., parameters=...) differentiates fewer layers; "
         "td.save(td.featurize(samples, model), store) has random columns, and needs no fit"
     )
 

@@ -41,7 +41,7 @@ def intervals(result: xr.Dataset, label: str | None = None, *, ax: Axes | None =
     ImportError
         If matplotlib is missing: install ``trakdask[plots]``.
     ValueError
-        If there are scores of several targets.
+        If there are no intervals, or scores of several targets.
 
     Examples
     --------
@@ -61,6 +61,11 @@ def intervals(result: xr.Dataset, label: str | None = None, *, ax: Axes | None =
         >>> sums = td.group_score(features, targets, "grad_cos", by="label", level=0.9)
         >>> figure = td.plots.intervals(sums.isel(target=0))
     """
+    if "lower" not in getattr(result, "data_vars", ()):
+        raise ValueError(
+            f"expected intervals, got {getattr(result, 'name', [*result])!r} without; try "
+            "level=0.9 in the call that made it (shares have no intervals)"
+        )
     value = "effect" if "effect" in result else "score"
     if len(result[value].dims) != 1:
         raise ValueError(

@@ -117,6 +117,12 @@ def features(module: nn.Module, task: Any, **arrays: Any) -> xr.Dataset:
     return td.featurize(samples, model, projector=td.Identity()).compute()
 
 
+def advised(made: xr.Dataset, error: Exception) -> float:
+    """Return the metric that an error advises, at the mean over checkpoints."""
+    metric = eval(str(error).rpartition("metric=")[2])  # as a reader would type it
+    return float(td.evaluate.metric(made.output, made, metric).mean())
+
+
 @pytest.mark.parametrize("task", [Own(), Doubled(), Focal()], ids=lambda task: type(task).__name__)
 @pytest.mark.parametrize("metric", ["loss", "accuracy"])
 def test_metric__of_a_loss_that_is_not_known_names_the_attribute(task: Any, metric: str) -> None:
@@ -124,6 +130,7 @@ def test_metric__of_a_loss_that_is_not_known_names_the_attribute(task: Any, metr
     with pytest.raises(ValueError, match="says its loss_kind") as raised:
         td.evaluate.metric(made.output, made, metric)
     assert type(task).__name__ in str(raised.value)
+    np.testing.assert_allclose(advised(made, raised.value), made.output.values.mean(), rtol=1e-6)
     said = made.assign_attrs(loss_kind="minus output")
     np.testing.assert_allclose(
         td.evaluate.metric(made.output, said, "loss"),
@@ -147,8 +154,11 @@ def test_metric__of_weights_and_several_numbers_is_that_of_torch() -> None:
     summed = td.score(several, td.combine(several, metric="loss"), td.Trak(0.1)).values[:, 0]
     apart = td.score(several, several, td.Trak(0.1)).values
     np.testing.assert_allclose(summed, -apart.mean(1), rtol=1e-4, atol=1e-6)
-    with pytest.raises(ValueError, match="metric='loss', or a function"):
+    with pytest.raises(ValueError, match="metric='loss', or metric=lambda") as raised:
         td.evaluate.metric(several.output, several, "accuracy")
+    np.testing.assert_allclose(
+        advised(several, raised.value), several.output.values.mean(), rtol=1e-6
+    )
 
 
 def test_metric__of_combined_targets_has_no_loss() -> None:
