@@ -143,33 +143,25 @@ def test_save__matrices_in_single_precision_give_the_scores_of_double(
     np.testing.assert_allclose(found, expected, atol=1e-6 * np.abs(expected).max())
 
 
-def test_store__of_matrices_in_double_precision_keeps_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_save__append_checkpoint_keeps_the_other_eigenvectors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
-    """As earlier versions wrote them; an append of samples makes others."""
+    """Also in double precision, as earlier versions wrote them; an append of samples does not."""
     path = tmp_path / "f.zarr"
     with monkeypatch.context() as patch:
-        patch.setattr("trakdask.derived._dtype", lambda *_: np.dtype("f8"))
+        if dtype == "f8":
+            patch.setattr("trakdask.derived._dtype", lambda *_: np.dtype("f8"))
         first = save(images(checkpoints=(0, 1)), path).compute()
-    assert first.gram.dtype == np.float64
     after = save(images(checkpoints=(2,)), path, append_dim="checkpoint")
     for name in ("gram", "gram_eigenvectors"):
         np.testing.assert_array_equal(after[name][..., :2], first[name])
-        assert after[name].dtype == np.float64
+        assert after[name].dtype == first[name].dtype == dtype
     assert_scores(after, TARGETS)
-    more = save(images(40, seed=1), path, append_dim="sample")
-    assert (more.gram.dtype, more.gram_eigenvectors.dtype) == ("f4", "f4")
-    assert_scores(more, TARGETS)
-
-
-def test_save__append_checkpoint_keeps_the_other_eigenvectors(tmp_path: Path) -> None:
-    path = tmp_path / "f.zarr"
-    first = save(images(checkpoints=(0, 1)), path).compute()
-    after = save(images(checkpoints=(2,)), path, append_dim="checkpoint")
-    np.testing.assert_array_equal(
-        after.gram_eigenvectors.isel(checkpoint=[0, 1]), first.gram_eigenvectors
-    )
-    assert_scores(after, TARGETS)
+    if dtype == "f8":
+        more = save(images(40, seed=1), path, append_dim="sample")
+        assert (more.gram.dtype, more.gram_eigenvectors.dtype) == ("f4", "f4")
+        assert_scores(more, TARGETS)
 
 
 @pytest.mark.parametrize("change", ["drop", "append"])
@@ -231,7 +223,7 @@ def test_score__factors_are_never_those_of_other_arrays(store: Path, change: str
 
 
 @pytest.mark.filterwarnings("ignore:outputs of the training rows", "ignore:λ")
-@pytest.mark.parametrize("damping", ["auto", "completeness", 0.01, td.Absolute(0.02)])
+@pytest.mark.parametrize("damping", ["auto", "completeness", td.Absolute(0.02)])
 def test_score__by_few_eigenvectors_equals_the_float64_solve(tmp_path: Path, damping) -> None:
     saved, estimator = (
         save(few(60), tmp_path / "f.zarr", estimator="soft"),
