@@ -3,6 +3,7 @@ its own for other inputs, and its errors name it. The functions are found by the
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import itertools
@@ -202,15 +203,18 @@ def declared(array: da.Array) -> list[tuple[int, ...]]:
     return list(itertools.product(*array.chunks))
 
 
+@functools.cache
+def first_names(function: Callable[..., Any]) -> list[str]:
+    return [array.name for array in results(function)]
+
+
 @pytest.mark.parametrize("function", FUNCTIONS, ids=named)
 def test_lazy__equal_inputs_give_equal_names(function: Callable[..., Any]) -> None:
     """Dask then computes once what several results share."""
-    again = [array.name for array in results(function)]
-    assert [array.name for array in results(function)] == again
+    assert [array.name for array in results(function)] == first_names(function)
 
 
 @pytest.mark.parametrize(("function", "name"), PAIRS)
 def test_lazy__another_input_gives_another_name(function: Callable[..., Any], name: str) -> None:
     """Otherwise a scheduler that knows the name would return the result of the other input."""
-    first, other = results(function), results(function, **{name: 1})
-    assert [a.name for a in first] != [a.name for a in other]
+    assert [a.name for a in results(function, **{name: 1})] != first_names(function)

@@ -184,9 +184,13 @@ def complete(T: xr.Dataset, X: xr.Dataset, estimator: Any) -> xr.Dataset:
     return T.assign(output=(("sample", "checkpoint"), 5 * total[:, None] + noise)).chunk(sample=7)
 
 
-@pytest.mark.parametrize("name", ["loss", "accuracy", "auroc"])
-@pytest.mark.parametrize("is_complete", [False, True])
-@pytest.mark.parametrize("as_function", [False, True])
+@pytest.mark.parametrize(
+    ("name", "is_complete", "as_function"),
+    [
+        *(("loss", False, False), ("loss", True, True)),
+        *(("accuracy", True, False), ("accuracy", False, True), ("auroc", True, False)),
+    ],
+)
 def test_group_score__plugs_predicted_outputs_in(name, is_complete, as_function) -> None:
     T, X = targets(), training()
     T = complete(T, X, SOFT) if is_complete else T
@@ -263,8 +267,9 @@ def test_group_score__a_metric_of_many_groups_is_divided(monkeypatch) -> None:
     np.testing.assert_array_equal(divided, whole)
 
 
-@pytest.mark.parametrize("chunks", [1, 5, M])
-@pytest.mark.parametrize("name", ["worst_group", accuracy])
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("worst_group", 1), (accuracy, 5), ("worst_group", M), (accuracy, M)]
+)
 def test_metrics__chunks_are_invisible(name, chunks) -> None:
     T, X = targets(chunks=7), training()
     other = targets(chunks=chunks)
@@ -361,8 +366,13 @@ def test_errors__of_what_does_not_fit() -> None:
 # --- nothing to measure ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*IN_TORCH, "squared loss"])
-@pytest.mark.parametrize("how", ["all", "one label"])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *((name, "all") for name in [*IN_TORCH, "squared loss"]),
+        *((name, "one label") for name in ("loss", "worst_group", "gap", "auroc")),
+    ],
+)
 def test_metrics__of_nothing_are_nan(name: str, how: str) -> None:
     squared = name == "squared loss"
     T, X = targets(squared).compute(), training(squared)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 import xarray as xr
 from torch import nn
 
@@ -33,12 +32,12 @@ ROWS = [
     BadInput(F, "like a path", lambda _: td.featurize(data(), td.Model(NET), like="train.zarr"), TypeError, ["like", "'train.zarr'", "td.open"]),
     BadInput(F, "no variables", options(xr.Dataset(coords={"c": ("sample", [1])})), ValueError, ["reset_coords"]),
     BadInput(F, "a module", lambda _: td.featurize(data(), NET), TypeError, ["td.Model", "Linear"]),
-    *[BadInput(fit.__name__, "a module", lambda _, fit=fit: fit(data(), NET), TypeError, ["td.Model", "Linear"]) for fit in (td.fit,)],
+    BadInput("fit", "a module", lambda _: td.fit(data(), NET), TypeError, ["td.Model", "Linear"]),
     BadInput("fit", "components a word", lambda _: td.fit(data(), td.Model(NET), components="no"), TypeError, ["components", "'no'", "True"]),
     BadInput("fit", "curvature a name", lambda _: td.fit(data(), td.Model(NET), curvature="off"), ValueError, ["'off'"]),
     BadInput(F, "projector a number", options(projector=512), TypeError, ["projector", "512"]),
     BadInput(F, "device", options(device="gpu"), ValueError, ["'gpu'"]),
-    *[BadInput(F, f"batch_size {size!r}", options(batch_size=size), ValueError, ["batch_size", repr(size)]) for size in (0,)],
+    BadInput(F, "batch_size 0", options(batch_size=0), ValueError, ["batch_size", "0"]),
     *[BadInput(F, f"batch_size {size!r}", options(batch_size=size), TypeError, ["batch_size", repr(size)]) for size in (2.5, None)],
     BadInput(F, "batch statistics", computed(nn.Sequential(NET, nn.BatchNorm1d(3, track_running_stats=False))), RuntimeError, ["samples 0:"]),
     *[BadInput(F, f"label with {engine}", labelled(BIG, gradients=engine), RuntimeError, ["got 7 at sample 2"]) for engine in ("hooks", "vmap", "loop")],
@@ -48,7 +47,7 @@ ROWS = [
     BadInput(F, "wrong width", computed(After(), data(image=np.ones((4, 5), "f4"))), RuntimeError, ["shapes", "(4, 5)", "the shape and range that the model was trained on"]),
     BadInput(F, "float64 images", computed(After(), data(image=np.ones((4, 4)))), RuntimeError, ["image float64", "dtype='float32')"]),
     *[BadInput(F, f"float64 weights, {engine}", computed(After().double(), gradients=engine), RuntimeError, ["image float32", "dtype='float32')"]) for engine in ("hooks", "vmap", "loop")],
-    *[BadInput(F, f"{kind} weights", computed(After().to(kind)), RuntimeError, ["image float32", "dtype='float32')"]) for kind in (torch.bfloat16,)],
+    BadInput(F, "bfloat16 weights", computed(After().bfloat16()), RuntimeError, ["image float32", "dtype='float32')"]),
     BadInput(F, "integer images", computed(After(), data(image=np.ones((4, 4), "u1"))), RuntimeError, ["image uint8", "samples.assign(image=samples['image'].astype('float32'))"]),
     BadInput(F, "fewer rows", computed(After(lambda y: y[1:])), RuntimeError, ["(2, classes)", "(1, 3)"]),
     BadInput(F, "mean of the batch", computed(After(lambda y: y - y.mean(0).detach())), RuntimeError, ["sample 0"]),

@@ -1,4 +1,4 @@
-"""Bad inputs of plots.*, examples.* and testing.*."""
+"""Bad inputs of plots.* and examples.*."""
 
 from __future__ import annotations
 
@@ -35,9 +35,6 @@ ROWS = [
         ("targets that are not there", {"targets": [0, 99]}, IndexError, ["below 4", "got 99"]),
     ),
     *changed("examples.digits", td.examples.digits, *SPLIT),
-    *changed(
-        "testing.simulate_features", td.testing.simulate_features,
-    ),
 ]  # fmt: skip
 
 test_bad_input = one_test(ROWS)

@@ -485,17 +485,6 @@ def test_score_parts__of_modules_goes_to_the_loop_and_of_tokens_says_so() -> Non
             words.compute()
 
 
-@pytest.mark.parametrize("gradients", ["auto", "hooks", "vmap", "loop"])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_featurize__inside_of_a_mode_without_gradients(gradients: str, mode: Any) -> None:
-    model = td.Model(nn.Linear(4, 2), task=First("x"))
-    samples = td.from_arrays({"x": DATA["x"]})
-    expected = features(samples, model, gradients=gradients)
-    with mode():
-        found = features(samples, model, gradients=gradients)
-    np.testing.assert_array_equal(found, expected)
-
-
 class Sparse(nn.Module):
     def __init__(self, layer: type[nn.Module]) -> None:
         super().__init__()
@@ -577,14 +566,19 @@ class AlwaysValues(First):
         raise ValueError("nine; try ten")
 
 
-@pytest.mark.parametrize("gradients", ["auto", *ENGINES])
+NO_ADVICE = [
+    (ThatReturns(4, 2), Keyed("x"), "KeyError: 'logits'"),
+    (nn.Linear(4, 2), Always("x"), "RuntimeError: nine"),
+    (nn.Linear(4, 2), AlwaysValues("x"), "ValueError: nine; try ten"),
+    (nn.Linear(5, 2), First("x"), "RuntimeError: mat1 and mat2 shapes|size mismatch"),
+]
+
+
 @pytest.mark.parametrize(
-    ("module", "task", "error"),
+    ("module", "task", "error", "gradients"),
     [
-        (ThatReturns(4, 2), Keyed("x"), "KeyError: 'logits'"),
-        (nn.Linear(4, 2), Always("x"), "RuntimeError: nine"),
-        (nn.Linear(4, 2), AlwaysValues("x"), "ValueError: nine; try ten"),
-        (nn.Linear(5, 2), First("x"), "RuntimeError: mat1 and mat2 shapes|size mismatch"),
+        *((*case, "auto") for case in NO_ADVICE),
+        *((*NO_ADVICE[i], name) for name, i in (("hooks", 0), ("vmap", 1), ("loop", 3))),
     ],
 )
 def test_featurize__no_advice_on_engines_for_errors_that_all_of_them_have(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -101,7 +101,6 @@ def gradients(build: Callable[[], nn.Module], x: Tensor, engine: str = "hooks") 
     return run(model, Batch(x=x), engine)[0]
 
 
-@settings(max_examples=60)
 @given(options())
 def test_attention__equals_backward(options: Options) -> None:
     build, x = (lambda: Attending(options)), normal(N, KEYS, WIDTH)
@@ -110,7 +109,6 @@ def test_attention__equals_backward(options: Options) -> None:
     equal(gradients(build, x), expected)
 
 
-@settings(max_examples=20)
 @given(options(), st.booleans())
 def test_attention__returns_what_torch_returns(options: Options, batched: bool) -> None:
     options = options if batched else replace(options, pads=False, mask=None)

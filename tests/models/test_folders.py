@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import cloudpickle
 import fsspec
 import numpy as np
 import pytest
@@ -80,25 +78,13 @@ def test_make_checkpoints__a_whole_folder_and_its_shards(folder: Path) -> None:
     )
 
 
-def test_make_checkpoints__folders_at_urls(folder: Path) -> None:
-    memory = fsspec.filesystem("memory")
-    memory.put(str(folder / "shards"), "/saved/shards", recursive=True)
-    memory.put(str(folder / "run"), "/saved/run", recursive=True)
-    shards = td.Model(gpt2, ["memory://saved/shards"], task="causal_lm")
-    here = td.Model(gpt2, [folder / "shards"], task="causal_lm")
-    assert shards.checkpoints[0].name == "shards"
-    for model in (shards, pickle.loads(cloudpickle.dumps(here))):  # as workers get it
-        xr.testing.assert_equal(features(model), features(here))
-    run = td.Model(gpt2, "memory://saved/run", task="causal_lm")
-    assert [each.name for each in run.checkpoints] == ["checkpoint-2", "checkpoint-10"]
-    with pytest.raises(CheckpointError, match="memory://saved/nothing"):
-        td.Model(gpt2, ["memory://saved/nothing"], task="causal_lm")
-
-
 def test_make_checkpoints__all_steps_of_a_run_in_their_order(folder: Path) -> None:
-    for given in (folder / "run", str(folder / "run")):
+    fsspec.filesystem("memory").put(str(folder / "run"), "/saved/run", recursive=True)
+    for given in (folder / "run", str(folder / "run"), "memory://saved/run"):
         model = td.Model(gpt2, given, task="causal_lm")
         assert [each.name for each in model.checkpoints] == ["checkpoint-2", "checkpoint-10"]
+    with pytest.raises(CheckpointError, match="memory://saved/nothing"):
+        td.Model(gpt2, ["memory://saved/nothing"], task="causal_lm")
     with pytest.raises(CheckpointError, match=r"checkpoint-2.*try .*checkpoints="):
         td.Model(gpt2, [folder / "run"], task="causal_lm")
 

@@ -6,7 +6,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import cloudpickle
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -22,33 +21,6 @@ def mlp() -> nn.Module:
 def state(seed: int = 0, build=mlp) -> dict[str, Tensor]:
     torch.manual_seed(seed)
     return build().state_dict()
-
-
-class Tied(nn.Module):
-    """Two names for one matrix, and a buffer that no checkpoint holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(4, 4, bias=False)
-        self.b = nn.Linear(4, 4, bias=False)
-        self.b.weight = self.a.weight
-        self.register_buffer("shift", torch.full((4,), 2.0), persistent=False)
-        self.register_buffer("scale", torch.full((4,), 3.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x)) * self.scale + self.shift
-
-
-@pytest.mark.parametrize("names", [["a.weight", "b.weight"], ["a.weight"], ["b.weight"]])
-def test_forward__tied_weights_and_buffers(names: list[str]) -> None:
-    whole = state(build=Tied)
-    partial = {n: t for n, t in whole.items() if n in [*names, "scale"]}  # safetensors drops twins
-    model = Model(Tied, [partial])
-    module = Tied()
-    module.load_state_dict(whole)
-    x = torch.randn(5, 4)
-    assert model.shapes == {"a.weight": (4, 4)}
-    torch.testing.assert_close(model.forward(model.checkpoints[0])(x), module(x), rtol=0, atol=0)
 
 
 def test_forward__threads_do_not_share_a_module() -> None:

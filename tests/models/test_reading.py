@@ -634,9 +634,16 @@ def test_featurize__where_gradients_are_switched_off(mode: Any, engine: str) -> 
     same(found(td.Model(module, task=First()), gradients=engine), expected(Net, state))
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, "hooks"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("build", [with_buffer(ones), with_state("object", ones)])
+@pytest.mark.parametrize(
+    ("build", "dtype", "engine"),
+    [
+        (with_buffer(ones), "bfloat16", "auto"),
+        (with_buffer(ones), "float32", "loop"),
+        (with_state("object", ones), "bfloat16", "hooks"),
+        (with_state("object", ones), "float32", "vmap"),
+        (with_state("object", ones), "bfloat16", "loop"),
+    ],
+)
 def test_featurize__dtype_is_that_of_all_tensors(build: Any, dtype: Any, engine: str) -> None:
     class Last(build):
         def end(self, y: Tensor) -> Tensor:  # a layer refuses inputs of another dtype

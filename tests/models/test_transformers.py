@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 
@@ -100,8 +99,7 @@ def test_hooks__equal_backward(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("build", "gradients"),
-    [*itertools.product([gpt2, llama], ["vmap", "loop"]), (bert, "hooks"), (bert, "loop")],
+    ("build", "gradients"), [(gpt2, "vmap"), (llama, "loop"), (llama, "vmap"), (bert, "hooks")]
 )
 def test_engines__equal_backward(build: Callable[..., nn.Module], gradients: str) -> None:
     module, is_bert = made(partial(build, attn_implementation="eager")), build is bert
@@ -118,13 +116,13 @@ def test_vmap__attention_that_it_cannot_run_says_what_to_type() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # torch's vmap
-@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
-def test_hooks__of_other_implementations_of_experts(implementation: str) -> None:
+def test_hooks__of_other_implementations_of_experts() -> None:
     module = made(ARCHITECTURES["qwen3-moe, experts"]).float()
     expected = features(td.Model(module, task="causal_lm"))
-    module.set_experts_implementation(implementation)
-    found = features(td.Model(module, task="causal_lm"))
-    np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
+    for implementation in ("grouped_mm", "batched_mm"):
+        module.set_experts_implementation(implementation)
+        found = features(td.Model(module, task="causal_lm"))
+        np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
 
 
 def test_hooks__gradient_checkpointing_is_invisible() -> None:

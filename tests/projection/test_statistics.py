@@ -70,10 +70,10 @@ MASKS = [Mask(4096, then) if then else Mask(4096) for then in (None, SJLT(P), Ra
 )
 def test_product__error_is_what_cost_says(projector: Projector, family: str) -> None:
     typical, worst = projector.cost(16384).product_error
-    errors = product_errors(projector, unit_vectors(family))
-    assert root_mean_square(pairs(errors)) == pytest.approx(typical, rel=0.1)
-    if projector in ACCURATE and family == "normal":
-        errors = product_errors(projector, unit_vectors(family), n_checkpoints=4)
+    n_checkpoints = 4 if projector in ACCURATE and family == "normal" else 1
+    errors = product_errors(projector, unit_vectors(family), n_checkpoints)
+    assert root_mean_square(pairs(errors[:1])) == pytest.approx(typical, rel=0.1)
+    if n_checkpoints > 1:
         assert root_mean_square(diagonals(errors)) == pytest.approx(worst, rel=0.15)
 
 

@@ -123,8 +123,7 @@ def test_project__blocks_of_zeros_are_left_out(projector: Projector, data: st.Da
 
 
 @every_kind
-@pytest.mark.parametrize("place", [0, -1])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("place", "bad"), [(0, math.nan), (-1, math.inf), (-1, -math.inf)])
 def test_project__sample_that_is_not_finite_is_nan(
     projector: Projector, place: int, bad: float, backend: str
 ) -> None:

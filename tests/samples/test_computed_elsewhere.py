@@ -48,8 +48,13 @@ def expected(x: np.ndarray = X, q: np.ndarray = Q, h: np.ndarray | float = 1.0) 
     return products * q.mean(1, keepdims=True)
 
 
-@pytest.mark.parametrize("kind", ["numpy", "torch", "dask", "zarr", "memmap", "labelled"])
-@pytest.mark.parametrize("chunks", [16, 100])
+@pytest.mark.parametrize(
+    ("kind", "chunks"),
+    [
+        *((kind, 16) for kind in ("numpy", "torch", "dask", "zarr", "memmap", "labelled")),
+        *(("dask", 100), ("zarr", 100)),
+    ],
+)
 def test_features__kinds_of_arrays(kind: str, chunks: int, tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", X)
     labels = {"checkpoint": ["a", "b"], "source": ("sample", SOURCE)}

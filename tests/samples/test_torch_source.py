@@ -54,9 +54,14 @@ def make_items() -> Items:
     return Items()
 
 
-@pytest.mark.parametrize("kind", ["tuple", "list", "dict"])
-@pytest.mark.parametrize("chunks", [1, 5, 99])
-@pytest.mark.parametrize("collate", [None, default_collate])
+@pytest.mark.parametrize(
+    ("kind", "chunks", "collate"),
+    [
+        *(("tuple", 1, None), ("list", 5, None), ("dict", 99, None)),
+        *(("tuple", 5, default_collate), ("list", 99, default_collate)),
+        ("dict", 1, default_collate),
+    ],
+)
 def test_from_torch__values_whatever_the_chunks_and_items(
     kind: str, chunks: int, collate: Any
 ) -> None:

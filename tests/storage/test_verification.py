@@ -101,8 +101,10 @@ def test_verify__sums(
     np.testing.assert_allclose(after[name], before[name], rtol=1e-6)
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("name", ["animal", "zero"])
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [("animal", truncate), ("zero", truncate), ("animal", flip), ("zero", Path.unlink)],
+)
 def test_verify__coord(store: Path, name: str, damage: Callable[[Path], None]) -> None:
     damage(chunk_of(store, name))
     with pytest.raises((ValueError, td.errors.IncompleteFeaturesError), match=name):
