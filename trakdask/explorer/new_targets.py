@@ -156,13 +156,13 @@ def decoded_image(content: bytes) -> Image:
             width, height = image.size
             if width * height <= _MOST_PIXELS and len(content) <= MOST_BYTES:
                 return ImageOps.exif_transpose(image).convert("RGB")
+            pixels = f"{width:,} × {height:,}"
     except Image.DecompressionBombError:
-        width = height = None
+        pixels = "too many"
     except (OSError, SyntaxError, ValueError, EOFError) as err:
         raise ValueError(
             f"This file cannot be read as an image. It may be one of {', '.join(_FORMATS)}."
         ) from err
-    pixels = "too many" if width is None else f"{width:,} × {height:,}"
     raise ValueError(
         f"This image is too large: {len(content) / 1e6:.1f} MB, {pixels} pixels. It may have up to "
         f"{MOST_BYTES // 2**20} MB and {_MOST_PIXELS:,} pixels."

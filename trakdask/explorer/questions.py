@@ -200,7 +200,7 @@ class Questions:
     def _columns(self) -> dict[str, Callable[[], Any]]:
         """The columns that conditions on training samples may name beside metadata."""
         numbers = self.training.numbers
-        columns: dict[str, Callable[[], Any]] = {n: partial(numbers.get, n) for n in numbers}
+        columns: dict[str, Callable[[], Any]] = {str(n): partial(numbers.get, n) for n in numbers}
         columns |= {"self_influence": self.influences, "mark": self.mark_texts}
         return {name: values for name, values in columns.items() if name not in self.metadata}
 

@@ -254,7 +254,9 @@ def duplicates(questions: Questions, view: View) -> str:
 def marks(questions: Questions, view: View) -> str:
     """Return lines of Python that leave out marked samples."""
     kept, found, lines = questions.marks, questions.marked()["mark"], {}
-    for kind in [kind for kind in KINDS if kept and (found == kind).any()]:
+    for kind in KINDS:
+        if kept is None or not (found == kind).any():
+            continue
         where = f"td.explorer.{kept!r}.where({kind!r})"
         lines[kind] = f"td.drop({kept.store!r}, where={where})"
         if kept.store is None:
