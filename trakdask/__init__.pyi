@@ -9,6 +9,7 @@ from . import testing as testing
 from ._version import __version__ as __version__
 from ._version import show_versions as show_versions
 from .attributing import attribute as attribute
+from .attribution.duplicates import duplicates as duplicates
 from .attribution.estimators import RelatIF as RelatIF
 from .attribution.estimators import TracIn as TracIn
 from .attribution.gauss_newton import Soft as Soft

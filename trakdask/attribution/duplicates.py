@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import dask
 import dask.array as da
 import numpy as np
 import pandas as pd
+import xarray as xr
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from scipy.spatial import cKDTree
+
+from trakdask.variables import lazy_features, validate
 
 _SAME = 0.9999
 """Samples whose features have a larger cosine are called duplicates."""
@@ -21,15 +25,13 @@ _MOST_SAMPLES = 2_000_000
 _DIRECTIONS = 16
 
 
-def find_duplicates(feature: da.Array, compute: Callable[..., tuple[Any, ...]]) -> pd.DataFrame:
+def duplicates(features: xr.Dataset) -> pd.DataFrame:
     """Find training samples whose features point the same way: most often the same content.
 
     Parameters
     ----------
-    feature
-        (sample, proj_dim), lazy.
-    compute
-        As :func:`dask.compute`.
+    features
+        Features of the samples, of which the first checkpoint is compared.
 
     Returns
     -------
@@ -53,11 +55,26 @@ def find_duplicates(feature: da.Array, compute: Callable[..., tuple[Any, ...]]) 
 
     Examples
     --------
-    >>> import dask
-    >>> rows = da.from_array(np.array([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]]))
-    >>> find_duplicates(rows, dask.compute).values.tolist()
-    [[0, 0], [0, 2]]
+    >>> import trakdask as td
+    >>> features = td.testing.simulate_features(n_samples=8, proj_dim=4)
+    >>> twice = features.isel(sample=[0, 1, 2, 3, 1])
+    >>> found = td.duplicates(twice)
+    >>> found.values.tolist()
+    [[0, 1], [0, 4]]
+
+    The positions that are left if one sample of each group stays:
+
+    >>> found["sample"][found["group"].duplicated()].tolist()
+    [4]
     """
+    validate(features, ["feature"], what="features")
+    return find_duplicates(lazy_features(features)["feature"].data[:, :, 0])
+
+
+def find_duplicates(
+    feature: da.Array, compute: Callable[..., tuple[Any, ...]] = dask.compute
+) -> pd.DataFrame:
+    """Return what :func:`duplicates` returns of features (sample, proj_dim)."""
     n, p = feature.shape
     if n > _MOST_SAMPLES:
         raise ValueError(
