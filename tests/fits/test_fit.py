@@ -25,7 +25,7 @@ from trakdask.fits.weights import weighted
 from trakdask.fits.wrong_classes import wrong_classes
 from trakdask.planning.fits import sketch_of
 from trakdask.projection.fitted import Fitted
-from trakdask.samples import drawn
+from trakdask.samples.datasets import drawn
 
 # A warning about λ, of which 64 samples of noise say little.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

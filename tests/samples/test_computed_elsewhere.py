@@ -172,7 +172,7 @@ def test_explorer__knows_no_output() -> None:
     groups = questions.groups(View(target=2, group_by="source")).set_index("source")
     assert groups.score["web"] == pytest.approx(shown[SOURCE == "web"].sum(), rel=1e-5)
     page = td.explore(train(), targets())
-    assert page.questions.top(View(target=2, k=3))["sample"].tolist() == top["sample"].tolist()
+    assert page.top(View(target=2, k=3))["sample"].tolist() == top["sample"].tolist()
 
 
 # ------------------------------------------------------------------------- the page's own reader

@@ -133,7 +133,7 @@ def _require_fitted_to(fitted: Fitted, spec: Mapping[str, Any]) -> None:
     known, ours = fitted.model["checkpoints"], spec["checkpoints"]
     kept = [name for name in ours if fitted.arrays or name in known]
     of_fit, of_model = (
-        {**each, "checkpoints": {name: digests.get(name) for name in kept}}
+        {**each, "checkpoints": {name: digests[name] for name in kept if name in digests}}
         for each, digests in ((fitted.model, known), (spec, ours))
     )
     what = "the projector and the model that it was fitted to"
