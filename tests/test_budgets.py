@@ -18,8 +18,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "tests" / "benchmarks"
 
-LINES_OF_PACKAGE = 23_746
-LINES_OF_TESTS = 27_080
+LINES_OF_PACKAGE = 23_755
+LINES_OF_TESTS = 27_104
 LINES_OF_BENCHMARKS = 1_985
 NAMED_TYPES = 181
 PUBLIC_NAMES = 104

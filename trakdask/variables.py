@@ -351,16 +351,18 @@ def ordered(features: xr.Dataset) -> xr.Dataset:
     """
     order = (SAMPLE, SKETCH_DIM, PROJ_DIM, PROJ_DIM_1, COMPONENT, ..., CHECKPOINT)
     features = features.transpose(*order, missing_dims="ignore")
-    return features.assign(
-        {n: _whole(a.variable) for n, a in features.data_vars.items() if TRIANGLE in a.attrs}
-    )
+    upper = {n: a.variable for n, a in features.data_vars.items() if TRIANGLE in a.attrs}
+    if not upper:
+        return features
+    rows = features[COLUMN].values if COLUMN in features.coords else None
+    return features.assign({name: _whole(variable, rows) for name, variable in upper.items()})
 
 
-def _whole(upper: xr.Variable) -> xr.Variable:
+def _whole(upper: xr.Variable, rows: np.ndarray | None) -> xr.Variable:
     """Return a symmetric matrix as :func:`open` shows it, of one as ``xr.open_zarr`` does."""
     data = plain(upper.chunk({PROJ_DIM: -1, PROJ_DIM_1: -1, CHECKPOINT: 1}).data)
     attrs = {name: value for name, value in upper.attrs.items() if name != TRIANGLE}
-    return xr.Variable(upper.dims, data.map_blocks(mirrored, dtype=data.dtype), attrs)
+    return xr.Variable(upper.dims, data.map_blocks(mirrored, rows=rows, meta=data._meta), attrs)
 
 
 def lazy_features(features: xr.Dataset) -> xr.Dataset:

@@ -255,17 +255,35 @@ def _partial(features: Blocks, gram_weights: Blocks | None, loss_weights: Blocks
     return asnumpy(total).reshape(1, *total.shape, 1)
 
 
-def mirrored(matrix: Block) -> Block:
-    """Return a symmetric matrix (p, p, ...) of which the lower triangle was not known.
+def mirrored(matrix: Block, rows: np.ndarray | None = None) -> Block:
+    """Return rows of a symmetric matrix of which the lower triangle was not known.
+
+    Parameters
+    ----------
+    matrix
+        (row, p, ...) floats, or (row, row, ...) if the same columns were selected.
+    rows
+        The number of each row in the whole matrix; by default all of them, in their order. What
+        only rows that are not there would know is NaN.
 
     Examples
     --------
-    >>> mirrored(np.array([[1, 2], [0, 3]])).tolist()
-    [[1, 2], [2, 3]]
+    >>> upper = np.array([[1.0, 2.0, 3.0], [0.0, 4.0, 5.0], [0.0, 0.0, 6.0]])
+    >>> mirrored(upper).tolist()
+    [[1.0, 2.0, 3.0], [2.0, 4.0, 5.0], [3.0, 5.0, 6.0]]
+    >>> mirrored(upper[[2, 0]], np.array([2, 0])).tolist()
+    [[3.0, nan, 6.0], [1.0, 2.0, 3.0]]
     """
+    numbers = np.arange(matrix.shape[1])
+    rows = numbers if rows is None else rows
+    places = rows
+    if rows.max(initial=0) >= len(numbers):  # the same columns were selected
+        numbers, places = rows, numbers
     whole = matrix.copy()
-    for i, row in enumerate(matrix):
-        whole[i + 1 :, i] = row[i + 1 :]
+    whole[numbers < rows[:, None]] = np.nan
+    for row, number, place in zip(matrix, rows, places, strict=True):
+        below = rows > number
+        whole[below, place] = row[places[below]]
     return whole
 
 
