@@ -277,7 +277,8 @@ def mirrored(matrix: Block, rows: np.ndarray | None = None) -> Block:
     numbers = np.arange(matrix.shape[1])
     rows = numbers if rows is None else rows
     places = rows
-    if rows.max(initial=0) >= len(numbers):  # the same columns were selected
+    # The same columns were selected, if some are too few for the rows, or known below the diagonal.
+    if rows.max(initial=0) >= len(numbers) or matrix[numbers < rows[:, None]].any():
         numbers, places = rows, numbers
     whole = matrix.copy()
     whole[numbers < rows[:, None]] = np.nan
@@ -285,6 +286,21 @@ def mirrored(matrix: Block, rows: np.ndarray | None = None) -> Block:
         below = rows > number
         whole[below, place] = row[places[below]]
     return whole
+
+
+def of_rows(matrix: Block, rows: np.ndarray) -> Block:
+    """Return the columns that belong to the rows of a symmetric matrix, (row, row, ...).
+
+    If the same columns were selected, it is symmetric already.
+
+    Examples
+    --------
+    >>> whole = np.array([[1.0, 2.0, 3.0], [2.0, 4.0, 5.0], [3.0, 5.0, 6.0]])
+    >>> of_rows(whole[[2, 0]], np.array([2, 0])).tolist()
+    [[6.0, 3.0], [3.0, 1.0]]
+    """
+    is_done = len(matrix) == matrix.shape[1] and (matrix == matrix.swapaxes(0, 1)).all()
+    return matrix if is_done else matrix[:, rows]
 
 
 def mean_trace(gram: da.Array, n_sample: int, labels: Sequence[object]) -> da.Array:

@@ -161,11 +161,13 @@ class Soft(GramEstimator):
         """Return the matrix plus n times the mean curvature between wrong classes."""
         if not self.wrong_classes:
             return matrix
-        mean, p = features.variables[WRONG_CLASSES], features.sizes[PROJ_DIM]
-        columns = features[COLUMN].values if COLUMN in features.coords else np.arange(p)
-        if columns.max() < mean.sizes[PROJ_DIM_1]:  # isel(proj_dim=...) selects along one axis
-            mean = mean.isel({PROJ_DIM_1: columns})
-        return matrix + features.sizes[SAMPLE] * plain(mean.chunk({CHECKPOINT: 1}).data)
+        whole = features.variables[WRONG_CLASSES].chunk({PROJ_DIM: -1, PROJ_DIM_1: -1})
+        mean = plain(whole.chunk({CHECKPOINT: 1}).data)
+        if COLUMN in features.coords:  # isel(proj_dim=...) selects along one axis
+            rows = features[COLUMN].values
+            sizes = len(rows), len(rows), 1
+            mean = mean.map_blocks(arrays.gram.of_rows, rows=rows, chunks=sizes, meta=mean._meta)
+        return matrix + features.sizes[SAMPLE] * mean
 
     def rank(self, n_samples: int, features: xr.Dataset) -> int:
         """Return a bound of the rank."""
