@@ -96,13 +96,14 @@ def _cholesky(gram: Block, damping: Block, label: str) -> Factor:
     return Factor(system)
 
 
-def solve(inverse: da.Array, target: da.Array) -> da.Array:
+def solve(inverse: da.Array | None, target: da.Array) -> da.Array:
     """Return w_c(t) = (K_c + λ_c I)⁻¹ φ_c(t) for the targets.
 
     Parameters
     ----------
     inverse
-        Result of :func:`trakdask.arrays.spectra.inverse` or :func:`cholesky`.
+        Result of :func:`trakdask.arrays.spectra.inverse` or :func:`cholesky`. With None, for
+        estimators without a gram matrix, the features are returned as they are.
     target
         Features of the targets, (target, proj_dim, checkpoint), float, chunks (rows, p, 1).
 
@@ -124,6 +125,8 @@ def solve(inverse: da.Array, target: da.Array) -> da.Array:
     >>> solve(cholesky(k, da.zeros(1), ["c0"]), t).compute()[:, :, 0].tolist()
     [[0.5, 0.25]]
     """
+    if inverse is None:
+        return target
     return blockwise(
         _solve_block, "tpc", target, "tpc", inverse, "c",
         concatenate=False, name="solve", dtype=product_dtype(target),

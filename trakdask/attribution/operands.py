@@ -55,10 +55,6 @@ class Solver:
     inverse: da.Array | None
     attrs: dict[str, str]
 
-    def solve(self, vectors: da.Array) -> da.Array:
-        """Return (K + λ)⁻¹ of vectors, (row, proj_dim, checkpoint); them where there is no K."""
-        return vectors if self.inverse is None else arrays.solve.solve(self.inverse, vectors)
-
     def vectors(self, targets: xr.Dataset) -> da.Array:
         """Return the vectors that features are multiplied with, for some targets."""
         combined = str(targets.attrs.get("combined", ""))
@@ -68,7 +64,8 @@ class Solver:
                 f"a {combined} is a sum over them, got {self.estimator}; try 'grad_dot', or "
                 "td.group_score(..., metric=...), which adds up scores"
             )
-        return self.estimator.vectors(self.solve(targets.feature.data), targets)
+        solved = arrays.solve.solve(self.inverse, targets.feature.data)
+        return self.estimator.vectors(solved, targets)
 
     def vectors_of_all(self, targets: xr.Dataset) -> da.Array:
         """Return the sum of the vectors of all targets, as one row."""
@@ -89,7 +86,8 @@ class Solver:
         self, of: xr.Dataset, members: np.ndarray | sparse.csr_array, n_groups: int
     ) -> da.Array:
         """Return the weighted sum of the features of each group of samples."""
-        feature, weight, pooled = of.feature.data, self.weight(of), self.estimator.pooled
+        feature, pooled = of.feature.data, self.estimator.pooled
+        weight = self.estimator.weight(of, self.inverse)
         require_sums(feature, n_groups)
         if pooled:
             weight = arrays.weights.pooled(align_weights(weight, feature))

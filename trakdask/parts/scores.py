@@ -10,6 +10,7 @@ import numpy as np
 import xarray as xr
 from dask.base import tokenize
 
+from trakdask.arrays.solve import solve
 from trakdask.attribution.estimators import EstimatorLike, resolve
 from trakdask.attribution.labels import (
     Labels,
@@ -261,7 +262,7 @@ def _weighted_samples(
     """Return the labels of scores, and the solved vectors of training samples, or of groups."""
     if by is not None:
         labels, members, (n_groups,) = labels_of_groups(training, targets, by)
-        return labels, operands.solve(operands.sums(training, members, n_groups))
+        return labels, solve(operands.inverse, operands.sums(training, members, n_groups))
     vectors = operands.vectors(training)
     weight = _pooled(operands, operands.weight(training)).astype(vectors.dtype)
     return labels_of_scores(training, targets), vectors * weight[:, None, :]
