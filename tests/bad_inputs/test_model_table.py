@@ -83,7 +83,6 @@ ROWS = [
         ("parameters a number", model(parameters=3), "3", "parameters='head.*'"),
         ("predicate of one argument", model(parameters=lambda name: True), "1 positional argument"),
         ("parallel", model(nn.Sequential(nn.DataParallel(NET))), "'0' of class DataParallel"),
-        ("parallel as a whole", model(nn.DataParallel(NET)), "got the model of class DataParallel"),
         ("scripted", model(of_torchscript(torch.jit.script, NET)), "the model of TorchScript", "state_dict()"),
         ("traced inside", model(nn.Sequential(of_torchscript(torch.jit.trace, NET, torch.ones(1, 4)))), "layer '0' of TorchScript"),
         ("with a lock", model(having(threading.Lock())), "'0.odd'", "[module.state_dict()]"),

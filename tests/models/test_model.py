@@ -47,6 +47,15 @@ def test_model__weights_of_a_module_are_pickled_once_and_apart() -> None:
     torch.testing.assert_close(again.forward(again.checkpoints[0])(x), big(x))
 
 
+def test_model__is_the_module_inside_one_that_divides_batches() -> None:
+    module = nn.Linear(4, 3)
+    parallel = nn.DataParallel(module)
+    x = torch.randn(2, 4)
+    for model in (Model(parallel), Model(parallel, [parallel.state_dict()])):
+        assert model.shapes == {"weight": (3, 4), "bias": (3,)}
+        assert torch.equal(model.forward(model.checkpoints[0])(x), module(x))
+
+
 def test_model__is_built_by_one_thread_at_a_time() -> None:
     """``from_pretrained`` changes global state while it builds."""
     overlap, begun = Overlap(), threading.Barrier(3)

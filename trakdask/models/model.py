@@ -46,8 +46,9 @@ class Model:
     ----------
     build
         A callable without arguments that returns the ``nn.Module``, its name as
-        ``"package.module:callable"``, or a module itself. It is called once per worker thread,
-        since threads that share a module silently corrupt each other's results, and by one thread
+        ``"package.module:callable"``, or a module itself (of ``DataParallel`` and
+        ``DistributedDataParallel`` the one inside). It is called once per worker thread, since
+        threads that share a module silently corrupt each other's results, and by one thread
         at a time. Whatever it gives a module that checkpoints do not have (tensors, arrays and
         numbers in attributes, non-persistent buffers) must be the same each time.
     checkpoints
@@ -141,6 +142,8 @@ class Model:
                 "expected an nn.Module, a callable that returns one, or 'package.module:callable' "
                 f"as build, got {shown(build)} ({type(build).__name__}); try td.Model(module, ...)"
             )
+        if isinstance(build, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
+            build = build.module  # they only divide batches among devices and processes
         if checkpoints is None:
             if not isinstance(build, torch.nn.Module):
                 raise ValueError(
