@@ -330,6 +330,14 @@ def test_groups__read_the_features_once_for_a_block_of_targets(
     assert calls == [35, 25]
 
 
+def test_grouped__is_by_the_classes_only_if_somebody_says_so(graded: Questions) -> None:
+    assert graded.groupings[0] == graded.targets.label == "label"
+    assert graded.grouped(View()).group_by == "source"
+    assert graded.grouped(View(group_by="label")).group_by == "label"
+    alone = Questions(graded.features.drop_vars("source"), graded.targets.features, TRAK)
+    assert alone.grouped(View()).group_by == "label"
+
+
 def test_credit__is_the_effect_on_the_loss_or_a_share(graded: Questions) -> None:
     view = View(group_by="source", targets_where="sample >= 20")
     credit = graded.credit(view).set_index("source")

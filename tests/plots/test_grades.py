@@ -29,7 +29,8 @@ def test_grades_and_differences_are_those_of_the_result(result) -> None:
     assert names == ["without one checkpoint", "grade ± its error"]
     first, second = (label.get_text() for label in ax.get_yticklabels())
     assert first == f"cosines\n{float(result.lds_mean[0]):.2f}"
-    assert second.startswith(f"products\n{float(result.difference[1]):+.3f} ±")
+    grade, difference = float(result.lds_mean[1]), float(result.difference[1])
+    assert second.startswith(f"products\n{grade:.2f} ({difference:+.3f} ± ")
 
 
 def test_one_kind_of_scores_has_no_difference(result) -> None:

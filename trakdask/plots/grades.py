@@ -27,8 +27,8 @@ def cross_validation(result: xr.Dataset, *, ax: Axes | None = None) -> Figure:
     Returns
     -------
     Figure with the grade of each estimator, a bar of one standard error to both sides, and the
-    grades without one checkpoint as grey dots. With several estimators the axis says by how much
-    each differs from the first.
+    grades without one checkpoint as grey dots. With several estimators the axis says in brackets
+    by how much each differs from the first.
 
     Raises
     ------
@@ -70,7 +70,7 @@ def cross_validation(result: xr.Dataset, *, ax: Axes | None = None) -> Figure:
     labels = [f"{name}\n{grade:.2f}" for name, grade in zip(names, grades, strict=True)]
     for i in range(1, len(names)):
         difference, error = result.difference.values[i], result.difference_error.values[i]
-        labels[i] = f"{names[i]}\n{difference:+.3f} ± {error:.3f}"
+        labels[i] += f" ({difference:+.3f} ± {error:.3f})"
     ax.set_yticks(rows, labels)
     ax.set_ylim(len(names) - 0.5, -0.5)
     ax.axvline(0, color="0.8", linewidth=1)
