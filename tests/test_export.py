@@ -29,8 +29,9 @@ from tests.bad_inputs.stores import (
     text_as_parquet,
 )
 from tests.clusters import exit_code
+from tests.laziness import raise_if_dask_computes
 from trakdask.provenance import as_values
-from trakdask.testing import raise_if_dask_computes, simulate_features
+from trakdask.testing import simulate_features
 
 FEATURES = simulate_features(n_samples=40, proj_dim=8, chunks=16)
 TARGETS = simulate_features(n_samples=10, proj_dim=8, chunks=4, seed=1)

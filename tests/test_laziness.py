@@ -16,7 +16,8 @@ import torch
 import xarray as xr
 
 import trakdask as td
-from trakdask.testing import raise_if_dask_computes, simulate_features
+from tests.laziness import raise_if_dask_computes
+from trakdask.testing import simulate_features
 
 X = np.random.default_rng(0).standard_normal((12, 4)).astype(np.float32)
 LABEL = np.arange(12) % 3

@@ -16,12 +16,12 @@ from distributed import Client
 from torch import nn
 
 import trakdask as td
+from tests.laziness import raise_if_dask_computes
 from trakdask.planning import plan
 from trakdask.planning.fits import N_CURVATURE, N_WEIGHTS, fit_seconds
 from trakdask.planning.pilot import Pilot
 from trakdask.projection import Projector
 from trakdask.projection.mask import Mask
-from trakdask.testing import raise_if_dask_computes
 
 SIZES = (30, 5, 15, 3)  # elements of the four parameters of `build`
 N_SAMPLES, N_CHECKPOINTS = 20, 2

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trakdask.testing import raise_if_dask_computes, simulate_features
+from tests.laziness import raise_if_dask_computes
+from trakdask.testing import simulate_features
 
 
 def test_raise_if_dask_computes__raises() -> None:

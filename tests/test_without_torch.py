@@ -45,8 +45,8 @@ outputs = xr.DataArray(np.random.default_rng(0).random((8, 5)), dims=("subset", 
 assert td.evaluate.lds(td.score(train, targets), masks, outputs).compute().lds.shape == (5,)
 
 explorer = td.explore(train, targets, marks=td.explorer.Marks.beside("train.zarr"))
-explorer.app(td.explorer.View(page="target", target=3))
-explorer.save_html("page.html", td.explorer.View(page="target", target=3))
+explorer.app("page=target&target=3")
+explorer.save_html("page.html", "page=target&target=3")
 
 halves = td.evaluate.subsets(train, 4).rename(subset="checkpoint")
 known = td.assign_coords("train.zarr", {"day": np.arange(60), "trained_on": halves})

@@ -1,13 +1,10 @@
-"""Simulated features, and a check of laziness, for tests, doctests and benchmarks."""
+"""Simulated features, for tests, doctests and benchmarks."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
-import dask
 import dask.array as da
 import numpy as np
 import xarray as xr
@@ -17,37 +14,11 @@ from trakdask.provenance import as_text
 from trakdask.samples.computed_elsewhere import from_features
 from trakdask.variables import CHECKPOINT, VARIABLES
 
-__all__ = ["raise_if_dask_computes", "simulate_features"]
+__all__ = ["simulate_features"]
 
 
 def __dir__() -> list[str]:
     return __all__
-
-
-@contextmanager
-def raise_if_dask_computes() -> Iterator[None]:
-    """Fail if Dask computes anything inside the block.
-
-    Raises
-    ------
-    AssertionError
-        If it does.
-
-    Examples
-    --------
-    >>> import dask.array as da
-    >>> with raise_if_dask_computes():
-    ...     total = da.ones(3).sum()
-    """
-
-    def fail(*args: Any, **kwargs: Any) -> NoReturn:
-        raise AssertionError(
-            "expected lazy results only, got a computation by Dask; try building them without "
-            "compute(), load() or .values"
-        )
-
-    with dask.config.set(scheduler=fail):
-        yield
 
 
 def simulate_features(

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.arrays.decomposed_features import LABELS, data, decomposed, lazy
+from tests.laziness import raise_if_dask_computes
 from tests.waiting import wait_until
 from trakdask.arrays.damping import GRID, choose, chosen, held_out, left_out
 from trakdask.arrays.gram import gram_and_sum
 from trakdask.arrays.spectra import eigenvectors, spectrum
-from trakdask.testing import raise_if_dask_computes
 
 
 def oracle_totals(

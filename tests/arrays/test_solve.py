@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from tests.arrays.decomposed_features import LABELS, data, decomposed, lazy
+from tests.laziness import raise_if_dask_computes
 from trakdask.arrays.damping import held_out, left_out
 from trakdask.arrays.factorization import cholesky_in_place, decompose, solve_in_place
 from trakdask.arrays.gram import gram_and_sum
 from trakdask.arrays.solve import cholesky, leverage, solve
 from trakdask.arrays.spectra import eigenvectors, inverse, spectrum
-from trakdask.testing import raise_if_dask_computes
 
 LAM = np.array([0.5, 2.0])
 

@@ -4,8 +4,8 @@ import dask.array as da
 import numpy as np
 import pytest
 
+from tests.laziness import raise_if_dask_computes
 from trakdask.arrays.weights import row_norms, soft_gram_weights, soft_loss_weights, squared_norm
-from trakdask.testing import raise_if_dask_computes
 
 Q = np.array([[0.0, 1.0], [0.25, 0.5], [1e-30, 1 - 1e-12]])
 

@@ -18,9 +18,10 @@ from dask.callbacks import Callback
 from distributed import Client
 
 import trakdask as td
+from tests.laziness import raise_if_dask_computes
 from tests.stored_arrays import ShapeOfArray, as_stored, stored
 from trakdask.arrays.graphs import reader
-from trakdask.testing import raise_if_dask_computes, simulate_features
+from trakdask.testing import simulate_features
 
 P, C, ROWS = 4, 5, 64
 

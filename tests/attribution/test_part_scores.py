@@ -13,13 +13,13 @@ from distributed import Client
 from torch import nn
 
 import trakdask as td
+from tests.laziness import raise_if_dask_computes
 from tests.models.test_tokens import LENGTH, TASK, VOCABULARY, Gpt
 from tests.models.token_oracle import contributions
 from tests.projection.reference import explicit
 from trakdask.models.tasks import Batch, Forward
 from trakdask.parts import products as divided
 from trakdask.projection import Projector, RowMap
-from trakdask.testing import raise_if_dask_computes
 
 
 def state(seed: int, build: type[nn.Module] = Gpt) -> dict[str, torch.Tensor]:

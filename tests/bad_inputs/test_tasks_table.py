@@ -68,13 +68,13 @@ ROWS = [
     BadInput("tasks.CausalLM", "position that nothing predicts", language(tokens(IDS % 7, at=[1, 2, 0, 1]), task={"position": "at"}), RuntimeError, ["'at' = 0", "at sample 2"]),
     BadInput("tasks.CausalLM", "one token", language(tokens([[1], [2]])), RuntimeError, ["'input_ids'", "(2, 1)", "padding"]),
     BadInput("tasks.CausalLM", "no tokens", computed(Language(), data(), "causal_lm"), ValueError, ["'input_ids'", "CausalLM("]),
-    BadInput("tasks.expand_tokens", "no tokens", lambda _: td.tasks.expand_tokens({"ids": IDS}), ValueError, ["'input_ids'", "'ids'"]),
-    BadInput("tasks.Clip", "no mapping", lambda _: td.tasks.Clip(drawn()["0"]), TypeError, ["tuple", "clip_embeddings"]),
+    BadInput("tasks.CausalLM", "tokens of other samples", lambda _: td.tasks.CausalLM().tokens({"ids": IDS}), ValueError, ["'input_ids'", "'ids'"]),
+    BadInput("tasks.Clip", "no mapping", lambda _: td.tasks.Clip(drawn()["0"]), TypeError, ["tuple", "Clip.negatives_of"]),
     BadInput("tasks.Clip", "other shapes", lambda _: td.tasks.Clip({"0": (torch.ones(3, 2), torch.ones(2, 2))}), ValueError, ["(3, 2)", "(2, 2)"]),
-    BadInput("tasks.Clip", "without negatives", computed(TwoTowers(), pairs(), "clip"), RuntimeError, ["'0'", "clip_embeddings"]),
+    BadInput("tasks.Clip", "without negatives", computed(TwoTowers(), pairs(), "clip"), RuntimeError, ["'0'", "Clip.negatives_of"]),
     BadInput("tasks.Clip", "fewer rows", computed(TwoTowers(slice(1, None)), pairs(), td.tasks.Clip(drawn())), RuntimeError, ["(2, embedding)", "(1, 3)"]),
     BadInput("tasks.Clip", "no logit_scale", computed(NoScale(), pairs(), td.tasks.Clip(drawn())), RuntimeError, ["no logit_scale", "temperature=0.07"]),
-    BadInput("tasks.clip_embeddings", "a module", lambda _: td.tasks.clip_embeddings(NET, pairs()), TypeError, ["Linear", "td.Model"]),
+    BadInput("tasks.Clip", "negatives of a module", lambda _: td.tasks.Clip.negatives_of(NET, pairs()), TypeError, ["Linear", "td.Model"]),
     BadInput("tasks.Batch", "missing", lambda _: td.tasks.Batch(x=torch.ones(2))["y"], ValueError, ["'y'", "['x']"]),
     *[
         BadInput("tasks.ImageClassification", f"temperature {t!r}", lambda _, t=t: td.tasks.ImageClassification(t), error, ["temperature", repr(t)])

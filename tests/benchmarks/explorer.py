@@ -30,8 +30,9 @@ import queries
 from _machine import parser_of
 
 import trakdask as td
-from trakdask.explorer import Explorer, View
+from trakdask.explorer import Explorer
 from trakdask.explorer.pages import sections
+from trakdask.explorer.view import View
 
 REPEATS = 5
 

@@ -16,8 +16,9 @@ from tests.command_line.job import Run, job_in
 from trakdask.command_line.commands import app
 from trakdask.command_line.configuration import read
 from trakdask.command_line.jobs import explored, running
-from trakdask.explorer import Explorer, View
+from trakdask.explorer import Explorer
 from trakdask.explorer.pages import page
+from trakdask.explorer.view import View
 
 
 @pytest.fixture(scope="module")

@@ -124,7 +124,7 @@ def perceptron(outputs: int = CLASSES) -> nn.Module:
 def clip_task() -> td.tasks.Clip:
     others = numbers(8, "clip", seed=1)
     torch.manual_seed(1)
-    return td.tasks.Clip(td.tasks.clip_embeddings(td.Model(Towers(), task="clip"), others))
+    return td.tasks.Clip(td.tasks.Clip.negatives_of(td.Model(Towers(), task="clip"), others))
 
 
 TEXT = "text_classification"

@@ -39,11 +39,13 @@ def test_featurize__reads_and_copies_of_a_block(
     assert found["bytes to device"] < 2 * inputs + 1000
 
 
-def test_clip_embeddings__on_a_device(device: str) -> None:
+def test_negatives_of__runs_on_a_device(device: str) -> None:
     samples = numbers(8, "clip", seed=1)
     _, model = case("CLIP")
     model = td.Model(model.build, [model.checkpoints[0].source], task="clip")
-    found, expected = (td.tasks.clip_embeddings(model, samples, device=d) for d in (device, "cpu"))
+    found, expected = (
+        td.tasks.Clip.negatives_of(model, samples, device=d) for d in (device, "cpu")
+    )
     for pair in zip(found.values(), expected.values(), strict=True):
         torch.testing.assert_close(*pair)
 

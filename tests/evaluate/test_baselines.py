@@ -10,7 +10,8 @@ import pytest
 import xarray as xr
 
 import trakdask as td
-from trakdask.testing import raise_if_dask_computes, simulate_features
+from tests.laziness import raise_if_dask_computes
+from trakdask.testing import simulate_features
 
 N, M = 24, 5
 FEATURES = simulate_features(n_samples=N, proj_dim=4, chunks=7)

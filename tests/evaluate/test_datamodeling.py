@@ -9,7 +9,8 @@ from distributed import Client
 from scipy import stats
 
 import trakdask as td
-from trakdask.testing import raise_if_dask_computes, simulate_features
+from tests.laziness import raise_if_dask_computes
+from trakdask.testing import simulate_features
 
 lds = td.evaluate.lds
 FEATURES = simulate_features(n_samples=30, proj_dim=4)

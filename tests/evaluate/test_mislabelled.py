@@ -8,7 +8,7 @@ import xarray as xr
 from scipy import stats
 
 import trakdask as td
-from trakdask.testing import raise_if_dask_computes
+from tests.laziness import raise_if_dask_computes
 
 RNG = np.random.default_rng(0)
 WRONG = RNG.random(50) < 0.2

@@ -14,9 +14,10 @@ import xarray as xr
 from distributed import Client
 
 import trakdask as td
+from tests.laziness import raise_if_dask_computes
 from tests.waiting import Overlap, wait_until
 from trakdask.evaluate.retraining import model_key
-from trakdask.testing import raise_if_dask_computes, simulate_features
+from trakdask.testing import simulate_features
 
 N, TARGETS = 20, 3
 MASKS = td.evaluate.subsets(N, 6)

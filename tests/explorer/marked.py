@@ -6,7 +6,8 @@ import numpy as np
 import xarray as xr
 
 import trakdask as td
-from trakdask.explorer import Explorer, View
+from trakdask.explorer import Explorer
+from trakdask.explorer.view import View
 
 EVIL = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
 

@@ -14,8 +14,9 @@ import xarray as xr
 
 import trakdask as td
 from tests.waiting import PATIENCE_S
-from trakdask.explorer import Explorer, View
+from trakdask.explorer import Explorer
 from trakdask.explorer.app import Session
+from trakdask.explorer.view import View
 
 N, M = 60, 30
 

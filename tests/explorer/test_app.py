@@ -16,9 +16,9 @@ import torch
 import trakdask as td
 from tests.explorer.sessions import SCRIPT, TRAK, M, N, data, go, links, opened
 from tests.waiting import PATIENCE_S
-from trakdask.explorer import Explorer, Marks, View
+from trakdask.explorer import Explorer, Marks
 from trakdask.explorer.app import Session
-from trakdask.explorer.view import PAGES
+from trakdask.explorer.view import PAGES, View
 
 
 @pytest.fixture

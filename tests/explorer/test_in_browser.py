@@ -12,8 +12,9 @@ from PIL import Image
 from tests.explorer import test_new_targets as new_targets
 from tests.explorer.browser import Tab, served
 from tests.explorer.marked import top
-from trakdask.explorer import Explorer, View
+from trakdask.explorer import Explorer
 from trakdask.explorer.app import Session
+from trakdask.explorer.view import View
 
 
 def test_pages__open_search_filter_click_through_and_reload(

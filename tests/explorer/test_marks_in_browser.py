@@ -12,8 +12,9 @@ import pytest
 from tests.explorer.browser import ROOT, Tab, served
 from tests.explorer.marked import top
 from tests.waiting import wait_until
-from trakdask.explorer import Explorer, View
+from trakdask.explorer import Explorer
 from trakdask.explorer.app import Session
+from trakdask.explorer.view import View
 
 
 def test_marks__are_in_the_file_and_undone_on_any_page(

@@ -17,8 +17,9 @@ from PIL import Image
 from torch import nn
 
 import trakdask as td
-from trakdask.explorer import Explorer, View
+from trakdask.explorer import Explorer
 from trakdask.explorer.new_targets import MOST_BYTES, decoded_image
+from trakdask.explorer.view import View
 
 N, M, SIDE, CLASSES = 40, 6, 4, 3
 PROJECTOR = td.Rademacher(proj_dim=32, seed=3)

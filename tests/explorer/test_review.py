@@ -15,11 +15,12 @@ from tests.explorer import test_new_targets as new_targets
 from tests.explorer.sessions import opened
 from tests.explorer.simulated import TRAK, halves
 from tests.waiting import PATIENCE_S
-from trakdask.explorer import Explorer, Marks, View
+from trakdask.explorer import Explorer, Marks
 from trakdask.explorer.app import Session
 from trakdask.explorer.conditions import condition_mask, joined, toggled, without
 from trakdask.explorer.html import signed
 from trakdask.explorer.pages import sections
+from trakdask.explorer.view import View
 
 # A page says the same beside the number.
 pytestmark = pytest.mark.filterwarnings("ignore:all samples of .* are in one group")

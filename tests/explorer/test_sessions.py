@@ -16,8 +16,9 @@ import trakdask as td
 from tests.explorer import test_new_targets as new_targets
 from tests.explorer.sessions import TRAK, Gate, M, N, best, cards, data, opened
 from tests.waiting import PATIENCE_S
-from trakdask.explorer import Marks, View
+from trakdask.explorer import Marks
 from trakdask.explorer.app import Session
+from trakdask.explorer.view import View
 
 
 def test_session__a_click_abandons_what_runs() -> None:

@@ -58,3 +58,11 @@ def test_from_query__keeps_a_condition_that_is_none_beside_its_error(bad: str) -
 def test_from_query__ignores_what_is_not_ours() -> None:
     view = View.from_query("token=abc&errors=x&page=corpus")
     assert (view, view.errors) == (View(page="corpus"), {})
+
+
+def test_checked__is_the_view_of_a_text_without_errors() -> None:
+    assert View.checked("?page=target&target=3") == View(page="target", target=3)
+    wrong = View.from_query("k=many")
+    assert View.checked(wrong) is wrong  # a page shows its errors
+    with pytest.raises(ValueError, match="'k=many': k: This must be a whole number"):
+        View.checked("k=many")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import trakdask as td
 from tests.models.language_models import VOCABULARY, adapted, bert, causal_lm, gpt2, llama, made
-from trakdask.models.tasks import Batch, CausalLM, expand_tokens
+from trakdask.models.tasks import Batch, CausalLM
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
 
@@ -165,7 +165,7 @@ def test_causal_lm__loss_is_that_of_the_model() -> None:
     labels = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
     labels[0, 2:5] = -100
     module, task = made(llama), CausalLM(labels="labels", position="token")
-    sequence, position = expand_tokens(given | {"labels": labels}, task)
+    sequence, position = task.tokens(given | {"labels": labels})
     rows = {name: value[sequence] for name, value in (given | {"labels": labels}).items()}
     model = td.Model(module, task=task)
     batch = Batch(rows, token=torch.from_numpy(position))

@@ -18,8 +18,8 @@ from distributed import Client
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.laziness import raise_if_dask_computes
 from trakdask.samples.array_source import from_arrays
-from trakdask.testing import raise_if_dask_computes
 
 
 def x_of(n: int = 10, *shape: int) -> np.ndarray:

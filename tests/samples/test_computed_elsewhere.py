@@ -15,9 +15,9 @@ import zarr
 from distributed import Client
 
 import trakdask as td
+from tests.laziness import raise_if_dask_computes
 from trakdask.explorer.questions import Questions
 from trakdask.explorer.view import View
-from trakdask.testing import raise_if_dask_computes
 
 N, M, P, C = 70, 6, 5, 2
 RNG = np.random.default_rng(0)

@@ -19,6 +19,7 @@ import xarray as xr
 from distributed import Client
 
 import trakdask as td
+from tests.laziness import raise_if_dask_computes
 from trakdask.samples.dataframe_source import from_dataframe
 from trakdask.samples.tables import Files
 
@@ -215,7 +216,7 @@ def test_from_dataframe__tasks_read_their_row_groups_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, sizes=(11, 12))
-    with td.testing.raise_if_dask_computes():
+    with raise_if_dask_computes():
         ds = read(tmp_path, 3, variables={"y": "label", "image": "pixels"}, coords=["lang"])
     groups_read, original = [], Files._read
     monkeypatch.setattr(

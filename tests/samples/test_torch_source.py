@@ -18,9 +18,9 @@ from distributed import Client
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 import trakdask as td
+from tests.laziness import raise_if_dask_computes
 from tests.waiting import Overlap
 from trakdask.samples.torch_source import from_torch
-from trakdask.testing import raise_if_dask_computes
 
 N = 23
 

@@ -11,9 +11,9 @@ import pandas as pd
 import pytest
 import xarray as xr
 
+from tests.laziness import raise_if_dask_computes
 from trakdask.samples.array_source import from_arrays, validate_samples
 from trakdask.samples.torch_source import from_torch
-from trakdask.testing import raise_if_dask_computes
 
 
 def dataset(n: int = 10, chunks: Any = None) -> xr.Dataset:

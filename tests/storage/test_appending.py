@@ -11,9 +11,9 @@ import torch
 import xarray as xr
 
 import trakdask as td
+from tests.laziness import raise_if_dask_computes
 from tests.storage.integers import NAMES, VALUES, A, B, assert_rows, counted, features, save
 from trakdask.provenance import as_values
-from trakdask.testing import raise_if_dask_computes
 
 WHOLE = slice(0, 60)
 

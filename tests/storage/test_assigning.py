@@ -11,9 +11,9 @@ import torch
 import xarray as xr
 
 import trakdask as td
+from tests.laziness import raise_if_dask_computes
 from tests.storage.integers import NAMES, A, B, save
 from tests.storage.integers import features as integers
-from trakdask.testing import raise_if_dask_computes
 
 N = 60
 TWO = NAMES[:2]

@@ -9,8 +9,8 @@ import pytest
 import xarray as xr
 
 import trakdask as td
+from tests.laziness import raise_if_dask_computes
 from tests.storage.integers import NAMES, A, B, features, gram, save
-from trakdask.testing import raise_if_dask_computes
 
 DIMS = ("sample", "checkpoint")
 FAILED = [(3, 0), (3, 1), (17, 2), (39, 1), (45, 0), (45, 1), (45, 2), (50, 2)]

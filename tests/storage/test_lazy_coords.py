@@ -13,7 +13,8 @@ import xarray as xr
 from distributed import Client
 
 import trakdask as td
-from trakdask.testing import raise_if_dask_computes, simulate_features
+from tests.laziness import raise_if_dask_computes
+from trakdask.testing import simulate_features
 
 N, BLOCK, K = 37, 12, 5
 SOURCES = np.array(["web", "books", "", "code"], np.dtypes.StringDType())

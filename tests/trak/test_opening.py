@@ -11,9 +11,9 @@ import pytest
 import xarray as xr
 
 import trakdask as td
+from tests.laziness import raise_if_dask_computes
 from tests.trak._runs import BATCH, N, Run
 from trakdask.provenance import as_values
-from trakdask.testing import raise_if_dask_computes
 from trakdask.trak import open_traker
 
 trak = pytest.importorskip("trak")

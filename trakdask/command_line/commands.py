@@ -72,7 +72,7 @@ def plan(
 
 @app.command()
 def featurize(file: File, settings: Settings = None, debug: Debug = False) -> None:
-    """Compute the features of training samples and targets that their stores lack."""
+    """Fit the projector, and compute the features that the stores lack."""
     with _job(file, settings, debug) as values:
         names = [name for name in ("data", "targets") if name in values or name == "data"]
         both = cli.jobs.described_or_stored(values, names)
@@ -170,7 +170,8 @@ def explore(
     With a configuration, features that are missing are computed first, and its samples and its
     model are used.
     """
-    from trakdask.explorer import Marks, View  # takes seconds to import
+    from trakdask.explorer import Marks  # takes seconds to import
+    from trakdask.explorer.view import View
 
     with ExitStack() as stack:
         stack.enter_context(_reported(debug))
@@ -198,10 +199,8 @@ def explore(
             options["model"] = options["model"]()
         kept = Marks.beside(store) if marks is None else Marks(marks, store=store)
         explorer = td.explore(features, target_features, marks=kept, **options)
-        shown = View.from_query(view)
-        if shown.errors:
-            problems = "; ".join(f"{name}: {text}" for name, text in shown.errors.items())
-            raise ConfigurationError(f"in --view {view}: {problems}")
+        with about("--view"):
+            shown = View.checked(view)
         if save is not None:
             explorer.save_html(save, shown)
             return _say(f"{save} is written")

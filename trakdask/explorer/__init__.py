@@ -6,6 +6,5 @@ templates; ``app`` shows them in a browser with Panel, which is imported when an
 
 from trakdask.explorer.explorer import Explorer, explore
 from trakdask.explorer.marks import Marks
-from trakdask.explorer.view import View
 
-__all__ = ["Explorer", "Marks", "View", "explore"]
+__all__ = ["Explorer", "Marks", "explore"]

@@ -40,11 +40,11 @@ class Explorer(Questions):
         n, m = (side.features.sizes[SAMPLE] for side in (self.training, self.targets))
         return f"<trakdask.Explorer: {n} training samples, {m} targets; .serve() starts a server>"
 
-    def app(self, view: View | None = None) -> Any:
+    def app(self, view: View | str | None = None) -> Any:
         """Return a Panel app for one session of a browser, at a view or at the view of its URL."""
         from trakdask.explorer.app import Session  # optional dependency
 
-        return Session(self, view)
+        return Session(self, None if view is None else View.checked(view))
 
     def serve(
         self,
@@ -86,7 +86,7 @@ class Explorer(Questions):
         except KeyboardInterrupt:
             listening.stop()
 
-    def save_html(self, path: str | os.PathLike[str], view: View | None = None) -> None:
+    def save_html(self, path: str | os.PathLike[str], view: View | str = "") -> None:
         """Write one view to an HTML file that needs no server, with the settings of its scores.
 
         Parameters
@@ -94,19 +94,20 @@ class Explorer(Questions):
         path
             Path or URL of the file, which is written whole or not at all.
         view
-            The view to show; by default the table of targets.
+            The part of the explorer's address after the question mark, such as
+            ``"page=target&target=3"``; by default the table of targets.
 
         Raises
         ------
         ValueError
-            If the path names a folder.
+            If the path names a folder, or the view cannot be understood.
         OSError
             If the file cannot be written.
         """
         folder, _, name = location(path).rpartition("/")
         if os.path.isdir(f"{folder}/{name}"):
             raise ValueError(f"expected a file, got the folder {str(path)!r}; try 'view.html'")
-        Folder.at(folder or "/").write(name, document(self, view or View()).encode())
+        Folder.at(folder or "/").write(name, document(self, View.checked(view)).encode())
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
         import panel  # optional dependency
@@ -208,9 +209,8 @@ def explore(
     >>> import trakdask as td
     >>> features = td.testing.simulate_features(n_samples=60, proj_dim=4)
     >>> explorer = td.explore(features, features.isel(sample=slice(8)))
-    >>> view = td.explorer.View(target=3, k=2)
-    >>> explorer.top(view)[["sample", "label"]].shape
-    (2, 2)
+    >>> explorer
+    <trakdask.Explorer: 60 training samples, 8 targets; .serve() starts a server>
     """
     if importlib.util.find_spec("panel") is None:
         raise ImportError(

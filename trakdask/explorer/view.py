@@ -157,6 +157,16 @@ class View:
                         fields[name] = texts[-1]
         return cls(**fields, errors=errors)
 
+    @classmethod
+    def checked(cls, view: View | str) -> View:
+        """Return a view as it is, or that of a text, if it has no errors."""
+        if isinstance(view, View):
+            return view
+        if (found := cls.from_query(view)).errors:
+            problems = "; ".join(f"{name}: {text}" for name, text in found.errors.items())
+            raise ValueError(f"in the view {view!r}: {problems}")
+        return found
+
 
 _DEFAULT = View()
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import trakdask as td
-from trakdask.models.tasks import Batch, Clip, clip_embeddings, task_spec
+from trakdask.models.tasks import Batch, Clip, task_spec
 
 
 class Towers(nn.Module):
@@ -43,7 +43,7 @@ def model(task: str | Clip = "clip", seeds: tuple[int, ...] = (0, 1)) -> td.Mode
 
 
 def clip(seed: int = 2, **options) -> Clip:
-    return Clip(clip_embeddings(td.Model(towers(), task="clip"), pairs(8, seed)), **options)
+    return Clip(Clip.negatives_of(td.Model(towers(), task="clip"), pairs(8, seed)), **options)
 
 
 def margins(module: nn.Module, data: Batch, negatives: Batch, scale: float) -> list[list[Tensor]]:
@@ -93,7 +93,7 @@ def test_clip__spec_names_what_it_was_compared_with() -> None:
 def test_clip__featurized_at_each_checkpoint() -> None:
     data = {name: value.numpy() for name, value in pairs(6).items()}
     samples = td.from_arrays(data, chunks=4)
-    negatives = clip_embeddings(model(), samples, batch_size=4)
+    negatives = Clip.negatives_of(model(), samples, batch_size=4)
     task, exact = Clip(negatives), {"projector": td.Identity()}
     found = td.featurize(samples, model(task), **exact).compute()
     for seed in (0, 1):

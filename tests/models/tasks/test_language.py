@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import trakdask as td
-from trakdask.models.tasks import Batch, CausalLM, expand_tokens
+from trakdask.models.tasks import Batch, CausalLM
 from trakdask.models.tasks.protocol import SampleError
 
 VOCABULARY = 9
@@ -128,15 +128,15 @@ def test_causal_lm__reads_labels_where_there_are_some() -> None:
     assert task.for_variables({**names, "labels": 1}) == task
     assert CausalLM(labels="mine").for_variables({"labels": 2}).labels == "mine"
     data = some_labels()
-    listed = expand_tokens(data)
-    expected = expand_tokens(data, CausalLM(labels="labels"))
+    listed = td.tasks.CausalLM().tokens(data)
+    expected = CausalLM(labels="labels").tokens(data)
     assert [each.tolist() for each in listed] == [each.tolist() for each in expected]
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_causal_lm__tokens_add_up_to_their_sequence(run, engine: str) -> None:
     data, task = some_labels(), CausalLM(labels="labels")
-    sequence, position = expand_tokens(data, task)
+    sequence, position = task.tokens(data)
     rows = Batch({name: value[sequence] for name, value in data.items()})
     rows["token"] = torch.from_numpy(position)
     tokens = run(Running(), CausalLM(labels="labels", position="token"), rows, engine)
@@ -150,7 +150,7 @@ def test_causal_lm__tokens_add_up_to_their_sequence(run, engine: str) -> None:
     torch.testing.assert_close(torch.zeros(4).index_add_(0, index, tokens[2]) / n_tokens, whole[2])
 
 
-def test_expand_tokens__lists_what_is_predicted() -> None:
+def test_tokens__lists_what_is_predicted() -> None:
     data = some_labels()
     expected = [
         (i, place)
@@ -160,7 +160,7 @@ def test_expand_tokens__lists_what_is_predicted() -> None:
         and data["attention_mask"][i, place]
         and data["attention_mask"][i, place - 1]
     ]
-    sequence, position = expand_tokens(data, CausalLM(labels="labels", position="token"))
+    sequence, position = CausalLM(labels="labels", position="token").tokens(data)
     assert list(zip(sequence.tolist(), position.tolist(), strict=True)) == expected
     assert sequence.dtype == position.dtype == np.int64
 

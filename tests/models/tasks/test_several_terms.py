@@ -141,7 +141,7 @@ def test_features__of_the_tokens_of_a_text_add_up_to_the_feature_of_the_text(run
     module, one = Tagger(4), Batch({name: x[3:4] for name, x in TAGS.items()})
     whole, *_ = run(module, "token_classification", one)
     task, total = td.tasks.TokenClassification(position="at"), {}
-    sequence, position = td.tasks.expand_tokens(one, td.tasks.TokenClassification())
+    sequence, position = td.tasks.TokenClassification().tokens(one)
     assert (sequence.tolist(), position.tolist()) == ([0] * 4, [1, 2, 3, 4])
     for at in position:
         part, *_ = run(module, task, Batch(one, at=torch.tensor([at])))

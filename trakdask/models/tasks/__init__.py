@@ -6,14 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from trakdask.checks import require_choice
-from trakdask.models.tasks.clip import Clip, clip_embeddings
+from trakdask.models.tasks.clip import Clip
 from trakdask.models.tasks.language import (
     CausalLM,
     QuestionAnswering,
     Segmentation,
     Seq2Seq,
     TokenClassification,
-    expand_tokens,
 )
 from trakdask.models.tasks.preferences import Preference, Reward
 from trakdask.models.tasks.protocol import Batch, Forward, Task
@@ -48,8 +47,6 @@ __all__ = [
     "Task",
     "TextClassification",
     "TokenClassification",
-    "clip_embeddings",
-    "expand_tokens",
 ]
 
 

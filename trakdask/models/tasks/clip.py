@@ -38,7 +38,7 @@ class Clip(HtmlTable):
     ----------
     negatives
         Embeddings of images and of texts, both (n, embedding), by name of the checkpoint, as
-        :func:`~trakdask.models.tasks.clip_embeddings` returns them. They are constants: no
+        ``Clip.negatives_of`` returns them. They are constants: no
         gradient flows through them. TRAK takes 300.
     image, text
         Names of the variables; the model is called as ``model(image, text)``.
@@ -74,7 +74,7 @@ class Clip(HtmlTable):
     Examples
     --------
     >>> import torch, trakdask as td
-    >>> images = texts = torch.eye(8)  # from clip_embeddings, in earnest
+    >>> images = texts = torch.eye(8)  # from Clip.negatives_of, in earnest
     >>> td.tasks.Clip({"clip.pt": (images, texts)}).variables
     ('image', 'text')
     """
@@ -100,14 +100,14 @@ class Clip(HtmlTable):
         if not isinstance(self.negatives, Mapping):
             raise TypeError(
                 "expected negatives by checkpoint, got "
-                f"{type(self.negatives).__name__}; try td.tasks.clip_embeddings(model, samples)"
+                f"{type(self.negatives).__name__}; try td.tasks.Clip.negatives_of(model, samples)"
             )
         for name, (image, text) in self.negatives.items():
             if image.ndim != 2 or image.shape != text.shape:
                 raise ValueError(
                     "expected negatives (n, embedding) of images and of texts, in pairs, got "
                     f"{tuple(image.shape)} and {tuple(text.shape)} for checkpoint {name!r}; try "
-                    "td.tasks.clip_embeddings(model, samples)"
+                    "td.tasks.Clip.negatives_of(model, samples)"
                 )
         constants = {
             name: (image.detach().cpu(), text.detach().cpu())
@@ -125,6 +125,59 @@ class Clip(HtmlTable):
     def embed(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the embeddings of images and texts, both (batch, embedding)."""
         return self._call(forward, batch)[:2]
+
+    @staticmethod
+    def negatives_of(
+        model: Any,
+        samples: Mapping[Any, Any],
+        *,
+        batch_size: int = 256,
+        device: str | torch.device = "cpu",
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Embed images and texts at every checkpoint of a model, to serve as negatives.
+
+        Parameters
+        ----------
+        model
+            A model with ``task="clip"``, or with a :class:`Clip` that names the variables.
+        samples
+            Images and texts by the task's names: arrays, tensors or a Dataset.
+        batch_size
+            Samples per pass.
+        device
+            Device of torch that the model runs on.
+
+        Returns
+        -------
+        (image embeddings, text embeddings), both (n, embedding) on the CPU, by name of the
+        checkpoint.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the model has another task, or samples lack a variable.
+
+        Notes
+        -----
+        Cost: reads all samples into memory, and runs them once per checkpoint. A few hundred
+        samples suffice: ``td.tasks.Clip.negatives_of(model, pool.isel(sample=slice(300)))``.
+        """
+        task = getattr(model, "task", None)
+        if not isinstance(task, Clip):
+            kind = type(model if task is None else task).__name__
+            raise TypeError(f"expected a td.Model of task='clip', got {kind}")
+        require_integer("batch_size", batch_size, 1, remedy="try batch_size=256")
+        whole = as_tensors(samples, task.variables)
+        starts = range(0, len(whole[task.image]), batch_size)
+        parts = [{n: t[i : i + batch_size].to(device) for n, t in whole.items()} for i in starts]
+        embeddings = {}
+        for checkpoint in model.checkpoints:
+            forward = model.forward(checkpoint).mapped(lambda tensor: tensor.to(device))
+            with torch.no_grad():
+                pairs = [task.embed(forward, Batch(part)) for part in parts]
+            image, text = (torch.cat(part).cpu() for part in zip(*pairs, strict=True))
+            embeddings[checkpoint.name] = (image, text)
+        return embeddings
 
     def output(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the sum of both margins, (batch,)."""
@@ -163,61 +216,9 @@ class Clip(HtmlTable):
         if name is None or name not in negatives:
             raise ValueError(
                 f"expected negatives for checkpoint {name!r}, got some for {list(negatives)}; try "
-                "td.tasks.Clip(td.tasks.clip_embeddings(model, samples))"
+                "td.tasks.Clip(td.tasks.Clip.negatives_of(model, samples))"
             )
         images, texts = (t.to(image) for t in negatives[name])
         correct = scale * (image * text).sum(1)
         by_text = correct - (scale * image @ texts.T).logsumexp(1)
         return by_text, correct - (scale * text @ images.T).logsumexp(1)
-
-
-def clip_embeddings(
-    model: Any,
-    samples: Mapping[Any, Any],
-    *,
-    batch_size: int = 256,
-    device: str | torch.device = "cpu",
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Embed images and texts at every checkpoint of a model, to serve as negatives.
-
-    Parameters
-    ----------
-    model
-        A model with ``task="clip"``, or with a :class:`Clip` that names the variables.
-    samples
-        Images and texts by the task's names: arrays, tensors or a Dataset.
-    batch_size
-        Samples per pass.
-    device
-        Device of torch that the model runs on.
-
-    Returns
-    -------
-    (image embeddings, text embeddings), both (n, embedding) on the CPU, by name of the checkpoint.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If the model has another task, or samples lack a variable.
-
-    Notes
-    -----
-    Cost: reads all samples into memory, and runs them once per checkpoint. A few hundred samples
-    suffice: ``td.tasks.clip_embeddings(model, pool.isel(sample=slice(300)))``.
-    """
-    task = getattr(model, "task", None)
-    if not isinstance(task, Clip):
-        kind = type(model if task is None else task).__name__
-        raise TypeError(f"expected a td.Model of task='clip', got {kind}")
-    require_integer("batch_size", batch_size, 1, remedy="try batch_size=256")
-    whole = as_tensors(samples, task.variables)
-    starts = range(0, len(whole[task.image]), batch_size)
-    parts = [{n: t[i : i + batch_size].to(device) for n, t in whole.items()} for i in starts]
-    embeddings = {}
-    for checkpoint in model.checkpoints:
-        forward = model.forward(checkpoint).mapped(lambda tensor: tensor.to(device))
-        with torch.no_grad():
-            pairs = [task.embed(forward, Batch(part)) for part in parts]
-        image, text = (torch.cat(part).cpu() for part in zip(*pairs, strict=True))
-        embeddings[checkpoint.name] = (image, text)
-    return embeddings

@@ -50,7 +50,7 @@ class CausalLM(ModelTask):
     position
         Name of an integer variable (batch,) with the position of the only token that is attributed;
         then f = m_t and Q = 1 - p_t. The token at position 0 is never predicted. See
-        :func:`expand_tokens`.
+        ``CausalLM.tokens``.
     ignore_index
         Label of positions that are not predicted.
     positional
@@ -136,6 +136,49 @@ class CausalLM(ModelTask):
     def token_variables(self) -> tuple[str, ...]:
         """Names of the variables (batch, tokens)."""
         return self.inputs if self.labels is None else (*self.inputs, self.labels)
+
+    def tokens(self, samples: Mapping[Any, Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """List every predicted token of some sequences, so that each can become a sample.
+
+        Parameters
+        ----------
+        samples
+            The task's variables by name: arrays, tensors or a Dataset.
+
+        Returns
+        -------
+        ``sequence`` and ``position``, int64, one entry per token: the index of its sequence and its
+        position in the sequence, ordered by both.
+
+        Notes
+        -----
+        This is meant for targets: which training sequences made the model generate this token? The
+        features of a sequence's tokens add up to the feature of the sequence. Cost: reads the
+        tokens of all samples into memory.
+
+        Examples
+        --------
+        >>> import numpy as np, trakdask as td
+        >>> ids = np.array([[5, 6, 7], [8, 9, 0]])
+        >>> samples = {"input_ids": ids, "attention_mask": (ids > 0).astype(int)}
+        >>> sequence, position = td.tasks.CausalLM().tokens(samples)
+        >>> sequence, position
+        (array([0, 0, 1]), array([1, 2, 1]))
+
+        To make each token a sample, repeat the rows of its sequence and add its position. For a
+        Dataset this is
+        ``samples.isel(sample=sequence).assign_coords(token=("sample", position))``.
+
+        >>> tokens = {name: array[sequence] for name, array in samples.items()}
+        >>> tokens["token"] = position
+        >>> td.tasks.CausalLM(position="token").variables
+        ('input_ids', 'attention_mask', 'token')
+        """
+        task = self.for_variables({str(name): np.ndim(samples[name]) for name in samples})
+        names = [name for name in task.variables if name != task.position]
+        predicted = task.predicted(as_tensors(samples, names))
+        sequence, index = predicted.cpu().nonzero(as_tuple=True)
+        return sequence.numpy(), index.numpy() + task._shift
 
     def for_variables(self, n_dims: Mapping[str, int]) -> Any:
         """Return the task for samples with some variables, given their numbers of dimensions."""
@@ -501,49 +544,3 @@ class QuestionAnswering(ModelTask):
                 "the model"
             )
         return at_least_float32(torch.stack([start, end], 1))
-
-
-def expand_tokens(
-    samples: Mapping[Any, Any], task: CausalLM | None = None
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """List every predicted token of some sequences, so that each can become a sample.
-
-    Parameters
-    ----------
-    samples
-        The task's variables by name: arrays, tensors or a Dataset.
-    task
-        Determines which tokens are predicted, or have a label; ``CausalLM()`` by default.
-
-    Returns
-    -------
-    ``sequence`` and ``position``, int64, one entry per token: the index of its sequence and its
-    position in the sequence, ordered by both.
-
-    Notes
-    -----
-    This is meant for targets: which training sequences made the model generate this token? The
-    features of a sequence's tokens add up to the feature of the sequence. Cost: reads the tokens of
-    all samples into memory.
-
-    Examples
-    --------
-    >>> ids = np.array([[5, 6, 7], [8, 9, 0]])
-    >>> samples = {"input_ids": ids, "attention_mask": (ids > 0).astype(int)}
-    >>> sequence, position = expand_tokens(samples)
-    >>> sequence, position
-    (array([0, 0, 1]), array([1, 2, 1]))
-
-    To make each token a sample, repeat the rows of its sequence and add its position. For a Dataset
-    this is ``samples.isel(sample=sequence).assign_coords(token=("sample", position))``.
-
-    >>> tokens = {name: array[sequence] for name, array in samples.items()} | {"token": position}
-    >>> CausalLM(position="token").variables
-    ('input_ids', 'attention_mask', 'token')
-    """
-    task = CausalLM() if task is None else task
-    task = task.for_variables({str(name): np.ndim(samples[name]) for name in samples})
-    names = [name for name in task.variables if name != task.position]
-    predicted = task.predicted(as_tensors(samples, names))
-    sequence, index = predicted.cpu().nonzero(as_tuple=True)
-    return sequence.numpy(), index.numpy() + task._shift
