@@ -82,7 +82,7 @@ def test_fit__is_the_chain_of_its_steps() -> None:
     np.testing.assert_allclose(*products, rtol=1e-3, atol=1e-4 * products[0].max())
     for options, steps in (
         ({"curvature": False}, "SJLT(proj_dim=24, sparsity=4, seed=0), Components(proj_dim=6)"),
-        ({"components": False}, "}), SJLT(proj_dim=3, sparsity=4, seed=0)"),
+        ({"components": False}, "leading=3), SJLT(proj_dim=3, sparsity=4, seed=0)"),
     ):
         assert steps in repr(td.fit(SAMPLES, MODEL, **SMALL | options))
     moments = [{n: t.abs() for n, t in state.items()} for state in states().values()]
@@ -92,7 +92,6 @@ def test_fit__is_the_chain_of_its_steps() -> None:
 
 def test_fit__curvatures_are_of_few_of_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fitting, "N_CURVATURE", 16)
-    monkeypatch.setattr(fitting, "_weights", lambda *_: None)
     fitted, few = td.fit(SAMPLES, MODEL, **SMALL), drawn(SAMPLES, 16, 16)
     alone = td.fits.curvature(few, MODEL, progress=False).arrays
     for name in ("curvature_eigenvectors", "curvature_scale"):
@@ -121,14 +120,15 @@ def test_fit__the_bar_counts_blocks_of_all_passes_and_checkpoints(
 
     monkeypatch.setattr(bars, "_bar", spied)
     monkeypatch.setattr(fitting, "wrong_classes", lambda *_, **__: 1 / 0)
+    options = SMALL | {"progress": True, "weights": True}
     with pytest.raises(ZeroDivisionError):
-        td.fit(SAMPLES, MODEL, store=tmp_path / "f.zarr", **SMALL | {"progress": True})
+        td.fit(SAMPLES, MODEL, store=tmp_path / "f.zarr", **options)
     # Of four blocks: two passes for the curvature, one for weights, all at both checkpoints; one
     # for components, at the first.
     assert counted[-1] == 28
     capsys.readouterr()
     monkeypatch.undo()
-    td.fit(SAMPLES, MODEL, store=tmp_path / "f.zarr", **SMALL | {"progress": True})
+    td.fit(SAMPLES, MODEL, store=tmp_path / "f.zarr", **options)
     assert "fit" in (shown := capsys.readouterr().out)
     assert "40/40" in shown
 

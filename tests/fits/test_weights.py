@@ -12,14 +12,15 @@ from torch import nn
 import trakdask as td
 from tests.fits.test_curvature import case, fitted, gradients, kronecker
 from trakdask.fits import weights
-from trakdask.fits.weights import weights_of
+from trakdask.fits.weights import reads_tokens, weights_of
 from trakdask.projection.fitted import Fitted
 from trakdask.provenance import as_values
 from trakdask.tensors import VECTORS, groups_of, places_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore::UserWarning")
 EXACT: dict[str, Any] = {
-    "curvature": True, "components": False, "sketch": td.Identity(), "progress": False,
+    "curvature": True, "weights": True, "components": False, "sketch": td.Identity(),
+    "progress": False,
 }  # fmt: skip
 
 
@@ -93,6 +94,24 @@ def test_weights__are_those_of_explicit_modules(name: str, checkpoints: list[int
         np.testing.assert_allclose(features.feature.values[..., i], whole, atol=atol)
     total = sum(each["weight"] ** 2 * each["share"] for each in found.values())
     assert total == pytest.approx(1, rel=1e-4)  # as before, so that λ means the same
+
+
+def test_weights__are_by_default_of_models_of_tokens(tmp_path: Any) -> None:
+    options = EXACT | {"weights": "auto", "sketch": td.SJLT(64), "proj_dim": 64}
+    for name, has_weights in (("cnn", False), ("words", True)):
+        samples, model = case(name)
+        assert (weights_in(td.fit(samples, model, **options)) is not None) == has_weights
+        one, store = model.at_checkpoints(["a"]), tmp_path / f"{name}.zarr"
+        other = td.fit(samples, one, store=store, **options | {"weights": not has_weights})
+        td.save(td.featurize(samples, one, other), store, progress=False)
+        both = td.fit(samples, model, store=store, **options)
+        assert weights_in(both) == weights_in(other)  # a store goes on as it began
+        with pytest.raises(td.errors.StoreMismatchError, match="weights"):
+            td.fit(samples, model, store=store, **options | {"weights": has_weights})
+    positional = td.tasks.CausalLM(inputs="ids", positional=True)
+    assert reads_tokens(td.Model(nn.Linear(4, 9), task=positional))
+    with pytest.raises(ValueError, match="weights=True for 24 samples"):
+        td.fit(*case("cnn"), **options | {"weights": True, "curvature": False})
 
 
 def test_weights__of_sketches_are_near(monkeypatch: Any) -> None:

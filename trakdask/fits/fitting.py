@@ -21,7 +21,7 @@ from trakdask.fits.components import principal_components
 from trakdask.fits.curvatures import curvature as fit_curvature
 from trakdask.fits.keeping import kept_fits
 from trakdask.fits.moments import MomentsLike, second_moments
-from trakdask.fits.weights import FACTS, scores_by_group, weighted, weights_of
+from trakdask.fits.weights import FACTS, reads_tokens, scores_by_group, weighted, weights_of
 from trakdask.fits.wrong_classes import compares_classes, wrong_classes
 from trakdask.models.model import Model
 from trakdask.planning.fits import N_CURVATURE, N_WEIGHTS, sketch_of
@@ -48,6 +48,7 @@ def fit(
     proj_dim: int = 1024,
     *,
     curvature: bool | Literal["auto"] = "auto",
+    weights: bool | Literal["auto"] = "auto",
     components: bool = True,
     sketch: Projector | Literal["auto"] = "auto",
     moments: MomentsLike | None = None,
@@ -60,13 +61,11 @@ def fit(
     """Fit a projector to a model, which makes features of few columns that predict well.
 
     A random projection treats all directions of a gradient alike. A fitted one scales gradients by
-    the curvature of the loss, gives parameters weights, sketches them, and keeps the directions in
-    which the gradients of your samples differ most. Features take half of the space and predict
-    better. A parameter has weight if scores by its gradients alone agree between your checkpoints,
-    and if these gradients have many directions: see Notes. For a
-    classifier of several classes the fit also measures how the loss curves between the wrong
-    classes, which :class:`Soft` adds to the gram matrix. Features keep the fit, so that
-    targets are made by ``td.featurize(test, model, like=features)``.
+    the curvature of the loss, sketches them, and keeps the directions in which the gradients of
+    your samples differ most. Features take half of the space and predict better. For models of
+    texts, layers also get weights. For a classifier of several classes the fit also measures how
+    the loss curves between the wrong classes, which :class:`Soft` adds to the gram matrix. Features
+    keep the fit, so that targets are made by ``td.featurize(test, model, like=features)``.
 
     Parameters
     ----------
@@ -81,6 +80,10 @@ def fit(
         Whether gradients are scaled by :func:`~trakdask.fits.curvature`, half of the sketch being
         leading coordinates. ``"auto"`` leaves it out if there are ``moments``, or fewer than 500
         samples to fit it to, where it made scores worse.
+    weights
+        Whether the gradients of each layer are multiplied by a weight: see Notes. ``"auto"`` says
+        yes if the model is a causal language model, or has an ``Embedding``, or as the store has
+        it. Elsewhere weights made scores worse more often than better.
     components
         Whether the sketch is reduced by :func:`~trakdask.fits.principal_components`. Without it,
         the sketch itself gets ``proj_dim`` columns.
@@ -116,22 +119,23 @@ def fit(
 
     Notes
     -----
-    The weight α of a parameter multiplies its gradients after the scale of the curvature; biases
-    and other vectors have one together. α = R² √D, times a number for all. D = tr(K)² / tr(K²) is
-    the number of directions of the products K of these gradients, each with the weight of its
-    sample in the gram matrix. R = C r / (1 + (C - 1) r), for C checkpoints, is the reliability of
-    scores that K alone gives, whose mean correlation between two checkpoints is r. With one
-    checkpoint R is 1; only in a causal language model all but the layer that writes words have
-    √0.03. A matrix with less than 1 % of the weighted squared length has the weight 0, and
-    features are made without its gradients. :func:`trakdask.plots.weights` draws the weights, which
-    are in the first of ``steps`` of the projector, and in attrs of its features. Checkpoints that
-    are appended to a store have the weights of the store.
+    A parameter has much weight if scores by its gradients alone agree between your checkpoints, and
+    if these gradients have many directions. The weight α multiplies gradients after the scale of
+    the curvature; biases and other vectors have one together. α = R² √D, times a number for all.
+    D = tr(K)² / tr(K²) is the number of directions of the products K of these gradients, each with
+    the weight of its sample in the gram matrix. R = C r / (1 + (C - 1) r), for C checkpoints, is
+    the reliability of scores that K alone gives, whose mean correlation between two checkpoints is
+    r. With one checkpoint R is 1; only in a causal language model all but the layer that writes
+    words have √0.03. A matrix with less than 1 % of the weighted squared length has the weight 0,
+    and features are made without its gradients. :func:`trakdask.plots.weights` draws the weights,
+    which are in the first of ``steps`` of the projector, and in attrs of its features. Checkpoints
+    that are appended to a store have the weights of the store.
 
     It is computed at once, on the active client or on threads, at as many checkpoints side by side
     as there are tasks for. Until they are summed, a store on the disk of workers keeps 8 bytes for
     each parameter and each entry of an axis' matrix, of every block. Cost:
     one pass over ``n_samples`` samples, three over 600 of them (two for the curvature, one for the
-    wrong classes), one over 300 for the weights, and the eigenvectors of the products of all.
+    wrong classes), one over 300 for weights, and the eigenvectors of the products of all.
     Memory does not grow with the number of all samples.
 
     Examples
@@ -147,10 +151,11 @@ def fit(
     n_samples = require_integer("n_samples", n_samples, 1, remedy="try n_samples=2000")
     proj_dim = require_integer("proj_dim", proj_dim, 1, remedy="try proj_dim=1024")
     require_flags(components=components)
-    if curvature not in (True, False, "auto"):
-        raise ValueError(
-            f"expected curvature=True, False or 'auto', got {shown(curvature)}; try 'auto'"
-        )
+    for option, value in (("curvature", curvature), ("weights", weights)):
+        if value not in (True, False, "auto"):
+            raise ValueError(
+                f"expected {option}=True, False or 'auto', got {shown(value)}; try 'auto'"
+            )
     features = None if store is None else _features_of(store, storage_options)
     before = {} if features is None else json.loads(features.attrs.get("fitted_to", "{}"))
     if sketch == "auto":  # a store goes on with the sketch that it has
@@ -167,21 +172,31 @@ def fit(
     few = drawn(part, N_CURVATURE, part.chunksizes[SAMPLE][0])
     if curvature == "auto":
         curvature = moments is None and part.sizes[SAMPLE] >= _FEW_SAMPLES
+    stored = None if features is None else projector_of(features)
+    kept_weights = None if stored is None else _weights_in(stored)
+    if weights == "auto":
+        weights = reads_tokens(model) if stored is None else kept_weights is not None
+        weights = bool(weights and curvature)
+    if weights and not curvature:
+        raise ValueError(
+            "expected curvature=True, whose scale is what weights multiply, got "
+            f"weights=True for {part.sizes[SAMPLE]} samples without it; try weights=False"
+        )
+    weights = bool(weights)
     read = inputs_of(part, model.for_variables({str(n): a.ndim for n, a in part.variables.items()}))
     source = source_of(part.drop_vars([n for n in part.data_vars if n not in read]), read)
     n_components = min(proj_dim, part.sizes[SAMPLE])
     first = Fitted(()) if moments is None else second_moments(model, moments, progress=False)
     asked = {
-        "proj_dim": proj_dim, "curvature": curvature, "components": components,
+        "proj_dim": proj_dim, "curvature": curvature, "weights": weights, "components": components,
         "sketch": sketch.spec(), "n_samples": n_samples, "samples": source, **options,
     }  # fmt: skip
     origin = json.dumps(asked, sort_keys=True)
     folder = None if store is None else kept_beside(Folder.at(store, storage_options))
-    stored = None
-    if features is not None:
+    if stored is not None:
+        before.setdefault("weights", kept_weights is not None)  # as older stores do not say it
         what = f"the projector that is asked for and the one of {os.fspath(store or '')!r}"
         require_same(json.loads(origin), before, what=what, names=tuple(asked))
-        stored = projector_of(features)
 
     # 1. The store has some checkpoints; what was kept of the others is not computed again.
     names = [checkpoint.name for checkpoint in model.checkpoints]
@@ -189,7 +204,8 @@ def fit(
     todo = [name for name in names if name not in known]
     n, n_few = (len(each.chunksizes[SAMPLE]) for each in (part, few))
     n_weights = 1 if few.sizes[SAMPLE] > N_WEIGHTS else n_few  # one block, if they are drawn
-    of_curvature = 2 * n_few + n_weights if curvature else 0
+    is_measured = weights and stored is None  # those of a store stay
+    of_curvature = (2 * n_few + n_weights * is_measured) * curvature
     of_sketch = n * components + n_few * compares_classes(model.task)
 
     def kept(step: str, digests: Mapping[str, Any], total: int, compute: Any) -> dict[str, Fitted]:
@@ -208,10 +224,14 @@ def fit(
         # 2. The scale of gradients at each checkpoint, and the weights that all of them have.
         steps = {name: first.at_checkpoints([name]) for name in todo}
         if curvature:
-            steps = kept("curvature", {}, of_curvature, partial(_curvature, few, options))
-            weights = _weights(list(steps.values()), model, stored)
+            compute = partial(_curvature, few, options, is_measured)
+            steps = kept("curvature", {}, of_curvature, compute)
+            if is_measured and steps:
+                facts = {n: [fit.arrays[n] for fit in steps.values()] for n in FACTS}
+                whole = {n: np.concatenate(parts, -1) for n, parts in facts.items()}
+                kept_weights = weights_of(whole, model)
             for name, fit in steps.items():
-                steps[name] = weighted(fit, weights, model.shapes, n_leading)
+                steps[name] = weighted(fit, kept_weights, model.shapes, n_leading)
         # 3. At each checkpoint, the sketch, its components, and how it curves between classes.
         digests = {name: dict(fit.digests) for name, fit in steps.items()}
         n_columns = n_components if components else 0
@@ -245,18 +265,16 @@ def _estimate(n_blocks: int, n_fewer: int, left_s: float, block_s: float) -> str
     )
 
 
-def _curvature(few: xr.Dataset, options: Mapping[str, Any], model: Model) -> Fitted:
+def _curvature(
+    few: xr.Dataset, options: Mapping[str, Any], has_weights: bool, model: Model
+) -> Fitted:
     """Return the curvature, and what it says of the weights of parameters."""
     fit = fit_curvature(few, model, leading=0, progress=False, **options)
-    return fit.beside(scores_by_group(few, model, fit, **options))
+    return fit.beside(scores_by_group(few, model, fit, **options)) if has_weights else fit
 
 
-def _weights(scaled: list[Fitted], model: Model, stored: Fitted | None) -> Weights | None:
-    """Return the weights that features of all checkpoints have: those of a store stay."""
-    if stored is not None:
-        return next((s.weights for s in stored.steps if isinstance(s, Curvature)), None)
-    facts = {n: np.concatenate([fit.arrays[n] for fit in scaled], -1) for n in FACTS}
-    return weights_of(facts, model)
+def _weights_in(projector: Fitted) -> Weights | None:
+    return next((step.weights for step in projector.steps if isinstance(step, Curvature)), None)
 
 
 def _sketched(

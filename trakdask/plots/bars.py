@@ -119,7 +119,7 @@ def weights(features: xr.Dataset) -> Figure:
     ImportError
         If matplotlib is missing: install ``trakdask[plots]``.
     ValueError
-        If parameters have no weights: the projector was fitted without curvature, or is random.
+        If parameters have no weights: only models of tokens get some by default.
 
     Examples
     --------
@@ -130,14 +130,14 @@ def weights(features: xr.Dataset) -> Figure:
         >>> digits, _ = td.examples.digits()
         >>> module = td.examples.digits_mlp()
         >>> model = td.Model(module, task="image_classification")
-        >>> projector = td.fit(digits, model, 64, n_samples=500, progress=False)
+        >>> projector = td.fit(digits, model, 64, weights=True, n_samples=500, progress=False)
         >>> figure = td.plots.weights(td.featurize(digits, model, projector))
     """
     first = as_values(features.attrs).get("projector", {}).get("steps", [{}])[0]
     if not (found := first.get("weights")):
         raise ValueError(
             "expected features of a projector with weights of parameters, got one that begins with "
-            f"{shown(first.get('kind', 'no fitted step'))}; try td.fit(samples, model)"
+            f"{shown(first.get('kind', 'no fitted step'))}; try td.fit(samples, model, weights=True)"
         )
     names = list(found)
     columns = {key: np.array([found[n].get(key, np.nan) for n in names]) for key in (
