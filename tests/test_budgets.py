@@ -18,11 +18,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "tests" / "benchmarks"
 
-LINES_OF_PACKAGE = 23_755
-LINES_OF_TESTS = 27_104
-LINES_OF_BENCHMARKS = 1_985
+LINES_OF_PACKAGE = 23_776
+LINES_OF_TESTS = 27_176
+LINES_OF_BENCHMARKS = 1_984
 NAMED_TYPES = 181
-PUBLIC_NAMES = 104
+PUBLIC_NAMES = 100
 
 PUBLIC_MODULES = (
     *("trakdask", "trakdask.fits", "trakdask.models.tasks", "trakdask.evaluate", "trakdask.plots"),

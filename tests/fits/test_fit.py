@@ -144,13 +144,15 @@ def test_fit__runs_as_many_checkpoints_side_by_side_as_keep_workers_busy(
         return curvature(samples, model, **options)
 
     monkeypatch.setattr(fitting, "fit_curvature", spied)
+    options = SMALL | {"weights": True}
     with get_task_stream(process_client) as stream:
-        fitted = td.fit(SAMPLES, MODEL, **SMALL)
+        fitted = td.fit(SAMPLES, MODEL, **options)
     assert together == [["a", "b"]]
     tasks = {str(each["key"]).partition("-")[0] for each in stream.data}
     assert {"_principal", "_facts_at", "('eigenvectors_of"} <= tasks  # on workers, and not here
     monkeypatch.undo()
-    assert small_fit().digests == fitted.digests
+    with dask.config.set(scheduler="threads"):
+        assert td.fit(SAMPLES, MODEL, **options).digests == fitted.digests
 
 
 def test_fit__a_sketch_by_name_says_what_to_try() -> None:

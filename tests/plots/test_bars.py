@@ -86,7 +86,7 @@ def test_weights__are_the_numbers_of_the_projector() -> None:
     for ax, name in zip(others, ("agreement", "directions", "weight"), strict=True):
         assert ax.get_xlabel() == name
         assert [bar.get_width() for bar in ax.patches] == [g[name] for g in groups.values()]
-    with pytest.raises(ValueError, match=r"no fitted step.*td.fit\(samples, model\)"):
+    with pytest.raises(ValueError, match=r"no fitted step.*weights=True"):
         td.plots.weights(FEATURES)
 
 

@@ -137,7 +137,7 @@ def weights(features: xr.Dataset) -> Figure:
     if not (found := first.get("weights")):
         raise ValueError(
             "expected features of a projector with weights of parameters, got one that begins with "
-            f"{shown(first.get('kind', 'no fitted step'))}; try td.fit(samples, model, weights=True)"
+            f"{shown(first.get('kind', 'no fitted step'))}; try td.fit(..., weights=True)"
         )
     names = list(found)
     columns = {key: np.array([found[n].get(key, np.nan) for n in names]) for key in (
