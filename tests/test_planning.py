@@ -119,10 +119,17 @@ def test_plan__a_fit_keeps_the_bytes_that_are_planned(
     kept = sum(array.nbytes for array in fitted.arrays.values())
     assert 0.99 * found["kept_bytes"] < kept <= found["kept_bytes"]  # parameters may have no weight
     n, with_curvature = min(n_samples, n_fitted), n_samples >= 500
-    n_few, n_weights = min(n, N_CURVATURE), min(n, N_WEIGHTS)
-    of_curvature = (2 * n_few + n_weights) * with_curvature
+    n_few = min(n, N_CURVATURE)
+    of_curvature = 2 * n_few * with_curvature
     assert found["n_gradients"] == n + of_curvature + n_few * ("image" in task)
     assert plan(td.featurize(samples, model, fitted)).fit is None
+
+
+def test_plan__a_fit_of_a_model_of_tokens_takes_all_samples() -> None:
+    ids, n = np.arange(700 * 6).reshape(700, 6) % 9, 700
+    samples = td.from_arrays({"image": ids, "label": np.arange(n) % 3})
+    model = td.Model(nn.Sequential(nn.EmbeddingBag(9, 4), nn.Linear(4, 3)))
+    assert plan(td.featurize(samples, model)).fit["n_gradients"] == 4 * n + N_WEIGHTS
 
 
 def test_plan__a_fit_takes_as_long_as_its_passes_and_products() -> None:

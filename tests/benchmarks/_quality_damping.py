@@ -39,5 +39,3 @@ def half_checkpoints(subject: Subject, cache: Path, n: int) -> list[Path]:
         torch.save(subject.train(members(FIRST + index, n_train), seed=100 + index), path)
 
     return [made_once(Path(f"{stem}-h{index}.pt"), partial(write, index)) for index in range(n)]
-
-

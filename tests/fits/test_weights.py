@@ -11,8 +11,8 @@ from torch import nn
 
 import trakdask as td
 from tests.fits.test_curvature import case, fitted, gradients, kronecker
-from trakdask.fits import weights
-from trakdask.fits.weights import reads_tokens, weights_of
+from trakdask.fits import fitting, weights
+from trakdask.fits.weights import weights_of
 from trakdask.projection.fitted import Fitted
 from trakdask.provenance import as_values
 from trakdask.tensors import VECTORS, groups_of, places_of
@@ -109,9 +109,17 @@ def test_weights__are_by_default_of_models_of_tokens(tmp_path: Any) -> None:
         with pytest.raises(td.errors.StoreMismatchError, match="weights"):
             td.fit(samples, model, store=store, **options | {"weights": has_weights})
     positional = td.tasks.CausalLM(inputs="ids", positional=True)
-    assert reads_tokens(td.Model(nn.Linear(4, 9), task=positional))
+    assert td.Model(nn.Linear(4, 9), task=positional).reads_tokens
     with pytest.raises(ValueError, match="weights=True for 24 samples"):
         td.fit(*case("cnn"), **options | {"weights": True, "curvature": False})
+
+
+def test_fit__curvatures_of_models_of_tokens_are_of_all_samples(monkeypatch: Any) -> None:
+    samples, model = case("words")
+    monkeypatch.setattr(fitting, "N_CURVATURE", 8)
+    found = td.fit(samples, model, **EXACT | {"weights": False}).arrays["curvature_scale"]
+    alone = td.fits.curvature(samples, model, leading=0, progress=False).arrays["curvature_scale"]
+    np.testing.assert_allclose(found, alone, rtol=1e-5)
 
 
 def test_weights__of_sketches_are_near(monkeypatch: Any) -> None:

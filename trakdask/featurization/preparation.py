@@ -167,6 +167,7 @@ def _attrs(job: FeaturizeJob, bound: Fitted, source: Any) -> dict[str, Any]:
         "on_error": job.on_error,
         **({"parts": job.partition.spec()} if job.partition else {}),
         **task_facts(job.model.task),
+        **({"reads_tokens": 1} if job.model.reads_tokens else {}),
         "formula": bound.formula,
         **({"damping_prior": bound.damping_prior} if bound.damping_prior != 1 else {}),
         "trakdask_version": __version__,

@@ -21,7 +21,7 @@ from trakdask.fits.components import principal_components
 from trakdask.fits.curvatures import curvature as fit_curvature
 from trakdask.fits.keeping import kept_fits
 from trakdask.fits.moments import MomentsLike, second_moments
-from trakdask.fits.weights import FACTS, reads_tokens, scores_by_group, weighted, weights_of
+from trakdask.fits.weights import FACTS, scores_by_group, weighted, weights_of
 from trakdask.fits.wrong_classes import compares_classes, wrong_classes
 from trakdask.models.model import Model
 from trakdask.planning.fits import N_CURVATURE, N_WEIGHTS, sketch_of
@@ -82,8 +82,8 @@ def fit(
         samples to fit it to, where it made scores worse.
     weights
         Whether the gradients of each layer are multiplied by a weight: see Notes. ``"auto"`` says
-        yes if the model is a causal language model, or has an ``Embedding``, or as the store has
-        it. Elsewhere weights made scores worse more often than better.
+        yes for models of tokens, which have an ``Embedding`` or a task of texts, or as the store
+        has it. Elsewhere weights made scores worse more often than better.
     components
         Whether the sketch is reduced by :func:`~trakdask.fits.principal_components`. Without it,
         the sketch itself gets ``proj_dim`` columns.
@@ -93,8 +93,8 @@ def fit(
     moments
         Adam's second moments at each checkpoint, as in :func:`~trakdask.fits.second_moments`.
     n_samples
-        How many of the samples the components are fitted to, and up to 600 of them the curvatures.
-        They are drawn at random, always the same ones.
+        How many of the samples the components are fitted to, and up to 600 of them the curvatures;
+        all of them for models of tokens. They are drawn at random, always the same ones.
     store, storage_options
         Where the features will be saved, as in :func:`save`. The fit of checkpoints whose features
         it has is taken from there. Fits of other checkpoints are kept beside, in a folder whose
@@ -135,7 +135,8 @@ def fit(
     as there are tasks for. Until they are summed, a store on the disk of workers keeps 8 bytes for
     each parameter and each entry of an axis' matrix, of every block. Cost:
     one pass over ``n_samples`` samples, three over 600 of them (two for the curvature, one for the
-    wrong classes), one over 300 for weights, and the eigenvectors of the products of all.
+    wrong classes; over all for models of tokens), one over 300 for weights, and the eigenvectors of
+    the products of all.
     Memory does not grow with the number of all samples.
 
     Examples
@@ -169,13 +170,14 @@ def fit(
         sketch = replace(sketch, proj_dim=proj_dim)  # type: ignore[call-arg]
     samples = validate_samples(samples)
     part = drawn(samples, n_samples, samples.chunksizes[SAMPLE][0])
-    few = drawn(part, N_CURVATURE, part.chunksizes[SAMPLE][0])
+    n_few = n_samples if model.reads_tokens else N_CURVATURE
+    few = drawn(part, n_few, part.chunksizes[SAMPLE][0])
     if curvature == "auto":
         curvature = moments is None and part.sizes[SAMPLE] >= _FEW_SAMPLES
     stored = None if features is None else projector_of(features)
     kept_weights = None if stored is None else _weights_in(stored)
     if weights == "auto":
-        weights = reads_tokens(model) if stored is None else kept_weights is not None
+        weights = model.reads_tokens if stored is None else kept_weights is not None
         weights = bool(weights and curvature)
     if weights and not curvature:
         raise ValueError(

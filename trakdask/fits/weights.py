@@ -210,19 +210,6 @@ def weights_of(facts: Mapping[str, np.ndarray], model: Model) -> Weights:
     }
 
 
-def reads_tokens(model: Model) -> bool:
-    """Return whether a model writes words, or looks embeddings up.
-
-    There each token has directions of its own, and layers differ so much that weights pay: on three
-    such tasks the LDS rose by 0.007 to 0.126. On 29 others, weights gained at most 0.007 and lost
-    up to 0.053 (``tests/benchmarks/results/2026-11-29-exponents.txt``).
-    """
-    parts = model.meta_module().modules()
-    return _writes_words(model) is not None or any(
-        isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in parts
-    )
-
-
 def _writes_words(model: Model) -> str | None:
     """Return the matrix that makes logits of words, in a causal language model; else None."""
     if not isinstance(model.task, CausalLM) or isinstance(model.task, TokenClassification):

@@ -180,6 +180,16 @@ class Model:
                 with torch.random.fork_rng([]):  # as if it were built once
                     self._made(checkpoint)
 
+    @functools.cached_property
+    def reads_tokens(self) -> bool:
+        """Whether the model reads texts, as its task says, or looks up embeddings.
+
+        A token is in few samples, so that gradients of its embedding are zero in most.
+        """
+        kinds = torch.nn.Embedding, torch.nn.EmbeddingBag
+        of_task = getattr(self.task, "token_variables", ())
+        return bool(of_task) or any(isinstance(x, kinds) for x in self.meta_module().modules())
+
     def forward(self, checkpoint: Checkpoint) -> Forward:
         """Return the model at one checkpoint, on this thread's own copy of the architecture."""
         module, read = self._read(checkpoint if self._loads_itself else None)

@@ -183,8 +183,7 @@ class Plan:
         The cost of a fit before these features; None if it is done. By name:
 
         - n_samples: how many samples it uses
-        - n_gradients: how many gradients it takes at each checkpoint, with those for weights of
-          layers, which only some models need
+        - n_gradients: how many gradients it takes at each checkpoint
         - operations: arithmetic operations per checkpoint, beside those of gradients and their
           sketch
         - kept_bytes: bytes of the fitted values of all checkpoints, which a store keeps, if all
