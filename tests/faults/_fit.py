@@ -30,8 +30,8 @@ def fit(store: str | Path, **options: Any) -> Fitted:
         for _ in range(N_CHECKPOINTS)
     ]
     model = td.Model(torch.nn.Linear(6, 3), states, task="image_classification")
-    given = {"curvature": True, "sketch": td.SJLT(24), "progress": False, **options}
-    return td.fit(samples, model, 6, store=store, **given)
+    whole = {"curvature": True, "weights": True, "sketch": td.SJLT(24)}  # all passes
+    return td.fit(samples, model, 6, store=store, progress=False, **whole, **options)
 
 
 def main(store: str, begun: str) -> None:
