@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import numpy as np
@@ -166,6 +167,18 @@ def test_weights__follow_by_every_door(tmp_path: Any) -> None:
     np.testing.assert_allclose(
         parts.sum("module"), scores, rtol=1e-2, atol=1e-3 * float(abs(scores).max())
     )
+
+
+def test_weights__are_measured_where_a_store_that_had_them_was_removed(tmp_path: Any) -> None:
+    samples, model = case("words")
+    store, options = tmp_path / "a.zarr", EXACT | {"sketch": td.SJLT(64), "proj_dim": 64}
+    one = model.at_checkpoints(["a"])
+    fit = td.fit(samples, one, store=store, **options)
+    td.save(td.featurize(samples, one, fit), store, progress=False)
+    td.fit(samples, model, store=store, **options)  # keeps that of "b" beside, without facts
+    shutil.rmtree(store)
+    again = td.fit(samples, model, store=store, **options)
+    assert weights_in(again) == weights_in(td.fit(samples, model, **options))
 
 
 def test_weights__what_has_none_is_not_differentiated(tmp_path: Any, monkeypatch: Any) -> None:

@@ -214,7 +214,7 @@ def fit(
         files = {}
         for name in todo:
             of_one = model.at_checkpoints([name]).spec()
-            of = {**asked, "model": of_one, "before": digests.get(name)}
+            of = {**asked, "model": of_one, "before": digests.get(name), "facts": is_measured}
             files[name] = f"{step}-{digest(of)[:32]}.npz"
         return kept_fits(folder, files, model, compute, n, total)
 
