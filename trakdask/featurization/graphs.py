@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -39,6 +39,9 @@ class GraphInputs:
         Attrs and coords of the features.
     fit
         Fitted values, (..., checkpoint), in a chunk for each checkpoint.
+    known
+        By the name of the checkpoint, features, output and Q that a fit has computed already,
+        (sample, proj_dim + 2).
     """
 
     job: FeaturizeJob
@@ -46,6 +49,7 @@ class GraphInputs:
     attrs: dict[str, Any]
     coords: dict[Hashable, Any]
     fit: dict[str, da.Array]
+    known: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @cached_property
     def token(self) -> str:
@@ -65,10 +69,21 @@ class GraphInputs:
 def lazy_arrays(prepared: GraphInputs) -> dict[str, da.Array]:
     """Build the graph: a task per (sample block × checkpoint), and one per variable of it."""
     job, token = prepared.job, prepared.token
-    tasks = block_tasks(featurize_block, "sc", prepared, token)
+    tasks = block_tasks(featurize_block, "sc", prepared, token, _known_blocks(prepared), "sc")
     new_axes = {"p": job.proj_dim}
     feature = variable_of(tasks, "sc", "spc", 0, f"feature-{token}", new_axes=new_axes)
     return {"feature": feature} | other_variables(job, tasks, "sc", token)
+
+
+def _known_blocks(prepared: GraphInputs) -> da.Array:
+    """Return what is known of each block at each checkpoint, or None, as one item each."""
+    stops, checkpoints = np.cumsum(prepared.rows), prepared.job.model.checkpoints
+    blocks = np.full((len(stops), len(checkpoints)), None, object)
+    for column, checkpoint in enumerate(checkpoints):
+        if (rows := prepared.known.get(checkpoint.name)) is not None:
+            for i, block in enumerate(np.split(rows, stops[:-1])):
+                blocks[i, column] = block
+    return da.from_array(blocks, chunks=1, name=f"known-{prepared.token}")
 
 
 def block_tasks(

@@ -25,7 +25,7 @@ from trakdask.models.tasks import task_spec
 from trakdask.models.tasks.protocol import task_facts
 from trakdask.projection import SJLT, Projector, RowMap
 from trakdask.projection.fitted import Components, Fitted
-from trakdask.provenance import REQUIRED_SPEC, as_values, require_same
+from trakdask.provenance import BY_CHECKPOINT, REQUIRED_SPEC, as_values, digest, require_same
 from trakdask.samples.array_source import lazy_variables, validate_samples
 from trakdask.samples.coords import normalise_coord
 from trakdask.samples.datasets import source_of
@@ -120,7 +120,16 @@ def prepare(
     checkpoint = normalise_coord(CHECKPOINT, names, len(names))
     coords = {**samples.coords, CHECKPOINT: (CHECKPOINT, checkpoint)}
     attrs = {**spec, **_attrs(job, bound, source_of(samples, inputs)), "gradients_reason": reason}
-    return GraphInputs(job, inputs, attrs, coords, _lazy_fit(bound))
+    # 7. What a fit has computed of just these samples, in just this way.
+    known = {n: rows for n, (of, rows) in fitted.rows.items() if of == made_like(attrs, n)}
+    return GraphInputs(job, inputs, attrs, coords, _lazy_fit(bound), known)
+
+
+def made_like(attrs: Mapping[str, Any], name: str) -> str:
+    """Hash what attrs of features say of the gradients at a checkpoint, but for the projector."""
+    others = {"projector", "fit", "fitted_to", "formula", "damping_prior"}
+    here = {n: value for n, value in attrs.items() if n not in others}
+    return digest(here | {n: here[n][name] for n in BY_CHECKPOINT if n in here})
 
 
 def _require_fitted_to(fitted: Fitted, spec: Mapping[str, Any]) -> None:

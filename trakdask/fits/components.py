@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import dask
+import dask.array as da
 import numpy as np
 import numpy.typing as npt
+import torch
 import xarray as xr
 
 from trakdask import arrays
@@ -15,16 +19,17 @@ from trakdask.checks import require_integer
 from trakdask.errors import warn_once
 from trakdask.execution import require_memory
 from trakdask.featurization.lazy import featurize
-from trakdask.featurization.preparation import model_of, require_model
+from trakdask.featurization.preparation import made_like, model_of, require_model
 from trakdask.fits.keeping import kept_blocks
 from trakdask.fits.sums import signed
 from trakdask.models.model import Model
 from trakdask.projection import SJLT, Projector
-from trakdask.projection.companding import encoded
-from trakdask.projection.fitted import Components, Fitted
+from trakdask.projection.companding import encoded, widened
+from trakdask.projection.fitted import Components, Curvature, Fitted
+from trakdask.projection.maps import reduced
 from trakdask.provenance import as_values
 from trakdask.samples.array_source import validate_samples
-from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE
+from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, checkpoint_names
 
 WIDE = SJLT(proj_dim=8192, seed=0)
 
@@ -110,11 +115,17 @@ def principal_components(
     require_model(model)
     n_blocks = len(samples.chunksizes[SAMPLE]) * len(model.checkpoints)
     with block_bar("components", n_blocks, show=progress):
-        return _fitted(featurize(samples, model, projector, **options), proj_dim, projector)
+        wide = featurize(samples, model, projector, **options)
+        return with_components(wide, proj_dim, projector, keeps_rows=False)
 
 
-def _fitted(wide: xr.Dataset, proj_dim: int, projector: Projector | Fitted) -> Fitted:
-    """Return a projector with the components of its features as one more step."""
+def with_components(
+    wide: xr.Dataset, proj_dim: int, projector: Projector | Fitted, *, keeps_rows: bool
+) -> Fitted:
+    """Return a projector with the components of its features as one more step.
+
+    With ``keeps_rows``, it also has what the components make of these features.
+    """
     n_columns = min(proj_dim, wide.sizes[SAMPLE], wide.sizes[PROJ_DIM])
     if n_columns < proj_dim:
         warn_once(
@@ -128,22 +139,48 @@ def _fitted(wide: xr.Dataset, proj_dim: int, projector: Projector | Fitted) -> F
         f"the principal components of {wide.sizes[SAMPLE]} samples",
         f"try fewer samples: some thousand are enough for {n_columns} columns",
     )
-    rows = [kept_blocks(wide.feature.data[:, :, i]) for i in range(wide.sizes[CHECKPOINT])]
-    by_checkpoint = dask.compute(*(dask.delayed(_principal)(x, n_columns) for x in rows))
-    matrices, shares = (np.stack(parts, -1) for parts in zip(*by_checkpoint, strict=True))
-    fit = {"principal_components": matrices, "principal_shares": shares}
-    fitted, step = Fitted.of(projector), Components(matrices.shape[1])
-    return fitted.with_arrays(step, fit, model_of(as_values(wide.attrs)))
+    # 1. Output and Q are computed with each block of features, and kept beside them.
+    arrays_of = [wide.feature.data, *(wide[n].data[:, None] for n in ("output", "out_to_loss"))]
+    both = da.concatenate(arrays_of, axis=1).rechunk({1: -1})
+    rows = [kept_blocks(both[:, :, i]) for i in range(wide.sizes[CHECKPOINT])]
+    # 2. The components, and what they make of these features.
+    fitted = Fitted.of(projector)
+    n_leading = sum(step.leading for step in fitted.steps if isinstance(step, Curvature))
+    batches = _micro_batches(wide) if keeps_rows else []
+    principal = dask.delayed(partial(_principal, n_columns, n_leading, batches))
+    by_checkpoint = dask.compute(*map(principal, rows))
+    matrices, shares, features = zip(*by_checkpoint, strict=True)
+    fit = {"principal_components": np.stack(matrices, -1), "principal_shares": np.stack(shares, -1)}
+    step = Components(matrices[0].shape[1])
+    fitted = fitted.with_arrays(step, fit, model_of(as_values(wide.attrs)))
+    if not keeps_rows:
+        return fitted
+    attrs, named = as_values(wide.attrs), zip(checkpoint_names(wide), features, strict=True)
+    return replace(fitted, rows={name: (made_like(attrs, name), rows) for name, rows in named})
+
+
+def _micro_batches(wide: xr.Dataset) -> list[slice]:
+    """Return the rows that a task makes features of at once, so that products have equal bits."""
+    size, stops = int(wide.attrs["batch_size"]), np.cumsum(wide.chunksizes[SAMPLE]).tolist()
+    return [
+        slice(i, min(i + size, stop))
+        for start, stop in zip([0, *stops], stops, strict=False)
+        for i in range(start, stop, size)
+    ]
 
 
 def _principal(
-    x: npt.NDArray[np.float32], n_components: int
-) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float64]]:
+    n_components: int, n_leading: int, batches: list[slice], both: npt.NDArray[np.float32]
+) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float64], npt.NDArray[np.float32] | None]:
     """Return codes of the right singular vectors of the largest singular values, and their shares.
+
+    Output and Q stand beside the features x, and beside what the components make of them in some
+    batches, which is returned last.
 
     By the products of samples, X Xᵀ = U diag(s) Uᵀ, since there are fewer samples than columns:
     V = Xᵀ U diag(s)^-½. A direction without any length has the column 0.
     """
+    x = both[:, :-2]
     wide = x.astype(np.float64)
     values, vectors = np.linalg.eigh(wide @ wide.T)
     values, vectors = values[: -n_components - 1 : -1], vectors[:, : -n_components - 1 : -1]
@@ -153,4 +190,11 @@ def _principal(
     # precision, which takes half of the time, is enough for the products before.
     matrix = signed(x.T @ (vectors * scale).astype(np.float32))
     total = np.square(wide).sum() or 1.0  # of features without any length, all shares are 0
-    return encoded(matrix), np.where(is_kept, values, 0) / total
+    del wide  # which takes more memory than the matrix that follows
+    codes, rows = encoded(matrix), None
+    if batches:
+        components, features = torch.from_numpy(widened(codes)), torch.from_numpy(x)
+        parts = [features[batch].tensor_split([n_leading], 1) for batch in batches]
+        reduced_parts = [reduced(*part, components).numpy() for part in parts]
+        rows = np.concatenate([np.concatenate(reduced_parts), both[:, -2:]], axis=1)
+    return codes, np.where(is_kept, values, 0) / total, rows

@@ -15,9 +15,10 @@ import xarray as xr
 from trakdask.bars import block_bar, duration
 from trakdask.checks import require_flags, require_integer, shown
 from trakdask.errors import IncompleteFeaturesError
+from trakdask.featurization.lazy import featurize
 from trakdask.featurization.preparation import inputs_of, model_of, projector_of, require_model
 from trakdask.files import Folder
-from trakdask.fits.components import principal_components
+from trakdask.fits.components import with_components
 from trakdask.fits.curvatures import curvature as fit_curvature
 from trakdask.fits.keeping import kept_fits
 from trakdask.fits.moments import MomentsLike, second_moments
@@ -131,6 +132,9 @@ def fit(
     which are in the first of ``steps`` of the projector, and in attrs of its features. Checkpoints
     that are appended to a store have the weights of the store.
 
+    If there are no more than ``n_samples`` samples, the projector also has their features, which
+    :func:`featurize` then need not compute again.
+
     It is computed at once, on the active client or on threads, at as many checkpoints side by side
     as there are tasks for. Until they are summed, a store on the disk of workers keeps 8 bytes for
     each parameter and each entry of an axis' matrix, of every block. Cost:
@@ -221,7 +225,9 @@ def fit(
     n_leading, rest = _halves(sketch) if curvature else (0, sketch)
     total = len(todo) * (of_curvature + of_sketch)
     n_fewer = -(-part.sizes[SAMPLE] // 4)
-    tell = partial(_estimate, len(todo) * len(samples.chunksizes[SAMPLE]), n_fewer)
+    has_all = components and part is samples  # whose features come with the fit
+    n_later = 0 if has_all else len(todo) * len(samples.chunksizes[SAMPLE])
+    tell = partial(_estimate, n_later, n_fewer)
     with block_bar("fit", total, show=progress, estimate=tell):
         # 2. The scale of gradients at each checkpoint, and the weights that all of them have.
         steps = {name: first.at_checkpoints([name]) for name in todo}
@@ -237,7 +243,7 @@ def fit(
         # 3. At each checkpoint, the sketch, its components, and how it curves between classes.
         digests = {name: dict(fit.digests) for name, fit in steps.items()}
         n_columns = n_components if components else 0
-        run = partial(_sketched, part, few, options, steps, rest, n_columns)
+        run = partial(_sketched, part, few, options, steps, rest, n_columns, has_all)
         done = kept("sketch", digests, of_sketch, run)
     if stored is not None:
         done |= {name: stored.at_checkpoints([name]) for name in known}
@@ -255,13 +261,16 @@ def _estimate(n_blocks: int, n_fewer: int, left_s: float, block_s: float) -> str
     >>> text, cheaper
     ('The fit takes about 48 s more, and features of all samples then about 5 min',
      'Cheaper: td.fit(..., n_samples=500) fits fewer samples')
+    >>> _estimate(0, 500, 61.0, 3.0).partition(".")[0]
+    'The fit takes about 61 s more'
     """
     features_s = n_blocks * block_s
     if left_s + features_s < _LONG_S:
         return ""
+    then = f", and features of all samples then about {duration(features_s)}" * bool(n_blocks)
     return (
-        f"The fit takes about {duration(left_s)} more, and features of all samples then about "
-        f"{duration(features_s)}. Cheaper: td.fit(..., n_samples={n_fewer}) fits fewer samples; "
+        f"The fit takes about {duration(left_s)} more{then}. Cheaper: "
+        f"td.fit(..., n_samples={n_fewer}) fits fewer samples; "
         "td.Model(..., parameters=...) differentiates fewer layers; "
         "td.save(td.featurize(samples, model), store) has random columns, and needs no fit"
     )
@@ -286,6 +295,7 @@ def _sketched(
     steps: Mapping[str, Fitted],
     sketch: Projector,
     n_components: int,
+    keeps_rows: bool,
     model: Model,
 ) -> Fitted:
     """Return the whole projector, with the curvature between wrong classes."""
@@ -295,9 +305,8 @@ def _sketched(
         model = model.differentiating(fit.differentiated(model.shapes))
     fit = fit.then(sketch)
     if n_components:
-        fit = principal_components(
-            part, model, n_components, projector=fit, progress=False, **options
-        )
+        wide = featurize(part, model, fit, **options)
+        fit = with_components(wide, n_components, fit, keeps_rows=keeps_rows)
     matrix = wrong_classes(few, model, fit, **options)
     fit = replace(fit, model=model_of(model.spec()))
     return fit if matrix is None else fit.beside({WRONG_CLASSES: matrix})

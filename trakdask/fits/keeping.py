@@ -143,7 +143,8 @@ def _fit(folder: Folder | None, file: str) -> Fitted | None:
         about = json.loads(str(content.pop("about")))
         if about.pop("of") != file:
             raise ValueError("it is of another model, or of other samples or options")
-        fit = Fitted.from_spec(about.pop("projector"), arrays=content, **about)
+        rows = {name: (of, content.pop("rows")) for name, of in about.pop("rows", {}).items()}
+        fit = Fitted.from_spec(about.pop("projector"), arrays=content, rows=rows, **about)
         fit.require_digests()
     except Exception as err:
         _warn(folder, file, err)
@@ -153,6 +154,9 @@ def _fit(folder: Folder | None, file: str) -> Fitted | None:
 
 def _write_fit(folder: Folder, file: str, fit: Fitted) -> None:
     about = {"of": file, "projector": fit.spec(), "digests": fit.digests, "model": fit.model}
+    about["rows"], arrays = {}, dict(fit.arrays)
+    for name, (of, arrays["rows"]) in fit.rows.items():  # of one checkpoint at most
+        about["rows"][name] = of
     content = io.BytesIO()
-    np.savez(content, about=np.array(json.dumps(about)), **fit.arrays)
+    np.savez(content, about=np.array(json.dumps(about)), **arrays)
     folder.write(file, content.getvalue())

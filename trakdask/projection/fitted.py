@@ -134,6 +134,10 @@ class Fitted:
         fitted to, as in the attrs of features.
     origin
         The options and samples of :func:`trakdask.fit`, which it compares when it is called again.
+    rows
+        By the name of the checkpoint, what :func:`trakdask.featurize` need not compute again of the
+        samples that it was fitted to: a digest of how their gradients were made; and features,
+        output and Q, (sample, proj_dim + 2) float32.
     """
 
     steps: tuple[Step, ...]
@@ -141,6 +145,7 @@ class Fitted:
     digests: Mapping[str, str] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     origin: str = ""
+    rows: Mapping[str, tuple[str, np.ndarray]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         places = [_place(step) for step in self.steps]
@@ -258,6 +263,7 @@ class Fitted:
             arrays={name: array[..., columns] for name, array in self.arrays.items()},
             digests={name: self.digests[name] for name in names if self.digests},
             model={**self.model, "checkpoints": {n: self.model["checkpoints"][n] for n in names}},
+            rows={name: self.rows[name] for name in names if name in self.rows},
         )
 
     @classmethod
@@ -275,13 +281,14 @@ class Fitted:
             arrays={n: np.concatenate([p.arrays[n] for p in parts], -1) for n in first.arrays},
             digests={name: text for part in parts for name, text in part.digests.items()},
             model={**first.model, "checkpoints": {n: v for m in models for n, v in m.items()}},
+            rows={name: known for part in parts for name, known in part.rows.items()},
         )
 
     def _in(self, dtypes: Mapping[str, np.dtype[Any]]) -> Fitted:
         """Return the fit with values in other dtypes, and their digests."""
         others = {n: dtype for n, dtype in dtypes.items() if dtype != self.arrays[n].dtype}
         values = {n: widened(self.arrays[n]).astype(dtype) for n, dtype in others.items()}
-        return self.beside(values) if values else self
+        return replace(self.beside(values), rows={}) if values else self
 
     @property
     def projector(self) -> Projector:

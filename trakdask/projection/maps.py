@@ -154,5 +154,10 @@ class _FittedStream:
         if (components := self._maps.components) is None:
             return torch.cat([leading, sketch], 1)
         with torch.autocast(sketch.device.type, enabled=False):  # features are float32
-            n = leading.shape[1]
-            return torch.addmm(leading @ components[:n], sketch, components[n:])
+            return reduced(leading, sketch, components)
+
+
+def reduced(leading: Tensor, sketch: Tensor, components: Tensor) -> Tensor:
+    """Return what components make of the columns of features: leading coordinates, and others."""
+    n = leading.shape[1]
+    return torch.addmm(leading @ components[:n], sketch, components[n:])
