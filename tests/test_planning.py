@@ -120,7 +120,7 @@ def test_plan__a_fit_keeps_the_bytes_that_are_planned(
     assert 0.99 * found["kept_bytes"] < kept <= found["kept_bytes"]  # parameters may have no weight
     n, with_curvature = min(n_samples, n_fitted), n_samples >= 500
     n_few = min(n, N_CURVATURE)
-    of_curvature = 2 * n_few * with_curvature
+    of_curvature = (2 + ("image" in task)) * n_few * with_curvature
     assert found["n_gradients"] == n + of_curvature + n_few * ("image" in task)
     assert plan(td.featurize(samples, model, fitted)).fit is None
 

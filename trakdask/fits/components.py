@@ -194,7 +194,7 @@ def _principal(
     codes, rows = encoded(matrix), None
     if batches:
         components, features = torch.from_numpy(widened(codes)), torch.from_numpy(x)
-        parts = [features[batch].tensor_split([n_leading], 1) for batch in batches]
-        reduced_parts = [reduced(*part, components).numpy() for part in parts]
-        rows = np.concatenate([np.concatenate(reduced_parts), both[:, -2:]], axis=1)
+        leading, sketch = features.tensor_split([n_leading], 1)
+        parts = [reduced(leading[batch], sketch[batch], components) for batch in batches]
+        rows = np.concatenate([torch.cat(parts).numpy(), both[:, -2:]], axis=1)
     return codes, np.where(is_kept, values, 0) / total, rows

@@ -20,11 +20,13 @@ from trakdask.featurization.preparation import inputs_of, model_of, projector_of
 from trakdask.files import Folder
 from trakdask.fits.components import with_components
 from trakdask.fits.curvatures import curvature as fit_curvature
+from trakdask.fits.following import follows_better_without, totals_of
 from trakdask.fits.keeping import kept_fits
 from trakdask.fits.moments import MomentsLike, second_moments
 from trakdask.fits.weights import FACTS, scores_by_group, weighted, weights_of
 from trakdask.fits.wrong_classes import compares_classes, wrong_classes
 from trakdask.models.model import Model
+from trakdask.models.tasks.protocol import task_facts
 from trakdask.planning.fits import N_CURVATURE, N_WEIGHTS, sketch_of
 from trakdask.projection import Projector
 from trakdask.projection.fitted import Curvature, Fitted, Weights
@@ -80,7 +82,9 @@ def fit(
     curvature
         Whether gradients are scaled by :func:`~trakdask.fits.curvature`, half of the sketch being
         leading coordinates. ``"auto"`` leaves it out if there are ``moments``, or fewer than 500
-        samples to fit it to, where it made scores worse.
+        samples to fit it to, where it made scores worse; or if a classifier's outputs follow the
+        sums of scores clearly better without it, as after a short training, or with few samples of
+        a class. The store decides where there is one.
     weights
         Whether the gradients of each layer are multiplied by a weight: see Notes. ``"auto"`` says
         yes for models of tokens, which have an ``Embedding`` or a task of texts, or as the store
@@ -138,9 +142,9 @@ def fit(
     It is computed at once, on the active client or on threads, at as many checkpoints side by side
     as there are tasks for. Until they are summed, a store on the disk of workers keeps 8 bytes for
     each parameter and each entry of an axis' matrix, of every block. Cost:
-    one pass over ``n_samples`` samples, three over 600 of them (two for the curvature, one for the
-    wrong classes; over all for models of tokens), one over 300 for weights, and the eigenvectors of
-    the products of all.
+    one pass over ``n_samples`` samples, four over 600 of them (two for the curvature, one to ask
+    whether it helps, one for the wrong classes). Models of tokens, which are not asked, take all
+    samples in their place, and 300 for weights. Then come the eigenvectors of all products.
     Memory does not grow with the number of all samples.
 
     Examples
@@ -176,9 +180,14 @@ def fit(
     part = drawn(samples, n_samples, samples.chunksizes[SAMPLE][0])
     n_few = n_samples if model.reads_tokens else N_CURVATURE
     few = drawn(part, n_few, part.chunksizes[SAMPLE][0])
+    stored = None if features is None else projector_of(features)
+    is_asked = False  # whether outputs decide
     if curvature == "auto":
         curvature = moments is None and part.sizes[SAMPLE] >= _FEW_SAMPLES
-    stored = None if features is None else projector_of(features)
+        if stored is not None:
+            curvature = curvature and before.get("curvature", True)
+        elif curvature and not model.reads_tokens and weights is not True:
+            is_asked = task_facts(model.task).get("loss_kind") == "cross-entropy"
     kept_weights = None if stored is None else _weights_in(stored)
     if weights == "auto":
         weights = model.reads_tokens if stored is None else kept_weights is not None
@@ -197,12 +206,13 @@ def fit(
         "proj_dim": proj_dim, "curvature": curvature, "weights": weights, "components": components,
         "sketch": sketch.spec(), "n_samples": n_samples, "samples": source, **options,
     }  # fmt: skip
-    origin = json.dumps(asked, sort_keys=True)
     folder = None if store is None else kept_beside(Folder.at(store, storage_options))
     if stored is not None:
         before.setdefault("weights", kept_weights is not None)  # as older stores do not say it
         what = f"the projector that is asked for and the one of {os.fspath(store or '')!r}"
-        require_same(json.loads(origin), before, what=what, names=tuple(asked))
+        require_same(
+            json.loads(json.dumps(asked, sort_keys=True)), before, what=what, names=tuple(asked)
+        )
 
     # 1. The store has some checkpoints; what was kept of the others is not computed again.
     names = [checkpoint.name for checkpoint in model.checkpoints]
@@ -211,18 +221,18 @@ def fit(
     n, n_few = (len(each.chunksizes[SAMPLE]) for each in (part, few))
     n_weights = 1 if few.sizes[SAMPLE] > N_WEIGHTS else n_few  # one block, if they are drawn
     is_measured = weights and stored is None  # those of a store stay
-    of_curvature = (2 * n_few + n_weights * is_measured) * curvature
+    of_curvature = (2 * n_few + n_weights * is_measured + n_few * is_asked) * curvature
     of_sketch = n * components + n_few * compares_classes(model.task)
 
     def kept(step: str, digests: Mapping[str, Any], total: int, compute: Any) -> dict[str, Fitted]:
         files = {}
         for name in todo:
             of_one = model.at_checkpoints([name]).spec()
-            of = {**asked, "model": of_one, "before": digests.get(name), "facts": is_measured}
+            of = {**asked, "model": of_one, "before": digests.get(name)}
+            of["facts"] = [is_measured, is_asked]
             files[name] = f"{step}-{digest(of)[:32]}.npz"
         return kept_fits(folder, files, model, compute, n, total)
 
-    n_leading, rest = _halves(sketch) if curvature else (0, sketch)
     total = len(todo) * (of_curvature + of_sketch)
     n_fewer = -(-part.sizes[SAMPLE] // 4)
     has_all = components and part is samples  # whose features come with the fit
@@ -231,14 +241,19 @@ def fit(
     with block_bar("fit", total, show=progress, estimate=tell):
         # 2. The scale of gradients at each checkpoint, and the weights that all of them have.
         steps = {name: first.at_checkpoints([name]) for name in todo}
+        n_leading, rest = 0, sketch
         if curvature:
-            compute = partial(_curvature, few, options, is_measured)
-            steps = kept("curvature", {}, of_curvature, compute)
-            if is_measured and steps:
-                facts = {n: [fit.arrays[n] for fit in steps.values()] for n in FACTS}
+            compute = partial(_curvature, few, options, is_measured, is_asked)
+            scales = kept("curvature", {}, of_curvature, compute)
+            totals = [fit.arrays["totals"] for fit in scales.values() if is_asked]
+            curvature = not (is_asked and follows_better_without(np.concatenate(totals, -1)))
+        if curvature:
+            n_leading, rest = _halves(sketch)
+            if is_measured and scales:
+                facts = {n: [fit.arrays[n] for fit in scales.values()] for n in FACTS}
                 whole = {n: np.concatenate(parts, -1) for n, parts in facts.items()}
                 kept_weights = weights_of(whole, model)
-            for name, fit in steps.items():
+            for name, fit in scales.items():
                 steps[name] = weighted(fit, kept_weights, model.shapes, n_leading)
         # 3. At each checkpoint, the sketch, its components, and how it curves between classes.
         digests = {name: dict(fit.digests) for name, fit in steps.items()}
@@ -247,6 +262,7 @@ def fit(
         done = kept("sketch", digests, of_sketch, run)
     if stored is not None:
         done |= {name: stored.at_checkpoints([name]) for name in known}
+    origin = json.dumps({**asked, "curvature": curvature}, sort_keys=True)
     return replace(Fitted.joined([done[name] for name in names]), origin=origin)
 
 
@@ -277,11 +293,13 @@ def _estimate(n_blocks: int, n_fewer: int, left_s: float, block_s: float) -> str
 
 
 def _curvature(
-    few: xr.Dataset, options: Mapping[str, Any], has_weights: bool, model: Model
+    few: xr.Dataset, options: Mapping[str, Any], has_weights: bool, is_asked: bool, model: Model
 ) -> Fitted:
-    """Return the curvature, and what it says of the weights of parameters."""
+    """Return the curvature, with what says how much parameters, or the curvature, are believed."""
     fit = fit_curvature(few, model, leading=0, progress=False, **options)
-    return fit.beside(scores_by_group(few, model, fit, **options)) if has_weights else fit
+    if has_weights:
+        return fit.beside(scores_by_group(few, model, fit, **options))
+    return fit.beside({"totals": totals_of(few, model, fit, **options)}) if is_asked else fit
 
 
 def _weights_in(projector: Fitted) -> Weights | None:

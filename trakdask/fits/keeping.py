@@ -154,9 +154,10 @@ def _fit(folder: Folder | None, file: str) -> Fitted | None:
 
 def _write_fit(folder: Folder, file: str, fit: Fitted) -> None:
     about = {"of": file, "projector": fit.spec(), "digests": fit.digests, "model": fit.model}
-    about["rows"], arrays = {}, dict(fit.arrays)
-    for name, (of, arrays["rows"]) in fit.rows.items():  # of one checkpoint at most
-        about["rows"][name] = of
+    about["rows"] = {name: of for name, (of, _) in fit.rows.items()}  # of one checkpoint at most
+    arrays = dict(fit.arrays)
+    for _, rows in fit.rows.values():
+        arrays["rows"] = rows
     content = io.BytesIO()
     np.savez(content, about=np.array(json.dumps(about)), **arrays)
     folder.write(file, content.getvalue())

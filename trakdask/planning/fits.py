@@ -63,7 +63,8 @@ def planned_fit(
     n_leading, n_gradients = 0, n
     if has_curvature := n >= _FEWEST:  # half of the columns are leading coordinates
         n_leading, n_gradients = min(w // 2, n_parameters), n + 2 * n_few
-        n_gradients += min(n, N_WEIGHTS) * reads_tokens
+        is_asked = attrs.get("loss_kind") == "cross-entropy" and not reads_tokens
+        n_gradients += min(n, N_WEIGHTS) * reads_tokens + n_few * is_asked
         w = n_leading + w - w // 2
     # 2. Components of the products of samples, and products of gradients with them.
     kept, operations = p * (w + 8), n * w * (4 * n + 2 * p) + 9 * n**3
