@@ -1,4 +1,4 @@
-"""Whether a model is believed without its curvature: by sums of scores that follow its outputs.
+"""Whether the curvature of a model makes its scores worse: what its outputs say of that.
 
 Scores of all training samples for one target add up to its output, in a linear model. A scale by
 the curvature damps the directions that most samples share. That makes scores better where a model
