@@ -36,8 +36,8 @@ PACKAGE = Path(td.__file__).parent
 BUDGETS = {
     "score, computed": 33,
     "score, saved": 31,
-    "group_score": 34,
-    "group_score, share": 41,
+    "group_score": 33,
+    "group_score, share": 35,
     "save": 34,
 }
 

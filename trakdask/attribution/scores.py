@@ -425,8 +425,7 @@ def _sums(
     if share:
         members = with_rest(members, n)
     sums = operands.sums(operands.features, members, n + share)
-    solved = operands.vectors_of_all(explained) if share else operands.vectors(explained)
-    data = arrays.score.score(sums, solved, None)
+    data = arrays.score.score(sums, operands.vectors(explained, summed=share), None)
     attrs = score_attrs(training, targets, operands.attrs)
     if share:
         data = (data[:n] / da.nansum(data, 0))[:, 0]  # a group may have failed
