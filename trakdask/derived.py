@@ -18,7 +18,7 @@ from trakdask.attribution.protocol import KINDS, GramEstimator
 from trakdask.attribution.regularization import chosen_damping
 from trakdask.storage.blocks import save_sums
 from trakdask.storage.group import Group
-from trakdask.storage.reading import assembled, lazy_array, without_dropped
+from trakdask.storage.reading import assembled, lazy_array
 from trakdask.variables import (
     CHECKPOINT,
     COMPONENT,
@@ -130,7 +130,7 @@ def _update_sums(before: Group, group: Group, estimator: GramEstimator, retries:
     After a drop the sums are reduced again: a difference would be faster, but would have the
     rounding error of the larger sum. Returns whether the stored gram matrices stay as they are.
     """
-    ds = without_dropped(assembled(group))
+    ds = assembled(group)
     attrs, n_appended = estimator.attrs(ds), group.n_samples - before.n_samples
     appended = ds.isel({SAMPLE: slice(ds.sizes[SAMPLE] - n_appended, None)})
     about = {**attrs, "n_samples": ds.sizes[SAMPLE] - n_appended}
@@ -138,7 +138,7 @@ def _update_sums(before: Group, group: Group, estimator: GramEstimator, retries:
     sizes = {**ds.sizes, PROJ_DIM_1: ds.sizes[PROJ_DIM]}
     for name in estimator.sums:
         stays = name in reusable and not n_appended
-        dtype = _dtype(ds, name, before if stays else None)
+        dtype = _dtype(name, ds.feature.dtype, before if stays else None)
         group.add(name, sizes, dtype, grows=stays, attrs=attrs)
     for index, checkpoint in enumerate(group.checkpoints):
         old = reusable if checkpoint in before.checkpoints else []
@@ -154,14 +154,14 @@ def _update_sums(before: Group, group: Group, estimator: GramEstimator, retries:
     return GRAM in reusable and not n_appended
 
 
-def _dtype(ds: xr.Dataset, name: str, before: Group | None) -> np.dtype[Any]:
+def _dtype(name: str, of_features: np.dtype[Any], before: Group | None) -> np.dtype[Any]:
     """Return the dtype in which an array is stored: the one that it has, where it stays.
 
     Matrices of p² numbers are in the precision of the features. Products have no more.
     """
     if before is not None:
         return before.array(name).dtype
-    return np.dtype(ds.feature.dtype if name in (GRAM, EIGENVECTORS) else np.float64)
+    return of_features if name in (GRAM, EIGENVECTORS) else np.dtype(np.float64)
 
 
 def _is_reusable(before: Group, name: str, attrs: dict[str, Any]) -> bool:
@@ -179,7 +179,7 @@ def _update_factors(
     n = ds[GRAM].attrs["n_samples"]
     k = component_count(estimator.rank(n, ds), ds.sizes[PROJ_DIM], ds.feature.dtype)
     for name in _FACTORS:
-        dtype = _dtype(ds, name, before if stays else None)
+        dtype = _dtype(name, ds.feature.dtype, before if stays else None)
         group.add(name, {**ds.sizes, COMPONENT: k}, dtype, grows=stays, attrs=_about(group))
     for index, name in enumerate(group.checkpoints):
         if not (stays and name in before.checkpoints):
@@ -199,7 +199,7 @@ def _update_damping(
     group: Group, estimator: GramEstimator, calibrate: xr.Dataset | None, chosen_by: str | None
 ) -> None:
     """Choose and store λ."""
-    ds = without_dropped(assembled(group))
+    ds = assembled(group)
     values, attrs = chosen_damping(ds, estimator, calibrate)
     attrs |= {**_about(group), "chosen_by": chosen_by}
     group.add(DAMPING, {CHECKPOINT: len(values)}, "f8", attrs=attrs)

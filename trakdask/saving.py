@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
+import dask.array as da
 import numpy as np
 import xarray as xr
 
@@ -20,22 +21,27 @@ from trakdask.attribution.estimators import EstimatorLike, with_gram
 from trakdask.attribution.gauss_newton import Soft
 from trakdask.attribution.grams import require_eigenvectors, require_gram
 from trakdask.attribution.protocol import GramEstimator
-from trakdask.checks import require_flags
+from trakdask.checks import require_choice, require_flags
 from trakdask.derived import MOST_DIM, estimator_of, update_derived
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.execution import require_memory
+from trakdask.files import Folder
+from trakdask.provenance import REQUIRED_SPEC, as_values
 from trakdask.storage.changes import changing, erase_dropped
 from trakdask.storage.group import DROPPED, Group
+from trakdask.storage.placement import by_sets
 from trakdask.storage.reading import dropped_mask, open
 from trakdask.storage.unfinished import about_unfinished
-from trakdask.storage.writing import write
+from trakdask.storage.writing import existing, kept_beside, storable, write
 from trakdask.variables import (
+    CHECKPOINT,
+    FITTED,
     PROJ_DIM,
     PROJ_DIM_1,
     SAMPLE,
     WRONG_CLASSES,
     aligned,
-    lazy_features,
+    checkpoint_names,
     validate,
 )
 
@@ -158,6 +164,44 @@ def save(
     ...     saved.gram.dims, saved.damping.dims
     (('proj_dim', 'proj_dim_1', 'checkpoint'), ('checkpoint',))
     """
+    # 1. What is to be stored, and whose sums.
+    _require_options(features, estimator, append_dim, dtype)
+    asked = None
+    if estimator is not None:
+        asked = with_gram(features, estimator).of_sums().with_damping("auto")
+    features = storable(features)
+    if not (isinstance(asked, Soft) and asked.wrong_classes):  # they would be computed for nothing
+        features = features.drop_vars(WRONG_CLASSES, errors="ignore")
+    _require_memory(features.feature.data, asked, dtype)
+
+    # 2. Blocks, and the sums once there are all. Nothing is written into other folders than stores,
+    # not even a lock.
+    folder = Folder.at(store, storage_options)
+    there = existing(folder)
+
+    def derive(before: Group, group: Group) -> None:
+        is_same = (group.n_samples, group.checkpoints) == (before.n_samples, before.checkpoints)
+        kept = asked or (estimator_of(before) if is_same else None)
+        if isinstance(kept, Soft):  # features, appended or of the store, have none
+            kept = replace(kept, wrong_classes=WRONG_CLASSES in group.arrays)
+        update_derived(before, group, kept, retries=retries)
+
+    for part in by_sets(there, features, append_dim) if there else [features]:
+        lost = write(part, folder, derive, append_dim, dtype, progress=progress, retries=retries)
+    if lost:
+        raise IncompleteFeaturesError(
+            f"expected all blocks in the store {folder.url!r}, but the samples of {lost} still "
+            "lack some; these features were saved, now try td.save with the others"
+        )
+    if any(name in features for name in FITTED):
+        kept_beside(folder).remove()
+    return open(store, storage_options=storage_options)
+
+
+def _require_options(
+    features: xr.Dataset, estimator: EstimatorLike | None, append_dim: object, dtype: object
+) -> None:
+    """Refuse features that no store can hold, and options of :func:`save` that are none."""
     validate(features, ("feature", "out_to_loss"), what="features")
     if isinstance(estimator, GramEstimator) and estimator.rule != "auto":
         raise ValueError(
@@ -171,33 +215,37 @@ def save(
             f"expected features with all {both} columns of their fit, got {p}, beside matrices of "
             "all; try td.save before isel(proj_dim=...), or features.drop_dims('proj_dim_1')"
         )
-    asked = None
-    if estimator is not None:
-        asked = with_gram(features, estimator).of_sums().with_damping("auto")
-    _require_memory(features, asked, dtype)
-    if not (isinstance(asked, Soft) and asked.wrong_classes):  # they would be computed for nothing
-        features = features.drop_vars(WRONG_CLASSES, errors="ignore")
+    if dtype is not None:
+        require_choice("dtype", dtype, ("float16",), remedy="try dtype=None to keep theirs")
+        if features.feature.dtype != np.float32:
+            raise ValueError(
+                f"expected float32 features for dtype='float16', got {features.feature.dtype}; try "
+                "features.assign(feature=features.feature.astype('float32'))"
+            )
+    if append_dim is not None:
+        remedy = "try append_dim=None for a new store"
+        require_choice("append_dim", append_dim, (SAMPLE, CHECKPOINT), remedy=remedy)
+    if not all(features.sizes.values()):
+        raise ValueError(
+            f"expected features with samples and checkpoints, got {dict(features.sizes)}; try "
+            "another selection"
+        )
+    if missing := [name for name in REQUIRED_SPEC if name not in features.attrs]:
+        raise ValueError(
+            f"expected attrs as td.featurize writes them, by which a store is known, got none of "
+            f"{missing}; try features.assign_attrs(original.attrs)"
+        )
+    names, checkpoints = checkpoint_names(features), as_values(features.attrs)["checkpoints"]
+    if len(set(names)) < len(names) or not set(names) <= set(checkpoints):
+        raise ValueError(
+            f"expected checkpoints of {list(checkpoints)} (attrs), each once, "
+            f"got {names}; try another selection of checkpoints"
+        )
 
-    def derive(before: Group, group: Group) -> None:
-        is_same = (group.n_samples, group.checkpoints) == (before.n_samples, before.checkpoints)
-        kept = asked or (estimator_of(before) if is_same else None)
-        if isinstance(kept, Soft):  # features, appended or of the store, have none
-            kept = replace(kept, wrong_classes=WRONG_CLASSES in group.arrays)
-        update_derived(before, group, kept, retries=retries)
 
-    write(
-        features, store, derive,
-        append_dim=append_dim, dtype=dtype, storage_options=storage_options,
-        progress=progress, retries=retries,
-    )  # fmt: skip
-    return open(store, storage_options=storage_options)
-
-
-def _require_memory(
-    features: xr.Dataset, estimator: GramEstimator | None, dtype: str | None
-) -> None:
+def _require_memory(feature: da.Array, estimator: GramEstimator | None, dtype: str | None) -> None:
     """Refuse what does not fit, before hours of gradients and not after them."""
-    sizes = Sizes.of(lazy_features(features).feature.data)
+    sizes = Sizes.of(feature)
     require_memory(
         arrays.memory.stored(sizes, half=dtype is not None),
         f"a block of features of {sizes.rows} samples",
@@ -206,7 +254,7 @@ def _require_memory(
     if estimator is not None:
         require_gram(sizes)
         if sizes.proj_dim <= MOST_DIM:
-            k = component_count(sizes.n_samples, sizes.proj_dim, features.feature.dtype)
+            k = component_count(sizes.n_samples, sizes.proj_dim, feature.dtype)
             require_eigenvectors(sizes.proj_dim, k)
 
 

@@ -320,11 +320,6 @@ def checkpoint_names(ds: xr.Dataset) -> list[str]:
     return [str(name) for name in ds[CHECKPOINT].values]
 
 
-def load_coords(ds: xr.Dataset) -> xr.Dataset:
-    """Return the Dataset with all of its coords loaded."""
-    return _load(ds, [n for n, coord in ds.coords.variables.items() if coord.chunks is not None])
-
-
 def stays_in_store(coord: xr.Variable, sizes: tuple[int, ...]) -> bool:
     """Return whether tasks can read the values of a coord of samples, block by block, in a store.
 
@@ -337,11 +332,6 @@ def stays_in_store(coord: xr.Variable, sizes: tuple[int, ...]) -> bool:
     """
     data = coord.data
     return reader(data) is not None and data.chunks == (sizes,)
-
-
-def _load(ds: xr.Dataset, names: Iterable[Hashable]) -> xr.Dataset:
-    loaded = {name: ds[name].load() for name in names}
-    return ds.assign_coords(loaded) if loaded else ds
 
 
 def ordered(features: xr.Dataset) -> xr.Dataset:
@@ -390,7 +380,8 @@ def lazy_features(features: xr.Dataset) -> xr.Dataset:
     lazy = features.assign(others) if others else features
     sizes = next((v.chunksizes[SAMPLE] for v in (data | others).values() if SAMPLE in v.dims), ())
     coords = {name: v for name, v in lazy.coords.variables.items() if v.chunks is not None}
-    return _load(lazy, (name for name, v in coords.items() if not stays_in_store(v, sizes)))
+    loaded = {name: v.load() for name, v in coords.items() if not stays_in_store(v, sizes)}
+    return lazy.assign_coords(loaded) if loaded else lazy
 
 
 def _lazy(variable: xr.Variable) -> xr.Variable:

@@ -84,7 +84,7 @@ def labels_of_groups(
     if isinstance(by, xr.DataArray):
         return _labels_of_parts(samples, targets, by)
     dims, coords = _labels_of_targets(targets)
-    names = names_of_groups(samples, by, [TARGET, *coords])
+    names = names_of_groups(coords_along(samples, SAMPLE), by, [TARGET, *coords])
     codes, sizes = np.zeros((), np.int8), []
     for name in names:
         numbers, groups = group_codes(samples[name].values)
@@ -104,13 +104,19 @@ def labels_of_groups(
 
 
 def names_of_groups(
-    samples: xr.Dataset, by: str | Sequence[str], of_targets: Iterable[Hashable] = ()
+    of_samples: Iterable[Hashable], by: str | Sequence[str], of_targets: Iterable[Hashable] = ()
 ) -> list[str]:
-    """Return the names of the coords that samples are grouped by; see :func:`labels_of_groups`."""
+    """Return the names of the coords that samples are grouped by, of the names of all their coords.
+
+    Raises
+    ------
+    ValueError
+        As :func:`labels_of_groups`.
+    """
     names: list[Any] = list(by) if isinstance(by, list | tuple) and by else [by]
     taken = list(of_targets)
     for name in names:
-        require_group_coord(name, coords_along(samples, SAMPLE), taken)
+        require_group_coord(name, of_samples, taken)
         taken.append(name)
     return names
 

@@ -17,7 +17,6 @@ from trakdask.arrays.blocks import align_weights, divided, product_dtype
 from trakdask.arrays.memory import Sizes
 from trakdask.attribution.damping_rules import regularize
 from trakdask.attribution.estimators import EstimatorLike, TracIn, resolve
-from trakdask.attribution.groups import combine
 from trakdask.attribution.protocol import Estimator, GramEstimator
 from trakdask.execution import require_memory
 from trakdask.provenance import require_comparable
@@ -55,8 +54,11 @@ class Solver:
     inverse: da.Array | None
     attrs: dict[str, str]
 
-    def vectors(self, targets: xr.Dataset) -> da.Array:
-        """Return the vectors that features are multiplied with, for some targets."""
+    def vectors(self, targets: xr.Dataset, *, summed: bool = False) -> da.Array:
+        """Return the vectors that features are multiplied with, for some targets.
+
+        With ``summed`` it is the sum over all targets, as one row.
+        """
         combined = str(targets.attrs.get("combined", ""))
         if combined.startswith("metric") and TARGET in self.estimator.norms:
             raise ValueError(
@@ -64,15 +66,14 @@ class Solver:
                 f"a {combined} is a sum over them, got {self.estimator}; try 'grad_dot', or "
                 "td.group_score(..., metric=...), which adds up scores"
             )
-        solved = arrays.solve.solve(self.inverse, targets.feature.data)
-        return self.estimator.vectors(solved, targets)
-
-    def vectors_of_all(self, targets: xr.Dataset) -> da.Array:
-        """Return the sum of the vectors of all targets, as one row."""
-        if TARGET not in self.estimator.norms:  # then one sum is solved, and not each of them
-            targets = combine(targets, weights={"all": np.ones(targets.sizes[SAMPLE])})
-        vectors = self.vectors(targets)
-        return vectors.sum(axis=0, keepdims=True, dtype=np.float64).astype(vectors.dtype)
+        feature, is_linear = targets.feature.data, TARGET not in self.estimator.norms
+        if summed and is_linear:  # then one sum is solved, and not each of them
+            ones = sparse.csr_array(np.ones((1, len(feature))))
+            feature = arrays.groups.combine_rows(feature, ones)
+        vectors = self.estimator.vectors(arrays.solve.solve(self.inverse, feature), targets)
+        if summed and not is_linear:
+            vectors = vectors.sum(0, keepdims=True, dtype=np.float64).astype(vectors.dtype)
+        return vectors
 
     def weight(self, of: xr.Dataset) -> da.Array:
         """Return the weight of each sample, (sample, checkpoint)."""

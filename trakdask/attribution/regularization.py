@@ -136,11 +136,11 @@ def chosen_damping(
     ds: xr.Dataset, estimator: GramEstimator, calibrate: xr.Dataset | None
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """Choose λ, from the stored eigenvectors; return its values and attrs."""
-    features, variance = lazy_features(ds), None
+    variance = None
     if isinstance(estimator, Soft):
-        variance = arrays.weights.logit_variance(features.out_to_loss.data)
+        variance = arrays.weights.logit_variance(ds.out_to_loss.data)
     resolved = estimator.resolved(ds)
-    _, choice = regularize(features, resolved, calibrate, quiet=True)
+    _, choice = regularize(ds, resolved, calibrate, quiet=True)
     values, (how,), variance = dask.compute(choice.value, choice.how, variance)
     power = resolved.of_sums().power
     attrs: dict[str, Any] = {

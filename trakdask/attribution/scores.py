@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import overload
+from typing import Any, overload
 
 import dask.array as da
 import xarray as xr
@@ -22,7 +22,13 @@ from trakdask.attribution.labels import (
     with_rest,
 )
 from trakdask.attribution.metrics import MetricLike, measure_of
-from trakdask.attribution.operands import operands_of, require_tiles, self_influence_forms, solver
+from trakdask.attribution.operands import (
+    Solver,
+    operands_of,
+    require_tiles,
+    self_influence_forms,
+    solver,
+)
 from trakdask.attribution.uncertainty import bounded
 from trakdask.checks import require_flags, require_number
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, coords_along, validate
@@ -369,15 +375,21 @@ def group_score(
     _require_options(effect, share, metric is not None, level, q)
     if not effect and (level is not None or q is not None):
         return bounded(features, targets, estimator, by, level=level, q=q)
-    if not effect and metric is None:
-        return _sums(features, targets, estimator, by, share=share)
     training, explained = operands_of(features, targets)
-    validate(explained, ["output"], what="targets")
+    if share and explained.attrs.get("loss_kind") == "squared error":
+        raise ValueError(
+            "expected outputs that say how right they are for share=True, got a regression, whose "
+            "outputs have both signs, and may add up to 0; try metric='loss', effect=True"
+        )
+    if effect or metric is not None:
+        validate(explained, ["output"], what="targets")
+        (require_folds if effect else require_all_samples)(training)
     measure = None if metric is None else measure_of(metric, explained)
-    (require_folds if effect else require_all_samples)(training)
     operands = solver(training, resolve(training, estimator))
-    labels, found = group_effects(operands, explained, by, measure, effect=effect, level=level)
     attrs = score_attrs(training, targets, operands.attrs)
+    if not effect and measure is None:
+        return _sums(operands, explained, by, attrs, share=share)
+    labels, found = group_effects(operands, explained, by, measure, effect=effect, level=level)
     attrs["units"] = "output"
     if measure is not None:
         attrs["metric"] = attrs["units"] = measure.name
@@ -410,24 +422,15 @@ def _require_options(
 
 
 def _sums(
-    features: xr.Dataset, targets: xr.Dataset, estimator: EstimatorLike, by: By, *, share: bool
+    operands: Solver, targets: xr.Dataset, by: By, attrs: dict[str, Any], *, share: bool
 ) -> xr.DataArray:
     """Return the sums of scores by group, (group, target), or their shares, (group,)."""
-    if share and targets.attrs.get("loss_kind") == "squared error":
-        raise ValueError(
-            "expected outputs that say how right they are for share=True, got a regression, whose "
-            "outputs have both signs, and may add up to 0; try metric='loss', effect=True"
-        )
-    training, explained = operands_of(features, targets)
-    operands = solver(training, resolve(training, estimator))
-    labels, members, n_groups = labels_of_groups(training, explained, by)
+    labels, members, n_groups = labels_of_groups(operands.features, targets, by)
     n = math.prod(n_groups)
     if share:
         members = with_rest(members, n)
     sums = operands.sums(operands.features, members, n + share)
-    solved = operands.vectors_of_all(explained) if share else operands.vectors(explained)
-    data = arrays.score.score(sums, solved, None)
-    attrs = score_attrs(training, targets, operands.attrs)
+    data = arrays.score.score(sums, operands.vectors(targets, summed=share), None)
     if share:
         data = (data[:n] / da.nansum(data, 0))[:, 0]  # a group may have failed
         labels = labels_without_targets(labels, len(n_groups))

@@ -144,7 +144,7 @@ def _quantile(features: xr.Dataset, level: float | None, by: By | None) -> float
     level = require_number("level", level, low=0, high=1, remedy="try level=0.9")
     validate(features, ["feature", "out_to_loss"], what="features")
     if by is not None and not isinstance(by, xr.DataArray):
-        names_of_groups(features, by)
+        names_of_groups(coords_along(features, SAMPLE), by)
     if (n := features.sizes[CHECKPOINT]) < LEAST_FOLDS:
         raise ValueError(
             f"expected {LEAST_FOLDS} or more checkpoints for intervals, which follow from how much "

@@ -73,24 +73,6 @@ _log = logging.getLogger(__name__)
 # ------------------------------------------------------------------------------------- writing
 
 
-def as_stored(before: Group, features: xr.Dataset, rows: range) -> xr.Dataset:
-    """Return features with all that the store has of their rows, and nothing of erased samples."""
-    # 1. Features that say nothing of failures, or of training sets, had none, and were trained on.
-    for name, none in _NOTHING.items():
-        if name in before.arrays and name not in features:
-            dtype = before.array(name).dtype
-            data = da.full_like(features.out_to_loss.data, none, dtype=dtype)
-            features = features.assign({name: (VARIABLES[name].dims, data)})
-    # 2. Later calls must not bring back what was erased, whatever stands at these places.
-    if "erased" in before.attrs:
-        shown = xr.DataArray(_shown(before, rows), dims=SAMPLE)
-        names = [name for name in before.features if name in features]
-        features = features.assign(
-            {name: features[name].where(shown, _NOTHING.get(name, np.nan)) for name in names}
-        )
-    return features
-
-
 def save_fit(group: Group, features: xr.Dataset, retries: int) -> None:
     """Store the values of a fitted projector, of the checkpoints that lack them.
 
@@ -138,10 +120,24 @@ def save_blocks(
     progress
         Show a bar.
     """
-    # In blocks of the store. The first one is partial if it begins within a chunk.
+    # 1. Features that say nothing of failures, or of training sets, had none, and were trained on.
+    for name, none in _NOTHING.items():
+        if name in before.arrays and name not in features:
+            dtype = before.array(name).dtype
+            data = da.full_like(features.out_to_loss.data, none, dtype=dtype)
+            features = features.assign({name: (VARIABLES[name].dims, data)})
+    features = features[[name for name in before.features if name in features]]
+    # 2. Later calls must not bring back what was erased, whatever stands at these places.
+    if "erased" in before.attrs:
+        shown = xr.DataArray(_shown(before, rows), dims=SAMPLE)
+        features = features.assign(
+            {n: x.where(shown, _NOTHING.get(str(n), np.nan)) for n, x in features.data_vars.items()}
+        )
+    # 3. In blocks of the store. The first one is partial if it begins within a chunk.
     edges = [*starts(rows, before.block), rows.stop]
     sizes = tuple(np.diff(edges).tolist())
     chunked = features.chunk({SAMPLE: sizes, PROJ_DIM: -1, CHECKPOINT: 1})
+    blocks = {str(name): plain(variable.data) for name, variable in chunked.data_vars.items()}
     checkpoints = before.target().checkpoints
     columns = [checkpoints.index(name) for name in checkpoint_names(features)]
     total = len(sizes) * len(columns)
@@ -152,7 +148,7 @@ def save_blocks(
 
     with bars.polled_bar(f"save {before.folder.name}", total, count, show=progress):
         for position, index in enumerate(columns):
-            tasks = functools.partial(_missing, before, chunked, rows, position, index)
+            tasks = functools.partial(_missing, before, blocks, rows, position, index)
             execution.run(tasks, retries=retries, compute=_compute)
 
 
@@ -176,22 +172,24 @@ def _compute(tasks: tuple[da.Array, list[Key]], **options: Any) -> None:
 
 
 def _missing(
-    before: Group, features: xr.Dataset, rows: range, position: int, index: int
+    before: Group, blocks: dict[str, da.Array], rows: range, position: int, index: int
 ) -> tuple[da.Array, list[Key]] | None:
-    """Return the tasks of the missing blocks of one of the checkpoints of some features."""
+    """Return the tasks of the missing blocks of one of the checkpoints of some features.
+
+    ``blocks`` are the arrays that are stored, by name, in blocks of the store.
+    """
     todo = missing_blocks(before, rows, index, stored_records(before))
     if not todo:
         return None
-    names = [name for name in before.features if name in features]
     is_half = SCALE in before.arrays
     write = functools.partial(
-        _write_block, before.folder, before.target().array("feature"), is_half, names, index,
+        _write_block, before.folder, before.target().array("feature"), is_half, [*blocks], index,
         rows.start,
     )  # fmt: skip
-    pairs = [(plain(features[n].data), "spc" if features[n].ndim == 3 else "sc") for n in names]
+    pairs = [(x, "spc" if x.ndim == 3 else "sc") for x in blocks.values()]
     written = da.blockwise(
         write, "sc",
-        bounds(features.chunksizes[SAMPLE]), "s", *(item for pair in pairs for item in pair),
+        bounds(blocks["feature"].chunks[0]), "s", *(item for pair in pairs for item in pair),
         adjust_chunks={"s": 1, "c": 1}, align_arrays=False, dtype=bool,
         meta=np.empty((0, 0), bool),
         name=f"save-block-{tokenize(before.folder.url, rows, index, *(x.name for x, _ in pairs))}",
@@ -283,7 +281,7 @@ def difference_of_block(before: Group, features: xr.Dataset, rows: range) -> str
     -------
     How its rows differ by more than rounding; None if they do not, or none are stored.
     """
-    last = _last_block(before, features, rows)
+    last = _last_block(before, checkpoint_names(features), rows)
     if last is None:
         return None
     here, index, small = last
@@ -318,10 +316,10 @@ def difference_of_block(before: Group, features: xr.Dataset, rows: range) -> str
 
 
 def _last_block(
-    before: Group, features: xr.Dataset, rows: range
+    before: Group, names: Sequence[str], rows: range
 ) -> tuple[range, int, dict[str, np.ndarray]] | None:
-    """Return the rows of the last block without failures, a checkpoint, and its numbers."""
-    names, records = checkpoint_names(features), stored_records(before)
+    """Return the last block of some checkpoints without failures: rows, checkpoint, its numbers."""
+    records = stored_records(before)
     columns = [i for i, name in enumerate(before.target().checkpoints) if name in names]
     edges = [*starts(rows, before.block), rows.stop]
     for start, stop in reversed([*itertools.pairwise(edges)]):

@@ -27,7 +27,7 @@ from trakdask.samples.coords import normalise_coords
 from trakdask.storage.coords import joined_exactly, require_names
 from trakdask.storage.group import DROPPED, ERROR, Group, chunks_of
 from trakdask.storage.lock import lock
-from trakdask.storage.reading import VERIFIED, dropped_mask, open, read_coords, without_dropped
+from trakdask.storage.reading import VERIFIED, dropped_mask, open, read_coords
 from trakdask.storage.unfinished import about_unfinished, pack, packed_rows, path_of, stored_records
 from trakdask.variables import (
     CHECKPOINT,
@@ -143,9 +143,8 @@ def _write_trained_on(group: Group, values: Any, dropped: np.ndarray) -> None:
 
     Dropped samples keep theirs, unless there are values of all samples.
     """
-    ds = open(group.folder.url, storage_options=group.folder.options, dropped=True)
-    if SAMPLE not in getattr(values, "sizes", {}) or values.sizes[SAMPLE] != len(dropped):
-        ds = without_dropped(ds)
+    is_whole = getattr(values, "sizes", {}).get(SAMPLE, -1) == len(dropped)
+    ds = open(group.folder.url, storage_options=group.folder.options, dropped=is_whole)
     sizes = {dim: ds.sizes[dim] for dim in (SAMPLE, CHECKPOINT)}
     if isinstance(values, xr.DataArray) and set(values.dims) == set(sizes):
         values = aligned(values, ds, what=TRAINED_ON)

@@ -14,7 +14,7 @@ from trakdask.errors import StoreMismatchError
 from trakdask.samples.coords import normalise_coord
 from trakdask.storage.group import DROPPED, ERROR, METADATA, SCALE, Group, kind
 from trakdask.storage.reading import read_coords
-from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, checkpoint_names
+from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
 _TAKEN = {METADATA, "lock", DROPPED, SCALE, *VARIABLES} - {ERROR}
 
@@ -36,31 +36,36 @@ def require_names(names: Iterable[object]) -> None:
             )
 
 
-def portable_coords(features: xr.Dataset) -> xr.Dataset:
-    """Return features with coords that every reader of zarr knows, or say which is of no such kind.
+def portable_coords(coords: Mapping[Hashable, xr.Variable]) -> dict[Hashable, xr.Variable]:
+    """Return coords in memory that every reader of zarr knows, of those that are not.
 
     Text of a fixed width has no specification in zarr v3; objects may be anything.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If one is of another kind, or has a name that its folder cannot have.
     """
-    n = features.sizes[SAMPLE]
-    text = {
-        name: coord.copy(data=normalise_coord(str(name), coord.values, n))
-        for name, coord in features.coords.variables.items()
-        if coord.dims == (SAMPLE,) and coord.dtype.kind in "OSUV"
-    }
-    return features.assign_coords(text)
+    require_names(coords)
+    changed = {name: coord.compute() for name, coord in coords.items() if coord.chunks is not None}
+    for name, coord in {**coords, **changed}.items():
+        if coord.dims == (SAMPLE,) and coord.dtype.kind in "OSUV":
+            text = normalise_coord(str(name), coord.values, coord.size)
+            changed[name] = coord.copy(data=text)
+    return changed
 
 
 def joined_coords(
-    before: Group, group: Group, features: xr.Dataset, rows: range
+    before: Group, group: Group, coords: Mapping[Hashable, xr.Variable], rows: range
 ) -> dict[str, xr.Variable]:
-    """Return the coords that a store gets with these features.
+    """Return the coords that a store gets with features.
 
     Parameters
     ----------
     before, group
         The store as it counts, and as it is to be.
-    features, rows
-        The features to save, and their rows in the store.
+    coords, rows
+        All coords of the features to save, in memory, and their rows in the store.
 
     Raises
     ------
@@ -68,8 +73,6 @@ def joined_coords(
         If the features have other coords than the store, or of another kind; or, of samples that
         count, other values, which would not be written.
     """
-    # Variables: of each coord as a DataArray xarray would look at all others.
-    coords = features.coords.variables
     ours = {str(n): coord for n, coord in coords.items() if n not in (ERROR, CHECKPOINT)}
     stored, url = read_coords(before, before.coords), before.folder.url
     of_samples, old = (
@@ -86,7 +89,7 @@ def joined_coords(
         if before.n_samples:
             _require_same_kinds(of_samples, old, url)
     if new := group.checkpoints[len(before.checkpoints) :]:
-        names = checkpoint_names(features)
+        names = [str(name) for name in coords[CHECKPOINT].values]
         columns = [names.index(name) for name in new]
         of_checkpoints = {name: c for name, c in ours.items() if c.dims == (CHECKPOINT,)}
         text = xr.Variable(CHECKPOINT, np.array(names, np.dtypes.StringDType()))

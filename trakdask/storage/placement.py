@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from trakdask.storage.blocks import difference_of_block
 from trakdask.storage.coords import joined_coords
 from trakdask.storage.group import DROPPED, ERROR, SCALE, Group
 from trakdask.storage.unfinished import about_unfinished
-from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, TRAINED_ON, checkpoint_names
+from trakdask.variables import CHECKPOINT, FITTED, PROJ_DIM, SAMPLE, TRAINED_ON, checkpoint_names
 
 _SAME = tuple(name for name in STORE_SPEC if name not in (*BY_CHECKPOINT, "source"))
 
@@ -34,7 +35,7 @@ def by_sets(before: Group, features: xr.Dataset, append_dim: str | None) -> list
     n = features.sizes[SAMPLE]
     if append_dim == SAMPLE or len(sets) < 2 or n != before.n_samples:
         return [features]
-    joined_coords(before, before, features, range(n))
+    joined_coords(before, before, features.coords.variables, range(n))
     known = {name for name in before.coords if name not in (CHECKPOINT, DROPPED)}
     if known and not known & {*map(str, features.coords)}:
         raise StoreMismatchError(
@@ -69,10 +70,15 @@ def place(
     IncompleteFeaturesError
         If they begin an append while another is unfinished.
     """
-    target, names = before.target(), checkpoint_names(features)
+    target, names, ours = before.target(), checkpoint_names(features), spec(features)
     what = f"these features and the store {before.folder.url!r}"
-    checkpoints = _joined_checkpoints(target, features, dtype, what)
-    ours = spec(features)
+    numbers = {*map(str, features.data_vars)} - {ERROR, *FITTED}
+    layout = {
+        "proj_dim": features.sizes[PROJ_DIM],
+        "stored_dtype": dtype or str(features.feature.dtype),
+        "variables": sorted(numbers | ({TRAINED_ON} & {*target.features})),
+    }
+    checkpoints = _joined_checkpoints(target, {**ours, **layout}, what)
     rows, added = _known_rows(before, features, append_dim), {*names} - {*target.checkpoints}
     if rows is not None and not added:
         if rows.stop <= before.n_samples and {*names} <= {*before.checkpoints}:
@@ -108,10 +114,13 @@ def place(
 
 
 def _joined_checkpoints(
-    target: Group, features: xr.Dataset, dtype: str | None, what: str
+    target: Group, ours: Mapping[str, Any], what: str
 ) -> dict[str, dict[str, Any]]:
-    """Return attrs of checkpoints of a store and of features that were made in the same way."""
-    ours, array = spec(features), target.arrays["feature"]
+    """Return attrs of checkpoints of a store and of features that were made in the same way.
+
+    ``ours`` says how, and which arrays a store of these features has.
+    """
+    array = target.arrays["feature"]
     joined = {
         name: {**target.attrs.get(name, {}), **ours[name]} for name in BY_CHECKPOINT if name in ours
     }
@@ -120,17 +129,12 @@ def _joined_checkpoints(
         for name, values in joined.items()
     }
     layout = {
-        "proj_dim": features.sizes[PROJ_DIM],
-        "stored_dtype": dtype or str(features.feature.dtype),
-        "variables": sorted({*blockwise(features), *({TRAINED_ON} & {*target.features})}),
-    }
-    stored_layout = {
         "proj_dim": array["shape"][1],
         "stored_dtype": array["data_type"],
         "variables": sorted({*target.features} - {ERROR, SCALE}),
     }
     require_same(
-        {**ours, **layout, **common}, {**target.attrs, **stored_layout}, what=what,
+        {**ours, **common}, {**target.attrs, **layout}, what=what,
         names=(*BY_CHECKPOINT, *_SAME, *layout),
     )  # fmt: skip
     return joined
@@ -151,9 +155,3 @@ def _known_rows(before: Group, features: xr.Dataset, append_dim: str | None) -> 
     if difference is not None and append_dim != SAMPLE:
         raise StoreMismatchError(difference)
     return None
-
-
-def blockwise(features: xr.Dataset) -> list[str]:
-    """Return the arrays that are stored block by block: all numbers of samples and checkpoints."""
-    variables = {str(n): v for n, v in features.data_vars.items() if v.dims == (SAMPLE, CHECKPOINT)}
-    return ["feature", *(n for n, v in variables.items() if v.dtype.kind == "f" or n == TRAINED_ON)]

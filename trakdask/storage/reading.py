@@ -128,13 +128,17 @@ def open(
     group = Group.read(folder)
     while True:
         try:
-            ds = _opened(group, dropped, load_coords)
+            group.require_complete()
+            rows = da.core.normalize_chunks((group.block,), (group.n_samples,))[0]
+            coords = read_coords(group, rows=() if load_coords else rows)
+            ds = assembled(group, coords, dropped=dropped)
             break
         except ValueError:  # also IncompleteFeaturesError
             # A writer may have replaced arrays since the group was read.
             before, group = group, Group.read(folder)
             if group.attrs["saved"] == before.attrs["saved"]:
                 raise
+    ds.encoding["source"] = folder.url  # as xarray names what it has opened
     if "unfinished" in group.attrs:
         warnings.warn(
             f"expected no unfinished append in the store {folder.url!r}, which is shown as it was "
@@ -144,20 +148,14 @@ def open(
     return ds
 
 
-def _opened(group: Group, dropped: bool, load_coords: bool) -> xr.Dataset:
-    group.require_complete()
-    ds = assembled(group)
-    ds.encoding["source"] = group.folder.url  # as xarray names what it has opened
-    ds = ds.assign_coords(read_coords(group, rows=() if load_coords else ds.chunksizes[SAMPLE]))
-    if not dropped:
-        return without_dropped(ds)
-    if DROPPED in ds.coords:
-        return ds.drop_vars(DERIVED, errors="ignore")
-    return ds.assign_coords({DROPPED: (SAMPLE, dropped_mask(group))})
+def assembled(
+    group: Group, coords: Mapping[str, xr.Variable] | None = None, *, dropped: bool = False
+) -> xr.Dataset:
+    """Return the lazy arrays of a store, with the names of checkpoints, and coords of all rows.
 
-
-def assembled(group: Group) -> xr.Dataset:
-    """Return the lazy arrays of a store, with the names of checkpoints, and the dropped samples."""
+    Samples that were dropped are left out, or with ``dropped`` marked, without the sums that do not
+    cover them.
+    """
     data = {
         name: (dims_of(array), lazy_array(group, name), _attrs(array))
         for name in dict.fromkeys((*VARIABLES, *group.features))
@@ -165,22 +163,18 @@ def assembled(group: Group) -> xr.Dataset:
     }
     attrs = {key: value for key, value in group.attrs.items() if key not in STORE_ATTRS}
     names = np.array(group.checkpoints, np.dtypes.StringDType())
-    coords: dict[str, Any] = {CHECKPOINT: names}
+    ds = xr.Dataset(data, {CHECKPOINT: names, **(coords or {})}, as_text(attrs))
+    if dropped:
+        ds = ds.assign_coords({DROPPED: (SAMPLE, dropped_mask(group))})
+        return ds.drop_vars(DERIVED, errors="ignore") if DROPPED in group.arrays else ds
     if DROPPED in group.arrays:
-        coords[DROPPED] = (SAMPLE, dropped_mask(group))
-    return xr.Dataset(data, coords, as_text(attrs))
+        ds = ds.isel({SAMPLE: np.flatnonzero(~dropped_mask(group))})
+    return ds
 
 
 def _attrs(array: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attrs of an array, which is whole, whatever a store has of it."""
     return as_text({key: v for key, v in array["attributes"].items() if key != TRIANGLE})
-
-
-def without_dropped(ds: xr.Dataset) -> xr.Dataset:
-    """Return a Dataset without the samples that were dropped."""
-    if DROPPED not in ds.coords:
-        return ds
-    return ds.isel({SAMPLE: np.flatnonzero(~ds[DROPPED].values)}).drop_vars(DROPPED)
 
 
 def dropped_mask(group: Group) -> np.ndarray:
