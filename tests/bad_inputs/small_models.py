@@ -146,7 +146,7 @@ class OnlyOutput:
         return forward(batch["image"])[:, 0]
 
 
-BIG, NEGATIVE = [0, 1, 7, 2], [0, 1, -1, 2]
+BIG = [0, 1, 7, 2]
 IDS = np.array([[1, 2, 3], [4, 5, 6], [1, 2, 9], [0, 1, 2]])
 X = {"image": np.ones((4, 4), "f4"), "label": np.zeros(4, int)}
 NAN = X | {"image": np.array([[1, 1, 1, 1], [np.nan, 1, 1, 1]] * 2, "f4")}

@@ -34,6 +34,7 @@ ROWS = [
     BadInput(F, "a module", lambda _: td.featurize(data(), NET), TypeError, ["td.Model", "Linear"]),
     BadInput("fit", "a module", lambda _: td.fit(data(), NET), TypeError, ["td.Model", "Linear"]),
     BadInput("fit", "components a word", lambda _: td.fit(data(), td.Model(NET), components="no"), TypeError, ["components", "'no'", "True"]),
+    BadInput("fit", "sketch a name", lambda _: td.fit(data(), td.Model(NET), sketch="SJLT"), TypeError, ["sketch, got 'SJLT'", "try sketch=td.SJLT"]),
     BadInput("fit", "curvature a name", lambda _: td.fit(data(), td.Model(NET), curvature="off"), ValueError, ["'off'"]),
     BadInput(F, "projector a number", options(projector=512), TypeError, ["projector", "512"]),
     BadInput(F, "device", options(device="gpu"), ValueError, ["'gpu'"]),

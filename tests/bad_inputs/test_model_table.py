@@ -71,7 +71,6 @@ ROWS = [
     *rows(
         M, TypeError,
         ("a number", model(3), "3", "int", "nn.Module"),
-        ("None", model(None), "None", "nn.Module"),
         ("a state dict", model(STATE), "OrderedDict", "build"),
         ("class with arguments", model(nn.Linear, [STATE]), "Linear", "'in_features' and 'out_features'"),
         ("function with arguments", model(needs_arguments, [STATE]), "needs_arguments", "'width'"),
@@ -114,7 +113,6 @@ ROWS = [
         ("parameters of no class", model(parameters=nn.Conv2d), "Conv2d", "'Linear'"),
         ("parameters of no predicate", model(parameters=lambda name, _: False), "none of 2"),
         ("moments too many", moments([STATE, STATE]), "['0']", "(2)", "{'0'"),
-        ("moments of others", moments({"last": STATE}), "['0']", "'last'"),
     ),
     *rows(
         M, FileNotFoundError,

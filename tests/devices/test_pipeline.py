@@ -33,8 +33,6 @@ def gram(samples: xr.Dataset, model: td.Model, projector: Fitted) -> np.ndarray:
 
 FITS: dict[str, Callable[..., Fitted]] = {
     "curvature": lambda s, m, **o: td.fits.curvature(s, m, **o).then(td.Identity()),
-    "leading": lambda s, m, **o: td.fits.curvature(s, m, leading=40, **o).then(td.SJLT(64)),
-    "components": lambda s, m, **o: td.fits.principal_components(s, m, 4, **o),
     "fit": lambda s, m, **o: td.fit(s, m, 4, curvature=True, sketch=td.SJLT(64), **QUIET, **o),
 }
 
@@ -48,15 +46,14 @@ def require_same_fit(kind: str, name: str, device: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [*((kind, "convolutions") for kind in FITS), ("fit", "LSTM"), ("fit", "GPT-2")],
+    [("curvature", "convolutions"), *(("fit", name) for name in ("convolutions", "LSTM", "GPT-2"))],
 )
 def test_fits__are_those_of_the_cpu(kind: str, name: str, device: str) -> None:
     require_same_fit(kind, name, device)
 
 
-@pytest.mark.parametrize("kind", FITS)
-def test_fits__need_no_float64_on_the_device(kind: str, no_float64: str) -> None:
-    require_same_fit(kind, "convolutions", no_float64)
+def test_fits__need_no_float64_on_the_device(no_float64: str) -> None:
+    require_same_fit("fit", "convolutions", no_float64)
 
 
 def test_features__of_a_fit_by_moments(device: str) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from typing import Any
 
+import dask
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import trakdask as td
-from tests.fits.test_curvature import case, fitted, gradients, kronecker
+from tests.fits.test_curvature import case, fitted, gradients, kronecker, require_parts
 from trakdask.fits import fitting, weights
 from trakdask.fits.weights import weights_of
 from trakdask.projection.fitted import Fitted
@@ -123,50 +125,28 @@ def test_fit__curvatures_of_models_of_tokens_are_of_all_samples(monkeypatch: Any
     np.testing.assert_allclose(found, alone, rtol=1e-5)
 
 
+@functools.cache
+def exact() -> Fitted:
+    with dask.config.set(scheduler="threads"):
+        return td.fit(*case("cnn"), **EXACT)
+
+
 def test_weights__of_sketches_are_near(monkeypatch: Any) -> None:
-    samples, model = case("cnn")
-    exact = weights_in(td.fit(samples, model, **EXACT))
+    expected = weights_in(exact())
     monkeypatch.setattr(weights, "_WIDEST", 128)  # of 225 elements, and fewer
-    near = weights_in(td.fit(samples, model, **EXACT))
-    assert near != exact
-    for title, values in exact.items():
+    near = weights_in(td.fit(*case("cnn"), **EXACT))
+    assert near != expected
+    for title, values in expected.items():
         assert near[title]["agreement"] == pytest.approx(values["agreement"], abs=0.1), title
         assert near[title]["directions"] == pytest.approx(values["directions"], rel=0.2), title
 
 
-@pytest.mark.parametrize("options", [{"gradients": "vmap"}, {"batch_size": 5}, {"chunks": 7}])
-def test_weights__do_not_depend_on_the_way(options: dict[str, Any]) -> None:
+def test_weights__do_not_depend_on_the_way() -> None:
     samples, model = case("cnn")
-    first = weights_in(td.fit(samples, model, **EXACT))
-    chunks = options.pop("chunks", 24)
-    samples, model = samples.chunk(sample=chunks), model.at_checkpoints(["b", "a"])
-    other = weights_in(td.fit(samples, model, **EXACT, **options))
-    for title, values in first.items():
+    samples, model = samples.chunk(sample=7), model.at_checkpoints(["b", "a"])
+    other = weights_in(td.fit(samples, model, **EXACT, gradients="vmap", batch_size=5))
+    for title, values in weights_in(exact()).items():
         assert other[title] == pytest.approx(values, rel=1e-3), title
-
-
-def test_weights__follow_by_every_door(tmp_path: Any) -> None:
-    """Features that are like others, saved ones, and a checkpoint that is appended, have them."""
-    samples, model = case("words")
-    store, options = tmp_path / "a.zarr", EXACT | {"sketch": td.SJLT(64), "proj_dim": 64}
-    one = model.at_checkpoints(["a"])
-    projector = td.fit(samples, one, store=store, **options)
-    features = td.save(td.featurize(samples, one, projector), store, progress=False)
-    kept = as_values(features.attrs)["projector"]["steps"][0]["weights"]
-    assert kept == weights_in(projector)
-    both = td.fit(samples, model, store=store, **options)
-    assert weights_in(both) == kept  # and not those of two checkpoints
-    assert weights_in(td.fit(samples, model, **options)) != kept
-    features = td.save(
-        td.featurize(samples, model, both), store, append_dim="checkpoint", progress=False
-    )
-    targets = td.featurize(samples.isel(sample=[1, 5]), model, like=features)
-    np.testing.assert_allclose(targets.feature, features.feature[[1, 5]], rtol=1e-3, atol=1e-5)
-    parts = td.score_parts(features, targets, model, of=samples, parts={"out": "head.*"})
-    scores = td.score(features, targets)
-    np.testing.assert_allclose(
-        parts.sum("module"), scores, rtol=1e-2, atol=1e-3 * float(abs(scores).max())
-    )
 
 
 def test_weights__are_measured_where_a_store_that_had_them_was_removed(tmp_path: Any) -> None:
@@ -182,6 +162,7 @@ def test_weights__are_measured_where_a_store_that_had_them_was_removed(tmp_path:
 
 
 def test_weights__what_has_none_is_not_differentiated(tmp_path: Any, monkeypatch: Any) -> None:
+    """Nor by any door: features like others, rows and a checkpoint that are appended to a store."""
     samples, model = case("cnn")
     monkeypatch.setattr(weights, "_NEGLIGIBLE", 0)
     whole = td.fit(samples, model, **EXACT)
@@ -207,21 +188,18 @@ def test_weights__what_has_none_is_not_differentiated(tmp_path: Any, monkeypatch
     one, first = model.at_checkpoints(["a"]), samples.isel(sample=slice(16))
     fit = td.fit(samples, one, store=store, **options)
     opened = td.save(td.featurize(first, one, fit), store, progress=False)
+    kept = as_values(opened.attrs)["projector"]["steps"][0]["weights"]
+    assert kept == weights_in(fit) != found
     more = td.featurize(samples.isel(sample=slice(16, 24)), one, like=opened)
     td.save(more, store, append_dim="sample", progress=False)
     fit = td.fit(samples, model, store=store, **options)
+    assert weights_in(fit) == kept
     features = td.save(
         td.featurize(samples, model, fit), store, append_dim="checkpoint", progress=False
     )
     targets = td.featurize(samples.isel(sample=[1, 5]), model, like=features)
     np.testing.assert_allclose(targets.feature, features.feature[[1, 5]], rtol=1e-3, atol=1e-5)
-    parts = td.score_parts(
-        features, targets, model, of=samples, parts={"one": next(iter(fit.model["parameters"]))}
-    )
-    scores = td.score(features, targets)
-    np.testing.assert_allclose(
-        parts.sum("module"), scores, rtol=1e-2, atol=1e-3 * float(abs(scores).max())
-    )
+    require_parts(features, targets, samples, model, next(iter(fit.model["parameters"])))
     with pytest.raises(td.errors.StoreMismatchError, match="parameters"):
         td.featurize(*case("words"), projector)
 

@@ -113,8 +113,10 @@ SAVED: dict[str, tuple[object, dict[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("case", SAVED)
-@pytest.mark.parametrize("name", ["c.ckpt", "c.pth.tar", "c.th"])
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [*((case, "c.ckpt") for case in SAVED), ("of DDP", "c.pth.tar"), ("of Lightning", "c.th")],
+)
 def test_make_checkpoints__what_people_save(
     tmp_path: Path, bucket: str, case: str, name: str
 ) -> None:

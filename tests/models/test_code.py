@@ -148,16 +148,14 @@ def featurized(source: str) -> xr.Dataset:
     return td.featurize(samples, model, projector=td.Identity())
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "key"), [("+ 1", "* 2", "'Net'"), ("[:, 0]", "[:, 1]", "'task'")]
-)
-def test_save__changed_code(before: str, after: str, key: str, tmp_path: Path) -> None:
+def test_save__changed_code(tmp_path: Path) -> None:
     stored = td.save(featurized(SOURCE), tmp_path / "f.zarr")
-    corrected = featurized(SOURCE.replace(before, after))
-    differ = rf"differ in code\[{key}\].*attrs\['code'\]"
-    with pytest.raises(td.errors.StoreMismatchError, match=differ):
+    corrected = featurized(SOURCE.replace("+ 1", "* 2"))
+    with pytest.raises(
+        td.errors.StoreMismatchError, match=r"differ in code\['Net'\].*attrs\['code'\]"
+    ):
         td.save(corrected, tmp_path / "f.zarr")
-    with pytest.raises(td.errors.StoreMismatchError, match=rf"differ in code\[{key}\]"):
+    with pytest.raises(td.errors.StoreMismatchError, match=r"differ in code\['Net'\]"):
         td.score(stored, corrected)
     code = as_values(stored.attrs)["code"]
     # Instructions of two versions of Python cannot be compared, and need not agree.

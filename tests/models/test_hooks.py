@@ -95,6 +95,10 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
 
+def ones(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.ones(shape))
+
+
 def tokens(n: int, length: int, size: int) -> Tensor:
     return torch.randint(0, size, (n, length), generator=torch.Generator().manual_seed(5))
 
@@ -152,14 +156,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "batch norm 1d": (lambda: nn.BatchNorm1d(4), normal(5, 4)),
     "batch norm 2d": (lambda: nn.BatchNorm2d(4), normal(5, 4, 3, 3)),
     "prelu": (lambda: nn.PReLU(4), normal(5, 4, 3)),
-    "attention": (lambda: SelfAttention(True), normal(5, 3, 8)),
-    "attention, sequence first": (lambda: SelfAttention(False), normal(5, 3, 8)),
     "lstm": (lambda: Recurrent(nn.LSTM(4, 3, batch_first=True)), normal(5, 6, 4)),
     "gru, sequence first": (lambda: Recurrent(nn.GRU(4, 3)), normal(5, 6, 4)),
-    "transformer layer": (
-        lambda: nn.TransformerEncoderLayer(8, 2, 12, batch_first=True),
-        normal(5, 3, 8),
-    ),
     "in-place activations": (
         lambda: nn.Sequential(
             nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Linear(5, 4), nn.ReLU(inplace=True)
@@ -190,36 +188,22 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "position embedding": (lambda: Positions(2), tokens(5, 4, 7)),
     "position embedding, as long as the batch": (lambda: Positions(1), tokens(5, 5, 7)),
     "parameter beside children": (
-        lambda: Net(
-            lambda m, x: m.layer(x) * m.scale,
-            layer=nn.Linear(6, 4),
-            scale=nn.Parameter(torch.ones(())),
-        ),
+        lambda: Net(lambda m, x: m.layer(x) * m.scale, layer=nn.Linear(6, 4), scale=ones()),
         normal(5, 6),
     ),
     "class token and positions": (lambda: Patches(), normal(5, 3, 6)),
     "class token and positions, as many as samples": (lambda: Patches(), normal(3, 3, 6)),
     "scale of channels": (
-        lambda: Net(
-            lambda m, x: m.layer(x) * m.scale,
-            layer=nn.Conv1d(4, 3, 1),
-            scale=nn.Parameter(torch.ones(3, 1)),
-        ),
+        lambda: Net(lambda m, x: m.layer(x) * m.scale, layer=nn.Conv1d(4, 3, 1), scale=ones(3, 1)),
         normal(5, 4, 6),
     ),
     "weights beside children": (
-        lambda: Net(
-            lambda m, x: m.layer(x) @ m.weight,
-            layer=nn.Linear(6, 5),
-            weight=nn.Parameter(torch.ones(5, 4)),
-        ),
+        lambda: Net(lambda m, x: m.layer(x) @ m.weight, layer=nn.Linear(6, 5), weight=ones(5, 4)),
         normal(5, 3, 6),
     ),
     "weights beside children, of pairs": (
         lambda: Net(
-            lambda m, x: m.layer(x) @ m.weight.mean(0),
-            layer=nn.Linear(6, 5),
-            weight=nn.Parameter(torch.ones(2, 5, 4)),
+            lambda m, x: m.layer(x) @ m.weight.mean(0), layer=nn.Linear(6, 5), weight=ones(2, 5, 4)
         ),
         normal(5, 6),
     ),
@@ -271,18 +255,6 @@ def gain() -> nn.Module:
     """A parameter of its own beside a child that has none."""
     scale = nn.Parameter(torch.ones(6))
     return Net(lambda m, x: m.activation(x * m.scale), scale=scale, activation=nn.Tanh())
-
-
-class SelfAttention(nn.Module):
-    def __init__(self, batch_first: bool) -> None:
-        super().__init__()
-        self.batch_first = batch_first
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=batch_first)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x if self.batch_first else x.transpose(0, 1)
-        found = self.attention(x, x, x, need_weights=False)[0]
-        return found if self.batch_first else found.transpose(0, 1)
 
 
 class Recurrent(nn.Module):
@@ -361,8 +333,7 @@ class Patches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.token = nn.Parameter(torch.ones(1, 1, 6))
-        self.positions = nn.Parameter(torch.ones(1, 4, 6))
+        self.token, self.positions = ones(1, 1, 6), ones(1, 4, 6)
         self.norm, self.layer = nn.LayerNorm(6), nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -373,8 +344,7 @@ class Patches(nn.Module):
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a = nn.Parameter(torch.ones(6))
-        self.b = nn.Parameter(torch.ones(6))
+        self.a, self.b = ones(6), ones(6)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         return {"first": x * self.a, "second": x * self.b}

@@ -1,4 +1,4 @@
-"""The model value: modules per thread, shapes that fit, parameters chosen by name."""
+"""The model value: modules per thread, and parameters that are chosen by name."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import cloudpickle
+import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.waiting import Overlap
 from trakdask.models.model import Model
+from trakdask.models.modules import select_parameters
 from trakdask.torch_internals import no_fast_path
 
 
@@ -81,3 +83,41 @@ def test_no_fast_path__the_last_user_restores_it() -> None:
     assert not get()
     second.__exit__(None, None, None)
     assert get()
+
+
+def partly_frozen() -> nn.Module:
+    module = mlp()
+    module[0].requires_grad_(False)
+    return module
+
+
+@pytest.mark.parametrize("build", [partly_frozen, partly_frozen()])
+def test_model__predicate_sees_which_parameters_are_frozen(build) -> None:
+    model = Model(build, [state()], parameters=lambda _, parameter: parameter.requires_grad)
+    assert list(model.shapes) == ["2.weight", "2.bias"]
+    whole = Model(build, [state()])
+    assert len(whole.shapes) == 4
+    assert ["frozen" in repr(each) for each in (model, whole)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("selection", "expected"),
+    [
+        (None, ["0.weight", "0.bias", "2.weight", "2.bias"]),
+        ("2.*", ["2.weight", "2.bias"]),
+        (["2.bias", "0.bias"], ["0.bias", "2.bias"]),
+        ("*.weight", ["0.weight", "2.weight"]),
+        (lambda name, tensor: tensor.ndim == 1, ["0.bias", "2.bias"]),
+        (torch.nn.Sequential, ["0.weight", "0.bias", "2.weight", "2.bias"]),
+    ],
+)
+def test_select_parameters__order_is_the_modules(selection, expected: list[str]) -> None:
+    assert list(select_parameters(mlp(), selection)) == expected
+
+
+def test_select_parameters__integers_have_no_gradient() -> None:
+    module = mlp()
+    module.codes = nn.Parameter(torch.arange(3), requires_grad=False)
+    with pytest.raises(ValueError, match=r"'codes' with dtype torch\.int64"):
+        select_parameters(module, "*")
+    assert "codes" not in select_parameters(module, "[02].*")

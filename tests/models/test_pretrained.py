@@ -94,24 +94,16 @@ PATCHES = {
 }
 FAMILIES: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
     "bert": (bert, IDS),
-    "distilbert": (of("DistilBertForMaskedLM", "DistilBertConfig", vocab_size=40, dim=16, hidden_dim=24, n_layers=1, n_heads=2), IDS),
-    "roberta": (of("RobertaForMaskedLM", "RobertaConfig", **SMALL), IDS),
     "vit": (of("ViTForImageClassification", "ViTConfig", **VISION), PIXELS),
     "clip": (of("CLIPModel", "CLIPConfig", text_config={**TEXT, "projection_dim": 8}, vision_config=VISION, projection_dim=8), IDS | PIXELS),
     "t5": (of("T5ForConditionalGeneration", "T5Config", vocab_size=40, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2), IDS | {"decoder_input_ids": torch.tensor([[0, 3, 4]])}),
     "gpt2": (gpt2, IDS),
-    "gpt_neox": (lm("GPTNeoXConfig"), IDS),
     "llama": (lm("LlamaConfig"), IDS),
-    "mistral": (lm("MistralConfig"), IDS),
     "mixtral": (lm("MixtralConfig", num_local_experts=2), IDS),
-    "qwen2": (lm("Qwen2Config"), IDS),
-    "qwen2_moe": (lm("Qwen2MoeConfig", num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8, shared_expert_intermediate_size=8), IDS),
     "qwen2_vl": (qwen2_vl, SEEN | PATCHES),
     "gemma3": (gemma3, SEEN | PIXELS),
-    "phi": (lm("PhiConfig", num_key_value_heads=4), IDS),
     "detr": (detr, PIXELS),
     "wav2vec2": (wav2vec2, {"input_values": torch.linspace(-1, 1, 400)[None]}),
-    "convnext": (of("ConvNextForImageClassification", "ConvNextConfig", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2), PIXELS),
     "llava": (llava, SEEN | PIXELS),
 }  # fmt: skip
 
@@ -164,16 +156,13 @@ ADAPTERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "lora of embeddings": (gpt2, lambda: peft.LoraConfig(r=2, target_modules=["c_attn", "wte"], fan_in_fan_out=True)),
     "lora with a norm": (gpt2, lambda: peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, modules_to_save=["ln_f"])),
     "dora": (gpt2, lambda: peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, use_dora=True)),
-    "ia3": (lm("LlamaConfig"), lambda: peft.IA3Config(**TARGETS, feedforward_modules=["down_proj"])),
     "vera": (lm("LlamaConfig"), lambda: peft.VeraConfig(r=2, target_modules=["q_proj", "o_proj"])),
     "vera without its matrices": (lm("LlamaConfig"), lambda: peft.VeraConfig(r=2, target_modules=["q_proj", "o_proj"], save_projection=False)),
     "prompt": (gpt2, lambda: peft.PromptTuningConfig(**PROMPTS)),
     "prompt of a classifier": (bert, lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="SEQ_CLS")),
     "prefix": (lm("LlamaConfig"), lambda: peft.PrefixTuningConfig(**PROMPTS)),
     "prefix by layers": (lm("LlamaConfig"), lambda: peft.PrefixTuningConfig(**PROMPTS, prefix_projection=True, encoder_hidden_size=8)),
-    "p-tuning": (lm("LlamaConfig"), lambda: peft.PromptEncoderConfig(**PROMPTS, encoder_hidden_size=8)),
     "llama-adapter": (lm("LlamaConfig"), lambda: peft.AdaptionPromptConfig(**LM, adapter_len=3, adapter_layers=1)),
-    "hra": (lm("LlamaConfig"), lambda: peft.HRAConfig(r=2, **TARGETS)),
 }  # fmt: skip
 
 
@@ -207,7 +196,7 @@ def test_adapter__gives_what_from_pretrained_gives(method: str, tmp_path: Path) 
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora"])
+@pytest.mark.parametrize("start", ["pissa_niter_4", "olora"])
 def test_adapter__that_changes_its_base_model_first(start: str, tmp_path: Path) -> None:
     base = ADAPTERS["lora"][0]
     config = lambda: peft.LoraConfig(r=2, **TARGETS, init_lora_weights=start)  # noqa: E731
@@ -241,16 +230,14 @@ def test_adapter__with_embeddings_of_more_words(tmp_path: Path) -> None:
         outputs(lambda: build(base()), tmp_path / "adapter", IDS)
 
 
-@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["norm"]}], ids=str)
-def test_adapter__inside_of_a_model_of_transformers(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_adapter__inside_of_a_model_of_transformers(tmp_path: Path) -> None:
     base = FAMILIES["llama"][0]
     base().save_pretrained(tmp_path / "base")
 
     def build() -> Any:
         built = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-        built.add_adapter(peft.LoraConfig(r=2, init_lora_weights=False, **TARGETS, **options))
+        options = {"init_lora_weights": False, "modules_to_save": ["norm"]}
+        built.add_adapter(peft.LoraConfig(r=2, **TARGETS, **options))
         return built
 
     build().save_pretrained(tmp_path / "adapter")
@@ -344,14 +331,16 @@ def test_folder__as_it_was_built_and_stored(tmp_path: Path) -> None:
 def test_folder__at_a_url_and_on_workers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Only the files with weights are read, and again where nothing is cached."""
     build, inputs = FAMILIES["mixtral"]
-    build().save_pretrained(tmp_path / "saved", max_shard_size="10KB")
+    trained = build()
+    trained.save_pretrained(tmp_path / "saved", max_shard_size="10KB")
+    trained.save_pretrained(tmp_path / "whole")
     fsspec.filesystem("memory").put(str(tmp_path / "saved"), "/pretrained", recursive=True)
     capfd.readouterr()
-    here, there = (
+    here, there, whole = (
         td.Model(build, [place], task="classification")
-        for place in (tmp_path / "saved", "memory://pretrained")
+        for place in (tmp_path / "saved", "memory://pretrained", tmp_path / "whole")
     )
-    assert here.checkpoints[0].digest == there.checkpoints[0].digest
+    assert len({each.checkpoints[0].digest for each in (here, there, whole)}) == 1
     checkpoints._states.by_digest.clear()
     sent = pickle.loads(cloudpickle.dumps(there))
     found = sent.forward(sent.checkpoints[0])(**inputs)
@@ -360,35 +349,19 @@ def test_folder__at_a_url_and_on_workers(tmp_path: Path, capfd: pytest.CaptureFi
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    ("saved", "built", "words"),
-    [
-        (lm("LlamaConfig", num_hidden_layers=2), lm("LlamaConfig"), r"layers\.1\..* too"),
-        (lm("LlamaConfig"), lm("LlamaConfig", num_hidden_layers=2), r"layers\.1\..*no such tensor"),
-        (lm("LlamaConfig"), lm("LlamaConfig", vocab_size=41), r"\(41, 16\), got \(40, 16\)"),
-        (lm("Qwen2Config"), lm("LlamaConfig"), r"_proj\.bias' too"),
-        (of("BertModel", "BertConfig", **SMALL), bert, r"'classifier\.weight'.*no such tensor"),
-        (
-            lm("MixtralConfig", num_local_experts=3),
-            lm("MixtralConfig", num_local_experts=2),
-            r"shape",
-        ),
-        (gpt2, bert, r"no such tensor.*build function"),
-    ],
-    ids=[
-        "more layers",
-        "fewer layers",
-        "other words",
-        "biases",
-        "no head",
-        "more experts",
-        "another class",
-    ],
-)
-def test_folder__of_another_model(
-    saved: Callable[[], nn.Module], built: Callable[[], nn.Module], words: str, tmp_path: Path
-) -> None:
+OTHERS = {
+    "more layers": (lm("LlamaConfig", num_hidden_layers=2), lm("LlamaConfig"), r"layers\.1\..* too"),
+    "fewer layers": (lm("LlamaConfig"), lm("LlamaConfig", num_hidden_layers=2), r"layers\.1\..*no such tensor"),
+    "other words": (lm("LlamaConfig"), lm("LlamaConfig", vocab_size=41), r"\(41, 16\), got \(40, 16\)"),
+    "no head": (of("BertModel", "BertConfig", **SMALL), bert, r"'classifier\.weight'.*no such tensor"),
+    "another class": (gpt2, bert, r"no such tensor.*build function"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_folder__of_another_model(case: str, tmp_path: Path) -> None:
     """``from_pretrained`` would go on with random weights, or without some."""
+    saved, built, words = OTHERS[case]
     saved().save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=words):
         td.Model(built, [tmp_path], task="classification")

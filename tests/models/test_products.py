@@ -1,4 +1,4 @@
-"""Products of vectors with the gradients of tokens, which are never formed."""
+"""Products of vectors with gradients that are never formed; of tokens: ``test_part_scores.py``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.models.engines import run
-from tests.models.test_tokens import LENGTH, TASK, drawn, made
-from tests.models.token_oracle import contributions
+from tests.models.test_tokens import TASK, drawn, made
 from trakdask.models import rules
 from trakdask.models.model import Model
 from trakdask.models.products import PRODUCTS, Products
@@ -20,20 +19,6 @@ def vectors_of(module: nn.Module, m: int = 3) -> dict[str, Tensor]:
         name: torch.randn(m, *tensor.shape, generator=generator, dtype=torch.float64)
         for name, tensor in module.named_parameters()
     }
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_products__equal_products_with_the_gradients_of_tokens(n: int) -> None:
-    module, batch = made(), drawn(n)
-    vectors = vectors_of(module)
-    sink = Products(vectors, n * LENGTH)
-    run(Model(module, task=TASK), batch, "tokens", sink)
-    oracle = [
-        torch.einsum("stn,mn->stm", gradient, vectors[name].flatten(1))
-        for name, gradient in contributions(module, TASK, batch, LENGTH).items()
-    ]
-    found = sink.result().view(n, LENGTH, -1).double()
-    torch.testing.assert_close(found, sum(oracle), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("n_in", "n_out"), [(3, 8), (8, 3)])

@@ -258,6 +258,41 @@ class Flips(Net):
             self.train()
 
 
+class Renormed(Net):
+    """``max_norm`` scales rows of a weight in the forward pass, in place."""
+
+    def start(self) -> None:
+        self.embed = nn.Embedding(9, 3, max_norm=0.5)
+
+
+def test_forward__a_checkpoint_is_left_alone_by_max_norm() -> None:
+    whole = state_of(Renormed)
+    for build in (Renormed, Net, Renormed):
+        same(found(td.Model(build, [whole], task=First())), expected(build, whole))
+
+
+def compiled() -> nn.Module:
+    return torch.compile(Net(), backend="eager")
+
+
+def partly_compiled() -> nn.Module:
+    module = Net()
+    module.layer = torch.compile(module.layer, backend="eager")
+    return module
+
+
+def compiled_in_place() -> nn.Module:
+    module = Net()
+    module.compile(backend="eager")
+    return module
+
+
+@pytest.mark.parametrize("build", [compiled, partly_compiled, compiled_in_place])
+def test_forward__of_compiled_code(build: Any) -> None:
+    model = td.Model(build, [state_of(build)], task=First())
+    same(found(model, gradients="hooks"), expected(Net, state_of(Net)))
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("build", [Remembers, Counts, Makes, Flips])
 def test_forward__of_modules_that_change_themselves(build: type[Net], engine: str) -> None:
@@ -270,15 +305,14 @@ def test_forward__of_modules_that_change_themselves(build: type[Net], engine: st
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "engine"),
     [
-        lambda weight: weight.detach().clamp_(min=0),
-        lambda weight: weight.data[0].mul_(0.5),
-        lambda weight: torch.add(weight.data, 1, out=weight.data),
-        lambda weight: torch._foreach_neg_([weight.data]),
+        (lambda weight: weight.detach().clamp_(min=0), "auto"),
+        (lambda weight: weight.data[0].mul_(0.5), "vmap"),
+        (lambda weight: torch.add(weight.data, 1, out=weight.data), "auto"),
+        (lambda weight: torch._foreach_neg_([weight.data]), "auto"),
     ],
 )
-@pytest.mark.parametrize("engine", ["auto", "vmap"])
 def test_forward__a_parameter_that_is_changed_in_place_is_named(change: Any, engine: str) -> None:
     class Changes(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -548,15 +582,17 @@ class Within(nn.Module):
         return self.net(x)
 
 
-@pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize(
-    ("build", "prefix", "options"),
+    ("build", "prefix", "options", "old"),
     [
-        *((build, prefix, {}) for build in (RenamesOld, Within) for prefix in ("", "module.")),
-        (Within, "_orig_mod.", {}),
-        (RenamesOld, "model.net.", {}),
-        (RenamesOld, "model.net.", {"prefix": "model.net"}),
-        (Within, "a.module._orig_mod.", {"prefix": "a.module"}),
+        *((RenamesOld, "", {}, old) for old in (False, True)),
+        *((Within, "module.", {}, old) for old in (False, True)),
+        (RenamesOld, "module.", {}, True),
+        (Within, "", {}, False),
+        (Within, "_orig_mod.", {}, True),
+        (RenamesOld, "model.net.", {}, False),
+        (RenamesOld, "model.net.", {"prefix": "model.net"}, True),
+        (Within, "a.module._orig_mod.", {"prefix": "a.module"}, False),
     ],
 )
 def test_forward__versions_of_modules_are_those_below_a_prefix(
@@ -619,8 +655,10 @@ def test_featurize__a_module_is_read_once_in_each_thread(monkeypatch: pytest.Mon
 # ------------------------------------------------------------------------------- other surroundings
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("engine", [*ENGINES, "hooks"])
+@pytest.mark.parametrize(
+    ("mode", "engine"),
+    [(torch.no_grad, "auto"), *((torch.inference_mode, e) for e in (*ENGINES, "hooks"))],
+)
 def test_featurize__where_gradients_are_switched_off(mode: Any, engine: str) -> None:
     state = state_of(Net)
     with mode():

@@ -27,17 +27,15 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "llama, grouped queries": llama,
     "qwen2, biases": partial(causal_lm, "Qwen2Config", **GROUPED),
     "qwen3, normalised queries": partial(causal_lm, "Qwen3Config", **GROUPED),
-    "mistral, sliding window": partial(causal_lm, "MistralConfig", **GROUPED, sliding_window=4),
     "mixtral, experts": partial(causal_lm, "MixtralConfig", **EXPERTS, num_local_experts=4),
     "qwen3-moe, experts": partial(
         causal_lm, "Qwen3MoeConfig", **EXPERTS, num_experts=4, moe_intermediate_size=12
     ),
 }
 QUERIES = ["q_proj", "v_proj"]
-QWEN2, MIXTRAL = ARCHITECTURES["qwen2, biases"], ARCHITECTURES["mixtral, experts"]
+MIXTRAL = ARCHITECTURES["mixtral, experts"]
 ADAPTERS: dict[str, Callable[[], nn.Module]] = {
     "lora": lambda: adapted(llama(), QUERIES),
-    "rslora": lambda: adapted(QWEN2(), QUERIES, use_rslora=True, lora_alpha=3),
     "dora": lambda: adapted(llama(), QUERIES, use_dora=True),
     "lora of transposed weights": lambda: adapted(gpt2(), ["c_attn"], fan_in_fan_out=True),
     "lora beside experts": lambda: adapted(MIXTRAL(), QUERIES),

@@ -80,7 +80,7 @@ def test_gallery__leaves_missing_ranks_empty() -> None:
     assert len(drawn(figure)) == 1 + 2 * 15
 
 
-@pytest.mark.parametrize("n_shown", [1, 2, 3, 6])
+@pytest.mark.parametrize("n_shown", [1, 6])
 def test_gallery__texts_do_not_overlap(n_shown: int) -> None:
     names = np.array(["a rather long label of a class", "$5 bill", "unpronounceable" * 3] * 10)
     scores = SCORES.assign_coords(

@@ -12,14 +12,7 @@ from torch import Tensor
 
 from tests.projection.reference import normal, project_block, project_flat, rounded, signs
 from trakdask.projection import SJLT, Identity, Rademacher, acceleration, fixed_point, sjlt
-from trakdask.projection.fixed_point import (
-    int8_matmul_is_usable,
-    integer_matmul,
-    quantize,
-    sign_bits,
-    signed_sums,
-    split_digits,
-)
+from trakdask.projection.fixed_point import int8_matmul_is_usable, integer_matmul, quantize
 from trakdask.projection.protocol import ARITHMETIC, ROUNDING_ERROR
 from trakdask.projection.sjlt import sort_nonzeros
 
@@ -29,8 +22,10 @@ ADDRESS = {"seed": 5, "checkpoint": 9}
 
 
 @pytest.mark.parametrize("fraction_bits", [14, 22])
-@pytest.mark.parametrize("n_rows", [1, 127, 2049, 16384])
-@pytest.mark.parametrize("magnitude", [1.0, 1e-44, 1e-30, 1e38])
+@pytest.mark.parametrize(
+    ("n_rows", "magnitude"),
+    [(1, 1e-30), (1, 1.0), (127, 1e-44), (127, 1e38), (2049, 1.0), (2049, 1e-44), (16384, 1e-30)],
+)
 def test_quantize__as_by_hand(
     fraction_bits: int, n_rows: int, magnitude: float, backend: str
 ) -> None:
@@ -71,22 +66,6 @@ def test_rademacher__error_on_gaussian_data_is_the_one_we_tell(arithmetic: str) 
 
 
 # ---------------------------------------------------------------------------------- exact products
-
-
-# Rows that start in the middle of a counter, and that end in one; slabs of 2048 rows.
-@pytest.mark.parametrize(("row", "n_rows"), [(0, 1), (5, 200), (128, 4096), (16384 + 77, 5000)])
-@pytest.mark.parametrize("n_digits", [2, 3])
-def test_signed_sums__are_the_matrix_product(row: int, n_rows: int, n_digits: int) -> None:
-    largest = {2: 2**14, 3: 2**22}[n_digits]
-    integers = torch.from_numpy(
-        np.random.default_rng(0).integers(-largest, largest + 1, (3, 2, n_rows), dtype=np.int32)
-    )
-    integers[0] = largest  # sums as large as they get
-    packed = sign_bits(row, n_rows, 7, 40, **ADDRESS, stream=0)
-    found = signed_sums(packed, split_digits(integers, n_digits, row), n_digits)
-    matrix = torch.from_numpy(signs(row, n_rows, 7, 40, **ADDRESS)).T
-    assert torch.equal(found, matrix @ integers.flatten(0, 1).double().T)
-    assert torch.equal(fixed_point.signs(row, n_rows, 7, 40, **ADDRESS, stream=0), matrix)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 128), (3, 5, 16384), (17, 33, 256)])

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.projection.reference import normal, words
+from tests.projection.reference import normal
 from trakdask.projection import ROW_BLOCK, SJLT, Rademacher, by_torch
 from trakdask.projection.cuda import products
 
@@ -76,11 +76,3 @@ def test_dense_sums__are_exact_where_products_are_cast(dtype: torch.dtype) -> No
     expected = by_operations(Rademacher(20), rows, 0)
     with torch.autocast("cpu", dtype=dtype):
         assert torch.equal(by_operations(Rademacher(20), rows, 0), expected)
-
-
-def test_words__of_the_generator() -> None:
-    index, column = torch.tensor([0, 77, 2**47 - 1]), torch.tensor([[0], [2**32 - 1]])
-    at = {"seed": 2**64 - 3, "checkpoint": 2**32 - 1}
-    found = torch.stack(by_torch._words(index, column, **at, stream=1))
-    expected = words(1, index.numpy(), column.numpy(), at["seed"], at["checkpoint"])
-    assert found.tolist() == expected.tolist()

@@ -40,9 +40,6 @@ LAYERS: dict[str, dict[str, tuple[int, ...]]] = {
         "conv": (6, 3, 3, 3), "bias": (6,), "linear": (10, 54), "scalar": (), "norm": (700,)
     },
     "across blocks": {"first": (300,), "linear": (300, 130), "last": (5, 1, 7)},
-    "one row and more is a block": {"wide": (3, 20_000), "bias": (3,)},
-    "one column": {"tall": (17_000, 1), "bias": (20_000,)},
-    "one row": {"embedding": (1, 17_000), "conv": (40, 1, 3, 3)},
     "nothing": {"a": (0, 4), "b": (3, 0), "c": (0,), "linear": (5, 60), "d": (0, 0)},
 }  # fmt: skip
 
@@ -78,15 +75,8 @@ def _nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sjlt, "_kept", sjlt._Kept(0))
 
 
-CASES = [
-    (layers, projector)
-    for layers in LAYERS
-    for projector in PROJECTORS
-    if layers in ("across blocks", "nothing")
-]
-
-
-@pytest.mark.parametrize(("layers", "projector"), CASES, ids=str)
+@pytest.mark.parametrize("layers", ["across blocks", "nothing"])
+@pytest.mark.parametrize("projector", PROJECTORS, ids=str)
 def test_project__is_the_matrix_product(layers: str, projector: Projector, backend: str) -> None:
     gradients, row_map = draw(layers), rows_of(layers, projector)
     found = project(projector, gradients, row_map, CHECKPOINT)

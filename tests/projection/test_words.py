@@ -50,8 +50,10 @@ def test_fill_words__sha256_of_512_columns(seed: int, checkpoint: int, backend: 
     assert (expected == (1 - 2.0 * bits.T)).all()
 
 
-@pytest.mark.parametrize("index", [0, 2**32 - 3, 2**40 - 9])  # where an index needs a second word
-@pytest.mark.parametrize("shape", [(3, 7), (2, 40_000), (700, 90)])  # small, long and wide grids
+@pytest.mark.parametrize(
+    ("shape", "index"),  # small, long and wide grids, also where an index needs a second word
+    [((3, 7), 0), ((3, 7), 2**40 - 9), ((2, 40_000), 2**32 - 3), ((700, 90), 2**32 - 3)],
+)
 def test_fill_words__is_the_reference(shape: tuple[int, int], index: int, backend: str) -> None:
     out = np.empty((*shape, 2), np.uint64)
     seed, checkpoint, stream, column = 2**64 - 2, 2**32 - 1, 5, 2**32 - 1000
@@ -62,7 +64,7 @@ def test_fill_words__is_the_reference(shape: tuple[int, int], index: int, backen
     assert (out.view(np.uint32) == np.moveaxis(expected, 0, -1)).all()
 
 
-@pytest.mark.parametrize("row", [2**32, 2**36, 2**39, 2**47 - 2**14])
+@pytest.mark.parametrize("row", [2**32, 2**39, 2**47 - 2**14])
 @pytest.mark.parametrize("projector", [Rademacher(9, 5), SJLT(9, 6, 5)], ids=str)
 def test_project_block__rows_far_down(projector: Projector, row: int, backend: str) -> None:
     """Rows of the matrix itself, by the gradients that are 1 in one row."""

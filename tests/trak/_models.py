@@ -1,4 +1,4 @@
-"""Small models of many kinds, with batches for them, and gradients by a loop of ``backward()``."""
+"""Small models of many kinds, with batches for them."""
 
 from __future__ import annotations
 
@@ -104,18 +104,3 @@ def margin_of(logits: Tensor, label: Tensor) -> Tensor:
     p = logits.double().softmax(-1)
     others = torch.cat([p[:label], p[label + 1 :]])
     return p[label].log() - others.sum().log()
-
-
-def backward_one_by_one(
-    module: nn.Module, output_of: Callable[[int], Tensor], n: int
-) -> dict[str, Tensor]:
-    """Differentiate the output of each sample by all parameters."""
-    rows: dict[str, list[Tensor]] = {name: [] for name, _ in module.named_parameters()}
-    for i in range(n):
-        module.zero_grad()
-        output_of(i).backward()
-        for name, parameter in module.named_parameters():
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            rows[name].append(grad.clone())
-    module.zero_grad()
-    return {name: torch.stack(grads) for name, grads in rows.items()}

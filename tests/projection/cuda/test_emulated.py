@@ -85,10 +85,9 @@ def _strict_product(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n_digits", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("n_samples", "n_rows", "reverse"),
-    [(1, 1, False), (7, 3, True), (9, 129, False), (6, 2000, True)],
+    ("n_samples", "n_rows", "reverse", "n_digits"),
+    [(1, 1, False, 2), (7, 3, True, 3), (9, 129, False, 1), (9, 129, True, 2), (6, 2000, True, 3)],
 )
 def test_quantize__as_on_a_cpu(
     n_samples: int, n_rows: int, n_digits: int, dtype: torch.dtype, reverse: bool
@@ -174,7 +173,7 @@ def test_project_on_gpu__any_shape_and_type(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("projector", [Rademacher(300), SJLT(300)], ids=str)
-@pytest.mark.parametrize(("cache_bytes", "run_bytes"), [(1, 1), (2**22, 2**19), (2**30, 2**40)])
+@pytest.mark.parametrize(("cache_bytes", "run_bytes"), [(1, 2**19), (2**30, 1)])
 def test_project_on_gpu__tiles_and_runs_are_invisible(
     projector: GpuProjector, cache_bytes: int, run_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
