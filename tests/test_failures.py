@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from torch import nn
 
 import trakdask as td
+from tests.featurization.test_lazy import model
 from trakdask.attribution.estimators import GradCos, GradDot
 from trakdask.projection import Projector
 
@@ -20,18 +20,6 @@ N = 20
 RAISES, NOT_FINITE = [3, 4, 17], [9, 16]
 BAD = sorted(RAISES + NOT_FINITE)
 GOOD = [i for i in range(N) if i not in BAD]
-
-
-def build() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-
-
-def model(n: int = 2, task: td.tasks.Task | str = "image_classification") -> td.Model:
-    states = {}
-    for seed in range(n):
-        torch.manual_seed(seed)
-        states[f"c{seed}"] = build().state_dict()
-    return td.Model(build, states, task=task)
 
 
 def samples(*, raises: list[int] = RAISES, not_finite: list[int] = NOT_FINITE) -> xr.Dataset:

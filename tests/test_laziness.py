@@ -70,19 +70,13 @@ PUBLIC = {
     "damping": lambda: td.damping(FEATURES),
     "damping_by_outputs": lambda: td.damping(MANY, estimator="soft", calibrate=MANY_TARGETS),
     "score": lambda: td.score(FEATURES, TARGETS),
-    "score_soft": lambda: td.score(MANY, MANY_TARGETS, estimator="soft"),
     "score_tracin": lambda: td.score(FEATURES, TARGETS, td.TracIn({"c0": 0.1, "c1": 0.2})),
     "self_influence": lambda: td.self_influence(MANY, estimator="soft"),
     "group_score": lambda: td.group_score(FEATURES, TARGETS, by="label"),
-    "intervals": lambda: td.score(SEEDS, SEEDS, level=0.9),
     "share": lambda: td.group_score(SEEDS, SEEDS, by="label", share=True),
     "effects": lambda: td.group_score(
         SEEDS.assign(trained_on=HALVES), SEEDS, by="label", effect=True
     ),
-    "intervals, groups": lambda: td.group_score(SEEDS, SEEDS, by="label", level=0.9),
-    "intervals, self-influence": lambda: td.self_influence(SEEDS, level=0.9),
-    "intervals, kept": lambda: td.score(SEEDS, SEEDS, q=0.1, level=0.9),
-    "top_k of intervals": lambda: td.top_k(td.score(SEEDS, SEEDS, level=0.9), 3, rank_by="lower"),
     "combine": lambda: td.combine(TARGETS, by="label"),
     "combine_metric": lambda: td.combine(TARGETS, metric="accuracy"),
     "metric": lambda: td.evaluate.metric(TARGETS.output, TARGETS, "accuracy"),
@@ -91,10 +85,6 @@ PUBLIC = {
         td.score(FEATURES, TARGETS), fraction=0.1, over_targets="max", by="label"
     ),
     "top_k": lambda: td.top_k(td.score(FEATURES, TARGETS), 3),
-    "top_k_where": lambda: td.top_k(td.score(FEATURES, TARGETS), 3, where=FEATURES.label == 1),
-    "top_k_tile": lambda: td.top_k(
-        td.score(FEATURES, TARGETS), 3, where=lambda tile: tile.label == tile.target_label
-    ),
     "subsets": lambda: td.evaluate.subsets(FEATURES, 4),
     "leave_one_out": lambda: td.evaluate.leave_one_out(FEATURES),
     "retrain": lambda: td.evaluate.retrain(train, td.evaluate.subsets(FEATURES, 4), 10),

@@ -31,14 +31,6 @@ def test_correlation__equals_scipy_of_the_resample(seed: int, n: int, distinct: 
         np.testing.assert_allclose(found, spearman(a, b, counts), atol=1e-12)
 
 
-def test_correlation__unknown_and_constant_targets() -> None:
-    a = np.array([[1.0, np.nan, 7.0], [2.0, 1.0, 7.0], [3.0, 2.0, 7.0]])
-    centred = Ranking.of(a).centred(np.ones(3))
-    np.testing.assert_array_equal(
-        evaluation.correlation(centred, centred, np.ones(3)), [1, np.nan, np.nan]
-    )
-
-
 def test_between_seeds__mean_over_pairs() -> None:
     x = np.random.default_rng(0).standard_normal((3, 30, 4))
     ones = np.ones(30, int)
@@ -94,7 +86,7 @@ def test_bootstrap__targets_that_differ_widen_the_draws_by_as_much() -> None:
     sign = np.where(np.arange(40) % 4 == 0, -1, 1)
     same = [Ranking.of(truth)] * 2
     _, means, draws = evaluation.bootstrap(
-        Ranking.of(truth), [Ranking.of(truth * sign)], same, repeats=4000, seed=0
+        Ranking.of(truth), [Ranking.of(truth * sign)], same, repeats=1500, seed=0
     )
     assert means[0] == pytest.approx(0.5)
     student = (39 / 37) ** 0.5  # the spread of t with 39 degrees of freedom

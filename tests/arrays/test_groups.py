@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dask
 import dask.array as da
 import numpy as np
 from hypothesis import given
@@ -30,9 +31,11 @@ def arrays(n: int = 95, c: int = 2) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     st.lists(st.integers(1, 9), min_size=1, max_size=12).map(tuple),
     st.integers(1, 5),
     st.integers(0, 2**32),
+    st.booleans(),
+    st.booleans(),
 )
 def test_weighted_sums__exact_for_any_chunks(
-    rows: tuple[int, ...], n_groups: int, seed: int
+    rows: tuple[int, ...], n_groups: int, seed: int, is_stored: bool, by_code: bool
 ) -> None:
     rng = np.random.default_rng(seed)
     n = sum(rows)
@@ -43,28 +46,17 @@ def test_weighted_sums__exact_for_any_chunks(
     everything = oracle(x, g, 0 * codes, 1)[0]
     folds = da.stack([weight.mean(1), 2 * weight.mean(1)], axis=1)
     members = sparse.csr_array(codes[:, None] == np.arange(n_groups), dtype=np.float32)
-    for feature in (lazy(x, rows), stored(x, (rows, -1, 1))):
-        for of_groups in (codes, members):
-            found = weighted_sums(feature, folds, of_groups, n_groups).compute(scheduler="sync")
-            np.testing.assert_array_equal(found, np.stack([expected, 2 * expected], axis=1))
-            found = weighted_sums(feature, weight.mean(1), of_groups, n_groups)
-            np.testing.assert_array_equal(found.compute(scheduler="sync"), expected)
-        found = weighted_sums(feature, folds).compute(scheduler="sync")
-        np.testing.assert_array_equal(found, [everything, 2 * everything])
-
-
-def test_weighted_sums__failed_samples_are_left_out() -> None:
-    x, g, codes = arrays()
-    codes[:3] = 1
-    x[0, :, 1] = g[0, 1] = g[1, 0] = np.nan
-    left_out = codes.copy()
-    left_out[:2] = -1
-    known = np.nan_to_num(x), np.nan_to_num(g)
-    expected = weighted_sums(
-        lazy(known[0]), lazy(known[1].astype("f8")).mean(1), left_out, 4
-    ).compute()
-    found = weighted_sums(lazy(x), lazy(g.astype("f8")).mean(1), codes, 4).compute()
-    np.testing.assert_array_equal(found, expected)
+    feature = stored(x, (rows, -1, 1)) if is_stored else lazy(x, rows)
+    of_groups = codes if by_code else members
+    found = dask.compute(
+        weighted_sums(feature, folds, of_groups, n_groups),
+        weighted_sums(feature, weight.mean(1), of_groups, n_groups),
+        weighted_sums(feature, folds),
+        scheduler="sync",
+    )
+    np.testing.assert_array_equal(found[0], np.stack([expected, 2 * expected], axis=1))
+    np.testing.assert_array_equal(found[1], expected)
+    np.testing.assert_array_equal(found[2], [everything, 2 * everything])
 
 
 def test_weighted_sums__blocks_without_a_group_are_not_read() -> None:

@@ -53,11 +53,3 @@ def test_score__same_bits_of_shared_and_of_stored_blocks(m: int, pooled: bool) -
     again = score(lazy(x, 10), lazy(w, m), lazy(g), pooled=pooled)
     first, second = dask.compute(shared, again * 1)  # which get the same blocks
     np.testing.assert_array_equal(first, second)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_score__float_inputs(dtype: str) -> None:
-    x, w, g = (a.astype(dtype) for a in arrays())
-    found = score(lazy(x), lazy(w), lazy(g)).compute()
-    assert found.dtype == (np.float64 if dtype == "float64" else np.float32)
-    np.testing.assert_allclose(found, oracle(x, w, g).mean(axis=2), atol=3e-6)

@@ -57,14 +57,6 @@ def test_estimators__are_shown_as_they_are_typed() -> None:
     assert "<th>power</th>" in td.Soft()._repr_html_()
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("name", ["soft", "trak", "relatif", "grad_dot", "grad_cos"])
-def test_score__of_a_short_form_is_that_of_the_value(name: str) -> None:
-    targets = FEATURES.isel(sample=slice(3))
-    found, expected = (td.score(FEATURES, targets, each) for each in (name, KINDS[name]()))
-    xr.testing.assert_identical(found.compute(), expected.compute())
-
-
 class OwnTask:
     variables = ("x", "y")
     default_estimator = "soft"

@@ -53,7 +53,7 @@ CASES = {
 } | {
     f"{name}, {what}": (name, train)
     for what, train, names in [
-        ("signed", SIGNED, ["trak", "relatif", "grad_dot", "grad_cos", "tracin"]),
+        ("signed", SIGNED, ["trak", "relatif", "grad_cos"]),
         ("failed", failed(TRAIN), list(ESTIMATORS)),
     ]
     for name in names
@@ -85,10 +85,11 @@ def expected(
     query: Query, name: str, train: xr.Dataset, level: float = 0.9
 ) -> dict[str, np.ndarray]:
     """The query without each checkpoint in turn; each checkpoint keeps its gram matrix."""
+    train, targets = train.compute(), TARGETS.compute()  # one block is many times faster
 
     def at(chosen: list[int]) -> np.ndarray:
         rows = train.isel(checkpoint=chosen)
-        return query(rows, TARGETS.isel(checkpoint=chosen), ESTIMATORS[name](rows)).values
+        return query(rows, targets.isel(checkpoint=chosen), ESTIMATORS[name](rows)).values
 
     score = at(list(range(C)))
     without = np.stack([at([c for c in range(C) if c != j]) for j in range(C)])
@@ -126,15 +127,6 @@ def test_intervals__of_groups_are_a_jackknife_of_their_sums(case: str) -> None:
     oracle = expected(lambda *args: td.group_score(*args, by=by), name, train)
     require_equal(found, oracle)
     assert found.score.dims == (*by, "target")
-
-
-@pytest.mark.parametrize("name", ["soft", "grad_cos", "tracin"])
-def test_intervals__groups_leave_out_samples_that_failed(name: str) -> None:
-    train = failed(TRAIN)
-    found = intervals(train, TARGETS, ESTIMATORS[name](train), by="label").compute()
-    whole = td.group_score(train, TARGETS, ESTIMATORS[name](train), by="label")
-    np.testing.assert_allclose(found.score, whole, rtol=1e-9)
-    assert np.isfinite(found.upper).all()
 
 
 @pytest.mark.parametrize("name", ["trak", "soft", "grad_dot"])
@@ -242,16 +234,6 @@ def test_shares__are_of_all_scores(case: str) -> None:
     expected = (AUTHORS * score).sum("sample") / score.sum()
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert found.author.values.tolist() == ["Ada", "Bo", "Cy"]
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if "failed" in case])
-def test_group_score__counts_samples_in_parts(case: str) -> None:
-    name, train = CASES[case]
-    found = td.group_score(train, TARGETS, ESTIMATORS[name](train), by=AUTHORS)
-    dense = td.score(train, TARGETS, ESTIMATORS[name](train)).compute()
-    oracle = (AUTHORS * dense).sum("sample")
-    np.testing.assert_allclose(found, oracle, rtol=1e-8, atol=1e-12)
-    assert found.dims == ("author", "target")
 
 
 def test_credit__of_cosines_adds_up_cosines() -> None:

@@ -10,6 +10,7 @@ import pytest
 import xarray as xr
 
 import trakdask as td
+from tests.attribution.test_effects import left_out
 from trakdask.attribution.estimators import GradCos, GradDot
 
 N, P, C, M = 90, 7, 5, 11
@@ -26,20 +27,6 @@ def features() -> xr.Dataset:
 def targets() -> xr.Dataset:
     ds = td.testing.simulate_features(n_samples=M, proj_dim=P, n_checkpoints=C, seed=1)
     return ds.astype(np.float64)
-
-
-def left_out(features: xr.Dataset, targets: xr.Dataset, estimator: td.Estimator) -> np.ndarray:
-    """Predict each checkpoint by the public scores of the others, with K and λ as they are."""
-    knows = features.trained_on.transpose("sample", "checkpoint").values.astype(float)
-    predicted = np.zeros((targets.sizes["sample"], C))
-    for j, name in enumerate(features.checkpoint.values):
-        others = [c for c in features.checkpoint.values if c != name]
-        scores = td.score(
-            features.sel(checkpoint=others), targets.sel(checkpoint=others), estimator
-        )
-        share = knows[:, j] - knows.mean(axis=1)
-        predicted[:, j] = np.nansum(share[:, None] * scores.values, axis=0)
-    return predicted
 
 
 def spearman(x: np.ndarray, y: np.ndarray) -> float:

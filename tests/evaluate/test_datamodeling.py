@@ -203,11 +203,11 @@ def test_world__truth_is_that_of_very_many_subsets() -> None:
 
 @pytest.mark.slow
 def test_lds__intervals_cover_and_ceiling_is_unbiased() -> None:
-    """80 experiments, each with its own subsets, training noise and targets of one population."""
+    """50 experiments, each with its own subsets, training noise and targets of one population."""
     world = World()
     truth, worse, reached = (values.mean() for values in world.truth(n_seeds=2))
     rows = []
-    for seed in range(80):
+    for seed in range(50):
         targets = np.random.default_rng([7, seed]).integers(world.theta.shape[1], size=40)
         inputs = world.sample(seed, 40, targets, n_seeds=2)
         result = lds(*inputs, resamples=120, seed=seed).compute(scheduler="sync")

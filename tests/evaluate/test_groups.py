@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xarray as xr
-from distributed import Client
 from scipy import stats
 
 import trakdask as td
@@ -177,10 +176,3 @@ def test_leave_group_out__store_trains_what_is_missing(tmp_path: Path) -> None:
     next((tmp_path / "s" / "models").glob("*.npy")).unlink()
     leave_group_out(counted, BOUNDED, GROUPS, **options)
     assert len(trained) == 2 * (1 + len(NAMES)) + 1
-
-
-def test_leave_group_out__is_the_same_on_a_cluster(process_client: Client) -> None:
-    found = leave_group_out(noisy, BOUNDED.chunk(), GROUPS, seeds=2, resamples=20)
-    expected = found.compute(scheduler="sync")
-    (remote,) = process_client.compute([found], sync=True)
-    xr.testing.assert_identical(remote, expected)

@@ -138,7 +138,7 @@ def test_a_trainer_of_hugging_face_trains_halves(tmp_path: Path) -> None:
         return trainer.model
 
     samples = td.from_arrays({"input_ids": ids})
-    checkpoints, known = train_on_halves(train, samples, tmp_path / "m", n=5, progress=False)
+    checkpoints, known = train_on_halves(train, samples, tmp_path / "m", n=4, progress=False)
     expected = map(np.flatnonzero, known.trained_on.values)
     assert sorted(map(tuple, seen)) == sorted(map(tuple, expected))
     model = td.Model(gpt2, checkpoints, td.tasks.CausalLM("input_ids"))

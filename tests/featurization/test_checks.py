@@ -13,6 +13,7 @@ from tests.bad_inputs.small_models import After
 
 N = 16
 ENGINES = ("hooks", "vmap", "loop")
+ENGINES_AND_BATCHES = [("hooks", 8), ("hooks", 1), ("vmap", 3), ("loop", 8), ("loop", 1)]
 
 
 class MixingQ(td.tasks.ImageClassification):
@@ -43,16 +44,17 @@ MIXING = {
 }
 
 
-@pytest.mark.parametrize("model", MIXING.values(), ids=MIXING)
-@pytest.mark.parametrize("gradients", ENGINES)
-@pytest.mark.parametrize(
-    ("batch_size", "on_error"), [(1, "raise"), (1, "record"), (3, "raise"), (8, "record")]
-)
-def test_check_once__models_that_mix_samples(
-    model: td.Model, gradients: str, batch_size: int, on_error: str
-) -> None:
+BATCHES = [(1, "raise"), (1, "record"), (3, "raise"), (8, "record")]
+
+
+@pytest.mark.parametrize("number", range(len(ENGINES)))
+@pytest.mark.parametrize("name", MIXING)
+def test_check_once__models_that_mix_samples(name: str, number: int) -> None:
+    """Every model meets every engine, and every engine every kind of batch."""
+    batch_size, on_error = BATCHES[([*MIXING].index(name) + number) % len(BATCHES)]
+    options = {"gradients": ENGINES[number], "batch_size": batch_size, "on_error": on_error}
     with pytest.raises(td.errors.BlockError, match=r"the \w+ of sample \d+ .*alone"):
-        featurize(model, gradients=gradients, batch_size=batch_size, on_error=on_error)
+        featurize(MIXING[name], **options)
 
 
 def test_check_once__after_a_block_of_one_sample() -> None:
@@ -63,8 +65,7 @@ def test_check_once__after_a_block_of_one_sample() -> None:
         featurize(model)
 
 
-@pytest.mark.parametrize("gradients", ENGINES)
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
+@pytest.mark.parametrize(("gradients", "batch_size"), ENGINES_AND_BATCHES)
 def test_check_once__accepts_what_treats_samples_apart(gradients: str, batch_size: int) -> None:
     def after(y: Tensor) -> Tensor:
         return y.softmax(1) - y.mean(1, keepdim=True)
@@ -117,8 +118,7 @@ class OutOfPlace(InPlace):
         return self.second(torch.relu(self.first(x - 0.5)))
 
 
-@pytest.mark.parametrize("gradients", ENGINES)
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
+@pytest.mark.parametrize(("gradients", "batch_size"), ENGINES_AND_BATCHES)
 def test_featurize__model_that_works_in_place(gradients: str, batch_size: int) -> None:
     found = featurize(td.Model(InPlace()), gradients=gradients, batch_size=batch_size)
     expected = featurize(td.Model(OutOfPlace()), gradients=gradients, batch_size=batch_size)

@@ -5,10 +5,8 @@ The device ``meta`` refuses to meet tensors of the CPU, as a GPU does.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,18 +14,15 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from distributed import Client
 from torch import Tensor, nn
 
 import trakdask as td
-from tests.clusters import workers_with
 from trakdask.errors import KernelError
-from trakdask.execution import gpu_options, workers_of
 from trakdask.featurization import devices
 from trakdask.featurization.devices import device_of_task, on_device
 from trakdask.models import gradients
 from trakdask.models.tasks import Batch, Forward, supervised
-from trakdask.projection import Projector, stream
+from trakdask.projection import stream
 
 META = torch.device("meta")
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
@@ -202,43 +197,6 @@ def test_engines__stay_on_the_device(engine: str, monkeypatch: pytest.MonkeyPatc
     assert set(found) == set(here.shapes)
 
 
-class TellsProcess(td.tasks.ImageClassification):
-    """Q is the process in which it was computed."""
-
-    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
-        return torch.full((len(batch["label"]),), float(os.getpid()))
-
-
-def processes(client: Client) -> dict[str, int]:
-    """Return the process of each worker, by its name."""
-    workers = workers_of(client)
-    return {workers[address]["name"]: pid for address, pid in client.run(os.getpid).items()}
-
-
-@pytest.fixture(scope="module")
-def two_workers() -> Iterator[Client]:
-    """One worker that declares a GPU, and one that does not."""
-    with workers_with({"plain": {}, "declares": {"GPU": 1}}) as client:
-        yield client
-
-
-@pytest.mark.slow
-def test_save__gradients_go_to_the_workers_that_declare_a_gpu(
-    tmp_path: Path, two_workers: Client
-) -> None:
-    many = td.Model(Net, [Net().state_dict(), Net().state_dict()], task=TellsProcess())
-    features = td.featurize(samples(), many, projector=td.Rademacher(8))
-    with two_workers.as_current():
-        found = td.save(features, tmp_path / "f.zarr", estimator=None, progress=False)
-        of = processes(two_workers)
-        assert (found.out_to_loss == of["declares"]).all()  # 3 blocks of 2 checkpoints
-        # Nothing is asked for where gradients are taken on a CPU.
-        here = td.featurize(samples(), many, projector=td.Rademacher(8), device="cpu")
-        assert gpu_options(features) == {"resources": {"GPU": 1}}
-        assert gpu_options(here) == {}
-        assert td.plan(features, pilot=True).pilot.n_slots == 1
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -285,15 +243,3 @@ def test_featurize__micro_batch_is_halved_where_memory_runs_out(
     np.testing.assert_array_equal(found.feature, expected.feature)
     np.testing.assert_allclose(found.out_to_loss, expected.out_to_loss, rtol=1e-5)
     assert "out of memory: continuing with micro-batches of 1 samples" in caplog.text
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("projector", [td.Rademacher(64), td.SJLT(64)], ids=str)
-def test_featurize__on_a_gpu_as_on_a_cpu(projector: Projector, tmp_path: Path) -> None:
-    """The gradients differ by rounding, here to TF32. Has not run yet."""
-    made = [
-        td.featurize(samples(), model(), projector=projector, device=d) for d in ("cuda", "cpu")
-    ]
-    stored = td.save(made[0], tmp_path / "f.zarr", progress=False)
-    found, expected = stored.feature.values, made[1].feature.values
-    assert np.linalg.norm(found - expected) < 1e-2 * np.linalg.norm(expected)

@@ -89,19 +89,6 @@ def test_featurize__variables_may_be_coords_or_variables() -> None:
     np.testing.assert_array_equal(a, b)
 
 
-def test_featurize__any_dataset_with_a_sample_dimension(tmp_path: Path) -> None:
-    ds = xr.Dataset(
-        {"image": (("sample", "y", "x"), samples().image.values)},
-        coords={"label": ("sample", np.arange(20) % 3)},
-    )
-    ds.to_zarr(tmp_path / "s.zarr", consolidated=False, encoding={"image": {"chunks": (7, 2, 3)}})
-    expected = td.featurize(samples(), model(), projector=td.Identity()).feature.values
-    opened = xr.open_zarr(tmp_path / "s.zarr", consolidated=False)
-    for dataset in (ds, ds.chunk(sample=6), opened):
-        found = td.featurize(dataset, model(), projector=td.Identity()).feature
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
-
-
 class _TrakStyle:
     """The original package's contract: one sample at a time, in the order of the variables."""
 
@@ -263,33 +250,6 @@ class _OneByOne(nn.Module):
         return torch.stack([self.head(each) for each in x.flatten(1)])
 
 
-class _Experts(nn.Module):
-    """Calls each layer with some of the samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.flatten(1)
-        chosen, logits = (x[:, 0] > 0).long(), x.new_zeros(len(x), 3)
-        for i, head in enumerate(self.heads):
-            logits[chosen == i] = head(x[chosen == i])
-        return logits
-
-
-class _UsesWeightTwice(nn.Module):
-    """Uses the weight of a layer outside of it, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.inner(x.flatten(1)) @ self.inner.weight)
-
-
 class _FixedNegatives(nn.Module):
     """Compares pictures with texts, and with texts that all samples share."""
 
@@ -309,10 +269,7 @@ class _FixedNegatives(nn.Module):
     ("module", "words", "engine", "on_error"),
     [
         (_OneByOne, "calls of layer 'head'.*try gradients='vmap', or 'loop'", "vmap", "record"),
-        (_Experts, "try gradients='vmap', or 'loop'", "loop", "raise"),
-        (_Experts, "try gradients='vmap', or 'loop'", "loop", "record"),
         (_Branches, "try gradients='loop'", "", ""),  # by which a batch shares a branch: refused
-        (_UsesWeightTwice, "'inner.weight'.*try gradients='vmap', or 'loop'", "vmap", "raise"),
         (_FixedNegatives, "try gradients='vmap', or 'loop'", "vmap", "raise"),
     ],
 )

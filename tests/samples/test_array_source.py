@@ -14,7 +14,6 @@ import pandas as pd
 import pytest
 import torch
 import zarr
-from distributed import Client
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -100,16 +99,6 @@ def test_from_arrays__a_zarr_array_in_a_folder_is_known_by_its_content(
     found[0][5, 1] = 7.0
     assert from_arrays({"x": found[0]}).attrs["source"] != first
     np.testing.assert_array_equal(from_arrays({"x": found[1]}).x, x)
-
-
-@pytest.mark.slow
-def test_from_arrays__read_by_worker_processes(process_client: Client, tmp_path: Path) -> None:
-    x = np.random.default_rng(0).random((1000, 20))
-    stored = zarr.create_array(tmp_path / "x.zarr", data=x, chunks=(100, 20))
-    ds = from_arrays({"x": x, "stored": stored}, coords={"label": np.arange(1000)}, chunks=64)
-    computed = process_client.compute(ds).result()
-    np.testing.assert_array_equal(computed.x, x)
-    np.testing.assert_array_equal(computed.stored, x)
 
 
 @pytest.mark.parametrize("other", [None, (5, 2)], ids=["none", "another"])

@@ -14,10 +14,8 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
-from distributed import Client
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
-import trakdask as td
 from tests.laziness import raise_if_dask_computes
 from tests.waiting import Overlap
 from trakdask.samples.torch_source import from_torch
@@ -159,16 +157,6 @@ def test_from_torch__source_survives_a_pickle(content: Any) -> None:
     again = pickle.loads(pickle.dumps(Holds(content)))
     one, two = (from_torch(each, names=("image", "label")) for each in (Holds(content), again))
     assert one.attrs["source"] == two.attrs["source"]
-
-
-@pytest.mark.slow
-def test_from_torch__featurized_by_worker_processes(process_client: Client) -> None:
-    content = CONTENTS["text of pandas"]
-    samples = from_torch(Holds(content), names=("image", "label"), chunks=2)
-    features = td.featurize(samples, td.Model(torch.nn.Linear(3, 2)), projector=td.Identity())
-    expected = features.compute(scheduler="sync")
-    found = process_client.compute(features, sync=True)
-    np.testing.assert_allclose(found.feature, expected.feature, rtol=1e-6)
 
 
 class Counted(Items):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import dask
@@ -18,11 +19,17 @@ from trakdask.provenance import as_values
 WHOLE = slice(0, 60)
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Hold the first samples at the first two checkpoints."""
-    assert_rows(save(features(A, NAMES[:2]), tmp_path / "f.zarr"), range(40), 2)
-    return tmp_path / "f.zarr"
+    store = tmp_path_factory.mktemp("template") / "f.zarr"
+    assert_rows(save(features(A, NAMES[:2]), store), range(40), 2)
+    return store
+
+
+@pytest.fixture
+def store(template: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(template, tmp_path / "f.zarr")
 
 
 def test_append__samples(store: Path) -> None:

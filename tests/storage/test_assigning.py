@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -26,10 +27,16 @@ def features(rows: slice = A, names: tuple[str, ...] = TWO) -> xr.Dataset:
     return integers(rows, names).assign_coords(animal=("sample", ANIMALS[rows]))
 
 
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    store = tmp_path_factory.mktemp("template") / "f.zarr"
+    save(features(), store)
+    return store
+
+
 @pytest.fixture
-def store(tmp_path: Path) -> Path:
-    save(features(), tmp_path / "f.zarr")
-    return tmp_path / "f.zarr"
+def store(template: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(template, tmp_path / "f.zarr")
 
 
 def assert_coords(opened: xr.Dataset, rows: np.ndarray, **coords: np.ndarray) -> None:

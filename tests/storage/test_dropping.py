@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,19 +40,25 @@ def secret(rows: slice = A, names: Sequence[str] = NAMES[:2]) -> xr.Dataset:
     )
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Hold 40 samples; the first five are dropped."""
-    save(features(A, NAMES[:2]), tmp_path / "f.zarr")
-    opened = td.drop(tmp_path / "f.zarr", where=lambda ds: ds.number < 5)
+    store = tmp_path_factory.mktemp("template") / "f.zarr"
+    save(features(A, NAMES[:2]), store)
+    opened = td.drop(store, where=lambda ds: ds.number < 5)
     assert_rows(opened, LEFT, 2)
     assert stored(opened, "gram", {"gram_weights": "1"}) is not None
-    shown = td.open(tmp_path / "f.zarr", dropped=True)
+    shown = td.open(store, dropped=True)
     np.testing.assert_array_equal(shown.feature, VALUES[:40, :, :2])
     np.testing.assert_array_equal(shown.dropped, np.arange(40) < 5)
     assert "gram" not in shown
-    assert td.verify(tmp_path / "f.zarr", checksums=True).empty
-    return tmp_path / "f.zarr"
+    assert td.verify(store, checksums=True).empty
+    return store
+
+
+@pytest.fixture
+def store(template: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(template, tmp_path / "f.zarr")
 
 
 def test_drop__again_and_nothing(store: Path) -> None:
@@ -74,18 +81,6 @@ def test_drop__rows_that_are_not_finite(tmp_path: Path) -> None:
     assert_rows(td.drop(tmp_path / "f.zarr", where=lambda ds: ds.number == 7), left)
 
 
-def test_drop__then_append_samples(store: Path) -> None:
-    opened = save(features(B, NAMES[:2]), store, append_dim="sample")
-    assert_rows(opened, range(5, 60), 2)
-    opened = td.drop(store, where=lambda ds: ds.number.isin([39, 41]))
-    assert_rows(opened, [n for n in range(5, 60) if n not in (39, 41)], 2)
-    assert td.verify(store, checksums=True).empty
-
-
-def test_drop__then_append_a_checkpoint(store: Path) -> None:
-    assert_rows(save(features(A, NAMES[2:]), store, append_dim="checkpoint"), LEFT)
-
-
 def test_drop__without_a_gram(tmp_path: Path) -> None:
     opened = save(features(), tmp_path / "f.zarr", estimator=None)
     assert not td.open(tmp_path / "f.zarr", dropped=True).dropped.any()
@@ -106,6 +101,13 @@ def test_drop__a_lost_mask_brings_nothing_back_without_a_word(store: Path) -> No
     assert td.open(store).sizes["sample"] == 40
     assert_rows(save(features(A, NAMES[:2]), store), range(40), 2)
     assert_rows(td.drop(store, where=lambda ds: ds.number < 5), LEFT, 2)
+
+
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    store = tmp_path_factory.mktemp("secrets") / "f.zarr"
+    save(secret(), store)
+    return store
 
 
 ERASED = [0, 1, 7, 39]
@@ -143,10 +145,10 @@ def test_erase__leaves_nothing_and_changes_no_other_sample(tmp_path: Path, dtype
         assert_erased(store)
 
 
-def test_erase__later_calls_bring_nothing_back(tmp_path: Path) -> None:
+def test_erase__later_calls_bring_nothing_back(secrets: Path, tmp_path: Path) -> None:
     """Neither a checkpoint nor a repair nor the same features again, nor more samples."""
-    store, left = tmp_path / "f.zarr", [n for n in range(40) if n not in ERASED]
-    save(secret(), store)
+    store = shutil.copytree(secrets, tmp_path / "f.zarr")
+    left = [n for n in range(40) if n not in ERASED]
     erase(store)
     assert_rows(save(secret(names=NAMES[2:]), store, append_dim="checkpoint"), left)
     assert_rows(save(secret(names=NAMES), store), left)
@@ -174,13 +176,12 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("step", ["_erase_rows", "commit", "sweep"])
 def test_erase__goes_on_where_it_was_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+    secrets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     """Whatever is stopped, in the first call of a step or in the last, others are as they were."""
     place: Any = changes if hasattr(changes, step) else Group
     for which in (1, 2):
-        store = tmp_path / f"{which}.zarr"
-        save(secret(), store)
+        store = shutil.copytree(secrets, tmp_path / f"{which}.zarr")
         real, calls = getattr(place, step), []
 
         def stopping(*args: Any, real: Any = real, calls: Any = calls, n: int = which) -> None:

@@ -96,7 +96,7 @@ def test_open_zarr__shows_what_open_shows_after_every_operation(
         if ours.gram.attrs["gram_weights"] == "1":
             np.testing.assert_array_equal(ours.gram, gram(x))
         assert ours.gram.attrs["n_samples"] == ours.damping.attrs["n_samples"] == len(x)
-        if name in REWRITTEN:
+        if name in REWRITTEN and not dtype:
             require_same_without_consolidated_metadata(path)
 
 

@@ -243,12 +243,7 @@ def test_save__names_rows_with_features_that_are_far_longer(tmp_path: Path) -> N
     assert damping[1] > 10 * others.damping[1]
 
 
-@pytest.mark.parametrize("scheduler", ["threads", "cluster"])
-def test_save__refuses_gram_matrices_that_no_worker_can_hold(
-    scheduler: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    if scheduler == "cluster":
-        request.getfixturevalue("client")
+def test_save__refuses_gram_matrices_that_no_worker_can_hold(tmp_path: Path) -> None:
     dims = ("sample", "proj_dim", "checkpoint")
     small = td.testing.simulate_features(n_samples=1, proj_dim=2, n_checkpoints=1)
     wide = xr.Dataset(
