@@ -245,15 +245,9 @@ def test_save__names_rows_with_features_that_are_far_longer(tmp_path: Path) -> N
 
 def test_save__refuses_gram_matrices_that_no_worker_can_hold(tmp_path: Path) -> None:
     dims = ("sample", "proj_dim", "checkpoint")
-    small = td.testing.simulate_features(n_samples=1, proj_dim=2, n_checkpoints=1)
-    wide = xr.Dataset(
-        {
-            "feature": (dims, da.zeros((10, 2_000_000, 1), chunks=(5, -1, 1), dtype="f4")),
-            "out_to_loss": (dims[::2], da.ones((10, 1), chunks=5, dtype="f4")),
-        },
-        coords={"checkpoint": small.checkpoint},
-        attrs=small.attrs,
-    )
+    wide = td.testing.simulate_features(n_samples=10, proj_dim=2, n_checkpoints=1, chunks=5)
+    zeros = da.zeros((10, 2_000_000, 1), chunks=(5, -1, 1), dtype="f4")
+    wide = wide[["out_to_loss"]].assign(feature=(dims, zeros))
     with pytest.raises(MemoryError, match="for a task of the gram matrices of 2000000 columns"):
         td.save(wide, tmp_path / "f.zarr", estimator="trak", progress=False)
     assert not any(tmp_path.iterdir())
