@@ -18,13 +18,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "tests" / "benchmarks"
 
-<<<<<<< HEAD
 LINES_OF_PACKAGE = 23_781
 LINES_OF_TESTS = 26_817
-=======
-LINES_OF_PACKAGE = 23_760
-LINES_OF_TESTS = 27_194
->>>>>>> walks
 LINES_OF_BENCHMARKS = 1_984
 NAMED_TYPES = 181
 PUBLIC_NAMES = 100
