@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +171,7 @@ def test_store__of_some_columns_knows_both_halves_of_their_matrix(
         (td.open, xr.open_zarr), (["proj_dim"], ["proj_dim", "proj_dim_1"])
     ):
         found = door(stored).isel(dict.fromkeys(dims, columns), missing_dims="ignore")
-        for ask in (partial(td.score, targets=explained), td.self_influence):
+        for ask in (functools.partial(td.score, targets=explained), td.self_influence):
             scores = (ask(ds, estimator=soft) for ds in (found, expected))
             np.testing.assert_allclose(*scores, rtol=1e-4, atol=1e-7)
 
