@@ -59,7 +59,6 @@ def test_read__settings_are_applied_in_order(tmp_path: Path) -> None:
         ("stores: train.zarr", (), "by name in 'stores', got 'train.zarr'"),
         ("stores: {train: a}\noutputs: [top.parquet]", (), "by name in 'outputs'"),
         ("stores: {}", ("stores.train=[",), "stores.train=["),
-        ("stores: {}", ("other.x=3",), "'other'"),
         ("data: " + "[" * 999, (), "recursion"),
     ],
 )
