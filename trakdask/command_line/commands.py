@@ -42,11 +42,10 @@ _NAME = "package.module:function"
 _SAMPLES = f"A zarr store, or {_NAME} that returns a Dataset, or two: training samples, targets."
 
 _REMEDY = "see where it happened with --debug; what is computed is kept, and the same line goes on"
-_KEYS_OF_S3 = (
-    "try endpoint_url, key and secret in the storage_options of the section, or AWS_ENDPOINT_URL, "
-    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment"
-)
-_REMEDIES = {"botocore": _KEYS_OF_S3, "aiobotocore": _KEYS_OF_S3}
+_REMEDIES = {
+    "botocore": "try endpoint_url, key and secret in the storage_options of the section, or "
+    "AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment"
+}
 """What to try after an error of another package, by the name of the package."""
 
 File = Annotated[Path, Argument(help="A configuration in YAML or TOML; see `trakdask init`.")]
@@ -168,7 +167,7 @@ def explore(
             job = dict(read(Path(store)))
         elif targets is None:
             raise ConfigurationError(
-                "explore needs two stores, or a configuration; try trakdask explore train.zarr "
+                "explore needs two stores, or a configuration\nTry trakdask explore train.zarr "
                 "targets.zarr, or trakdask explore trakdask.yaml"
             )
         if cluster is not None:

@@ -56,14 +56,17 @@ def in_two_lines(err: BaseException, remedy: str) -> str:
         text = f"{err.strerror}: {err.filename}"
     elif isinstance(err, KeyError):  # its own text is a repr
         text = str(err.args[0]) if err.args else ""
-    text = text or f"{type(err).__name__} without a message"
-    fact, remedy, *_ = *_REMEDY.split(text, 1), remedy  # its own one goes first
+    # A remedy of its own goes first.
+    fact, remedy, *_ = *_REMEDY.split(text or f"{type(err).__name__} without a message", 1), remedy
     # Messages of parsers and of torch have several lines.
     return f"{' '.join(fact.split())}\n{remedy[:1].upper()}{' '.join(remedy[1:].split())}"
 
 
+_OF_PATHS = "try another path; relative ones start at the folder of the configuration"
+
+
 @contextmanager
-def about(place: str, remedy: str = "see `trakdask init` for a job that works") -> Iterator[None]:
+def about(place: str, remedy: str = "") -> Iterator[None]:
     """Say which part of a job an error is about. Nothing was computed when it is raised.
 
     Parameters
@@ -71,7 +74,7 @@ def about(place: str, remedy: str = "see `trakdask init` for a job that works") 
     place
         The part, as a user would call it.
     remedy
-        What to try where the error does not say it, as those of other libraries.
+        What to try where the error does not say it, as errors of other libraries do not.
 
     Raises
     ------
@@ -86,9 +89,8 @@ def about(place: str, remedy: str = "see `trakdask init` for a job that works") 
         *(TypeError, ValueError, LookupError, ImportError, OSError),
         *(RecursionError, yaml.YAMLError),
     ) as err:
-        if isinstance(err, FileNotFoundError):
-            remedy = "try another path; relative ones start at the folder of the configuration"
-        raise ConfigurationError(f"in {place}: {in_two_lines(err, remedy)}") from err
+        general = _OF_PATHS if isinstance(err, OSError) else "see `trakdask init` for an example"
+        raise ConfigurationError(f"in {place}: {in_two_lines(err, remedy or general)}") from err
 
 
 def require_keys(
