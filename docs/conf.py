@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tomllib
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,17 @@ html_favicon = "_static/favicon.svg"
 html_css_files = ["custom.css"]
 html_js_files = ["labels.js"]
 html_show_copyright = False
-html_theme_options = {"show_toc_level": 2, "use_download_button": False}
+html_theme_options: dict[str, Any] = {"show_toc_level": 2, "use_download_button": False}
+
+# Once pyproject.toml names the repository, the pages name it, too, and notebooks open in Colab.
+pyproject = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))
+if repository := pyproject["project"]["urls"].get("Repository"):
+    html_theme_options |= {
+        "repository_url": repository,
+        "repository_branch": "main",
+        "use_repository_button": True,
+        "launch_buttons": {"colab_url": "https://colab.research.google.com"},
+    }
 
 # Code on the pages runs at every build, so that its output is never out of date.
 nb_execution_mode = "auto"
@@ -106,6 +117,7 @@ def setup(app: Any) -> None:
 
 def correct_links(app: Any, page: str, source: list[str]) -> None:
     """Correct links to and from notebooks, which are a folder higher in the repository."""
+    source[0] = source[0].replace("<the repository>", repository or "<the repository>")
     if page == "index":
         source[0] = source[0].replace("](../notebooks/", "](notebooks/")
     source[0] = source[0].replace("](../../notebooks/", "](../notebooks/")

@@ -106,6 +106,7 @@ def test_recipe__agrees_with_pyproject_and_the_citation() -> None:
     (build,) = settings["build-system"]["requires"]
     assert build.replace(">=", " >=") in recipe["requirements"]["host"]
     assert cited["version"] == recipe["context"]["version"] == td.__version__
+    assert cited.get("repository-code") == project["urls"].get("Repository")
     assert cited["license"] == recipe["about"]["license"] == project["license"]
 
 

@@ -139,7 +139,7 @@ def require_choice(name: str, value: object, choices: Sequence[Any], *, remedy: 
     ValueError: expected how to be one of 'mean', 'sum', got 'Mean'; try 'mean'
     """
     if not isinstance(value, str) or value not in choices:
-        listed = ", ".join(map(repr, choices))
+        listed = ", ".join(map(repr, choices)) or "none"
         if close := nearest(value, choices):
             remedy = f"try {close!r}"
         raise ValueError(f"expected {name} to be one of {listed}, got {shown(value)}; {remedy}")
@@ -183,10 +183,12 @@ def import_callable(path: str, name: str) -> Callable[[], Any]:
     try:
         imported = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, TypeError, ValueError) as err:
+        remedy = "the callable itself, or an installed module that every worker can import"
+        if isinstance(err, AttributeError) and (close := nearest(err.name, dir(err.obj))):
+            remedy = repr(f"{path.rpartition(':')[0]}:{close}")
         raise ImportError(
-            f"expected {name} = 'package.module:callable' that can be imported, got {path!r} "
-            f"({type(err).__name__}: {err}); try the callable itself, or an installed module that "
-            "every worker can import"
+            f"expected {name} = 'package.module:callable' that can be imported, got {path!r}: "
+            f"{err}; try {remedy}"
         ) from err
     if not callable(imported):
         raise TypeError(

@@ -89,7 +89,7 @@ ROWS = [
         ("moments a number", moments(3), "moments", "3"),
         ("quantised", model(nn.Sequential(QUANTISED), task="causal_lm"), "'0'", "Linear8bitLt", "bfloat16"),
     ),
-    *rows(M, ImportError, ("no such module", model("no_such:build", [STATE]), "'no_such:build'", "ModuleNotFound")),
+    *rows(M, ImportError, ("no such module", model("no_such:build", [STATE]), "'no_such:build'", "No module named")),
     *rows(
         M, ValueError,
         ("lazy module", model(nn.LazyLinear(3), [STATE]), "LazyModule", "dummy batch"),

@@ -135,7 +135,10 @@ def as_arrays(job: Path) -> str:
 
 def refused(job: Path, done: Result, words: str) -> None:
     assert done.exit_code == 2, done.output
-    assert "Configuration error: " in done.output
-    assert words in done.output
-    assert "Traceback" not in done.output
+    fact, remedy = done.output.splitlines()[-2:]
+    assert fact.startswith("Configuration error: in ")
+    assert remedy.startswith(("Try ", "See "))
+    assert words in f"{fact}\n{remedy}"
+    for of_python in ("Traceback", "[Errno", "__init__", "<class ", "Error: "):
+        assert of_python not in done.output.removeprefix("Configuration error: ")
     assert not (job.parent / "train.zarr").exists()  # nothing was computed

@@ -35,6 +35,10 @@ def test_every_command__of_one_job(job: Path, run: Run) -> None:
         assert done.exit_code == 0, done.output
         printed[command] = done.output
     assert "60 samples" in printed["plan"]
+    assert printed["plan"].endswith(f"trakdask featurize {job}\n")
+    assert printed["featurize"].endswith(f"trakdask top-k {job}\n")
+    quoted = run("plan", job, "--set", "top_k.where=row < 3").output
+    assert quoted.endswith(f"{job} '--set=top_k.where=row < 3'\n")
     assert "Rademacher(proj_dim=8" in printed["plan"]
     other = run("plan", job, "--set", "projector={kind: Mask, keep: 9, then: {kind: Identity}}")
     assert "Mask(keep=9, then=Identity(" in other.output
@@ -55,6 +59,7 @@ def test_every_command__of_one_job(job: Path, run: Run) -> None:
 def test_commands__of_a_fitted_projector(job: Path, run: Run) -> None:
     job.write_text(job.read_text().replace("projector: {kind: Rademacher, proj_dim: 8}", FIT))
     assert "Components(proj_dim=5)" in run("plan", job).output
+    refused(job, run("plan", job, "--set", "projector.proj_dim=many"), "proj_dim, got 'many'\nTry")
     bare = run("plan", job, "--set", "projector.components=false").output
     assert ("Components" in bare, "SJLT" in bare) == (False, True)
     assert not list(job.parent.glob("*.zarr*"))  # a plan fits nothing
@@ -157,6 +162,19 @@ def test_process__that_cannot_print_has_written(tmp_path: Path, name: str) -> No
     os.close(printed)
     assert "Traceback" not in done.stderr
     assert read(tmp_path / "trakdask.yaml")["projector"]["kind"] == "SJLT"
+
+
+@pytest.mark.slow
+def test_process__store_on_a_network_that_does_not_answer(job: Path) -> None:
+    """The traceback of every request that is under way would be printed when Python ends."""
+    options = "{endpoint_url: 'http://127.0.0.1:9', key: k, secret: s}"
+    data = f"data={{kind: zarr, store: 's3://b/samples.zarr', storage_options: {options}}}"
+    line = [sys.executable, "-m", "trakdask", "plan", job, "--set", data]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == 1
+    fact, remedy = done.stderr.splitlines()
+    assert "http://127.0.0.1:9" in fact
+    assert remedy.startswith("Try endpoint_url, key and secret")
 
 
 def test_init__does_not_overwrite(tmp_path: Path, run: Run) -> None:

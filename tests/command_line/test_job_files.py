@@ -116,13 +116,11 @@ TEXT = ROWS[:9].to_csv(index=False)
         (TEXT + '"1,2,3,4,5\n', "EOF"),
         (TEXT[:-3], "column 'label', got none in row 9"),
         (TEXT.replace("0.345584192064786", "O.3"), "O.3"),
-        (ROWS.drop(columns="b").to_csv(index=False), "'b'"),
+        (ROWS.drop(columns="b").to_csv(index=False), "got 'b'\nTry one of these"),
     ],
     ids=["empty", "open quote", "cut", "no number", "no column"],
 )
-def test_featurize__damaged_csv_is_named(
-    job: Path, run: Run, text: str | bytes, words: str
-) -> None:
+def test_featurize__damaged_csv(job: Path, run: Run, text: str, words: str) -> None:
     done = featurize_csv(job, run, TEXT, text)
     refused(job, done, words)
     assert f"in data: {job.parent}/p1.csv: " in done.output
@@ -150,38 +148,45 @@ def test_featurize__damaged_csv_is_named(
         ("data=null", "train.zarr"),
         ("data={kind: arrays, arrays: all.npz, coords: cut.csv}", "in data: cut.csv: "),
         ("groups.by=source", "'groups'"),
-        ("data={kind: arrays, arrays: x.npy}", "got 'x.npy'; try arrays: {"),
+        ("data={kind: arrays, arrays: x.npy}", "got 'x.npy'\nTry arrays: {"),
         ("data={kind: arrays, arrays: [x.npy]}", "got ['x.npy']"),
         ("data={kind: arrays, arrays: {image: 3}}", "arrays.image, got 3"),
         ("data={kind: arrays, arrays: {image: 'all.npz:imag'}}", "all.npz:imag, which has only "),
-        ("data={kind: arrays, arrays: all.npz, coords: label}", "try coords: [label]"),
+        ("data={kind: arrays, arrays: all.npz, coords: label}", "Try coords: [label]"),
         ("data={kind: arrays, arrays: all.npz, coords: [lable]}", "got 'lable'"),
         ("data={kind: arrays}", "the key 'arrays'"),
         ("data={kind: arrays, arrays: {image: empty.npy}}", "got 'empty.npy'"),
-        (
-            "data={kind: arrays, arrays: all.npz, coords: {name: objects.npz}}",
-            "text in objects.npz:name",
-        ),
-        ("data={kind: arrays, arrays: all.npz, coords: source}", "try coords: metadata.csv"),
+        ("data={kind: arrays, arrays: all.npz, coords: {name: objects.npz}}", "text in objects"),
+        ("data={kind: arrays, arrays: all.npz, coords: source}", "Try coords: metadata.csv"),
         ("data.trained_on=3", "text as trained_on, got 3"),
         ("data.trained_on=samples.csv", "expected a complete .npy or .npz file, got 'samples.csv'"),
         ("data={kind: csv, source: samples.csv, variables: row}", "as variables, got 'row'"),
         ("targets.arguments=[3]", "arguments, got [3]"),
         ("targets.function=3", "function = 'package.module:callable'"),
         ("model.checkpoints=3", "as checkpoints, got 3"),
-        ("model.checkpoints.argument=3", "try 'arguments'"),
-        ("projector.projdim=3", "try 'proj_dim'"),
-        ("save.retris=3", "try 'retries'"),
-        ("score.dampin=3", "try 'damping'"),
-        ("top_k.whre=label == 3", "try 'where'"),
-        ("modle.task=regression", "try 'model'"),
-        ("cluster.n_workers=two", "n_workers, got 'two'; try n_workers: 2"),
+        ("model.checkpoints.argument=3", "Try 'arguments'"),
+        ("projector.projdim=3", "Try 'proj_dim'"),
+        ("save.retris=3", "Try 'retries'"),
+        ("score.dampin=3", "Try 'damping'"),
+        ("top_k.whre=label == 3", "Try 'where'"),
+        ("modle.task=regression", "Try 'model'"),
+        ("cluster.n_workers=two", "n_workers, got 'two'\nTry n_workers: 2"),
+        ("cluster.n_workers=-2", "n_workers >= 1, got -2\nTry n_workers: 2"),
         ("outputs.top_k=[top.parquet]", "text as top_k"),
+        ("data={kind: arrays, arrays: {x: none.npy}}", "directory: none.npy\nTry another path"),
+        ("data={kind: zarr, store: none.zarr}", "none.zarr does not exist\nTry another path"),
+        (
+            "data={kind: arrays, arrays: {imag: 'all.npz:image'}}",
+            "\nTry samples.rename({'imag': 'image'})",
+        ),
+        ("data.function=tiny:smples", "no attribute 'smples'\nTry 'tiny:samples'"),
+        ("model.checkpoints=none.pt", "/none.pt\nTry another path"),
+        ("score.damping={valu: 3}", "got 'valu'\nTry 'value'"),
+        ("score.power=2", "got 'power'\nSee"),
+        ("score={estimator: tracin}", "the key 'learning_rates', got []\nSee"),
     ],
 )
-def test_configuration__refused_before_anything_is_computed(
-    job: Path, run: Run, setting: str, words: str
-) -> None:
+def test_top_k__refused_at_once(job: Path, run: Run, setting: str, words: str) -> None:
     (job.parent / "cut.csv").write_text('source,row\n"a,b\n')
     np.savez(job.parent / "objects.npz", name=np.array(["a", None], object))
     (job.parent / "empty.npy").touch()
@@ -207,11 +212,7 @@ def test_job__options_of_an_estimator_make_its_value() -> None:
     described = {
         td.Trak(): {"average": False},
         td.Trak(damping="trace"): {"damping": "trace"},
-        td.Soft(0.25, td.Absolute(2)): {
-            "estimator": "soft",
-            "power": 0.25,
-            "damping": {"value": 2},
-        },
+        td.Soft(1, td.Absolute(2)): {"estimator": "soft", "power": 1, "damping": {"value": 2}},
         td.TracIn({"c0": 1}): {"estimator": "tracin", "learning_rates": {"c0": 1}},
         None: {"estimator": None, "power": 1},
     }

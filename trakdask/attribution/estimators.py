@@ -168,12 +168,12 @@ class TracIn(Estimator):
 EstimatorLike = Estimator | Literal["auto", "soft", "trak", "relatif", "grad_dot", "grad_cos"]
 
 
-def named(features: xr.Dataset, name: str = "auto", **options: Any) -> Estimator:
-    """Return the estimator of a name with options; the task of the features names ``"auto"``."""
+def kind_of(features: xr.Dataset, name: str) -> type[Estimator]:
+    """Return the class of an estimator by its name; the task of the features names ``"auto"``."""
     if name == "auto":
         name = features.attrs.get("default_estimator", Trak.name)
     require_choice("estimator", name, list(KINDS), remedy="try estimator='auto'")
-    return KINDS[name](**options)
+    return KINDS[name]
 
 
 def resolve(features: xr.Dataset, estimator: EstimatorLike) -> Estimator:
@@ -187,7 +187,7 @@ def resolve(features: xr.Dataset, estimator: EstimatorLike) -> Estimator:
     names = ["auto", *(name for name in KINDS if name != TracIn.name)]  # which has no short form
     if isinstance(estimator, str) and estimator != TracIn.name:
         require_choice("estimator", estimator, names, remedy="try estimator='auto'")
-        estimator = named(features, estimator)
+        estimator = kind_of(features, estimator)()
     if not isinstance(estimator, Estimator):
         raise ValueError(
             f"expected estimator as one of {names}, or as a value such as td.Soft(power=1) or "

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shlex
+import sys
 import warnings
 import webbrowser
 from collections.abc import Iterator, Mapping
@@ -13,11 +16,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer import Argument, Option
 
 import trakdask as td
 from trakdask import command_line as cli
 from trakdask.checks import import_callable
-from trakdask.command_line.configuration import ConfigurationError, about, kept, read
+from trakdask.command_line.configuration import ConfigurationError, about, in_two_lines, kept, read
 from trakdask.files import location
 
 app = typer.Typer(
@@ -34,17 +38,27 @@ errors = Console(stderr=True, markup=False, emoji=False)
 _INTERRUPTED = 130
 """The exit code after Ctrl-C, as of every command of a shell."""
 
-File = Annotated[Path, typer.Argument(help="A configuration in YAML or TOML; see `trakdask init`.")]
+_NAME = "package.module:function"
+_SAMPLES = f"A zarr store, or {_NAME} that returns a Dataset, or two: training samples, targets."
+
+_REMEDY = "see where it happened with --debug; what is computed is kept, and the same line goes on"
+_REMEDIES = {
+    "botocore": "try endpoint_url, key and secret in the storage_options of the section, or "
+    "AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment"
+}
+"""What to try after an error of another package, by the name of the package."""
+
+File = Annotated[Path, Argument(help="A configuration in YAML or TOML; see `trakdask init`.")]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY.PATH=VALUE", help="Change a value of the configuration."),
+    Option("--set", metavar="KEY.PATH=VALUE", help="Change a value of the configuration."),
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Debug = Annotated[bool, Option("--debug", help="Show the traceback of an error.")]
 
 
 @app.command()
 def init(
-    file: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("trakdask.yaml"),
+    file: Annotated[Path, Argument(help="Where to write it.")] = Path("trakdask.yaml"),
     debug: Debug = False,
 ) -> None:
     """Write an example of a configuration, with comments, that works as it stands."""
@@ -52,14 +66,15 @@ def init(
     with _reported(debug):
         with about("init"), file.open("x", encoding="utf-8") as new:
             new.write(text)
-        _say(f"{file} is written; try: trakdask top-k {file}")
+        _say(f"{file} is written")
+        _say_next("Rank the training samples", "top-k", file)
 
 
 @app.command()
 def plan(
     file: File,
     settings: Settings = None,
-    pilot: Annotated[bool, typer.Option(help="Measure time and memory of two blocks.")] = False,
+    pilot: Annotated[bool, Option(help="Measure time and memory of two blocks.")] = False,
     debug: Debug = False,
 ) -> None:
     """Print the cost of the features, before anything runs."""
@@ -68,6 +83,7 @@ def plan(
         fitted = values.get("projector") or {}
         options = {"n_fitted": fitted["n_samples"]} if "n_samples" in fitted else {}
         output.print(td.plan(described, pilot=pilot, **options))
+        _say_next("Compute the features", "featurize", file, settings)
 
 
 @app.command()
@@ -78,6 +94,7 @@ def featurize(file: File, settings: Settings = None, debug: Debug = False) -> No
         both = cli.jobs.described_or_stored(values, names)
         for name, features in cli.jobs.saved(values, both).items():
             _say(cli.tables.brief(features, location(values["stores"][cli.jobs.STORES[name]])))
+        _say_next("Rank the training samples", "top-k", file, settings)
 
 
 @app.command()
@@ -89,7 +106,7 @@ def top_k(file: File, settings: Settings = None, debug: Debug = False) -> None:
         if path is not None:
             _say(f"{path} is written")
         job = kept(values["stores"]["train"]) if settings else file
-        _say(f"Look at it in a browser: trakdask explore {job or file}")
+        _say_next("Look at it in a browser", "explore", job or file)
 
 
 @app.command()
@@ -102,9 +119,9 @@ def evaluate(file: File, settings: Settings = None, debug: Debug = False) -> Non
 
 @app.command()
 def verify(
-    store: Annotated[str, typer.Argument(help="Folder or URL of a store of features.")],
-    checksums: Annotated[bool, typer.Option(help="Read every chunk.")] = False,
-    repair: Annotated[bool, typer.Option(help="Remove what cannot be read.")] = False,
+    store: Annotated[str, Argument(help="Folder or URL of a store of features.")],
+    checksums: Annotated[bool, Option(help="Read every chunk.")] = False,
+    repair: Annotated[bool, Option(help="Remove what cannot be read.")] = False,
     debug: Debug = False,
 ) -> None:
     """Look for chunks that are lost or damaged; the exit code is 1 if there are any."""
@@ -118,51 +135,20 @@ def verify(
 
 @app.command()
 def explore(
-    store: Annotated[
-        str, typer.Argument(help="Folder or URL of a store of features, or a configuration.")
-    ],
-    targets: Annotated[
-        str | None,
-        typer.Argument(help="Folder or URL of the features of targets; none for a configuration."),
-    ] = None,
-    samples: Annotated[
-        str | None,
-        typer.Option(
-            help="The samples of the features: a zarr store, or package.module:function, which "
-            "returns a Dataset, or a pair: training samples and targets."
-        ),
-    ] = None,
-    marks: Annotated[
-        str | None, typer.Option(help="File or URL of marks; by default beside the store.")
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="package.module:function, which returns the td.Model: for new targets."),
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="package.module:callable, from a text to inputs.")
-    ] = None,
-    preprocess: Annotated[
-        str | None, typer.Option(help="package.module:callable, from an image to the input.")
-    ] = None,
-    text: Annotated[
-        str | None,
-        typer.Option(help="package.module:callable, from a token id to its text, or a tokenizer."),
-    ] = None,
-    view: Annotated[
-        str, typer.Option(help="The part of an address of the explorer after the question mark.")
-    ] = "",
-    save: Annotated[
-        Path | None, typer.Option(help="Write the view to this HTML file, and serve nothing.")
-    ] = None,
-    cluster: Annotated[
-        str | None, typer.Option(help="Address of a Dask scheduler; else threads compute.")
-    ] = None,
-    host: Annotated[str, typer.Option(help="0.0.0.0 lets other machines connect.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 0,
-    open_browser: Annotated[
-        bool, typer.Option("--open", help="Also open the address in a browser.")
-    ] = False,
+    store: Annotated[str, Argument(help="A store of features, or a configuration.")],
+    targets: Annotated[str | None, Argument(help="The store of features of targets.")] = None,
+    samples: Annotated[str | None, Option(help=_SAMPLES)] = None,
+    marks: Annotated[str | None, Option(help="File or URL; by default beside the store.")] = None,
+    model: Annotated[str | None, Option(help=f"{_NAME} that returns a td.Model.")] = None,
+    tokenizer: Annotated[str | None, Option(help=f"{_NAME} from a text to inputs.")] = None,
+    preprocess: Annotated[str | None, Option(help=f"{_NAME} from an image to the input.")] = None,
+    text: Annotated[str | None, Option(help=f"{_NAME} from a token to text; a tokenizer.")] = None,
+    view: Annotated[str, Option(help="What an address of the explorer has after the ?.")] = "",
+    save: Annotated[Path | None, Option(help="Write the view as HTML, and serve nothing.")] = None,
+    cluster: Annotated[str | None, Option(help="Scheduler of Dask; else threads.")] = None,
+    host: Annotated[str, Option(help="0.0.0.0 lets other machines connect.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="0 takes a free one.")] = 0,
+    open_browser: Annotated[bool, Option("--open", help="Also open the address.")] = False,
     debug: Debug = False,
 ) -> None:
     """Look at attributions in a browser: prints the address, and serves it until Ctrl-C.
@@ -181,7 +167,7 @@ def explore(
             job = dict(read(Path(store)))
         elif targets is None:
             raise ConfigurationError(
-                "explore needs two stores, or a configuration; try trakdask explore train.zarr "
+                "explore needs two stores, or a configuration\nTry trakdask explore train.zarr "
                 "targets.zarr, or trakdask explore trakdask.yaml"
             )
         if cluster is not None:
@@ -218,6 +204,12 @@ def _say(text: str) -> None:
     output.print(text, soft_wrap=True)
 
 
+def _say_next(aim: str, command: str, file: str | Path, settings: list[str] | None = None) -> None:
+    """Print the line to type next, with the settings of this one."""
+    line = ["trakdask", command, str(file), *(f"--set={setting}" for setting in settings or [])]
+    _say(f"{aim}: {shlex.join(line)}")
+
+
 @contextmanager
 def _job(file: Path, settings: list[str] | None, debug: bool) -> Iterator[Mapping[str, Any]]:
     with _reported(debug):
@@ -241,8 +233,13 @@ def _reported(debug: bool) -> Iterator[None]:
     except Exception as err:
         if debug:
             raise
-        kind, code = ("Configuration", 2) if isinstance(err, ConfigurationError) else ("Job", 1)
-        errors.print(f"{kind} error: {err}", style="red", soft_wrap=True)
+        text, code = f"Configuration error: {err}", 2  # which are two lines already
+        if not isinstance(err, ConfigurationError):
+            package = type(err).__module__.partition(".")[0]
+            text, code = f"Job error: {in_two_lines(err, _REMEDIES.get(package, _REMEDY))}", 1
+        errors.print(text, style="red", soft_wrap=True)
+        # Of requests on a network that the process leaves unfinished, Python prints tracebacks.
+        atexit.register(setattr, sys, "unraisablehook", lambda _: None)
         raise typer.Exit(code) from None
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
-import math
 import os
 import re
 import tomllib
@@ -37,9 +35,46 @@ class ConfigurationError(ValueError):
     """A configuration file, or a command, that cannot be understood."""
 
 
+_REMEDY = re.compile(r"; (?=(?:try|see) )")
+"""What separates the two halves of our messages, ``"expected …, got …; try …"``."""
+
+
+def in_two_lines(err: BaseException, remedy: str) -> str:
+    """Return what an error says, and in a second line what to try; a remedy of its own goes first.
+
+    Examples
+    --------
+    >>> print(in_two_lines(ValueError("expected k >= 1, got 0; try k=10"), "see the manual"))
+    expected k >= 1, got 0
+    Try k=10
+    >>> print(in_two_lines(FileNotFoundError(2, "No such file", "a.csv"), "try another path"))
+    No such file: a.csv
+    Try another path
+    """
+    text = str(err)
+    if isinstance(err, OSError) and err.filename is not None:  # its own text is "[Errno 2] ..."
+        text = f"{err.strerror}: {err.filename}"
+    elif isinstance(err, KeyError):  # its own text is a repr
+        text = str(err.args[0]) if err.args else ""
+    # A remedy of its own goes first.
+    fact, remedy, *_ = *_REMEDY.split(text or f"{type(err).__name__} without a message", 1), remedy
+    # Messages of parsers and of torch have several lines.
+    return f"{' '.join(fact.split())}\n{remedy[:1].upper()}{' '.join(remedy[1:].split())}"
+
+
+_OF_PATHS = "try another path; relative ones start at the folder of the configuration"
+
+
 @contextmanager
-def about(place: str) -> Iterator[None]:
+def about(place: str, remedy: str = "") -> Iterator[None]:
     """Say which part of a job an error is about. Nothing was computed when it is raised.
+
+    Parameters
+    ----------
+    place
+        The part, as a user would call it.
+    remedy
+        What to try where the error does not say it, as errors of other libraries do not.
 
     Raises
     ------
@@ -54,7 +89,8 @@ def about(place: str) -> Iterator[None]:
         *(TypeError, ValueError, LookupError, ImportError, OSError),
         *(RecursionError, yaml.YAMLError),
     ) as err:
-        raise ConfigurationError(f"in {place}: {err}") from err
+        general = _OF_PATHS if isinstance(err, OSError) else "see `trakdask init` for an example"
+        raise ConfigurationError(f"in {place}: {in_two_lines(err, remedy or general)}") from err
 
 
 def require_keys(
@@ -97,15 +133,6 @@ def require_form(key: str, value: object, *forms: type, remedy: str) -> None:
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """Reads 1e-3 as a number, as YAML 1.2 does and PyYAML does not; refuses a key that is twice."""
 
-    def construct_document(self, node: yaml.Node) -> Any:
-        """Return the content, unless aliases and merges make it much larger than it looks."""
-        if (size := _size(node, {})) > _MOST_VALUES:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"expected at most {_MOST_VALUES:,} values, with each alias written "
-                f"out, got {min(size, 10**12):,} or more", node.start_mark,
-            )  # fmt: skip
-        return super().construct_document(node)
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return a mapping; PyYAML would take the last value of a key that is there twice."""
         keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
@@ -114,19 +141,6 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
                 None, None, f"the key {keys.most_common(1)[0][0]!r} is there twice", node.start_mark
             )
         return super().construct_mapping(node, deep)
-
-
-_MOST_VALUES = 1_000_000
-
-
-def _size(node: yaml.Node, sizes: dict[yaml.Node, float]) -> float:
-    """Return how many values a node has, each alias written out; infinity within itself."""
-    if node not in sizes:
-        sizes[node] = math.inf
-        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
-        flat = itertools.chain(*parts) if isinstance(node, yaml.MappingNode) else parts
-        sizes[node] = 1 + sum(_size(part, sizes) for part in flat)
-    return sizes[node]
 
 
 _Loader.add_implicit_resolver(

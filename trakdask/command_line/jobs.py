@@ -17,7 +17,7 @@ import xarray as xr
 
 import trakdask as td
 from trakdask.attribution import estimators
-from trakdask.checks import import_callable, require_choice
+from trakdask.checks import import_callable, require_choice, require_integer
 from trakdask.command_line.configuration import (
     about,
     keep,
@@ -60,9 +60,10 @@ def running(configuration: Mapping[str, Any]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(sys.path.__setitem__, slice(None), list(sys.path))
         sys.path[:0] = [str(folder), os.getcwd()]
-        with about("folder"):
+        with about("folder", "try an existing folder; by default it is that of the file"):
             stack.enter_context(chdir(folder))
-        with about("cluster"):  # without options, the threads of this process
+        # Without options, the threads of this process compute.
+        with about("cluster", "try n_workers: 2, or the address of a scheduler that runs"):
             if options:
                 stack.enter_context(_client(options))
         try:
@@ -81,7 +82,7 @@ def _client(options: dict[str, Any]) -> Client:
     for name in options:  # Dask would wait for workers that never start
         require_choice("a key", name, _CLUSTER, remedy="see `trakdask init`")
     for name in ("n_workers", "threads_per_worker"):
-        require_form(name, options.get(name) or 1, int, remedy=f"{name}: 2")
+        require_integer(name, options.get(name) or 1, 1, remedy=f"try {name}: 2")
     # Workers, and the threads that start them again, inherit which signals they do not get: Ctrl-C
     # reaches every process of a terminal, but this one alone is to close the cluster.
     resource_tracker.ensure_running()  # whose start would let the thread get them again
@@ -132,6 +133,8 @@ def features(
 
         fit = inspect.signature(td.fit).parameters
         asked = [described.get(name, fit[name].default) for name in ("proj_dim", "n_samples")]
+        with about("projector"):
+            asked = [require_integer("proj_dim", n, 1, remedy="try proj_dim: 512") for n in asked]
         steps = projector, Components(min(*asked, lazy.sizes["sample"]))
         lazy.attrs |= as_text({"projector": Fitted(steps).spec()})
     return lazy
@@ -260,12 +263,15 @@ def with_estimator(options: Mapping[str, Any], features: xr.Dataset) -> dict[str
     others = dict(options)
     fields = {name: others.pop(name) for name in OF_ESTIMATORS if name in others}
     if isinstance(damping := fields.get("damping"), dict):
+        require_keys(damping, td.Absolute)
         fields["damping"] = td.Absolute(**damping)
     name, store = others.pop("estimator", "auto"), others.pop("calibrate", None)
     if name is None:
         return {**others, "estimator": None}
-    estimator = estimators.named(features, name, **fields)
+    kind = estimators.kind_of(features, name)
+    require_keys(fields, kind)
+    estimator = kind(**fields)
     if store is not None:
         fields["damping"] = td.damping(features, estimator, calibrate=td.open(store))
-        estimator = estimators.named(features, name, **fields)
+        estimator = kind(**fields)
     return {**others, "estimator": estimator}

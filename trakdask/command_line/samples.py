@@ -51,6 +51,8 @@ def called(
 ) -> Any:
     """Return the result of the function ``"package.module:callable"``, or an item of it."""
     require_form("arguments", arguments or {}, dict, remedy="arguments: {seed: 0}")
+    if item is not None:
+        require_form("item", item, int, remedy="item: 0")
     returned = import_callable(function, "function")(**(arguments or {}))
     return returned if item is None else returned[item]
 
@@ -121,6 +123,7 @@ def _read_csv(path: str, numbers: Iterable[str] = ()) -> pd.DataFrame:
     try:
         rows = pd.read_csv(path)
         for name in numbers:
+            require_choice("a column", name, [*map(str, rows)], remedy="try one of these")
             rows[name] = pd.to_numeric(rows[name])
             if rows[name].isna().any():
                 raise ValueError(

@@ -19,7 +19,7 @@ import xarray as xr
 
 import trakdask as td
 from trakdask.attribution.duplicates import find_duplicates
-from trakdask.attribution.estimators import EstimatorLike, named
+from trakdask.attribution.estimators import EstimatorLike, kind_of
 from trakdask.attribution.protocol import LEAST_FOLDS, Estimator
 from trakdask.attribution.uncertainty import estimated
 from trakdask.execution import active_client
@@ -85,7 +85,7 @@ class Questions:
         reader = maker.probabilities if maker and maker.finds_class else None
         self.training = tables.SampleTable(features, features, contents[0], reader)
         if not isinstance(estimator, Estimator):
-            estimator = named(features, estimator)
+            estimator = kind_of(features, estimator)()
         self.estimator: Estimator = estimator
         # In functions that copies share.
         self._prepared = lru_cache(1)(lambda: prepared(features, estimator))

@@ -14,14 +14,13 @@ import torch
 import xarray as xr
 
 from trakdask._version import __version__
-from trakdask.checks import require_choice, require_integer, shown
+from trakdask.checks import nearest, require_choice, require_integer, shown
 from trakdask.featurization.devices import ACCELERATORS, is_here
 from trakdask.featurization.graphs import GraphInputs
 from trakdask.featurization.job import FeaturizeJob, Partition
 from trakdask.models.gradients import ENGINES
 from trakdask.models.layers import choose_engine, elements_at_once
 from trakdask.models.model import Model
-from trakdask.models.tasks import task_spec
 from trakdask.models.tasks.protocol import task_facts
 from trakdask.projection import SJLT, Projector, RowMap
 from trakdask.projection.fitted import Components, Fitted
@@ -270,10 +269,12 @@ def inputs_of(samples: xr.Dataset, model: Model) -> dict[str, da.Array]:
     """Return lazy arrays of the task's inputs, looked up among the variables, then the coords."""
     names = getattr(model.task, "variables", None) or tuple(map(str, samples.data_vars))
     if missing := [name for name in names if name not in samples]:
+        present = [str(name) for name in samples.variables]
+        close = nearest(missing[0], present)
+        new = f"{{{close!r}: {missing[0]!r}}}" if close else "..."
         raise ValueError(
             f"expected the variable {missing[0]!r}, which the task reads, got samples with the "
-            f"variables {[str(name) for name in samples.variables]}; try samples.rename(...), or "
-            f"passing its name to the task, {task_spec(model.task)}"
+            f"variables {present}; try samples.rename({new}), or passing its name to the task"
         )
     coords = {name: samples[name].values for name in names if name in samples.coords}
     lazy = lazy_variables(coords, samples.chunksizes[SAMPLE][0]) if coords else {}

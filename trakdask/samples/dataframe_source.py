@@ -14,7 +14,7 @@ import pandas as pd
 import pyarrow as pa
 import xarray as xr
 
-from trakdask.checks import require_flags, require_integer
+from trakdask.checks import nearest, require_flags, require_integer
 from trakdask.samples.array_source import lazy_variables
 from trakdask.samples.datasets import assemble
 from trakdask.samples.sources import (
@@ -160,9 +160,10 @@ def _check_columns(names: Iterable[Any], available: Iterable[Any]) -> None:
     columns = [str(column) for column in available]
     for column in names:
         if (n := columns.count(column)) != 1:
+            remedy = nearest(column, columns) if n == 0 else None
             raise ValueError(
-                f"expected the name of one column, got {column!r}, which {n} columns have; try one "
-                f"of {columns}"
+                f"expected the name of one column, got {column!r}, which {n} of the columns "
+                f"{columns} have; try {repr(remedy) if remedy else 'one of these'}"
             )
 
 
