@@ -23,7 +23,8 @@ import json, warnings
 warnings.simplefilter("ignore")
 {first}
 from tests.test_dask_expressions import answers, queries
-print(json.dumps({call}))
+for call in {calls}:
+    print(json.dumps(eval(call)))
 """
 
 
@@ -88,45 +89,48 @@ def answers(folder: str, *, cluster: bool) -> dict[str, object]:
     return {name: result.values.round(4).tolist() for name, result in results.items()}
 
 
-def run(call: str, first: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
-    script = _SCRIPT.format(first=first, call=call)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **variables}
-    return subprocess.run([sys.executable, "-c", script], env=env, text=True, capture_output=True)
+def run(*calls: str, first: str = "", **env: str) -> tuple[list[dict[str, object]], str]:
+    """Return what calls give in a new process, up to one that fails, and what it says."""
+    script = _SCRIPT.format(first=first, calls=calls)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **env}
+    done = subprocess.run([sys.executable, "-c", script], env=env, text=True, capture_output=True)
+    return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_query_planning__of_dask_itself_answers_queries(tmp_path: Path) -> None:
-    for name, n, estimator in (("train", 120, "soft"), ("targets", 7, None)):
-        made = td.testing.simulate_features(n, 6, 5, chunks=30, seed=n)
-        td.save(made, tmp_path / f"{name}.zarr", estimator=estimator, progress=False)
-    done = run(f"queries({str(tmp_path)!r}, is_planned=True)", DASK_ARRAY__QUERY_PLANNING="True")
-    assert not done.returncode, done.stderr
-    theirs, ours = json.loads(done.stdout), queries(str(tmp_path), is_planned=False)
+def require_close(theirs: dict[str, object], ours: dict[str, object]) -> None:
     assert theirs.keys() == ours.keys()
     for name, values in ours.items():
         np.testing.assert_allclose(theirs[name], values, rtol=1e-3, atol=1e-3, err_msg=name)
 
 
 @pytest.mark.slow
-def test_query_planning__of_dask_itself_stores_nothing(tmp_path: Path) -> None:
-    done = run(f"answers({str(tmp_path)!r}, cluster=False)", DASK_ARRAY__QUERY_PLANNING="True")
-    assert "NotImplementedError: expected Dask with array.query-planning off" in done.stderr
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_query_planning__of_dask_itself_answers_queries_and_stores_nothing(tmp_path: Path) -> None:
+    for name, n, estimator in (("train", 120, "soft"), ("targets", 7, None)):
+        made = td.testing.simulate_features(n, 6, 5, chunks=30, seed=n)
+        td.save(made, tmp_path / f"{name}.zarr", estimator=estimator, progress=False)
+    folder = str(tmp_path)
+    calls = f"queries({folder!r}, is_planned=True)", f"answers({folder!r}, cluster=False)"
+    answered, said = run(*calls, DASK_ARRAY__QUERY_PLANNING="True")
+    assert "NotImplementedError: expected Dask with array.query-planning off" in said
+    assert len(answered) == 1, said
+    require_close(answered[0], queries(folder, is_planned=False))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cluster", [False, True])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_dask_array__in_the_place_of_dask(tmp_path: Path, cluster: bool) -> None:
+def test_dask_array__in_the_place_of_dask(tmp_path: Path) -> None:
     pytest.importorskip("dask_array")
-    register = "from dask_array.xarray import register; register()"
-    for name in ("theirs", "ours"):
+    calls = []
+    for name, cluster in (("threads", False), ("cluster", True)):
         (tmp_path / name).mkdir()
-    done = run(f"answers({str(tmp_path / 'theirs')!r}, cluster={cluster})", register)
-    assert not done.returncode, done.stderr
-    theirs, ours = json.loads(done.stdout), answers(str(tmp_path / "ours"), cluster=False)
-    for name, values in ours.items():
-        np.testing.assert_allclose(theirs[name], values, rtol=1e-3, atol=1e-3, err_msg=name)
+        calls.append(f"answers({str(tmp_path / name)!r}, cluster={cluster})")
+    register = "from dask_array.xarray import register; register()"
+    answered, said = run(*calls, first=register)
+    assert len(answered) == 2, said
+    ours = answers(str(tmp_path), cluster=False)
+    for theirs in answered:
+        require_close(theirs, ours)
 
 
 def test_graphs__are_known_to_one_module() -> None:
