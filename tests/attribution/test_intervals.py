@@ -129,6 +129,15 @@ def test_intervals__of_groups_are_a_jackknife_of_their_sums(case: str) -> None:
     assert found.score.dims == (*by, "target")
 
 
+@pytest.mark.parametrize("name", ["soft", "grad_cos", "tracin"])
+def test_intervals__groups_leave_out_samples_that_failed(name: str) -> None:
+    train = failed(TRAIN)
+    found = intervals(train, TARGETS, ESTIMATORS[name](train), by="label").compute()
+    whole = td.group_score(train, TARGETS, ESTIMATORS[name](train), by="label")
+    np.testing.assert_allclose(found.score, whole, rtol=1e-9)
+    assert np.isfinite(found.upper).all()
+
+
 @pytest.mark.parametrize("name", ["trak", "soft", "grad_dot"])
 def test_intervals__of_self_influence_square_the_mean_weight(name: str) -> None:
     train = failed(TRAIN)

@@ -81,6 +81,18 @@ def test_drop__rows_that_are_not_finite(tmp_path: Path) -> None:
     assert_rows(td.drop(tmp_path / "f.zarr", where=lambda ds: ds.number == 7), left)
 
 
+def test_drop__then_append_samples(store: Path) -> None:
+    opened = save(features(B, NAMES[:2]), store, append_dim="sample")
+    assert_rows(opened, range(5, 60), 2)
+    opened = td.drop(store, where=lambda ds: ds.number.isin([39, 41]))
+    assert_rows(opened, [n for n in range(5, 60) if n not in (39, 41)], 2)
+    assert td.verify(store, checksums=True).empty
+
+
+def test_drop__then_append_a_checkpoint(store: Path) -> None:
+    assert_rows(save(features(A, NAMES[2:]), store, append_dim="checkpoint"), LEFT)
+
+
 def test_drop__without_a_gram(tmp_path: Path) -> None:
     opened = save(features(), tmp_path / "f.zarr", estimator=None)
     assert not td.open(tmp_path / "f.zarr", dropped=True).dropped.any()
