@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "tests" / "benchmarks"
 
-LINES_OF_PACKAGE = 23_781
+LINES_OF_PACKAGE = 23_777
 LINES_OF_TESTS = 27_198
 LINES_OF_BENCHMARKS = 1_984
 NAMED_TYPES = 181

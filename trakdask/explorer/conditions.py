@@ -109,7 +109,8 @@ def _terms(where: str) -> tuple[str, ...]:
     except ValueError:
         return ()
     # "a and b and c" is one node; only of parentheses, an "and" has an "and" inside.
-    is_and = isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And)
-    parts = tree.values if is_and else [tree]
+    parts = [tree]
+    if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And):
+        parts = tree.values
     texts = [(ast.unparse(part), isinstance(part, ast.BoolOp)) for part in parts]
     return tuple(f"({text})" if is_whole else text for text, is_whole in texts)

@@ -250,8 +250,8 @@ def _words_of(
         return None
 
     def words(features: xr.Dataset, target: xr.Dataset, at: Any, estimator: Any) -> xr.DataArray:
-        how = {"model": model, "text": text, "of": samples.isel({SAMPLE: at})}
-        return td.score_parts(features, target, estimator=estimator, **how)
+        of = samples.isel({SAMPLE: at})
+        return td.score_parts(features, target, model=model, text=text, of=of, estimator=estimator)
 
     try:
         words(features, features.isel({SAMPLE: [0]}), [0], "grad_dot")

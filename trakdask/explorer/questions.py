@@ -81,7 +81,7 @@ class Questions:
         self.features, self.marks, self.maker, self._words = features, marks, maker, words
         # The name of each training sample in the marks, (sample,). Now, because other people may
         # drop samples of the store, or append some, while pages are open.
-        self.sample_ids = None if marks is None else marks.ids(features)
+        self.sample_ids = np.empty(0) if marks is None else marks.ids(features)
         self.client = active_client()
         reader = maker.probabilities if maker and maker.finds_class else None
         about = features, "training sample", contents[0], reader
@@ -175,7 +175,9 @@ class Questions:
     def _table(self, view: View, *names: str) -> pd.DataFrame:
         """Return metadata and numbers, and other columns that a view or some names ask for."""
         asked = {*re.findall(r"\w+", view.where), *names}
-        more = {"self_influence": self.influences, "mark": self.mark_texts}
+        more: dict[str, Callable[[], Any]] = {
+            "self_influence": self.influences, "mark": self.mark_texts,
+        }  # fmt: skip
         columns = {name: values() for name, values in more.items() if name in asked}
         return self.training.metadata.assign(**self.training.numbers, **columns)
 

@@ -43,10 +43,11 @@ def _one(
     """
     side = questions.targets if name == "target" else questions.training
     at, page, problem = getattr(view, name), LISTS.get(view.of, "corpus"), ""
+    listed: Any = ()
     try:
         listed = table().index
     except ValueError as err:
-        listed, problem = (), render("note", text=plain_message(err), is_error=True)
+        problem = render("note", text=plain_message(err), is_error=True)
     listed = listed if at in listed else side.metadata.index
     place = listed.get_loc(at)
     around = {
