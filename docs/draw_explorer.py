@@ -38,7 +38,7 @@ SHOTS = {
 FILM = {"width": 1000, "height": 640}
 """Size of the moving picture."""
 
-MARKED = {"wrong label": {2808: "", 4403: "9", 3714: "3"}, "remove": {1122: ""}}
+MARKED = {"wrong label": {2808: "", 4403: "1", 3714: "8"}, "remove": {1122: ""}}
 """Samples with a mark, and their corrected labels."""
 
 

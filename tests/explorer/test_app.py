@@ -69,10 +69,43 @@ def test_session__tells_what_it_did_not_understand(explorer: Explorer) -> None:
     html = opened(explorer, View.from_query("?target=x<b>")).html
     assert "One part of the address, target" in html
     assert "x<b>" not in html
-    missing = opened(explorer, View(page="target", target=M)).html
-    assert missing.count(f"There is no target {M}") == 1  # and not in every section
-    assert missing.count('role="alert"') == 1
-    assert "Traceback" not in missing
+    for kind, n in (("target", M), ("sample", N), ("sample", 10**22)):
+        missing = opened(explorer, View(page=kind, **{kind: n})).html
+        name = "training sample" if kind == "sample" else kind
+        assert missing.count(f"There is no {name} {n}:") == 1  # and not in every section
+        assert missing.count('role="alert"') == 1
+        assert "Traceback" not in missing
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        View(page="target", target=3, targets_where="nothing == 1"),
+        View.from_query("page=target&target=3&targets_where=label+="),
+        View(page="sample", sample=3, of="ranking", where="nothing == 1"),
+        View(page="sample", sample=3, of="helpful", target=M),
+    ],
+)
+def test_session__shows_a_sample_also_if_its_list_cannot_be(explorer: Explorer, view: View) -> None:
+    html = opened(explorer, view).html
+    assert html.count('role="alert"') == 1
+    assert f"4 of {M if view.page == 'target' else N}" in html
+    assert '<div class="one">' in html
+
+
+def test_session__beyond_the_end_of_a_table_shows_its_last_rows(explorer: Explorer) -> None:
+    for page, n in (("targets", M), ("corpus", N)):
+        session = opened(explorer, View(page=page, first=5000))
+        html, first = session.html, (n - 1) // 24 * 24
+        assert f"{first + 1}–{n} of {n}" in html
+        assert "No training sample" not in html
+        assert View(page=page, first=first - 24) in links(session)
+
+
+def test_session__says_that_no_sample_is_in_a_group(explorer: Explorer) -> None:
+    html = opened(explorer, View(page="target", group_by="label", where="label == 77")).html
+    assert html.count("No training sample meets the condition.") == 3  # helpful, harmful, groups
+    assert "<table" not in html
 
 
 @pytest.mark.parametrize(
@@ -100,7 +133,7 @@ def test_session__says_beside_its_field_what_is_wrong(
         (1, 0.25, "label 1, read as 1 (75 %)"),
         (1, 0.75, "label 1, read as 0 (75 %)"),
         # neither class of the training
-        (7, 0.75, "label 7, read as another class (25 % for the label)"),
+        (7, 0.75, "label 7, perhaps misread (25 % for the label)"),
         (7, 0.125, "label 7, read as 7 (88 %)"),
     ],
 )

@@ -203,12 +203,19 @@ PNG = upload(images(1, 0)[0])
     [
         ({}, prepared, "file of an image"),
         ({"image": PNG, "label": "two"}, prepared, "'two'"),
-        ({"image": PNG, "label": "7"}, prepared, "7"),
+        ({"image": PNG, "label": "7"}, prepared, "The label must be a whole number from 0 to 2."),
+        ({"image": PNG, "label": "1.5"}, prepared, "a whole number from 0 to 2"),
+        ({"image": PNG, "label": "1,1"}, prepared, "a whole number from 0 to 2"),
+        ({"image": PNG, "label": "1e99"}, prepared, "must be a number, not '1e99'"),
+        ({"image": PNG, "label": "nan"}, prepared, "must be a number, not 'nan'"),
         ({"image": PNG, "label": "1"}, lambda image: None, "preprocess"),
         ({"image": PNG, "label": "1"}, lambda image: np.array(["a"]), "'image'"),
         ({"image": PNG, "label": "1"}, lambda image: {"picture": np.ones(3)}, "'image'"),
     ],
-    ids=["nothing", "no number", "no such class", "None", "no numbers", "another name"],
+    ids=[
+        *("nothing", "no number", "no such class", "between", "two", "large", "nan", "None"),
+        *("no numbers", "another name"),
+    ],
 )
 def test_target__refused(
     explorer: Explorer, content: dict[str, Any], preprocess: Any, words: str

@@ -331,7 +331,7 @@ def test_groups__read_the_features_once_for_a_block_of_targets(
 
 
 def test_grouped__is_by_the_classes_only_if_somebody_says_so(graded: Questions) -> None:
-    assert graded.groupings[0] == graded.targets.label == "label"
+    assert graded.training.groupings[0] == graded.targets.label == "label"
     assert graded.grouped(View()).group_by == "source"
     assert graded.grouped(View(group_by="label")).group_by == "label"
     alone = Questions(graded.features.drop_vars("source"), graded.targets.features, TRAK)

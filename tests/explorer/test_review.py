@@ -99,7 +99,7 @@ def test_confusion__counts_and_leads_to_what_it_counts(where: str) -> None:
     "where", ["", "label == 1", 'source == "it\'s" and (label == 0 or sample > 9)']
 )
 def test_facets__count_what_a_click_shows(explorer: Explorer, where: str) -> None:
-    view, table = View(page="corpus", where=where), explorer.metadata
+    view, table = View(page="corpus", where=where), explorer.training.metadata
     clicks = [(text, click.where) for click, text in links(explorer, view, "corpus")]
     facets = {name: x for name, (x, _) in explorer.facets(view).items()}
     assert len(facets["label"]) >= 2

@@ -132,6 +132,27 @@ def test_session__works_again_when_a_store_that_vanished_is_back(tmp_path: Path)
     assert cards(session)[:10] == best(target=2)
 
 
+@pytest.mark.parametrize("change", ["append", "drop"])
+def test_session__of_a_store_that_others_change_says_so_and_goes_on_marking(
+    tmp_path: Path, change: str
+) -> None:
+    store = tmp_path / "train.zarr"
+    td.save(data(N, 0).chunk(sample=25), store, progress=False)
+    marks = Marks.beside(store)
+    explorer = td.explore(td.open(store), data(M, 1), marks=marks, estimator=TRAK)
+    if change == "append":
+        td.save(data(9, 5), store, append_dim="sample", progress=False)
+    else:
+        td.drop(store, where="sample < 3")
+    session = opened(explorer, View(page="target", target=1))
+    assert session.html.count("A part of the store is gone.") == 1  # and not in every section
+    session._handle_msg({"mark": "remove", "sample": 50, "wanted": True})
+    assert session.said["text"] == "Sample 50 is marked as remove."
+    assert session.marked == ["50 remove"]
+    every = td.open(store, dropped=True)
+    assert Marks.beside(store).ids(every)[50] in marks.samples("remove")
+
+
 def test_session__works_again_when_what_killed_a_worker_is_gone(
     tmp_path: Path,
     process_client: Client,

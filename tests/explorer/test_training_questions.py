@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import trakdask as td
-from tests.explorer.simulated import FEATURES, SOURCE, TARGETS, TRAK, N
+from tests.explorer.simulated import FEATURES, LAMBDA, SOURCE, TARGETS, TRAK, N
+from trakdask.explorer.conditions import condition_mask
+from trakdask.explorer.html import _condition
 from trakdask.explorer.marks import Marks
 from trakdask.explorer.questions import Questions
-from trakdask.explorer.tables import few_values, metadata, searched
+from trakdask.explorer.tables import SampleTable, facets, searched
 from trakdask.explorer.view import View
 
 
@@ -43,15 +46,52 @@ def test_sample__has_its_self_influence(questions: Questions, truth: Any) -> Non
     assert facts["output"] == pytest.approx(FEATURES.output.values[17].mean())
 
 
+def test_sample__has_the_weights_that_it_has_among_all_samples() -> None:
+    """The power of Q in ``"soft"`` follows from the Q of all samples, which one alone lacks."""
+    estimator = td.Soft(damping=td.Absolute(LAMBDA))
+    soft, k = Questions(FEATURES, TARGETS, estimator), 17
+    influence = td.self_influence(FEATURES, estimator).values[k]
+    assert soft.sample(View(sample=k))["self_influence"] == pytest.approx(influence, rel=1e-5)
+    for target, row in soft.targets_of(View(sample=k, k=2)).iterrows():
+        of_target = soft.top(View(target=target, k=N)).loc[k]
+        assert row["score"] == pytest.approx(of_target["score"], rel=1e-4)
+        assert row["spread"] == pytest.approx(of_target["spread"], rel=1e-3)
+
+
 def test_tables__of_metadata() -> None:
-    table = metadata(td.testing.simulate_features(5, 4, 2))
+    ds = td.testing.simulate_features(5, 4, 2)
+    more = ds.assign_coords(one=("sample", [1] * 5), each=("sample", range(5)))
+    assert SampleTable(more, ds, "target").groupings == ["label"]
+    table = SampleTable(ds, ds, "target").metadata
     assert {name: table[name].tolist() for name in table} == {"label": [0, 1, 0, 1, 0]}
     table = table.assign(source=["web", "book", "<b>", "Web", "web"], size=[0.5, 1, 2, 3, np.nan])
     assert searched(table, "WEB").index.tolist() == [0, 3, 4]
     assert searched(table, "<b>").index.tolist() == [2]
     assert len(searched(table, "")) == 5
     assert searched(table, "3").empty
-    assert few_values(table.assign(one=1, unique=range(5)), 3) == ["label"]
+
+
+def test_facets__lead_to_every_kind_of_value_also_to_missing_ones() -> None:
+    """Names that no condition can have, such as words of Python, have none."""
+    n = 12
+    table = pd.DataFrame(
+        {
+            "day": pd.Timestamp("2024-06-01") + pd.to_timedelta(np.arange(n) % 3, "D"),
+            "hour": pd.Timestamp("2024-06-01 10:30") + pd.to_timedelta(np.arange(n) % 2, "h"),
+            "age": np.where(np.arange(n) % 4, 30.5, np.nan),
+            "größe": np.array(["S", "it's", "<b>"], object)[np.arange(n) % 3],
+            "class": "p",
+            "my column": "q",
+        }
+    )
+    table.loc[:3, "day"] = pd.NaT
+    found = facets(table, [*table], "")
+    assert list(found) == ["day", "hour", "age", "größe"]
+    for name, (counts, left_out) in found.items():
+        assert left_out == 0
+        assert counts.sum() == n
+        for value, count in counts.items():
+            assert condition_mask(table, _condition(value, name)).sum() == count
 
 
 def test_duplicates__are_found_by_their_features() -> None:

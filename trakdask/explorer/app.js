@@ -18,6 +18,7 @@ export function render({ model }) {
   // A message about a mark is shown for a while.
   let forgetting
   const say = () => {
+    remember(unanswered().filter(({ at }) => at > model.said.answered))
     clearTimeout(forgetting)
     const [place, { text, undo }] = [root.querySelector(".said"), model.said]
     place.querySelector("span").textContent = text ?? ""
@@ -231,7 +232,6 @@ export function render({ model }) {
   model.on("html", draw)
   model.on("marked", mark)
   model.on("said", say)
-  model.on("said", () => remember(unanswered().filter(({ at }) => at > model.said.answered)))
   model.on("saved", save)
   model.on("query", navigate)
   draw()

@@ -206,7 +206,7 @@ class Session(JSComponent):
             with Computation(self.questions.client).active():
                 positions = self.questions.listed(self.view, str(message["of"])).index.tolist()
         else:
-            n = len(self.questions.metadata)
+            n = len(self.questions.training.metadata)
             positions = [require_integer("sample", message["sample"], 0, n, remedy="try 0")]
         is_one = len(positions) == 1
         what = f"sample {positions[0]}" if is_one else count(len(positions), "sample")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from functools import lru_cache
+from keyword import iskeyword
 
 import numpy as np
 import pandas as pd
@@ -40,6 +41,17 @@ def condition_mask(
         coords |= {name: (TARGET, target[name].to_numpy()) for name in target}
     mask = Condition(condition)(xr.Dataset(coords=coords))
     return np.broadcast_to(mask.isel({TARGET: 0}, missing_dims="ignore").values, len(table))
+
+
+def is_name(text: str) -> bool:
+    """Return whether a condition can name a column.
+
+    Examples
+    --------
+    >>> is_name("größe"), is_name("my column"), is_name("class")
+    (True, False, False)
+    """
+    return text.isidentifier() and not iskeyword(text)
 
 
 def joined(where: str, condition: str) -> str:
@@ -93,17 +105,12 @@ def toggled(where: str, condition: str) -> str:
 def _terms(where: str) -> tuple[str, ...]:
     """Return the conditions that are joined by and; none if the text is no condition."""
     try:
-        return tuple(_joined_by_and(Condition(where).tree))
+        tree = Condition(where).tree
     except ValueError:
         return ()
-
-
-def _joined_by_and(node: ast.expr) -> Iterator[str]:
-    match node:
-        case ast.BoolOp(op=ast.And(), values=values):
-            for value in values:
-                yield from _joined_by_and(value)
-        case ast.BoolOp():
-            yield f"({ast.unparse(node)})"
-        case _:
-            yield ast.unparse(node)
+    # "a and b and c" is one node; only of parentheses, an "and" has an "and" inside.
+    parts = [tree]
+    if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And):
+        parts = tree.values
+    texts = [(ast.unparse(part), isinstance(part, ast.BoolOp)) for part in parts]
+    return tuple(f"({text})" if is_whole else text for text, is_whole in texts)

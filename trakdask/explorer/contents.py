@@ -75,6 +75,8 @@ class Contents:
         if brief:
             ranked = sorted(names, key=lambda name: _BRIEF.index(kinds[name]))
             names = [name for name in ranked[:1] if kinds[name] != "numbers"]
+        elif "tokens" in kinds.values():  # whose masks are no content
+            names = [n for n in names if kinds[n] != "numbers" or "mask" not in n.lower()]
         if not names:
             return [""] * len(positions)
         chosen = self.samples[names].isel({SAMPLE: np.asarray(positions)})
@@ -115,7 +117,10 @@ class Contents:
             limits = grey_limits(colours) or (0.0, 1.0)
             urls = [data_url(image, self.cmap, *limits) for image in colours]
             return [f'<img src="{url}" alt="image of the sample">' for url in urls]
-        texts = [_joined(value) for value in values] if kind == "text" else None
+        texts = None
+        if kind == "text":
+            lists = (list, tuple, np.ndarray)
+            texts = [" ".join(map(str, x)) if isinstance(x, lists) else str(x) for x in values]
         is_known = name.endswith("input_ids") or name in self.inputs
         if kind == "tokens" and (is_known or (values > 1).any()):  # else it is a mask
             with suppress(Exception):  # what a tokenizer cannot decode is no text
@@ -123,7 +128,9 @@ class Contents:
         if texts is None:
             texts = [f"{name}: {_numbers(value)}" for value in values]
             return [f'<p class="numbers">{escape(text)}</p>' for text in texts]
-        return [f'<p class="text">{escape(_shortened(text))}</p>' for text in texts]
+        most = _MOST_CHARACTERS
+        texts = [text if len(text) <= most else f"{text[:most]}…" for text in texts]
+        return [f'<p class="text">{escape(text)}</p>' for text in texts]
 
 
 NO_CONTENTS = Contents()
@@ -137,15 +144,6 @@ def data_url(image: np.ndarray, cmap: str = "gray", low: float = 0, high: float 
     high = high if high > low else low + 1
     imsave(buffer, np.nan_to_num(image), format="png", cmap=cmap, vmin=low, vmax=high)
     return f"data:image/png;base64,{b64encode(buffer.getvalue()).decode()}"
-
-
-def _joined(value: object) -> str:
-    is_list = isinstance(value, (list, tuple, np.ndarray))
-    return " ".join(map(str, value)) if is_list else str(value)  # type: ignore[call-overload]
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}…"
 
 
 def _numbers(value: np.ndarray) -> str:

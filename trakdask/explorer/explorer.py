@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
@@ -231,7 +230,6 @@ def explore(
     maker = target_maker(features, model, tokenizer, preprocess, variables, has_words=has_words)
     if marks is not None:
         marks = marks if isinstance(marks, Marks) else Marks(marks)
-        marks.ids(features)  # now, rather than when somebody opens a page
     task = getattr(model, "task", None)
     inputs = (getattr(task, "text", ""), *getattr(task, "inputs", ()))
     train, shown = (Contents(x, text, inputs, normalize, cmap) for x in (samples, target_samples))
@@ -250,15 +248,16 @@ def _words_of(
     """Return the scores of tokens as a function; None where samples cannot be divided into them."""
     if samples is None or model is None or text is None:
         return None
-    words = functools.partial(td.score_parts, model=model, text=text)
-    first = {SAMPLE: [0]}
+
+    def words(features: xr.Dataset, target: xr.Dataset, at: Any, estimator: Any) -> xr.DataArray:
+        of = samples.isel({SAMPLE: at})
+        return td.score_parts(features, target, model=model, text=text, of=of, estimator=estimator)
+
     try:
-        words(features, features.isel(first), of=samples.isel(first), estimator="grad_dot")
+        words(features, features.isel({SAMPLE: [0]}), [0], "grad_dot")
     except (TypeError, ValueError):
         return None
-    return lambda features, target, at, estimator: words(
-        features, target, of=samples.isel({SAMPLE: at}), estimator=estimator
-    )
+    return words
 
 
 def _require_samples(samples: object, features: xr.Dataset, name: str) -> None:

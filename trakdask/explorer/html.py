@@ -15,8 +15,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from trakdask._version import __version__
-from trakdask.errors import BlockError
-from trakdask.explorer.conditions import has_terms, toggled
+from trakdask.errors import BlockError, IncompleteFeaturesError
+from trakdask.explorer.conditions import has_terms, is_name, toggled
 from trakdask.explorer.marks import KINDS
 from trakdask.explorer.new_targets import MOST_BYTES
 from trakdask.explorer.questions import LEVEL
@@ -117,6 +117,11 @@ def plain_message(err: BaseException) -> str:
             "A worker process ended while it computed this. Try again; if it happens again, the "
             "workers may need more memory."
         )
+    if isinstance(err, IncompleteFeaturesError):
+        return (
+            "A part of the store is gone. If the store was changed since the explorer was opened, "
+            "open it again; else td.verify(store) says how to restore it."
+        )
     if isinstance(err, OSError):
         return f"The store could not be read ({text}). Is it still there?"
     if isinstance(err, MemoryError):
@@ -149,26 +154,30 @@ def _templates() -> Environment:
         "condition": _condition, "number": number, "signed": signed,
         "share": _share, "value": value,
     }  # fmt: skip
+    templates.tests["name"] = is_name
     templates.globals |= {
         "KINDS": KINDS, "LEVEL": LEVEL, "MOST_BYTES": MOST_BYTES, "ROWS": ROWS,
-        "count": count, "has_terms": has_terms, "identifiers": _identifiers, "live": LIVE.get,
+        "count": count, "has_terms": has_terms, "live": LIVE.get,
         "now": partial(datetime.now, UTC), "rows": records, "toggled": toggled,
         "version": __version__,
     }  # fmt: skip
     return templates
 
 
-def _identifiers(table: pd.DataFrame) -> list[str]:
-    """Return the columns that a condition can name."""
-    return [str(name) for name in table if str(name).isidentifier()]
-
-
 def _condition(x: Any, name: str) -> str:
-    """Return the condition that a column has a value; "" for values without one."""
-    x = getattr(x, "item", lambda: x)()
-    if not name.isidentifier() or not isinstance(x, (bool, int, float, str)) or x != x:
+    """Return the condition that a column has a value, or lacks it; "" if there is none.
+
+    Examples
+    --------
+    >>> _condition(np.int64(3), "label"), _condition(pd.Timestamp("2024-06-01"), "day")
+    ('label == 3', "day == '2024-06-01'")
+    >>> _condition(float("nan"), "age"), _condition("a", "class"), _condition(None, "age")
+    ('age != age', '', '')
+    """
+    x = value(x) if isinstance(x, pd.Timestamp) else getattr(x, "item", lambda: x)()
+    if not is_name(name) or not (x != x or isinstance(x, (bool, int, float, str))):
         return ""
-    return f"{name} == {x!r}"
+    return f"{name} == {x!r}" if x == x else f"{name} != {name}"
 
 
 def _share(x: float, largest: float) -> str:

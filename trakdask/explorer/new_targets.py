@@ -56,9 +56,8 @@ class TargetMaker:
     @property
     def numbers(self) -> list[str]:
         """The variables of the task that are typed as numbers, such as the label."""
-        task = self.model.task
-        others = list(getattr(task, "variables", ()))[1:]  # of a task that does not say it
-        return list(getattr(task, "number_variables", others))
+        others = getattr(self.model.task, "variables", ())[1:]  # of a task that does not say it
+        return list(getattr(self.model.task, "number_variables", others))
 
     @property
     def takes_content(self) -> bool:
@@ -85,16 +84,21 @@ class TargetMaker:
         Raises
         ------
         ValueError, TypeError
-            If there is no text or image, it cannot be understood, or a number is missing.
+            If there is no text or image, it cannot be understood, a number is missing, or there is
+            no such class.
         StoreMismatchError
             If the features are not made as the training samples' features.
         """
         variables, html = self._content(content)
         texts = {name: content.get(name, "").strip() for name in self.numbers}
         typed = {name: _number(name, text) for name, text in texts.items() if text}
-        if self.finds_class and not typed:
-            one = td.from_arrays({n: x[None] for n, x in variables.items()})
-            typed[self.numbers[0]] = self.probabilities(one)[0].argmax()
+        if self.finds_class and variables:
+            name, one = self.numbers[0], td.from_arrays({n: x[None] for n, x in variables.items()})
+            p = self.probabilities(one)[0]
+            label = typed.setdefault(name, p.argmax())
+            if label.ndim or label not in range(len(p)):
+                most = len(p) - 1
+                raise ValueError(f"The {name} must be a whole number from 0 to {most}.")
         arrays = {n: x[None] for n, x in variables.items()} | {n: x[None] for n, x in typed.items()}
         coords = {name: arrays.pop(name) for name, x in typed.items() if not x.ndim}
         samples = td.from_arrays(arrays, coords=coords)
@@ -187,6 +191,8 @@ def target_maker(
     StoreMismatchError
         If the features were made with another model.
     """
+    from trakdask.featurization.preparation import projector_of  # which imports torch
+
     given = {"tokenizer": tokenizer, "preprocess": preprocess}
     asked = {name: function for name, function in given.items() if function is not None}
     for name, function in asked.items():
@@ -213,18 +219,11 @@ def target_maker(
         )
     if samples is not None:
         model = model.for_variables({str(n): x.ndim for n, x in samples.variables.items()})
-    _require_same_model(features, model)
-    return TargetMaker(model, features, tokenizer, preprocess)
-
-
-def _require_same_model(features: xr.Dataset, model: td.Model) -> None:
-    """Check that features were made by a model, before anything is featurized."""
-    from trakdask.featurization.preparation import projector_of
-
     projector_of(features)
     as_model = features.isel({SAMPLE: slice(0)})
     as_model.attrs = features.attrs | model.spec()
     require_comparable(features, as_model, name="the model's")
+    return TargetMaker(model, features, tokenizer, preprocess)
 
 
 def _by_name(result: Any, name: str, function: str) -> dict[str, Any]:
@@ -247,7 +246,9 @@ def _number(name: str, text: str) -> np.ndarray:
     """Return a number, or several with commas between them."""
     try:
         numbers = np.array([float(number) for number in text.split(",")])
-    except ValueError as err:
-        raise ValueError(f"The {name} must be a number, not {text!r:.60}.") from err
+    except ValueError:
+        numbers = np.array(np.nan)
+    if not (np.abs(numbers) < 2**53).all():  # above, not all integers are floats
+        raise ValueError(f"The {name} must be a number, not {text!r:.60}.")
     whole = numbers.astype(np.int64) if (numbers == np.trunc(numbers)).all() else numbers
     return whole if "," in text else whole[0]

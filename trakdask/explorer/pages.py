@@ -17,11 +17,11 @@ from trakdask.explorer.view import View
 
 _FIELDS = {
     "targets": {"search", "targets_where"},
-    "target": {"where", "k"},
-    "sample": {"k"},
+    "target": {"where", "k", "targets_where"},
+    "sample": {"k", "where"},
     "corpus": {"where"},
 }
-"""The fields that a page has a form for, beside which their errors are shown."""
+"""The fields whose errors a page shows itself, most of them beside their form."""
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def sections(questions: Questions, view: View) -> dict[str, Callable[[], str]]:
     is_there = {
         **dict.fromkeys(("helpful_words", "harmful_words"), questions.has_words),
         "credit": questions.has_credit,
-        "confusion": questions.targets.label in questions.targets.groupings,
+        "confusion": questions.targets.has_confusion,
         "grade": questions.has_grade and questions.known_grade is None,
     }
     all_of_page = {html.__name__: partial(html, questions, view) for html in PAGES[view.page]}

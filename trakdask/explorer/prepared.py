@@ -11,9 +11,17 @@ from trakdask.attribution.estimators import GradDot, resolve
 from trakdask.attribution.gauss_newton import Trak
 from trakdask.attribution.grams import with_decomposition
 from trakdask.attribution.operands import solver
-from trakdask.attribution.protocol import Estimator, GramEstimator
+from trakdask.attribution.protocol import LOGIT_VARIANCE, Estimator, GramEstimator
 from trakdask.explorer.computing import compute, persist
-from trakdask.variables import DERIVED, LOSS_GRADIENT, SAMPLE, lazy_features
+from trakdask.variables import (
+    DAMPING,
+    DERIVED,
+    LOSS_GRADIENT,
+    N_SAMPLES,
+    SAMPLE,
+    checkpoint_names,
+    lazy_features,
+)
 
 
 def prepared(features: xr.Dataset, estimator: Estimator) -> tuple[xr.Dataset, Estimator]:
@@ -26,8 +34,14 @@ def prepared(features: xr.Dataset, estimator: Estimator) -> tuple[xr.Dataset, Es
     names = [name for name in features if name in wanted]
     kept = zip(names, persist(*(features[name].data for name in names)), strict=True)
     features = features.assign({name: features[name].copy(data=data) for name, data in kept})
-    (chosen,) = compute(td.damping(features, estimator))
-    return features, estimator.with_damping(chosen)
+    variance = arrays.weights.logit_variance(features.out_to_loss.data)
+    chosen, variance = compute(td.damping(features, estimator), variance)
+    # As in stores, so that one sample has the power of Q that all have.
+    about = {LOGIT_VARIANCE: variance.tolist(), N_SAMPLES: features.sizes[SAMPLE]}
+    about["pooled_checkpoints"] = checkpoint_names(features)
+    damping = chosen["damping"].variable.copy()
+    damping.attrs = about
+    return features.assign({DAMPING: damping}), estimator.with_damping(chosen)
 
 
 def self_influence(features: xr.Dataset, estimator: Estimator) -> xr.DataArray:

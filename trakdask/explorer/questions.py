@@ -10,7 +10,7 @@ import copy
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Any, Self
 
 import numpy as np
@@ -42,8 +42,6 @@ _ROWS_KEPT = 2
 _TARGETS_TOGETHER, _INTERVALS_KEPT = 256, 8
 """How many targets get effects or intervals in one pass over the features, and how many passes are
 kept: 16 bytes for each group and target."""
-
-_MOST_GROUPS = 1000
 
 
 class Questions:
@@ -81,9 +79,13 @@ class Questions:
         maker: TargetMaker | None = None,
     ) -> None:
         self.features, self.marks, self.maker, self._words = features, marks, maker, words
+        # The name of each training sample in the marks, (sample,). Now, because other people may
+        # drop samples of the store, or append some, while pages are open.
+        self.sample_ids = np.empty(0) if marks is None else marks.ids(features)
         self.client = active_client()
         reader = maker.probabilities if maker and maker.finds_class else None
-        self.training = tables.SampleTable(features, features, contents[0], reader)
+        about = features, "training sample", contents[0], reader
+        self.training = tables.SampleTable(features, *about)
         if not isinstance(estimator, Estimator):
             estimator = kind_of(features, estimator)()
         self.estimator: Estimator = estimator
@@ -100,7 +102,7 @@ class Questions:
         is_sum = TARGET not in self.estimator.norms
         self._has_shares = self.has_intervals and is_sum and not is_signed
         self.known_grade: xr.Dataset | None = None
-        self._explain(tables.SampleTable(targets, features, contents[1], reader))
+        self._explain(tables.SampleTable(targets, features, "target", contents[1], reader))
 
     def _explain(self, targets: tables.SampleTable) -> None:
         self.targets = targets
@@ -115,22 +117,6 @@ class Questions:
         return other
 
     # ------------------------------------------------------------------------ training samples
-
-    @property
-    def metadata(self) -> pd.DataFrame:
-        """The coords of the training samples, by position."""
-        return self.training.metadata
-
-    @cached_property
-    def groupings(self) -> list[str]:
-        """The coords with 2 to 1,000 values, each of two training samples or more on average."""
-        return tables.few_values(self.metadata, _MOST_GROUPS)
-
-    @cached_property
-    def sample_ids(self) -> np.ndarray:
-        """The name of each training sample in the marks, (sample,)."""
-        assert self.marks is not None
-        return self.marks.ids(self.features)
 
     def marked(self) -> pd.DataFrame:
         """Return all marks with the ``position`` of their samples, newest first; none if not kept.
@@ -150,7 +136,7 @@ class Questions:
         """Return the marks that each training sample has, as one text."""
         table = self.marked().sort_values("mark")
         texts = table.groupby("position")["mark"].agg(", ".join)
-        return texts.reindex(self.metadata.index, fill_value="").astype(object)
+        return texts.reindex(self.training.metadata.index, fill_value="").astype(object)
 
     @cached_property
     def checkpoints(self) -> list[str]:
@@ -166,61 +152,52 @@ class Questions:
 
     def sample(self, view: View) -> pd.Series:
         """Return the coords of a training sample, its output, loss and self-influence."""
-        row = self.training.row(view.sample, "training sample")
+        row = self.training.row(view.sample)
         features, estimator = self.setting
         one = features.isel({SAMPLE: [view.sample]})
         (influence,) = compute(self_influence(one, estimator).data)
         row["self_influence"] = influence[0]
         return row
 
-    def order(self, view: View) -> str:
-        """Return the number by which a view sorts training samples; "" for their order."""
-        return self.training.loss if view.order == "loss" else view.order
-
     def ranking(self, view: View) -> pd.DataFrame:
         """Return the training samples that a view selects, in its order, largest first."""
-        name = self.order(view)
+        name = self.training.by(view.order)
         table = self._table(view, name)
         return tables.in_order(table[condition_mask(table, view.where)], name)
 
     def facets(self, view: View) -> dict[str, tuple[pd.Series[int], int]]:
         """Return how many of the training samples that a view selects have which metadata."""
-        table, names = self._table(view), self.groupings
+        table, names = self._table(view), self.training.groupings
         if self.marks is not None and (texts := self.mark_texts()).any():
             table, names = table.assign(mark=texts), [*names, "mark"]
         return tables.facets(table, names, view.where)
 
     def _table(self, view: View, *names: str) -> pd.DataFrame:
-        """Return metadata, and of the other columns those that a view or some names ask for."""
+        """Return metadata and numbers, and other columns that a view or some names ask for."""
         asked = {*re.findall(r"\w+", view.where), *names}
-        more = {name: values() for name, values in self._columns.items() if name in asked}
-        return self.metadata.assign(**more)
-
-    @property
-    def _columns(self) -> dict[str, Callable[[], Any]]:
-        """The columns that conditions on training samples may name beside metadata."""
-        numbers = self.training.numbers
-        columns: dict[str, Callable[[], Any]] = {str(n): partial(numbers.get, n) for n in numbers}
-        columns |= {"self_influence": self.influences, "mark": self.mark_texts}
-        return {name: values for name, values in columns.items() if name not in self.metadata}
+        more: dict[str, Callable[[], Any]] = {
+            "self_influence": self.influences, "mark": self.mark_texts,
+        }  # fmt: skip
+        columns = {name: values() for name, values in more.items() if name in asked}
+        return self.training.metadata.assign(**self.training.numbers, **columns)
 
     @property
     def first_row(self) -> pd.DataFrame:
         """One row with the columns that a condition on training samples may name."""
-        return self.metadata[:1].assign(**{n: "" if n == "mark" else 0.0 for n in self._columns})
+        return self._table(View())[:1].assign(self_influence=0.0, mark="")
 
     def grouped(self, view: View) -> View:
         """Return a view that groups by some column, or by "" if none is fit for it.
 
         By default not by the model's classes: few ask whether whole classes helped.
         """
-        names = sorted(self.groupings, key=lambda name: name == self.targets.label)
+        names = sorted(self.training.groupings, key=lambda name: name == self.targets.label)
         return view if view.group_by in names else view.replace(group_by=(*names, "")[0])
 
     def listed(self, view: View, name: str) -> pd.DataFrame:
         """Return the table of training samples in a section, by position, in the order of it.
 
-        ``"copies"`` are all but the first of each group of duplicates.
+        ``"copies"`` are all but the first of each group of duplicates; ``""`` are all samples.
 
         Raises
         ------
@@ -237,6 +214,8 @@ class Questions:
             case "duplicates" | "copies":
                 table = self.duplicates().set_index(SAMPLE)
                 return table[table["group"].duplicated()] if name == "copies" else table
+            case "":
+                return self.training.metadata
         raise ValueError(f"There are no samples to mark in {name!r:.60}.")
 
     def alike(self, view: View) -> pd.DataFrame:
@@ -244,12 +223,10 @@ class Questions:
 
         By position; column ``cosine``, the mean over checkpoints.
         """
-        features, _ = self.setting
-        one = features.isel({SAMPLE: [view.sample]})
-        top = td.top_k(td.score(features, one, "grad_cos"), min(view.k + 1, len(self.metadata)))
-        position, cosine = compute(top["position"].data[0], top["score"].data[0])
-        table = pd.DataFrame({"cosine": cosine}, index=position)
-        return table.drop(index=[view.sample, -1], errors="ignore")[: view.k]
+        one = self.training.features_of(view.sample)
+        (cosines,) = compute(td.score(self.features, one, "grad_cos").data[:, 0])
+        others = pd.Series(cosines, name="cosine").drop(view.sample).dropna()
+        return others.nlargest(view.k).to_frame()
 
     # --------------------------------------------------------------------------------- targets
 
@@ -264,7 +241,7 @@ class Questions:
         ranked = selected.nlargest(view.k) if largest else selected.nsmallest(view.k)
         position = ranked.index.to_numpy()
         table = pd.DataFrame({SAMPLE: position, "score": ranked, "spread": spread[position]})
-        coords = self.metadata.drop(columns=list(table), errors="ignore")
+        coords = self.training.metadata.drop(columns=list(table), errors="ignore")
         return table.join(coords)
 
     def words(self, view: View, position: np.ndarray) -> xr.DataArray:
@@ -274,7 +251,7 @@ class Questions:
         """
         assert self._words is not None
         features, estimator = self.setting
-        lazy = self._words(features, self._target(view.target), position, estimator)
+        lazy = self._words(features, self.targets.features_of(view.target), position, estimator)
         scores: xr.DataArray
         (scores,) = compute(lazy.isel({TARGET: 0}))
         return scores
@@ -289,7 +266,7 @@ class Questions:
         :func:`_with_effects`.
         """
         by, scores, mask = view.group_by, self.scores(view).astype(np.float64), self._mask(view)
-        table = pd.DataFrame({by: self.metadata[by], "score": scores})[mask]
+        table = pd.DataFrame({by: self.training.metadata[by], "score": scores})[mask]
         sums = table.groupby(by).agg(score=("score", "sum"), samples=("score", "size"))
         # 1. What is computed for many targets at once. The last block has the rest, too, since
         # effects need many targets.
@@ -329,10 +306,10 @@ class Questions:
 
     def _vanishing(self, by: str, targets: Any) -> list[Any]:
         """Return the groups that have all training samples of the class of one of some targets."""
-        label = self.targets.label
-        if label not in self.metadata:
+        label, table = self.targets.label, self.training.metadata
+        if label not in table:
             return []
-        groups = self.metadata[by].groupby(self.metadata[label])
+        groups = table[by].groupby(table[label])
         is_one = groups.nunique(dropna=False) == 1
         classes = self.targets.metadata[label].iloc[targets]
         return groups.first()[is_one & is_one.index.isin(classes)].tolist()
@@ -340,7 +317,7 @@ class Questions:
     @property
     def has_credit(self) -> bool:
         """Whether it can be known what groups of training samples did to many targets."""
-        return (self.has_grade or self._has_shares) and bool(self.groupings)
+        return (self.has_grade or self._has_shares) and bool(self.training.groupings)
 
     def credit(self, view: View) -> pd.DataFrame:
         """Return what groups did to the targets that a view selects, the most helpful first.
@@ -356,7 +333,7 @@ class Questions:
         selected = np.sort(self.targets.selected(view).index)
         selected = selected[self.targets.numbers.iloc[selected, -1].notna()]
         targets = self.targets.features.isel({SAMPLE: selected})
-        counts = self.metadata[by].value_counts().rename("samples").to_frame()
+        counts = self.training.metadata[by].value_counts().rename("samples").to_frame()
         found, gone = None, self._vanishing(by, selected)
         if len(gone) < len(counts):
             try:
@@ -386,16 +363,12 @@ class Questions:
         """Return the scores of all training samples for a target, (sample,)."""
         return self._scores(view.target)[0]
 
-    def _target(self, position: int) -> xr.Dataset:
-        tables.require_position(position, self.targets.features.sizes[SAMPLE], "target")
-        return self.targets.features.isel({SAMPLE: [position]})
-
     def _scored(self, position: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the scores of one target, (sample,), and their spread.
 
         All that the page of a target shows is taken from them.
         """
-        target, (features, _) = self._target(position), self.setting
+        target, (features, _) = self.targets.features_of(position), self.setting
         scores, spread = self._with_spread(features, target)
         return scores[:, 0].copy(), spread[:, 0].copy()
 
@@ -420,7 +393,7 @@ class Questions:
     def _mask(self, view: View) -> np.ndarray:
         """Return which training samples meet a condition, which may name the target's ``score``."""
         table = self._table(view).assign(score=self.scores(view))
-        return condition_mask(table, view.where, self.targets.one(view.target, "target"))
+        return condition_mask(table, view.where, self.targets.one(view.target))
 
     def targets_of(self, view: View) -> pd.DataFrame:
         """Return the targets that a training sample helped most and harmed most, best first.
@@ -428,8 +401,9 @@ class Questions:
         Columns: the columns of the table of targets, ``score`` and ``spread``, see
         :func:`_spread`. At most 2 k rows.
         """
-        tables.require_position(view.sample, len(self.metadata), "training sample")
+        self.training.one(view.sample)
         (features, estimator), targets, k = self.setting, self.targets.features, view.k
+        one = features.isel({SAMPLE: [view.sample]})
         (scores,) = compute(scores_of_sample(features, targets, estimator, view.sample))
         table = self.targets.whole.assign(score=scores).dropna(subset="score")
         table = table.sort_values("score", ascending=False, kind="stable")
@@ -437,7 +411,7 @@ class Questions:
         if table.empty:
             return table
         shown = targets.isel({SAMPLE: table.index.to_numpy()})
-        _, spread = self._with_spread(features.isel({SAMPLE: [view.sample]}), shown)
+        _, spread = self._with_spread(one, shown)
         return table.assign(spread=spread[0])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -32,13 +33,21 @@ def checked(
     return view
 
 
-def _one(name: str, questions: Questions, view: View, row: pd.Series[Any], listed: Any) -> str:
+def _one(
+    name: str, questions: Questions, view: View, row: pd.Series[Any], table: Callable[[], Any]
+) -> str:
     """Return one sample, whose row has what is said about it, with the samples around it in a list.
 
-    A sample that is not in the list has its place among all samples.
+    A sample has its place among all samples if it is not in the table that lists it, or if there is
+    no such table, with the reason.
     """
     side = questions.targets if name == "target" else questions.training
-    at, page = getattr(view, name), LISTS.get(view.of, "corpus")
+    at, page, problem = getattr(view, name), LISTS.get(view.of, "corpus"), ""
+    listed: Any = ()
+    try:
+        listed = table().index
+    except ValueError as err:
+        problem = render("note", text=plain_message(err), is_error=True)
     listed = listed if at in listed else side.metadata.index
     place = listed.get_loc(at)
     around = {
@@ -49,7 +58,7 @@ def _one(name: str, questions: Questions, view: View, row: pd.Series[Any], liste
     first = 0 if page == "target" else place // ROWS * ROWS
     (card,) = side.cards(row.to_frame(at).T)
     back = view.replace(page=page, first=first)
-    return render(name, questions, view, card=card, around=around, back=back)
+    return problem + render(name, questions, view, card=card, around=around, back=back)
 
 
 # --------------------------------------------------------------------------------- all targets
@@ -66,9 +75,9 @@ def targets(questions: Questions, view: View) -> str:
 
 def table(questions: Questions, view: View) -> str:
     """Return the table of the targets that a view selects."""
-    side = questions.targets
-    view = view.replace(sort=side.sorted_by(view))
-    return render("target_table", questions, view, table=side.selected(view))
+    side, found = questions.targets, questions.targets.selected(view)
+    view = view.replace(sort=side.by(view.sort)).within(found)
+    return render("target_table", questions, view, table=found)
 
 
 def confusion(questions: Questions, view: View) -> str:
@@ -98,17 +107,14 @@ def credit(questions: Questions, view: View) -> str:
 def target(questions: Questions, view: View) -> str:
     """Return one target, with links to the targets before and after it."""
     side = questions.targets
-    row = side.row(view.target, "target")
-    is_wrong = "targets_where" in view.errors
-    listed = side.selected(view.replace(targets_where="") if is_wrong else view).index
-    return _one("target", questions, view, row, listed)
+    return _one("target", questions, view, side.row(view.target), partial(side.selected, view))
 
 
 def filters(questions: Questions, view: View) -> str:
     """Return the forms that say which training samples are ranked, and how."""
-    one = questions.targets.one(view.target, "target")
-    view = checked(view, "where", questions.first_row.assign(score=0.0), one)
-    return render("filters", questions, view, questions.metadata)
+    names = questions.first_row.assign(score=0.0)
+    view = checked(view, "where", names, questions.targets.one(view.target))
+    return render("filters", questions, view, names)
 
 
 def helpful(questions: Questions, view: View, kind: str = "helpful") -> str:
@@ -163,6 +169,8 @@ def groups(questions: Questions, view: View) -> str:
     if not view.group_by:
         return render("group_form", questions, view)
     found = questions.groups(view)
+    if found.empty:
+        return render("note", text="No training sample meets the condition.")
     is_margin = str(questions.features.attrs.get("loss_kind")).endswith("cross-entropy")
     what = "the right answer's margin" if is_margin else "the output"
     return _bars(questions, view, found, what if "sum" in found else "")
@@ -214,9 +222,8 @@ def _sentences(table: pd.DataFrame, by: str, what: str) -> list[str]:
 
 def sample(questions: Questions, view: View) -> str:
     """Return one training sample, with links to the samples before and after it in its list."""
-    row = questions.sample(view)
-    listed = questions.listed(view, view.of) if view.of else questions.metadata
-    return _one("sample", questions, view, row, listed.index)
+    listed = partial(questions.listed, view, view.of)
+    return _one("sample", questions, view, questions.sample(view), listed)
 
 
 def targets_of_sample(questions: Questions, view: View) -> str:
@@ -241,8 +248,8 @@ def corpus(questions: Questions, view: View) -> str:
 
 def ranking(questions: Questions, view: View) -> str:
     """Return the training samples that a view selects, in its order."""
-    table = questions.ranking(view)
-    return render("ranking", questions, view, table=table, name=questions.order(view))
+    table, name = questions.ranking(view), questions.training.by(view.order)
+    return render("ranking", questions, view.within(table), table=table, name=name)
 
 
 def duplicates(questions: Questions, view: View) -> str:
@@ -267,7 +274,8 @@ def marks(questions: Questions, view: View) -> str:
 
 def marked(questions: Questions, view: View) -> str:
     """Return the table of marks."""
-    return render("marked", questions, view, table=questions.marked())
+    table = questions.marked()
+    return render("marked", questions, view.within(table), table=table)
 
 
 def new(questions: Questions, view: View) -> str:

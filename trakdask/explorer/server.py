@@ -29,13 +29,9 @@ def server(app: Callable[[], Any], *, host: str = "127.0.0.1", port: int = 0) ->
     )  # fmt: skip
     # The token protects the websocket, under whatever name of this machine a browser knows it.
     listening._tornado.websocket_origins.add("*")
-    return listening, f"http://{_in_url(host)}:{listening.port}/{token}/"
-
-
-def _in_url(host: str) -> str:
-    if host in ("0.0.0.0", "::"):  # all addresses of this machine
-        return "127.0.0.1"
-    return f"[{host}]" if ":" in host else host
+    all_of_this_machine = ("0.0.0.0", "::")
+    name = "127.0.0.1" if host in all_of_this_machine else f"[{host}]" if ":" in host else host
+    return listening, f"http://{name}:{listening.port}/{token}/"
 
 
 class _Nothing(RequestHandler):

@@ -12,14 +12,14 @@ import pandas as pd
 import xarray as xr
 
 from trakdask.explorer.computing import compute
-from trakdask.explorer.conditions import condition_mask, joined, without
+from trakdask.explorer.conditions import condition_mask, is_name, joined, without
 from trakdask.explorer.contents import NO_CONTENTS, Contents
 from trakdask.explorer.view import View
 from trakdask.variables import CHECKPOINT, OUTPUT, SAMPLE, coords_along
 
-_MOST_COLUMNS = 40
-_MOST_VALUES = 12
-"""How many values of a column are listed with their counts."""
+_MOST_GROUPS = 1000
+_MOST_VALUES, _MOST_CLASSES = 12, 40
+"""How many values of a column are listed with their counts, and how many classes in a table."""
 
 _MOST_UNSURE = 256
 """How many samples the model is asked about; their labels are the least likely."""
@@ -39,6 +39,8 @@ class SampleTable:
         Their features, with outputs and Q.
     training
         The training samples' features; their labels say which classes there are.
+    what
+        What one of them is called.
     contents
         How they are shown.
     classifier
@@ -50,31 +52,46 @@ class SampleTable:
         self,
         features: xr.Dataset,
         training: xr.Dataset,
+        what: str,
         contents: Contents = NO_CONTENTS,
         classifier: Callable[[xr.Dataset], np.ndarray] | None = None,
     ) -> None:
         self.features, self._training, self._classifier = features, training, classifier
-        self.contents = contents
+        self.what, self.contents = what, contents
 
     def with_one_more(self, new: xr.Dataset, html: str) -> Self:
         """Return these and one more sample, with the coord ``new`` and its content.
 
         Metadata that it lacks is missing.
         """
+        # 1. Metadata, with the new column if this is the first.
+        ds, table, new = self.features, self.metadata, new.assign_coords({_NEW: (SAMPLE, [True])})
+        table = table if _NEW in table else table.assign(**{_NEW: False})
+        coords = {n: (SAMPLE, _with_one_more(table[n].to_numpy(), new.get(n))) for n in table}
+        # 2. The arrays that scores need.
+        both = {n: (ds[n].variable, new[n].variable.astype(ds[n].dtype)) for n in _ARRAYS}
+        data = {name: xr.Variable.concat(pair, SAMPLE) for name, pair in both.items()}
+        features = xr.Dataset(data, {**coords, CHECKPOINT: ds[CHECKPOINT]}, ds.attrs)
+        # 3. Its content.
         added = {**self.contents.added, len(self.metadata): html}
         contents = replace(self.contents, added=added)
-        features = _appended(self.features, new.assign_coords({_NEW: (SAMPLE, [True])}))
-        return type(self)(features, self._training, contents, self._classifier)
+        return type(self)(features, self._training, self.what, contents, self._classifier)
 
     @cached_property
     def metadata(self) -> pd.DataFrame:
-        """The coords of the samples, by position."""
-        return metadata(self.features)
+        """The coords along the samples as columns, loaded, by position."""
+        coords = {
+            str(name): np.asarray(variable.values)
+            for name, variable in coords_along(self.features, SAMPLE).items()
+            if variable.dtype.kind != "V"
+        }
+        return pd.DataFrame(coords, index=pd.RangeIndex(self.features.sizes[SAMPLE]))
 
     @cached_property
     def groupings(self) -> list[str]:
-        """The coords that have from 2 to 40 values, each of two samples or more on average."""
-        return few_values(self.metadata, _MOST_COLUMNS)
+        """The coords with 2 to 1,000 values, each of two samples or more on average."""
+        most, counts = min(_MOST_GROUPS, len(self.metadata) // 2), self.metadata.nunique()
+        return counts.index[counts.between(2, most)].tolist()
 
     @cached_property
     def label(self) -> str:
@@ -88,8 +105,8 @@ class SampleTable:
         """Metadata of all samples, and the model's predictions; see :meth:`selected`."""
         table = self.metadata
         if self.label:
-            predicted, probability = self.predictions(np.arange(len(table)))
-            table = table.assign(predicted=predicted, probability=probability)
+            found = self.predictions(np.arange(len(table)))
+            table = table.assign(**found[["predicted", "probability"]])
         return table.assign(**self.numbers)
 
     @cached_property
@@ -121,19 +138,16 @@ class SampleTable:
         )
         return np.asarray(output, np.float64), np.asarray(q, np.float64)
 
-    @property
-    def label_probability(self) -> np.ndarray:
-        """The probability of the label of a classifier, the mean over checkpoints: 1 − Q."""
-        return np.asarray(1 - self._outputs[1].mean(axis=1))
+    def predictions(self, positions: np.ndarray) -> pd.DataFrame:
+        """Return what a classifier makes of some samples.
 
-    def predictions(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the class that is predicted for some samples and its probability, NaN if unknown.
-
+        Columns: ``label`` and ``p``, its probability, the mean of 1 − Q over checkpoints;
+        ``predicted`` and ``probability``, of the class that is predicted, NaN if they are unknown.
         A label with p ≥ ½ is the class that is predicted, and of two classes it is the other one
         below that; of more, only the model knows.
         """
-        label = self.metadata[self.label].to_numpy(np.float64)[positions]
-        p = self.label_probability[positions]
+        labels, p = self.metadata[self.label].to_numpy()[positions], 1 - self._outputs[1]
+        label, p = labels.astype(np.float64), p.mean(axis=1)[positions]
         predicted = np.where(p >= 0.5, label, np.nan)
         probability = np.where(p >= 0.5, p, np.nan)
         classes = np.unique(self._training.get(self.label, ()))
@@ -148,20 +162,15 @@ class SampleTable:
                 probabilities = self._classifier(samples.isel({SAMPLE: positions[unsure]}))
                 probability[unsure] = probabilities.max(axis=1)
                 predicted[unsure] = probabilities.argmax(axis=1)
-        return predicted, probability
+        columns = {"label": labels, "p": p, "predicted": predicted, "probability": probability}
+        return pd.DataFrame(columns)
 
     def readings(self, positions: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the predictions of a classifier for some samples; nothing for other models.
-
-        ``label``; ``predicted``, NaN if only the model knows; and their probabilities.
-        """
+        """Return the rows of :meth:`predictions`, empty for other models and failed samples."""
         if not self.label or not len(positions):
             return [{}] * len(positions)
-        at = np.asarray(positions)
-        label, p = self.metadata[self.label].to_numpy()[at], self.label_probability[at]
-        predicted, probability = self.predictions(at)
-        columns = {"label": label, "p": p, "predicted": predicted, "probability": probability}
-        return [x if np.isfinite(x["p"]) else {} for x in records(pd.DataFrame(columns))]
+        found = self.predictions(np.asarray(positions))
+        return [x if np.isfinite(x["p"]) else {} for x in records(found)]
 
     def cards(self, table: pd.DataFrame, *, brief: bool = False) -> list[dict[str, Any]]:
         """Return what is shown of the samples whose positions are the index of a table.
@@ -191,13 +200,17 @@ class SampleTable:
         others = without(view.targets_where, "predicted")
         return int(condition_mask(table, joined(others, f"predicted != {self.label}")).sum())
 
+    @property
+    def has_confusion(self) -> bool:
+        """Whether there are as many classes as a table can show."""
+        is_grouping = self.label in self.groupings
+        return is_grouping and self.metadata[self.label].nunique() <= _MOST_CLASSES
+
     def confusion(self, view: View) -> pd.DataFrame:
         """Return how many of the targets that a view selects have a label (row) and a class.
 
-        The classes that the model predicts are the columns; empty for other models.
+        The classes that the model predicts are the columns.
         """
-        if not self.label:
-            return pd.DataFrame()
         table = self.selected(view).dropna(subset="predicted")
         return pd.crosstab(table[self.label], table["predicted"].astype(table[self.label].dtype))
 
@@ -210,21 +223,28 @@ class SampleTable:
         them; ``loss`` or ``Q``, see :func:`mean_loss`. Targets are sorted by the size of Q.
         """
         table = searched(self.whole[condition_mask(self.whole, view.targets_where)], view.search)
-        return in_order(table, self.sorted_by(view), ascending=view.ascending)
+        return in_order(table, self.by(view.sort), ascending=view.ascending)
 
-    def sorted_by(self, view: View) -> str:
-        """Return the column by which a view sorts: Q in place of a loss that is not known."""
-        return self.loss if view.sort == "loss" else view.sort
+    def by(self, name: str) -> str:
+        """Return the column by which to sort: Q in place of a loss that is not known."""
+        return self.loss if name == "loss" else name
 
-    def row(self, position: int, what: str) -> pd.Series[Any]:
-        """Return metadata and numbers of one sample, a training sample or a target."""
-        row = self.one(position, what).assign(**self.numbers.iloc[position])
+    def row(self, position: int) -> pd.Series[Any]:
+        """Return metadata and numbers of one sample."""
+        row = self.one(position).assign(**self.numbers.iloc[position])
         return row.astype(object).iloc[0]  # in which integers are still integers
 
-    def one(self, position: int, what: str) -> pd.DataFrame:
-        """Return the coords of one sample, a training sample or a target, as a table of one row."""
-        require_position(position, len(self.metadata), what)
+    def one(self, position: int) -> pd.DataFrame:
+        """Return the coords of one sample as a table of one row, if it is there."""
+        if not 0 <= position < (n := len(self.metadata)):
+            raise ValueError(
+                f"There is no {self.what} {position}: they are numbered from 0 to {n - 1}."
+            )
         return self.metadata.iloc[[position]]
+
+    def features_of(self, position: int) -> xr.Dataset:
+        """Return the features of one sample, if it is there."""
+        return self.features.isel({SAMPLE: self.one(position).index})
 
 
 def mean_loss(kind: str | None, output: np.ndarray, q: np.ndarray) -> tuple[str, np.ndarray]:
@@ -255,16 +275,6 @@ def mean_loss(kind: str | None, output: np.ndarray, q: np.ndarray) -> tuple[str,
     return "loss", losses.mean(axis=1)
 
 
-def metadata(ds: xr.Dataset) -> pd.DataFrame:
-    """Return the coords along the samples as columns, loaded, by position."""
-    coords = {
-        str(name): np.asarray(variable.values)
-        for name, variable in coords_along(ds, SAMPLE).items()
-        if variable.dtype.kind != "V"
-    }
-    return pd.DataFrame(coords, index=pd.RangeIndex(ds.sizes[SAMPLE]))
-
-
 def records(table: pd.DataFrame) -> list[dict[str, Any]]:
     """Return the rows of a table, in which integers are still integers."""
     return table.astype(object).to_dict("records")  # type: ignore[return-value]
@@ -288,18 +298,8 @@ def searched(table: pd.DataFrame, text: str) -> pd.DataFrame:
     """
     if not text:
         return table
-    is_found = np.zeros(len(table), bool)
-    for name in table:
-        if table[name].dtype.kind not in "fiubMm":
-            texts = table[name].astype(str)
-            is_found |= texts.str.contains(text, case=False, regex=False).to_numpy(bool)
-    return table[is_found]
-
-
-def few_values(table: pd.DataFrame, most: int) -> list[str]:
-    """Return the columns of two to some number of values, each in two rows or more on average."""
-    counts = {str(name): table[name].nunique() for name in table}
-    return [name for name, count in counts.items() if 2 <= count <= min(most, len(table) // 2)]
+    texts = table.select_dtypes(exclude=["number", "bool", "datetime", "timedelta"]).astype(str)
+    return table[texts.apply(lambda x: x.str.contains(text, case=False, regex=False)).any(axis=1)]
 
 
 def facets(
@@ -307,39 +307,20 @@ def facets(
 ) -> dict[str, tuple[pd.Series[int], int]]:
     """Return how many of the rows that meet a condition have which value of some columns.
 
-    By the name of the column: the counts of its most frequent values, and how many others it has.
+    By the name of the column, if a condition can name it: the counts of its most frequent values,
+    among them missing ones, and how many others it has.
     The terms of the condition that are about a column do not count for this column, so that its
     other values are listed, too.
     """
     listed = {}
-    for name in names:
-        counts = table[name][condition_mask(table, without(where, name))].value_counts()
+    for name in filter(is_name, names):
+        chosen = table[name][condition_mask(table, without(where, name))]
+        counts = chosen.value_counts(dropna=False)
         most = counts[:_MOST_VALUES]
-        if most.index.dtype.kind in "biuf":  # texts stay in the order of their counts
+        if most.index.dtype.kind in "biufM":  # texts stay in the order of their counts
             most = most.sort_index()
         listed[name] = most, len(counts) - len(most)
     return listed
-
-
-def require_position(position: int, n: int, what: str) -> None:
-    """Reject the position of a sample or target that is not there."""
-    if not 0 <= position < n:
-        raise ValueError(f"There is no {what} {position}: they are numbered from 0 to {n - 1}.")
-
-
-def _appended(ds: xr.Dataset, new: xr.Dataset) -> xr.Dataset:
-    """Return features of samples and one more; metadata that it lacks is missing."""
-    table = metadata(ds)
-    if _NEW not in table:
-        table[_NEW] = False
-    coords = {n: (SAMPLE, _with_one_more(table[n].to_numpy(), new.get(n))) for n in table}
-    data = {
-        name: xr.Variable.concat(
-            [ds[name].variable, new[name].variable.astype(ds[name].dtype)], SAMPLE
-        )
-        for name in _ARRAYS
-    }
-    return xr.Dataset(data, {**coords, CHECKPOINT: ds[CHECKPOINT]}, ds.attrs)
 
 
 def _with_one_more(values: np.ndarray, more: xr.DataArray | None) -> np.ndarray:

@@ -114,6 +114,11 @@ class View:
         """Return the rows of a table that are on this page of it."""
         return table.iloc[self.first : self.first + ROWS]
 
+    def within(self, table: pd.DataFrame) -> View:
+        """Return the view of the last rows of a table if ``first`` is beyond them."""
+        last = max(len(table) - 1, 0) // ROWS * ROWS
+        return dataclasses.replace(self, first=min(self.first, last))
+
     def to_query(self) -> str:
         """Return the part of a URL after ``?``, with the fields that are not as in ``View()``.
 
