@@ -19,14 +19,14 @@ from trakdask.projection.fitted import Fitted
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 N_CHECKPOINTS = 2
-runs: list[int] = []
+runs: list[np.ndarray] = []
 
 
 class Counted(nn.Linear):
-    """Notes each batch that it is called with."""
+    """Notes the samples that it is called with."""
 
     def forward(self, x: Tensor) -> Tensor:
-        runs.append(len(x))
+        runs.extend(np.asarray(x.detach()))
         return super().forward(x)
 
 
@@ -108,13 +108,21 @@ def test_featurize__computes_whatever_differs(
     xr.testing.assert_equal(known, expected)
 
 
-def test_fit__has_no_features_of_samples_that_it_did_not_see(samples: xr.Dataset) -> None:
-    options: dict[str, Any] = {"sketch": td.SJLT(16), "progress": False}
-    drawn = td.fit(samples, model(), 4, n_samples=10, **options)
-    whole = td.fit(samples, model(), 4, components=False, **options)
-    for projector in (drawn, whole):
-        assert not projector.rows
-        assert computed(td.featurize(samples, model(), projector))[1]
+@pytest.mark.parametrize("chunks", [8, 5, 20])
+def test_featurize__computes_only_samples_that_were_not_drawn(chunks: int) -> None:
+    samples = in_chunks(chunks)
+    projector = td.fit(samples, model(), 4, n_samples=10, sketch=td.SJLT(16), progress=False)
+    (_, places, _), *_ = projector.rows.values()
+    known, _ = computed(td.featurize(samples, model(), projector))
+    drawn = np.isin(np.arange(20), places)
+    assert {*map(tuple, runs)} == {*map(tuple, samples.image.values[~drawn])}
+    plain = td.featurize(samples, model(), replace(projector, rows={})).compute()
+    xr.testing.assert_allclose(known, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_fit__has_no_features_without_components(samples: xr.Dataset) -> None:
+    projector = td.fit(samples, model(), 4, components=False, sketch=td.SJLT(16), progress=False)
+    assert not projector.rows
 
 
 def test_attribute__runs_no_sample_again(tmp_path: Path, samples: xr.Dataset) -> None:

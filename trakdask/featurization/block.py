@@ -55,18 +55,31 @@ def featurize_block(
 ) -> tuple[np.ndarray, ...]:
     """Return feature, its squared norm, output, out_to_loss (and error) of a block of samples."""
     checkpoint, fit = item.item()
-    if (block := known.item()) is not None:
-        feature = np.ascontiguousarray(block[:, :-2, None])
-        return feature, row_norms(feature), block[:, -2:-1], block[:, -1:]
-    with running(job, checkpoint, rows, arrays) as samples:
-        maps = _maps(job, checkpoint, fit, samples.device)
+    (here,), (places, computed) = rows, known.item() or (np.empty(0, np.int64), None)
+    # 1. The samples that no fit has computed: mostly all.
+    others, results = np.setdiff1d(np.arange(here.stop - here.start), places), []
+    if len(others):
+        with running(job, checkpoint, rows, arrays) as samples:
+            if computed is not None:
+                some = tuple(array[others] for array in arrays)
+                samples = replace(samples, positions=samples.positions[others], arrays=some)
+            maps = _maps(job, checkpoint, fit, samples.device)
 
-        def open_stream(_: Forward, batch: Batch) -> Stream:
-            return maps.open(batch.size)
+            def open_stream(_: Forward, batch: Batch) -> Stream:
+                return maps.open(batch.size)
 
-        results = run_samples(samples, checkpoint, job.proj_dim, open_stream, maps.rotations)
-        feature, f, q, *error = results
-        return feature, row_norms(feature), f, q, *error
+            results = [*run_samples(samples, checkpoint, job.proj_dim, open_stream, maps.rotations)]
+    # 2. Between them, those that one has.
+    if computed is not None:
+        parts = computed[:, :-2, None], computed[:, -2:-1], computed[:, -1:]
+        whole = [np.empty((len(others) + len(places), *part.shape[1:]), "f4") for part in parts]
+        for array, part, result in zip(whole, parts, results or parts, strict=True):
+            array[places] = part
+            if len(others):
+                array[others] = result
+        results = whole
+    feature, f, q, *error = results
+    return feature, row_norms(feature), f, q, *error
 
 
 def _maps(

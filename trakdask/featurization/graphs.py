@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -40,8 +40,8 @@ class GraphInputs:
     fit
         Fitted values, (..., checkpoint), in a chunk for each checkpoint.
     known
-        By the name of the checkpoint, features, output and Q that a fit has computed already,
-        (sample, proj_dim + 2).
+        By the name of the checkpoint, what a fit has computed already: the places of samples, and
+        their features, output and Q, (sample, proj_dim + 2).
     """
 
     job: FeaturizeJob
@@ -49,7 +49,7 @@ class GraphInputs:
     attrs: dict[str, Any]
     coords: dict[Hashable, Any]
     fit: dict[str, da.Array]
-    known: Mapping[str, np.ndarray] = field(default_factory=dict)
+    known: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict)
 
     @cached_property
     def token(self) -> str:
@@ -77,12 +77,15 @@ def lazy_arrays(prepared: GraphInputs) -> dict[str, da.Array]:
 
 def _known_blocks(prepared: GraphInputs) -> da.Array:
     """Return what is known of each block at each checkpoint, or None, as one item each."""
-    stops, checkpoints = np.cumsum(prepared.rows), prepared.job.model.checkpoints
-    blocks = np.full((len(stops), len(checkpoints)), None, object)
+    edges, checkpoints = np.cumsum([0, *prepared.rows]), prepared.job.model.checkpoints
+    blocks = np.full((len(edges) - 1, len(checkpoints)), None, object)
     for column, checkpoint in enumerate(checkpoints):
-        if (rows := prepared.known.get(checkpoint.name)) is not None:
-            for i, block in enumerate(np.split(rows, stops[:-1])):
-                blocks[i, column] = block
+        if checkpoint.name in prepared.known:
+            places, rows = prepared.known[checkpoint.name]
+            starts = np.searchsorted(places, edges)
+            for i in np.flatnonzero(np.diff(starts)):
+                here = slice(starts[i], starts[i + 1])
+                blocks[i, column] = places[here] - edges[i], rows[here]
     return da.from_array(blocks, chunks=1, name=f"known-{prepared.token}")
 
 

@@ -119,8 +119,8 @@ def prepare(
     checkpoint = normalise_coord(CHECKPOINT, names, len(names))
     coords = {**samples.coords, CHECKPOINT: (CHECKPOINT, checkpoint)}
     attrs = {**spec, **_attrs(job, bound, source_of(samples, inputs)), "gradients_reason": reason}
-    # 7. What a fit has computed of just these samples, in just this way.
-    known = {n: rows for n, (of, rows) in fitted.rows.items() if of == made_like(attrs, n)}
+    # 7. What a fit has computed of some of just these samples, in just this way.
+    known = {n: rows for n, (of, *rows) in fitted.rows.items() if of == made_like(attrs, n)}
     return GraphInputs(job, inputs, attrs, coords, _lazy_fit(bound), known)
 
 

@@ -116,15 +116,19 @@ def principal_components(
     n_blocks = len(samples.chunksizes[SAMPLE]) * len(model.checkpoints)
     with block_bar("components", n_blocks, show=progress):
         wide = featurize(samples, model, projector, **options)
-        return with_components(wide, proj_dim, projector, keeps_rows=False)
+        return with_components(wide, proj_dim, projector)
 
 
 def with_components(
-    wide: xr.Dataset, proj_dim: int, projector: Projector | Fitted, *, keeps_rows: bool
+    wide: xr.Dataset,
+    proj_dim: int,
+    projector: Projector | Fitted,
+    drawn: tuple[str, np.ndarray] | None = None,
 ) -> Fitted:
     """Return a projector with the components of its features as one more step.
 
-    With ``keeps_rows``, it also has what the components make of these features.
+    ``drawn`` is the source of the samples that these are drawn from, and their places there. With
+    it, the projector also has what the components make of these features.
     """
     n_columns = min(proj_dim, wide.sizes[SAMPLE], wide.sizes[PROJ_DIM])
     if n_columns < proj_dim:
@@ -146,17 +150,20 @@ def with_components(
     # 2. The components, and what they make of these features.
     fitted = Fitted.of(projector)
     n_leading = sum(step.leading for step in fitted.steps if isinstance(step, Curvature))
-    batches = _micro_batches(wide) if keeps_rows else []
+    batches = [] if drawn is None else _micro_batches(wide)
     principal = dask.delayed(partial(_principal, n_columns, n_leading, batches))
     by_checkpoint = dask.compute(*map(principal, rows))
     matrices, shares, features = zip(*by_checkpoint, strict=True)
     fit = {"principal_components": np.stack(matrices, -1), "principal_shares": np.stack(shares, -1)}
     step = Components(matrices[0].shape[1])
     fitted = fitted.with_arrays(step, fit, model_of(as_values(wide.attrs)))
-    if not keeps_rows:
+    if drawn is None:
         return fitted
-    attrs, named = as_values(wide.attrs), zip(checkpoint_names(wide), features, strict=True)
-    return replace(fitted, rows={name: (made_like(attrs, name), rows) for name, rows in named})
+    source, places = drawn
+    attrs = {**as_values(wide.attrs), "source": source}
+    named = zip(checkpoint_names(wide), features, strict=True)
+    known = {name: (made_like(attrs, name), places, rows) for name, rows in named}
+    return replace(fitted, rows=known)
 
 
 def _micro_batches(wide: xr.Dataset) -> list[slice]:

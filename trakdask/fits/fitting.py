@@ -33,7 +33,7 @@ from trakdask.projection.fitted import Curvature, Fitted, Weights
 from trakdask.projection.protocol import from_spec
 from trakdask.provenance import digest, require_same
 from trakdask.samples.array_source import validate_samples
-from trakdask.samples.datasets import drawn, source_of
+from trakdask.samples.datasets import drawn, drawn_places, source_of
 from trakdask.storage.reading import open
 from trakdask.storage.writing import kept_beside
 from trakdask.variables import SAMPLE, WRONG_CLASSES
@@ -136,8 +136,8 @@ def fit(
     which are in the first of ``steps`` of the projector, and in attrs of its features. Checkpoints
     that are appended to a store have the weights of the store.
 
-    If there are no more than ``n_samples`` samples, the projector also has their features, which
-    :func:`featurize` then need not compute again.
+    The projector also has the features of these ``n_samples``, which :func:`featurize` then need
+    not compute again.
 
     It is computed at once, on the active client or on threads, at as many checkpoints side by side
     as there are tasks for. Until they are summed, a store on the disk of workers keeps 8 bytes for
@@ -235,8 +235,10 @@ def fit(
 
     total = len(todo) * (of_curvature + of_sketch)
     n_fewer = -(-part.sizes[SAMPLE] // 4)
-    has_all = components and part is samples  # whose features come with the fit
-    n_later = 0 if has_all else len(todo) * len(samples.chunksizes[SAMPLE])
+    # Features of what is fitted come with the fit, and only those of the others are left.
+    n_others = samples.sizes[SAMPLE] - part.sizes[SAMPLE] * components
+    n_later = len(todo) * -(-n_others // samples.chunksizes[SAMPLE][0])
+    places = source_of(samples, read), drawn_places(samples.sizes[SAMPLE], n_samples)
     tell = partial(_estimate, n_later, n_fewer)
     with block_bar("fit", total, show=progress, estimate=tell):
         # 2. The scale of gradients at each checkpoint, and the weights that all of them have.
@@ -258,7 +260,7 @@ def fit(
         # 3. At each checkpoint, the sketch, its components, and how it curves between classes.
         digests = {name: dict(fit.digests) for name, fit in steps.items()}
         n_columns = n_components if components else 0
-        run = partial(_sketched, part, few, options, steps, rest, n_columns, has_all)
+        run = partial(_sketched, part, few, options, steps, rest, n_columns, places)
         done = kept("sketch", digests, of_sketch, run)
     if stored is not None:
         done |= {name: stored.at_checkpoints([name]) for name in known}
@@ -313,7 +315,7 @@ def _sketched(
     steps: Mapping[str, Fitted],
     sketch: Projector,
     n_components: int,
-    keeps_rows: bool,
+    places: tuple[str, np.ndarray],
     model: Model,
 ) -> Fitted:
     """Return the whole projector, with the curvature between wrong classes."""
@@ -324,7 +326,7 @@ def _sketched(
     fit = fit.then(sketch)
     if n_components:
         wide = featurize(part, model, fit, **options)
-        fit = with_components(wide, n_components, fit, keeps_rows=keeps_rows)
+        fit = with_components(wide, n_components, fit, places)
     matrix = wrong_classes(few, model, fit, **options)
     fit = replace(fit, model=model_of(model.spec()))
     return fit if matrix is None else fit.beside({WRONG_CLASSES: matrix})

@@ -143,7 +143,10 @@ def _fit(folder: Folder | None, file: str) -> Fitted | None:
         about = json.loads(str(content.pop("about")))
         if about.pop("of") != file:
             raise ValueError("it is of another model, or of other samples or options")
-        rows = {name: (of, content.pop("rows")) for name, of in about.pop("rows", {}).items()}
+        rows = {
+            name: (of, content.pop("places"), content.pop("rows"))
+            for name, of in about.pop("rows", {}).items()  # of one checkpoint at most
+        }
         fit = Fitted.from_spec(about.pop("projector"), arrays=content, rows=rows, **about)
         fit.require_digests()
     except Exception as err:
@@ -154,10 +157,9 @@ def _fit(folder: Folder | None, file: str) -> Fitted | None:
 
 def _write_fit(folder: Folder, file: str, fit: Fitted) -> None:
     about = {"of": file, "projector": fit.spec(), "digests": fit.digests, "model": fit.model}
-    about["rows"] = {name: of for name, (of, _) in fit.rows.items()}  # of one checkpoint at most
-    arrays = dict(fit.arrays)
-    for _, rows in fit.rows.values():
-        arrays["rows"] = rows
+    about["rows"], arrays = {name: of for name, (of, *_) in fit.rows.items()}, dict(fit.arrays)
+    for _, places, rows in fit.rows.values():  # of one checkpoint at most
+        arrays |= {"places": places, "rows": rows}
     content = io.BytesIO()
     np.savez(content, about=np.array(json.dumps(about)), **arrays)
     folder.write(file, content.getvalue())

@@ -263,12 +263,10 @@ class Plan:
         seconds = self.estimated_fit_s
         time = "" if seconds is None else f"about {duration(seconds)}, "
         gradients = counted(fit["n_gradients"], "sample")
-        has_all = fit.get("n_samples") == self.n_samples
-        features = "It makes the features of all samples, too. " if has_all else ""
         return [
             f"A td.fit before: {time}gradients of {gradients}, "
             f"{format_bytes(fit['memory_bytes'])} for its largest task, "
-            f"{format_bytes(fit['kept_bytes'])} of the store. {features}Random columns need none"
+            f"{format_bytes(fit['kept_bytes'])} of the store. Random columns need none"
         ]
 
     def _titles(self) -> list[str]:

@@ -135,9 +135,9 @@ class Fitted:
     origin
         The options and samples of :func:`trakdask.fit`, which it compares when it is called again.
     rows
-        By the name of the checkpoint, what :func:`trakdask.featurize` need not compute again of the
-        samples that it was fitted to: a digest of how their gradients were made; and features,
-        output and Q, (sample, proj_dim + 2) float32.
+        By the name of the checkpoint, what :func:`trakdask.featurize` need not compute again: a
+        digest of all samples and of how gradients were made, the places of samples that it was
+        fitted to, and their features, output and Q, (sample, proj_dim + 2) float32.
     """
 
     steps: tuple[Step, ...]
@@ -145,7 +145,7 @@ class Fitted:
     digests: Mapping[str, str] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     origin: str = ""
-    rows: Mapping[str, tuple[str, np.ndarray]] = field(default_factory=dict)
+    rows: Mapping[str, tuple[str, np.ndarray, np.ndarray]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         places = [_place(step) for step in self.steps]

@@ -52,12 +52,16 @@ def drawn(ds: xr.Dataset, n: int, block: int) -> xr.Dataset:
     block
         How many drawn samples are in a block.
     """
-    total = ds.sizes[SAMPLE]
-    if total <= n:
+    if ds.sizes[SAMPLE] <= n:
         return ds
-    some = ds.isel({SAMPLE: np.sort(np.random.default_rng(0).permutation(total)[:n])})
+    some = ds.isel({SAMPLE: drawn_places(ds.sizes[SAMPLE], n)})
     # Variables, one at a time: Dataset.chunk would make coords lazy.
     return some.assign({name: some.variables[name].chunk({SAMPLE: block}) for name in some})
+
+
+def drawn_places(total: int, n: int) -> np.ndarray:
+    """Return the places of n samples that are drawn at random, in their order; or of all."""
+    return np.sort(np.random.default_rng(0).permutation(total)[:n])
 
 
 def source_of(ds: xr.Dataset, inputs: Collection[str] | None = None) -> str:
