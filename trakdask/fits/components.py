@@ -29,6 +29,7 @@ from trakdask.projection.fitted import Components, Curvature, Fitted
 from trakdask.projection.maps import reduced
 from trakdask.provenance import as_values
 from trakdask.samples.array_source import validate_samples
+from trakdask.torch_internals import few_threads
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, checkpoint_names
 
 WIDE = SJLT(proj_dim=8192, seed=0)
@@ -202,6 +203,9 @@ def _principal(
     if batches:
         components, features = torch.from_numpy(widened(codes)), torch.from_numpy(x)
         leading, sketch = features.tensor_split([n_leading], 1)
-        parts = [reduced(leading[batch], sketch[batch], components) for batch in batches]
+        with (
+            few_threads()
+        ):  # as where blocks are computed: a pool in each of Dask's threads is slow
+            parts = [reduced(leading[batch], sketch[batch], components) for batch in batches]
         rows = np.concatenate([torch.cat(parts).numpy(), both[:, -2:]], axis=1)
     return codes, np.where(is_kept, values, 0) / total, rows
