@@ -15,6 +15,8 @@ import pytest
 
 from trakdask.projection.cuda.launch import FAMILIES, OPTIONS, kernel_folder, kernel_program
 
+ARCHITECTURES = ["sm_80", "sm_100"]
+
 pytestmark = pytest.mark.slow
 
 
@@ -62,9 +64,11 @@ def assembly(source: str, options: Sequence[str]) -> bytes:
     return compiled(source, (*options, "-arch=compute_90"), "PTX")
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_kernels__compile_without_a_warning(family: str) -> None:
-    code = compiled(kernel_program(f"{family}.cu"), (*OPTIONS, "-arch=sm_80"), "CUBIN")
+def test_kernels__compile_without_a_warning(family: str, architecture: str) -> None:
+    options = (*OPTIONS, f"-arch={architecture}")
+    code = compiled(kernel_program(f"{family}.cu"), options, "CUBIN")
     missing = [name for name in FAMILIES[family] if b"\0" + name.encode() + b"\0" not in code]
     assert not missing
 
