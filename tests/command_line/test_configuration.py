@@ -59,7 +59,7 @@ def test_read__settings_are_applied_in_order(tmp_path: Path) -> None:
         ("stores: train.zarr", (), "by name in 'stores', got 'train.zarr'"),
         ("stores: {train: a}\noutputs: [top.parquet]", (), "by name in 'outputs'"),
         ("stores: {}", ("stores.train=[",), "stores.train=["),
-        ("data: " + "[" * 999, (), "recursion"),
+        ("stores: {}", ("other.x=3",), "'other'"),
     ],
 )
 def test_read__refused(
@@ -68,6 +68,31 @@ def test_read__refused(
     with pytest.raises(ConfigurationError) as caught:
         read(written(tmp_path, text), settings)
     assert words in str(caught.value)
+
+
+def bomb(template: str) -> str:
+    """Return a file whose size, with each alias written out, is 9 to the power of 11."""
+    lines = ["  a0: &a0 {x: 1}"]
+    for i in range(1, 12):
+        again = ", ".join([f"*a{i - 1}"] * 9)
+        lines.append(f"  a{i}: &a{i} {template % again}")
+    return "\n".join(["data:", *lines])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (bomb("{<<: [%s]}"), "each alias written out"),
+        (bomb("[%s]"), "each alias written out"),
+        ("data: &a {x: [*a]}", "each alias written out"),
+        ("data: " + "[" * 999, "recursion"),
+        ("data: {" + ", ".join(f"k{i}: 0" for i in range(3000)) + ", k7: 1}", "'k7'"),
+    ],
+    ids=["merges", "aliases", "within itself", "deep", "many keys"],
+)
+def test_read__large_in_small_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        read(written(tmp_path, text))
 
 
 def test_read__aliases_and_merges_of_a_few_values(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+import math
 import os
 import re
 import tomllib
@@ -133,6 +135,15 @@ def require_form(key: str, value: object, *forms: type, remedy: str) -> None:
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """Reads 1e-3 as a number, as YAML 1.2 does and PyYAML does not; refuses a key that is twice."""
 
+    def construct_document(self, node: yaml.Node) -> Any:
+        """Return the content, unless aliases and merges make it much larger than it looks."""
+        if (size := _size(node, {})) > _MOST_VALUES:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"expected at most {_MOST_VALUES:,} values, with each alias written "
+                f"out, got {min(size, 10**12):,} or more", node.start_mark,
+            )  # fmt: skip
+        return super().construct_document(node)
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return a mapping; PyYAML would take the last value of a key that is there twice."""
         keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
@@ -141,6 +152,19 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
                 None, None, f"the key {keys.most_common(1)[0][0]!r} is there twice", node.start_mark
             )
         return super().construct_mapping(node, deep)
+
+
+_MOST_VALUES = 1_000_000
+
+
+def _size(node: yaml.Node, sizes: dict[yaml.Node, float]) -> float:
+    """Return how many values a node has, each alias written out; infinity within itself."""
+    if node not in sizes:
+        sizes[node] = math.inf
+        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+        flat = itertools.chain(*parts) if isinstance(node, yaml.MappingNode) else parts
+        sizes[node] = 1 + sum(_size(part, sizes) for part in flat)
+    return sizes[node]
 
 
 _Loader.add_implicit_resolver(
