@@ -191,8 +191,6 @@ def target_maker(
     StoreMismatchError
         If the features were made with another model.
     """
-    from trakdask.featurization.preparation import projector_of  # which imports torch
-
     given = {"tokenizer": tokenizer, "preprocess": preprocess}
     asked = {name: function for name, function in given.items() if function is not None}
     for name, function in asked.items():
@@ -207,6 +205,8 @@ def target_maker(
                 f"expected a model beside {[*asked]}, got none; try model=td.Model(...)"
             )
         return None
+    from trakdask.featurization.preparation import projector_of  # with torch, as the model is
+
     if not isinstance(model, td.Model):
         raise TypeError(
             f"expected model as a td.Model, got {shown(model)}; try td.Model(build, ...)"
