@@ -124,6 +124,28 @@ def test_create__only_once(folder: Folder) -> None:
             Folder.at(f"{folder.url}/a")
 
 
+def test_create__where_no_folder_can_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As below /proc; once in a while the partial file alone is gone, which is tried again."""
+    write, failures = Path.write_bytes, 1
+
+    def fail(path: Path, data: bytes) -> int:
+        nonlocal failures
+        failures -= 1
+        if failures >= 0:
+            raise FileNotFoundError(path)
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    folder = Folder.at(tmp_path / "f")
+    folder.create("a", b"first")
+    assert folder.read("a") == b"first"
+    failures = 1000
+    with pytest.raises(FileNotFoundError):
+        folder.create("b", b"never")
+
+
 def test_location__local_paths_are_absolute_and_other_urls_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

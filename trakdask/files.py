@@ -187,11 +187,14 @@ class Folder:
         if not self.is_local:
             fs.pipe_file(f"{path}/{name}", data, mode="create")
             return
-        try:
-            with replacing(f"{path}/{name}", durable=True, give_name=os.link) as partial:
-                partial.write_bytes(data)
-        except FileNotFoundError:  # another process has just swept the partial file
-            self.create(name, data)
+        for tries_left in range(9, -1, -1):
+            try:
+                with replacing(f"{path}/{name}", durable=True, give_name=os.link) as partial:
+                    partial.write_bytes(data)
+                return
+            except FileNotFoundError:  # another process has just swept the partial file
+                if not tries_left:  # or no folder can be made there, as below /proc
+                    raise
 
     def remove(self, name: str = "") -> None:
         """Remove a file or folder in it, or the folder itself, if it exists."""

@@ -59,6 +59,16 @@ def test_weighted_sums__exact_for_any_chunks(
     np.testing.assert_array_equal(found[2], [everything, 2 * everything])
 
 
+def test_weighted_sums__gradients_that_failed_are_left_out_of_their_checkpoint() -> None:
+    """Also where the weight of the sample is a number."""
+    x, g, codes = arrays()
+    codes[:3] = 1
+    x[[0, 2], :, 1] = np.nan
+    known = oracle(np.nan_to_num(x), g, codes, 4)
+    found = weighted_sums(lazy(x), lazy(g.astype("f8")).mean(1), codes, 4).compute()
+    np.testing.assert_allclose(found.reshape(known.shape), known, rtol=1e-5, atol=1e-5)
+
+
 def test_weighted_sums__blocks_without_a_group_are_not_read() -> None:
     x, g, codes = arrays(90)
     read = []
