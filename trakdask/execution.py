@@ -25,6 +25,10 @@ if TYPE_CHECKING:  # functions import distributed, which takes half a second and
     from distributed import Client, KilledWorker
 
 _STARTED = "trakdask-started"
+_FITS_ARE_SENT = {"distributed.admin.large-graph-warning-threshold": "1 GiB"}
+"""Values of a fit go to workers with the tasks of a checkpoint, once. From 10 MB on, Dask would
+advise users to send them apart, who have no part in it."""
+
 _LEAST_WORKER = 2**28
 """No worker has less memory, so that nobody need be asked for its limit."""
 
@@ -76,7 +80,8 @@ def run(
         if work is None:
             return None
         try:
-            return compute(work, **({"retries": retries} if cluster else {}))
+            with dask.config.set(_FITS_ARE_SENT):
+                return compute(work, **({"retries": retries} if cluster else {}))
         except KilledWorker as err:
             raise BlockError(_killed(err, cluster)) from err
         except Exception as err:

@@ -122,6 +122,11 @@ class Deadly(td.tasks.ImageClassification):
         return super().output(forward, batch)
 
 
+def test_run__values_of_a_fit_in_a_graph_are_no_warning(client: Client) -> None:
+    values = np.zeros(11 * 2**20, np.uint8)
+    assert execution.run(lambda: dask.delayed(len)(values), retries=0) == (len(values),)
+
+
 @pytest.mark.slow
 def test_save__block_that_kills_its_workers_is_named(tmp_path: Path) -> None:
     x = np.arange(40, dtype="f4")[:, None].repeat(4, 1)
