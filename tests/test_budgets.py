@@ -18,8 +18,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "tests" / "benchmarks"
 
-LINES_OF_PACKAGE = 23_980
-LINES_OF_TESTS = 26_992
+LINES_OF_PACKAGE = 23_981
+LINES_OF_TESTS = 26_993
 LINES_OF_BENCHMARKS = 1_984
 NAMED_TYPES = 182
 PUBLIC_NAMES = 100

@@ -155,8 +155,9 @@ def test_eigenvectors(k: int) -> None:
 @counts_peaks
 @pytest.mark.parametrize(("n", "width"), [(1000, 4000), (1600, 1600)])
 def test_principal_components(n: int, width: int) -> None:
-    x = np.random.default_rng(0).standard_normal((n, width), dtype="f4")
-    measured = x.nbytes + resident(lambda: _principal(x, 100))
+    both = np.random.default_rng(0).standard_normal((n, width + 2), dtype="f4")
+    batches = [slice(i, min(i + 256, n)) for i in range(0, n, 256)]
+    measured = both.nbytes + resident(lambda: _principal(100, 0, batches, both))
     require_tight(memory.principal_components(n, width), measured)
 
 

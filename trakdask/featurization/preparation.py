@@ -21,7 +21,7 @@ from trakdask.featurization.job import FeaturizeJob, Partition
 from trakdask.models.gradients import ENGINES
 from trakdask.models.layers import choose_engine, elements_at_once
 from trakdask.models.model import Model
-from trakdask.models.tasks.protocol import task_facts
+from trakdask.models.tasks.protocol import task_facts, task_spec
 from trakdask.projection import SJLT, Projector, RowMap
 from trakdask.projection.fitted import Components, Fitted
 from trakdask.provenance import BY_CHECKPOINT, REQUIRED_SPEC, as_values, digest, require_same
@@ -274,7 +274,8 @@ def inputs_of(samples: xr.Dataset, model: Model) -> dict[str, da.Array]:
         new = f"{{{close!r}: {missing[0]!r}}}" if close else "..."
         raise ValueError(
             f"expected the variable {missing[0]!r}, which the task reads, got samples with the "
-            f"variables {present}; try samples.rename({new}), or passing its name to the task"
+            f"variables {present}; try samples.rename({new}), or passing its name to the task, "
+            f"{task_spec(model.task)}"
         )
     coords = {name: samples[name].values for name in names if name in samples.coords}
     lazy = lazy_variables(coords, samples.chunksizes[SAMPLE][0]) if coords else {}

@@ -282,6 +282,6 @@ def test_losses__of_failed_targets_are_left_out_and_the_explorer_shows_the_other
     found = td.evaluate.metric(failed.output, failed, "loss")
     kept = made.isel(sample=np.delete(np.arange(40), 7))
     np.testing.assert_allclose(found, td.evaluate.metric(kept.output, kept, "loss"), rtol=1e-6)
-    shown = SampleTable(failed, failed)
+    shown = SampleTable(failed, failed, "target")
     assert (shown.loss, shown.label) == ("loss", "")
     np.testing.assert_allclose(shown.numbers.loss.mean(), float(found[0, 0]), rtol=1e-6)
