@@ -17,6 +17,7 @@ from tests.laziness import raise_if_dask_computes
 from tests.models.test_tokens import LENGTH, TASK, VOCABULARY, Gpt
 from tests.models.token_oracle import contributions
 from tests.projection.reference import explicit
+from trakdask.featurization import block
 from trakdask.models.tasks import Batch, Forward
 from trakdask.parts import products as divided
 from trakdask.projection import Projector, RowMap
@@ -241,6 +242,18 @@ def test_score_parts__blocks_and_chunks_of_targets_do_not_matter(
     apart = ask(features, targets, of=TRAIN, parts=parts)
     assert apart.chunks[2] == (1, 1, 1)
     assert_near(apart, expected.values, 1e-5)
+
+
+def test_score_parts__wide_features_leave_micro_batches_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Products with few vectors take little memory, however wide the features of samples are."""
+    features, targets = sides(td.SJLT(2048), 1)
+    monkeypatch.setattr(block, "budget_bytes", lambda *_: 2**21)
+    with caplog.at_level("INFO", "trakdask"):
+        ask(features, targets, 1, of=TRAIN).compute(scheduler="sync")
+    assert any(message.startswith("gradients by") for message in caplog.messages)
+    assert "save memory" not in caplog.text
 
 
 def test_score_parts__is_lazy_and_labelled() -> None:

@@ -180,6 +180,18 @@ def test_weights_whose_gradients_come_in_slices() -> None:
     np.testing.assert_allclose(one, other, atol=2e-4 * float(abs(other).max()))
 
 
+def test_micro_batches_of_sums_are_as_large_as_those_of_sketches(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Sums keep no row for each sample, so many parameters leave room for many samples."""
+    samples = td.from_arrays({"image": RNG.normal(size=(24, 1000)).astype("f4"), "label": LABELS})
+    net = nn.Sequential(nn.Linear(1000, 600), nn.Linear(600, 3))
+    with caplog.at_level("INFO", "trakdask"):
+        td.fits.curvature(samples, td.Model(net, task="image_classification"))
+    assert any(message.startswith("gradients by") for message in caplog.messages)
+    assert "save memory" not in caplog.text
+
+
 def test_chunks_and_workers_are_invisible(process_cluster: Any) -> None:
     samples, model = case("cnn")
     first = fitted("cnn", leading=16)

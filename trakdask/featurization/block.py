@@ -68,7 +68,9 @@ def featurize_block(
             def open_stream(_: Forward, batch: Batch) -> Stream:
                 return maps.open(batch.size)
 
-            results = [*run_samples(samples, checkpoint, job.proj_dim, open_stream, maps.rotations)]
+            sketch_width = job.projector.sketch_width(job.row_map.n_rows)
+            of = samples, checkpoint, job.proj_dim, open_stream, maps.rotations, sketch_width
+            results = [*run_samples(*of)]
     # 2. Between them, those that one has.
     if computed is not None:
         parts = computed[:, :-2, None], computed[:, -2:-1], computed[:, -1:]
@@ -170,6 +172,7 @@ def run_samples(
     width: int,
     open_stream: Callable[[Forward, Batch], Stream],
     rotations: Rotations | None = None,
+    sketch_width: int = 0,
 ) -> tuple[np.ndarray, ...]:
     """Run the samples of a block in micro-batches, which are halved where memory runs out.
 
@@ -186,6 +189,8 @@ def run_samples(
         Returns the stream that makes them of the gradients of a micro-batch.
     rotations
         The coordinates in which streams receive gradients.
+    sketch_width
+        Columns that streams hold for each sample before they reduce them to ``width``.
 
     Returns
     -------
@@ -206,7 +211,7 @@ def run_samples(
     engine = CheckedEngine(checked, samples, forward, rotations)
     # 3. Micro-batches that fit in memory, as a stack: one that fails is put back in smaller ones.
     budget = budget_bytes(forward.parameters, device)
-    size_of = partial(_micro_batch, job, width, checked.activation_bytes, budget)
+    size_of = partial(_micro_batch, job, max(width, sketch_width), checked.activation_bytes, budget)
     rows = BlockResults(samples, checkpoint, width)
     run_part = partial(_run_micro_batch, samples, width, partial(open_stream, forward), engine)
     todo = _slices(0, len(samples), size_of(checked.engines[0]))
@@ -278,7 +283,6 @@ def _micro_batch(
     if activations is None:
         return job.batch_size
     # Besides activations: gradients, then float64 sums and copies of them.
-    width = max(width, job.projector.sketch_width(job.row_map.n_rows))  # before it is reduced
     is_first = engine == job.engines[0]
     held = job.elements_at_once if is_first else job.row_map.n_parameters
     others = 4 * held + 16 * math.prod(job.feature_shape(1, width))

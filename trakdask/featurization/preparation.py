@@ -154,8 +154,8 @@ def _elements_at_once(
     """Return how many gradient elements of a sample the first of the engines holds at once."""
     sizes = {name: math.prod(shape) for name, shape in model.shapes.items()}
     held = elements_at_once(engines[0], model.meta_module(), sizes)
-    if adds_up:  # the products of its axes take the whole gradient of a weight
-        held = max(held, *sizes.values())
+    if adds_up:  # the products of its axes take the whole gradient of a weight, and turn a copy
+        held += max(sizes.values())
     return held * partition.size if engines == ("tokens",) and partition else held
 
 

@@ -10,13 +10,22 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trakdask.models.products import wide
-from trakdask.tensors import Shapes, axes_of, factors_of, float64_device, in_float64, places_of
+from trakdask.tensors import (
+    Scratch,
+    Shapes,
+    axes_of,
+    factors_of,
+    float64_device,
+    in_float64,
+    places_of,
+)
 
 SKETCHED_COLUMNS = 16
 """Columns to which M is reduced by random signs R before M Mᵀ is added up.
@@ -39,6 +48,11 @@ _SHORT_AXIS = 512
 In float32 the eigenvectors of eigenvalues that are far below the largest turn with the batch size.
 For longer axes the products would take too much of a fit's time.
 """
+
+_COLUMNS = 65536
+"""Columns of gradients that are squared at a time: with fewer, calls of torch take longer."""
+
+_scratch = Scratch()
 
 
 class Sums:
@@ -74,26 +88,41 @@ class AxisProducts(Sums):
         self._factors: dict[str, list[tuple[int, slice]]] = {name: [] for name in shapes}
         for name, axis, _, place in factors_of(shapes):
             self._factors[name].append((axis, place))
-        self._slices: dict[str, list[Tensor]] = {name: [] for name in shapes}
+        self._whole: dict[str, Tensor] = {}
 
     def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
         """Add the gradients of a parameter, (n, numel), or a slice of them."""
+        shape = len(gradient), math.prod(self._shapes[name])
         if first is not None:
-            # The products take whole gradients. A copy, because the next slice overwrites this one.
-            self._slices[name].append(gradient.clone())
-            if first + gradient.shape[1] < math.prod(self._shapes[name]):
+            # 1. The products take whole gradients. A copy, because the next slice overwrites this.
+            stop, like = first + gradient.shape[1], (gradient.dtype, gradient.device)
+            if first == 0:
+                self._whole[name] = _scratch.take_out("whole", math.prod(shape), *like)
+            whole = self._whole[name][: math.prod(shape)].view(shape)
+            whole[:, first:stop] = gradient
+            if stop < shape[1]:
                 return
-            gradient = torch.cat(self._slices.pop(name), 1)
+            gradient = whole
         value = wide(gradient).reshape(len(gradient), *axes_of(self._shapes[name]))
-        weighted = value * self._weights.sqrt().to(value).view(-1, *[1] * (value.ndim - 1))
+        roots = self._weights.sqrt().to(value)[:, None]
         for axis, place in self._factors[name]:
-            matrices = weighted.movedim(axis + 1, 1).flatten(2)
+            # 2. M of each sample, with this axis first: a view, unless it is between two others.
+            matrices = value.movedim(axis + 1, 1)
+            if axis == value.ndim - 2:
+                matrices = value.flatten(1, -2).mT
+            elif axis > 0:
+                moved = _scratch.take("moved", matrices.shape, value.dtype, value.device)
+                matrices = moved.copy_(matrices)
+            matrices = matrices.flatten(2)
+            # 3. Few columns of it are as good, and only these get the weight.
             if matrices.shape[2] > SKETCHED_COLUMNS:
                 matrices = matrices @ signs(matrices.shape[2]).to(matrices)
-            rows = matrices.movedim(1, 0).flatten(1)
+            rows = (matrices.movedim(1, 0) * roots).flatten(1)
             if len(rows) <= _SHORT_AXIS:
                 rows = in_float64(rows)
             self._sums[place] += in_float64((rows @ rows.T).flatten())
+        if name in self._whole:
+            _scratch.put_back("whole", self._whole.pop(name))
 
 
 class SquaredCoordinates(Sums):
@@ -102,14 +131,21 @@ class SquaredCoordinates(Sums):
     def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
         """Add the rotated gradients of a parameter, (n, numel), or a slice of them."""
         start = places_of(self._shapes)[name].start + (first or 0)
-        squares = self._weights @ gradient.float().square()
-        self._sums[start : start + len(squares)] += in_float64(squares)
+        # Squares of some columns at a time stay in the cache, and take no new memory.
+        for columns in gradient.float().split(_COLUMNS, 1):
+            squares = self._weights @ columns.square()
+            self._sums[start : start + len(squares)] += in_float64(squares)
+            start += len(squares)
 
 
+@cache
 def signs(n_rows: int) -> Tensor:
-    """Return the random signs that reduce matrices, (n_rows, 16), the same in every process."""
+    """Return the random signs that reduce matrices, (n_rows, 16), the same in every process.
+
+    Models have few lengths of matrices, and to draw the signs takes longer than to use them once.
+    """
     draws = np.random.RandomState(0).randint(0, 2, (n_rows, SKETCHED_COLUMNS))
-    return torch.from_numpy(2.0 * draws - 1)
+    return torch.from_numpy(2.0 * draws - 1).float()
 
 
 def eigenvectors_of(sums: np.ndarray, shapes: Shapes) -> np.ndarray:
