@@ -190,15 +190,16 @@ def _principal(
     """
     x = both[:, :-2]
     wide = x.astype(np.float64)
-    values, vectors = np.linalg.eigh(wide @ wide.T)
+    products = wide @ wide.T
+    total = products.trace() or 1.0  # of features without any length, all shares are 0
+    del wide  # which takes more memory than what follows
+    values, vectors = np.linalg.eigh(products)
     values, vectors = values[: -n_components - 1 : -1], vectors[:, : -n_components - 1 : -1]
     is_kept = values > _LEAST * values[0]
     scale = np.where(is_kept, 1 / np.sqrt(np.where(is_kept, values, 1)), 0)
     # Codes of 8 bits quarter what each store of features holds, and turn columns by 1e-2. So single
     # precision, which takes half of the time, is enough for the products before.
     matrix = signed(x.T @ (vectors * scale).astype(np.float32))
-    total = np.square(wide).sum() or 1.0  # of features without any length, all shares are 0
-    del wide  # which takes more memory than the matrix that follows
     codes, rows = encoded(matrix), None
     if batches:
         components, features = torch.from_numpy(widened(codes)), torch.from_numpy(x)

@@ -174,7 +174,7 @@ def signed(columns: np.ndarray) -> np.ndarray:
     """
     # A fixed direction, which hardly any eigenvector is perpendicular to.
     direction = np.random.RandomState(0).standard_normal(len(columns))
-    return np.where(direction @ columns < 0, -columns, columns)
+    return columns * np.where(direction @ columns < 0, -1, 1).astype(columns.dtype)
 
 
 def rounding_of(squares: np.ndarray, shapes: Shapes) -> dict[str, float]:
