@@ -14,7 +14,6 @@ from tests.projection.reference import normal, project_block, project_flat, roun
 from trakdask.projection import SJLT, Identity, Rademacher, acceleration, fixed_point, sjlt
 from trakdask.projection.fixed_point import int8_matmul_is_usable, integer_matmul, quantize
 from trakdask.projection.protocol import ARITHMETIC, ROUNDING_ERROR
-from trakdask.projection.sjlt import sort_nonzeros
 
 ADDRESS = {"seed": 5, "checkpoint": 9}
 
@@ -109,19 +108,30 @@ def test_int8_matmul_is_usable__only_where_it_is_there_and_exact(
 PROJECTOR = SJLT(proj_dim=12, sparsity=5, seed=2**40 + 3)
 
 
+@pytest.mark.parametrize("projector", [PROJECTOR, SJLT(2**13)], ids=str)
 def test_kept__blocks_are_drawn_once_and_older_matrices_make_way(
+    projector: SJLT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sjlt, "_kept", sjlt._Kept(3 * projector.nonzeros(7, 0, 100).nbytes + 1))
+    blocks = [projector.nonzeros(7, row, 100) for row in range(0, 1000, 100)]
+    again = [projector.nonzeros(7, row, 100) for row in range(0, 1000, 100)]
+    kept = [one is other for one, other in zip(blocks, again, strict=True)]
+    assert kept == [True] * 3 + [False] * 7
+    other = projector.nonzeros(8, 300, 100)
+    assert projector.nonzeros(7, 0, 100) is not blocks[0]
+    assert projector.nonzeros(8, 300, 100) is other
+
+
+def test_kept__nonzeros_by_row_and_by_column_are_no_aliases(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    size = sort_nonzeros(PROJECTOR, np.zeros((2, 100, 4), np.uint32)).nbytes
-    kept = sjlt._Kept(3 * size + 1)
-    monkeypatch.setattr(sjlt, "_kept", kept)
-    first, *_ = [PROJECTOR.nonzeros(7, row, 100) for row in range(0, 1000, 100)]
-    assert PROJECTOR.nonzeros(7, 0, 100) is first
-    blocks = [row for row in range(0, 1000, 100) if kept.get((PROJECTOR, 7), (row, 100))]
-    assert blocks == [0, 100, 200]
-    PROJECTOR.nonzeros(8, 300, 100)
-    assert kept.get((PROJECTOR, 7), (0, 100)) is None
-    assert kept.get((PROJECTOR, 8), (300, 100)) is not None
+    """A process takes numba after its first gradients, and other nonzeros with it."""
+    flat = normal(5, 3000)
+    found = []
+    for setting in "0101":
+        monkeypatch.setenv("TRAKDASK_NUMBA", setting)
+        found.append(project_flat(SJLT(2**13), flat))
+    assert all(torch.equal(found[0], other) for other in found)
 
 
 # ------------------------------------------------------------------------------------------- numba

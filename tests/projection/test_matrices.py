@@ -31,7 +31,6 @@ from trakdask.projection import (
     sjlt,
 )
 from trakdask.projection.mask import select_rows
-from trakdask.projection.sjlt import sort_nonzeros
 
 SEED, CHECKPOINT = 2**64 - 3, 2**32 - 1
 
@@ -89,6 +88,7 @@ def test_project__is_the_matrix_product(layers: str, projector: Projector, backe
     [
         *((SJLT(70_000, s), 37, 60) for s in (1, 4, 9)),
         *((SJLT(2**18 + 1, s), 2, 60) for s in (1, 9)),
+        *((SJLT(width, 3), 17, 16385) for width in (2**13, 2**15, 2**15 + 1)),
         (SJLT(512, 5), 9, 16383),
         (Rademacher(2100), 5, 2049),
         (Rademacher(77), 17, 16385),
@@ -129,19 +129,17 @@ def test_project__exact_where_nothing_cancels(
     assert expected.abs().max() > 5_000
 
 
-@pytest.mark.parametrize("sparsity", [7, 8, 64])
+@pytest.mark.parametrize(("width", "sparsity"), [(2, 7), (2, 8), (2, 64), (2**13, 4)])
 @pytest.mark.parametrize("n_samples", [2, 6])
 def test_sjlt__exact_at_the_largest_sums(
-    sparsity: int, n_samples: int, backend: str, monkeypatch: pytest.MonkeyPatch
+    width: int, sparsity: int, n_samples: int, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Words of 0 are nonzeros of +1 in column 0; the largest integer is 2**14.
     words = np.zeros((-(-sparsity // 4), 16384, 4), np.uint32)
-    projector = SJLT(2, sparsity)
-    nonzeros = sort_nonzeros(projector, words)
-    monkeypatch.setattr(SJLT, "nonzeros", lambda *_: nonzeros)
-    found = project_block(projector, torch.full((n_samples, 16384), 1 - 2.0**-24))
-    expected = torch.tensor([16384.0 * sparsity, 0.0]).double()
-    assert torch.equal(found, expected.expand(n_samples, 2))
+    monkeypatch.setattr(SJLT, "_words", lambda *_: words)
+    found = project_block(SJLT(width, sparsity), torch.full((n_samples, 16384), 1 - 2.0**-24))
+    expected = torch.tensor([16384.0 * sparsity, *[0.0] * (width - 1)]).double()
+    assert torch.equal(found, expected.expand(n_samples, width))
 
 
 # ------------------------------------------------------------- what a definition says about others

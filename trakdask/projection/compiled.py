@@ -4,7 +4,7 @@ Each does what a function of another module also does without numba, in the same
 passed as one run of float32 and the stride from sample to sample, because loops over rows of a
 strided array would not be vectorised.
 
-Three functions for the sums by bucket are vectors written out for LLVM, which has instructions for
+Four functions for the sums by bucket are vectors written out for LLVM, which has instructions for
 them on every processor; everything else is plain numba. Loops of numba give the same bits. On an
 AMD EPYC, with 32 lanes and a block of 16384 rows, they took twice as long for the transposition
 and nearly ten times as long for the sums in 2048 columns (four times in 8192), since each checks
@@ -194,16 +194,49 @@ def _round(run, lift, scale, line):
 def add_sums(values, rows, starts, step, out):
     """Add the sums of every column times the step (lanes,) to ``out``, (proj_dim, lanes)."""
     # Slices of arrays, or a call with arrays, would take longer than the few nonzeros of a column.
-    sums = np.zeros(LANES)
-    at_values, at_rows, at_sums = values.ctypes.data, rows.ctypes.data, sums.ctypes.data
+    sums = np.zeros(LANES, np.int64)
+    at_values, at_rows = values.ctypes.data, rows.ctypes.data
     at_step, at_out = step.ctypes.data, out.ctypes.data
     for k in range(len(out)):
         start, middle, stop = starts[2 * k], starts[2 * k + 1], starts[2 * k + 2]
-        for a in range(start, stop, _MOST):
-            b = min(a + _MOST, stop)
-            turn = min(max(a, middle), b)
-            _add_rows(at_values, at_rows, a, turn, b, at_sums)
-        _move_sums(at_sums, at_step, at_out + 8 * LANES * k)
+        if stop - start <= _MOST:
+            _add_rows(at_values, at_rows, start, middle, stop, at_step, at_out + 8 * LANES * k)
+            continue
+        sums[:] = 0  # of few columns with many nonzeros in each row
+        for i in range(start, stop):
+            sign = 1 if i < middle else -1
+            for lane in range(LANES):
+                sums[lane] += sign * values[rows[i], lane]
+        for lane in range(LANES):
+            out[k, lane] += sums[lane] * step[lane]
+
+
+@jit
+def write_places(words, sparsity, proj_dim, places):
+    """Write 2 k for a nonzero of +1 in column k, 2 k + 1 for one of -1, (rows, sparsity)."""
+    for r in range(len(places)):
+        for j in range(sparsity):
+            places[r, j] = _place(words[j >> 2, r, j & 3], proj_dim)
+
+
+@jit
+def scatter_sums(values, places, sums, step, out):
+    """Do as :func:`add_sums`, by rows, with ``sums`` (proj_dim, lanes) int32 as memory.
+
+    Where columns have few nonzeros, processors cannot predict after how many of them the next
+    column starts. Here no step depends on a number of nonzeros; at most ``_MOST`` of them are
+    summed.
+    """
+    sums[:] = 0
+    at_values, at_sums = values.ctypes.data, sums.ctypes.data
+    at_step, at_out = step.ctypes.data, out.ctypes.data
+    for r in range(len(places)):
+        for j in range(places.shape[1]):
+            place = uint64(places[r, j])
+            at_sum = at_sums + 4 * LANES * (place >> uint64(1))
+            _add_signed(at_values + 2 * LANES * r, place & uint64(1), at_sum)
+    for k in range(len(out)):
+        _move_sums(at_sums + 4 * LANES * k, at_step, at_out + 8 * LANES * k)
 
 
 _I16, _I64 = ir.IntType(16), ir.IntType(64)
@@ -222,9 +255,15 @@ def _store(builder: Any, value: Any, address: Any, align: int) -> None:
     builder.store(value, builder.inttoptr(address, value.type.as_pointer())).align = align
 
 
+def _scaled(builder: Any, sums: Any, step: Any, out: Any) -> None:
+    """Add integers times a step to others."""
+    scaled = builder.fmul(builder.sitofp(sums, _DOUBLES), _load(builder, step, _DOUBLES, 8))
+    _store(builder, builder.fadd(_load(builder, out, _DOUBLES, 8), scaled), out, 8)
+
+
 def _emit_sum(builder: Any, arguments: Any) -> None:
-    """Add the values of rows [start, turn), less the values of rows [turn, stop)."""
-    values, rows, start, turn, stop, sums = arguments
+    """Add the values of rows [start, turn), less those of rows [turn, stop), times a step."""
+    values, rows, start, turn, stop, step, out = arguments
     running = cgutils.alloca_once_value(builder, _SUMS([0] * LANES))
     for first, last, operation in ((start, turn, builder.add), (turn, stop, builder.sub)):
         with cgutils.for_range(builder, builder.sub(last, first)) as loop:
@@ -233,16 +272,26 @@ def _emit_sum(builder: Any, arguments: Any) -> None:
             address = builder.add(values, builder.mul(row, _I64(2 * LANES)))
             value = builder.sext(_load(builder, address, _VALUES, 2), _SUMS)
             builder.store(operation(builder.load(running), value), running)
-    total = builder.sitofp(builder.load(running), _DOUBLES)
-    _store(builder, builder.fadd(_load(builder, sums, _DOUBLES, 8), total), sums, 8)
+    _scaled(builder, builder.load(running), step, out)
+
+
+def _emit_signed(builder: Any, arguments: Any) -> None:
+    """Add the values of a row to sums, or subtract them if the number between is 1, and not 0."""
+    values, is_negative, sums = arguments
+    # -x is (x ^ m) - m for m = -1, and for m = 0 this is x: no branch that is half of the time new.
+    nothing, first = ir.Constant(_SUMS, ir.Undefined), _SUMS([0] * LANES)
+    negative = builder.neg(builder.trunc(is_negative, ir.IntType(32)))
+    lane = builder.insert_element(nothing, negative, ir.IntType(32)(0))
+    mask = builder.shuffle_vector(lane, nothing, first)
+    value = builder.sext(_load(builder, values, _VALUES, 2), _SUMS)
+    value = builder.sub(builder.xor(value, mask), mask)
+    _store(builder, builder.add(_load(builder, sums, _SUMS, 4), value), sums, 4)
 
 
 def _emit_move(builder: Any, arguments: Any) -> None:
-    """Add sums times a step to others, and set the sums to zero."""
+    """Add sums times a step to others."""
     sums, step, out = arguments
-    scaled = builder.fmul(*(_load(builder, address, _DOUBLES, 8) for address in (sums, step)))
-    _store(builder, builder.fadd(_load(builder, out, _DOUBLES, 8), scaled), out, 8)
-    _store(builder, _DOUBLES([0.0] * LANES), sums, 8)
+    _scaled(builder, _load(builder, sums, _SUMS, 4), step, out)
 
 
 def _emit_transposition(builder: Any, arguments: Any) -> None:
@@ -275,9 +324,9 @@ def _void(emit: Any, n_arguments: int) -> Any:
         return intrinsic(lambda typing_context, a, b: (signature, generate))
     if n_arguments == 3:
         return intrinsic(lambda typing_context, a, b, c: (signature, generate))
-    return intrinsic(lambda typing_context, a, b, c, d, e, f: (signature, generate))
+    return intrinsic(lambda typing_context, a, b, c, d, e, f, g: (signature, generate))
 
 
 _transpose = _void(_emit_transposition, 2)
-_move_sums = _void(_emit_move, 3)
-_add_rows = _void(_emit_sum, 6)
+_add_signed, _move_sums = _void(_emit_signed, 3), _void(_emit_move, 3)
+_add_rows = _void(_emit_sum, 7)
