@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import closing
 from http.client import HTTPConnection
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import Any
+from urllib.parse import urlencode, urlsplit
 
 import psutil
 import pytest
@@ -57,6 +58,24 @@ def test_server__answers_who_has_the_token(url: str, path: str) -> None:
     status, content = answer(url + path)
     assert status == 200
     assert len(content) > 1000
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        ({"target": "9" * 5000}, 400), ({"k": "inf"}, 400), ({"where": "label == 3\0"}, 400),
+        ({"where": f"output < {'9' * 400}"}, 400), ({"page": ["corpus", "targets"]}, 400),
+        ({"sort": "nope"}, 400), ({"group_by": "nope"}, 400), ({"search": b"\xff"}, 400),
+        ({"sort": "output", "group_by": "label", "search": "²", "other": "9" * 5000}, 200),
+        ({"theme": b"\xff", "bokeh-session-id": b"\xff"}, 200),  # which Bokeh and Panel would read
+    ],
+)  # fmt: skip
+def test_server__answers_addresses_that_cannot_be_understood_with_400(
+    url: str, query: dict[str, Any], expected: int
+) -> None:
+    status, content = answer(f"{url}?{urlencode(query, doseq=True)}")
+    assert status == expected
+    assert b"<script" in content  # the page, which says what is wrong
 
 
 def test_server__refuses_whoever_has_it_not(url: str) -> None:

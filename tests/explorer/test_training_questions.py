@@ -94,6 +94,30 @@ def test_facets__lead_to_every_kind_of_value_also_to_missing_ones() -> None:
             assert condition_mask(table, _condition(value, name)).sum() == count
 
 
+def test_tables__of_all_training_samples_are_made_for_the_first_page_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    questions = Questions(FEATURES, TARGETS, TRAK)
+    assert {"label", "loss", "self_influence", "mark"} <= {*questions.first_row}
+    made: list[int] = []
+    assign = pd.DataFrame.assign
+
+    def counted(table: pd.DataFrame, **columns: Any) -> pd.DataFrame:
+        made.append(len(table))
+        return assign(table, **columns)
+
+    monkeypatch.setattr(pd.DataFrame, "assign", counted)
+    for target in range(3):
+        view = View(page="target", target=target, group_by="source")
+        assert len(questions.first_row) == 1
+        assert len(questions.top(view)) == view.k
+        assert len(questions.ranking(view)) == N
+        assert len(questions.groups(view)) == 3
+        assert questions.facets(view)
+    assert made
+    assert N not in made
+
+
 def test_duplicates__are_found_by_their_features() -> None:
     rows = np.arange(N)
     rows[[40, 60, 61]] = 5

@@ -42,12 +42,12 @@ class Session(JSComponent):
     _stylesheets: ClassVar[Any] = [STYLE]
 
     def __init__(self, questions: Questions, view: View | None = None) -> None:
-        location = pn.state.location
+        self._loop, self._doc = IOLoop.current(instance=False), pn.state.curdoc
+        context: Any = self._doc and self._doc.session_context
         super().__init__(  # type: ignore[no-untyped-call]
-            sizing_mode="stretch_width", margin=0, follows_address=location is not None
+            sizing_mode="stretch_width", margin=0, follows_address=context is not None
         )
         self.questions = questions
-        self._doc, self._loop = pn.state.curdoc, IOLoop.current(instance=False)
         marks = questions.marks
         self._marks = marks and Marks(  # which undoes what was marked in this tab
             marks.path, store=marks.store, storage_options=marks.storage_options
@@ -57,10 +57,11 @@ class Session(JSComponent):
         self._computation = Computation()
         self._thread: threading.Thread | None = None
         self.marked = self._marked()
-        if location:
-            pn.state.on_session_destroyed(lambda context: self._give_up())
+        self.view = view or questions.view(context.request.query if context else "")
+        if self._doc and context:
+            self._doc.on_session_destroyed(lambda context: self._give_up())
+            self._doc.template_variables["errors"] = self.view.errors  # for the server
         # Changes before a browser shows the page are lost. It says when it does.
-        self.view = view or View.from_query(location.search if location else "")
         waiting = [frame(self.view, name, "", busy=True) for name in sections(questions, self.view)]
         self.html = page(questions, self.view, waiting)
 
@@ -138,7 +139,7 @@ class Session(JSComponent):
         if "shown" in message:
             self.go(self.view)
         elif "query" in message:
-            self.go(View.from_query(str(message["query"])))
+            self.go(self.questions.view(str(message["query"])))
         elif "new" in message:
             self.go(View(page="new"), {"features": lambda: self._featurized(message["new"])})
         elif "mark" in message:

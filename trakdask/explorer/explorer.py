@@ -43,7 +43,16 @@ class Explorer(Questions):
         """Return a Panel app for one session of a browser, at a view or at the view of its URL."""
         from trakdask.explorer.app import Session  # optional dependency
 
-        return Session(self, None if view is None else View.checked(view))
+        return Session(self, None if view is None else self.checked(view))
+
+    def checked(self, view: View | str) -> View:
+        """Return a view as it is, or that of the text of an address, if it has no errors."""
+        if isinstance(view, View):
+            return view
+        if (found := self.view(view)).errors:
+            problems = "; ".join(f"{name}: {text}" for name, text in found.errors.items())
+            raise ValueError(f"in the view {view!r:.200}: {problems}")
+        return found
 
     def serve(
         self,
@@ -106,7 +115,7 @@ class Explorer(Questions):
         folder, _, name = location(path).rpartition("/")
         if os.path.isdir(f"{folder}/{name}"):
             raise ValueError(f"expected a file, got the folder {str(path)!r}; try 'view.html'")
-        Folder.at(folder or "/").write(name, document(self, View.checked(view)).encode())
+        Folder.at(folder or "/").write(name, document(self, self.checked(view)).encode())
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
         import panel  # optional dependency

@@ -116,6 +116,19 @@ class Questions:
         other._explain(self.targets.with_one_more(features, html))
         return other
 
+    def view(self, query: str) -> View:
+        """Return the view of a URL; names of columns that are not there are errors, too."""
+        view = View.from_query(query)
+        columns: dict[str, Callable[[], list[str]]] = {
+            "sort": lambda: self.targets.columns, "group_by": lambda: self.training.groupings,
+        }  # fmt: skip
+        for field, names in columns.items():
+            name, default = getattr(view, field), getattr(View(), field)
+            if name not in ("", default) and name not in (known := names()):
+                text = f"There is no column {name!r:.60}; there are {', '.join(known) or 'none'}."
+                view = view.replace(**{field: default}, errors={**view.errors, field: text})
+        return view
+
     # ------------------------------------------------------------------------ training samples
 
     def marked(self) -> pd.DataFrame:
@@ -179,12 +192,12 @@ class Questions:
             "self_influence": self.influences, "mark": self.mark_texts,
         }  # fmt: skip
         columns = {name: values() for name, values in more.items() if name in asked}
-        return self.training.metadata.assign(**self.training.numbers, **columns)
+        return self.training.numbered.assign(**columns) if columns else self.training.numbered
 
-    @property
+    @cached_property
     def first_row(self) -> pd.DataFrame:
         """One row with the columns that a condition on training samples may name."""
-        return self._table(View())[:1].assign(self_influence=0.0, mark="")
+        return self.training.numbered[:1].assign(self_influence=0.0, mark="")
 
     def grouped(self, view: View) -> View:
         """Return a view that groups by some column, or by "" if none is fit for it.
@@ -392,6 +405,8 @@ class Questions:
 
     def _mask(self, view: View) -> np.ndarray:
         """Return which training samples meet a condition, which may name the target's ``score``."""
+        if not view.where:  # without a copy of the table
+            return np.ones(len(self.training.metadata), bool)
         table = self._table(view).assign(score=self.scores(view))
         return condition_mask(table, view.where, self.targets.one(view.target))
 

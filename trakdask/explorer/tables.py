@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Self
@@ -28,6 +28,16 @@ _NEW = "new"
 """The coord that is true for the targets that were added on the spot."""
 
 _ARRAYS = ("feature", "output", "out_to_loss")
+_PREDICTIONS = ["predicted", "probability"]
+
+_LOSSES: Mapping[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "cross-entropy": lambda output, q: np.logaddexp(0, -output),
+    "weighted cross-entropy": lambda output, q: np.logaddexp(0, -output) * q * (1 + np.exp(output)),
+    "squared error": lambda output, q: q**2 / 2,
+    "minus output": lambda output, q: -output,
+}
+"""The loss of samples by what tasks say of it. A margin has the cross-entropy, which is
+log(1 + exp(-output)), times its weight, Q/(1 - p), if it has one."""
 
 
 class SampleTable:
@@ -103,11 +113,15 @@ class SampleTable:
     @cached_property
     def whole(self) -> pd.DataFrame:
         """Metadata of all samples, and the model's predictions; see :meth:`selected`."""
-        table = self.metadata
-        if self.label:
-            found = self.predictions(np.arange(len(table)))
-            table = table.assign(**found[["predicted", "probability"]])
-        return table.assign(**self.numbers)
+        if not self.label:
+            return self.numbered
+        found = self.predictions(np.arange(len(self.metadata)))[_PREDICTIONS]
+        return self.metadata.assign(**found, **self.numbers)
+
+    @cached_property
+    def numbered(self) -> pd.DataFrame:
+        """Metadata and numbers of all samples."""
+        return self.metadata.assign(**self.numbers)
 
     @cached_property
     def numbers(self) -> pd.DataFrame:
@@ -116,8 +130,9 @@ class SampleTable:
         table = pd.DataFrame({"output": output.mean(axis=1)})
         if output.shape[1] > 1:
             table["disagreement"] = np.std(output, axis=1, ddof=1)
-        name, loss = mean_loss(self._said("loss_kind"), output, q)
-        return table.assign(**{name: loss})
+        with np.errstate(invalid="ignore"):  # targets that failed
+            losses = _LOSSES[self._said("loss_kind")](output, q) if self.loss == "loss" else q
+        return table.assign(**{self.loss: losses.mean(axis=1)})
 
     def _said(self, name: str) -> str:
         """Return what the task says of its loss; nothing for combined targets, which have none."""
@@ -127,7 +142,13 @@ class SampleTable:
     @property
     def loss(self) -> str:
         """``"loss"``, or ``"Q"`` where the loss is not known."""
-        return str(self.numbers.columns[-1])
+        return "loss" if self._said("loss_kind") in _LOSSES else "Q"
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the columns of ``whole``, which is not computed for that."""
+        numbers = ["output", "disagreement"][: self.features.sizes[CHECKPOINT]]
+        return [*self.metadata, *_PREDICTIONS * bool(self.label), *numbers, self.loss]
 
     @cached_property
     def _outputs(self) -> tuple[np.ndarray, np.ndarray]:
@@ -220,7 +241,7 @@ class SampleTable:
         Columns: the coords of the targets; of classifiers ``predicted``, the class with the largest
         mean probability over checkpoints, and this ``probability``, NaN where they are not known;
         ``output``, its mean over checkpoints; ``disagreement``, its standard deviation between
-        them; ``loss`` or ``Q``, see :func:`mean_loss`. Targets are sorted by the size of Q.
+        them; ``loss`` or ``Q``, see :attr:`loss`. Targets are sorted by the size of Q.
         """
         table = searched(self.whole[condition_mask(self.whole, view.targets_where)], view.search)
         return in_order(table, self.by(view.sort), ascending=view.ascending)
@@ -245,34 +266,6 @@ class SampleTable:
     def features_of(self, position: int) -> xr.Dataset:
         """Return the features of one sample, if it is there."""
         return self.features.isel({SAMPLE: self.one(position).index})
-
-
-def mean_loss(kind: str | None, output: np.ndarray, q: np.ndarray) -> tuple[str, np.ndarray]:
-    """Return ``"loss"`` and the loss of samples, (sample, checkpoint), averaged over checkpoints.
-
-    A margin has the cross-entropy log(1 + exp(−output)), times its weight, Q/(1 − p), if it has
-    one. Half the squared error of a regression is Q²/2. Some outputs are minus the loss. The loss
-    of other tasks cannot be computed from stored features; they get ``"Q"`` and its mean.
-
-    Examples
-    --------
-    >>> mean_loss("squared error", np.array([[7.0]]), np.array([[-3.0]]))
-    ('loss', array([4.5]))
-    """
-    with np.errstate(invalid="ignore"):  # targets that failed
-        cross_entropy = np.logaddexp(0, -output)
-    match kind:
-        case "cross-entropy":
-            losses = cross_entropy
-        case "weighted cross-entropy":
-            losses = cross_entropy * q * (1 + np.exp(output))
-        case "squared error":
-            losses = q**2 / 2
-        case "minus output":
-            losses = -output
-        case _:
-            return "Q", q.mean(axis=1)
-    return "loss", losses.mean(axis=1)
 
 
 def records(table: pd.DataFrame) -> list[dict[str, Any]]:
