@@ -124,4 +124,4 @@ def test_html__reads_only_what_is_shown() -> None:
 
 
 def test_html__without_samples_is_empty() -> None:
-    assert Contents(None).html([1, 2]) == ["", ""]
+    assert Contents().html([1, 2]) == ["", ""]

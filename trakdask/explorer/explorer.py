@@ -241,7 +241,10 @@ def explore(
         marks = marks if isinstance(marks, Marks) else Marks(marks)
     task = getattr(model, "task", None)
     inputs = (getattr(task, "text", ""), *getattr(task, "inputs", ()))
-    train, shown = (Contents(x, text, inputs, normalize, cmap) for x in (samples, target_samples))
+    train, shown = (
+        Contents(xr.Dataset() if x is None else x, text, inputs, normalize, cmap)
+        for x in (samples, target_samples)
+    )
     return Explorer(
         features, targets, estimator, contents=(train, shown),
         words=_words_of(features, samples, model, text), marks=marks, maker=maker,

@@ -21,7 +21,7 @@ from trakdask.explorer.marks import KINDS
 from trakdask.explorer.new_targets import MOST_BYTES
 from trakdask.explorer.questions import LEVEL
 from trakdask.explorer.tables import records
-from trakdask.explorer.view import ROWS
+from trakdask.explorer.view import LISTS, ROWS
 from trakdask.plots.figures import decimals
 
 _FOLDER = Path(__file__).parent
@@ -156,8 +156,8 @@ def _templates() -> Environment:
     }  # fmt: skip
     templates.tests["name"] = is_name
     templates.globals |= {
-        "KINDS": KINDS, "LEVEL": LEVEL, "MOST_BYTES": MOST_BYTES, "ROWS": ROWS,
-        "count": count, "has_terms": has_terms, "live": LIVE.get,
+        "KINDS": KINDS, "LEVEL": LEVEL, "LISTS": LISTS, "MOST_BYTES": MOST_BYTES, "ROWS": ROWS,
+        "count": count, "decimals": decimals, "has_terms": has_terms, "live": LIVE.get,
         "now": partial(datetime.now, UTC), "rows": records, "toggled": toggled,
         "version": __version__,
     }  # fmt: skip

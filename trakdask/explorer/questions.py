@@ -84,8 +84,9 @@ class Questions:
         self.sample_ids = np.empty(0) if marks is None else marks.ids(features)
         self.client = active_client()
         reader = maker.probabilities if maker and maker.finds_class else None
-        about = features, "training sample", contents[0], reader
-        self.training = tables.SampleTable(features, *about)
+        self.training = tables.SampleTable(
+            features, features, "training sample", contents[0], reader
+        )
         if not isinstance(estimator, Estimator):
             estimator = kind_of(features, estimator)()
         self.estimator: Estimator = estimator

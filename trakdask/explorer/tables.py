@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -40,6 +40,7 @@ _LOSSES: Mapping[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 log(1 + exp(-output)), times its weight, Q/(1 - p), if it has one."""
 
 
+@dataclass(eq=False)
 class SampleTable:
     """Samples, targets or training samples: how they look, and the table of them.
 
@@ -58,18 +59,13 @@ class SampleTable:
         that is not at hand, or no classifier.
     """
 
-    def __init__(
-        self,
-        features: xr.Dataset,
-        training: xr.Dataset,
-        what: str,
-        contents: Contents = NO_CONTENTS,
-        classifier: Callable[[xr.Dataset], np.ndarray] | None = None,
-    ) -> None:
-        self.features, self._training, self._classifier = features, training, classifier
-        self.what, self.contents = what, contents
+    features: xr.Dataset
+    training: xr.Dataset
+    what: str
+    contents: Contents = NO_CONTENTS
+    classifier: Callable[[xr.Dataset], np.ndarray] | None = None
 
-    def with_one_more(self, new: xr.Dataset, html: str) -> Self:
+    def with_one_more(self, new: xr.Dataset, html: str) -> SampleTable:
         """Return these and one more sample, with the coord ``new`` and its content.
 
         Metadata that it lacks is missing.
@@ -85,7 +81,7 @@ class SampleTable:
         # 3. Its content.
         added = {**self.contents.added, len(self.metadata): html}
         contents = replace(self.contents, added=added)
-        return type(self)(features, self._training, self.what, contents, self._classifier)
+        return replace(self, features=features, contents=contents)
 
     @cached_property
     def metadata(self) -> pd.DataFrame:
@@ -167,24 +163,21 @@ class SampleTable:
         A label with p ≥ ½ is the class that is predicted, and of two classes it is the other one
         below that; of more, only the model knows.
         """
-        labels, p = self.metadata[self.label].to_numpy()[positions], 1 - self._outputs[1]
-        label, p = labels.astype(np.float64), p.mean(axis=1)[positions]
-        predicted = np.where(p >= 0.5, label, np.nan)
-        probability = np.where(p >= 0.5, p, np.nan)
-        classes = np.unique(self._training.get(self.label, ()))
+        label = self.metadata[self.label].to_numpy()[positions]
+        p = (1 - self._outputs[1]).mean(axis=1)[positions]
+        found = np.where(p >= 0.5, [label, p], np.nan)
+        classes = np.unique(self.training.get(self.label, ()))
         if len(classes) == 2:
             is_other = (p < 0.5) & np.isin(label, classes)
-            predicted[is_other] = classes.sum() - label[is_other]
-            probability[is_other] = 1 - p[is_other]
-        elif self._classifier is not None and (samples := self.contents.samples) is not None:
-            unsure = np.argsort(p, kind="stable")[:_MOST_UNSURE]
-            unsure = unsure[(p[unsure] < 0.5) & (positions[unsure] < samples.sizes[SAMPLE])]
+            found[:, is_other] = classes.sum() - label[is_other], 1 - p[is_other]
+        elif self.classifier is not None:
+            samples, unsure = self.contents.samples, np.argsort(p, kind="stable")[:_MOST_UNSURE]
+            is_there = positions[unsure] < samples.sizes.get(SAMPLE, 0)
+            unsure = unsure[(p[unsure] < 0.5) & is_there]
             if len(unsure):
-                probabilities = self._classifier(samples.isel({SAMPLE: positions[unsure]}))
-                probability[unsure] = probabilities.max(axis=1)
-                predicted[unsure] = probabilities.argmax(axis=1)
-        columns = {"label": labels, "p": p, "predicted": predicted, "probability": probability}
-        return pd.DataFrame(columns)
+                probabilities = self.classifier(samples.isel({SAMPLE: positions[unsure]}))
+                found[:, unsure] = probabilities.argmax(axis=1), probabilities.max(axis=1)
+        return pd.DataFrame({"label": label, "p": p, **dict(zip(_PREDICTIONS, found, strict=True))})
 
     def readings(self, positions: Sequence[int]) -> list[dict[str, Any]]:
         """Return the rows of :meth:`predictions`, empty for other models and failed samples."""
