@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import dask.array as da
+import numpy as np
 import xarray as xr
 
 import trakdask as td
@@ -11,9 +14,11 @@ from trakdask.attribution.estimators import GradDot, resolve
 from trakdask.attribution.gauss_newton import Trak
 from trakdask.attribution.grams import with_decomposition
 from trakdask.attribution.operands import solver
-from trakdask.attribution.protocol import LOGIT_VARIANCE, Estimator, GramEstimator
+from trakdask.attribution.protocol import LEAST_FOLDS, LOGIT_VARIANCE, Estimator, GramEstimator
+from trakdask.attribution.uncertainty import estimated
 from trakdask.explorer.computing import compute, persist
 from trakdask.variables import (
+    CHECKPOINT,
     DAMPING,
     DERIVED,
     LOSS_GRADIENT,
@@ -22,6 +27,9 @@ from trakdask.variables import (
     checkpoint_names,
     lazy_features,
 )
+
+LEVEL = 0.9
+"""The part of the intervals that contains the score, as a rule."""
 
 
 def prepared(features: xr.Dataset, estimator: Estimator) -> tuple[xr.Dataset, Estimator]:
@@ -49,6 +57,34 @@ def self_influence(features: xr.Dataset, estimator: Estimator) -> xr.DataArray:
     if estimator.norms or not estimator.pooled:  # for these there is no self-influence
         estimator = Trak(estimator.damping) if isinstance(estimator, GramEstimator) else GradDot()
     return td.self_influence(features, estimator)
+
+
+def with_spread(
+    features: xr.Dataset, targets: xr.Dataset, estimator: Estimator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return scores and half of their intervals, both (sample, target).
+
+    With fewer than five checkpoints these are their standard errors, NaN for one checkpoint.
+    """
+    from scipy.special import stdtrit  # slow to import
+
+    if (n := features.sizes[CHECKPOINT]) < 2:
+        (scores,) = compute(td.score(features, targets, estimator).data)
+        return scores, np.full(scores.shape, np.nan, np.float32)
+    _, lazy, _ = estimated(features, targets, estimator)
+    (tiles,) = compute(lazy)
+    width = stdtrit(n - 1, (1 + LEVEL) / 2) if n >= LEAST_FOLDS else 1
+    return tiles["score"], np.asarray(tiles["error"] * width, np.float32)
+
+
+def bounded(
+    features: xr.Dataset, targets: xr.Dataset, estimator: Estimator, by: str, **how: Any
+) -> xr.Dataset:
+    """Return sums of scores of groups, or their effects, and the upper end of their intervals."""
+    lazy = td.group_score(features, targets, estimator, by=by, level=LEVEL, **how)
+    found: xr.Dataset
+    (found,) = compute(lazy)  # all of it: of a part of the Dataset, dask loses a key
+    return found[["effect" if "effect" in found else "score", "upper"]]
 
 
 def scores_of_sample(

@@ -21,7 +21,6 @@ import trakdask as td
 from trakdask.attribution.duplicates import find_duplicates
 from trakdask.attribution.estimators import EstimatorLike, kind_of
 from trakdask.attribution.protocol import LEAST_FOLDS, Estimator
-from trakdask.attribution.uncertainty import estimated
 from trakdask.execution import active_client
 from trakdask.explorer import tables
 from trakdask.explorer.computing import compute, released_if_failed
@@ -29,12 +28,15 @@ from trakdask.explorer.conditions import condition_mask
 from trakdask.explorer.contents import NO_CONTENTS, Contents
 from trakdask.explorer.marks import Marks
 from trakdask.explorer.new_targets import TargetMaker
-from trakdask.explorer.prepared import prepared, scores_of_sample, self_influence
+from trakdask.explorer.prepared import (
+    bounded,
+    prepared,
+    scores_of_sample,
+    self_influence,
+    with_spread,
+)
 from trakdask.explorer.view import View
 from trakdask.variables import SAMPLE, TARGET, TRAINED_ON, checkpoint_names, lazy_features
-
-LEVEL = 0.9
-"""The part of the intervals that contains the score, as a rule."""
 
 _ROWS_KEPT = 2
 """How many targets keep the scores of all training samples, 8 bytes for each sample."""
@@ -276,8 +278,8 @@ class Questions:
         Columns: the coord that the view groups by; ``samples``, how many; ``score`` and ``spread``,
         the sum of scores and half of its interval, NaN for fewer than five checkpoints. Only
         samples that the condition of the view selects are counted. Where all are, and checkpoints
-        of halves tell, ``score`` is the effect in units of the output, and there are the columns of
-        :func:`_with_effects`.
+        of halves tell, ``score`` is the effect in units of the output, and ``sum`` is what else was
+        there, see :func:`tables.with_bounds`.
         """
         by, scores, mask = view.group_by, self.scores(view).astype(np.float64), self._mask(view)
         table = pd.DataFrame({by: self.training.metadata[by], "score": scores})[mask]
@@ -288,13 +290,11 @@ class Questions:
         block //= _TARGETS_TOGETHER
         found = self._bounds(by, mask.tobytes(), block) if mask.any() else None
         # 2. One target of these.
-        if found is not None:
-            found = found.isel({TARGET: view.target - block * _TARGETS_TOGETHER})
-        if found is not None and "effect" in found:
-            sums = _with_effects(sums, found, self._vanishing(by, [view.target]))
+        if found is None:
+            sums["spread"] = np.nan
         else:
-            half = np.nan if found is None else (found["upper"] - found["score"]).to_series()
-            sums = sums.assign(spread=half)
+            found = found.isel({TARGET: view.target - block * _TARGETS_TOGETHER})
+            sums = tables.with_bounds(sums, found, self._vanishing(by, [view.target]))
         return sums.sort_values("score", ascending=False, kind="stable").reset_index()
 
     def _bounds_of(self, by: str, mask: bytes, block: int) -> xr.Dataset | None:
@@ -309,24 +309,18 @@ class Questions:
         targets = self.targets.features.isel({SAMPLE: slice(start, stop)})
         if is_whole:
             with suppress(ValueError):
-                return _effects(features, targets, estimator, by)
+                return bounded(features, targets, estimator, by, effect=True)
         if not self.has_intervals:
             return None
         features = features if is_whole else features.isel({SAMPLE: chosen})
-        lazy = td.group_score(features, targets, estimator, by=by, level=LEVEL)
-        found: xr.Dataset
-        (found,) = compute(lazy[["score", "upper"]])
-        return found
+        return bounded(features, targets, estimator, by)
 
     def _vanishing(self, by: str, targets: Any) -> list[Any]:
         """Return the groups that have all training samples of the class of one of some targets."""
-        label, table = self.targets.label, self.training.metadata
-        if label not in table:
+        label = self.targets.label
+        if label not in self.training.metadata:
             return []
-        groups = table[by].groupby(table[label])
-        is_one = groups.nunique(dropna=False) == 1
-        classes = self.targets.metadata[label].iloc[targets]
-        return groups.first()[is_one & is_one.index.isin(classes)].tolist()
+        return self.training.only_of(by, label, self.targets.metadata[label].iloc[targets])
 
     @property
     def has_credit(self) -> bool:
@@ -339,8 +333,7 @@ class Questions:
         Columns as of :meth:`groups`: with checkpoints of halves, ``score`` is the effect on the
         mean loss. Else, it is the group's share of all scores, whose error is not known.
         """
-        view = view.replace(page="targets", first=0, sort="", ascending=False)
-        return self._credits(view)
+        return self._credits(view.replace(page="targets", first=0, sort="", ascending=False))
 
     def _credited(self, view: View) -> pd.DataFrame:
         (features, estimator), by = self.setting, view.group_by
@@ -351,7 +344,8 @@ class Questions:
         found, gone = None, self._vanishing(by, selected)
         if len(gone) < len(counts):
             try:
-                found = _effects(features, targets, estimator, by, metric="loss").isel({TARGET: 0})
+                how = {"effect": True, "metric": "loss"}
+                found = bounded(features, targets, estimator, by, **how).isel({TARGET: 0})
             except ValueError:
                 if not self._has_shares:
                     raise
@@ -361,8 +355,10 @@ class Questions:
             table["score"] = shares.to_series()
         if found is None:
             table = table.dropna(subset="score")
-            return table.sort_values("score", ascending=False, kind="stable").reset_index()
-        return _with_effects(table, found, gone).sort_values("score", kind="stable").reset_index()
+        else:
+            table = tables.with_bounds(table, found, gone)
+        is_loss = found is not None  # groups are the better, the lower it is with them
+        return table.sort_values("score", ascending=is_loss, kind="stable").reset_index()
 
     def grade(self) -> xr.Dataset:
         """Return how well scores predict checkpoints that were left out; computed once."""
@@ -382,27 +378,9 @@ class Questions:
 
         All that the page of a target shows is taken from them.
         """
-        target, (features, _) = self.targets.features_of(position), self.setting
-        scores, spread = self._with_spread(features, target)
+        target, (features, estimator) = self.targets.features_of(position), self.setting
+        scores, spread = with_spread(features, target, estimator)
         return scores[:, 0].copy(), spread[:, 0].copy()
-
-    def _with_spread(
-        self, features: xr.Dataset, targets: xr.Dataset
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return scores and half of their intervals, both (sample, target).
-
-        With fewer than five checkpoints these are their standard errors, NaN for one checkpoint.
-        """
-        from scipy.special import stdtrit  # slow to import
-
-        (_, estimator), n = self.setting, len(self.checkpoints)
-        if n < 2:
-            (scores,) = compute(td.score(features, targets, estimator).data)
-            return scores, np.full(scores.shape, np.nan, np.float32)
-        _, lazy, _ = estimated(features, targets, estimator)
-        (tiles,) = compute(lazy)
-        width = stdtrit(n - 1, (1 + LEVEL) / 2) if self.has_intervals else 1
-        return tiles["score"], np.asarray(tiles["error"] * width, np.float32)
 
     def _mask(self, view: View) -> np.ndarray:
         """Return which training samples meet a condition, which may name the target's ``score``."""
@@ -415,7 +393,7 @@ class Questions:
         """Return the targets that a training sample helped most and harmed most, best first.
 
         Columns: the columns of the table of targets, ``score`` and ``spread``, see
-        :func:`_spread`. At most 2 k rows.
+        :func:`with_spread`. At most 2 k rows.
         """
         self.training.one(view.sample)
         (features, estimator), targets, k = self.setting, self.targets.features, view.k
@@ -427,30 +405,5 @@ class Questions:
         if table.empty:
             return table
         shown = targets.isel({SAMPLE: table.index.to_numpy()})
-        _, spread = self._with_spread(one, shown)
+        _, spread = with_spread(one, shown, estimator)
         return table.assign(spread=spread[0])
-
-
-def _effects(
-    features: xr.Dataset, targets: xr.Dataset, estimator: Estimator, by: str, **how: Any
-) -> xr.Dataset:
-    """Return effects of groups, with bounds for one training without each of them."""
-    lazy = td.group_score(features, targets, estimator, by=by, effect=True, level=LEVEL, **how)
-    found = lazy[["effect", "upper"]]
-    # As arrays: of this part of the Dataset, dask loses a key.
-    values = compute(*(variable.data for variable in found.data_vars.values()))
-    return found.copy(data=dict(zip(found, values, strict=True)))
-
-
-def _with_effects(table: pd.DataFrame, found: xr.Dataset, gone: list[Any]) -> pd.DataFrame:
-    """Return a table in which effects take the place of the column ``score``.
-
-    ``spread`` is half of their intervals, and ``sum`` is what was in ``score``. Effects are NaN for
-    the groups that are ``gone``: what models without them make of their class is not known.
-    """
-    effects = found.to_dataframe()[["effect", "upper"]].dropna()
-    effects["sum"] = table["score"]
-    effects["samples"] = table["samples"]
-    effects["spread"] = effects["upper"] - effects["effect"]
-    effects.loc[effects.index.isin(gone), ["effect", "spread"]] = np.nan
-    return effects.rename(columns={"effect": "score"}).drop(columns="upper")

@@ -243,6 +243,12 @@ class SampleTable:
         """Return the column by which to sort: Q in place of a loss that is not known."""
         return self.loss if name == "loss" else name
 
+    def only_of(self, by: str, label: str, classes: pd.Series[Any]) -> list[Any]:
+        """Return the groups that have all samples with one of some labels."""
+        groups = self.metadata[by].groupby(self.metadata[label])
+        is_one = groups.nunique(dropna=False) == 1
+        return groups.first()[is_one & is_one.index.isin(classes)].tolist()
+
     def row(self, position: int) -> pd.Series[Any]:
         """Return metadata and numbers of one sample."""
         row = self.one(position).assign(**self.numbers.iloc[position])
@@ -272,6 +278,22 @@ def in_order(table: pd.DataFrame, name: str, *, ascending: bool = False) -> pd.D
         return table
     key = np.abs if name == "Q" else None
     return table.sort_values(name, ascending=ascending, kind="stable", key=key)
+
+
+def with_bounds(table: pd.DataFrame, found: xr.Dataset, gone: list[Any]) -> pd.DataFrame:
+    """Return a table of groups with half of their intervals in the column ``spread``.
+
+    Where effects were found, they take the place of the column ``score``, which is then ``sum``.
+    They are NaN for the groups that are ``gone``: what models without them make of their class is
+    not known.
+    """
+    if "effect" not in found:
+        return table.assign(spread=(found["upper"] - found["score"]).to_series())
+    effects = found.to_dataframe()[["effect", "upper"]].dropna()
+    effects = effects.join(table[["score", "samples"]].rename(columns={"score": "sum"}))
+    effects["spread"] = effects.pop("upper") - effects["effect"]
+    effects.loc[effects.index.isin(gone), ["effect", "spread"]] = np.nan
+    return effects.rename(columns={"effect": "score"})
 
 
 def searched(table: pd.DataFrame, text: str) -> pd.DataFrame:
