@@ -27,6 +27,7 @@ from tests.explorer.simulated import (
     halves,
 )
 from trakdask.attribution.estimators import GradCos, GradDot
+from trakdask.explorer.contents import Contents
 from trakdask.explorer.questions import Questions
 from trakdask.explorer.view import View
 
@@ -206,13 +207,16 @@ def test_scores__with_wrong_classes_and_with_a_gram_matrix_that_was_given() -> N
 
 
 def test_words__are_asked_for_with_the_estimator(truth: Any) -> None:
-    def words_of(known, target, at, estimator):
-        scores = td.score(known, target, estimator).isel(sample=at)
+    samples = xr.Dataset({"x": ("sample", np.arange(N))})
+
+    def words_of(known, target, of, estimator):
+        scores = td.score(known, target, estimator).isel(sample=of.x.values)
         return (scores * xr.DataArray([0.75, 0.25], dims="token")).transpose(
             "sample", ..., "target"
         )
 
-    questions = Questions(FEATURES, TARGETS, TRAK, words=words_of)
+    contents = Contents(samples), Contents()
+    questions = Questions(FEATURES, TARGETS, TRAK, words=words_of, contents=contents)
     words = questions.words(View(target=7), np.array([5, 2]))
     scores = truth.scores[[5, 2], 7]
     np.testing.assert_allclose(words.values, scores[:, None] * [0.75, 0.25], rtol=1e-3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import sys
 import threading
 import time
@@ -76,10 +75,10 @@ class Computation:
             return dask.compute(*lazy, scheduler=threaded.get, callbacks=[watch])
 
     def _on_cluster(self, client: Client, lazy: tuple[Any, ...]) -> tuple[Any, ...]:
-        from distributed import Future
+        from distributed import futures_of
 
         results = client.compute(list(lazy))
-        futures = [result for result in results if isinstance(result, Future)]  # numpy stays numpy
+        futures = futures_of(results)  # numpy stays numpy
         try:
             self.wait(futures)
             return tuple(client.gather(results))
@@ -124,18 +123,13 @@ def one_blas_thread() -> Iterator[None]:
         with _LOCK:
             limit = _INSIDE.pop()
             if not _INSIDE:
-                _LIMITING.submit(limit.__exit__, None, None, None).result()
+                _LIMITING.submit(limit.restore_original_limits).result()
 
 
 def _limit_to_one_thread() -> Any:
-    return _blas().limit(limits=1, user_api="blas").__enter__()
+    from threadpoolctl import threadpool_limits  # optional dependency
 
-
-@functools.cache
-def _blas() -> Any:
-    from threadpoolctl import ThreadpoolController  # optional dependency
-
-    return ThreadpoolController()
+    return threadpool_limits(1, "blas")
 
 
 _LOCK, _LIMITING = threading.Lock(), ThreadPoolExecutor(1, thread_name_prefix="trakdask-blas")

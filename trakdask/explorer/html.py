@@ -151,8 +151,7 @@ def _templates() -> Environment:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined,
     )  # fmt: skip
     templates.filters |= {
-        "condition": _condition, "number": number, "signed": signed,
-        "share": _share, "value": value,
+        "condition": _condition, "number": number, "signed": signed, "value": value,
     }  # fmt: skip
     templates.tests["name"] = is_name
     templates.globals |= {
@@ -178,7 +177,3 @@ def _condition(x: Any, name: str) -> str:
     if not is_name(name) or not (x != x or isinstance(x, (bool, int, float, str))):
         return ""
     return f"{name} == {x!r}" if x == x else f"{name} != {name}"
-
-
-def _share(x: float, largest: float) -> str:
-    return f"{abs(x) / largest:.4f}" if math.isfinite(x) and largest else "0"

@@ -178,7 +178,7 @@ def target_maker(
     model: td.Model | None,
     tokenizer: Callable[[Any], Any] | None,
     preprocess: Callable[[Any], Any] | None,
-    samples: xr.Dataset | None,
+    samples: xr.Dataset,
     *,
     has_words: bool,
 ) -> TargetMaker | None:
@@ -211,13 +211,13 @@ def target_maker(
         raise TypeError(
             f"expected model as a td.Model, got {shown(model)}; try td.Model(build, ...)"
         )
-    is_classifier = samples is not None and isinstance(model.task, td.tasks.Classification)
+    is_classifier = bool(samples) and isinstance(model.task, td.tasks.Classification)
     if not asked and not is_classifier and not has_words:
         raise ValueError(
             "expected a tokenizer or a preprocess beside the model, got neither; try "
             "preprocess=transform, a function of an image of PIL, or tokenizer=tokenizer"
         )
-    if samples is not None:
+    if samples:
         model = model.for_variables({str(n): x.ndim for n, x in samples.variables.items()})
     projector_of(features)
     as_model = features.isel({SAMPLE: slice(0)})

@@ -223,7 +223,7 @@ def _bars(questions: Questions, view: View, table: pd.DataFrame, what: str) -> s
         "groups", questions, view, table=ends, left_out=len(table) - len(ends), sign=sign,
         times=times, digits=decimals(times * table["score"]), what=what,
         sentences=_sentences(table, view.group_by, what) if what else [],
-        largest=float((ends["score"].abs() + ends["spread"].fillna(0)).max()),
+        largest=float((ends["score"].abs() + ends["spread"].fillna(0)).max()) or 1.0,
     )  # fmt: skip
 
 

@@ -45,10 +45,11 @@ def prepared(features: xr.Dataset, estimator: Estimator) -> tuple[xr.Dataset, Es
     variance = arrays.weights.logit_variance(features.out_to_loss.data)
     chosen, variance = compute(td.damping(features, estimator), variance)
     # As in stores, so that one sample has the power of Q that all have.
-    about = {LOGIT_VARIANCE: variance.tolist(), N_SAMPLES: features.sizes[SAMPLE]}
-    about["pooled_checkpoints"] = checkpoint_names(features)
-    damping = chosen["damping"].variable.copy()
-    damping.attrs = about
+    about = {
+        LOGIT_VARIANCE: variance.tolist(), N_SAMPLES: features.sizes[SAMPLE],
+        "pooled_checkpoints": checkpoint_names(features),
+    }  # fmt: skip
+    damping = CHECKPOINT, chosen["damping"].values, about
     return features.assign({DAMPING: damping}), estimator.with_damping(chosen)
 
 

@@ -61,8 +61,7 @@ class Questions:
     contents
         How training samples and targets are shown.
     words
-        Returns the scores of tokens, given features, a target, positions of training samples and
-        an estimator; None if words are to have none.
+        As :func:`trakdask.score_parts`, with a model; None if words are to have no scores.
     marks
         The marks of training samples; None if none are kept.
     maker
@@ -84,7 +83,7 @@ class Questions:
         # The name of each training sample in the marks, (sample,). Now, because other people may
         # drop samples of the store, or append some, while pages are open.
         self.sample_ids = np.empty(0) if marks is None else marks.ids(features)
-        self.client = active_client()
+        self.client, self.checkpoints = active_client(), checkpoint_names(features)
         reader = maker.probabilities if maker and maker.finds_class else None
         self.training = tables.SampleTable(
             features, features, "training sample", contents[0], reader
@@ -153,11 +152,6 @@ class Questions:
         table = self.marked().sort_values("mark")
         texts = table.groupby("position")["mark"].agg(", ".join)
         return texts.reindex(self.training.metadata.index, fill_value="").astype(object)
-
-    @cached_property
-    def checkpoints(self) -> list[str]:
-        """The names of the checkpoints."""
-        return checkpoint_names(self.features)
 
     @property
     def setting(self) -> tuple[xr.Dataset, Estimator]:
@@ -267,7 +261,8 @@ class Questions:
         """
         assert self._words is not None
         features, estimator = self.setting
-        lazy = self._words(features, self.targets.features_of(view.target), position, estimator)
+        of, target = self.training.contents.samples, self.targets.features_of(view.target)
+        lazy = self._words(features, target, of=of.isel({SAMPLE: position}), estimator=estimator)
         scores: xr.DataArray
         (scores,) = compute(lazy.isel({TARGET: 0}))
         return scores

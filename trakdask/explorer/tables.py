@@ -27,6 +27,12 @@ _MOST_UNSURE = 256
 _NEW = "new"
 """The coord that is true for the targets that were added on the spot."""
 
+_MISSING: Mapping[str, Any] = {
+    **dict.fromkeys("iuf", np.nan), **dict.fromkeys("OTU", ""), "b": False,
+    "M": np.datetime64("NaT"), "m": np.timedelta64("NaT"),
+}  # fmt: skip
+"""What a new target has in columns that it lacks, by the kind of their dtype."""
+
 _ARRAYS = ("feature", "output", "out_to_loss")
 _PREDICTIONS = ["predicted", "probability"]
 
@@ -73,7 +79,10 @@ class SampleTable:
         # 1. Metadata, with the new column if this is the first.
         ds, table, new = self.features, self.metadata, new.assign_coords({_NEW: (SAMPLE, [True])})
         table = table if _NEW in table else table.assign(**{_NEW: False})
-        coords = {n: (SAMPLE, _with_one_more(table[n].to_numpy(), new.get(n))) for n in table}
+        coords = {
+            n: (SAMPLE, np.append(x.to_numpy(), new[n] if n in new else _MISSING[x.dtype.kind]))
+            for n, x in table.items()
+        }
         # 2. The arrays that scores need.
         both = {n: (ds[n].variable, new[n].variable.astype(ds[n].dtype)) for n in _ARRAYS}
         data = {name: xr.Variable.concat(pair, SAMPLE) for name, pair in both.items()}
@@ -329,10 +338,3 @@ def facets(
             most = most.sort_index()
         listed[name] = most, len(counts) - len(most)
     return listed
-
-
-def _with_one_more(values: np.ndarray, more: xr.DataArray | None) -> np.ndarray:
-    if more is not None:
-        return np.append(values, more.values)
-    missing: dict[str, Any] = {"M": np.datetime64("NaT"), "m": np.timedelta64("NaT"), "b": False}
-    return np.append(values, (missing | dict.fromkeys("iuf", np.nan)).get(values.dtype.kind, ""))
