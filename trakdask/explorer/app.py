@@ -69,12 +69,27 @@ class Session(JSComponent):
         """Show a view, and more below it; the computation of the view before is given up."""
         self._give_up()
         self.view, self._computation = view, Computation(self.questions.client)
-        content = {**sections(self.questions, view), **(more or {})}
+        computation, content = self._computation, {**sections(self.questions, view), **(more or {})}
         parts = {name: frame(view, name, "", busy=True) for name in content}
-        self._draw(self._computation, parts)
+
+        def show(name: str, body: str, busy: bool = True) -> None:
+            parts[name] = frame(view, name, body, busy=busy) if busy or body else ""
+            self._later(lambda: self._draw(computation, parts))
+
+        def answer_all() -> None:
+            for name, html in content.items():
+                computation.progress = lambda done, total, name=name: show(
+                    name, render("progress", done=done, total=total)
+                )
+                with computation.active():
+                    body = answer(html, parts.values())
+                if computation.is_abandoned:
+                    return
+                show(name, body, busy=False)
+
+        self._draw(computation, parts)
         self.query = view.to_query()
-        arguments = self._computation, content, parts
-        self._thread = threading.Thread(target=self._answer, args=arguments, daemon=True)
+        self._thread = threading.Thread(target=answer_all, daemon=True)
         self._thread.start()
 
     def _give_up(self) -> None:
@@ -84,28 +99,6 @@ class Session(JSComponent):
         """Wait until the page is complete."""
         if self._thread is not None:
             self._thread.join(timeout)
-
-    def _answer(
-        self,
-        computation: Computation,
-        content: Mapping[str, Callable[[], str]],
-        parts: dict[str, str],
-    ) -> None:
-        for name, html in content.items():
-
-            def show(body: str, name: str = name, busy: bool = True) -> None:
-                parts[name] = frame(self.view, name, body, busy=busy) if busy or body else ""
-                self._later(lambda: self._draw(computation, parts))
-
-            def progress(done: int, total: int, show: Callable[[str], None] = show) -> None:
-                show(render("progress", done=done, total=total))
-
-            computation.progress = progress
-            with computation.active():
-                body = answer(html, parts.values())
-            if computation.is_abandoned:
-                return
-            show(body, busy=False)
 
     def _draw(self, computation: Computation, parts: Mapping[str, str]) -> None:
         if not computation.is_abandoned:

@@ -63,9 +63,8 @@ class Contents:
 
         ``brief`` leaves out everything but the first image or text. Reads these samples only.
         """
-        stored = [position for position in positions if position not in self.added]
-        contents = dict(zip(stored, self._stored(stored, brief=brief), strict=True))
-        return [*map({**contents, **self.added}.__getitem__, positions)]
+        stored = iter(self._stored([i for i in positions if i not in self.added], brief=brief))
+        return [self.added[i] if i in self.added else next(stored) for i in positions]
 
     def _stored(self, positions: Sequence[int], *, brief: bool) -> list[str]:
         names = [str(n) for n, v in self.samples.data_vars.items() if v.dims[:1] == (SAMPLE,)]

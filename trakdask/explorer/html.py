@@ -19,7 +19,7 @@ from trakdask.errors import BlockError, IncompleteFeaturesError
 from trakdask.explorer.conditions import has_terms, is_name, toggled
 from trakdask.explorer.marks import KINDS
 from trakdask.explorer.new_targets import MOST_BYTES
-from trakdask.explorer.prepared import LEVEL
+from trakdask.explorer.scorer import LEVEL
 from trakdask.explorer.tables import records
 from trakdask.explorer.view import LISTS, ROWS
 from trakdask.plots.figures import decimals

@@ -92,14 +92,14 @@ class TargetMaker:
         variables, html = self._content(content)
         texts = {name: content.get(name, "").strip() for name in self.numbers}
         typed = {name: _number(name, text) for name, text in texts.items() if text}
-        if self.finds_class and variables:
-            name, one = self.numbers[0], td.from_arrays({n: x[None] for n, x in variables.items()})
-            p = self.probabilities(one)[0]
+        arrays = {n: x[None] for n, x in variables.items()}
+        if self.finds_class and arrays:
+            name, p = self.numbers[0], self.probabilities(td.from_arrays(arrays))[0]
             label = typed.setdefault(name, p.argmax())
             if label.ndim or label not in range(len(p)):
                 most = len(p) - 1
                 raise ValueError(f"The {name} must be a whole number from 0 to {most}.")
-        arrays = {n: x[None] for n, x in variables.items()} | {n: x[None] for n, x in typed.items()}
+        arrays |= {n: x[None] for n, x in typed.items()}
         coords = {name: arrays.pop(name) for name, x in typed.items() if not x.ndim}
         samples = td.from_arrays(arrays, coords=coords)
         lazy = td.featurize(samples, self.model, like=self.features)[list(_ARRAYS)]

@@ -135,12 +135,6 @@ def targets(questions: Questions, view: View) -> str:
     return render("targets", questions, view, facets=facets, n_wrong=n_wrong)
 
 
-def grade(questions: Questions, view: View) -> str:
-    """Compute the grade, last on its page, whose head then has it; return nothing."""
-    questions.grade()
-    return ""
-
-
 def credit(questions: Questions, view: View) -> str:
     """Return what each group of training samples did to the loss of these targets, or its share."""
     view = questions.grouped(view)
@@ -279,7 +273,7 @@ def marks(questions: Questions, view: View) -> str:
 
 
 _ASKING: dict[str, Callable[..., str]] = {
-    **{f.__name__: f for f in (targets, credit, grade, target, filters, story, groups)},
+    **{f.__name__: f for f in (targets, credit, target, filters, story, groups)},
     **{f.__name__: f for f in (sample, corpus, marks)},
     "helpful_words": partial(words, kind="helpful"),
     "harmful_words": partial(words, kind="harmful"),

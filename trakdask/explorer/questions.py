@@ -28,13 +28,7 @@ from trakdask.explorer.conditions import condition_mask
 from trakdask.explorer.contents import NO_CONTENTS, Contents
 from trakdask.explorer.marks import Marks
 from trakdask.explorer.new_targets import TargetMaker
-from trakdask.explorer.prepared import (
-    bounded,
-    prepared,
-    scores_of_sample,
-    self_influence,
-    with_spread,
-)
+from trakdask.explorer.scorer import LEVEL, Scorer
 from trakdask.explorer.view import View
 from trakdask.variables import SAMPLE, TARGET, TRAINED_ON, checkpoint_names, lazy_features
 
@@ -92,11 +86,11 @@ class Questions:
             estimator = kind_of(features, estimator)()
         self.estimator: Estimator = estimator
         # In functions that copies share.
-        self._prepared = lru_cache(1)(lambda: prepared(features, estimator))
+        self._prepared = lru_cache(1)(lambda: Scorer.prepared(features, estimator))
         self.duplicates = lru_cache(1)(  # by the first checkpoint
             lambda: find_duplicates(lazy_features(features)["feature"].data[:, :, 0], compute)
         )
-        self.influences = lru_cache(1)(lambda: compute(self_influence(*self.setting).data)[0])
+        self.influences = lru_cache(1)(lambda: self.setting.self_influence())
         self.has_words = words is not None and SAMPLE not in self.estimator.norms
         self.has_intervals = len(self.checkpoints) >= LEAST_FOLDS
         self.has_grade = TRAINED_ON in features and len(self.checkpoints) > 3
@@ -154,19 +148,16 @@ class Questions:
         return texts.reindex(self.training.metadata.index, fill_value="").astype(object)
 
     @property
-    def setting(self) -> tuple[xr.Dataset, Estimator]:
+    def setting(self) -> Scorer:
         """Features and estimator of all scores, prepared when they are first asked for."""
-        if released_if_failed(self._prepared()[0]):
+        if released_if_failed(self._prepared().features):
             self._prepared.cache_clear()
         return self._prepared()
 
     def sample(self, view: View) -> pd.Series:
         """Return the coords of a training sample, its output, loss and self-influence."""
         row = self.training.row(view.sample)
-        features, estimator = self.setting
-        one = features.isel({SAMPLE: [view.sample]})
-        (influence,) = compute(self_influence(one, estimator).data)
-        row["self_influence"] = influence[0]
+        (row["self_influence"],) = self.setting.at([view.sample]).self_influence()
         return row
 
     def ranking(self, view: View) -> pd.DataFrame:
@@ -260,9 +251,9 @@ class Questions:
         (sample, token), with the coord ``text``; they add up to the scores of the samples.
         """
         assert self._words is not None
-        features, estimator = self.setting
-        of, target = self.training.contents.samples, self.targets.features_of(view.target)
-        lazy = self._words(features, target, of=of.isel({SAMPLE: position}), estimator=estimator)
+        known, target = self.setting, self.targets.features_of(view.target)
+        of = self.training.contents.samples.isel({SAMPLE: position})
+        lazy = self._words(known.features, target, of=of, estimator=known.estimator)
         scores: xr.DataArray
         (scores,) = compute(lazy.isel({TARGET: 0}))
         return scores
@@ -289,7 +280,8 @@ class Questions:
             sums["spread"] = np.nan
         else:
             found = found.isel({TARGET: view.target - block * _TARGETS_TOGETHER})
-            sums = tables.with_bounds(sums, found, self._vanishing(by, [view.target]))
+            gone = self.training.only_of(by, self.targets, [view.target])
+            sums = tables.with_bounds(sums, found, gone)
         return sums.sort_values("score", ascending=False, kind="stable").reset_index()
 
     def _bounds_of(self, by: str, mask: bytes, block: int) -> xr.Dataset | None:
@@ -297,25 +289,18 @@ class Questions:
 
         Nearly all of the time goes into sums of features, which are the same for all targets.
         """
-        (features, estimator), chosen = self.setting, np.flatnonzero(np.frombuffer(mask, bool))
-        is_whole = len(chosen) == features.sizes[SAMPLE]
+        scorer, chosen = self.setting, np.flatnonzero(np.frombuffer(mask, bool))
+        is_whole = len(chosen) == len(self.training.metadata)
         start, n = block * _TARGETS_TOGETHER, len(self.targets.metadata)
         stop = n if n - start < 2 * _TARGETS_TOGETHER else start + _TARGETS_TOGETHER
         targets = self.targets.features.isel({SAMPLE: slice(start, stop)})
         if is_whole:
             with suppress(ValueError):
-                return bounded(features, targets, estimator, by, effect=True)
+                return scorer.groups(targets, by, effect=True, level=LEVEL)[["effect", "upper"]]
         if not self.has_intervals:
             return None
-        features = features if is_whole else features.isel({SAMPLE: chosen})
-        return bounded(features, targets, estimator, by)
-
-    def _vanishing(self, by: str, targets: Any) -> list[Any]:
-        """Return the groups that have all training samples of the class of one of some targets."""
-        label = self.targets.label
-        if label not in self.training.metadata:
-            return []
-        return self.training.only_of(by, label, self.targets.metadata[label].iloc[targets])
+        scorer = scorer if is_whole else scorer.at(chosen)
+        return scorer.groups(targets, by, level=LEVEL)[["score", "upper"]]
 
     @property
     def has_credit(self) -> bool:
@@ -331,37 +316,33 @@ class Questions:
         return self._credits(view.replace(page="targets", first=0, sort="", ascending=False))
 
     def _credited(self, view: View) -> pd.DataFrame:
-        (features, estimator), by = self.setting, view.group_by
+        scorer, by = self.setting, view.group_by
         selected = np.sort(self.targets.selected(view).index)
         selected = selected[self.targets.numbers.iloc[selected, -1].notna()]
         targets = self.targets.features.isel({SAMPLE: selected})
         counts = self.training.metadata[by].value_counts().rename("samples").to_frame()
-        found, gone = None, self._vanishing(by, selected)
+        found, gone = None, self.training.only_of(by, self.targets, selected)
         if len(gone) < len(counts):
             try:
-                how = {"effect": True, "metric": "loss"}
-                found = bounded(features, targets, estimator, by, **how).isel({TARGET: 0})
+                found = scorer.groups(targets, by, effect=True, metric="loss", level=LEVEL)
             except ValueError:
                 if not self._has_shares:
                     raise
         table = counts.assign(score=np.nan, spread=np.nan)
         if (found is None or gone) and self._has_shares:
-            (shares,) = compute(td.group_score(features, targets, estimator, by=by, share=True))
-            table["score"] = shares.to_series()
+            table["score"] = scorer.groups(targets, by, share=True).to_series()
         if found is None:
             table = table.dropna(subset="score")
         else:
-            table = tables.with_bounds(table, found, gone)
+            table = tables.with_bounds(table, found.isel({TARGET: 0}), gone)
         is_loss = found is not None  # groups are the better, the lower it is with them
         return table.sort_values("score", ascending=is_loss, kind="stable").reset_index()
 
     def grade(self) -> xr.Dataset:
         """Return how well scores predict checkpoints that were left out; computed once."""
         if self.known_grade is None:
-            features, estimator = self.setting
-            self.known_grade = td.evaluate.cross_validate(
-                features, self.targets.features, estimator
-            )
+            known, targets = self.setting, self.targets.features
+            self.known_grade = td.evaluate.cross_validate(known.features, targets, known.estimator)
         return self.known_grade
 
     def scores(self, view: View) -> np.ndarray:
@@ -373,8 +354,7 @@ class Questions:
 
         All that the page of a target shows is taken from them.
         """
-        target, (features, estimator) = self.targets.features_of(position), self.setting
-        scores, spread = with_spread(features, target, estimator)
+        scores, spread = self.setting.scores(self.targets.features_of(position))
         return scores[:, 0].copy(), spread[:, 0].copy()
 
     def _mask(self, view: View) -> np.ndarray:
@@ -388,17 +368,16 @@ class Questions:
         """Return the targets that a training sample helped most and harmed most, best first.
 
         Columns: the columns of the table of targets, ``score`` and ``spread``, see
-        :func:`with_spread`. At most 2 k rows.
+        :meth:`Scorer.scores`. At most 2 k rows.
         """
         self.training.one(view.sample)
-        (features, estimator), targets, k = self.setting, self.targets.features, view.k
-        one = features.isel({SAMPLE: [view.sample]})
-        (scores,) = compute(scores_of_sample(features, targets, estimator, view.sample))
+        scorer, targets, k = self.setting, self.targets.features, view.k
+        scores = scorer.scores_of(view.sample, targets)
         table = self.targets.whole.assign(score=scores).dropna(subset="score")
         table = table.sort_values("score", ascending=False, kind="stable")
         table = table if len(table) <= 2 * k else pd.concat([table[:k], table[-k:]])
         if table.empty:
             return table
         shown = targets.isel({SAMPLE: table.index.to_numpy()})
-        _, spread = with_spread(one, shown, estimator)
+        _, spread = scorer.at([view.sample]).scores(shown)
         return table.assign(spread=spread[0])

@@ -27,12 +27,6 @@ _MOST_UNSURE = 256
 _NEW = "new"
 """The coord that is true for the targets that were added on the spot."""
 
-_MISSING: Mapping[str, Any] = {
-    **dict.fromkeys("iuf", np.nan), **dict.fromkeys("OTU", ""), "b": False,
-    "M": np.datetime64("NaT"), "m": np.timedelta64("NaT"),
-}  # fmt: skip
-"""What a new target has in columns that it lacks, by the kind of their dtype."""
-
 _ARRAYS = ("feature", "output", "out_to_loss")
 _PREDICTIONS = ["predicted", "probability"]
 
@@ -79,10 +73,7 @@ class SampleTable:
         # 1. Metadata, with the new column if this is the first.
         ds, table, new = self.features, self.metadata, new.assign_coords({_NEW: (SAMPLE, [True])})
         table = table if _NEW in table else table.assign(**{_NEW: False})
-        coords = {
-            n: (SAMPLE, np.append(x.to_numpy(), new[n] if n in new else _MISSING[x.dtype.kind]))
-            for n, x in table.items()
-        }
+        coords = {n: (SAMPLE, _with_one_more(table[n].to_numpy(), new.get(n))) for n in table}
         # 2. The arrays that scores need.
         both = {n: (ds[n].variable, new[n].variable.astype(ds[n].dtype)) for n in _ARRAYS}
         data = {name: xr.Variable.concat(pair, SAMPLE) for name, pair in both.items()}
@@ -219,9 +210,9 @@ class SampleTable:
         """Return how many of the targets that a view selects are not predicted as labelled."""
         if not self.label:
             return 0
-        table = searched(self.whole, view.search)
         others = without(view.targets_where, "predicted")
-        return int(condition_mask(table, joined(others, f"predicted != {self.label}")).sum())
+        where = joined(others, f"predicted != {self.label}")
+        return len(self.selected(view.replace(targets_where=where)))
 
     @property
     def has_confusion(self) -> bool:
@@ -252,10 +243,13 @@ class SampleTable:
         """Return the column by which to sort: Q in place of a loss that is not known."""
         return self.loss if name == "loss" else name
 
-    def only_of(self, by: str, label: str, classes: pd.Series[Any]) -> list[Any]:
-        """Return the groups that have all samples with one of some labels."""
+    def only_of(self, by: str, others: SampleTable, positions: Any) -> list[Any]:
+        """Return the groups that have all samples of the class of one of some others."""
+        if (label := others.label) not in self.metadata:
+            return []
         groups = self.metadata[by].groupby(self.metadata[label])
         is_one = groups.nunique(dropna=False) == 1
+        classes = others.metadata[label].iloc[positions]
         return groups.first()[is_one & is_one.index.isin(classes)].tolist()
 
     def row(self, position: int) -> pd.Series[Any]:
@@ -338,3 +332,10 @@ def facets(
             most = most.sort_index()
         listed[name] = most, len(counts) - len(most)
     return listed
+
+
+def _with_one_more(values: np.ndarray, more: xr.DataArray | None) -> np.ndarray:
+    if more is not None:
+        return np.append(values, more.values)
+    missing: dict[str, Any] = {"M": np.datetime64("NaT"), "m": np.timedelta64("NaT"), "b": False}
+    return np.append(values, (missing | dict.fromkeys("iuf", np.nan)).get(values.dtype.kind, ""))
