@@ -35,7 +35,9 @@ class Session(JSComponent):
     names = param.List([*vars(View())], doc="Parameters of the URL of a view.")
     marked = param.List([], doc="Which samples have which marks, as in '7 wrong label'.")
     said = param.Dict({}, doc="A message about a mark, and how many changes can be undone.")
-    saved = param.Dict({}, doc="The bytes of a file that the browser is to save, by its name.")
+    saved = param.Dict(
+        {}, doc="A text, or bytes, that the browser is to save as a file, by its name."
+    )
     follows_address = param.Boolean(False, doc="Whether the address of the page is the view's.")
 
     _esm: ClassVar[Any] = Path(__file__).parent / "app.js"
@@ -170,12 +172,11 @@ class Session(JSComponent):
             with Computation(self.questions.client).active():
                 if kind == "html":
                     name = f"trakdask {view.name}.html".replace(" ", "-")
-                    content = document(self.questions, view).encode()
+                    content = document(self.questions, view)
                 else:
                     assert self._marks is not None
                     name, table = f"{PurePath(self._marks.path).stem}.{kind}", self._marks.table()
                     content = getattr(table, f"to_{kind}")(None, index=False)
-                    content = content.encode() if kind == "csv" else content
         except Exception as err:
             message = plain_message(err)
             return self._later(lambda: self._say(lambda: message))

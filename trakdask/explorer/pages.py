@@ -210,15 +210,8 @@ def _bars(questions: Questions, view: View, table: pd.DataFrame, what: str) -> s
     """
     half = _MOST_GROUPS // 2
     ends = table if len(table) <= _MOST_GROUPS else pd.concat([table[:half], table[-half:]])
-    # An effect on the loss harmed where it is positive.
-    sign = -1 if what and view.page == "targets" else 1
-    times = 100 if not what and view.page == "targets" else 1  # shares are in per cent
-    return render(
-        "groups", questions, view, table=ends, left_out=len(table) - len(ends), sign=sign,
-        times=times, digits=decimals(times * table["score"]), what=what,
-        sentences=_sentences(table, view.group_by, what) if what else [],
-        largest=float((ends["score"].abs() + ends["spread"].fillna(0)).max()) or 1.0,
-    )  # fmt: skip
+    sentences = _sentences(table, view.group_by, what) if what else []
+    return render("groups", questions, view, ends, len(table) - len(ends), what, sentences)
 
 
 def _sentences(table: pd.DataFrame, by: str, what: str) -> list[str]:
