@@ -56,8 +56,8 @@ class Computation:
         finally:
             _CURRENT.reset(token)
 
-    def require_wanted(self) -> None:
-        """Raise an error if the answer is no longer wanted."""
+    def require_wanted(self, *task: Any) -> None:
+        """Raise an error if the answer is no longer wanted; Dask asks before each task."""
         if self.is_abandoned:
             raise CancelledError
 
@@ -68,7 +68,7 @@ class Computation:
             return self._on_cluster(client, lazy)
         if dask.config.get("scheduler", None) is not None:  # synchronous, or somebody's own
             return dask.compute(*lazy)
-        watch = (None, None, self._before_task, self._after_task, None)
+        watch = (None, None, self.require_wanted, self._after_task, None)
         # Threads of BLAS inside threads of dask would wait for each other: ten times as slow.
         with one_blas_thread():
             # The function, because dask would import distributed for the name of a scheduler.
@@ -96,9 +96,6 @@ class Computation:
             self.require_wanted()
             with suppress(TimeoutError):
                 wait(futures, timeout=_ASKED_EVERY_S)
-
-    def _before_task(self, key: Any, graph: Any, state: Any) -> None:
-        self.require_wanted()
 
     def _after_task(self, key: Any, result: Any, graph: Any, state: Any, worker: Any) -> None:
         if self.progress is not None and time.monotonic() - self.told_at >= _TOLD_EVERY_S:

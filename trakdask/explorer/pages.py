@@ -74,8 +74,7 @@ def frame(view: View, name: str, body: str, *, busy: bool = False) -> str:
 def page(questions: Questions, view: View, parts: Iterable[str]) -> str:
     """Return a page: links to all pages, sizes, messages, and its sections."""
     fields = _FIELDS.get(view.page, ())
-    errors = {name: text for name, text in view.errors.items() if name not in fields}
-    return render("page", questions, view, errors=errors, content=Markup("".join(parts)))
+    return render("page", questions, view, fields=fields, content=Markup("".join(parts)))
 
 
 def document(questions: Questions, view: View) -> str:

@@ -163,8 +163,7 @@ class Questions:
     def ranking(self, view: View) -> pd.DataFrame:
         """Return the training samples that a view selects, in its order, largest first."""
         name = self.training.by(view.order)
-        table = self._table(view, name)
-        return tables.in_order(table[condition_mask(table, view.where)], name)
+        return tables.chosen(self._table(view, name), view.where, name)
 
     def facets(self, view: View) -> dict[str, tuple[pd.Series[int], int]]:
         """Return how many of the training samples that a view selects have which metadata."""

@@ -236,8 +236,8 @@ class SampleTable:
         ``output``, its mean over checkpoints; ``disagreement``, its standard deviation between
         them; ``loss`` or ``Q``, see :attr:`loss`. Targets are sorted by the size of Q.
         """
-        table = searched(self.whole[condition_mask(self.whole, view.targets_where)], view.search)
-        return in_order(table, self.by(view.sort), ascending=view.ascending)
+        table, name = searched(self.whole, view.search), self.by(view.sort)
+        return chosen(table, view.targets_where, name, ascending=view.ascending)
 
     def by(self, name: str) -> str:
         """Return the column by which to sort: Q in place of a loss that is not known."""
@@ -275,8 +275,9 @@ def records(table: pd.DataFrame) -> list[dict[str, Any]]:
     return table.astype(object).to_dict("records")  # type: ignore[return-value]
 
 
-def in_order(table: pd.DataFrame, name: str, *, ascending: bool = False) -> pd.DataFrame:
-    """Return a table sorted by a column, Q by its size; as it is if there is no such column."""
+def chosen(table: pd.DataFrame, where: str, name: str, *, ascending: bool = False) -> pd.DataFrame:
+    """Return the rows that meet a condition, sorted by a column, if it is there; Q by its size."""
+    table = table[condition_mask(table, where)]
     if name not in table:
         return table
     key = np.abs if name == "Q" else None
