@@ -41,6 +41,12 @@ def opened(explorer: Explorer, view: View) -> Session:
     return session
 
 
+def show(session: Session, view: View) -> None:
+    """Show another page, and wait until it is complete."""
+    session.go(view)
+    session.wait(PATIENCE_S)
+
+
 def links(session: Session) -> list[View]:
     hrefs = re.findall(r'href="\?([^"]*)"', session.html)
     return [View.from_query(unescape(href)) for href in hrefs]

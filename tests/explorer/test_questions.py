@@ -35,12 +35,21 @@ from trakdask.explorer.view import View
 pytestmark = pytest.mark.filterwarnings("ignore:all samples of .* are in one group")
 
 
+MASKS = {
+    "": np.ones(N, bool),
+    'source == "web" and length < 70': (SOURCE == "web") & (LENGTH < 70),
+    '"w" in source': SOURCE != "book",
+    "label == target_label and sample > 8": (TARGETS.label[7].item() == LABEL) & (np.arange(N) > 8),
+}
+"""Which training samples meet a condition, which may name the label of target 7."""
+
+
 @pytest.mark.parametrize("largest", [True, False])
-@pytest.mark.parametrize("where", ["", 'source == "web" and length < 70', '"w" in source'])
-def test_top__is_a_sorted_row(questions: Questions, truth: Any, where: str, largest: bool) -> None:
+@pytest.mark.parametrize(("where", "mask"), MASKS.items())
+def test_top__is_a_sorted_row(
+    questions: Questions, truth: Any, where: str, mask: np.ndarray, largest: bool
+) -> None:
     top = questions.top(View(target=7, where=where, k=6), largest=largest)
-    is_web = (SOURCE == "web") & (LENGTH < 70)
-    mask = {"": np.ones(N, bool), '"w" in source': SOURCE != "book"}.get(where, is_web)
     scores = truth.scores[:, 7]
     order = np.argsort(-scores if largest else scores)
     order = order[mask[order]][:6]
@@ -82,27 +91,16 @@ def test_top_and_targets_of__are_a_column_and_a_row(estimator: Any) -> None:
     np.testing.assert_allclose(table["score"], scores[11][table.index], rtol=1e-4)
 
 
-@pytest.mark.parametrize("where", ["", "length >= 50"])
-def test_groups__are_sums_of_scores(questions: Questions, truth: Any, where: str) -> None:
-    groups = questions.groups(View(target=3, group_by="source", where=where))
-    mask = (50 if where else 0) <= LENGTH
-    scores = pd.Series(truth.scores[mask, 3])
+@pytest.mark.parametrize(("where", "mask"), MASKS.items())
+def test_groups__are_sums_of_scores(
+    questions: Questions, truth: Any, where: str, mask: np.ndarray
+) -> None:
+    groups = questions.groups(View(target=7, group_by="source", where=where))
+    scores = pd.Series(truth.scores[mask, 7])
     by = scores.groupby(SOURCE[mask])
     np.testing.assert_allclose(groups["score"], by.sum()[groups["source"]], rtol=1e-4)
     assert groups["samples"].tolist() == by.size()[groups["source"]].tolist()
     assert groups["score"].is_monotonic_decreasing
-
-
-def test_conditions__may_compare_samples_with_the_target(questions: Questions, truth: Any) -> None:
-    view = View(target=3, group_by="source", where="label == target_label and sample >= 9", k=N)
-    mask = (TARGETS.label.values[3] == LABEL) & (np.arange(N) >= 9)
-    assert 0 < mask.sum() < N
-    scores = truth.scores[:, 3]
-    order = np.argsort(-scores)
-    assert questions.top(view)["sample"].tolist() == order[mask[order]].tolist()
-    sums = pd.Series(scores[mask]).groupby(SOURCE[mask]).sum()
-    groups = questions.groups(view)
-    np.testing.assert_allclose(groups["score"], sums[groups["source"]], rtol=1e-4)
 
 
 def test_page_of_a_target__computes_its_scores_once() -> None:
@@ -391,7 +389,5 @@ def test_grade__is_that_of_its_function(graded: Questions) -> None:
 
 
 def test_questions__of_few_checkpoints_have_no_credit_and_no_grade(questions: Questions) -> None:
-    view = View(target=3, group_by="source")
-    assert questions.groups(view)["spread"].isna().all()
     assert not questions.has_credit
     assert not questions.has_grade

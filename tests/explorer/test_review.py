@@ -8,13 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import xarray as xr
 
 import trakdask as td
 from tests.explorer import test_new_targets as new_targets
-from tests.explorer.sessions import opened
+from tests.explorer.sessions import M, N, data, go, opened, show
 from tests.explorer.simulated import TRAK, halves
-from tests.waiting import PATIENCE_S
 from trakdask.explorer import Explorer, Marks
 from trakdask.explorer.app import Session
 from trakdask.explorer.conditions import condition_mask, joined, toggled, without
@@ -25,22 +23,13 @@ from trakdask.explorer.view import View
 # A page says the same beside the number.
 pytestmark = pytest.mark.filterwarnings("ignore:all samples of .* are in one group")
 
-N, M = 90, 40
-
-
-def features(n: int) -> xr.Dataset:
-    simulated = td.testing.simulate_features(n, 8, 3, chunks=25, seed=n)
-    source = np.array(["web", "it's", "book"], object)[np.arange(n) % 3]
-    return simulated.assign_coords(source=("sample", source))
-
 
 @pytest.fixture
 def explorer(tmp_path: Path) -> Explorer:
-    train = td.save(features(N), tmp_path / "train.zarr", progress=False)
+    train = td.save(data(N, 0), tmp_path / "train.zarr", progress=False)
     images = td.from_arrays({"image": np.random.default_rng(0).random((N, 8, 8))})
     marks = Marks.beside(tmp_path / "train.zarr")
-    estimator = td.Trak(damping=0.1)
-    return td.explore(train, features(M), samples=images, marks=marks, estimator=estimator)
+    return td.explore(train, data(M, 1), samples=images, marks=marks, estimator=TRAK)
 
 
 def links(explorer: Explorer, view: View, name: str) -> list[tuple[View, str]]:
@@ -96,7 +85,7 @@ def test_confusion__counts_and_leads_to_what_it_counts(where: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "where", ["", "label == 1", 'source == "it\'s" and (label == 0 or sample > 9)']
+    "where", ["", "label == 1", 'source == "web & co" and (label == 0 or sample > 9)']
 )
 def test_facets__count_what_a_click_shows(explorer: Explorer, where: str) -> None:
     view, table = View(page="corpus", where=where), explorer.training.metadata
@@ -119,11 +108,9 @@ def test_marks__of_many_samples(explorer: Explorer) -> None:
     worst = explorer.top(view, largest=False)["sample"].tolist()
     assert explorer.marks.samples("wrong label").tolist() == worst
     assert session.said["text"] == "4 samples are marked as wrong label."
-    session.go(View(page="marks"))
-    session.wait(PATIENCE_S)
+    show(session, View(page="marks"))
     assert session.html.count("Take back</button>") == 6
-    session._handle_msg({"undo": True})
-    session.wait(PATIENCE_S)
+    go(session, {"undo": True})
     assert explorer.marks.table()["sample"].tolist() == [5, 6]
     (line,) = re.findall(r"<code>(td\.drop.*?)</code>", session.html)
     assert eval(unescape(line), {"td": td}).sizes["sample"] == N - 2
@@ -132,7 +119,7 @@ def test_marks__of_many_samples(explorer: Explorer) -> None:
 def test_pages__say_what_to_add_where_samples_are_missing(
     explorer: Explorer, tmp_path: Path
 ) -> None:
-    targets = td.save(features(M), tmp_path / "targets.zarr", estimator=None, progress=False)
+    targets = td.save(data(M, 1), tmp_path / "targets.zarr", estimator=None, progress=False)
     alone = Session(td.explore(explorer.features, targets), View())
     assert re.search(r"trakdask explore \S*train.zarr \S*targets.zarr --samples", alone.html)
     assert "--samples" not in Session(explorer, View()).html
@@ -148,21 +135,18 @@ def test_pages__show_intervals_effects_and_the_grade() -> None:
     assert session.html.count(text) == 1  # in the head
     assert "computing" not in session.html
     n_sections = session.html.count("<section")
-    session.go(View())
-    session.wait(PATIENCE_S)
+    show(session, View())
     assert session.html.count(text) == 1
     effect = explorer.credit(View(group_by="source")).iloc[0]
     assert f"<strong>{signed(effect['score'], effect['spread'], 0).split()[0]}" in session.html
-    session.go(View(page="target", target=3, k=N))
-    session.wait(PATIENCE_S)
+    show(session, View(page="target", target=3, k=N))
     assert session.html.count(text) == 1
     assert session.html.count("<section") == n_sections
     top = explorer.top(View(target=3, k=N))
     n_unsure = int((top["score"].abs() < top["spread"]).sum())
     assert 0 < n_unsure < N
     assert session.html.count('class="card unsure"') == 2 * n_unsure
-    session.go(View(targets_where="label > 100"))
-    session.wait(PATIENCE_S)
+    show(session, View(targets_where="label > 100"))
     assert "No target meets the condition" in session.html
     assert "message error" not in session.html
 

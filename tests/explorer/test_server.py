@@ -17,21 +17,17 @@ from urllib.parse import urlencode, urlsplit
 
 import psutil
 import pytest
-import xarray as xr
 
 import trakdask as td
 from tests.explorer.browser import served
+from tests.explorer.sessions import data
 from tests.waiting import PATIENCE_S
 from trakdask.explorer import Explorer
 from trakdask.explorer.server import server
 
 
-def simulated(seed: int, n_samples: int = 12) -> xr.Dataset:
-    return td.testing.simulate_features(n_samples, 4, 3, chunks=4, seed=seed)
-
-
 def explorer() -> Explorer:
-    return td.explore(simulated(0), simulated(1), estimator=td.Trak(damping=0.1))
+    return td.explore(data(12, 0), data(12, 1), estimator=td.Trak(damping=0.1))
 
 
 @pytest.fixture(scope="module")
@@ -141,8 +137,8 @@ def test_server__of_a_port_that_is_taken_and_an_address_of_no_machine() -> None:
 
 @pytest.mark.slow
 def test_explore__prints_one_address_and_ends_by_ctrl_c(tmp_path: Path) -> None:
-    td.save(simulated(0), tmp_path / "train.zarr", progress=False)
-    td.save(simulated(1), tmp_path / "targets.zarr", estimator=None, progress=False)
+    td.save(data(12, 0), tmp_path / "train.zarr", progress=False)
+    td.save(data(12, 1), tmp_path / "targets.zarr", estimator=None, progress=False)
     process = subprocess.Popen(
         [sys.executable, "-m", "trakdask", "explore", "train.zarr", "targets.zarr"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

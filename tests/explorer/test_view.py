@@ -29,11 +29,6 @@ def test_view__of_its_query_is_the_same(view: View) -> None:
     assert again.errors == {}
 
 
-def test_to_query__of_the_default_is_empty() -> None:
-    assert View().to_query() == ""
-    assert View.from_query("") == View()
-
-
 @pytest.mark.parametrize(
     ("name", "bad"),
     [
@@ -68,3 +63,5 @@ def test_from_query__keeps_a_condition_that_is_none_beside_its_error(bad: Any, k
 def test_from_query__ignores_what_is_not_ours() -> None:
     view = View.from_query("token=abc&errors=x&page=corpus")
     assert (view, view.errors) == (View(page="corpus"), {})
+    assert View.from_query("") == View()
+    assert View().to_query() == ""
