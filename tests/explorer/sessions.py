@@ -35,6 +35,8 @@ def data(n: int, seed: int) -> xr.Dataset:
 
 def opened(explorer: Explorer, view: View) -> Session:
     session = Session(explorer, view)
+    assert session._thread is None  # what it changed before a browser shows it would be lost
+    assert 'aria-busy="true"' in session.html
     session._handle_msg({"shown": True})
     session.wait(PATIENCE_S)
     assert 'aria-busy="true"' not in session.html
@@ -47,9 +49,11 @@ def show(session: Session, view: View) -> None:
     session.wait(PATIENCE_S)
 
 
-def links(session: Session) -> list[View]:
-    hrefs = re.findall(r'href="\?([^"]*)"', session.html)
-    return [View.from_query(unescape(href)) for href in hrefs]
+def links(html: str) -> list[tuple[View, str]]:
+    """Return the views that a page links to, and the texts of the links."""
+    found = re.findall(r'<a [^>]*href="\?([^"]*)"[^>]*>(.*?)</a>', html, re.DOTALL)
+    plain = [(href, re.sub("<[^>]*>", "", text)) for href, text in found]
+    return [(View.from_query(unescape(href)), unescape(text)) for href, text in plain]
 
 
 def best(target: int) -> list[int]:

@@ -15,9 +15,7 @@ import torch
 
 import trakdask as td
 from tests.explorer.sessions import SCRIPT, TRAK, M, N, data, go, links, opened
-from tests.waiting import PATIENCE_S
 from trakdask.explorer import Explorer, Marks
-from trakdask.explorer.app import Session
 from trakdask.explorer.view import PAGES, View
 
 
@@ -40,7 +38,7 @@ def test_session__shows_every_page_and_escapes_all_data(explorer: Explorer, page
     assert ("&lt;script&gt;" in html) == (page not in ("new", "marks"))  # which show no data here
     assert session.query == View(page=page).to_query()
     assert html.count("<main>") == html.count("<h1>") == 1
-    assert all(not view.errors for view in links(session))
+    assert all(not view.errors for view, _ in links(html))
     # Each field has a name.
     assert not re.findall(r"<label>\s*<(?:select|input)(?![^>]* aria-label)", html)
 
@@ -106,7 +104,7 @@ def test_session__beyond_the_end_of_a_table_shows_its_last_rows(explorer: Explor
         html, first = session.html, (n - 1) // 24 * 24
         assert f"{first + 1}–{n} of {n}" in html
         assert "No training sample" not in html
-        assert View(page=page, first=first - 24) in links(session)
+        assert View(page=page, first=first - 24) in [view for view, _ in links(html)]
 
 
 def test_session__says_that_no_sample_is_in_a_group(explorer: Explorer) -> None:
@@ -200,15 +198,6 @@ def test_session__says_why_it_cannot_mark(tmp_path: Path, explorer: Explorer) ->
     assert "m.parquet" in session.said["text"]
     assert session.said["undo"] == 0
     assert Path(marks.path).read_text() == "mine"
-
-
-def test_session__computes_when_the_browser_shows_it(explorer: Explorer) -> None:
-    session = Session(explorer, View())
-    assert session._thread is None  # what it changed now would be lost
-    assert 'aria-busy="true"' in session.html
-    session._handle_msg({"shown": True})
-    session.wait(PATIENCE_S)
-    assert "<tbody>" in session.html
 
 
 def test_explorer__in_a_notebook_without_the_extension(

@@ -56,13 +56,6 @@ def test_session__ranks_training_samples_by_loss_before_it_reads_features() -> N
     assert cards(session) == [i for i in np.argsort(-influence) if i % 2][24:]
 
 
-def test_session__on_the_client_that_was_active(client: Client) -> None:
-    explorer = td.explore(data(N, 0), data(M, 1), estimator=TRAK)
-    assert explorer.client is client
-    session = opened(explorer, View(page="target", target=2))
-    assert cards(session)[:10] == best(target=2)
-
-
 def test_session__marks_samples_and_takes_it_back_step_by_step(tmp_path: Path) -> None:
     names = [f"id {i}" for i in range(N - 1)]
     features = data(N, 0).assign_coords(sample=[*names, "id 8"])  # two share a label
@@ -161,6 +154,7 @@ def test_session__works_again_when_what_killed_a_worker_is_gone(
     mortal = da.map_blocks(deadly, features.feature.data, str(switch), dtype=np.float32)
     lazy = features.assign(feature=(features.feature.dims, mortal))
     explorer = td.explore(lazy, data(M, 1), estimator=TRAK)
+    assert explorer.client is process_client
     switch.touch()
     session = opened(explorer, View(page="target", target=1))
     assert "A worker process ended" in session.html
