@@ -66,6 +66,13 @@ def cards(session: Session) -> list[int]:
     return [int(i) for i in re.findall(r"<a [^>]*>sample (\d+)</a></header>", session.html)]
 
 
+def through(function: Callable[..., Any], features: xr.Dataset, *arguments: Any) -> xr.Dataset:
+    """Return features whose blocks go through a function."""
+    x = features.feature.data
+    lazy = da.map_blocks(function, x, *arguments, dtype=x.dtype, meta=x._meta)
+    return features.assign(feature=(features.feature.dims, lazy))
+
+
 class Gate:
     """Lets a function of blocks or images begin, and waits until the test opens the gate."""
 
@@ -83,9 +90,7 @@ class Gate:
 
     def before(self, features: xr.Dataset) -> xr.Dataset:
         """Return features whose blocks wait."""
-        x = features.feature.data
-        lazy = da.map_blocks(self, x, dtype=x.dtype, meta=x._meta)
-        return features.assign(feature=(features.feature.dims, lazy))
+        return through(self, features)
 
 
 def go(session: Session, message: dict[str, Any]) -> str:

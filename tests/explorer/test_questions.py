@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import dask.array as da
 import numpy as np
 import pandas as pd
 import pytest
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 import xarray as xr
 
 import trakdask as td
+from tests.explorer.sessions import through
 from tests.explorer.simulated import (
     FEATURES,
     LABEL,
@@ -69,6 +69,8 @@ def test_top__of_few_samples_or_checkpoints(questions: Questions, truth: Any) ->
     one = Questions(features, targets, TRAK).top(View(k=1))
     assert one["sample"].tolist() == [int((truth.products[:, 0, 1] * truth.q[:, 1]).argmax())]
     assert one["spread"].isna().all()
+    assert not questions.has_credit
+    assert not questions.has_grade
 
 
 OTHERS = [GradDot(), GradCos(), td.TracIn({"c0": 0.1, "c1": 0.01, "c2": 1.0})]
@@ -110,17 +112,14 @@ def test_page_of_a_target__computes_its_scores_once() -> None:
         read.append(1)
         return block
 
-    x = FEATURES.feature.data
-    lazy = da.map_blocks(counted, x, dtype=x.dtype, meta=x._meta)
-    features = FEATURES.assign(feature=(FEATURES.feature.dims, lazy))
-    questions = Questions(features, TARGETS, TRAK)
+    questions = Questions(through(counted, FEATURES), TARGETS, TRAK)
     assert questions.setting
     read.clear()
     for view in (View(target=3, group_by="source"), View(target=3, where="length > 50", k=3)):
         questions.top(view)
         questions.top(view, largest=False)
         questions.groups(view.replace(group_by="source"))
-    assert len(read) == x.npartitions
+    assert len(read) == FEATURES.feature.data.npartitions
 
 
 def test_questions__with_other_targets_keep_their_setting(questions: Questions, truth: Any) -> None:
@@ -386,8 +385,3 @@ def test_grade__is_that_of_its_function(graded: Questions) -> None:
     expected = td.evaluate.cross_validate(graded.features, graded.targets.features, TRAK)
     assert float(graded.grade().lds_mean) == pytest.approx(float(expected.lds_mean), rel=1e-4)
     assert graded.grade() is graded.known_grade
-
-
-def test_questions__of_few_checkpoints_have_no_credit_and_no_grade(questions: Questions) -> None:
-    assert not questions.has_credit
-    assert not questions.has_grade

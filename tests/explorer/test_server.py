@@ -59,9 +59,8 @@ def test_server__answers_who_has_the_token(url: str, path: str) -> None:
 @pytest.mark.parametrize(
     ("query", "expected"),
     [
-        ({"target": "9" * 5000}, 400), ({"k": "inf"}, 400), ({"where": "label == 3\0"}, 400),
-        ({"where": f"output < {'9' * 400}"}, 400), ({"page": ["corpus", "targets"]}, 400),
-        ({"sort": "nope"}, 400), ({"group_by": "nope"}, 400), ({"search": b"\xff"}, 400),
+        ({"target": "9" * 5000}, 400), ({"k": ["3", "3"]}, 400), ({"search": b"\xff"}, 400),
+        ({"sort": "nope"}, 400), ({"group_by": "nope"}, 400), ({"where": "label =="}, 400),
         ({"sort": "output", "group_by": "label", "search": "²", "other": "9" * 5000}, 200),
         ({"theme": b"\xff", "bokeh-session-id": b"\xff"}, 200),  # which Bokeh and Panel would read
     ],

@@ -7,14 +7,13 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-import dask.array as da
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster
 
 import trakdask as td
 from tests.explorer import test_new_targets as new_targets
-from tests.explorer.sessions import TRAK, Gate, M, N, best, cards, data, opened, show
+from tests.explorer.sessions import TRAK, Gate, M, N, best, cards, data, opened, show, through
 from tests.waiting import PATIENCE_S
 from trakdask.explorer import Marks
 from trakdask.explorer.app import Session
@@ -150,10 +149,9 @@ def test_session__works_again_when_what_killed_a_worker_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(process_cluster.scheduler, "allowed_failures", 0)
-    switch, features = tmp_path / "kill", data(N, 0)
-    mortal = da.map_blocks(deadly, features.feature.data, str(switch), dtype=np.float32)
-    lazy = features.assign(feature=(features.feature.dims, mortal))
-    explorer = td.explore(lazy, data(M, 1), estimator=TRAK)
+    switch = tmp_path / "kill"
+    mortal = through(deadly, data(N, 0), str(switch))
+    explorer = td.explore(mortal, data(M, 1), estimator=TRAK)
     assert explorer.client is process_client
     switch.touch()
     session = opened(explorer, View(page="target", target=1))
