@@ -220,8 +220,7 @@ def target_maker(
     if samples:
         model = model.for_variables({str(n): x.ndim for n, x in samples.variables.items()})
     projector_of(features)
-    as_model = features.isel({SAMPLE: slice(0)})
-    as_model.attrs = features.attrs | model.spec()
+    as_model = features.isel({SAMPLE: slice(0)}).assign_attrs(model.spec())
     require_comparable(features, as_model, name="the model's")
     return TargetMaker(model, features, tokenizer, preprocess)
 

@@ -275,12 +275,9 @@ class Questions:
         block //= _TARGETS_TOGETHER
         found = self._bounds(by, mask.tobytes(), block) if mask.any() else None
         # 2. One target of these.
-        if found is None:
-            sums["spread"] = np.nan
-        else:
-            found = found.isel({TARGET: view.target - block * _TARGETS_TOGETHER})
-            gone = self.training.only_of(by, self.targets, [view.target])
-            sums = tables.with_bounds(sums, found, gone)
+        of_target = found and found.isel({TARGET: view.target - block * _TARGETS_TOGETHER})
+        gone = self.training.only_of(by, self.targets, [view.target])
+        sums = tables.with_bounds(sums, of_target, gone)
         return sums.sort_values("score", ascending=False, kind="stable").reset_index()
 
     def _bounds_of(self, by: str, mask: bytes, block: int) -> xr.Dataset | None:
@@ -327,14 +324,12 @@ class Questions:
             except ValueError:
                 if not self._has_shares:
                     raise
-        table = counts.assign(score=np.nan, spread=np.nan)
+        table = counts.assign(score=np.nan)
         if (found is None or gone) and self._has_shares:
             table["score"] = scorer.groups(targets, by, share=True).to_series()
-        if found is None:
-            table = table.dropna(subset="score")
-        else:
-            table = tables.with_bounds(table, found.isel({TARGET: 0}), gone)
+        table = tables.with_bounds(table, found and found.isel({TARGET: 0}), gone)
         is_loss = found is not None  # groups are the better, the lower it is with them
+        table = table if is_loss else table.dropna(subset="score")
         return table.sort_values("score", ascending=is_loss, kind="stable").reset_index()
 
     def grade(self) -> xr.Dataset:

@@ -284,13 +284,15 @@ def chosen(table: pd.DataFrame, where: str, name: str, *, ascending: bool = Fals
     return table.sort_values(name, ascending=ascending, kind="stable", key=key)
 
 
-def with_bounds(table: pd.DataFrame, found: xr.Dataset, gone: list[Any]) -> pd.DataFrame:
-    """Return a table of groups with half of their intervals in the column ``spread``.
+def with_bounds(table: pd.DataFrame, found: xr.Dataset | None, gone: list[Any]) -> pd.DataFrame:
+    """Return a table of groups with half of their intervals, if found, in the column ``spread``.
 
     Where effects were found, they take the place of the column ``score``, which is then ``sum``.
     They are NaN for the groups that are ``gone``: what models without them make of their class is
     not known.
     """
+    if found is None:
+        return table.assign(spread=np.nan)
     if "effect" not in found:
         return table.assign(spread=(found["upper"] - found["score"]).to_series())
     effects = found.to_dataframe()[["effect", "upper"]].dropna()
