@@ -149,6 +149,8 @@ def test_condition__of_many_terms_is_that_of_each(name: str) -> None:
         ("~good", "try not good"),
         ("day > 'June'", "2024-06-01"),
         ("not " * 3000 + "good", "expected a condition"),
+        (f"weight < 1{'0' * 400}", "at most 308 digits"),
+        (f"weight < 0x{'f' * 5000}", "at most 308 digits"),
     ],
 )
 def test_condition__says_how_to_spell_it(text: str, remedy: str) -> None:

@@ -44,6 +44,7 @@ ROWS = [
     explore("model without a way to its inputs", ValueError, ["tokenizer", "preprocess"], model=MODEL),
     explore("preprocess without a model", ValueError, ["preprocess", "model=td.Model"], preprocess=np.asarray),
     explore("tokenizer is a name", TypeError, ["tokenizer", "'gpt2'"], model=MODEL, tokenizer="gpt2"),
+    BadInput("explore", "a view saved to a folder", lambda folder: td.explore(FEATURES, TARGETS).save_html(folder), ValueError, ["the folder", "view.html"]),
     explore("model of other features", td.errors.StoreMismatchError, ["the model's", "parameters"], model=MODEL, preprocess=np.asarray, features=OF_A_MODEL, targets=OF_A_MODEL),
 ]  # fmt: skip
 

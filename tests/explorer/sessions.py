@@ -35,15 +35,25 @@ def data(n: int, seed: int) -> xr.Dataset:
 
 def opened(explorer: Explorer, view: View) -> Session:
     session = Session(explorer, view)
+    assert session._thread is None  # what it changed before a browser shows it would be lost
+    assert 'aria-busy="true"' in session.html
     session._handle_msg({"shown": True})
     session.wait(PATIENCE_S)
     assert 'aria-busy="true"' not in session.html
     return session
 
 
-def links(session: Session) -> list[View]:
-    hrefs = re.findall(r'href="\?([^"]*)"', session.html)
-    return [View.from_query(unescape(href)) for href in hrefs]
+def show(session: Session, view: View) -> None:
+    """Show another page, and wait until it is complete."""
+    session.go(view)
+    session.wait(PATIENCE_S)
+
+
+def links(html: str) -> list[tuple[View, str]]:
+    """Return the views that a page links to, and the texts of the links."""
+    found = re.findall(r'<a [^>]*href="\?([^"]*)"[^>]*>(.*?)</a>', html, re.DOTALL)
+    plain = [(href, re.sub("<[^>]*>", "", text)) for href, text in found]
+    return [(View.from_query(unescape(href)), unescape(text)) for href, text in plain]
 
 
 def best(target: int) -> list[int]:
@@ -54,6 +64,13 @@ def best(target: int) -> list[int]:
 
 def cards(session: Session) -> list[int]:
     return [int(i) for i in re.findall(r"<a [^>]*>sample (\d+)</a></header>", session.html)]
+
+
+def through(function: Callable[..., Any], features: xr.Dataset, *arguments: Any) -> xr.Dataset:
+    """Return features whose blocks go through a function."""
+    x = features.feature.data
+    lazy = da.map_blocks(function, x, *arguments, dtype=x.dtype, meta=x._meta)
+    return features.assign(feature=(features.feature.dims, lazy))
 
 
 class Gate:
@@ -73,9 +90,7 @@ class Gate:
 
     def before(self, features: xr.Dataset) -> xr.Dataset:
         """Return features whose blocks wait."""
-        x = features.feature.data
-        lazy = da.map_blocks(self, x, dtype=x.dtype, meta=x._meta)
-        return features.assign(feature=(features.feature.dims, lazy))
+        return through(self, features)
 
 
 def go(session: Session, message: dict[str, Any]) -> str:

@@ -14,10 +14,9 @@ import pytest
 import torch
 
 import trakdask as td
+from tests.explorer import marked
 from tests.explorer.sessions import SCRIPT, TRAK, M, N, data, go, links, opened
-from tests.waiting import PATIENCE_S
 from trakdask.explorer import Explorer, Marks
-from trakdask.explorer.app import Session
 from trakdask.explorer.view import PAGES, View
 
 
@@ -40,7 +39,7 @@ def test_session__shows_every_page_and_escapes_all_data(explorer: Explorer, page
     assert ("&lt;script&gt;" in html) == (page not in ("new", "marks"))  # which show no data here
     assert session.query == View(page=page).to_query()
     assert html.count("<main>") == html.count("<h1>") == 1
-    assert all(not view.errors for view in links(session))
+    assert all(not view.errors for view, _ in links(html))
     # Each field has a name.
     assert not re.findall(r"<label>\s*<(?:select|input)(?![^>]* aria-label)", html)
 
@@ -69,6 +68,13 @@ def test_session__tells_what_it_did_not_understand(explorer: Explorer) -> None:
     html = opened(explorer, View.from_query("?target=x<b>")).html
     assert "One part of the address, target" in html
     assert "x<b>" not in html
+    for name in ("sort", "group_by"):
+        html = unescape(go(session := opened(explorer, View()), {"query": f"{name}=<b>"}))
+        text = "There is no column '<b>'; there are label, source"
+        assert f"One part of the address, {name}, was left out. {text}" in html
+        assert session.view == View()
+        with pytest.raises(ValueError, match=f"{name}: {text}"):
+            explorer.checked(f"{name}=<b>")
     for kind, n in (("target", M), ("sample", N), ("sample", 10**22)):
         missing = opened(explorer, View(page=kind, **{kind: n})).html
         name = "training sample" if kind == "sample" else kind
@@ -99,7 +105,7 @@ def test_session__beyond_the_end_of_a_table_shows_its_last_rows(explorer: Explor
         html, first = session.html, (n - 1) // 24 * 24
         assert f"{first + 1}–{n} of {n}" in html
         assert "No training sample" not in html
-        assert View(page=page, first=first - 24) in links(session)
+        assert View(page=page, first=first - 24) in [view for view, _ in links(html)]
 
 
 def test_session__says_that_no_sample_is_in_a_group(explorer: Explorer) -> None:
@@ -127,6 +133,15 @@ def test_session__says_beside_its_field_what_is_wrong(
     assert [unescape(text) for text in inputs] == [typed] * bool(typed)
 
 
+def test_checked__is_the_view_of_a_text_without_errors(explorer: Explorer) -> None:
+    assert explorer.checked("sort=output") == View(sort="output")
+    assert explorer.targets.columns == [*explorer.targets.whole]
+    wrong = View.from_query("k=many")
+    assert explorer.checked(wrong) is wrong  # a page shows its errors
+    with pytest.raises(ValueError, match="'k=many': k: This must be a whole number"):
+        explorer.checked("k=many")
+
+
 @pytest.mark.parametrize(
     ("label", "q", "verdict"),
     [
@@ -138,15 +153,9 @@ def test_session__says_beside_its_field_what_is_wrong(
     ],
 )
 def test_session__says_what_the_model_makes_of_a_target(label: int, q: float, verdict: str) -> None:
-    features, targets = (
-        data(n, seed).assign_attrs(
-            task="ImageClassification()", label="label", default_estimator="soft"
-        )
-        for n, seed in ((N, 0), (M, 1))
-    )
-    targets = targets.isel(sample=[0]).assign_coords(label=("sample", [label]))
+    targets = marked.features(1, 1).assign_coords(label=("sample", [label]))
     targets = targets.assign(out_to_loss=targets.out_to_loss * 0 + q)
-    explorer = td.explore(features, targets, estimator=TRAK)
+    explorer = td.explore(marked.features(N, 0), targets, estimator=TRAK)
     html = opened(explorer, View(page="target")).html
     (reading, *_) = re.findall(r'<p class="reading">(.*?)</p>', html, re.DOTALL)
     assert re.sub("<[^>]*>", "", reading) == verdict
@@ -183,15 +192,6 @@ def test_session__says_why_it_cannot_mark(tmp_path: Path, explorer: Explorer) ->
     assert "m.parquet" in session.said["text"]
     assert session.said["undo"] == 0
     assert Path(marks.path).read_text() == "mine"
-
-
-def test_session__computes_when_the_browser_shows_it(explorer: Explorer) -> None:
-    session = Session(explorer, View())
-    assert session._thread is None  # what it changed now would be lost
-    assert 'aria-busy="true"' in session.html
-    session._handle_msg({"shown": True})
-    session.wait(PATIENCE_S)
-    assert "<tbody>" in session.html
 
 
 def test_explorer__in_a_notebook_without_the_extension(

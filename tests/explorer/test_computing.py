@@ -15,7 +15,7 @@ import dask.array as da
 import numpy as np
 import pytest
 import xarray as xr
-from distributed import Client, Event, Queue
+from distributed import Client, Event
 
 from tests.waiting import PATIENCE_S
 from trakdask.explorer.computing import Computation, compute, persist
@@ -65,11 +65,6 @@ def test_computation__that_is_abandoned_starts_no_further_task() -> None:
 def wait_for_event(x: np.ndarray, name: str) -> np.ndarray:
     Event(f"{name}-started").set()
     Event(name).wait(PATIENCE_S)
-    return x
-
-
-def wait_for_turn(x: np.ndarray, name: str) -> np.ndarray:
-    Queue(name).get(timeout=PATIENCE_S)
     return x
 
 

@@ -170,11 +170,6 @@ def test_save_html__says_of_what_it_is(tmp_path: Path) -> None:
     assert f"{pd.Timestamp.now('UTC'):%Y-%m-%d}" in about
 
 
-def test_save_html__of_a_folder(explorer: Explorer, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"view\.html"):
-        explorer.save_html(tmp_path)
-
-
 def test_marks__are_listed_as_text(explorer: Explorer) -> None:
     view = View(page="marks")
     assert "No sample is marked" in html_of(explorer, view)

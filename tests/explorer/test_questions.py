@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import dask.array as da
 import numpy as np
 import pandas as pd
 import pytest
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 import xarray as xr
 
 import trakdask as td
+from tests.explorer.sessions import through
 from tests.explorer.simulated import (
     FEATURES,
     LABEL,
@@ -27,6 +27,7 @@ from tests.explorer.simulated import (
     halves,
 )
 from trakdask.attribution.estimators import GradCos, GradDot
+from trakdask.explorer.contents import Contents
 from trakdask.explorer.questions import Questions
 from trakdask.explorer.view import View
 
@@ -34,12 +35,21 @@ from trakdask.explorer.view import View
 pytestmark = pytest.mark.filterwarnings("ignore:all samples of .* are in one group")
 
 
+MASKS = {
+    "": np.ones(N, bool),
+    'source == "web" and length < 70': (SOURCE == "web") & (LENGTH < 70),
+    '"w" in source': SOURCE != "book",
+    "label == target_label and sample > 8": (TARGETS.label[7].item() == LABEL) & (np.arange(N) > 8),
+}
+"""Which training samples meet a condition, which may name the label of target 7."""
+
+
 @pytest.mark.parametrize("largest", [True, False])
-@pytest.mark.parametrize("where", ["", 'source == "web" and length < 70', '"w" in source'])
-def test_top__is_a_sorted_row(questions: Questions, truth: Any, where: str, largest: bool) -> None:
+@pytest.mark.parametrize(("where", "mask"), MASKS.items())
+def test_top__is_a_sorted_row(
+    questions: Questions, truth: Any, where: str, mask: np.ndarray, largest: bool
+) -> None:
     top = questions.top(View(target=7, where=where, k=6), largest=largest)
-    is_web = (SOURCE == "web") & (LENGTH < 70)
-    mask = {"": np.ones(N, bool), '"w" in source': SOURCE != "book"}.get(where, is_web)
     scores = truth.scores[:, 7]
     order = np.argsort(-scores if largest else scores)
     order = order[mask[order]][:6]
@@ -59,6 +69,8 @@ def test_top__of_few_samples_or_checkpoints(questions: Questions, truth: Any) ->
     one = Questions(features, targets, TRAK).top(View(k=1))
     assert one["sample"].tolist() == [int((truth.products[:, 0, 1] * truth.q[:, 1]).argmax())]
     assert one["spread"].isna().all()
+    assert not questions.has_credit
+    assert not questions.has_grade
 
 
 OTHERS = [GradDot(), GradCos(), td.TracIn({"c0": 0.1, "c1": 0.01, "c2": 1.0})]
@@ -81,27 +93,16 @@ def test_top_and_targets_of__are_a_column_and_a_row(estimator: Any) -> None:
     np.testing.assert_allclose(table["score"], scores[11][table.index], rtol=1e-4)
 
 
-@pytest.mark.parametrize("where", ["", "length >= 50"])
-def test_groups__are_sums_of_scores(questions: Questions, truth: Any, where: str) -> None:
-    groups = questions.groups(View(target=3, group_by="source", where=where))
-    mask = (50 if where else 0) <= LENGTH
-    scores = pd.Series(truth.scores[mask, 3])
+@pytest.mark.parametrize(("where", "mask"), MASKS.items())
+def test_groups__are_sums_of_scores(
+    questions: Questions, truth: Any, where: str, mask: np.ndarray
+) -> None:
+    groups = questions.groups(View(target=7, group_by="source", where=where))
+    scores = pd.Series(truth.scores[mask, 7])
     by = scores.groupby(SOURCE[mask])
     np.testing.assert_allclose(groups["score"], by.sum()[groups["source"]], rtol=1e-4)
     assert groups["samples"].tolist() == by.size()[groups["source"]].tolist()
     assert groups["score"].is_monotonic_decreasing
-
-
-def test_conditions__may_compare_samples_with_the_target(questions: Questions, truth: Any) -> None:
-    view = View(target=3, group_by="source", where="label == target_label and sample >= 9", k=N)
-    mask = (TARGETS.label.values[3] == LABEL) & (np.arange(N) >= 9)
-    assert 0 < mask.sum() < N
-    scores = truth.scores[:, 3]
-    order = np.argsort(-scores)
-    assert questions.top(view)["sample"].tolist() == order[mask[order]].tolist()
-    sums = pd.Series(scores[mask]).groupby(SOURCE[mask]).sum()
-    groups = questions.groups(view)
-    np.testing.assert_allclose(groups["score"], sums[groups["source"]], rtol=1e-4)
 
 
 def test_page_of_a_target__computes_its_scores_once() -> None:
@@ -111,17 +112,14 @@ def test_page_of_a_target__computes_its_scores_once() -> None:
         read.append(1)
         return block
 
-    x = FEATURES.feature.data
-    lazy = da.map_blocks(counted, x, dtype=x.dtype, meta=x._meta)
-    features = FEATURES.assign(feature=(FEATURES.feature.dims, lazy))
-    questions = Questions(features, TARGETS, TRAK)
+    questions = Questions(through(counted, FEATURES), TARGETS, TRAK)
     assert questions.setting
     read.clear()
     for view in (View(target=3, group_by="source"), View(target=3, where="length > 50", k=3)):
         questions.top(view)
         questions.top(view, largest=False)
         questions.groups(view.replace(group_by="source"))
-    assert len(read) == x.npartitions
+    assert len(read) == FEATURES.feature.data.npartitions
 
 
 def test_questions__with_other_targets_keep_their_setting(questions: Questions, truth: Any) -> None:
@@ -206,13 +204,16 @@ def test_scores__with_wrong_classes_and_with_a_gram_matrix_that_was_given() -> N
 
 
 def test_words__are_asked_for_with_the_estimator(truth: Any) -> None:
-    def words_of(known, target, at, estimator):
-        scores = td.score(known, target, estimator).isel(sample=at)
+    samples = xr.Dataset({"x": ("sample", np.arange(N))})
+
+    def words_of(known, target, of, estimator):
+        scores = td.score(known, target, estimator).isel(sample=of.x.values)
         return (scores * xr.DataArray([0.75, 0.25], dims="token")).transpose(
             "sample", ..., "target"
         )
 
-    questions = Questions(FEATURES, TARGETS, TRAK, words=words_of)
+    contents = Contents(samples), Contents()
+    questions = Questions(FEATURES, TARGETS, TRAK, words=words_of, contents=contents)
     words = questions.words(View(target=7), np.array([5, 2]))
     scores = truth.scores[[5, 2], 7]
     np.testing.assert_allclose(words.values, scores[:, None] * [0.75, 0.25], rtol=1e-3)
@@ -384,10 +385,3 @@ def test_grade__is_that_of_its_function(graded: Questions) -> None:
     expected = td.evaluate.cross_validate(graded.features, graded.targets.features, TRAK)
     assert float(graded.grade().lds_mean) == pytest.approx(float(expected.lds_mean), rel=1e-4)
     assert graded.grade() is graded.known_grade
-
-
-def test_questions__of_few_checkpoints_have_no_credit_and_no_grade(questions: Questions) -> None:
-    view = View(target=3, group_by="source")
-    assert questions.groups(view)["spread"].isna().all()
-    assert not questions.has_credit
-    assert not questions.has_grade

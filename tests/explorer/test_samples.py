@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from base64 import b64decode
+from typing import Any
 
 import matplotlib.image
 import numpy as np
@@ -22,29 +23,25 @@ def pixels(html: str) -> np.ndarray:
     return np.asarray(matplotlib.image.imread(io.BytesIO(b64decode(encoded)), format="png"))
 
 
-@pytest.mark.parametrize("shape", [(6, 5), (1, 6, 5), (6, 5, 1)])
-def test_html__of_grey_images(shape: tuple[int, ...]) -> None:
-    image = np.random.default_rng(0).random((9, *shape)).astype(np.float32)
-    (html,) = Contents(td.from_arrays({"image": image}), cmap="gray").html([4])
-    grey = image[4].reshape(6, 5)
-    scaled = (grey - grey.min()) / (grey.max() - grey.min())
-    np.testing.assert_allclose(pixels(html)[..., 0], scaled, atol=2 / 255)
+GREY, COLOURED = np.random.default_rng(0).random((2, 9, 6, 5, 3), np.float32)
+RANGE = GREY[4, ..., 0].min(), np.ptp(GREY[4, ..., 0])
+FIRST, NORMAL = np.moveaxis(COLOURED, 3, 1), ((0.5,) * 3, (0.25,) * 3)
 
 
-@pytest.mark.parametrize("axis", [1, 3])
-def test_html__of_coloured_images(axis: int) -> None:
-    image = np.random.default_rng(0).random((9, 6, 5, 3)).astype(np.float32)
-    samples = td.from_arrays({"image": np.moveaxis(image, 3, axis)})
-    first, second = Contents(samples).html([7, 2])
-    np.testing.assert_allclose(pixels(first)[..., :3], image[7], atol=1 / 255)
-    np.testing.assert_allclose(pixels(second)[..., :3], image[2], atol=1 / 255)
-
-
-def test_html__undoes_the_normalization_of_images() -> None:
-    image = np.random.default_rng(0).random((2, 3, 6, 5))
-    normal = td.from_arrays({"image": (image - 0.5) / 0.25})
-    html = Contents(normal, normalize=((0.5,) * 3, (0.25,) * 3)).html([1])[0]
-    np.testing.assert_allclose(pixels(html)[..., :3], np.moveaxis(image[1], 0, -1), atol=1 / 255)
+@pytest.mark.parametrize(
+    ("image", "normalize", "expected"),
+    [
+        *((GREY[..., :1].reshape(9, *shape), None, (GREY[4, ..., :1] - RANGE[0]) / RANGE[1])
+          for shape in ((6, 5), (1, 6, 5), (6, 5, 1))),
+        (COLOURED, None, COLOURED[4]), (FIRST, None, COLOURED[4]),
+        ((FIRST - 0.5) / 0.25, NORMAL, COLOURED[4]),
+    ],
+    ids=["grey", "a channel", "a channel last", "channels last", "channels", "normalized"],
+)  # fmt: skip
+def test_html__of_images(image: np.ndarray, normalize: Any, expected: np.ndarray) -> None:
+    samples = Contents(td.from_arrays({"image": image}), normalize=normalize, cmap="gray")
+    _, html = samples.html([2, 4])
+    np.testing.assert_allclose(pixels(html)[..., : expected.shape[2]], expected, atol=2 / 255)
 
 
 def test_html__escapes_texts_tokens_and_names() -> None:
@@ -124,4 +121,4 @@ def test_html__reads_only_what_is_shown() -> None:
 
 
 def test_html__without_samples_is_empty() -> None:
-    assert Contents(None).html([1, 2]) == ["", ""]
+    assert Contents().html([1, 2]) == ["", ""]

@@ -12,25 +12,22 @@ from collections.abc import Iterator
 from contextlib import closing
 from http.client import HTTPConnection
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import Any
+from urllib.parse import urlencode, urlsplit
 
 import psutil
 import pytest
-import xarray as xr
 
 import trakdask as td
 from tests.explorer.browser import served
+from tests.explorer.sessions import data
 from tests.waiting import PATIENCE_S
 from trakdask.explorer import Explorer
 from trakdask.explorer.server import server
 
 
-def simulated(seed: int, n_samples: int = 12) -> xr.Dataset:
-    return td.testing.simulate_features(n_samples, 4, 3, chunks=4, seed=seed)
-
-
 def explorer() -> Explorer:
-    return td.explore(simulated(0), simulated(1), estimator=td.Trak(damping=0.1))
+    return td.explore(data(12, 0), data(12, 1), estimator=td.Trak(damping=0.1))
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +54,23 @@ def test_server__answers_who_has_the_token(url: str, path: str) -> None:
     status, content = answer(url + path)
     assert status == 200
     assert len(content) > 1000
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        ({"target": "9" * 5000}, 400), ({"k": ["3", "3"]}, 400), ({"search": b"\xff"}, 400),
+        ({"sort": "nope"}, 400), ({"group_by": "nope"}, 400), ({"where": "label =="}, 400),
+        ({"sort": "output", "group_by": "label", "search": "²", "other": "9" * 5000}, 200),
+        ({"theme": b"\xff", "bokeh-session-id": b"\xff"}, 200),  # which Bokeh and Panel would read
+    ],
+)  # fmt: skip
+def test_server__answers_addresses_that_cannot_be_understood_with_400(
+    url: str, query: dict[str, Any], expected: int
+) -> None:
+    status, content = answer(f"{url}?{urlencode(query, doseq=True)}")
+    assert status == expected
+    assert b"<script" in content  # the page, which says what is wrong
 
 
 def test_server__refuses_whoever_has_it_not(url: str) -> None:
@@ -122,8 +136,8 @@ def test_server__of_a_port_that_is_taken_and_an_address_of_no_machine() -> None:
 
 @pytest.mark.slow
 def test_explore__prints_one_address_and_ends_by_ctrl_c(tmp_path: Path) -> None:
-    td.save(simulated(0), tmp_path / "train.zarr", progress=False)
-    td.save(simulated(1), tmp_path / "targets.zarr", estimator=None, progress=False)
+    td.save(data(12, 0), tmp_path / "train.zarr", progress=False)
+    td.save(data(12, 1), tmp_path / "targets.zarr", estimator=None, progress=False)
     process = subprocess.Popen(
         [sys.executable, "-m", "trakdask", "explore", "train.zarr", "targets.zarr"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

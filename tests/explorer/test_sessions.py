@@ -7,14 +7,13 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-import dask.array as da
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster
 
 import trakdask as td
 from tests.explorer import test_new_targets as new_targets
-from tests.explorer.sessions import TRAK, Gate, M, N, best, cards, data, opened
+from tests.explorer.sessions import TRAK, Gate, M, N, best, cards, data, opened, show, through
 from tests.waiting import PATIENCE_S
 from trakdask.explorer import Marks
 from trakdask.explorer.app import Session
@@ -51,17 +50,9 @@ def test_session__ranks_training_samples_by_loss_before_it_reads_features() -> N
     assert "computing" in session.html
     gate.open()
     session.wait(PATIENCE_S)
-    session.go(view.replace(first=24, order="self_influence"))
-    session.wait(PATIENCE_S)
+    show(session, view.replace(first=24, order="self_influence"))
     influence = td.self_influence(features, TRAK).values
     assert cards(session) == [i for i in np.argsort(-influence) if i % 2][24:]
-
-
-def test_session__on_the_client_that_was_active(client: Client) -> None:
-    explorer = td.explore(data(N, 0), data(M, 1), estimator=TRAK)
-    assert explorer.client is client
-    session = opened(explorer, View(page="target", target=2))
-    assert cards(session)[:10] == best(target=2)
 
 
 def test_session__marks_samples_and_takes_it_back_step_by_step(tmp_path: Path) -> None:
@@ -77,8 +68,7 @@ def test_session__marks_samples_and_takes_it_back_step_by_step(tmp_path: Path) -
     assert sorted(session.marked) == ["59 remove", "7 remove", "7 wrong label", "8 remove"]
     other._handle_msg({"mark": "duplicate", "sample": 7, "wanted": True})
     marks.mark(["of another store"], "remove")
-    session.go(View(page="sample", sample=3))  # what can be undone is not lost on the way
-    session.wait(PATIENCE_S)
+    show(session, View(page="sample", sample=3))  # what can be undone is not lost on the way
     left = []
     while session.said["undo"]:
         session._handle_msg({"undo": True})
@@ -127,8 +117,7 @@ def test_session__works_again_when_a_store_that_vanished_is_back(tmp_path: Path)
     assert "does not exist" in session.html
     assert "Traceback" not in session.html
     away.rename(store)
-    session.go(View(page="target", target=2))
-    session.wait(PATIENCE_S)
+    show(session, View(page="target", target=2))
     assert cards(session)[:10] == best(target=2)
 
 
@@ -160,14 +149,13 @@ def test_session__works_again_when_what_killed_a_worker_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(process_cluster.scheduler, "allowed_failures", 0)
-    switch, features = tmp_path / "kill", data(N, 0)
-    mortal = da.map_blocks(deadly, features.feature.data, str(switch), dtype=np.float32)
-    lazy = features.assign(feature=(features.feature.dims, mortal))
-    explorer = td.explore(lazy, data(M, 1), estimator=TRAK)
+    switch = tmp_path / "kill"
+    mortal = through(deadly, data(N, 0), str(switch))
+    explorer = td.explore(mortal, data(M, 1), estimator=TRAK)
+    assert explorer.client is process_client
     switch.touch()
     session = opened(explorer, View(page="target", target=1))
     assert "A worker process ended" in session.html
-    session.go(View(page="target", target=2))
-    session.wait(PATIENCE_S)
+    show(session, View(page="target", target=2))
     assert "message error" not in session.html
     assert cards(session)[:10] == best(target=2)

@@ -94,6 +94,24 @@ def test_facets__lead_to_every_kind_of_value_also_to_missing_ones() -> None:
             assert condition_mask(table, _condition(value, name)).sum() == count
 
 
+def test_tables__of_all_training_samples_are_made_for_the_first_page_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    questions = Questions(FEATURES, TARGETS, TRAK)
+    assert {"label", "loss", "self_influence", "mark"} <= {*questions.first_row}
+    made, assign = [], pd.DataFrame.assign
+    counted = lambda table, **new: made.append(len(table)) or assign(table, **new)  # noqa: E731
+    monkeypatch.setattr(pd.DataFrame, "assign", counted)
+    for target in range(3):
+        view = View(page="target", target=target, group_by="source")
+        assert len(questions.first_row) == 1
+        assert len(questions.ranking(view)) == N
+        assert len(questions.groups(view)) == len(questions.facets(view)["source"][0]) == 3
+    assert N not in made
+    questions.ranking(View(order="self_influence"))  # which needs one more column
+    assert N in made
+
+
 def test_duplicates__are_found_by_their_features() -> None:
     rows = np.arange(N)
     rows[[40, 60, 61]] = 5

@@ -6,6 +6,7 @@ import ast
 import functools
 import operator
 import re
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -85,6 +86,13 @@ class Condition:
             object.__setattr__(self, "tree", _parsed(self.text.strip()))
         except (AttributeError, SyntaxError, ValueError, RecursionError, MemoryError) as err:
             raise self._no_condition() from err
+        numbers = (x.value for x in ast.walk(self.tree) if isinstance(x, ast.Constant))
+        # numpy cannot compare larger ones, and Python refuses to write those of 4,300 digits.
+        if any(isinstance(x, int) and abs(x) > sys.float_info.max for x in numbers):
+            raise ValueError(
+                f"expected numbers of at most 308 digits in the condition {self.text!r:.200}; "
+                f"{_EXAMPLE}"
+            )
 
     def __call__(self, tile: xr.Dataset) -> xr.DataArray:
         """Return for which samples and targets of a tile the condition is true."""

@@ -157,7 +157,6 @@ def explore(
     model are used.
     """
     from trakdask.explorer import Marks  # takes seconds to import
-    from trakdask.explorer.view import View
 
     with ExitStack() as stack:
         stack.enter_context(_reported(debug))
@@ -186,7 +185,7 @@ def explore(
         kept = Marks.beside(store) if marks is None else Marks(marks, store=store)
         explorer = td.explore(features, target_features, marks=kept, **options)
         with about("--view"):
-            shown = View.checked(view)
+            shown = explorer.checked(view)
         if save is not None:
             explorer.save_html(save, shown)
             return _say(f"{save} is written")

@@ -194,8 +194,8 @@ export function render({ model }) {
     else if (target.files) preview(target)
   })
   const save = () => {
-    for (const [name, bytes] of Object.entries(model.saved)) {
-      const href = URL.createObjectURL(new Blob([bytes]))
+    for (const [name, content] of Object.entries(model.saved)) {
+      const href = URL.createObjectURL(new Blob([content])) // a text or bytes
       Object.assign(document.createElement("a"), { href, download: name }).click()
       URL.revokeObjectURL(href)
     }

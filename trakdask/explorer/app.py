@@ -35,19 +35,21 @@ class Session(JSComponent):
     names = param.List([*vars(View())], doc="Parameters of the URL of a view.")
     marked = param.List([], doc="Which samples have which marks, as in '7 wrong label'.")
     said = param.Dict({}, doc="A message about a mark, and how many changes can be undone.")
-    saved = param.Dict({}, doc="The bytes of a file that the browser is to save, by its name.")
+    saved = param.Dict(
+        {}, doc="A text, or bytes, that the browser is to save as a file, by its name."
+    )
     follows_address = param.Boolean(False, doc="Whether the address of the page is the view's.")
 
     _esm: ClassVar[Any] = Path(__file__).parent / "app.js"
     _stylesheets: ClassVar[Any] = [STYLE]
 
     def __init__(self, questions: Questions, view: View | None = None) -> None:
-        location = pn.state.location
+        self._loop, self._doc = IOLoop.current(instance=False), pn.state.curdoc
+        context: Any = self._doc and self._doc.session_context
         super().__init__(  # type: ignore[no-untyped-call]
-            sizing_mode="stretch_width", margin=0, follows_address=location is not None
+            sizing_mode="stretch_width", margin=0, follows_address=context is not None
         )
         self.questions = questions
-        self._doc, self._loop = pn.state.curdoc, IOLoop.current(instance=False)
         marks = questions.marks
         self._marks = marks and Marks(  # which undoes what was marked in this tab
             marks.path, store=marks.store, storage_options=marks.storage_options
@@ -57,10 +59,11 @@ class Session(JSComponent):
         self._computation = Computation()
         self._thread: threading.Thread | None = None
         self.marked = self._marked()
-        if location:
-            pn.state.on_session_destroyed(lambda context: self._give_up())
+        self.view = view or questions.view(context.request.query if context else "")
+        if self._doc and context:
+            self._doc.on_session_destroyed(lambda context: self._give_up())
+            self._doc.template_variables["errors"] = self.view.errors  # for the server
         # Changes before a browser shows the page are lost. It says when it does.
-        self.view = view or View.from_query(location.search if location else "")
         waiting = [frame(self.view, name, "", busy=True) for name in sections(questions, self.view)]
         self.html = page(questions, self.view, waiting)
 
@@ -68,12 +71,27 @@ class Session(JSComponent):
         """Show a view, and more below it; the computation of the view before is given up."""
         self._give_up()
         self.view, self._computation = view, Computation(self.questions.client)
-        content = {**sections(self.questions, view), **(more or {})}
+        computation, content = self._computation, {**sections(self.questions, view), **(more or {})}
         parts = {name: frame(view, name, "", busy=True) for name in content}
-        self._draw(self._computation, parts)
+
+        def show(name: str, body: str, busy: bool = True) -> None:
+            parts[name] = frame(view, name, body, busy=busy) if busy or body else ""
+            self._later(lambda: self._draw(computation, parts))
+
+        def answer_all() -> None:
+            for name, html in content.items():
+                computation.progress = lambda done, total, name=name: show(
+                    name, render("progress", done=done, total=total)
+                )
+                with computation.active():
+                    body = answer(html, parts.values())
+                if computation.is_abandoned:
+                    return
+                show(name, body, busy=False)
+
+        self._draw(computation, parts)
         self.query = view.to_query()
-        arguments = self._computation, content, parts
-        self._thread = threading.Thread(target=self._answer, args=arguments, daemon=True)
+        self._thread = threading.Thread(target=answer_all, daemon=True)
         self._thread.start()
 
     def _give_up(self) -> None:
@@ -83,28 +101,6 @@ class Session(JSComponent):
         """Wait until the page is complete."""
         if self._thread is not None:
             self._thread.join(timeout)
-
-    def _answer(
-        self,
-        computation: Computation,
-        content: Mapping[str, Callable[[], str]],
-        parts: dict[str, str],
-    ) -> None:
-        for name, html in content.items():
-
-            def show(body: str, name: str = name, busy: bool = True) -> None:
-                parts[name] = frame(self.view, name, body, busy=busy) if busy or body else ""
-                self._later(lambda: self._draw(computation, parts))
-
-            def progress(done: int, total: int, show: Callable[[str], None] = show) -> None:
-                show(render("progress", done=done, total=total))
-
-            computation.progress = progress
-            with computation.active():
-                body = answer(html, parts.values())
-            if computation.is_abandoned:
-                return
-            show(body, busy=False)
 
     def _draw(self, computation: Computation, parts: Mapping[str, str]) -> None:
         if not computation.is_abandoned:
@@ -138,7 +134,7 @@ class Session(JSComponent):
         if "shown" in message:
             self.go(self.view)
         elif "query" in message:
-            self.go(View.from_query(str(message["query"])))
+            self.go(self.questions.view(str(message["query"])))
         elif "new" in message:
             self.go(View(page="new"), {"features": lambda: self._featurized(message["new"])})
         elif "mark" in message:
@@ -176,12 +172,11 @@ class Session(JSComponent):
             with Computation(self.questions.client).active():
                 if kind == "html":
                     name = f"trakdask {view.name}.html".replace(" ", "-")
-                    content = document(self.questions, view).encode()
+                    content = document(self.questions, view)
                 else:
                     assert self._marks is not None
                     name, table = f"{PurePath(self._marks.path).stem}.{kind}", self._marks.table()
                     content = getattr(table, f"to_{kind}")(None, index=False)
-                    content = content.encode() if kind == "csv" else content
         except Exception as err:
             message = plain_message(err)
             return self._later(lambda: self._say(lambda: message))

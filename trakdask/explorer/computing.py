@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import sys
 import threading
 import time
@@ -57,8 +56,8 @@ class Computation:
         finally:
             _CURRENT.reset(token)
 
-    def require_wanted(self) -> None:
-        """Raise an error if the answer is no longer wanted."""
+    def require_wanted(self, *task: Any) -> None:
+        """Raise an error if the answer is no longer wanted; Dask asks before each task."""
         if self.is_abandoned:
             raise CancelledError
 
@@ -69,17 +68,17 @@ class Computation:
             return self._on_cluster(client, lazy)
         if dask.config.get("scheduler", None) is not None:  # synchronous, or somebody's own
             return dask.compute(*lazy)
-        watch = (None, None, self._before_task, self._after_task, None)
+        watch = (None, None, self.require_wanted, self._after_task, None)
         # Threads of BLAS inside threads of dask would wait for each other: ten times as slow.
         with one_blas_thread():
             # The function, because dask would import distributed for the name of a scheduler.
             return dask.compute(*lazy, scheduler=threaded.get, callbacks=[watch])
 
     def _on_cluster(self, client: Client, lazy: tuple[Any, ...]) -> tuple[Any, ...]:
-        from distributed import Future
+        from distributed import futures_of
 
         results = client.compute(list(lazy))
-        futures = [result for result in results if isinstance(result, Future)]  # numpy stays numpy
+        futures = futures_of(results)  # numpy stays numpy
         try:
             self.wait(futures)
             return tuple(client.gather(results))
@@ -97,9 +96,6 @@ class Computation:
             self.require_wanted()
             with suppress(TimeoutError):
                 wait(futures, timeout=_ASKED_EVERY_S)
-
-    def _before_task(self, key: Any, graph: Any, state: Any) -> None:
-        self.require_wanted()
 
     def _after_task(self, key: Any, result: Any, graph: Any, state: Any, worker: Any) -> None:
         if self.progress is not None and time.monotonic() - self.told_at >= _TOLD_EVERY_S:
@@ -124,18 +120,13 @@ def one_blas_thread() -> Iterator[None]:
         with _LOCK:
             limit = _INSIDE.pop()
             if not _INSIDE:
-                _LIMITING.submit(limit.__exit__, None, None, None).result()
+                _LIMITING.submit(limit.restore_original_limits).result()
 
 
 def _limit_to_one_thread() -> Any:
-    return _blas().limit(limits=1, user_api="blas").__enter__()
+    from threadpoolctl import threadpool_limits  # optional dependency
 
-
-@functools.cache
-def _blas() -> Any:
-    from threadpoolctl import ThreadpoolController  # optional dependency
-
-    return ThreadpoolController()
+    return threadpool_limits(1, "blas")
 
 
 _LOCK, _LIMITING = threading.Lock(), ThreadPoolExecutor(1, thread_name_prefix="trakdask-blas")

@@ -37,7 +37,7 @@ class Contents:
     Parameters
     ----------
     samples
-        The samples that were featurized; None if they are not at hand.
+        The samples that were featurized; empty if they are not at hand.
     text
         The text of a token id, as in :func:`trakdask.explore`.
     inputs
@@ -51,7 +51,7 @@ class Contents:
         Contents of samples that were added after these, as escaped HTML, by position.
     """
 
-    samples: xr.Dataset | None = None
+    samples: xr.Dataset = field(default_factory=xr.Dataset)
     text: Text | None = None
     inputs: Sequence[str] = ()
     normalize: tuple[float | Sequence[float], float | Sequence[float]] | None = None
@@ -63,13 +63,10 @@ class Contents:
 
         ``brief`` leaves out everything but the first image or text. Reads these samples only.
         """
-        stored = [position for position in positions if position not in self.added]
-        contents = dict(zip(stored, self._stored(stored, brief=brief), strict=True))
-        return [*map({**contents, **self.added}.__getitem__, positions)]
+        stored = iter(self._stored([i for i in positions if i not in self.added], brief=brief))
+        return [self.added[i] if i in self.added else next(stored) for i in positions]
 
     def _stored(self, positions: Sequence[int], *, brief: bool) -> list[str]:
-        if self.samples is None or not len(positions):
-            return [""] * len(positions)
         names = [str(n) for n, v in self.samples.data_vars.items() if v.dims[:1] == (SAMPLE,)]
         kinds = {name: self._kind(name) for name in names}
         if brief:
@@ -77,7 +74,7 @@ class Contents:
             names = [name for name in ranked[:1] if kinds[name] != "numbers"]
         elif "tokens" in kinds.values():  # whose masks are no content
             names = [n for n in names if kinds[n] != "numbers" or "mask" not in n.lower()]
-        if not names:
+        if not names or not positions:
             return [""] * len(positions)
         chosen = self.samples[names].isel({SAMPLE: np.asarray(positions)})
         values = compute(*(chosen[name].variable.data for name in names))
@@ -86,7 +83,6 @@ class Contents:
 
     def _kind(self, name: str) -> str:
         """Return how a variable is shown; from its shape and dtype, without reading it."""
-        assert self.samples is not None
         variable = self.samples[name].variable
         shape, kind = variable.shape[1:], variable.dtype.kind
         sides = [size for size in shape if size >= _LEAST_SIDE]
@@ -100,7 +96,7 @@ class Contents:
     @cached_property
     def _token_ids(self) -> list[str]:
         """The variables of token ids: integer vectors that the model, or their name, says to be."""
-        if self.samples is None or self.text is None:
+        if self.text is None:
             return []
         vectors = [
             str(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import xarray as xr
@@ -43,7 +44,16 @@ class Explorer(Questions):
         """Return a Panel app for one session of a browser, at a view or at the view of its URL."""
         from trakdask.explorer.app import Session  # optional dependency
 
-        return Session(self, None if view is None else View.checked(view))
+        return Session(self, None if view is None else self.checked(view))
+
+    def checked(self, view: View | str) -> View:
+        """Return a view as it is, or that of the text of an address, if it has no errors."""
+        if isinstance(view, View):
+            return view
+        if (found := self.view(view)).errors:
+            problems = "; ".join(f"{name}: {text}" for name, text in found.errors.items())
+            raise ValueError(f"in the view {view!r:.200}: {problems}")
+        return found
 
     def serve(
         self,
@@ -106,7 +116,7 @@ class Explorer(Questions):
         folder, _, name = location(path).rpartition("/")
         if os.path.isdir(f"{folder}/{name}"):
             raise ValueError(f"expected a file, got the folder {str(path)!r}; try 'view.html'")
-        Folder.at(folder or "/").write(name, document(self, View.checked(view)).encode())
+        Folder.at(folder or "/").write(name, document(self, self.checked(view)).encode())
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
         import panel  # optional dependency
@@ -221,13 +231,12 @@ def explore(
     require_comparable(features, targets)
     features, targets = ordered(features), ordered(targets)
     resolve(features, estimator)
-    _require_samples(samples, features, "samples")
-    _require_samples(target_samples, targets, "target_samples")
+    samples = _checked(samples, features, "samples")
+    target_samples = _checked(target_samples, targets, "target_samples")
     if text is not None:
         token_texts(text)  # which checks it, rather than a page
-    variables = samples if samples is not None else target_samples
-    has_words = samples is not None and text is not None
-    maker = target_maker(features, model, tokenizer, preprocess, variables, has_words=has_words)
+    has_words, known = bool(samples) and text is not None, samples or target_samples
+    maker = target_maker(features, model, tokenizer, preprocess, known, has_words=has_words)
     if marks is not None:
         marks = marks if isinstance(marks, Marks) else Marks(marks)
     task = getattr(model, "task", None)
@@ -240,33 +249,27 @@ def explore(
 
 
 def _words_of(
-    features: xr.Dataset,
-    samples: xr.Dataset | None,
-    model: Model | None,
-    text: Text | None,
+    features: xr.Dataset, samples: xr.Dataset, model: Model | None, text: Text | None
 ) -> Callable[..., xr.DataArray] | None:
     """Return the scores of tokens as a function; None where samples cannot be divided into them."""
-    if samples is None or model is None or text is None:
+    if not samples or model is None or text is None:
         return None
-
-    def words(features: xr.Dataset, target: xr.Dataset, at: Any, estimator: Any) -> xr.DataArray:
-        of = samples.isel({SAMPLE: at})
-        return td.score_parts(features, target, model=model, text=text, of=of, estimator=estimator)
-
+    words, first = partial(td.score_parts, model=model, text=text), {SAMPLE: [0]}
     try:
-        words(features, features.isel({SAMPLE: [0]}), [0], "grad_dot")
+        words(features, features.isel(first), of=samples.isel(first), estimator="grad_dot")
     except (TypeError, ValueError):
         return None
     return words
 
 
-def _require_samples(samples: object, features: xr.Dataset, name: str) -> None:
-    """Check that there are as many samples as features, with the same labels if both have some."""
+def _checked(samples: xr.Dataset | None, features: xr.Dataset, name: str) -> xr.Dataset:
+    """Return the samples of features, in the same number and with the same labels, or nothing."""
     if samples is None:
-        return
+        return xr.Dataset()
     if not isinstance(samples, xr.Dataset) or SAMPLE not in samples.dims:
         raise TypeError(
             f"expected {name} as an xarray.Dataset with the dimension {SAMPLE!r}, got "
             f"{shown(samples)} ({type(samples).__name__}); try the samples given to td.featurize"
         )
     require_alike(samples[SAMPLE].reset_coords(drop=True), features, what=name)
+    return samples

@@ -19,9 +19,9 @@ from trakdask.errors import BlockError, IncompleteFeaturesError
 from trakdask.explorer.conditions import has_terms, is_name, toggled
 from trakdask.explorer.marks import KINDS
 from trakdask.explorer.new_targets import MOST_BYTES
-from trakdask.explorer.questions import LEVEL
+from trakdask.explorer.scorer import LEVEL
 from trakdask.explorer.tables import records
-from trakdask.explorer.view import ROWS
+from trakdask.explorer.view import LISTS, ROWS
 from trakdask.plots.figures import decimals
 
 _FOLDER = Path(__file__).parent
@@ -151,13 +151,12 @@ def _templates() -> Environment:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined,
     )  # fmt: skip
     templates.filters |= {
-        "condition": _condition, "number": number, "signed": signed,
-        "share": _share, "value": value,
+        "condition": _condition, "number": number, "signed": signed, "value": value,
     }  # fmt: skip
     templates.tests["name"] = is_name
     templates.globals |= {
-        "KINDS": KINDS, "LEVEL": LEVEL, "MOST_BYTES": MOST_BYTES, "ROWS": ROWS,
-        "count": count, "has_terms": has_terms, "live": LIVE.get,
+        "KINDS": KINDS, "LEVEL": LEVEL, "LISTS": LISTS, "MOST_BYTES": MOST_BYTES, "ROWS": ROWS,
+        "count": count, "decimals": decimals, "has_terms": has_terms, "live": LIVE.get,
         "now": partial(datetime.now, UTC), "rows": records, "toggled": toggled,
         "version": __version__,
     }  # fmt: skip
@@ -178,7 +177,3 @@ def _condition(x: Any, name: str) -> str:
     if not is_name(name) or not (x != x or isinstance(x, (bool, int, float, str))):
         return ""
     return f"{name} == {x!r}" if x == x else f"{name} != {name}"
-
-
-def _share(x: float, largest: float) -> str:
-    return f"{abs(x) / largest:.4f}" if math.isfinite(x) and largest else "0"

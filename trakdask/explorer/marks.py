@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -276,42 +275,42 @@ class Marks:
                 "in the coord 'sample', by which marks stay with their samples"
             )
 
-    @contextmanager
-    def _locked(self) -> Iterator[Callable[[], None]]:
-        """Be the only writer of the file, after waiting for others; see :func:`lock`."""
-        deadline = time.monotonic() + _PATIENCE_S
-        with ExitStack() as stack:
-            stack.enter_context(naming(self.path, "try another file"))
-            while True:
-                try:
-                    held = lock(self._folder, "mark samples", name=f"{self._name}.lock")
-                    require_held = stack.enter_context(held)
-                    break
-                except StoreBusyError:
-                    if time.monotonic() > deadline:
-                        raise
-                    time.sleep(_LOOKED_EVERY_S)
-            yield require_held
-
     def _change(self, of: Callable[[dict[Any, Any]], dict[Any, Any]]) -> int:
-        """Let marks have the texts that a function of all marks returns; None takes them away."""
-        with self._locked() as require_held:
-            # 1. What others have written since is the table that is changed.
-            before = self.table()
-            if before[SAMPLE].dtype.kind == "i":
-                self._require_same_samples(before.attrs)
-            marks = before.set_index([SAMPLE, "mark"]).to_dict("index")
-            # 2. Only differences count, and can be undone.
-            changes = {k: (marks.get(k), new) for k, new in of(marks).items()}
-            changes = {key: texts for key, texts in changes.items() if texts[0] != texts[1]}
-            if changes:
-                changed = marks | {key: new for key, (_, new) in changes.items()}
-                after = _table({key: texts for key, texts in changed.items() if texts is not None})
-                after.attrs = before.attrs if len(before) else self._rows_of
-                # 3. Nobody may have taken the lock away, who would write at the same time.
-                require_held()
-                self._folder.write(self._name, after.to_parquet(index=False))
-                self._done.append(changes)
+        """Let marks have the texts that a function of all marks returns; None takes them away.
+
+        Where others write, or have taken the lock away, this is done again, for some seconds.
+        """
+        deadline, name = time.monotonic() + _PATIENCE_S, f"{self._name}.lock"
+        while True:
+            try:
+                with (
+                    naming(self.path, "try another file"),
+                    lock(self._folder, "mark samples", name) as require_held,
+                ):
+                    return self._write(of, require_held)
+            except StoreBusyError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_LOOKED_EVERY_S)
+
+    def _write(
+        self, of: Callable[[dict[Any, Any]], dict[Any, Any]], require_held: Callable[[], None]
+    ) -> int:
+        # 1. What others have written since is the table that is changed.
+        before = self.table()
+        if before[SAMPLE].dtype.kind == "i":
+            self._require_same_samples(before.attrs)
+        marks = before.set_index([SAMPLE, "mark"]).to_dict("index")
+        # 2. Only differences count, and can be undone.
+        changes = {k: (marks.get(k), new) for k, new in of(marks).items() if marks.get(k) != new}
+        if changes:
+            changed = marks | {key: new for key, (_, new) in changes.items()}
+            after = _table({key: texts for key, texts in changed.items() if texts is not None})
+            after.attrs = before.attrs if len(before) else self._rows_of
+            # 3. Nobody may have taken the lock away, who would write at the same time.
+            require_held()
+            self._folder.write(self._name, after.to_parquet(index=False))
+            self._done.append(changes)
         return len(changes)
 
 

@@ -92,14 +92,14 @@ class TargetMaker:
         variables, html = self._content(content)
         texts = {name: content.get(name, "").strip() for name in self.numbers}
         typed = {name: _number(name, text) for name, text in texts.items() if text}
-        if self.finds_class and variables:
-            name, one = self.numbers[0], td.from_arrays({n: x[None] for n, x in variables.items()})
-            p = self.probabilities(one)[0]
+        arrays = {n: x[None] for n, x in variables.items()}
+        if self.finds_class and arrays:
+            name, p = self.numbers[0], self.probabilities(td.from_arrays(arrays))[0]
             label = typed.setdefault(name, p.argmax())
             if label.ndim or label not in range(len(p)):
                 most = len(p) - 1
                 raise ValueError(f"The {name} must be a whole number from 0 to {most}.")
-        arrays = {n: x[None] for n, x in variables.items()} | {n: x[None] for n, x in typed.items()}
+        arrays |= {n: x[None] for n, x in typed.items()}
         coords = {name: arrays.pop(name) for name, x in typed.items() if not x.ndim}
         samples = td.from_arrays(arrays, coords=coords)
         lazy = td.featurize(samples, self.model, like=self.features)[list(_ARRAYS)]
@@ -178,7 +178,7 @@ def target_maker(
     model: td.Model | None,
     tokenizer: Callable[[Any], Any] | None,
     preprocess: Callable[[Any], Any] | None,
-    samples: xr.Dataset | None,
+    samples: xr.Dataset,
     *,
     has_words: bool,
 ) -> TargetMaker | None:
@@ -211,17 +211,16 @@ def target_maker(
         raise TypeError(
             f"expected model as a td.Model, got {shown(model)}; try td.Model(build, ...)"
         )
-    is_classifier = samples is not None and isinstance(model.task, td.tasks.Classification)
+    is_classifier = bool(samples) and isinstance(model.task, td.tasks.Classification)
     if not asked and not is_classifier and not has_words:
         raise ValueError(
             "expected a tokenizer or a preprocess beside the model, got neither; try "
             "preprocess=transform, a function of an image of PIL, or tokenizer=tokenizer"
         )
-    if samples is not None:
+    if samples:
         model = model.for_variables({str(n): x.ndim for n, x in samples.variables.items()})
     projector_of(features)
-    as_model = features.isel({SAMPLE: slice(0)})
-    as_model.attrs = features.attrs | model.spec()
+    as_model = features.isel({SAMPLE: slice(0)}).assign_attrs(model.spec())
     require_comparable(features, as_model, name="the model's")
     return TargetMaker(model, features, tokenizer, preprocess)
 

@@ -21,7 +21,6 @@ import trakdask as td
 from trakdask.attribution.duplicates import find_duplicates
 from trakdask.attribution.estimators import EstimatorLike, kind_of
 from trakdask.attribution.protocol import LEAST_FOLDS, Estimator
-from trakdask.attribution.uncertainty import estimated
 from trakdask.execution import active_client
 from trakdask.explorer import tables
 from trakdask.explorer.computing import compute, released_if_failed
@@ -29,12 +28,9 @@ from trakdask.explorer.conditions import condition_mask
 from trakdask.explorer.contents import NO_CONTENTS, Contents
 from trakdask.explorer.marks import Marks
 from trakdask.explorer.new_targets import TargetMaker
-from trakdask.explorer.prepared import prepared, scores_of_sample, self_influence
+from trakdask.explorer.scorer import LEVEL, Scorer
 from trakdask.explorer.view import View
 from trakdask.variables import SAMPLE, TARGET, TRAINED_ON, checkpoint_names, lazy_features
-
-LEVEL = 0.9
-"""The part of the intervals that contains the score, as a rule."""
 
 _ROWS_KEPT = 2
 """How many targets keep the scores of all training samples, 8 bytes for each sample."""
@@ -59,8 +55,7 @@ class Questions:
     contents
         How training samples and targets are shown.
     words
-        Returns the scores of tokens, given features, a target, positions of training samples and
-        an estimator; None if words are to have none.
+        As :func:`trakdask.score_parts`, with a model; None if words are to have no scores.
     marks
         The marks of training samples; None if none are kept.
     maker
@@ -82,19 +77,20 @@ class Questions:
         # The name of each training sample in the marks, (sample,). Now, because other people may
         # drop samples of the store, or append some, while pages are open.
         self.sample_ids = np.empty(0) if marks is None else marks.ids(features)
-        self.client = active_client()
+        self.client, self.checkpoints = active_client(), checkpoint_names(features)
         reader = maker.probabilities if maker and maker.finds_class else None
-        about = features, "training sample", contents[0], reader
-        self.training = tables.SampleTable(features, *about)
+        self.training = tables.SampleTable(
+            features, features, "training sample", contents[0], reader
+        )
         if not isinstance(estimator, Estimator):
             estimator = kind_of(features, estimator)()
         self.estimator: Estimator = estimator
         # In functions that copies share.
-        self._prepared = lru_cache(1)(lambda: prepared(features, estimator))
+        self._prepared = lru_cache(1)(lambda: Scorer.prepared(features, estimator))
         self.duplicates = lru_cache(1)(  # by the first checkpoint
             lambda: find_duplicates(lazy_features(features)["feature"].data[:, :, 0], compute)
         )
-        self.influences = lru_cache(1)(lambda: compute(self_influence(*self.setting).data)[0])
+        self.influences = lru_cache(1)(lambda: self.setting.self_influence())
         self.has_words = words is not None and SAMPLE not in self.estimator.norms
         self.has_intervals = len(self.checkpoints) >= LEAST_FOLDS
         self.has_grade = TRAINED_ON in features and len(self.checkpoints) > 3
@@ -115,6 +111,19 @@ class Questions:
         other = copy.copy(self)
         other._explain(self.targets.with_one_more(features, html))
         return other
+
+    def view(self, query: str) -> View:
+        """Return the view of a URL; names of columns that are not there are errors, too."""
+        view = View.from_query(query)
+        columns: dict[str, Callable[[], list[str]]] = {
+            "sort": lambda: self.targets.columns, "group_by": lambda: self.training.groupings,
+        }  # fmt: skip
+        for field, names in columns.items():
+            name, default = getattr(view, field), getattr(View(), field)
+            if name not in ("", default) and name not in (known := names()):
+                text = f"There is no column {name!r:.60}; there are {', '.join(known) or 'none'}."
+                view = view.replace(**{field: default}, errors={**view.errors, field: text})
+        return view
 
     # ------------------------------------------------------------------------ training samples
 
@@ -138,32 +147,23 @@ class Questions:
         texts = table.groupby("position")["mark"].agg(", ".join)
         return texts.reindex(self.training.metadata.index, fill_value="").astype(object)
 
-    @cached_property
-    def checkpoints(self) -> list[str]:
-        """The names of the checkpoints."""
-        return checkpoint_names(self.features)
-
     @property
-    def setting(self) -> tuple[xr.Dataset, Estimator]:
+    def setting(self) -> Scorer:
         """Features and estimator of all scores, prepared when they are first asked for."""
-        if released_if_failed(self._prepared()[0]):
+        if released_if_failed(self._prepared().features):
             self._prepared.cache_clear()
         return self._prepared()
 
     def sample(self, view: View) -> pd.Series:
         """Return the coords of a training sample, its output, loss and self-influence."""
         row = self.training.row(view.sample)
-        features, estimator = self.setting
-        one = features.isel({SAMPLE: [view.sample]})
-        (influence,) = compute(self_influence(one, estimator).data)
-        row["self_influence"] = influence[0]
+        (row["self_influence"],) = self.setting.at([view.sample]).self_influence()
         return row
 
     def ranking(self, view: View) -> pd.DataFrame:
         """Return the training samples that a view selects, in its order, largest first."""
         name = self.training.by(view.order)
-        table = self._table(view, name)
-        return tables.in_order(table[condition_mask(table, view.where)], name)
+        return tables.chosen(self._table(view, name), view.where, name)
 
     def facets(self, view: View) -> dict[str, tuple[pd.Series[int], int]]:
         """Return how many of the training samples that a view selects have which metadata."""
@@ -179,12 +179,12 @@ class Questions:
             "self_influence": self.influences, "mark": self.mark_texts,
         }  # fmt: skip
         columns = {name: values() for name, values in more.items() if name in asked}
-        return self.training.metadata.assign(**self.training.numbers, **columns)
+        return self.training.numbered.assign(**columns) if columns else self.training.numbered
 
-    @property
+    @cached_property
     def first_row(self) -> pd.DataFrame:
         """One row with the columns that a condition on training samples may name."""
-        return self._table(View())[:1].assign(self_influence=0.0, mark="")
+        return self.training.numbered[:1].assign(self_influence=0.0, mark="")
 
     def grouped(self, view: View) -> View:
         """Return a view that groups by some column, or by "" if none is fit for it.
@@ -250,8 +250,9 @@ class Questions:
         (sample, token), with the coord ``text``; they add up to the scores of the samples.
         """
         assert self._words is not None
-        features, estimator = self.setting
-        lazy = self._words(features, self.targets.features_of(view.target), position, estimator)
+        known, target = self.setting, self.targets.features_of(view.target)
+        of = self.training.contents.samples.isel({SAMPLE: position})
+        lazy = self._words(known.features, target, of=of, estimator=known.estimator)
         scores: xr.DataArray
         (scores,) = compute(lazy.isel({TARGET: 0}))
         return scores
@@ -262,8 +263,8 @@ class Questions:
         Columns: the coord that the view groups by; ``samples``, how many; ``score`` and ``spread``,
         the sum of scores and half of its interval, NaN for fewer than five checkpoints. Only
         samples that the condition of the view selects are counted. Where all are, and checkpoints
-        of halves tell, ``score`` is the effect in units of the output, and there are the columns of
-        :func:`_with_effects`.
+        of halves tell, ``score`` is the effect in units of the output, and ``sum`` is what else was
+        there, see :func:`tables.with_bounds`.
         """
         by, scores, mask = view.group_by, self.scores(view).astype(np.float64), self._mask(view)
         table = pd.DataFrame({by: self.training.metadata[by], "score": scores})[mask]
@@ -274,13 +275,9 @@ class Questions:
         block //= _TARGETS_TOGETHER
         found = self._bounds(by, mask.tobytes(), block) if mask.any() else None
         # 2. One target of these.
-        if found is not None:
-            found = found.isel({TARGET: view.target - block * _TARGETS_TOGETHER})
-        if found is not None and "effect" in found:
-            sums = _with_effects(sums, found, self._vanishing(by, [view.target]))
-        else:
-            half = np.nan if found is None else (found["upper"] - found["score"]).to_series()
-            sums = sums.assign(spread=half)
+        of_target = found and found.isel({TARGET: view.target - block * _TARGETS_TOGETHER})
+        gone = self.training.only_of(by, self.targets, [view.target])
+        sums = tables.with_bounds(sums, of_target, gone)
         return sums.sort_values("score", ascending=False, kind="stable").reset_index()
 
     def _bounds_of(self, by: str, mask: bytes, block: int) -> xr.Dataset | None:
@@ -288,31 +285,18 @@ class Questions:
 
         Nearly all of the time goes into sums of features, which are the same for all targets.
         """
-        (features, estimator), chosen = self.setting, np.flatnonzero(np.frombuffer(mask, bool))
-        is_whole = len(chosen) == features.sizes[SAMPLE]
+        scorer, chosen = self.setting, np.flatnonzero(np.frombuffer(mask, bool))
+        is_whole = len(chosen) == len(self.training.metadata)
         start, n = block * _TARGETS_TOGETHER, len(self.targets.metadata)
         stop = n if n - start < 2 * _TARGETS_TOGETHER else start + _TARGETS_TOGETHER
         targets = self.targets.features.isel({SAMPLE: slice(start, stop)})
         if is_whole:
             with suppress(ValueError):
-                return _effects(features, targets, estimator, by)
+                return scorer.groups(targets, by, effect=True, level=LEVEL)[["effect", "upper"]]
         if not self.has_intervals:
             return None
-        features = features if is_whole else features.isel({SAMPLE: chosen})
-        lazy = td.group_score(features, targets, estimator, by=by, level=LEVEL)
-        found: xr.Dataset
-        (found,) = compute(lazy[["score", "upper"]])
-        return found
-
-    def _vanishing(self, by: str, targets: Any) -> list[Any]:
-        """Return the groups that have all training samples of the class of one of some targets."""
-        label, table = self.targets.label, self.training.metadata
-        if label not in table:
-            return []
-        groups = table[by].groupby(table[label])
-        is_one = groups.nunique(dropna=False) == 1
-        classes = self.targets.metadata[label].iloc[targets]
-        return groups.first()[is_one & is_one.index.isin(classes)].tolist()
+        scorer = scorer if is_whole else scorer.at(chosen)
+        return scorer.groups(targets, by, level=LEVEL)[["score", "upper"]]
 
     @property
     def has_credit(self) -> bool:
@@ -325,38 +309,34 @@ class Questions:
         Columns as of :meth:`groups`: with checkpoints of halves, ``score`` is the effect on the
         mean loss. Else, it is the group's share of all scores, whose error is not known.
         """
-        view = view.replace(page="targets", first=0, sort="", ascending=False)
-        return self._credits(view)
+        return self._credits(view.replace(page="targets", first=0, sort="", ascending=False))
 
     def _credited(self, view: View) -> pd.DataFrame:
-        (features, estimator), by = self.setting, view.group_by
+        scorer, by = self.setting, view.group_by
         selected = np.sort(self.targets.selected(view).index)
         selected = selected[self.targets.numbers.iloc[selected, -1].notna()]
         targets = self.targets.features.isel({SAMPLE: selected})
         counts = self.training.metadata[by].value_counts().rename("samples").to_frame()
-        found, gone = None, self._vanishing(by, selected)
+        found, gone = None, self.training.only_of(by, self.targets, selected)
         if len(gone) < len(counts):
             try:
-                found = _effects(features, targets, estimator, by, metric="loss").isel({TARGET: 0})
+                found = scorer.groups(targets, by, effect=True, metric="loss", level=LEVEL)
             except ValueError:
                 if not self._has_shares:
                     raise
-        table = counts.assign(score=np.nan, spread=np.nan)
+        table = counts.assign(score=np.nan)
         if (found is None or gone) and self._has_shares:
-            (shares,) = compute(td.group_score(features, targets, estimator, by=by, share=True))
-            table["score"] = shares.to_series()
-        if found is None:
-            table = table.dropna(subset="score")
-            return table.sort_values("score", ascending=False, kind="stable").reset_index()
-        return _with_effects(table, found, gone).sort_values("score", kind="stable").reset_index()
+            table["score"] = scorer.groups(targets, by, share=True).to_series()
+        table = tables.with_bounds(table, found and found.isel({TARGET: 0}), gone)
+        is_loss = found is not None  # groups are the better, the lower it is with them
+        table = table if is_loss else table.dropna(subset="score")
+        return table.sort_values("score", ascending=is_loss, kind="stable").reset_index()
 
     def grade(self) -> xr.Dataset:
         """Return how well scores predict checkpoints that were left out; computed once."""
         if self.known_grade is None:
-            features, estimator = self.setting
-            self.known_grade = td.evaluate.cross_validate(
-                features, self.targets.features, estimator
-            )
+            known, targets = self.setting, self.targets.features
+            self.known_grade = td.evaluate.cross_validate(known.features, targets, known.estimator)
         return self.known_grade
 
     def scores(self, view: View) -> np.ndarray:
@@ -368,30 +348,13 @@ class Questions:
 
         All that the page of a target shows is taken from them.
         """
-        target, (features, _) = self.targets.features_of(position), self.setting
-        scores, spread = self._with_spread(features, target)
+        scores, spread = self.setting.scores(self.targets.features_of(position))
         return scores[:, 0].copy(), spread[:, 0].copy()
-
-    def _with_spread(
-        self, features: xr.Dataset, targets: xr.Dataset
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return scores and half of their intervals, both (sample, target).
-
-        With fewer than five checkpoints these are their standard errors, NaN for one checkpoint.
-        """
-        from scipy.special import stdtrit  # slow to import
-
-        (_, estimator), n = self.setting, len(self.checkpoints)
-        if n < 2:
-            (scores,) = compute(td.score(features, targets, estimator).data)
-            return scores, np.full(scores.shape, np.nan, np.float32)
-        _, lazy, _ = estimated(features, targets, estimator)
-        (tiles,) = compute(lazy)
-        width = stdtrit(n - 1, (1 + LEVEL) / 2) if self.has_intervals else 1
-        return tiles["score"], np.asarray(tiles["error"] * width, np.float32)
 
     def _mask(self, view: View) -> np.ndarray:
         """Return which training samples meet a condition, which may name the target's ``score``."""
+        if not view.where:  # without a copy of the table
+            return np.ones(len(self.training.metadata), bool)
         table = self._table(view).assign(score=self.scores(view))
         return condition_mask(table, view.where, self.targets.one(view.target))
 
@@ -399,42 +362,16 @@ class Questions:
         """Return the targets that a training sample helped most and harmed most, best first.
 
         Columns: the columns of the table of targets, ``score`` and ``spread``, see
-        :func:`_spread`. At most 2 k rows.
+        :meth:`Scorer.scores`. At most 2 k rows.
         """
         self.training.one(view.sample)
-        (features, estimator), targets, k = self.setting, self.targets.features, view.k
-        one = features.isel({SAMPLE: [view.sample]})
-        (scores,) = compute(scores_of_sample(features, targets, estimator, view.sample))
+        scorer, targets, k = self.setting, self.targets.features, view.k
+        scores = scorer.scores_of(view.sample, targets)
         table = self.targets.whole.assign(score=scores).dropna(subset="score")
         table = table.sort_values("score", ascending=False, kind="stable")
         table = table if len(table) <= 2 * k else pd.concat([table[:k], table[-k:]])
         if table.empty:
             return table
         shown = targets.isel({SAMPLE: table.index.to_numpy()})
-        _, spread = self._with_spread(one, shown)
+        _, spread = scorer.at([view.sample]).scores(shown)
         return table.assign(spread=spread[0])
-
-
-def _effects(
-    features: xr.Dataset, targets: xr.Dataset, estimator: Estimator, by: str, **how: Any
-) -> xr.Dataset:
-    """Return effects of groups, with bounds for one training without each of them."""
-    lazy = td.group_score(features, targets, estimator, by=by, effect=True, level=LEVEL, **how)
-    found = lazy[["effect", "upper"]]
-    # As arrays: of this part of the Dataset, dask loses a key.
-    values = compute(*(variable.data for variable in found.data_vars.values()))
-    return found.copy(data=dict(zip(found, values, strict=True)))
-
-
-def _with_effects(table: pd.DataFrame, found: xr.Dataset, gone: list[Any]) -> pd.DataFrame:
-    """Return a table in which effects take the place of the column ``score``.
-
-    ``spread`` is half of their intervals, and ``sum`` is what was in ``score``. Effects are NaN for
-    the groups that are ``gone``: what models without them make of their class is not known.
-    """
-    effects = found.to_dataframe()[["effect", "upper"]].dropna()
-    effects["sum"] = table["score"]
-    effects["samples"] = table["samples"]
-    effects["spread"] = effects["upper"] - effects["effect"]
-    effects.loc[effects.index.isin(gone), ["effect", "spread"]] = np.nan
-    return effects.rename(columns={"effect": "score"}).drop(columns="upper")

@@ -7,7 +7,8 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-from panel.io.server import Server, get_server
+from bokeh.server.session import ServerSession
+from panel.io.server import DocHandler, Server, get_server
 from tornado.web import RequestHandler
 
 from trakdask.checks import require_integer
@@ -26,12 +27,27 @@ def server(app: Callable[[], Any], *, host: str = "127.0.0.1", port: int = 0) ->
         {"/": app}, port, host, title="trakdask", prefix=token, ico_path="none",
         extra_patterns=[("/favicon.ico", _Nothing, {"status": 204})],
         default_handler_class=_Nothing, log_function=_log,
+        location=False,  # Panel's parser of addresses fails at some of them; the app reads its own
     )  # fmt: skip
+    for rule in listening._tornado.wildcard_router.rules:
+        rule.target = _Page if rule.target is DocHandler else rule.target
     # The token protects the websocket, under whatever name of this machine a browser knows it.
     listening._tornado.websocket_origins.add("*")
     all_of_this_machine = ("0.0.0.0", "::")
     name = "127.0.0.1" if host in all_of_this_machine else f"[{host}]" if ":" in host else host
     return listening, f"http://{name}:{listening.port}/{token}/"
+
+
+class _Page(DocHandler):
+    """Answers with the page; with the status 400 where it says what is wrong with its address."""
+
+    async def get_session(self) -> ServerSession:  # type: ignore[override]
+        # Panel and Bokeh have parameters of their own, such as the name of somebody's session.
+        self.request.arguments.clear()
+        session: ServerSession = await super().get_session()  # type: ignore[misc]
+        if session.document.template_variables["errors"]:
+            self.set_status(400)
+        return session
 
 
 class _Nothing(RequestHandler):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -28,8 +28,19 @@ _NEW = "new"
 """The coord that is true for the targets that were added on the spot."""
 
 _ARRAYS = ("feature", "output", "out_to_loss")
+_PREDICTIONS = ["predicted", "probability"]
+
+_LOSSES: Mapping[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "cross-entropy": lambda output, q: np.logaddexp(0, -output),
+    "weighted cross-entropy": lambda output, q: np.logaddexp(0, -output) * q * (1 + np.exp(output)),
+    "squared error": lambda output, q: q**2 / 2,
+    "minus output": lambda output, q: -output,
+}
+"""The loss of samples by what tasks say of it. A margin has the cross-entropy, which is
+log(1 + exp(-output)), times its weight, Q/(1 - p), if it has one."""
 
 
+@dataclass(eq=False)
 class SampleTable:
     """Samples, targets or training samples: how they look, and the table of them.
 
@@ -48,18 +59,13 @@ class SampleTable:
         that is not at hand, or no classifier.
     """
 
-    def __init__(
-        self,
-        features: xr.Dataset,
-        training: xr.Dataset,
-        what: str,
-        contents: Contents = NO_CONTENTS,
-        classifier: Callable[[xr.Dataset], np.ndarray] | None = None,
-    ) -> None:
-        self.features, self._training, self._classifier = features, training, classifier
-        self.what, self.contents = what, contents
+    features: xr.Dataset
+    training: xr.Dataset
+    what: str
+    contents: Contents = NO_CONTENTS
+    classifier: Callable[[xr.Dataset], np.ndarray] | None = None
 
-    def with_one_more(self, new: xr.Dataset, html: str) -> Self:
+    def with_one_more(self, new: xr.Dataset, html: str) -> SampleTable:
         """Return these and one more sample, with the coord ``new`` and its content.
 
         Metadata that it lacks is missing.
@@ -75,7 +81,7 @@ class SampleTable:
         # 3. Its content.
         added = {**self.contents.added, len(self.metadata): html}
         contents = replace(self.contents, added=added)
-        return type(self)(features, self._training, self.what, contents, self._classifier)
+        return replace(self, features=features, contents=contents)
 
     @cached_property
     def metadata(self) -> pd.DataFrame:
@@ -103,11 +109,15 @@ class SampleTable:
     @cached_property
     def whole(self) -> pd.DataFrame:
         """Metadata of all samples, and the model's predictions; see :meth:`selected`."""
-        table = self.metadata
-        if self.label:
-            found = self.predictions(np.arange(len(table)))
-            table = table.assign(**found[["predicted", "probability"]])
-        return table.assign(**self.numbers)
+        if not self.label:
+            return self.numbered
+        found = self.predictions(np.arange(len(self.metadata)))[_PREDICTIONS]
+        return self.metadata.assign(**found, **self.numbers)
+
+    @cached_property
+    def numbered(self) -> pd.DataFrame:
+        """Metadata and numbers of all samples."""
+        return self.metadata.assign(**self.numbers)
 
     @cached_property
     def numbers(self) -> pd.DataFrame:
@@ -116,8 +126,9 @@ class SampleTable:
         table = pd.DataFrame({"output": output.mean(axis=1)})
         if output.shape[1] > 1:
             table["disagreement"] = np.std(output, axis=1, ddof=1)
-        name, loss = mean_loss(self._said("loss_kind"), output, q)
-        return table.assign(**{name: loss})
+        with np.errstate(invalid="ignore"):  # targets that failed
+            losses = _LOSSES[self._said("loss_kind")](output, q) if self.loss == "loss" else q
+        return table.assign(**{self.loss: losses.mean(axis=1)})
 
     def _said(self, name: str) -> str:
         """Return what the task says of its loss; nothing for combined targets, which have none."""
@@ -127,7 +138,13 @@ class SampleTable:
     @property
     def loss(self) -> str:
         """``"loss"``, or ``"Q"`` where the loss is not known."""
-        return str(self.numbers.columns[-1])
+        return "loss" if self._said("loss_kind") in _LOSSES else "Q"
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the columns of ``whole``, which is not computed for that."""
+        numbers = ["output", "disagreement"][: self.features.sizes[CHECKPOINT]]
+        return [*self.metadata, *_PREDICTIONS * bool(self.label), *numbers, self.loss]
 
     @cached_property
     def _outputs(self) -> tuple[np.ndarray, np.ndarray]:
@@ -146,24 +163,21 @@ class SampleTable:
         A label with p ≥ ½ is the class that is predicted, and of two classes it is the other one
         below that; of more, only the model knows.
         """
-        labels, p = self.metadata[self.label].to_numpy()[positions], 1 - self._outputs[1]
-        label, p = labels.astype(np.float64), p.mean(axis=1)[positions]
-        predicted = np.where(p >= 0.5, label, np.nan)
-        probability = np.where(p >= 0.5, p, np.nan)
-        classes = np.unique(self._training.get(self.label, ()))
+        label = self.metadata[self.label].to_numpy()[positions]
+        p = (1 - self._outputs[1]).mean(axis=1)[positions]
+        found = np.where(p >= 0.5, [label, p], np.nan)
+        classes = np.unique(self.training.get(self.label, ()))
         if len(classes) == 2:
             is_other = (p < 0.5) & np.isin(label, classes)
-            predicted[is_other] = classes.sum() - label[is_other]
-            probability[is_other] = 1 - p[is_other]
-        elif self._classifier is not None and (samples := self.contents.samples) is not None:
-            unsure = np.argsort(p, kind="stable")[:_MOST_UNSURE]
-            unsure = unsure[(p[unsure] < 0.5) & (positions[unsure] < samples.sizes[SAMPLE])]
+            found[:, is_other] = classes.sum() - label[is_other], 1 - p[is_other]
+        elif self.classifier is not None:
+            samples, unsure = self.contents.samples, np.argsort(p, kind="stable")[:_MOST_UNSURE]
+            is_there = positions[unsure] < samples.sizes.get(SAMPLE, 0)
+            unsure = unsure[(p[unsure] < 0.5) & is_there]
             if len(unsure):
-                probabilities = self._classifier(samples.isel({SAMPLE: positions[unsure]}))
-                probability[unsure] = probabilities.max(axis=1)
-                predicted[unsure] = probabilities.argmax(axis=1)
-        columns = {"label": labels, "p": p, "predicted": predicted, "probability": probability}
-        return pd.DataFrame(columns)
+                probabilities = self.classifier(samples.isel({SAMPLE: positions[unsure]}))
+                found[:, unsure] = probabilities.argmax(axis=1), probabilities.max(axis=1)
+        return pd.DataFrame({"label": label, "p": p, **dict(zip(_PREDICTIONS, found, strict=True))})
 
     def readings(self, positions: Sequence[int]) -> list[dict[str, Any]]:
         """Return the rows of :meth:`predictions`, empty for other models and failed samples."""
@@ -196,9 +210,9 @@ class SampleTable:
         """Return how many of the targets that a view selects are not predicted as labelled."""
         if not self.label:
             return 0
-        table = searched(self.whole, view.search)
         others = without(view.targets_where, "predicted")
-        return int(condition_mask(table, joined(others, f"predicted != {self.label}")).sum())
+        where = joined(others, f"predicted != {self.label}")
+        return len(self.selected(view.replace(targets_where=where)))
 
     @property
     def has_confusion(self) -> bool:
@@ -220,14 +234,23 @@ class SampleTable:
         Columns: the coords of the targets; of classifiers ``predicted``, the class with the largest
         mean probability over checkpoints, and this ``probability``, NaN where they are not known;
         ``output``, its mean over checkpoints; ``disagreement``, its standard deviation between
-        them; ``loss`` or ``Q``, see :func:`mean_loss`. Targets are sorted by the size of Q.
+        them; ``loss`` or ``Q``, see :attr:`loss`. Targets are sorted by the size of Q.
         """
-        table = searched(self.whole[condition_mask(self.whole, view.targets_where)], view.search)
-        return in_order(table, self.by(view.sort), ascending=view.ascending)
+        table, name = searched(self.whole, view.search), self.by(view.sort)
+        return chosen(table, view.targets_where, name, ascending=view.ascending)
 
     def by(self, name: str) -> str:
         """Return the column by which to sort: Q in place of a loss that is not known."""
         return self.loss if name == "loss" else name
+
+    def only_of(self, by: str, others: SampleTable, positions: Any) -> list[Any]:
+        """Return the groups that have all samples of the class of one of some others."""
+        if (label := others.label) not in self.metadata:
+            return []
+        groups = self.metadata[by].groupby(self.metadata[label])
+        is_one = groups.nunique(dropna=False) == 1
+        classes = others.metadata[label].iloc[positions]
+        return groups.first()[is_one & is_one.index.isin(classes)].tolist()
 
     def row(self, position: int) -> pd.Series[Any]:
         """Return metadata and numbers of one sample."""
@@ -247,45 +270,36 @@ class SampleTable:
         return self.features.isel({SAMPLE: self.one(position).index})
 
 
-def mean_loss(kind: str | None, output: np.ndarray, q: np.ndarray) -> tuple[str, np.ndarray]:
-    """Return ``"loss"`` and the loss of samples, (sample, checkpoint), averaged over checkpoints.
-
-    A margin has the cross-entropy log(1 + exp(−output)), times its weight, Q/(1 − p), if it has
-    one. Half the squared error of a regression is Q²/2. Some outputs are minus the loss. The loss
-    of other tasks cannot be computed from stored features; they get ``"Q"`` and its mean.
-
-    Examples
-    --------
-    >>> mean_loss("squared error", np.array([[7.0]]), np.array([[-3.0]]))
-    ('loss', array([4.5]))
-    """
-    with np.errstate(invalid="ignore"):  # targets that failed
-        cross_entropy = np.logaddexp(0, -output)
-    match kind:
-        case "cross-entropy":
-            losses = cross_entropy
-        case "weighted cross-entropy":
-            losses = cross_entropy * q * (1 + np.exp(output))
-        case "squared error":
-            losses = q**2 / 2
-        case "minus output":
-            losses = -output
-        case _:
-            return "Q", q.mean(axis=1)
-    return "loss", losses.mean(axis=1)
-
-
 def records(table: pd.DataFrame) -> list[dict[str, Any]]:
     """Return the rows of a table, in which integers are still integers."""
     return table.astype(object).to_dict("records")  # type: ignore[return-value]
 
 
-def in_order(table: pd.DataFrame, name: str, *, ascending: bool = False) -> pd.DataFrame:
-    """Return a table sorted by a column, Q by its size; as it is if there is no such column."""
+def chosen(table: pd.DataFrame, where: str, name: str, *, ascending: bool = False) -> pd.DataFrame:
+    """Return the rows that meet a condition, sorted by a column, if it is there; Q by its size."""
+    table = table[condition_mask(table, where)]
     if name not in table:
         return table
     key = np.abs if name == "Q" else None
     return table.sort_values(name, ascending=ascending, kind="stable", key=key)
+
+
+def with_bounds(table: pd.DataFrame, found: xr.Dataset | None, gone: list[Any]) -> pd.DataFrame:
+    """Return a table of groups with half of their intervals, if found, in the column ``spread``.
+
+    Where effects were found, they take the place of the column ``score``, which is then ``sum``.
+    They are NaN for the groups that are ``gone``: what models without them make of their class is
+    not known.
+    """
+    if found is None:
+        return table.assign(spread=np.nan)
+    if "effect" not in found:
+        return table.assign(spread=(found["upper"] - found["score"]).to_series())
+    effects = found.to_dataframe()[["effect", "upper"]].dropna()
+    effects = effects.join(table[["score", "samples"]].rename(columns={"score": "sum"}))
+    effects["spread"] = effects.pop("upper") - effects["effect"]
+    effects.loc[effects.index.isin(gone), ["effect", "spread"]] = np.nan
+    return effects.rename(columns={"effect": "score"})
 
 
 def searched(table: pd.DataFrame, text: str) -> pd.DataFrame:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ PAGES = ("targets", "target", "sample", "corpus", "new", "marks")
 ROWS = 24
 """Rows of a page of a table."""
 
-_MOST_RANKED = 100
+_MOST_RANKED, _MOST_ROWS = 100, 10**12
 LISTS = {
     "helpful": "target", "harmful": "target", "ranking": "corpus", "duplicates": "corpus",
     "marked": "marks",
@@ -152,25 +151,19 @@ class View:
         """
         fields: dict[str, Any] = {}
         errors = {}
-        for name, texts in parse_qs(query.removeprefix("?"), keep_blank_values=True).items():
+        # Bytes that are no text become characters that _value_of refuses.
+        given = parse_qs(query.removeprefix("?"), keep_blank_values=True, errors="surrogateescape")
+        for name, texts in given.items():
             if name in vars(_DEFAULT) and name != "errors":
                 try:
-                    fields[name] = _value_of(name, texts[-1])
+                    if len(texts) > 1:
+                        raise ValueError(f"This must be given once, not {len(texts)} times.")
+                    fields[name] = _value_of(name, texts[0])
                 except ValueError as err:
                     errors[name] = str(err)[:1].upper() + str(err)[1:]
                     if name in _CONDITIONS:
-                        fields[name] = texts[-1]
+                        fields[name] = texts[-1].encode(errors="replace").decode()
         return cls(**fields, errors=errors)
-
-    @classmethod
-    def checked(cls, view: View | str) -> View:
-        """Return a view as it is, or that of a text, if it has no errors."""
-        if isinstance(view, View):
-            return view
-        if (found := cls.from_query(view)).errors:
-            problems = "; ".join(f"{name}: {text}" for name, text in found.errors.items())
-            raise ValueError(f"in the view {view!r}: {problems}")
-        return found
 
 
 _DEFAULT = View()
@@ -181,15 +174,18 @@ def _value_of(name: str, text: str) -> Any:
     if text not in _CHOICES.get(name, (text,)):
         names = ", ".join(choice for choice in _CHOICES[name] if choice)
         raise ValueError(f"This must be one of {names}, not {text!r:.60}.")
+    if re.search("[\0\ud800-\udfff]", text):
+        raise ValueError(f"This has characters that are no text: {text!r:.60}.")
     if name in _CONDITIONS and text:
         Condition(text)
     match getattr(_DEFAULT, name):
         case bool():
             return text == "1"
         case int():
-            low, high = (1, _MOST_RANKED) if name == "k" else (0, math.inf)
-            if not text.isdecimal() or not low <= int(text) <= high:
-                allowed = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
-                raise ValueError(f"This must be a whole number {allowed}, not {text!r:.60}.")
+            low, high = (1, _MOST_RANKED) if name == "k" else (0, _MOST_ROWS)
+            if not re.fullmatch(r"\d{1,15}", text) or not low <= int(text) <= high:
+                raise ValueError(
+                    f"This must be a whole number from {low} to {high:,}, not {text!r:.60}."
+                )
             return int(text)
     return text
