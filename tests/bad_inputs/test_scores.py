@@ -61,6 +61,10 @@ def score(features: Any = X, targets: Any = T, estimator: Any = "auto") -> Any:
     return td.score(features, targets, estimator)
 
 
+def with_coord(data: Any, name: str) -> Any:
+    return data.assign_coords({name: ("sample", np.arange(20))})
+
+
 def damped(damping: Any) -> object:
     return score(estimator=td.Trak(damping=damping))
 
@@ -110,6 +114,8 @@ SCORE = [
     ("targets of another task", lambda: score(X, T.assign_attrs(task="MultiLabel(inputs=('x',))")), MISMATCH, ["task", "MultiLabel", "simulated"]),
     ("targets of other weights", lambda: score(X, T.assign_attrs(checkpoints=dict.fromkeys(CHECKPOINTS, "ff"))), MISMATCH, ["checkpoints['c0']", "'ff'"]),
     ("coords of one name on both sides", lambda: score(X.assign_coords(target_label=X.label)), ValueError, ["'target_label'"]),
+    *((f"a coord named {name}", lambda name=name: score(with_coord(X, name)), ValueError, [f"'{name}'", f"'my_{name}'"])
+      for name in ("score", "rank", "target", "output", "gram", "error", "checkpoint")),
     ("Q outside of 0 to 1", lambda: computed(score, changed("out_to_loss", 3, 2.5), T, td.Soft(damping=0.1)), ValueError, ["2.5"]),
     ("a feature of infinity", lambda: computed(score, changed("feature", 3, np.inf), T, td.Trak(damping=0.1)), ValueError, ["'c1'", "not finite"]),
     ("features of zero", lambda: computed(score, X.assign(feature=X.feature * 0), T, td.Trak(damping=0.1)), ValueError, ["'c"]),
@@ -130,6 +136,7 @@ OTHERS = {
     "intervals": [
         ("too few checkpoints", lambda: td.score(X, T, level=0.9), ValueError, ["5 or more", "got 3", "average=False"]),
         *((f"level of {bad!r}", lambda bad=bad: td.score(SEEDS, SEEDS, level=bad), ValueError, ["level", repr(bad)]) for bad in (1, 90)),
+        *((f"of samples with the coord {name}", lambda name=name: td.score(with_coord(SEEDS, name), SEEDS, level=0.9), ValueError, [f"'{name}'"]) for name in ("lower", "snr")),
         ("q of 5", lambda: td.score(SEEDS, SEEDS, q=5, level=0.9), ValueError, ["q", "5"]),
         ("q alone", lambda: td.score(SEEDS, SEEDS, q=0.1), TypeError, ["level", "None"]),
         ("of each checkpoint", lambda: td.score(SEEDS, SEEDS, level=0.9, average=False), ValueError, ["average=True"]),
@@ -186,6 +193,10 @@ RANKED = [
     *((f"k of {bad!r}", lambda bad=bad: top(bad), ValueError, ["k", repr(bad)]) for bad in (0, 21, None)),
     *((f"k of {bad!r}", lambda bad=bad: top(bad), TypeError, ["k", repr(bad)]) for bad in (3.0, True)),
     *((f"fraction of {bad!r}", lambda bad=bad: top(None, fraction=bad), ValueError, ["fraction", repr(bad)]) for bad in (0, 5)),
+    *((f"samples with the coord {name}", lambda name=name: td.top_k(with_coord(scores(), name), 3), ValueError, [f"'{name}'", f"'my_{name}'"])
+      for name in ("score", "rank", "target", "position")),
+    *((f"samples with the coord {name} over targets", lambda name=name: td.top_k(with_coord(scores(), name), 3, over_targets="max"), ValueError, [f"'{name}'"])
+      for name in ("selected", "score")),
     ("k and fraction", lambda: top(3, fraction=0.1), ValueError, ["k=3", "fraction=0.1"]),
     ("rank_by of one array", lambda: td.top_k(td.score(SEEDS, SEEDS), 3, rank_by="lower"), ValueError, ["rank_by='lower'", "level=0.9"]),
     ("an unknown rank_by", lambda: td.top_k(td.score(SEEDS, SEEDS, level=0.9), 3, rank_by="low"), ValueError, ["rank_by='low'", "'lower'"]),

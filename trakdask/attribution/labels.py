@@ -23,6 +23,7 @@ from trakdask.variables import (
     VARIABLES,
     aligned,
     coords_along,
+    require_free,
 )
 
 _MOST_COMBINATIONS = 2**20
@@ -46,6 +47,7 @@ def labelled(
     dims, coords = labels
     if checkpoint is not None:
         dims, coords = (*dims, CHECKPOINT), coords | {CHECKPOINT: checkpoint}
+    require_free(coords, [name])
     return xr.Dataset({name: (dims, data, attrs)}, coords=coords)[name]
 
 

@@ -20,7 +20,15 @@ from trakdask.attribution.groups import group_codes, require_group_coord
 from trakdask.attribution.masks import columns_along, mask_of
 from trakdask.checks import nearest, require_choice, require_flags, require_integer, require_number
 from trakdask.execution import require_memory
-from trakdask.variables import N_SAMPLES, RANK, SAMPLE, TARGET, VARIABLES, coords_along
+from trakdask.variables import (
+    N_SAMPLES,
+    RANK,
+    SAMPLE,
+    TARGET,
+    VARIABLES,
+    coords_along,
+    require_free,
+)
 
 _MISSING = {"f": np.nan, "M": "NaT", "m": "NaT", "i": -1, "b": False}
 """The value of coords where there is no sample, by the kind of their dtype; text has ``""``."""
@@ -186,15 +194,19 @@ def top_k(
             if name != rank_by and array.dims == scores[rank_by].dims
         }
         scores = scores[rank_by].assign_attrs(scores.attrs)
-    of_samples = getattr(scores, "dims", None) == (SAMPLE,) and over_targets is None
-    if of_samples:
-        scores = scores.expand_dims(TARGET, axis=1)
-    if (dims := getattr(scores, "dims", None)) != (SAMPLE, TARGET):
+    dims = getattr(scores, "dims", None)
+    of_samples = dims == (SAMPLE,) and over_targets is None
+    if not of_samples and dims != (SAMPLE, TARGET):
         raise ValueError(
             f"expected scores (sample, target), got {dims or type(scores).__name__}; try what "
             "td.score returns, scores.transpose('sample', 'target'), scores.isel(target=[0]) with "
             "a list, scores.mean('checkpoint'), or scores.sum('token')"
         )
+    require_free(coords_along(scores, SAMPLE), [TARGET])
+    taken = ("position", RANK) if over_targets is None else ("selected",)
+    require_free(coords_along(scores, SAMPLE, TARGET), [*taken, "score", rank_by, *others])
+    if of_samples:
+        scores = scores.expand_dims(TARGET, axis=1)
     if not isinstance(scores.data, da.Array):
         scores = scores.copy(data=plain(scores.variable.chunk().data))
     mask = mask_of(scores, where)

@@ -122,7 +122,10 @@ def normalise_coord(name: str, values: Any, n: int) -> np.ndarray[Any, Any]:
     """
     array = _to_numpy(name, values)
     if array.shape != (n,):
-        raise ValueError(f"expected shape ({n},) for coord {name!r}, got {array.shape}")
+        raise ValueError(
+            f"expected shape ({n},) for coord {name!r}, one value for each sample, got "
+            f"{array.shape}; try the coord of these {n} samples"
+        )
     return _portable(name, array)
 
 
@@ -158,7 +161,8 @@ def _to_numpy(name: str, values: Any) -> np.ndarray[Any, Any]:
         raise TypeError(f"expected coord {name!r} in memory, got a lazy one; try .compute()")
     if is_tensor(values) or isinstance(values, np.ndarray):
         return to_numpy(f"coord {name!r}", values)
-    if isinstance(values, str | bytes | Mapping | set | frozenset):
+    is_list = hasattr(values, "__len__")
+    if not is_list or isinstance(values, str | bytes | Mapping | set | frozenset):
         raise TypeError(
             f"expected values of coord {name!r} in the order of the samples, got {shown(values)}; "
             "try a list with one value for each sample"
