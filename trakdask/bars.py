@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
+from trakdask.checks import require_flags
 from trakdask.execution import active_client
 
 _COMPUTED = "trakdask-computed"
@@ -85,6 +86,7 @@ def polled_bar(
     the work completed since the bar appeared. The title counts the blocks that were stored before.
     Gives a function that prints above the bar.
     """
+    require_flags(progress=show)
     if not show:
         yield lambda text: None
         return
@@ -117,6 +119,7 @@ def block_bar(
     seconds that are left, and those that a block takes, is printed once, when blocks have been
     computed for ten seconds.
     """
+    require_flags(progress=show)
     if not show:
         yield
         return

@@ -21,7 +21,7 @@ from trakdask.attribution.estimators import EstimatorLike, with_gram
 from trakdask.attribution.gauss_newton import Soft
 from trakdask.attribution.grams import require_eigenvectors, require_gram
 from trakdask.attribution.protocol import GramEstimator
-from trakdask.checks import require_choice, require_flags
+from trakdask.checks import require_choice, require_flags, require_integer
 from trakdask.derived import MOST_DIM, estimator_of, update_derived
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.execution import require_memory
@@ -165,10 +165,7 @@ def save(
     (('proj_dim', 'proj_dim_1', 'checkpoint'), ('checkpoint',))
     """
     # 1. What is to be stored, and whose sums.
-    _require_options(features, estimator, append_dim, dtype)
-    asked = None
-    if estimator is not None:
-        asked = with_gram(features, estimator).of_sums().with_damping("auto")
+    asked = checked_options(features, estimator, append_dim, dtype, progress, retries)
     features = storable(features)
     if not (isinstance(asked, Soft) and asked.wrong_classes):  # they would be computed for nothing
         features = features.drop_vars(WRONG_CLASSES, errors="ignore")
@@ -198,10 +195,20 @@ def save(
     return open(store, storage_options=storage_options)
 
 
-def _require_options(
-    features: xr.Dataset, estimator: EstimatorLike | None, append_dim: object, dtype: object
-) -> None:
-    """Refuse features that no store can hold, and options of :func:`save` that are none."""
+def checked_options(
+    features: xr.Dataset,
+    estimator: EstimatorLike | None = "auto",
+    append_dim: object = None,
+    dtype: object = None,
+    progress: object = True,
+    retries: object = 0,
+) -> GramEstimator | None:
+    """Refuse features that no store can hold, and options of :func:`save` that are none.
+
+    Returns the estimator whose sums are to be stored.
+    """
+    require_flags(progress=progress)
+    require_integer("retries", retries, 0, remedy="try retries=0")
     validate(features, ("feature", "out_to_loss"), what="features")
     if isinstance(estimator, GramEstimator) and estimator.rule != "auto":
         raise ValueError(
@@ -241,6 +248,9 @@ def _require_options(
             f"expected checkpoints of {list(checkpoints)} (attrs), each once, "
             f"got {names}; try another selection of checkpoints"
         )
+    if estimator is None:
+        return None
+    return with_gram(features, estimator).of_sums().with_damping("auto")
 
 
 def _require_memory(feature: da.Array, estimator: GramEstimator | None, dtype: str | None) -> None:

@@ -84,9 +84,12 @@ TURNED = {
     "outputs": OUTPUTS.assign_coords(target=[1, 0, 2]),
 }
 FAILED = td.errors.BlockError
+NO_FLAG = ("progress a word", {"progress": "no"}, TypeError, ["progress", "'no'", "True"])
+NO_SEED = ("seed a word", {"seed": "one"}, TypeError, ["integer for seed", "'one'"])
 ROWS = [
     *rows(
         "baselines",
+        NO_SEED,
         ("texts of fewer targets", {"texts": (TEXTS, TEXTS[1:])}, ValueError, ["texts", "11"]),
         ("dimensions differ", {"embeddings": (np.eye(N), np.eye(N)[:, 1:])}, ValueError, ["11"]),
         ("unknown coord", {"texts": "body"}, ValueError, ["features", "'body'", "'label'"]),
@@ -95,6 +98,7 @@ ROWS = [
     *rows(
         "lds",
         *BOOTSTRAP,
+        NO_SEED,
         ("scores of no estimator", {"scores": {}}, ValueError, ["none", "'soft'"]),
         ("scores of one target", {"scores": SCORES[:, 0]}, ValueError, ["target"]),
         ("masks are numbers", {"masks": MASKS.astype(int)}, ValueError, ["masks", "int64"]),
@@ -104,6 +108,8 @@ ROWS = [
     ),
     *rows(
         "subsets",
+        NO_SEED,
+        ("seed below 0", {"seed": -1}, ValueError, ["seed >= 0", "-1"]),
         ("no samples", {"samples": 0}, ValueError, ["0 samples"]),
         ("empty subsets", {"fraction": 0.01}, ValueError, ["0.01", "12 samples"]),
         ("one label", {"by": np.zeros(N)}, ValueError, ["1 labels", "0.5"]),
@@ -123,6 +129,7 @@ ROWS = [
     ),
     *rows(
         "retrain",
+        NO_FLAG,
         ("raises", {"train_fn": failing}, FAILED, ["subset", "loss is NaN"]),
         ("returns NaN", returning([1.0, np.nan, 2.0]), FAILED, ["NaN", "target 1"]),
         ("one mask", {"masks": MASKS[0]}, ValueError, ["subset"]),
@@ -132,12 +139,19 @@ ROWS = [
     ),
     *rows(
         "removal_curve",
+        NO_FLAG,
+        ("random seed a word", {"random_seed": "one"}, TypeError, ["integer for seed", "'one'"]),
         ("scores are NaN", {"scores": SCORES * np.nan}, ValueError, ["scores", "NaN"]),
     ),
     *rows(
         "leave_group_out",
         BOOTSTRAP[1],
+        NO_FLAG,
         ("one group", {"sums": SUMS[:1]}, ValueError, ["[0]", "two or more", "[0, 1, 2]", "'label'"]),
+    ),
+    *(
+        BadInput("evaluate.train_on_halves", case, lambda f, o=options: td.evaluate.train_on_halves(train, FEATURES, f / "h", **o), error, words)
+        for case, options, error, words in (NO_FLAG, NO_SEED)
     ),
 ]  # fmt: skip
 

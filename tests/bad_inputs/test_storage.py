@@ -67,6 +67,7 @@ def along(values: Any, dim: str = "sample") -> xr.DataArray:
 ALIVE = json.dumps({"host": "elsewhere", "process": 7, "renewed": 4e9, "since": 0}).encode()
 
 SAVE = [
+    *[(f"{name} {value!r}", save(**{name: value}), TypeError, [name, repr(value)]) for name, value in (("progress", "no"), ("progress", None), ("retries", "two"), ("storage_options", "anon"))],
     ("integer features", save(FEATURES.astype(int)), ValueError, ["int64"]),
     ("empty path", save(store=""), ValueError, ["''"]),
     ("unknown protocol", save(store="s4://bucket/f.zarr"), ValueError, ["s4"]),
@@ -86,6 +87,7 @@ SAVE = [
 ]  # fmt: skip
 
 OPEN = [
+    *[(f"{name} a word", opened(store_in, **{name: "no"}), TypeError, [name, "'no'"]) for name in ("dropped", "load_coords", "storage_options")],
     ("features", opened(lambda _: FEATURES), TypeError, ["Dataset"]),
     ("a store of zarr", opened(lambda f: zarr.storage.LocalStore(f)), TypeError, ["LocalStore", "xr.open_zarr"]),
     ("nothing there", opened(lambda f: f / "f.zarr"), FileNotFoundError, ["f.zarr", "does not exist"]),

@@ -20,6 +20,7 @@ from trakdask.evaluate.results import (
     require_bootstrap,
     require_fraction,
     require_known,
+    require_seed,
 )
 from trakdask.variables import SAMPLE, TARGET, coords_along, data_in_order, require_alike
 
@@ -77,7 +78,7 @@ def subsets(
     """
     n, coords = _size_and_coords(samples)
     n_subsets = require_integer("n_subsets", n_subsets, 1, remedy="try n_subsets=100")
-    fraction = require_fraction("fraction", fraction)
+    fraction, seed = require_fraction("fraction", fraction), require_seed(seed)
     labelled = samples if isinstance(samples, xr.Dataset | xr.DataArray) else xr.Dataset()
     if isinstance(by, str) and by not in coords:
         near = nearest(by, coords)

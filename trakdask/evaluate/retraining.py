@@ -21,7 +21,7 @@ from dask.base import tokenize
 from numpy.typing import ArrayLike, NDArray
 
 from trakdask.bars import polled_bar
-from trakdask.checks import require_integer, shown
+from trakdask.checks import require_flags, require_integer, shown
 from trakdask.errors import BlockError
 from trakdask.evaluate.results import checked_masks, lazy_data
 from trakdask.files import Folder, location
@@ -148,6 +148,7 @@ def train_models(
     progress: bool,
 ) -> da.Array | np.ndarray:
     """Return outputs (subset, seed, target) of masks (subset, sample): lazy without a store."""
+    require_flags(progress=progress)
     numbers = _seed_numbers(seeds)
     if store is None:
         return _lazy_outputs(train_fn, masks, numbers, n_targets, None)
