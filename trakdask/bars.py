@@ -119,7 +119,6 @@ def block_bar(
     seconds that are left, and those that a block takes, is printed once, when blocks have been
     computed for ten seconds.
     """
-    require_flags(progress=show)
     if not show:
         yield
         return
@@ -143,7 +142,7 @@ def block_bar(
         return total if is_done.is_set() else done
 
     try:
-        with polled_bar(title, total, count) as print_above:
+        with polled_bar(title, total, count, show=show) as print_above:
             say.append(print_above)
             yield
             is_done.set()  # what the last tasks said may be on its way

@@ -165,7 +165,8 @@ def save(
     (('proj_dim', 'proj_dim_1', 'checkpoint'), ('checkpoint',))
     """
     # 1. What is to be stored, and whose sums.
-    asked = checked_options(features, estimator, append_dim, dtype, progress, retries)
+    options = {"estimator": estimator, "append_dim": append_dim, "dtype": dtype}
+    asked = checked_options(features, {**options, "progress": progress, "retries": retries})
     features = storable(features)
     if not (isinstance(asked, Soft) and asked.wrong_classes):  # they would be computed for nothing
         features = features.drop_vars(WRONG_CLASSES, errors="ignore")
@@ -195,20 +196,14 @@ def save(
     return open(store, storage_options=storage_options)
 
 
-def checked_options(
-    features: xr.Dataset,
-    estimator: EstimatorLike | None = "auto",
-    append_dim: object = None,
-    dtype: object = None,
-    progress: object = True,
-    retries: object = 0,
-) -> GramEstimator | None:
+def checked_options(features: xr.Dataset, options: Mapping[str, Any]) -> GramEstimator | None:
     """Refuse features that no store can hold, and options of :func:`save` that are none.
 
     Returns the estimator whose sums are to be stored.
     """
-    require_flags(progress=progress)
-    require_integer("retries", retries, 0, remedy="try retries=0")
+    estimator, append_dim, dtype = map(options.get, ("estimator", "append_dim", "dtype"))
+    require_flags(progress=options.get("progress", True))
+    require_integer("retries", options.get("retries", 0), 0, remedy="try retries=0")
     validate(features, ("feature", "out_to_loss"), what="features")
     if isinstance(estimator, GramEstimator) and estimator.rule != "auto":
         raise ValueError(
@@ -248,9 +243,8 @@ def checked_options(
             f"expected checkpoints of {list(checkpoints)} (attrs), each once, "
             f"got {names}; try another selection of checkpoints"
         )
-    if estimator is None:
-        return None
-    return with_gram(features, estimator).of_sums().with_damping("auto")
+    gram = None if estimator is None else with_gram(features, estimator)
+    return gram and gram.of_sums().with_damping("auto")
 
 
 def _require_memory(feature: da.Array, estimator: GramEstimator | None, dtype: str | None) -> None:

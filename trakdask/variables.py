@@ -173,7 +173,7 @@ def validate(ds: xr.Dataset, names: Iterable[str], *, what: str = "dataset") -> 
     taken = {name: variable.dims for name, variable in VARIABLES.items()}
     taken |= {dim: (dim,) for dim in (TARGET, RANK, CHECKPOINT, PROJ_DIM)}
     coords = [(name, coord.dims) for name, coord in ds.coords.variables.items() if coord.dims]
-    require_free([n for n, dims in coords if {*dims} != {*taken.get(str(n), dims)}], taken)
+    require_new([n for n, dims in coords if {*dims} != {*taken.get(str(n), dims)}], taken)
     if "scale" in ds:  # as xr.open_zarr shows a store in float16
         raise ValueError(
             f"expected {what} as td.open decodes them, got features in float16 and their scale; "
@@ -182,12 +182,12 @@ def validate(ds: xr.Dataset, names: Iterable[str], *, what: str = "dataset") -> 
         )
 
 
-def require_free(coords: Iterable[Hashable], taken: Iterable[Hashable]) -> None:
-    """Refuse coords that have names of other variables: one would take the other's place."""
+def require_new(coords: Iterable[Hashable], taken: Iterable[Hashable]) -> None:
+    """Refuse names that others have: one of both would take the place of the other."""
     if both := sorted(map(str, {*coords} & {*taken})):
         raise ValueError(
-            f"expected coords with names that nothing else has here, got {both[0]!r}; try "
-            f".rename({{{both[0]!r}: {f'my_{both[0]}'!r}}})"
+            "expected variables and coords with names that trakdask does not use, got "
+            f"{both[0]!r}; try {f'my_{both[0]}'!r}, as by .rename({{{both[0]!r}: ...}})"
         )
 
 

@@ -89,7 +89,6 @@ NO_SEED = ("seed a word", {"seed": "one"}, TypeError, ["integer for seed", "'one
 ROWS = [
     *rows(
         "baselines",
-        NO_SEED,
         ("texts of fewer targets", {"texts": (TEXTS, TEXTS[1:])}, ValueError, ["texts", "11"]),
         ("dimensions differ", {"embeddings": (np.eye(N), np.eye(N)[:, 1:])}, ValueError, ["11"]),
         ("unknown coord", {"texts": "body"}, ValueError, ["features", "'body'", "'label'"]),
@@ -140,7 +139,6 @@ ROWS = [
     *rows(
         "removal_curve",
         NO_FLAG,
-        ("random seed a word", {"random_seed": "one"}, TypeError, ["integer for seed", "'one'"]),
         ("scores are NaN", {"scores": SCORES * np.nan}, ValueError, ["scores", "NaN"]),
     ),
     *rows(
@@ -149,10 +147,7 @@ ROWS = [
         NO_FLAG,
         ("one group", {"sums": SUMS[:1]}, ValueError, ["[0]", "two or more", "[0, 1, 2]", "'label'"]),
     ),
-    *(
-        BadInput("evaluate.train_on_halves", case, lambda f, o=options: td.evaluate.train_on_halves(train, FEATURES, f / "h", **o), error, words)
-        for case, options, error, words in (NO_FLAG, NO_SEED)
-    ),
+    BadInput("evaluate.train_on_halves", "progress a word", lambda f: td.evaluate.train_on_halves(train, td.from_arrays({"x": np.eye(4)}), f / "h", progress="no"), TypeError, ["progress", "'no'"]),
 ]  # fmt: skip
 
 test_bad_input = one_test(ROWS)

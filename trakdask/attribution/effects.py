@@ -33,6 +33,8 @@ _LEAST_TARGETS = 20
 _LARGEST_PART = 0.3
 """The part of the samples of the largest groups whose coverage was measured."""
 
+_ROWS_AT_ONCE = 2**18
+
 DESCRIPTIONS = {
     "effect": "value of models of all samples, less the value of models without the group",
     "lower": "lower bound, for one retraining",
@@ -86,7 +88,8 @@ def group_effects(
     # 1. Sums of the scores of groups, and of the samples that have none.
     labels, members, n_groups = labels_of_groups(operands.features, targets, by)
     n = math.prod(n_groups)
-    sums = operands.sums(operands.features, with_rest(members, n), n + 1)
+    members = with_rest(members, n)
+    sums = operands.sums(operands.features, members, n + 1)
     solved = operands.vectors(targets)
     data = arrays.score.score(sums, solved, None)
     known = ~da.isnan(data).all(0)  # a group may have failed, or a target
@@ -137,12 +140,16 @@ def _parts(
     features: xr.Dataset, members: np.ndarray | sparse.csr_array, n_groups: int
 ) -> npt.NDArray[np.float64]:
     """Return the part of all samples that each group has, (group,); warn of what is untested."""
-    n = features.sizes[SAMPLE]
-    # 1. The part of each sample in each group, and of all samples.
-    if not isinstance(members, sparse.csr_array):
-        (rows,) = np.nonzero(members >= 0)
-        members = sparse.csr_array((np.ones(len(rows)), (rows, members[rows])), (n, n_groups))
-    parts = np.asarray(members.sum(axis=0) / n, np.float64)
+    n, along = features.sizes[SAMPLE], coords_along(features, SAMPLE)
+    # 1. How many samples of each class, and of none, each group has; of some at a time.
+    codes, names = np.broadcast_to(-1, n), np.empty(0)
+    if (label := features.attrs.get("label")) in along:
+        codes, names = group_codes(along[label].values)
+    classes, shape = with_rest(codes, len(names)), (len(names) + 1, n_groups + 1)
+    shared = sparse.csr_array(shape)
+    for rows in (slice(start, start + _ROWS_AT_ONCE) for start in range(0, n, _ROWS_AT_ONCE)):
+        shared += _members(classes[rows], shape[0]).T @ _members(members[rows], shape[1])
+    parts: npt.NDArray[np.float64] = shared.sum(axis=0)[:-1] / n
     if large := int((parts > _LARGEST_PART).sum()):
         warnings.warn(
             f"{large} of {n_groups} groups have more than {_LARGEST_PART:.0%} of the samples. "
@@ -150,18 +157,21 @@ def _parts(
             stacklevel=4,
         )
     # 2. Classes that a group has all samples of: models without it would not know them.
-    label, along = features.attrs.get("label"), coords_along(features, SAMPLE)
-    if label in along:
-        codes, names = group_codes(along[label].values)
-        (rows,) = np.nonzero(codes >= 0)
-        of_class = sparse.csr_array((np.ones(len(rows)), (codes[rows], rows)), (len(names), n))
-        shared = (of_class @ members).tocoo()
-        gone = shared.coords[0][shared.data >= np.bincount(codes[rows])[shared.coords[0]] - 1e-6]
-        if len(gone):
-            warnings.warn(
-                f"all samples of {shown(names[np.unique(gone)].tolist())} are in one group, and "
-                "models without it would not know them. Effects were not tested there, and are "
-                "mostly too small; try groups that share classes.",
-                stacklevel=4,
-            )
+    pairs = shared[:-1, :-1].tocoo()
+    gone = pairs.coords[0][pairs.data >= shared.sum(axis=1)[pairs.coords[0]] - 1e-6]
+    if len(gone):
+        warnings.warn(
+            f"all samples of {shown(names[np.unique(gone)].tolist())} are in one group, and "
+            "models without it would not know them. Effects were not tested there, and are "
+            "mostly too small; try groups that share classes.",
+            stacklevel=4,
+        )
     return parts
+
+
+def _members(codes: np.ndarray | sparse.csr_array, n: int) -> sparse.csr_array:
+    """Return the part of each sample in each of n groups, if need be of its group's number."""
+    if isinstance(codes, sparse.csr_array):
+        return codes
+    starts = np.arange(len(codes) + 1)
+    return sparse.csr_array((np.ones(len(codes)), codes, starts), (len(codes), n))

@@ -23,7 +23,7 @@ from trakdask.variables import (
     VARIABLES,
     aligned,
     coords_along,
-    require_free,
+    require_new,
 )
 
 _MOST_COMBINATIONS = 2**20
@@ -47,7 +47,7 @@ def labelled(
     dims, coords = labels
     if checkpoint is not None:
         dims, coords = (*dims, CHECKPOINT), coords | {CHECKPOINT: checkpoint}
-    require_free(coords, [name])
+    require_new(coords, [name])
     return xr.Dataset({name: (dims, data, attrs)}, coords=coords)[name]
 
 
@@ -61,11 +61,7 @@ def labels_of_scores(samples: xr.Dataset, targets: xr.Dataset) -> Labels:
     """
     parts, coords = _labels_of_samples(samples)
     target_dims, target_coords = _labels_of_targets(targets)
-    if both := [name for name in coords if name in target_coords]:
-        raise ValueError(
-            f"expected names of the training samples' coords that scores do not have for the "
-            f"targets' coords, got {both[0]!r} for both; try features.rename({{{both[0]!r}: ...}})"
-        )
+    require_new(coords, target_coords)
     return (SAMPLE, *parts, *target_dims), coords | target_coords
 
 

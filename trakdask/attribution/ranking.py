@@ -20,15 +20,7 @@ from trakdask.attribution.groups import group_codes, require_group_coord
 from trakdask.attribution.masks import columns_along, mask_of
 from trakdask.checks import nearest, require_choice, require_flags, require_integer, require_number
 from trakdask.execution import require_memory
-from trakdask.variables import (
-    N_SAMPLES,
-    RANK,
-    SAMPLE,
-    TARGET,
-    VARIABLES,
-    coords_along,
-    require_free,
-)
+from trakdask.variables import N_SAMPLES, RANK, SAMPLE, TARGET, VARIABLES, coords_along, require_new
 
 _MISSING = {"f": np.nan, "M": "NaT", "m": "NaT", "i": -1, "b": False}
 """The value of coords where there is no sample, by the kind of their dtype; text has ``""``."""
@@ -202,9 +194,9 @@ def top_k(
             "td.score returns, scores.transpose('sample', 'target'), scores.isel(target=[0]) with "
             "a list, scores.mean('checkpoint'), or scores.sum('token')"
         )
-    require_free(coords_along(scores, SAMPLE), [TARGET])
+    require_new(coords_along(scores, SAMPLE), [TARGET])
     taken = ("position", RANK) if over_targets is None else ("selected",)
-    require_free(coords_along(scores, SAMPLE, TARGET), [*taken, "score", rank_by, *others])
+    require_new(coords_along(scores, SAMPLE, TARGET), [*taken, "score", rank_by, *others])
     if of_samples:
         scores = scores.expand_dims(TARGET, axis=1)
     if not isinstance(scores.data, da.Array):

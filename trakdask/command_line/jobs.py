@@ -205,17 +205,10 @@ def described_or_stored(
                 existing(Folder.at(store, options.get("storage_options")))
                 both[name] = features(configuration, name, both.get("data"))
                 with about("save"):
-                    others = _of_store(options, name, both[name])
-                    others.pop("storage_options", None)
-                    checked_options(both[name], **others)
+                    checked_options(both[name], with_estimator(options, both[name]))
             else:
                 both[name] = td.open(store, storage_options=options.get("storage_options"))
     return both
-
-
-def _of_store(options: dict[str, Any], name: str, lazy: xr.Dataset) -> dict[str, Any]:
-    """Return the options of the store of some features; that of targets keeps no sums."""
-    return with_estimator(options if name == "data" else {**options, "estimator": None}, lazy)
 
 
 def saved(
@@ -226,9 +219,11 @@ def saved(
     results = dict(both)
     for name, lazy in both.items():
         if name in configuration:
-            store = stores[STORES[name]]
-            results[name] = td.save(lazy, store, **_of_store(options, name, lazy))
-            keep(configuration, store)
+            of_store = with_estimator(options, lazy)
+            if name == "targets":
+                of_store["estimator"] = None
+            results[name] = td.save(lazy, stores[STORES[name]], **of_store)
+            keep(configuration, stores[STORES[name]])
     return results
 
 

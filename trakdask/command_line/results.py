@@ -13,7 +13,6 @@ from trakdask.checks import import_callable, require_choice
 from trakdask.command_line import jobs
 from trakdask.command_line.configuration import about, keep, require_form, require_keys, section
 from trakdask.export import require_replaceable
-from trakdask.files import location
 from trakdask.variables import TRAINED_ON
 
 _OF_SUBSETS = ("n_subsets", "fraction", "seed")
@@ -90,7 +89,7 @@ def evaluated(configuration: Mapping[str, Any]) -> Iterator[str]:
             train_fn = import_callable(train_fn, "train_fn")
             masks = td.evaluate.subsets(both["data"], **{"n_subsets": 40, **drawn})
             td.evaluate.retrain(train_fn, masks, 1, **{**options, "store": None})
-            location(options.get("store") or ".")
+            require_form("store", options.get("store") or "", str, remedy="store: models")
         elif TRAINED_ON not in both["data"].variables:
             raise ValueError(
                 "expected checkpoints that were trained on known samples, or the name of a "

@@ -15,7 +15,6 @@ from trakdask.arrays.blocks import blockwise, where
 from trakdask.arrays.graphs import plain
 from trakdask.attribution.scores import score, self_influence
 from trakdask.checks import nearest
-from trakdask.evaluate.results import require_seed
 from trakdask.variables import (
     CHECKPOINT,
     SAMPLE,
@@ -113,7 +112,7 @@ def baselines(
     """
     cosine, both = score(features, targets, estimator="grad_cos"), (features, targets)
     zero, (rows, columns) = xr.zeros_like(cosine).drop_attrs(), cosine.data.chunks
-    normal = da.random.default_rng(require_seed(seed)).standard_normal(cosine.shape, chunks=4096)
+    normal = da.random.default_rng(seed).standard_normal(cosine.shape, chunks=4096)
     simple = {
         "random": zero.copy(data=normal.rechunk(cosine.chunks)),
         "loss": zero - abs(features.out_to_loss.variable.mean(CHECKPOINT, skipna=False)),

@@ -20,7 +20,6 @@ from trakdask.evaluate.results import (
     require_bootstrap,
     require_fraction,
     require_known,
-    require_seed,
 )
 from trakdask.variables import SAMPLE, TARGET, coords_along, data_in_order, require_alike
 
@@ -78,7 +77,8 @@ def subsets(
     """
     n, coords = _size_and_coords(samples)
     n_subsets = require_integer("n_subsets", n_subsets, 1, remedy="try n_subsets=100")
-    fraction, seed = require_fraction("fraction", fraction), require_seed(seed)
+    fraction = require_fraction("fraction", fraction)
+    seed = require_integer("seed", seed, 0, remedy="try seed=0")
     labelled = samples if isinstance(samples, xr.Dataset | xr.DataArray) else xr.Dataset()
     if isinstance(by, str) and by not in coords:
         near = nearest(by, coords)

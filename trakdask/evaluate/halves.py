@@ -16,8 +16,7 @@ import xarray as xr
 from numpy.typing import NDArray
 
 from trakdask import arrays
-from trakdask.checks import require_flags, require_integer, shown
-from trakdask.evaluate.results import require_seed
+from trakdask.checks import require_integer, shown
 from trakdask.evaluate.retraining import bar_of, stored_spec, trained_alone
 from trakdask.files import Folder
 from trakdask.samples.array_source import validate_samples
@@ -120,9 +119,7 @@ def train_on_halves(
     >>> features.trained_on.sum("sample").values.tolist()
     [20, 20, 20]
     """
-    require_flags(progress=progress)
     n = require_integer("n", n, 1, remedy="try n=10")
-    seed = require_seed(seed)
     n_samples = samples.sizes[SAMPLE]
     masks = arrays.subsets.random_subsets(n_samples, n, n_samples // 2, seed).compute()
     models = Folder.at(folder)
@@ -145,7 +142,7 @@ def train_on_halves(
     tasks = [
         train(function, np.flatnonzero(masks[i]), i, _seed_of(seed, i), pure=False) for i in missing
     ]
-    with bar_of(models, models.name, {f"{name}.pt" for name in names}, progress and bool(missing)):
+    with bar_of(models, models.name, {f"{name}.pt" for name in names}, bool(missing) and progress):
         dask.compute(*tasks)
     known = xr.DataArray(masks, dims=(CHECKPOINT, SAMPLE), coords={CHECKPOINT: names})
     paths = {name: f"{models.url}/{name}.pt" for name in names}

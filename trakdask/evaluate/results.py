@@ -109,15 +109,10 @@ def require_fraction(name: str, value: object) -> float:
     return require_number(name, value, low=0, high=1, remedy="try 0.95 for 95 %")
 
 
-def require_seed(seed: object) -> int:
-    """Return a number from which something is drawn at random."""
-    return require_integer("seed", seed, 0, remedy="try seed=0")
-
-
 def require_bootstrap(resamples: object, seed: object, confidence: object) -> dict[str, Any]:
     """Return the options of a bootstrap by name, checked."""
     return {
         "resamples": require_integer("resamples", resamples, 1, remedy="try resamples=1000"),
-        "seed": require_seed(seed),
+        "seed": require_integer("seed", seed, 0, remedy="try seed=0"),
         "confidence": require_fraction("confidence", confidence),
     }

@@ -122,10 +122,8 @@ def normalise_coord(name: str, values: Any, n: int) -> np.ndarray[Any, Any]:
     """
     array = _to_numpy(name, values)
     if array.shape != (n,):
-        raise ValueError(
-            f"expected shape ({n},) for coord {name!r}, one value for each sample, got "
-            f"{array.shape}; try the coord of these {n} samples"
-        )
+        of_samples = f"expected one value for each of the {n} samples"
+        raise ValueError(f"{of_samples} in coord {name!r}, got shape {array.shape}")
     return _portable(name, array)
 
 
@@ -148,12 +146,8 @@ def check_name(name: object, what: str) -> None:
     """
     if not isinstance(name, str):
         raise TypeError(f"expected a str as {what} name, got {name!r} ({type(name).__name__})")
-    if name in _RESERVED or name.startswith(variables.TARGET_PREFIX):
-        other = "sample_id" if name == SAMPLE else f"my_{name}"
-        remedy = f"coords={{{other!r}: ...}}" if what == "coord" else repr(other)
-        raise ValueError(
-            f"expected a {what} with a name that trakdask does not use, got {name!r}; try {remedy}"
-        )
+    of_target = name.startswith(variables.TARGET_PREFIX)
+    variables.require_new([name], [name] if of_target else _RESERVED)
 
 
 def _to_numpy(name: str, values: Any) -> np.ndarray[Any, Any]:

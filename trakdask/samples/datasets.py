@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from trakdask.checks import shown
 from trakdask.samples.coords import check_name, normalise_coords
 from trakdask.samples.fingerprints import fingerprint
 from trakdask.samples.sources import identity_of, require_samples
-from trakdask.variables import SAMPLE, require_free
+from trakdask.variables import SAMPLE, require_alike, require_new
 
 _SOURCE = re.compile(r"samples-[0-9a-f]{64}")
 
@@ -34,16 +33,13 @@ def dataset_of(
         )
     for name in variables:
         check_name(name, "variable")
-    lengths = {name: len(variable) for name, variable in variables.items()}
-    n = min(lengths.values())
+    n = min(len(variable) for variable in variables.values())
     require_samples(n, f"the variables {list(variables)}")
-    if n < max(lengths.values()):
-        raise ValueError(
-            f"expected as many samples in each variable, got {shown(lengths)}; try all samples of "
-            f"{min(lengths, key=lengths.__getitem__)!r}, or array[:{n}] of the others"
-        )
+    first = xr.DataArray(next(iter(variables.values())))
+    for name, variable in variables.items():
+        require_alike(xr.DataArray(variable), first, what=f"variable {name!r}")
     samples = {name: (SAMPLE, array) for name, array in normalise_coords(coords, n).items()}
-    require_free(samples, variables)
+    require_new(samples, variables)
     ds = xr.Dataset(variables, samples, attrs)
     return ds.assign_attrs(source=source_of(ds))
 
