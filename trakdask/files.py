@@ -62,9 +62,7 @@ class Folder:
         """
         url = location(path)
         if not isinstance(options, Mapping | None):
-            raise TypeError(
-                f"expected storage_options by name, got {options!r:.60}; try {{'anon': True}}"
-            )
+            raise TypeError(f"expected storage_options by name, got {options!r:.60}; try {{}}")
         folder = cls(url if url.endswith("://") else url.rstrip("/") or "/", options or {})
         if folder.url.startswith(("http://", "https://")):
             raise ValueError(

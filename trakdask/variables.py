@@ -170,10 +170,8 @@ def validate(ds: xr.Dataset, names: Iterable[str], *, what: str = "dataset") -> 
         )
     for name in names:
         _validate_variable(ds, VARIABLES[name], what)
-    taken = {name: variable.dims for name, variable in VARIABLES.items()}
-    taken |= {dim: (dim,) for dim in (TARGET, RANK, CHECKPOINT, PROJ_DIM)}
-    coords = [(name, coord.dims) for name, coord in ds.coords.variables.items() if coord.dims]
-    require_new([n for n, dims in coords if {*dims} != {*taken.get(str(n), dims)}], taken)
+    of_results = {*VARIABLES, TARGET, RANK, CHECKPOINT, PROJ_DIM} - {"self_influence"}
+    require_new(coords_along(ds, SAMPLE), of_results)
     if "scale" in ds:  # as xr.open_zarr shows a store in float16
         raise ValueError(
             f"expected {what} as td.open decodes them, got features in float16 and their scale; "
@@ -184,11 +182,8 @@ def validate(ds: xr.Dataset, names: Iterable[str], *, what: str = "dataset") -> 
 
 def require_new(coords: Iterable[Hashable], taken: Iterable[Hashable]) -> None:
     """Refuse names that others have: one of both would take the place of the other."""
-    if both := sorted(map(str, {*coords} & {*taken})):
-        raise ValueError(
-            "expected variables and coords with names that trakdask does not use, got "
-            f"{both[0]!r}; try {f'my_{both[0]}'!r}, as by .rename({{{both[0]!r}: ...}})"
-        )
+    for n in sorted(map(str, {*coords} & {*taken})):
+        raise ValueError(f"expected a name that nothing else has, got {n!r}; try {f'my_{n}'!r}")
 
 
 def _validate_variable(ds: xr.Dataset, variable: Variable, what: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import dask.array as da
 import numpy as np
+import pandas as pd
 import xarray as xr
 
 import trakdask as td
@@ -158,6 +159,8 @@ OTHERS = {
             "overwrite": lambda: td.to_parquet(td.top_k(td.score(X, T), 3), "x", overwrite="no"),
         }.items()),
         ("parts of targets", lambda: td.group_score(SEEDS, SEEDS, by=xr.DataArray(np.ones((20, 3)), dims=("target", "author"))), ValueError, ["('target', 'author')", "xr.DataArray"]),
+        *((f"parts as {dtype}", lambda dtype=dtype: td.group_score(SEEDS, SEEDS, by=xr.DataArray(np.ones((20, 3)).astype(dtype), dims=("sample", "author"))), ValueError, ["finite parts", "('sample', 'author')"]) for dtype in (str, object)),
+        *((f"parts of each {dim}", lambda dim=dim: td.group_score(SEEDS, SEEDS, by=xr.DataArray(np.ones((20, 20)), dims=("sample", dim))), ValueError, [f"'{dim}'", f"'my_{dim}'"]) for dim in ("target", "target_label")),
         ("parts that are missing", lambda: td.group_score(SEEDS, SEEDS, by=xr.DataArray(np.full((20, 3), np.nan), dims=("sample", "author"))), ValueError, ["finite"]),
     ],
     "effects": [
@@ -203,6 +206,8 @@ RANKED = [
     ("by without over_targets", lambda: top(3, by="label"), ValueError, ["over_targets", "'label'"]),
     ("by missing values", lambda: td.top_k(scores().assign_coords(kind=("sample", [None] * 20)), 3, over_targets="max", by="kind"), ValueError, ["got none"]),
     ("over targets by pairs", lambda: over(where=lambda tile: tile.label == tile.target_label), ValueError, ["where"]),
+    ("over no targets", lambda: td.top_k(scores()[:, :0], 3, over_targets="max"), ValueError, ["one or more targets"]),
+    ("a mask that is missing for one", lambda: top(where=pd.Series([pd.NA] + [True] * 19, dtype="boolean")), ValueError, ["bool over samples", "got boolean"]),
     ("nothing selected", lambda: top(where=np.zeros(20, bool)), ValueError, ["got none", "try a condition"]),
     ("positions for a mask", lambda: top(where=[3, 4, 5]), ValueError, ["int64", "{'sample': 3}"]),
     ("a mask of other samples", lambda: top(where=np.ones(19, bool)), ValueError, ["{'sample': 19}"]),

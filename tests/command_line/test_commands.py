@@ -248,6 +248,19 @@ def test_commands__ctrl_c_says_how_to_go_on(
     assert "Traceback" not in done.output
 
 
+def test_commands__cluster_that_does_not_start(
+    job: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by a client of Dask: one that failed to start stays behind in this process."""
+
+    def failing(**_: object) -> None:
+        raise RuntimeError("Cluster failed to start") from OSError(2, "Name not known")
+
+    monkeypatch.setattr("distributed.Client", failing)
+    options = "--set", "cluster={dashboard_address: none.invalid}"
+    refused(job, run("top-k", job, *options), "it does not start: Name not known\nTry n_workers")
+
+
 IS_BLOCKED = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
 
 

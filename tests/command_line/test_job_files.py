@@ -171,7 +171,6 @@ def test_featurize__damaged_csv(job: Path, run: Run, text: str, words: str) -> N
         ("top_k.whre=label == 3", "Try 'where'"),
         ("modle.task=regression", "Try 'model'"),
         ("cluster.n_workers=two", "n_workers, got 'two'\nTry n_workers: 2"),
-        ("cluster.dashboard_address=none.invalid", "in cluster: it does not start: "),
         ("cluster.n_workers=-2", "n_workers >= 1, got -2\nTry n_workers: 2"),
         ("outputs.top_k=[top.parquet]", "text as top_k"),
         ("data={kind: arrays, arrays: {x: none.npy}}", "directory: none.npy\nTry another path"),

@@ -33,8 +33,6 @@ _LEAST_TARGETS = 20
 _LARGEST_PART = 0.3
 """The part of the samples of the largest groups whose coverage was measured."""
 
-_ROWS_AT_ONCE = 2**18
-
 DESCRIPTIONS = {
     "effect": "value of models of all samples, less the value of models without the group",
     "lower": "lower bound, for one retraining",
@@ -141,14 +139,16 @@ def _parts(
 ) -> npt.NDArray[np.float64]:
     """Return the part of all samples that each group has, (group,); warn of what is untested."""
     n, along = features.sizes[SAMPLE], coords_along(features, SAMPLE)
-    # 1. How many samples of each class, and of none, each group has; of some at a time.
+    # 1. How many samples of each class, and of none, each group has.
     codes, names = np.broadcast_to(-1, n), np.empty(0)
     if (label := features.attrs.get("label")) in along:
         codes, names = group_codes(along[label].values)
     classes, shape = with_rest(codes, len(names)), (len(names) + 1, n_groups + 1)
-    shared = sparse.csr_array(shape)
-    for rows in (slice(start, start + _ROWS_AT_ONCE) for start in range(0, n, _ROWS_AT_ONCE)):
-        shared += _members(classes[rows], shape[0]).T @ _members(members[rows], shape[1])
+    pairs, part = (classes, members), np.broadcast_to(np.float64(1), n)
+    if isinstance(members, sparse.csr_array):
+        rows, groups = members.tocoo().coords
+        pairs, part = (classes[rows], groups), members.data
+    shared = sparse.coo_array((part, pairs), shape).tocsr()
     parts: npt.NDArray[np.float64] = shared.sum(axis=0)[:-1] / n
     if large := int((parts > _LARGEST_PART).sum()):
         warnings.warn(
@@ -157,8 +157,8 @@ def _parts(
             stacklevel=4,
         )
     # 2. Classes that a group has all samples of: models without it would not know them.
-    pairs = shared[:-1, :-1].tocoo()
-    gone = pairs.coords[0][pairs.data >= shared.sum(axis=1)[pairs.coords[0]] - 1e-6]
+    known = shared[:-1, :-1].tocoo()
+    gone = known.coords[0][known.data >= shared.sum(axis=1)[known.coords[0]] - 1e-6]
     if len(gone):
         warnings.warn(
             f"all samples of {shown(names[np.unique(gone)].tolist())} are in one group, and "
@@ -167,11 +167,3 @@ def _parts(
             stacklevel=4,
         )
     return parts
-
-
-def _members(codes: np.ndarray | sparse.csr_array, n: int) -> sparse.csr_array:
-    """Return the part of each sample in each of n groups, if need be of its group's number."""
-    if isinstance(codes, sparse.csr_array):
-        return codes
-    starts = np.arange(len(codes) + 1)
-    return sparse.csr_array((np.ones(len(codes)), codes, starts), (len(codes), n))

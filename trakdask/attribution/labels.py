@@ -122,7 +122,8 @@ def names_of_groups(
 def _labels_of_parts(
     samples: xr.Dataset, targets: xr.Dataset, by: xr.DataArray
 ) -> tuple[Labels, sparse.csr_array, list[int]]:
-    if by.ndim != 2 or SAMPLE not in by.dims or not np.isfinite(by.values).all():
+    is_parts = by.ndim == 2 and SAMPLE in by.dims and by.dtype.kind in "biuf"
+    if not is_parts or not np.isfinite(by.values).all():
         raise ValueError(
             f"expected by as finite parts of samples in groups, (sample, group), got {by.dtype} "
             f"{by.dims}; try xr.DataArray(parts, {{'author': names}}, ('sample', 'author'))"
@@ -131,6 +132,7 @@ def _labels_of_parts(
     name = str(by.dims[1])
     parts = aligned(by.drop_vars(name, errors="ignore"), samples, what="by")
     dims, coords = _labels_of_targets(targets)
+    require_new([name], [TARGET, *coords])
     coords[name] = by[name].variable
     return ((name, *dims), coords), sparse.csr_array(parts.values), [by.sizes[name]]
 

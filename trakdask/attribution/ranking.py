@@ -186,9 +186,10 @@ def top_k(
             if name != rank_by and array.dims == scores[rank_by].dims
         }
         scores = scores[rank_by].assign_attrs(scores.attrs)
-    dims = getattr(scores, "dims", None)
-    of_samples = dims == (SAMPLE,) and over_targets is None
-    if not of_samples and dims != (SAMPLE, TARGET):
+    of_samples = getattr(scores, "dims", None) == (SAMPLE,) and over_targets is None
+    if of_samples:
+        scores = scores.expand_dims(TARGET, axis=1)
+    if (dims := getattr(scores, "dims", None)) != (SAMPLE, TARGET):
         raise ValueError(
             f"expected scores (sample, target), got {dims or type(scores).__name__}; try what "
             "td.score returns, scores.transpose('sample', 'target'), scores.isel(target=[0]) with "
@@ -197,8 +198,6 @@ def top_k(
     require_new(coords_along(scores, SAMPLE), [TARGET])
     taken = ("position", RANK) if over_targets is None else ("selected",)
     require_new(coords_along(scores, SAMPLE, TARGET), [*taken, "score", rank_by, *others])
-    if of_samples:
-        scores = scores.expand_dims(TARGET, axis=1)
     if not isinstance(scores.data, da.Array):
         scores = scores.copy(data=plain(scores.variable.chunk().data))
     mask = mask_of(scores, where)
@@ -267,6 +266,8 @@ def _top_over_targets(
     largest: bool,
 ) -> xr.Dataset:
     require_choice("over_targets", over_targets, ["max", "mean"], remedy="try over_targets='max'")
+    if not scores.sizes[TARGET]:
+        raise ValueError("expected scores of one or more targets, got none; try another selection")
     if isinstance(mask, TileMask):
         raise ValueError(
             "expected where as a mask over samples with over_targets, got one that depends on "

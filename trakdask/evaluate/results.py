@@ -11,7 +11,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask.arrays.graphs import plain
-from trakdask.checks import require_integer, require_number
+from trakdask.checks import require_integer, require_number, shown
 from trakdask.variables import SAMPLE, coords_along, require_alike
 
 
@@ -68,6 +68,8 @@ def as_array(scores: xr.DataArray | Mapping[str, xr.DataArray], *dims: Hashable)
             coords="minimal", compat="override", join="exact", combine_attrs="drop",
         )  # fmt: skip
         scores = together.assign_coords(coords_along(first, *first.dims))
+    if not isinstance(scores, xr.DataArray):
+        raise TypeError(f"expected a DataArray {dims}, got {shown(scores)}; try xr.DataArray(...)")
     return scores.transpose(*dims, ...)
 
 

@@ -6,7 +6,6 @@ import functools
 import hashlib
 import io
 import json
-import operator
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -116,8 +115,9 @@ def retrain(
     if isinstance(targets, xr.DataArray):
         coords |= coords_along(targets, TARGET)
         targets = targets.sizes[TARGET]
+    targets = require_integer("targets", targets, 1, remedy="try scores, or their number")
     data = train_models(
-        train_fn, lazy_data(masks), operator.index(targets),
+        train_fn, lazy_data(masks), targets,
         seeds=seeds, store=store, tag=tag, progress=progress,
     )  # fmt: skip
     attrs = {"description": "output of a model trained on the subset"}
