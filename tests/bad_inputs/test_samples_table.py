@@ -129,6 +129,7 @@ ROWS = [
     BadInput(A, "masked, lazy", arrays(x=da.from_array(HIDDEN)), ValueError, ["'x'"]),
     BadInput(A, "unknown chunks", arrays(x=unknown_chunks()), ValueError, ["compute_chunk"]),
     BadInput(A, "reserved name", arrays(sample=X), ValueError, ["'sample'"]),
+    *[BadInput("from_torch", f"nested keys, {kind}", lambda _, value=value: td.from_torch([{"inputs": value}] * 4, names=["inputs"]), TypeError, ["'inputs'", "a name for each nested key"]) for kind, value in (("a mapping", {"ids": [1, 2]}), ("a list of them", [{"ids": 1}]))],
     BadInput(A, "name no str", lambda _: td.from_arrays({3: X}), TypeError, ["3", "int", "str"]),
     BadInput(A, "both", lambda _: td.from_arrays({"x": X}, coords={"x": range(4)}), ValueError, ["'x'"]),
     *[BadInput(A, f"chunks {chunks!r}", lambda _, chunks=chunks: td.from_arrays({"x": X}, chunks=chunks), ValueError if chunks == 0 else TypeError, ["chunks", repr(chunks), "chunks=512"]) for chunks in (0, 2.5)],

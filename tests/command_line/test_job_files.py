@@ -223,6 +223,7 @@ def test_job__options_of_an_estimator_make_its_value() -> None:
     described = {
         td.Trak(): {"average": False},
         td.Trak(damping="trace"): {"damping": "trace"},
+        td.Soft(wrong_classes=False): {"estimator": "soft", "wrong_classes": False},
         td.Soft(1, td.Absolute(2)): {"estimator": "soft", "power": 1, "damping": {"value": 2}},
         td.TracIn({"c0": 1}): {"estimator": "tracin", "learning_rates": {"c0": 1}},
         None: {"estimator": None, "power": 1},
