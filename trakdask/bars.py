@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
+from trakdask.checks import require_flags
 from trakdask.execution import active_client
 
 _COMPUTED = "trakdask-computed"
@@ -85,6 +86,7 @@ def polled_bar(
     the work completed since the bar appeared. The title counts the blocks that were stored before.
     Gives a function that prints above the bar.
     """
+    require_flags(progress=show)
     if not show:
         yield lambda text: None
         return
@@ -140,7 +142,7 @@ def block_bar(
         return total if is_done.is_set() else done
 
     try:
-        with polled_bar(title, total, count) as print_above:
+        with polled_bar(title, total, count, show=show) as print_above:
             say.append(print_above)
             yield
             is_done.set()  # what the last tasks said may be on its way

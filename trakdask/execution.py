@@ -17,7 +17,6 @@ import xarray as xr
 from dask.base import get_scheduler
 from dask.utils import format_bytes
 
-from trakdask.checks import require_integer
 from trakdask.errors import BlockError
 from trakdask.gpu_workers import gradients_to_gpus
 
@@ -72,7 +71,6 @@ def run(
     """
     from distributed import KilledWorker
 
-    require_integer("retries", retries, 0, remedy="try retries=0")
     cluster = active_client()
     attempts = 1 if cluster else retries + 1
     for left in reversed(range(attempts)):

@@ -55,10 +55,14 @@ class Folder:
         ------
         ValueError
             If nobody can list or write files at such a URL.
+        TypeError
+            If the options are not by name.
         NotADirectoryError
             If a file is in the way.
         """
         url = location(path)
+        if not isinstance(options, Mapping | None):
+            raise TypeError(f"expected storage_options by name, got {options!r:.60}; try {{}}")
         folder = cls(url if url.endswith("://") else url.rstrip("/") or "/", options or {})
         if folder.url.startswith(("http://", "https://")):
             raise ValueError(

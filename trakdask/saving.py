@@ -21,7 +21,7 @@ from trakdask.attribution.estimators import EstimatorLike, with_gram
 from trakdask.attribution.gauss_newton import Soft
 from trakdask.attribution.grams import require_eigenvectors, require_gram
 from trakdask.attribution.protocol import GramEstimator
-from trakdask.checks import require_choice, require_flags
+from trakdask.checks import require_choice, require_flags, require_integer
 from trakdask.derived import MOST_DIM, estimator_of, update_derived
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.execution import require_memory
@@ -165,10 +165,8 @@ def save(
     (('proj_dim', 'proj_dim_1', 'checkpoint'), ('checkpoint',))
     """
     # 1. What is to be stored, and whose sums.
-    _require_options(features, estimator, append_dim, dtype)
-    asked = None
-    if estimator is not None:
-        asked = with_gram(features, estimator).of_sums().with_damping("auto")
+    options = {"estimator": estimator, "append_dim": append_dim, "dtype": dtype}
+    asked = checked_options(features, {**options, "progress": progress, "retries": retries})
     features = storable(features)
     if not (isinstance(asked, Soft) and asked.wrong_classes):  # they would be computed for nothing
         features = features.drop_vars(WRONG_CLASSES, errors="ignore")
@@ -198,10 +196,14 @@ def save(
     return open(store, storage_options=storage_options)
 
 
-def _require_options(
-    features: xr.Dataset, estimator: EstimatorLike | None, append_dim: object, dtype: object
-) -> None:
-    """Refuse features that no store can hold, and options of :func:`save` that are none."""
+def checked_options(features: xr.Dataset, options: Mapping[str, Any]) -> GramEstimator | None:
+    """Refuse features that no store can hold, and options of :func:`save` that are none.
+
+    Returns the estimator whose sums are to be stored.
+    """
+    estimator, append_dim, dtype = map(options.get, ("estimator", "append_dim", "dtype"))
+    require_flags(progress=options.get("progress", True))
+    require_integer("retries", options.get("retries", 0), 0, remedy="try retries=0")
     validate(features, ("feature", "out_to_loss"), what="features")
     if isinstance(estimator, GramEstimator) and estimator.rule != "auto":
         raise ValueError(
@@ -241,6 +243,8 @@ def _require_options(
             f"expected checkpoints of {list(checkpoints)} (attrs), each once, "
             f"got {names}; try another selection of checkpoints"
         )
+    gram = None if estimator is None else with_gram(features, estimator)
+    return gram and gram.of_sums().with_damping("auto")
 
 
 def _require_memory(feature: da.Array, estimator: GramEstimator | None, dtype: str | None) -> None:

@@ -170,12 +170,20 @@ def validate(ds: xr.Dataset, names: Iterable[str], *, what: str = "dataset") -> 
         )
     for name in names:
         _validate_variable(ds, VARIABLES[name], what)
+    of_results = {*VARIABLES, TARGET, RANK, CHECKPOINT, PROJ_DIM} - {"self_influence"}
+    require_new(coords_along(ds, SAMPLE), of_results)
     if "scale" in ds:  # as xr.open_zarr shows a store in float16
         raise ValueError(
             f"expected {what} as td.open decodes them, got features in float16 and their scale; "
             "try ds.assign(feature=ds.feature.astype('f4') * ds.scale.astype('f4'))"
             ".drop_vars('scale')"
         )
+
+
+def require_new(coords: Iterable[Hashable], taken: Iterable[Hashable]) -> None:
+    """Refuse names that others have: one of both would take the place of the other."""
+    for n in sorted(map(str, {*coords} & {*taken})):
+        raise ValueError(f"expected a name that nothing else has, got {n!r}; try {f'my_{n}'!r}")
 
 
 def _validate_variable(ds: xr.Dataset, variable: Variable, what: str) -> None:

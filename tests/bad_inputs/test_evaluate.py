@@ -84,6 +84,8 @@ TURNED = {
     "outputs": OUTPUTS.assign_coords(target=[1, 0, 2]),
 }
 FAILED = td.errors.BlockError
+NO_FLAG = ("progress a word", {"progress": "no"}, TypeError, ["progress", "'no'", "True"])
+NO_SEED = ("seed a word", {"seed": "one"}, TypeError, ["integer for seed", "'one'"])
 ROWS = [
     *rows(
         "baselines",
@@ -95,6 +97,9 @@ ROWS = [
     *rows(
         "lds",
         *BOOTSTRAP,
+        NO_SEED,
+        ("scores of numpy", {"scores": SCORES.values}, TypeError, ["DataArray ('sample', 'target')", "got array"]),
+        ("outputs of numpy", {"outputs": OUTPUTS.values}, TypeError, ["DataArray ('subset', 'target')"]),
         ("scores of no estimator", {"scores": {}}, ValueError, ["none", "'soft'"]),
         ("scores of one target", {"scores": SCORES[:, 0]}, ValueError, ["target"]),
         ("masks are numbers", {"masks": MASKS.astype(int)}, ValueError, ["masks", "int64"]),
@@ -104,7 +109,10 @@ ROWS = [
     ),
     *rows(
         "subsets",
-        ("no samples", {"samples": 0}, ValueError, ["0 samples"]),
+        NO_SEED,
+        ("seed below 0", {"seed": -1}, ValueError, ["seed >= 0", "-1"]),
+        ("half a sample", {"samples": 2.5}, TypeError, ["samples", "2.5"]),
+        ("no samples", {"samples": 0}, ValueError, ["samples >= 1, got 0"]),
         ("empty subsets", {"fraction": 0.01}, ValueError, ["0.01", "12 samples"]),
         ("one label", {"by": np.zeros(N)}, ValueError, ["1 labels", "0.5"]),
         ("unknown coord", {"by": "source"}, KeyError, ["'source'"]),
@@ -123,22 +131,29 @@ ROWS = [
     ),
     *rows(
         "retrain",
+        NO_FLAG,
         ("raises", {"train_fn": failing}, FAILED, ["subset", "loss is NaN"]),
         ("returns NaN", returning([1.0, np.nan, 2.0]), FAILED, ["NaN", "target 1"]),
         ("one mask", {"masks": MASKS[0]}, ValueError, ["subset"]),
+        ("no targets", {"targets": 0}, ValueError, ["targets >= 1, got 0"]),
+        ("targets a word", {"targets": "3"}, TypeError, ["targets", "'3'"]),
         ("targets without target", {"targets": MASKS}, KeyError, ["target"]),
         ("seeds twice", {"seeds": [1, 1]}, ValueError, ["seeds", "[1, 1]"]),
         ("no name", {**returning(0), "store": "s"}, ValueError, ["train_fn", "lambda"]),
     ),
     *rows(
         "removal_curve",
+        NO_FLAG,
         ("scores are NaN", {"scores": SCORES * np.nan}, ValueError, ["scores", "NaN"]),
     ),
     *rows(
         "leave_group_out",
         BOOTSTRAP[1],
+        NO_FLAG,
+        ("groups of numpy", {"groups": GROUPS.values}, TypeError, ["DataArray ('sample',)"]),
         ("one group", {"sums": SUMS[:1]}, ValueError, ["[0]", "two or more", "[0, 1, 2]", "'label'"]),
     ),
+    BadInput("evaluate.train_on_halves", "progress a word", lambda f: td.evaluate.train_on_halves(train, td.from_arrays({"x": np.eye(4)}), f / "h", progress="no"), TypeError, ["progress", "'no'"]),
 ]  # fmt: skip
 
 test_bad_input = one_test(ROWS)

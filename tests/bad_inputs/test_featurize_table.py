@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import xarray as xr
 from torch import nn
@@ -34,6 +36,7 @@ ROWS = [
     BadInput(F, "a module", lambda _: td.featurize(data(), NET), TypeError, ["td.Model", "Linear"]),
     BadInput("fit", "a module", lambda _: td.fit(data(), NET), TypeError, ["td.Model", "Linear"]),
     BadInput("fit", "components a word", lambda _: td.fit(data(), td.Model(NET), components="no"), TypeError, ["components", "'no'", "True"]),
+    *[BadInput(name, "progress a word", lambda _, call=call: call(progress="no"), TypeError, ["progress", "'no'"]) for name, call in {"fit": functools.partial(td.fit, data(), td.Model(NET)), "fits.curvature": functools.partial(td.fits.curvature, data(), td.Model(NET)), "fits.second_moments": functools.partial(td.fits.second_moments, td.Model(NET), [{}])}.items()],
     BadInput("fit", "sketch a name", lambda _: td.fit(data(), td.Model(NET), sketch="SJLT"), TypeError, ["sketch, got 'SJLT'", "try sketch=td.SJLT"]),
     BadInput("fit", "curvature a name", lambda _: td.fit(data(), td.Model(NET), curvature="off"), ValueError, ["'off'"]),
     BadInput(F, "projector a number", options(projector=512), TypeError, ["projector", "512"]),

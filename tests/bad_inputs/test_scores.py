@@ -8,6 +8,7 @@ from typing import Any
 
 import dask.array as da
 import numpy as np
+import pandas as pd
 import xarray as xr
 
 import trakdask as td
@@ -61,6 +62,10 @@ def score(features: Any = X, targets: Any = T, estimator: Any = "auto") -> Any:
     return td.score(features, targets, estimator)
 
 
+def with_coord(data: Any, name: str) -> Any:
+    return data.assign_coords({name: ("sample", np.arange(20))})
+
+
 def damped(damping: Any) -> object:
     return score(estimator=td.Trak(damping=damping))
 
@@ -110,6 +115,8 @@ SCORE = [
     ("targets of another task", lambda: score(X, T.assign_attrs(task="MultiLabel(inputs=('x',))")), MISMATCH, ["task", "MultiLabel", "simulated"]),
     ("targets of other weights", lambda: score(X, T.assign_attrs(checkpoints=dict.fromkeys(CHECKPOINTS, "ff"))), MISMATCH, ["checkpoints['c0']", "'ff'"]),
     ("coords of one name on both sides", lambda: score(X.assign_coords(target_label=X.label)), ValueError, ["'target_label'"]),
+    *((f"a coord named {name}", lambda name=name: score(with_coord(X, name)), ValueError, [f"'{name}'", f"'my_{name}'"])
+      for name in ("score", "rank", "target", "output", "gram", "error", "checkpoint")),
     ("Q outside of 0 to 1", lambda: computed(score, changed("out_to_loss", 3, 2.5), T, td.Soft(damping=0.1)), ValueError, ["2.5"]),
     ("a feature of infinity", lambda: computed(score, changed("feature", 3, np.inf), T, td.Trak(damping=0.1)), ValueError, ["'c1'", "not finite"]),
     ("features of zero", lambda: computed(score, X.assign(feature=X.feature * 0), T, td.Trak(damping=0.1)), ValueError, ["'c"]),
@@ -130,6 +137,7 @@ OTHERS = {
     "intervals": [
         ("too few checkpoints", lambda: td.score(X, T, level=0.9), ValueError, ["5 or more", "got 3", "average=False"]),
         *((f"level of {bad!r}", lambda bad=bad: td.score(SEEDS, SEEDS, level=bad), ValueError, ["level", repr(bad)]) for bad in (1, 90)),
+        *((f"of samples with the coord {name}", lambda name=name: td.score(with_coord(SEEDS, name), SEEDS, level=0.9), ValueError, [f"'{name}'"]) for name in ("lower", "snr")),
         ("q of 5", lambda: td.score(SEEDS, SEEDS, q=5, level=0.9), ValueError, ["q", "5"]),
         ("q alone", lambda: td.score(SEEDS, SEEDS, q=0.1), TypeError, ["level", "None"]),
         ("of each checkpoint", lambda: td.score(SEEDS, SEEDS, level=0.9, average=False), ValueError, ["average=True"]),
@@ -151,6 +159,8 @@ OTHERS = {
             "overwrite": lambda: td.to_parquet(td.top_k(td.score(X, T), 3), "x", overwrite="no"),
         }.items()),
         ("parts of targets", lambda: td.group_score(SEEDS, SEEDS, by=xr.DataArray(np.ones((20, 3)), dims=("target", "author"))), ValueError, ["('target', 'author')", "xr.DataArray"]),
+        *((f"parts as {dtype}", lambda dtype=dtype: td.group_score(SEEDS, SEEDS, by=xr.DataArray(np.ones((20, 3)).astype(dtype), dims=("sample", "author"))), ValueError, ["finite parts", "('sample', 'author')"]) for dtype in (str, object)),
+        *((f"parts of each {dim}", lambda dim=dim: td.group_score(SEEDS, SEEDS, by=xr.DataArray(np.ones((20, 20)), dims=("sample", dim))), ValueError, [f"'{dim}'", f"'my_{dim}'"]) for dim in ("target", "target_label")),
         ("parts that are missing", lambda: td.group_score(SEEDS, SEEDS, by=xr.DataArray(np.full((20, 3), np.nan), dims=("sample", "author"))), ValueError, ["finite"]),
     ],
     "effects": [
@@ -186,12 +196,18 @@ RANKED = [
     *((f"k of {bad!r}", lambda bad=bad: top(bad), ValueError, ["k", repr(bad)]) for bad in (0, 21, None)),
     *((f"k of {bad!r}", lambda bad=bad: top(bad), TypeError, ["k", repr(bad)]) for bad in (3.0, True)),
     *((f"fraction of {bad!r}", lambda bad=bad: top(None, fraction=bad), ValueError, ["fraction", repr(bad)]) for bad in (0, 5)),
+    *((f"samples with the coord {name}", lambda name=name: td.top_k(with_coord(scores(), name), 3), ValueError, [f"'{name}'", f"'my_{name}'"])
+      for name in ("score", "rank", "target", "position")),
+    *((f"samples with the coord {name} over targets", lambda name=name: td.top_k(with_coord(scores(), name), 3, over_targets="max"), ValueError, [f"'{name}'"])
+      for name in ("selected", "score")),
     ("k and fraction", lambda: top(3, fraction=0.1), ValueError, ["k=3", "fraction=0.1"]),
     ("rank_by of one array", lambda: td.top_k(td.score(SEEDS, SEEDS), 3, rank_by="lower"), ValueError, ["rank_by='lower'", "level=0.9"]),
     ("an unknown rank_by", lambda: td.top_k(td.score(SEEDS, SEEDS, level=0.9), 3, rank_by="low"), ValueError, ["rank_by='low'", "'lower'"]),
     ("by without over_targets", lambda: top(3, by="label"), ValueError, ["over_targets", "'label'"]),
     ("by missing values", lambda: td.top_k(scores().assign_coords(kind=("sample", [None] * 20)), 3, over_targets="max", by="kind"), ValueError, ["got none"]),
     ("over targets by pairs", lambda: over(where=lambda tile: tile.label == tile.target_label), ValueError, ["where"]),
+    ("over no targets", lambda: td.top_k(scores()[:, :0], 3, over_targets="max"), ValueError, ["one or more targets"]),
+    ("a mask that is missing for one", lambda: top(where=pd.Series([pd.NA] + [True] * 19, dtype="boolean")), ValueError, ["bool over samples", "got boolean"]),
     ("nothing selected", lambda: top(where=np.zeros(20, bool)), ValueError, ["got none", "try a condition"]),
     ("positions for a mask", lambda: top(where=[3, 4, 5]), ValueError, ["int64", "{'sample': 3}"]),
     ("a mask of other samples", lambda: top(where=np.ones(19, bool)), ValueError, ["{'sample': 19}"]),

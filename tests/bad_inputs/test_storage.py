@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import xarray as xr
 import zarr
@@ -67,6 +68,7 @@ def along(values: Any, dim: str = "sample") -> xr.DataArray:
 ALIVE = json.dumps({"host": "elsewhere", "process": 7, "renewed": 4e9, "since": 0}).encode()
 
 SAVE = [
+    *[(f"{name} {value!r}", save(**{name: value}), TypeError, [name, repr(value)]) for name, value in (("progress", "no"), ("progress", None), ("retries", "two"), ("storage_options", "anon"))],
     ("integer features", save(FEATURES.astype(int)), ValueError, ["int64"]),
     ("empty path", save(store=""), ValueError, ["''"]),
     ("unknown protocol", save(store="s4://bucket/f.zarr"), ValueError, ["s4"]),
@@ -79,6 +81,8 @@ SAVE = [
     ("checkpoint twice", save(FEATURES.isel(checkpoint=[0, 0])), ValueError, ["'c0', 'c0'"]),
     ("no provenance", save(FEATURES.drop_attrs()), ValueError, ["projector"]),
     *[(f"coord named {name or 'nothing'}", named(name), ValueError, [f"'{name}'"]) for name in ("lock", "..", "", "a b", "gram")],
+    ("coord of times with a zone", save(FEATURES.assign_coords(mine=("sample", pd.date_range("2024", periods=8, tz="UTC")))), TypeError, ["'mine'", "tz_localize(None)"]),
+    ("coord named as a variable", save(FEATURES.drop_vars("feature_norm", errors="ignore").assign_coords(feature_norm=("sample", np.arange(8)))), ValueError, ["'feature_norm'"]),
     ("coord of bytes", with_coord([b"a"] * 8), TypeError, ["'mine'", "S1"]),
     ("other task", save_again(FEATURES.assign_attrs(task="other")), td.errors.StoreMismatchError, ["task", "other"]),
     ("append with other width", save_again(FEATURES.isel(proj_dim=slice(2)).assign_attrs(source="more"), append_dim="sample"), td.errors.StoreMismatchError, ["4", "2"]),
@@ -86,6 +90,7 @@ SAVE = [
 ]  # fmt: skip
 
 OPEN = [
+    *[(f"{name} a word", opened(store_in, **{name: "no"}), TypeError, [name, "'no'"]) for name in ("dropped", "load_coords", "storage_options")],
     ("features", opened(lambda _: FEATURES), TypeError, ["Dataset"]),
     ("a store of zarr", opened(lambda f: zarr.storage.LocalStore(f)), TypeError, ["LocalStore", "xr.open_zarr"]),
     ("nothing there", opened(lambda f: f / "f.zarr"), FileNotFoundError, ["f.zarr", "does not exist"]),
@@ -108,6 +113,8 @@ DROP = [
 
 ASSIGN = [
     ("missing text", assign({"label": ["a", None] * 4}), ValueError, ["'label'"]),
+    ("a list", assign(["label"]), TypeError, ["by name", "got list"]),
+    ("nothing", assign(None), TypeError, ["by name", "got NoneType"]),
     ("coord named gram", assign({"gram": [1] * 8}), ValueError, ["'gram'"]),
 ]  # fmt: skip
 

@@ -41,6 +41,7 @@ class Spans(nn.Module):
 ROWS = [
     BadInput("tasks.ImageClassification", "image", lambda _: td.tasks.ImageClassification(image=("a", "b")), ValueError, ["('a', 'b')"]),
     BadInput("tasks.ImageClassification", "label", lambda _: td.tasks.ImageClassification(label=3), TypeError, ["label", "3"]),
+    *[BadInput(f"tasks.{name}", "positional a word", lambda _, name=name: getattr(td.tasks, name)(positional="no"), TypeError, ["positional", "'no'"]) for name in ("Regression", "CausalLM", "MultiLabel")],
     BadInput("tasks.Classification", "no inputs", lambda _: td.tasks.Classification(()), ValueError, ["inputs", "()"]),
     BadInput("tasks.Classification", "labels that are text", computed(After(), data().drop_vars("label").assign_coords(label=("sample", list("abca")))), TypeError, ["'label'", "return_inverse=True"]),
     BadInput("tasks.Classification", "a mapping without logits", labelled([0] * 4, After(lambda y: {"scores": y, "n": 3}), task=td.tasks.Classification("image")), RuntimeError, ["named ['scores']", "output='scores'"]),

@@ -131,8 +131,17 @@ def test_evaluate__grades_by_known_samples_and_by_training(job: Path, run: Run) 
 
 def test_evaluate__says_what_is_needed_before_anything_is_computed(job: Path, run: Run) -> None:
     refused(job, run("evaluate", job), "td.evaluate.train_on_halves")
-    for key in ("train_fn: tiny:none", "train_fn: tiny:one, subsets: 4"):
+    one = "train_fn: tiny:one"
+    for key in ("train_fn: tiny:none", *(f"{one}, {other}" for other in _WRONG_OPTIONS)):
         refused(job, run("evaluate", job, "--set", f"evaluate={{{key}}}"), "in evaluate: ")
+    settings = "--set", f"evaluate={{{one}}}", "--set", "score={estimator: tracin}"
+    refused(job, run("evaluate", job, *settings), "in score: ")
+
+
+_WRONG_OPTIONS = (
+    *("subsets: 4", "n_subsets: many", "fraction: 3", "seed: one", "seeds: [1, 1]"),
+    *("progress: later", "store: 3"),
+)
 
 
 def test_verify__and_a_ranking_in_zarr(job: Path, run: Run) -> None:
@@ -237,6 +246,19 @@ def test_commands__ctrl_c_says_how_to_go_on(
     assert done.exit_code == 130
     assert "The same line goes on" in done.output
     assert "Traceback" not in done.output
+
+
+def test_commands__cluster_that_does_not_start(
+    job: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by a client of Dask: one that failed to start stays behind in this process."""
+
+    def failing(**_: object) -> None:
+        raise RuntimeError("Cluster failed to start") from OSError(2, "Name not known")
+
+    monkeypatch.setattr("distributed.Client", failing)
+    options = "--set", "cluster={dashboard_address: none.invalid}"
+    refused(job, run("top-k", job, *options), "it does not start: Name not known\nTry n_workers")
 
 
 IS_BLOCKED = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"

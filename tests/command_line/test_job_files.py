@@ -184,6 +184,17 @@ def test_featurize__damaged_csv(job: Path, run: Run, text: str, words: str) -> N
         ("score.damping={valu: 3}", "got 'valu'\nTry 'value'"),
         ("score.power=2", "got 'power'\nSee"),
         ("score={estimator: tracin}", "the key 'learning_rates', got []\nSee"),
+        ("save.estimator=sof", "'sof'\nTry 'soft'"),
+        ("save.power=2", "power='auto' or a number in [0, 1], got 2"),
+        ("save.damping=3", "damping='auto'"),
+        ("save.dtype=float8", "in save: expected dtype"),
+        ("save.append_dim=target", "in save: expected append_dim"),
+        ("save.retries=two", "retries, got 'two'\nTry retries=0"),
+        ("save.progress=no thanks", "progress, got 'no thanks'"),
+        ("save.storage_options=[anon]", "storage_options by name, got ['anon']"),
+        ("save={estimator: trak, learning_rates: [1]}", "got 'learning_rates'"),
+        ("score={estimator: soft, wrong_classes: yes please}", "wrong_classes, got 'yes please'"),
+        ("stores.targets=.", "which holds"),
     ],
 )
 def test_top_k__refused_at_once(job: Path, run: Run, setting: str, words: str) -> None:
@@ -212,6 +223,7 @@ def test_job__options_of_an_estimator_make_its_value() -> None:
     described = {
         td.Trak(): {"average": False},
         td.Trak(damping="trace"): {"damping": "trace"},
+        td.Soft(wrong_classes=False): {"estimator": "soft", "wrong_classes": False},
         td.Soft(1, td.Absolute(2)): {"estimator": "soft", "power": 1, "damping": {"value": 2}},
         td.TracIn({"c0": 1}): {"estimator": "tracin", "learning_rates": {"c0": 1}},
         None: {"estimator": None, "power": 1},

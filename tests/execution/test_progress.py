@@ -99,7 +99,7 @@ def test_block_bar__estimates_once_from_blocks_alone(monkeypatch: pytest.MonkeyP
     seconds, said, counts = 0.0, [], []
 
     @contextmanager
-    def captured(title: str, total: int, count: Callable[[], float]) -> Iterator[Any]:
+    def captured(title: str, total: int, count: Callable[[], float], show: bool) -> Iterator[Any]:
         counts.append(count)
         yield said.append
 

@@ -86,7 +86,8 @@ def group_effects(
     # 1. Sums of the scores of groups, and of the samples that have none.
     labels, members, n_groups = labels_of_groups(operands.features, targets, by)
     n = math.prod(n_groups)
-    sums = operands.sums(operands.features, with_rest(members, n), n + 1)
+    members = with_rest(members, n)
+    sums = operands.sums(operands.features, members, n + 1)
     solved = operands.vectors(targets)
     data = arrays.score.score(sums, solved, None)
     known = ~da.isnan(data).all(0)  # a group may have failed, or a target
@@ -137,12 +138,18 @@ def _parts(
     features: xr.Dataset, members: np.ndarray | sparse.csr_array, n_groups: int
 ) -> npt.NDArray[np.float64]:
     """Return the part of all samples that each group has, (group,); warn of what is untested."""
-    n = features.sizes[SAMPLE]
-    # 1. The part of each sample in each group, and of all samples.
-    if not isinstance(members, sparse.csr_array):
-        (rows,) = np.nonzero(members >= 0)
-        members = sparse.csr_array((np.ones(len(rows)), (rows, members[rows])), (n, n_groups))
-    parts = np.asarray(members.sum(axis=0) / n, np.float64)
+    n, along = features.sizes[SAMPLE], coords_along(features, SAMPLE)
+    # 1. How many samples of each class, and of none, each group has.
+    codes, names = np.broadcast_to(-1, n), np.empty(0)
+    if (label := features.attrs.get("label")) in along:
+        codes, names = group_codes(along[label].values)
+    classes, shape = with_rest(codes, len(names)), (len(names) + 1, n_groups + 1)
+    pairs, part = (classes, members), np.broadcast_to(np.float64(1), n)
+    if isinstance(members, sparse.csr_array):
+        rows, groups = members.tocoo().coords
+        pairs, part = (classes[rows], groups), members.data
+    shared = sparse.coo_array((part, pairs), shape).tocsr()
+    parts: npt.NDArray[np.float64] = shared.sum(axis=0)[:-1] / n
     if large := int((parts > _LARGEST_PART).sum()):
         warnings.warn(
             f"{large} of {n_groups} groups have more than {_LARGEST_PART:.0%} of the samples. "
@@ -150,18 +157,13 @@ def _parts(
             stacklevel=4,
         )
     # 2. Classes that a group has all samples of: models without it would not know them.
-    label, along = features.attrs.get("label"), coords_along(features, SAMPLE)
-    if label in along:
-        codes, names = group_codes(along[label].values)
-        (rows,) = np.nonzero(codes >= 0)
-        of_class = sparse.csr_array((np.ones(len(rows)), (codes[rows], rows)), (len(names), n))
-        shared = (of_class @ members).tocoo()
-        gone = shared.coords[0][shared.data >= np.bincount(codes[rows])[shared.coords[0]] - 1e-6]
-        if len(gone):
-            warnings.warn(
-                f"all samples of {shown(names[np.unique(gone)].tolist())} are in one group, and "
-                "models without it would not know them. Effects were not tested there, and are "
-                "mostly too small; try groups that share classes.",
-                stacklevel=4,
-            )
+    known = shared[:-1, :-1].tocoo()
+    gone = known.coords[0][known.data >= shared.sum(axis=1)[known.coords[0]] - 1e-6]
+    if len(gone):
+        warnings.warn(
+            f"all samples of {shown(names[np.unique(gone)].tolist())} are in one group, and "
+            "models without it would not know them. Effects were not tested there, and are "
+            "mostly too small; try groups that share classes.",
+            stacklevel=4,
+        )
     return parts

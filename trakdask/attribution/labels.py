@@ -23,6 +23,7 @@ from trakdask.variables import (
     VARIABLES,
     aligned,
     coords_along,
+    require_new,
 )
 
 _MOST_COMBINATIONS = 2**20
@@ -46,6 +47,7 @@ def labelled(
     dims, coords = labels
     if checkpoint is not None:
         dims, coords = (*dims, CHECKPOINT), coords | {CHECKPOINT: checkpoint}
+    require_new(coords, [name])
     return xr.Dataset({name: (dims, data, attrs)}, coords=coords)[name]
 
 
@@ -59,11 +61,7 @@ def labels_of_scores(samples: xr.Dataset, targets: xr.Dataset) -> Labels:
     """
     parts, coords = _labels_of_samples(samples)
     target_dims, target_coords = _labels_of_targets(targets)
-    if both := [name for name in coords if name in target_coords]:
-        raise ValueError(
-            f"expected names of the training samples' coords that scores do not have for the "
-            f"targets' coords, got {both[0]!r} for both; try features.rename({{{both[0]!r}: ...}})"
-        )
+    require_new(coords, target_coords)
     return (SAMPLE, *parts, *target_dims), coords | target_coords
 
 
@@ -124,7 +122,8 @@ def names_of_groups(
 def _labels_of_parts(
     samples: xr.Dataset, targets: xr.Dataset, by: xr.DataArray
 ) -> tuple[Labels, sparse.csr_array, list[int]]:
-    if by.ndim != 2 or SAMPLE not in by.dims or not np.isfinite(by.values).all():
+    is_parts = by.ndim == 2 and SAMPLE in by.dims and by.dtype.kind in "biuf"
+    if not is_parts or not np.isfinite(by.values).all():
         raise ValueError(
             f"expected by as finite parts of samples in groups, (sample, group), got {by.dtype} "
             f"{by.dims}; try xr.DataArray(parts, {{'author': names}}, ('sample', 'author'))"
@@ -133,6 +132,7 @@ def _labels_of_parts(
     name = str(by.dims[1])
     parts = aligned(by.drop_vars(name, errors="ignore"), samples, what="by")
     dims, coords = _labels_of_targets(targets)
+    require_new([name], [TARGET, *coords])
     coords[name] = by[name].variable
     return ((name, *dims), coords), sparse.csr_array(parts.values), [by.sizes[name]]
 

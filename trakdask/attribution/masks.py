@@ -42,7 +42,8 @@ def mask_of(scores: xr.DataArray, where: Any) -> np.ndarray | TileMask | None:
     if not isinstance(where, xr.DataArray):  # which makes NaN of what a masked array hides
         n_dims = np.ndim(where)  # and keeps the index of what pandas made
         where = xr.DataArray(where, dims=(SAMPLE, TARGET, *range(2, n_dims))[:n_dims])
-    if where.dtype.kind != "b" or not where.dims or not set(where.dims) <= {SAMPLE, TARGET}:
+    is_bool = where.dtype.kind == "b" and (where.dtype == bool or not where.isnull().any())
+    if not is_bool or not where.dims or not set(where.dims) <= {SAMPLE, TARGET}:
         raise ValueError(
             f"expected where as bool over samples, or over both of {dict(scores.sizes)}, got "
             f"{where.dtype} over {dict(where.sizes)}; try where=(scores.label == 3), or "

@@ -20,7 +20,7 @@ from trakdask.attribution.groups import group_codes, require_group_coord
 from trakdask.attribution.masks import columns_along, mask_of
 from trakdask.checks import nearest, require_choice, require_flags, require_integer, require_number
 from trakdask.execution import require_memory
-from trakdask.variables import N_SAMPLES, RANK, SAMPLE, TARGET, VARIABLES, coords_along
+from trakdask.variables import N_SAMPLES, RANK, SAMPLE, TARGET, VARIABLES, coords_along, require_new
 
 _MISSING = {"f": np.nan, "M": "NaT", "m": "NaT", "i": -1, "b": False}
 """The value of coords where there is no sample, by the kind of their dtype; text has ``""``."""
@@ -195,6 +195,9 @@ def top_k(
             "td.score returns, scores.transpose('sample', 'target'), scores.isel(target=[0]) with "
             "a list, scores.mean('checkpoint'), or scores.sum('token')"
         )
+    require_new(coords_along(scores, SAMPLE), [TARGET])
+    taken = ("position", RANK) if over_targets is None else ("selected",)
+    require_new(coords_along(scores, SAMPLE, TARGET), [*taken, "score", rank_by, *others])
     if not isinstance(scores.data, da.Array):
         scores = scores.copy(data=plain(scores.variable.chunk().data))
     mask = mask_of(scores, where)
@@ -263,6 +266,8 @@ def _top_over_targets(
     largest: bool,
 ) -> xr.Dataset:
     require_choice("over_targets", over_targets, ["max", "mean"], remedy="try over_targets='max'")
+    if not scores.sizes[TARGET]:
+        raise ValueError("expected scores of one or more targets, got none; try another selection")
     if isinstance(mask, TileMask):
         raise ValueError(
             "expected where as a mask over samples with over_targets, got one that depends on "

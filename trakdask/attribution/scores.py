@@ -31,7 +31,7 @@ from trakdask.attribution.operands import (
 )
 from trakdask.attribution.uncertainty import bounded
 from trakdask.checks import require_flags, require_number
-from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, coords_along, validate
+from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, coords_along, require_new, validate
 
 
 @overload
@@ -400,6 +400,7 @@ def group_score(
     variables = {
         name: (labels[0], data, {"description": DESCRIPTIONS[name]}) for name, data in found.items()
     }
+    require_new(labels[1], variables)
     return xr.Dataset(variables, labels[1], attrs | {"level": level})
 
 

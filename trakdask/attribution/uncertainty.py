@@ -31,7 +31,7 @@ from trakdask.attribution.operands import (
 )
 from trakdask.attribution.protocol import LEAST_FOLDS
 from trakdask.checks import require_number
-from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, coords_along, validate
+from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, coords_along, require_new, validate
 
 _DESCRIPTIONS = {
     "score": VARIABLES["score"].description,
@@ -73,6 +73,7 @@ def bounded(
         name: (dims, part, {"description": description})
         for (name, description), part in zip(_DESCRIPTIONS.items(), parts, strict=True)
     }
+    require_new(coords, data)
     return xr.Dataset(data, coords=coords, attrs=attrs)
 
 

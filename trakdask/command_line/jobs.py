@@ -28,8 +28,10 @@ from trakdask.command_line.configuration import (
 )
 from trakdask.command_line.samples import called, expanded, named, of_kind
 from trakdask.command_line.samples import described as samples_of
-from trakdask.files import location
+from trakdask.files import Folder
 from trakdask.provenance import as_text
+from trakdask.saving import checked_options
+from trakdask.storage.writing import existing
 
 if TYPE_CHECKING:  # functions import what needs torch or distributed: `explore` may need neither
     from distributed import Client
@@ -49,7 +51,7 @@ _CLUSTER = (
 )
 """Options of a cluster on this machine; the client of another knows its own."""
 
-OF_ESTIMATORS = ("power", "damping", "learning_rates")
+OF_ESTIMATORS = ("power", "damping", "wrong_classes", "learning_rates")
 """Keys beside ``estimator`` that are options of its value."""
 
 
@@ -92,6 +94,8 @@ def _client(options: dict[str, Any]) -> Client:
             warnings.filterwarnings("ignore", message="Port .* is already in use")
             # The only logs would be of connections that end with the workers.
             return Client(processes=True, silence_logs=logging.CRITICAL, **options)
+    except RuntimeError as err:  # nothing was computed, so that it is about an option
+        raise ValueError(f"it does not start: {getattr(err.__cause__, 'strerror', err)}") from err
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -198,8 +202,10 @@ def described_or_stored(
         store: Any = stores.get(STORES[name])
         with about(f"stores.{STORES[name]}"):
             if name in configuration:
-                location(store)  # which raises errors before anything is computed
+                existing(Folder.at(store, options.get("storage_options")))
                 both[name] = features(configuration, name, both.get("data"))
+                with about("save"):
+                    checked_options(both[name], with_estimator(options, both[name]))
             else:
                 both[name] = td.open(store, storage_options=options.get("storage_options"))
     return both

@@ -55,13 +55,21 @@ def _output(configuration: Mapping[str, Any]) -> str | None:
 
 
 def _ranking(configuration: Mapping[str, Any], data: xr.Dataset, targets: xr.Dataset) -> xr.Dataset:
-    options = section(configuration, "score")
-    with about("score"):
-        require_keys(options, td.score, 2, *jobs.OF_ESTIMATORS, "calibrate")
-        scores = td.score(data, targets, **jobs.with_estimator(options, data))
+    _, scores = _scored(configuration, data, targets)
     with about("top_k"):
         require_keys(section(configuration, "top_k"), td.top_k, 1)
         return td.top_k(scores, **section(configuration, "top_k"))
+
+
+def _scored(
+    configuration: Mapping[str, Any], data: xr.Dataset, targets: xr.Dataset
+) -> tuple[Any, xr.DataArray]:
+    """Return the estimator that the section ``score`` describes, and the scores."""
+    options = section(configuration, "score")
+    with about("score"):
+        require_keys(options, td.score, 2, *jobs.OF_ESTIMATORS, "calibrate")
+        options = jobs.with_estimator(options, data)
+        return options["estimator"], td.score(data, targets, **options)
 
 
 def evaluated(configuration: Mapping[str, Any]) -> Iterator[str]:
@@ -74,20 +82,23 @@ def evaluated(configuration: Mapping[str, Any]) -> Iterator[str]:
     """
     both, options = jobs.described_or_stored(configuration), section(configuration, "evaluate")
     with about("evaluate"):
-        train_fn = options.pop("train_fn", None)
+        train_fn: Any = options.pop("train_fn", None)
         drawn = {name: options.pop(name) for name in _OF_SUBSETS if name in options}
         require_keys(options, td.evaluate.retrain, 3, "train_fn", *_OF_SUBSETS)
         if train_fn is not None:
             train_fn = import_callable(train_fn, "train_fn")
+            masks = td.evaluate.subsets(both["data"], **{"n_subsets": 40, **drawn})
+            td.evaluate.retrain(train_fn, masks, 1, **{**options, "store": None})
+            require_form("store", options.get("store") or "", str, remedy="store: models")
         elif TRAINED_ON not in both["data"].variables:
             raise ValueError(
                 "expected checkpoints that were trained on known samples, or the name of a "
                 "function that trains, as train_fn, got neither; try td.evaluate.train_on_halves"
             )
+    _scored(configuration, **both)  # raises errors before anything is computed
     both = jobs.saved(configuration, both)
     train, targets = both["data"], both["targets"]
-    with about("score"):
-        estimator = jobs.with_estimator(section(configuration, "score"), train)["estimator"]
+    estimator, _ = _scored(configuration, **both)
     if TRAINED_ON in train.variables:
         yield td.evaluate.cross_validate(train, targets, estimator).summary
     if train_fn is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -78,6 +77,7 @@ def subsets(
     n, coords = _size_and_coords(samples)
     n_subsets = require_integer("n_subsets", n_subsets, 1, remedy="try n_subsets=100")
     fraction = require_fraction("fraction", fraction)
+    seed = require_integer("seed", seed, 0, remedy="try seed=0")
     labelled = samples if isinstance(samples, xr.Dataset | xr.DataArray) else xr.Dataset()
     if isinstance(by, str) and by not in coords:
         near = nearest(by, coords)
@@ -237,7 +237,7 @@ def lds(
     1.0
     """
     scores, masks = as_array(scores, SAMPLE, TARGET), checked_masks(masks)
-    if "seed" not in outputs.dims:
+    if "seed" not in as_array(outputs, "subset", TARGET).dims:
         outputs = outputs.expand_dims("seed")
     outputs = outputs.transpose("subset", "seed", TARGET)
     more = scores.dims[2:]
@@ -294,7 +294,7 @@ def rank_correlations(
 def _size_and_coords(samples: int | xr.Dataset | xr.DataArray) -> tuple[int, dict[Any, Any]]:
     if isinstance(samples, (xr.Dataset, xr.DataArray)):
         return samples.sizes[SAMPLE], dict(coords_along(samples, SAMPLE))
-    return operator.index(samples), {}
+    return require_integer("samples", samples, 1, remedy="try the samples or their number"), {}
 
 
 def _groups(by: object, n: int) -> np.ndarray:

@@ -17,7 +17,7 @@ from trakdask.checks import shown
 from trakdask.evaluate.datamodeling import described_lds, rank_correlations
 from trakdask.evaluate.results import as_array, lazy_data, lazy_results, require_bootstrap
 from trakdask.evaluate.retraining import train_models
-from trakdask.variables import TARGET
+from trakdask.variables import SAMPLE, TARGET
 
 _OF_ALL = -2
 """In place of the group that is left out; no sample has it."""
@@ -114,7 +114,7 @@ def leave_group_out(
     ([0.0, 3.0, 12.0], 1.0)
     """
     options = require_bootstrap(resamples, seed, confidence)
-    name, bounds, has_units = str(groups.name), [], False
+    name, bounds, has_units = str(as_array(groups, SAMPLE).name), [], False
     if isinstance(sums, xr.Dataset):
         has_units = "effect" in sums
         kinds = ("mean_lower", "mean_upper") if has_units else ("lower", "upper")

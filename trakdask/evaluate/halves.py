@@ -142,7 +142,7 @@ def train_on_halves(
     tasks = [
         train(function, np.flatnonzero(masks[i]), i, _seed_of(seed, i), pure=False) for i in missing
     ]
-    with bar_of(models, models.name, {f"{name}.pt" for name in names}, progress and bool(missing)):
+    with bar_of(models, models.name, {f"{name}.pt" for name in names}, bool(missing) and progress):
         dask.compute(*tasks)
     known = xr.DataArray(masks, dims=(CHECKPOINT, SAMPLE), coords={CHECKPOINT: names})
     paths = {name: f"{models.url}/{name}.pt" for name in names}

@@ -11,7 +11,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask.arrays.graphs import plain
-from trakdask.checks import require_integer, require_number
+from trakdask.checks import require_integer, require_number, shown
 from trakdask.variables import SAMPLE, coords_along, require_alike
 
 
@@ -68,6 +68,8 @@ def as_array(scores: xr.DataArray | Mapping[str, xr.DataArray], *dims: Hashable)
             coords="minimal", compat="override", join="exact", combine_attrs="drop",
         )  # fmt: skip
         scores = together.assign_coords(coords_along(first, *first.dims))
+    if not isinstance(scores, xr.DataArray):
+        raise TypeError(f"expected a DataArray {dims}, got {shown(scores)}; try xr.DataArray(...)")
     return scores.transpose(*dims, ...)
 
 
@@ -109,10 +111,10 @@ def require_fraction(name: str, value: object) -> float:
     return require_number(name, value, low=0, high=1, remedy="try 0.95 for 95 %")
 
 
-def require_bootstrap(resamples: object, seed: int, confidence: object) -> dict[str, Any]:
+def require_bootstrap(resamples: object, seed: object, confidence: object) -> dict[str, Any]:
     """Return the options of a bootstrap by name, checked."""
     return {
         "resamples": require_integer("resamples", resamples, 1, remedy="try resamples=1000"),
-        "seed": seed,
+        "seed": require_integer("seed", seed, 0, remedy="try seed=0"),
         "confidence": require_fraction("confidence", confidence),
     }

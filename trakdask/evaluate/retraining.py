@@ -6,7 +6,6 @@ import functools
 import hashlib
 import io
 import json
-import operator
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from dask.base import tokenize
 from numpy.typing import ArrayLike, NDArray
 
 from trakdask.bars import polled_bar
-from trakdask.checks import require_integer, shown
+from trakdask.checks import require_flags, require_integer, shown
 from trakdask.errors import BlockError
 from trakdask.evaluate.results import checked_masks, lazy_data
 from trakdask.files import Folder, location
@@ -116,8 +115,9 @@ def retrain(
     if isinstance(targets, xr.DataArray):
         coords |= coords_along(targets, TARGET)
         targets = targets.sizes[TARGET]
+    targets = require_integer("targets", targets, 1, remedy="try scores, or their number")
     data = train_models(
-        train_fn, lazy_data(masks), operator.index(targets),
+        train_fn, lazy_data(masks), targets,
         seeds=seeds, store=store, tag=tag, progress=progress,
     )  # fmt: skip
     attrs = {"description": "output of a model trained on the subset"}
@@ -148,6 +148,7 @@ def train_models(
     progress: bool,
 ) -> da.Array | np.ndarray:
     """Return outputs (subset, seed, target) of masks (subset, sample): lazy without a store."""
+    require_flags(progress=progress)
     numbers = _seed_numbers(seeds)
     if store is None:
         return _lazy_outputs(train_fn, masks, numbers, n_targets, None)

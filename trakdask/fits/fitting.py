@@ -159,7 +159,7 @@ def fit(
     require_model(model)
     n_samples = require_integer("n_samples", n_samples, 1, remedy="try n_samples=2000")
     proj_dim = require_integer("proj_dim", proj_dim, 1, remedy="try proj_dim=1024")
-    require_flags(components=components)
+    require_flags(components=components, progress=progress)
     for option, value in (("curvature", curvature), ("weights", weights)):
         if value not in (True, False, "auto"):
             raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -45,16 +45,24 @@ def normalise_coords(
     """
     if coords is None:
         return {}
-    if isinstance(coords, pd.DataFrame):
-        coords = {name: coords[name] for name in coords.columns}
-    if not isinstance(coords, Mapping):
+    check_names(named := by_name(coords))
+    return {name: normalise_coord(name, values, n) for name, values in named.items()}
+
+
+def by_name(coords: Any) -> dict[Any, Any]:
+    """Return the values of coords by name, of a mapping or a DataFrame.
+
+    Raises
+    ------
+    TypeError
+        If they are neither.
+    """
+    if not isinstance(coords, Mapping | pd.DataFrame):
         raise TypeError(
             "expected values by name, or a pandas DataFrame, as coords, got "
             f"{type(coords).__name__}; try coords={{'label': labels}}"
         )
-    for name in coords:
-        check_name(name, "coord")
-    return {name: normalise_coord(name, values, n) for name, values in coords.items()}
+    return {name: coords[name] for name in coords}
 
 
 def fields_as_coords(coords: Any, names: Collection[str]) -> list[str]:
@@ -122,35 +130,26 @@ def normalise_coord(name: str, values: Any, n: int) -> np.ndarray[Any, Any]:
     """
     array = _to_numpy(name, values)
     if array.shape != (n,):
-        raise ValueError(f"expected shape ({n},) for coord {name!r}, got {array.shape}")
+        of_samples = f"expected one value for each of the {n} samples"
+        raise ValueError(f"{of_samples} in coord {name!r}, got shape {array.shape}")
     return _portable(name, array)
 
 
-def check_name(name: object, what: str) -> None:
-    """Reject a name that a dimension or a variable of results already has.
-
-    Parameters
-    ----------
-    name
-        Name of a variable or coord.
-    what
-        The word of the error message: "variable" or "coord".
+def check_names(names: Iterable[object]) -> None:
+    """Reject names of variables or coords that a dimension or a variable of results already has.
 
     Raises
     ------
     TypeError
-        If the name is not a string.
+        If a name is not a string.
     ValueError
-        If the name is reserved.
+        If a name is reserved.
     """
-    if not isinstance(name, str):
-        raise TypeError(f"expected a str as {what} name, got {name!r} ({type(name).__name__})")
-    if name in _RESERVED or name.startswith(variables.TARGET_PREFIX):
-        other = "sample_id" if name == SAMPLE else f"my_{name}"
-        remedy = f"coords={{{other!r}: ...}}" if what == "coord" else repr(other)
-        raise ValueError(
-            f"expected a {what} with a name that trakdask does not use, got {name!r}; try {remedy}"
-        )
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"expected a str as name, got {name!r} ({type(name).__name__})")
+        of_target = name.startswith(variables.TARGET_PREFIX)
+        variables.require_new([name], [name] if of_target else _RESERVED)
 
 
 def _to_numpy(name: str, values: Any) -> np.ndarray[Any, Any]:
@@ -158,7 +157,8 @@ def _to_numpy(name: str, values: Any) -> np.ndarray[Any, Any]:
         raise TypeError(f"expected coord {name!r} in memory, got a lazy one; try .compute()")
     if is_tensor(values) or isinstance(values, np.ndarray):
         return to_numpy(f"coord {name!r}", values)
-    if isinstance(values, str | bytes | Mapping | set | frozenset):
+    is_list = hasattr(values, "__len__")
+    if not is_list or isinstance(values, str | bytes | Mapping | set | frozenset):
         raise TypeError(
             f"expected values of coord {name!r} in the order of the samples, got {shown(values)}; "
             "try a list with one value for each sample"
@@ -196,7 +196,7 @@ def to_numpy(what: str, values: Any, dtype: Any = None) -> np.ndarray[Any, Any]:
             values = np.ma.stack(values)
         array = np.asanyarray(values, dtype)
     except (TypeError, RuntimeError, OverflowError, ValueError) as err:
-        raise ValueError(f"numpy cannot read the values of {what}: {err}") from err
+        raise ValueError(f"numpy cannot read the values of {what}: {err}; try one shape") from err
     if np.ma.is_masked(array):
         masked = np.ma.getmaskarray(array).reshape(len(array), -1).any(axis=1)
         raise ValueError(

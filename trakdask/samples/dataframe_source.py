@@ -110,7 +110,7 @@ def from_dataframe(
     """
     size = block_size(chunks)
     columns, table = _columns(variables, max_length, truncate), _table(source)
-    columns_of = [coords] if isinstance(coords, str) else coords
+    columns_of = [coords] if isinstance(coords, str) else coords or ()
     names = columns_of if isinstance(columns_of, Mapping) else {name: name for name in columns_of}
     _check_columns([*columns.names, *names.values()], table.columns)
     metadata = list(dict.fromkeys(names.values()))

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from trakdask.samples.coords import check_name, normalise_coords
+from trakdask.samples.coords import check_names, normalise_coords
 from trakdask.samples.fingerprints import fingerprint
 from trakdask.samples.sources import identity_of, require_samples
-from trakdask.variables import SAMPLE
+from trakdask.variables import SAMPLE, require_alike, require_new
 
 _SOURCE = re.compile(r"samples-[0-9a-f]{64}")
 
@@ -31,11 +31,14 @@ def dataset_of(
             "expected at least one model input, got none; try td.from_arrays({'image': images}), "
             "or samples.reset_coords('name')"
         )
-    for name in variables:
-        check_name(name, "variable")
-    n = min(len(variable) for variable in variables.values())
-    require_samples(n, f"the variables {list(variables)}")
-    samples = {name: (SAMPLE, array) for name, array in normalise_coords(coords, n).items()}
+    check_names(variables)
+    first = xr.DataArray(next(iter(variables.values())))
+    for name, variable in variables.items():
+        require_alike(xr.DataArray(variable), first, what=f"variable {name!r}")
+    require_samples(len(first), f"the variables {list(variables)}")
+    values = normalise_coords(coords, len(first))
+    samples = {name: (SAMPLE, array) for name, array in values.items()}
+    require_new(samples, variables)
     ds = xr.Dataset(variables, samples, attrs)
     return ds.assign_attrs(source=source_of(ds))
 

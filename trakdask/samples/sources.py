@@ -69,7 +69,7 @@ def check_field(name: str, field: np.ndarray, first: int, values: np.ndarray) ->
 def check_dtype(name: str, dtype: np.dtype[Any], column: str = "") -> None:
     """Check that a variable, or a column of one, has a dtype that models can read."""
     if dtype.kind not in "biufc":
-        remedy = "np.unique(values, return_inverse=True)[1] for classes"
+        remedy = "np.unique(values, return_inverse=True)[1] for classes, a name for each nested key"
         if dtype.kind in "mM":
             remedy = "(times - times.min()) / np.timedelta64(1, 'D') for days"
         of, coords = "", f"{{{name!r}: ...}}"

@@ -23,7 +23,7 @@ from trakdask.arrays.memory import verified
 from trakdask.checks import require_flags, shown
 from trakdask.execution import memory_limit, run
 from trakdask.files import Folder, naming
-from trakdask.samples.coords import normalise_coords
+from trakdask.samples.coords import by_name, normalise_coords
 from trakdask.storage.coords import joined_exactly, require_names
 from trakdask.storage.group import DROPPED, ERROR, Group, chunks_of
 from trakdask.storage.lock import lock
@@ -118,7 +118,7 @@ def assign_coords(
     ...     opened.animal.values.tolist()
     ['cat', 'dog', 'dog', 'cat']
     """
-    require_names({*coords} - {TRAINED_ON})
+    require_names({*by_name(coords)} - {TRAINED_ON})
     with changing(store, storage_options, "td.assign_coords") as group:
         group.require_complete()
         dropped = dropped_mask(group)

@@ -49,8 +49,9 @@ def portable_coords(coords: Mapping[Hashable, xr.Variable]) -> dict[Hashable, xr
     require_names(coords)
     changed = {name: coord.compute() for name, coord in coords.items() if coord.chunks is not None}
     for name, coord in {**coords, **changed}.items():
-        if coord.dims == (SAMPLE,) and coord.dtype.kind in "OSUV":
-            text = normalise_coord(str(name), coord.values, coord.size)
+        # Those of pandas have no char.
+        if coord.dims == (SAMPLE,) and getattr(coord.dtype, "char", "O") in "OSUV":
+            text = normalise_coord(str(name), np.asarray(coord.data), coord.size)
             changed[name] = coord.copy(data=text)
     return changed
 

@@ -26,6 +26,7 @@ from zarr.storage import StorePath
 from trakdask.arrays.blocks import Read
 from trakdask.arrays.gram import mirrored
 from trakdask.arrays.graphs import stored
+from trakdask.checks import require_flags
 from trakdask.files import Folder
 from trakdask.provenance import as_text
 from trakdask.storage.group import (
@@ -124,6 +125,7 @@ def open(
     ...     td.open(f"{folder}/train.zarr").feature.shape
     (8, 4, 2)
     """
+    require_flags(dropped=dropped, load_coords=load_coords)
     folder = Folder.at(store, storage_options)
     group = Group.read(folder)
     while True:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trakdask.checks import require_flags
 from trakdask.errors import warn_once
 from trakdask.html_tables import HtmlTable
 from trakdask.models.tasks.protocol import Batch, Forward, missing_variable
@@ -85,6 +86,7 @@ class ModelTask(HtmlTable):
         if not names or not all(isinstance(name, str) for name in names):
             raise ValueError(f"expected names of variables as inputs, got {inputs!r}; try ('x',)")
         object.__setattr__(self, "inputs", names)
+        require_flags(positional=getattr(self, "positional", False))
         for option in self._other_variables:
             is_optional = getattr(type(self), option) is None
             check_variable(getattr(self, option), option, optional=is_optional)
