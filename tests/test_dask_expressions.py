@@ -117,7 +117,7 @@ def test_query_planning__of_dask_itself_answers_queries_and_stores_nothing(tmp_p
     require_close(answered[0], queries(folder, is_planned=False))
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_dask_array__in_the_place_of_dask(tmp_path: Path) -> None:
     pytest.importorskip("dask_array")

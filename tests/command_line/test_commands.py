@@ -173,7 +173,7 @@ def test_process__that_cannot_print_has_written(tmp_path: Path, name: str) -> No
     assert read(tmp_path / "trakdask.yaml")["projector"]["kind"] == "SJLT"
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_process__store_on_a_network_that_does_not_answer(job: Path) -> None:
     """The traceback of every request that is under way would be printed when Python ends."""
     options = "{endpoint_url: 'http://127.0.0.1:9', key: k, secret: s}"

@@ -127,7 +127,7 @@ def test_run__values_of_a_fit_in_a_graph_are_no_warning(client: Client) -> None:
     assert execution.run(lambda: dask.delayed(len)(values), retries=0) == (len(values),)
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_save__block_that_kills_its_workers_is_named(tmp_path: Path) -> None:
     x = np.arange(40, dtype="f4")[:, None].repeat(4, 1)
     samples = td.from_arrays({"image": x, "label": np.arange(40) % 3}, chunks=8)

@@ -54,7 +54,8 @@ def drive(tmp_path: Path, s3: dict[str, str], port: int, *arguments: str) -> Non
     assert done.returncode == 0, f"{logs[-3000:]}\n--- driver\n{done.stderr[-6000:]}"
 
 
-@pytest.mark.parametrize("scheduler", ["elsewhere", pytest.param("here", marks=pytest.mark.faults)])
+@pytest.mark.faults
+@pytest.mark.parametrize("scheduler", ["elsewhere", "here"])
 def test_featurize_to_top_k(tmp_path: Path, s3: dict[str, str], scheduler: str) -> None:
     port = free_port()
     commands = [worker_command(port), worker_command(port)]

@@ -18,14 +18,11 @@ from tests.faults._every_write import OPERATIONS
 ROOT = Path(__file__).parents[2]
 
 
-IN_SHORT = ("append_samples", "calibrate_by_others")
-
-
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
-        *(pytest.param(name, "one", marks=pytest.mark.slow) for name in IN_SHORT),
+        pytest.param("calibrate_by_others", "one", marks=pytest.mark.slow),
         *(pytest.param(name, "all", marks=pytest.mark.faults) for name in OPERATIONS),
     ],
 )

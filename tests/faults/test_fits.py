@@ -56,7 +56,7 @@ def test_fit__interrupted_again_and_again(
     assert not (tmp_path / "f.zarr.fit" / "blocks").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_fit__killed(tmp_path: Path, undisturbed: dict[str, str]) -> None:
     rng, begun = random.Random(0), tmp_path / "begun"
     begun.mkdir()

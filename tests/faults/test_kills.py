@@ -210,6 +210,7 @@ def test_driver__killed(tmp_path: Path, undisturbed: dict[str, str]) -> None:
     assert kill_drivers(tmp_path, 2, seed=0, expected=undisturbed) == 2
 
 
+@pytest.mark.faults
 def test_workers__killed(tmp_path: Path, undisturbed: dict[str, str]) -> None:
     """All of them: the same call of save goes on by itself."""
     with closing(Cluster(tmp_path)) as cluster, closing(Run(tmp_path, seed=1)) as run:
@@ -226,6 +227,7 @@ def test_workers__killed(tmp_path: Path, undisturbed: dict[str, str]) -> None:
         run.finish(undisturbed)
 
 
+@pytest.mark.faults
 def test_scheduler__killed(tmp_path: Path, undisturbed: dict[str, str]) -> None:
     """All futures are lost with it; the same call goes on, here on threads."""
     with closing(Cluster(tmp_path)) as cluster, closing(Run(tmp_path, seed=2)) as run:
