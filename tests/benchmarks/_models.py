@@ -39,32 +39,6 @@ class ResNet9(nn.Module):
         return self.head(x.amax((2, 3)))
 
 
-class Residual(nn.Module):
-    """Two convolutions beside a shortcut, which is projected where the shape changes."""
-
-    def __init__(self, n_in: int, n_out: int, stride: int) -> None:
-        super().__init__()
-        self.first, self.second = conv(n_in, n_out), conv(n_out, n_out)
-        self.first[0].stride, self.second[2] = (stride, stride), nn.Identity()
-        down = nn.Conv2d(n_in, n_out, 1, stride, bias=False)
-        is_same = n_in == n_out
-        self.down = nn.Identity() if is_same else nn.Sequential(down, nn.BatchNorm2d(n_out))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.second(self.first(x)) + self.down(x))
-
-
-def resnet18() -> nn.Module:
-    """ResNet-18 with ten classes, 11.2M parameters; the stem is the one for ImageNet."""
-    stem = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
-    blocks, width = [], 64
-    for n in (64, 128, 256, 512):
-        blocks += [Residual(width, n, 1 if n == 64 else 2), Residual(n, n, 1)]
-        width = n
-    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)]
-    return nn.Sequential(*stem, nn.MaxPool2d(3, 2, 1), *blocks, *head)
-
-
 class Block(nn.Module):
     """One layer of GPT-2: pre-norm, causal attention with one matrix for q, k and v, GELU."""
 
@@ -159,7 +133,6 @@ class OneBlock(nn.Module):
 SUBJECTS = {
     "cnn": Subject(examples.digits_cnn, images(1, 8)),
     "resnet": Subject(ResNet9, images(3, 32)),
-    "resnet18": Subject(resnet18, images(3, 32)),
     "vit": Subject(ViT, images(3, 224)),
     "gpt2": Subject(OneBlock, tokens(128, 768)),
 }
