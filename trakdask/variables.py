@@ -171,7 +171,8 @@ def validate(ds: xr.Dataset, names: Iterable[str], *, what: str = "dataset") -> 
     for name in names:
         _validate_variable(ds, VARIABLES[name], what)
     of_results = {*VARIABLES, TARGET, RANK, CHECKPOINT, PROJ_DIM} - {"self_influence"}
-    require_new((n for n, coord in ds.coords.items() if SAMPLE in coord.dims), of_results)
+    coords = (n for n, coord in ds.coords.variables.items() if coord.dims == (SAMPLE,))
+    require_new(coords, of_results)
     if "scale" in ds:  # as xr.open_zarr shows a store in float16
         raise ValueError(
             f"expected {what} as td.open decodes them, got features in float16 and their scale; "
