@@ -132,15 +132,29 @@ def test_plan__a_fit_of_a_model_of_tokens_takes_all_samples() -> None:
     assert plan(td.featurize(samples, model)).fit["n_gradients"] == 4 * n + N_WEIGHTS
 
 
+def test_plan__hooks_turn_both_sides_of_a_gradient_and_others_all_of_it() -> None:
+    samples = td.from_arrays({"image": np.eye(600, 6, dtype="f4"), "label": np.arange(600) % 3})
+    model = td.Model(nn.Linear(6, 3), task="image_classification")
+    by_hooks, by_loop = (
+        plan(td.featurize(samples, model, gradients=name)).fit for name in ("hooks", "loop")
+    )
+    n_turned = 600 + 600 + 600 + 600  # less the first pass, which finds the coordinates
+    assert (by_hooks["turning"], by_loop["turning"]) == (
+        round(n_turned * (6**2 + 3**2) / (3 * 21)),
+        0,
+    )
+    assert by_loop["operations"] - by_hooks["operations"] == 2 * n_turned * 18 * (6 + 3)
+
+
 def test_plan__a_fit_takes_as_long_as_its_passes_and_products() -> None:
     pilot = Pilot(10, 3.0, 2.0, 0.5, 2, 0, 0, 0)
-    fit = {"n_gradients": 400, "operations": 0, "kept_bytes": 0, "memory_bytes": 0}
+    fit = {"n_gradients": 300, "turning": 100, "operations": 0, "kept_bytes": 0, "memory_bytes": 0}
     once = fit_seconds(fit, pilot, n_checkpoints=3, proj_dim=8)
     assert once == 3 * 400 * 0.2 / 2
     more = fit_seconds(fit | {"operations": 2 * 10 * 8**2}, pilot, 3, 8)
     assert more - once == pytest.approx(3 * 1.6 * 0.5 / 2)
     shown = repr(dataclasses.replace(plan(FEATURES), pilot=pilot, fit=fit, block_bytes=4 * 10 * 8))
-    assert "A td.fit before: about 80 s, gradients of 400 samples, " in shown
+    assert "A td.fit before: about 80 s, gradients of 300 samples, " in shown
 
 
 def test_plan__opened_store_gives_the_same(tmp_path: Path) -> None:

@@ -184,6 +184,8 @@ class Plan:
 
         - n_samples: how many samples it uses
         - n_gradients: how many gradients it takes at each checkpoint
+        - turning: how many gradients take as long as it takes to turn these into the coordinates
+          of the curvature
         - operations: arithmetic operations per checkpoint, beside those of gradients and their
           sketch
         - kept_bytes: bytes of the fitted values of all checkpoints, which a store keeps, if all
