@@ -122,6 +122,11 @@ def names_of_groups(
 def _labels_of_parts(
     samples: xr.Dataset, targets: xr.Dataset, by: xr.DataArray
 ) -> tuple[Labels, sparse.csr_array, list[int]]:
+    if by.ndim == 1:
+        raise ValueError(
+            f"expected by as parts of samples in groups, (sample, group), got labels {by.dims}; "
+            "try features.assign_coords(group=('sample', labels)), and by='group'"
+        )
     is_parts = by.ndim == 2 and SAMPLE in by.dims and by.dtype.kind in "biuf"
     if not is_parts or not np.isfinite(by.values).all():
         raise ValueError(

@@ -149,6 +149,11 @@ def train_models(
 ) -> da.Array | np.ndarray:
     """Return outputs (subset, seed, target) of masks (subset, sample): lazy without a store."""
     require_flags(progress=progress)
+    if not callable(train_fn):
+        raise TypeError(
+            f"expected train_fn as a function of positions and a seed, got {shown(train_fn)}; try "
+            "the function, not its result"
+        )
     numbers = _seed_numbers(seeds)
     if store is None:
         return _lazy_outputs(train_fn, masks, numbers, n_targets, None)
@@ -301,7 +306,10 @@ def _stored(models: Folder, file: str) -> NDArray[np.float64] | None:
 def _outputs(
     train_fn: Callable[..., ArrayLike], n_targets: int, positions: NDArray[np.int64], seed: int
 ) -> NDArray[np.float64]:
-    outputs = np.asarray(train_fn(positions, seed), np.float64)
+    returned = train_fn(positions, seed)
+    if np.iscomplexobj(returned):
+        raise ValueError("expected train_fn to return real numbers, got complex ones; try .real")
+    outputs = np.asarray(returned, np.float64)
     if outputs.shape != (n_targets,):
         raise ValueError(
             f"expected train_fn to return one output per target, ({n_targets},), got an array of "
