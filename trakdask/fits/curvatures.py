@@ -125,30 +125,18 @@ def curvature(
     weights = with_gram(xr.Dataset(attrs=prepared[0].attrs), estimator).of_sums()
     with block_bar("curvature", 2 * len(prepared[0].rows) * len(prepared), show=progress):
         (both,) = dask.compute([_lazy_curvature(each, weights.power) for each in prepared])
-    of_each = zip(prepared, both, strict=True)
-    return Fitted.joined(
-        [_fitted(one, sums, float(damping), leading, weights.power) for one, sums in of_each]
-    )
-
-
-def _fitted(
-    prepared: GraphInputs,
-    both: tuple[np.ndarray, np.ndarray],
-    damping: float,
-    leading: int,
-    power: float | None,
-) -> Fitted:
-    """Return the curvature at one checkpoint."""
-    vectors, values = both
-    scale = scale_of(values[:, 0], prepared.job.model.shapes, damping)
-    kept = leading_coordinates(values[:, 0] * scale.astype(np.float64) ** 2, leading)
-    arrays = {
-        "curvature_eigenvectors": vectors,
-        "curvature_scale": scale[:, None],
-        "curvature_leading": kept[:, None],
-    }
-    step = Curvature(damping, power, len(kept))
-    return Fitted(()).with_arrays(step, arrays, model_of(prepared.attrs))
+    fits = []
+    for one, (vectors, values) in zip(prepared, both, strict=True):
+        scale = scale_of(values[:, 0], one.job.model.shapes, damping)
+        kept = leading_coordinates(values[:, 0] * scale.astype(np.float64) ** 2, leading)
+        arrays = {
+            "curvature_eigenvectors": vectors,
+            "curvature_scale": scale[:, None],
+            "curvature_leading": kept[:, None],
+        }
+        step = Curvature(float(damping), weights.power, len(kept))
+        fits.append(Fitted(()).with_arrays(step, arrays, model_of(one.attrs)))
+    return Fitted.joined(fits)
 
 
 def _lazy_curvature(prepared: GraphInputs, power: float | None) -> tuple[da.Array, da.Array]:

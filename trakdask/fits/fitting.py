@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -29,7 +30,7 @@ from trakdask.models.model import Model
 from trakdask.models.tasks.protocol import task_facts
 from trakdask.planning.fits import N_CURVATURE, N_WEIGHTS, sketch_of
 from trakdask.projection import Projector
-from trakdask.projection.fitted import Curvature, Fitted, Weights
+from trakdask.projection.fitted import Curvature, Fitted
 from trakdask.projection.protocol import from_spec
 from trakdask.provenance import digest, require_same
 from trakdask.samples.array_source import validate_samples
@@ -165,7 +166,10 @@ def fit(
             raise ValueError(
                 f"expected {option}=True, False or 'auto', got {shown(value)}; try 'auto'"
             )
-    features = None if store is None else _features_of(store, storage_options)
+    features = None
+    if store is not None:
+        with suppress(FileNotFoundError, IncompleteFeaturesError):
+            features = open(store, load_coords=False, storage_options=storage_options)
     before = {} if features is None else json.loads(features.attrs.get("fitted_to", "{}"))
     if sketch == "auto":  # a store goes on with the sketch that it has
         known = before.get("sketch")
@@ -188,7 +192,8 @@ def fit(
             curvature = curvature and before.get("curvature", True)
         elif curvature and not model.reads_tokens and weights is not True:
             is_asked = task_facts(model.task).get("loss_kind") == "cross-entropy"
-    kept_weights = None if stored is None else _weights_in(stored)
+    steps_there = () if stored is None else stored.steps
+    kept_weights = next((s.weights for s in steps_there if isinstance(s, Curvature)), None)
     if weights == "auto":
         weights = model.reads_tokens if stored is None else kept_weights is not None
         weights = bool(weights and curvature)
@@ -250,7 +255,10 @@ def fit(
             totals = [fit.arrays["totals"] for fit in scales.values() if is_asked]
             curvature = not (is_asked and follows_better_without(np.concatenate(totals, -1)))
         if curvature:
-            n_leading, rest = _halves(sketch)
+            columns: int | None = getattr(sketch, "proj_dim", None)
+            if columns is not None:  # else the whole gradient has room for all
+                n_leading = columns // 2  # half of them are leading coordinates
+                rest = replace(sketch, proj_dim=columns - n_leading)  # type: ignore[call-arg]
             if is_measured and scales:
                 facts = {n: [fit.arrays[n] for fit in scales.values()] for n in FACTS}
                 whole = {n: np.concatenate(parts, -1) for n, parts in facts.items()}
@@ -304,10 +312,6 @@ def _curvature(
     return fit.beside({"totals": totals_of(few, model, fit, **options)}) if is_asked else fit
 
 
-def _weights_in(projector: Fitted) -> Weights | None:
-    return next((step.weights for step in projector.steps if isinstance(step, Curvature)), None)
-
-
 def _sketched(
     part: xr.Dataset,
     few: xr.Dataset,
@@ -330,21 +334,3 @@ def _sketched(
     matrix = wrong_classes(few, model, fit, **options)
     fit = replace(fit, model=model_of(model.spec()))
     return fit if matrix is None else fit.beside({WRONG_CLASSES: matrix})
-
-
-def _features_of(
-    store: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
-) -> xr.Dataset | None:
-    """Return the features in a store, None if they are not complete."""
-    try:
-        return open(store, load_coords=False, storage_options=storage_options)
-    except (FileNotFoundError, IncompleteFeaturesError):
-        return None
-
-
-def _halves(sketch: Projector) -> tuple[int, Projector]:
-    """Return how many columns are leading coordinates, and the projector of the others."""
-    columns: int | None = getattr(sketch, "proj_dim", None)
-    if columns is None:  # the whole gradient has room for all
-        return 0, sketch
-    return columns // 2, replace(sketch, proj_dim=columns - columns // 2)  # type: ignore[call-arg]

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import dask
-import dask.array as da
 import numpy as np
 import torch
 import xarray as xr
@@ -20,10 +19,9 @@ from torch import Tensor
 from trakdask.arrays.damping import GRID
 from trakdask.arrays.weights import gram_weights
 from trakdask.featurization.block import run_samples, running
-from trakdask.featurization.graphs import block_tasks, variable_of
 from trakdask.featurization.job import FeaturizeJob
 from trakdask.featurization.preparation import prepare
-from trakdask.fits.keeping import kept_blocks
+from trakdask.fits.keeping import kept_sketches
 from trakdask.fits.weights import weighted
 from trakdask.models.model import Model
 from trakdask.models.tasks import Batch, Forward
@@ -57,14 +55,9 @@ def totals_of(samples: xr.Dataset, model: Model, curvature: Fitted, **options: A
     ]
     projector = Fitted.joined(scales).then(_SCALED)
     prepared = prepare(samples, model, projector=projector, **options)
-    token, n_columns = prepared.token, _PLAIN.proj_dim + prepared.job.proj_dim
-    tasks = block_tasks(_two_sketches, "sc", prepared, token, name=f"two-sketches-{token}")
-    columns = {"p": n_columns}
-    sketches = variable_of(tasks, "sc", "spc", 0, f"two-sketch-{token}", new_axes=columns)
-    others = [variable_of(tasks, "sc", "sc", i, f"two-sketch-{i}-{token}") for i in (1, 2)]
-    both = da.concatenate([sketches, *(x[:, None] for x in others)], axis=1).rechunk({1: -1})
-    found = [dask.delayed(_totals_at)(kept_blocks(both[..., i])) for i in range(both.shape[2])]
-    return np.stack(dask.compute(*found), -1)
+    n_columns = _PLAIN.proj_dim + prepared.job.proj_dim
+    rows = kept_sketches(_two_sketches, prepared, n_columns, "two-sketches")
+    return np.stack(dask.compute(*map(dask.delayed(_totals_at), rows)), -1)
 
 
 def _two_sketches(

@@ -74,24 +74,22 @@ def second_moments(model: Model, moments: MomentsLike, *, progress: bool = True)
     """
     require_model(model)
     names = [checkpoint.name for checkpoint in model.checkpoints]
-
-    def check(name: str, state: Mapping[str, Tensor]) -> None:
-        for parameter, shape in model.shapes.items():
-            value = state.get(parameter)
-            got = None if value is None else tuple(value.shape)
-            if value is None or got != shape or not (value.isfinite() & (value >= 0)).all():
-                raise CheckpointError(
-                    f"expected finite second moments >= 0 of {parameter!r}, of shape {shape}, for "
-                    f"checkpoint {name!r}, got {f'shape {got}' if got != shape else 'others'}; "
-                    + REMEDY
-                )
-
     scales: list[np.ndarray] = []
     by_name = _by_name(moments, names)
     with polled_bar("second moments", len(names), lambda: len(scales), show=progress):
         for name in names:
+            # 1. There is one of each parameter.
             state = read_state(_file(by_name[name]))
-            check(name, state)
+            for parameter, shape in model.shapes.items():
+                value = state.get(parameter)
+                got = None if value is None else tuple(value.shape)
+                if value is None or got != shape or not (value.isfinite() & (value >= 0)).all():
+                    raise CheckpointError(
+                        f"expected finite second moments >= 0 of {parameter!r}, of shape {shape}, "
+                        f"for checkpoint {name!r}, got "
+                        f"{f'shape {got}' if got != shape else 'others'}; {REMEDY}"
+                    )
+            # 2. Their scale.
             flat = np.concatenate([state[n].double().flatten().numpy() for n in model.shapes])
             scale, least = (np.sqrt(flat) + EPSILON) ** -0.5, rounding_of(flat, model.shapes)
             for parameter, place in places_of(model.shapes).items():

@@ -72,7 +72,13 @@ class FastJL(Projector):
 
     def __post_init__(self) -> None:
         if self.num_sms is None:
-            object.__setattr__(self, "num_sms", _num_sms_here())
+            if not torch.cuda.is_available():
+                raise ValueError(
+                    "expected num_sms, since the matrix of fast_jl depends on the number of "
+                    "multiprocessors, got None on a machine without a GPU; try num_sms=132 for an "
+                    "H100 SXM"
+                )
+            object.__setattr__(self, "num_sms", _num_sms(torch.device("cuda")))
         super().__post_init__()
         if self.proj_dim % _COLUMN_STEP:
             raise ValueError(
@@ -137,15 +143,6 @@ class FastJL(Projector):
 def _num_sms(device: torch.device) -> int:
     properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.multi_processor_count)
-
-
-def _num_sms_here() -> int:
-    if not torch.cuda.is_available():
-        raise ValueError(
-            "expected num_sms, since the matrix of fast_jl depends on the number of "
-            "multiprocessors, got None on a machine without a GPU; try num_sms=132 for an H100 SXM"
-        )
-    return _num_sms(torch.device("cuda"))
 
 
 def _extension() -> Any:
