@@ -24,10 +24,9 @@ from trakdask.featurization.preparation import prepare
 from trakdask.fits.keeping import kept_sketches
 from trakdask.fits.weights import weighted
 from trakdask.models.model import Model
-from trakdask.models.tasks import Batch, Forward
 from trakdask.projection import SJLT
 from trakdask.projection.fitted import Fitted
-from trakdask.projection.maps import Maps, Stream
+from trakdask.projection.maps import Maps
 from trakdask.projection.stream import ProjectionStream
 
 _PLAIN, _LEADING, _SCALED = SJLT(2048), 1024, SJLT(1024)
@@ -66,23 +65,25 @@ def _two_sketches(
     """Return sketches of a block without and with curvature, (sample, column, 1), f and Q."""
     checkpoint, fit = item.item()
     with running(job, checkpoint, rows, arrays) as samples:
-        device = samples.device
-        maps = Maps(job.projector, job.row_map, checkpoint.id, fit, device)
-
-        def open_stream(_: Forward, batch: Batch) -> Stream:
-            # A rotation changes no product of two gradients, so both sketches are of rotated ones.
-            plain = ProjectionStream(_PLAIN, job.row_map, batch.size, checkpoint.id, device)
-            return _Both(plain, maps.open(batch.size))
-
+        maps = Maps(job.projector, job.row_map, checkpoint.id, fit, samples.device)
         n_columns = _PLAIN.proj_dim + job.proj_dim
-        return run_samples(samples, checkpoint, n_columns, open_stream, maps.rotations)
+        return run_samples(
+            samples, checkpoint, n_columns, lambda _, batch: _Both(maps, batch.size), maps.rotations
+        )
 
 
 class _Both:
-    """A stream that projects gradients as they are, and scaled."""
+    """A stream that projects gradients as they are, and scaled.
 
-    def __init__(self, plain: ProjectionStream, scaled: Stream) -> None:
-        self._plain, self._scaled = plain, scaled
+    A rotation changes no product of two gradients, so both sketches are of rotated ones.
+    """
+
+    def __init__(self, maps: Maps, n_samples: int) -> None:
+        at = n_samples, maps.checkpoint, maps.device
+        self._plain, self._scaled = (
+            ProjectionStream(_PLAIN, maps.row_map, *at),
+            maps.open(n_samples),
+        )
 
     def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
         """Take the rotated gradients of a parameter, (n, numel), or a slice of them."""

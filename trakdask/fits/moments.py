@@ -75,11 +75,11 @@ def second_moments(model: Model, moments: MomentsLike, *, progress: bool = True)
     require_model(model)
     names = [checkpoint.name for checkpoint in model.checkpoints]
     scales: list[np.ndarray] = []
-    by_name = _by_name(moments, names)
+    files = _files(moments, names)
     with polled_bar("second moments", len(names), lambda: len(scales), show=progress):
         for name in names:
             # 1. There is one of each parameter.
-            state = read_state(_file(by_name[name]))
+            state = read_state(files[name])
             for parameter, shape in model.shapes.items():
                 value = state.get(parameter)
                 got = None if value is None else tuple(value.shape)
@@ -99,7 +99,8 @@ def second_moments(model: Model, moments: MomentsLike, *, progress: bool = True)
     return Fitted(()).with_arrays(SecondMoments(), arrays, model_of(model.spec()))
 
 
-def _by_name(moments: MomentsLike, names: list[str]) -> dict[str, CheckpointLike]:
+def _files(moments: MomentsLike, names: list[str]) -> dict[str, CheckpointLike]:
+    """Return the file of each checkpoint, or its tensors as they are."""
     if isinstance(moments, str | Path):
         moments = checkpoint_folders(Folder(location(moments))) or [moments]
     elif not isinstance(moments, Iterable) or isinstance(moments, Tensor):
@@ -114,17 +115,15 @@ def _by_name(moments: MomentsLike, names: list[str]) -> dict[str, CheckpointLike
             f"expected second moments of each of the checkpoints {names}, got {shown(values)} "
             f"({len(values)}); try {{{names[0]!r}: ..., ...}}"
         )
-    return dict(moments) if isinstance(moments, Mapping) else dict(zip(names, values, strict=True))
-
-
-def _file(value: CheckpointLike) -> CheckpointLike:
-    """Return the file of a folder, and anything else as it is."""
-    if not isinstance(value, str | Path):
-        return value
-    place = location(value)
-    if place.endswith("optimizer.pt"):
-        raise CheckpointError(
-            f"expected second moments by the names of parameters, got {place!r}, where Trainer "
-            f"numbers them in the order of the optimizer, which the file does not say; {REMEDY}"
-        )
-    return f"{place}/{MOMENTS_FILE}" if folder_at(place) else place
+    files = dict(moments) if isinstance(moments, Mapping) else dict(zip(names, values, strict=True))
+    for name, value in files.items():
+        if not isinstance(value, str | Path):
+            continue
+        place = location(value)
+        if place.endswith("optimizer.pt"):
+            raise CheckpointError(
+                f"expected second moments by the names of parameters, got {place!r}, where Trainer "
+                f"numbers them in the order of the optimizer, which the file does not say; {REMEDY}"
+            )
+        files[name] = f"{place}/{MOMENTS_FILE}" if folder_at(place) else place
+    return files

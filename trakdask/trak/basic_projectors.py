@@ -190,8 +190,10 @@ class BasicProjector(AbstractProjector):
         return sketch
 
     def _seeds(self) -> list[int]:
+        # torch's generators on a CPU use the lower 32 bits of a seed, whose others are our own.
         first = self.seed + 100_000 * self.model_id
-        return [int(first + _seed_of_block(block)) for block in range(self.num_blocks)]
+        numbers = (divmod(block, _BLOCKS_PER_CHECKPOINT) for block in range(self.num_blocks))
+        return [int(first + 1000 * rest + (2**31 + n if n else 0)) for n, rest in numbers]
 
     def _draw(self, generator_state: Tensor) -> None:
         self.generator.set_state(generator_state)
@@ -240,13 +242,6 @@ class BasicSingleBlockProjector(BasicProjector):
 
     def _seeds(self) -> list[int]:
         return [int(self.seed + 10_000 * self.model_id)]
-
-
-def _seed_of_block(block: int) -> int:
-    """Return the number added to the seed for a block; from block 100 on it is our own."""
-    hundreds, rest = divmod(block, _BLOCKS_PER_CHECKPOINT)
-    # torch's generators on a CPU use the lower 32 bits of a seed.
-    return 1000 * rest + (2**31 + hundreds if hundreds else 0)
 
 
 def flattened(grads: Mapping[str, Tensor] | Tensor) -> Tensor:
