@@ -21,8 +21,8 @@ import trakdask as td
 from trakdask import bars
 from trakdask.featurization.preparation import projector_of
 from trakdask.fits import fitting, keeping
+from trakdask.fits.fitting import wrong_classes
 from trakdask.fits.weights import weighted
-from trakdask.fits.wrong_classes import wrong_classes
 from trakdask.planning.fits import sketch_of
 from trakdask.projection.fitted import Fitted
 from trakdask.samples.datasets import drawn

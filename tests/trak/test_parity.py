@@ -19,7 +19,7 @@ from tests.trak._models import MODELS, built
 from tests.trak._runs import Run, content, relative
 from trakdask import trak as ours
 from trakdask.trak import basic_projectors, projectors
-from trakdask.trak.metadata import EXTRA
+from trakdask.trak.savers import EXTRA
 
 trak = pytest.importorskip("trak")
 

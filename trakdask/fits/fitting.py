@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Mapping
@@ -10,9 +11,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+import dask
+import dask.array as da
 import numpy as np
 import xarray as xr
 
+from trakdask import arrays
 from trakdask.bars import block_bar, duration
 from trakdask.checks import require_flags, require_integer, shown
 from trakdask.errors import IncompleteFeaturesError
@@ -22,12 +26,12 @@ from trakdask.files import Folder
 from trakdask.fits.components import with_components
 from trakdask.fits.curvatures import curvature as fit_curvature
 from trakdask.fits.following import follows_better_without, totals_of
-from trakdask.fits.keeping import kept_fits
+from trakdask.fits.keeping import kept_blocks, kept_fits
 from trakdask.fits.moments import MomentsLike, second_moments
 from trakdask.fits.weights import FACTS, scores_by_group, weighted, weights_of
-from trakdask.fits.wrong_classes import compares_classes, wrong_classes
 from trakdask.models.model import Model
 from trakdask.models.tasks.protocol import task_facts
+from trakdask.models.tasks.supervised import Classification, WrongClass
 from trakdask.planning.fits import N_CURVATURE, N_WEIGHTS, sketch_of
 from trakdask.projection import Projector
 from trakdask.projection.fitted import Curvature, Fitted
@@ -37,13 +41,19 @@ from trakdask.samples.array_source import validate_samples
 from trakdask.samples.datasets import drawn, drawn_places, source_of
 from trakdask.storage.reading import open
 from trakdask.storage.writing import kept_beside
-from trakdask.variables import SAMPLE, WRONG_CLASSES
+from trakdask.variables import PROJ_DIM, SAMPLE, WRONG_CLASSES
 
 _FEW_SAMPLES = 500
 """With fewer, the curvature made scores worse on all three tasks of 2026-11-24-recipe.txt."""
 
 _LONG_S = 60.0
 """Whoever waits longer is told how long, and what would be cheaper."""
+
+_WIDEST_MATRIX = 8192
+"""The matrix of wider features takes more memory than it is worth."""
+
+_POWER_OF_SOFT = 0.5
+"""a, the power in the gram matrix of ``Soft``."""
 
 
 def fit(
@@ -334,3 +344,61 @@ def _sketched(
     matrix = wrong_classes(few, model, fit, **options)
     fit = replace(fit, model=model_of(model.spec()))
     return fit if matrix is None else fit.beside({WRONG_CLASSES: matrix})
+
+
+def wrong_classes(
+    samples: xr.Dataset, model: Model, projector: Fitted, **options: Any
+) -> np.ndarray | None:
+    """Return the mean of 2 √q ψ ψᵀ over samples, (proj_dim, proj_dim_1, checkpoint) float32.
+
+    It is how the loss bends between the wrong classes, which the gram matrix of a classifier lacks.
+    None if the task does not compare the correct class with several wrong ones, by their logits, or
+    features are very wide.
+
+    The gram matrix knows how steep the loss is along the gradient of the margin between the correct
+    class and all others. A classifier's loss also bends where probability moves from one wrong
+    class to another. With r as the distribution over the wrong classes, and logits with a constant
+    derivative v, the loss with the gradient -q^a ∇f has the Hessian
+
+        a q^a (1 - q) ∇f ∇fᵀ + q^a vᵀ (diag r - r rᵀ) v.
+
+    Divided by a, the first term is the one of the gram matrix of ``Soft``. In the second one,
+    diag r - r rᵀ = E_k[(e_k - r)(e_k - r)ᵀ] for k drawn from r, and vᵀ (e_k - r) = ∇ log r_k. Here
+    k is the most likely wrong class, not a drawn one, so that no seed matters: the matrix is the
+    mean of 2 √q ψ ψᵀ, where ψ is the projection of ∇ log r_k. It is 0 for two classes.
+
+    A part of the samples will do, because the matrix is a mean. It stays the same when samples are
+    appended or dropped. Its pass costs as much as the features of these samples.
+    """
+    model = model.for_variables({str(n): array.ndim for n, array in samples.variables.items()})
+    task, between = model.task, copy.copy(model)
+    if not compares_classes(task):
+        return None
+    assert isinstance(task, Classification)
+    between.task = WrongClass(task)
+    features = featurize(samples, between, projector, **options)
+    if features.sizes[PROJ_DIM] > _WIDEST_MATRIX:
+        return None
+    q = features.out_to_loss.data[:, None, :]
+    both = da.concatenate([features.feature.data, q], axis=1).rechunk({1: -1})
+    kept = [kept_blocks(both[..., i : i + 1]) for i in range(both.shape[2])]
+    totals = [
+        arrays.gram.gram(x[:, :-1], x[:, -1] ** _POWER_OF_SOFT / _POWER_OF_SOFT) for x in kept
+    ]
+    mean = np.concatenate(dask.compute(*totals), -1) / len(q)
+    # As exact as the products that it is a mean of; bit by bit as a store has it, which keeps the
+    # triangle, also where a GPU's product of a matrix with itself is not symmetric.
+    return arrays.gram.mirrored(mean.astype(np.float32))
+
+
+def compares_classes(task: Any) -> bool:
+    """Return whether a task compares the correct class with wrong ones by their logits.
+
+    Examples
+    --------
+    >>> import trakdask as td
+    >>> compares_classes(td.tasks.ImageClassification()), compares_classes(td.tasks.CausalLM())
+    (True, False)
+    """
+    has_margin = task_facts(task).get("loss_kind") == "cross-entropy"
+    return isinstance(task, Classification) and has_margin

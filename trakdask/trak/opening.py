@@ -15,7 +15,7 @@ from numpy.lib.format import open_memmap
 from trakdask._version import __version__
 from trakdask.provenance import as_text, digest
 from trakdask.samples.fingerprints import mapped
-from trakdask.trak.metadata import EXTRA, read_json
+from trakdask.trak.savers import EXTRA, read_json
 from trakdask.variables import CHECKPOINT, VARIABLES
 
 _BLOCK_BYTES = 2**25

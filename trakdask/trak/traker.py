@@ -21,10 +21,9 @@ from trakdask.trak.gradient_computers import (
     FunctionalGradientComputer,
     selected_parameters,
 )
-from trakdask.trak.metadata import EXTRA
 from trakdask.trak.modelout_functions import TASK_TO_MODELOUT, AbstractModelOutput
 from trakdask.trak.projectors import StreamProjector, default_projector
-from trakdask.trak.savers import AbstractSaver, MmapSaver, ModelIDException
+from trakdask.trak.savers import EXTRA, AbstractSaver, MmapSaver, ModelIDException
 from trakdask.trak.score_computers import AbstractScoreComputer, BasicScoreComputer
 
 _NO_CHECKPOINT = "no ckpt loaded"
