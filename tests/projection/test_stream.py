@@ -40,14 +40,6 @@ SHAPES = {
 }
 
 
-def rows_of(projector: Projector) -> RowMap:
-    return RowMap.from_shapes(SHAPES, alignment=projector.row_alignment)
-
-
-def draw(n_samples: int) -> dict[str, Tensor]:
-    return {name: normal(n_samples, math.prod(shape)) for name, shape in SHAPES.items()}
-
-
 @every_kind
 @pytest.mark.parametrize("cuts", [(1, 2), (5, 37, 69)])
 def test_project__batches_are_invisible(
@@ -76,7 +68,8 @@ def test_project__aligned_tensors_are_invisible(projector: Projector, cuts: list
 def test_stream__order_parts_and_buffers_are_invisible(
     projector: Projector, data: st.DataObject
 ) -> None:
-    gradients, row_map = draw(2), rows_of(projector)
+    gradients = {name: normal(2, math.prod(shape)) for name, shape in SHAPES.items()}
+    row_map = RowMap.from_shapes(SHAPES, alignment=projector.row_alignment)
     stream, names = ProjectionStream(projector, row_map, 2, 4), list(SHAPES)
     order = data.draw(st.permutations(names))
     for name in order:

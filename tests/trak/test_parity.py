@@ -30,10 +30,6 @@ MODULES = ("traker", "gradient_computers", "modelout_functions", "projectors", "
 PROJECTORS = ("default", "normal", "rademacher", "single", "noop")
 
 
-def width(model: str) -> int:
-    return sum(parameter.numel() for parameter in built(model).parameters())
-
-
 def projector(module: Any, kind: str, model: str) -> Any:
     if kind == "default":
         return None
@@ -41,7 +37,8 @@ def projector(module: Any, kind: str, model: str) -> Any:
         return module.NoOpProjector(device="cpu")
     proj_type = "rademacher" if kind == "rademacher" else "normal"
     name = "BasicSingleBlockProjector" if kind == "single" else "BasicProjector"
-    return getattr(module, name)(width(model), 12, 3, proj_type, "cpu", block_size=5)
+    width = sum(parameter.numel() for parameter in built(model).parameters())
+    return getattr(module, name)(width, 12, 3, proj_type, "cpu", block_size=5)
 
 
 def both(run: Run, folder: Path, kind: str = "default") -> tuple[np.ndarray, np.ndarray]:

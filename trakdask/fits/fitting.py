@@ -52,7 +52,7 @@ _LONG_S = 60.0
 _WIDEST_MATRIX = 8192
 """The matrix of wider features takes more memory than it is worth."""
 
-_POWER_OF_SOFT = 0.5
+_SOFT_POWER = 0.5
 """a, the power in the gram matrix of ``Soft``."""
 
 
@@ -382,9 +382,7 @@ def wrong_classes(
     q = features.out_to_loss.data[:, None, :]
     both = da.concatenate([features.feature.data, q], axis=1).rechunk({1: -1})
     kept = [kept_blocks(both[..., i : i + 1]) for i in range(both.shape[2])]
-    totals = [
-        arrays.gram.gram(x[:, :-1], x[:, -1] ** _POWER_OF_SOFT / _POWER_OF_SOFT) for x in kept
-    ]
+    totals = [arrays.gram.gram(x[:, :-1], x[:, -1] ** _SOFT_POWER / _SOFT_POWER) for x in kept]
     mean = np.concatenate(dask.compute(*totals), -1) / len(q)
     # As exact as the products that it is a mean of; bit by bit as a store has it, which keeps the
     # triangle, also where a GPU's product of a matrix with itself is not symmetric.
