@@ -125,7 +125,9 @@ class ProjectionStream:
         for row, last in _cut(start, stop, self._block, runs=self._on_gpu):
             self._add_rows(row, flat[:, row - start : last - start])
 
-    __call__ = add  # as sinks of gradients are called
+    def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
+        """Do the same as :meth:`add`, as a sink of gradients does."""
+        self.add(name, gradient, first)
 
     def buffer_for(self, name: str, first: int) -> Tensor | None:
         """Return where the next elements of a gradient can be written, which spares a copy.
