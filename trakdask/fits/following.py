@@ -80,10 +80,8 @@ class _Both:
 
     def __init__(self, maps: Maps, n_samples: int) -> None:
         at = n_samples, maps.checkpoint, maps.device
-        self._plain, self._scaled = (
-            ProjectionStream(_PLAIN, maps.row_map, *at),
-            maps.open(n_samples),
-        )
+        self._plain = ProjectionStream(_PLAIN, maps.row_map, *at)
+        self._scaled = maps.open(n_samples)
 
     def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
         """Take the rotated gradients of a parameter, (n, numel), or a slice of them."""

@@ -109,17 +109,9 @@ def kept_fits(
         for names in (lacking[i : i + n] for i in range(0, len(lacking), n)):
             fit = compute(model.at_checkpoints(names))
             for name in names:
-                made[name] = one = fit.at_checkpoints([name])
-                if folder is None:
-                    continue
-                about = {"of": files[name], "projector": one.spec(), "digests": one.digests}
-                about |= {"model": one.model, "rows": {n: of for n, (of, *_) in one.rows.items()}}
-                arrays = dict(one.arrays)
-                for _, places, rows in one.rows.values():  # of one checkpoint at most
-                    arrays |= {"places": places, "rows": rows}
-                content = io.BytesIO()
-                np.savez(content, about=np.array(json.dumps(about)), **arrays)
-                folder.write(files[name], content.getvalue())
+                made[name] = fit.at_checkpoints([name])
+                if folder is not None:
+                    _write_fit(folder, files[name], made[name])
             if blocks is not None:
                 blocks.remove()
     finally:
@@ -187,3 +179,13 @@ def _fit(folder: Folder, file: str) -> Fitted | None:
         _warn(folder, file, err)
         return None
     return fit
+
+
+def _write_fit(folder: Folder, file: str, fit: Fitted) -> None:
+    about = {"of": file, "projector": fit.spec(), "digests": fit.digests, "model": fit.model}
+    about["rows"], arrays = {name: of for name, (of, *_) in fit.rows.items()}, dict(fit.arrays)
+    for _, places, rows in fit.rows.values():  # of one checkpoint at most
+        arrays |= {"places": places, "rows": rows}
+    content = io.BytesIO()
+    np.savez(content, about=np.array(json.dumps(about)), **arrays)
+    folder.write(file, content.getvalue())
