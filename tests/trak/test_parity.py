@@ -18,7 +18,7 @@ import torch
 from tests.trak._models import MODELS, built
 from tests.trak._runs import Run, content, relative
 from trakdask import trak as ours
-from trakdask.trak import basic_projectors, projectors
+from trakdask.trak import projectors
 from trakdask.trak.savers import EXTRA
 
 trak = pytest.importorskip("trak")
@@ -138,7 +138,7 @@ GRADIENTS = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
 def test_projector__same_matrix_and_product(
     name: str, proj_type: str, dtype: torch.dtype, is_kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(basic_projectors, "_fits", lambda n_bytes, device: is_kept)
+    monkeypatch.setattr(projectors, "_fits", lambda n_bytes, device: is_kept)
     as_dict = {"a": GRADIENTS[:, :39].reshape(3, 13, 3), "b": GRADIENTS[:, 39]}
     for proj_dim, seed in ((6, 7), (20, 11)):
         old, new = (

@@ -19,8 +19,8 @@ from trakdask.errors import warn_once
 from trakdask.execution import require_memory
 from trakdask.featurization.lazy import featurize
 from trakdask.featurization.preparation import made_like, model_of, require_model
+from trakdask.fits.curvatures import signed
 from trakdask.fits.keeping import kept_rows
-from trakdask.fits.sums import signed
 from trakdask.models.model import Model
 from trakdask.projection import SJLT, Projector
 from trakdask.projection.companding import encoded, widened

@@ -13,7 +13,7 @@ from trakdask.checks import shown
 from trakdask.errors import CheckpointError
 from trakdask.featurization.preparation import model_of, require_model
 from trakdask.files import Folder, location
-from trakdask.fits.sums import rounding_of
+from trakdask.fits.curvatures import rounding_of
 from trakdask.models.checkpoints import CheckpointLike, checkpoint_folders, folder_at, read_state
 from trakdask.models.kept_checkpoints import MOMENTS_FILE, REMEDY
 from trakdask.models.model import Model

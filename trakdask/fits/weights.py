@@ -28,8 +28,8 @@ from trakdask.arrays.weights import gram_weights
 from trakdask.featurization.block import run_samples, running
 from trakdask.featurization.job import FeaturizeJob
 from trakdask.featurization.preparation import prepare
+from trakdask.fits.curvatures import leading_coordinates
 from trakdask.fits.keeping import kept_sketches
-from trakdask.fits.sums import leading_coordinates
 from trakdask.models.model import Model
 from trakdask.models.tasks import Batch, Forward
 from trakdask.models.tasks.language import CausalLM, TokenClassification
